@@ -7,7 +7,7 @@ import importlib
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ if shutil.which("nvidia-smi") is None:
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a worker for each core; torch reads it once, too
 
-from archerfish import ArrowEngine, HubConfig
+from archerfish import ArrowEngine, HubConfig, LLMEngine
 from archerfish.store.names import resolve_model
+from tests.engine.tiny_llama import save_tiny_llama, tiny_config
 
 # No test depends on the speed of the machine.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -70,6 +71,19 @@ def minilm() -> ArrowEngine:
 def hub(tmp_path_factory: pytest.TempPathFactory) -> HubConfig:
     """A cache of its own for models that tests make, which never reaches the network."""
     return HubConfig(cache_dir=str(tmp_path_factory.mktemp("cache")), offline=True)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama without a tokenizer."""
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture
+def engine(llama: Path) -> Iterator[LLMEngine]:
+    """A fresh engine of the tiny Llama."""
+    with LLMEngine(tiny_config(llama)) as made:
+        yield made
 
 
 TinyModel = Callable[..., Path]

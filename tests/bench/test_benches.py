@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import MagicMock, call
 
+import numpy as np
 import pytest
 
 from archerfish.bench import embed, engines, generate, gpu, rwkv, scheduler, store
@@ -17,7 +18,8 @@ from archerfish.bench.worker import EngineGroup, WorkerError
 from archerfish.cli.main import main
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig
 from archerfish.errors import InvalidOptionError, UnsupportedModelError
-from tests.engine.tiny_llama import VOCAB, save_tiny_llama, tiny_config
+from tests.engine.tiny_llama import VOCAB, tiny_config
+from tests.store.models import write_model
 
 
 class InProcess:
@@ -60,14 +62,17 @@ def report_of(found: Found) -> BenchReport:
 
 
 def generation(directory: Path, **changes: Any) -> Namespace:
-    usual = {"rounds": 2, "no_peers": True, "against": "", "engine": tiny_config(save_tiny_llama(directory))}
-    return Namespace(**{**usual, **changes})
+    return Namespace(**{"rounds": 2, "no_peers": True, "against": "", "engine": tiny_config(directory), **changes})
 
 
-def test_throughput_measures_both_kinds_of_batching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "MAX_PROMPT", 24)
-    monkeypatch.setattr(generate, "MAX_OUTPUT", 8)
-    report = report_of(generate.throughput(generation(tmp_path, batches=(2, 3), rounds=1)))
+def set_sizes(monkeypatch: pytest.MonkeyPatch, module: Any, **sizes: Any) -> None:
+    for name, value in sizes.items():
+        monkeypatch.setattr(module, name, value)
+
+
+def test_throughput_measures_both_kinds_of_batching(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_sizes(monkeypatch, generate, MAX_PROMPT=24, MAX_OUTPUT=8)
+    report = report_of(generate.throughput(generation(llama, batches=(2, 3), rounds=1)))
     for batch in (2, 3):
         for kind in ("continuous", "static"):
             assert report.summary(f"{kind}, {batch} sequences, tokens/s")
@@ -82,13 +87,11 @@ def test_jobs_depend_on_the_seed_alone() -> None:
     assert all(16 <= len(prompt) <= 256 and 4 <= output <= 512 and max(prompt) < 50 for prompt, output in jobs)
 
 
-def test_latency_measures_another_version_in_the_same_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "LATENCY_PROMPTS", (4, 8))
-    monkeypatch.setattr(generate, "LATENCY_OUTPUT", 3)
-    other = tmp_path / "before"
-    report = report_of(generate.latency(generation(tmp_path, against=str(other))))
+def test_latency_measures_another_version_in_the_same_rounds(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_sizes(monkeypatch, generate, LATENCY_PROMPTS=(4, 8), LATENCY_OUTPUT=3)
+    report = report_of(generate.latency(generation(llama, against="/some/before")))
     assert report.engines == ["archerfish", "before"]
-    assert [arguments["path"] for _, arguments in InProcess.started] == ["", str(other)]
+    assert [arguments["path"] for _, arguments in InProcess.started] == ["", "/some/before"]
     for engine in report.engines:
         first, rate, gap = (
             report.summary(metric, engine)
@@ -97,25 +100,23 @@ def test_latency_measures_another_version_in_the_same_rounds(tmp_path: Path, mon
         assert first and rate and gap and (first.rounds, rate.rounds, gap.rounds) == (2, 2, 4)
 
 
-def test_prefix_cache_is_measured_with_hits_and_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"SHARED_TOKENS": 64, "OWN_TOKENS": 8, "PREFIX_OUTPUT": 2, "PREFIX_REQUESTS": 4}.items():
-        monkeypatch.setattr(generate, name, value)
-    report = report_of(generate.prefix(generation(tmp_path, rounds=1)))
+def test_prefix_cache_is_measured_with_hits_and_repeats(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_sizes(monkeypatch, generate, SHARED_TOKENS=64, OWN_TOKENS=8, PREFIX_OUTPUT=2, PREFIX_REQUESTS=4)
+    report = report_of(generate.prefix(generation(llama, rounds=1)))
     results = {result.name: result.value for result in report.judge(generate.PREFIX_GOALS)}
     assert results["requests, hit rate"] == 0.75 and results["forward passes of an exact repeat"] == 0
     assert report.summary("cache off, requests/s") and report.engines == ["archerfish"]
 
 
-def test_transformers_and_llama_cpp_are_peers_where_they_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_peers_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = MagicMock(EngineGroup)
     model = tmp_path / "model.gguf"
     model.touch()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("archerfish.store.names.resolve_model", lambda name: model)
-    options = generation(tmp_path, no_peers=False)
     facts = {"directory": "d", "dtype": "float32", "config": {}}
-    generate.open_peers(group, options, facts, is_latency=True)
-    generate.open_peers(group, generation(tmp_path), facts, is_latency=True)
+    for no_peers in (False, True):
+        generate.open_peers(group, generation(tmp_path, no_peers=no_peers), facts, is_latency=True)
     assert group.open.call_args_list == [
         call("transformers", "Transformers", {**facts, "num_threads": 1}),
         call("llama.cpp", "LlamaCpp", {"model_path": str(model), "num_threads": 1}),
@@ -130,25 +131,23 @@ def rwkv_options(**changes: Any) -> Namespace:
 
 def small_rwkv(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"NUM_STREAMS": 2, "STREAM_OUTPUT": 2, "SHARED_TOKENS": 80, "PREFIX_OUTPUT": 2, "DECODE_OUTPUT": 3}
-    for name, value in {**sizes, "VOCAB_SIZE": 200, "COPY_BYTES": {"cpu": 1 << 12}}.items():
-        monkeypatch.setattr(rwkv, name, value)
+    set_sizes(monkeypatch, rwkv, **sizes, VOCAB_SIZE=200, COPY_BYTES={"cpu": 1 << 12}, AUDIO_SECONDS=0.1)
 
 
 @pytest.mark.no_cover
-def test_rwkv_keeps_states_without_changing_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rwkv_keeps_states_without_changing_tokens(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_rwkv(monkeypatch)
     report = report_of(rwkv.rwkv(rwkv_options()))
     same = report.summary("requests with the same tokens, share")
     assert same is not None and same.median == 1.0
     assert {"a state, MB", "one stream, tokens/s", "2 streams, tokens/s", "states kept, requests/s"} < set(report.samples)
     with pytest.raises(UnsupportedModelError, match="is not a recurrent model"):
-        list(rwkv.rwkv(rwkv_options(engine=tiny_config(save_tiny_llama(tmp_path)))))
+        list(rwkv.rwkv(rwkv_options(engine=tiny_config(llama))))
 
 
 @pytest.mark.no_cover
 def test_tts_is_measured_against_the_limit_and_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     small_rwkv(monkeypatch)
-    monkeypatch.setattr(rwkv, "AUDIO_SECONDS", 0.1)
     monkeypatch.setattr("archerfish.bench.engines.Archerfish.speech", lambda *_, **__: [2.0, 0.5])
     report = report_of(rwkv.tts(rwkv_options(no_peers=False)))
     assert report.engines == ["archerfish", "package rwkv"]
@@ -264,23 +263,11 @@ def test_scheduler_and_cache_costs_have_the_trees_that_they_name(monkeypatch: py
 
 
 @pytest.mark.no_cover
-def test_store_opens_and_converts(tmp_path: Path, small_source: Path) -> None:
-    options = Namespace(model=str(small_source), rounds=1, hub=HubConfig(cache_dir=str(tmp_path / "cache")))
+def test_store_opens_and_converts(tmp_path: Path) -> None:
+    options = Namespace(model=str(write_model(tmp_path / "source")), rounds=1, hub=HubConfig(cache_dir=str(tmp_path / "cache")))
     report = report_of(store.measure(options))
     assert report.engines == ["archerfish", "safetensors", "torch.load", "torch.load mmap"]
     assert {"converting to arrow, MB/s", "growth of resident memory, MB"} < set(report.samples)
-
-
-@pytest.fixture
-def small_source(tmp_path: Path) -> Path:
-    import torch
-    from safetensors.torch import save_file
-
-    directory = tmp_path / "source"
-    directory.mkdir()
-    save_file({"a.weight": torch.ones(8, 8)}, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
-    return directory
 
 
 class FakeEmbeddings(engines.EmbeddingEngine):
@@ -293,8 +280,6 @@ class FakeEmbeddings(engines.EmbeddingEngine):
         pass
 
     def encode(self, texts: list[str], batch_size: int) -> Any:
-        import numpy as np
-
         return np.array([[1.0, len(text)] for text in texts], np.float32)
 
 
@@ -306,8 +291,7 @@ class FakeReference(FakeEmbeddings):
 def test_embed_measures_engines_and_their_agreement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "ArcherfishEmbeddings", FakeEmbeddings)
     monkeypatch.setattr(engines, "SentenceTransformers", FakeReference)
-    for name, value in {"SETTLE_S": 0.0, "MIN_SECONDS": 0.0, "NUM_CALLS": 2}.items():
-        monkeypatch.setattr(embed, name, value)
+    set_sizes(monkeypatch, embed, SETTLE_S=0.0, MIN_SECONDS=0.0, NUM_CALLS=2)
     monkeypatch.setattr("archerfish.store.names.resolve_model", lambda name, hub: tmp_path)
     monkeypatch.setitem(embed.PEERS, "openvino", ({}, ("no_such_package",)))
     options = Namespace(

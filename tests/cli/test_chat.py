@@ -88,20 +88,6 @@ def test_ctrl_c_stops_only_the_answer(engine: FakeLLM, talk: Callable[..., Any])
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_second_ctrl_c_ends_the_process(engine: FakeLLM, talk: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "exit_now", lambda: sys.exit(130))
-
-    def press(number: int) -> None:
-        if number == 1 and len(engine.prompts) == 1:
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-            raise AssertionError("the second signal was swallowed")
-
-    engine.on_word = press
-    with pytest.raises(SystemExit, match="130"):
-        talk(["a b c", "next"])
-
-
 def test_answer_stopped_before_its_first_word_is_forgotten(engine: FakeLLM, talk: Callable[..., Any]) -> None:
     def press(number: int) -> None:
         if len(engine.prompts) == 1:

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from archerfish import ModelConverter, WeightLoader
+from archerfish import ModelConverter
 from archerfish.cli import doctor
 from archerfish.cli.main import main
 from archerfish.cli.output import Output
 from archerfish.config import HubConfig
 from archerfish.kernels import select
 from archerfish.kernels.machine import Cpu, Memory, cpu, memory, read_cpu
+from archerfish.store.metadata import read_metadata
+from tests.store.models import flip_byte, write_model
 
 GB = 10**9
 
@@ -73,19 +75,16 @@ def test_kv_tokens_use_the_default_dtype(dtype: str, monkeypatch: pytest.MonkeyP
     assert asked == [("cpu", dtype), ("cuda", "bfloat16")]
 
 
-def test_missing_model_is_reported_without_error(tmp_path: Path) -> None:
+def test_missing_and_damaged_models_are_reported(model: Path, tmp_path: Path) -> None:
     hub = HubConfig(cache_dir=str(tmp_path))
     builtin = doctor.measure("all-minilm-l6-v2", hub)
     assert (builtin.num_parameters, builtin.remark) == (22_713_216, "not pulled yet")
     elsewhere = doctor.measure("some-org/some-model-that-nobody-has", hub)
     assert elsewhere.num_parameters == 0 and "archerfish pull" in elsewhere.remark
     assert doctor.judge_model(elsewhere, Memory(GB, GB), [])["cpu"] == "unknown"
-
-
-def test_damaged_model_does_not_stop_the_report(model: Path) -> None:
     (model / "model.safetensors").write_bytes(b"short")
-    found = doctor.measure_or_explain(str(model), HubConfig())
-    assert found.num_parameters == 0 and "model.safetensors" in found.remark
+    damaged = doctor.measure_or_explain(str(model), hub)
+    assert damaged.num_parameters == 0 and "model.safetensors" in damaged.remark
 
 
 V2 = {"memory.max": 4 * GB, "memory.current": 3 * GB, "memory.stat": f"anon 5\ninactive_file {GB}\n"}
@@ -176,13 +175,9 @@ def test_unknown_path_is_refused(light: None, tmp_path: Path) -> None:
 
 def test_damaged_converted_directory_is_a_problem(tmp_path: Path) -> None:
     """A flipped byte of tensor data is not looked for when a model is opened; doctor reads every byte."""
-    from tests.store.models import flip_byte, some_weights, write_model
-
     target = tmp_path / "converted"
-    ModelConverter().convert(write_model(tmp_path / "source", some_weights()), target)
+    ModelConverter().convert(write_model(tmp_path / "source"), target)
     assert doctor.find_damage(str(target), Output(quiet=True)) == []
-    loader = WeightLoader(target)
-    offset = next(iter(loader._rows.values()))[1].data.offset
-    flip_byte(target / "weights.arrow", offset)
+    flip_byte(target / "weights.arrow", read_metadata(target).files["weights.arrow"].spans[0].data.offset)
     [problem] = doctor.find_damage(str(target), Output(quiet=True))
     assert "weights.arrow" in problem

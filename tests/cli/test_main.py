@@ -12,20 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from archerfish import __version__
+from archerfish import __version__, errors
 from archerfish.cli import embed as embed_command
 from archerfish.cli import output
 from archerfish.cli.main import main
 from archerfish.cli.texts import gather_texts
 from archerfish.engine import progress
-from archerfish.errors import (
-    ArcherfishError,
-    DeviceError,
-    InvalidInputError,
-    ModelNotFoundError,
-    UnreachableError,
-    WriteError,
-)
 from tests.engine.fakes import FakeEngine
 
 
@@ -60,12 +52,12 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [InvalidInputError("m", hint="h"), ModelNotFoundError("m"), WriteError("m"), DeviceError("m"), UnreachableError("m"),
-     ArcherfishError("m")],
+    [errors.InvalidInputError("m", hint="h"), errors.ModelNotFoundError("m"), errors.WriteError("m"), errors.DeviceError("m"),
+     errors.UnreachableError("m"), errors.ArcherfishError("m")],
     ids=lambda error: type(error).__name__,
 )  # fmt: skip
 def test_error_message_hint_and_exit_code(
-    error: ArcherfishError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: errors.ArcherfishError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fail_with(monkeypatch, error)
     assert main(["embed", "x"]) == error.exit_code
@@ -152,10 +144,10 @@ def test_embed_reads_files(engine: Engine, tmp_path: Path, capsys: pytest.Captur
     assert main(["embed", "zero", "--input", str(entries), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_texts"] == 3
     entries.write_text('{"text": 5}\n', encoding="utf-8")
-    with pytest.raises(InvalidInputError, match="Line 1"):
+    with pytest.raises(errors.InvalidInputError, match="Line 1"):
         gather_texts([], str(entries))
     lines.write_bytes(b"\xff\xfe")
-    with pytest.raises(InvalidInputError, match="not UTF-8"):
+    with pytest.raises(errors.InvalidInputError, match="not UTF-8"):
         gather_texts([], str(lines))
 
 
@@ -185,7 +177,7 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setitem(embed_command.WRITERS, ".npy", fail)
-    with pytest.raises(WriteError):
+    with pytest.raises(errors.WriteError):
         embed_command.write_vectors(path, [], np.zeros((0, 0), np.float32))
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
@@ -202,7 +194,7 @@ def test_pull_lists_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert story["path"] in capsys.readouterr().out
     assert main(["pull", "--list", "--cache-dir", str(tmp_path)]) == 0
     assert "not downloaded" in capsys.readouterr().out
-    assert main(["pull", "all-minilm-l6-v2", "--cache-dir", str(tmp_path), "--offline"]) == UnreachableError.exit_code
+    assert main(["pull", "all-minilm-l6-v2", "--cache-dir", str(tmp_path), "--offline"]) == errors.UnreachableError.exit_code
 
 
 def test_sizes_and_durations() -> None:

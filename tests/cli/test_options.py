@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +66,11 @@ def test_every_option_is_keyword_flag_variable_and_key(
 def test_flag_beats_environment_beats_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "options.toml"
     file.write_text("[embed]\nmax_length = 10\nnum_threads = 10\nmax_batch_size = 10\n")
+    monkeypatch.setenv("ARCHERFISH_CONFIG", str(file))
     monkeypatch.setenv("ARCHERFISH_EMBED_MAX_LENGTH", "20")
     monkeypatch.setenv("ARCHERFISH_EMBED_NUM_THREADS", "20")
-    config = section(EmbedConfig, parser_for(EmbedConfig).parse(["--config", str(file), "--max-length", "30"]))
-    assert (config.max_length, config.num_threads, config.max_batch_size) == (30, 20, 10)
+    config = section(EmbedConfig, parser_for(EmbedConfig).parse(["--max-length", "30"]))
+    assert (config.max_length, config.num_threads, config.max_batch_size, config.device) == (30, 20, 10, "cpu")
     with pytest.raises(InvalidOptionError, match=r"\[embed\] max_batch_size cannot be 0"):
         section(EmbedConfig, parser_for(EmbedConfig).parse(["--max-batch-size", "0"]))
 
@@ -120,12 +119,3 @@ def test_options_page_is_up_to_date(tmp_path: Path) -> None:
     assert options_page.main([], page) == options_page.main(["--check"], page) == 0
     page.write_text("something else")
     assert options_page.main(["--check"], page) == 1
-
-
-def test_help_loads_nothing_heavy() -> None:
-    code = (
-        "import sys; from archerfish.cli.main import main; main(['--help']); main(['embed', '--help']);"
-        "heavy = {'torch', 'numpy', 'pyarrow', 'rich'} & set(sys.modules); sys.exit(f'imported {heavy}' if heavy else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

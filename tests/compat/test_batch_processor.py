@@ -1,5 +1,5 @@
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,23 +14,14 @@ from tests.engine.fakes import FakeEngine
 def test_a_full_buffer_is_encoded_in_order() -> None:
     engine = FakeEngine()
     processor = BatchProcessor(engine, max_batch_size=3)
-    assert processor.add("a") is None
-    assert processor.add("b") is None
-    assert len(processor) == 2
+    assert processor.add("a") is processor.add("b") is None and len(processor) == 2
     vectors = processor.add("c")
-    assert vectors is not None
+    assert vectors is not None and engine.batches == [["a", "b", "c"]]
     np.testing.assert_array_equal(np.stack(vectors), FakeEngine().encode_batch(["a", "b", "c"]))
-    assert len(processor) == 0
-    assert engine.batches == [["a", "b", "c"]]
-
-
-def test_flush_gives_the_rest_and_then_nothing() -> None:
-    engine = FakeEngine()
-    processor = BatchProcessor(engine)
-    processor.add("a")
-    assert len(processor.flush()) == 1
-    assert processor.flush() == []
-    assert len(engine.batches) == 1
+    processor.add("d")
+    assert len(processor.flush()) == 1 and processor.flush() == [] and len(engine.batches) == 2
+    processor.add("e")
+    assert processor.clear() == ["e"] and len(processor) == 0
 
 
 def test_a_failing_engine_loses_no_text() -> None:
@@ -46,13 +37,6 @@ def test_a_failing_engine_loses_no_text() -> None:
     engine.batches.clear()
     assert len(processor.flush()) == 3
     assert [len(batch) for batch in engine.batches] == [2, 1]
-
-
-def test_clear_gives_the_texts_back() -> None:
-    processor = BatchProcessor(FakeEngine())
-    processor.add("a")
-    assert processor.clear() == ["a"]
-    assert len(processor) == 0
 
 
 def test_a_bad_text_is_refused_when_it_is_added() -> None:
@@ -80,14 +64,6 @@ def test_a_wrong_number_of_vectors_is_an_error() -> None:
 
 def test_threads_lose_nothing() -> None:
     processor = BatchProcessor(FakeEngine(), max_batch_size=7)
-    counts: list[int] = []
-
-    def work() -> None:
-        counts.extend(len(processor.add(str(number)) or []) for number in range(100))
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        counts = list(threads.map(lambda number: len(processor.add(str(number)) or []), range(400)))
     assert sum(counts) + len(processor.flush()) == 400

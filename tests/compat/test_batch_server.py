@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from archerfish.compat.batch_server import BatchInferenceServer
 from archerfish.errors import CallerError, InvalidOptionError, ModelError, OverloadedError, StoppedError
 
-from .loops import LIMIT_S, run, until
+from .loops import LIMIT_S, in_loop, run, until
 
 Server = BatchInferenceServer[int, int]
 
@@ -41,57 +41,47 @@ def ask(server: Server, numbers: Sequence[int]) -> list[asyncio.Task[int]]:
     return [asyncio.create_task(server.predict(number)) for number in numbers]
 
 
-def test_callers_share_a_batch_and_results_keep_their_order() -> None:
-    async def main() -> None:
-        model = Doubler()
-        async with Server(model, max_batch_size=4) as server:
-            assert await asyncio.gather(*ask(server, range(10))) == [2 * n for n in range(10)]
-        assert [len(batch) for batch in model.batches] == [4, 4, 2]
-
-    run(main)
+@in_loop
+async def test_callers_share_a_batch_and_results_keep_their_order() -> None:
+    model = Doubler()
+    async with Server(model, max_batch_size=4) as server:
+        assert await asyncio.gather(*ask(server, range(10))) == [2 * n for n in range(10)]
+    assert [len(batch) for batch in model.batches] == [4, 4, 2]
 
 
-def test_a_full_batch_does_not_wait_and_a_function_serves_as_a_model() -> None:
-    async def main() -> None:
-        async with Server(lambda inputs: [-n for n in inputs], max_batch_size=2, max_wait_time=3600) as server:
-            assert await asyncio.gather(*ask(server, [1, 2])) == [-1, -2]
-
-    run(main)
+@in_loop
+async def test_a_full_batch_does_not_wait_and_a_function_serves_as_a_model() -> None:
+    async with Server(lambda inputs: [-n for n in inputs], max_batch_size=2, max_wait_time=3600) as server:
+        assert await asyncio.gather(*ask(server, [1, 2])) == [-1, -2]
 
 
-def test_inputs_that_come_during_a_batch_are_the_next_batch() -> None:
-    async def main() -> None:
-        model = Doubler(is_open=False)
-        async with Server(model, max_wait_time=0) as server:
-            first = ask(server, [0])
-            await until(model.entered.is_set)
-            rest = ask(server, range(1, 6))
-            await asyncio.sleep(0)
-            rest[0].cancel()  # a caller that left is not computed
-            model.gate.set()
-            await asyncio.gather(*first, *rest[1:])
-        assert model.batches == [[0], [2, 3, 4, 5]]
-
-    run(main)
+@in_loop
+async def test_inputs_that_come_during_a_batch_are_the_next_batch() -> None:
+    model = Doubler(is_open=False)
+    async with Server(model, max_wait_time=0) as server:
+        first = ask(server, [0])
+        await until(model.entered.is_set)
+        rest = ask(server, range(1, 6))
+        await asyncio.sleep(0)
+        rest[0].cancel()  # a caller that left is not computed
+        model.gate.set()
+        await asyncio.gather(*first, *rest[1:])
+    assert model.batches == [[0], [2, 3, 4, 5]]
 
 
-def test_only_a_bad_input_gets_the_error() -> None:
-    async def main() -> None:
-        async with Server(Doubler(), max_batch_size=16) as server:
-            answers = await asyncio.gather(*ask(server, (1, 2, -3, 4, -6)), return_exceptions=True)
-            assert [a if isinstance(a, int) else str(a) for a in answers] == [2, 4, "bad number -3", 8, "bad number -6"]
-
-    run(main)
+@in_loop
+async def test_only_a_bad_input_gets_the_error() -> None:
+    async with Server(Doubler(), max_batch_size=16) as server:
+        answers = await asyncio.gather(*ask(server, (1, 2, -3, 4, -6)), return_exceptions=True)
+        assert [a if isinstance(a, int) else str(a) for a in answers] == [2, 4, "bad number -3", 8, "bad number -6"]
 
 
 @pytest.mark.parametrize("results", [[], [1, 2, 3], None, 7])
-def test_a_wrong_number_of_results_is_an_error_for_all(results: Any) -> None:
-    async def main() -> None:
-        async with Server(lambda inputs: results, max_batch_size=2) as server:
-            answers = await asyncio.gather(*ask(server, [1, 2]), return_exceptions=True)
-            assert all(isinstance(answer, ModelError | TypeError) for answer in answers)
-
-    run(main)
+@in_loop
+async def test_a_wrong_number_of_results_is_an_error_for_all(results: Any) -> None:
+    async with Server(lambda inputs: results, max_batch_size=2) as server:
+        answers = await asyncio.gather(*ask(server, [1, 2]), return_exceptions=True)
+        assert all(isinstance(answer, ModelError | TypeError) for answer in answers)
 
 
 @pytest.mark.parametrize("error", [StopIteration(), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
@@ -107,95 +97,83 @@ def test_errors_that_a_future_cannot_carry_are_wrapped(error: BaseException) -> 
     run(main)
 
 
-def test_a_full_queue_refuses() -> None:
-    async def main() -> None:
-        model = Doubler(is_open=False)
-        async with Server(model, max_batch_size=1, max_wait_time=0, max_queue_size=2) as server:
-            first = ask(server, [0])
-            await until(model.entered.is_set)
-            waiting = ask(server, [1, 2])
-            await asyncio.sleep(0)
-            with pytest.raises(OverloadedError, match="2 inputs wait; the limit is 2"):
-                await server.predict(3)
-            model.gate.set()
-            assert await asyncio.gather(*first, *waiting) == [0, 2, 4]
-
-    run(main)
-
-
-def test_predict_before_start_waits_for_it_and_stop_computes_waiting_inputs() -> None:
-    async def main() -> None:
-        server = Server(Doubler(), max_batch_size=2, max_wait_time=3600)
-        asking = ask(server, range(5))
-        await asyncio.sleep(0)
-        running = [server.running]
-        task = asyncio.create_task(server.start())
-        await asyncio.sleep(0)
-        assert [*running, server.running] == [False, True]
-        await asyncio.gather(server.stop(), server.stop())
-        assert await asyncio.gather(*asking) == [0, 2, 4, 6, 8]
-        with pytest.raises(StoppedError):
-            await server.predict(1)
-        await task
-
-    run(main)
-
-
-def test_stop_without_start_ends_waiting_callers() -> None:
-    async def main() -> None:
-        server = Server(Doubler())
-        (early,) = ask(server, [1])
-        await asyncio.sleep(0)
-        await server.stop()
-        with pytest.raises(StoppedError):
-            await early
-        await server.start()
-
-    run(main)
-
-
-def test_stop_without_drain_finishes_only_the_running_batch() -> None:
-    async def main() -> None:
-        model = Doubler(is_open=False)
-        server = Server(model, max_batch_size=1, max_wait_time=0)
-        task = asyncio.create_task(server.start())
-        asking = ask(server, (1, 2, 3))
+@in_loop
+async def test_a_full_queue_refuses() -> None:
+    model = Doubler(is_open=False)
+    async with Server(model, max_batch_size=1, max_wait_time=0, max_queue_size=2) as server:
+        first = ask(server, [0])
         await until(model.entered.is_set)
-        stopping = asyncio.create_task(server.stop(drain=False))
-        await until(lambda: asking[1].done() and asking[2].done())
-        assert not stopping.done()
+        waiting = ask(server, [1, 2])
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="2 inputs wait; the limit is 2"):
+            await server.predict(3)
         model.gate.set()
-        await stopping
-        answers = await asyncio.gather(*asking, return_exceptions=True)
-        assert answers[0] == 2 and [type(answer) for answer in answers[1:]] == [StoppedError, StoppedError]
-        await task
-
-    run(main)
+        assert await asyncio.gather(*first, *waiting) == [0, 2, 4]
 
 
-def test_an_error_inside_the_with_block_discards_waiting_inputs() -> None:
-    async def main() -> None:
-        model = Doubler()
-        with pytest.raises(KeyError):
-            async with Server(model, max_wait_time=3600) as server:
-                (asking,) = ask(server, [1])
-                for _ in range(5):
-                    await asyncio.sleep(0)
-                raise KeyError
-        with pytest.raises(StoppedError):
-            await asking
-        assert model.batches == []
+@in_loop
+async def test_predict_before_start_waits_for_it_and_stop_computes_waiting_inputs() -> None:
+    server = Server(Doubler(), max_batch_size=2, max_wait_time=3600)
+    asking = ask(server, range(5))
+    await asyncio.sleep(0)
+    running = [server.running]
+    task = asyncio.create_task(server.start())
+    await asyncio.sleep(0)
+    assert [*running, server.running] == [False, True]
+    await asyncio.gather(server.stop(), server.stop())
+    assert await asyncio.gather(*asking) == [0, 2, 4, 6, 8]
+    with pytest.raises(StoppedError):
+        await server.predict(1)
+    await task
 
-    run(main)
+
+@in_loop
+async def test_stop_without_start_ends_waiting_callers() -> None:
+    server = Server(Doubler())
+    (early,) = ask(server, [1])
+    await asyncio.sleep(0)
+    await server.stop()
+    with pytest.raises(StoppedError):
+        await early
+    await server.start()
 
 
-def test_wrong_use_is_an_error() -> None:
-    async def main() -> None:
-        async with Server(Doubler()) as server:
-            with pytest.raises(CallerError, match="started already"):
-                await server.start()
+@in_loop
+async def test_stop_without_drain_finishes_only_the_running_batch() -> None:
+    model = Doubler(is_open=False)
+    server = Server(model, max_batch_size=1, max_wait_time=0)
+    task = asyncio.create_task(server.start())
+    asking = ask(server, (1, 2, 3))
+    await until(model.entered.is_set)
+    stopping = asyncio.create_task(server.stop(drain=False))
+    await until(lambda: asking[1].done() and asking[2].done())
+    assert not stopping.done()
+    model.gate.set()
+    await stopping
+    answers = await asyncio.gather(*asking, return_exceptions=True)
+    assert answers[0] == 2 and [type(answer) for answer in answers[1:]] == [StoppedError, StoppedError]
+    await task
 
-    run(main)
+
+@in_loop
+async def test_an_error_inside_the_with_block_discards_waiting_inputs() -> None:
+    model = Doubler()
+    with pytest.raises(KeyError):
+        async with Server(model, max_wait_time=3600) as server:
+            (asking,) = ask(server, [1])
+            for _ in range(5):
+                await asyncio.sleep(0)
+            raise KeyError
+    with pytest.raises(StoppedError):
+        await asking
+    assert model.batches == []
+
+
+@in_loop
+async def test_wrong_use_is_an_error() -> None:
+    async with Server(Doubler()) as server:
+        with pytest.raises(CallerError, match="started already"):
+            await server.start()
     with pytest.raises(InvalidOptionError, match="neither"):
         Server(3)  # type: ignore[arg-type]
     with pytest.raises(InvalidOptionError, match="at least 1"):

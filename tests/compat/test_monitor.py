@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from archerfish import ArrowEngine, AsyncLLMEngine, LLMEngine, SamplingParams
+from archerfish import ArrowEngine, AsyncLLMEngine, LLMEngine
 from archerfish.compat.monitor import PerformanceMonitor
 from archerfish.errors import InvalidInputError, NotFoundError
 from archerfish.observe.metrics import ENCODE, GAPS, TTFT, WHOLE
 from archerfish.serve.metrics import exposition
-from tests.engine.tiny_llama import prompts, save_tiny_llama, tiny_config
+from tests.compat.loops import in_loop
+from tests.engine.tiny_llama import greedy, prompts
 
-GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[LLMEngine]:
-    with LLMEngine(tiny_config(save_tiny_llama(tmp_path))) as made:
-        yield made
+GREEDY = greedy(6)
 
 
 def test_latencies_rates_and_hits_of_requests(engine: LLMEngine) -> None:
@@ -48,18 +41,13 @@ def test_latencies_rates_and_hits_of_requests(engine: LLMEngine) -> None:
     assert monitor.collector.histograms[WHOLE].count(**label) == 8  # closed
 
 
-def test_sequences_of_one_request_share_a_first_token(engine: LLMEngine) -> None:
+def test_each_request_has_at_most_one_first_token(engine: LLMEngine) -> None:
     monitor = PerformanceMonitor(engine)
-    engine.generate(prompts(1), GREEDY.replace(n=3, temperature=1.0))
+    assert engine.abort(engine.add_request(prompts(1)[0], GREEDY))
     histograms, label = monitor.collector.histograms, {"model_name": engine.model_name}
-    assert [histograms[name].count(**label) for name in (TTFT, WHOLE, GAPS)] == [1, 1, 3 * 5]
-
-
-def test_a_request_without_tokens_has_no_first_token(engine: LLMEngine) -> None:
-    monitor = PerformanceMonitor(engine)
-    request = engine.add_request(prompts(1)[0], GREEDY)
-    assert engine.abort(request)
-    assert monitor.collector.histograms[TTFT].count(model_name=engine.model_name) == 0
+    assert histograms[TTFT].count(**label) == 0
+    engine.generate(prompts(1), GREEDY.replace(n=3, temperature=1.0))
+    assert [histograms[name].count(**label) for name in (TTFT, GAPS)] == [1, 3 * 5]
     ends = monitor.collector.counters["vllm:request_success"]
     assert ends.value(model_name=engine.model_name, finished_reason="abort") == 1
 
@@ -69,13 +57,11 @@ def test_a_real_time_monitor_gives_rates_since_the_reading_before(engine: LLMEng
     monitor = PerformanceMonitor(engine, clock=lambda: now)
     real_time = monitor.real_time(alert_thresholds={f"{name}/generated_tok_s": 1.0})
     engine.generate(prompts(1), GREEDY)
-    now = 3.0
-    events = {event.name: event for event in real_time.collect()}
-    assert (events[f"{name}/generated_tok_s"].value, events[f"{name}/generated_tok_s"].is_alert) == (2.0, False)
-    assert events["memory_bytes"].value > 1e6 and not events["memory_bytes"].is_alert
-    now = 5.0
-    events = {event.name: event for event in real_time.collect()}
-    assert (events[f"{name}/generated_tok_s"].value, events[f"{name}/generated_tok_s"].is_alert) == (0.0, True)
+    for seconds, expected in ((3.0, (2.0, False)), (5.0, (0.0, True))):
+        now = seconds
+        events = {event.name: (event.value, event.is_alert) for event in real_time.collect()}
+        assert events[f"{name}/generated_tok_s"] == expected
+        assert events["memory_bytes"][0] > 1e6 and not events["memory_bytes"][1]
     assert monitor.figures()[name]["generated_tok_s"] == 6 / 5  # since it is watched
 
 
@@ -119,15 +105,13 @@ def test_an_engine_is_watched_once(engine: LLMEngine) -> None:
         PerformanceMonitor(engine, window=0)
 
 
-def test_an_async_engine_can_be_watched(engine: LLMEngine) -> None:
-    async def run() -> dict[str, float]:
-        served = AsyncLLMEngine(engine)
-        monitor = PerformanceMonitor(served)
-        await asyncio.gather(*(served.generate(prompt, GREEDY) for prompt in prompts(3)))
-        await served.close()
-        return monitor.figures()[engine.model_name]
-
-    assert asyncio.run(run())["e2e_p50_ms"] > 0
+@in_loop
+async def test_an_async_engine_can_be_watched(engine: LLMEngine) -> None:
+    served = AsyncLLMEngine(engine)
+    monitor = PerformanceMonitor(served)
+    await asyncio.gather(*(served.generate(prompt, GREEDY) for prompt in prompts(3)))
+    await served.close()
+    assert monitor.figures()[engine.model_name]["e2e_p50_ms"] > 0
 
 
 def test_an_encoder_can_be_watched(minilm: ArrowEngine) -> None:

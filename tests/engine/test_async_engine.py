@@ -3,100 +3,76 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 
 import pytest
 
-from archerfish.config import EngineConfig
 from archerfish.engine.async_engine import AsyncLLMEngine
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import InvalidInputError, StoppedError
-from archerfish.params import SamplingParams
-from tests.engine.tiny_llama import TINY, prompts
+from tests.compat.loops import in_loop
+from tests.engine.tiny_llama import greedy, prompts, tokens
 
-PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> LLMEngine:
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
-    config = EngineConfig(model=str(tmp_path), dtype="float32", load_format="dummy", max_cache_tokens=4096, max_num_seqs=16)
-    return LLMEngine(config)
+PARAMS = greedy(8)
 
 
-def test_gathered_answers_equal_those_of_the_plain_engine(engine: LLMEngine) -> None:
+@in_loop
+async def test_gathered_answers_equal_those_of_the_plain_engine(engine: LLMEngine) -> None:
     many = prompts(12)
-    expected = [output.token_ids for output in engine.generate(many, PARAMS)]
-
-    async def run() -> list[list[int]]:
-        served = AsyncLLMEngine(engine)
-        outputs = await asyncio.gather(*(served.generate(prompt, PARAMS) for prompt in many))
-        await served.close()
-        return [output.token_ids for output in outputs]
-
-    assert asyncio.run(run()) == expected
+    expected = tokens(engine.generate(many, PARAMS))
+    served = AsyncLLMEngine(engine)
+    assert tokens(await asyncio.gather(*(served.generate(prompt, PARAMS) for prompt in many))) == expected
+    await served.close()
 
 
-def test_a_name_and_options_make_an_engine(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
-
-    async def run() -> int:
-        served = AsyncLLMEngine(str(tmp_path), dtype="float32", load_format="dummy", max_cache_tokens=512)
-        output = await served.generate([5, 6], sampling_params=PARAMS)
-        await served.close()
-        return len(output.token_ids)
-
-    assert asyncio.run(run()) == 8
+@in_loop
+async def test_a_name_and_options_make_an_engine(llama: Path) -> None:
+    served = AsyncLLMEngine(str(llama), dtype="float32", load_format="dummy", max_cache_tokens=512)
+    assert len((await served.generate([5, 6], sampling_params=PARAMS)).token_ids) == 8
+    await served.close()
 
 
-def test_leaving_a_stream_aborts_its_request(engine: LLMEngine) -> None:
-    async def run() -> None:
-        served = AsyncLLMEngine(engine)
-        stream = served.stream(prompts(1)[0], PARAMS.replace(max_tokens=150))
-        async for _ in stream:
-            break
-        await stream.aclose()  # type: ignore[attr-defined]
-        other = await served.generate(prompts(1, 2)[0], PARAMS)
-        assert len(other.token_ids) == 8
-        assert engine.queue_status()["running"] == 0
-        await served.close()
-
-    asyncio.run(run())
+@in_loop
+async def test_leaving_a_stream_aborts_its_request(engine: LLMEngine) -> None:
+    served = AsyncLLMEngine(engine)
+    stream = served.stream(prompts(1)[0], PARAMS.replace(max_tokens=150))
+    async for _ in stream:
+        break
+    await stream.aclose()  # type: ignore[attr-defined]
+    other = await served.generate(prompts(1, 2)[0], PARAMS)
+    assert len(other.token_ids) == 8
+    assert engine.queue_status()["running"] == 0
+    await served.close()
     engine.scheduler.cache.check([])
 
 
-def test_cancelling_a_task_aborts_its_request(engine: LLMEngine) -> None:
-    async def run() -> None:
-        served = AsyncLLMEngine(engine)
-        task = asyncio.create_task(served.generate(prompts(1)[0], PARAMS.replace(max_tokens=150)))
+@in_loop
+async def test_cancelling_a_task_aborts_its_request(engine: LLMEngine) -> None:
+    served = AsyncLLMEngine(engine)
+    task = asyncio.create_task(served.generate(prompts(1)[0], PARAMS.replace(max_tokens=150)))
+    await asyncio.sleep(0)
+    await served.generate(prompts(1, 3)[0], PARAMS)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await served.generate(prompts(1, 4)[0], PARAMS)
+    assert engine.queue_status()["running"] == 0
+    await served.close()
+
+
+@in_loop
+async def test_bad_input_raises_and_closing_ends_streams(engine: LLMEngine) -> None:
+    served = AsyncLLMEngine(engine)
+    with pytest.raises(InvalidInputError):
+        await served.generate([], PARAMS)
+    task = asyncio.create_task(served.generate(prompts(1)[0], PARAMS.replace(max_tokens=180)))
+    while not engine.queue_status()["running"]:
         await asyncio.sleep(0)
-        await served.generate(prompts(1, 3)[0], PARAMS)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await served.generate(prompts(1, 4)[0], PARAMS)
-        assert engine.queue_status()["running"] == 0
-        await served.close()
-
-    asyncio.run(run())
-
-
-def test_bad_input_raises_and_closing_ends_streams(engine: LLMEngine) -> None:
-    async def run() -> None:
-        served = AsyncLLMEngine(engine)
-        with pytest.raises(InvalidInputError):
-            await served.generate([], PARAMS)
-        task = asyncio.create_task(served.generate(prompts(1)[0], PARAMS.replace(max_tokens=180)))
-        while not engine.queue_status()["running"]:
-            await asyncio.sleep(0)
-        await served.close()
-        output = await task
-        assert output.finish_reason == "abort"
-        with pytest.raises(StoppedError):
-            await served.generate(prompts(1)[0], PARAMS)
-
-    asyncio.run(run())
+    await served.close()
+    output = await task
+    assert output.finish_reason == "abort"
+    with pytest.raises(StoppedError):
+        await served.generate(prompts(1)[0], PARAMS)
 
 
 def test_closing_closes_only_an_engine_of_its_own(engine: LLMEngine) -> None:
@@ -116,20 +92,18 @@ def test_closing_closes_only_an_engine_of_its_own(engine: LLMEngine) -> None:
         own.engine.generate(prompts(1), PARAMS)
 
 
-def test_closing_aborts_only_what_came_through_it(engine: LLMEngine) -> None:
-    async def run() -> None:
-        own = engine.add_request(prompts(1, 2)[0], PARAMS.replace(max_tokens=100))
-        served = AsyncLLMEngine(engine)
-        long = [served.generate(prompt, PARAMS.replace(max_tokens=180)) for prompt in prompts(3)]
-        tasks = [asyncio.create_task(one) for one in long]
-        while engine.queue_status()["running"] < 4:
-            await asyncio.sleep(0)
-        await served.close()
-        assert [output.finish_reason for output in await asyncio.gather(*tasks)] == ["abort"] * 3
-        while engine.has_work:
-            engine.step()
-        output = engine.get_output(own)
-        assert output is not None and len(output.token_ids) == 100
-
-    asyncio.run(run())
+@in_loop
+async def test_closing_aborts_only_what_came_through_it(engine: LLMEngine) -> None:
+    own = engine.add_request(prompts(1, 2)[0], PARAMS.replace(max_tokens=100))
+    served = AsyncLLMEngine(engine)
+    long = [served.generate(prompt, PARAMS.replace(max_tokens=180)) for prompt in prompts(3)]
+    tasks = [asyncio.create_task(one) for one in long]
+    while engine.queue_status()["running"] < 4:
+        await asyncio.sleep(0)
+    await served.close()
+    assert [output.finish_reason for output in await asyncio.gather(*tasks)] == ["abort"] * 3
+    while engine.has_work:
+        engine.step()
+    output = engine.get_output(own)
+    assert output is not None and len(output.token_ids) == 100
     engine.scheduler.cache.check([])

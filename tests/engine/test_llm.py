@@ -12,7 +12,7 @@ import pytest
 from archerfish import LLM, LLMEngine, SamplingParams
 from archerfish.engine.outputs import RequestOutput
 from archerfish.errors import ArcherfishError, InvalidInputError
-from tests.engine.tiny_llama import save_tiny_llama, tiny_config
+from tests.engine.tiny_llama import greedy, save_tiny_llama, tiny_config
 from tests.text.tiny_tokenizers import byte_fallback
 
 VOCAB = 280
@@ -34,20 +34,10 @@ def llm(directory: Path) -> Iterator[LLM]:
         yield made
 
 
-def greedy(num_tokens: int = 6, **options: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, **options)
-
-
-def test_llm_takes_keywords_as_vllm_does(directory: Path) -> None:
-    options: dict[str, Any] = {"dtype": "float32", "load_format": "dummy", "gpu_memory_utilization": 0.9}
-    with LLM(model=str(directory), max_cache_tokens=512, **options) as llm:
-        assert len(llm.generate([[5, 6]], greedy(3))[0].outputs[0].token_ids) == 3
-
-
 def test_chat_gives_a_list_for_one_conversation_and_for_several(llm: LLM) -> None:
     one = llm.chat(HELLO, greedy())
     several = llm.chat([HELLO, FISH], [greedy(), greedy(4)], use_tqdm=False)
-    assert isinstance(one, list) and [len(output.token_ids) for output in several] == [6, 4]
+    assert isinstance(one, list) and [len(output.token_ids) for output in several] == [12, 4]
     single = LLMEngine.chat(llm, HELLO, greedy())  # one result there
     assert one[0].token_ids == several[0].token_ids == single.token_ids
     assert several[1].prompt_token_ids == llm.render_chat(FISH)
@@ -72,27 +62,23 @@ def test_prompts_may_be_dicts_as_in_vllm(llm: LLM) -> None:
 
 
 def test_use_tqdm_is_another_name_of_show_progress(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    ways: list[dict[str, Any]] = [{"use_tqdm": True}, {"show_progress": True}]
-    for options in ways:
-        llm.generate([[5]], greedy(1), **options)
-        assert "Generating" in capsys.readouterr().err
-        llm.chat(HELLO, greedy(1), **options)
-        assert "Generating" in capsys.readouterr().err
+    for name in ("use_tqdm", "show_progress"):
+        option: dict[str, Any] = {name: True}
+        llm.generate([[5]], greedy(1), **option)
+        llm.chat(HELLO, greedy(1), **option)
+        assert capsys.readouterr().err.count("Generating") >= 2
     llm.generate([[5]], greedy(1), use_tqdm=False)
     assert capsys.readouterr().err == ""
 
 
-def test_get_tokenizer(llm: LLM, tmp_path: Path) -> None:
+def test_get_tokenizer(llm: LLM, llama: Path) -> None:
     assert llm.get_tokenizer().decode(llm.get_tokenizer().encode("a fish")) == "a fish"
-    with LLM(tiny_config(save_tiny_llama(tmp_path))) as mute, pytest.raises(InvalidInputError, match="has no tokenizer"):
+    with LLM(tiny_config(llama)) as mute, pytest.raises(InvalidInputError, match="has no tokenizer"):
         mute.get_tokenizer()
 
 
-def test_facts_of_an_engine(directory: Path, llm: LLM) -> None:
-    name = directory.name
-    assert repr(llm) == f"LLM({name!r}, device='cpu', dtype='float32', kv_tokens=4096)"
-    with LLMEngine(tiny_config(directory, max_cache_tokens=64)) as engine:
-        assert repr(engine) == f"LLMEngine({name!r}, device='cpu', dtype='float32', kv_tokens=64)"
+def test_repr_of_an_engine(directory: Path, llm: LLM) -> None:
+    assert repr(llm) == f"LLM({directory.name!r}, device='cpu', dtype='float32', kv_tokens=4096)"
 
 
 @pytest.mark.parametrize(("options", "said"), [
@@ -110,6 +96,12 @@ def test_invalid_request_options_are_refused(llm: LLM, options: dict[str, Any], 
         with pytest.raises(InvalidInputError, match=said):
             call([5], **options)
     assert llm.engine_stats().total_requests == before
+
+
+@pytest.mark.parametrize(("text", "said"), [("x" * 5_000_000, "bytes"), ("fish " * 9000, "tokens")], ids=len)
+def test_long_texts_are_refused(llm: LLM, text: str, said: str) -> None:
+    with pytest.raises(InvalidInputError, match=said):
+        llm.generate(text)
 
 
 def test_a_request_id_cannot_name_several_requests(llm: LLM) -> None:

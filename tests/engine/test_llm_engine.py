@@ -11,65 +11,50 @@ from typing import Any
 
 import pytest
 
+from archerfish import errors
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import RequestOutput
-from archerfish.errors import (
-    ArcherfishError,
-    InputTooLargeError,
-    InvalidInputError,
-    NotFoundError,
-    OverloadedError,
-    StoppedError,
-)
 from archerfish.params import SamplingParams
-from tests.engine.tiny_llama import VOCAB, check_memory, greedy, prompts, save_tiny_llama, tiny_config, tokens
+from tests.engine.tiny_llama import VOCAB, check_memory, greedy, prompts, tiny_config, tokens
+
+
+def make(llama: Path, **options: Any) -> LLMEngine:
+    return LLMEngine(tiny_config(llama), **options)
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
-
-
-def make(tiny: Path, **options: Any) -> LLMEngine:
-    return LLMEngine(tiny_config(tiny), **options)
-
-
-@pytest.fixture(scope="module")
-def engine(tiny: Path) -> Iterator[LLMEngine]:
-    with make(tiny) as made:
+def engine(llama: Path) -> Iterator[LLMEngine]:
+    with make(llama) as made:
         yield made
 
 
-def test_loading_thread_releases_its_openmp_threads(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_thread_releases_its_openmp_threads(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     released: list[int] = []
     monkeypatch.setattr("archerfish.kernels.torch.reference.release_threads", lambda: released.append(threading.get_ident()))
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
-    with make(tiny):
+    with make(llama):
         assert released == [threading.get_ident()]
-    with ThreadPoolExecutor(1) as computing, make(tiny, executor=computing):  # as where other engines compute too
+    with ThreadPoolExecutor(1) as computing, make(llama, executor=computing):  # as where other engines compute too
         assert released == [threading.get_ident()] * 2
 
 
-def test_an_engine_is_of_no_use_behind_a_fork(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with make(tiny) as engine:
-        assert engine.generate(prompts(1), greedy(1))
-        with monkeypatch.context() as child:
-            child.setattr("archerfish.engine.llm_engine.os.getpid", lambda: -1)
-            with pytest.raises(StoppedError, match="fork"):
-                engine.generate(prompts(1), greedy(1))
+def test_an_engine_refuses_after_a_fork(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("archerfish.engine.llm_engine.os.getpid", lambda: -1)
+    with pytest.raises(errors.StoppedError, match="fork"):
+        engine.generate(prompts(1), greedy(1))
 
 
-def alone(tiny: Path, many: list[list[int]], params: SamplingParams) -> list[list[int]]:
-    with make(tiny, enable_prefix_caching=False, pipeline_depth=0) as engine:
+def alone(llama: Path, many: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    with make(llama, enable_prefix_caching=False, pipeline_depth=0) as engine:
         return [engine.generate([prompt], params)[0].token_ids for prompt in many]
 
 
 @pytest.fixture(scope="module")
-def mixed(tiny: Path) -> tuple[list[list[int]], list[list[int]]]:
+def mixed(llama: Path) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts, some of which begin alike, and what each gives alone."""
     shared = prompts(1, 5, 30, 30)[0]
     many = [*prompts(12), *(shared + prompt for prompt in prompts(8, 1, 1, 20))]
-    return many, alone(tiny, many, greedy())
+    return many, alone(llama, many, greedy())
 
 
 @pytest.mark.parametrize("options", [
@@ -79,21 +64,21 @@ def mixed(tiny: Path) -> tuple[list[list[int]], list[list[int]]]:
     {"deterministic": True}, {"eviction_policy": "lfu", "max_cache_tokens": 320},
 ], ids=str)
 def test_tokens_do_not_depend_on_scheduling(
-    tiny: Path, mixed: tuple[list[list[int]], list[list[int]]], options: dict[str, Any]
+    llama: Path, mixed: tuple[list[list[int]], list[list[int]]], options: dict[str, Any]
 ) -> None:
     many, expected = mixed
-    with make(tiny, **options) as engine:
+    with make(llama, **options) as engine:
         assert tokens(engine.generate(many, greedy())) == expected
         assert tokens(engine.generate(many, greedy())) == expected  # now out of the cache
         check_memory(engine)
 
 
-def test_little_memory_preempts_and_resuming_is_a_hit(tiny: Path) -> None:
-    many = prompts(10, 3, 20, 30)
-    with make(tiny, max_cache_tokens=160) as engine:
-        outputs = engine.generate(many, greedy(30))
+@pytest.mark.parametrize("penalties", [{}, {"repetition_penalty": 1.3, "frequency_penalty": 0.5}], ids=str)
+def test_preemption_changes_no_tokens(llama: Path, penalties: dict[str, Any]) -> None:
+    many, params = prompts(10, 3, 20, 30), greedy(30, **penalties)
+    with make(llama, max_cache_tokens=160) as engine:
+        assert tokens(engine.generate(many, params)) == alone(llama, many, params)
         assert engine.scheduler.stats().num_preemptions > 0
-        assert tokens(outputs) == alone(tiny, many, greedy(30))
 
 
 def test_exact_repeat_has_its_first_token_without_a_forward_pass(engine: LLMEngine) -> None:
@@ -106,9 +91,9 @@ def test_exact_repeat_has_its_first_token_without_a_forward_pass(engine: LLMEngi
     assert again.num_cached_tokens == 50
 
 
-def test_n_sequences_share_one_prefill(tiny: Path) -> None:
+def test_n_sequences_share_one_prefill(llama: Path) -> None:
     prompt = prompts(1, 12, 40, 40)[0]
-    with make(tiny) as engine:
+    with make(llama) as engine:
         output = engine.generate([prompt], SamplingParams(n=4, max_tokens=8, seed=3, ignore_eos=True))[0]
         assert len(output.outputs) == 4
         assert len({tuple(o.token_ids) for o in output.outputs}) > 1
@@ -117,19 +102,12 @@ def test_n_sequences_share_one_prefill(tiny: Path) -> None:
         assert [o.token_ids for o in again.outputs] == [o.token_ids for o in output.outputs]
 
 
-def test_sampled_tokens_do_not_depend_on_the_batch(tiny: Path, engine: LLMEngine) -> None:
+def test_sampled_tokens_do_not_depend_on_the_batch(llama: Path, engine: LLMEngine) -> None:
     many = prompts(16, 21)
     params = [SamplingParams(max_tokens=10, seed=i, temperature=0.9, top_p=0.95, top_k=40, ignore_eos=True) for i in range(16)]
     together = tokens(engine.generate(many, params))
-    with make(tiny, enable_prefix_caching=False) as other:
+    with make(llama, enable_prefix_caching=False) as other:
         assert together == [other.generate([p], s)[0].token_ids for p, s in zip(many, params, strict=True)]
-
-
-def test_penalties_survive_preemption(tiny: Path) -> None:
-    many = prompts(10, 22, 20, 30)
-    params = greedy(25, repetition_penalty=1.3, frequency_penalty=0.5)
-    with make(tiny, max_cache_tokens=160) as engine:
-        assert tokens(engine.generate(many, params)) == alone(tiny, many, params)
 
 
 def test_stream_gives_what_generate_gives(engine: LLMEngine) -> None:
@@ -140,15 +118,14 @@ def test_stream_gives_what_generate_gives(engine: LLMEngine) -> None:
     assert all(delta.finish_reason is None for delta in deltas[:-1])
 
 
-def test_closing_a_stream_frees_its_memory(tiny: Path) -> None:
-    with make(tiny) as engine:
-        stream = engine.stream(prompts(1, 32)[0], greedy(100))
-        next(stream)
-        stream.close()
-        while engine.has_work:
-            engine.step()
-        check_memory(engine)
-        assert engine.queue_status()["running"] == 0
+def test_closing_a_stream_frees_its_memory(engine: LLMEngine) -> None:
+    stream = engine.stream(prompts(1, 32)[0], greedy(100))
+    next(stream)
+    stream.close()
+    while engine.has_work:
+        engine.step()
+    check_memory(engine)
+    assert engine.queue_status()["running"] == 0
 
 
 def test_step_by_step(engine: LLMEngine) -> None:
@@ -159,26 +136,17 @@ def test_step_by_step(engine: LLMEngine) -> None:
         ended = engine.step()
     found = engine.get_output(request_id)
     assert found is not None and found.token_ids == ended[0].token_ids and len(found.token_ids) == 5
-    with pytest.raises(NotFoundError):
+    with pytest.raises(errors.NotFoundError):
         engine.get_output("never")
 
 
-def test_several_threads_at_once(tiny: Path) -> None:
+def test_several_threads_at_once(llama: Path) -> None:
     many = prompts(24, 41)
-    expected = alone(tiny, many, greedy(6))
-    found: dict[int, list[int]] = {}
-    with make(tiny) as engine:
-        def work(first: int) -> None:
-            for i in range(first, len(many), 6):
-                found[i] = engine.generate([many[i]], greedy(6))[0].token_ids
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=60)
+    with make(llama) as engine:
+        with ThreadPoolExecutor(6) as threads:
+            found = list(threads.map(lambda prompt: engine.generate([prompt], greedy(6))[0], many))
         check_memory(engine)
-    assert [found[i] for i in range(len(many))] == expected
+    assert tokens(found) == alone(llama, many, greedy(6))
 
 
 def test_stop_tokens_and_min_tokens(engine: LLMEngine) -> None:
@@ -202,9 +170,9 @@ def test_logprobs_sum_to_the_cumulative_one(engine: LLMEngine) -> None:
 
 
 @pytest.mark.parametrize("budget", [512, 33])
-def test_prompt_logprobs_are_those_of_the_prompt(tiny: Path, budget: int) -> None:
+def test_prompt_logprobs_are_those_of_the_prompt(llama: Path, budget: int) -> None:
     prompt = prompts(1, 53, 50, 50)[0]
-    with make(tiny, max_num_batched_tokens=budget) as engine:
+    with make(llama, max_num_batched_tokens=budget) as engine:
         engine.generate([prompt], greedy(1))  # what is cached must not be missing from the answer
         output = engine.generate([prompt], greedy(1, prompt_logprobs=0))[0]
         found = output.prompt_logprobs
@@ -216,38 +184,30 @@ def test_prompt_logprobs_are_those_of_the_prompt(tiny: Path, budget: int) -> Non
             assert found[place].logprob == pytest.approx(check.logprobs[0].logprob, abs=1e-4)
 
 
-def test_deterministic_logprobs_do_not_depend_on_other_requests(tiny: Path) -> None:
+def test_deterministic_logprobs_do_not_depend_on_other_requests(llama: Path) -> None:
     prompt, others = prompts(1, 61, 40, 40)[0], prompts(31, 62)
     params = greedy(16, logprobs=0)
     for dtype in ("float32", "bfloat16"):
-        with make(tiny, deterministic=True, dtype=dtype) as engine:
+        with make(llama, deterministic=True, dtype=dtype) as engine:
             single = engine.generate([prompt], params)[0]
-        with make(tiny, deterministic=True, dtype=dtype) as engine:
+        with make(llama, deterministic=True, dtype=dtype) as engine:
             among = engine.generate([*others[:15], prompt, *others[15:]], params)[15]
         assert single.token_ids == among.token_ids
         assert single.logprobs is not None and among.logprobs is not None
         assert [one.logprob for one in single.logprobs] == [one.logprob for one in among.logprobs]
 
 
-def bad_prompts() -> list[tuple[Any, Any, type[ArcherfishError]]]:
-    return [
-        ([], None, InvalidInputError), ([VOCAB], None, InvalidInputError), ([-1], None, InvalidInputError),
-        ([5] * 256, None, InputTooLargeError), ("text without a tokenizer", None, InvalidInputError),
-        ([1.5], None, InvalidInputError), (None, None, InvalidInputError),
-        ([5], {"logit_bias": {VOCAB: 1.0}}, InvalidInputError),
-    ]
-
-
-@pytest.mark.parametrize(("prompt", "params", "kind"), bad_prompts(), ids=lambda value: str(value)[:40])
-def test_bad_input_is_refused_and_costs_others_nothing(
-    tiny: Path, engine: LLMEngine, prompt: Any, params: dict[str, Any] | None, kind: type[ArcherfishError]
-) -> None:
+@pytest.mark.parametrize(("prompt", "kind"), [
+    *((prompt, errors.InvalidInputError) for prompt in ([], [VOCAB], [-1], "text without a tokenizer", [1.5], None)),
+    ([5] * 256, errors.InputTooLargeError),
+], ids=lambda value: str(value)[:40])
+def test_bad_input_is_refused_and_costs_others_nothing(engine: LLMEngine, prompt: Any, kind: type[Exception]) -> None:
     good = prompts(4, 71)
     expected = tokens(engine.generate(good, greedy(8)))
     ids = [engine.add_request(one, greedy(8)) for one in good]
     engine.step()
     with pytest.raises(kind):
-        engine.generate([prompt], SamplingParams(**(params or {})))
+        engine.generate([prompt])
     while engine.has_work:
         engine.step()
     outputs = [engine.get_output(i) for i in ids]
@@ -260,22 +220,22 @@ def test_bad_input_is_refused_and_costs_others_nothing(
     ([5], {"max_tokens": 4}, "Put it into SamplingParams"), ([5], {"priorty": 4}, "'priority'"),
 ], ids=str)
 def test_mistakes_in_a_call_are_named(engine: LLMEngine, prompt: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArcherfishError, match=message):
+    with pytest.raises(errors.ArcherfishError, match=message):
         engine.generate(prompt, **options)
 
 
-def test_a_request_bigger_than_memory_is_refused_at_once(tiny: Path) -> None:
-    with make(tiny, max_cache_tokens=64) as engine:
-        with pytest.raises(InputTooLargeError):
+def test_a_request_bigger_than_memory_is_refused_at_once(llama: Path) -> None:
+    with make(llama, max_cache_tokens=64) as engine:
+        with pytest.raises(errors.InputTooLargeError):
             engine.generate([[5] * 50], greedy(100))
-        with pytest.raises(InputTooLargeError):
+        with pytest.raises(errors.InputTooLargeError):
             engine.generate([[5] * 100], SamplingParams(max_tokens=None))
         filling = SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True)
         assert engine.generate([[5] * 20], filling)[0].finish_reason == "length"
 
 
-def test_a_failing_step_ends_its_requests_and_nothing_else(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with make(tiny) as engine:
+def test_a_failing_step_ends_its_requests_and_nothing_else(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make(llama) as engine:
         good = tokens(engine.generate(prompts(2, 81), greedy(4)))
         real = engine.runner.model.forward
         calls = 0
@@ -295,19 +255,16 @@ def test_a_failing_step_ends_its_requests_and_nothing_else(tiny: Path, monkeypat
         check_memory(engine)
 
 
-def test_ctrl_c_while_a_step_runs_loses_nothing(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_a_step_runs_loses_nothing(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     many = prompts(6, 82)
-    expected = alone(tiny, many, greedy(8))
-    with make(tiny) as engine:
+    expected = alone(llama, many, greedy(8))
+    with make(llama) as engine:
         ids = [engine.add_request(prompt, greedy(8)) for prompt in many]
         engine.step()
-        with monkeypatch.context() as patch:
-            patch.setattr(Future, "result", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                engine.step()
-        with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
-            patch.setattr(Future, "result", interrupted)
-            engine.generate([[5, 6, 7]], greedy(50))
+        for call in (engine.step, lambda: engine.generate([[5, 6, 7]], greedy(50))):
+            with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+                patch.setattr(Future, "result", interrupted)
+                call()
         while engine.has_work:
             engine.step()
         outputs = [engine.get_output(i) for i in ids]
@@ -319,28 +276,22 @@ def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_max_concurrent_requests_bounds_the_requests_held(tiny: Path) -> None:
-    with make(tiny, max_batch_size=2, max_concurrent_requests=3) as engine:
+@pytest.mark.parametrize(("options", "said"), [
+    ({"max_batch_size": 2, "max_concurrent_requests": 3}, "max_concurrent_requests"),
+    ({"max_num_seqs": 2, "max_queue_size": 4}, "requests"),
+], ids=str)
+def test_limits_of_requests_but_generate_waits_for_room(llama: Path, options: dict[str, int], said: str) -> None:
+    with make(llama, **options) as engine:
         assert engine.config.max_num_seqs == 2
-        assert len(engine.generate(prompts(8), greedy())) == 8  # it submits them as there is room
-        for prompt in prompts(3):
-            engine.add_request(prompt, greedy())
-        with pytest.raises(OverloadedError, match="max_concurrent_requests"):
-            engine.add_request([5, 6], greedy())
-
-
-def test_the_queue_is_bounded_but_generate_waits_for_room(tiny: Path) -> None:
-    with make(tiny, max_queue_size=4, max_num_seqs=2) as engine:
         assert len(engine.generate(prompts(20, 91), greedy(3))) == 20
-        with pytest.raises(OverloadedError):
+        with pytest.raises(errors.OverloadedError, match=said):
             for prompt in prompts(20, 92):
                 engine.add_request(prompt, greedy(3))
 
 
-def test_a_deadline_ends_a_request(tiny: Path) -> None:
-    with make(tiny) as engine:
-        output = engine.generate([prompts(1, 93)[0]], greedy(50), deadline_s=0.0)[0]
-        assert output.finish_reason == "deadline"
+def test_a_deadline_ends_a_request(engine: LLMEngine) -> None:
+    output = engine.generate([prompts(1, 93)[0]], greedy(50), deadline_s=0.0)[0]
+    assert output.finish_reason == "deadline"
 
 
 def test_namespaces_share_nothing(engine: LLMEngine) -> None:
@@ -356,8 +307,8 @@ def test_namespaces_share_nothing(engine: LLMEngine) -> None:
     assert (told.num_matched, told.reason) == (run.num_cached_tokens, run.hit.reason) == (48, "limit")
 
 
-def test_statistics_add_up(tiny: Path) -> None:
-    with make(tiny) as engine:
+def test_statistics_add_up(llama: Path) -> None:
+    with make(llama) as engine:
         engine.generate(prompts(5, 95), greedy(4))
         stats = engine.engine_stats()
         assert (stats.total_requests, stats.completed_requests, stats.failed_requests) == (5, 5, 0)
@@ -368,18 +319,13 @@ def test_statistics_add_up(tiny: Path) -> None:
         assert engine.cache_stats().total_cached == 0
 
 
-def test_a_closed_engine_gives_the_memory_of_blocks_back(tiny: Path) -> None:
-    engine = make(tiny)
+def test_a_closed_engine_frees_its_blocks_and_refuses(llama: Path) -> None:
+    engine = make(llama)
     engine.generate(prompts(2))
     kept = [weakref.ref(layer.keys) for layer in engine.runner.pool.layers]
     assert all(keys() is not None for keys in kept)
     engine.close()
     assert all(keys() is None for keys in kept)
     assert engine.engine_stats().completed_requests == 2
-
-
-def test_a_closed_engine_refuses(tiny: Path) -> None:
-    engine = make(tiny)
-    engine.close()
-    with pytest.raises(StoppedError):
+    with pytest.raises(errors.StoppedError):
         engine.generate([[5]], greedy(1))

@@ -9,12 +9,13 @@ import pytest
 import torch
 import transformers
 
-from archerfish import HubConfig, LLMEngine, SamplingParams
-from archerfish.errors import ArcherfishError, InvalidOptionError, UnsupportedModelError
+from archerfish import HubConfig, LLMEngine
+from archerfish.errors import ArcherfishError, UnsupportedModelError
 from archerfish.kernels.torch.cpu import is_available
+from tests.engine.tiny_llama import greedy, tiny_config
 
 PROMPT = [5, 9, 33, 7, 60, 12]
-GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+GREEDY = greedy(10)
 CONFIGS: dict[str, dict[str, Any]] = {
     "Llama": {"num_key_value_heads": 2, "tie_word_embeddings": True},
     "Qwen3": {"num_key_value_heads": 2, "head_dim": 16},
@@ -66,20 +67,11 @@ def test_an_encoder_is_refused_with_what_there_is(tiny_model: Any, hub: HubConfi
         LLMEngine(str(tiny_model("Bert")), hub=hub)
 
 
-def test_options_that_cannot_be_are_refused(tmp_path: Path, hub: HubConfig) -> None:
-    transformers.LlamaForCausalLM(  # type: ignore[no-untyped-call]
-        transformers.LlamaConfig(
-            vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
-            max_position_embeddings=128,
-        )
-    ).save_pretrained(tmp_path)
-    for options, message in (
-        ({"max_model_len": 4096}, "has 128 positions"),
-        ({"max_num_batched_tokens": 16, "max_num_seqs": 32}, "max_num_batched_tokens"),
-        ({"eviction_policy": "lur"}, "lru"),
-        ({"scheduling_policy": "fcsf"}, "fcfs"),
-    ):
-        with pytest.raises(ArcherfishError, match=message):
-            LLMEngine(str(tmp_path), dtype="float32", hub=hub, **options)
-    with pytest.raises(InvalidOptionError, match="tensor_parallel_size"):
-        LLMEngine(str(tmp_path), tensor_parallel_size=2, hub=hub)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"max_model_len": 4096}, "has 256 positions"), ({"max_num_batched_tokens": 16}, "max_num_batched_tokens"),
+    ({"eviction_policy": "lur"}, "lru"), ({"scheduling_policy": "fcsf"}, "fcfs"),
+    ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+], ids=str)  # fmt: skip
+def test_impossible_options_are_refused(llama: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArcherfishError, match=message):
+        LLMEngine(tiny_config(llama), **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,39 +23,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def cosines(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    scale = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    result: np.ndarray[Any, Any] = (a * b).sum(1) / scale
-    return result
+def check_vectors(path: Path, hub: HubConfig, prompt_name: str | None = None) -> ArrowEngine:
+    peer: Any = SentenceTransformer(str(path), device="cpu")
+    engine = ArrowEngine(path, dtype="float32", hub=hub)
+    assert engine.get_max_seq_length() == peer.max_seq_length == 24
+    ours, theirs = (each.encode(TEXTS, prompt_name=prompt_name) for each in (engine, peer))
+    np.testing.assert_allclose(ours, theirs, atol=2e-5)
+    return engine
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_architectures_end_to_end(family: str, tiny_model: Any, hub: HubConfig) -> None:
-    path = tiny_model(family, config=FAMILIES[family])
-    peer = SentenceTransformer(str(path), device="cpu")
-    engine = ArrowEngine(path, dtype="float32", hub=hub)
-    assert engine.get_max_seq_length() == peer.max_seq_length == 24
-    np.testing.assert_allclose(engine.encode(TEXTS), peer.encode(TEXTS), atol=2e-5)
+    check_vectors(tiny_model(family, config=FAMILIES[family]), hub)
 
 
 @pytest.mark.parametrize("mode", ["mean", "cls", "max", "lasttoken", "mean_sqrt_len_tokens"])
 def test_poolings_end_to_end(mode: str, tiny_model: Any, hub: HubConfig) -> None:
-    path = tiny_model(pooling_mode=mode)
-    peer = SentenceTransformer(str(path), device="cpu")
-    engine = ArrowEngine(path, dtype="float32", hub=hub)
-    np.testing.assert_allclose(engine.encode(TEXTS), peer.encode(TEXTS), atol=2e-5)
-
-
-def test_old_style_pooling_files(tiny_model: Any, hub: HubConfig, tmp_path: Path) -> None:
-    import json
-    import shutil
-
-    path = tmp_path / "old"
-    shutil.copytree(tiny_model(pooling_mode="mean"), path)
-    old = {"word_embedding_dimension": 32, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
-    (path / "1_Pooling" / "config.json").write_text(json.dumps(old), encoding="utf-8")
-    peer = SentenceTransformer(str(path), device="cpu")
-    np.testing.assert_allclose(ArrowEngine(path, dtype="float32", hub=hub).encode(TEXTS), peer.encode(TEXTS), atol=2e-5)
+    check_vectors(tiny_model(pooling_mode=mode), hub)
 
 
 @pytest.mark.parametrize("family", ["Bert", "Roberta", "DistilBert"])
@@ -83,19 +68,11 @@ def test_an_embedding_model_scores_no_pairs(tiny_model: Any, hub: HubConfig) -> 
         ArrowEngine(tiny_model(), hub=hub).score_pairs([("a", "b")])
 
 
-def test_prompts_of_the_model(tiny_model: Any, hub: HubConfig, tmp_path: Path) -> None:
-    import json
-    import shutil
-
-    path = tmp_path / "prompted"
-    shutil.copytree(tiny_model(), path)
+def test_prompts_of_the_model(tiny_model: Any, hub: HubConfig) -> None:
+    path = tiny_model()
     settings = {"prompts": {"query": "the cat : ", "document": ""}, "default_prompt_name": None}
     (path / "config_sentence_transformers.json").write_text(json.dumps(settings), encoding="utf-8")
-    peer = SentenceTransformer(str(path), device="cpu")
-    engine = ArrowEngine(path, dtype="float32", hub=hub)
-    np.testing.assert_allclose(
-        engine.encode(TEXTS, prompt_name="query"), peer.encode(TEXTS, prompt_name="query"), atol=2e-5
-    )
+    engine = check_vectors(path, hub, prompt_name="query")
     with pytest.raises(InvalidInputError, match="'query'"):
         engine.encode(TEXTS, prompt_name="qery")
 
@@ -116,4 +93,4 @@ def test_reference_backend_reads_every_storage_type(storage: str, tiny_model: An
         blocks: Any = engine.core.encoder.__dict__["blocks"]
         weight = blocks[0].up.get().tensors["weight"]
         assert str(weight.dtype) == f"torch.{storage}"
-        assert cosines(engine.encode(TEXTS), expected).min() > 0.9999
+        assert (engine.encode(TEXTS) * expected).sum(1).min() > 0.9999

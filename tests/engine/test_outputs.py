@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from archerfish.engine.outputs import CompletionOutput, OutputCollector, RequestOutput, request_metrics
+from archerfish.engine.outputs import CompletionOutput, OutputCollector, request_metrics
 from archerfish.errors import DeviceError
 from archerfish.params import SamplingParams
 from archerfish.sequence import Delta, FinishReason, Request, Sequence, SequenceTimes
-from archerfish.step import TokenLogprobs
 
 
 def sequence(num_output: int = 3, index: int = 0, **times: float) -> Sequence:
@@ -38,21 +37,6 @@ def test_reasons_for_the_end_of_an_output() -> None:
     assert (late.finish_reason, late.stop_reason, late.token_ids) == ("stop", "END", [])
     failed = collected(Delta(sequence(), [], finish_reason="error", error=DeviceError("x")))
     assert isinstance(failed.error, DeviceError)
-
-
-def test_log_probabilities_add_up() -> None:
-    output = collected(
-        Delta(sequence(), [1], logprobs=[TokenLogprobs(1, -0.5, 1, [])]),
-        Delta(sequence(), [2, 3], logprobs=[TokenLogprobs(2, -1.0, 2, []), TokenLogprobs(3, -0.25, 1, [])]),
-    )
-    assert output.cumulative_logprob == pytest.approx(-1.75) and [item.token_id for item in output.logprobs or []] == [1, 2, 3]
-
-
-def test_a_result_shows_its_first_output() -> None:
-    outputs = [CompletionOutput(0, "a", [1], "stop", None, -1.0, []), CompletionOutput(1, "b", [2], "length")]
-    result = RequestOutput("r", "p", [0], outputs)
-    assert (result.text, result.token_ids, result.finish_reason) == ("a", [1], "stop")
-    assert (result.cumulative_logprob, result.logprobs, result.finished) == (-1.0, [], True)
 
 
 def test_metrics_of_a_request() -> None:

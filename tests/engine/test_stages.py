@@ -29,12 +29,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
 
 
 def logits_after(engine: LLMEngine, tokens: list[int]) -> Any:
-    """All of them, but for a constant."""
-    (step,) = engine.generate([tokens], SamplingParams(max_tokens=1, temperature=0, logprobs=VOCAB))[0].logprobs or []
-    found = np.zeros(VOCAB, dtype=np.float32)
-    for token_id, logprob in step.top:
-        found[token_id] = logprob
-    return found
+    (output,) = engine.generate([tokens], SamplingParams(max_tokens=1, temperature=0), wants_logits=True)
+    return np.asarray(output.logits[0])
 
 
 @pytest.mark.parametrize("seed", range(4))

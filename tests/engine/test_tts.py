@@ -11,18 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archerfish.engine.tts import (
-    EOS,
-    GLOBAL_OFFSET,
-    MAX_SEMANTIC,
-    PROPERTIES,
-    TAG_1,
-    VOCAB_SIZE,
-    TTSRequest,
-    TTSTokens,
-    property_token,
-    read_output,
-)
+from archerfish.engine import tts
+from archerfish.engine.tts import PROPERTIES, TTSRequest, TTSTokens, property_token
 from archerfish.errors import CallerError, InputTooLargeError, InvalidInputError, UnknownOptionError
 from archerfish.params import Stage
 
@@ -56,7 +46,7 @@ def test_the_prompt_of_a_given_voice() -> None:
 def test_a_voice_may_come_as_an_array(kind: Callable[[Any], Any]) -> None:
     voiced = TTSRequest(text="Hello", ref_global_tokens=kind(VOICE), ref_semantic_tokens=kind([1, 2]))
     assert voiced == TTSRequest(text="Hello", ref_global_tokens=VOICE, ref_semantic_tokens=[1, 2])
-    assert voiced.prompt()[-2] == GLOBAL_OFFSET + VOICE[-1] and type(voiced.prompt()[-2]) is int
+    assert voiced.prompt()[-2] == tts.GLOBAL_OFFSET + VOICE[-1] and type(voiced.prompt()[-2]) is int
     with pytest.raises(InvalidInputError, match=r"ref_global_tokens\[0\] must be a whole number from 0 to 4095, not \["):
         TTSRequest(text="Hello", ref_global_tokens=kind([VOICE]), ref_semantic_tokens=kind([1]))
     with pytest.raises(InvalidInputError, match="must be a list of token ids"):
@@ -70,7 +60,7 @@ def test_tokens_of_properties() -> None:
         "speed": [1, 2, 3, 4, 5],
     }  # fmt: skip
     assert list(found) == ["age", "gender", "emotion", "pitch", "speed"]
-    assert max(max(numbers) for numbers in found.values()) + 77823 < VOCAB_SIZE
+    assert max(max(numbers) for numbers in found.values()) + 77823 < tts.VOCAB_SIZE
     for kind, spellings in {
         "age": ["Youth-Adult", "youth_adult", " youth adult "], "pitch": ["medium", "medium_pitch", "MEDIUM_PITCH"],
         "emotion": ["NO-AGREEMENT", "no_agreement"],
@@ -102,7 +92,7 @@ def test_stages_and_their_defaults() -> None:
     ],
 )
 def test_the_limit_of_semantic_tokens(max_tokens: int | None, room: int | None, num_semantic: int) -> None:
-    assert TTSRequest(text="a", max_tokens=max_tokens).params(room).stages[-1].num_tokens == num_semantic <= MAX_SEMANTIC
+    assert TTSRequest(text="a", max_tokens=max_tokens).params(room).stages[-1].num_tokens == num_semantic <= tts.MAX_SEMANTIC
 
 
 @pytest.mark.parametrize(("max_tokens", "room"), [(None, 33), (None, -5), (40, 72), (9999, 2080)])
@@ -167,7 +157,7 @@ def test_any_text_has_a_prompt_and_any_name_a_token_or_an_error(text: str, kind:
 
 
 def test_read_output_splits_global_and_semantic_tokens() -> None:
-    assert read_output([GLOBAL_OFFSET, GLOBAL_OFFSET + 4095, TAG_1, 0, 8191, EOS]) == ([0, 4095], [0, 8191])
-    assert read_output([]) == ([], [])
+    assert tts.read_output([tts.GLOBAL_OFFSET, tts.GLOBAL_OFFSET + 4095, tts.TAG_1, 0, 8191, tts.EOS]) == ([0, 4095], [0, 8191])
+    assert tts.read_output([]) == ([], [])
     global_tokens, semantic_tokens = TTSTokens([1], [2] * 75)
     assert (global_tokens, len(semantic_tokens), TTSTokens([1], [2] * 75).seconds) == ([1], 75, 1.5)

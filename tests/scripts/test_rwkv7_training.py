@@ -85,7 +85,7 @@ def shaken_model(vocab_size: int) -> Rwkv7:
     return model
 
 
-def test_exported_model_gives_the_same_logits(tmp_path: Path) -> None:
+def test_exported_files_give_the_same_logits_and_tokens(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(STORIES, 300)
     model = shaken_model(tokenizer.get_vocab_size())
     export(model, tokenizer, tmp_path, torch.float32, {"steps": 0})
@@ -99,11 +99,6 @@ def test_exported_model_gives_the_same_logits(tmp_path: Path) -> None:
     assert expected.std() > 0.1
     torch.testing.assert_close(torch.cat([*prefill, *decode, rest[0]]), expected[0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(rest[1], expected[1], atol=1e-4, rtol=1e-4)
-
-
-def test_exported_tokenizer(tmp_path: Path) -> None:
-    tokenizer = train_tokenizer(STORIES, 300)
-    export(shaken_model(tokenizer.get_vocab_size()), tokenizer, tmp_path, torch.float16, {})
     ours = TextTokenizer(tmp_path)
     for text in (*STORIES, "Über 日本 \x00\n"):
         ids = ours.encode(text)

@@ -7,6 +7,7 @@ import json
 import random
 import re
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -56,14 +57,10 @@ def test_nan_loss_restores_the_last_good_weights(tmp_path: Path, capsys: pytest.
 
 
 def test_interrupted_run_writes_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scripts.train_rwkv7.rate_factor", interrupt)
+    monkeypatch.setattr("scripts.train_rwkv7.rate_factor", MagicMock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path, "broken", "--seconds", "100")
     assert (tmp_path / "broken" / "model.safetensors").is_file()
-
-
-def interrupt(progress: float) -> float:
-    raise KeyboardInterrupt
 
 
 def test_course_ends_by_steps_or_time() -> None:
@@ -91,9 +88,6 @@ def test_rows_start_at_stories() -> None:
     drawn = rows.draw(50, torch.Generator().manual_seed(0))
     assert set(drawn[:, 0].tolist()) == {END}
     assert len(set(drawn[:, 1].tolist())) == 7  # after the last start there is no whole row
-
-
-def test_too_few_stories_are_refused() -> None:
     with pytest.raises(SystemExit, match="too few"):
         Rows.of([np.array([END, 5], np.uint16)], 64, "cpu")
 

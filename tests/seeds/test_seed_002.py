@@ -9,7 +9,7 @@ import pytest
 from archerfish import EngineConfig, LLMEngine, SamplingParams
 from archerfish.cache.tree import RadixKey
 from archerfish.errors import UnknownOptionError
-from tests.engine.tiny_llama import prompts, save_tiny_llama
+from tests.engine.tiny_llama import prompts
 
 
 def test_shape_options_are_refused_with_what_to_write() -> None:
@@ -18,10 +18,10 @@ def test_shape_options_are_refused_with_what_to_write() -> None:
             EngineConfig(max_batch_size=32, **{name: 28})  # type: ignore[arg-type]
 
 
-def test_an_engine_and_its_statistics(tmp_path: Path) -> None:
+def test_an_engine_and_its_statistics(llama: Path) -> None:
     # num_layers and kv_dim are read from the model.
     config = EngineConfig(
-        model=str(save_tiny_llama(tmp_path)), load_format="dummy", dtype="float32", num_threads=1, max_batch_size=32,
+        model=str(llama), load_format="dummy", dtype="float32", num_threads=1, max_batch_size=32,
         max_concurrent_requests=64, max_queue_size=256, schedule_interval_ms=1, max_cache_tokens=65536,
     )
     with LLMEngine(config) as engine:
@@ -32,15 +32,11 @@ def test_an_engine_and_its_statistics(tmp_path: Path) -> None:
         assert 0 < stats.cache_hits / (stats.cache_hits + stats.cache_misses) < 1
 
 
-def test_namespaces_do_not_share_a_cache(tmp_path: Path) -> None:
+def test_namespaces_do_not_share_a_cache(engine: LLMEngine) -> None:
     key1 = RadixKey.with_namespace([1, 2, 3], "tenant-1")
     key2 = RadixKey.with_namespace([1, 2, 3], "tenant-2")
     assert key1 != key2
-    config = EngineConfig(model=str(save_tiny_llama(tmp_path)), load_format="dummy", dtype="float32", max_cache_tokens=4096)
     prompt, params = prompts(1, least=40)[0], SamplingParams(max_tokens=2, ignore_eos=True)
-    with LLMEngine(config) as engine:
-        found = [
-            engine.generate(prompt, params, namespace=tenant)[0].num_cached_tokens
-            for tenant in ("tenant-1", "tenant-1", "tenant-2")
-        ]
+    tenants = ("tenant-1", "tenant-1", "tenant-2")
+    found = [engine.generate(prompt, params, namespace=tenant)[0].num_cached_tokens for tenant in tenants]
     assert found[0] == found[2] == 0 and found[1] > 0

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from archerfish.errors import ArcherfishError, CorruptFileError, UnsupportedModelError
 from archerfish.store import WeightLoader
@@ -138,8 +139,6 @@ def test_flipped_byte_in_safetensors_header(source: Path) -> None:
 
 
 def test_inconsistent_shards_are_refused(source: Path, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     weights = some_weights()
     names = list(weights)
     (source / "model.safetensors").unlink()
@@ -149,12 +148,12 @@ def test_inconsistent_shards_are_refused(source: Path, tmp_path: Path) -> None:
     index = source / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
     assert sorted(convert(source, tmp_path / "good").get_layer_names()) == sorted(names)
-    index.write_text(json.dumps({"weight_map": {**weight_map, "missing": "model-1.safetensors"}}))
-    assert "no tensor 'missing'" in str(refuse(source, tmp_path / "out"))
-    index.write_text(json.dumps({"weight_map": {**weight_map, "missing": "model-3.safetensors"}}))
-    assert "model-3.safetensors is missing" in str(refuse(source, tmp_path / "out"))
-    index.write_text(json.dumps({"weight_map": {**weight_map, "missing": "../model-1.safetensors"}}))
-    assert "not a plain file name" in str(refuse(source, tmp_path / "out"))
+    for file, message in (
+        ("model-1.safetensors", "no tensor 'missing'"), ("model-3.safetensors", "model-3.safetensors is missing"),
+        ("../model-1.safetensors", "not a plain file name"),
+    ):  # fmt: skip
+        index.write_text(json.dumps({"weight_map": {**weight_map, "missing": file}}))
+        assert message in str(refuse(source, tmp_path / "out"))
     save_file(weights, source / "model-1.safetensors")
     index.write_text(json.dumps({"weight_map": weight_map}))
     assert "in both" in str(refuse(source, tmp_path / "out"))

@@ -63,27 +63,18 @@ def test_only_needed_files_are_downloaded(fake: FakeHub, hub: HubConfig) -> None
     assert seen[-1] == (18, 18)
 
 
-def test_offline_uses_the_cache(fake: FakeHub, hub: HubConfig) -> None:
+def test_offline_or_unreachable_uses_the_cache(fake: FakeHub, hub: HubConfig) -> None:
     offline = hub.replace(offline=True)
     with pytest.raises(UnreachableError, match="offline mode is on"):
         resolve_model("org/name", offline)
     path = resolve_model("org/name", hub)
     fake.error = AssertionError("the network was used")
-    assert resolve_model("org/name", offline) == path
-    assert resolve_model("org/name", hub.replace(revision=COMMIT)) == path
-
-
-def test_partial_snapshot_is_not_used(fake: FakeHub, hub: HubConfig) -> None:
-    path = resolve_model("org/name", hub)
-    (path / "model.safetensors").unlink()
-    with pytest.raises(UnreachableError):
-        resolve_model("org/name", hub.replace(offline=True))
-
-
-def test_unreachable_hub_falls_back_to_the_cache(fake: FakeHub, hub: HubConfig) -> None:
-    path = resolve_model("org/name", hub)
+    assert resolve_model("org/name", offline) == resolve_model("org/name", hub.replace(revision=COMMIT)) == path
     fake.error = httpx.ConnectError("no route")
     assert resolve_model("org/name", hub) == path
+    (path / "model.safetensors").unlink()
+    with pytest.raises(UnreachableError):
+        resolve_model("org/name", offline)
 
 
 def test_unreachable_hub_suggests_a_builtin_model(fake: FakeHub, hub: HubConfig) -> None:

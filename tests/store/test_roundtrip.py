@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,27 +129,13 @@ def test_tensors_outlive_their_loader(converted: Path) -> None:
         closed.get_layer("scale")
 
 
-def test_unconverted_directories_are_refused(tmp_path: Path, source: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match="does not exist"):
-        WeightLoader(tmp_path / "nowhere")
+def test_incomplete_directories_are_refused(tmp_path: Path, source: Path, converted: Path) -> None:
+    for name in ("nowhere", "weights.arrow"):
+        with pytest.raises(ModelNotFoundError, match="does not exist"):
+            WeightLoader(tmp_path / name)
     with pytest.raises(ModelNotFoundError, match=r"no metadata\.json"):
         WeightLoader(source)
-    with pytest.raises(ModelNotFoundError, match="does not exist"):
-        WeightLoader(tmp_path / "weights.arrow")
-
-
-def test_missing_weight_files_are_reported(converted: Path) -> None:
-    (converted / "weights.arrow").unlink()
-    (converted / "weights.parquet").unlink()
+    for name in ("weights.arrow", "weights.parquet"):
+        (converted / name).unlink()
     with pytest.raises(CorruptFileError, match=r"neither weights\.arrow nor weights\.parquet"):
         WeightLoader(converted)
-
-
-def test_open_imports_no_heavy_packages(converted: Path) -> None:
-    code = (
-        "import sys; from archerfish.store import WeightLoader, ensure_converted; from pathlib import Path;"
-        f"p = ensure_converted(Path({str(converted)!r}), dtype='float16'); v = WeightLoader(p).get_buffers('scale');"
-        "assert v[0].nbytes == 4; heavy = {'torch', 'pyarrow', 'numpy', 'gguf', 'tokenizers', 'filelock'} & set(sys.modules);"
-        "assert not heavy, heavy"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

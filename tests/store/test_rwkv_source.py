@@ -201,13 +201,6 @@ def test_older_versions_are_refused(layout: str, tmp_path: Path) -> None:
         open_source(path)
 
 
-@pytest.mark.parametrize("architecture", ["rwkv6", "arwkv7"])
-def test_older_gguf_files_are_refused(architecture: str, tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "a.gguf", to_gguf(blink_weights(TINY)), architecture=architecture)
-    with pytest.raises(UnsupportedModelError, match=f"{architecture}.*only RWKV-7"):
-        open_source(path)
-
-
 BREAKS: dict[str, tuple[Callable[[Tensors], Any], type[ArcherfishError], str]] = {
     "a missing table": (lambda made: made.pop("emb.weight"), CorruptFileError, "embeddings"),
     "a missing way down": (lambda made: made.pop("blocks.0.att.w1"), CorruptFileError, "w_lora"),
@@ -226,9 +219,16 @@ def test_incomplete_and_foreign_files_are_refused(what: str, tmp_path: Path) -> 
         open_source(write_pth(tmp_path / "a.pth", made))
 
 
-def test_wrong_number_of_layers_is_refused(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "a.gguf", to_gguf(blink_weights(TINY)), num_layers=3)
-    with pytest.raises(CorruptFileError, match="2 layers, but its configuration says 3"):
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"architecture": "rwkv6"}, UnsupportedModelError, "rwkv6.*only RWKV-7"),
+    ({"architecture": "arwkv7"}, UnsupportedModelError, "arwkv7.*only RWKV-7"),
+    ({"num_layers": 3}, CorruptFileError, "2 layers, but its configuration says 3"),
+], ids=str)
+def test_other_gguf_files_are_refused(
+    options: dict[str, Any], error: type[ArcherfishError], message: str, tmp_path: Path
+) -> None:
+    path = write_gguf(tmp_path / "a.gguf", to_gguf(blink_weights(TINY)), **options)
+    with pytest.raises(error, match=message):
         open_source(path)
 
 

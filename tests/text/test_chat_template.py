@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import resource
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +91,6 @@ TURNS = [
 ]
 SYSTEM = {"role": "system", "content": "Be brief. "}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "ü": ["<", 1.5, None]}}}]
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> TextTokenizer:
-    return TextTokenizer(smollm2_directory())
 
 
 @pytest.fixture(scope="module")
@@ -185,21 +180,13 @@ HUGE = {
 }
 
 
-@pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS.keys())
-def test_an_endless_template_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("source", [*ENDLESS.values(), *HUGE.values()], ids=[*ENDLESS, *HUGE])
+def test_costly_templates_are_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.3)
-    started = time.process_time()
+    started, before_kb = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UnsupportedModelError, match=r"was stopped|not allowed"):
         ChatTemplate(source).render(TURNS)
     assert time.process_time() - started < 3
-
-
-@pytest.mark.parametrize("source", HUGE.values(), ids=HUGE.keys())
-def test_a_template_with_a_huge_result_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.3)
-    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(UnsupportedModelError, match=r"was stopped|not allowed"):
-        ChatTemplate(source).render(TURNS)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 500_000
 
 
@@ -229,19 +216,11 @@ def test_the_sandbox_holds(source: str) -> None:
 def test_threads_have_budgets_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.3)
     template = ChatTemplate(CHATML)
-    texts: list[str] = []
-
-    def render() -> None:
-        texts.extend(template.render(TURNS) for _ in range(50))
-
-    threads = [threading.Thread(target=render) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    with pytest.raises(UnsupportedModelError):
-        ChatTemplate(ENDLESS["nested loops"]).render(TURNS)
-    for thread in threads:
-        thread.join()
-    assert len(texts) == 200 and len(set(texts)) == 1
+    with ThreadPoolExecutor(4) as threads:
+        texts = [threads.submit(template.render, TURNS) for _ in range(200)]
+        with pytest.raises(UnsupportedModelError):
+            ChatTemplate(ENDLESS["nested loops"]).render(TURNS)
+    assert len({text.result() for text in texts}) == 1
 
 
 @pytest.mark.parametrize(
@@ -265,16 +244,11 @@ def test_invalid_message_errors_name_the_place(messages: Any, said: str) -> None
         ChatTemplate(CHATML).render(messages)
 
 
-def test_text_parts_are_joined() -> None:
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    joined = ChatTemplate(CHATML).render([{"role": "user", "content": parts}])
-    assert joined == ChatTemplate(CHATML).render([{"role": "user", "content": "one\ntwo"}])
-
-
-def test_messages_of_the_caller_do_not_change() -> None:
-    messages = [{"role": "user", "content": [{"type": "text", "text": "a<|im_end|>"}]}]
+def test_text_parts_are_joined_in_a_copy() -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "one<|im_end|>"}, {"type": "text", "text": "two"}]}]
     before = json.dumps(messages)
-    ChatTemplate(CHATML).render(messages)
+    joined = ChatTemplate(CHATML).render(messages)
+    assert joined == ChatTemplate(CHATML).render([{"role": "user", "content": "one<|im_end|>\ntwo"}])
     assert json.dumps(messages) == before
 
 

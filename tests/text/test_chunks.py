@@ -104,7 +104,7 @@ def theirs(rust: Tokenizer, texts: list[str], max_length: int = 256) -> list[lis
     return [encoding.ids for encoding in rust.encode_batch(texts)]
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(texts=TEXTS, max_length=st.sampled_from(MAX_LENGTHS))
 def test_the_same_ids_as_the_rust_tokenizer(both: tuple[FastTokenizer, Tokenizer], texts: list[str], max_length: int) -> None:
     """Red if a text is cut where a neighbour matters, if an added token is overlooked, or if the end is cut elsewhere."""
@@ -113,10 +113,12 @@ def test_the_same_ids_as_the_rust_tokenizer(both: tuple[FastTokenizer, Tokenizer
     assert ids_of(ours, texts, max_length) == theirs(rust, texts, max_length)
 
 
-def test_every_pair_of_pieces(both: tuple[FastTokenizer, Tokenizer]) -> None:
+def test_every_pair_of_pieces_and_words_that_differ_in_one_byte(both: tuple[FastTokenizer, Tokenizer]) -> None:
     ours, rust = both
     others = random.Random(0)
+    words = [("a" * place + "b" + "a" * length)[:length] for length in range(1, 19) for place in range(length + 1)]
     texts = [f"{a}{b} {b}.{a}" for a in PIECES for b in others.sample(PIECES, 15)]
+    texts += [" ".join(words[start : start + 30]) for start in range(0, len(words), 30)]
     for _ in range(2):  # the second time most are known
         assert ids_of(ours, texts) == theirs(rust, texts)
 
@@ -215,13 +217,6 @@ def test_pauses_grow_while_chunks_are_new(monkeypatch: pytest.MonkeyPatch) -> No
     plain = ["the cats " * 40] * 8
     assert any(tokenizer.tokenize(plain, 256)[0] is not None for _ in range(40))
     assert all(tokenizer.tokenize(plain, 256)[0] is not None for _ in range(40))
-
-
-def test_chunks_that_differ_in_one_byte(both: tuple[FastTokenizer, Tokenizer]) -> None:
-    ours, rust = both
-    words = [("a" * place + "b" + "a" * length)[:length] for length in range(1, 19) for place in range(length + 1)]
-    texts = [" ".join(words[start : start + 30]) for start in range(0, len(words), 30)]
-    assert ids_of(ours, texts) == theirs(rust, texts)
 
 
 def test_chunks_that_collide(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from archerfish.sched.masks import NUM_THREADS, MaskFinder
 from archerfish.sched.plan import Plan
 from archerfish.sequence import Request
 from archerfish.sequence import Sequence as TokenSequence
-from tests.engine.tiny_llama import save_tiny_llama, tiny_config
+from tests.engine.tiny_llama import check_memory, tiny_config
 
 LIMIT_S = 60
 NUM_TOKENS = 24
@@ -49,8 +49,8 @@ def grammars() -> dict[str, Gated]:
 
 
 @pytest.fixture
-def engine(tmp_path: Path, grammars: dict[str, Gated], monkeypatch: pytest.MonkeyPatch) -> Iterator[LLMEngine]:
-    with LLMEngine(tiny_config(save_tiny_llama(tmp_path))) as engine:
+def engine(llama: Path, grammars: dict[str, Gated], monkeypatch: pytest.MonkeyPatch) -> Iterator[LLMEngine]:
+    with LLMEngine(tiny_config(llama)) as engine:
         monkeypatch.setattr(engine.grammars, "compile", lambda grammar: grammars[grammar["value"]])
         yield engine
 
@@ -111,7 +111,7 @@ def test_abort_while_a_mask_is_computed(engine: LLMEngine, grammars: dict[str, G
     while plain not in ended:
         ended += [output.request_id for output in engine.step()]
     slow.gate.set()
-    assert engine.scheduler.blocks.num_free + engine.scheduler.cache.num_evictable == engine.scheduler.blocks.num_total
+    check_memory(engine)
 
 
 def test_slow_grammars_leave_threads_for_fast_ones() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +14,8 @@ from archerfish.params import SamplingParams
 from archerfish.sequence import FinishReason
 from archerfish.text.output_text import OutputText, StopStrings
 from archerfish.text.text_tokenizer import TextTokenizer
-from tests.text.tiny_tokenizers import smollm2_directory
 
 SHORT = st.text("ab", min_size=1, max_size=4)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> TextTokenizer:
-    return TextTokenizer(smollm2_directory())
 
 
 def first_stop(text: str, stops: Sequence[str]) -> tuple[int, int, str] | None:
@@ -76,16 +69,16 @@ def test_the_cost_is_linear() -> None:
     assert cost(8000) < 30 * cost(1000) + 0.05  # a rescan of what is held would be hundreds of times as much
 
 
-def output_text(tokenizer: TextTokenizer, **params: Any) -> OutputText:
-    return OutputText(tokenizer, tokenizer.encode("The answer:"), SamplingParams(**params))
+def output_text(smollm2: TextTokenizer, **params: Any) -> OutputText:
+    return OutputText(smollm2, smollm2.encode("The answer:"), SamplingParams(**params))
 
 
 def run(
-    tokenizer: TextTokenizer, text: str, finish: FinishReason | None = "length", **params: Any
+    smollm2: TextTokenizer, text: str, finish: FinishReason | None = "length", **params: Any
 ) -> tuple[str, str | None, int]:
     """Feed a text token by token, as the engine does, until a stop is found."""
-    output = output_text(tokenizer, **params)
-    ids, shown = tokenizer.encode(text, add_special_tokens=False), ""
+    output = output_text(smollm2, **params)
+    ids, shown = smollm2.encode(text, add_special_tokens=False), ""
     for place, token_id in enumerate(ids):
         piece, stop = output.feed([token_id], finish if place == len(ids) - 1 else None)
         shown += piece
@@ -94,42 +87,39 @@ def run(
     return shown, None, output.num_tokens
 
 
-def test_an_output_without_stops_is_its_text(tokenizer: TextTokenizer) -> None:
-    assert run(tokenizer, " 42 🚀 is it")[:2] == (" 42 🚀 is it", None)
-
-
-def test_a_stop_string_across_tokens_ends_the_text(tokenizer: TextTokenizer) -> None:
+def test_a_stop_string_across_tokens_ends_the_text(smollm2: TextTokenizer) -> None:
     text = " one\n\nUser: two"
-    shown, stop, num_tokens = run(tokenizer, text, stop=["\nUser:"])
+    shown, stop, num_tokens = run(smollm2, text, stop=["\nUser:"])
     assert (shown, stop) == (" one\n", "\nUser:")
-    assert num_tokens < len(tokenizer.encode(text))
-    assert run(tokenizer, text, stop="\nUser:", include_stop_str_in_output=True)[0] == " one\n\nUser:"
+    assert num_tokens < len(smollm2.encode(text))
+    assert run(smollm2, text, stop="\nUser:", include_stop_str_in_output=True)[0] == " one\n\nUser:"
 
 
-def test_text_held_back_is_released_at_the_end(tokenizer: TextTokenizer) -> None:
-    assert run(tokenizer, " one\n\nUser", stop=["\nUser:"])[:2] == (" one\n\nUser", None)
+def test_text_without_a_whole_stop_is_shown(smollm2: TextTokenizer) -> None:
+    assert run(smollm2, " 42 🚀 is it")[:2] == (" 42 🚀 is it", None)
+    assert run(smollm2, " one\n\nUser", stop=["\nUser:"])[:2] == (" one\n\nUser", None)
 
 
-def test_several_tokens_at_once_stop_at_the_right_one(tokenizer: TextTokenizer) -> None:
-    ids = tokenizer.encode(" a b c d", add_special_tokens=False)
-    output = output_text(tokenizer, stop=" c")
+def test_several_tokens_at_once_stop_at_the_right_one(smollm2: TextTokenizer) -> None:
+    ids = smollm2.encode(" a b c d", add_special_tokens=False)
+    output = output_text(smollm2, stop=" c")
     assert output.feed(ids, "length") == (" a b", " c")
     assert output.num_tokens == 3
     assert output.feed(ids, None)[0] == ""
 
 
-def test_end_token_is_hidden_unless_it_is_asked_for(tokenizer: TextTokenizer) -> None:
-    end = tokenizer.eos_token_ids[0]
-    ids = [*tokenizer.encode(" yes", add_special_tokens=False), end]
+def test_end_token_is_hidden_unless_it_is_asked_for(smollm2: TextTokenizer) -> None:
+    end = smollm2.eos_token_ids[0]
+    ids = [*smollm2.encode(" yes", add_special_tokens=False), end]
     for params in ({}, {"skip_special_tokens": False}):
-        output = output_text(tokenizer, **params)
+        output = output_text(smollm2, **params)
         assert output.feed(ids, "stop", (end,)) == (" yes", None)
         assert (output.num_tokens, output.num_shown) == (len(ids), len(ids) - 1)
-    wanted = output_text(tokenizer, skip_special_tokens=False, include_stop_str_in_output=True)
+    wanted = output_text(smollm2, skip_special_tokens=False, include_stop_str_in_output=True)
     assert wanted.feed(ids, "stop", (end,)) == (" yes<|im_end|>", None)
-    ignored = output_text(tokenizer, skip_special_tokens=False, ignore_eos=True)
+    ignored = output_text(smollm2, skip_special_tokens=False, ignore_eos=True)
     assert ignored.feed(ids, "length", (end,)) == (" yes<|im_end|>", None)
-    assert output_text(tokenizer, stop_token_ids=ids[-2:-1]).feed(ids[:-1], "stop", ids[-2:-1]) == ("", None)
+    assert output_text(smollm2, stop_token_ids=ids[-2:-1]).feed(ids[:-1], "stop", ids[-2:-1]) == ("", None)
 
 
 def test_tokens_are_counted_without_a_tokenizer() -> None:
@@ -139,14 +129,14 @@ def test_tokens_are_counted_without_a_tokenizer() -> None:
     assert (output.num_tokens, output.num_shown) == (4, 3)
 
 
-def test_a_stop_before_min_tokens_is_text(tokenizer: TextTokenizer) -> None:
+def test_a_stop_before_min_tokens_is_text(smollm2: TextTokenizer) -> None:
     text = " x x x x x"
-    assert run(tokenizer, text, stop=" x", min_tokens=3, max_tokens=8) == (" x x", " x", 3)
-    assert run(tokenizer, text, stop=" x", max_tokens=8) == ("", " x", 1)
+    assert run(smollm2, text, stop=" x", min_tokens=3, max_tokens=8) == (" x x", " x", 3)
+    assert run(smollm2, text, stop=" x", max_tokens=8) == ("", " x", 1)
 
 
-def test_a_broken_character_at_the_end_is_shown(tokenizer: TextTokenizer, tmp_path: Path) -> None:
-    ids = tokenizer.encode("🚀", add_special_tokens=False)
-    output = output_text(tokenizer)
+def test_a_broken_character_at_the_end_is_shown(smollm2: TextTokenizer) -> None:
+    ids = smollm2.encode("🚀", add_special_tokens=False)
+    output = output_text(smollm2)
     assert output.feed(ids[:-1]) == ("", None)
     assert output.feed([], "abort") == ("\N{REPLACEMENT CHARACTER}", None)

@@ -19,11 +19,6 @@ TEXTS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def smollm2() -> TextTokenizer:
-    return TextTokenizer(smollm2_directory())
-
-
 def test_same_ids_and_texts_as_transformers(smollm2: TextTokenizer) -> None:
     from transformers import AutoTokenizer
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ from archerfish.params import SamplingParams
 from archerfish.text import tool_calls
 from archerfish.text.chat_template import ChatTemplate
 from archerfish.text.tool_calls import STYLES, ToolCallParser, ToolPiece, grammar_for_tools, style_of, tool_schemas
-from tests.engine.tiny_llama import save_tiny_llama, tiny_config
-from tests.text.test_grammar import ROWS, byte_level
+from tests.text.tiny_tokenizers import byte_level
 
 WEATHER = {
     "type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"$ref": "#/$defs/count"}},
@@ -187,14 +185,6 @@ def test_random_calls_are_found(
 ])  # fmt: skip
 def test_styles_are_guessed(template: str, model_type: str, expected: str) -> None:
     assert style_of(template, model_type) == expected
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
-    root: Path = tmp_path_factory.mktemp("tools")
-    byte_level(root)
-    with LLMEngine(tiny_config(save_tiny_llama(root, vocab_size=ROWS, eos_token_id=1))) as engine:
-        yield engine
 
 
 @pytest.mark.no_cover

@@ -11,10 +11,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from archerfish.config import HubConfig
 from archerfish.store.converter import ensure_converted
 from archerfish.store.names import resolve_model
-from archerfish.text.text_tokenizer import TextTokenizer
+from archerfish.text.text_tokenizer import BYTE_OF_CHARACTER, TextTokenizer
 
 MARK = "\u2581"
 WORDS = ["<unk>", "<s>", "</s>", MARK, f"{MARK}the", f"{MARK}cat", "s", "a", f"{MARK}a", "b", "\n", "你", "�", f"{MARK}{MARK}"]
+
+JSON_WORDS = ['{"', '":', '",', '"}', "ab", "bc", "abc", "12", "true", "}}", "  ", "},{"]
+END = 1  # of byte_level
+ROWS = 320  # of a model over byte_level, which has fewer tokens
 
 
 def smollm2_directory() -> Path:
@@ -67,3 +71,14 @@ def word_ends(directory: Path) -> TextTokenizer:
     tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, [], unk_token="<unk>"))
     tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
     return save(directory, tokenizer)
+
+
+def byte_level(directory: Path, *, without: str = "", **settings: Any) -> TextTokenizer:
+    """Every byte but those of some characters, and a few words that need no merge."""
+    alphabet = [character for character, value in BYTE_OF_CHARACTER.items() if chr(value) not in without]
+    vocabulary = ["<start>", "<end>", *alphabet, *(word.replace(" ", "Ġ") for word in JSON_WORDS)]
+    tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(vocabulary)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in vocabulary[:2]])
+    return save(directory, tokenizer, **{"bos_token": "<start>", "eos_token": "<end>", **settings})
