@@ -94,10 +94,11 @@ def wait_for_start(child: KeptProcess, num_starts: int) -> None:
         pause.wait(0.005)
 
 
-def test_killed_engine_is_restarted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_kills", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_killed_engine_is_restarted(tmp_path: Path, num_kills: int) -> None:
     shared_before = set(Path("/dev/shm").iterdir())
 
-    async def main(child: KeptProcess, address: str) -> list[int]:
+    async def kill(child: KeptProcess, address: str, num_starts: int) -> int:
         async with asyncio.timeout(LIMIT_S), AsyncClient(address) as client:
             running = await start_streams(client, 6)
             waiting = asyncio.create_task(whole(client, token_ids=[9] * 50, params=ENDLESS))
@@ -107,15 +108,16 @@ def test_killed_engine_is_restarted(tmp_path: Path) -> None:
             for answer in await asyncio.gather(*running, waiting, return_exceptions=True):
                 assert isinstance(answer, RemoteError)
                 assert (answer.status, answer.retry_after_s is not None) == (503, True)
-            await asyncio.to_thread(wait_for_start, child, 2)
+            await asyncio.to_thread(wait_for_start, child, num_starts)
             while not client.is_connected:
                 await asyncio.sleep(0.001)
             assert isinstance(await client.ask(Ping(request_id="", probe="")), Pong)
-            return [killed, child.pid]
+            return killed
 
     with serving(tmp_path) as (child, address):
-        pids = asyncio.run(main(child, address))
-    assert (len(set(pids)), child.num_starts) == (2, 2)
+        pids = [asyncio.run(kill(child, address, 2 + i)) for i in range(num_kills)]
+        pids.append(child.pid)
+    assert (len(set(pids)), child.num_starts) == (num_kills + 1, num_kills + 1)
     assert not any(exists(pid) for pid in pids)
     assert set(Path("/dev/shm").iterdir()) <= shared_before
     assert (child.pid, child.is_serving) == (0, False)
