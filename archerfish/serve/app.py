@@ -234,6 +234,7 @@ def create_app(
         finally:
             if sync is not None:
                 sync.cancel()
+                await asyncio.wait([sync])
             if isinstance(backend, AsyncClient):
                 await backend.close(StoppedError(STOPPED, hint="Send the request again."))
 

@@ -288,7 +288,7 @@ def test_stopped_streams_get_an_error_event(
     cut: str, served: Running, monkeypatch: pytest.MonkeyPatch, warnings: Warnings
 ) -> None:
     if cut == "when the grace is over":
-        monkeypatch.setattr(front, "GRACE_S", 0.3)
+        monkeypatch.setattr("archerfish.serve.processes.GRACE_S", 0.3)
     connections = {path: served.post(path, body) for path, body in STREAMS.items()}
     streams = {path: connection.getresponse() for path, connection in connections.items()}
     for answer in streams.values():
