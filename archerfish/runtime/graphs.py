@@ -115,7 +115,10 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         for entry in step.entries:
             self._num_known[entry.row] = 0
             self._members = b""
-            (self._special_rows.discard if is_plain(entry) else self._special_rows.add)(entry.row)
+            if is_plain(entry):
+                self._special_rows.discard(entry.row)
+            else:
+                self._special_rows.add(entry.row)
         return step.is_decode_only and self._special_rows.isdisjoint(step.rows.tolist())
 
     def warm_up(self) -> bool:

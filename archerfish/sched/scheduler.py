@@ -294,7 +294,7 @@ class Scheduler:
         elif seq.finish_reason is None:
             delta = Delta(seq, [])
             if index in result.prompt_logprobs and seq.index == 0:
-                # None twice where a preemption made them be computed again.
+                # After a preemption they are computed again, and must not be reported again.
                 start, logprobs = int(step.starts[index]), result.prompt_logprobs[index]
                 delta.prompt_logprobs = logprobs[max(0, seq.num_reported - start) :] or None
                 seq.num_reported = max(seq.num_reported, start + len(logprobs))

@@ -374,6 +374,8 @@ class EventStream:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
+        if self._comment is not None:
+            await self._comment  # nothing may be sent after the last event
         await self._write(send, last, is_last=True)
 
     async def _write(self, send: Send, data: bytes, *, is_last: bool = False) -> None:

@@ -58,8 +58,7 @@ def openapi_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
     """The document of an app's routes."""
     found = [route for route in routes if isinstance(route, Route)]
     body_routes = [route for route in found if isinstance(route, BodyRoute)]
-    body_types = [(route.body_type, "validation") for route in body_routes]
-    _, bodies = models_json_schema(body_types, ref_template=PREFIX + "{model}")  # type: ignore[arg-type]
+    _, bodies = models_json_schema([(route.body_type, "validation") for route in body_routes], ref_template=PREFIX + "{model}")
     paths: dict[str, Any] = {}
     for route in found:
         path = route.path.replace(":path", "")

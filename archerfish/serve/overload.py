@@ -91,6 +91,7 @@ class StepCost:
             values = np.array([*self._with_prompt, *self._without_prompt], dtype=np.float64)
             rows, seconds = np.column_stack([np.ones(len(values)), values[:, :2]]), values[:, 2]
             expected = rows @ least_squares(rows / seconds[:, None], np.ones(len(rows)))
+            expected = np.where(expected > 1e-6 * seconds, expected, seconds)  # no other step says anything of this kind
             slowness = np.minimum(seconds / expected, MAX_SLOWNESS)
             step_s, prompt_token_s, output_token_s = least_squares(rows / expected[:, None], slowness)
             found = self._fitted = float(step_s), float(prompt_token_s), float(output_token_s)

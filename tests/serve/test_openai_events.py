@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -20,7 +20,7 @@ from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve.app import create_app
 from archerfish.serve.bodies import Body
 from archerfish.serve.client import RemoteError
-from archerfish.serve.generation import KEEP_ALIVE
+from archerfish.serve.generation import KEEP_ALIVE, EventStream
 from archerfish.serve.http import BodyRoute
 from archerfish.serve.wire import Chunk, GenerationRequest
 
@@ -92,6 +92,29 @@ async def test_quiet_stream_sends_comments() -> None:
     assert b'"text":"H"' in first
     assert b'"message":"refused"' in last
     assert [message.get("more_body") for message in reader.sent[-2:]] == [True, False]
+
+
+async def test_no_comment_is_sent_after_the_last_event() -> None:
+    """The stream ends in the same turn of the event loop in which its timer decides to send a comment."""
+    reader = Reader(create_app(FakeBackend(), ServeConfig()))
+
+    class Ending:
+        keep_alive_s = 0.0
+
+        async def run(self, *_: Any) -> AsyncIterator[list[Any]]:
+            stream._is_quiet = True
+            stream._tick(reader.send, 60.0)
+            yield []
+
+    class Writer:
+        def end(self) -> bytes:
+            return b"end"
+
+    service, writer, scope = cast(Any, Ending()), cast(Any, Writer()), {"type": "http"}
+    stream = EventStream(service, Request(scope), [], writer)
+    await stream(scope, reader.receive, reader.send)
+    await asyncio.sleep(0)
+    assert reader.data == [KEEP_ALIVE, b"end"]
 
 
 # Handlers

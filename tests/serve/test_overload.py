@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from archerfish.errors import InputTooLargeError
@@ -237,6 +237,15 @@ def test_step_costs_of_mixed_steps() -> None:
     cost.observe(0, 0, 1.0)
     cost.observe(10, 1, 0.0)
     assert cost.coefficients == pytest.approx((0.02, 0.0005, 0.001), rel=0.02)
+
+
+@given(st.lists(st.tuples(st.sampled_from([0, 1, 500]), st.sampled_from([0, 1, 64]), st.floats(1e-6, 10)), min_size=1))
+@example([(1, 0, 1.0), (1, 2, 5e-05), (5, 64, 0.001), (5, 1, 3e-06), (0, 1, 3e-06)])
+def test_any_steps_give_a_cost(steps: list[tuple[int, int, float]]) -> None:
+    cost = StepCost()
+    for step in steps:
+        cost.observe(*step)
+    assert all(0 <= part < 1e3 for part in cost.coefficients)
 
 
 def test_slow_first_step_hardly_counts() -> None:

@@ -177,7 +177,7 @@ def test_time_limits_do_not_apply_to_a_slow_answer() -> None:
 
 def test_unread_stream_is_cancelled_and_delays_no_other() -> None:
     backend = FakeBackend("word " * 20_000, max_length=1 << 20)
-    with serving(backend, unread_s=0.3) as served, connect(served, buffer_bytes=SMALL) as stopped:
+    with serving(backend, unread_s=2.0) as served, connect(served, buffer_bytes=SMALL) as stopped:
         stopped.sendall(request(chat(stream=True, max_tokens=100_000)))
         assert stopped.recv(10)
         wait_for(lambda: backend.num_sent > 100)
