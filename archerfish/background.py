@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 R = TypeVar("R")
 
@@ -29,6 +30,24 @@ class Lazy(Generic[R]):
                     self._made.append(self._make())
                     self._make = None
         return self._made[0]
+
+
+class WeakCache(Generic[R]):
+    """A function whose results are kept as long as its first argument lives. The others must be hashable."""
+
+    def __init__(self, find: Callable[..., R]) -> None:
+        self._find = find
+        self._found: WeakKeyDictionary[object, dict[tuple[Any, ...], R]] = WeakKeyDictionary()
+
+    def __call__(self, first: object, *others: Any) -> R:
+        found = self._found.setdefault(first, {})
+        if others not in found:
+            found[others] = self._find(first, *others)
+        return found[others]
+
+    def keep(self, result: R, first: object, *others: Any) -> None:
+        """Give this result from now on."""
+        self._found.setdefault(first, {})[others] = result
 
 
 def in_background(work: Callable[[], R], name: str, *, daemon: bool = False) -> Future[R]:

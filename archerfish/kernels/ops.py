@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
@@ -114,7 +114,7 @@ class KVLayer(Generic[T]):
     values: T
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rotary(Generic[T]):
     """Rotary embedding as a table: (positions, rotary_dim) float32, cosines in the first half of a row, sines in the second.
 
@@ -144,7 +144,6 @@ class PagedBatch(Generic[T]):
     is_deterministic: bool = False  # a sequence's numbers must not depend on the others in the batch
     num_shared: int = 0  # leading tokens whose keys all decodes have in the same blocks, as far as is known
     kept_rows: T | None = None  # those of the hidden states that are wanted; None: all
-    notes: dict[Any, Any] = field(default_factory=dict, init=False)  # what a backend finds out once for all layers
 
 
 class PackedWeight(ABC, Generic[T]):

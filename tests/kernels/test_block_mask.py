@@ -107,7 +107,7 @@ def test_lengths_and_mask_are_read_from_the_device(num_splits: int) -> None:
     batch, kv = batch_over(ops, ((1, 50), (1, 33), (1, 7)), 8, heads)
     q, mask = random(3, 128), random_mask(16, 4, 4)
     lengths = torch.tensor([50, 20, 0], dtype=torch.int32, device=DEVICE)
-    batch.notes["plan"] = AttentionPlan(lengths, lengths, lengths, num_splits=num_splits)
+    find_plan.keep(AttentionPlan(lengths, lengths, lengths, num_splits=num_splits), batch)
     shorter = replace(batch, context_lens=np.array([50, 20, 7]))
     for _ in range(2):
         expected = expect_attention(q, kv, shorter, heads, mask)
@@ -185,7 +185,7 @@ def test_masked_decodes_can_be_captured(num: int) -> None:
     q, mask = random(num, 1024, dtype="bfloat16"), random_mask(64, 40, 40, share=0.2)
     lengths = torch.zeros(num, dtype=torch.int32, device=DEVICE)
     static = replace(batch)
-    static.notes["plan"] = AttentionPlan(lengths, lengths, lengths)
+    find_plan.keep(AttentionPlan(lengths, lengths, lengths), static)
     graph, out = captured(lambda: ops.paged_attention(q, kv, static, heads, mask=mask))
     lengths.copy_(torch.from_numpy(batch.context_lens))
     for _ in range(2):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archerfish.kernels.ops import Activation, HeadShape, KVLayer
-from archerfish.kernels.torch.cpu import ROW_STEP, SPLIT_SAVES, TorchCpuOps, group_lengths, is_available
+from archerfish.kernels.torch.cpu import ROW_STEP, SPLIT_SAVES, TorchCpuOps, group_lengths, is_available, lay_out
 from archerfish.kernels.torch.reference import TorchOps, activate
 from tests.kernels.paged import batch_over
 
@@ -68,7 +68,7 @@ def test_short_prompts_see_a_whole_number_of_steps(num_new: int, context: int, w
     q = random(fast.padded_rows(num_new), 64)
     expected = TorchOps().paged_attention(q, kv, batch, heads)[:num_new]
     torch.testing.assert_close(fast.paged_attention(q, kv, batch, heads)[:num_new], expected, atol=1e-5, rtol=1e-4)
-    [prefill] = batch.notes["layout", window].prefills
+    [prefill] = lay_out(batch, window, q.dtype).prefills
     is_whole = num_new == context and not window
     assert (len(prefill.slots) % ROW_STEP == 0) != (is_whole and num_new == 513)
     assert (prefill.mask is None) == (is_whole and num_new >= 512)
@@ -82,7 +82,7 @@ def test_decodes_are_grouped_by_length_and_restored_in_order() -> None:
     torch.testing.assert_close(
         fast.paged_attention(q, kv, batch, heads), TorchOps().paged_attention(q, kv, batch, heads), atol=1e-5, rtol=1e-4
     )
-    assert [len(slots) // num for slots, _, num in batch.notes["layout", 0].decodes] == [2016, 928, 64]
+    assert [len(slots) // num for slots, _, num in lay_out(batch, 0, q.dtype).decodes] == [2016, 928, 64]
 
 
 @given(st.lists(st.integers(1, 4000), min_size=1, max_size=64).map(lambda lengths: np.array(lengths, dtype=np.int64)))

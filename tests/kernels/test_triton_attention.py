@@ -104,7 +104,7 @@ def test_lengths_are_read_from_the_device(num_splits: int) -> None:
     batch, kv = batch_over(ops, ((1, 50), (1, 33), (1, 7)), 8, heads)
     q = random(3, 128)
     lengths = torch.tensor([50, 20, 0], dtype=torch.int32, device=DEVICE)
-    batch.notes["plan"] = AttentionPlan(lengths, lengths, lengths, num_splits=num_splits)
+    find_plan.keep(AttentionPlan(lengths, lengths, lengths, num_splits=num_splits), batch)
     out = ops.paged_attention(q, kv, batch, heads)
     shorter = replace(batch, context_lens=np.array([50, 20, 7]))
     expected = expect_attention(q, kv, shorter, heads)
@@ -173,7 +173,7 @@ def sharing(batch: PagedBatch[Tensor], kv: KVLayer[Tensor], shared_len: int, num
     num_shared = torch.tensor([shared_len], dtype=torch.int32, device=DEVICE)
     plan = AttentionPlan(lengths, lengths, lengths, shared_len=num_shared, num_splits=num_splits)
     shared = replace(batch, block_tables=tables)
-    shared.notes["plan"] = plan
+    find_plan.keep(plan, shared)
     return shared
 
 
@@ -273,7 +273,7 @@ def test_shared_decodes_can_be_captured(num: int) -> None:
     q = random(num, 1024, dtype="bfloat16")
     nothing_shared = sharing(batch, kv, 0)
     shared = replace(nothing_shared, block_tables=batch.block_tables)
-    shared.notes["plan"] = find_plan(nothing_shared)
+    find_plan.keep(find_plan(nothing_shared), shared)
     plan = find_plan(shared)
     lengths = plan.context_lens.clone()
     plan.context_lens.fill_(0)
@@ -323,7 +323,7 @@ def test_new_keys(shape: tuple[HeadShape, bool, bool, int], num_splits: int, dty
         kv.keys[slot // block_size, slot % block_size] = kv.values[slot // block_size, slot % block_size] = float("nan")
     wide = in_float32(kv)
     lengths = torch.tensor([context for _, context in STORING], dtype=torch.int32, device=DEVICE)
-    batch.notes["plan"] = AttentionPlan(lengths, lengths, lengths, num_splits=num_splits)
+    find_plan.keep(AttentionPlan(lengths, lengths, lengths, num_splits=num_splits), batch)
     table = np.random.default_rng(0).normal(size=(40, heads.head_dim)).astype(np.float32)
     rotary = ops.rotary(table, heads.head_dim) if has_rotary else None
     norms = (random(heads.head_dim), random(heads.head_dim)) if is_normed else (None, None)
@@ -344,7 +344,7 @@ def test_filling_stores_nothing() -> None:
     ops = TritonOps(DEVICE, "float32")
     batch, kv = batch_over(ops, ((1, 5), (1, 3)), 4, heads)
     lengths = torch.tensor([5, 0], dtype=torch.int32, device=DEVICE)
-    batch.notes["plan"] = AttentionPlan(lengths, lengths, lengths)
+    find_plan.keep(AttentionPlan(lengths, lengths, lengths), batch)
     qkv, before = random(2, 64), kv.values.clone()
     out = ops.store_and_attend(qkv, kv, batch, heads, None)
     slot = int(batch.slots[0])
@@ -360,7 +360,8 @@ def test_other_batches_are_stored_first(kind: str) -> None:
     batch, kv = batch_over(ops, ((1, 9), (3 if kind == "prefill" else 1, 8)), 4, heads)
     if kind == "shared":
         length = torch.tensor([9, 8], dtype=torch.int32, device=DEVICE)
-        batch.notes["plan"] = AttentionPlan(length, length, length, shared_len=torch.zeros(1, dtype=torch.int32, device=DEVICE))
+        nothing = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        find_plan.keep(AttentionPlan(length, length, length, shared_len=nothing), batch)
     rotary_dim = 16 if kind == "half turned" else heads.head_dim
     table = np.random.default_rng(0).normal(size=(9, rotary_dim)).astype(np.float32)
     rotary = ops.rotary(table, rotary_dim)
@@ -381,7 +382,7 @@ def test_decodes_can_be_captured() -> None:
     batch, kv = batch_over(ops, sequences, 16, heads)
     lengths = torch.tensor([10, 10, 0, 10], dtype=torch.int32, device=DEVICE)
     static = replace(batch)
-    static.notes["plan"] = AttentionPlan(lengths, lengths, lengths)
+    find_plan.keep(AttentionPlan(lengths, lengths, lengths), static)
     rotary = ops.rotary(np.random.default_rng(0).normal(size=(1200, 64)).astype(np.float32), 64)
     qkv, weight = random(4, 12 * 64, dtype="bfloat16"), random(512)
 

@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 import torch
 
+from archerfish.background import WeakCache
 from archerfish.errors import UnsupportedModelError
-from archerfish.kernels.recurrent import RecurrentOps, StateShape
+from archerfish.kernels.recurrent import RecurrentBatch, RecurrentOps, StateShape
+from archerfish.kernels.torch import wkv
 from archerfish.kernels.torch.cpu import TorchCpuOps, is_available
 from archerfish.kernels.torch.reference import TorchOps
-from archerfish.kernels.torch.wkv import TorchRecurrentOps
+from archerfish.kernels.torch.wkv import StepGroup, TorchRecurrentOps
 from archerfish.models.config import Config
 from archerfish.models.rwkv7 import Rwkv7Model
 from tests.kernels.wkv_cases import SequentialOps
@@ -106,6 +108,21 @@ def test_half_precision_is_close(dtype: str, directory: Path) -> None:
     logits = torch.cat([ours.step([(0, 60)])[0], ours.step([(0, 1)])[0]])
     error = (logits - golden[0, :61]).norm() / golden[0, :61].norm()
     assert error < {"bfloat16": 0.06, "float16": 0.01}[dtype]
+
+
+def test_the_pieces_of_a_batch_are_found_once_for_all_layers(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, calls = driver(directory, "tiny"), 0
+
+    def find_groups(batch: RecurrentBatch[torch.Tensor], num_sequences: int) -> list[StepGroup]:
+        nonlocal calls
+        calls += 1
+        return StepGroup.all_of(batch, num_sequences)
+
+    monkeypatch.setattr(wkv, "find_groups", WeakCache(find_groups))
+    for block in ours.model.blocks:
+        block.recurrent = ours.ops.recurrent()
+    ours.step([(0, 60)])
+    assert calls == 1 < len(ours.model.blocks)
 
 
 @pytest.mark.parametrize("width", [100, 130])

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from archerfish.background import WeakCache
 from archerfish.kernels.formats import Tensors, WeightFormat, row_pieces
 from archerfish.kernels.machine import ARM
 from archerfish.kernels.ops import (
@@ -203,12 +204,8 @@ class TorchCpuOps(TorchOps):
         if q_norm is not None and k_norm is not None:
             weight = torch.cat((q_norm.expand(heads.num_heads, dim), k_norm.expand(heads.num_kv_heads, dim)))
             both = (both * rms_factor(both, eps)).mul_(weight)
-        factors = batch.notes.get(("rotation", id(rotary)))
-        if factors is None:  # of a head, and of the head rolled by half: (rows, 1, head_dim) each
-            cos, sin = rotary.cos_sin.index_select(0, batch.positions).unsqueeze(1).chunk(2, dim=-1)
-            factors = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-            batch.notes["rotation", id(rotary)] = factors
-        both = (both * factors[0]).addcmul_(both.roll(dim // 2, -1), factors[1]).to(self.torch_dtype).view(num_rows, -1)
+        factors, rolled_factors = find_rotation(batch, rotary)
+        both = (both * factors).addcmul_(both.roll(dim // 2, -1), rolled_factors).to(self.torch_dtype).view(num_rows, -1)
         q, k = both.split_with_sizes((heads.num_heads * dim, heads.num_kv_heads * dim), 1)
         slots = batch.slots
         if num_rows != batch.num_tokens:
@@ -223,9 +220,7 @@ class TorchCpuOps(TorchOps):
     ) -> Tensor:
         if heads.softcap or mask is not None:
             return super().paged_attention(q, kv, batch, heads, mask=mask)
-        layout = batch.notes.get(("layout", heads.window))
-        if layout is None:
-            layout = batch.notes["layout", heads.window] = lay_out(batch, heads.window, q.dtype)
+        layout = lay_out(batch, heads.window, q.dtype)
         num_decodes, kv_heads, dim = batch.num_decodes, heads.num_kv_heads, heads.head_dim
         memories = [memory.view(-1, kv_heads * dim) for memory in (kv.keys, kv.values)]
         rows = q[:num_decodes] if layout.order is None else q.index_select(0, layout.order)
@@ -248,6 +243,13 @@ class TorchCpuOps(TorchOps):
             out[prefill.start : end] = attend_prefill(q[prefill.start : end], memories, prefill, heads)
         out[batch.num_tokens :] = 0
         return out
+
+
+@WeakCache
+def find_rotation(batch: PagedBatch[Tensor], rotary: Rotary[Tensor]) -> tuple[Tensor, Tensor]:
+    """Factors of a head and of the head rolled by half: (rows, 1, head_dim) each."""
+    cos, sin = rotary.cos_sin.index_select(0, batch.positions).unsqueeze(1).chunk(2, dim=-1)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 @lru_cache(maxsize=1)
@@ -377,6 +379,7 @@ class Layout:
     prefills: tuple[Prefill, ...]
 
 
+@WeakCache
 def lay_out(batch: PagedBatch[Tensor], window: int, dtype: torch.dtype) -> Layout:
     tables, block_size, num = batch.block_tables.numpy(), batch.block_size, batch.num_decodes
     ends = batch.context_lens[:num]

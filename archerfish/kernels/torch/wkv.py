@@ -16,15 +16,15 @@ chunk. A decay is above 0.545, so that 1 / D stays within float32 for over 100 t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from archerfish.background import WeakCache
 from archerfish.errors import OutOfMemoryError
 from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input
 from archerfish.kernels.ops import Ids
@@ -46,25 +46,10 @@ if TYPE_CHECKING:
     from archerfish.kernels.torch.reference import TorchOps
 
 Tensor = torch.Tensor
-K = TypeVar("K")
-V = TypeVar("V")
 DECAY_SCALE = -0.6065306597126334  # -exp(-0.5), times a number between 0 and 1: the logarithm of a decay
 LEAST_LENGTH = 1e-12  # that a removal key is divided by
 CHUNK = 32  # tokens
 TOGETHER = 32  # sequences
-
-
-class WeakCache(Generic[K, V]):
-    """A function of an object, whose result is kept as long as the object lives."""
-
-    def __init__(self, find: Callable[[K], V]) -> None:
-        self._find = find
-        self._found: WeakKeyDictionary[K, V] = WeakKeyDictionary()
-
-    def __call__(self, key: K) -> V:
-        if key not in self._found:
-            self._found[key] = self._find(key)
-        return self._found[key]
 
 
 class WkvInputs(NamedTuple):
@@ -229,6 +214,10 @@ class Ends:
         return cls(batch.starts[heads], batch.sources[heads], batch.starts[1:] - 1)
 
 
+find_groups = WeakCache(StepGroup.all_of)
+find_ends = WeakCache(Ends.of)
+
+
 class TorchRecurrentOps(RecurrentOps[Tensor]):
     """The reference, which computes the recurrence in chunks if this machine multiplies many small matrices in one call."""
 
@@ -236,10 +225,6 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
 
     def __init__(self, ops: TorchOps) -> None:
         self.ops: TorchOps = ops
-        self._ends = WeakCache(Ends.of)
-        self._groups: WeakCache[RecurrentBatch[Tensor], list[StepGroup]] = WeakCache(
-            lambda batch: StepGroup.all_of(batch, self._num_stepped(batch))
-        )
 
     def new_states(self, num_slots: int, shape: StateShape) -> StateMemory[Tensor]:
         layers, heads, dim = shape.num_layers, shape.num_heads, shape.head_dim
@@ -254,7 +239,7 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
         return StateMemory(shape, wkv, inputs, views)
 
     def shift(self, x: Tensor, inputs: Tensor, batch: RecurrentBatch[Tensor], factors: Tensor) -> tuple[Tensor, ...]:
-        ends = self._ends(batch)
+        ends = find_ends(batch)
         before = x.roll(1, 0).index_copy_(0, ends.first_rows, inputs.index_select(0, ends.first_sources))
         inputs.index_copy_(0, batch.targets, x.index_select(0, ends.last_rows))
         wide = x.float()
@@ -277,8 +262,8 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
     def wkv(self, inputs: WkvInputs, states: Tensor, batch: RecurrentBatch[Tensor]) -> Tensor:
         num_stepped = self._num_stepped(batch)
         if num_stepped == batch.num_sequences:
-            return wkv_together(inputs, states, self._groups(batch))
-        decodes = wkv_together(inputs.part(0, num_stepped), states, self._groups(batch))
+            return wkv_together(inputs, states, find_groups(batch, num_stepped))
+        decodes = wkv_together(inputs.part(0, num_stepped), states, find_groups(batch, num_stepped))
         rest = batch.sources[num_stepped:], batch.targets[num_stepped:], batch.piece_lens[num_stepped:]
         return torch.cat((decodes, wkv_chunked(inputs.part(num_stepped), states, *rest, batch.piece_counts[num_stepped:])))
 

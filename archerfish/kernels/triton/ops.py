@@ -42,7 +42,7 @@ from archerfish.kernels.triton import linear as triton_linear
 from archerfish.kernels.triton import norm as triton_norm
 from archerfish.kernels.triton.attention import Rotation, attend_decodes, takes_new
 from archerfish.kernels.triton.linear import Int8RowsWeight, PlainRowsWeight, RowsWeight, Uploads, filled_up
-from archerfish.kernels.triton.plan import SHORT_ROWS, AttentionPlan, Tile, to_device
+from archerfish.kernels.triton.plan import SHORT_ROWS, AttentionPlan, Tile, find_plan, to_device
 from archerfish.kernels.triton.prefill import attend_prefills
 from archerfish.kernels.triton.sampling import TritonSampling
 from archerfish.kernels.triton.tiles import NORMED_WIDTH
@@ -213,7 +213,7 @@ class TritonOps(TorchOps):
             slots=places[1], block_tables=tables, block_size=block_size,
         )
         shared_len = lengths[num:] if is_shared else None
-        batch.notes["plan"] = AttentionPlan(contexts, contexts, contexts, shared_len=shared_len)
+        find_plan.keep(AttentionPlan(contexts, contexts, contexts, shared_len=shared_len), batch)
         return batch, sampling_batch(inputs, places[2], self._count(num))
 
     def prompt_batch(self, inputs: Tensor, num_rows: int, block_size: int) -> PagedBatch[Tensor]:
@@ -224,7 +224,7 @@ class TritonOps(TorchOps):
             contexts, torch.zeros_like(lens), lens, num_short_heads=SHORT_ROWS // num_rows,
             tiles=self._prompt_tiles.setdefault(num_rows, {}),
         )
-        batch.notes["plan"] = plan
+        find_plan.keep(plan, batch)
         return batch
 
     def _count(self, num: int) -> Tensor:

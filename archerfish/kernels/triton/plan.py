@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from archerfish.background import WeakCache
 from archerfish.kernels.ops import BlockMask, HeadShape, Ids, PagedBatch
 from archerfish.kernels.triton.tiles import next_power_of_2
 
@@ -89,10 +90,8 @@ def send_pieces(pieces: Sequence[Ids], device: torch.device, dtype: type[np.sign
     return [sent[place : place + length] for length, place in zip(lengths, places, strict=False)]
 
 
+@WeakCache
 def find_plan(batch: PagedBatch[Tensor]) -> AttentionPlan:
-    plan: AttentionPlan | None = batch.notes.get("plan")
-    if plan is not None:
-        return plan
     starts = np.cumsum(batch.query_lens) - batch.query_lens
     num_new, num_keys = batch.num_tokens - batch.num_decodes, int(batch.context_lens[batch.num_decodes :].sum())
     pieces = (batch.context_lens, starts, batch.query_lens, np.array([batch.num_shared]))
@@ -101,7 +100,6 @@ def find_plan(batch: PagedBatch[Tensor]) -> AttentionPlan:
     if num_new and not batch.is_deterministic:
         plan.is_gathered = num_keys <= GATHER_RATIO * num_new
         plan.num_short_heads = SHORT_ROWS * (len(batch.query_lens) - batch.num_decodes) // num_new
-    batch.notes["plan"] = plan
     return plan
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from archerfish.background import WeakCache
 from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input
 from archerfish.kernels.ops import LinearWeight
 from archerfish.kernels.recurrent import (
@@ -24,7 +25,7 @@ from archerfish.kernels.recurrent import (
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight
 from archerfish.kernels.torch.sampling import sampling_batch
-from archerfish.kernels.torch.wkv import TorchRecurrentOps, WeakCache
+from archerfish.kernels.torch.wkv import TorchRecurrentOps, find_ends
 from archerfish.kernels.triton.launch import early_start
 from archerfish.kernels.triton.linear import RowsWeight
 from archerfish.kernels.triton.mixes import (
@@ -126,6 +127,9 @@ class FusedWeights:
         return cls(time_parts, channel_parts, (matrices + matrices[:1])[:4], (biases + biases[:1])[:3], firsts)
 
 
+find_fused = WeakCache(FusedWeights.of)
+
+
 class TritonRecurrentOps(TorchRecurrentOps):
     """Shift and heads in one kernel each; whole layers in few kernels for steps of nothing but decodes."""
 
@@ -135,7 +139,6 @@ class TritonRecurrentOps(TorchRecurrentOps):
         super().__init__(ops)
         self.min_chunked = min_chunked
         self._counting: dict[int, Tensor] = {}  # 0, 1, 2 ... by how many
-        self._fused = WeakCache(FusedWeights.of)
 
     def shift(self, x: Tensor, inputs: Tensor, batch: RecurrentBatch[Tensor], factors: Tensor) -> tuple[Tensor, ...]:
         num_rows, width = x.shape
@@ -149,7 +152,7 @@ class TritonRecurrentOps(TorchRecurrentOps):
             width=width, block=block, num_factors=num_factors, stores=stores, num_warps=max(1, min(8, block // 256)),
         )
         if not stores:
-            inputs.index_copy_(0, batch.targets, x.index_select(0, self._ends(batch).last_rows))
+            inputs.index_copy_(0, batch.targets, x.index_select(0, find_ends(batch).last_rows))
         return out.unbind(0)
 
     def mix_heads(
@@ -196,7 +199,7 @@ class TritonRecurrentOps(TorchRecurrentOps):
         is_plain = x.dtype in (self.ops.torch_dtype, torch.float32) and x.stride(1) == 1 and x.shape[1] <= MAX_NORMED_WIDTH
         if not is_decodes or not is_plain:
             return None
-        fused = self._fused(weights)
+        fused = find_fused(weights)
         if fused is None:
             return None
         mix = self._mix_few if len(x) <= FEW_ROWS and x.shape[1] <= MAX_WIDTH else self._mix_many
