@@ -25,7 +25,7 @@ LAYERS = [
     {"text"},
     {"engine"},
     {"compat"},
-    {"serve", "deploy"},
+    {"serve"},
     {"bench"},
     {"cli"},
     {"__main__"},
@@ -78,7 +78,7 @@ def test_imports_point_down(path: Path) -> None:
             is_below = HEIGHT[rest[0]] < HEIGHT[mine] if allowed is None else rest[0] in allowed
             assert is_below, f"{mine} must not import {name}"
         assert top != "torch" or mine not in TORCH_FREE
-        assert top not in WEB or mine in {"serve", "deploy"}
+        assert top not in WEB or mine == "serve"
 
 
 def test_no_circular_imports() -> None:
