@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self
 
 from archerfish.cache.radix import CacheStats
@@ -215,14 +215,8 @@ class EngineStats:
 
     @classmethod
     def of(cls, counted: SchedulerStats, cache: CacheStats) -> Self:
-        return cls(
-            total_requests=counted.total_requests, completed_requests=counted.completed_requests,
-            failed_requests=counted.failed_requests, aborted_requests=counted.aborted_requests,
-            total_tokens_generated=counted.total_tokens_generated,
-            avg_queue_time_ms=counted.avg_queue_ms, avg_prefill_time_ms=counted.avg_prefill_ms,
-            avg_decode_time_ms=counted.avg_decode_ms, queue_size=counted.queue_size, queue_capacity=counted.queue_capacity,
-            concurrent_requests=counted.concurrent_requests, cache_hits=cache.hits, cache_misses=cache.misses,
-        )
+        same = {spec.name: getattr(counted, spec.name) for spec in fields(cls) if hasattr(counted, spec.name)}
+        return cls(**same, cache_hits=cache.hits, cache_misses=cache.misses)
 
 
 def engine_counts(engine: LLMEngine) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from archerfish.config import ConversionConfig, HubConfig
-from archerfish.errors import InvalidOptionError, ModelNotFoundError, UnsupportedModelError, ValidationError, did_you_mean
+from archerfish.errors import InvalidOptionError, ModelNotFoundError, UnsupportedModelError, ValidationError, refuse_unknown
 from archerfish.store.files import check_free_space, file_lock, new_directory, write_file
 from archerfish.store.format import Row, TensorInfo, arrow_writer, as_bytes, buffer_bytes, parquet_writer, read_parquet_rows
 from archerfish.store.loader import WeightLoader, arrow_record, file_record
@@ -74,8 +74,7 @@ class ModelConverter:
         from archerfish.store.sources import open_source
 
         started = time.perf_counter()
-        if model_type not in MODEL_TYPES:
-            raise InvalidOptionError(f"Unknown model_type {model_type!r}.", hint=did_you_mean(model_type, MODEL_TYPES))
+        refuse_unknown([model_type], MODEL_TYPES, "model_type")
         path, target, name = Path(model_name_or_path), Path(output_dir), str(model_name_or_path)
         if path.exists():
             name = path.resolve().stem if path.is_file() else path.resolve().name

@@ -25,15 +25,7 @@ from typing import Literal
 
 from archerfish.background import in_background
 from archerfish.config import TRUE_WORDS, HubConfig
-from archerfish.errors import (
-    CorruptFileError,
-    ModelNotFoundError,
-    UnreachableError,
-    UnsupportedModelError,
-    WriteError,
-    did_you_mean,
-    nearest,
-)
+from archerfish.errors import CorruptFileError, ModelNotFoundError, UnreachableError, WriteError, did_you_mean, nearest
 from archerfish.store.files import check_free_space, file_lock, new_directory, sha256_of, sync, write_errors, write_file
 from archerfish.types import Progress, no_progress
 
@@ -349,13 +341,13 @@ def choose_files(repo: str, files: Sequence[str], wanted: str = "") -> list[str]
     if singles:
         choices = ", ".join(f"{repo}:{name}" for name in singles[:8])
         raise ModelNotFoundError(f"{repo} has {len(singles)} weight files.", hint=f"Choose one: {choices}.")
-    raise UnsupportedModelError(f"{repo} has no weights in safetensors, PyTorch or GGUF form.")
+    raise ModelNotFoundError(f"{repo} has no weights in safetensors, PyTorch or GGUF form.")
 
 
 def find_in_hub_cache(repo: str, file: str, hub: HubConfig) -> Path | None:
     """The path of a model that huggingface_hub has on this machine, or None when files are missing."""
     place = hub_cache_path() / f"models--{repo.replace('/', '--')}"
-    with suppress(OSError, ModelNotFoundError, UnsupportedModelError):
+    with suppress(OSError, ModelNotFoundError):
         reference = place / "refs" / hub.revision
         commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else hub.revision
         snapshot = place / "snapshots" / commit

@@ -55,7 +55,11 @@ class ModelSource:
 
 
 def source_info(path: Path, name: Any, dtype: str, shape: Any) -> TensorInfo:
-    """The TensorInfo of a source's tensor. Raises UnsupportedModelError for a type that the store does not have."""
+    """The TensorInfo of a source's tensor. Raises UnsupportedModelError for a type that the store does not have.
+
+    dtype: torch's name of the type, or the one of safetensors and GGUF.
+    """
+    dtype = DTYPE_CODES.get(dtype, dtype)
     if dtype not in ITEM_BYTES:
         raise UnsupportedModelError(f"{path}: the tensor {name!r} has the type {dtype}, which is not supported.")
     return make_info(str(path), name, dtype, shape)
