@@ -62,13 +62,9 @@ def request_metrics(sequences: Sequence[TokenSequence]) -> RequestMetrics:
     num_output = sum(len(sequence.tokens) - sequence.num_prompt for sequence in sequences)
     running_s = finished - admitted
     return RequestMetrics(
-        arrival=arrived,
-        queue_ms=(admitted - arrived) * 1000,
-        prefill_ms=(first_token - admitted) * 1000,
-        decode_ms=(finished - first_token) * 1000,
-        ttft_ms=(first_token - arrived) * 1000,
-        num_prompt_tokens=sequences[0].num_prompt if sequences else 0,
-        num_output_tokens=num_output,
+        arrival=arrived, queue_ms=(admitted - arrived) * 1000, prefill_ms=(first_token - admitted) * 1000,
+        decode_ms=(finished - first_token) * 1000, ttft_ms=(first_token - arrived) * 1000,
+        num_prompt_tokens=sequences[0].num_prompt if sequences else 0, num_output_tokens=num_output,
         tokens_per_second=num_output / running_s if running_s > 0 else 0.0,
         num_preemptions=sum(sequence.num_preemptions for sequence in sequences),
     )

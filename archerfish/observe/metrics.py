@@ -22,7 +22,7 @@ Labels = tuple[str, ...]
 SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 LABEL = ("model_name",)
-GAUGES = {  # of a generation model: the key in its stats, and a description
+GAUGES = {  # the key in a model's stats, and a description
     "vllm:num_requests_running": ("num_running", "Running sequences."),
     "vllm:num_requests_waiting": ("num_waiting", "Waiting sequences."),
     "vllm:kv_cache_usage_perc": ("kv_usage", "Share of the KV blocks that running sequences hold; 1 is all."),
@@ -37,12 +37,8 @@ COUNTERS = {
     "archerfish_failed_requests": ("failed_requests", "Requests that ended with an error or at their deadline."),
     "archerfish_aborted_requests": ("aborted_requests", "Requests that were aborted."),
     "archerfish_steps": ("num_steps", "Planned steps."),
-}
-ENCODER_COUNTERS = {
     "archerfish_encoded_texts": ("num_texts", "Computed texts and pairs."),
     "archerfish_encoded_tokens": ("num_tokens", "Tokens of computed texts and pairs."),
-}
-EVERY_COUNTER = {
     "archerfish_jobs": ("jobs", "Jobs of the compute thread."),
     "archerfish_busy_seconds": ("busy_s", "Busy seconds of the compute thread."),
 }
@@ -281,7 +277,7 @@ class MetricsCollector:
         """All metrics, with the counts of engines: stats by model. `serve.metrics.exposition` makes the text for Prometheus."""
         self.settle()
         found: list[Metric] = list(self.registry)
-        for name, (key, description) in {**GAUGES, **COUNTERS, **ENCODER_COUNTERS, **EVERY_COUNTER}.items():
+        for name, (key, description) in {**GAUGES, **COUNTERS}.items():
             kind = Gauge if name in GAUGES else Counter
             samples = [Sample((model,), float(values[key])) for model, values in (stats or {}).items() if key in values]
             found.append(GivenMetric(kind.kind, name, description, LABEL, samples))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,6 +90,16 @@ def read_json(path: Path, kind: type = dict) -> Any:
 def optional_json(path: Path) -> dict[str, Any] | None:
     """The JSON object of a file, or None when there is no such file."""
     return read_json(path) if path.is_file() else None
+
+
+def token_name(role: str, *sources: Mapping[str, Any]) -> str | None:
+    """The special token of a role, such as `bos_token`, in the first of some JSON objects that names it."""
+    for source in sources:
+        value = source.get(role)
+        name = value.get("content") if isinstance(value, dict) else value
+        if isinstance(name, str):
+            return name
+    return None
 
 
 def read_modules(root: Path) -> dict[str, Path]:

@@ -60,13 +60,8 @@ def open_source(path: Path) -> ModelSource:
     if config is None and weights.suffix != ".pth":
         raise CorruptFileError(f"{directory} has no config.json.", hint="Give the directory that holds the whole model.")
     return ModelSource(
-        kind=kind,
-        path=path,
-        files=files,
-        config={**cross_encoder_settings(root), **(config or {})},
-        tensors=kept,
-        write_tokenizer=functools.partial(write_tokenizer_files, directory),
-        embedding=read_embedding(root),
+        kind=kind, path=path, files=files, config={**cross_encoder_settings(root), **(config or {})}, tensors=kept,
+        write_tokenizer=functools.partial(write_tokenizer_files, directory), embedding=read_embedding(root),
         generation_config=optional_json(directory / "generation_config.json"),
         skipped=tuple(tensor.info.name for tensor in tensors if BUFFERS.search(tensor.info.name)),
     )
