@@ -188,7 +188,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     close = nearest(name, choices)
     if close:
         return f"Did you mean {' or '.join(repr(c) for c in close)}?"
-    if 0 < len(choices) <= 12:
+    if 0 < len(choices) <= 16:
         return f"Known: {', '.join(choices)}."
     return ""
 

@@ -37,11 +37,15 @@ def memory_bytes(key: str) -> int:
 
 
 class Engine:
-    """What every engine has: a timed start."""
+    """What every engine has: a timed start. modules: its package, and what else of it the first call needs."""
+
+    modules: tuple[str, ...] = ()
 
     def imports(self) -> str:
-        """Import what the first call needs; returns the version."""
-        raise NotImplementedError
+        """Import the modules; returns the version of the package."""
+        self.package: Any
+        self.package, *_ = map(importlib.import_module, self.modules)
+        return str(self.package.__version__)
 
     def load(self) -> None:
         raise NotImplementedError
@@ -74,14 +78,10 @@ class TextEngine(Engine):
 class Archerfish(TextEngine):
     """LLMEngine."""
 
+    modules = ("archerfish", "archerfish.engine.llm_engine")
+
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
-
-    def imports(self) -> str:
-        import archerfish
-
-        importlib.import_module("archerfish.engine.llm_engine")
-        return archerfish.__version__
 
     def load(self) -> None:
         from archerfish import EngineConfig, LLMEngine
@@ -166,12 +166,10 @@ class Archerfish(TextEngine):
 class Transformers(TextEngine):
     """transformers' own model and generate(), with our converted weights in our type."""
 
+    modules = ("transformers",)
+
     def __init__(self, directory: str, dtype: str, config: dict[str, Any], num_threads: int) -> None:
         self.directory, self.dtype, self.config, self.num_threads = directory, dtype, config, num_threads
-
-    def imports(self) -> str:
-        self.package: Any = importlib.import_module("transformers")
-        return str(self.package.__version__)
 
     def load(self) -> None:
         import torch
@@ -226,12 +224,10 @@ class Transformers(TextEngine):
 class LlamaCpp(Engine):
     """llama.cpp through the package llama-cpp-python; its Python interface has one sequence at a time."""
 
+    modules = ("llama_cpp",)
+
     def __init__(self, model_path: str, num_threads: int) -> None:
         self.model_path, self.num_threads = model_path, num_threads
-
-    def imports(self) -> str:
-        self.package: Any = importlib.import_module("llama_cpp")
-        return str(self.package.__version__)
 
     def load(self) -> None:
         threads = self.num_threads or os.cpu_count()
@@ -247,12 +243,10 @@ class LlamaCpp(Engine):
 class Vllm(TextEngine):
     """vLLM's own LLM class."""
 
+    modules = ("vllm",)
+
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
-
-    def imports(self) -> str:
-        self.package: Any = importlib.import_module("vllm")
-        return str(self.package.__version__)
 
     def load(self) -> None:
         self.engine = self.package.LLM(**self.options)
@@ -272,7 +266,7 @@ class RwkvPackage(Engine):
 
     def imports(self) -> str:
         os.environ |= {"RWKV_V7_ON": "1", "RWKV_JIT_ON": "1", "RWKV_CUDA_ON": "0"}
-        self.package: Any = importlib.import_module("rwkv.model")
+        self.package = importlib.import_module("rwkv.model")
         return importlib.metadata.version("rwkv")
 
     def load(self) -> None:
@@ -371,12 +365,7 @@ class EmbeddingEngine(Engine):
 class ArcherfishEmbeddings(EmbeddingEngine):
     """ArrowEngine, with the options of the command line."""
 
-    def imports(self) -> str:
-        for module in ("torch", "tokenizers", "archerfish.engine.arrow_engine", "archerfish.store.loader"):
-            importlib.import_module(module)
-        import archerfish
-
-        return archerfish.__version__
+    modules = ("archerfish", "torch", "tokenizers", "archerfish.engine.arrow_engine", "archerfish.store.loader")
 
     def load(self) -> None:
         from archerfish import ArrowEngine, EmbedConfig, HubConfig
@@ -391,26 +380,21 @@ class ArcherfishEmbeddings(EmbeddingEngine):
 class SentenceTransformers(EmbeddingEngine):
     """sentence-transformers, on one of its backends. ONNX Runtime and OpenVINO choose the type themselves."""
 
+    modules = ("sentence_transformers",)
     batch_sizes = (32, 64, 128)
 
     def __init__(self, *, dtype: str = "float32", backend: Any = "torch", **arguments: Any) -> None:
         super().__init__(**arguments)
         self.dtype, self.backend = dtype, backend
 
-    def imports(self) -> str:
-        import sentence_transformers
-
-        return str(sentence_transformers.__version__)
-
     def load(self) -> None:
         import torch
-        from sentence_transformers import SentenceTransformer
 
         if self.options["num_threads"]:
             torch.set_num_threads(self.options["num_threads"])
         given = {"dtype": getattr(torch, self.dtype)} if self.backend == "torch" else {}
         device = self.options["device"]
-        self.model: Any = SentenceTransformer(self.source, device=device, model_kwargs=given, backend=self.backend)
+        self.model = self.package.SentenceTransformer(self.source, device=device, model_kwargs=given, backend=self.backend)
 
     def encode(self, texts: list[str], batch_size: int) -> Any:
         import numpy as np

@@ -133,7 +133,7 @@ class BenchReport:
 
     def as_dict(self, goals: Iterable[Goal] = ()) -> dict[str, Any]:
         figures = {
-            metric: {engine: {**summarize(values).as_dict(), "samples": values} for engine, values in by_engine.items()}
+            metric: {engine: {**asdict(summarize(values)), "samples": values} for engine, values in by_engine.items()}
             for metric, by_engine in self.samples.items()
         }
         return {
@@ -160,13 +160,10 @@ def machine() -> dict[str, Any]:
 
     processor = cpu()
     return {
-        "cpu": processor.model,
-        "cores": processor.num_cores,
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
-        "python": platform.python_version(),
-        "torch": importlib.metadata.version("torch"),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+        "cpu": processor.model, "cores": processor.num_cores,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "", "python": platform.python_version(),
+        "torch": importlib.metadata.version("torch"), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)

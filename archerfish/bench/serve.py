@@ -28,7 +28,7 @@ from archerfish.bench.load import Dialect, Load, LoadDriver, Shape
 from archerfish.bench.report import OURS, Found, Goal, Measurement
 from archerfish.bench.worker import EngineGroup
 from archerfish.config import EngineConfig
-from archerfish.errors import InvalidOptionError, ServiceError, did_you_mean
+from archerfish.errors import InvalidOptionError, ServiceError, refuse_unknown
 
 DEFAULT_WORKLOAD = "chat:64/16"
 CHAT, EMBEDDING = Shape("chat", (64, 64), (16, 16)), Shape("embeddings", (32, 32))
@@ -348,10 +348,7 @@ OWN_SCENARIOS = {"overhead": overhead, "frontends": frontends}  # these start wh
 
 
 def measure(options: Namespace) -> Found:
-    known = [*SCENARIOS, *OWN_SCENARIOS]
-    for name in options.scenarios:
-        if name not in known:
-            raise InvalidOptionError(f"There is no scenario {name!r}.", hint=did_you_mean(name, known))
+    refuse_unknown(options.scenarios, [*SCENARIOS, *OWN_SCENARIOS], "scenario")
     if options.scenarios and (options.concurrency or options.rate):
         raise InvalidOptionError(f"--concurrency and --rate are for a load of your own; {options.scenarios[0]} has its own.")
     wanted = [SCENARIOS[name] for name in options.scenarios if name in SCENARIOS]

@@ -13,13 +13,13 @@ import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 from archerfish.bench.report import OURS
-from archerfish.errors import InvalidOptionError, ServiceError, did_you_mean
+from archerfish.errors import ServiceError, refuse_unknown
 
 ENGINES_FILE = Path(__file__).with_name("engines.py")
 PACKAGE_PATH = str(Path(__file__).parents[2])
@@ -132,10 +132,8 @@ def versions(against: str) -> dict[str, str]:
     return {OURS: ""} | ({Path(against).resolve().name: str(Path(against).resolve())} if against else {})
 
 
-def chosen(flag: str, text: str, known: Iterable[str]) -> list[str]:
+def chosen(flag: str, text: str, known: Collection[str]) -> list[str]:
     """The names in a flag, separated by commas, in the order of the known ones; all of them where none is given."""
     names = [word.strip() for word in text.split(",") if word.strip()]
-    for name in names:
-        if name not in known:
-            raise InvalidOptionError(f"{flag} does not know {name!r}.", hint=did_you_mean(name, known))
+    refuse_unknown(names, known, f"name in {flag}")
     return [name for name in known if not names or name in names]

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
-from archerfish.errors import InvalidOptionError, did_you_mean
+from archerfish.errors import InvalidOptionError, refuse_unknown
 
 
 class Evictable(Protocol):
@@ -154,6 +154,5 @@ def register_eviction_policy(name: str, cls: type[EvictionPolicy[Any]]) -> None:
 
 def eviction_policy(name: str) -> EvictionPolicy[Any]:
     """A new, empty order of the policy of that name."""
-    if name not in _POLICIES:
-        raise InvalidOptionError(f"Unknown eviction policy: {name!r}.", hint=did_you_mean(name, _POLICIES))
+    refuse_unknown([name], _POLICIES, "eviction policy")
     return _POLICIES[name]()

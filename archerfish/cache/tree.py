@@ -117,11 +117,6 @@ class Tree:
     table for each namespace, so that what one forgets does not depend on what another evicts.
     """
 
-    __slots__ = (
-        "cleared_at", "evictable_tokens", "evicted_tokens", "evictions", "generation", "ghosts", "hit_tokens", "miss_tokens",
-        "namespace", "num_nodes", "num_tokens", "request_hits", "request_misses", "root",
-    )  # fmt: skip
-
     def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
         self.generation = 0
@@ -181,22 +176,20 @@ class HitRecord:
 
     def explain(self) -> str:
         """One sentence for people."""
-        found = f"{self.num_matched:,} of {self.num_prompt:,} tokens came from the cache"
         if self.reason == "full":
             return f"All {self.num_prompt:,} tokens came from the cache."
-        if self.reason == "limit":
-            return f"{found}: all that may, since the last one must be computed to go on from."
         if self.reason == "cache_off":
             return f"None of {self.num_prompt:,} tokens came from the cache, which is turned off."
-        if self.reason == "evicted":
-            return f"{found}; the next ones were evicted {_ago(self.evicted_seconds_ago)} to make room."
-        if self.reason == "between_states":
-            return f"{found}; the state behind them is the nearest that is kept, and the rest is computed from there."
-        if self.reason == "adapter_differs":
-            return f"{found}; the next ones are cached under another adapter only, whose results differ."
-        if self.cleared_seconds_ago is not None:
-            return f"{found}; the next ones have not been seen since the cache was cleared {_ago(self.cleared_seconds_ago)}."
-        return f"{found}; the next ones have not been seen before."
+        cleared = self.cleared_seconds_ago
+        when = "before" if cleared is None else f"since the cache was cleared {_ago(cleared)}"
+        rest = {
+            "limit": ": all that may, since the last one must be computed to go on from.",
+            "evicted": f"; the next ones were evicted {_ago(self.evicted_seconds_ago)} to make room.",
+            "between_states": "; the state behind them is the nearest that is kept, and the rest is computed from there.",
+            "adapter_differs": "; the next ones are cached under another adapter only, whose results differ.",
+            "never_seen": f"; the next ones have not been seen {when}.",
+        }
+        return f"{self.num_matched:,} of {self.num_prompt:,} tokens came from the cache{rest[self.reason]}"
 
 
 def _ago(seconds: float | None) -> str:

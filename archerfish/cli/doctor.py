@@ -146,11 +146,9 @@ def find_damage(model: str, out: Output) -> list[str]:
 def describe_cpu(processor: Cpu) -> dict[str, Any]:
     features = ARM_FEATURES if "asimd" in processor.flags else FEATURES
     return {
-        "model": processor.model,
-        "usable_cores": processor.num_cores,
-        "total_cores": os.cpu_count() or 1,
+        "model": processor.model, "usable_cores": processor.num_cores, "total_cores": os.cpu_count() or 1,
         "features": {name: flag in processor.flags for name, flag in features},
-    }
+    }  # fmt: skip
 
 
 def find_gpus() -> list[Gpu]:
@@ -230,20 +228,18 @@ def judge_model(found: ModelSize, ram: Memory, gpus: list[Gpu]) -> dict[str, Any
         return row
     formats = [name for name in FORMATS if weight_bytes[name]]
     row["kv_tokens"] = kv_tokens(found, "cuda", "bfloat16") if gpus else kv_tokens(found, "cpu", fast_cpu_dtype())
-    on_cpu = {
-        dtype: judge(weight_bytes[dtype] + CPU_OVERHEAD_BYTES, ram.available_bytes, ram.total_bytes)
-        for dtype in (narrow, "float32", *formats)
-    }
+
+    def verdicts(dtypes: Iterable[str], overhead_bytes: int, available_bytes: int, total_bytes: int) -> dict[str, str]:
+        return {dtype: judge(weight_bytes[dtype] + overhead_bytes, available_bytes, total_bytes) for dtype in dtypes}
+
+    on_cpu = verdicts((narrow, "float32", *formats), CPU_OVERHEAD_BYTES, ram.available_bytes, ram.total_bytes)
     text = fits_in(on_cpu, narrow, formats)
     if on_cpu[narrow] == FITS:
         text = "fits in any type" if on_cpu["float32"] == FITS else f"fits in {narrow}, not in float32"
     row |= {"cpu": text, "fits_cpu": {dtype: verdict == FITS for dtype, verdict in on_cpu.items()}}
     if gpus:
         roomiest = max(gpus, key=lambda gpu: gpu.free_bytes)
-        on_gpu = {
-            dtype: judge(weight_bytes[dtype] + GPU_OVERHEAD_BYTES, roomiest.free_bytes, roomiest.total_bytes)
-            for dtype in ("bfloat16", *formats)
-        }
+        on_gpu = verdicts(("bfloat16", *formats), GPU_OVERHEAD_BYTES, roomiest.free_bytes, roomiest.total_bytes)
         row["gpu"] = fits_in(on_gpu, "bfloat16", formats)
         row["fits_gpu"] = {dtype: verdict == FITS for dtype, verdict in on_gpu.items()}
     return row

@@ -65,13 +65,9 @@ def run_embed(arguments: Namespace, out: Output) -> int:
         if arguments.output:
             write_vectors(Path(arguments.output), texts, vectors)
         report: dict[str, Any] = {
-            "model": engine.model_name,
-            "dimension": engine.get_embedding_dimension(),
-            "num_texts": len(texts),
-            "tokens": engine.count_tokens(texts),
-            "load_s": engine.load_seconds,
-            "seconds": elapsed_s,
-        }
+            "model": engine.model_name, "dimension": engine.get_embedding_dimension(), "num_texts": len(texts),
+            "tokens": engine.count_tokens(texts), "load_s": engine.load_seconds, "seconds": elapsed_s,
+        }  # fmt: skip
     cosines = cosine_matrix(vectors) if arguments.similarity else None
     if out.as_json:
         report |= {"output": arguments.output} if arguments.output else {"embeddings": vectors.tolist()}

@@ -235,7 +235,7 @@ class WatchedLLM:
             times = self._last_tokens.get(request_id)
             if times is None:
                 times = self._last_tokens[request_id] = {}
-                self._collector.token(model, sequence.times.first_token - sequence.times.arrived, is_first=True)
+                self._collector.first_token(model, sequence.times.first_token - sequence.times.arrived)
             elif sequence.index in times:
                 self._collector.gaps(model, (now - times[sequence.index],))
             times[sequence.index] = now

@@ -73,9 +73,8 @@ class ArrowEngine:
                 **options,
             )
         if not self.config.use_fast_tokenizer:
-            raise InvalidOptionError(
-                "use_fast_tokenizer=False is refused: the Rust tokenizer is the only one.", hint="Leave it at True."
-            )
+            hint = "Leave it at True."
+            raise InvalidOptionError("use_fast_tokenizer=False is refused: the Rust tokenizer is the only one.", hint=hint)
         directory = locate(self.config, hub or HubConfig(), progress)
         was_collecting = gc.isenabled()
         gc.disable()  # a full collection right after importing torch takes four times as long as a load

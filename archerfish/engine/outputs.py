@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self
 
 from archerfish.cache.radix import CacheStats
@@ -62,13 +62,9 @@ def request_metrics(sequences: Sequence[TokenSequence]) -> RequestMetrics:
     num_output = sum(len(sequence.tokens) - sequence.num_prompt for sequence in sequences)
     running_s = finished - admitted
     return RequestMetrics(
-        arrival=arrived,
-        queue_ms=(admitted - arrived) * 1000,
-        prefill_ms=(first_token - admitted) * 1000,
-        decode_ms=(finished - first_token) * 1000,
-        ttft_ms=(first_token - arrived) * 1000,
-        num_prompt_tokens=sequences[0].num_prompt if sequences else 0,
-        num_output_tokens=num_output,
+        arrival=arrived, queue_ms=(admitted - arrived) * 1000, prefill_ms=(first_token - admitted) * 1000,
+        decode_ms=(finished - first_token) * 1000, ttft_ms=(first_token - arrived) * 1000,
+        num_prompt_tokens=sequences[0].num_prompt if sequences else 0, num_output_tokens=num_output,
         tokens_per_second=num_output / running_s if running_s > 0 else 0.0,
         num_preemptions=sum(sequence.num_preemptions for sequence in sequences),
     )
@@ -215,14 +211,8 @@ class EngineStats:
 
     @classmethod
     def of(cls, counted: SchedulerStats, cache: CacheStats) -> Self:
-        return cls(
-            total_requests=counted.total_requests, completed_requests=counted.completed_requests,
-            failed_requests=counted.failed_requests, aborted_requests=counted.aborted_requests,
-            total_tokens_generated=counted.total_tokens_generated,
-            avg_queue_time_ms=counted.avg_queue_ms, avg_prefill_time_ms=counted.avg_prefill_ms,
-            avg_decode_time_ms=counted.avg_decode_ms, queue_size=counted.queue_size, queue_capacity=counted.queue_capacity,
-            concurrent_requests=counted.concurrent_requests, cache_hits=cache.hits, cache_misses=cache.misses,
-        )
+        same = {spec.name: getattr(counted, spec.name) for spec in fields(cls) if hasattr(counted, spec.name)}
+        return cls(**same, cache_hits=cache.hits, cache_misses=cache.misses)
 
 
 def engine_counts(engine: LLMEngine) -> dict[str, Any]:

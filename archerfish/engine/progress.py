@@ -1,8 +1,7 @@
-"""Progress on standard error: a bar where rich is installed, else a plain line."""
+"""Progress bars on standard error."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,13 +17,10 @@ def progress_bar(title: str, *, show: bool, transient: bool = False) -> Iterator
     if not show:
         yield no_progress
         return
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
-    except ImportError:
-        yield plain_progress(title)
-        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeRemainingColumn())
     with Bar(*columns, console=Console(stderr=True), transient=transient) as bar:
         task = bar.add_task(title, total=None, count="")
@@ -36,15 +32,6 @@ def progress_bar(title: str, *, show: bool, transient: bool = False) -> Iterator
             bar.update(task, completed=done, total=total or None, description=described, count=count)
 
         yield update
-
-
-def plain_progress(title: str) -> Progress:
-    def update(done: int, total: int, what: str) -> None:
-        end = "\n" if total and done >= total else ""
-        sys.stderr.write(f"\r{title} {what} {done}/{total or '?'}{end}")
-        sys.stderr.flush()
-
-    return update
 
 
 def shorten(text: str, width: int) -> str:

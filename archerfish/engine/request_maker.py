@@ -13,7 +13,7 @@ import numpy as np
 from archerfish.cache.eviction import eviction_policy
 from archerfish.config import EngineConfig
 from archerfish.engine.outputs import Listener, OutputCollector
-from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, UnknownOptionError, did_you_mean
+from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, UnknownOptionError, refuse_unknown
 from archerfish.params import SamplingParams, is_number
 from archerfish.sequence import Namespace, Request, as_namespace
 from archerfish.text.grammar import GrammarCompiler
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int]
 MAX_DEADLINE_S = 1e9  # thirty years
 REQUEST_OPTIONS = ("request_id", "priority", "deadline_s", "namespace", "wants_logits")
+SAMPLING_HINTS = dict.fromkeys(SamplingParams.__dataclass_fields__, "Put it into SamplingParams.")
 RUNNING_OPTIONS = (  # those of a model that can be changed while it serves
     "enable_prefix_caching", "eviction_policy", "logits_cache_mib", "logits_cache_ttl_s", "max_num_batched_tokens",
     "max_prompt_bytes", "max_queue_size", "pipeline_depth",
@@ -104,11 +105,7 @@ class RequestMaker:
 
 def check_options(given: Mapping[str, Any]) -> None:
     """Refuse unknown options of a request and wrong values; the error for a sampling parameter says where it belongs."""
-    for name in given:
-        if name not in REQUEST_OPTIONS:
-            is_sampling = name in SamplingParams.__dataclass_fields__
-            hint = "Put it into SamplingParams." if is_sampling else did_you_mean(name, REQUEST_OPTIONS)
-            raise UnknownOptionError(f"A request has no option {name!r}.", hint=hint)
+    refuse_unknown(given, REQUEST_OPTIONS, "option of a request", SAMPLING_HINTS)
     request_id, priority, deadline_s = given.get("request_id"), given.get("priority", 0), given.get("deadline_s")
     if not isinstance(given.get("wants_logits", False), bool):
         raise InvalidInputError(f"wants_logits must be true or false, not {given['wants_logits']!r}.")

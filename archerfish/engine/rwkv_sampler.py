@@ -14,15 +14,9 @@ from typing import Any, Protocol, Self
 from archerfish.config import EngineConfig
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import TextDelta
+from archerfish.engine.request_maker import check_prompt_bytes
 from archerfish.engine.tts import VOCAB_SIZE, TTSRequest, TTSTokens, check_names, read_output
-from archerfish.errors import (
-    ArcherfishError,
-    InputTooLargeError,
-    InvalidInputError,
-    OverloadedError,
-    StoppedError,
-    UnsupportedModelError,
-)
+from archerfish.errors import ArcherfishError, InvalidInputError, OverloadedError, StoppedError, UnsupportedModelError
 from archerfish.runtime.host_sampling import sample_row
 from archerfish.sequence import Request
 
@@ -124,9 +118,7 @@ class RwkvSampler:
     def _prepare(self, place: int, request: TTSRequest, arrived: deque[Piece]) -> Request:
         """A checked request for the engine. Its pieces are appended to `arrived`."""
         engine, facts = self.engine, self.engine.facts
-        num_bytes = len(request.text.encode(errors="replace"))
-        if num_bytes > engine.config.max_prompt_bytes:
-            raise InputTooLargeError(f"The text has {num_bytes:,} bytes; the limit is {engine.config.max_prompt_bytes:,}.")
+        check_prompt_bytes([request.text], engine.config.max_prompt_bytes)
         prompt = request.prompt()
         params = request.params(min(facts.max_len, facts.memory.num_tokens) - len(prompt))
         prepared = engine.requests.make(prompt, params, listener=partial(self._on_delta, place, arrived), wants_text=False)

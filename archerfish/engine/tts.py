@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from archerfish.errors import InputTooLargeError, InvalidInputError, UnknownOptionError, did_you_mean
+from archerfish.errors import InputTooLargeError, InvalidInputError, did_you_mean, refuse_unknown
 from archerfish.params import SamplingParams, Stage, check_whole, items_of, plain_number
 from archerfish.sequence import FinishReason
 from archerfish.text.world_tokenizer import WorldTokenizer
@@ -96,10 +96,6 @@ class TTSRequest:
             check_whole("max_tokens", self.max_tokens, 1)
         _ = self.params()
 
-    @property
-    def is_zero_shot(self) -> bool:
-        return self.ref_global_tokens is not None
-
     def prompt(self) -> list[int]:
         """The token ids before the output."""
         properties = [PROPERTY_OFFSET, *(property_token(kind, getattr(self, kind)) for kind in PROPERTIES)]
@@ -113,7 +109,7 @@ class TTSRequest:
         """How the output is drawn. room: tokens that the model has left; too few are an error."""
         given = {name: getattr(self, name) for name in SAMPLING if getattr(self, name) is not None}
         stages = []
-        if not self.is_zero_shot:
+        if self.ref_global_tokens is None:
             ways = STAGE_DEFAULTS["global"] | given
             stages.append(Stage(first=0, end=NUM_GLOBAL, num_tokens=GLOBAL_LENGTH, offset=GLOBAL_OFFSET, **ways))
             stages.append(Stage(first=TAG_1, end=TAG_1 + 1, num_tokens=1))
@@ -135,11 +131,7 @@ class TTSRequest:
 
 def check_names(names: Iterable[str]) -> None:
     """Refuse names that are not fields of TTSRequest."""
-    known = TTSRequest.__dataclass_fields__
-    for name in names:
-        if name not in known:
-            hint = did_you_mean(name, known) or f"It has {', '.join(known)}."
-            raise UnknownOptionError(f"A TTS request has no {name!r}.", hint=hint)
+    refuse_unknown(names, TTSRequest.__dataclass_fields__, "field of a TTS request")
 
 
 @dataclass(frozen=True)

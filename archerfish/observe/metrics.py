@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar, Literal, TypeVar
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -21,7 +22,7 @@ Labels = tuple[str, ...]
 SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 LABEL = ("model_name",)
-GAUGES = {  # of a generation model: the key in its stats, and a description
+GAUGES = {  # the key in a model's stats, and a description
     "vllm:num_requests_running": ("num_running", "Running sequences."),
     "vllm:num_requests_waiting": ("num_waiting", "Waiting sequences."),
     "vllm:kv_cache_usage_perc": ("kv_usage", "Share of the KV blocks that running sequences hold; 1 is all."),
@@ -36,18 +37,19 @@ COUNTERS = {
     "archerfish_failed_requests": ("failed_requests", "Requests that ended with an error or at their deadline."),
     "archerfish_aborted_requests": ("aborted_requests", "Requests that were aborted."),
     "archerfish_steps": ("num_steps", "Planned steps."),
-}
-ENCODER_COUNTERS = {
     "archerfish_encoded_texts": ("num_texts", "Computed texts and pairs."),
     "archerfish_encoded_tokens": ("num_tokens", "Tokens of computed texts and pairs."),
-}
-EVERY_COUNTER = {
     "archerfish_jobs": ("jobs", "Jobs of the compute thread."),
     "archerfish_busy_seconds": ("busy_s", "Busy seconds of the compute thread."),
 }
 TTFT, GAPS, WHOLE = "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds"
 QUEUE, PREFILL = "vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds"
 DECODE, ENCODE = "vllm:request_decode_time_seconds", "archerfish_encode_seconds"
+HISTOGRAMS = {
+    TTFT: "From arrival to the first token.", GAPS: "From one token of a request to the next.",
+    WHOLE: "From arrival to the end.", QUEUE: "From arrival to admission.", PREFILL: "From admission to the first token.",
+    DECODE: "From the first token to the end.", ENCODE: "From the arrival of texts to their vectors.",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,9 @@ class Metric(ABC):
         self._lock = threading.Lock()
 
     def _key(self, labels: dict[str, str]) -> Labels:
-        try:
-            key = tuple(labels[name] for name in self.label_names)
-        except KeyError as error:
-            raise ValueError(f"The metric {self.name} needs the label {error}.") from None
-        if len(labels) != len(key):
-            unknown = sorted(set(labels) - set(self.label_names))
-            raise ValueError(f"The metric {self.name} has no label {unknown[0]!r}.")
-        return key
+        if labels.keys() != set(self.label_names):
+            raise ValueError(f"The metric {self.name} has the labels {self.label_names}, not {tuple(labels)}.")
+        return tuple(labels[name] for name in self.label_names)
 
     @abstractmethod
     def samples(self) -> list[Sample]:
@@ -119,11 +116,6 @@ class Gauge(_Number):
 
     kind = "gauge"
 
-    def set(self, value: float, **labels: str) -> None:
-        key = self._key(labels)
-        with self._lock:
-            self._values[key] = value
-
 
 class GivenMetric(Metric):
     """A metric whose samples were counted elsewhere."""
@@ -138,26 +130,20 @@ class GivenMetric(Metric):
 
 
 class _Series:
-    def __init__(self, num_buckets: int, window: int) -> None:
-        self.counts = [0] * (num_buckets + 1)
+    def __init__(self, window: int) -> None:
+        self.counts = [0] * (len(SECONDS_BUCKETS) + 1)
         self.total = 0.0
         self.recent: deque[float] = deque(maxlen=window)
 
 
 class Histogram(Metric):
-    """Counts of values in fixed buckets; the last bucket has no upper bound. window: values kept for `percentiles`."""
+    """Counts of seconds in fixed buckets; the last bucket has no upper bound. window: values kept for `percentiles`."""
 
     kind = "histogram"
 
-    def __init__(
-        self, name: str, description: str = "", label_names: Sequence[str] = (), buckets: Sequence[float] = SECONDS_BUCKETS,
-        window: int = 0,
-    ) -> None:
+    def __init__(self, name: str, description: str = "", label_names: Sequence[str] = (), window: int = 0) -> None:
         super().__init__(name, description, label_names)
         self.window = window
-        if not buckets or list(buckets) != sorted(set(buckets)):
-            raise ValueError(f"The buckets of {name} must be rising and not empty.")
-        self.buckets = tuple(float(bound) for bound in buckets)
         self._series: dict[Labels, _Series] = {}
 
     def observe(self, *values: float, **labels: str) -> None:
@@ -166,9 +152,9 @@ class Histogram(Metric):
         with self._lock:
             series = self._series.get(key)
             if series is None:
-                series = self._series[key] = _Series(len(self.buckets), self.window)
+                series = self._series[key] = _Series(self.window)
             for value in values:
-                series.counts[bisect.bisect_left(self.buckets, value)] += 1
+                series.counts[bisect.bisect_left(SECONDS_BUCKETS, value)] += 1
                 series.total += value
             if self.window:
                 series.recent.extend(values)
@@ -178,20 +164,11 @@ class Histogram(Metric):
         with self._lock:
             return sum(self._series[key].counts) if key in self._series else 0
 
-    def sum(self, **labels: str) -> float:
-        key = self._key(labels)
-        with self._lock:
-            return self._series[key].total if key in self._series else 0.0
-
     def percentiles(self, percents: Sequence[float], **labels: str) -> list[float]:
         """Exact percentiles (nearest rank) of the values in the window; nan if it is empty."""
-        for percent in percents:
-            if not 0 <= percent <= 100:
-                raise ValueError(f"A percentile lies between 0 and 100, not at {percent}.")
         key = self._key(labels)
         with self._lock:
-            ordered = list(self._series[key].recent) if key in self._series else []
-        ordered.sort()
+            ordered = sorted(self._series[key].recent) if key in self._series else []
         size = len(ordered)
         return [ordered[max(0, math.ceil(percent * size / 100) - 1)] if ordered else math.nan for percent in percents]
 
@@ -200,11 +177,8 @@ class Histogram(Metric):
             copies = [(key, list(series.counts), series.total) for key, series in self._series.items()]
         found = []
         for key, counts, total in copies:
-            running, cumulative = 0, []
-            for bound, count in zip((*self.buckets, math.inf), counts, strict=True):
-                running += count
-                cumulative.append((bound, running))
-            found.append(Sample(key, total, running, tuple(cumulative)))
+            cumulative = list(accumulate(counts))
+            found.append(Sample(key, total, cumulative[-1], tuple(zip((*SECONDS_BUCKETS, math.inf), cumulative, strict=True))))
         return found
 
 
@@ -228,21 +202,14 @@ class MetricRegistry:
     def gauge(self, name: str, description: str = "", label_names: Sequence[str] = ()) -> Gauge:
         return self._get(Gauge(name, description, label_names))
 
-    def histogram(
-        self, name: str, description: str = "", label_names: Sequence[str] = (), buckets: Sequence[float] = SECONDS_BUCKETS,
-        window: int = 0,
-    ) -> Histogram:
-        return self._get(Histogram(name, description, label_names, buckets, window))
+    def histogram(self, name: str, description: str = "", label_names: Sequence[str] = (), window: int = 0) -> Histogram:
+        return self._get(Histogram(name, description, label_names, window))
 
     def _get(self, wanted: M) -> M:
         with self._lock:
             known = self._metrics.setdefault(wanted.name, wanted)
-        same = type(known) is type(wanted) and known.label_names == wanted.label_names
-        if isinstance(known, Histogram) and isinstance(wanted, Histogram):
-            same = same and known.buckets == wanted.buckets and known.window == wanted.window
-        if not same:
-            raise ValueError(f"The metric {wanted.name} exists with another kind, labels, buckets or window.")
-        assert isinstance(known, type(wanted))
+        if not isinstance(known, type(wanted)) or known.label_names != wanted.label_names:
+            raise ValueError(f"The metric {wanted.name} exists with another kind or labels.")
         return known
 
 
@@ -255,29 +222,16 @@ class MetricsCollector:
     def __init__(self, *, window: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = MetricRegistry()
         self.start_time = clock()
-
-        def histogram(name: str, description: str) -> Histogram:
-            return self.registry.histogram(name, description, LABEL, window=window)
-
-        self._ttft = histogram(TTFT, "From arrival to the first token.")
-        self._gaps = histogram(GAPS, "From one token of a request to the next.")
-        self._whole = histogram(WHOLE, "From arrival to the end.")
-        self._queue = histogram(QUEUE, "From arrival to admission.")
-        self._prefill = histogram(PREFILL, "From admission to the first token.")
-        self._decode = histogram(DECODE, "From the first token to the end.")
-        self._encoded = histogram(ENCODE, "From the arrival of texts to their vectors.")
+        self._histograms = {name: self.registry.histogram(name, text, LABEL, window) for name, text in HISTOGRAMS.items()}
         counter = self.registry.counter
         self._ends = counter("vllm:request_success", "Sequences by what ended them.", (*LABEL, "finished_reason"))
         self._refusals = counter("archerfish_refused_requests", "Requests refused, by the code they got.", (*LABEL, "code"))
         self._waiting: dict[str, list[float]] = {}
         self._lock = threading.Lock()
 
-    def token(self, model: str, seconds: float, *, is_first: bool) -> None:
-        """Record the time from arrival to the first token, or from the tokens before to these."""
-        if is_first:
-            self._ttft.observe(seconds, model_name=model)
-        else:
-            self.gaps(model, (seconds,))
+    def first_token(self, model: str, seconds: float) -> None:
+        """Record the time from arrival to the first token."""
+        self._histograms[TTFT].observe(seconds, model_name=model)
 
     def gaps(self, model: str, seconds: Sequence[float]) -> None:
         """Record times between tokens. `settle` adds them to the histogram."""
@@ -292,21 +246,20 @@ class MetricsCollector:
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         for model, gaps in waiting.items():
-            self._gaps.observe(*gaps, model_name=model)
+            self._histograms[GAPS].observe(*gaps, model_name=model)
 
     def ended(
         self, model: str, queue_ms: float, prefill_ms: float, decode_ms: float, finish_reasons: Sequence[str | None]
     ) -> None:
         """Record the durations of an ended request and the finish reason of each output."""
-        self._whole.observe((queue_ms + prefill_ms + decode_ms) / 1000, model_name=model)
-        self._queue.observe(queue_ms / 1000, model_name=model)
-        self._prefill.observe(prefill_ms / 1000, model_name=model)
-        self._decode.observe(decode_ms / 1000, model_name=model)
+        spent_ms = {QUEUE: queue_ms, PREFILL: prefill_ms, DECODE: decode_ms, WHOLE: queue_ms + prefill_ms + decode_ms}
+        for name, ms in spent_ms.items():
+            self._histograms[name].observe(ms / 1000, model_name=model)
         for reason in finish_reasons:
             self._ends.add(model_name=model, finished_reason=str(reason))
 
     def embedded(self, model: str, seconds: float) -> None:
-        self._encoded.observe(seconds, model_name=model)
+        self._histograms[ENCODE].observe(seconds, model_name=model)
 
     def refused(self, model: str, code: str) -> None:
         self._refusals.add(model_name=model, code=code)
@@ -314,7 +267,7 @@ class MetricsCollector:
     @property
     def histograms(self) -> dict[str, Histogram]:
         self.settle()
-        return {metric.name: metric for metric in self.registry if isinstance(metric, Histogram)}
+        return self._histograms
 
     @property
     def counters(self) -> dict[str, Counter]:
@@ -324,7 +277,7 @@ class MetricsCollector:
         """All metrics, with the counts of engines: stats by model. `serve.metrics.exposition` makes the text for Prometheus."""
         self.settle()
         found: list[Metric] = list(self.registry)
-        for name, (key, description) in {**GAUGES, **COUNTERS, **ENCODER_COUNTERS, **EVERY_COUNTER}.items():
+        for name, (key, description) in {**GAUGES, **COUNTERS}.items():
             kind = Gauge if name in GAUGES else Counter
             samples = [Sample((model,), float(values[key])) for model, values in (stats or {}).items() if key in values]
             found.append(GivenMetric(kind.kind, name, description, LABEL, samples))

@@ -42,24 +42,19 @@ class RegressionDetector:
     """Compares runs with a baseline. A metric that breaches in three runs in a row is a regression.
 
     Metrics are summaries of several rounds, or plain numbers such as PerformanceMonitor's figures of a model. The keys of
-    `directions` and `tolerances` (in per cent) are metrics or patterns such as "static *"; the first match counts. A metric is
-    refused if neither `directions` nor its ending says in which direction it is worse.
+    `directions` are metrics or patterns such as "static *"; the first match counts. A metric is refused if neither `directions`
+    nor its ending says in which direction it is worse.
     """
 
     def __init__(
-        self,
-        baseline_metrics: Mapping[str, Summary | float],
-        *,
-        tolerance_percent: float = 5.0,
-        tolerances: Mapping[str, float] | None = None,
-        directions: Mapping[str, Direction] | None = None,
-        consecutive_failures: Mapping[str, int] | None = None,
+        self, baseline_metrics: Mapping[str, Summary | float], *, tolerance_percent: float = 5.0,
+        directions: Mapping[str, Direction] | None = None, consecutive_failures: Mapping[str, int] | None = None,
         num_in_a_row: int = NUM_IN_A_ROW,
     ) -> None:
         """consecutive_failures: the breaches in a row of each metric, from an earlier detector."""
-        self.tolerances = {**(tolerances or {}), "*": tolerance_percent}
-        if not all(0 <= tolerance < math.inf for tolerance in self.tolerances.values()) or num_in_a_row < 1:
-            raise ValueError("Tolerances must be at least 0 per cent, and num_in_a_row at least 1.")
+        if not 0 <= tolerance_percent < math.inf or num_in_a_row < 1:
+            raise ValueError("tolerance_percent must be at least 0, and num_in_a_row at least 1.")
+        self.tolerance_percent = tolerance_percent
         self.baseline_metrics = {metric: measured(metric, value) for metric, value in baseline_metrics.items()}
         self.directions = dict(directions or {})
         self.num_in_a_row = num_in_a_row
@@ -77,8 +72,7 @@ class RegressionDetector:
             if before is None or direction == "neither" or math.isnan(now.median) or math.isnan(before.median):
                 continue
             change = worsening(before.median, now.median, direction)
-            tolerance = next(value for pattern, value in self.tolerances.items() if fnmatchcase(metric, pattern)) / 100
-            is_breach = change > tolerance and is_apart(before, now, direction)
+            is_breach = change > self.tolerance_percent / 100 and is_apart(before, now, direction)
             earlier = self.consecutive_failures.pop(metric, 0)
             number = earlier + 1 if is_breach else 0
             if is_breach:

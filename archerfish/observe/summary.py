@@ -18,9 +18,6 @@ class Summary:
     high: float
     rounds: int
 
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
-
 
 def summarize(samples: Sequence[float]) -> Summary:
     return Summary(statistics.median(samples), min(samples), max(samples), len(samples))

@@ -6,7 +6,6 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,20 +18,14 @@ from archerfish.step import PENDING, RowEntry, StepInput, StepResult, TokenLogpr
 EMPTY = -1
 
 
-@dataclass(slots=True, frozen=True)
-class FakeLogits:
+def fake_logits(tokens: Iterable[int]) -> int:
     """Stands for a row of logits: a hash of the whole context."""
-
-    value: int
-
-
-def fake_logits(tokens: Iterable[int]) -> FakeLogits:
-    return FakeLogits(zlib.crc32(array("I", tokens).tobytes()))
+    return zlib.crc32(array("I", tokens).tobytes())
 
 
-def fake_token(logits: FakeLogits, seed: int, index: int, vocab_size: int) -> int:
+def fake_token(logits: int, seed: int, index: int, vocab_size: int) -> int:
     """The token that follows: it depends on every token before it, on the seed, and on which of the request's n this is."""
-    return zlib.crc32(b"%d %d %d" % (logits.value, seed, index)) % vocab_size
+    return zlib.crc32(b"%d %d %d" % (logits, seed, index)) % vocab_size
 
 
 def expected_output(request: Request, index: int = 0, vocab_size: int = 1000) -> tuple[list[int], FinishReason]:
@@ -59,7 +52,7 @@ class FakeRunner:
         self._entries: dict[int, RowEntry] = {}  # by row
         self._blocks: dict[int, list[int]] = {}  # by row
         self._sampled: dict[int, tuple[int, int]] = {}  # row -> position, token
-        self._logits: dict[int, FakeLogits] = {}  # by handle
+        self._logits: dict[int, int] = {}  # by handle
         self._last_step = -1
 
     def execute(self, plan: Plan) -> StepResult:
@@ -87,7 +80,7 @@ class FakeRunner:
         for row, start, count in self._spans(plan.input):
             for position in range(start, start + count):
                 self._memory[self._blocks[row][position // self._block_size]][position % self._block_size] = EMPTY
-        self._logits |= {handle: FakeLogits(EMPTY) for _, handle in plan.input.kept}
+        self._logits |= {handle: EMPTY for _, handle in plan.input.kept}
 
     @property
     def kept_handles(self) -> set[int]:

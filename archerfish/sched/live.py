@@ -44,15 +44,15 @@ class SchedulerStats:
     num_running: int = 0
 
     @property
-    def avg_queue_ms(self) -> float:
+    def avg_queue_time_ms(self) -> float:
         return 1e3 * self.queue_seconds / max(1, self.num_admitted)
 
     @property
-    def avg_prefill_ms(self) -> float:
+    def avg_prefill_time_ms(self) -> float:
         return 1e3 * self.prefill_seconds / max(1, self.num_prefilled)
 
     @property
-    def avg_decode_ms(self) -> float:
+    def avg_decode_time_ms(self) -> float:
         return 1e3 * self.decode_seconds / max(1, self.num_decoded)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, ClassVar
 
-from archerfish.errors import InvalidOptionError, did_you_mean
+from archerfish.errors import InvalidOptionError, refuse_unknown
 from archerfish.sequence import Request, Sequence
 
 Entry = tuple[Any, int, Sequence]  # key, order of arrival, sequence
@@ -199,8 +199,7 @@ def register_scheduling_policy(name: str, cls: type[SchedulingPolicy]) -> None:
 
 def scheduling_policy(name: str) -> SchedulingPolicy:
     """A new policy of that name."""
-    if name not in _POLICIES:
-        raise InvalidOptionError(f"Unknown scheduling policy: {name!r}.", hint=did_you_mean(name, _POLICIES))
+    refuse_unknown([name], _POLICIES, "scheduling policy")
     return _POLICIES[name]()
 
 

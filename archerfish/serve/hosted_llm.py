@@ -269,7 +269,7 @@ class Generation:
             if not is_first:
                 gaps.append(now - self.last_token_at)
             else:
-                model.host.figures.token(model.name, now - request.arrived, is_first=True)
+                model.host.figures.first_token(model.name, now - request.arrived)
                 if self.is_sent_by_loop:
                     model.controller.start(admitted)
                 else:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from archerfish.config import ConversionConfig, HubConfig
-from archerfish.errors import InvalidOptionError, ModelNotFoundError, UnsupportedModelError, ValidationError, did_you_mean
+from archerfish.errors import InvalidOptionError, ModelNotFoundError, UnsupportedModelError, ValidationError, refuse_unknown
 from archerfish.store.files import check_free_space, file_lock, new_directory, write_file
 from archerfish.store.format import Row, TensorInfo, arrow_writer, as_bytes, buffer_bytes, parquet_writer, read_parquet_rows
 from archerfish.store.loader import WeightLoader, arrow_record, file_record
@@ -60,10 +60,7 @@ class ModelConverter:
         self.hub = hub or HubConfig()
 
     def convert(
-        self,
-        model_name_or_path: str | os.PathLike[str],
-        output_dir: str | os.PathLike[str],
-        model_type: str = "auto",
+        self, model_name_or_path: str | os.PathLike[str], output_dir: str | os.PathLike[str], model_type: str = "auto",
         progress: Progress = no_progress,
     ) -> ConversionResult:
         """Write `output_dir` from a directory, a file, a built-in name or a Hugging Face id.
@@ -74,8 +71,7 @@ class ModelConverter:
         from archerfish.store.sources import open_source
 
         started = time.perf_counter()
-        if model_type not in MODEL_TYPES:
-            raise InvalidOptionError(f"Unknown model_type {model_type!r}.", hint=did_you_mean(model_type, MODEL_TYPES))
+        refuse_unknown([model_type], MODEL_TYPES, "model_type")
         path, target, name = Path(model_name_or_path), Path(output_dir), str(model_name_or_path)
         if path.exists():
             name = path.resolve().stem if path.is_file() else path.resolve().name
@@ -98,17 +94,11 @@ class ModelConverter:
             metadata = self._write(source, infos, temporary, name, progress, is_large=is_large)
         num_bytes = metadata.files[PARQUET_NAME if self.config.write_parquet else ARROW_NAME].num_bytes
         return ConversionResult(
-            success=True,
-            model_name=name,
-            output_dir=target,
-            arrow_path=target / ARROW_NAME,
+            success=True, model_name=name, output_dir=target, arrow_path=target / ARROW_NAME,
             parquet_path=target / PARQUET_NAME if self.config.write_parquet else None,
             tokenizer_path=target / TOKENIZER_NAME if (target / TOKENIZER_NAME).is_dir() else None,
-            metadata_path=target / METADATA_NAME,
-            total_parameters=metadata.total_parameters,
-            file_size_mb=num_bytes / 1e6,
-            compression_ratio=source.num_bytes / num_bytes,
-            conversion_time_sec=time.perf_counter() - started,
+            metadata_path=target / METADATA_NAME, total_parameters=metadata.total_parameters, file_size_mb=num_bytes / 1e6,
+            compression_ratio=source.num_bytes / num_bytes, conversion_time_sec=time.perf_counter() - started,
             validation_passed=self.config.validate_output,
         )
 
@@ -143,15 +133,9 @@ class ModelConverter:
         paths = sorted(path for path in directory.rglob("*") if path.is_file())
         records = {path.relative_to(directory).as_posix(): file_record(path) for path in paths if path.name != ARROW_NAME}
         metadata = StoreMetadata(
-            model_name=name,
-            dtype=self.config.stored_dtype(),
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            source=source.describe(),
-            config=source.config,
-            tensors=tuple(infos),
-            embedding=source.embedding,
-            generation_config=source.generation_config,
-            files={**records, ARROW_NAME: arrow_record(directory / ARROW_NAME)},
+            model_name=name, dtype=self.config.stored_dtype(), created=datetime.now(UTC).isoformat(timespec="seconds"),
+            source=source.describe(), config=source.config, tensors=tuple(infos), embedding=source.embedding,
+            generation_config=source.generation_config, files={**records, ARROW_NAME: arrow_record(directory / ARROW_NAME)},
         )
         write_file(directory / METADATA_NAME, metadata.encode())
         if self.config.validate_output:

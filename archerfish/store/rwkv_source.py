@@ -84,11 +84,7 @@ def make_source(
     config = make_config(weights, by_name, stated)
     fold_pre_norm(by_name, config["norm_eps"])
     return ModelSource(
-        kind=kind,
-        path=path,
-        files=files,
-        config=config,
-        tensors=tuple(by_name.values()),
+        kind=kind, path=path, files=files, config=config, tensors=tuple(by_name.values()),
         write_tokenizer=functools.partial(write_tokenizer_files, weights.parent),
         generation_config=optional_json(weights.parent / "generation_config.json"),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +55,11 @@ class ModelSource:
 
 
 def source_info(path: Path, name: Any, dtype: str, shape: Any) -> TensorInfo:
-    """The TensorInfo of a source's tensor. Raises UnsupportedModelError for a type that the store does not have."""
+    """The TensorInfo of a source's tensor. Raises UnsupportedModelError for a type that the store does not have.
+
+    dtype: torch's name of the type, or the one of safetensors and GGUF.
+    """
+    dtype = DTYPE_CODES.get(dtype, dtype)
     if dtype not in ITEM_BYTES:
         raise UnsupportedModelError(f"{path}: the tensor {name!r} has the type {dtype}, which is not supported.")
     return make_info(str(path), name, dtype, shape)
@@ -86,6 +90,16 @@ def read_json(path: Path, kind: type = dict) -> Any:
 def optional_json(path: Path) -> dict[str, Any] | None:
     """The JSON object of a file, or None when there is no such file."""
     return read_json(path) if path.is_file() else None
+
+
+def token_name(role: str, *sources: Mapping[str, Any]) -> str | None:
+    """The special token of a role, such as `bos_token`, in the first of some JSON objects that names it."""
+    for source in sources:
+        value = source.get(role)
+        name = value.get("content") if isinstance(value, dict) else value
+        if isinstance(name, str):
+            return name
+    return None
 
 
 def read_modules(root: Path) -> dict[str, Path]:

@@ -19,16 +19,7 @@ from archerfish.store.format import first_line
 from archerfish.store.gguf_source import open_gguf, read_gguf
 from archerfish.store.metadata import is_converted
 from archerfish.store.rwkv_source import read_rwkv_gguf, read_rwkv_tensors
-from archerfish.store.source import (
-    DTYPE_CODES,
-    ModelSource,
-    SourceTensor,
-    optional_json,
-    read_embedding,
-    read_json,
-    read_modules,
-    source_info,
-)  # fmt: skip
+from archerfish.store.source import ModelSource, SourceTensor, optional_json, read_embedding, read_modules, source_info
 from archerfish.store.tokenizer_files import write_tokenizer_files
 
 # In order of preference: a directory often has the same weights in several formats.
@@ -69,13 +60,8 @@ def open_source(path: Path) -> ModelSource:
     if config is None and weights.suffix != ".pth":
         raise CorruptFileError(f"{directory} has no config.json.", hint="Give the directory that holds the whole model.")
     return ModelSource(
-        kind=kind,
-        path=path,
-        files=files,
-        config={**cross_encoder_settings(root), **(config or {})},
-        tensors=kept,
-        write_tokenizer=functools.partial(write_tokenizer_files, directory),
-        embedding=read_embedding(root),
+        kind=kind, path=path, files=files, config={**cross_encoder_settings(root), **(config or {})}, tensors=kept,
+        write_tokenizer=functools.partial(write_tokenizer_files, directory), embedding=read_embedding(root),
         generation_config=optional_json(directory / "generation_config.json"),
         skipped=tuple(tensor.info.name for tensor in tensors if BUFFERS.search(tensor.info.name)),
     )
@@ -119,7 +105,7 @@ def read_tensors(weights: Path) -> tuple[str, tuple[Path, ...], list[SourceTenso
 
 def read_shards(index: Path, opener: Callable[[Path], list[SourceTensor]]) -> tuple[tuple[Path, ...], list[SourceTensor]]:
     """Files and tensors of a sharded source. Every shard and tensor that the index names must exist exactly once."""
-    weight_map = read_json(index).get("weight_map")
+    weight_map = (optional_json(index) or {}).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
         raise CorruptFileError(f"{index} has no weight_map.")
     names = sorted(set(weight_map.values()))
@@ -157,8 +143,7 @@ def open_safetensors(path: Path) -> list[SourceTensor]:
 
     tensors = []
     for name, found in slices.items():
-        code = found.get_dtype()
-        info = source_info(path, name, DTYPE_CODES.get(code, code), found.get_shape())
+        info = source_info(path, name, found.get_dtype(), found.get_shape())
         tensors.append(SourceTensor(info, functools.partial(load, name)))
     return tensors
 

@@ -20,7 +20,7 @@ from typing import Any
 from archerfish.errors import CorruptFileError, UnsupportedModelError
 from archerfish.store.files import write_file
 from archerfish.store.format import first_line
-from archerfish.store.source import optional_json
+from archerfish.store.source import optional_json, token_name
 
 WORLD_NAME = "rwkv_vocab_v20230424.txt"  # of RWKV models
 COPIED_NAMES = (
@@ -81,12 +81,8 @@ def special_tokens(
     source: Path, vocabulary: Mapping[str, int], defaults: dict[str, str], required: tuple[str, ...]
 ) -> dict[str, str]:
     """The special token of each role of `defaults`, as the source's files or else `defaults` name it."""
-    tokens = dict(defaults)
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        for role, value in (optional_json(source / name) or {}).items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if role in defaults and isinstance(text, str):
-                tokens[role] = text
+    files = [optional_json(source / name) or {} for name in ("tokenizer_config.json", "special_tokens_map.json")]
+    tokens = {role: token_name(role, *files) or default for role, default in defaults.items()}
     for role in required:
         if tokens[role] not in vocabulary:
             raise CorruptFileError(f"The vocabulary of {source} has no {role} {tokens[role]!r}.")
@@ -109,11 +105,8 @@ def build_wordpiece(source: Path) -> str:
     roles = ("unk_token", "sep_token", "cls_token")
     tokens = special_tokens(source, vocabulary, MPNET_TOKENS if is_mpnet else BERT_TOKENS, roles)
     tokenizer = BertWordPieceTokenizer(
-        vocabulary,
-        **tokens,
-        handle_chinese_chars=bool(options.get("tokenize_chinese_chars", True)),
-        strip_accents=options.get("strip_accents"),
-        lowercase=bool(options.get("do_lower_case", True)),
+        vocabulary, **tokens, handle_chinese_chars=bool(options.get("tokenize_chinese_chars", True)),
+        strip_accents=options.get("strip_accents"), lowercase=bool(options.get("do_lower_case", True)),
     )
     if is_mpnet:
         separator, first = ((tokens[role], vocabulary[tokens[role]]) for role in roles[1:])

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from archerfish.errors import ArcherfishError, CorruptFileError, InvalidInputError, UnsupportedModelError, did_you_mean
 from archerfish.params import SamplingParams
-from archerfish.text.tokenizer import Tokenizer, read_settings, token_name
+from archerfish.store.source import token_name
+from archerfish.text.tokenizer import Tokenizer, read_settings
 from archerfish.text.tool_calls import PROMPTED_STYLE, style_of, tool_prompt, written_calls
 from archerfish.text.world_tokenizer import END_NAME, WorldTokenizer
 
@@ -55,14 +56,13 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str | Mapping[str, str], bos_token: str | None = None, eos_token: str | None = None, *,
-        special_tokens: Mapping[str, str] | None = None, model_name: str = "this model", stops: Sequence[str] = (),
+        self, source: str | Mapping[str, str], *, special_tokens: Mapping[str, str] | None = None,
+        model_name: str = "this model", stops: Sequence[str] = (),
     ) -> None:
-        """stops: texts that begin the next turn, for models without an end token of a turn."""
+        """special_tokens: by role. stops: texts that begin the next turn, for models without an end token of a turn."""
         self.stops = tuple(stops)
         self.sources: dict[str, str] = {"default": source} if isinstance(source, str) else dict(source)
-        given = {"bos_token": bos_token, "eos_token": eos_token}
-        self.special_tokens = {**(special_tokens or {}), **{role: text for role, text in given.items() if text is not None}}
+        self.special_tokens = dict(special_tokens or {})
         self.model_name = model_name
         self._compiled: dict[str, CompiledTemplate] = {}
 
@@ -75,7 +75,7 @@ class ChatTemplate:
         sources = read_sources(folder, settings)
         name = model_name or root.name
         if not sources and isinstance(tokenizer, WorldTokenizer):
-            return cls(PLAIN_TEMPLATE, eos_token=END_NAME, model_name=name, stops=PLAIN_STOPS)
+            return cls(PLAIN_TEMPLATE, special_tokens={"eos_token": END_NAME}, model_name=name, stops=PLAIN_STOPS)
         if not sources:
             raise UnsupportedModelError(
                 f"{name} has no chat template: it completes texts and was not made for conversations.",

@@ -9,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from archerfish.text.tokenizer import Tokenizer, find_tokenizer, open_tokenizer, read_settings, token_name
+from archerfish.store.source import token_name
+from archerfish.text.tokenizer import Tokenizer, find_tokenizer, open_tokenizer, read_settings
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
@@ -55,13 +56,11 @@ class TextTokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Ids outside of the vocabulary are skipped."""
-        text: str = self._base.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text
+        return str(self._base.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def to_json(self) -> str:
         """The contents of a tokenizer.json."""
-        text: str = self._base.to_str()
-        return text
+        return str(self._base.to_str())
 
     def id_to_token(self, token_id: int) -> str | None:
         """The token as it is written in the vocabulary."""

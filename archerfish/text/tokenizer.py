@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
@@ -100,8 +100,7 @@ class FastTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""
-        text: str = self._base.decode([int(i) for i in token_ids], skip_special_tokens=True)
-        return text
+        return str(self._base.decode([int(i) for i in token_ids], skip_special_tokens=True))
 
     @property
     def pad_id(self) -> int:
@@ -172,16 +171,6 @@ def stated_max_length(settings: dict[str, Any]) -> int | None:
     """The model_max_length of a tokenizer_config.json, if it has one."""
     limit = settings.get("model_max_length")
     return limit if isinstance(limit, int) and 0 < limit < NO_LIMIT else None
-
-
-def token_name(role: str, *sources: Mapping[str, Any]) -> str | None:
-    """The special token of a role, such as `bos_token`, in the first of some JSON objects that names it."""
-    for source in sources:
-        value = source.get(role)
-        name = value.get("content") if isinstance(value, dict) else value
-        if isinstance(name, str):
-            return name
-    return None
 
 
 def read_settings(file: Path) -> dict[str, Any]:

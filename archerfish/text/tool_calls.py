@@ -44,7 +44,6 @@ STYLES = {
     "mistral": Style("[TOOL_CALLS]", is_list=True),
 }
 PROMPTED_STYLE = "hermes"  # for models whose chat template does not read tools
-FAMILIES = {"mistral": "mistral", "mixtral": "mistral", "ministral": "mistral", "llama4": "llama3", "mllama": "llama3"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ class ToolCallParser:
     """
 
     def __init__(self, style: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._style = find_style(style)
+        self._style = STYLES[style]
         self._names = frozenset(tool_schemas(tools))
         self._pieces: list[tuple[Literal["text", "name", "arguments"], int, list[str]]] = []
         self.num_calls = 0
@@ -315,21 +314,12 @@ def read_string(text: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def style_of(chat_template: str, model_type: str = "") -> str:
-    """The style of a model's calls, by the marks in its chat template, else by its family, else "hermes"."""
+def style_of(chat_template: str) -> str:
+    """The style of a model's calls, by the marks in its chat template, else "hermes"."""
     for name, style in STYLES.items():
         if style.mark in chat_template:
             return name
-    if "Environment: ipython" in chat_template:
-        return "llama3"
-    return FAMILIES.get(model_type, "hermes")
-
-
-def find_style(name: str) -> Style:
-    style = STYLES.get(name)
-    if style is None:
-        raise InvalidInputError(f"There is no style of tool calls {name!r}.", hint=did_you_mean(name, STYLES))
-    return style
+    return "llama3" if "Environment: ipython" in chat_template else "hermes"
 
 
 def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -384,20 +374,23 @@ def grammar_for_tools(
 ) -> dict[str, Any] | None:
     """A grammar for `SamplingParams` that forces a call; None if tool_choice is "auto" or "none".
 
-    tool_choice: "required", or a mapping that names a function. is_parallel: allows several calls. With the model's
-    tokenizer, a mark that is a special token is forced as that token.
+    tool_choice: "required", or {"name": ...} for one tool. is_parallel: allows several calls. With the model's tokenizer, a
+    mark that is a special token is forced as that token.
     """
     if tool_choice in ("auto", "none"):
         return None
-    written, schemas = find_style(style), tool_schemas(tools)
+    written, schemas = STYLES[style], tool_schemas(tools)
     if not schemas:
         raise InvalidInputError(f"tool_choice is {tool_choice!r}, but there are no tools.", hint="Give tools.")
-    chosen = list(schemas) if tool_choice in ("required", "any") else [chosen_name(tool_choice, schemas)]
+    chosen = list(schemas) if isinstance(tool_choice, str) else [tool_choice["name"]]
+    if chosen[0] not in schemas:
+        hint = did_you_mean(chosen[0], schemas)
+        raise InvalidInputError(f"tool_choice names {chosen[0]!r}, which is not among the tools.", hint=hint)
     rules = [f"call: {' | '.join(f'call_{place}' for place in range(len(chosen)))}"]
     for place, name in enumerate(chosen):
-        before = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{written.arguments}": '
+        before = json.dumps(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{written.arguments}": ')
         schema = {**schemas[name], "x-guidance": {**JSON_OPTIONS, **schemas[name].get("x-guidance", {})}}
-        rules += [f'call_{place}: {literal(before)} arguments_{place} "}}"', f"arguments_{place}: %json {json.dumps(schema)}"]
+        rules += [f'call_{place}: {before} arguments_{place} "}}"', f"arguments_{place}: %json {json.dumps(schema)}"]
     return {"kind": "lark", "value": "\n".join([f"start: {shape_of(written, is_parallel, tokenizer)}", *rules]) + "\n"}
 
 
@@ -421,23 +414,7 @@ def shape_of(style: Style, is_parallel: bool, tokenizer: Tokenizer | None) -> st
         calls = '"[" call (", " call)* "]"' if is_parallel else '"[" call "]"'
         return mark + calls
     if not style.end:  # Llama 3 uses its mark for code and writes calls without a mark
-        return f"call ({literal(style.separator + ' ')} call)*" if is_parallel else "call"
-    mark, end = (f"<[{special[text]}]>" if text in special else literal(text) for text in (style.mark, style.end))
-    one = f"{mark} {literal(style.line)} call {literal(style.line)} {end}"
-    return f"{one} ({literal(style.line)} {one})*" if is_parallel else one
-
-
-def literal(text: str) -> str:
-    return json.dumps(text)
-
-
-def chosen_name(tool_choice: str | Mapping[str, Any], known: Mapping[str, Any]) -> str:
-    """The name of the function in a tool_choice."""
-    function = tool_choice.get("function", tool_choice) if isinstance(tool_choice, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str):
-        hint = 'Use "auto", "none", "required" or {"type": "function", "function": {"name": ...}}.'
-        raise InvalidInputError(f"tool_choice {tool_choice!r} names no function.", hint=hint)
-    if name not in known:
-        raise InvalidInputError(f"tool_choice names {name!r}, which is not among the tools.", hint=did_you_mean(name, known))
-    return name
+        return f"call ({json.dumps(style.separator + ' ')} call)*" if is_parallel else "call"
+    mark, end = (f"<[{special[text]}]>" if text in special else json.dumps(text) for text in (style.mark, style.end))
+    one = f"{mark} {json.dumps(style.line)} call {json.dumps(style.line)} {end}"
+    return f"{one} ({json.dumps(style.line)} {one})*" if is_parallel else one

@@ -17,9 +17,8 @@ from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.tokenizer_files import WORLD_NAME
 from archerfish.text.tokenizer import read_settings
 
-VOCABULARY_NAME = WORLD_NAME
 # The file of that name in the PyPI package rwkv 0.8.32 (Apache-2.0, by Bo Peng), unchanged but for its compression.
-BUNDLED = Path(__file__).with_name(f"{VOCABULARY_NAME}.gz")
+BUNDLED = Path(__file__).with_name(f"{WORLD_NAME}.gz")
 END_OF_TEXT = 0
 END_NAME = "<|endoftext|>"
 VOCAB_SIZE = 65536  # rows of models; the last ones have no token
@@ -39,7 +38,7 @@ class WorldTokenizer:
 
     def __init__(self, path: str | Path | None = None) -> None:
         given = BUNDLED if path is None else Path(path)
-        self._file = given / VOCABULARY_NAME if given.is_dir() else given
+        self._file = given / WORLD_NAME if given.is_dir() else given
 
     @classmethod
     def find(cls, directory: str | Path, config: Mapping[str, Any] | None = None) -> WorldTokenizer | None:
@@ -49,7 +48,7 @@ class WorldTokenizer:
         """
         root = Path(directory)
         for folder in (root / "tokenizer", root):
-            if (folder / VOCABULARY_NAME).is_file():
+            if (folder / WORLD_NAME).is_file():
                 return cls(folder)
         if config is None:
             config = read_metadata(root).config if is_converted(root) else read_settings(root / "config.json")

@@ -240,7 +240,7 @@ def test_startup_maps_random_weights_that_are_written_once(tmp_path: Path, monke
 
 def test_gpu_benches_refuse_wrong_options_and_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for changes, said in (
-        ({"shapes": "qwen3-0.7b"}, "--shapes does not know"), ({"only": "bs2"}, "--only does not know"),
+        ({"shapes": "qwen3-0.7b"}, "Unknown name in --shapes"), ({"only": "bs2"}, "Unknown name in --only"),
         ({"vllm_path": str(tmp_path)}, "has no vllm package"),
     ):  # fmt: skip
         with pytest.raises(InvalidOptionError, match=said):

@@ -279,7 +279,7 @@ def test_sigterm_ends_the_server_that_the_bench_started(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["chat9"], "There is no scenario"), (["chat8", "--rate", "3"], "are for a load of your own"),
+        (["chat9"], "Unknown scenario"), (["chat8", "--rate", "3"], "are for a load of your own"),
         (["--server", "http://x"], "--server is NAME=VALUE"), (["--start", "a=b"], "no --server names"),
         (["--requests", "-1"], "--requests must be"),
     ],

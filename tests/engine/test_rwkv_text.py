@@ -13,9 +13,10 @@ from archerfish.engine.llm import LLM
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import InvalidInputError
 from archerfish.params import SamplingParams
+from archerfish.store.tokenizer_files import WORLD_NAME
 from archerfish.text.chat_template import PLAIN_STOPS, ChatTemplate
 from archerfish.text.text_tokenizer import TextTokenizer, find_text_tokenizer
-from archerfish.text.world_tokenizer import BUNDLED, VOCABULARY_NAME, WorldTokenizer
+from archerfish.text.world_tokenizer import BUNDLED, WorldTokenizer
 from tests.engine.tiny_rwkv import rwkv_config, save_tiny_rwkv
 from tests.models.recurring import Size, blink_weights
 from tests.store.test_rwkv_source import write_pth
@@ -36,7 +37,7 @@ def engine(world: Path) -> Iterator[LLM]:
 
 
 def write_vocabulary(directory: Path) -> None:
-    (directory / VOCABULARY_NAME).write_bytes(gzip.decompress(BUNDLED.read_bytes()))
+    (directory / WORLD_NAME).write_bytes(gzip.decompress(BUNDLED.read_bytes()))
 
 
 def test_which_tokenizer_a_directory_has(world: Path, tmp_path: Path) -> None:
@@ -56,7 +57,7 @@ def test_a_vocabulary_beside_a_checkpoint_is_converted_with_it(tmp_path: Path, h
     write_vocabulary(tmp_path)
     with LLMEngine(rwkv_config(path), hub=hub) as engine:
         assert isinstance(engine.tokenizer, WorldTokenizer)
-        assert (engine.facts.directory / "tokenizer" / VOCABULARY_NAME).is_file()
+        assert (engine.facts.directory / "tokenizer" / WORLD_NAME).is_file()
         assert engine.generate(["Hello"], SamplingParams(max_tokens=2))[0].prompt_token_ids == engine.tokenizer.encode("Hello")
 
 

@@ -105,12 +105,7 @@ def test_only_what_is_over_the_tolerance_flags(
         assert bool(found) == (change > tolerance)
 
 
-def test_tolerances_by_metric_come_before_that_of_all() -> None:
-    detector = RegressionDetector(
-        {"a_ms": steady(10), "b_ms": steady(10)}, tolerances={"a_*": 50.0}, tolerance_percent=1, num_in_a_row=1
-    )
-    now = {"a_ms": steady(14), "b_ms": steady(14)}
-    assert [one.metric for one in detector.check_regression(now)] == ["b_ms"]
+def test_impossible_options_are_refused() -> None:
     for wrong in ({"tolerance_percent": -1.0}, {"tolerance_percent": math.nan}, {"num_in_a_row": 0}):
         with pytest.raises(ValueError, match="at least"):
             RegressionDetector({}, **wrong)

@@ -313,7 +313,7 @@ def test_counters_and_queue_status() -> None:
     assert (stats.total_tokens_generated, stats.prefill_tokens_computed) == (9, 24)
     assert stats.queue_seconds == pytest.approx(1 + 0 + 2)
     assert (stats.prefill_seconds, stats.decode_seconds) == pytest.approx((0, 4))
-    assert stats.avg_queue_ms == pytest.approx(1000)
+    assert stats.avg_queue_time_ms == pytest.approx(1000)
     assert (stats.queue_size, stats.concurrent_requests) == (0, 0)
 
 

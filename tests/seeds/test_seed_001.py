@@ -118,7 +118,7 @@ def test_adaptive_cache() -> None:
 
 def test_metrics_collector() -> None:
     collector = MetricsCollector()
-    collector.token("model", 0.5, is_first=True)
+    collector.first_token("model", 0.5)
     collector.refused("model", "overloaded")
     assert collector.histograms["vllm:time_to_first_token_seconds"].count(model_name="model") == 1
     assert collector.counters["archerfish_refused_requests"].value(model_name="model", code="overloaded") == 1

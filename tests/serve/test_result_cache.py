@@ -300,7 +300,7 @@ def registry_of(counts: dict[str, int], times: list[float], num_running: int = 0
     for route, count in counts.items():
         counter.add(count, route=route)
     histogram.observe(*times)
-    registry.gauge("running", "Now.").set(num_running)
+    registry.gauge("running", "Now.").add(num_running)
     return registry
 
 

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import errors
 
 from archerfish.config import HubConfig
-from archerfish.errors import ModelNotFoundError, UnreachableError, UnsupportedModelError, WriteError
+from archerfish.errors import ModelNotFoundError, UnreachableError, WriteError
 from archerfish.store import names
 from archerfish.store.names import choose_files, resolve_model
 
@@ -124,5 +124,5 @@ def test_choice_of_weights() -> None:
     assert set(choose_files("r", [*sharded, "consolidated.safetensors"])) == set(sharded)
     dense = ["model.safetensors", "2_Dense/model.safetensors", "2_Dense/config.json"]
     assert set(choose_files("r", dense)) == set(dense)
-    with pytest.raises(UnsupportedModelError, match="no weights"):
+    with pytest.raises(ModelNotFoundError, match="no weights"):
         choose_files("r", ["config.json", "onnx/model.onnx"])

@@ -83,6 +83,7 @@ MISTRAL = """{%- macro turn(text) -%}[INST] {{ text }} [/INST]{%- endmacro -%}
 {% if message['role'] == 'user' %}{{ turn(message['content']) }}
 {% else %}{{ ' %s%s' % (message['content'], eos_token) }}{% endif %}
 {% endfor %}"""
+MISTRAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "qwen": QWEN, "mistral": MISTRAL}
 TURNS = [
     {"role": "user", "content": "  Hi <b>there</b> & 'you' 🚀\n"},
@@ -115,7 +116,8 @@ def test_smollm2_as_transformers(peer: Any, smollm2: TextTokenizer, system: bool
 @pytest.mark.parametrize("prompted", [True, False])
 def test_common_templates_as_transformers(peer: Any, name: str, tools: Any, prompted: bool) -> None:
     messages = TURNS if name == "mistral" else [SYSTEM, *TURNS]
-    template = ChatTemplate(TEMPLATES[name], peer.bos_token, peer.eos_token)
+    named = {role: text for role in ("bos_token", "eos_token") if (text := getattr(peer, role))}
+    template = ChatTemplate(TEMPLATES[name], special_tokens=named)
     options = {"tools": tools, "add_generation_prompt": prompted, "enable_thinking": False}
     wanted = peer.apply_chat_template(messages, chat_template=TEMPLATES[name], tokenize=False, **options)
     assert template.render(messages, **options) == wanted
@@ -123,7 +125,7 @@ def test_common_templates_as_transformers(peer: Any, name: str, tools: Any, prom
 
 def test_a_refusal_of_the_template_is_an_input_error() -> None:
     with pytest.raises(InvalidInputError, match="must alternate"):
-        ChatTemplate(MISTRAL, "<s>", "</s>").render([TURNS[0], TURNS[0]])
+        ChatTemplate(MISTRAL, special_tokens=MISTRAL_TOKENS).render([TURNS[0], TURNS[0]])
 
 
 ENDLESS = {
@@ -194,7 +196,7 @@ def test_costly_templates_are_stopped(source: str, monkeypatch: pytest.MonkeyPat
 def test_a_long_conversation_is_within_the_limits() -> None:
     turns = [{"role": "user" if i % 2 == 0 else "assistant", "content": f"turn {i} " * 20} for i in range(10_001)]
     for name, source in TEMPLATES.items():
-        assert "turn 10000" in ChatTemplate(source, "<s>", "</s>").render(turns), name
+        assert "turn 10000" in ChatTemplate(source, special_tokens=MISTRAL_TOKENS).render(turns), name
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from archerfish.errors import InvalidInputError
 from archerfish.text.chat_template import PLAIN_TEMPLATE, ChatTemplate, calls_in_words
 from archerfish.text.text_tokenizer import TextTokenizer
 from archerfish.text.tool_calls import ToolCallParser, tool_prompt, written_calls
-from tests.text.test_chat_template import LLAMA3, MISTRAL, QWEN
+from tests.text.test_chat_template import LLAMA3, MISTRAL, MISTRAL_TOKENS, QWEN
 from tests.text.tiny_tokenizers import smollm2_directory
 
 # The chat template of SmolLM2-135M-Instruct, as its GGUF file has it.
@@ -95,7 +95,7 @@ def test_earlier_calls_are_shown_also_without_tools() -> None:
 @pytest.mark.parametrize("source", [GEMMA, MISTRAL, NO_SYSTEM])
 def test_the_tool_prompt_moves_to_the_user_message(source: str) -> None:
     two_results = [RESULT, {**RESULT, "content": "12:00"}]
-    text = ChatTemplate(source, "<s>", "</s>").render([HI, CALL, *two_results, HI], tools=[WEATHER])
+    text = ChatTemplate(source, special_tokens=MISTRAL_TOKENS).render([HI, CALL, *two_results, HI], tools=[WEATHER])
     assert text.count(tool_prompt([WEATHER]) + "\n\nHi") == 1
     assert "<tool_response>\n22 degrees\n</tool_response>\n<tool_response>\n12:00\n</tool_response>\nHi" in text
 

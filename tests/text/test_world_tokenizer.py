@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from archerfish.errors import CorruptFileError
 from archerfish.params import SamplingParams
+from archerfish.store.tokenizer_files import WORLD_NAME
 from archerfish.text.output_text import OutputText
-from archerfish.text.world_tokenizer import BUNDLED, VOCABULARY_NAME, WorldTokenizer
+from archerfish.text.world_tokenizer import BUNDLED, WorldTokenizer
 
 WORLD = WorldTokenizer()
 SHA256 = "8324476023347dec2964625ccb2075c864d250a9c6d9a74f36daba628de8c008"  # of the file in rwkv 0.8.32
@@ -101,7 +102,7 @@ def their_tokenizer() -> Any:
 
     spec = importlib.util.find_spec("rwkv")
     assert spec is not None and spec.origin is not None
-    return TRIE_TOKENIZER(str(Path(spec.origin).with_name(VOCABULARY_NAME)))
+    return TRIE_TOKENIZER(str(Path(spec.origin).with_name(WORLD_NAME)))
 
 
 def test_the_tokenizer_interface() -> None:
@@ -117,8 +118,8 @@ def test_the_tokenizer_interface() -> None:
 
 @pytest.mark.no_cover
 def test_a_vocabulary_of_a_model_directory(tmp_path: Path) -> None:
-    (tmp_path / VOCABULARY_NAME).write_bytes(gzip.decompress(BUNDLED.read_bytes()))
-    for path in (tmp_path, tmp_path / VOCABULARY_NAME, BUNDLED):
+    (tmp_path / WORLD_NAME).write_bytes(gzip.decompress(BUNDLED.read_bytes()))
+    for path in (tmp_path, tmp_path / WORLD_NAME, BUNDLED):
         assert WorldTokenizer(path).encode(" Hello") == [36786]
 
 
@@ -130,7 +131,7 @@ def test_a_vocabulary_of_a_model_directory(tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_vocabulary_is_refused(lines: str, words: str, tmp_path: Path) -> None:
-    file = tmp_path / VOCABULARY_NAME
+    file = tmp_path / WORLD_NAME
     file.write_text(lines)
     with pytest.raises(CorruptFileError, match=words):
         WorldTokenizer(file).encode("a")
