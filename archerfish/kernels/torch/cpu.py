@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -31,18 +31,8 @@ import torch.nn.functional as F  # noqa: N812
 from archerfish.background import WeakCache
 from archerfish.kernels.formats import Tensors, WeightFormat, row_pieces
 from archerfish.kernels.machine import ARM
-from archerfish.kernels.ops import (
-    Activation,
-    BlockMask,
-    HeadShape,
-    Ids,
-    KVLayer,
-    PagedBatch,
-    Pooling,
-    Rotary,
-    Segments,
-)
-from archerfish.kernels.torch.reference import TorchOps, TorchWeight, activate, join_heads, split_heads, visible
+from archerfish.kernels.ops import Activation, BlockMask, HeadShape, Ids, KVLayer, PagedBatch, Pooling, Rotary, Segments
+from archerfish.kernels.torch.reference import ACTIVATIONS, TorchOps, TorchWeight, join_heads, split_heads, visible
 
 Tensor = torch.Tensor
 FEW_ROWS, MANY_ROWS, ROWS_STEP = 8, 1024, 256
@@ -94,7 +84,7 @@ class OneDnnWeight(TorchWeight):
             y = onednn._linear_pointwise.binary(x, residual, self.matrix, self.bias, "add")
         if num_filling:
             y = y[:num_rows]
-        return y if residual is None and activation in FUSED else activate(y, activation)
+        return y if residual is None and activation in FUSED else ACTIVATIONS[activation](y)
 
 
 class Int8CpuWeight(TorchWeight):
@@ -120,7 +110,7 @@ class Int8CpuWeight(TorchWeight):
         y = self.multiply_integers(x.to(self.ops.torch_dtype)).float().mul_(self.tensors["scales"])
         for added in (self.bias, residual):
             y = y if added is None else y.add_(added)
-        return activate(y.to(self.ops.torch_dtype), activation)
+        return ACTIVATIONS[activation](y.to(self.ops.torch_dtype))
 
     def multiply_integers(self, x: Tensor) -> Tensor:
         """The product with the integers, in a type whose range holds it."""
@@ -290,13 +280,10 @@ class Rows:
 @lru_cache(maxsize=16)  # shared by all layers of a pass, and by passes of other threads
 def lay_rows(segments: Segments, num_rows: int, dtype: torch.dtype) -> Rows:
     """Whole sequences into rows, rows of one width side by side."""
-    by_width: dict[int, list[list[int]]] = {}
-    for width, row in fill_rows(segments.lengths):
-        by_width.setdefault(width, []).append(row)
     starts = segments.starts
     token_at: list[Ids] = []  # per group: (rows, width) tokens, -1 where a row is not filled
     groups: list[tuple[int, int, Tensor | None]] = []
-    for width, rows in by_width.items():
+    for width, rows in fill_rows(segments.lengths).items():
         tokens = np.full((len(rows), width), -1, dtype=np.int64)
         owners = np.full((len(rows), width), -1, dtype=np.int64)
         for place, row in enumerate(rows):
@@ -333,21 +320,18 @@ def padded_rows(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
-def fill_rows(lengths: tuple[int, ...]) -> Iterator[tuple[int, list[int]]]:
-    """(width, indices of sequences) of each row: as many consecutive sequences as fit the width that suits the first."""
+def fill_rows(lengths: tuple[int, ...]) -> dict[int, list[list[int]]]:
+    """Rows by width, each the indices of its sequences: as many consecutive ones as fit the width that suits the first."""
+    by_width: dict[int, list[list[int]]] = {}
     row: list[int] = []
-    width = left = 0
+    left = 0
     for index, length in enumerate(lengths):
-        if row and length <= left:
-            row.append(index)
-            left -= length
-            continue
-        if row:
-            yield width, row
-        width = best_width(length)
-        row, left = [index], width - length
-    if row:
-        yield width, row
+        if length > left:
+            row, left = [], best_width(length)
+            by_width.setdefault(left, []).append(row)
+        row.append(index)
+        left -= length
+    return by_width
 
 
 @lru_cache(maxsize=1024)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -42,6 +42,10 @@ from archerfish.kernels.torch.wkv import TorchRecurrentOps
 Tensor = torch.Tensor
 DUMMY_SCALE = 0.02  # of random weights
 FIRST_CAPACITY = 256  # of TokenCounts.token_ids
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square_(), "sigmoid": torch.sigmoid, "silu": F.silu, "tanh": torch.tanh,
+}
 
 
 class TorchWeight(PackedWeight[Tensor]):
@@ -58,7 +62,7 @@ class TorchWeight(PackedWeight[Tensor]):
         y = F.linear(x.to(self.ops.torch_dtype), self.dequantised(), self.bias)
         if residual is not None:
             y = y + residual
-        return activate(y, activation)
+        return ACTIVATIONS[activation](y)
 
 
 class TorchOps(Ops[Tensor]):
@@ -206,7 +210,7 @@ class TorchOps(Ops[Tensor]):
 
     def gated(self, x: Tensor, activation: Activation) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
-        return activate(gate, activation) * up
+        return ACTIVATIONS[activation](gate) * up
 
     def rows(self, x: Tensor, indices: Ids | Tensor) -> Tensor:
         return x.index_select(0, self.ids(indices))
@@ -375,23 +379,3 @@ def join_heads(x: Tensor) -> Tensor:
     """(rows, heads, n, head width) as (rows * n, width)."""
     rows, heads, n, width = x.shape
     return x.transpose(1, 2).reshape(rows * n, heads * width)
-
-
-def activate(x: Tensor, activation: Activation) -> Tensor:
-    match activation:
-        case "none":
-            return x
-        case "gelu":
-            return F.gelu(x)
-        case "gelu_tanh":
-            return F.gelu(x, approximate="tanh")
-        case "relu":
-            return F.relu(x)
-        case "relu_squared":
-            return F.relu(x).square_()
-        case "sigmoid":
-            return torch.sigmoid(x)
-        case "silu":
-            return F.silu(x)
-        case "tanh":
-            return torch.tanh(x)

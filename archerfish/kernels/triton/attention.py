@@ -21,14 +21,7 @@ import triton
 import triton.language as tl
 
 from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch, Rotary
-from archerfish.kernels.triton.attend import (
-    MASK_NUMBERS,
-    attend,
-    load_keys,
-    score_scale,
-    start_softmax,
-    take_loaded,
-)
+from archerfish.kernels.triton.attend import MASK_NUMBERS, attend, load_keys, score_scale, start_softmax, take_loaded
 from archerfish.kernels.triton.launch import early_start, follow
 from archerfish.kernels.triton.norm import load_heads, rotate_heads, rotation_factors
 from archerfish.kernels.triton.plan import (
