@@ -125,6 +125,16 @@ class Rotary(Generic[T]):
     rotary_dim: int
 
 
+@dataclass(frozen=True)
+class Rotation(Generic[T]):
+    """How a layer's queries and keys become what attention takes: each head RMS-normalised, and then rotated."""
+
+    rotary: Rotary[T] | None = None
+    q_norm: T | None = None
+    k_norm: T | None = None
+    eps: float = 0.0  # of the norms
+
+
 @dataclass(frozen=True, eq=False)
 class PagedBatch(Generic[T]):
     """Packed tokens of one step over KV blocks. Sequences with one new token stand first.
@@ -271,12 +281,9 @@ class Ops(ABC, Generic[T]):
         type; and s itself, in the wider of their types."""
 
     @abstractmethod
-    def store_kv(
-        self, qkv: T, kv: KVLayer[T], batch: PagedBatch[T], heads: HeadShape, rotary: Rotary[T] | None, *,
-        q_norm: T | None = None, k_norm: T | None = None, eps: float = 0.0,
-    ) -> T:
-        """Split (tokens, (heads + 2 kv_heads) * head_dim) into q, k, v; RMS-normalise each head of q and k where norms are
-        given; rotate q and k; write k and v into their slots; give q as (tokens, heads * head_dim)."""
+    def store_kv(self, qkv: T, kv: KVLayer[T], batch: PagedBatch[T], heads: HeadShape, rotation: Rotation[T]) -> T:
+        """Split (tokens, (heads + 2 kv_heads) * head_dim) into q, k, v; normalise and rotate q and k; write k and v into their
+        slots; give q as (tokens, heads * head_dim)."""
 
     @abstractmethod
     def paged_attention(
@@ -284,12 +291,9 @@ class Ops(ABC, Generic[T]):
     ) -> T:
         """Causal attention of the new tokens over their sequences' blocks: (tokens, heads * head_dim)."""
 
-    def store_and_attend(
-        self, qkv: T, kv: KVLayer[T], batch: PagedBatch[T], heads: HeadShape, rotary: Rotary[T] | None, *,
-        q_norm: T | None = None, k_norm: T | None = None, eps: float = 0.0,
-    ) -> T:
+    def store_and_attend(self, qkv: T, kv: KVLayer[T], batch: PagedBatch[T], heads: HeadShape, rotation: Rotation[T]) -> T:
         """`store_kv`, and `paged_attention` of what it gives."""
-        q = self.store_kv(qkv, kv, batch, heads, rotary, q_norm=q_norm, k_norm=k_norm, eps=eps)
+        q = self.store_kv(qkv, kv, batch, heads, rotation)
         del qkv  # its memory goes back before attention asks for some
         return self.paged_attention(q, kv, batch, heads)
 

@@ -31,7 +31,7 @@ import torch.nn.functional as F  # noqa: N812
 from archerfish.background import WeakCache
 from archerfish.kernels.formats import Tensors, WeightFormat, row_pieces
 from archerfish.kernels.machine import ARM
-from archerfish.kernels.ops import Activation, BlockMask, HeadShape, Ids, KVLayer, PagedBatch, Pooling, Rotary, Segments
+from archerfish.kernels.ops import Activation, BlockMask, HeadShape, Ids, KVLayer, PagedBatch, Pooling, Rotation, Segments
 from archerfish.kernels.torch.reference import ACTIVATIONS, TorchOps, TorchWeight, join_heads, split_heads, visible
 
 Tensor = torch.Tensor
@@ -183,18 +183,18 @@ class TorchCpuOps(TorchOps):
         return scaled.mul_(weight).to(self.torch_dtype), total
 
     def store_kv(
-        self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotary: Rotary[Tensor] | None, *,
-        q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+        self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotation: Rotation[Tensor]
     ) -> Tensor:
+        rotary, q_norm, k_norm = rotation.rotary, rotation.q_norm, rotation.k_norm
         if rotary is None or rotary.rotary_dim != heads.head_dim or (q_norm is None) != (k_norm is None):
-            return super().store_kv(qkv, kv, batch, heads, rotary, q_norm=q_norm, k_norm=k_norm, eps=eps)
+            return super().store_kv(qkv, kv, batch, heads, rotation)
         num_rows, dim, num_both = qkv.shape[0], heads.head_dim, heads.num_heads + heads.num_kv_heads
         both, v = qkv.split_with_sizes((num_both * dim, heads.num_kv_heads * dim), 1)
         both = both.view(num_rows, num_both, dim).float()  # queries and keys are rotated together
         if q_norm is not None and k_norm is not None:
             weight = torch.cat((q_norm.expand(heads.num_heads, dim), k_norm.expand(heads.num_kv_heads, dim)))
-            both = (both * rms_factor(both, eps)).mul_(weight)
-        factors, rolled_factors = find_rotation(batch, rotary)
+            both = (both * rms_factor(both, rotation.eps)).mul_(weight)
+        factors, rolled_factors = find_rotation(batch, rotary.cos_sin)
         both = (both * factors).addcmul_(both.roll(dim // 2, -1), rolled_factors).to(self.torch_dtype).view(num_rows, -1)
         q, k = both.split_with_sizes((heads.num_heads * dim, heads.num_kv_heads * dim), 1)
         slots = batch.slots
@@ -236,9 +236,9 @@ class TorchCpuOps(TorchOps):
 
 
 @WeakCache
-def find_rotation(batch: PagedBatch[Tensor], rotary: Rotary[Tensor]) -> tuple[Tensor, Tensor]:
+def find_rotation(batch: PagedBatch[Tensor], cos_sin: Tensor) -> tuple[Tensor, Tensor]:
     """Factors of a head and of the head rolled by half: (rows, 1, head_dim) each."""
-    cos, sin = rotary.cos_sin.index_select(0, batch.positions).unsqueeze(1).chunk(2, dim=-1)
+    cos, sin = cos_sin.index_select(0, batch.positions).unsqueeze(1).chunk(2, dim=-1)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 

@@ -31,6 +31,7 @@ from archerfish.kernels.ops import (
     PagedBatch,
     Pooling,
     Rotary,
+    Rotation,
     Segments,
 )
 from archerfish.kernels.pool import release_threads
@@ -176,16 +177,16 @@ class TorchOps(Ops[Tensor]):
         return F.rms_norm(total.float(), weight.shape, weight, eps).to(self.torch_dtype), total
 
     def store_kv(
-        self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotary: Rotary[Tensor] | None, *,
-        q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+        self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotation: Rotation[Tensor]
     ) -> Tensor:
         q, k, v = qkv.view(len(qkv), -1, heads.head_dim).tensor_split(
             (heads.num_heads, heads.num_heads + heads.num_kv_heads), dim=1
         )
+        rotary, q_norm, k_norm = rotation.rotary, rotation.q_norm, rotation.k_norm
         if q_norm is not None:
-            q = F.rms_norm(q.float(), q_norm.shape, q_norm, eps)
+            q = F.rms_norm(q.float(), q_norm.shape, q_norm, rotation.eps)
         if k_norm is not None:
-            k = F.rms_norm(k.float(), k_norm.shape, k_norm, eps)
+            k = F.rms_norm(k.float(), k_norm.shape, k_norm, rotation.eps)
         if rotary is not None:
             cos_sin = rotary.cos_sin[batch.positions]
             q, k = rotate(q, cos_sin, rotary.rotary_dim), rotate(k, cos_sin, rotary.rotary_dim)

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch, Rotary
+from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch, Rotation
 from archerfish.kernels.triton.attend import MASK_NUMBERS, attend, load_keys, score_scale, start_softmax, take_loaded
 from archerfish.kernels.triton.launch import early_start, follow
 from archerfish.kernels.triton.norm import load_heads, rotate_heads, rotation_factors
@@ -286,16 +286,6 @@ def join_kernel(
 
 
 @dataclass(frozen=True)
-class Rotation:
-    """How queries and keys are normalised and rotated: the arguments of `Ops.store_kv`."""
-
-    rotary: Rotary[Tensor] | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    eps: float
-
-
-@dataclass(frozen=True)
 class SharedParts:
     """Results over the keys that all decodes share, part by part."""
 
@@ -327,7 +317,7 @@ def attend_shared(
     return SharedParts(partials, levels, num_parts, tile.step)
 
 
-def takes_new(qkv: Tensor, batch: PagedBatch[Tensor], heads: HeadShape, rotation: Rotation) -> bool:
+def takes_new(batch: PagedBatch[Tensor], heads: HeadShape, rotation: Rotation[Tensor]) -> bool:
     """Whether `attend_decodes` can store the new keys and values: only decodes, no shared keys, whole heads rotated."""
     is_whole = rotation.rotary is None or rotation.rotary.rotary_dim == heads.head_dim
     is_power = heads.head_dim <= MAX_HEAD_DIM and heads.head_dim == next_power_of_2(heads.head_dim) >= MIN_HEAD_DIM
@@ -338,7 +328,7 @@ def takes_new(qkv: Tensor, batch: PagedBatch[Tensor], heads: HeadShape, rotation
 
 def attend_decodes(
     q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, out: Tensor, num_processors: int,
-    tile: Tile | None = None, mask: BlockMask[Tensor] | None = None, rotation: Rotation | None = None,
+    tile: Tile | None = None, mask: BlockMask[Tensor] | None = None, rotation: Rotation[Tensor] | None = None,
 ) -> None:
     """Rows of out for the sequences with one new token.
 
@@ -358,7 +348,7 @@ def attend_decodes(
     parts = shared or SharedParts(partials, levels, num_parts=0, step=tile.step)
     scale, cap = score_scale(heads)
     width = dot_block(head_dim)
-    given = rotation or Rotation(None, None, None, 0.0)
+    given = rotation or Rotation()
     table = plan.context_lens if given.rotary is None else given.rotary.cos_sin
     decode_kernel[(heads.num_kv_heads, num_splits, num)](
         q, kv.keys, kv.values, batch.block_tables, plan.context_lens, shared_len, out, partials, levels, parts.partials,

@@ -29,7 +29,7 @@ from archerfish.kernels.ops import (
     PagedBatch,
     Pooling,
     Replay,
-    Rotary,
+    Rotation,
     Segments,
 )
 from archerfish.kernels.recurrent import RecurrentOps
@@ -40,7 +40,7 @@ from archerfish.kernels.triton import attention as triton_attention
 from archerfish.kernels.triton import encoder as triton_encoder
 from archerfish.kernels.triton import linear as triton_linear
 from archerfish.kernels.triton import norm as triton_norm
-from archerfish.kernels.triton.attention import Rotation, attend_decodes, takes_new
+from archerfish.kernels.triton.attention import attend_decodes, takes_new
 from archerfish.kernels.triton.linear import Int8RowsWeight, PlainRowsWeight, RowsWeight, Uploads, filled_up
 from archerfish.kernels.triton.plan import SHORT_ROWS, AttentionPlan, Tile, find_plan, to_device
 from archerfish.kernels.triton.prefill import attend_prefills
@@ -289,10 +289,9 @@ class TritonOps(TorchOps):
         return triton_norm.rms_norm(x, weight, eps, residual, self.torch_dtype)
 
     def store_kv(
-        self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotary: Rotary[Tensor] | None, *,
-        q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+        self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotation: Rotation[Tensor]
     ) -> Tensor:
-        return triton_norm.store_kv(qkv, kv, batch, heads, rotary, q_norm, k_norm, eps)
+        return triton_norm.store_kv(qkv, kv, batch, heads, rotation)
 
     def paged_attention(
         self, q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, *,
@@ -310,13 +309,11 @@ class TritonOps(TorchOps):
         return out
 
     def store_and_attend(
-        self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotary: Rotary[Tensor] | None, *,
-        q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+        self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotation: Rotation[Tensor]
     ) -> Tensor:
         """In one kernel where all sequences have one new token."""
-        rotation = Rotation(rotary, q_norm, k_norm, eps)
-        if not takes_new(qkv, batch, heads, rotation):
-            return super().store_and_attend(qkv, kv, batch, heads, rotary, q_norm=q_norm, k_norm=k_norm, eps=eps)
+        if not takes_new(batch, heads, rotation):
+            return super().store_and_attend(qkv, kv, batch, heads, rotation)
         out = torch.empty((len(qkv), heads.num_heads * heads.head_dim), dtype=qkv.dtype, device=qkv.device)
         attend_decodes(qkv, kv, batch, heads, out, self.num_processors, self.decode_tile, rotation=rotation)
         if batch.num_tokens < len(qkv):
