@@ -20,7 +20,7 @@ from archerfish.bench.report import Found, Measurement
 if TYPE_CHECKING:
     import torch
 
-    from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch
+    from archerfish.kernels.ops import HeadShape, KVLayer, Ops, PagedBatch
     from archerfish.kernels.triton.ops import TritonOps
 
     Tensor = torch.Tensor
@@ -135,7 +135,7 @@ def head_shape(num_heads: int = NUM_HEADS) -> HeadShape:
 
 
 def block_batch(
-    ops: TritonOps, heads: HeadShape, sequences: list[tuple[int, int]], num_shared: int = 0
+    ops: Ops[Tensor], heads: HeadShape, sequences: list[tuple[int, int]], num_shared: int = 0
 ) -> tuple[PagedBatch[Tensor], KVLayer[Tensor]]:
     """A batch of sequences (new tokens, context) over shuffled blocks of random keys, the first of which they may share."""
     from archerfish.runtime.batch import build_batch
@@ -150,7 +150,6 @@ def block_batch(
     batch = build_batch(
         ops, tokens=[[7] * new for new, _ in sequences], starts=[context - new for new, context in sequences],
         blocks=[order[:num_common] + [next(own) for _ in range(num)] for num in needed], block_size=BLOCK_SIZE,
-        num_shared=num_shared,
     )  # fmt: skip
     return batch, kv
 

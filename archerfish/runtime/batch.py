@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -41,31 +41,6 @@ class BlockTables:
     def at(self, rows: Ids, places: Ids) -> Ids:
         """One block of each row."""
         return self._blocks[rows, places]
-
-
-def build_batch(
-    ops: Ops[T], *, tokens: Sequence[Sequence[int] | Ids], starts: Sequence[int], blocks: Sequence[Sequence[int]],
-    block_size: int, **options: Any,
-) -> PagedBatch[T]:
-    """`pack_batch` of lists: the new tokens of each sequence, where they begin, and its blocks."""
-    token_ids, query_lens = join_tokens(tokens)
-    return pack_batch(ops, token_ids, query_lens, np.asarray(starts, np.int64), pad_tables(blocks), block_size, **options)
-
-
-def build_recurrent_batch(
-    ops: Ops[T], *, tokens: Sequence[Sequence[int] | Ids], starts: Sequence[int], blocks: Sequence[Sequence[int]],
-    block_size: int, **options: Any,
-) -> RecurrentBatch[T]:
-    """`pack_recurrent_batch` of lists."""
-    token_ids, query_lens = join_tokens(tokens)
-    begins = np.asarray(starts, np.int64)
-    return pack_recurrent_batch(ops, token_ids, query_lens, begins, pad_tables(blocks), block_size, **options)
-
-
-def join_tokens(tokens: Sequence[Sequence[int] | Ids]) -> tuple[Ids, Ids]:
-    """All tokens one after the other, and how many each sequence has."""
-    query_lens = np.fromiter(map(len, tokens), np.int64, len(tokens))
-    return np.fromiter(chain.from_iterable(tokens), np.int64, int(query_lens.sum())), query_lens
 
 
 def pad_tables(blocks: Sequence[Sequence[int]]) -> Ids:
@@ -144,6 +119,16 @@ def pack_recurrent_batch(
         starts=ops.ids(piece_starts), first_pieces=ops.ids(first_pieces), is_deterministic=is_deterministic,
         kept_rows=None if kept_rows is None else fill_up(ops, kept_rows),
     )
+
+
+def build_batch(
+    ops: Ops[T], *, tokens: Sequence[Sequence[int] | Ids], starts: Sequence[int], blocks: Sequence[Sequence[int]],
+    block_size: int, pack: Callable[..., Any] = pack_batch, **options: Any,
+) -> Any:
+    """What `pack` makes of lists: the new tokens of each sequence, where they begin, and its blocks."""
+    query_lens = np.fromiter(map(len, tokens), np.int64, len(tokens))
+    token_ids = np.fromiter(chain.from_iterable(tokens), np.int64, int(query_lens.sum()))
+    return pack(ops, token_ids, query_lens, np.asarray(starts, np.int64), pad_tables(blocks), block_size, **options)
 
 
 def find_shared(tables: Ids, block_size: int) -> int:

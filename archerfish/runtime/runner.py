@@ -85,13 +85,9 @@ class ModelRunner(Generic[T]):
         if self.ops.can_record and not is_deterministic and pool.records_decodes:
             self._graphs = DecodeGraphs(model, pool, self.sampler, num_rows=max_num_seqs, max_len=model.max_len)
             self._prompts = PromptGraphs(model, pool) if pool.has_keys else None
-        if not self.ops.is_async and executor is not None:
-            executor.submit(self.ops.start_thread, num_threads).result()
-            self._thread = executor
-        elif not self.ops.is_async:
-            self._thread = ThreadPoolExecutor(
-                1, thread_name_prefix="archerfish-step", initializer=self.ops.start_thread, initargs=(num_threads,)
-            )
+        if not self.ops.is_async:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="archerfish-step") if executor is None else executor
+            self._thread.submit(self.ops.start_thread, num_threads).result()
         self._last_tokens = self._graphs.state.last_tokens if self._graphs else self.ops.ids(np.zeros(max_num_seqs, np.int64))
 
     def launch(self, step: StepInput) -> RunningStep:
