@@ -156,6 +156,15 @@ class PagedBatch(Generic[T]):
     kept_rows: T | None = None  # those of the hidden states that are wanted; None: all
 
 
+@dataclass(frozen=True)
+class NormWeights(Generic[T]):
+    """Of a layer norm, (width,) float32 each."""
+
+    weight: T
+    bias: T
+    eps: float
+
+
 class PackedWeight(ABC, Generic[T]):
     """Weight and bias of a linear map in the form in which a backend multiplies with their format."""
 
@@ -226,20 +235,18 @@ class Ops(ABC, Generic[T]):
         """Sum over the tables of their rows at the given ids, in float32."""
 
     @abstractmethod
-    def layer_norm(self, x: T, weight: T, bias: T, eps: float) -> T:
+    def layer_norm(self, x: T, norm: NormWeights[T]) -> T:
         """Layer normalisation over the last axis, computed in float32, given in the compute type."""
 
     def linear(self, x: T, weight: LinearWeight[T], *, activation: Activation = "none", residual: T | None = None) -> T:
         """activation(x @ weight.T + bias), or x @ weight.T + bias + residual, whose type and maybe memory the result has."""
         return weight.get().multiply(x, activation, residual)
 
-    def linear_layer_norm(
-        self, x: T, weight: LinearWeight[T], residual: T, norm_weight: T, norm_bias: T, eps: float
-    ) -> T:
+    def linear_layer_norm(self, x: T, weight: LinearWeight[T], residual: T, norm: NormWeights[T]) -> T:
         """layer_norm of x @ weight.T + bias + residual."""
         total = self.linear(x, weight, residual=residual)
         del x  # its memory goes back before the norm asks for some
-        return self.layer_norm(total, norm_weight, norm_bias, eps)
+        return self.layer_norm(total, norm)
 
     @abstractmethod
     def attention(self, qkv: T, segments: Segments, num_heads: int, *, bias: T | None = None) -> T:

@@ -9,7 +9,7 @@ import numpy as np
 
 from archerfish.errors import UnsupportedModelError
 from archerfish.kernels.ops import Activation, Ids, T
-from archerfish.layers.encoder import BlockNames, BlockShape, ClassifierHead, EncoderBlock, LayerNorm
+from archerfish.layers.encoder import BlockNames, BlockShape, ClassifierHead, EncoderBlock
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import Encoder, TokenBatch
 from archerfish.models.config import Config
@@ -43,7 +43,7 @@ class BertEncoder(Encoder[T]):
             self.types = embeddings.table("token_type_embeddings.weight", config.integer("type_vocab_size", 2), shape.width)
             rows = np.arange(num_positions)
             self.untyped_positions = ops.embed((self.positions, self.types), (ops.ids(rows), ops.ids(rows * 0)))
-        self.norm = LayerNorm(embeddings, "LayerNorm", shape.width, shape.eps)
+        self.norm = embeddings.layer_norm("LayerNorm", shape.width, shape.eps)
         layers = range(config.integer(self.num_layers))
         self.blocks = [EncoderBlock(weights.scope(f"{self.layers}.{i}"), shape, self.names) for i in layers]
 
@@ -55,7 +55,7 @@ class BertEncoder(Encoder[T]):
             x = ops.embed((self.words, self.positions, self.types), (token_ids, positions, ops.ids(batch.type_ids)))
         else:
             x = ops.embed((self.words, self.untyped_positions), (token_ids, positions))
-        x, bias = self.norm(x), self.attention_bias(batch)
+        x, bias = ops.layer_norm(x, self.norm), self.attention_bias(batch)
         for block in self.blocks:
             x = block(x, batch.segments, bias)
         return x

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archerfish.kernels.ops import Activation, Pooling, Segments
+from archerfish.kernels.ops import Activation, NormWeights, Pooling, Segments
 from archerfish.kernels.torch.cpu import ROW_STEP, TorchCpuOps, best_width, fill_rows, is_available, lay_rows, padded_rows
 from archerfish.kernels.torch.reference import TorchOps
 
@@ -48,8 +48,8 @@ def test_linear(dtype: str, activation: Activation, has_bias: bool, has_residual
 def test_layer_norm(dtype: str) -> None:
     torch.manual_seed(0)
     x, weight, bias = random(20, 48, dtype=dtype), random(48), random(48)
-    expected = TorchOps(dtype="float32").layer_norm(x, weight, bias, 1e-12)
-    actual = TorchCpuOps(dtype=dtype).layer_norm(x, weight, bias, 1e-12)
+    expected = TorchOps(dtype="float32").layer_norm(x, NormWeights(weight, bias, 1e-12))
+    actual = TorchCpuOps(dtype=dtype).layer_norm(x, NormWeights(weight, bias, 1e-12))
     assert actual.dtype == getattr(torch, dtype)
     torch.testing.assert_close(actual.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 

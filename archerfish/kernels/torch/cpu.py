@@ -147,9 +147,6 @@ class TorchCpuOps(TorchOps):
         num_filling = padded_rows(len(ids[0])) - len(ids[0])
         return super().embed(tables, [F.pad(index, (0, num_filling)) for index in ids] if num_filling else ids)
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        return F.layer_norm(x, weight.shape, weight, bias, eps).to(self.torch_dtype)
-
     def pool(self, x: Tensor, segments: Segments, mode: Pooling) -> Tensor:
         if mode != "mean":
             return super().pool(x[: segments.num_tokens], segments, mode)

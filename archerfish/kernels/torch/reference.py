@@ -26,6 +26,7 @@ from archerfish.kernels.ops import (
     Ids,
     KVLayer,
     LinearWeight,
+    NormWeights,
     Ops,
     PackedWeight,
     PagedBatch,
@@ -111,8 +112,9 @@ class TorchOps(Ops[Tensor]):
             total += F.embedding(index, table)
         return total
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        return F.layer_norm(x.float(), weight.shape, weight, bias, eps).to(self.torch_dtype)
+    def layer_norm(self, x: Tensor, norm: NormWeights[Tensor]) -> Tensor:
+        rows = x if self.device == "cpu" else x.float()  # on a CPU torch computes in the norm's type
+        return F.layer_norm(rows, norm.weight.shape, norm.weight, norm.bias, norm.eps).to(self.torch_dtype)
 
     def attention(self, qkv: Tensor, segments: Segments, num_heads: int, *, bias: Tensor | None = None) -> Tensor:
         parts: list[Tensor] = []

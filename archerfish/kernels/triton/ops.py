@@ -26,6 +26,7 @@ from archerfish.kernels.ops import (
     Ids,
     KVLayer,
     LinearWeight,
+    NormWeights,
     PagedBatch,
     Pooling,
     Replay,
@@ -366,18 +367,18 @@ class TritonOps(TorchOps):
             return super().embed(tables, ids)
         return triton_encoder.embed(tables, ids)
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def layer_norm(self, x: Tensor, norm: NormWeights[Tensor]) -> Tensor:
         if x.shape[1] > triton_encoder.MAX_WIDTH:
-            return super().layer_norm(x, weight, bias, eps)
-        return triton_encoder.layer_norm(x, weight, bias, eps, self.torch_dtype)
+            return super().layer_norm(x, norm)
+        return triton_encoder.layer_norm(x, norm, self.torch_dtype)
 
     def linear_layer_norm(
-        self, x: Tensor, weight: LinearWeight[Tensor], residual: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float
+        self, x: Tensor, weight: LinearWeight[Tensor], residual: Tensor, norm: NormWeights[Tensor]
     ) -> Tensor:
         """The residual is added on the way into the norm."""
         if residual.shape[1] > triton_encoder.MAX_WIDTH:
-            return super().linear_layer_norm(x, weight, residual, norm_weight, norm_bias, eps)
-        return triton_encoder.layer_norm(self.linear(x, weight), norm_weight, norm_bias, eps, self.torch_dtype, residual)
+            return super().linear_layer_norm(x, weight, residual, norm)
+        return triton_encoder.layer_norm(self.linear(x, weight), norm, self.torch_dtype, residual)
 
     def attention(self, qkv: Tensor, segments: Segments, num_heads: int, *, bias: Tensor | None = None) -> Tensor:
         if qkv.shape[1] > 3 * num_heads * triton_encoder.MAX_HEAD_DIM:

@@ -11,14 +11,13 @@ import torch
 
 from archerfish.background import WeakCache
 from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input
-from archerfish.kernels.ops import LinearWeight
+from archerfish.kernels.ops import LinearWeight, NormWeights
 from archerfish.kernels.recurrent import (
     FIRST_SLOT,
     NO_SLOT,
     BlockWeights,
     HeadInputs,
     HeadWeights,
-    NormWeights,
     RecurrentBatch,
     StateLayer,
 )
