@@ -209,8 +209,8 @@ class Ops(ABC, Generic[T]):
             weight.get()
 
     @abstractmethod
-    def ids(self, values: Ids | T) -> T:
-        """Integers of the host as an index tensor of the device; one that is there already is given back."""
+    def tensor(self, values: npt.NDArray[Any] | T) -> T:
+        """Numbers of the host as a tensor of the device, in their type; one that is there already is given back."""
 
     @abstractmethod
     def to_numpy(self, x: T) -> npt.NDArray[np.float32]:
@@ -345,10 +345,6 @@ class Ops(ABC, Generic[T]):
         raise DeviceError(f"The backend {self.name!r} has no recurrent models.", hint="Choose another one.")
 
     # Sampling: what the parameters mean stands in `sampling.py`.
-
-    @abstractmethod
-    def floats(self, values: npt.NDArray[np.float64]) -> T:
-        """Numbers of the host as a float64 tensor of the device."""
 
     @abstractmethod
     def sample(self, logits: T, batch: SamplingBatch[T]) -> Drawn[T]:

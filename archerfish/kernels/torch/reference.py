@@ -79,7 +79,7 @@ class TorchOps(Ops[Tensor]):
         self.dtype = dtype
         self.torch_dtype: torch.dtype = getattr(torch, dtype)
 
-    def ids(self, values: Ids | Tensor) -> Tensor:
+    def tensor(self, values: npt.NDArray[Any] | Tensor) -> Tensor:
         return values if isinstance(values, Tensor) else torch.from_numpy(values).to(self.device)
 
     def to_numpy(self, x: Tensor) -> npt.NDArray[np.float32]:
@@ -129,14 +129,14 @@ class TorchOps(Ops[Tensor]):
         return torch.cat(parts)
 
     def relative_bias(self, table: Tensor, buckets: Ids) -> Tensor:
-        return F.embedding(self.ids(buckets), table).permute(2, 0, 1).to(self.torch_dtype).contiguous()
+        return F.embedding(self.tensor(buckets), table).permute(2, 0, 1).to(self.torch_dtype).contiguous()
 
     def pool(self, x: Tensor, segments: Segments, mode: Pooling) -> Tensor:
         if mode == "cls":
-            return x[self.ids(segments.starts[:-1])].float()
+            return x[self.tensor(segments.starts[:-1])].float()
         if mode == "lasttoken":
-            return x[self.ids(segments.starts[1:] - 1)].float()
-        lengths = self.ids(np.asarray(segments.lengths, dtype=np.int64))
+            return x[self.tensor(segments.starts[1:] - 1)].float()
+        lengths = self.tensor(np.asarray(segments.lengths, dtype=np.int64))
         if mode == "mean_sqrt_len_tokens":
             total = torch.segment_reduce(x.float(), "sum", lengths=lengths)
             return total / lengths.sqrt().unsqueeze(1)
@@ -162,7 +162,7 @@ class TorchOps(Ops[Tensor]):
             torch.cuda.empty_cache()
 
     def copy_blocks(self, layers: Sequence[KVLayer[Tensor]], pairs: Sequence[tuple[int, int]]) -> None:
-        sources, targets = self.ids(np.array(pairs, dtype=np.int64).T.copy())
+        sources, targets = self.tensor(np.array(pairs, dtype=np.int64).T.copy())
         for layer in layers:
             for memory in (layer.keys, layer.values):
                 memory.index_copy_(0, targets, memory.index_select(0, sources))
@@ -216,7 +216,7 @@ class TorchOps(Ops[Tensor]):
         return ACTIVATIONS[activation](gate) * up
 
     def rows(self, x: Tensor, indices: Ids | Tensor) -> Tensor:
-        return x.index_select(0, self.ids(indices))
+        return x.index_select(0, self.tensor(indices))
 
     def first_rows(self, x: Tensor, num_rows: int) -> Tensor:
         return x[:num_rows]
@@ -244,14 +244,11 @@ class TorchOps(Ops[Tensor]):
         return torch.cat(list(parts))
 
     def put(self, target: Tensor, indices: Ids, values: Tensor) -> None:
-        target[self.ids(indices)] = values
+        target[self.tensor(indices)] = values
 
     def logits(self, x: Tensor, head: LinearWeight[Tensor], *, softcap: float = 0.0) -> Tensor:
         scores = self.linear(x, head).float()
         return softcap * torch.tanh(scores / softcap) if softcap else scores
-
-    def floats(self, values: npt.NDArray[np.float64]) -> Tensor:
-        return torch.from_numpy(values).to(self.device)
 
     @cached_property
     def _sampling(self) -> TorchSampling:
@@ -274,7 +271,7 @@ class TorchOps(Ops[Tensor]):
         return DecodeState(tokens, torch.zeros(num_rows + 1, most_blocks, dtype=torch.int32, device=self.device))
 
     def set_tables(self, state: DecodeState[Tensor], rows: Ids, block_tables: Ids) -> None:
-        state.tables[self.ids(rows), : block_tables.shape[1]] = self.ids(block_tables).int()
+        state.tables[self.tensor(rows), : block_tables.shape[1]] = self.tensor(block_tables).int()
 
     def decode_batch(
         self, inputs: Tensor, state: DecodeState[Tensor], block_size: int, *, is_shared: bool

@@ -252,11 +252,8 @@ class TritonOps(TorchOps):
             return INTERPRETER_PROCESSORS
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
-    def ids(self, values: Ids | Tensor) -> Tensor:
+    def tensor(self, values: npt.NDArray[Any] | Tensor) -> Tensor:
         return values if isinstance(values, Tensor) else to_device(values, torch.device(self.device))
-
-    def floats(self, values: npt.NDArray[np.float64]) -> Tensor:
-        return to_device(values, torch.device(self.device))
 
     def copy_blocks(self, layers: Sequence[KVLayer[Tensor]], pairs: Sequence[tuple[int, int]]) -> None:
         """All layers, which are of one shape, in one launch."""
@@ -267,8 +264,8 @@ class TritonOps(TorchOps):
             return
         addresses = tuple(memory.data_ptr() for layer in layers for memory in (layer.keys, layer.values))
         if addresses not in self._memories:
-            self._memories[addresses] = self.ids(np.array(addresses, dtype=np.int64))
-        sources, targets = self.ids(np.array(pairs, dtype=np.int64).T.copy())
+            self._memories[addresses] = self.tensor(np.array(addresses, dtype=np.int64))
+        sources, targets = self.tensor(np.array(pairs, dtype=np.int64).T.copy())
         copy_blocks_kernel[(len(pairs), len(addresses))](
             self._memories[addresses], sources, targets, block_bytes // WORD_BYTES, block=COPY_WORDS, num_warps=4
         )
