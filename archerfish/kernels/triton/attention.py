@@ -21,19 +21,11 @@ import triton
 import triton.language as tl
 
 from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch, Rotation
+from archerfish.kernels.triton import plan as planning
 from archerfish.kernels.triton.attend import MASK_NUMBERS, attend, load_keys, score_scale, start_softmax, take_loaded
 from archerfish.kernels.triton.launch import early_start, follow
 from archerfish.kernels.triton.norm import load_heads, rotate_heads, rotation_factors
-from archerfish.kernels.triton.plan import (
-    AttentionPlan,
-    Tile,
-    choose_shared_parts,
-    choose_splits,
-    decode_tile,
-    find_plan,
-    lay_mask,
-    shared_tile,
-)
+from archerfish.kernels.triton.plan import AttentionPlan, Tile, find_plan, lay_mask
 from archerfish.kernels.triton.tiles import cdiv, dot_block, next_power_of_2
 
 Tensor = torch.Tensor
@@ -302,9 +294,9 @@ def attend_shared(
     if plan.shared_len is None or heads.window or batch.is_deterministic:
         return None
     num, head_dim, group = batch.num_decodes, heads.head_dim, heads.num_heads // heads.num_kv_heads
-    tile = shared_tile(heads, q.dtype, num * group)
+    tile = planning.shared_tile(heads, q.dtype, num * group)
     num_tiles = cdiv(num * group, tile.rows)
-    num_parts = choose_shared_parts(num_tiles * heads.num_kv_heads, num_processors)
+    num_parts = planning.choose_shared_parts(num_tiles * heads.num_kv_heads, num_processors)
     shape = (num, heads.num_heads, num_parts)
     partials, levels = plan.pair("shared parts", (*shape, head_dim), shape, torch.float32)
     scale, cap = score_scale(heads)
@@ -336,11 +328,11 @@ def attend_decodes(
     """
     plan = find_plan(batch)
     num, num_heads, head_dim = batch.num_decodes, heads.num_heads, heads.head_dim
-    num_splits = plan.num_splits or choose_splits(num, heads.num_kv_heads, num_processors)
+    num_splits = plan.num_splits or planning.choose_splits(num, heads.num_kv_heads, num_processors)
     if batch.is_deterministic:
         num_splits = FIXED_SPLITS
     is_split = num_splits > 1
-    tile, laid = lay_mask(mask, tile or decode_tile(heads, q.dtype, num, is_split), 1, plan.context_lens)
+    tile, laid = lay_mask(mask, tile or planning.decode_tile(heads, q.dtype, num, is_split), 1, plan.context_lens)
     shape = (num, num_heads, num_splits) if is_split else (1, 1, 1)
     partials, levels = plan.pair("parts", (*shape, head_dim), shape, torch.float32)
     shared = None if mask is not None else attend_shared(q, kv, batch, heads, plan, num_processors)
