@@ -20,7 +20,7 @@ from archerfish.bench.report import Found, Measurement
 if TYPE_CHECKING:
     import torch
 
-    from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch
+    from archerfish.kernels.ops import HeadShape, KVLayer, Ops, PagedBatch
     from archerfish.kernels.triton.ops import TritonOps
 
     Tensor = torch.Tensor
@@ -95,15 +95,17 @@ def elementwise(ops: TritonOps) -> Iterator[Case]:
 
 
 def stores(ops: TritonOps) -> Iterator[Case]:
+    from archerfish.kernels.ops import Rotation
+
     heads = head_shape()
     batch, kv = block_batch(ops, heads, [(2048, 2048)] * (TOKENS // 2048))
     rotary = ops.rotary(np.random.default_rng(0).normal(size=(2048, HEAD_DIM)).astype(np.float32), HEAD_DIM)
     qkv, norm = random(TOKENS, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM), random(HEAD_DIM).float()
-    plain = partial(ops.store_kv, qkv, kv, batch, heads, rotary)
+    plain = partial(ops.store_kv, qkv, kv, batch, heads, Rotation(rotary))
     q, k = random(1, NUM_HEADS, TOKENS, HEAD_DIM), random(1, NUM_KV_HEADS, TOKENS, HEAD_DIM)
     peer = partial(unfused_rotary, q, k, random(1, 1, TOKENS, HEAD_DIM), random(1, 1, TOKENS, HEAD_DIM))
     yield Case("rotary and store", [plain], num_bytes=2 * qkv.nbytes, peer=peer)
-    normed = partial(plain, q_norm=norm, k_norm=norm, eps=1e-6)
+    normed = partial(ops.store_kv, qkv, kv, batch, heads, Rotation(rotary, norm, norm, 1e-6))
     yield Case("rotary and store, q and k normed", [normed], num_bytes=2 * qkv.nbytes)
 
 
@@ -133,7 +135,7 @@ def head_shape(num_heads: int = NUM_HEADS) -> HeadShape:
 
 
 def block_batch(
-    ops: TritonOps, heads: HeadShape, sequences: list[tuple[int, int]], num_shared: int = 0
+    ops: Ops[Tensor], heads: HeadShape, sequences: list[tuple[int, int]], num_shared: int = 0
 ) -> tuple[PagedBatch[Tensor], KVLayer[Tensor]]:
     """A batch of sequences (new tokens, context) over shuffled blocks of random keys, the first of which they may share."""
     from archerfish.runtime.batch import build_batch
@@ -148,7 +150,6 @@ def block_batch(
     batch = build_batch(
         ops, tokens=[[7] * new for new, _ in sequences], starts=[context - new for new, context in sequences],
         blocks=[order[:num_common] + [next(own) for _ in range(num)] for num in needed], block_size=BLOCK_SIZE,
-        num_shared=num_shared,
     )  # fmt: skip
     return batch, kv
 

@@ -62,7 +62,7 @@ class LLMEngine:
         tokenizer = self.tokenizer = find_text_tokenizer(facts.directory, facts.config.values, facts.generation_config)
         self.grammars = GrammarCompiler(self.tokenizer, facts.vocab_size, facts.name)
         adapter = load_adapter(facts, self.config)
-        pool, memory = allocate_pool(facts.device, adapter.ops, facts.memory_shape, facts.memory)
+        pool, memory = allocate_pool(adapter.ops, facts.memory_shape, facts.memory)
         facts = self.facts = replace(facts, memory=memory)
         with adapter.ops.allocating(f"{self.config.max_num_seqs} sequences"):
             self.runner = ModelRunner(

@@ -125,6 +125,16 @@ class Rotary(Generic[T]):
     rotary_dim: int
 
 
+@dataclass(frozen=True)
+class Rotation(Generic[T]):
+    """How a layer's queries and keys become what attention takes: each head RMS-normalised, and then rotated."""
+
+    rotary: Rotary[T] | None = None
+    q_norm: T | None = None
+    k_norm: T | None = None
+    eps: float = 0.0  # of the norms
+
+
 @dataclass(frozen=True, eq=False)
 class PagedBatch(Generic[T]):
     """Packed tokens of one step over KV blocks. Sequences with one new token stand first.
@@ -144,6 +154,15 @@ class PagedBatch(Generic[T]):
     is_deterministic: bool = False  # a sequence's numbers must not depend on the others in the batch
     num_shared: int = 0  # leading tokens whose keys all decodes have in the same blocks, as far as is known
     kept_rows: T | None = None  # those of the hidden states that are wanted; None: all
+
+
+@dataclass(frozen=True)
+class NormWeights(Generic[T]):
+    """Of a layer norm, (width,) float32 each."""
+
+    weight: T
+    bias: T
+    eps: float
 
 
 class PackedWeight(ABC, Generic[T]):
@@ -190,8 +209,8 @@ class Ops(ABC, Generic[T]):
             weight.get()
 
     @abstractmethod
-    def ids(self, values: Ids | T) -> T:
-        """Integers of the host as an index tensor of the device; one that is there already is given back."""
+    def tensor(self, values: npt.NDArray[Any] | T) -> T:
+        """Numbers of the host as a tensor of the device, in their type; one that is there already is given back."""
 
     @abstractmethod
     def to_numpy(self, x: T) -> npt.NDArray[np.float32]:
@@ -216,20 +235,18 @@ class Ops(ABC, Generic[T]):
         """Sum over the tables of their rows at the given ids, in float32."""
 
     @abstractmethod
-    def layer_norm(self, x: T, weight: T, bias: T, eps: float) -> T:
+    def layer_norm(self, x: T, norm: NormWeights[T]) -> T:
         """Layer normalisation over the last axis, computed in float32, given in the compute type."""
 
     def linear(self, x: T, weight: LinearWeight[T], *, activation: Activation = "none", residual: T | None = None) -> T:
         """activation(x @ weight.T + bias), or x @ weight.T + bias + residual, whose type and maybe memory the result has."""
         return weight.get().multiply(x, activation, residual)
 
-    def linear_layer_norm(
-        self, x: T, weight: LinearWeight[T], residual: T, norm_weight: T, norm_bias: T, eps: float
-    ) -> T:
+    def linear_layer_norm(self, x: T, weight: LinearWeight[T], residual: T, norm: NormWeights[T]) -> T:
         """layer_norm of x @ weight.T + bias + residual."""
         total = self.linear(x, weight, residual=residual)
         del x  # its memory goes back before the norm asks for some
-        return self.layer_norm(total, norm_weight, norm_bias, eps)
+        return self.layer_norm(total, norm)
 
     @abstractmethod
     def attention(self, qkv: T, segments: Segments, num_heads: int, *, bias: T | None = None) -> T:
@@ -271,12 +288,9 @@ class Ops(ABC, Generic[T]):
         type; and s itself, in the wider of their types."""
 
     @abstractmethod
-    def store_kv(
-        self, qkv: T, kv: KVLayer[T], batch: PagedBatch[T], heads: HeadShape, rotary: Rotary[T] | None, *,
-        q_norm: T | None = None, k_norm: T | None = None, eps: float = 0.0,
-    ) -> T:
-        """Split (tokens, (heads + 2 kv_heads) * head_dim) into q, k, v; RMS-normalise each head of q and k where norms are
-        given; rotate q and k; write k and v into their slots; give q as (tokens, heads * head_dim)."""
+    def store_kv(self, qkv: T, kv: KVLayer[T], batch: PagedBatch[T], heads: HeadShape, rotation: Rotation[T]) -> T:
+        """Split (tokens, (heads + 2 kv_heads) * head_dim) into q, k, v; normalise and rotate q and k; write k and v into their
+        slots; give q as (tokens, heads * head_dim)."""
 
     @abstractmethod
     def paged_attention(
@@ -284,12 +298,9 @@ class Ops(ABC, Generic[T]):
     ) -> T:
         """Causal attention of the new tokens over their sequences' blocks: (tokens, heads * head_dim)."""
 
-    def store_and_attend(
-        self, qkv: T, kv: KVLayer[T], batch: PagedBatch[T], heads: HeadShape, rotary: Rotary[T] | None, *,
-        q_norm: T | None = None, k_norm: T | None = None, eps: float = 0.0,
-    ) -> T:
+    def store_and_attend(self, qkv: T, kv: KVLayer[T], batch: PagedBatch[T], heads: HeadShape, rotation: Rotation[T]) -> T:
         """`store_kv`, and `paged_attention` of what it gives."""
-        q = self.store_kv(qkv, kv, batch, heads, rotary, q_norm=q_norm, k_norm=k_norm, eps=eps)
+        q = self.store_kv(qkv, kv, batch, heads, rotation)
         del qkv  # its memory goes back before attention asks for some
         return self.paged_attention(q, kv, batch, heads)
 
@@ -334,10 +345,6 @@ class Ops(ABC, Generic[T]):
         raise DeviceError(f"The backend {self.name!r} has no recurrent models.", hint="Choose another one.")
 
     # Sampling: what the parameters mean stands in `sampling.py`.
-
-    @abstractmethod
-    def floats(self, values: npt.NDArray[np.float64]) -> T:
-        """Numbers of the host as a float64 tensor of the device."""
 
     @abstractmethod
     def sample(self, logits: T, batch: SamplingBatch[T]) -> Drawn[T]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from archerfish.kernels.decoding import DecodeState
-from archerfish.kernels.ops import Activation, Ids, LinearWeight, T
+from archerfish.kernels.ops import Activation, Ids, LinearWeight, NormWeights, T
 from archerfish.kernels.sampling import SamplingBatch
 
 EMPTY_SLOT = 0
@@ -50,7 +50,6 @@ class StateLayer(Generic[T]):
 class StateMemory(Generic[T]):
     """States of all slots."""
 
-    shape: StateShape
     wkv: T  # (slots, layers, heads, head_dim, head_dim)
     inputs: T  # (slots, layers, 2, width)
     layers: tuple[StateLayer[T], ...]  # views of these
@@ -109,15 +108,6 @@ class HeadWeights(Generic[T]):
     bonus: T  # r_k
     norm: T
     norm_bias: T
-    eps: float
-
-
-@dataclass(frozen=True)
-class NormWeights(Generic[T]):
-    """Of a layer norm, (width,) float32 each."""
-
-    weight: T
-    bias: T
     eps: float
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
 
-from archerfish.kernels.ops import Activation, HeadShape, KVLayer, Ops, PagedBatch, Rotary, T
+from archerfish.kernels.ops import Activation, HeadShape, KVLayer, Ops, PagedBatch, Rotary, Rotation, T
 from archerfish.layers.weights import Weights
 
 
@@ -26,28 +26,17 @@ class RMSNorm(Generic[T]):
         return self.ops.rms_norm(x, self.weight, self.eps, residual=residual)
 
 
-@dataclass(frozen=True)
-class HeadNorms(Generic[T]):
-    """Normalisation of each head of queries and keys."""
-
-    query: T
-    key: T
-    eps: float
-
-
 class Attention(Generic[T]):
     """Queries, keys and values in one product, attention over the sequence's blocks, and the product that joins the heads."""
 
     def __init__(
         self, weights: Weights[T], width: int, heads: HeadShape, rotary: Rotary[T] | None, *,
-        is_fused: bool = False, qkv_bias: bool | None = None, out_bias: bool | None = None, norms: HeadNorms[T] | None = None,
+        is_fused: bool = False, qkv_bias: bool | None = None, out_bias: bool | None = None, q_norm: T | None = None,
+        k_norm: T | None = None, eps: float = 0.0,
     ) -> None:
-        """is_fused: the checkpoint itself has one tensor, qkv_proj. Biases as in `Weights.linear`."""
+        """is_fused: the checkpoint itself has one tensor, qkv_proj. Biases as in `Weights.linear`, norms as in `Rotation`."""
         self.ops: Ops[T] = weights.ops
-        self.heads, self.rotary = heads, rotary
-        self.q_norm: T | None = norms.query if norms else None
-        self.k_norm: T | None = norms.key if norms else None
-        self.eps = norms.eps if norms else 0.0
+        self.heads, self.rotation = heads, Rotation(rotary, q_norm, k_norm, eps)
         queries, keys = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
         if is_fused:
             self.qkv = weights.linear("qkv_proj", queries + 2 * keys, width, bias=qkv_bias)
@@ -100,9 +89,7 @@ class DecoderBlock(Generic[T]):
         ops, norms, attention, mlp = self.ops, self.norms, self.attention, self.mlp
         norm = norms.before_attention
         x, total = ops.normed_linear(x, norm.weight, norm.eps, attention.qkv, residual=residual)
-        x = ops.store_and_attend(
-            x, kv, batch, attention.heads, attention.rotary, q_norm=attention.q_norm, k_norm=attention.k_norm, eps=attention.eps
-        )
+        x = ops.store_and_attend(x, kv, batch, attention.heads, attention.rotation)
         if kept_rows is not None:
             x, total = ops.rows(x, kept_rows), ops.rows(total, kept_rows)
         if norms.after_attention is None:

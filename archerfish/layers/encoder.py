@@ -34,16 +34,6 @@ class BlockNames:
     output_norm: str
 
 
-class LayerNorm(Generic[T]):
-    def __init__(self, weights: Weights[T], name: str, width: int, eps: float) -> None:
-        scope = weights.scope(name)
-        self.ops = weights.ops
-        self.weight, self.bias, self.eps = scope.vector("weight", width), scope.vector("bias", width), eps
-
-    def __call__(self, x: T) -> T:
-        return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
-
-
 class EncoderBlock(Generic[T]):
     """Self-attention and feed-forward, each followed by residual and normalisation (post-norm)."""
 
@@ -53,20 +43,17 @@ class EncoderBlock(Generic[T]):
         width, hidden = shape.width, shape.feed_forward
         self.qkv = weights.linear((names.query, names.key, names.value), width, width)
         self.attention_out = weights.linear(names.attention_out, width, width)
-        self.attention_norm = LayerNorm(weights, names.attention_norm, width, shape.eps)
+        self.attention_norm = weights.layer_norm(names.attention_norm, width, shape.eps)
         self.up = weights.linear(names.up, hidden, width)
         self.down = weights.linear(names.down, width, hidden)
-        self.output_norm = LayerNorm(weights, names.output_norm, width, shape.eps)
+        self.output_norm = weights.layer_norm(names.output_norm, width, shape.eps)
 
     def __call__(self, x: T, segments: Segments, bias: T | None = None) -> T:
         ops, shape = self.ops, self.shape  # nested calls: what has been used is freed before the next product asks for memory
-        norm, last = self.attention_norm, self.output_norm
         mixed = ops.attention(ops.linear(x, self.qkv), segments, shape.num_heads, bias=bias)
-        x = ops.linear_layer_norm(mixed, self.attention_out, x, norm.weight, norm.bias, norm.eps)
+        x = ops.linear_layer_norm(mixed, self.attention_out, x, self.attention_norm)
         del mixed
-        return ops.linear_layer_norm(
-            ops.linear(x, self.up, activation=shape.activation), self.down, x, last.weight, last.bias, last.eps
-        )
+        return ops.linear_layer_norm(ops.linear(x, self.up, activation=shape.activation), self.down, x, self.output_norm)
 
 
 class ClassifierHead(Generic[T]):

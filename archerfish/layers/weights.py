@@ -10,7 +10,7 @@ from typing import Any, Generic
 
 from archerfish.errors import TensorError, did_you_mean
 from archerfish.kernels.formats import PLAIN, WeightFormat
-from archerfish.kernels.ops import LinearWeight, Ops, T
+from archerfish.kernels.ops import LinearWeight, NormWeights, Ops, T
 from archerfish.types import DTYPE_BYTES
 
 
@@ -44,6 +44,9 @@ class Weights(Generic[T]):
 
     def vector(self, name: str, width: int, *, plus: float = 0.0) -> T:
         return self.ops.vector(self.tensor(name, width), plus=plus)
+
+    def layer_norm(self, name: str, width: int, eps: float) -> NormWeights[T]:
+        return NormWeights(self.vector(f"{name}.weight", width), self.vector(f"{name}.bias", width), eps)
 
     def linear(
         self, names: str | tuple[str, ...], out_features: int | tuple[int, ...], in_features: int, *, bias: bool | None = None,

@@ -132,7 +132,9 @@ class Encoder(ABC, Generic[T]):
     """One architecture. A subclass reads its configuration and weights in `__init__` and computes in `forward`."""
 
     prefix: ClassVar[str]  # what its checkpoints put before every name when they carry a head
-    is_recordable: ClassVar[bool] = False  # forward sends ids by `ops.ids` and reads nothing else of a batch on the host
+    # What its configuration calls width, heads, feed-forward width and activation.
+    shape_names: ClassVar[tuple[str, str, str, str]] = ("hidden_size", "num_attention_heads", "intermediate_size", "hidden_act")
+    is_recordable: ClassVar[bool] = False  # forward sends ids by `ops.tensor` and reads nothing else of a batch on the host
 
     def __init__(self, weights: Weights[T], config: Config) -> None:
         self.ops: Ops[T] = weights.ops
@@ -150,7 +152,7 @@ class Encoder(ABC, Generic[T]):
 
     @classmethod
     def block_shape(cls, config: Config) -> BlockShape:
-        return config.block_shape()
+        return config.block_shape(*cls.shape_names)
 
     @classmethod
     def max_positions(cls, config: Config) -> int:
@@ -185,11 +187,6 @@ def model_class(config: Config) -> type[ModelAdapter[Any]]:
     elif config.model_type in ENCODERS:
         hint = "It embeds texts or ranks them: ArrowEngine and `archerfish embed` take it."
     raise UnsupportedModelError(f"No text generation model for model_type {config.model_type!r}.", hint=hint)
-
-
-def register_encoder(model_type: str, encoder: type[Encoder[Any]]) -> None:
-    """Add an architecture, or replace one, under the `model_type` of its config.json."""
-    ENCODERS[model_type] = encoder
 
 
 def encoder_class(config: Config) -> type[Encoder[Any]]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from archerfish.errors import UnsupportedModelError
 from archerfish.kernels.ops import Activation, Ids, T
-from archerfish.layers.encoder import BlockNames, BlockShape, ClassifierHead, EncoderBlock, LayerNorm
+from archerfish.layers.encoder import BlockNames, ClassifierHead, EncoderBlock
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import Encoder, TokenBatch
 from archerfish.models.config import Config
@@ -42,20 +42,20 @@ class BertEncoder(Encoder[T]):
         if self.has_types:
             self.types = embeddings.table("token_type_embeddings.weight", config.integer("type_vocab_size", 2), shape.width)
             rows = np.arange(num_positions)
-            self.untyped_positions = ops.embed((self.positions, self.types), (ops.ids(rows), ops.ids(rows * 0)))
-        self.norm = LayerNorm(embeddings, "LayerNorm", shape.width, shape.eps)
+            self.untyped_positions = ops.embed((self.positions, self.types), (ops.tensor(rows), ops.tensor(rows * 0)))
+        self.norm = embeddings.layer_norm("LayerNorm", shape.width, shape.eps)
         layers = range(config.integer(self.num_layers))
         self.blocks = [EncoderBlock(weights.scope(f"{self.layers}.{i}"), shape, self.names) for i in layers]
 
     def forward(self, batch: TokenBatch) -> T:
         ops, first = self.ops, self.first_position(self.config)
-        token_ids = ops.ids(batch.token_ids)
-        positions = ops.ids(batch.segments.positions + first if first else batch.segments.positions)
+        token_ids = ops.tensor(batch.token_ids)
+        positions = ops.tensor(batch.segments.positions + first if first else batch.segments.positions)
         if self.has_types and batch.type_ids is not None:
-            x = ops.embed((self.words, self.positions, self.types), (token_ids, positions, ops.ids(batch.type_ids)))
+            x = ops.embed((self.words, self.positions, self.types), (token_ids, positions, ops.tensor(batch.type_ids)))
         else:
             x = ops.embed((self.words, self.untyped_positions), (token_ids, positions))
-        x, bias = self.norm(x), self.attention_bias(batch)
+        x, bias = ops.layer_norm(x, self.norm), self.attention_bias(batch)
         for block in self.blocks:
             x = block(x, batch.segments, bias)
         return x
@@ -95,12 +95,9 @@ class DistilBertEncoder(BertEncoder[T]):
     )
     layers = "transformer.layer"
     num_layers = "n_layers"
+    shape_names = ("dim", "n_heads", "hidden_dim", "activation")
     has_types = False
     head_parts = ("pre_classifier", "classifier", "relu")
-
-    @classmethod
-    def block_shape(cls, config: Config) -> BlockShape:
-        return config.block_shape("dim", "n_heads", "hidden_dim", "activation")
 
 
 class MPNetEncoder(RobertaEncoder[T]):

@@ -63,11 +63,8 @@ class Config:
         labels = self.values.get("id2label")
         return len(labels) if isinstance(labels, dict) and labels else self.integer("num_labels", 2)
 
-    def block_shape(
-        self, width: str = "hidden_size", heads: str = "num_attention_heads", feed_forward: str = "intermediate_size",
-        activation: str = "hidden_act",
-    ) -> BlockShape:
-        """Shape of an encoder's block."""
+    def block_shape(self, width: str, heads: str, feed_forward: str, activation: str) -> BlockShape:
+        """Shape of an encoder's block, from the values of these names."""
         shape = BlockShape(
             self.integer(width), self.integer(heads), self.integer(feed_forward), self.activation(activation),
             self.number("layer_norm_eps", 1e-12),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch, Rotary, T
-from archerfish.layers.decoder import Attention, BlockNorms, DecoderBlock, GatedMLP, HeadNorms, RMSNorm
+from archerfish.layers.decoder import Attention, BlockNorms, DecoderBlock, GatedMLP, RMSNorm
 from archerfish.layers.rotary import RotaryConfig, read_rotary, rotary_table
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import ModelAdapter
@@ -53,14 +53,12 @@ class LlamaModel(ModelAdapter[T]):
         return DecoderBlock(attention, mlp, self.norms(weights))
 
     def attention(self, weights: Weights[T], layer: int) -> Attention[T]:
-        bias, heads, norms = self.config.flag("attention_bias") or None, self.heads(layer), None
-        if self.has_head_norms:
-            names = ("q_norm.weight", "k_norm.weight")
-            query, key = (weights.vector(name, heads.head_dim, plus=self.norm_plus) for name in names)
-            norms = HeadNorms(query, key, self.config.number("rms_norm_eps", self.eps))
+        bias, heads = self.config.flag("attention_bias") or None, self.heads(layer)
+        names = ("q_norm", "k_norm") if self.has_head_norms else ()
+        norms = {name: weights.vector(f"{name}.weight", heads.head_dim, plus=self.norm_plus) for name in names}
         return Attention(
-            weights, self.width, heads, self.rotary(layer), is_fused=self.is_fused,
-            qkv_bias=self.has_qkv_bias or bias, out_bias=bias, norms=norms,
+            weights, self.width, heads, self.rotary(layer), is_fused=self.is_fused, qkv_bias=self.has_qkv_bias or bias,
+            out_bias=bias, eps=self.config.number("rms_norm_eps", self.eps), **norms,
         )
 
     def mlp(self, weights: Weights[T]) -> GatedMLP[T] | Callable[[T], T]:

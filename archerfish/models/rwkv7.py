@@ -28,27 +28,26 @@ from collections.abc import Sequence
 from typing import ClassVar, Generic
 
 from archerfish.errors import UnsupportedModelError
-from archerfish.kernels.ops import Activation, Ops, T
+from archerfish.kernels.ops import Activation, NormWeights, Ops, T
 from archerfish.kernels.recurrent import (
     BlockWeights,
     ChannelWeights,
     HeadInputs,
     HeadWeights,
     LowRankWeights,
-    NormWeights,
     RecurrentBatch,
     RecurrentOps,
     StateLayer,
     StateShape,
     TimeWeights,
 )
-from archerfish.layers.encoder import LayerNorm
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import ModelAdapter
 from archerfish.models.config import Config
 
 MIXES = "rwkvag"  # what the time mix computes from a token and the one before it, in this order
 HEAD_DIM = 64
+NORM_EPS = 1e-5  # where the configuration does not say
 HEAD_NORM_EPS = 64e-5  # for heads of any size, and independent of the other norms
 RANKS = {"w": "decay_low_rank_dim", "a": "a_low_rank_dim", "v": "v_low_rank_dim", "g": "gate_low_rank_dim"}
 UNBOUNDED = 1 << 20  # tokens: a state does not grow, so that a model's length is no more than what it was trained for
@@ -60,11 +59,10 @@ class Rwkv7Model(ModelAdapter[T]):
     def __init__(self, weights: Weights[T], config: Config, max_len: int) -> None:
         super().__init__(weights, config, max_len)
         shape, vocab_size = self.memory_shape(config), self.vocab_size(config)
-        eps = config.number("norm_eps", 1e-5)
         body = weights.scope("model")
         self.embedding = body.table("embeddings.weight", vocab_size, shape.width)
         self.blocks = [Rwkv7Block(body.scope(f"layers.{i}"), config, shape, i) for i in range(shape.num_layers)]
-        self.norm = LayerNorm(body, "norm", shape.width, eps)
+        self.norm = body.layer_norm("norm", shape.width, config.number("norm_eps", NORM_EPS))
         self.head = weights.linear("lm_head", vocab_size, shape.width, bias=False)
 
     def forward(self, batch: RecurrentBatch[T], layers: Sequence[StateLayer[T]]) -> T:
@@ -72,7 +70,7 @@ class Rwkv7Model(ModelAdapter[T]):
         last = self.blocks[-1]
         for block, layer in zip(self.blocks, layers, strict=True):
             x, first_value = block(x, first_value, batch, layer, batch.kept_rows if block is last else None)
-        return self.norm(x)
+        return self.ops.layer_norm(x, self.norm)
 
     def logits(self, hidden: T) -> T:
         return self.ops.logits(hidden, self.head)
@@ -95,13 +93,10 @@ class Rwkv7Block(Generic[T]):
     def __init__(self, weights: Weights[T], config: Config, shape: StateShape, layer: int) -> None:
         self.ops: Ops[T] = weights.ops
         self.recurrent: RecurrentOps[T] = weights.ops.recurrent()
-        eps = config.number("norm_eps", 1e-5)
+        eps = config.number("norm_eps", NORM_EPS)
         width, ffn = shape.width, weights.scope("ffn")
         feed_forward = config.integer("intermediate_size", 4 * width)
-        time_norm, channel_norm = (
-            NormWeights(weights.vector(f"{name}.weight", width), weights.vector(f"{name}.bias", width), eps)
-            for name in ("attn_norm", "ffn_norm")
-        )
+        time_norm, channel_norm = (weights.layer_norm(name, width, eps) for name in ("attn_norm", "ffn_norm"))
         self.weights = BlockWeights(
             time=time_weights(weights.scope("attn"), time_norm, config, shape, layer),
             channel=ChannelWeights(
@@ -129,8 +124,8 @@ class Rwkv7Block(Generic[T]):
         self, x: T, first_value: T | None, batch: RecurrentBatch[T], layer: StateLayer[T]
     ) -> tuple[T, T]:
         """The sum with the time mix, and the mix's values, before any of the first layer's."""
-        ops, weights, norm = self.ops, self.weights.time, self.weights.time.norm
-        h = ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
+        ops, weights = self.ops, self.weights.time
+        h = ops.layer_norm(x, weights.norm)
         r, w, k, v, a, g = self.recurrent.shift(h, layer.time_input, batch, weights.factors)
         value = ops.linear(v, weights.value)
         inputs = HeadInputs(
@@ -144,8 +139,8 @@ class Rwkv7Block(Generic[T]):
 
     def mix_channels(self, x: T, batch: RecurrentBatch[T], layer: StateLayer[T], kept_rows: T | None) -> T:
         """The sum with the channel mix."""
-        ops, weights, norm = self.ops, self.weights.channel, self.weights.channel.norm
-        h = ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
+        ops, weights = self.ops, self.weights.channel
+        h = ops.layer_norm(x, weights.norm)
         (k,) = self.recurrent.shift(h, layer.channel_input, batch, weights.factor)
         if kept_rows is not None:
             k, x = ops.rows(k, kept_rows), ops.rows(x, kept_rows)

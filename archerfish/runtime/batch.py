@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -43,31 +43,6 @@ class BlockTables:
         return self._blocks[rows, places]
 
 
-def build_batch(
-    ops: Ops[T], *, tokens: Sequence[Sequence[int] | Ids], starts: Sequence[int], blocks: Sequence[Sequence[int]],
-    block_size: int, **options: Any,
-) -> PagedBatch[T]:
-    """`pack_batch` of lists: the new tokens of each sequence, where they begin, and its blocks."""
-    token_ids, query_lens = join_tokens(tokens)
-    return pack_batch(ops, token_ids, query_lens, np.asarray(starts, np.int64), pad_tables(blocks), block_size, **options)
-
-
-def build_recurrent_batch(
-    ops: Ops[T], *, tokens: Sequence[Sequence[int] | Ids], starts: Sequence[int], blocks: Sequence[Sequence[int]],
-    block_size: int, **options: Any,
-) -> RecurrentBatch[T]:
-    """`pack_recurrent_batch` of lists."""
-    token_ids, query_lens = join_tokens(tokens)
-    begins = np.asarray(starts, np.int64)
-    return pack_recurrent_batch(ops, token_ids, query_lens, begins, pad_tables(blocks), block_size, **options)
-
-
-def join_tokens(tokens: Sequence[Sequence[int] | Ids]) -> tuple[Ids, Ids]:
-    """All tokens one after the other, and how many each sequence has."""
-    query_lens = np.fromiter(map(len, tokens), np.int64, len(tokens))
-    return np.fromiter(chain.from_iterable(tokens), np.int64, int(query_lens.sum())), query_lens
-
-
 def pad_tables(blocks: Sequence[Sequence[int]]) -> Ids:
     """Lists of blocks as the rows of one array, filled up with 0."""
     lengths = np.fromiter(map(len, blocks), np.int64, len(blocks))
@@ -79,7 +54,7 @@ def pad_tables(blocks: Sequence[Sequence[int]]) -> Ids:
 
 def fill_up(ops: Ops[T], rows: Ids) -> T:
     """Rows that are wanted on the device, and as many more as make a number that the backend likes."""
-    return ops.ids(np.pad(rows, (0, ops.padded_rows(max(1, len(rows))) - len(rows))))
+    return ops.tensor(np.pad(rows, (0, ops.padded_rows(max(1, len(rows))) - len(rows))))
 
 
 def pack_batch(
@@ -105,8 +80,8 @@ def pack_batch(
     rows[2, :num_tokens] = block_tables[sequence, positions // block_size] * block_size + positions % block_size
     return PagedBatch(
         num_tokens=num_tokens, num_decodes=num_decodes, query_lens=query_lens, context_lens=starts + query_lens,
-        token_ids=ops.ids(rows[0]), positions=ops.ids(rows[1]), slots=ops.ids(rows[2]), block_tables=ops.ids(block_tables),
-        block_size=block_size, is_deterministic=is_deterministic,
+        token_ids=ops.tensor(rows[0]), positions=ops.tensor(rows[1]), slots=ops.tensor(rows[2]),
+        block_tables=ops.tensor(block_tables), block_size=block_size, is_deterministic=is_deterministic,
         num_shared=find_shared(block_tables[:num_decodes], block_size) if ops.is_async else 0,
         kept_rows=None if kept_rows is None else fill_up(ops, kept_rows),
     )
@@ -140,10 +115,20 @@ def pack_recurrent_batch(
     rows[1, piece_starts[first_pieces[:-1]]] = -1 - sources[first_pieces[:-1]]
     return RecurrentBatch(
         num_tokens=num_tokens, num_decodes=num_decodes, query_lens=query_lens, piece_counts=counts, piece_lens=piece_lens,
-        token_ids=ops.ids(rows[0]), previous=ops.ids(rows[1]), sources=ops.ids(sources), targets=ops.ids(targets),
-        starts=ops.ids(piece_starts), first_pieces=ops.ids(first_pieces), is_deterministic=is_deterministic,
+        token_ids=ops.tensor(rows[0]), previous=ops.tensor(rows[1]), sources=ops.tensor(sources), targets=ops.tensor(targets),
+        starts=ops.tensor(piece_starts), first_pieces=ops.tensor(first_pieces), is_deterministic=is_deterministic,
         kept_rows=None if kept_rows is None else fill_up(ops, kept_rows),
     )
+
+
+def build_batch(
+    ops: Ops[T], *, tokens: Sequence[Sequence[int] | Ids], starts: Sequence[int], blocks: Sequence[Sequence[int]],
+    block_size: int, pack: Callable[..., Any] = pack_batch, **options: Any,
+) -> Any:
+    """What `pack` makes of lists: the new tokens of each sequence, where they begin, and its blocks."""
+    query_lens = np.fromiter(map(len, tokens), np.int64, len(tokens))
+    token_ids = np.fromiter(chain.from_iterable(tokens), np.int64, int(query_lens.sum()))
+    return pack(ops, token_ids, query_lens, np.asarray(starts, np.int64), pad_tables(blocks), block_size, **options)
 
 
 def find_shared(tables: Ids, block_size: int) -> int:

@@ -66,7 +66,7 @@ class RecordedPasses(ABC, Generic[T, K]):
         """The inputs of a recorded pass, and what repeats it and gives its result."""
         found = self._recorded.get(kind)
         if found is None:
-            inputs = self.ops.ids(self.empty_inputs(kind).copy())
+            inputs = self.ops.tensor(self.empty_inputs(kind).copy())
             try:
                 repeat = self.ops.capture(lambda: self.compute(kind, inputs))
             except Exception:  # such as a lack of memory: the pass can still be run

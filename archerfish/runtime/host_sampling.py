@@ -40,7 +40,10 @@ def sample_row(
     check_whole("position", position, 0, MAX_POSITION)
     row = host_row(logits)
     first, end = check_range(first, end, len(row))
-    row = without(row[first:end], [token_id - first for token_id in check_masked(masked) if first <= token_id < end])
+    row, hidden = row[first:end], [token_id - first for token_id in check_masked(masked) if first <= token_id < end]
+    if hidden:
+        row = row.copy()
+        row[hidden] = -math.inf
     highest = row.max()
     if not math.isfinite(highest):
         raise failure(NONE_LEFT if highest == -math.inf else NOT_FINITE, "These logits")
@@ -119,15 +122,6 @@ def check_range(first: Any, end: Any, size: int) -> tuple[int, int]:
 
 def check_masked(masked: Iterable[int]) -> list[int]:
     return [whole_number("A masked token", token_id) for token_id in items_of("masked", masked, "a list of token ids")]
-
-
-def without(row: Row, places: list[int]) -> Row:
-    """The row with -inf at some places; a copy if there are any."""
-    if not places:
-        return row
-    row = row.copy()
-    row[places] = -math.inf
-    return row
 
 
 def whole_number(what: str, value: Any) -> int:

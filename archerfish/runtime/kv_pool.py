@@ -11,8 +11,8 @@ from archerfish.config import EngineConfig
 from archerfish.errors import DeviceError, InvalidOptionError, OutOfMemoryError
 from archerfish.kernels.decoding import DecodeState
 from archerfish.kernels.machine import memory
-from archerfish.kernels.ops import KVLayer, Ops, PagedBatch, T
-from archerfish.kernels.recurrent import FIRST_SLOT, RecurrentBatch, StateShape
+from archerfish.kernels.ops import KVLayer, Ops, T
+from archerfish.kernels.recurrent import FIRST_SLOT, StateShape
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.models.adapter import KVShape, MemoryShape
 from archerfish.runtime.batch import pack_batch, pack_recurrent_batch
@@ -69,9 +69,7 @@ class KVCachePool(MemoryPool[T]):
     def new_decode_state(self, num_rows: int, max_len: int) -> DecodeState[T]:
         return self.ops.new_decode_state(num_rows, -(-max_len // self.block_size))
 
-    def decode_batch(
-        self, inputs: T, state: DecodeState[T], *, is_shared: bool
-    ) -> tuple[PagedBatch[T], SamplingBatch[T]]:
+    def decode_batch(self, inputs: T, state: DecodeState[T], *, is_shared: bool) -> tuple[Any, SamplingBatch[T]]:
         return self.ops.decode_batch(inputs, state, self.block_size, is_shared=is_shared)
 
 
@@ -93,22 +91,8 @@ class StatePool(MemoryPool[T]):
     def new_decode_state(self, num_rows: int, max_len: int) -> DecodeState[T]:
         return self.ops.new_decode_state(num_rows, 1)  # both blocks of a step travel with it
 
-    def decode_batch(
-        self, inputs: T, state: DecodeState[T], *, is_shared: bool
-    ) -> tuple[RecurrentBatch[T], SamplingBatch[T]]:
+    def decode_batch(self, inputs: T, state: DecodeState[T], *, is_shared: bool) -> tuple[Any, SamplingBatch[T]]:
         return self.recurrent.decode_batch(inputs, state)
-
-
-_POOLS: dict[str, type[KVCachePool[Any]]] = {}  # by device, where it is not KVCachePool
-
-
-def register_kv_pool(device: str, pool: type[KVCachePool[Any]]) -> None:
-    """Use another pool for a device, such as one over memory of the user's own."""
-    _POOLS[device] = pool
-
-
-def kv_pool_class(device: str) -> type[KVCachePool[Any]]:
-    return _POOLS.get(device, KVCachePool)
 
 
 @dataclass(frozen=True)
@@ -139,13 +123,13 @@ def work_bytes(shapes: Collection[tuple[int, ...]], vocab_size: int, step_tokens
     return step_tokens * per_token + max_num_seqs * (2 * logits + counts)
 
 
-def allocate_pool(device: str, ops: Ops[T], shape: MemoryShape, plan: MemoryPlan) -> tuple[MemoryPool[T], MemoryPlan]:
+def allocate_pool(ops: Ops[T], shape: MemoryShape, plan: MemoryPlan) -> tuple[MemoryPool[T], MemoryPlan]:
     """A pool as planned; where a GPU has less room than it said, a smaller one."""
     for _ in range(MAX_SHRINKS):
         try:
             if isinstance(shape, StateShape):
                 return StatePool(ops, shape, plan.num_blocks, plan.block_size), plan
-            return kv_pool_class(device)(ops, shape, plan.num_blocks, plan.block_size), plan
+            return KVCachePool(ops, shape, plan.num_blocks, plan.block_size), plan
         except OutOfMemoryError:
             ops.free_unused()
             tried, reason = plan, f"{plan.num_blocks:,} blocks did not fit"

@@ -85,14 +85,11 @@ class ModelRunner(Generic[T]):
         if self.ops.can_record and not is_deterministic and pool.records_decodes:
             self._graphs = DecodeGraphs(model, pool, self.sampler, num_rows=max_num_seqs, max_len=model.max_len)
             self._prompts = PromptGraphs(model, pool) if pool.has_keys else None
-        if not self.ops.is_async and executor is not None:
-            executor.submit(self.ops.start_thread, num_threads).result()
-            self._thread = executor
-        elif not self.ops.is_async:
-            self._thread = ThreadPoolExecutor(
-                1, thread_name_prefix="archerfish-step", initializer=self.ops.start_thread, initargs=(num_threads,)
-            )
-        self._last_tokens = self._graphs.state.last_tokens if self._graphs else self.ops.ids(np.zeros(max_num_seqs, np.int64))
+        if not self.ops.is_async:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="archerfish-step") if executor is None else executor
+            self._thread.submit(self.ops.start_thread, num_threads).result()
+        tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self._last_tokens = self._graphs.state.last_tokens if self._graphs else self.ops.tensor(tokens)
 
     def launch(self, step: StepInput) -> RunningStep:
         """Start computing a step after all that was launched before."""
@@ -117,7 +114,7 @@ class ModelRunner(Generic[T]):
         ops, size = self.ops, self.pool.block_size
         with ops.computing():
             first = np.zeros(1, dtype=np.int64)
-            zero, one = ops.ids(first), ops.floats(np.ones(1))
+            zero, one = ops.tensor(first), ops.tensor(np.ones(1))
             for kind in WARM_UPS:
                 lens = [(min(new, self.model.max_len), min(context, self.model.max_len)) for new, context in kind]
                 query_lens, contexts = np.asarray(lens, dtype=np.int64).T

@@ -126,7 +126,7 @@ class FastSampler(Generic[T]):
         started = time.perf_counter()
         ops, batch, metrics = self.ops, self._batch_for(rows, positions), self.metrics
         if masks is not None:
-            batch = dataclasses.replace(batch, masks=sampling.Masks(ops.ids(masks[0]), ops.ids(masks[1])))
+            batch = dataclasses.replace(batch, masks=sampling.Masks(ops.tensor(masks[0]), ops.tensor(masks[1])))
         drawn = ops.sample(logits, batch)
         fetch_report, fetch_scores = ops.fetch(drawn.report), None
         wanted = {i: self._num_top[row] for i, row in enumerate(rows.tolist()) if row in self._num_top} if self._num_top else {}
@@ -170,7 +170,7 @@ class FastSampler(Generic[T]):
             self.metrics.memory_allocations += 1
         if self._batch.temperature is None:
             return self._batch
-        return dataclasses.replace(self._batch, positions=self.ops.ids(positions))
+        return dataclasses.replace(self._batch, positions=self.ops.tensor(positions))
 
     def _enter_stages(self, rows: Ids, positions: Ids) -> None:
         """Set the parameters of rows that reach another stage. The stage follows from the position alone."""
@@ -197,7 +197,7 @@ class FastSampler(Generic[T]):
         banned = {i: self._stop_ids[int(rows[i])] for i in waiting.tolist() if len(self._stop_ids.get(int(rows[i]), NO_IDS))}
         batch: sampling.SamplingBatch[T] = sampling.SamplingBatch(
             bias=self._entries({i: ids for i, (ids, _) in bias.items()}) if bias else None,
-            bias_values=ops.floats(np.concatenate([values for _, values in bias.values()])) if bias else None,
+            bias_values=ops.tensor(np.concatenate([values for _, values in bias.values()])) if bias else None,
             banned=self._entries(banned) if banned else None,
             penalties=self._penalties(part, rows) if part["is_penalised"].any() else None,
             ranges=self._ranges(part) if part["is_ranged"].any() else None,
@@ -210,10 +210,10 @@ class FastSampler(Generic[T]):
         is_long = ~is_greedy & ~is_short & ((top_k != sampling.TOP_K_OFF) | (top_p <= 1))
         return dataclasses.replace(
             batch,
-            temperature=ops.floats(np.where(is_greedy, 1.0, part["temperature"])),
-            is_greedy=ops.ids(is_greedy.astype(np.int64)) if is_greedy.any() else None,
-            keys=ops.ids(np.ascontiguousarray(part["key"])),
-            min_p=ops.floats(np.ascontiguousarray(part["min_p"])) if part["min_p"].any() else None,
+            temperature=ops.tensor(np.where(is_greedy, 1.0, part["temperature"])),
+            is_greedy=ops.tensor(is_greedy.astype(np.int64)) if is_greedy.any() else None,
+            keys=ops.tensor(np.ascontiguousarray(part["key"])),
+            min_p=ops.tensor(np.ascontiguousarray(part["min_p"])) if part["min_p"].any() else None,
             short_cuts=self._cuts(part, is_short) if is_short.any() else None,
             long_cuts=self._cuts(part, is_long) if is_long.any() else None,
             has_uncut=not (is_greedy | is_short | is_long).all(),
@@ -221,28 +221,28 @@ class FastSampler(Generic[T]):
 
     def _ranges(self, part: npt.NDArray[Any]) -> sampling.Ranges[T]:
         first, end, offset = (np.ascontiguousarray(part[name]) for name in ("first", "end", "offset"))
-        ids = self.ops.ids
+        ids = self.ops.tensor
         return sampling.Ranges(ids(first), ids(end), ids(offset), (int(first.min()), int(end.max())))
 
     def _cuts(self, part: npt.NDArray[Any], is_cut: npt.NDArray[np.bool_]) -> sampling.Cuts[T]:
         places = np.flatnonzero(is_cut)
         top_k, ops = part["top_k"][places], self.ops
-        return sampling.Cuts(ops.ids(places), ops.ids(top_k), ops.floats(part["top_p"][places]), int(top_k.max()))
+        return sampling.Cuts(ops.tensor(places), ops.tensor(top_k), ops.tensor(part["top_p"][places]), int(top_k.max()))
 
     def _entries(self, ids: dict[int, Ids]) -> sampling.Entries[T]:
         rows = np.repeat(np.fromiter(ids, dtype=np.int64), [len(some) for some in ids.values()])
-        return sampling.Entries(self.ops.ids(rows), self.ops.ids(np.concatenate(list(ids.values()))))
+        return sampling.Entries(self.ops.tensor(rows), self.ops.tensor(np.concatenate(list(ids.values()))))
 
     def _penalties(self, part: npt.NDArray[Any], rows: Ids) -> sampling.Penalties[T]:
         assert self._counts is not None
         places = np.flatnonzero(part["is_penalised"])
         some = part[places]
         given = {
-            name: self.ops.floats(np.ascontiguousarray(some[name])) if (some[name] != off).any() else None
+            name: self.ops.tensor(np.ascontiguousarray(some[name])) if (some[name] != off).any() else None
             for name, off in (("repetition", 1.0), ("presence", 0.0), ("frequency", 0.0))
         }
         slots = rows[places]
-        return sampling.Penalties(self.ops.ids(places), self._counts, slots, self.ops.ids(slots), **given)
+        return sampling.Penalties(self.ops.tensor(places), self._counts, slots, self.ops.tensor(slots), **given)
 
 
 def is_plain(entry: RowEntry) -> bool:
@@ -254,7 +254,7 @@ def is_plain(entry: RowEntry) -> bool:
 
 def prompt_logprobs(ops: Ops[T], logits: T, next_tokens: list[int], num_top: int) -> Callable[[], list[TokenLogprobs]]:
     """Log-probabilities of the tokens that followed, one for each row of float32 logits; the result waits for them."""
-    scores = ops.token_logprobs(logits, ops.ids(np.asarray(next_tokens, dtype=np.int64)), num_top)
+    scores = ops.token_logprobs(logits, ops.tensor(np.asarray(next_tokens, dtype=np.int64)), num_top)
     fetch = fetch_logprobs(ops, scores)
     return lambda: fetch(next_tokens, [num_top] * len(next_tokens))
 

@@ -12,12 +12,13 @@ from unittest.mock import MagicMock, call
 import numpy as np
 import pytest
 
-from archerfish.bench import embed, engines, generate, gpu, rwkv, scheduler, store
+from archerfish.bench import embed, engines, generate, gpu, kernels, rwkv, scheduler, store
 from archerfish.bench.report import BenchReport, Found
 from archerfish.bench.worker import EngineGroup, WorkerError
 from archerfish.cli.main import main
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig
 from archerfish.errors import InvalidOptionError, UnsupportedModelError
+from archerfish.kernels.torch.reference import TorchOps
 from tests.engine.tiny_llama import VOCAB, tiny_config
 from tests.store.models import write_model
 
@@ -311,3 +312,11 @@ def test_embed_texts_have_their_lengths_and_are_repeatable() -> None:
     assert {len(text.split()) for text in texts["128 tokens, texts/s"]} == {126}
     lengths = [len(text.split()) for text in texts["5-256 tokens, texts/s"]]
     assert min(lengths) >= 3 and max(lengths) <= 254
+
+
+def test_a_batch_over_blocks_for_kernels_shares_its_first_ones() -> None:
+    heads = kernels.head_shape()
+    batch, kv = kernels.block_batch(TorchOps(), heads, [(1, 40), (1, 33)], num_shared=16)
+    tables = batch.block_tables
+    assert tables.shape == (2, 3) and tables[0, 0] == tables[1, 0] and tables[0, 1] != tables[1, 1]
+    assert kv.keys.shape[0] == 1 + 2 + 2

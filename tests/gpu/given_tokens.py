@@ -93,7 +93,7 @@ class GivenTokens:
         ops.set_tables(state, np.arange(num), tables)
         words = ops.host_buffer(NUM_INPUTS * size).reshape(NUM_INPUTS, size)
         words[Input.ROW], words[Input.POSITION] = num, FILLING_POSITION
-        inputs = ops.ids(words.copy())
+        inputs = ops.tensor(words.copy())
 
         def step() -> Tensor:
             batch, _ = ops.decode_batch(inputs, state, BLOCK_SIZE, is_shared=self.num_shared > 0)

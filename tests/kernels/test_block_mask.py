@@ -95,7 +95,7 @@ def test_a_mask_may_be_of_integers_and_of_any_layout() -> None:
     q, mask = random(6, 32), random_mask(16, 4, 4)
     expected = ops.paged_attention(q, kv, batch, heads, mask=mask)
     table = mask.visible.cpu().numpy()
-    for other in (ops.ids(table.astype(np.int64) * 256), ops.ids(table.T.astype(np.int64).copy()).T):
+    for other in (ops.tensor(table.astype(np.int64) * 256), ops.tensor(table.T.astype(np.int64).copy()).T):
         assert torch.equal(ops.paged_attention(q, kv, batch, heads, mask=BlockMask(16, other)), expected)
 
 

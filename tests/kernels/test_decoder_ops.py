@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archerfish.kernels.ops import Activation, HeadShape, KVLayer
+from archerfish.kernels.ops import Activation, HeadShape, KVLayer, Rotation
 from archerfish.kernels.torch.cpu import ROW_STEP, SPLIT_SAVES, TorchCpuOps, group_lengths, is_available, lay_out
-from archerfish.kernels.torch.reference import TorchOps, activate
+from archerfish.kernels.torch.reference import ACTIVATIONS, TorchOps
 from tests.kernels.paged import batch_over
 
 BACKENDS = [TorchOps, TorchCpuOps]
@@ -124,7 +124,7 @@ def test_store_kv_written_out(backend: type[TorchOps], rotary_dim: int, is_norme
     rotary = ops.rotary(table, rotary_dim) if rotary_dim else None
     norms = (random(16), random(16)) if is_normed else (None, None)
     qkv = random(ops.padded_rows(8), 8 * 16)
-    out = ops.store_kv(qkv, kv, batch, heads, rotary, q_norm=norms[0], k_norm=norms[1], eps=1e-3)
+    out = ops.store_kv(qkv, kv, batch, heads, Rotation(rotary, norms[0], norms[1], 1e-3))
     assert out.shape == (len(qkv), 64)
     written = set()
     for row, (position, slot) in enumerate(zip((4, 6, 7, 8, 0, 1, 2, 3), batch.slots.tolist(), strict=False)):
@@ -199,7 +199,7 @@ def test_rms_norm_of_zeros_and_of_large_numbers(backend: type[TorchOps], dtype: 
 @pytest.mark.parametrize("activation", get_args(Activation))
 def test_gated(backend: type[TorchOps], activation: Activation) -> None:
     x = random(5, 24)
-    torch.testing.assert_close(backend().gated(x, activation), activate(x[:, :12], activation) * x[:, 12:])
+    torch.testing.assert_close(backend().gated(x, activation), ACTIVATIONS[activation](x[:, :12]) * x[:, 12:])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -11,7 +11,7 @@ import torch
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, TYPES, batch_over, combine, in_float32, random, untraced
 
 from tests.kernels.triton_support import assert_near, captured, expect_attention, small_ops  # isort: skip
-from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch  # isort: skip (triton must be told to interpret first)
+from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch, Rotation  # isort: skip (triton must interpret)
 from archerfish.kernels.torch.reference import TorchOps  # isort: skip
 from archerfish.kernels.triton.plan import AttentionPlan, Tile, choose_shared_parts, choose_splits  # isort: skip
 from archerfish.kernels.triton.plan import find_plan, send_pieces  # isort: skip
@@ -325,14 +325,12 @@ def test_new_keys(shape: tuple[HeadShape, bool, bool, int], num_splits: int, dty
     lengths = torch.tensor([context for _, context in STORING], dtype=torch.int32, device=DEVICE)
     find_plan.keep(AttentionPlan(lengths, lengths, lengths, num_splits=num_splits), batch)
     table = np.random.default_rng(0).normal(size=(40, heads.head_dim)).astype(np.float32)
-    rotary = ops.rotary(table, heads.head_dim) if has_rotary else None
     norms = (random(heads.head_dim), random(heads.head_dim)) if is_normed else (None, None)
+    rotation = Rotation(ops.rotary(table, heads.head_dim) if has_rotary else None, norms[0], norms[1], 1e-3)
     qkv = random(len(STORING), (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim, dtype=dtype)
-    out = ops.store_and_attend(qkv, kv, batch, heads, rotary, q_norm=norms[0], k_norm=norms[1], eps=1e-3)
+    out = ops.store_and_attend(qkv, kv, batch, heads, rotation)
     plain = replace(batch)
-    expected = reference.store_and_attend(
-        qkv.float(), wide, plain, heads, rotary, q_norm=norms[0], k_norm=norms[1], eps=1e-3
-    )
+    expected = reference.store_and_attend(qkv.float(), wide, plain, heads, rotation)
     assert not ops.num_stores
     assert out.dtype == qkv.dtype
     for found, wanted in ((out, expected), (kv.keys, wide.keys), (kv.values, wide.values)):
@@ -346,7 +344,7 @@ def test_filling_stores_nothing() -> None:
     lengths = torch.tensor([5, 0], dtype=torch.int32, device=DEVICE)
     find_plan.keep(AttentionPlan(lengths, lengths, lengths), batch)
     qkv, before = random(2, 64), kv.values.clone()
-    out = ops.store_and_attend(qkv, kv, batch, heads, None)
+    out = ops.store_and_attend(qkv, kv, batch, heads, Rotation())
     slot = int(batch.slots[0])
     before[slot // 4, slot % 4] = qkv[0, 48:]
     torch.testing.assert_close(kv.values, before, atol=0, rtol=0, equal_nan=True)
@@ -364,11 +362,11 @@ def test_other_batches_are_stored_first(kind: str) -> None:
         find_plan.keep(AttentionPlan(length, length, length, shared_len=nothing), batch)
     rotary_dim = 16 if kind == "half turned" else heads.head_dim
     table = np.random.default_rng(0).normal(size=(9, rotary_dim)).astype(np.float32)
-    rotary = ops.rotary(table, rotary_dim)
+    rotation = Rotation(ops.rotary(table, rotary_dim))
     wide, plain = in_float32(kv), replace(batch)
     qkv = random(batch.num_tokens, 4 * heads.head_dim)
-    out = ops.store_and_attend(qkv, kv, batch, heads, rotary)
-    expected = TorchOps(DEVICE).store_and_attend(qkv, wide, plain, heads, rotary)
+    out = ops.store_and_attend(qkv, kv, batch, heads, rotation)
+    expected = TorchOps(DEVICE).store_and_attend(qkv, wide, plain, heads, rotation)
     assert ops.num_stores == 1
     assert_near(out, expected, factor=2)
 
@@ -387,7 +385,7 @@ def test_decodes_can_be_captured() -> None:
     qkv, weight = random(4, 12 * 64, dtype="bfloat16"), random(512)
 
     def step() -> Tensor:
-        out = ops.paged_attention(ops.store_kv(qkv, kv, static, heads, rotary), kv, static, heads)
+        out = ops.paged_attention(ops.store_kv(qkv, kv, static, heads, Rotation(rotary)), kv, static, heads)
         return ops.gated(ops.rms_norm(out, weight, 1e-5, residual=out)[0], "silu")
 
     graph, out = captured(step)

@@ -16,7 +16,7 @@ from archerfish.engine import inference_core  # isort: skip (triton must be told
 from archerfish.errors import UnreachableError  # isort: skip
 from archerfish.store.names import resolve_model  # isort: skip
 from archerfish.engine.inference_core import RECORDED_TOKENS, InferenceCore  # isort: skip
-from archerfish.kernels.ops import Pooling, Segments  # isort: skip
+from archerfish.kernels.ops import NormWeights, Pooling, Segments  # isort: skip
 from archerfish.kernels.torch.reference import TorchOps  # isort: skip
 from archerfish.kernels.triton.encoder import FixedInputs, lay_out  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
@@ -100,18 +100,18 @@ def test_tiles_suit_the_lengths_and_layers_share_them() -> None:
 def test_layer_norm(width: int, dtype: str) -> None:
     torch.manual_seed(0)
     ops, reference = TritonOps(DEVICE, dtype), TorchOps(DEVICE)
-    weight, bias = random(width), random(width)
+    norm = NormWeights(random(width), random(width), 1e-5)
     x = random(9, 2 * width, dtype=dtype)[:7, :width] * 3 + 5
     for given in (x, x.float()):
-        out = ops.layer_norm(given, weight, bias, 1e-5)
+        out = ops.layer_norm(given, norm)
         assert out.dtype == ops.torch_dtype
-        expected = reference.layer_norm(given.float(), weight, bias, 1e-5)
+        expected = reference.layer_norm(given.float(), norm)
         assert_near(out, expected, dtype)
     matrix, shift, x = random(width, 24, dtype=dtype) / 24, random(width, dtype=dtype), random(7, 24, dtype=dtype)
     residual = random(7, width, dtype=dtype)
-    out = ops.linear_layer_norm(x, ops.linear_weight([{"weight": matrix}], [shift]), residual, weight, bias, 1e-5)
+    out = ops.linear_layer_norm(x, ops.linear_weight([{"weight": matrix}], [shift]), residual, norm)
     wide = reference.linear_weight([{"weight": matrix.float()}], [shift.float()])
-    expected = reference.linear_layer_norm(x.float(), wide, residual.float(), weight, bias, 1e-5)
+    expected = reference.linear_layer_norm(x.float(), wide, residual.float(), norm)
     assert out.dtype == ops.torch_dtype
     assert_near(out, expected, dtype, factor=2)
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.kernels.triton_support import DEVICE, TYPES, assert_near, batch_over, in_float32, random, untraced
 
-from archerfish.kernels.ops import Activation, HeadShape  # isort: skip (triton must be told to interpret first)
+from archerfish.kernels.ops import Activation, HeadShape, Rotation  # isort: skip (triton must be told to interpret first)
 from archerfish.kernels.torch.reference import TorchOps  # isort: skip
 from archerfish.kernels.triton.ops import FLOAT32_WIDTH, TritonOps  # isort: skip
 
@@ -31,11 +31,11 @@ def test_store_kv(
     batch, kv = batch_over(ops, ((1, 5), (1, 30), (3, 9), (4, 4)), block_size, heads, num_rows=11)
     wide = in_float32(kv)
     table = np.random.default_rng(0).normal(size=(30, max(rotary_dim, 1))).astype(np.float32)
-    rotary = ops.rotary(table, rotary_dim) if rotary_dim else None
-    q_norm, k_norm = (random(head_dim), random(head_dim)) if is_normed else (None, None)
+    norms = (random(head_dim), random(head_dim)) if is_normed else (None, None)
+    rotation = Rotation(ops.rotary(table, rotary_dim) if rotary_dim else None, norms[0], norms[1], 1e-3)
     qkv = random(11, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
-    q = ops.store_kv(qkv, kv, batch, heads, rotary, q_norm=q_norm, k_norm=k_norm, eps=1e-3)
-    expected = reference.store_kv(qkv.float(), wide, batch, heads, rotary, q_norm=q_norm, k_norm=k_norm, eps=1e-3)
+    q = ops.store_kv(qkv, kv, batch, heads, rotation)
+    expected = reference.store_kv(qkv.float(), wide, batch, heads, rotation)
     assert q.dtype == qkv.dtype
     num = batch.num_tokens
     for found, wanted in ((q[:num], expected[:num]), (kv.keys, wide.keys), (kv.values, wide.values)):
@@ -49,7 +49,7 @@ def test_a_negative_slot_is_not_stored() -> None:
     batch.slots[1] = -1
     before = kv.values.clone()
     qkv = random(2, 64)
-    ops.store_kv(qkv, kv, batch, heads, None)
+    ops.store_kv(qkv, kv, batch, heads, Rotation())
     slot = int(batch.slots[0])
     before[slot // 4, slot % 4] = qkv[0, 48:]
     torch.testing.assert_close(kv.values, before, atol=0, rtol=0, equal_nan=True)

@@ -73,7 +73,7 @@ class Passes:
 
     def of_device(self, size: int, spans: list[tuple[int, int]]) -> list[Tensor]:
         """Passes of a size over some spans of tokens, one after the other."""
-        inputs = self.ops.ids(np.zeros(Word.TOKENS + size + MAX_BLOCKS, dtype=np.int64))
+        inputs = self.ops.tensor(np.zeros(Word.TOKENS + size + MAX_BLOCKS, dtype=np.int64))
 
         def step() -> Tensor:
             batch = self.ops.prompt_batch(inputs, size, BLOCK_SIZE)
@@ -125,7 +125,7 @@ def test_inputs_of_decodes_become_the_batch_of_the_reference() -> None:
     words[Input.NUM_SHARED, 0] = 32
     words[FIRST_FLOAT:].view(np.float64)[:] = 1.0
     tables = np.random.default_rng(0).integers(0, 99, (6, 600))
-    inputs = ops.ids(words)
+    inputs = ops.tensor(words)
     found = []
     for one in (ops, reference):
         state = one.new_decode_state(6, 600)

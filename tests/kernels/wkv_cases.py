@@ -11,7 +11,7 @@ import torch
 from archerfish.kernels.recurrent import FIRST_SLOT, HeadInputs, HeadWeights, RecurrentBatch
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.kernels.torch.wkv import TorchRecurrentOps, WkvInputs, prepare_heads
-from archerfish.runtime.batch import build_recurrent_batch
+from archerfish.runtime.batch import build_batch, pack_recurrent_batch
 
 Tensor = torch.Tensor
 NUM_SLOTS = 90
@@ -63,8 +63,11 @@ def one_slot_batch(
 ) -> RecurrentBatch[Tensor]:
     """Sequences that go on from the states in their slots, and leave them there."""
     blocks = [[slot - FIRST_SLOT] for slot in slots]
-    starts = [1] * len(slots)
-    return build_recurrent_batch(ops or TorchOps(), tokens=tokens, starts=starts, blocks=blocks, block_size=WHOLE, **options)
+    batch: RecurrentBatch[Tensor] = build_batch(
+        ops or TorchOps(), tokens=tokens, starts=[1] * len(slots), blocks=blocks, block_size=WHOLE, pack=pack_recurrent_batch,
+        **options,
+    )
+    return batch
 
 
 def make_case(
@@ -100,8 +103,8 @@ def make_case(
     states[0] = 0
     for first, *_ in blocks:
         states[FIRST_SLOT + first] = torch.randn(num_heads, head_dim, head_dim).to(device)
-    batch = build_recurrent_batch(
+    batch = build_batch(
         ops, tokens=[[1] * length for length in lengths], starts=[start] * len(lengths), blocks=blocks, block_size=block_size,
-        num_rows=num_tokens + num_filling,
+        num_rows=num_tokens + num_filling, pack=pack_recurrent_batch,
     )
     return MixCase(inputs, weights, states, batch)

@@ -16,7 +16,7 @@ from archerfish.kernels.torch.reference import TorchOps
 from archerfish.layers.weights import Weights
 from archerfish.models.config import Config
 from archerfish.models.rwkv7 import Rwkv7Model
-from archerfish.runtime.batch import build_recurrent_batch
+from archerfish.runtime.batch import build_batch, pack_recurrent_batch
 from archerfish.store.sources import open_source
 
 Tensor = torch.Tensor
@@ -128,8 +128,8 @@ class RecurrentDriver:
             while len(self.blocks[i]) * self.block_size < self.num_computed[i]:
                 self.blocks[i].append(self.free.pop())
         blocks = [self.blocks[i] for i, _ in work]
-        batch = build_recurrent_batch(
-            self.ops, tokens=new, starts=starts, blocks=blocks, block_size=self.block_size,
+        batch = build_batch(
+            self.ops, tokens=new, starts=starts, blocks=blocks, block_size=self.block_size, pack=pack_recurrent_batch,
             kept_rows=np.cumsum([count for _, count in work]) - 1 if keeps_last else None,
         )
         with torch.inference_mode():

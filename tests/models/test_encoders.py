@@ -157,8 +157,7 @@ def test_an_architecture_can_be_added_from_outside(monkeypatch: pytest.MonkeyPat
     from archerfish.models import adapter
     from archerfish.models.bert import BertEncoder
 
-    monkeypatch.setattr(adapter, "ENCODERS", dict(adapter.ENCODERS))
-    adapter.register_encoder("mine", BertEncoder)
+    monkeypatch.setitem(adapter.ENCODERS, "mine", BertEncoder)
     model, config = make("bert", "Model")
     core = InferenceCore(model.state_dict(), {**config, "model_type": "mine"}, dtype="float32")
     assert core.run(batch_of(config["vocab_size"])).shape == (len(LENGTHS), 48)

@@ -11,7 +11,7 @@ from archerfish.kernels.torch.cpu import TorchCpuOps, padded_rows
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.params import SamplingParams
 from archerfish.runtime import batch as batch_module
-from archerfish.runtime.batch import BlockTables, build_batch, build_recurrent_batch, find_shared, pad_tables
+from archerfish.runtime.batch import BlockTables, build_batch, find_shared, pack_batch, pack_recurrent_batch, pad_tables
 from archerfish.step import NO_IDS, RowEntry, StepInput
 from tests.calls import num_calls
 
@@ -38,33 +38,33 @@ def test_tensors_are_filled_up_for_the_backend(num_rows: int, expected: int) -> 
         assert tensor.tolist() == real + [0] * (expected - 3)
 
 
-BUILDERS = pytest.mark.parametrize("build", [build_batch, build_recurrent_batch])
+PACKERS = pytest.mark.parametrize("pack", [pack_batch, pack_recurrent_batch])
 
 
-@BUILDERS
-def test_decodes_after_longer_ones_are_refused(build: Callable[..., object]) -> None:
+@PACKERS
+def test_decodes_after_longer_ones_are_refused(pack: Callable[..., object]) -> None:
     with pytest.raises(AssertionError, match="first"):
-        build(TorchOps(), tokens=[[1, 2], [3]], starts=[0, 0], blocks=[[0], [1]], block_size=4)
+        build_batch(TorchOps(), tokens=[[1, 2], [3]], starts=[0, 0], blocks=[[0], [1]], block_size=4, pack=pack)
 
 
-@BUILDERS
-def test_building_a_batch_calls_nothing_per_token(build: Callable[..., object]) -> None:
+@PACKERS
+def test_building_a_batch_calls_nothing_per_token(pack: Callable[..., object]) -> None:
     """The number of Python calls does not grow with the batch; how long they take is for benchmarks to say."""
     ops = TorchCpuOps()
 
     def calls(num: int) -> int:
         tokens, starts = [[i] for i in range(num)], list(range(100, 100 + num))
         blocks = [list(range(start // 16 + 1)) for start in starts]
-        return num_calls(lambda: build(ops, tokens=tokens, starts=starts, blocks=blocks, block_size=16))
+        return num_calls(lambda: build_batch(ops, tokens=tokens, starts=starts, blocks=blocks, block_size=16, pack=pack))
 
     assert calls(256) == calls(16)
 
 
 def test_tokens_over_states_are_cut_where_blocks_end() -> None:
     """A decode inside of a block, one that begins a block, a chunk over three blocks, and a prompt from its beginning."""
-    batch = build_recurrent_batch(
+    batch = build_batch(
         TorchOps(), tokens=[[5], [6], np.arange(10, 19), [1, 2, 3]], starts=[6, 8, 3, 0],
-        blocks=[[7, 2], [3, 9, 8], [4, 0, 5], [6]], block_size=4, num_rows=16,
+        blocks=[[7, 2], [3, 9, 8], [4, 0, 5], [6]], block_size=4, num_rows=16, pack=pack_recurrent_batch,
     )
     assert (batch.num_tokens, batch.num_decodes) == (14, 2)
     assert batch.query_lens.tolist() == [1, 1, 9, 3]

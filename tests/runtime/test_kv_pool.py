@@ -15,7 +15,7 @@ from archerfish.kernels.recurrent import EMPTY_SLOT, StateShape
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.models.adapter import KVShape
 from archerfish.runtime import kv_pool
-from archerfish.runtime.kv_pool import KVCachePool, allocate_pool, kv_pool_class, plan_memory, register_kv_pool, work_bytes
+from archerfish.runtime.kv_pool import KVCachePool, allocate_pool, plan_memory, work_bytes
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=3, head_dim=8)
 STATES = StateShape(num_layers=2, num_heads=4, head_dim=64)
@@ -63,7 +63,7 @@ def test_without_a_prefix_cache_a_sequence_keeps_one_state(monkeypatch: pytest.M
 
 def test_a_pool_of_states() -> None:
     ops = TorchOps("cpu", "bfloat16")
-    pool, got = allocate_pool("cpu", ops, STATES, kv_pool.MemoryPlan(5, 16, 1, ""))
+    pool, got = allocate_pool(ops, STATES, kv_pool.MemoryPlan(5, 16, 1, ""))
     assert isinstance(pool, kv_pool.StatePool) and got.num_blocks == 5
     assert pool.layers[0].wkv.shape == (6, 4, 64, 64) and pool.layers[0].wkv.dtype == torch.float32
     assert pool.layers[1].time_input.shape == pool.layers[1].channel_input.shape == (6, 256)
@@ -90,16 +90,6 @@ def test_memory_starts_as_zeros() -> None:
     assert not pool.layers[0].values.any()
 
 
-def test_a_pool_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Mine(KVCachePool[Any]):
-        pass
-
-    monkeypatch.setattr(kv_pool, "_POOLS", dict(kv_pool._POOLS))
-    register_kv_pool("cpu", Mine)
-    assert kv_pool_class("cpu") is Mine
-    assert kv_pool_class("cuda") is KVCachePool
-
-
 class FullOps(TorchOps):
     """Has memory for so many blocks."""
 
@@ -119,12 +109,12 @@ class FullOps(TorchOps):
 def test_a_pool_that_does_not_fit_is_made_smaller() -> None:
     planned = plan(max_cache_tokens=1600, block_size=16)
     ops = FullOps(80)
-    pool, got = allocate_pool("cpu", ops, SHAPE, planned)
+    pool, got = allocate_pool(ops, SHAPE, planned)
     assert pool.num_blocks == got.num_blocks == 72
     assert "85 blocks did not fit" in got.reason
     assert ops.num_freed == 2
     with pytest.raises(DeviceError, match="not even"):
-        allocate_pool("cpu", FullOps(10), SHAPE, planned)
+        allocate_pool(FullOps(10), SHAPE, planned)
 
 
 def test_work_bytes_grow_with_tokens_and_logits() -> None:

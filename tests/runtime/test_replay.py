@@ -34,7 +34,7 @@ OPTIONS: list[dict[str, Any]] = [
 def second_runner(engine: LLMEngine) -> ModelRunner[Any]:
     """A runner with the same weights, and with memory of its own."""
     adapter = load_adapter(engine.facts, engine.config)
-    pool, _ = allocate_pool("cpu", adapter.ops, engine.facts.memory_shape, engine.facts.memory)
+    pool, _ = allocate_pool(adapter.ops, engine.facts.memory_shape, engine.facts.memory)
     size, max_num_seqs = engine.facts.vocab_size, engine.config.max_num_seqs
     return ModelRunner(adapter, pool, vocab_size=size, max_num_seqs=max_num_seqs, num_threads=1)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -31,18 +31,8 @@ import torch.nn.functional as F  # noqa: N812
 from archerfish.background import WeakCache
 from archerfish.kernels.formats import Tensors, WeightFormat, row_pieces
 from archerfish.kernels.machine import ARM
-from archerfish.kernels.ops import (
-    Activation,
-    BlockMask,
-    HeadShape,
-    Ids,
-    KVLayer,
-    PagedBatch,
-    Pooling,
-    Rotary,
-    Segments,
-)
-from archerfish.kernels.torch.reference import TorchOps, TorchWeight, activate, join_heads, split_heads, visible
+from archerfish.kernels.ops import Activation, BlockMask, HeadShape, Ids, KVLayer, PagedBatch, Pooling, Rotation, Segments
+from archerfish.kernels.torch.reference import ACTIVATIONS, TorchOps, TorchWeight, join_heads, split_heads, visible
 
 Tensor = torch.Tensor
 FEW_ROWS, MANY_ROWS, ROWS_STEP = 8, 1024, 256
@@ -94,7 +84,7 @@ class OneDnnWeight(TorchWeight):
             y = onednn._linear_pointwise.binary(x, residual, self.matrix, self.bias, "add")
         if num_filling:
             y = y[:num_rows]
-        return y if residual is None and activation in FUSED else activate(y, activation)
+        return y if residual is None and activation in FUSED else ACTIVATIONS[activation](y)
 
 
 class Int8CpuWeight(TorchWeight):
@@ -120,7 +110,7 @@ class Int8CpuWeight(TorchWeight):
         y = self.multiply_integers(x.to(self.ops.torch_dtype)).float().mul_(self.tensors["scales"])
         for added in (self.bias, residual):
             y = y if added is None else y.add_(added)
-        return activate(y.to(self.ops.torch_dtype), activation)
+        return ACTIVATIONS[activation](y.to(self.ops.torch_dtype))
 
     def multiply_integers(self, x: Tensor) -> Tensor:
         """The product with the integers, in a type whose range holds it."""
@@ -157,9 +147,6 @@ class TorchCpuOps(TorchOps):
         num_filling = padded_rows(len(ids[0])) - len(ids[0])
         return super().embed(tables, [F.pad(index, (0, num_filling)) for index in ids] if num_filling else ids)
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        return F.layer_norm(x, weight.shape, weight, bias, eps).to(self.torch_dtype)
-
     def pool(self, x: Tensor, segments: Segments, mode: Pooling) -> Tensor:
         if mode != "mean":
             return super().pool(x[: segments.num_tokens], segments, mode)
@@ -193,18 +180,18 @@ class TorchCpuOps(TorchOps):
         return scaled.mul_(weight).to(self.torch_dtype), total
 
     def store_kv(
-        self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotary: Rotary[Tensor] | None, *,
-        q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+        self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotation: Rotation[Tensor]
     ) -> Tensor:
+        rotary, q_norm, k_norm = rotation.rotary, rotation.q_norm, rotation.k_norm
         if rotary is None or rotary.rotary_dim != heads.head_dim or (q_norm is None) != (k_norm is None):
-            return super().store_kv(qkv, kv, batch, heads, rotary, q_norm=q_norm, k_norm=k_norm, eps=eps)
+            return super().store_kv(qkv, kv, batch, heads, rotation)
         num_rows, dim, num_both = qkv.shape[0], heads.head_dim, heads.num_heads + heads.num_kv_heads
         both, v = qkv.split_with_sizes((num_both * dim, heads.num_kv_heads * dim), 1)
         both = both.view(num_rows, num_both, dim).float()  # queries and keys are rotated together
         if q_norm is not None and k_norm is not None:
             weight = torch.cat((q_norm.expand(heads.num_heads, dim), k_norm.expand(heads.num_kv_heads, dim)))
-            both = (both * rms_factor(both, eps)).mul_(weight)
-        factors, rolled_factors = find_rotation(batch, rotary)
+            both = (both * rms_factor(both, rotation.eps)).mul_(weight)
+        factors, rolled_factors = find_rotation(batch, rotary.cos_sin)
         both = (both * factors).addcmul_(both.roll(dim // 2, -1), rolled_factors).to(self.torch_dtype).view(num_rows, -1)
         q, k = both.split_with_sizes((heads.num_heads * dim, heads.num_kv_heads * dim), 1)
         slots = batch.slots
@@ -246,9 +233,9 @@ class TorchCpuOps(TorchOps):
 
 
 @WeakCache
-def find_rotation(batch: PagedBatch[Tensor], rotary: Rotary[Tensor]) -> tuple[Tensor, Tensor]:
+def find_rotation(batch: PagedBatch[Tensor], cos_sin: Tensor) -> tuple[Tensor, Tensor]:
     """Factors of a head and of the head rolled by half: (rows, 1, head_dim) each."""
-    cos, sin = rotary.cos_sin.index_select(0, batch.positions).unsqueeze(1).chunk(2, dim=-1)
+    cos, sin = cos_sin.index_select(0, batch.positions).unsqueeze(1).chunk(2, dim=-1)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
@@ -290,13 +277,10 @@ class Rows:
 @lru_cache(maxsize=16)  # shared by all layers of a pass, and by passes of other threads
 def lay_rows(segments: Segments, num_rows: int, dtype: torch.dtype) -> Rows:
     """Whole sequences into rows, rows of one width side by side."""
-    by_width: dict[int, list[list[int]]] = {}
-    for width, row in fill_rows(segments.lengths):
-        by_width.setdefault(width, []).append(row)
     starts = segments.starts
     token_at: list[Ids] = []  # per group: (rows, width) tokens, -1 where a row is not filled
     groups: list[tuple[int, int, Tensor | None]] = []
-    for width, rows in by_width.items():
+    for width, rows in fill_rows(segments.lengths).items():
         tokens = np.full((len(rows), width), -1, dtype=np.int64)
         owners = np.full((len(rows), width), -1, dtype=np.int64)
         for place, row in enumerate(rows):
@@ -333,21 +317,18 @@ def padded_rows(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
-def fill_rows(lengths: tuple[int, ...]) -> Iterator[tuple[int, list[int]]]:
-    """(width, indices of sequences) of each row: as many consecutive sequences as fit the width that suits the first."""
+def fill_rows(lengths: tuple[int, ...]) -> dict[int, list[list[int]]]:
+    """Rows by width, each the indices of its sequences: as many consecutive ones as fit the width that suits the first."""
+    by_width: dict[int, list[list[int]]] = {}
     row: list[int] = []
-    width = left = 0
+    left = 0
     for index, length in enumerate(lengths):
-        if row and length <= left:
-            row.append(index)
-            left -= length
-            continue
-        if row:
-            yield width, row
-        width = best_width(length)
-        row, left = [index], width - length
-    if row:
-        yield width, row
+        if length > left:
+            row, left = [], best_width(length)
+            by_width.setdefault(left, []).append(row)
+        row.append(index)
+        left -= length
+    return by_width
 
 
 @lru_cache(maxsize=1024)

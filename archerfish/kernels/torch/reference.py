@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -26,11 +26,13 @@ from archerfish.kernels.ops import (
     Ids,
     KVLayer,
     LinearWeight,
+    NormWeights,
     Ops,
     PackedWeight,
     PagedBatch,
     Pooling,
     Rotary,
+    Rotation,
     Segments,
 )
 from archerfish.kernels.pool import release_threads
@@ -42,6 +44,10 @@ from archerfish.kernels.torch.wkv import TorchRecurrentOps
 Tensor = torch.Tensor
 DUMMY_SCALE = 0.02  # of random weights
 FIRST_CAPACITY = 256  # of TokenCounts.token_ids
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square_(), "sigmoid": torch.sigmoid, "silu": F.silu, "tanh": torch.tanh,
+}
 
 
 class TorchWeight(PackedWeight[Tensor]):
@@ -58,7 +64,7 @@ class TorchWeight(PackedWeight[Tensor]):
         y = F.linear(x.to(self.ops.torch_dtype), self.dequantised(), self.bias)
         if residual is not None:
             y = y + residual
-        return activate(y, activation)
+        return ACTIVATIONS[activation](y)
 
 
 class TorchOps(Ops[Tensor]):
@@ -73,7 +79,7 @@ class TorchOps(Ops[Tensor]):
         self.dtype = dtype
         self.torch_dtype: torch.dtype = getattr(torch, dtype)
 
-    def ids(self, values: Ids | Tensor) -> Tensor:
+    def tensor(self, values: npt.NDArray[Any] | Tensor) -> Tensor:
         return values if isinstance(values, Tensor) else torch.from_numpy(values).to(self.device)
 
     def to_numpy(self, x: Tensor) -> npt.NDArray[np.float32]:
@@ -106,8 +112,9 @@ class TorchOps(Ops[Tensor]):
             total += F.embedding(index, table)
         return total
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        return F.layer_norm(x.float(), weight.shape, weight, bias, eps).to(self.torch_dtype)
+    def layer_norm(self, x: Tensor, norm: NormWeights[Tensor]) -> Tensor:
+        rows = x if self.device == "cpu" else x.float()  # on a CPU torch computes in the norm's type
+        return F.layer_norm(rows, norm.weight.shape, norm.weight, norm.bias, norm.eps).to(self.torch_dtype)
 
     def attention(self, qkv: Tensor, segments: Segments, num_heads: int, *, bias: Tensor | None = None) -> Tensor:
         parts: list[Tensor] = []
@@ -122,14 +129,14 @@ class TorchOps(Ops[Tensor]):
         return torch.cat(parts)
 
     def relative_bias(self, table: Tensor, buckets: Ids) -> Tensor:
-        return F.embedding(self.ids(buckets), table).permute(2, 0, 1).to(self.torch_dtype).contiguous()
+        return F.embedding(self.tensor(buckets), table).permute(2, 0, 1).to(self.torch_dtype).contiguous()
 
     def pool(self, x: Tensor, segments: Segments, mode: Pooling) -> Tensor:
         if mode == "cls":
-            return x[self.ids(segments.starts[:-1])].float()
+            return x[self.tensor(segments.starts[:-1])].float()
         if mode == "lasttoken":
-            return x[self.ids(segments.starts[1:] - 1)].float()
-        lengths = self.ids(np.asarray(segments.lengths, dtype=np.int64))
+            return x[self.tensor(segments.starts[1:] - 1)].float()
+        lengths = self.tensor(np.asarray(segments.lengths, dtype=np.int64))
         if mode == "mean_sqrt_len_tokens":
             total = torch.segment_reduce(x.float(), "sum", lengths=lengths)
             return total / lengths.sqrt().unsqueeze(1)
@@ -155,7 +162,7 @@ class TorchOps(Ops[Tensor]):
             torch.cuda.empty_cache()
 
     def copy_blocks(self, layers: Sequence[KVLayer[Tensor]], pairs: Sequence[tuple[int, int]]) -> None:
-        sources, targets = self.ids(np.array(pairs, dtype=np.int64).T.copy())
+        sources, targets = self.tensor(np.array(pairs, dtype=np.int64).T.copy())
         for layer in layers:
             for memory in (layer.keys, layer.values):
                 memory.index_copy_(0, targets, memory.index_select(0, sources))
@@ -172,16 +179,16 @@ class TorchOps(Ops[Tensor]):
         return F.rms_norm(total.float(), weight.shape, weight, eps).to(self.torch_dtype), total
 
     def store_kv(
-        self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotary: Rotary[Tensor] | None, *,
-        q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+        self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotation: Rotation[Tensor]
     ) -> Tensor:
         q, k, v = qkv.view(len(qkv), -1, heads.head_dim).tensor_split(
             (heads.num_heads, heads.num_heads + heads.num_kv_heads), dim=1
         )
+        rotary, q_norm, k_norm = rotation.rotary, rotation.q_norm, rotation.k_norm
         if q_norm is not None:
-            q = F.rms_norm(q.float(), q_norm.shape, q_norm, eps)
+            q = F.rms_norm(q.float(), q_norm.shape, q_norm, rotation.eps)
         if k_norm is not None:
-            k = F.rms_norm(k.float(), k_norm.shape, k_norm, eps)
+            k = F.rms_norm(k.float(), k_norm.shape, k_norm, rotation.eps)
         if rotary is not None:
             cos_sin = rotary.cos_sin[batch.positions]
             q, k = rotate(q, cos_sin, rotary.rotary_dim), rotate(k, cos_sin, rotary.rotary_dim)
@@ -206,10 +213,10 @@ class TorchOps(Ops[Tensor]):
 
     def gated(self, x: Tensor, activation: Activation) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
-        return activate(gate, activation) * up
+        return ACTIVATIONS[activation](gate) * up
 
     def rows(self, x: Tensor, indices: Ids | Tensor) -> Tensor:
-        return x.index_select(0, self.ids(indices))
+        return x.index_select(0, self.tensor(indices))
 
     def first_rows(self, x: Tensor, num_rows: int) -> Tensor:
         return x[:num_rows]
@@ -237,14 +244,11 @@ class TorchOps(Ops[Tensor]):
         return torch.cat(list(parts))
 
     def put(self, target: Tensor, indices: Ids, values: Tensor) -> None:
-        target[self.ids(indices)] = values
+        target[self.tensor(indices)] = values
 
     def logits(self, x: Tensor, head: LinearWeight[Tensor], *, softcap: float = 0.0) -> Tensor:
         scores = self.linear(x, head).float()
         return softcap * torch.tanh(scores / softcap) if softcap else scores
-
-    def floats(self, values: npt.NDArray[np.float64]) -> Tensor:
-        return torch.from_numpy(values).to(self.device)
 
     @cached_property
     def _sampling(self) -> TorchSampling:
@@ -267,7 +271,7 @@ class TorchOps(Ops[Tensor]):
         return DecodeState(tokens, torch.zeros(num_rows + 1, most_blocks, dtype=torch.int32, device=self.device))
 
     def set_tables(self, state: DecodeState[Tensor], rows: Ids, block_tables: Ids) -> None:
-        state.tables[self.ids(rows), : block_tables.shape[1]] = self.ids(block_tables).int()
+        state.tables[self.tensor(rows), : block_tables.shape[1]] = self.tensor(block_tables).int()
 
     def decode_batch(
         self, inputs: Tensor, state: DecodeState[Tensor], block_size: int, *, is_shared: bool
@@ -375,23 +379,3 @@ def join_heads(x: Tensor) -> Tensor:
     """(rows, heads, n, head width) as (rows * n, width)."""
     rows, heads, n, width = x.shape
     return x.transpose(1, 2).reshape(rows * n, heads * width)
-
-
-def activate(x: Tensor, activation: Activation) -> Tensor:
-    match activation:
-        case "none":
-            return x
-        case "gelu":
-            return F.gelu(x)
-        case "gelu_tanh":
-            return F.gelu(x, approximate="tanh")
-        case "relu":
-            return F.relu(x)
-        case "relu_squared":
-            return F.relu(x).square_()
-        case "sigmoid":
-            return torch.sigmoid(x)
-        case "silu":
-            return F.silu(x)
-        case "tanh":
-            return torch.tanh(x)

@@ -13,27 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from archerfish.kernels import sampling
 from archerfish.kernels.decoding import FIRST_FLOAT, Input
 from archerfish.kernels.ops import Ids
-from archerfish.kernels.sampling import (
-    CHOSEN,
-    GAMMA,
-    MIX_A,
-    MIX_B,
-    NONE_LEFT,
-    NOT_FINITE,
-    SHORT_TOP_K,
-    TOP_K_OFF,
-    WORD,
-    BufferPool,
-    Cuts,
-    Drawn,
-    Logprobs,
-    Penalties,
-    Ranges,
-    SamplingBatch,
-    TokenCounts,
-)
+from archerfish.kernels.sampling import BufferPool, Cuts, Drawn, Logprobs, Penalties, Ranges, SamplingBatch, TokenCounts
 
 Tensor = torch.Tensor
 BLOCK = 32  # tokens
@@ -56,32 +39,37 @@ class TorchSampling:
 
     def sample(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Drawn[Tensor]:
         """As `Ops.sample`."""
+        try:
+            report = self._report(logits, batch)
+        finally:
+            self.buffers.give_back(*self._borrowed)
+            self._borrowed.clear()
+        if batch.penalties is not None:
+            count_tokens(batch.penalties, report[0])
+        return Drawn(report[0], report)
+
+    def _report(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Tensor:
+        """The report of `Drawn`."""
         start = 0
         if batch.ranges is not None and batch.ranges.bounds is not None and not batch.changes_logits:
             start, end = batch.ranges.bounds
             start -= start % BLOCK  # so that sums of blocks are the same, whatever other rows choose from
             logits = logits[:, start:end]
-        try:
-            x = self._adjusted(logits, batch, start)
-            peaks = torch.amax(x.view(len(x), -1, BLOCK), -1, out=self._buffer(len(x), x.shape[1] // BLOCK))  # of every block
-            block = peaks.argmax(-1, keepdim=True)  # of the likeliest token, the lowest id among equals; NaN comes first
-            inside = x.gather(1, block * BLOCK + torch.arange(BLOCK, device=x.device)).argmax(-1, keepdim=True)
-            tokens = best = (block * BLOCK + inside)[:, 0]
-            highest = peaks.gather(1, block)[:, 0]
-            failed = torch.where(highest == -math.inf, NONE_LEFT, torch.where(highest.isfinite(), CHOSEN, NOT_FINITE))
-            if batch.temperature is not None:
-                tokens = self._draw(x, peaks, highest.masked_fill(failed != CHOSEN, 0.0), failed, batch)
-                if batch.is_greedy is not None:
-                    tokens = torch.where(batch.is_greedy != 0, best, tokens)
-        finally:
-            self.buffers.give_back(*self._borrowed)
-            self._borrowed.clear()
+        x = self._adjusted(logits, batch, start)
+        peaks = torch.amax(x.view(len(x), -1, BLOCK), -1, out=self._buffer(len(x), x.shape[1] // BLOCK))  # of every block
+        block = peaks.argmax(-1, keepdim=True)  # of the likeliest token, the lowest id among equals; NaN comes first
+        inside = x.gather(1, block * BLOCK + torch.arange(BLOCK, device=x.device)).argmax(-1, keepdim=True)
+        tokens = best = (block * BLOCK + inside)[:, 0]
+        highest = peaks.gather(1, block)[:, 0]
+        failed = torch.where(highest.isfinite(), sampling.CHOSEN, sampling.NOT_FINITE)
+        failed.masked_fill_(highest == -math.inf, sampling.NONE_LEFT)
+        if batch.temperature is not None:
+            tokens = self._draw(x, peaks, highest.masked_fill(failed != sampling.CHOSEN, 0.0), failed, batch)
+            if batch.is_greedy is not None:
+                tokens = torch.where(batch.is_greedy != 0, best, tokens)
         if batch.ranges is not None:
             tokens = tokens + (batch.ranges.offset + start)
-        report = torch.stack((tokens.masked_fill(failed != CHOSEN, 0), failed))
-        if batch.penalties is not None:
-            count_tokens(batch.penalties, report[0])
-        return Drawn(report[0], report)
+        return torch.stack((tokens.masked_fill(failed != sampling.CHOSEN, 0), failed))
 
     def token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int, rows: Ids | None) -> Logprobs[Tensor]:
         """As `Ops.token_logprobs`."""
@@ -158,7 +146,7 @@ class TorchSampling:
             count = min(max(64, 1 << (batch.short_cuts.max_top_k - 1).bit_length()), x.shape[1])
             self._draw_from_candidates(x, peaks, draws, batch.short_cuts, count, tokens)
         if batch.long_cuts is not None:
-            count = min(SHORT_TOP_K, x.shape[1])
+            count = min(sampling.SHORT_TOP_K, x.shape[1])
             left = self._draw_from_candidates(x, peaks, draws, batch.long_cuts, count, tokens)
             self._draw_by_sorting(x, draws, batch.long_cuts, left, tokens)
         return tokens
@@ -181,9 +169,9 @@ class TorchSampling:
                 has_all |= weights[:, -1] < draws.min_p[rows]
             sums = mass.cumsum(-1)
             total = sums[:, -1]
-            has_all |= draws.failed[rows] != CHOSEN
+            has_all |= draws.failed[rows] != sampling.CHOSEN
             if draws.totals is not None:
-                has_top_k = top_k < TOP_K_OFF
+                has_top_k = top_k < sampling.TOP_K_OFF
                 total = torch.where(has_top_k, total, draws.totals[rows])
                 has_all |= ~has_top_k & (sums[:, -1] >= top_p * total)
             mass *= sums - mass < (top_p * total)[:, None]
@@ -289,11 +277,11 @@ def first_keys(keys: Tensor, count: int) -> Tensor:
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """`sampling.uniform` of every row, in integers that wrap around as 64-bit words do. Masks clear what a shift brings in."""
-    word = keys + (positions + 1) * GAMMA
-    word = (word ^ ((word >> 30) & (WORD >> 30))) * MIX_A
-    word = (word ^ ((word >> 27) & (WORD >> 27))) * MIX_B
-    word = word ^ ((word >> 31) & (WORD >> 31))
-    return ((word >> 11) & (WORD >> 11)).double() * 2.0**-53
+    word = keys + (positions + 1) * sampling.GAMMA
+    word = (word ^ ((word >> 30) & (sampling.WORD >> 30))) * sampling.MIX_A
+    word = (word ^ ((word >> 27) & (sampling.WORD >> 27))) * sampling.MIX_B
+    word = word ^ ((word >> 31) & (sampling.WORD >> 31))
+    return ((word >> 11) & (sampling.WORD >> 11)).double() * 2.0**-53
 
 
 def penalise(x: Tensor, penalties: Penalties[Tensor]) -> None:
@@ -337,7 +325,7 @@ def count_tokens(penalties: Penalties[Tensor], tokens: Tensor) -> None:
 def sampling_batch(inputs: Tensor, positions: Tensor, every: Tensor) -> SamplingBatch[Tensor]:
     """How inputs of decodes say to sample, as views of them. every: the numbers of all rows."""
     floats = inputs[FIRST_FLOAT:].view(torch.float64)
-    cuts = Cuts(every, inputs[Input.TOP_K], floats[Input.TOP_P - FIRST_FLOAT], TOP_K_OFF)
+    cuts = Cuts(every, inputs[Input.TOP_K], floats[Input.TOP_P - FIRST_FLOAT], sampling.TOP_K_OFF)
     return SamplingBatch(
         temperature=floats[Input.TEMPERATURE - FIRST_FLOAT], is_greedy=inputs[Input.IS_GREEDY], keys=inputs[Input.KEY],
         positions=positions, min_p=floats[Input.MIN_P - FIRST_FLOAT], long_cuts=cuts, has_uncut=True,

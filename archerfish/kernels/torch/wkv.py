@@ -236,7 +236,7 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
         for memory in (wkv, inputs):
             memory[EMPTY_SLOT].zero_()
         views = tuple(StateLayer(wkv[:, i], inputs[:, i, 0], inputs[:, i, 1]) for i in range(layers))
-        return StateMemory(shape, wkv, inputs, views)
+        return StateMemory(wkv, inputs, views)
 
     def shift(self, x: Tensor, inputs: Tensor, batch: RecurrentBatch[Tensor], factors: Tensor) -> tuple[Tensor, ...]:
         ends = find_ends(batch)

@@ -20,27 +20,12 @@ import torch
 import triton
 import triton.language as tl
 
-from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch, Rotary
-from archerfish.kernels.triton.attend import (
-    MASK_NUMBERS,
-    attend,
-    load_keys,
-    score_scale,
-    start_softmax,
-    take_loaded,
-)
+from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch, Rotation
+from archerfish.kernels.triton import plan as planning
+from archerfish.kernels.triton.attend import MASK_NUMBERS, attend, load_keys, score_scale, start_softmax, take_loaded
 from archerfish.kernels.triton.launch import early_start, follow
 from archerfish.kernels.triton.norm import load_heads, rotate_heads, rotation_factors
-from archerfish.kernels.triton.plan import (
-    AttentionPlan,
-    Tile,
-    choose_shared_parts,
-    choose_splits,
-    decode_tile,
-    find_plan,
-    lay_mask,
-    shared_tile,
-)
+from archerfish.kernels.triton.plan import AttentionPlan, Tile, find_plan, lay_mask
 from archerfish.kernels.triton.tiles import cdiv, dot_block, next_power_of_2
 
 Tensor = torch.Tensor
@@ -293,16 +278,6 @@ def join_kernel(
 
 
 @dataclass(frozen=True)
-class Rotation:
-    """How queries and keys are normalised and rotated: the arguments of `Ops.store_kv`."""
-
-    rotary: Rotary[Tensor] | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    eps: float
-
-
-@dataclass(frozen=True)
 class SharedParts:
     """Results over the keys that all decodes share, part by part."""
 
@@ -319,9 +294,9 @@ def attend_shared(
     if plan.shared_len is None or heads.window or batch.is_deterministic:
         return None
     num, head_dim, group = batch.num_decodes, heads.head_dim, heads.num_heads // heads.num_kv_heads
-    tile = shared_tile(heads, q.dtype, num * group)
+    tile = planning.shared_tile(heads, q.dtype, num * group)
     num_tiles = cdiv(num * group, tile.rows)
-    num_parts = choose_shared_parts(num_tiles * heads.num_kv_heads, num_processors)
+    num_parts = planning.choose_shared_parts(num_tiles * heads.num_kv_heads, num_processors)
     shape = (num, heads.num_heads, num_parts)
     partials, levels = plan.pair("shared parts", (*shape, head_dim), shape, torch.float32)
     scale, cap = score_scale(heads)
@@ -334,7 +309,7 @@ def attend_shared(
     return SharedParts(partials, levels, num_parts, tile.step)
 
 
-def takes_new(qkv: Tensor, batch: PagedBatch[Tensor], heads: HeadShape, rotation: Rotation) -> bool:
+def takes_new(batch: PagedBatch[Tensor], heads: HeadShape, rotation: Rotation[Tensor]) -> bool:
     """Whether `attend_decodes` can store the new keys and values: only decodes, no shared keys, whole heads rotated."""
     is_whole = rotation.rotary is None or rotation.rotary.rotary_dim == heads.head_dim
     is_power = heads.head_dim <= MAX_HEAD_DIM and heads.head_dim == next_power_of_2(heads.head_dim) >= MIN_HEAD_DIM
@@ -345,7 +320,7 @@ def takes_new(qkv: Tensor, batch: PagedBatch[Tensor], heads: HeadShape, rotation
 
 def attend_decodes(
     q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, out: Tensor, num_processors: int,
-    tile: Tile | None = None, mask: BlockMask[Tensor] | None = None, rotation: Rotation | None = None,
+    tile: Tile | None = None, mask: BlockMask[Tensor] | None = None, rotation: Rotation[Tensor] | None = None,
 ) -> None:
     """Rows of out for the sequences with one new token.
 
@@ -353,11 +328,11 @@ def attend_decodes(
     """
     plan = find_plan(batch)
     num, num_heads, head_dim = batch.num_decodes, heads.num_heads, heads.head_dim
-    num_splits = plan.num_splits or choose_splits(num, heads.num_kv_heads, num_processors)
+    num_splits = plan.num_splits or planning.choose_splits(num, heads.num_kv_heads, num_processors)
     if batch.is_deterministic:
         num_splits = FIXED_SPLITS
     is_split = num_splits > 1
-    tile, laid = lay_mask(mask, tile or decode_tile(heads, q.dtype, num, is_split), 1, plan.context_lens)
+    tile, laid = lay_mask(mask, tile or planning.decode_tile(heads, q.dtype, num, is_split), 1, plan.context_lens)
     shape = (num, num_heads, num_splits) if is_split else (1, 1, 1)
     partials, levels = plan.pair("parts", (*shape, head_dim), shape, torch.float32)
     shared = None if mask is not None else attend_shared(q, kv, batch, heads, plan, num_processors)
@@ -365,7 +340,7 @@ def attend_decodes(
     parts = shared or SharedParts(partials, levels, num_parts=0, step=tile.step)
     scale, cap = score_scale(heads)
     width = dot_block(head_dim)
-    given = rotation or Rotation(None, None, None, 0.0)
+    given = rotation or Rotation()
     table = plan.context_lens if given.rotary is None else given.rotary.cos_sin
     decode_kernel[(heads.num_kv_heads, num_splits, num)](
         q, kv.keys, kv.values, batch.block_tables, plan.context_lens, shared_len, out, partials, levels, parts.partials,

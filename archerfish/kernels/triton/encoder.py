@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from archerfish.kernels.ops import EncoderInputs, Ids, Pooling, Segments
+from archerfish.kernels.ops import EncoderInputs, Ids, NormWeights, Pooling, Segments
 from archerfish.kernels.triton.plan import Tile, cut, send_pieces
 from archerfish.kernels.triton.tiles import cdiv, dot_block, next_power_of_2
 
@@ -271,15 +271,14 @@ def row_blocks(num_rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
     return (cdiv(num_rows, many),), {"width": width, "block": block, "many": many, "num_warps": max(4, block // 1024)}
 
 
-def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, residual: Tensor | None = None
-) -> Tensor:
+def layer_norm(x: Tensor, norm: NormWeights[Tensor], dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
     """Of x, or of x + residual: `Ops.layer_norm` for rows of at most MAX_WIDTH."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     grid, shape = row_blocks(*x.shape)
     added = x if residual is None else residual
     layer_norm_kernel[grid](
-        x, added, weight, bias, out, eps, len(x), x.stride(0), added.stride(0), has_residual=residual is not None, **shape
+        x, added, norm.weight, norm.bias, out, norm.eps, len(x), x.stride(0), added.stride(0),
+        has_residual=residual is not None, **shape,
     )
     return out
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch, Rotary
+from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch, Rotation
 from archerfish.kernels.triton.launch import early_start, follow
 from archerfish.kernels.triton.tiles import cdiv, next_power_of_2
 
@@ -227,11 +227,10 @@ def store_kv_kernel(
 
 
 def store_kv(
-    qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotary: Rotary[Tensor] | None,
-    q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+    qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotation: Rotation[Tensor]
 ) -> Tensor:
     """`Ops.store_kv`. A token whose slot is negative is not stored: the filling of a captured graph."""
-    head_dim = heads.head_dim
+    head_dim, rotary, q_norm, k_norm = heads.head_dim, rotation.rotary, rotation.q_norm, rotation.k_norm
     q = torch.empty((len(qkv), heads.num_heads * head_dim), dtype=qkv.dtype, device=qkv.device)
     if not len(qkv):
         return q
@@ -242,7 +241,7 @@ def store_kv(
     table = qkv if rotary is None else rotary.cos_sin
     store_kv_kernel[(len(qkv), 3 if len(qkv) <= FEW_TOKENS else 1)](
         qkv, q, kv.keys, kv.values, batch.slots, batch.positions, table, qkv if q_norm is None else q_norm,
-        qkv if k_norm is None else k_norm, eps, batch.num_tokens, qkv.stride(0), table.stride(0),
+        qkv if k_norm is None else k_norm, rotation.eps, batch.num_tokens, qkv.stride(0), table.stride(0),
         block_stride, token_stride, head_stride,
         block_size=batch.block_size, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=head_dim, half=half,
         q_rows=q_rows, kv_rows=next_power_of_2(heads.num_kv_heads), half_block=next_power_of_2(half),

@@ -26,10 +26,11 @@ from archerfish.kernels.ops import (
     Ids,
     KVLayer,
     LinearWeight,
+    NormWeights,
     PagedBatch,
     Pooling,
     Replay,
-    Rotary,
+    Rotation,
     Segments,
 )
 from archerfish.kernels.recurrent import RecurrentOps
@@ -40,7 +41,7 @@ from archerfish.kernels.triton import attention as triton_attention
 from archerfish.kernels.triton import encoder as triton_encoder
 from archerfish.kernels.triton import linear as triton_linear
 from archerfish.kernels.triton import norm as triton_norm
-from archerfish.kernels.triton.attention import Rotation, attend_decodes, takes_new
+from archerfish.kernels.triton.attention import attend_decodes, takes_new
 from archerfish.kernels.triton.linear import Int8RowsWeight, PlainRowsWeight, RowsWeight, Uploads, filled_up
 from archerfish.kernels.triton.plan import SHORT_ROWS, AttentionPlan, Tile, find_plan, to_device
 from archerfish.kernels.triton.prefill import attend_prefills
@@ -251,11 +252,8 @@ class TritonOps(TorchOps):
             return INTERPRETER_PROCESSORS
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
-    def ids(self, values: Ids | Tensor) -> Tensor:
+    def tensor(self, values: npt.NDArray[Any] | Tensor) -> Tensor:
         return values if isinstance(values, Tensor) else to_device(values, torch.device(self.device))
-
-    def floats(self, values: npt.NDArray[np.float64]) -> Tensor:
-        return to_device(values, torch.device(self.device))
 
     def copy_blocks(self, layers: Sequence[KVLayer[Tensor]], pairs: Sequence[tuple[int, int]]) -> None:
         """All layers, which are of one shape, in one launch."""
@@ -266,8 +264,8 @@ class TritonOps(TorchOps):
             return
         addresses = tuple(memory.data_ptr() for layer in layers for memory in (layer.keys, layer.values))
         if addresses not in self._memories:
-            self._memories[addresses] = self.ids(np.array(addresses, dtype=np.int64))
-        sources, targets = self.ids(np.array(pairs, dtype=np.int64).T.copy())
+            self._memories[addresses] = self.tensor(np.array(addresses, dtype=np.int64))
+        sources, targets = self.tensor(np.array(pairs, dtype=np.int64).T.copy())
         copy_blocks_kernel[(len(pairs), len(addresses))](
             self._memories[addresses], sources, targets, block_bytes // WORD_BYTES, block=COPY_WORDS, num_warps=4
         )
@@ -289,10 +287,9 @@ class TritonOps(TorchOps):
         return triton_norm.rms_norm(x, weight, eps, residual, self.torch_dtype)
 
     def store_kv(
-        self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotary: Rotary[Tensor] | None, *,
-        q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+        self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotation: Rotation[Tensor]
     ) -> Tensor:
-        return triton_norm.store_kv(qkv, kv, batch, heads, rotary, q_norm, k_norm, eps)
+        return triton_norm.store_kv(qkv, kv, batch, heads, rotation)
 
     def paged_attention(
         self, q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, *,
@@ -310,13 +307,11 @@ class TritonOps(TorchOps):
         return out
 
     def store_and_attend(
-        self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotary: Rotary[Tensor] | None, *,
-        q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+        self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotation: Rotation[Tensor]
     ) -> Tensor:
         """In one kernel where all sequences have one new token."""
-        rotation = Rotation(rotary, q_norm, k_norm, eps)
-        if not takes_new(qkv, batch, heads, rotation):
-            return super().store_and_attend(qkv, kv, batch, heads, rotary, q_norm=q_norm, k_norm=k_norm, eps=eps)
+        if not takes_new(batch, heads, rotation):
+            return super().store_and_attend(qkv, kv, batch, heads, rotation)
         out = torch.empty((len(qkv), heads.num_heads * heads.head_dim), dtype=qkv.dtype, device=qkv.device)
         attend_decodes(qkv, kv, batch, heads, out, self.num_processors, self.decode_tile, rotation=rotation)
         if batch.num_tokens < len(qkv):
@@ -369,18 +364,18 @@ class TritonOps(TorchOps):
             return super().embed(tables, ids)
         return triton_encoder.embed(tables, ids)
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def layer_norm(self, x: Tensor, norm: NormWeights[Tensor]) -> Tensor:
         if x.shape[1] > triton_encoder.MAX_WIDTH:
-            return super().layer_norm(x, weight, bias, eps)
-        return triton_encoder.layer_norm(x, weight, bias, eps, self.torch_dtype)
+            return super().layer_norm(x, norm)
+        return triton_encoder.layer_norm(x, norm, self.torch_dtype)
 
     def linear_layer_norm(
-        self, x: Tensor, weight: LinearWeight[Tensor], residual: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float
+        self, x: Tensor, weight: LinearWeight[Tensor], residual: Tensor, norm: NormWeights[Tensor]
     ) -> Tensor:
         """The residual is added on the way into the norm."""
         if residual.shape[1] > triton_encoder.MAX_WIDTH:
-            return super().linear_layer_norm(x, weight, residual, norm_weight, norm_bias, eps)
-        return triton_encoder.layer_norm(self.linear(x, weight), norm_weight, norm_bias, eps, self.torch_dtype, residual)
+            return super().linear_layer_norm(x, weight, residual, norm)
+        return triton_encoder.layer_norm(self.linear(x, weight), norm, self.torch_dtype, residual)
 
     def attention(self, qkv: Tensor, segments: Segments, num_heads: int, *, bias: Tensor | None = None) -> Tensor:
         if qkv.shape[1] > 3 * num_heads * triton_encoder.MAX_HEAD_DIM:

@@ -14,18 +14,9 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch
+from archerfish.kernels.triton import plan as planning
 from archerfish.kernels.triton.attend import MASK_NUMBERS, attend, score_scale, start_softmax
-from archerfish.kernels.triton.plan import (
-    GATHER_STEP,
-    AttentionPlan,
-    Gathering,
-    Tile,
-    find_plan,
-    lay_mask,
-    list_tiles,
-    plan_gathering,
-    prefill_tile,
-)
+from archerfish.kernels.triton.plan import AttentionPlan, Gathering, Tile, find_plan, lay_mask
 from archerfish.kernels.triton.tiles import dot_block, next_power_of_2
 
 Tensor = torch.Tensor
@@ -116,11 +107,11 @@ def gather(
     """Copies of the keys and values of the sequences with several new tokens, for loads of `step` keys of one head."""
     gathering = plan.gathering
     if gathering is None:
-        gathering = plan.gathering = plan_gathering(batch, kv.keys.device)
+        gathering = plan.gathering = planning.plan_gathering(batch, kv.keys.device)
     row_width = heads.num_kv_heads * heads.head_dim
     shape = (gathering.num_rows, row_width)
     keys, values = plan.pair("gathered", shape, shape, kv.keys.dtype)
-    gather_kernel[(len(gathering.sequences), GATHER_STEP // GATHER_ROWS)](
+    gather_kernel[(len(gathering.sequences), planning.GATHER_STEP // GATHER_ROWS)](
         kv.keys, kv.values, batch.block_tables, gathering.sequences, gathering.firsts, plan.context_lens, gathering.starts,
         keys, values, batch.block_tables.stride(0), *kv.keys.stride()[:2], block_size=batch.block_size, row_width=row_width,
         width=next_power_of_2(row_width), many=GATHER_ROWS, num_warps=4,
@@ -138,11 +129,11 @@ def attend_prefills(
     group = heads.num_heads // heads.num_kv_heads
     is_gathered = plan.is_gathered and q.dtype != torch.float32 and heads.head_dim in GATHERED_DIMS
     is_short = mask is not None or group <= plan.num_short_heads
-    tile = tile or prefill_tile(heads, q.dtype, is_gathered, is_short)
+    tile = tile or planning.prefill_tile(heads, q.dtype, is_gathered, is_short)
     num_queries = tile.rows // group
     tile, laid = lay_mask(mask, tile, num_queries, plan.context_lens)
     if num_queries not in plan.tiles:
-        plan.tiles[num_queries] = list_tiles(batch, num_queries, q.device)
+        plan.tiles[num_queries] = planning.list_tiles(batch, num_queries, q.device)
     sequences, firsts = plan.tiles[num_queries]
     keys, values, key_starts = kv.keys, kv.values, plan.query_starts
     if is_gathered:

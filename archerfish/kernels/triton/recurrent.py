@@ -11,14 +11,13 @@ import torch
 
 from archerfish.background import WeakCache
 from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input
-from archerfish.kernels.ops import LinearWeight
+from archerfish.kernels.ops import LinearWeight, NormWeights
 from archerfish.kernels.recurrent import (
     FIRST_SLOT,
     NO_SLOT,
     BlockWeights,
     HeadInputs,
     HeadWeights,
-    NormWeights,
     RecurrentBatch,
     StateLayer,
 )
@@ -26,23 +25,10 @@ from archerfish.kernels.sampling import SamplingBatch
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight
 from archerfish.kernels.torch.sampling import sampling_batch
 from archerfish.kernels.torch.wkv import TorchRecurrentOps, find_ends
+from archerfish.kernels.triton import mixes, wkv
 from archerfish.kernels.triton.launch import early_start
 from archerfish.kernels.triton.linear import RowsWeight
-from archerfish.kernels.triton.mixes import (
-    mix_few_heads_kernel,
-    mix_rows_kernel,
-    multiply_parts_kernel,
-    norm_shift_kernel,
-    raise_rows_kernel,
-)
-from archerfish.kernels.triton.tiles import LinearTile, cdiv, dot_block, next_power_of_2, shared_bytes
-from archerfish.kernels.triton.wkv import (
-    mix_chunks_kernel,
-    mix_decodes_kernel,
-    mix_tokens_kernel,
-    shift_kernel,
-    stage_states_kernel,
-)
+from archerfish.kernels.triton.tiles import LinearTile, cdiv, dot_block, dot_tile, next_power_of_2, shared_bytes
 
 Tensor = torch.Tensor
 SHIFT_BLOCK = 1024  # columns of a program
@@ -147,7 +133,7 @@ class TritonRecurrentOps(TorchRecurrentOps):
         out = torch.empty((num_factors, num_rows, width), dtype=x.dtype, device=x.device)
         stores = batch.num_decodes == batch.num_sequences
         block = min(next_power_of_2(width), SHIFT_BLOCK)
-        shift_kernel[(num_rows, cdiv(width, block))](
+        wkv.shift_kernel[(num_rows, cdiv(width, block))](
             x, inputs, batch.previous, batch.targets, factors, out, num_rows, inputs.stride(0),
             width=width, block=block, num_factors=num_factors, stores=stores, num_warps=max(1, min(8, block // 256)),
         )
@@ -174,7 +160,7 @@ class TritonRecurrentOps(TorchRecurrentOps):
         num_decodes, num_sequences = batch.num_decodes, batch.num_sequences
         last = (out, states.stride(0), out.shape[1])
         if num_decodes:
-            mix_decodes_kernel[(num_decodes, num_heads)](
+            wkv.mix_decodes_kernel[(num_decodes, num_heads)](
                 *tensors, *vectors, *pieces[:3], *last, dim=dim, height=min(dim, DECODE_HEIGHT),
                 has_value_mix=has_value_mix, num_warps=DECODE_WARPS, **early_start(out.device),
             )
@@ -182,11 +168,11 @@ class TritonRecurrentOps(TorchRecurrentOps):
             return out
         grid, rest = (num_sequences - num_decodes, num_heads), (*pieces, batch.first_pieces[num_decodes:], *last)
         if int(batch.query_lens.max()) < self.min_chunked or batch.is_deterministic:
-            mix_tokens_kernel[grid](
+            wkv.mix_tokens_kernel[grid](
                 *tensors, *vectors, *rest, dim=dim, has_value_mix=has_value_mix, num_warps=HEAD_WARPS
             )
         else:
-            mix_chunks_kernel[grid](
+            wkv.mix_chunks_kernel[grid](
                 *tensors, *vectors, *rest, dim=dim, has_value_mix=has_value_mix, chunk=CHUNK, num_warps=HEAD_WARPS
             )
         return out
@@ -217,7 +203,7 @@ class TritonRecurrentOps(TorchRecurrentOps):
         value = products[2 * size : 3 * size].view(num_rows, width)
         heads, (_, num_heads, dim, _), ranks = time.heads, layer.wkv.shape, fused.time.ranks
         blocks = {f"{name[:-4]}block": max(1, next_power_of_2(rank)) for name, rank in ranks.items()}
-        mix_few_heads_kernel[(batch.num_decodes, num_heads)](
+        mixes.mix_few_heads_kernel[(batch.num_decodes, num_heads)](
             products, *fused.ups, *fused.biases, value if first_value is None else first_value,
             heads.removal, heads.replacement, heads.bonus, heads.norm, heads.norm_bias, heads.eps, layer.wkv, batch.sources,
             batch.targets, normed, layer.time_input, layer.channel_input, channel_before, out, num_rows, layer.wkv.stride(0),
@@ -265,7 +251,7 @@ class TritonRecurrentOps(TorchRecurrentOps):
             self._counting[num] = torch.arange(num + 1, device=inputs.device)
         every, ones = self._counting[num], np.ones(num, dtype=np.int64)
         places = torch.empty((5, num), dtype=torch.int64, device=inputs.device)
-        stage_states_kernel[(num,)](
+        wkv.stage_states_kernel[(num,)](
             inputs[Input.TOKEN], inputs[Input.ROW], inputs[Input.POSITION], inputs[Input.BLOCK], inputs[Input.SOURCE],
             state.last_tokens, places, num, on_device=ON_DEVICE, first_slot=FIRST_SLOT, no_slot=NO_SLOT, num_warps=1,
         )
@@ -281,7 +267,7 @@ def choose_part_tile(element_bytes: int, device: torch.device) -> LinearTile:
     """A tile of `multiply_parts`, with as many stages as there is room for."""
     outputs, columns = 32, 256 // element_bytes
     stage_bytes = (PART_ROWS + outputs) * columns * element_bytes
-    return LinearTile(outputs, columns, 4, max(1, min(6, shared_bytes(device) // stage_bytes)), is_dot=True)
+    return dot_tile(outputs, columns, max(1, min(6, shared_bytes(device) // stage_bytes)))
 
 
 def mix_rows(
@@ -293,7 +279,7 @@ def mix_rows(
     columns = next_power_of_2(width)
     num_warps = max(1, min(16, columns // COLUMNS_PER_WARP))
     outputs = max(1, min(16, HELD_ELEMENTS * num_warps // (columns if num_rows == 1 else 2 * columns)))
-    mix_rows_kernel[(sum(cdiv(size, outputs) for size in parts.sizes),)](
+    mixes.mix_rows_kernel[(sum(cdiv(size, outputs) for size in parts.sizes),)](
         x, norm.weight, norm.bias, factors, before, batch.previous, batch.targets, normed, out,
         *parts.matrices, parts.scales, norm.eps, x.stride(0), before.stride(0), normed.stride(0), width=width,
         columns=columns, rows=num_rows, outputs=outputs, num_outputs=parts.sizes[0], is_time=parts.is_time,
@@ -308,7 +294,7 @@ def norm_and_shift(
     num_rows, width = x.shape
     num_factors, columns = factors.numel() // width, next_power_of_2(width)
     out = torch.empty((num_factors, num_rows, width), dtype=inputs.dtype, device=x.device)
-    norm_shift_kernel[(num_rows,)](
+    mixes.norm_shift_kernel[(num_rows,)](
         x, norm.weight, norm.bias, factors, inputs, batch.previous, batch.targets, out, norm.eps, x.stride(0),
         inputs.stride(0), num_rows, width=width, columns=columns, num_factors=num_factors,
         num_warps=max(1, min(16, columns // COLUMNS_PER_WARP)), **early_start(x.device),
@@ -321,7 +307,7 @@ def multiply_parts(mixed: Tensor, parts: Parts, out: Tensor, *, is_narrow: bool 
     _, num_rows, width = mixed.shape
     tile = choose_part_tile(mixed.element_size(), mixed.device)
     num_tiles = sum(cdiv(size, tile.outputs) for size in parts.sizes[3 if is_narrow else 0 :])
-    multiply_parts_kernel[(num_tiles, cdiv(num_rows, PART_ROWS))](
+    mixes.multiply_parts_kernel[(num_tiles, cdiv(num_rows, PART_ROWS))](
         mixed, out, *parts.matrices, parts.scales, num_rows, width=width, rows=PART_ROWS, outputs=tile.outputs,
         columns=tile.columns, num_outputs=parts.sizes[0], is_time=parts.is_time, is_narrow=is_narrow,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **parts.ranks, **early_start(mixed.device),
@@ -334,7 +320,7 @@ def raise_rows(low: Tensor, fused: FusedWeights, num_rows: int, width: int) -> T
     num_parts = sum(rank > 0 for rank in ranks.values())
     out = torch.empty((num_parts, num_rows, width), dtype=low.dtype, device=low.device)
     grid = (num_parts, cdiv(width, RAISED_OUTPUTS), cdiv(num_rows, RAISED_ROWS))
-    raise_rows_kernel[grid](
+    mixes.raise_rows_kernel[grid](
         low, *fused.ups, *fused.biases, out, num_rows, width=width, rows=RAISED_ROWS, outputs=RAISED_OUTPUTS, **ranks,
         block=dot_block(max(ranks.values())), is_even=all(rank % 16 == 0 for rank in ranks.values()), num_warps=4,
         **early_start(low.device),

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from archerfish.kernels import sampling
-from archerfish.kernels.sampling import TOP_K_OFF, Drawn, SamplingBatch
-from archerfish.kernels.torch.sampling import TorchSampling, count_tokens
+from archerfish.kernels.sampling import TOP_K_OFF, SamplingBatch
+from archerfish.kernels.torch.sampling import TorchSampling
 from archerfish.kernels.triton.tiles import cdiv, next_power_of_2
 
 Tensor = torch.Tensor
@@ -488,13 +488,5 @@ def draw(logits: Tensor, batch: SamplingBatch[Tensor], vocab_size: int) -> Tenso
 class TritonSampling(TorchSampling):
     """TorchSampling that draws by the kernels; logits are changed, tokens counted and logprobs taken in torch."""
 
-    def sample(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Drawn[Tensor]:
-        try:
-            adjusted = self._adjusted(logits, batch) if batch.changes_logits else logits
-            report = draw(adjusted, batch, logits.shape[1])
-        finally:
-            self.buffers.give_back(*self._borrowed)
-            self._borrowed.clear()
-        if batch.penalties is not None:
-            count_tokens(batch.penalties, report[0])
-        return Drawn(report[0], report)
+    def _report(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Tensor:
+        return draw(self._adjusted(logits, batch) if batch.changes_logits else logits, batch, logits.shape[1])

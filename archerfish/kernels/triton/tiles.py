@@ -47,33 +47,23 @@ class AddTile:
     parts: int  # of the columns: 1, or one for each warp
 
 
-TUNED: dict[tuple[int, int, int], LinearTile] = {  # on an H200; by rows (a power of 2), rows and columns of the weights
-    (1, 4096, 1024): LinearTile(8, 512, 2, 1),
-    (4, 4096, 1024): LinearTile(16, 256, 4, 6, is_dot=True),
-    (16, 4096, 1024): LinearTile(32, 256, 4, 5, is_dot=True),
-    (1, 1024, 2048): LinearTile(4, 512, 4, 1),
-    (4, 1024, 2048): LinearTile(16, 256, 4, 6, is_dot=True),
-    (16, 1024, 2048): LinearTile(16, 256, 4, 6, is_dot=True),
-    (1, 6144, 1024): LinearTile(4, 512, 2, 1),
-    (4, 6144, 1024): LinearTile(32, 256, 4, 5, is_dot=True),
-    (16, 6144, 1024): LinearTile(32, 256, 4, 5, is_dot=True),
-    (1, 1024, 3072): LinearTile(1, 1024, 8, 1),
-    (4, 1024, 3072): LinearTile(16, 512, 4, 4, is_dot=True),
-    (16, 1024, 3072): LinearTile(16, 512, 4, 4, is_dot=True),
-    (1, 151936, 1024): LinearTile(4, 1024, 4, 1),
-    (1, 1024, 4096): LinearTile(4, 1024, 4, 1),
-    (4, 151936, 1024): LinearTile(32, 512, 4, 3, is_dot=True),
-    (1, 6144, 4096): LinearTile(2, 0, 2, 4, num_programs=528),
-    (4, 6144, 4096): LinearTile(16, 512, 4, 4, is_dot=True),
-    (1, 4096, 4096): LinearTile(2, 0, 2, 4, num_programs=528),
-    (4, 4096, 4096): LinearTile(32, 256, 4, 5, is_dot=True),
-    (16, 4096, 4096): LinearTile(32, 256, 4, 5, is_dot=True),
-    (4, 28672, 4096): LinearTile(16, 512, 4, 4, is_dot=True),
-    (4, 4096, 14336): LinearTile(16, 512, 4, 4, is_dot=True),
-    (16, 4096, 14336): LinearTile(32, 512, 4, 3, is_dot=True),
-    (1, 128256, 4096): LinearTile(2, 1024, 4, 1),
-    (4, 128256, 4096): LinearTile(32, 256, 4, 5, is_dot=True),
-    (16, 128256, 4096): LinearTile(32, 512, 4, 3, is_dot=True),
+def dot_tile(outputs: int, columns: int, num_stages: int) -> LinearTile:
+    return LinearTile(outputs, columns, 4, num_stages, is_dot=True)
+
+
+# On an H200; by rows and columns of the weights, and by rows of activations (a power of 2).
+TUNED: dict[tuple[int, int], dict[int, LinearTile]] = {
+    (4096, 1024): {1: LinearTile(8, 512, 2, 1), 4: dot_tile(16, 256, 6), 16: dot_tile(32, 256, 5)},
+    (1024, 2048): {1: LinearTile(4, 512, 4, 1), 4: dot_tile(16, 256, 6), 16: dot_tile(16, 256, 6)},
+    (6144, 1024): {1: LinearTile(4, 512, 2, 1), 4: dot_tile(32, 256, 5), 16: dot_tile(32, 256, 5)},
+    (1024, 3072): {1: LinearTile(1, 1024, 8, 1), 4: dot_tile(16, 512, 4), 16: dot_tile(16, 512, 4)},
+    (151936, 1024): {1: LinearTile(4, 1024, 4, 1), 4: dot_tile(32, 512, 3)},
+    (1024, 4096): {1: LinearTile(4, 1024, 4, 1)},
+    (6144, 4096): {1: LinearTile(2, 0, 2, 4, num_programs=528), 4: dot_tile(16, 512, 4)},
+    (4096, 4096): {1: LinearTile(2, 0, 2, 4, num_programs=528), 4: dot_tile(32, 256, 5), 16: dot_tile(32, 256, 5)},
+    (28672, 4096): {4: dot_tile(16, 512, 4)},
+    (4096, 14336): {4: dot_tile(16, 512, 4), 16: dot_tile(32, 512, 3)},
+    (128256, 4096): {1: LinearTile(2, 1024, 4, 1), 4: dot_tile(32, 256, 5), 16: dot_tile(32, 512, 3)},
 }
 
 
@@ -132,7 +122,7 @@ def tile_of(
     """
     rows = next_power_of_2(num_rows)
     copies = 2 if is_gated else 1
-    tuned = TUNED.get((rows, num_weights, width)) if element_bytes == 2 and most_bytes == SHARED_BYTES else None
+    tuned = TUNED.get((num_weights, width), {}).get(rows) if element_bytes == 2 and most_bytes == SHARED_BYTES else None
     if tuned and tuned.num_stages * (max(8, rows) + tuned.outputs * copies) * tuned.columns * element_bytes <= HOPPER_BYTES:
         return tuned
     widest = next_power_of_2(width)
@@ -147,4 +137,4 @@ def tile_of(
         return LinearTile(outputs, columns, max(1, columns // COLUMNS_PER_WARP), num_stages)
     outputs, columns = (16 if num_weights <= 4096 else 32), max(64, min(widest, 1024 // element_bytes))
     stage_bytes = (max(8, rows) + outputs * copies) * columns * element_bytes
-    return LinearTile(outputs, columns, 4, max(1, min(4, most_bytes // stage_bytes)), is_dot=True)
+    return dot_tile(outputs, columns, max(1, min(4, most_bytes // stage_bytes)))
