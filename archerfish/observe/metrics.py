@@ -269,8 +269,6 @@ class MetricsCollector:
         counter = self.registry.counter
         self._ends = counter("vllm:request_success", "Sequences by what ended them.", (*LABEL, "finished_reason"))
         self._refusals = counter("archerfish_refused_requests", "Requests refused, by the code they got.", (*LABEL, "code"))
-        self._waiting: dict[str, list[float]] = {}
-        self._lock = threading.Lock()
 
     def token(self, model: str, seconds: float, *, is_first: bool) -> None:
         """Record the time from arrival to the first token, or from the tokens before to these."""
@@ -280,19 +278,9 @@ class MetricsCollector:
             self.gaps(model, (seconds,))
 
     def gaps(self, model: str, seconds: Sequence[float]) -> None:
-        """Record times between tokens. `settle` adds them to the histogram."""
+        """Record times between tokens, all under one lock."""
         if seconds:
-            with self._lock:
-                self._waiting.setdefault(model, []).extend(seconds)
-
-    def settle(self) -> None:
-        """Add the recorded gaps to the histogram, all under one lock."""
-        if not self._waiting:
-            return
-        with self._lock:
-            waiting, self._waiting = self._waiting, {}
-        for model, gaps in waiting.items():
-            self._gaps.observe(*gaps, model_name=model)
+            self._gaps.observe(*seconds, model_name=model)
 
     def ended(
         self, model: str, queue_ms: float, prefill_ms: float, decode_ms: float, finish_reasons: Sequence[str | None]
@@ -313,7 +301,6 @@ class MetricsCollector:
 
     @property
     def histograms(self) -> dict[str, Histogram]:
-        self.settle()
         return {metric.name: metric for metric in self.registry if isinstance(metric, Histogram)}
 
     @property
@@ -322,7 +309,6 @@ class MetricsCollector:
 
     def metrics(self, stats: Mapping[str, Mapping[str, Any]] | None = None) -> list[Metric]:
         """All metrics, with the counts of engines: stats by model. `serve.metrics.exposition` makes the text for Prometheus."""
-        self.settle()
         found: list[Metric] = list(self.registry)
         for name, (key, description) in {**GAUGES, **COUNTERS, **ENCODER_COUNTERS, **EVERY_COUNTER}.items():
             kind = Gauge if name in GAUGES else Counter

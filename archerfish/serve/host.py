@@ -230,7 +230,6 @@ class EngineHost:
                         has_moved = hosted.advance() or has_moved
                 self._num_moves += has_moved
                 self._flush()
-                self.figures.settle()
                 if self.clock() >= self._next_beat:
                     self._beat(self.clock())
                 if not has_moved and not self._pending and self._stops_at is None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from archerfish.background import in_background
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.llm_loading import ModelFacts
 from archerfish.engine.outputs import RequestOutput, TextDelta, engine_counts
@@ -45,7 +43,6 @@ class HostedLLM:
             max_queued=engine.config.max_queue_size, **host.config.admission,
         )  # fmt: skip
         self._ids = itertools.count()
-        self._is_warm = False
         self._num_output_tokens = 0
         self.deltas: list[tuple[Generation, TextDelta]] | None = None  # of the current `advance`
         self.read_weights()
@@ -136,7 +133,7 @@ class HostedLLM:
 
     def _start(self, live: Request, generation: Generation) -> None:
         admitted = generation.admitted
-        if not self.engine.has_work:
+        if not self.engine.scheduler.has_work:
             self.controller.begin_work()
         if admitted is not None and generation.message.token_ids is None:  # the length was estimated
             self.controller.set_prompt_tokens(admitted, len(live.prompt_token_ids))
@@ -201,18 +198,6 @@ class HostedLLM:
                 answer(generation.request, chunk)
         self.host.figures.gaps(self.name, gaps)
 
-    def use_idle_time(self) -> bool:
-        """Do some work in advance; whether there is more of it."""
-
-        def read_vocabulary() -> None:
-            with contextlib.suppress(ArcherfishError):  # a model that cannot have grammars reports it when one comes
-                self.engine.grammars.warm_up()
-
-        if not self._is_warm:
-            self._is_warm = True
-            in_background(read_vocabulary, "grammar-warm-up", daemon=True)
-        return self.engine.use_idle_time()
-
     def configure(self, options: dict[str, Any]) -> dict[str, Any]:
         changed = self.engine.configure(**options)
         self.controller.max_queued = self.engine.config.max_queue_size
@@ -243,7 +228,7 @@ class Generation:
 
     def release(self) -> None:
         """The request is over, whether it has reached the engine or not."""
-        if self.live is not None:
+        if self.live is not None and self.live.collector.result is None:
             self.model.engine.abort(self.live.request_id)
         if self.admitted is not None:
             self.model.controller.end(self.admitted)

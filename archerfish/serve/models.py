@@ -180,7 +180,7 @@ class ModelTable:
         ]  # fmt: skip
         if left and not self.is_loading:
             self._load(max(left, key=lambda entry: entry.num_requests))
-        return any(isinstance(hosted, HostedLLM) and hosted.use_idle_time() for hosted in self.loaded)
+        return any(isinstance(hosted, HostedLLM) and hosted.engine.use_idle_time() for hosted in self.loaded)
 
     def _has_room(self, num_bytes: int = 0) -> bool:
         num_loaded = sum(entry.num_bytes for entry in self.entries if entry.hosted is not None)
@@ -223,6 +223,7 @@ def make_entry(spec: ModelSpec, hub: HubConfig, host: ModelHost) -> ModelEntry:
     def load(lane: Lane) -> Hosted:
         if spec.kind == "generation":
             engine = LLMEngine(EngineConfig(**spec.options), hub=hub, executor=lane, text_thread=host.writer)
+            in_background(engine.grammars.warm_up, "grammar-warm-up", daemon=True)
             return HostedLLM(engine, lane, host)
         config = EmbedConfig(**spec.options)
         encoder = ArrowEngine(config, hub=hub)
