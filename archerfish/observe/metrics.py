@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
+import msgspec
+
 Kind = Literal["counter", "gauge", "histogram"]
 Labels = tuple[str, ...]
 
@@ -50,8 +52,7 @@ QUEUE, PREFILL = "vllm:request_queue_time_seconds", "vllm:request_prefill_time_s
 DECODE, ENCODE = "vllm:request_decode_time_seconds", "archerfish_encode_seconds"
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(msgspec.Struct, frozen=True, array_like=True):
     """The state of one metric under one set of labels; `buckets` holds (upper bound, cumulative count) of a histogram."""
 
     labels: Labels

@@ -148,7 +148,8 @@ class Lane(Executor):
     waiting: deque[Job] = field(default_factory=deque)
     num_done: int = 0
     busy_s: float = 0.0
-    longest_s: float = 0.0  # of a job that succeeded
+    last_s: float = 0.0  # duration of the last job that succeeded
+    longest_s: float = 0.0  # of all of them
     last_done: float = float("-inf")  # when a job last succeeded
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -239,7 +240,7 @@ class ComputeThread:
             lane.num_done += 1
             lane.busy_s += now - started
             if error is None:
-                lane.last_done, lane.longest_s = now, max(lane.longest_s, now - started)
+                lane.last_done, lane.last_s, lane.longest_s = now, now - started, max(lane.longest_s, now - started)
                 future.set_result(result)
             else:
                 future.set_exception(error)

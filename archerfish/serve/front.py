@@ -10,9 +10,8 @@ import logging
 import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
 
 import uvicorn
@@ -38,18 +37,9 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.on_ready = on_ready
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Handle signals as a normal end; uvicorn would raise them again afterwards."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return processes.handling_signals(self.handle_exit)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.should_exit = True

@@ -263,7 +263,7 @@ class EngineHost:
             self.fail(pending, stopped)
         self._flush()
         for hosted in self.models.loaded:
-            hosted.close()
+            hosted.engine.close()
         for threads in (self.reader, self.compiler, self.writer):
             threads.shutdown()
         self.compute.close()
@@ -356,7 +356,7 @@ class EngineHost:
         pending = PendingRequest(client, message, arrived=self.clock(), takes_bundles=takes_bundles)
         self._pending.setdefault(client, {})[message.request_id] = pending
         try:
-            if isinstance(message, wire.GenerationRequest | wire.EmbedRequest | wire.ScoreRequest | wire.ExplainRequest):
+            if isinstance(message, wire.ModelRequest):
                 if self._stops_at is not None:
                     raise StoppedError("The engine is being stopped and takes no more requests.", hint="Try again.")
                 pending.tenant = self.callers.find(message.credentials, message.tenant)

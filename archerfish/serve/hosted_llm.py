@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from archerfish.config import EngineConfig
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.llm_loading import ModelFacts
 from archerfish.engine.outputs import RequestOutput, TextDelta, engine_counts
@@ -61,10 +62,8 @@ class HostedLLM:
         facts = self.engine.facts
         memory = {"num_states": facts.memory.num_blocks} if facts.has_states else {"kv_tokens": facts.memory.num_tokens}
         return {
-            "kind": self.kind, "max_length": facts.max_len, "vocab_size": facts.vocab_size, "directory": str(facts.directory),
-            "has_tokenizer": self.engine.tokenizer is not None, "has_chat_template": self._has_chat_template(),
-            "is_tts": is_tts(facts), "device": facts.device, "dtype": facts.dtype,
-            "max_prompt_bytes": self.engine.config.max_prompt_bytes, **memory,
+            **card_of(facts, self.engine.config), "kind": self.kind, "has_tokenizer": self.engine.tokenizer is not None,
+            "has_chat_template": self._has_chat_template(), **memory,
         }  # fmt: skip
 
     def _has_chat_template(self) -> bool:
@@ -209,9 +208,6 @@ class HostedLLM:
             "jobs": self.lane.num_done, "busy_s": self.lane.busy_s,
         }  # fmt: skip
 
-    def close(self) -> None:
-        self.engine.close()
-
 
 @dataclass(eq=False, slots=True)
 class Generation:
@@ -310,6 +306,14 @@ class Generation:
         if result.prompt_logprobs is not None:
             answer.prompt_logprobs = as_tuples(result.prompt_logprobs)
         host.answer(self.request, answer)
+
+
+def card_of(facts: ModelFacts, config: EngineConfig) -> dict[str, Any]:
+    """What clients are told of a model, loaded or not."""
+    return {
+        "max_length": facts.max_len, "vocab_size": facts.vocab_size, "directory": str(facts.directory),
+        "is_tts": is_tts(facts), "device": facts.device, "dtype": facts.dtype, "max_prompt_bytes": config.max_prompt_bytes,
+    }  # fmt: skip
 
 
 def is_tts(facts: ModelFacts) -> bool:

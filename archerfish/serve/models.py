@@ -23,7 +23,7 @@ from archerfish.models.adapter import encoder_class
 from archerfish.models.config import Config
 from archerfish.serve.compute import Lane, ModelHost, PendingRequest, attempt
 from archerfish.serve.hosted_encoder import HostedEncoder
-from archerfish.serve.hosted_llm import HostedLLM, is_tts
+from archerfish.serve.hosted_llm import HostedLLM, card_of
 from archerfish.serve.overload import BusyError
 from archerfish.serve.processes import ModelSpec
 from archerfish.serve.wire import UnservedModelError, names_of, unserved_model
@@ -56,11 +56,11 @@ class ModelEntry:
     last_used: float = 0.0
     num_requests: int = 0
     num_bytes: int = 0  # that it takes, or would take
-    known: dict[str, Any] = field(default_factory=dict)  # its card while it is not loaded
+    known: dict[str, Any] = field(default_factory=dict)  # of its card: as its files say, then as it said when loaded
 
     def card(self) -> dict[str, Any]:
-        shown = {"id": self.name, "kind": self.kind, "max_length": 0, "aliases": list(self.aliases), **self.known}
-        return {**shown, **({} if self.hosted is None else self.hosted.card()), "is_loaded": self.hosted is not None}
+        shown = {"id": self.name, "kind": self.kind, "max_length": 0, "aliases": list(self.aliases)}
+        return {**shown, **self.known, "is_loaded": self.hosted is not None}
 
 
 class ModelTable:
@@ -199,7 +199,7 @@ class ModelTable:
             return False
         entry, hosted = min(idle, key=lambda one: one[0].last_used)
         logger.info("The model %s is unloaded because memory is short.", entry.name)
-        hosted.close()
+        hosted.engine.close()
         self._host.compute.remove(hosted.lane)
         self.loaded.remove(hosted)
         entry.hosted = None
@@ -251,11 +251,7 @@ def describe(spec: ModelSpec, hub: HubConfig) -> tuple[dict[str, Any], int]:
     if spec.kind == "generation":
         engine = EngineConfig(**spec.options)
         facts = read_facts(engine, hub, no_progress)
-        card = {
-            "max_length": facts.max_len, "vocab_size": facts.vocab_size, "directory": str(facts.directory),
-            "is_tts": is_tts(facts), "device": facts.device, "dtype": facts.dtype, "max_prompt_bytes": engine.max_prompt_bytes,
-        }  # fmt: skip
-        return card, facts.weight_bytes + facts.memory.num_bytes
+        return card_of(facts, engine), facts.weight_bytes + facts.memory.num_bytes
     config = EmbedConfig(**spec.options)
     directory = locate(config, hub, no_progress)
     metadata = read_metadata(directory)
