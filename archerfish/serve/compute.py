@@ -38,7 +38,6 @@ class PendingRequest:
     message: Any
     tenant: Tenant = ANONYMOUS
     arrived: float = 0.0
-    takes_bundles: bool = False
     is_over: bool = False
     release: Callable[[], None] | None = None  # called once at the end, so that the model frees what the request holds
     end_sequence: Callable[[int], object] | None = None  # ends one of the n sequences

@@ -157,7 +157,6 @@ class EngineHost:
         self.num_lost_clients = 0
         self._listener = Listener(config)
         self._poller = zmq.Poller()
-        self._is_open = False
         self._posted: deque[Callable[[], None]] = deque()
         self._outbox: deque[tuple[PendingRequest, wire.Message]] = deque()
         self._pending: dict[bytes, dict[str, PendingRequest]] = {}  # by client and request_id
@@ -200,16 +199,13 @@ class EngineHost:
 
     def open(self) -> str:
         """Listen; return the address for front ends, with its real port."""
-        self._is_open = True
         self._poller.register(self.waker.fileno(), zmq.POLLIN)
         self.address, *others = self._listener.open(self._poller)
         self.open_address = others[0] if others else ""
         return self.address
 
     def run(self) -> None:
-        """Serve until `stop`; running requests are finished first."""
-        if not self._is_open:
-            self.open()
+        """Serve, after `open` and until `stop`; running requests are finished first."""
         has_moved = True
         try:
             while self._stops_at is None or (self._pending and self.clock() < self._stops_at):
@@ -293,7 +289,7 @@ class EngineHost:
             is_last = type(message) is not wire.Chunk
             if is_last:
                 self._end(pending)
-            if pending.takes_bundles:
+            if getattr(pending.message, "takes_bundles", False):
                 bundles[pending.client].append(message)
             elif pending.on_end is None:
                 self._send(pending.client, message)
@@ -352,8 +348,7 @@ class EngineHost:
             in_use = InvalidInputError(f"There is a live request {message.request_id!r}.", hint="Choose another request_id.")
             self._send(client, wire.Failed.of(message.request_id, in_use))
             return
-        takes_bundles = isinstance(message, wire.GenerationRequest) and message.takes_bundles
-        pending = PendingRequest(client, message, arrived=self.clock(), takes_bundles=takes_bundles)
+        pending = PendingRequest(client, message, arrived=self.clock())
         self._pending.setdefault(client, {})[message.request_id] = pending
         try:
             if isinstance(message, wire.ModelRequest):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from archerfish.config import ServeConfig
 from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.errors import InvalidInputError, UnknownOptionError, UnsupportedModelError
 from archerfish.serve.compute import Lane, ModelHost, PendingRequest, read_in_thread
@@ -256,16 +257,13 @@ class HostedEncoder:
     # Options and figures
 
     def configure(self, options: dict[str, Any]) -> dict[str, Any]:
-        known = {"latency_budget_ms": (1.0, 10_000.0), "max_queue_texts": (1, 1 << 30)}
-        for name, value in options.items():
-            if name not in known:
-                raise UnknownOptionError(f"{name} cannot be changed.", hint=f"These can: {', '.join(known)}.")
-            low, high = known[name]
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise InvalidInputError(f"{name} must be a number from {low:g} to {high:g}, not {value!r}.")
-        self.latency_s = options.get("latency_budget_ms", self.latency_s * 1000) / 1000
-        self.controller.max_queued = int(options.get("max_queue_texts", self.controller.max_queued))
-        return {"latency_budget_ms": self.latency_s * 1000, "max_queue_texts": self.controller.max_queued}
+        values = {"latency_budget_ms": self.latency_s * 1000, "max_queue_texts": self.controller.max_queued}
+        for name in options:
+            if name not in values:
+                raise UnknownOptionError(f"{name} cannot be changed.", hint=f"These can: {', '.join(values)}.")
+        changed = ServeConfig(**{**values, **options})
+        self.latency_s, self.controller.max_queued = changed.latency_budget_ms / 1000, changed.max_queue_texts
+        return {name: getattr(changed, name) for name in values}
 
     def stats(self) -> dict[str, Any]:
         return {

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -124,15 +125,10 @@ class ModelTable:
         self._make_room(keeps=entry, num_bytes=entry.num_bytes)
         lane = self._host.compute.lane(entry.name)
 
-        def run() -> None:
-            try:
-                hosted = entry.load(lane)
-            except BaseException as error:
-                self._host.post(partial(self._fail, entry, lane, error))
-            else:
-                self._host.post(partial(self._finish_loading, entry, hosted))
+        def end(loading: Future[Hosted]) -> None:
+            self._host.post(partial(self._end_loading, entry, lane, loading))
 
-        in_background(run, f"load-{entry.name}", daemon=True)
+        in_background(partial(entry.load, lane), f"load-{entry.name}", daemon=True).add_done_callback(end)
 
     @property
     def is_loading(self) -> bool:
@@ -141,7 +137,6 @@ class ModelTable:
     def _set_loaded(self, entry: ModelEntry, hosted: Hosted) -> None:
         self.loaded.append(hosted)
         entry.hosted, entry.error = hosted, None
-        entry.is_loading = False
         entry.kind = hosted.kind
         entry.num_bytes = num_bytes_of(hosted)
         entry.known = hosted.card()
@@ -149,24 +144,24 @@ class ModelTable:
         if hosted.name != entry.name and hosted.name not in entry.aliases:
             entry.aliases = (*entry.aliases, hosted.name)
 
-    def _finish_loading(self, entry: ModelEntry, hosted: Hosted) -> None:
-        self._set_loaded(entry, hosted)
-        self._make_room(keeps=entry)
+    def _end_loading(self, entry: ModelEntry, lane: Lane, loading: Future[Hosted]) -> None:
+        entry.is_loading, error = False, loading.exception()
+        if error is None:
+            self._set_loaded(entry, loading.result())
+            self._make_room(keeps=entry)
+        else:
+            self._host.compute.remove(lane)
+            if isinstance(error, OutOfMemoryError | MemoryError) and self._unload_one(keeps=entry):
+                self._load(entry)
+                return
+            logger.error("The model %s could not be loaded: %s", entry.name, error)
+            entry.error = error
         waiting, entry.waiting = entry.waiting, []
         for request in waiting:
-            attempt(self._host, request, partial(hosted.submit, request))
-
-    def _fail(self, entry: ModelEntry, lane: Lane, error: BaseException) -> None:
-        self._host.compute.remove(lane)
-        entry.is_loading = False
-        if isinstance(error, OutOfMemoryError | MemoryError) and self._unload_one(keeps=entry):
-            self._load(entry)
-            return
-        logger.error("The model %s could not be loaded: %s", entry.name, error)
-        entry.error = error
-        waiting, entry.waiting = entry.waiting, []
-        for request in waiting:
-            self._host.fail(request, ServiceError(f"The model {entry.name} could not be loaded.", hint="The log says why."))
+            if entry.hosted is not None:
+                attempt(self._host, request, partial(entry.hosted.submit, request))
+            else:
+                self._host.fail(request, ServiceError(f"The model {entry.name} could not be loaded.", hint="The log says why."))
 
     # Memory
 

@@ -195,13 +195,11 @@ class Tenants:
             raise UnauthorizedError("The API key is not one of this server's.")
         return tenant
 
-    def named(self, name: str) -> Tenant | None:
-        """The tenant of a name, which a trusted process has sent."""
+    def named(self, name: str) -> Tenant:
+        """The tenant of a name, which a trusted process has sent; ANONYMOUS if there is none."""
         if self._path is not None:
             self._reload_if_changed(self._path)
-        if self._table is None:
-            return ANONYMOUS if name in ("", ANONYMOUS.name) else None
-        return self._table.by_name.get(name)
+        return ANONYMOUS if self._table is None else self._table.by_name.get(name, ANONYMOUS)
 
     def all(self) -> list[Tenant]:
         return [ANONYMOUS] if self._table is None else list(self._table.by_name.values())
@@ -336,7 +334,7 @@ class Callers:
     def find(self, credentials: str, tenant: str) -> Tenant:
         """The tenant of a request. Requests share cached contexts with requests of the same tenant only."""
         if self.is_front_end(credentials):
-            return replace(self.tenants.named(tenant) or ANONYMOUS, name=tenant)
+            return replace(self.tenants.named(tenant), name=tenant)
         if tenant:
             raise NotAllowedError("Only a front end may name a tenant.", hint="Send an API key as credentials.")
         if self.tenants.has_keys:

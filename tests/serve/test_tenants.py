@@ -49,7 +49,7 @@ def test_key_finds_tenant_and_limits(path: Path) -> None:
     assert (found.weight, found.max_priority, found.is_operator) == (2.0, 1, False)
     assert tenants.find(boss).is_operator and tenants.has_keys
     assert [tenant.name for tenant in tenants.all()] == ["alice", "boss"]
-    assert tenants.named("boss") == tenants.find(boss) and tenants.named("nobody") is None
+    assert tenants.named("boss") == tenants.find(boss) and tenants.named("nobody") is ANONYMOUS
 
 
 def test_wrong_keys_get_the_same_error(path: Path) -> None:
@@ -88,7 +88,7 @@ def test_without_keys_everyone_is_the_anonymous_operator() -> None:
             tenant = tenants.find(key)
             assert tenant is ANONYMOUS and tenant.is_operator
             assert tenant.max_priority >= 1000 and not tenant.requests_per_minute and not tenant.tokens_per_minute
-        assert tenants.named("") is ANONYMOUS and tenants.named("alice") is None and tenants.all() == [ANONYMOUS]
+        assert tenants.named("") is tenants.named("alice") is ANONYMOUS and tenants.all() == [ANONYMOUS]
 
 
 def test_two_keys_of_a_tenant(path: Path) -> None:
