@@ -14,9 +14,8 @@ import signal
 import sys
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
 from functools import partial
 from typing import Any, Self
 
@@ -25,21 +24,18 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from archerfish.config import HubConfig
-from archerfish.errors import ArcherfishError, InvalidInputError, MachineError, OverloadedError, StoppedError
-from archerfish.observe.metrics import MetricsCollector
+from archerfish.errors import ArcherfishError, InvalidInputError, MachineError, StoppedError
 from archerfish.serve import wire
 from archerfish.serve.client import open_socket, set_keys
-from archerfish.serve.compute import ComputeThread, HangWatch, PendingRequest, Waker, WakingExecutor, attempt
+from archerfish.serve.compute import HangWatch, ModelHost, PendingRequest, attempt
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.metrics import FrontEndMetrics, gauges, metric_values
 from archerfish.serve.models import GENERATION, SCORES, VECTORS, Hosted, ModelTable, make_entry
 from archerfish.serve.processes import BEAT_S, HostConfig, open_report_pipe, read_config, send_report, watch_parent
-from archerfish.serve.tenants import Callers, RateLimits, RefusedError, Tenants
 
 logger = logging.getLogger("archerfish.serve")
 MAX_RECEIVED = 64  # messages of one round, so that a flood delays the models by a few milliseconds only
 IDLE_POLL_MS = 1000
-MIN_RETRY_AFTER_S = 1.0
 FRESH_S = 1.0  # a step this recent proves that a model works
 LAST_S = 5.0  # the process may take this long to end after its parent
 EXIT_HUNG = 75
@@ -134,32 +130,20 @@ class Listener:
         self.sockets, self._monitors, self._authenticator = [], [], None
 
 
-class EngineHost:
+class EngineHost(ModelHost):
     """Serves models at an address until it is stopped. As a context manager, it runs in a thread of its own."""
 
     def __init__(self, config: HostConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.config = config
+        super().__init__(config, clock)
         self.address, self.open_address = config.address, config.open_address
-        self.clock = clock
-        self.figures, self.front_end_metrics = MetricsCollector(), FrontEndMetrics(clock)
-        self.waker = Waker()
-        self.compute = ComputeThread(self.waker.wake, clock)
-        self.reader: Executor = WakingExecutor("read", 2, self.waker)
-        self.compiler: Executor = WakingExecutor("grammars", 2, self.waker)
-        self.writer: Executor = WakingExecutor("write", 1, self.waker)
+        self.front_end_metrics = FrontEndMetrics(clock)
         self.models = ModelTable(self)
         self.watch = HangWatch(self.compute, config.hang_s)
         self.on_beat: Callable[[], None] = lambda: None  # called every BEAT_S while the process works
         self.on_hang: Callable[[], None] = lambda: None  # called instead while it hangs
-        is_private = not config.open_address and config.address.startswith(("ipc:", "inproc:"))
-        self.callers = Callers(Tenants.from_file(config.api_keys_file), config.front_end_pass, is_private=is_private)
-        self.rates = RateLimits(clock)
         self.num_lost_clients = 0
         self._listener = Listener(config)
         self._poller = zmq.Poller()
-        self._posted: deque[Callable[[], None]] = deque()
-        self._outbox: deque[tuple[PendingRequest, wire.Message]] = deque()
-        self._pending: dict[bytes, dict[str, PendingRequest]] = {}  # by client and request_id
         self._next_beat = float("-inf")
         self._num_moves = 0  # rounds in which a model made progress
         self._stops_at: float | None = None  # while stopping: when running requests are given up
@@ -170,36 +154,11 @@ class EngineHost:
         for spec in self.config.models:
             self.models.add(make_entry(spec, HubConfig(**self.config.hub), self))
 
-    def live_requests(self) -> list[PendingRequest]:
-        return [pending for requests in self._pending.values() for pending in requests.values()]
-
-    # For models, in any thread
-
-    def answer(self, pending: PendingRequest, message: wire.Message) -> None:
-        self._outbox.append((pending, message))
-
-    def fail(self, pending: PendingRequest, error: BaseException) -> None:
-        if not isinstance(error, ArcherfishError):
-            logger.error("A request failed.", exc_info=error)
-        hosted: Hosted | None = None if pending.model_entry is None else pending.model_entry.hosted
-        if hosted is not None and isinstance(error, RefusedError | OverloadedError):
-            self.figures.refused(hosted.name, error.code)
-        wait_s: float | None = getattr(error, "retry_after_s", None)
-        if getattr(error, "status", 500) in (429, 503):
-            if wait_s is None and hosted is not None:
-                wait_s = hosted.controller.retry_after_s()
-            wait_s = max(MIN_RETRY_AFTER_S, wait_s or 0.0)
-        self.answer(pending, wire.Failed.of(pending.message.request_id, error, wait_s))
-
-    def post(self, work: Callable[[], None]) -> None:
-        self._posted.append(work)
-        self.waker.wake()
-
     # The loop
 
     def open(self) -> str:
         """Listen; return the address for front ends, with its real port."""
-        self._poller.register(self.waker.fileno(), zmq.POLLIN)
+        self._poller.register(self.waker.reader, zmq.POLLIN)
         self.address, *others = self._listener.open(self._poller)
         self.open_address = others[0] if others else ""
         return self.address

@@ -121,12 +121,9 @@ class StepCost:
 
     def tokens_per_s(self) -> tuple[float, float]:
         """Prompt tokens per second of steps with prompts, and output tokens per second of steps without."""
-        prompts, decodes = list(self._with_prompt), list(self._without_prompt)
-        prompt_s, decode_s = sum(step[2] for step in prompts), sum(step[2] for step in decodes)
-        return (
-            sum(step[0] for step in prompts) / prompt_s if prompts else 0.0,
-            sum(step[1] for step in decodes) / decode_s if decodes else 0.0,
-        )
+        sums = [np.sum([(0, 0, 0.0), *steps], axis=0).tolist() for steps in (self._with_prompt, self._without_prompt)]
+        (num_prompt, _, prompt_s), (_, num_output, decode_s) = sums
+        return num_prompt / (prompt_s or 1.0), num_output / (decode_s or 1.0)
 
 
 def least_squares(rows: Array, wanted: Array) -> Array:
