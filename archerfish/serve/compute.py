@@ -21,8 +21,9 @@ from typing import Any, ParamSpec, TypeVar
 
 from archerfish.errors import ArcherfishError, OverloadedError
 from archerfish.observe.metrics import MetricsCollector
+from archerfish.serve.overload import RateLimits, RefusedError
 from archerfish.serve.processes import HostConfig, Stall
-from archerfish.serve.tenants import ANONYMOUS, Callers, RateLimits, RefusedError, Tenant, Tenants
+from archerfish.serve.tenants import ANONYMOUS, Callers, Tenant, Tenants
 from archerfish.serve.wire import Failed, Message
 
 logger = logging.getLogger("archerfish.serve")

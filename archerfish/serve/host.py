@@ -12,12 +12,11 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -131,7 +130,7 @@ class Listener:
 
 
 class EngineHost(ModelHost):
-    """Serves models at an address until it is stopped. As a context manager, it runs in a thread of its own."""
+    """Serves models at an address until it is stopped."""
 
     def __init__(self, config: HostConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(config, clock)
@@ -147,7 +146,6 @@ class EngineHost(ModelHost):
         self._next_beat = float("-inf")
         self._num_moves = 0  # rounds in which a model made progress
         self._stops_at: float | None = None  # while stopping: when running requests are given up
-        self._thread: threading.Thread | None = None
 
     def load_models(self) -> None:
         """Make an entry for every model of the configuration and load those that are loaded at the start."""
@@ -224,17 +222,6 @@ class EngineHost(ModelHost):
         self.compute.close()
         self._listener.close(1000)
         self.waker.close()
-
-    def __enter__(self) -> Self:
-        self.open()
-        self._thread = threading.Thread(target=self.run, name="archerfish-host", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop(0)
-        if self._thread is not None:
-            self._thread.join()
 
     # Answers
 

@@ -1,4 +1,4 @@
-"""API keys, the tenants that they belong to, what a tenant may do, and its rate limits.
+"""API keys, the tenants that they belong to, and what a tenant may do.
 
 A file of keys is TOML; `archerfish keys` (`add_key`) creates and extends it:
 
@@ -28,7 +28,6 @@ import hashlib
 import hmac
 import json
 import logging
-import math
 import os
 import re
 import secrets
@@ -41,15 +40,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from archerfish.errors import (
-    CallerError,
-    InputTooLargeError,
-    InvalidOptionError,
-    ServiceError,
-    UnknownOptionError,
-    WriteError,
-    did_you_mean,
-)
+from archerfish.errors import CallerError, InvalidOptionError, UnknownOptionError, WriteError, did_you_mean
 
 logger = logging.getLogger("archerfish.serve")
 T = TypeVar("T")
@@ -61,7 +52,6 @@ MAX_KEY_CHARS = 512  # longer ones are refused without hashing them
 HOW_TO_MAKE_ONE = "`archerfish keys FILE TENANT` makes a key and writes its hash into the file."
 ENVIRONMENT = "env:"  # instead of a path: the prefix of the name of an environment variable with keys
 RELOAD_INTERVAL_S = 1.0  # how often a changed file is looked for
-MAX_KNOWN_DEBTS = 2048  # of tenants, before those that were paid are forgotten
 
 
 class UnauthorizedError(CallerError):
@@ -347,79 +337,3 @@ class Callers:
         """Raise NotAllowedError unless the sender is an operator. On a private socket without a pass, every peer is one."""
         if not self._is_private and not self.is_front_end(credentials):
             raise NotAllowedError("Only front ends and operators may do this.", hint="Send the pass as credentials.")
-
-
-# Rate limits
-
-
-class RefusedError(ServiceError):
-    """A request was refused; the client may try again after `retry_after_s`."""
-
-    def __init__(self, message: str, retry_after_s: float, *, hint: str | None = None) -> None:
-        self.retry_after_s = retry_after_s
-        wait = retry_after(retry_after_s)
-        seconds = "1 second" if wait == "1" else f"{wait} seconds"
-        super().__init__(message, hint=f"Try again in {seconds}." if hint is None else hint)
-
-
-class RateLimitedError(RefusedError):
-    """A tenant is over its own limit."""
-
-    status, code = 429, "rate_limit_exceeded"
-
-
-class OverLimitError(InputTooLargeError):
-    """A single request asks for more than its tenant may use in a minute: trying again does not help."""
-
-    code = "request_over_limit"
-
-
-def retry_after(seconds: float) -> str:
-    """The value of the Retry-After header: whole seconds, rounded up, at least 1."""
-    return str(max(1, math.ceil(seconds - 1e-6)))  # a rounding error must not cost a whole second
-
-
-class RateLimits:
-    """Requests and tokens per minute of all tenants: at most the amount of one minute at once, and that amount on average.
-
-    Only the loop of the engine process calls this. Tenants carry their limits, so that changed limits apply at once. The
-    tokens of a request are estimated when it is admitted and corrected later, so a tenant may exceed its limit by what its
-    running requests were underestimated; it pays for that before its next request.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._debts: dict[tuple[str, str], tuple[float, float]] = {}  # what was taken and not refilled at a time, and that time
-
-    def take(self, tenant: Tenant, num_tokens: int) -> None:
-        """Take one request and its tokens from a tenant's limits; nothing is taken if an error is raised."""
-        per_minute = max(1.0, tenant.tokens_per_minute)
-        if tenant.tokens_per_minute and num_tokens > per_minute:
-            raise OverLimitError(
-                f"The request may take about {num_tokens:,} tokens; {tenant.name!r} has {per_minute:,.0f} a minute.",
-                hint="Shorten the prompt or lower max_tokens.",
-            )
-        for kind, limit, amount in (
-            ("requests", tenant.requests_per_minute, 1), ("tokens", tenant.tokens_per_minute, num_tokens)
-        ):
-            excess = self._debt(tenant.name, kind, limit) + amount - max(1.0, limit) if limit else 0.0
-            if excess > 1e-9 * limit:
-                details = "" if kind == "requests" else f" This request may take about {amount:,} of them."
-                message = f"{tenant.name!r} is over its limit of {max(1.0, limit):,.0f} {kind} a minute.{details}"
-                raise RateLimitedError(message, excess * 60 / limit)
-        self.give_back(tenant, -num_tokens, num_requests=-1)
-
-    def give_back(self, tenant: Tenant, num_tokens: int, num_requests: int = 0) -> None:
-        """Return what was taken and not used. Negative numbers take more, even if the limits do not allow it."""
-        for kind, limit, amount in (
-            ("requests", tenant.requests_per_minute, num_requests), ("tokens", tenant.tokens_per_minute, num_tokens)
-        ):
-            if limit and amount:
-                debt, now = self._debt(tenant.name, kind, limit), self._clock()
-                if len(self._debts) >= MAX_KNOWN_DEBTS and (tenant.name, kind) not in self._debts:
-                    self._debts = {key: kept for key, kept in self._debts.items() if kept[0] and kept[1] > now - 3600}
-                self._debts[tenant.name, kind] = max(0.0, debt - amount), now
-
-    def _debt(self, name: str, kind: str, per_minute: float) -> float:
-        debt, at = self._debts.get((name, kind), (0.0, 0.0))
-        return max(0.0, debt - per_minute / 60 * (self._clock() - at))

@@ -13,8 +13,8 @@ import pytest
 from archerfish.observe.metrics import MetricsCollector
 from archerfish.serve.compute import PendingRequest
 from archerfish.serve.hosted_encoder import ALONE_FACTOR, Array, HostedEncoder
+from archerfish.serve.overload import RateLimits
 from archerfish.serve.processes import HostConfig
-from archerfish.serve.tenants import RateLimits
 from archerfish.serve.wire import EmbedRequest, Vectors
 from archerfish.text.tokenizer import TokenizedText
 
