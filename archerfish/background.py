@@ -16,20 +16,16 @@ class Lazy(Generic[R]):
 
     def __init__(self, make: Callable[[], R]) -> None:
         self._make: Callable[[], R] | None = make
-        self._made: list[R] = []
+        self.made: list[R] = []  # the value, once it is made
         self._lock = threading.Lock()
 
-    @property
-    def is_made(self) -> bool:
-        return bool(self._made)
-
     def get(self) -> R:
-        if not self._made:
+        if not self.made:
             with self._lock:
                 if self._make is not None:
-                    self._made.append(self._make())
+                    self.made.append(self._make())
                     self._make = None
-        return self._made[0]
+        return self.made[0]
 
 
 class WeakCache(Generic[R]):

@@ -241,7 +241,6 @@ class WatchedLLM:
             times[sequence.index] = now
         if result is not None:
             self._last_tokens.pop(request_id, None)
-            self._collector.settle()
             spent, reasons = result.metrics, [output.finish_reason for output in result.outputs]
             self._collector.ended(model, spent.queue_ms, spent.prefill_ms, spent.decode_ms, reasons)
 

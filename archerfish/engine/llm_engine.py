@@ -287,7 +287,7 @@ class LLMEngine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._in_flight)
+        return self.scheduler.has_work
 
     # Answers
 

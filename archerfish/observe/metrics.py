@@ -226,27 +226,15 @@ class MetricsCollector:
         counter = self.registry.counter
         self._ends = counter("vllm:request_success", "Sequences by what ended them.", (*LABEL, "finished_reason"))
         self._refusals = counter("archerfish_refused_requests", "Requests refused, by the code they got.", (*LABEL, "code"))
-        self._waiting: dict[str, list[float]] = {}
-        self._lock = threading.Lock()
 
     def first_token(self, model: str, seconds: float) -> None:
         """Record the time from arrival to the first token."""
         self._histograms[TTFT].observe(seconds, model_name=model)
 
     def gaps(self, model: str, seconds: Sequence[float]) -> None:
-        """Record times between tokens. `settle` adds them to the histogram."""
+        """Record times between tokens, all under one lock."""
         if seconds:
-            with self._lock:
-                self._waiting.setdefault(model, []).extend(seconds)
-
-    def settle(self) -> None:
-        """Add the recorded gaps to the histogram, all under one lock."""
-        if not self._waiting:
-            return
-        with self._lock:
-            waiting, self._waiting = self._waiting, {}
-        for model, gaps in waiting.items():
-            self._histograms[GAPS].observe(*gaps, model_name=model)
+            self._histograms[GAPS].observe(*seconds, model_name=model)
 
     def ended(
         self, model: str, queue_ms: float, prefill_ms: float, decode_ms: float, finish_reasons: Sequence[str | None]
@@ -266,7 +254,6 @@ class MetricsCollector:
 
     @property
     def histograms(self) -> dict[str, Histogram]:
-        self.settle()
         return self._histograms
 
     @property
@@ -275,7 +262,6 @@ class MetricsCollector:
 
     def metrics(self, stats: Mapping[str, Mapping[str, Any]] | None = None) -> list[Metric]:
         """All metrics, with the counts of engines: stats by model. `serve.metrics.exposition` makes the text for Prometheus."""
-        self.settle()
         found: list[Metric] = list(self.registry)
         for name, (key, description) in {**GAUGES, **COUNTERS}.items():
             kind = Gauge if name in GAUGES else Counter

@@ -31,10 +31,11 @@ from archerfish.serve.messages_routes import MessagesRoutes
 from archerfish.serve.metrics import CONTENT_TYPE, exposition, gauges, metric_values, read_metrics
 from archerfish.serve.openai_routes import OpenAIRoutes
 from archerfish.serve.openapi import openapi_document
+from archerfish.serve.overload import retry_after
 from archerfish.serve.page import page
 from archerfish.serve.responses_routes import ResponsesRoutes
 from archerfish.serve.result_cache import ResultCache
-from archerfish.serve.tenants import Tenants, retry_after
+from archerfish.serve.tenants import Tenants
 from archerfish.serve.token_routes import TextRoutes, TTSRoutes
 from archerfish.serve.vector_routes import VectorRoutes
 from archerfish.serve.wire import Configure, FrontEndState, Ping, Pong, Query, Report

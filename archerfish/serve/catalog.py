@@ -109,7 +109,7 @@ class ModelText:
                 raise InvalidParameterError(message, "model") from None
             return token_ids + tokenizer.encode(answer_start, False, plain=True) if answer_start else token_ids
 
-        is_ready = isinstance(prompt, str) or self.template.is_made
+        is_ready = isinstance(prompt, str) or bool(self.template.made)
         with naming(param):
             token_ids = await in_thread(encode, prompt_size(prompt, given) if is_ready else LONG_TEXT + 1)
             if is_answered:

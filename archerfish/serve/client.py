@@ -104,22 +104,22 @@ class AsyncClient:
 
     # Requests
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[Part, None]:
-        """Yield Chunks if request.stream, then one Generated. Closing the iterator cancels the request."""
-        return self._exchange(request, takes_bundles=True)
-
     async def ask(self, message: Question, timeout_s: float | None = None) -> Answer:
         """Return the one answer to any other request."""
         try:
-            async with asyncio.timeout(timeout_s), contextlib.aclosing(self._exchange(message)) as answers:
+            async with asyncio.timeout(timeout_s), contextlib.aclosing(self.generate(message)) as answers:
                 answer: Answer = await anext(answers)
                 return answer
         except TimeoutError:
             raise RemoteError.of(self._unavailable(f"The engine process has not answered within {timeout_s:g} s.")) from None
 
-    async def _exchange(self, message: wire.Message, **fields: Any) -> AsyncGenerator[Any, None]:
-        """Send a copy of a request, with a request_id and other fields, and yield its answers; the last one is not a Chunk."""
-        request_id = message.request_id or f"#{next(self._ids)}"
+    async def generate(self, request: GenerationRequest | Question) -> AsyncGenerator[Any, None]:
+        """Yield Chunks if request.stream, then one Generated; for another request, its one answer.
+
+        A copy of the request is sent, with a request_id if it has none. Closing the iterator cancels the request.
+        """
+        request_id = request.request_id or f"#{next(self._ids)}"
+        fields = {"takes_bundles": True} if type(request) is GenerationRequest else {}
         if not self.is_connected:
             await self._connect()
         if request_id in self._answers:
@@ -127,7 +127,7 @@ class AsyncClient:
         answers = self._answers[request_id] = asyncio.Queue()
         is_complete = False
         try:
-            self._send(msgspec.structs.replace(message, request_id=request_id, **fields))
+            self._send(msgspec.structs.replace(request, request_id=request_id, **fields))
             while not is_complete:
                 answer = await answers.get()
                 is_complete = type(answer) is not Chunk

@@ -8,6 +8,7 @@ other threads, and the loop takes its results.
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -16,17 +17,21 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+from archerfish.errors import ArcherfishError, OverloadedError
 from archerfish.observe.metrics import MetricsCollector
+from archerfish.serve.overload import RateLimits, RefusedError
 from archerfish.serve.processes import HostConfig, Stall
-from archerfish.serve.tenants import ANONYMOUS, Callers, RateLimits, Tenant
-from archerfish.serve.wire import Message
+from archerfish.serve.tenants import ANONYMOUS, Callers, Tenant, Tenants
+from archerfish.serve.wire import Failed, Message
 
+logger = logging.getLogger("archerfish.serve")
 P = ParamSpec("P")
 T = TypeVar("T")
 Job = tuple[Future[Any], Callable[[], Any]]
 NEW_JOBS, NEW_FACTOR = 64, 5  # the first jobs of a model may compile kernels and get this many times hang_s
+MIN_RETRY_AFTER_S = 1.0
 LONGEST_FACTOR = 4  # a job may take this many times as long as the longest job before it
 
 
@@ -38,7 +43,6 @@ class PendingRequest:
     message: Any
     tenant: Tenant = ANONYMOUS
     arrived: float = 0.0
-    takes_bundles: bool = False
     is_over: bool = False
     release: Callable[[], None] | None = None  # called once at the end, so that the model frees what the request holds
     end_sequence: Callable[[int], object] | None = None  # ends one of the n sequences
@@ -49,31 +53,6 @@ class PendingRequest:
         """Seconds until the deadline. An invalid (negative) deadline is returned unchanged."""
         deadline_s: float | None = self.message.deadline_s
         return deadline_s if deadline_s is None or deadline_s < 0 else max(0.0, deadline_s - (now - self.arrived))
-
-
-class ModelHost(Protocol):
-    """The host as a model sees it. `answer`, `fail` and `post` may be called in any thread."""
-
-    reader: Executor  # threads that tokenize; the loop wakes after each job
-    compiler: Executor  # threads that compile grammars, which may take seconds
-    writer: Executor  # the thread that makes text of tokens
-    clock: Callable[[], float]
-    compute: ComputeThread
-    config: HostConfig
-    figures: MetricsCollector
-    callers: Callers
-    rates: RateLimits
-
-    def answer(self, pending: PendingRequest, message: Message) -> None:
-        """Send an answer at the end of this round of the loop. Any answer but a Chunk is the last one."""
-
-    def fail(self, pending: PendingRequest, error: BaseException) -> None: ...
-
-    def post(self, work: Callable[[], None]) -> None:
-        """Have the loop call `work`."""
-
-    def live_requests(self) -> list[PendingRequest]:
-        """All requests that are not over, those whose texts are being read included. For the loop."""
 
 
 def attempt(host: ModelHost, pending: PendingRequest, act: Callable[[], None]) -> None:
@@ -101,13 +80,10 @@ class Waker:
     """Ends a poll from another thread. Calls before the loop has noticed the first cost nothing."""
 
     def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
+        self.reader, self._writer = socket.socketpair()  # the reader is for the poll
+        self.reader.setblocking(False)
         self._writer.setblocking(False)
         self._is_set = False
-
-    def fileno(self) -> int:
-        return self._reader.fileno()
 
     def wake(self) -> None:
         if not self._is_set:
@@ -118,11 +94,11 @@ class Waker:
     def clear(self) -> None:
         """The loop calls this before it looks for work, so that work which comes later wakes it again."""
         with contextlib.suppress(OSError):
-            self._reader.recv(4096)
+            self.reader.recv(4096)
         self._is_set = False
 
     def close(self) -> None:
-        self._reader.close()
+        self.reader.close()
         self._writer.close()
 
 
@@ -148,7 +124,8 @@ class Lane(Executor):
     waiting: deque[Job] = field(default_factory=deque)
     num_done: int = 0
     busy_s: float = 0.0
-    longest_s: float = 0.0  # of a job that succeeded
+    last_s: float = 0.0  # duration of the last job that succeeded
+    longest_s: float = 0.0  # of all of them
     last_done: float = float("-inf")  # when a job last succeeded
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -239,7 +216,7 @@ class ComputeThread:
             lane.num_done += 1
             lane.busy_s += now - started
             if error is None:
-                lane.last_done, lane.longest_s = now, max(lane.longest_s, now - started)
+                lane.last_done, lane.last_s, lane.longest_s = now, now - started, max(lane.longest_s, now - started)
                 future.set_result(result)
             else:
                 future.set_exception(error)
@@ -272,3 +249,47 @@ class HangWatch:
             return ""
         what = "There is work, but no job" if lane is None else f"A job of {lane.name} runs and none"
         return f"{what} has ended for {seconds:.0f} s."
+
+
+class ModelHost:
+    """The host as its models see it. `answer`, `fail` and `post` may be called in any thread; the rest is for the loop."""
+
+    def __init__(self, config: HostConfig, clock: Callable[[], float]) -> None:
+        self.config, self.clock, self.figures, self.rates = config, clock, MetricsCollector(), RateLimits(clock)
+        is_private = not config.open_address and config.address.startswith(("ipc:", "inproc:"))
+        self.callers = Callers(Tenants.from_file(config.api_keys_file), config.front_end_pass, is_private=is_private)
+        self.waker = Waker()
+        self.compute = ComputeThread(self.waker.wake, clock)
+        self.reader: Executor = WakingExecutor("read", 2, self.waker)  # threads that tokenize
+        self.compiler: Executor = WakingExecutor("grammars", 2, self.waker)  # they compile grammars, which may take seconds
+        self.writer: Executor = WakingExecutor("write", 1, self.waker)  # the thread that makes text of tokens
+        self._posted: deque[Callable[[], None]] = deque()
+        self._outbox: deque[tuple[PendingRequest, Message]] = deque()
+        self._pending: dict[bytes, dict[str, PendingRequest]] = {}  # by client and request_id
+
+    def answer(self, pending: PendingRequest, message: Message) -> None:
+        """Send an answer at the end of this round of the loop. Any answer but a Chunk is the last one."""
+        self._outbox.append((pending, message))
+
+    def fail(self, pending: PendingRequest, error: BaseException) -> None:
+        """Answer with an error."""
+        if not isinstance(error, ArcherfishError):
+            logger.error("A request failed.", exc_info=error)
+        hosted = None if pending.model_entry is None else pending.model_entry.hosted
+        if hosted is not None and isinstance(error, RefusedError | OverloadedError):
+            self.figures.refused(hosted.name, error.code)
+        wait_s: float | None = getattr(error, "retry_after_s", None)
+        if getattr(error, "status", 500) in (429, 503):
+            if wait_s is None and hosted is not None:
+                wait_s = hosted.controller.retry_after_s()
+            wait_s = max(MIN_RETRY_AFTER_S, wait_s or 0.0)
+        self.answer(pending, Failed.of(pending.message.request_id, error, wait_s))
+
+    def post(self, work: Callable[[], None]) -> None:
+        """Have the loop call `work`."""
+        self._posted.append(work)
+        self.waker.wake()
+
+    def live_requests(self) -> list[PendingRequest]:
+        """All requests that are not over, those whose texts are being read included."""
+        return [pending for requests in self._pending.values() for pending in requests.values()]

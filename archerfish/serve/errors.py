@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from archerfish.errors import ArcherfishError, CallerError, InvalidInputError, did_you_mean
-from archerfish.serve.tenants import retry_after
+from archerfish.serve.overload import retry_after
 
 logger = logging.getLogger("archerfish.serve")
 CODES = {400: "bad_request", 404: "not_found", 405: "method_not_allowed"}

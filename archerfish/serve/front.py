@@ -10,50 +10,21 @@ import logging
 import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from archerfish.config import ServeConfig
 from archerfish.serve import processes
 from archerfish.serve.app import create_app
 from archerfish.serve.client import AsyncClient
+from archerfish.serve.http import Connection
 from archerfish.serve.tenants import Tenants
 
 DRAIN_POLL_S = 0.05
-REQUEST_S = 60.0  # a request must arrive completely within this time
-REQUEST_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-
-
-class Connection(HttpToolsProtocol):
-    """An HTTP connection of uvicorn, which is closed if a request does not arrive within REQUEST_S."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._timer = self.loop.call_later(REQUEST_S, self._refuse)
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._timer.cancel()
-        self._timer = self.loop.call_later(REQUEST_S, self._refuse)
-
-    def on_message_complete(self) -> None:
-        self._timer.cancel()
-        super().on_message_complete()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._timer.cancel()
-        super().connection_lost(exc)
-
-    def _refuse(self) -> None:
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            self.transport.write(REQUEST_TIMEOUT)
-        self.transport.close()
 
 
 class Server(uvicorn.Server):
@@ -66,18 +37,9 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.on_ready = on_ready
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Handle signals as a normal end; uvicorn would raise them again afterwards."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return processes.handling_signals(self.handle_exit)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.should_exit = True

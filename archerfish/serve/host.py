@@ -12,34 +12,29 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from archerfish.config import HubConfig
-from archerfish.errors import ArcherfishError, InvalidInputError, MachineError, OverloadedError, StoppedError
-from archerfish.observe.metrics import MetricsCollector
+from archerfish.errors import ArcherfishError, InvalidInputError, MachineError, StoppedError
 from archerfish.serve import wire
 from archerfish.serve.client import open_socket, set_keys
-from archerfish.serve.compute import ComputeThread, HangWatch, PendingRequest, Waker, WakingExecutor, attempt
+from archerfish.serve.compute import HangWatch, ModelHost, PendingRequest, attempt
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.metrics import FrontEndMetrics, gauges, metric_values
 from archerfish.serve.models import GENERATION, SCORES, VECTORS, Hosted, ModelTable, make_entry
 from archerfish.serve.processes import BEAT_S, HostConfig, open_report_pipe, read_config, send_report, watch_parent
-from archerfish.serve.tenants import Callers, RateLimits, RefusedError, Tenants
 
 logger = logging.getLogger("archerfish.serve")
 MAX_RECEIVED = 64  # messages of one round, so that a flood delays the models by a few milliseconds only
 IDLE_POLL_MS = 1000
-MIN_RETRY_AFTER_S = 1.0
 FRESH_S = 1.0  # a step this recent proves that a model works
 LAST_S = 5.0  # the process may take this long to end after its parent
 EXIT_HUNG = 75
@@ -134,82 +129,40 @@ class Listener:
         self.sockets, self._monitors, self._authenticator = [], [], None
 
 
-class EngineHost:
-    """Serves models at an address until it is stopped. As a context manager, it runs in a thread of its own."""
+class EngineHost(ModelHost):
+    """Serves models at an address until it is stopped."""
 
     def __init__(self, config: HostConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.config = config
+        super().__init__(config, clock)
         self.address, self.open_address = config.address, config.open_address
-        self.clock = clock
-        self.figures, self.front_end_metrics = MetricsCollector(), FrontEndMetrics(clock)
-        self.waker = Waker()
-        self.compute = ComputeThread(self.waker.wake, clock)
-        self.reader: Executor = WakingExecutor("read", 2, self.waker)
-        self.compiler: Executor = WakingExecutor("grammars", 2, self.waker)
-        self.writer: Executor = WakingExecutor("write", 1, self.waker)
+        self.front_end_metrics = FrontEndMetrics(clock)
         self.models = ModelTable(self)
         self.watch = HangWatch(self.compute, config.hang_s)
         self.on_beat: Callable[[], None] = lambda: None  # called every BEAT_S while the process works
         self.on_hang: Callable[[], None] = lambda: None  # called instead while it hangs
-        is_private = not config.open_address and config.address.startswith(("ipc:", "inproc:"))
-        self.callers = Callers(Tenants.from_file(config.api_keys_file), config.front_end_pass, is_private=is_private)
-        self.rates = RateLimits(clock)
         self.num_lost_clients = 0
         self._listener = Listener(config)
         self._poller = zmq.Poller()
-        self._is_open = False
-        self._posted: deque[Callable[[], None]] = deque()
-        self._outbox: deque[tuple[PendingRequest, wire.Message]] = deque()
-        self._pending: dict[bytes, dict[str, PendingRequest]] = {}  # by client and request_id
         self._next_beat = float("-inf")
         self._num_moves = 0  # rounds in which a model made progress
         self._stops_at: float | None = None  # while stopping: when running requests are given up
-        self._thread: threading.Thread | None = None
 
     def load_models(self) -> None:
         """Make an entry for every model of the configuration and load those that are loaded at the start."""
         for spec in self.config.models:
             self.models.add(make_entry(spec, HubConfig(**self.config.hub), self))
 
-    def live_requests(self) -> list[PendingRequest]:
-        return [pending for requests in self._pending.values() for pending in requests.values()]
-
-    # For models, in any thread
-
-    def answer(self, pending: PendingRequest, message: wire.Message) -> None:
-        self._outbox.append((pending, message))
-
-    def fail(self, pending: PendingRequest, error: BaseException) -> None:
-        if not isinstance(error, ArcherfishError):
-            logger.error("A request failed.", exc_info=error)
-        hosted: Hosted | None = None if pending.model_entry is None else pending.model_entry.hosted
-        if hosted is not None and isinstance(error, RefusedError | OverloadedError):
-            self.figures.refused(hosted.name, error.code)
-        wait_s: float | None = getattr(error, "retry_after_s", None)
-        if getattr(error, "status", 500) in (429, 503):
-            if wait_s is None and hosted is not None:
-                wait_s = hosted.controller.retry_after_s()
-            wait_s = max(MIN_RETRY_AFTER_S, wait_s or 0.0)
-        self.answer(pending, wire.Failed.of(pending.message.request_id, error, wait_s))
-
-    def post(self, work: Callable[[], None]) -> None:
-        self._posted.append(work)
-        self.waker.wake()
-
     # The loop
 
     def open(self) -> str:
         """Listen; return the address for front ends, with its real port."""
-        self._is_open = True
-        self._poller.register(self.waker.fileno(), zmq.POLLIN)
+        self._poller.register(self.waker.reader, zmq.POLLIN)
         self.address, *others = self._listener.open(self._poller)
         self.open_address = others[0] if others else ""
         return self.address
 
     def run(self) -> None:
-        """Serve until `stop`; running requests are finished first."""
-        if not self._is_open:
-            self.open()
+        """Serve, after `open` and until `stop`; running requests are finished first."""
         has_moved = True
         try:
             while self._stops_at is None or (self._pending and self.clock() < self._stops_at):
@@ -230,7 +183,6 @@ class EngineHost:
                         has_moved = hosted.advance() or has_moved
                 self._num_moves += has_moved
                 self._flush()
-                self.figures.settle()
                 if self.clock() >= self._next_beat:
                     self._beat(self.clock())
                 if not has_moved and not self._pending and self._stops_at is None:
@@ -264,23 +216,12 @@ class EngineHost:
             self.fail(pending, stopped)
         self._flush()
         for hosted in self.models.loaded:
-            hosted.close()
+            hosted.engine.close()
         for threads in (self.reader, self.compiler, self.writer):
             threads.shutdown()
         self.compute.close()
         self._listener.close(1000)
         self.waker.close()
-
-    def __enter__(self) -> Self:
-        self.open()
-        self._thread = threading.Thread(target=self.run, name="archerfish-host", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop(0)
-        if self._thread is not None:
-            self._thread.join()
 
     # Answers
 
@@ -294,7 +235,7 @@ class EngineHost:
             is_last = type(message) is not wire.Chunk
             if is_last:
                 self._end(pending)
-            if pending.takes_bundles:
+            if getattr(pending.message, "takes_bundles", False):
                 bundles[pending.client].append(message)
             elif pending.on_end is None:
                 self._send(pending.client, message)
@@ -353,11 +294,10 @@ class EngineHost:
             in_use = InvalidInputError(f"There is a live request {message.request_id!r}.", hint="Choose another request_id.")
             self._send(client, wire.Failed.of(message.request_id, in_use))
             return
-        takes_bundles = isinstance(message, wire.GenerationRequest) and message.takes_bundles
-        pending = PendingRequest(client, message, arrived=self.clock(), takes_bundles=takes_bundles)
+        pending = PendingRequest(client, message, arrived=self.clock())
         self._pending.setdefault(client, {})[message.request_id] = pending
         try:
-            if isinstance(message, wire.GenerationRequest | wire.EmbedRequest | wire.ScoreRequest | wire.ExplainRequest):
+            if isinstance(message, wire.ModelRequest):
                 if self._stops_at is not None:
                     raise StoppedError("The engine is being stopped and takes no more requests.", hint="Try again.")
                 pending.tenant = self.callers.find(message.credentials, message.tenant)

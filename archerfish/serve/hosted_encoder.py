@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from archerfish.config import ServeConfig
 from archerfish.engine.arrow_engine import ArrowEngine
-from archerfish.errors import InvalidInputError, StoppedError, UnknownOptionError, UnsupportedModelError
+from archerfish.errors import InvalidInputError, UnknownOptionError, UnsupportedModelError
 from archerfish.serve.compute import Lane, ModelHost, PendingRequest, read_in_thread
 from archerfish.serve.overload import AdmittedRequest, OverloadController, StepCost, TooLateError, estimate_tokens
 from archerfish.serve.wire import EmbedRequest, ScoreRequest, Vectors
@@ -65,7 +66,7 @@ class HostedEncoder:
         self.num_texts = self.num_tokens = 0  # computed
         self._host, self._clock = host, host.clock
         self._queue: deque[EncodingRequest] = deque()  # requests with texts that no job has taken
-        self._running: tuple[Job, Future[tuple[Array, float]]] | None = None
+        self._running: tuple[Job, Future[Array]] | None = None
         self._job_cost = StepCost()  # of jobs alone; the controller's includes the waits for other models
         self.has_work = False  # whether requests wait or are computed
 
@@ -154,11 +155,11 @@ class HostedEncoder:
             if (error := future.exception()) is not None:
                 self._retry(job, error)
             else:
-                rows, seconds = future.result()
+                rows = future.result()
                 num_tokens = sum(len(encoding.texts[index].token_ids) for encoding, index in job)
                 self.num_texts += len(job)
                 self.num_tokens += num_tokens
-                self._job_cost.observe(num_tokens, 0, seconds)
+                self._job_cost.observe(num_tokens, 0, self.lane.last_s)
                 self.controller.observe(self.num_tokens, 0)
                 computed = job, rows
         if self._running is None and self._queue:
@@ -167,17 +168,11 @@ class HostedEncoder:
             if self._queue:
                 job, has_moved = self._next_job(), True
                 texts = [encoding.texts[index] for encoding, index in job]
-                self._running = job, self.lane.submit(self._compute, texts, job[0][0].normalize)
+                self._running = job, self.lane.submit(self.engine.compute, texts, job[0][0].normalize)
         if computed is not None:
             self._take_rows(*computed)  # while the next job is computed
         self.has_work = self._running is not None or bool(self._queue)
         return has_moved
-
-    def _compute(self, texts: list[TokenizedText], normalize: bool | None) -> tuple[Array, float]:
-        """In the compute thread."""
-        started = self._clock()
-        rows = self.engine.compute(texts, normalize)
-        return rows, self._clock() - started
 
     def _choose_job_tokens(self) -> None:
         """As many tokens as take `latency_s`. At least half of a job's time goes to tokens, not to its fixed cost."""
@@ -262,16 +257,13 @@ class HostedEncoder:
     # Options and figures
 
     def configure(self, options: dict[str, Any]) -> dict[str, Any]:
-        known = {"latency_budget_ms": (1.0, 10_000.0), "max_queue_texts": (1, 1 << 30)}
-        for name, value in options.items():
-            if name not in known:
-                raise UnknownOptionError(f"{name} cannot be changed.", hint=f"These can: {', '.join(known)}.")
-            low, high = known[name]
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise InvalidInputError(f"{name} must be a number from {low:g} to {high:g}, not {value!r}.")
-        self.latency_s = options.get("latency_budget_ms", self.latency_s * 1000) / 1000
-        self.controller.max_queued = int(options.get("max_queue_texts", self.controller.max_queued))
-        return {"latency_budget_ms": self.latency_s * 1000, "max_queue_texts": self.controller.max_queued}
+        values = {"latency_budget_ms": self.latency_s * 1000, "max_queue_texts": self.controller.max_queued}
+        for name in options:
+            if name not in values:
+                raise UnknownOptionError(f"{name} cannot be changed.", hint=f"These can: {', '.join(values)}.")
+        changed = ServeConfig(**{**values, **options})
+        self.latency_s, self.controller.max_queued = changed.latency_budget_ms / 1000, changed.max_queue_texts
+        return {name: getattr(changed, name) for name in values}
 
     def stats(self) -> dict[str, Any]:
         return {
@@ -280,9 +272,3 @@ class HostedEncoder:
             "tokens_per_second": self._job_cost.tokens_per_s()[0], "job_tokens": self.job_tokens,
             "drain_seconds": self.controller.drain_s(), "jobs": self.lane.num_done, "busy_s": self.lane.busy_s,
         }  # fmt: skip
-
-    def close(self) -> None:
-        for encoding in self._queue:
-            self._host.fail(encoding.request, StoppedError("The model was stopped before its answer was complete."))
-        self._queue.clear()
-        self.engine.close()

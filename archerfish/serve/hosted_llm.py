@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from archerfish.background import in_background
+from archerfish.config import EngineConfig
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.llm_loading import ModelFacts
 from archerfish.engine.outputs import RequestOutput, TextDelta, engine_counts
@@ -45,7 +44,6 @@ class HostedLLM:
             max_queued=engine.config.max_queue_size, **host.config.admission,
         )  # fmt: skip
         self._ids = itertools.count()
-        self._is_warm = False
         self._num_output_tokens = 0
         self.deltas: list[tuple[Generation, TextDelta]] | None = None  # of the current `advance`
         self.read_weights()
@@ -64,10 +62,8 @@ class HostedLLM:
         facts = self.engine.facts
         memory = {"num_states": facts.memory.num_blocks} if facts.has_states else {"kv_tokens": facts.memory.num_tokens}
         return {
-            "kind": self.kind, "max_length": facts.max_len, "vocab_size": facts.vocab_size, "directory": str(facts.directory),
-            "has_tokenizer": self.engine.tokenizer is not None, "has_chat_template": self._has_chat_template(),
-            "is_tts": is_tts(facts), "device": facts.device, "dtype": facts.dtype,
-            "max_prompt_bytes": self.engine.config.max_prompt_bytes, **memory,
+            **card_of(facts, self.engine.config), "kind": self.kind, "has_tokenizer": self.engine.tokenizer is not None,
+            "has_chat_template": self._has_chat_template(), **memory,
         }  # fmt: skip
 
     def _has_chat_template(self) -> bool:
@@ -136,7 +132,7 @@ class HostedLLM:
 
     def _start(self, live: Request, generation: Generation) -> None:
         admitted = generation.admitted
-        if not self.engine.has_work:
+        if not self.engine.scheduler.has_work:
             self.controller.begin_work()
         if admitted is not None and generation.message.token_ids is None:  # the length was estimated
             self.controller.set_prompt_tokens(admitted, len(live.prompt_token_ids))
@@ -201,18 +197,6 @@ class HostedLLM:
                 answer(generation.request, chunk)
         self.host.figures.gaps(self.name, gaps)
 
-    def use_idle_time(self) -> bool:
-        """Do some work in advance; whether there is more of it."""
-
-        def read_vocabulary() -> None:
-            with contextlib.suppress(ArcherfishError):  # a model that cannot have grammars reports it when one comes
-                self.engine.grammars.warm_up()
-
-        if not self._is_warm:
-            self._is_warm = True
-            in_background(read_vocabulary, "grammar-warm-up", daemon=True)
-        return self.engine.use_idle_time()
-
     def configure(self, options: dict[str, Any]) -> dict[str, Any]:
         changed = self.engine.configure(**options)
         self.controller.max_queued = self.engine.config.max_queue_size
@@ -223,9 +207,6 @@ class HostedLLM:
             **engine_counts(self.engine), "admission": self.controller.stats(),
             "jobs": self.lane.num_done, "busy_s": self.lane.busy_s,
         }  # fmt: skip
-
-    def close(self) -> None:
-        self.engine.close()
 
 
 @dataclass(eq=False, slots=True)
@@ -243,7 +224,7 @@ class Generation:
 
     def release(self) -> None:
         """The request is over, whether it has reached the engine or not."""
-        if self.live is not None:
+        if self.live is not None and self.live.collector.result is None:
             self.model.engine.abort(self.live.request_id)
         if self.admitted is not None:
             self.model.controller.end(self.admitted)
@@ -325,6 +306,14 @@ class Generation:
         if result.prompt_logprobs is not None:
             answer.prompt_logprobs = as_tuples(result.prompt_logprobs)
         host.answer(self.request, answer)
+
+
+def card_of(facts: ModelFacts, config: EngineConfig) -> dict[str, Any]:
+    """What clients are told of a model, loaded or not."""
+    return {
+        "max_length": facts.max_len, "vocab_size": facts.vocab_size, "directory": str(facts.directory),
+        "is_tts": is_tts(facts), "device": facts.device, "dtype": facts.dtype, "max_prompt_bytes": config.max_prompt_bytes,
+    }  # fmt: skip
 
 
 def is_tts(facts: ModelFacts) -> bool:

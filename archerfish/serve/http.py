@@ -1,4 +1,4 @@
-"""What every HTTP request passes: metrics, its tenant, the limit of its body, the JSON in it, and the watch for its client."""
+"""What every HTTP request passes: limits of time and size, metrics, its tenant, the JSON in it, the watch for its client."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from archerfish.errors import ArcherfishError, CallerError, InputTooLargeError
 from archerfish.observe.metrics import MetricRegistry
@@ -26,6 +27,34 @@ OPEN_PATHS = frozenset(("/", "/health", "/ready", "/openapi.json"))  # need no k
 OPERATOR_PATHS = ("/metrics", "/stats", "/admin/")  # figures of all tenants, and options
 CLIENT_GONE = 499  # the status that nginx logs for a client that closed its connection before the answer
 JSON_TYPE = re.compile(r"application/(.*\+)?json")
+REQUEST_S = 60.0  # a request must arrive completely within this time
+REQUEST_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+class Connection(HttpToolsProtocol):
+    """An HTTP connection of uvicorn, which is closed if a request does not arrive within REQUEST_S."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._timer = self.loop.call_later(REQUEST_S, self._refuse)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._timer.cancel()
+        self._timer = self.loop.call_later(REQUEST_S, self._refuse)
+
+    def on_message_complete(self) -> None:
+        self._timer.cancel()
+        super().on_message_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _refuse(self) -> None:
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            self.transport.write(REQUEST_TIMEOUT)
+        self.transport.close()
 
 
 class RequestMiddleware:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
@@ -24,9 +24,8 @@ Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 def metric_values(metric: Metric) -> MetricValues:
-    samples = [(one.labels, one.value, one.count, one.buckets) for one in metric.samples()]
     return MetricValues(
-        kind=metric.kind, description=metric.description, label_names=tuple(metric.label_names), samples=samples
+        kind=metric.kind, description=metric.description, label_names=metric.label_names, samples=metric.samples()
     )
 
 
@@ -36,8 +35,7 @@ def read_metrics(values: Mapping[str, Any]) -> list[Metric]:
 
 
 def given_metric(name: str, values: MetricValues) -> Metric:
-    samples = [Sample(*one) for one in values.samples]
-    return GivenMetric(values.kind, name, values.description, values.label_names, samples)
+    return GivenMetric(values.kind, name, values.description, values.label_names, values.samples)
 
 
 def gauges(values: Mapping[str, float]) -> list[Metric]:
@@ -127,6 +125,4 @@ def family_of(metric: Metric) -> Family:
 
 def exposition(metrics: Iterable[Metric]) -> bytes:
     """The page that a Prometheus server reads."""
-    collectors = CollectorRegistry(auto_describe=False)
-    collectors.register(ObserveCollector(list(metrics)))
-    return generate_latest(collectors)
+    return generate_latest(ObserveCollector(metrics))

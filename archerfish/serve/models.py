@@ -7,6 +7,7 @@ import ctypes
 import gc
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -23,7 +24,7 @@ from archerfish.models.adapter import encoder_class
 from archerfish.models.config import Config
 from archerfish.serve.compute import Lane, ModelHost, PendingRequest, attempt
 from archerfish.serve.hosted_encoder import HostedEncoder
-from archerfish.serve.hosted_llm import HostedLLM, is_tts
+from archerfish.serve.hosted_llm import HostedLLM, card_of
 from archerfish.serve.overload import BusyError
 from archerfish.serve.processes import ModelSpec
 from archerfish.serve.wire import UnservedModelError, names_of, unserved_model
@@ -56,11 +57,11 @@ class ModelEntry:
     last_used: float = 0.0
     num_requests: int = 0
     num_bytes: int = 0  # that it takes, or would take
-    known: dict[str, Any] = field(default_factory=dict)  # its card while it is not loaded
+    known: dict[str, Any] = field(default_factory=dict)  # of its card: as its files say, then as it said when loaded
 
     def card(self) -> dict[str, Any]:
-        shown = {"id": self.name, "kind": self.kind, "max_length": 0, "aliases": list(self.aliases), **self.known}
-        return {**shown, **({} if self.hosted is None else self.hosted.card()), "is_loaded": self.hosted is not None}
+        shown = {"id": self.name, "kind": self.kind, "max_length": 0, "aliases": list(self.aliases)}
+        return {**shown, **self.known, "is_loaded": self.hosted is not None}
 
 
 class ModelTable:
@@ -124,15 +125,10 @@ class ModelTable:
         self._make_room(keeps=entry, num_bytes=entry.num_bytes)
         lane = self._host.compute.lane(entry.name)
 
-        def run() -> None:
-            try:
-                hosted = entry.load(lane)
-            except BaseException as error:
-                self._host.post(partial(self._fail, entry, lane, error))
-            else:
-                self._host.post(partial(self._finish_loading, entry, hosted))
+        def end(loading: Future[Hosted]) -> None:
+            self._host.post(partial(self._end_loading, entry, lane, loading))
 
-        in_background(run, f"load-{entry.name}", daemon=True)
+        in_background(partial(entry.load, lane), f"load-{entry.name}", daemon=True).add_done_callback(end)
 
     @property
     def is_loading(self) -> bool:
@@ -141,7 +137,6 @@ class ModelTable:
     def _set_loaded(self, entry: ModelEntry, hosted: Hosted) -> None:
         self.loaded.append(hosted)
         entry.hosted, entry.error = hosted, None
-        entry.is_loading = False
         entry.kind = hosted.kind
         entry.num_bytes = num_bytes_of(hosted)
         entry.known = hosted.card()
@@ -149,24 +144,24 @@ class ModelTable:
         if hosted.name != entry.name and hosted.name not in entry.aliases:
             entry.aliases = (*entry.aliases, hosted.name)
 
-    def _finish_loading(self, entry: ModelEntry, hosted: Hosted) -> None:
-        self._set_loaded(entry, hosted)
-        self._make_room(keeps=entry)
+    def _end_loading(self, entry: ModelEntry, lane: Lane, loading: Future[Hosted]) -> None:
+        entry.is_loading, error = False, loading.exception()
+        if error is None:
+            self._set_loaded(entry, loading.result())
+            self._make_room(keeps=entry)
+        else:
+            self._host.compute.remove(lane)
+            if isinstance(error, OutOfMemoryError | MemoryError) and self._unload_one(keeps=entry):
+                self._load(entry)
+                return
+            logger.error("The model %s could not be loaded: %s", entry.name, error)
+            entry.error = error
         waiting, entry.waiting = entry.waiting, []
         for request in waiting:
-            attempt(self._host, request, partial(hosted.submit, request))
-
-    def _fail(self, entry: ModelEntry, lane: Lane, error: BaseException) -> None:
-        self._host.compute.remove(lane)
-        entry.is_loading = False
-        if isinstance(error, OutOfMemoryError | MemoryError) and self._unload_one(keeps=entry):
-            self._load(entry)
-            return
-        logger.error("The model %s could not be loaded: %s", entry.name, error)
-        entry.error = error
-        waiting, entry.waiting = entry.waiting, []
-        for request in waiting:
-            self._host.fail(request, ServiceError(f"The model {entry.name} could not be loaded.", hint="The log says why."))
+            if entry.hosted is not None:
+                attempt(self._host, request, partial(entry.hosted.submit, request))
+            else:
+                self._host.fail(request, ServiceError(f"The model {entry.name} could not be loaded.", hint="The log says why."))
 
     # Memory
 
@@ -180,7 +175,7 @@ class ModelTable:
         ]  # fmt: skip
         if left and not self.is_loading:
             self._load(max(left, key=lambda entry: entry.num_requests))
-        return any(isinstance(hosted, HostedLLM) and hosted.use_idle_time() for hosted in self.loaded)
+        return any(isinstance(hosted, HostedLLM) and hosted.engine.use_idle_time() for hosted in self.loaded)
 
     def _has_room(self, num_bytes: int = 0) -> bool:
         num_loaded = sum(entry.num_bytes for entry in self.entries if entry.hosted is not None)
@@ -199,7 +194,7 @@ class ModelTable:
             return False
         entry, hosted = min(idle, key=lambda one: one[0].last_used)
         logger.info("The model %s is unloaded because memory is short.", entry.name)
-        hosted.close()
+        hosted.engine.close()
         self._host.compute.remove(hosted.lane)
         self.loaded.remove(hosted)
         entry.hosted = None
@@ -223,6 +218,7 @@ def make_entry(spec: ModelSpec, hub: HubConfig, host: ModelHost) -> ModelEntry:
     def load(lane: Lane) -> Hosted:
         if spec.kind == "generation":
             engine = LLMEngine(EngineConfig(**spec.options), hub=hub, executor=lane, text_thread=host.writer)
+            in_background(engine.grammars.warm_up, "grammar-warm-up", daemon=True)
             return HostedLLM(engine, lane, host)
         config = EmbedConfig(**spec.options)
         encoder = ArrowEngine(config, hub=hub)
@@ -250,11 +246,7 @@ def describe(spec: ModelSpec, hub: HubConfig) -> tuple[dict[str, Any], int]:
     if spec.kind == "generation":
         engine = EngineConfig(**spec.options)
         facts = read_facts(engine, hub, no_progress)
-        card = {
-            "max_length": facts.max_len, "vocab_size": facts.vocab_size, "directory": str(facts.directory),
-            "is_tts": is_tts(facts), "device": facts.device, "dtype": facts.dtype, "max_prompt_bytes": engine.max_prompt_bytes,
-        }  # fmt: skip
-        return card, facts.weight_bytes + facts.memory.num_bytes
+        return card_of(facts, engine), facts.weight_bytes + facts.memory.num_bytes
     config = EmbedConfig(**spec.options)
     directory = locate(config, hub, no_progress)
     metadata = read_metadata(directory)

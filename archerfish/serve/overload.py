@@ -1,4 +1,4 @@
-"""Overload control: which requests a model admits, and when a refused client may try again.
+"""Overload control: which requests a model admits, the rate limits of tenants, and when a refused client may try again.
 
 Each model has an `OverloadController`, which bounds its queue and refuses requests that would miss their deadline. Only the
 loop of the engine process calls it, unless a comment says otherwise.
@@ -16,8 +16,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from archerfish.errors import InputTooLargeError, InvalidInputError
-from archerfish.serve.tenants import RateLimits, RefusedError, Tenant
+from archerfish.errors import InputTooLargeError, InvalidInputError, ServiceError
+from archerfish.serve.tenants import Tenant
 
 Array = npt.NDArray[np.float64]
 Steps = deque[tuple[int, int, float]]  # prompt tokens, output tokens and seconds of each step
@@ -29,7 +29,81 @@ RECENT_STEPS = 16
 STEPS_KEPT = 64  # of each kind, to which step costs are fitted
 SAFETY_FACTOR = 1.5  # by which an estimate must be below a deadline while other requests are there
 MAX_SLOWNESS = 2.5  # of a step, against its expected time
+MAX_KNOWN_DEBTS = 2048  # of tenants, before those that were paid are forgotten
 USED_SHARE_MEMORY = 64  # answers over which the used share of max_tokens is averaged
+
+
+class RefusedError(ServiceError):
+    """A request was refused; the client may try again after `retry_after_s`."""
+
+    def __init__(self, message: str, retry_after_s: float, *, hint: str | None = None) -> None:
+        self.retry_after_s = retry_after_s
+        wait = retry_after(retry_after_s)
+        seconds = "1 second" if wait == "1" else f"{wait} seconds"
+        super().__init__(message, hint=f"Try again in {seconds}." if hint is None else hint)
+
+
+class RateLimitedError(RefusedError):
+    """A tenant is over its own limit."""
+
+    status, code = 429, "rate_limit_exceeded"
+
+
+class OverLimitError(InputTooLargeError):
+    """A single request asks for more than its tenant may use in a minute: trying again does not help."""
+
+    code = "request_over_limit"
+
+
+def retry_after(seconds: float) -> str:
+    """The value of the Retry-After header: whole seconds, rounded up, at least 1."""
+    return str(max(1, math.ceil(seconds - 1e-6)))  # a rounding error must not cost a whole second
+
+
+class RateLimits:
+    """Requests and tokens per minute of all tenants: at most the amount of one minute at once, and that amount on average.
+
+    Only the loop of the engine process calls this. Tenants carry their limits, so that changed limits apply at once. The
+    tokens of a request are estimated when it is admitted and corrected later, so a tenant may exceed its limit by what its
+    running requests were underestimated; it pays for that before its next request.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._debts: dict[tuple[str, str], tuple[float, float]] = {}  # what was taken and not refilled at a time, and that time
+
+    def take(self, tenant: Tenant, num_tokens: int) -> None:
+        """Take one request and its tokens from a tenant's limits; nothing is taken if an error is raised."""
+        per_minute = max(1.0, tenant.tokens_per_minute)
+        if tenant.tokens_per_minute and num_tokens > per_minute:
+            raise OverLimitError(
+                f"The request may take about {num_tokens:,} tokens; {tenant.name!r} has {per_minute:,.0f} a minute.",
+                hint="Shorten the prompt or lower max_tokens.",
+            )
+        for kind, limit, amount in (
+            ("requests", tenant.requests_per_minute, 1), ("tokens", tenant.tokens_per_minute, num_tokens)
+        ):
+            excess = self._debt(tenant.name, kind, limit) + amount - max(1.0, limit) if limit else 0.0
+            if excess > 1e-9 * limit:
+                details = "" if kind == "requests" else f" This request may take about {amount:,} of them."
+                message = f"{tenant.name!r} is over its limit of {max(1.0, limit):,.0f} {kind} a minute.{details}"
+                raise RateLimitedError(message, excess * 60 / limit)
+        self.give_back(tenant, -num_tokens, num_requests=-1)
+
+    def give_back(self, tenant: Tenant, num_tokens: int, num_requests: int = 0) -> None:
+        """Return what was taken and not used. Negative numbers take more, even if the limits do not allow it."""
+        for kind, limit, amount in (
+            ("requests", tenant.requests_per_minute, num_requests), ("tokens", tenant.tokens_per_minute, num_tokens)
+        ):
+            if limit and amount:
+                debt, now = self._debt(tenant.name, kind, limit), self._clock()
+                if len(self._debts) >= MAX_KNOWN_DEBTS and (tenant.name, kind) not in self._debts:
+                    self._debts = {key: kept for key, kept in self._debts.items() if kept[0] and kept[1] > now - 3600}
+                self._debts[tenant.name, kind] = max(0.0, debt - amount), now
+
+    def _debt(self, name: str, kind: str, per_minute: float) -> float:
+        debt, at = self._debts.get((name, kind), (0.0, 0.0))
+        return max(0.0, debt - per_minute / 60 * (self._clock() - at))
 
 
 class BusyError(RefusedError):
@@ -121,12 +195,9 @@ class StepCost:
 
     def tokens_per_s(self) -> tuple[float, float]:
         """Prompt tokens per second of steps with prompts, and output tokens per second of steps without."""
-        prompts, decodes = list(self._with_prompt), list(self._without_prompt)
-        prompt_s, decode_s = sum(step[2] for step in prompts), sum(step[2] for step in decodes)
-        return (
-            sum(step[0] for step in prompts) / prompt_s if prompts else 0.0,
-            sum(step[1] for step in decodes) / decode_s if decodes else 0.0,
-        )
+        sums = [np.sum([(0, 0, 0.0), *steps], axis=0).tolist() for steps in (self._with_prompt, self._without_prompt)]
+        (num_prompt, _, prompt_s), (_, num_output, decode_s) = sums
+        return num_prompt / (prompt_s or 1.0), num_output / (decode_s or 1.0)
 
 
 def least_squares(rows: Array, wanted: Array) -> Array:
@@ -417,11 +488,8 @@ class OverloadController:
         """For /stats and /metrics; nothing here belongs to a single tenant."""
         queue, (prefill_rate, decode_rate) = self.queue, self.cost.tokens_per_s()
         return {
-            "queued_requests": queue.num_requests,
-            "running_requests": len(self.running),
-            "queued_prompt_tokens": queue.num_prompt_tokens,
+            "queued_requests": queue.num_requests, "running_requests": len(self.running),
+            "queued_prompt_tokens": queue.num_prompt_tokens, "drain_seconds": self.drain_s(),
             "expected_output_tokens": self._num_expected_tokens() + queue.num_output_tokens,
-            "drain_seconds": self.drain_s(),
-            "prefill_tokens_per_second": prefill_rate,
-            "decode_tokens_per_second": decode_rate,
-        }
+            "prefill_tokens_per_second": prefill_rate, "decode_tokens_per_second": decode_rate,
+        }  # fmt: skip

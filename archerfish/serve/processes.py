@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, BinaryIO, Literal, Self, TypeVar
 
@@ -162,7 +163,7 @@ class KeptProcess:
         self.name = name
         self.process: subprocess.Popen[bytes] | None = None
         self.is_serving = False
-        self.num_starts = self.num_hangs = 0
+        self.num_starts = 0
         self.start_s = 0.0  # duration of the last start
         self._command, self._config, self._pass_fds = command, config, pass_fds
         self._grace_s, self._silence_s, self._force_signal = grace_s, silence_s, force_signal
@@ -263,7 +264,6 @@ class KeptProcess:
             num_bytes += len(data or b"")
             silent_s = stall.check(self._clock(), num_bytes)
             if self._silence_s and silent_s > self._silence_s and not self._is_ending:
-                self.num_hangs += 1
                 logger.error("The %s sent no heartbeat for %.0f s and is killed.", self.name, silent_s)
                 process.kill()
                 return
@@ -361,14 +361,24 @@ def status_text(code: int) -> str:
 
 
 @contextlib.contextmanager
-def stop_on_signals(kill: Callable[[], None]) -> Iterator[None]:
-    """Make the first SIGINT or SIGTERM raise an exception, so that the service stops in order.
-
-    A SIGINT after that calls `kill`, which must take no locks, and exits at once. Only the main thread gets signals.
-    """
+def handling_signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Call `handle` for SIGINT and SIGTERM during the block. Only the main thread gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def stop_on_signals(kill: Callable[[], None]) -> AbstractContextManager[None]:
+    """Make the first SIGINT or SIGTERM raise an exception, so that the service stops in order.
+
+    A SIGINT after that calls `kill`, which must take no locks, and exits at once.
+    """
     is_stopping = False
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -381,12 +391,7 @@ def stop_on_signals(kill: Callable[[], None]) -> Iterator[None]:
                 kill()
             os._exit(EXIT_INTERRUPTED)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handling_signals(handle)
 
 
 # For the child itself

@@ -8,7 +8,6 @@ import errno
 import secrets
 import shutil
 import socket
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -127,8 +126,7 @@ def bind(config: ServeConfig) -> socket.socket:
         raise MachineError(f"[serve] host {config.host!r} is no address of this machine: {error}.") from error
     listener = socket.socket(family, kind, protocol)
     try:
-        if sys.platform != "win32":
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted connections inherit it
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_S * 1000)
         listener.bind(address)

@@ -1,4 +1,4 @@
-"""API keys, the tenants that they belong to, what a tenant may do, and its rate limits.
+"""API keys, the tenants that they belong to, and what a tenant may do.
 
 A file of keys is TOML; `archerfish keys` (`add_key`) creates and extends it:
 
@@ -28,38 +28,30 @@ import hashlib
 import hmac
 import json
 import logging
-import math
 import os
 import re
 import secrets
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from archerfish.errors import (
-    CallerError,
-    InputTooLargeError,
-    InvalidOptionError,
-    ServiceError,
-    UnknownOptionError,
-    WriteError,
-    did_you_mean,
-)
+import msgspec
+
+from archerfish.errors import CallerError, InvalidOptionError, UnknownOptionError, WriteError, did_you_mean
 
 logger = logging.getLogger("archerfish.serve")
+T = TypeVar("T")
 
 KEY_PREFIX = "af-"
 KEY_BYTES = SALT_BYTES = DIGEST_BYTES = 32
 LEAST_KEY_CHARS = 20  # of keys that people choose themselves
 MAX_KEY_CHARS = 512  # longer ones are refused without hashing them
-NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 HOW_TO_MAKE_ONE = "`archerfish keys FILE TENANT` makes a key and writes its hash into the file."
 ENVIRONMENT = "env:"  # instead of a path: the prefix of the name of an environment variable with keys
 RELOAD_INTERVAL_S = 1.0  # how often a changed file is looked for
-MAX_KNOWN_DEBTS = 2048  # of tenants, before those that were paid are forgotten
 
 
 class UnauthorizedError(CallerError):
@@ -82,14 +74,18 @@ class NotAllowedError(CallerError):
     status, code = 403, "not_allowed"
 
 
+Limit = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+Hash = Annotated[str, msgspec.Meta(pattern=rf"\A[0-9a-fA-F]{{{2 * DIGEST_BYTES}}}\Z")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tenant:
-    """A user of the service and its limits. Holds nothing secret; 0 means no limit."""
+    """A user of the service and its limits. Holds nothing secret; 0: no limit. A file of keys is checked by these types."""
 
-    name: str
-    requests_per_minute: float = 0.0
-    tokens_per_minute: float = 0.0
-    weight: float = 1.0  # its share of the batch, relative to the weights of the others
+    name: Annotated[str, msgspec.Meta(pattern=r"\A(?!anonymous\Z)[A-Za-z0-9][A-Za-z0-9._@-]{0,63}\Z")]
+    requests_per_minute: Limit = 0.0
+    tokens_per_minute: Limit = 0.0
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1e12)] = 1.0  # its share of the batch, relative to the weights of the others
     max_priority: int = 0  # higher priorities are lowered to this
     is_operator: bool = False  # whether it may use the admin routes
 
@@ -100,7 +96,16 @@ class Tenant:
 
 # The only tenant of a server without keys, which listens on loopback. It may do everything.
 ANONYMOUS = Tenant(name="anonymous", max_priority=2**31 - 1, is_operator=True)
-LIMIT_NAMES = [spec.name for spec in fields(Tenant) if spec.name != "name"]
+OPTION_NAMES = ["key_hash", *(spec.name for spec in fields(Tenant))]
+
+
+class _KeyFile(msgspec.Struct):
+    salt: Hash
+    tenant: list[dict[str, Any]] = []
+
+
+class _Key(msgspec.Struct):
+    key_hash: Hash
 
 
 @dataclass(frozen=True, repr=False)
@@ -161,7 +166,7 @@ class Tenants:
             if name == "operator" and not any(other["name"] == name for other in entries):
                 entry["is_operator"] = True
             entries.append(entry)
-        return cls(_make_table(salt, entries, "the environment")) if entries else cls()
+        return cls(_make_table({"salt": salt.hex(), "tenant": entries}, "the environment")) if entries else cls()
 
     @property
     def has_keys(self) -> bool:
@@ -180,31 +185,23 @@ class Tenants:
             raise UnauthorizedError("The API key is not one of this server's.")
         return tenant
 
-    def named(self, name: str) -> Tenant | None:
-        """The tenant of a name, which a trusted process has sent."""
+    def named(self, name: str) -> Tenant:
+        """The tenant of a name, which a trusted process has sent; ANONYMOUS if there is none."""
         if self._path is not None:
             self._reload_if_changed(self._path)
-        if self._table is None:
-            return ANONYMOUS if name in ("", ANONYMOUS.name) else None
-        return self._table.by_name.get(name)
+        return ANONYMOUS if self._table is None else self._table.by_name.get(name, ANONYMOUS)
 
     def all(self) -> list[Tenant]:
         return [ANONYMOUS] if self._table is None else list(self._table.by_name.values())
 
-    def reload(self) -> None:
-        """Read the file again. If it is faulty, this raises and nothing changes."""
-        if self._path is not None:
-            self._stamp = _stamp(self._path)
-            self._table = _read(self._path)
-
     def _reload_if_changed(self, path: Path) -> None:
         if self._clock() - self._looked_at < RELOAD_INTERVAL_S:
             return
-        self._looked_at = self._clock()
-        if _stamp(path) == self._stamp:
+        self._looked_at, before, self._stamp = self._clock(), self._stamp, _stamp(path)
+        if self._stamp == before:
             return
         try:
-            self.reload()
+            self._table = _read(path)
             logger.info("The file of keys %s was read again: %d tenants.", path, len(self.all()))
         except InvalidOptionError as error:
             logger.error("The file of keys has changed and is not used: %s", error)
@@ -227,10 +224,11 @@ def add_key(path: str | Path, name: str, **limits: Any) -> str:
     """Add a tenant, or another key of one, to a file of keys, which is created if necessary. Returns the key."""
     place = Path(path).expanduser()
     text = _read_text(place) if place.exists() else f'salt = "{secrets.token_hex(SALT_BYTES)}"\n'
-    salt, entries = _parse(text, str(place))
+    data = _parse(text, str(place))
     key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)  # it is shown once, because only its hash is stored
+    salt = _make_table(data, str(place)).salt
     entry = {"name": name, "key_hash": digest_of(key, salt).hex(), **limits}
-    _make_table(salt, [*entries, entry], str(place))  # so that no faulty file is written
+    _make_table({**data, "tenant": [*data.get("tenant", []), entry]}, str(place))  # so that no faulty file is written
     lines = [f"{option} = {json.dumps(value)}" for option, value in entry.items()]  # JSON's plain values are TOML's
     _write(place, text.rstrip("\n") + "\n\n[[tenant]]\n" + "\n".join(lines) + "\n")
     return key
@@ -268,67 +266,45 @@ def _read_text(path: Path) -> str:
 
 
 def _read(path: Path) -> _KeyTable:
-    salt, entries = _parse(_read_text(path), str(path))
-    return _make_table(salt, entries, str(path))
+    return _make_table(_parse(_read_text(path), str(path)), str(path))
 
 
-def _parse(text: str, where: str) -> tuple[bytes, list[dict[str, Any]]]:
-    """Salt and entries of a file. Errors name places and options, and never show values, which may be keys."""
+def _parse(text: str, where: str) -> dict[str, Any]:
     try:
-        data = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         place = re.search(r"\(at [^)]*\)", str(error))
         raise InvalidOptionError(f"The file of keys {where} is not valid TOML {place[0] if place else ''}.") from None
-    if not data.keys() <= {"salt", "tenant"}:
-        raise UnknownOptionError(f"{where} has an unknown option.", hint="It takes salt and [[tenant]] tables.")
-    salt = _read_hex(data.get("salt"), SALT_BYTES, f"salt of {where}")
-    entries = data.get("tenant", [])
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise InvalidOptionError(f"Tenants of {where} must be tables: [[tenant]].")
-    return salt, entries
 
 
-def _read_hex(value: object, num_bytes: int, what: str) -> bytes:
-    if isinstance(value, str) and re.fullmatch(rf"[0-9a-fA-F]{{{2 * num_bytes}}}", value):
-        return bytes.fromhex(value)
-    hint = f"The file holds hashes, and not the keys themselves. {HOW_TO_MAKE_ONE}"
-    raise InvalidOptionError(f"The {what} must be {num_bytes} bytes in hex.", hint=hint)
+def _check(data: Mapping[str, Any], kind: type[T], known: Collection[str], what: str) -> T:
+    """Data of a file as an object. Errors name places and options, and never show values, which may be keys."""
+    for option in data:
+        if option not in known:  # its name may be a key, if the file was written in another format
+            hint = did_you_mean(option, known) if len(option) < LEAST_KEY_CHARS else ""
+            raise UnknownOptionError(f"{what} has an unknown option.", hint=hint)
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        hint = f"The file holds hashes, and not the keys themselves. {HOW_TO_MAKE_ONE}"
+        raise InvalidOptionError(f"{what} is faulty: {error}.", hint=hint) from None
 
 
-def _make_table(salt: bytes, entries: Iterable[Mapping[str, Any]], where: str) -> _KeyTable:
+def _make_table(data: Mapping[str, Any], where: str) -> _KeyTable:
+    file = _check(data, _KeyFile, ("salt", "tenant"), where)
     tenants: dict[str, Tenant] = {}
     by_digest: dict[bytes, Tenant] = {}
-    for number, entry in enumerate(entries, 1):
-        what, name = f"tenant {number} of {where}", entry.get("name")
-        if not isinstance(name, str) or not NAME_PATTERN.fullmatch(name) or name == ANONYMOUS.name:
-            hint = f"Letters, digits and ._@-, at most 64 of them, but not {ANONYMOUS.name!r}."
-            raise InvalidOptionError(f"The name of {what} is missing or not allowed.", hint=hint)
-        limits = {option: value for option, value in entry.items() if option not in ("name", "key_hash")}
-        if name not in tenants:
-            tenants[name] = _make_tenant(Tenant(name=name), limits, what)
-        elif limits:
+    for number, entry in enumerate(file.tenant, 1):
+        what = f"tenant {number} of {where}"
+        tenant, key = _check(entry, Tenant, OPTION_NAMES, what), _check(entry, _Key, OPTION_NAMES, what)
+        if tenants.setdefault(tenant.name, tenant) is not tenant and len(entry) > 2:
             hint = "Limits stand with the first key of a tenant."
             raise InvalidOptionError(f"{what} has limits, and its name was there before.", hint=hint)
-        digest = _read_hex(entry.get("key_hash"), DIGEST_BYTES, f"key_hash of {what}")
+        digest = bytes.fromhex(key.key_hash)
         if digest in by_digest:
             raise InvalidOptionError(f"{what} has the key of another.", hint="Make a new key for each tenant.")
-        by_digest[digest] = tenants[name]
-    return _KeyTable(salt, by_digest, tenants)
-
-
-def _make_tenant(tenant: Tenant, limits: Mapping[str, Any], what: str) -> Tenant:
-    for option, value in limits.items():
-        if option not in LIMIT_NAMES:  # the name may be a key, if the file was written in another format
-            hint = did_you_mean(option, LIMIT_NAMES) if len(option) < LEAST_KEY_CHARS else ""
-            raise UnknownOptionError(f"{what} has an unknown option.", hint=hint)
-        kind = type(getattr(tenant, option))
-        if type(value) is not kind and not (kind is float and type(value) is int):
-            raise InvalidOptionError(f"{option} of {what} must be {kind.__name__}, not {type(value).__name__}.")
-        if kind is float and not (math.isfinite(value) and (value > 0 or (value == 0 and option != "weight"))):
-            least = "above 0" if option == "weight" else "at least 0"
-            raise InvalidOptionError(f"{option} of {what} must be a number {least}, not {value:g}.")
-        tenant = replace(tenant, **{option: kind(value)})
-    return tenant
+        by_digest[digest] = tenants[tenant.name]
+    return _KeyTable(bytes.fromhex(file.salt), by_digest, tenants)
 
 
 class Callers:
@@ -348,7 +324,7 @@ class Callers:
     def find(self, credentials: str, tenant: str) -> Tenant:
         """The tenant of a request. Requests share cached contexts with requests of the same tenant only."""
         if self.is_front_end(credentials):
-            return replace(self.tenants.named(tenant) or ANONYMOUS, name=tenant)
+            return replace(self.tenants.named(tenant), name=tenant)
         if tenant:
             raise NotAllowedError("Only a front end may name a tenant.", hint="Send an API key as credentials.")
         if self.tenants.has_keys:
@@ -361,79 +337,3 @@ class Callers:
         """Raise NotAllowedError unless the sender is an operator. On a private socket without a pass, every peer is one."""
         if not self._is_private and not self.is_front_end(credentials):
             raise NotAllowedError("Only front ends and operators may do this.", hint="Send the pass as credentials.")
-
-
-# Rate limits
-
-
-class RefusedError(ServiceError):
-    """A request was refused; the client may try again after `retry_after_s`."""
-
-    def __init__(self, message: str, retry_after_s: float, *, hint: str | None = None) -> None:
-        self.retry_after_s = retry_after_s
-        wait = retry_after(retry_after_s)
-        seconds = "1 second" if wait == "1" else f"{wait} seconds"
-        super().__init__(message, hint=f"Try again in {seconds}." if hint is None else hint)
-
-
-class RateLimitedError(RefusedError):
-    """A tenant is over its own limit."""
-
-    status, code = 429, "rate_limit_exceeded"
-
-
-class OverLimitError(InputTooLargeError):
-    """A single request asks for more than its tenant may use in a minute: trying again does not help."""
-
-    code = "request_over_limit"
-
-
-def retry_after(seconds: float) -> str:
-    """The value of the Retry-After header: whole seconds, rounded up, at least 1."""
-    return str(max(1, math.ceil(seconds - 1e-6)))  # a rounding error must not cost a whole second
-
-
-class RateLimits:
-    """Requests and tokens per minute of all tenants: at most the amount of one minute at once, and that amount on average.
-
-    Only the loop of the engine process calls this. Tenants carry their limits, so that changed limits apply at once. The
-    tokens of a request are estimated when it is admitted and corrected later, so a tenant may exceed its limit by what its
-    running requests were underestimated; it pays for that before its next request.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._debts: dict[tuple[str, str], tuple[float, float]] = {}  # what was taken and not refilled at a time, and that time
-
-    def take(self, tenant: Tenant, num_tokens: int) -> None:
-        """Take one request and its tokens from a tenant's limits; nothing is taken if an error is raised."""
-        per_minute = max(1.0, tenant.tokens_per_minute)
-        if tenant.tokens_per_minute and num_tokens > per_minute:
-            raise OverLimitError(
-                f"The request may take about {num_tokens:,} tokens; {tenant.name!r} has {per_minute:,.0f} a minute.",
-                hint="Shorten the prompt or lower max_tokens.",
-            )
-        for kind, limit, amount in (
-            ("requests", tenant.requests_per_minute, 1), ("tokens", tenant.tokens_per_minute, num_tokens)
-        ):
-            excess = self._debt(tenant.name, kind, limit) + amount - max(1.0, limit) if limit else 0.0
-            if excess > 1e-9 * limit:
-                details = "" if kind == "requests" else f" This request may take about {amount:,} of them."
-                message = f"{tenant.name!r} is over its limit of {max(1.0, limit):,.0f} {kind} a minute.{details}"
-                raise RateLimitedError(message, excess * 60 / limit)
-        self.give_back(tenant, -num_tokens, num_requests=-1)
-
-    def give_back(self, tenant: Tenant, num_tokens: int, num_requests: int = 0) -> None:
-        """Return what was taken and not used. Negative numbers take more, even if the limits do not allow it."""
-        for kind, limit, amount in (
-            ("requests", tenant.requests_per_minute, num_requests), ("tokens", tenant.tokens_per_minute, num_tokens)
-        ):
-            if limit and amount:
-                debt, now = self._debt(tenant.name, kind, limit), self._clock()
-                if len(self._debts) >= MAX_KNOWN_DEBTS and (tenant.name, kind) not in self._debts:
-                    self._debts = {key: kept for key, kept in self._debts.items() if kept[0] and kept[1] > now - 3600}
-                self._debts[tenant.name, kind] = max(0.0, debt - amount), now
-
-    def _debt(self, name: str, kind: str, per_minute: float) -> float:
-        debt, at = self._debts.get((name, kind), (0.0, 0.0))
-        return max(0.0, debt - per_minute / 60 * (self._clock() - at))

@@ -14,11 +14,11 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from archerfish.errors import ArcherfishError, InvalidInputError, ModelNotFoundError, did_you_mean, nearest
+from archerfish.observe.metrics import Sample
 
 VERSION = 1
 Kind = Literal["generation", "embedding", "cross-encoder"]
 Logprob = tuple[int, float, int, list[tuple[int, float]]]  # token, logprob, rank, most likely tokens with logprobs
-MetricSample = tuple[tuple[str, ...], float, int, tuple[tuple[float, int], ...]]  # labels, value, count, buckets
 
 
 class Message(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="type"):
@@ -31,10 +31,18 @@ class Message(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="type"
 # Requests
 
 
-class GenerationRequest(Message, tag="generate", kw_only=True, omit_defaults=True):
+class ModelRequest(Message, kw_only=True, omit_defaults=True):
+    """Base of all requests to a model."""
+
+    model: str = ""  # "": the first model of the right kind
+    deadline_s: float | None = None  # from the arrival of the request
+    credentials: str = ""  # an API key, or the pass of a front end
+    tenant: str = ""  # only a front end may name it
+
+
+class GenerationRequest(ModelRequest, tag="generate", kw_only=True, omit_defaults=True):
     """Generate tokens after a prompt. One of prompt, token_ids and messages is given."""
 
-    model: str = ""  # "": the only generation model
     prompt: str | None = None
     token_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None  # a conversation; the model's chat template makes a prompt of it
@@ -44,41 +52,27 @@ class GenerationRequest(Message, tag="generate", kw_only=True, omit_defaults=Tru
     wants_ids: bool = False  # True: the answers have token ids and no text
     takes_bundles: bool = False  # True: answers of several requests may come as one Bundle
     priority: int = 0
-    deadline_s: float | None = None
-    credentials: str = ""  # an API key, or the pass of a front end
-    tenant: str = ""  # only a front end may name it
 
 
-class EmbedRequest(Message, tag="embed", kw_only=True, omit_defaults=True):
+class EmbedRequest(ModelRequest, tag="embed", kw_only=True, omit_defaults=True):
     """Compute the vectors of texts."""
 
-    model: str = ""
     texts: list[str | list[int]]
     normalize: bool | None = None  # None: as the model's files say
-    deadline_s: float | None = None
-    credentials: str = ""
-    tenant: str = ""
 
 
-class ScoreRequest(Message, tag="score", kw_only=True, omit_defaults=True):
+class ScoreRequest(ModelRequest, tag="score", kw_only=True, omit_defaults=True):
     """Score how well documents answer a query."""
 
-    model: str = ""
     query: str
     documents: list[str]
-    deadline_s: float | None = None
-    credentials: str = ""
-    tenant: str = ""
 
 
-class ExplainRequest(Message, tag="explain", kw_only=True, omit_defaults=True):
+class ExplainRequest(ModelRequest, tag="explain", kw_only=True, omit_defaults=True):
     """Report what the prefix cache holds of a prompt, for the tenant of this request."""
 
-    model: str = ""
     prompt: str | None = None
     token_ids: list[int] | None = None
-    credentials: str = ""
-    tenant: str = ""
 
 
 class Configure(Message, tag="configure", kw_only=True, omit_defaults=True):
@@ -110,7 +104,7 @@ class MetricValues(msgspec.Struct, kw_only=True):
     kind: str
     description: str = ""
     label_names: tuple[str, ...] = ()
-    samples: list[MetricSample] = []
+    samples: list[Sample] = []
 
 
 class FrontEndState(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -20,32 +20,31 @@ from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve import front, run
 from archerfish.serve.app import create_app
 from archerfish.serve.client import AsyncClient
-from archerfish.serve.host import EngineHost
 from archerfish.serve.hosted_encoder import HostedEncoder
 from archerfish.serve.tenants import Tenants
 
 from .fake_backend import LIMIT_S, client_of, error_of, until
-from .hosting import WordEncoder, make_host
+from .hosting import ThreadHost, WordEncoder, make_host
 
 __all__ = ["LIMIT_S", "client_of", "error_of", "until"]
 PASS = "the-pass-of-the-front-ends"
 WORDS = "fake/words"
 
 
-def host_with(directory: Path, *encoders: WordEncoder, **options: Any) -> EngineHost:
+def host_with(directory: Path, *encoders: WordEncoder, **options: Any) -> ThreadHost:
     """An engine host that is not started yet; front ends use the password PASS."""
     return make_host(directory, *encoders, **{"front_end_pass": PASS, **options})
 
 
 @contextmanager
-def words_host() -> Iterator[EngineHost]:
+def words_host() -> Iterator[ThreadHost]:
     """A host of one embedding model."""
     with tempfile.TemporaryDirectory() as directory:
         yield host_with(Path(directory), WordEncoder(WORDS))
 
 
 def app_of(
-    host: EngineHost, *, tenants: Tenants | None = None, registry: MetricRegistry | None = None, retry_after_s: float = 1.0,
+    host: ThreadHost, *, tenants: Tenants | None = None, registry: MetricRegistry | None = None, retry_after_s: float = 1.0,
     **options: Any,
 ) -> Starlette:
     backend = AsyncClient(host.address, retry_after_s=retry_after_s)
@@ -53,7 +52,7 @@ def app_of(
 
 
 @asynccontextmanager
-async def serving(host: EngineHost | None = None, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def serving(host: ThreadHost | None = None, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a fresh app over a host, which serves meanwhile. options: those of `app_of`."""
     with words_host() if host is None else nullcontext(host) as served, served:
         async with client_of(app_of(served, **options)) as client:
@@ -101,12 +100,12 @@ def running(app: Starlette, *socket_options: tuple[int, int, int], log_level: st
             made.join()
 
 
-def hosted(host: EngineHost, name: str = WORDS) -> HostedEncoder:
+def hosted(host: ThreadHost, name: str = WORDS) -> HostedEncoder:
     found = next(one for one in host.models.loaded if one.name == name)
     assert isinstance(found, HostedEncoder)
     return found
 
 
-def num_waiting(host: EngineHost, name: str = WORDS) -> int:
+def num_waiting(host: ThreadHost, name: str = WORDS) -> int:
     """Texts that have been tokenized and wait for a job."""
     return sum(len(encoding.texts) for encoding in list(hosted(host, name)._queue))

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -97,12 +97,26 @@ class WordEncoder:
         self.is_closed = True
 
 
+class ThreadHost(EngineHost):
+    """Runs in a thread of its own during a `with` block."""
+
+    def __enter__(self) -> Self:
+        self.open()
+        self._thread = threading.Thread(target=self.run, name="archerfish-host", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop(0)
+        self._thread.join()
+
+
 def make_host(
     directory: Path, *encoders: WordEncoder, llm: dict[str, Any] | None = None, clock: Callable[[], float] = time.monotonic,
     **options: Any,
-) -> EngineHost:
+) -> ThreadHost:
     """A host at a socket in a directory. llm: options of `add_llm`, or None without one. options: those of HostConfig."""
-    host = EngineHost(HostConfig(**{"address": f"ipc://{directory}/socket", **options}), clock=clock)
+    host = ThreadHost(HostConfig(**{"address": f"ipc://{directory}/socket", **options}), clock=clock)
     for encoder in encoders:
         add_encoder(host, encoder)
     if llm is not None:
@@ -111,7 +125,7 @@ def make_host(
 
 
 def add_llm(
-    host: EngineHost, directory: Path, *, has_text: bool = False, max_len: int = 256, name: str = "tiny", **options: Any
+    host: ThreadHost, directory: Path, *, has_text: bool = False, max_len: int = 256, name: str = "tiny", **options: Any
 ) -> LLMEngine:
     """A tiny Llama; with text it has a vocabulary of words and bytes."""
     model = directory / name
@@ -138,19 +152,19 @@ async def hold(encoder: WordEncoder, asking: Coroutine[Any, Any, T]) -> asyncio.
     return task
 
 
-def llm_host(directory: Path, *encoders: WordEncoder, **options: Any) -> tuple[EngineHost, LLMEngine]:
+def llm_host(directory: Path, *encoders: WordEncoder, **options: Any) -> tuple[ThreadHost, LLMEngine]:
     """A host of a tiny Llama, and its engine. options: those of `add_llm`."""
     host = make_host(directory, *encoders)
     return host, add_llm(host, directory, **options)
 
 
-def add_encoder(host: EngineHost, encoder: WordEncoder, loads: str = "start") -> None:
+def add_encoder(host: ThreadHost, encoder: WordEncoder, loads: str = "start") -> None:
     kind = "cross-encoder" if encoder.is_cross_encoder else "embedding"
     host.models.add(ModelEntry(encoder.model_name, kind, lambda lane: HostedEncoder(cast(Any, encoder), lane, host), loads))
 
 
 @asynccontextmanager
-async def talking(host: EngineHost) -> AsyncIterator[AsyncClient]:
+async def talking(host: ThreadHost) -> AsyncIterator[AsyncClient]:
     """A client of a host, which serves meanwhile."""
     with host:
         async with asyncio.timeout(LIMIT_S), AsyncClient(host.config.address) as client:

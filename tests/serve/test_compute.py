@@ -99,11 +99,11 @@ def test_waker() -> None:
     for _ in range(3):
         for _ in range(1000):
             waker.wake()
-        assert waker._reader.recv(10) == b"\0"
+        assert waker.reader.recv(10) == b"\0"
         waker.wake()
         waker.clear()
     waker.wake()
-    assert waker._reader.recv(10) == b"\0"
+    assert waker.reader.recv(10) == b"\0"
     waker.close()
     waker.wake()
 

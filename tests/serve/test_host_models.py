@@ -19,7 +19,7 @@ from archerfish.serve.hosted_encoder import MIN_JOB_TOKENS, HostedEncoder
 from archerfish.serve.metrics import read_metrics
 from archerfish.serve.models import GENERATION, SCORES, Hosted, ModelEntry
 from archerfish.serve.processes import BEAT_S
-from archerfish.serve.tenants import add_key
+from archerfish.serve.tenants import Tenants, add_key
 from archerfish.serve.wire import (
     Configure,
     EmbedRequest,
@@ -194,7 +194,7 @@ async def test_fair_share_weights_follow_the_file_of_keys(tmp_path: Path) -> Non
     policy: Any = add_llm(host, tmp_path, scheduling_policy="fair-share").scheduler.policy
     assert policy.weights == {"alice": 2.0}
     add_key(keys_file, "bob", weight=3.0)
-    host.callers.tenants.reload()
+    host.callers.tenants = Tenants.from_file(keys_file)
     async with talking(host) as client:
         await client.ask(Ping(request_id=""))
         clock.now += BEAT_S

@@ -18,7 +18,6 @@ from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ModelConfig,
 from archerfish.errors import InvalidOptionError, ModelNotFoundError, UnknownOptionError
 from archerfish.serve import run
 from archerfish.serve.client import AsyncClient
-from archerfish.serve.host import EngineHost
 from archerfish.serve.hosted_encoder import MAX_INLINE_SIZE
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.models import describe
@@ -29,7 +28,7 @@ from tests.engine.tiny_llama import save_tiny_llama
 from tests.text.tiny_tokenizers import byte_fallback
 
 from .client import PASS, error_of, serving
-from .hosting import LIMIT_S, FakeClock, WordEncoder, add_encoder, cards, failure, make_host, stats, talking, whole
+from .hosting import LIMIT_S, FakeClock, ThreadHost, WordEncoder, add_encoder, cards, failure, make_host, stats, talking, whole
 
 pytestmark = pytest.mark.anyio
 
@@ -47,7 +46,7 @@ async def loaded(client: AsyncClient) -> str:
     return "".join(name for name, card in (await cards(client)).items() if card["is_loaded"])
 
 
-def limit(host: EngineHost, monkeypatch: pytest.MonkeyPatch, num_bytes: int, each: int = 10) -> None:
+def limit(host: ThreadHost, monkeypatch: pytest.MonkeyPatch, num_bytes: int, each: int = 10) -> None:
     monkeypatch.setattr("archerfish.serve.models.num_bytes_of", lambda hosted: each)
     monkeypatch.setattr(host.models, "_memory_bytes", num_bytes)
 

@@ -20,12 +20,16 @@ from archerfish.serve.overload import (
     Backlog,
     BusyError,
     ImpossibleDeadlineError,
+    OverLimitError,
     OverloadController,
+    RateLimitedError,
+    RateLimits,
+    RefusedError,
     ShareUsedError,
     StepCost,
     TooLateError,
 )
-from archerfish.serve.tenants import ANONYMOUS, OverLimitError, RateLimitedError, RateLimits, RefusedError, Tenant
+from archerfish.serve.tenants import ANONYMOUS, Tenant
 
 from .hosting import FakeClock
 

@@ -13,8 +13,8 @@ import pytest
 from archerfish.observe.metrics import MetricsCollector
 from archerfish.serve.compute import PendingRequest
 from archerfish.serve.hosted_encoder import ALONE_FACTOR, Array, HostedEncoder
+from archerfish.serve.overload import RateLimits
 from archerfish.serve.processes import HostConfig
-from archerfish.serve.tenants import RateLimits
 from archerfish.serve.wire import EmbedRequest, Vectors
 from archerfish.text.tokenizer import TokenizedText
 
@@ -39,7 +39,7 @@ class SimulatedMachine:
         self.now, self.job_s, self.has_other_models = 0.0, job_s, has_other_models
         self.reader = self.compiler = InlineExecutor()
         self.running: tuple[Future[Any], Any] | None = None  # a job and its result
-        self.ends_at = 0.0
+        self.ends_at = self.last_s = 0.0
         self.outbox: list[tuple[PendingRequest, Any]] = []
         self.num_good = self.num_late = self.num_refused = 0
         self.config, self.rates, self.figures = HostConfig(), RateLimits(self.clock), MetricsCollector()
@@ -61,7 +61,7 @@ class SimulatedMachine:
     def submit(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
         began, future = self.now, Future[Any]()
         self.running = future, fn(*args)
-        self.ends_at, self.now = self.now, began
+        self.ends_at, self.last_s, self.now = self.now, self.now - began, began
         return future
 
     def answer(self, request: PendingRequest, message: Any) -> None:

@@ -19,7 +19,6 @@ from archerfish.errors import InvalidOptionError
 from archerfish.observe.metrics import MetricRegistry
 from archerfish.params import SamplingParams
 from archerfish.serve.client import RemoteError
-from archerfish.serve.host import EngineHost
 from archerfish.serve.metrics import ALIVE_S, MAX_SOURCES, FrontEndMetrics, merged, metric_values
 from archerfish.serve.result_cache import (
     NOT_PART_OF_THE_KEY,
@@ -33,7 +32,7 @@ from archerfish.serve.wire import Chunk, FrontEndState, Generated, GenerationReq
 
 from .client import WORDS, app_of, client_of, host_with
 from .fake_backend import FakeBackend
-from .hosting import FakeClock, WordEncoder
+from .hosting import FakeClock, ThreadHost, WordEncoder
 
 pytestmark = pytest.mark.anyio
 def request(**fields: Any) -> GenerationRequest:
@@ -351,7 +350,7 @@ def test_ended_front_ends_count_except_in_gauges() -> None:
 
 
 @asynccontextmanager
-async def two_front_ends(host: EngineHost, **options: Any) -> AsyncIterator[list[httpx.AsyncClient]]:
+async def two_front_ends(host: ThreadHost, **options: Any) -> AsyncIterator[list[httpx.AsyncClient]]:
     async with AsyncExitStack() as stack:
         apps = [app_of(host, num_front_ends=2, **options) for _ in range(2)]
         yield [await stack.enter_async_context(client_of(app)) for app in apps]

@@ -17,6 +17,7 @@ import pytest
 import uvicorn
 
 from archerfish.serve import front
+from archerfish.serve import http as serve_http
 from archerfish.serve.app import create_app
 from archerfish.text.text_tokenizer import TextTokenizer
 from tests.engine.tiny_llama import save_tiny_llama
@@ -104,7 +105,7 @@ def rest_of(slow: socket.socket) -> bytes:
 def serving(backend: FakeBackend, *, request_s: float = NEVER, unread_s: float = NEVER) -> Iterator[Running]:
     unread_ms = int(unread_s * 1000)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(front, "REQUEST_S", request_s)
+        patch.setattr(serve_http, "REQUEST_S", request_s)
         options = (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_ms), SMALL_SEND_BUFFER
         with running(create_app(backend), *options) as served:
             yield served

@@ -13,21 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archerfish.errors import ArcherfishError, InvalidOptionError, UnknownOptionError, WriteError
-from archerfish.serve import tenants as tenants_module
-from archerfish.serve.tenants import (
-    ANONYMOUS,
-    LEAST_KEY_CHARS,
-    OverLimitError,
-    RateLimitedError,
-    RateLimits,
-    Tenant,
-    Tenants,
-    UnauthorizedError,
-    add_key,
-    bearer_key,
-    digest_of,
-    retry_after,
-)
+from archerfish.serve import overload
+from archerfish.serve.overload import OverLimitError, RateLimitedError, RateLimits, retry_after
+from archerfish.serve.tenants import ANONYMOUS, Tenant, Tenants, UnauthorizedError, add_key, bearer_key, digest_of
 
 from .hosting import FakeClock
 
@@ -49,7 +37,7 @@ def test_key_finds_tenant_and_limits(path: Path) -> None:
     assert (found.weight, found.max_priority, found.is_operator) == (2.0, 1, False)
     assert tenants.find(boss).is_operator and tenants.has_keys
     assert [tenant.name for tenant in tenants.all()] == ["alice", "boss"]
-    assert tenants.named("boss") == tenants.find(boss) and tenants.named("nobody") is None
+    assert tenants.named("boss") == tenants.find(boss) and tenants.named("nobody") is ANONYMOUS
 
 
 def test_wrong_keys_get_the_same_error(path: Path) -> None:
@@ -88,7 +76,7 @@ def test_without_keys_everyone_is_the_anonymous_operator() -> None:
             tenant = tenants.find(key)
             assert tenant is ANONYMOUS and tenant.is_operator
             assert tenant.max_priority >= 1000 and not tenant.requests_per_minute and not tenant.tokens_per_minute
-        assert tenants.named("") is ANONYMOUS and tenants.named("alice") is None and tenants.all() == [ANONYMOUS]
+        assert tenants.named("") is tenants.named("alice") is ANONYMOUS and tenants.all() == [ANONYMOUS]
 
 
 def test_two_keys_of_a_tenant(path: Path) -> None:
@@ -132,8 +120,6 @@ def test_faulty_file_is_ignored_until_repaired(path: Path, caplog: pytest.LogCap
         clock.now += 1.0
         tenants.find(alice)  # the same fault is told once
         assert len(caplog.records) == turn + 1
-    with pytest.raises(InvalidOptionError):
-        tenants.reload()
     path.write_text(good)
     clock.now += 1.0
     assert tenants.find(alice).name == "alice"
@@ -143,7 +129,7 @@ def test_faulty_file_is_ignored_until_repaired(path: Path, caplog: pytest.LogCap
 
 
 def test_short_keys_are_refused_without_showing_them() -> None:
-    with pytest.raises(InvalidOptionError, match=f"7 characters; at least {LEAST_KEY_CHARS}") as caught:
+    with pytest.raises(InvalidOptionError, match="7 characters; at least 20") as caught:
         Tenants.from_text("alice=hunter2")
     assert "hunter2" not in str(caught.value)
 
@@ -350,7 +336,7 @@ def test_tenants_do_not_affect_each_other(requests: list[tuple[str, float, int]]
 
 
 def test_paid_debts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tenants_module, "MAX_KNOWN_DEBTS", 8)
+    monkeypatch.setattr(overload, "MAX_KNOWN_DEBTS", 8)
     rates, clock = make_limits()
     for number in range(200):
         rates.take(replace(ALICE, name=f"t{number}"), 600)
