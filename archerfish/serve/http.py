@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 import re
-import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from pydantic import BaseModel
+from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route
@@ -19,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from archerfish.errors import ArcherfishError, CallerError, InputTooLargeError
 from archerfish.observe.metrics import MetricRegistry
-from archerfish.serve.errors import EXCERPT, BadJSONError, Schema, failure_response
+from archerfish.serve.errors import BadJSONError, Schema, failure_response
 from archerfish.serve.tenants import ANONYMOUS, Tenants, bearer_key
 
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/openapi.json"))  # need no key
@@ -145,47 +143,9 @@ async def wait_until_gone(receive: Receive) -> None:
         pass
 
 
-# JSON
-
-
-class NotANumberError(ValueError):
-    """A number that Python's JSON reads and the JSON standard does not have."""
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise NotANumberError(text)
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    return value if math.isfinite(value) else _refuse_constant(text)
-
-
-_decoder = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant)
-
-
 def read_json(body: bytes) -> Any:
-    """JSON by the standard, without NaN and infinite numbers. BadJSONError says what is wrong, and where."""
+    """JSON by the standard: UTF-8, and no NaN. BadJSONError says what is wrong, in which line and column."""
     try:
-        return _decoder.decode(body.decode(json.detect_encoding(body), "surrogatepass"))
-    except json.JSONDecodeError as error:
-        raise BadJSONError(f"{error.msg}, {describe_place(error.doc, error.pos)}") from None
-    except NotANumberError as error:
-        text = body.decode(json.detect_encoding(body), "surrogatepass")
-        found = re.finditer(rf'"(?:[^"\\]|\\.)*"|{re.escape(str(error))}', text, re.DOTALL)
-        position = next((match.start() for match in found if match[0][0] != '"'), 0)
-        raise BadJSONError(f"{error} is not a JSON number, {describe_place(text, position)}") from None
-    except UnicodeDecodeError as error:
-        where = f"byte {error.start + 1:,} (0x{error.object[error.start]:02x})"
-        raise BadJSONError(f"it is not {error.encoding.upper()}: {where}: {error.reason}") from None
-    except RecursionError:
-        raise BadJSONError("it is nested too deeply") from None
-    except ValueError:
-        raise BadJSONError(f"a whole number has more than {sys.get_int_max_str_digits():,} digits") from None
-
-
-def describe_place(text: str, position: int) -> str:
-    """Line, column and the characters there."""
-    line, column = text.count("\n", 0, position) + 1, position - text.rfind("\n", 0, position)
-    there = text[position : position + EXCERPT].partition("\n")[0]
-    return f"in line {line}, column {column}, at {there!r}" if there else f"in line {line}, column {column}, where it ends"
+        return from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise BadJSONError(str(error)) from None

@@ -10,6 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from archerfish.errors import InvalidInputError
 from archerfish.params import MAX_LOGPROBS
 from archerfish.serve import answers, bodies
 from archerfish.serve import generation as gen
@@ -27,11 +28,9 @@ def read_input(value: Any, where: str) -> list[dict[str, Any]]:
     """Items of input as a conversation; calls in a row become one message of the assistant."""
     if isinstance(value, str):
         return [{"role": "user", "content": check_text(value, where)}]
-    if not isinstance(value, list) or not value:
-        raise bodies.wrong_value(f"{where} must be a string or a list of items that is not empty.")
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # names of functions by the ids of their calls
-    for index, item in enumerate(value):
+    for index, item in enumerate(bodies.check_items(value, where, "items")):
         place = f"{where}[{index}]"
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message":
@@ -50,7 +49,7 @@ def read_input(value: Any, where: str) -> list[dict[str, Any]]:
         else:
             found = f"of type {kind!r}" if isinstance(kind, str) else json_type(item)
             known_items = "messages, function_call and function_call_output are"
-            raise bodies.wrong_value(f"{place} is {found}, which is not supported: {known_items}.")
+            raise InvalidInputError(f"{place} is {found}, which is not supported: {known_items}.")
     return messages
 
 
@@ -73,7 +72,7 @@ class ResponsesBody(bodies.ToolBody):
     input: Annotated[list[dict[str, Any]], Checked(read_input, {"anyOf": [bodies.STRING, {**bodies.OBJECTS, "minItems": 1}]})]
     instructions: str | None = None
     max_output_tokens: int | None = bounded(minimum=1)
-    stop: bodies.Stop = Field([])
+    stop: bodies.Stop = None
     text: dict[str, Any] | None = Field(None, description="format: text, json_object or json_schema.")
     include: list[str] | None = Field(None, description=f"{LOGPROBS}; reasoning.encrypted_content has no effect.")
     top_logprobs: int | None = bounded(minimum=0, maximum=MAX_LOGPROBS)

@@ -369,6 +369,8 @@ class Callers:
 class RefusedError(ServiceError):
     """A request was refused; the client may try again after `retry_after_s`."""
 
+    retry_after_s: float
+
     def __init__(self, message: str, retry_after_s: float, *, hint: str | None = None) -> None:
         self.retry_after_s = retry_after_s
         wait = retry_after(retry_after_s)
