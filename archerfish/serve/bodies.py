@@ -6,11 +6,9 @@ A parameter of OpenAI's or another API that this server does not support is refu
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from annotated_types import GroupedMetadata
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, WithJsonSchema, model_validator
 
 from archerfish.engine.request_maker import MAX_DEADLINE_S
@@ -72,21 +70,15 @@ def check_inputs(value: Any, where: str) -> list[str | list[int]]:
     return [check(item, f"{where}[{index}]") for index, item in enumerate(value)]
 
 
-@dataclass(frozen=True, eq=False)
-class Checked(GroupedMetadata):
+def checked(check: Callable[[Any, str], Any], schema: dict[str, Any]) -> PlainValidator:
     """Annotation of a parameter: `check(value, name of the parameter)` reads it; `schema` is its JSON schema."""
 
-    check: Callable[[Any, str], Any]
-    schema: dict[str, Any]
+    def read(value: Any, info: ValidationInfo) -> Any:
+        name = info.field_name or ""
+        with naming(name):
+            return check(value, name)
 
-    def __iter__(self) -> Iterator[object]:
-        def read(value: Any, info: ValidationInfo) -> Any:
-            name = info.field_name or ""
-            with naming(name):
-                return self.check(value, name)
-
-        yield PlainValidator(read)
-        yield WithJsonSchema(self.schema)
+    return PlainValidator(read, json_schema_input_type=Annotated[Any, WithJsonSchema(schema)])
 
 
 def bounded(default: int | None = None, description: str | None = None, **bounds: float) -> Any:
@@ -122,9 +114,14 @@ class Body(BaseModel):
 class GenerationBody(Body):
     """What the bodies of all routes that generate have."""
 
+    model: str | None = Field(None, description="Name of the served model; left out: the first that serves the route.")
     priority: int = Field(0, ge=-(2**31), lt=2**31, description="Higher runs first.")
     deadline_s: float | None = Field(None, ge=0, le=MAX_DEADLINE_S, description="Seconds after which the request is given up.")
     stream: bool | None = False
+    temperature: float | None = bounded(minimum=0, maximum=100)
+    top_p: float | None = bounded(exclusiveMinimum=0, maximum=1)
+    top_k: int | None = bounded(minimum=-1)
+    seed: int | None = bounded(minimum=MIN_SEED, maximum=MAX_SEED - 1, description="Left out or -1: a new one each time.")
 
 
 # Text
@@ -152,15 +149,10 @@ class TextBody(GenerationBody):
 
     format_param: ClassVar[str] = "response_format"  # the route's own parameter for the format of an answer
 
-    model: str | None = Field(None, description="Name of the served model; left out: the first that generates.")
-    temperature: float | None = bounded(minimum=0, maximum=100)
-    top_p: float | None = bounded(exclusiveMinimum=0, maximum=1)
-    top_k: int | None = bounded(minimum=-1)
     min_p: float | None = bounded(minimum=0, maximum=1)
     presence_penalty: float | None = bounded(minimum=-100, maximum=100)
     frequency_penalty: float | None = bounded(minimum=-100, maximum=100)
     repetition_penalty: float | None = bounded(minimum=0.01, maximum=100)
-    seed: int | None = bounded(minimum=MIN_SEED, maximum=MAX_SEED - 1, description="Left out or -1: a new one each time.")
     min_tokens: int | None = bounded(minimum=0)
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -329,10 +321,10 @@ def messages_schema(roles: Sequence[str], *required: str) -> dict[str, Any]:
     return {"type": "array", "minItems": 1, "items": {"type": "object", "properties": members, "required": list(required)}}
 
 
-Messages = Annotated[list[dict[str, Any]], Checked(read_messages, messages_schema(ROLES, "role"))]
-Tools = Annotated[list[dict[str, Any]], Checked(read_tools, {"anyOf": [OBJECTS, NULL]})]
-ToolChoice = Annotated[str, Checked(read_tool_choice, {"anyOf": [STRING, OBJECT, NULL]})]
-Prompts = Annotated[list[str | list[int]], Checked(check_inputs, INPUTS)]
+Messages = Annotated[list[dict[str, Any]], checked(read_messages, messages_schema(ROLES, "role"))]
+Tools = Annotated[list[dict[str, Any]], checked(read_tools, {"anyOf": [OBJECTS, NULL]})]
+ToolChoice = Annotated[str, checked(read_tool_choice, {"anyOf": [STRING, OBJECT, NULL]})]
+Prompts = Annotated[list[str | list[int]], checked(check_inputs, INPUTS)]
 
 
 class ToolBody(TextBody):
@@ -354,6 +346,16 @@ class ToolBody(TextBody):
             message = f"tool_choice names {choice[1:]!r}, which is not one of tools. {did_you_mean(choice[1:], names)}"
             raise InvalidParameterError(message.strip(), "tool_choice")
         return choice
+
+
+class ConversationBody(ToolBody):
+    """What chat and responses have in common."""
+
+    top_logprobs: int | None = bounded(minimum=0, maximum=MAX_LOGPROBS)
+    metadata: dict[str, Any] | None = Field(None, description="Has no effect; responses repeat it.")
+    safety_identifier: str | None = Field(None, description=UNUSED)
+    prompt_cache_key: str | None = Field(None, description=UNUSED)
+    prompt_cache_retention: str | None = Field(None, description=UNUSED)
 
 
 class StreamOptions(Body):
@@ -381,7 +383,7 @@ class ChoicesBody(TextBody):
         return super().sampling()
 
 
-class ChatBody(ToolBody, ChoicesBody):
+class ChatBody(ConversationBody, ChoicesBody):
     """POST /v1/chat/completions, in OpenAI's form."""
 
     unsupported: ClassVar[Values] = {
@@ -394,12 +396,7 @@ class ChatBody(ToolBody, ChoicesBody):
     max_tokens: int | None = bounded(minimum=1)
     max_completion_tokens: int | None = bounded(description="OpenAI's newer name of max_tokens.", minimum=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = bounded(minimum=0, maximum=MAX_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Values for the chat template.")
-    metadata: dict[str, Any] | None = Field(None, description=UNUSED)
-    safety_identifier: str | None = Field(None, description=UNUSED)
-    prompt_cache_key: str | None = Field(None, description=UNUSED)
-    prompt_cache_retention: str | None = Field(None, description=UNUSED)
 
     def sampling(self) -> tuple[dict[str, Any], dict[str, str]]:
         values, names = super().sampling()

@@ -90,9 +90,6 @@ class BadJSONError(CallerError):
 
     code = "invalid_json"
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"The body is not valid JSON: {reason}.")
-
 
 @contextmanager
 def naming(param: str) -> Iterator[None]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from archerfish.errors import InvalidInputError, did_you_mean
+from archerfish.params import is_number
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import UnsupportedParameterError, json_type, naming, short_value
 from archerfish.text.tokenizer import Tokenizer
@@ -31,15 +32,13 @@ def response_grammar(value: Any, where: str) -> dict[str, Any] | None:
     """The grammar of a response_format. json_schema is a nested object in chat and flat in responses."""
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in FORMATS:
-        raise unknown_format(value, where)
+        found = f", not {kind!r}" if isinstance(kind, str) else ""
+        hint = did_you_mean(kind, FORMATS) if isinstance(kind, str) else f"An example: {FORMATS['json_schema']}."
+        raise InvalidInputError(f"{where} must be an object whose type is one of {', '.join(FORMATS)}{found}.", hint=hint)
     if kind == "json_schema":
         return {"kind": "json_schema", "value": format_schema(value, where)}
     if kind in ("regex", "grammar") and not isinstance(value.get(kind), str):
-        other = next((name for name, held in value.items() if name != "type" and held), None)
-        found = json_type(value[kind]) if kind in value else f"in {other!r}" if other else "left out"
-        raise InvalidInputError(
-            f"{where} of type {kind} must have a string in its member {kind!r}, not {found}: {FORMATS[kind]}."
-        )
+        raise InvalidInputError(f"{where} of type {kind} must have a string in its member {kind!r}: {FORMATS[kind]}.")
     check_members(value, ("type", kind) if kind in ("regex", "grammar") else ("type",), f"{where} of type {kind}", HINTS)
     if kind == "text":
         return None
@@ -53,15 +52,6 @@ def nested_grammar(value: Mapping[str, Any], param: str) -> dict[str, Any] | Non
             raise UnsupportedParameterError(f"{param}.{name} is not supported.", param)
     stated = value.get("format")
     return None if stated is None else response_grammar(stated, f"{param}.format")
-
-
-def unknown_format(value: Any, where: str) -> InvalidInputError:
-    kind = value.get("type") if isinstance(value, dict) else None
-    *names, last = FORMATS
-    meant = next((name for name in FORMATS if isinstance(value, dict) and kind is None and name in value), None)
-    found = f", not {kind!r}" if isinstance(kind, str) else "" if meant is None else f": {FORMATS[meant]}"
-    hint = did_you_mean(kind, FORMATS) if isinstance(kind, str) else ""
-    return InvalidInputError(f"{where} must be an object whose type is {', '.join(names)} or {last}{found}.", hint=hint)
 
 
 def format_schema(value: dict[str, Any], where: str) -> dict[str, Any]:
@@ -96,9 +86,18 @@ ONE_SCHEMA = (
 )  # fmt: skip
 SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-TEXTS = ("pattern", "format", "$ref")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-NUMBERS = ("minimum", "maximum", "multipleOf")
+# Whether a keyword may have a value, and what is expected.
+RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "required": (lambda held: isinstance(held, list) and all(isinstance(name, str) for name in held),
+                 "a list of names of properties"),
+    "enum": (lambda held: isinstance(held, list), "a list of values"),
+    **dict.fromkeys(SCHEMA_LISTS, (lambda held: isinstance(held, list) and held, "a list of schemas that is not empty")),
+    **dict.fromkeys(SCHEMA_MAPS, (lambda held: isinstance(held, dict), "an object of schemas by name")),
+    **dict.fromkeys(("pattern", "format", "$ref"), (lambda held: isinstance(held, str), "a string")),
+    **dict.fromkeys(COUNTS, (lambda held: is_number(held) and held >= 0 and held % 1 == 0, "a whole number of at least 0")),
+    **dict.fromkeys(("minimum", "maximum", "multipleOf"), (is_number, "a number")),
+}  # fmt: skip
 
 
 def check_schema(schema: Any, where: str) -> None:
@@ -118,28 +117,15 @@ def check_schema(schema: Any, where: str) -> None:
 
 def check_keyword(keyword: str, held: Any, place: str) -> None:
     """Check the value of a keyword, except for the schemas in it."""
-    expected = ""
     if keyword == "type":
         for name in held if isinstance(held, list) and held else [held]:
             if name not in TYPES:
                 message = f"{place} must be one of {', '.join(TYPES)}, or a list of them, not {short_value(name)}."
                 raise InvalidInputError(message, hint=did_you_mean(name, TYPES) if isinstance(name, str) else "")
-    elif keyword == "required" and not (isinstance(held, list) and all(isinstance(name, str) for name in held)):
-        expected = "a list of names of properties"
-    elif keyword == "enum" and not isinstance(held, list):
-        expected = "a list of values"
-    elif keyword in SCHEMA_LISTS and not (isinstance(held, list) and held):
-        expected = "a list of schemas that is not empty"
-    elif keyword in SCHEMA_MAPS and not isinstance(held, dict):
-        expected = "an object of schemas by name"
-    elif keyword in TEXTS and not isinstance(held, str):
-        expected = "a string"
-    elif keyword in COUNTS and (isinstance(held, bool) or not isinstance(held, int | float) or held < 0 or held % 1):
-        expected = "a whole number of at least 0"
-    elif keyword in NUMBERS and (isinstance(held, bool) or not isinstance(held, int | float)):
-        expected = "a number"
-    if expected:
-        raise InvalidInputError(f"{place} must be {expected}, not {short_value(held)}.")
+    elif keyword in RULES:
+        is_right, expected = RULES[keyword]
+        if not is_right(held):
+            raise InvalidInputError(f"{place} must be {expected}, not {short_value(held)}.")
 
 
 def inner_schemas(schema: dict[str, Any], place: str) -> Iterator[tuple[str, Any]]:

@@ -29,7 +29,7 @@ from archerfish.serve.formats import ToolUse
 from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Logprob, Output
 from archerfish.text.output_text import OutputText
-from archerfish.text.tool_calls import PROMPTED_STYLE, ToolCallParser, ToolPiece
+from archerfish.text.tool_calls import ToolCallParser, ToolPiece
 
 T = TypeVar("T")
 logger = logging.getLogger("archerfish.serve")
@@ -241,16 +241,14 @@ class TextService:
             if "grammar" in values:
                 raise InvalidParameterError("A format and tools exclude each other; set tool_choice to none.", "tools")
             options["tools"], names["grammar"] = body.tools, "tools"
-            try:
-                style = text.template.get().call_style(options.get("template_name"))
-            except ArcherfishError:  # which `encode` reports
-                style = PROMPTED_STYLE
+        prompt_ids = await text.encode(messages, param, options, answer_start, is_answered=True)
+        template = text.template.get()
+        if choice != "none":
+            style = template.call_style(options.get("template_name"))
             tool_use = ToolUse.choose(style, body.tools, choice, body.parallel_tool_calls, text.tokenizer)
             if tool_use.grammar is not None:
                 values["grammar"] = tool_use.grammar
-        params = checked_params(values, text.card, names)
-        prompt_ids = await text.encode(messages, param, options, answer_start, is_answered=True)
-        params = text.template.get().stopping(params)
+        params = template.stopping(checked_params(values, text.card, names))
         return self.prepare(request, body, text, prompt_ids, params, names["grammar"], tool_use)
 
     async def complete(self, request: Request, *generations: Generation) -> None:

@@ -115,20 +115,13 @@ class BodyRoute(Route):
         if not isinstance(data, dict):
             raise CallerError("The body must be a JSON object, sent with the header Content-Type: application/json.")
         body = self.body_type.model_validate(data)
-        gone = asyncio.create_task(wait_until_gone(receive))
-        limit = asyncio.timeout(None)
-
-        def cancel(_: object) -> None:
-            limit.reschedule(0)
-
         try:
-            async with limit:
-                gone.add_done_callback(cancel)
+            async with asyncio.timeout(None) as limit:
+                gone = asyncio.create_task(expire_when_gone(receive, limit))
                 try:
                     response = await self.handler(request, body)
                     await response(scope, receive, send)
                 finally:
-                    gone.remove_done_callback(cancel)
                     gone.cancel()
                     await asyncio.gather(gone, return_exceptions=True)
         except TimeoutError:
@@ -137,10 +130,11 @@ class BodyRoute(Route):
             raise
 
 
-async def wait_until_gone(receive: Receive) -> None:
-    """Returns when the client has closed its connection. The body has been read before."""
+async def expire_when_gone(receive: Receive, limit: asyncio.Timeout) -> None:
+    """Let a timeout expire when the client closes its connection. The body has been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
+    limit.reschedule(0)
 
 
 def read_json(body: bytes) -> Any:
@@ -148,4 +142,4 @@ def read_json(body: bytes) -> Any:
     try:
         return from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise BadJSONError(str(error)) from None
+        raise BadJSONError(f"The body is not valid JSON: {error}.") from None

@@ -105,11 +105,11 @@ class CountBody(bodies.ToolBody):
 
     messages: Annotated[
         list[dict[str, Any]],
-        bodies.Checked(read_anthropic_messages, bodies.messages_schema(("user", "assistant"), "role", "content")),
+        bodies.checked(read_anthropic_messages, bodies.messages_schema(("user", "assistant"), "role", "content")),
     ]
-    system: Annotated[str, bodies.Checked(read_system, bodies.CONTENT)] = ""
-    tools: Annotated[list[dict[str, Any]], bodies.Checked(read_anthropic_tools, bodies.OBJECTS)] = Field([])
-    tool_choice: Annotated[str, bodies.Checked(read_anthropic_choice, bodies.OBJECT)] = ""
+    system: Annotated[str, bodies.checked(read_system, bodies.CONTENT)] = ""
+    tools: Annotated[list[dict[str, Any]], bodies.checked(read_anthropic_tools, bodies.OBJECTS)] = Field([])
+    tool_choice: Annotated[str, bodies.checked(read_anthropic_choice, bodies.OBJECT)] = ""
     output_config: dict[str, Any] | None = Field(None, description="format: a json_schema.")
     cache_control: dict[str, Any] | None = Field(None, description="Accepted and not used: every prefix is cached.")
 

@@ -11,10 +11,9 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from archerfish.errors import InvalidInputError
-from archerfish.params import MAX_LOGPROBS
 from archerfish.serve import answers, bodies
 from archerfish.serve import generation as gen
-from archerfish.serve.bodies import UNUSED, Checked, bounded, check_text
+from archerfish.serve.bodies import UNUSED, bounded, check_text, checked
 from archerfish.serve.errors import Error, UnsupportedParameterError, failure_body, json_response, json_type, named_event
 from archerfish.serve.http import BodyRoute
 from archerfish.serve.wire import Logprob
@@ -59,7 +58,7 @@ class ResponseStreamOptions(bodies.Body):
     include_obfuscation: bool = Field(False, description=UNUSED)
 
 
-class ResponsesBody(bodies.ToolBody):
+class ResponsesBody(bodies.ConversationBody):
     """POST /v1/responses."""
 
     format_param: ClassVar[str] = "text"
@@ -69,21 +68,16 @@ class ResponsesBody(bodies.ToolBody):
         "service_tier": ("auto", "default"), "truncation": ("disabled",),
     }  # fmt: skip
 
-    input: Annotated[list[dict[str, Any]], Checked(read_input, {"anyOf": [bodies.STRING, {**bodies.OBJECTS, "minItems": 1}]})]
+    input: Annotated[list[dict[str, Any]], checked(read_input, {"anyOf": [bodies.STRING, {**bodies.OBJECTS, "minItems": 1}]})]
     instructions: str | None = None
     max_output_tokens: int | None = bounded(minimum=1)
     stop: bodies.Stop = None
     text: dict[str, Any] | None = Field(None, description="format: text, json_object or json_schema.")
     include: list[str] | None = Field(None, description=f"{LOGPROBS}; reasoning.encrypted_content has no effect.")
-    top_logprobs: int | None = bounded(minimum=0, maximum=MAX_LOGPROBS)
     store: bool | None = None
     previous_response_id: str | None = None
     stream_options: ResponseStreamOptions | None = Field(None, description=UNUSED)
-    metadata: dict[str, Any] | None = None
     user: str | None = Field(None, description=UNUSED)
-    safety_identifier: str | None = Field(None, description=UNUSED)
-    prompt_cache_key: str | None = Field(None, description=UNUSED)
-    prompt_cache_retention: str | None = Field(None, description=UNUSED)
 
     def sampling(self) -> tuple[dict[str, Any], dict[str, str]]:
         if self.store:
@@ -168,8 +162,8 @@ class ResponseEvents(gen.EventWriter):
     def __init__(self, generation: gen.Generation, response: answers.ResponseObject) -> None:
         self._generation, self._response = generation, response
         self._number = 0
-        self._output: list[Item] = []  # the last one is open, if `_is_open`
-        self._is_open = False
+        self._output: list[Item] = []
+        self._item: Item | None = None  # the open one, which is the last of the output
         self._texts: list[str] = []  # of the open message
         self._logprobs: list[Logprob] = []
         self._call: gen.PendingCall | None = None  # of the open item, if that is a call
@@ -195,8 +189,7 @@ class ResponseEvents(gen.EventWriter):
         return written
 
     def _write_text(self, text: str, logprobs: list[Logprob] | None) -> bytes:
-        is_open = self._is_open and isinstance(self._output[-1], answers.MessageItem)
-        written = b"" if is_open else self._open_message()
+        written = b"" if isinstance(self._item, answers.MessageItem) else self._open_message()
         self._texts.append(text)
         self._logprobs += logprobs or ()
         shown = self._generation.chosen_logprobs(logprobs)
@@ -204,9 +197,9 @@ class ResponseEvents(gen.EventWriter):
 
     def _open(self, item: Item) -> bytes:
         written = self._close()
-        self._is_open = True
+        self._item = item
         self._output.append(item)
-        return written + self._item("added")
+        return written + self._item_event("added")
 
     def _open_message(self) -> bytes:
         self._texts, self._logprobs = [], []
@@ -215,9 +208,9 @@ class ResponseEvents(gen.EventWriter):
 
     def _close(self, status: answers.ItemStatus = "completed") -> bytes:
         """The events at the end of the open item."""
-        if not self._is_open:
+        item, self._item = self._item, None
+        if item is None:
             return b""
-        item = self._output[-1]
         item.status = status
         if isinstance(item, answers.MessageItem):
             part = answers.OutputTextPart(text="".join(self._texts), logprobs=self._generation.chosen_logprobs(self._logprobs))
@@ -227,8 +220,7 @@ class ResponseEvents(gen.EventWriter):
         else:
             item.arguments = "" if self._call is None else self._call.arguments
             written = self._member("function_call_arguments.done", arguments=item.arguments, name=item.name)
-        self._is_open = False
-        return written + self._item("done")
+        return written + self._item_event("done")
 
     def end(self) -> bytes:
         written = b"" if self._output else self._open_message()
@@ -248,7 +240,7 @@ class ResponseEvents(gen.EventWriter):
     def _status(self, kind: str, response: answers.ResponseObject) -> bytes:
         return self._event(answers.ResponseStatusEvent(kind, self._number, response=response))
 
-    def _item(self, change: str) -> bytes:
+    def _item_event(self, change: str) -> bytes:
         place = len(self._output) - 1
         return self._event(answers.OutputItemEvent(f"response.output_item.{change}", self._number, place, self._output[-1]))
 

@@ -13,11 +13,10 @@ from archerfish.engine import tts
 from archerfish.engine.request_maker import check_prompt_bytes
 from archerfish.engine.tts import PROPERTIES, TTSRequest
 from archerfish.errors import InvalidInputError
-from archerfish.params import MAX_SEED, MIN_SEED
 from archerfish.serve import bodies
 from archerfish.serve import generation as gen
 from archerfish.serve.answers import Detokenized, Tokens, TTSAnswer
-from archerfish.serve.bodies import NULL, STRING, Body, Checked, GenerationBody, Messages, Tools, bounded
+from archerfish.serve.bodies import NULL, STRING, Body, GenerationBody, Messages, Tools, bounded, checked
 from archerfish.serve.catalog import ContextLengthError, ModelCard, ModelText, in_thread
 from archerfish.serve.errors import InvalidParameterError, data_event, json_response, naming
 from archerfish.serve.http import BodyRoute
@@ -33,13 +32,19 @@ def read_prompt(value: Any, where: str) -> Any:
     return value
 
 
-class TokenizeBody(Body):
-    """POST /tokenize, in vLLM's form: a prompt, or the messages of a conversation."""
+class ExplainBody(Body):
+    """POST /v1/cache/explain: a prompt in text or token ids, or the messages of a conversation."""
 
     model: str | None = None
-    prompt: str | None = None
+    prompt: Annotated[str | list[int] | None, checked(read_prompt, {"anyOf": [STRING, bodies.IDS, NULL]})] = None
     messages: Messages | None = None
     tools: Tools = Field([])
+
+
+class TokenizeBody(ExplainBody):
+    """POST /tokenize, in vLLM's form: a prompt in text, or the messages of a conversation."""
+
+    prompt: str | None = None
     add_special_tokens: bool = Field(True, description="Put special tokens, such as the one for the beginning, before it.")
     return_token_strs: bool | None = None
 
@@ -50,15 +55,6 @@ class DetokenizeBody(Body):
     model: str | None = None
     tokens: list[Annotated[int, Field(ge=0, le=bodies.MAX_TOKEN_ID)]]
     skip_special_tokens: bool = False
-
-
-class ExplainBody(Body):
-    """POST /v1/cache/explain: a prompt in text or token ids, or the messages of a conversation."""
-
-    model: str | None = None
-    prompt: Annotated[str | list[int] | None, Checked(read_prompt, {"anyOf": [STRING, bodies.IDS, NULL]})] = None
-    messages: Messages | None = None
-    tools: Tools = Field([])
 
 
 class TextRoutes:
@@ -107,7 +103,7 @@ class TextRoutes:
         return json_response({"model": text.card.id, **answer.values})
 
     async def _token_ids(
-        self, request: Request, text: ModelText, body: TokenizeBody | ExplainBody, add_special_tokens: bool = True
+        self, request: Request, text: ModelText, body: ExplainBody, add_special_tokens: bool = True
     ) -> list[int]:
         """Tokens of the prompt or the conversation; they count against the caller's limits."""
         prompt, messages = body.prompt, body.messages
@@ -138,7 +134,6 @@ class TTSBody(GenerationBody):
     """POST /v1/tts/tokens: a text, and the voice that speaks it."""
 
     text: str = Field(json_schema_extra={"minLength": 1, "pattern": r"\S"})
-    model: str | None = Field(None, description="Name of the served model; left out: the first TTS model.")
     age: str = voice("age")
     gender: str = voice("gender")
     emotion: str = voice("emotion")
@@ -150,11 +145,7 @@ class TTSBody(GenerationBody):
     ref_semantic_tokens: list[int] | None = Field(
         None, description="Semantic tokens of that voice; checked and not used: a voice is its global tokens."
     )
-    temperature: float | None = bounded(minimum=0, maximum=100)
-    top_p: float | None = bounded(exclusiveMinimum=0, maximum=1)
-    top_k: int | None = bounded(minimum=-1)
     max_tokens: int | None = bounded(None, f"Semantic tokens; never more than {tts.MAX_SEMANTIC:,}.", minimum=1)
-    seed: int | None = bounded(minimum=MIN_SEED, maximum=MAX_SEED - 1)
 
     def tts_request(self) -> TTSRequest:
         """The request for the sampler. An error names its parameter."""
@@ -201,20 +192,12 @@ class TTSRoutes:
     async def _find_card(self, name: str | None) -> ModelCard:
         """The model that a request names, or the first TTS model."""
         catalog = self.service.catalog
-        if name is None:
-            able = [card for card in await catalog.cards() if can_speak(card)]
-            found = next((card for card in able if card.is_tts), able[0] if able else None)
-            if found is None:
-                raise InvalidParameterError("No TTS model is served here; see GET /v1/models.", "model")
-            return found
-        card = await catalog.find(name, "generation")
-        if not can_speak(card):
-            raise InvalidParameterError(f"The model {name!r} has no TTS vocabulary; see GET /v1/models.", "model")
-        return card
-
-
-def can_speak(card: ModelCard) -> bool:
-    return card.kind == "generation" and card.vocab_size >= tts.VOCAB_SIZE
+        cards = await catalog.cards() if name is None else [await catalog.find(name, "generation")]
+        able = [card for card in cards if card.kind == "generation" and card.vocab_size >= tts.VOCAB_SIZE]
+        if not able:
+            problem = "No TTS model is served here" if name is None else f"The model {name!r} has no TTS vocabulary"
+            raise InvalidParameterError(f"{problem}; see GET /v1/models.", "model")
+        return max(able, key=lambda card: card.is_tts)
 
 
 class TTSEvents(gen.EventWriter):

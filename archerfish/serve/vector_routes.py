@@ -18,7 +18,7 @@ from archerfish.config import ServeConfig
 from archerfish.errors import InputTooLargeError, InvalidInputError
 from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve import answers, bodies
-from archerfish.serve.bodies import STRING, STRINGS, UNUSED, Body, Checked, Values, check_items, check_text
+from archerfish.serve.bodies import STRING, STRINGS, UNUSED, Body, Values, check_items, check_text, checked
 from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError, encode_json, json_response
@@ -53,7 +53,7 @@ class EmbeddingsBody(Body):
 
     unsupported: ClassVar[Values] = {"truncate_prompt_tokens": (-1,)}  # -1: the model's length
 
-    input: Annotated[list[str | list[int]], Checked(bodies.check_inputs, bodies.INPUTS)]
+    input: Annotated[list[str | list[int]], checked(bodies.check_inputs, bodies.INPUTS)]
     model: str | None = Field(None, description="Name of the served model; left out: the first embedding model.")
     encoding_format: Literal["float", "base64"] = Field("float", description="base64: little-endian float32.")
     dimensions: int | None = Field(None, ge=1, description="Keep only the first so many dimensions, scaled to length 1.")
@@ -69,7 +69,7 @@ class RerankBody(Body):
     }  # fmt: skip
 
     query: str
-    documents: Annotated[list[str], Checked(read_documents, {"type": "array", "minItems": 1, "items": DOCUMENT})]
+    documents: Annotated[list[str], checked(read_documents, {"type": "array", "minItems": 1, "items": DOCUMENT})]
     model: str | None = None
     top_n: int | None = Field(None, ge=1, description="Give only the best so many; left out: all.")
     return_documents: bool = Field(False, description="Repeat the text of each document in the answer.")
@@ -79,7 +79,7 @@ class RerankBody(Body):
 class SimilarityBody(Body):
     """POST /similarity: the cosine of one source with each sentence, or of each of several sources."""
 
-    source: Annotated[str | list[str], Checked(read_source, {"anyOf": [STRING, STRINGS]})]
+    source: Annotated[str | list[str], checked(read_source, {"anyOf": [STRING, STRINGS]})]
     sentences: list[str] = Field(min_length=1)
     model: str | None = None
     deadline_s: Deadline = None

@@ -7,7 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
+from archerfish.errors import OverloadedError
 from archerfish.serve.client import RemoteError
+from archerfish.serve.overload import BusyError
 
 from .client import WORDS, app_of, client_of, error_of, host_with, serving, words_host
 from .fake_backend import FakeBackend, fake_app, post
@@ -92,7 +94,7 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
         (CHAT, {"messages": HI, "stop": 3}, "stop", "a string or a list of strings, not int."),
         (CHAT, {"messages": HI, "top_k": 10**30}, "top_k", "top_k cannot be sent to the engine"),
         (CHAT, {"messages": HI, "stop_token_ids": [10**30]}, "stop_token_ids", "outside of the vocabulary"),
-        (CHAT, {"messages": HI, "model": "bare", "stop_token_ids": [10**30]}, "stop_token_ids", "cannot be sent to the engine"),
+        (TEXT, {"prompt": [5], "model": "bare", "stop_token_ids": [10**30]}, "stop_token_ids", "cannot be sent to the engine"),
         (CHAT, {"messages": HI, "logit_bias": {"999999999": 1}}, "logit_bias", "outside of the vocabulary"),
         (CHAT, {"messages": HI, "priority": 10**30}, "priority", "priority must be below 2,147,483,648"),
         (CHAT, {"messages": HI, "deadline_s": -1}, "deadline_s", "deadline_s must be at least 0"),
@@ -123,6 +125,11 @@ def test_wrong_value_names_its_parameter(route: str, body: dict[str, Any], param
     assert message in error["message"]
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
     assert backend.requests == []
+
+
+def test_full_queue_and_limit_of_an_engine_have_codes_of_their_own() -> None:
+    assert (OverloadedError.status, OverloadedError.code) == (429, "too_many_requests")
+    assert (BusyError.status, BusyError.code) == (503, "overloaded")
 
 
 @pytest.mark.parametrize(

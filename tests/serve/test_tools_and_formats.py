@@ -26,10 +26,9 @@ REGEX = '{"type": "regex", "regex": "[0-9]+"}'
 @pytest.mark.parametrize(
     ("stated", "said"),
     [
-        ({"regex": "a+"}, f"or grammar: {REGEX}."),
-        ({"type": "regex"}, f"in its member 'regex', not left out: {REGEX}."),
-        ({"type": "regex", "pattern": "a+"}, f"in its member 'regex', not in 'pattern': {REGEX}."),
-        ({"type": "regex", "regex": {"pattern": "a+"}}, f"in its member 'regex', not an object: {REGEX}."),
+        ({"regex": "a+"}, 'regex, grammar. An example: {"type": "json_schema"'),
+        ({"type": "regex", "pattern": "a+"}, f"must have a string in its member 'regex': {REGEX}."),
+        ({"type": "regex", "regex": {"pattern": "a+"}}, f"must have a string in its member 'regex': {REGEX}."),
         ({"type": "regex", "regex": "a", "schema": {"type": "object"}}, "of type regex has no member 'schema'."),
         ({"type": "text", "regex": "a+"}, f"of type text has no member 'regex'. For a regex: {REGEX}."),
         ({"type": "json_object", "regex": "a+"}, f"of type json_object has no member 'regex'. For a regex: {REGEX}."),
@@ -41,8 +40,8 @@ REGEX = '{"type": "regex", "regex": "[0-9]+"}'
         ({"type": "json_schema", "json_schema": {"schema": {}}, "regex": "a"}, "of type json_schema has no member 'regex'."),
         ({"type": "json_schema", "json_schema": {"schema": {}, "scheme": 1}}, "Did you mean 'schema'?"),
         ({"type": "json_schema", "schema": {"type": "objct"}}, "response_format.schema.type must be one of string, number"),
-        ({"type": "regexp", "regexp": "a"}, "or grammar, not 'regexp'. Did you mean 'regex'?"),
-        ({"type": ["regex"]}, "must be an object whose type is text,"), ("regex", "must be an object whose type is text,"),
+        ({"type": "regexp", "regexp": "a"}, "grammar, not 'regexp'. Did you mean 'regex'?"),
+        ({"type": ["regex"]}, "object whose type is one of text,"), ("regex", "must be an object whose type is one of text,"),
     ],
 )  # fmt: skip
 def test_misplaced_format_member(stated: Any, said: str) -> None:
