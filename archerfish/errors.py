@@ -22,7 +22,7 @@
     │       └── OutOfMemoryError     the memory of a device is full
     ├── ServiceError                 the caller can try again later
     │   ├── UnreachableError         a package index or hub could not be reached
-    │   ├── OverloadedError          a queue is full
+    │   ├── OverloadedError          an engine holds as many requests as its options allow
     │   └── StoppedError             the engine or server has been stopped
     └── InvariantError               the engine's own accounting is wrong
 
@@ -48,6 +48,8 @@ class ArcherfishError(Exception):
     code: ClassVar[str] = "internal_error"
     exit_code: ClassVar[int] = 1
     default_hint: ClassVar[str] = "This is a bug in archerfish: please report it."
+    param: str | None = None  # the parameter of a request that is wrong
+    retry_after_s: float | None = None  # when the caller may try again
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -157,7 +159,7 @@ class UnreachableError(ServiceError):
 
 
 class OverloadedError(ServiceError):
-    status, code = 429, "overloaded"
+    status, code = 429, "too_many_requests"
 
 
 class StoppedError(ServiceError):

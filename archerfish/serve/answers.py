@@ -162,8 +162,7 @@ class FunctionCallItem(Schema, tag_field="type", tag="function_call"):
     status: ItemStatus
 
 
-class InputTokensDetails(Schema):
-    cached_tokens: int
+class InputTokensDetails(CachedTokens):
     cache_write_tokens: int = 0
 
 

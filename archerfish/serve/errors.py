@@ -25,7 +25,7 @@ logger = logging.getLogger("archerfish.serve")
 CODES = {400: "bad_request", 404: "not_found", 405: "method_not_allowed"}
 RETRY_AFTER_S = 1.0  # for a temporary error that states no time
 MAX_MESSAGE = 1000  # characters: a message may repeat what a client sent, which may be long
-EXCERPT = 24  # characters of a body in an error message
+EXCERPT = 40  # characters of a wrong value in an error message
 EXPECTED = {
     "int": "a whole number", "float": "a number", "bool": "true or false", "string": "a string", "list": "an array",
     "dict": "an object", "model": "an object",
@@ -75,6 +75,10 @@ class InvalidParameterError(InvalidInputError):
         self.param = param
 
 
+class UnknownParameterError(InvalidParameterError):
+    code = "unknown_parameter"
+
+
 class UnsupportedParameterError(InvalidParameterError):
     """A parameter of OpenAI's or Anthropic's API that this server does not support."""
 
@@ -86,9 +90,6 @@ class BadJSONError(CallerError):
 
     code = "invalid_json"
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"The body is not valid JSON: {reason}.")
-
 
 @contextmanager
 def naming(param: str) -> Iterator[None]:
@@ -96,20 +97,15 @@ def naming(param: str) -> Iterator[None]:
     try:
         yield
     except InvalidInputError as error:
-        set_param(error, param)
+        error.param = error.param or param
         raise
-
-
-def set_param(error: InvalidInputError, param: str | None) -> None:
-    error.param = getattr(error, "param", None) or param  # type: ignore[attr-defined]
 
 
 def encode_json(data: Any) -> bytes:
     """JSON of an answer or an event."""
     try:
         return _encode(data)
-    except (UnicodeEncodeError, OverflowError):
-        # Answers may repeat strings with half of a surrogate pair, and whole numbers beyond 64 bits, that a client sent.
+    except OverflowError:  # answers may repeat whole numbers beyond 64 bits that a client sent
         return json.dumps(msgspec.to_builtins(data), separators=(",", ":")).encode()
 
 
@@ -133,7 +129,7 @@ def error_body(status: int, message: str, code: str, param: str | None, path: st
     if is_anthropic(path):
         kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
         return AnthropicError(error=AnthropicErrorDetail(type=kind, message=message))
-    param = None if param is None else param[:MAX_MESSAGE]
+    param = param[:MAX_MESSAGE] if param else None
     kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
     return Error(error=ErrorDetail(message=message, type=kind, param=param, code=code))
 
@@ -145,7 +141,7 @@ def is_anthropic(path: str) -> bool:
 def error_headers(error: ArcherfishError) -> dict[str, str] | None:
     if error.status == 401:
         return {"WWW-Authenticate": "Bearer"}
-    seconds = getattr(error, "retry_after_s", None)
+    seconds = error.retry_after_s
     if seconds is None and error.status in (429, 503):
         seconds = RETRY_AFTER_S
     return None if seconds is None else {"Retry-After": retry_after(seconds)}
@@ -155,7 +151,7 @@ def failure_body(error: Exception, path: str = "") -> Error | AnthropicError:
     """The error that a client sees. The text of an unexpected error is hidden; the server logs its traceback."""
     if not isinstance(error, ArcherfishError):
         error = ArcherfishError("The server failed to answer this request; its log says why.", hint="")
-    return error_body(error.status, str(error), error.code, getattr(error, "param", None), path)
+    return error_body(error.status, str(error), error.code, error.param, path)
 
 
 def failure_response(error: ArcherfishError, path: str) -> Response:
@@ -164,7 +160,7 @@ def failure_response(error: ArcherfishError, path: str) -> Response:
 
 async def _on_our_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ArcherfishError)
-    if error.status >= 500 and getattr(error, "retry_after_s", None) is None:
+    if error.status >= 500 and error.retry_after_s is None:
         logger.error("%s %r: %s", request.method, request.scope["path"], error)  # %r: a path may hold control characters
     return failure_response(error, request.scope["path"])
 
@@ -184,11 +180,11 @@ def expected_value(problem: Mapping[str, Any]) -> str | None:
     return bounds[0] if bounds else EXPECTED.get(problem["type"].partition("_")[0])
 
 
-def short_value(value: Any, max_chars: int = EXCERPT) -> str:
+def short_value(value: Any) -> str:
     """A value in an error message: the start of a string or number, the type of anything else."""
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         text = repr(value)
-        return text if len(text) <= max_chars else f"{text[:max_chars]}..."
+        return text if len(text) <= EXCERPT else f"{text[:EXCERPT]}..."
     return json_type(value)
 
 
@@ -196,18 +192,15 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
     """An answer about the first problem with a body."""
     assert isinstance(error, ValidationError)
     problem = error.errors()[0]
-    context = problem.get("ctx") or {}
-    param = str(context.get("param") or ".".join(map(str, problem["loc"])))
-    if problem["type"] in ("wrong_value", "unknown_parameter"):
-        message = str(context["message"])
-    elif problem["type"] == "missing":
-        message = f"The parameter {param!r} is missing."
+    param = str(problem["loc"][0])
+    place = param + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"][1:])
+    if problem["type"] == "missing":
+        message = f"The parameter {place!r} is missing."
     elif expected := expected_value(problem):
-        message = f"{param} must be {expected}, not {short_value(problem['input'])}."
+        message = f"{place} must be {expected}, not {short_value(problem['input'])}."
     else:
-        message = f"{param}: {problem['msg']}."
-    code = "unknown_parameter" if problem["type"] == "unknown_parameter" else "invalid_value"
-    return json_response(error_body(400, message, code, param, request.scope["path"]), 400)
+        message = f"{place}: {problem['msg']}."
+    return failure_response(InvalidParameterError(message, param), request.scope["path"])
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

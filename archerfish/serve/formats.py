@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from archerfish.errors import did_you_mean
+from archerfish.errors import InvalidInputError, did_you_mean
+from archerfish.params import is_number
 from archerfish.serve.client import RemoteError
-from archerfish.serve.errors import InvalidParameterError, UnsupportedParameterError, json_type, naming, short_value
+from archerfish.serve.errors import UnsupportedParameterError, json_type, naming, short_value
 from archerfish.text.tokenizer import Tokenizer
 from archerfish.text.tool_calls import ToolCallParser, grammar_for_tools, tool_at
 
@@ -23,22 +24,22 @@ FORMATS = {  # an example of each type
     "regex": '{"type": "regex", "regex": "[0-9]+"}',
     "grammar": '{"type": "grammar", "grammar": "start: ..."}',
 }
+HINTS = {name: f"For a {name}: {example}." for name, example in FORMATS.items()}
+NO_HINTS: Mapping[str, str] = {}
 
 
 def response_grammar(value: Any, where: str) -> dict[str, Any] | None:
     """The grammar of a response_format. json_schema is a nested object in chat and flat in responses."""
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in FORMATS:
-        raise unknown_format(value, where)
+        found = f", not {kind!r}" if isinstance(kind, str) else ""
+        hint = did_you_mean(kind, FORMATS) if isinstance(kind, str) else f"An example: {FORMATS['json_schema']}."
+        raise InvalidInputError(f"{where} must be an object whose type is one of {', '.join(FORMATS)}{found}.", hint=hint)
     if kind == "json_schema":
         return {"kind": "json_schema", "value": format_schema(value, where)}
     if kind in ("regex", "grammar") and not isinstance(value.get(kind), str):
-        other = next((name for name, held in value.items() if name != "type" and held), None)
-        found = json_type(value[kind]) if kind in value else f"in {other!r}" if other else "left out"
-        message = f"{where} of type {kind} must have a string in its member {kind!r}, not {found}: {FORMATS[kind]}."
-        raise InvalidParameterError(message, where)
-    known = ("type", kind) if kind in ("regex", "grammar") else ("type",)
-    check_format_members(value, known, f"{where} of type {kind}", where)
+        raise InvalidInputError(f"{where} of type {kind} must have a string in its member {kind!r}: {FORMATS[kind]}.")
+    check_members(value, ("type", kind) if kind in ("regex", "grammar") else ("type",), f"{where} of type {kind}", HINTS)
     if kind == "text":
         return None
     return {"kind": {"json_object": "json", "grammar": "lark"}.get(kind, kind), "value": value.get(kind)}
@@ -53,39 +54,26 @@ def nested_grammar(value: Mapping[str, Any], param: str) -> dict[str, Any] | Non
     return None if stated is None else response_grammar(stated, f"{param}.format")
 
 
-def unknown_format(value: Any, where: str) -> InvalidParameterError:
-    kind = value.get("type") if isinstance(value, dict) else None
-    *names, last = FORMATS
-    meant = next((name for name in FORMATS if isinstance(value, dict) and kind is None and name in value), None)
-    found = f", not {kind!r}" if isinstance(kind, str) else "" if meant is None else f": {FORMATS[meant]}"
-    hint = did_you_mean(kind, FORMATS) if isinstance(kind, str) else ""
-    message = f"{where} must be an object whose type is {', '.join(names)} or {last}{found}. {hint}"
-    return InvalidParameterError(message.strip(), where)
-
-
 def format_schema(value: dict[str, Any], where: str) -> dict[str, Any]:
     """The schema of a format of type json_schema."""
     is_nested = value.get("json_schema") is not None
     inner, inside = (value["json_schema"], f"{where}.json_schema") if is_nested else (value, where)
     schema = inner.get("schema") if isinstance(inner, dict) else None
     if not isinstance(schema, dict):
-        message = f"{where} of type json_schema must hold a schema, which is an object: {FORMATS['json_schema']}."
-        raise InvalidParameterError(message, where)
+        example = FORMATS["json_schema"]
+        raise InvalidInputError(f"{where} of type json_schema must hold a schema, which is an object: {example}.")
     if is_nested:
-        check_format_members(value, ("type", "json_schema"), f"{where} of type json_schema", where)
-    check_format_members(inner, SCHEMA_MEMBERS if is_nested else ("type", *SCHEMA_MEMBERS), inside, where)
-    problem = find_schema_problem(schema, f"{inside}.schema")
-    if problem is not None:
-        raise InvalidParameterError(problem, where)
+        check_members(value, ("type", "json_schema"), f"{where} of type json_schema", HINTS)
+    check_members(inner, SCHEMA_MEMBERS if is_nested else ("type", *SCHEMA_MEMBERS), inside, HINTS)
+    check_schema(schema, f"{inside}.schema")
     return schema
 
 
-def check_format_members(given: dict[str, Any], known: tuple[str, ...], place: str, where: str) -> None:
-    """Refuse members that have no effect here; the error says where they belong. Empty members are accepted."""
-    misplaced = next((name for name, held in given.items() if name not in known and held), None)
-    if misplaced is not None:
-        hint = f"For a {misplaced}: {FORMATS[misplaced]}." if misplaced in FORMATS else did_you_mean(misplaced, known)
-        raise InvalidParameterError(f"{place} has no member {misplaced!r}. {hint}".strip(), where)
+def check_members(given: Mapping[str, Any], known: Sequence[str], where: str, hints: Mapping[str, str] = NO_HINTS) -> None:
+    """Refuse unknown members of an object. Empty ones are accepted, because clients send objects with all their fields."""
+    for name, value in given.items():
+        if name not in known and value:
+            raise InvalidInputError(f"{where} has no member {name!r}.", hint=hints.get(name) or did_you_mean(name, known))
 
 
 # JSON schemas
@@ -98,65 +86,51 @@ ONE_SCHEMA = (
 )  # fmt: skip
 SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-TEXTS = ("pattern", "format", "$ref")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-NUMBERS = ("minimum", "maximum", "multipleOf")
-MAX_SHOWN = 40  # characters of a wrong value
+# Whether a keyword may have a value, and what is expected.
+RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "required": (lambda held: isinstance(held, list) and all(isinstance(name, str) for name in held),
+                 "a list of names of properties"),
+    "enum": (lambda held: isinstance(held, list), "a list of values"),
+    **dict.fromkeys(SCHEMA_LISTS, (lambda held: isinstance(held, list) and held, "a list of schemas that is not empty")),
+    **dict.fromkeys(SCHEMA_MAPS, (lambda held: isinstance(held, dict), "an object of schemas by name")),
+    **dict.fromkeys(("pattern", "format", "$ref"), (lambda held: isinstance(held, str), "a string")),
+    **dict.fromkeys(COUNTS, (lambda held: is_number(held) and held >= 0 and held % 1 == 0, "a whole number of at least 0")),
+    **dict.fromkeys(("minimum", "maximum", "multipleOf"), (is_number, "a number")),
+}  # fmt: skip
 
 
-def find_schema_problem(schema: Any, where: str) -> str | None:
-    """What is wrong with a schema, in one sentence; None if it is well formed."""
+def check_schema(schema: Any, where: str) -> None:
+    """Refuse a schema that is not well formed; the error names the place in it."""
     pending = [(where, schema)]
     while pending:
         place, value = pending.pop()
         if isinstance(value, bool):
             continue
         if not isinstance(value, dict):
-            return f"{place} must be a JSON schema, which is an object, not {json_type(value)}."
-        for keyword, held in value.items():
-            problem = None if held is None else find_keyword_problem(keyword, held, f"{place}.{keyword}")
-            if problem is not None:
-                return problem
-        pending += reversed([*inner_schemas(value, place)])
-    return None
+            raise InvalidInputError(f"{place} must be a JSON schema, which is an object, not {json_type(value)}.")
+        stated = {keyword: held for keyword, held in value.items() if held is not None}
+        for keyword, held in stated.items():
+            check_keyword(keyword, held, f"{place}.{keyword}")
+        pending += reversed([*inner_schemas(stated, place)])
 
 
-def find_keyword_problem(keyword: str, held: Any, place: str) -> str | None:
-    """What is wrong with the value of a keyword; the schemas in it are checked later."""
-    expected = ""
+def check_keyword(keyword: str, held: Any, place: str) -> None:
+    """Check the value of a keyword, except for the schemas in it."""
     if keyword == "type":
-        return find_type_problem(held, place)
-    if keyword == "required" and not (isinstance(held, list) and all(isinstance(name, str) for name in held)):
-        expected = "a list of names of properties"
-    elif keyword == "enum" and not isinstance(held, list):
-        expected = "a list of values"
-    elif keyword in SCHEMA_LISTS and not (isinstance(held, list) and held):
-        expected = "a list of schemas that is not empty"
-    elif keyword in SCHEMA_MAPS and not isinstance(held, dict):
-        expected = "an object of schemas by name"
-    elif keyword in TEXTS and not isinstance(held, str):
-        expected = "a string"
-    elif keyword in COUNTS and (isinstance(held, bool) or not isinstance(held, int | float) or held < 0 or held % 1):
-        expected = "a whole number of at least 0"
-    elif keyword in NUMBERS and (isinstance(held, bool) or not isinstance(held, int | float)):
-        expected = "a number"
-    return f"{place} must be {expected}, not {short_value(held, MAX_SHOWN)}." if expected else None
-
-
-def find_type_problem(held: Any, place: str) -> str | None:
-    for name in held if isinstance(held, list) and held else [held]:
-        if name not in TYPES:
-            hint = did_you_mean(name, TYPES) if isinstance(name, str) else ""
-            found = short_value(name, MAX_SHOWN)
-            return f"{place} must be one of {', '.join(TYPES)}, or a list of them, not {found}. {hint}".strip()
-    return None
+        for name in held if isinstance(held, list) and held else [held]:
+            if name not in TYPES:
+                message = f"{place} must be one of {', '.join(TYPES)}, or a list of them, not {short_value(name)}."
+                raise InvalidInputError(message, hint=did_you_mean(name, TYPES) if isinstance(name, str) else "")
+    elif keyword in RULES:
+        is_right, expected = RULES[keyword]
+        if not is_right(held):
+            raise InvalidInputError(f"{place} must be {expected}, not {short_value(held)}.")
 
 
 def inner_schemas(schema: dict[str, Any], place: str) -> Iterator[tuple[str, Any]]:
     """The schemas in a schema, each with its place."""
     for keyword, held in schema.items():
-        if held is None:
-            continue
         if keyword in SCHEMA_MAPS:
             yield from ((f"{place}.{keyword}.{name}", inner) for name, inner in held.items())
         elif keyword in SCHEMA_LISTS or (keyword == "items" and isinstance(held, list)):

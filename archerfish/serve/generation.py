@@ -24,16 +24,15 @@ from archerfish.serve.answers import CachedTokens, ChosenLogprob, StopReason, To
 from archerfish.serve.bodies import GenerationBody, ToolBody
 from archerfish.serve.catalog import Catalog, ModelCard, ModelText, in_thread
 from archerfish.serve.client import RemoteError
-from archerfish.serve.errors import InvalidParameterError, data_event, failure_body, set_param
+from archerfish.serve.errors import InvalidParameterError, data_event, failure_body
 from archerfish.serve.formats import ToolUse
 from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Logprob, Output
 from archerfish.text.output_text import OutputText
-from archerfish.text.tool_calls import PROMPTED_STYLE, ToolCallParser, ToolPiece
+from archerfish.text.tool_calls import ToolCallParser, ToolPiece
 
 T = TypeVar("T")
 logger = logging.getLogger("archerfish.serve")
-UNSENDABLE = (OverflowError, UnicodeEncodeError, RecursionError, TypeError)  # what msgpack raises
 DEFAULTS = {name: getattr(SamplingParams(), name) for name in SamplingParams.__dataclass_fields__ if name != "stop"}
 RESERVED = ("self", "tokenizer", "messages", "tools")  # names that chat_template_kwargs cannot have
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI writes this for a token that cannot come
@@ -242,16 +241,14 @@ class TextService:
             if "grammar" in values:
                 raise InvalidParameterError("A format and tools exclude each other; set tool_choice to none.", "tools")
             options["tools"], names["grammar"] = body.tools, "tools"
-            try:
-                style = text.template.get().call_style(options.get("template_name"))
-            except ArcherfishError:  # which `encode` reports
-                style = PROMPTED_STYLE
+        prompt_ids = await text.encode(messages, param, options, answer_start, is_answered=True)
+        template = text.template.get()
+        if choice != "none":
+            style = template.call_style(options.get("template_name"))
             tool_use = ToolUse.choose(style, body.tools, choice, body.parallel_tool_calls, text.tokenizer)
             if tool_use.grammar is not None:
                 values["grammar"] = tool_use.grammar
-        params = checked_params(values, text.card, names)
-        prompt_ids = await text.encode(messages, param, options, answer_start, is_answered=True)
-        params = text.template.get().stopping(params)
+        params = template.stopping(checked_params(values, text.card, names))
         return self.prepare(request, body, text, prompt_ids, params, names["grammar"], tool_use)
 
     async def complete(self, request: Request, *generations: Generation) -> None:
@@ -396,6 +393,11 @@ class EventStream:
         self._timer = asyncio.get_running_loop().call_later(pause_s, self._tick, send, pause_s)
 
 
+def named_in(message: str, values: dict[str, Any]) -> str:
+    """The first of these names in an error message, or \"\"."""
+    return next((word for word in re.findall(r"\w+", message) if word in values), "")
+
+
 def checked_params(values: dict[str, Any], card: ModelCard, names: dict[str, str]) -> SamplingParams:
     """SamplingParams for a model.
 
@@ -407,11 +409,10 @@ def checked_params(values: dict[str, Any], card: ModelCard, names: dict[str, str
         if card.vocab_size:
             check_vocabulary(params, card.vocab_size)
     except InvalidInputError as error:
-        stated = next((word for word in re.findall(r"\w+", error.message) if word in values), None)
+        stated = named_in(error.message, values)
         in_messages = {**names, "grammar": "grammar"}  # which is a plain word there
         error.message = re.sub(r"\w+", lambda word: in_messages.get(word[0], word[0]), error.message)
-        if stated is not None:
-            set_param(error, names.get(stated, stated))
+        error.param = names.get(stated, stated)
         raise
     if params.max_tokens is not None and params.max_tokens > card.max_length:
         shown = names.get("max_tokens", "max_tokens")
@@ -420,7 +421,7 @@ def checked_params(values: dict[str, Any], card: ModelCard, names: dict[str, str
     for name, value in values.items():
         try:
             msgspec.msgpack.encode(value)
-        except UNSENDABLE as error:
+        except OverflowError as error:
             shown = names.get(name, name)
             raise InvalidParameterError(f"{shown} cannot be sent to the engine: {error}.", shown) from None
     return params

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 import re
-import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from pydantic import BaseModel
+from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route
@@ -20,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from archerfish.errors import ArcherfishError, CallerError, InputTooLargeError
 from archerfish.observe.metrics import MetricRegistry
-from archerfish.serve.errors import EXCERPT, BadJSONError, Schema, failure_response
+from archerfish.serve.errors import BadJSONError, Schema, failure_response
 from archerfish.serve.tenants import ANONYMOUS, Tenants, bearer_key
 
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/openapi.json"))  # need no key
@@ -146,20 +144,13 @@ class BodyRoute(Route):
         if not isinstance(data, dict):
             raise CallerError("The body must be a JSON object, sent with the header Content-Type: application/json.")
         body = self.body_type.model_validate(data)
-        gone = asyncio.create_task(wait_until_gone(receive))
-        limit = asyncio.timeout(None)
-
-        def cancel(_: object) -> None:
-            limit.reschedule(0)
-
         try:
-            async with limit:
-                gone.add_done_callback(cancel)
+            async with asyncio.timeout(None) as limit:
+                gone = asyncio.create_task(expire_when_gone(receive, limit))
                 try:
                     response = await self.handler(request, body)
                     await response(scope, receive, send)
                 finally:
-                    gone.remove_done_callback(cancel)
                     gone.cancel()
                     await asyncio.gather(gone, return_exceptions=True)
         except TimeoutError:
@@ -168,53 +159,16 @@ class BodyRoute(Route):
             raise
 
 
-async def wait_until_gone(receive: Receive) -> None:
-    """Returns when the client has closed its connection. The body has been read before."""
+async def expire_when_gone(receive: Receive, limit: asyncio.Timeout) -> None:
+    """Let a timeout expire when the client closes its connection. The body has been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-# JSON
-
-
-class NotANumberError(ValueError):
-    """A number that Python's JSON reads and the JSON standard does not have."""
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise NotANumberError(text)
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    return value if math.isfinite(value) else _refuse_constant(text)
-
-
-_decoder = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant)
+    limit.reschedule(0)
 
 
 def read_json(body: bytes) -> Any:
-    """JSON by the standard, without NaN and infinite numbers. BadJSONError says what is wrong, and where."""
+    """JSON by the standard: UTF-8, and no NaN. BadJSONError says what is wrong, in which line and column."""
     try:
-        return _decoder.decode(body.decode(json.detect_encoding(body), "surrogatepass"))
-    except json.JSONDecodeError as error:
-        raise BadJSONError(f"{error.msg}, {describe_place(error.doc, error.pos)}") from None
-    except NotANumberError as error:
-        text = body.decode(json.detect_encoding(body), "surrogatepass")
-        found = re.finditer(rf'"(?:[^"\\]|\\.)*"|{re.escape(str(error))}', text, re.DOTALL)
-        position = next((match.start() for match in found if match[0][0] != '"'), 0)
-        raise BadJSONError(f"{error} is not a JSON number, {describe_place(text, position)}") from None
-    except UnicodeDecodeError as error:
-        where = f"byte {error.start + 1:,} (0x{error.object[error.start]:02x})"
-        raise BadJSONError(f"it is not {error.encoding.upper()}: {where}: {error.reason}") from None
-    except RecursionError:
-        raise BadJSONError("it is nested too deeply") from None
-    except ValueError:
-        raise BadJSONError(f"a whole number has more than {sys.get_int_max_str_digits():,} digits") from None
-
-
-def describe_place(text: str, position: int) -> str:
-    """Line, column and the characters there."""
-    line, column = text.count("\n", 0, position) + 1, position - text.rfind("\n", 0, position)
-    there = text[position : position + EXCERPT].partition("\n")[0]
-    return f"in line {line}, column {column}, at {there!r}" if there else f"in line {line}, column {column}, where it ends"
+        return from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise BadJSONError(f"The body is not valid JSON: {error}.") from None

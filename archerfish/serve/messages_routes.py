@@ -11,9 +11,11 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from archerfish.errors import InvalidInputError
 from archerfish.serve import answers, bodies
 from archerfish.serve import generation as gen
 from archerfish.serve.errors import ANTHROPIC_PATH, AnthropicError, failure_body, json_response, named_event
+from archerfish.serve.formats import check_members
 from archerfish.serve.http import BodyRoute
 
 EVENTS = (*answers.MESSAGE_EVENTS, AnthropicError)
@@ -23,15 +25,13 @@ TOOL_MEMBERS = ("type", "name", "description", "input_schema", "cache_control", 
 
 def read_anthropic_messages(value: Any, where: str) -> list[dict[str, Any]]:
     """A conversation as chat templates expect it: results of tools are messages of their own."""
-    if not isinstance(value, list) or not value:
-        raise bodies.wrong_value(f"{where} must be a list of messages that is not empty.")
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # names of tools by the ids of their calls
-    for index, message in enumerate(value):
+    for index, message in enumerate(bodies.check_items(value, where, "messages")):
         place = f"{where}[{index}]"
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ("user", "assistant"):
-            raise bodies.wrong_value(f"{place}.role must be user or assistant; a system prompt goes into system.")
+            raise InvalidInputError(f"{place}.role must be user or assistant; a system prompt goes into system.")
         if role == "user":
             messages += read_user_message(message.get("content"), f"{place}.content", names)
         else:
@@ -59,9 +59,8 @@ def read_assistant_message(content: Any, where: str, names: dict[str, str]) -> d
     for index, block in enumerate(blocks):
         if block["type"] == "tool_use":
             place = f"{where}[{index}]"
-            call_id, name = (
-                bodies.check_text(block.get("id"), f"{place}.id"), bodies.check_text(block.get("name"), f"{place}.name")
-            )
+            call_id = bodies.check_text(block.get("id"), f"{place}.id")
+            name = bodies.check_text(block.get("name"), f"{place}.name")
             arguments = bodies.check_type(block.get("input"), dict, f"{place}.input", "an object")
             names[call_id] = name
             message.setdefault("tool_calls", []).append(bodies.template_call(call_id, name, arguments))
@@ -73,10 +72,9 @@ def read_anthropic_tools(value: Any, where: str) -> list[dict[str, Any]]:
     for index, tool in enumerate(bodies.check_type(value, list, where, "a list")):
         place = f"{where}[{index}]"
         if bodies.check_type(tool, dict, place, "an object").get("type") not in (None, "custom"):
-            raise bodies.wrong_value(
-                f"{place} is of type {tool['type']!r}, which is not supported: only tools of the caller are."
-            )
-        bodies.check_members(tool, TOOL_MEMBERS, place)
+            kind = tool["type"]
+            raise InvalidInputError(f"{place} is of type {kind!r}, which is not supported: only tools of the caller are.")
+        check_members(tool, TOOL_MEMBERS, place)
         tools.append(bodies.template_tool(tool, "input_schema", place))
     return tools
 
@@ -88,7 +86,7 @@ def read_anthropic_choice(value: Any, where: str) -> str:
         return "required" if kind == "any" else str(kind)
     if kind == "tool" and isinstance(value.get("name"), str):
         return f"={value['name']}"
-    raise bodies.wrong_value(f"{where} must be an object whose type is auto, any, none, or tool with a name.")
+    raise InvalidInputError(f"{where} must be an object whose type is auto, any, none, or tool with a name.")
 
 
 def read_system(value: Any, where: str) -> str:
@@ -107,11 +105,11 @@ class CountBody(bodies.ToolBody):
 
     messages: Annotated[
         list[dict[str, Any]],
-        bodies.Checked(read_anthropic_messages, bodies.messages_schema(("user", "assistant"), "role", "content")),
+        bodies.checked(read_anthropic_messages, bodies.messages_schema(("user", "assistant"), "role", "content")),
     ]
-    system: Annotated[str, bodies.Checked(read_system, bodies.CONTENT)] = ""
-    tools: Annotated[list[dict[str, Any]], bodies.Checked(read_anthropic_tools, bodies.OBJECTS)] = Field([])
-    tool_choice: Annotated[str, bodies.Checked(read_anthropic_choice, {"type": "object"})] = ""
+    system: Annotated[str, bodies.checked(read_system, bodies.CONTENT)] = ""
+    tools: Annotated[list[dict[str, Any]], bodies.checked(read_anthropic_tools, bodies.OBJECTS)] = Field([])
+    tool_choice: Annotated[str, bodies.checked(read_anthropic_choice, bodies.OBJECT)] = ""
     output_config: dict[str, Any] | None = Field(None, description="format: a json_schema.")
     cache_control: dict[str, Any] | None = Field(None, description="Accepted and not used: every prefix is cached.")
 
@@ -134,9 +132,7 @@ class MessagesBody(CountBody):
     """POST /v1/messages."""
 
     max_tokens: int = Field(json_schema_extra={"minimum": 1})
-    stop_sequences: Annotated[list[str], bodies.Checked(bodies.check_texts, {"type": "array", "items": bodies.STRING})] = Field(
-        []
-    )
+    stop_sequences: list[str] = Field([])
     metadata: dict[str, Any] | None = Field(None, description=bodies.UNUSED)
 
     def sampling(self) -> tuple[dict[str, Any], dict[str, str]]:

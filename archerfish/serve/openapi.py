@@ -29,28 +29,21 @@ COMPUTING = (400, 401, 404, 413, 429, 503)
 OPERATING = (400, 401, 403, 404, 413, 503)
 FIGURES = (401, 403, 503)
 OBJECT = dict[str, Any]  # figures or options by name
-# Of routes that are no BodyRoutes, by method and path: the type of a success (a media type if it is not JSON), and the
-# statuses of errors.
-ANSWERS: dict[tuple[str, str], tuple[Any, tuple[int, ...]]] = {
-    ("get", "/v1/models"): (answers.Models, (401, 503)),
-    ("get", "/v1/models/{model_id}"): (answers.Model, (401, 404, 503)),
-    ("get", "/health"): (answers.Health, ()),
-    ("get", "/ready"): (answers.Health, ()),
-    ("get", "/stats"): (OBJECT, FIGURES),
-    ("get", "/metrics"): (METRICS, FIGURES),
-    ("get", "/admin/optimization"): (OBJECT, OPERATING),
-    ("patch", "/admin/optimization"): (OBJECT, OPERATING),
-}
-MODEL_PARAMETER = {"name": "model", "in": "query", "required": False, "schema": {"anyOf": [STRING, NULL]}}
+PATH_MODEL = {"parameters": [{"name": "model_id", "in": "path", "required": True, "schema": STRING}]}
+QUERY_MODEL = {"parameters": [{"name": "model", "in": "query", "required": False, "schema": {"anyOf": [STRING, NULL]}}]}
 OPTIONS = {"type": "object", "description": "Options by either of their names, with their new values."}
-# What operations have beside responses and the bodies of BodyRoutes.
-OTHERS: dict[tuple[str, str], dict[str, Any]] = {
-    ("get", "/v1/models/{model_id}"): {"parameters": [{"name": "model_id", "in": "path", "required": True, "schema": STRING}]},
-    ("get", "/admin/optimization"): {"parameters": [MODEL_PARAMETER]},
-    ("patch", "/admin/optimization"): {
-        "parameters": [MODEL_PARAMETER],
-        "requestBody": {"required": True, "content": {"application/json": {"schema": OPTIONS}}},
-    },
+OPTIONS_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": OPTIONS}}}}
+# Of routes that are no BodyRoutes, by method and path: the type of a success (a media type if it is not JSON), the statuses
+# of errors, and what else the operation has.
+ANSWERS: dict[tuple[str, str], tuple[Any, tuple[int, ...], dict[str, Any]]] = {
+    ("get", "/v1/models"): (answers.Models, (401, 503), {}),
+    ("get", "/v1/models/{model_id}"): (answers.Model, (401, 404, 503), PATH_MODEL),
+    ("get", "/health"): (answers.Health, (), {}),
+    ("get", "/ready"): (answers.Health, (), {}),
+    ("get", "/stats"): (OBJECT, FIGURES, {}),
+    ("get", "/metrics"): (METRICS, FIGURES, {}),
+    ("get", "/admin/optimization"): (OBJECT, OPERATING, QUERY_MODEL),
+    ("patch", "/admin/optimization"): (OBJECT, OPERATING, QUERY_MODEL | OPTIONS_BODY),
 }
 
 
@@ -69,12 +62,13 @@ def openapi_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
                 operation["responses"] = responses_of(path, route.answer, statuses, route.events)
                 operation["requestBody"] = {"required": True, "content": json_content(route.body_type)}
             elif (method, path) in ANSWERS:
-                operation |= {**OTHERS.get((method, path), {}), "responses": responses_of(path, *ANSWERS[method, path])}
+                answer, errors, others = ANSWERS[method, path]
+                operation |= {**others, "responses": responses_of(path, answer, errors)}
             else:
                 continue
             paths.setdefault(path, {})[method] = operation
     info = {"title": "archerfish", "version": __version__}
-    types = {kind for route in body_routes for kind in (route.answer, *route.events)} | {kind for kind, _ in ANSWERS.values()}
+    types = {kind for route in body_routes for kind in (route.answer, *route.events)} | {kind for kind, *_ in ANSWERS.values()}
     schemas = {**bodies["$defs"], **answer_schemas({kind for kind in types if isinstance(kind, type)})}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
 

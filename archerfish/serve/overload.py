@@ -36,6 +36,8 @@ USED_SHARE_MEMORY = 64  # answers over which the used share of max_tokens is ave
 class RefusedError(ServiceError):
     """A request was refused; the client may try again after `retry_after_s`."""
 
+    retry_after_s: float
+
     def __init__(self, message: str, retry_after_s: float, *, hint: str | None = None) -> None:
         self.retry_after_s = retry_after_s
         wait = retry_after(retry_after_s)

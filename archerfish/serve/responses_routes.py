@@ -10,10 +10,10 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from archerfish.params import MAX_LOGPROBS
+from archerfish.errors import InvalidInputError
 from archerfish.serve import answers, bodies
 from archerfish.serve import generation as gen
-from archerfish.serve.bodies import UNUSED, Checked, bounded, check_text
+from archerfish.serve.bodies import UNUSED, bounded, check_text, checked
 from archerfish.serve.errors import Error, UnsupportedParameterError, failure_body, json_response, json_type, named_event
 from archerfish.serve.http import BodyRoute
 from archerfish.serve.wire import Logprob
@@ -27,11 +27,9 @@ def read_input(value: Any, where: str) -> list[dict[str, Any]]:
     """Items of input as a conversation; calls in a row become one message of the assistant."""
     if isinstance(value, str):
         return [{"role": "user", "content": check_text(value, where)}]
-    if not isinstance(value, list) or not value:
-        raise bodies.wrong_value(f"{where} must be a string or a list of items that is not empty.")
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # names of functions by the ids of their calls
-    for index, item in enumerate(value):
+    for index, item in enumerate(bodies.check_items(value, where, "items")):
         place = f"{where}[{index}]"
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message":
@@ -50,7 +48,7 @@ def read_input(value: Any, where: str) -> list[dict[str, Any]]:
         else:
             found = f"of type {kind!r}" if isinstance(kind, str) else json_type(item)
             known_items = "messages, function_call and function_call_output are"
-            raise bodies.wrong_value(f"{place} is {found}, which is not supported: {known_items}.")
+            raise InvalidInputError(f"{place} is {found}, which is not supported: {known_items}.")
     return messages
 
 
@@ -60,7 +58,7 @@ class ResponseStreamOptions(bodies.Body):
     include_obfuscation: bool = Field(False, description=UNUSED)
 
 
-class ResponsesBody(bodies.ToolBody):
+class ResponsesBody(bodies.ConversationBody):
     """POST /v1/responses."""
 
     format_param: ClassVar[str] = "text"
@@ -70,21 +68,16 @@ class ResponsesBody(bodies.ToolBody):
         "service_tier": ("auto", "default"), "truncation": ("disabled",),
     }  # fmt: skip
 
-    input: Annotated[list[dict[str, Any]], Checked(read_input, {"anyOf": [bodies.STRING, {**bodies.OBJECTS, "minItems": 1}]})]
+    input: Annotated[list[dict[str, Any]], checked(read_input, {"anyOf": [bodies.STRING, {**bodies.OBJECTS, "minItems": 1}]})]
     instructions: str | None = None
     max_output_tokens: int | None = bounded(minimum=1)
-    stop: bodies.Stop = Field([])
+    stop: bodies.Stop = None
     text: dict[str, Any] | None = Field(None, description="format: text, json_object or json_schema.")
     include: list[str] | None = Field(None, description=f"{LOGPROBS}; reasoning.encrypted_content has no effect.")
-    top_logprobs: int | None = bounded(minimum=0, maximum=MAX_LOGPROBS)
     store: bool | None = None
     previous_response_id: str | None = None
     stream_options: ResponseStreamOptions | None = Field(None, description=UNUSED)
-    metadata: dict[str, Any] | None = None
     user: str | None = Field(None, description=UNUSED)
-    safety_identifier: str | None = Field(None, description=UNUSED)
-    prompt_cache_key: str | None = Field(None, description=UNUSED)
-    prompt_cache_retention: str | None = Field(None, description=UNUSED)
 
     def sampling(self) -> tuple[dict[str, Any], dict[str, str]]:
         if self.store:
@@ -169,8 +162,8 @@ class ResponseEvents(gen.EventWriter):
     def __init__(self, generation: gen.Generation, response: answers.ResponseObject) -> None:
         self._generation, self._response = generation, response
         self._number = 0
-        self._output: list[Item] = []  # the last one is open, if `_is_open`
-        self._is_open = False
+        self._output: list[Item] = []
+        self._item: Item | None = None  # the open one, which is the last of the output
         self._texts: list[str] = []  # of the open message
         self._logprobs: list[Logprob] = []
         self._call: gen.PendingCall | None = None  # of the open item, if that is a call
@@ -196,8 +189,7 @@ class ResponseEvents(gen.EventWriter):
         return written
 
     def _write_text(self, text: str, logprobs: list[Logprob] | None) -> bytes:
-        is_open = self._is_open and isinstance(self._output[-1], answers.MessageItem)
-        written = b"" if is_open else self._open_message()
+        written = b"" if isinstance(self._item, answers.MessageItem) else self._open_message()
         self._texts.append(text)
         self._logprobs += logprobs or ()
         shown = self._generation.chosen_logprobs(logprobs)
@@ -205,9 +197,9 @@ class ResponseEvents(gen.EventWriter):
 
     def _open(self, item: Item) -> bytes:
         written = self._close()
-        self._is_open = True
+        self._item = item
         self._output.append(item)
-        return written + self._item("added")
+        return written + self._item_event("added")
 
     def _open_message(self) -> bytes:
         self._texts, self._logprobs = [], []
@@ -216,9 +208,9 @@ class ResponseEvents(gen.EventWriter):
 
     def _close(self, status: answers.ItemStatus = "completed") -> bytes:
         """The events at the end of the open item."""
-        if not self._is_open:
+        item, self._item = self._item, None
+        if item is None:
             return b""
-        item = self._output[-1]
         item.status = status
         if isinstance(item, answers.MessageItem):
             part = answers.OutputTextPart(text="".join(self._texts), logprobs=self._generation.chosen_logprobs(self._logprobs))
@@ -228,8 +220,7 @@ class ResponseEvents(gen.EventWriter):
         else:
             item.arguments = "" if self._call is None else self._call.arguments
             written = self._member("function_call_arguments.done", arguments=item.arguments, name=item.name)
-        self._is_open = False
-        return written + self._item("done")
+        return written + self._item_event("done")
 
     def end(self) -> bytes:
         written = b"" if self._output else self._open_message()
@@ -249,7 +240,7 @@ class ResponseEvents(gen.EventWriter):
     def _status(self, kind: str, response: answers.ResponseObject) -> bytes:
         return self._event(answers.ResponseStatusEvent(kind, self._number, response=response))
 
-    def _item(self, change: str) -> bytes:
+    def _item_event(self, change: str) -> bytes:
         place = len(self._output) - 1
         return self._event(answers.OutputItemEvent(f"response.output_item.{change}", self._number, place, self._output[-1]))
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -14,13 +13,12 @@ from archerfish.engine import tts
 from archerfish.engine.request_maker import check_prompt_bytes
 from archerfish.engine.tts import PROPERTIES, TTSRequest
 from archerfish.errors import InvalidInputError
-from archerfish.params import MAX_SEED, MIN_SEED
 from archerfish.serve import bodies
+from archerfish.serve import generation as gen
 from archerfish.serve.answers import Detokenized, Tokens, TTSAnswer
-from archerfish.serve.bodies import NULL, STRING, Body, Checked, GenerationBody, Messages, Tools, bounded
+from archerfish.serve.bodies import NULL, STRING, Body, GenerationBody, Messages, Tools, bounded, checked
 from archerfish.serve.catalog import ContextLengthError, ModelCard, ModelText, in_thread
-from archerfish.serve.errors import InvalidParameterError, data_event, json_response, naming, set_param
-from archerfish.serve.generation import ChoiceDelta, EventStream, EventWriter, Generation, TextService, answer_head, usage_of
+from archerfish.serve.errors import InvalidParameterError, data_event, json_response, naming
 from archerfish.serve.http import BodyRoute
 from archerfish.serve.openai_routes import DONE
 from archerfish.serve.wire import ExplainRequest, Report
@@ -28,25 +26,25 @@ from archerfish.serve.wire import ExplainRequest, Report
 # Tokenizer and cache
 
 
-def read_prompt(value: Any, where: str) -> str | list[int] | None:
-    if value is None:
-        return None
-    if isinstance(value, str):
-        return bodies.check_text(value, where)
-    return bodies.check_token_ids(bodies.check_type(value, list, where, "a string or a list of token ids"), where)
+def read_prompt(value: Any, where: str) -> Any:
+    if isinstance(bodies.check_type(value, str | list | None, where, "a string or a list of token ids"), list):
+        bodies.check_token_ids(value, where)
+    return value
 
 
-def read_tokens(value: Any, where: str) -> list[int]:
-    return [] if value == [] else bodies.check_token_ids(value, where)
-
-
-class TokenizeBody(Body):
-    """POST /tokenize, in vLLM's form: a prompt, or the messages of a conversation."""
+class ExplainBody(Body):
+    """POST /v1/cache/explain: a prompt in text or token ids, or the messages of a conversation."""
 
     model: str | None = None
-    prompt: Annotated[str, Checked(bodies.check_text, STRING)] | None = None
+    prompt: Annotated[str | list[int] | None, checked(read_prompt, {"anyOf": [STRING, bodies.IDS, NULL]})] = None
     messages: Messages | None = None
     tools: Tools = Field([])
+
+
+class TokenizeBody(ExplainBody):
+    """POST /tokenize, in vLLM's form: a prompt in text, or the messages of a conversation."""
+
+    prompt: str | None = None
     add_special_tokens: bool = Field(True, description="Put special tokens, such as the one for the beginning, before it.")
     return_token_strs: bool | None = None
 
@@ -55,23 +53,14 @@ class DetokenizeBody(Body):
     """POST /detokenize, in vLLM's form."""
 
     model: str | None = None
-    tokens: Annotated[list[int], Checked(read_tokens, {"type": "array", "items": {"type": "integer"}})]
+    tokens: list[Annotated[int, Field(ge=0, le=bodies.MAX_TOKEN_ID)]]
     skip_special_tokens: bool = False
-
-
-class ExplainBody(Body):
-    """POST /v1/cache/explain: a prompt in text or token ids, or the messages of a conversation."""
-
-    model: str | None = None
-    prompt: Annotated[str | list[int] | None, Checked(read_prompt, {"anyOf": [STRING, bodies.IDS, NULL]})] = None
-    messages: Messages | None = None
-    tools: Tools = Field([])
 
 
 class TextRoutes:
     """Routes that read texts and generate none."""
 
-    def __init__(self, service: TextService) -> None:
+    def __init__(self, service: gen.TextService) -> None:
         self.service, self.catalog = service, service.catalog
         self.routes = [
             BodyRoute("/tokenize", self.tokenize, TokenizeBody, Tokens),
@@ -114,7 +103,7 @@ class TextRoutes:
         return json_response({"model": text.card.id, **answer.values})
 
     async def _token_ids(
-        self, request: Request, text: ModelText, body: TokenizeBody | ExplainBody, add_special_tokens: bool = True
+        self, request: Request, text: ModelText, body: ExplainBody, add_special_tokens: bool = True
     ) -> list[int]:
         """Tokens of the prompt or the conversation; they count against the caller's limits."""
         prompt, messages = body.prompt, body.messages
@@ -134,18 +123,6 @@ class TextRoutes:
 # TTS
 
 MAX_TOKEN_BYTES = 128  # bytes of the longest text token of the World vocabulary
-TTS_OPTIONS = (
-    *PROPERTIES, "ref_global_tokens", "ref_semantic_tokens", "temperature", "top_p", "top_k", "max_tokens", "seed"
-)  # fmt: skip
-
-
-def read_reference(value: Any, where: str) -> Any:
-    return bodies.check_type(value, list | None, where, "a list of token ids")
-
-
-def reference_schema(num_tokens: int, **bounds: int) -> dict[str, Any]:
-    ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": num_tokens - 1}, "minItems": 1, **bounds}
-    return {"anyOf": [ids, NULL]}
 
 
 def voice(kind: str) -> Any:
@@ -156,46 +133,34 @@ def voice(kind: str) -> Any:
 class TTSBody(GenerationBody):
     """POST /v1/tts/tokens: a text, and the voice that speaks it."""
 
-    text: Annotated[str, Checked(bodies.check_text, {**STRING, "minLength": 1, "pattern": r"\S"})]
-    model: str | None = Field(None, description="Name of the served model; left out: the first TTS model.")
+    text: str = Field(json_schema_extra={"minLength": 1, "pattern": r"\S"})
     age: str = voice("age")
     gender: str = voice("gender")
     emotion: str = voice("emotion")
     pitch: str = voice("pitch")
     speed: str = voice("speed")
-    ref_global_tokens: Annotated[
-        list[int] | None,
-        Checked(read_reference, reference_schema(tts.NUM_GLOBAL, minItems=tts.GLOBAL_LENGTH, maxItems=tts.GLOBAL_LENGTH)),
-    ] = Field(None, description="Global tokens of a voice to speak with; needs ref_semantic_tokens.")
-    ref_semantic_tokens: Annotated[list[int] | None, Checked(read_reference, reference_schema(tts.NUM_SEMANTIC))] = Field(
+    ref_global_tokens: list[int] | None = Field(
+        None, description=f"Global tokens of a voice to speak with, {tts.GLOBAL_LENGTH}; needs ref_semantic_tokens."
+    )
+    ref_semantic_tokens: list[int] | None = Field(
         None, description="Semantic tokens of that voice; checked and not used: a voice is its global tokens."
     )
-    temperature: float | None = bounded(minimum=0, maximum=100)
-    top_p: float | None = bounded(exclusiveMinimum=0, maximum=1)
-    top_k: int | None = bounded(minimum=-1)
     max_tokens: int | None = bounded(None, f"Semantic tokens; never more than {tts.MAX_SEMANTIC:,}.", minimum=1)
-    seed: int | None = bounded(minimum=MIN_SEED, maximum=MAX_SEED - 1)
-
-    @field_validator(*PROPERTIES, mode="before")
-    @classmethod
-    def _check_property(cls, value: Any, info: ValidationInfo) -> Any:
-        name = info.field_name or ""
-        return bodies.check_type(value, str, name, f"one of {', '.join(PROPERTIES[name])}")
 
     def tts_request(self) -> TTSRequest:
         """The request for the sampler. An error names its parameter."""
-        values = {name: getattr(self, name) for name in ("text", *TTS_OPTIONS)}
+        values = {name: getattr(self, name) for name in TTSRequest.__dataclass_fields__}
         try:
             return TTSRequest(**values)
         except InvalidInputError as error:
-            set_param(error, next((word for word in re.findall(r"\w+", error.message) if word in values), None))
+            error.param = gen.named_in(error.message, values)
             raise
 
 
 class TTSRoutes:
     """TTS tokens, whole or in a stream."""
 
-    def __init__(self, service: TextService) -> None:
+    def __init__(self, service: gen.TextService) -> None:
         self.service = service
         self.routes = [BodyRoute("/v1/tts/tokens", self.tokens, TTSBody, TTSAnswer, [TTSAnswer])]
 
@@ -212,41 +177,33 @@ class TTSRoutes:
             prompt_ids = await in_thread(tts_request.prompt, num_bytes)
             params = tts_request.params(max_length - len(prompt_ids))
         generation = self.service.prepare(request, body, text, prompt_ids, params)
-        head = answer_head("tts", text.card.id)
+        head = gen.answer_head("tts", text.card.id)
         reference = list(tts_request.ref_global_tokens or ())
         if body.stream:
-            return EventStream(self.service, request, [generation], TTSEvents(generation, head, reference))
+            return gen.EventStream(self.service, request, [generation], TTSEvents(generation, head, reference))
         await self.service.complete(request, generation)
         [choice] = generation.choices
         global_tokens, semantic_tokens = tts.read_output(choice.token_ids)
         return json_response(TTSAnswer(
             **head, object="tts.tokens", global_tokens=reference + global_tokens, semantic_tokens=semantic_tokens,
-            finish_reason=choice.finish_reason, usage=usage_of([generation]),
+            finish_reason=choice.finish_reason, usage=gen.usage_of([generation]),
         ))  # fmt: skip
 
     async def _find_card(self, name: str | None) -> ModelCard:
         """The model that a request names, or the first TTS model."""
         catalog = self.service.catalog
-        if name is None:
-            able = [card for card in await catalog.cards() if can_speak(card)]
-            found = next((card for card in able if card.is_tts), able[0] if able else None)
-            if found is None:
-                raise InvalidParameterError("No TTS model is served here; see GET /v1/models.", "model")
-            return found
-        card = await catalog.find(name, "generation")
-        if not can_speak(card):
-            raise InvalidParameterError(f"The model {name!r} has no TTS vocabulary; see GET /v1/models.", "model")
-        return card
+        cards = await catalog.cards() if name is None else [await catalog.find(name, "generation")]
+        able = [card for card in cards if card.kind == "generation" and card.vocab_size >= tts.VOCAB_SIZE]
+        if not able:
+            problem = "No TTS model is served here" if name is None else f"The model {name!r} has no TTS vocabulary"
+            raise InvalidParameterError(f"{problem}; see GET /v1/models.", "model")
+        return max(able, key=lambda card: card.is_tts)
 
 
-def can_speak(card: ModelCard) -> bool:
-    return card.kind == "generation" and card.vocab_size >= tts.VOCAB_SIZE
-
-
-class TTSEvents(EventWriter):
+class TTSEvents(gen.EventWriter):
     """Tokens in chunks. The first has the global tokens of a reference voice; the last says why the answer ended."""
 
-    def __init__(self, generation: Generation, head: dict[str, Any], reference: list[int]) -> None:
+    def __init__(self, generation: gen.Generation, head: dict[str, Any], reference: list[int]) -> None:
         self._generation, self._head, self._reference = generation, head, reference
 
     def _chunk(self, global_tokens: list[int], semantic_tokens: list[int]) -> TTSAnswer:
@@ -255,11 +212,11 @@ class TTSEvents(EventWriter):
     def start(self) -> bytes:
         return data_event(self._chunk(self._reference, []))
 
-    def delta(self, delta: ChoiceDelta) -> bytes:
+    def delta(self, delta: gen.ChoiceDelta) -> bytes:
         global_tokens, semantic_tokens = tts.read_output(delta.token_ids)
         return data_event(self._chunk(global_tokens, semantic_tokens)) if global_tokens or semantic_tokens else b""
 
     def end(self) -> bytes:
         last = self._chunk([], [])
-        last.finish_reason, last.usage = self._generation.choices[0].finish_reason, usage_of([self._generation])
+        last.finish_reason, last.usage = self._generation.choices[0].finish_reason, gen.usage_of([self._generation])
         return data_event(last) + DONE

@@ -18,7 +18,7 @@ from archerfish.config import ServeConfig
 from archerfish.errors import InputTooLargeError, InvalidInputError
 from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve import answers, bodies
-from archerfish.serve.bodies import STRING, STRINGS, UNUSED, Body, Checked, Values, check_some_texts, check_text
+from archerfish.serve.bodies import STRING, STRINGS, UNUSED, Body, Values, check_items, check_text, checked
 from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError, encode_json, json_response
@@ -34,18 +34,18 @@ Deadline = Annotated[
 
 
 def read_documents(value: Any, where: str) -> list[str]:
-    if not isinstance(value, list) or not value:
-        raise bodies.wrong_value(f"{where} must be a list that is not empty.")
-    return [
-        check_text(item["text"], f"{where}[{index}].text")
-        if isinstance(item, dict) and "text" in item
-        else check_text(item, f"{where}[{index}]")
-        for index, item in enumerate(value)
-    ]
+    """Texts; each may be an object that holds one."""
+    texts: list[str] = []
+    for index, item in enumerate(check_items(value, where, "documents")):
+        has_member = isinstance(item, dict) and "text" in item
+        texts.append(check_text(item["text"] if has_member else item, f"{where}[{index}]{'.text' if has_member else ''}"))
+    return texts
 
 
 def read_source(value: Any, where: str) -> str | list[str]:
-    return check_some_texts(value, where) if isinstance(value, list) else check_text(value, where)
+    if isinstance(value, str):
+        return value
+    return [check_text(item, f"{where}[{index}]") for index, item in enumerate(check_items(value, where, "strings"))]
 
 
 class EmbeddingsBody(Body):
@@ -53,7 +53,7 @@ class EmbeddingsBody(Body):
 
     unsupported: ClassVar[Values] = {"truncate_prompt_tokens": (-1,)}  # -1: the model's length
 
-    input: Annotated[list[str | list[int]], Checked(bodies.check_inputs, bodies.INPUTS)]
+    input: Annotated[list[str | list[int]], checked(bodies.check_inputs, bodies.INPUTS)]
     model: str | None = Field(None, description="Name of the served model; left out: the first embedding model.")
     encoding_format: Literal["float", "base64"] = Field("float", description="base64: little-endian float32.")
     dimensions: int | None = Field(None, ge=1, description="Keep only the first so many dimensions, scaled to length 1.")
@@ -68,8 +68,8 @@ class RerankBody(Body):
         "rank_fields": ([], ["text"]), "max_chunks_per_doc": (), "max_tokens_per_doc": (), "truncate_prompt_tokens": (-1,)
     }  # fmt: skip
 
-    query: Annotated[str, Checked(check_text, STRING)]
-    documents: Annotated[list[str], Checked(read_documents, {"type": "array", "minItems": 1, "items": DOCUMENT})]
+    query: str
+    documents: Annotated[list[str], checked(read_documents, {"type": "array", "minItems": 1, "items": DOCUMENT})]
     model: str | None = None
     top_n: int | None = Field(None, ge=1, description="Give only the best so many; left out: all.")
     return_documents: bool = Field(False, description="Repeat the text of each document in the answer.")
@@ -79,8 +79,8 @@ class RerankBody(Body):
 class SimilarityBody(Body):
     """POST /similarity: the cosine of one source with each sentence, or of each of several sources."""
 
-    source: Annotated[str | list[str], Checked(read_source, {"anyOf": [STRING, STRINGS]})]
-    sentences: Annotated[list[str], Checked(check_some_texts, STRINGS)]
+    source: Annotated[str | list[str], checked(read_source, {"anyOf": [STRING, STRINGS]})]
+    sentences: list[str] = Field(min_length=1)
     model: str | None = None
     deadline_s: Deadline = None
 

@@ -218,7 +218,7 @@ class Failed(Message, tag="failed", kw_only=True, omit_defaults=True):
             return cls(request_id=request_id, code=ArcherfishError.code, message=message)
         return cls(
             request_id=request_id, code=error.code, message=error.message, status=error.status, hint=error.hint or "",
-            param=getattr(error, "param", None), retry_after_s=retry_after_s,
+            param=error.param, retry_after_s=retry_after_s,
         )
 
 

@@ -73,7 +73,7 @@ class PretendServer:
         self.bodies.append(body)
         if self.refuses:
             self.refuses -= 1
-            return web.json_response({"error": {"code": "overloaded"}}, status=429, headers={"Retry-After": "0"})
+            return web.json_response({"error": {"code": "too_many_requests"}}, status=429, headers={"Retry-After": "0"})
         if not self.knows_extras and "ignore_eos" in body:
             return web.json_response({"error": {"code": "unknown"}}, status=400)
         if "input" in body:

@@ -7,7 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
+from archerfish.errors import OverloadedError
 from archerfish.serve.client import RemoteError
+from archerfish.serve.overload import BusyError
 
 from .client import WORDS, app_of, client_of, error_of, host_with, serving, words_host
 from .fake_backend import FakeBackend, fake_app, post
@@ -27,14 +29,12 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
         (EMBEDDINGS, {}, "input", "The parameter 'input' is missing."),
         (EMBEDDINGS, {"inputs": "x"}, "inputs", "Unknown parameter 'inputs'. Did you mean 'input'?"),
         (EMBEDDINGS, {"input": "x", "{message}": 1}, "{message}", "Unknown parameter '{message}'."),
-        (EMBEDDINGS, {"input": "x", "\ud800": 1}, "\\ud800", "Unknown parameter '\\ud800'."),
         (EMBEDDINGS, {"input": []}, "input", "not an empty list."),
         (EMBEDDINGS, {"input": None}, "input", "not null."),
         (EMBEDDINGS, {"input": ["a", 3]}, "input", "input[1] must be a string, not a number."),
         (EMBEDDINGS, {"input": [1, "a"]}, "input", "input[1] must be a token id."),
         (EMBEDDINGS, {"input": [1, -1]}, "input", "input[1] must be a token id."),
         (EMBEDDINGS, {"input": [[1], []]}, "input", "input[1] must be a list of token ids"),
-        (EMBEDDINGS, {"input": "\ud800"}, "input", "not valid Unicode"),
         (EMBEDDINGS, {"input": "x", "dimensions": 0}, "dimensions", "dimensions must be at least 1, not 0."),
         (EMBEDDINGS, {"input": "x", "dimensions": 5}, "dimensions", "lab/vectors has 4 dimensions, not 5."),
         (EMBEDDINGS, {"input": "x", "deadline_s": 0}, "deadline_s", "deadline_s must be"),
@@ -49,9 +49,11 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
         (RERANK, {"query": "x", "documents": [{"text": 1}]}, "documents", "documents[0].text must be a string"),
         (RERANK, {"query": ["x"], "documents": ["y"]}, "query", "query must be a string, not an array."),
         (RERANK, {"query": "x", "documents": ["y"], "return_documents": "yes"}, "return_documents", "true or false, not"),
-        (RERANK, {"query": "x", "documents": ["y"], "top_n": "a" * 99}, "top_n", "not 'aaaaaaaaaaaaaaaaaaaaaaa..."),
-        (TEXT, {"prompt": "a", "guided_json": 3}, "guided_json", "must be a JSON schema, which is an object,"),
-        (SIMILARITY, {"source": "x", "sentences": "y"}, "sentences", "list of strings"),
+        (RERANK, {"query": "x", "documents": ["y"], "top_n": "a" * 99}, "top_n", f"not '{'a' * 39}..."),
+        (TEXT, {"prompt": "a", "guided_json": 3}, "guided_json", "The JSON schema of a grammar must be an object, not int."),
+        (SIMILARITY, {"source": "x", "sentences": "y"}, "sentences", "sentences must be an array, not 'y'."),
+        (SIMILARITY, {"source": "x", "sentences": []}, "sentences", "at least 1 item"),
+        (SIMILARITY, {"source": "x", "sentences": ["y", 3]}, "sentences", "sentences[1] must be a string, not 3."),
         (SIMILARITY, {"source": [], "sentences": ["y"]}, "source", "not empty"),
         (TEXT, {"prompt": ""}, "prompt", "The prompt is empty"),
         (TEXT, {"prompt": "a", "max_tokens": 0}, "max_tokens", "only allowed with echo"),
@@ -74,31 +76,30 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
         (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages", "not 'king'"),
         (CHAT, {"messages": [{"content": "x"}]}, "messages",
          "messages[0].role must be system, developer, user, assistant or tool"),
-        (CHAT, {"messages": [{"role": "user"}]}, "messages", "messages[0].content is missing."),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages", "messages[0] has no content."),
         (CHAT, {"messages": [{"role": "user", "contents": "x"}]}, "messages",
-         "unknown member 'contents'. Did you mean 'content'?"),
+         "messages[0] has no member 'contents'. Did you mean 'content'?"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages",
          "of type 'image_url', which is not"),
         (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages", "messages[0].tool_call_id must be a string"),
         (CHAT, {"messages": [{"role": "assistant", "content": None}]}, "messages", "neither content nor tool_calls"),
-        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "not valid Unicode"),
         (CHAT, {"messages": HI, "max_token": 5}, "max_token", "Did you mean 'max_tokens'?"),
         (CHAT, {"messages": HI, "temperature": -1}, "temperature", "temperature must be a number from 0 to 100, not -1.0."),
         (CHAT, {"messages": HI, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differ"),
         (CHAT, {"messages": HI, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
-        (CHAT, {"messages": HI, "logit_bias": {"x": 1}}, "logit_bias", "'x' is not a token id"),
+        (CHAT, {"messages": HI, "logit_bias": {"x": 1}}, "logit_bias", "'x' is no token id"),
+        (CHAT, {"messages": HI, "logit_bias": {"1": "x"}}, "logit_bias", "logit_bias.1 must be a number, not 'x'."),
         (CHAT, {"messages": HI, "logit_bias": {"1": 1000}}, "logit_bias", "from -100 to 100"),
         (CHAT, {"messages": HI, "stop": [""]}, "stop", "not empty"),
-        (CHAT, {"messages": HI, "stop": 3}, "stop", "a string or a list of strings, not a number"),
+        (CHAT, {"messages": HI, "stop": 3}, "stop", "a string or a list of strings, not int."),
         (CHAT, {"messages": HI, "top_k": 10**30}, "top_k", "top_k cannot be sent to the engine"),
         (CHAT, {"messages": HI, "stop_token_ids": [10**30]}, "stop_token_ids", "outside of the vocabulary"),
-        (CHAT, {"messages": HI, "model": "bare", "stop_token_ids": [10**30]}, "stop_token_ids", "cannot be sent to the engine"),
+        (TEXT, {"prompt": [5], "model": "bare", "stop_token_ids": [10**30]}, "stop_token_ids", "cannot be sent to the engine"),
         (CHAT, {"messages": HI, "logit_bias": {"999999999": 1}}, "logit_bias", "outside of the vocabulary"),
         (CHAT, {"messages": HI, "priority": 10**30}, "priority", "priority must be below 2,147,483,648"),
         (CHAT, {"messages": HI, "deadline_s": -1}, "deadline_s", "deadline_s must be at least 0"),
         (CHAT, {"messages": HI, "response_format": {"type": "xml"}}, "response_format", "json_object, json_schema"),
         (CHAT, {"messages": HI, "response_format": {"type": "json_schema"}}, "response_format", "must hold a schema"),
-        (CHAT, {"messages": HI, "guided_regex": "\ud800"}, "guided_regex", "guided_regex cannot be sent to the engine"),
         (CHAT, {"messages": HI, "guided_regex": "a", "guided_choice": ["b"]}, "guided_regex", "exclude each other"),
         (CHAT, {"messages": HI, "stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
         (CHAT, {"messages": HI, "stream_options": {"include_usages": True}}, "include_usages", "Did you mean 'include_usage'?"),
@@ -126,23 +127,28 @@ def test_wrong_value_names_its_parameter(route: str, body: dict[str, Any], param
     assert backend.requests == []
 
 
+def test_full_queue_and_limit_of_an_engine_have_codes_of_their_own() -> None:
+    assert (OverloadedError.status, OverloadedError.code) == (429, "too_many_requests")
+    assert (BusyError.status, BusyError.code) == (503, "overloaded")
+
+
 @pytest.mark.parametrize(
     ("content", "headers", "code", "said"),
     [
-        (b"{", JSON, "invalid_json", "in line 1, column 2, where it ends."),
-        (b'{"input": "x", }', JSON, "invalid_json", "in line 1, column"),
-        (b'{\n  "input": "x"\n  "user": "y"\n}', JSON, "invalid_json",
-         """Expecting ',' delimiter, in line 3, column 3, at '"user": "y"'."""),
-        (b"{'input': 'x'}", JSON, "invalid_json", "in double quotes, in line 1, column 2, at \"'input': 'x'}\"."),
+        (b"{", JSON, "invalid_json", "EOF while parsing an object at line 1 column 1."),
+        (b'{"input": "x", }', JSON, "invalid_json", "trailing comma at line 1 column 16."),
+        (b'{\n  "input": "x"\n  "user": "y"\n}', JSON, "invalid_json", "expected `,` or `}` at line 3 column 3."),
+        (b"{'input': 'x'}", JSON, "invalid_json", "key must be a string at line 1 column 2."),
         (b"[]", JSON, "bad_request", "must be a JSON object"),
         (b"", JSON, "bad_request", "must be a JSON object"),
-        (b'{"input": "\xff"}', JSON, "invalid_json", "it is not UTF-8: byte 12 (0xff): invalid start byte."),
-        (b'{"input": [' + b"1" * 5000 + b"]}", JSON, "invalid_json", "a whole number has more than 4,300 digits."),
-        (b"[" * 100_000, JSON, "invalid_json", "it is nested too deeply."),
+        (b'{"input": "\xff"}', JSON, "invalid_json", "invalid unicode code point at line 1 column 12."),
+        (b'{"input": [' + b"1" * 5000 + b"]}", JSON, "invalid_json", "number out of range at line 1 column 4313."),
+        (b"[" * 100_000, JSON, "invalid_json", "recursion limit exceeded at line 1 column 202."),
         (b'{"input": "x"}', {"Content-Type": "text/plain"}, "bad_request", "Content-Type: application/json"),
-        (b'{"input": ["NaN \\"",\nNaN]}', JSON, "invalid_json", "NaN is not a JSON number, in line 2, column 1, at 'NaN]}'."),
-        (b'{"input": [-Infinity]}', JSON, "invalid_json", "-Infinity is not a JSON number, in line 1, column 12"),
-        (b'{"input": [1e999]}', JSON, "invalid_json", "1e999 is not a JSON number, in line 1, column 12"),
+        (b'{"input": "\\ud800"}', JSON, "invalid_json", "hex escape at line 1 column 18."),
+        (b'{"input": ["NaN \\"",\nNaN]}', JSON, "invalid_json", "expected value at line 2 column 1."),
+        (b'{"input": [-Infinity]}', JSON, "invalid_json", "invalid number at line 1 column 13."),
+        (b'{"input": "x", "deadline_s": 1e999}', JSON, "invalid_input", "deadline_s: Input should be a finite number."),
     ],
 )  # fmt: skip
 def test_body_that_is_not_a_json_object(content: bytes, headers: dict[str, str], code: str, said: str) -> None:

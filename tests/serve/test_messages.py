@@ -138,7 +138,7 @@ def test_output_config_becomes_a_grammar() -> None:
         ({"messages": [{"role": "user", "content": 3}]}, 400, "invalid_request_error", "a string or a list of parts"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "invalid_request_error", "only tools of the caller"),
         ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "there are no tools"),
-        ({"stop_sequences": "x"}, 400, "invalid_request_error", "list of strings"),
+        ({"stop_sequences": "x"}, 400, "invalid_request_error", "stop_sequences must be an array"),
         ({"model": "writr"}, 404, "not_found_error", "not served here"),
         ({"messages": [{"role": "user", "content": "a" * 1000}]}, 400, "invalid_request_error", "maximum context length"),
     ],

@@ -150,7 +150,7 @@ def test_packages_raise_their_error_classes(client: openai.OpenAI, claude: anthr
 
 def test_refusals_and_broken_streams() -> None:
     backend = FakeBackend()
-    backend.fails[0] = RemoteError("Too much waits.", code="overloaded", status=429, retry_after_s=3)
+    backend.fails[0] = RemoteError("Too much waits.", code="too_many_requests", status=429, retry_after_s=3)
     with running(fake_app(backend)) as served:
         client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
         with pytest.raises(openai.RateLimitError) as caught:

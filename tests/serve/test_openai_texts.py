@@ -175,7 +175,7 @@ def test_wrong_model_and_long_prompt() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_refusals_have_retry_after(stream: bool) -> None:
     backend = FakeBackend()
-    backend.fails[0] = RemoteError("Too much waits.", code="overloaded", status=429, retry_after_s=2.2)
+    backend.fails[0] = RemoteError("Too much waits.", code="too_many_requests", status=429, retry_after_s=2.2)
     answer = post(backend, CHAT, {"messages": HI, "stream": stream})
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
     assert error_of(answer)["type"] == "rate_limit_error"

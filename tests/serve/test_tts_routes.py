@@ -86,15 +86,14 @@ def test_stages_count_against_limits() -> None:
 
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"foo": 1}, "foo", "Unknown parameter"), ({"emotoin": "SAD"}, "emotoin", "Did you mean 'emotion'?"),
-    ({"speed": 3}, "speed", "speed must be one of very_slow, slow, medium, fast, very_fast, not a number."),
-    ({"age": None}, "age", "age must be one of child, "), ({"gender": ["male"]}, "gender", "female, male, not an array."),
+    ({"speed": 3}, "speed", "speed must be a string, not 3."), ({"age": None}, "age", "age must be a string, not null."),
     ({"top_k": "5"}, "top_k", "a whole number, not '5'."), ({"seed": 1.0}, "seed", "a whole number, not 1.0."),
     ({"max_tokens": True}, "max_tokens", "a whole number, not a boolean."),
     ({"stream": 1}, "stream", "true or false, not 1."), ({"priority": None}, "priority", "a whole number, not null."),
     ({"model": 5}, "model", "string"), ({"text": "hm " * 1000, "max_tokens": 9}, "text", ""), ({"model": "bare"}, "model", ""),
     ({"priority": 2**40}, "priority", ""), ({"text": "long " * 3000}, "text", ""),
     ({"deadline_s": "1"}, "deadline_s", "number"), ({"deadline_s": -3}, "deadline_s", "at least 0"),
-    ({**REFERENCE, "ref_semantic_tokens": {"a": 1}}, "ref_semantic_tokens", "a list of token ids, not an object"),
+    ({**REFERENCE, "ref_semantic_tokens": {"a": 1}}, "ref_semantic_tokens", "an array, not an object"),
     ({**REFERENCE, "ref_semantic_tokens": ["1"]}, "ref_semantic_tokens", "ref_semantic_tokens[0] must be a whole number"),
 ]  # fmt: skip
 

@@ -90,7 +90,7 @@ def test_deep_nesting_is_refused() -> None:
 
 def test_details_of_foreign_errors_stay_hidden() -> None:
     told = wire.Failed.of("1", OverloadedError("The queue is full.", hint="Wait."), 3.0)
-    assert (told.status, told.code, told.retry_after_s) == (429, "overloaded", 3.0)
+    assert (told.status, told.code, told.retry_after_s) == (429, "too_many_requests", 3.0)
     assert (told.message, told.hint) == ("The queue is full.", "Wait.")
     assert wire.Failed.of("1", InputTooLargeError("Long.")).status == 413
     told = wire.Failed.of("1", RuntimeError("the password is 1234"))
