@@ -42,11 +42,6 @@ def weights(
     return TritonOps(DEVICE, dtype).linear_weight([{"weight": weight}], [bias], weight_format), wide
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def _no_torch_products(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Tensor:
@@ -71,7 +66,7 @@ def test_linear(num_rows: int, size: tuple[int, int], dtype: str, weight_format:
 
 @pytest.mark.parametrize(
     ("tile", "width", "gate", "dtype", "weight_format"),
-    combine([*TILES, *STREAMS], [128, 300], [None, "silu"], TYPES, FORMATS),
+    combine([*TILES, *STREAMS], [128, 200], [None, "silu"], TYPES, FORMATS),
 )
 def test_every_tile_gives_the_same(
     tile: LinearTile, width: int, gate: Activation | None, dtype: str, weight_format: WeightFormat,
@@ -81,7 +76,7 @@ def test_every_tile_gives_the_same(
     ops, reference, num_rows = TritonOps(DEVICE, dtype), TorchOps(DEVICE), 1 if tile.num_programs else 3
     monkeypatch.setattr(RowsWeight, "tile", tile)
     x, other, norm = random(num_rows, width, dtype=dtype), random(num_rows, width, dtype=dtype), random(width)
-    for num_outputs in (24, 38):
+    for num_outputs in (16, 22):
         weight, wide = weights(num_outputs, width, dtype, has_bias=True, weight_format=weight_format)
         residual = random(num_rows, num_outputs, dtype=dtype)
         assert_near(ops.linear(x, weight), reference.linear(x.float(), wide), dtype)

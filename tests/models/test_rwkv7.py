@@ -64,13 +64,8 @@ def driver(
     return RecurrentDriver(ops, weights, config, tokens, recurrent=states, block_size=block_size)
 
 
-def check(ours: RecurrentDriver, theirs: Sequence[Any], *, tolerance: float = TOLERANCE) -> None:
-    for work in STEPS:
-        before = list(ours.num_computed)
-        for (i, count), logits in zip(work, ours.step(work), strict=True):
-            assert logits.dtype == torch.float32
-            expected = torch.as_tensor(theirs[i][before[i] : before[i] + count])
-            torch.testing.assert_close(logits, expected, atol=tolerance, rtol=tolerance)
+def check(ours: RecurrentDriver, theirs: Sequence[Any]) -> None:
+    ours.check(STEPS, theirs, TOLERANCE)
     assert ours.num_computed == [LENGTH] * 3
 
 

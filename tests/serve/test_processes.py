@@ -95,12 +95,12 @@ def wait_for_start(child: KeptProcess, num_starts: int) -> None:
 
 
 async def answers_during_a_stop(child: KeptProcess, address: str, params: dict[str, Any]) -> list[Any]:
-    """What three requests get that run when their engine process is stopped, which has a grace time."""
+    """What three requests get that run when their engine process is stopped."""
     async with asyncio.timeout(LIMIT_S), AsyncClient(address) as client:
         running = await start_streams(client, 3, params)
-        answers, _ = await asyncio.gather(
-            asyncio.gather(*running, return_exceptions=True), asyncio.to_thread(child.stop)
-        )
+        stopping = asyncio.create_task(asyncio.to_thread(child.stop))
+        answers = await asyncio.gather(*running, return_exceptions=True)
+        await stopping
         return answers
 
 
