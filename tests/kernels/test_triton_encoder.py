@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -184,13 +184,7 @@ def test_recorded_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     ops = TritonOps(DEVICE, "float32")
     config = {**SIZES, "model_type": "roberta", "num_hidden_layers": 1}  # whose positions do not begin at 0
     core, plain = make_core(config, monkeypatch, ops), make_core(config, monkeypatch, None)
-    num_recorded = 0
-
-    def capture(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        nonlocal num_recorded
-        num_recorded += 1
-        return call
-
+    capture = Mock(side_effect=lambda call: call)
     if not HAS_CUDA:
         monkeypatch.setattr(ops, "is_async", True)
         monkeypatch.setattr(ops, "capture", capture)
@@ -199,7 +193,7 @@ def test_recorded_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     for lengths, wait in zip(lists, waiting, strict=True):
         np.testing.assert_allclose(wait(), plain.run(batch_of(lengths)), atol=2e-4, rtol=1e-4)
     assert set(core._recorded) == {(16, False, False), (32, False, False)}
-    assert HAS_CUDA or num_recorded == 2
+    assert HAS_CUDA or capture.call_count == 2
     crowd = batch_of((1,) * 9)  # more sequences than there is room for
     np.testing.assert_allclose(core.run(crowd), plain.run(crowd), atol=2e-4, rtol=1e-4)
 

@@ -7,6 +7,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from tests.calls import spy_on
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, TYPES, assert_near, captured, combine, random, untraced
 
 from archerfish.kernels.ops import Activation, LinearWeight  # isort: skip
@@ -14,7 +15,7 @@ from archerfish.kernels.formats import PLAIN, Int8Rows, WeightFormat  # isort: s
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight  # isort: skip
 from archerfish.kernels.triton import linear as triton_linear  # isort: skip
 from archerfish.kernels.triton.linear import Int8RowsWeight, PlainRowsWeight, RowsWeight, filled_up  # isort: skip
-from archerfish.kernels.triton.tiles import MAX_ADDED_ROWS, SHARED_BYTES, AddTile, LinearTile, add_tile, tile_of  # isort: skip
+from archerfish.kernels.triton.tiles import MAX_ADDED_ROWS, SHARED_BYTES, LinearTile, add_tile, tile_of  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
@@ -260,20 +261,13 @@ def test_product_is_added_in_place(num_rows: int, width: int, dtype: str, weight
 
 
 def test_more_rows_or_outputs_are_added_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    add_rows = triton_linear.add_rows
-
-    def noted(total: Tensor, x: Tensor, packed: RowsWeight, tile: AddTile) -> Tensor:
-        calls.append(len(x))
-        return add_rows(total, x, packed, tile)
-
-    monkeypatch.setattr(triton_linear, "add_rows", noted)
+    add_rows = spy_on(monkeypatch, triton_linear, "add_rows")
     ops, (weight, wide) = TritonOps(DEVICE, "float32"), weights(24, 64, "float32")
     for num_rows in (4, 20, MAX_ADDED_ROWS, MAX_ADDED_ROWS + 1):
         x, total = random(num_rows, 64), random(num_rows, 24)
         expected = TorchOps(DEVICE).linear(x, wide, residual=total)
         assert_near(ops.linear(x, weight, residual=total), expected, "float32")
-    assert calls == [20, MAX_ADDED_ROWS]
+    assert [len(call.args[1]) for call in add_rows.call_args_list] == [20, MAX_ADDED_ROWS]
     for num_rows in (17, 32, 33, 128):
         for element_bytes, most in [(size, room) for size in (2, 4) for room in (SHARED_BYTES, 86_000, 1)]:
             tile = add_tile(num_rows, torch.empty(1024, 3072, device="meta"), element_bytes, most)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
+from tests.calls import spy_on
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
 
 from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, NUM_INPUTS, Input  # isort: skip (triton must interpret)
@@ -138,14 +139,6 @@ def reference_of(model: Model, num_rows: int, num_real: int = 0, weight_format: 
     return Decodes(TorchOps(DEVICE), model, num_rows, num_real or num_rows, weight_format=weight_format)
 
 
-def noting(name: str, original: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        calls.append(name)
-        return original(*args, **kwargs)
-
-    return call
-
-
 def check(decodes: Decodes, reference: Decodes, tolerance: float) -> None:
     expected = reference.step()
     pairs = [(decodes.step(), expected)]
@@ -180,11 +173,10 @@ def test_kernels_of_a_layer(
     num_rows: int, num_kernels: int, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor: Any = importlib.import_module("triton.runtime.interpreter").GridExecutor
-    launches: list[str] = []
-    monkeypatch.setattr(executor, "__call__", noting("launch", executor.__call__, launches))
+    launch = spy_on(monkeypatch, executor, "__call__")
     ours = Decodes(TritonOps(DEVICE, "float32"), models["tiny"], num_rows, num_rows)
     check(ours, reference_of(models["tiny"], num_rows), BOUNDED)
-    assert len(launches) == 2 * num_kernels + 4  # and staging, the lookup, the last norm and the logits
+    assert launch.call_count == 2 * num_kernels + 4  # and staging, the lookup, the last norm and the logits
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("float16", 0.01), *([("bfloat16", 0.06)] if HAS_CUDA else [])])
@@ -243,8 +235,7 @@ def test_layers_whose_weights_differ_are_not_fused(
     name: str, weight_format: WeightFormat, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where one matrix of a mix has another format than the others, or a bias that the kernels do not expect."""
-    calls: list[str] = []
-    monkeypatch.setattr(Rwkv7Block, "mix_time", noting("mix_time", Rwkv7Block.mix_time, calls))
+    mix_time = spy_on(monkeypatch, Rwkv7Block, "mix_time")
     ours, reference = (decodes_of(models["tiny"], 2), reference_of(models["tiny"], 2))
     *path, last = name.split(".")
     tensor = {"time.key": "attn.k_proj", "channel.key": "ffn.key", "time.decay.up": "attn.w_lora.lora.2"}[name]
@@ -256,7 +247,7 @@ def test_layers_whose_weights_differ_are_not_fused(
         object.__setattr__(owner, last, decodes.ops.linear_weight([{"weight": weight}], [None], weight_format))
     check(ours, reference, BOUNDED)
     is_fused = name == "channel.key"  # all matrices of a mix have one format, but the two mixes may have different ones
-    assert len(calls) == (2 if is_fused else 3)
+    assert mix_time.call_count == (2 if is_fused else 3)
 
 
 @pytest.mark.parametrize("element_bytes", [2, 4])
