@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,17 +14,9 @@ from archerfish.cache.adaptive import AdaptiveCache
 from archerfish.errors import InvalidOptionError
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def make(max_bytes: int = 100, ttl_seconds: float = 10.0, **options: object) -> tuple[AdaptiveCache[str, str], Clock]:
-    clock = Clock()
-    return AdaptiveCache(max_bytes, ttl_seconds, clock=clock, **options), clock  # type: ignore[arg-type]
+def make(max_bytes: int = 100, ttl_seconds: float = 10.0, **options: Any) -> tuple[AdaptiveCache[str, str], SimpleNamespace]:
+    clock = SimpleNamespace(now=0.0)
+    return AdaptiveCache(max_bytes, ttl_seconds, clock=lambda: clock.now, **options), clock
 
 
 def ask(cache: AdaptiveCache[str, str], key: str, num_bytes: int = 10) -> bool:

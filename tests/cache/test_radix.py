@@ -214,6 +214,20 @@ def test_policies_choose_differently(policy: str, survivor: int) -> None:
     assert World(policy=order).add([1])[0] in order
 
 
+@pytest.mark.parametrize(("policy", "before", "first"), [("lru", "lfu", 1), ("fifo", "lru", 0), ("lfu", "lru", 2)])
+def test_new_policy_orders_what_is_cached(policy: str, before: str, first: int) -> None:
+    world = World(block_size=1, policy=before)
+    for token in range(4):
+        world.add([token])
+    for token in (3, 1, 1, 3, 3, 0, 0, *([2] if policy == "lru" else [])):  # 1 twice and longest ago, 0 was made first
+        world.cache.match_prefix(RadixKey([token]))
+    world.cache.set_policy(policy)
+    world.cache.check([])
+    world.cache.evict(1)
+    assert [token for token in range(4) if not world.cache.peek(RadixKey([token]))] == [first]
+    world.cache.check([])
+
+
 def test_blocks_of_others_do_not_count_as_freed() -> None:
     world = World()
     taken = world.blocks.allocate(2)

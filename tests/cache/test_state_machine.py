@@ -79,7 +79,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.sim.blocks.num_free == self.sim.num_blocks
 
 
-CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None, derandomize=True)
+CacheMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None, derandomize=True)
 TestCacheMachine = CacheMachine.TestCase
 
 

@@ -19,7 +19,8 @@ def flags(tmp_path: Path) -> list[str]:
     directory = tmp_path / "speaker"
     directory.mkdir()
     save_tiny_rwkv(directory, vocab_size=VOCAB_SIZE, hidden_size=32)
-    return ["--model", str(directory), "--load-format", "dummy", "--dtype", "float32", "--memory-budget-gib", "0.05"]
+    return ["--model", str(directory), "--load-format", "dummy", "--dtype", "float32", "--memory-budget-gib", "0.05",
+            "--num-threads", "1"]  # fmt: skip
 
 
 def lines_of(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from archerfish.cache.block_manager import BlockManager
-from archerfish.cache.radix import RadixCache, RadixKey
 from archerfish.compat.optimization import OptimizationConfig
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import InvalidOptionError, OverloadedError, UnknownOptionError
@@ -170,28 +168,6 @@ def test_running_requests_survive_every_change(llama: Path, steps_between: int) 
         assert [result.token_ids for result in results if result is not None] == expected
         assert num_changes > len(SETTINGS)
         engine.scheduler.cache.check([])
-
-
-# The setters below it
-
-
-@pytest.mark.parametrize(("policy", "first"), [("lru", [1]), ("fifo", [0]), ("lfu", [2])])
-def test_new_eviction_policy_orders_cached_blocks(policy: str, first: list[int]) -> None:
-    blocks = BlockManager(16, 1)
-    cache = RadixCache(blocks, policy="lru" if policy != "lru" else "lfu")
-    for token in range(4):
-        taken = blocks.allocate(1)
-        cache.insert(RadixKey([token]), taken)
-        blocks.free(taken)
-    for token in (3, 1, 1, 3, 3, 0, 0):  # 2 was never matched, 1 twice and longest ago, 0 was made first
-        cache.match_prefix(RadixKey([token]))
-    if policy == "lru":
-        cache.match_prefix(RadixKey([2]))
-    cache.set_policy(policy)
-    cache.check([])
-    cache.evict(1)
-    assert [token for token in range(4) if not cache.peek(RadixKey([token]))] == first
-    cache.check([])
 
 
 def test_options_change_while_another_thread_computes(engine: LLMEngine) -> None:

@@ -216,7 +216,8 @@ def test_each_batch_takes_the_longest_that_fits(lengths: list[int], max_tokens: 
     assert not left
 
 
-RESIDENT = """
+RESIDENT_AND_FORKED = """
+import os, signal
 from pathlib import Path
 from archerfish import ArrowEngine
 engine = ArrowEngine("all-minilm-l6-v2")
@@ -226,27 +227,6 @@ lines = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").s
 starts = [i for i, line in enumerate(lines) if line.endswith(str(engine._loader.arrow_path))]
 kb = sum(int(next(line for line in lines[i:] if line.startswith("Rss:")).split()[1]) for i in starts)
 print(len(starts), kb * 1024 / engine._loader.arrow_path.stat().st_size)
-"""
-
-
-def test_weights_are_in_memory_once(minilm_source: Path) -> None:
-    """After packing, the mapped matrices are let go: red if originals and packed copies both stay resident."""
-    out = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, check=True)
-    num_mappings, share = out.stdout.split()
-    assert int(num_mappings) == 1
-    assert float(share) < 0.1
-
-
-def test_any_iterable_of_texts(minilm: ArrowEngine) -> None:
-    expected = minilm.encode(["the cat", "the dog"])
-    for texts in (("the cat", "the dog"), np.array(["the cat", "the dog"]), (t for t in ["the cat", "the dog"])):
-        np.testing.assert_allclose(minilm.encode(texts), expected, atol=1e-2)
-
-
-FORKED = """
-import os, signal
-from archerfish import ArrowEngine
-engine = ArrowEngine("all-minilm-l6-v2")
 texts = [f"text {i}" for i in range(300)]
 before = engine.encode(texts)
 child = os.fork()
@@ -259,10 +239,21 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_forked_process_can_encode(minilm_source: Path) -> None:
-    """OpenMP and the parent's threads do not survive a fork; red if the child waits for either."""
-    out = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "0", out.stderr
+def test_weights_are_in_memory_once_and_a_forked_process_can_encode(minilm_source: Path) -> None:
+    """After packing, the mapped matrices are let go: red if originals and packed copies both stay resident.
+
+    OpenMP and the parent's threads do not survive a fork: red if the child waits for either.
+    """
+    out = subprocess.run([sys.executable, "-c", RESIDENT_AND_FORKED], capture_output=True, text=True, check=True)
+    num_mappings, share, child_code = out.stdout.split()
+    assert (int(num_mappings), float(share) < 0.1) == (1, True)
+    assert child_code == "0", out.stderr
+
+
+def test_any_iterable_of_texts(minilm: ArrowEngine) -> None:
+    expected = minilm.encode(["the cat", "the dog"])
+    for texts in (("the cat", "the dog"), np.array(["the cat", "the dog"]), (t for t in ["the cat", "the dog"])):
+        np.testing.assert_allclose(minilm.encode(texts), expected, atol=1e-2)
 
 
 def test_a_damaged_tokenizer_is_found_when_the_model_is_opened(tiny_model: Any, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ async def test_gathered_answers_equal_those_of_the_plain_engine(engine: LLMEngin
 
 @in_loop
 async def test_a_name_and_options_make_an_engine(llama: Path) -> None:
-    served = AsyncLLMEngine(str(llama), dtype="float32", load_format="dummy", max_cache_tokens=512)
+    served = AsyncLLMEngine(str(llama), dtype="float32", load_format="dummy", max_cache_tokens=512, num_threads=1)
     assert len((await served.generate([5, 6], sampling_params=PARAMS)).token_ids) == 8
     await served.close()
 

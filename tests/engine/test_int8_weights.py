@@ -25,15 +25,13 @@ from archerfish.kernels.torch.cpu import TorchCpuOps
 from archerfish.kernels.torch.reference import TorchWeight
 from archerfish.models.config import Config
 from archerfish.models.rwkv7 import Rwkv7Model
-from archerfish.params import SamplingParams
 from archerfish.store.loader import WeightLoader
 from tests.engine.test_rwkv_engine import note_logits
 from tests.engine.tiny_llama import greedy, tiny_config
-from tests.engine.tiny_rwkv import DTYPES, prompts, rwkv_config
+from tests.engine.tiny_rwkv import DTYPES, rwkv_config
 from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, random_tokens, read_rwkv7, write_checkpoint
 
 INT8 = Int8Rows()
-VOCAB = SIZES["tiny"].vocab_size
 STORY = (
     "Once upon a time, in a modest little house, there lived a boy named Tim. Tim had a big red ball that he loved to play "
     "with. One day, he threw the ball very far and it went into his neighbor's house. Tim was very sad and scared to go get it."
@@ -66,20 +64,6 @@ def test_engine_logits_are_close_to_the_golden_ones(
         engine.generate([sequence[:70] for sequence in sequences], greedy(1))
         expected = torch.stack([golden[0, 63], golden[0, 64], *golden[:, 69]])
     assert error_of(torch.stack(noted), expected) < (0.031 if dtype == "float32" else 0.06)
-
-
-def test_a_batch_equals_each_alone_and_kept_states_change_nothing(tiny: Path, hub: HubConfig) -> None:
-    shared = prompts(1, VOCAB, 5, 50, 50)[0]
-    many = [*prompts(12, VOCAB), *(shared + prompt for prompt in prompts(8, VOCAB, 1, 1, 20))]
-    each = [SamplingParams(max_tokens=9, seed=i, ignore_eos=True) for i in range(len(many))]
-    with make(tiny, hub, enable_prefix_caching=False, block_size=0) as engine:
-        alone = [engine.generate([prompt], one)[0].token_ids for prompt, one in zip(many, each, strict=True)]
-    with make(tiny, hub) as engine:
-        for num_cached in (0, 1):
-            outputs = engine.generate(many, each)
-            assert [output.token_ids for output in outputs] == alone
-            assert all((output.num_cached_tokens > 0) >= num_cached for output in outputs[12:])
-        engine.scheduler.cache.check([])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

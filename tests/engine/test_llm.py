@@ -12,10 +12,10 @@ import pytest
 from archerfish import LLM, LLMEngine, SamplingParams
 from archerfish.engine.outputs import RequestOutput
 from archerfish.errors import ArcherfishError, InvalidInputError
-from tests.engine.tiny_llama import greedy, save_tiny_llama, tiny_config
-from tests.text.tiny_tokenizers import byte_fallback
+from tests.engine.tiny_llama import greedy, tiny_config
+from tests.text.tiny_tokenizers import save_text_llama
 
-VOCAB = 280
+VOCAB = 288
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 HELLO = [{"role": "user", "content": "Hello"}]
 FISH = [{"role": "user", "content": "A fish?"}]
@@ -23,9 +23,7 @@ FISH = [{"role": "user", "content": "A fish?"}]
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("talking-llama")
-    byte_fallback(found, chat_template=TEMPLATE)
-    return save_tiny_llama(found, vocab_size=VOCAB)
+    return save_text_llama(tmp_path_factory.mktemp("talking-llama"), 256, chat_template=TEMPLATE)
 
 
 @pytest.fixture(scope="module")

@@ -50,14 +50,14 @@ def test_tokens_are_those_of_transformers(model: Any, kind: str, tmp_path: Path,
     if kind == "bin":
         torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
         (tmp_path / "model.safetensors").unlink()
-    with LLMEngine(str(tmp_path), dtype="float32", max_cache_tokens=512, hub=hub) as engine:
+    with LLMEngine(str(tmp_path), dtype="float32", max_cache_tokens=512, num_threads=1, hub=hub) as engine:
         assert engine.generate([PROMPT], GREEDY)[0].token_ids == their_tokens(model)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_two_byte_types_run(model: Any, dtype: str, tmp_path: Path, hub: HubConfig) -> None:
     model.save_pretrained(tmp_path)
-    with LLMEngine(str(tmp_path), dtype=dtype, max_cache_tokens=512, hub=hub) as engine:
+    with LLMEngine(str(tmp_path), dtype=dtype, max_cache_tokens=512, num_threads=1, hub=hub) as engine:
         assert engine.facts.dtype == (dtype if is_available(dtype) else "float32")
         assert len(engine.generate([PROMPT], GREEDY)[0].token_ids) == 10
 

@@ -19,7 +19,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of France? Answer i
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LLMEngine]:
-    with LLMEngine(MODEL, dtype="float32", max_cache_tokens=8192, max_num_seqs=32) as made:
+    with LLMEngine(MODEL, dtype="float32", max_cache_tokens=8192, max_num_seqs=32, num_threads=1) as made:
         yield made
 
 
@@ -37,29 +37,29 @@ def test_a_chat_is_answered(engine: LLMEngine) -> None:
 
 def test_streamed_text_is_the_whole_text(engine: LLMEngine) -> None:
     prompt = "Write about 北京 and 🎉:"
-    deltas = list(engine.stream(prompt, greedy(12)))
+    deltas = list(engine.stream(prompt, greedy(8)))
     output = deltas[-1].output
     assert output is not None and "".join(delta.text for delta in deltas) == output.text
-    assert engine.generate(prompt, greedy(12))[0].text == output.text
+    assert engine.generate(prompt, greedy(8))[0].text == output.text
     assert "\ufffd" not in output.text[:-1]
 
 
 def test_a_stop_string_ends_the_text_before_it(engine: LLMEngine) -> None:
-    free = engine.generate("Once upon a time", greedy(16))[0].text
-    stop = free[30:36]
-    output = engine.generate("Once upon a time", greedy(16, stop=[stop, "never there"]))[0]
+    free = engine.generate("Once upon a time", greedy(6))[0].text
+    stop = free[7:13]
+    output = engine.generate("Once upon a time", greedy(6, stop=[stop, "never there"]))[0]
     assert output.text == free[: free.index(stop)]
     assert (output.finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
-    kept = engine.generate("Once upon a time", greedy(16, stop=stop, include_stop_str_in_output=True))[0]
+    kept = engine.generate("Once upon a time", greedy(6, stop=stop, include_stop_str_in_output=True))[0]
     assert kept.text == free[: free.index(stop)] + stop
     assert not engine.has_work
     engine.scheduler.cache.check([])
 
 
 def test_the_second_turn_of_a_chat_hits_the_first(engine: LLMEngine) -> None:
-    first = engine.chat(QUESTION, greedy(40))
+    first = engine.chat(QUESTION, greedy(2))
     turns = [*QUESTION, {"role": "assistant", "content": first.text}, {"role": "user", "content": "And of Italy?"}]
-    second = engine.chat(turns, greedy(40))
+    second = engine.chat(turns, greedy(1))
     assert second.num_cached_tokens >= len(first.prompt_token_ids)
     assert "tokens came from the cache" in second.hit.explain()
 

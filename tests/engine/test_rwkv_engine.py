@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -19,7 +18,7 @@ from archerfish.models.rwkv7 import Rwkv7Block
 from archerfish.params import SamplingParams
 from tests.engine.tiny_llama import check_memory, greedy, tokens
 from tests.engine.tiny_rwkv import DTYPES, prompts, rwkv_config
-from tests.models.recurring import GOLDEN, SIZES, random_tokens, write_checkpoint
+from tests.models.recurring import SIZES, random_tokens, write_checkpoint
 from tests.models.test_rwkv7 import load_rwkv, needs_rwkv, their_logits
 
 TOLERANCE = 1e-4
@@ -61,36 +60,19 @@ CUTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", CUTS, ids=str)
-def test_logits_are_the_golden_ones(
-    options: dict[str, Any], tiny: Path, hub: HubConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of prompts alone, of prompts that begin with what is cached, and of several at once."""
-    golden, sequences = torch.from_numpy(np.load(GOLDEN)), random_tokens(SIZES["tiny"], 3, 100)
-    with make(tiny, hub, **options) as engine:
-        noted = note_logits(engine, monkeypatch)
-        for num in (37, 40, 64, 100, 21):
-            found = engine.generate([sequences[0][:num]], greedy(1))[0]
-            torch.testing.assert_close(noted[-1], golden[0, num - 1], atol=TOLERANCE, rtol=TOLERANCE)
-            assert (found.num_cached_tokens > 0) == (num != 37 and engine.config.enable_prefix_caching)
-        noted.clear()
-        engine.generate([sequences[1][:50], sequences[2][:70]], greedy(1))
-        for row, expected in zip(noted, (golden[1, 49], golden[2, 69]), strict=True):
-            torch.testing.assert_close(row, expected, atol=TOLERANCE, rtol=TOLERANCE)
-
-
 @needs_rwkv
 @pytest.mark.parametrize("options", CUTS, ids=str)
 def test_logits_equal_the_package_rwkv(
     options: dict[str, Any], tmp_path: Path, hub: HubConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the prefill, whole or in chunks, of every decode, and of both again from a state that was kept."""
+    """After the prefill, whole or in chunks, of every decode, of both again from a state that was kept, and of several."""
     path = write_checkpoint(SIZES["small"], tmp_path / "small.pth")
-    prompt = random_tokens(SIZES["small"], 1, 90)[0]
+    prompt, *others = random_tokens(SIZES["small"], 3, 90)
     with make(path, hub, **options) as engine:
         noted = note_logits(engine, monkeypatch)
         first = engine.generate([prompt], greedy(20))[0]
-        expected = their_logits(load_rwkv(path), prompt + first.token_ids[:-1])[89:]
+        theirs = load_rwkv(path)
+        expected = their_logits(theirs, prompt + first.token_ids[:-1])[89:]
         torch.testing.assert_close(torch.stack(noted), expected, atol=TOLERANCE, rtol=TOLERANCE)
         noted.clear()
         again = engine.generate([prompt], greedy(20))[0]
@@ -103,6 +85,10 @@ def test_logits_equal_the_package_rwkv(
         assert (again.num_cached_tokens, resumed.num_cached_tokens) == (
             (90 // size * size, 108 // size * size) if engine.config.enable_prefix_caching else (0, 0)
         )
+        noted.clear()
+        engine.generate([others[0][:50], others[1][:70]], greedy(1))
+        rows = [their_logits(theirs, some)[-1] for some in (others[0][:50], others[1][:70])]
+        torch.testing.assert_close(torch.stack(noted), torch.stack(rows), atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.fixture(scope="module")

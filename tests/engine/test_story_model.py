@@ -25,16 +25,12 @@ from scripts.draw_stories import read_stories
 from scripts.story_data import ANSWER, END, REQUEST
 from tests.engine.test_rwkv_engine import note_logits
 from tests.engine.tiny_rwkv import rwkv_config
+from tests.models.recurring import Size, blink_weights
 from tests.models.test_rwkv7 import load_rwkv, needs_rwkv, their_logits
+from tests.store.test_rwkv_source import to_hub
 
 HELD_OUT = read_stories(Path(__file__).with_name("held_out_stories.txt"))
 REQUESTED = [{"role": "user", "content": "Tell me a story about a dog and a ball."}]
-BLINK_PARTS = {
-    "pre_norm": "ln0", "attn_norm": "ln1", "ffn_norm": "ln2", "attn.g_norm": "att.ln_x", "attn.r_proj": "att.receptance",
-    "attn.k_proj": "att.key", "attn.v_proj": "att.value", "attn.o_proj": "att.output", "ffn.key": "ffn.key",
-    "ffn.value": "ffn.value",
-}  # fmt: skip
-BLINK_TOP = {"model.embeddings": "emb", "model.norm": "ln_out", "lm_head": "head"}
 
 
 @pytest.fixture(scope="module")
@@ -49,25 +45,15 @@ def greedy(num_tokens: int = 300) -> SamplingParams:
 
 def to_blink(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """As BlinkDL names and turns them, in float32."""
+    (vocab_size, width), ffn = weights["model.embeddings.weight"].shape, weights["model.layers.0.ffn.key.weight"]
+    num_layers = 1 + max(int(name.split(".")[2]) for name in weights if name.startswith("model.layers."))
+    ranks = {letter: len(weights[f"model.layers.1.attn.{letter}_lora.lora.0.weight"]) for letter in "wavg"}
+    alike = blink_weights(Size(num_layers, width, len(ffn), vocab_size, ranks))
+    alike = {name: tensor for name, tensor in alike.items() if not re.match(r"blocks\.0\.att\.v\d", name)}
     made: dict[str, torch.Tensor] = {}
-    for name, tensor in weights.items():
-        value = tensor.float()
-        block = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
-        if block is None:
-            stem, _, end = name.rpartition(".")
-            made[f"{BLINK_TOP[stem]}.{end}"] = value
-            continue
-        layer, rest = f"blocks.{block[1]}.", block[2]
-        rank = re.fullmatch(r"attn\.([wavg])_lora\.lora\.(0\.weight|2\.weight|2\.bias)", rest)
-        stem, _, end = rest.rpartition(".")
-        if rank:
-            number = {"2.bias": 0, "0.weight": 1, "2.weight": 2}[rank[2]]
-            made[f"{layer}att.{rank[1]}{number}"] = value.t().contiguous() if number else value.view(1, 1, -1)
-        elif stem in BLINK_PARTS:
-            made[f"{layer}{BLINK_PARTS[stem]}.{end}"] = value
-        else:
-            vector = rest.replace("attn.", "att.")
-            made[layer + vector] = value if vector == "att.r_k" else value.view(1, 1, -1)
+    for (name, tensor), hub_name in zip(alike.items(), to_hub(alike), strict=True):
+        value = weights[hub_name].float()
+        made[name] = value.t().contiguous() if re.search(r"\.[wavg][12]$", name) else value.reshape(tensor.shape)
     return made
 
 

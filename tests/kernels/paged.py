@@ -1,4 +1,4 @@
-"""Batches over KV blocks, for tests of attention."""
+"""What tests of kernels on any backend share: types, random tensors, batches over KV blocks, copies of blocks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,27 @@ import numpy as np
 import torch
 
 from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch
+from archerfish.kernels.torch.cpu import is_available
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.runtime.batch import build_batch
 
 Tensor = torch.Tensor
+CPU_TYPES = [name for name in ("float32", "bfloat16", "float16") if is_available(name)]
+
+
+def random(*shape: int, dtype: str = "float32", device: str = "cpu") -> Tensor:
+    return torch.randn(*shape).to(device, getattr(torch, dtype))
+
+
+def check_copied_blocks(ops: TorchOps, num_kv_heads: int, head_dim: int) -> None:
+    """Copied blocks are equal in every layer, and others stay; a second copy changes nothing."""
+    layers = [ops.new_kv_layer(6, 4, num_kv_heads, head_dim) for _ in range(2)]
+    memories = [memory.normal_() for layer in layers for memory in (layer.keys, layer.values)]
+    before = [memory.clone() for memory in memories]
+    for _ in range(2):
+        ops.copy_blocks(layers, [(0, 3), (0, 5), (2, 1)])
+    for memory, old in zip(memories, before, strict=True):
+        assert torch.equal(memory, old[[0, 2, 2, 0, 4, 0]])
 
 
 def batch_over(

@@ -12,19 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archerfish.kernels.ops import Activation, HeadShape, KVLayer, Rotation
-from archerfish.kernels.torch.cpu import ROW_STEP, SPLIT_SAVES, TorchCpuOps, group_lengths, is_available, lay_out
+from archerfish.kernels.torch.cpu import ROW_STEP, SPLIT_SAVES, TorchCpuOps, group_lengths, lay_out
 from archerfish.kernels.torch.reference import ACTIVATIONS, TorchOps
-from tests.kernels.paged import batch_over
+from tests.kernels.paged import CPU_TYPES as TYPES
+from tests.kernels.paged import batch_over, check_copied_blocks, random
 
 BACKENDS = [TorchOps, TorchCpuOps]
-TYPES = [name for name in ("float32", "bfloat16", "float16") if is_available(name)]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
 # (new tokens, context) of sequences
 SEQUENCES = st.lists(st.integers(1, 70).flatmap(lambda n: st.tuples(st.integers(1, n), st.just(n))), min_size=1, max_size=8)
-
-
-def random(*shape: int, dtype: str = "float32") -> torch.Tensor:
-    return torch.randn(*shape).to(getattr(torch, dtype))
 
 
 def test_reference_attention_written_out() -> None:
@@ -115,7 +111,6 @@ def test_half_precision_attention(dtype: str, backend: type[TorchOps]) -> None:
 @pytest.mark.parametrize("rotary_dim", [0, 8, 16])
 @pytest.mark.parametrize("is_normed", [True, False])
 def test_store_kv_written_out(backend: type[TorchOps], rotary_dim: int, is_normed: bool) -> None:
-    torch.manual_seed(0)
     heads = HeadShape(4, 2, 16, scale=0.25)
     ops = backend()
     batch, kv = batch_over(ops, [(1, 5), (3, 9), (4, 4)], 4, heads)
@@ -155,24 +150,13 @@ def turned(x: torch.Tensor, row: np.ndarray[tuple[int], np.dtype[np.float32]], r
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_copied_blocks_are_equal_in_every_layer_and_others_stay(backend: type[TorchOps]) -> None:
-    torch.manual_seed(0)
-    ops = backend()
-    layers = [ops.new_kv_layer(6, 4, 2, 8) for _ in range(2)]
-    for layer in layers:
-        layer.keys.normal_()
-        layer.values.normal_()
-    before = [(layer.keys.clone(), layer.values.clone()) for layer in layers]
-    ops.copy_blocks(layers, [(0, 3), (0, 5), (2, 1)])
-    for layer, olds in zip(layers, before, strict=True):
-        for memory, old in zip((layer.keys, layer.values), olds, strict=True):
-            assert torch.equal(memory, old[[0, 2, 2, 0, 4, 0]])
+    check_copied_blocks(backend(), 2, 8)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("has_residual", [True, False])
 def test_rms_norm(dtype: str, backend: type[TorchOps], has_residual: bool) -> None:
-    torch.manual_seed(0)
     x, residual, weight = random(5, 48, dtype=dtype) * 3, random(5, 48, dtype=dtype), random(48)
     normed, total = backend(dtype=dtype).rms_norm(x, weight, 1e-2, residual=residual if has_residual else None)
     expected_total = (x.float() + residual.float() if has_residual else x.float()).to(x.dtype)
@@ -205,7 +189,6 @@ def test_gated(backend: type[TorchOps], activation: Activation) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_rows", [1, 3, 8, 17])
 def test_logits_are_float32_and_capped(backend: type[TorchOps], num_rows: int) -> None:
-    torch.manual_seed(0)
     ops = backend(dtype=TYPES[-1])
     x, weight = random(num_rows, 32, dtype=TYPES[-1]), random(50, 32, dtype=TYPES[-1])
     head = ops.linear_weight([{"weight": weight}], [None])

@@ -14,16 +14,16 @@ from archerfish.errors import InvalidOptionError, TensorError
 from archerfish.kernels import formats
 from archerfish.kernels.formats import PLAIN, Int8Rows, TensorLayout, Tensors, WeightFormat, choose_format, row_pieces
 from archerfish.kernels.ops import Activation, LinearWeight
-from archerfish.kernels.torch.cpu import INT8_ROWS, TorchCpuOps, is_available
+from archerfish.kernels.torch.cpu import INT8_ROWS, TorchCpuOps
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import model_class
 from archerfish.models.config import Config
+from tests.kernels.paged import CPU_TYPES as TYPES
 from tests.models.decoding import Driver, make, random_tokens
 
 Tensor = torch.Tensor
 INT8 = Int8Rows()
-TYPES = [name for name in ("float32", "bfloat16", "float16") if is_available(name)]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 SIZES = [(40, 64), (37, 100), (3, 33), (130, 192)]  # torch's kernel reads past the end of rows of 100 or 33
 
@@ -44,11 +44,6 @@ class Int4Groups(WeightFormat):
         packed = tensors["packed"]
         numbers = torch.stack((packed & 15, packed >> 4), -1).flatten(1).float() - 8
         return (numbers * tensors["scales"].repeat_interleave(16, 1)).to(dtype)
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
 
 
 def int4_tensors(num_outputs: int, num_inputs: int) -> dict[str, Tensor]:

@@ -14,16 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archerfish.kernels.ops import Activation, NormWeights, Pooling, Segments
-from archerfish.kernels.torch.cpu import ROW_STEP, TorchCpuOps, best_width, fill_rows, is_available, lay_rows, padded_rows
+from archerfish.kernels.torch.cpu import ROW_STEP, TorchCpuOps, best_width, fill_rows, lay_rows, padded_rows
 from archerfish.kernels.torch.reference import TorchOps
+from tests.kernels.paged import CPU_TYPES as TYPES
+from tests.kernels.paged import random
 
-TYPES = [name for name in ("float32", "bfloat16", "float16") if is_available(name)]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
 LENGTHS = st.lists(st.integers(1, 70), min_size=1, max_size=30).map(tuple)
-
-
-def random(*shape: int, dtype: str = "float32") -> torch.Tensor:
-    return torch.randn(*shape).to(getattr(torch, dtype))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -31,7 +28,6 @@ def random(*shape: int, dtype: str = "float32") -> torch.Tensor:
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("has_residual", [True, False])
 def test_linear(dtype: str, activation: Activation, has_bias: bool, has_residual: bool) -> None:
-    torch.manual_seed(0)
     x, weights = random(37, 48, dtype=dtype), [random(40, 48, dtype=dtype) / 7, random(40, 48, dtype=dtype) / 7]
     biases = [random(40, dtype=dtype), None] if has_bias else [None, None]
     residual = random(37, 80, dtype=dtype) if has_residual else None
@@ -46,7 +42,6 @@ def test_linear(dtype: str, activation: Activation, has_bias: bool, has_residual
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_layer_norm(dtype: str) -> None:
-    torch.manual_seed(0)
     x, weight, bias = random(20, 48, dtype=dtype), random(48), random(48)
     expected = TorchOps(dtype="float32").layer_norm(x, NormWeights(weight, bias, 1e-12))
     actual = TorchCpuOps(dtype=dtype).layer_norm(x, NormWeights(weight, bias, 1e-12))
@@ -74,7 +69,6 @@ def test_attention_in_shared_rows_equals_attention_one_by_one(lengths: tuple[int
 
 @pytest.mark.parametrize("dtype", [t for t in TYPES if t != "float32"])
 def test_half_precision_attention(dtype: str) -> None:
-    torch.manual_seed(0)
     segments = Segments((130, 64, 10, 10, 10, 3, 1))
     qkv = random(segments.num_tokens, 3 * 64, dtype=dtype)
     expected = TorchOps().attention(qkv.float(), segments, 2)
@@ -116,7 +110,6 @@ def test_many_rows_are_not_filled_up_where_nothing_is_compiled(monkeypatch: pyte
 
 def test_reference_attention_sees_each_sequence_alone() -> None:
     """The reference itself, against softmax(q k / sqrt(d)) v written out."""
-    torch.manual_seed(0)
     segments = Segments((3, 3, 5, 1))
     qkv = random(segments.num_tokens, 3 * 8)
     out = TorchOps().attention(qkv, segments, 2)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
+from tests.calls import spy_on
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
 
 from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, NUM_INPUTS, Input  # isort: skip (triton must interpret)
@@ -19,6 +20,7 @@ from archerfish.kernels.recurrent import RecurrentOps, StateMemory  # isort: ski
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight  # isort: skip
 from archerfish.kernels.triton.linear import Int8RowsWeight, PlainRowsWeight, RowsWeight  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
+from archerfish.kernels.triton import recurrent  # isort: skip
 from archerfish.kernels.triton.recurrent import FEW_ROWS, PART_ROWS, TritonRecurrentOps, choose_part_tile  # isort: skip
 from archerfish.kernels.torch.wkv import TorchRecurrentOps  # isort: skip
 from archerfish.kernels.triton.tiles import SHARED_BYTES, LinearTile  # isort: skip
@@ -27,7 +29,7 @@ from archerfish.models.config import Config  # isort: skip
 from archerfish.models.rwkv7 import Rwkv7Block, Rwkv7Model  # isort: skip
 from tests.models import recurring  # isort: skip
 from tests.models.decoding import Driver, make, random_tokens  # isort: skip
-from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, Size, use_recurrent  # isort: skip
+from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, Size, StepDriver, use_recurrent  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
 Tensor = torch.Tensor
@@ -77,6 +79,14 @@ def _fused_only(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(self, *args)
 
     monkeypatch.setattr(Rwkv7Block, "mix_time", refuse)
+
+
+@pytest.fixture
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter, the time is that of the programs, not of what each computes."""
+    monkeypatch.setattr(RowsWeight, "tile", LinearTile(64, 64, 4, 1))
+    if not HAS_CUDA:
+        monkeypatch.setattr(recurrent, "HELD_ELEMENTS", 8192)
 
 
 class Decodes:
@@ -129,14 +139,6 @@ def reference_of(model: Model, num_rows: int, num_real: int = 0, weight_format: 
     return Decodes(TorchOps(DEVICE), model, num_rows, num_real or num_rows, weight_format=weight_format)
 
 
-def noting(name: str, original: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        calls.append(name)
-        return original(*args, **kwargs)
-
-    return call
-
-
 def check(decodes: Decodes, reference: Decodes, tolerance: float) -> None:
     expected = reference.step()
     pairs = [(decodes.step(), expected)]
@@ -155,7 +157,7 @@ def check(decodes: Decodes, reference: Decodes, tolerance: float) -> None:
         pytest.param("odd", 1, 1, 64, PLAIN, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-@pytest.mark.usefixtures("_fused_only")
+@pytest.mark.usefixtures("_fused_only", "_few_programs")
 def test_decodes(
     name: str, num_rows: int, num_real: int, parts_rows: int, weight_format: WeightFormat, models: dict[str, Model]
 ) -> None:
@@ -171,11 +173,10 @@ def test_kernels_of_a_layer(
     num_rows: int, num_kernels: int, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor: Any = importlib.import_module("triton.runtime.interpreter").GridExecutor
-    launches: list[str] = []
-    monkeypatch.setattr(executor, "__call__", noting("launch", executor.__call__, launches))
+    launch = spy_on(monkeypatch, executor, "__call__")
     ours = Decodes(TritonOps(DEVICE, "float32"), models["tiny"], num_rows, num_rows)
     check(ours, reference_of(models["tiny"], num_rows), BOUNDED)
-    assert len(launches) == 2 * num_kernels + 4  # and staging, the lookup, the last norm and the logits
+    assert launch.call_count == 2 * num_kernels + 4  # and staging, the lookup, the last norm and the logits
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("float16", 0.01), *([("bfloat16", 0.06)] if HAS_CUDA else [])])
@@ -183,7 +184,7 @@ def test_kernels_of_a_layer(
     ("num_rows", "weight_format"),
     [(3, PLAIN), (FEW_ROWS + 1, INT8), *(pytest.param(num, PLAIN, marks=pytest.mark.slow) for num in (1, FEW_ROWS))],
 )
-@pytest.mark.usefixtures("_fused_only")
+@pytest.mark.usefixtures("_fused_only", "_few_programs")
 def test_half_precision_is_close(
     num_rows: int, weight_format: WeightFormat, dtype: str, error: float, models: dict[str, Model]
 ) -> None:
@@ -200,6 +201,7 @@ def test_half_precision_is_close(
     assert float(difference.norm() / reference.memory.wkv[is_state].norm()) < error
 
 
+@pytest.mark.usefixtures("_few_programs")
 @pytest.mark.parametrize("num_rows", [2, FEW_ROWS + 1])
 def test_a_row_does_not_depend_on_the_others(num_rows: int, models: dict[str, Model]) -> None:
     """The first row's logits and state are the same if the states of all other rows are NaN."""
@@ -213,16 +215,14 @@ def test_a_row_does_not_depend_on_the_others(num_rows: int, models: dict[str, Mo
     assert torch.equal(plain.memory.inputs[target], broken.memory.inputs[target])
 
 
+@pytest.mark.usefixtures("_few_programs")
 def test_decodes_among_other_steps(models: dict[str, Model]) -> None:
     """Golden logits of the package rwkv: a prompt, decodes over the ends of blocks, decodes beside a prompt, wanted rows."""
     config, weights = models["tiny"]
     golden = torch.from_numpy(np.load(GOLDEN))
     ops, tokens = MixOps(DEVICE), recurring.random_tokens(SIZES["tiny"], 3, 100)
     driver = RecurrentDriver(ops, weights, config, tokens, recurrent=TritonRecurrentOps(ops), block_size=4)
-    for work in ([(0, 19)], [(0, 1)], [(0, 1), (1, 3)], [(1, 1), (0, 1)]):
-        before = list(driver.num_computed)
-        for (i, count), logits in zip(work, driver.step(work), strict=True):
-            torch.testing.assert_close(logits.cpu(), golden[i, before[i] : before[i] + count], atol=2e-4, rtol=2e-4)
+    driver.check(([(0, 19)], [(0, 1)], [(0, 1), (1, 3)], [(1, 1), (0, 1)]), golden, 2e-4)
     (logits,) = driver.step([(0, 1)], keeps_last=True)
     place = driver.num_computed[0] - 1
     torch.testing.assert_close(logits.cpu(), golden[0, place : place + 1], atol=2e-4, rtol=2e-4)
@@ -235,8 +235,7 @@ def test_layers_whose_weights_differ_are_not_fused(
     name: str, weight_format: WeightFormat, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where one matrix of a mix has another format than the others, or a bias that the kernels do not expect."""
-    calls: list[str] = []
-    monkeypatch.setattr(Rwkv7Block, "mix_time", noting("mix_time", Rwkv7Block.mix_time, calls))
+    mix_time = spy_on(monkeypatch, Rwkv7Block, "mix_time")
     ours, reference = (decodes_of(models["tiny"], 2), reference_of(models["tiny"], 2))
     *path, last = name.split(".")
     tensor = {"time.key": "attn.k_proj", "channel.key": "ffn.key", "time.decay.up": "attn.w_lora.lora.2"}[name]
@@ -248,7 +247,7 @@ def test_layers_whose_weights_differ_are_not_fused(
         object.__setattr__(owner, last, decodes.ops.linear_weight([{"weight": weight}], [None], weight_format))
     check(ours, reference, BOUNDED)
     is_fused = name == "channel.key"  # all matrices of a mix have one format, but the two mixes may have different ones
-    assert len(calls) == (2 if is_fused else 3)
+    assert mix_time.call_count == (2 if is_fused else 3)
 
 
 @pytest.mark.parametrize("element_bytes", [2, 4])
@@ -308,11 +307,6 @@ class WatchedOps(TritonOps):
         return y, total
 
 
-@pytest.fixture
-def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RowsWeight, "tile", LinearTile(64, 64, 4, 1))
-
-
 def rounded(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: each.to(DEVICE, getattr(torch, DTYPE)) for name, each in weights.items()}
 
@@ -325,7 +319,7 @@ def backends(ours: TorchOps) -> list[TorchOps]:
     return [TorchOps(DEVICE), TorchOps(DEVICE, DTYPE), ours]
 
 
-def check_nearer(drivers: Sequence[Driver | RecurrentDriver], *, keeps_last: bool = True) -> None:
+def check_nearer(drivers: Sequence[StepDriver], *, keeps_last: bool = True) -> None:
     """drivers: the reference in float32, torch's in half precision, and ours."""
     found = [[torch.cat(driver.step(work, keeps_last=keeps_last)) for driver in drivers] for work in STEPS]
     expected, theirs, mine = (torch.cat(each) for each in zip(*found, strict=True))

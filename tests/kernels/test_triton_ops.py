@@ -11,6 +11,7 @@ from tests.kernels.triton_support import DEVICE, TYPES, assert_near, batch_over,
 from archerfish.kernels.ops import Activation, HeadShape, Rotation  # isort: skip (triton must be told to interpret first)
 from archerfish.kernels.torch.reference import TorchOps  # isort: skip
 from archerfish.kernels.triton.ops import FLOAT32_WIDTH, TritonOps  # isort: skip
+from tests.kernels.paged import check_copied_blocks  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
 
@@ -59,7 +60,6 @@ def test_a_negative_slot_is_not_stored() -> None:
 @pytest.mark.parametrize("width", [48, 576, 4096, 16384])
 @pytest.mark.parametrize("has_residual", [True, False])
 def test_rms_norm(dtype: str, width: int, has_residual: bool) -> None:
-    torch.manual_seed(0)
     x, weight = random(7, 2 * width, dtype=dtype)[:5, :width] * 3, random(width)
     residual = random(5, width, dtype=dtype) if has_residual else None
     normed, total = TritonOps(DEVICE, dtype).rms_norm(x, weight, 1e-2, residual=residual)
@@ -76,7 +76,6 @@ def test_rms_norm_of_sums_in_float32(
     x_type: str, residual_type: str | None, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sum is not rounded, what is normalised has the compute type."""
-    torch.manual_seed(0)
     x, weight = random(3, 2 * 300, dtype=dtype if x_type == "half" else x_type)[:, :300] * 3, random(300)
     residual = None if residual_type is None else random(3, 300, dtype=dtype if residual_type == "half" else residual_type)
     expected, expected_total = TorchOps(DEVICE, dtype).rms_norm(x, weight, 1e-2, residual=residual)
@@ -121,7 +120,6 @@ def test_wider_rows_and_other_types_are_left_to_torch() -> None:
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
 @pytest.mark.parametrize("width", [12, 5000])
 def test_gated(activation: Activation, dtype: str, width: int) -> None:
-    torch.manual_seed(0)
     x = random(3, 2 * width, dtype=dtype) * 4
     x[0, 0], x[0, 1] = 60, -60
     out = TritonOps(DEVICE, dtype).gated(x, activation)
@@ -132,15 +130,4 @@ def test_gated(activation: Activation, dtype: str, width: int) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_copied_blocks_are_equal_in_every_layer_and_others_stay(dtype: str) -> None:
-    torch.manual_seed(0)
-    ops = TritonOps(DEVICE, dtype)
-    layers = [ops.new_kv_layer(6, 4, 3, 176) for _ in range(2)]
-    for layer in layers:
-        layer.keys.normal_()
-        layer.values.normal_()
-    before = [(layer.keys.clone(), layer.values.clone()) for layer in layers]
-    for _ in range(2):
-        ops.copy_blocks(layers, [(0, 3), (0, 5), (2, 1)])
-    for layer, olds in zip(layers, before, strict=True):
-        for memory, old in zip((layer.keys, layer.values), olds, strict=True):
-            assert torch.equal(memory, old[[0, 2, 2, 0, 4, 0]])
+    check_copied_blocks(TritonOps(DEVICE, dtype), 3, 176)

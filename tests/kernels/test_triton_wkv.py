@@ -159,7 +159,7 @@ def test_an_engine_gives_the_tokens_of_the_reference(tmp_path: Path, monkeypatch
     found = []
     for ops in (TorchOps, RecordingOps):
         monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype, ops=ops: ops(device, dtype))
-        with LLMEngine(model, **options, max_num_seqs=5) as engine:
+        with LLMEngine(model, **options, max_num_seqs=5, num_threads=1) as engine:
             outputs = engine.generate([[3, 4, 5, 6, 7], [8], [9, 10]], params)
             found.append([output.token_ids for output in outputs])
     assert found[0] == found[1]

@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import transformers
 
@@ -17,6 +16,7 @@ from archerfish.layers.weights import Weights
 from archerfish.models.adapter import KVShape, model_class
 from archerfish.models.config import Config
 from archerfish.runtime.batch import build_batch
+from tests.models.recurring import StepDriver
 
 LENGTH = 60  # of every test sequence: the base of dynamic rotary embeddings depends on it
 SIZES: dict[str, Any] = {
@@ -92,18 +92,13 @@ def random_tokens(num: int, vocab_size: int = 97) -> list[list[int]]:
     return np.random.default_rng(0).integers(3, vocab_size, (num, LENGTH)).tolist()  # type: ignore[no-any-return]
 
 
-def last_rows(work: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
-    """Where the last tokens of a step's sequences stand."""
-    return np.cumsum([count for _, count in work]) - 1
-
-
 def their_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([tokens])).logits[0].float()
     return logits
 
 
-class Driver:
+class Driver(StepDriver):
     """A model of ours with KV memory, whose sequences own blocks in a shuffled order."""
 
     def __init__(
@@ -120,30 +115,19 @@ class Driver:
         per_sequence = -(-max_len // block_size)
         num_blocks = per_sequence * len(tokens) + 3
         sizes = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
-        self.kv = [ops.new_kv_layer(*sizes) for _ in range(shape.num_layers)]
-        for layer in self.kv:  # the contents of unwritten memory must not matter
+        self.layers = [ops.new_kv_layer(*sizes) for _ in range(shape.num_layers)]
+        for layer in self.layers:  # the contents of unwritten memory must not matter
             layer.keys.fill_(float("nan"))
             layer.values.fill_(float("nan"))
         order = np.random.default_rng(5).permutation(num_blocks)[: per_sequence * len(tokens)].tolist()
-        self.blocks = [order[i :: len(tokens)] for i in range(len(tokens))]
+        self.blocks: list[list[int]] = [order[i :: len(tokens)] for i in range(len(tokens))]
         self.num_computed = [0] * len(tokens)
 
-    def step(self, work: Sequence[tuple[int, int]], *, keeps_last: bool = False) -> list[torch.Tensor]:
-        """Compute (sequence, number of tokens); the float32 logits of each one's new tokens, or of the last of them."""
-        starts = [self.num_computed[i] for i, _ in work]
-        new = [self.tokens[i][start : start + count] for (i, count), start in zip(work, starts, strict=True)]
-        for i, count in work:
-            self.num_computed[i] += count
-        blocks = [self.blocks[i][: -(-self.num_computed[i] // self.block_size)] for i, _ in work]
-        batch = build_batch(
-            self.ops, tokens=new, starts=starts, blocks=blocks, block_size=self.block_size,
-            is_deterministic=self.is_deterministic, kept_rows=last_rows(work) if keeps_last else None,
-        )
-        with torch.inference_mode():
-            hidden = self.model.forward(batch, self.kv)
-            num_rows = len(work) if keeps_last else batch.num_tokens
-            logits = self.model.logits(self.ops.rows(hidden, np.arange(num_rows)))
-        return list(logits.split([1 if keeps_last else count for _, count in work]))
+    def build(self, **inputs: Any) -> Any:
+        return build_batch(self.ops, is_deterministic=self.is_deterministic, **inputs)
+
+    def blocks_of(self, sequence: int) -> list[int]:
+        return self.blocks[sequence][: -(-self.num_computed[sequence] // self.block_size)]
 
     def greedy(self, num_tokens: int) -> list[list[int]]:
         """Prefill what is given, then decode all sequences together."""

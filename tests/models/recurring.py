@@ -98,7 +98,51 @@ def random_tokens(size: Size, num: int, length: int) -> list[list[int]]:
     return np.random.RandomState(9).randint(0, size.vocab_size, (num, length)).tolist()  # type: ignore[no-any-return]
 
 
-class RecurrentDriver:
+class StepDriver:
+    """A model of ours over memory in blocks, whose sequences are computed step by step."""
+
+    ops: TorchOps
+    model: Any
+    layers: Any
+    block_size: int
+    tokens: list[list[int]]
+    num_computed: list[int]
+
+    def build(self, **inputs: Any) -> Any:
+        """A batch of the model's kind."""
+        raise NotImplementedError
+
+    def blocks_of(self, sequence: int) -> list[int]:
+        """Those that a sequence needs now."""
+        raise NotImplementedError
+
+    def step(self, work: Sequence[tuple[int, int]], *, keeps_last: bool = False) -> list[Tensor]:
+        """Compute (sequence, number of tokens); the float32 logits of each one's new tokens, or of the last of them."""
+        starts = [self.num_computed[i] for i, _ in work]
+        new = [self.tokens[i][start : start + count] for (i, count), start in zip(work, starts, strict=True)]
+        for i, count in work:
+            self.num_computed[i] += count
+        batch = self.build(
+            tokens=new, starts=starts, blocks=[self.blocks_of(i) for i, _ in work], block_size=self.block_size,
+            kept_rows=np.cumsum([count for _, count in work]) - 1 if keeps_last else None,
+        )
+        with torch.inference_mode():
+            hidden = self.model.forward(batch, self.layers)
+            num_rows = len(work) if keeps_last else batch.num_tokens
+            logits: Tensor = self.model.logits(self.ops.rows(hidden, np.arange(num_rows)))
+        return list(logits.split_with_sizes([1 if keeps_last else count for _, count in work]))
+
+    def check(self, steps: Sequence[Sequence[tuple[int, int]]], expected: Any, tolerance: float = 1e-4) -> None:
+        """Compute steps. expected: the logits of all tokens of each sequence."""
+        for work in steps:
+            before = list(self.num_computed)
+            for (i, count), logits in zip(work, self.step(work), strict=True):
+                assert logits.dtype == torch.float32
+                rows = torch.as_tensor(expected[i][before[i] : before[i] + count])
+                torch.testing.assert_close(logits.cpu(), rows, atol=tolerance, rtol=tolerance)
+
+
+class RecurrentDriver(StepDriver):
     """A model of ours with state memory, whose sequences take blocks in a shuffled order."""
 
     def __init__(
@@ -115,28 +159,18 @@ class RecurrentDriver:
         self.memory = self.recurrent.new_states(1 + num_blocks, Rwkv7Model.memory_shape(values))
         self.memory.wkv[1:].fill_(float("nan"))  # the contents of unwritten blocks must not matter
         self.memory.inputs[1:].fill_(float("nan"))
+        self.layers = self.memory.layers
         self.free: list[int] = np.random.RandomState(5).permutation(num_blocks).tolist()
         self.blocks: list[list[int]] = [[] for _ in tokens]
         self.num_computed = [0] * len(tokens)
 
-    def step(self, work: Sequence[tuple[int, int]], *, keeps_last: bool = False) -> list[Tensor]:
-        """Compute (sequence, number of tokens); the float32 logits of each one's new tokens, or of the last of them."""
-        starts = [self.num_computed[i] for i, _ in work]
-        new = [self.tokens[i][start : start + count] for (i, count), start in zip(work, starts, strict=True)]
-        for i, count in work:
-            self.num_computed[i] += count
-            while len(self.blocks[i]) * self.block_size < self.num_computed[i]:
-                self.blocks[i].append(self.free.pop())
-        blocks = [self.blocks[i] for i, _ in work]
-        batch = build_batch(
-            self.ops, tokens=new, starts=starts, blocks=blocks, block_size=self.block_size, pack=pack_recurrent_batch,
-            kept_rows=np.cumsum([count for _, count in work]) - 1 if keeps_last else None,
-        )
-        with torch.inference_mode():
-            hidden = self.model.forward(batch, self.memory.layers)
-            num_rows = len(work) if keeps_last else batch.num_tokens
-            logits = self.model.logits(self.ops.rows(hidden, np.arange(num_rows)))
-        return list(logits.split_with_sizes([1 if keeps_last else count for _, count in work]))
+    def build(self, **inputs: Any) -> Any:
+        return build_batch(self.ops, pack=pack_recurrent_batch, **inputs)
+
+    def blocks_of(self, sequence: int) -> list[int]:
+        while len(self.blocks[sequence]) * self.block_size < self.num_computed[sequence]:
+            self.blocks[sequence].append(self.free.pop())
+        return self.blocks[sequence]
 
     def go_back(self, sequence: int, other: int, num_tokens: int) -> None:
         """Have a sequence go on behind some tokens of another, at a place where a state of it is kept."""

@@ -19,7 +19,7 @@ from archerfish.models.config import Config
 from archerfish.models.llama import LlamaModel
 from tests.models import recurring
 from tests.models.decoding import KINDS, LENGTH, Driver, make, random_tokens, their_logits
-from tests.models.recurring import RecurrentDriver
+from tests.models.recurring import RecurrentDriver, StepDriver
 
 BACKENDS = [TorchOps, TorchCpuOps]
 # (sequence, new tokens) of each step: a prefill, chunks that end inside blocks, decodes, and all of these together
@@ -29,14 +29,8 @@ STEPS = [
 ]  # fmt: skip
 
 
-def check(driver: Driver, model: Any, *, tolerance: float = 1e-4) -> None:
-    theirs = [their_logits(model, tokens) for tokens in driver.tokens]
-    for work in STEPS:
-        before = list(driver.num_computed)
-        for (i, count), logits in zip(work, driver.step(work), strict=True):
-            assert logits.dtype == torch.float32
-            expected = theirs[i][before[i] : before[i] + count]
-            torch.testing.assert_close(logits, expected, atol=tolerance, rtol=tolerance)
+def check(driver: Driver, model: Any) -> None:
+    driver.check(STEPS, [their_logits(model, tokens) for tokens in driver.tokens])
     assert driver.num_computed == [LENGTH] * 4
 
 
@@ -213,7 +207,7 @@ def test_an_installed_package_can_bring_an_architecture(monkeypatch: pytest.Monk
 KEPT_STEPS = [[(0, 9)], [(0, 1), (1, 17)], [(0, 1), (1, 1)], [(0, 20), (1, 3)], [(0, 1), (1, 1)]]  # (sequence, new tokens)
 
 
-def check_kept(plain: Driver | RecurrentDriver, kept: Driver | RecurrentDriver) -> None:
+def check_kept(plain: StepDriver, kept: StepDriver) -> None:
     """What is behind a step may depend on rows that it left out: their keys and states must be there."""
     assert kept.model.gives_kept_rows
     for work in KEPT_STEPS:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ import torch
 
 from archerfish.background import WeakCache
 from archerfish.errors import UnsupportedModelError
-from archerfish.kernels.recurrent import RecurrentBatch, RecurrentOps, StateShape
+from archerfish.kernels.recurrent import RecurrentOps, StateShape
 from archerfish.kernels.torch import wkv
 from archerfish.kernels.torch.cpu import TorchCpuOps, is_available
 from archerfish.kernels.torch.reference import TorchOps
@@ -64,13 +65,8 @@ def driver(
     return RecurrentDriver(ops, weights, config, tokens, recurrent=states, block_size=block_size)
 
 
-def check(ours: RecurrentDriver, theirs: Sequence[Any], *, tolerance: float = TOLERANCE) -> None:
-    for work in STEPS:
-        before = list(ours.num_computed)
-        for (i, count), logits in zip(work, ours.step(work), strict=True):
-            assert logits.dtype == torch.float32
-            expected = torch.as_tensor(theirs[i][before[i] : before[i] + count])
-            torch.testing.assert_close(logits, expected, atol=tolerance, rtol=tolerance)
+def check(ours: RecurrentDriver, theirs: Sequence[Any]) -> None:
+    ours.check(STEPS, theirs, TOLERANCE)
     assert ours.num_computed == [LENGTH] * 3
 
 
@@ -111,18 +107,12 @@ def test_half_precision_is_close(dtype: str, directory: Path) -> None:
 
 
 def test_the_pieces_of_a_batch_are_found_once_for_all_layers(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, calls = driver(directory, "tiny"), 0
-
-    def find_groups(batch: RecurrentBatch[torch.Tensor], num_sequences: int) -> list[StepGroup]:
-        nonlocal calls
-        calls += 1
-        return StepGroup.all_of(batch, num_sequences)
-
+    ours, find_groups = driver(directory, "tiny"), Mock(side_effect=StepGroup.all_of)
     monkeypatch.setattr(wkv, "find_groups", WeakCache(find_groups))
     for block in ours.model.blocks:
         block.recurrent = ours.ops.recurrent()
     ours.step([(0, 60)])
-    assert calls == 1 < len(ours.model.blocks)
+    assert find_groups.call_count == 1 < len(ours.model.blocks)
 
 
 @pytest.mark.parametrize("width", [100, 130])

@@ -5,7 +5,6 @@ On the CPU they run over a backend that only claims to record.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +18,11 @@ from archerfish.engine import llm_loading
 from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, Input
 from archerfish.kernels.ops import Ids, Replay
 from archerfish.kernels.torch.reference import TorchOps
-from archerfish.runtime.graphs import NUM_BUFFERS, DecodeGraphs, Kind, PreparedDecodes, list_sizes
+from archerfish.runtime.graphs import NUM_BUFFERS, DecodeGraphs, Kind, list_sizes
 from archerfish.runtime.runner import RunningStep
 from archerfish.step import StepInput
-from tests.engine.tiny_llama import TINY
+from tests.calls import spy_on
+from tests.engine.tiny_llama import save_tiny_llama
 from tests.engine.tiny_rwkv import save_tiny_rwkv
 from tests.runtime.conftest import RecordingOps
 
@@ -32,8 +32,7 @@ PROMPTS = [[3 + (i * 7 + j * j) % 90 for j in range(1 + 5 * i % 23)] for i in ra
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
-    return tmp_path
+    return save_tiny_llama(tmp_path)
 
 
 @pytest.fixture
@@ -116,7 +115,7 @@ def test_inputs_hold_how_much_all_sequences_share(model: Path, monkeypatch: pyte
 @pytest.mark.usefixtures("records")
 def test_many_penalised_tokens_leave_the_next_request_alone(tmp_path: Path) -> None:
     """More than the room that counts begin with."""
-    (tmp_path / "config.json").write_text(json.dumps({**TINY, "max_position_embeddings": 512, "vocab_size": 400}))
+    save_tiny_llama(tmp_path, max_position_embeddings=512, vocab_size=400)
     params = SamplingParams(max_tokens=300, repetition_penalty=1.1, seed=1, ignore_eos=True)
     with LLMEngine(str(tmp_path), **USUAL, max_cache_tokens=1024) as engine:
         for _ in range(2):
@@ -209,23 +208,16 @@ def test_recorded_steps_on_a_card_give_the_tokens_of_single_ones(
 
 @pytest.mark.usefixtures("records")
 def test_requests_that_ask_for_more_are_not_recorded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_started, start = 0, DecodeGraphs.start
-
-    def counted(self: DecodeGraphs[torch.Tensor], prepared: PreparedDecodes) -> torch.Tensor:
-        nonlocal num_started
-        num_started += 1
-        return start(self, prepared)
-
-    monkeypatch.setattr(DecodeGraphs, "start", counted)
+    start = spy_on(monkeypatch, DecodeGraphs, "start")
     with LLMEngine(str(model), **USUAL, max_cache_tokens=1024) as engine:
         for params in (
             SamplingParams(max_tokens=6, logprobs=1), SamplingParams(max_tokens=6, repetition_penalty=1.1),
             SamplingParams(max_tokens=6, logit_bias={5: 1.0}), SamplingParams(max_tokens=6, min_tokens=4),
         ):
             engine.generate([PROMPTS[3]], params)
-            assert not num_started
+            assert not start.called
         engine.generate([PROMPTS[3]], SamplingParams(max_tokens=6))
-        assert num_started
+        assert start.called
 
 
 @pytest.mark.usefixtures("records")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from archerfish.engine import llm_loading
 from archerfish.kernels.ops import Ids
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.runtime.graphs import PROMPT_SIZES, PromptGraphs
-from tests.engine.tiny_llama import TINY
+from tests.calls import spy_on
+from tests.engine.tiny_llama import save_tiny_llama
 from tests.engine.tiny_rwkv import save_tiny_rwkv
 from tests.runtime.conftest import RecordingOps
 
@@ -31,8 +31,7 @@ GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps({**TINY, "max_position_embeddings": 600}))
-    return tmp_path
+    return save_tiny_llama(tmp_path, max_position_embeddings=600)
 
 
 def use_idle_time(engine: LLMEngine) -> None:
@@ -74,21 +73,15 @@ def test_tokens_are_the_same(model: Path, params: SamplingParams, has_cache: boo
 
 @pytest.mark.usefixtures("records")
 def test_the_end_of_a_prompt_that_is_cached_goes_on_from_there(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[tuple[int, int]] = []
-    start = PromptGraphs.start
-
-    def noted(self: PromptGraphs[torch.Tensor], prompt: Any) -> torch.Tensor:
-        taken.append((prompt.start, len(prompt.tokens)))
-        return start(self, prompt)
-
-    monkeypatch.setattr(PromptGraphs, "start", noted)
+    start = spy_on(monkeypatch, PromptGraphs, "start")
     with LLMEngine(str(model), **USUAL) as engine:
         use_idle_time(engine)
         engine.generate([PROMPTS[5]], GREEDY)
         cached = engine.generate([PROMPTS[5] + [9, 8, 7]], GREEDY)[0].token_ids
     with LLMEngine(str(model), **USUAL) as engine:
         assert engine.generate([PROMPTS[5] + [9, 8, 7]], GREEDY)[0].token_ids == cached
-    assert taken == [(0, 100), (100, 3)]
+    taken = [call.args[1] for call in start.call_args_list]
+    assert [(prompt.start, len(prompt.tokens)) for prompt in taken] == [(0, 100), (100, 3)]
 
 
 @pytest.mark.usefixtures("records")

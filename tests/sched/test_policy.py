@@ -14,6 +14,7 @@ from archerfish.sched import policy as policies
 from archerfish.sched.policy import FairShare, LongestPrefixFirst, SchedulingPolicy, scheduling_policy
 from archerfish.sequence import Namespace, Request
 from archerfish.sequence import Sequence as Stream
+from tests.calls import spy_on
 from tests.sched.worlds import World
 
 
@@ -239,22 +240,14 @@ def test_static_policies_are_asked_for_a_key_once(name: str, monkeypatch: pytest
     policy = scheduling_policy(name)
     queue = policies.queue_for(policy)
     assert isinstance(queue, policies.GroupedQueue)
-    calls = 0
-    key = policy.key
-
-    def counted(one: Request, now: float) -> object:
-        nonlocal calls
-        calls += 1
-        return key(one, now)
-
-    monkeypatch.setattr(policy, "key", counted)
+    key = spy_on(monkeypatch, policy, "key")
     streams = [Stream(request(str(i), arrival=i * 37 % 100, tenant=f"t{i % 3}")) for i in range(1000)]
     for order, stream in enumerate(streams):
         policy.arrived(stream.request)
         queue.push(stream, order)
     for _ in range(50):
         assert len(list(queue.ordered(10, 5))) in (5, 15)
-    assert calls == 1000 and len(queue.entries) == 1000
+    assert key.call_count == 1000 and len(queue.entries) == 1000
 
 
 @pytest.mark.parametrize("kind", [policies.GroupedQueue, policies.PolicyQueue])

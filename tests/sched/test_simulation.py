@@ -50,15 +50,11 @@ class Simulation:
         own = draw.randrange(1, 60) if draw.random() < 0.9 else draw.randrange(100, 400)
         prompt = [100 * family + i for i in range(shared)] + [draw.randrange(2000, 2004) for _ in range(own)]
         added = self.world.add(
-            prompt,
-            max_tokens=draw.randrange(1, 40) if draw.random() < 0.8 else draw.randrange(40, 120),
-            n=draw.choice([1, 1, 1, 1, 1, 2, 3]),
-            tenant=f"tenant{draw.randrange(5)}",
-            priority=draw.choice([0, 0, 0, 1, -1]),
+            prompt, max_tokens=draw.randrange(1, 40) if draw.random() < 0.8 else draw.randrange(40, 120),
+            n=draw.choice([1, 1, 1, 1, 1, 2, 3]), tenant=f"tenant{draw.randrange(5)}", priority=draw.choice([0, 0, 0, 1, -1]),
             deadline=self.world.now + draw.randrange(50, 400) if draw.random() < 0.1 else None,
-            stop=[1, 2] if draw.random() < 0.5 else [],
-            needs_host_token=draw.random() < 0.1,
-        )
+            stop=[1, 2] if draw.random() < 0.5 else [], needs_host_token=draw.random() < 0.1,
+        )  # fmt: skip
         self.tally.sequences += added
         self._waiting.update(dict.fromkeys(added, self.tally.num_steps))
 
@@ -118,26 +114,19 @@ class Simulation:
         assert set(world.ends.values()) >= {"length", "stop", "abort", "error"}
 
 
-@pytest.mark.parametrize(
-    ("policy", "depth", "has_states"),
-    [
-        ("fcfs", 0, False), ("fcfs", 1, False), ("fair-share", 1, False), ("longest-prefix-first", 1, False),
-        ("fcfs", 0, True), ("fcfs", 1, True),
-    ],
-)
-def test_mixed_requests_all_end_once_and_none_starves(policy: str, depth: int, has_states: bool) -> None:
-    simulation = Simulation(policy, depth, seed=depth + len(policy), has_states=has_states)
-    tally = simulation.run(500)
-    simulation.check()
-    assert tally.longest_wait(policy) < MAX_WAIT_STEPS[policy]
+ALL_POLICIES = ["fcfs", "priority", "fair-share", "longest-prefix-first", "deadline"]
+FEW = 350  # requests
+CASES = [
+    ("fcfs", 0, False, FEW), ("fcfs", 1, False, FEW), ("fair-share", 1, False, FEW), ("longest-prefix-first", 1, False, FEW),
+    ("fcfs", 0, True, FEW), ("fcfs", 1, True, FEW),
+    *(pytest.param(policy, depth, False, 10_000, marks=pytest.mark.slow) for policy in ALL_POLICIES for depth in (0, 1)),
+]  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair-share", "longest-prefix-first", "deadline"])
-def test_ten_thousand_requests(policy: str, depth: int) -> None:
-    simulation = Simulation(policy, depth, seed=depth)
-    tally = simulation.run(10_000)
+@pytest.mark.parametrize(("policy", "depth", "has_states", "num_requests"), CASES)
+def test_mixed_requests_all_end_once_and_none_starves(policy: str, depth: int, has_states: bool, num_requests: int) -> None:
+    simulation = Simulation(policy, depth, seed=depth + (len(policy) if num_requests == FEW else 0), has_states=has_states)
+    tally = simulation.run(num_requests)
     simulation.check()
     if policy in MAX_WAIT_STEPS:
         assert tally.longest_wait(policy) < MAX_WAIT_STEPS[policy]

@@ -34,28 +34,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         return self.world
 
     @initialize(
-        block_size=st.sampled_from([1, 2, 3, 4, 16]),
-        num_tokens=st.integers(48, 160),
-        policy=st.sampled_from(POLICIES),
-        has_cache=st.booleans(),
-        has_logits_cache=st.booleans(),
-        max_num_seqs=st.integers(1, 6),
-        budget=st.integers(1, 30),
-        fixed_chunk=st.sampled_from([0, 0, 0, 4, 8]),
-        has_states=st.booleans(),
-    )
+        block_size=st.sampled_from([1, 2, 3, 4, 16]), num_tokens=st.integers(48, 160), policy=st.sampled_from(POLICIES),
+        has_cache=st.booleans(), has_logits_cache=st.booleans(), max_num_seqs=st.integers(1, 6), budget=st.integers(1, 30),
+        fixed_chunk=st.sampled_from([0, 0, 0, 4, 8]), has_states=st.booleans(),
+    )  # fmt: skip
     def start(
         self, *, block_size: int, num_tokens: int, budget: int, max_num_seqs: int, fixed_chunk: int, **options: Any
     ) -> None:
         self.world = World(
-            num_blocks=num_tokens // block_size,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_seqs + max(budget, fixed_chunk),
-            max_queue_size=12,
-            fixed_chunk=fixed_chunk,
-            **options,
-        )
+            num_blocks=num_tokens // block_size, block_size=block_size, max_num_seqs=max_num_seqs, max_queue_size=12,
+            max_num_batched_tokens=max_num_seqs + max(budget, fixed_chunk), fixed_chunk=fixed_chunk, **options,
+        )  # fmt: skip
 
     @rule(
         family=st.integers(0, 2), shared=st.integers(0, 20), own=st.integers(0, 12), max_tokens=st.integers(1, 12),

@@ -28,7 +28,7 @@ from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Message, 
 from archerfish.text.tokenizer import TokenizedText
 from tests.engine.fakes import word_vector
 from tests.engine.tiny_llama import save_tiny_llama, tiny_config
-from tests.text.tiny_tokenizers import byte_fallback
+from tests.text.tiny_tokenizers import save_text_llama
 
 LIMIT_S = 60
 T = TypeVar("T")
@@ -129,11 +129,11 @@ def add_llm(
 ) -> LLMEngine:
     """A tiny Llama; with text it has a vocabulary of words and bytes."""
     model = directory / name
-    if not model.exists():
+    if not model.exists() and has_text:
+        save_text_llama(model, max_len)
+    elif not model.exists():
         model.mkdir()
-        save_tiny_llama(model, max_position_embeddings=max_len, **({"vocab_size": 288} if has_text else {}))
-        if has_text:
-            byte_fallback(model)
+        save_tiny_llama(model, max_position_embeddings=max_len)
     made: list[LLMEngine] = []
 
     def load(lane: Lane) -> Hosted:

@@ -98,8 +98,6 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
         (CHAT, {"messages": HI, "logit_bias": {"999999999": 1}}, "logit_bias", "outside of the vocabulary"),
         (CHAT, {"messages": HI, "priority": 10**30}, "priority", "priority must be below 2,147,483,648"),
         (CHAT, {"messages": HI, "deadline_s": -1}, "deadline_s", "deadline_s must be at least 0"),
-        (CHAT, {"messages": HI, "response_format": {"type": "xml"}}, "response_format", "json_object, json_schema"),
-        (CHAT, {"messages": HI, "response_format": {"type": "json_schema"}}, "response_format", "must hold a schema"),
         (CHAT, {"messages": HI, "guided_regex": "a", "guided_choice": ["b"]}, "guided_regex", "exclude each other"),
         (CHAT, {"messages": HI, "stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
         (CHAT, {"messages": HI, "stream_options": {"include_usages": True}}, "include_usages", "Did you mean 'include_usage'?"),

@@ -24,8 +24,7 @@ from archerfish.serve.models import describe
 from archerfish.serve.processes import ModelSpec
 from archerfish.serve.wire import EmbedRequest, Ping, Vectors
 from archerfish.text.tokenizer import TokenizedText
-from tests.engine.tiny_llama import save_tiny_llama
-from tests.text.tiny_tokenizers import byte_fallback
+from tests.text.tiny_tokenizers import save_text_llama
 
 from .client import PASS, error_of, serving
 from .hosting import LIMIT_S, FakeClock, ThreadHost, WordEncoder, add_encoder, cards, failure, make_host, stats, talking, whole
@@ -35,9 +34,7 @@ pytestmark = pytest.mark.anyio
 
 def tiny_spec(directory: Path) -> ModelSpec:
     if not directory.exists():
-        directory.mkdir()
-        save_tiny_llama(directory, vocab_size=288, max_position_embeddings=512)
-        byte_fallback(directory)
+        save_text_llama(directory, 512)
     engine = {"model": str(directory), "dtype": "float32", "load_format": "dummy", "max_cache_tokens": 1024, "num_threads": 1}
     return ModelSpec(kind="generation", options=engine, loads="demand")
 

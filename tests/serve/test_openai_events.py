@@ -24,7 +24,7 @@ from archerfish.serve.generation import KEEP_ALIVE, EventStream
 from archerfish.serve.http import BodyRoute
 from archerfish.serve.wire import Chunk, GenerationRequest
 
-from .fake_backend import FakeBackend, events, ids, post, until
+from .fake_backend import END, FakeBackend, events, ids, post, until
 from .hosting import llm_host, talking
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_task_is_left")]
@@ -177,11 +177,11 @@ def test_text_and_usage_do_not_depend_on_chunk_sizes(text: str, stop: list[str],
     ends = {word: place for word in stop if (place := text.find(word)) >= 0}
     first = min(ends, key=lambda word: (ends[word] + len(word), -len(word)), default="")
     shown = text[: ends[first]] if ends else text
-    num_tokens = len(ids(text[: ends[first] + len(first)])) if ends else len(ids(text)) + 1
+    token_ids = ids(text[: ends[first] + len(first)]) if ends else [*ids(text), END]
     backend = FakeBackend(text)
     backend.tokens_per_chunk = size
-    body: dict[str, Any] = {"prompt": "p", "stop": stop, "max_tokens": None, "stream": stream}
-    body |= {"stream_options": {"include_usage": True}} if stream else {}
+    body: dict[str, Any] = {"prompt": "p", "stop": stop, "max_tokens": None, "stream": stream, "logprobs": 0}
+    body |= {"stream_options": {"include_usage": True}} if stream else {"return_token_ids": True}
     answer = post(backend, "/v1/completions", body)
     if stream:
         chunks = events(answer)
@@ -189,15 +189,21 @@ def test_text_and_usage_do_not_depend_on_chunk_sizes(text: str, stop: list[str],
         reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]]
         assert reasons == [None] * (len(reasons) - 1) + ["stop"]
     else:
-        written, usage = answer.json()["choices"][0]["text"], answer.json()["usage"]
-    assert (written, usage["completion_tokens"], usage["prompt_tokens"]) == (shown, num_tokens, 1)
+        [choice], usage = answer.json()["choices"], answer.json()["usage"]
+        written = choice["text"]
+        assert (choice["token_ids"], choice["stop_reason"]) == (token_ids, first or END)
+        assert len(choice["logprobs"]["tokens"]) == len(token_ids) - (not ends)  # the end token is not shown
+    assert (written, usage["completion_tokens"], usage["prompt_tokens"]) == (shown, len(token_ids), 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_stopped_choice_is_ended_in_the_engine(stream: bool) -> None:
     backend = FakeBackend(lambda request: "one two three")
     body = {"prompt": "a", "n": 2, "stop": [" 1"], "max_tokens": 50, "stream": stream}
-    assert post(backend, "/v1/completions", body).status_code == 200
+    answer = post(backend, "/v1/completions", body)
+    choices = [chunk["choices"][0] for chunk in events(answer)] if stream else answer.json()["choices"]
+    assert [choice["stop_reason"] for choice in choices if choice["finish_reason"]] == [END, " 1"]
+    assert "".join(choice["text"] for choice in choices) == "one two three" * 2
     [request] = backend.requests
     assert backend.ended == [(request.request_id, 1)]
     for num in (1, 2):

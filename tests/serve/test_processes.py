@@ -73,7 +73,7 @@ def serving(directory: Path, **options: Any) -> Iterator[tuple[KeptProcess, str]
         yield child, config.address
 
 
-async def start_streams(client: AsyncClient, num: int, params: dict[str, Any] = ENDLESS) -> list[asyncio.Task[Any]]:
+async def start_streams(client: AsyncClient, num: int, params: dict[str, Any]) -> list[asyncio.Task[Any]]:
     """Long requests, each of which has begun."""
     requests = [GenerationRequest(request_id="", token_ids=[5 + i], params=params, stream=True) for i in range(num)]
     streams = [client.generate(request) for request in requests]
@@ -94,13 +94,23 @@ def wait_for_start(child: KeptProcess, num_starts: int) -> None:
         pause.wait(0.005)
 
 
+async def answers_during_a_stop(child: KeptProcess, address: str, params: dict[str, Any]) -> list[Any]:
+    """What three requests get that run when their engine process is stopped."""
+    async with asyncio.timeout(LIMIT_S), AsyncClient(address) as client:
+        running = await start_streams(client, 3, params)
+        stopping = asyncio.create_task(asyncio.to_thread(child.stop))
+        answers = await asyncio.gather(*running, return_exceptions=True)
+        await stopping
+        return answers
+
+
 @pytest.mark.parametrize("num_kills", [1, pytest.param(10, marks=pytest.mark.slow)])
-def test_killed_engine_is_restarted(tmp_path: Path, num_kills: int) -> None:
+def test_killed_engine_is_restarted_and_stops_with_a_grace_time(tmp_path: Path, num_kills: int) -> None:
     shared_before = set(Path("/dev/shm").iterdir())
 
     async def kill(child: KeptProcess, address: str, num_starts: int) -> int:
         async with asyncio.timeout(LIMIT_S), AsyncClient(address) as client:
-            running = await start_streams(client, 6)
+            running = await start_streams(client, 6, ENDLESS)
             waiting = asyncio.create_task(whole(client, token_ids=[9] * 50, params=ENDLESS))
             await client.ask(Ping(request_id=""))
             killed = child.pid
@@ -117,29 +127,20 @@ def test_killed_engine_is_restarted(tmp_path: Path, num_kills: int) -> None:
     with serving(tmp_path) as (child, address):
         pids = [asyncio.run(kill(child, address, 2 + i)) for i in range(num_kills)]
         pids.append(child.pid)
+        for answer in asyncio.run(answers_during_a_stop(child, address, LONG)):
+            assert isinstance(answer, list) and isinstance(answer[-1], Generated)
+            assert answer[-1].num_output_tokens == LONG["max_tokens"]
     assert (len(set(pids)), child.num_starts) == (num_kills + 1, num_kills + 1)
     assert not any(exists(pid) for pid in pids)
     assert set(Path("/dev/shm").iterdir()) <= shared_before
     assert (child.pid, child.is_serving) == (0, False)
 
 
-@pytest.mark.parametrize("grace_s", [30.0, 0.0])
-def test_engine_process_has_a_grace_time(tmp_path: Path, grace_s: float) -> None:
-    async def main(child: KeptProcess, address: str) -> None:
-        async with asyncio.timeout(LIMIT_S), AsyncClient(address) as client:
-            running = await start_streams(client, 3, LONG if grace_s else ENDLESS)
-            stopping = asyncio.create_task(asyncio.to_thread(child.stop))
-            for answer in await asyncio.gather(*running, return_exceptions=True):
-                if grace_s:
-                    assert isinstance(answer, list) and isinstance(answer[-1], Generated)
-                    assert answer[-1].num_output_tokens == LONG["max_tokens"]
-                else:
-                    assert isinstance(answer, RemoteError) and answer.status == 503
-            await stopping
-
-    with serving(tmp_path, grace_s=grace_s) as (child, address):
+def test_engine_process_without_a_grace_time_ends_requests(tmp_path: Path) -> None:
+    with serving(tmp_path, grace_s=0.0) as (child, address):
         pid = child.pid
-        asyncio.run(main(child, address))
+        for answer in asyncio.run(answers_during_a_stop(child, address, ENDLESS)):
+            assert isinstance(answer, RemoteError) and answer.status == 503
         assert not exists(pid)
 
 

@@ -28,8 +28,7 @@ from archerfish.serve.models import describe
 from archerfish.serve.processes import FrontConfig, HostConfig, ModelSpec
 from archerfish.serve.tenants import add_key
 from archerfish.types import no_progress
-from tests.engine.tiny_llama import save_tiny_llama
-from tests.text.tiny_tokenizers import byte_fallback
+from tests.text.tiny_tokenizers import save_text_llama
 
 from .client import LIMIT_S
 from .test_sockets import CHAT, STREAMS, check_error_event
@@ -294,10 +293,7 @@ class Service:
     """A whole service of a tiny model, as a user starts it, in a directory of its own."""
 
     def __init__(self, directory: Path, *flags: str, max_files: int = 256) -> None:
-        model = directory / "tiny"
-        model.mkdir()
-        save_tiny_llama(model, vocab_size=288, max_position_embeddings=65536)
-        byte_fallback(model, chat_template=TEMPLATE)
+        model = save_text_llama(directory / "tiny", 65536, chat_template=TEMPLATE)
         self.scratch, self.log = directory / "scratch", directory / "log"
         self.scratch.mkdir()
         command = [

@@ -20,8 +20,7 @@ from archerfish.serve import front
 from archerfish.serve import http as serve_http
 from archerfish.serve.app import create_app
 from archerfish.text.text_tokenizer import TextTokenizer
-from tests.engine.tiny_llama import save_tiny_llama
-from tests.text.tiny_tokenizers import byte_fallback
+from tests.text.tiny_tokenizers import save_text_llama
 
 from .client import LIMIT_S, WORDS, Running, app_of, host_with, running, words_host
 from .fake_backend import MODEL, TEMPLATE, FakeBackend
@@ -241,10 +240,7 @@ def test_head_is_get_without_a_body() -> None:
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Running]:
     """A server over a tiny model that generates many tokens."""
-    model = tmp_path / "tiny"
-    model.mkdir()
-    save_tiny_llama(model, vocab_size=288, max_position_embeddings=65536)
-    byte_fallback(model, chat_template=TEMPLATE)
+    save_text_llama(tmp_path / "tiny", 65536, chat_template=TEMPLATE)
     host = host_with(tmp_path, llm={"has_text": True, "max_cache_tokens": 4 * 65536})
     with host, running(app_of(host), SMALL_SEND_BUFFER, log_level="info") as made:
         yield made

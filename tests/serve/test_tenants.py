@@ -30,9 +30,11 @@ def path(tmp_path: Path) -> Path:
 
 def test_key_finds_tenant_and_limits(path: Path) -> None:
     alice = add_key(path, "alice", requests_per_minute=60, tokens_per_minute=1000.5, weight=2, max_priority=1)
+    second = add_key(path, "alice")
     boss = add_key(path, "boss", is_operator=True)
     tenants = Tenants.from_file(path)
     found = tenants.find(alice)
+    assert tenants.find(second) == found
     assert (found.name, found.requests_per_minute, found.tokens_per_minute) == ("alice", 60.0, 1000.5)
     assert (found.weight, found.max_priority, found.is_operator) == (2.0, 1, False)
     assert tenants.find(boss).is_operator and tenants.has_keys
@@ -77,12 +79,6 @@ def test_without_keys_everyone_is_the_anonymous_operator() -> None:
             assert tenant is ANONYMOUS and tenant.is_operator
             assert tenant.max_priority >= 1000 and not tenant.requests_per_minute and not tenant.tokens_per_minute
         assert tenants.named("") is tenants.named("alice") is ANONYMOUS and tenants.all() == [ANONYMOUS]
-
-
-def test_two_keys_of_a_tenant(path: Path) -> None:
-    first, second = add_key(path, "alice"), add_key(path, "alice")
-    tenants = Tenants.from_file(path)
-    assert tenants.find(second) == tenants.find(first)
 
 
 # Reload

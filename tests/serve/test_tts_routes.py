@@ -13,7 +13,6 @@ from archerfish import LLMEngine, RwkvSampler, TTSRequest
 from archerfish.engine.tts import VOCAB_SIZE
 from archerfish.params import SamplingParams
 from archerfish.serve import hosted_llm
-from archerfish.serve.client import RemoteError
 from archerfish.serve.compute import Lane
 from archerfish.serve.host import EngineHost
 from archerfish.serve.hosted_llm import HostedLLM
@@ -173,12 +172,3 @@ def test_too_long_text_is_refused_before_tokenising(monkeypatch: pytest.MonkeyPa
         answer = post(backend, ROUTE, {"text": text})
         assert (answer.status_code, error_of(answer)["param"]) == (413, "text")
         assert "bytes; the limit is 20" in error_of(answer)["message"]
-
-
-def test_error_during_a_stream_is_an_event() -> None:
-    backend = FakeBackend("Hello there")
-    backend.fails[3] = RemoteError("The engine process has gone.", status=503, code="unavailable")
-
-    answer = post(backend, ROUTE, {"text": "Hello", "stream": True})
-    assert answer.status_code == 200
-    assert events(answer)[-1]["error"]["code"] == "unavailable"

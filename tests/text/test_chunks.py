@@ -104,7 +104,7 @@ def theirs(rust: Tokenizer, texts: list[str], max_length: int = 256) -> list[lis
     return [encoding.ids for encoding in rust.encode_batch(texts)]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(texts=TEXTS, max_length=st.sampled_from(MAX_LENGTHS))
 def test_the_same_ids_as_the_rust_tokenizer(both: tuple[FastTokenizer, Tokenizer], texts: list[str], max_length: int) -> None:
     """Red if a text is cut where a neighbour matters, if an added token is overlooked, or if the end is cut elsewhere."""
@@ -236,7 +236,7 @@ def test_chunks_that_collide(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_get_the_same_ids(size: None, minilm_source: Path) -> None:
     """Red if a thread reads what another is writing, or numbers of chunks that have been forgotten meanwhile."""
     draw, words = random.Random(3), [*new_texts(5, 20)[0].split(), *PIECES[:40]]
-    jobs = [[" ".join(draw.choices(words, k=60)) for _ in range(40)] for _ in range(32)]
+    jobs = [[" ".join(draw.choices(words, k=60)) for _ in range(40)] for _ in range(16)]
     rust = open_tokenizer(find_tokenizer(minilm_source))
     expected = [theirs(rust, job) for job in jobs]
     tokenizer = FastTokenizer(minilm_source, 256)

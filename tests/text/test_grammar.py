@@ -48,7 +48,7 @@ def constrained(kind: str, value: Any = None, **options: Any) -> SamplingParams:
     return SamplingParams(grammar=grammar(kind, value), **{"max_tokens": 200, **options})
 
 
-def outputs_of(engine: LLMEngine, params: SamplingParams, num_seeds: int = 100) -> list[CompletionOutput]:
+def outputs_of(engine: LLMEngine, params: SamplingParams, num_seeds: int) -> list[CompletionOutput]:
     """One output for each seed, of as many different prompts."""
     prompts = [[2 + seed % 200, 5 + seed % 50] for seed in range(num_seeds)]
     results = engine.generate(prompts, [params.replace(seed=seed) for seed in range(num_seeds)])
@@ -58,15 +58,15 @@ def outputs_of(engine: LLMEngine, params: SamplingParams, num_seeds: int = 100) 
 @pytest.mark.no_cover
 def test_every_output_is_a_json_object(engine: LLMEngine) -> None:
     ending = {engine.tokenizer.token_to_id(word): 3.0 for word in ("}", '"', '"}', "]", "}}")} if engine.tokenizer else {}
-    outputs = outputs_of(engine, constrained("json", logit_bias=ending, max_tokens=230))
+    outputs = outputs_of(engine, constrained("json", logit_bias=ending, max_tokens=230), 50)
     ended = [output for output in outputs if output.finish_reason == "stop"]
-    assert len(ended) > 80 and all(output.finish_reason in ("stop", "length") for output in outputs)
+    assert len(ended) > 40 and all(output.finish_reason in ("stop", "length") for output in outputs)
     assert all(isinstance(json.loads(output.text), dict) for output in ended)
-    assert len({output.text for output in ended}) > 30
+    assert len({output.text for output in ended}) > 15
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize(("written", "num_seeds"), [(SCHEMA, 60), (json.dumps(SCHEMA), 5)])
+@pytest.mark.parametrize(("written", "num_seeds"), [(SCHEMA, 40), (json.dumps(SCHEMA), 5)])
 def test_every_output_matches_its_schema(engine: LLMEngine, written: Any, num_seeds: int) -> None:
     for output in outputs_of(engine, constrained("json_schema", written), num_seeds):
         assert output.finish_reason == "stop" and output.stop_reason == END, output
@@ -88,7 +88,7 @@ def test_every_output_matches_its_pattern(engine: LLMEngine, pattern: str) -> No
 
 def test_choices_and_lark(engine: LLMEngine) -> None:
     choices = ["yes", 'no "never"', "maybe\nnot", "ünd", "a\\b"]
-    seen = {output.text for output in outputs_of(engine, constrained("choice", choices))}
+    seen = {output.text for output in outputs_of(engine, constrained("choice", choices), 60)}
     assert seen == set(choices)
     lark = 'start: pair ("," pair)*\npair: LETTER "=" LETTER\nLETTER: /[a-f]/\n'
     for output in outputs_of(engine, constrained("lark", lark, logit_bias={END: 4.0}), 20):

@@ -14,9 +14,9 @@ import pytest
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.params import SamplingParams
 from archerfish.sched.masks import NUM_THREADS, MaskFinder
-from archerfish.sched.plan import Plan
 from archerfish.sequence import Request
 from archerfish.sequence import Sequence as TokenSequence
+from tests.calls import spy_on
 from tests.engine.tiny_llama import check_memory, tiny_config
 
 LIMIT_S = 60
@@ -83,21 +83,14 @@ def test_waiting_for_a_mask_does_not_spin(
     engine: LLMEngine, grammars: dict[str, Gated], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = grammars["slow"]
-    num_plans, plan = 0, engine.scheduler.plan
-
-    def counted() -> Plan | None:
-        nonlocal num_plans
-        num_plans += 1
-        return plan()
-
-    monkeypatch.setattr(engine.scheduler, "plan", counted)
+    plan = spy_on(monkeypatch, engine.scheduler, "plan")
     running = threading.Thread(target=lambda: engine.generate([[5, 6, 7]], params("slow")))
     running.start()
     assert slow.waits.acquire(timeout=LIMIT_S)
     slow.gate.set()
     running.join(LIMIT_S)
     assert not running.is_alive()
-    assert num_plans < 10 * NUM_TOKENS
+    assert plan.call_count < 10 * NUM_TOKENS
 
 
 def test_abort_while_a_mask_is_computed(engine: LLMEngine, grammars: dict[str, Gated]) -> None:

@@ -12,6 +12,7 @@ from archerfish.config import HubConfig
 from archerfish.store.converter import ensure_converted
 from archerfish.store.names import resolve_model
 from archerfish.text.text_tokenizer import BYTE_OF_CHARACTER, TextTokenizer
+from tests.engine.tiny_llama import save_tiny_llama
 
 MARK = "\u2581"
 WORDS = ["<unk>", "<s>", "</s>", MARK, f"{MARK}the", f"{MARK}cat", "s", "a", f"{MARK}a", "b", "\n", "你", "�", f"{MARK}{MARK}"]
@@ -46,6 +47,12 @@ def byte_fallback(directory: Path, *, strips: bool = True, **settings: Any) -> T
     tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in WORDS[:3]])
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)])
     return save(directory, tokenizer, bos_token="<s>", eos_token="</s>", **settings)
+
+
+def save_text_llama(directory: Path, max_len: int, **settings: Any) -> Path:
+    """A tiny Llama with the vocabulary of `byte_fallback`."""
+    byte_fallback(directory, **settings)
+    return save_tiny_llama(directory, vocab_size=288, max_position_embeddings=max_len)
 
 
 def metaspace(directory: Path, **settings: Any) -> TextTokenizer:
