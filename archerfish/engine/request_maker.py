@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 MAX_DEADLINE_S = 1e9  # thirty years
-REQUEST_OPTIONS = ("request_id", "priority", "deadline_s", "namespace", "wants_logits")
+REQUEST_OPTIONS = {"request_id", "priority", "deadline_s", "namespace", "wants_logits"}
 SAMPLING_HINTS = dict.fromkeys(SamplingParams.__dataclass_fields__, "Put it into SamplingParams.")
 RUNNING_OPTIONS = (  # those of a model that can be changed while it serves
     "enable_prefix_caching", "eviction_policy", "logits_cache_mib", "logits_cache_ttl_s", "max_num_batched_tokens",
@@ -105,7 +105,8 @@ class RequestMaker:
 
 def check_options(given: Mapping[str, Any]) -> None:
     """Refuse unknown options of a request and wrong values; the error for a sampling parameter says where it belongs."""
-    refuse_unknown(given, REQUEST_OPTIONS, "option of a request", SAMPLING_HINTS)
+    if not given.keys() <= REQUEST_OPTIONS:
+        refuse_unknown(given, REQUEST_OPTIONS, "option of a request", SAMPLING_HINTS)
     request_id, priority, deadline_s = given.get("request_id"), given.get("priority", 0), given.get("deadline_s")
     if not isinstance(given.get("wants_logits", False), bool):
         raise InvalidInputError(f"wants_logits must be true or false, not {given['wants_logits']!r}.")

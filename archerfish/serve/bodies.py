@@ -14,8 +14,15 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInf
 from archerfish.engine.request_maker import MAX_DEADLINE_S
 from archerfish.errors import InvalidInputError, did_you_mean
 from archerfish.params import MAX_LOGPROBS, MAX_N, MAX_SEED, MIN_SEED, SamplingParams
-from archerfish.serve.errors import InvalidParameterError, UnknownParameterError, UnsupportedParameterError, json_type, naming
-from archerfish.serve.formats import check_members, check_schema, nested_grammar, response_grammar
+from archerfish.serve.errors import (
+    InvalidParameterError,
+    UnknownParameterError,
+    UnsupportedParameterError,
+    check_members,
+    json_type,
+    naming,
+)
+from archerfish.serve.formats import check_schema, nested_grammar, response_grammar
 
 MAX_TOKEN_ID = 2**31 - 1
 UNUSED = "Accepted and not used."
@@ -225,7 +232,7 @@ def read_message(message: Any, where: str, names: dict[str, str]) -> dict[str, A
     if content is None and not calls:
         missing = "has neither content nor tool_calls" if role == "assistant" else "has no content"
         raise InvalidInputError(f"{where} {missing}.")
-    text = "" if content is None else join_texts(read_parts(content, f"{where}.content"))
+    text = content if isinstance(content, str) else join_texts(read_parts(content or [], f"{where}.content"))
     found_message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text}
     if calls:
         found_message["tool_calls"] = calls

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,6 +99,14 @@ def naming(param: str) -> Iterator[None]:
     except InvalidInputError as error:
         error.param = error.param or param
         raise
+
+
+def check_members(given: Mapping[str, Any], known: Sequence[str], where: str, hints: Mapping[str, str] | None = None) -> None:
+    """Refuse unknown members of an object. Empty ones are accepted, because clients send objects with all their fields."""
+    for name, value in given.items():
+        if name not in known and value:
+            hint = (hints or {}).get(name) or did_you_mean(name, known)
+            raise InvalidInputError(f"{where} has no member {name!r}.", hint=hint)
 
 
 def encode_json(data: Any) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any
 from archerfish.errors import InvalidInputError, did_you_mean
 from archerfish.params import is_number
 from archerfish.serve.client import RemoteError
-from archerfish.serve.errors import UnsupportedParameterError, json_type, naming, short_value
+from archerfish.serve.errors import UnsupportedParameterError, check_members, json_type, naming, short_value
 from archerfish.text.tokenizer import Tokenizer
 from archerfish.text.tool_calls import ToolCallParser, grammar_for_tools, tool_at
 
@@ -25,7 +25,6 @@ FORMATS = {  # an example of each type
     "grammar": '{"type": "grammar", "grammar": "start: ..."}',
 }
 HINTS = {name: f"For a {name}: {example}." for name, example in FORMATS.items()}
-NO_HINTS: Mapping[str, str] = {}
 
 
 def response_grammar(value: Any, where: str) -> dict[str, Any] | None:
@@ -67,13 +66,6 @@ def format_schema(value: dict[str, Any], where: str) -> dict[str, Any]:
     check_members(inner, SCHEMA_MEMBERS if is_nested else ("type", *SCHEMA_MEMBERS), inside, HINTS)
     check_schema(schema, f"{inside}.schema")
     return schema
-
-
-def check_members(given: Mapping[str, Any], known: Sequence[str], where: str, hints: Mapping[str, str] = NO_HINTS) -> None:
-    """Refuse unknown members of an object. Empty ones are accepted, because clients send objects with all their fields."""
-    for name, value in given.items():
-        if name not in known and value:
-            raise InvalidInputError(f"{where} has no member {name!r}.", hint=hints.get(name) or did_you_mean(name, known))
 
 
 # JSON schemas

@@ -14,8 +14,7 @@ from starlette.types import ASGIApp
 from archerfish.errors import InvalidInputError
 from archerfish.serve import answers, bodies
 from archerfish.serve import generation as gen
-from archerfish.serve.errors import ANTHROPIC_PATH, AnthropicError, failure_body, json_response, named_event
-from archerfish.serve.formats import check_members
+from archerfish.serve.errors import ANTHROPIC_PATH, AnthropicError, check_members, failure_body, json_response, named_event
 from archerfish.serve.http import BodyRoute
 
 EVENTS = (*answers.MESSAGE_EVENTS, AnthropicError)
