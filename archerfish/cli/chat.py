@@ -11,13 +11,14 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from archerfish.cli.generate import open_engine
 from archerfish.cli.interrupts import exit_now, signals_to
+from archerfish.cli.markdown import MarkdownWriter
 from archerfish.cli.options import Parser, add_options, add_sampling_flags, read_sampling_flags, section
 from archerfish.cli.output import Output, print_error, printable, seconds, styled
 from archerfish.config import EngineConfig, HubConfig
@@ -34,6 +35,8 @@ COMMANDS = {
     "/help": "this list",
     "/reset": "start a new conversation with the same system message",
     "/system TEXT": "set the system message; without TEXT, show it",
+    "/retry": "answer the last message once more",
+    "/model NAME": "go on with another model; without NAME, show which one answers",
     "/stats": "show speed and cached tokens of the last answer",
     "/save FILE": "write the conversation as JSON",
     "/quit": "end the program, like ctrl-d",
@@ -45,6 +48,7 @@ ReadLine = Callable[[str], str]
 def add_chat_arguments(parser: Parser) -> None:
     parser.add_argument("message", nargs="?", default="", metavar="MESSAGE", help="a first message")
     parser.add_argument("--system", default="", metavar="TEXT", help="a system message")
+    parser.add_argument("--plain", action="store_true", help="show answers as they are, without drawing their Markdown")
     add_sampling_flags(parser, **DEFAULTS)
     add_options(parser, EngineConfig, HubConfig)
 
@@ -54,8 +58,17 @@ def run_chat(arguments: Namespace, out: Output) -> int:
     params = read_sampling_flags(arguments, **DEFAULTS)
     if params.n != 1:
         raise InvalidOptionError("A chat has one answer to each message.", hint="Leave --n at 1.")
-    with open_engine(config, hub, out) as engine, line_reader(hub) as read_line:
-        Chat(engine, params, out, read_line, system=arguments.system).run(arguments.message)
+    with ExitStack() as stack, line_reader(hub) as read_line:
+
+        def open_model(name: str) -> LLMEngine:
+            """The engine of a model, in place of the one before."""
+            engine = open_engine(config.replace(model=name), hub, out)
+            stack.close()
+            return stack.enter_context(engine)
+
+        chat = Chat(open_model(config.model), params, out, read_line, open_model, system=arguments.system)
+        chat.draws_markdown = out.is_rich and not arguments.plain
+        chat.run(arguments.message)
     return 0
 
 
@@ -79,7 +92,9 @@ class Chat:
     params: SamplingParams
     out: Output
     read_line: ReadLine
+    open_model: Callable[[str], LLMEngine]
     system: str = ""
+    draws_markdown: bool = False
     history: list[dict[str, str]] = field(default_factory=list)
     last: Answer | None = None
 
@@ -144,17 +159,23 @@ class Chat:
 
     def _stream(self, answer: Answer, stop: threading.Event) -> None:
         stream: Any = self.engine.stream_chat(self.messages, self.params)
+        markdown = MarkdownWriter() if self.draws_markdown else None
         try:
             for delta in stream:
                 answer.text += delta.text
                 answer.num_tokens += len(delta.token_ids)
                 answer.output = delta.output or answer.output
-                self._write(printable(delta.text))
+                if markdown is not None:
+                    markdown.write(delta.text)
+                else:
+                    self._write(printable(delta.text))
                 if stop.is_set() and delta.finish_reason is None:
                     answer.is_stopped = True
                     break
         finally:
             stream.close()  # aborts a request that still runs
+            if markdown is not None:
+                markdown.close()
 
     def _show_end(self, answer: Answer) -> None:
         output = answer.output
@@ -165,7 +186,8 @@ class Chat:
                 "num_cached_tokens": output.num_cached_tokens if output else None, "seconds": answer.seconds,
             })  # fmt: skip
             return
-        self._write("\n")
+        if not self.draws_markdown:
+            self._write("\n")
         if reason in ENDS:
             self.out.note(ENDS[reason])
         if self.out.is_rich:
@@ -185,6 +207,12 @@ class Chat:
             case "/system":
                 self.system = rest or self.system
                 self.out.note(f"System message: {self.system or 'none; the chat template may have its own'}")
+            case "/retry":
+                self.retry()
+            case "/model":
+                if rest:
+                    self.engine = self.open_model(rest)
+                self.out.note(f"{self.engine.model_name} answers.")
             case "/stats":
                 self.show_stats()
             case "/save":
@@ -192,6 +220,14 @@ class Chat:
             case _:
                 known = [command.split()[0] for command in COMMANDS]
                 raise InvalidInputError(f"There is no command {name}.", hint=did_you_mean(name, known))
+
+    def retry(self) -> None:
+        """Answer the last message of the user again, in place of the last answer."""
+        if not any(message["role"] == "user" for message in self.history):
+            raise InvalidInputError("There is no message to answer again.")
+        if self.history[-1]["role"] == "assistant":
+            self.history.pop()
+        self.answer(self.history.pop()["content"])
 
     def show_stats(self) -> None:
         answer = self.last

@@ -91,6 +91,7 @@ def dispatch(arguments: list[str]) -> int:
     name, module = command.name.split()[0], importlib.import_module(f"archerfish.cli.{command.module}")
     parser = make_parser(command)
     getattr(module, f"add_{name}_arguments")(parser)
+    add_common(parser)
     try:
         parsed = parser.parse([*leading, *rest])
     except SystemExit as stop:  # argparse raises it after --help and --version
@@ -103,10 +104,8 @@ def dispatch(arguments: list[str]) -> int:
 def make_parser(command: Command) -> Parser:
     usage = f"archerfish {command.name} {command.usage}[options]"
     description = f"{command.summary[0].upper()}{command.summary[1:]}."
-    parser = Parser(prog=f"archerfish {command.name}", usage=usage, description=description)
-    parser.add_argument("--version", action="version", version=f"archerfish {__version__}")
-    add_common(parser)
-    return parser
+    epilog = "Options of a [section] are also environment variables (ARCHERFISH_SECTION_NAME) and keys of the TOML file."
+    return Parser(prog=f"archerfish {command.name}", usage=usage, description=description, epilog=epilog)
 
 
 def split_leading(arguments: list[str]) -> tuple[list[str], list[str]]:

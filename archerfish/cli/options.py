@@ -8,7 +8,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from archerfish.config import Options, env_name, resolve
+from archerfish import __version__
+from archerfish.config import Options, resolve
 from archerfish.errors import InvalidOptionError, UnknownOptionError, did_you_mean
 from archerfish.params import SamplingParams
 
@@ -84,15 +85,20 @@ def add_common(parser: Parser) -> None:
     group.add_argument("--json", action="store_true", help="print JSON for machines")
     group.add_argument("--quiet", action="store_true", help="no progress bars and no remarks")
     group.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    group.add_argument("--version", action="version", version=f"archerfish {__version__}", help="show the version")
 
 
-def add_options(parser: Parser, *sections: type[Options], repeatable: Sequence[str] = ()) -> None:
+def add_options(
+    parser: Parser, *sections: type[Options], first: Sequence[str] = (), repeatable: Sequence[str] = ()
+) -> None:
     """Add a flag for every option of some sections: `--name`, or `--section-name` where the command already has a `--name`.
 
-    A flag that is not given is not in the namespace. repeatable: options, by their `dest`, whose values are lists.
+    A flag that is not given is not in the namespace. first: options, by their `dest`, that the help shows before the others.
+    repeatable: those whose values are lists.
     """
+    most_used = parser.add_argument_group("most used") if first else None
     for cls in sections:
-        group = parser.add_argument_group(f"options of [{cls.section}]")
+        rest = parser.add_argument_group(f"{str(cls.__doc__).splitlines()[0].rstrip('.')} [{cls.section}]")
         for spec in dataclasses.fields(cls):
             key, choices = dest(cls, spec.name), spec.metadata["choices"]
             flag = as_flag(spec.name)
@@ -100,10 +106,11 @@ def add_options(parser: Parser, *sections: type[Options], repeatable: Sequence[s
                 flag = as_flag(f"{cls.section}_{spec.name}")
             default = {True: "on", False: "off"}[spec.default] if isinstance(spec.default, bool) else spec.default
             shown = f" (default: {default})" if default != "" else ""
-            text = f"{spec.metadata['description']}{shown} [{env_name(cls, spec.name)}]".replace("%", "%%")
+            text = f"{spec.metadata['description']}{shown}".replace("%", "%%")
             metavar = {int: "N", float: "X"}.get(type(spec.default), "TEXT")
             metavar = "{" + ",".join(choices) + "}" if choices else metavar
             action = "append" if key in repeatable else "store"
+            group = most_used if most_used is not None and key in first else rest
             add_flag(group, key, spec.default, flag=flag, help=text, metavar=metavar, action=action)
 
 

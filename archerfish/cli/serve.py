@@ -14,6 +14,10 @@ from archerfish.errors import InvalidOptionError, MachineError
 
 # Kinds of models: the flag that names one, and the section of its options.
 MODEL_FLAGS = {"generation": ("--model", EngineConfig), "embedding": ("--embed-model", EmbedConfig)}
+MOST_USED = (
+    "engine.model", "embed.model", "serve.host", "serve.port", "serve.api_keys_file", "serve.loads", "engine.device",
+    "engine.dtype", "engine.weights", "engine.max_model_len",
+)  # fmt: skip
 LIMITS = {
     "requests_per_minute": (float, "most requests in a minute (default: no limit)"),
     "tokens_per_minute": (float, "most tokens, of prompts and answers, in a minute (default: no limit)"),
@@ -24,7 +28,7 @@ LIMITS = {
 
 def add_serve_arguments(parser: Parser) -> None:
     repeatable = [dest(owner, "model") for _, owner in MODEL_FLAGS.values()]
-    add_options(parser, ServeConfig, EngineConfig, EmbedConfig, HubConfig, repeatable=repeatable)
+    add_options(parser, ServeConfig, EngineConfig, EmbedConfig, HubConfig, first=MOST_USED, repeatable=repeatable)
 
 
 def take_models(arguments: Namespace) -> list[ModelConfig]:

@@ -24,6 +24,7 @@ class FakeLLM:
         self.params: list[SamplingParams] = []
         self.num_aborted = 0
         self.is_closed = False
+        self.models: list[str] = []  # names with which it was opened
         self.error: Exception | None = None
 
     def generate(

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from archerfish.cli import chat
 from archerfish.cli.main import main
-from archerfish.config import HubConfig
-from archerfish.errors import InputTooLargeError
+from archerfish.cli.markdown import MarkdownWriter, split_blocks
+from archerfish.cli.output import Output
+from archerfish.config import EngineConfig, HubConfig
+from archerfish.errors import InputTooLargeError, ModelNotFoundError
 from tests.cli.fake_llm import FakeLLM
 
 Typed = list[str | type[BaseException]]
@@ -25,7 +28,13 @@ Typed = list[str | type[BaseException]]
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
     fake = FakeLLM()
-    monkeypatch.setattr(chat, "open_engine", lambda config, hub, out: fake)
+    def open_engine(config: EngineConfig, hub: HubConfig, out: Output) -> FakeLLM:
+        if config.model == "missing":
+            raise ModelNotFoundError("There is no model 'missing'.")
+        fake.models.append(config.model)
+        return fake
+
+    monkeypatch.setattr(chat, "open_engine", open_engine)
     return fake
 
 
@@ -122,6 +131,32 @@ def test_commands(engine: FakeLLM, talk: Callable[..., Any], tmp_path: Path) -> 
     assert all(command.split()[0] in out for command in chat.COMMANDS)
     assert "'/system'" in err and "needs the name of a file" in err and "System message: Speak German." in err
     assert "Cannot write" in err
+
+
+def test_retry_answers_the_last_message_again(engine: FakeLLM, talk: Callable[..., Any]) -> None:
+    _, out, err = talk(["/retry", "Hi", "/retry", "and you?"])
+    assert out == "echo Hi\necho Hi\necho and you?\n" and "no message to answer again" in err
+    assert [roles(prompt) for prompt in engine.prompts[:2]] == [[("user", "Hi")], [("user", "Hi")]]
+    assert roles(engine.prompts[2]) == [("user", "Hi"), ("assistant", "echo Hi"), ("user", "and you?")]
+
+
+def test_another_model_goes_on_with_the_conversation(engine: FakeLLM, talk: Callable[..., Any]) -> None:
+    code, _, err = talk(["Hi", "/model other", "/model missing", "/model", "and you?"])
+    assert code == 0 and engine.models == ["smollm2-135m-instruct", "other"]
+    assert "no model 'missing'" in err and err.count("fake/llm answers.") == 2
+    assert len(engine.prompts[1]) == 3
+
+
+def test_markdown_is_drawn_block_by_block() -> None:
+    assert split_blocks("a\nb\n\n```\nx\n\ny\n```\nc\n\nd") == ["a\nb\n\n", "```\nx\n\ny\n```\nc\n\n", "d"]
+    shown = io.StringIO()
+    writer = MarkdownWriter(Console(file=shown, force_terminal=True, width=40))
+    for part in ("**Bo", "ld**\n", "\n- one\n- t", "wo\x1b[2J"):
+        writer.write(part)
+    writer.close()
+    last = shown.getvalue().rpartition("Bold")[2]
+    assert "\x1b[1mBold\x1b[0m" in shown.getvalue() and " • " in last and "two" in last
+    assert "**" not in last and "\x1b[2J" not in shown.getvalue()
 
 
 def test_json_lines_and_backslashes(engine: FakeLLM, talk: Callable[..., Any]) -> None:

@@ -16,6 +16,8 @@ from archerfish import __version__, errors
 from archerfish.cli import embed as embed_command
 from archerfish.cli import output
 from archerfish.cli.main import main
+from archerfish.cli.options import as_flag
+from archerfish.cli.serve import MOST_USED
 from archerfish.cli.texts import gather_texts
 from archerfish.engine import progress
 from tests.engine.fakes import FakeEngine
@@ -219,3 +221,10 @@ def test_convert_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys:
     assert main([*arguments, "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["success"] is True and body["output_dir"] == str(tmp_path / "out")
+
+
+def test_help_of_serve_shows_the_most_used_options_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help"]) == 0
+    first, _, rest = capsys.readouterr().out.partition("The HTTP service [serve]")
+    assert all(f"\n  {as_flag(name.partition('.')[2])} " in first for name in MOST_USED if name != "embed.model")
+    assert "--embed-model" in first and first.count("\n  --") == len(MOST_USED) and "--zmq-address" in rest
