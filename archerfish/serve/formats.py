@@ -10,8 +10,9 @@ from typing import Any
 from archerfish.errors import did_you_mean
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError, UnsupportedParameterError, json_type, naming, short_value
+from archerfish.text.schema_logic import COUNTS, ONE_SCHEMA, SCHEMA_LISTS, SCHEMA_MAPS
 from archerfish.text.tokenizer import Tokenizer
-from archerfish.text.tool_calls import ToolCallParser, grammar_for_tools, tool_at
+from archerfish.text.tool_calls import UNFORCED, ToolCallParser, grammar_for_tools, tool_at
 
 # Response formats
 
@@ -53,6 +54,12 @@ def nested_grammar(value: Mapping[str, Any], param: str) -> dict[str, Any] | Non
     return None if stated is None else response_grammar(stated, f"{param}.format")
 
 
+def is_best_effort(value: Any) -> bool:
+    """Whether a format says that its schema need not be followed exactly."""
+    inner = value.get("json_schema") or value.get("format") or value if isinstance(value, dict) else {}
+    return isinstance(inner, dict) and inner.get("strict") is False
+
+
 def unknown_format(value: Any, where: str) -> InvalidParameterError:
     kind = value.get("type") if isinstance(value, dict) else None
     *names, last = FORMATS
@@ -91,15 +98,8 @@ def check_format_members(given: dict[str, Any], known: tuple[str, ...], place: s
 # JSON schemas
 
 TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
-# Keywords by what they hold. Others are passed on unchecked.
-ONE_SCHEMA = (
-    "items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
-    "unevaluatedItems", "unevaluatedProperties",
-)  # fmt: skip
-SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+# Keywords by what they hold, beside those of schema_logic. Others are passed on unchecked.
 TEXTS = ("pattern", "format", "$ref")
-COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 NUMBERS = ("minimum", "maximum", "multipleOf")
 MAX_SHOWN = 40  # characters of a wrong value
 
@@ -177,34 +177,47 @@ GRAMMAR_ERROR = re.compile(
 class ToolUse:
     """The tools that an answer may call.
 
-    style: how the model writes calls. grammar: forces a call, if tool_choice asks for one. has_one_call: drop later ones.
+    style: how the model writes calls. grammar: forces a call, if tool_choice asks for one; or allows calls and answers of a
+    format. has_one_call: drop later ones. remarks: what of the tools' schemas is not followed.
     """
 
     style: str
     tools: Sequence[dict[str, Any]]
     grammar: dict[str, Any] | None
     has_one_call: bool
+    remarks: Sequence[str] = ()
 
     @classmethod
     def choose(
-        cls, style: str, tools: Sequence[dict[str, Any]], choice: str, is_parallel: bool | None, tokenizer: Tokenizer | None
+        cls, style: str, tools: Sequence[dict[str, Any]], choice: str, is_parallel: bool | None, tokenizer: Tokenizer | None,
+        answer: dict[str, Any] | None = None,
     ) -> ToolUse:
-        """choice: "auto", "required" or "=" and the name of a tool. is_parallel: whether several calls are allowed."""
+        """choice: "auto", "required" or "=" and the name of a tool. is_parallel: whether several calls are allowed.
+
+        answer: the schema of an answer that does not call tools.
+        """
         wanted: str | dict[str, Any] = {"name": choice[1:]} if choice[0] == "=" else choice
-        may_repeat = bool(is_parallel) and choice == "required"
+        may_repeat = is_parallel is not False if choice == "auto" else bool(is_parallel) and choice == "required"
+        remarks: list[str] = []
         with naming("tools"):
-            grammar = grammar_for_tools(style, tools, wanted, is_parallel=may_repeat, tokenizer=tokenizer)
+            grammar = grammar_for_tools(
+                style, tools, wanted, is_parallel=may_repeat, tokenizer=tokenizer, answer=answer, remarks=remarks
+            )
             ToolCallParser(style, tools)
-        return cls(style, tools, grammar, is_parallel is False)
+        return cls(style, tools, grammar, is_parallel is False, remarks)
 
     def explain(self, error: RemoteError) -> RemoteError:
         """An error about the grammar that forces a call, as one that names the tool whose schema it is about."""
         found = GRAMMAR_ERROR.search(error.message)
         if found is None or self.grammar is None:
             return error
-        name = tool_at(str(self.grammar["value"]), int(found["line"] or 0))
+        line = int(found["line"] or 0)
+        if str(self.grammar["value"]).splitlines()[line - 1].startswith("answer: "):
+            error.message = f"The schema of the format cannot be followed: {found['reason']}."
+            return error
+        name = tool_at(str(self.grammar["value"]), line)
         what = "The schema of a tool" if name is None else f"The schema of the tool {name!r}"
         return RemoteError(
             f"{what} cannot be followed: {found['reason']}.", code=error.code, status=error.status, param="tools",
-            hint='Leave that out of the schema, or let the model choose: tool_choice "auto".',
+            hint=UNFORCED,
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from archerfish.background import Lazy, in_background
 from archerfish.errors import InvalidInputError, UnsupportedModelError
+from archerfish.text.json_schema import rewrite_schema
 from archerfish.text.text_tokenizer import TextTokenizer
 from archerfish.text.tokenizer import Tokenizer
 
@@ -184,7 +185,7 @@ def grammar_text(kind: str, value: Any) -> str:
         case "json":
             return LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=JSON_OPTIONS)
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(value, defaults=JSON_OPTIONS)
+            return LLMatcher.grammar_from_json_schema(rewrite_schema(value)[0], defaults=JSON_OPTIONS)
         case "regex":
             return LLMatcher.grammar_from_lark(f'start: /{regex_to_lark(value, "d")}/')  # digits are 0 to 9
         case "choice":

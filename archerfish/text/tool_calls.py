@@ -15,10 +15,12 @@ from typing import Any, Literal, TypeVar
 
 from archerfish.errors import InvalidInputError, did_you_mean
 from archerfish.text.grammar import JSON_OPTIONS
+from archerfish.text.json_schema import rewrite_schema
 from archerfish.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Reader = Generator[None, str, T]  # takes one character after the other
+UNFORCED = 'Leave that out of the schema, or let the model choose: tool_choice "auto".'
 MAX_HELD = 1 << 16  # characters that are held back because they may become a call
 ARGUMENTS = ("arguments", "parameters")
 USUAL_KEYS = ("name", *ARGUMENTS, "type", "id")
@@ -380,25 +382,41 @@ def written_calls(calls: object, where: str) -> list[str]:
 
 def grammar_for_tools(
     style: str, tools: Sequence[Mapping[str, Any]], tool_choice: str | Mapping[str, Any], *, is_parallel: bool = False,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Tokenizer | None = None, answer: Mapping[str, Any] | None = None, remarks: list[str] | None = None,
 ) -> dict[str, Any] | None:
-    """A grammar for `SamplingParams` that forces a call; None if tool_choice is "auto" or "none".
+    """A grammar for `SamplingParams` that forces a call, or with "auto" and `answer` either calls or an answer of that schema.
 
-    tool_choice: "required", or a mapping that names a function. is_parallel: allows several calls. With the model's
-    tokenizer, a mark that is a special token is forced as that token.
+    It is None if there is nothing to force. tool_choice: "auto", "none", "required", or a mapping that names a function.
+    is_parallel: allows several calls. With the model's tokenizer, a mark that is a special token is forced as that token.
+    remarks: gets what of the tools' schemas is not followed.
     """
-    if tool_choice in ("auto", "none"):
+    if tool_choice == "none" or (tool_choice == "auto" and answer is None):
         return None
     written, schemas = find_style(style), tool_schemas(tools)
     if not schemas:
         raise InvalidInputError(f"tool_choice is {tool_choice!r}, but there are no tools.", hint="Give tools.")
-    chosen = list(schemas) if tool_choice in ("required", "any") else [chosen_name(tool_choice, schemas)]
-    rules = [f"call: {' | '.join(f'call_{place}' for place in range(len(chosen)))}"]
+    chosen = list(schemas) if tool_choice in ("auto", "required", "any") else [chosen_name(tool_choice, schemas)]
+    has_answer = tool_choice == "auto" and answer is not None
+    rules = ["start: calls | answer" if has_answer else "start: calls", f"calls: {shape_of(written, is_parallel, tokenizer)}"]
+    rules.append(f"call: {' | '.join(f'call_{place}' for place in range(len(chosen)))}")
     for place, name in enumerate(chosen):
         before = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{written.arguments}": '
-        schema = {**schemas[name], "x-guidance": {**JSON_OPTIONS, **schemas[name].get("x-guidance", {})}}
-        rules += [f'call_{place}: {literal(before)} arguments_{place} "}}"', f"arguments_{place}: %json {json.dumps(schema)}"]
-    return {"kind": "lark", "value": "\n".join([f"start: {shape_of(written, is_parallel, tokenizer)}", *rules]) + "\n"}
+        try:
+            schema, ignored = rewrite_schema(schemas[name], is_lenient=True)
+        except InvalidInputError as error:
+            message = f"The schema of the tool {name!r} cannot be followed: {error.message}"
+            raise InvalidInputError(message, hint=UNFORCED) from None
+        if remarks is not None:
+            remarks += [f"the tool {name!r}: {remark}" for remark in ignored]
+        rules += [f'call_{place}: {literal(before)} arguments_{place} "}}"', f"arguments_{place}: {json_rule(schema)}"]
+    if answer is not None and has_answer:
+        rules.append(f"answer: {json_rule(rewrite_schema(answer)[0])}")
+    return {"kind": "lark", "value": "\n".join(rules) + "\n"}
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    options = {**JSON_OPTIONS, **schema.get("x-guidance", {})}
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 def tool_at(grammar: str, line: int) -> str | None:
