@@ -136,10 +136,14 @@ def check_group(vocabulary: Any, group: dict[str, Any], name: str, counts: Count
             counts.wrong.append(f"{name}: written at random: {text}")
 
 
-def check_suite(folder: Path, num_texts: int) -> Counts:
+def byte_vocabulary() -> Any:
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    vocabulary, counts = LLTokenizer(TokenizerWrapper(ByteTokens())), Counts()
+    return LLTokenizer(TokenizerWrapper(ByteTokens()))
+
+
+def check_suite(folder: Path, num_texts: int) -> Counts:
+    vocabulary, counts = byte_vocabulary(), Counts()
     for path in sorted(folder.glob("tests/draft2020-12/*.json")):
         for group in json.loads(path.read_text(encoding="utf-8")):
             check_group(vocabulary, group, f"{path.stem}: {group['description']}", counts, num_texts)

@@ -307,9 +307,10 @@ class Rewriter:
         found: Options = []
         for index, option in enumerate(options):
             others = [options[sum(pair) - index] for pair in pairs if index in pair]
+            self._logic.is_exact = True
             excluded = [self._exclude(other, option) for other in others[:MAX_EXCLUDED]]
-            is_unknown = any(one is False and other not in (True, {}) for one, other in zip(excluded, others, strict=False))
-            if is_unknown or len(others) > MAX_EXCLUDED:
+            is_lost = not self._logic.is_exact and any(self._logic.are_disjoint(option, one) for one in excluded)
+            if is_lost or len(others) > MAX_EXCLUDED:
                 self._remark(f"oneOf at {place} is followed as anyOf: its alternatives overlap")
                 return options
             found.append(all_of([option, *excluded]))

@@ -27,6 +27,10 @@ ANNOTATIONS = frozenset((
     "$schema", "$id", "$anchor",
 ))  # fmt: skip
 LIMIT = "x-archerfish-limit"  # marks a schema that limits values, but does not evaluate their properties and items
+NOT_NEGATED = frozenset((
+    "pattern", "format", "multipleOf", "patternProperties", "additionalProperties", "propertyNames", "uniqueItems", "oneOf",
+    "unevaluatedProperties", "unevaluatedItems", "$dynamicRef",
+))  # fmt: skip
 # The keyword that a number's, a length's or a count's negation has, the type that it needs, and what is added to the value.
 OPPOSITES = {
     "minimum": ("exclusiveMaximum", "number", 0), "exclusiveMinimum": ("maximum", "number", 0),
@@ -97,6 +101,7 @@ class SchemaLogic:
         self._dynamic: list[str] = []
         self._open: list[str] = []  # addresses that are being negated
         self._num_steps = 0
+        self.is_exact = True  # set to False when a negation lacks something
         self.root = self._read(schema, "")
         self._documents.setdefault("", self.root)
 
@@ -228,6 +233,9 @@ class SchemaLogic:
     def _negations(self, schema: dict[str, Any]) -> list[Schema]:
         """For each keyword, values that do not match it."""
         found: list[Schema] = []
+        has_part = "prefixItems" in schema and "items" in schema
+        if has_part or "integer" in schema.get("type", ()) or not NOT_NEGATED.isdisjoint(schema):
+            self.is_exact = False
         if "type" in schema:
             others = [name for name in ALL_TYPES if name not in self.types({"type": schema["type"]})]
             found.append({"type": others} if others else False)
