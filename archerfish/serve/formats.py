@@ -12,7 +12,7 @@ from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError, UnsupportedParameterError, json_type, naming, short_value
 from archerfish.text.schema_logic import COUNTS, ONE_SCHEMA, SCHEMA_LISTS, SCHEMA_MAPS
 from archerfish.text.tokenizer import Tokenizer
-from archerfish.text.tool_calls import UNFORCED, ToolCallParser, grammar_for_tools, tool_at
+from archerfish.text.tool_calls import UNFORCED, ToolCallParser, call_at, grammar_for_tools, tool_schemas
 
 # Response formats
 
@@ -178,14 +178,16 @@ class ToolUse:
     """The tools that an answer may call.
 
     style: how the model writes calls. grammar: forces a call, if tool_choice asks for one; or allows calls and answers of a
-    format. has_one_call: drop later ones. remarks: what of the tools' schemas is not followed.
+    format. has_one_call: drop later ones. names: of the tools that may be called. remarks: what of their schemas is not
+    followed.
     """
 
     style: str
     tools: Sequence[dict[str, Any]]
     grammar: dict[str, Any] | None
     has_one_call: bool
-    remarks: Sequence[str] = ()
+    names: Sequence[str]
+    remarks: Sequence[str]
 
     @classmethod
     def choose(
@@ -204,7 +206,8 @@ class ToolUse:
                 style, tools, wanted, is_parallel=may_repeat, tokenizer=tokenizer, answer=answer, remarks=remarks
             )
             ToolCallParser(style, tools)
-        return cls(style, tools, grammar, is_parallel is False, remarks)
+        names = [choice[1:]] if choice[0] == "=" else list(tool_schemas(tools))
+        return cls(style, tools, grammar, is_parallel is False, names, remarks)
 
     def explain(self, error: RemoteError) -> RemoteError:
         """An error about the grammar that forces a call, as one that names the tool whose schema it is about."""
@@ -215,8 +218,8 @@ class ToolUse:
         if str(self.grammar["value"]).splitlines()[line - 1].startswith("answer: "):
             error.message = f"The schema of the format cannot be followed: {found['reason']}."
             return error
-        name = tool_at(str(self.grammar["value"]), line)
-        what = "The schema of a tool" if name is None else f"The schema of the tool {name!r}"
+        place = call_at(str(self.grammar["value"]), line)
+        what = "The schema of a tool" if place is None else f"The schema of the tool {self.names[place]!r}"
         return RemoteError(
             f"{what} cannot be followed: {found['reason']}.", code=error.code, status=error.status, param="tools",
             hint=UNFORCED,

@@ -295,10 +295,10 @@ class TextService:
                         break
         except RemoteError as error:
             if generation.tool_use is not None and generation.tool_use.grammar is not None:
-                raise generation.tool_use.explain(error) from None
-            if error.code == InvalidInputError.code and re.search("grammar|JSON schema", error.message, re.IGNORECASE):
+                error = generation.tool_use.explain(error)
+            if error.code == InvalidInputError.code and re.search("grammar|schema", error.message, re.IGNORECASE):
                 error.param = error.param or generation.format_param
-            raise
+            raise error from None
 
 
 async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:

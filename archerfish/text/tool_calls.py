@@ -400,7 +400,6 @@ def grammar_for_tools(
     rules = ["start: calls | answer" if has_answer else "start: calls", f"calls: {shape_of(written, is_parallel, tokenizer)}"]
     rules.append(f"call: {' | '.join(f'call_{place}' for place in range(len(chosen)))}")
     for place, name in enumerate(chosen):
-        before = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{written.arguments}": '
         try:
             schema, ignored = rewrite_schema(schemas[name], is_lenient=True)
         except InvalidInputError as error:
@@ -408,6 +407,12 @@ def grammar_for_tools(
             raise InvalidInputError(message, hint=UNFORCED) from None
         if remarks is not None:
             remarks += [f"the tool {name!r}: {remark}" for remark in ignored]
+        if has_answer and not written.end and not written.is_list:  # which only a parser of JSON can tell from an answer
+            members = {"name": {"const": name}, written.arguments: {**schema, "$defs": {}}}
+            call = {"type": "object", "properties": members, "required": list(members), "additionalProperties": False}
+            rules.append(f"call_{place}: {json_rule({**call, '$defs': schema.get('$defs', {})})}")
+            continue
+        before = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{written.arguments}": '
         rules += [f'call_{place}: {literal(before)} arguments_{place} "}}"', f"arguments_{place}: {json_rule(schema)}"]
     if answer is not None and has_answer:
         rules.append(f"answer: {json_rule(rewrite_schema(answer)[0])}")
@@ -419,16 +424,13 @@ def json_rule(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
-def tool_at(grammar: str, line: int) -> str | None:
-    """The tool of a line (counted from 1) of a grammar of `grammar_for_tools`; None if the line belongs to no tool."""
+def call_at(grammar: str, line: int) -> int | None:
+    """Which call of a grammar of `grammar_for_tools` a line (counted from 1) belongs to; None if that is not known."""
     lines = grammar.splitlines()
-    calls = [one for one in lines if re.match(r"call_\d+: ", one)]
-    number = re.match(r"arguments_(\d+): ", lines[line - 1]) if 0 < line <= len(lines) else None
-    if number is None and len(calls) > 1:
-        return None
-    before, _ = json.JSONDecoder().raw_decode(calls[int(number[1]) if number else 0].partition(": ")[2])
-    name, _ = json.JSONDecoder().raw_decode(before.removeprefix('{"name": '))
-    return str(name)
+    found = re.match(r"(?:call|arguments)_(\d+): ", lines[line - 1]) if 0 < line <= len(lines) else None
+    if found is None:
+        return None if any(one.startswith("call_1: ") for one in lines) else 0
+    return int(found[1])
 
 
 def shape_of(style: Style, is_parallel: bool, tokenizer: Tokenizer | None) -> str:
