@@ -170,10 +170,13 @@ def test_deep_schemas_are_refused() -> None:
     ({"properties": {"a": {"type": "string", "format": "iban"}}}, "the format 'iban' at schema.properties.a is not checked"),
     ({"type": "string", "if": {"pattern": "a"}, "then": {"minLength": 2}}, "if at schema is taken to hold"),
 ])  # fmt: skip
-def test_what_is_not_followed_exactly_is_remarked(schema: dict[str, Any], remark: str) -> None:
+def test_what_is_not_followed_exactly_is_remarked(
+    schema: dict[str, Any], remark: str, caplog: pytest.LogCaptureFixture
+) -> None:
     _, [said] = rewrite_schema(schema)
     assert said.startswith(remark)
     grammar_of(schema)
+    assert caplog.messages == [f"JSON schema: {said}."]
 
 
 SUITE = os.environ.get("JSON_SCHEMA_TEST_SUITE", "")
