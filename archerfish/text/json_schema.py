@@ -267,6 +267,8 @@ class Rewriter:
             groups.append(schema["anyOf"])
         if "oneOf" in schema:
             groups.append(self._one_of(schema["oneOf"], place))
+            told_by = members_of(schema, "discriminator").get("propertyName")  # OpenAPI's, which pydantic writes and needs
+            groups += [[{"required": [told_by]}]] if isinstance(told_by, str) else []
         return groups
 
     def _expressed(self, schema: dict[str, Any], own: dict[str, Any], place: str) -> list[Options]:

@@ -36,6 +36,8 @@ CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
      [{"child": {"child": {}}, "a": 1}], [{"child": {"x": 1}}]),
     # Alternatives
     ({"oneOf": [CAR, BOAT]}, [{"kind": "car"}, {"kind": "boat", "sails": 1}], [{"kind": "boat"}, {"kind": "car", "sails": 1}]),
+    ({"oneOf": [{**CAR, "required": []}, BOAT], "discriminator": {"propertyName": "kind"}},
+     [{"kind": "car"}], [{}, {"wheels": 1}]),
     ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, [1, "x"], [3]),
     ({"oneOf": [{"type": "object", "required": ["a"], "properties": {"a": A}},
                 {"type": "object", "required": ["b"], "properties": {"b": A}}]}, [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}]),
