@@ -11,8 +11,9 @@ from archerfish.errors import InvalidInputError, did_you_mean
 from archerfish.params import is_number
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import UnsupportedParameterError, check_members, json_type, naming, short_value
+from archerfish.text.schema_logic import COUNTS, ONE_SCHEMA, SCHEMA_LISTS, SCHEMA_MAPS
 from archerfish.text.tokenizer import Tokenizer
-from archerfish.text.tool_calls import ToolCallParser, grammar_for_tools, tool_at
+from archerfish.text.tool_calls import UNFORCED, ToolCallParser, call_at, grammar_for_tools, tool_schemas
 
 # Response formats
 
@@ -53,6 +54,12 @@ def nested_grammar(value: Mapping[str, Any], param: str) -> dict[str, Any] | Non
     return None if stated is None else response_grammar(stated, f"{param}.format")
 
 
+def is_best_effort(value: Any) -> bool:
+    """Whether a format says that its schema need not be followed exactly."""
+    inner = value.get("json_schema") or value.get("format") or value if isinstance(value, dict) else {}
+    return isinstance(inner, dict) and inner.get("strict") is False
+
+
 def format_schema(value: dict[str, Any], where: str) -> dict[str, Any]:
     """The schema of a format of type json_schema."""
     is_nested = value.get("json_schema") is not None
@@ -71,15 +78,7 @@ def format_schema(value: dict[str, Any], where: str) -> dict[str, Any]:
 # JSON schemas
 
 TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
-# Keywords by what they hold. Others are passed on unchecked.
-ONE_SCHEMA = (
-    "items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
-    "unevaluatedItems", "unevaluatedProperties",
-)  # fmt: skip
-SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-# Whether a keyword may have a value, and what is expected.
+# Whether a keyword may have a value, and what is expected. Others are passed on unchecked.
 RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "required": (lambda held: isinstance(held, list) and all(isinstance(name, str) for name in held),
                  "a list of names of properties"),
@@ -143,34 +142,50 @@ GRAMMAR_ERROR = re.compile(
 class ToolUse:
     """The tools that an answer may call.
 
-    style: how the model writes calls. grammar: forces a call, if tool_choice asks for one. has_one_call: drop later ones.
+    style: how the model writes calls. grammar: forces a call, if tool_choice asks for one; or allows calls and answers of a
+    format. has_one_call: drop later ones. names: of the tools that may be called. remarks: what of their schemas is not
+    followed.
     """
 
     style: str
     tools: Sequence[dict[str, Any]]
     grammar: dict[str, Any] | None
     has_one_call: bool
+    names: Sequence[str]
+    remarks: Sequence[str]
 
     @classmethod
     def choose(
-        cls, style: str, tools: Sequence[dict[str, Any]], choice: str, is_parallel: bool | None, tokenizer: Tokenizer | None
+        cls, style: str, tools: Sequence[dict[str, Any]], choice: str, is_parallel: bool | None, tokenizer: Tokenizer | None,
+        answer: dict[str, Any] | None = None,
     ) -> ToolUse:
-        """choice: "auto", "required" or "=" and the name of a tool. is_parallel: whether several calls are allowed."""
+        """choice: "auto", "required" or "=" and the name of a tool. is_parallel: whether several calls are allowed.
+
+        answer: the schema of an answer that does not call tools.
+        """
         wanted: str | dict[str, Any] = {"name": choice[1:]} if choice[0] == "=" else choice
-        may_repeat = bool(is_parallel) and choice == "required"
+        may_repeat = is_parallel is not False if choice == "auto" else bool(is_parallel) and choice == "required"
+        remarks: list[str] = []
         with naming("tools"):
-            grammar = grammar_for_tools(style, tools, wanted, is_parallel=may_repeat, tokenizer=tokenizer)
+            grammar = grammar_for_tools(
+                style, tools, wanted, is_parallel=may_repeat, tokenizer=tokenizer, answer=answer, remarks=remarks
+            )
             ToolCallParser(style, tools)
-        return cls(style, tools, grammar, is_parallel is False)
+        names = [choice[1:]] if choice[0] == "=" else list(tool_schemas(tools))
+        return cls(style, tools, grammar, is_parallel is False, names, remarks)
 
     def explain(self, error: RemoteError) -> RemoteError:
         """An error about the grammar that forces a call, as one that names the tool whose schema it is about."""
         found = GRAMMAR_ERROR.search(error.message)
         if found is None or self.grammar is None:
             return error
-        name = tool_at(str(self.grammar["value"]), int(found["line"] or 0))
-        what = "The schema of a tool" if name is None else f"The schema of the tool {name!r}"
+        line = int(found["line"] or 0)
+        if str(self.grammar["value"]).splitlines()[line - 1].startswith("answer: "):
+            error.message = f"The schema of the format cannot be followed: {found['reason']}."
+            return error
+        place = call_at(str(self.grammar["value"]), line)
+        what = "The schema of a tool" if place is None else f"The schema of the tool {self.names[place]!r}"
         return RemoteError(
             f"{what} cannot be followed: {found['reason']}.", code=error.code, status=error.status, param="tools",
-            hint='Leave that out of the schema, or let the model choose: tool_choice "auto".',
+            hint=UNFORCED,
         )

@@ -21,13 +21,14 @@ from archerfish.engine.request_maker import check_vocabulary
 from archerfish.errors import ArcherfishError, InvalidInputError, StoppedError
 from archerfish.params import SamplingParams
 from archerfish.serve.answers import CachedTokens, ChosenLogprob, StopReason, TokenLogprob, Usage
-from archerfish.serve.bodies import GenerationBody, ToolBody
+from archerfish.serve.bodies import GenerationBody, TextBody, ToolBody
 from archerfish.serve.catalog import Catalog, ModelCard, ModelText, in_thread
 from archerfish.serve.client import RemoteError
-from archerfish.serve.errors import InvalidParameterError, data_event, failure_body
-from archerfish.serve.formats import ToolUse
+from archerfish.serve.errors import InvalidParameterError, data_event, failure_body, naming
+from archerfish.serve.formats import ToolUse, is_best_effort
 from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Logprob, Output
+from archerfish.text.json_schema import rewrite_schema
 from archerfish.text.output_text import OutputText
 from archerfish.text.tool_calls import ToolCallParser, ToolPiece
 
@@ -232,20 +233,24 @@ class TextService:
         text = await self.catalog.text_of(await self.catalog.find(body.model, "generation"))
         choice = body.check_tool_choice()
         values, names = body.sampling()
+        await follow_schema(request, body, values, names["grammar"])
         options = dict(template_values or {})
         reserved = [name for name in RESERVED if name in options]
         if reserved:
             raise InvalidParameterError(f"chat_template_kwargs cannot hold {reserved[0]!r}.", "chat_template_kwargs")
-        tool_use = None
+        tool_use, schema = None, None
         if choice != "none":
-            if "grammar" in values:
-                raise InvalidParameterError("A format and tools exclude each other; set tool_choice to none.", "tools")
-            options["tools"], names["grammar"] = body.tools, "tools"
+            schema = answer_schema(values.pop("grammar", None))
+            if schema is None:
+                names["grammar"] = "tools"
+            options["tools"] = body.tools
         prompt_ids = await text.encode(messages, param, options, answer_start, is_answered=True)
         template = text.template.get()
         if choice != "none":
             style = template.call_style(options.get("template_name"))
-            tool_use = ToolUse.choose(style, body.tools, choice, body.parallel_tool_calls, text.tokenizer)
+            given = (style, body.tools, choice, body.parallel_tool_calls, text.tokenizer, schema)
+            tool_use = await asyncio.to_thread(ToolUse.choose, *given)
+            add_remarks(request, tool_use.remarks)
             if tool_use.grammar is not None:
                 values["grammar"] = tool_use.grammar
         params = template.stopping(checked_params(values, text.card, names))
@@ -287,10 +292,10 @@ class TextService:
                         break
         except RemoteError as error:
             if generation.tool_use is not None and generation.tool_use.grammar is not None:
-                raise generation.tool_use.explain(error) from None
-            if error.code == InvalidInputError.code and "grammar" in error.message.lower():
+                error = generation.tool_use.explain(error)
+            if error.code == InvalidInputError.code and re.search("grammar|schema", error.message, re.IGNORECASE):
                 error.param = error.param or generation.format_param
-            raise
+            raise error from None
 
 
 async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
@@ -396,6 +401,35 @@ class EventStream:
 def named_in(message: str, values: dict[str, Any]) -> str:
     """The first of these names in an error message, or \"\"."""
     return next((word for word in re.findall(r"\w+", message) if word in values), "")
+
+
+async def follow_schema(request: Request, body: TextBody, values: dict[str, Any], param: str) -> None:
+    """Refuse the schema of a format that cannot be followed, and say what of it is not."""
+    grammar = values.get("grammar")
+    if grammar is None or not isinstance(grammar["value"], dict):
+        return
+    is_lenient = is_best_effort(getattr(body, body.format_param))
+    with naming(param):
+        schema, remarks = await asyncio.to_thread(rewrite_schema, grammar["value"], is_lenient=is_lenient)
+    add_remarks(request, remarks)
+    if is_lenient:
+        values["grammar"] = {**grammar, "value": schema}
+
+
+def answer_schema(grammar: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The schema of a format that tools stand beside."""
+    if grammar is None:
+        return None
+    schema = {"type": "object"} if grammar["kind"] == "json" else grammar["value"]
+    if not isinstance(schema, dict):
+        message = "Tools go together with a format of type json_schema or json_object only; set tool_choice to none."
+        raise InvalidParameterError(message, "tools")
+    return schema
+
+
+def add_remarks(request: Request, remarks: Sequence[str]) -> None:
+    """Say something in a header of the answer."""
+    getattr(request.state, "remarks", []).extend(remarks)
 
 
 def checked_params(values: dict[str, Any], card: ModelCard, names: dict[str, str]) -> SamplingParams:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from archerfish.background import Lazy, in_background
 from archerfish.errors import InvalidInputError, UnsupportedModelError
+from archerfish.text.json_schema import rewrite_schema
 from archerfish.text.text_tokenizer import TextTokenizer
 from archerfish.text.tokenizer import Tokenizer
 
@@ -24,6 +26,7 @@ MAX_STEP_ITEMS = 10_000  # of the parser in one step, to bound the time of a ste
 STACK_BYTES = 256 << 20  # llguidance recurses for nested rules; 1,000 of them overflow the default stack
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\r\t]{1,64}"}  # without a bound a model may write blanks without end
 R = TypeVar("R")
+logger = logging.getLogger("archerfish")
 _stack_lock = threading.Lock()
 
 
@@ -184,7 +187,10 @@ def grammar_text(kind: str, value: Any) -> str:
         case "json":
             return LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=JSON_OPTIONS)
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(value, defaults=JSON_OPTIONS)
+            schema, remarks = rewrite_schema(value)
+            for remark in remarks:
+                logger.warning("JSON schema: %s.", remark)
+            return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
         case "regex":
             return LLMatcher.grammar_from_lark(f'start: /{regex_to_lark(value, "d")}/')  # digits are 0 to 9
         case "choice":

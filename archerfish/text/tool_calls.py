@@ -15,10 +15,12 @@ from typing import Any, Literal, TypeVar
 
 from archerfish.errors import InvalidInputError, did_you_mean
 from archerfish.text.grammar import JSON_OPTIONS
+from archerfish.text.json_schema import rewrite_schema
 from archerfish.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Reader = Generator[None, str, T]  # takes one character after the other
+UNFORCED = 'Leave that out of the schema, or let the model choose: tool_choice "auto".'
 MAX_HELD = 1 << 16  # characters that are held back because they may become a call
 ARGUMENTS = ("arguments", "parameters")
 USUAL_KEYS = ("name", *ARGUMENTS, "type", "id")
@@ -370,14 +372,15 @@ def written_calls(calls: object, where: str) -> list[str]:
 
 def grammar_for_tools(
     style: str, tools: Sequence[Mapping[str, Any]], tool_choice: str | Mapping[str, Any], *, is_parallel: bool = False,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Tokenizer | None = None, answer: Mapping[str, Any] | None = None, remarks: list[str] | None = None,
 ) -> dict[str, Any] | None:
-    """A grammar for `SamplingParams` that forces a call; None if tool_choice is "auto" or "none".
+    """A grammar for `SamplingParams` that forces a call, or with "auto" and `answer` either calls or an answer of that schema.
 
-    tool_choice: "required", or {"name": ...} for one tool. is_parallel: allows several calls. With the model's tokenizer, a
-    mark that is a special token is forced as that token.
+    It is None if there is nothing to force. tool_choice: "auto", "none", "required", or {"name": ...} for one tool.
+    is_parallel: allows several calls. With the model's tokenizer, a mark that is a special token is forced as that token.
+    remarks: gets what of the tools' schemas is not followed.
     """
-    if tool_choice in ("auto", "none"):
+    if tool_choice == "none" or (tool_choice == "auto" and answer is None):
         return None
     written, schemas = STYLES[style], tool_schemas(tools)
     if not schemas:
@@ -386,24 +389,41 @@ def grammar_for_tools(
     if chosen[0] not in schemas:
         hint = did_you_mean(chosen[0], schemas)
         raise InvalidInputError(f"tool_choice names {chosen[0]!r}, which is not among the tools.", hint=hint)
-    rules = [f"call: {' | '.join(f'call_{place}' for place in range(len(chosen)))}"]
+    has_answer = tool_choice == "auto" and answer is not None
+    rules = ["start: calls | answer" if has_answer else "start: calls", f"calls: {shape_of(written, is_parallel, tokenizer)}"]
+    rules.append(f"call: {' | '.join(f'call_{place}' for place in range(len(chosen)))}")
     for place, name in enumerate(chosen):
-        before = json.dumps(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{written.arguments}": ')
-        schema = {**schemas[name], "x-guidance": {**JSON_OPTIONS, **schemas[name].get("x-guidance", {})}}
-        rules += [f'call_{place}: {before} arguments_{place} "}}"', f"arguments_{place}: %json {json.dumps(schema)}"]
-    return {"kind": "lark", "value": "\n".join([f"start: {shape_of(written, is_parallel, tokenizer)}", *rules]) + "\n"}
+        try:
+            schema, ignored = rewrite_schema(schemas[name], is_lenient=True)
+        except InvalidInputError as error:
+            message = f"The schema of the tool {name!r} cannot be followed: {error.message}"
+            raise InvalidInputError(message, hint=UNFORCED) from None
+        if remarks is not None:
+            remarks += [f"the tool {name!r}: {remark}" for remark in ignored]
+        if has_answer and not written.end and not written.is_list:  # which only a parser of JSON can tell from an answer
+            members = {"name": {"const": name}, written.arguments: {**schema, "$defs": {}}}
+            call = {"type": "object", "properties": members, "required": list(members), "additionalProperties": False}
+            rules.append(f"call_{place}: {json_rule({**call, '$defs': schema.get('$defs', {})})}")
+            continue
+        before = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{written.arguments}": '
+        rules += [f'call_{place}: {json.dumps(before)} arguments_{place} "}}"', f"arguments_{place}: {json_rule(schema)}"]
+    if answer is not None and has_answer:
+        rules.append(f"answer: {json_rule(rewrite_schema(answer)[0])}")
+    return {"kind": "lark", "value": "\n".join(rules) + "\n"}
 
 
-def tool_at(grammar: str, line: int) -> str | None:
-    """The tool of a line (counted from 1) of a grammar of `grammar_for_tools`; None if the line belongs to no tool."""
+def json_rule(schema: Mapping[str, Any]) -> str:
+    options = {**JSON_OPTIONS, **schema.get("x-guidance", {})}
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+
+
+def call_at(grammar: str, line: int) -> int | None:
+    """Which call of a grammar of `grammar_for_tools` a line (counted from 1) belongs to; None if that is not known."""
     lines = grammar.splitlines()
-    calls = [one for one in lines if re.match(r"call_\d+: ", one)]
-    number = re.match(r"arguments_(\d+): ", lines[line - 1]) if 0 < line <= len(lines) else None
-    if number is None and len(calls) > 1:
-        return None
-    before, _ = json.JSONDecoder().raw_decode(calls[int(number[1]) if number else 0].partition(": ")[2])
-    name, _ = json.JSONDecoder().raw_decode(before.removeprefix('{"name": '))
-    return str(name)
+    found = re.match(r"(?:call|arguments)_(\d+): ", lines[line - 1]) if 0 < line <= len(lines) else None
+    if found is None:
+        return None if any(one.startswith("call_1: ") for one in lines) else 0
+    return int(found[1])
 
 
 def shape_of(style: Style, is_parallel: bool, tokenizer: Tokenizer | None) -> str:

@@ -108,7 +108,7 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
         (CHAT, {"messages": HI, "tool_choice": "required"}, "tool_choice", "there are no tools"),
         (CHAT, {"messages": HI, "tools": [CLOCK], "tool_choice": "maybe"}, "tool_choice", 'must be "auto", "none"'),
         (CHAT, {"messages": HI, "tools": [CLOCK, CLOCK]}, "tools", "Two tools are called 'clock'"),
-        (CHAT, {"messages": HI, "tools": [CLOCK], "guided_regex": "a"}, "tools", "exclude each other"),
+        (CHAT, {"messages": HI, "tools": [CLOCK], "guided_regex": "a"}, "tools", "json_schema or json_object only"),
         (
             CHAT, {"messages": HI, "tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "clok"}}},
             "tool_choice", "Did you mean 'clock'?",

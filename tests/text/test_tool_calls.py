@@ -218,7 +218,7 @@ def test_a_mark_that_is_a_special_token(tmp_path: Path) -> None:
     tokenizer = byte_level(tmp_path)
     tokenizer.special_tokens[300] = "[TOOL_CALLS]"
     forced = grammar_for_tools("mistral", TOOLS, "required", tokenizer=tokenizer)
-    assert forced is not None and forced["value"].startswith('start: <[300]> "["')
+    assert forced is not None and forced["value"].startswith('start: calls\ncalls: <[300]> "["')
 
 
 @pytest.mark.parametrize(("tools", "choice", "why"), [
