@@ -32,6 +32,7 @@ from scripts.clients.checks import CHECKS, Check, Server, SkippedError
 LIMIT_S = 120  # for one check
 START_LIMIT_S = 120
 COLORS = {"green": "\033[32m", "red": "\033[31m", "skipped": "\033[33m"}
+LOG = Path(sys.prefix) / "server.log"
 GROUPS = (apis, frameworks)  # importing them fills CHECKS
 
 
@@ -69,9 +70,11 @@ def started(program: str) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen([program, "serve", "--port", str(port)], stdout=subprocess.DEVNULL)
+    with LOG.open("wb") as log:
+        process = subprocess.Popen([program, "serve", "--port", str(port)], stdout=log, stderr=subprocess.STDOUT)
     try:
         wait_until_ready(url, process)
+        print(f"The server's words are in {LOG}.\n", flush=True)
         yield url
     finally:
         process.terminate()
@@ -82,11 +85,11 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     limit = time.monotonic() + START_LIMIT_S
     while time.monotonic() < limit:
         if process.poll() is not None:
-            raise SystemExit(f"The server ended with exit code {process.returncode}; see above.")
+            raise SystemExit(f"{LOG.read_text()}\nThe server ended with exit code {process.returncode}.")
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/ready"):
             return
         time.sleep(0.2)
-    raise SystemExit(f"The server was not ready after {START_LIMIT_S} s.")
+    raise SystemExit(f"{LOG.read_text()}\nThe server was not ready after {START_LIMIT_S} s.")
 
 
 def take(check: Check, server: Server, limit_s: float = LIMIT_S) -> tuple[str, str]:
