@@ -25,8 +25,9 @@ coverage: $(VENV)/.test models  ## the tests again, and which lines they run
 test-slow: $(VENV)/.test models  ## the long tests too
 	$(BIN)/python -m pytest -m 'slow or not slow' $(ARGS)
 
-test-clients: $(VENV)/.serve $(CLIENTS)/.ready models  ## a server, driven through other projects' clients: a table (ARGS="--only llm")
+test-clients: $(VENV)/.test $(CLIENTS)/.ready models  ## a server, driven through other projects' clients: a table (ARGS="--only llm")
 	$(CLIENTS)/bin/python -m scripts.clients --archerfish $(BIN)/archerfish $(ARGS)
+	$(if $(wildcard tests/clients),PYTHONPATH=$$(echo $(CLIENTS)/lib/python*/site-packages) $(BIN)/python -m pytest -m client tests/clients)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -65,12 +66,12 @@ $(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.serve
 	$(INSTALL) --editable '.[serve,test]'
 	@touch $@
 
-$(CLIENTS)/.ready: scripts/clients/requirements.txt Makefile | $(VENV)/bin/python
+$(CLIENTS)/.ready: scripts/clients/requirements.txt | $(VENV)/bin/python
 	@echo "Installing the clients into $(CLIENTS) (once; a few minutes)"
 	$(BIN)/python -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
-	@if command -v npm > /dev/null; then npm install --silent --no-audit --no-fund --no-save --prefix $(CLIENTS) $(NODE_CLIENTS); \
-	else echo "npm is not installed: the rows of the Vercel AI SDK will be skipped"; fi
+	@npm install --silent --no-audit --no-fund --no-save --prefix $(CLIENTS) $(NODE_CLIENTS) \
+	  || echo "npm could not install the Vercel AI SDK: its rows will be skipped"
 	@touch $@
 
 clean:  ## remove the environment and caches of tools (models stay)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.clients import apis, frameworks
-from scripts.clients.checks import CHECKS, Check, Server, SkippedError
+from scripts.clients.checks import CHECKS, Check, Server, SkipError
 
 LIMIT_S = 120  # for one check
 START_LIMIT_S = 120
@@ -103,7 +103,7 @@ def take(check: Check, server: Server, limit_s: float = LIMIT_S) -> tuple[str, s
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             check.run(server)
-    except SkippedError as reason:
+    except SkipError as reason:
         return "skipped", str(reason)
     except (Exception, TookTooLongError) as error:
         at = traceback.extract_tb(error.__traceback__)[-1]

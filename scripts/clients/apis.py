@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from scripts.clients.checks import ASK, HI, KEY, QUERY, TEXTS, TOOL, WEATHER, Server, Weather, check, command, weather
+from scripts.clients.checks import ASK, HI, KEY, QUERY, SHORT, TEXTS, TOOL, WEATHER, Server, Weather, check, command, weather
 
 
 def assert_ranked(results: Any) -> None:
@@ -33,14 +33,14 @@ def request(server: Server, path: str, body: Any = None) -> str:
 
 @check("curl", "chat")
 def curl_chat(server: Server) -> None:
-    body = json.dumps({"messages": HI, "max_tokens": 8})
+    body = json.dumps({"messages": HI, **SHORT})
     answer = command("curl", "-sf", f"{server.v1}/chat/completions", "-H", "Content-Type: application/json", "-d", body)
     assert json.loads(answer)["choices"][0]["message"]["content"]
 
 
 @check("curl", "stream")
 def curl_stream(server: Server) -> None:
-    body = json.dumps({"messages": HI, "max_tokens": 8, "stream": True})
+    body = json.dumps({"messages": HI, **SHORT, "stream": True})
     answer = command("curl", "-sfN", f"{server.v1}/chat/completions", "-H", "Content-Type: application/json", "-d", body)
     assert answer.endswith("data: [DONE]\n\n"), answer
 
@@ -54,14 +54,14 @@ def curl_pages(server: Server) -> None:
 @check("guidellm", "usage in every chunk")
 def guidellm_usage(server: Server) -> None:
     options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stream": True}
-    body = {"model": server.chat, "messages": HI, "max_tokens": 8, "ignore_eos": True, **options}
+    body = {"model": server.chat, "messages": HI, **SHORT, "ignore_eos": True, **options}
     events = [line.removeprefix("data: ") for line in request(server, "/v1/chat/completions", body).splitlines() if line]
     chunks = [json.loads(event) for event in events if event != "[DONE]"]
     assert all(chunk.get("usage") for chunk in chunks), "a chunk has no usage"
     assert chunks[-1]["usage"]["completion_tokens"] == 8
 
 
-@check("any", "harmless parameters of chat")
+@check("plain HTTP", "harmless parameters of chat")
 def harmless_chat(server: Server) -> None:
     accept_each(server, "/v1/chat/completions", {"messages": HI}, {
         "reasoning_effort": "low", "verbosity": "low", "add_generation_prompt": True, "continue_final_message": False,
@@ -70,7 +70,7 @@ def harmless_chat(server: Server) -> None:
     })  # fmt: skip
 
 
-@check("any", "harmless parameters of completions")
+@check("plain HTTP", "harmless parameters of completions")
 def harmless_completions(server: Server) -> None:
     accept_each(server, "/v1/completions", {"prompt": "Once"}, {
         "echo": True, "add_special_tokens": True, "truncate_prompt_tokens": 100, "user": "me",
@@ -88,7 +88,7 @@ def accept_each(server: Server, path: str, body: dict[str, Any], parameters: dic
     assert not refused, f"refused: {', '.join(refused)}"
 
 
-@check("vllm routes", "rerank, score, pooling")
+@check("plain HTTP", "vLLM's rerank, score, pooling")
 def vllm_routes(server: Server) -> None:
     ranked = json.loads(request(server, "/rerank", {"model": server.embedder, "query": QUERY, "documents": TEXTS}))
     assert [result["index"] for result in ranked["results"]] == [1, 0]
@@ -114,7 +114,8 @@ def openai_models(server: Server) -> None:
 
 @check("openai", "chat")
 def openai_chat(server: Server) -> None:
-    answer = openai_client(server).chat.completions.create(model=server.chat, messages=HI, max_completion_tokens=8)
+    client = openai_client(server)
+    answer = client.chat.completions.create(model=server.chat, messages=HI, max_completion_tokens=8, temperature=0)
     assert answer.choices[0].message.content
     assert answer.usage.completion_tokens <= 8
 
@@ -126,7 +127,7 @@ def openai_stream(server: Server) -> None:
     async def read() -> tuple[str, Any]:
         async with openai.AsyncOpenAI(base_url=server.v1, api_key=KEY, max_retries=0) as client:
             stream = await client.chat.completions.create(
-                model=server.chat, messages=HI, max_tokens=8, stream=True, stream_options={"include_usage": True})
+                model=server.chat, messages=HI, **SHORT, stream=True, stream_options={"include_usage": True})
             chunks = [chunk async for chunk in stream]
         return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices), chunks[-1].usage
 
@@ -145,7 +146,7 @@ def openai_tools(server: Server) -> None:
     assert json.loads(call.function.arguments)["city"] in ("Rome", "Paris")
     result = {"role": "tool", "tool_call_id": call.id, "content": weather("Rome")}
     following = [*ASK, message, result]
-    assert client.chat.completions.create(model=server.chat, messages=following, tools=[TOOL], max_tokens=8).choices
+    assert client.chat.completions.create(model=server.chat, messages=following, tools=[TOOL], **SHORT).choices
 
 
 @check("openai", "tools, streamed")
@@ -175,7 +176,7 @@ def openai_parse_with_tools(server: Server) -> None:
 
 @check("openai", "completions")
 def openai_completions(server: Server) -> None:
-    answer = openai_client(server).completions.create(model=server.chat, prompt=["Once", "Twice"], max_tokens=8, logprobs=2)
+    answer = openai_client(server).completions.create(model=server.chat, prompt=["Once", "Twice"], **SHORT, logprobs=2)
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert answer.choices[0].logprobs.tokens
 
@@ -195,16 +196,23 @@ def openai_dimensions(server: Server) -> None:
     assert len(answer.data[0].embedding) == 64
 
 
+@check("openai", "embeddings, input type")
+def openai_input_type(server: Server) -> None:
+    answer = openai_client(server).embeddings.create(model=server.embedder, input="a text", extra_body={"input_type": "query"})
+    assert len(answer.data[0].embedding) == server.dimension
+
+
 @check("openai", "responses")
 def openai_responses(server: Server) -> None:
-    client = openai_client(server)
-    answer = client.responses.create(model=server.chat, instructions="Be short.", input="Say hello.", max_output_tokens=16)
+    answer = openai_client(server).responses.create(
+        model=server.chat, instructions="Be short.", input="Say hello.", max_output_tokens=16, temperature=0)
     assert answer.output_text
 
 
 @check("openai", "responses, streamed")
 def openai_response_stream(server: Server) -> None:
-    with openai_client(server).responses.stream(model=server.chat, input="Say hello.", max_output_tokens=16) as stream:
+    with openai_client(server).responses.stream(
+        model=server.chat, input="Say hello.", max_output_tokens=16, temperature=0) as stream:
         events = list(stream)
     assert events[-1].type in ("response.completed", "response.incomplete")
     deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
@@ -248,14 +256,14 @@ def anthropic_client(server: Server) -> Any:
 
 @check("anthropic", "messages")
 def anthropic_messages(server: Server) -> None:
-    answer = anthropic_client(server).messages.create(model=server.chat, system="Be short.", messages=HI, max_tokens=8)
+    answer = anthropic_client(server).messages.create(model=server.chat, system="Be short.", messages=HI, **SHORT)
     assert answer.content[0].text
     assert answer.usage.output_tokens <= 8
 
 
 @check("anthropic", "stream")
 def anthropic_stream(server: Server) -> None:
-    with anthropic_client(server).messages.stream(model=server.chat, messages=HI, max_tokens=8) as stream:
+    with anthropic_client(server).messages.stream(model=server.chat, messages=HI, **SHORT) as stream:
         text = "".join(stream.text_stream)
         assert text == stream.get_final_message().content[0].text
 
@@ -271,7 +279,7 @@ def anthropic_tools(server: Server) -> None:
     assert answer.stop_reason == "tool_use"
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": weather("Rome")}]}
     following = [*ASK, {"role": "assistant", "content": answer.content}, result]
-    assert client.messages.create(model=server.chat, messages=following, max_tokens=8, tools=tools).content
+    assert client.messages.create(model=server.chat, messages=following, **SHORT, tools=tools).content
 
 
 @check("anthropic", "thinking")
@@ -331,7 +339,7 @@ def hub_chat(server: Server) -> None:
     from huggingface_hub import InferenceClient
 
     client = InferenceClient(base_url=server.v1, api_key=KEY)
-    assert client.chat_completion(HI, model=server.chat, max_tokens=8).choices[0].message.content
+    assert client.chat_completion(HI, model=server.chat, **SHORT).choices[0].message.content
 
 
 @check("tei", "embed (huggingface_hub)")
@@ -369,6 +377,8 @@ def tei_predict(server: Server) -> None:
 
 # ollama
 
+OLLAMA_SHORT = {"num_predict": 8, "temperature": 0}
+
 
 def ollama_client(server: Server) -> Any:
     import ollama
@@ -385,14 +395,14 @@ def ollama_models(server: Server) -> None:
 
 @check("ollama", "chat")
 def ollama_chat(server: Server) -> None:
-    answer = ollama_client(server).chat(model=server.chat, messages=HI, options={"num_predict": 8, "temperature": 0})
+    answer = ollama_client(server).chat(model=server.chat, messages=HI, options=OLLAMA_SHORT)
     assert answer.message.content
     assert answer.eval_count <= 8
 
 
 @check("ollama", "chat, streamed")
 def ollama_stream(server: Server) -> None:
-    parts = list(ollama_client(server).chat(model=server.chat, messages=HI, stream=True, options={"num_predict": 8}))
+    parts = list(ollama_client(server).chat(model=server.chat, messages=HI, stream=True, options=OLLAMA_SHORT))
     assert "".join(part.message.content or "" for part in parts)
     assert [part.done for part in parts][-2:] == [False, True]
 
@@ -407,13 +417,13 @@ def ollama_schema(server: Server) -> None:
 def ollama_tools(server: Server) -> None:
     """Ollama has no way to ask for a call, so a text is right too."""
     message = ollama_client(server).chat(
-        model=server.chat, messages=ASK, tools=[weather], options={"num_predict": 64}).message
+        model=server.chat, messages=ASK, tools=[weather], options={"num_predict": 64, "temperature": 0}).message
     assert message.content or message.tool_calls
 
 
 @check("ollama", "generate")
 def ollama_generate(server: Server) -> None:
-    answer = ollama_client(server).generate(model=server.chat, prompt="Say hello.", options={"num_predict": 8})
+    answer = ollama_client(server).generate(model=server.chat, prompt="Say hello.", options=OLLAMA_SHORT)
     assert answer.response
     assert answer.done
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 KEY = "none"
 HI: Any = [{"role": "user", "content": "Say hello."}]
+SHORT: Any = {"max_tokens": 8, "temperature": 0}  # the same text each time, and some
 ASK: Any = [{"role": "user", "content": "What is the weather in Rome?"}]
 CITY = {"type": "object", "properties": {"city": {"type": "string", "enum": ["Rome", "Paris"]}}, "required": ["city"]}
 WEATHER: Any = {"name": "weather", "description": "The weather of a city", "parameters": CITY}
@@ -43,7 +44,7 @@ class Server:
         return f"{self.url}/v1"
 
 
-class SkippedError(Exception):
+class SkipError(Exception):
     """The check needs something that this machine does not have."""
 
 

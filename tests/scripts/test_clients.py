@@ -9,7 +9,7 @@ from threading import Thread
 import pytest
 
 from scripts.clients import __main__ as clients
-from scripts.clients.checks import CHECKS, Check, Server, SkippedError
+from scripts.clients.checks import CHECKS, Check, Server, SkipError
 
 SERVER = Server("http://127.0.0.1:9", "writer", "vectors", 3)
 
@@ -28,7 +28,7 @@ def fails_without_words(server: Server) -> None:
 
 
 def skips(server: Server) -> None:
-    raise SkippedError("needs node")
+    raise SkipError("needs node")
 
 
 def hangs(server: Server) -> None:
