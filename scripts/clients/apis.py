@@ -139,7 +139,8 @@ def openai_stream(server: Server) -> None:
 @check("openai", "tools")
 def openai_tools(server: Server) -> None:
     client = openai_client(server)
-    answer = client.chat.completions.create(model=server.chat, messages=ASK, tools=[TOOL], tool_choice="required")
+    answer = client.chat.completions.create(
+        model=server.chat, messages=ASK, temperature=0, tools=[TOOL], tool_choice="required")
     message = answer.choices[0].message
     call = message.tool_calls[0]
     assert call.function.name == "weather"
@@ -153,14 +154,15 @@ def openai_tools(server: Server) -> None:
 def openai_tool_stream(server: Server) -> None:
     choice = {"type": "function", "function": {"name": "weather"}}
     with openai_client(server).chat.completions.stream(
-        model=server.chat, messages=ASK, tools=[TOOL], tool_choice=choice) as stream:
+        model=server.chat, messages=ASK, temperature=0, tools=[TOOL], tool_choice=choice) as stream:
         call = stream.get_final_completion().choices[0].message.tool_calls[0]
     assert json.loads(call.function.arguments)["city"] in ("Rome", "Paris")
 
 
 @check("openai", "structured parse")
 def openai_parse(server: Server) -> None:
-    answer = openai_client(server).chat.completions.parse(model=server.chat, messages=ASK, response_format=Weather)
+    client = openai_client(server)
+    answer = client.chat.completions.parse(model=server.chat, messages=ASK, response_format=Weather, temperature=0)
     assert isinstance(answer.choices[0].message.parsed, Weather)
 
 
@@ -223,7 +225,7 @@ def openai_response_stream(server: Server) -> None:
 def openai_response_tools(server: Server) -> None:
     answer = openai_client(server).responses.create(
         model=server.chat, input="What is the weather in Rome?", tools=[{"type": "function", "strict": False, **WEATHER}],
-        tool_choice="required")
+        tool_choice="required", temperature=0)
     assert json.loads(answer.output[0].arguments)["city"] in ("Rome", "Paris")
 
 
@@ -247,6 +249,8 @@ def openai_error(server: Server) -> None:
 
 # anthropic
 
+COLD: Any = {"extra_body": {"temperature": 0}}  # the package has no parameter for it any more
+
 
 def anthropic_client(server: Server) -> Any:
     import anthropic
@@ -256,14 +260,14 @@ def anthropic_client(server: Server) -> Any:
 
 @check("anthropic", "messages")
 def anthropic_messages(server: Server) -> None:
-    answer = anthropic_client(server).messages.create(model=server.chat, system="Be short.", messages=HI, **SHORT)
+    answer = anthropic_client(server).messages.create(model=server.chat, system="Be short.", messages=HI, max_tokens=8, **COLD)
     assert answer.content[0].text
     assert answer.usage.output_tokens <= 8
 
 
 @check("anthropic", "stream")
 def anthropic_stream(server: Server) -> None:
-    with anthropic_client(server).messages.stream(model=server.chat, messages=HI, **SHORT) as stream:
+    with anthropic_client(server).messages.stream(model=server.chat, messages=HI, max_tokens=8, **COLD) as stream:
         text = "".join(stream.text_stream)
         assert text == stream.get_final_message().content[0].text
 
@@ -273,13 +277,13 @@ def anthropic_tools(server: Server) -> None:
     client = anthropic_client(server)
     tools = [{"name": "weather", "description": "The weather of a city", "input_schema": WEATHER["parameters"]}]
     answer = client.messages.create(
-        model=server.chat, messages=ASK, max_tokens=64, tools=tools, tool_choice={"type": "any"})
+        model=server.chat, messages=ASK, max_tokens=64, tools=tools, tool_choice={"type": "any"}, **COLD)
     call = next(block for block in answer.content if block.type == "tool_use")
     assert call.input["city"] in ("Rome", "Paris")
     assert answer.stop_reason == "tool_use"
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": weather("Rome")}]}
     following = [*ASK, {"role": "assistant", "content": answer.content}, result]
-    assert client.messages.create(model=server.chat, messages=following, **SHORT, tools=tools).content
+    assert client.messages.create(model=server.chat, messages=following, max_tokens=8, **COLD, tools=tools).content
 
 
 @check("anthropic", "thinking")

@@ -40,13 +40,13 @@ def langchain_stream(server: Server) -> None:
 
 @check("langchain-openai", "tools")
 def langchain_tools(server: Server) -> None:
-    answer = langchain_chat(server).bind_tools([TOOL], tool_choice="weather").invoke(WEATHER_PROMPT)
+    answer = langchain_chat(server, temperature=0).bind_tools([TOOL], tool_choice="weather").invoke(WEATHER_PROMPT)
     assert answer.tool_calls[0]["args"]["city"] in ("Rome", "Paris")
 
 
 @check("langchain-openai", "structured output")
 def langchain_structured(server: Server) -> None:
-    assert isinstance(langchain_chat(server).with_structured_output(Weather).invoke(WEATHER_PROMPT), Weather)
+    assert isinstance(langchain_chat(server, temperature=0).with_structured_output(Weather).invoke(WEATHER_PROMPT), Weather)
 
 
 def langchain_embeddings(server: Server, **options: Any) -> Any:
