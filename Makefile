@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 MODELS := all-minilm-l6-v2 smollm2-135m-instruct
 WORKERS ?= 2
+CLIENTS ?= .venv-clients
+NODE_CLIENTS := ai@6.0.326 @ai-sdk/openai-compatible@2.0.87 zod@4.6.7
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -22,6 +24,10 @@ coverage: $(VENV)/.test models  ## the tests again, and which lines they run
 
 test-slow: $(VENV)/.test models  ## the long tests too
 	$(BIN)/python -m pytest -m 'slow or not slow' $(ARGS)
+
+test-clients: $(VENV)/.test $(CLIENTS)/.ready models  ## a server, driven through other projects' clients: a table (ARGS="--only llm")
+	$(CLIENTS)/bin/python -m scripts.clients --archerfish $(BIN)/archerfish $(ARGS)
+	$(if $(wildcard tests/clients),PYTHONPATH=$$(echo $(CLIENTS)/lib/python*/site-packages) $(BIN)/python -m pytest -m client tests/clients)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -60,7 +66,15 @@ $(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.serve
 	$(INSTALL) --editable '.[serve,test]'
 	@touch $@
 
-clean:  ## remove the environment and caches of tools (models stay)
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist *.egg-info
+$(CLIENTS)/.ready: scripts/clients/requirements.txt | $(VENV)/bin/python
+	@echo "Installing the clients into $(CLIENTS) (once; a few minutes)"
+	$(BIN)/python -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@npm install --silent --no-audit --no-fund --no-save --prefix $(CLIENTS) $(NODE_CLIENTS) \
+	  || echo "npm could not install the Vercel AI SDK: its rows will be skipped"
+	@touch $@
 
-.PHONY: help serve test coverage test-slow lint types lines bench docs models pins clean
+clean:  ## remove the environment and caches of tools (models stay)
+	rm -rf $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist *.egg-info
+
+.PHONY: help serve test coverage test-slow test-clients lint types lines bench docs models pins clean

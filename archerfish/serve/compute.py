@@ -137,6 +137,10 @@ class Lane(Executor):
             self.compute.changed.notify()
         return future
 
+    def wake(self) -> None:
+        """For an engine whose work goes on in threads of its own: the loop looks for work again."""
+        self.compute.on_done()
+
     def are_others_active(self, within_s: float) -> bool:
         """Whether other models compute now, or did within so many seconds."""
         compute = self.compute
@@ -160,7 +164,7 @@ class ComputeThread:
         self.clock = clock
         self.changed = threading.Condition()
         self.is_closed = False
-        self._on_done = on_done
+        self.on_done = on_done
         self._thread = threading.Thread(target=self._run, name="archerfish-compute", daemon=True)
         self._thread.start()
 
@@ -221,7 +225,7 @@ class ComputeThread:
             else:
                 future.set_exception(error)
             del future, work, result, error  # they may hold large arrays while the thread waits
-            self._on_done()
+            self.on_done()
 
 
 class HangWatch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 
 from archerfish.errors import InvalidInputError
 from archerfish.params import SamplingParams
+from archerfish.sched.masks import PendingMask
 from archerfish.serve import wire
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.tenants import add_key
@@ -178,6 +180,22 @@ async def test_slow_grammars_do_not_delay_other_requests(tmp_path: Path, monkeyp
         await client.ask(wire.EmbedRequest(request_id="", texts=["a"]))
         may_end.set()
         assert {error.status for error in await asyncio.gather(*slow)} == {400}
+
+
+async def test_loop_wakes_when_a_mask_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each token of a tool call or a schema takes as long as the loop sleeps."""
+    fill = PendingMask._fill
+
+    def fill_slowly(*args: Any) -> None:
+        time.sleep(0.05)  # so that the loop sleeps by then
+        fill(*args)
+
+    monkeypatch.setattr(PendingMask, "_fill", fill_slowly)
+    monkeypatch.setattr("archerfish.serve.host.IDLE_POLL_MS", 1_000_000)
+    host, _ = llm_host(tmp_path, has_text=True)
+    async with talking(host) as client, asyncio.timeout(30):
+        _, last = await whole(client, prompt="a", params={"grammar": {"kind": "regex", "value": "abc"}, "max_tokens": 8})
+    assert last.outputs[0].text == "abc"
 
 
 async def test_stop_finishes_running_requests(tmp_path: Path) -> None:
