@@ -16,8 +16,8 @@ from tests.store.models import convert, write_model
 ROOT = Path(archerfish.__file__).parent
 # From the bottom up; packages of one row do not import each other.
 LAYERS = [
-    {"errors", "config", "types", "background", "params", "step", "sequence"},
-    {"observe"},
+    {"errors", "config", "types", "background", "params", "remarks", "step", "sequence"},
+    {"observe", "util"},
     {"kernels"},
     {"layers"},
     {"cache", "models", "store"},

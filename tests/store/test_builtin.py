@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from archerfish import remarks
 from archerfish.config import HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnreachableError, WriteError
 from archerfish.store import names
@@ -74,6 +75,24 @@ def index(monkeypatch: pytest.MonkeyPatch) -> Index:
 
 def files_below(directory: Path) -> set[str]:
     return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("name", "hub_id", "says"), [
+    ("all-minilm-l6-v2", "sentence-transformers/all-MiniLM-L6-v2", []),
+    ("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct", ["the built-in smollm2-135m-instruct is used"]),
+])
+def test_hub_names_of_built_in_models_work_offline(
+    name: str, hub_id: str, says: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(remarks, "_said", set())
+    monkeypatch.setattr(names, "find_in_hub_cache", lambda *_: None)
+    monkeypatch.setattr(names, "pull_builtin", lambda model, *_: tmp_path / model.name)
+    offline = HubConfig(offline=True)
+    assert [resolve_model(one, offline).name for one in (hub_id, hub_id.rsplit("/")[-1])] == [name, name]
+    assert [said in record.message for said, record in zip(says, caplog.records, strict=True)] == [True] * len(says)
+    for other in (f"{hub_id}:model.gguf", f"other/{name}"):
+        with pytest.raises(UnreachableError):
+            resolve_model(other, offline)
 
 
 def test_existing_path_is_returned(tmp_path: Path, hub: HubConfig) -> None:
