@@ -27,7 +27,16 @@ from archerfish.background import in_background
 from archerfish.config import TRUE_WORDS, HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnreachableError, WriteError, did_you_mean, nearest
 from archerfish.remarks import remark
-from archerfish.store.files import check_free_space, file_lock, new_directory, sha256_of, sync, write_errors, write_file
+from archerfish.store.files import (
+    check_free_space,
+    file_lock,
+    new_directory,
+    sha256_of,
+    shown_name,
+    sync,
+    write_errors,
+    write_file,
+)
 from archerfish.types import Progress, no_progress
 
 MARKER = ".archerfish.json"
@@ -108,7 +117,10 @@ BUILTIN_MODELS: dict[str, BuiltinModel] = {
 
 @dataclass(frozen=True)
 class ListedModel:
-    """One row of `list_models`; `path` is None while the model is not on this machine."""
+    """One row of `list_models`; `path` is None while the model is not on this machine.
+
+    paths: the directories that `remove_model` deletes. last_used: seconds since 1970.
+    """
 
     name: str
     source: Literal["builtin", "hub", "cache"]
@@ -116,6 +128,8 @@ class ListedModel:
     num_bytes: int
     description: str = ""
     license: str = ""
+    paths: tuple[Path, ...] = ()
+    last_used: float = 0.0
 
 
 def resolve_model(name: str, hub: HubConfig | None = None, progress: Progress = no_progress) -> Path:
@@ -171,15 +185,52 @@ def list_models(hub: HubConfig | None = None) -> list[ListedModel]:
     found = []
     for model in BUILTIN_MODELS.values():
         path = model.find(hub)
-        num_bytes = tree_bytes(model.directory(hub)) if path else model.wheel_bytes
-        found.append(ListedModel(model.name, "builtin", path, num_bytes, model.description, model.license))
-    for metadata in sorted(hub.cache_path().glob("converted/[!.]*/metadata.json")):
-        directory = metadata.parent
-        found.append(ListedModel(directory.name, "cache", directory, tree_bytes(directory), "Converted."))
+        directory = model.directory(hub)
+        num_bytes, paths = (tree_bytes(directory), (directory,)) if path else (model.wheel_bytes, ())
+        about, own = (model.description, model.license), paths if model.package else ()
+        found.append(ListedModel(model.name, "builtin", path, num_bytes, *about, own, max(map(last_used, paths), default=0)))
+    for (name, dtype), places in sorted(conversions(hub).items()):
+        num_bytes, about = sum(map(tree_bytes, places)), (f"Converted, {dtype}." if dtype else "Converted.", "")
+        times = {place: (place / "metadata.json").stat().st_mtime for place in places}
+        newest = max(places, key=times.__getitem__)
+        found.append(ListedModel(name, "cache", newest, num_bytes, *about, tuple(places), times[newest]))
     for directory in sorted(hub_cache_path().glob("models--*--*")):
-        repo = directory.name.removeprefix("models--").replace("--", "/", 1)
-        found.append(ListedModel(repo, "hub", directory, tree_bytes(directory), "In the cache of huggingface_hub."))
+        about = ("In the cache of huggingface_hub.", "")
+        size, repo = tree_bytes(directory), shown_name(directory)
+        found.append(ListedModel(repo, "hub", directory, size, *about, (directory,), last_used(directory)))
     return found
+
+
+def conversions(hub: HubConfig) -> dict[tuple[str, str], list[Path]]:
+    """The converted directories of the cache, by the name of the model and the type of its weights."""
+    builtin = {PurePosixPath(model.inside).stem: model.name for model in BUILTIN_MODELS.values() if model.package}
+    found: dict[tuple[str, str], list[Path]] = {}
+    for file in sorted(hub.cache_path().glob("converted/[!.]*/metadata.json")):
+        with suppress(OSError, ValueError):
+            stated = json.loads(file.read_bytes())
+            name = stated.get("model_name") or file.parent.name
+            found.setdefault((builtin.get(name, name), stated.get("dtype", "")), []).append(file.parent)
+    return found
+
+
+def remove_model(name: str, hub: HubConfig | None = None) -> list[ListedModel]:
+    """Delete a model's files and conversions from the caches, and return what was deleted."""
+    listed, builtin = [row for row in list_models(hub) if row.path and row.paths], find_builtin(name)
+    wanted = {name.lower(), *([builtin.name] if builtin else [])}
+    found = [row for row in listed if row.name.lower() in wanted]
+    if not found:
+        hint = did_you_mean(name, {row.name for row in listed}) or "`archerfish list` shows what they hold."
+        raise ModelNotFoundError(f"The caches hold no model {name!r}.", hint=hint)
+    for place in (place for row in found for place in row.paths):
+        with write_errors(place):
+            shutil.rmtree(place)
+            place.with_name(f"{place.name}.lock").unlink(missing_ok=True)
+    return found
+
+
+def last_used(directory: Path) -> float:
+    """When a file below a directory was last read, as far as the file system keeps this."""
+    return max((file.stat().st_atime for file in directory.rglob("*") if file.is_file()), default=0.0)
 
 
 def pull_builtin(model: BuiltinModel, hub: HubConfig, progress: Progress = no_progress) -> Path:
