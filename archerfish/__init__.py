@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from archerfish.engine.llm_engine import LLMEngine
     from archerfish.engine.outputs import CompletionOutput, RequestOutput, TextDelta
     from archerfish.engine.rwkv_sampler import RwkvSampler
+    from archerfish.engine.sentence_transformer import CrossEncoder, SentenceTransformer
     from archerfish.engine.tts import TTSRequest, TTSTokens
     from archerfish.errors import ArcherfishError
     from archerfish.kernels.sampling import BufferPool, PoolStats
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from archerfish.store.converter import ConversionResult, ModelConverter
     from archerfish.store.loader import WeightLoader
     from archerfish.text.tokenizer import FastTokenizer
+    from archerfish.util import quantize_embeddings
 
 _HOMES = {  # the public names of each module
     "cache.adaptive": ("AdaptiveCache", "CacheKey", "LogitsCache"),
@@ -61,6 +63,7 @@ _HOMES = {  # the public names of each module
     "engine.llm_engine": ("LLMEngine",),
     "engine.outputs": ("CompletionOutput", "RequestOutput", "TextDelta"),
     "engine.rwkv_sampler": ("RwkvSampler",),
+    "engine.sentence_transformer": ("CrossEncoder", "SentenceTransformer"),
     "engine.tts": ("TTSRequest", "TTSTokens"),
     "errors": ("ArcherfishError",),
     "kernels.sampling": ("BufferPool", "PoolStats"),
@@ -72,6 +75,7 @@ _HOMES = {  # the public names of each module
     "store.converter": ("ConversionResult", "ModelConverter"),
     "store.loader": ("WeightLoader",),
     "text.tokenizer": ("FastTokenizer",),
+    "util": ("quantize_embeddings",),
 }  # fmt: skip
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -87,13 +91,14 @@ _REPLACED = {
 
 __all__ = [
     "LLM", "AdaptiveCache", "ArcherfishError", "ArrowEngine", "AsyncLLMEngine", "BatchInferenceServer", "BatchProcessor",
-    "BenchmarkConfig", "BufferPool", "CacheKey", "CompletionOutput", "ConversionConfig", "ConversionResult", "EmbedConfig",
-    "EngineConfig", "FastSampler", "FastTokenizer", "HubConfig", "InferenceCore", "InferenceRequest", "LLMEngine",
-    "LogitsCache", "LogitsView", "MetricEvent", "MetricsCollector", "ModelAdapter", "ModelConverter", "OptimizationConfig",
-    "PerformanceMonitor", "PerformanceTarget", "PoolStats", "PrefetchConfig", "RealTimeMonitor", "RegressionDetector",
-    "RequestOutput", "RerankResult", "RwkvSampler", "SamplingConfig", "SamplingMetrics", "SamplingParams", "ServeConfig",
-    "Stage", "StreamingInference", "TTSRequest", "TTSTokens", "TestCase", "TextDelta", "WeightLoader", "register_model",
-    "run_benchmark", "sample_optimized", "sample_with_cache",
+    "BenchmarkConfig", "BufferPool", "CacheKey", "CompletionOutput", "ConversionConfig", "ConversionResult", "CrossEncoder",
+    "EmbedConfig", "EngineConfig", "FastSampler", "FastTokenizer", "HubConfig", "InferenceCore", "InferenceRequest",
+    "LLMEngine", "LogitsCache", "LogitsView", "MetricEvent", "MetricsCollector", "ModelAdapter", "ModelConverter",
+    "OptimizationConfig", "PerformanceMonitor", "PerformanceTarget", "PoolStats", "PrefetchConfig", "RealTimeMonitor",
+    "RegressionDetector", "RequestOutput", "RerankResult", "RwkvSampler", "SamplingConfig", "SamplingMetrics",
+    "SamplingParams", "SentenceTransformer", "ServeConfig", "Stage", "StreamingInference", "TTSRequest", "TTSTokens",
+    "TestCase", "TextDelta", "WeightLoader", "quantize_embeddings", "register_model", "run_benchmark", "sample_optimized",
+    "sample_with_cache",
 ]
 
 

@@ -92,7 +92,7 @@ class NotFoundError(CallerError):
 
 class ModelNotFoundError(NotFoundError):
     code = "model_not_found"
-    default_hint = "Give a directory, a file, a Hugging Face id, or a built-in name (`archerfish pull --list`)."
+    default_hint = "Give a directory, a file, a Hugging Face id, or a built-in name (`archerfish list`)."
 
 
 class UnknownLayerError(NotFoundError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from functools import cache
@@ -16,8 +17,8 @@ from tests.store.models import convert, write_model
 ROOT = Path(archerfish.__file__).parent
 # From the bottom up; packages of one row do not import each other.
 LAYERS = [
-    {"errors", "config", "types", "background", "params", "step", "sequence"},
-    {"observe"},
+    {"errors", "config", "types", "background", "params", "remarks", "step", "sequence"},
+    {"observe", "util"},
     {"kernels"},
     {"layers"},
     {"cache", "models", "store"},
@@ -102,6 +103,14 @@ def test_heavy_packages_are_imported_when_needed(code: str, tmp_path: Path) -> N
     converted = convert(write_model(tmp_path / "source"), tmp_path / "converted").directory
     done = subprocess.run([sys.executable, "-c", whole, converted], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "set()\n")
+
+
+def test_package_is_found_beside_a_folder_of_its_name(tmp_path: Path) -> None:
+    """As in the folder above a clone. Red: an editable install without `package-dir` in pyproject.toml."""
+    (tmp_path / "archerfish" / "docs").mkdir(parents=True)
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    code = [sys.executable, "-c", "from archerfish import ArcherfishError, SamplingParams"]
+    subprocess.run(code, cwd=tmp_path, env=plain, check=True)
 
 
 def test_seed_names_are_public() -> None:

@@ -36,13 +36,15 @@ class Command:
 
 
 COMMANDS = (
-    Command("serve", "serve", "serve chat, completions, embeddings and reranking over HTTP"),
+    Command("serve", "serve", "serve chat, completions, embeddings and reranking over HTTP", "[MODEL ...] "),
     Command("keys", "serve", "make an API key for a tenant of the service", "FILE TENANT "),
     Command("chat", "chat", "talk to a model in the terminal", "[MESSAGE] "),
     Command("generate", "generate", "continue prompts", "[PROMPT ...] "),
     Command("embed", "embed", "turn texts into vectors", "[TEXT ...] "),
     Command("tts", "tts", "turn texts into tokens of speech", "[TEXT ...] "),
     Command("pull", "models", "download models, or list those on this machine", "[MODEL ...] "),
+    Command("list", "models", "list the models on this machine: sizes, last use"),
+    Command("rm", "models", "delete models from the cache", "MODEL ... "),
     Command("convert", "models", "convert a model into a directory of the Arrow store", "SOURCE OUTPUT_DIR "),
     Command("doctor", "doctor", "report what this machine has, which fast paths are on, and which models fit", "[MODEL] "),
     *(Command(f"bench {bench.name}", "bench", bench.summary, bench.usage) for bench in BENCHES),

@@ -1,9 +1,10 @@
-"""`archerfish pull` downloads models or lists those on this machine; `archerfish convert` converts one for the Arrow store."""
+"""`archerfish pull`, `list` and `rm`: the models on this machine; `archerfish convert` converts one for the Arrow store."""
 
 from __future__ import annotations
 
 import dataclasses
 from argparse import Namespace
+from datetime import datetime
 
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output, seconds
@@ -37,6 +38,34 @@ def run_pull(arguments: Namespace, out: Output) -> int:
     return 0
 
 
+def add_list_arguments(parser: Parser) -> None:
+    add_options(parser, HubConfig)
+
+
+def run_list(arguments: Namespace, out: Output) -> int:
+    list_all(section(HubConfig, arguments), out)
+    return 0
+
+
+def add_rm_arguments(parser: Parser) -> None:
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="name of a model, as `archerfish list` shows it")
+    add_options(parser, HubConfig)
+
+
+def run_rm(arguments: Namespace, out: Output) -> int:
+    from archerfish.store.names import remove_model
+
+    removed = []
+    for name in arguments.models:
+        rows = remove_model(name, section(HubConfig, arguments))
+        num_bytes = sum(row.num_bytes for row in rows)
+        removed.append({"name": name, "bytes": num_bytes, "paths": [str(path) for row in rows for path in row.paths]})
+        out.line(f"Removed {name}: {size(num_bytes)}.")
+    if out.as_json:
+        out.result({"removed": removed})
+    return 0
+
+
 def list_all(hub: HubConfig, out: Output) -> None:
     from archerfish.store.names import list_models
 
@@ -47,14 +76,17 @@ def list_all(hub: HubConfig, out: Output) -> None:
         rows.append({
             "name": model.name, "source": model.source, "path": str(path) if path else None,
             "bytes": model.num_bytes, "license": model.license, "description": model.description,
+            "last_used": model.last_used or None,
         })  # fmt: skip
         place = str(path or "not downloaded")
         if path is not None and path.is_relative_to(cache):
             place = f"{path.relative_to(cache).parent}/"
-        cells.append((model.name, model.source, size(model.num_bytes), model.license or "-", place))
+        used = datetime.fromtimestamp(model.last_used).strftime("%Y-%m-%d %H:%M") if model.last_used else "-"
+        form = model.description if model.source == "cache" else model.source
+        cells.append((model.name, form.lower().rstrip("."), size(model.num_bytes), used, model.license or "-", place))
     if out.as_json:
         out.result({"cache_dir": str(cache), "models": rows})
-    out.table(f"Models (cache: {cache})", ("name", "source", "size", "license", "where"), cells, numbers=("size",))
+    out.table(f"Models (cache: {cache})", ("name", "form", "size", "last use", "license", "where"), cells, numbers=("size",))
 
 
 def add_convert_arguments(parser: Parser) -> None:

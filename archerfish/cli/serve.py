@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from contextlib import ExitStack
+from pathlib import Path
 
 from archerfish.cli.interrupts import exit_at_next_interrupt
 from archerfish.cli.options import Parser, add_options, as_flag, dest, section
@@ -27,6 +28,8 @@ LIMITS = {
 
 
 def add_serve_arguments(parser: Parser) -> None:
+    text = "model to serve: the same as --model, --embed-model or --rerank-model, whichever fits the model"
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=text)
     repeatable = [dest(owner, "model") for _, owner in MODEL_FLAGS.values()]
     add_options(parser, ServeConfig, EngineConfig, EmbedConfig, HubConfig, first=MOST_USED, repeatable=repeatable)
 
@@ -42,7 +45,37 @@ def take_models(arguments: Namespace) -> list[ModelConfig]:
     return [*found, *read_models(arguments.config)]
 
 
+def name_by_flags(arguments: Namespace, out: Output) -> None:
+    """Turn each MODEL into the flag of its kind, before the models that flags name."""
+    from archerfish.store.names import resolve_model
+
+    for name in reversed(arguments.models):
+        with out.progress(f"Looking at {name}") as progress:
+            kind = kind_of(resolve_model(name, section(HubConfig, arguments), progress))
+        if kind == "cross-encoder":
+            setattr(arguments, dest(ServeConfig, "rerank_model"), name)
+        else:
+            key = dest(MODEL_FLAGS[kind][1], "model")
+            setattr(arguments, key, [name, *vars(arguments).get(key, [])])
+
+
+def kind_of(path: Path) -> str:
+    """What the model of a directory or file is for, as its configuration says."""
+    from archerfish.models.adapter import ENCODERS
+    from archerfish.models.config import Config
+    from archerfish.store.metadata import is_converted, read_metadata
+    from archerfish.store.source import optional_json
+    from archerfish.store.sources import open_source
+
+    stated = read_metadata(path).config if is_converted(path) else optional_json(path / "config.json")
+    config = Config(stated or open_source(path).config)
+    if config.model_type not in ENCODERS:
+        return "generation"
+    return "cross-encoder" if config.is_classifier else "embedding"
+
+
 def run_serve(arguments: Namespace, out: Output) -> int:
+    name_by_flags(arguments, out)
     models = take_models(arguments)
     service, engine = section(ServeConfig, arguments), section(EngineConfig, arguments)
     embed, hub = section(EmbedConfig, arguments), section(HubConfig, arguments)

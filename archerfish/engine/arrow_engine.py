@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import time
-from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -19,6 +18,16 @@ from archerfish.background import in_background
 from archerfish.config import EmbedConfig, HubConfig
 from archerfish.engine.inference_core import InferenceCore, Vectors
 from archerfish.engine.progress import progress_bar
+from archerfish.engine.text_batches import (
+    EmbedInput,
+    all_values,
+    converted,
+    is_text,
+    one_or_all,
+    pack,
+    plan_batches,
+    windows,
+)
 from archerfish.errors import (
     InputTooLargeError,
     InvalidInputError,
@@ -28,19 +37,21 @@ from archerfish.errors import (
     did_you_mean,
 )
 from archerfish.kernels.machine import fast_cpu_dtype
-from archerfish.kernels.ops import Segments
 from archerfish.kernels.pool import ComputePool, compute_pool
-from archerfish.models.adapter import TokenBatch
+from archerfish.remarks import remark
 from archerfish.store.converter import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.names import resolve_model
 from archerfish.text.tokenizer import FastTokenizer, Text, TokenizedText, are_strings, read_settings, stated_max_length
 from archerfish.types import Progress, no_progress
 
+if TYPE_CHECKING:
+    import torch
+
+    from archerfish.util import Precision
+
 TOKENS_PER_TEXT = 32  # of one unit of batch_size
 GPU_BATCH_FACTOR = 64  # tokens of a pass on a GPU, in passes on a core
-FIRST_WINDOW, WINDOW = 256, 2048  # texts that are tokenised before the first pass, and while passes run
-EmbedInput = str | Sequence[int]
 Batch = tuple[list[int], Callable[[], Vectors]]  # places of a pass's texts, and a function that waits for their vectors
 
 
@@ -93,6 +104,10 @@ class ArrowEngine:
         named = self.config.model
         self.model_name: str = str(metadata.get("model_name") or directory.name) if Path(named).exists() else named
         self.embedding: dict[str, Any] = metadata.get("embedding") or {}
+        self.prompts: dict[str, str] = {"query": "", "document": "", **(self.embedding.get("prompts") or {})}
+        self.default_prompt_name: str | None = self.embedding.get("default_prompt_name")
+        self.similarity_fn_name: str = self.embedding.get("similarity_fn_name") or "cosine"
+        self.truncate_dim: int | None = None  # what `encode` cuts vectors to, unless it is told otherwise
         self.core = InferenceCore(
             loader.load_weights(), metadata, self.config.device, dtype=self.config.dtype, weight_format=self.config.weights
         )
@@ -130,57 +145,113 @@ class ArrowEngine:
 
     def get_embedding_dimension(self) -> int:
         """Length of a vector."""
-        return self.core.dimension
+        return min(self.truncate_dim or self.core.dimension, self.core.dimension)
+
+    get_sentence_embedding_dimension = get_embedding_dimension
+
+    @property
+    def max_seq_length(self) -> int:
+        """The number of tokens, special ones included, at which a text is cut. It can be set."""
+        return self._max_length
+
+    @max_seq_length.setter
+    def max_seq_length(self, length: int) -> None:
+        if not 0 < length <= self.core.max_positions:
+            limit = f"{self.model_name} has {self.core.max_positions} positions"
+            raise InvalidOptionError(f"max_seq_length cannot be {length}: {limit}, and a text has at least one token.")
+        self._max_length = length
 
     def get_max_seq_length(self) -> int:
-        """The number of tokens, special ones included, at which a text is cut."""
         return self._max_length
 
     def encode(
         self, texts: str | Iterable[EmbedInput], batch_size: int = 32, show_progress: bool = False, *,
-        normalize: bool | None = None, prompt_name: str | None = None,
-    ) -> Vectors:
+        normalize: bool | None = None, prompt_name: str | None = None, prompt: str | None = None,
+        output_value: str | None = "sentence_embedding", precision: Precision = "float32", convert_to_numpy: bool = True,
+        convert_to_tensor: bool = False, device: Any = None, normalize_embeddings: bool = False,
+        truncate_dim: int | None = None, show_progress_bar: bool | None = None, pool: Any = None, chunk_size: int | None = None,
+    ) -> Any:
         """Vectors of texts: (dim,) for one string, (n, dim) float32 for a list, in its order.
 
         The list may be any iterable: an array, a series, a generator. A text may also be a list of token ids, special tokens
         included. batch_size bounds a forward pass, in units of 32 tokens. normalize=None follows the model's files.
-        prompt_name is the name of a prompt of the model, which is put before every text.
+
+        The other arguments are those of sentence-transformers. prompt is put before every text; prompt_name names one of the
+        model's prompts. normalize_embeddings=False means: as the model's files say. truncate_dim keeps the first numbers.
+        output_value="token_embeddings" gives a tensor of (tokens, dim) for each text; None gives a dict of all tensors.
+        convert_to_tensor gives a tensor, convert_to_numpy=False a list of tensors. pool and chunk_size have no effect: all
+        cores are used anyway.
         """
-        if isinstance(texts, str):
-            one = self.encode([texts], batch_size, show_progress, normalize=normalize, prompt_name=prompt_name)
-            return one.reshape(-1)
         is_other = isinstance(texts, Iterable) and not isinstance(texts, Sequence | Mapping | Set)
-        many: Any = list(texts) if is_other else texts  # of an array, a series or a generator
+        many: Any = [texts] if isinstance(texts, str) else list(texts) if is_other else texts  # of an array or a generator
         self.check_texts(many)
         if self.is_cross_encoder:
             raise UnsupportedModelError(f"{self.model_name} is a cross-encoder: it scores pairs.", hint="Use rerank().")
-        inputs = self._prepare(many, prompt_name)
-        with progress_bar("Encoding", show=show_progress) as progress:
-            return self._compute(inputs, batch_size, self._is_scaled(normalize), progress)
+        if output_value not in ("sentence_embedding", "token_embeddings", None):
+            hint = "Known: 'sentence_embedding', 'token_embeddings' and None."
+            raise InvalidInputError(f"output_value cannot be {output_value!r}.", hint=hint)
+        self._remark_device(device)
+        inputs, is_normal = self._prepare(many, prompt_name, prompt), normalize_embeddings or normalize
+        with progress_bar("Encoding", show=show_progress if show_progress_bar is None else show_progress_bar) as progress:
+            if output_value == "token_embeddings":
+                return one_or_all(texts, self._compute_tokens(inputs, batch_size)[0])
+            vectors = self._compute(inputs, batch_size, self._is_scaled(is_normal), progress)
+        if truncate_dim := truncate_dim or self.truncate_dim:
+            vectors = vectors[:, :truncate_dim]
+            if is_normal:
+                vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+        if output_value is None:
+            return one_or_all(texts, all_values(*self._compute_tokens(inputs, batch_size), vectors))
+        return one_or_all(texts, converted(vectors, precision, convert_to_tensor, convert_to_numpy))
+
+    def encode_query(self, *texts: Any, **options: Any) -> Any:
+        """`encode` with the model's prompt for queries, if it has one."""
+        return self.encode(*texts, **{"prompt_name": "query", **options})
+
+    def encode_document(self, *texts: Any, **options: Any) -> Any:
+        """`encode` with the model's prompt for documents, if it has one: "document", "passage" or "corpus"."""
+        name = next((name for name in ("document", "passage", "corpus") if self.prompts.get(name)), "document")
+        return self.encode(*texts, **{"prompt_name": name, **options})
 
     def encode_batch(self, texts: Sequence[EmbedInput], normalize: bool | None = True) -> Vectors:
         """(n, dim) vectors of a list of texts, of length 1 unless normalize is false."""
         if isinstance(texts, str):
             raise InvalidInputError("encode_batch takes a list of texts, not one string.", hint="Use encode() for one.")
-        return self.encode(texts, self.config.max_batch_size, normalize=normalize)
+        vectors: Vectors = self.encode(texts, self.config.max_batch_size, normalize=normalize)
+        return vectors
 
     def generate_batch(self, inputs: Sequence[EmbedInput]) -> list[Vectors]:
         """One vector for each input, for a BatchInferenceServer."""
         return list(self.encode_batch(inputs))
 
-    def similarity(self, a: str | Sequence[EmbedInput], b: str | Sequence[EmbedInput]) -> Vectors:
-        """Cosine of each text of a with each of b, (len(a), len(b)); a single string counts as a list of one."""
+    def similarity(self, a: Any, b: Any) -> Any:
+        """Similarity of each text of a with each of b, (len(a), len(b)); a single string counts as a list of one.
+
+        Texts are compared by cosine, and the result is an array. Vectors are compared as the model's files say
+        (`similarity_fn_name`), and the result is a tensor, as in sentence-transformers.
+        """
+        from archerfish.util import is_vectors, similarities
+
+        if is_vectors(a) and is_vectors(b):
+            return similarities(self.similarity_fn_name)[0](a, b)
+        if is_vectors(a) or is_vectors(b):
+            raise InvalidInputError("similarity() takes texts or vectors, not both.", hint="Encode the texts first.")
         left, right = ([x] if isinstance(x, str) else list(x) for x in (a, b))
         vectors = self.encode([*left, *right], self.config.max_batch_size, normalize=True)
-        product: Vectors = vectors[: len(left)] @ vectors[len(left) :].T
-        return product
+        return vectors[: len(left)] @ vectors[len(left) :].T
+
+    def similarity_pairwise(self, a: Any, b: Any) -> Any:
+        """Similarity of each vector of a with the vector of b in the same place, as a tensor."""
+        from archerfish.util import similarities
+
+        return similarities(self.similarity_fn_name)[1](a, b)
 
     def rerank(self, query: str, documents: Sequence[str], top_k: int | None = None) -> list[RerankResult]:
         """Documents by relevance to the query, best first: by a cross-encoder's score, or by cosine with an embedding model."""
         self.check_texts([query])
         self.check_texts(documents, "document")
         if self.is_cross_encoder:
-            scores = self.score_pairs([(query, document) for document in documents])
+            scores: Vectors = self.score_pairs([(query, document) for document in documents])
             if scores.ndim != 1:
                 raise UnsupportedModelError(f"{self.model_name} gives {scores.shape[1]} labels per pair; reranking needs one.")
         else:
@@ -188,13 +259,18 @@ class ArrowEngine:
         order = np.argsort(-scores, kind="stable")[:top_k]
         return [RerankResult(int(i), float(scores[i]), documents[i]) for i in order]
 
-    def score_pairs(self, pairs: Sequence[tuple[str, str]], batch_size: int = 32, show_progress: bool = False) -> Vectors:
-        """A cross-encoder's score of every pair, (n,), or (n, labels) where the model has several labels."""
+    def score_pairs(
+        self, pairs: Sequence[tuple[str, str]], batch_size: int = 32, show_progress: bool = False, *, is_raw: bool = False
+    ) -> Vectors:
+        """A cross-encoder's score of every pair, (n,), or (n, labels) where the model has several labels.
+
+        is_raw: without the activation that the model's files name.
+        """
         if not self.is_cross_encoder:
             raise UnsupportedModelError(f"{self.model_name} is no cross-encoder: it embeds texts.", hint="Use similarity().")
         self._check_pairs(pairs)
         with progress_bar("Scoring", show=show_progress) as progress:
-            scores = self._compute([(a, b) for a, b in pairs], batch_size, False, progress)
+            scores = self._compute([(a, b) for a, b in pairs], batch_size, False, progress, is_raw=is_raw)
         return scores[:, 0] if scores.shape[1] == 1 else scores
 
     def tokenize(self, texts: Sequence[EmbedInput | tuple[str, str]]) -> list[TokenizedText]:
@@ -203,7 +279,7 @@ class ArrowEngine:
             self._check_pairs(texts)
             return self._tokenize(texts)
         self.check_texts(texts)
-        return self._tokenize(self._prepare(texts, None))
+        return self._tokenize(self._prepare(texts))
 
     def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = None) -> Vectors:
         """(n, dim) vectors of tokenised texts, or (n, labels) scores of tokenised pairs, in their order."""
@@ -222,9 +298,9 @@ class ArrowEngine:
 
     def _collect(
         self, num_texts: int, finished: Iterable[Batch], started: float, num_inputs: int,
-        progress: Progress = no_progress,
+        progress: Progress = no_progress, *, is_raw: bool = False,
     ) -> Vectors:
-        """Vectors or scores in the order of the texts. num_inputs: for the watcher."""
+        """Vectors or scores in the order of the texts. num_inputs: for the watcher. is_raw: scores without activation."""
         width = self.core.config.num_labels if self.is_cross_encoder else self.core.dimension
         out = np.empty((num_texts, width), dtype=np.float32)
         num_finished = 0
@@ -234,7 +310,7 @@ class ArrowEngine:
             progress(num_finished, num_texts, "")
         if self.watcher is not None and num_inputs:
             self.watcher(num_inputs, time.perf_counter() - started)
-        return self._activate(out) if self.is_cross_encoder else out
+        return self._activate(out) if self.is_cross_encoder and not is_raw else out
 
     def count_tokens(self, texts: Sequence[EmbedInput | tuple[str, str]]) -> list[int]:
         """Tokens that each text costs after truncation."""
@@ -263,6 +339,9 @@ class ArrowEngine:
                 raise InputTooLargeError(f"{name} has {num_bytes:,} bytes; the limit is {limit:,}.", hint=hint)
 
     def _check_pairs(self, pairs: Sequence[Any]) -> None:
+        for index, pair in enumerate(pairs):
+            if not isinstance(pair, list | tuple) or len(pair) != 2:
+                raise InvalidInputError(f"Pair {index} must be two texts, not {pair!r:.80}.")
         for side in (0, 1):
             self.check_texts([pair[side] for pair in pairs], "pair")
 
@@ -274,7 +353,13 @@ class ArrowEngine:
         """Refuse further work. The mapped memory is released together with the last tensor."""
         self._is_closed = True
 
-    def __enter__(self) -> ArrowEngine:
+    def __repr__(self) -> str:
+        core = self.core
+        size = f"labels={core.config.num_labels}" if self.is_cross_encoder else f"dimension={self.get_embedding_dimension()}"
+        about = f"device={core.device!r}, dtype={core.dtype!r}, {size}, max_seq_length={self._max_length}"
+        return f"{type(self).__name__}({self.model_name!r}, {about})"
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -289,12 +374,13 @@ class ArrowEngine:
                 raise InvalidInputError(f"Token id {token_id} is outside of the vocabulary of {vocab_size}.")
         return True
 
-    def _prepare(self, texts: Sequence[Any], prompt_name: str | None) -> list[Any]:
+    def _prepare(self, texts: Sequence[Any], prompt_name: str | None = None, prompt: str | None = None) -> list[Any]:
         """Texts as the model wants them, and token ids as tuples."""
-        prompts, name = self.embedding.get("prompts") or {}, prompt_name or self.embedding.get("default_prompt_name")
-        if name and name not in prompts:
-            raise InvalidInputError(f"{self.model_name} has no prompt {name!r}.", hint=did_you_mean(name, prompts))
-        prompt, is_lowered = str(prompts[name]) if name else "", bool(self.embedding.get("do_lower_case"))
+        name = prompt_name or self.default_prompt_name
+        if prompt is None and name and name not in self.prompts:
+            raise InvalidInputError(f"{self.model_name} has no prompt {name!r}.", hint=did_you_mean(name, self.prompts))
+        prompt = prompt if prompt is not None else self.prompts[name] if name else ""
+        is_lowered = bool(self.embedding.get("do_lower_case"))
         if prompt and not self.embedding.get("include_prompt", True):
             raise UnsupportedModelError(f"{self.model_name} leaves its prompt out of the pooling, which is not supported.")
         if not prompt and not is_lowered and are_strings(texts):
@@ -314,7 +400,7 @@ class ArrowEngine:
 
     def _tokenize(self, inputs: Sequence[EmbedInput | tuple[str, str]]) -> list[TokenizedText]:
         texts: Sequence[Text] = inputs if are_strings(inputs) else [item for item in inputs if is_text(item)]
-        tokenized = self.tokenizer.tokenize(texts)
+        tokenized = self.tokenizer.tokenize(texts, self._max_length)
         if not self._uses_types:
             tokenized = [TokenizedText(text.token_ids) for text in tokenized]
         if len(texts) == len(inputs):
@@ -322,22 +408,44 @@ class ArrowEngine:
         read = iter(tokenized)
         return [next(read) if is_text(item) else TokenizedText(np.array(item[: self._max_length], np.int64)) for item in inputs]
 
-    def _compute(self, inputs: Sequence[Any], batch_size: int, normalize: bool, progress: Progress) -> Vectors:
+    def _compute(
+        self, inputs: Sequence[Any], batch_size: int, normalize: bool, progress: Progress, *, is_raw: bool = False
+    ) -> Vectors:
         """Rows for all inputs. Each distinct input is computed once, while the next window is being tokenised."""
         self._check_open()
-        if batch_size < 1:
-            raise InvalidInputError(f"batch_size must be at least 1, not {batch_size}.")
         started = time.perf_counter()
         distinct = list(dict.fromkeys(inputs))
         progress(0, len(distinct), "")
         batches = self._stream(distinct, self._batch_tokens(batch_size), normalize)
-        out = self._collect(len(distinct), batches, started, len(inputs), progress)
+        out = self._collect(len(distinct), batches, started, len(inputs), progress, is_raw=is_raw)
         if len(distinct) == len(inputs):
             return out
         row_of = {item: row for row, item in enumerate(distinct)}
         return out[[row_of[item] for item in inputs]]
 
+    def _compute_tokens(self, inputs: Sequence[Any], batch_size: int) -> tuple[list[torch.Tensor], list[TokenizedText]]:
+        """Vectors of all tokens of each input, and its tokens."""
+        import torch
+
+        self._check_open()
+        tokenized = self._tokenize(inputs)
+        batches = plan_batches([len(text.token_ids) for text in tokenized], self._batch_tokens(batch_size))
+        running = [self._pool.submit(self.core.run_tokens, pack([tokenized[i] for i in batch])) for batch in batches]
+        found: dict[int, torch.Tensor] = {}
+        for batch, rows in zip(batches, running, strict=True):
+            parts = torch.split(torch.from_numpy(rows.result()), [len(tokenized[i].token_ids) for i in batch])
+            found |= zip(batch, parts, strict=True)
+        return [found[i] for i in range(len(inputs))], tokenized
+
+    def _remark_device(self, device: Any) -> None:
+        listed = device if isinstance(device, list | tuple) else [device or self.core.device]
+        if {str(one).split(":")[0] for one in listed} != {self.core.device}:
+            remark("device", f"device={device} is ignored: the engine was made for {self.core.device}.")
+
     def _batch_tokens(self, batch_size: int) -> int:
+        if not isinstance(batch_size, int) or batch_size < 1:
+            hint = "" if isinstance(batch_size, int) else "The second argument is batch_size; give the others by name."
+            raise InvalidInputError(f"batch_size must be a number from 1 on, not {batch_size!r}.", hint=hint)
         factor = 1 if self.core.device == "cpu" else GPU_BATCH_FACTOR
         return min(batch_size, self.config.max_batch_size) * TOKENS_PER_TEXT * factor
 
@@ -371,60 +479,6 @@ class ArrowEngine:
 
     def _run(self, places: list[int], texts: list[TokenizedText], normalize: bool) -> Batch:
         return places, self.core.start(pack(texts), normalize=normalize)
-
-
-def plan_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices grouped into batches of at most max_tokens tokens, longest first. A longer text is a batch of its own.
-
-    Each batch takes the longest text that is left, then repeatedly the longest that still fits. Full batches cost least per
-    token, and few distinct sizes need few compiled products.
-    """
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)  # ascending: the longest is cheap to take
-    sizes = [lengths[i] for i in order]
-    batches: list[list[int]] = []
-    while order:
-        room = max_tokens - sizes.pop()
-        batch = [order.pop()]
-        while (end := bisect_right(sizes, room)) > 0:
-            size = sizes[end - 1]
-            start = max(bisect_left(sizes, size), end - room // size) if size else 0  # as many of one size as fit
-            batch += order[start:end][::-1]
-            room -= size * (end - start)
-            del sizes[start:end], order[start:end]
-        batches.append(batch)
-    return batches
-
-
-def pack(texts: Sequence[TokenizedText]) -> TokenBatch:
-    """One packed batch of texts, in the order given."""
-    segments = Segments(tuple([len(text.token_ids) for text in texts]))
-    token_ids = np.concatenate([text.token_ids for text in texts])
-    type_ids = None
-    if any(text.type_ids is not None and text.type_ids.any() for text in texts):
-        type_ids = np.concatenate([np.zeros_like(ids) if types is None else types for ids, types in texts])
-    return TokenBatch(token_ids, segments, type_ids)
-
-
-def is_text(item: EmbedInput | tuple[str, str]) -> TypeGuard[Text]:
-    """Whether an input is a text or a pair of texts, and not token ids."""
-    return isinstance(item, str) or isinstance(item[0], str)
-
-
-def windows(inputs: list[Any]) -> Iterator[list[int]]:
-    """Places of inputs, longest first: a short first window, so that computing starts at once, then longer ones."""
-    lengths = list(map(len if are_strings(inputs) else rough_length, inputs))
-    places = sorted(range(len(inputs)), key=lengths.__getitem__, reverse=True)
-    if places:
-        yield places[:FIRST_WINDOW]
-    for start in range(FIRST_WINDOW, len(places), WINDOW):
-        yield places[start : start + WINDOW]
-
-
-def rough_length(item: Any) -> int:
-    """Characters, or token ids at about four characters each."""
-    if isinstance(item, str):
-        return len(item)
-    return sum(len(part) if isinstance(part, str) else 4 for part in item)
 
 
 def locate(config: EmbedConfig, hub: HubConfig, progress: Progress) -> Path:

@@ -39,6 +39,9 @@ class AsyncLLMEngine:
             else:
                 engine.use_idle_time()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.engine!r})"
+
     async def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[TextDelta]:

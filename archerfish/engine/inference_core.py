@@ -66,6 +66,11 @@ class InferenceCore:
         """One vector per sequence; for a cross-encoder one row of raw scores per sequence."""
         return self.start(batch, normalize=normalize)()
 
+    def run_tokens(self, batch: TokenBatch) -> Vectors:
+        """One vector per token."""
+        with self.ops.computing():
+            return self.ops.to_numpy(self.encoder.forward(batch))[: len(batch.token_ids)]  # a backend may add empty rows
+
     def start(self, batch: TokenBatch, *, normalize: bool = False) -> Callable[[], Vectors]:
         """Begin what `run` does; calling the result waits for the vectors. On a CPU they are computed at once."""
         with self.ops.computing():

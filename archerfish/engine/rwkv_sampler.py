@@ -189,6 +189,9 @@ class RwkvSampler:
         if self._owns_engine:
             self.engine.close()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.engine!r})"
+
     def __enter__(self) -> Self:
         return self
 

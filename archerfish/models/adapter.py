@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Generic, cast
 
-from archerfish.errors import UnsupportedModelError, did_you_mean
+from archerfish.errors import UnsupportedModelError
 from archerfish.kernels.formats import PLAIN, WeightFormat
 from archerfish.kernels.ops import Ids, Ops, Segments, T
 from archerfish.kernels.recurrent import StateShape
@@ -180,8 +180,7 @@ def model_class(config: Config) -> type[ModelAdapter[Any]]:
         if not isinstance(loaded, type) or not issubclass(loaded, ModelAdapter):
             raise UnsupportedModelError(f"{about} no ModelAdapter class.")
         return loaded
-    known = [*MODELS, *installed]
-    hint = did_you_mean(config.model_type, known) or f"Known: {', '.join(known)}."
+    hint = architecture_hint(config.model_type, [*MODELS, *installed])
     if config.model_type.startswith("rwkv"):
         hint = "Of the RWKV family only RWKV-7 is supported."
     elif config.model_type in ENCODERS:
@@ -193,11 +192,24 @@ def encoder_class(config: Config) -> type[Encoder[Any]]:
     """The class for a configuration; an unknown architecture is refused with the known ones."""
     found = ENCODERS.get(config.model_type)
     if found is None:
-        hint = did_you_mean(config.model_type, ENCODERS) or f"Known: {', '.join(ENCODERS)}."
+        hint = architecture_hint(config.model_type, ENCODERS)
         if config.model_type in MODELS:
             hint = "It writes text: LLMEngine and `archerfish generate` take it."
         raise UnsupportedModelError(f"No encoder for model_type {config.model_type!r}.", hint=hint)
     return class_of(found)
+
+
+def architecture_hint(model_type: str, known: Iterable[str]) -> str:
+    """A name that differs in spelling alone, else all of them: qwen3 cannot stand for qwen3_moe, which reads alike."""
+
+    def letters(name: str) -> str:
+        return "".join(filter(str.isalnum, name)).lower()
+
+    names = list(known)
+    same = [name for name in names if letters(name) == letters(model_type)]
+    if same:
+        return f"Did you mean {same[0]!r}?"
+    return f"Supported: {', '.join(names)}. docs/add-a-model.md shows how an architecture is added."
 
 
 def class_of(found: str | type[Any]) -> type[Any]:

@@ -15,6 +15,7 @@ import msgspec
 
 from archerfish.errors import ArcherfishError, InvalidInputError, ModelNotFoundError, did_you_mean, nearest
 from archerfish.observe.metrics import Sample
+from archerfish.store.names import find_builtin
 
 VERSION = 1
 Kind = Literal["generation", "embedding", "cross-encoder"]
@@ -275,8 +276,12 @@ def request_id_of(payload: bytes) -> str:
 
 
 def names_of(name: str, aliases: Iterable[str]) -> list[str]:
-    """All names by which a request may ask for a model: its own name, its aliases, and the last part of each."""
-    found = [name, *aliases]
+    """All names by which a request may ask for a model: its own name, its aliases, and the last part of each.
+
+    A built-in model has two names: ours, and its Hugging Face id.
+    """
+    found, builtin = [name, *aliases], find_builtin(name)
+    found += [builtin.name, *filter(None, [builtin.hub_id])] if builtin else []
     return [*found, *(one.rstrip("/").rsplit("/", 1)[-1] for one in found)]
 
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from archerfish.config import ConversionConfig, HubConfig
 from archerfish.errors import InvalidOptionError, ModelNotFoundError, UnsupportedModelError, ValidationError, refuse_unknown
-from archerfish.store.files import check_free_space, file_lock, new_directory, write_file
+from archerfish.store.files import check_free_space, file_lock, new_directory, shown_name, write_file
 from archerfish.store.format import Row, TensorInfo, arrow_writer, as_bytes, buffer_bytes, parquet_writer, read_parquet_rows
 from archerfish.store.loader import WeightLoader, arrow_record, file_record
 from archerfish.store.metadata import ARROW_NAME, METADATA_NAME, PARQUET_NAME, TOKENIZER_NAME, StoreMetadata, is_converted
@@ -74,7 +74,7 @@ class ModelConverter:
         refuse_unknown([model_type], MODEL_TYPES, "model_type")
         path, target, name = Path(model_name_or_path), Path(output_dir), str(model_name_or_path)
         if path.exists():
-            name = path.resolve().stem if path.is_file() else path.resolve().name
+            name = shown_name(path)
         else:
             from archerfish.store.names import resolve_model
 
@@ -223,12 +223,14 @@ def ensure_converted(source: Path, *, dtype: str, hub: HubConfig | None = None, 
         raise ModelNotFoundError(f"{source} does not exist.")
     hub = hub or HubConfig()
     config = ConversionConfig(dtype=dtype, write_parquet=False)
-    stem = source.stem if source.is_file() else source.resolve().name
     parts = repr((CONVERSION_VERSION, str(source.absolute()), fingerprint_parts(source)))
     fingerprint = hashlib.sha256(parts.encode()).hexdigest()[:16]
-    name = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', stem).strip('.-') or 'model'}-{config.stored_dtype()}-{fingerprint}"
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", shown_name(source)).strip(".-") or "model"
+    name = f"{stem}-{config.stored_dtype()}-{fingerprint}"
     target = hub.cache_path() / "converted" / name
     if (target / METADATA_NAME).is_file():
+        with suppress(OSError):
+            os.utime(target / METADATA_NAME)  # the time of its last use, which `archerfish list` shows
         return target
     with file_lock(target.with_name(f"{target.name}.lock"), target):
         if not (target / METADATA_NAME).is_file():

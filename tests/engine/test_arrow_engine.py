@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sentence_transformers import SentenceTransformer
 
 from archerfish import ArrowEngine, EmbedConfig, HubConfig, ModelConverter, errors
-from archerfish.engine.arrow_engine import plan_batches
+from archerfish.engine.text_batches import plan_batches
 from tests.store.models import flip_byte, write_model
 
 TEXTS = [

@@ -75,6 +75,10 @@ def favour_end(engine: LLMEngine, bonus: float, monkeypatch: pytest.MonkeyPatch)
     engine.clear_cache()  # of logits too
 
 
+def test_repr_shows_the_engine(sampler: RwkvSampler) -> None:
+    assert repr(sampler) == f"RwkvSampler({sampler.engine!r})" and "device='cpu'" in repr(sampler)
+
+
 def test_numbers_and_ranges_of_tokens(sampler: RwkvSampler) -> None:
     found = sampler.generate_tts_tokens_batch(requests(12))
     for i, tokens in enumerate(found):

@@ -145,8 +145,8 @@ def test_the_longest_context_of_yarn_follows_from_its_factor() -> None:
         ("phi3-longrope", {}, "max_model_len to at most 64"),
         ("gemma3", {"layer_types": ["full_attention"]}, "each of 7 layers"),
         ("gemma3", {"use_bidirectional_attention": True}, "both directions"),
-        ("llama", {"model_type": "lama"}, "Did you mean 'llama'"),
-        ("llama", {"model_type": "zzzzzzzz"}, "Known: .*llama"),
+        ("llama", {"model_type": "Gemma3-Text"}, "Did you mean 'gemma3_text'"),
+        ("llama", {"model_type": "qwen3_moe"}, "'qwen3_moe'. Supported: .*qwen3, .*docs/add-a-model.md"),
         ("llama", {"model_type": "bert"}, "ArrowEngine and `archerfish embed` take it"),
         ("llama", {"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "'mrope' is not supported"),
         ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "'linear' needs .*'factor', but has None"),
@@ -200,7 +200,7 @@ def test_an_installed_package_can_bring_an_architecture(monkeypatch: pytest.Monk
     with pytest.raises(UnsupportedModelError, match=message):
         model_class(Config({"model_type": "packaged"}))
     with pytest.raises(UnsupportedModelError, match="Did you mean 'packaged'"):
-        model_class(Config({"model_type": "package"}))
+        model_class(Config({"model_type": "Packaged"}))
 
 
 # Rows of the last layer that nobody asks for are not computed

