@@ -139,6 +139,10 @@ class EngineConfig(Options):
     device: str = option("cpu", "Where to compute; auto: cuda, then mps, then cpu.", choices=("cpu", "cuda", "mps", "auto"))
     dtype: str = option("auto", "Type of computation and of KV; auto: the fastest type of this machine.", choices=DTYPES)
     weights: str = option("auto", WEIGHTS)
+    generation_config: str = option(
+        "auto", "Sampling parameters of requests that state none: auto: those of the model's generation_config.json; none: the "
+        "fixed ones of SamplingParams.", choices=("auto", "none"),
+    )
     load_format: str = option("auto", "The model's weights, or random ones for measuring.", choices=("auto", "dummy"))
     max_model_len: int = option(0, "Longest sequence, prompt and output; 0: the limit of the model.", minimum=0)
     max_num_seqs: int = option(256, "Most sequences that run at once.", minimum=1, maximum=65536)

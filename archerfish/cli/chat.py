@@ -55,6 +55,7 @@ def run_chat(arguments: Namespace, out: Output) -> int:
     if params.n != 1:
         raise InvalidOptionError("A chat has one answer to each message.", hint="Leave --n at 1.")
     with open_engine(config, hub, out) as engine, line_reader(hub) as read_line:
+        params = read_sampling_flags(arguments, **{**DEFAULTS, **engine.facts.default_sampling})
         Chat(engine, params, out, read_line, system=arguments.system).run(arguments.message)
     return 0
 

@@ -41,6 +41,7 @@ class RequestMaker:
     ) -> None:
         self.facts, self.tokenizer, self.grammars = facts, tokenizer, grammars
         self.max_prompt_bytes = config.max_prompt_bytes
+        self.default_params = SamplingParams(**facts.default_sampling)
         self._clock = clock
         self._seeds = random.Random(config.seed or None)
         self._ids = itertools.count()
@@ -54,7 +55,7 @@ class RequestMaker:
         wants_text: false spares making text, unless there are stop strings.
         """
         if params is None:
-            params = SamplingParams()
+            params = self.default_params
         elif not isinstance(params, SamplingParams):
             raise InvalidInputError(f"sampling_params must be a SamplingParams, not {type(params).__name__}.")
         check_options(options)

