@@ -16,7 +16,7 @@ from tests.store.models import convert, write_model
 ROOT = Path(archerfish.__file__).parent
 # From the bottom up; packages of one row do not import each other.
 LAYERS = [
-    {"errors", "config", "types", "background", "params", "step", "sequence"},
+    {"errors", "config", "types", "background", "params", "remarks", "step", "sequence"},
     {"observe"},
     {"kernels"},
     {"layers"},

@@ -66,6 +66,11 @@ class ModelFacts:
         return isinstance(self.memory_shape, StateShape)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that model and memory hold."""
+        return min(self.max_len, self.memory.num_tokens)
+
+    @property
     def end_token_ids(self) -> tuple[int, ...]:
         """As the model's own files say."""
         found = self.generation_config.get("eos_token_id", self.config.values.get("eos_token_id"))

