@@ -12,8 +12,8 @@ logger = logging.getLogger("archerfish")
 _said: set[str] = set()  # options
 
 
-def remark_once(option: str, text: str) -> None:
-    """Log a remark about an option, the first time only."""
+def remark(option: str, text: str) -> None:
+    """Log a warning about an option, unless this process has logged one about it already."""
     if option not in _said:
         _said.add(option)
         logger.warning("%s", text)

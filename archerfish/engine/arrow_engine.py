@@ -316,11 +316,15 @@ class ArrowEngine:
         texts: Sequence[Text] = inputs if are_strings(inputs) else [item for item in inputs if is_text(item)]
         tokenized = self.tokenizer.tokenize(texts)
         if not self._uses_types:
-            tokenized = [TokenizedText(text.token_ids) for text in tokenized]
+            tokenized = [text._replace(type_ids=None) for text in tokenized]
         if len(texts) == len(inputs):
             return tokenized
         read = iter(tokenized)
-        return [next(read) if is_text(item) else TokenizedText(np.array(item[: self._max_length], np.int64)) for item in inputs]
+        most = self._max_length
+        return [
+            next(read) if is_text(item) else TokenizedText(np.array(item[:most], np.int64), is_cut=len(item) > most)
+            for item in inputs
+        ]
 
     def _compute(self, inputs: Sequence[Any], batch_size: int, normalize: bool, progress: Progress) -> Vectors:
         """Rows for all inputs. Each distinct input is computed once, while the next window is being tokenised."""
@@ -401,7 +405,7 @@ def pack(texts: Sequence[TokenizedText]) -> TokenBatch:
     token_ids = np.concatenate([text.token_ids for text in texts])
     type_ids = None
     if any(text.type_ids is not None and text.type_ids.any() for text in texts):
-        type_ids = np.concatenate([np.zeros_like(ids) if types is None else types for ids, types in texts])
+        type_ids = np.concatenate([np.zeros_like(ids) if types is None else types for ids, types, _ in texts])
     return TokenBatch(token_ids, segments, type_ids)
 
 

@@ -15,7 +15,7 @@ from archerfish.config import EngineConfig
 from archerfish.engine.outputs import Listener, OutputCollector
 from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, UnknownOptionError, refuse_unknown
 from archerfish.params import SamplingParams, is_number
-from archerfish.remarks import remark_once
+from archerfish.remarks import remark
 from archerfish.sequence import Namespace, Request, as_namespace
 from archerfish.text.grammar import GrammarCompiler
 from archerfish.text.tokenizer import Tokenizer
@@ -94,7 +94,7 @@ class RequestMaker:
             return max(1, min(facts.max_len, facts.memory.num_tokens - facts.memory.block_size) - num_prompt)
         if max_tokens > room:
             fits = f"{facts.name} and its memory hold {facts.longest:,}"
-            remark_once("max_tokens", f"max_tokens is {max_tokens:,}; {room:,} fit after a prompt of {num_prompt:,} ({fits}).")
+            remark("max_tokens", f"max_tokens is {max_tokens:,}; {room:,} fit after a prompt of {num_prompt:,} ({fits}).")
         return min(max_tokens, room)
 
     def tokenize(self, prompt: Prompt) -> Sequence[int]:

@@ -362,12 +362,14 @@ class Detokenized(Schema):
 class VectorUsage(Schema):
     prompt_tokens: int
     total_tokens: int
+    truncated: bool | UnsetType = UNSET  # true: some texts were longer than the model takes, and were cut
 
 
 class Embedding(Schema, kw_only=True):
     object: Literal["embedding"] = "embedding"
     index: int
     embedding: list[float] | str
+    truncated: bool | UnsetType = UNSET
 
 
 class Embeddings(Schema, kw_only=True):

@@ -85,6 +85,7 @@ class RequestMiddleware:
             return
         status, num_bytes, began = 0, 0, time.perf_counter()
         state = scope["state"] = {**scope.get("state", {}), "tenant": None, "remarks": [], "log": {}, "error": None}
+        state["truncated"] = []
 
         async def send_noted(message: Message) -> None:
             nonlocal status

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +19,9 @@ from archerfish.serve.client import RemoteError
 from archerfish.serve.http import RequestMiddleware
 from archerfish.serve.tenants import Tenants
 
+from .client import host_with, serving
 from .fake_backend import KEY, MODEL, FakeBackend, client_of, fake_app, keyed_app, post
+from .hosting import WordEncoder
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 HI = [{"role": "user", "content": "Hi"}]
@@ -100,6 +103,44 @@ def test_remarks_become_one_header_of_plain_characters() -> None:
             return await client.get("/")  # type: ignore[return-value]
 
     assert asyncio.run(main()).headers["x-archerfish-remark"] == "one; two??X-Other: 1; ?ber"
+
+
+# Texts that are longer than an encoder takes
+
+LONG, SHORT = "word " * 600, "word " * 512
+VECTOR_BODIES: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"input": [SHORT, LONG]}, "/v1/rerank": {"query": "word", "documents": [SHORT, LONG]},
+    "/similarity": {"source": "word", "sentences": [SHORT, LONG]},
+}  # fmt: skip
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("route", VECTOR_BODIES)
+@pytest.mark.parametrize("is_cross_encoder", [False, True])
+async def test_long_texts_are_cut_or_refused(tmp_path: Path, route: str, is_cross_encoder: bool) -> None:
+    if is_cross_encoder and route != "/v1/rerank":
+        pytest.skip("a cross-encoder serves reranking alone")
+    body = VECTOR_BODIES[route]
+    host = host_with(tmp_path, WordEncoder("lab/words", is_cross_encoder=is_cross_encoder))
+    async with serving(host) as client:
+        answer = await client.post(route, json=body)
+        num_cut = 2 if is_cross_encoder else 1  # with the query, the other document is too long as well
+        assert answer.status_code == 200 and answer.json()["usage"]["truncated"] is True
+        assert answer.headers["x-archerfish-remark"] == f"texts cut to 512 tokens: {num_cut}"
+        if route == "/v1/embeddings":
+            assert [item.get("truncated") for item in answer.json()["data"]] == [None, True]
+        for value in (False, "NONE"):
+            refused = await client.post(route, json={**body, "truncate": value})
+            assert refused.status_code == 400
+            assert "has more than 512 tokens, special ones included, the limit of lab/words" in refused.text
+        for cutting in (True, "END", None):
+            assert (await client.post(route, json={**body, "truncate": cutting})).status_code == 200
+        wrong = await client.post(route, json={**body, "truncate": 1})
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "truncate"
+        if not is_cross_encoder:
+            fitting = await client.post(route, json={**body, next(reversed(body)): [SHORT], "truncate": False})
+            assert fitting.status_code == 200 and "truncated" not in fitting.json()["usage"]
+            assert "x-archerfish-remark" not in fitting.headers
 
 
 # The access log
