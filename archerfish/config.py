@@ -139,6 +139,10 @@ class EngineConfig(Options):
     device: str = option("cpu", "Where to compute; auto: cuda, then mps, then cpu.", choices=("cpu", "cuda", "mps", "auto"))
     dtype: str = option("auto", "Type of computation and of KV; auto: the fastest type of this machine.", choices=DTYPES)
     weights: str = option("auto", WEIGHTS)
+    generation_config: str = option(
+        "auto", "Sampling parameters of requests that state none: auto: those of the model's generation_config.json; none: the "
+        "fixed ones of SamplingParams.", choices=("auto", "none"),
+    )
     load_format: str = option("auto", "The model's weights, or random ones for measuring.", choices=("auto", "dummy"))
     max_model_len: int = option(0, "Longest sequence, prompt and output; 0: the limit of the model.", minimum=0)
     max_num_seqs: int = option(256, "Most sequences that run at once.", minimum=1, maximum=65536)
@@ -219,7 +223,9 @@ class ServeConfig(Options):
         60.0, "Refuse a request that would wait longer than this before it runs; 0: no limit.", minimum=0
     )
     max_prompt_tokens: int = option(0, "Refuse longer prompts; 0: as the model takes.", minimum=0)
-    max_output_tokens: int = option(0, "Refuse requests for more tokens, of all n together; 0: as the model takes.", minimum=0)
+    max_output_tokens: int = option(
+        0, "Lower max_tokens to this, of all n together; TTS requests for more are refused; 0: as the model takes.", minimum=0
+    )
     result_cache_mib: int = option(
         0, "Memory of all front ends for answers to equal deterministic requests; 0: off.", minimum=0, maximum=1 << 20
     )
@@ -239,6 +245,7 @@ class ServeConfig(Options):
     max_queue_texts: int = option(8192, "Most waiting texts; above this the answer is 503.", minimum=1)
     max_texts_per_request: int = option(2048, "Most texts in one request.", minimum=1)
     max_body_bytes: int = option(32_000_000, "Refuse a request body of more than this many bytes.", minimum=1024)
+    access_log: bool = option(True, "Log a line for every request, refused ones too.")
     log_level: str = option("info", "Least level of log messages.", choices=("debug", "info", "warning", "error"))
 
 

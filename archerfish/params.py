@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, Self
 
 from archerfish.errors import InvalidInputError, refuse_unknown
 
+logger = logging.getLogger("archerfish")
 MAX_STOP_STRINGS, MAX_STOP_BYTES = 64, 1024
 MAX_LOGPROBS, MAX_N = 64, 128
 MAX_BIASES = 1024
@@ -34,6 +36,10 @@ FLOATS = {
     "temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.01, 100.0),
     "presence_penalty": (-100.0, 100.0), "frequency_penalty": (-100.0, 100.0),
 }  # fmt: skip
+# Parameters for which a model's files may state defaults.
+MODEL_DEFAULTS = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
 # Parameters that stages have themselves, or that would depend on the stage of a token.
 NOT_WITH_STAGES = (
     "min_tokens", "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "temperature", "top_k", "top_p",
@@ -214,6 +220,27 @@ class SamplingParams:
 def _known_params(items: tuple[tuple[str, type, Any], ...]) -> SamplingParams:
     """Types are part of the key: 1, 1.0 and True are equal but not all valid for every parameter."""
     return SamplingParams(**{name: [] if kind is list else value for name, kind, value in items})
+
+
+def read_default_sampling(stated: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """The defaults among the settings of a generation_config.json. Values that are not valid are ignored, with a warning."""
+    found: dict[str, Any] = {}
+    for name in MODEL_DEFAULTS:
+        if stated.get(name) is not None:
+            try:
+                SamplingParams(**{name: stated[name]})
+            except InvalidInputError as error:
+                logger.warning("The generation_config.json of %s: %s It is ignored.", model, error.message)
+            else:
+                found[name] = stated[name]
+    return found
+
+
+def with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of a request over the defaults of its model. A default temperature of 0 counts for one sequence only."""
+    if values.get("n", 1) != 1 and defaults.get("temperature") == 0:
+        defaults = {name: value for name, value in defaults.items() if name != "temperature"}
+    return {**defaults, **values}
 
 
 def plain_number(value: Any) -> Any:

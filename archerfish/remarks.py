@@ -1,11 +1,15 @@
-"""Remarks: what is accepted from other libraries' users and has no effect is said in the log, once for each option."""
+"""Remarks about what was asked for and is ignored or done otherwise: said, not refused.
+
+In Python and on the command line a remark is a warning of the logger `archerfish`. Over HTTP, `serve/http.py` puts the
+remarks of a request into the header `x-archerfish-remark`.
+"""
 
 from __future__ import annotations
 
 import logging
 
 logger = logging.getLogger("archerfish")
-_said: set[str] = set()
+_said: set[str] = set()  # options
 
 
 def remark(option: str, text: str) -> None:

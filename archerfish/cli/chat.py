@@ -60,13 +60,14 @@ def run_chat(arguments: Namespace, out: Output) -> int:
         raise InvalidOptionError("A chat has one answer to each message.", hint="Leave --n at 1.")
     with ExitStack() as stack, line_reader(hub) as read_line:
 
-        def open_model(name: str) -> LLMEngine:
-            """The engine of a model, in place of the one before."""
+        def open_model(name: str) -> tuple[LLMEngine, SamplingParams]:
+            """The engine of a model, in place of the one before, and how its answers are drawn."""
             engine = open_engine(config.replace(model=name), hub, out)
             stack.close()
-            return stack.enter_context(engine)
+            stack.enter_context(engine)
+            return engine, read_sampling_flags(arguments, **{**DEFAULTS, **engine.facts.default_sampling})
 
-        chat = Chat(open_model(config.model), params, out, read_line, open_model, system=arguments.system)
+        chat = Chat(*open_model(config.model), out, read_line, open_model, system=arguments.system)
         chat.draws_markdown = out.is_rich and not arguments.plain
         chat.run(arguments.message)
     return 0
@@ -92,7 +93,7 @@ class Chat:
     params: SamplingParams
     out: Output
     read_line: ReadLine
-    open_model: Callable[[str], LLMEngine]
+    open_model: Callable[[str], tuple[LLMEngine, SamplingParams]]
     system: str = ""
     draws_markdown: bool = False
     history: list[dict[str, str]] = field(default_factory=list)
@@ -211,7 +212,7 @@ class Chat:
                 self.retry()
             case "/model":
                 if rest:
-                    self.engine = self.open_model(rest)
+                    self.engine, self.params = self.open_model(rest)
                 self.out.note(f"{self.engine.model_name} answers.")
             case "/stats":
                 self.show_stats()

@@ -43,6 +43,7 @@ def run_generate(arguments: Namespace, out: Output) -> int:
     if (params.logprobs is not None or params.prompt_logprobs is not None) and not out.as_json:
         out.note("Log-probabilities are only in the JSON output: add --json.")
     with open_engine(config, hub, out) as engine:
+        params = read_sampling_flags(arguments, **{**DEFAULTS, **engine.facts.default_sampling})
         started = time.perf_counter()
         if len(prompts) == 1 and params.n == 1 and not out.as_json:
             outputs = stream_one(engine, prompts[0], params, out)

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 from archerfish import __version__
 from archerfish.config import Options, resolve
 from archerfish.errors import InvalidOptionError, UnknownOptionError, did_you_mean
-from archerfish.params import SamplingParams
+from archerfish.params import MODEL_DEFAULTS, SamplingParams, with_defaults
 
 T = TypeVar("T", bound=Options)
 COMMON_FLAGS = ("--config", "--json", "--quiet", "--debug", "--help", "--version")
@@ -146,7 +146,8 @@ def add_sampling_flags(parser: Parser, **defaults: Any) -> None:
         if spec.name in NO_FLAGS:
             continue
         default = defaults.get(spec.name, spec.default)
-        shown = f" (default: {default})" if type(default) in (int, float) else ""
+        of_model = "what the model's files state, else " if spec.name in MODEL_DEFAULTS else ""
+        shown = f" (default: {of_model}{default})" if type(default) in (int, float) else ""
         metavar, kind = VALUES.get(spec.name, ("X", float) if isinstance(spec.default, float) else ("N", int))
         action = "append" if spec.name in REPEATABLE else "store"
         text = SAMPLING[spec.name] + shown
@@ -158,7 +159,7 @@ def read_sampling_flags(arguments: argparse.Namespace, **defaults: Any) -> Sampl
     given = values_of("sampling.", arguments)
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
-    return SamplingParams(**{**defaults, **given})
+    return SamplingParams(**with_defaults(given, defaults))
 
 
 def count_or_none(text: str) -> int | None:

@@ -402,11 +402,15 @@ class ArrowEngine:
         texts: Sequence[Text] = inputs if are_strings(inputs) else [item for item in inputs if is_text(item)]
         tokenized = self.tokenizer.tokenize(texts, self._max_length)
         if not self._uses_types:
-            tokenized = [TokenizedText(text.token_ids) for text in tokenized]
+            tokenized = [text._replace(type_ids=None) for text in tokenized]
         if len(texts) == len(inputs):
             return tokenized
         read = iter(tokenized)
-        return [next(read) if is_text(item) else TokenizedText(np.array(item[: self._max_length], np.int64)) for item in inputs]
+        most = self._max_length
+        return [
+            next(read) if is_text(item) else TokenizedText(np.array(item[:most], np.int64), is_cut=len(item) > most)
+            for item in inputs
+        ]
 
     def _compute(
         self, inputs: Sequence[Any], batch_size: int, normalize: bool, progress: Progress, *, is_raw: bool = False

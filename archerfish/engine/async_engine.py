@@ -90,14 +90,16 @@ class AsyncLLMEngine:
     ) -> RequestOutput:
         """The answer to a conversation."""
         prompt = await asyncio.to_thread(self.engine.render_chat, messages)
-        return await self.generate(prompt, self.engine.chat_template.stopping(sampling_params), **options)
+        params = self.engine.chat_template.stopping(sampling_params or self.engine.get_default_sampling_params())
+        return await self.generate(prompt, params, **options)
 
     async def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[TextDelta]:
         """The answer to a conversation as it comes."""
         prompt = await asyncio.to_thread(self.engine.render_chat, messages)
-        async for delta in self.stream(prompt, self.engine.chat_template.stopping(sampling_params), **options):
+        params = self.engine.chat_template.stopping(sampling_params or self.engine.get_default_sampling_params())
+        async for delta in self.stream(prompt, params, **options):
             yield delta
 
     async def close(self) -> None:

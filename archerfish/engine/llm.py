@@ -39,7 +39,7 @@ class LLM(LLMEngine):
         """The answers to one conversation or to several, always as a list."""
         prompts = [self.render_chat(one, **(template_options or {})) for one in conversations(messages)]
         given = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
-        params = [self.chat_template.stopping(one) for one in given]
+        params = [self.chat_template.stopping(one or self.get_default_sampling_params()) for one in given]
         return self.generate(prompts, params, use_tqdm=use_tqdm, **options)
 
     def get_tokenizer(self) -> Tokenizer:

@@ -388,7 +388,8 @@ class LLMEngine:
     ) -> RequestOutput:
         """The answer to a conversation: a list of {"role": ..., "content": ...}."""
         prompt = self.render_chat(messages, **(template_options or {}))
-        return self.generate([prompt], self.chat_template.stopping(sampling_params), **request_options)[0]
+        params = self.chat_template.stopping(sampling_params or self.get_default_sampling_params())
+        return self.generate([prompt], params, **request_options)[0]
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, *,
@@ -396,7 +397,12 @@ class LLMEngine:
     ) -> Generator[TextDelta, None, None]:
         """The answer to a conversation as it comes."""
         prompt = self.render_chat(messages, **(template_options or {}))
-        return self.stream(prompt, self.chat_template.stopping(sampling_params), **request_options)
+        params = self.chat_template.stopping(sampling_params or self.get_default_sampling_params())
+        return self.stream(prompt, params, **request_options)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of requests that give none: those of the model's generation_config.json, where it states some."""
+        return self.requests.default_params
 
     def get_output(self, request_id: str) -> RequestOutput | None:
         """The result of add_request; None until it is done. The last 4,096 results are kept."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from archerfish.kernels.select import choose_device, choose_dtype, choose_ops
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import MemoryShape, ModelAdapter, model_class
 from archerfish.models.config import Config
+from archerfish.params import read_default_sampling
 from archerfish.runtime.kv_pool import MemoryPlan, plan_memory, work_bytes
 from archerfish.sched.masks import MaskFinder
 from archerfish.sched.scheduler import Scheduler
 from archerfish.store.converter import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
-from archerfish.store.names import resolve_model
+from archerfish.store.names import builtin_at, resolve_model
 from archerfish.text.tokenizer import read_settings
 from archerfish.types import Progress
 
@@ -48,6 +49,7 @@ class ModelFacts:
     memory: MemoryPlan
     vocab_size: int
     weight_format: WeightFormat = PLAIN
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)  # for requests that state no parameters
 
     @property
     def weight_bytes(self) -> int:
@@ -64,6 +66,11 @@ class ModelFacts:
         return isinstance(self.memory_shape, StateShape)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that model and memory hold."""
+        return min(self.max_len, self.memory.num_tokens)
+
+    @property
     def end_token_ids(self) -> tuple[int, ...]:
         """As the model's own files say."""
         found = self.generation_config.get("eos_token_id", self.config.values.get("eos_token_id"))
@@ -77,7 +84,8 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
     dtype = choose_dtype(config.dtype, device)
     source = resolve_model(config.model, hub, progress)
     if config.load_format == "dummy" and not is_converted(source):
-        directory, values, generation, name = source, read_settings(source / "config.json"), {}, source.name
+        directory, name = source, source.name
+        values, generation = (read_settings(source / file) for file in ("config.json", "generation_config.json"))
     else:
         directory = ensure_converted(source, dtype=dtype, hub=hub, progress=progress)
         metadata = read_metadata(directory)
@@ -96,9 +104,11 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
     work += weight_format.work_bytes(shapes, dtype)
     memory = plan_memory(config, adapter.memory_shape(model_config), device, dtype, weight_bytes, work, max_len=max_len)
     shown = name if Path(config.model).exists() else config.model
+    builtin = builtin_at(source, hub)
+    stated = {} if config.generation_config == "none" else {**generation, **(builtin.sampling if builtin else {})}
     return ModelFacts(
         directory, shown, model_config, generation, adapter, device, dtype, max_len, step_tokens, memory, vocab_size,
-        weight_format,
+        weight_format, read_default_sampling(stated, shown),
     )
 
 

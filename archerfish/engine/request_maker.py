@@ -15,6 +15,7 @@ from archerfish.config import EngineConfig
 from archerfish.engine.outputs import Listener, OutputCollector
 from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, UnknownOptionError, refuse_unknown
 from archerfish.params import SamplingParams, is_number
+from archerfish.remarks import remark
 from archerfish.sequence import Namespace, Request, as_namespace
 from archerfish.text.grammar import GrammarCompiler
 from archerfish.text.tokenizer import Tokenizer
@@ -41,6 +42,7 @@ class RequestMaker:
     ) -> None:
         self.facts, self.tokenizer, self.grammars = facts, tokenizer, grammars
         self.max_prompt_bytes = config.max_prompt_bytes
+        self.default_params = SamplingParams(**facts.default_sampling)
         self._clock = clock
         self._seeds = random.Random(config.seed or None)
         self._ids = itertools.count()
@@ -54,21 +56,18 @@ class RequestMaker:
         wants_text: false spares making text, unless there are stop strings.
         """
         if params is None:
-            params = SamplingParams()
+            params = self.default_params
         elif not isinstance(params, SamplingParams):
             raise InvalidInputError(f"sampling_params must be a SamplingParams, not {type(params).__name__}.")
         check_options(options)
         facts = self.facts
         check_vocabulary(params, facts.vocab_size)
         token_ids = self.tokenize(prompt)
-        room = facts.max_len - len(token_ids)
-        if room < 1:
+        if len(token_ids) >= facts.max_len:
             raise InputTooLargeError(
                 f"The prompt has {len(token_ids):,} tokens; {facts.name} takes {facts.max_len:,}, output included.",
                 hint="Shorten it.",
             )
-        if params.max_tokens is None:
-            room = min(room, max(1, facts.memory.num_tokens - len(token_ids) - facts.memory.block_size))
         stops = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stops |= frozenset(self.tokenizer.eos_token_ids if self.tokenizer else facts.end_token_ids)
@@ -76,7 +75,7 @@ class RequestMaker:
         deadline_s = options.get("deadline_s")
         request = Request(
             request_id=options.get("request_id") or f"request-{next(self._ids)}", prompt_token_ids=token_ids, params=params,
-            max_tokens=min(params.max_tokens or room, room), stop_token_ids=stops,
+            max_tokens=self._fit(params.max_tokens, len(token_ids)), stop_token_ids=stops,
             namespace=as_namespace(options.get("namespace", "")), priority=options.get("priority", 0),
             deadline=None if deadline_s is None else self._clock() + deadline_s,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
@@ -86,6 +85,17 @@ class RequestMaker:
         tokenizer = self.tokenizer if wants_text or params.stop else None
         request.collector = OutputCollector(request, text, tokenizer, listener, is_kept=is_kept)
         return request
+
+    def _fit(self, max_tokens: int | None, num_prompt: int) -> int:
+        """max_tokens, or as many as fit after the prompt; at least 1, which the scheduler refuses if even that is too many."""
+        facts = self.facts
+        room = max(1, facts.longest - num_prompt)
+        if max_tokens is None:
+            return max(1, min(facts.max_len, facts.memory.num_tokens - facts.memory.block_size) - num_prompt)
+        if max_tokens > room:
+            fits = f"{facts.name} and its memory hold {facts.longest:,}"
+            remark("max_tokens", f"max_tokens is {max_tokens:,}; {room:,} fit after a prompt of {num_prompt:,} ({fits}).")
+        return min(max_tokens, room)
 
     def tokenize(self, prompt: Prompt) -> Sequence[int]:
         """The token ids of a prompt, which may be such ids already."""

@@ -50,7 +50,7 @@ def pack(texts: Sequence[TokenizedText]) -> TokenBatch:
     token_ids = np.concatenate([text.token_ids for text in texts])
     type_ids = None
     if any(text.type_ids is not None and text.type_ids.any() for text in texts):
-        type_ids = np.concatenate([np.zeros_like(ids) if types is None else types for ids, types in texts])
+        type_ids = np.concatenate([np.zeros_like(ids) if types is None else types for ids, types, _ in texts])
     return TokenBatch(token_ids, segments, type_ids)
 
 

@@ -362,12 +362,14 @@ class Detokenized(Schema):
 class VectorUsage(Schema):
     prompt_tokens: int
     total_tokens: int
+    truncated: bool | UnsetType = UNSET  # true: some texts were longer than the model takes, and were cut
 
 
 class Embedding(Schema, kw_only=True):
     object: Literal["embedding"] = "embedding"
     index: int
     embedding: list[float] | str
+    truncated: bool | UnsetType = UNSET
 
 
 class Embeddings(Schema, kw_only=True):
@@ -410,6 +412,7 @@ class Model(Schema, kw_only=True):
     kind: Literal["generation", "tts", "embedding", "cross-encoder"]
     max_length: int
     dimension: int | UnsetType = UNSET
+    default_sampling: dict[str, Any] | UnsetType = UNSET
 
 
 class Models(Schema, kw_only=True):

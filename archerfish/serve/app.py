@@ -224,7 +224,7 @@ def create_app(
         config.result_cache_mib << 20, config.result_cache_ttl_s, max_tenants=max(1, len(tenants.all())),
         num_front_ends=config.num_front_ends,
     )
-    texts = TextService(catalog, results, config.keep_alive_s)
+    texts = TextService(catalog, results, config.keep_alive_s, config.max_output_tokens)
     share = FrontEndSync(catalog, registry, results)
 
     @asynccontextmanager
@@ -243,7 +243,10 @@ def create_app(
         OpenAIRoutes(texts, config), VectorRoutes(catalog, config, registry), ResponsesRoutes(texts), MessagesRoutes(texts),
         TextRoutes(texts), TTSRoutes(texts), StateRoutes(catalog, results, share),
     )  # fmt: skip
-    middleware = Middleware(RequestMiddleware, registry=registry, tenants=tenants, max_body_bytes=config.max_body_bytes)
+    middleware = Middleware(
+        RequestMiddleware, registry=registry, tenants=tenants, max_body_bytes=config.max_body_bytes,
+        has_access_log=config.access_log,
+    )
     app = Starlette(
         routes=[route for group in groups for route in group.routes], middleware=[middleware], exception_handlers=HANDLERS,
         lifespan=lifespan,

@@ -59,7 +59,12 @@ class ModelCard(msgspec.Struct, frozen=True):
     aliases: tuple[str, ...] = ()
     vocab_size: int = 0
     max_prompt_bytes: int = 0  # 0: no limit
+    max_sequence: int = 0  # as max_length, and as its memory holds; 0: max_length
     is_tts: bool = False  # it generates tokens of speech and no text
+    default_sampling: dict[str, Any] = {}  # of requests that state none
+
+    def __hash__(self) -> int:
+        return hash(self.id)
 
 
 class ModelText:
@@ -173,6 +178,7 @@ class Catalog:
     def address(self, request: Request, card: ModelCard) -> dict[str, Any]:
         """The members of a message that name a request, its model and its tenant."""
         tenant = request.state.tenant
+        request.state.log["model"] = card.id
         return {
             "request_id": f"r{next(self._ids)}", "model": card.id, "credentials": self.credentials,
             "tenant": "" if tenant is ANONYMOUS else tenant.name,
@@ -222,6 +228,8 @@ class Catalog:
         shown = Model(id=card.id, created=self.started_at, kind="tts" if card.is_tts else card.kind, max_length=card.max_length)
         if card.kind == "embedding":
             shown.dimension = card.dimension
+        elif card.kind == "generation" and not card.is_tts:
+            shown.default_sampling = card.default_sampling
         return shown
 
     # Work of a front end without a model counts against the limits of tenants too.

@@ -168,6 +168,7 @@ def failure_response(error: ArcherfishError, path: str) -> Response:
 
 async def _on_our_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ArcherfishError)
+    request.state.error = error
     if error.status >= 500 and error.retry_after_s is None:
         logger.error("%s %r: %s", request.method, request.scope["path"], error)  # %r: a path may hold control characters
     return failure_response(error, request.scope["path"])
@@ -208,7 +209,7 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
         message = f"{place} must be {expected}, not {short_value(problem['input'])}."
     else:
         message = f"{place}: {problem['msg']}."
-    return failure_response(InvalidParameterError(message, param), request.scope["path"])
+    return await _on_our_error(request, InvalidParameterError(message, param))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -224,6 +225,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         headers["Allow"] = ", ".join(sorted(allowed))
         message = f"{path} does not take {request.method}; it takes {headers['Allow']}."
     code = CODES.get(error.status_code, "http_error")
+    request.state.error = code
     return json_response(error_body(error.status_code, message, code, None, path), error.status_code, headers)
 
 

@@ -75,8 +75,7 @@ class Server(uvicorn.Server):
 def make_server(app: ASGIApp, config: ServeConfig, on_ready: Callable[[], None] = lambda: None) -> Server:
     """A server for an app, with uvloop if it is installed."""
     settings = uvicorn.Config(
-        app, log_level=config.log_level, access_log=config.log_level == "debug", lifespan="on", http=Connection, ws="none",
-        server_header=False,
+        app, log_level=config.log_level, access_log=False, lifespan="on", http=Connection, ws="none", server_header=False
     )
     logging.getLogger("uvicorn.error").addFilter(is_no_cancellation)
     return Server(settings, on_ready)
@@ -91,6 +90,7 @@ def main() -> int:
     """Serve until SIGTERM, or until the main process has ended."""
     pipe = processes.open_report_pipe()
     config = processes.read_config(processes.FrontConfig)
+    logging.basicConfig(level=config.serve["log_level"].upper(), format="%(asctime)s front %(levelname)s %(message)s")
     serve, listener = ServeConfig(**config.serve), socket.socket(fileno=config.listener)
     backend = AsyncClient(config.address, retry_after_s=config.retry_after_s)
     app = create_app(backend, serve, credentials=config.credentials, tenants=Tenants.from_file(serve.api_keys_file))

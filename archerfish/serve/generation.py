@@ -19,13 +19,14 @@ from starlette.types import Receive, Scope, Send
 
 from archerfish.engine.request_maker import check_vocabulary
 from archerfish.errors import ArcherfishError, InvalidInputError, StoppedError
-from archerfish.params import SamplingParams
+from archerfish.params import SamplingParams, with_defaults
 from archerfish.serve.answers import CachedTokens, ChosenLogprob, StopReason, TokenLogprob, Usage
 from archerfish.serve.bodies import GenerationBody, TextBody, ToolBody
 from archerfish.serve.catalog import Catalog, ModelCard, ModelText, in_thread
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError, data_event, failure_body, naming
 from archerfish.serve.formats import ToolUse, is_best_effort
+from archerfish.serve.http import log_tokens
 from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Logprob, Output
 from archerfish.text.json_schema import rewrite_schema
@@ -202,8 +203,9 @@ def usage_of(generations: Sequence[Generation], *, is_output_hidden: bool = Fals
 class TextService:
     """Makes requests to the engine out of bodies, and runs them."""
 
-    def __init__(self, catalog: Catalog, results: ResultCache, keep_alive_s: float) -> None:
+    def __init__(self, catalog: Catalog, results: ResultCache, keep_alive_s: float, max_output_tokens: int = 0) -> None:
         self.catalog, self.results, self.keep_alive_s = catalog, results, keep_alive_s
+        self.max_output_tokens = max_output_tokens  # of all sequences of a request; 0: no limit
 
     def prepare(
         self, request: Request, body: GenerationBody, text: ModelText, prompt_ids: list[int], params: SamplingParams,
@@ -212,6 +214,7 @@ class TextService:
         """A request to the engine. Stop strings are found here, so that they need a streamed answer."""
         if params.stop and text.tokenizer is None:
             text.need_tokenizer("stop")
+        params = self._fit(request, text.card, len(prompt_ids), params)
         stated = {name: value for name, default in DEFAULTS.items() if (value := getattr(params, name)) != default}
         sent = GenerationRequest(
             token_ids=prompt_ids, params=stated, stream=bool(body.stream or params.stop), wants_ids=True,
@@ -224,6 +227,21 @@ class TextService:
             has_one_call = tool_use is not None and tool_use.has_one_call
             choices.append(Choice(index, first_place + index, output_text, parser, has_one_call))
         return Generation(text, sent, params, prompt_ids, choices, format_param, tool_use)
+
+    def _fit(self, request: Request, card: ModelCard, num_prompt: int, params: SamplingParams) -> SamplingParams:
+        """The parameters with max_tokens lowered to what fits after the prompt and to this server's limit, with a remark."""
+        if params.stages:
+            return params
+        most, own = params.max_tokens, self.max_output_tokens // params.n
+        limit = max(1, (card.max_sequence or card.max_length) - num_prompt)
+        why = f"as many as fit after the prompt of {num_prompt:,}"
+        if 0 < own < limit:
+            limit, why = own, "the limit of this server"
+        if (most is None and not own) or (most is not None and most <= limit):
+            return params
+        if most is not None:
+            request.state.remarks.append(f"max_tokens was lowered from {most:,} to {limit:,}, {why}")
+        return params.replace(max_tokens=limit, min_tokens=min(params.min_tokens, limit))
 
     async def prepare_chat(
         self, request: Request, body: ToolBody, messages: Sequence[dict[str, Any]], param: str = "messages",
@@ -296,6 +314,8 @@ class TextService:
             if error.code == InvalidInputError.code and re.search("grammar|schema", error.message, re.IGNORECASE):
                 error.param = error.param or generation.format_param
             raise error from None
+        finally:
+            log_tokens(request, len(generation.prompt_ids), generation.num_output)
 
 
 async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
@@ -372,6 +392,7 @@ class EventStream:
                 raise
             if not isinstance(error, ArcherfishError):
                 logger.exception("An answer broke off")
+            self.request.state.error = error
             last = writer.error(error)
         finally:
             if self._timer is not None:
@@ -433,13 +454,9 @@ def add_remarks(request: Request, remarks: Sequence[str]) -> None:
 
 
 def checked_params(values: dict[str, Any], card: ModelCard, names: dict[str, str]) -> SamplingParams:
-    """SamplingParams for a model.
-
-    names: the route's names of SamplingParams, where they differ; errors use them. max_tokens may be more than the prompt
-    leaves room for, and not more than the model takes of prompt and answer together.
-    """
+    """SamplingParams for a model, over its defaults. names: the route's names of them, where they differ; errors use them."""
     try:
-        params = SamplingParams.of(values)
+        params = SamplingParams.of(with_defaults(values, card.default_sampling))
         if card.vocab_size:
             check_vocabulary(params, card.vocab_size)
     except InvalidInputError as error:
@@ -448,11 +465,9 @@ def checked_params(values: dict[str, Any], card: ModelCard, names: dict[str, str
         error.message = re.sub(r"\w+", lambda word: in_messages.get(word[0], word[0]), error.message)
         error.param = names.get(stated, stated)
         raise
-    if params.max_tokens is not None and params.max_tokens > card.max_length:
-        shown = names.get("max_tokens", "max_tokens")
-        limit = f"this model takes {card.max_length:,} tokens, prompt and answer together"
-        raise InvalidParameterError(f"{shown} is {params.max_tokens:,}; {limit}.", shown)
     for name, value in values.items():
+        if name == "max_tokens":  # lowered to what fits before it is sent
+            continue
         try:
             msgspec.msgpack.encode(value)
         except OverflowError as error:

@@ -97,6 +97,13 @@ class HostedEncoder:
 
         def read() -> Callable[[], None]:
             texts = self.engine.tokenize(inputs)
+            place = next((place for place, text in enumerate(texts) if text.is_cut), None)
+            if place is not None and not getattr(request.message, "truncate", True):
+                most = f"{self.engine.get_max_seq_length():,} tokens, special ones included"
+                raise InvalidInputError(
+                    f"Text {place} has more than {most}, the limit of {self.name}.",
+                    hint="Shorten it, or leave out truncate: texts are cut then.",
+                )
             encoding = EncodingRequest(request, texts, sum(len(text.token_ids) for text in texts), normalize, finish)
             return partial(self._enqueue, encoding, admitted)
 
@@ -241,6 +248,7 @@ class HostedEncoder:
             self._host.answer(request, Vectors(
                 request_id=request.message.request_id, model=self.name, num_rows=found.shape[0], num_columns=found.shape[1],
                 data=found.tobytes(), num_tokens=encoding.num_tokens,
+                truncated=[place for place, text in enumerate(encoding.texts) if text.is_cut],
             ))  # fmt: skip
 
     def _retry(self, job: Job, error: BaseException) -> None:

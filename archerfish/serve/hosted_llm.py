@@ -313,6 +313,7 @@ def card_of(facts: ModelFacts, config: EngineConfig) -> dict[str, Any]:
     return {
         "max_length": facts.max_len, "vocab_size": facts.vocab_size, "directory": str(facts.directory),
         "is_tts": is_tts(facts), "device": facts.device, "dtype": facts.dtype, "max_prompt_bytes": config.max_prompt_bytes,
+        "max_sequence": facts.longest, "default_sampling": dict(facts.default_sampling),
     }  # fmt: skip
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import re
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from pydantic import BaseModel
 from pydantic_core import from_json
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,11 +24,15 @@ from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve.errors import BadJSONError, Schema, failure_response
 from archerfish.serve.tenants import ANONYMOUS, Tenants, bearer_key
 
+access_logger = logging.getLogger("archerfish.access")
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/openapi.json"))  # need no key
 OPERATOR_PATHS = ("/metrics", "/stats", "/admin/")  # figures of all tenants, and options
 CLIENT_GONE = 499  # the status that nginx logs for a client that closed its connection before the answer
 JSON_TYPE = re.compile(r"application/(.*\+)?json")
+REMARK_HEADER, MAX_REMARK = "x-archerfish-remark", 1000
+NOT_IN_HEADERS = re.compile(r"[^\x20-\x7e]")
 REQUEST_S = 60.0  # a request must arrive completely within this time
+MAX_REASON = 200  # characters of an error message, or of a path, in the access log
 REQUEST_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -59,11 +66,15 @@ class RequestMiddleware:
     """Refuses requests without a valid key, where the server has keys, before anything else of them is read.
 
     Bodies of more than `max_body_bytes` are refused, whether they state their length or not. Paths that are not a route are
-    counted as "other".
+    counted as "other". What routes append to `request.state.remarks` is sent in REMARK_HEADER; what they put into
+    `request.state.log`, and `request.state.error`, are part of the request's line in the access log.
     """
 
-    def __init__(self, app: ASGIApp, registry: MetricRegistry, tenants: Tenants, max_body_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, registry: MetricRegistry, tenants: Tenants, max_body_bytes: int, has_access_log: bool = True
+    ) -> None:
         self.app, self.tenants, self.max_body_bytes = app, tenants, max_body_bytes
+        self.has_access_log = has_access_log
         self.requests = registry.counter("archerfish_requests_total", "Requests answered.", ("route", "status"))
         self.seconds = registry.histogram("archerfish_request_seconds", "Time from request to answer.", ("route",))
         self.running = registry.gauge("archerfish_requests_running", "Requests being answered.")
@@ -73,11 +84,16 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         status, num_bytes, began = 0, 0, time.perf_counter()
+        state = scope["state"] = {**scope.get("state", {}), "tenant": None, "remarks": [], "log": {}, "error": None}
+        state["truncated"] = []
 
         async def send_noted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if state["remarks"]:
+                    text = NOT_IN_HEADERS.sub("?", "; ".join(dict.fromkeys(state["remarks"])))
+                    MutableHeaders(raw=message.setdefault("headers", []))[REMARK_HEADER] = text[:MAX_REMARK]
             await send(message)
 
         async def receive_bounded() -> Message:
@@ -93,12 +109,18 @@ class RequestMiddleware:
             refusal = self._refusal(scope)
             await (refusal or self.app)(scope, receive_bounded, send_noted)
         except ClientDisconnect:
-            status = status or CLIENT_GONE
+            status, state["error"] = status or CLIENT_GONE, "client_gone"
+        except BaseException as error:
+            state["error"] = error
+            raise
         finally:
             self.running.add(-1)
             route = getattr(scope.get("route"), "path", "other")
             self.requests.add(route=route, status=str(status or 500))
-            self.seconds.observe(time.perf_counter() - began, route=route)
+            seconds = time.perf_counter() - began
+            self.seconds.observe(seconds, route=route)
+            if self.has_access_log:
+                access_logger.info("%s", access_line(scope, status or 500, seconds))
 
     def _refusal(self, scope: Scope) -> ASGIApp | None:
         """The answer to a request with a wrong key or too large a body. Notes the tenant of other requests in their scope."""
@@ -108,12 +130,12 @@ class RequestMiddleware:
                 tenant = self.tenants.find(bearer_key(headers.get("authorization"), headers.get("x-api-key")))
                 if path.startswith(OPERATOR_PATHS):
                     tenant.require_operator()
-            scope.setdefault("state", {})["tenant"] = tenant
+            scope["state"]["tenant"] = tenant
             length = headers.get("content-length", "")
             if length.isdecimal() and int(length) > self.max_body_bytes:
                 raise self._too_large()
         except ArcherfishError as error:
-            refusal = failure_response(error, path)
+            refusal, scope["state"]["error"] = failure_response(error, path), error
             if isinstance(error, InputTooLargeError):
                 refusal.headers["Connection"] = "close"  # the rest of the body is not read
             return refusal
@@ -121,6 +143,26 @@ class RequestMiddleware:
 
     def _too_large(self) -> InputTooLargeError:
         return InputTooLargeError(f"The request body has more than {self.max_body_bytes} bytes.")
+
+
+def access_line(scope: Scope, status: int, seconds: float) -> str:
+    """A request in a line: its path, the status, who asked for what, and why it failed. Callers' characters are escaped."""
+    state = scope["state"]
+    tenant, error, reason = state["tenant"], state["error"], ""
+    members = {"tenant": "-" if tenant is None else tenant.name, **state["log"], "ms": round(1000 * seconds)}
+    if error is not None:
+        members["code"] = error if isinstance(error, str) else getattr(error, "code", type(error).__name__)
+        if isinstance(error, ArcherfishError):
+            reason = f" reason={json.dumps(error.message[:MAX_REASON])}"
+    shown = [f"{name}={quote(str(value)[:MAX_REASON], '/:')}" for name, value in members.items()]
+    return f"{scope['method']} {quote(scope['path'][:MAX_REASON])} {status} {' '.join(shown)}{reason}"
+
+
+def log_tokens(request: Request, num_prompt: int, num_output: int = 0) -> None:
+    """Add tokens to the line of a request in the access log."""
+    log = request.state.log
+    for name, number in (("prompt_tokens", num_prompt), ("output_tokens", num_output)):
+        log[name] = log.get(name, 0) + number
 
 
 class BodyRoute(Route):
@@ -143,6 +185,8 @@ class BodyRoute(Route):
         data = read_json(await request.body() or b"null") if JSON_TYPE.fullmatch(content_type) else None
         if not isinstance(data, dict):
             raise CallerError("The body must be a JSON object, sent with the header Content-Type: application/json.")
+        if isinstance(data.get("model"), str):
+            request.state.log["model"] = data["model"]
         body = self.body_type.model_validate(data)
         try:
             async with asyncio.timeout(None) as limit:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,8 +22,8 @@ from archerfish.serve import answers, bodies
 from archerfish.serve.bodies import STRING, STRINGS, UNUSED, Body, Values, check_items, check_text, checked
 from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import RemoteError
-from archerfish.serve.errors import InvalidParameterError, encode_json, json_response
-from archerfish.serve.http import BodyRoute
+from archerfish.serve.errors import InvalidParameterError, encode_json, json_response, short_value
+from archerfish.serve.http import BodyRoute, log_tokens
 from archerfish.serve.wire import EmbedRequest, ScoreRequest, Vectors
 
 Array = npt.NDArray[np.float32]
@@ -42,10 +43,21 @@ def read_documents(value: Any, where: str) -> list[str]:
     return texts
 
 
+def read_truncate(value: Any, where: str) -> bool:
+    """true or "END": cut texts that are too long; false or "NONE": refuse them."""
+    if not isinstance(value, bool | None) and value not in ("END", "NONE"):
+        raise InvalidInputError(f'{where} must be true, false, "END" or "NONE", not {short_value(value)}.')
+    return value not in (False, "NONE")
+
+
 def read_source(value: Any, where: str) -> str | list[str]:
     if isinstance(value, str):
         return value
     return [check_text(item, f"{where}[{index}]") for index, item in enumerate(check_items(value, where, "strings"))]
+
+
+Truncate = Annotated[bool, checked(read_truncate, {"enum": [True, False, "END", "NONE", None]}),
+                     Field(description="false or NONE: refuse texts that are longer than the model takes.")]  # fmt: skip
 
 
 class EmbeddingsBody(Body):
@@ -58,6 +70,7 @@ class EmbeddingsBody(Body):
     encoding_format: Literal["float", "base64"] = Field("float", description="base64: little-endian float32.")
     dimensions: int | None = Field(None, ge=1, description="Keep only the first so many dimensions, scaled to length 1.")
     deadline_s: Deadline = None
+    truncate: Truncate = True
     user: str | None = Field(None, description=UNUSED)
 
 
@@ -74,6 +87,7 @@ class RerankBody(Body):
     top_n: int | None = Field(None, ge=1, description="Give only the best so many; left out: all.")
     return_documents: bool = Field(False, description="Repeat the text of each document in the answer.")
     deadline_s: Deadline = None
+    truncate: Truncate = True
 
 
 class SimilarityBody(Body):
@@ -83,6 +97,7 @@ class SimilarityBody(Body):
     sentences: list[str] = Field(min_length=1)
     model: str | None = None
     deadline_s: Deadline = None
+    truncate: Truncate = True
 
 
 class VectorRoutes:
@@ -105,7 +120,7 @@ class VectorRoutes:
         if body.dimensions is not None and body.dimensions > card.dimension:
             raise InvalidParameterError(f"{card.id} has {card.dimension} dimensions, not {body.dimensions}.", "dimensions")
         try:
-            rows, num_tokens = await self.embed(request, card, body.input, body.deadline_s)
+            rows, num_tokens = await self.embed(request, card, body.input, body.deadline_s, truncate=body.truncate)
         except RemoteError as error:
             if error.code in (InvalidInputError.code, InputTooLargeError.code):
                 error.param = error.param or "input"
@@ -117,8 +132,11 @@ class VectorRoutes:
         shown: Iterable[list[float] | str] = (row.tolist() for row in rows)
         if body.encoding_format == "base64":
             shown = (base64.b64encode(row.astype("<f4").tobytes()).decode() for row in rows)
-        data: Any = await encode_items(answers.Embedding(index=index, embedding=row) for index, row in enumerate(shown))
-        usage = self.usage("/v1/embeddings", len(rows), num_tokens)
+        cut = set(request.state.truncated)
+        data: Any = await encode_items(
+            answers.Embedding(index=index, embedding=row, truncated=index in cut or UNSET) for index, row in enumerate(shown)
+        )
+        usage = self.usage(request, len(rows), num_tokens)
         return json_response(answers.Embeddings(data=data, model=card.id, usage=usage))
 
     async def rerank(self, request: Request, body: RerankBody) -> Response:
@@ -127,18 +145,22 @@ class VectorRoutes:
         self.check_number(len(body.documents), "documents")
         if card.kind == "cross-encoder":
             address = self.catalog.address(request, card)
-            message = ScoreRequest(query=body.query, documents=body.documents, deadline_s=body.deadline_s, **address)
-            rows, num_tokens = await self.ask(message)
+            message = ScoreRequest(
+                query=body.query, documents=body.documents, deadline_s=body.deadline_s, truncate=body.truncate, **address
+            )
+            rows, num_tokens = await self.ask(request, message)
             scores = rows[:, 0]
         else:
-            rows, num_tokens = await self.embed(request, card, [body.query, *body.documents], body.deadline_s)
+            rows, num_tokens = await self.embed(
+                request, card, [body.query, *body.documents], body.deadline_s, truncate=body.truncate
+            )
             scores = rows[1:] @ rows[0]
         order = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
         results = [answers.Ranked(index=i, relevance_score=float(scores[i])) for i in order]
         if body.return_documents:
             for result in results:
                 result.document = answers.DocumentText(text=body.documents[result.index])
-        usage = self.usage("/v1/rerank", len(body.documents), num_tokens)
+        usage = self.usage(request, len(body.documents), num_tokens)
         return json_response(answers.Ranking(model=card.id, results=results, usage=usage))
 
     async def similarity(self, request: Request, body: SimilarityBody) -> Response:
@@ -147,24 +169,33 @@ class VectorRoutes:
         sources = [body.source] if isinstance(body.source, str) else body.source
         num_texts = len(sources) + len(body.sentences)
         self.check_number(num_texts, "sentences")
-        rows, num_tokens = await self.embed(request, card, [*sources, *body.sentences], body.deadline_s)
+        rows, num_tokens = await self.embed(
+            request, card, [*sources, *body.sentences], body.deadline_s, truncate=body.truncate
+        )
         cosines = rows[: len(sources)] @ rows[len(sources) :].T
         is_single = isinstance(body.source, str)
         shown: Any = cosines[0].tolist() if is_single else await encode_items(row.tolist() for row in cosines)
-        usage = self.usage("/similarity", num_texts, num_tokens)
+        usage = self.usage(request, num_texts, num_tokens)
         return json_response(answers.Similarities(similarities=shown, model=card.id, usage=usage))
 
     async def embed(
-        self, request: Request, card: ModelCard, texts: Sequence[str | list[int]], deadline_s: float | None
+        self, request: Request, card: ModelCard, texts: Sequence[str | list[int]], deadline_s: float | None, *,
+        truncate: bool = True,
     ) -> tuple[Array, int]:
-        """Vectors of length 1, and the number of tokens."""
-        message = EmbedRequest(texts=list(texts), normalize=True, deadline_s=deadline_s, **self.catalog.address(request, card))
-        return await self.ask(message)
+        """Vectors of length 1, and the number of tokens. truncate: cut texts that are too long; false: refuse them."""
+        address = self.catalog.address(request, card)
+        message = EmbedRequest(texts=list(texts), normalize=True, deadline_s=deadline_s, truncate=truncate, **address)
+        return await self.ask(request, message)
 
-    async def ask(self, message: EmbedRequest | ScoreRequest) -> tuple[Array, int]:
-        """The rows that the backend computes, and the number of tokens."""
+    async def ask(self, request: Request, message: EmbedRequest | ScoreRequest) -> tuple[Array, int]:
+        """The rows that the backend computes, and the number of tokens. request.state.truncated: places of cut texts."""
         answer = await self.catalog.backend.ask(message)
         assert isinstance(answer, Vectors)
+        log_tokens(request, answer.num_tokens)
+        request.state.truncated = answer.truncated
+        if answer.truncated:
+            most = (await self.catalog.find(message.model)).max_length
+            request.state.remarks.append(f"texts cut to {most:,} tokens: {len(answer.truncated)}")
         rows = np.frombuffer(answer.data, dtype="<f4").reshape(answer.num_rows, answer.num_columns)
         return rows.astype(np.float32, copy=False), answer.num_tokens
 
@@ -175,10 +206,12 @@ class VectorRoutes:
                 hint="Send several requests: they share batches.",
             )
 
-    def usage(self, route: str, num_texts: int, num_tokens: int) -> answers.VectorUsage:
+    def usage(self, request: Request, num_texts: int, num_tokens: int) -> answers.VectorUsage:
+        route = request.scope["path"]
         self.texts.add(num_texts, route=route)
         self.tokens.add(num_tokens, route=route)
-        return answers.VectorUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+        truncated = bool(request.state.truncated) or UNSET
+        return answers.VectorUsage(prompt_tokens=num_tokens, total_tokens=num_tokens, truncated=truncated)
 
 
 async def encode_items(items: Iterable[Any]) -> list[msgspec.Raw]:

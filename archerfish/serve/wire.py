@@ -60,6 +60,7 @@ class EmbedRequest(ModelRequest, tag="embed", kw_only=True, omit_defaults=True):
 
     texts: list[str | list[int]]
     normalize: bool | None = None  # None: as the model's files say
+    truncate: bool = True  # cut texts that are longer than the model takes; false: refuse them
 
 
 class ScoreRequest(ModelRequest, tag="score", kw_only=True, omit_defaults=True):
@@ -67,6 +68,7 @@ class ScoreRequest(ModelRequest, tag="score", kw_only=True, omit_defaults=True):
 
     query: str
     documents: list[str]
+    truncate: bool = True  # as in EmbedRequest, for a query together with a document
 
 
 class ExplainRequest(ModelRequest, tag="explain", kw_only=True, omit_defaults=True):
@@ -187,6 +189,7 @@ class Vectors(Message, tag="vectors", kw_only=True, omit_defaults=True):
     num_columns: int = 1
     data: bytes = b""
     num_tokens: int = 0
+    truncated: list[int] = []  # places of texts that were cut; of documents, 0 is the query where the model embeds it
 
 
 class Report(Message, tag="report", kw_only=True, omit_defaults=True):

@@ -70,6 +70,9 @@ GEMMA_KEYS = {
     "final_logit_softcapping": "final_logit_softcapping",
 }  # fmt: skip
 PHI3_KEYS = {**DECODER_KEYS, "rope.scaling.original_context_length": "original_max_position_embeddings"}
+SAMPLING_KEYS = {  # general.sampling.*, as generation_config.json names them
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"
+}  # fmt: skip
 BERT_KEYS = {**SHARED_KEYS, "attention.layer_norm_epsilon": "layer_norm_eps"}
 
 
@@ -241,11 +244,13 @@ def open_gguf(path: Path, fields: Mapping[str, Any], tensors: Mapping[str, Any])
     config = make_config(architecture, facts)
     weights = [tensor for name, tensor in tensors.items() if name not in CONFIG_TENSORS]
     tokenizer_files = make_tokenizer_files(str(path), facts.fields, config)
+    stated = {target: fields.get(f"general.sampling.{key}") for key, target in SAMPLING_KEYS.items()}
     return ModelSource(
         kind="gguf", path=path, files=(path,), config=config,
         tensors=tuple(make_tensor(path, architecture, config, tensor) for tensor in weights),
         write_tokenizer=functools.partial(write_files, tokenizer_files),
         embedding=read_embedding_settings(architecture, facts),
+        generation_config={name: value for name, value in stated.items() if value is not None} or None,
     )
 
 

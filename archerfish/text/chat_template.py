@@ -117,9 +117,8 @@ class ChatTemplate:
             ids += tokenizer.encode(piece.replace(mark, ""), add_special_tokens=False, plain=place % 2 == 1)
         return ids
 
-    def stopping(self, params: SamplingParams | None) -> SamplingParams:
+    def stopping(self, params: SamplingParams) -> SamplingParams:
         """The parameters with the stop strings of the template added."""
-        params = params or SamplingParams()
         missing = [text for text in self.stops if text not in params.stop]
         return replace(params, stop=[*params.stop, *missing]) if missing else params
 

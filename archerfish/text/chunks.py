@@ -173,7 +173,7 @@ class ChunkTokenizer:
         return cls(rust, max_length, one.ids[:place], one.ids[place + 1 :])
 
     def tokenize(self, texts: Sequence[str], max_length: int) -> list[Ids | None]:
-        """Ids of texts, truncated to max_length; None for texts that the Rust tokenizer has to read."""
+        """Ids of texts, before `cut`; None for texts that the Rust tokenizer has to read."""
         found: list[Ids | None] = []
         for block in blocks(texts):
             found += self._tokenize(block, max_length)
@@ -199,10 +199,7 @@ class ChunkTokenizer:
         numbers[:, 0] = CUT_NUMBERS.take(block.marks)
         numbers[:-1, 1] = np.maximum(chunks, 0)
         ids, bounds = self._ids_of(known, numbers.reshape(-1), ends * 2)
-        return [
-            None if i in unreadable else ids[start:end] if end - start <= max_length else self._cut(ids[start:end], max_length)
-            for i, (start, end) in enumerate(pairwise(bounds))
-        ]
+        return [None if i in unreadable else ids[start:end] for i, (start, end) in enumerate(pairwise(bounds))]
 
     def _ids_of(self, known: KnownChunks, numbers: Ids, text_ends: Ids) -> tuple[Ids, list[int]]:
         """All ids of chunks in a row, and where the texts between these ends begin and end."""
@@ -211,7 +208,10 @@ class ChunkTokenizer:
         places = np.repeat(known.firsts.take(numbers) + counts - ends, counts) + np.arange(ends[-1])
         return known.ids.take(places), (ends[text_ends] - len(self._prefix)).tolist()
 
-    def _cut(self, ids: Ids, max_length: int) -> Ids:
+    def cut(self, ids: Ids, max_length: int) -> Ids:
+        """At most max_length ids of a text, with the special tokens at its end."""
+        if len(ids) <= max_length:
+            return ids
         return np.concatenate([ids[: max_length - len(self._suffix)], np.array(self._suffix, np.int64)])
 
     def _fill_in(self, known: KnownChunks, block: Block, chunks: Ids) -> float:

@@ -63,6 +63,7 @@ class TokenizedText(NamedTuple):
 
     token_ids: Ids
     type_ids: Ids | None = None
+    is_cut: bool = False  # the text had more tokens than the model takes
 
 
 class FastTokenizer:
@@ -79,11 +80,14 @@ class FastTokenizer:
         """Texts or pairs of texts, cut to max_length tokens, with the model's special tokens."""
         length = self.max_length if max_length is None else max_length
         tokenizer = self._cutting_at(length)
-        if self._chunks is None or not are_strings(texts):
+        chunks = self._chunks
+        if chunks is None or not are_strings(texts):
             return read(tokenizer, texts)
-        found = self._chunks.tokenize(texts, length)
+        found = chunks.tokenize(texts, length)
         rest = iter(read(tokenizer, [text for text, ids in zip(texts, found, strict=True) if ids is None]))
-        return [next(rest) if ids is None else TokenizedText(ids) for ids in found]
+        return [
+            next(rest) if ids is None else TokenizedText(chunks.cut(ids, length), is_cut=len(ids) > length) for ids in found
+        ]
 
     def encode(self, texts: str | Sequence[str], max_length: int = 512) -> dict[str, torch.Tensor]:
         """Padded `input_ids` and `attention_mask`. The engine itself never pads."""
@@ -132,11 +136,14 @@ def read(tokenizer: RustTokenizer, texts: Sequence[Text]) -> list[TokenizedText]
     """Tokenise texts or pairs with the Rust tokenizer."""
     encodings = tokenizer.encode_batch_fast(list(texts)) if texts else []
     ids = arrays([encoding.ids for encoding in encodings])
+    cut = [bool(encoding.overflowing) for encoding in encodings]
     if are_strings(texts):
-        return list(map(TokenizedText, ids))
+        return [TokenizedText(token_ids, None, is_cut) for token_ids, is_cut in zip(ids, cut, strict=True)]
     types = arrays([encoding.type_ids for encoding in encodings])
-    pairs = zip(texts, ids, types, strict=True)
-    return [TokenizedText(token_ids, None if isinstance(text, str) else type_ids) for text, token_ids, type_ids in pairs]
+    return [
+        TokenizedText(token_ids, None if isinstance(text, str) else type_ids, is_cut)
+        for text, token_ids, type_ids, is_cut in zip(texts, ids, types, cut, strict=True)
+    ]
 
 
 def arrays(lists: Sequence[Sequence[int]]) -> list[Ids]:

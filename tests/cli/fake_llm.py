@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from archerfish.cache.tree import HitRecord
@@ -25,6 +26,7 @@ class FakeLLM:
         self.num_aborted = 0
         self.is_closed = False
         self.models: list[str] = []  # names with which it was opened
+        self.facts = SimpleNamespace(default_sampling={})
         self.error: Exception | None = None
 
     def generate(

@@ -36,6 +36,13 @@ def test_prompts_to_texts(engine: FakeLLM, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == "=== prompt 1 of 2: one ===\necho one\n\n=== prompt 2 of 2: two ===\necho two\n"
 
 
+def test_flags_win_over_the_defaults_of_the_model(engine: FakeLLM) -> None:
+    engine.facts.default_sampling = {"temperature": 0.0, "top_k": 7}
+    for flags in ([], ["--temperature", "0.5"], ["--n", "2"]):
+        assert main(["generate", "one", "--quiet", *flags]) == 0
+    assert [(params.temperature, params.top_k) for params in engine.params] == [(0.0, 7), (0.5, 7), (1.0, 7)]
+
+
 def test_headings_of_several_answers(
     engine: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

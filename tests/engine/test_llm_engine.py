@@ -224,10 +224,10 @@ def test_mistakes_in_a_call_are_named(engine: LLMEngine, prompt: Any, options: d
         engine.generate(prompt, **options)
 
 
-def test_a_request_bigger_than_memory_is_refused_at_once(llama: Path) -> None:
+def test_a_prompt_bigger_than_memory_is_refused_at_once(llama: Path) -> None:
     with make(llama, max_cache_tokens=64) as engine:
-        with pytest.raises(errors.InputTooLargeError):
-            engine.generate([[5] * 50], greedy(100))
+        with pytest.raises(errors.InputTooLargeError, match="the whole memory holds 64"):
+            engine.generate([[5] * 64], greedy(100))
         with pytest.raises(errors.InputTooLargeError):
             engine.generate([[5] * 100], SamplingParams(max_tokens=None))
         filling = SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True)

@@ -100,7 +100,7 @@ def test_a_conversation_is_written_plainly(engine: LLM) -> None:
 
 def test_an_answer_stops_where_another_turn_would_begin(engine: LLM) -> None:
     template = engine.chat_template
-    assert template.stopping(None).stop == PLAIN_STOPS
+    assert template.stopping(SamplingParams()).stop == PLAIN_STOPS
     given = SamplingParams(stop=["x", PLAIN_STOPS[0]], seed=1)
     assert template.stopping(given).stop == ("x", *PLAIN_STOPS)
     params = SamplingParams(max_tokens=20, grammar={"kind": "regex", "value": "Yes\n\nUser: more and more"})

@@ -71,6 +71,8 @@ class FakeBackend:
     def __init__(self, reply: str | Callable[[wire.GenerationRequest], str] = "Hello there", *, max_length: int = 1000) -> None:
         self.directory, self.max_length = model_directory(), max_length
         self.max_prompt_bytes = 0
+        self.default_sampling: dict[str, Any] = {}
+        self.max_sequence = 0
         self.vocab_size = VOCAB_SIZE  # of TTS, whose tokens are these bytes as well
         self.reply = reply
         self.requests: list[wire.GenerationRequest] = []
@@ -186,7 +188,8 @@ class FakeBackend:
         if self.cards is not None:
             return {"models": self.cards}
         card = {"id": MODEL, "kind": "generation", "directory": str(self.directory), "max_length": self.max_length}
-        card |= {"vocab_size": self.vocab_size, "max_prompt_bytes": self.max_prompt_bytes}
+        card |= {"vocab_size": self.vocab_size, "max_prompt_bytes": self.max_prompt_bytes,
+                 "default_sampling": self.default_sampling, "max_sequence": self.max_sequence}  # fmt: skip
         bare = {"id": "lab/bare", "kind": "generation", "directory": "", "max_length": 100}
         vectors = {"id": "lab/vectors", "kind": "embedding", "directory": str(self.directory), "max_length": 64, "dimension": 4}
         return {"models": [card, bare, vectors]}

@@ -63,7 +63,8 @@ class WordEncoder:
             if isinstance(text, str) and "unreadable" in text:
                 raise InvalidInputError("A text is unreadable.")
             joined = text if isinstance(text, str) else " ".join(map(str, text))
-            found.append(TokenizedText(np.array([self._id(word) for word in joined.split()], np.int64)))
+            ids, most = [self._id(word) for word in joined.split()], self.get_max_seq_length()
+            found.append(TokenizedText(np.array(ids[:most], np.int64), is_cut=len(ids) > most))
         return found
 
     def _id(self, word: str) -> int:

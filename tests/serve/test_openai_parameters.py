@@ -180,18 +180,18 @@ LENGTHS = [(CHAT, "max_tokens"), (CHAT, "max_completion_tokens"), (TEXT, "max_to
 
 
 @pytest.mark.parametrize(("route", "name"), LENGTHS)
-def test_max_tokens_above_the_context_is_refused(route: str, name: str) -> None:
-    """A limit up to the whole context is accepted, also if the prompt leaves less room."""
+def test_max_tokens_is_lowered_to_what_fits(route: str, name: str) -> None:
     backend = FakeBackend(max_length=1000)
-    for number in (1001, 10**12, 10**30):
-        answer = post(backend, route, {**BODIES[route], name: number})
-        assert answer.status_code == 400, answer.text
-        error = answer.json()["error"]
-        assert f"{name} is {number:,}; this model takes 1,000 tokens, prompt and answer together." in error["message"]
-        assert error["type"] == "invalid_request_error" and error.get("param", name) == name
-    assert not backend.requests
-    assert post(backend, route, {**BODIES[route], name: 1000}).status_code == 200
-    assert backend.params()["max_tokens"] == 1000
+    for number in (1000, 10**12, 10**30):
+        for stream in (False, True):
+            answer = post(backend, route, {**BODIES[route], name: number, "min_tokens": 999, "stream": stream})
+            assert answer.status_code == 200, answer.text
+            num_prompt = len(backend.requests[-1].token_ids or ())
+            assert backend.params()["max_tokens"] == backend.params()["min_tokens"] == 1000 - num_prompt
+            said = f"from {number:,} to {1000 - num_prompt}, as many as fit after the prompt of {num_prompt}"
+            assert answer.headers["x-archerfish-remark"] == f"max_tokens was lowered {said}"
+    fitting = post(backend, route, {**BODIES[route], name: 1000 - num_prompt})
+    assert fitting.status_code == 200 and "x-archerfish-remark" not in fitting.headers
 
 
 def test_seed_minus_one_means_no_seed() -> None:

@@ -53,6 +53,15 @@ def test_values_of_every_type(tmp_path: Path, quant_type: str) -> None:
     assert np.array_equal(loader.get_layer("model.norm.weight").numpy(), tensors["output_norm.weight"])
 
 
+def test_sampling_keys_become_the_generation_config(tmp_path: Path) -> None:
+    keys: dict[str, float | int | str] = {"temp": 0.25, "top_k": 40, "min_p": 0.5, "penalty_repeat": 1.5, "mirostat": 1}
+    stated = {f"general.sampling.{key}": value for key, value in keys.items()}
+    path = write_gguf(tmp_path / "m.gguf", "llama", make_tensors("llama"), extra=stated)
+    expected = {"temperature": 0.25, "top_k": 40, "min_p": 0.5, "repetition_penalty": 1.5}
+    assert open_source(path).generation_config == expected
+    assert open_source(write_gguf(tmp_path / "n.gguf", "llama", make_tensors("llama"))).generation_config is None
+
+
 @pytest.mark.parametrize("quant_type", INTEGER_BYTES)
 def test_keep_quantized_keeps_all_bits(tmp_path: Path, quant_type: str) -> None:
     path = write_gguf(tmp_path / "m.gguf", "llama", make_tensors("llama"), quant_type)

@@ -111,6 +111,8 @@ def test_the_same_ids_as_the_rust_tokenizer(both: tuple[FastTokenizer, Tokenizer
     ours, rust = both
     max_length += rust.num_special_tokens_to_add(False)
     assert ids_of(ours, texts, max_length) == theirs(rust, texts, max_length)
+    cut = [bool(encoding.overflowing) for encoding in rust.encode_batch(texts)]
+    assert [text.is_cut for text in ours.tokenize(texts, max_length)] == cut
 
 
 def test_every_pair_of_pieces_and_words_that_differ_in_one_byte(both: tuple[FastTokenizer, Tokenizer]) -> None:
