@@ -30,6 +30,7 @@ from archerfish.errors import (
 from archerfish.kernels.machine import fast_cpu_dtype
 from archerfish.kernels.ops import Segments
 from archerfish.kernels.pool import ComputePool, compute_pool
+from archerfish.kernels.select import log_device
 from archerfish.models.adapter import TokenBatch
 from archerfish.store.converter import ensure_converted
 from archerfish.store.loader import WeightLoader
@@ -61,7 +62,7 @@ class ArrowEngine:
     """
 
     def __init__(
-        self, model_path: str | Path | EmbedConfig, device: str = "cpu", max_batch_size: int = 32,
+        self, model_path: str | Path | EmbedConfig, device: str = "auto", max_batch_size: int = 32,
         use_fast_tokenizer: bool = True, *, hub: HubConfig | None = None, progress: Progress = no_progress, **options: Any,
     ) -> None:
         started = time.perf_counter()
@@ -96,6 +97,7 @@ class ArrowEngine:
         self.core = InferenceCore(
             loader.load_weights(), metadata, self.config.device, dtype=self.config.dtype, weight_format=self.config.weights
         )
+        log_device(self.model_name, self.config.device, self.core.dtype)
         settings = read_settings(directory / "tokenizer" / "tokenizer_config.json")
         most, wanted = self.core.max_positions, self.config.max_length
         if wanted > most:

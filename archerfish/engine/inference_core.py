@@ -38,7 +38,7 @@ class InferenceCore:
     """One encoder on one device. `run` takes packed batches, `forward` padded ones as other libraries use them."""
 
     def __init__(
-        self, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], device: str = "cpu", *, dtype: str = "auto",
+        self, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], device: str = "auto", *, dtype: str = "auto",
         pooling: str | None = None, weight_format: str = "auto",
     ) -> None:
         """`config` is the model's config.json, or the metadata of a converted model, which also states the pooling."""
@@ -47,7 +47,7 @@ class InferenceCore:
         if pooling not in get_args(Pooling):
             raise UnsupportedModelError(f"Unknown pooling {pooling!r}.", hint=f"Known: {', '.join(get_args(Pooling))}.")
         self.config = Config(config.get("config", config))
-        self.device = choose_device(device)
+        self.device = choose_device(device).name
         self.dtype = choose_dtype(dtype, self.device)
         self.ops = choose_ops(self.device, self.dtype)
         self.pooling = cast(Pooling, pooling)

@@ -14,7 +14,7 @@ from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import InvalidOptionError
 from archerfish.kernels.formats import PLAIN, WeightFormat, choose_format
 from archerfish.kernels.recurrent import StateShape
-from archerfish.kernels.select import choose_device, choose_dtype, choose_ops
+from archerfish.kernels.select import choose_device, choose_dtype, choose_ops, log_device
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import MemoryShape, ModelAdapter, model_class
 from archerfish.models.config import Config
@@ -73,7 +73,7 @@ class ModelFacts:
 def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> ModelFacts:
     """Find a model, convert it if need be, and compute what will fit. Nothing is allocated."""
     weight_format = choose_format(config.weights)
-    device = choose_device(config.device)
+    device = choose_device(config.device).name
     dtype = choose_dtype(config.dtype, device)
     source = resolve_model(config.model, hub, progress)
     if config.load_format == "dummy" and not is_converted(source):
@@ -104,6 +104,7 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
 
 def load_adapter(facts: ModelFacts, config: EngineConfig) -> ModelAdapter[Any]:
     """The model with its weights, packed for the backend that this machine does fastest."""
+    log_device(facts.name, config.device, facts.dtype)
     ops = choose_ops(facts.device, facts.dtype)
     ops.is_deterministic = config.deterministic
     loader = None if config.load_format == "dummy" else WeightLoader(facts.directory)

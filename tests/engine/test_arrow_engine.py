@@ -54,7 +54,7 @@ def test_truncation_is_identical(minilm: ArrowEngine, peer: SentenceTransformer)
 def test_signatures_of_the_seed() -> None:
     first, *rest = list(inspect.signature(ArrowEngine).parameters.values())[:4]
     assert first.name == "model_path"
-    assert {each.name: each.default for each in rest} == {"device": "cpu", "max_batch_size": 32, "use_fast_tokenizer": True}
+    assert {each.name: each.default for each in rest} == {"device": "auto", "max_batch_size": 32, "use_fast_tokenizer": True}
     encode = inspect.signature(ArrowEngine.encode).parameters
     assert (encode["batch_size"].default, encode["show_progress"].default) == (32, False)
 
