@@ -158,7 +158,7 @@ class EngineConfig(Options):
     )
     max_cache_tokens: int = option(0, "Tokens that the KV pool holds; 0: as many as the memory budget allows.", minimum=0)
     memory_budget_gib: float = option(
-        0.0, "Memory for KV blocks on a CPU, in GiB; 0: a quarter of what is free, at most 4.", minimum=0
+        0.0, "Memory for KV blocks on a CPU, in GiB; 0: a quarter of what is free beside the weights, at most 4.", minimum=0
     )
     tensor_parallel_size: int = option(1, "Devices that share one model; only 1 is supported.", minimum=1, maximum=1)
     gpu_memory_utilization: float = option(0.9, "Share of a GPU's memory for weights and KV.", minimum=0.05, maximum=1.0)

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import UnsupportedModelError
-from archerfish.kernels.formats import choose_format
+from archerfish.kernels.formats import PLAIN, choose_format
 from archerfish.kernels.ops import EncoderInputs, Pooling, Segments
+from archerfish.kernels.room import check_room
 from archerfish.kernels.select import choose_device, choose_dtype, choose_ops
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import TokenBatch, encoder_class
@@ -52,7 +53,11 @@ class InferenceCore:
         self.ops = choose_ops(self.device, self.dtype)
         self.pooling = cast(Pooling, pooling)
         architecture = encoder_class(self.config)
-        everything = Weights(weights, self.ops, weight_format=choose_format(weight_format))
+        chosen = choose_format(weight_format)
+        num_bytes = architecture.copied_bytes(self.config, self.dtype, chosen, with_tables=self.device != "cpu")
+        ways_out = [*(["weights=int8"] if chosen is PLAIN else []), "a smaller model"]
+        check_room("The model", self.device, {"weights": num_bytes}, ways_out)
+        everything = Weights(weights, self.ops, weight_format=chosen)
         has_prefix = any(name.startswith(f"{architecture.prefix}.") for name in weights)
         with self.ops.allocating("The model"):
             self.encoder = architecture(everything.scope(architecture.prefix) if has_prefix else everything, self.config)

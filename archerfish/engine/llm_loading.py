@@ -18,7 +18,7 @@ from archerfish.kernels.select import choose_device, choose_dtype, choose_ops, l
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import MemoryShape, ModelAdapter, model_class
 from archerfish.models.config import Config
-from archerfish.runtime.kv_pool import MemoryPlan, plan_memory, work_bytes
+from archerfish.runtime.kv_pool import MemoryPlan, check_plan, plan_memory, work_bytes
 from archerfish.sched.masks import MaskFinder
 from archerfish.sched.scheduler import Scheduler
 from archerfish.store.converter import ensure_converted
@@ -72,24 +72,34 @@ class ModelFacts:
 
 def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> ModelFacts:
     """Find a model, convert it if need be, and compute what will fit. Nothing is allocated."""
-    weight_format = choose_format(config.weights)
     device = choose_device(config.device).name
     dtype = choose_dtype(config.dtype, device)
     source = resolve_model(config.model, hub, progress)
     if config.load_format == "dummy" and not is_converted(source):
-        directory, values, generation, name = source, read_settings(source / "config.json"), {}, source.name
-    else:
-        directory = ensure_converted(source, dtype=dtype, hub=hub, progress=progress)
-        metadata = read_metadata(directory)
-        values, generation, name = metadata.config, metadata.generation_config or {}, metadata.model_name
-    model_config = Config(values)
+        return facts_of(config, device, dtype, source, source.name, read_settings(source / "config.json"), {})
+
+    def check(values: Mapping[str, Any]) -> None:  # before a conversion, which may take minutes
+        check_memory(facts_of(config, device, dtype, source, source.name, values, {}), config)
+
+    directory = ensure_converted(source, dtype=dtype, hub=hub, progress=progress, check=check)
+    metadata = read_metadata(directory)
+    generation = metadata.generation_config or {}
+    return facts_of(config, device, dtype, directory, metadata.model_name, metadata.config, generation)
+
+
+def facts_of(
+    config: EngineConfig, device: str, dtype: str, directory: Path, name: str, values: Mapping[str, Any],
+    generation: Mapping[str, Any],
+) -> ModelFacts:
+    model_config, weight_format = Config(values), choose_format(config.weights)
     adapter = model_class(model_config)
     most = adapter.max_positions(model_config)
     if config.max_model_len > most:
         raise InvalidOptionError(f"[engine] max_model_len is {config.max_model_len}, but {name} has {most} positions.")
     max_len = config.max_model_len or most
     shapes = adapter.dummy_shapes(model_config).values()
-    weight_bytes = sum(adapter.tensor_bytes(model_config, dtype, weight_format).values())
+    is_mapped = device == "cpu" and config.load_format != "dummy"
+    weight_bytes = sum(adapter.tensor_bytes(model_config, dtype, weight_format, without_tables=is_mapped).values())
     step_tokens = choose_step_tokens(config, device)
     vocab_size = adapter.vocab_size(model_config)
     work = work_bytes(shapes, vocab_size, step_tokens, config.max_num_seqs, dtype)
@@ -102,8 +112,14 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
     )
 
 
+def check_memory(facts: ModelFacts, config: EngineConfig) -> None:
+    """Raise an OutOfMemoryError if the model does not fit."""
+    check_plan(facts.name, config, facts.memory_shape, facts.device, facts.memory)
+
+
 def load_adapter(facts: ModelFacts, config: EngineConfig) -> ModelAdapter[Any]:
     """The model with its weights, packed for the backend that this machine does fastest."""
+    check_memory(facts, config)
     log_device(facts.name, config.device, facts.dtype)
     ops = choose_ops(facts.device, facts.dtype)
     ops.is_deterministic = config.deterministic

@@ -161,7 +161,8 @@ class ModelTable:
             if entry.hosted is not None:
                 attempt(self._host, request, partial(entry.hosted.submit, request))
             else:
-                self._host.fail(request, ServiceError(f"The model {entry.name} could not be loaded.", hint="The log says why."))
+                failed = ServiceError(f"The model {entry.name} could not be loaded.", hint="The log says why.")
+                self._host.fail(request, error if isinstance(error, OutOfMemoryError) else failed)
 
     # Memory
 
