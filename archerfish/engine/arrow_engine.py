@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from bisect import bisect_left, bisect_right
 from collections import deque
@@ -273,8 +274,13 @@ class ArrowEngine:
             raise StoppedError("This ArrowEngine has been closed.", hint="Make a new one.")
 
     def close(self) -> None:
-        """Refuse further work. The mapped memory is released together with the last tensor."""
+        """Refuse further work and give the memory back."""
         self._is_closed = True
+        self.core.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_closed", True) and not sys.is_finalizing():
+            self.core.close()
 
     def __enter__(self) -> ArrowEngine:
         return self

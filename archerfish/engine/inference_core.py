@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from archerfish.errors import UnsupportedModelError
+from archerfish.errors import StoppedError, UnsupportedModelError
 from archerfish.kernels.formats import PLAIN, choose_format
 from archerfish.kernels.ops import EncoderInputs, Pooling, Segments
 from archerfish.kernels.room import check_room
@@ -62,10 +62,19 @@ class InferenceCore:
         with self.ops.allocating("The model"):
             self.encoder = architecture(everything.scope(architecture.prefix) if has_prefix else everything, self.config)
             self.head = architecture.head(everything, self.config) if self.config.is_classifier else None
+        self.is_closed = False
         self.max_positions = architecture.max_positions(self.config)
         self.dimension = self.encoder.shape.width
         self._recorded: dict[tuple[int, bool, bool], RecordedPass] = {}
         self._recording = threading.Lock()  # held from filling the inputs until the results are being copied to the host
+
+    def close(self) -> None:
+        """Refuse further work and give the memory of the weights back."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._recorded.clear()
+            del self.encoder
+            self.ops.release()
 
     def run(self, batch: TokenBatch, *, normalize: bool = False) -> Vectors:
         """One vector per sequence; for a cross-encoder one row of raw scores per sequence."""
@@ -73,6 +82,8 @@ class InferenceCore:
 
     def start(self, batch: TokenBatch, *, normalize: bool = False) -> Callable[[], Vectors]:
         """Begin what `run` does; calling the result waits for the vectors. On a CPU they are computed at once."""
+        if self.is_closed:
+            raise StoppedError("This model has been closed.", hint="Load it again.")
         with self.ops.computing():
             if not self.ops.is_async:
                 vectors = self.ops.to_numpy(self._compute(batch, normalize))

@@ -222,7 +222,7 @@ from pathlib import Path
 from archerfish import ArrowEngine
 engine = ArrowEngine("all-minilm-l6-v2")
 engine._packed.result(timeout=60)
-assert all(weight.is_made for weight in engine.core.ops._linear_weights)
+assert all(weight.made for weight in engine.core.ops._linear_weights)
 lines = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines()
 starts = [i for i, line in enumerate(lines) if line.endswith(str(engine._loader.arrow_path))]
 kb = sum(int(next(line for line in lines[i:] if line.startswith("Rss:")).split()[1]) for i in starts)

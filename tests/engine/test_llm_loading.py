@@ -77,7 +77,7 @@ def test_model_that_does_not_fit_is_refused_before_it_is_converted(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model.save_pretrained(tmp_path / "model")
-    hub, refusal = HubConfig(cache_dir=str(tmp_path / "cache")), "for weights, .* for KV and .* for buffers; 0.1 MiB of 16.0 GiB"
+    hub, refusal = HubConfig(cache_dir=str(tmp_path / "cache")), "weights, .* for KV and .* for buffers; 0.1 MiB of 16.0 GiB"
     config = EngineConfig(model=str(tmp_path / "model"))
     for num_free, num_converted in ((100_000, 0), (1 << 34, 1), (100_000, 1)):
         monkeypatch.setattr(room, "memory", partial(Memory, 1 << 34, num_free))
@@ -91,7 +91,7 @@ def test_model_that_does_not_fit_is_refused_before_it_is_converted(
 
 def test_encoder_that_does_not_fit_is_refused(tiny_model: Any, hub: HubConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "memory", lambda: Memory(1 << 34, 1000))
-    with pytest.raises(OutOfMemoryError, match=r"The model needs .* MiB for weights; .* Choose weights=int8 or a smaller model"):
+    with pytest.raises(OutOfMemoryError, match=r"needs .* MiB for weights; .* Choose weights=int8 or a smaller model"):
         ArrowEngine(tiny_model("Bert"), hub=hub)
 
 
