@@ -21,6 +21,7 @@ ENV_PREFIX = "ARCHERFISH_"
 CONFIG_ENV = "ARCHERFISH_CONFIG"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 WEIGHTS = "Format of matrices in memory; a registered name: int8 (a byte a number, a scale a row); auto: as `dtype`."
+DEVICE = "Where to compute; auto: on a CUDA card if there is one, else on the CPU."
 COMPRESSIONS = ("lz4", "zstd", "snappy", "gzip", "none")
 MODEL_KINDS = ("generation", "embedding", "cross-encoder")
 LOADS = ("start", "idle", "demand")
@@ -112,7 +113,7 @@ class EmbedConfig(Options):
     section: ClassVar[str] = "embed"
 
     model: str = option("all-minilm-l6-v2", "Built-in name, directory, file, or Hugging Face id of the model.")
-    device: str = option("cpu", "Where to compute; auto: cuda, then mps, then cpu.", choices=("cpu", "cuda", "mps", "auto"))
+    device: str = option("auto", DEVICE, choices=("cpu", "cuda", "mps", "auto"))
     dtype: str = option("auto", "Type to compute in; auto: the fastest type of this machine.", choices=DTYPES)
     weights: str = option("auto", WEIGHTS)
     storage_dtype: str = option(
@@ -136,7 +137,7 @@ class EngineConfig(Options):
     hints: ClassVar[Mapping[str, str]] = dict.fromkeys(("num_layers", "kv_dim"), SHAPE_HINT)
 
     model: str = option("smollm2-135m-instruct", "Built-in name, directory, file, or Hugging Face id of the model.")
-    device: str = option("cpu", "Where to compute; auto: cuda, then mps, then cpu.", choices=("cpu", "cuda", "mps", "auto"))
+    device: str = option("auto", DEVICE, choices=("cpu", "cuda", "mps", "auto"))
     dtype: str = option("auto", "Type of computation and of KV; auto: the fastest type of this machine.", choices=DTYPES)
     weights: str = option("auto", WEIGHTS)
     generation_config: str = option(
@@ -161,7 +162,7 @@ class EngineConfig(Options):
     )
     max_cache_tokens: int = option(0, "Tokens that the KV pool holds; 0: as many as the memory budget allows.", minimum=0)
     memory_budget_gib: float = option(
-        0.0, "Memory for KV blocks on a CPU, in GiB; 0: a quarter of what is free, at most 4.", minimum=0
+        0.0, "Memory for KV blocks on a CPU, in GiB; 0: a quarter of what is free beside the weights, at most 4.", minimum=0
     )
     tensor_parallel_size: int = option(1, "Devices that share one model; only 1 is supported.", minimum=1, maximum=1)
     gpu_memory_utilization: float = option(0.9, "Share of a GPU's memory for weights and KV.", minimum=0.05, maximum=1.0)

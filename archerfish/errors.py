@@ -19,7 +19,7 @@
     │   ├── WriteError               a file could not be written
     │   ├── OutOfBlocksError         there are not enough free blocks of KV memory
     │   └── DeviceError              a device is missing or does not support the request
-    │       └── OutOfMemoryError     the memory of a device is full
+    │       └── OutOfMemoryError     a device has too little free memory
     ├── ServiceError                 the caller can try again later
     │   ├── UnreachableError         a package index or hub could not be reached
     │   ├── OverloadedError          an engine holds as many requests as its options allow
@@ -144,7 +144,7 @@ class DeviceError(MachineError):
 
 
 class OutOfMemoryError(DeviceError):
-    code = "out_of_memory"
+    status, code = 507, "out_of_memory"
     default_hint = "Free memory on the device, or lower max_num_batched_tokens, max_num_seqs or gpu_memory_utilization."
 
 

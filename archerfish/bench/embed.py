@@ -57,8 +57,10 @@ GOALS = (
 
 
 def measure(options: Namespace) -> Found:
+    from archerfish.kernels.select import choose_device
     from archerfish.store.names import resolve_model
 
+    options.embed = options.embed.replace(device=choose_device(options.embed.device).name)  # peers know no "auto"
     names = chosen("--engines", options.engines, [OURS, *PEERS])
     source = resolve_model(options.embed.model, options.hub)
     texts = make_texts(options.embed.device)

@@ -265,14 +265,16 @@ def kv_tokens(found: ModelSize, device: str, dtype: str) -> int | None:
     """Tokens whose KV an LLMEngine with default options has memory for; None for models without KV."""
     from archerfish.models.adapter import KVShape, model_class
     from archerfish.models.config import Config
-    from archerfish.runtime.kv_pool import plan_memory
+    from archerfish.runtime.kv_pool import check_plan, plan_memory
 
     config = Config(found.config)
     try:
         shape = model_class(config).memory_shape(config)
         if not isinstance(shape, KVShape):
             return None
-        return plan_memory(EngineConfig(), shape, device, dtype, found.weight_bytes(dtype)).num_tokens
+        plan = plan_memory(EngineConfig(), shape, device, dtype, found.weight_bytes(dtype))
+        check_plan(found.name, EngineConfig(), shape, device, plan)
+        return plan.num_tokens
     except UnsupportedModelError:
         return None
     except DeviceError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -38,6 +39,7 @@ from archerfish.errors import (
 )
 from archerfish.kernels.machine import fast_cpu_dtype
 from archerfish.kernels.pool import ComputePool, compute_pool
+from archerfish.kernels.select import log_device
 from archerfish.remarks import remark
 from archerfish.store.converter import ensure_converted
 from archerfish.store.loader import WeightLoader
@@ -72,7 +74,7 @@ class ArrowEngine:
     """
 
     def __init__(
-        self, model_path: str | Path | EmbedConfig, device: str = "cpu", max_batch_size: int = 32,
+        self, model_path: str | Path | EmbedConfig, device: str = "auto", max_batch_size: int = 32,
         use_fast_tokenizer: bool = True, *, hub: HubConfig | None = None, progress: Progress = no_progress, **options: Any,
     ) -> None:
         started = time.perf_counter()
@@ -111,6 +113,7 @@ class ArrowEngine:
         self.core = InferenceCore(
             loader.load_weights(), metadata, self.config.device, dtype=self.config.dtype, weight_format=self.config.weights
         )
+        log_device(self.model_name, self.config.device, self.core.dtype)
         settings = read_settings(directory / "tokenizer" / "tokenizer_config.json")
         most, wanted = self.core.max_positions, self.config.max_length
         if wanted > most:
@@ -350,8 +353,13 @@ class ArrowEngine:
             raise StoppedError("This ArrowEngine has been closed.", hint="Make a new one.")
 
     def close(self) -> None:
-        """Refuse further work. The mapped memory is released together with the last tensor."""
+        """Refuse further work and give the memory back."""
         self._is_closed = True
+        self.core.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_closed", True) and not sys.is_finalizing():
+            self.core.close()
 
     def __repr__(self) -> str:
         core = self.core

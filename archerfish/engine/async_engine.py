@@ -28,16 +28,12 @@ class AsyncLLMEngine:
         self._open: dict[asyncio.Queue[TextDelta | None], str] = {}  # with the id of its request
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="archerfish-engine", daemon=True)
+        self._thread = threading.Thread(target=run, args=(self.engine, self._is_closing), name="archerfish-engine", daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
-        engine = self.engine
-        while not self._is_closing.is_set():
-            if engine.wait_for_work(engine.config.schedule_interval_ms / 1000):
-                engine.step()
-            else:
-                engine.use_idle_time()
+    def __del__(self) -> None:
+        if hasattr(self, "_is_closing"):
+            self._is_closing.set()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.engine!r})"
@@ -122,3 +118,12 @@ class AsyncLLMEngine:
         for _ in range(self.engine.config.pipeline_depth + 1):
             if self.engine.has_work:
                 self.engine.step()
+
+
+def run(engine: LLMEngine, is_closing: threading.Event) -> None:
+    """Step an engine until it is to be closed. The thread holds no AsyncLLMEngine, so that one can be deleted."""
+    while not is_closing.is_set():
+        if engine.wait_for_work(engine.config.schedule_interval_ms / 1000):
+            engine.step()
+        else:
+            engine.use_idle_time()

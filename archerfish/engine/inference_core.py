@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from archerfish.errors import UnsupportedModelError
-from archerfish.kernels.formats import choose_format
+from archerfish.errors import StoppedError, UnsupportedModelError
+from archerfish.kernels.formats import PLAIN, choose_format
 from archerfish.kernels.ops import EncoderInputs, Pooling, Segments
+from archerfish.kernels.room import check_room
 from archerfish.kernels.select import choose_device, choose_dtype, choose_ops
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import TokenBatch, encoder_class
@@ -38,7 +39,7 @@ class InferenceCore:
     """One encoder on one device. `run` takes packed batches, `forward` padded ones as other libraries use them."""
 
     def __init__(
-        self, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], device: str = "cpu", *, dtype: str = "auto",
+        self, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], device: str = "auto", *, dtype: str = "auto",
         pooling: str | None = None, weight_format: str = "auto",
     ) -> None:
         """`config` is the model's config.json, or the metadata of a converted model, which also states the pooling."""
@@ -47,20 +48,33 @@ class InferenceCore:
         if pooling not in get_args(Pooling):
             raise UnsupportedModelError(f"Unknown pooling {pooling!r}.", hint=f"Known: {', '.join(get_args(Pooling))}.")
         self.config = Config(config.get("config", config))
-        self.device = choose_device(device)
+        self.device = choose_device(device).name
         self.dtype = choose_dtype(dtype, self.device)
         self.ops = choose_ops(self.device, self.dtype)
         self.pooling = cast(Pooling, pooling)
         architecture = encoder_class(self.config)
-        everything = Weights(weights, self.ops, weight_format=choose_format(weight_format))
+        chosen = choose_format(weight_format)
+        num_bytes = architecture.copied_bytes(self.config, self.dtype, chosen, with_tables=self.device != "cpu")
+        ways_out = [*(["weights=int8"] if chosen is PLAIN else []), "a smaller model"]
+        check_room("The model", self.device, {"weights": num_bytes}, ways_out)
+        everything = Weights(weights, self.ops, weight_format=chosen)
         has_prefix = any(name.startswith(f"{architecture.prefix}.") for name in weights)
         with self.ops.allocating("The model"):
             self.encoder = architecture(everything.scope(architecture.prefix) if has_prefix else everything, self.config)
             self.head = architecture.head(everything, self.config) if self.config.is_classifier else None
+        self.is_closed = False
         self.max_positions = architecture.max_positions(self.config)
         self.dimension = self.encoder.shape.width
         self._recorded: dict[tuple[int, bool, bool], RecordedPass] = {}
         self._recording = threading.Lock()  # held from filling the inputs until the results are being copied to the host
+
+    def close(self) -> None:
+        """Refuse further work and give the memory of the weights back."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._recorded.clear()
+            del self.encoder
+            self.ops.release()
 
     def run(self, batch: TokenBatch, *, normalize: bool = False) -> Vectors:
         """One vector per sequence; for a cross-encoder one row of raw scores per sequence."""
@@ -73,6 +87,8 @@ class InferenceCore:
 
     def start(self, batch: TokenBatch, *, normalize: bool = False) -> Callable[[], Vectors]:
         """Begin what `run` does; calling the result waits for the vectors. On a CPU they are computed at once."""
+        if self.is_closed:
+            raise StoppedError("This model has been closed.", hint="Load it again.")
         with self.ops.computing():
             if not self.ops.is_async:
                 vectors = self.ops.to_numpy(self._compute(batch, normalize))

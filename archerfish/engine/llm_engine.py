@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -226,7 +227,7 @@ class LLMEngine:
                     with self._lock:
                         self.scheduler.finish(delta.sequence, "stop")
             except Exception:  # the thread here may wait for other requests: this one must end all the same
-                logger.exception("The text of request %s could not be made.", collector.request.request_id)
+                logger.exception("The text of request %s could not be made.", collector.request_id)
                 collector.texts = [None] * len(collector.texts)  # go on with ids alone
                 with self._lock:
                     self.scheduler.finish(delta.sequence, "error")
@@ -470,7 +471,7 @@ class LLMEngine:
             return self.scheduler.queue_status()
 
     def close(self) -> None:
-        """Abort what runs, refuse further work and give the memory of blocks back."""
+        """Abort what runs, refuse further work and give the memory back."""
         with self._changed:
             if self._is_closed:
                 return
@@ -486,6 +487,11 @@ class LLMEngine:
         gc.unfreeze()
         with self._changed:
             self._changed.notify_all()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_closed", True) and not sys.is_finalizing() and os.getpid() == self._process:
+            self.runner.close(waits=False)
+            gc.unfreeze()
 
     def __repr__(self) -> str:
         facts = self.facts

@@ -14,12 +14,12 @@ from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import InvalidOptionError
 from archerfish.kernels.formats import PLAIN, WeightFormat, choose_format
 from archerfish.kernels.recurrent import StateShape
-from archerfish.kernels.select import choose_device, choose_dtype, choose_ops
+from archerfish.kernels.select import choose_device, choose_dtype, choose_ops, log_device
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import MemoryShape, ModelAdapter, model_class
 from archerfish.models.config import Config
 from archerfish.params import read_default_sampling
-from archerfish.runtime.kv_pool import MemoryPlan, plan_memory, work_bytes
+from archerfish.runtime.kv_pool import MemoryPlan, check_plan, plan_memory, work_bytes
 from archerfish.sched.masks import MaskFinder
 from archerfish.sched.scheduler import Scheduler
 from archerfish.store.converter import ensure_converted
@@ -79,41 +79,58 @@ class ModelFacts:
 
 def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> ModelFacts:
     """Find a model, convert it if need be, and compute what will fit. Nothing is allocated."""
-    weight_format = choose_format(config.weights)
-    device = choose_device(config.device)
+    device = choose_device(config.device).name
     dtype = choose_dtype(config.dtype, device)
     source = resolve_model(config.model, hub, progress)
     if config.load_format == "dummy" and not is_converted(source):
-        directory, name = source, source.name
         values, generation = (read_settings(source / file) for file in ("config.json", "generation_config.json"))
-    else:
-        directory = ensure_converted(source, dtype=dtype, hub=hub, progress=progress)
-        metadata = read_metadata(directory)
-        values, generation, name = metadata.config, metadata.generation_config or {}, metadata.model_name
-    model_config = Config(values)
+        return facts_of(config, device, dtype, source, source.name, values, generation)
+
+    def check(values: Mapping[str, Any]) -> None:  # before a conversion, which may take minutes
+        check_memory(facts_of(config, device, dtype, source, source.name, values, {}), config)
+
+    directory = ensure_converted(source, dtype=dtype, hub=hub, progress=progress, check=check)
+    metadata = read_metadata(directory)
+    builtin = builtin_at(source, hub)
+    generation = {**(metadata.generation_config or {}), **(builtin.sampling if builtin else {})}
+    return facts_of(config, device, dtype, directory, metadata.model_name, metadata.config, generation)
+
+
+def facts_of(
+    config: EngineConfig, device: str, dtype: str, directory: Path, name: str, values: Mapping[str, Any],
+    generation: Mapping[str, Any],
+) -> ModelFacts:
+    model_config, weight_format = Config(values), choose_format(config.weights)
     adapter = model_class(model_config)
     most = adapter.max_positions(model_config)
     if config.max_model_len > most:
         raise InvalidOptionError(f"[engine] max_model_len is {config.max_model_len}, but {name} has {most} positions.")
     max_len = config.max_model_len or most
     shapes = adapter.dummy_shapes(model_config).values()
-    weight_bytes = sum(adapter.tensor_bytes(model_config, dtype, weight_format).values())
+    is_mapped = device == "cpu" and config.load_format != "dummy"
+    weight_bytes = sum(adapter.tensor_bytes(model_config, dtype, weight_format, without_tables=is_mapped).values())
     step_tokens = choose_step_tokens(config, device)
     vocab_size = adapter.vocab_size(model_config)
     work = work_bytes(shapes, vocab_size, step_tokens, config.max_num_seqs, dtype)
     work += weight_format.work_bytes(shapes, dtype)
     memory = plan_memory(config, adapter.memory_shape(model_config), device, dtype, weight_bytes, work, max_len=max_len)
     shown = name if Path(config.model).exists() else config.model
-    builtin = builtin_at(source, hub)
-    stated = {} if config.generation_config == "none" else {**generation, **(builtin.sampling if builtin else {})}
+    stated = {} if config.generation_config == "none" else generation
     return ModelFacts(
         directory, shown, model_config, generation, adapter, device, dtype, max_len, step_tokens, memory, vocab_size,
         weight_format, read_default_sampling(stated, shown),
     )
 
 
+def check_memory(facts: ModelFacts, config: EngineConfig) -> None:
+    """Raise an OutOfMemoryError if the model does not fit."""
+    check_plan(facts.name, config, facts.memory_shape, facts.device, facts.memory)
+
+
 def load_adapter(facts: ModelFacts, config: EngineConfig) -> ModelAdapter[Any]:
     """The model with its weights, packed for the backend that this machine does fastest."""
+    check_memory(facts, config)
+    log_device(facts.name, config.device, facts.dtype)
     ops = choose_ops(facts.device, facts.dtype)
     ops.is_deterministic = config.deterministic
     loader = None if config.load_format == "dummy" else WeightLoader(facts.directory)

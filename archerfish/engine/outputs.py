@@ -132,7 +132,8 @@ class OutputCollector:
         *, is_kept: bool = False,
     ) -> None:
         n = request.params.n
-        self.request, self.prompt = request, prompt
+        self.request_id, self.prompt, self._prompt_token_ids = request.request_id, prompt, request.prompt_token_ids
+        self._stop_token_ids = request.stop_token_ids
         self.is_kept = is_kept  # whether the engine keeps the result for `get_output`
         self.listener = listener
         self.outputs = [CompletionOutput(index) for index in range(n)]
@@ -160,7 +161,7 @@ class OutputCollector:
         if output.stop_reason is not None:
             token_ids, logprobs = [], None
         elif text is not None:
-            shown, stop = text.feed(token_ids, reason, self.request.stop_token_ids)
+            shown, stop = text.feed(token_ids, reason, self._stop_token_ids)
             output.stop_reason = stop
             self._pieces[index].append(shown)
         output.token_ids += token_ids
@@ -171,23 +172,24 @@ class OutputCollector:
         if reason is not None:
             output.error, output.text = delta.error, "".join(self._pieces[index])
             output.finish_reason = reason if output.stop_reason is None else "stop"  # a stop string that was found earlier
-            ends = self.request.stop_token_ids
+            ends = self._stop_token_ids
             if output.stop_reason is None and reason == "stop" and output.token_ids and output.token_ids[-1] in ends:
                 output.stop_reason = output.token_ids[-1]
             self.num_open -= 1
         if reason is not None and self.num_open == 0:
             first = self.sequences[0]
             self.result = RequestOutput(
-                request_id=self.request.request_id, prompt=self.prompt, prompt_token_ids=list(self.request.prompt_token_ids),
+                request_id=self.request_id, prompt=self.prompt, prompt_token_ids=list(self._prompt_token_ids),
                 outputs=self.outputs, num_cached_tokens=first.num_cached, hit=first.hit, prompt_logprobs=self.prompt_logprobs,
                 logits=self.logits, metrics=request_metrics(list(self.sequences.values())),
             )
         if self.listener is not None and (shown or token_ids or reason is not None):
             stop_reason = output.stop_reason if reason is not None else None
-            request_id = self.request.request_id
             self.listener(
-                TextDelta(request_id, index, shown, token_ids, output.finish_reason, logprobs, self.result, stop_reason)
+                TextDelta(self.request_id, index, shown, token_ids, output.finish_reason, logprobs, self.result, stop_reason)
             )
+        if self.result is not None:  # else its sequences, which know their request, would keep it until a garbage collection
+            self.sequences, self.texts, self.listener = {}, [], None
         return stop is not None and reason is None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import re
 from dataclasses import dataclass
@@ -89,6 +91,12 @@ def memory(proc: Path = Path("/proc"), cgroup: Path = CGROUP_ROOT) -> Memory:
         if limit is not None and limit < min(found.total_bytes, NO_LIMIT_BYTES):
             found = Memory(limit, min(found.available_bytes, max(0, limit - used)), "cgroup")
     return found
+
+
+def trim_heap() -> None:
+    """Return freed memory to the system. glibc keeps most of it otherwise; other libraries have no such call."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def of_machine(proc: Path) -> Memory:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from archerfish.background import Lazy
 from archerfish.errors import DeviceError, InvalidInputError
 from archerfish.kernels.formats import PLAIN, WeightFormat
+from archerfish.kernels.machine import trim_heap
 
 if TYPE_CHECKING:
     from archerfish.kernels.decoding import DecodeState
@@ -207,6 +208,12 @@ class Ops(ABC, Generic[T]):
         """Pack all weights now instead of at their first use. Safe while other threads compute."""
         for weight in self._linear_weights:
             weight.get()
+
+    def release(self) -> None:
+        """Give the memory of all weights back, which must not be used any more."""
+        self._linear_weights.clear()
+        self.free_unused()
+        trim_heap()
 
     @abstractmethod
     def tensor(self, values: npt.NDArray[Any] | T) -> T:

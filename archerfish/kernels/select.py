@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from archerfish.kernels.ops import Ops
 
 logger = logging.getLogger("archerfish.kernels")
+CARD_DRIVERS = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")  # of NVIDIA, its Jetsons, WSL, AMD
 SLOW = "this CPU has no {} products that are used: float32 is far quicker"
 
 
@@ -38,18 +41,42 @@ class FastPath:
     reason: str
 
 
-def choose_device(wanted: str) -> str:
-    """The device that will be used; a device that torch does not have is a DeviceError."""
+@dataclass(frozen=True)
+class Device:
+    """The device that computes, and why it was chosen. As text, for example "cuda: NVIDIA H200, 139 GiB"."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+def choose_device(wanted: str) -> Device:
+    """The device for the option `device`; a device that torch does not have is a DeviceError.
+
+    "auto" is a card where there is one. torch, which takes a second to import, is asked only if this machine has a driver.
+    """
     if wanted == "cpu":
-        return wanted
+        return Device("cpu", "as the option device says")
+    has_driver = os.name != "posix" or any(map(os.path.exists, CARD_DRIVERS))
+    if wanted == "auto" and not has_driver and "torch" not in sys.modules:
+        return Device("cpu", "no CUDA device")
     import torch
 
-    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if wanted in ("cuda", "auto") and torch.cuda.is_available():
+        card = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return Device("cuda", f"{card.name}, {card.total_memory >> 30} GiB")
     if wanted == "auto":
-        return next(name for name in ("cuda", "mps", "cpu") if available[name])
-    if not available.get(wanted, False):
-        raise DeviceError(f"Device {wanted!r} was asked for, but this torch ({torch.__version__}) sees none.")
-    return wanted
+        is_without = has_driver and not torch.version.cuda and not torch.version.hip
+        return Device("cpu", f"this torch ({torch.__version__}) has no CUDA" if is_without else "no CUDA device")
+    if wanted == "mps" and torch.backends.mps.is_available():
+        return Device("mps", "as the option device says")
+    raise DeviceError(f"Device {wanted!r} was asked for, but this torch ({torch.__version__}) sees none.")
+
+
+def log_device(model: str, wanted: str, dtype: str) -> None:
+    logger.info("%s computes on %s, in %s.", model, choose_device(wanted), dtype)
 
 
 def choose_dtype(wanted: str, device: str) -> str:

@@ -88,6 +88,7 @@ class NotedWeights(Weights[Any]):
     dtype: str = "float32"
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     num_bytes: dict[str, int] = field(default_factory=dict)  # in memory, by the name of a tensor or of a linear map
+    tables: set[str] = field(default_factory=set)  # names of lookup tables, which a CPU reads from the mapped file
 
     def has(self, name: str) -> bool:
         return False
@@ -99,14 +100,24 @@ class NotedWeights(Weights[Any]):
         self.num_bytes[f"{self.prefix}{name}"] = math.prod(shape) * DTYPE_BYTES[self.dtype]
         return self._noted(name, shape)
 
+    def table(self, name: str, rows: int, width: int) -> Any:
+        self.tables.add(f"{self.prefix}{name}")
+        return super().table(name, rows, width)
+
+    def copied_bytes(self) -> dict[str, int]:
+        """num_bytes without lookup tables: linear maps are packed, which copies them."""
+        return {name: num_bytes for name, num_bytes in self.num_bytes.items() if name not in self.tables}
+
     def matrix(self, weight_format: WeightFormat, out_features: int, in_features: int) -> Mapping[str, Any]:
         name = next(iter(weight_format.checkpoint))
         self.num_bytes[f"{self.prefix}{name}"] = weight_format.num_bytes(out_features, in_features, self.dtype)
         return {name: self._noted(name, shape) for name, shape in weight_format.shapes(out_features, in_features).items()}
 
     def tied_linear(self, table: Any, out_features: int, in_features: int) -> LinearWeight[Any]:
-        if self.weight_format.memory != PLAIN.memory:  # else the map and the table share their memory
+        if self.weight_format.memory != PLAIN.memory:
             self.num_bytes["tied head"] = self.weight_format.num_bytes(out_features, in_features, self.dtype)
+        else:  # the map and the table share their memory; a packed map has its own, in place of the table's
+            self.tables.clear()
         return super().tied_linear(table, out_features, in_features)
 
     def _noted(self, name: str, shape: tuple[int, ...]) -> Any:

@@ -101,9 +101,12 @@ class ModelAdapter(ABC, Generic[T]):
         return cls._note_weights(config).shapes
 
     @classmethod
-    def tensor_bytes(cls, config: Config, dtype: str, weight_format: WeightFormat = PLAIN) -> Mapping[str, int]:
-        """What each of its tensors takes in memory."""
-        return cls._note_weights(config, dtype, weight_format).num_bytes
+    def tensor_bytes(
+        cls, config: Config, dtype: str, weight_format: WeightFormat = PLAIN, *, without_tables: bool = False
+    ) -> Mapping[str, int]:
+        """What each of its tensors takes in memory. without_tables: of those that are copied from a mapped file."""
+        noted = cls._note_weights(config, dtype, weight_format)
+        return noted.copied_bytes() if without_tables else noted.num_bytes
 
     @classmethod
     def _note_weights(cls, config: Config, dtype: str = "float32", weight_format: WeightFormat = PLAIN) -> NotedWeights:
@@ -149,6 +152,15 @@ class Encoder(ABC, Generic[T]):
     @abstractmethod
     def head(cls, weights: Weights[T], config: Config) -> ClassifierHead[T]:
         """The head of its sequence classification checkpoints."""
+
+    @classmethod
+    def copied_bytes(cls, config: Config, dtype: str, weight_format: WeightFormat, *, with_tables: bool) -> int:
+        """Memory of its weights. with_tables: whether lookup tables are copied from the mapped file too."""
+        noted = NotedWeights({}, cast(Ops[Any], NoOps()), weight_format=weight_format, dtype=dtype)
+        cls(noted, config)
+        if config.is_classifier:
+            cls.head(noted, config)
+        return sum((noted.num_bytes if with_tables else noted.copied_bytes()).values())
 
     @classmethod
     def block_shape(cls, config: Config) -> BlockShape:

@@ -10,15 +10,14 @@ from typing import Any, ClassVar, Generic
 from archerfish.config import EngineConfig
 from archerfish.errors import DeviceError, InvalidOptionError, OutOfMemoryError
 from archerfish.kernels.decoding import DecodeState
-from archerfish.kernels.machine import memory
 from archerfish.kernels.ops import KVLayer, Ops, T
 from archerfish.kernels.recurrent import FIRST_SLOT, StateShape
+from archerfish.kernels.room import GIB, check_room, size, usable_memory
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.models.adapter import KVShape, MemoryShape
 from archerfish.runtime.batch import pack_batch, pack_recurrent_batch
 from archerfish.types import DTYPE_BYTES
 
-GIB = 1 << 30
 KV_BLOCK_SIZE, MAX_KV_BLOCK_SIZE = 16, 256
 # Tokens between two states that are kept, by `archerfish bench rwkv`: with 64 a context takes what its keys would take in
 # bfloat16, and what lies behind the last one is computed in no time; a GPU computes more in that, and has less memory.
@@ -103,6 +102,8 @@ class MemoryPlan:
     block_size: int
     block_bytes: int
     reason: str  # what set the number, for people to read
+    weight_bytes: int = 0
+    work_bytes: int = 0  # of the buffers of a step
 
     @property
     def num_tokens(self) -> int:
@@ -114,7 +115,7 @@ class MemoryPlan:
 
 
 def work_bytes(shapes: Collection[tuple[int, ...]], vocab_size: int, step_tokens: int, max_num_seqs: int, dtype: str) -> int:
-    """What the tensors of the largest step take on a GPU: activations of its tokens, and logits of all sequences."""
+    """What the tensors of the largest step take: activations of its tokens, and logits of all sequences."""
     widths = [shape[0] for shape in shapes if len(shape) == 2 and shape[0] != vocab_size]
     inputs = [shape[1] for shape in shapes if len(shape) == 2 and shape[0] == vocab_size]
     per_token = (4 * max(widths, default=0) + 8 * min(inputs, default=0)) * DTYPE_BYTES[dtype]
@@ -161,25 +162,37 @@ def plan_memory(
     config: EngineConfig, shape: MemoryShape, device: str, dtype: str, weight_bytes: int, work_bytes: int = 0, *,
     max_len: int = 1 << 20,
 ) -> MemoryPlan:
-    """Blocks for a model on a device; a DeviceError when not even one would fit. work_bytes: what a step needs on a GPU."""
+    """Blocks for a model on a device, one at least: `check_plan` says whether they fit. work_bytes: what a step needs."""
     block_size, has_states = choose_block_size(config, shape, device, max_len), isinstance(shape, StateShape)
     block_bytes = shape.bytes_per_block(block_size, DTYPE_BYTES[dtype])
+    work_bytes += GPU_SPARE_BYTES if device == "cuda" else 0
     if config.max_cache_tokens:
-        return plan_tokens(config, block_size, block_bytes, is_one_state=has_states and block_size >= max_len)
+        num_blocks = num_blocks_of(config, block_size, is_one_state=has_states and block_size >= max_len)
+        return MemoryPlan(num_blocks, block_size, block_bytes, "max_cache_tokens", weight_bytes, work_bytes)
     budget, reason = memory_budget(config, device, weight_bytes + work_bytes)
-    num_blocks = int(budget // block_bytes) - has_states  # one is the empty state
-    if num_blocks < 1:
-        what = "two states take" if has_states else f"one block of {block_size} tokens takes"
-        raise DeviceError(
-            f"There is no room for {kind_of(shape)}: {reason}; {what} {block_bytes * (1 + has_states) / 1e6:.1f} MB.",
-            hint="Free memory, choose a smaller model, or raise the budget.",
-        )
+    num_blocks = max(1, int(budget // block_bytes) - has_states)  # one is the empty state
     if has_states and block_size >= max_len and num_blocks > config.max_num_seqs:
         num_blocks, reason = config.max_num_seqs, "one state for each of max_num_seqs"
-    return MemoryPlan(num_blocks, block_size, block_bytes, reason)
+    return MemoryPlan(num_blocks, block_size, block_bytes, reason, weight_bytes, work_bytes)
 
 
-def plan_tokens(config: EngineConfig, block_size: int, block_bytes: int, *, is_one_state: bool) -> MemoryPlan:
+def check_plan(model: str, config: EngineConfig, shape: MemoryShape, device: str, plan: MemoryPlan) -> None:
+    """Raise an OutOfMemoryError with numbers and ways out if what was planned does not fit."""
+    kind, share = kind_of(shape), config.gpu_memory_utilization
+    others = plan.weight_bytes + plan.work_bytes
+    left = int(usable_memory(device, share).available_bytes - others) // plan.block_bytes * plan.block_size
+    if left >= plan.block_size and (config.max_cache_tokens or config.memory_budget_gib):
+        ways = [f"a max_cache_tokens of at most {left:,}", "a smaller model"]
+    else:
+        ways = ["weights=int8"] if config.weights == "auto" else []
+        ways += ["device=cpu"] if device == "cuda" else []
+        is_wide = plan.work_bytes > plan.weight_bytes
+        ways += [f"a max_num_seqs below {config.max_num_seqs}" if is_wide else "a smaller model"]
+    cache_bytes = plan.num_bytes + plan.block_bytes * isinstance(shape, StateShape)
+    check_room(model, device, {"weights": plan.weight_bytes, kind: cache_bytes, "buffers": plan.work_bytes}, ways, share=share)
+
+
+def num_blocks_of(config: EngineConfig, block_size: int, *, is_one_state: bool) -> int:
     """As max_cache_tokens says."""
     if is_one_state:
         raise InvalidOptionError(
@@ -191,25 +204,20 @@ def plan_tokens(config: EngineConfig, block_size: int, block_bytes: int, *, is_o
         raise InvalidOptionError(
             f"[engine] max_cache_tokens is {config.max_cache_tokens}, less than one block of {block_size} tokens."
         )
-    return MemoryPlan(num_blocks, block_size, block_bytes, "max_cache_tokens")
+    return num_blocks
 
 
 def memory_budget(config: EngineConfig, device: str, taken_bytes: int) -> tuple[float, str]:
-    """Bytes for KV or states and what set them. taken_bytes: of a GPU, for all else."""
+    """Bytes for KV or states and what set them. taken_bytes: for all else."""
+    found = usable_memory(device, config.gpu_memory_utilization)
+    free, taken = found.available_bytes, f"less {size(taken_bytes)} for weights and work"
     if device == "cuda":
-        import torch
-
-        free, total = torch.cuda.mem_get_info()
-        taken = (taken_bytes + GPU_SPARE_BYTES) / GIB
-        budget = min(total * config.gpu_memory_utilization, free) - taken * GIB
-        share = f"{config.gpu_memory_utilization:.0%} of {total / GIB:.0f} GiB"
-        return budget, f"{share}, less {taken:.1f} GiB for weights and work"
-    free = memory().available_bytes
+        share = f"{config.gpu_memory_utilization:.0%} of {found.total_bytes / GIB:.0f} GiB"
+        return free - taken_bytes, f"{share}, {taken}"
     if config.memory_budget_gib:
         wanted = config.memory_budget_gib * GIB
         if wanted > free:
-            raise InvalidOptionError(
-                f"[engine] memory_budget_gib is {config.memory_budget_gib:g}, but {free / GIB:.1f} GiB of memory are free."
-            )
+            raise InvalidOptionError(f"[engine] memory_budget_gib is {config.memory_budget_gib:g}, but {size(free)} are free.")
         return wanted, f"memory_budget_gib = {config.memory_budget_gib:g}"
-    return min(free * CPU_SHARE, CPU_MOST_BYTES), f"a quarter of the {free / GIB:.1f} GiB that are free, at most 4"
+    budget = min((free - taken_bytes) * CPU_SHARE, CPU_MOST_BYTES)
+    return budget, f"a quarter of the {size(free)} that are free, {taken}, at most 4 GiB"

@@ -137,13 +137,15 @@ class ModelRunner(Generic[T]):
         with self.ops.computing():
             return self._graphs.record_next() or (self._prompts is not None and self._prompts.record_next())
 
-    def close(self) -> None:
-        """End the thread and give the memory of blocks and recorded steps back; weights go with the runner."""
+    def close(self, *, waits: bool = True) -> None:
+        """End the thread and give all memory back. waits: until the thread has ended."""
         if self._thread is not None and self._owns_thread:
-            self._thread.shutdown(wait=True)
+            self._thread.shutdown(wait=waits)
         self._graphs = self._prompts = None
+        self._logits.clear()
         self.pool.close()
-        self.ops.free_unused()
+        del self.model
+        self.ops.release()
 
     def _prepare_pass(self, step: StepInput, first: int, end: int) -> Pass[T]:
         """The pass over the sequences from `first` to `end`."""

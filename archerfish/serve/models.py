@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
 import logging
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from archerfish.engine.arrow_engine import ArrowEngine, locate
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.llm_loading import read_facts
 from archerfish.errors import InvalidInputError, OutOfMemoryError, ServiceError
+from archerfish.kernels.machine import trim_heap
 from archerfish.models.adapter import encoder_class
 from archerfish.models.config import Config
 from archerfish.serve.compute import Lane, ModelHost, PendingRequest, attempt
@@ -161,7 +160,8 @@ class ModelTable:
             if entry.hosted is not None:
                 attempt(self._host, request, partial(entry.hosted.submit, request))
             else:
-                self._host.fail(request, ServiceError(f"The model {entry.name} could not be loaded.", hint="The log says why."))
+                failed = ServiceError(f"The model {entry.name} could not be loaded.", hint="The log says why.")
+                self._host.fail(request, error if isinstance(error, OutOfMemoryError) else failed)
 
     # Memory
 
@@ -208,8 +208,7 @@ def free_memory() -> None:
     gc.unfreeze()  # a loaded engine freezes all objects, those of the unloaded one too
     gc.collect()
     gc.freeze()
-    with contextlib.suppress(OSError, AttributeError):  # glibc keeps most of it otherwise; other libraries have no such call
-        ctypes.CDLL(None).malloc_trim(0)
+    trim_heap()
 
 
 def make_entry(spec: ModelSpec, hub: HubConfig, host: ModelHost) -> ModelEntry:

@@ -18,6 +18,7 @@ import zmq.auth
 
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ModelConfig, ServeConfig
 from archerfish.errors import InvalidOptionError, MachineError
+from archerfish.kernels.select import choose_device
 from archerfish.serve import processes
 from archerfish.serve.page import curl, examples
 from archerfish.serve.processes import FrontConfig, HostConfig, KeptProcess, ModelSpec, engine_process, front_process
@@ -206,7 +207,8 @@ def ready_text(url: str, models: tuple[ModelSpec, ...], config: ServeConfig, kin
     """The text for the user when the service is ready. kinds: as GET /v1/models shows them."""
     names = [spec.model for spec in models]
     shown = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-    lines = [f"archerfish serves {shown} at {url} (Ctrl+C stops it)", ""]
+    devices = dict.fromkeys(str(choose_device(spec.options.get("device", "auto"))) for spec in models)
+    lines = [f"archerfish serves {shown} at {url} (Ctrl+C stops it)", f"Computing on {' and '.join(devices)}.", ""]
     if not config.api_keys_file and not processes.is_loopback(config.host):
         lines.insert(1, "Anyone who reaches this address may use it: there are no API keys ([serve] api_keys_file).")
     if config.zmq_address:

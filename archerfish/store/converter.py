@@ -6,11 +6,12 @@ import hashlib
 import os
 import re
 import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from archerfish.config import ConversionConfig, HubConfig
 from archerfish.errors import InvalidOptionError, ModelNotFoundError, UnsupportedModelError, ValidationError, refuse_unknown
@@ -209,11 +210,15 @@ def cast(name: str, source: torch.Tensor, dtype: str) -> torch.Tensor:
     return result
 
 
-def ensure_converted(source: Path, *, dtype: str, hub: HubConfig | None = None, progress: Progress = no_progress) -> Path:
+def ensure_converted(
+    source: Path, *, dtype: str, hub: HubConfig | None = None, progress: Progress = no_progress,
+    check: Callable[[Mapping[str, Any]], None] | None = None,
+) -> Path:
     """The converted directory of a source: the source itself if it is converted, else one in the cache, made once.
 
     `dtype` is float32, bfloat16 or float16, or auto for the default of ConversionConfig. The name of the cached directory
-    depends on the names, sizes and times of the source's files, so that a changed source is converted again.
+    depends on the names, sizes and times of the source's files, so that a changed source is converted again. check: called with
+    the model's configuration before a conversion; its error refuses the model.
     """
     if is_converted(source):
         return source
@@ -234,6 +239,10 @@ def ensure_converted(source: Path, *, dtype: str, hub: HubConfig | None = None, 
         return target
     with file_lock(target.with_name(f"{target.name}.lock"), target):
         if not (target / METADATA_NAME).is_file():
+            if check is not None:
+                from archerfish.store.sources import open_source
+
+                check(open_source(source).config)
             ModelConverter(config, hub=hub).convert(source, target, progress=progress)
     return target
 

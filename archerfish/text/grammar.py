@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from archerfish.background import Lazy, in_background
@@ -34,8 +35,7 @@ class GrammarCompiler:
     """Compiles grammars for one tokenizer and caches the latest. Safe to use from several threads at once."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, model_name: str = "this model") -> None:
-        self.tokenizer, self.vocab_size, self.model_name = tokenizer, vocab_size, model_name
-        self._vocabulary = Lazy(self._read_vocabulary)
+        self._vocabulary = Lazy(partial(read_vocabulary, tokenizer, vocab_size, model_name))
         self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -59,32 +59,32 @@ class GrammarCompiler:
         """Read the vocabulary now, which takes up to a second, instead of for the first grammar."""
         self._vocabulary.get()
 
-    def _read_vocabulary(self) -> LLTokenizer:
-        if self.tokenizer is None:
-            raise InvalidInputError(f"{self.model_name} has no tokenizer, which a grammar needs.", hint="Leave out grammar.")
-        ends = list(self.tokenizer.eos_token_ids)
-        if not ends:
-            raise InvalidInputError(
-                f"{self.model_name} has no end token, with which a grammar ends a text.",
-                hint="State eos_token_id in its generation_config.json.",
-            )
+
+def read_vocabulary(tokenizer: Tokenizer | None, vocab_size: int, model_name: str) -> LLTokenizer:
+    if tokenizer is None:
+        raise InvalidInputError(f"{model_name} has no tokenizer, which a grammar needs.", hint="Leave out grammar.")
+    ends = list(tokenizer.eos_token_ids)
+    if not ends:
+        raise InvalidInputError(
+            f"{model_name} has no end token, with which a grammar ends a text.",
+            hint="State eos_token_id in its generation_config.json.",
+        )
+    try:
+        from llguidance import LLTokenizer, TokenizerWrapper
+    except ImportError:
+        raise InvalidInputError(
+            "Grammars need the package llguidance, which is not installed here.", hint="pip install llguidance"
+        ) from None
+    source = tokenizer.to_json() if isinstance(tokenizer, TextTokenizer) else TokenizerWrapper(ByteVocabulary(tokenizer))
+    try:
         try:
-            from llguidance import LLTokenizer, TokenizerWrapper
-        except ImportError:
-            raise InvalidInputError(
-                "Grammars need the package llguidance, which is not installed here.", hint="pip install llguidance"
-            ) from None
-        tokenizer = self.tokenizer
-        source = tokenizer.to_json() if isinstance(tokenizer, TextTokenizer) else TokenizerWrapper(ByteVocabulary(tokenizer))
-        try:
-            try:
-                return LLTokenizer(source, n_vocab=self.vocab_size, eos_token=ends)
-            except ValueError:  # the model has fewer rows than its tokenizer has tokens
-                return LLTokenizer(source, eos_token=ends)
-        except Exception as error:
-            raise UnsupportedModelError(
-                f"Grammars cannot be used with the tokenizer of {self.model_name}: {error}.", hint="Leave out grammar."
-            ) from error
+            return LLTokenizer(source, n_vocab=vocab_size, eos_token=ends)
+        except ValueError:  # the model has fewer rows than its tokenizer has tokens
+            return LLTokenizer(source, eos_token=ends)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"Grammars cannot be used with the tokenizer of {model_name}: {error}.", hint="Leave out grammar."
+        ) from error
 
 
 class ByteVocabulary:

@@ -54,7 +54,7 @@ def test_truncation_is_identical(minilm: ArrowEngine, peer: SentenceTransformer)
 def test_signatures_of_the_seed() -> None:
     first, *rest = list(inspect.signature(ArrowEngine).parameters.values())[:4]
     assert first.name == "model_path"
-    assert {each.name: each.default for each in rest} == {"device": "cpu", "max_batch_size": 32, "use_fast_tokenizer": True}
+    assert {each.name: each.default for each in rest} == {"device": "auto", "max_batch_size": 32, "use_fast_tokenizer": True}
     encode = inspect.signature(ArrowEngine.encode).parameters
     assert (encode["batch_size"].default, encode["show_progress"].default) == (32, False)
 
@@ -222,7 +222,7 @@ from pathlib import Path
 from archerfish import ArrowEngine
 engine = ArrowEngine("all-minilm-l6-v2")
 engine._packed.result(timeout=60)
-assert all(weight._made for weight in engine.core.ops._linear_weights)
+assert all(weight.made for weight in engine.core.ops._linear_weights)
 lines = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines()
 starts = [i for i, line in enumerate(lines) if line.endswith(str(engine._loader.arrow_path))]
 kb = sum(int(next(line for line in lines[i:] if line.startswith("Rss:")).split()[1]) for i in starts)

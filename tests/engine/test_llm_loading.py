@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,13 @@ import pytest
 import torch
 import transformers
 
-from archerfish import HubConfig, LLMEngine
-from archerfish.errors import ArcherfishError, UnsupportedModelError
+from archerfish import ArrowEngine, EngineConfig, HubConfig, LLMEngine
+from archerfish.engine.llm_loading import read_facts
+from archerfish.errors import ArcherfishError, OutOfMemoryError, UnsupportedModelError
+from archerfish.kernels import room
+from archerfish.kernels.machine import Memory
 from archerfish.kernels.torch.cpu import is_available
+from archerfish.types import no_progress
 from tests.engine.tiny_llama import greedy, tiny_config
 
 PROMPT = [5, 9, 33, 7, 60, 12]
@@ -65,6 +71,33 @@ def test_two_byte_types_run(model: Any, dtype: str, tmp_path: Path, hub: HubConf
 def test_an_encoder_is_refused_with_what_there_is(tiny_model: Any, hub: HubConfig) -> None:
     with pytest.raises(UnsupportedModelError, match="bert"):
         LLMEngine(str(tiny_model("Bert")), hub=hub)
+
+
+def test_model_that_does_not_fit_is_refused_before_it_is_converted(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model.save_pretrained(tmp_path / "model")
+    hub, refusal = HubConfig(cache_dir=str(tmp_path / "cache")), "weights, .* for KV and .* for buffers; 0.1 MiB of 16.0 GiB"
+    config = EngineConfig(model=str(tmp_path / "model"))
+    for num_free, num_converted in ((100_000, 0), (1 << 34, 1), (100_000, 1)):
+        monkeypatch.setattr(room, "memory", partial(Memory, 1 << 34, num_free))
+        if num_free == 100_000:
+            with pytest.raises(OutOfMemoryError, match=refusal):
+                LLMEngine(config, hub=hub)
+        else:
+            read_facts(config, hub, no_progress)
+        assert len(list(hub.cache_path().glob("converted/*/metadata.json"))) == num_converted
+
+
+def test_encoder_that_does_not_fit_is_refused(tiny_model: Any, hub: HubConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "memory", lambda: Memory(1 << 34, 1000))
+    with pytest.raises(OutOfMemoryError, match=r"needs .* MiB for weights; .* Choose weights=int8 or a smaller model"):
+        ArrowEngine(tiny_model("Bert"), hub=hub)
+
+
+def test_loading_logs_the_device_and_why(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "archerfish"), LLMEngine(tiny_config(llama)):
+        assert f"{llama.name} computes on cpu: " in caplog.text
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -67,10 +67,13 @@ def test_threads_of_openmp_end_when_released_and_not_in_a_fork() -> None:
     assert (released, forked) == (f"2 {1 << 20}", "7")
 
 
-@pytest.mark.parametrize(("policy", "expected"), [("", "100000"), ("active", "None")])
-def test_openmp_threads_spin_briefly_by_default(policy: str, expected: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "load", "expected"), [("", 0.5, "100000"), ("", 9000.0, "0"), ("active", 0.5, "None")]
+)
+def test_openmp_threads_spin_briefly_and_not_on_busy_cores(policy: str, load: float, expected: str) -> None:
     """Red if torch could be loaded before the environment is set: OpenMP reads it once."""
-    code = "import sys, os, archerfish; assert 'torch' not in sys.modules; print(os.environ.get('GOMP_SPINCOUNT'))"
+    code = f"import sys, os; os.getloadavg = lambda: ({load}, 0.0, 0.0); import archerfish\n"
+    code += "assert 'torch' not in sys.modules; print(os.environ.get('GOMP_SPINCOUNT'))"
     environment = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     environment |= {"OMP_WAIT_POLICY": policy} if policy else {}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

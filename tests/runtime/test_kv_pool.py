@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,13 +10,14 @@ import torch
 
 from archerfish.config import EngineConfig
 from archerfish.errors import DeviceError, InvalidOptionError, OutOfMemoryError
+from archerfish.kernels import room
 from archerfish.kernels.machine import Memory
 from archerfish.kernels.ops import KVLayer
 from archerfish.kernels.recurrent import EMPTY_SLOT, StateShape
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.models.adapter import KVShape
 from archerfish.runtime import kv_pool
-from archerfish.runtime.kv_pool import KVCachePool, allocate_pool, plan_memory, work_bytes
+from archerfish.runtime.kv_pool import KVCachePool, allocate_pool, check_plan, plan_memory, work_bytes
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=3, head_dim=8)
 STATES = StateShape(num_layers=2, num_heads=4, head_dim=64)
@@ -37,7 +39,7 @@ def test_blocks_follow_from_the_model_and_the_tokens_asked_for() -> None:
 
 
 def test_a_block_of_states_is_one_state_whatever_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_pool, "memory", lambda: Memory(8 * GIB, 2 * GIB))
+    monkeypatch.setattr(room, "memory", lambda: Memory(8 * GIB, 2 * GIB))
     state_bytes = 2 * (4 * 4 * 64 * 64 + 2 * 256 * 2)
     usual = plan_memory(EngineConfig(), STATES, "cpu", "bfloat16", 0)
     assert (usual.block_bytes, usual.block_size) == (state_bytes, 64)
@@ -49,16 +51,17 @@ def test_a_block_of_states_is_one_state_whatever_its_tokens(monkeypatch: pytest.
 
 
 def test_without_a_prefix_cache_a_sequence_keeps_one_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_pool, "memory", lambda: Memory(8 * GIB, 2 * GIB))
+    monkeypatch.setattr(room, "memory", lambda: Memory(8 * GIB, 2 * GIB))
     config = EngineConfig(enable_prefix_caching=False, max_num_seqs=70)
     found = plan_memory(config, STATES, "cpu", "float32", 0, max_len=3000)
     assert (found.num_blocks, found.block_size) == (70, 3000)
     assert "max_num_seqs" in found.reason
     with pytest.raises(InvalidOptionError, match="max_cache_tokens has no meaning"):
         plan_memory(config.replace(max_cache_tokens=4096), STATES, "cpu", "float32", 0, max_len=3000)
-    monkeypatch.setattr(kv_pool, "memory", lambda: Memory(8 * GIB, 1000))
-    with pytest.raises(DeviceError, match="no room for states"):
-        plan_memory(config, STATES, "cpu", "float32", 0, max_len=3000)
+    monkeypatch.setattr(room, "memory", lambda: Memory(8 * GIB, 1000))
+    planned = plan_memory(config, STATES, "cpu", "float32", 0, max_len=3000)
+    with pytest.raises(OutOfMemoryError, match=r"tiny needs 0.3 MiB for states; 0.0 MiB of 8.0 GiB are free here"):
+        check_plan("tiny", config, STATES, "cpu", planned)
 
 
 def test_a_pool_of_states() -> None:
@@ -73,14 +76,53 @@ def test_a_pool_of_states() -> None:
 
 
 def test_the_memory_budget_is_a_quarter_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_pool, "memory", lambda: Memory(8 * GIB, 2 * GIB))
+    monkeypatch.setattr(room, "memory", lambda: Memory(8 * GIB, 2 * GIB))
     assert plan().num_bytes == pytest.approx(0.5 * GIB, rel=0.001)
     assert plan(memory_budget_gib=1.0).num_bytes == pytest.approx(GIB, rel=0.001)
-    with pytest.raises(InvalidOptionError, match="GiB of memory are free"):
+    with pytest.raises(InvalidOptionError, match=r"2\.0 GiB are free"):
         plan(memory_budget_gib=3.0)
-    monkeypatch.setattr(kv_pool, "memory", lambda: Memory(8 * GIB, 1000))
-    with pytest.raises(DeviceError, match="no room"):
-        plan()
+    monkeypatch.setattr(room, "memory", lambda: Memory(8 * GIB, 1000))
+    with pytest.raises(OutOfMemoryError, match=r"for KV; 0\.0 MiB of"):
+        check_plan("tiny", EngineConfig(), SHAPE, "cpu", plan())
+
+
+def check(config: EngineConfig, device: str = "cpu", **needs: int) -> str:
+    """The refusal of a model with these needs, or nothing."""
+    planned = plan_memory(config, SHAPE, device, "float32", needs["weights"], needs.get("work", 0))
+    try:
+        check_plan("big", config, SHAPE, device, planned)
+    except OutOfMemoryError as error:
+        assert (error.status, error.code, error.exit_code) == (507, "out_of_memory", 5)
+        return str(error)
+    return ""
+
+
+def test_what_does_not_fit_is_refused_with_numbers_and_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "memory", lambda: Memory(14 * GIB, int(13.2 * GIB)))
+    usual, most = EngineConfig(), 2 * GIB // 384  # tokens of 2 GiB of KV
+    assert check(usual, weights=13 * GIB) == ""  # little is left, which KV takes a quarter of
+    assert check(usual, weights=int(16.1 * GIB), work=GIB) == (
+        "big needs 16.1 GiB for weights, 0.0 MiB for KV and 1.0 GiB for buffers; 13.2 GiB of 14.0 GiB are free here. "
+        "Choose weights=int8 or a smaller model."
+    )
+    assert "Choose a smaller model." in check(EngineConfig(weights="int8"), weights=14 * GIB)
+    assert "Choose weights=int8 or a max_num_seqs below 256." in check(usual, weights=GIB, work=20 * GIB)
+    asked = EngineConfig(max_cache_tokens=100_000_000)
+    assert check(asked, weights=GIB).startswith("big needs 1.0 GiB for weights and 35.8 GiB for KV; 13.2 GiB of")
+    tokens = int(re.findall("max_cache_tokens of at most ([0-9,]+)", check(asked, weights=GIB))[0].replace(",", ""))
+    assert check(EngineConfig(max_cache_tokens=tokens), weights=GIB) == ""
+    assert check(EngineConfig(max_cache_tokens=tokens + 16), weights=GIB)
+    assert check(EngineConfig(max_cache_tokens=most), weights=11 * GIB) == ""
+
+
+def test_free_memory_of_a_card_counts_and_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 * GIB, 80 * GIB))
+    assert check(EngineConfig(), "cuda", weights=18 * GIB) == ""
+    refused = check(EngineConfig(), "cuda", weights=20 * GIB)
+    assert "and 1.0 GiB for buffers; 20.0 GiB of 80.0 GiB are free on the card. Choose weights=int8, device=cpu or" in refused
+    assert "8.0 GiB of 80.0 GiB are free on the card (gpu_memory_utilization)" in check(
+        EngineConfig(gpu_memory_utilization=0.1), "cuda", weights=10 * GIB
+    )
 
 
 def test_memory_starts_as_zeros() -> None:

@@ -16,13 +16,15 @@ from archerfish.cli.main import find_command, make_parser
 from archerfish.cli.serve import add_serve_arguments, take_models
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ModelConfig, ServeConfig, read_models
 from archerfish.errors import InvalidOptionError, ModelNotFoundError, UnknownOptionError
+from archerfish.kernels import room
+from archerfish.kernels.machine import Memory
 from archerfish.serve import run
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.hosted_encoder import MAX_INLINE_SIZE
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.models import describe
 from archerfish.serve.processes import ModelSpec
-from archerfish.serve.wire import EmbedRequest, Ping, Vectors
+from archerfish.serve.wire import EmbedRequest, GenerationRequest, Ping, Vectors
 from archerfish.text.tokenizer import TokenizedText
 from tests.text.tiny_tokenizers import save_text_llama
 
@@ -254,6 +256,23 @@ async def test_unloaded_engine_is_freed(tmp_path: Path, monkeypatch: pytest.Monk
             del entry
     assert host.models.num_unloaded == 3
     assert gc.isenabled()
+
+
+async def test_model_for_which_memory_is_short_unloads_another_or_is_refused_with_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = make_host(tmp_path, models=tuple(tiny_spec(tmp_path / name) for name in "ab"))
+    host.load_models()  # models that do not fit now may be loaded later
+    free = 1 << 34
+    monkeypatch.setattr(room, "memory", lambda: Memory(1 << 34, 1000 if len(host.models.loaded) else free))
+    async with talking(host) as client:
+        await whole(client, model="a", token_ids=[5, 6])
+        await whole(client, model="b", token_ids=[5, 6])
+        assert host.models.num_unloaded == 1
+        free = 1000
+        refused = await failure(client, GenerationRequest(request_id="", model="a", token_ids=[5, 6]))
+        assert (refused.status, refused.code) == (507, "out_of_memory")
+        assert "a needs" in str(refused) and "for weights" in str(refused)
 
 
 async def test_single_model_may_exceed_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

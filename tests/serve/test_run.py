@@ -115,6 +115,13 @@ def test_ready_text_names_models_and_a_call(models: list[ModelSpec], begins: str
     assert "no API keys" not in text
 
 
+def test_ready_text_names_each_device_once_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "choose_device", lambda wanted: {"auto": "cuda: H200"}.get(wanted, f"{wanted}: asked for"))
+    models = (spec("generation", "a"), spec("embedding", "b"), ModelSpec(kind="generation", options={"device": "cpu"}))
+    text = run.ready_text("http://x", models, ServeConfig(), {"generation"})
+    assert text.splitlines()[1] == "Computing on cuda: H200 and cpu: asked for."
+
+
 def test_ready_text_warns_of_an_open_address_without_keys() -> None:
     models = (spec("generation", "a"),)
     for host, keys, is_warned in (
