@@ -224,6 +224,10 @@ class ServeConfig(Options):
         0, "Memory of all front ends for answers to equal deterministic requests; 0: off.", minimum=0, maximum=1 << 20
     )
     result_cache_ttl_s: float = option(600.0, "Age at which cached answers expire.", minimum=0.001)
+    reasoning: str = option(
+        "auto", "What becomes of `<think>` in answers; auto: it is their reasoning_content; none: it stays in the text.",
+        choices=("auto", "none"),
+    )
     loads: str = option(
         "start", "When models are loaded: at the start, in idle time, or at the first request.", choices=LOADS,
     )

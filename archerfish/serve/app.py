@@ -224,7 +224,7 @@ def create_app(
         config.result_cache_mib << 20, config.result_cache_ttl_s, max_tenants=max(1, len(tenants.all())),
         num_front_ends=config.num_front_ends,
     )
-    texts = TextService(catalog, results, config.keep_alive_s)
+    texts = TextService(catalog, results, config.keep_alive_s, has_reasoning=config.reasoning == "auto")
     share = FrontEndSync(catalog, registry, results)
 
     @asynccontextmanager

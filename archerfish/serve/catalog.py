@@ -7,6 +7,7 @@ import itertools
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ from archerfish.serve.overload import estimate_tokens
 from archerfish.serve.tenants import ANONYMOUS, Tenant
 from archerfish.serve.wire import Charge, Kind, Query, Report, names_of, unserved_model
 from archerfish.text.chat_template import ChatTemplate, texts_in
+from archerfish.text.reasoning import CLOSE, OPEN
 from archerfish.text.text_tokenizer import find_text_tokenizer
 from archerfish.text.tokenizer import Tokenizer
 
@@ -83,11 +85,13 @@ class ModelText:
 
     async def encode(
         self, prompt: Prompt, param: str, options: Mapping[str, Any] | None = None, answer_start: str = "", *,
-        add_special_tokens: bool = True, is_answered: bool = False,
+        add_special_tokens: bool | None = None, num_kept: int | None = None, is_answered: bool = False,
     ) -> list[int]:
         """Token ids of a text, or of a conversation with the start of the answer.
 
-        options: tools and other values for the chat template. is_answered: refuse a prompt that leaves no room for an answer.
+        options: tools and other values for the chat template. add_special_tokens: None: before a text, and not before a
+        conversation, whose template writes them. num_kept: keep only so many, the last. is_answered: refuse a prompt that
+        leaves no room for an answer.
         """
         tokenizer = self.tokenizer or self.need_tokenizer(param)
         given = options or {}
@@ -95,26 +99,34 @@ class ModelText:
         def encode() -> list[int]:
             if self.card.max_prompt_bytes:
                 check_prompt_bytes(texts_in([prompt, answer_start, *given.values()]), self.card.max_prompt_bytes)
-            if is_answered:
+            if is_answered and num_kept is None:
                 contents = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
                 num_tokens = -(-sum(map(len, contents)) // self._longest_token)
                 if num_tokens >= self.card.max_length:
                     raise ContextLengthError(num_tokens, self.card.max_length, at_least=True)
             if isinstance(prompt, str):
-                return tokenizer.encode(prompt, add_special_tokens)
+                return tokenizer.encode(prompt, add_special_tokens is not False)
             try:
                 token_ids = self.template.get().encode(tokenizer, prompt, **given)
             except UnsupportedModelError:
                 message = f"{self.card.id} has no chat template: it completes texts; give /v1/completions a prompt instead."
                 raise InvalidParameterError(message, "model") from None
-            return token_ids + tokenizer.encode(answer_start, False, plain=True) if answer_start else token_ids
+            before = tokenizer.encode("") if add_special_tokens else []
+            return before + token_ids + (tokenizer.encode(answer_start, False, plain=True) if answer_start else [])
 
         is_ready = isinstance(prompt, str) or bool(self.template.made)
         with naming(param):
             token_ids = await in_thread(encode, prompt_size(prompt, given) if is_ready else LONG_TEXT + 1)
+            token_ids = token_ids if num_kept is None else token_ids[-num_kept:]
             if is_answered:
                 self.check_length(token_ids)
         return token_ids
+
+    @cached_property
+    def has_reasoning(self) -> bool:
+        """Whether the model may write its reasoning between marks, by its chat template or its vocabulary."""
+        has_token = self.tokenizer is not None and self.tokenizer.token_to_id(CLOSE) is not None
+        return has_token or any(mark in source for source in self.template.get().sources.values() for mark in (OPEN, CLOSE))
 
     def check_ids(self, token_ids: Sequence[int]) -> None:
         """Refuse token ids outside of the vocabulary."""
@@ -242,7 +254,7 @@ class Catalog:
 
     async def encode_charged(
         self, request: Request, text: ModelText, prompt: Prompt, param: str, options: Mapping[str, Any] | None = None,
-        answer_start: str = "", *, add_special_tokens: bool = True,
+        answer_start: str = "", *, add_special_tokens: bool | None = None,
     ) -> list[int]:
         """`ModelText.encode`, whose tokens count against the limits of the caller."""
         taken = await self.charge(request, estimate_tokens(prompt_size(prompt, options or {})))

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
@@ -18,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from archerfish.errors import ArcherfishError, CallerError, InputTooLargeError
 from archerfish.observe.metrics import MetricRegistry
+from archerfish.serve.bodies import Body
 from archerfish.serve.errors import BadJSONError, Schema, failure_response
 from archerfish.serve.tenants import ANONYMOUS, Tenants, bearer_key
 
@@ -25,6 +25,7 @@ OPEN_PATHS = frozenset(("/", "/health", "/ready", "/openapi.json"))  # need no k
 OPERATOR_PATHS = ("/metrics", "/stats", "/admin/")  # figures of all tenants, and options
 CLIENT_GONE = 499  # the status that nginx logs for a client that closed its connection before the answer
 JSON_TYPE = re.compile(r"application/(.*\+)?json")
+REMARK_HEADER = b"x-archerfish-remark"  # what of a request was ignored or changed
 REQUEST_S = 60.0  # a request must arrive completely within this time
 REQUEST_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
@@ -73,11 +74,16 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         status, num_bytes, began = 0, 0, time.perf_counter()
+        remarks: list[str] = []
+        scope.setdefault("state", {})["remarks"] = remarks
 
         async def send_noted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if remarks:
+                    text = "; ".join(remarks).encode("ascii", "backslashreplace")
+                    message = {**message, "headers": [*message["headers"], (REMARK_HEADER, text)]}
             await send(message)
 
         async def receive_bounded() -> Message:
@@ -108,7 +114,7 @@ class RequestMiddleware:
                 tenant = self.tenants.find(bearer_key(headers.get("authorization"), headers.get("x-api-key")))
                 if path.startswith(OPERATOR_PATHS):
                     tenant.require_operator()
-            scope.setdefault("state", {})["tenant"] = tenant
+            scope["state"]["tenant"] = tenant
             length = headers.get("content-length", "")
             if length.isdecimal() and int(length) > self.max_body_bytes:
                 raise self._too_large()
@@ -131,7 +137,7 @@ class BodyRoute(Route):
     """
 
     def __init__(
-        self, path: str, handler: Callable[[Request, Any], Coroutine[Any, Any, ASGIApp]], body_type: type[BaseModel],
+        self, path: str, handler: Callable[[Request, Any], Coroutine[Any, Any, ASGIApp]], body_type: type[Body],
         answer: Any, events: Sequence[type[Schema]] = (),
     ) -> None:
         super().__init__(path, handler, methods=["POST"])
@@ -149,6 +155,7 @@ class BodyRoute(Route):
                 gone = asyncio.create_task(expire_when_gone(receive, limit))
                 try:
                     response = await self.handler(request, body)
+                    scope.setdefault("state", {}).setdefault("remarks", []).extend(body.remarks)
                     await response(scope, receive, send)
                 finally:
                     gone.cancel()
