@@ -14,6 +14,7 @@ from archerfish.errors import InvalidOptionError, MachineError
 
 # Kinds of models: the flag that names one, and the section of its options.
 MODEL_FLAGS = {"generation": ("--model", EngineConfig), "embedding": ("--embed-model", EmbedConfig)}
+SERVED_NAME = dest(ServeConfig, "served_model_name")
 LIMITS = {
     "requests_per_minute": (float, "most requests in a minute (default: no limit)"),
     "tokens_per_minute": (float, "most tokens, of prompts and answers, in a minute (default: no limit)"),
@@ -24,7 +25,7 @@ LIMITS = {
 
 def add_serve_arguments(parser: Parser) -> None:
     repeatable = [dest(owner, "model") for _, owner in MODEL_FLAGS.values()]
-    add_options(parser, ServeConfig, EngineConfig, EmbedConfig, HubConfig, repeatable=repeatable)
+    add_options(parser, ServeConfig, EngineConfig, EmbedConfig, HubConfig, repeatable=[*repeatable, SERVED_NAME])
 
 
 def take_models(arguments: Namespace) -> list[ModelConfig]:
@@ -40,6 +41,8 @@ def take_models(arguments: Namespace) -> list[ModelConfig]:
 
 def run_serve(arguments: Namespace, out: Output) -> int:
     models = take_models(arguments)
+    if SERVED_NAME in arguments:
+        setattr(arguments, SERVED_NAME, ",".join(vars(arguments)[SERVED_NAME]))
     service, engine = section(ServeConfig, arguments), section(EngineConfig, arguments)
     embed, hub = section(EmbedConfig, arguments), section(HubConfig, arguments)
     for kind, (flag, owner) in MODEL_FLAGS.items():

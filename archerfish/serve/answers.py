@@ -436,11 +436,16 @@ class Model(Schema, kw_only=True):
     kind: Literal["generation", "tts", "embedding", "cross-encoder"]
     max_length: int
     dimension: int | UnsetType = UNSET
+    root: str | UnsetType = UNSET  # the model that this is another name of
 
 
 class Models(Schema, kw_only=True):
     object: Literal["list"] = "list"
     data: list[Model]
+
+
+class Version(Schema):
+    version: str
 
 
 class Health(Schema, kw_only=True):

@@ -31,6 +31,7 @@ from archerfish.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Prompt = str | Sequence[dict[str, Any]]  # a text, or the messages of a conversation
+MAX_NAME = 200  # characters of an unknown model's name in a remark
 REFRESH_S = 1.0  # an unknown name makes the catalog ask for the models again, but not more often than this
 LONG_TEXT = 4096  # characters or tokens: work on more than this leaves the event loop
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -62,6 +63,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     vocab_size: int = 0
     max_prompt_bytes: int = 0  # 0: no limit
     is_tts: bool = False  # it generates tokens of speech and no text
+    served_names: tuple[str, ...] = ()  # aliases that are listed
 
 
 class ModelText:
@@ -170,9 +172,14 @@ async def in_thread(work: Callable[[], T], size: int) -> T:
 class Catalog:
     """The models of a backend, asked for when they are first needed."""
 
-    def __init__(self, backend: Backend, credentials: str = "", *, clock: Callable[[], float] = time.monotonic) -> None:
-        """credentials: the password of this front end, which allows it to name the tenant of a request."""
-        self.backend, self.credentials = backend, credentials
+    def __init__(
+        self, backend: Backend, credentials: str = "", *, accepts_any: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """credentials: the password of this front end, which allows it to name the tenant of a request.
+
+        accepts_any: an unknown name means the model that a request without a name would mean.
+        """
+        self.backend, self.credentials, self.accepts_any = backend, credentials, accepts_any
         self.started_at = int(time.time())
         self._clock = clock
         self._cards: list[ModelCard] = []
@@ -202,8 +209,11 @@ class Catalog:
         self._asked_at = self._clock()
         return self._cards
 
-    async def find(self, name: str | None, *kinds: Kind) -> ModelCard:
-        """The model of a name, of one of these kinds if any are given. Without a name: the first model of the first kind."""
+    async def find(self, name: str | None, *kinds: Kind, request: Request | None = None) -> ModelCard:
+        """The model of a name, of one of these kinds if any are given. Without a name: the first model of the first kind.
+
+        request: one that another model than the named one may answer, if the server is told so; it gets a remark then.
+        """
         cards = self._cards or await self._refresh()
         if name is None:
             found = next((card for kind in kinds for card in cards if card.kind == kind), None)
@@ -213,14 +223,17 @@ class Catalog:
         if name not in self._by_name and self._clock() - self._asked_at >= REFRESH_S:
             cards = await self._refresh()
         card = self._by_name.get(name)
+        if card is None and self.accepts_any and request is not None:
+            card = await self.find(None, *kinds)
+            request.state.remarks.append(f"the model {name[:MAX_NAME]!r} is not served here: {card.id} answers")
         if card is None:
-            raise unserved_model(name, [card.id for card in cards])
+            raise unserved_model(name, [one for card in cards for one in (card.id, *card.served_names)])
         if kinds and card.kind not in kinds:
             raise InvalidParameterError(f"The model {name!r} does not serve this route; see GET /v1/models.", "model")
         return card
 
-    async def find_text(self, name: str | None, *kinds: Kind) -> ModelText:
-        return await self.text_of(await self.find(name, *kinds))
+    async def find_text(self, name: str | None, *kinds: Kind, request: Request | None = None) -> ModelText:
+        return await self.text_of(await self.find(name, *kinds, request=request))
 
     async def text_of(self, card: ModelCard) -> ModelText:
         if card not in self._texts:
@@ -235,6 +248,14 @@ class Catalog:
         if card.kind == "embedding":
             shown.dimension = card.dimension
         return shown
+
+    async def listed(self) -> list[Model]:
+        """All models by all their public names."""
+        found: list[Model] = []
+        for card in await self.cards():
+            shown = self.describe(card)
+            found += [shown, *(msgspec.structs.replace(shown, id=name, root=card.id) for name in card.served_names)]
+        return found
 
     # Work of a front end without a model counts against the limits of tenants too.
 

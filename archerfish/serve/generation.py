@@ -255,7 +255,7 @@ class TextService:
         template_values: dict[str, Any] | None = None, answer_start: str = "", *, add_special_tokens: bool | None = None,
     ) -> Generation:
         """A request for the next message of a conversation, which the parameter `param` holds."""
-        text = await self.catalog.text_of(await self.catalog.find(body.model, "generation"))
+        text = await self.catalog.find_text(body.model, "generation", request=request)
         choice = body.check_tool_choice()
         values, names = body.sampling()
         options, tool_use = {**effort_values(body.effort()[1]), **(template_values or {})}, None

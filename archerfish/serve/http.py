@@ -21,7 +21,7 @@ from archerfish.serve.bodies import Body
 from archerfish.serve.errors import BadJSONError, Schema, failure_response
 from archerfish.serve.tenants import ANONYMOUS, Tenants, bearer_key
 
-OPEN_PATHS = frozenset(("/", "/health", "/ready", "/openapi.json"))  # need no key
+OPEN_PATHS = frozenset(("/", "/health", "/ready", "/openapi.json", "/docs", "/version", "/favicon.ico"))  # need no key
 OPERATOR_PATHS = ("/metrics", "/stats", "/admin/")  # figures of all tenants, and options
 CLIENT_GONE = 499  # the status that nginx logs for a client that closed its connection before the answer
 JSON_TYPE = re.compile(r"application/(.*\+)?json")

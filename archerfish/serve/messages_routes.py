@@ -182,7 +182,7 @@ class MessagesRoutes:
     async def count_tokens(self, request: Request, body: CountBody) -> ASGIApp:
         """The number of tokens of a conversation."""
         catalog = self.service.catalog
-        text = await catalog.find_text(body.model, "generation")
+        text = await catalog.find_text(body.model, "generation", request=request)
         values, names = body.sampling()
         gen.checked_params(values, text.card, names)
         messages, start = body.conversation()

@@ -57,7 +57,7 @@ class OpenAIRoutes:
 
     async def completions(self, request: Request, body: CompletionBody) -> ASGIApp:
         """Texts that continue prompts."""
-        text = await self.service.catalog.find_text(body.model, "generation")
+        text = await self.service.catalog.find_text(body.model, "generation", request=request)
         num_choices, most = len(body.prompt) * (body.n or 1), self.config.max_texts_per_request
         if num_choices > most:
             raise InputTooLargeError(f"The prompts make {num_choices:,} choices; a request takes at most {most:,}.")

@@ -70,7 +70,7 @@ class TextRoutes:
 
     async def tokenize(self, request: Request, body: TokenizeBody) -> ASGIApp:
         """Token ids of a text."""
-        text = await self.catalog.find_text(body.model, "generation", "embedding", "cross-encoder")
+        text = await self.catalog.find_text(body.model, "generation", "embedding", "cross-encoder", request=request)
         token_ids = await self._token_ids(request, text, body)
 
         def answer() -> Response:
@@ -82,7 +82,7 @@ class TextRoutes:
 
     async def detokenize(self, request: Request, body: DetokenizeBody) -> ASGIApp:
         """The text of token ids."""
-        text = await self.catalog.find_text(body.model, "generation", "embedding", "cross-encoder")
+        text = await self.catalog.find_text(body.model, "generation", "embedding", "cross-encoder", request=request)
         await self.catalog.charge(request, len(body.tokens))
         tokenizer = text.need_tokenizer("model")
         vocab_size, highest = max(tokenizer.vocab_size, text.card.vocab_size), max(body.tokens, default=0)
@@ -93,7 +93,7 @@ class TextRoutes:
 
     async def explain(self, request: Request, body: ExplainBody) -> ASGIApp:
         """What the cache has for a prompt of the caller, and why not more."""
-        text = await self.catalog.find_text(body.model, "generation")
+        text = await self.catalog.find_text(body.model, "generation", request=request)
         token_ids = await self._token_ids(request, text, body)
         with naming("prompt"):
             text.check_length(token_ids)
