@@ -166,6 +166,12 @@ class Generation:
     def num_output(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)
 
+    @property
+    def num_reasoning(self) -> int:
+        """About how many tokens of the output are reasoning."""
+        tokenizer = self.text.tokenizer
+        return 0 if tokenizer is None else sum(len(tokenizer.encode(choice.reasoning, False)) for choice in self.choices)
+
     def add(self, message: Chunk | Generated) -> list[ChoiceDelta]:
         """Add a message of the backend. What comes for a choice after its end is ignored."""
         self.num_cached = message.num_cached_tokens or self.num_cached

@@ -153,7 +153,8 @@ def ended(response: answers.ResponseObject, generation: gen.Generation, output: 
     num_input, num_output = len(generation.prompt_ids), generation.num_output
     usage = answers.ResponseUsage(
         input_tokens=num_input, input_tokens_details=answers.InputTokensDetails(cached_tokens=generation.num_cached),
-        output_tokens=num_output, output_tokens_details=answers.OutputTokensDetails(), total_tokens=num_input + num_output,
+        output_tokens=num_output, output_tokens_details=answers.OutputTokensDetails(generation.num_reasoning),
+        total_tokens=num_input + num_output,
     )
     status = status_of(generation.choices[0])
     details = None if status == "completed" else answers.IncompleteDetails()

@@ -74,7 +74,9 @@ def test_reasoning_before_a_call(backend: FakeBackend) -> None:
 
 def test_responses(backend: FakeBackend) -> None:
     body = {"input": "Hi", "max_output_tokens": 99}
-    whole = post(backend, RESPONSES, body).json()["output"]
+    response = post(backend, RESPONSES, body).json()
+    whole = response["output"]
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": len("Two and\ntwo.")}
     found = events(post(backend, RESPONSES, {**body, "stream": True}))
     for output in (whole, found[-1]["response"]["output"]):
         assert [item["type"] for item in output] == ["reasoning", "message"]
