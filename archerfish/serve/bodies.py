@@ -159,7 +159,8 @@ class GenerationBody(Body):
 
 REASONING_MEMBERS = ("reasoning_content", "reasoning")  # of an earlier message; the second is vLLM's newer name
 TEXT_TYPES = ("text", "input_text", "output_text")
-MESSAGE_MEMBERS = ("role", "content", "name", "tool_calls", "tool_call_id", "cache_control", *REASONING_MEMBERS)
+UNUSED_MEMBERS = ("annotations", "cache_control", "provider_specific_fields", "reasoning_details", "thinking_blocks")
+MESSAGE_MEMBERS = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING_MEMBERS, *UNUSED_MEMBERS)
 FUNCTION_MEMBERS = ("name", "description", "parameters", "strict")
 FUNCTION = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
 # Parameters of SamplingParams that bodies have by the same name and with the same meaning.

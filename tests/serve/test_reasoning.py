@@ -136,9 +136,10 @@ def test_reasoning_is_turned_off(tmp_path: Path, route: str, stated: dict[str, A
 
 def test_earlier_reasoning_reaches_the_template(tmp_path: Path) -> None:
     backend = thinker(tmp_path, QWEN, ANSWER)
+    echoed = {"content": "4", "reasoning_content": "2+2", "annotations": [{"a": 1}], "provider_specific_fields": {"a": 1}}
     blocks = [{"type": "thinking", "thinking": "2+2", "signature": "x"}, {"type": "text", "text": "4"}]
     for route, message in (
-        (CHAT, {"content": "4", "reasoning_content": "2+2"}), (CHAT, {"content": "4", "reasoning": "2+2"}),
+        (CHAT, {"content": "4", "reasoning_content": "2+2"}), (CHAT, {"content": "4", "reasoning": "2+2"}), (CHAT, echoed),
         (MESSAGES, {"content": blocks}),
     ):  # fmt: skip
         body = {"messages": [*HI, {"role": "assistant", **message}, *HI], "max_tokens": 20}
