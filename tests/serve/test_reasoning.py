@@ -7,14 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
+import openai
 import pytest
+from anthropic.types import ThinkingBlock
 from starlette.applications import Starlette
 
 from archerfish.config import ServeConfig
 from archerfish.serve.app import create_app
 
-from .fake_backend import TEMPLATE, FakeBackend, events, post, prompt_of, save_model
+from .client import running
+from .fake_backend import MODEL, TEMPLATE, FakeBackend, events, post, prompt_of, save_model
 from .test_openai_parameters import CHAT, COUNT, HI, MESSAGES, REMARK, RESPONSES
 
 ANSWER = "<think>\nTwo and\ntwo.\n</think>\n\nFour."
@@ -149,3 +153,26 @@ def test_earlier_reasoning_reaches_the_template(tmp_path: Path) -> None:
              {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "4"}]}]  # fmt: skip
     assert post(backend, RESPONSES, {"input": [*HI, *items, *HI]}).status_code == 200
     assert "<|start|>assistant\n(2+2)4<|end|>" in prompt_of(backend)
+
+
+def test_packages_read_reasoning(backend: FakeBackend) -> None:
+    """The streams of both packages put an answer together again; what they give can be sent back."""
+    with running(create_app(backend, credentials="pass")) as served:
+        claude = anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
+        with claude.messages.stream(model=MODEL, max_tokens=99, messages=[{"role": "user", "content": "2+2?"}]) as stream:
+            content = stream.get_final_message().content
+        assert [block.type for block in content] == ["thinking", "text"]
+        assert isinstance(content[0], ThinkingBlock) and content[0].thinking == "Two and\ntwo."
+        talk: Any = [*HI, {"role": "assistant", "content": content}, *HI]
+        assert claude.messages.create(model=MODEL, max_tokens=99, messages=talk).content[0] == content[0]
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+        with client.responses.stream(model=MODEL, input="2+2?", max_output_tokens=99) as answers:
+            response = answers.get_final_response()
+        assert [item.type for item in response.output] == ["reasoning", "message"] and response.output_text == "Four."
+        items: Any = [*HI, *response.output, *HI]
+        assert client.responses.create(model=MODEL, input=items, max_output_tokens=99).output_text == "Four."
+        chat = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "2+2?"}], max_tokens=99)
+        message = chat.choices[0].message
+        assert (message.content, getattr(message, "reasoning_content", "")) == ("Four.", "Two and\ntwo.")
+        again: Any = [*HI, message, *HI]
+        assert client.chat.completions.create(model=MODEL, messages=again, max_tokens=99).choices[0].message.content == "Four."
