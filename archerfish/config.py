@@ -203,6 +203,12 @@ class ServeConfig(Options):
     kinds: str = option(
         "all", "Which models are served: text generation, embeddings, or both.", choices=("all", "generation", "embedding")
     )
+    served_model_name: str = option(
+        "", "Names of the first model for requests, separated by commas; answers show the first of them; empty: its own name."
+    )
+    accept_any_model: bool = option(
+        False, "Answer a request for an unknown model with the first model that serves its route; a remark says so."
+    )
     rerank_model: str = option("", "Cross-encoder for /v1/rerank; empty: rank by the cosine of the embedding model.")
     num_front_ends: int = option(
         1, "Processes that speak HTTP; one is enough for some thousand tokens a second.", minimum=1, maximum=64
@@ -231,6 +237,10 @@ class ServeConfig(Options):
         0, "Memory of all front ends for answers to equal deterministic requests; 0: off.", minimum=0, maximum=1 << 20
     )
     result_cache_ttl_s: float = option(600.0, "Age at which cached answers expire.", minimum=0.001)
+    reasoning: str = option(
+        "auto", "What becomes of `<think>` in answers; auto: it is their reasoning_content; none: it stays in the text.",
+        choices=("auto", "none"),
+    )
     loads: str = option(
         "start", "When models are loaded: at the start, in idle time, or at the first request.", choices=LOADS,
     )

@@ -19,6 +19,7 @@ MOST_USED = (
     "engine.model", "embed.model", "serve.host", "serve.port", "serve.api_keys_file", "serve.loads", "engine.device",
     "engine.dtype", "engine.weights", "engine.max_model_len",
 )  # fmt: skip
+SERVED_NAME = dest(ServeConfig, "served_model_name")
 LIMITS = {
     "requests_per_minute": (float, "most requests in a minute (default: no limit)"),
     "tokens_per_minute": (float, "most tokens, of prompts and answers, in a minute (default: no limit)"),
@@ -31,7 +32,9 @@ def add_serve_arguments(parser: Parser) -> None:
     text = "model to serve: the same as --model, --embed-model or --rerank-model, whichever fits the model"
     parser.add_argument("models", nargs="*", metavar="MODEL", help=text)
     repeatable = [dest(owner, "model") for _, owner in MODEL_FLAGS.values()]
-    add_options(parser, ServeConfig, EngineConfig, EmbedConfig, HubConfig, first=MOST_USED, repeatable=repeatable)
+    add_options(
+        parser, ServeConfig, EngineConfig, EmbedConfig, HubConfig, first=MOST_USED, repeatable=[*repeatable, SERVED_NAME]
+    )
 
 
 def take_models(arguments: Namespace) -> list[ModelConfig]:
@@ -77,6 +80,8 @@ def kind_of(path: Path) -> str:
 def run_serve(arguments: Namespace, out: Output) -> int:
     name_by_flags(arguments, out)
     models = take_models(arguments)
+    if SERVED_NAME in arguments:
+        setattr(arguments, SERVED_NAME, ",".join(vars(arguments)[SERVED_NAME]))
     service, engine = section(ServeConfig, arguments), section(EngineConfig, arguments)
     embed, hub = section(EmbedConfig, arguments), section(HubConfig, arguments)
     for kind, (flag, owner) in MODEL_FLAGS.items():

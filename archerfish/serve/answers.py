@@ -50,6 +50,7 @@ class ChatMessage(Schema, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -91,6 +92,7 @@ class ChatCompletion(GeneratedAnswer, kw_only=True):
 class ChatDelta(Schema):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -162,6 +164,19 @@ class FunctionCallItem(Schema, tag_field="type", tag="function_call"):
     status: ItemStatus
 
 
+class ReasoningText(Schema, tag_field="type", tag="reasoning_text"):
+    text: str = ""
+
+
+class ReasoningItem(Schema, tag_field="type", tag="reasoning"):
+    """What the model thought before it answered."""
+
+    id: str
+    status: ItemStatus
+    summary: list[Any] = field(default_factory=list)
+    content: list[ReasoningText] = field(default_factory=list)
+
+
 class InputTokensDetails(CachedTokens):
     cache_write_tokens: int = 0
 
@@ -199,7 +214,7 @@ class ResponseObject(Schema, kw_only=True):
     instructions: str | None
     max_output_tokens: int | None
     model: str
-    output: list[MessageItem | FunctionCallItem] = field(default_factory=list)
+    output: list[MessageItem | FunctionCallItem | ReasoningItem] = field(default_factory=list)
     parallel_tool_calls: bool
     previous_response_id: None = None
     store: Literal[False] = False
@@ -228,7 +243,7 @@ class OutputItemEvent(ResponseEvent):
     """response.output_item.added and .done."""
 
     output_index: int
-    item: MessageItem | FunctionCallItem
+    item: MessageItem | FunctionCallItem | ReasoningItem
 
 
 class ItemMemberEvent(ResponseEvent):
@@ -237,7 +252,7 @@ class ItemMemberEvent(ResponseEvent):
     item_id: str
     output_index: int
     content_index: int | UnsetType = UNSET
-    part: OutputTextPart | UnsetType = UNSET
+    part: OutputTextPart | ReasoningText | UnsetType = UNSET
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
     logprobs: list[ChosenLogprob] | UnsetType = UNSET
@@ -269,6 +284,13 @@ class TextBlock(Schema, tag_field="type", tag="text"):
     text: str = ""
 
 
+class ThinkingBlock(Schema, tag_field="type", tag="thinking"):
+    """What the model thought; nothing is signed here."""
+
+    thinking: str = ""
+    signature: str = ""
+
+
 class ToolUseBlock(Schema, tag_field="type", tag="tool_use"):
     id: str
     name: str
@@ -287,7 +309,7 @@ class MessageObject(Schema, kw_only=True):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[TextBlock | ToolUseBlock] = field(default_factory=list)
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock] = field(default_factory=list)
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
@@ -299,11 +321,15 @@ class MessageStart(Schema, tag_field="type", tag="message_start"):
 
 class ContentBlockStart(Schema, tag_field="type", tag="content_block_start"):
     index: int
-    content_block: TextBlock | ToolUseBlock
+    content_block: TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class BlockText(Schema, tag_field="type", tag="text_delta"):
     text: str
+
+
+class BlockThinking(Schema, tag_field="type", tag="thinking_delta"):
+    thinking: str
 
 
 class BlockInput(Schema, tag_field="type", tag="input_json_delta"):
@@ -312,7 +338,7 @@ class BlockInput(Schema, tag_field="type", tag="input_json_delta"):
 
 class ContentBlockDelta(Schema, tag_field="type", tag="content_block_delta"):
     index: int
-    delta: BlockText | BlockInput
+    delta: BlockText | BlockThinking | BlockInput
 
 
 class ContentBlockStop(Schema, tag_field="type", tag="content_block_stop"):
@@ -413,11 +439,16 @@ class Model(Schema, kw_only=True):
     max_length: int
     dimension: int | UnsetType = UNSET
     default_sampling: dict[str, Any] | UnsetType = UNSET
+    root: str | UnsetType = UNSET  # the model that this is another name of
 
 
 class Models(Schema, kw_only=True):
     object: Literal["list"] = "list"
     data: list[Model]
+
+
+class Version(Schema):
+    version: str
 
 
 class Health(Schema, kw_only=True):

@@ -17,11 +17,12 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from archerfish import __version__
 from archerfish.compat.optimization import OptimizationConfig
 from archerfish.config import EngineConfig, ServeConfig
 from archerfish.errors import ArcherfishError, StoppedError
 from archerfish.observe.metrics import GivenMetric, Metric, MetricRegistry, Sample
-from archerfish.serve.answers import Failing, Health, Models
+from archerfish.serve.answers import Failing, Health, Models, Version
 from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import AsyncClient, Backend
 from archerfish.serve.errors import HANDLERS, RETRY_AFTER_S, json_response
@@ -32,7 +33,7 @@ from archerfish.serve.metrics import CONTENT_TYPE, exposition, gauges, metric_va
 from archerfish.serve.openai_routes import OpenAIRoutes
 from archerfish.serve.openapi import openapi_document
 from archerfish.serve.overload import retry_after
-from archerfish.serve.page import page
+from archerfish.serve.page import ICON, docs_page, page
 from archerfish.serve.responses_routes import ResponsesRoutes
 from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.tenants import Tenants
@@ -126,12 +127,13 @@ class StateRoutes:
         self.routes = [
             Route("/v1/models", self.models), Route("/v1/models/{model_id:path}", self.model), Route("/health", self.health),
             Route("/ready", self.ready), Route("/stats", self.stats), Route("/metrics", self.metrics), Route("/", self.index),
-            Route("/openapi.json", self.openapi), Route("/admin/optimization", self.optimization, methods=["GET", "PATCH"]),
+            Route("/openapi.json", self.openapi), Route("/docs", self.docs), Route("/version", self.version),
+            Route("/favicon.ico", self.icon), Route("/admin/optimization", self.optimization, methods=["GET", "PATCH"]),
         ]  # fmt: skip
 
     async def models(self, request: Request) -> Response:
         """The models that are served."""
-        return json_response(Models(data=[self.catalog.describe(card) for card in await self.catalog.cards()]))
+        return json_response(Models(data=await self.catalog.listed()))
 
     async def model(self, request: Request) -> Response:
         """One model."""
@@ -174,6 +176,18 @@ class StateRoutes:
     async def openapi(self, request: Request) -> Response:
         """The OpenAPI document."""
         return json_response(openapi_document(request.app.routes))
+
+    async def docs(self, request: Request) -> Response:
+        """The routes and their parameters as a web page."""
+        return HTMLResponse(docs_page(openapi_document(request.app.routes)))
+
+    async def version(self, request: Request) -> Response:
+        """The version of archerfish."""
+        return json_response(Version(version=__version__))
+
+    async def icon(self, request: Request) -> Response:
+        """The picture of the pages."""
+        return Response(ICON, media_type="image/svg+xml", headers={"Cache-Control": "max-age=86400"})
 
     async def optimization(self, request: Request) -> Response:
         """The options in force; PATCH changes some, by either of their names, and the answer has both values of those too."""
@@ -219,12 +233,14 @@ def create_app(
     credentials: the password that allows this front end to name the tenants of requests to the engine process.
     """
     config, registry, tenants = config or ServeConfig(), registry or MetricRegistry(), tenants or Tenants()
-    catalog = Catalog(backend, credentials)
+    catalog = Catalog(backend, credentials, accepts_any=config.accept_any_model)
     results = ResultCache(
         config.result_cache_mib << 20, config.result_cache_ttl_s, max_tenants=max(1, len(tenants.all())),
         num_front_ends=config.num_front_ends,
     )
-    texts = TextService(catalog, results, config.keep_alive_s, config.max_output_tokens)
+    texts = TextService(
+        catalog, results, config.keep_alive_s, config.max_output_tokens, has_reasoning=config.reasoning == "auto"
+    )
     share = FrontEndSync(catalog, registry, results)
 
     @asynccontextmanager

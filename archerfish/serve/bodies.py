@@ -1,19 +1,30 @@
 """Bodies of requests. An unknown parameter is refused with the nearest known one. No value is converted to another type.
 
-A parameter of OpenAI's or another API that this server does not support is refused, unless its value is the default.
+A parameter of OpenAI's or another API that changes no answer here is accepted with a remark. One whose effect a caller would
+miss is refused, unless its value is the default.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    PrivateAttr,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)  # fmt: skip
 
 from archerfish.engine.request_maker import MAX_DEADLINE_S
 from archerfish.errors import InvalidInputError, did_you_mean
-from archerfish.params import MAX_LOGPROBS, MAX_N, MAX_SEED, MIN_SEED, SamplingParams
+from archerfish.params import MAX_LOGPROBS, MAX_SEED, MIN_SEED, SamplingParams
 from archerfish.serve.errors import (
     InvalidParameterError,
     UnknownParameterError,
@@ -22,7 +33,7 @@ from archerfish.serve.errors import (
     json_type,
     naming,
 )
-from archerfish.serve.formats import check_schema, nested_grammar, response_grammar
+from archerfish.serve.formats import check_schema, nested_grammar, response_grammar, structured_grammar
 
 MAX_TOKEN_ID = 2**31 - 1
 UNUSED = "Accepted and not used."
@@ -96,26 +107,46 @@ def bounded(default: int | None = None, description: str | None = None, **bounds
 Values = Mapping[str, tuple[Any, ...]]  # values by the names of parameters
 
 
+def without_effect(*names: str) -> str:
+    """The remark about parameters that are ignored."""
+    return f"without effect here: {', '.join(names)}"
+
+
 class Body(BaseModel):
     """Base of all bodies."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     # Parameters that this server does not support, with the values that are accepted because they change nothing.
     unsupported: ClassVar[Values] = {}
+    # Parameters that are accepted without an effect. A remark says so, unless the value is one that changes nothing.
+    ignored: ClassVar[Values] = {}
+    _remarks: list[str] = PrivateAttr(default_factory=list)
 
-    @model_validator(mode="before")
+    @property
+    def remarks(self) -> list[str]:
+        """For the caller: what of the body is ignored or changed."""
+        return self._remarks
+
+    @model_validator(mode="wrap")
     @classmethod
-    def _refuse_unknown(cls, data: Any) -> Any:
+    def _read_known(cls, data: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(data, dict):
-            return data
-        for name, value in data.items():
-            if name in cls.unsupported:
-                if value is not None and value not in cls.unsupported[name]:
-                    raise UnsupportedParameterError(f"The parameter {name!r} is not supported here.", name)
-            elif name not in cls.model_fields:
+            return read(data)
+        unused: list[str] = []
+        for name in data.keys() - cls.model_fields.keys():
+            accepted = cls.ignored.get(name, cls.unsupported.get(name))
+            if accepted is None:
                 message = f"Unknown parameter {name!r}. {did_you_mean(name, cls.model_fields)}".strip()
                 raise UnknownParameterError(message, name)
-        return {name: value for name, value in data.items() if name not in cls.unsupported}
+            if data[name] is None or data[name] in accepted:
+                continue
+            if name in cls.unsupported:
+                raise UnsupportedParameterError(f"The parameter {name!r} is not supported here.", name)
+            unused.append(name)
+        body = read({name: value for name, value in data.items() if name in cls.model_fields})
+        if unused:
+            body.remarks.append(without_effect(*sorted(unused)))
+        return body
 
 
 class GenerationBody(Body):
@@ -133,14 +164,24 @@ class GenerationBody(Body):
 
 # Text
 
+REASONING_MEMBERS = ("reasoning_content", "reasoning")  # of an earlier message; the second is vLLM's newer name
 TEXT_TYPES = ("text", "input_text", "output_text")
-MESSAGE_MEMBERS = ("role", "content", "name", "tool_calls", "tool_call_id")
+UNUSED_MEMBERS = ("annotations", "cache_control", "provider_specific_fields", "reasoning_details", "thinking_blocks")
+MESSAGE_MEMBERS = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING_MEMBERS, *UNUSED_MEMBERS)
 FUNCTION_MEMBERS = ("name", "description", "parameters", "strict")
 FUNCTION = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
 # Parameters of SamplingParams that bodies have by the same name and with the same meaning.
 SAMPLING = [name for name in SamplingParams.__dataclass_fields__ if name not in ("max_tokens", "logprobs")]
 # Parameters that state a grammar, and its kind.
 GUIDES = {"guided_json": "json_schema", "guided_regex": "regex", "guided_grammar": "lark", "guided_choice": "choice"}
+# Parameters of other servers and labels of the caller, which change no answer.
+IGNORED: Values = {
+    "user": (), "metadata": (), "safety_identifier": (), "prompt_cache_key": (), "prompt_cache_retention": (),
+    "prompt_cache_options": (), "service_tier": ("auto", "default"), "store": (False,), "moderation": (), "prediction": (),
+    "verbosity": ("medium",), "request_id": (), "vllm_xargs": (), "kv_transfer_params": (), "mm_processor_kwargs": (),
+    "guided_decoding_backend": (), "guided_whitespace_pattern": (), "spaces_between_special_tokens": (True,),
+    "length_penalty": (1,), "early_stopping": (False,), "cache_prompt": (True,), "keep_alive": (),
+}  # fmt: skip
 
 
 def one_of(*schemas: dict[str, Any]) -> Any:
@@ -155,6 +196,7 @@ class TextBody(GenerationBody):
     """What all routes for text take: the engine's sampling parameters, beside those of the API that they follow."""
 
     format_param: ClassVar[str] = "response_format"  # the route's own parameter for the format of an answer
+    ignored: ClassVar[Values] = IGNORED
 
     min_p: float | None = bounded(minimum=0, maximum=1)
     presence_penalty: float | None = bounded(minimum=-100, maximum=100)
@@ -170,26 +212,34 @@ class TextBody(GenerationBody):
     guided_regex: str | None = None
     guided_grammar: str | None = Field(None, description="A grammar in Lark's notation.")
     guided_choice: list[str] | None = None
+    structured_outputs: dict[str, Any] | None = Field(None, description="vLLM's form: json, regex, choice or grammar.")
 
     def sampling(self) -> tuple[dict[str, Any], dict[str, str]]:
         """The SamplingParams that the body states, and the names that the route has for some of them."""
         values = {name: value for name in SAMPLING if (value := getattr(self, name, None)) is not None}
         if self.logit_bias is not None:  # JSON has strings in the place of token ids
             values["logit_bias"] = {int(key) if TOKEN_ID.fullmatch(key) else key: bias for key, bias in self.logit_bias.items()}
-        guides = [name for name in GUIDES if getattr(self, name) is not None]
-        stated, grammar = getattr(self, self.format_param), None
-        if stated is not None:
+        stated = {name: value for name in GUIDES if (value := getattr(self, name)) is not None}
+        guides = {name: {"kind": GUIDES[name], "value": value} for name, value in stated.items()}
+        if self.structured_outputs is not None:
+            with naming("structured_outputs"):
+                guides["structured_outputs"] = structured_grammar(self.structured_outputs, "structured_outputs")
+        form, grammar = getattr(self, self.format_param), None
+        if form is not None:
             read = response_grammar if self.format_param == "response_format" else nested_grammar
             with naming(self.format_param):
-                grammar = read(stated, self.format_param)
-        names = guides + ([self.format_param] if grammar else [])
+                grammar = read(form, self.format_param)
+        names = [*guides, *([self.format_param] if grammar else [])]
         if len(names) > 1:
             raise InvalidParameterError(f"{' and '.join(names)} exclude each other: an answer has one format.", names[0])
-        if guides:
-            grammar = {"kind": GUIDES[guides[0]], "value": getattr(self, guides[0])}
+        grammar = guides[names[0]] if guides else grammar
         if grammar is not None:
             values["grammar"] = grammar
         return values, {"grammar": names[0] if names else self.format_param}
+
+    def num_kept(self, max_length: int, max_tokens: int | None) -> int | None:
+        """How many tokens at the end of a prompt are kept; None: all."""
+        return None
 
 
 # Messages
@@ -236,6 +286,8 @@ def read_message(message: Any, where: str, names: dict[str, str]) -> dict[str, A
     found_message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text}
     if calls:
         found_message["tool_calls"] = calls
+    if role == "assistant" and (thoughts := [message[name] for name in REASONING_MEMBERS if message.get(name)]):
+        found_message["reasoning_content"] = check_text(thoughts[0], f"{where}.{REASONING_MEMBERS[0]}")
     if isinstance(message.get("name"), str):
         found_message["name"] = message["name"]
     if role == "tool":
@@ -341,6 +393,10 @@ class ToolBody(TextBody):
     tool_choice: ToolChoice = ""
     parallel_tool_calls: bool | None = Field(None, description="false: one call at most.")
 
+    def effort(self) -> tuple[str, str]:
+        """How much reasoning is asked for, "none" for none and "" if nothing is said; after the parameter that says it."""
+        return "", ""
+
     def check_tool_choice(self) -> str:
         """tool_choice with its default: "auto", or "none" without tools."""
         names = [tool["function"]["name"] for tool in self.tools]
@@ -359,90 +415,3 @@ class ConversationBody(ToolBody):
     """What chat and responses have in common."""
 
     top_logprobs: int | None = bounded(minimum=0, maximum=MAX_LOGPROBS)
-    metadata: dict[str, Any] | None = Field(None, description="Has no effect; responses repeat it.")
-    safety_identifier: str | None = Field(None, description=UNUSED)
-    prompt_cache_key: str | None = Field(None, description=UNUSED)
-    prompt_cache_retention: str | None = Field(None, description=UNUSED)
-
-
-class StreamOptions(Body):
-    """stream_options."""
-
-    include_usage: bool = False
-    include_obfuscation: bool = Field(False, description=UNUSED)
-
-
-class ChoicesBody(TextBody):
-    """What chat and completions have in common."""
-
-    n: int | None = bounded(minimum=1, maximum=MAX_N)
-    stop: Stop = None
-    prompt_logprobs: int | None = bounded(minimum=0, maximum=MAX_LOGPROBS)
-    response_format: dict[str, Any] | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description=UNUSED)
-
-    def sampling(self) -> tuple[dict[str, Any], dict[str, str]]:
-        if self.stream and self.prompt_logprobs is not None:
-            raise UnsupportedParameterError("Logprobs of a prompt are not streamed; leave out stream.", "stream")
-        if self.stream_options is not None and not self.stream:
-            raise InvalidParameterError("stream_options is for streams; set stream to true.", "stream_options")
-        return super().sampling()
-
-
-class ChatBody(ConversationBody, ChoicesBody):
-    """POST /v1/chat/completions, in OpenAI's form."""
-
-    unsupported: ClassVar[Values] = {
-        "audio": (), "function_call": (), "functions": (), "modalities": (["text"],), "moderation": (), "prediction": (),
-        "prompt_cache_options": (), "reasoning_effort": ("none",), "service_tier": ("auto", "default"), "store": (False,),
-        "verbosity": ("medium",), "web_search_options": (), "best_of": (1,),
-    }  # fmt: skip
-
-    messages: Messages
-    max_tokens: int | None = bounded(minimum=1)
-    max_completion_tokens: int | None = bounded(description="OpenAI's newer name of max_tokens.", minimum=1)
-    logprobs: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Values for the chat template.")
-
-    def sampling(self) -> tuple[dict[str, Any], dict[str, str]]:
-        values, names = super().sampling()
-        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
-        if len(limits) > 1:
-            raise InvalidParameterError("max_tokens and max_completion_tokens differ.", "max_completion_tokens")
-        if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidParameterError("top_logprobs needs logprobs to be true.", "top_logprobs")
-        values["max_tokens"], names["logprobs"] = next(iter(limits), None), "top_logprobs"
-        if self.max_tokens is None:
-            names["max_tokens"] = "max_completion_tokens"
-        if self.logprobs:
-            values["logprobs"] = self.top_logprobs or 0
-        return values, names
-
-
-class CompletionBody(ChoicesBody):
-    """POST /v1/completions, in OpenAI's form."""
-
-    unsupported: ClassVar[Values] = {"best_of": (1,), "suffix": ("",)}
-
-    prompt: Prompts
-    max_tokens: int | None = bounded(16, "0, with echo, gives the prompt alone.", minimum=0)
-    logprobs: int | None = bounded(minimum=0, maximum=MAX_LOGPROBS)
-    echo: bool | None = None
-    return_token_ids: bool = Field(False, description="Give token ids beside the text.")
-    add_special_tokens: bool = Field(True, description="Put special tokens, such as the one for the beginning, before a text.")
-
-    def sampling(self) -> tuple[dict[str, Any], dict[str, str]]:
-        values, names = super().sampling()
-        values["max_tokens"] = self.max_tokens
-        if self.max_tokens == 0:
-            if not self.echo:
-                raise InvalidParameterError("max_tokens is 0, which is only allowed with echo.", "max_tokens")
-            values["max_tokens"] = 1  # the least that the engine generates; it is not shown
-        if self.logprobs is not None:
-            values["logprobs"] = self.logprobs
-            if self.echo and self.stream:
-                raise UnsupportedParameterError("Logprobs of a prompt are not streamed; leave out stream.", "stream")
-            if self.echo:
-                values.setdefault("prompt_logprobs", self.logprobs)
-        return values, names

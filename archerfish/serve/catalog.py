@@ -7,6 +7,7 @@ import itertools
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,11 +25,13 @@ from archerfish.serve.overload import estimate_tokens
 from archerfish.serve.tenants import ANONYMOUS, Tenant
 from archerfish.serve.wire import Charge, Kind, Query, Report, names_of, unserved_model
 from archerfish.text.chat_template import ChatTemplate, texts_in
+from archerfish.text.reasoning import CLOSE, OPEN
 from archerfish.text.text_tokenizer import find_text_tokenizer
 from archerfish.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Prompt = str | Sequence[dict[str, Any]]  # a text, or the messages of a conversation
+MAX_NAME = 200  # characters of an unknown model's name in a remark
 REFRESH_S = 1.0  # an unknown name makes the catalog ask for the models again, but not more often than this
 LONG_TEXT = 4096  # characters or tokens: work on more than this leaves the event loop
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -61,6 +64,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     max_prompt_bytes: int = 0  # 0: no limit
     max_sequence: int = 0  # as max_length, and as its memory holds; 0: max_length
     is_tts: bool = False  # it generates tokens of speech and no text
+    served_names: tuple[str, ...] = ()  # aliases that are listed
     default_sampling: dict[str, Any] = {}  # of requests that state none
 
     def __hash__(self) -> int:
@@ -88,11 +92,13 @@ class ModelText:
 
     async def encode(
         self, prompt: Prompt, param: str, options: Mapping[str, Any] | None = None, answer_start: str = "", *,
-        add_special_tokens: bool = True, is_answered: bool = False,
+        add_special_tokens: bool | None = None, num_kept: int | None = None, is_answered: bool = False,
     ) -> list[int]:
         """Token ids of a text, or of a conversation with the start of the answer.
 
-        options: tools and other values for the chat template. is_answered: refuse a prompt that leaves no room for an answer.
+        options: tools and other values for the chat template. add_special_tokens: None: before a text, and not before a
+        conversation, whose template writes them. num_kept: keep only so many, the last. is_answered: refuse a prompt that
+        leaves no room for an answer.
         """
         tokenizer = self.tokenizer or self.need_tokenizer(param)
         given = options or {}
@@ -100,26 +106,34 @@ class ModelText:
         def encode() -> list[int]:
             if self.card.max_prompt_bytes:
                 check_prompt_bytes(texts_in([prompt, answer_start, *given.values()]), self.card.max_prompt_bytes)
-            if is_answered:
+            if is_answered and num_kept is None:
                 contents = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
                 num_tokens = -(-sum(map(len, contents)) // self._longest_token)
                 if num_tokens >= self.card.max_length:
                     raise ContextLengthError(num_tokens, self.card.max_length, at_least=True)
             if isinstance(prompt, str):
-                return tokenizer.encode(prompt, add_special_tokens)
+                return tokenizer.encode(prompt, add_special_tokens is not False)
             try:
                 token_ids = self.template.get().encode(tokenizer, prompt, **given)
             except UnsupportedModelError:
                 message = f"{self.card.id} has no chat template: it completes texts; give /v1/completions a prompt instead."
                 raise InvalidParameterError(message, "model") from None
-            return token_ids + tokenizer.encode(answer_start, False, plain=True) if answer_start else token_ids
+            before = tokenizer.encode("") if add_special_tokens else []
+            return before + token_ids + (tokenizer.encode(answer_start, False, plain=True) if answer_start else [])
 
         is_ready = isinstance(prompt, str) or bool(self.template.made)
         with naming(param):
             token_ids = await in_thread(encode, prompt_size(prompt, given) if is_ready else LONG_TEXT + 1)
+            token_ids = token_ids if num_kept is None else token_ids[-num_kept:]
             if is_answered:
                 self.check_length(token_ids)
         return token_ids
+
+    @cached_property
+    def has_reasoning(self) -> bool:
+        """Whether the model may write its reasoning between marks, by its chat template or its vocabulary."""
+        has_token = self.tokenizer is not None and self.tokenizer.token_to_id(CLOSE) is not None
+        return has_token or any(mark in source for source in self.template.get().sources.values() for mark in (OPEN, CLOSE))
 
     def check_ids(self, token_ids: Sequence[int]) -> None:
         """Refuse token ids outside of the vocabulary."""
@@ -163,9 +177,14 @@ async def in_thread(work: Callable[[], T], size: int) -> T:
 class Catalog:
     """The models of a backend, asked for when they are first needed."""
 
-    def __init__(self, backend: Backend, credentials: str = "", *, clock: Callable[[], float] = time.monotonic) -> None:
-        """credentials: the password of this front end, which allows it to name the tenant of a request."""
-        self.backend, self.credentials = backend, credentials
+    def __init__(
+        self, backend: Backend, credentials: str = "", *, accepts_any: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """credentials: the password of this front end, which allows it to name the tenant of a request.
+
+        accepts_any: an unknown name means the model that a request without a name would mean.
+        """
+        self.backend, self.credentials, self.accepts_any = backend, credentials, accepts_any
         self.started_at = int(time.time())
         self._clock = clock
         self._cards: list[ModelCard] = []
@@ -196,8 +215,11 @@ class Catalog:
         self._asked_at = self._clock()
         return self._cards
 
-    async def find(self, name: str | None, *kinds: Kind) -> ModelCard:
-        """The model of a name, of one of these kinds if any are given. Without a name: the first model of the first kind."""
+    async def find(self, name: str | None, *kinds: Kind, request: Request | None = None) -> ModelCard:
+        """The model of a name, of one of these kinds if any are given. Without a name: the first model of the first kind.
+
+        request: one that another model than the named one may answer, if the server is told so; it gets a remark then.
+        """
         cards = self._cards or await self._refresh()
         if name is None:
             found = next((card for kind in kinds for card in cards if card.kind == kind), None)
@@ -207,14 +229,17 @@ class Catalog:
         if name not in self._by_name and self._clock() - self._asked_at >= REFRESH_S:
             cards = await self._refresh()
         card = self._by_name.get(name)
+        if card is None and self.accepts_any and request is not None:
+            card = await self.find(None, *kinds)
+            request.state.remarks.append(f"the model {name[:MAX_NAME]!r} is not served here: {card.id} answers")
         if card is None:
-            raise unserved_model(name, [card.id for card in cards])
+            raise unserved_model(name, [one for card in cards for one in (card.id, *card.served_names)])
         if kinds and card.kind not in kinds:
             raise InvalidParameterError(f"The model {name!r} does not serve this route; see GET /v1/models.", "model")
         return card
 
-    async def find_text(self, name: str | None, *kinds: Kind) -> ModelText:
-        return await self.text_of(await self.find(name, *kinds))
+    async def find_text(self, name: str | None, *kinds: Kind, request: Request | None = None) -> ModelText:
+        return await self.text_of(await self.find(name, *kinds, request=request))
 
     async def text_of(self, card: ModelCard) -> ModelText:
         if card not in self._texts:
@@ -231,6 +256,14 @@ class Catalog:
         elif card.kind == "generation" and not card.is_tts:
             shown.default_sampling = card.default_sampling
         return shown
+
+    async def listed(self) -> list[Model]:
+        """All models by all their public names."""
+        found: list[Model] = []
+        for card in await self.cards():
+            shown = self.describe(card)
+            found += [shown, *(msgspec.structs.replace(shown, id=name, root=card.id) for name in card.served_names)]
+        return found
 
     # Work of a front end without a model counts against the limits of tenants too.
 
@@ -250,7 +283,7 @@ class Catalog:
 
     async def encode_charged(
         self, request: Request, text: ModelText, prompt: Prompt, param: str, options: Mapping[str, Any] | None = None,
-        answer_start: str = "", *, add_special_tokens: bool = True,
+        answer_start: str = "", *, add_special_tokens: bool | None = None,
     ) -> list[int]:
         """`ModelText.encode`, whose tokens count against the limits of the caller."""
         taken = await self.charge(request, estimate_tokens(prompt_size(prompt, options or {})))

@@ -25,6 +25,9 @@ FORMATS = {  # an example of each type
     "regex": '{"type": "regex", "regex": "[0-9]+"}',
     "grammar": '{"type": "grammar", "grammar": "start: ..."}',
 }
+# Members of vLLM's structured_outputs: those that state a grammar, of a kind of ours, and those that choose how it is followed.
+STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark", "json_object": "json"}
+STRUCTURED_UNUSED = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 HINTS = {name: f"For a {name}: {example}." for name, example in FORMATS.items()}
 
 
@@ -48,7 +51,7 @@ def response_grammar(value: Any, where: str) -> dict[str, Any] | None:
 def nested_grammar(value: Mapping[str, Any], param: str) -> dict[str, Any] | None:
     """The grammar of the member "format" of a parameter whose other members are not supported."""
     for name, member in value.items():
-        if name != "format" and member is not None and (name, member) != ("verbosity", "medium"):
+        if name not in ("format", "verbosity", "effort") and member is not None:
             raise UnsupportedParameterError(f"{param}.{name} is not supported.", param)
     stated = value.get("format")
     return None if stated is None else response_grammar(stated, f"{param}.format")
@@ -58,6 +61,16 @@ def is_best_effort(value: Any) -> bool:
     """Whether a format says that its schema need not be followed exactly."""
     inner = value.get("json_schema") or value.get("format") or value if isinstance(value, dict) else {}
     return isinstance(inner, dict) and inner.get("strict") is False
+
+
+def structured_grammar(value: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The grammar of vLLM's structured_outputs."""
+    check_members(value, (*STRUCTURED, *STRUCTURED_UNUSED), where)
+    stated = [name for name in STRUCTURED if value.get(name) not in (None, False)]
+    if len(stated) != 1:
+        raise InvalidInputError(f"{where} must have exactly one of {', '.join(STRUCTURED)}.")
+    [name] = stated
+    return {"kind": STRUCTURED[name], "value": None if name == "json_object" else value[name]}
 
 
 def format_schema(value: dict[str, Any], where: str) -> dict[str, Any]:

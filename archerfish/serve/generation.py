@@ -31,12 +31,12 @@ from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Logprob, Output
 from archerfish.text.json_schema import rewrite_schema
 from archerfish.text.output_text import OutputText
+from archerfish.text.reasoning import CLOSE, TAIL_TOKENS, ReasoningParser, ends_inside
 from archerfish.text.tool_calls import ToolCallParser, ToolPiece
 
 T = TypeVar("T")
 logger = logging.getLogger("archerfish.serve")
 DEFAULTS = {name: getattr(SamplingParams(), name) for name in SamplingParams.__dataclass_fields__ if name != "stop"}
-RESERVED = ("self", "tokenizer", "messages", "tools")  # names that chat_template_kwargs cannot have
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI writes this for a token that cannot come
 YIELD_BYTES = 64 << 10
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
@@ -76,7 +76,7 @@ class ChoiceDelta:
     token_ids: list[int]
     logprobs: list[Logprob] | None
     is_last: bool
-    parts: list[ToolPiece] | None  # the text again, where tools may be called: text, names of calls and arguments
+    parts: list[ToolPiece] | None  # the text again, where it may have parts: reasoning, text, names of calls and arguments
 
 
 @dataclass(slots=True)
@@ -88,6 +88,8 @@ class Choice:
     output_text: OutputText
     parser: ToolCallParser | None  # where tools may be called
     has_one_call: bool  # drop later ones
+    thinking: ReasoningParser | None = None  # where there may be reasoning
+    reasonings: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
@@ -99,6 +101,10 @@ class Choice:
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self.reasonings)
 
     def add(self, gain: Chunk | Output) -> ChoiceDelta:
         output_text, num_before = self.output_text, self.output_text.num_tokens
@@ -114,16 +120,24 @@ class Choice:
             self.logprobs += logprobs
         self.token_ids += token_ids
         parts: list[ToolPiece] | None = None
-        if self.parser is None:
+        if self.parser is None and self.thinking is None:
             self.texts.append(text)
         else:
-            parts = self._parse(text, self.parser)
+            parts = self._parse(text)
         return ChoiceDelta(self, text, token_ids, logprobs, self.finish_reason is not None, parts)
 
-    def _parse(self, text: str, parser: ToolCallParser) -> list[ToolPiece]:
-        parts = list(parser.feed(text)) if text else []
-        if self.finish_reason is not None:
-            parts += parser.finish()
+    def _parse(self, text: str) -> list[ToolPiece]:
+        parts: list[ToolPiece] = []
+        is_last = self.finish_reason is not None
+        if self.thinking is not None:
+            reasoning, text = self.thinking.feed(text, is_last)
+            self.reasonings.append(reasoning)
+            parts += [ToolPiece("reasoning", -1, reasoning)] if reasoning else []
+        if self.parser is None:
+            parts += [ToolPiece("text", -1, text)] if text else []
+        else:
+            parts += self.parser.feed(text) if text else []
+            parts += self.parser.finish() if is_last else []
         if self.has_one_call:
             parts = [part for part in parts if part.index <= 0]
         for part in parts:
@@ -131,7 +145,7 @@ class Choice:
                 self.texts.append(part.text)
             elif part.kind == "name":
                 self.calls.append(PendingCall(part.text))
-            else:
+            elif part.kind == "arguments":
                 self.calls[part.index].parts.append(part.text)
         return parts
 
@@ -153,6 +167,12 @@ class Generation:
     @property
     def num_output(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def num_reasoning(self) -> int:
+        """About how many tokens of the output are reasoning."""
+        tokenizer = self.text.tokenizer
+        return 0 if tokenizer is None else sum(len(tokenizer.encode(choice.reasoning, False)) for choice in self.choices)
 
     def add(self, message: Chunk | Generated) -> list[ChoiceDelta]:
         """Add a message of the backend. What comes for a choice after its end is ignored."""
@@ -200,18 +220,32 @@ def usage_of(generations: Sequence[Generation], *, is_output_hidden: bool = Fals
     )
 
 
+def effort_values(effort: str) -> dict[str, Any]:
+    """The values by which chat templates of several families are told how much to reason."""
+    is_on = effort != "none"
+    return {"reasoning_effort": effort, "enable_thinking": is_on, "thinking": is_on} if effort else {}
+
+
 class TextService:
     """Makes requests to the engine out of bodies, and runs them."""
 
-    def __init__(self, catalog: Catalog, results: ResultCache, keep_alive_s: float, max_output_tokens: int = 0) -> None:
+    def __init__(
+        self, catalog: Catalog, results: ResultCache, keep_alive_s: float, max_output_tokens: int = 0, *,
+        has_reasoning: bool = True,
+    ) -> None:
+        """max_output_tokens: of all sequences of a request; 0: no limit. has_reasoning: split reasoning from answers."""
         self.catalog, self.results, self.keep_alive_s = catalog, results, keep_alive_s
-        self.max_output_tokens = max_output_tokens  # of all sequences of a request; 0: no limit
+        self.max_output_tokens, self.has_reasoning = max_output_tokens, has_reasoning
 
     def prepare(
         self, request: Request, body: GenerationBody, text: ModelText, prompt_ids: list[int], params: SamplingParams,
         format_param: str | None = None, tool_use: ToolUse | None = None, first_place: int = 0,
+        is_thinking: bool | None = None,
     ) -> Generation:
-        """A request to the engine. Stop strings are found here, so that they need a streamed answer."""
+        """A request to the engine. Stop strings are found here, so that they need a streamed answer.
+
+        is_thinking: whether the answer begins inside of reasoning; None: it has none.
+        """
         if params.stop and text.tokenizer is None:
             text.need_tokenizer("stop")
         params = self._fit(request, text.card, len(prompt_ids), params)
@@ -225,7 +259,8 @@ class TextService:
             output_text = OutputText(text.tokenizer, prompt_ids, params)
             parser = None if tool_use is None else ToolCallParser(tool_use.style, tool_use.tools)
             has_one_call = tool_use is not None and tool_use.has_one_call
-            choices.append(Choice(index, first_place + index, output_text, parser, has_one_call))
+            thinking = None if is_thinking is None else ReasoningParser(is_thinking)
+            choices.append(Choice(index, first_place + index, output_text, parser, has_one_call, thinking))
         return Generation(text, sent, params, prompt_ids, choices, format_param, tool_use)
 
     def _fit(self, request: Request, card: ModelCard, num_prompt: int, params: SamplingParams) -> SamplingParams:
@@ -245,24 +280,24 @@ class TextService:
 
     async def prepare_chat(
         self, request: Request, body: ToolBody, messages: Sequence[dict[str, Any]], param: str = "messages",
-        template_values: dict[str, Any] | None = None, answer_start: str = "",
+        template_values: dict[str, Any] | None = None, answer_start: str = "", *, add_special_tokens: bool | None = None,
     ) -> Generation:
         """A request for the next message of a conversation, which the parameter `param` holds."""
-        text = await self.catalog.text_of(await self.catalog.find(body.model, "generation"))
+        text = await self.catalog.find_text(body.model, "generation", request=request)
         choice = body.check_tool_choice()
         values, names = body.sampling()
         await follow_schema(request, body, values, names["grammar"])
-        options = dict(template_values or {})
-        reserved = [name for name in RESERVED if name in options]
-        if reserved:
-            raise InvalidParameterError(f"chat_template_kwargs cannot hold {reserved[0]!r}.", "chat_template_kwargs")
+        options = {**effort_values(body.effort()[1]), **(template_values or {})}
         tool_use, schema = None, None
         if choice != "none":
             schema = answer_schema(values.pop("grammar", None))
             if schema is None:
                 names["grammar"] = "tools"
             options["tools"] = body.tools
-        prompt_ids = await text.encode(messages, param, options, answer_start, is_answered=True)
+        prompt_ids = await text.encode(
+            messages, param, options, answer_start, add_special_tokens=add_special_tokens, is_answered=True,
+            num_kept=body.num_kept(text.card.max_length, values.get("max_tokens")),
+        )
         template = text.template.get()
         if choice != "none":
             style = template.call_style(options.get("template_name"))
@@ -272,7 +307,24 @@ class TextService:
             if tool_use.grammar is not None:
                 values["grammar"] = tool_use.grammar
         params = template.stopping(checked_params(values, text.card, names))
-        return self.prepare(request, body, text, prompt_ids, params, names["grammar"], tool_use)
+        is_thinking = self._begin_thinking(body, text, prompt_ids, answer_start, "grammar" in values)
+        return self.prepare(request, body, text, prompt_ids, params, names["grammar"], tool_use, is_thinking=is_thinking)
+
+    def _begin_thinking(
+        self, body: ToolBody, text: ModelText, prompt_ids: list[int], answer_start: str, has_grammar: bool
+    ) -> bool | None:
+        """Whether the answer begins inside of reasoning; None: it has none. A grammar holds from the first token, so that
+        reasoning which the template has opened is closed first."""
+        param, effort = body.effort()
+        if effort and effort != "none" and not text.template.get().reads(effort_values(effort)):
+            body.remarks.append(f"{param} has no effect: the chat template of {text.card.id} does not read it")
+        if not text.has_reasoning or text.tokenizer is None:
+            return None
+        is_open = ends_inside(text.tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False), answer_start)
+        if is_open and has_grammar:
+            prompt_ids += text.tokenizer.encode(f"\n{CLOSE}\n\n", False)
+            body.remarks.append("the answer has no reasoning, because its form is given")
+        return None if has_grammar or not self.has_reasoning or (answer_start and not is_open) else is_open
 
     async def complete(self, request: Request, *generations: Generation) -> None:
         async for _ in self.run(request, *generations):

@@ -11,7 +11,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from pydantic import BaseModel
 from pydantic_core import from_json
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
@@ -21,16 +20,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from archerfish.errors import ArcherfishError, CallerError, InputTooLargeError
 from archerfish.observe.metrics import MetricRegistry
+from archerfish.serve.bodies import Body
 from archerfish.serve.errors import BadJSONError, Schema, failure_response
 from archerfish.serve.tenants import ANONYMOUS, Tenants, bearer_key
 
 access_logger = logging.getLogger("archerfish.access")
-OPEN_PATHS = frozenset(("/", "/health", "/ready", "/openapi.json"))  # need no key
+OPEN_PATHS = frozenset(("/", "/health", "/ready", "/openapi.json", "/docs", "/version", "/favicon.ico"))  # need no key
 OPERATOR_PATHS = ("/metrics", "/stats", "/admin/")  # figures of all tenants, and options
 CLIENT_GONE = 499  # the status that nginx logs for a client that closed its connection before the answer
 JSON_TYPE = re.compile(r"application/(.*\+)?json")
 REMARK_HEADER, MAX_REMARK = "x-archerfish-remark", 1000
-NOT_IN_HEADERS = re.compile(r"[^\x20-\x7e]")
 REQUEST_S = 60.0  # a request must arrive completely within this time
 MAX_REASON = 200  # characters of an error message, or of a path, in the access log
 REQUEST_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -92,7 +91,7 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 if state["remarks"]:
-                    text = NOT_IN_HEADERS.sub("?", "; ".join(dict.fromkeys(state["remarks"])))
+                    text = "; ".join(dict.fromkeys(state["remarks"])).encode("ascii", "backslashreplace").decode()
                     MutableHeaders(raw=message.setdefault("headers", []))[REMARK_HEADER] = text[:MAX_REMARK]
             await send(message)
 
@@ -173,7 +172,7 @@ class BodyRoute(Route):
     """
 
     def __init__(
-        self, path: str, handler: Callable[[Request, Any], Coroutine[Any, Any, ASGIApp]], body_type: type[BaseModel],
+        self, path: str, handler: Callable[[Request, Any], Coroutine[Any, Any, ASGIApp]], body_type: type[Body],
         answer: Any, events: Sequence[type[Schema]] = (),
     ) -> None:
         super().__init__(path, handler, methods=["POST"])
@@ -193,6 +192,7 @@ class BodyRoute(Route):
                 gone = asyncio.create_task(expire_when_gone(receive, limit))
                 try:
                     response = await self.handler(request, body)
+                    scope.setdefault("state", {}).setdefault("remarks", []).extend(body.remarks)
                     await response(scope, receive, send)
                 finally:
                     gone.cancel()

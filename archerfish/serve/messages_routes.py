@@ -18,7 +18,7 @@ from archerfish.serve.errors import ANTHROPIC_PATH, AnthropicError, check_member
 from archerfish.serve.http import BodyRoute
 
 EVENTS = (*answers.MESSAGE_EVENTS, AnthropicError)
-Block = answers.TextBlock | answers.ToolUseBlock
+Block = answers.TextBlock | answers.ThinkingBlock | answers.ToolUseBlock
 TOOL_MEMBERS = ("type", "name", "description", "input_schema", "cache_control", "strict", "eager_input_streaming")
 
 
@@ -53,8 +53,11 @@ def read_user_message(content: Any, where: str, names: dict[str, str]) -> list[d
 
 
 def read_assistant_message(content: Any, where: str, names: dict[str, str]) -> dict[str, Any]:
-    blocks = bodies.read_parts(content, where, "tool_use")
+    blocks = bodies.read_parts(content, where, "tool_use", "thinking", "redacted_thinking")
     message: dict[str, Any] = {"role": "assistant", "content": bodies.join_texts(blocks)}
+    thoughts = [block["thinking"] for block in blocks if isinstance(block.get("thinking"), str)]
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
     for index, block in enumerate(blocks):
         if block["type"] == "tool_use":
             place = f"{where}[{index}]"
@@ -97,9 +100,12 @@ class CountBody(bodies.ToolBody):
 
     format_param: ClassVar[str] = "output_config"
     unsupported: ClassVar[bodies.Values] = {
-        "compaction": (), "container": (), "context_management": (), "diagnostics": (), "fallback_credit_token": (),
-        "fallbacks": ([],), "inference_geo": (), "mcp_servers": ([],), "service_tier": ("auto", "standard_only"),
-        "speed": ("standard",), "thinking": ({"type": "disabled"},), "thread": (), "user_profile_id": (), "workspace_id": (),
+        "container": (), "mcp_servers": ([],), "thread": (),
+    }  # fmt: skip
+    ignored: ClassVar[bodies.Values] = {
+        **bodies.IGNORED, "compaction": (), "context_management": (), "diagnostics": (), "fallback_credit_token": (),
+        "fallbacks": ([],), "inference_geo": (), "service_tier": ("auto", "standard_only"), "speed": ("standard",),
+        "user_profile_id": (), "workspace_id": (),
     }  # fmt: skip
 
     messages: Annotated[
@@ -109,7 +115,8 @@ class CountBody(bodies.ToolBody):
     system: Annotated[str, bodies.checked(read_system, bodies.CONTENT)] = ""
     tools: Annotated[list[dict[str, Any]], bodies.checked(read_anthropic_tools, bodies.OBJECTS)] = Field([])
     tool_choice: Annotated[str, bodies.checked(read_anthropic_choice, bodies.OBJECT)] = ""
-    output_config: dict[str, Any] | None = Field(None, description="format: a json_schema.")
+    output_config: dict[str, Any] | None = Field(None, description="format: a json_schema. effort: of reasoning.")
+    thinking: dict[str, Any] | None = Field(None, description="Its type turns reasoning on or off, where a template can.")
     cache_control: dict[str, Any] | None = Field(None, description="Accepted and not used: every prefix is cached.")
 
     @model_validator(mode="before")
@@ -118,6 +125,14 @@ class CountBody(bodies.ToolBody):
         choice = data.get("tool_choice") if isinstance(data, dict) else None
         is_single = isinstance(choice, dict) and choice.get("disable_parallel_tool_use") is True
         return {**data, "parallel_tool_calls": False} if is_single else data
+
+    def effort(self) -> tuple[str, str]:
+        kind, effort = (self.thinking or {}).get("type"), (self.output_config or {}).get("effort")
+        if kind == "disabled":
+            return "thinking", "none"
+        if effort is not None:
+            return "output_config.effort", bodies.check_text(effort, "output_config.effort")
+        return "thinking", "high" if kind in ("enabled", "adaptive") else ""
 
     def conversation(self) -> tuple[list[dict[str, Any]], str]:
         """The messages for the template, and the text with which the answer begins already."""
@@ -132,9 +147,10 @@ class MessagesBody(CountBody):
 
     max_tokens: int = Field(json_schema_extra={"minimum": 1})
     stop_sequences: list[str] = Field([])
-    metadata: dict[str, Any] | None = Field(None, description=bodies.UNUSED)
 
     def sampling(self) -> tuple[dict[str, Any], dict[str, str]]:
+        if (self.thinking or {}).get("budget_tokens") is not None:
+            self.remarks.append(bodies.without_effect("thinking.budget_tokens"))
         values, names = super().sampling()
         own = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
         return {**values, **own}, {**names, "stop": "stop_sequences"}
@@ -165,7 +181,7 @@ class MessagesRoutes:
     async def count_tokens(self, request: Request, body: CountBody) -> ASGIApp:
         """The number of tokens of a conversation."""
         catalog = self.service.catalog
-        text = await catalog.find_text(body.model, "generation")
+        text = await catalog.find_text(body.model, "generation", request=request)
         values, names = body.sampling()
         gen.checked_params(values, text.card, names)
         messages, start = body.conversation()
@@ -175,7 +191,7 @@ class MessagesRoutes:
 
 
 def content_blocks(choice: gen.Choice) -> list[Block]:
-    blocks: list[Block] = []
+    blocks: list[Block] = [answers.ThinkingBlock(thinking=choice.reasoning)] if choice.reasoning else []
     if choice.text or not choice.calls:
         blocks.append(answers.TextBlock(text=choice.text))
     for call in choice.calls:
@@ -225,6 +241,9 @@ class MessageEvents(gen.EventWriter):
         for part in delta.parts:
             if part.kind == "text":
                 written += self._write_text(part.text)
+            elif part.kind == "reasoning":
+                started = b"" if self._open is answers.ThinkingBlock else self._start_block(answers.ThinkingBlock())
+                written += started + self._write(answers.BlockThinking(thinking=part.text))
             elif part.kind == "name":
                 written += self._start_block(answers.ToolUseBlock(id=gen.new_id("toolu"), name=part.text))
             else:
@@ -235,7 +254,7 @@ class MessageEvents(gen.EventWriter):
         started = b"" if self._open is answers.TextBlock else self._start_block(answers.TextBlock())
         return started + self._write(answers.BlockText(text=text))
 
-    def _write(self, delta: answers.BlockText | answers.BlockInput) -> bytes:
+    def _write(self, delta: answers.BlockText | answers.BlockThinking | answers.BlockInput) -> bytes:
         return named_event(answers.ContentBlockDelta(index=self._num_blocks - 1, delta=delta))
 
     def _start_block(self, block: Block) -> bytes:

@@ -49,6 +49,7 @@ class ModelEntry:
     load: Callable[[Lane], Hosted]
     loads: str = "start"
     aliases: tuple[str, ...] = ()
+    served_names: tuple[str, ...] = ()  # aliases that are listed beside its name
     hosted: Hosted | None = None
     is_loading: bool = False
     error: BaseException | None = None  # of the last attempt to load it
@@ -60,6 +61,7 @@ class ModelEntry:
 
     def card(self) -> dict[str, Any]:
         shown = {"id": self.name, "kind": self.kind, "max_length": 0, "aliases": list(self.aliases)}
+        shown |= {"served_names": list(self.served_names)}
         return {**shown, **self.known, "is_loaded": self.hosted is not None}
 
 
@@ -231,7 +233,9 @@ def make_entry(spec: ModelSpec, hub: HubConfig, host: ModelHost) -> ModelEntry:
 
     name = Path(spec.model).name if Path(spec.model).exists() else spec.model
     aliases = (*spec.aliases, *([spec.model] if name != spec.model else []))
-    entry = ModelEntry(name, spec.kind, load, spec.loads, aliases)
+    first, *others = spec.served_names or (name,)
+    aliases = (*others, *([name] if first != name else []), *aliases)
+    entry = ModelEntry(first, spec.kind, load, spec.loads, aliases, tuple(others))
     if spec.loads != "start":
         entry.known, entry.num_bytes = describe(spec, hub)
     return entry

@@ -15,10 +15,10 @@ from archerfish.config import ServeConfig
 from archerfish.errors import InputTooLargeError
 from archerfish.serve import answers
 from archerfish.serve import generation as gen
-from archerfish.serve.bodies import ChatBody, CompletionBody
 from archerfish.serve.catalog import ModelText
 from archerfish.serve.errors import data_event, json_response, naming
 from archerfish.serve.http import BodyRoute
+from archerfish.serve.openai_bodies import ChatBody, CompletionBody
 from archerfish.serve.wire import Logprob
 from archerfish.text.tool_calls import ToolPiece
 
@@ -38,13 +38,18 @@ class OpenAIRoutes:
 
     async def chat(self, request: Request, body: ChatBody) -> ASGIApp:
         """The next message of a conversation."""
-        generation = await self.service.prepare_chat(request, body, body.messages, template_values=body.chat_template_kwargs)
+        messages, values, start = body.conversation(body.messages)
+        generation = await self.service.prepare_chat(
+            request, body, messages, template_values=values, answer_start=start, add_special_tokens=body.add_special_tokens
+        )
+        last = body.messages[-1]
+        echo = last["content"] if body.echo and last["role"] == "assistant" else ""
         head = gen.answer_head("chatcmpl", generation.request.model)
         if body.stream:
-            writer = ChatEvents(answers.ChatChunk(**head, choices=[]), [generation], body)
+            writer = ChatEvents(answers.ChatChunk(**head, choices=[]), [generation], body, echo)
             return gen.EventStream(self.service, request, [generation], writer)
         await self.service.complete(request, generation)
-        choices = [chat_choice(generation, choice) for choice in generation.choices]
+        choices = [chat_choice(generation, choice, echo, body.include_reasoning) for choice in generation.choices]
         answer = answers.ChatCompletion(**head, choices=choices, usage=gen.usage_of([generation]))
         if generation.prompt_logprobs is not None:
             answer.prompt_logprobs = prompt_logprobs(generation)
@@ -52,7 +57,7 @@ class OpenAIRoutes:
 
     async def completions(self, request: Request, body: CompletionBody) -> ASGIApp:
         """Texts that continue prompts."""
-        text = await self.service.catalog.find_text(body.model, "generation")
+        text = await self.service.catalog.find_text(body.model, "generation", request=request)
         num_choices, most = len(body.prompt) * (body.n or 1), self.config.max_texts_per_request
         if num_choices > most:
             raise InputTooLargeError(f"The prompts make {num_choices:,} choices; a request takes at most {most:,}.")
@@ -63,10 +68,13 @@ class OpenAIRoutes:
         for place, prompt in enumerate(body.prompt):
             if place % YIELD_PROMPTS == YIELD_PROMPTS - 1:
                 await asyncio.sleep(0)
+            num_kept = body.num_kept(text.card.max_length, params.max_tokens)
             if isinstance(prompt, str):
-                token_ids = await text.encode(prompt, "prompt", add_special_tokens=body.add_special_tokens, is_answered=True)
+                token_ids = await text.encode(
+                    prompt, "prompt", add_special_tokens=body.add_special_tokens, num_kept=num_kept, is_answered=True
+                )
             else:
-                token_ids = prompt
+                token_ids = prompt if num_kept is None else prompt[-num_kept:]
                 with naming("prompt"):
                     text.check_ids(token_ids)
                     text.check_length(token_ids)
@@ -98,10 +106,12 @@ def ending(choice: gen.Choice) -> tuple[answers.OpenAIFinish, answers.StopReason
 # Chat
 
 
-def chat_choice(generation: gen.Generation, choice: gen.Choice) -> answers.ChatChoice:
-    message = answers.ChatMessage(content=choice.text)
+def chat_choice(generation: gen.Generation, choice: gen.Choice, echo: str, has_reasoning: bool) -> answers.ChatChoice:
+    message = answers.ChatMessage(content=echo + choice.text)
+    if has_reasoning and choice.reasoning:
+        message.reasoning_content = choice.reasoning
     if choice.calls:
-        message.content = choice.text or None
+        message.content = message.content or None
         message.tool_calls = [
             answers.ToolCall(
                 id=call.id, type="function", function=answers.FunctionCall(name=call.name, arguments=call.arguments)
@@ -137,14 +147,18 @@ class ChunkEvents(gen.EventWriter):
         body: ChatBody | CompletionBody,
     ) -> None:
         self._chunk, self._generations, self._is_hidden = chunk, generations, body.max_tokens == 0
-        if body.stream_options is not None and body.stream_options.include_usage:
+        options = body.stream_options
+        if options is not None and options.include_usage:
             chunk.usage = None
+        self._is_counting = options is not None and options.include_usage and options.continuous_usage_stats
 
     def write(self, *choices: Any) -> bytes:
         """An event for each of these choices."""
         written = b""
         for choice in choices:
             self._chunk.choices = [choice]
+            if self._is_counting:
+                self._chunk.usage = self._usage()
             written += data_event(self._chunk)
         return written
 
@@ -152,21 +166,31 @@ class ChunkEvents(gen.EventWriter):
         if self._chunk.usage is UNSET:
             return DONE
         self._chunk.choices = []
-        self._chunk.usage = gen.usage_of(self._generations, is_output_hidden=self._is_hidden)
+        self._chunk.usage = self._usage()
         return data_event(self._chunk) + DONE
+
+    def _usage(self) -> answers.Usage:
+        return gen.usage_of(self._generations, is_output_hidden=self._is_hidden)
 
 
 class ChatEvents(ChunkEvents):
     """The next message of a conversation in chunks."""
 
+    def __init__(
+        self, chunk: answers.ChatChunk, generations: Sequence[gen.Generation], body: ChatBody, echo: str
+    ) -> None:
+        super().__init__(chunk, generations, body)
+        self._hidden, self._echo = () if body.include_reasoning else ("reasoning",), echo
+
     def start(self) -> bytes:
-        first = answers.ChatDelta(role="assistant", content="")
+        first = answers.ChatDelta(role="assistant", content=self._echo)
         return self.write(*(answers.ChatChunkChoice(choice.index, first) for choice in self._generations[0].choices))
 
     def delta(self, delta: gen.ChoiceDelta) -> bytes:
         choice, shown = delta.choice, []
         if delta.parts is not None:
-            shown = [answers.ChatChunkChoice(choice.index, self._part(choice, part)) for part in delta.parts]
+            parts = [part for part in delta.parts if part.kind not in self._hidden]
+            shown = [answers.ChatChunkChoice(choice.index, self._part(choice, part)) for part in parts]
         elif delta.text:
             shown = [answers.ChatChunkChoice(choice.index, answers.ChatDelta(content=delta.text))]
         if delta.logprobs:
@@ -177,9 +201,11 @@ class ChatEvents(ChunkEvents):
         return self.write(*shown)
 
     def _part(self, choice: gen.Choice, part: ToolPiece) -> answers.ChatDelta:
-        """A part of an answer that may call tools: text, the name of a call, or more of its arguments."""
+        """A part of an answer: text, reasoning, the name of a call, or more of its arguments."""
         if part.kind == "text":
             return answers.ChatDelta(content=part.text)
+        if part.kind == "reasoning":
+            return answers.ChatDelta(reasoning_content=part.text)
         call = answers.ToolCall(index=part.index, function=answers.FunctionCall(arguments=part.text))
         if part.kind == "name":
             call.id, call.type = choice.calls[part.index].id, "function"

@@ -38,6 +38,7 @@ OPTIONS_BODY = {"requestBody": {"required": True, "content": {"application/json"
 ANSWERS: dict[tuple[str, str], tuple[Any, tuple[int, ...], dict[str, Any]]] = {
     ("get", "/v1/models"): (answers.Models, (401, 503), {}),
     ("get", "/v1/models/{model_id}"): (answers.Model, (401, 404, 503), PATH_MODEL),
+    ("get", "/version"): (answers.Version, (), {}),
     ("get", "/health"): (answers.Health, (), {}),
     ("get", "/ready"): (answers.Health, (), {}),
     ("get", "/stats"): (OBJECT, FIGURES, {}),

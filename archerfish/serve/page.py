@@ -1,11 +1,11 @@
-"""The web page at `/`: what is served, a chat, and how to call the routes. No assets from elsewhere."""
+"""The web pages: `/` with what is served, a chat and examples of calls; `/docs` with all routes. No assets from elsewhere."""
 
 from __future__ import annotations
 
 import html
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 from string import Template
@@ -31,11 +31,30 @@ EXAMPLES: tuple[tuple[str, str, str, dict[str, Any] | None], ...] = (  # kinds o
     ("", "POST", "/detokenize", {"tokens": [1, 2, 3]}),
     ("generation", "POST", "/v1/cache/explain", {"prompt": "Once upon a time"}),
     ("", "GET", "/v1/models", None),
+    ("", "GET", "/version", None),
     ("", "GET", "/health", None),
     ("", "GET", "/ready", None),
     ("", "GET", "/stats", None),
     ("", "GET", "/metrics", None),
 )
+
+ICON = """\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32">
+<path fill="#3b82f6" d="M3 20c6-10 16-10 22-2l4-4v12l-4-4c-6 7-16 6-22-2z"/><circle cx="9" cy="19" r="1.5" fill="#fff"/>
+<path fill="none" stroke="#60a5fa" stroke-width="2" stroke-dasharray="2 3" d="M5 16 12 3"/></svg>
+"""
+DOCS = """\
+<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>archerfish: routes</title><link rel="icon" type="image/svg+xml" href="/favicon.ico">
+<style>:root { color-scheme: light dark; } body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto;
+padding: 0 1rem; } summary { cursor: pointer; padding: .3rem 0; } table { border-collapse: collapse; font-size: .9rem;
+margin: .3rem 0 1rem 1rem; } td { padding: .15rem .8rem .15rem 0; vertical-align: top; }</style></head>
+<body><h1>archerfish $version</h1>
+<p>All routes, with the parameters of their JSON bodies; those in bold are required.
+For programs: <a href="/openapi.json">/openapi.json</a>.</p>
+$routes</body></html>
+"""
 
 
 def curl(base_url: str, method: str, path: str, body: dict[str, Any] | None, *, has_keys: bool = False) -> str:
@@ -68,6 +87,36 @@ def page(base_url: str, models: Sequence[Model]) -> str:
         models="<br>".join(shown), routes=routes, hide_chat="" if "generation" in kinds else "hidden",
         hide_compare="" if "embedding" in kinds else "hidden", most_tokens=most_tokens,
     )
+
+
+def docs_page(document: dict[str, Any]) -> str:
+    """The page at `/docs` of an OpenAPI document."""
+    shown = []
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            head = f"<code><b>{method.upper()}</b> {html.escape(path)}</code> {html.escape(operation['summary'])}"
+            rows = "".join(parameter_rows(document, operation))
+            table = f"<table>{rows}</table>"
+            shown.append(f"<details><summary>{head}</summary>{table}</details>" if rows else f"<p>{head}</p>")
+    return Template(DOCS).substitute(version=html.escape(document["info"]["version"]), routes="\n".join(shown))
+
+
+def parameter_rows(document: dict[str, Any], operation: dict[str, Any]) -> Iterator[str]:
+    """Table rows of the parameters of an operation's body: name, type and description."""
+    stated = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    schema = document["components"]["schemas"].get(stated.get("$ref", "").rpartition("/")[2], stated)
+    for name, member in schema.get("properties", {}).items():
+        is_needed = name in schema.get("required", ())
+        title = f"<b>{html.escape(name)}</b>" if is_needed else html.escape(name)
+        cells = (f"<code>{title}</code>", type_of(member), html.escape(member.get("description", "")))
+        yield f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+
+
+def type_of(schema: dict[str, Any]) -> str:
+    """The type of a value in words, without null, which stands for a parameter that is left out."""
+    inner = [type_of(one) for one in schema.get("anyOf", ()) if one != {"type": "null"}]
+    kind = "object" if "$ref" in schema else "any of a list" if "enum" in schema else schema.get("type", "any")
+    return " or ".join(dict.fromkeys(inner)) if inner else html.escape(str(kind))
 
 
 @cache

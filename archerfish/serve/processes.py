@@ -47,13 +47,14 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A model to serve. The options are those of EngineConfig, or of EmbedConfig for embeddings and cross-encoders.
 
-    Requests that name no model mean the first one of their kind.
+    Requests that name no model mean the first one of their kind. served_names: public names; empty: that of the model.
     """
 
     kind: Kind
     options: dict[str, Any] = {}
     loads: Literal["start", "idle", "demand"] = "start"
     aliases: tuple[str, ...] = ()
+    served_names: tuple[str, ...] = ()
 
     @property
     def model(self) -> str:

@@ -20,7 +20,7 @@ from archerfish.serve.wire import Logprob
 
 LOGPROBS = "message.output_text.logprobs"
 STATELESS = "This server keeps no responses: send the whole conversation in input"
-Item = answers.MessageItem | answers.FunctionCallItem
+Item = answers.MessageItem | answers.FunctionCallItem | answers.ReasoningItem
 
 
 def read_input(value: Any, where: str) -> list[dict[str, Any]]:
@@ -29,12 +29,17 @@ def read_input(value: Any, where: str) -> list[dict[str, Any]]:
         return [{"role": "user", "content": check_text(value, where)}]
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # names of functions by the ids of their calls
+    thoughts = ""  # of the message that follows
     for index, item in enumerate(bodies.check_items(value, where, "items")):
         place = f"{where}[{index}]"
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message":
             known = {key: item[key] for key in item if key not in ("type", "id", "status", "phase")}
             messages.append(bodies.read_message(known, place, names))
+        elif kind == "reasoning":
+            parts = bodies.check_type(item.get("content") or [], list, f"{place}.content", "a list of parts")
+            thoughts = "\n".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
+            continue
         elif kind == "function_call":
             call_id, name = check_text(item.get("call_id"), f"{place}.call_id"), check_text(item.get("name"), f"{place}.name")
             names[call_id] = name
@@ -47,8 +52,10 @@ def read_input(value: Any, where: str) -> list[dict[str, Any]]:
             messages.append(bodies.read_message(result, place, names))
         else:
             found = f"of type {kind!r}" if isinstance(kind, str) else json_type(item)
-            known_items = "messages, function_call and function_call_output are"
+            known_items = "messages, reasoning, function_call and function_call_output are"
             raise InvalidInputError(f"{place} is {found}, which is not supported: {known_items}.")
+        if thoughts and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"], thoughts = thoughts, ""
     return messages
 
 
@@ -63,9 +70,10 @@ class ResponsesBody(bodies.ConversationBody):
 
     format_param: ClassVar[str] = "text"
     unsupported: ClassVar[bodies.Values] = {
-        "access_programs": (), "background": (False,), "context_management": (), "conversation": (), "image": (),
-        "max_tool_calls": (), "moderation": (), "prompt": (), "prompt_cache_options": (), "reasoning": ({}, {"effort": "none"}),
-        "service_tier": ("auto", "default"), "truncation": ("disabled",),
+        "background": (False,), "conversation": (), "image": (), "prompt": (),
+    }  # fmt: skip
+    ignored: ClassVar[bodies.Values] = {
+        **bodies.IGNORED, "access_programs": (), "context_management": (), "max_tool_calls": (), "truncation": ("disabled",),
     }  # fmt: skip
 
     input: Annotated[list[dict[str, Any]], checked(read_input, {"anyOf": [bodies.STRING, {**bodies.OBJECTS, "minItems": 1}]})]
@@ -74,20 +82,24 @@ class ResponsesBody(bodies.ConversationBody):
     stop: bodies.Stop = None
     text: dict[str, Any] | None = Field(None, description="format: text, json_object or json_schema.")
     include: list[str] | None = Field(None, description=f"{LOGPROBS}; reasoning.encrypted_content has no effect.")
-    store: bool | None = None
+    metadata: dict[str, Any] | None = Field(None, description="Has no effect; the answer repeats it.")
+    reasoning: dict[str, Any] | None = Field(None, description="effort: for chat templates that read it.")
     previous_response_id: str | None = None
     stream_options: ResponseStreamOptions | None = Field(None, description=UNUSED)
-    user: str | None = Field(None, description=UNUSED)
+
+    def effort(self) -> tuple[str, str]:
+        stated = (self.reasoning or {}).get("effort")
+        return "reasoning", "" if stated is None else check_text(stated, "reasoning.effort")
 
     def sampling(self) -> tuple[dict[str, Any], dict[str, str]]:
-        if self.store:
-            raise UnsupportedParameterError(f"{STATELESS}, and leave out store or set it to false.", "store")
         if self.previous_response_id is not None:
             raise UnsupportedParameterError(f"{STATELESS}, instead of previous_response_id.", "previous_response_id")
         include = self.include or ()
         unknown = [name for name in include if name not in (LOGPROBS, "reasoning.encrypted_content")]
         if unknown:
-            raise UnsupportedParameterError(f"include of {unknown[0]!r} is not supported.", "include")
+            self.remarks.append(bodies.without_effect(*(f"include of {name!r}" for name in unknown)))
+        if (self.text or {}).get("verbosity") not in (None, "medium"):
+            self.remarks.append(bodies.without_effect("text.verbosity"))
         values, names = super().sampling()
         values["max_tokens"] = self.max_output_tokens
         if LOGPROBS in include or self.top_logprobs:
@@ -116,6 +128,9 @@ class ResponsesRoutes:
         if choice.text or not choice.calls:
             part = answers.OutputTextPart(text=choice.text, logprobs=generation.chosen_logprobs(choice.logprobs))
             output.insert(0, answers.MessageItem(id=gen.new_id("msg"), status="completed", content=[part]))
+        if choice.reasoning:
+            thoughts = [answers.ReasoningText(text=choice.reasoning)]
+            output.insert(0, answers.ReasoningItem(id=gen.new_id("rs"), status="completed", content=thoughts))
         output[-1].status = status_of(choice)
         return json_response(ended(response, generation, output))
 
@@ -138,7 +153,8 @@ def ended(response: answers.ResponseObject, generation: gen.Generation, output: 
     num_input, num_output = len(generation.prompt_ids), generation.num_output
     usage = answers.ResponseUsage(
         input_tokens=num_input, input_tokens_details=answers.InputTokensDetails(cached_tokens=generation.num_cached),
-        output_tokens=num_output, output_tokens_details=answers.OutputTokensDetails(), total_tokens=num_input + num_output,
+        output_tokens=num_output, output_tokens_details=answers.OutputTokensDetails(generation.num_reasoning),
+        total_tokens=num_input + num_output,
     )
     status = status_of(generation.choices[0])
     details = None if status == "completed" else answers.IncompleteDetails()
@@ -164,7 +180,7 @@ class ResponseEvents(gen.EventWriter):
         self._number = 0
         self._output: list[Item] = []
         self._item: Item | None = None  # the open one, which is the last of the output
-        self._texts: list[str] = []  # of the open message
+        self._texts: list[str] = []  # of the open message or reasoning
         self._logprobs: list[Logprob] = []
         self._call: gen.PendingCall | None = None  # of the open item, if that is a call
 
@@ -179,6 +195,8 @@ class ResponseEvents(gen.EventWriter):
             if part.kind == "text":
                 written += self._write_text(part.text, logprobs)
                 logprobs = None
+            elif part.kind == "reasoning":
+                written += self._write_reasoning(part.text)
             elif part.kind == "name":
                 self._call = delta.choice.calls[part.index]
                 item = call_item(self._call)
@@ -195,14 +213,21 @@ class ResponseEvents(gen.EventWriter):
         shown = self._generation.chosen_logprobs(logprobs)
         return written + self._member("output_text.delta", content_index=0, delta=text, logprobs=shown)
 
+    def _write_reasoning(self, text: str) -> bytes:
+        written = b""
+        if not isinstance(self._item, answers.ReasoningItem):
+            written = self._open(answers.ReasoningItem(id=gen.new_id("rs"), status="in_progress"))
+            written += self._member("content_part.added", content_index=0, part=answers.ReasoningText())
+        self._texts.append(text)
+        return written + self._member("reasoning_text.delta", content_index=0, delta=text)
+
     def _open(self, item: Item) -> bytes:
         written = self._close()
-        self._item = item
+        self._item, self._texts, self._logprobs = item, [], []
         self._output.append(item)
         return written + self._item_event("added")
 
     def _open_message(self) -> bytes:
-        self._texts, self._logprobs = [], []
         written = self._open(answers.MessageItem(id=gen.new_id("msg"), status="in_progress"))
         return written + self._member("content_part.added", content_index=0, part=answers.OutputTextPart())
 
@@ -217,6 +242,11 @@ class ResponseEvents(gen.EventWriter):
             item.content = [part]
             written = self._member("output_text.done", content_index=0, text=part.text, logprobs=part.logprobs)
             written += self._member("content_part.done", content_index=0, part=part)
+        elif isinstance(item, answers.ReasoningItem):
+            thoughts = answers.ReasoningText(text="".join(self._texts))
+            item.content = [thoughts]
+            written = self._member("reasoning_text.done", content_index=0, text=thoughts.text)
+            written += self._member("content_part.done", content_index=0, part=thoughts)
         else:
             item.arguments = "" if self._call is None else self._call.arguments
             written = self._member("function_call_arguments.done", arguments=item.arguments, name=item.name)

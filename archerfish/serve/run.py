@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import zmq.auth
 
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ModelConfig, ServeConfig
@@ -175,7 +176,8 @@ def models_of(
         add(model.kind, base.replace(**{**model.options, "model": model.model}), model.loads or config.loads)
     if has_own_llm and engine.model == EngineConfig.model:
         add("generation", story_config(engine), "demand")
-    return tuple(found)
+    names = tuple(filter(None, map(str.strip, config.served_model_name.split(","))))
+    return (msgspec.structs.replace(found[0], served_names=names), *found[1:]) if found else ()
 
 
 def story_config(engine: EngineConfig) -> EngineConfig:
@@ -205,7 +207,7 @@ def fetch_models(models: tuple[ModelSpec, ...], hub: HubConfig, progress: Progre
 
 def ready_text(url: str, models: tuple[ModelSpec, ...], config: ServeConfig, kinds: set[str]) -> str:
     """The text for the user when the service is ready. kinds: as GET /v1/models shows them."""
-    names = [spec.model for spec in models]
+    names = [(*spec.served_names, spec.model)[0] for spec in models]
     shown = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     devices = dict.fromkeys(str(choose_device(spec.options.get("device", "auto"))) for spec in models)
     lines = [f"archerfish serves {shown} at {url} (Ctrl+C stops it)", f"Computing on {' and '.join(devices)}.", ""]

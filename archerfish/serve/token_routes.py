@@ -20,6 +20,7 @@ from archerfish.serve.bodies import NULL, STRING, Body, GenerationBody, Messages
 from archerfish.serve.catalog import ContextLengthError, ModelCard, ModelText, in_thread
 from archerfish.serve.errors import InvalidParameterError, data_event, json_response, naming
 from archerfish.serve.http import BodyRoute
+from archerfish.serve.openai_bodies import TemplateBody
 from archerfish.serve.openai_routes import DONE
 from archerfish.serve.wire import ExplainRequest, Report
 
@@ -32,7 +33,7 @@ def read_prompt(value: Any, where: str) -> Any:
     return value
 
 
-class ExplainBody(Body):
+class ExplainBody(TemplateBody):
     """POST /v1/cache/explain: a prompt in text or token ids, or the messages of a conversation."""
 
     model: str | None = None
@@ -45,7 +46,6 @@ class TokenizeBody(ExplainBody):
     """POST /tokenize, in vLLM's form: a prompt in text, or the messages of a conversation."""
 
     prompt: str | None = None
-    add_special_tokens: bool = Field(True, description="Put special tokens, such as the one for the beginning, before it.")
     return_token_strs: bool | None = None
 
 
@@ -70,8 +70,8 @@ class TextRoutes:
 
     async def tokenize(self, request: Request, body: TokenizeBody) -> ASGIApp:
         """Token ids of a text."""
-        text = await self.catalog.find_text(body.model, "generation", "embedding", "cross-encoder")
-        token_ids = await self._token_ids(request, text, body, body.add_special_tokens)
+        text = await self.catalog.find_text(body.model, "generation", "embedding", "cross-encoder", request=request)
+        token_ids = await self._token_ids(request, text, body)
 
         def answer() -> Response:
             strings = [text.token(token_id)[0] for token_id in token_ids] if body.return_token_strs else None
@@ -82,7 +82,7 @@ class TextRoutes:
 
     async def detokenize(self, request: Request, body: DetokenizeBody) -> ASGIApp:
         """The text of token ids."""
-        text = await self.catalog.find_text(body.model, "generation", "embedding", "cross-encoder")
+        text = await self.catalog.find_text(body.model, "generation", "embedding", "cross-encoder", request=request)
         await self.catalog.charge(request, len(body.tokens))
         tokenizer = text.need_tokenizer("model")
         vocab_size, highest = max(tokenizer.vocab_size, text.card.vocab_size), max(body.tokens, default=0)
@@ -93,7 +93,7 @@ class TextRoutes:
 
     async def explain(self, request: Request, body: ExplainBody) -> ASGIApp:
         """What the cache has for a prompt of the caller, and why not more."""
-        text = await self.catalog.find_text(body.model, "generation")
+        text = await self.catalog.find_text(body.model, "generation", request=request)
         token_ids = await self._token_ids(request, text, body)
         with naming("prompt"):
             text.check_length(token_ids)
@@ -102,9 +102,7 @@ class TextRoutes:
         assert isinstance(answer, Report)
         return json_response({"model": text.card.id, **answer.values})
 
-    async def _token_ids(
-        self, request: Request, text: ModelText, body: ExplainBody, add_special_tokens: bool = True
-    ) -> list[int]:
+    async def _token_ids(self, request: Request, text: ModelText, body: ExplainBody) -> list[int]:
         """Tokens of the prompt or the conversation; they count against the caller's limits."""
         prompt, messages = body.prompt, body.messages
         if (prompt is None) == (messages is None):
@@ -114,10 +112,14 @@ class TextRoutes:
             with naming("prompt"):
                 text.check_ids(prompt)
             return prompt
+        adds_tokens = body.add_special_tokens
         if messages is not None:
-            options = {"tools": body.tools} if body.tools else {}
-            return await self.catalog.encode_charged(request, text, messages, "messages", options)
-        return await self.catalog.encode_charged(request, text, prompt or "", "prompt", add_special_tokens=add_special_tokens)
+            messages, options, start = body.conversation(messages)
+            options |= {"tools": body.tools} if body.tools else {}
+            return await self.catalog.encode_charged(
+                request, text, messages, "messages", options, start, add_special_tokens=adds_tokens
+            )
+        return await self.catalog.encode_charged(request, text, prompt or "", "prompt", add_special_tokens=adds_tokens)
 
 
 # TTS

@@ -115,7 +115,7 @@ class VectorRoutes:
 
     async def embeddings(self, request: Request, body: EmbeddingsBody) -> Response:
         """Vectors of texts."""
-        card = await self.catalog.find(body.model, "embedding")
+        card = await self.catalog.find(body.model, "embedding", request=request)
         self.check_number(len(body.input), "input")
         if body.dimensions is not None and body.dimensions > card.dimension:
             raise InvalidParameterError(f"{card.id} has {card.dimension} dimensions, not {body.dimensions}.", "dimensions")
@@ -141,7 +141,7 @@ class VectorRoutes:
 
     async def rerank(self, request: Request, body: RerankBody) -> Response:
         """Documents by their relevance to a query, best first: by a cross-encoder where one is served, else by cosine."""
-        card = await self.catalog.find(body.model, "cross-encoder", "embedding")
+        card = await self.catalog.find(body.model, "cross-encoder", "embedding", request=request)
         self.check_number(len(body.documents), "documents")
         if card.kind == "cross-encoder":
             address = self.catalog.address(request, card)
@@ -165,7 +165,7 @@ class VectorRoutes:
 
     async def similarity(self, request: Request, body: SimilarityBody) -> Response:
         """Cosines: a list for one source, a list per source for several."""
-        card = await self.catalog.find(body.model, "embedding")
+        card = await self.catalog.find(body.model, "embedding", request=request)
         sources = [body.source] if isinstance(body.source, str) else body.source
         num_texts = len(sources) + len(body.sentences)
         self.check_number(num_texts, "sentences")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -45,8 +45,12 @@ MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 class CompiledTemplate:
     template: Template
     style: str  # of tool calls in answers
-    reads_tools: bool
+    variables: frozenset[str]  # that it reads
     reads_calls: bool  # earlier calls, in messages
+
+    @property
+    def reads_tools(self) -> bool:
+        return "tools" in self.variables
 
 
 class ChatTemplate:
@@ -127,6 +131,10 @@ class ChatTemplate:
         found = self._find(template_name, has_tools=True)
         return found.style if found.reads_tools else PROMPTED_STYLE
 
+    def reads(self, names: Iterable[str], template_name: str | None = None) -> bool:
+        """Whether the template reads a value of one of these names."""
+        return not self._find(template_name, has_tools=False).variables.isdisjoint(names)
+
     def _render(self, template_name: str | None, values: dict[str, Any]) -> str:
         tools = values["tools"]
         found = self._find(template_name, bool(tools))
@@ -174,10 +182,10 @@ class ChatTemplate:
             fields = {node.attr for node in tree.find_all(nodes.Getattr)} | {
                 node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)
             }
-            reads_tools = "tools" in find_undeclared_variables(tree)
+            variables = frozenset(find_undeclared_variables(tree))
         except Exception as error:
             raise self._explained(error) from error
-        self._compiled[name] = CompiledTemplate(template, style_of(source), reads_tools, "tool_calls" in fields)
+        self._compiled[name] = CompiledTemplate(template, style_of(source), variables, "tool_calls" in fields)
         return self._compiled[name]
 
     def _explained(self, error: Exception) -> ArcherfishError:

@@ -50,10 +50,10 @@ PROMPTED_STYLE = "hermes"  # for models whose chat template does not read tools
 
 @dataclass(frozen=True, slots=True)
 class ToolPiece:
-    """A piece of text, the whole name of a call, or a part of the JSON of its arguments."""
+    """A piece of an answer: text, reasoning, the whole name of a call, or a part of the JSON of its arguments."""
 
-    kind: Literal["text", "name", "arguments"]
-    index: int  # which call; -1 for text
+    kind: Literal["text", "reasoning", "name", "arguments"]
+    index: int  # which call; -1 for text and reasoning
     text: str
 
 

@@ -26,9 +26,10 @@ def test_serve_passes_all_sections(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
     monkeypatch.setitem(sys.modules, "archerfish.serve.run", SimpleNamespace(serve=fake_serve))
     flags = ["--port", "0", "--kinds", "all", "--model", "m", "--model", "n", "--embed-model", "e", "--offline"]
-    assert main(["serve", *flags, "--latency-budget-ms", "1.5"]) == 0
+    names = ["--served-model-name", "a,b", "--served-model-name", "c"]
+    assert main(["serve", *flags, *names, "--latency-budget-ms", "1.5"]) == 0
     assert seen == [
-        ServeConfig(port=0, latency_budget_ms=1.5), EngineConfig(model="m"), EmbedConfig(model="e"),
+        ServeConfig(port=0, latency_budget_ms=1.5, served_model_name="a,b,c"), EngineConfig(model="m"), EmbedConfig(model="e"),
         HubConfig(offline=True), [ModelConfig(model="n")],
     ]  # fmt: skip
     assert capsys.readouterr().out == "it serves\n"

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from archerfish.config import ServeConfig
 from archerfish.params import SamplingParams
+from archerfish.serve.app import create_app
 from archerfish.serve.catalog import LONG_TEXT, REFRESH_S, Catalog, ContextLengthError, ModelCard, ModelText
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError
@@ -22,7 +24,7 @@ from archerfish.text.text_tokenizer import TextTokenizer
 from archerfish.text.world_tokenizer import WorldTokenizer
 from tests.engine.tiny_rwkv import save_tiny_rwkv
 
-from .fake_backend import LIMIT_S, FakeBackend, model_directory
+from .fake_backend import LIMIT_S, MODEL, FakeBackend, client_of, model_directory
 from .hosting import FakeClock
 
 pytestmark = pytest.mark.anyio
@@ -61,6 +63,34 @@ async def test_built_in_models_have_their_hub_names_too() -> None:
     for name in ("sentence-transformers/all-MiniLM-L6-v2", "all-MiniLM-L6-v2", "all-minilm-l6-v2"):
         assert (await catalog.find(name)).id == "all-minilm-l6-v2"
     assert (await catalog.find("smollm2-135m-instruct")).kind == "generation"
+
+
+async def test_served_names_are_listed() -> None:
+    names = {"id": "gpt-4o", "aliases": ["small", "/m/pen"], "served_names": ["small"]}
+    catalog = Catalog(backend_of({**WRITER, **names}, VECTORS))
+    shown = [(model.id, model.root) for model in await catalog.listed()]
+    assert shown == [("gpt-4o", msgspec.UNSET), ("small", "gpt-4o"), ("lab/vectors", msgspec.UNSET)]
+    with pytest.raises(UnservedModelError) as caught:
+        await catalog.find("other-one")
+    assert caught.value.hint == "Known: gpt-4o, lab/vectors, small."
+
+
+@pytest.mark.parametrize(("route", "body", "first"), [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}, MODEL),
+    ("/v1/completions", {"prompt": "a"}, MODEL), ("/v1/embeddings", {"input": "a"}, "lab/vectors"),
+])  # fmt: skip
+async def test_unknown_names_can_be_accepted(route: str, body: dict[str, Any], first: str) -> None:
+    app = create_app(FakeBackend(), ServeConfig(accept_any_model=True))
+    async with client_of(app) as client:
+        answer = await client.post(route, json={**body, "model": "gpt-4\u00f6\n"})
+        assert answer.status_code == 200 and answer.json()["model"] == first
+        assert answer.headers["x-archerfish-remark"].startswith("the model 'gpt-4\\xf6\\n' is not served here")
+        known = await client.post(route, json={**body, "model": first})
+        assert "x-archerfish-remark" not in known.headers
+        assert (await client.get("/v1/models/gpt-4")).status_code == 404
+        assert (await client.patch("/admin/optimization?model=gpt-4", json={})).status_code == 404
+    async with client_of(create_app(FakeBackend())) as client:
+        assert (await client.post(route, json={**body, "model": "gpt-4"})).status_code == 404
 
 
 async def test_find_without_name_gives_the_first_model() -> None:

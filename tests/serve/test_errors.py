@@ -63,7 +63,7 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
         (TEXT, {"prompt": "a" * 9000}, "prompt", "answer included; the prompt has at least 1,000."),
         (TEXT, {"prompt": [[5], [5, 10**9]]}, "prompt", "Token id 1000000000 is outside of the vocabulary"),
         (TEXT, {"prompt": "a", "n": 2, "temperature": 7000}, "temperature", "temperature must be"),
-        (RESPONSES, {"input": "Hi", "store": True}, "store", "keeps no responses"),
+        (RESPONSES, {"input": "Hi", "previous_response_id": "a"}, "previous_response_id", "keeps no responses"),
         (RESPONSES, {"input": []}, "input", "not empty"),
         (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input", "'item_reference', which is not supported"),
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text parts are"),

@@ -82,7 +82,7 @@ async def test_every_route_needs_a_key(route: str, body: dict[str, Any]) -> None
             assert answer.status_code == (404 if route == "/nowhere" else 200), answer.text
 
 
-@pytest.mark.parametrize("route", ["/", "/health", "/ready", "/openapi.json"])
+@pytest.mark.parametrize("route", ["/", "/health", "/ready", "/openapi.json", "/docs", "/version", "/favicon.ico"])
 async def test_open_paths_need_no_key(route: str) -> None:
     async with client_of(app_with_keys()) as client:
         for headers in ({}, bearer(STRANGER)):

@@ -1,4 +1,4 @@
-"""Every parameter that the packages of OpenAI and Anthropic can send: supported, without effect, or refused by its name."""
+"""Every parameter that the packages of OpenAI and Anthropic can send: supported, ignored with a remark, or refused by name."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ PARAMETERS: list[tuple[str, type]] = [
     (MESSAGES, message_create_params.MessageCreateParamsStreaming), (MESSAGES, beta_create_params.MessageCreateParamsStreaming),
     (COUNT, message_count_tokens_params.MessageCountTokensParams), (COUNT, beta_count_params.MessageCountTokensParams),
 ]  # fmt: skip
+REMARK = "x-archerfish-remark"
 IN_HEADERS = {"betas"}  # the package sends them as a header
 NUMBERS = {"temperature": 0.5, "top_p": 0.5, "presence_penalty": 0.5, "frequency_penalty": 0.5}
 TOOLS = {"tools": [{"type": "function", "function": FUNCTION}]}
@@ -80,51 +81,65 @@ SUPPORTED: dict[str, dict[str, dict[str, Any]]] = {
 SUPPORTED[COUNT] = {name: SUPPORTED[MESSAGES][name] for name in (
     "messages", "model", "system", "tools", "tool_choice", "output_config",
 )}  # fmt: skip
-OPENAI_UNUSED = {
-    "user": "ann", "safety_identifier": "ann", "prompt_cache_key": "k", "prompt_cache_retention": "24h", "store": False,
-    "service_tier": "auto",
-}  # fmt: skip
+OPENAI_DEFAULTS = {"store": False, "service_tier": "auto"}
 WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
-    CHAT: {**OPENAI_UNUSED, "metadata": {"a": "b"}, "modalities": ["text"], "reasoning_effort": "none", "verbosity": "medium"},
-    TEXT: {"user": "ann", "best_of": 1, "suffix": ""},
+    CHAT: {**OPENAI_DEFAULTS, "modalities": ["text"], "reasoning_effort": "none", "verbosity": "medium"},
+    TEXT: {"best_of": 1, "suffix": ""},
     RESPONSES: {
-        **OPENAI_UNUSED, "background": False, "reasoning": {"effort": "none"}, "truncation": "disabled",
+        **OPENAI_DEFAULTS, "background": False, "reasoning": {"effort": "none"}, "truncation": "disabled",
         "stream_options": {"include_obfuscation": False}, "text": {"verbosity": "medium"},
         "include": ["reasoning.encrypted_content"],
     },
     VECTORS: {"user": "ann"},
     MESSAGES: {
-        "metadata": {"user_id": "ann"}, "cache_control": {"type": "ephemeral"}, "service_tier": "auto", "speed": "standard",
-        "thinking": {"type": "disabled"}, "mcp_servers": [], "fallbacks": [],
+        "cache_control": {"type": "ephemeral"}, "service_tier": "auto", "speed": "standard", "thinking": {"type": "disabled"},
+        "mcp_servers": [], "fallbacks": [],
     },
     COUNT: {"cache_control": {"type": "ephemeral"}, "speed": "standard", "thinking": {"type": "disabled"}, "mcp_servers": []},
+}  # fmt: skip
+# Accepted and ignored, which a header of the answer says.
+REMARKED: dict[str, dict[str, Any]] = {
+    CHAT: {
+        "user": "ann", "metadata": {"a": "b"}, "safety_identifier": "ann", "prompt_cache_key": "k", "store": True,
+        "prompt_cache_retention": "24h", "moderation": {"model": "x"}, "prediction": {"type": "content", "content": "x"},
+        "prompt_cache_options": {"a": 1}, "reasoning_effort": "high", "service_tier": "priority", "verbosity": "low",
+    },
+    TEXT: {"user": "ann"},
+    RESPONSES: {
+        "user": "ann", "safety_identifier": "ann", "prompt_cache_key": "k", "prompt_cache_retention": "24h",
+        "access_programs": ["x"], "context_management": [{"type": "compaction"}], "include": ["file_search_call.results"],
+        "max_tool_calls": 3, "moderation": {"model": "x"}, "prompt_cache_options": {"a": 1}, "reasoning": {"effort": "high"},
+        "service_tier": "flex", "store": True, "text": {"verbosity": "low"}, "truncation": "auto",
+    },
+    VECTORS: {},
+    MESSAGES: {
+        "metadata": {"user_id": "ann"}, "compaction": {"a": 1}, "context_management": {"a": 1}, "diagnostics": {"a": 1},
+        "fallback_credit_token": "x", "fallbacks": [{"model": "x"}], "inference_geo": "us", "output_config": {"effort": "high"},
+        "service_tier": "priority", "speed": "fast", "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "user_profile_id": "x", "workspace_id": "x",
+    },
+    COUNT: {
+        "compaction": {"a": 1}, "context_management": {"a": 1}, "speed": "fast", "user_profile_id": "x", "workspace_id": "x",
+    },
 }  # fmt: skip
 REFUSED: dict[str, dict[str, Any]] = {
     CHAT: {
         "audio": {"voice": "x", "format": "wav"}, "function_call": "auto", "functions": [FUNCTION], "modalities": ["audio"],
-        "moderation": {"model": "x"}, "prediction": {"type": "content", "content": "x"}, "prompt_cache_options": {"a": 1},
-        "reasoning_effort": "high", "service_tier": "priority", "store": True, "verbosity": "low",
         "web_search_options": {"a": 1},
     },
     TEXT: {"best_of": 2, "suffix": "x"},
     RESPONSES: {
-        "access_programs": ["x"], "background": True, "context_management": [{"type": "compaction"}], "conversation": "x",
-        "image": {"a": 1}, "include": ["file_search_call.results"], "max_tool_calls": 3, "moderation": {"model": "x"},
-        "previous_response_id": "resp_1", "prompt": {"id": "x"}, "prompt_cache_options": {"a": 1},
-        "reasoning": {"effort": "high"}, "service_tier": "flex", "store": True, "text": {"verbosity": "low"},
-        "truncation": "auto",
+        "background": True, "conversation": "x", "image": {"a": 1}, "previous_response_id": "resp_1", "prompt": {"id": "x"},
     },
     VECTORS: {},
-    MESSAGES: {
-        "compaction": {"a": 1}, "container": "x", "context_management": {"a": 1}, "diagnostics": {"a": 1},
-        "fallback_credit_token": "x", "fallbacks": [{"model": "x"}], "inference_geo": "us",
-        "mcp_servers": [{"url": "x"}], "output_config": {"effort": "high"}, "service_tier": "priority", "speed": "fast",
-        "thinking": {"type": "enabled", "budget_tokens": 1024}, "thread": {"a": 1}, "user_profile_id": "x", "workspace_id": "x",
-    },
+    MESSAGES: {"container": "x", "mcp_servers": [{"url": "x"}], "thread": {"a": 1}},
+    COUNT: {"mcp_servers": [{"url": "x"}]},
 }  # fmt: skip
-REFUSED[COUNT] = {name: REFUSED[MESSAGES][name] for name in (
-    "compaction", "context_management", "mcp_servers", "output_config", "speed", "thinking", "user_profile_id", "workspace_id",
-)}  # fmt: skip
+# Parameters of vLLM, SGLang and llama.cpp that clients send and that change nothing here.
+OF_OTHERS: dict[str, Any] = {
+    "guided_decoding_backend": "outlines", "spaces_between_special_tokens": False, "request_id": "a", "vllm_xargs": {"a": 1},
+    "kv_transfer_params": {"a": 1}, "mm_processor_kwargs": {"a": 1}, "length_penalty": 2.0, "keep_alive": "5m",
+}  # fmt: skip
 
 
 def names_of(parameters: Any) -> set[str]:
@@ -134,7 +149,8 @@ def names_of(parameters: Any) -> set[str]:
 @pytest.mark.parametrize("route", BODIES)
 def test_tables_have_the_parameters_of_the_packages(route: str) -> None:
     expected = set[str]().union(*(names_of(parameters) for place, parameters in PARAMETERS if place == route))
-    assert SUPPORTED[route].keys() | WITHOUT_EFFECT[route].keys() | REFUSED[route].keys() == expected
+    tables = (SUPPORTED, WITHOUT_EFFECT, REMARKED, REFUSED)
+    assert set[str]().union(*(table[route] for table in tables)) == expected
 
 
 @pytest.mark.parametrize(("route", "name"), [(route, name) for route, table in SUPPORTED.items() for name in table])
@@ -149,10 +165,33 @@ def test_parameters_without_effect(route: str, name: str) -> None:
     backend = FakeBackend()
     answer = post(backend, route, {**BODIES[route], name: WITHOUT_EFFECT[route][name]})
     assert answer.status_code == 200, answer.text
+    assert REMARK not in answer.headers
+    check_same_request(backend, route)
+
+
+def check_same_request(backend: FakeBackend, route: str) -> None:
+    """The last request is the one that the route's body makes by itself."""
     post(backend, route, BODIES[route])
     if backend.requests:
         first, second = backend.requests
         assert (first.token_ids, first.params, first.stream) == (second.token_ids, second.params, second.stream)
+
+
+@pytest.mark.parametrize(("route", "name"), [(route, name) for route, table in REMARKED.items() for name in table])
+def test_ignored_parameters_are_named_in_a_header(route: str, name: str) -> None:
+    backend = FakeBackend()
+    answer = post(backend, route, {**BODIES[route], name: REMARKED[route][name]})
+    assert answer.status_code == 200, answer.text
+    assert name in answer.headers[REMARK]
+    check_same_request(backend, route)
+
+
+@pytest.mark.parametrize("route", [CHAT, TEXT])
+def test_parameters_of_other_servers_are_ignored(route: str) -> None:
+    backend = FakeBackend()
+    for stream in (False, True):
+        answer = post(backend, route, {**BODIES[route], **OF_OTHERS, "stream": stream})
+        assert answer.headers[REMARK] == f"without effect here: {', '.join(sorted(OF_OTHERS))}"
 
 
 @pytest.mark.parametrize(("route", "name"), [(route, name) for route, table in REFUSED.items() for name in table])

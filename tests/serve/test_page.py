@@ -16,6 +16,7 @@ import pytest
 from msgspec.structs import replace
 from starlette.applications import Starlette
 
+from archerfish import __version__
 from archerfish.serve.answers import Model
 from archerfish.serve.app import create_app
 from archerfish.serve.client import RemoteError
@@ -53,7 +54,7 @@ class Parts(HTMLParser):
             self.ids.append(str(given["id"]))
             if "hidden" in given:
                 self.hidden.add(str(given["id"]))
-        if tag not in ("meta", "br", "input"):
+        if tag not in ("meta", "br", "input", "link"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -74,7 +75,7 @@ async def test_page_loads_nothing_from_elsewhere() -> None:
         for text in ("/v1/embeddings", "/v1/rerank", "/similarity", WORDS, "8 dimensions", "up to 512 tokens"):
             assert text in answer.text
         for outside in ("src=", "<link", "@import", "url(", "https://", "<b>evil"):
-            assert outside not in answer.text
+            assert outside not in answer.text.replace('<link rel="icon" type="image/svg+xml" href="/favicon.ico">', "")
         assert "/v1/chat/completions" not in re.sub(r"<script>.*</script>", "", answer.text, flags=re.DOTALL)
         assert "chat" in Parts(answer.text).hidden
 
@@ -139,6 +140,20 @@ async def test_page_shows_every_route() -> None:
         shown = {(method, path) for _, method, path, _ in EXAMPLES}
         assert told - shown == {("GET", "/v1/models/{model_id}"), ("POST", "/v1/messages/count_tokens")}
         assert shown <= told
+
+
+async def test_docs_show_routes_and_their_parameters() -> None:
+    async with client_of(create_app(FakeBackend())) as client:
+        paths = (await client.get("/openapi.json")).json()["paths"]
+        docs, icon = await client.get("/docs"), await client.get("/favicon.ico")
+        assert (await client.get("/version")).json() == {"version": __version__}
+    Parts(docs.text)
+    for path, operations in paths.items():
+        assert all(f"<b>{method.upper()}</b> {path}</code>" in docs.text for method in operations)
+    assert "<tr><td><code><b>messages</b></code></td><td>array</td>" in docs.text
+    assert "<tr><td><code>stop</code></td><td>string or array</td>" in docs.text
+    assert not re.search(r"(src|href)=.?(https?:)?//", docs.text)
+    assert icon.headers["content-type"] == "image/svg+xml" and icon.text.startswith("<svg ")
 
 
 async def test_examples_are_answered(tmp_path: Path) -> None:

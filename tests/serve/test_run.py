@@ -15,16 +15,17 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import httpx
+import msgspec
 import pytest
 import zmq.auth
 
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
 from archerfish.errors import InvalidOptionError, MachineError
 from archerfish.serve import run
-from archerfish.serve.models import describe
+from archerfish.serve.models import describe, make_entry
 from archerfish.serve.processes import FrontConfig, HostConfig, ModelSpec
 from archerfish.serve.tenants import add_key
 from archerfish.types import no_progress
@@ -59,6 +60,17 @@ def test_options_choose_the_models(options: dict[str, Any], expected: list[tuple
             assert EngineConfig(**spec.options) == ENGINE
         else:
             assert EmbedConfig(**spec.options) == EMBED.replace(num_threads=3, model=spec.model)
+
+
+def test_first_model_gets_the_served_names() -> None:
+    for kinds in ("all", "embedding"):
+        first, *others = run.models_of(ServeConfig(kinds=kinds, served_model_name="gpt-4o, lab/b,"), ENGINE, EMBED)
+        assert first.served_names == ("gpt-4o", "lab/b") and not any(spec.served_names for spec in others)
+        assert "archerfish serves gpt-4o" in run.ready_text("http://x", (first, *others), ServeConfig(), {"embedding"})
+    entry = make_entry(msgspec.structs.replace(first, loads="start"), HubConfig(), cast(Any, None))
+    card = entry.card()
+    assert card["id"] == "gpt-4o" and card["served_names"] == ["lab/b"]
+    assert set(card["aliases"]) == {"lab/b", first.model}
 
 
 def test_story_model_is_added_to_the_default_model() -> None:

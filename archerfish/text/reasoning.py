@@ -1,0 +1,56 @@
+"""Reasoning: what a model thinks, between <think> and </think>, before what it answers."""
+
+from __future__ import annotations
+
+OPEN, CLOSE = "<think>", "</think>"
+TAIL_TOKENS = 16  # at the end of a prompt that may hold an open mark: a mark and a line break, also one token a character
+
+
+def ends_inside(prompt_end: str, answer_start: str) -> bool:
+    """Whether a prompt ends inside of reasoning. answer_start: the part of it that belongs to the answer."""
+    if answer_start:
+        return answer_start.rfind(OPEN) > answer_start.rfind(CLOSE)
+    return prompt_end.rstrip().endswith(OPEN)
+
+
+class ReasoningParser:
+    """Splits an answer into reasoning and text as it comes; how it is cut into pieces does not matter.
+
+    Reasoning is what stands between the marks at the beginning, or before the closing mark if the prompt has opened it. White
+    space around it is dropped.
+    """
+
+    def __init__(self, is_open: bool) -> None:
+        self._mark = CLOSE if is_open else OPEN  # the mark to find next; empty: only text follows
+        self._held = ""  # what may be part of a mark, or white space beside one
+        self._is_start = True  # nothing visible has come since the last mark
+
+    def feed(self, text: str, is_last: bool = False) -> tuple[str, str]:
+        """The reasoning and the text that can be shown now."""
+        held, reasoning = self._held + text, ""
+        if self._mark == OPEN:
+            visible = held.lstrip()
+            if visible.startswith(OPEN):
+                self._mark, held = CLOSE, visible.removeprefix(OPEN)
+            elif is_last or not OPEN.startswith(visible):
+                self._mark, self._is_start = "", False
+            else:
+                self._held = held
+                return "", ""
+        if self._mark == CLOSE:
+            held = held.lstrip() if self._is_start else held
+            reasoning, mark, rest = held.partition(CLOSE)
+            if not mark and not is_last:
+                num_held = max(n for n in range(len(CLOSE)) if held.endswith(CLOSE[:n]))
+                reasoning, rest = held[: len(held) - num_held], held[len(held) - num_held :]
+            self._held = reasoning[len(reasoning.rstrip()) :] + rest
+            reasoning = reasoning.rstrip()
+            self._is_start = self._is_start and not reasoning
+            if not mark:
+                return reasoning, ""
+            self._mark, held, self._is_start = "", rest, True
+        self._held = ""
+        if self._is_start:
+            held = held.lstrip()
+            self._is_start = not held
+        return reasoning, held
