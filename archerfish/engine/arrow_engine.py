@@ -197,13 +197,18 @@ class ArrowEngine:
             scores = self._compute([(a, b) for a, b in pairs], batch_size, False, progress)
         return scores[:, 0] if scores.shape[1] == 1 else scores
 
-    def tokenize(self, texts: Sequence[EmbedInput | tuple[str, str]]) -> list[TokenizedText]:
-        """Check and tokenise texts, lists of ids, or a cross-encoder's pairs. Another thread may call `compute` with them."""
+    def tokenize(
+        self, texts: Sequence[EmbedInput | tuple[str, str]], *, prompt_name: str | None = None
+    ) -> list[TokenizedText]:
+        """Check and tokenise texts, lists of ids, or a cross-encoder's texts and pairs.
+
+        Another thread may call `compute` with them.
+        """
         if self.is_cross_encoder:
             self._check_pairs(texts)
             return self._tokenize(texts)
         self.check_texts(texts)
-        return self._tokenize(self._prepare(texts, None))
+        return self._tokenize(self._prepare(texts, prompt_name))
 
     def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = None) -> Vectors:
         """(n, dim) vectors of tokenised texts, or (n, labels) scores of tokenised pairs, in their order."""
@@ -264,7 +269,7 @@ class ArrowEngine:
 
     def _check_pairs(self, pairs: Sequence[Any]) -> None:
         for side in (0, 1):
-            self.check_texts([pair[side] for pair in pairs], "pair")
+            self.check_texts([pair if isinstance(pair, str) else pair[side] for pair in pairs], "pair")
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -286,7 +291,11 @@ class ArrowEngine:
         vocab_size = self.core.config.integer("vocab_size")
         for token_id in item:
             if not 0 <= token_id < vocab_size:
-                raise InvalidInputError(f"Token id {token_id} is outside of the vocabulary of {vocab_size}.")
+                raise InvalidInputError(
+                    f"Token id {token_id} is outside of the vocabulary of {vocab_size}.",
+                    hint="Token ids must be those of this model's tokenizer. langchain's OpenAIEmbeddings sends another's, "
+                    "unless it has check_embedding_ctx_length=False.",
+                )
         return True
 
     def _prepare(self, texts: Sequence[Any], prompt_name: str | None) -> list[Any]:

@@ -29,6 +29,7 @@ from archerfish.serve.generation import TextService
 from archerfish.serve.http import RequestMiddleware, read_json
 from archerfish.serve.messages_routes import MessagesRoutes
 from archerfish.serve.metrics import CONTENT_TYPE, exposition, gauges, metric_values, read_metrics
+from archerfish.serve.ollama_routes import OllamaRoutes
 from archerfish.serve.openai_routes import OpenAIRoutes
 from archerfish.serve.openapi import openapi_document
 from archerfish.serve.overload import retry_after
@@ -239,9 +240,10 @@ def create_app(
             if isinstance(backend, AsyncClient):
                 await backend.close(StoppedError(STOPPED, hint="Send the request again."))
 
+    vectors = VectorRoutes(catalog, config, registry)
     groups = (
-        OpenAIRoutes(texts, config), VectorRoutes(catalog, config, registry), ResponsesRoutes(texts), MessagesRoutes(texts),
-        TextRoutes(texts), TTSRoutes(texts), StateRoutes(catalog, results, share),
+        OpenAIRoutes(texts, config), vectors, ResponsesRoutes(texts), MessagesRoutes(texts), TextRoutes(texts),
+        TTSRoutes(texts), OllamaRoutes(texts, vectors), StateRoutes(catalog, results, share),
     )  # fmt: skip
     middleware = Middleware(RequestMiddleware, registry=registry, tenants=tenants, max_body_bytes=config.max_body_bytes)
     app = Starlette(

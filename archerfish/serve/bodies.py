@@ -164,6 +164,11 @@ class TextBody(GenerationBody):
     guided_grammar: str | None = Field(None, description="A grammar in Lark's notation.")
     guided_choice: list[str] | None = None
 
+    @classmethod
+    def read_format(cls, stated: Any, where: str) -> dict[str, Any] | None:
+        """The grammar of a stated format."""
+        return (response_grammar if where == "response_format" else nested_grammar)(stated, where)
+
     def sampling(self) -> tuple[dict[str, Any], dict[str, str]]:
         """The SamplingParams that the body states, and the names that the route has for some of them."""
         values = {name: value for name in SAMPLING if (value := getattr(self, name, None)) is not None}
@@ -172,9 +177,8 @@ class TextBody(GenerationBody):
         guides = [name for name in GUIDES if getattr(self, name) is not None]
         stated, grammar = getattr(self, self.format_param), None
         if stated is not None:
-            read = response_grammar if self.format_param == "response_format" else nested_grammar
             with naming(self.format_param):
-                grammar = read(stated, self.format_param)
+                grammar = self.read_format(stated, self.format_param)
         names = guides + ([self.format_param] if grammar else [])
         if len(names) > 1:
             raise InvalidParameterError(f"{' and '.join(names)} exclude each other: an answer has one format.", names[0])

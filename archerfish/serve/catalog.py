@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -145,6 +149,15 @@ class ModelText:
         return bytes([int(single[1], 16)]) if single else token.replace(WORD_MARK, " ").encode()
 
 
+@cache
+def read_metadata(directory: str) -> dict[str, Any]:
+    """What the store wrote about a converted model, or nothing."""
+    with suppress(OSError, ValueError):
+        found = json.loads((Path(directory) / "metadata.json").read_bytes())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
 def prompt_size(prompt: Prompt, options: Mapping[str, Any]) -> int:
     """Roughly how much work it is to render and tokenise a prompt, in characters."""
     return sum(map(len, texts_in([prompt, *options.values()]))) + 1000 * len(options.get("tools") or ())
@@ -198,9 +211,9 @@ class Catalog:
             if found is None:
                 raise InvalidParameterError(f"No {' or '.join(kinds)} model is served here; see GET /v1/models.", "model")
             return found
-        if name not in self._by_name and self._clock() - self._asked_at >= REFRESH_S:
+        if name.removesuffix(":latest") not in self._by_name and self._clock() - self._asked_at >= REFRESH_S:
             cards = await self._refresh()
-        card = self._by_name.get(name)
+        card = self._by_name.get(name) or self._by_name.get(name.removesuffix(":latest"))  # as Ollama's clients write names
         if card is None:
             raise unserved_model(name, [card.id for card in cards])
         if kinds and card.kind not in kinds:

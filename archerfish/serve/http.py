@@ -73,11 +73,15 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         status, num_bytes, began = 0, 0, time.perf_counter()
+        scope.setdefault("state", {})["remarks"] = []
 
         async def send_noted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if said := scope["state"]["remarks"]:
+                    text = "; ".join(said).encode("ascii", "replace")
+                    message["headers"] = [*message["headers"], (b"x-archerfish-remark", text)]
             await send(message)
 
         async def receive_bounded() -> Message:
@@ -108,7 +112,7 @@ class RequestMiddleware:
                 tenant = self.tenants.find(bearer_key(headers.get("authorization"), headers.get("x-api-key")))
                 if path.startswith(OPERATOR_PATHS):
                     tenant.require_operator()
-            scope.setdefault("state", {})["tenant"] = tenant
+            scope["state"]["tenant"] = tenant
             length = headers.get("content-length", "")
             if length.isdecimal() and int(length) > self.max_body_bytes:
                 raise self._too_large()
@@ -127,14 +131,15 @@ class BodyRoute(Route):
     """A route that takes a JSON object by POST: `handler(request, body)` gives the response.
 
     The handler and its response are cancelled when the client closes its connection. answer, events: the types of what it
-    answers, whole and as a stream, for the OpenAPI document.
+    answers, whole and as a stream of the media type event_type, for the OpenAPI document.
     """
 
     def __init__(
         self, path: str, handler: Callable[[Request, Any], Coroutine[Any, Any, ASGIApp]], body_type: type[BaseModel],
-        answer: Any, events: Sequence[type[Schema]] = (),
+        answer: Any, events: Sequence[type[Schema]] = (), event_type: str = "text/event-stream",
     ) -> None:
         super().__init__(path, handler, methods=["POST"])
+        self.event_type = event_type
         self.app, self.handler, self.body_type, self.answer, self.events = self._answer, handler, body_type, answer, events
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:

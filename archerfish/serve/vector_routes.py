@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -19,15 +19,21 @@ from archerfish.errors import InputTooLargeError, InvalidInputError
 from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve import answers, bodies
 from archerfish.serve.bodies import STRING, STRINGS, UNUSED, Body, Values, check_items, check_text, checked
-from archerfish.serve.catalog import Catalog, ModelCard
+from archerfish.serve.catalog import Catalog, ModelCard, read_metadata
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError, encode_json, json_response
 from archerfish.serve.http import BodyRoute
-from archerfish.serve.wire import EmbedRequest, ScoreRequest, Vectors
+from archerfish.serve.wire import ClassifyRequest, EmbedRequest, ForVectors, Vectors
 
 Array = npt.NDArray[np.float32]
 YIELD_ROWS = 16  # rows that are written as JSON before other requests run: a few milliseconds
 DOCUMENT = {"anyOf": [STRING, {"type": "object", "properties": {"text": STRING}, "required": ["text"]}]}
+OF_QUERIES, OF_DOCUMENTS = ("query", "search_query"), ("document", "passage", "corpus", "search_document")
+# Names that prompts for a type of text have in models' files.
+PROMPTS = {
+    **dict.fromkeys(("query", "search_query"), OF_QUERIES),
+    **dict.fromkeys(("document", "passage", "search_document"), OF_DOCUMENTS),
+}
 Deadline = Annotated[
     float | None, Field(gt=0, description="Seconds in which the answer is needed; a request that would be late is refused.")
 ]
@@ -57,6 +63,8 @@ class EmbeddingsBody(Body):
     model: str | None = Field(None, description="Name of the served model; left out: the first embedding model.")
     encoding_format: Literal["float", "base64"] = Field("float", description="base64: little-endian float32.")
     dimensions: int | None = Field(None, ge=1, description="Keep only the first so many dimensions, scaled to length 1.")
+    prompt_name: str | None = Field(None, description="A prompt of the model's files, which is put before every text.")
+    input_type: str | None = Field(None, description="What the texts are, as query or document; chooses the model's prompt.")
     deadline_s: Deadline = None
     user: str | None = Field(None, description=UNUSED)
 
@@ -100,45 +108,23 @@ class VectorRoutes:
 
     async def embeddings(self, request: Request, body: EmbeddingsBody) -> Response:
         """Vectors of texts."""
-        card = await self.catalog.find(body.model, "embedding")
-        self.check_number(len(body.input), "input")
-        if body.dimensions is not None and body.dimensions > card.dimension:
-            raise InvalidParameterError(f"{card.id} has {card.dimension} dimensions, not {body.dimensions}.", "dimensions")
-        try:
-            rows, num_tokens = await self.embed(request, card, body.input, body.deadline_s)
-        except RemoteError as error:
-            if error.code in (InvalidInputError.code, InputTooLargeError.code):
-                error.param = error.param or "input"
-            raise
-        if body.dimensions is not None and body.dimensions < rows.shape[1]:
-            rows = rows[:, : body.dimensions]
-            norms = np.linalg.norm(rows, axis=1, keepdims=True)
-            rows = np.asarray(rows / np.maximum(norms, np.finfo(np.float32).tiny), np.float32)
-        shown: Iterable[list[float] | str] = (row.tolist() for row in rows)
-        if body.encoding_format == "base64":
-            shown = (base64.b64encode(row.astype("<f4").tobytes()).decode() for row in rows)
+        card, rows, usage = await self.vectors(
+            request, body.model, body.input, dimensions=body.dimensions, prompt_name=body.prompt_name,
+            input_type=body.input_type, deadline_s=body.deadline_s,
+        )
+        shown = shown_rows(rows, body.encoding_format)
         data: Any = await encode_items(answers.Embedding(index=index, embedding=row) for index, row in enumerate(shown))
-        usage = self.usage("/v1/embeddings", len(rows), num_tokens)
         return json_response(answers.Embeddings(data=data, model=card.id, usage=usage))
 
     async def rerank(self, request: Request, body: RerankBody) -> Response:
         """Documents by their relevance to a query, best first: by a cross-encoder where one is served, else by cosine."""
-        card = await self.catalog.find(body.model, "cross-encoder", "embedding")
-        self.check_number(len(body.documents), "documents")
-        if card.kind == "cross-encoder":
-            address = self.catalog.address(request, card)
-            message = ScoreRequest(query=body.query, documents=body.documents, deadline_s=body.deadline_s, **address)
-            rows, num_tokens = await self.ask(message)
-            scores = rows[:, 0]
-        else:
-            rows, num_tokens = await self.embed(request, card, [body.query, *body.documents], body.deadline_s)
-            scores = rows[1:] @ rows[0]
-        order = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
-        results = [answers.Ranked(index=i, relevance_score=float(scores[i])) for i in order]
+        card, scores, usage = await self.scores(
+            request, body.model, [(body.query, document) for document in body.documents], "documents", body.deadline_s
+        )
+        results = [answers.Ranked(index=i, relevance_score=float(scores[i])) for i in best_first(scores)[: body.top_n]]
         if body.return_documents:
             for result in results:
                 result.document = answers.DocumentText(text=body.documents[result.index])
-        usage = self.usage("/v1/rerank", len(body.documents), num_tokens)
         return json_response(answers.Ranking(model=card.id, results=results, usage=usage))
 
     async def similarity(self, request: Request, body: SimilarityBody) -> Response:
@@ -151,17 +137,81 @@ class VectorRoutes:
         cosines = rows[: len(sources)] @ rows[len(sources) :].T
         is_single = isinstance(body.source, str)
         shown: Any = cosines[0].tolist() if is_single else await encode_items(row.tolist() for row in cosines)
-        usage = self.usage("/similarity", num_texts, num_tokens)
+        usage = self.usage(request, num_texts, num_tokens)
         return json_response(answers.Similarities(similarities=shown, model=card.id, usage=usage))
 
-    async def embed(
-        self, request: Request, card: ModelCard, texts: Sequence[str | list[int]], deadline_s: float | None
-    ) -> tuple[Array, int]:
-        """Vectors of length 1, and the number of tokens."""
-        message = EmbedRequest(texts=list(texts), normalize=True, deadline_s=deadline_s, **self.catalog.address(request, card))
-        return await self.ask(message)
+    async def vectors(
+        self, request: Request, model: str | None, texts: Sequence[str | list[int]], *, dimensions: int | None = None,
+        prompt_name: str | None = None, input_type: str | None = None, normalize: bool = True, deadline_s: float | None = None,
+        param: str = "input",
+    ) -> tuple[ModelCard, Array, answers.VectorUsage]:
+        """The vectors of texts. param: the name that the route has for the texts."""
+        card = await self.catalog.find(model, "embedding")
+        self.check_number(len(texts), param)
+        if dimensions is not None and dimensions > card.dimension:
+            raise InvalidParameterError(f"{card.id} has {card.dimension} dimensions, not {dimensions}.", "dimensions")
+        if prompt_name is None and input_type is not None:
+            prompt_name = find_prompt(request, card, input_type)
+        try:
+            rows, num_tokens = await self.embed(
+                request, card, texts, deadline_s, prompt_name=prompt_name, normalize=normalize
+            )
+        except RemoteError as error:
+            if error.code in (InvalidInputError.code, InputTooLargeError.code):
+                error.param = error.param or param
+            raise
+        if dimensions is not None and dimensions < card.dimension:
+            if not is_matryoshka(card):
+                request.state.remarks.append(f"{card.id} does not say that it was trained for fewer dimensions")
+            rows = rows[:, :dimensions]
+            if normalize:
+                norms = np.linalg.norm(rows, axis=1, keepdims=True)
+                rows = np.asarray(rows / np.maximum(norms, np.finfo(np.float32).tiny), np.float32)
+        return card, rows, self.usage(request, len(rows), num_tokens)
 
-    async def ask(self, message: EmbedRequest | ScoreRequest) -> tuple[Array, int]:
+    async def scores(
+        self, request: Request, model: str | None, pairs: Sequence[tuple[str, str]], param: str, deadline_s: float | None = None
+    ) -> tuple[ModelCard, Array, answers.VectorUsage]:
+        """How well the second text of each pair fits the first: a cross-encoder's score, or a cosine."""
+        card = await self.catalog.find(model, "cross-encoder", "embedding")
+        self.check_number(len(pairs), param)
+        if card.kind == "cross-encoder":
+            rows, num_tokens = await self.ask(
+                ClassifyRequest(texts=list(pairs), deadline_s=deadline_s, **self.catalog.address(request, card))
+            )
+            if rows.shape[1] != 1:
+                message = f"{card.id} gives {rows.shape[1]} labels per pair; a score needs one. POST /classify gives all."
+                raise InvalidParameterError(message, "model")
+            scores = rows[:, 0]
+        else:
+            places = {text: place for place, text in enumerate(dict.fromkeys(pair[0] for pair in pairs))}
+            rows, num_tokens = await self.embed(request, card, [*places, *(pair[1] for pair in pairs)], deadline_s)
+            scores = np.einsum("ij,ij->i", rows[[places[pair[0]] for pair in pairs]], rows[len(places) :])
+        return card, scores, self.usage(request, len(pairs), num_tokens)
+
+    async def classes(
+        self, request: Request, model: str | None, texts: Sequence[str | tuple[str, str]], param: str, *, is_raw: bool = False
+    ) -> tuple[ModelCard, Array, answers.VectorUsage]:
+        """The probability of every label, a row for each text or pair; is_raw: the model's own scores of several labels."""
+        card = await self.catalog.find(model, "cross-encoder")
+        self.check_number(len(texts), param)
+        rows, num_tokens = await self.ask(ClassifyRequest(texts=list(texts), **self.catalog.address(request, card)))
+        if rows.shape[1] > 1 and not is_raw:
+            powers = np.exp(rows - rows.max(axis=1, keepdims=True))
+            rows = powers / powers.sum(axis=1, keepdims=True)
+        return card, rows, self.usage(request, len(texts), num_tokens)
+
+    async def embed(
+        self, request: Request, card: ModelCard, texts: Sequence[str | list[int]], deadline_s: float | None, *,
+        prompt_name: str | None = None, normalize: bool = True,
+    ) -> tuple[Array, int]:
+        """Vectors, of length 1 if normalize is true, and the number of tokens."""
+        address = self.catalog.address(request, card)
+        return await self.ask(
+            EmbedRequest(texts=list(texts), normalize=normalize, prompt_name=prompt_name, deadline_s=deadline_s, **address)
+        )
+
+    async def ask(self, message: ForVectors) -> tuple[Array, int]:
         """The rows that the backend computes, and the number of tokens."""
         answer = await self.catalog.backend.ask(message)
         assert isinstance(answer, Vectors)
@@ -175,10 +225,38 @@ class VectorRoutes:
                 hint="Send several requests: they share batches.",
             )
 
-    def usage(self, route: str, num_texts: int, num_tokens: int) -> answers.VectorUsage:
+    def usage(self, request: Request, num_texts: int, num_tokens: int) -> answers.VectorUsage:
+        route = request.scope["path"]
         self.texts.add(num_texts, route=route)
         self.tokens.add(num_tokens, route=route)
         return answers.VectorUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+
+
+def best_first(scores: Array) -> list[int]:
+    """The places of scores in falling order."""
+    return [int(place) for place in np.argsort(-scores, kind="stable")]
+
+
+def shown_rows(rows: Array, encoding_format: str) -> Iterator[list[float] | str]:
+    """Rows as lists, or as text for base64."""
+    if encoding_format == "base64":
+        return (base64.b64encode(row.astype("<f4").tobytes()).decode() for row in rows)
+    return (row.tolist() for row in rows)
+
+
+def find_prompt(request: Request, card: ModelCard, input_type: str) -> str | None:
+    """The name of the model's prompt for texts of a type. If there is none, a remark says so."""
+    prompts = (read_metadata(card.directory).get("embedding") or {}).get("prompts") or {}
+    found = next((name for name in (input_type, *PROMPTS.get(input_type, ())) if name in prompts), None)
+    if found is None:
+        request.state.remarks.append(f"{card.id} has no prompt for input_type {input_type[:40]!r}")
+    return found
+
+
+def is_matryoshka(card: ModelCard) -> bool:
+    """Whether a model's files say that the first components of its vectors can be used by themselves."""
+    config = read_metadata(card.directory).get("config") or {}
+    return bool(config.get("is_matryoshka") or config.get("matryoshka_dimensions"))
 
 
 async def encode_items(items: Iterable[Any]) -> list[msgspec.Raw]:
