@@ -24,6 +24,7 @@ from archerfish.observe.metrics import GivenMetric, Metric, MetricRegistry, Samp
 from archerfish.serve.answers import Failing, Health, Models
 from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import AsyncClient, Backend
+from archerfish.serve.cohere_routes import CohereRoutes
 from archerfish.serve.errors import HANDLERS, RETRY_AFTER_S, json_response
 from archerfish.serve.generation import TextService
 from archerfish.serve.http import RequestMiddleware, read_json
@@ -36,9 +37,11 @@ from archerfish.serve.overload import retry_after
 from archerfish.serve.page import page
 from archerfish.serve.responses_routes import ResponsesRoutes
 from archerfish.serve.result_cache import ResultCache
+from archerfish.serve.tei_routes import TEIRoutes
 from archerfish.serve.tenants import Tenants
 from archerfish.serve.token_routes import TextRoutes, TTSRoutes
 from archerfish.serve.vector_routes import VectorRoutes
+from archerfish.serve.vllm_routes import VLLMRoutes
 from archerfish.serve.wire import Configure, FrontEndState, Ping, Pong, Query, Report
 
 HEALTH_TIMEOUT_S = 10.0
@@ -243,7 +246,8 @@ def create_app(
     vectors = VectorRoutes(catalog, config, registry)
     groups = (
         OpenAIRoutes(texts, config), vectors, ResponsesRoutes(texts), MessagesRoutes(texts), TextRoutes(texts),
-        TTSRoutes(texts), OllamaRoutes(texts, vectors), StateRoutes(catalog, results, share),
+        TTSRoutes(texts), OllamaRoutes(texts, vectors), CohereRoutes(vectors), TEIRoutes(vectors, config), VLLMRoutes(vectors),
+        StateRoutes(catalog, results, share),
     )  # fmt: skip
     middleware = Middleware(RequestMiddleware, registry=registry, tenants=tenants, max_body_bytes=config.max_body_bytes)
     app = Starlette(

@@ -33,7 +33,7 @@ EXPECTED = {
 }  # fmt: skip
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 ANTHROPIC_PATH = "/v1/messages"
-PLAIN_PATHS = ("/embed", "/predict", "/info")  # of TEI; those of Ollama begin with /api/
+PLAIN_PATHS = ("/", "/embed", "/predict", "/info")  # of TEI; those of Ollama begin with /api/
 ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error", 529: "overloaded_error",

@@ -108,7 +108,7 @@ class RequestMiddleware:
         """The answer to a request with a wrong key or too large a body. Notes the tenant of other requests in their scope."""
         headers, path, tenant = Headers(scope=scope), scope["path"], ANONYMOUS
         try:
-            if path not in OPEN_PATHS:
+            if path not in OPEN_PATHS or scope["method"] not in ("GET", "HEAD"):
                 tenant = self.tenants.find(bearer_key(headers.get("authorization"), headers.get("x-api-key")))
                 if path.startswith(OPERATOR_PATHS):
                     tenant.require_operator()

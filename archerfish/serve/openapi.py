@@ -11,7 +11,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.routing import BaseRoute, Route
 
 from archerfish import __version__
-from archerfish.serve import answers, ollama_routes
+from archerfish.serve import answers, ollama_routes, tei_routes
 from archerfish.serve.bodies import NULL, STRING
 from archerfish.serve.errors import AnthropicError, Error, PlainError, error_type
 from archerfish.serve.http import BodyRoute
@@ -29,6 +29,7 @@ GENERATING = (400, 401, 404, 413, 429, 503, 504)
 COMPUTING = (400, 401, 404, 413, 429, 503)
 OPERATING = (400, 401, 403, 404, 413, 503)
 FIGURES = (401, 403, 503)
+HTML = "text/html"
 NO_EVENTS: Mapping[str, Any] = {}
 OBJECT = dict[str, Any]  # figures or options by name
 PATH_MODEL = {"parameters": [{"name": "model_id", "in": "path", "required": True, "schema": STRING}]}
@@ -44,6 +45,8 @@ ANSWERS: dict[tuple[str, str], tuple[Any, tuple[int, ...], dict[str, Any]]] = {
     ("get", "/ready"): (answers.Health, (), {}),
     ("get", "/stats"): (OBJECT, FIGURES, {}),
     ("get", "/metrics"): (METRICS, FIGURES, {}),
+    ("get", "/"): (HTML, (), {}),
+    ("get", "/info"): (tei_routes.TEIInfo, (400, 401, 503), {}),
     ("get", "/api/tags"): (ollama_routes.OllamaModels, (401, 503), {}),
     ("get", "/api/ps"): (ollama_routes.OllamaModels, (401, 503), {}),
     ("get", "/api/version"): (ollama_routes.OllamaVersion, (401,), {}),
@@ -74,7 +77,7 @@ def openapi_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
             paths.setdefault(path, {})[method] = operation
     info = {"title": "archerfish", "version": __version__}
     types = {kind for route in body_routes for kind in (route.answer, *route.events)} | {kind for kind, *_ in ANSWERS.values()}
-    schemas = {**bodies["$defs"], **answer_schemas({kind for kind in types if kind is not METRICS and kind != OBJECT})}
+    schemas = {**bodies["$defs"], **answer_schemas({kind for kind in types if not isinstance(kind, str) and kind != OBJECT})}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
 
 
@@ -90,7 +93,7 @@ def answer_schemas(types: set[Any]) -> dict[str, Any]:
 
 def responses_of(path: str, answer: Any, statuses: Iterable[int], events: Mapping[str, Any] = NO_EVENTS) -> dict[str, Any]:
     """The responses of an operation. events: the content of its streams."""
-    success = {**({METRICS: {"schema": STRING}} if answer is METRICS else json_content(answer)), **events}
+    success = {**({answer: {"schema": STRING}} if isinstance(answer, str) else json_content(answer)), **events}
     error = json_content(error_type(path))
     found = {"200": {"description": "The answer.", "content": success}}
     found |= {str(status): {"description": DESCRIPTIONS[status], "content": error} for status in statuses}

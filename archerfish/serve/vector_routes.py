@@ -54,6 +54,9 @@ def read_source(value: Any, where: str) -> str | list[str]:
     return [check_text(item, f"{where}[{index}]") for index, item in enumerate(check_items(value, where, "strings"))]
 
 
+Documents = Annotated[list[str], checked(read_documents, {"type": "array", "minItems": 1, "items": DOCUMENT})]
+
+
 class EmbeddingsBody(Body):
     """POST /v1/embeddings, in OpenAI's form."""
 
@@ -77,7 +80,7 @@ class RerankBody(Body):
     }  # fmt: skip
 
     query: str
-    documents: Annotated[list[str], checked(read_documents, {"type": "array", "minItems": 1, "items": DOCUMENT})]
+    documents: Documents
     model: str | None = None
     top_n: int | None = Field(None, ge=1, description="Give only the best so many; left out: all.")
     return_documents: bool = Field(False, description="Repeat the text of each document in the answer.")
@@ -108,10 +111,7 @@ class VectorRoutes:
 
     async def embeddings(self, request: Request, body: EmbeddingsBody) -> Response:
         """Vectors of texts."""
-        card, rows, usage = await self.vectors(
-            request, body.model, body.input, dimensions=body.dimensions, prompt_name=body.prompt_name,
-            input_type=body.input_type, deadline_s=body.deadline_s,
-        )
+        card, rows, usage = await self.of_body(request, body)
         shown = shown_rows(rows, body.encoding_format)
         data: Any = await encode_items(answers.Embedding(index=index, embedding=row) for index, row in enumerate(shown))
         return json_response(answers.Embeddings(data=data, model=card.id, usage=usage))
@@ -139,6 +139,12 @@ class VectorRoutes:
         shown: Any = cosines[0].tolist() if is_single else await encode_items(row.tolist() for row in cosines)
         usage = self.usage(request, num_texts, num_tokens)
         return json_response(answers.Similarities(similarities=shown, model=card.id, usage=usage))
+
+    async def of_body(self, request: Request, body: EmbeddingsBody) -> tuple[ModelCard, Array, answers.VectorUsage]:
+        return await self.vectors(
+            request, body.model, body.input, dimensions=body.dimensions, prompt_name=body.prompt_name,
+            input_type=body.input_type, deadline_s=body.deadline_s,
+        )
 
     async def vectors(
         self, request: Request, model: str | None, texts: Sequence[str | list[int]], *, dimensions: int | None = None,

@@ -62,6 +62,9 @@ VALID: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"prompt": "Hi", "return_token_strs": True}),
     ("/v1/tts/tokens", {"text": "Hi", "max_tokens": 3, "seed": 5}),
     ("/api/chat", {"model": MODEL, "messages": HI, "options": {"num_predict": 4, "stop": "zz"}}),
+    ("/v1/embed", {"texts": ["a", "b c"], "embedding_types": ["int8", "base64"], "input_type": "search_query"}),
+    ("/rerank", {"query": "a", "texts": ["b", "c"], "return_text": True}),
+    ("/score", {"text_1": "a", "text_2": ["b", "c"]}),
     ("/api/generate", {"prompt": "Hi", "stream": False, "options": {"num_predict": 4}}),
 ]
 NUMBERS = [b"NaN", b"1e999", b"-0", b"1" * 5000, b"1.0", b"9" * 30, b"01", b"true"]
@@ -275,6 +278,10 @@ LEAST: dict[str, dict[str, Any]] = {
     "/similarity": {"source": "a", "sentences": ["b"]}, "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [1]},
     "/v1/cache/explain": {"prompt": "a"}, "/v1/tts/tokens": {"text": "a"}, "/api/chat": {"messages": HI},
     "/api/generate": {"prompt": "a"}, "/api/embed": {"input": "a"}, "/api/embeddings": {"prompt": "a"}, "/api/show": {},
+    "/v1/embed": {"texts": ["a"]}, "/v2/embed": {"texts": ["a"]}, "/v2/rerank": {"query": "a", "documents": ["b"]},
+    "/rerank": {"query": "a", "texts": ["b"]}, "/embed": {"inputs": "a"}, "/": {"inputs": "a"}, "/predict": {"inputs": "a"},
+    "/score": {"text_1": "a", "text_2": "b"}, "/v1/score": {"text_1": "a", "text_2": "b"}, "/pooling": {"input": "a"},
+    "/classify": {"input": "a"},
 }  # fmt: skip
 
 
