@@ -378,6 +378,8 @@ class OllamaRoutes:
 
     async def _loaded(self, body: OllamaBody, *, is_chat: bool) -> Response:
         card = await self.catalog.find(body.model, "generation")
+        values, names = body.sampling()
+        gen.checked_params(values, card, names)
         return json_response(OllamaAnswer(body.model or card.id, None, is_chat=is_chat).whole())
 
     async def _answer(self, request: Request, body: OllamaBody, generation: gen.Generation, *, is_chat: bool) -> ASGIApp:

@@ -199,7 +199,11 @@ class VectorRoutes:
         self, request: Request, model: str | None, texts: Sequence[str | tuple[str, str]], param: str, *, is_raw: bool = False
     ) -> tuple[ModelCard, Array, answers.VectorUsage]:
         """The probability of every label, a row for each text or pair; is_raw: the model's own scores of several labels."""
-        card = await self.catalog.find(model, "cross-encoder")
+        try:
+            card = await self.catalog.find(model, "cross-encoder")
+        except InvalidParameterError as error:
+            error.hint = "Only a cross-encoder has labels and can classify texts; --rerank-model serves one."
+            raise
         self.check_number(len(texts), param)
         rows, num_tokens = await self.ask(ClassifyRequest(texts=list(texts), **self.catalog.address(request, card)))
         if rows.shape[1] > 1 and not is_raw:

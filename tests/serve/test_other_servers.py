@@ -132,7 +132,8 @@ async def test_labels_of_texts_and_pairs(tmp_path: Path) -> None:
 async def test_labels_need_a_cross_encoder() -> None:
     async with serving() as client:
         for route, body in (("/predict", {"inputs": "a"}), ("/classify", {"input": "a"})):
-            assert "No cross-encoder model is served" in await refused(client, route, **body)
+            for named in ({}, {"model": WORDS}):
+                assert "can classify texts; --rerank-model" in await refused(client, route, **body, **named)
 
 
 # vLLM
