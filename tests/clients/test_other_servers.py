@@ -91,5 +91,5 @@ def test_hugging_face_embeds(words: str) -> None:
     hub = pytest.importorskip("huggingface_hub")
     for client in (hub.InferenceClient(base_url=words), hub.InferenceClient(model=f"{words}/embed")):
         np.testing.assert_allclose(client.feature_extraction(TEXTS, normalize=True), ROWS, rtol=1e-6)
-    with pytest.raises(hub.errors.HfHubHTTPError, match="has no prompt|inputs"):
+    with pytest.raises(hub.errors.HfHubHTTPError, match="inputs"):
         client.feature_extraction([])
