@@ -276,13 +276,18 @@ class ArrowEngine:
             scores = self._compute([(a, b) for a, b in pairs], batch_size, False, progress, is_raw=is_raw)
         return scores[:, 0] if scores.shape[1] == 1 else scores
 
-    def tokenize(self, texts: Sequence[EmbedInput | tuple[str, str]]) -> list[TokenizedText]:
-        """Check and tokenise texts, lists of ids, or a cross-encoder's pairs. Another thread may call `compute` with them."""
+    def tokenize(
+        self, texts: Sequence[EmbedInput | tuple[str, str]], *, prompt_name: str | None = None
+    ) -> list[TokenizedText]:
+        """Check and tokenise texts, lists of ids, or a cross-encoder's texts and pairs.
+
+        Another thread may call `compute` with them.
+        """
         if self.is_cross_encoder:
-            self._check_pairs(texts)
+            self._check_pairs(texts, allows_texts=True)
             return self._tokenize(texts)
         self.check_texts(texts)
-        return self._tokenize(self._prepare(texts))
+        return self._tokenize(self._prepare(texts, prompt_name))
 
     def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = None) -> Vectors:
         """(n, dim) vectors of tokenised texts, or (n, labels) scores of tokenised pairs, in their order."""
@@ -341,12 +346,13 @@ class ArrowEngine:
                 hint = f"Split it, or raise max_text_bytes; the model reads the first {self._max_length} tokens in any case."
                 raise InputTooLargeError(f"{name} has {num_bytes:,} bytes; the limit is {limit:,}.", hint=hint)
 
-    def _check_pairs(self, pairs: Sequence[Any]) -> None:
+    def _check_pairs(self, pairs: Sequence[Any], *, allows_texts: bool = False) -> None:
         for index, pair in enumerate(pairs):
-            if not isinstance(pair, list | tuple) or len(pair) != 2:
+            is_pair = isinstance(pair, list | tuple) and len(pair) == 2
+            if not is_pair and not (allows_texts and isinstance(pair, str)):
                 raise InvalidInputError(f"Pair {index} must be two texts, not {pair!r:.80}.")
         for side in (0, 1):
-            self.check_texts([pair[side] for pair in pairs], "pair")
+            self.check_texts([pair if isinstance(pair, str) else pair[side] for pair in pairs], "pair")
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -379,7 +385,11 @@ class ArrowEngine:
         vocab_size = self.core.config.integer("vocab_size")
         for token_id in item:
             if not 0 <= token_id < vocab_size:
-                raise InvalidInputError(f"Token id {token_id} is outside of the vocabulary of {vocab_size}.")
+                raise InvalidInputError(
+                    f"Token id {token_id} is outside of the vocabulary of {vocab_size}.",
+                    hint="Token ids must be those of this model's tokenizer. langchain's OpenAIEmbeddings sends another's, "
+                    "unless it has check_embedding_ctx_length=False.",
+                )
         return True
 
     def _prepare(self, texts: Sequence[Any], prompt_name: str | None = None, prompt: str | None = None) -> list[Any]:

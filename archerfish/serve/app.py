@@ -25,20 +25,24 @@ from archerfish.observe.metrics import GivenMetric, Metric, MetricRegistry, Samp
 from archerfish.serve.answers import Failing, Health, Models, Version
 from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import AsyncClient, Backend
+from archerfish.serve.cohere_routes import CohereRoutes
 from archerfish.serve.errors import HANDLERS, RETRY_AFTER_S, json_response
 from archerfish.serve.generation import TextService
 from archerfish.serve.http import RequestMiddleware, read_json
 from archerfish.serve.messages_routes import MessagesRoutes
 from archerfish.serve.metrics import CONTENT_TYPE, exposition, gauges, metric_values, read_metrics
+from archerfish.serve.ollama_routes import OllamaRoutes
 from archerfish.serve.openai_routes import OpenAIRoutes
 from archerfish.serve.openapi import openapi_document
 from archerfish.serve.overload import retry_after
 from archerfish.serve.page import ICON, docs_page, page
 from archerfish.serve.responses_routes import ResponsesRoutes
 from archerfish.serve.result_cache import ResultCache
+from archerfish.serve.tei_routes import TEIRoutes
 from archerfish.serve.tenants import Tenants
 from archerfish.serve.token_routes import TextRoutes, TTSRoutes
 from archerfish.serve.vector_routes import VectorRoutes
+from archerfish.serve.vllm_routes import VLLMRoutes
 from archerfish.serve.wire import Configure, FrontEndState, Ping, Pong, Query, Report
 
 HEALTH_TIMEOUT_S = 10.0
@@ -255,9 +259,11 @@ def create_app(
             if isinstance(backend, AsyncClient):
                 await backend.close(StoppedError(STOPPED, hint="Send the request again."))
 
+    vectors = VectorRoutes(catalog, config, registry)
     groups = (
-        OpenAIRoutes(texts, config), VectorRoutes(catalog, config, registry), ResponsesRoutes(texts), MessagesRoutes(texts),
-        TextRoutes(texts), TTSRoutes(texts), StateRoutes(catalog, results, share),
+        OpenAIRoutes(texts, config), vectors, ResponsesRoutes(texts), MessagesRoutes(texts), TextRoutes(texts),
+        TTSRoutes(texts), OllamaRoutes(texts, vectors), CohereRoutes(vectors), TEIRoutes(vectors, config), VLLMRoutes(vectors),
+        StateRoutes(catalog, results, share),
     )  # fmt: skip
     middleware = Middleware(
         RequestMiddleware, registry=registry, tenants=tenants, max_body_bytes=config.max_body_bytes,

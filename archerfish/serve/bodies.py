@@ -214,6 +214,11 @@ class TextBody(GenerationBody):
     guided_choice: list[str] | None = None
     structured_outputs: dict[str, Any] | None = Field(None, description="vLLM's form: json, regex, choice or grammar.")
 
+    @classmethod
+    def read_format(cls, stated: Any, where: str) -> dict[str, Any] | None:
+        """The grammar of a stated format."""
+        return (response_grammar if where == "response_format" else nested_grammar)(stated, where)
+
     def sampling(self) -> tuple[dict[str, Any], dict[str, str]]:
         """The SamplingParams that the body states, and the names that the route has for some of them."""
         values = {name: value for name in SAMPLING if (value := getattr(self, name, None)) is not None}
@@ -226,9 +231,8 @@ class TextBody(GenerationBody):
                 guides["structured_outputs"] = structured_grammar(self.structured_outputs, "structured_outputs")
         form, grammar = getattr(self, self.format_param), None
         if form is not None:
-            read = response_grammar if self.format_param == "response_format" else nested_grammar
             with naming(self.format_param):
-                grammar = read(form, self.format_param)
+                grammar = self.read_format(form, self.format_param)
         names = [*guides, *([self.format_param] if grammar else [])]
         if len(names) > 1:
             raise InvalidParameterError(f"{' and '.join(names)} exclude each other: an answer has one format.", names[0])

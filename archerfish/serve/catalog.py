@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from contextlib import suppress
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -164,6 +167,15 @@ class ModelText:
         return bytes([int(single[1], 16)]) if single else token.replace(WORD_MARK, " ").encode()
 
 
+@cache
+def read_metadata(directory: str) -> dict[str, Any]:
+    """What the store wrote about a converted model, or nothing."""
+    with suppress(OSError, ValueError):
+        found = json.loads((Path(directory) / "metadata.json").read_bytes())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
 def prompt_size(prompt: Prompt, options: Mapping[str, Any]) -> int:
     """Roughly how much work it is to render and tokenise a prompt, in characters."""
     return sum(map(len, texts_in([prompt, *options.values()]))) + 1000 * len(options.get("tools") or ())
@@ -226,9 +238,9 @@ class Catalog:
             if found is None:
                 raise InvalidParameterError(f"No {' or '.join(kinds)} model is served here; see GET /v1/models.", "model")
             return found
-        if name not in self._by_name and self._clock() - self._asked_at >= REFRESH_S:
+        if name.removesuffix(":latest") not in self._by_name and self._clock() - self._asked_at >= REFRESH_S:
             cards = await self._refresh()
-        card = self._by_name.get(name)
+        card = self._by_name.get(name) or self._by_name.get(name.removesuffix(":latest"))  # as Ollama's clients write names
         if card is None and self.accepts_any and request is not None:
             card = await self.find(None, *kinds)
             request.state.remarks.append(f"the model {name[:MAX_NAME]!r} is not served here: {card.id} answers")

@@ -33,7 +33,7 @@ from archerfish.serve import wire
 from archerfish.serve.wire import Chunk, Failed, Generated, GenerationRequest
 
 Question = (
-    wire.EmbedRequest | wire.ScoreRequest | wire.ExplainRequest | wire.Configure | wire.Charge | wire.Query | wire.Ping
+    wire.ForVectors | wire.ExplainRequest | wire.Configure | wire.Charge | wire.Query | wire.Ping
 )
 Answer = wire.Vectors | wire.Report | wire.Pong
 Part = Chunk | Generated

@@ -1,6 +1,7 @@
 """Every error as an answer, in the shape of the API that the route belongs to.
 
-OpenAI: {"error": {"message", "type", "param", "code"}}; Anthropic: {"type": "error", "error": {"type", "message"}}.
+OpenAI: {"error": {"message", "type", "param", "code"}}; Anthropic: {"type": "error", "error": {"type", "message"}}; Ollama and
+TEI: {"error": message}.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ EXPECTED = {
 }  # fmt: skip
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 ANTHROPIC_PATH = "/v1/messages"
+PLAIN_PATHS = ("/", "/embed", "/predict", "/info")  # of TEI; those of Ollama begin with /api/
 ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error", 529: "overloaded_error",
@@ -65,6 +67,15 @@ class AnthropicError(Schema, tag_field="type", tag="error"):
     """An error in Anthropic's shape."""
 
     error: AnthropicErrorDetail
+
+
+class PlainError(Schema):
+    """An error in the shape of Ollama and TEI."""
+
+    error: str
+
+
+AnyError = Error | AnthropicError | PlainError
 
 
 class InvalidParameterError(InvalidInputError):
@@ -131,10 +142,12 @@ def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | Non
     return Response(encode_json(data), status, headers=dict(headers or {}), media_type="application/json")
 
 
-def error_body(status: int, message: str, code: str, param: str | None, path: str) -> Error | AnthropicError:
+def error_body(status: int, message: str, code: str, param: str | None, path: str) -> AnyError:
     """An error in the shape of the API that the path of its request belongs to."""
     message = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
-    if is_anthropic(path):
+    if error_type(path) is PlainError:
+        return PlainError(message)
+    if error_type(path) is AnthropicError:
         kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
         return AnthropicError(error=AnthropicErrorDetail(type=kind, message=message))
     param = param[:MAX_MESSAGE] if param else None
@@ -142,8 +155,11 @@ def error_body(status: int, message: str, code: str, param: str | None, path: st
     return Error(error=ErrorDetail(message=message, type=kind, param=param, code=code))
 
 
-def is_anthropic(path: str) -> bool:
-    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+def error_type(path: str) -> type[AnyError]:
+    """The shape of the errors of a path."""
+    if path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/"):
+        return AnthropicError
+    return PlainError if path in PLAIN_PATHS or path.startswith("/api/") else Error
 
 
 def error_headers(error: ArcherfishError) -> dict[str, str] | None:
@@ -155,7 +171,7 @@ def error_headers(error: ArcherfishError) -> dict[str, str] | None:
     return None if seconds is None else {"Retry-After": retry_after(seconds)}
 
 
-def failure_body(error: Exception, path: str = "") -> Error | AnthropicError:
+def failure_body(error: Exception, path: str = "") -> AnyError:
     """The error that a client sees. The text of an unexpected error is hidden; the server logs its traceback."""
     if not isinstance(error, ArcherfishError):
         error = ArcherfishError("The server failed to answer this request; its log says why.", hint="")

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -163,6 +163,7 @@ class Generation:
     tool_use: ToolUse | None
     num_cached: int = 0
     prompt_logprobs: list[Logprob] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)  # of the engine, when all has come
 
     @property
     def num_output(self) -> int:
@@ -179,7 +180,7 @@ class Generation:
         self.num_cached = message.num_cached_tokens or self.num_cached
         gains: Sequence[Chunk | Output] = (message,) if isinstance(message, Chunk) else message.outputs
         if isinstance(message, Generated):
-            self.prompt_logprobs = message.prompt_logprobs
+            self.prompt_logprobs, self.metrics = message.prompt_logprobs, message.metrics
         deltas: list[ChoiceDelta] = []
         for gain in gains:
             choice = self.choices[gain.index]
@@ -394,6 +395,9 @@ async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T,
 class EventWriter(Protocol):
     """How a route writes an answer as events."""
 
+    headers: ClassVar[list[tuple[bytes, bytes]]] = EVENT_HEADERS
+    keep_alive: ClassVar[bytes] = KEEP_ALIVE  # empty: nothing is sent between events
+
     def start(self) -> bytes:
         """The events before the first delta, when it has come."""
 
@@ -425,7 +429,7 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer, has_begun, pause_s = self.writer, False, self.service.keep_alive_s / 2
-        if pause_s:
+        if pause_s and writer.keep_alive:
             self._timer = asyncio.get_running_loop().call_later(pause_s, self._tick, send, pause_s)
         try:
             async with aclosing(self.service.run(self.request, *self.generations)) as runs:
@@ -457,7 +461,7 @@ class EventStream:
         self._is_quiet = False
         if not self._is_started:
             self._is_started = True
-            await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+            await send({"type": "http.response.start", "status": 200, "headers": self.writer.headers})
         await send({"type": "http.response.body", "body": data, "more_body": not is_last})
         self._num_bytes += len(data)
         if self._num_bytes > YIELD_BYTES and not is_last:  # neither `send` nor a backend with waiting messages suspends
@@ -466,7 +470,7 @@ class EventStream:
 
     def _tick(self, send: Send, pause_s: float) -> None:
         if self._is_quiet:
-            self._comment = asyncio.create_task(self._write(send, KEEP_ALIVE))
+            self._comment = asyncio.create_task(self._write(send, self.writer.keep_alive))
         self._is_quiet = True
         self._timer = asyncio.get_running_loop().call_later(pause_s, self._tick, send, pause_s)
 

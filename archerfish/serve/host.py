@@ -38,6 +38,7 @@ IDLE_POLL_MS = 1000
 FRESH_S = 1.0  # a step this recent proves that a model works
 LAST_S = 5.0  # the process may take this long to end after its parent
 EXIT_HUNG = 75
+KINDS = {wire.EmbedRequest: VECTORS, wire.ScoreRequest: SCORES, wire.ClassifyRequest: ("cross-encoder",)}  # of models
 
 
 class Listener:
@@ -301,7 +302,7 @@ class EngineHost(ModelHost):
                 if self._stops_at is not None:
                     raise StoppedError("The engine is being stopped and takes no more requests.", hint="Try again.")
                 pending.tenant = self.callers.find(message.credentials, message.tenant)
-                kinds = {wire.EmbedRequest: VECTORS, wire.ScoreRequest: SCORES}.get(type(message), GENERATION)
+                kinds = KINDS.get(type(message), GENERATION)
                 self.models.submit(self.models.find(message.model, kinds), pending)
             elif isinstance(message, wire.Ping):
                 self._check_health(pending, message)

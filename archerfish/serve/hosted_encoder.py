@@ -17,7 +17,7 @@ from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.errors import InvalidInputError, UnknownOptionError, UnsupportedModelError
 from archerfish.serve.compute import Lane, ModelHost, PendingRequest, read_in_thread
 from archerfish.serve.overload import AdmittedRequest, OverloadController, StepCost, TooLateError, estimate_tokens
-from archerfish.serve.wire import EmbedRequest, ScoreRequest, Vectors
+from archerfish.serve.wire import ClassifyRequest, EmbedRequest, ScoreRequest, Vectors
 from archerfish.text.tokenizer import TokenizedText
 
 Array = npt.NDArray[np.float32]
@@ -96,7 +96,7 @@ class HostedEncoder:
             request.release = partial(self.controller.end, admitted)
 
         def read() -> Callable[[], None]:
-            texts = self.engine.tokenize(inputs)
+            texts = self.engine.tokenize(inputs, prompt_name=getattr(request.message, "prompt_name", None))
             place = next((place for place, text in enumerate(texts) if text.is_cut), None)
             if place is not None and not getattr(request.message, "truncate", True):
                 most = f"{self.engine.get_max_seq_length():,} tokens, special ones included"
@@ -118,6 +118,10 @@ class HostedEncoder:
             if self.kind == "cross-encoder":
                 raise InvalidInputError(f"{self.name} is a cross-encoder: it scores pairs.", hint="Name an embedding model.")
             return list(message.texts), message.normalize, lambda rows: rows
+        if isinstance(message, ClassifyRequest):
+            if self.kind != "cross-encoder":
+                raise InvalidInputError(f"{self.name} has no labels: it embeds texts.", hint="Name a cross-encoder.")
+            return list(message.texts), None, lambda rows: rows
         if not isinstance(message, ScoreRequest):
             raise InvalidInputError(f"{self.name} generates no text; it has vectors.", hint="Name a generation model.")
         if not message.documents:

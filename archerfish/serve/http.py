@@ -125,7 +125,7 @@ class RequestMiddleware:
         """The answer to a request with a wrong key or too large a body. Notes the tenant of other requests in their scope."""
         headers, path, tenant = Headers(scope=scope), scope["path"], ANONYMOUS
         try:
-            if path not in OPEN_PATHS:
+            if path not in OPEN_PATHS or scope["method"] not in ("GET", "HEAD"):
                 tenant = self.tenants.find(bearer_key(headers.get("authorization"), headers.get("x-api-key")))
                 if path.startswith(OPERATOR_PATHS):
                     tenant.require_operator()
@@ -168,14 +168,15 @@ class BodyRoute(Route):
     """A route that takes a JSON object by POST: `handler(request, body)` gives the response.
 
     The handler and its response are cancelled when the client closes its connection. answer, events: the types of what it
-    answers, whole and as a stream, for the OpenAPI document.
+    answers, whole and as a stream of the media type event_type, for the OpenAPI document.
     """
 
     def __init__(
         self, path: str, handler: Callable[[Request, Any], Coroutine[Any, Any, ASGIApp]], body_type: type[Body],
-        answer: Any, events: Sequence[type[Schema]] = (),
+        answer: Any, events: Sequence[type[Schema]] = (), event_type: str = "text/event-stream",
     ) -> None:
         super().__init__(path, handler, methods=["POST"])
+        self.event_type = event_type
         self.app, self.handler, self.body_type, self.answer, self.events = self._answer, handler, body_type, answer, events
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:

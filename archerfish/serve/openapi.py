@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.routing import BaseRoute, Route
 
 from archerfish import __version__
-from archerfish.serve import answers
+from archerfish.serve import answers, ollama_routes, tei_routes
 from archerfish.serve.bodies import NULL, STRING
-from archerfish.serve.errors import AnthropicError, Error, is_anthropic
+from archerfish.serve.errors import AnthropicError, Error, PlainError, error_type
 from archerfish.serve.http import BodyRoute
 from archerfish.serve.metrics import CONTENT_TYPE as METRICS
 
@@ -28,6 +29,8 @@ GENERATING = (400, 401, 404, 413, 429, 503, 504)
 COMPUTING = (400, 401, 404, 413, 429, 503)
 OPERATING = (400, 401, 403, 404, 413, 503)
 FIGURES = (401, 403, 503)
+HTML = "text/html"
+NO_EVENTS: Mapping[str, Any] = {}
 OBJECT = dict[str, Any]  # figures or options by name
 PATH_MODEL = {"parameters": [{"name": "model_id", "in": "path", "required": True, "schema": STRING}]}
 QUERY_MODEL = {"parameters": [{"name": "model", "in": "query", "required": False, "schema": {"anyOf": [STRING, NULL]}}]}
@@ -43,6 +46,11 @@ ANSWERS: dict[tuple[str, str], tuple[Any, tuple[int, ...], dict[str, Any]]] = {
     ("get", "/ready"): (answers.Health, (), {}),
     ("get", "/stats"): (OBJECT, FIGURES, {}),
     ("get", "/metrics"): (METRICS, FIGURES, {}),
+    ("get", "/"): (HTML, (), {}),
+    ("get", "/info"): (tei_routes.TEIInfo, (400, 401, 503), {}),
+    ("get", "/api/tags"): (ollama_routes.OllamaModels, (401, 503), {}),
+    ("get", "/api/ps"): (ollama_routes.OllamaModels, (401, 503), {}),
+    ("get", "/api/version"): (ollama_routes.OllamaVersion, (401,), {}),
     ("get", "/admin/optimization"): (OBJECT, OPERATING, QUERY_MODEL),
     ("patch", "/admin/optimization"): (OBJECT, OPERATING, QUERY_MODEL | OPTIONS_BODY),
 }
@@ -60,7 +68,7 @@ def openapi_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
             operation: dict[str, Any] = {"summary": str(route.endpoint.__doc__).partition("\n")[0]}
             if isinstance(route, BodyRoute):
                 statuses = GENERATING if route.events else COMPUTING
-                operation["responses"] = responses_of(path, route.answer, statuses, route.events)
+                operation["responses"] = responses_of(path, route.answer, statuses, event_content(route))
                 operation["requestBody"] = {"required": True, "content": json_content(route.body_type)}
             elif (method, path) in ANSWERS:
                 answer, errors, others = ANSWERS[method, path]
@@ -70,13 +78,13 @@ def openapi_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
             paths.setdefault(path, {})[method] = operation
     info = {"title": "archerfish", "version": __version__}
     types = {kind for route in body_routes for kind in (route.answer, *route.events)} | {kind for kind, *_ in ANSWERS.values()}
-    schemas = {**bodies["$defs"], **answer_schemas({kind for kind in types if isinstance(kind, type)})}
+    schemas = {**bodies["$defs"], **answer_schemas({kind for kind in types if not isinstance(kind, str) and kind != OBJECT})}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
 
 
-def answer_schemas(types: set[type]) -> dict[str, Any]:
+def answer_schemas(types: set[Any]) -> dict[str, Any]:
     """The schemas of answers, events and errors."""
-    ordered = sorted({Error, AnthropicError, answers.Failing, *types}, key=lambda kind: kind.__name__)
+    ordered = sorted({Error, AnthropicError, PlainError, answers.Failing, *types}, key=str)
     _, schemas = msgspec.json.schema_components(ordered, ref_template=PREFIX + "{name}")
     for schema in schemas.values():  # members with a default are always written
         members = schema["properties"]
@@ -84,12 +92,10 @@ def answer_schemas(types: set[type]) -> dict[str, Any]:
     return schemas
 
 
-def responses_of(path: str, answer: Any, statuses: Iterable[int], events: Sequence[Any] = ()) -> dict[str, Any]:
-    """The responses of an operation."""
-    success = {METRICS: {"schema": STRING}} if answer is METRICS else json_content(answer)
-    if events:
-        success |= event_content(events)
-    error = json_content(AnthropicError if is_anthropic(path) else Error)
+def responses_of(path: str, answer: Any, statuses: Iterable[int], events: Mapping[str, Any] = NO_EVENTS) -> dict[str, Any]:
+    """The responses of an operation. events: the content of its streams."""
+    success = {**({answer: {"schema": STRING}} if isinstance(answer, str) else json_content(answer)), **events}
+    error = json_content(error_type(path))
     found = {"200": {"description": "The answer.", "content": success}}
     found |= {str(status): {"description": DESCRIPTIONS[status], "content": error} for status in statuses}
     if answer is answers.Health:
@@ -98,16 +104,21 @@ def responses_of(path: str, answer: Any, statuses: Iterable[int], events: Sequen
 
 
 def reference(kind: Any) -> dict[str, Any]:
-    return {"type": "object"} if kind == OBJECT else {"$ref": PREFIX + kind.__name__}
+    if kind == OBJECT or (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        return {"type": "object"} if kind == OBJECT else {"$ref": PREFIX + kind.__name__}
+    [found], _ = msgspec.json.schema_components([kind], ref_template=PREFIX + "{name}")
+    return found
 
 
 def json_content(kind: Any) -> dict[str, Any]:
     return {"application/json": {"schema": reference(kind)}}
 
 
-def event_content(kinds: Iterable[Any]) -> dict[str, Any]:
-    """A stream of server-sent events, whose data is JSON of one of these types; OpenAI's end with [DONE]."""
-    schema = {"anyOf": [reference(kind) for kind in kinds]}
+def event_content(route: BodyRoute) -> dict[str, Any]:
+    """Lines of JSON, or server-sent events, whose data is JSON of one of the route's types; OpenAI's end with [DONE]."""
+    schema = {"anyOf": [reference(kind) for kind in route.events]}
+    if not route.events or route.event_type != "text/event-stream":
+        return {route.event_type: {"schema": schema}} if route.events else {}
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
     members = {"event": STRING, "data": {"anyOf": [{"const": "[DONE]"}, data]}}
     return {"text/event-stream": {"schema": {"type": "object", "properties": members, "required": ["data"]}}}

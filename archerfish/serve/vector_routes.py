@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -20,15 +20,21 @@ from archerfish.errors import InputTooLargeError, InvalidInputError
 from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve import answers, bodies
 from archerfish.serve.bodies import STRING, STRINGS, UNUSED, Body, Values, check_items, check_text, checked
-from archerfish.serve.catalog import Catalog, ModelCard
+from archerfish.serve.catalog import Catalog, ModelCard, read_metadata
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError, encode_json, json_response, short_value
 from archerfish.serve.http import BodyRoute, log_tokens
-from archerfish.serve.wire import EmbedRequest, ScoreRequest, Vectors
+from archerfish.serve.wire import ClassifyRequest, EmbedRequest, ForVectors, Vectors
 
 Array = npt.NDArray[np.float32]
 YIELD_ROWS = 16  # rows that are written as JSON before other requests run: a few milliseconds
 DOCUMENT = {"anyOf": [STRING, {"type": "object", "properties": {"text": STRING}, "required": ["text"]}]}
+OF_QUERIES, OF_DOCUMENTS = ("query", "search_query"), ("document", "passage", "corpus", "search_document")
+# Names that prompts for a type of text have in models' files.
+PROMPTS = {
+    **dict.fromkeys(("query", "search_query"), OF_QUERIES),
+    **dict.fromkeys(("document", "passage", "search_document"), OF_DOCUMENTS),
+}
 Deadline = Annotated[
     float | None, Field(gt=0, description="Seconds in which the answer is needed; a request that would be late is refused.")
 ]
@@ -58,6 +64,7 @@ def read_source(value: Any, where: str) -> str | list[str]:
 
 Truncate = Annotated[bool, checked(read_truncate, {"enum": [True, False, "END", "NONE", None]}),
                      Field(description="false or NONE: refuse texts that are longer than the model takes.")]  # fmt: skip
+Documents = Annotated[list[str], checked(read_documents, {"type": "array", "minItems": 1, "items": DOCUMENT})]
 
 
 class EmbeddingsBody(Body):
@@ -69,6 +76,8 @@ class EmbeddingsBody(Body):
     model: str | None = Field(None, description="Name of the served model; left out: the first embedding model.")
     encoding_format: Literal["float", "base64"] = Field("float", description="base64: little-endian float32.")
     dimensions: int | None = Field(None, ge=1, description="Keep only the first so many dimensions, scaled to length 1.")
+    prompt_name: str | None = Field(None, description="A prompt of the model's files, which is put before every text.")
+    input_type: str | None = Field(None, description="What the texts are, as query or document; chooses the model's prompt.")
     deadline_s: Deadline = None
     truncate: Truncate = True
     user: str | None = Field(None, description=UNUSED)
@@ -82,7 +91,7 @@ class RerankBody(Body):
     }  # fmt: skip
 
     query: str
-    documents: Annotated[list[str], checked(read_documents, {"type": "array", "minItems": 1, "items": DOCUMENT})]
+    documents: Documents
     model: str | None = None
     top_n: int | None = Field(None, ge=1, description="Give only the best so many; left out: all.")
     return_documents: bool = Field(False, description="Repeat the text of each document in the answer.")
@@ -115,52 +124,23 @@ class VectorRoutes:
 
     async def embeddings(self, request: Request, body: EmbeddingsBody) -> Response:
         """Vectors of texts."""
-        card = await self.catalog.find(body.model, "embedding", request=request)
-        self.check_number(len(body.input), "input")
-        if body.dimensions is not None and body.dimensions > card.dimension:
-            raise InvalidParameterError(f"{card.id} has {card.dimension} dimensions, not {body.dimensions}.", "dimensions")
-        try:
-            rows, num_tokens = await self.embed(request, card, body.input, body.deadline_s, truncate=body.truncate)
-        except RemoteError as error:
-            if error.code in (InvalidInputError.code, InputTooLargeError.code):
-                error.param = error.param or "input"
-            raise
-        if body.dimensions is not None and body.dimensions < rows.shape[1]:
-            rows = rows[:, : body.dimensions]
-            norms = np.linalg.norm(rows, axis=1, keepdims=True)
-            rows = np.asarray(rows / np.maximum(norms, np.finfo(np.float32).tiny), np.float32)
-        shown: Iterable[list[float] | str] = (row.tolist() for row in rows)
-        if body.encoding_format == "base64":
-            shown = (base64.b64encode(row.astype("<f4").tobytes()).decode() for row in rows)
-        cut = set(request.state.truncated)
+        card, rows, usage = await self.of_body(request, body)
+        cut, shown = set(request.state.truncated), shown_rows(rows, body.encoding_format)
         data: Any = await encode_items(
             answers.Embedding(index=index, embedding=row, truncated=index in cut or UNSET) for index, row in enumerate(shown)
         )
-        usage = self.usage(request, len(rows), num_tokens)
         return json_response(answers.Embeddings(data=data, model=card.id, usage=usage))
 
     async def rerank(self, request: Request, body: RerankBody) -> Response:
         """Documents by their relevance to a query, best first: by a cross-encoder where one is served, else by cosine."""
-        card = await self.catalog.find(body.model, "cross-encoder", "embedding", request=request)
-        self.check_number(len(body.documents), "documents")
-        if card.kind == "cross-encoder":
-            address = self.catalog.address(request, card)
-            message = ScoreRequest(
-                query=body.query, documents=body.documents, deadline_s=body.deadline_s, truncate=body.truncate, **address
-            )
-            rows, num_tokens = await self.ask(request, message)
-            scores = rows[:, 0]
-        else:
-            rows, num_tokens = await self.embed(
-                request, card, [body.query, *body.documents], body.deadline_s, truncate=body.truncate
-            )
-            scores = rows[1:] @ rows[0]
-        order = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
-        results = [answers.Ranked(index=i, relevance_score=float(scores[i])) for i in order]
+        pairs = [(body.query, document) for document in body.documents]
+        card, scores, usage = await self.scores(
+            request, body.model, pairs, "documents", body.deadline_s, truncate=body.truncate
+        )
+        results = [answers.Ranked(index=i, relevance_score=float(scores[i])) for i in best_first(scores)[: body.top_n]]
         if body.return_documents:
             for result in results:
                 result.document = answers.DocumentText(text=body.documents[result.index])
-        usage = self.usage(request, len(body.documents), num_tokens)
         return json_response(answers.Ranking(model=card.id, results=results, usage=usage))
 
     async def similarity(self, request: Request, body: SimilarityBody) -> Response:
@@ -178,16 +158,91 @@ class VectorRoutes:
         usage = self.usage(request, num_texts, num_tokens)
         return json_response(answers.Similarities(similarities=shown, model=card.id, usage=usage))
 
+    async def of_body(self, request: Request, body: EmbeddingsBody) -> tuple[ModelCard, Array, answers.VectorUsage]:
+        return await self.vectors(
+            request, body.model, body.input, dimensions=body.dimensions, prompt_name=body.prompt_name,
+            input_type=body.input_type, deadline_s=body.deadline_s, truncate=body.truncate,
+        )
+
+    async def vectors(
+        self, request: Request, model: str | None, texts: Sequence[str | list[int]], *, dimensions: int | None = None,
+        prompt_name: str | None = None, input_type: str | None = None, normalize: bool = True, deadline_s: float | None = None,
+        truncate: bool = True, param: str = "input",
+    ) -> tuple[ModelCard, Array, answers.VectorUsage]:
+        """The vectors of texts. truncate: cut texts that are too long; false: refuse them. param: the route's name for them."""
+        card = await self.catalog.find(model, "embedding", request=request)
+        self.check_number(len(texts), param)
+        if dimensions is not None and dimensions > card.dimension:
+            raise InvalidParameterError(f"{card.id} has {card.dimension} dimensions, not {dimensions}.", "dimensions")
+        if prompt_name is None and input_type is not None:
+            prompt_name = find_prompt(request, card, input_type)
+        try:
+            rows, num_tokens = await self.embed(
+                request, card, texts, deadline_s, prompt_name=prompt_name, normalize=normalize, truncate=truncate
+            )
+        except RemoteError as error:
+            if error.code in (InvalidInputError.code, InputTooLargeError.code):
+                error.param = error.param or param
+            raise
+        if dimensions is not None and dimensions < card.dimension:
+            if not is_matryoshka(card):
+                request.state.remarks.append(f"{card.id} does not say that it was trained for fewer dimensions")
+            rows = rows[:, :dimensions]
+            if normalize:
+                norms = np.linalg.norm(rows, axis=1, keepdims=True)
+                rows = np.asarray(rows / np.maximum(norms, np.finfo(np.float32).tiny), np.float32)
+        return card, rows, self.usage(request, len(rows), num_tokens)
+
+    async def scores(
+        self, request: Request, model: str | None, pairs: Sequence[tuple[str, str]], param: str,
+        deadline_s: float | None = None, *, truncate: bool = True,
+    ) -> tuple[ModelCard, Array, answers.VectorUsage]:
+        """How well the second text of each pair fits the first: a cross-encoder's score, or a cosine."""
+        card = await self.catalog.find(model, "cross-encoder", "embedding", request=request)
+        self.check_number(len(pairs), param)
+        if card.kind == "cross-encoder":
+            address = self.catalog.address(request, card)
+            asked = ClassifyRequest(texts=list(pairs), deadline_s=deadline_s, truncate=truncate, **address)
+            rows, num_tokens = await self.ask(request, asked)
+            if rows.shape[1] != 1:
+                message = f"{card.id} gives {rows.shape[1]} labels per pair; a score needs one. POST /classify gives all."
+                raise InvalidParameterError(message, "model")
+            scores = rows[:, 0]
+        else:
+            places = {text: place for place, text in enumerate(dict.fromkeys(pair[0] for pair in pairs))}
+            texts = [*places, *(pair[1] for pair in pairs)]
+            rows, num_tokens = await self.embed(request, card, texts, deadline_s, truncate=truncate)
+            scores = np.einsum("ij,ij->i", rows[[places[pair[0]] for pair in pairs]], rows[len(places) :])
+        return card, scores, self.usage(request, len(pairs), num_tokens)
+
+    async def classes(
+        self, request: Request, model: str | None, texts: Sequence[str | tuple[str, str]], param: str, *, is_raw: bool = False
+    ) -> tuple[ModelCard, Array, answers.VectorUsage]:
+        """The probability of every label, a row for each text or pair; is_raw: the model's own scores of several labels."""
+        try:
+            card = await self.catalog.find(model, "cross-encoder", request=request)
+        except InvalidParameterError as error:
+            error.hint = "Only a cross-encoder has labels and can classify texts; --rerank-model serves one."
+            raise
+        self.check_number(len(texts), param)
+        rows, num_tokens = await self.ask(request, ClassifyRequest(texts=list(texts), **self.catalog.address(request, card)))
+        if rows.shape[1] > 1 and not is_raw:
+            powers = np.exp(rows - rows.max(axis=1, keepdims=True))
+            rows = powers / powers.sum(axis=1, keepdims=True)
+        return card, rows, self.usage(request, len(texts), num_tokens)
+
     async def embed(
         self, request: Request, card: ModelCard, texts: Sequence[str | list[int]], deadline_s: float | None, *,
-        truncate: bool = True,
+        prompt_name: str | None = None, normalize: bool = True, truncate: bool = True,
     ) -> tuple[Array, int]:
-        """Vectors of length 1, and the number of tokens. truncate: cut texts that are too long; false: refuse them."""
-        address = self.catalog.address(request, card)
-        message = EmbedRequest(texts=list(texts), normalize=True, deadline_s=deadline_s, truncate=truncate, **address)
+        """Vectors, of length 1 if normalize is true, and the number of tokens."""
+        message = EmbedRequest(
+            texts=list(texts), normalize=normalize, prompt_name=prompt_name, truncate=truncate, deadline_s=deadline_s,
+            **self.catalog.address(request, card),
+        )
         return await self.ask(request, message)
 
-    async def ask(self, request: Request, message: EmbedRequest | ScoreRequest) -> tuple[Array, int]:
+    async def ask(self, request: Request, message: ForVectors) -> tuple[Array, int]:
         """The rows that the backend computes, and the number of tokens. request.state.truncated: places of cut texts."""
         answer = await self.catalog.backend.ask(message)
         assert isinstance(answer, Vectors)
@@ -212,6 +267,33 @@ class VectorRoutes:
         self.tokens.add(num_tokens, route=route)
         truncated = bool(request.state.truncated) or UNSET
         return answers.VectorUsage(prompt_tokens=num_tokens, total_tokens=num_tokens, truncated=truncated)
+
+
+def best_first(scores: Array) -> list[int]:
+    """The places of scores in falling order."""
+    return [int(place) for place in np.argsort(-scores, kind="stable")]
+
+
+def shown_rows(rows: Array, encoding_format: str) -> Iterator[list[float] | str]:
+    """Rows as lists, or as text for base64."""
+    if encoding_format == "base64":
+        return (base64.b64encode(row.astype("<f4").tobytes()).decode() for row in rows)
+    return (row.tolist() for row in rows)
+
+
+def find_prompt(request: Request, card: ModelCard, input_type: str) -> str | None:
+    """The name of the model's prompt for texts of a type. If there is none, a remark says so."""
+    prompts = (read_metadata(card.directory).get("embedding") or {}).get("prompts") or {}
+    found = next((name for name in (input_type, *PROMPTS.get(input_type, ())) if name in prompts), None)
+    if found is None:
+        request.state.remarks.append(f"{card.id} has no prompt for input_type {input_type[:40]!r}")
+    return found
+
+
+def is_matryoshka(card: ModelCard) -> bool:
+    """Whether a model's files say that the first components of its vectors can be used by themselves."""
+    config = read_metadata(card.directory).get("config") or {}
+    return bool(config.get("is_matryoshka") or config.get("matryoshka_dimensions"))
 
 
 async def encode_items(items: Iterable[Any]) -> list[msgspec.Raw]:

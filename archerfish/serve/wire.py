@@ -61,6 +61,7 @@ class EmbedRequest(ModelRequest, tag="embed", kw_only=True, omit_defaults=True):
     texts: list[str | list[int]]
     normalize: bool | None = None  # None: as the model's files say
     truncate: bool = True  # cut texts that are longer than the model takes; false: refuse them
+    prompt_name: str | None = None  # a prompt of the model, which is put before every text; None: the model's default, if any
 
 
 class ScoreRequest(ModelRequest, tag="score", kw_only=True, omit_defaults=True):
@@ -69,6 +70,13 @@ class ScoreRequest(ModelRequest, tag="score", kw_only=True, omit_defaults=True):
     query: str
     documents: list[str]
     truncate: bool = True  # as in EmbedRequest, for a query together with a document
+
+
+class ClassifyRequest(ModelRequest, tag="classify", kw_only=True, omit_defaults=True):
+    """Compute the scores of a cross-encoder's labels, a row for each text or pair of texts."""
+
+    texts: list[str | tuple[str, str]]
+    truncate: bool = True
 
 
 class ExplainRequest(ModelRequest, tag="explain", kw_only=True, omit_defaults=True):
@@ -182,7 +190,7 @@ class Bundle(Message, tag="bundle", kw_only=True, omit_defaults=True):
 
 
 class Vectors(Message, tag="vectors", kw_only=True, omit_defaults=True):
-    """Rows of little-endian float32: the answer to an EmbedRequest or a ScoreRequest."""
+    """Rows of little-endian float32: the answer to an EmbedRequest, a ScoreRequest or a ClassifyRequest."""
 
     model: str = ""
     num_rows: int = 0
@@ -226,7 +234,8 @@ class Failed(Message, tag="failed", kw_only=True, omit_defaults=True):
         )
 
 
-FromClient = GenerationRequest | EmbedRequest | ScoreRequest | ExplainRequest | Configure | Charge | Cancel | Query | Ping
+ForVectors = EmbedRequest | ScoreRequest | ClassifyRequest
+FromClient = GenerationRequest | ForVectors | ExplainRequest | Configure | Charge | Cancel | Query | Ping
 FromEngine = Chunk | Generated | Bundle | Vectors | Report | Pong | Failed
 M = TypeVar("M", FromClient, FromEngine)
 

@@ -52,6 +52,11 @@ def test_cross_encoders(family: str, num_labels: int, tiny_model: Any, hub: HubC
     pairs = [("the cat", text) for text in TEXTS]
     assert engine.is_cross_encoder
     np.testing.assert_allclose(engine.score_pairs(pairs), peer.predict(pairs), atol=2e-5)
+    mixed = engine.compute(engine.tokenize([pairs[0], "the cat"]))
+    np.testing.assert_allclose(mixed[0], np.atleast_1d(engine.score_pairs(pairs[:1])[0]), atol=2e-5)
+    one = peer.tokenizer(["the cat"], return_tensors="pt")
+    logits = peer.model(**one).logits.detach().numpy()[0]
+    np.testing.assert_allclose(mixed[1], logits if num_labels > 1 else 1 / (1 + np.exp(-logits)), atol=2e-5)
     if num_labels == 1:
         ours = engine.rerank("the cat", TEXTS)
         theirs = peer.rank("the cat", TEXTS)
@@ -73,6 +78,8 @@ def test_prompts_of_the_model(tiny_model: Any, hub: HubConfig) -> None:
     settings = {"prompts": {"query": "the cat : ", "document": ""}, "default_prompt_name": None}
     (path / "config_sentence_transformers.json").write_text(json.dumps(settings), encoding="utf-8")
     engine = check_vectors(path, hub, prompt_name="query")
+    served = engine.compute(engine.tokenize(TEXTS, prompt_name="query"))
+    np.testing.assert_allclose(served, engine.encode(TEXTS, prompt_name="query"), atol=2e-5)
     with pytest.raises(InvalidInputError, match="'query'"):
         engine.encode(TEXTS, prompt_name="qery")
 

@@ -57,12 +57,13 @@ class WordEncoder:
         self.is_closed = False
         self._words: list[str] = [""]
 
-    def tokenize(self, texts: Sequence[Any]) -> list[TokenizedText]:
+    def tokenize(self, texts: Sequence[Any], *, prompt_name: str | None = None) -> list[TokenizedText]:
         found = []
         for text in texts:
             if isinstance(text, str) and "unreadable" in text:
                 raise InvalidInputError("A text is unreadable.")
             joined = text if isinstance(text, str) else " ".join(map(str, text))
+            joined = f"{prompt_name} {joined}" if prompt_name else joined
             ids, most = [self._id(word) for word in joined.split()], self.get_max_seq_length()
             found.append(TokenizedText(np.array(ids[:most], np.int64), is_cut=len(ids) > most))
         return found

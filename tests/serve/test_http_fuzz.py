@@ -61,6 +61,11 @@ VALID: list[tuple[str, dict[str, Any]]] = [
     ("/similarity", {"source": ["a", "b"], "sentences": ["c"]}),
     ("/tokenize", {"prompt": "Hi", "return_token_strs": True}),
     ("/v1/tts/tokens", {"text": "Hi", "max_tokens": 3, "seed": 5}),
+    ("/api/chat", {"model": MODEL, "messages": HI, "options": {"num_predict": 4, "stop": "zz"}}),
+    ("/v1/embed", {"texts": ["a", "b c"], "embedding_types": ["int8", "base64"], "input_type": "search_query"}),
+    ("/rerank", {"query": "a", "texts": ["b", "c"], "return_text": True}),
+    ("/score", {"text_1": "a", "text_2": ["b", "c"]}),
+    ("/api/generate", {"prompt": "Hi", "stream": False, "options": {"num_predict": 4}}),
 ]
 NUMBERS = [b"NaN", b"1e999", b"-0", b"1" * 5000, b"1.0", b"9" * 30, b"01", b"true"]
 HEADERS = [
@@ -160,11 +165,13 @@ def check(made: FuzzedRequest, answered: Answered) -> None:
         assert kind == "application/json"
         if made.method != "HEAD":
             error = json.loads(answered.body)["error"]
-            assert 0 < len(error["message"]) < 1010 and "Traceback" not in error["message"]
+            message = error if isinstance(error, str) else error["message"]
+            assert 0 < len(message) < 1010 and "Traceback" not in message
     elif kind == "application/json":
         msgspec.json.decode(answered.body, type=ANSWER_TYPES[made.path])
     else:
-        assert kind.startswith("text/event-stream") and b'"error":{' not in answered.body
+        assert kind.startswith(("text/event-stream", "application/x-ndjson")) and b'"error":{' not in answered.body
+        assert not any(line.startswith(b'{"error":') for line in answered.body.splitlines())
 
 
 async def fuzz(app: Starlette, seed: int, number: int, num_at_once: int = 1) -> Counter[int]:
@@ -269,7 +276,12 @@ LEAST: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": HI, "max_tokens": 1}, "/v1/messages/count_tokens": {"messages": HI},
     "/v1/embeddings": {"input": "a"}, "/v1/rerank": {"query": "a", "documents": ["b"]},
     "/similarity": {"source": "a", "sentences": ["b"]}, "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [1]},
-    "/v1/cache/explain": {"prompt": "a"}, "/v1/tts/tokens": {"text": "a"},
+    "/v1/cache/explain": {"prompt": "a"}, "/v1/tts/tokens": {"text": "a"}, "/api/chat": {"messages": HI},
+    "/api/generate": {"prompt": "a"}, "/api/embed": {"input": "a"}, "/api/embeddings": {"prompt": "a"}, "/api/show": {},
+    "/v1/embed": {"texts": ["a"]}, "/v2/embed": {"texts": ["a"]}, "/v2/rerank": {"query": "a", "documents": ["b"]},
+    "/rerank": {"query": "a", "texts": ["b"]}, "/embed": {"inputs": "a"}, "/": {"inputs": "a"}, "/predict": {"inputs": "a"},
+    "/score": {"text_1": "a", "text_2": "b"}, "/v1/score": {"text_1": "a", "text_2": "b"}, "/pooling": {"input": "a"},
+    "/classify": {"input": "a"},
 }  # fmt: skip
 
 

@@ -217,7 +217,7 @@ async def test_model_with_a_request_in_a_reader_thread_stays(tmp_path: Path, mon
     may_read, is_reading = threading.Event(), threading.Event()
 
     class Slow(WordEncoder):
-        def tokenize(self, texts: Sequence[Any]) -> list[TokenizedText]:
+        def tokenize(self, texts: Sequence[Any], *, prompt_name: str | None = None) -> list[TokenizedText]:
             is_reading.set()
             assert may_read.wait(LIMIT_S)
             return super().tokenize(texts)

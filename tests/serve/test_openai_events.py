@@ -20,7 +20,7 @@ from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve.app import create_app
 from archerfish.serve.bodies import Body
 from archerfish.serve.client import RemoteError
-from archerfish.serve.generation import KEEP_ALIVE, EventStream
+from archerfish.serve.generation import KEEP_ALIVE, EventStream, EventWriter
 from archerfish.serve.http import BodyRoute
 from archerfish.serve.wire import Chunk, GenerationRequest
 
@@ -107,6 +107,8 @@ async def test_no_comment_is_sent_after_the_last_event() -> None:
             yield []
 
     class Writer:
+        headers, keep_alive = EventWriter.headers, EventWriter.keep_alive
+
         def end(self) -> bytes:
             return b"end"
 

@@ -48,7 +48,7 @@ class SimulatedMachine:
     def clock(self) -> float:
         return self.now
 
-    def tokenize(self, texts: Sequence[Any]) -> list[TokenizedText]:
+    def tokenize(self, texts: Sequence[Any], *, prompt_name: str | None = None) -> list[TokenizedText]:
         return [TokenizedText(np.ones(NUM_TOKENS, np.int64)) for _ in texts]
 
     def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = None) -> Array:

@@ -1,0 +1,167 @@
+"""Routes of text-embeddings-inference (TEI) for its clients: /embed, /rerank, /predict and /info.
+
+A POST to / is one to /embed, as huggingface_hub's clients send it. /rerank takes the bodies of Jina and Cohere too.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from msgspec import UNSET, UnsetType
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from archerfish import __version__
+from archerfish.config import ServeConfig
+from archerfish.errors import InvalidInputError
+from archerfish.serve import answers, bodies
+from archerfish.serve.bodies import STRING, STRINGS, Body, checked
+from archerfish.serve.catalog import read_metadata
+from archerfish.serve.errors import InvalidParameterError, Schema, json_response
+from archerfish.serve.http import BodyRoute
+from archerfish.serve.vector_routes import Documents, RerankBody, VectorRoutes, best_first, encode_items
+from archerfish.serve.vllm_routes import labels_of
+
+RIGHT = ("Right", "right")
+TRUNCATE = "Texts are cut at the model's length in any case."
+
+
+def read_predict(value: Any, where: str) -> tuple[list[str | tuple[str, str]], bool]:
+    """Texts or pairs to classify, and whether they came as a batch: a list of lists. One list of two strings is a pair."""
+    if isinstance(value, str):
+        return [value], False
+    items = bodies.check_items(value, where, "texts")
+    is_batch = isinstance(items[0], list)
+    found: list[str | tuple[str, str]] = []
+    for index, item in enumerate(items if is_batch else [items]):
+        place = f"{where}[{index}]" if is_batch else where
+        texts = [bodies.check_text(text, place) for text in bodies.check_type(item, list, place, "a list of texts")]
+        if len(texts) not in (1, 2):
+            raise InvalidInputError(f"{place} must have one text or two, not {len(texts)}; several texts are lists in a list.")
+        found.append(texts[0] if len(texts) == 1 else (texts[0], texts[1]))
+    return found, is_batch
+
+
+class TEIBody(Body):
+    """What all of TEI's bodies have."""
+
+    unsupported: ClassVar[bodies.Values] = {"truncation_direction": RIGHT}
+
+    truncate: bool | None = Field(None, description=TRUNCATE)
+    model: str | None = None
+
+
+class TEIEmbedBody(TEIBody):
+    """POST /embed, in TEI's form."""
+
+    inputs: Annotated[list[str | list[int]], checked(bodies.check_inputs, bodies.INPUTS)]
+    normalize: bool | None = True
+    prompt_name: str | None = None
+    dimensions: int | None = Field(None, ge=1)
+
+
+class TEIPredictBody(TEIBody):
+    """POST /predict, in TEI's form."""
+
+    inputs: Annotated[
+        tuple[list[str | tuple[str, str]], bool],
+        checked(read_predict, {"anyOf": [STRING, STRINGS, {"type": "array", "items": STRINGS, "minItems": 1}]}),
+    ]
+    raw_scores: bool | None = Field(None, description="true: no softmax over several labels.")
+
+
+class AnyRerankBody(RerankBody):
+    """POST /rerank: `documents` for the form of Jina and Cohere, `texts` for TEI's."""
+
+    unsupported: ClassVar[bodies.Values] = {**RerankBody.unsupported, "truncation_direction": RIGHT, "raw_scores": (False,)}
+
+    documents: Documents = Field([])
+    texts: list[str] | None = Field(None, min_length=1)
+    return_text: bool = Field(False, description="Repeat each text in the answer to `texts`.")
+
+
+class TEIRank(Schema):
+    index: int
+    score: float
+    text: str | UnsetType = UNSET
+
+
+class TEILabel(Schema):
+    score: float
+    label: str
+
+
+class TEIInfo(Schema, kw_only=True):
+    model_id: str
+    model_sha: str | None = None
+    model_dtype: str
+    model_type: dict[str, dict[str, Any]]
+    max_concurrent_requests: int
+    max_input_length: int
+    max_batch_tokens: int
+    max_client_batch_size: int
+    auto_truncate: bool = True
+    tokenization_workers: int = 1
+    version: str = __version__
+
+
+class TEIRoutes:
+    """TEI's routes over the vector routes."""
+
+    def __init__(self, vectors: VectorRoutes, config: ServeConfig) -> None:
+        self.vectors, self.config = vectors, config
+        self.routes = [
+            BodyRoute("/embed", self.embed, TEIEmbedBody, list[list[float]]),
+            BodyRoute("/", self.embed, TEIEmbedBody, list[list[float]]),
+            BodyRoute("/rerank", self.rerank, AnyRerankBody, answers.Ranking | list[TEIRank]),
+            BodyRoute("/predict", self.predict, TEIPredictBody, list[TEILabel | list[TEILabel]]),
+            Route("/info", self.info),
+        ]
+
+    async def embed(self, request: Request, body: TEIEmbedBody) -> Response:
+        """Vectors of texts, as a list of lists."""
+        _, rows, _ = await self.vectors.vectors(
+            request, body.model, body.inputs, dimensions=body.dimensions, prompt_name=body.prompt_name,
+            normalize=body.normalize is not False, param="inputs",
+        )
+        return json_response(await encode_items(row.tolist() for row in rows))
+
+    async def rerank(self, request: Request, body: AnyRerankBody) -> Response:
+        """Documents by their relevance to a query, best first."""
+        if bool(body.documents) == bool(body.texts):
+            raise InvalidParameterError("Give either documents, or in TEI's form texts.", "documents")
+        if body.texts is None:
+            return await self.vectors.rerank(request, body)
+        pairs = [(body.query, text) for text in body.texts]
+        _, scores, _ = await self.vectors.scores(request, body.model, pairs, "texts", body.deadline_s)
+        ranks = [TEIRank(place, float(scores[place])) for place in best_first(scores)]
+        if body.return_text:
+            for rank in ranks:
+                rank.text = body.texts[rank.index]
+        return json_response(ranks)
+
+    async def predict(self, request: Request, body: TEIPredictBody) -> Response:
+        """The scores of a cross-encoder's labels for texts or pairs, best first."""
+        texts, is_batch = body.inputs
+        card, rows, _ = await self.vectors.classes(request, body.model, texts, "inputs", is_raw=bool(body.raw_scores))
+        labels = labels_of(card, rows.shape[1])
+        shown = [[TEILabel(float(row[place]), labels[place]) for place in best_first(row)] for row in rows]
+        return json_response(shown if is_batch else shown[0])
+
+    async def info(self, request: Request) -> Response:
+        """The first embedding model, or else the first cross-encoder."""
+        card = await self.vectors.catalog.find(None, "embedding", "cross-encoder")
+        metadata = read_metadata(card.directory)
+        if card.kind == "embedding":
+            pooling = (metadata.get("embedding") or {}).get("pooling_mode") or "mean"
+            kind: dict[str, dict[str, Any]] = {"embedding": {"pooling": str(pooling)}}
+        else:
+            names = (metadata.get("config") or {}).get("id2label") or {}
+            kind = {"reranker": {"id2label": names, "label2id": {name: int(place) for place, name in names.items()}}}
+        return json_response(TEIInfo(
+            model_id=card.id, model_dtype=str(metadata.get("dtype") or ""), model_type=kind,
+            max_concurrent_requests=self.config.max_queue_texts, max_input_length=card.max_length,
+            max_batch_tokens=card.max_length, max_client_batch_size=self.config.max_texts_per_request,
+        ))  # fmt: skip
