@@ -16,7 +16,7 @@ from tests.store.models import convert, write_model
 ROOT = Path(archerfish.__file__).parent
 # From the bottom up; packages of one row do not import each other.
 LAYERS = [
-    {"errors", "config", "types", "background", "params", "step", "sequence"},
+    {"errors", "config", "types", "background", "params", "remarks", "step", "sequence"},
     {"observe"},
     {"kernels"},
     {"layers"},
@@ -33,8 +33,8 @@ LAYERS = [
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 # What these may import of ours, and nothing else.
 EXTRA_RULES: dict[str, set[str]] = {
-    "config": {"errors"}, "background": set(), "observe": {"types"}, "params": {"errors"}, "step": {"params"},
-    "sequence": {"errors", "params", "step"},
+    "config": {"errors"}, "background": set(), "observe": {"types"}, "params": {"errors", "remarks"}, "remarks": set(),
+    "step": {"params"}, "sequence": {"errors", "params", "step"},
 }
 TORCH_FREE = {"models", "layers", "cache", "sched", "config", "types", "errors", "observe"}
 WEB = {"fastapi", "starlette", "uvicorn", "uvloop", "pydantic", "prometheus_client", "msgspec", "zmq"}
