@@ -13,12 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from archerfish import LLM, ArrowEngine, SamplingParams
+from archerfish import LLM, ArrowEngine, HubConfig, SamplingParams
 from archerfish.engine.beam_search import BeamSearchParams
 from archerfish.engine.llm import EncoderLLM
 from archerfish.engine.vllm_options import EngineArgs
-from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError, StoppedError, UnsupportedModelError
+from archerfish.errors import (
+    ArcherfishError,
+    InvalidInputError,
+    InvalidOptionError,
+    ModelNotFoundError,
+    StoppedError,
+    UnsupportedModelError,
+)
 from archerfish.remarks import remark
+from archerfish.store.names import choose_files
 from tests.engine.tiny_llama import check_memory, greedy, save_tiny_llama, tiny_config
 from tests.text.tiny_tokenizers import byte_fallback, save_text_llama
 
@@ -94,6 +102,13 @@ def test_another_tokenizer_is_used(tmp_path: Path, directory: Path) -> None:
     for wrong, said in ((tmp_path / "other", "270 tokens, and small 96"), (mute, "has no tokenizer.json")):
         with pytest.raises(InvalidOptionError, match=said):
             LLM(str(small), tokenizer=str(wrong), **TINY)
+
+
+def test_a_tokenizer_of_the_hub_comes_without_weights() -> None:
+    files = ["config.json", "model.safetensors", "onnx/config.json", "tokenizer.json", "tokenizer_config.json"]
+    assert choose_files("org/name", files, "tokenizer") == ["config.json", "tokenizer.json", "tokenizer_config.json"]
+    with pytest.raises(ModelNotFoundError, match="has no file 'tokenizer'"):
+        choose_files("org/name", files[:2], "tokenizer")
 
 
 def test_from_engine_args(directory: Path) -> None:
@@ -295,3 +310,27 @@ def test_a_model_that_generates_has_no_vectors(llm: LLM) -> None:
     for call in (llm.embed, llm.encode, llm.classify):
         with pytest.raises(UnsupportedModelError, match=r"generates text: it has no (embed|encode|classify)"):
             call("a")
+
+
+@pytest.mark.parametrize("num_labels", [1, 3])
+def test_cross_encoders_score_and_classify(num_labels: int, tiny_model: Any, hub: HubConfig) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    path = tiny_model(head="ForSequenceClassification", config={"num_labels": num_labels})
+    texts = ["the cat", "fish spits water"]
+    made = LLM(str(path), task="classify", dtype="float32", hub=hub)
+    peer, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    with torch.no_grad():
+        logits = peer(**tokenizer(texts, padding=True, return_tensors="pt")).logits
+        pairs = peer(**tokenizer(["the cat"], ["a dog"], return_tensors="pt")).logits
+    probs = logits.sigmoid() if num_labels == 1 else logits.softmax(-1)
+    for found in (made.classify(texts), made.encode(texts)):
+        np.testing.assert_allclose([one.outputs.probs for one in found], probs.numpy(), atol=2e-5)
+    if num_labels == 1:
+        assert made.score("the cat", "a dog")[0].outputs.score == pytest.approx(pairs.sigmoid().item(), abs=2e-5)
+    else:
+        with pytest.raises(UnsupportedModelError, match=r"3 labels. Use classify"):
+            made.score("the cat", "a dog")
+    with pytest.raises(UnsupportedModelError, match="is a cross-encoder: it has no vectors"):
+        made.embed("the cat")
