@@ -28,13 +28,15 @@ if TYPE_CHECKING:
     from archerfish.config import ConversionConfig, EmbedConfig, EngineConfig, HubConfig, ServeConfig
     from archerfish.engine.arrow_engine import ArrowEngine, RerankResult
     from archerfish.engine.async_engine import AsyncLLMEngine
+    from archerfish.engine.beam_search import BeamSearchParams
     from archerfish.engine.inference_core import InferenceCore
     from archerfish.engine.llm import LLM
     from archerfish.engine.llm_engine import LLMEngine
-    from archerfish.engine.outputs import CompletionOutput, RequestOutput, TextDelta
+    from archerfish.engine.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput, TextDelta
     from archerfish.engine.rwkv_sampler import RwkvSampler
     from archerfish.engine.sentence_transformer import CrossEncoder, SentenceTransformer
     from archerfish.engine.tts import TTSRequest, TTSTokens
+    from archerfish.engine.vllm_options import AsyncEngineArgs, EngineArgs
     from archerfish.errors import ArcherfishError
     from archerfish.kernels.sampling import BufferPool, PoolStats
     from archerfish.models.adapter import ModelAdapter, register_model
@@ -59,13 +61,15 @@ _HOMES = {  # the public names of each module
     "config": ("ConversionConfig", "EmbedConfig", "EngineConfig", "HubConfig", "ServeConfig"),
     "engine.arrow_engine": ("ArrowEngine", "RerankResult"),
     "engine.async_engine": ("AsyncLLMEngine",),
+    "engine.beam_search": ("BeamSearchParams",),
     "engine.inference_core": ("InferenceCore",),
     "engine.llm": ("LLM",),
     "engine.llm_engine": ("LLMEngine",),
-    "engine.outputs": ("CompletionOutput", "RequestOutput", "TextDelta"),
+    "engine.outputs": ("CompletionOutput", "PoolingRequestOutput", "RequestOutput", "TextDelta"),
     "engine.rwkv_sampler": ("RwkvSampler",),
     "engine.sentence_transformer": ("CrossEncoder", "SentenceTransformer"),
     "engine.tts": ("TTSRequest", "TTSTokens"),
+    "engine.vllm_options": ("AsyncEngineArgs", "EngineArgs"),
     "errors": ("ArcherfishError",),
     "kernels.sampling": ("BufferPool", "PoolStats"),
     "models.adapter": ("ModelAdapter", "register_model"),
@@ -91,15 +95,15 @@ _REPLACED = {
 }
 
 __all__ = [
-    "LLM", "AdaptiveCache", "ArcherfishError", "ArrowEngine", "AsyncLLMEngine", "BatchInferenceServer", "BatchProcessor",
-    "BenchmarkConfig", "BufferPool", "CacheKey", "CompletionOutput", "ConversionConfig", "ConversionResult", "CrossEncoder",
-    "EmbedConfig", "EngineConfig", "FastSampler", "FastTokenizer", "HubConfig", "InferenceCore", "InferenceRequest",
-    "LLMEngine", "LogitsCache", "LogitsView", "MetricEvent", "MetricsCollector", "ModelAdapter", "ModelConverter",
-    "OptimizationConfig", "PerformanceMonitor", "PerformanceTarget", "PoolStats", "PrefetchConfig", "RealTimeMonitor",
-    "RegressionDetector", "RequestOutput", "RerankResult", "RwkvSampler", "SamplingConfig", "SamplingMetrics",
-    "SamplingParams", "SentenceTransformer", "ServeConfig", "Stage", "StreamingInference", "TTSRequest", "TTSTokens",
-    "TestCase", "TextDelta", "WeightLoader", "quantize_embeddings", "register_model", "run_benchmark", "sample_optimized",
-    "sample_with_cache",
+    "LLM", "AdaptiveCache", "ArcherfishError", "ArrowEngine", "AsyncEngineArgs", "AsyncLLMEngine", "BatchInferenceServer",
+    "BatchProcessor", "BeamSearchParams", "BenchmarkConfig", "BufferPool", "CacheKey", "CompletionOutput",
+    "ConversionConfig", "ConversionResult", "CrossEncoder", "EmbedConfig", "EngineArgs", "EngineConfig", "FastSampler",
+    "FastTokenizer", "HubConfig", "InferenceCore", "InferenceRequest", "LLMEngine", "LogitsCache", "LogitsView",
+    "MetricEvent", "MetricsCollector", "ModelAdapter", "ModelConverter", "OptimizationConfig", "PerformanceMonitor",
+    "PerformanceTarget", "PoolStats", "PoolingRequestOutput", "PrefetchConfig", "RealTimeMonitor", "RegressionDetector",
+    "RequestOutput", "RerankResult", "RwkvSampler", "SamplingConfig", "SamplingMetrics", "SamplingParams",
+    "SentenceTransformer", "ServeConfig", "Stage", "StreamingInference", "TTSRequest", "TTSTokens", "TestCase", "TextDelta",
+    "WeightLoader", "quantize_embeddings", "register_model", "run_benchmark", "sample_optimized", "sample_with_cache",
 ]
 
 

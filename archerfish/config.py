@@ -20,6 +20,7 @@ from archerfish.errors import InvalidOptionError, refuse_unknown
 ENV_PREFIX = "ARCHERFISH_"
 CONFIG_ENV = "ARCHERFISH_CONFIG"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_NAMES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 WEIGHTS = "Format of matrices in memory; a registered name: int8 (a byte a number, a scale a row); auto: as `dtype`."
 DEVICE = "Where to compute; auto: on a CUDA card if there is one, else on the CPU."
 COMPRESSIONS = ("lz4", "zstd", "snappy", "gzip", "none")
@@ -144,6 +145,11 @@ class EngineConfig(Options):
         "auto", "Sampling parameters of requests that state none: auto: those of the model's generation_config.json; none: the "
         "fixed ones of SamplingParams.", choices=("auto", "none"),
     )
+    tokenizer: str = option(
+        "", "Another tokenizer than the model's: a directory, a built-in name or a Hugging Face id; none: no tokenizer, "
+        "prompts are token ids."
+    )
+    quantization: str = option("", "What the checkpoint's files say of its quantisation, to be checked; empty: as they say.")
     load_format: str = option("auto", "The model's weights, or random ones for measuring.", choices=("auto", "dummy"))
     max_model_len: int = option(0, "Longest sequence, prompt and output; 0: the limit of the model.", minimum=0)
     max_num_seqs: int = option(256, "Most sequences that run at once.", minimum=1, maximum=65536)
@@ -302,6 +308,8 @@ def check_value(section: str, spec: dataclasses.Field[Any], value: Any) -> Any:
     if type(value) is not kind:
         raise InvalidOptionError(f"{where} must be {kind.__name__}, not {type(value).__name__} ({value!r}).")
     choices = spec.metadata["choices"]
+    if choices is DTYPES:
+        value = DTYPE_NAMES.get(str(value), value)
     if choices and value not in choices:
         raise InvalidOptionError(f"{where} cannot be {value!r}.", hint=f"It takes one of: {', '.join(choices)}.")
     low, high = spec.metadata["minimum"], spec.metadata["maximum"]

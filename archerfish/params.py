@@ -7,12 +7,13 @@ import json
 import logging
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Self
 
 from archerfish.errors import InvalidInputError, refuse_unknown
+from archerfish.remarks import remark
 
 logger = logging.getLogger("archerfish")
 MAX_STOP_STRINGS, MAX_STOP_BYTES = 64, 1024
@@ -24,8 +25,22 @@ PLAIN = (int, float, bool, str, type(None))  # types of values that cannot chang
 GRAMMAR_KINDS = ("json", "json_schema", "regex", "lark", "choice")
 MIN_SEED, MAX_SEED = -(2**63), 2**64  # as signed numbers of 64 bits, and as ones without a sign
 NO_SEED = -1  # other engines write it for None
+# The members of vLLM's structured_outputs and the kinds of grammars that they are.
+STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark", "json_object": "json"}
+OUTPUT_KINDS = ("cumulative", "delta", "final_only")
 # Parameters of other engines, with the hint of their error; and hints of errors about bounds.
-NOT_SUPPORTED = {"best_of": "Use n, and choose among the outputs by their cumulative_logprob."}
+NOT_SUPPORTED = {
+    "best_of": "Use n, and choose among the outputs by their cumulative_logprob.",
+    "use_beam_search": "Call LLM.beam_search.", "length_penalty": "It belongs to BeamSearchParams, for LLM.beam_search.",
+    "early_stopping": "LLM.beam_search always runs to max_tokens or until all beams have ended.",
+    "truncate_prompt_tokens": "Cut the prompt's token ids before the call.",
+}
+# Parameters of other engines that change nothing here, and why.
+IGNORED = {
+    "spaces_between_special_tokens": "special tokens are written without spaces between them",
+    "skip_clone": "parameters are never copied", "flat_logprobs": "logprobs are lists of TokenLogprobs",
+    "extra_args": "there are no plug-ins that read it", "skip_reading_prefix_cache": "cached prefixes give the same tokens",
+}
 ADVICE = {"max_tokens": "None stands for as many as model and memory allow."}
 WHOLE = {"n": (1, MAX_N), "min_tokens": (0, None), "top_k": (0, None)}
 OPTIONAL = {
@@ -43,8 +58,10 @@ MODEL_DEFAULTS = (
 # Parameters that stages have themselves, or that would depend on the stage of a token.
 NOT_WITH_STAGES = (
     "min_tokens", "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "temperature", "top_k", "top_p",
-    "stop", "logprobs", "grammar",
+    "stop", "logprobs", "grammar", "bad_words", "allowed_token_ids", "logits_processors",
 )  # fmt: skip
+# (output ids, logits) or (prompt ids, output ids, logits) -> logits; rows are float32 tensors of torch in the host's memory.
+LogitsProcessor = Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +95,20 @@ class Stage:
             check_number(name, getattr(self, name))
 
 
+class TakesForeignNames(type):
+    """Takes parameters of other engines that change nothing out of a call, with a remark."""
+
+    def __call__(cls, **values: Any) -> Any:
+        for name in [name for name in values if name in IGNORED]:
+            if values.pop(name):
+                remark(name, f"The sampling parameter {name} has no effect: {IGNORED[name]}.")
+        for name in [name for name in values if name in NOT_SUPPORTED and values[name] in (None, False)]:
+            del values[name]
+        return super().__call__(**values)
+
+
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(metaclass=TakesForeignNames):
     """Sampling options of a request, checked when made. Penalties and filters apply in the order of the fields below."""
 
     n: int = 1  # sequences for each prompt, drawn independently
@@ -102,6 +131,13 @@ class SamplingParams:
     logprobs: int | None = None  # log-probabilities of each output token and of this many of the likeliest
     prompt_logprobs: int | None = None
     grammar: Mapping[str, Any] | None = None  # {"kind": one of GRAMMAR_KINDS, "value": ...}, which the output follows
+    structured_outputs: Any = None  # vLLM's name and form of a grammar, which takes its place: {"json": schema}, {"regex": ...}
+    guided_decoding: Any = None  # an older name of structured_outputs
+    bad_words: Sequence[str] = ()  # the last token of each of these words, with and without a space before it, is ruled out
+    allowed_token_ids: Sequence[int] | None = None  # no other tokens are drawn, end tokens included
+    logits_processors: Sequence[LogitsProcessor] = ()  # run on the host: each token waits for them
+    detokenize: bool = True  # false: the result has token ids and no text
+    output_kind: Any = "cumulative"  # what AsyncLLMEngine.generate yields: one of OUTPUT_KINDS, or their place
     stages: Sequence[Stage] = ()  # parts of the output, in order; they set max_tokens and stop_token_ids, and ignore_eos
 
     def __new__(cls, **values: Any) -> Self:
@@ -116,13 +152,14 @@ class SamplingParams:
         for name in (*WHOLE, *OPTIONAL, *FLOATS):
             object.__setattr__(self, name, plain_number(getattr(self, name)))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(f"{name} must be true or false, not {getattr(self, name)!r}.")
         self._check_numbers()
         object.__setattr__(self, "seed", None if self.seed in (None, NO_SEED) else self.seed % MAX_SEED)
         self._check_stops(stop)
         self._check_bias()
+        self._read_limits()
         if self.grammar is not None:
             object.__setattr__(self, "grammar", read_grammar(self.grammar))
             self._check_grammar_conflicts()
@@ -169,6 +206,38 @@ class SamplingParams:
                 raise InvalidInputError(f"logit_bias must map token ids to numbers; {token_id!r} is no token id.")
             if not is_number(bias) or not -100 <= bias <= 100:
                 raise InvalidInputError(f"logit_bias of token {token_id} must be a number from -100 to 100, not {bias!r}.")
+
+    def _read_limits(self) -> None:
+        """The parameters that rule tokens out, and those that vLLM writes in another way."""
+        for name in ("structured_outputs", "guided_decoding"):
+            grammar = read_structured(name, getattr(self, name))
+            if grammar is not None and self.grammar is not None:
+                raise InvalidInputError(f"{name} and grammar exclude each other: an answer has one form.")
+            object.__setattr__(self, "grammar", self.grammar if grammar is None else grammar)
+            object.__setattr__(self, name, None)
+        words = items_of("bad_words", self.bad_words, "a list of strings")
+        if len(words) > MAX_BIASES or not all(isinstance(word, str) and word.strip() for word in words):
+            raise InvalidInputError(f"bad_words must hold up to {MAX_BIASES:,} words that are not empty.")
+        object.__setattr__(self, "bad_words", words)
+        if self.allowed_token_ids is not None:
+            ids = items_of("allowed_token_ids", self.allowed_token_ids, "a list of token ids")
+            ids = tuple(map(plain_number, ids))
+            if not ids or not all(type(i) is int and i >= 0 for i in ids):
+                raise InvalidInputError("allowed_token_ids must be a list of at least one token id.")
+            object.__setattr__(self, "allowed_token_ids", ids)
+        processors = items_of("logits_processors", self.logits_processors, "a list of functions")
+        if not all(callable(processor) for processor in processors):
+            raise InvalidInputError("logits_processors must hold functions of (token ids, logits) that return logits.")
+        if processors:
+            remark("logits_processors", "logits_processors run on the host, row by row: they slow down every token of a request.")
+        object.__setattr__(self, "logits_processors", processors)
+        kind = getattr(self.output_kind, "name", self.output_kind)  # vLLM has an enumeration
+        kind = OUTPUT_KINDS[kind] if type(kind) is int and 0 <= kind < len(OUTPUT_KINDS) else str(kind).lower()
+        if kind not in OUTPUT_KINDS:
+            raise InvalidInputError(f"output_kind must be one of {', '.join(OUTPUT_KINDS)}, not {self.output_kind!r}.")
+        object.__setattr__(self, "output_kind", kind)
+        if not self.detokenize and self.stop:
+            raise InvalidInputError("stop needs text: it and detokenize=False exclude each other.", hint="Use stop_token_ids.")
 
     def _check_grammar_conflicts(self) -> None:
         """A grammar decides where a text ends, so parameters that also decide it are refused."""
@@ -322,6 +391,25 @@ def read_grammar(grammar: Any) -> dict[str, Any]:
         raise InvalidInputError(f"A grammar of kind {kind} takes a string that is not empty, not {value!r}.")
     check_grammar_size(kind, value)
     return {"kind": kind, "value": value}
+
+
+def read_structured(name: str, value: Any) -> dict[str, Any] | None:
+    """The grammar of vLLM's structured_outputs, a mapping or an object with its members; None where it asks for nothing."""
+    if value is None:
+        return None
+    members = dict(value) if isinstance(value, Mapping) else {**getattr(value, "__dict__", {})}
+    given = {member: found for member, found in members.items() if found not in (None, False)}
+    forms = [member for member in given if member in STRUCTURED]
+    if "structural_tag" in given:
+        raise InvalidInputError(f"{name}.structural_tag is not supported.", hint="Use a grammar of kind lark.")
+    if len(forms) != 1:
+        found = " and ".join(forms) or "none of them"
+        raise InvalidInputError(f"{name} takes one of {', '.join(STRUCTURED)}, not {found}.")
+    for member in given.keys() - forms:
+        remark(f"{name}.{member}", f"{name}.{member} has no effect.")
+    form = given[forms[0]]
+    form = form.model_json_schema() if hasattr(form, "model_json_schema") else form
+    return {"kind": STRUCTURED[forms[0]], "value": None if forms[0] == "json_object" else form}
 
 
 def read_schema(value: Any) -> dict[str, Any]:

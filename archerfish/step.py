@@ -28,7 +28,7 @@ class RowEntry:
     seed: int = 0
     index: int = 0  # which of the n sequences of its request
     stop_token_ids: tuple[int, ...] = ()  # that min_tokens bans at first; empty without min_tokens
-    tokens: array[int] = field(default_factory=partial(array, "I"))  # prompt and output; empty unless penalties count them
+    tokens: array[int] = field(default_factory=partial(array, "I"))  # prompt and output; empty unless they are needed
     has_grammar: bool = False
 
 

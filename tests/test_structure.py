@@ -34,8 +34,8 @@ LAYERS = [
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 # What these may import of ours, and nothing else.
 EXTRA_RULES: dict[str, set[str]] = {
-    "config": {"errors"}, "background": set(), "observe": {"types"}, "params": {"errors"}, "step": {"params"},
-    "sequence": {"errors", "params", "step"},
+    "config": {"errors"}, "background": set(), "observe": {"types"}, "params": {"errors", "remarks"}, "remarks": set(),
+    "step": {"params"}, "sequence": {"errors", "params", "step"},
 }
 TORCH_FREE = {"models", "layers", "cache", "sched", "config", "types", "errors", "observe"}
 WEB = {"fastapi", "starlette", "uvicorn", "uvloop", "pydantic", "prometheus_client", "msgspec", "zmq"}

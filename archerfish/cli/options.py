@@ -38,7 +38,10 @@ SAMPLING = {
     "prompt_logprobs": "the same for the prompt",
     "grammar": "form of the answer: json, json_schema=SCHEMA, regex=PATTERN, lark=GRAMMAR or choice=[TEXT, ...]",
 }
-NO_FLAGS = ("stages",)  # fields for programs only
+NO_FLAGS = (  # fields for programs only
+    "structured_outputs", "guided_decoding", "bad_words", "allowed_token_ids", "logits_processors", "detokenize", "output_kind",
+    "stages",
+)  # fmt: skip
 REPEATABLE = ("stop", "stop_token_ids", "logit_bias")
 
 

@@ -406,12 +406,16 @@ class ArrowEngine:
         given = [prompt + text if isinstance(text, str) else tuple(text) for text in texts]
         return [text.lower() if isinstance(text, str) else text for text in given] if is_lowered else given
 
-    def _activate(self, raw: Vectors) -> Vectors:
-        """Scores by sentence-transformers' rule: what the files name, else a sigmoid when there is one label."""
+    @property
+    def has_sigmoid(self) -> bool:
+        """Whether scores are between 0 and 1: what the files name, else a sigmoid when there is one label."""
         stated = self.core.config.values.get("sentence_transformers") or {}
         name = stated.get("activation_fn") or self.core.config.values.get("sbert_ce_default_activation_function")
-        is_sigmoid = str(name).rsplit(".", 1)[-1].lower() == "sigmoid" if name else self.core.config.num_labels == 1
-        if not is_sigmoid:
+        return str(name).rsplit(".", 1)[-1].lower() == "sigmoid" if name else self.core.config.num_labels == 1
+
+    def _activate(self, raw: Vectors) -> Vectors:
+        """Scores by sentence-transformers' rule."""
+        if not self.has_sigmoid:
             return raw
         scores: Vectors = (1.0 / (1.0 + np.exp(-raw.astype(np.float64)))).astype(np.float32)
         return scores

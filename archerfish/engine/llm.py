@@ -2,19 +2,65 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
+
+from archerfish.config import EmbedConfig, EngineConfig, HubConfig
+from archerfish.engine.arrow_engine import ArrowEngine
+from archerfish.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
+from archerfish.engine.inference_core import Vectors
 from archerfish.engine.llm_engine import LLMEngine, Message, Prompt
-from archerfish.engine.outputs import RequestOutput
+from archerfish.engine.llm_loading import make_runner
+from archerfish.engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from archerfish.engine.request_maker import is_token_ids
-from archerfish.errors import InvalidInputError
+from archerfish.engine.vllm_options import ENCODER_TASKS, as_options, read_options, read_task
+from archerfish.errors import InvalidInputError, StoppedError, UnsupportedModelError
+from archerfish.kernels.machine import free_memory
+from archerfish.models.adapter import ENCODERS
+from archerfish.models.config import Config
 from archerfish.params import SamplingParams
-from archerfish.text.tokenizer import Tokenizer
+from archerfish.remarks import remark
+from archerfish.store.metadata import is_converted, read_metadata
+from archerfish.store.names import resolve_model
+from archerfish.text.tokenizer import TokenizedText, Tokenizer, read_settings
+
+Model = str | EngineConfig | EmbedConfig | None
+FOR_GENERATION = frozenset(EngineConfig.names()) - {*EmbedConfig.names(), "tokenizer", "quantization", "max_model_len"}
+ENGINE_PARTS = ("facts", "grammars", "requests", "runner", "scheduler", "tokenizer")  # that an LLMEngine has
 
 
 class LLM(LLMEngine):
-    """LLM(model="...", **options): an LLMEngine whose `generate` and `chat` have the arguments and results of vLLM's."""
+    """LLM(model="...", **options): an LLMEngine whose `generate` and `chat` have the arguments and results of vLLM's.
+
+    It also takes the options of vLLM's LLM. An embedding model or a cross-encoder gives an EncoderLLM, which has `embed`,
+    `encode`, `score` and `classify`; `task` ("generate", "embed", "score", "classify") says what is expected of a model.
+    """
+
+    def __new__(cls, model: Model = None, *, hub: HubConfig | None = None, **options: Any) -> Self:
+        if cls is LLM and is_encoder(model, hub, options):
+            return super().__new__(EncoderLLM)  # type: ignore[return-value]
+        return super().__new__(cls)
+
+    def __init__(self, model: Model = None, *, hub: HubConfig | None = None, **options: Any) -> None:
+        task = read_task(options)
+        if task in ENCODER_TASKS or isinstance(model, EmbedConfig):
+            raise UnsupportedModelError(f"{model} generates text: it cannot do the task {task!r}.", hint="Leave out task.")
+        read, hub = read_options(options, hub)
+        self._sleep_level = 0
+        super().__init__(model, hub=hub, **read)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any, **_: Any) -> Self:
+        """An engine of EngineArgs, or of a mapping of options."""
+        return cls(**as_options(engine_args))
+
+    @property
+    def llm_engine(self) -> Self:
+        """The engine itself."""
+        return self
 
     def generate(
         self, prompts: Prompt | Mapping[str, Any] | Sequence[Prompt | Mapping[str, Any]],
@@ -26,10 +72,7 @@ class LLM(LLMEngine):
         A prompt may also be a dict with "prompt" or "prompt_token_ids".
         """
         shows = show_progress if use_tqdm is None else bool(use_tqdm)
-        plain: Any = [plain_prompt(prompts)] if isinstance(prompts, Mapping) else prompts
-        if isinstance(plain, list | tuple) and not is_token_ids(plain):
-            plain = [plain_prompt(one) for one in plain]
-        return super().generate(plain, sampling_params, show_progress=shows, **options)
+        return super().generate(plain_prompts(prompts), sampling_params, show_progress=shows, **options)
 
     def chat(  # type: ignore[override]  # a list, as in vLLM, also for one conversation
         self, messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -42,11 +85,199 @@ class LLM(LLMEngine):
         params = [self.chat_template.stopping(one or self.get_default_sampling_params()) for one in given]
         return self.generate(prompts, params, use_tqdm=use_tqdm, **options)
 
+    def beam_search(self, prompts: Any, params: BeamSearchParams, use_tqdm: bool = False) -> list[BeamSearchOutput]:
+        """The likeliest continuations of each prompt, best first."""
+        plain = plain_prompts(prompts)
+        many = [plain] if isinstance(plain, str) or is_token_ids(plain) else plain
+        return beam_search(self, [self.requests.tokenize(prompt) for prompt in many], params)
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         if self.tokenizer is None:
             raise InvalidInputError(f"{self.model_name} has no tokenizer.", hint="Give prompts as lists of token ids.")
         return self.tokenizer
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`: the KV blocks with all cached contexts, and at level 2 the weights too.
+
+        Requests that run are aborted, and new ones are refused meanwhile.
+        """
+        if level not in (1, 2):
+            raise InvalidInputError(f"level must be 1 (KV memory) or 2 (weights too), not {level!r}.")
+        with self._changed:
+            self._check_usable()
+            self._sleep_level = level
+            for request_id in list(self._live):
+                self.scheduler.abort(request_id)
+            while self._is_stepping:
+                self._changed.wait()
+        self._collect_down_to(0)
+        self.scheduler.cache.clear()
+        self.runner.close()
+        if level == 2:
+            del self.runner  # with the weights
+        free_memory()
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again that `sleep` gave back; weights are loaded from their files. tags has no effect."""
+        if self._sleep_level and not self._is_closed:
+            adapter = self.runner.model if self._sleep_level == 1 else None
+            self.runner, self.facts = make_runner(self.facts, self.config, self._executor, adapter)
+            self._sleep_level, self._has_idle_work = 0, True
+
+    def close(self) -> None:
+        self._is_closed |= self._sleep_level == 2  # there is nothing left to close
+        super().close()
+
+    def is_sleeping(self) -> bool:
+        return self._sleep_level > 0
+
+    def _check_usable(self) -> None:
+        super()._check_usable()
+        if self._sleep_level:
+            raise StoppedError(f"{self.model_name} sleeps.", hint="Call wake_up() first.")
+
+    # What an EncoderLLM has
+
+    def embed(self, prompts: Any, **options: Any) -> list[PoolingRequestOutput]:
+        """Vectors of texts, of an embedding model."""
+        raise self._no_encoder("embed")
+
+    def encode(self, prompts: Any, **options: Any) -> list[PoolingRequestOutput]:
+        """What the encoder gives: vectors, or scores of labels."""
+        raise self._no_encoder("encode")
+
+    def score(self, data_1: Any, data_2: Any, **options: Any) -> list[PoolingRequestOutput]:
+        """How well texts go together: a cross-encoder's score, or a cosine."""
+        raise self._no_encoder("score")
+
+    def classify(self, prompts: Any, **options: Any) -> list[PoolingRequestOutput]:
+        """Probabilities of a classifier's labels."""
+        raise self._no_encoder("classify")
+
+    def _no_encoder(self, method: str) -> UnsupportedModelError:
+        hint = "Load an embedding model or a cross-encoder, as LLM(\"all-minilm-l6-v2\")."
+        return UnsupportedModelError(f"{self.model_name} generates text: it has no {method}().", hint=hint)
+
+
+class EncoderLLM(LLM):
+    """What `LLM(model)` gives for an encoder. `encoder` is the ArrowEngine."""
+
+    def __init__(self, model: Model = None, *, hub: HubConfig | None = None, **options: Any) -> None:
+        task = read_task(options)
+        if task == "generate":
+            hint = "Leave out task, and use embed(), score() or classify()."
+            raise UnsupportedModelError(f"{model} is an encoder: it generates no text.", hint=hint)
+        read, hub = read_options(options, hub)
+        for name in [name for name in read if name in FOR_GENERATION]:
+            del read[name]
+            remark(name, f"The option {name} has no effect: it is one for models that generate text.")
+        if "max_model_len" in read:
+            read["max_length"] = read.pop("max_model_len")
+        if isinstance(model, EngineConfig):
+            model = EmbedConfig(model=model.model, device=model.device, dtype=model.dtype, num_threads=model.num_threads)
+        self.encoder = ArrowEngine(read.pop("model") if model is None else model, hub=hub, **read)
+        self.model_name = self.encoder.model_name
+        self._ids = itertools.count()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ENGINE_PARTS:
+            hint = "Use embed(), score() or classify()."
+            raise UnsupportedModelError(f"{self.model_name} is an encoder: it generates no text.", hint=hint)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def embed(self, prompts: Any, *, normalize: bool = True, **options: Any) -> list[PoolingRequestOutput]:
+        """A vector for each text, of length 1 unless normalize is false: `outputs.embedding`."""
+        if self.encoder.is_cross_encoder:
+            raise UnsupportedModelError(f"{self.model_name} is a cross-encoder: it has no vectors.", hint="Use score().")
+        tokenized = self.encoder.tokenize(self._texts(prompts, options))
+        return self._results(tokenized, self.encoder.compute(tokenized, normalize))
+
+    def encode(self, prompts: Any, **options: Any) -> list[PoolingRequestOutput]:
+        """What `classify` gives, of a model with labels, else what `embed` gives: `outputs.data`."""
+        return (self.classify if self.encoder.is_cross_encoder else self.embed)(prompts, **options)
+
+    def score(self, data_1: Any, data_2: Any, **options: Any) -> list[PoolingRequestOutput]:
+        """A score for each pair: of one text with each of a list, or of two lists of the same length: `outputs.score`."""
+        left, right, encoder = self._texts(data_1, options), self._texts(data_2, options), self.encoder
+        left = left * len(right) if len(left) == 1 else left
+        if len(left) != len(right):
+            raise InvalidInputError(
+                f"score takes one text and a list, or two lists of the same length, not {len(left)} and {len(right)} texts."
+            )
+        if not encoder.is_cross_encoder:
+            tokenized = encoder.tokenize([*left, *right])
+            vectors = encoder.compute(tokenized, normalize=True)
+            return self._results(tokenized[len(left) :], (vectors[: len(left)] * vectors[len(left) :]).sum(1))
+        pairs = encoder.tokenize(list(zip(left, right, strict=True)))
+        scores = encoder.compute(pairs)
+        if scores.shape[1] != 1:
+            raise UnsupportedModelError(f"{self.model_name} has {scores.shape[1]} labels.", hint="Use classify().")
+        return self._results(pairs, scores[:, 0])
+
+    def classify(self, prompts: Any, **options: Any) -> list[PoolingRequestOutput]:
+        """Probabilities of the labels, for each text: `outputs.probs`."""
+        encoder = self.encoder
+        if not encoder.is_cross_encoder:
+            raise UnsupportedModelError(f"{self.model_name} embeds texts: it has no labels.", hint="Use embed().")
+        tokenized = encoder.tokenize(self._texts(prompts, options))
+        rows = encoder.compute(tokenized)
+        if not encoder.has_sigmoid:
+            rows = np.exp(rows - rows.max(1, keepdims=True))
+            rows /= rows.sum(1, keepdims=True)
+        return self._results(tokenized, rows)
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.encoder.tokenizer  # type: ignore[return-value]
+
+    def sleep(self, level: int = 1) -> None:
+        """Nothing: an encoder keeps no memory beside its weights, which are mapped from their file."""
+        remark("sleep", f"sleep has no effect on {self.model_name}, which is an encoder.")
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Nothing: see `sleep`."""
+
+    def is_sleeping(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.encoder.close()
+
+    def __repr__(self) -> str:
+        return f"LLM({self.model_name!r}, task={'score' if self.encoder.is_cross_encoder else 'embed'!r})"
+
+    def _texts(self, prompts: Any, options: dict[str, Any]) -> list[Any]:
+        for name in options.keys() - {"use_tqdm"}:
+            remark(name, f"The option {name} has no effect on an encoder.")
+        plain = plain_prompts(prompts)
+        return [plain] if isinstance(plain, str) or is_token_ids(plain) else list(plain)
+
+    def _results(self, texts: Sequence[TokenizedText], rows: Vectors) -> list[PoolingRequestOutput]:
+        return [
+            PoolingRequestOutput(f"request-{next(self._ids)}", PoolingOutput(row), text.token_ids.tolist())
+            for text, row in zip(texts, rows, strict=True)
+        ]
+
+
+def is_encoder(model: Model, hub: HubConfig | None, options: Mapping[str, Any]) -> bool:
+    """Whether a model is an embedding model or a cross-encoder, by the model_type of its files."""
+    name = model if isinstance(model, str) else model.model if model is not None else options.get("model")
+    if isinstance(model, EmbedConfig) or name is None:
+        return isinstance(model, EmbedConfig)
+    _, hub = read_options(options, hub)
+    source = resolve_model(str(name), hub, *([options["progress"]] if "progress" in options else []))
+    if source.is_file():
+        return False
+    values = read_metadata(source).config if is_converted(source) else read_settings(source / "config.json")
+    return Config(values).model_type in ENCODERS
+
+
+def plain_prompts(prompts: Any) -> Any:
+    """Prompts without the dicts of vLLM."""
+    plain = [plain_prompt(prompts)] if isinstance(prompts, Mapping) else prompts
+    if isinstance(plain, list | tuple) and not is_token_ids(plain):
+        return [plain_prompt(one) for one in plain]
+    return plain
 
 
 def plain_prompt(prompt: Any) -> Any:

@@ -14,13 +14,12 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self
 
 from archerfish.cache.radix import CacheStats, HitRecord
 from archerfish.config import EngineConfig, HubConfig
-from archerfish.engine.llm_loading import check_changes, choose_step_tokens, load_adapter, make_scheduler, read_facts
+from archerfish.engine.llm_loading import check_changes, choose_step_tokens, make_runner, make_scheduler, read_facts
 from archerfish.engine.outputs import EngineStats, Listener, OutputCollector, RequestOutput, TextDelta, Watcher
 from archerfish.engine.progress import progress_bar
 from archerfish.engine.request_maker import RUNNING_OPTIONS, RequestMaker, change_running_options, is_token_ids
@@ -28,14 +27,12 @@ from archerfish.engine.request_maker import Prompt as Prompt
 from archerfish.errors import InvalidInputError, NotFoundError, StoppedError
 from archerfish.kernels.sampling import PoolStats
 from archerfish.params import SamplingParams
-from archerfish.runtime.kv_pool import allocate_pool
-from archerfish.runtime.runner import ModelRunner, RunningStep
+from archerfish.runtime.runner import RunningStep
 from archerfish.sched.plan import Plan
 from archerfish.sequence import Delta, Namespace, Request, as_namespace
 from archerfish.step import StepResult
 from archerfish.text.chat_template import ChatTemplate
 from archerfish.text.grammar import GrammarCompiler
-from archerfish.text.text_tokenizer import find_text_tokenizer
 from archerfish.types import Progress, no_progress
 
 Message = Mapping[str, Any]
@@ -60,18 +57,10 @@ class LLMEngine:
             self.config = EngineConfig(**(options if model is None else {"model": str(model), **options}))
         facts = read_facts(self.config, hub or HubConfig(), progress)
         self.model_name = facts.name
-        tokenizer = self.tokenizer = find_text_tokenizer(facts.directory, facts.config.values, facts.generation_config)
+        tokenizer = self.tokenizer = facts.find_tokenizer()
         self.grammars = GrammarCompiler(self.tokenizer, facts.vocab_size, facts.name)
-        adapter = load_adapter(facts, self.config)
-        pool, memory = allocate_pool(adapter.ops, facts.memory_shape, facts.memory)
-        facts = self.facts = replace(facts, memory=memory)
-        with adapter.ops.allocating(f"{self.config.max_num_seqs} sequences"):
-            self.runner = ModelRunner(
-                adapter, pool, vocab_size=facts.vocab_size, max_num_seqs=self.config.max_num_seqs,
-                is_deterministic=self.config.deterministic, num_threads=self.config.num_threads, executor=executor,
-            )
-        adapter.ops.leave_thread()
-        self.runner.warm_up()
+        self.runner, facts = make_runner(facts, self.config, executor)
+        self.facts, self._executor = facts, executor
         self.scheduler, self.logits_cache = make_scheduler(self.config, facts, getattr(executor, "wake", None))
         self._text_thread = text_thread
         self.requests = RequestMaker(facts, self.config, tokenizer, self.grammars, self.scheduler.clock)
@@ -381,7 +370,7 @@ class LLMEngine:
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """The model's own; an error says so where it has none."""
-        return ChatTemplate.find(self.facts.directory, self.facts.name, self.tokenizer)
+        return ChatTemplate.find(self.facts.tokenizer_directory or self.facts.directory, self.facts.name, self.tokenizer)
 
     def chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, *,

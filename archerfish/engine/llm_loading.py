@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,16 @@ from archerfish.layers.weights import Weights
 from archerfish.models.adapter import MemoryShape, ModelAdapter, model_class
 from archerfish.models.config import Config
 from archerfish.params import read_default_sampling
-from archerfish.runtime.kv_pool import MemoryPlan, check_plan, plan_memory, work_bytes
+from archerfish.runtime.kv_pool import MemoryPlan, allocate_pool, check_plan, plan_memory, work_bytes
+from archerfish.runtime.runner import ModelRunner
 from archerfish.sched.masks import MaskFinder
 from archerfish.sched.scheduler import Scheduler
 from archerfish.store.converter import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
-from archerfish.store.names import builtin_at, resolve_model
-from archerfish.text.tokenizer import read_settings
+from archerfish.store.names import HUB_ID, ONLY_TOKENIZER, builtin_at, resolve_model
+from archerfish.text.text_tokenizer import find_text_tokenizer
+from archerfish.text.tokenizer import Tokenizer, read_settings
 from archerfish.types import Progress
 
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 16384
@@ -50,11 +53,24 @@ class ModelFacts:
     vocab_size: int
     weight_format: WeightFormat = PLAIN
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # for requests that state no parameters
+    tokenizer_directory: Path | None = None  # None: prompts are token ids
 
     @property
     def weight_bytes(self) -> int:
         """What the weights take in memory."""
         return sum(self.adapter.tensor_bytes(self.config, self.dtype, self.weight_format).values())
+
+    def find_tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, or the one that `tokenizer` names."""
+        if self.tokenizer_directory is None:
+            return None
+        found = find_text_tokenizer(self.tokenizer_directory, self.config.values, self.generation_config)
+        if self.tokenizer_directory != self.directory and (found is None or found.vocab_size > self.vocab_size):
+            size = 0 if found is None else found.vocab_size
+            why = f"has {size:,} tokens, and {self.name} {self.vocab_size:,}" if size else "has no tokenizer.json"
+            hint = "Give a tokenizer that was made for this model."
+            raise InvalidOptionError(f"[engine] tokenizer: {self.tokenizer_directory.name} {why}.", hint=hint)
+        return found
 
     @property
     def memory_shape(self) -> MemoryShape:
@@ -84,16 +100,20 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
     source = resolve_model(config.model, hub, progress)
     if config.load_format == "dummy" and not is_converted(source):
         values, generation = (read_settings(source / file) for file in ("config.json", "generation_config.json"))
-        return facts_of(config, device, dtype, source, source.name, values, generation)
+        facts, kind = facts_of(config, device, dtype, source, source.name, values, generation), ""
+    else:
 
-    def check(values: Mapping[str, Any]) -> None:  # before a conversion, which may take minutes
-        check_memory(facts_of(config, device, dtype, source, source.name, values, {}), config)
+        def check(values: Mapping[str, Any]) -> None:  # before a conversion, which may take minutes
+            check_memory(facts_of(config, device, dtype, source, source.name, values, {}), config)
 
-    directory = ensure_converted(source, dtype=dtype, hub=hub, progress=progress, check=check)
-    metadata = read_metadata(directory)
-    builtin = builtin_at(source, hub)
-    generation = {**(metadata.generation_config or {}), **(builtin.sampling if builtin else {})}
-    return facts_of(config, device, dtype, directory, metadata.model_name, metadata.config, generation)
+        directory = ensure_converted(source, dtype=dtype, hub=hub, progress=progress, check=check)
+        metadata = read_metadata(directory)
+        builtin = builtin_at(source, hub)
+        generation = {**(metadata.generation_config or {}), **(builtin.sampling if builtin else {})}
+        facts = facts_of(config, device, dtype, directory, metadata.model_name, metadata.config, generation)
+        kind = str(metadata.source.get("kind"))
+    check_quantization(config.quantization, facts.config.values, kind, facts.name)
+    return replace(facts, tokenizer_directory=locate_tokenizer(config.tokenizer, facts.directory, hub, progress))
 
 
 def facts_of(
@@ -125,6 +145,45 @@ def facts_of(
 def check_memory(facts: ModelFacts, config: EngineConfig) -> None:
     """Raise an OutOfMemoryError if the model does not fit."""
     check_plan(facts.name, config, facts.memory_shape, facts.device, facts.memory)
+
+
+def check_quantization(wanted: str, values: Mapping[str, Any], source_kind: str, name: str) -> None:
+    """Refuse a quantisation that the checkpoint does not have: nothing is quantised by this option."""
+    stated = values.get("quantization_config") or {}
+    found = str(stated.get("quant_method") or ("gguf" if source_kind == "gguf" else "none"))
+    if wanted.lower() not in ("", "none", found.lower()):
+        raise InvalidOptionError(
+            f"[engine] quantization is {wanted!r}, but the files of {name} say {found!r}.",
+            hint="Leave it out: the files decide. weights='int8' quantises the matrices while they are loaded.",
+        )
+
+
+def locate_tokenizer(name: str, directory: Path, hub: HubConfig, progress: Progress) -> Path | None:
+    """The directory of the tokenizer that the option `tokenizer` names; of a Hugging Face model no weights are downloaded."""
+    if not name or name.lower() == "none":
+        return None if name else directory
+    is_id = HUB_ID.fullmatch(name) is not None and not Path(name).expanduser().exists() and ":" not in name
+    found = resolve_model(f"{name}:{ONLY_TOKENIZER}" if is_id else name, hub, progress)
+    return found.parent if found.is_file() else found
+
+
+def make_runner(
+    facts: ModelFacts, config: EngineConfig, executor: Executor | None = None, adapter: ModelAdapter[Any] | None = None
+) -> tuple[ModelRunner[Any], ModelFacts]:
+    """A runner with weights and blocks, ready to compute, and the facts with the memory that it has.
+
+    adapter: the model with its weights; None: they are loaded.
+    """
+    adapter = load_adapter(facts, config) if adapter is None else adapter
+    pool, memory = allocate_pool(adapter.ops, facts.memory_shape, facts.memory)
+    with adapter.ops.allocating(f"{config.max_num_seqs} sequences"):
+        runner = ModelRunner(
+            adapter, pool, vocab_size=facts.vocab_size, max_num_seqs=config.max_num_seqs,
+            is_deterministic=config.deterministic, num_threads=config.num_threads, executor=executor,
+        )
+    adapter.ops.leave_thread()
+    runner.warm_up()
+    return runner, replace(facts, memory=memory)
 
 
 def load_adapter(facts: ModelFacts, config: EngineConfig) -> ModelAdapter[Any]:

@@ -107,6 +107,36 @@ class RequestOutput:
 
 
 @dataclass(slots=True)
+class PoolingOutput:
+    """A row of numbers of an encoder, under the names that vLLM gives it."""
+
+    data: Any  # a float32 array: a vector, a score, or one probability for each label
+
+    @property
+    def embedding(self) -> list[float]:
+        return self.probs
+
+    @property
+    def probs(self) -> list[float]:
+        values: list[float] = self.data.tolist()
+        return values
+
+    @property
+    def score(self) -> float:
+        return float(self.data.item())
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput:
+    """The result of LLM.embed, encode, score or classify for one input."""
+
+    request_id: str
+    outputs: PoolingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+@dataclass(slots=True)
 class TextDelta:
     """New text and tokens of one output of a request, as `stream` yields them."""
 

@@ -16,8 +16,9 @@ from archerfish.engine.outputs import Listener, OutputCollector
 from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, UnknownOptionError, refuse_unknown
 from archerfish.params import SamplingParams, is_number
 from archerfish.remarks import remark
-from archerfish.sequence import Namespace, Request, as_namespace
+from archerfish.sequence import Namespace, Request, TokenGrammar, as_namespace
 from archerfish.text.grammar import GrammarCompiler
+from archerfish.text.token_limits import TokenLimits, word_tokens
 from archerfish.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class RequestMaker:
         stops = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stops |= frozenset(self.tokenizer.eos_token_ids if self.tokenizer else facts.end_token_ids)
-        grammar = None if params.grammar is None else self.grammars.compile(params.grammar)
+        grammar = self._grammar(params)
         deadline_s = options.get("deadline_s")
         request = Request(
             request_id=options.get("request_id") or f"request-{next(self._ids)}", prompt_token_ids=token_ids, params=params,
@@ -79,10 +80,11 @@ class RequestMaker:
             namespace=as_namespace(options.get("namespace", "")), priority=options.get("priority", 0),
             deadline=None if deadline_s is None else self._clock() + deadline_s,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            needs_host_token=grammar is not None, grammar=grammar, wants_logits=options.get("wants_logits", False),
+            needs_host_token=grammar is not None or bool(params.logits_processors), grammar=grammar,
+            wants_logits=options.get("wants_logits", False),
         )
         text = prompt if isinstance(prompt, str) else None
-        tokenizer = self.tokenizer if wants_text or params.stop else None
+        tokenizer = self.tokenizer if params.detokenize and (wants_text or params.stop) else None
         request.collector = OutputCollector(request, text, tokenizer, listener, is_kept=is_kept)
         return request
 
@@ -96,6 +98,17 @@ class RequestMaker:
             fits = f"{facts.name} and its memory hold {facts.longest:,}"
             remark("max_tokens", f"max_tokens is {max_tokens:,}; {room:,} fit after a prompt of {num_prompt:,} ({fits}).")
         return min(max_tokens, room)
+
+
+    def _grammar(self, params: SamplingParams) -> TokenGrammar | None:
+        """What rules tokens out: the grammar of a request, and its other limits."""
+        grammar = None if params.grammar is None else self.grammars.compile(params.grammar)
+        if not params.bad_words and params.allowed_token_ids is None:
+            return grammar
+        if params.bad_words and self.tokenizer is None:
+            raise InvalidInputError(f"{self.facts.name} has no tokenizer, which bad_words need.", hint="Use logit_bias.")
+        banned = word_tokens(self.tokenizer, params.bad_words) if self.tokenizer else []
+        return TokenLimits(grammar, self.facts.vocab_size, params.allowed_token_ids, banned)
 
     def tokenize(self, prompt: Prompt) -> Sequence[int]:
         """The token ids of a prompt, which may be such ids already."""
@@ -148,7 +161,10 @@ def change_running_options(config: EngineConfig, changes: Mapping[str, Any]) -> 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
     """Tokens that a request names must be ones that the model has."""
-    for name, token_ids in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
+    for name, token_ids in (
+        ("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+    ):
         outside = next((i for i in token_ids if not 0 <= i < vocab_size), None)
         if outside is not None:
             raise InvalidInputError(f"{name} names token {outside}, which is outside of the vocabulary of {vocab_size:,}.")

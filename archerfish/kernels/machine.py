@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import re
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -140,3 +142,14 @@ def cgroup_usage(directory: Path) -> tuple[int | None, int]:
             continue
         return (None if limit == "max" else int(limit)), used - int(stat.get(stat_key, 0))
     return None, 0
+
+
+def free_memory() -> None:
+    """Return the memory of an engine that nothing refers to any more to the system."""
+    gc.unfreeze()  # a loaded engine freezes all objects, those of the dropped one too
+    gc.collect()
+    gc.freeze()
+    trim_heap()
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is not None and cuda.is_initialized():
+        cuda.empty_cache()

@@ -23,6 +23,7 @@ from archerfish.kernels.ops import Ids, Ops, T
 from archerfish.observe.metrics import SamplingMetrics
 from archerfish.params import Stage
 from archerfish.runtime.host_sampling import failure
+from archerfish.runtime.processors import RowProcessors
 from archerfish.step import NO_IDS, RowEntry, TokenLogprobs
 
 ROW = np.dtype([
@@ -55,6 +56,7 @@ class FastSampler(Generic[T]):
         self._num_top: dict[int, int] = {}  # by row, if it wants logprobs: of how many of the likeliest tokens
         self._names: dict[int, str] = {}  # by row: its request's id
         self._staged: dict[int, tuple[int, SequenceOf[Stage]]] = {}  # by row: where its output begins, and its stages
+        self._processors: dict[int, RowProcessors] = {}  # by row
         self._counts: sampling.TokenCounts[T] | None = None  # made when the first request with penalties comes
         self._batch_key: object = None
         self._batch: sampling.SamplingBatch[T] = sampling.SamplingBatch()
@@ -63,7 +65,7 @@ class FastSampler(Generic[T]):
     def add(self, entry: RowEntry) -> None:
         """Take over the parameters of a sequence for its row, which another one may have had before."""
         row, params = entry.row, entry.params
-        for known in (self._bias, self._stop_ids, self._num_top, self._staged):
+        for known in (self._bias, self._stop_ids, self._num_top, self._staged, self._processors):
             known.pop(row, None)
         self._batch_key = None
         self._table[row] = (
@@ -80,6 +82,8 @@ class FastSampler(Generic[T]):
         if params.logit_bias:
             ids = np.fromiter(params.logit_bias, dtype=np.int64)
             self._bias[row] = ids, np.fromiter(params.logit_bias.values(), dtype=np.float64)
+        if params.logits_processors:
+            self._processors[row] = RowProcessors(params.logits_processors, entry.tokens[:], entry.num_prompt)
         if params.min_tokens:
             self._stop_ids[row] = self._known(entry.stop_token_ids)
         if params.has_penalties:
@@ -127,7 +131,8 @@ class FastSampler(Generic[T]):
         ops, batch, metrics = self.ops, self._batch_for(rows, positions), self.metrics
         if masks is not None:
             batch = dataclasses.replace(batch, masks=sampling.Masks(ops.tensor(masks[0]), ops.tensor(masks[1])))
-        drawn = ops.sample(logits, batch)
+        processed, failed = self._process(logits, rows, positions) if self._processors else (logits, {})
+        drawn = ops.sample(processed, batch)
         fetch_report, fetch_scores = ops.fetch(drawn.report), None
         wanted = {i: self._num_top[row] for i, row in enumerate(rows.tolist()) if row in self._num_top} if self._num_top else {}
         if wanted:
@@ -142,10 +147,32 @@ class FastSampler(Generic[T]):
         def read() -> Chosen:
             report = fetch_report()
             tokens, errors = report[0].tolist(), self.failures(report, rows) if report[1].any() else {}
+            errors |= failed
+            for i, row in enumerate(rows.tolist() if self._processors else ()):
+                if row in self._processors:
+                    self._processors[row].add(tokens[i], int(positions[i]))
             scores = fetch_scores([tokens[i] for i in wanted], list(wanted.values())) if fetch_scores is not None else ()
             return Chosen(tokens, {i: one for i, one in zip(wanted, scores, strict=True) if i not in errors}, errors)
 
         return drawn.tokens, read
+
+    def _process(self, logits: T, rows: Ids, positions: Ids) -> tuple[T, dict[int, BaseException]]:
+        """A copy of the logits after the processors of their rows, and the errors that these raised. Waits for the device."""
+        places = [i for i, row in enumerate(rows.tolist()) if row in self._processors]
+        errors: dict[int, BaseException] = {}
+        changed: dict[int, npt.NDArray[np.float32]] = {}
+        if not places:
+            return logits, errors
+        found = self.ops.to_numpy(self.ops.rows(logits, np.asarray(places, dtype=np.int64)))
+        for i, row in zip(places, found, strict=True):
+            try:
+                changed[i] = self._processors[int(rows[i])].apply(row, int(positions[i]))
+            except ArcherfishError as error:
+                errors[i] = error
+        if changed:
+            logits = self.ops.rows(logits, np.arange(len(rows)))
+            self.ops.put(logits, np.fromiter(changed, dtype=np.int64), self.ops.tensor(np.stack(list(changed.values()))))
+        return logits, errors
 
     def failures(self, report: Ids, rows: Ids) -> dict[int, BaseException]:
         """Why rows got no token, by index, as a (2, rows) report says."""
@@ -249,7 +276,7 @@ def is_plain(entry: RowEntry) -> bool:
     """Whether `write_inputs` writes all that there is to know of how a sequence is sampled."""
     params = entry.params
     is_special = params.logit_bias or params.min_tokens or params.has_penalties or params.logprobs is not None
-    return not (is_special or entry.has_grammar)
+    return not (is_special or entry.has_grammar or params.logits_processors)
 
 
 def prompt_logprobs(ops: Ops[T], logits: T, next_tokens: list[int], num_top: int) -> Callable[[], list[TokenLogprobs]]:

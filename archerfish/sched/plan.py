@@ -149,7 +149,8 @@ def entry_of(seq: Sequence) -> RowEntry:
     return RowEntry(
         seq.row, request.request_id, params, seq.num_prompt, request.seed, seq.index,
         stop_token_ids=tuple(sorted(request.stop_token_ids)) if params.min_tokens else (),
-        tokens=seq.tokens[:] if params.has_penalties else array("I"), has_grammar=request.grammar is not None,
+        tokens=seq.tokens[:] if params.has_penalties or params.logits_processors else array("I"),
+        has_grammar=request.grammar is not None,
     )
 
 

@@ -208,6 +208,8 @@ class TextBody(GenerationBody):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = Field(None, description="Words that the answer must not contain.")
+    allowed_token_ids: list[int] | None = Field(None, description="The only tokens that may be drawn.")
     guided_json: Annotated[Any, one_of(OBJECT, STRING)] = Field(None, description="A JSON schema that the answer follows.")
     guided_regex: str | None = None
     guided_grammar: str | None = Field(None, description="A grammar in Lark's notation.")

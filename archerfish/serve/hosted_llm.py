@@ -22,7 +22,6 @@ from archerfish.serve.overload import AdmittedRequest, OverloadController, estim
 from archerfish.serve.tenants import ANONYMOUS
 from archerfish.serve.wire import Chunk, ExplainRequest, Generated, GenerationRequest, Output, Report
 from archerfish.step import TokenLogprobs
-from archerfish.text.text_tokenizer import find_text_tokenizer
 
 PROBE_TENANT = replace(ANONYMOUS, name="\0probe")  # no other tenant can have this name
 MAX_INLINE_TOKENS = 8192  # the loop itself reads a prompt of up to so many ids
@@ -311,7 +310,7 @@ class Generation:
 def card_of(facts: ModelFacts, config: EngineConfig) -> dict[str, Any]:
     """What clients are told of a model, loaded or not."""
     return {
-        "max_length": facts.max_len, "vocab_size": facts.vocab_size, "directory": str(facts.directory),
+        "max_length": facts.max_len, "vocab_size": facts.vocab_size, "directory": str(facts.tokenizer_directory or ""),
         "is_tts": is_tts(facts), "device": facts.device, "dtype": facts.dtype, "max_prompt_bytes": config.max_prompt_bytes,
         "max_sequence": facts.longest, "default_sampling": dict(facts.default_sampling),
     }  # fmt: skip
@@ -319,7 +318,7 @@ def card_of(facts: ModelFacts, config: EngineConfig) -> dict[str, Any]:
 
 def is_tts(facts: ModelFacts) -> bool:
     """Whether a model generates speech: an RWKV-7 whose vocabulary has TTS tokens, without a tokenizer of its own."""
-    return facts.has_states and facts.vocab_size >= VOCAB_SIZE and find_text_tokenizer(facts.directory) is None
+    return facts.has_states and facts.vocab_size >= VOCAB_SIZE and facts.find_tokenizer() is None
 
 
 def as_tuples(logprobs: Sequence[TokenLogprobs]) -> list[tuple[int, float, int, list[tuple[int, float]]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,7 +17,7 @@ from archerfish.engine.arrow_engine import ArrowEngine, locate
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.llm_loading import read_facts
 from archerfish.errors import InvalidInputError, OutOfMemoryError, ServiceError
-from archerfish.kernels.machine import trim_heap
+from archerfish.kernels.machine import free_memory
 from archerfish.models.adapter import encoder_class
 from archerfish.models.config import Config
 from archerfish.serve.compute import Lane, ModelHost, PendingRequest, attempt
@@ -203,14 +202,6 @@ class ModelTable:
         self.num_unloaded += 1
         free_memory()
         return True
-
-
-def free_memory() -> None:
-    """Return the memory of an unloaded engine to the system."""
-    gc.unfreeze()  # a loaded engine freezes all objects, those of the unloaded one too
-    gc.collect()
-    gc.freeze()
-    trim_heap()
 
 
 def make_entry(spec: ModelSpec, hub: HubConfig, host: ModelHost) -> ModelEntry:

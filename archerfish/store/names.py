@@ -44,6 +44,7 @@ POLL_S = 0.1
 COPY_BYTES = 2**20
 STORY_MODEL = "story-rwkv7"
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<file>[^:\\]+))?")
+ONLY_TOKENIZER = "tokenizer"  # in place of a file of a repository
 TEXT_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 UNPACKED_SUFFIXES = (*TEXT_SUFFIXES, ".safetensors", ".gguf")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".gguf")
@@ -138,7 +139,8 @@ class ListedModel:
 def resolve_model(name: str, hub: HubConfig | None = None, progress: Progress = no_progress) -> Path:
     """The directory or file of a model. A model that is not on this machine is downloaded.
 
-    `name` is an existing path, a built-in name, or a Hugging Face id: `org/name`, or `org/name:file` for one file of it.
+    `name` is an existing path, a built-in name, or a Hugging Face id: `org/name`, `org/name:file` for one file of it, or
+    `org/name:tokenizer` for all but the weights.
     """
     hub = hub or HubConfig()
     path = Path(name).expanduser()
@@ -395,6 +397,8 @@ def download_snapshot(repo: str, file: str, hub: HubConfig, progress: Progress) 
 
 def choose_files(repo: str, files: Sequence[str], wanted: str = "") -> list[str]:
     """The files of a repository to download: settings, tokenizer and one form of the weights; or one file, the whole model."""
+    if wanted == ONLY_TOKENIZER and any(name == "tokenizer.json" for name in files):
+        return [name for name in files if "/" not in name and name.endswith(TEXT_SUFFIXES)]
     if wanted:
         if wanted not in files:
             hint = did_you_mean(wanted, [name for name in files if name.endswith(WEIGHT_SUFFIXES)])

@@ -9,6 +9,7 @@ import pytest
 
 from archerfish.engine.async_engine import AsyncLLMEngine
 from archerfish.engine.llm_engine import LLMEngine
+from archerfish.engine.vllm_options import AsyncEngineArgs
 from archerfish.errors import InvalidInputError, StoppedError
 from tests.compat.loops import in_loop
 from tests.engine.tiny_llama import greedy, prompts, tokens
@@ -107,3 +108,47 @@ async def test_closing_aborts_only_what_came_through_it(engine: LLMEngine) -> No
     output = engine.get_output(own)
     assert output is not None and len(output.token_ids) == 100
     engine.scheduler.cache.check([])
+
+
+@in_loop
+async def test_generate_yields_the_answer_so_far(engine: LLMEngine) -> None:
+    served, prompt = AsyncLLMEngine(engine), prompts(1)[0]
+    expected = engine.generate([prompt], PARAMS)[0].token_ids
+    found = [one async for one in served.generate(prompt, PARAMS.replace(logprobs=0), "mine")]
+    assert [one.finished for one in found] == [False] * (len(found) - 1) + [True] and len(found) > 2
+    for one in found:
+        output = one.outputs[0]
+        assert one.request_id == "mine" and one.prompt_token_ids == prompt
+        assert output.token_ids == expected[: len(output.token_ids)] and len(output.logprobs or []) == len(output.token_ids)
+    assert found[-1].outputs[0].token_ids == expected and found[-1].finish_reason == "length"
+    pieces = [one async for one in served.generate(prompt, PARAMS.replace(output_kind=1))]
+    assert [i for one in pieces for i in one.outputs[0].token_ids] == expected and pieces[-1].finished
+    last = [one async for one in served.generate(prompt, PARAMS.replace(output_kind="FINAL_ONLY"))]
+    assert tokens(last) == [expected]
+    assert (await served.generate({"prompt_token_ids": prompt}, PARAMS.replace(output_kind=1))).token_ids == expected
+    await served.close()
+
+
+@in_loop
+async def test_abort_ends_a_request_and_leaving_the_loop_aborts_it(engine: LLMEngine) -> None:
+    served = AsyncLLMEngine(engine)
+    reasons: list[str | None] = []
+    async for one in served.generate(prompts(1)[0], PARAMS.replace(max_tokens=150), "long"):
+        if not one.finished and not reasons:
+            assert await served.abort("long")
+        reasons.append(one.outputs[0].finish_reason)
+    assert reasons[-1] == "abort" and not await served.abort("long")
+    answer = served.generate(prompts(1)[0], PARAMS.replace(max_tokens=150))
+    await anext(answer)
+    await answer.aclose()
+    await served.generate(prompts(1, 2)[0], PARAMS)
+    assert engine.queue_status()["running"] == 0
+    await served.close()
+
+
+@in_loop
+async def test_from_engine_args(llama: Path) -> None:
+    args = AsyncEngineArgs(model=str(llama), dtype="float", load_format="dummy", max_cache_tokens=512, enforce_eager=True)
+    served = AsyncLLMEngine.from_engine_args(args)
+    assert len((await served.generate([5, 6], PARAMS)).token_ids) == 8
+    await served.close()

@@ -96,6 +96,8 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
         (CHAT, {"messages": HI, "stop_token_ids": [10**30]}, "stop_token_ids", "outside of the vocabulary"),
         (TEXT, {"prompt": [5], "model": "bare", "stop_token_ids": [10**30]}, "stop_token_ids", "cannot be sent to the engine"),
         (CHAT, {"messages": HI, "logit_bias": {"999999999": 1}}, "logit_bias", "outside of the vocabulary"),
+        (CHAT, {"messages": HI, "allowed_token_ids": [999999999]}, "allowed_token_ids", "outside of the vocabulary"),
+        (CHAT, {"messages": HI, "bad_words": [""]}, "bad_words", "words that are not empty"),
         (CHAT, {"messages": HI, "priority": 10**30}, "priority", "priority must be below 2,147,483,648"),
         (CHAT, {"messages": HI, "deadline_s": -1}, "deadline_s", "deadline_s must be at least 0"),
         (CHAT, {"messages": HI, "guided_regex": "a", "guided_choice": ["b"]}, "guided_regex", "exclude each other"),

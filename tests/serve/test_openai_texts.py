@@ -66,6 +66,7 @@ def test_every_parameter_reaches_the_engine() -> None:
         "n": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "presence_penalty": 0.2, "frequency_penalty": 0.3,
         "repetition_penalty": 1.1, "seed": 5, "stop_token_ids": [9], "ignore_eos": True, "min_tokens": 2,
         "skip_special_tokens": False, "include_stop_str_in_output": True, "prompt_logprobs": 1,
+        "bad_words": ["cat"], "allowed_token_ids": [5, 6],
     }
     others = {"max_completion_tokens": 9, "logit_bias": {"5": 1, "6": -2.5}, "logprobs": True, "top_logprobs": 2, "stop": "zz",
               "priority": -3, "deadline_s": 2.5, "user": "me", "metadata": {"a": "b"}, "store": False, "model": "writer"}
