@@ -229,7 +229,7 @@ class SamplingParams(metaclass=TakesForeignNames):
         if not all(callable(processor) for processor in processors):
             raise InvalidInputError("logits_processors must hold functions of (token ids, logits) that return logits.")
         if processors:
-            remark("logits_processors", "logits_processors run on the host, row by row: they slow down every token of a request.")
+            remark("logits_processors", "logits_processors run on the host, row by row: they slow every token of a request.")
         object.__setattr__(self, "logits_processors", processors)
         kind = getattr(self.output_kind, "name", self.output_kind)  # vLLM has an enumeration
         kind = OUTPUT_KINDS[kind] if type(kind) is int and 0 <= kind < len(OUTPUT_KINDS) else str(kind).lower()

@@ -113,9 +113,7 @@ class LLM(LLMEngine):
                 self._changed.wait()
         self._collect_down_to(0)
         self.scheduler.cache.clear()
-        self.runner.close()
-        if level == 2:
-            del self.runner  # with the weights
+        self.runner.close(keeps_model=level == 1)
         free_memory()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -124,10 +122,6 @@ class LLM(LLMEngine):
             adapter = self.runner.model if self._sleep_level == 1 else None
             self.runner, self.facts = make_runner(self.facts, self.config, self._executor, adapter)
             self._sleep_level, self._has_idle_work = 0, True
-
-    def close(self) -> None:
-        self._is_closed |= self._sleep_level == 2  # there is nothing left to close
-        super().close()
 
     def is_sleeping(self) -> bool:
         return self._sleep_level > 0

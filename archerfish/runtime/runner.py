@@ -137,15 +137,16 @@ class ModelRunner(Generic[T]):
         with self.ops.computing():
             return self._graphs.record_next() or (self._prompts is not None and self._prompts.record_next())
 
-    def close(self, *, waits: bool = True) -> None:
-        """End the thread and give all memory back. waits: until the thread has ended."""
+    def close(self, *, waits: bool = True, keeps_model: bool = False) -> None:
+        """End the thread and give the memory back. waits: until the thread has ended. keeps_model: all but the weights'."""
         if self._thread is not None and self._owns_thread:
             self._thread.shutdown(wait=waits)
         self._graphs = self._prompts = None
         self._logits.clear()
         self.pool.close()
-        del self.model
-        self.ops.release()
+        if not keeps_model:
+            vars(self).pop("model", None)
+            self.ops.release()
 
     def _prepare_pass(self, step: StepInput, first: int, end: int) -> Pass[T]:
         """The pass over the sequences from `first` to `end`."""
