@@ -26,6 +26,7 @@ from archerfish.engine.progress import size
 from archerfish.errors import ArcherfishError, DeviceError, ModelError, UnreachableError, UnsupportedModelError
 from archerfish.kernels.formats import FORMATS, choose_format
 from archerfish.kernels.machine import Cpu, Memory, cpu, fast_cpu_dtype, memory
+from archerfish.kernels.select import choose_device
 from archerfish.types import DTYPE_BYTES
 
 FEATURES = (("AVX2", "avx2"), ("AVX-512", "avx512f"), ("AVX512-BF16", "avx512_bf16"), ("AMX", "amx_tile"))
@@ -153,10 +154,12 @@ def describe_cpu(processor: Cpu) -> dict[str, Any]:
 
 def find_gpus() -> list[Gpu]:
     """The CUDA devices that torch finds."""
+    if choose_device("auto").name != "cuda":
+        return []
     import torch
 
     found = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+    for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         found.append(Gpu(torch.cuda.get_device_name(index), total, free))
     return found

@@ -17,7 +17,7 @@ import numpy as np
 
 from archerfish.background import in_background
 from archerfish.config import EmbedConfig, HubConfig
-from archerfish.engine.inference_core import InferenceCore, Vectors
+from archerfish.engine.inference_core import InferenceCore, Vectors, locate
 from archerfish.engine.progress import progress_bar
 from archerfish.engine.text_batches import (
     EmbedInput,
@@ -27,6 +27,7 @@ from archerfish.engine.text_batches import (
     one_or_all,
     pack,
     plan_batches,
+    remark_device,
     windows,
 )
 from archerfish.errors import (
@@ -37,13 +38,9 @@ from archerfish.errors import (
     UnsupportedModelError,
     did_you_mean,
 )
-from archerfish.kernels.machine import fast_cpu_dtype
 from archerfish.kernels.pool import ComputePool, compute_pool
 from archerfish.kernels.select import log_device
-from archerfish.remarks import remark
-from archerfish.store.converter import ensure_converted
 from archerfish.store.loader import WeightLoader
-from archerfish.store.names import resolve_model
 from archerfish.text.tokenizer import FastTokenizer, Text, TokenizedText, are_strings, read_settings, stated_max_length
 from archerfish.types import Progress, no_progress
 
@@ -193,7 +190,7 @@ class ArrowEngine:
         if output_value not in ("sentence_embedding", "token_embeddings", None):
             hint = "Known: 'sentence_embedding', 'token_embeddings' and None."
             raise InvalidInputError(f"output_value cannot be {output_value!r}.", hint=hint)
-        self._remark_device(device)
+        remark_device(device, self.core.device)
         inputs, is_normal = self._prepare(many, prompt_name, prompt), normalize_embeddings or normalize
         with progress_bar("Encoding", show=show_progress if show_progress_bar is None else show_progress_bar) as progress:
             if output_value == "token_embeddings":
@@ -463,11 +460,6 @@ class ArrowEngine:
             found |= zip(batch, parts, strict=True)
         return [found[i] for i in range(len(inputs))], tokenized
 
-    def _remark_device(self, device: Any) -> None:
-        listed = device if isinstance(device, list | tuple) else [device or self.core.device]
-        if {str(one).split(":")[0] for one in listed} != {self.core.device}:
-            remark("device", f"device={device} is ignored: the engine was made for {self.core.device}.")
-
     def _batch_tokens(self, batch_size: int) -> int:
         if not isinstance(batch_size, int) or batch_size < 1:
             hint = "" if isinstance(batch_size, int) else "The second argument is batch_size; give the others by name."
@@ -505,12 +497,3 @@ class ArrowEngine:
 
     def _run(self, places: list[int], texts: list[TokenizedText], normalize: bool) -> Batch:
         return places, self.core.start(pack(texts), normalize=normalize)
-
-
-def locate(config: EmbedConfig, hub: HubConfig, progress: Progress) -> Path:
-    """The converted directory of a model. The first use pulls and converts the model."""
-    dtype = config.storage_dtype
-    if dtype == "auto":
-        fast = fast_cpu_dtype() if config.dtype == "auto" else config.dtype
-        dtype = config.dtype if config.dtype != "auto" else "float16" if fast == "float32" else fast
-    return ensure_converted(resolve_model(config.model, hub, progress), dtype=dtype, hub=hub, progress=progress)

@@ -6,19 +6,25 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from archerfish.config import EmbedConfig, HubConfig
 from archerfish.errors import StoppedError, UnsupportedModelError
 from archerfish.kernels.formats import PLAIN, choose_format
+from archerfish.kernels.machine import fast_cpu_dtype
 from archerfish.kernels.ops import EncoderInputs, Pooling, Segments
 from archerfish.kernels.room import check_room
 from archerfish.kernels.select import choose_device, choose_dtype, choose_ops
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import TokenBatch, encoder_class
 from archerfish.models.config import Config
+from archerfish.store.converter import ensure_converted
+from archerfish.store.names import resolve_model
+from archerfish.types import Progress
 
 if TYPE_CHECKING:
     import torch
@@ -140,3 +146,12 @@ class InferenceCore:
         """Mean over the unmasked tokens of (batch, length, width)."""
         mask = attention_mask.unsqueeze(-1).to(token_embeddings.dtype)
         return (token_embeddings * mask).sum(1) / mask.sum(1).clamp(min=1e-9)
+
+
+def locate(config: EmbedConfig, hub: HubConfig, progress: Progress) -> Path:
+    """The converted directory of a model. The first use pulls and converts the model."""
+    dtype = config.storage_dtype
+    if dtype == "auto":
+        fast = fast_cpu_dtype() if config.dtype == "auto" else config.dtype
+        dtype = config.dtype if config.dtype != "auto" else "float16" if fast == "float32" else fast
+    return ensure_converted(resolve_model(config.model, hub, progress), dtype=dtype, hub=hub, progress=progress)

@@ -10,6 +10,7 @@ import numpy as np
 
 from archerfish.kernels.ops import Segments
 from archerfish.models.adapter import TokenBatch
+from archerfish.remarks import remark
 from archerfish.text.tokenizer import Text, TokenizedText, are_strings
 
 if TYPE_CHECKING:
@@ -108,3 +109,10 @@ def all_values(
         "sentence_embedding": torch.from_numpy(vectors),
     }  # fmt: skip
     return [{name: column[row] for name, column in columns.items()} for row in range(len(ids))]
+
+
+def remark_device(device: Any, own: str) -> None:
+    """Say that a device other than the engine's own has no effect."""
+    listed = device if isinstance(device, list | tuple) else [device or own]
+    if {str(one).split(":")[0] for one in listed} != {own}:
+        remark("device", f"device={device} is ignored: the engine was made for {own}.")

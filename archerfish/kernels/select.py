@@ -138,9 +138,7 @@ def choose_ops(device: str, dtype: str) -> Ops[Any]:
 
 def fast_paths() -> list[FastPath]:
     """Every optional path and every backend with its state, for people to read."""
-    import torch
-
-    found, cuda = cpu(), torch.cuda.is_available()
+    found, cuda = cpu(), choose_device("auto").name == "cuda"
     bf16 = f"CPU has {'avx512_bf16' if 'avx512_bf16' in found.flags else 'AMX'}"
     has_float16 = found.has_fast_float16 and not without_onednn("float16")
     device = "cuda" if cuda else "cpu"

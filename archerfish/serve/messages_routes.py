@@ -15,6 +15,7 @@ from archerfish.errors import InvalidInputError
 from archerfish.serve import answers, bodies
 from archerfish.serve import generation as gen
 from archerfish.serve.errors import ANTHROPIC_PATH, AnthropicError, check_members, failure_body, json_response, named_event
+from archerfish.serve.event_stream import EventStream, EventWriter
 from archerfish.serve.http import BodyRoute
 
 EVENTS = (*answers.MESSAGE_EVENTS, AnthropicError)
@@ -171,7 +172,7 @@ class MessagesRoutes:
         messages, start = body.conversation()
         generation = await self.service.prepare_chat(request, body, messages, answer_start=start)
         if body.stream:
-            return gen.EventStream(self.service, request, [generation], MessageEvents(generation))
+            return EventStream(self.service, request, [generation], MessageEvents(generation))
         await self.service.complete(request, generation)
         [choice] = generation.choices
         end, usage = message_end(choice), message_usage(generation)
@@ -220,7 +221,7 @@ def message_usage(generation: gen.Generation) -> answers.MessageUsage:
     )
 
 
-class MessageEvents(gen.EventWriter):
+class MessageEvents(EventWriter):
     """A message in its events: blocks of text and of calls, one after the other."""
 
     def __init__(self, generation: gen.Generation) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 from archerfish.background import in_background
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig
-from archerfish.engine.arrow_engine import ArrowEngine, locate
+from archerfish.engine.arrow_engine import ArrowEngine
+from archerfish.engine.inference_core import locate
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.llm_loading import read_facts
 from archerfish.errors import InvalidInputError, OutOfMemoryError, ServiceError

@@ -30,6 +30,7 @@ from archerfish.serve.answers import ChosenLogprob
 from archerfish.serve.bodies import UNUSED, Body, check_type, checked
 from archerfish.serve.catalog import Catalog, ModelCard, ModelText, read_metadata
 from archerfish.serve.errors import PlainError, Schema, check_members, encode_json, failure_body, json_response
+from archerfish.serve.event_stream import EventStream, EventWriter
 from archerfish.serve.formats import response_grammar
 from archerfish.serve.http import BodyRoute
 from archerfish.serve.vector_routes import VectorRoutes, encode_items
@@ -266,7 +267,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
-class OllamaAnswer(gen.EventWriter):
+class OllamaAnswer(EventWriter):
     """The answer to a chat or a prompt, whole or in lines."""
 
     headers = LINE_HEADERS
@@ -386,7 +387,7 @@ class OllamaRoutes:
         body.note_unused(request)
         answer = OllamaAnswer(body.model or generation.request.model, generation, is_chat=is_chat)
         if body.stream is not False:
-            return gen.EventStream(self.service, request, [generation], answer)
+            return EventStream(self.service, request, [generation], answer)
         await self.service.complete(request, generation)
         return json_response(answer.whole())
 

@@ -17,6 +17,7 @@ from archerfish.serve import answers
 from archerfish.serve import generation as gen
 from archerfish.serve.catalog import ModelText
 from archerfish.serve.errors import data_event, json_response, naming
+from archerfish.serve.event_stream import EventStream, EventWriter
 from archerfish.serve.http import BodyRoute
 from archerfish.serve.openai_bodies import ChatBody, CompletionBody
 from archerfish.serve.wire import Logprob
@@ -47,7 +48,7 @@ class OpenAIRoutes:
         head = gen.answer_head("chatcmpl", generation.request.model)
         if body.stream:
             writer = ChatEvents(answers.ChatChunk(**head, choices=[]), [generation], body, echo)
-            return gen.EventStream(self.service, request, [generation], writer)
+            return EventStream(self.service, request, [generation], writer)
         await self.service.complete(request, generation)
         choices = [chat_choice(generation, choice, echo, body.include_reasoning) for choice in generation.choices]
         answer = answers.ChatCompletion(**head, choices=choices, usage=gen.usage_of([generation]))
@@ -85,7 +86,7 @@ class OpenAIRoutes:
         head = gen.answer_head("cmpl", text.card.id)
         if body.stream:
             writer = CompletionEvents(answers.Completion(**head, choices=[]), generations, body, echoes)
-            return gen.EventStream(self.service, request, generations, writer)
+            return EventStream(self.service, request, generations, writer)
         await self.service.complete(request, *generations)
         choices = [
             completion_choice(generation, choice, echo, body)
@@ -139,7 +140,7 @@ def prompt_logprobs(generation: gen.Generation) -> answers.PromptLogprobs:
     return shown
 
 
-class ChunkEvents(gen.EventWriter):
+class ChunkEvents(EventWriter):
     """An answer in chunks of one choice each; the last one has no choice, and usage if the client asked for it."""
 
     def __init__(

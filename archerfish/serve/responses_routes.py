@@ -15,6 +15,7 @@ from archerfish.serve import answers, bodies
 from archerfish.serve import generation as gen
 from archerfish.serve.bodies import UNUSED, bounded, check_text, checked
 from archerfish.serve.errors import Error, UnsupportedParameterError, failure_body, json_response, json_type, named_event
+from archerfish.serve.event_stream import EventStream, EventWriter
 from archerfish.serve.http import BodyRoute
 from archerfish.serve.wire import Logprob
 
@@ -121,7 +122,7 @@ class ResponsesRoutes:
         generation = await self.service.prepare_chat(request, body, [*system, *body.input], "input")
         response = empty_response(body, generation)
         if body.stream:
-            return gen.EventStream(self.service, request, [generation], ResponseEvents(generation, response))
+            return EventStream(self.service, request, [generation], ResponseEvents(generation, response))
         await self.service.complete(request, generation)
         [choice] = generation.choices
         output: list[Item] = [call_item(call) for call in choice.calls]
@@ -172,7 +173,7 @@ def call_item(call: gen.PendingCall) -> answers.FunctionCallItem:
     )
 
 
-class ResponseEvents(gen.EventWriter):
+class ResponseEvents(EventWriter):
     """A response in its events: items are added, grow and are done, one after the other."""
 
     def __init__(self, generation: gen.Generation, response: answers.ResponseObject) -> None:

@@ -190,7 +190,7 @@ def story_config(engine: EngineConfig) -> EngineConfig:
 
 def fetch_models(models: tuple[ModelSpec, ...], hub: HubConfig, progress: Progress) -> set[str]:
     """Download and convert missing models here, where the user sees the progress; return the kinds of all models."""
-    from archerfish.engine.arrow_engine import locate
+    from archerfish.engine.inference_core import locate
     from archerfish.engine.llm_loading import read_facts
     from archerfish.serve.hosted_llm import is_tts
 

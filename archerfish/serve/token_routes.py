@@ -19,6 +19,7 @@ from archerfish.serve.answers import Detokenized, Tokens, TTSAnswer
 from archerfish.serve.bodies import NULL, STRING, Body, GenerationBody, Messages, Tools, bounded, checked
 from archerfish.serve.catalog import ContextLengthError, ModelCard, ModelText, in_thread
 from archerfish.serve.errors import InvalidParameterError, data_event, json_response, naming
+from archerfish.serve.event_stream import EventStream, EventWriter
 from archerfish.serve.http import BodyRoute
 from archerfish.serve.openai_bodies import TemplateBody
 from archerfish.serve.openai_routes import DONE
@@ -182,7 +183,7 @@ class TTSRoutes:
         head = gen.answer_head("tts", text.card.id)
         reference = list(tts_request.ref_global_tokens or ())
         if body.stream:
-            return gen.EventStream(self.service, request, [generation], TTSEvents(generation, head, reference))
+            return EventStream(self.service, request, [generation], TTSEvents(generation, head, reference))
         await self.service.complete(request, generation)
         [choice] = generation.choices
         global_tokens, semantic_tokens = tts.read_output(choice.token_ids)
@@ -202,7 +203,7 @@ class TTSRoutes:
         return max(able, key=lambda card: card.is_tts)
 
 
-class TTSEvents(gen.EventWriter):
+class TTSEvents(EventWriter):
     """Tokens in chunks. The first has the global tokens of a reference voice; the last says why the answer ended."""
 
     def __init__(self, generation: gen.Generation, head: dict[str, Any], reference: list[int]) -> None:

@@ -92,7 +92,7 @@ def test_story_model_is_added_to_the_default_model() -> None:
 def test_missing_models_are_fetched_with_progress(monkeypatch: pytest.MonkeyPatch, speaks: bool, kind: str) -> None:
     fetched: list[tuple[Any, ...]] = []
     monkeypatch.setattr("archerfish.engine.llm_loading.read_facts", lambda *given: fetched.append(given))
-    monkeypatch.setattr("archerfish.engine.arrow_engine.locate", lambda *given: fetched.append(given))
+    monkeypatch.setattr("archerfish.engine.inference_core.locate", lambda *given: fetched.append(given))
     monkeypatch.setattr("archerfish.serve.hosted_llm.is_tts", lambda facts: speaks)
     hub = HubConfig(offline=True)
     assert run.fetch_models(run.models_of(ServeConfig(), ENGINE, EMBED), hub, no_progress) == {kind, "embedding"}
