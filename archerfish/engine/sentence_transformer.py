@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from archerfish.config import HubConfig
 from archerfish.engine.arrow_engine import ArrowEngine
-from archerfish.engine.text_batches import EmbedInput
+from archerfish.engine.text_batches import EmbedInput, remark_device
 from archerfish.errors import UnsupportedModelError
 from archerfish.remarks import remark
 
@@ -100,7 +100,7 @@ class CrossEncoder(ArrowEngine):
         """
         import torch
 
-        self._remark_device(device)
+        remark_device(device, self.core.device)
         is_single = len(sentences) == 2 and isinstance(sentences[0], str)
         pairs, activation = [tuple(sentences)] if is_single else sentences, activation_fn or self.activation_fn
         scores = torch.from_numpy(self.score_pairs(pairs, batch_size, bool(show_progress_bar), is_raw=activation is not None))
