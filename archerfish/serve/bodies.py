@@ -288,7 +288,8 @@ def read_message(message: Any, where: str, names: dict[str, str]) -> dict[str, A
     if content is None and not calls:
         missing = "has neither content nor tool_calls" if role == "assistant" else "has no content"
         raise InvalidInputError(f"{where} {missing}.")
-    text = content if isinstance(content, str) else join_texts(read_parts(content or [], f"{where}.content"))
+    parts: Any = [] if content is None else content
+    text = parts if isinstance(parts, str) else join_texts(read_parts(parts, f"{where}.content"))
     found_message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text}
     if calls:
         found_message["tool_calls"] = calls

@@ -30,6 +30,7 @@ OPERATOR_PATHS = ("/metrics", "/stats", "/admin/")  # figures of all tenants, an
 CLIENT_GONE = 499  # the status that nginx logs for a client that closed its connection before the answer
 JSON_TYPE = re.compile(r"application/(.*\+)?json")
 REMARK_HEADER, MAX_REMARK = "x-archerfish-remark", 1000
+NOT_IN_HEADERS = re.compile(r"[^\x20-\x7e]")
 REQUEST_S = 60.0  # a request must arrive completely within this time
 MAX_REASON = 200  # characters of an error message, or of a path, in the access log
 REQUEST_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -92,6 +93,7 @@ class RequestMiddleware:
                 status = message["status"]
                 if state["remarks"]:
                     text = "; ".join(dict.fromkeys(state["remarks"])).encode("ascii", "backslashreplace").decode()
+                    text = NOT_IN_HEADERS.sub("?", text)
                     MutableHeaders(raw=message.setdefault("headers", []))[REMARK_HEADER] = text[:MAX_REMARK]
             await send(message)
 

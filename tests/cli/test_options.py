@@ -70,7 +70,7 @@ def test_flag_beats_environment_beats_file(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("ARCHERFISH_EMBED_MAX_LENGTH", "20")
     monkeypatch.setenv("ARCHERFISH_EMBED_NUM_THREADS", "20")
     config = section(EmbedConfig, parser_for(EmbedConfig).parse(["--max-length", "30"]))
-    assert (config.max_length, config.num_threads, config.max_batch_size, config.device) == (30, 20, 10, "cpu")
+    assert (config.max_length, config.num_threads, config.max_batch_size, config.device) == (30, 20, 10, "auto")
     with pytest.raises(InvalidOptionError, match=r"\[embed\] max_batch_size cannot be 0"):
         section(EmbedConfig, parser_for(EmbedConfig).parse(["--max-batch-size", "0"]))
 

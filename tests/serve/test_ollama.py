@@ -58,8 +58,8 @@ def test_options_become_parameters_of_sampling() -> None:
     for unlimited in (-1, -2):
         post(backend, CHAT, {"messages": HI, "options": {"num_predict": unlimited}})
         assert backend.params()["max_tokens"] is None
-    refused = post(backend, CHAT, {"messages": HI, "options": {"num_predict": 5000}})
-    assert refused.status_code == 400 and "num_predict is 5,000" in refused.json()["error"]
+    lowered = post(backend, CHAT, {"messages": HI, "options": {"num_predict": 5000}})
+    assert lowered.status_code == 200 and "was lowered from 5,000" in lowered.headers["x-archerfish-remark"]
 
 
 def test_stop_string_ends_the_text() -> None:
