@@ -171,7 +171,8 @@ MESSAGE_MEMBERS = ("role", "content", "name", "tool_calls", "tool_call_id", *REA
 FUNCTION_MEMBERS = ("name", "description", "parameters", "strict")
 FUNCTION = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
 # Parameters of SamplingParams that bodies have by the same name and with the same meaning.
-SAMPLING = [name for name in SamplingParams.__dataclass_fields__ if name not in ("max_tokens", "logprobs")]
+NOT_READ = ("max_tokens", "logprobs", "structured_outputs")  # as they are: each has a meaning of its own in a body
+SAMPLING = [name for name in SamplingParams.__dataclass_fields__ if name not in NOT_READ]
 # Parameters that state a grammar, and its kind.
 GUIDES = {"guided_json": "json_schema", "guided_regex": "regex", "guided_grammar": "lark", "guided_choice": "choice"}
 # Parameters of other servers and labels of the caller, which change no answer.

@@ -136,11 +136,9 @@ async def test_page_of_a_tts_service_has_no_chat(model: Path, tmp_path: Path) ->
     ("vocab_size", "has_states", "has_tokenizer", "speaks"),
     [(VOCAB_SIZE, True, False, True), (65536, True, False, False), (151_936, False, False, False), (90_000, True, True, False)],
 )
-def test_is_tts(
-    monkeypatch: pytest.MonkeyPatch, vocab_size: int, has_states: bool, has_tokenizer: bool, speaks: bool
-) -> None:
-    monkeypatch.setattr(hosted_llm, "find_text_tokenizer", lambda directory: object() if has_tokenizer else None)
-    facts: Any = SimpleNamespace(vocab_size=vocab_size, has_states=has_states, directory=Path("nowhere"))
+def test_is_tts(vocab_size: int, has_states: bool, has_tokenizer: bool, speaks: bool) -> None:
+    found = object() if has_tokenizer else None
+    facts: Any = SimpleNamespace(vocab_size=vocab_size, has_states=has_states, find_tokenizer=lambda: found)
     assert hosted_llm.is_tts(facts) is speaks
 
 
