@@ -183,7 +183,9 @@ class BodyRoute(Route):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        # Ollama's clients may state no type. A page of another site, which must not get through, states its origin.
+        unstated = "" if "origin" in request.headers else "application/json"
+        content_type = request.headers.get("content-type", unstated).partition(";")[0].strip().lower()
         data = read_json(await request.body() or b"null") if JSON_TYPE.fullmatch(content_type) else None
         if not isinstance(data, dict):
             raise CallerError("The body must be a JSON object, sent with the header Content-Type: application/json.")
