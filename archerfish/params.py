@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Self
 
-from archerfish.errors import InvalidInputError, refuse_unknown
+from archerfish.errors import InvalidInputError, did_you_mean, refuse_unknown
 from archerfish.remarks import remark
 
 logger = logging.getLogger("archerfish")
@@ -27,6 +27,9 @@ MIN_SEED, MAX_SEED = -(2**63), 2**64  # as signed numbers of 64 bits, and as one
 NO_SEED = -1  # other engines write it for None
 # The members of vLLM's structured_outputs and the kinds of grammars that they are.
 STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark", "json_object": "json"}
+STRUCTURED_UNUSED = (
+    "backend", "disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern",
+)  # fmt: skip
 OUTPUT_KINDS = ("cumulative", "delta", "final_only")
 # Parameters of other engines, with the hint of their error; and hints of errors about bounds.
 NOT_SUPPORTED = {
@@ -210,10 +213,11 @@ class SamplingParams(metaclass=TakesForeignNames):
     def _read_limits(self) -> None:
         """The parameters that rule tokens out, and those that vLLM writes in another way."""
         for name in ("structured_outputs", "guided_decoding"):
-            grammar = read_structured(name, getattr(self, name))
-            if grammar is not None and self.grammar is not None:
+            if getattr(self, name) is None:
+                continue
+            if self.grammar is not None:
                 raise InvalidInputError(f"{name} and grammar exclude each other: an answer has one form.")
-            object.__setattr__(self, "grammar", self.grammar if grammar is None else grammar)
+            object.__setattr__(self, "grammar", read_structured(name, getattr(self, name)))
             object.__setattr__(self, name, None)
         words = items_of("bad_words", self.bad_words, "a list of strings")
         if len(words) > MAX_BIASES or not all(isinstance(word, str) and word.strip() for word in words):
@@ -393,18 +397,18 @@ def read_grammar(grammar: Any) -> dict[str, Any]:
     return {"kind": kind, "value": value}
 
 
-def read_structured(name: str, value: Any) -> dict[str, Any] | None:
-    """The grammar of vLLM's structured_outputs, a mapping or an object with its members; None where it asks for nothing."""
-    if value is None:
-        return None
+def read_structured(name: str, value: Any) -> dict[str, Any]:
+    """The grammar of vLLM's structured_outputs, a mapping or an object with its members."""
     members = dict(value) if isinstance(value, Mapping) else {**getattr(value, "__dict__", {})}
     given = {member: found for member, found in members.items() if found not in (None, False)}
     forms = [member for member in given if member in STRUCTURED]
     if "structural_tag" in given:
         raise InvalidInputError(f"{name}.structural_tag is not supported.", hint="Use a grammar of kind lark.")
+    for member in given.keys() - {*STRUCTURED, *STRUCTURED_UNUSED}:
+        raise InvalidInputError(f"{name} has no member {member!r}.", hint=did_you_mean(member, STRUCTURED))
     if len(forms) != 1:
         found = " and ".join(forms) or "none of them"
-        raise InvalidInputError(f"{name} takes one of {', '.join(STRUCTURED)}, not {found}.")
+        raise InvalidInputError(f"{name} takes exactly one of {', '.join(STRUCTURED)}, not {found}.")
     for member in given.keys() - forms:
         remark(f"{name}.{member}", f"{name}.{member} has no effect.")
     form = given[forms[0]]

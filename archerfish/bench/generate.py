@@ -12,6 +12,7 @@ import numpy as np
 
 from archerfish.bench.report import OURS, Found, Goal, Measurement
 from archerfish.bench.worker import EngineGroup, versions
+from archerfish.config import EngineConfig
 from archerfish.observe.summary import percentile
 
 PEER_BATCH = 32
@@ -40,7 +41,9 @@ PREFIX_GOALS = (
 
 def open_ours(group: EngineGroup, options: Namespace, suffix: str = "", **changes: Any) -> dict[str, dict[str, Any]]:
     """Start our engine, and another version of it where one is given; the facts of each, by name."""
-    arguments = {"options": {**dataclasses.asdict(options.engine), **changes}}
+    usual = dataclasses.asdict(EngineConfig())  # another version may not know all of these options
+    stated = {name: value for name, value in dataclasses.asdict(options.engine).items() if value != usual[name]}
+    arguments = {"options": {**stated, **changes}}
     facts = {}
     for name, path in versions(options.against).items():
         group.open(name + suffix, "Archerfish", arguments, path=path)

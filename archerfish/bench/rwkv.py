@@ -119,9 +119,10 @@ def tts(options: Namespace) -> Found:
         facts = open_ours(group, options, enable_prefix_caching=False, max_num_seqs=max(options.streams))[OURS]
         rate = group.call(OURS, "copy_rate", num_bytes=COPY_BYTES[facts["device"]])
         yield Measurement("copy rate, GB/s", rate / 1e9)
-        for num in options.streams:
-            decode_rate(group, OURS, num, 4, facts["vocab_size"], 0)  # compiles and records
         ours = group.names()
+        for name in ours:
+            for num in options.streams:
+                decode_rate(group, name, num, 4, facts["vocab_size"], 0)  # compiles and records
         if not options.no_peers and options.engine.load_format == "dummy" and importlib.util.find_spec("rwkv") is not None:
             strategy = f"{facts['device']} {STRATEGIES[facts['dtype']]}"
             group.open(PACKAGE, "RwkvPackage", {"config": facts["config"], "strategy": strategy, "directory": str(scratch)})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from contextlib import ExitStack
-from pathlib import Path
 
 from archerfish.cli.interrupts import exit_at_next_interrupt
 from archerfish.cli.options import Parser, add_options, as_flag, dest, section
@@ -50,6 +49,7 @@ def take_models(arguments: Namespace) -> list[ModelConfig]:
 
 def name_by_flags(arguments: Namespace, out: Output) -> None:
     """Turn each MODEL into the flag of its kind, before the models that flags name."""
+    from archerfish.engine.inference_core import kind_of
     from archerfish.store.names import resolve_model
 
     for name in reversed(arguments.models):
@@ -60,21 +60,6 @@ def name_by_flags(arguments: Namespace, out: Output) -> None:
         else:
             key = dest(MODEL_FLAGS[kind][1], "model")
             setattr(arguments, key, [name, *vars(arguments).get(key, [])])
-
-
-def kind_of(path: Path) -> str:
-    """What the model of a directory or file is for, as its configuration says."""
-    from archerfish.models.adapter import ENCODERS
-    from archerfish.models.config import Config
-    from archerfish.store.metadata import is_converted, read_metadata
-    from archerfish.store.source import optional_json
-    from archerfish.store.sources import open_source
-
-    stated = read_metadata(path).config if is_converted(path) else optional_json(path / "config.json")
-    config = Config(stated or open_source(path).config)
-    if config.model_type not in ENCODERS:
-        return "generation"
-    return "cross-encoder" if config.is_classifier else "embedding"
 
 
 def run_serve(arguments: Namespace, out: Output) -> int:

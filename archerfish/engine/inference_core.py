@@ -20,10 +20,13 @@ from archerfish.kernels.ops import EncoderInputs, Pooling, Segments
 from archerfish.kernels.room import check_room
 from archerfish.kernels.select import choose_device, choose_dtype, choose_ops
 from archerfish.layers.weights import Weights
-from archerfish.models.adapter import TokenBatch, encoder_class
+from archerfish.models.adapter import ENCODERS, TokenBatch, encoder_class
 from archerfish.models.config import Config
 from archerfish.store.converter import ensure_converted
+from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import resolve_model
+from archerfish.store.source import optional_json
+from archerfish.store.sources import open_source
 from archerfish.types import Progress
 
 if TYPE_CHECKING:
@@ -155,3 +158,12 @@ def locate(config: EmbedConfig, hub: HubConfig, progress: Progress) -> Path:
         fast = fast_cpu_dtype() if config.dtype == "auto" else config.dtype
         dtype = config.dtype if config.dtype != "auto" else "float16" if fast == "float32" else fast
     return ensure_converted(resolve_model(config.model, hub, progress), dtype=dtype, hub=hub, progress=progress)
+
+
+def kind_of(path: Path) -> str:
+    """What the model of a directory or file is for: generation, embedding or cross-encoder, as its configuration says."""
+    stated = read_metadata(path).config if is_converted(path) else optional_json(path / "config.json")
+    config = Config(stated or open_source(path).config)
+    if config.model_type not in ENCODERS:
+        return "generation"
+    return "cross-encoder" if config.is_classifier else "embedding"

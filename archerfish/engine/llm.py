@@ -11,7 +11,7 @@ import numpy as np
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig
 from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from archerfish.engine.inference_core import Vectors
+from archerfish.engine.inference_core import Vectors, kind_of
 from archerfish.engine.llm_engine import LLMEngine, Message, Prompt
 from archerfish.engine.llm_loading import make_runner
 from archerfish.engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
@@ -19,13 +19,10 @@ from archerfish.engine.request_maker import is_token_ids
 from archerfish.engine.vllm_options import ENCODER_TASKS, as_options, read_options, read_task
 from archerfish.errors import InvalidInputError, StoppedError, UnsupportedModelError
 from archerfish.kernels.machine import free_memory
-from archerfish.models.adapter import ENCODERS
-from archerfish.models.config import Config
 from archerfish.params import SamplingParams
 from archerfish.remarks import remark
-from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import resolve_model
-from archerfish.text.tokenizer import TokenizedText, Tokenizer, read_settings
+from archerfish.text.tokenizer import TokenizedText, Tokenizer
 
 Model = str | EngineConfig | EmbedConfig | None
 FOR_GENERATION = frozenset(EngineConfig.names()) - {*EmbedConfig.names(), "tokenizer", "quantization", "max_model_len"}
@@ -107,10 +104,7 @@ class LLM(LLMEngine):
         with self._changed:
             self._check_usable()
             self._sleep_level = level
-            for request_id in list(self._live):
-                self.scheduler.abort(request_id)
-            while self._is_stepping:
-                self._changed.wait()
+            self._abort_all()
         self._collect_down_to(0)
         self.scheduler.cache.clear()
         self.runner.close(keeps_model=level == 1)
@@ -259,11 +253,7 @@ def is_encoder(model: Model, hub: HubConfig | None, options: Mapping[str, Any]) 
     if isinstance(model, EmbedConfig) or name is None:
         return isinstance(model, EmbedConfig)
     _, hub = read_options(options, hub)
-    source = resolve_model(str(name), hub, *([options["progress"]] if "progress" in options else []))
-    if source.is_file():
-        return False
-    values = read_metadata(source).config if is_converted(source) else read_settings(source / "config.json")
-    return Config(values).model_type in ENCODERS
+    return kind_of(resolve_model(str(name), hub, *([options["progress"]] if "progress" in options else []))) != "generation"
 
 
 def plain_prompts(prompts: Any) -> Any:

@@ -465,10 +465,7 @@ class LLMEngine:
             if self._is_closed:
                 return
             self._is_closed = True
-            for request_id in list(self._live):
-                self.scheduler.abort(request_id)
-            while self._is_stepping:
-                self._changed.wait()
+            self._abort_all()
         self._collect_down_to(0)
         if self._text_thread is not None:
             self._text_thread.submit(self._deliver).result()
@@ -476,6 +473,13 @@ class LLMEngine:
         gc.unfreeze()
         with self._changed:
             self._changed.notify_all()
+
+    def _abort_all(self) -> None:
+        """Abort all requests, and wait for the end of a step in another thread. The caller holds `_changed`."""
+        for request_id in list(self._live):
+            self.scheduler.abort(request_id)
+        while self._is_stepping:
+            self._changed.wait()
 
     def __del__(self) -> None:
         if not getattr(self, "_is_closed", True) and not sys.is_finalizing() and os.getpid() == self._process:

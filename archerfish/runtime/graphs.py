@@ -104,7 +104,9 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         super().__init__(model, pool, NUM_INPUTS * num_rows)
         self.sampler = sampler
         self.state = pool.new_decode_state(num_rows, max_len)
-        self._spare_row = num_rows
+        self._filling = np.zeros((NUM_INPUTS, 1), dtype=np.int64)
+        self._filling[Input.ROW], self._filling[Input.POSITION] = num_rows, FILLING_POSITION
+        self._filling[Input.KEY :] = sampler.filling
         self._special_rows: set[int] = set()  # rows of sequences that are not sampled plainly
         self._num_known = np.zeros(num_rows, dtype=np.int64)  # blocks of each row that the device knows
         self._members: bytes = b""  # the rows for which _num_shared holds
@@ -167,7 +169,8 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         else:
             before = tables.at(rows, np.maximum(positions - 1, 0) // self.pool.block_size)
             words[Input.SOURCE, :num] = np.where(positions > 0, before, NO_BLOCK)
-        return PreparedDecodes(words, rows, int(num_shared), unknown, tables.of(unknown), np.argsort(order))
+        new_tables = tables.of(unknown) if len(unknown) else unknown
+        return PreparedDecodes(words, rows, int(num_shared), unknown, new_tables, np.argsort(order))
 
     def start(self, prepared: PreparedDecodes) -> T:
         """Queue the work of a step; gives the (2, rows) report of `Drawn`, in the order of `prepared.rows`."""
@@ -180,9 +183,7 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
 
     def empty_inputs(self, kind: Kind) -> Ids:
         words = next(self._buffers)[: NUM_INPUTS * kind.size].reshape(NUM_INPUTS, kind.size)
-        words[: Input.KEY], words[Input.NUM_SHARED] = 0, 0
-        words[Input.ROW], words[Input.POSITION] = self._spare_row, FILLING_POSITION
-        self.sampler.write_inputs(words, np.zeros(0, dtype=np.int64))
+        words[:] = self._filling
         return words
 
     def compute(self, kind: Kind, inputs: T) -> T:

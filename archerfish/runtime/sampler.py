@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from archerfish.errors import ArcherfishError
 from archerfish.kernels import sampling
-from archerfish.kernels.decoding import FIRST_FLOAT, Input
+from archerfish.kernels.decoding import FIRST_FLOAT, NUM_INPUTS, Input
 from archerfish.kernels.ops import Ids, Ops, T
 from archerfish.observe.metrics import SamplingMetrics
 from archerfish.params import Stage
@@ -50,7 +50,9 @@ class FastSampler(Generic[T]):
 
     def __init__(self, ops: Ops[T], vocab_size: int, max_rows: int) -> None:
         self.ops, self.vocab_size, self.max_rows = ops, vocab_size, max_rows
-        self._table: npt.NDArray[Any] = np.zeros(max_rows, dtype=ROW)
+        self._table: npt.NDArray[Any] = np.zeros(max_rows + 1, dtype=ROW)
+        self._words = np.zeros((NUM_INPUTS - Input.KEY, max_rows + 1), dtype=np.int64)
+        self._is_cut = np.zeros(max_rows + 1, dtype=np.bool_)
         self._bias: dict[int, tuple[Ids, npt.NDArray[np.float64]]] = {}  # by row
         self._stop_ids: dict[int, Ids] = {}
         self._num_top: dict[int, int] = {}  # by row, if it wants logprobs: of how many of the likeliest tokens
@@ -61,6 +63,9 @@ class FastSampler(Generic[T]):
         self._batch_key: object = None
         self._batch: sampling.SamplingBatch[T] = sampling.SamplingBatch()
         self.metrics = SamplingMetrics()
+        self._table["top_k"], self._table["top_p"], self._table["end"] = *_limits(0, 1.0, vocab_size), vocab_size
+        self._set_words(max_rows)
+        self.filling = self._words[:, max_rows:]  # how to sample columns without a sequence: greedily
 
     def add(self, entry: RowEntry) -> None:
         """Take over the parameters of a sequence for its row, which another one may have had before."""
@@ -74,6 +79,7 @@ class FastSampler(Generic[T]):
             params.presence_penalty, params.frequency_penalty, params.has_penalties, entry.num_prompt + params.min_tokens,
             False, 0, self.vocab_size, 0, 0 if params.stages else NEVER,
         )  # fmt: skip
+        self._set_words(row)
         self._names[row] = entry.request_id
         if params.stages:
             self._staged[row] = entry.num_prompt, params.stages
@@ -93,27 +99,24 @@ class FastSampler(Generic[T]):
             self.ops.set_counts(self._counts, row, self._known(prompt), self._known(output))
 
     def write_inputs(self, words: Ids, rows: Ids) -> bool:
-        """How to sample rows that are plain, into the first columns of `decoding.Input`; what follows them is greedy.
+        """How to sample rows that are plain, into the first columns of `decoding.Input`, where their positions stand already.
 
-        Their positions stand there already. Gives whether some row draws from fewer than all tokens.
+        Gives whether some row draws from fewer than all tokens.
         """
         num = len(rows)
         if self._staged:
             self._enter_stages(rows, words[Input.POSITION, :num] + 1)
-        part = self._table[rows]
-        is_greedy = part["temperature"] == 0
-        floats = words[FIRST_FLOAT:].view(np.float64)
-        for target, values, filling in (
-            (words[Input.KEY], part["key"], 0), (words[Input.IS_GREEDY], is_greedy, 1),
-            (words[Input.TOP_K], part["top_k"], sampling.TOP_K_OFF), (words[Input.FIRST], part["first"], 0),
-            (words[Input.END], part["end"], self.vocab_size), (words[Input.OFFSET], part["offset"], 0),
-            (floats[Input.TEMPERATURE - FIRST_FLOAT], np.where(is_greedy, 1.0, part["temperature"]), 1.0),
-            (floats[Input.TOP_P - FIRST_FLOAT], part["top_p"], np.inf), (floats[Input.MIN_P - FIRST_FLOAT], part["min_p"], 0.0),
-        ):
-            target[:num], target[num:] = values, filling
+        words[Input.KEY :, :num] = self._words[:, rows]
         self.metrics.total_samples += num
-        is_cut = (part["top_k"] < self.vocab_size) | (part["top_p"] < 1.0) | (part["min_p"] > 0.0)
-        return bool((is_cut & ~is_greedy).any())
+        return bool(self._is_cut[rows].any())
+
+    def _set_words(self, row: int) -> None:
+        """Write down what the table says of a row in the way of `decoding.Input`."""
+        key, temperature, top_k, top_p, min_p, *_, first, end, offset, _ = self._table[row].item()
+        is_greedy = temperature == 0
+        self._words[:, row] = key, is_greedy, top_k, first, end, offset, 0, 0, 0
+        self._words[FIRST_FLOAT - Input.KEY :, row].view(np.float64)[:] = temperature or 1.0, top_p, min_p
+        self._is_cut[row] = not is_greedy and (top_k < self.vocab_size or top_p < 1 or min_p > 0)
 
     def sample(
         self, logits: T, rows: Ids, positions: Ids, masks: tuple[Ids, Ids] | None = None
@@ -215,6 +218,7 @@ class FastSampler(Generic[T]):
                 ("first", stage.first), ("end", stage.end), ("offset", stage.offset), ("until", end),
             ):
                 entry[name] = value
+            self._set_words(row)
             self._batch_key = None
 
     def _build(self, part: npt.NDArray[Any], rows: Ids, waiting: Ids) -> sampling.SamplingBatch[T]:

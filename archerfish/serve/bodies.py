@@ -24,7 +24,7 @@ from pydantic import (
 
 from archerfish.engine.request_maker import MAX_DEADLINE_S
 from archerfish.errors import InvalidInputError, did_you_mean
-from archerfish.params import MAX_LOGPROBS, MAX_SEED, MIN_SEED, SamplingParams
+from archerfish.params import MAX_LOGPROBS, MAX_SEED, MIN_SEED, SamplingParams, read_structured
 from archerfish.serve.errors import (
     InvalidParameterError,
     UnknownParameterError,
@@ -33,7 +33,7 @@ from archerfish.serve.errors import (
     json_type,
     naming,
 )
-from archerfish.serve.formats import check_schema, nested_grammar, response_grammar, structured_grammar
+from archerfish.serve.formats import check_schema, nested_grammar, response_grammar
 
 MAX_TOKEN_ID = 2**31 - 1
 UNUSED = "Accepted and not used."
@@ -231,7 +231,7 @@ class TextBody(GenerationBody):
         guides = {name: {"kind": GUIDES[name], "value": value} for name, value in stated.items()}
         if self.structured_outputs is not None:
             with naming("structured_outputs"):
-                guides["structured_outputs"] = structured_grammar(self.structured_outputs, "structured_outputs")
+                guides["structured_outputs"] = read_structured("structured_outputs", self.structured_outputs)
         form, grammar = getattr(self, self.format_param), None
         if form is not None:
             with naming(self.format_param):

@@ -25,9 +25,6 @@ FORMATS = {  # an example of each type
     "regex": '{"type": "regex", "regex": "[0-9]+"}',
     "grammar": '{"type": "grammar", "grammar": "start: ..."}',
 }
-# Members of vLLM's structured_outputs: those that state a grammar, of a kind of ours, and those that choose how it is followed.
-STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark", "json_object": "json"}
-STRUCTURED_UNUSED = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 HINTS = {name: f"For a {name}: {example}." for name, example in FORMATS.items()}
 
 
@@ -61,16 +58,6 @@ def is_best_effort(value: Any) -> bool:
     """Whether a format says that its schema need not be followed exactly."""
     inner = value.get("json_schema") or value.get("format") or value if isinstance(value, dict) else {}
     return isinstance(inner, dict) and inner.get("strict") is False
-
-
-def structured_grammar(value: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The grammar of vLLM's structured_outputs."""
-    check_members(value, (*STRUCTURED, *STRUCTURED_UNUSED), where)
-    stated = [name for name in STRUCTURED if value.get(name) not in (None, False)]
-    if len(stated) != 1:
-        raise InvalidInputError(f"{where} must have exactly one of {', '.join(STRUCTURED)}.")
-    [name] = stated
-    return {"kind": STRUCTURED[name], "value": None if name == "json_object" else value[name]}
 
 
 def format_schema(value: dict[str, Any], where: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import platform
 import subprocess
 import sys
 import time
@@ -121,5 +122,6 @@ def test_memory_goes_back_to_the_system(tmp_path: Path) -> None:
     rows = [line.split() for line in printed.splitlines()]
     assert [row[0] for row in rows] == ["del", "close"]
     for _, used, left in rows:
-        assert int(used) > 200e6  # the weights take 270 MB
+        # The weights take 270 MB. On ARM torch's allocator keeps some of the first engine's memory and uses it again.
+        assert int(used) > (100e6 if platform.machine() == "aarch64" else 200e6)
         assert int(left) < 60e6

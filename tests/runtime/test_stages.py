@@ -242,7 +242,7 @@ def test_inputs_of_recorded_steps_say_the_same() -> None:
         logits = torch.from_numpy(random_logits(size, step))
         positions = np.asarray([3 + step + row for row in range(num)])
         words = np.zeros((NUM_INPUTS, size), dtype=np.int64)
-        words[Input.POSITION, :num] = positions - 1
+        words[Input.POSITION, :num], words[Input.KEY :] = positions - 1, sampler.filling
         sampler.write_inputs(words, np.arange(num))
         inputs = torch.from_numpy(words)
         batch = sampling_batch(inputs, inputs[Input.POSITION] + 1, torch.arange(size))
