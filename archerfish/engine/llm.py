@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-import numpy as np
-
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig
 from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
@@ -16,6 +14,7 @@ from archerfish.engine.llm_engine import LLMEngine, Message, Prompt
 from archerfish.engine.llm_loading import make_runner
 from archerfish.engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from archerfish.engine.request_maker import is_token_ids
+from archerfish.engine.text_batches import softmax
 from archerfish.engine.vllm_options import ENCODER_TASKS, as_options, read_options, read_task
 from archerfish.errors import InvalidInputError, StoppedError, UnsupportedModelError
 from archerfish.kernels.machine import free_memory
@@ -210,10 +209,7 @@ class EncoderLLM(LLM):
             raise UnsupportedModelError(f"{self.model_name} embeds texts: it has no labels.", hint="Use embed().")
         tokenized = encoder.tokenize(self._texts(prompts, options))
         rows = encoder.compute(tokenized)
-        if not encoder.has_sigmoid:
-            rows = np.exp(rows - rows.max(1, keepdims=True))
-            rows /= rows.sum(1, keepdims=True)
-        return self._results(tokenized, rows)
+        return self._results(tokenized, rows if encoder.has_sigmoid else softmax(rows))
 
     def get_tokenizer(self) -> Tokenizer:
         return self.encoder.tokenizer  # type: ignore[return-value]

@@ -92,6 +92,15 @@ def converted(vectors: Vectors, precision: Precision, to_tensor: bool, to_numpy:
     return found if to_tensor else list(found)
 
 
+def softmax(scores: Vectors) -> Vectors:
+    """Rows of probabilities of several labels. The score of a single label is kept as it is."""
+    if scores.shape[1] == 1:
+        return scores
+    powers: Vectors = np.exp(scores - scores.max(1, keepdims=True))
+    powers /= powers.sum(1, keepdims=True)
+    return powers
+
+
 def one_or_all(texts: Any, found: Any) -> Any:
     """What was found for a single text, or everything for a list."""
     return found[0] if isinstance(texts, str) else found

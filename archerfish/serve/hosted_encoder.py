@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from archerfish.config import ServeConfig
 from archerfish.engine.arrow_engine import ArrowEngine
+from archerfish.engine.text_batches import softmax
 from archerfish.errors import InvalidInputError, UnknownOptionError, UnsupportedModelError
 from archerfish.serve.compute import Lane, ModelHost, PendingRequest, read_in_thread
 from archerfish.serve.overload import AdmittedRequest, OverloadController, StepCost, TooLateError, estimate_tokens
@@ -121,7 +122,8 @@ class HostedEncoder:
         if isinstance(message, ClassifyRequest):
             if self.kind != "cross-encoder":
                 raise InvalidInputError(f"{self.name} has no labels: it embeds texts.", hint="Name a cross-encoder.")
-            return list(message.texts), None, lambda rows: rows
+            is_final = self.engine.has_sigmoid or not message.as_probabilities
+            return list(message.texts), None, (lambda rows: rows) if is_final else softmax
         if not isinstance(message, ScoreRequest):
             raise InvalidInputError(f"{self.name} generates no text; it has vectors.", hint="Name a generation model.")
         if not message.documents:

@@ -216,7 +216,8 @@ class VectorRoutes:
         return card, scores, self.usage(request, len(pairs), num_tokens)
 
     async def classes(
-        self, request: Request, model: str | None, texts: Sequence[str | tuple[str, str]], param: str, *, is_raw: bool = False
+        self, request: Request, model: str | None, texts: Sequence[str | tuple[str, str]], param: str, *,
+        is_raw: bool = False, truncate: bool = True,
     ) -> tuple[ModelCard, Array, answers.VectorUsage]:
         """The probability of every label, a row for each text or pair; is_raw: the model's own scores of several labels."""
         try:
@@ -225,10 +226,9 @@ class VectorRoutes:
             error.hint = "Only a cross-encoder has labels and can classify texts; --rerank-model serves one."
             raise
         self.check_number(len(texts), param)
-        rows, num_tokens = await self.ask(request, ClassifyRequest(texts=list(texts), **self.catalog.address(request, card)))
-        if rows.shape[1] > 1 and not is_raw:
-            powers = np.exp(rows - rows.max(axis=1, keepdims=True))
-            rows = powers / powers.sum(axis=1, keepdims=True)
+        address = self.catalog.address(request, card)
+        asked = ClassifyRequest(texts=list(texts), truncate=truncate, as_probabilities=not is_raw, **address)
+        rows, num_tokens = await self.ask(request, asked)
         return card, rows, self.usage(request, len(texts), num_tokens)
 
     async def embed(

@@ -77,6 +77,7 @@ class ClassifyRequest(ModelRequest, tag="classify", kw_only=True, omit_defaults=
 
     texts: list[str | tuple[str, str]]
     truncate: bool = True
+    as_probabilities: bool = False  # a softmax over several labels, unless the model has a sigmoid for each
 
 
 class ExplainRequest(ModelRequest, tag="explain", kw_only=True, omit_defaults=True):

@@ -313,23 +313,26 @@ def test_a_model_that_generates_has_no_vectors(llm: LLM) -> None:
             call("a")
 
 
-@pytest.mark.parametrize("num_labels", [1, 3])
-def test_cross_encoders_score_and_classify(num_labels: int, tiny_model: Any, hub: HubConfig) -> None:
+@pytest.mark.parametrize(("num_labels", "activation"), [(1, None), (3, None), (1, "Identity"), (3, "Sigmoid")])
+def test_cross_encoders_score_and_classify(num_labels: int, activation: str | None, tiny_model: Any, hub: HubConfig) -> None:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    path = tiny_model(head="ForSequenceClassification", config={"num_labels": num_labels})
+    config = {"num_labels": num_labels, "sbert_ce_default_activation_function": activation}
+    path = tiny_model(head="ForSequenceClassification", config=config)
     texts = ["the cat", "fish spits water"]
     made = LLM(str(path), task="classify", dtype="float32", hub=hub)
     peer, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     with torch.no_grad():
         logits = peer(**tokenizer(texts, padding=True, return_tensors="pt")).logits
         pairs = peer(**tokenizer(["the cat"], ["a dog"], return_tensors="pt")).logits
-    probs = logits.sigmoid() if num_labels == 1 else logits.softmax(-1)
+    has_sigmoid = activation == "Sigmoid" or (activation is None and num_labels == 1)
+    probs = logits.sigmoid() if has_sigmoid else logits if num_labels == 1 else logits.softmax(-1)
     for found in (made.classify(texts), made.encode(texts)):
         np.testing.assert_allclose([one.outputs.probs for one in found], probs.numpy(), atol=2e-5)
     if num_labels == 1:
-        assert made.score("the cat", "a dog")[0].outputs.score == pytest.approx(pairs.sigmoid().item(), abs=2e-5)
+        expected = (pairs.sigmoid() if has_sigmoid else pairs).item()
+        assert made.score("the cat", "a dog")[0].outputs.score == pytest.approx(expected, abs=2e-5)
     else:
         with pytest.raises(UnsupportedModelError, match=r"3 labels. Use classify"):
             made.score("the cat", "a dog")

@@ -49,7 +49,7 @@ class WordEncoder:
     """Vectors that depend on words alone. `jobs` has the texts of every pass; a pass waits for `gate`; `poison` breaks one."""
 
     def __init__(self, name: str = "words", *, is_cross_encoder: bool = False) -> None:
-        self.model_name, self.is_cross_encoder = name, is_cross_encoder
+        self.model_name, self.is_cross_encoder, self.has_sigmoid = name, is_cross_encoder, False
         self.jobs: list[list[str]] = []
         self.gate = threading.Event()
         self.gate.set()

@@ -33,9 +33,9 @@ def pairs() -> WordEncoder:
 class Moods(WordEncoder):
     """A classifier of three labels, whose scores are 0, the number of words, and 1."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, has_sigmoid: bool = False) -> None:
         super().__init__("fake/moods", is_cross_encoder=True)
-        self.directory = directory
+        self.directory, self.has_sigmoid = directory, has_sigmoid
         config = {"id2label": {"0": "sad", "1": "glad", "2": "bored"}}
         (directory / "metadata.json").write_text(json.dumps({"config": config}))
 
@@ -127,6 +127,12 @@ async def test_labels_of_texts_and_pairs(tmp_path: Path) -> None:
         assert first["probs"] == pytest.approx([one[2]["score"], one[0]["score"], one[1]["score"]])
         assert "3 labels per pair" in await refused(client, "/v1/rerank", query="a", documents=["b"])
         assert (await client.get("/info")).json()["model_type"]["reranker"]["label2id"] == {"sad": 0, "glad": 1, "bored": 2}
+
+
+async def test_scores_after_a_sigmoid_get_no_softmax(tmp_path: Path) -> None:
+    async with serving(host_with(tmp_path, Moods(tmp_path, has_sigmoid=True))) as client:
+        assert (await asked(client, "/classify", input="a b"))["data"][0]["probs"] == [0.0, 2.0, 1.0]
+        assert [label["score"] for label in await asked(client, "/predict", inputs="a b")] == [2.0, 1.0, 0.0]
 
 
 async def test_labels_need_a_cross_encoder() -> None:
