@@ -17,7 +17,7 @@ from archerfish.serve.bodies import UNUSED, Body, Values
 from archerfish.serve.errors import Schema, json_response
 from archerfish.serve.generation import new_id
 from archerfish.serve.http import BodyRoute
-from archerfish.serve.vector_routes import Array, RerankBody, VectorRoutes, encode_items
+from archerfish.serve.vector_routes import Array, RerankBody, Truncate, VectorRoutes, encode_items
 
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 
@@ -41,13 +41,14 @@ ENCODERS: dict[EmbeddingType, Callable[[Array], Any]] = {
 class CohereEmbedBody(Body):
     """POST /v1/embed and /v2/embed, in Cohere's form."""
 
-    unsupported: ClassVar[Values] = {"images": ([],), "inputs": ([],), "max_tokens": (), "truncate": ("END",)}
+    unsupported: ClassVar[Values] = {"images": ([],), "inputs": ([],), "max_tokens": ()}
 
     texts: list[str] = Field(min_length=1)
     model: str | None = None
     input_type: str | None = Field(None, description="search_query and search_document choose the model's prompt.")
     embedding_types: list[EmbeddingType] | None = Field(None, description="int8 and uint8: scaled for each vector.")
     output_dimension: int | None = Field(None, ge=1)
+    truncate: Truncate = True
     priority: int | None = Field(None, description=UNUSED)
 
 
@@ -88,7 +89,8 @@ class CohereRoutes:
     async def embed(self, request: Request, body: CohereEmbedBody) -> Response:
         """Vectors of texts, in one or several types of numbers."""
         _, rows, usage = await self.vectors.vectors(
-            request, body.model, body.texts, dimensions=body.output_dimension, input_type=body.input_type, param="texts"
+            request, body.model, body.texts, dimensions=body.output_dimension, input_type=body.input_type,
+            truncate=body.truncate, param="texts",
         )
         version = request.scope["path"][2]
         meta = CohereMeta(api_version={"version": version}, billed_units=CohereUnits(usage.prompt_tokens))

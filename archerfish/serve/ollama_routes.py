@@ -33,7 +33,7 @@ from archerfish.serve.errors import PlainError, Schema, check_members, encode_js
 from archerfish.serve.event_stream import EventStream, EventWriter
 from archerfish.serve.formats import response_grammar
 from archerfish.serve.http import BodyRoute
-from archerfish.serve.vector_routes import VectorRoutes, encode_items
+from archerfish.serve.vector_routes import Truncate, VectorRoutes, encode_items
 
 API_VERSION = "0.12.0"  # of Ollama, whose API these routes follow: some clients refuse older ones
 RENAMED = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
@@ -147,7 +147,7 @@ class OllamaEmbedBody(Body):
     model: str | None = None
     input: Annotated[list[str | list[int]], checked(bodies.check_inputs, bodies.INPUTS)]
     dimensions: int | None = Field(None, ge=1)
-    truncate: bool | None = Field(None, description="Texts are cut at the model's length.")
+    truncate: Truncate = True
     options: dict[str, Any] | None = Field(None, description=UNUSED)
     keep_alive: KeepAlive = Field(None, description=UNUSED)
 
@@ -394,7 +394,9 @@ class OllamaRoutes:
     async def embed(self, request: Request, body: OllamaEmbedBody) -> Response:
         """Vectors of texts."""
         began = time.perf_counter_ns()
-        card, rows, usage = await self.vectors.vectors(request, body.model, body.input, dimensions=body.dimensions)
+        card, rows, usage = await self.vectors.vectors(
+            request, body.model, body.input, dimensions=body.dimensions, truncate=body.truncate
+        )
         shown: Any = await encode_items(row.tolist() for row in rows)
         total, count = time.perf_counter_ns() - began, usage.prompt_tokens
         name = body.model or card.id

@@ -21,11 +21,10 @@ from archerfish.serve.bodies import STRING, STRINGS, Body, checked
 from archerfish.serve.catalog import read_metadata
 from archerfish.serve.errors import InvalidParameterError, Schema, json_response
 from archerfish.serve.http import BodyRoute
-from archerfish.serve.vector_routes import Documents, RerankBody, VectorRoutes, best_first, encode_items
+from archerfish.serve.vector_routes import Documents, RerankBody, Truncate, VectorRoutes, best_first, encode_items
 from archerfish.serve.vllm_routes import labels_of
 
 RIGHT = ("Right", "right")
-TRUNCATE = "Texts are cut at the model's length in any case."
 
 
 def read_predict(value: Any, where: str) -> tuple[list[str | tuple[str, str]], bool]:
@@ -49,7 +48,7 @@ class TEIBody(Body):
 
     unsupported: ClassVar[bodies.Values] = {"truncation_direction": RIGHT}
 
-    truncate: bool | None = Field(None, description=TRUNCATE)
+    truncate: Truncate = True
     model: str | None = None
 
 
@@ -124,7 +123,7 @@ class TEIRoutes:
         """Vectors of texts, as a list of lists."""
         _, rows, _ = await self.vectors.vectors(
             request, body.model, body.inputs, dimensions=body.dimensions, prompt_name=body.prompt_name,
-            normalize=body.normalize is not False, param="inputs",
+            normalize=body.normalize is not False, truncate=body.truncate, param="inputs",
         )
         return json_response(await encode_items(row.tolist() for row in rows))
 
@@ -135,7 +134,9 @@ class TEIRoutes:
         if body.texts is None:
             return await self.vectors.rerank(request, body)
         pairs = [(body.query, text) for text in body.texts]
-        _, scores, _ = await self.vectors.scores(request, body.model, pairs, "texts", body.deadline_s)
+        _, scores, _ = await self.vectors.scores(
+            request, body.model, pairs, "texts", body.deadline_s, truncate=body.truncate
+        )
         ranks = [TEIRank(place, float(scores[place])) for place in best_first(scores)]
         if body.return_text:
             for rank in ranks:
@@ -145,7 +146,9 @@ class TEIRoutes:
     async def predict(self, request: Request, body: TEIPredictBody) -> Response:
         """The scores of a cross-encoder's labels for texts or pairs, best first."""
         texts, is_batch = body.inputs
-        card, rows, _ = await self.vectors.classes(request, body.model, texts, "inputs", is_raw=bool(body.raw_scores))
+        card, rows, _ = await self.vectors.classes(
+            request, body.model, texts, "inputs", is_raw=bool(body.raw_scores), truncate=body.truncate
+        )
         labels = labels_of(card, rows.shape[1])
         shown = [[TEILabel(float(row[place]), labels[place]) for place in best_first(row)] for row in rows]
         return json_response(shown if is_batch else shown[0])

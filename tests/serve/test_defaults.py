@@ -143,6 +143,22 @@ async def test_long_texts_are_cut_or_refused(tmp_path: Path, route: str, is_cros
             assert "x-archerfish-remark" not in fitting.headers
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize(("route", "body"), [
+    ("/embed", {"inputs": [SHORT, LONG]}), ("/rerank", {"query": "word", "texts": [LONG]}), ("/predict", {"inputs": LONG}),
+    ("/api/embed", {"input": LONG}), ("/v2/embed", {"texts": [LONG]}),
+])  # fmt: skip
+async def test_routes_of_other_servers_cut_or_refuse_long_texts(tmp_path: Path, route: str, body: dict[str, Any]) -> None:
+    host = host_with(tmp_path, WordEncoder("lab/words", is_cross_encoder=route in ("/rerank", "/predict")))
+    async with serving(host) as client:
+        for cutting in (True, "END", None):
+            answer = await client.post(route, json={**body, "truncate": cutting})
+            assert answer.status_code == 200 and answer.headers["x-archerfish-remark"] == "texts cut to 512 tokens: 1"
+        for value, said in ((False, "more than 512 tokens"), ("NONE", "more than 512 tokens"), ("START", "not 'START'")):
+            refused = await client.post(route, json={**body, "truncate": value})
+            assert refused.status_code == 400 and said in refused.text
+
+
 # The access log
 
 
