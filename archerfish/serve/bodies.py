@@ -16,7 +16,6 @@ from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     PlainValidator,
-    PrivateAttr,
     ValidationInfo,
     WithJsonSchema,
     model_validator,
@@ -113,23 +112,17 @@ def without_effect(*names: str) -> str:
 
 
 class Body(BaseModel):
-    """Base of all bodies."""
+    """Base of all bodies. They are read with the list of the request's remarks as their context."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     # Parameters that this server does not support, with the values that are accepted because they change nothing.
     unsupported: ClassVar[Values] = {}
     # Parameters that are accepted without an effect. A remark says so, unless the value is one that changes nothing.
     ignored: ClassVar[Values] = {}
-    _remarks: list[str] = PrivateAttr(default_factory=list)
-
-    @property
-    def remarks(self) -> list[str]:
-        """For the caller: what of the body is ignored or changed."""
-        return self._remarks
 
     @model_validator(mode="wrap")
     @classmethod
-    def _read_known(cls, data: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+    def _read_known(cls, data: Any, read: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         if not isinstance(data, dict):
             return read(data)
         unused: list[str] = []
@@ -143,10 +136,9 @@ class Body(BaseModel):
             if name in cls.unsupported:
                 raise UnsupportedParameterError(f"The parameter {name!r} is not supported here.", name)
             unused.append(name)
-        body = read({name: value for name, value in data.items() if name in cls.model_fields})
-        if unused:
-            body.remarks.append(without_effect(*sorted(unused)))
-        return body
+        if unused and info.context is not None:
+            info.context.append(without_effect(*sorted(unused)))
+        return read({name: value for name, value in data.items() if name in cls.model_fields})
 
 
 class GenerationBody(Body):

@@ -298,27 +298,27 @@ class TextService:
             style = template.call_style(options.get("template_name"))
             given = (style, body.tools, choice, body.parallel_tool_calls, text.tokenizer, schema)
             tool_use = await asyncio.to_thread(ToolUse.choose, *given)
-            add_remarks(request, tool_use.remarks)
+            request.state.remarks.extend(tool_use.remarks)
             if tool_use.grammar is not None:
                 values["grammar"] = tool_use.grammar
         params = template.stopping(checked_params(values, text.card, names))
-        is_thinking = self._begin_thinking(body, text, prompt_ids, answer_start, "grammar" in values)
+        is_thinking = self._begin_thinking(request, body, text, prompt_ids, answer_start, "grammar" in values)
         return self.prepare(request, body, text, prompt_ids, params, names["grammar"], tool_use, is_thinking=is_thinking)
 
     def _begin_thinking(
-        self, body: ToolBody, text: ModelText, prompt_ids: list[int], answer_start: str, has_grammar: bool
+        self, request: Request, body: ToolBody, text: ModelText, prompt_ids: list[int], answer_start: str, has_grammar: bool
     ) -> bool | None:
         """Whether the answer begins inside of reasoning; None: it has none. A grammar holds from the first token, so that
         reasoning which the template has opened is closed first."""
         param, effort = body.effort()
         if effort and effort != "none" and not text.template.get().reads(effort_values(effort)):
-            body.remarks.append(f"{param} has no effect: the chat template of {text.card.id} does not read it")
+            request.state.remarks.append(f"{param} has no effect: the chat template of {text.card.id} does not read it")
         if not text.has_reasoning or text.tokenizer is None:
             return None
         is_open = ends_inside(text.tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False), answer_start)
         if is_open and has_grammar:
             prompt_ids += text.tokenizer.encode(f"\n{CLOSE}\n\n", False)
-            body.remarks.append("the answer has no reasoning, because its form is given")
+            request.state.remarks.append("the answer has no reasoning, because its form is given")
         return None if has_grammar or not self.has_reasoning or (answer_start and not is_open) else is_open
 
     async def complete(self, request: Request, *generations: Generation) -> None:
@@ -399,7 +399,7 @@ async def follow_schema(request: Request, body: TextBody, values: dict[str, Any]
     is_lenient = is_best_effort(getattr(body, body.format_param))
     with naming(param):
         schema, remarks = await asyncio.to_thread(rewrite_schema, grammar["value"], is_lenient=is_lenient)
-    add_remarks(request, remarks)
+    request.state.remarks.extend(remarks)
     if is_lenient:
         values["grammar"] = {**grammar, "value": schema}
 
@@ -413,11 +413,6 @@ def answer_schema(grammar: dict[str, Any] | None) -> dict[str, Any] | None:
         message = "Tools go together with a format of type json_schema or json_object only; set tool_choice to none."
         raise InvalidParameterError(message, "tools")
     return schema
-
-
-def add_remarks(request: Request, remarks: Sequence[str]) -> None:
-    """Say something in a header of the answer."""
-    getattr(request.state, "remarks", []).extend(remarks)
 
 
 def checked_params(values: dict[str, Any], card: ModelCard, names: dict[str, str]) -> SamplingParams:

@@ -66,7 +66,7 @@ class RequestMiddleware:
     """Refuses requests without a valid key, where the server has keys, before anything else of them is read.
 
     Bodies of more than `max_body_bytes` are refused, whether they state their length or not. Paths that are not a route are
-    counted as "other". What routes append to `request.state.remarks` is sent in REMARK_HEADER; what they put into
+    counted as "other". What bodies and routes append to `request.state.remarks` is sent in REMARK_HEADER; what they put into
     `request.state.log`, and `request.state.error`, are part of the request's line in the access log.
     """
 
@@ -191,13 +191,12 @@ class BodyRoute(Route):
             raise CallerError("The body must be a JSON object, sent with the header Content-Type: application/json.")
         if isinstance(data.get("model"), str):
             request.state.log["model"] = data["model"]
-        body = self.body_type.model_validate(data)
+        body = self.body_type.model_validate(data, context=request.state.remarks)
         try:
             async with asyncio.timeout(None) as limit:
                 gone = asyncio.create_task(expire_when_gone(receive, limit))
                 try:
                     response = await self.handler(request, body)
-                    scope.setdefault("state", {}).setdefault("remarks", []).extend(body.remarks)
                     await response(scope, receive, send)
                 finally:
                     gone.cancel()

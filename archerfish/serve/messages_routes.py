@@ -150,8 +150,6 @@ class MessagesBody(CountBody):
     stop_sequences: list[str] = Field([])
 
     def sampling(self) -> tuple[dict[str, Any], dict[str, str]]:
-        if (self.thinking or {}).get("budget_tokens") is not None:
-            self.remarks.append(bodies.without_effect("thinking.budget_tokens"))
         values, names = super().sampling()
         own = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
         return {**values, **own}, {**names, "stop": "stop_sequences"}
@@ -169,6 +167,8 @@ class MessagesRoutes:
 
     async def messages(self, request: Request, body: MessagesBody) -> ASGIApp:
         """The next message of a conversation; if its last one is the assistant's, the continuation of that."""
+        if (body.thinking or {}).get("budget_tokens") is not None:
+            request.state.remarks.append(bodies.without_effect("thinking.budget_tokens"))
         messages, start = body.conversation()
         generation = await self.service.prepare_chat(request, body, messages, answer_start=start)
         if body.stream:

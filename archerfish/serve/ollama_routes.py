@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from msgspec import UNSET, UnsetType
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -92,10 +92,13 @@ class OllamaBody(bodies.ToolBody):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_options(cls, data: Any) -> Any:
+    def _read_options(cls, data: Any, info: ValidationInfo) -> Any:
         options = data.get("options") if isinstance(data, dict) else None
         if not isinstance(options, dict):
             return data
+        unused = sorted(options.keys() - set(OPTIONS))
+        if unused and info.context is not None:
+            info.context.append(bodies.without_effect(*unused))
         stated = {RENAMED.get(name, name): options[name] for name in OPTIONS if options.get(name) is not None}
         return {**stated, **data}
 
@@ -114,11 +117,6 @@ class OllamaBody(bodies.ToolBody):
         if self.logprobs:
             values["logprobs"] = self.top_logprobs or 0
         return values, {**names, **{ours: theirs for theirs, ours in RENAMED.items()}, "logprobs": "top_logprobs"}
-
-    def note_unused(self, request: Request) -> None:
-        unused = sorted(set(self.options or ()) - set(OPTIONS)) + (["think"] if self.think else [])
-        if unused:
-            request.state.remarks.append(f"Not used here: {', '.join(unused)}"[:500])
 
 
 class OllamaChatBody(OllamaBody):
@@ -384,7 +382,6 @@ class OllamaRoutes:
         return json_response(OllamaAnswer(body.model or card.id, None, is_chat=is_chat).whole())
 
     async def _answer(self, request: Request, body: OllamaBody, generation: gen.Generation, *, is_chat: bool) -> ASGIApp:
-        body.note_unused(request)
         answer = OllamaAnswer(body.model or generation.request.model, generation, is_chat=is_chat)
         if body.stream is not False:
             return EventStream(self.service, request, [generation], answer)

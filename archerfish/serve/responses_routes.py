@@ -20,6 +20,7 @@ from archerfish.serve.http import BodyRoute
 from archerfish.serve.wire import Logprob
 
 LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED = "reasoning.encrypted_content"
 STATELESS = "This server keeps no responses: send the whole conversation in input"
 Item = answers.MessageItem | answers.FunctionCallItem | answers.ReasoningItem
 
@@ -82,7 +83,7 @@ class ResponsesBody(bodies.ConversationBody):
     max_output_tokens: int | None = bounded(minimum=1)
     stop: bodies.Stop = None
     text: dict[str, Any] | None = Field(None, description="format: text, json_object or json_schema.")
-    include: list[str] | None = Field(None, description=f"{LOGPROBS}; reasoning.encrypted_content has no effect.")
+    include: list[str] | None = Field(None, description=f"{LOGPROBS}; {ENCRYPTED} has no effect.")
     metadata: dict[str, Any] | None = Field(None, description="Has no effect; the answer repeats it.")
     reasoning: dict[str, Any] | None = Field(None, description="effort: for chat templates that read it.")
     previous_response_id: str | None = None
@@ -95,15 +96,9 @@ class ResponsesBody(bodies.ConversationBody):
     def sampling(self) -> tuple[dict[str, Any], dict[str, str]]:
         if self.previous_response_id is not None:
             raise UnsupportedParameterError(f"{STATELESS}, instead of previous_response_id.", "previous_response_id")
-        include = self.include or ()
-        unknown = [name for name in include if name not in (LOGPROBS, "reasoning.encrypted_content")]
-        if unknown:
-            self.remarks.append(bodies.without_effect(*(f"include of {name!r}" for name in unknown)))
-        if (self.text or {}).get("verbosity") not in (None, "medium"):
-            self.remarks.append(bodies.without_effect("text.verbosity"))
         values, names = super().sampling()
         values["max_tokens"] = self.max_output_tokens
-        if LOGPROBS in include or self.top_logprobs:
+        if LOGPROBS in (self.include or ()) or self.top_logprobs:
             values["logprobs"] = self.top_logprobs or 0
         return values, {**names, "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
 
@@ -118,6 +113,11 @@ class ResponsesRoutes:
 
     async def responses(self, request: Request, body: ResponsesBody) -> ASGIApp:
         """The answer to a conversation, as items."""
+        unused = [f"include of {name!r}" for name in body.include or () if name not in (LOGPROBS, ENCRYPTED)]
+        if (body.text or {}).get("verbosity") not in (None, "medium"):
+            unused.append("text.verbosity")
+        if unused:
+            request.state.remarks.append(bodies.without_effect(*unused))
         system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
         generation = await self.service.prepare_chat(request, body, [*system, *body.input], "input")
         response = empty_response(body, generation)

@@ -54,7 +54,7 @@ def test_options_become_parameters_of_sampling() -> None:
     params = backend.params()
     assert (params["temperature"], params["top_p"], params["top_k"], params["max_tokens"]) == (0.5, 0.9, 3, 2)
     assert (params["seed"], params["repetition_penalty"]) == (7, 1.2)
-    assert answer.headers["x-archerfish-remark"] == "Not used here: mirostat, num_ctx"
+    assert answer.headers["x-archerfish-remark"] == "without effect here: mirostat, num_ctx"
     for unlimited in (-1, -2):
         post(backend, CHAT, {"messages": HI, "options": {"num_predict": unlimited}})
         assert backend.params()["max_tokens"] is None

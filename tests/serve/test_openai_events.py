@@ -55,7 +55,8 @@ class Reader:
 
     async def read(self) -> None:
         headers = [(b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": self.path, "headers": headers, "query_string": b""}
+        scope: dict[str, Any] = {"type": "http", "method": "POST", "path": self.path, "headers": headers, "query_string": b""}
+        scope["state"] = {"remarks": []}
         await self.app(scope, self.receive, self.send)
 
 

@@ -194,6 +194,15 @@ def test_parameters_of_other_servers_are_ignored(route: str) -> None:
         assert answer.headers[REMARK] == f"without effect here: {', '.join(sorted(OF_OTHERS))}"
 
 
+@pytest.mark.parametrize(("route", "stated"), [
+    (CHAT, {"user": "ann"}), (MESSAGES, {"thinking": {"budget_tokens": 9}}), (RESPONSES, {"text": {"verbosity": "low"}}),
+    ("/api/chat", {"messages": HI, "options": {"num_ctx": 9}}),
+])  # fmt: skip
+def test_refused_requests_have_their_remarks(route: str, stated: dict[str, Any]) -> None:
+    answer = post(FakeBackend(), route, {**BODIES.get(route, {}), **stated, "model": "nowhere"})
+    assert answer.status_code == 404 and "without effect here: " in answer.headers[REMARK]
+
+
 @pytest.mark.parametrize(("route", "name"), [(route, name) for route, table in REFUSED.items() for name in table])
 def test_refused_parameters(route: str, name: str) -> None:
     backend = FakeBackend()
