@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from pydantic_core import from_json
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,7 +29,7 @@ OPEN_PATHS = frozenset(("/", "/health", "/ready", "/openapi.json", "/docs", "/ve
 OPERATOR_PATHS = ("/metrics", "/stats", "/admin/")  # figures of all tenants, and options
 CLIENT_GONE = 499  # the status that nginx logs for a client that closed its connection before the answer
 JSON_TYPE = re.compile(r"application/(.*\+)?json")
-REMARK_HEADER, MAX_REMARK = "x-archerfish-remark", 1000
+REMARK_HEADER, MAX_REMARK = b"x-archerfish-remark", 1000
 NOT_IN_HEADERS = re.compile(r"[^\x20-\x7e]")
 REQUEST_S = 60.0  # a request must arrive completely within this time
 MAX_REASON = 200  # characters of an error message, or of a path, in the access log
@@ -93,8 +93,8 @@ class RequestMiddleware:
                 status = message["status"]
                 if state["remarks"]:
                     text = "; ".join(dict.fromkeys(state["remarks"])).encode("ascii", "backslashreplace").decode()
-                    text = NOT_IN_HEADERS.sub("?", text)
-                    MutableHeaders(raw=message.setdefault("headers", []))[REMARK_HEADER] = text[:MAX_REMARK]
+                    remark = REMARK_HEADER, NOT_IN_HEADERS.sub("?", text)[:MAX_REMARK].encode()
+                    message["headers"] = [*message.get("headers", ()), remark]  # streams share their list of headers
             await send(message)
 
         async def receive_bounded() -> Message:

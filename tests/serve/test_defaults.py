@@ -107,6 +107,13 @@ def test_remarks_become_one_header_of_plain_characters() -> None:
 
 # Texts that are longer than an encoder takes
 
+@pytest.mark.parametrize(("route", "stream"), [(CHAT, {"stream": True}), ("/api/chat", {})])
+def test_remarks_do_not_reach_later_streams(route: str, stream: dict[str, Any]) -> None:
+    body = {"messages": HI, **stream}
+    assert "5,000" in post(FakeBackend(), route, {**body, "max_tokens": 5000}).headers["x-archerfish-remark"]
+    assert "x-archerfish-remark" not in post(FakeBackend(), route, body).headers
+
+
 LONG, SHORT = "word " * 600, "word " * 512
 VECTOR_BODIES: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": [SHORT, LONG]}, "/v1/rerank": {"query": "word", "documents": [SHORT, LONG]},
