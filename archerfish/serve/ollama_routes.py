@@ -57,6 +57,7 @@ def read_ollama_messages(value: Any, where: str) -> list[dict[str, Any]]:
         place = f"{where}[{index}]"
         check_members(check_type(message, dict, place, "an object"), MESSAGE_MEMBERS, place)
         found = {name: message.get(name) for name in ("role", "content", "name", "tool_call_id")}
+        found["reasoning_content"] = message.get("thinking")
         calls = check_type(message.get("tool_calls") or [], list, f"{place}.tool_calls", "a list")
         found["tool_calls"] = [openai_call(call) for call in calls]
         if found["role"] == "tool":
@@ -82,7 +83,7 @@ class OllamaBody(bodies.ToolBody):
     options: dict[str, Any] | None = Field(None, description=f"Used: {', '.join(OPTIONS)}.")
     format: dict[str, Any] | str | None = Field(None, description='"json", or a JSON schema.')
     keep_alive: KeepAlive = Field(None, description=UNUSED)
-    think: bool | str | None = Field(None, description=UNUSED)
+    think: bool | str | None = Field(None, description="low, medium or high: how much; for chat templates that read it.")
     truncate: bool | None = Field(None, description=UNUSED)
     shift: bool | None = Field(None, description=UNUSED)
     stop: bodies.Stop = None
@@ -101,6 +102,9 @@ class OllamaBody(bodies.ToolBody):
             info.context.append(bodies.without_effect(*unused))
         stated = {RENAMED.get(name, name): options[name] for name in OPTIONS if options.get(name) is not None}
         return {**stated, **data}
+
+    def effort(self) -> tuple[str, str]:
+        return "think", self.think if isinstance(self.think, str) else {True: "medium", False: "none", None: ""}[self.think]
 
     @classmethod
     def read_format(cls, stated: Any, where: str) -> dict[str, Any] | None:
@@ -182,6 +186,7 @@ class OllamaCall(Schema):
 class OllamaMessage(Schema):
     content: str
     role: str = "assistant"
+    thinking: str | UnsetType = UNSET
     tool_calls: list[OllamaCall] | UnsetType = UNSET
 
 
@@ -207,6 +212,7 @@ class OllamaChat(OllamaPart, kw_only=True):
 
 class OllamaText(OllamaPart, kw_only=True):
     response: str
+    thinking: str | UnsetType = UNSET
 
 
 class OllamaVectors(Schema, kw_only=True):
@@ -275,13 +281,15 @@ class OllamaAnswer(EventWriter):
         """generation: None for a request that only loads the model."""
         self._model, self._generation, self._is_chat, self._began = model, generation, is_chat, time.perf_counter_ns()
 
-    def part(self, text: str, calls: Sequence[gen.PendingCall] = (), logprobs: Any = None) -> OllamaChat | OllamaText:
+    def part(
+        self, text: str, thinking: str = "", calls: Sequence[gen.PendingCall] = (), logprobs: Any = None
+    ) -> OllamaChat | OllamaText:
         head: dict[str, Any] = {"model": self._model, "created_at": now()}
         if self._generation is not None and logprobs:
             head["logprobs"] = self._generation.chosen_logprobs(logprobs)
         if not self._is_chat:
-            return OllamaText(**head, response=text)
-        message = OllamaMessage(text)
+            return OllamaText(**head, response=text, thinking=thinking or UNSET)
+        message = OllamaMessage(text, thinking=thinking or UNSET)
         if calls:
             message.tool_calls = [OllamaCall(OllamaFunction(call.name, arguments_of(call))) for call in calls]
         return OllamaChat(**head, message=message)
@@ -303,21 +311,21 @@ class OllamaAnswer(EventWriter):
         if self._generation is None:
             return self.finish(self.part(""))
         [choice] = self._generation.choices
-        return self.finish(self.part(choice.text, choice.calls, choice.logprobs))
+        return self.finish(self.part(choice.text, choice.reasoning, choice.calls, choice.logprobs))
 
     def start(self) -> bytes:
         return b""
 
     def delta(self, delta: gen.ChoiceDelta) -> bytes:
-        text = delta.text
+        text, thinking = delta.text, ""
         if delta.parts is not None:
-            text = "".join(part.text for part in delta.parts if part.kind == "text")
-        return line(self.part(text, logprobs=delta.logprobs)) if text or delta.logprobs else b""
+            text, thinking = ("".join(part.text for part in delta.parts if part.kind == kind) for kind in ("text", "reasoning"))
+        return line(self.part(text, thinking, logprobs=delta.logprobs)) if text or thinking or delta.logprobs else b""
 
     def end(self) -> bytes:
         assert self._generation is not None
         [choice] = self._generation.choices
-        calls = line(self.part("", choice.calls)) if choice.calls else b""
+        calls = line(self.part("", calls=choice.calls)) if choice.calls else b""
         return calls + line(self.finish(self.part("")))
 
     def error(self, error: Exception) -> bytes:
@@ -356,15 +364,17 @@ class OllamaRoutes:
     async def chat(self, request: Request, body: OllamaChatBody) -> ASGIApp:
         """The next message of a conversation."""
         if not body.messages:
-            return await self._loaded(body, is_chat=True)
+            return await self._loaded(request, body, is_chat=True)
         return await self._answer(request, body, await self.service.prepare_chat(request, body, body.messages), is_chat=True)
 
     async def generate(self, request: Request, body: OllamaGenerateBody) -> ASGIApp:
         """The answer to a prompt, or with `raw` and for a model without a chat template, its continuation."""
         if not body.prompt:
-            return await self._loaded(body, is_chat=False)
-        text = await self.catalog.find_text(body.model, "generation")
+            return await self._loaded(request, body, is_chat=False)
+        text = await self.catalog.find_text(body.model, "generation", request=request)
         if body.raw or not await has_template(text):
+            if body.think:
+                request.state.remarks.append(bodies.without_effect("think"))
             values, names = body.sampling()
             params = gen.checked_params(values, text.card, names)
             token_ids = await text.encode(body.prompt, "prompt", is_answered=True)
@@ -375,8 +385,8 @@ class OllamaRoutes:
             generation = await self.service.prepare_chat(request, body, messages, "prompt")
         return await self._answer(request, body, generation, is_chat=False)
 
-    async def _loaded(self, body: OllamaBody, *, is_chat: bool) -> Response:
-        card = await self.catalog.find(body.model, "generation")
+    async def _loaded(self, request: Request, body: OllamaBody, *, is_chat: bool) -> Response:
+        card = await self.catalog.find(body.model, "generation", request=request)
         values, names = body.sampling()
         gen.checked_params(values, card, names)
         return json_response(OllamaAnswer(body.model or card.id, None, is_chat=is_chat).whole())
@@ -417,12 +427,15 @@ class OllamaRoutes:
 
     async def show(self, request: Request, body: OllamaShowBody) -> Response:
         """What is known of a model."""
-        card = await self.catalog.find(body.model or body.name, "generation", "embedding", "cross-encoder")
+        card = await self.catalog.find(
+            body.model or body.name, "generation", "embedding", "cross-encoder", request=request
+        )
         template, capabilities = "", ["embedding"] if card.kind == "embedding" else []
         if card.kind == "generation":
             text, capabilities = await self.catalog.text_of(card), ["completion"]
             if await has_template(text):
-                template, capabilities = text.template.get().sources.get("default", ""), ["completion", "tools"]
+                template = text.template.get().sources.get("default", "")
+                capabilities += ["tools", "thinking"] if text.has_reasoning else ["tools"]
         config, details = read_metadata(card.directory).get("config") or {}, describe(card, "").details
         family = details.family
         info = {"general.architecture": family, "general.basename": card.id, f"{family}.context_length": card.max_length}

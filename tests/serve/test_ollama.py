@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
+from archerfish.config import ServeConfig
+from archerfish.serve.app import create_app
 from archerfish.serve.client import RemoteError
 
 from .client import WORDS, serving
@@ -60,6 +63,26 @@ def test_options_become_parameters_of_sampling() -> None:
         assert backend.params()["max_tokens"] is None
     lowered = post(backend, CHAT, {"messages": HI, "options": {"num_predict": 5000}})
     assert lowered.status_code == 200 and "was lowered from 5,000" in lowered.headers["x-archerfish-remark"]
+
+
+def test_think_without_effect_is_remarked() -> None:
+    for route, body, said in (
+        (CHAT, {"messages": HI}, f"think has no effect: the chat template of {MODEL} does not read it"),
+        (GENERATE, {"prompt": "x", "raw": True}, "without effect here: think"),
+    ):  # fmt: skip
+        for stated in (True, "high"):
+            assert post(FakeBackend(), route, {**body, "think": stated}).headers["x-archerfish-remark"] == said
+        assert "x-archerfish-remark" not in post(FakeBackend(), route, {**body, "think": False}).headers
+
+
+def test_any_model_may_be_named_where_the_server_is_told_so() -> None:
+    app: Any = partial(create_app, config=ServeConfig(accept_any_model=True), credentials="pass")
+    for route, body in (
+        (CHAT, {"messages": HI}), (CHAT, {}), (GENERATE, {"prompt": "x"}), (GENERATE, {"prompt": "x", "raw": True}),
+        (GENERATE, {}), ("/api/show", {}), ("/api/embed", {"input": "x"}),
+    ):  # fmt: skip
+        answer = post(FakeBackend(), route, {**body, "model": "llama3"}, app=app)
+        assert answer.status_code == 200 and "'llama3' is not served here" in answer.headers["x-archerfish-remark"]
 
 
 def test_stop_string_ends_the_text() -> None:

@@ -107,6 +107,23 @@ def test_messages(backend: FakeBackend) -> None:
     assert post(backend, COUNT, {"messages": talk}).status_code == 200
 
 
+@pytest.mark.parametrize(("route", "body"), [("/api/chat", {"messages": HI}), ("/api/generate", {"prompt": "Hi"})])
+def test_ollama(backend: FakeBackend, route: str, body: dict[str, Any]) -> None:
+    whole = post(backend, route, {**body, "stream": False})
+    parts = [whole.json(), *(json.loads(one) for one in post(backend, route, body).text.splitlines())]
+    found = [(part.get("message") or part, "content" if "message" in part else "response") for part in parts]
+    thoughts, texts = [one.get("thinking", "") for one, _ in found], [one[name] for one, name in found]
+    assert thoughts[0] == "".join(thoughts[1:]) == "Two and\ntwo." and texts[0] == "".join(texts[1:]) == "Four."
+    assert "thinking" in post(backend, "/api/show", {"model": MODEL}).json()["capabilities"]
+
+
+def test_think_of_ollama_is_an_effort(tmp_path: Path) -> None:
+    backend = thinker(tmp_path, TEMPLATE + "{{ reasoning_effort }}", "Four.")
+    for think, effort in ((True, "medium"), ("high", "high"), (False, "none"), (None, "\n")):
+        assert REMARK not in post(backend, "/api/chat", {"messages": HI, "think": think}).headers
+        assert prompt_of(backend).endswith(effort)
+
+
 def test_reasoning_none_leaves_the_text_alone(backend: FakeBackend) -> None:
     app: partial[Starlette] = partial(create_app, config=ServeConfig(reasoning="none"), credentials="pass")
     message = message_of(post(backend, CHAT, {"messages": HI, "max_tokens": 99}, app=app))
@@ -130,6 +147,7 @@ def test_models_without_reasoning_keep_marks() -> None:
     (CHAT, {"reasoning_effort": "none"}), (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}),
     (CHAT, {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}),
     (RESPONSES, {"reasoning": {"effort": "none"}}), (MESSAGES, {"thinking": {"type": "disabled"}, "max_tokens": 99}),
+    ("/api/chat", {"think": False, "stream": False}),
 ])  # fmt: skip
 def test_reasoning_is_turned_off(tmp_path: Path, route: str, stated: dict[str, Any]) -> None:
     backend = thinker(tmp_path, QWEN, "Four.")
@@ -144,7 +162,7 @@ def test_earlier_reasoning_reaches_the_template(tmp_path: Path) -> None:
     blocks = [{"type": "thinking", "thinking": "2+2", "signature": "x"}, {"type": "text", "text": "4"}]
     for route, message in (
         (CHAT, {"content": "4", "reasoning_content": "2+2"}), (CHAT, {"content": "4", "reasoning": "2+2"}), (CHAT, echoed),
-        (MESSAGES, {"content": blocks}),
+        (MESSAGES, {"content": blocks}), ("/api/chat", {"content": "4", "thinking": "2+2"}),
     ):  # fmt: skip
         body = {"messages": [*HI, {"role": "assistant", **message}, *HI], "max_tokens": 20}
         assert post(backend, route, body).status_code == 200
