@@ -35,9 +35,31 @@ class Namespace(NamedTuple):
     adapter: str = ""  # anything else that changes the KV, such as a LoRA adapter
 
 
+NO_NAMESPACE = Namespace()
+
+
 def as_namespace(namespace: str | Namespace) -> Namespace:
     """A string is a tenant, without an adapter."""
     return Namespace(namespace) if isinstance(namespace, str) else namespace
+
+
+@dataclass(slots=True, init=False, unsafe_hash=True)
+class RadixKey:
+    """A sequence's tokens and the namespace in which they are looked for; a snapshot of what it is given."""
+
+    tokens: array[int] = field(compare=False)
+    data: bytes = field(repr=False)  # the tokens packed: compared at the speed of memcmp
+    namespace: Namespace
+
+    def __init__(self, tokens: Iterable[int], namespace: Namespace = NO_NAMESPACE) -> None:
+        self.tokens = pack_tokens(tokens)
+        self.data = self.tokens.tobytes()
+        self.namespace = namespace
+
+    @classmethod
+    def with_namespace(cls, tokens: Iterable[int], namespace: str | Namespace) -> RadixKey:
+        """Equal tokens in two namespaces share nothing. A string is a tenant."""
+        return cls(tokens, as_namespace(namespace))
 
 
 class TokenMatcher(Protocol):

@@ -10,8 +10,9 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Any, Generic, TypeVar
 
-from archerfish.cache.tree import Node, RadixKey
+from archerfish.cache.tree import Node
 from archerfish.errors import InvalidInputError, InvalidOptionError
+from archerfish.sequence import RadixKey
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.eviction import EvictionPolicy
-from archerfish.cache.tree import Node, PathHash, Tree, first_token
+from archerfish.cache.tree import Node, Tree, first_token
 from archerfish.errors import InvariantError
 
 
 def check_cache(
-    blocks: BlockManager, trees: Sequence[Tree], order: EvictionPolicy[Node], num_evictable: int, path_hash: PathHash,
-    owned: Iterable[Iterable[int]] | None,
+    blocks: BlockManager, trees: Sequence[Tree], order: EvictionPolicy[Node], num_evictable: int,
+    extend_hash: Callable[..., int], owned: Iterable[Iterable[int]] | None,
 ) -> None:
     """Raise InvariantError at the first thing that is not as it must be."""
     cached: Counter[int] = Counter()  # references of nodes, by block
@@ -22,7 +22,7 @@ def check_cache(
     for tree in trees:
         num_nodes = num_tokens = evictable_tokens = 0
         for node in tree.nodes():
-            _check_node(node, blocks.block_size, path_hash)
+            _check_node(node, blocks.block_size, extend_hash)
             _check_holders(node, holder, blocks.block_size)
             cached.update(node.blocks)
             num_nodes += 1
@@ -48,7 +48,7 @@ def require(condition: bool, expected: str) -> None:
         raise InvariantError(f"The cache is broken. Expected: {expected}.")
 
 
-def _check_node(node: Node, block_size: int, path_hash: PathHash) -> None:
+def _check_node(node: Node, block_size: int, extend_hash: Callable[..., int]) -> None:
     parent = node.parent
     assert parent is not None
     require(not node.is_stale, f"{node!r} is of this generation")
@@ -57,7 +57,7 @@ def _check_node(node: Node, block_size: int, path_hash: PathHash) -> None:
     require(node.first_token == first and parent.children.get(first) is node, f"{node!r} is found by its first token")
     require(len(node.blocks) == -(-node.end // block_size) - node.start // block_size, f"{node!r} has the blocks of its tokens")
     require(node.lock_count >= sum(child.lock_count for child in node.children.values()), f"{node!r} has its children's locks")
-    expected = path_hash.extend(parent.path_hash, node.start, node.edge, 0, node.num_tokens)
+    expected = extend_hash(parent.path_hash, node.start, node.edge, 0, node.num_tokens)
     require(node.path_hash == expected, f"{node!r} has the hash of its path")
 
 

@@ -19,18 +19,43 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import numpy as np
+
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.check import check_cache
 from archerfish.cache.eviction import FIFO, EvictionPolicy, eviction_policy
-from archerfish.cache.tree import TOKEN_BYTES, HitRecord, Match, Node, PathHash, RadixKey, Tree, common_length, first_token
+from archerfish.cache.tree import TOKEN_BYTES, TOKEN_TYPE, HitRecord, Match, Node, Tree, common_length, first_token
 from archerfish.errors import InvalidInputError, InvariantError, StaleHandleError
-from archerfish.sequence import Namespace, as_namespace
+from archerfish.sequence import Namespace, RadixKey, as_namespace
 
 __all__ = ["CacheStats", "HitRecord", "Match", "Node", "RadixCache", "RadixKey"]
 
 # Other adapters of a tenant that are searched to distinguish "adapter_differs" from "never_seen".
 MAX_ADAPTERS_COMPARED = 16
 STALE = "This cache handle is stale: its node was cleared or evicted."
+
+
+class PathHash:
+    """A 64-bit hash of a path that can be extended and does not depend on how the path is cut into nodes.
+
+    hash(tokens) = sum of (token + 1) * factor[position], modulo 2^64, with a random odd factor for every position.
+    """
+
+    def __init__(self) -> None:
+        self._random = np.random.default_rng(0x6172636865726669)
+        self._factors = self._draw(4096)
+
+    def extend(self, path_hash: int, position: int, data: bytes, start: int, count: int) -> int:
+        """The hash of a path of `position` tokens, then `count` tokens of `data` from token `start` on."""
+        end = position + count
+        while end > len(self._factors):
+            self._factors = np.concatenate([self._factors, self._draw(len(self._factors))])
+        tokens = np.frombuffer(data, TOKEN_TYPE, count, start * TOKEN_BYTES).astype(np.uint64)
+        tokens += np.uint64(1)
+        return (path_hash + int(tokens.dot(self._factors[position:end]))) & 0xFFFF_FFFF_FFFF_FFFF
+
+    def _draw(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        return self._random.integers(0, 2**64, count, dtype=np.uint64) | np.uint64(1)
 
 
 @dataclass(slots=True, frozen=True)
@@ -254,7 +279,7 @@ class RadixCache:
 
     def check(self, owned: Iterable[Iterable[int]] | None = None) -> None:
         """Raise InvariantError unless the books balance; exactly so with `owned`, the block lists of all sequences."""
-        check_cache(self.blocks, list(self._trees.values()), self.order, self.num_evictable, self._path_hash, owned)
+        check_cache(self.blocks, list(self._trees.values()), self.order, self.num_evictable, self._path_hash.extend, owned)
 
     # Inside
 

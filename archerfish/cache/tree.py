@@ -1,75 +1,32 @@
-"""The parts of the radix cache: keys, nodes, the tree of a namespace, and what a lookup hands out."""
+"""The parts of the radix cache: nodes, the tree of a namespace, and what a lookup hands out."""
 
 from __future__ import annotations
 
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-from archerfish.sequence import Namespace, as_namespace, pack_tokens
+from archerfish.sequence import Namespace
 
 TOKEN_BYTES = array("I").itemsize
-_DTYPE = np.dtype(f"u{TOKEN_BYTES}")
-NO_NAMESPACE = Namespace()
-
-
-@dataclass(slots=True, init=False, unsafe_hash=True)
-class RadixKey:
-    """A sequence's tokens and the namespace in which they are looked for; a snapshot of what it is given."""
-
-    tokens: array[int] = field(compare=False)
-    data: bytes = field(repr=False)  # the tokens packed: compared at the speed of memcmp
-    namespace: Namespace
-
-    def __init__(self, tokens: Iterable[int], namespace: Namespace = NO_NAMESPACE) -> None:
-        self.tokens = pack_tokens(tokens)
-        self.data = self.tokens.tobytes()
-        self.namespace = namespace
-
-    @classmethod
-    def with_namespace(cls, tokens: Iterable[int], namespace: str | Namespace) -> RadixKey:
-        """Equal tokens in two namespaces share nothing. A string is a tenant."""
-        return cls(tokens, as_namespace(namespace))
+TOKEN_TYPE = np.dtype(f"u{TOKEN_BYTES}")
 
 
 def common_length(data: bytes, start: int, edge: bytes, most: int) -> int:
     """How many of `most` tokens of `data` from token `start` on equal those of `edge`."""
-    ours = np.frombuffer(data, _DTYPE, most, start * TOKEN_BYTES)
-    differs = ours != np.frombuffer(edge, _DTYPE, most)
+    ours = np.frombuffer(data, TOKEN_TYPE, most, start * TOKEN_BYTES)
+    differs = ours != np.frombuffer(edge, TOKEN_TYPE, most)
     first = int(differs.argmax()) if most else 0
     return first if most and differs[first] else most
 
 
 def first_token(edge: bytes) -> int:
     return int.from_bytes(edge[:TOKEN_BYTES], sys.byteorder)
-
-
-class PathHash:
-    """A 64-bit hash of a path that can be extended and does not depend on how the path is cut into nodes.
-
-    hash(tokens) = sum of (token + 1) * factor[position], modulo 2^64, with a random odd factor for every position.
-    """
-
-    def __init__(self) -> None:
-        self._random = np.random.default_rng(0x6172636865726669)
-        self._factors = self._draw(4096)
-
-    def extend(self, path_hash: int, position: int, data: bytes, start: int, count: int) -> int:
-        """The hash of a path of `position` tokens, then `count` tokens of `data` from token `start` on."""
-        end = position + count
-        while end > len(self._factors):
-            self._factors = np.concatenate([self._factors, self._draw(len(self._factors))])
-        tokens = np.frombuffer(data, _DTYPE, count, start * TOKEN_BYTES).astype(np.uint64)
-        tokens += np.uint64(1)
-        return (path_hash + int(tokens.dot(self._factors[position:end]))) & 0xFFFF_FFFF_FFFF_FFFF
-
-    def _draw(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        return self._random.integers(0, 2**64, count, dtype=np.uint64) | np.uint64(1)
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -44,6 +44,8 @@ class RequestMaker:
         self.facts, self.tokenizer, self.grammars = facts, tokenizer, grammars
         self.max_prompt_bytes = config.max_prompt_bytes
         self.default_params = SamplingParams(**facts.default_sampling)
+        self._longest, memory = facts.longest, facts.memory
+        self._longest_unstated = min(facts.max_len, memory.num_tokens - memory.block_size)  # for requests without max_tokens
         self._clock = clock
         self._seeds = random.Random(config.seed or None)
         self._ids = itertools.count()
@@ -69,14 +71,20 @@ class RequestMaker:
                 f"The prompt has {len(token_ids):,} tokens; {facts.name} takes {facts.max_len:,}, output included.",
                 hint="Shorten it.",
             )
+        max_tokens, num_prompt = params.max_tokens, len(token_ids)
+        room = max(1, (self._longest_unstated if max_tokens is None else self._longest) - num_prompt)
+        if max_tokens is not None and max_tokens > room:
+            fits = f"{facts.name} and its memory hold {self._longest:,}"
+            remark("max_tokens", f"max_tokens is {max_tokens:,}; {room:,} fit after a prompt of {num_prompt:,} ({fits}).")
         stops = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stops |= frozenset(self.tokenizer.eos_token_ids if self.tokenizer else facts.end_token_ids)
-        grammar = self._grammar(params)
+        has_limits = params.grammar is not None or params.bad_words or params.allowed_token_ids is not None
+        grammar = self._grammar(params) if has_limits else None
         deadline_s = options.get("deadline_s")
         request = Request(
             request_id=options.get("request_id") or f"request-{next(self._ids)}", prompt_token_ids=token_ids, params=params,
-            max_tokens=self._fit(params.max_tokens, len(token_ids)), stop_token_ids=stops,
+            max_tokens=room if max_tokens is None else min(max_tokens, room), stop_token_ids=stops,
             namespace=as_namespace(options.get("namespace", "")), priority=options.get("priority", 0),
             deadline=None if deadline_s is None else self._clock() + deadline_s,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
@@ -87,18 +95,6 @@ class RequestMaker:
         tokenizer = self.tokenizer if params.detokenize and (wants_text or params.stop) else None
         request.collector = OutputCollector(request, text, tokenizer, listener, is_kept=is_kept)
         return request
-
-    def _fit(self, max_tokens: int | None, num_prompt: int) -> int:
-        """max_tokens, or as many as fit after the prompt; at least 1, which the scheduler refuses if even that is too many."""
-        facts = self.facts
-        room = max(1, facts.longest - num_prompt)
-        if max_tokens is None:
-            return max(1, min(facts.max_len, facts.memory.num_tokens - facts.memory.block_size) - num_prompt)
-        if max_tokens > room:
-            fits = f"{facts.name} and its memory hold {facts.longest:,}"
-            remark("max_tokens", f"max_tokens is {max_tokens:,}; {room:,} fit after a prompt of {num_prompt:,} ({fits}).")
-        return min(max_tokens, room)
-
 
     def _grammar(self, params: SamplingParams) -> TokenGrammar | None:
         """What rules tokens out: the grammar of a request, and its other limits."""

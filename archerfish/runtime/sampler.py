@@ -79,7 +79,8 @@ class FastSampler(Generic[T]):
             params.presence_penalty, params.frequency_penalty, params.has_penalties, entry.num_prompt + params.min_tokens,
             False, 0, self.vocab_size, 0, 0 if params.stages else NEVER,
         )  # fmt: skip
-        self._set_words(row)
+        if self.ops.can_record:
+            self._set_words(row)
         self._names[row] = entry.request_id
         if params.stages:
             self._staged[row] = entry.num_prompt, params.stages
@@ -218,7 +219,8 @@ class FastSampler(Generic[T]):
                 ("first", stage.first), ("end", stage.end), ("offset", stage.offset), ("until", end),
             ):
                 entry[name] = value
-            self._set_words(row)
+            if self.ops.can_record:
+                self._set_words(row)
             self._batch_key = None
 
     def _build(self, part: npt.NDArray[Any], rows: Ids, waiting: Ids) -> sampling.SamplingBatch[T]:

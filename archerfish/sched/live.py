@@ -198,7 +198,8 @@ class LiveSequences:
             self.stats.queue_seconds += now - seq.times.arrived
             self.stats.num_admitted += 1
             self.queued.discard(seq.request.request_id)
-            self.policy.charge(seq.request, num_new)
+            if self.policy.counts_service:
+                self.policy.charge(seq.request, num_new)
         if not rest:
             return []
         source = found.blocks[num_full]

@@ -70,9 +70,6 @@ class ModelCard(msgspec.Struct, frozen=True):
     served_names: tuple[str, ...] = ()  # aliases that are listed
     default_sampling: dict[str, Any] = {}  # of requests that state none
 
-    def __hash__(self) -> int:
-        return hash(self.id)
-
 
 class ModelText:
     """The tokenizer and the chat template of one model. Making it reads files."""
@@ -201,7 +198,7 @@ class Catalog:
         self._clock = clock
         self._cards: list[ModelCard] = []
         self._by_name: dict[str, ModelCard] = {}
-        self._texts: dict[ModelCard, ModelText] = {}
+        self._texts: dict[str, ModelText] = {}  # by the ids of models
         self._opening = asyncio.Lock()
         self._asked_at = float("-inf")
         self._ids = itertools.count()
@@ -251,14 +248,16 @@ class Catalog:
         return card
 
     async def find_text(self, name: str | None, *kinds: Kind, request: Request | None = None) -> ModelText:
-        return await self.text_of(await self.find(name, *kinds, request=request))
+        card = await self.find(name, *kinds, request=request)
+        found = self._texts.get(card.id)
+        return found if found is not None and found.card == card else await self.text_of(card)
 
     async def text_of(self, card: ModelCard) -> ModelText:
-        if card not in self._texts:
-            async with self._opening:
-                if card not in self._texts:
-                    self._texts[card] = await asyncio.to_thread(ModelText, card)
-        return self._texts[card]
+        async with self._opening:
+            found = self._texts.get(card.id)
+            if found is None or found.card != card:
+                found = self._texts[card.id] = await asyncio.to_thread(ModelText, card)
+        return found
 
     def describe(self, card: ModelCard) -> Model:
         """A model as GET /v1/models shows it."""

@@ -31,6 +31,7 @@ from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Logprob, 
 from archerfish.text.json_schema import rewrite_schema
 from archerfish.text.output_text import OutputText
 from archerfish.text.reasoning import CLOSE, TAIL_TOKENS, ReasoningParser, ends_inside
+from archerfish.text.tokenizer import Tokenizer
 from archerfish.text.tool_calls import ToolCallParser, ToolPiece
 
 T = TypeVar("T")
@@ -218,7 +219,7 @@ def usage_of(generations: Sequence[Generation], *, is_output_hidden: bool = Fals
 def effort_values(effort: str) -> dict[str, Any]:
     """The values by which chat templates of several families are told how much to reason."""
     is_on = effort != "none"
-    return {"reasoning_effort": effort, "enable_thinking": is_on, "thinking": is_on} if effort else {}
+    return {"reasoning_effort": effort, "enable_thinking": is_on, "thinking": is_on}
 
 
 class TextService:
@@ -281,8 +282,10 @@ class TextService:
         text = await self.catalog.find_text(body.model, "generation", request=request)
         choice = body.check_tool_choice()
         values, names = body.sampling()
-        await follow_schema(request, body, values, names["grammar"])
-        options = {**effort_values(body.effort()[1]), **(template_values or {})}
+        if "grammar" in values:
+            await follow_schema(request, body, values, names["grammar"])
+        effort_param, effort = body.effort()
+        options = {**(effort_values(effort) if effort else {}), **(template_values or {})}
         tool_use, schema = None, None
         if choice != "none":
             schema = answer_schema(values.pop("grammar", None))
@@ -301,23 +304,24 @@ class TextService:
             request.state.remarks.extend(tool_use.remarks)
             if tool_use.grammar is not None:
                 values["grammar"] = tool_use.grammar
-        params = template.stopping(checked_params(values, text.card, names))
-        is_thinking = self._begin_thinking(request, body, text, prompt_ids, answer_start, "grammar" in values)
+        params = checked_params(values, text.card, names)
+        if template.stops:
+            params = template.stopping(params)
+        if effort not in ("", "none") and not template.reads(effort_values(effort)):
+            request.state.remarks.append(f"{effort_param} has no effect: the chat template of {text.card.id} does not read it")
+        is_thinking = None
+        if text.has_reasoning and text.tokenizer is not None:
+            is_thinking = self._begin_thinking(request, text.tokenizer, prompt_ids, answer_start, "grammar" in values)
         return self.prepare(request, body, text, prompt_ids, params, names["grammar"], tool_use, is_thinking=is_thinking)
 
     def _begin_thinking(
-        self, request: Request, body: ToolBody, text: ModelText, prompt_ids: list[int], answer_start: str, has_grammar: bool
+        self, request: Request, tokenizer: Tokenizer, prompt_ids: list[int], answer_start: str, has_grammar: bool
     ) -> bool | None:
         """Whether the answer begins inside of reasoning; None: it has none. A grammar holds from the first token, so that
         reasoning which the template has opened is closed first."""
-        param, effort = body.effort()
-        if effort and effort != "none" and not text.template.get().reads(effort_values(effort)):
-            request.state.remarks.append(f"{param} has no effect: the chat template of {text.card.id} does not read it")
-        if not text.has_reasoning or text.tokenizer is None:
-            return None
-        is_open = ends_inside(text.tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False), answer_start)
+        is_open = ends_inside(tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False), answer_start)
         if is_open and has_grammar:
-            prompt_ids += text.tokenizer.encode(f"\n{CLOSE}\n\n", False)
+            prompt_ids += tokenizer.encode(f"\n{CLOSE}\n\n", False)
             request.state.remarks.append("the answer has no reasoning, because its form is given")
         return None if has_grammar or not self.has_reasoning or (answer_start and not is_open) else is_open
 

@@ -296,8 +296,8 @@ class OverloadController:
         max_tokens: of each sequence, None if the client left it open. An encoder has no sequences. is_tokenized: whether
         num_prompt_tokens was counted; an estimate is not compared with the limit of prompt tokens.
         """
-        if is_tokenized:
-            self._check_prompt_tokens(num_prompt_tokens)
+        if is_tokenized and 0 < self.max_prompt_tokens < num_prompt_tokens:
+            raise self._too_long(num_prompt_tokens)
         max_output = num_sequences * (self.max_tokens if max_tokens is None else min(max_tokens, self.max_tokens))
         limit = self.max_output_tokens
         if limit and max_output > limit:
@@ -336,11 +336,9 @@ class OverloadController:
             hint = f"Give it more time (deadline_s){' or lower max_tokens' if num_tokens > 1 else ''}."
             raise ImpossibleDeadlineError(message, hint=hint)
 
-    def _check_prompt_tokens(self, num_prompt_tokens: int) -> None:
-        limit = self.max_prompt_tokens
-        if limit and num_prompt_tokens > limit:
-            message = f"The prompt has {num_prompt_tokens:,} tokens; the limit is {limit:,}."
-            raise InputTooLargeError(message, hint="Shorten it.")
+    def _too_long(self, num_prompt_tokens: int) -> InputTooLargeError:
+        message = f"The prompt has {num_prompt_tokens:,} tokens; the limit is {self.max_prompt_tokens:,}."
+        return InputTooLargeError(message, hint="Shorten it.")
 
     def _check_queue(self, tenant: Tenant, num_places: int) -> None:
         most, queue = self.max_queued, self.queue
@@ -431,7 +429,8 @@ class OverloadController:
         request.size.num_prompt_tokens = num_prompt_tokens
         self.rates.give_back(request.tenant, -difference)
         request.num_reserved += difference
-        self._check_prompt_tokens(num_prompt_tokens)
+        if 0 < self.max_prompt_tokens < num_prompt_tokens:
+            raise self._too_long(num_prompt_tokens)
 
     def start(self, request: AdmittedRequest) -> None:
         """The first token has come: the request leaves the queue."""

@@ -47,10 +47,7 @@ class CompiledTemplate:
     style: str  # of tool calls in answers
     variables: frozenset[str]  # that it reads
     reads_calls: bool  # earlier calls, in messages
-
-    @property
-    def reads_tools(self) -> bool:
-        return "tools" in self.variables
+    reads_tools: bool
 
 
 class ChatTemplate:
@@ -185,7 +182,9 @@ class ChatTemplate:
             variables = frozenset(find_undeclared_variables(tree))
         except Exception as error:
             raise self._explained(error) from error
-        self._compiled[name] = CompiledTemplate(template, style_of(source), variables, "tool_calls" in fields)
+        self._compiled[name] = CompiledTemplate(
+            template, style_of(source), variables, "tool_calls" in fields, "tools" in variables
+        )  # fmt: skip
         return self._compiled[name]
 
     def _explained(self, error: Exception) -> ArcherfishError:

@@ -231,8 +231,9 @@ def test_ranges_beside_a_ban() -> None:
 
 
 def test_inputs_of_recorded_steps_say_the_same() -> None:
-    num, size = 5, 8
-    sampler = FastSampler(TorchOps(), VOCAB, num)
+    num, size, ops = 5, 8, TorchOps()
+    ops.can_record = True
+    sampler = FastSampler(ops, VOCAB, num)
     options = [SamplingParams(stages=STAGES)] * 3 + [SamplingParams(top_k=9), SamplingParams(temperature=0)]
     sequences = [sequence_of(row, params=params, seed=row) for row, params in enumerate(options)]
     for sequence in sequences:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from archerfish import EngineConfig, LLMEngine, SamplingParams
-from archerfish.cache.tree import RadixKey
 from archerfish.errors import UnknownOptionError
+from archerfish.sequence import RadixKey
 from tests.engine.tiny_llama import prompts
 
 

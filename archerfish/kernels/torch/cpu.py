@@ -84,7 +84,8 @@ class OneDnnWeight(TorchWeight):
             y = onednn._linear_pointwise.binary(x, residual, self.matrix, self.bias, "add")
         if num_filling:
             y = y[:num_rows]
-        return y if residual is None and activation in FUSED else ACTIVATIONS[activation](y)
+        is_done = activation == "none" or (residual is None and activation in FUSED)
+        return y if is_done else ACTIVATIONS[activation](y)
 
 
 class Int8CpuWeight(TorchWeight):
