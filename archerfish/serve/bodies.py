@@ -272,7 +272,7 @@ def read_messages(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def read_message(message: Any, where: str, names: dict[str, str]) -> dict[str, Any]:
-    check_members(check_type(message, dict, where, "an object"), MESSAGE_MEMBERS, where)
+    check_members(message, MESSAGE_MEMBERS, where)
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         found = f"not {role!r}" if isinstance(role, str) else "which is missing"

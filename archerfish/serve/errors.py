@@ -112,8 +112,10 @@ def naming(param: str) -> Iterator[None]:
         raise
 
 
-def check_members(given: Mapping[str, Any], known: Sequence[str], where: str, hints: Mapping[str, str] | None = None) -> None:
-    """Refuse unknown members of an object. Empty ones are accepted, because clients send objects with all their fields."""
+def check_members(given: Any, known: Sequence[str], where: str, hints: Mapping[str, str] | None = None) -> None:
+    """Refuse what is no object, and unknown members. Empty ones are accepted: clients send objects with all their fields."""
+    if not isinstance(given, dict):
+        raise InvalidInputError(f"{where} must be an object, not {json_type(given)}.")
     for name, value in given.items():
         if name not in known and value:
             hint = (hints or {}).get(name) or did_you_mean(name, known)

@@ -25,7 +25,6 @@ from archerfish.serve.catalog import Catalog, ModelCard, ModelText, in_thread
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError, naming
 from archerfish.serve.formats import ToolUse, is_best_effort
-from archerfish.serve.http import log_tokens
 from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Logprob, Output
 from archerfish.text.json_schema import rewrite_schema
@@ -366,7 +365,8 @@ class TextService:
                 error.param = error.param or generation.format_param
             raise error from None
         finally:
-            log_tokens(request, len(generation.prompt_ids), generation.num_output)
+            num_output = sum(len(choice.token_ids) for choice in choices)
+            request.state.log.update(prompt_tokens=len(generation.prompt_ids), output_tokens=num_output)
 
 
 async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:

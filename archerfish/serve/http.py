@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -67,7 +68,7 @@ class RequestMiddleware:
 
     Bodies of more than `max_body_bytes` are refused, whether they state their length or not. Paths that are not a route are
     counted as "other". What bodies and routes append to `request.state.remarks` is sent in REMARK_HEADER; what they put into
-    `request.state.log`, and `request.state.error`, are part of the request's line in the access log.
+    `request.state.log` (`update` adds numbers), and `request.state.error`, are part of the request's line in the access log.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         status, num_bytes, began = 0, 0, time.perf_counter()
-        state = scope["state"] = {**scope.get("state", {}), "tenant": None, "remarks": [], "log": {}, "error": None}
+        state = scope["state"] = {**scope.get("state", {}), "tenant": None, "remarks": [], "log": Counter(), "error": None}
         state["truncated"] = []
 
         async def send_noted(message: Message) -> None:
@@ -157,13 +158,6 @@ def access_line(scope: Scope, status: int, seconds: float) -> str:
             reason = f" reason={json.dumps(error.message[:MAX_REASON])}"
     shown = [f"{name}={quote(str(value)[:MAX_REASON], '/:')}" for name, value in members.items()]
     return f"{scope['method']} {quote(scope['path'][:MAX_REASON])} {status} {' '.join(shown)}{reason}"
-
-
-def log_tokens(request: Request, num_prompt: int, num_output: int = 0) -> None:
-    """Add tokens to the line of a request in the access log."""
-    log = request.state.log
-    for name, number in (("prompt_tokens", num_prompt), ("output_tokens", num_output)):
-        log[name] = log.get(name, 0) + number
 
 
 class BodyRoute(Route):

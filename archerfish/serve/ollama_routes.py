@@ -55,7 +55,7 @@ def read_ollama_messages(value: Any, where: str) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for index, message in enumerate(check_type(value, list, where, "a list of messages")):
         place = f"{where}[{index}]"
-        check_members(check_type(message, dict, place, "an object"), MESSAGE_MEMBERS, place)
+        check_members(message, MESSAGE_MEMBERS, place)
         found = {name: message.get(name) for name in ("role", "content", "name", "tool_call_id")}
         found["reasoning_content"] = message.get("thinking")
         calls = check_type(message.get("tool_calls") or [], list, f"{place}.tool_calls", "a list")

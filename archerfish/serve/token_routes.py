@@ -21,8 +21,7 @@ from archerfish.serve.catalog import ContextLengthError, ModelCard, ModelText, i
 from archerfish.serve.errors import InvalidParameterError, data_event, json_response, naming
 from archerfish.serve.event_stream import EventStream, EventWriter
 from archerfish.serve.http import BodyRoute
-from archerfish.serve.openai_bodies import TemplateBody
-from archerfish.serve.openai_routes import DONE
+from archerfish.serve.openai_routes import DONE, TemplateBody
 from archerfish.serve.wire import ExplainRequest, Report
 
 # Tokenizer and cache

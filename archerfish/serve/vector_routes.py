@@ -23,7 +23,7 @@ from archerfish.serve.bodies import STRING, STRINGS, UNUSED, Body, Values, check
 from archerfish.serve.catalog import Catalog, ModelCard, read_metadata
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError, encode_json, json_response, short_value
-from archerfish.serve.http import BodyRoute, log_tokens
+from archerfish.serve.http import BodyRoute
 from archerfish.serve.wire import ClassifyRequest, EmbedRequest, ForVectors, Vectors
 
 Array = npt.NDArray[np.float32]
@@ -246,7 +246,7 @@ class VectorRoutes:
         """The rows that the backend computes, and the number of tokens. request.state.truncated: places of cut texts."""
         answer = await self.catalog.backend.ask(message)
         assert isinstance(answer, Vectors)
-        log_tokens(request, answer.num_tokens)
+        request.state.log.update(prompt_tokens=answer.num_tokens, output_tokens=0)
         request.state.truncated = answer.truncated
         if answer.truncated:
             most = (await self.catalog.find(message.model)).max_length
