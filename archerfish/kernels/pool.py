@@ -37,6 +37,7 @@ class ComputePool:
         ready = threading.Barrier(self.num_workers + 1)
 
         def start() -> None:
+            torch.get_num_threads()  # a thread takes the default when it first asks, in place of what was set before
             torch.set_num_threads(1)
             library = openmp()
             if library and platform.machine() in ARM:  # where oneDNN's products do not ask torch how many threads to start

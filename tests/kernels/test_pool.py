@@ -79,3 +79,12 @@ def test_openmp_threads_spin_briefly_and_not_on_busy_cores(policy: str, load: fl
     environment |= {"OMP_WAIT_POLICY": policy} if policy else {}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == expected
+
+
+def test_workers_compute_alone() -> None:
+    """A worker that takes over torch's default waits for threads that it may not have: OpenBLAS did so for ever on ARM."""
+    code = "import torch; from archerfish.kernels.pool import compute_pool; torch.set_num_threads(2)\n"
+    code += "pool = compute_pool('cpu', 2); found = [pool.submit(torch.get_num_threads).result() for _ in range(4)]\n"
+    code += "print(*found, torch.get_num_threads())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LIMIT_S)
+    assert done.stdout.split() == ["1", "1", "1", "1", "2"]
