@@ -313,7 +313,7 @@ class TextService:
         param, effort = body.effort()
         if effort and effort != "none" and not text.template.get().reads(effort_values(effort)):
             body.remarks.append(f"{param} has no effect: the chat template of {text.card.id} does not read it")
-        if not text.has_reasoning or text.tokenizer is None:
+        if text.tokenizer is None or not text.has_reasoning:
             return None
         is_open = ends_inside(text.tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False), answer_start)
         if is_open and has_grammar:
