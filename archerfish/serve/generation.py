@@ -260,8 +260,6 @@ class TextService:
 
     def _fit(self, request: Request, card: ModelCard, num_prompt: int, params: SamplingParams) -> SamplingParams:
         """The parameters with max_tokens lowered to what fits after the prompt and to this server's limit, with a remark."""
-        if params.stages:
-            return params
         most, own = params.max_tokens, self.max_output_tokens // params.n
         limit = max(1, (card.max_sequence or card.max_length) - num_prompt)
         why = f"as many as fit after the prompt of {num_prompt:,}"
@@ -270,8 +268,10 @@ class TextService:
         if (most is None and not own) or (most is not None and most <= limit):
             return params
         if most is not None:
-            request.state.remarks.append(f"max_tokens was lowered from {most:,} to {limit:,}, {why}")
-        return params.replace(max_tokens=limit, min_tokens=min(params.min_tokens, limit))
+            early = sum(stage.num_tokens for stage in params.stages[:-1])  # which the client's max_tokens does not count
+            told = f"from {most - early:,} to {max(1, limit - early):,}"
+            request.state.remarks.append(f"max_tokens was lowered {told}, {why}")
+        return params.lowered_to(limit)
 
     async def prepare_chat(
         self, request: Request, body: ToolBody, messages: Sequence[dict[str, Any]], param: str = "messages",
