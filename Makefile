@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL = -m pip install --disable-pip-version-check
 # On a terminal pip draws its progress bars; elsewhere there is a line for each package.
-SHOWN = $(if $(MAKE_TERMOUT),,| { grep --line-buffered -E '^ *(Collecting|Installing collected|Successfully)' || true; })
+SHOWN = $(if $(MAKE_TERMOUT),,| { grep --line-buffered -E '^(Collecting|Processing|Installing collected|Successfully)' || true; })
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 MODELS := all-minilm-l6-v2 smollm2-135m-instruct
