@@ -84,7 +84,7 @@ class ArrowEngine:
                 **options,
             )
         if not self.config.use_fast_tokenizer:
-            raise InvalidOptionError("use_fast_tokenizer=False is refused: there is only the Rust tokenizer.")
+            raise InvalidOptionError("use_fast_tokenizer=False is refused: the Rust tokenizer is the only one.")
         directory = locate(self.config, hub or HubConfig(), progress)
         was_collecting = gc.isenabled()
         gc.disable()  # a full collection right after importing torch takes four times as long as a load
