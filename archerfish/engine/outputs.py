@@ -110,9 +110,7 @@ class RequestOutput:
         return self.outputs[0].logprobs
 
 
-def split_reasoning(
-    engine: LLMEngine, results: list[RequestOutput], params: Sequence[SamplingParams]
-) -> list[RequestOutput]:
+def split_reasoning(engine: LLMEngine, results: list[RequestOutput], params: Sequence[SamplingParams]) -> list[RequestOutput]:
     """The answers to conversations with their reasoning_content and content. `text` stays whole, as in vLLM."""
     for result, one in zip(results, params, strict=True):
         for output in result.outputs:

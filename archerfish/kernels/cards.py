@@ -63,10 +63,8 @@ def find_cards() -> tuple[list[Card], str]:
         return [], f"this torch ({build.version}) has no CUDA"
     import torch
 
-    cards = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        free, total = torch.cuda.mem_get_info(index)
-        cards.append(Card(torch.cuda.get_device_name(index), total, free))
+    indices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    cards = [Card(torch.cuda.get_device_name(index), *reversed(torch.cuda.mem_get_info(index))) for index in indices]
     return cards, "" if cards else "this torch sees no CUDA device"
 
 

@@ -269,8 +269,8 @@ class TextService:
             return params
         if most is not None:
             early = sum(stage.num_tokens for stage in params.stages[:-1])  # which the client's max_tokens does not count
-            told = f"from {most - early:,} to {max(1, limit - early):,}"
-            request.state.remarks.append(f"max_tokens was lowered {told}, {why}")
+            told = f"max_tokens was lowered from {most - early:,} to {max(1, limit - early):,}"
+            request.state.remarks.append(f"{told}, {why}")
         return params.lowered_to(limit)
 
     async def prepare_chat(

@@ -85,9 +85,7 @@ class HostedLLM:
             params = SamplingParams.of(message.params)
         except TypeError as error:
             raise InvalidInputError(f"The sampling parameters cannot be read: {error}.") from None
-        remarks: list[str] = []
-        if request.on_end is None:
-            params, remarks = self._within_limit(params)
+        params, remarks = self._within_limit(params) if request.on_end is None else (params, [])
         ids, has_grammar = message.token_ids, params.grammar is not None
         generation = Generation(self, request, message, params, remarks)
         if request.on_end is None:  # no health check; before any work is spent on the text
