@@ -3,7 +3,11 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
   $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALL = -m pip install --disable-pip-version-check
+# On a terminal pip draws its progress bars; elsewhere there is a line for each package.
+SHOWN = $(if $(MAKE_TERMOUT),,| { grep --line-buffered -E '^(Collecting|Processing|Installing collected|Successfully)' || true; })
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 MODELS := all-minilm-l6-v2 smollm2-135m-instruct
 WORKERS ?= 2
 CLIENTS ?= .venv-clients
@@ -58,18 +62,18 @@ $(VENV)/bin/python:
 
 $(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "Installing archerfish and what it needs (once; a few minutes)"
-	$(INSTALL) --editable '.[serve]'
+	@$(BIN)/python $(INSTALL) --constraint constraints.txt --editable '.[serve]' $(SHOWN)
 	@touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.serve
 	@echo "Installing what the tests need (once)"
-	$(INSTALL) --editable '.[serve,test]'
+	@$(BIN)/python $(INSTALL) --constraint constraints.txt --editable '.[serve,test]' $(SHOWN)
 	@touch $@
 
 $(CLIENTS)/.ready: scripts/clients/requirements.txt | $(VENV)/bin/python
 	@echo "Installing the clients into $(CLIENTS) (once; a few minutes)"
 	$(BIN)/python -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@$(CLIENTS)/bin/python $(INSTALL) --requirement $< $(SHOWN)
 	@npm install --silent --no-audit --no-fund --no-save --prefix $(CLIENTS) $(NODE_CLIENTS) \
 	  || echo "npm could not install the Vercel AI SDK: its rows will be skipped"
 	@touch $@

@@ -236,9 +236,7 @@ class ServeConfig(Options):
         60.0, "Refuse a request that would wait longer than this before it runs; 0: no limit.", minimum=0
     )
     max_prompt_tokens: int = option(0, "Refuse longer prompts; 0: as the model takes.", minimum=0)
-    max_output_tokens: int = option(
-        0, "Lower max_tokens to this, of all n together; TTS requests for more are refused; 0: as the model takes.", minimum=0
-    )
+    max_output_tokens: int = option(0, "Lower max_tokens to this, of all n together; 0: as the model takes.", minimum=0)
     result_cache_mib: int = option(
         0, "Memory of all front ends for answers to equal deterministic requests; 0: off.", minimum=0, maximum=1 << 20
     )

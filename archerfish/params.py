@@ -284,6 +284,14 @@ class SamplingParams(metaclass=TakesForeignNames):
     def replace(self, **changes: Any) -> SamplingParams:
         return dataclasses.replace(self, **changes)
 
+    def lowered_to(self, max_tokens: int) -> SamplingParams:
+        """With fewer output tokens. Of stages only the last is shortened, to one token at least."""
+        if not self.stages:
+            return self.replace(max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
+        *early, last = self.stages
+        num_left = max(1, max_tokens - sum(stage.num_tokens for stage in early))
+        return self.replace(stages=[*early, dataclasses.replace(last, num_tokens=num_left)])
+
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

@@ -23,6 +23,7 @@ from archerfish.cli.options import Parser, add_options, add_sampling_flags, read
 from archerfish.cli.output import Output, print_error, printable, seconds, styled
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError, did_you_mean
+from archerfish.text.reasoning import answer_parser
 
 if TYPE_CHECKING:
     from archerfish.engine.llm_engine import LLMEngine
@@ -78,6 +79,7 @@ class Answer:
     """An answer of the model, with its text so far and its timing."""
 
     text: str = ""
+    reasoning: str = ""
     num_tokens: int = 0
     output: RequestOutput | None = None
     is_stopped: bool = False
@@ -159,18 +161,27 @@ class Chat:
         self._show_end(answer)
 
     def _stream(self, answer: Answer, stop: threading.Event) -> None:
-        stream: Any = self.engine.stream_chat(self.messages, self.params)
-        markdown = MarkdownWriter() if self.draws_markdown else None
+        """Reasoning goes to stderr, as remarks do, and into no message of the conversation."""
+        engine, markdown = self.engine, None
+        prompt = engine.render_chat(self.messages)
+        parser = None if self.params.grammar else answer_parser(engine.tokenizer, engine.chat_template, prompt)
+        stream: Any = engine.stream(prompt, engine.chat_template.stopping(self.params))
         try:
             for delta in stream:
-                answer.text += delta.text
+                is_last = delta.finish_reason is not None
+                reasoning, text = ("", delta.text) if parser is None else parser.feed(delta.text, is_last)
+                answer.reasoning += reasoning
+                is_answer_start = text and not answer.text and answer.reasoning
+                self.out.part(printable(reasoning) + ("\n\n" if is_answer_start else ""))
+                answer.text += text
                 answer.num_tokens += len(delta.token_ids)
                 answer.output = delta.output or answer.output
-                if markdown is not None:
-                    markdown.write(delta.text)
+                if text and self.draws_markdown:
+                    markdown = markdown or MarkdownWriter()
+                    markdown.write(text)
                 else:
-                    self._write(printable(delta.text))
-                if stop.is_set() and delta.finish_reason is None:
+                    self._write(printable(text))
+                if stop.is_set() and not is_last:
                     answer.is_stopped = True
                     break
         finally:
@@ -183,12 +194,15 @@ class Chat:
         reason = "abort" if answer.is_stopped else output.finish_reason if output else None
         if self.out.as_json:
             self.out.result({
-                "role": "assistant", "content": answer.text, "finish_reason": reason, "num_tokens": answer.num_tokens,
-                "num_cached_tokens": output.num_cached_tokens if output else None, "seconds": answer.seconds,
+                "role": "assistant", "content": answer.text, "reasoning_content": answer.reasoning, "finish_reason": reason,
+                "num_tokens": answer.num_tokens, "num_cached_tokens": output.num_cached_tokens if output else None,
+                "seconds": answer.seconds,
             })  # fmt: skip
             return
         if not self.draws_markdown:
             self._write("\n")
+        if answer.reasoning and not answer.text:
+            self.out.part("\n")
         if reason in ENDS:
             self.out.note(ENDS[reason])
         if self.out.is_rich:

@@ -1,6 +1,7 @@
 """`archerfish doctor`: what this machine has, which fast paths are on, and which models fit.
 
-It uses no network and loads no model: sizes come from the headers of files.
+It uses no network and loads no model: sizes come from the headers of files. It does not import torch, which takes seconds:
+torch's files say what it was built with, the driver knows the cards. So whether torch loads is known when a model does.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from archerfish.cli.output import Output
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.engine.progress import size
 from archerfish.errors import ArcherfishError, DeviceError, ModelError, UnreachableError, UnsupportedModelError
+from archerfish.kernels.cards import Card, find_cards
 from archerfish.kernels.formats import FORMATS, choose_format
 from archerfish.kernels.machine import Cpu, Memory, cpu, fast_cpu_dtype, memory
-from archerfish.kernels.select import choose_device
 from archerfish.types import DTYPE_BYTES
 
 FEATURES = (("AVX2", "avx2"), ("AVX-512", "avx512f"), ("AVX512-BF16", "avx512_bf16"), ("AMX", "amx_tile"))
@@ -41,13 +42,6 @@ SPARE = 0.95  # usable share of the available memory
 FITS = "fits"
 # Built-in models are judged before they are downloaded.
 KNOWN_PARAMETERS = {"all-minilm-l6-v2": 22_713_216, "smollm2-135m-instruct": 134_515_008}
-
-
-@dataclass(frozen=True)
-class Gpu:
-    name: str
-    total_bytes: int
-    free_bytes: int
 
 
 @dataclass(frozen=True)
@@ -104,7 +98,7 @@ def examine(hub: HubConfig, model: str, out: Output) -> dict[str, Any]:
     if not is_writable:
         problems.append(f"The cache directory {cache} cannot be written to: choose another with --cache-dir.")
     problems += find_damage(model, out)
-    gpus = find_gpus() if "torch" not in missing else []
+    gpus = find_cards()[0] if "torch" not in missing else []
     paths = fast_paths() if "torch" not in missing else []
     sizes = [measure_or_explain(name, hub) for name in BUILTIN_MODELS if name != model.lower()]
     sizes += [measure(model, hub)] if model else []
@@ -150,19 +144,6 @@ def describe_cpu(processor: Cpu) -> dict[str, Any]:
         "model": processor.model, "usable_cores": processor.num_cores, "total_cores": os.cpu_count() or 1,
         "features": {name: flag in processor.flags for name, flag in features},
     }  # fmt: skip
-
-
-def find_gpus() -> list[Gpu]:
-    """The CUDA devices that torch finds."""
-    if choose_device("auto").name != "cuda":
-        return []
-    import torch
-
-    found = []
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        found.append(Gpu(torch.cuda.get_device_name(index), total, free))
-    return found
 
 
 def find_packages() -> list[dict[str, str]]:
@@ -218,7 +199,7 @@ def measure_or_explain(name: str, hub: HubConfig) -> ModelSize:
         return ModelSize(name, 0, 0, error.message)
 
 
-def judge_model(found: ModelSize, ram: Memory, gpus: list[Gpu]) -> dict[str, Any]:
+def judge_model(found: ModelSize, ram: Memory, gpus: list[Card]) -> dict[str, Any]:
     """Whether a model fits into the available memory, in which types and weight formats."""
     narrow = "bfloat16" if fast_cpu_dtype() == "bfloat16" else "float16"
     weight_bytes = {dtype: found.weight_bytes(dtype) for dtype in ("float32", "bfloat16", "float16", *FORMATS)}
@@ -305,7 +286,7 @@ def show(report: dict[str, Any], out: Output) -> None:
     model_columns = ("model", "params", "float32", "2 bytes", "files", "in memory", *gpu, "KV tokens", "source")
     tables: list[tuple[str, Sequence[str], Sequence[Sequence[object]]]] = [
         ("Machine", ("", "found"), describe_machine(report)),
-        ("Fast paths", ("path", "state", "why"), paths),
+        ("Fast paths (by torch's files and the driver: torch itself is not loaded)", ("path", "state", "why"), paths),
         ("Packages", ("package", "version", "needed for"), packages),
         (f"Cache: {cache['directory']} ({size(cache['free_bytes'])} free)", ("model", "source", "size"), cached),
         ("What will fit", model_columns, models),
@@ -328,6 +309,6 @@ def describe_machine(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("cores", f"{processor['usable_cores']} usable of {processor['total_cores']}"),
         ("instructions", ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in processor["features"].items())),
         ("memory", f"{size(ram['available_bytes'])} available of {size(ram['total_bytes'])}{limit}"),
-        ("GPU", gpus or "none found by torch"),
+        ("GPU", gpus or "none that torch computes on"),
         ("compilers", ", ".join(f"{name}: {where or 'not found'}" for name, where in report["compilers"].items())),
     ]

@@ -43,8 +43,14 @@ class Output:
 
     def note(self, text: str) -> None:
         """Write a remark to stderr; with --quiet or --json, nothing."""
-        if not self.quiet and not self.as_json:
-            sys.stderr.write((styled(text, "dim") if sys.stderr.isatty() else text) + "\n")
+        self.part(text)
+        self.part("\n")
+
+    def part(self, text: str) -> None:
+        """Write a part of a remark."""
+        if text and not self.quiet and not self.as_json:
+            sys.stderr.write(styled(text, "dim") if sys.stderr.isatty() else text)
+            sys.stderr.flush()
 
     def table(
         self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, numbers: Sequence[str] = ()

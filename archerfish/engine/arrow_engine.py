@@ -27,6 +27,7 @@ from archerfish.engine.text_batches import (
     one_or_all,
     pack,
     plan_batches,
+    remark_cuts,
     remark_device,
     windows,
 )
@@ -83,8 +84,7 @@ class ArrowEngine:
                 **options,
             )
         if not self.config.use_fast_tokenizer:
-            hint = "Leave it at True."
-            raise InvalidOptionError("use_fast_tokenizer=False is refused: the Rust tokenizer is the only one.", hint=hint)
+            raise InvalidOptionError("use_fast_tokenizer=False is refused: the Rust tokenizer is the only one.")
         directory = locate(self.config, hub or HubConfig(), progress)
         was_collecting = gc.isenabled()
         gc.disable()  # a full collection right after importing torch takes four times as long as a load
@@ -424,8 +424,7 @@ class ArrowEngine:
             tokenized = [text._replace(type_ids=None) for text in tokenized]
         if len(texts) == len(inputs):
             return tokenized
-        read = iter(tokenized)
-        most = self._max_length
+        read, most = iter(tokenized), self._max_length
         return [
             next(read) if is_text(item) else TokenizedText(np.array(item[:most], np.int64), is_cut=len(item) > most)
             for item in inputs
@@ -452,6 +451,7 @@ class ArrowEngine:
 
         self._check_open()
         tokenized = self._tokenize(inputs)
+        remark_cuts(self, tokenized)
         batches = plan_batches([len(text.token_ids) for text in tokenized], self._batch_tokens(batch_size))
         running = [self._pool.submit(self.core.run_tokens, pack([tokenized[i] for i in batch])) for batch in batches]
         found: dict[int, torch.Tensor] = {}
@@ -475,6 +475,7 @@ class ArrowEngine:
         tokenized = self._tokenize([inputs[i] for i in window])
         try:
             while window:
+                remark_cuts(self, tokenized)
                 following = next(pending, [])
                 texts = [inputs[i] for i in following]
                 coming = in_background(partial(self._tokenize, texts), "tokenizer", daemon=True) if following else None

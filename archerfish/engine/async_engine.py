@@ -13,7 +13,7 @@ from typing import Any, Self
 from archerfish.config import EngineConfig
 from archerfish.engine.llm import LLM, plain_prompt
 from archerfish.engine.llm_engine import LLMEngine, Message, Prompt
-from archerfish.engine.outputs import CompletionOutput, RequestOutput, TextDelta
+from archerfish.engine.outputs import CompletionOutput, RequestOutput, TextDelta, split_reasoning
 from archerfish.engine.vllm_options import as_options
 from archerfish.errors import StoppedError
 from archerfish.params import SamplingParams
@@ -178,7 +178,7 @@ class AsyncLLMEngine:
         """The answer to a conversation."""
         prompt = await asyncio.to_thread(self.engine.render_chat, messages)
         params = self.engine.chat_template.stopping(sampling_params or self.engine.get_default_sampling_params())
-        return await self.generate(prompt, params, **options)
+        return split_reasoning(self.engine, [await self.generate(prompt, params, **options)], [params])[0]
 
     async def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **options: Any

@@ -12,7 +12,7 @@ from archerfish.engine.beam_search import BeamSearchOutput, BeamSearchParams, be
 from archerfish.engine.inference_core import Vectors, kind_of
 from archerfish.engine.llm_engine import LLMEngine, Message, Prompt
 from archerfish.engine.llm_loading import make_runner
-from archerfish.engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from archerfish.engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput, split_reasoning
 from archerfish.engine.request_maker import is_token_ids
 from archerfish.engine.text_batches import softmax
 from archerfish.engine.vllm_options import ENCODER_TASKS, as_options, read_options, read_task
@@ -79,7 +79,7 @@ class LLM(LLMEngine):
         prompts = [self.render_chat(one, **(template_options or {})) for one in conversations(messages)]
         given = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
         params = [self.chat_template.stopping(one or self.get_default_sampling_params()) for one in given]
-        return self.generate(prompts, params, use_tqdm=use_tqdm, **options)
+        return split_reasoning(self, self.generate(prompts, params, use_tqdm=use_tqdm, **options), params)
 
     def beam_search(self, prompts: Any, params: BeamSearchParams, use_tqdm: bool = False) -> list[BeamSearchOutput]:
         """The likeliest continuations of each prompt, best first."""

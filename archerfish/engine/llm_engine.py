@@ -20,7 +20,7 @@ from typing import Any, Self
 from archerfish.cache.radix import CacheStats, HitRecord
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.engine.llm_loading import check_changes, choose_step_tokens, make_runner, make_scheduler, read_facts
-from archerfish.engine.outputs import EngineStats, Listener, OutputCollector, RequestOutput, TextDelta, Watcher
+from archerfish.engine.outputs import EngineStats, Listener, OutputCollector, RequestOutput, TextDelta, Watcher, split_reasoning
 from archerfish.engine.progress import progress_bar
 from archerfish.engine.request_maker import RUNNING_OPTIONS, RequestMaker, change_running_options, is_token_ids
 from archerfish.engine.request_maker import Prompt as Prompt
@@ -379,7 +379,7 @@ class LLMEngine:
         """The answer to a conversation: a list of {"role": ..., "content": ...}."""
         prompt = self.render_chat(messages, **(template_options or {}))
         params = self.chat_template.stopping(sampling_params or self.get_default_sampling_params())
-        return self.generate([prompt], params, **request_options)[0]
+        return split_reasoning(self, self.generate([prompt], params, **request_options), [params])[0]
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, *,

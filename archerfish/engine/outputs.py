@@ -7,11 +7,13 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self
 
 from archerfish.cache.radix import CacheStats
+from archerfish.params import SamplingParams
 from archerfish.sched.live import SchedulerStats
 from archerfish.sequence import Delta, FinishReason, Request
 from archerfish.sequence import Sequence as TokenSequence
 from archerfish.step import TokenLogprobs
 from archerfish.text.output_text import OutputText
+from archerfish.text.reasoning import answer_parser
 from archerfish.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[TokenLogprobs] | None = None
     error: BaseException | None = None
+    reasoning_content: str | None = None  # of `chat`, for models that reason: what stands between <think> and </think>
+    content: str | None = None  # of `chat`: the text without it
 
 
 @dataclass(slots=True)
@@ -104,6 +108,16 @@ class RequestOutput:
     @property
     def logprobs(self) -> list[TokenLogprobs] | None:
         return self.outputs[0].logprobs
+
+
+def split_reasoning(engine: LLMEngine, results: list[RequestOutput], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+    """The answers to conversations with their reasoning_content and content. `text` stays whole, as in vLLM."""
+    for result, one in zip(results, params, strict=True):
+        for output in result.outputs:
+            found = answer_parser(engine.tokenizer, engine.chat_template, result.prompt_token_ids)
+            parser = None if one.grammar else found  # a grammar holds from the first token
+            output.reasoning_content, output.content = parser.feed(output.text, True) if parser else (None, output.text)
+    return results
 
 
 @dataclass(slots=True)

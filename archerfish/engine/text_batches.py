@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
@@ -16,6 +16,7 @@ from archerfish.text.tokenizer import Text, TokenizedText, are_strings
 if TYPE_CHECKING:
     import torch
 
+    from archerfish.engine.arrow_engine import ArrowEngine
     from archerfish.engine.inference_core import Vectors
     from archerfish.util import Precision
 
@@ -118,6 +119,13 @@ def all_values(
         "sentence_embedding": torch.from_numpy(vectors),
     }  # fmt: skip
     return [{name: column[row] for name, column in columns.items()} for row in range(len(ids))]
+
+
+def remark_cuts(engine: ArrowEngine, texts: Iterable[TokenizedText]) -> None:
+    """Say, once for an engine, that texts are cut."""
+    if any(text.is_cut for text in texts):
+        text = f"{engine.model_name} reads {engine.max_seq_length:,} tokens of a text. Longer ones were cut: split them."
+        remark(f"{id(engine)} {text}", text)  # an engine of the same model at the same address has said the same
 
 
 def remark_device(device: Any, own: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 
 from archerfish.errors import OutOfMemoryError
+from archerfish.kernels.cards import find_cards
 from archerfish.kernels.machine import Memory, memory
 
 GIB = 1 << 30
@@ -14,9 +16,13 @@ def usable_memory(device: str, share: float = 1.0) -> Memory:
     """The memory of a device. share: how much of a card's memory may be used."""
     if device != "cuda":
         return memory()
-    import torch
+    if "torch" in sys.modules:
+        import torch
 
-    free, total = torch.cuda.mem_get_info()
+        free, total = torch.cuda.mem_get_info()
+    else:  # `archerfish doctor`
+        card = find_cards()[0][0]
+        free, total = card.free_bytes, card.total_bytes
     is_limited = total * share < free
     return Memory(total, int(min(free, total * share)), "gpu_memory_utilization" if is_limited else "")
 

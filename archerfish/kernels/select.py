@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from archerfish.errors import DeviceError
+from archerfish.kernels.cards import find_cards, torch_build
 from archerfish.kernels.machine import cpu, fast_cpu_dtype
 
 if TYPE_CHECKING:
@@ -95,10 +96,13 @@ def choose_dtype(wanted: str, device: str) -> str:
 
 
 def without_onednn(dtype: str) -> str:
-    """Why oneDNN has no products in a type; empty: it has."""
-    from archerfish.kernels.torch.cpu import is_available
+    """Why oneDNN has no products in a type; empty: it has. torch's files and the CPU's flags mostly say it without torch."""
+    has_flags = {"bfloat16": cpu().has_fast_bfloat16, "float16": cpu().has_fast_float16}.get(dtype, True)
+    if "torch" in sys.modules or not has_flags or not torch_build().has_onednn:
+        from archerfish.kernels.torch.cpu import is_available
 
-    return "" if is_available(dtype) else f"this torch has no oneDNN products in {dtype} for this machine"
+        return "" if is_available(dtype) else f"this torch has no oneDNN products in {dtype} for this machine"
+    return ""
 
 
 def without_triton(device: str, dtype: str) -> str:
@@ -138,17 +142,17 @@ def choose_ops(device: str, dtype: str) -> Ops[Any]:
 
 def fast_paths() -> list[FastPath]:
     """Every optional path and every backend with its state, for people to read."""
-    found, cuda = cpu(), choose_device("auto").name == "cuda"
+    found, (_, without_cuda) = cpu(), find_cards()
     bf16 = f"CPU has {'avx512_bf16' if 'avx512_bf16' in found.flags else 'AMX'}"
     has_float16 = found.has_fast_float16 and not without_onednn("float16")
-    device = "cuda" if cuda else "cpu"
+    device, dtype = ("cpu", choose_dtype("auto", "cpu")) if without_cuda else ("cuda", "bfloat16")
     paths = [
         FastPath("AMX bfloat16", found.has_amx, "oneDNN runs it on AMX tiles" if found.has_amx else "this CPU has no amx_bf16"),
         FastPath("bfloat16 by default", found.has_fast_bfloat16, bf16 if found.has_fast_bfloat16 else SLOW.format("bfloat16")),
         FastPath("float16 products", has_float16, "on request: --dtype float16" if has_float16 else SLOW.format("float16")),
-        FastPath("CUDA", cuda, "products by torch" if cuda else "this torch sees no CUDA device"),
+        FastPath("CUDA", not without_cuda, without_cuda or "products by torch"),
     ]
     for backend in BACKENDS:
-        why_not = backend.why_not(device, choose_dtype("auto", device))
+        why_not = backend.why_not(device, dtype)
         paths.append(FastPath(f"backend {backend.name}", not why_not, why_not or backend.strength))
     return paths

@@ -28,7 +28,7 @@ from archerfish.serve.overload import estimate_tokens
 from archerfish.serve.tenants import ANONYMOUS, Tenant
 from archerfish.serve.wire import Charge, Kind, Query, Report, names_of, unserved_model
 from archerfish.text.chat_template import ChatTemplate, texts_in
-from archerfish.text.reasoning import CLOSE, OPEN
+from archerfish.text.reasoning import has_reasoning
 from archerfish.text.text_tokenizer import find_text_tokenizer
 from archerfish.text.tokenizer import Tokenizer
 
@@ -131,9 +131,7 @@ class ModelText:
 
     @cached_property
     def has_reasoning(self) -> bool:
-        """Whether the model may write its reasoning between marks, by its chat template or its vocabulary."""
-        has_token = self.tokenizer is not None and self.tokenizer.token_to_id(CLOSE) is not None
-        return has_token or any(mark in source for source in self.template.get().sources.values() for mark in (OPEN, CLOSE))
+        return self.tokenizer is not None and has_reasoning(self.tokenizer, self.template.get())
 
     def check_ids(self, token_ids: Sequence[int]) -> None:
         """Refuse token ids outside of the vocabulary."""

@@ -243,7 +243,16 @@ class TextService:
         """
         if params.stop and text.tokenizer is None:
             text.need_tokenizer("stop")
-        params = self._fit(request, text.card, len(prompt_ids), params)
+        most, own, num_prompt = params.max_tokens, self.max_output_tokens // params.n, len(prompt_ids)
+        room = max(1, (text.card.max_sequence or text.card.max_length) - num_prompt)
+        limit = min(own or room, room)
+        if most is not None and most > limit:
+            why = "the limit of this server" if limit < room else f"as many as fit after the prompt of {num_prompt:,}"
+            early = sum(stage.num_tokens for stage in params.stages[:-1])  # which the client's max_tokens does not count
+            told = f"max_tokens was lowered from {most - early:,} to {max(1, limit - early):,}"
+            request.state.remarks.append(f"{told}, {why}")
+        if own if most is None else most > limit:
+            params = params.lowered_to(limit)
         stated = {name: value for name, default in DEFAULTS.items() if (value := getattr(params, name)) != default}
         sent = GenerationRequest(
             token_ids=prompt_ids, params=stated, stream=bool(body.stream or params.stop), wants_ids=True,
@@ -257,21 +266,6 @@ class TextService:
             thinking = None if is_thinking is None else ReasoningParser(is_thinking)
             choices.append(Choice(index, first_place + index, output_text, parser, has_one_call, thinking))
         return Generation(text, sent, params, prompt_ids, choices, format_param, tool_use)
-
-    def _fit(self, request: Request, card: ModelCard, num_prompt: int, params: SamplingParams) -> SamplingParams:
-        """The parameters with max_tokens lowered to what fits after the prompt and to this server's limit, with a remark."""
-        if params.stages:
-            return params
-        most, own = params.max_tokens, self.max_output_tokens // params.n
-        limit = max(1, (card.max_sequence or card.max_length) - num_prompt)
-        why = f"as many as fit after the prompt of {num_prompt:,}"
-        if 0 < own < limit:
-            limit, why = own, "the limit of this server"
-        if (most is None and not own) or (most is not None and most <= limit):
-            return params
-        if most is not None:
-            request.state.remarks.append(f"max_tokens was lowered from {most:,} to {limit:,}, {why}")
-        return params.replace(max_tokens=limit, min_tokens=min(params.min_tokens, limit))
 
     async def prepare_chat(
         self, request: Request, body: ToolBody, messages: Sequence[dict[str, Any]], param: str = "messages",

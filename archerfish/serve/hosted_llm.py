@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -85,7 +85,10 @@ class HostedLLM:
             params = SamplingParams.of(message.params)
         except TypeError as error:
             raise InvalidInputError(f"The sampling parameters cannot be read: {error}.") from None
-        generation, ids, has_grammar = Generation(self, request, message, params), message.token_ids, params.grammar is not None
+        is_limited = request.on_end is None and self.controller.max_output_tokens
+        params, remarks = self._within_limit(params) if is_limited else (params, [])
+        ids, has_grammar = message.token_ids, params.grammar is not None
+        generation = Generation(self, request, message, params, remarks)
         if request.on_end is None:  # no health check; before any work is spent on the text
             if message.deadline_s is not None and message.deadline_s > 0:
                 self.controller.check_deadline(message.deadline_s, 0, params.max_tokens)
@@ -105,6 +108,18 @@ class HostedLLM:
             return partial(self._start, self._prepare(generation), generation)
 
         read_in_thread(self.host, request, read, self.host.compiler if has_grammar else None)
+
+    def _within_limit(self, params: SamplingParams) -> tuple[SamplingParams, list[str]]:
+        """The parameters with max_tokens lowered to the server's limit of all n sequences together, and a remark about it.
+
+        The front ends of this server have lowered it already.
+        """
+        limit, wanted = self.controller.max_output_tokens // params.n, self.controller.max_tokens
+        wanted = wanted if params.max_tokens is None else min(params.max_tokens, wanted)
+        if not limit or wanted <= limit:
+            return params, []
+        remark = f"max_tokens was lowered from {params.max_tokens} to {limit}, the limit of this server"
+        return params.lowered_to(limit), [] if params.max_tokens is None else [remark]
 
     def _prepare(self, generation: Generation) -> Request:
         """In any thread."""
@@ -216,6 +231,7 @@ class Generation:
     request: PendingRequest
     message: GenerationRequest
     params: SamplingParams
+    remarks: list[str] = field(default_factory=list)
     live: Request | None = None
     admitted: AdmittedRequest | None = None  # None for a health check
     last_token_at: float = 0.0
@@ -287,7 +303,7 @@ class Generation:
         answer = Generated(
             request_id=message.request_id, model=self.model.name, num_prompt_tokens=len(result.prompt_token_ids),
             num_output_tokens=result.metrics.num_output_tokens, num_cached_tokens=result.num_cached_tokens,
-            metrics={name: getattr(result.metrics, name) for name in METRICS},
+            metrics={name: getattr(result.metrics, name) for name in METRICS}, remarks=self.remarks,
         )
         for output in result.outputs:
             shown = Output(

@@ -181,6 +181,7 @@ class Generated(Message, tag="generated", kw_only=True, omit_defaults=True):
     prompt_token_ids: list[int] | None = None  # if the client did not send them
     prompt_logprobs: list[Logprob] | None = None
     retry_after_s: float | None = None  # if the deadline came before the first token
+    remarks: list[str] = []  # what was done otherwise than the client asked
     metrics: dict[str, float] = {}  # queue_ms, prefill_ms, decode_ms, ttft_ms, tokens_per_second, num_preemptions
 
 

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from archerfish.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from archerfish.text.chat_template import ChatTemplate
+
 OPEN, CLOSE = "<think>", "</think>"
 TAIL_TOKENS = 16  # at the end of a prompt that may hold an open mark: a mark and a line break, also one token a character
+
+
+def has_reasoning(tokenizer: Tokenizer, template: ChatTemplate) -> bool:
+    """Whether a model may write its reasoning between marks, by its vocabulary or its chat template."""
+    has_token = tokenizer.token_to_id(CLOSE) is not None
+    return has_token or any(mark in source for source in template.sources.values() for mark in (OPEN, CLOSE))
 
 
 def ends_inside(prompt_end: str, answer_start: str) -> bool:
@@ -11,6 +25,13 @@ def ends_inside(prompt_end: str, answer_start: str) -> bool:
     if answer_start:
         return answer_start.rfind(OPEN) > answer_start.rfind(CLOSE)
     return prompt_end.rstrip().endswith(OPEN)
+
+
+def answer_parser(tokenizer: Tokenizer | None, template: ChatTemplate, prompt_ids: Sequence[int]) -> ReasoningParser | None:
+    """The parser of an answer to a rendered conversation; None for models without reasoning."""
+    if tokenizer is None or not has_reasoning(tokenizer, template):
+        return None
+    return ReasoningParser(ends_inside(tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False), ""))
 
 
 class ReasoningParser:

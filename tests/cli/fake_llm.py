@@ -9,6 +9,7 @@ from typing import Any
 from archerfish.cache.tree import HitRecord
 from archerfish.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, TextDelta
 from archerfish.params import SamplingParams
+from archerfish.text.chat_template import ChatTemplate
 
 
 class FakeLLM:
@@ -28,6 +29,9 @@ class FakeLLM:
         self.models: list[str] = []  # names with which it was opened
         self.facts = SimpleNamespace(default_sampling={})
         self.error: Exception | None = None
+        self.tokenizer: Any = None
+        self.reply = ""  # in place of the last message's words
+        self.chat_template = ChatTemplate("")
 
     def generate(
         self, prompts: Sequence[str], params: SamplingParams, *, show_progress: bool = False,
@@ -55,13 +59,13 @@ class FakeLLM:
         finally:
             self.num_aborted += not is_done
 
-    def stream_chat(self, messages: list[dict[str, str]], params: SamplingParams) -> Iterator[TextDelta]:
+    def render_chat(self, messages: list[dict[str, str]]) -> str:
         self.prompts.append([dict(message) for message in messages])
-        return self.stream(str(messages[-1]["content"]), params)
+        return str(messages[-1]["content"])
 
     def _result(self, prompt: str, params: SamplingParams) -> RequestOutput:
         self.params.append(params)
-        text = f"echo {prompt}"
+        text = self.reply or f"echo {prompt}"
         outputs = [CompletionOutput(i, text, list(range(len(text.split()))), "stop") for i in range(params.n)]
         ids = list(range(len(prompt.split())))
         return RequestOutput(

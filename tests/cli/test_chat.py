@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from archerfish.cli.markdown import MarkdownWriter, split_blocks
 from archerfish.cli.output import Output
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import InputTooLargeError, ModelNotFoundError
+from archerfish.text.chat_template import ChatTemplate
 from tests.cli.fake_llm import FakeLLM
 
 Typed = list[str | type[BaseException]]
@@ -145,6 +147,24 @@ def test_another_model_goes_on_with_the_conversation(engine: FakeLLM, talk: Call
     assert code == 0 and engine.models == ["smollm2-135m-instruct", "other"]
     assert "no model 'missing'" in err and err.count("fake/llm answers.") == 2
     assert len(engine.prompts[1]) == 3
+
+
+@pytest.mark.parametrize("is_opened", [False, True])  # by the template
+def test_reasoning_is_set_apart_from_the_answer(is_opened: bool, engine: FakeLLM, talk: Callable[..., Any]) -> None:
+    """It must not come back with the next message either."""
+    engine.chat_template = ChatTemplate("<think>")
+    engine.tokenizer = SimpleNamespace(
+        token_to_id=lambda name: None, decode=lambda ids, skip_special_tokens: "assistant\n<think>\n" if is_opened else "",
+    )  # fmt: skip
+    engine.reply = f"{'' if is_opened else '<think>'} Two and two. </think> Four, of course."
+    _, out, err = talk(["2+2?", "Sure?"], "--system", "Be brief.")
+    assert out == "Four, of course.\n" * 2 and err.endswith("Two and two.\n\n" * 2)
+    assert roles(engine.prompts[1])[2] == ("assistant", "Four, of course.")
+    _, out, err = talk(["2+2?"], "--json")
+    [answer] = map(json.loads, out.splitlines())
+    assert (answer["content"], answer["reasoning_content"]) == ("Four, of course.", "Two and two.") and "Two" not in err
+    engine.reply = engine.reply.partition("</think>")[0]  # cut off
+    assert talk(["2+2?"])[1:] == ("\n", f"{talk([])[2]}Two and two.\n")
 
 
 def test_markdown_is_drawn_block_by_block() -> None:

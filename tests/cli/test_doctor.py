@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from archerfish.cli.main import main
 from archerfish.cli.output import Output
 from archerfish.config import HubConfig
 from archerfish.kernels import select
+from archerfish.kernels.cards import Card
 from archerfish.kernels.machine import Cpu, Memory, cpu, memory, read_cpu
 from archerfish.store.metadata import read_metadata
 from tests.store.models import flip_byte, write_model
@@ -39,7 +41,7 @@ def test_sizes_and_verdicts(model: Path) -> None:
     found = doctor.measure(str(model), HubConfig())
     assert (found.num_parameters, found.weight_bytes("float32"), found.weight_bytes("bfloat16")) == (GB, 4 * GB, 2 * GB)
     assert found.file_bytes > 4 * GB
-    small, full, busy = (doctor.Gpu("", total * GB, free * GB) for total, free in ((8, 7), (80, 1), (80, 1)))
+    small, full, busy = (Card("", total * GB, free * GB) for total, free in ((8, 7), (80, 1), (80, 1)))
     row = doctor.judge_model(found, Memory(32 * GB, 20 * GB), [small, full])
     assert (row["cpu"], row["gpu"]) == ("fits in any type", "fits")
     row = doctor.judge_model(found, Memory(32 * GB, 3 * GB), [])
@@ -71,7 +73,7 @@ def test_kv_tokens_use_the_default_dtype(dtype: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(doctor, "kv_tokens", lambda found, device, dtype: asked.append((device, dtype)))
     found = doctor.ModelSize("tiny", 1000, 4000)
     doctor.judge_model(found, Memory(GB, GB), [])
-    doctor.judge_model(found, Memory(GB, GB), [doctor.Gpu("card", GB, GB)])
+    doctor.judge_model(found, Memory(GB, GB), [Card("card", GB, GB)])
     assert asked == [("cpu", dtype), ("cuda", "bfloat16")]
 
 
@@ -128,8 +130,7 @@ def test_disabled_fast_path_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No torch: importing it is most of doctor's time."""
-    monkeypatch.setattr(doctor, "find_gpus", lambda: [doctor.Gpu("Fake GPU", 80 * GB, 79 * GB)])
+    monkeypatch.setattr(doctor, "find_cards", lambda: ([Card("Fake GPU", 80 * GB, 79 * GB)], ""))
     paths = [select.FastPath("AMX", True, "it has it"), select.FastPath("CUDA", False, "it has none")]
     monkeypatch.setattr(select, "fast_paths", lambda: paths)
 
@@ -150,6 +151,15 @@ def test_report(light: None, model: Path, tmp_path: Path, capsys: pytest.Capture
     assert {entry["name"] for entry in body["models"]} == {*builtin, str(model)}
     [story] = [entry for entry in body["models"] if entry["name"] == "story-rwkv7"]
     assert (story["num_parameters"], story["remark"]) == (6_230_784, "safetensors")  # not pulled; a norm of 512 is in its table
+
+
+def test_report_imports_no_torch(tmp_path: Path) -> None:
+    """Importing it takes seconds. A model of every kind of file is measured."""
+    write_model(tmp_path / "model")
+    command = f"main(['doctor', {str(tmp_path / 'model')!r}])"
+    code = f"import sys; from archerfish.cli.main import main; {command}; print('torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert "backend torch + oneDNN" in shown and "smollm2-135m-instruct" in shown and shown.endswith("Ready.\nFalse\n")
 
 
 def test_missing_package_is_a_problem(

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from archerfish.cli import doctor
-from archerfish.cli.doctor import Gpu
 from archerfish.config import HubConfig
 from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.llm import LLM
 from archerfish.engine.llm_engine import LLMEngine
+from archerfish.kernels.cards import Card
 from archerfish.kernels.formats import PLAIN, Int8Rows, WeightFormat
 from archerfish.kernels.machine import Memory
 from archerfish.kernels.torch.cpu import TorchCpuOps
@@ -90,7 +90,7 @@ def test_a_model_that_fits_in_int8_alone_is_told_so(tiny: Path) -> None:
     int8, half = found.weight_bytes("int8"), found.weight_bytes("bfloat16")
     assert 0.5 * half < int8 < 0.75 * half
     free, on_gpu = (int((int8 + more) / doctor.SPARE) + 2 for more in (doctor.CPU_OVERHEAD_BYTES, doctor.GPU_OVERHEAD_BYTES))
-    row = doctor.judge_model(found, Memory(10**12, free), [Gpu("small", 10**12, on_gpu)])
+    row = doctor.judge_model(found, Memory(10**12, free), [Card("small", 10**12, on_gpu)])
     assert row["weight_bytes"]["int8"] == int8
     assert row["cpu"] == row["gpu"] == "fits with --weights int8 alone"
     assert row["fits_gpu"] == {"bfloat16": False, "int8": True}

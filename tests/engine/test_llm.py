@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from archerfish import LLM, LLMEngine, SamplingParams
+from archerfish import LLM, AsyncLLMEngine, LLMEngine, SamplingParams
 from archerfish.engine.outputs import RequestOutput
 from archerfish.errors import ArcherfishError, InvalidInputError
 from tests.engine.tiny_llama import greedy, tiny_config
@@ -39,6 +40,32 @@ def test_chat_gives_a_list_for_one_conversation_and_for_several(llm: LLM) -> Non
     single = LLMEngine.chat(llm, HELLO, greedy())  # one result there
     assert one[0].token_ids == several[0].token_ids == single.token_ids
     assert several[1].prompt_token_ids == llm.render_chat(FISH)
+
+
+def test_reasoning_stands_beside_the_text(tmp_path: Path, llm: LLM) -> None:
+    plain = llm.chat(HELLO, greedy())[0].outputs[0]
+    assert plain.reasoning_content is None and plain.content == plain.text != ""
+    directory = save_text_llama(tmp_path, 256, chat_template=TEMPLATE + "<think>\n")
+    with LLM(tiny_config(directory)) as thinker:
+        written = thinker.get_tokenizer().encode("Two and two.\n</think>\n\nFour.", False)
+
+        def write(past: list[int], logits: Any) -> Any:
+            logits[written[len(past)]] = 1e9
+            return logits
+
+        params = greedy(len(written), logits_processors=[write])
+
+        async def chat() -> RequestOutput:
+            engine = AsyncLLMEngine(thinker)
+            answer = await engine.chat(HELLO, params)
+            await engine.close()
+            return answer
+
+        for answer in (thinker.chat(HELLO, params)[0], LLMEngine.chat(thinker, HELLO, params), asyncio.run(chat())):
+            [output] = answer.outputs
+            assert (output.reasoning_content, output.content) == ("Two and two.", "Four.") and output.text.endswith("\n\nFour.")
+        [output] = thinker.chat(HELLO, SamplingParams(max_tokens=9, grammar={"kind": "choice", "value": ["yes"]}))[0].outputs
+        assert (output.reasoning_content, output.content) == (None, "yes")
 
 
 @pytest.mark.parametrize("messages", ["Hello", [], ["Hello"], [HELLO, []], [HELLO, HELLO[0]], HELLO[0], None], ids=str)

@@ -193,3 +193,16 @@ def test_reprs_say_model_device_type_and_sizes(minilm: ArrowEngine) -> None:
     dtype = minilm.core.dtype
     expected = f"ArrowEngine('all-minilm-l6-v2', device='cpu', dtype='{dtype}', dimension=384, max_seq_length=256)"
     assert repr(minilm) == expected
+
+
+@pytest.mark.parametrize("output_value", ["sentence_embedding", "token_embeddings"])
+def test_cut_texts_are_said_once(
+    output_value: str, ours: SentenceTransformer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remarks, "_said", set())
+    ours.encode(["short", "word " * 200], output_value=output_value)
+    assert caplog.messages == []
+    for _ in range(2):
+        ours.encode(["short", "word " * 400], output_value=output_value)
+    [said] = caplog.messages
+    assert said == "sentence-transformers/all-MiniLM-L6-v2 reads 256 tokens of a text. Longer ones were cut: split them."

@@ -58,6 +58,18 @@ async def test_text_prompt_gets_a_text_answer(tmp_path: Path) -> None:
         assert (last.outputs[0].text, last.outputs[0].token_ids) == ("", expected.token_ids)
 
 
+async def test_limit_of_output_tokens_lowers_max_tokens_with_a_remark(tmp_path: Path) -> None:
+    host = make_host(tmp_path, llm={}, admission={"max_output_tokens": 6})
+    async with talking(host) as client:
+        for asked, n, num_tokens, is_remarked in ((50, 1, 6, True), (50, 2, 6, True), (6, 1, 6, False), (None, 1, 6, False)):
+            params = {"max_tokens": asked, "n": n, "ignore_eos": True}
+            _, last = await whole(client, token_ids=[5, 6], params=params, stream=n == 2)
+            said = [f"max_tokens was lowered from 50 to {6 // n}, the limit of this server"]
+            assert (last.num_output_tokens, last.remarks) == (num_tokens, said if is_remarked else [])
+        message = wire.GenerationRequest(request_id="x", token_ids=[5], params={"n": 7})
+        assert (await failure(client, message)).code == "input_too_large"
+
+
 @pytest.mark.parametrize("wants_ids", [False, True])
 async def test_stop_string_is_the_stop_reason(tmp_path: Path, wants_ids: bool) -> None:
     host, engine = llm_host(tmp_path, has_text=True)

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from archerfish import LLMEngine, RwkvSampler, TTSRequest
+from archerfish.config import ServeConfig
 from archerfish.engine.tts import VOCAB_SIZE
 from archerfish.params import SamplingParams
 from archerfish.serve import hosted_llm
+from archerfish.serve.app import create_app
 from archerfish.serve.compute import Lane
 from archerfish.serve.host import EngineHost
 from archerfish.serve.hosted_llm import HostedLLM
@@ -158,6 +160,24 @@ def test_request_to_the_engine() -> None:
     assert asked.token_ids == request.prompt() and (asked.deadline_s, asked.priority, asked.stream) == (3.5, 2, False)
     assert asked.params["stages"] == request.params(100 - len(request.prompt())).stages
     assert asked.params["max_tokens"] == 100 - len(request.prompt()) and asked.params["seed"] == 9
+
+
+def test_limit_of_the_server_lowers_semantic_tokens() -> None:
+    """The tokens of the voice count, and are kept."""
+    backend = FakeBackend("Hi")
+
+    def app(backend: FakeBackend) -> Any:
+        return create_app(backend, ServeConfig(max_output_tokens=40), credentials="pass")
+
+    for body, num_tokens, told in (
+        ({"max_tokens": 50}, [32, 1, 7], "from 50 to 7"), ({"max_tokens": 7}, [32, 1, 7], ""),
+        ({"max_tokens": 50, **REFERENCE}, [40], "from 50 to 40"),
+    ):  # fmt: skip
+        answer = post(backend, ROUTE, {"text": "Hello", **body}, app=app)
+        assert answer.status_code == 200
+        assert [stage.num_tokens for stage in backend.params()["stages"]] == num_tokens
+        remark = f"max_tokens was lowered {told}, the limit of this server" if told else None
+        assert answer.headers.get("x-archerfish-remark") == remark
 
 
 def test_too_long_text_is_refused_before_tokenising(monkeypatch: pytest.MonkeyPatch) -> None:
