@@ -74,6 +74,7 @@ class LLMEngine:
         self._is_stepping = False
         self._has_idle_work = True
         self._is_closed, self._process = False, os.getpid()
+        gc.collect()  # an import of torch leaves frames behind that refer to this engine
         gc.freeze()  # what was loaded stays: collections that come in the middle of steps need not look at it
 
     # Submitting
