@@ -22,7 +22,7 @@
     │       └── OutOfMemoryError     a device has too little free memory
     ├── ServiceError                 the caller can try again later
     │   ├── UnreachableError         a package index or hub could not be reached
-    │   ├── OverloadedError          an engine holds as many requests as its options allow
+    │   ├── TooManyRequestsError          an engine holds as many requests as its options allow
     │   └── StoppedError             the engine or server has been stopped
     └── InvariantError               the engine's own accounting is wrong
 
@@ -158,7 +158,7 @@ class UnreachableError(ServiceError):
     default_hint = "Check the network, or give the path of a directory that is already here."
 
 
-class OverloadedError(ServiceError):
+class TooManyRequestsError(ServiceError):
     status, code = 429, "too_many_requests"
 
 

@@ -15,7 +15,7 @@ CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubcla
 def test_classes() -> None:
     assert len({cls.code for cls in CLASSES}) == len(CLASSES)
     for cls in CLASSES:
-        is_callers = issubclass(cls, errors.CallerError | errors.OverloadedError)
+        is_callers = issubclass(cls, errors.CallerError | errors.TooManyRequestsError)
         assert (400 <= cls.status < 500) == is_callers and cls.exit_code > 0, cls
         assert cls.__name__ in str(errors.__doc__)
 

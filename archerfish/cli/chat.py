@@ -75,7 +75,7 @@ def run_chat(arguments: Namespace, out: Output) -> int:
 
 
 @dataclass
-class Answer:
+class ChatAnswer:
     """An answer of the model, with its text so far and its timing."""
 
     text: str = ""
@@ -99,7 +99,7 @@ class Chat:
     system: str = ""
     draws_markdown: bool = False
     history: list[dict[str, str]] = field(default_factory=list)
-    last: Answer | None = None
+    last: ChatAnswer | None = None
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -135,7 +135,7 @@ class Chat:
         """Send a message and show the answer while it is generated. The text of a stopped answer stays in the conversation."""
         if not text.strip():
             return
-        answer, stop = Answer(), threading.Event()
+        answer, stop = ChatAnswer(), threading.Event()
 
         def on_interrupt(*_: object) -> None:
             """Do not interrupt a step; the second ctrl-c ends the process."""
@@ -160,7 +160,7 @@ class Chat:
             self.history.pop()
         self._show_end(answer)
 
-    def _stream(self, answer: Answer, stop: threading.Event) -> None:
+    def _stream(self, answer: ChatAnswer, stop: threading.Event) -> None:
         """Reasoning goes to stderr, as remarks do, and into no message of the conversation."""
         engine, markdown = self.engine, None
         prompt = engine.render_chat(self.messages)
@@ -189,7 +189,7 @@ class Chat:
             if markdown is not None:
                 markdown.close()
 
-    def _show_end(self, answer: Answer) -> None:
+    def _show_end(self, answer: ChatAnswer) -> None:
         output = answer.output
         reason = "abort" if answer.is_stopped else output.finish_reason if output else None
         if self.out.as_json:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, Protocol, Self, TypeVar
 
-from archerfish.errors import CallerError, InvalidOptionError, ModelError, OverloadedError, StoppedError
+from archerfish.errors import CallerError, InvalidOptionError, ModelError, StoppedError, TooManyRequestsError
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -117,7 +117,7 @@ class BatchInferenceServer(Generic[In, Out]):
         if self._is_stopping:
             raise StoppedError("This batch server has been stopped.")
         if self._queue.qsize() >= self.max_queue_size:
-            raise OverloadedError(f"{self._queue.qsize()} inputs wait; the limit is {self.max_queue_size}.")
+            raise TooManyRequestsError(f"{self._queue.qsize()} inputs wait; the limit is {self.max_queue_size}.")
         item: _Item[In, Out] = _Item(input_data)
         self._queue.put_nowait(item)
         result: Out = await item.future

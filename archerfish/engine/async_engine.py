@@ -20,7 +20,7 @@ from archerfish.params import SamplingParams
 from archerfish.sequence import Request
 
 
-class Answer(Coroutine[Any, Any, RequestOutput]):
+class PendingAnswer(Coroutine[Any, Any, RequestOutput]):
     """The result of AsyncLLMEngine.generate: iterated over, it grows as the answer does; awaited, it is the whole answer."""
 
     def __init__(self, start: Callable[[bool], AsyncGenerator[RequestOutput, None]]) -> None:
@@ -137,13 +137,13 @@ class AsyncLLMEngine:
     def generate(
         self, prompt: Prompt | dict[str, Any], sampling_params: SamplingParams | None = None, request_id: str | None = None,
         **options: Any,
-    ) -> Answer:
+    ) -> PendingAnswer:
         """The answer so far, again and again (`async for`), or the whole answer (`await`).
 
         By `SamplingParams.output_kind` an item has all of the answer so far, only what is new, or there is one, the last.
         """
         options["request_id"] = request_id
-        return Answer(lambda is_whole: self._results(plain_prompt(prompt), sampling_params, options, is_whole))
+        return PendingAnswer(lambda is_whole: self._results(plain_prompt(prompt), sampling_params, options, is_whole))
 
     async def _results(
         self, prompt: Prompt, params: SamplingParams | None, options: dict[str, Any], is_whole: bool

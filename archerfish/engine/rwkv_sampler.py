@@ -16,7 +16,7 @@ from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import TextDelta
 from archerfish.engine.request_maker import check_prompt_bytes
 from archerfish.engine.tts import VOCAB_SIZE, TTSRequest, TTSTokens, check_names, read_output
-from archerfish.errors import ArcherfishError, InvalidInputError, OverloadedError, StoppedError, UnsupportedModelError
+from archerfish.errors import ArcherfishError, InvalidInputError, StoppedError, TooManyRequestsError, UnsupportedModelError
 from archerfish.runtime.host_sampling import sample_row
 from archerfish.sequence import Request
 
@@ -145,7 +145,7 @@ class RwkvSampler:
             try:
                 self._open.add(waiting[0].request_id)
                 self.engine.submit(waiting[0])
-            except OverloadedError:  # another thread filled the queue
+            except TooManyRequestsError:  # another thread filled the queue
                 self._open.discard(waiting[0].request_id)
                 return
             waiting.popleft()

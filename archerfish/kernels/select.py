@@ -24,7 +24,7 @@ SLOW = "this CPU has no {} products that are used: float32 is far quicker"
 
 
 @dataclass(frozen=True)
-class Backend:
+class OpsBackend:
     """One implementation of `Ops`. Nothing of it is imported before `load`."""
 
     name: str
@@ -124,13 +124,13 @@ def loader(place: str) -> Callable[[str, str], Ops[Any]]:
 
 
 BACKENDS = [  # the fastest first
-    Backend("torch + Triton", without_triton, loader("triton.ops:TritonOps"), "norms, rotary, KV and attention in own kernels"),
-    Backend("torch + oneDNN", without_torch_cpu, loader("torch.cpu:TorchCpuOps"), "packed products, bias, activation fused"),
-    Backend("torch reference", lambda device, dtype: "", loader("torch.reference:TorchOps"), "any device and type of torch"),
+    OpsBackend("torch + Triton", without_triton, loader("triton.ops:TritonOps"), "norms, rotary, KV and attention in own kernels"),
+    OpsBackend("torch + oneDNN", without_torch_cpu, loader("torch.cpu:TorchCpuOps"), "packed products, bias, activation fused"),
+    OpsBackend("torch reference", lambda device, dtype: "", loader("torch.reference:TorchOps"), "any device and type of torch"),
 ]
 
 
-def register_backend(backend: Backend) -> None:
+def register_backend(backend: OpsBackend) -> None:
     """Add a backend, which is preferred to the others wherever it can compute."""
     BACKENDS.insert(0, backend)
 

@@ -21,7 +21,7 @@ import numpy as np
 from archerfish.cache.adaptive import LogitsCache
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import HitRecord, RadixCache, RadixKey
-from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, InvariantError, OverloadedError
+from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, InvariantError, TooManyRequestsError
 from archerfish.sched.live import LiveSequences, SchedulerStats
 from archerfish.sched.masks import MaskFinder
 from archerfish.sched.plan import Plan, PlanBuilder, PromptPlanner
@@ -92,8 +92,8 @@ class Scheduler:
         if is_queue_full or 0 < self.max_requests <= len(live.requests):
             live.stats.refused_requests += 1
             if is_queue_full:
-                raise OverloadedError(f"The queue is full: {self.max_queue_size:,} requests wait.")
-            raise OverloadedError(f"{self.max_requests:,} requests run or wait, which is max_concurrent_requests.")
+                raise TooManyRequestsError(f"The queue is full: {self.max_queue_size:,} requests wait.")
+            raise TooManyRequestsError(f"{self.max_requests:,} requests run or wait, which is max_concurrent_requests.")
         request.arrival = now = self.clock()
         sequences = [Sequence(request, index) for index in range(request.params.n)]
         live.requests[request.request_id] = sequences

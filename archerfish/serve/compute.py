@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from archerfish.errors import ArcherfishError, OverloadedError
+from archerfish.errors import ArcherfishError, TooManyRequestsError
 from archerfish.observe.metrics import MetricsCollector
 from archerfish.serve.overload import RateLimits, RefusedError
 from archerfish.serve.processes import HostConfig, Stall
@@ -280,7 +280,7 @@ class ModelHost:
         if not isinstance(error, ArcherfishError):
             logger.error("A request failed.", exc_info=error)
         hosted = None if pending.model_entry is None else pending.model_entry.hosted
-        if hosted is not None and isinstance(error, RefusedError | OverloadedError):
+        if hosted is not None and isinstance(error, RefusedError | TooManyRequestsError):
             self.figures.refused(hosted.name, error.code)
         wait_s: float | None = getattr(error, "retry_after_s", None)
         if getattr(error, "status", 500) in (429, 503):

@@ -27,7 +27,7 @@ from archerfish.serve.tenants import Tenants
 DRAIN_POLL_S = 0.05
 
 
-class Server(uvicorn.Server):
+class FrontServer(uvicorn.Server):
     """uvicorn's server with another end: running requests are finished, or their clients get an error.
 
     SIGTERM begins the end. SIGINT cuts it short. `on_ready` is called once the server accepts connections.
@@ -72,13 +72,13 @@ class Server(uvicorn.Server):
             await asyncio.sleep(DRAIN_POLL_S)
 
 
-def make_server(app: ASGIApp, config: ServeConfig, on_ready: Callable[[], None] = lambda: None) -> Server:
+def make_server(app: ASGIApp, config: ServeConfig, on_ready: Callable[[], None] = lambda: None) -> FrontServer:
     """A server for an app, with uvloop if it is installed."""
     settings = uvicorn.Config(
         app, log_level=config.log_level, access_log=False, lifespan="on", http=Connection, ws="none", server_header=False
     )
     logging.getLogger("uvicorn.error").addFilter(is_no_cancellation)
-    return Server(settings, on_ready)
+    return FrontServer(settings, on_ready)
 
 
 def is_no_cancellation(record: logging.LogRecord) -> bool:

@@ -26,7 +26,7 @@ from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError, naming
 from archerfish.serve.formats import ToolUse, is_best_effort
 from archerfish.serve.result_cache import ResultCache
-from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Logprob, Output
+from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Logprob, WireOutput
 from archerfish.text.json_schema import rewrite_schema
 from archerfish.text.output_text import OutputText
 from archerfish.text.reasoning import CLOSE, TAIL_TOKENS, ReasoningParser, ends_inside
@@ -100,7 +100,7 @@ class Choice:
     def reasoning(self) -> str:
         return "".join(self.reasonings)
 
-    def add(self, gain: Chunk | Output) -> ChoiceDelta:
+    def add(self, gain: Chunk | WireOutput) -> ChoiceDelta:
         output_text, num_before = self.output_text, self.output_text.num_tokens
         text, stop = output_text.feed(gain.token_ids, gain.finish_reason, (gain.stop_reason,))
         token_ids, logprobs = gain.token_ids, gain.logprobs
@@ -172,7 +172,7 @@ class Generation:
     def add(self, message: Chunk | Generated) -> list[ChoiceDelta]:
         """Add a message of the backend. What comes for a choice after its end is ignored."""
         self.num_cached = message.num_cached_tokens or self.num_cached
-        gains: Sequence[Chunk | Output] = (message,) if isinstance(message, Chunk) else message.outputs
+        gains: Sequence[Chunk | WireOutput] = (message,) if isinstance(message, Chunk) else message.outputs
         if isinstance(message, Generated):
             self.prompt_logprobs, self.metrics = message.prompt_logprobs, message.metrics
         deltas: list[ChoiceDelta] = []

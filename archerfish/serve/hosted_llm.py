@@ -20,7 +20,7 @@ from archerfish.sequence import Namespace, Request
 from archerfish.serve.compute import Lane, ModelHost, PendingRequest, read_in_thread
 from archerfish.serve.overload import AdmittedRequest, OverloadController, estimate_tokens
 from archerfish.serve.tenants import ANONYMOUS
-from archerfish.serve.wire import Chunk, ExplainRequest, Generated, GenerationRequest, Output, Report
+from archerfish.serve.wire import Chunk, ExplainRequest, Generated, GenerationRequest, Report, WireOutput
 from archerfish.step import TokenLogprobs
 
 PROBE_TENANT = replace(ANONYMOUS, name="\0probe")  # no other tenant can have this name
@@ -44,7 +44,7 @@ class HostedLLM:
         )  # fmt: skip
         self._ids = itertools.count()
         self._num_output_tokens = 0
-        self.deltas: list[tuple[Generation, TextDelta]] | None = None  # of the current `advance`
+        self.deltas: list[tuple[HostedGeneration, TextDelta]] | None = None  # of the current `advance`
         self.read_weights()
 
     def read_weights(self) -> None:
@@ -88,7 +88,7 @@ class HostedLLM:
         is_limited = request.on_end is None and self.controller.max_output_tokens
         params, remarks = self._within_limit(params) if is_limited else (params, [])
         ids, has_grammar = message.token_ids, params.grammar is not None
-        generation = Generation(self, request, message, params, remarks)
+        generation = HostedGeneration(self, request, message, params, remarks)
         if request.on_end is None:  # no health check; before any work is spent on the text
             if message.deadline_s is not None and message.deadline_s > 0:
                 self.controller.check_deadline(message.deadline_s, 0, params.max_tokens)
@@ -121,7 +121,7 @@ class HostedLLM:
         remark = f"max_tokens was lowered from {params.max_tokens} to {limit}, the limit of this server"
         return params.lowered_to(limit), [] if params.max_tokens is None else [remark]
 
-    def _prepare(self, generation: Generation) -> Request:
+    def _prepare(self, generation: HostedGeneration) -> Request:
         """In any thread."""
         message, request, params = generation.message, generation.request, generation.params
         given = [name for name in ("prompt", "token_ids", "messages") if getattr(message, name) is not None]
@@ -144,7 +144,7 @@ class HostedLLM:
             namespace=Namespace(request.tenant.name), deadline_s=request.left_s(self.host.clock()),
         )  # fmt: skip
 
-    def _start(self, live: Request, generation: Generation) -> None:
+    def _start(self, live: Request, generation: HostedGeneration) -> None:
         admitted = generation.admitted
         if not self.engine.scheduler.has_work:
             self.controller.begin_work()
@@ -194,7 +194,7 @@ class HostedLLM:
             self.controller.observe(num_prompt, num_output)
         return has_moved
 
-    def _send(self, deltas: list[tuple[Generation, TextDelta]]) -> None:
+    def _send(self, deltas: list[tuple[HostedGeneration, TextDelta]]) -> None:
         """Send everything that a step brought, with one look at the clock and one lock."""
         now, gaps, answer = self.host.clock(), list[float](), self.host.answer
         for generation, delta in deltas:
@@ -224,7 +224,7 @@ class HostedLLM:
 
 
 @dataclass(eq=False, slots=True)
-class Generation:
+class HostedGeneration:
     """One generation request: turns what the engine brings into the answers that its client asked for."""
 
     model: HostedLLM
@@ -306,7 +306,7 @@ class Generation:
             metrics={name: getattr(result.metrics, name) for name in METRICS}, remarks=self.remarks,
         )
         for output in result.outputs:
-            shown = Output(
+            shown = WireOutput(
                 index=output.index, finish_reason=output.finish_reason, stop_reason=output.stop_reason,
                 cumulative_logprob=output.cumulative_logprob,
             )

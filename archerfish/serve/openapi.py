@@ -21,7 +21,7 @@ PREFIX = "#/components/schemas/"
 DESCRIPTIONS = {
     400: "The request is wrong; the message says how.", 401: "The API key is missing or unknown.",
     403: "The key is not an operator's.", 404: "The model does not exist.", 413: "The request is too large.",
-    429: "The tenant is over its limit; Retry-After says when to try again.",
+    429: "The tenant, or the engine, is over its limit; Retry-After says when to try again.",
     503: "The engine process does not answer or takes no more requests; Retry-After says when to try again.",
     504: "The deadline of the request passed before its first token.",
 }  # fmt: skip

@@ -12,7 +12,7 @@ import msgspec
 
 from archerfish.cache.adaptive import AdaptiveCache
 from archerfish.errors import InvalidOptionError
-from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Output
+from archerfish.serve.wire import Chunk, Generated, GenerationRequest, WireOutput
 
 OVERHEAD_BYTES = 512  # of an entry beside its payload: key, entry, places in orders
 COMPLETE = ("stop", "length")
@@ -134,11 +134,11 @@ class ResultCache:
             outputs = [] if request.stream else found.outputs
             yield msgspec.structs.replace(found, request_id=request.request_id, outputs=outputs)
             return
-        recorded: dict[int, Output] = {}  # of a stream, as far as it has come
+        recorded: dict[int, WireOutput] = {}  # of a stream, as far as it has come
         async with aclosing(generate(request)) as messages:
             async for message in messages:
                 if isinstance(message, Chunk):
-                    output = recorded.setdefault(message.index, Output(index=message.index))
+                    output = recorded.setdefault(message.index, WireOutput(index=message.index))
                     output.token_ids += message.token_ids
                     if message.logprobs is not None:
                         output.logprobs = output.logprobs or []

@@ -158,7 +158,7 @@ class Chunk(Message, tag="chunk", kw_only=True, omit_defaults=True):
     retry_after_s: float | None = None  # if the deadline came before the first token
 
 
-class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
+class WireOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One of the n sequences of a result."""
 
     index: int = 0
@@ -174,7 +174,7 @@ class Generated(Message, tag="generated", kw_only=True, omit_defaults=True):
     """The last answer to a GenerationRequest: the whole result, or after Chunks, what they did not contain."""
 
     model: str = ""
-    outputs: list[Output] = []
+    outputs: list[WireOutput] = []
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0

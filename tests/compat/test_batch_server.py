@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archerfish.compat.batch_server import BatchInferenceServer
-from archerfish.errors import CallerError, InvalidOptionError, ModelError, OverloadedError, StoppedError
+from archerfish.errors import CallerError, InvalidOptionError, ModelError, StoppedError, TooManyRequestsError
 
 from .loops import LIMIT_S, in_loop, run, until
 
@@ -105,7 +105,7 @@ async def test_a_full_queue_refuses() -> None:
         await until(model.entered.is_set)
         waiting = ask(server, [1, 2])
         await asyncio.sleep(0)
-        with pytest.raises(OverloadedError, match="2 inputs wait; the limit is 2"):
+        with pytest.raises(TooManyRequestsError, match="2 inputs wait; the limit is 2"):
             await server.predict(3)
         model.gate.set()
         assert await asyncio.gather(*first, *waiting) == [0, 2, 4]
@@ -226,6 +226,6 @@ def test_every_predict_ends_exactly_once(plan: list[tuple[str, int]], batch: int
             elif isinstance(task.exception(), ValueError):
                 assert number < 0
             else:
-                assert isinstance(task.exception(), StoppedError | OverloadedError)
+                assert isinstance(task.exception(), StoppedError | TooManyRequestsError)
 
     run(main)

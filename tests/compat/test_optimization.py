@@ -14,7 +14,7 @@ import pytest
 
 from archerfish.compat.optimization import OptimizationConfig
 from archerfish.engine.llm_engine import LLMEngine
-from archerfish.errors import InvalidOptionError, OverloadedError, UnknownOptionError
+from archerfish.errors import InvalidOptionError, TooManyRequestsError, UnknownOptionError
 from archerfish.serve.result_cache import ResultCache
 from tests.engine.tiny_llama import greedy, prompts, tiny_config, tokens
 
@@ -120,7 +120,7 @@ def test_shorter_queue_keeps_waiting_requests(engine: LLMEngine) -> None:
     many = prompts(8)
     names = [engine.add_request(prompt, greedy()) for prompt in many]
     OptimizationConfig.of(engine).updated({"max_queue_size": 2}).apply(engine)
-    with pytest.raises(OverloadedError, match="2 requests"):
+    with pytest.raises(TooManyRequestsError, match="2 requests"):
         engine.add_request(many[0], greedy())
     while engine.has_work:
         engine.step()

@@ -284,7 +284,7 @@ def test_limits_of_requests_but_generate_waits_for_room(llama: Path, options: di
     with make(llama, **options) as engine:
         assert engine.config.max_num_seqs == 2
         assert len(engine.generate(prompts(20, 91), greedy(3))) == 20
-        with pytest.raises(errors.OverloadedError, match=said):
+        with pytest.raises(errors.TooManyRequestsError, match=said):
             for prompt in prompts(20, 92):
                 engine.add_request(prompt, greedy(3))
 

@@ -18,7 +18,7 @@ from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.inference_core import InferenceCore
 from archerfish.errors import DeviceError
 from archerfish.kernels import select
-from archerfish.kernels.select import Backend, choose_device, choose_dtype, choose_ops, fast_paths, register_backend
+from archerfish.kernels.select import OpsBackend, choose_device, choose_dtype, choose_ops, fast_paths, register_backend
 from archerfish.kernels.torch import cpu as torch_cpu
 from archerfish.kernels.torch.reference import TorchOps
 
@@ -45,7 +45,7 @@ def test_registered_backend_is_preferred_where_it_can_compute(monkeypatch: pytes
 
     monkeypatch.setattr(select, "BACKENDS", list(select.BACKENDS))
     why_not = "it computes in float32"
-    register_backend(Backend("native", lambda device, dtype: "" if dtype == "float32" else why_not, NativeOps, "no Python"))
+    register_backend(OpsBackend("native", lambda device, dtype: "" if dtype == "float32" else why_not, NativeOps, "no Python"))
     assert choose_ops("cpu", "float32").name == "native"
     assert choose_ops("cpu", "float16").name != "native"
     monkeypatch.setattr(select, "choose_dtype", lambda wanted, device: "float16")
@@ -92,7 +92,7 @@ def test_backend_without_torch_is_chosen_without_importing_torch() -> None:
         import sys
         from archerfish.kernels import select
         select.CARD_DRIVERS = ()
-        select.register_backend(select.Backend("native", lambda device, dtype: "", lambda device, dtype: "loaded", ""))
+        select.register_backend(select.OpsBackend("native", lambda device, dtype: "", lambda device, dtype: "loaded", ""))
         assert select.choose_ops(select.choose_device("auto").name, select.choose_dtype("auto", "cpu")) == "loaded"
         assert "torch" not in sys.modules
     """

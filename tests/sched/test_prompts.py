@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archerfish.errors import OverloadedError
+from archerfish.errors import TooManyRequestsError
 from archerfish.sched.plan import LONE_STEP_S, MIN_STEP_TOKENS, SHARED_STEP_S, Plan
 from archerfish.sequence import Sequence
 from archerfish.step import StepResult
@@ -142,7 +142,7 @@ def test_a_full_engine_refuses_requests_above_max_requests() -> None:
         assert world.scheduler.has_room
         world.add(4)
     assert not world.scheduler.has_room
-    with pytest.raises(OverloadedError, match="3 requests run or wait"):
+    with pytest.raises(TooManyRequestsError, match="3 requests run or wait"):
         world.add(4)
     world.run()
     world.add(4)

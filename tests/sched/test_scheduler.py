@@ -7,7 +7,7 @@ import pytest
 
 from archerfish.bench.scheduler import step_times_us
 from archerfish.cache.radix import RadixKey
-from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, InvariantError, OverloadedError
+from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, InvariantError, TooManyRequestsError
 from archerfish.sched.fakes import expected_output
 from archerfish.sequence import Status
 from archerfish.step import StepResult
@@ -77,7 +77,7 @@ def test_a_full_queue_refuses_and_counts_requests_not_sequences() -> None:
     world = World(max_queue_size=2)
     world.add(5, n=4)
     world.add(5)
-    with pytest.raises(OverloadedError, match="2 requests"):
+    with pytest.raises(TooManyRequestsError, match="2 requests"):
         world.add(5)
     world.step()
     world.add(5)

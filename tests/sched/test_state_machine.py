@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from archerfish.errors import OverloadedError
+from archerfish.errors import TooManyRequestsError
 from archerfish.sched.plan import Plan
 from archerfish.sequence import Sequence
 from archerfish.step import StepResult
@@ -62,7 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.sequences += self.w.add(
                 prompt or [1], deadline=deadline, needs_host_token=host, params=options, **fields
             )
-        except OverloadedError:
+        except TooManyRequestsError:
             assert self.w.scheduler.stats().queue_size == 12
 
     @precondition(lambda self: len(self.in_flight) < 2)

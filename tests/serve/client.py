@@ -63,7 +63,7 @@ async def serving(host: ThreadHost | None = None, **options: Any) -> AsyncIterat
 class Running:
     """A server in a thread."""
 
-    server: front.Server
+    server: front.FrontServer
     address: tuple[str, int]
     thread: threading.Thread
 

@@ -142,14 +142,14 @@ class FakeBackend:
         )
         return [*chunks, final]
 
-    def _output(self, request: wire.GenerationRequest, index: int) -> wire.Output:
+    def _output(self, request: wire.GenerationRequest, index: int) -> wire.WireOutput:
         text = self.reply if isinstance(self.reply, str) else self.reply(request)
         token_ids = [*ids(text + (f" {index}" if index else "")), END]
         most = request.params.get("max_tokens", 16)
         is_cut = most is not None and len(token_ids) > most
         token_ids = token_ids[:most]
         wanted = request.params.get("logprobs")
-        return wire.Output(
+        return wire.WireOutput(
             index=index, token_ids=token_ids, finish_reason=self.finish_reason or ("length" if is_cut else "stop"),
             stop_reason=None if is_cut or self.finish_reason else END,
             logprobs=None if wanted is None else [logprob_of(i, wanted) for i in token_ids],

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from archerfish.errors import OverloadedError
+from archerfish.errors import TooManyRequestsError
 from archerfish.serve.client import RemoteError
 from archerfish.serve.overload import BusyError
 
@@ -128,7 +128,7 @@ def test_wrong_value_names_its_parameter(route: str, body: dict[str, Any], param
 
 
 def test_full_queue_and_limit_of_an_engine_have_codes_of_their_own() -> None:
-    assert (OverloadedError.status, OverloadedError.code) == (429, "too_many_requests")
+    assert (TooManyRequestsError.status, TooManyRequestsError.code) == (429, "too_many_requests")
     assert (BusyError.status, BusyError.code) == (503, "overloaded")
 
 

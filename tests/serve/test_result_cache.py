@@ -28,7 +28,7 @@ from archerfish.serve.result_cache import (
     key_of,
     parse_cache_control,
 )
-from archerfish.serve.wire import Chunk, FrontEndState, Generated, GenerationRequest, Output, decode_request, encode
+from archerfish.serve.wire import Chunk, FrontEndState, Generated, GenerationRequest, WireOutput, decode_request, encode
 
 from .client import WORDS, app_of, client_of, host_with
 from .fake_backend import FakeBackend
@@ -41,7 +41,7 @@ def request(**fields: Any) -> GenerationRequest:
 
 
 def answer(text: str = "hi", reason: str | None = "stop", **fields: Any) -> Generated:
-    outputs = [Output(text=text, token_ids=[1, 2, 3], finish_reason=reason)]
+    outputs = [WireOutput(text=text, token_ids=[1, 2, 3], finish_reason=reason)]
     return Generated(request_id="r", outputs=outputs, num_prompt_tokens=5, num_output_tokens=3, **fields)
 
 
@@ -149,7 +149,7 @@ def test_incomplete_answers_are_not_kept(reason: str | None) -> None:
     cache = ResultCache(100_000)
     assert not cache.put("a", KEY, answer(reason=reason))
     mixed = answer()
-    mixed.outputs.append(Output(index=1, finish_reason=reason))
+    mixed.outputs.append(WireOutput(index=1, finish_reason=reason))
     assert not cache.put("a", KEY, mixed) and not cache.put("a", KEY, Generated(request_id="r"))
 
 
@@ -412,7 +412,7 @@ async def test_simultaneous_changes_leave_front_ends_equal(tmp_path: Path, monke
 
 
 def test_front_ends_share_the_bytes_of_the_result_cache() -> None:
-    answer = Generated(request_id="", outputs=[Output(text="x" * 3000, finish_reason="stop")])
+    answer = Generated(request_id="", outputs=[WireOutput(text="x" * 3000, finish_reason="stop")])
     caches = [ResultCache(40_000, max_tenants=2, num_front_ends=4) for _ in range(4)]
     for number in range(100):
         for cache in caches:

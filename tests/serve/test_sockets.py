@@ -346,7 +346,7 @@ def test_request_in_a_thread_leaves_no_traceback(
 
 
 def test_sigterm_stops_and_sigint_forces() -> None:
-    server = front.Server(uvicorn.Config(lambda: None), lambda: None)
+    server = front.FrontServer(uvicorn.Config(lambda: None), lambda: None)
     for number, is_forced in ((signal.SIGTERM, False), (signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGTERM, True)):
         server.handle_exit(number, None)
         assert (server.should_exit, server.force_exit) == (True, is_forced)

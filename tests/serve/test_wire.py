@@ -17,7 +17,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archerfish.errors import InputTooLargeError, OverloadedError
+from archerfish.errors import InputTooLargeError, TooManyRequestsError
 from archerfish.serve import wire
 
 from .hosting import GREEDY, Raw, WordEncoder, add_encoder, make_host, stats, talking, until_free, whole
@@ -89,7 +89,7 @@ def test_deep_nesting_is_refused() -> None:
 
 
 def test_details_of_foreign_errors_stay_hidden() -> None:
-    told = wire.Failed.of("1", OverloadedError("The queue is full.", hint="Wait."), 3.0)
+    told = wire.Failed.of("1", TooManyRequestsError("The queue is full.", hint="Wait."), 3.0)
     assert (told.status, told.code, told.retry_after_s) == (429, "too_many_requests", 3.0)
     assert (told.message, told.hint) == ("The queue is full.", "Wait.")
     assert wire.Failed.of("1", InputTooLargeError("Long.")).status == 413

@@ -350,7 +350,7 @@ class Prefill:
 
 
 @dataclass(frozen=True)
-class Layout:
+class AttentionLayout:
     """How a batch attends under one window."""
 
     # Decodes that attend in one call, group after group as in `order`: slots of their keys, (sequences * width,), past a
@@ -362,7 +362,7 @@ class Layout:
 
 
 @WeakCache
-def lay_out(batch: PagedBatch[Tensor], window: int, dtype: torch.dtype) -> Layout:
+def lay_out(batch: PagedBatch[Tensor], window: int, dtype: torch.dtype) -> AttentionLayout:
     tables, block_size, num = batch.block_tables.numpy(), batch.block_size, batch.num_decodes
     ends = batch.context_lens[:num]
     firsts = np.maximum(ends - window, 0) if window else np.zeros_like(ends)
@@ -389,8 +389,8 @@ def lay_out(batch: PagedBatch[Tensor], window: int, dtype: torch.dtype) -> Layou
         prefills.append(lay_prefill(tables[i], start, num_new, int(batch.context_lens[i]), block_size, window, dtype))
         start += num_new
     if order is None:
-        return Layout(tuple(decodes), None, None, tuple(prefills))
-    return Layout(tuple(decodes), torch.from_numpy(order), torch.from_numpy(np.argsort(order)), tuple(prefills))
+        return AttentionLayout(tuple(decodes), None, None, tuple(prefills))
+    return AttentionLayout(tuple(decodes), torch.from_numpy(order), torch.from_numpy(np.argsort(order)), tuple(prefills))
 
 
 def group_lengths(lengths: Ids) -> tuple[Ids | None, list[Ids]]:

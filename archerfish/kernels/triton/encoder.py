@@ -162,7 +162,7 @@ def normalize_kernel(x, out, num_rows, x_stride, width: tl.constexpr, block: tl.
 
 
 @dataclass(frozen=True)
-class Layout:
+class EncoderLayout:
     """Where sequences lie and which tiles they are cut into, on the device as int64."""
 
     starts: Tensor  # (sequences + 1,)
@@ -179,10 +179,10 @@ class Layout:
 class RecordedSegments(Segments):
     """The sequences of recorded passes, whose layout and positions lie in memory that is filled anew for each pass."""
 
-    layout: Layout | None = field(default=None, compare=False)
+    layout: EncoderLayout | None = field(default=None, compare=False)
 
 
-def lay_out(segments: Segments, device: torch.device, rows: int = 0) -> Layout:
+def lay_out(segments: Segments, device: torch.device, rows: int = 0) -> EncoderLayout:
     """The layout of a batch in tiles of `rows` queries; 0: as many as suit its lengths."""
     if isinstance(segments, RecordedSegments) and segments.layout is not None:
         return segments.layout
@@ -190,12 +190,12 @@ def lay_out(segments: Segments, device: torch.device, rows: int = 0) -> Layout:
 
 
 @lru_cache(maxsize=16)  # all layers of a pass share one
-def new_layout(segments: Segments, device: torch.device, rows: int) -> Layout:
+def new_layout(segments: Segments, device: torch.device, rows: int) -> EncoderLayout:
     mean_length = segments.num_tokens / len(segments.lengths)
     rows = rows or next((rows for rows in TILE_ROWS if mean_length <= rows), TILE_ROWS[-1])
     sequences, firsts = cut(np.asarray(segments.lengths, dtype=np.int64), rows)
     starts, tile_sequences, tile_firsts = send_pieces((segments.starts, sequences, firsts), device, np.int64)
-    return Layout(starts, tile_sequences, tile_firsts, rows)
+    return EncoderLayout(starts, tile_sequences, tile_firsts, rows)
 
 
 def even(size: int) -> int:
@@ -224,7 +224,7 @@ class FixedInputs(EncoderInputs[Tensor]):
         self._words = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
         tokens, positions, types, starts, sequences, firsts = self._words.split(self._sizes)
         self.token_ids, self.type_ids = tokens[:num_tokens], types[:num_tokens]
-        self._layout = Layout(starts[: self.num_sequences + 1], sequences, firsts, rows)
+        self._layout = EncoderLayout(starts[: self.num_sequences + 1], sequences, firsts, rows)
         self.segments = RecordedSegments((num_tokens,), self._layout)
         self.segments.__dict__["positions"] = positions[:num_tokens]  # instead of what the host would find
 
