@@ -124,7 +124,7 @@ def loader(place: str) -> Callable[[str, str], Ops[Any]]:
 
 
 BACKENDS = [  # the fastest first
-    OpsBackend("torch + Triton", without_triton, loader("triton.ops:TritonOps"), "norms, rotary, KV and attention in own kernels"),
+    OpsBackend("torch + Triton", without_triton, loader("triton.ops:TritonOps"), "norms, rotary and attention in own kernels"),
     OpsBackend("torch + oneDNN", without_torch_cpu, loader("torch.cpu:TorchCpuOps"), "packed products, bias, activation fused"),
     OpsBackend("torch reference", lambda device, dtype: "", loader("torch.reference:TorchOps"), "any device and type of torch"),
 ]
