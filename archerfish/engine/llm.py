@@ -14,7 +14,7 @@ from archerfish.engine.llm_engine import LLMEngine, Message, Prompt
 from archerfish.engine.llm_loading import make_runner
 from archerfish.engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput, split_reasoning
 from archerfish.engine.request_maker import is_token_ids
-from archerfish.engine.text_batches import softmax
+from archerfish.engine.text_batches import remark_cuts, softmax
 from archerfish.engine.vllm_options import ENCODER_TASKS, as_options, read_options, read_task
 from archerfish.errors import InvalidInputError, StoppedError, UnsupportedModelError
 from archerfish.kernels.machine import free_memory
@@ -237,6 +237,7 @@ class EncoderLLM(LLM):
         return [plain] if isinstance(plain, str) or is_token_ids(plain) else list(plain)
 
     def _results(self, texts: Sequence[TokenizedText], rows: Vectors) -> list[PoolingRequestOutput]:
+        remark_cuts(self.encoder, texts)
         return [
             PoolingRequestOutput(f"request-{next(self._ids)}", PoolingOutput(row), text.token_ids.tolist())
             for text, row in zip(texts, rows, strict=True)

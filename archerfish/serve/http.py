@@ -29,6 +29,7 @@ access_logger = logging.getLogger("archerfish.access")
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/openapi.json", "/docs", "/version", "/favicon.ico"))  # need no key
 OPERATOR_PATHS = ("/metrics", "/stats", "/admin/")  # figures of all tenants, and options
 CLIENT_GONE = 499  # the status that nginx logs for a client that closed its connection before the answer
+UNSTATED = ("", "application/x-www-form-urlencoded")  # the second is curl's for any data
 JSON_TYPE = re.compile(r"application/(.*\+)?json")
 REMARK_HEADER, MAX_REMARK = b"x-archerfish-remark", 1000
 NOT_IN_HEADERS = re.compile(r"[^\x20-\x7e]")
@@ -177,12 +178,13 @@ class BodyRoute(Route):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        # Ollama's clients may state no type. A page of another site, which must not get through, states its origin.
-        unstated = "" if "origin" in request.headers else "application/json"
-        content_type = request.headers.get("content-type", unstated).partition(";")[0].strip().lower()
-        data = read_json(await request.body() or b"null") if JSON_TYPE.fullmatch(content_type) else None
+        # Ollama's clients and `curl -d` state no type. A page of another site, which must not get through, states its origin.
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        is_json = JSON_TYPE.fullmatch(content_type) or (content_type in UNSTATED and "origin" not in request.headers)
+        data = read_json(await request.body() or b"null") if is_json else None
         if not isinstance(data, dict):
-            raise CallerError("The body must be a JSON object, sent with the header Content-Type: application/json.")
+            sent = "" if is_json else ", sent with the header Content-Type: application/json"
+            raise CallerError(f"The body must be a JSON object{sent}.")
         if isinstance(data.get("model"), str):
             request.state.log["model"] = data["model"]
         body = self.body_type.model_validate(data, context=request.state.remarks)

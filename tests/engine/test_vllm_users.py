@@ -290,9 +290,11 @@ def test_sleep_gives_memory_back_and_answers_stay_the_same(directory: Path, leve
 # Encoders
 
 
-def test_an_embedding_model_embeds_and_scores(minilm: ArrowEngine) -> None:
+def test_an_embedding_model_embeds_and_scores(minilm: ArrowEngine, caplog: pytest.LogCaptureFixture) -> None:
     made: Any = LLM("all-minilm-l6-v2", task="embed", max_model_len=128, gpu_memory_utilization=0.5)
     assert isinstance(made, EncoderLLM) and isinstance(made, LLM)
+    made.embed("word " * 200)
+    assert "all-minilm-l6-v2 reads 128 tokens of a text. Longer ones were cut: split them." in caplog.messages
     outputs = made.embed(["a fish", {"prompt": "a bird"}], use_tqdm=True)
     vectors = minilm.encode(["a fish", "a bird"], normalize=True)
     np.testing.assert_allclose([one.outputs.embedding for one in outputs], vectors, atol=1e-6)
