@@ -237,7 +237,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     if error.status_code == 404:
         hint = did_you_mean(path, sorted({route.path for route in routes})) if len(path) <= MAX_MESSAGE else ""
-        message = f"There is no route {request.method} {path}. {hint} GET /openapi.json lists all.".replace("  ", " ")
+        message = f"There is no route {request.method} {path}. {hint} GET /docs lists all.".replace("  ", " ")
     elif error.status_code == 405:
         allowed = {method for route in routes if route.path_regex.match(path) for method in route.methods or ()}
         headers["Allow"] = ", ".join(sorted(allowed))

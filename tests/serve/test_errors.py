@@ -171,7 +171,7 @@ async def test_unknown_routes_and_methods() -> None:
     async with serving() as client:
         answer = await client.post("/v1/audio/speech", json={})
         assert (answer.status_code, error_of(answer)["code"]) == (404, "not_found")
-        assert error_of(answer)["message"] == "There is no route POST /v1/audio/speech. GET /openapi.json lists all."
+        assert error_of(answer)["message"] == "There is no route POST /v1/audio/speech. GET /docs lists all."
         near = {"/chat/completions": "/v1/chat/completions", "/v1/v1/embeddings": EMBEDDINGS, "/v1/message": "/v1/messages"}
         for path, meant in near.items():
             assert f"Did you mean '{meant}'" in error_of(await client.post(path, json={}))["message"]
