@@ -17,18 +17,7 @@ from archerfish.errors import InputTooLargeError
 from archerfish.params import MAX_LOGPROBS, MAX_N
 from archerfish.serve import answers
 from archerfish.serve import generation as gen
-from archerfish.serve.bodies import (
-    IGNORED,
-    UNUSED,
-    Body,
-    ConversationBody,
-    Messages,
-    Prompts,
-    Stop,
-    TextBody,
-    Values,
-    bounded,
-)  # fmt: skip
+from archerfish.serve.bodies import IGNORED, UNUSED, Body, ConversationBody, Messages, Prompts, Stop, TextBody, Values, bounded
 from archerfish.serve.catalog import ModelText
 from archerfish.serve.errors import InvalidParameterError, UnsupportedParameterError, data_event, json_response, naming
 from archerfish.serve.event_stream import EventStream, EventWriter

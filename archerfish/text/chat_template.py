@@ -182,9 +182,8 @@ class ChatTemplate:
             variables = frozenset(find_undeclared_variables(tree))
         except Exception as error:
             raise self._explained(error) from error
-        self._compiled[name] = CompiledTemplate(
-            template, style_of(source), variables, "tool_calls" in fields, "tools" in variables
-        )  # fmt: skip
+        reads = "tool_calls" in fields, "tools" in variables
+        self._compiled[name] = CompiledTemplate(template, style_of(source), variables, *reads)
         return self._compiled[name]
 
     def _explained(self, error: Exception) -> ArcherfishError:

@@ -68,16 +68,17 @@ def decoding(engine: LLMEngine, num: int, params: SamplingParams) -> Iterator[li
 
 
 def memory_counts() -> dict[str, int]:
-    """How often memory of the device has been asked for until now."""
-    device = torch.cuda.memory_stats()
-    return {name: device[name] for name in ("allocation.all.allocated", "segment.all.allocated", "num_device_alloc")}
+    """How often memory of the device, and pinned memory of the host, has been asked for until now."""
+    device, host = torch.cuda.memory_stats(), torch.cuda.host_memory_stats()
+    counts = {name: device[name] for name in ("allocation.all.allocated", "segment.all.allocated", "num_device_alloc")}
+    return counts | {name: host[name] for name in ("num_host_alloc", "segment.allocated") if name in host}
 
 
 @pytest.mark.parametrize("num", [1, 64])
 @pytest.mark.parametrize("params", PARAMS)
 def test_nothing_is_allocated(engine: LLMEngine, params: str, num: int) -> None:
     with decoding(engine, num, PARAMS[params]):
-        before, pinned = memory_counts(), torch.cuda.host_memory_stats()["num_host_alloc"]
+        before = memory_counts()
         torch.cuda.set_sync_debug_mode("error")  # a call that would wait for the device raises
         try:
             for _ in range(NUM_STEPS):
@@ -86,8 +87,6 @@ def test_nothing_is_allocated(engine: LLMEngine, params: str, num: int) -> None:
             torch.cuda.set_sync_debug_mode("default")
         assert memory_counts() == before
         assert before["num_device_alloc"] > 0
-        # torch uses pinned memory again when the device is past its last use: a slow host may need one piece more.
-        assert torch.cuda.host_memory_stats()["num_host_alloc"] - pinned <= 2
 
 
 @pytest.mark.parametrize("num", [1, 64])

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.no_cover
 MAX_WAITING = 60
 # About twice what is seen, the same for 700 and for 10,000 requests. Under fair-share a request of low priority waits for as
 # long as others of its tenant come, which is what a priority is for: the bound is for the others.
-MAX_WAIT_STEPS = {"fcfs": 2000, "longest-prefix-first": 2000, "fair-share": 2000}
+MAX_WAIT_STEPS = {"fcfs": 1000, "longest-prefix-first": 1000, "fair-share": 2000}
 
 
 @dataclass

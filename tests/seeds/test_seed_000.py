@@ -10,15 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from archerfish import (
-    ArrowEngine,
-    BatchProcessor,
-    ConversionConfig,
-    FastTokenizer,
-    InferenceCore,
-    ModelConverter,
-    WeightLoader,
-)
+from archerfish import ArrowEngine, BatchProcessor, ConversionConfig, FastTokenizer, InferenceCore, ModelConverter, WeightLoader
 from archerfish.errors import InvalidOptionError
 from tests.conftest import TinyModel
 

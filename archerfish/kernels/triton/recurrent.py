@@ -12,15 +12,7 @@ import torch
 from archerfish.background import WeakCache
 from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input
 from archerfish.kernels.ops import LinearWeight, NormWeights
-from archerfish.kernels.recurrent import (
-    FIRST_SLOT,
-    NO_SLOT,
-    BlockWeights,
-    HeadInputs,
-    HeadWeights,
-    RecurrentBatch,
-    StateLayer,
-)
+from archerfish.kernels.recurrent import FIRST_SLOT, NO_SLOT, BlockWeights, HeadInputs, HeadWeights, RecurrentBatch, StateLayer
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight
 from archerfish.kernels.torch.sampling import sampling_batch
