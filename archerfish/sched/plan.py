@@ -209,13 +209,16 @@ class PromptPlanner:
     def _order(self, sequences: list[Sequence], budget: int) -> list[Sequence]:
         """Sequences in the order in which they get their tokens. None overtakes another while there are enough for all."""
         live = self.live
-        if self._blocked[0] in live.queue.entries and live.num_available < self._blocked[1]:
+        if self._blocked[0] in live.queue.entries:
             return sequences  # those that overtake the blocked one could take its memory for ever
         runnable = sequences[: len(live.prefilling) + len(live.rows)]
         if sum(map(num_left, runnable)) <= budget:
             return sequences
         is_shortest, self._is_shortest_next = self._is_shortest_next, not self._is_shortest_next
-        return sorted(sequences, key=lambda seq: (-seq.request.priority, num_left(seq))) if is_shortest else sequences
+        if not is_shortest:
+            return sequences
+        # Only among those that have a row or would get one in order: a row that becomes free is not given to a later one.
+        return sorted(runnable, key=lambda seq: (-seq.request.priority, num_left(seq))) + sequences[len(runnable) :]
 
     def _next_chunk(self, seq: Sequence, budget: int) -> int:
         start, end = seq.num_computed, len(seq.tokens)

@@ -198,6 +198,17 @@ def test_admission_avoids_immediate_preemption() -> None:
     assert world.scheduler.stats().num_preemptions <= 2
 
 
+@DEPTHS
+def test_a_prompt_that_waited_for_memory_gets_it_before_short_ones(depth: int) -> None:
+    world, num_steps = World(depth=depth, max_queue_size=1000), 0
+    world.add(70), world.add(70), world.add(70), world.step()
+    (long,) = world.add(220, max_tokens=1)  # 55 of the 64 blocks
+    while not long.num_emitted:
+        world.add(60, max_tokens=20), world.add(60, max_tokens=20), world.step()
+        num_steps += 1
+    assert num_steps <= 35 + depth  # what was running ends first, within 25
+
+
 def test_what_is_cached_is_evicted_before_anybody_is_preempted() -> None:
     world = World(num_blocks=10, block_size=4)
     world.add(16, max_tokens=4)

@@ -8,7 +8,7 @@ Host arrays travel through pinned memory, so that no operation waits for the dev
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -53,6 +53,7 @@ FLOAT32_WIDTH = 2048  # of models that add up their layers in float32; in wider 
 COPY_WORDS = 2048  # of 4 bytes that a program copies at a time
 TABLE_STEP = 256  # blocks of a list that are moved at a time
 WORD_BYTES = 4
+PINNED_BYTES = 1 << 16  # of a buffer that is used again for what is fetched
 INTERPRETER_PROCESSORS = 4  # that Triton's interpreter claims to have
 
 
@@ -109,6 +110,7 @@ class TritonOps(TorchOps):
         self._memories: dict[tuple[int, ...], Tensor] = {}  # addresses of keys and values of all layers, on the device
         self._counting: dict[int, Tensor] = {}  # 0, 1, 2 ... by how many
         self._prompt_tiles: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # `AttentionPlan.tiles` of prompts, by rows
+        self._pinned: list[Tensor] = []  # buffers of `fetch` that are free
         self._uploads: Uploads | None = None  # while weights are being prepared
         self.is_async = self.can_record = device == "cuda"
 
@@ -183,17 +185,23 @@ class TritonOps(TorchOps):
     def fetch(self, x: Tensor) -> Callable[[], npt.NDArray[Any]]:
         if self.device == "cpu":
             return super().fetch(x)
-        copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        is_small, done = x.nbytes <= PINNED_BYTES, torch.cuda.Event()
+        if not (is_small and self._pinned):
+            self._pinned.append(torch.empty(max(x.nbytes, PINNED_BYTES), dtype=torch.uint8, pin_memory=True))
+        memory = self._pinned.pop()
+        copy = memory[: x.nbytes].view(x.dtype).view(x.shape)
         copy.copy_(x, non_blocking=True)
-        done = torch.cuda.Event()
         done.record()
 
         def wait() -> npt.NDArray[Any]:
             done.synchronize()
             array: npt.NDArray[Any] = copy.numpy()
+            if is_small:
+                array = array.copy()
+                self._pinned.append(memory)
             return array
 
-        return wait
+        return cache(wait)  # an interrupt may make the caller ask again
 
     def decode_batch(
         self, inputs: Tensor, state: DecodeState[Tensor], block_size: int, *, is_shared: bool
