@@ -191,6 +191,7 @@ class Ops(ABC, Generic[T]):
     name: str
     device: str
     dtype: str
+    reads_stored: bool = False  # takes a checkpoint's tensors as `StoredTensor`, not as tensors of torch
     is_deterministic: bool = False  # what a row of a product gives must not depend on how many rows there are
 
     def __init__(self) -> None:
@@ -371,15 +372,14 @@ class Ops(ABC, Generic[T]):
 
     # Steps that are only decodes (`decoding.py`), which a backend may record and repeat.
 
-    @abstractmethod
     def new_decode_state(self, num_rows: int, most_blocks: int) -> DecodeState[T]:
         """Memory for so many sequences and one more row."""
+        raise self._records_nothing()
 
-    @abstractmethod
     def set_tables(self, state: DecodeState[T], rows: Ids, block_tables: Ids) -> None:
         """Write block lists of the host, (rows, most blocks), into some rows."""
+        raise self._records_nothing()
 
-    @abstractmethod
     def decode_batch(
         self, inputs: T, state: DecodeState[T], block_size: int, *, is_shared: bool
     ) -> tuple[PagedBatch[T], SamplingBatch[T]]:
@@ -387,14 +387,25 @@ class Ops(ABC, Generic[T]):
 
         is_shared: keys that all sequences share are to be read once for all.
         """
+        raise self._records_nothing()
 
-    @abstractmethod
     def prompt_batch(self, inputs: T, num_rows: int, block_size: int) -> PagedBatch[T]:
         """What inputs of so many rows, laid out as `Word` says, hold for a model; the row of the last token is to be kept."""
+        raise self._records_nothing()
 
-    @abstractmethod
     def keep_tokens(self, inputs: T, state: DecodeState[T], tokens: T) -> None:
         """Write the tokens of a batch into the last_tokens of its sequences."""
+        raise self._records_nothing()
+
+    def _records_nothing(self) -> DeviceError:
+        return DeviceError(f"The backend {self.name!r} records no steps of decodes.")
+
+    def replayed(self, call: Callable[[Any], T]) -> Callable[[Any], T]:
+        """A function of a batch that may be recorded when it is first called, and replayed with other batches afterwards.
+
+        It must depend on nothing but the arrays of the batch, and on whether each of them is there.
+        """
+        return call
 
     can_record: bool = False  # `capture` records work
     replays_any_rows: bool = False  # recorded work can be repeated for fewer rows than it was recorded with

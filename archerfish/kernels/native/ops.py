@@ -1,0 +1,303 @@
+"""The CPU backend: our own kernels (csrc/), on tapes that are replayed without Python.
+
+Activations are float32. `dtype` is the type of keys and values, and the one that float32 matrices are kept in; matrices of other
+types stay as they are stored, those of GGUF in their blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from archerfish.errors import DeviceError
+from archerfish.kernels.decoding import DecodeState
+from archerfish.kernels.formats import WeightFormat
+from archerfish.kernels.machine import cpu
+from archerfish.kernels.native._native import Level, Matrix, Threads
+from archerfish.kernels.native.recorder import Handle, Input, Recorder, Replayer, Rows, TapeRunner, Value, set_batch, set_segments
+from archerfish.kernels.native.weights import ACTIVATIONS, TYPES, NativeWeight, Table, pack_parts
+from archerfish.kernels.ops import (
+    Activation,
+    BlockMask,
+    HeadShape,
+    Ids,
+    KVLayer,
+    LinearWeight,
+    NormWeights,
+    Ops,
+    PagedBatch,
+    Pooling,
+    Rotary,
+    Rotation,
+    Segments,
+)
+from archerfish.kernels.sampling import Drawn, Logprobs, PoolStats, SamplingBatch, TokenCounts
+from archerfish.kernels.stored import StoredTensor
+
+POOLINGS: dict[Pooling, int] = {"mean": 0, "cls": 1, "lasttoken": 2, "max": 3, "mean_sqrt_len_tokens": 4}
+DUMMY_SCALE = 0.02  # of random weights
+
+
+@lru_cache(maxsize=8)
+def shared_threads(num_threads: int) -> Threads:
+    """The threads of a process; backends that ask for the same number share them."""
+    return Threads(num_threads)
+
+
+class NativeOps(Ops[Any]):
+    """Tensors are arrays of the host, or values of a tape that is being recorded."""
+
+    name = "native"
+    reads_stored = True
+
+    def __init__(self, device: str = "cpu", dtype: str = "float32", level: str = "") -> None:
+        super().__init__()
+        self.device, self.dtype, self.type = device, dtype, TYPES[dtype]
+        self.level = Level(level)
+        self.runner = TapeRunner(self.level, shared_threads(cpu().num_cores))
+        self._tables: dict[int, Table] = {}  # quantised lookup tables by the address of their data
+
+    def start_thread(self, num_threads: int) -> None:
+        self.runner.num_threads = num_threads or cpu().num_cores
+
+    # Arrays of the host
+
+    def tensor(self, values: npt.NDArray[Any] | Handle) -> Handle:
+        return values
+
+    def to_numpy(self, x: Handle) -> npt.NDArray[np.float32]:
+        found: npt.NDArray[np.float32] = x.astype(np.float32, copy=False)
+        return found
+
+    def rows(self, x: Handle, indices: Ids | Handle) -> Handle:
+        if not isinstance(x, Value):
+            return x[indices]
+        recorder = self.runner.current()
+        out = recorder.new(Rows.KEPT, x.width, 0)
+        recorder.tape.kept_rows(recorder(x), 4 * x.width, recorder(out))
+        return out
+
+    def first_rows(self, x: Handle, num_rows: int) -> Handle:
+        return x[:num_rows]
+
+    def concat(self, parts: Sequence[Handle]) -> Handle:
+        return np.concatenate(list(parts))
+
+    def put(self, target: Handle, indices: Ids, values: Handle) -> None:
+        target[indices] = values
+
+    def send(self, values: Ids, target: Handle) -> None:
+        target[...] = values
+
+    def fetch(self, x: Handle) -> Callable[[], npt.NDArray[Any]]:
+        return lambda: x
+
+    def replayed(self, call: Callable[[Any], Handle]) -> Callable[[Any], Handle]:
+        return Replayer(self.runner, call)
+
+    # Weights
+
+    def to_device(self, tensor: Handle) -> Handle:
+        if not isinstance(tensor, StoredTensor) or not tensor.quant_type:
+            return tensor
+        key = tensor.data.ctypes.data
+        if key not in self._tables:
+            self._tables[key] = Table(pack_parts([tensor], self.dtype))
+        return self._tables[key]
+
+    def vector(self, weight: Handle, *, plus: float = 0.0) -> Handle:
+        array = weight.as_floats() if isinstance(weight, StoredTensor) else np.asarray(weight, dtype=np.float32)
+        return np.ascontiguousarray(array + np.float32(plus)) if plus else np.ascontiguousarray(array)
+
+    def pack_linear(
+        self, parts: Sequence[Mapping[str, Handle]], biases: Sequence[Handle | None], weight_format: WeightFormat
+    ) -> NativeWeight:
+        weights = [part["weight"] for part in parts]
+        is_tied = len(weights) == 1 and isinstance(weights[0], Table)
+        matrix = weights[0].matrix if is_tied else pack_parts(weights, self.dtype, weight_format.name)
+        if any(bias is not None for bias in biases):
+            sizes = [weight.shape[0] for weight in weights]
+            given = [
+                np.zeros(size, dtype=np.float32) if bias is None else self.vector(bias)
+                for size, bias in zip(sizes, biases, strict=True)
+            ]
+            matrix.set_bias(np.concatenate(given))
+        return NativeWeight(self.runner, matrix)
+
+    def release(self) -> None:
+        self._tables.clear()
+        super().release()
+
+    def random_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Handle]:
+        made: dict[str, Handle] = {}
+        random = np.random.default_rng(0)
+        for name, shape in shapes.items():
+            array = random.standard_normal(shape, dtype=np.float32) * np.float32(DUMMY_SCALE)
+            if len(shape) == 1 and name.endswith("norm.weight"):
+                array += 1
+            made[name] = StoredTensor(shape, "float32", array)
+        return made
+
+    # Lookups and norms
+
+    def _look_up(self, tables: Sequence[Handle], ids: Sequence[Handle], scale: float) -> Handle:
+        recorder = self.runner.current()
+        sources: list[int] = []
+        inputs = (Input.TOKEN_IDS, Input.POSITIONS, Input.TYPE_IDS)
+        for each, free in zip(ids, inputs, strict=False):
+            if isinstance(each, Value):
+                assert each.source is not None
+                sources.append(each.source)
+            else:
+                recorder.step.set(free, np.ascontiguousarray(each))
+                sources.append(free)
+        offsets = [each.offset if isinstance(each, Value) else 0 for each in ids]
+        width = tables[0].shape[1]
+        num_rows = 0 if isinstance(ids[0], Value) else len(ids[0])
+        out = recorder.new(Rows.TOKENS, width, num_rows)
+        packed = tables[0].matrix if isinstance(tables[0], Table) else None
+        plain = [np.empty(0, dtype=np.float32) if isinstance(each, Table) else array_of(each) for each in tables]
+        types = [0 if isinstance(each, Table) else type_of(each) for each in tables]
+        recorder.tape.tables(plain, types, sources, offsets, packed, scale, width, recorder(out))
+        self.runner.finish(recorder)
+        return out
+
+    def embed(self, tables: Sequence[Handle], ids: Sequence[Handle]) -> Handle:
+        return self._look_up(tables, ids, 1.0)
+
+    def lookup(self, table: Handle, ids: Handle, *, scale: float = 1.0) -> Handle:
+        return self._look_up((table,), (ids,), scale)
+
+    def _norm(self, x: Handle, before: Handle | None, weight: Handle, bias: Handle | None, eps: float) -> tuple[Handle, Handle]:
+        recorder = self.runner.current()
+        out = recorder.like(x, x.shape[1])
+        total = x if before is None else recorder.like(x, x.shape[1])
+        place = -1 if before is None else recorder(total)
+        recorder.tape.norm(recorder(x), recorder(before), place, weight, bias, eps, recorder(out))
+        self.runner.finish(recorder)
+        return out, total
+
+    def layer_norm(self, x: Handle, norm: NormWeights[Handle]) -> Handle:
+        return self._norm(x, None, norm.weight, norm.bias, norm.eps)[0]
+
+    def rms_norm(self, x: Handle, weight: Handle, eps: float, *, residual: Handle | None = None) -> tuple[Handle, Handle]:
+        return self._norm(x, residual, weight, None, eps)
+
+    def normed_linear(
+        self, x: Handle, norm: Handle, eps: float, weight: LinearWeight[Handle], *, residual: Handle | None = None,
+        gate: Activation | None = None,
+    ) -> tuple[Handle, Handle]:
+        packed = weight.get()
+        assert isinstance(packed, NativeWeight)
+        y, total = packed.multiply_normed(x, norm, eps, residual, gate)
+        return (y if gate is None or packed.can_gate else self.gated(y, gate)), total
+
+    def logits(self, x: Handle, head: LinearWeight[Handle], *, softcap: float = 0.0) -> Handle:
+        packed = head.get()
+        assert isinstance(packed, NativeWeight)
+        return packed.multiply(x, "none", None, softcap=softcap)
+
+    def gated(self, x: Handle, activation: Activation) -> Handle:
+        recorder, width = self.runner.current(), x.shape[1] // 2
+        out = recorder.like(x, width)
+        recorder.tape.gated(recorder(x), width, ACTIVATIONS[activation], recorder(out))
+        self.runner.finish(recorder)
+        return out
+
+    # Attention
+
+    def _attend(
+        self, recorder: Recorder, q: Handle, heads: HeadShape, kv: KVLayer[Handle] | None, bias: Handle | None = None
+    ) -> Handle:
+        width = heads.num_heads * heads.head_dim
+        out = recorder.like(q, width)
+        shape = [heads.num_heads, heads.num_kv_heads, heads.head_dim]
+        keys, values = (None, None) if kv is None else (kv.keys, kv.values)
+        recorder.tape.attend(
+            recorder(q), recorder(out), shape, heads.scale, heads.window, heads.softcap, keys, values,
+            TYPES["float32"] if kv is None else self.type, recorder(bias),
+        )
+        self.runner.finish(recorder)
+        return out
+
+    def attention(self, qkv: Handle, segments: Segments, num_heads: int, *, bias: Handle | None = None) -> Handle:
+        recorder, dim = self.runner.current(), qkv.shape[1] // (3 * num_heads)
+        if recorder.is_eager:
+            set_segments(recorder.step, segments)
+            recorder.step.sizes[3] = 0 if bias is None else bias.shape[1]
+        return self._attend(recorder, qkv, HeadShape(num_heads, num_heads, dim, dim**-0.5), None, bias)
+
+    def relative_bias(self, table: Handle, buckets: Ids) -> Handle:
+        values = table.as_floats() if isinstance(table, StoredTensor) else table
+        return np.ascontiguousarray(values[buckets].transpose(2, 0, 1), dtype=np.float32)
+
+    def rotary(self, cos_sin: npt.NDArray[np.float32], rotary_dim: int) -> Rotary[Handle]:
+        return Rotary(np.ascontiguousarray(cos_sin), rotary_dim)
+
+    def new_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVLayer[Handle]:
+        shape, dtype = (num_blocks, block_size, num_kv_heads, head_dim), np.float32 if self.dtype == "float32" else np.uint16
+        return KVLayer(np.zeros(shape, dtype=dtype), np.zeros(shape, dtype=dtype))
+
+    def copy_blocks(self, layers: Sequence[KVLayer[Handle]], pairs: Sequence[tuple[int, int]]) -> None:
+        sources, targets = np.array(pairs, dtype=np.int64).T
+        for layer in layers:
+            for memory in (layer.keys, layer.values):
+                memory[targets] = memory[sources]
+
+    def store_kv(
+        self, qkv: Handle, kv: KVLayer[Handle], batch: PagedBatch[Handle], heads: HeadShape, rotation: Rotation[Handle]
+    ) -> Handle:
+        recorder = self.runner.current()
+        if recorder.is_eager:
+            set_batch(recorder.step, batch)
+        q = recorder.like(qkv, heads.num_heads * heads.head_dim)
+        recorder.step.sizes[Rows.TOKENS] = batch.num_tokens if recorder.is_eager else 0
+        rotary = rotation.rotary
+        recorder.tape.store_kv(
+            recorder(qkv), recorder(q), [heads.num_heads, heads.num_kv_heads, heads.head_dim],
+            None if rotary is None else rotary.cos_sin, 0 if rotary is None else rotary.rotary_dim, rotation.q_norm,
+            rotation.k_norm, rotation.eps, kv.keys, kv.values, self.type,
+        )
+        self.runner.finish(recorder)
+        return q
+
+    def paged_attention(
+        self, q: Handle, kv: KVLayer[Handle], batch: PagedBatch[Handle], heads: HeadShape, *,
+        mask: BlockMask[Handle] | None = None,
+    ) -> Handle:
+        if mask is not None:
+            raise DeviceError("The native CPU backend has no block masks.", hint="Use the backend 'torch reference'.")
+        recorder = self.runner.current()
+        if recorder.is_eager:
+            set_batch(recorder.step, batch)
+        return self._attend(recorder, q, heads, kv)
+
+    # Encoders
+
+    def pool(self, x: Handle, segments: Segments, mode: Pooling) -> Handle:
+        recorder, width = self.runner.current(), x.shape[1]
+        if recorder.is_eager:
+            set_segments(recorder.step, segments)
+        out = recorder.new(Rows.SEQUENCES, width, recorder.step.sizes[Rows.SEQUENCES])
+        recorder.tape.pool(recorder(x), width, POOLINGS[mode], recorder(out))
+        self.runner.finish(recorder)
+        return out
+
+    def normalize(self, x: Handle) -> Handle:
+        recorder, width = self.runner.current(), x.shape[1]
+        out = recorder.like(x, width)
+        recorder.tape.normalize(recorder(x), width, recorder(out))
+        self.runner.finish(recorder)
+        return out
+
+
+def array_of(table: Handle) -> npt.NDArray[Any]:
+    return table.data if isinstance(table, StoredTensor) else np.ascontiguousarray(table)
+
+
+def type_of(table: Handle) -> int:
+    return TYPES[table.dtype if isinstance(table, StoredTensor) else str(table.dtype)]

@@ -1,0 +1,251 @@
+"""Operations on a tape: recorded for later replays, or run at once where nothing is being recorded.
+
+A tensor is an array of the host, or, while a pass is recorded, a `Value` whose number of rows is not known yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from archerfish.kernels.native._native import Level, Tape, Threads
+
+Array = npt.NDArray[Any]
+ROW_ITEM_BYTES = 4  # activations are float32
+
+
+class Rows(IntEnum):
+    """What the rows of a value are; the order of the sizes of a replay."""
+
+    TOKENS = 0
+    KEPT = 1
+    SEQUENCES = 2
+
+
+class Input(IntEnum):
+    """Arrays that a step brings, in the order in which a replay takes them."""
+
+    TOKEN_IDS = 0
+    POSITIONS = 1
+    SLOTS = 2
+    BLOCK_TABLES = 3
+    STARTS = 4
+    CONTEXT_LENS = 5
+    KEPT_ROWS = 6
+    TYPE_IDS = 7
+    PREVIOUS = 8
+    SOURCES = 9
+    TARGETS = 10
+    PIECE_STARTS = 11
+    FIRST_PIECES = 12
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A tensor of a tape. number: of the tape's value; of ids that a step brings, `source` instead."""
+
+    rows: Rows
+    width: int
+    number: int = -1
+    source: Input | None = None
+    offset: int = 0  # added to ids
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (-1, self.width)
+
+    def __add__(self, offset: int) -> Value:
+        return dataclasses.replace(self, offset=self.offset + offset)
+
+
+Handle = Any  # an array, or a Value
+
+
+@dataclass
+class StepArrays:
+    """The numbers of one step."""
+
+    arrays: list[Array | None] = dataclasses.field(default_factory=lambda: [None] * len(Input))
+    sizes: list[int] = dataclasses.field(default_factory=lambda: [0] * 6)  # by Rows, then table width, block size, pieces
+
+    def set(self, which: Input, array: Array | None) -> None:
+        if array is not None:
+            self.arrays[which] = array if array.dtype == np.int64 else array.astype(np.int64)
+
+
+class Recorder:
+    """Adds operations to a tape. An eager one runs its tape at the end, and its values are arrays."""
+
+    def __init__(self, level: Level, *, is_eager: bool) -> None:
+        self.tape, self.is_eager = Tape(level), is_eager
+        self.step = StepArrays()
+        self._results: list[Array] = []
+        self._kept: list[Any] = []
+
+    def __call__(self, x: Handle | None) -> int:
+        """The number of a tensor on the tape."""
+        if x is None:
+            return -1
+        if isinstance(x, Value):
+            return x.number
+        array = np.ascontiguousarray(x)
+        self._kept.append(array)
+        return self.tape.constant(array)
+
+    def new(self, rows: Rows, width: int, num_rows: int) -> Handle:
+        """A new tensor of float32; num_rows counts only where it is computed at once."""
+        if not self.is_eager:
+            return Value(rows, width, self.tape.value(rows, width * ROW_ITEM_BYTES))
+        array = np.empty((num_rows, width), dtype=np.float32)
+        self.step.sizes[rows] = num_rows
+        return array
+
+    def like(self, x: Handle, width: int) -> Handle:
+        """A new tensor with the rows of another one."""
+        return self.new(x.rows, width, 0) if isinstance(x, Value) else self.new(Rows.TOKENS, width, x.shape[0])
+
+
+class Replayer:
+    """A function of a batch that was recorded, one tape for each kind of batch."""
+
+    def __init__(self, owner: TapeRunner, call: Callable[[Any], Handle]) -> None:
+        self._owner, self._call = owner, call
+        self._tapes: dict[tuple[bool, ...], tuple[Tape, Value]] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, batch: Any) -> Array:
+        step, kind = read_batch(batch)
+        found = self._tapes.get(kind)
+        if found is None:
+            with self._lock:
+                found = self._tapes.get(kind) or self._record(batch, kind)
+        tape, value = found
+        result = np.empty((step.sizes[value.rows], value.width), dtype=np.float32)
+        self._owner.run(tape, step, [result])
+        return result
+
+    def _record(self, batch: Any, kind: tuple[bool, ...]) -> tuple[Tape, Value]:
+        recorder = Recorder(self._owner.level, is_eager=False)
+        with self._owner.recording(recorder):
+            value = self._call(symbolic(batch))
+        result = Value(value.rows, value.width, recorder.tape.result(value.rows, value.width * ROW_ITEM_BYTES))
+        recorder.tape.copy(value.number, result.number, value.width * ROW_ITEM_BYTES)
+        found = self._tapes[kind] = recorder.tape, result
+        return found
+
+
+class TapeRunner:
+    """The threads of a backend, and what is being recorded in this thread."""
+
+    def __init__(self, level: Level, threads: Threads) -> None:
+        self.level, self.threads = level, threads
+        self._local = threading.local()
+
+    def current(self) -> Recorder:
+        """What operations are added to."""
+        recorder: Recorder | None = getattr(self._local, "recorder", None)
+        return Recorder(self.level, is_eager=True) if recorder is None else recorder
+
+    def recording(self, recorder: Recorder) -> Recording:
+        return Recording(self._local, recorder)
+
+    def finish(self, recorder: Recorder) -> None:
+        """Called after each operation: computes it unless it is recorded."""
+        if recorder.is_eager:
+            self.run(recorder.tape, recorder.step, [])
+
+    @property
+    def num_threads(self) -> int:
+        """How many threads a pass of this thread uses."""
+        return getattr(self._local, "num_threads", self.threads.count)
+
+    @num_threads.setter
+    def num_threads(self, count: int) -> None:
+        self._local.num_threads = count
+
+    def run(self, tape: Tape, step: StepArrays, results: list[Array]) -> None:
+        tape.run(self.threads, self.num_threads, step.sizes, step.arrays, results)
+
+
+class Recording:
+    """The context in which operations are recorded."""
+
+    def __init__(self, local: threading.local, recorder: Recorder) -> None:
+        self._local, self._recorder = local, recorder
+
+    def __enter__(self) -> None:
+        self._local.recorder = self._recorder
+
+    def __exit__(self, *args: object) -> None:
+        self._local.recorder = None
+
+
+@dataclass(frozen=True)
+class RecordedSegments:
+    """Stands for the Segments of a batch while its pass is recorded."""
+
+    positions: Value
+
+
+def read_batch(batch: Any) -> tuple[StepArrays, tuple[bool, ...]]:
+    """The numbers of a batch, and all that decides what is recorded for it."""
+    step = StepArrays()
+    if isinstance(batch, np.ndarray):
+        raise TypeError("A recorded pass takes a batch.")
+    step.set(Input.TOKEN_IDS, batch.token_ids)
+    step.sizes[Rows.TOKENS] = len(batch.token_ids)
+    if hasattr(batch, "segments"):
+        set_segments(step, batch.segments)
+        step.set(Input.POSITIONS, batch.segments.positions)
+        step.set(Input.TYPE_IDS, batch.type_ids)
+        return step, (batch.type_ids is not None,)
+    set_batch(step, batch)
+    return step, (batch.kept_rows is not None,)
+
+
+def set_segments(step: StepArrays, segments: Any) -> None:
+    step.set(Input.STARTS, segments.starts)
+    step.sizes[Rows.SEQUENCES] = len(segments.lengths)
+
+
+def set_batch(step: StepArrays, batch: Any) -> None:
+    """The numbers of a PagedBatch or a RecurrentBatch."""
+    step.set(Input.KEPT_ROWS, batch.kept_rows)
+    step.sizes[Rows.KEPT] = 0 if batch.kept_rows is None else len(batch.kept_rows)
+    step.sizes[Rows.SEQUENCES] = len(batch.query_lens)
+    if hasattr(batch, "block_tables"):
+        starts = np.zeros(len(batch.query_lens) + 1, dtype=np.int64)
+        np.cumsum(batch.query_lens, out=starts[1:])
+        tables = np.ascontiguousarray(batch.block_tables)
+        for which, array in (
+            (Input.POSITIONS, batch.positions), (Input.SLOTS, batch.slots), (Input.BLOCK_TABLES, tables), (Input.STARTS, starts),
+            (Input.CONTEXT_LENS, batch.context_lens),
+        ):
+            step.set(which, array)
+        step.sizes[3:5] = tables.shape[1], batch.block_size
+        return
+    for which, array in (
+        (Input.PREVIOUS, batch.previous), (Input.SOURCES, batch.sources), (Input.TARGETS, batch.targets),
+        (Input.PIECE_STARTS, batch.starts), (Input.FIRST_PIECES, batch.first_pieces),
+    ):
+        step.set(which, array)
+    step.sizes[5] = len(batch.sources)
+
+
+def symbolic(batch: Any) -> Any:
+    """A batch whose arrays are inputs of a tape."""
+    names: dict[str, Any] = {"token_ids": Value(Rows.TOKENS, 1, source=Input.TOKEN_IDS)}
+    if hasattr(batch, "segments"):
+        names["segments"] = RecordedSegments(Value(Rows.TOKENS, 1, source=Input.POSITIONS))
+        names["type_ids"] = None if batch.type_ids is None else Value(Rows.TOKENS, 1, source=Input.TYPE_IDS)
+    elif batch.kept_rows is not None:
+        names["kept_rows"] = Value(Rows.KEPT, 1, source=Input.KEPT_ROWS)
+    return dataclasses.replace(batch, **names)
+

@@ -1,0 +1,125 @@
+"""Matrices in the native backend: packed from a checkpoint's tensors in the format that these are stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from archerfish.errors import TensorError
+from archerfish.kernels.native._native import Matrix
+from archerfish.kernels.native.recorder import Handle, TapeRunner
+from archerfish.kernels.ops import Activation, PackedWeight
+from archerfish.kernels.stored import StoredTensor
+
+TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
+FORMATS = TYPES | {"Q4_0": 3, "Q4_1": 4, "Q5_0": 5, "Q5_1": 6, "Q8_0": 7, "Q4_K": 8, "Q5_K": 9, "Q6_K": 10}
+FORMAT_NAMES = {number: name for name, number in FORMATS.items()}
+SUPER_TYPES = ("Q4_K", "Q5_K", "Q6_K")
+ACTIVATIONS: dict[Activation, int] = {
+    "none": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu_squared": 4, "sigmoid": 5, "silu": 6, "tanh": 7,
+}
+GROUP = 16  # outputs that lie side by side
+BLOCK = 32  # inputs that share a scale
+LARGEST_INT8 = 127
+
+
+class Table:
+    """A lookup table that is packed as a matrix, since it is stored in blocks."""
+
+    def __init__(self, matrix: Matrix) -> None:
+        self.matrix = matrix
+        self.shape = (matrix.num_outputs, matrix.num_inputs)
+
+
+class NativeWeight(PackedWeight[Any]):
+    """A packed matrix with its bias."""
+
+    def __init__(self, runner: TapeRunner, matrix: Matrix) -> None:
+        self.runner, self.matrix = runner, matrix
+        self.can_gate = matrix.num_outputs % (2 * GROUP) == 0
+
+    @property
+    def format_name(self) -> str:
+        return FORMAT_NAMES[self.matrix.format]
+
+    def multiply(self, x: Handle, activation: Activation, residual: Handle | None, *, softcap: float = 0.0) -> Handle:
+        recorder = self.runner.current()
+        out = recorder.like(x, self.matrix.num_outputs)
+        recorder.tape.linear(
+            self.matrix, recorder(x), recorder(out), activation=ACTIVATIONS[activation], residual=recorder(residual),
+            softcap=softcap,
+        )
+        self.runner.finish(recorder)
+        return out
+
+    def multiply_normed(
+        self, x: Handle, norm: Handle, eps: float, before: Handle | None, gate: Activation | None
+    ) -> tuple[Handle, Handle]:
+        """The product with the RMS norm of x + before, gated where it can be; and the sum."""
+        recorder, width, is_gated = self.runner.current(), self.matrix.num_outputs, gate is not None and self.can_gate
+        out = recorder.like(x, width // 2 if is_gated else width)
+        total = x if before is None else recorder.like(x, x.shape[1])
+        recorder.tape.linear(
+            self.matrix, recorder(x), recorder(out), activation=ACTIVATIONS[gate] if is_gated and gate else 0, is_gated=is_gated,
+            norm=norm, eps=eps, before=recorder(before), total=-1 if before is None else recorder(total),
+        )
+        self.runner.finish(recorder)
+        return out, total
+
+
+def pack_parts(parts: Sequence[Handle], dtype: str, weight_format: str = "plain") -> Matrix:
+    """Matrices one below the other, in the format of the first; dtype: what float32 becomes."""
+    stored = [part if isinstance(part, StoredTensor) else StoredTensor(part.shape, str(part.dtype), part) for part in parts]
+    if weight_format == "int8":
+        stored = [to_int8(part) for part in stored]
+    kinds = {part.quant_type or (dtype if part.dtype == "float32" else part.dtype) for part in stored}
+    kind = kinds.pop() if len(kinds) == 1 else dtype
+    num_inputs = stored[0].shape[1]
+    if any(part.shape[1] != num_inputs for part in stored):
+        raise TensorError("Matrices that are stacked have different numbers of inputs.")
+    matrix = Matrix(FORMATS[kind], sum(part.shape[0] for part in stored), num_inputs)
+    first = 0
+    for part in stored:
+        put_part(matrix, part, kind, first)
+        first += part.shape[0]
+    return matrix
+
+
+def put_part(matrix: Matrix, part: StoredTensor, kind: str, first: int) -> None:
+    """Write the rows of a part from output `first` on."""
+    count = part.shape[0]
+    if not part.quant_type:
+        matrix.pack_plain(TYPES[part.dtype], part.data, first, count)
+    elif part.quant_type != kind:  # the parts of one matrix are stored in different formats
+        matrix.pack_plain(TYPES["float32"], dequantised(part), first, count)
+    elif kind in SUPER_TYPES:
+        matrix.pack_super_blocks(part.data, first, count)
+    else:
+        assert part.scales is not None
+        mins = None if part.mins is None else part.mins.view(np.uint16)
+        matrix.pack_blocks(part.data, part.scales.view(np.uint16), mins, first, count)
+
+
+def dequantised(part: StoredTensor) -> npt.NDArray[np.float32]:
+    """A matrix of blocks as float32."""
+    from archerfish.kernels.native._native import Level
+
+    alone = pack_parts([part], "float32")
+    out = np.empty(part.shape, dtype=np.float32)
+    alone.unpack(out, Level())
+    return out
+
+
+def to_int8(part: StoredTensor) -> StoredTensor:
+    """Symmetric int8 with one scale for each output, as blocks that share it."""
+    if part.quant_type or part.shape[1] % BLOCK:
+        return part
+    rows = part.as_floats()
+    highest = np.abs(rows).max(axis=1, keepdims=True)
+    scales = np.where(highest == 0, 1.0, highest / LARGEST_INT8).astype(np.float16)
+    codes = np.clip(np.rint(rows / scales.astype(np.float32)), -LARGEST_INT8, LARGEST_INT8).astype(np.int8)
+    repeated = np.ascontiguousarray(np.repeat(scales, part.shape[1] // BLOCK, axis=1))
+    return StoredTensor(part.shape, "float32", codes.view(np.uint8), "Q8_0", repeated)

@@ -1,0 +1,169 @@
+// What kernels take, and the table of kernels that every level fills. Compiled for any machine.
+#pragma once
+#include <cstdint>
+
+namespace archerfish {
+
+constexpr int kGroup = 16;       // outputs whose weights lie side by side
+constexpr int kBlock = 32;       // inputs that share a scale, in weights and activations
+constexpr int kSuper = 8;        // blocks of a super-block, in the K formats
+constexpr int kFewRows = 4;      // up to which a product unpacks weights on the way, in registers
+constexpr int kRowsAtOnce = 128; // that a panel of unpacked weights is used for
+constexpr int64_t kLine = 64;    // bytes of a cache line
+
+constexpr int kQueries = 16;     // rows of a tile of attention
+constexpr int kChunk = 64;       // keys that a tile takes at a time
+
+enum class Type : int { kFloat, kHalf, kBfloat };
+enum class Activation : int { kNone, kGelu, kGeluTanh, kRelu, kReluSquared, kSigmoid, kSilu, kTanh };
+enum class Format : int { kFloat, kHalf, kBfloat, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K };
+enum class Pooling : int { kMean, kFirst, kLast, kMax, kSqrt };
+
+// A matrix of (outputs, inputs), packed by `pack_matrix`: groups of 16 outputs, one after the other.
+struct Matrix {
+  Format format;
+  int64_t num_outputs, num_inputs;
+  const uint8_t* data;
+  const float* bias;  // or null
+};
+
+struct alignas(64) Counter {
+  int64_t value;
+};
+
+// Where threads wait for one another. Spins for a while, then lets others run.
+struct Barrier {
+  alignas(64) int num_waiting = 0;
+  alignas(64) int generation = 0;
+  void wait(int num_threads);
+};
+
+// One thread's part in an operation that all threads of a pass run together.
+struct Task {
+  int thread, num_threads;
+  Counter* counters;  // two, both 0 when the operation begins
+  Barrier* barrier;
+  char* shared;  // memory for all threads, as large as the operation has asked for
+  char* own;     // memory of this thread, as large as the operation has asked for
+
+  void wait() const { if (num_threads > 1) barrier->wait(num_threads); }
+  // Calls work(first, last) for pieces of `size` items until all `count` are taken by some thread.
+  template <class F>
+  inline __attribute__((always_inline)) void share(int phase, int64_t count, int64_t size, F work) const {
+    if (num_threads == 1) { if (count) work(int64_t(0), count); return; }
+    for (;;) {
+      int64_t first = __atomic_fetch_add(&counters[phase].value, size, __ATOMIC_RELAXED);
+      if (first >= count) return;
+      work(first, first + size < count ? first + size : count);
+    }
+  }
+};
+
+// activation(x @ matrix.T + bias), or x @ matrix.T + bias + residual. With a norm, x is normalised first.
+struct Linear {
+  const Matrix* matrix;
+  const float* x;
+  int64_t num_rows;
+  const float* norm = nullptr;      // factors of the RMS norm of x + before
+  const float* before = nullptr;    // what is added to x in front of the norm
+  float* total = nullptr;           // x + before, if wanted
+  float eps = 0;
+  Activation activation = Activation::kNone;
+  bool is_gated = false;            // activation(first half of the outputs) * second half
+  const float* residual = nullptr;
+  float softcap = 0;
+  float* out;
+};
+
+struct Norm {
+  const float* x;
+  const float* before;  // added first; or null
+  float* total;         // the sum, if wanted
+  const float* weight;
+  const float* bias;    // of a layer norm; null: an RMS norm
+  float eps;
+  int64_t num_rows, width;
+  float* out;
+};
+
+struct Tables {  // the sum of rows of up to three tables
+  int num_tables;
+  const void* memory[3];
+  Type types[3];
+  const Matrix* packed;  // in place of the first table; or null
+  const int64_t* ids[3];
+  int64_t offsets[3];  // added to ids
+  float scale;
+  int64_t num_rows, width;
+  float* out;
+};
+
+struct KVStore {
+  const float* qkv;
+  int64_t num_rows;
+  int num_heads, num_kv_heads, head_dim, rotary_dim;  // rotary_dim: 0: none
+  const float* cos_sin;                               // (positions, rotary_dim)
+  const float* q_norm;
+  const float* k_norm;
+  float eps;
+  const int64_t* positions;
+  const int64_t* slots;
+  Type type;
+  void* keys;
+  void* values;
+  float* q;
+};
+
+// Attention of packed sequences over blocks of keys and values, or over each other where there are no blocks.
+struct Attend {
+  const float* q;  // rows of `q_stride` numbers
+  int64_t q_stride, num_sequences;
+  const int64_t* starts;        // (sequences + 1) where each sequence's rows begin
+  const int64_t* context_lens;  // null: as many keys as rows, all of which every row sees
+  const int64_t* block_tables;
+  int64_t table_width, block_size;
+  const void* keys;
+  const void* values;
+  int64_t key_stride;  // numbers from one key to the next
+  Type type;
+  int num_heads, num_kv_heads, head_dim, window;
+  float scale, softcap;
+  const float* bias;  // (heads, bias_size, bias_size), or null
+  int64_t bias_size;
+  float* out;
+};
+
+struct Pool {
+  const float* x;
+  const int64_t* starts;
+  int64_t num_sequences, width;
+  Pooling mode;
+  float* out;
+};
+
+struct Kernels {
+  const char* name;
+  void (*linear)(const Linear&, const Task&);
+  void (*norm)(const Norm&, const Task&);
+  void (*tables)(const Tables&, const Task&);
+  void (*gated)(const float* x, int64_t num_rows, int64_t width, Activation, float* out, const Task&);
+  void (*store_kv)(const KVStore&, const Task&);
+  void (*attend)(const Attend&, const Task&);
+  void (*pool)(const Pool&, const Task&);
+  void (*normalize)(const float* x, int64_t num_rows, int64_t width, float* out, const Task&);
+  void (*unpack)(const Matrix&, float* out);  // (outputs, inputs) as float32
+};
+
+// Memory that operations need, in bytes, for all threads and for each.
+inline int64_t linear_shared_bytes(const Matrix& matrix, int64_t num_rows) {
+  return num_rows * matrix.num_inputs * 4 + 4 * kLine;  // rows as float32; as bytes with scales they take half of it
+}
+inline int64_t linear_panel_bytes(const Matrix& matrix) { return (matrix.num_inputs + 1) * kGroup * 4 + kLine; }
+inline int64_t linear_own_bytes(const Matrix& matrix) {
+  return 2 * kRowsAtOnce * kGroup * 4 + linear_panel_bytes(matrix) + linear_shared_bytes(matrix, kFewRows + 1);
+}
+inline int64_t attend_own_bytes(const Attend& args) {  // queries, their sums, scores, and keys and values of a chunk as float32
+  return 4 * (2 * kQueries * args.head_dim + kQueries * kChunk + 2 * kChunk * (args.head_dim + 16) + 4 * kQueries) + 8 * kLine;
+}
+
+}  // namespace archerfish

@@ -1,0 +1,14 @@
+// All kernels of one level: this file is compiled once for each, with that level's instructions.
+#include "attention.cpp"
+#include "linear.cpp"
+#include "rows.cpp"
+
+#define STRING_OF(name) #name
+#define NAME_OF(name) STRING_OF(name)
+
+namespace archerfish::LEVEL {
+
+extern const Kernels kernels;
+const Kernels kernels = {NAME_OF(LEVEL), linear, norm, tables, gated, store_kv, attend, pool, normalize, unpack};
+
+}  // namespace archerfish::LEVEL

@@ -1,0 +1,526 @@
+// Products with a matrix in any format. Few rows: bound by reading the weights. Many rows: bound by arithmetic.
+//
+// Integer formats: activations become int8 with a scale for each 32 inputs; products of a block are added up as integers, then
+// scaled. A lane holds one output, so nothing is added across lanes. Plain formats are multiplied in float32.
+#include <type_traits>
+
+#include "vec.h"
+
+namespace archerfish::LEVEL {
+namespace {
+
+constexpr int64_t kWordBytes = 4 * kGroup;  // four inputs of a group as bytes
+
+// ---- integer formats: how a block of 32 inputs of a group lies in memory ----
+template <Format F>
+struct Layout {
+  static constexpr int kBits = F == Format::kQ8_0 ? 8 : F == Format::kQ6_K ? 6
+      : (F == Format::kQ5_0 || F == Format::kQ5_1 || F == Format::kQ5_K) ? 5 : 4;
+  static constexpr bool kIsSuper = F == Format::kQ4_K || F == Format::kQ5_K || F == Format::kQ6_K;
+  static constexpr bool kHasMin = F == Format::kQ4_1 || F == Format::kQ5_1 || F == Format::kQ4_K || F == Format::kQ5_K;
+  static constexpr int kNumScales = F == Format::kQ6_K ? 2 : 1;  // of a block
+  static constexpr int kOffset = F == Format::kQ4_0 ? 8 : F == Format::kQ5_0 ? 16 : F == Format::kQ6_K ? 32 : 0;
+  static constexpr int kStart = F == Format::kQ8_0 ? kSignedShift : kOffset;  // times the sum of activations: in the products
+  static constexpr int64_t kScaleBytes = (kIsSuper ? 1 : 2) * kGroup * (kNumScales + (kHasMin ? 1 : 0));
+  static constexpr int64_t kCodeBytes = kBlock * kGroup * kBits / 8;
+  static constexpr int64_t kBlockBytes = kScaleBytes + kCodeBytes;
+  static constexpr int64_t kHeaderBytes = kIsSuper ? 2 * kGroup * (kHasMin ? 2 : 1) : 0;  // of a super-block
+  static constexpr int64_t kSuperBytes = kHeaderBytes + kSuper * kBlockBytes;
+
+  static int64_t group_bytes(int64_t num_inputs) {
+    int64_t num_blocks = num_inputs / kBlock;
+    return kIsSuper ? num_blocks / kSuper * kSuperBytes : num_blocks * kBlockBytes;
+  }
+};
+
+// Weights as they lie in the file's blocks, unpacked in registers.
+template <Format F>
+struct Packed {
+  using L = Layout<F>;
+  static constexpr int kNumScales = L::kNumScales, kStart = L::kStart;
+  static constexpr bool kHasMin = L::kHasMin;
+  const uint8_t* group;
+  const uint8_t* header = nullptr;
+  const uint8_t* block = nullptr;
+
+  INLINE void open(int64_t b) {
+    if constexpr (L::kIsSuper) {
+      header = group + b / kSuper * L::kSuperBytes;
+      block = header + L::kHeaderBytes + b % kSuper * L::kBlockBytes;
+    } else {
+      block = group + b * L::kBlockBytes;
+    }
+  }
+  template <int J>
+  INLINE Words word(int part) const {  // inputs 4 J to 4 J + 3
+    const uint8_t* codes = block + L::kScaleBytes + part * kVectorBytes;
+    if constexpr (L::kBits == 8) return load_words(codes + J * kWordBytes);
+    Words w = load_words(codes + (J & 3) * kWordBytes);
+    w = (J < 4 ? w : w >> 4) & all_words(0x0f0f0f0fu);
+    if constexpr (L::kBits == 5) w |= ((load_words(codes + 4 * kWordBytes) >> J) & all_words(0x01010101u)) << 4;
+    if constexpr (L::kBits == 6) {
+      w |= ((load_words(codes + (4 + J / 4) * kWordBytes) >> (2 * (J & 3))) & all_words(0x03030303u)) << 4;
+    }
+    return w;
+  }
+  INLINE Floats scale(int which, int part) const {
+    int64_t lane = part * kLanes;
+    if constexpr (!L::kIsSuper) return load_halves(reinterpret_cast<const uint16_t*>(block) + lane);
+    Floats d = load_halves(reinterpret_cast<const uint16_t*>(header) + lane);
+    if constexpr (F == Format::kQ6_K) return d * load_signed(reinterpret_cast<const int8_t*>(block) + which * kGroup + lane);
+    return d * load_bytes(block + lane);
+  }
+  INLINE Floats min(int part) const {
+    int64_t lane = part * kLanes;
+    if constexpr (!L::kIsSuper) return load_halves(reinterpret_cast<const uint16_t*>(block) + kGroup + lane);
+    return -load_halves(reinterpret_cast<const uint16_t*>(header) + kGroup + lane) * load_bytes(block + kGroup + lane);
+  }
+};
+
+// Weights of a group that were unpacked once for many rows.
+template <Format F>
+struct Panel {
+  using L = Layout<F>;
+  static constexpr int kNumScales = L::kNumScales, kStart = L::kStart;
+  static constexpr bool kHasMin = L::kHasMin;
+  static constexpr int64_t kFloats = kGroup * (kNumScales + (kHasMin ? 1 : 0));  // of a block
+  uint8_t* codes;
+  float* numbers;
+  const uint8_t* block = nullptr;
+  const float* scales = nullptr;
+
+  Panel(char* memory, int64_t num_inputs)
+      : codes(reinterpret_cast<uint8_t*>(memory)), numbers(reinterpret_cast<float*>(memory + num_inputs * kGroup)) {}
+  template <int J>
+  INLINE void fill_word(const Packed<F>& source, uint8_t* to) {
+    for (int p = 0; p < kParts; p++) {
+      Words w = source.template word<J>(p);
+      memcpy(to + J * kWordBytes + p * kVectorBytes, &w, sizeof w);
+    }
+  }
+  INLINE void fill(const uint8_t* group, int64_t num_blocks) {
+    Packed<F> source{group};
+    for (int64_t b = 0; b < num_blocks; b++) {
+      source.open(b);
+      uint8_t* to = codes + b * 8 * kWordBytes;
+      fill_word<0>(source, to), fill_word<1>(source, to), fill_word<2>(source, to), fill_word<3>(source, to);
+      fill_word<4>(source, to), fill_word<5>(source, to), fill_word<6>(source, to), fill_word<7>(source, to);
+      float* number = numbers + b * kFloats;
+      for (int s = 0; s < kNumScales; s++)
+        for (int p = 0; p < kParts; p++) store(number + s * kGroup + p * kLanes, source.scale(s, p));
+      if constexpr (kHasMin)
+        for (int p = 0; p < kParts; p++) store(number + kNumScales * kGroup + p * kLanes, source.min(p));
+    }
+  }
+  INLINE void open(int64_t b) { block = codes + b * 8 * kWordBytes, scales = numbers + b * kFloats; }
+  template <int J>
+  INLINE Words word(int part) const { return load_words(block + J * kWordBytes + part * kVectorBytes); }
+  INLINE Floats scale(int which, int part) const { return load(scales + which * kGroup + part * kLanes); }
+  INLINE Floats min(int part) const { return load(scales + kNumScales * kGroup + part * kLanes); }
+};
+
+// ---- activations as bytes ----
+struct Bytes {  // rows of int8, a scale for each block, and a sum for each half of a block
+  int8_t* codes;
+  float* scales;
+  int32_t* sums;
+
+  static int64_t num_bytes(int64_t num_rows, int64_t num_inputs) {
+    return num_rows * (num_inputs + num_inputs / kBlock * 12) + 3 * kLine;
+  }
+  Bytes(char* memory, int64_t num_rows, int64_t num_inputs)
+      : codes(reinterpret_cast<int8_t*>(memory)),
+        scales(reinterpret_cast<float*>(memory + num_rows * num_inputs)),
+        sums(reinterpret_cast<int32_t*>(memory + num_rows * num_inputs + num_rows * num_inputs / kBlock * 4)) {}
+};
+
+INLINE void quantise(const float* x, int64_t num_inputs, int8_t* codes, float* scales, int32_t* sums) {
+  typedef int8_t Narrow __attribute__((vector_size(kLanes)));
+  constexpr int kHalf = 16 / kLanes;  // vectors of half a block
+  for (int64_t b = 0; b < num_inputs / kBlock; b++) {
+    Floats v[2 * kHalf], most = {};
+    UNROLL for (int i = 0; i < 2 * kHalf; i++) {
+      v[i] = load(x + b * kBlock + i * kLanes);
+      most = larger(most, magnitude(v[i]));
+    }
+    float highest = largest(most), inverse = highest > 0 ? 127.0f / highest : 0.0f;
+    scales[b] = highest / 127.0f;
+    UNROLL for (int half = 0; half < 2; half++) {
+      Ints total = {};
+      UNROLL for (int i = half * kHalf; i < (half + 1) * kHalf; i++) {
+        Ints whole = to_ints(round_even(v[i] * inverse));
+        total += whole;
+        Narrow narrow = __builtin_convertvector(whole, Narrow);
+        memcpy(codes + b * kBlock + i * kLanes, &narrow, sizeof narrow);
+      }
+      int32_t all_of_it = 0;
+      UNROLL for (int i = 0; i < kLanes; i++) all_of_it += total[i];
+      sums[2 * b + half] = all_of_it;
+    }
+  }
+}
+
+// 32 bytes of one row, each four of which are multiplied with a word of weights.
+struct ByteRow {
+#if defined(__ARM_FEATURE_DOTPROD)
+  int8x16_t half[2];
+  INLINE void load_from(const int8_t* at) { half[0] = vld1q_s8(at), half[1] = vld1q_s8(at + 16); }
+  template <int J, bool kIsSigned>
+  INLINE Ints dot(Ints sums, Words w) const { return (Ints)vdotq_laneq_s32((int32x4_t)sums, (int8x16_t)w, half[J / 4], J % 4); }
+#else
+  const int8_t* from;
+  INLINE void load_from(const int8_t* at) { from = at; }
+  template <int J, bool kIsSigned>
+  INLINE Ints dot(Ints sums, Words w) const {
+    uint32_t four;
+    memcpy(&four, from + 4 * J, 4);
+    return kIsSigned ? dot_signed(sums, w, all_words(four)) : dot_small(sums, w, all_words(four));
+  }
+#endif
+};
+
+template <int R, int P, class Source, bool kIsSigned>
+struct Sums {
+  Ints sums[R][P];
+  ByteRow rows[R];
+
+  template <int J>
+  INLINE void add(const Source& source, int part) {
+    Words w[P];
+    UNROLL for (int p = 0; p < P; p++) w[p] = source.template word<J>(part + p);
+    UNROLL for (int r = 0; r < R; r++)
+      UNROLL for (int p = 0; p < P; p++) sums[r][p] = rows[r].template dot<J, kIsSigned>(sums[r][p], w[p]);
+  }
+};
+
+// R rows with P parts of a group, from `part` on: out[r * 16 + lane].
+template <int R, int P, bool kIsSigned, class Source>
+INLINE void block_tile(Source source, int64_t num_blocks, int part, const int8_t* codes, const float* scales, const int32_t* sums,
+                       float* out) {
+  const int64_t num_inputs = num_blocks * kBlock;
+  Floats total[R][P] = {};
+  for (int64_t b = 0; b < num_blocks; b++) {
+    source.open(b);
+    Sums<R, P, Source, kIsSigned> of;
+    UNROLL for (int r = 0; r < R; r++) of.rows[r].load_from(codes + r * num_inputs + b * kBlock);
+    UNROLL for (int s = 0; s < Source::kNumScales; s++) {
+      UNROLL for (int r = 0; r < R; r++) {
+        const int32_t* half = sums + r * 2 * num_blocks + 2 * b;
+        int32_t covered = Source::kNumScales == 2 ? half[s] : half[0] + half[1];
+        UNROLL for (int p = 0; p < P; p++) of.sums[r][p] = all_ints(-Source::kStart * covered);
+      }
+      if (Source::kNumScales == 1 || s == 0) {
+        of.template add<0>(source, part), of.template add<1>(source, part);
+        of.template add<2>(source, part), of.template add<3>(source, part);
+      }
+      if (Source::kNumScales == 1 || s == 1) {
+        of.template add<4>(source, part), of.template add<5>(source, part);
+        of.template add<6>(source, part), of.template add<7>(source, part);
+      }
+      UNROLL for (int p = 0; p < P; p++) {
+        Floats scale = source.scale(s, part + p);
+        UNROLL for (int r = 0; r < R; r++) total[r][p] += to_floats(of.sums[r][p]) * (scale * scales[r * num_blocks + b]);
+      }
+    }
+    if constexpr (Source::kHasMin) {
+      UNROLL for (int p = 0; p < P; p++) {
+        Floats min = source.min(part + p);
+        UNROLL for (int r = 0; r < R; r++) {
+          const int32_t* half = sums + r * 2 * num_blocks + 2 * b;
+          total[r][p] += min * (scales[r * num_blocks + b] * float(half[0] + half[1]));
+        }
+      }
+    }
+  }
+  UNROLL for (int r = 0; r < R; r++)
+    UNROLL for (int p = 0; p < P; p++) store(out + r * kGroup + (part + p) * kLanes, total[r][p]);
+}
+
+template <int R, bool kIsSigned, class Source>
+INLINE void group_tile(Source source, int64_t num_blocks, const Bytes& x, int64_t row, float* out) {
+  constexpr int P = R > 2 && kParts == 4 ? 2 : kParts;  // as many as registers hold
+  const int8_t* codes = x.codes + row * num_blocks * kBlock;
+  for (int part = 0; part < kParts; part += P)
+    block_tile<R, P, kIsSigned>(source, num_blocks, part, codes, x.scales + row * num_blocks, x.sums + row * 2 * num_blocks, out);
+}
+
+template <bool kIsSigned, class Source>
+INLINE void group_rows(int num_rows, Source source, int64_t num_blocks, const Bytes& x, int64_t row, float* out) {
+  switch (num_rows) {
+    case 1: return group_tile<1, kIsSigned>(source, num_blocks, x, row, out);
+    case 2: return group_tile<2, kIsSigned>(source, num_blocks, x, row, out);
+    case 3: return group_tile<3, kIsSigned>(source, num_blocks, x, row, out);
+    default: return group_tile<4, kIsSigned>(source, num_blocks, x, row, out);
+  }
+}
+
+// ---- plain formats ----
+// Inputs of a group lie one after the other, 16 numbers each; bfloat16 has two inputs of an output side by side.
+int64_t plain_group_bytes(Format format, int64_t num_inputs) {
+  int64_t even = format == Format::kBfloat ? (num_inputs + 1) / 2 * 2 : num_inputs;
+  return even * kGroup * (format == Format::kFloat ? 4 : 2);
+}
+
+template <Format F>
+struct Plain {
+  const uint8_t* group;
+  INLINE void pair(int64_t k, int part, Floats& first, Floats& second) const {  // inputs k and k + 1, where k is even
+    if constexpr (F == Format::kBfloat) {
+      Words w = load_words(group + k / 2 * kWordBytes + part * kVectorBytes);
+      first = as_floats(w << 16), second = as_floats(w & all_words(0xffff0000u));
+    } else if constexpr (F == Format::kHalf) {
+      const uint16_t* at = reinterpret_cast<const uint16_t*>(group) + k * kGroup + part * kLanes;
+      first = load_halves(at), second = load_halves(at + kGroup);
+    } else {
+      const float* at = reinterpret_cast<const float*>(group) + k * kGroup + part * kLanes;
+      first = load(at), second = load(at + kGroup);
+    }
+  }
+  INLINE Floats one(int64_t k, int part) const {
+    if constexpr (F == Format::kBfloat) return as_floats(load_words(group + k / 2 * kWordBytes + part * kVectorBytes) << 16);
+    if constexpr (F == Format::kHalf) return load_halves(reinterpret_cast<const uint16_t*>(group) + k * kGroup + part * kLanes);
+    return load(reinterpret_cast<const float*>(group) + k * kGroup + part * kLanes);
+  }
+};
+
+template <int R, class Source>
+INLINE void plain_tile(Source source, int64_t num_inputs, const float* x, float* out) {
+  Floats total[R][kParts] = {};
+  int64_t k = 0;
+  for (; k + 2 <= num_inputs; k += 2) {
+    UNROLL for (int p = 0; p < kParts; p++) {
+      Floats first, second;
+      source.pair(k, p, first, second);
+      UNROLL for (int r = 0; r < R; r++) total[r][p] += first * x[r * num_inputs + k];
+      UNROLL for (int r = 0; r < R; r++) total[r][p] += second * x[r * num_inputs + k + 1];
+    }
+  }
+  if (k < num_inputs)
+    UNROLL for (int p = 0; p < kParts; p++)
+      UNROLL for (int r = 0; r < R; r++) total[r][p] += source.one(k, p) * x[r * num_inputs + k];
+  UNROLL for (int r = 0; r < R; r++)
+    UNROLL for (int p = 0; p < kParts; p++) store(out + r * kGroup + p * kLanes, total[r][p]);
+}
+
+constexpr int kPlainRows = kParts == 1 ? 12 : kParts == 2 ? 6 : 4;  // that fill the registers
+
+template <class Source>
+INLINE void plain_rows(int64_t num_rows, Source source, int64_t num_inputs, const float* x, float* out) {
+  int64_t r = 0;
+  for (; r + kPlainRows <= num_rows; r += kPlainRows) plain_tile<kPlainRows>(source, num_inputs, x + r * num_inputs, out + r * kGroup);
+  for (; r + 4 <= num_rows; r += 4) plain_tile<4>(source, num_inputs, x + r * num_inputs, out + r * kGroup);
+  for (; r + 2 <= num_rows; r += 2) plain_tile<2>(source, num_inputs, x + r * num_inputs, out + r * kGroup);
+  for (; r < num_rows; r++) plain_tile<1>(source, num_inputs, x + r * num_inputs, out + r * kGroup);
+}
+
+template <Format F>
+INLINE void widen(const uint8_t* group, int64_t num_inputs, float* panel) {
+  Plain<F> source{group};
+  int64_t k = 0;
+  for (; k + 2 <= num_inputs; k += 2)
+    for (int p = 0; p < kParts; p++) {
+      Floats first, second;
+      source.pair(k, p, first, second);
+      store(panel + k * kGroup + p * kLanes, first), store(panel + (k + 1) * kGroup + p * kLanes, second);
+    }
+  if (k < num_inputs)
+    for (int p = 0; p < kParts; p++) store(panel + k * kGroup + p * kLanes, source.one(k, p));
+}
+
+// ---- a whole product ----
+INLINE bool is_plain(Format format) { return format <= Format::kBfloat; }
+
+template <class F>
+INLINE void with_format(Format format, F call) {
+  switch (format) {
+    case Format::kFloat: return call(std::integral_constant<Format, Format::kFloat>{});
+    case Format::kHalf: return call(std::integral_constant<Format, Format::kHalf>{});
+    case Format::kBfloat: return call(std::integral_constant<Format, Format::kBfloat>{});
+    case Format::kQ4_0: return call(std::integral_constant<Format, Format::kQ4_0>{});
+    case Format::kQ4_1: return call(std::integral_constant<Format, Format::kQ4_1>{});
+    case Format::kQ5_0: return call(std::integral_constant<Format, Format::kQ5_0>{});
+    case Format::kQ5_1: return call(std::integral_constant<Format, Format::kQ5_1>{});
+    case Format::kQ8_0: return call(std::integral_constant<Format, Format::kQ8_0>{});
+    case Format::kQ4_K: return call(std::integral_constant<Format, Format::kQ4_K>{});
+    case Format::kQ5_K: return call(std::integral_constant<Format, Format::kQ5_K>{});
+    case Format::kQ6_K: return call(std::integral_constant<Format, Format::kQ6_K>{});
+  }
+}
+
+INLINE int64_t group_bytes(const Matrix& matrix) {
+  int64_t found = 0;
+  with_format(matrix.format, [&](auto format) {
+    constexpr Format F = decltype(format)::value;
+    if constexpr (F <= Format::kBfloat) found = plain_group_bytes(F, matrix.num_inputs);
+    else found = Layout<F>::group_bytes(matrix.num_inputs);
+  });
+  return found;
+}
+
+// Sums of a group's outputs for `num_rows` rows from `row` on: out[r * 16 + lane].
+template <Format F>
+void multiply_group(const Matrix& matrix, const uint8_t* group, const float* x, const Bytes& bytes, int64_t row, int64_t num_rows,
+                    char* panel_memory, float* out) {
+  const int64_t num_inputs = matrix.num_inputs;
+  if constexpr (F <= Format::kBfloat) {
+    const float* rows = x + row * num_inputs;
+    if (F == Format::kFloat || num_rows <= kFewRows) return plain_rows(num_rows, Plain<F>{group}, num_inputs, rows, out);
+    float* panel = reinterpret_cast<float*>(panel_memory);
+    widen<F>(group, num_inputs, panel);
+    return plain_rows(num_rows, Plain<Format::kFloat>{reinterpret_cast<uint8_t*>(panel)}, num_inputs, rows, out);
+  } else {
+    constexpr bool kIsSigned = F == Format::kQ8_0;
+    const int64_t num_blocks = num_inputs / kBlock;
+    if (F == Format::kQ8_0 || num_rows <= kFewRows) {
+      for (int64_t r = 0; r < num_rows; r += kFewRows)
+        group_rows<kIsSigned>(int(at_most(kFewRows, num_rows - r)), Packed<F>{group}, num_blocks, bytes, row + r, out + r * kGroup);
+      return;
+    }
+    Panel<F> panel(panel_memory, num_inputs);
+    panel.fill(group, num_blocks);
+    for (int64_t r = 0; r < num_rows; r += kFewRows)
+      group_rows<kIsSigned>(int(at_most(kFewRows, num_rows - r)), panel, num_blocks, bytes, row + r, out + r * kGroup);
+  }
+}
+
+// x + before, its RMS norm if there is one. Gives where the row stands that is to be multiplied.
+const float* prepare_row(const Linear& args, int64_t row, bool writes_total, float* memory) {
+  const int64_t width = args.matrix->num_inputs;
+  const float* x = args.x + row * width;
+  if (!args.norm) return x;
+  const float* before = args.before ? args.before + row * width : nullptr;
+  Floats squares = {};
+  each(width, x, memory, [&](Floats v, int64_t i) {
+    if (before) v += load_some(before + i, width - i);
+    squares += v * v;
+    return v;
+  });
+  if (args.total && writes_total) memcpy(args.total + row * width, memory, size_t(width) * 4);
+  float factor = 1.0f / std::sqrt(sum(squares) / float(width) + args.eps);
+  each(width, memory, memory, [&](Floats v, int64_t i) { return v * factor * load_some(args.norm + i, width - i); });
+  return memory;
+}
+
+void finish_row(const Linear& args, const float* tile, const float* up, int64_t row, int64_t group, int64_t count) {
+  const Matrix& matrix = *args.matrix;
+  const int64_t width = args.is_gated ? matrix.num_outputs / 2 : matrix.num_outputs, first = group * kGroup;
+  float* out = args.out + row * width + first;
+  for (int p = 0; p < kParts; p++) {
+    int64_t lane = p * kLanes, left = count - lane;
+    if (left <= 0) return;
+    Floats y = load(tile + lane);
+    if (matrix.bias) y += load_some(matrix.bias + first + lane, left);
+    y = activate(args.activation, y);
+    if (up) {
+      Floats other = load(up + lane);
+      if (matrix.bias) other += load_some(matrix.bias + width + first + lane, left);
+      y *= other;
+    }
+    if (args.residual) y += load_some(args.residual + row * width + first + lane, left);
+    if (args.softcap != 0) y = args.softcap * hyperbolic_tangent(y / args.softcap);
+    store_some(out + lane, y, left);
+  }
+}
+
+// Rows of x as this product wants them. Few: each thread makes its own; many: the threads share the work.
+const float* prepare_rows(const Linear& args, const Task& task, Bytes& bytes, char* own) {
+  const Matrix& matrix = *args.matrix;
+  const int64_t width = matrix.num_inputs, num_blocks = width / kBlock;
+  const bool has_bytes = !is_plain(matrix.format);
+  if (!has_bytes && !args.norm) return args.x;
+  const bool is_shared = args.num_rows > kFewRows;
+  char* memory = is_shared ? task.shared : own;
+  float* rows = reinterpret_cast<float*>(memory);
+  bytes = Bytes(memory, args.num_rows, width);
+  float* line = reinterpret_cast<float*>(own + linear_shared_bytes(matrix, kFewRows));
+  auto prepare = [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++) {
+      const float* x = prepare_row(args, row, is_shared || task.thread == 0, has_bytes ? line : rows + row * width);
+      if (has_bytes)
+        quantise(x, width, bytes.codes + row * width, bytes.scales + row * num_blocks, bytes.sums + row * 2 * num_blocks);
+    }
+  };
+  if (is_shared) task.share(0, args.num_rows, 4, prepare), task.wait();
+  else prepare(0, args.num_rows);
+  return rows;
+}
+
+}  // namespace
+
+void linear(const Linear& args, const Task& task) {
+  const Matrix& matrix = *args.matrix;
+  const int64_t num_rows = args.num_rows, num_groups = (matrix.num_outputs + kGroup - 1) / kGroup;
+  const int64_t bytes_of_group = group_bytes(matrix), step = args.is_gated ? num_groups / 2 : 0;
+  const int64_t num_items = args.is_gated ? step : num_groups, width = args.is_gated ? matrix.num_outputs / 2 : matrix.num_outputs;
+  float* tile = reinterpret_cast<float*>(task.own);
+  char* panel = task.own + 2 * kRowsAtOnce * kGroup * 4;
+  Bytes bytes(nullptr, 0, 0);
+  const float* x = prepare_rows(args, task, bytes, panel + linear_panel_bytes(matrix));
+  const int64_t num_chunks = (num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
+  const int64_t size = num_rows > kFewRows ? 1 : at_least(1, num_items / (task.num_threads * 8));
+  task.share(1, num_chunks * num_items, size, [&](int64_t first, int64_t last) {
+    for (int64_t item = first; item < last; item++) {
+      const int64_t row = item / num_items * kRowsAtOnce, group = item % num_items, count = at_most(kRowsAtOnce, num_rows - row);
+      float* up = args.is_gated ? tile + kRowsAtOnce * kGroup : nullptr;
+      with_format(matrix.format, [&](auto format) {
+        constexpr Format F = decltype(format)::value;
+        multiply_group<F>(matrix, matrix.data + group * bytes_of_group, x, bytes, row, count, panel, tile);
+        if (up) multiply_group<F>(matrix, matrix.data + (group + step) * bytes_of_group, x, bytes, row, count, panel, up);
+      });
+      for (int64_t r = 0; r < count; r++)
+        finish_row(args, tile + r * kGroup, up ? up + r * kGroup : nullptr, row + r, group, at_most(kGroup, width - group * kGroup));
+    }
+  });
+}
+
+namespace {
+
+template <Format F, int J>
+INLINE void unpack_word(const Packed<F>& source, int half, int lane, float* to) {
+  alignas(64) uint8_t codes[kWordBytes];
+  alignas(64) float scales[kGroup], mins[kGroup] = {};
+  for (int p = 0; p < kParts; p++) {
+    Words w = source.template word<J>(p);
+    memcpy(codes + p * kVectorBytes, &w, sizeof w);
+    store(scales + p * kLanes, source.scale(half, p));
+    if constexpr (Layout<F>::kHasMin) store(mins + p * kLanes, source.min(p));
+  }
+  for (int b = 0; b < 4; b++) {
+    int code = F == Format::kQ8_0 ? int8_t(codes[4 * lane + b]) : codes[4 * lane + b] - Layout<F>::kOffset;
+    to[4 * J + b] = scales[lane] * float(code) + mins[lane];
+  }
+}
+
+}  // namespace
+
+// One row of a packed matrix as float32.
+void unpack_row(const Matrix& matrix, int64_t output, float* out) {
+  const uint8_t* group = matrix.data + output / kGroup * group_bytes(matrix);
+  const int lane = int(output % kGroup);
+  with_format(matrix.format, [&](auto format) {
+    constexpr Format F = decltype(format)::value;
+    if constexpr (F <= Format::kBfloat) {
+      for (int64_t k = 0; k < matrix.num_inputs; k++) {
+        int64_t place = F == Format::kBfloat ? (k / 2 * kGroup + lane) * 2 + k % 2 : k * kGroup + lane;
+        out[k] = read_as(Type(int(F)), group, place);
+      }
+    } else {
+      Packed<F> source{group};
+      for (int64_t b = 0; b < matrix.num_inputs / kBlock; b++) {
+        source.open(b);
+        float* to = out + b * kBlock;
+        unpack_word<F, 0>(source, 0, lane, to), unpack_word<F, 1>(source, 0, lane, to);
+        unpack_word<F, 2>(source, 0, lane, to), unpack_word<F, 3>(source, 0, lane, to);
+        constexpr int kLast = Layout<F>::kNumScales - 1;
+        unpack_word<F, 4>(source, kLast, lane, to), unpack_word<F, 5>(source, kLast, lane, to);
+        unpack_word<F, 6>(source, kLast, lane, to), unpack_word<F, 7>(source, kLast, lane, to);
+      }
+    }
+  });
+}
+
+void unpack(const Matrix& matrix, float* out) {
+  for (int64_t row = 0; row < matrix.num_outputs; row++) unpack_row(matrix, row, out + row * matrix.num_inputs);
+}
+
+}  // namespace archerfish::LEVEL

@@ -1,0 +1,223 @@
+// The module `archerfish.kernels.native._native`: matrices, tapes and threads for Python.
+#include "module.h"
+
+#include <nanobind/stl/string.h>
+
+#include "levels.h"
+
+namespace archerfish {
+namespace {
+
+Level find_level(const std::string& name) {
+  auto found = usable_levels();
+  if (name.empty()) return {found.back()};
+  for (const Kernels* each : found)
+    if (name == each->name) return {each};
+  throw nb::value_error(("This machine has no level " + name + ".").c_str());
+}
+
+void add_linear(Tape& tape, const OwnedMatrix& matrix, int x, int out, int activation, bool is_gated, int residual, float softcap,
+                std::optional<Array> norm, float eps, int before, int total) {
+  Rows rows = tape.rows_of(out);
+  const float* factors = floats(norm);
+  const Matrix* packed = &matrix;
+  tape.add({x, before, residual, total, out}, [=](const Frame& frame, const Task& task) {
+    Linear args{};
+    args.matrix = packed, args.x = frame.at(x), args.num_rows = frame.sizes.of(rows), args.norm = factors;
+    args.before = frame.at(before), args.total = frame.at(total), args.eps = eps, args.activation = Activation(activation);
+    args.is_gated = is_gated, args.residual = frame.at(residual), args.softcap = softcap, args.out = frame.at(out);
+    frame.kernels->linear(args, task);
+  }, [=](const Sizes& sizes) { return linear_shared_bytes(*packed, sizes.of(rows)); }, linear_own_bytes(matrix));
+}
+
+void add_norm(Tape& tape, int x, int before, int total, Array weight, std::optional<Array> bias, float eps, int out) {
+  Rows rows = tape.rows_of(out);
+  const float *w = floats(weight), *b = floats(bias);
+  int64_t width = int64_t(weight.shape(0));
+  tape.add({x, before, total, out}, [=](const Frame& frame, const Task& task) {
+    frame.kernels->norm(Norm{frame.at(x), frame.at(before), frame.at(total), w, b, eps, frame.sizes.of(rows), width, frame.at(out)}, task);
+  });
+}
+
+void add_tables(Tape& tape, std::vector<Array> tables, std::vector<int> types, std::vector<int> inputs,
+                std::vector<int64_t> offsets, const OwnedMatrix* packed, float scale, int64_t width, int out) {
+  Rows rows = tape.rows_of(out);
+  Tables args{};
+  args.num_tables = int(inputs.size()), args.packed = packed, args.scale = scale, args.width = width;
+  for (size_t t = 0; t < inputs.size(); t++) {
+    if (t < tables.size()) args.memory[t] = tables[t].data();
+    args.types[t] = Type(types[t]), args.offsets[t] = offsets[t];
+  }
+  tape.add({out}, [=](const Frame& frame, const Task& task) {
+    Tables mine = args;
+    for (size_t t = 0; t < inputs.size(); t++) mine.ids[t] = frame.input(Input(inputs[t]));
+    mine.num_rows = frame.sizes.of(rows), mine.out = frame.at(out);
+    frame.kernels->tables(mine, task);
+  });
+}
+
+void add_store_kv(Tape& tape, int qkv, int q, std::vector<int> heads, std::optional<Array> cos_sin, int rotary_dim,
+                  std::optional<Array> q_norm, std::optional<Array> k_norm, float eps, Array keys, Array values, int type) {
+  KVStore args{};
+  args.num_heads = heads[0], args.num_kv_heads = heads[1], args.head_dim = heads[2], args.rotary_dim = rotary_dim;
+  args.cos_sin = floats(cos_sin), args.q_norm = floats(q_norm), args.k_norm = floats(k_norm), args.eps = eps;
+  args.type = Type(type), args.keys = keys.data(), args.values = values.data();
+  tape.add({qkv, q}, [=](const Frame& frame, const Task& task) {
+    KVStore mine = args;
+    mine.qkv = frame.at(qkv), mine.q = frame.at(q), mine.num_rows = frame.sizes.of(Rows::kTokens);
+    mine.positions = frame.input(Input::kPositions), mine.slots = frame.input(Input::kSlots);
+    frame.kernels->store_kv(mine, task);
+  });
+}
+
+void add_attend(Tape& tape, int q, int out, std::vector<int> heads, float scale, int window, float softcap, std::optional<Array> keys,
+                std::optional<Array> values, int type, int bias) {
+  Attend args{};
+  args.num_heads = heads[0], args.num_kv_heads = heads[1], args.head_dim = heads[2];
+  args.scale = scale, args.window = window, args.softcap = softcap, args.type = Type(type);
+  const int64_t width = int64_t(args.num_heads) * args.head_dim;
+  args.keys = address(keys), args.values = address(values);
+  args.q_stride = keys ? width : 3 * width, args.key_stride = keys ? int64_t(args.num_kv_heads) * args.head_dim : 3 * width;
+  tape.add({q, bias, out}, [=](const Frame& frame, const Task& task) {
+    Attend mine = args;
+    mine.q = frame.at(q), mine.out = frame.at(out), mine.num_sequences = frame.sizes.of(Rows::kSequences);
+    mine.starts = frame.input(Input::kStarts);
+    if (mine.keys) {
+      mine.context_lens = frame.input(Input::kContextLens), mine.block_tables = frame.input(Input::kBlockTables);
+      mine.table_width = frame.sizes.table_width, mine.block_size = frame.sizes.block_size;
+    } else {
+      mine.keys = mine.q + width, mine.values = mine.q + 2 * width;
+    }
+    mine.bias = frame.at(bias), mine.bias_size = frame.sizes.table_width;
+    frame.kernels->attend(mine, task);
+  }, nullptr, attend_own_bytes(args));
+}
+
+void add_gated(Tape& tape, int x, int64_t width, int activation, int out) {
+  Rows rows = tape.rows_of(out);
+  tape.add({x, out}, [=](const Frame& frame, const Task& task) {
+    frame.kernels->gated(frame.at(x), frame.sizes.of(rows), width, Activation(activation), frame.at(out), task);
+  });
+}
+
+void add_kept_rows(Tape& tape, int x, int64_t row_bytes, int out) {
+  tape.add({x, out}, [=](const Frame& frame, const Task& task) {
+    const int64_t* kept = frame.input(Input::kKeptRows);
+    const char* from = reinterpret_cast<const char*>(frame.at(x));
+    char* to = reinterpret_cast<char*>(frame.at(out));
+    task.share(0, frame.sizes.of(Rows::kKept), 8, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; row++) std::memcpy(to + row * row_bytes, from + kept[row] * row_bytes, size_t(row_bytes));
+    });
+  });
+}
+
+void add_copy(Tape& tape, int x, int out, int64_t row_bytes) {
+  Rows rows = tape.rows_of(out);
+  tape.add({x, out}, [=](const Frame& frame, const Task& task) {
+    task.share(0, frame.sizes.of(rows), 64, [&](int64_t first, int64_t last) {
+      const char* from = reinterpret_cast<const char*>(frame.at(x)) + first * row_bytes;
+      std::memcpy(reinterpret_cast<char*>(frame.at(out)) + first * row_bytes, from, size_t((last - first) * row_bytes));
+    });
+  });
+}
+
+void add_pool(Tape& tape, int x, int64_t width, int mode, int out) {
+  tape.add({x, out}, [=](const Frame& frame, const Task& task) {
+    Pool args{frame.at(x), frame.input(Input::kStarts), frame.sizes.of(Rows::kSequences), width, Pooling(mode), frame.at(out)};
+    frame.kernels->pool(args, task);
+  });
+}
+
+void add_normalize(Tape& tape, int x, int64_t width, int out) {
+  Rows rows = tape.rows_of(out);
+  tape.add({x, out}, [=](const Frame& frame, const Task& task) {
+    frame.kernels->normalize(frame.at(x), frame.sizes.of(rows), width, frame.at(out), task);
+  });
+}
+
+using Ids = nb::ndarray<const int64_t, nb::c_contig, nb::device::cpu>;
+
+void run_tape(Tape& tape, Threads& threads, int num_threads, std::vector<int64_t> sizes, std::vector<std::optional<Ids>> inputs,
+              std::vector<Array> results) {
+  Sizes found;
+  for (int i = 0; i < int(Rows::kCount); i++) found.rows[i] = sizes[size_t(i)];
+  found.table_width = sizes[3], found.block_size = sizes[4], found.num_pieces = sizes[5];
+  std::vector<const int64_t*> given(size_t(Input::kCount), nullptr);
+  for (size_t i = 0; i < inputs.size(); i++) given[i] = inputs[i] ? inputs[i]->data() : nullptr;
+  std::vector<char*> places;
+  for (auto& result : results) places.push_back(static_cast<char*>(result.data()));
+  nb::gil_scoped_release released;
+  tape.run(threads, num_threads, found, given.data(), places.data());
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.def("levels", [] {
+    std::vector<std::string> names;
+    for (const Kernels* each : usable_levels()) names.push_back(each->name);
+    return names;
+  }, "Levels of instructions that this machine can run, the fastest last.");
+
+  nb::class_<Level>(m, "Level").def("__init__", [](Level* self, const std::string& name) { new (self) Level(find_level(name)); },
+                                    "name"_a = "").def_prop_ro("name", [](const Level& level) { return level.kernels->name; });
+
+  nb::class_<Threads>(m, "Threads").def(nb::init<int>(), "num_threads"_a).def_prop_ro("count", &Threads::count);
+
+  nb::class_<OwnedMatrix>(m, "Matrix")
+      .def(nb::init<int, int64_t, int64_t>(), "format"_a, "num_outputs"_a, "num_inputs"_a)
+      .def_ro("num_outputs", &OwnedMatrix::num_outputs)
+      .def_ro("num_inputs", &OwnedMatrix::num_inputs)
+      .def_ro("num_bytes", &OwnedMatrix::num_bytes)
+      .def_prop_ro("format", [](const OwnedMatrix& self) { return int(self.format); })
+      .def("set_bias", [](OwnedMatrix& self, nb::ndarray<const float, nb::c_contig, nb::device::cpu> bias) {
+        self.bias_memory.assign(size_t(self.num_outputs + kGroup), 0.0f);
+        std::memcpy(self.bias_memory.data(), bias.data(), bias.nbytes());
+        self.bias = self.bias_memory.data();
+      })
+      .def("pack_plain", [](OwnedMatrix& self, int type, Array rows, int64_t first, int64_t count) {
+        nb::gil_scoped_release released;
+        pack_plain(self.format, Type(type), rows.data(), count, self.num_inputs, first, self.memory.get());
+      }, "type"_a, "rows"_a, "first"_a, "count"_a)
+      .def("pack_blocks", [](OwnedMatrix& self, Array codes, Array scales, std::optional<Array> mins, int64_t first, int64_t count) {
+        nb::gil_scoped_release released;
+        pack_blocks(self.format, static_cast<const uint8_t*>(codes.data()), static_cast<const uint16_t*>(scales.data()),
+                    static_cast<const uint16_t*>(address(mins)), count, self.num_inputs, first, self.memory.get());
+      }, "codes"_a, "scales"_a, "mins"_a.none(), "first"_a, "count"_a)
+      .def("pack_super_blocks", [](OwnedMatrix& self, Array blocks, int64_t first, int64_t count) {
+        nb::gil_scoped_release released;
+        pack_super_blocks(self.format, static_cast<const uint8_t*>(blocks.data()), count, self.num_inputs, first, self.memory.get());
+      }, "blocks"_a, "first"_a, "count"_a)
+      .def("unpack", [](const OwnedMatrix& self, Array out, const Level& level) {
+        level.kernels->unpack(self, static_cast<float*>(out.data()));
+      }, "out"_a, "level"_a);
+
+  nb::class_<Tape>(m, "Tape")
+      .def("__init__", [](Tape* self, const Level& level) { new (self) Tape(level.kernels); })
+      .def_ro("num_replays", &Tape::num_replays)
+      .def_ro("num_allocations", &Tape::num_allocations)
+      .def_prop_ro("num_steps", [](const Tape& tape) { return tape.num_steps(); })
+      .def("value", [](Tape& tape, int rows, int64_t row_bytes) { return tape.value(Rows(rows), row_bytes); })
+      .def("result", [](Tape& tape, int rows, int64_t row_bytes) { return tape.result(Rows(rows), row_bytes); })
+      .def("constant", [](Tape& tape, Array array) { return tape.constant(array.data()); }, nb::keep_alive<1, 2>())
+      .def("linear", &add_linear, "matrix"_a, "x"_a, "out"_a, "activation"_a = 0, "is_gated"_a = false, "residual"_a = -1,
+           "softcap"_a = 0.0f, "norm"_a = nb::none(), "eps"_a = 0.0f, "before"_a = -1, "total"_a = -1, nb::keep_alive<1, 2>(),
+           nb::keep_alive<1, 9>())
+      .def("norm", &add_norm, "x"_a, "before"_a, "total"_a, "weight"_a, "bias"_a.none(), "eps"_a, "out"_a, nb::keep_alive<1, 5>(),
+           nb::keep_alive<1, 6>())
+      .def("tables", &add_tables, "tables"_a, "types"_a, "inputs"_a, "offsets"_a, "packed"_a.none(), "scale"_a, "width"_a, "out"_a,
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 6>())
+      .def("store_kv", &add_store_kv, "qkv"_a, "q"_a, "heads"_a, "cos_sin"_a.none(), "rotary_dim"_a, "q_norm"_a.none(),
+           "k_norm"_a.none(), "eps"_a, "keys"_a, "values"_a, "type"_a, nb::keep_alive<1, 5>(), nb::keep_alive<1, 7>(),
+           nb::keep_alive<1, 8>(), nb::keep_alive<1, 10>(), nb::keep_alive<1, 11>())
+      .def("attend", &add_attend, "q"_a, "out"_a, "heads"_a, "scale"_a, "window"_a, "softcap"_a, "keys"_a.none(), "values"_a.none(),
+           "type"_a, "bias"_a, nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>())
+      .def("gated", &add_gated, "x"_a, "width"_a, "activation"_a, "out"_a)
+      .def("kept_rows", &add_kept_rows, "x"_a, "row_bytes"_a, "out"_a)
+      .def("copy", &add_copy, "x"_a, "out"_a, "row_bytes"_a)
+      .def("pool", &add_pool, "x"_a, "width"_a, "mode"_a, "out"_a)
+      .def("normalize", &add_normalize, "x"_a, "width"_a, "out"_a)
+      .def("run", &run_tape, "threads"_a, "num_threads"_a, "sizes"_a, "inputs"_a, "results"_a);
+}
+
+}  // namespace archerfish

@@ -1,0 +1,45 @@
+// What all bindings share.
+#pragma once
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <memory>
+
+#include "pack.h"
+#include "tape.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace archerfish {
+
+using Array = nb::ndarray<nb::c_contig, nb::device::cpu>;
+
+inline const void* address(const std::optional<Array>& array) { return array ? array->data() : nullptr; }
+inline const float* floats(const std::optional<Array>& array) { return static_cast<const float*>(address(array)); }
+
+// A packed matrix that owns its memory.
+struct OwnedMatrix : Matrix {
+  std::unique_ptr<uint8_t, decltype(&std::free)> memory{nullptr, &std::free};
+  std::vector<float> bias_memory;
+  int64_t num_bytes;
+
+  OwnedMatrix(int wanted, int64_t outputs, int64_t inputs) {
+    format = Format(wanted), num_outputs = outputs, num_inputs = inputs, bias = nullptr;
+    num_bytes = packed_bytes(format, outputs, inputs);
+    int64_t whole = (num_bytes + kLine) / kLine * kLine;
+    memory.reset(static_cast<uint8_t*>(std::aligned_alloc(size_t(kLine), size_t(whole))));
+    if (!memory) throw std::bad_alloc();
+    std::memset(memory.get(), 0, size_t(whole));
+    data = memory.get();
+  }
+};
+
+struct Level {
+  const Kernels* kernels;
+};
+
+}  // namespace archerfish

@@ -1,0 +1,163 @@
+#define LEVEL common
+#include "pack.h"
+
+#include "vec.h"
+
+namespace archerfish {
+namespace {
+
+using common::from_bfloat;
+using common::read_as;
+using common::to_bfloat;
+using common::to_half;
+using common::write_as;
+
+constexpr int64_t kWordBytes = 4 * kGroup;
+constexpr int64_t kSuperInputs = kBlock * kSuper;
+
+int bits_of(Format format) {
+  switch (format) {
+    case Format::kQ8_0: return 8;
+    case Format::kQ6_K: return 6;
+    case Format::kQ5_0: case Format::kQ5_1: case Format::kQ5_K: return 5;
+    default: return 4;
+  }
+}
+bool is_super(Format format) { return format >= Format::kQ4_K; }
+bool has_min(Format format) {
+  return format == Format::kQ4_1 || format == Format::kQ5_1 || format == Format::kQ4_K || format == Format::kQ5_K;
+}
+int64_t scale_bytes(Format format) {
+  int num_scales = (format == Format::kQ6_K ? 2 : 1) + (has_min(format) ? 1 : 0);
+  return (is_super(format) ? 1 : 2) * kGroup * num_scales;
+}
+int64_t block_bytes(Format format) { return scale_bytes(format) + kBlock * kGroup * bits_of(format) / 8; }
+int64_t header_bytes(Format format) { return is_super(format) ? 2 * kGroup * (has_min(format) ? 2 : 1) : 0; }
+int64_t group_bytes(Format format, int64_t num_inputs) {
+  if (format <= Format::kBfloat) {
+    int64_t even = format == Format::kBfloat ? (num_inputs + 1) / 2 * 2 : num_inputs;
+    return even * kGroup * (format == Format::kFloat ? 4 : 2);
+  }
+  int64_t blocks = num_inputs / kBlock * block_bytes(format);
+  return is_super(format) ? blocks + num_inputs / kSuperInputs * header_bytes(format) : blocks;
+}
+
+void put_half(uint8_t* at, int lane, uint16_t bits) { memcpy(at + 2 * lane, &bits, 2); }
+
+// The 32 codes of one output in a block. at: behind the block's scales.
+void put_codes(Format format, const uint8_t* codes, int lane, uint8_t* at) {
+  const int bits = bits_of(format);
+  for (int k = 0; k < kBlock; k++) {
+    const int word = k / 4, byte = 4 * lane + k % 4;
+    if (bits == 8) { at[word * kWordBytes + byte] = codes[k]; continue; }
+    at[word % 4 * kWordBytes + byte] |= uint8_t((codes[k] & 15) << (word < 4 ? 0 : 4));
+    if (bits == 5) at[4 * kWordBytes + byte] |= uint8_t((codes[k] >> 4) << word);
+    if (bits == 6) at[(4 + word / 4) * kWordBytes + byte] |= uint8_t((codes[k] >> 4) << (2 * (word % 4)));
+  }
+}
+
+void read_codes(Format format, const uint8_t* from, uint8_t* codes) {  // a simple block of GGUF
+  if (format == Format::kQ8_0) { memcpy(codes, from, kBlock); return; }
+  uint32_t high = 0;
+  if (bits_of(format) == 5) memcpy(&high, from, 4), from += 4;
+  for (int i = 0; i < 16; i++) {
+    codes[i] = uint8_t((from[i] & 15) | (high >> i & 1) << 4);
+    codes[i + 16] = uint8_t(from[i] >> 4 | (high >> (i + 16) & 1) << 4);
+  }
+}
+
+struct SuperBlock {  // of one output
+  uint16_t scale, min;
+  uint8_t scales[16], mins[8], codes[kSuperInputs];
+};
+
+void read_super(Format format, const uint8_t* from, SuperBlock& to) {
+  if (format == Format::kQ6_K) {
+    const uint8_t *low = from, *high = from + 128;
+    for (int half = 0; half < 2; half++, low += 64, high += 32)
+      for (int i = 0; i < 32; i++)
+        for (int quarter = 0; quarter < 4; quarter++) {
+          int nibble = quarter < 2 ? low[i + 32 * quarter] & 15 : low[i + 32 * (quarter - 2)] >> 4;
+          to.codes[half * 128 + quarter * 32 + i] = uint8_t(nibble | (high[i] >> (2 * quarter) & 3) << 4);
+        }
+    memcpy(to.scales, from + 192, 16);
+    memcpy(&to.scale, from + 208, 2);
+    return;
+  }
+  memcpy(&to.scale, from, 2), memcpy(&to.min, from + 2, 2);
+  const uint8_t* packed = from + 4;
+  for (int j = 0; j < kSuper; j++) {
+    to.scales[j] = j < 4 ? packed[j] & 63 : uint8_t((packed[j + 4] & 15) | (packed[j - 4] >> 6) << 4);
+    to.mins[j] = j < 4 ? packed[j + 4] & 63 : uint8_t((packed[j + 4] >> 4) | (packed[j] >> 6) << 4);
+  }
+  const bool has_high = format == Format::kQ5_K;
+  const uint8_t *high = from + 16, *low = from + 16 + (has_high ? 32 : 0);
+  for (int j = 0; j < kSuper; j++)
+    for (int i = 0; i < 32; i++) {
+      int nibble = j % 2 ? low[j / 2 * 32 + i] >> 4 : low[j / 2 * 32 + i] & 15;
+      to.codes[j * 32 + i] = uint8_t(nibble | (has_high ? (high[i] >> j & 1) << 4 : 0));
+    }
+}
+
+int64_t super_bytes(Format format) { return format == Format::kQ4_K ? 144 : format == Format::kQ5_K ? 176 : 210; }
+
+}  // namespace
+
+int64_t packed_bytes(Format format, int64_t num_outputs, int64_t num_inputs) {
+  return (num_outputs + kGroup - 1) / kGroup * group_bytes(format, num_inputs);
+}
+
+void pack_plain(Format format, Type type, const void* rows, int64_t num_rows, int64_t num_inputs, int64_t first, uint8_t* out) {
+  for (int64_t row = 0; row < num_rows; row++) {
+    const int64_t output = first + row, lane = output % kGroup;
+    uint8_t* group = out + output / kGroup * group_bytes(format, num_inputs);
+    for (int64_t k = 0; k < num_inputs; k++) {
+      int64_t place = format == Format::kBfloat ? (k / 2 * kGroup + lane) * 2 + k % 2 : k * kGroup + lane;
+      write_as(Type(int(format)), group, place, read_as(type, rows, row * num_inputs + k));
+    }
+  }
+}
+
+void pack_blocks(Format format, const uint8_t* codes, const uint16_t* scales, const uint16_t* mins, int64_t num_rows,
+                 int64_t num_inputs, int64_t first, uint8_t* out) {
+  const int64_t num_blocks = num_inputs / kBlock, bytes = bits_of(format) * kBlock / 8;
+  for (int64_t row = 0; row < num_rows; row++) {
+    const int lane = int((first + row) % kGroup);
+    uint8_t* block = out + (first + row) / kGroup * group_bytes(format, num_inputs);
+    for (int64_t b = 0; b < num_blocks; b++, block += block_bytes(format)) {
+      const int64_t place = row * num_blocks + b;
+      put_half(block, lane, scales[place]);
+      if (has_min(format)) put_half(block + 2 * kGroup, lane, mins[place]);
+      uint8_t* at = block + scale_bytes(format);
+      if (bits_of(format) == 4) {  // GGUF has the same order within a block
+        for (int word = 0; word < 4; word++) memcpy(at + word * kWordBytes + 4 * lane, codes + place * bytes + 4 * word, 4);
+        continue;
+      }
+      uint8_t some[kBlock];
+      read_codes(format, codes + place * bytes, some);
+      put_codes(format, some, lane, at);
+    }
+  }
+}
+
+void pack_super_blocks(Format format, const uint8_t* blocks, int64_t num_rows, int64_t num_inputs, int64_t first, uint8_t* out) {
+  const int64_t num_supers = num_inputs / kSuperInputs, num_scales = format == Format::kQ6_K ? 2 : 1;
+  SuperBlock found = {};
+  for (int64_t row = 0; row < num_rows; row++) {
+    const int lane = int((first + row) % kGroup);
+    uint8_t* at = out + (first + row) / kGroup * group_bytes(format, num_inputs);
+    for (int64_t s = 0; s < num_supers; s++) {
+      read_super(format, blocks + (row * num_supers + s) * super_bytes(format), found);
+      put_half(at, lane, found.scale);
+      if (has_min(format)) put_half(at + 2 * kGroup, lane, found.min);
+      at += header_bytes(format);
+      for (int b = 0; b < kSuper; b++, at += block_bytes(format)) {
+        for (int64_t i = 0; i < num_scales; i++) at[i * kGroup + lane] = found.scales[b * num_scales + i];
+        if (has_min(format)) at[kGroup + lane] = found.mins[b];
+        put_codes(format, found.codes + b * kBlock, lane, at + scale_bytes(format));
+      }
+    }
+  }
+}
+
+}  // namespace archerfish
