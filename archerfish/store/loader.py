@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from archerfish.config import HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnknownLayerError, did_you_mean
+from archerfish.kernels.stored import NUMPY_TYPES, StoredTensor
 from archerfish.store.files import file_lock, recover, replace_file, sha256_of, siblings, sync_directory, write_errors
 from archerfish.store.format import Row, RowSpans, TensorInfo, arrow_writer, dequantize, read_arrow_rows, read_parquet_rows
 from archerfish.store.metadata import (
@@ -94,6 +95,23 @@ class WeightLoader:
         if num_params == 0:
             return torch.empty(info.shape, dtype=dtype)
         return torch.frombuffer(self._open_memory(), dtype=dtype, count=num_params, offset=spans.data.offset).view(info.shape)
+
+    def get_stored(self, name: str) -> StoredTensor:
+        """One tensor as it is stored, over the mapping."""
+        import numpy as np
+
+        info, spans = self._row(name)
+        if info.quantization is not None:
+            row = self.get_quantized(name)
+            return StoredTensor(info.shape, info.dtype, row.data, info.quantization.quant_type, row.scales, row.zero_points)
+        if not info.num_params:
+            return StoredTensor(info.shape, info.dtype, np.empty(info.shape, NUMPY_TYPES[info.dtype]))
+        data = np.frombuffer(self._open_memory(), NUMPY_TYPES[info.dtype], info.num_params, spans.data.offset)
+        return StoredTensor(info.shape, info.dtype, data.reshape(info.shape))
+
+    def load_stored(self) -> dict[str, StoredTensor]:
+        """All tensors by name, as `get_stored` gives them."""
+        return {name: self.get_stored(name) for name in self._rows}
 
     def load_weights(self) -> dict[str, torch.Tensor]:
         """All tensors by name, as `get_layer` gives them."""
