@@ -1,8 +1,12 @@
 // Rotary embedding and storing of keys and values, and attention: over blocks, or within packed sequences.
+#include <type_traits>
+
 #include "vec.h"
 
 namespace archerfish::LEVEL {
 namespace {
+
+constexpr int kDirectRows = 8;  // up to which keys and values are not gathered
 
 INLINE void turn_head(float* head, const KVStore& args, const float* norm, const float* cos_sin) {
   const int dim = args.head_dim, half = args.rotary_dim / 2;
@@ -43,28 +47,71 @@ struct Work {  // memory of a thread
   }
 };
 
-// Keys of a chunk with lanes over keys: keys[d * kChunk + key]; values[key * dim + d].
-INLINE void gather(const Attend& args, int64_t sequence, int kv_head, int64_t first, int64_t count, const Work& work) {
+// Where the keys of a chunk lie: numbers from the beginning of the memory.
+INLINE void find_keys(const Attend& args, int64_t sequence, int kv_head, int64_t first, int64_t count, int64_t* places) {
+  const int64_t head = int64_t(kv_head) * args.head_dim;
+  if (!args.block_tables) {
+    for (int64_t i = 0; i < count; i++) places[i] = (args.starts[sequence] + first + i) * args.key_stride + head;
+    return;
+  }
+  const int64_t* table = args.block_tables + sequence * args.table_width;
+  int64_t block = first / args.block_size, inside = first % args.block_size;
+  for (int64_t i = 0; i < count; i++) {
+    places[i] = (table[block] * args.block_size + inside) * args.key_stride + head;
+    if (++inside == args.block_size) inside = 0, block++;
+  }
+}
+
+// Keys with lanes over keys: keys[d * kChunk + key]; values[key * dim + d].
+template <Type T>
+INLINE void gather(const Attend& args, const int64_t* places, int64_t count, const Work& work) {
   const int dim = args.head_dim;
   for (int64_t i = 0; i < count; i++) {
-    int64_t place;
-    if (args.block_tables) {
-      const int64_t key = first + i, block = args.block_tables[sequence * args.table_width + key / args.block_size];
-      place = block * args.block_size + key % args.block_size;
-    } else {
-      place = args.starts[sequence] + first + i;
-    }
-    const int64_t at = place * args.key_stride + int64_t(kv_head) * dim;
+    const int64_t at = places[i];
     int d = 0;
     for (; d + kLanes <= dim; d += kLanes) {
-      Floats key = load_as(args.type, args.keys, at + d);
+      Floats key = load_as(T, args.keys, at + d);
       UNROLL for (int l = 0; l < kLanes; l++) work.keys[(d + l) * kChunk + i] = key[l];
-      store(work.values + i * dim + d, load_as(args.type, args.values, at + d));
+      store(work.values + i * dim + d, load_as(T, args.values, at + d));
     }
     for (; d < dim; d++) {
-      work.keys[d * kChunk + i] = read_as(args.type, args.keys, at + d);
-      work.values[i * dim + d] = read_as(args.type, args.values, at + d);
+      work.keys[d * kChunk + i] = read_as(T, args.keys, at + d);
+      work.values[i * dim + d] = read_as(T, args.values, at + d);
     }
+  }
+}
+
+// The same for a tile of few rows, straight from the memory of keys and values. dim: a multiple of the lanes.
+template <Type T, int R>
+INLINE void score_direct(const Attend& args, const int64_t* places, int64_t count, const Work& work, int row) {
+  const int dim = args.head_dim;
+  const float* queries = work.queries + row * dim;
+  for (int64_t i = 0; i < count; i++) {
+    if (i + 4 < count) __builtin_prefetch(static_cast<const char*>(args.keys) + places[i + 4] * (T == Type::kFloat ? 4 : 2));
+    Floats total[R] = {};
+    for (int d = 0; d < dim; d += kLanes) {
+      Floats key = load_as(T, args.keys, places[i] + d);
+      UNROLL for (int r = 0; r < R; r++) total[r] += key * load(queries + r * dim + d);
+    }
+    UNROLL for (int r = 0; r < R; r++) work.scores[(row + r) * kChunk + i] = sum(total[r]);
+  }
+}
+
+template <Type T, int R>
+INLINE void add_direct(const Attend& args, const int64_t* places, int64_t count, const Work& work, int row) {
+  constexpr int kVectors = kParts == 4 ? 4 : 1;
+  const int dim = args.head_dim;
+  for (int d = 0; d < dim; d += kVectors * kLanes) {
+    Floats total[R][kVectors];
+    UNROLL for (int r = 0; r < R; r++)
+      UNROLL for (int v = 0; v < kVectors; v++) total[r][v] = load(work.totals + (row + r) * dim + d + v * kLanes);
+    for (int64_t i = 0; i < count; i++)
+      UNROLL for (int v = 0; v < kVectors; v++) {
+        Floats value = load_as(T, args.values, places[i] + d + v * kLanes);
+        UNROLL for (int r = 0; r < R; r++) total[r][v] += value * work.scores[(row + r) * kChunk + i];
+      }
+    UNROLL for (int r = 0; r < R; r++)
+      UNROLL for (int v = 0; v < kVectors; v++) store(work.totals + (row + r) * dim + d + v * kLanes, total[r][v]);
   }
 }
 
@@ -157,6 +204,7 @@ INLINE void weigh(const Attend& args, const Tile& tile, int r, int64_t first, in
   work.sums[r] += sum(total);
 }
 
+template <Type T>
 void attend_tile(const Attend& args, const Tile& tile, int64_t sequence, int kv_head, int64_t num_keys, const Work& work) {
   const int dim = args.head_dim;
   for (int r = 0; r < tile.num_rows; r++) {
@@ -164,17 +212,23 @@ void attend_tile(const Attend& args, const Tile& tile, int64_t sequence, int kv_
     memset(work.totals + r * dim, 0, size_t(dim) * 4);
     work.highest[r] = -INFINITY, work.sums[r] = 0;
   }
-  int64_t first = 0;
+  const bool is_direct = tile.num_rows <= kDirectRows && dim % kGroup == 0;
+  int64_t first = 0, places[kChunk];
   if (args.context_lens && args.window) first = at_least(0, tile.positions[0] - args.window + 1) / kChunk * kChunk;
   for (; first < num_keys; first += kChunk) {
     const int64_t count = at_most(kChunk, num_keys - first);
-    gather(args, sequence, kv_head, first, count, work);
+    find_keys(args, sequence, kv_head, first, count, places);
+    if (!is_direct) gather<T>(args, places, count, work);
     by_fours(tile.num_rows, [&](auto rows, int r) {
-      score_rows<decltype(rows)::value>(work.queries + r * dim, work.keys, dim, work.scores + r * kChunk);
+      constexpr int R = decltype(rows)::value;
+      if (is_direct) score_direct<T, R>(args, places, count, work, r);
+      else score_rows<R>(work.queries + r * dim, work.keys, dim, work.scores + r * kChunk);
     });
     for (int r = 0; r < tile.num_rows; r++) weigh(args, tile, r, first, count, work);
     by_fours(tile.num_rows, [&](auto rows, int r) {
-      add_values<decltype(rows)::value>(work.scores + r * kChunk, work.values, dim, count, work.totals + r * dim);
+      constexpr int R = decltype(rows)::value;
+      if (is_direct) add_direct<T, R>(args, places, count, work, r);
+      else add_values<R>(work.scores + r * kChunk, work.values, dim, count, work.totals + r * dim);
     });
   }
   for (int r = 0; r < tile.num_rows; r++) {
@@ -238,7 +292,9 @@ void attend(const Attend& args, const Task& task) {
           tile.bias[r] = args.bias ? args.bias + (int64_t(head) * args.bias_size + t) * args.bias_size : nullptr;
         }
       const int64_t num_keys = args.context_lens ? tile.positions[tile.num_rows - 1] + 1 : num_new;
-      attend_tile(args, tile, sequence, kv_head, num_keys, work);
+      if (args.type == Type::kHalf) attend_tile<Type::kHalf>(args, tile, sequence, kv_head, num_keys, work);
+      else if (args.type == Type::kBfloat) attend_tile<Type::kBfloat>(args, tile, sequence, kv_head, num_keys, work);
+      else attend_tile<Type::kFloat>(args, tile, sequence, kv_head, num_keys, work);
     }
   });
 }

@@ -11,7 +11,7 @@ constexpr int kFewRows = 4;      // up to which a product unpacks weights on the
 constexpr int kRowsAtOnce = 128; // that a panel of unpacked weights is used for
 constexpr int64_t kLine = 64;    // bytes of a cache line
 
-constexpr int kQueries = 16;     // rows of a tile of attention
+constexpr int kQueries = 32;     // rows of a tile of attention
 constexpr int kChunk = 64;       // keys that a tile takes at a time
 
 enum class Type : int { kFloat, kHalf, kBfloat };
@@ -156,11 +156,11 @@ struct Kernels {
 
 // Memory that operations need, in bytes, for all threads and for each.
 inline int64_t linear_shared_bytes(const Matrix& matrix, int64_t num_rows) {
-  return num_rows * matrix.num_inputs * 4 + 4 * kLine;  // rows as float32; as bytes with scales they take half of it
+  return (num_rows + 7) / 8 * 8 * (matrix.num_inputs + kBlock) * 4 + 4 * kLine;  // as float32; bytes with scales take half of it
 }
 inline int64_t linear_panel_bytes(const Matrix& matrix) { return (matrix.num_inputs + 1) * kGroup * 4 + kLine; }
 inline int64_t linear_own_bytes(const Matrix& matrix) {
-  return 2 * kRowsAtOnce * kGroup * 4 + linear_panel_bytes(matrix) + linear_shared_bytes(matrix, kFewRows + 1);
+  return 2 * kRowsAtOnce * kGroup * 4 + linear_panel_bytes(matrix) + 2 * linear_shared_bytes(matrix, kFewRows);
 }
 inline int64_t attend_own_bytes(const Attend& args) {  // queries, their sums, scores, and keys and values of a chunk as float32
   return 4 * (2 * kQueries * args.head_dim + kQueries * kChunk + 2 * kChunk * (args.head_dim + 16) + 4 * kQueries) + 8 * kLine;

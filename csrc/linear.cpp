@@ -77,20 +77,17 @@ struct Packed {
   }
 };
 
-// Weights of a group that were unpacked once for many rows.
+// Weights of a group that were unpacked once for many rows: codes, scales and minima of each block side by side.
 template <Format F>
 struct Panel {
   using L = Layout<F>;
   static constexpr int kNumScales = L::kNumScales, kStart = L::kStart;
   static constexpr bool kHasMin = L::kHasMin;
-  static constexpr int64_t kFloats = kGroup * (kNumScales + (kHasMin ? 1 : 0));  // of a block
-  uint8_t* codes;
-  float* numbers;
+  static constexpr int64_t kCodeBytes = kBlock * kGroup;
+  static constexpr int64_t kBlockBytes = kCodeBytes + 4 * kGroup * (kNumScales + (kHasMin ? 1 : 0));
+  uint8_t* memory;
   const uint8_t* block = nullptr;
-  const float* scales = nullptr;
 
-  Panel(char* memory, int64_t num_inputs)
-      : codes(reinterpret_cast<uint8_t*>(memory)), numbers(reinterpret_cast<float*>(memory + num_inputs * kGroup)) {}
   template <int J>
   INLINE void fill_word(const Packed<F>& source, uint8_t* to) {
     for (int p = 0; p < kParts; p++) {
@@ -102,71 +99,69 @@ struct Panel {
     Packed<F> source{group};
     for (int64_t b = 0; b < num_blocks; b++) {
       source.open(b);
-      uint8_t* to = codes + b * 8 * kWordBytes;
+      uint8_t* to = memory + b * kBlockBytes;
       fill_word<0>(source, to), fill_word<1>(source, to), fill_word<2>(source, to), fill_word<3>(source, to);
       fill_word<4>(source, to), fill_word<5>(source, to), fill_word<6>(source, to), fill_word<7>(source, to);
-      float* number = numbers + b * kFloats;
+      float* number = reinterpret_cast<float*>(to + kCodeBytes);
       for (int s = 0; s < kNumScales; s++)
         for (int p = 0; p < kParts; p++) store(number + s * kGroup + p * kLanes, source.scale(s, p));
       if constexpr (kHasMin)
         for (int p = 0; p < kParts; p++) store(number + kNumScales * kGroup + p * kLanes, source.min(p));
     }
   }
-  INLINE void open(int64_t b) { block = codes + b * 8 * kWordBytes, scales = numbers + b * kFloats; }
+  INLINE void open(int64_t b) { block = memory + b * kBlockBytes; }
   template <int J>
   INLINE Words word(int part) const { return load_words(block + J * kWordBytes + part * kVectorBytes); }
-  INLINE Floats scale(int which, int part) const { return load(scales + which * kGroup + part * kLanes); }
-  INLINE Floats min(int part) const { return load(scales + kNumScales * kGroup + part * kLanes); }
+  INLINE Floats number(int which, int part) const {
+    return load(reinterpret_cast<const float*>(block + kCodeBytes) + which * kGroup + part * kLanes);
+  }
+  INLINE Floats scale(int which, int part) const { return number(which, part); }
+  INLINE Floats min(int part) const { return number(kNumScales, part); }
 };
 
 // ---- activations as bytes ----
-struct Bytes {  // rows of int8, a scale for each block, and a sum for each half of a block
-  int8_t* codes;
-  float* scales;
-  int32_t* sums;
+constexpr int kTile = kParts == 1 ? 8 : 4;  // rows whose bytes lie side by side
 
-  static int64_t num_bytes(int64_t num_rows, int64_t num_inputs) {
-    return num_rows * (num_inputs + num_inputs / kBlock * 12) + 3 * kLine;
-  }
-  Bytes(char* memory, int64_t num_rows, int64_t num_inputs)
-      : codes(reinterpret_cast<int8_t*>(memory)),
-        scales(reinterpret_cast<float*>(memory + num_rows * num_inputs)),
-        sums(reinterpret_cast<int32_t*>(memory + num_rows * num_inputs + num_rows * num_inputs / kBlock * 4)) {}
+struct ByteBlock {  // 32 inputs of a tile of rows
+  int8_t codes[kTile][kBlock];
+  float scales[kTile];
+  float weighted[kTile];    // the sum of the codes, times the scale
+  int32_t sums[kTile][2];   // of the codes, for each half of the block
 };
 
-INLINE void quantise(const float* x, int64_t num_inputs, int8_t* codes, float* scales, int32_t* sums) {
+INLINE void quantise(const float* x, int64_t num_blocks, ByteBlock* blocks, int row) {
   typedef int8_t Narrow __attribute__((vector_size(kLanes)));
   constexpr int kHalf = 16 / kLanes;  // vectors of half a block
-  for (int64_t b = 0; b < num_inputs / kBlock; b++) {
+  for (int64_t b = 0; b < num_blocks; b++) {
+    ByteBlock& to = blocks[b];
     Floats v[2 * kHalf], most = {};
     UNROLL for (int i = 0; i < 2 * kHalf; i++) {
       v[i] = load(x + b * kBlock + i * kLanes);
       most = larger(most, magnitude(v[i]));
     }
-    float highest = largest(most), inverse = highest > 0 ? 127.0f / highest : 0.0f;
-    scales[b] = highest / 127.0f;
+    const float highest = largest(most), inverse = highest > 0 ? 127.0f / highest : 0.0f;
     UNROLL for (int half = 0; half < 2; half++) {
       Ints total = {};
       UNROLL for (int i = half * kHalf; i < (half + 1) * kHalf; i++) {
         Ints whole = to_ints(round_even(v[i] * inverse));
         total += whole;
         Narrow narrow = __builtin_convertvector(whole, Narrow);
-        memcpy(codes + b * kBlock + i * kLanes, &narrow, sizeof narrow);
+        memcpy(to.codes[row] + i * kLanes, &narrow, sizeof narrow);
       }
-      int32_t all_of_it = 0;
-      UNROLL for (int i = 0; i < kLanes; i++) all_of_it += total[i];
-      sums[2 * b + half] = all_of_it;
+      to.sums[row][half] = sum(total);
     }
+    to.scales[row] = highest / 127.0f;
+    to.weighted[row] = to.scales[row] * float(to.sums[row][0] + to.sums[row][1]);
   }
 }
 
-// 32 bytes of one row, each four of which are multiplied with a word of weights.
+// 16 bytes of one row, each four of which are multiplied with a word of weights.
 struct ByteRow {
 #if defined(__ARM_FEATURE_DOTPROD)
-  int8x16_t half[2];
-  INLINE void load_from(const int8_t* at) { half[0] = vld1q_s8(at), half[1] = vld1q_s8(at + 16); }
+  int8x16_t bytes;
+  INLINE void load_from(const int8_t* at) { bytes = vld1q_s8(at); }
   template <int J, bool kIsSigned>
-  INLINE Ints dot(Ints sums, Words w) const { return (Ints)vdotq_laneq_s32((int32x4_t)sums, (int8x16_t)w, half[J / 4], J % 4); }
+  INLINE Ints dot(Ints sums, Words w) const { return (Ints)vdotq_laneq_s32((int32x4_t)sums, (int8x16_t)w, bytes, J); }
 #else
   const int8_t* from;
   INLINE void load_from(const int8_t* at) { from = at; }
@@ -179,7 +174,7 @@ struct ByteRow {
 #endif
 };
 
-template <int R, int P, class Source, bool kIsSigned>
+template <int R, int P, bool kIsSigned, class Source>
 struct Sums {
   Ints sums[R][P];
   ByteRow rows[R];
@@ -189,68 +184,64 @@ struct Sums {
     Words w[P];
     UNROLL for (int p = 0; p < P; p++) w[p] = source.template word<J>(part + p);
     UNROLL for (int r = 0; r < R; r++)
-      UNROLL for (int p = 0; p < P; p++) sums[r][p] = rows[r].template dot<J, kIsSigned>(sums[r][p], w[p]);
+      UNROLL for (int p = 0; p < P; p++) sums[r][p] = rows[r].template dot<J % 4, kIsSigned>(sums[r][p], w[p]);
+  }
+  template <int kHalf>
+  INLINE void add_half(const Source& source, const ByteBlock& x, int part) {
+    UNROLL for (int r = 0; r < R; r++) rows[r].load_from(x.codes[r] + 16 * kHalf);
+    add<4 * kHalf>(source, part), add<4 * kHalf + 1>(source, part), add<4 * kHalf + 2>(source, part), add<4 * kHalf + 3>(source, part);
+  }
+  INLINE void start(const ByteBlock& x, int which) {
+    UNROLL for (int r = 0; r < R; r++) {
+      int32_t covered = Source::kNumScales == 2 ? x.sums[r][which] : x.sums[r][0] + x.sums[r][1];
+      Ints begin = Source::kStart ? all_ints(-Source::kStart * covered) : Ints{};
+      UNROLL for (int p = 0; p < P; p++) sums[r][p] = begin;
+    }
+  }
+  INLINE void scale_into(Floats (&total)[R][P], const Source& source, const ByteBlock& x, int which, int part) const {
+    UNROLL for (int p = 0; p < P; p++) {
+      Floats scale = source.scale(which, part + p);
+      UNROLL for (int r = 0; r < R; r++) total[r][p] += to_floats(sums[r][p]) * scale * x.scales[r];
+    }
   }
 };
 
 // R rows with P parts of a group, from `part` on: out[r * 16 + lane].
 template <int R, int P, bool kIsSigned, class Source>
-INLINE void block_tile(Source source, int64_t num_blocks, int part, const int8_t* codes, const float* scales, const int32_t* sums,
-                       float* out) {
-  const int64_t num_inputs = num_blocks * kBlock;
+INLINE void block_tile(Source source, int64_t num_blocks, int part, const ByteBlock* x, float* out) {
   Floats total[R][P] = {};
-  for (int64_t b = 0; b < num_blocks; b++) {
+  for (int64_t b = 0; b < num_blocks; b++, x++) {
     source.open(b);
-    Sums<R, P, Source, kIsSigned> of;
-    UNROLL for (int r = 0; r < R; r++) of.rows[r].load_from(codes + r * num_inputs + b * kBlock);
-    UNROLL for (int s = 0; s < Source::kNumScales; s++) {
-      UNROLL for (int r = 0; r < R; r++) {
-        const int32_t* half = sums + r * 2 * num_blocks + 2 * b;
-        int32_t covered = Source::kNumScales == 2 ? half[s] : half[0] + half[1];
-        UNROLL for (int p = 0; p < P; p++) of.sums[r][p] = all_ints(-Source::kStart * covered);
-      }
-      if (Source::kNumScales == 1 || s == 0) {
-        of.template add<0>(source, part), of.template add<1>(source, part);
-        of.template add<2>(source, part), of.template add<3>(source, part);
-      }
-      if (Source::kNumScales == 1 || s == 1) {
-        of.template add<4>(source, part), of.template add<5>(source, part);
-        of.template add<6>(source, part), of.template add<7>(source, part);
-      }
-      UNROLL for (int p = 0; p < P; p++) {
-        Floats scale = source.scale(s, part + p);
-        UNROLL for (int r = 0; r < R; r++) total[r][p] += to_floats(of.sums[r][p]) * (scale * scales[r * num_blocks + b]);
-      }
-    }
-    if constexpr (Source::kHasMin) {
+    Sums<R, P, kIsSigned, Source> of;
+    of.start(*x, 0);
+    of.template add_half<0>(source, *x, part);
+    if constexpr (Source::kNumScales == 2) of.scale_into(total, source, *x, 0, part), of.start(*x, 1);
+    of.template add_half<1>(source, *x, part);
+    of.scale_into(total, source, *x, Source::kNumScales - 1, part);
+    if constexpr (Source::kHasMin)
       UNROLL for (int p = 0; p < P; p++) {
         Floats min = source.min(part + p);
-        UNROLL for (int r = 0; r < R; r++) {
-          const int32_t* half = sums + r * 2 * num_blocks + 2 * b;
-          total[r][p] += min * (scales[r * num_blocks + b] * float(half[0] + half[1]));
-        }
+        UNROLL for (int r = 0; r < R; r++) total[r][p] += min * x->weighted[r];
       }
-    }
   }
   UNROLL for (int r = 0; r < R; r++)
     UNROLL for (int p = 0; p < P; p++) store(out + r * kGroup + (part + p) * kLanes, total[r][p]);
 }
 
 template <int R, bool kIsSigned, class Source>
-INLINE void group_tile(Source source, int64_t num_blocks, const Bytes& x, int64_t row, float* out) {
-  constexpr int P = R > 2 && kParts == 4 ? 2 : kParts;  // as many as registers hold
-  const int8_t* codes = x.codes + row * num_blocks * kBlock;
-  for (int part = 0; part < kParts; part += P)
-    block_tile<R, P, kIsSigned>(source, num_blocks, part, codes, x.scales + row * num_blocks, x.sums + row * 2 * num_blocks, out);
+INLINE void group_tile(Source source, int64_t num_blocks, const ByteBlock* x, float* out) {
+  constexpr int P = kParts == 4 ? (R > 2 ? 2 : 4) : 1;  // as many as registers hold
+  for (int part = 0; part < kParts; part += P) block_tile<R, P, kIsSigned>(source, num_blocks, part, x, out);
 }
 
 template <bool kIsSigned, class Source>
-INLINE void group_rows(int num_rows, Source source, int64_t num_blocks, const Bytes& x, int64_t row, float* out) {
-  switch (num_rows) {
-    case 1: return group_tile<1, kIsSigned>(source, num_blocks, x, row, out);
-    case 2: return group_tile<2, kIsSigned>(source, num_blocks, x, row, out);
-    case 3: return group_tile<3, kIsSigned>(source, num_blocks, x, row, out);
-    default: return group_tile<4, kIsSigned>(source, num_blocks, x, row, out);
+INLINE void group_rows(int64_t num_rows, Source source, int64_t num_blocks, const ByteBlock* x, float* out) {
+  for (int64_t row = 0; row < num_rows; row += kTile, x += num_blocks, out += kTile * kGroup) {
+    switch (num_rows - row) {
+      case 1: group_tile<1, kIsSigned>(source, num_blocks, x, out); break;
+      case 2: group_tile<2, kIsSigned>(source, num_blocks, x, out); break;
+      default: group_tile<kTile, kIsSigned>(source, num_blocks, x, out);  // rows after the last have no meaning
+    }
   }
 }
 
@@ -359,8 +350,8 @@ INLINE int64_t group_bytes(const Matrix& matrix) {
 
 // Sums of a group's outputs for `num_rows` rows from `row` on: out[r * 16 + lane].
 template <Format F>
-void multiply_group(const Matrix& matrix, const uint8_t* group, const float* x, const Bytes& bytes, int64_t row, int64_t num_rows,
-                    char* panel_memory, float* out) {
+void multiply_group(const Matrix& matrix, const uint8_t* group, const float* x, const ByteBlock* bytes, int64_t row,
+                    int64_t num_rows, char* panel_memory, float* out) {
   const int64_t num_inputs = matrix.num_inputs;
   if constexpr (F <= Format::kBfloat) {
     const float* rows = x + row * num_inputs;
@@ -371,15 +362,11 @@ void multiply_group(const Matrix& matrix, const uint8_t* group, const float* x, 
   } else {
     constexpr bool kIsSigned = F == Format::kQ8_0;
     const int64_t num_blocks = num_inputs / kBlock;
-    if (F == Format::kQ8_0 || num_rows <= kFewRows) {
-      for (int64_t r = 0; r < num_rows; r += kFewRows)
-        group_rows<kIsSigned>(int(at_most(kFewRows, num_rows - r)), Packed<F>{group}, num_blocks, bytes, row + r, out + r * kGroup);
-      return;
-    }
-    Panel<F> panel(panel_memory, num_inputs);
+    const ByteBlock* rows = bytes + row / kTile * num_blocks;
+    if (F == Format::kQ8_0 || num_rows <= kFewRows) return group_rows<kIsSigned>(num_rows, Packed<F>{group}, num_blocks, rows, out);
+    Panel<F> panel{reinterpret_cast<uint8_t*>(panel_memory)};
     panel.fill(group, num_blocks);
-    for (int64_t r = 0; r < num_rows; r += kFewRows)
-      group_rows<kIsSigned>(int(at_most(kFewRows, num_rows - r)), panel, num_blocks, bytes, row + r, out + r * kGroup);
+    group_rows<kIsSigned>(num_rows, panel, num_blocks, rows, out);
   }
 }
 
@@ -423,7 +410,7 @@ void finish_row(const Linear& args, const float* tile, const float* up, int64_t 
 }
 
 // Rows of x as this product wants them. Few: each thread makes its own; many: the threads share the work.
-const float* prepare_rows(const Linear& args, const Task& task, Bytes& bytes, char* own) {
+const float* prepare_rows(const Linear& args, const Task& task, ByteBlock*& bytes, char* own) {
   const Matrix& matrix = *args.matrix;
   const int64_t width = matrix.num_inputs, num_blocks = width / kBlock;
   const bool has_bytes = !is_plain(matrix.format);
@@ -431,13 +418,12 @@ const float* prepare_rows(const Linear& args, const Task& task, Bytes& bytes, ch
   const bool is_shared = args.num_rows > kFewRows;
   char* memory = is_shared ? task.shared : own;
   float* rows = reinterpret_cast<float*>(memory);
-  bytes = Bytes(memory, args.num_rows, width);
+  bytes = reinterpret_cast<ByteBlock*>(memory);
   float* line = reinterpret_cast<float*>(own + linear_shared_bytes(matrix, kFewRows));
   auto prepare = [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; row++) {
       const float* x = prepare_row(args, row, is_shared || task.thread == 0, has_bytes ? line : rows + row * width);
-      if (has_bytes)
-        quantise(x, width, bytes.codes + row * width, bytes.scales + row * num_blocks, bytes.sums + row * 2 * num_blocks);
+      if (has_bytes) quantise(x, num_blocks, bytes + row / kTile * num_blocks, int(row % kTile));
     }
   };
   if (is_shared) task.share(0, args.num_rows, 4, prepare), task.wait();
@@ -454,7 +440,7 @@ void linear(const Linear& args, const Task& task) {
   const int64_t num_items = args.is_gated ? step : num_groups, width = args.is_gated ? matrix.num_outputs / 2 : matrix.num_outputs;
   float* tile = reinterpret_cast<float*>(task.own);
   char* panel = task.own + 2 * kRowsAtOnce * kGroup * 4;
-  Bytes bytes(nullptr, 0, 0);
+  ByteBlock* bytes = nullptr;
   const float* x = prepare_rows(args, task, bytes, panel + linear_panel_bytes(matrix));
   const int64_t num_chunks = (num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
   const int64_t size = num_rows > kFewRows ? 1 : at_least(1, num_items / (task.num_threads * 8));

@@ -57,7 +57,7 @@ void add_tables(Tape& tape, std::vector<Array> tables, std::vector<int> types, s
 }
 
 void add_store_kv(Tape& tape, int qkv, int q, std::vector<int> heads, std::optional<Array> cos_sin, int rotary_dim,
-                  std::optional<Array> q_norm, std::optional<Array> k_norm, float eps, Array keys, Array values, int type) {
+                  std::optional<Array> q_norm, std::optional<Array> k_norm, float eps, WritableArray keys, WritableArray values, int type) {
   KVStore args{};
   args.num_heads = heads[0], args.num_kv_heads = heads[1], args.head_dim = heads[2], args.rotary_dim = rotary_dim;
   args.cos_sin = floats(cos_sin), args.q_norm = floats(q_norm), args.k_norm = floats(k_norm), args.eps = eps;
@@ -138,7 +138,7 @@ void add_normalize(Tape& tape, int x, int64_t width, int out) {
 using Ids = nb::ndarray<const int64_t, nb::c_contig, nb::device::cpu>;
 
 void run_tape(Tape& tape, Threads& threads, int num_threads, std::vector<int64_t> sizes, std::vector<std::optional<Ids>> inputs,
-              std::vector<Array> results) {
+              std::vector<WritableArray> results) {
   Sizes found;
   for (int i = 0; i < int(Rows::kCount); i++) found.rows[i] = sizes[size_t(i)];
   found.table_width = sizes[3], found.block_size = sizes[4], found.num_pieces = sizes[5];
@@ -162,7 +162,8 @@ NB_MODULE(_native, m) {
   nb::class_<Level>(m, "Level").def("__init__", [](Level* self, const std::string& name) { new (self) Level(find_level(name)); },
                                     "name"_a = "").def_prop_ro("name", [](const Level& level) { return level.kernels->name; });
 
-  nb::class_<Threads>(m, "Threads").def(nb::init<int>(), "num_threads"_a).def_prop_ro("count", &Threads::count);
+  nb::class_<Threads>(m, "Threads").def_prop_ro("count", &Threads::count);
+  m.def("all_threads", &Threads::of, "num_threads"_a, nb::rv_policy::reference);
 
   nb::class_<OwnedMatrix>(m, "Matrix")
       .def(nb::init<int, int64_t, int64_t>(), "format"_a, "num_outputs"_a, "num_inputs"_a)
@@ -188,7 +189,7 @@ NB_MODULE(_native, m) {
         nb::gil_scoped_release released;
         pack_super_blocks(self.format, static_cast<const uint8_t*>(blocks.data()), count, self.num_inputs, first, self.memory.get());
       }, "blocks"_a, "first"_a, "count"_a)
-      .def("unpack", [](const OwnedMatrix& self, Array out, const Level& level) {
+      .def("unpack", [](const OwnedMatrix& self, WritableArray out, const Level& level) {
         level.kernels->unpack(self, static_cast<float*>(out.data()));
       }, "out"_a, "level"_a);
 

@@ -16,7 +16,8 @@ using namespace nb::literals;
 
 namespace archerfish {
 
-using Array = nb::ndarray<nb::c_contig, nb::device::cpu>;
+using Array = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+using WritableArray = nb::ndarray<nb::c_contig, nb::device::cpu>;
 
 inline const void* address(const std::optional<Array>& array) { return array ? array->data() : nullptr; }
 inline const float* floats(const std::optional<Array>& array) { return static_cast<const float*>(address(array)); }

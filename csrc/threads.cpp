@@ -2,6 +2,8 @@
 
 #include <sched.h>
 
+#include <map>
+
 namespace archerfish {
 namespace {
 
@@ -31,18 +33,17 @@ void Barrier::wait(int num_threads) {
   }
 }
 
-Threads::Threads(int num_threads) {
-  for (int thread = 1; thread < num_threads; thread++) workers_.emplace_back([this, thread] { serve(thread); });
+Threads::Threads(int num_threads) : num_threads_(num_threads < 1 ? 1 : num_threads) {
+  for (int thread = 1; thread < num_threads_; thread++) std::thread([this, thread] { serve(thread); }).detach();
 }
 
-Threads::~Threads() {
-  {
-    std::lock_guard<std::mutex> lock(sleeping_);
-    is_ending_ = true;
-    __atomic_add_fetch(&generation_, 1, __ATOMIC_RELEASE);
-  }
-  wake_.notify_all();
-  for (auto& worker : workers_) worker.join();
+Threads& Threads::of(int num_threads) {
+  static std::mutex lock;
+  static std::map<int, Threads*> known;
+  std::lock_guard<std::mutex> only(lock);
+  Threads*& found = known[num_threads];
+  if (!found) found = new Threads(num_threads);
+  return *found;
 }
 
 void Threads::run(int num_threads, const std::function<void(int)>& work) {
@@ -50,7 +51,7 @@ void Threads::run(int num_threads, const std::function<void(int)>& work) {
   if (num_threads <= 1) return work(0);
   std::lock_guard<std::mutex> only(running_);
   work_ = &work, num_wanted_ = num_threads;
-  __atomic_store_n(&num_busy_, int(workers_.size()), __ATOMIC_RELAXED);
+  __atomic_store_n(&num_busy_, num_threads_ - 1, __ATOMIC_RELAXED);
   __atomic_add_fetch(&generation_, 1, __ATOMIC_SEQ_CST);
   if (__atomic_load_n(&num_asleep_, __ATOMIC_SEQ_CST)) {
     std::lock_guard<std::mutex> lock(sleeping_);
@@ -77,7 +78,6 @@ void Threads::serve(int thread) {
       __atomic_sub_fetch(&num_asleep_, 1, __ATOMIC_SEQ_CST);
     }
     seen = __atomic_load_n(&generation_, __ATOMIC_ACQUIRE);
-    if (is_ending_) return;
     if (thread < num_wanted_) (*work_)(thread);
     __atomic_sub_fetch(&num_busy_, 1, __ATOMIC_ACQ_REL);
   }

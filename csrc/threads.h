@@ -4,7 +4,6 @@
 #include <functional>
 #include <mutex>
 #include <thread>
-#include <vector>
 
 #include "kernels.h"
 
@@ -12,16 +11,17 @@ namespace archerfish {
 
 class Threads {
  public:
-  explicit Threads(int num_threads);
-  ~Threads();
-  int count() const { return int(workers_.size()) + 1; }
+  // The threads of this process for a number of them. They are never ended: they sleep when there is nothing to do.
+  static Threads& of(int num_threads);
+  int count() const { return num_threads_; }
   // Calls work(thread) for threads 0 to num_threads - 1; the caller is thread 0. One call at a time: others wait.
   void run(int num_threads, const std::function<void(int)>& work);
 
  private:
+  explicit Threads(int num_threads);
   void serve(int thread);
 
-  std::vector<std::thread> workers_;
+  int num_threads_;
   std::mutex running_, sleeping_;
   std::condition_variable wake_;
   const std::function<void(int)>* work_ = nullptr;
@@ -29,7 +29,6 @@ class Threads {
   alignas(64) int64_t generation_ = 0;
   alignas(64) int num_busy_ = 0;
   alignas(64) int num_asleep_ = 0;
-  bool is_ending_ = false;
 };
 
 }  // namespace archerfish

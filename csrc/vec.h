@@ -53,14 +53,37 @@ INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 
 INLINE float sum(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#elif defined(__aarch64__)
+  return vaddvq_f32((float32x4_t)x);
+#else
   float total = 0;
   UNROLL for (int i = 0; i < kLanes; i++) total += x[i];
   return total;
+#endif
 }
 INLINE float largest(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#elif defined(__aarch64__)
+  return vmaxvq_f32((float32x4_t)x);
+#else
   float found = x[0];
   UNROLL for (int i = 1; i < kLanes; i++) found = x[i] > found ? x[i] : found;
   return found;
+#endif
+}
+INLINE int32_t sum(Ints x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)x);
+#elif defined(__aarch64__)
+  return vaddvq_s32((int32x4_t)x);
+#else
+  int32_t total = 0;
+  UNROLL for (int i = 0; i < kLanes; i++) total += x[i];
+  return total;
+#endif
 }
 
 // ---- 16-bit numbers ----
@@ -114,10 +137,20 @@ INLINE Floats load_halves(const uint16_t* at) {
 #endif
 }
 INLINE Floats load_bfloats(const uint16_t* at) {
+#if defined(__AVX512F__)
+  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+  return (Floats)_mm512_slli_epi32(wide, 16);
+#elif defined(__AVX2__)
+  __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+  return (Floats)_mm256_slli_epi32(wide, 16);
+#elif defined(__aarch64__)
+  return (Floats)vshll_n_u16(vld1_u16(at), 16);
+#else
   typedef uint16_t Narrow __attribute__((vector_size(kVectorBytes / 2)));
   Narrow bits;
   memcpy(&bits, at, sizeof bits);
   return as_floats(__builtin_convertvector(bits, Words) << 16);
+#endif
 }
 INLINE Floats load_bytes(const uint8_t* at) {  // unsigned
   typedef uint8_t Narrow __attribute__((vector_size(kLanes)));

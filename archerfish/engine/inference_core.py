@@ -6,6 +6,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
@@ -18,7 +19,7 @@ from archerfish.kernels.formats import PLAIN, choose_format
 from archerfish.kernels.machine import fast_cpu_dtype
 from archerfish.kernels.ops import EncoderInputs, Pooling, Segments
 from archerfish.kernels.room import check_room
-from archerfish.kernels.select import choose_device, choose_dtype, choose_ops
+from archerfish.kernels.select import choose_backend, choose_device, choose_dtype, choose_ops
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import ENCODERS, TokenBatch, encoder_class
 from archerfish.models.config import Config
@@ -40,15 +41,15 @@ RECORDED_TOKENS = (16, 32, 64, 128, 256, 512, 1024)  # sizes of the recorded pas
 class RecordedPass:
     """A recorded pass over a fixed number of tokens: fill its inputs, then call `repeat`."""
 
-    inputs: EncoderInputs[torch.Tensor]
-    repeat: Callable[[], torch.Tensor]
+    inputs: EncoderInputs[Any]
+    repeat: Callable[[], Any]
 
 
 class InferenceCore:
     """One encoder on one device. `run` takes packed batches, `forward` padded ones as other libraries use them."""
 
     def __init__(
-        self, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], device: str = "auto", *, dtype: str = "auto",
+        self, weights: Mapping[str, Any], config: Mapping[str, Any], device: str = "auto", *, dtype: str = "auto",
         pooling: str | None = None, weight_format: str = "auto",
     ) -> None:
         """`config` is the model's config.json, or the metadata of a converted model, which also states the pooling."""
@@ -75,6 +76,9 @@ class InferenceCore:
         self.max_positions = architecture.max_positions(self.config)
         self.dimension = self.encoder.shape.width
         self._recorded: dict[tuple[int, bool, bool], RecordedPass] = {}
+        self._replayed = {
+            is_scaled: self.ops.replayed(partial(self._compute, normalize=is_scaled)) for is_scaled in (False, True)
+        }
         self._recording = threading.Lock()  # held from filling the inputs until the results are being copied to the host
 
     def close(self) -> None:
@@ -82,6 +86,7 @@ class InferenceCore:
         if not self.is_closed:
             self.is_closed = True
             self._recorded.clear()
+            self._replayed.clear()
             del self.encoder
             self.ops.release()
 
@@ -100,18 +105,18 @@ class InferenceCore:
             raise StoppedError("This model has been closed.", hint="Load it again.")
         with self.ops.computing():
             if not self.ops.is_async:
-                vectors = self.ops.to_numpy(self._compute(batch, normalize))
+                compute = self._replayed[normalize] if self.encoder.is_recordable else partial(self._compute, normalize=normalize)
+                vectors = self.ops.to_numpy(compute(batch))
                 return lambda: vectors
             return self._repeat(batch, normalize) or self.ops.fetch(self._compute(batch, normalize))
 
-    def _compute(self, batch: TokenBatch, normalize: bool) -> torch.Tensor:
+    def _compute(self, batch: TokenBatch, normalize: bool) -> Any:
         """Rows in float32."""
         hidden = self.encoder.forward(batch)
         if self.head is not None:
-            scores: torch.Tensor = self.head(self.ops.pool(hidden, batch.segments, "cls"))
-            return scores.float()
-        pooled: torch.Tensor = self.ops.pool(hidden, batch.segments, self.pooling)
-        return cast("torch.Tensor", self.ops.normalize(pooled)) if normalize else pooled
+            return self.head(self.ops.pool(hidden, batch.segments, "cls"))
+        pooled = self.ops.pool(hidden, batch.segments, self.pooling)
+        return self.ops.normalize(pooled) if normalize else pooled
 
     def _repeat(self, batch: TokenBatch, normalize: bool) -> Callable[[], Vectors] | None:
         """A small batch by a recorded pass, which costs the host a tenth of the work; None if no recorded pass fits."""
@@ -157,7 +162,10 @@ def locate(config: EmbedConfig, hub: HubConfig, progress: Progress) -> Path:
     if dtype == "auto":
         fast = fast_cpu_dtype() if config.dtype == "auto" else config.dtype
         dtype = config.dtype if config.dtype != "auto" else "float16" if fast == "float32" else fast
-    return ensure_converted(resolve_model(config.model, hub, progress), dtype=dtype, hub=hub, progress=progress)
+    device = choose_device(config.device).name
+    keeps_blocks = choose_backend(device, choose_dtype(config.dtype, device)).reads_stored
+    source = resolve_model(config.model, hub, progress)
+    return ensure_converted(source, dtype=dtype, keep_quantized=keeps_blocks, hub=hub, progress=progress)
 
 
 def kind_of(path: Path) -> str:

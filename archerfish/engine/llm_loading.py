@@ -15,7 +15,7 @@ from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import InvalidOptionError
 from archerfish.kernels.formats import PLAIN, WeightFormat, choose_format
 from archerfish.kernels.recurrent import StateShape
-from archerfish.kernels.select import choose_device, choose_dtype, choose_ops, log_device
+from archerfish.kernels.select import choose_backend, choose_device, choose_dtype, choose_ops, log_device
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import MemoryShape, ModelAdapter, model_class
 from archerfish.models.config import Config
@@ -106,7 +106,9 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
         def check(values: Mapping[str, Any]) -> None:  # before a conversion, which may take minutes
             check_memory(facts_of(config, device, dtype, source, source.name, values, {}), config)
 
-        directory = ensure_converted(source, dtype=dtype, hub=hub, progress=progress, check=check)
+        directory = ensure_converted(
+            source, dtype=dtype, keep_quantized=choose_backend(device, dtype).reads_stored, hub=hub, progress=progress, check=check
+        )
         metadata = read_metadata(directory)
         builtin = builtin_at(source, hub)
         generation = {**(metadata.generation_config or {}), **(builtin.sampling if builtin else {})}
@@ -181,7 +183,6 @@ def make_runner(
             adapter, pool, vocab_size=facts.vocab_size, max_num_seqs=config.max_num_seqs,
             is_deterministic=config.deterministic, num_threads=config.num_threads, executor=executor,
         )
-    adapter.ops.leave_thread()
     runner.warm_up()
     return runner, replace(facts, memory=memory)
 
@@ -195,7 +196,9 @@ def load_adapter(facts: ModelFacts, config: EngineConfig) -> ModelAdapter[Any]:
     loader = None if config.load_format == "dummy" else WeightLoader(facts.directory)
 
     def tensors() -> Mapping[str, Any]:
-        return ops.random_weights(facts.adapter.dummy_shapes(facts.config)) if loader is None else loader.load_weights()
+        if loader is None:
+            return ops.random_weights(facts.adapter.dummy_shapes(facts.config))
+        return loader.load_stored() if ops.reads_stored else loader.load_weights()
 
     with ops.allocating(facts.name):
         # Nothing here holds the tensors: each is released as soon as it is packed.

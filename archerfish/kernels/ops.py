@@ -456,6 +456,3 @@ class Ops(ABC, Generic[T]):
 
     def start_thread(self, num_threads: int) -> None:
         """Called once in a thread that will run whole steps, with the number of cores that they may use (0: all)."""
-
-    def leave_thread(self) -> None:
-        """Called in a thread that has loaded a model with which another thread will compute."""

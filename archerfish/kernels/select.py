@@ -8,19 +8,19 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from archerfish.errors import DeviceError
-from archerfish.kernels.cards import find_cards, torch_build
-from archerfish.kernels.machine import cpu, fast_cpu_dtype
+from archerfish.kernels.cards import find_cards
+from archerfish.kernels.machine import fast_cpu_dtype
 
 if TYPE_CHECKING:
     from archerfish.kernels.ops import Ops
 
 logger = logging.getLogger("archerfish.kernels")
 CARD_DRIVERS = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")  # of NVIDIA, its Jetsons, WSL, AMD
-SLOW = "this CPU has no {} products that are used: float32 is far quicker"
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class OpsBackend:
     why_not: Callable[[str, str], str]  # (device, dtype) -> why it cannot compute there; empty: it can
     load: Callable[[str, str], Ops[Any]]  # (device, dtype)
     strength: str  # in one phrase, for people to read
+    reads_stored: bool = False  # as `Ops.reads_stored`
 
 
 @dataclass(frozen=True)
@@ -81,40 +82,36 @@ def log_device(model: str, wanted: str, dtype: str) -> None:
 
 
 def choose_dtype(wanted: str, device: str) -> str:
-    """The type to compute in on a device; float32 in place of a type that a CPU has no products in, which would take a hundred
-    times as long."""
-    if wanted != "auto":
-        if device != "cpu" or wanted == "float32" or not without_onednn(wanted):
-            return wanted
-        logger.warning("This CPU has no products in %s, which was asked for: computing in float32.", wanted)
-        return "float32"
-    if device == "cuda":
+    """The type to compute in on a device. The native CPU backend computes in float32 and keeps keys, values and matrices in it."""
+    if device == "cuda" and wanted == "auto":
         import torch
 
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    return fast_cpu_dtype() if device == "cpu" else "float32"
+    if device == "cpu" and without_native(device):  # torch takes a hundred times as long where the CPU has no such products
+        if wanted not in ("auto", "float32"):
+            logger.warning("Without its native backend, archerfish computes in float32 on this CPU, not in %s.", wanted)
+        return "float32"
+    return wanted if wanted != "auto" else fast_cpu_dtype() if device == "cpu" else "float32"
 
 
-def without_onednn(dtype: str) -> str:
-    """Why oneDNN has no products in a type; empty: it has. torch's files and the CPU's flags mostly say it without torch."""
-    has_flags = {"bfloat16": cpu().has_fast_bfloat16, "float16": cpu().has_fast_float16}.get(dtype, True)
-    if "torch" in sys.modules or not has_flags or not torch_build().has_onednn:
-        from archerfish.kernels.torch.cpu import is_available
-
-        return "" if is_available(dtype) else f"this torch has no oneDNN products in {dtype} for this machine"
+@lru_cache(maxsize=1)
+def native_error() -> str:
+    """Why the native backend cannot be loaded; empty: it can."""
+    try:
+        import_module("archerfish.kernels.native._native")
+    except ImportError as error:
+        return f"it was not compiled when archerfish was installed ({error})"
     return ""
+
+
+def without_native(device: str, dtype: str = "") -> str:
+    return native_error() if device == "cpu" else "it computes on a CPU"
 
 
 def without_triton(device: str, dtype: str) -> str:
     if device != "cuda":
         return "it computes on CUDA devices"
     return "" if importlib.util.find_spec("triton") else "triton is not installed"
-
-
-def without_torch_cpu(device: str, dtype: str) -> str:
-    if device != "cpu":
-        return "it computes on a CPU"
-    return without_onednn(dtype) or (SLOW.format(dtype) if dtype == "bfloat16" and not cpu().has_fast_bfloat16 else "")
 
 
 def loader(place: str) -> Callable[[str, str], Ops[Any]]:
@@ -125,7 +122,7 @@ def loader(place: str) -> Callable[[str, str], Ops[Any]]:
 
 BACKENDS = [  # the fastest first
     OpsBackend("torch + Triton", without_triton, loader("triton.ops:TritonOps"), "norms, rotary and attention in own kernels"),
-    OpsBackend("torch + oneDNN", without_torch_cpu, loader("torch.cpu:TorchCpuOps"), "packed products, bias, activation fused"),
+    OpsBackend("native", without_native, loader("native.ops:NativeOps"), "own kernels over tapes", reads_stored=True),
     OpsBackend("torch reference", lambda device, dtype: "", loader("torch.reference:TorchOps"), "any device and type of torch"),
 ]
 
@@ -135,23 +132,24 @@ def register_backend(backend: OpsBackend) -> None:
     BACKENDS.insert(0, backend)
 
 
-def choose_ops(device: str, dtype: str) -> Ops[Any]:
+def choose_backend(device: str, dtype: str) -> OpsBackend:
     """The fastest backend for a device and a type."""
-    return next(backend for backend in BACKENDS if not backend.why_not(device, dtype)).load(device, dtype)
+    return next(backend for backend in BACKENDS if not backend.why_not(device, dtype))
+
+
+def choose_ops(device: str, dtype: str) -> Ops[Any]:
+    return choose_backend(device, dtype).load(device, dtype)
 
 
 def fast_paths() -> list[FastPath]:
     """Every optional path and every backend with its state, for people to read."""
-    found, (_, without_cuda) = cpu(), find_cards()
-    bf16 = f"CPU has {'avx512_bf16' if 'avx512_bf16' in found.flags else 'AMX'}"
-    has_float16 = found.has_fast_float16 and not without_onednn("float16")
+    _, without_cuda = find_cards()
     device, dtype = ("cpu", choose_dtype("auto", "cpu")) if without_cuda else ("cuda", "bfloat16")
-    paths = [
-        FastPath("AMX bfloat16", found.has_amx, "oneDNN runs it on AMX tiles" if found.has_amx else "this CPU has no amx_bf16"),
-        FastPath("bfloat16 by default", found.has_fast_bfloat16, bf16 if found.has_fast_bfloat16 else SLOW.format("bfloat16")),
-        FastPath("float16 products", has_float16, "on request: --dtype float16" if has_float16 else SLOW.format("float16")),
-        FastPath("CUDA", not without_cuda, without_cuda or "products by torch"),
-    ]
+    paths = [FastPath("CUDA", not without_cuda, without_cuda or "products by torch")]
+    if not native_error():
+        from archerfish.kernels.native._native import levels
+
+        paths.append(FastPath("instructions", True, f"{levels()[-1]} of {', '.join(levels())}"))
     for backend in BACKENDS:
         why_not = backend.why_not(device, dtype)
         paths.append(FastPath(f"backend {backend.name}", not why_not, why_not or backend.strength))

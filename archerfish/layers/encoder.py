@@ -66,4 +66,4 @@ class ClassifierHead(Generic[T]):
         self.activation: Activation = activation
 
     def __call__(self, first_tokens: T) -> T:
-        return self.ops.linear(self.ops.linear(first_tokens, self.dense, activation=self.activation), self.out)
+        return self.ops.logits(self.ops.linear(first_tokens, self.dense, activation=self.activation), self.out)

@@ -80,6 +80,8 @@ class ModelRunner(Generic[T]):
         self._logits: dict[int, T] = {}  # rows of logits by their handle
         self._graphs: DecodeGraphs[T] | None = None
         self._prompts: PromptGraphs[T] | None = None
+        self._hidden: Callable[[Any], T] = self.ops.replayed(lambda batch: model.forward(batch, pool.layers))
+        self._logits_of: Callable[[Any], T] = self.ops.replayed(lambda batch: model.logits(model.forward(batch, pool.layers)))
         self._thread: Executor | None = None
         self._owns_thread = executor is None
         if self.ops.can_record and not is_deterministic and pool.records_decodes:
@@ -142,6 +144,8 @@ class ModelRunner(Generic[T]):
         if self._thread is not None and self._owns_thread:
             self._thread.shutdown(wait=waits)
         self._graphs = self._prompts = None
+        for name in ("_hidden", "_logits_of"):  # they hold the model and the pool
+            vars(self).pop(name, None)
         self._logits.clear()
         self.pool.close()
         if not keeps_model:
@@ -246,18 +250,19 @@ class ModelRunner(Generic[T]):
             return [self._prompts.start(batch)]
         if len(one.pending_places):
             ops.put(batch.token_ids, one.pending_places, ops.rows(self._last_tokens, one.pending_rows))
-        hidden = self.model.forward(batch, self.pool.layers)
+        num_sampled = len(one.sampled)
+        is_kept = batch.kept_rows is not None or num_sampled == one.num_tokens
+        if num_sampled and is_kept and not one.scored and not self.is_deterministic:
+            return [ops.first_rows(self._logits_of(batch), num_sampled)]
+        hidden = self._hidden(batch)
         for index, place in one.scored:
             num_top, next_tokens = step.scored[index]
             for first in range(0, len(next_tokens), LOGPROB_ROWS):
                 part = next_tokens[first : first + LOGPROB_ROWS].tolist()
                 rows = np.arange(place + first, place + first + len(part))
                 scores.append((index, prompt_logprobs(ops, self.model.logits(ops.rows(hidden, rows)), part, num_top)))
-        num_sampled = len(one.sampled)
         if not num_sampled:
             return []
         if self.is_deterministic and one.is_decode:
             return [ops.rows(self.model.logits(hidden), one.sampled_places)]  # always DECODE_TILE rows
-        if batch.kept_rows is not None or num_sampled == one.num_tokens:
-            return [ops.first_rows(self.model.logits(hidden), num_sampled)]
         return [self.model.logits(ops.rows(hidden, one.sampled_places))]

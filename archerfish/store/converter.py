@@ -211,7 +211,8 @@ def cast(name: str, source: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def ensure_converted(
-    source: Path, *, dtype: str, hub: HubConfig | None = None, progress: Progress = no_progress,
+    source: Path, *, dtype: str, keep_quantized: bool = False, hub: HubConfig | None = None,
+    progress: Progress = no_progress,
     check: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Path:
     """The converted directory of a source: the source itself if it is converted, else one in the cache, made once.
@@ -227,11 +228,11 @@ def ensure_converted(
     if not source.exists():
         raise ModelNotFoundError(f"{source} does not exist.")
     hub = hub or HubConfig()
-    config = ConversionConfig(dtype=dtype, write_parquet=False)
+    config = ConversionConfig(dtype=dtype, write_parquet=False, keep_quantized=keep_quantized)
     parts = repr((CONVERSION_VERSION, str(source.absolute()), fingerprint_parts(source)))
     fingerprint = hashlib.sha256(parts.encode()).hexdigest()[:16]
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", shown_name(source)).strip(".-") or "model"
-    name = f"{stem}-{config.stored_dtype()}-{fingerprint}"
+    name = f"{stem}-{config.stored_dtype()}{'-blocks' if keep_quantized else ''}-{fingerprint}"
     target = hub.cache_path() / "converted" / name
     if (target / METADATA_NAME).is_file():
         with suppress(OSError):

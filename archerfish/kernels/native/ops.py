@@ -7,7 +7,6 @@ types stay as they are stored, those of GGUF in their blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from archerfish.errors import DeviceError
 from archerfish.kernels.decoding import DecodeState
 from archerfish.kernels.formats import WeightFormat
 from archerfish.kernels.machine import cpu
-from archerfish.kernels.native._native import Level, Matrix, Threads
+from archerfish.kernels.native._native import Level, all_threads
 from archerfish.kernels.native.recorder import Handle, Input, Recorder, Replayer, Rows, TapeRunner, Value, set_batch, set_segments
 from archerfish.kernels.native.weights import ACTIVATIONS, TYPES, NativeWeight, Table, pack_parts
 from archerfish.kernels.ops import (
@@ -35,17 +34,12 @@ from archerfish.kernels.ops import (
     Rotation,
     Segments,
 )
+from archerfish.kernels.pool import set_pass_threads
 from archerfish.kernels.sampling import Drawn, Logprobs, PoolStats, SamplingBatch, TokenCounts
 from archerfish.kernels.stored import StoredTensor
 
 POOLINGS: dict[Pooling, int] = {"mean": 0, "cls": 1, "lasttoken": 2, "max": 3, "mean_sqrt_len_tokens": 4}
 DUMMY_SCALE = 0.02  # of random weights
-
-
-@lru_cache(maxsize=8)
-def shared_threads(num_threads: int) -> Threads:
-    """The threads of a process; backends that ask for the same number share them."""
-    return Threads(num_threads)
 
 
 class NativeOps(Ops[Any]):
@@ -58,11 +52,11 @@ class NativeOps(Ops[Any]):
         super().__init__()
         self.device, self.dtype, self.type = device, dtype, TYPES[dtype]
         self.level = Level(level)
-        self.runner = TapeRunner(self.level, shared_threads(cpu().num_cores))
+        self.runner = TapeRunner(self.level, all_threads(cpu().num_cores))
         self._tables: dict[int, Table] = {}  # quantised lookup tables by the address of their data
 
     def start_thread(self, num_threads: int) -> None:
-        self.runner.num_threads = num_threads or cpu().num_cores
+        set_pass_threads(num_threads)
 
     # Arrays of the host
 

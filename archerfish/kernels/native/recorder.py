@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.kernels.native._native import Level, Tape, Threads
+from archerfish.kernels.pool import num_pass_threads
 
 Array = npt.NDArray[Any]
 ROW_ITEM_BYTES = 4  # activations are float32
@@ -161,17 +162,8 @@ class TapeRunner:
         if recorder.is_eager:
             self.run(recorder.tape, recorder.step, [])
 
-    @property
-    def num_threads(self) -> int:
-        """How many threads a pass of this thread uses."""
-        return getattr(self._local, "num_threads", self.threads.count)
-
-    @num_threads.setter
-    def num_threads(self, count: int) -> None:
-        self._local.num_threads = count
-
     def run(self, tape: Tape, step: StepArrays, results: list[Array]) -> None:
-        tape.run(self.threads, self.num_threads, step.sizes, step.arrays, results)
+        tape.run(self.threads, num_pass_threads() or self.threads.count, step.sizes, step.arrays, results)
 
 
 class Recording:
@@ -199,8 +191,9 @@ def read_batch(batch: Any) -> tuple[StepArrays, tuple[bool, ...]]:
     step = StepArrays()
     if isinstance(batch, np.ndarray):
         raise TypeError("A recorded pass takes a batch.")
+    num_tokens = getattr(batch, "num_tokens", len(batch.token_ids))  # what follows them is filling
     step.set(Input.TOKEN_IDS, batch.token_ids)
-    step.sizes[Rows.TOKENS] = len(batch.token_ids)
+    step.sizes[Rows.TOKENS] = num_tokens
     if hasattr(batch, "segments"):
         set_segments(step, batch.segments)
         step.set(Input.POSITIONS, batch.segments.positions)

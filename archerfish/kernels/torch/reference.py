@@ -35,7 +35,6 @@ from archerfish.kernels.ops import (
     Rotation,
     Segments,
 )
-from archerfish.kernels.pool import release_threads
 from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.sampling import Drawn, Logprobs, PoolStats, SamplingBatch, TokenCounts
 from archerfish.kernels.torch.sampling import TorchSampling, make_room, sampling_batch
@@ -235,10 +234,6 @@ class TorchOps(Ops[Tensor]):
     def start_thread(self, num_threads: int) -> None:
         if self.device == "cpu":
             torch.set_num_threads(num_threads or cpu().num_cores)
-
-    def leave_thread(self) -> None:
-        if self.device == "cpu" and torch.get_num_threads() > 1:
-            release_threads()
 
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(parts))
