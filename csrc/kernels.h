@@ -156,9 +156,9 @@ struct Kernels {
 
 // Memory that operations need, in bytes, for all threads and for each.
 inline int64_t linear_shared_bytes(const Matrix& matrix, int64_t num_rows) {
-  return (num_rows + 7) / 8 * 8 * (matrix.num_inputs + kBlock) * 4 + 4 * kLine;  // as float32; bytes with scales take half of it
+  return (num_rows + 15) / 16 * 16 * (matrix.num_inputs + kBlock) * 4 + 4 * kLine;  // as float32; other forms take less
 }
-inline int64_t linear_panel_bytes(const Matrix& matrix) { return (matrix.num_inputs + 1) * kGroup * 4 + kLine; }
+inline int64_t linear_panel_bytes(const Matrix& matrix) { return (matrix.num_inputs + kBlock) * kGroup * 4 + kLine; }
 inline int64_t linear_own_bytes(const Matrix& matrix) {
   return 2 * kRowsAtOnce * kGroup * 4 + linear_panel_bytes(matrix) + 2 * linear_shared_bytes(matrix, kFewRows);
 }

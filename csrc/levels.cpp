@@ -3,6 +3,10 @@
 
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
+#elif defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace archerfish {
@@ -14,6 +18,20 @@ LEVELS
 
 namespace {
 
+#if defined(__x86_64__)
+// AMX needs the kernel's permission, which holds for the whole process.
+bool has_amx() {
+#if defined(__linux__)
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  const bool has_tiles = d >> 24 & 1, has_bf16 = d >> 22 & 1;
+  return has_tiles && has_bf16 && syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+#else
+  return false;
+#endif
+}
+#endif
+
 bool can_run(const std::string& level) {
   if (level == "portable") return true;
 #if defined(__x86_64__)
@@ -22,13 +40,20 @@ bool can_run(const std::string& level) {
   bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (level == "avx512") return has_avx512;
-  if (level == "avx512_vnni") return has_avx512 && __builtin_cpu_supports("avx512vnni");
+  bool has_vnni = has_avx512 && __builtin_cpu_supports("avx512vnni");
+  if (level == "avx512_vnni") return has_vnni;
+  bool has_bf16 = has_vnni && __builtin_cpu_supports("avx512bf16");
+  if (level == "avx512_bf16") return has_bf16;
+  if (level == "amx") return has_bf16 && has_amx();
 #elif defined(__aarch64__)
   if (level == "neon") return true;
 #if defined(__linux__)
-  if (level == "dotprod") return getauxval(AT_HWCAP) >> 20 & 1;
+  const unsigned long flags = getauxval(AT_HWCAP);
+  const bool has_dotprod = flags >> 20 & 1, has_half = flags >> 10 & 1;
+  if (level == "dotprod") return has_dotprod;
+  if (level == "fp16") return has_dotprod && has_half;
 #else
-  if (level == "dotprod") return true;  // every Apple processor since the M1
+  return true;  // every Apple processor since the M1
 #endif
 #endif
   return false;

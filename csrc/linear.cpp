@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "vec.h"
+#include "wide.h"
 
 namespace archerfish::LEVEL {
 namespace {
@@ -318,7 +319,59 @@ INLINE void widen(const uint8_t* group, int64_t num_inputs, float* panel) {
     for (int p = 0; p < kParts; p++) store(panel + k * kGroup + p * kLanes, source.one(k, p));
 }
 
+// ---- 16-bit products: the weights of a group as they want them ----
+constexpr bool is_wide(Format format) {
+  return (kWideBfloat && format != Format::kFloat && format != Format::kHalf) || (kWideHalf && format == Format::kHalf);
+}
+
+template <Format F, int J>
+INLINE void widen_word(const Packed<F>& source, uint8_t* to) {  // inputs 4 J to 4 J + 3 as two pairs of bfloat16
+  constexpr int which = Layout<F>::kNumScales == 2 && J >= 4 ? 1 : 0;
+  for (int p = 0; p < kParts; p++) {
+    const Words w = source.template word<J>(p);
+    const Floats scale = source.scale(which, p);
+    Words rounded[4];
+    UNROLL for (int b = 0; b < 4; b++) {
+      Ints code = F == Format::kQ8_0 ? (Ints)(w << (24 - 8 * b)) >> 24 : (Ints)((w >> (8 * b)) & all_words(255u)) - Layout<F>::kOffset;
+      Floats x = to_floats(code) * scale;
+      if constexpr (Layout<F>::kHasMin) x += source.min(p);
+      rounded[b] = round_bfloats(x);
+    }
+    UNROLL for (int pair = 0; pair < 2; pair++) {
+      Words both = (rounded[2 * pair] >> 16) | (rounded[2 * pair + 1] & all_words(0xffff0000u));
+      memcpy(to + (2 * J + pair) * kWordBytes + p * kVectorBytes, &both, sizeof both);
+    }
+  }
+}
+
+template <Format F>
+INLINE const uint16_t* wide_panel(const uint8_t* group, int64_t num_inputs, char* memory) {
+  if constexpr (F <= Format::kBfloat) {
+    if (num_inputs % kWideInputs == 0) return reinterpret_cast<const uint16_t*>(group);
+    const int64_t bytes = plain_group_bytes(F, num_inputs);
+    memcpy(memory, group, size_t(bytes));
+    memset(memory + bytes, 0, size_t(wide_inputs(num_inputs) * kGroup * 2 - bytes));
+  } else {
+    Packed<F> source{group};
+    uint8_t* to = reinterpret_cast<uint8_t*>(memory);
+    for (int64_t b = 0; b < num_inputs / kBlock; b++, to += 16 * kWordBytes) {
+      source.open(b);
+      widen_word<F, 0>(source, to), widen_word<F, 1>(source, to), widen_word<F, 2>(source, to), widen_word<F, 3>(source, to);
+      widen_word<F, 4>(source, to), widen_word<F, 5>(source, to), widen_word<F, 6>(source, to), widen_word<F, 7>(source, to);
+    }
+  }
+  return reinterpret_cast<const uint16_t*>(memory);
+}
+
 // ---- a whole product ----
+// Rows of x in the form in which a product takes them.
+struct Prepared {
+  const float* floats = nullptr;
+  ByteBlock* bytes = nullptr;
+  uint16_t* wide = nullptr;
+  float* factors = nullptr;  // of wide rows
+};
+
 INLINE bool is_plain(Format format) { return format <= Format::kBfloat; }
 
 template <class F>
@@ -350,11 +403,21 @@ INLINE int64_t group_bytes(const Matrix& matrix) {
 
 // Sums of a group's outputs for `num_rows` rows from `row` on: out[r * 16 + lane].
 template <Format F>
-void multiply_group(const Matrix& matrix, const uint8_t* group, const float* x, const ByteBlock* bytes, int64_t row,
-                    int64_t num_rows, char* panel_memory, float* out) {
+void multiply_group(const Matrix& matrix, const uint8_t* group, const Prepared& x, int64_t row, int64_t num_rows,
+                    char* panel_memory, float* out) {
   const int64_t num_inputs = matrix.num_inputs;
+  if constexpr (is_wide(F)) {
+    if (x.wide) {
+      const int64_t width = wide_inputs(num_inputs);
+      wide_rows(num_rows, x.wide + row * width, wide_panel<F>(group, num_inputs, panel_memory), width, out);
+      if constexpr (kWideHalf)
+        for (int64_t r = 0; r < num_rows; r++)
+          for (int p = 0; p < kParts; p++) store(out + r * kGroup + p * kLanes, load(out + r * kGroup + p * kLanes) * x.factors[row + r]);
+      return;
+    }
+  }
   if constexpr (F <= Format::kBfloat) {
-    const float* rows = x + row * num_inputs;
+    const float* rows = x.floats + row * num_inputs;
     if (F == Format::kFloat || num_rows <= kFewRows) return plain_rows(num_rows, Plain<F>{group}, num_inputs, rows, out);
     float* panel = reinterpret_cast<float*>(panel_memory);
     widen<F>(group, num_inputs, panel);
@@ -362,7 +425,7 @@ void multiply_group(const Matrix& matrix, const uint8_t* group, const float* x, 
   } else {
     constexpr bool kIsSigned = F == Format::kQ8_0;
     const int64_t num_blocks = num_inputs / kBlock;
-    const ByteBlock* rows = bytes + row / kTile * num_blocks;
+    const ByteBlock* rows = x.bytes + row / kTile * num_blocks;
     if (F == Format::kQ8_0 || num_rows <= kFewRows) return group_rows<kIsSigned>(num_rows, Packed<F>{group}, num_blocks, rows, out);
     Panel<F> panel{reinterpret_cast<uint8_t*>(panel_memory)};
     panel.fill(group, num_blocks);
@@ -409,26 +472,36 @@ void finish_row(const Linear& args, const float* tile, const float* up, int64_t 
   }
 }
 
-// Rows of x as this product wants them. Few: each thread makes its own; many: the threads share the work.
-const float* prepare_rows(const Linear& args, const Task& task, ByteBlock*& bytes, char* own) {
+// Few rows: each thread makes its own; many: the threads share the work.
+Prepared prepare_rows(const Linear& args, const Task& task, char* own) {
   const Matrix& matrix = *args.matrix;
-  const int64_t width = matrix.num_inputs, num_blocks = width / kBlock;
-  const bool has_bytes = !is_plain(matrix.format);
-  if (!has_bytes && !args.norm) return args.x;
-  const bool is_shared = args.num_rows > kFewRows;
+  const int64_t width = matrix.num_inputs, num_blocks = width / kBlock, wide_width = wide_inputs(width);
+  const bool is_shared = args.num_rows > kFewRows, has_wide = is_shared && is_wide(matrix.format);
+  const bool has_bytes = !has_wide && !is_plain(matrix.format);
+  Prepared x;
+  x.floats = args.x;
+  if (!has_wide && !has_bytes && !args.norm) return x;
   char* memory = is_shared ? task.shared : own;
-  float* rows = reinterpret_cast<float*>(memory);
-  bytes = reinterpret_cast<ByteBlock*>(memory);
   float* line = reinterpret_cast<float*>(own + linear_shared_bytes(matrix, kFewRows));
+  float* rows = reinterpret_cast<float*>(memory);
+  if (has_wide) {
+    x.wide = reinterpret_cast<uint16_t*>(memory);
+    x.factors = reinterpret_cast<float*>(memory + (args.num_rows + 15) / 16 * 16 * wide_width * 2);
+  } else if (has_bytes) {
+    x.bytes = reinterpret_cast<ByteBlock*>(memory);
+  } else {
+    x.floats = rows;
+  }
   auto prepare = [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; row++) {
-      const float* x = prepare_row(args, row, is_shared || task.thread == 0, has_bytes ? line : rows + row * width);
-      if (has_bytes) quantise(x, num_blocks, bytes + row / kTile * num_blocks, int(row % kTile));
+      const float* from = prepare_row(args, row, is_shared || task.thread == 0, has_bytes || has_wide ? line : rows + row * width);
+      if (has_bytes) quantise(from, num_blocks, x.bytes + row / kTile * num_blocks, int(row % kTile));
+      if (has_wide) x.factors[row] = widen_row(from, width, x.wide + row * wide_width);
     }
   };
   if (is_shared) task.share(0, args.num_rows, 4, prepare), task.wait();
   else prepare(0, args.num_rows);
-  return rows;
+  return x;
 }
 
 }  // namespace
@@ -440,8 +513,8 @@ void linear(const Linear& args, const Task& task) {
   const int64_t num_items = args.is_gated ? step : num_groups, width = args.is_gated ? matrix.num_outputs / 2 : matrix.num_outputs;
   float* tile = reinterpret_cast<float*>(task.own);
   char* panel = task.own + 2 * kRowsAtOnce * kGroup * 4;
-  ByteBlock* bytes = nullptr;
-  const float* x = prepare_rows(args, task, bytes, panel + linear_panel_bytes(matrix));
+  const Prepared x = prepare_rows(args, task, panel + linear_panel_bytes(matrix));
+  if (x.wide) begin_wide();
   const int64_t num_chunks = (num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
   const int64_t size = num_rows > kFewRows ? 1 : at_least(1, num_items / (task.num_threads * 8));
   task.share(1, num_chunks * num_items, size, [&](int64_t first, int64_t last) {
@@ -450,13 +523,14 @@ void linear(const Linear& args, const Task& task) {
       float* up = args.is_gated ? tile + kRowsAtOnce * kGroup : nullptr;
       with_format(matrix.format, [&](auto format) {
         constexpr Format F = decltype(format)::value;
-        multiply_group<F>(matrix, matrix.data + group * bytes_of_group, x, bytes, row, count, panel, tile);
-        if (up) multiply_group<F>(matrix, matrix.data + (group + step) * bytes_of_group, x, bytes, row, count, panel, up);
+        multiply_group<F>(matrix, matrix.data + group * bytes_of_group, x, row, count, panel, tile);
+        if (up) multiply_group<F>(matrix, matrix.data + (group + step) * bytes_of_group, x, row, count, panel, up);
       });
       for (int64_t r = 0; r < count; r++)
         finish_row(args, tile + r * kGroup, up ? up + r * kGroup : nullptr, row + r, group, at_most(kGroup, width - group * kGroup));
     }
   });
+  if (x.wide) end_wide();
 }
 
 namespace {

@@ -1,0 +1,152 @@
+// Products of many rows in 16 bits, where the machine has instructions for them: AMX, AVX-512 BF16, or ARM's half precision.
+//
+// Rows of x become 16-bit numbers once; the weights of a group, in whatever format, are unpacked to 16 bits once for many rows.
+#pragma once
+#include "vec.h"
+
+namespace archerfish::LEVEL {
+namespace {
+
+#if defined(__AMX_BF16__) || defined(__AVX512BF16__)
+constexpr bool kWideBfloat = true, kWideHalf = false;
+#elif defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
+constexpr bool kWideBfloat = false, kWideHalf = true;
+#else
+constexpr bool kWideBfloat = false, kWideHalf = false;
+#endif
+constexpr int64_t kWideInputs = 32;  // inputs are filled up to a multiple of this with zeros
+
+INLINE int64_t wide_inputs(int64_t num_inputs) { return (num_inputs + kWideInputs - 1) / kWideInputs * kWideInputs; }
+
+INLINE Words round_bfloats(Floats x) {  // in the upper halves of words
+  Words bits = as_words(x);
+  return bits + all_words(0x7fffu) + ((bits >> 16) & all_words(1u));
+}
+
+#if defined(__AMX_BF16__)
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t column_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+INLINE void begin_wide() {
+  TileConfig config;
+  _tile_loadconfig(&config);
+}
+INLINE void end_wide() { _tile_release(); }
+
+// out[r * 16 + lane] for rows that are a multiple of 16; x and panel hold bfloat16, the panel in pairs of inputs.
+INLINE void wide_rows(int64_t num_rows, const uint16_t* x, const uint16_t* panel, int64_t num_inputs, float* out) {
+  const int64_t stride = num_inputs * 2;
+  for (int64_t row = 0; row < num_rows; row += 64) {
+    const int64_t tiles = at_most(4, (num_rows - row + 15) / 16);
+    const uint16_t* from = x + row * num_inputs;
+    _tile_zero(0), _tile_zero(1), _tile_zero(2), _tile_zero(3);
+    for (int64_t k = 0; k < num_inputs; k += kWideInputs) {
+      _tile_loadd(6, panel + k * kGroup, 64);
+      _tile_loadd(4, from + k, stride), _tile_dpbf16ps(0, 4, 6);
+      if (tiles > 1) _tile_loadd(5, from + 16 * num_inputs + k, stride), _tile_dpbf16ps(1, 5, 6);
+      if (tiles > 2) _tile_loadd(4, from + 32 * num_inputs + k, stride), _tile_dpbf16ps(2, 4, 6);
+      if (tiles > 3) _tile_loadd(5, from + 48 * num_inputs + k, stride), _tile_dpbf16ps(3, 5, 6);
+    }
+    float* to = out + row * kGroup;
+    _tile_stored(0, to, 64);
+    if (tiles > 1) _tile_stored(1, to + 16 * kGroup, 64);
+    if (tiles > 2) _tile_stored(2, to + 32 * kGroup, 64);
+    if (tiles > 3) _tile_stored(3, to + 48 * kGroup, 64);
+  }
+}
+#elif defined(__AVX512BF16__)
+INLINE void begin_wide() {}
+INLINE void end_wide() {}
+
+template <int R>
+INLINE void wide_tile(const uint16_t* x, const uint16_t* panel, int64_t num_inputs, float* out) {
+  __m512 total[R] = {};
+  for (int64_t k = 0; k < num_inputs; k += 2) {
+    __m512bh w = (__m512bh)_mm512_loadu_si512(panel + k * kGroup);
+    UNROLL for (int r = 0; r < R; r++) {
+      int32_t pair;
+      memcpy(&pair, x + r * num_inputs + k, 4);
+      total[r] = _mm512_dpbf16_ps(total[r], w, (__m512bh)_mm512_set1_epi32(pair));
+    }
+  }
+  UNROLL for (int r = 0; r < R; r++) _mm512_storeu_ps(out + r * kGroup, total[r]);
+}
+INLINE void wide_rows(int64_t num_rows, const uint16_t* x, const uint16_t* panel, int64_t num_inputs, float* out) {
+  int64_t r = 0;
+  for (; r + 12 <= num_rows; r += 12) wide_tile<12>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
+  for (; r + 4 <= num_rows; r += 4) wide_tile<4>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
+  for (; r < num_rows; r++) wide_tile<1>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
+}
+#elif defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
+INLINE void begin_wide() {}
+INLINE void end_wide() {}
+
+constexpr int64_t kHalfSums = 64;  // inputs that are added up in half precision before they go into float32
+
+template <int R>
+INLINE void wide_tile(const uint16_t* x, const uint16_t* panel, int64_t num_inputs, float* out) {
+  float32x4_t total[R][4] = {};
+  for (int64_t first = 0; first < num_inputs; first += kHalfSums) {
+    float16x8_t sums[R][2] = {};
+    for (int64_t k = first; k < at_most(first + kHalfSums, num_inputs); k += 8) {
+      float16x8_t rows[R];
+      UNROLL for (int r = 0; r < R; r++) rows[r] = vreinterpretq_f16_u16(vld1q_u16(x + r * num_inputs + k));
+      const uint16_t* w = panel + k * kGroup;
+#define STEP(lane)                                                                        \
+  {                                                                                       \
+    float16x8_t low = vreinterpretq_f16_u16(vld1q_u16(w + lane * kGroup));                \
+    float16x8_t high = vreinterpretq_f16_u16(vld1q_u16(w + lane * kGroup + 8));           \
+    UNROLL for (int r = 0; r < R; r++) sums[r][0] = vfmaq_laneq_f16(sums[r][0], low, rows[r], lane);  \
+    UNROLL for (int r = 0; r < R; r++) sums[r][1] = vfmaq_laneq_f16(sums[r][1], high, rows[r], lane); \
+  }
+      STEP(0) STEP(1) STEP(2) STEP(3) STEP(4) STEP(5) STEP(6) STEP(7)
+#undef STEP
+    }
+    UNROLL for (int r = 0; r < R; r++)
+      UNROLL for (int half = 0; half < 2; half++) {
+        total[r][2 * half] += vcvt_f32_f16(vget_low_f16(sums[r][half]));
+        total[r][2 * half + 1] += vcvt_high_f32_f16(sums[r][half]);
+      }
+  }
+  UNROLL for (int r = 0; r < R; r++)
+    UNROLL for (int p = 0; p < 4; p++) vst1q_f32(out + r * kGroup + 4 * p, total[r][p]);
+}
+INLINE void wide_rows(int64_t num_rows, const uint16_t* x, const uint16_t* panel, int64_t num_inputs, float* out) {
+  int64_t r = 0;
+  for (; r + 6 <= num_rows; r += 6) wide_tile<6>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
+  for (; r + 2 <= num_rows; r += 2) wide_tile<2>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
+  for (; r < num_rows; r++) wide_tile<1>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
+}
+#else
+INLINE void begin_wide() {}
+INLINE void end_wide() {}
+INLINE void wide_rows(int64_t, const uint16_t*, const uint16_t*, int64_t, float*) {}
+#endif
+
+// A row as 16-bit numbers. Gives what its products are to be multiplied with: half precision has a small range.
+INLINE float widen_row(const float* x, int64_t num_inputs, uint16_t* to) {
+  float factor = 1.0f;
+  if constexpr (kWideHalf) {
+    Floats most = {};
+    for (int64_t i = 0; i < num_inputs; i += kLanes) most = larger(most, magnitude(load_some(x + i, num_inputs - i)));
+    factor = largest(most) > 0 ? largest(most) / 64.0f : 1.0f;
+  }
+  const float inverse = 1.0f / factor;
+  for (int64_t i = 0; i < num_inputs; i += kLanes) {
+    Floats v = load_some(x + i, num_inputs - i) * inverse;
+#if defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
+    vst1_u16(to + i, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)v)));
+#else
+    typedef uint16_t Narrow __attribute__((vector_size(kVectorBytes / 2)));
+    Narrow narrow = __builtin_convertvector(round_bfloats(v) >> 16, Narrow);
+    memcpy(to + i, &narrow, sizeof narrow);
+#endif
+  }
+  for (int64_t i = (num_inputs + kLanes - 1) / kLanes * kLanes; i < wide_inputs(num_inputs); i++) to[i] = 0;
+  return factor;
+}
+
+}  // namespace
+}  // namespace archerfish::LEVEL
