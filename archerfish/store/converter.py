@@ -196,7 +196,7 @@ def make_row(tensor: SourceTensor, info: TensorInfo) -> Row:
     if info.quantization is None or tensor.load_quantized is None:
         return Row(info, np.ascontiguousarray(cast(info.name, tensor.load(), info.dtype)))
     row = tensor.load_quantized()._replace(info=info)
-    if any(np.isnan(scales).any() for scales in scales_of(row)):
+    if any(not is_finite(scales) and np.isnan(scales).any() for scales in scales_of(row)):
         raise ValidationError(f"The tensor {info.name!r} of the source holds NaN.")
     return row
 

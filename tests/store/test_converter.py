@@ -176,8 +176,9 @@ def test_conversion_needs_no_torch(source: Path, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "llama", make_tensors("llama"), "Q8_0")
     rwkv = tmp_path / "rwkv.safetensors"
     save_file(blink_weights(SIZES["tiny"], dtype=torch.bfloat16), rwkv)
-    command, environment = [sys.executable, "-c", WITHOUT_TORCH, source, path, rwkv], {"XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", WITHOUT_TORCH, *map(str, (source, path, rwkv))]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     both = ["float16 float32", "bfloat16 float32"]
     assert done.stdout.splitlines() == [*both, "Q8_0 float32", "Q8_0 float32", *both]
 
@@ -193,6 +194,18 @@ def test_rounding_is_that_of_torch(kind: str, dtype: str, tmp_path: Path) -> Non
     values = torch.where(values.to(getattr(torch, dtype)).isfinite(), values, 0)
     found = convert(write_model(tmp_path / "s", {"w": values}), tmp_path / "out", dtype=dtype).get_layer("w")
     assert torch.equal(found.view(torch.int16), values.to(getattr(torch, dtype)).view(torch.int16))
+
+
+def test_unaligned_safetensors(source: Path, tmp_path: Path) -> None:
+    """Older files do not pad their header to 8 bytes."""
+    data = (source / "model.safetensors").read_bytes()
+    num_bytes = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + num_bytes].rstrip()
+    header += b" " * ((4 - len(header)) % 8 + 1)
+    (source / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data[8 + num_bytes :])
+    for dtype in ("float32", "bfloat16"):
+        assert torch.equal(convert(source, tmp_path / dtype, dtype=dtype).get_layer(MATRIX).float(),
+                           some_weights()[MATRIX].to(getattr(torch, dtype)).float())
 
 
 def test_every_nan_is_found(tmp_path: Path) -> None:

@@ -109,8 +109,9 @@ def test_nan_among_kept_scales_is_refused(tmp_path: Path, quant_type: str) -> No
     blocks = np.zeros((8, INTEGER_BYTES[quant_type] + {"Q8_0": 2, "Q4_1": 4}.get(quant_type, 0)), np.uint8)
     place = SUPER_SCALES.get(quant_type, slice(0, 4 if quant_type == "Q4_1" else 2))
     blocks[3, place.stop - 2 : place.stop] = 0xFF
-    path = write_blocks(tmp_path / "m.gguf", quant_type, {"token_embd.weight": blocks}, 256 if quant_type in SUPER_SCALES else 32)
-    with pytest.raises(ValidationError, match="embed_tokens.weight' of the source holds NaN"):
+    width = 256 if quant_type in SUPER_SCALES else 32
+    path = write_blocks(tmp_path / "m.gguf", quant_type, {"token_embd.weight": blocks}, width)
+    with pytest.raises(ValidationError, match=r"embed_tokens\.weight' of the source holds NaN"):
         convert(path, tmp_path / "out", keep_quantized=True, validate_output=False)
 
 
