@@ -1,4 +1,7 @@
-"""A tensor as a checkpoint stores it: bytes of the mapped file, and what they mean."""
+"""A tensor as a checkpoint stores it: bytes of the mapped file, and what they mean.
+
+numpy has no bfloat16. Its bits lie in uint16, a type that no checkpoint has for anything else.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,36 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
-NUMPY_TYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+PIECE_SIZE = 1 << 18  # numbers that are rounded at a time, so that they stay in the processor's cache
+
+
+def numpy_type(dtype: str) -> np.dtype[Any]:
+    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
+
+
+def widened(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """bfloat16 as float32; other numbers as they are."""
+    return (values.astype(np.uint32) << 16).view(np.float32) if values.dtype == np.uint16 else values
+
+
+def to_type(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
+    """Floats in another type, rounded to nearest even; the same array if they have the type already.
+
+    What the type cannot hold becomes infinity; NaN may become another value in bfloat16.
+    """
+    if values.dtype == numpy_type(dtype):
+        return values
+    with np.errstate(over="ignore"):
+        floats = widened(values).astype(np.float32, copy=False)
+        return round_bfloat16(floats) if dtype == "bfloat16" else floats.astype(dtype, copy=False)
+
+
+def round_bfloat16(floats: Floats) -> npt.NDArray[np.uint16]:
+    bits, found = floats.ravel().view(np.uint32), np.empty(floats.size, np.uint16)
+    for first in range(0, bits.size, PIECE_SIZE):
+        piece = bits[first : first + PIECE_SIZE]
+        found[first : first + PIECE_SIZE] = (piece + (((piece >> 16) & 1) + 0x7FFF)) >> 16
+    return found.reshape(floats.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +62,5 @@ class StoredTensor:
         """The numbers in float32; a view where they are float32 already."""
         if self.quant_type:
             raise TypeError(f"A tensor in {self.quant_type} is not read as floats.")
-        if self.dtype == "bfloat16":
-            return (self.data.astype(np.uint32) << 16).view(np.float32).reshape(self.shape)
-        found: Floats = self.data.astype(np.float32, copy=False).reshape(self.shape)
+        found: Floats = widened(self.data).astype(np.float32, copy=False).reshape(self.shape)
         return found

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from archerfish.config import ConversionConfig, HubConfig
 from archerfish.errors import InvalidOptionError, ModelNotFoundError, UnsupportedModelError, ValidationError, refuse_unknown
 from archerfish.store.files import check_free_space, file_lock, new_directory, shown_name, write_file
-from archerfish.store.format import Row, TensorInfo, arrow_writer, as_bytes, buffer_bytes, parquet_writer, read_parquet_rows
+from archerfish.store.format import Row, TensorInfo, arrow_writer, buffer_bytes, parquet_writer, read_parquet_rows, scales_of
 from archerfish.store.loader import WeightLoader, arrow_record, file_record
 from archerfish.store.metadata import ARROW_NAME, METADATA_NAME, PARQUET_NAME, TOKENIZER_NAME, StoreMetadata, is_converted
 from archerfish.types import Progress, no_progress
 
 if TYPE_CHECKING:
-    import torch
+    import numpy.typing as npt
 
     from archerfish.store.source import ModelSource, SourceTensor
 
@@ -108,10 +108,10 @@ class ModelConverter:
 
         Vectors (norms, biases) stay float32: they take next to no room, and rounding them costs a third of the accuracy.
         """
-        info = tensor.info
-        if info.dtype not in FLOAT_DTYPES or (self.config.keep_quantized and info.quantization is not None):
+        info, is_matrix = tensor.info, len(tensor.info.shape) > 1
+        if info.dtype not in FLOAT_DTYPES or (self.config.keep_quantized and info.quantization is not None and is_matrix):
             return info
-        return TensorInfo(info.name, self.config.stored_dtype() if len(info.shape) > 1 else "float32", info.shape)
+        return TensorInfo(info.name, self.config.stored_dtype() if is_matrix else "float32", info.shape)
 
     def _write(
         self, source: ModelSource, infos: list[TensorInfo], directory: Path, name: str, progress: Progress, *, is_large: bool
@@ -124,10 +124,7 @@ class ModelConverter:
                 writers.append(stack.enter_context(parquet_writer(directory / PARQUET_NAME, self.config.compression)))
             for index, (tensor, info) in enumerate(zip(source.tensors, infos, strict=True)):
                 progress(index, len(infos), f"writing {info.name}")
-                if info.quantization is not None and tensor.load_quantized is not None:
-                    row = tensor.load_quantized()._replace(info=info)
-                else:
-                    row = Row(info, as_bytes(cast(info.name, tensor.load(), info.dtype)))
+                row = make_row(tensor, info)
                 for write in writers:
                     write(row)
         progress(len(infos), len(infos), "writing")
@@ -173,53 +170,77 @@ def check_hint(source: ModelSource, model_type: str) -> None:
 def validate_directory(directory: Path, source: ModelSource, progress: Progress) -> None:
     """Compare weights.arrow with the source, and weights.parquet bit for bit with weights.arrow."""
     with WeightLoader(directory) as loader:
-        for index, tensor in enumerate(source.tensors):
-            name = tensor.info.name
-            progress(index, len(source.tensors), f"validating {name}")
-            compare(name, tensor.load(), loader.get_layer(name))
-            loader.release([name])
+        for index, (tensor, info) in enumerate(zip(source.tensors, loader.metadata.tensors, strict=True)):
+            progress(index, len(source.tensors), f"validating {info.name}")
+            compare(make_row(tensor, info), loader, "was written with other values than its source has")
+            loader.release([info.name])
         parquet = directory / PARQUET_NAME
         for row in read_parquet_rows(parquet, loader.metadata.tensors) if parquet.is_file() else ():
-            stored = [buffer for buffer in loader.get_buffers(row.info.name) if buffer is not None]
-            if [buffer for buffer in row[1:] if buffer is not None] != stored:  # pyarrow compares its buffers with any other
-                raise ValidationError(f"The tensor {row.info.name!r} differs between {PARQUET_NAME} and {ARROW_NAME}.")
+            compare(row, loader, f"differs between {PARQUET_NAME} and {ARROW_NAME}")
         progress(len(source.tensors), len(source.tensors), "validating")
 
 
-def compare(name: str, source: torch.Tensor, stored: torch.Tensor) -> None:
-    """Raise a ValidationError when a stored tensor is not its source, rounded to the stored type."""
-    import torch
+def compare(row: Row, stored: WeightLoader, message: str) -> None:
+    """Raise a ValidationError when a row is not, bit for bit, the one that weights.arrow has."""
+    import pyarrow as pa
 
-    if not torch.equal(cast(name, source, str(stored.dtype).removeprefix("torch.")), stored):
-        raise ValidationError(f"The tensor {name!r} was written with other values than its source has.")
+    found = [pa.py_buffer(buffer) for buffer in row[1:] if buffer is not None]
+    if found != [buffer for buffer in stored.get_buffers(row.info.name) if buffer is not None]:  # pyarrow compares any buffers
+        raise ValidationError(f"The tensor {row.info.name!r} {message}.")
 
 
-def cast(name: str, source: torch.Tensor, dtype: str) -> torch.Tensor:
+def make_row(tensor: SourceTensor, info: TensorInfo) -> Row:
+    """A source's tensor as it is stored."""
+    import numpy as np
+
+    if info.quantization is None or tensor.load_quantized is None:
+        return Row(info, np.ascontiguousarray(cast(info.name, tensor.load(), info.dtype)))
+    row = tensor.load_quantized()._replace(info=info)
+    if any(not is_finite(scales) and np.isnan(scales).any() for scales in scales_of(row)):
+        raise ValidationError(f"The tensor {info.name!r} of the source holds NaN.")
+    return row
+
+
+def cast(name: str, source: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
     """The tensor in its stored type. NaN in the source and overflow are errors that name the tensor."""
-    import torch
+    import numpy as np
 
-    result = source.to(getattr(torch, dtype)).contiguous()
-    is_plain = not result.is_floating_point() or result.numel() == 0
-    if is_plain or all(bool(torch.isfinite(bound)) for bound in torch.aminmax(result)):  # one pass without temporaries
+    from archerfish.kernels.stored import to_type, widened
+
+    if dtype not in FLOAT_DTYPES:
+        return source
+    result = to_type(source, dtype)
+    if is_finite(source) and (result is source or is_finite(result)):
         return result
-    if bool(torch.isnan(source).any()):
+    source = widened(source)
+    if np.isnan(source).any():
         raise ValidationError(f"The tensor {name!r} of the source holds NaN.")
-    is_overflown = torch.isinf(result) & torch.isfinite(source)
-    if bool(is_overflown.any()):
+    is_overflown = np.isinf(widened(result)) & np.isfinite(source)
+    if is_overflown.any():
         raise ValidationError(f"The tensor {name!r} holds {float(source[is_overflown][0]):g}, which {dtype} cannot hold.")
     return result
 
 
+def is_finite(values: npt.NDArray[Any]) -> bool:
+    """Whether all floats are finite, from their bits: numpy compares float16 slowly."""
+    import numpy as np
+
+    num_bytes = values.dtype.itemsize
+    infinity = 0x7F80 if values.dtype == np.uint16 else int(np.array(np.inf, values.dtype).view(f"u{num_bytes}"))
+    highest = [int(values.view(f"{kind}{num_bytes}").max(initial=0)) for kind in "iu"]  # of positive, of negative numbers
+    return highest[0] < infinity and highest[1] < infinity + (1 << (8 * num_bytes - 1))
+
+
 def ensure_converted(
-    source: Path, *, dtype: str, keep_quantized: bool = False, hub: HubConfig | None = None,
-    progress: Progress = no_progress,
-    check: Callable[[Mapping[str, Any]], None] | None = None,
+    source: Path, *, dtype: str, hub: HubConfig | None = None, progress: Progress = no_progress,
+    check: Callable[[Mapping[str, Any]], None] | None = None, keep_quantized: bool = False,
 ) -> Path:
     """The converted directory of a source: the source itself if it is converted, else one in the cache, made once.
 
     `dtype` is float32, bfloat16 or float16, or auto for the default of ConversionConfig. The name of the cached directory
     depends on the names, sizes and times of the source's files, so that a changed source is converted again. check: called with
-    the model's configuration before a conversion; its error refuses the model.
+    the model's configuration before a conversion; its error refuses the model. keep_quantized: as in ConversionConfig; such a
+    copy of a GGUF file has a directory of its own.
     """
     if is_converted(source):
         return source
@@ -229,10 +250,12 @@ def ensure_converted(
         raise ModelNotFoundError(f"{source} does not exist.")
     hub = hub or HubConfig()
     config = ConversionConfig(dtype=dtype, write_parquet=False, keep_quantized=keep_quantized)
-    parts = repr((CONVERSION_VERSION, str(source.absolute()), fingerprint_parts(source)))
+    files = fingerprint_parts(source)
+    parts = repr((CONVERSION_VERSION, str(source.absolute()), files))
     fingerprint = hashlib.sha256(parts.encode()).hexdigest()[:16]
+    has_blocks = keep_quantized and any(name.endswith(".gguf") for name, _, _ in files)
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", shown_name(source)).strip(".-") or "model"
-    name = f"{stem}-{config.stored_dtype()}{'-blocks' if keep_quantized else ''}-{fingerprint}"
+    name = f"{stem}-{config.stored_dtype()}{'-blocks' if has_blocks else ''}-{fingerprint}"
     target = hub.cache_path() / "converted" / name
     if (target / METADATA_NAME).is_file():
         with suppress(OSError):

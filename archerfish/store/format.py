@@ -19,12 +19,12 @@ from archerfish.store.files import sync
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    import torch
 
 ALIGNMENT_BYTES = 64
 ROW_GROUP_BYTES = 64 * 2**20
 MAX_DIMENSIONS = 16
 GROUP_SIZE = 32  # values that share a scale in a quantised tensor
+SUPER_GROUP_SIZE = 256  # values of a block of GGUF's K types
 
 ITEM_BYTES: dict[str, int] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
@@ -112,13 +112,6 @@ def row_batch(row: Row, schema: Any) -> Any:
         offsets = b"".join(end.to_bytes(width, "little") for end in (0, buffer.size))
         columns.append(pa.Array.from_buffers(field.type, 1, [None, pa.py_buffer(offsets), buffer]))
     return pa.RecordBatch.from_arrays(columns, schema=schema)
-
-
-def as_bytes(tensor: torch.Tensor) -> Any:
-    """The bytes of a tensor in C order, sharing its memory when it is contiguous."""
-    import torch
-
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
 
 
 @contextmanager
@@ -296,33 +289,58 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
-# GGUF's simple block formats, taken apart: integers, scales and minima in separate buffers. A block is 32 values along the last
+# GGUF's simple block types, taken apart: integers, scales and minima in separate buffers. A block is 32 values along the last
 # axis. `data` keeps each block's integer bytes as GGUF packs them (Q4: low nibbles are values 0-15, high nibbles 16-31;
 # Q5: four bytes of high bits, then Q4; Q8: 32 int8), `scales` is one float16 per block, and `zero_points`, for the _1 types,
-# one float16 minimum per block.
-INTEGER_BYTES = {"Q4_0": 16, "Q4_1": 16, "Q5_0": 20, "Q5_1": 20, "Q8_0": 32}  # of one block
+# one float16 minimum per block. Of the K types, `data` keeps whole blocks of 256 values, and there are no other buffers.
+INTEGER_BYTES = {
+    "Q4_0": 16, "Q4_1": 16, "Q5_0": 20, "Q5_1": 20, "Q8_0": 32, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210,
+}  # of one block in `data`
+SUPER_SCALES = {"Q4_K": slice(0, 4), "Q5_K": slice(0, 4), "Q6_K": slice(208, 210)}  # where a block has its float16 numbers
+
+
+def make_quantization(quant_type: str, axis: int) -> Quantization | None:
+    """How tensors of a GGUF type are kept; None for a type that is not."""
+    group_size = SUPER_GROUP_SIZE if quant_type in SUPER_SCALES else GROUP_SIZE
+    return Quantization(quant_type, axis, group_size) if quant_type in INTEGER_BYTES else None
+
+
+def num_scales(quant_type: str) -> int:
+    """Numbers of a block that lie in buffers of their own."""
+    return 0 if quant_type in SUPER_SCALES else 2 if quant_type.endswith("_1") else 1
 
 
 def buffer_bytes(info: TensorInfo) -> list[int]:
     """Sizes of the buffers that a tensor has; none for an unknown quantisation."""
     if info.quantization is None:
         return [info.num_params * ITEM_BYTES[info.dtype]]
-    quant_type, axis, group_size = info.quantization
-    if quant_type not in INTEGER_BYTES or group_size != GROUP_SIZE or axis != len(info.shape) - 1:
+    quant_type, _, group_size = info.quantization
+    if info.quantization != make_quantization(quant_type, len(info.shape) - 1):
         return []
-    num_blocks = info.num_params // GROUP_SIZE
-    return [num_blocks * INTEGER_BYTES[quant_type], *[num_blocks * 2] * (2 if quant_type.endswith("_1") else 1)]
+    num_blocks = info.num_params // group_size
+    return [num_blocks * INTEGER_BYTES[quant_type], *[num_blocks * 2] * num_scales(quant_type)]
 
 
 def split_blocks(info: TensorInfo, blocks: npt.NDArray[np.uint8]) -> Row:
-    """Take GGUF's interleaved blocks (scale, minimum if any, integers) apart."""
+    """Take GGUF's interleaved blocks (scale, minimum if any, integers) apart; those of the K types stay whole."""
     import numpy as np
 
     assert info.quantization is not None
-    header_bytes = 4 if info.quantization.quant_type.endswith("_1") else 2
-    rows = np.ascontiguousarray(blocks).reshape(-1, header_bytes + INTEGER_BYTES[info.quantization.quant_type])
+    quant_type = info.quantization.quant_type
+    header_bytes = 2 * num_scales(quant_type)
+    rows = np.ascontiguousarray(blocks).reshape(-1, header_bytes + INTEGER_BYTES[quant_type])
     header = np.ascontiguousarray(rows[:, :header_bytes]).view(np.float16)
     return Row(info, np.ascontiguousarray(rows[:, header_bytes:]), *map(np.ascontiguousarray, header.T))
+
+
+def scales_of(row: Row) -> list[npt.NDArray[np.float16]]:
+    """Scales and minima of a quantised tensor."""
+    import numpy as np
+
+    assert row.info.quantization is not None
+    place = SUPER_SCALES.get(row.info.quantization.quant_type)
+    inside = None if place is None else np.ascontiguousarray(row.data[:, place]).view(np.float16)
+    return [numbers for numbers in (row.scales, row.zero_points, inside) if numbers is not None]
 
 
 def dequantize(row: Row) -> npt.NDArray[np.float32]:
@@ -331,6 +349,11 @@ def dequantize(row: Row) -> npt.NDArray[np.float32]:
 
     assert row.info.quantization is not None
     quant_type = row.info.quantization.quant_type
+    if quant_type in SUPER_SCALES:
+        import gguf
+
+        blocks = row.data.reshape(*row.info.shape[:-1], -1)
+        return np.asarray(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[quant_type]), np.float32)
     if quant_type == "Q8_0":
         values = row.data.view(np.int8).astype(np.float32)
     else:

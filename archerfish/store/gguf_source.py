@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from archerfish.errors import CorruptFileError, UnsupportedModelError
-from archerfish.store.format import INTEGER_BYTES, Quantization, Row, dequantize, first_line, split_blocks
+from archerfish.kernels.stored import numpy_type, widened
+from archerfish.store.format import Row, dequantize, first_line, make_quantization, split_blocks
 from archerfish.store.source import DTYPE_CODES, ModelSource, SourceTensor, make_embedding, source_info
 from archerfish.store.tokenizer_files import make_tokenizer_files, write_files
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    import torch
 
 
 def layer_tensors(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
@@ -340,10 +340,9 @@ def read_tensor(
     import numpy as np
 
     kind, shape = tensor.tensor_type.name, tensor.shape.tolist()[::-1]
-    info = source_info(path, name, DTYPE_CODES.get(kind, "float32"), shape)
-    if kind in INTEGER_BYTES and not minus_one:
-        info = info._replace(quantization=Quantization(kind, len(shape) - 1))
-    elif kind not in DTYPE_CODES:
+    info = source_info(path, name, "float32" if minus_one else DTYPE_CODES.get(kind, "float32"), shape)
+    info = info._replace(quantization=None if minus_one else make_quantization(kind, len(shape) - 1))
+    if info.quantization is None and kind not in DTYPE_CODES:
         zeros = np.zeros((1, gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]), np.uint8)
         try:
             gguf.quants.dequantize(zeros, tensor.tensor_type)
@@ -354,17 +353,16 @@ def read_tensor(
     def load_blocks() -> Row:
         return split_blocks(info, tensor.data if order is None else tensor.data[order])
 
-    def load() -> torch.Tensor:
-        import torch
-
+    def load() -> npt.NDArray[Any]:
         if info.quantization is not None:
-            return torch.from_numpy(dequantize(load_blocks()))
+            return dequantize(load_blocks())
+        values = np.asarray(tensor.data)
         if kind in DTYPE_CODES:
-            values = torch.frombuffer(bytearray(tensor.data.tobytes()), dtype=getattr(torch, info.dtype)).view(info.shape)
+            values = values.view(numpy_type(DTYPE_CODES[kind])).reshape(info.shape)
         else:
-            values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type)).view(info.shape)
+            values = gguf.quants.dequantize(values, tensor.tensor_type).reshape(info.shape)
         if order is not None:
-            values = values[torch.from_numpy(order)]
-        return values - 1 if minus_one else values
+            values = values[order]
+        return widened(values) - np.float32(1) if minus_one else values
 
     return SourceTensor(info, load, None if info.quantization is None else load_blocks)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from archerfish.config import HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnknownLayerError, did_you_mean
-from archerfish.kernels.stored import NUMPY_TYPES, StoredTensor
 from archerfish.store.files import file_lock, recover, replace_file, sha256_of, siblings, sync_directory, write_errors
 from archerfish.store.format import Row, RowSpans, TensorInfo, arrow_writer, dequantize, read_arrow_rows, read_parquet_rows
 from archerfish.store.metadata import (
@@ -30,6 +29,8 @@ from archerfish.types import Progress, no_progress
 
 if TYPE_CHECKING:
     import torch
+
+    from archerfish.kernels.stored import StoredTensor
 
 
 class WeightLoader:
@@ -87,26 +88,25 @@ class WeightLoader:
         """One tensor as a view of the mapping; a quantised one is dequantised to float32."""
         import torch
 
-        info, spans = self._row(name)
-        if info.quantization is not None:
+        stored = self.get_stored(name)
+        if stored.quant_type:
             return torch.from_numpy(dequantize(self.get_quantized(name)))
-        dtype: torch.dtype = getattr(torch, info.dtype)
-        num_params = info.num_params
-        if num_params == 0:
-            return torch.empty(info.shape, dtype=dtype)
-        return torch.frombuffer(self._open_memory(), dtype=dtype, count=num_params, offset=spans.data.offset).view(info.shape)
+        tensor = torch.from_numpy(stored.data)
+        return tensor.view(torch.bfloat16) if stored.dtype == "bfloat16" else tensor
 
     def get_stored(self, name: str) -> StoredTensor:
         """One tensor as it is stored, over the mapping."""
         import numpy as np
+
+        from archerfish.kernels.stored import StoredTensor, numpy_type
 
         info, spans = self._row(name)
         if info.quantization is not None:
             row = self.get_quantized(name)
             return StoredTensor(info.shape, info.dtype, row.data, info.quantization.quant_type, row.scales, row.zero_points)
         if not info.num_params:
-            return StoredTensor(info.shape, info.dtype, np.empty(info.shape, NUMPY_TYPES[info.dtype]))
-        data = np.frombuffer(self._open_memory(), NUMPY_TYPES[info.dtype], info.num_params, spans.data.offset)
+            return StoredTensor(info.shape, info.dtype, np.empty(info.shape, numpy_type(info.dtype)))
+        data = np.frombuffer(self._open_memory(), numpy_type(info.dtype), info.num_params, spans.data.offset)
         return StoredTensor(info.shape, info.dtype, data.reshape(info.shape))
 
     def load_stored(self) -> dict[str, StoredTensor]:

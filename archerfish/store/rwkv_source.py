@@ -1,7 +1,7 @@
 """Reader of RWKV-7 in BlinkDL's checkpoints, in Hugging Face's layout and in GGUF, in the form that `models/rwkv7.py` takes.
 
 Tensors get their Hugging Face names. Matrices have one row per output, and vectors have one dimension. The norm of the
-embedding is applied to the embedding table here, in float32, so that no step computes it.
+embedding is applied to the embedding table here, so that no step computes it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from archerfish.errors import CorruptFileError, UnsupportedModelError
+from archerfish.kernels.stored import widened
 from archerfish.store.gguf_source import read_tensor
 from archerfish.store.source import ModelSource, SourceTensor, optional_json
 from archerfish.store.tokenizer_files import write_tokenizer_files
 
 if TYPE_CHECKING:
-    import torch
+    import numpy as np
+    import numpy.typing as npt
 
 WORLD_VOCAB_SIZE = 65536
 WORLD_END = 0  # end of text in the World vocabulary
@@ -50,6 +52,7 @@ FIRST_VALUES = re.compile(r"^model\.layers\.0\.attn\.v_lora\.")  # some files ha
 RANKS = {"w": "decay_low_rank_dim", "a": "a_low_rank_dim", "v": "v_low_rank_dim", "g": "gate_low_rank_dim"}
 IS_SEVEN = re.compile(r"\.(att|attn)\.(r_k|k_k)$")
 ONLY_SEVEN = "Of the RWKV family only RWKV-7 is supported."
+PIECE_ROWS = 1024  # rows of the embedding that are normed at a time
 GGUF_KEYS = {
     "num_hidden_layers": "rwkv7.block_count", "head_dim": "rwkv7.wkv.head_size",
     "norm_eps": "rwkv7.attention.layer_norm_epsilon", "max_position_embeddings": "rwkv7.context_length",
@@ -120,17 +123,16 @@ def rename(path: Path, tensor: SourceTensor) -> list[SourceTensor]:
     return [adapted(tensor, f"{layer}{part}.{suffix}")]
 
 
-# The next three take tensors of torch and arrays of numpy.
-def flat(tensor: Any) -> Any:
-    return tensor.reshape(-1)
+def flat(values: Any) -> Any:
+    return values.reshape(-1)
 
 
-def transposed(tensor: Any) -> Any:
-    return tensor.squeeze().T
+def transposed(values: Any) -> Any:
+    return values.squeeze().T
 
 
-def row_of(num_rows: int, row: int, tensor: Any) -> Any:
-    return tensor.reshape(num_rows, -1)[row]
+def row_of(num_rows: int, row: int, values: Any) -> Any:
+    return values.reshape(num_rows, -1)[row]
 
 
 def adapted(tensor: SourceTensor, name: str, change: Callable[[Any], Any] | None = None) -> SourceTensor:
@@ -139,9 +141,9 @@ def adapted(tensor: SourceTensor, name: str, change: Callable[[Any], Any] | None
         return replace(tensor, info=tensor.info._replace(name=name))
     import numpy as np
 
-    shape = change(np.broadcast_to(np.int8(0), tensor.info.shape)).shape  # `archerfish doctor` reads shapes without torch
+    shape = change(np.broadcast_to(np.int8(0), tensor.info.shape)).shape
     info = tensor.info._replace(name=name, shape=shape, quantization=None)
-    return SourceTensor(info, lambda: change(tensor.load()).contiguous())
+    return SourceTensor(info, lambda: change(tensor.load()))
 
 
 def make_config(path: Path, tensors: Mapping[str, SourceTensor], stated: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,16 +176,22 @@ def make_config(path: Path, tensors: Mapping[str, SourceTensor], stated: Mapping
 
 
 def fold_pre_norm(tensors: dict[str, SourceTensor], eps: float) -> None:
-    """Apply the norm of the embedding, if the model has one, to the embedding table."""
+    """Apply the norm of the embedding, if the model has one, to the embedding table, in float64."""
     weight, bias = (tensors.pop(f"{PRE_NORM}.{end}", None) for end in ("weight", "bias"))
     if weight is None or bias is None:
         return
     table = tensors[EMBEDDING]
 
-    def load() -> torch.Tensor:
-        import torch
+    def load() -> npt.NDArray[np.float32]:
+        import numpy as np
 
-        rows, scale, offset = (each.load().float() for each in (table, weight, bias))
-        return torch.nn.functional.layer_norm(rows, scale.shape, scale.reshape(-1), offset.reshape(-1), eps)
+        rows, scale, offset = table.load(), widened(weight.load()).reshape(-1), widened(bias.load()).reshape(-1)
+        normed = np.empty(rows.shape, np.float32)
+        for first in range(0, len(rows), PIECE_ROWS):
+            piece = widened(rows[first : first + PIECE_ROWS]).astype(np.float64)
+            piece -= piece.mean(1, keepdims=True)
+            piece /= np.sqrt(np.square(piece).mean(1, keepdims=True) + eps)
+            normed[first : first + PIECE_ROWS] = piece * scale + offset
+        return normed
 
     tensors[EMBEDDING] = SourceTensor(table.info._replace(dtype="float32", quantization=None), load)

@@ -12,7 +12,7 @@ from archerfish.errors import CorruptFileError, UnsupportedModelError
 from archerfish.store.format import ITEM_BYTES, Row, TensorInfo, make_info
 
 if TYPE_CHECKING:
-    import torch
+    import numpy.typing as npt
 
 # Types by their names in safetensors and GGUF files.
 DTYPE_CODES = {
@@ -23,10 +23,13 @@ DTYPE_CODES = {
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A tensor of a source. `load` reads it in the source's type; a quantised tensor is dequantised to float32."""
+    """A tensor of a source.
+
+    `load` reads it in the source's type, bfloat16 as its bits in uint16. A quantised tensor is dequantised to float32.
+    """
 
     info: TensorInfo
-    load: Callable[[], torch.Tensor]
+    load: Callable[[], npt.NDArray[Any]]
     load_quantized: Callable[[], Row] | None = None  # if info.quantization is set
 
 

@@ -7,20 +7,26 @@ inconsistent source is refused before anything is written.
 from __future__ import annotations
 
 import functools
+import json
 import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from archerfish.background import Lazy
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
-from archerfish.store.format import first_line
+from archerfish.kernels.stored import numpy_type
+from archerfish.store.format import TensorInfo, first_line
 from archerfish.store.gguf_source import open_gguf, read_gguf
+from archerfish.store.loader import map_any
 from archerfish.store.metadata import is_converted
 from archerfish.store.rwkv_source import read_rwkv_gguf, read_rwkv_tensors
 from archerfish.store.source import ModelSource, SourceTensor, optional_json, read_embedding, read_modules, source_info
 from archerfish.store.tokenizer_files import write_tokenizer_files
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 # In order of preference: a directory often has the same weights in several formats.
 WEIGHT_PATTERNS = (
@@ -143,22 +149,26 @@ def read_shards(index: Path, opener: Callable[[Path], list[SourceTensor]]) -> tu
 
 def open_safetensors(path: Path) -> list[SourceTensor]:
     """The tensors of one file, in the order of their bytes."""
+    import numpy as np
     from safetensors import SafetensorError, safe_open
 
     try:
-        file: Any = safe_open(path, framework="np")  # the header does not need torch
-        slices = {name: file.get_slice(name) for name in file.offset_keys()}
+        file: Any = safe_open(path, framework="np")  # checks the header; its arrays would not have bfloat16
+        names = file.offset_keys()
     except SafetensorError as error:
         raise CorruptFileError(f"{path} is not a sound safetensors file: {first_line(error)}.") from error
-    torch_file: Lazy[Any] = Lazy(lambda: safe_open(path, framework="pt"))
+    with path.open("rb") as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        start = opened.tell()
+    mapped = Lazy(lambda: np.frombuffer(map_any(path), np.uint8)[start:])
 
-    def load(name: str) -> Any:
-        return torch_file.get().get_tensor(name)
+    def load(info: TensorInfo, first: int, last: int) -> npt.NDArray[Any]:
+        return mapped.get()[first:last].view(numpy_type(info.dtype)).reshape(info.shape)
 
     tensors = []
-    for name, found in slices.items():
-        info = source_info(path, name, found.get_dtype(), found.get_shape())
-        tensors.append(SourceTensor(info, functools.partial(load, name)))
+    for name in names:
+        info = source_info(path, name, header[name]["dtype"], header[name]["shape"])
+        tensors.append(SourceTensor(info, functools.partial(load, info, *header[name]["data_offsets"])))
     return tensors
 
 
@@ -191,7 +201,8 @@ def open_torch(path: Path) -> list[SourceTensor]:
         if value.layout != torch.strided or value.is_quantized:
             raise UnsupportedModelError(f"{path}: {name!r} is a sparse or quantised tensor.")
         info = source_info(path, name, str(value.dtype).removeprefix("torch."), list(value.shape))
-        tensors.append(SourceTensor(info, value.detach))
+        plain = value.detach().view(torch.uint16) if value.dtype == torch.bfloat16 else value.detach()
+        tensors.append(SourceTensor(info, plain.numpy))
     return tensors
 
 

@@ -42,7 +42,9 @@ SIZES = {
 def read_rwkv7(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Configuration and weights of a checkpoint, as the store reads them."""
     source = open_source(path)
-    return source.config, {tensor.info.name: tensor.load() for tensor in source.tensors}
+    weights = {tensor.info.name: torch.from_numpy(np.array(tensor.load())) for tensor in source.tensors}
+    halves = {tensor.info.name for tensor in source.tensors if tensor.info.dtype == "bfloat16"}
+    return source.config, {name: value.view(torch.bfloat16) if name in halves else value for name, value in weights.items()}
 
 
 def blink_weights(size: Size, *, seed: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -9,6 +9,8 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from archerfish.store.format import INTEGER_BYTES, SUPER_GROUP_SIZE, SUPER_SCALES
+
 WIDTH, HEADS, KV_HEADS, FFN, NUM_LAYERS = 64, 4, 2, 96, 2
 HEAD_DIM = WIDTH // HEADS
 BYTES = [chr(code) for code in [*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 324)]]
@@ -120,6 +122,28 @@ def write_gguf(
             writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, array)
+    return finish(writer, path)
+
+
+def random_blocks(quant_type: str, num_rows: int, width: int, seed: int = 0) -> npt.NDArray[np.uint8]:
+    """Blocks of a K type with any codes and small scales."""
+    random, num_blocks = np.random.default_rng(seed), num_rows * width // SUPER_GROUP_SIZE
+    blocks = random.integers(0, 256, (num_blocks, INTEGER_BYTES[quant_type]), dtype=np.uint8)
+    place = SUPER_SCALES[quant_type]
+    scales = random.uniform(-0.01, 0.01, (num_blocks, (place.stop - place.start) // 2))
+    blocks[:, place] = scales.astype(np.float16).view(np.uint8)
+    return blocks.reshape(num_rows, -1)
+
+
+def write_blocks(path: Path, quant_type: str, blocks: dict[str, npt.NDArray[np.uint8]], width: int) -> Path:
+    """A llama of one layer without a tokenizer."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(4)
+    writer.add_head_count(4)
+    for name, array in blocks.items():
+        writer.add_tensor(name, array, raw_dtype=gguf.GGMLQuantizationType[quant_type])
     return finish(writer, path)
 
 

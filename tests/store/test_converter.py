@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from archerfish import errors
 from archerfish.config import ConversionConfig
@@ -20,6 +21,8 @@ from archerfish.store import ModelConverter, WeightLoader, loader
 from archerfish.store.converter import fingerprint_parts
 from archerfish.store.format import read_parquet_rows
 from archerfish.store.sources import open_source
+from tests.models.recurring import SIZES, blink_weights
+from tests.store.gguf_models import make_tensors, write_gguf
 from tests.store.models import MATRIX, convert, file_size_limit, flip_byte, snapshot, some_weights, write_json, write_model
 
 
@@ -113,7 +116,7 @@ def test_interruption_leaves_the_old_directory(source: Path, converted: Path, er
 
 KILLED = """
 import os, signal, sys
-import torch, pyarrow.parquet, tokenizers  # once for all: a process is forked for each point
+import numpy, pyarrow.parquet, tokenizers  # once for all: a process is forked for each point
 from archerfish.config import ConversionConfig
 from archerfish.store import ModelConverter, files
 rename, renames = files.Path.rename, []
@@ -155,6 +158,62 @@ def test_kill_leaves_the_old_or_the_new_directory(source: Path, converted: Path,
             assert snapshot(tmp_path / point) == snapshot(converted)
         assert convert(source, tmp_path / point, dtype="float16", overwrite=True).get_layer(MATRIX).dtype == torch.float16
         assert leftovers(tmp_path / point) == []
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # an import of it fails
+from pathlib import Path
+from archerfish.store import WeightLoader, ensure_converted
+for source in sys.argv[1:]:
+    for dtype in ("float16", "bfloat16"):
+        stored = WeightLoader(ensure_converted(Path(source), dtype=dtype, keep_quantized=True)).load_stored()
+        print(*sorted({tensor.quant_type or tensor.dtype for tensor in stored.values()}))
+"""
+
+
+def test_conversion_needs_no_torch(source: Path, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama", make_tensors("llama"), "Q8_0")
+    rwkv = tmp_path / "rwkv.safetensors"
+    save_file(blink_weights(SIZES["tiny"], dtype=torch.bfloat16), rwkv)
+    command = [sys.executable, "-c", WITHOUT_TORCH, *map(str, (source, path, rwkv))]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    both = ["float16 float32", "bfloat16 float32"]
+    assert done.stdout.splitlines() == [*both, "Q8_0 float32", "Q8_0 float32", *both]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind", ["float64", "float32", "float16", "bfloat16"])
+def test_rounding_is_that_of_torch(kind: str, dtype: str, tmp_path: Path) -> None:
+    bits = torch.randint(-(2**31), 2**31, (64, 8192), generator=torch.Generator().manual_seed(0)).int()
+    values = bits.view(torch.float32)
+    edges = torch.tensor([0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 65519.0, -65519.0, 2**-25, 3 * 2**-25, 1e-45])
+    values = torch.cat([values[values.isfinite() & (values.abs() < 65000)], edges]).to(getattr(torch, kind))
+    values = values[: len(values) // 2 * 2].view(2, -1)
+    values = torch.where(values.to(getattr(torch, dtype)).isfinite(), values, 0)
+    found = convert(write_model(tmp_path / "s", {"w": values}), tmp_path / "out", dtype=dtype).get_layer("w")
+    assert torch.equal(found.view(torch.int16), values.to(getattr(torch, dtype)).view(torch.int16))
+
+
+def test_unaligned_safetensors(source: Path, tmp_path: Path) -> None:
+    """Older files do not pad their header to 8 bytes."""
+    data = (source / "model.safetensors").read_bytes()
+    num_bytes = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + num_bytes].rstrip()
+    header += b" " * ((4 - len(header)) % 8 + 1)
+    (source / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data[8 + num_bytes :])
+    for dtype in ("float32", "bfloat16"):
+        assert torch.equal(convert(source, tmp_path / dtype, dtype=dtype).get_layer(MATRIX).float(),
+                           some_weights()[MATRIX].to(getattr(torch, dtype)).float())
+
+
+def test_every_nan_is_found(tmp_path: Path) -> None:
+    """Red: NaN whose bits carry into the sign when they are rounded to bfloat16."""
+    for index, bits in enumerate((0x7FFFFFFF, 0x7F800001, 0x7FC00000, -1, -0x7FFFFF)):
+        weights = {"w": torch.tensor([[0, bits]], dtype=torch.int32).view(torch.float32)}
+        with pytest.raises(errors.ValidationError, match="'w' of the source holds NaN"):
+            convert(write_model(tmp_path / str(index), weights), tmp_path / "out", dtype="bfloat16")
 
 
 def test_nan_and_overflow_are_refused(tmp_path: Path) -> None:

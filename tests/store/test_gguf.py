@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from archerfish.errors import CorruptFileError, UnsupportedModelError
+from archerfish.config import HubConfig
+from archerfish.errors import CorruptFileError, UnsupportedModelError, ValidationError
 from archerfish.layers.weights import NotedWeights
 from archerfish.models.adapter import NoOps, encoder_class, model_class
 from archerfish.models.config import Config
-from archerfish.store import WeightLoader
-from archerfish.store.format import INTEGER_BYTES
+from archerfish.store import WeightLoader, ensure_converted
+from archerfish.store.format import INTEGER_BYTES, SUPER_SCALES
 from archerfish.store.gguf_source import ARCHITECTURES
 from archerfish.store.sources import open_source
-from tests.store.gguf_models import HEADS, KV_HEADS, NUM_LAYERS, WIDTH, finish, make_tensors, write_gguf
+from tests.store.gguf_models import HEADS, KV_HEADS, NUM_LAYERS, WIDTH, make_tensors, random_blocks, write_blocks, write_gguf
 from tests.store.models import convert
 
 ROUNDED_TYPES = ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
@@ -62,7 +63,7 @@ def test_sampling_keys_become_the_generation_config(tmp_path: Path) -> None:
     assert open_source(write_gguf(tmp_path / "n.gguf", "llama", make_tensors("llama"))).generation_config is None
 
 
-@pytest.mark.parametrize("quant_type", INTEGER_BYTES)
+@pytest.mark.parametrize("quant_type", ROUNDED_TYPES[2:])
 def test_keep_quantized_keeps_all_bits(tmp_path: Path, quant_type: str) -> None:
     path = write_gguf(tmp_path / "m.gguf", "llama", make_tensors("llama"), quant_type)
     wide = convert(path, tmp_path / "wide", dtype="float32", model_type="gguf")
@@ -80,19 +81,56 @@ def test_keep_quantized_keeps_all_bits(tmp_path: Path, quant_type: str) -> None:
     assert torch.equal(WeightLoader(tmp_path / "kept").get_layer(Q_NAME), wide.get_layer(Q_NAME))
 
 
-@pytest.mark.parametrize("quant_type", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"])
+@pytest.mark.parametrize("quant_type", SUPER_SCALES)
+def test_keep_quantized_keeps_super_blocks(tmp_path: Path, quant_type: str) -> None:
+    width = 512
+    embedding, queries = (random_blocks(quant_type, num_rows, width, seed) for seed, num_rows in enumerate((40, 64)))
+    path = write_blocks(
+        tmp_path / "m.gguf", quant_type, {"token_embd.weight": embedding, "blk.0.attn_q.weight": queries}, width
+    )
+    kept = convert(path, tmp_path / "kept", dtype="float32", keep_quantized=True)
+    wide = convert(path, tmp_path / "wide", dtype="float32")
+    kind = gguf.GGMLQuantizationType[quant_type]
+    ordered = to_rotary_halves(queries, HEADS)
+    for name, blocks in (("model.embed_tokens.weight", embedding), (Q_NAME, ordered)):
+        stored, parts = kept.get_stored(name), kept.get_quantized(name)
+        assert (stored.quant_type, stored.scales, stored.mins) == (quant_type, None, None)
+        assert parts.info.quantization == (quant_type, 1, 256) and stored.shape == (len(blocks), width)
+        assert np.array_equal(stored.data, blocks.reshape(-1, INTEGER_BYTES[quant_type]))
+        for loader in (kept, wide):
+            assert np.array_equal(loader.get_layer(name).numpy(), gguf.quants.dequantize(blocks, kind))
+    kept.verify()
+    (tmp_path / "kept" / "weights.arrow").unlink()
+    assert np.array_equal(WeightLoader(tmp_path / "kept").get_stored(Q_NAME).data.reshape(len(ordered), -1), ordered)
+
+
+@pytest.mark.parametrize("quant_type", ["Q8_0", "Q4_1", *SUPER_SCALES])
+def test_nan_among_kept_scales_is_refused(tmp_path: Path, quant_type: str) -> None:
+    blocks = np.zeros((8, INTEGER_BYTES[quant_type] + {"Q8_0": 2, "Q4_1": 4}.get(quant_type, 0)), np.uint8)
+    place = SUPER_SCALES.get(quant_type, slice(0, 4 if quant_type == "Q4_1" else 2))
+    blocks[3, place.stop - 2 : place.stop] = 0xFF
+    width = 256 if quant_type in SUPER_SCALES else 32
+    path = write_blocks(tmp_path / "m.gguf", quant_type, {"token_embd.weight": blocks}, width)
+    with pytest.raises(ValidationError, match=r"embed_tokens\.weight' of the source holds NaN"):
+        convert(path, tmp_path / "out", keep_quantized=True, validate_output=False)
+
+
+def test_kept_blocks_have_a_cached_copy_of_their_own(tmp_path: Path, hub: HubConfig) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama", make_tensors("llama"), "Q8_0")
+    wide, kept = (ensure_converted(path, dtype="float16", hub=hub, keep_quantized=keep) for keep in (False, True))
+    assert "-blocks-" in kept.name and WeightLoader(kept).get_stored(Q_NAME).quant_type == "Q8_0"
+    assert "-blocks-" not in wide.name and WeightLoader(wide).get_stored(Q_NAME).dtype == "float16"
+    assert ensure_converted(path, dtype="float16", hub=hub, keep_quantized=True) == kept
+
+
+@pytest.mark.parametrize("quant_type", ["Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4"])
 def test_other_block_types_are_stored_dequantised(tmp_path: Path, quant_type: str) -> None:
     kind = gguf.GGMLQuantizationType[quant_type]
     block_size, type_size = gguf.GGML_QUANT_SIZES[kind]
     num_tokens, width = 512, 256
     blocks = np.random.default_rng(0).integers(0, 64, (num_tokens, width // block_size * type_size), dtype=np.uint8)
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    writer.add_block_count(1)
-    writer.add_embedding_length(width)
-    writer.add_feed_forward_length(4)
-    writer.add_head_count(4)
-    writer.add_tensor("token_embd.weight", blocks, raw_dtype=kind)
-    loader = convert(finish(writer, tmp_path / "m.gguf"), tmp_path / "out", dtype="float32", keep_quantized=True)
+    path = write_blocks(tmp_path / "m.gguf", quant_type, {"token_embd.weight": blocks}, width)
+    loader = convert(path, tmp_path / "out", dtype="float32", keep_quantized=True)
     assert not loader.tokenizer_path.exists()
     assert np.array_equal(loader.get_layer("model.embed_tokens.weight").numpy(), gguf.quants.dequantize(blocks, kind))
 
