@@ -33,21 +33,46 @@ INLINE Floats load_part(const float* at, int64_t count) {
   return load_some(at, count);
 }
 
+// Several vectors at a time, so that none waits for the steps of another.
+template <class F>
+INLINE void each_of(int64_t dim, const float* in, float* out, F function) {
+  int64_t j = 0;
+  for (; j + 4 * kLanes <= dim; j += 4 * kLanes) {
+    Floats x[4];
+    UNROLL for (int n = 0; n < 4; n++) x[n] = function(load(in + j + n * kLanes));
+    UNROLL for (int n = 0; n < 4; n++) store(out + j + n * kLanes, x[n]);
+  }
+  for (; j < dim; j += kLanes) store(out + j, function(load_some(in + j, dim - j)));
+}
+
+INLINE Floats decay_of(Floats x) {  // exp(kDecayScale * sigmoid(x)): a series around the middle of what that can be
+  Floats t = kDecayScale * (sigmoid(x) - 0.5f), y = all(1.0f / 5040.0f);
+  y = y * t + 1.0f / 720.0f;
+  y = y * t + 1.0f / 120.0f;
+  y = y * t + 1.0f / 24.0f;
+  y = y * t + 1.0f / 6.0f;
+  y = y * t + 0.5f;
+  y = y * t + 1.0f;
+  return (y * t + 1.0f) * 0.738403150f;
+}
+
 // Sets the inputs of the recurrence; gives the factor of the bonus. place: of a token's head; first: of the head's weights.
 INLINE float prepare(const MixHeads& args, int64_t place, int64_t first, Token& token) {
   const int64_t dim = args.head_dim;
   Floats squares = {}, bonus = {};
+  each_of(dim, args.decay + place, token.decay, [](Floats x) { return decay_of(x); });
+  each_of(dim, args.rate + place, token.added, [](Floats x) { return sigmoid(x); });
+  if (args.first_value) each_of(dim, args.value_mix + place, token.out, [](Floats x) { return sigmoid(x); });
   for (int64_t j = 0; j < dim; j += kLanes) {
     auto input = [&](const float* rows) { return load_some(rows + place + j, dim - j); };
     auto weight = [&](const float* weights) { return load_some(weights + first + j, dim - j); };
-    Floats r = input(args.receptance), k = input(args.key), v = input(args.value), rate = sigmoid(input(args.rate));
-    if (args.first_value) v += (input(args.first_value) - v) * sigmoid(input(args.value_mix));
+    Floats r = input(args.receptance), k = input(args.key), v = input(args.value), rate = load(token.added + j);
+    if (args.first_value) v += (input(args.first_value) - v) * load(token.out + j);
     Floats z = k * weight(args.removal);
     k *= 1.0f + (rate - 1.0f) * weight(args.replacement);
     squares += z * z, bonus += r * k * weight(args.bonus);
     store(token.receptance + j, r), store(token.key + j, k), store(token.value + j, v);
     store(token.removal + j, z), store(token.added + j, z * rate);
-    store(token.decay + j, exponential(kDecayScale * sigmoid(input(args.decay))));
   }
   float length = std::sqrt(sum(squares));
   const float factor = 1.0f / (length > kLeastLength ? length : kLeastLength);
@@ -77,14 +102,13 @@ INLINE void update_state(const float* from, float* to, int64_t dim, int64_t i, T
   }
   for (int64_t j = 0; j < dim; j++) {
     const float w = token.decay[j], added = token.added[j], k = token.key[j], r = token.receptance[j];
+    Floats s[N];
+    UNROLL for (int n = 0; n < N; n++) s[n] = load_part<N>(from + j * dim + i + n * kLanes, dim - i);
+    UNROLL for (int n = 0; n < N; n++) s[n] = s[n] * w - removed[n] * added;
+    UNROLL for (int n = 0; n < N; n++) s[n] += values[n] * k, sums[n] += s[n] * r;
     UNROLL for (int n = 0; n < N; n++) {
-      const int64_t at = j * dim + i + n * kLanes;
-      Floats s = load_part<N>(from + at, dim - i) * w;
-      s -= removed[n] * added;
-      s += values[n] * k;
-      sums[n] += s * r;
-      if constexpr (N > 1) store(to + at, s);
-      else store_some(to + at, s, dim - i);
+      if constexpr (N > 1) store(to + j * dim + i + n * kLanes, s[n]);
+      else store_some(to + j * dim + i, s[n], dim - i);
     }
   }
   UNROLL for (int n = 0; n < N; n++) store(token.out + i + n * kLanes, sums[n]);
@@ -148,11 +172,11 @@ void shift(const Shift& args, const Task& task) {
       const int64_t previous = args.previous[row];
       const float* x = args.x + row * width;
       const float* before = previous < 0 ? args.inputs + (-1 - previous) * args.input_stride : args.x + previous * width;
-      for (int64_t i = 0; i < width; i += kLanes) {
-        const int64_t count = width - i;
-        Floats v = load_some(x + i, count), change = load_some(before + i, count) - v;
-        for (int f = 0; f < args.num_factors; f++)
-          store_some(args.out[f] + row * width + i, v + change * load_some(args.factors + f * width + i, count), count);
+      for (int f = 0; f < args.num_factors; f++) {
+        const float* factors = args.factors + f * width;
+        each(width, x, args.out[f] + row * width, [&](Floats v, int64_t i) {
+          return v + (load_some(before + i, width - i) - v) * load_some(factors + i, width - i);
+        });
       }
       if (!has_only_ends || row >= args.num_pieces) continue;
       memcpy(args.inputs + args.targets[row] * args.input_stride, x, size_t(width) * 4);
