@@ -141,6 +141,31 @@ struct Pool {
   float* out;
 };
 
+// Token shift. A slot's input lies `input_stride` numbers behind that of the slot before it.
+constexpr int kMostFactors = 6;
+struct Shift {
+  const float* x;
+  int64_t num_rows, width, num_pieces;
+  const int64_t *previous, *targets, *starts;
+  float* inputs;
+  int64_t input_stride;
+  const float* factors;
+  int num_factors;
+  float* out[kMostFactors];
+};
+
+// The time mix of RWKV-7 between its products.
+struct MixHeads {
+  const float *receptance, *decay, *key, *value, *rate, *gate, *first_value, *value_mix;  // the last two: or null
+  const float *removal, *replacement, *bonus, *norm, *norm_bias;
+  float eps;
+  int64_t num_rows, num_heads, head_dim, num_sequences, num_pieces;
+  const int64_t *sources, *targets, *starts, *first_pieces;
+  float* states;  // of a slot: (heads, keys, values)
+  int64_t state_stride;
+  float* out;
+};
+
 struct Kernels {
   const char* name;
   void (*linear)(const Linear&, const Task&);
@@ -152,6 +177,8 @@ struct Kernels {
   void (*pool)(const Pool&, const Task&);
   void (*normalize)(const float* x, int64_t num_rows, int64_t width, float* out, const Task&);
   void (*unpack)(const Matrix&, float* out);  // (outputs, inputs) as float32
+  void (*shift)(const Shift&, const Task&);
+  void (*mix_heads)(const MixHeads&, const Task&);
 };
 
 // Memory that operations need, in bytes, for all threads and for each.
@@ -165,5 +192,7 @@ inline int64_t linear_own_bytes(const Matrix& matrix) {
 inline int64_t attend_own_bytes(const Attend& args) {  // queries, their sums, scores, and keys and values of a chunk as float32
   return 4 * (2 * kQueries * args.head_dim + kQueries * kChunk + 2 * kChunk * (args.head_dim + 16) + 4 * kQueries) + 8 * kLine;
 }
+inline __attribute__((always_inline)) int64_t mix_row(int64_t head_dim) { return (head_dim + kGroup - 1) / kGroup * kGroup; }
+inline int64_t mix_own_bytes(int64_t head_dim) { return 8 * 4 * mix_row(head_dim); }
 
 }  // namespace archerfish

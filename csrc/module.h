@@ -43,4 +43,6 @@ struct Level {
   const Kernels* kernels;
 };
 
+void bind_wkv(nb::module_& m);
+
 }  // namespace archerfish

@@ -41,7 +41,7 @@ class StateShape:
 class StateLayer(Generic[T]):
     """Memory of one layer in all slots."""
 
-    wkv: T  # (slots, heads, head_dim, head_dim) float32: values down, keys across
+    wkv: T  # (slots, heads, head_dim, head_dim) float32: values down, keys across (native: keys down)
     time_input: T  # (slots, width): the time mix's last input
     channel_input: T  # (slots, width): the channel mix's last input
 

@@ -159,8 +159,8 @@ class RecurrentDriver(StepDriver):
         self.tokens = [list(each) for each in tokens]
         num_blocks = (len(tokens) + 2) * -(-len(tokens[0]) // block_size)
         self.memory = self.recurrent.new_states(1 + num_blocks, Rwkv7Model.memory_shape(values))
-        self.memory.wkv[1:].fill_(float("nan"))  # the contents of unwritten blocks must not matter
-        self.memory.inputs[1:].fill_(float("nan"))
+        self.memory.wkv[1:] = float("nan")  # the contents of unwritten blocks must not matter
+        self.memory.inputs[1:] = float("nan")
         self.layers = self.memory.layers
         self.free: list[int] = np.random.RandomState(5).permutation(num_blocks).tolist()
         self.blocks: list[list[int]] = [[] for _ in tokens]

@@ -18,6 +18,7 @@ from archerfish.kernels.formats import WeightFormat
 from archerfish.kernels.machine import cpu
 from archerfish.kernels.native._native import Level, all_threads
 from archerfish.kernels.native.recorder import Handle, Input, Recorder, Replayer, Rows, TapeRunner, Value, set_batch, set_segments
+from archerfish.kernels.native.recurrent import NativeRecurrentOps
 from archerfish.kernels.native.weights import ACTIVATIONS, TYPES, NativeWeight, Table, pack_parts
 from archerfish.kernels.ops import (
     Activation,
@@ -92,6 +93,9 @@ class NativeOps(Ops[Any]):
 
     def replayed(self, call: Callable[[Any], Handle]) -> Callable[[Any], Handle]:
         return Replayer(self.runner, call)
+
+    def recurrent(self) -> NativeRecurrentOps:
+        return NativeRecurrentOps(self)
 
     # Weights
 
