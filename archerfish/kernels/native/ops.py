@@ -19,7 +19,7 @@ from archerfish.kernels.machine import cpu
 from archerfish.kernels.native._native import Level, all_threads
 from archerfish.kernels.native.recorder import Handle, Input, Recorder, Replayer, Rows, TapeRunner, Value, set_batch, set_segments
 from archerfish.kernels.native.recurrent import NativeRecurrentOps
-from archerfish.kernels.native.weights import ACTIVATIONS, TYPES, NativeWeight, Table, pack_parts
+from archerfish.kernels.native.weights import ACTIVATIONS, TYPES, NativeWeight, Table, as_stored, pack_parts
 from archerfish.kernels.ops import (
     Activation,
     BlockMask,
@@ -100,7 +100,10 @@ class NativeOps(Ops[Any]):
     # Weights
 
     def to_device(self, tensor: Handle) -> Handle:
-        if not isinstance(tensor, StoredTensor) or not tensor.quant_type:
+        if isinstance(tensor, Table) or (isinstance(tensor, np.ndarray) and tensor.dtype == np.float32):
+            return tensor
+        tensor = as_stored(tensor)
+        if not tensor.quant_type:
             return tensor
         key = tensor.data.ctypes.data
         if key not in self._tables:
@@ -108,8 +111,7 @@ class NativeOps(Ops[Any]):
         return self._tables[key]
 
     def vector(self, weight: Handle, *, plus: float = 0.0) -> Handle:
-        array = weight.as_floats() if isinstance(weight, StoredTensor) else np.asarray(weight, dtype=np.float32)
-        return np.ascontiguousarray(array + np.float32(plus)) if plus else np.ascontiguousarray(array)
+        return np.ascontiguousarray(as_stored(weight).as_floats() + np.float32(plus))
 
     def pack_linear(
         self, parts: Sequence[Mapping[str, Handle]], biases: Sequence[Handle | None], weight_format: WeightFormat
@@ -230,8 +232,7 @@ class NativeOps(Ops[Any]):
         return self._attend(recorder, qkv, HeadShape(num_heads, num_heads, dim, dim**-0.5), None, bias)
 
     def relative_bias(self, table: Handle, buckets: Ids) -> Handle:
-        values = table.as_floats() if isinstance(table, StoredTensor) else table
-        return np.ascontiguousarray(values[buckets].transpose(2, 0, 1), dtype=np.float32)
+        return np.ascontiguousarray(as_stored(table).as_floats()[buckets].transpose(2, 0, 1), dtype=np.float32)
 
     def rotary(self, cos_sin: npt.NDArray[np.float32], rotary_dim: int) -> Rotary[Handle]:
         return Rotary(np.ascontiguousarray(cos_sin), rotary_dim)

@@ -72,7 +72,7 @@ class NativeWeight(PackedWeight[Any]):
 
 def pack_parts(parts: Sequence[Handle], dtype: str, weight_format: str = "plain") -> Matrix:
     """Matrices one below the other, in the format of the first; dtype: what float32 becomes."""
-    stored = [part if isinstance(part, StoredTensor) else StoredTensor(part.shape, str(part.dtype), part) for part in parts]
+    stored = [as_stored(part) for part in parts]
     if weight_format == "int8":
         stored = [to_int8(part) for part in stored]
     kinds = {part.quant_type or (dtype if part.dtype == "float32" else part.dtype) for part in stored}
@@ -86,6 +86,19 @@ def pack_parts(parts: Sequence[Handle], dtype: str, weight_format: str = "plain"
         put_part(matrix, part, kind, first)
         first += part.shape[0]
     return matrix
+
+
+def as_stored(tensor: Any) -> StoredTensor:
+    """A tensor of the store, of NumPy or of torch."""
+    if isinstance(tensor, StoredTensor):
+        return tensor
+    if isinstance(tensor, np.ndarray):
+        return StoredTensor(tensor.shape, str(tensor.dtype), np.ascontiguousarray(tensor))
+    import torch
+
+    name, held = str(tensor.dtype).removeprefix("torch."), tensor.detach().cpu().contiguous()
+    array = held.view(torch.uint16).numpy() if name == "bfloat16" else held.numpy()
+    return StoredTensor(tuple(tensor.shape), name, array)
 
 
 def put_part(matrix: Matrix, part: StoredTensor, kind: str, first: int) -> None:
