@@ -41,13 +41,13 @@ INLINE void wide_rows(int64_t num_rows, const uint16_t* x, const uint16_t* panel
   for (int64_t row = 0; row < num_rows; row += 64) {
     const int64_t tiles = at_most(4, (num_rows - row + 15) / 16);
     const uint16_t* from = x + row * num_inputs;
-    _tile_zero(0), _tile_zero(1), _tile_zero(2), _tile_zero(3);
+    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
     for (int64_t k = 0; k < num_inputs; k += kWideInputs) {
       _tile_loadd(6, panel + k * kGroup, 64);
-      _tile_loadd(4, from + k, stride), _tile_dpbf16ps(0, 4, 6);
-      if (tiles > 1) _tile_loadd(5, from + 16 * num_inputs + k, stride), _tile_dpbf16ps(1, 5, 6);
-      if (tiles > 2) _tile_loadd(4, from + 32 * num_inputs + k, stride), _tile_dpbf16ps(2, 4, 6);
-      if (tiles > 3) _tile_loadd(5, from + 48 * num_inputs + k, stride), _tile_dpbf16ps(3, 5, 6);
+      _tile_loadd(4, from + k, stride); _tile_dpbf16ps(0, 4, 6);
+      if (tiles > 1) { _tile_loadd(5, from + 16 * num_inputs + k, stride); _tile_dpbf16ps(1, 5, 6); }
+      if (tiles > 2) { _tile_loadd(4, from + 32 * num_inputs + k, stride); _tile_dpbf16ps(2, 4, 6); }
+      if (tiles > 3) { _tile_loadd(5, from + 48 * num_inputs + k, stride); _tile_dpbf16ps(3, 5, 6); }
     }
     float* to = out + row * kGroup;
     _tile_stored(0, to, 64);
