@@ -2,6 +2,7 @@
 #include "attention.cpp"
 #include "linear.cpp"
 #include "rows.cpp"
+#include "sample.cpp"
 
 #define STRING_OF(name) #name
 #define NAME_OF(name) STRING_OF(name)
@@ -9,6 +10,6 @@
 namespace archerfish::LEVEL {
 
 extern const Kernels kernels;
-const Kernels kernels = {NAME_OF(LEVEL), linear, norm, tables, gated, store_kv, attend, pool, normalize, unpack};
+const Kernels kernels = {NAME_OF(LEVEL), linear, norm, tables, gated, store_kv, attend, pool, normalize, unpack, sample, score};
 
 }  // namespace archerfish::LEVEL

@@ -218,6 +218,8 @@ NB_MODULE(_native, m) {
       .def("pool", &add_pool, "x"_a, "width"_a, "mode"_a, "out"_a)
       .def("normalize", &add_normalize, "x"_a, "width"_a, "out"_a)
       .def("run", &run_tape, "threads"_a, "num_threads"_a, "sizes"_a, "inputs"_a, "results"_a);
+
+  bind_sample(m);
 }
 
 }  // namespace archerfish

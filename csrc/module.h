@@ -42,4 +42,6 @@ struct Level {
   const Kernels* kernels;
 };
 
+void bind_sample(nb::module_& m);
+
 }  // namespace archerfish
