@@ -53,20 +53,12 @@ INLINE Floats larger_or_nan(Floats a, Floats b) {
   return choose((a >= b) | (a != a), a, b);
 #endif
 }
-INLINE Floats weight_of(Floats x) {  // exp(x) for x <= 0: relative error below 2e-7; 0 below -87
-  Floats bounded = larger(x, all(-88.0f)), magic = all(12582912.0f);
-  Floats shifted = bounded * 1.44269504088896341f + magic, n = shifted - magic;
-  Floats r = bounded - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
-  Floats p = all(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + (r + 1.0f);
-  p = as_floats(as_words(p) + (as_words(shifted) << 23));
-  return choose(x < all(-87.0f), Floats{}, p);
+INLINE Floats larger_of_numbers(Floats a, Floats b) {
+#if defined(__aarch64__)
+  return larger_or_nan(a, b);
+#else
+  return larger(a, b);
+#endif
 }
 INLINE double next(double x, int64_t step) {  // the next number above, or below for a step of -1; x >= 0
   int64_t bits;
@@ -101,12 +93,31 @@ struct Work {
     for (int i = 0; i < kSpan; i++) rest[i] = begin + i < size ? x[begin + i] : -INFINITY;
     return rest;
   }
-  INLINE Floats weigh(Floats logits) const {
-    Floats weight = weight_of((logits - highest) * factor);
-    return choose(weight >= all(min_p), weight, Floats{});
-  }
   INLINE Ints bins(Floats logits) const {  // a higher logit is never in a later bin
     return to_ints(smaller((highest - logits) * (factor * kBinsPerNat), all(kBins - 1)));
+  }
+};
+
+// exp((logit - highest) / temperature) of some vectors at once, with a relative error below 2e-7 but for that of the quotient;
+// 0 where that is below min_p or too small for a float32.
+struct Weigher {
+  const Floats highest, factor, least;
+  explicit Weigher(const Work& work)
+      : highest(all(work.highest)), factor(all(work.factor * 1.44269504f)), least(all(work.min_p > FLT_MIN ? work.min_p : FLT_MIN)) {}
+  template <int kCount>
+  INLINE void operator()(Floats (&x)[kCount]) const {
+    const Floats magic = all(12582912.0f);  // rounds to a whole number, which then stands in the lowest bits
+    Floats power[kCount], p[kCount];
+    UNROLL for (int i = 0; i < kCount; i++) x[i] = larger_of_numbers((x[i] - highest) * factor, all(-126.2f));
+    UNROLL for (int i = 0; i < kCount; i++) power[i] = x[i] + magic;
+    UNROLL for (int i = 0; i < kCount; i++) x[i] = x[i] - (power[i] - magic);
+    UNROLL for (int i = 0; i < kCount; i++) p[i] = x[i] * 0.00132647269f + 0.00967151266f;
+    UNROLL for (int i = 0; i < kCount; i++) p[i] = p[i] * x[i] + 0.0555073374f;
+    UNROLL for (int i = 0; i < kCount; i++) p[i] = p[i] * x[i] + 0.240222421f;
+    UNROLL for (int i = 0; i < kCount; i++) p[i] = p[i] * x[i] + 0.693146978f;
+    UNROLL for (int i = 0; i < kCount; i++) p[i] = p[i] * x[i] + 1.0f;
+    UNROLL for (int i = 0; i < kCount; i++) x[i] = as_floats(as_words(p[i]) + (as_words(power[i]) << 23));
+    UNROLL for (int i = 0; i < kCount; i++) x[i] = choose(x[i] >= least, x[i], Floats{});
   }
 };
 
@@ -132,38 +143,47 @@ int64_t first_highest(const Work& work) {
     if (work.x[i] == work.highest) return i;
 }
 
-// Fills `weights` and `sums` by a function of logits and the first id; gives the sum of all.
+// Fills `weights` and `sums` by a function of four vectors of logits and the first id; gives the sum of all.
 template <class F>
-INLINE double set_weights(Work& work, F weight_at) {
+INLINE double set_weights(Work& work, F weigh) {
   double total = 0;
   float rest[kSpan];
-  for (int64_t s = 0; s < work.num_spans; s++) {
+  float* const weights = work.weights;
+  double* const sums = work.sums;
+  const int64_t num_spans = work.num_spans;
+  for (int64_t s = 0; s < num_spans; s++) {
     const float* at = work.span(s, rest);
-    Floats part = {};
-    for (int j = 0; j < kSpan; j += kLanes) {
-      Floats weights = weight_at(load(at + j), s * kSpan + j);
-      store(work.weights + s * kSpan + j, weights);
-      part += weights;
+    Floats part[4] = {};
+    for (int j = 0; j < kSpan; j += 4 * kLanes) {
+      Floats x[4];
+      UNROLL for (int i = 0; i < 4; i++) x[i] = load(at + j + i * kLanes);
+      weigh(x, s * kSpan + j);
+      UNROLL for (int i = 0; i < 4; i++) store(weights + s * kSpan + j + i * kLanes, x[i]), part[i] += x[i];
     }
-    for (int i = 0; i < kLanes; i++) total += double(part[i]);
-    work.sums[s] = total;
+    part[0] = (part[0] + part[1]) + (part[2] + part[3]);
+    for (int i = 0; i < kLanes; i++) total += double(part[0][i]);
+    sums[s] = total;
   }
   return total;
 }
 
 double fill_weights(Work& work) {
-  return set_weights(work, [&](Floats logits, int64_t) { return work.weigh(logits); });
+  const Weigher weigher(work);
+  return set_weights(work, [&](Floats (&x)[4], int64_t) { weigher(x); });
 }
 
 // Takes away the weights of tokens that come after a key.
 double drop_after(Work& work, uint64_t last) {
   const Floats lowest = all(logit_of(last));
   const Ints last_id = all_ints(int32_t(id_of(last)));
+  const float* weights = work.weights;
   Ints lanes;
   for (int i = 0; i < kLanes; i++) lanes[i] = i;
-  return set_weights(work, [&](Floats logits, int64_t id) {
-    Ints is_kept = (logits > lowest) | ((logits == lowest) & (int32_t(id) + lanes <= last_id));
-    return choose(is_kept, load(work.weights + id), Floats{});
+  return set_weights(work, [&](Floats (&x)[4], int64_t id) {
+    for (int i = 0; i < 4; i++, id += kLanes) {
+      Ints is_kept = (x[i] > lowest) | ((x[i] == lowest) & (int32_t(id) + lanes <= last_id));
+      x[i] = choose(is_kept, load(weights + id), Floats{});
+    }
   });
 }
 
@@ -206,15 +226,16 @@ int64_t collect(const Work& work, float bound) {
 
 // Turns the logits of a list into weights and drops tokens without any.
 int64_t weigh_list(const Work& work, int64_t count, double& total) {
+  const Weigher weigher(work);
   int64_t num_left = 0;
   total = 0;
   for (int64_t i = 0; i < count; i += kLanes) {
     const int64_t here = at_most(kLanes, count - i);
-    Floats weights = all(-INFINITY);
-    for (int64_t j = 0; j < here; j++) weights[j] = work.list[i + j].weight;
-    weights = work.weigh(weights);
+    Floats weights[1] = {all(-INFINITY)};
+    for (int64_t j = 0; j < here; j++) weights[0][j] = work.list[i + j].weight;
+    weigher(weights);
     for (int64_t j = 0; j < here; j++)
-      if (weights[j] > 0) work.list[num_left++] = {work.list[i + j].key, weights[j]}, total += double(weights[j]);
+      if (weights[0][j] > 0) work.list[num_left++] = {work.list[i + j].key, weights[0][j]}, total += double(weights[0][j]);
   }
   return num_left;
 }
