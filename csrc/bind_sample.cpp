@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
 
 namespace archerfish {
 namespace {
@@ -18,9 +19,9 @@ using Doubles = nb::ndarray<double, nb::c_contig, nb::device::cpu>;
 // Arrays of a SamplingBatch in the order in which NativeSampling gives them. Integers have 8 bytes but for kCounts with 4, the
 // others are doubles.
 enum Part : int {
-  kTemperature, kIsGreedy, kKeys, kPositions, kMinP, kShortRows, kShortTopK, kShortTopP, kLongRows, kLongTopK, kLongTopP, kBiasRows,
-  kBiasIds, kBiasValues, kBannedRows, kBannedIds, kMaskRows, kMaskBits, kFirst, kEnd, kOffset, kPenaltyRows, kSlots, kCounts,
-  kCountedIds, kNumCounted, kRepetition, kPresence, kFrequency, kNumParts
+  kTemperature, kIsGreedy, kKeys, kPositions, kMinP, kShortRows, kShortTopK, kShortTopP, kLongRows, kLongTopK, kLongTopP,
+  kBiasRows, kBiasIds, kBiasValues, kBannedRows, kBannedIds, kMaskRows, kMaskBits, kFirst, kEnd, kOffset, kPenaltyRows, kSlots,
+  kCounts, kCountedIds, kNumCounted, kRepetition, kPresence, kFrequency, kNumParts
 };
 
 struct Parts {
@@ -48,6 +49,9 @@ void set_temperature(SampleRow& row, double temperature, double min_p) {
 
 void set_rows(std::vector<SampleRow>& rows, const Parts& parts, int64_t vocab_size) {
   const int64_t num_rows = int64_t(rows.size());
+  for (Part part : {kTemperature, kIsGreedy, kKeys, kPositions, kMinP, kFirst, kEnd, kOffset})
+    if (parts.has(part) && parts.size(part) < num_rows) throw std::invalid_argument("There are more logits than parameters.");
+  if (parts.has(kMaskBits) && parts.width(kMaskBits) * 64 < vocab_size) throw std::invalid_argument("Masks are too narrow.");
   for (int64_t r = 0; r < num_rows; r++) {
     SampleRow& row = rows[size_t(r)];
     row.end = vocab_size;
@@ -69,6 +73,7 @@ void set_rows(std::vector<SampleRow>& rows, const Parts& parts, int64_t vocab_si
   for (int64_t i = 0; i < parts.size(kPenaltyRows); i++) {
     SampleRow& row = rows.at(size_t(parts.ids(kPenaltyRows)[i]));
     const int64_t slot = parts.ids(kSlots)[i];
+    if (slot < 0 || slot >= parts.size(kCounts)) throw std::out_of_range("Penalties have a row that the counts do not have.");
     row.counts = reinterpret_cast<const int32_t*>(parts.ids(kCounts)) + slot * parts.width(kCounts);
     row.counted = parts.ids(kCountedIds) + slot * parts.width(kCountedIds), row.num_counted = parts.ids(kNumCounted)[slot];
     if (parts.has(kRepetition)) row.repetition = float(parts.numbers(kRepetition)[i]);
@@ -106,6 +111,7 @@ class Sampler {
   void sample(Threads& threads, int num_threads, Logits logits, std::vector<std::optional<Array>> arrays, Words report) {
     if (logits.stride(1) != 1 || arrays.size() != kNumParts) throw nb::value_error("Rows of logits must be contiguous.");
     Parts parts{arrays};
+    nb::gil_scoped_release released;  // before the lock, which another thread may hold that waits for the interpreter
     std::lock_guard<std::mutex> lock(lock_);
     const int64_t num_rows = int64_t(logits.shape(0)), vocab_size = int64_t(logits.shape(1));
     rows_.assign(size_t(num_rows), SampleRow{});
@@ -117,16 +123,19 @@ class Sampler {
     });
   }
 
-  void score(Threads& threads, int num_threads, Logits logits, Ids token_ids, std::optional<Ids> rows, Doubles logprobs, Words ranks,
-             Words top_ids, Doubles top_logprobs) {
+  void score(Threads& threads, int num_threads, Logits logits, Ids token_ids, std::optional<Ids> rows, Doubles logprobs,
+             Words ranks, Words top_ids, Doubles top_logprobs) {
     if (logits.stride(1) != 1) throw nb::value_error("Rows of logits must be contiguous.");
     const int64_t num_rows = int64_t(token_ids.shape(0)), size = int64_t(logits.shape(1)), num_top = int64_t(top_ids.shape(1));
     std::vector<ScoreRow> wanted;
     for (int64_t r = 0; r < num_rows; r++) {
-      const float* row = logits.data() + (rows ? rows->data()[r] : r) * logits.stride(0);
-      wanted.push_back({row, size, token_ids.data()[r], num_top, logprobs.data() + r, ranks.data() + r, top_ids.data() + r * num_top,
-                        top_logprobs.data() + r * num_top});
+      const int64_t row = rows ? rows->data()[r] : r, token = token_ids.data()[r];
+      if (row < 0 || row >= int64_t(logits.shape(0))) throw nb::index_error("There is no such row.");
+      if (token < 0 || token >= size) throw nb::index_error("There is no such token.");
+      wanted.push_back({logits.data() + row * logits.stride(0), size, token, num_top, logprobs.data() + r, ranks.data() + r,
+                        top_ids.data() + r * num_top, top_logprobs.data() + r * num_top});
     }
+    nb::gil_scoped_release released;
     std::lock_guard<std::mutex> lock(lock_);
     run(threads, num_threads, num_rows, size, [&](const Task& task) { kernels_->score(wanted.data(), num_rows, task); });
   }
@@ -137,6 +146,7 @@ class Sampler {
     row.logits = logits.data(), row.end = int64_t(logits.shape(0)), row.top_p = top_p, row.number = number;
     if (temperature > 0) set_temperature(row, temperature, 0);
     if (top_k > 0) row.top_k = top_k;
+    nb::gil_scoped_release released;
     std::lock_guard<std::mutex> lock(lock_);
     int64_t token = 0, outcome = 0;
     kernels_->sample(&row, 1, &token, &outcome, Task{0, 1, nullptr, nullptr, nullptr, room(0, row.end)});
@@ -158,7 +168,6 @@ class Sampler {
     for (int thread = 0; thread < num_threads; thread++) room(thread, row_size);
     Counter counters[2] = {};
     Barrier barrier;
-    nb::gil_scoped_release released;
     threads.run(num_threads, [&](int thread) {
       work(Task{thread, num_threads, counters, &barrier, nullptr, room(thread, row_size)});
     });

@@ -198,7 +198,9 @@ inline int64_t linear_own_bytes(const Matrix& matrix) {
 inline int64_t attend_own_bytes(const Attend& args) {  // queries, their sums, scores, and keys and values of a chunk as float32
   return 4 * (2 * kQueries * args.head_dim + kQueries * kChunk + 2 * kChunk * (args.head_dim + 16) + 4 * kQueries) + 8 * kLine;
 }
-inline int64_t sample_room(int64_t row_size) { return (row_size + 511) / 512 * 512 + 512; }  // numbers, whatever the vector
+inline __attribute__((always_inline)) int64_t sample_room(int64_t row_size) {  // numbers
+  return (row_size + 511) / 512 * 512 + 512;
+}
 inline int64_t sample_own_bytes(int64_t row_size) { return sample_room(row_size) * 26 + (1 << 16); }
 
 }  // namespace archerfish

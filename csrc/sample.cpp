@@ -1,7 +1,7 @@
 // One token for each row of logits, by the rules of archerfish/kernels/sampling.py; and log-probabilities of tokens.
 //
-// A first pass takes the largest logit of every group of 16 tokens. The likeliest token lies in a group with the largest peak, and
-// the k likeliest have logits that reach the k-th largest peak, so that few tokens are left to compare. Only cuts that keep
+// A first pass takes the largest logit of every group of 16 tokens. The likeliest token lies in a group with the largest peak,
+// and the k likeliest have logits that reach the k-th largest peak, so that few tokens are left to compare. Only cuts that keep
 // thousands of tokens need more: a histogram of all tokens, and a choice within one of its bins.
 #include <cfloat>
 
@@ -53,13 +53,6 @@ INLINE Floats larger_or_nan(Floats a, Floats b) {
   return choose((a >= b) | (a != a), a, b);
 #endif
 }
-INLINE Floats larger_of_numbers(Floats a, Floats b) {
-#if defined(__aarch64__)
-  return larger_or_nan(a, b);
-#else
-  return larger(a, b);
-#endif
-}
 INLINE double next(double x, int64_t step) {  // the next number above, or below for a step of -1; x >= 0
   int64_t bits;
   memcpy(&bits, &x, 8);
@@ -86,6 +79,7 @@ struct Work {
     seen = reinterpret_cast<uint64_t*>(memory), memory += room / 8;
     copy = reinterpret_cast<float*>(memory), weights = copy + room, peaks = weights + room, folded = peaks + room / kDeep;
   }
+  int64_t num_groups() const { return num_spans * kLanes; }
   // A whole span of logits; what lies beyond the row is -inf.
   INLINE const float* span(int64_t place, float* rest) const {
     const int64_t begin = place * kSpan;
@@ -103,12 +97,13 @@ struct Work {
 struct Weigher {
   const Floats highest, factor, least;
   explicit Weigher(const Work& work)
-      : highest(all(work.highest)), factor(all(work.factor * 1.44269504f)), least(all(work.min_p > FLT_MIN ? work.min_p : FLT_MIN)) {}
+      : highest(all(work.highest)), factor(all(work.factor * 1.44269504f)),
+        least(larger(all(work.min_p), all(FLT_MIN))) {}
   template <int kCount>
   INLINE void operator()(Floats (&x)[kCount]) const {
     const Floats magic = all(12582912.0f);  // rounds to a whole number, which then stands in the lowest bits
     Floats power[kCount], p[kCount];
-    UNROLL for (int i = 0; i < kCount; i++) x[i] = larger_of_numbers((x[i] - highest) * factor, all(-126.2f));
+    UNROLL for (int i = 0; i < kCount; i++) x[i] = larger((x[i] - highest) * factor, all(-126.2f));
     UNROLL for (int i = 0; i < kCount; i++) power[i] = x[i] + magic;
     UNROLL for (int i = 0; i < kCount; i++) x[i] = x[i] - (power[i] - magic);
     UNROLL for (int i = 0; i < kCount; i++) p[i] = x[i] * 0.00132647269f + 0.00967151266f;
@@ -245,9 +240,12 @@ int64_t weigh_list(const Work& work, int64_t count, double& total) {
 template <bool kByCount>
 int64_t keep_first(Candidate* list, int64_t count, double before, double limit) {
   int64_t low = 0, high = count;
+  uint64_t random = 0;
   while (low < high) {
-    const Candidate pivot = list[(low + high) / 2];
-    list[(low + high) / 2] = list[low];
+    random = random * 6364136223846793005u + 1442695040888963407u;
+    const int64_t middle = low + int64_t((random >> 32) % uint64_t(high - low));
+    const Candidate pivot = list[middle];
+    list[middle] = list[low];
     double mass = 0;
     int64_t next = low;  // list[next] is free
     for (int64_t i = low + 1; i < high; i++) {
@@ -269,10 +267,10 @@ int64_t keep_first(Candidate* list, int64_t count, double before, double limit) 
   return high;
 }
 
-// A logit that the `count` likeliest tokens reach, found among the peaks of groups.
+// A finite logit that the `count` likeliest tokens reach unless they are ruled out, found among the peaks of groups.
 float bound_of(const Work& work, int64_t count) {
   int64_t num = work.num_spans;
-  if (num * kLanes < 2 * count) return -INFINITY;
+  if (work.num_groups() < 2 * count) return -FLT_MAX;
   memcpy(work.folded, work.peaks, size_t(num) * sizeof(Floats));
   while (num > 1 && num * kLanes >= 4 * count) {  // two groups become one, as long as there are enough
     const int64_t half = (num + 1) / 2;
@@ -283,12 +281,7 @@ float bound_of(const Work& work, int64_t count) {
     num = half;
   }
   for (int64_t i = 0; i < num * kLanes; i++) work.list[i].key = key_of(work.folded[i], i);
-  return logit_of(work.list[keep_first<true>(work.list, num * kLanes, 0, double(count)) - 1].key);
-}
-
-INLINE int64_t num_groups(const Work& work) { return work.num_spans * kLanes; }
-INLINE float possible_bound(const Work& work, int64_t count) {  // above -inf: not for tokens that are ruled out
-  const float bound = bound_of(work, count);
+  const float bound = logit_of(work.list[keep_first<true>(work.list, num * kLanes, 0, double(count)) - 1].key);
   return bound > -FLT_MAX ? bound : -FLT_MAX;
 }
 
@@ -334,26 +327,35 @@ uint64_t last_kept(Work& work, double limit) {
         if (is_here[i]) work.list[count++] = {key_of(at[j + i], id), work.weights[id]};
     }
   }
-  return count ? work.list[keep_first<kByCount>(work.list, count, before, limit) - 1].key : 0;
+  if (!count) return key_of(-INFINITY, INT32_MAX);  // rounded sums do not reach the limit: all tokens are kept
+  return work.list[keep_first<kByCount>(work.list, count, before, limit) - 1].key;
 }
 
 int64_t draw(Work& work, int64_t top_k, double top_p, double number) {
   const bool has_top_k = top_k < work.size;
   double total, mass;
-  if (has_top_k && (2 * top_k <= num_groups(work) || work.size <= kShortRow)) {
-    const int64_t num_kept = keep_first<true>(work.list, collect(work, possible_bound(work, top_k)), 0, double(top_k));
+  if (has_top_k && (2 * top_k <= work.num_groups() || work.size <= kShortRow)) {
+    const int64_t num_kept = keep_first<true>(work.list, collect(work, bound_of(work, top_k)), 0, double(top_k));
     const int64_t num_left = weigh_list(work, num_kept, total);
     return draw_from_list(work, num_left, total, top_p, number);
   }
   total = fill_weights(work);
   if (!has_top_k && top_p < 1) {
-    const int64_t count = at_most(kLikely, work.size <= kShortRow ? kLikely : num_groups(work) / 2);
-    const int64_t num_left = weigh_list(work, collect(work, possible_bound(work, count)), mass);
+    const int64_t count = at_most(kLikely, work.size <= kShortRow ? kLikely : work.num_groups() / 2);
+    const int64_t num_left = weigh_list(work, collect(work, bound_of(work, count)), mass);
     if (mass >= top_p * total) return draw_from_list(work, num_left, total, top_p, number);
   }
   if (has_top_k) total = drop_after(work, last_kept<true>(work, double(top_k)));
   if (top_p < 1) drop_after(work, last_kept<false>(work, top_p * total));
   return pick(work, number);
+}
+
+INLINE float choose_bits(float logit, uint32_t rule_out) {  // -inf where all bits are set; without a branch
+  uint32_t bits;
+  memcpy(&bits, &logit, 4);
+  bits = (bits & ~rule_out) | (0xff800000u & rule_out);
+  memcpy(&logit, &bits, 4);
+  return logit;
 }
 
 // Copies the logits from `first` to `end`, -inf for those that the bits rule out.
@@ -362,10 +364,13 @@ void copy_allowed(const SampleRow& row, float* out) {
     memcpy(out, row.logits + row.first, size_t(row.end - row.first) * 4);
     return;
   }
-  for (int64_t word = row.first / 64; word * 64 < row.end; word++) {
-    const uint64_t bits = uint64_t(row.bits[word]);
-    for (int64_t id = at_least(row.first, word * 64); id < at_most(row.end, word * 64 + 64); id++)
-      out[id - row.first] = bits >> (id % 64) & 1 ? row.logits[id] : -INFINITY;
+  for (int64_t id = row.first; id < row.end;) {
+    const int64_t end = at_most(row.end, (id / 64 + 1) * 64), size = end - id;
+    const uint64_t bits = uint64_t(row.bits[id / 64]) >> (id % 64);
+    const float* logits = row.logits + id;
+    if (!bits) for (int64_t i = 0; i < size; i++) out[i] = -INFINITY;
+    else for (int64_t i = 0; i < size; i++) out[i] = choose_bits(logits[i], uint32_t(bits >> i & 1) - 1);
+    id = end, out += size;
   }
 }
 
@@ -434,8 +439,8 @@ void score_token(const ScoreRow& row, char* memory) {
   const double base = is_finite ? double(work.highest) + std::log(fill_weights(work)) : double(NAN);
   *row.logprob = double(own) - base;
   int64_t count = is_finite ? collect(work, bound_of(work, row.num_top)) : 0;
-  if (!count)
-    for (; count < row.size; count++) work.list[count].key = key_of(work.x[count], count);
+  if (count < row.num_top)
+    for (count = 0; count < row.size; count++) work.list[count].key = key_of(work.x[count], count);
   count = at_most(row.num_top, keep_first<true>(work.list, count, 0, double(row.num_top)));
   sort_list(work.list, count);
   for (int64_t i = 0; i < count; i++) {

@@ -13,10 +13,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from archerfish.kernels.sampling import (
-    CHOSEN, NONE_LEFT, NOT_FINITE, SHORT_TOP_K, TOP_K_OFF, Cuts, Entries, Masks, Penalties, Ranges, SamplingBatch, TokenCounts,
-    stream_key, uniform,
-)  # fmt: skip
+from archerfish.kernels.sampling import CHOSEN, NONE_LEFT, NOT_FINITE, SHORT_TOP_K, TOP_K_OFF, Cuts, Entries, Masks  # isort: skip
+from archerfish.kernels.sampling import Penalties, Ranges, SamplingBatch, TokenCounts, stream_key, uniform  # isort: skip
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.params import SamplingParams
 from archerfish.runtime.sampler import FastSampler
@@ -109,6 +107,7 @@ def test_flat_and_steep_logits(native: NativeSampling, vocab_size: int, scale: f
         {"min_p": 0.2}, {"top_k": 3, "temperature": 4.0}, {"top_k": 5003}, {"top_k": 5002}, {"temperature": 1e-20},
         {"top_k": 6000, "min_p": 0.01}, {"top_k": 2600, "top_p": 0.3001, "min_p": 0.9}, {"top_k": 40_000, "top_p": 0.9},
         {"temperature": 100.0, "top_p": 0.7}, {"temperature": 1e-20, "top_k": 7}, {"temperature": 1e-20, "top_p": 0.5},
+        {"top_p": 1 - 1e-12}, {"top_k": 5000, "top_p": 1 - 1e-12, "min_p": 0.001},
     ]  # fmt: skip
     for position in range(2):
         logits = random_logits(len(rows), vocab_size, scale, is_rounded=position == 1, seed=position)
@@ -139,7 +138,7 @@ def random_changes(random: np.random.Generator, num_rows: int, vocab_size: int, 
     if random.random() < 0.6:
         first = random.integers(0, vocab_size // 2, num_rows)
         end = first + 1 + random.integers(0, vocab_size // 2, num_rows)
-        parts["ranges"] = Ranges(first, end, random.integers(-3, 4, num_rows) * 0)
+        parts["ranges"] = Ranges(first, end, np.zeros(num_rows, dtype=np.int64))
     if random.random() < 0.6:
         rows, counts = some_rows(), native.new_counts(num_rows + 3, vocab_size)
         slots = random.permutation(num_rows + 3)[: len(rows)]
@@ -192,14 +191,21 @@ def test_equal_logits_are_kept_by_lowest_id(native: NativeSampling) -> None:
         assert set(tokens) == kept, options
 
 
-def test_equal_logits_of_a_long_row(native: NativeSampling) -> None:
-    """A cut that ends among thousands of equal logits keeps the lowest ids."""
-    logits = np.zeros((60, 30_000), np.float32)
-    logits[:, 29_000:] = 1.0
-    tokens = native.sample(logits, batch_of([{"top_k": 21_000, "temperature": 50.0}] * 60)).tokens
-    assert ((tokens < 20_000) | (tokens >= 29_000)).all() and (tokens > 10_000).any() and (tokens < 10_000).any()
-    tokens = native.sample(logits * 0, batch_of([{"top_p": 0.25}] * 60)).tokens
-    assert 5000 < tokens.max() < 7500
+@pytest.mark.parametrize("level", _native.levels())
+@pytest.mark.parametrize("size", [7, 300, 5000, 30_001])
+def test_a_cut_keeps_its_very_last_token_and_none_after_it(level: str, size: int) -> None:
+    """The last token that is kept is the one at the highest number; among equal logits that is the one with the highest id."""
+    draw = _native.Sampler(_native.Level(level)).draw
+    flat = np.zeros(size, np.float32)
+    last = 1 - 2.0**-53
+    for top_k in (1, 2, 5, size // 3, size // 2, size - 1, size):
+        assert draw(flat, 1.0, top_k, 1.0, last) == (max(1, top_k) - 1, CHOSEN)
+        for top_p in (1e-9, 0.25, 0.5, 0.9, 0.9999):
+            kept = math.ceil(top_p * max(1, top_k))
+            assert draw(flat, 1.0, top_k, top_p, last) == (kept - 1, CHOSEN), (top_k, top_p)
+            assert draw(flat, 1.0, top_k, top_p, (kept - 0.999) / kept) == (kept - 1, CHOSEN)
+            assert draw(flat, 1.0, top_k, top_p, 0.0) == (0, CHOSEN)
+    assert draw(np.linspace(0, 1e-3, size, dtype=np.float32)[::-1].copy(), 1.0, size // 2, 1.0, last) == (size // 2 - 1, CHOSEN)
 
 
 def test_failed_rows_do_not_touch_the_others(native: NativeSampling) -> None:
@@ -221,7 +227,8 @@ def test_failed_rows_do_not_touch_the_others(native: NativeSampling) -> None:
 def test_tokens_that_are_ruled_out_are_never_drawn(native: NativeSampling) -> None:
     logits = np.full((60, 25_000), -math.inf, np.float32)
     logits[:, [3, 2049, 24_999]] = 0.25
-    for option in ({}, {"top_p": 0.99}, {"top_k": 2000}, {"top_k": 9000}, {"temperature": 50.0, "top_k": 7}, {"temperature": 1e300}):
+    warm: list[Options] = [{"temperature": 50.0, "top_k": 7}, {"temperature": 1e300}]
+    for option in ({}, {"top_p": 0.99}, {"top_k": 2000}, {"top_k": 9000}, *warm):
         tokens = native.sample(logits, batch_of([option] * 60)).tokens.tolist()
         assert set(tokens) == {3, 2049, 24_999}, option
 
@@ -252,7 +259,8 @@ def test_ranges_have_offsets_and_logits_beside_them_are_not_read(native: NativeS
     logits = np.zeros((3, 5003), np.float32)
     logits[0, 20:], logits[1, 20:], logits[2, :20] = math.nan, math.inf, -math.inf
     ranges = Ranges(*np.repeat([[0], [20], [7]], 3, 1))
-    for batch in (SamplingBatch(ranges=ranges), *(batch_of([o] * 3, ranges=ranges) for o in ({}, {"top_k": 4}, {"top_p": 0.3}))):
+    options: list[Options] = [{}, {"top_k": 4}, {"top_p": 0.3}]
+    for batch in (SamplingBatch(ranges=ranges), *(batch_of([option] * 3, ranges=ranges) for option in options)):
         report = native.sample(logits, batch).report.tolist()
         assert report[1] == [CHOSEN, CHOSEN, NONE_LEFT] and report[0][2] == 0
         assert all(7 <= token < 27 for token in report[0][:2])

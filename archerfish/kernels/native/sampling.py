@@ -14,7 +14,7 @@ from archerfish.kernels.sampling import Cuts, Drawn, Entries, Logprobs, Penaltie
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
-FIRST_CAPACITY = 64  # of TokenCounts.token_ids
+FIRST_CAPACITY = 256  # of TokenCounts.token_ids
 
 
 class NativeSampling:
@@ -40,8 +40,8 @@ class NativeSampling:
             np.empty((num_rows, num_top), dtype=np.int64), np.empty((num_rows, num_top)),
         )  # fmt: skip
         self._sampler.score(
-            self._runner.threads, self._runner.num_threads, plain_rows(logits), plain(token_ids, np.int64), plain(rows, np.int64),
-            found.logprobs, found.ranks, found.top_ids, found.top_logprobs,
+            self._runner.threads, self._runner.num_threads, plain_rows(logits), plain(token_ids, np.int64),
+            plain(rows, np.int64), found.logprobs, found.ranks, found.top_ids, found.top_logprobs,
         )
         return found
 
