@@ -166,6 +166,37 @@ struct MixHeads {
   float* out;
 };
 
+struct Change {  // of a logit: a number to add, or -inf: the token is ruled out
+  int64_t token;
+  float value;
+};
+
+// How to choose one token of a row of logits; the meaning is that of archerfish/kernels/sampling.py.
+struct SampleRow {
+  const float* logits;
+  int64_t first = 0, end = 0, offset = 0;  // of the range
+  float temperature = 0, min_p = 0;        // temperature 0: the likeliest token
+  int64_t top_k = INT64_MAX;
+  double top_p = 1, number = 0;            // number: in [0, 1), says which token is drawn
+  const int64_t* bits = nullptr;           // of tokens that are allowed
+  const Change* changes = nullptr;
+  int64_t num_changes = 0;
+  const int64_t* counted = nullptr;        // ids of tokens with penalties, some more than once
+  int64_t num_counted = 0;
+  const int32_t* counts = nullptr;         // of all tokens: twice the number in the output, and 1 more for one of the prompt
+  float repetition = 1, presence = 0, frequency = 0;
+};
+enum Outcome : int64_t { kChosen, kNotFinite, kNoneLeft };
+
+struct ScoreRow {  // log-probabilities of a token and of the likeliest ones
+  const float* logits;
+  int64_t size, token, num_top;
+  double* logprob;
+  int64_t* rank;
+  int64_t* top_ids;
+  double* top_logprobs;
+};
+
 struct Kernels {
   const char* name;
   void (*linear)(const Linear&, const Task&);
@@ -179,6 +210,8 @@ struct Kernels {
   void (*unpack)(const Matrix&, float* out);  // (outputs, inputs) as float32
   void (*shift)(const Shift&, const Task&);
   void (*mix_heads)(const MixHeads&, const Task&);
+  void (*sample)(const SampleRow*, int64_t num_rows, int64_t* tokens, int64_t* outcomes, const Task&);
+  void (*score)(const ScoreRow*, int64_t num_rows, const Task&);
 };
 
 // Memory that operations need, in bytes, for all threads and for each.
@@ -194,5 +227,9 @@ inline int64_t attend_own_bytes(const Attend& args) {  // queries, their sums, s
 }
 inline __attribute__((always_inline)) int64_t mix_row(int64_t head_dim) { return (head_dim + kGroup - 1) / kGroup * kGroup; }
 inline int64_t mix_own_bytes(int64_t head_dim) { return 8 * 4 * mix_row(head_dim); }
+inline __attribute__((always_inline)) int64_t sample_room(int64_t row_size) {  // numbers
+  return (row_size + 511) / 512 * 512 + 512;
+}
+inline int64_t sample_own_bytes(int64_t row_size) { return sample_room(row_size) * 26 + (1 << 16); }
 
 }  // namespace archerfish

@@ -2,6 +2,7 @@
 #include "attention.cpp"
 #include "linear.cpp"
 #include "rows.cpp"
+#include "sample.cpp"
 #include "wkv.cpp"
 
 #define STRING_OF(name) #name
@@ -11,6 +12,6 @@ namespace archerfish::LEVEL {
 
 extern const Kernels kernels;
 const Kernels kernels = {NAME_OF(LEVEL), linear, norm, tables, gated, store_kv, attend, pool, normalize, unpack,
-                         shift, mix_heads};
+                         shift, mix_heads, sample, score};
 
 }  // namespace archerfish::LEVEL

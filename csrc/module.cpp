@@ -221,6 +221,7 @@ NB_MODULE(_native, m) {
       .def("run", &run_tape, "threads"_a, "num_threads"_a, "sizes"_a, "inputs"_a, "results"_a);
 
   bind_wkv(m);
+  bind_sample(m);
 }
 
 }  // namespace archerfish

@@ -44,5 +44,6 @@ struct Level {
 };
 
 void bind_wkv(nb::module_& m);
+void bind_sample(nb::module_& m);
 
 }  // namespace archerfish

@@ -1,7 +1,7 @@
-"""Sampling one row of logits that lies in the host's memory: the rule of `Ops.sample`, in NumPy.
+"""Sampling one row of logits that lies in the host's memory: the rule of `Ops.sample`, by the native kernel or in NumPy.
 
-One row does not repay the set-up of a batch, so this is several times faster than the op. Both use the same random number
-and keep the same tokens; the sums of probabilities may differ in their last digits.
+One row does not repay the set-up of a batch, so this is several times faster than the op of torch. All use the same random
+number and keep the same tokens; the sums of probabilities may differ in their last digits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from archerfish.kernels.ops import Ids
 from archerfish.kernels.sampling import CHOSEN, NONE_LEFT, NOT_FINITE, SHORT_TOP_K, stream_key, uniform
 from archerfish.params import MAX_SEED, check_number, check_whole, items_of, plain_number
 
+try:
+    from archerfish.kernels.native._native import Level, Sampler
+except ImportError:  # installed without compiled code
+    Sampler = None
+
 Row = npt.NDArray[np.float32]
+native_sampler: Any = None if Sampler is None else Sampler(Level())
 MAX_POSITION = np.iinfo(np.int64).max - 1
 LONG_ROW = 4096  # logits: longer rows are narrowed down before anything is sorted
 NUM_GROUPS_PER_TOKEN = 8  # of `candidates`: more groups give a tighter bound and cost more
@@ -44,12 +50,22 @@ def sample_row(
     if hidden:
         row = row.copy()
         row[hidden] = -math.inf
+    number = uniform(stream_key(seed, 0), position)
+    if native_sampler is not None:
+        token_id, outcome = native_sampler.draw(np.ascontiguousarray(row), temperature, top_k, top_p, number)
+    else:
+        token_id, outcome = choose(row, temperature, top_k, top_p, number)
+    if outcome != CHOSEN:
+        raise failure(outcome, "These logits")
+    return first + int(token_id)
+
+
+def choose(row: Row, temperature: float, top_k: int, top_p: float, number: float) -> tuple[int, int]:
+    """A token and the outcome, in NumPy."""
     highest = row.max()
     if not math.isfinite(highest):
-        raise failure(NONE_LEFT if highest == -math.inf else NOT_FINITE, "These logits")
-    if temperature == 0:
-        return first + int(row.argmax())
-    return first + draw(row, highest, temperature, top_k, top_p, uniform(stream_key(seed, 0), position))
+        return 0, NONE_LEFT if highest == -math.inf else NOT_FINITE
+    return int(row.argmax()) if temperature == 0 else draw(row, highest, temperature, top_k, top_p, number), CHOSEN
 
 
 def draw(row: Row, highest: np.float32, temperature: float, top_k: int, top_p: float, number: float) -> int:

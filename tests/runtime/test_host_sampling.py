@@ -12,6 +12,7 @@ import torch
 from archerfish.errors import InvalidInputError, ModelError
 from archerfish.kernels.sampling import SHORT_TOP_K, TOP_K_OFF, Cuts, SamplingBatch, stream_key
 from archerfish.kernels.torch.reference import TorchOps
+from archerfish.runtime import host_sampling
 from archerfish.runtime.host_sampling import candidates, sample_row
 
 SIZES = (3, 300, 640, 5000)
@@ -20,6 +21,14 @@ WAYS: list[dict[str, Any]] = [
     {"top_p": 0.999},
     {"temperature": 0.05}, {"temperature": 5.0, "top_p": 0.9}, {"temperature": 0},
 ]  # fmt: skip
+
+
+@pytest.fixture(params=["native", "numpy"], autouse=True)
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "numpy":
+        monkeypatch.setattr(host_sampling, "native_sampler", None)
+    elif host_sampling.native_sampler is None:
+        pytest.skip("archerfish was installed without compiled code")
 
 
 def sample_by_op(row: torch.Tensor, seed: int, position: int, temperature: float = 1, top_k: int = 0, top_p: float = 1) -> int:

@@ -19,6 +19,7 @@ from archerfish.kernels.machine import cpu
 from archerfish.kernels.native._native import Level, all_threads
 from archerfish.kernels.native.recorder import Handle, Input, Recorder, Replayer, Rows, TapeRunner, Value, set_batch, set_segments
 from archerfish.kernels.native.recurrent import NativeRecurrentOps
+from archerfish.kernels.native.sampling import NativeSampling
 from archerfish.kernels.native.weights import ACTIVATIONS, TYPES, NativeWeight, Table, as_stored, pack_parts
 from archerfish.kernels.ops import (
     Activation,
@@ -54,6 +55,7 @@ class NativeOps(Ops[Any]):
         self.device, self.dtype, self.type = device, dtype, TYPES[dtype]
         self.level = Level(level)
         self.runner = TapeRunner(self.level, all_threads(cpu().num_cores))
+        self._sampling = NativeSampling(self.runner)
         self._tables: dict[int, Table] = {}  # quantised lookup tables by the address of their data
 
     def start_thread(self, num_threads: int) -> None:
@@ -292,6 +294,23 @@ class NativeOps(Ops[Any]):
         recorder.tape.normalize(recorder(x), width, recorder(out))
         self.runner.finish(recorder)
         return out
+
+    # Sampling
+
+    def sample(self, logits: Handle, batch: SamplingBatch[Handle]) -> Drawn[Handle]:
+        return self._sampling.sample(logits, batch)
+
+    def token_logprobs(self, logits: Handle, token_ids: Handle, num_top: int, *, rows: Ids | None = None) -> Logprobs[Handle]:
+        return self._sampling.token_logprobs(logits, token_ids, num_top, rows)
+
+    def new_counts(self, num_rows: int, vocab_size: int) -> TokenCounts[Handle]:
+        return self._sampling.new_counts(num_rows, vocab_size)
+
+    def set_counts(self, counts: TokenCounts[Handle], row: int, prompt: Ids, output: Ids) -> None:
+        self._sampling.set_counts(counts, row, prompt, output)
+
+    def pool_stats(self) -> PoolStats:
+        return self._sampling.pool_stats()
 
 
 def array_of(table: Handle) -> npt.NDArray[Any]:

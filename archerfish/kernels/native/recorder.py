@@ -162,8 +162,13 @@ class TapeRunner:
         if recorder.is_eager:
             self.run(recorder.tape, recorder.step, [])
 
+    @property
+    def num_threads(self) -> int:
+        """How many threads a pass of this thread uses."""
+        return num_pass_threads() or self.threads.count
+
     def run(self, tape: Tape, step: StepArrays, results: list[Array]) -> None:
-        tape.run(self.threads, num_pass_threads() or self.threads.count, step.sizes, step.arrays, results)
+        tape.run(self.threads, self.num_threads, step.sizes, step.arrays, results)
 
 
 class Recording:
