@@ -14,6 +14,7 @@ constexpr bool kWideBfloat = false, kWideHalf = true;
 #else
 constexpr bool kWideBfloat = false, kWideHalf = false;
 #endif
+constexpr int64_t kWideRows = kWideHalf ? 24 : 48;  // above which integer formats are unpacked to 16 bits
 constexpr int64_t kWideInputs = 32;  // inputs are filled up to a multiple of this with zeros
 
 INLINE int64_t wide_inputs(int64_t num_inputs) { return (num_inputs + kWideInputs - 1) / kWideInputs * kWideInputs; }
@@ -94,15 +95,17 @@ INLINE void wide_tile(const uint16_t* x, const uint16_t* panel, int64_t num_inpu
       float16x8_t rows[R];
       UNROLL for (int r = 0; r < R; r++) rows[r] = vreinterpretq_f16_u16(vld1q_u16(x + r * num_inputs + k));
       const uint16_t* w = panel + k * kGroup;
-#define STEP(lane)                                                                        \
-  {                                                                                       \
-    float16x8_t low = vreinterpretq_f16_u16(vld1q_u16(w + lane * kGroup));                \
-    float16x8_t high = vreinterpretq_f16_u16(vld1q_u16(w + lane * kGroup + 8));           \
-    UNROLL for (int r = 0; r < R; r++) sums[r][0] = vfmaq_laneq_f16(sums[r][0], low, rows[r], lane);  \
-    UNROLL for (int r = 0; r < R; r++) sums[r][1] = vfmaq_laneq_f16(sums[r][1], high, rows[r], lane); \
+// The compiler would copy every lane into a register of its own.
+#define MULTIPLY_ADD(sum, w, x, lane) asm("fmla %0.8h, %1.8h, %2.h[" #lane "]" : "+w"(sum) : "w"(w), "x"(x))
+#define STEP(lane)                                                                         \
+  {                                                                                        \
+    uint16x8_t low = vld1q_u16(w + lane * kGroup), high = vld1q_u16(w + lane * kGroup + 8); \
+    UNROLL for (int r = 0; r < R; r++) MULTIPLY_ADD(sums[r][0], low, rows[r], lane);       \
+    UNROLL for (int r = 0; r < R; r++) MULTIPLY_ADD(sums[r][1], high, rows[r], lane);      \
   }
       STEP(0) STEP(1) STEP(2) STEP(3) STEP(4) STEP(5) STEP(6) STEP(7)
 #undef STEP
+#undef MULTIPLY_ADD
     }
     UNROLL for (int r = 0; r < R; r++)
       UNROLL for (int half = 0; half < 2; half++) {
@@ -124,6 +127,19 @@ INLINE void begin_wide() {}
 INLINE void end_wide() {}
 INLINE void wide_rows(int64_t, const uint16_t*, const uint16_t*, int64_t, float*) {}
 #endif
+
+// Four inputs of a part of a group, as a panel has them: pairs of bfloat16, or one input after the other in half precision.
+INLINE void store_wide(const Floats (&x)[4], uint8_t* to, int part) {
+#if defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
+  UNROLL for (int b = 0; b < 4; b++)
+    vst1_u16(reinterpret_cast<uint16_t*>(to) + b * kGroup + part * kLanes, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x[b])));
+#else
+  UNROLL for (int pair = 0; pair < 2; pair++) {
+    Words both = (round_bfloats(x[2 * pair]) >> 16) | (round_bfloats(x[2 * pair + 1]) & all_words(0xffff0000u));
+    memcpy(to + pair * 4 * kGroup + part * kVectorBytes, &both, sizeof both);
+  }
+#endif
+}
 
 // A row as 16-bit numbers. Gives what its products are to be multiplied with: half precision has a small range.
 INLINE float widen_row(const float* x, int64_t num_inputs, uint16_t* to) {
