@@ -69,6 +69,7 @@ struct Linear {
   float* total = nullptr;           // x + before, if wanted
   float eps = 0;
   Activation activation = Activation::kNone;
+  bool is_deterministic = false;    // what a row gives must not depend on how many there are
   bool is_gated = false;            // activation(first half of the outputs) * second half
   const float* residual = nullptr;
   float softcap = 0;

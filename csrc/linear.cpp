@@ -341,8 +341,9 @@ constexpr bool can_widen(Format format) {
   return (kWideBfloat && format != Format::kHalf) || (kWideHalf && format != Format::kBfloat);
 }
 // Unpacking integer formats pays from some rows on.
-INLINE bool is_wide(Format format, int64_t num_rows) {
-  return can_widen(format) && num_rows > (format <= Format::kBfloat ? kFewRows : kWideRows);
+INLINE bool is_wide(const Linear& args) {
+  const Format format = args.matrix->format;
+  return can_widen(format) && (format <= Format::kBfloat || (args.num_rows > kWideRows && !args.is_deterministic));
 }
 
 template <Format F, int J>
@@ -493,7 +494,7 @@ void finish_row(const Linear& args, const float* tile, const float* up, int64_t 
 Prepared prepare_rows(const Linear& args, const Task& task, char* own) {
   const Matrix& matrix = *args.matrix;
   const int64_t width = matrix.num_inputs, num_blocks = width / kBlock, wide_width = wide_inputs(width);
-  const bool is_shared = args.num_rows > kFewRows, has_wide = is_wide(matrix.format, args.num_rows);
+  const bool is_shared = args.num_rows > kFewRows, has_wide = is_wide(args);
   const bool has_bytes = !has_wide && !is_plain(matrix.format);
   Prepared x;
   x.floats = args.x;

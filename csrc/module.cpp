@@ -17,7 +17,7 @@ Level find_level(const std::string& name) {
 }
 
 void add_linear(Tape& tape, const OwnedMatrix& matrix, int x, int out, int activation, bool is_gated, int residual, float softcap,
-                std::optional<Array> norm, float eps, int before, int total) {
+                std::optional<Array> norm, float eps, int before, int total, bool is_deterministic) {
   Rows rows = tape.rows_of(out);
   const float* factors = floats(norm);
   const Matrix* packed = &matrix;
@@ -25,7 +25,7 @@ void add_linear(Tape& tape, const OwnedMatrix& matrix, int x, int out, int activ
     Linear args{};
     args.matrix = packed, args.x = frame.at(x), args.num_rows = frame.sizes.of(rows), args.norm = factors;
     args.before = frame.at(before), args.total = frame.at(total), args.eps = eps, args.activation = Activation(activation);
-    args.is_gated = is_gated, args.residual = frame.at(residual), args.softcap = softcap, args.out = frame.at(out);
+    args.is_deterministic = is_deterministic, args.is_gated = is_gated, args.residual = frame.at(residual), args.softcap = softcap, args.out = frame.at(out);
     frame.kernels->linear(args, task);
   }, [=](const Sizes& sizes) { return linear_shared_bytes(*packed, sizes.of(rows)); }, linear_own_bytes(matrix));
 }
@@ -202,7 +202,7 @@ NB_MODULE(_native, m) {
       .def("result", [](Tape& tape, int rows, int64_t row_bytes) { return tape.result(Rows(rows), row_bytes); })
       .def("constant", [](Tape& tape, Array array) { return tape.constant(array.data()); }, nb::keep_alive<1, 2>())
       .def("linear", &add_linear, "matrix"_a, "x"_a, "out"_a, "activation"_a = 0, "is_gated"_a = false, "residual"_a = -1,
-           "softcap"_a = 0.0f, "norm"_a = nb::none(), "eps"_a = 0.0f, "before"_a = -1, "total"_a = -1, nb::keep_alive<1, 2>(),
+           "softcap"_a = 0.0f, "norm"_a = nb::none(), "eps"_a = 0.0f, "before"_a = -1, "total"_a = -1, "is_deterministic"_a = false, nb::keep_alive<1, 2>(),
            nb::keep_alive<1, 9>())
       .def("norm", &add_norm, "x"_a, "before"_a, "total"_a, "weight"_a, "bias"_a.none(), "eps"_a, "out"_a, nb::keep_alive<1, 5>(),
            nb::keep_alive<1, 6>())

@@ -128,7 +128,7 @@ class NativeOps(Ops[Any]):
                 for size, bias in zip(sizes, biases, strict=True)
             ]
             matrix.set_bias(np.concatenate(given))
-        return NativeWeight(self.runner, matrix)
+        return NativeWeight(self.runner, matrix, is_deterministic=self.is_deterministic)
 
     def release(self) -> None:
         self._tables.clear()

@@ -37,8 +37,8 @@ class Table:
 class NativeWeight(PackedWeight[Any]):
     """A packed matrix with its bias."""
 
-    def __init__(self, runner: TapeRunner, matrix: Matrix) -> None:
-        self.runner, self.matrix = runner, matrix
+    def __init__(self, runner: TapeRunner, matrix: Matrix, *, is_deterministic: bool = False) -> None:
+        self.runner, self.matrix, self.is_deterministic = runner, matrix, is_deterministic
         self.can_gate = matrix.num_outputs % (2 * GROUP) == 0
 
     @property
@@ -50,7 +50,7 @@ class NativeWeight(PackedWeight[Any]):
         out = recorder.like(x, self.matrix.num_outputs)
         recorder.tape.linear(
             self.matrix, recorder(x), recorder(out), activation=ACTIVATIONS[activation], residual=recorder(residual),
-            softcap=softcap,
+            softcap=softcap, is_deterministic=self.is_deterministic,
         )
         self.runner.finish(recorder)
         return out
@@ -65,6 +65,7 @@ class NativeWeight(PackedWeight[Any]):
         recorder.tape.linear(
             self.matrix, recorder(x), recorder(out), activation=ACTIVATIONS[gate] if is_gated and gate else 0, is_gated=is_gated,
             norm=norm, eps=eps, before=recorder(before), total=-1 if before is None else recorder(total),
+            is_deterministic=self.is_deterministic,
         )
         self.runner.finish(recorder)
         return out, total
