@@ -67,6 +67,7 @@ PEERS = {
     PACKAGE: Peer("RwkvPackage", {}, ("rwkv",)), SORTED: Peer(),
 }  # fmt: skip
 TEXT_PEERS = (LLAMA, VLLM)
+OUR_OPTIONS: dict[str, Any] = {"device": "cpu"}
 VLLM_OPTIONS = {"dtype": "bfloat16", "load_format": "dummy", "max_model_len": 1024, "enable_prefix_caching": False,
                 "skip_tokenizer_init": True, "disable_log_stats": True}  # fmt: skip
 VLLM_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2"}
@@ -150,7 +151,7 @@ class CpuBench:
             group.open(name, PEERS[name].engine, theirs | PEERS[name].arguments, file=PEERS[name].file)
 
     def open_text(self, group: EngineGroup, name: str) -> None:
-        options = {"model": str(self.text_file), "device": "cpu"}
+        options = {"model": str(self.text_file), **OUR_OPTIONS}
         self.open(group, name, "Archerfish", {"options": options}, {"model_path": options["model"], "num_threads": 0})
 
     def open_embedder(self, group: EngineGroup, name: str) -> None:
@@ -272,7 +273,7 @@ class CpuBench:
             with EngineGroup() as group, tempfile.TemporaryDirectory(prefix="archerfish-bench-") as scratch:
                 model = write_shape(shape, Path(scratch) / shape)
                 config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-                options = {"model": str(model), "load_format": "dummy", "device": "cpu"}
+                options = {**OUR_OPTIONS, "model": str(model), "load_format": "dummy"}
                 theirs = {"config": config, "strategy": "cpu fp32", "directory": scratch}
                 for name in self.names(PACKAGE):
                     self.open(group, name, "Archerfish", {"options": options}, theirs)

@@ -35,7 +35,7 @@ class ExportedModel(EmbeddingEngine):
         from tokenizers import Tokenizer
 
         source = Path(self.source)
-        self.tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+        self.tokenizer: Any = Tokenizer.from_file(str(source / "tokenizer.json"))
         limits = json.loads((source / "sentence_bert_config.json").read_text(encoding="utf-8"))
         self.tokenizer.enable_truncation(limits["max_seq_length"])
         self.tokenizer.no_padding()
