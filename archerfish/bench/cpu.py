@@ -16,9 +16,9 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from itertools import chain, product
 from pathlib import Path
@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from archerfish.bench import embed
-from archerfish.bench.cpu_peers import ONE_THREAD
+from archerfish.bench import cpu_peers, embed
 from archerfish.bench.engines import timed
+from archerfish.bench.gpu import VLLM_ENVIRONMENT, VLLM_OPTIONS
 from archerfish.bench.load import Load, Shape
 from archerfish.bench.report import OURS, Found, Goal, Measurement
 from archerfish.bench.rwkv import PACKAGE, random_prompts, stream_title, write_shape
@@ -37,40 +37,28 @@ from archerfish.bench.worker import PACKAGE_PATH, EngineGroup, chosen, versions
 from archerfish.config import EmbedConfig
 from archerfish.errors import InvalidOptionError, ServiceError
 from archerfish.observe.summary import percentile
+from archerfish.store.names import resolve_model
 
 TEXT_MODEL, EMBEDDING_MODEL = "smollm2-135m-instruct", "all-minilm-l6-v2"
 PARTS = ("decode", "prefill", "batch", "start", "http", "embed", "rwkv", "draw")
 LLAMA, VLLM, SORTED = "llama.cpp", "vllm", "numpy sort"
 PEERS_FILE = Path(__file__).with_name("cpu_peers.py")
-
-
-@dataclass(frozen=True)
-class Peer:
-    """An engine of another project: its class, the class's arguments, the packages that it needs, and its file."""
-
-    engine: str = ""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    needed: tuple[str, ...] = ()
-    file: Path | None = None
-
-
-EMBEDDERS = {
-    "st-float32": Peer("SentenceTransformers", {}, ("sentence_transformers",)),
-    "onnx-float32": Peer("OnnxRuntime", {}, ("onnxruntime", "onnx", "transformers"), PEERS_FILE),
-    "onnx-int8": Peer("OnnxRuntime", {"precision": "int8"}, ("onnxruntime", "onnx", "transformers"), PEERS_FILE),
-    "openvino-float32": Peer("OpenVino", {}, ("openvino", "onnx", "transformers"), PEERS_FILE),
-    "openvino-default": Peer("OpenVino", {"precision": "default"}, ("openvino", "onnx", "transformers"), PEERS_FILE),
-    "openvino-int8": Peer("OpenVino", {"precision": "int8"}, ("openvino", "onnx", "transformers", "nncf"), PEERS_FILE),
+EXPORTED = ("onnx", "transformers")  # what exporting needs
+# Of each peer: its class, the class's own arguments, and the packages that it needs.
+EMBEDDERS: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
+    "st-float32": ("SentenceTransformers", {}, ("sentence_transformers",)),
+    "onnx-float32": ("OnnxRuntime", {"precision": "float32"}, ("onnxruntime", *EXPORTED)),
+    "onnx-int8": ("OnnxRuntime", {"precision": "int8"}, ("onnxruntime", *EXPORTED)),
+    "openvino-float32": ("OpenVino", {"precision": "float32"}, ("openvino", *EXPORTED)),
+    "openvino-default": ("OpenVino", {"precision": "default"}, ("openvino", *EXPORTED)),
+    "openvino-int8": ("OpenVino", {"precision": "int8"}, ("openvino", "nncf", *EXPORTED)),
 }
 PEERS = {
-    LLAMA: Peer("LlamaCpp", {}, ("llama_cpp",)), VLLM: Peer("Vllm", {}, ("vllm",)), **EMBEDDERS,
-    PACKAGE: Peer("RwkvPackage", {}, ("rwkv",)), SORTED: Peer(),
+    LLAMA: ("LlamaCpp", {}, ("llama_cpp",)), VLLM: ("Vllm", {}, ("vllm",)), **EMBEDDERS,
+    PACKAGE: ("RwkvPackage", {}, ("rwkv",)), SORTED: ("", {}, ()),
 }  # fmt: skip
 TEXT_PEERS = (LLAMA, VLLM)
 OUR_OPTIONS: dict[str, Any] = {"device": "cpu"}
-VLLM_OPTIONS = {"dtype": "bfloat16", "load_format": "dummy", "max_model_len": 1024, "enable_prefix_caching": False,
-                "skip_tokenizer_init": True, "disable_log_stats": True}  # fmt: skip
-VLLM_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2"}
 PROMPT_TOKENS, PREFILL_TOKENS, MAX_TOKEN = 16, 512, 10_000
 DECODES = {1: ("decode, tokens/s", 128), 8: ("8 sequences, tokens/s", 64), 32: ("32 sequences, tokens/s", 32)}  # tokens of each
 CHAT, CHAT_CONTEXT = Shape("chat", (300, 300), (64, 64)), 512  # the context: 300 words, the template and the answer
@@ -122,7 +110,7 @@ class CpuBench:
 
     def leave_out_absent(self) -> Iterator[str]:
         for name in list(self.peers):
-            if absent := [module for module in PEERS[name].needed if importlib.util.find_spec(module) is None]:
+            if absent := [module for module in PEERS[name][2] if importlib.util.find_spec(module) is None]:
                 self.peers.remove(name)
                 yield f"{name} was not measured: not installed: {', '.join(absent)}"
 
@@ -132,36 +120,30 @@ class CpuBench:
 
     @cached_property
     def text_file(self) -> Path:
-        from archerfish.store.names import resolve_model
-
         source = resolve_model(TEXT_MODEL, self.options.hub)
         return source if source.suffix == ".gguf" else next(source.glob("*.gguf"))
-
-    @cached_property
-    def embedding_source(self) -> Path:
-        from archerfish.store.names import resolve_model
-
-        return resolve_model(EMBEDDING_MODEL, self.options.hub)
 
     def open(self, group: EngineGroup, name: str, engine: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         """Start an engine: ours is the class `engine`, a peer has its own."""
         if name in self.ours:
             group.open(name, engine, ours, path=self.ours[name])
         else:
-            group.open(name, PEERS[name].engine, theirs | PEERS[name].arguments, file=PEERS[name].file)
+            peer, arguments, _ = PEERS[name]
+            group.open(name, peer, theirs | arguments, file=PEERS_FILE if hasattr(cpu_peers, peer) else None)
 
     def open_text(self, group: EngineGroup, name: str) -> None:
         options = {"model": str(self.text_file), **OUR_OPTIONS}
         self.open(group, name, "Archerfish", {"options": options}, {"model_path": options["model"], "num_threads": 0})
 
     def open_embedder(self, group: EngineGroup, name: str) -> None:
-        given: dict[str, Any] = {"source": str(self.embedding_source), "cache_dir": str(self.options.hub.cache_path())}
+        hub = self.options.hub
+        given: dict[str, Any] = {"source": str(resolve_model(EMBEDDING_MODEL, hub)), "cache_dir": str(hub.cache_path())}
         given["options"] = asdict(EmbedConfig(device="cpu"))
         self.open(group, name, "ArcherfishVectors", given, given)
 
     def roofline(self) -> Found:
         with EngineGroup() as group:
-            group.open("numpy", "Roofline", {}, file=PEERS_FILE, environment=ONE_THREAD)
+            group.open("numpy", "Roofline", {}, file=PEERS_FILE, environment=cpu_peers.ONE_THREAD)
             for _ in range(self.options.rounds):
                 rate = group.call("numpy", "read_rate", num_bytes=READ_BYTES)
                 self.read_rate = max(self.read_rate, rate)
@@ -178,7 +160,8 @@ class CpuBench:
             if VLLM in self.peers and OURS in self.ours:
                 config = group.call(OURS, "facts")["config"]
                 (Path(scratch) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-                group.open(VLLM, "Vllm", {"options": {**VLLM_OPTIONS, "model": scratch}}, environment=VLLM_ENVIRONMENT)
+                options = {**VLLM_OPTIONS, "model": scratch, "max_model_len": 2 * PREFILL_TOKENS}  # random weights in bfloat16
+                group.open(VLLM, "Vllm", {"options": options}, environment=VLLM_ENVIRONMENT)
             for number in range(-1, self.options.rounds):
                 found = chain(self.decode_round(group, batches, number), self.prefill_round(group, "prefill" in parts, number))
                 yield from (one for one in found if number >= 0)  # the first round warms up
@@ -201,22 +184,18 @@ class CpuBench:
 
     def starts(self) -> Found:
         """From starting a process to its first token, and to its first vector; the first round fills the page cache."""
-        for number in range(-1, self.options.rounds):
-            for name in rotated(self.names(LLAMA), number):
-                yield from self.start(name, "process to first token, s", self.open_text, number)
-            for name in rotated(self.names("st-float32"), number):
-                yield from self.start(name, "process to first vector, s", self.open_embedder, number)
-
-    def start(self, name: str, metric: str, opener: Callable[[EngineGroup, str], None], number: int) -> Found:
-        with EngineGroup() as group:
-            began = time.perf_counter()
-            opener(group, name)  # of an embedder: up to its first vector
-            if opener == self.open_text:
-                group.call(name, "token_times", prompt=[1, 2, 3, 4], num_output=1)
-            seconds = time.perf_counter() - began
-            yield from group.notes
-            if number >= 0 and group.names():
-                yield Measurement(metric, seconds, name)
+        openers = {"token": (self.open_text, LLAMA), "vector": (self.open_embedder, "st-float32")}
+        for number, (what, (opener, peer)) in product(range(-1, self.options.rounds), openers.items()):
+            for name in rotated(self.names(peer), number):
+                with EngineGroup() as group:
+                    began = time.perf_counter()
+                    opener(group, name)  # an embedder has made a vector then
+                    if what == "token":
+                        group.call(name, "token_times", prompt=[1, 2, 3, 4], num_output=1)
+                    seconds = time.perf_counter() - began
+                    yield from group.notes
+                    if number >= 0 and group.names():
+                        yield Measurement(f"process to first {what}, s", seconds, name)
 
     def http(self) -> Found:
         """Chats over HTTP, so many at once: ours against llama.cpp's server."""
@@ -254,6 +233,7 @@ class CpuBench:
             address = ["--host", "127.0.0.1", "--port", port, "--model", str(self.text_file)]
             sizes = ["--parallel", str(CHATS_AT_ONCE), "--ctx-size", str(CHATS_AT_ONCE * CHAT_CONTEXT), "--threads", threads]
             python = [sys.executable, "-m", "llama_cpp.server", "--n_ctx", str(CHAT_CONTEXT), "--n_threads", threads]
+            python += ["--interrupt_requests", "False"]  # else a new request ends the one before
             found[LLAMA] = f"http://127.0.0.1:{port}", [binary, *sizes, *address] if binary else [*python, *address]
         return found
 

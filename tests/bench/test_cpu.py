@@ -44,9 +44,9 @@ def test_cpu_measures_ours_and_names_absent_peers(llama: Path, monkeypatch: pyte
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "vllm" else name)
     monkeypatch.setattr(cpu.CpuBench, "text_file", llama)
     decodes = {1: ("decode, tokens/s", 3), 8: ("8 sequences, tokens/s", 2)}
-    set_sizes(monkeypatch, cpu, DECODES=decodes, MAX_TOKEN=VOCAB, READ_BYTES=1 << 12, MATRIX_SIZE=8, NUM_DRAWS=2, NUM_TEXTS=2)
-    set_sizes(monkeypatch, cpu, OUR_OPTIONS={"dtype": "float32", "load_format": "dummy", "num_threads": 1}, RWKV_SHAPES=("tiny",))
-    set_sizes(monkeypatch, cpu, RWKV_STREAMS=2, RWKV_OUTPUT=2, PREFILL_TOKENS=16)
+    set_sizes(monkeypatch, cpu, DECODES=decodes, MAX_TOKEN=VOCAB, READ_BYTES=1 << 12, MATRIX_SIZE=8, NUM_DRAWS=2)
+    set_sizes(monkeypatch, cpu, OUR_OPTIONS={"dtype": "float32", "load_format": "dummy", "num_threads": 1}, NUM_TEXTS=2)
+    set_sizes(monkeypatch, cpu, RWKV_SHAPES=("tiny",), RWKV_STREAMS=2, RWKV_OUTPUT=2, PREFILL_TOKENS=16)
     set_sizes(monkeypatch, embed, SETTLE_S=0.0, MIN_SECONDS=0.0, NUM_CALLS=2)
     wanted = "archerfish,llama.cpp,vllm,st-float32,package rwkv,numpy sort"
     report = report_of(cpu.measure(options(only="decode,prefill,batch,start,embed,rwkv,draw", engines=wanted)))
