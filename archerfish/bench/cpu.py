@@ -59,8 +59,8 @@ PEERS = {
 }  # fmt: skip
 TEXT_PEERS = (LLAMA, VLLM)
 OUR_OPTIONS: dict[str, Any] = {"device": "cpu"}
-PROMPT_TOKENS, PREFILL_TOKENS, MAX_TOKEN = 16, 512, 10_000
-DECODES = {1: ("decode, tokens/s", 128), 8: ("8 sequences, tokens/s", 64), 32: ("32 sequences, tokens/s", 32)}  # tokens of each
+PROMPT_TOKENS, PREFILL_TOKENS, MAX_TOKEN = 4, 512, 10_000  # short prompts: a rate is the difference of two times
+DECODES = {1: ("decode, tokens/s", 128), 8: ("8 sequences, tokens/s", 64), 32: ("32 sequences, tokens/s", 64)}  # tokens of each
 CHAT, CHAT_CONTEXT = Shape("chat", (300, 300), (64, 64)), 512  # the context: 300 words, the template and the answer
 CHATS_AT_ONCE, NUM_CHATS, CHATS_TITLE = 8, 16, "8 chats over HTTP"
 CHAT_FIGURES = ("end to end p50, ms", "end to end p99, ms", "first token p50, ms", "tokens/s", "not answered")
@@ -105,7 +105,7 @@ class CpuBench:
 
     def __init__(self, options: Namespace, names: list[str]) -> None:
         """names: the engines that are wanted, ours among them or not."""
-        self.options, self.peers = options, [name for name in names if name in PEERS]
+        self.options, self.wanted, self.peers = options, names, [name for name in names if name in PEERS]
         self.ours = versions(options.against) if OURS in names else {}
 
     def leave_out_absent(self) -> Iterator[str]:
@@ -226,7 +226,7 @@ class CpuBench:
         binary = shutil.which(self.options.llama_server or "llama-server")
         if self.options.llama_server and not binary:
             raise InvalidOptionError(f"--llama-server names {self.options.llama_server}, which cannot be run.")
-        if LLAMA in self.peers or binary:
+        if LLAMA in self.peers or (LLAMA in self.wanted and binary):
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port, threads = str(free.getsockname()[1]), str(os.cpu_count())

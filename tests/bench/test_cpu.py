@@ -69,7 +69,8 @@ def test_decode_rate_leaves_the_prompt_out_and_asks_for_prompts_that_no_cache_ha
 
 def test_servers_and_parts_that_do_not_exist_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu.CpuBench, "text_file", tmp_path / "model.gguf")
-    commands = cpu.CpuBench(options(llama_server=sys.executable, against=str(tmp_path)), ["archerfish"]).server_commands()
+    given = options(llama_server=sys.executable, against=str(tmp_path))
+    commands = cpu.CpuBench(given, ["archerfish", "llama.cpp"]).server_commands()
     assert list(commands) == ["archerfish", tmp_path.name, "llama.cpp"] and commands["llama.cpp"][1][0] == sys.executable
     assert commands[tmp_path.name][1][1].startswith(f"PYTHONPATH={tmp_path}:")
     with pytest.raises(InvalidOptionError, match="cannot be run"):
