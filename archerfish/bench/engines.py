@@ -221,23 +221,62 @@ class Transformers(TextEngine):
             self.model.generate(ids, do_sample=False, **limits, **options)
 
 
-class LlamaCpp(Engine):
-    """llama.cpp through the package llama-cpp-python; its Python interface has one sequence at a time."""
+class LlamaCpp(TextEngine):
+    """llama.cpp through the package llama-cpp-python."""
 
     modules = ("llama_cpp",)
+    batch_tokens, sequence_tokens = 2048, 1024  # the most of one step and of one sequence
 
     def __init__(self, model_path: str, num_threads: int) -> None:
         self.model_path, self.num_threads = model_path, num_threads
+        self.contexts: dict[int, Any] = {}
 
     def load(self) -> None:
         threads = self.num_threads or os.cpu_count()
         self.model = self.package.Llama(self.model_path, n_ctx=4096, n_threads=threads, n_threads_batch=threads, verbose=False)
 
     def token_times(self, prompt: list[int], num_output: int) -> list[float]:
+        """Seconds to each token through the Python interface, which has one sequence at a time."""
         self.model.reset()
         began = time.perf_counter()
         tokens = self.model.generate(prompt, temp=0.0, reset=False)
         return [time.perf_counter() - began for _, _ in zip(range(num_output), tokens, strict=False)]
+
+    def run(self, prompts: list[list[int]], outputs: list[int], temperature: float) -> list[int]:
+        """All prompts at once through the C interface, always greedy."""
+        api, number = self.package, len(prompts)
+        if number not in self.contexts:
+            params = api.llama_context_default_params()
+            params.n_seq_max, params.n_ctx, params.n_batch = number, number * self.sequence_tokens, self.batch_tokens
+            params.n_threads = params.n_threads_batch = self.num_threads or os.cpu_count()
+            context = api.llama_init_from_model(self.model.model, params)
+            self.contexts[number] = context, api.llama_batch_init(self.batch_tokens, 0, 1)
+        api.llama_memory_clear(api.llama_get_memory(self.contexts[number][0]), False)
+        sequences, num_done = [list(prompt) for prompt in prompts], [0] * number
+        while going := [place for place in range(number) if len(sequences[place]) < len(prompts[place]) + outputs[place]]:
+            work = [(place, num_done[place], sequences[place][num_done[place] :]) for place in going]
+            for place, token in self._step(number, work).items():
+                num_done[place] = len(sequences[place])
+                sequences[place].append(token)
+        return [len(tokens) - len(prompt) for tokens, prompt in zip(sequences, prompts, strict=True)]
+
+    def _step(self, number: int, work: list[tuple[int, int, list[int]]]) -> dict[int, int]:
+        """Decode (sequence, position, tokens) together; gives the likeliest next token of each sequence."""
+        import numpy as np
+
+        (context, batch), last, size = self.contexts[number], {}, 0
+        if sum(len(tokens) for _, _, tokens in work) > self.batch_tokens:
+            raise ValueError(f"one step takes at most {self.batch_tokens} tokens")
+        for sequence, start, tokens in work:
+            for position, token in enumerate(tokens, start):
+                batch.token[size], batch.pos[size], batch.n_seq_id[size] = token, position, 1
+                batch.seq_id[size][0], batch.logits[size] = sequence, position == start + len(tokens) - 1
+                last[sequence], size = size, size + 1
+        batch.n_tokens = size
+        if status := self.package.llama_decode(context, batch):
+            raise RuntimeError(f"llama_decode returned {status}")
+        vocab, logits = (self.model.n_vocab(),), self.package.llama_get_logits_ith
+        return {sequence: int(np.ctypeslib.as_array(logits(context, row), vocab).argmax()) for sequence, row in last.items()}
 
 
 class Vllm(TextEngine):
@@ -365,7 +404,9 @@ class EmbeddingEngine(Engine):
 class ArcherfishEmbeddings(EmbeddingEngine):
     """ArrowEngine, with the options of the command line."""
 
-    modules = ("archerfish", "torch", "tokenizers", "archerfish.engine.arrow_engine", "archerfish.store.loader")
+    modules: tuple[str, ...] = (
+        "archerfish", "torch", "tokenizers", "archerfish.engine.arrow_engine", "archerfish.store.loader",
+    )  # fmt: skip
 
     def load(self) -> None:
         from archerfish import ArrowEngine, EmbedConfig, HubConfig
@@ -375,6 +416,12 @@ class ArcherfishEmbeddings(EmbeddingEngine):
 
     def encode(self, texts: list[str], batch_size: int) -> Any:
         return self.engine.encode(texts, batch_size)
+
+
+class ArcherfishVectors(ArcherfishEmbeddings):
+    """ArrowEngine, of which only what its backend needs is imported."""
+
+    modules = ("archerfish",)
 
 
 class SentenceTransformers(EmbeddingEngine):

@@ -26,7 +26,8 @@ from archerfish.store.files import replace_file, write_errors
 
 OURS = "archerfish"
 DIRECTIONS: dict[str, Direction] = {
-    "copy rate, *": "neither", "*/s": "lower", "*, ms": "higher", "*, us": "higher", "*, ns": "higher", "*, s": "higher",
+    "copy rate, *": "neither", "machine: *": "neither", "*/s": "lower",
+    "*, ms": "higher", "*, us": "higher", "*, ns": "higher", "*, s": "higher",
     "*, MB": "higher", "*, hit rate": "lower", "*, utilisation": "lower", "*, share of the limit": "lower",
     "*, times as fast as PyTorch": "lower",
     "*, real-time factor": "higher", "*, streams in real time": "lower", "*unanswered": "higher",

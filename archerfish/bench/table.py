@@ -135,6 +135,12 @@ BENCHES = (
         Flag("--steps", "steps to measure (default: 2000)", 2000),
         Flag("--nodes", "largest tree, in nodes (default: 1000000)", 10**6),
     ), goals="scheduler:GOALS"),
+    Bench("cpu", "measure everything on the CPU against the peers that are installed, in one run", "cpu:measure", (
+        rounds(5), Flag("--engines", "only these engines (default: all that are installed)", metavar="A,B"),
+        Flag("--only", "parts to run: decode, prefill, batch, start, http, embed, rwkv, draw (default: all)", metavar="A,B"),
+        Flag("--llama-server", "llama.cpp's server (default: llama-server, else that of llama-cpp-python)", metavar="FILE"),
+        AGAINST,
+    ), (HubConfig,), "cpu:GOALS"),
     Bench("gpu", "measure generation on a GPU, against vLLM where it is there", "gpu:measure", (
         Flag("--repeats", "repeats of every measurement (default: 3)", 3),
         Flag("--only", "parts to run: offline, bs1, prefill, shared (default: all)", metavar="A,B"), *GPU,

@@ -35,13 +35,14 @@ class Worker:
     """The process of one engine."""
 
     def __init__(
-        self, engine: str, arguments: Mapping[str, Any], *, path: str = "", environment: Mapping[str, str] | None = None
-    ) -> None:
-        """engine: the name of a class in `engines.py`; path: what the process imports first, in place of this checkout."""
+        self, engine: str, arguments: Mapping[str, Any], *, path: str = "", environment: Mapping[str, str] | None = None,
+        file: Path | None = None,
+    ) -> None:  # fmt: skip
+        """engine: the name of a class in a file (default: `engines.py`); path: imported first, in place of this checkout."""
         self.engine = engine
         paths = [path, PACKAGE_PATH, os.environ.get("PYTHONPATH", "")]
         variables = {**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        command = [sys.executable, "-P", str(ENGINES_FILE), engine, json.dumps(dict(arguments))]
+        command = [sys.executable, "-P", str(file or ENGINES_FILE), engine, json.dumps(dict(arguments))]
         with tempfile.NamedTemporaryFile(prefix="archerfish-bench-", delete=False) as log:
             self._log = Path(log.name)
             self._process = subprocess.Popen(
