@@ -120,8 +120,9 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
 
 def facts_of(
     config: EngineConfig, device: str, dtype: str, directory: Path, name: str, values: Mapping[str, Any],
-    generation: Mapping[str, Any],
+    generation: Mapping[str, Any], stored_bytes: int = 0,
 ) -> ModelFacts:
+    """stored_bytes: of the weights in a store whose formats the backend keeps; 0: they take what the model computes in."""
     model_config, weight_format = Config(values), choose_format(config.weights)
     adapter = model_class(model_config)
     most = adapter.max_positions(model_config)
@@ -130,7 +131,9 @@ def facts_of(
     max_len = config.max_model_len or most
     shapes = adapter.dummy_shapes(model_config).values()
     is_mapped = device == "cpu" and config.load_format != "dummy"
-    weight_bytes = sum(adapter.tensor_bytes(model_config, dtype, weight_format, without_tables=is_mapped).values())
+    weight_bytes = stored_bytes or sum(
+        adapter.tensor_bytes(model_config, dtype, weight_format, without_tables=is_mapped).values()
+    )
     step_tokens = choose_step_tokens(config, device)
     vocab_size = adapter.vocab_size(model_config)
     work = work_bytes(shapes, vocab_size, step_tokens, config.max_num_seqs, dtype)

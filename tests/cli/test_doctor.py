@@ -121,11 +121,11 @@ def test_arm_processor_name_and_features(tmp_path: Path) -> None:
     assert read_cpu(info) == ("Some CPU", frozenset({"avx2"}))
 
 
-def test_disabled_fast_path_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "cpu", lambda: Cpu("ARM", frozenset({"asimd", "asimdhp"}), 2))
+def test_a_backend_that_was_not_compiled_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "native_error", lambda: "there was no compiler")
     reasons = {path.name: path.reason for path in select.fast_paths() if not path.is_on}
-    assert reasons["bfloat16 by default"] == "this CPU has no bfloat16 products that are used: float32 is far quicker"
-    assert reasons["float16 products"] == "this CPU has no float16 products that are used: float32 is far quicker"
+    assert reasons["backend native"] == "there was no compiler"
+    assert select.choose_backend("cpu", select.choose_dtype("auto", "cpu")).name == "torch reference"
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_report_imports_no_torch(tmp_path: Path) -> None:
     command = f"main(['doctor', {str(tmp_path / 'model')!r}])"
     code = f"import sys; from archerfish.cli.main import main; {command}; print('torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert "backend torch + oneDNN" in shown and "smollm2-135m-instruct" in shown and shown.endswith("Ready.\nFalse\n")
+    assert "backend native" in shown and "smollm2-135m-instruct" in shown and shown.endswith("Ready.\nFalse\n")
 
 
 def test_missing_package_is_a_problem(

@@ -21,8 +21,7 @@ from archerfish.engine.llm_engine import LLMEngine
 from archerfish.kernels.cards import Card
 from archerfish.kernels.formats import PLAIN, Int8Rows, WeightFormat
 from archerfish.kernels.machine import Memory
-from archerfish.kernels.torch.cpu import TorchCpuOps
-from archerfish.kernels.torch.reference import TorchWeight
+from archerfish.kernels.torch.reference import TorchOps
 from archerfish.models.config import Config
 from archerfish.models.rwkv7 import Rwkv7Model
 from archerfish.store.loader import WeightLoader
@@ -76,11 +75,9 @@ def test_weights_are_counted_as_they_are_and_stand_in_memory_once(dtype: str, ti
     with make(tiny, hub, dtype=dtype) as engine:
         facts = engine.facts
         assert facts.weight_bytes == expected
-        packed = [weight.get() for weight in engine.runner.ops._linear_weights]
-        int8 = [each for each in packed if isinstance(each, TorchWeight) and each.weight_format.name == "int8"]
-        matrices = [each.tensors["weight"] for each in int8]
-        assert {each.dtype for each in matrices} == {torch.int8}
-        assert sum(each.untyped_storage().nbytes() for each in matrices) == num_int8
+        packed: list[Any] = [weight.get() for weight in engine.runner.ops._linear_weights]
+        int8 = [each.matrix.num_bytes for each in packed if each.format_name == "Q8_0"]
+        assert num_int8 <= sum(int8) <= 1.12 * num_int8  # with a scale for each block of 32, and 16 outputs at a time
     assert Rwkv7Model.tensor_bytes(Config(config), dtype) == {name: each.numel() * item_bytes for name, each in stored.items()}
 
 
@@ -119,7 +116,7 @@ def loss_of(engine: LLM, weight_format: WeightFormat, text: str) -> tuple[float,
     assert engine.tokenizer is not None
     tokens = engine.tokenizer.encode(text)
     weights = WeightLoader(facts.directory).load_weights()
-    driver = RecurrentDriver(TorchCpuOps("cpu"), weights, facts.config.values, [tokens], weight_format=weight_format)
+    driver = RecurrentDriver(TorchOps("cpu"), weights, facts.config.values, [tokens], weight_format=weight_format)
     (logits,) = driver.step([(0, len(tokens))])
     return float(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:]))), logits
 

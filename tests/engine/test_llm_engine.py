@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,16 +25,6 @@ def make(llama: Path, **options: Any) -> LLMEngine:
 def engine(llama: Path) -> Iterator[LLMEngine]:
     with make(llama) as made:
         yield made
-
-
-def test_loading_thread_releases_its_openmp_threads(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    released: list[int] = []
-    monkeypatch.setattr("archerfish.kernels.torch.reference.release_threads", lambda: released.append(threading.get_ident()))
-    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
-    with make(llama):
-        assert released == [threading.get_ident()]
-    with ThreadPoolExecutor(1) as computing, make(llama, executor=computing):  # as where other engines compute too
-        assert released == [threading.get_ident()] * 2
 
 
 def test_an_engine_refuses_after_a_fork(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +226,7 @@ def test_a_prompt_bigger_than_memory_is_refused_at_once(llama: Path) -> None:
 def test_a_failing_step_ends_its_requests_and_nothing_else(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with make(llama) as engine:
         good = tokens(engine.generate(prompts(2, 81), greedy(4)))
-        real = engine.runner.model.forward
+        real = engine.runner._forward
         calls = 0
 
         def fail_once(*args: Any) -> Any:
@@ -247,7 +236,7 @@ def test_a_failing_step_ends_its_requests_and_nothing_else(llama: Path, monkeypa
                 raise RuntimeError("the card fell out")
             return real(*args)
 
-        monkeypatch.setattr(engine.runner.model, "forward", fail_once)
+        monkeypatch.setattr(engine.runner, "_forward", fail_once)
         failed = engine.generate([[7, 8, 9]], greedy(6))[0]
         assert failed.finish_reason == "error"
         assert "fell out" in str(failed.outputs[0].error)

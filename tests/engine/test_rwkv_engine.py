@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from archerfish.config import HubConfig
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import InvalidOptionError, UnsupportedModelError
-from archerfish.models.rwkv7 import Rwkv7Block
 from archerfish.params import SamplingParams
 from tests.engine.tiny_llama import check_memory, greedy, tokens
 from tests.engine.tiny_rwkv import DTYPES, prompts, rwkv_config
@@ -45,9 +44,9 @@ def note_logits(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> list[torc
     noted: list[torch.Tensor] = []
     original = engine.runner._forward
 
-    def forward(*given: Any) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = original(*given)
-        noted.extend(row for each in found for row in each.clone())
+    def forward(*given: Any) -> list[Any]:
+        found = original(*given)
+        noted.extend(row for each in found for row in torch.tensor(each))
         return found
 
     monkeypatch.setattr(engine.runner, "_forward", forward)
@@ -231,11 +230,14 @@ def test_a_step_that_fails_leaves_no_state_behind(engine: LLMEngine, monkeypatch
     expected = engine.generate([prompt], greedy(8))[0].token_ids
     engine.clear_cache()
 
-    def broken(*_: Any) -> None:
-        raise RuntimeError("in the middle of a pass")
+    forward = engine.runner._forward
+
+    def broken(*given: Any) -> None:
+        forward(*given)  # which changes states
+        raise RuntimeError("at the end of a pass")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Rwkv7Block, "mix_channels", broken)
+        patch.setattr(engine.runner, "_forward", broken)
         assert engine.generate([prompt], greedy(8))[0].finish_reason == "error"
     output = engine.generate([prompt], greedy(8))[0]
     assert (output.token_ids, output.num_cached_tokens) == (expected, 0)

@@ -64,14 +64,15 @@ def requests(num: int, **options: Any) -> list[TTSRequest]:
 
 def favour_end(engine: LLMEngine, bonus: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the end of the semantic tokens likelier than the random model has it."""
-    logits = engine.runner.model.logits
+    forward = engine.runner._forward
 
-    def favouring(hidden: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = logits(hidden).clone()
-        found[:, EOS] += bonus
+    def favouring(*given: Any) -> list[Any]:
+        found = forward(*given)
+        for logits in found:
+            logits[:, EOS] += bonus
         return found
 
-    monkeypatch.setattr(engine.runner.model, "logits", favouring)
+    monkeypatch.setattr(engine.runner, "_forward", favouring)
     engine.clear_cache()  # of logits too
 
 
@@ -130,7 +131,7 @@ def test_every_property_changes_the_tokens(sampler: RwkvSampler, kind: str) -> N
     prompts = [TTSRequest(text="a", **voice).prompt() for voice in voices]
     outputs = sampler.engine.generate(prompts, SamplingParams(max_tokens=1), wants_logits=True)
     rows = [output.logits[0] for output in outputs]  # not tokens: of random weights, they may be the same
-    assert all((one - other).abs().max() > 1e-4 for one, other in itertools.combinations(rows, 2))
+    assert all(abs(one - other).max() > 1e-4 for one, other in itertools.combinations(rows, 2))
 
 
 def test_llama_models_can_speak(tmp_path: Path) -> None:
@@ -213,16 +214,16 @@ def test_a_failing_request_does_not_affect_its_batch(sampler: RwkvSampler, monke
     good = requests(4)
     expected = sampler.generate_tts_tokens_batch(good)
     sampler.reset()
-    logits, spoiled = sampler.engine.runner.model.logits, iter(range(100))
+    forward, spoiled = sampler.engine.runner._forward, iter(range(100))
 
-    def failing(hidden: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = logits(hidden).clone()
+    def failing(*given: Any) -> list[Any]:
+        found = forward(*given)
         if next(spoiled) == 20:
-            found[1] = float("nan")
+            found[0][1] = float("nan")
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(sampler.engine.runner.model, "logits", failing)
+        patch.setattr(sampler.engine.runner, "_forward", failing)
         found = sampler.generate_tts_tokens_batch(good)
     failed = [i for i, tokens in enumerate(found) if tokens.error is not None]
     assert len(failed) == 1 and isinstance(found[failed[0]].error, errors.ModelError)

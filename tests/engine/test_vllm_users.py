@@ -231,7 +231,9 @@ def test_other_parameters_of_vllm(llm: LLM) -> None:
 
 def next_logprobs(llm: LLM, tokens: list[int]) -> list[float]:
     logits = llm.generate([tokens], greedy(1), wants_logits=True)[0].logits
-    found: list[float] = logits.double().log_softmax(-1)[0].tolist()
+    import torch
+
+    found: list[float] = torch.tensor(logits).double().log_softmax(-1)[0].tolist()
     return found
 
 

@@ -13,11 +13,20 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import DeviceError
-from archerfish.kernels.decoding import DecodeState
 from archerfish.kernels.formats import WeightFormat
 from archerfish.kernels.machine import cpu
 from archerfish.kernels.native._native import Level, all_threads
-from archerfish.kernels.native.recorder import Handle, Input, Recorder, Replayer, Rows, TapeRunner, Value, set_batch, set_segments
+from archerfish.kernels.native.recorder import (
+    Handle,
+    Input,
+    Recorder,
+    Replayer,
+    Rows,
+    TapeRunner,
+    Value,
+    set_batch,
+    set_segments,
+)
 from archerfish.kernels.native.recurrent import NativeRecurrentOps
 from archerfish.kernels.native.sampling import NativeSampling
 from archerfish.kernels.native.weights import ACTIVATIONS, TYPES, NativeWeight, Table, as_stored, pack_parts
