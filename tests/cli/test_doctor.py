@@ -159,7 +159,7 @@ def test_report_imports_no_torch(tmp_path: Path) -> None:
     command = f"main(['doctor', {str(tmp_path / 'model')!r}])"
     code = f"import sys; from archerfish.cli.main import main; {command}; print('torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert "backend torch + oneDNN" in shown and "smollm2-135m-instruct" in shown and shown.endswith("Ready.\nFalse\n")
+    assert "backend native" in shown and "smollm2-135m-instruct" in shown and shown.endswith("Ready.\nFalse\n")
 
 
 def test_missing_package_is_a_problem(

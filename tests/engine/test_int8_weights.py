@@ -21,7 +21,6 @@ from archerfish.engine.llm_engine import LLMEngine
 from archerfish.kernels.cards import Card
 from archerfish.kernels.formats import PLAIN, Int8Rows, WeightFormat
 from archerfish.kernels.machine import Memory
-from archerfish.kernels.torch.cpu import TorchCpuOps
 from archerfish.kernels.torch.reference import TorchWeight
 from archerfish.models.config import Config
 from archerfish.models.rwkv7 import Rwkv7Model
@@ -29,6 +28,7 @@ from archerfish.store.loader import WeightLoader
 from tests.engine.test_rwkv_engine import note_logits
 from tests.engine.tiny_llama import greedy, tiny_config
 from tests.engine.tiny_rwkv import DTYPES, rwkv_config
+from tests.kernels.native_support import native_ops
 from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, random_tokens, read_rwkv7, write_checkpoint
 
 INT8 = Int8Rows()
@@ -119,7 +119,7 @@ def loss_of(engine: LLM, weight_format: WeightFormat, text: str) -> tuple[float,
     assert engine.tokenizer is not None
     tokens = engine.tokenizer.encode(text)
     weights = WeightLoader(facts.directory).load_weights()
-    driver = RecurrentDriver(TorchCpuOps("cpu"), weights, facts.config.values, [tokens], weight_format=weight_format)
+    driver = RecurrentDriver(native_ops(), weights, facts.config.values, [tokens], weight_format=weight_format)
     (logits,) = driver.step([(0, len(tokens))])
     return float(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:]))), logits
 

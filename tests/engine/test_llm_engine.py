@@ -28,16 +28,6 @@ def engine(llama: Path) -> Iterator[LLMEngine]:
         yield made
 
 
-def test_loading_thread_releases_its_openmp_threads(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    released: list[int] = []
-    monkeypatch.setattr("archerfish.kernels.torch.reference.release_threads", lambda: released.append(threading.get_ident()))
-    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
-    with make(llama):
-        assert released == [threading.get_ident()]
-    with ThreadPoolExecutor(1) as computing, make(llama, executor=computing):  # as where other engines compute too
-        assert released == [threading.get_ident()] * 2
-
-
 def test_an_engine_refuses_after_a_fork(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archerfish.engine.llm_engine.os.getpid", lambda: -1)
     with pytest.raises(errors.StoppedError, match="fork"):

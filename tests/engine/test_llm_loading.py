@@ -16,7 +16,6 @@ from archerfish.engine.llm_loading import read_facts
 from archerfish.errors import ArcherfishError, OutOfMemoryError, UnsupportedModelError
 from archerfish.kernels import room
 from archerfish.kernels.machine import Memory
-from archerfish.kernels.torch.cpu import is_available
 from archerfish.types import no_progress
 from tests.engine.tiny_llama import greedy, tiny_config
 
@@ -64,7 +63,7 @@ def test_tokens_are_those_of_transformers(model: Any, kind: str, tmp_path: Path,
 def test_two_byte_types_run(model: Any, dtype: str, tmp_path: Path, hub: HubConfig) -> None:
     model.save_pretrained(tmp_path)
     with LLMEngine(str(tmp_path), dtype=dtype, max_cache_tokens=512, num_threads=1, hub=hub) as engine:
-        assert engine.facts.dtype == (dtype if is_available(dtype) else "float32")
+        assert engine.facts.dtype == dtype
         assert len(engine.generate([PROMPT], GREEDY)[0].token_ids) == 10
 
 

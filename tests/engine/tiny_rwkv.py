@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from archerfish.config import EngineConfig
-from archerfish.kernels.torch.cpu import is_available
 
 TINY = {
     "architectures": ["RWKV7ForCausalLM"], "model_type": "rwkv7", "hidden_size": 64, "intermediate_size": 96,
@@ -18,8 +16,7 @@ TINY = {
     "v_low_rank_dim": 8, "gate_low_rank_dim": 8, "eos_token_id": 0, "max_position_embeddings": 4096,
 }
 
-NO_BFLOAT16 = pytest.mark.skipif(not is_available("bfloat16"), reason="no bfloat16 products here")
-DTYPES = ["float32", pytest.param("bfloat16", marks=NO_BFLOAT16)]
+DTYPES = ["float32", "bfloat16"]
 
 
 def save_tiny_rwkv(directory: Path, **changes: Any) -> Path:
