@@ -19,6 +19,7 @@ from archerfish.kernels.ops import KVLayer, Rotary
 from archerfish.kernels.recurrent import StateLayer, StateMemory
 from archerfish.kernels.stored import StoredTensor
 
+__all__ = ["LEVELS", "NativeOps", "Translated", "native_ops", "to_arrays"]
 LEVELS = levels()
 TAKES_TENSORS = ("linear_weight", "to_device", "vector")  # of a checkpoint
 GIVEN = (KVLayer, Rotary, StateLayer, StateMemory)

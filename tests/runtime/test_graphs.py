@@ -151,11 +151,11 @@ class AnyRowsOps(TorchOps):
     """A backend that computes when it is called, and repeats what it recorded for any number of rows."""
 
     can_record = replays_any_rows = True
-    replayed: ClassVar[list[int]] = []
+    repeated: ClassVar[list[int]] = []
 
     def capture(self, call: Callable[[], torch.Tensor]) -> Replay[torch.Tensor]:
         def repeat(num_rows: int = 0) -> torch.Tensor:
-            self.replayed.append(num_rows)
+            self.repeated.append(num_rows)
             return call()
 
         return repeat
@@ -172,7 +172,7 @@ def test_one_recording_replays_any_number_of_rows(model: Path, monkeypatch: pyte
             assert (graphs is not None) == (ops is AnyRowsOps)
     assert found[0] == found[1]
     assert graphs is not None and {kind.size for kind in graphs._recorded} == {8}
-    assert {1, 2, 3, 4, 5, 6} <= set(AnyRowsOps.replayed)
+    assert {1, 2, 3, 4, 5, 6} <= set(AnyRowsOps.repeated)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card")

@@ -16,7 +16,7 @@ from archerfish.errors import DeviceError
 from archerfish.kernels.decoding import DecodeState
 from archerfish.kernels.formats import WeightFormat
 from archerfish.kernels.machine import cpu
-from archerfish.kernels.native._native import Level, all_threads
+from archerfish.kernels.native._native import Level, all_threads, levels
 from archerfish.kernels.native.recorder import Handle, Input, Recorder, Replayer, Rows, TapeRunner, Value, set_batch, set_segments
 from archerfish.kernels.native.recurrent import NativeRecurrentOps
 from archerfish.kernels.native.weights import ACTIVATIONS, TYPES, NativeWeight, Table, as_stored, matrix_of, pack_parts
@@ -41,6 +41,7 @@ from archerfish.kernels.stored import StoredTensor
 
 POOLINGS: dict[Pooling, int] = {"mean": 0, "cls": 1, "lasttoken": 2, "max": 3, "mean_sqrt_len_tokens": 4}
 DUMMY_SCALE = 0.02  # of random weights
+WIDE_LEVELS = ("fp16", "avx512_bf16", "amx")  # with products of 16 bits (csrc/wide.h)
 
 
 class NativeOps(Ops[Any]):
@@ -52,12 +53,23 @@ class NativeOps(Ops[Any]):
     def __init__(self, device: str = "cpu", dtype: str = "float32", level: str = "") -> None:
         super().__init__()
         self.device, self.dtype, self.type = device, dtype, TYPES[dtype]
-        self.level = Level(level)
+        self.level, self._is_deterministic = Level(level), False
         self.runner = TapeRunner(self.level, all_threads(cpu().num_cores))
         self._tables: dict[int, Table] = {}  # quantised lookup tables by the address of their data
 
     def start_thread(self, num_threads: int) -> None:
         set_pass_threads(num_threads)
+
+    @property
+    def is_deterministic(self) -> bool:
+        return self._is_deterministic
+
+    @is_deterministic.setter
+    def is_deterministic(self, value: bool) -> None:
+        """Some levels round products of many rows in another way than those of few; then the fastest of the others computes."""
+        self._is_deterministic = value
+        if value and self.level.name in WIDE_LEVELS:
+            self.level = self.runner.level = Level([name for name in levels() if name not in WIDE_LEVELS][-1])
 
     # Arrays of the host
 
