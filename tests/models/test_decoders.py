@@ -84,7 +84,7 @@ def test_int8_weights_equal_the_dequantised_model(kind: str, backend: Backend) -
     expected = Driver(TorchOps(), wide, {**config, "tie_word_embeddings": False}, tokens).step(work)
     found = Driver(backend(), weights, config, tokens, weight_format=int8).step(work)
     error = (torch.cat(found) - torch.cat(expected)).norm() / torch.cat(expected).norm()
-    assert error < (1e-4 if backend is TorchOps else 0.03)  # activations of native products have 8 bits, too
+    assert error < (1e-4 if backend is TorchOps else 0.04)  # activations of native products have 8 bits, too
 
 
 @pytest.mark.parametrize(

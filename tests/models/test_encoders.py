@@ -84,7 +84,7 @@ def test_int8_weights_equal_the_dequantised_model(kind: str) -> None:
     batch = batch_of(config["vocab_size"])
     expected = InferenceCore(wide, config, dtype="float32").run(batch)
     found = InferenceCore(weights, config, dtype="float32", weight_format="int8").run(batch)
-    assert np.linalg.norm(found - expected) < 0.03 * np.linalg.norm(expected)  # activations have 8 bits, too
+    assert np.linalg.norm(found - expected) < 0.04 * np.linalg.norm(expected)  # activations have 8 bits, too
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta", "distilbert", "mpnet"])
