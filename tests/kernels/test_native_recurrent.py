@@ -16,7 +16,7 @@ from archerfish.kernels.recurrent import HeadInputs, RecurrentBatch, StateMemory
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.kernels.torch.wkv import TorchRecurrentOps
 from tests.kernels.native_support import LEVELS, NativeOps, Translated, to_arrays
-from tests.kernels.wkv_cases import WHOLE, MixCase, SequentialOps, make_case, one_slot_batch
+from tests.kernels.wkv_cases import WHOLE, MixCase, make_case, one_slot_batch
 from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, random_tokens, read_rwkv7, write_checkpoint
 
 TOLERANCE = 2e-5
@@ -63,7 +63,7 @@ def mixed(ops: NativeOps, case: MixCase) -> tuple[torch.Tensor, torch.Tensor]:
 
 def check_mix(ops: NativeOps, case: MixCase) -> None:
     expected_states = case.states.clone()
-    expected = SequentialOps(TorchOps()).mix_heads(case.inputs, case.weights, expected_states, case.batch)
+    expected = TorchRecurrentOps(TorchOps()).mix_heads(case.inputs, case.weights, expected_states, case.batch)
     out, states = mixed(ops, case)
     highest = max(1.0, float(expected_states.nan_to_num().abs().max()))
     torch.testing.assert_close(out, expected, atol=TOLERANCE * highest, rtol=TOLERANCE)
