@@ -21,7 +21,7 @@ from archerfish.engine.llm_engine import LLMEngine
 from archerfish.kernels.cards import Card
 from archerfish.kernels.formats import PLAIN, Int8Rows, WeightFormat
 from archerfish.kernels.machine import Memory
-from archerfish.kernels.torch.reference import TorchWeight
+from archerfish.kernels.native.weights import NativeWeight
 from archerfish.models.config import Config
 from archerfish.models.rwkv7 import Rwkv7Model
 from archerfish.store.loader import WeightLoader
@@ -55,7 +55,7 @@ def error_of(logits: torch.Tensor, expected: torch.Tensor) -> float:
 def test_engine_logits_are_close_to_the_golden_ones(
     dtype: str, tiny: Path, hub: HubConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone, which in bfloat16 is another kernel than in company, and together."""
+    """Alone and together."""
     golden, sequences = torch.from_numpy(np.load(GOLDEN)), random_tokens(SIZES["tiny"], 3, 100)
     with make(tiny, hub, dtype=dtype) as engine:
         noted = note_logits(engine, monkeypatch)
@@ -77,10 +77,9 @@ def test_weights_are_counted_as_they_are_and_stand_in_memory_once(dtype: str, ti
         facts = engine.facts
         assert facts.weight_bytes == expected
         packed = [weight.get() for weight in engine.runner.ops._linear_weights]
-        int8 = [each for each in packed if isinstance(each, TorchWeight) and each.weight_format.name == "int8"]
-        matrices = [each.tensors["weight"] for each in int8]
-        assert {each.dtype for each in matrices} == {torch.int8}
-        assert sum(each.untyped_storage().nbytes() for each in matrices) == num_int8
+        matrices = [each.matrix for each in packed if isinstance(each, NativeWeight) and each.format_name == "Q8_0"]
+        assert sum(each.num_outputs * each.num_inputs for each in matrices) == num_int8
+        assert sum(each.num_bytes for each in matrices) < 1.2 * num_int8  # the last group of outputs is filled up
     assert Rwkv7Model.tensor_bytes(Config(config), dtype) == {name: each.numel() * item_bytes for name, each in stored.items()}
 
 

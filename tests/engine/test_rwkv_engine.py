@@ -45,9 +45,9 @@ def note_logits(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> list[torc
     noted: list[torch.Tensor] = []
     original = engine.runner._forward
 
-    def forward(*given: Any) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = original(*given)
-        noted.extend(row for each in found for row in each.clone())
+    def forward(*given: Any) -> list[Any]:
+        found: list[Any] = original(*given)
+        noted.extend(row for each in found for row in torch.from_numpy(engine.runner.ops.to_numpy(each).copy()))
         return found
 
     monkeypatch.setattr(engine.runner, "_forward", forward)

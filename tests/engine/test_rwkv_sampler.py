@@ -64,15 +64,25 @@ def requests(num: int, **options: Any) -> list[TTSRequest]:
 
 def favour_end(engine: LLMEngine, bonus: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the end of the semantic tokens likelier than the random model has it."""
-    logits = engine.runner.model.logits
 
-    def favouring(hidden: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = logits(hidden).clone()
-        found[:, EOS] += bonus
-        return found
+    def favour(logits: Any) -> None:
+        logits[:, EOS] += bonus
 
-    monkeypatch.setattr(engine.runner.model, "logits", favouring)
+    change_logits(engine, favour, monkeypatch)
     engine.clear_cache()  # of logits too
+
+
+def change_logits(engine: LLMEngine, change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have all logits of passes, which may be recorded, changed in place."""
+    original, ops = engine.runner._forward, engine.runner.ops
+
+    def forward(*given: Any) -> list[Any]:
+        found = [ops.to_numpy(each).copy() for each in original(*given)]
+        for each in found:
+            change(each)
+        return [ops.tensor(each) for each in found]
+
+    monkeypatch.setattr(engine.runner, "_forward", forward)
 
 
 def test_repr_shows_the_engine(sampler: RwkvSampler) -> None:
@@ -213,16 +223,14 @@ def test_a_failing_request_does_not_affect_its_batch(sampler: RwkvSampler, monke
     good = requests(4)
     expected = sampler.generate_tts_tokens_batch(good)
     sampler.reset()
-    logits, spoiled = sampler.engine.runner.model.logits, iter(range(100))
+    spoiled = iter(range(100))
 
-    def failing(hidden: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = logits(hidden).clone()
+    def spoil(logits: Any) -> None:
         if next(spoiled) == 20:
-            found[1] = float("nan")
-        return found
+            logits[1] = float("nan")
 
     with monkeypatch.context() as patch:
-        patch.setattr(sampler.engine.runner.model, "logits", failing)
+        change_logits(sampler.engine, spoil, patch)
         found = sampler.generate_tts_tokens_batch(good)
     failed = [i for i, tokens in enumerate(found) if tokens.error is not None]
     assert len(failed) == 1 and isinstance(found[failed[0]].error, errors.ModelError)

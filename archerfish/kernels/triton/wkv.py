@@ -4,8 +4,7 @@ A program has one head of one sequence and keeps its state in registers, storing
 all that lies between a time mix's products: decay, rate, keys, recurrence, norm of the head, bonus and gate touch nothing but
 the head's own columns. `mix_decodes_kernel` has one token of each sequence, `mix_tokens_kernel` takes one after the other,
 `mix_chunks_kernel` a chunk of them at once. With D_t the product of the decays of a chunk's first t tokens,
-S_t = R_t diag(D_t),
-where
+S_t = R_t diag(D_t), where
 
     R_t = R_(t-1) + u_t (z_t a_t / D_t)^T + v_t (k_t / D_t)^T        u_t = -R_(t-1) (D_(t-1) z_t)
 
