@@ -226,7 +226,7 @@ def test_a_prompt_bigger_than_memory_is_refused_at_once(llama: Path) -> None:
 def test_a_failing_step_ends_its_requests_and_nothing_else(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with make(llama) as engine:
         good = tokens(engine.generate(prompts(2, 81), greedy(4)))
-        real = engine.runner.model.forward
+        real = engine.runner._forward
         calls = 0
 
         def fail_once(*args: Any) -> Any:
@@ -236,7 +236,7 @@ def test_a_failing_step_ends_its_requests_and_nothing_else(llama: Path, monkeypa
                 raise RuntimeError("the card fell out")
             return real(*args)
 
-        monkeypatch.setattr(engine.runner.model, "forward", fail_once)
+        monkeypatch.setattr(engine.runner, "_forward", fail_once)
         failed = engine.generate([[7, 8, 9]], greedy(6))[0]
         assert failed.finish_reason == "error"
         assert "fell out" in str(failed.outputs[0].error)

@@ -16,7 +16,7 @@ import archerfish
 from archerfish import EngineConfig, LLMEngine, PerformanceMonitor, RwkvSampler, SamplingParams, TTSRequest, TTSTokens, errors
 from archerfish.compat.optimization import OptimizationConfig
 from archerfish.engine.tts import EOS, GLOBAL_OFFSET, PROPERTIES, TAG_1, VOCAB_SIZE
-from archerfish.kernels.torch import reference
+from archerfish.kernels.native import ops as native
 from tests.engine.test_tts import BAD, REFERENCE, VOICE
 from tests.engine.tiny_llama import save_tiny_llama, tiny_config
 from tests.engine.tiny_rwkv import rwkv_config, save_tiny_rwkv
@@ -33,7 +33,7 @@ def config_of(directory: Path, **options: Any) -> EngineConfig:
 def large_weights() -> Iterator[None]:
     """Such that what is drawn depends on all that was read."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "DUMMY_SCALE", 0.5)
+        patch.setattr(native, "DUMMY_SCALE", 0.5)
         yield
 
 
