@@ -3,22 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import os
-import platform
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-
-# Waiting OpenMP threads spin for about 12 ms by default. On cores that other processes want too, they take the core from the
-# thread that they wait for: 8 sequences of a small model ran at 5 instead of 90 tokens/s. 100,000 turns are about 4 ms; fewer
-# slow quiet cores down, and on ARM the default is best there. On cores that are busy at the start they do not spin at all:
-# SmolLM2 is 1.7 times as fast then on two ARM cores with two busy neighbours, as fast as in the server.
-# OpenMP reads this when torch is first imported; processes of a service inherit it.
-if "OMP_WAIT_POLICY" not in os.environ and hasattr(os, "getloadavg"):
-    if os.getloadavg()[0] > (os.cpu_count() or 1):
-        os.environ.setdefault("GOMP_SPINCOUNT", "0")
-    elif platform.machine() in ("x86_64", "AMD64"):
-        os.environ.setdefault("GOMP_SPINCOUNT", "100000")
 
 if TYPE_CHECKING:
     from archerfish.cache.adaptive import AdaptiveCache, CacheKey, LogitsCache

@@ -243,7 +243,7 @@ void store_kv(const KVStore& args, const Task& task) {
   const int dim = args.head_dim;
   const int64_t queries = int64_t(args.num_heads) * dim, keys = int64_t(args.num_kv_heads) * dim, width = queries + 2 * keys;
   task.share(0, args.num_rows, 4, [&](int64_t first, int64_t last) {
-    float head[1024];
+    float head[kMostHeadDim];
     for (int64_t row = first; row < last; row++) {
       const float* from = args.qkv + row * width;
       const float* cos_sin = args.rotary_dim ? args.cos_sin + args.positions[row] * args.rotary_dim : nullptr;

@@ -12,6 +12,7 @@ constexpr int kRowsAtOnce = 128; // that a panel of unpacked weights is used for
 constexpr int64_t kLine = 64;    // bytes of a cache line
 
 constexpr int kQueries = 32;     // rows of a tile of attention
+constexpr int kMostHeadDim = 1024;
 constexpr int kChunk = 64;       // keys that a tile takes at a time
 
 enum class Type : int { kFloat, kHalf, kBfloat };

@@ -139,10 +139,10 @@ INLINE void quantise(const float* x, int64_t num_blocks, ByteBlock* blocks, int 
   constexpr float kMost = 127 << kLowBits;
   for (int64_t b = 0; b < num_blocks; b++) {
     ByteBlock& to = blocks[b];
-    Floats v[2 * kHalf], most = {};
+    Floats v[2 * kHalf], most = {}, broken = {};  // broken: NaN if a number is not finite
     UNROLL for (int i = 0; i < 2 * kHalf; i++) {
       v[i] = load(x + b * kBlock + i * kLanes);
-      most = larger(most, magnitude(v[i]));
+      most = larger(most, magnitude(v[i])), broken += v[i] * 0.0f;
     }
     const float highest = largest(most), inverse = highest > 0 ? kMost / highest : 0.0f;
     UNROLL for (int half = 0; half < 2; half++) {
@@ -156,7 +156,7 @@ INLINE void quantise(const float* x, int64_t num_blocks, ByteBlock* blocks, int 
       }
       to.sums[row][half] = sum(total);
     }
-    to.scales[row] = highest / kMost;
+    to.scales[row] = highest / kMost + sum(broken);
     to.weighted[row] = to.scales[row] * float(to.sums[row][0] + to.sums[row][1]);
   }
 }

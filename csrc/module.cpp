@@ -58,6 +58,7 @@ void add_tables(Tape& tape, std::vector<Array> tables, std::vector<int> types, s
 
 void add_store_kv(Tape& tape, int qkv, int q, std::vector<int> heads, std::optional<Array> cos_sin, int rotary_dim,
                   std::optional<Array> q_norm, std::optional<Array> k_norm, float eps, WritableArray keys, WritableArray values, int type) {
+  if (heads[2] > kMostHeadDim) throw nb::value_error("A head has more dimensions than store_kv takes.");
   KVStore args{};
   args.num_heads = heads[0], args.num_kv_heads = heads[1], args.head_dim = heads[2], args.rotary_dim = rotary_dim;
   args.cos_sin = floats(cos_sin), args.q_norm = floats(q_norm), args.k_norm = floats(k_norm), args.eps = eps;

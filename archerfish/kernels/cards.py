@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-import re
 import runpy
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,22 +28,17 @@ class TorchBuild:
     version: str = ""
     cuda: str | None = None
     hip: str | None = None
-    has_onednn: bool | None = None
 
 
 def torch_build() -> TorchBuild:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return TorchBuild()
-    folder = Path(spec.origin).parent
     try:
-        facts = runpy.run_path(str(folder / "version.py"))
-        header = (folder / "include" / "ATen" / "Config.h").read_text(encoding="utf-8")
+        facts = runpy.run_path(str(Path(spec.origin).parent / "version.py"))
     except OSError:
         return TorchBuild()
-    stated = re.search(r"#define AT_MKLDNN_ENABLED\(\) (\d)", header)
-    has_onednn = stated and stated[1] == "1"
-    return TorchBuild(str(facts["__version__"]), facts.get("cuda") or "", facts.get("hip") or "", has_onednn)
+    return TorchBuild(str(facts["__version__"]), facts.get("cuda") or "", facts.get("hip") or "")
 
 
 def find_cards() -> tuple[list[Card], str]:

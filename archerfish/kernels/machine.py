@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-ARM = ("aarch64", "arm64")  # as `platform.machine` names it
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 ARM_PARTS = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
 NO_LIMIT_BYTES = 2**60  # cgroup v1 writes a number near 2**63 for "none"
@@ -33,10 +32,6 @@ class Cpu:
     @property
     def has_fast_bfloat16(self) -> bool:
         return self.has_amx or "avx512_bf16" in self.flags
-
-    @property
-    def has_fast_float16(self) -> bool:
-        return "avx512_fp16" in self.flags or "amx_fp16" in self.flags
 
 
 @lru_cache(maxsize=1)

@@ -442,10 +442,6 @@ class Ops(ABC, Generic[T]):
     def fetch(self, x: T) -> Callable[[], npt.NDArray[Any]]:
         """Begin to bring a tensor to the host; the result waits for it."""
 
-    def padded_rows(self, num_rows: int) -> int:
-        """How many rows the products of a batch of num_rows tokens should have."""
-        return num_rows
-
     def computing(self) -> AbstractContextManager[object]:
         """The context of a thread while it computes."""
         return nullcontext()

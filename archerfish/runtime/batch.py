@@ -52,9 +52,9 @@ def pad_tables(blocks: Sequence[Sequence[int]]) -> Ids:
     return tables
 
 
-def fill_up(ops: Ops[T], rows: Ids) -> T:
-    """Rows that are wanted on the device, and as many more as make a number that the backend likes."""
-    return ops.tensor(np.pad(rows, (0, ops.padded_rows(max(1, len(rows))) - len(rows))))
+def at_least_one(ops: Ops[T], rows: Ids) -> T:
+    """Rows that are wanted, on the device; the first one where none is."""
+    return ops.tensor(rows if len(rows) else np.zeros(1, dtype=np.int64))
 
 
 def pack_batch(
@@ -64,12 +64,12 @@ def pack_batch(
     """The batch of sequences over KV blocks: token_ids (tokens,), query_lens, starts (sequences,), block_tables (sequences,
     most blocks of any).
 
-    Sequences with one new token must stand first. num_rows: of the batch's tensors; 0: as the backend likes it. kept_rows: as
-    in `PagedBatch`; they are filled up as the backend likes it.
+    Sequences with one new token must stand first. num_rows: of the batch's tensors; 0: as many as tokens. kept_rows: as in
+    `PagedBatch`.
     """
     num_decodes, num_tokens = int(np.count_nonzero(query_lens == 1)), len(token_ids)
     assert (query_lens[:num_decodes] == 1).all(), "sequences with one new token must stand first"
-    num_rows = num_rows or ops.padded_rows(num_tokens)
+    num_rows = num_rows or num_tokens
     assert num_rows >= num_tokens, "a batch has at least a row per token"
     sequence = np.repeat(np.arange(len(query_lens)), query_lens)
     ends = np.cumsum(query_lens)
@@ -83,7 +83,7 @@ def pack_batch(
         token_ids=ops.tensor(rows[0]), positions=ops.tensor(rows[1]), slots=ops.tensor(rows[2]),
         block_tables=ops.tensor(block_tables), block_size=block_size, is_deterministic=is_deterministic,
         num_shared=find_shared(block_tables[:num_decodes], block_size) if ops.is_async else 0,
-        kept_rows=None if kept_rows is None else fill_up(ops, kept_rows),
+        kept_rows=None if kept_rows is None else at_least_one(ops, kept_rows),
     )
 
 
@@ -109,7 +109,7 @@ def pack_recurrent_batch(
     before = tables[sequence, np.maximum(piece_begins - 1, 0) // block_size] + FIRST_SLOT
     sources = np.where(piece_begins == 0, EMPTY_SLOT, before)
     piece_starts = np.concatenate(([0], np.cumsum(piece_lens)))
-    rows = np.zeros((2, num_rows or ops.padded_rows(num_tokens)), dtype=np.int64)  # token ids, rows before; the filling is 0
+    rows = np.zeros((2, num_rows or num_tokens), dtype=np.int64)  # token ids, rows before; the filling is 0
     rows[0, :num_tokens] = token_ids
     rows[1, 1:num_tokens] = np.arange(num_tokens - 1)
     rows[1, piece_starts[first_pieces[:-1]]] = -1 - sources[first_pieces[:-1]]
@@ -117,7 +117,7 @@ def pack_recurrent_batch(
         num_tokens=num_tokens, num_decodes=num_decodes, query_lens=query_lens, piece_counts=counts, piece_lens=piece_lens,
         token_ids=ops.tensor(rows[0]), previous=ops.tensor(rows[1]), sources=ops.tensor(sources), targets=ops.tensor(targets),
         starts=ops.tensor(piece_starts), first_pieces=ops.tensor(first_pieces), is_deterministic=is_deterministic,
-        kept_rows=None if kept_rows is None else fill_up(ops, kept_rows),
+        kept_rows=None if kept_rows is None else at_least_one(ops, kept_rows),
     )
 
 

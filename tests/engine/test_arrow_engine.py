@@ -242,7 +242,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_weights_are_in_memory_once_and_a_forked_process_can_encode(minilm_source: Path) -> None:
     """After packing, the mapped matrices are let go: red if originals and packed copies both stay resident.
 
-    OpenMP and the parent's threads do not survive a fork: red if the child waits for either.
+    The parent's threads do not survive a fork: red if the child waits for them.
     """
     out = subprocess.run([sys.executable, "-c", RESIDENT_AND_FORKED], capture_output=True, text=True, check=True)
     num_mappings, share, child_code = out.stdout.split()

@@ -45,13 +45,13 @@ def converted(dtype: str) -> WeightLoader:
 
 @lru_cache(maxsize=1)
 def reference() -> Reference:
-    from archerfish.kernels.torch.cpu import TorchCpuOps
+    from archerfish.kernels.torch.reference import TorchOps
 
     loader = converted("float32")
     tokenizer = TextTokenizer(loader.directory, config=loader.config, generation_config={})
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     tokens = [[*prompt, *([0] * NUM_NEW)] for prompt in prompts]
-    model = GivenTokens(TorchCpuOps(), loader.load_weights(), loader.config, tokens)
+    model = GivenTokens(TorchOps(), loader.load_weights(), loader.config, tokens)
     lengths = [len(prompt) for prompt in prompts]
     model.fill([length - 1 for length in lengths])
     found: list[Tensor] = []

@@ -11,10 +11,9 @@ import torch
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, TYPES, batch_over, combine, random, untraced
 
 from tests.kernels.triton_support import assert_near, captured, expect_attention, small_ops  # isort: skip
-from archerfish.errors import InvalidInputError  # isort: skip (triton must be told to interpret first)
+from archerfish.errors import DeviceError, InvalidInputError  # isort: skip (triton must be told to interpret first)
 from archerfish.kernels.ops import BlockMask, HeadShape  # isort: skip
-from archerfish.kernels.torch.reference import TorchOps, visible  # isort: skip
-from archerfish.kernels.torch.cpu import TorchCpuOps  # isort: skip
+from archerfish.kernels.torch.reference import visible  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
 from archerfish.kernels.triton.plan import AttentionPlan, Tile, find_plan, lay_mask  # isort: skip
 
@@ -138,12 +137,13 @@ def test_a_step_never_spans_two_blocks_of_a_mask() -> None:
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="batches of these tests lie on the GPU")
-def test_a_mask_on_a_cpu() -> None:
-    heads = HeadShape(2, 1, 16, 0.25)
-    batch, kv = batch_over(TorchOps(), ((1, 90), (1, 5), (9, 70)), 8, heads)
-    q, mask = torch.randn(11, 32), random_mask(16, 6, 6)
-    expected = TorchOps().paged_attention(q, kv, batch, heads, mask=mask)
-    torch.testing.assert_close(TorchCpuOps().paged_attention(q, kv, batch, heads, mask=mask), expected)
+def test_the_native_backend_refuses_a_mask() -> None:
+    from tests.kernels.native_support import native_ops
+
+    heads, ops = HeadShape(2, 1, 16, 0.25), native_ops()
+    batch, kv = batch_over(ops, ((1, 90), (9, 70)), 8, heads)
+    with pytest.raises(DeviceError, match="no block masks"):
+        ops.paged_attention(torch.randn(10, 32), kv, batch, heads, mask=random_mask(16, 6, 6))
 
 
 def test_reference_sees_its_own_block_and_the_visible_ones() -> None:

@@ -12,13 +12,12 @@ import torch
 
 from archerfish.kernels import cards, select
 from archerfish.kernels.cards import Card, TorchBuild, find_cards, torch_build
-from archerfish.kernels.torch.cpu import is_available
 
 GIB = 1 << 30
 
 
 def test_torch_build_says_what_torch_says() -> None:
-    found = TorchBuild(torch.__version__, torch.version.cuda or "", torch.version.hip or "", is_available("float32"))
+    found = TorchBuild(torch.__version__, torch.version.cuda or "", torch.version.hip or "")
     assert torch_build() == found
 
 
@@ -51,11 +50,11 @@ class FakeDriver:
 
 
 def test_cards_come_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cards, "torch_build", lambda: TorchBuild("2.13.0", "12.8", "", True))
+    monkeypatch.setattr(cards, "torch_build", lambda: TorchBuild("2.13.0", "12.8", ""))
     monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeDriver())
     assert find_cards() == ([Card("NVIDIA H200", 139 * GIB, 100 * GIB), Card("NVIDIA T4", 15 * GIB, 14 * GIB)], "")
     states = {path.name: path.is_on for path in select.fast_paths()}
-    assert states["CUDA"] and not states["backend torch + oneDNN"]
+    assert states["CUDA"] and not states["backend native"]
 
 
 @pytest.mark.parametrize(
@@ -74,9 +73,9 @@ def test_reason_for_no_card(driver: FakeDriver | None, reason: str, monkeypatch:
         return driver
 
     monkeypatch.setattr(ctypes, "CDLL", load)
-    monkeypatch.setattr(cards, "torch_build", lambda: TorchBuild("2.13.0", "12.8", "", True))
+    monkeypatch.setattr(cards, "torch_build", lambda: TorchBuild("2.13.0", "12.8", ""))
     assert find_cards() == ([], reason)
-    monkeypatch.setattr(cards, "torch_build", lambda: TorchBuild("2.13.0+cpu", "", "", True))
+    monkeypatch.setattr(cards, "torch_build", lambda: TorchBuild("2.13.0+cpu", "", ""))
     assert find_cards() == ([], "this torch (2.13.0+cpu) has no CUDA")
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
+from collections.abc import Callable
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,15 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archerfish.kernels.ops import Activation, HeadShape, KVLayer, Rotation
-from archerfish.kernels.torch.cpu import ROW_STEP, SPLIT_SAVES, TorchCpuOps, group_lengths, lay_out
 from archerfish.kernels.torch.reference import ACTIVATIONS, TorchOps
+from tests.kernels.native_support import native_ops
 from tests.kernels.paged import CPU_TYPES as TYPES
 from tests.kernels.paged import batch_over, check_copied_blocks, random
 
-BACKENDS = [TorchOps, TorchCpuOps]
+BACKENDS = [TorchOps, native_ops]
+Backend = Callable[..., Any]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
 # (new tokens, context) of sequences
 SEQUENCES = st.lists(st.integers(1, 70).flatmap(lambda n: st.tuples(st.integers(1, n), st.just(n))), min_size=1, max_size=8)
+
+
+def activation_type(backend: Backend, dtype: str) -> str:
+    return dtype if backend is TorchOps else "float32"  # native activations are float32 at all times
 
 
 def test_reference_attention_written_out() -> None:
@@ -41,76 +47,34 @@ def test_reference_attention_written_out() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(SEQUENCES, st.sampled_from([1, 4, 16, 24]), st.sampled_from([0, 1, 10, 64]), st.booleans())
-def test_cpu_attention_equals_the_reference(
-    sequences: list[tuple[int, int]], block_size: int, window: int, is_deterministic: bool
-) -> None:
+@given(SEQUENCES, st.sampled_from([1, 4, 16, 24]), st.sampled_from([0, 1, 10, 64]))
+def test_cpu_attention_equals_the_reference(sequences: list[tuple[int, int]], block_size: int, window: int) -> None:
     heads = HeadShape(6, 2, 16, scale=0.25, window=window)
-    fast = TorchCpuOps()
-    batch, kv = batch_over(fast, sequences, block_size, heads, is_deterministic=is_deterministic)
-    q = random(fast.padded_rows(batch.num_tokens), 96)
+    fast = native_ops()
+    batch, kv = batch_over(fast, sequences, block_size, heads)
+    q = random(batch.num_tokens, 96)
     out = fast.paged_attention(q, kv, batch, heads)
-    assert out.shape == q.shape
-    expected = TorchOps().paged_attention(q, kv, batch, heads)[: batch.num_tokens]
-    torch.testing.assert_close(out[: batch.num_tokens], expected, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("num_new, context", [(33, 33), (70, 94), (500, 500), (512, 512), (513, 513), (513, 600)])
-@pytest.mark.parametrize("window", [0, 40])
-def test_short_prompts_see_a_whole_number_of_steps(num_new: int, context: int, window: int) -> None:
-    heads = HeadShape(4, 2, 16, scale=0.25, window=window)
-    fast = TorchCpuOps()
-    batch, kv = batch_over(fast, [(num_new, context)], 16, heads)
-    q = random(fast.padded_rows(num_new), 64)
-    expected = TorchOps().paged_attention(q, kv, batch, heads)[:num_new]
-    torch.testing.assert_close(fast.paged_attention(q, kv, batch, heads)[:num_new], expected, atol=1e-5, rtol=1e-4)
-    [prefill] = lay_out(batch, window, q.dtype).prefills
-    is_whole = num_new == context and not window
-    assert (len(prefill.slots) % ROW_STEP == 0) != (is_whole and num_new == 513)
-    assert (prefill.mask is None) == (is_whole and num_new >= 512)
-
-
-def test_decodes_are_grouped_by_length_and_restored_in_order() -> None:
-    heads = HeadShape(4, 4, 16, scale=0.25)
-    fast = TorchCpuOps()
-    batch, kv = batch_over(fast, [(1, n) for n in (30, 900, 31, 40, 2000, 33, 850, 5)], 16, heads)
-    q = random(8, 64)
-    torch.testing.assert_close(
-        fast.paged_attention(q, kv, batch, heads), TorchOps().paged_attention(q, kv, batch, heads), atol=1e-5, rtol=1e-4
-    )
-    assert [len(slots) // num for slots, _, num in lay_out(batch, 0, q.dtype).decodes] == [2016, 928, 64]
-
-
-@given(st.lists(st.integers(1, 4000), min_size=1, max_size=64).map(lambda lengths: np.array(lengths, dtype=np.int64)))
-def test_groups_hold_every_sequence_once_and_waste_little(lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
-    order, groups = group_lengths(lengths)
-    assert sorted(i for group in groups for i in group.tolist()) == list(range(len(lengths)))
-    assert order is None or np.array_equal(order, np.concatenate(groups))
-    sizes = [-(-lengths[group] // ROW_STEP) * ROW_STEP for group in groups]
-    for size in sizes:
-        longest_first = np.sort(size)[::-1]
-        spared = (longest_first[0] - longest_first) * np.arange(len(size), 0, -1)
-        assert spared.max() <= SPLIT_SAVES
+    torch.testing.assert_close(out, TorchOps().paged_attention(q, kv, batch, heads), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_half_precision_attention(dtype: str, backend: type[TorchOps]) -> None:
+def test_half_precision_attention(dtype: str, backend: Backend) -> None:
     heads = HeadShape(6, 2, 64, scale=0.125)
     ops = backend(dtype=dtype)
     batch, kv = batch_over(ops, [(1, 100), (1, 3), (40, 40), (5, 60)], 16, heads)
-    q = random(ops.padded_rows(batch.num_tokens), 384, dtype=dtype)
+    q = random(batch.num_tokens, 384, dtype=activation_type(backend, dtype))
     wide = KVLayer(kv.keys.float(), kv.values.float())
-    expected = TorchOps().paged_attention(q.float(), wide, batch, heads)[: batch.num_tokens]
+    expected = TorchOps().paged_attention(q.float(), wide, batch, heads)
     actual = ops.paged_attention(q, kv, batch, heads)
     assert actual.dtype == q.dtype
-    torch.testing.assert_close(actual[: batch.num_tokens].float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(actual.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rotary_dim", [0, 8, 16])
 @pytest.mark.parametrize("is_normed", [True, False])
-def test_store_kv_written_out(backend: type[TorchOps], rotary_dim: int, is_normed: bool) -> None:
+def test_store_kv_written_out(backend: Backend, rotary_dim: int, is_normed: bool) -> None:
     heads = HeadShape(4, 2, 16, scale=0.25)
     ops = backend()
     batch, kv = batch_over(ops, [(1, 5), (3, 9), (4, 4)], 4, heads)
@@ -118,7 +82,7 @@ def test_store_kv_written_out(backend: type[TorchOps], rotary_dim: int, is_norme
     table = np.random.default_rng(0).normal(size=(9, max(rotary_dim, 1))).astype(np.float32)
     rotary = ops.rotary(table, rotary_dim) if rotary_dim else None
     norms = (random(16), random(16)) if is_normed else (None, None)
-    qkv = random(ops.padded_rows(8), 8 * 16)
+    qkv = random(8, 8 * 16)
     out = ops.store_kv(qkv, kv, batch, heads, Rotation(rotary, norms[0], norms[1], 1e-3))
     assert out.shape == (len(qkv), 64)
     written = set()
@@ -149,15 +113,16 @@ def turned(x: torch.Tensor, row: np.ndarray[tuple[int], np.dtype[np.float32]], r
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_copied_blocks_are_equal_in_every_layer_and_others_stay(backend: type[TorchOps]) -> None:
+def test_copied_blocks_are_equal_in_every_layer_and_others_stay(backend: Backend) -> None:
     check_copied_blocks(backend(), 2, 8)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("has_residual", [True, False])
-def test_rms_norm(dtype: str, backend: type[TorchOps], has_residual: bool) -> None:
-    x, residual, weight = random(5, 48, dtype=dtype) * 3, random(5, 48, dtype=dtype), random(48)
+def test_rms_norm(dtype: str, backend: Backend, has_residual: bool) -> None:
+    used = activation_type(backend, dtype)
+    x, residual, weight = random(5, 48, dtype=used) * 3, random(5, 48, dtype=used), random(48)
     normed, total = backend(dtype=dtype).rms_norm(x, weight, 1e-2, residual=residual if has_residual else None)
     expected_total = (x.float() + residual.float() if has_residual else x.float()).to(x.dtype)
     expected = expected_total.float() / (expected_total.float().square().mean(-1, keepdim=True) + 1e-2).sqrt() * weight
@@ -168,8 +133,8 @@ def test_rms_norm(dtype: str, backend: type[TorchOps], has_residual: bool) -> No
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", TYPES)
-def test_rms_norm_of_zeros_and_of_large_numbers(backend: type[TorchOps], dtype: str) -> None:
-    ops, x = backend(dtype=dtype), torch.zeros(3, 48, dtype=getattr(torch, dtype))
+def test_rms_norm_of_zeros_and_of_large_numbers(backend: Backend, dtype: str) -> None:
+    ops, x = backend(dtype=dtype), torch.zeros(3, 48, dtype=getattr(torch, activation_type(backend, dtype)))
     x[1], x[2, 5] = 3e4, -3e4
     kept = x.clone()
     normed, total = ops.rms_norm(x, torch.ones(48), 1e-5)
@@ -181,16 +146,16 @@ def test_rms_norm_of_zeros_and_of_large_numbers(backend: type[TorchOps], dtype: 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("activation", get_args(Activation))
-def test_gated(backend: type[TorchOps], activation: Activation) -> None:
+def test_gated(backend: Backend, activation: Activation) -> None:
     x = random(5, 24)
     torch.testing.assert_close(backend().gated(x, activation), ACTIVATIONS[activation](x[:, :12]) * x[:, 12:])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_rows", [1, 3, 8, 17])
-def test_logits_are_float32_and_capped(backend: type[TorchOps], num_rows: int) -> None:
+def test_logits_are_float32_and_capped(backend: Backend, num_rows: int) -> None:
     ops = backend(dtype=TYPES[-1])
-    x, weight = random(num_rows, 32, dtype=TYPES[-1]), random(50, 32, dtype=TYPES[-1])
+    x, weight = random(num_rows, 32, dtype=activation_type(backend, TYPES[-1])), random(50, 32, dtype=TYPES[-1])
     head = ops.linear_weight([{"weight": weight}], [None])
     plain, capped = ops.logits(x, head), ops.logits(x, head, softcap=2.0)
     assert plain.dtype == capped.dtype == torch.float32
@@ -199,7 +164,7 @@ def test_logits_are_float32_and_capped(backend: type[TorchOps], num_rows: int) -
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_put_concat_and_lookup(backend: type[TorchOps]) -> None:
+def test_rows_put_concat_and_lookup(backend: Backend) -> None:
     ops = backend(dtype="bfloat16")
     x = torch.arange(12.0).view(6, 2)
     for indices in (np.array([4, 0, 4]), torch.tensor([4, 0, 4])):
@@ -209,6 +174,7 @@ def test_rows_put_concat_and_lookup(backend: type[TorchOps]) -> None:
     ops.put(x, np.array([5, 1]), torch.tensor([[1.0, 1.0], [2.0, 2.0]]))
     assert x[[1, 5]].tolist() == [[2, 2], [1, 1]]
     assert ops.concat([x[:1], x[5:]]).tolist() == [[0, 1], [1, 1]]
-    found = ops.lookup(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 0]), scale=2.0)
-    assert found.dtype == torch.bfloat16
+    table = ops.to_device(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    found = ops.lookup(table, torch.tensor([1, 0]), scale=2.0)
+    assert found.dtype == getattr(torch, activation_type(backend, "bfloat16"))
     assert found.tolist() == [[6, 8], [2, 4]]

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("archerfish.kernels.native._native")
-
 from archerfish.errors import DeviceError
-from archerfish.kernels.native import _native
-from archerfish.kernels.native.ops import NativeOps
 from archerfish.kernels.native.recorder import Value
 from archerfish.kernels.recurrent import HeadInputs, RecurrentBatch, StateMemory, StateShape
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.kernels.torch.wkv import TorchRecurrentOps
-from tests.kernels.wkv_cases import WHOLE, MixCase, SequentialOps, make_case, one_slot_batch
+from tests.kernels.native_support import LEVELS, NativeOps, Translated, to_arrays
+from tests.kernels.wkv_cases import WHOLE, MixCase, make_case, one_slot_batch
 from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, random_tokens, read_rwkv7, write_checkpoint
 
 TOLERANCE = 2e-5
@@ -40,22 +37,9 @@ STEPS = [
 ]  # fmt: skip
 
 
-def make_ops(level: str = "") -> NativeOps:
-    concrete: Any = type("ConcreteOps", (NativeOps,), {})
-    concrete.__abstractmethods__ = frozenset()
-    ops: NativeOps = concrete("cpu", "float32", level)
-    return ops
-
-
-@pytest.fixture(params=_native.levels())
+@pytest.fixture(params=LEVELS)
 def ops(request: pytest.FixtureRequest) -> NativeOps:
-    return make_ops(request.param)
-
-
-def arrays_of(data: Any) -> Any:
-    """A copy whose tensors are arrays."""
-    tensors = {each.name: getattr(data, each.name) for each in fields(data)}
-    return replace(data, **{name: each.numpy() for name, each in tensors.items() if isinstance(each, torch.Tensor)})
+    return NativeOps(level=request.param)
 
 
 def states_of(ops: NativeOps, case: MixCase) -> StateMemory[Any]:
@@ -71,7 +55,7 @@ def mixed(ops: NativeOps, case: MixCase) -> tuple[torch.Tensor, torch.Tensor]:
     """What heads give, and all states after that."""
     memory = states_of(ops, case)
     out = ops.recurrent().mix_heads(
-        arrays_of(case.inputs), arrays_of(case.weights), memory.layers[LAYER].wkv, arrays_of(case.batch)
+        to_arrays(case.inputs), to_arrays(case.weights), memory.layers[LAYER].wkv, to_arrays(case.batch)
     )
     assert np.isnan(np.delete(memory.wkv, LAYER, axis=1)).all()
     return torch.from_numpy(out), torch.from_numpy(memory.layers[LAYER].wkv.swapaxes(2, 3).copy())
@@ -79,7 +63,7 @@ def mixed(ops: NativeOps, case: MixCase) -> tuple[torch.Tensor, torch.Tensor]:
 
 def check_mix(ops: NativeOps, case: MixCase) -> None:
     expected_states = case.states.clone()
-    expected = SequentialOps(TorchOps()).mix_heads(case.inputs, case.weights, expected_states, case.batch)
+    expected = TorchRecurrentOps(TorchOps()).mix_heads(case.inputs, case.weights, expected_states, case.batch)
     out, states = mixed(ops, case)
     highest = max(1.0, float(expected_states.nan_to_num().abs().max()))
     torch.testing.assert_close(out, expected, atol=TOLERANCE * highest, rtol=TOLERANCE)
@@ -132,7 +116,7 @@ def check_shift(ops: NativeOps, case: MixCase, width: int, num_factors: int = 3)
     inputs[...] = np.random.default_rng(0).standard_normal(inputs.shape)
     expected_inputs = torch.from_numpy(inputs.copy())
     expected = TorchRecurrentOps(TorchOps()).shift(x, expected_inputs, case.batch, factors.flatten())
-    given = ops.recurrent().shift(x.numpy(), inputs, arrays_of(case.batch), factors.flatten().numpy())
+    given = ops.recurrent().shift(x.numpy(), inputs, to_arrays(case.batch), factors.flatten().numpy())
     assert len(given) == num_factors
     num_tokens = case.batch.num_tokens
     for ours, theirs in zip(given, expected, strict=True):
@@ -148,18 +132,18 @@ def test_shift(lengths: list[int], block_size: int, is_new: bool, width: int, op
 
 
 def test_memory_that_does_not_fit_is_refused() -> None:
-    ops, case = make_ops(), make_case([1])
+    ops, case = NativeOps(), make_case([1])
     memory = states_of(ops, case)
-    batch, x = arrays_of(case.batch), np.zeros((1, 128), dtype=np.float32)
+    batch, x = to_arrays(case.batch), np.zeros((1, 128), dtype=np.float32)
     with pytest.raises(ValueError, match="fit"):
         ops.recurrent().shift(x, memory.layers[0].time_input[:, ::2], batch, np.zeros(128, dtype=np.float32))
     with pytest.raises(ValueError, match="fit"):
         states = memory.layers[0].wkv.swapaxes(2, 3)
-        ops.recurrent().mix_heads(arrays_of(case.inputs), arrays_of(case.weights), states, batch)
+        ops.recurrent().mix_heads(to_arrays(case.inputs), to_arrays(case.weights), states, batch)
 
 
 def test_new_states_begin_with_the_empty_one() -> None:
-    memory = make_ops().recurrent().new_states(4, StateShape(2, 3, 8))
+    memory = NativeOps().recurrent().new_states(4, StateShape(2, 3, 8))
     assert memory.wkv.shape == (4, 2, 3, 8, 8) and memory.inputs.shape == (4, 2, 2, 24)
     assert memory.wkv.dtype == memory.inputs.dtype == np.float32
     assert not memory.wkv[0].any() and not memory.inputs[0].any()
@@ -169,70 +153,20 @@ def test_new_states_begin_with_the_empty_one() -> None:
 
 def test_decodes_are_not_recorded_as_steps() -> None:
     with pytest.raises(DeviceError, match="records no steps"):
-        make_ops().recurrent().decode_batch(np.zeros(1), cast(Any, None))
+        NativeOps().recurrent().decode_batch(np.zeros(1), cast(Any, None))
 
 
-class AsTorch:
-    """A model of the native backend whose results are tensors of torch."""
-
-    def __init__(self, model: Any, forward: Any) -> None:
-        self.model, self._forward = model, forward
-
-    def forward(self, batch: RecurrentBatch[Any], layers: Any) -> torch.Tensor:
-        return torch.from_numpy(self._forward(batch))
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(self.model.logits(hidden.numpy()))
-
-
-def native_driver(
-    ops: NativeOps, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], tokens: Sequence[Sequence[int]], *,
-    is_replayed: bool, block_size: int = 16,
-) -> RecurrentDriver:
-    arrays = {name: each.numpy() for name, each in weights.items()}
-    driver = RecurrentDriver(cast(Any, ops), cast(Any, arrays), config, tokens, block_size=block_size)
-    model, layers = driver.model, driver.layers
-
-    def forward(batch: RecurrentBatch[Any]) -> Any:
-        return model.forward(batch, layers)
-
-    driver.model = AsTorch(model, ops.replayed(forward) if is_replayed else forward)
-    return driver
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    return read_rwkv7(write_checkpoint(SIZES["tiny"], tmp_path_factory.mktemp("rwkv7") / "tiny.pth"))
-
-
-@pytest.mark.parametrize("is_replayed", [False, True])
-@pytest.mark.parametrize("block_size", [7, 256])
-def test_golden_logits_of_a_model(block_size: int, is_replayed: bool, tiny: Any, ops: NativeOps) -> None:
+def test_golden_logits_of_a_model(ops: NativeOps, tmp_path: Path) -> None:
+    config, weights = read_rwkv7(write_checkpoint(SIZES["tiny"], tmp_path / "tiny.pth"))
     tokens = random_tokens(SIZES["tiny"], 3, LENGTH)
-    config, weights = tiny
-    ours = native_driver(ops, config, weights, tokens, is_replayed=is_replayed, block_size=block_size)
-    ours.check(STEPS, np.load(GOLDEN), 1e-4)
-    assert ours.num_computed == [LENGTH] * 3
-
-
-def test_a_replayed_model_equals_the_reference_where_some_rows_are_kept(tiny: Any, ops: NativeOps) -> None:
-    tokens = random_tokens(SIZES["tiny"], 3, LENGTH)
-    config, weights = tiny
-    theirs = RecurrentDriver(TorchOps(), weights, config, tokens, recurrent=SequentialOps(TorchOps()))
-    ours = native_driver(ops, config, weights, tokens, is_replayed=True)
-    for work in STEPS:
-        pairs = zip(ours.step(work, keeps_last=True), theirs.step(work, keeps_last=True), strict=True)
-        for mine, expected in pairs:
-            torch.testing.assert_close(mine, expected, atol=1e-4, rtol=1e-4)
-    slots = sorted(ours.slot(i) for i in range(3))
-    assert slots == sorted(theirs.slot(i) for i in range(3))
-    states = torch.from_numpy(ours.memory.wkv[slots]).transpose(-1, -2)
-    torch.testing.assert_close(states, theirs.memory.wkv[slots], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(torch.from_numpy(ours.memory.inputs[slots]), theirs.memory.inputs[slots], atol=1e-4, rtol=1e-4)
+    for block_size in (7, 256):
+        ours = RecurrentDriver(cast(Any, Translated(ops, "float32")), weights, config, tokens, block_size=block_size)
+        ours.check(STEPS, np.load(GOLDEN), 1e-4)
+        assert ours.num_computed == [LENGTH] * 3
 
 
 def test_a_shift_that_is_recorded_gives_values_of_their_own() -> None:
-    ops, case = make_ops(), make_case([3], num_heads=1, head_dim=4)
+    ops, case = NativeOps(), make_case([3], num_heads=1, head_dim=4)
     seen: list[Any] = []
     memory, table = states_of(ops, case), np.ones((2, 4), dtype=np.float32)
 
@@ -244,6 +178,6 @@ def test_a_shift_that_is_recorded_gives_values_of_their_own() -> None:
         return outs[2]
 
     memory.inputs[...] = 0
-    result = ops.replayed(call)(arrays_of(case.batch))
+    result = ops.replayed(call)(to_arrays(case.batch))
     assert len({each.number for each in seen if isinstance(each, Value)}) == 3
     np.testing.assert_array_equal(result[:, 0], [0, 1, 1])

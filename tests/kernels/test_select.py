@@ -19,38 +19,37 @@ from archerfish.engine.inference_core import InferenceCore
 from archerfish.errors import DeviceError
 from archerfish.kernels import select
 from archerfish.kernels.select import OpsBackend, choose_device, choose_dtype, choose_ops, fast_paths, register_backend
-from archerfish.kernels.torch import cpu as torch_cpu
 from archerfish.kernels.torch.reference import TorchOps
 
 
 @pytest.mark.parametrize("wanted", ["bfloat16", "float16"])
-def test_cpu_falls_back_to_float32(
+def test_cpu_without_the_native_backend_falls_back_to_float32(
     wanted: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch_cpu, "is_available", lambda dtype: dtype == "float32")
+    monkeypatch.setattr(select, "native_error", lambda: "it was not compiled")
     with caplog.at_level(logging.WARNING, "archerfish.kernels"):
         assert choose_dtype(wanted, "cpu") == "float32"
     assert wanted in caplog.text and "float32" in caplog.text
     caplog.clear()
     assert choose_dtype("float32", "cpu") == "float32"
     assert choose_dtype(wanted, "cuda") == wanted
-    monkeypatch.setattr(torch_cpu, "is_available", lambda dtype: True)
+    monkeypatch.setattr(select, "native_error", lambda: "")
     assert choose_dtype(wanted, "cpu") == wanted
     assert not caplog.text
 
 
 def test_registered_backend_is_preferred_where_it_can_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NativeOps(TorchOps):
-        name = "native"
+    class OtherOps(TorchOps):
+        name = "other"
 
     monkeypatch.setattr(select, "BACKENDS", list(select.BACKENDS))
     why_not = "it computes in float32"
-    register_backend(OpsBackend("native", lambda device, dtype: "" if dtype == "float32" else why_not, NativeOps, "no Python"))
-    assert choose_ops("cpu", "float32").name == "native"
-    assert choose_ops("cpu", "float16").name != "native"
+    register_backend(OpsBackend("other", lambda device, dtype: "" if dtype == "float32" else why_not, OtherOps, "no Python"))
+    assert choose_ops("cpu", "float32").name == "other"
+    assert choose_ops("cpu", "float16").name != "other"
     monkeypatch.setattr(select, "choose_dtype", lambda wanted, device: "float16")
     states = {path.name: path for path in fast_paths()}
-    assert (states["backend native"].is_on, states["backend native"].reason) == (False, why_not)
+    assert (states["backend other"].is_on, states["backend other"].reason) == (False, why_not)
     assert states["backend torch reference"].is_on
 
 

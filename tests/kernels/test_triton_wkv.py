@@ -20,7 +20,7 @@ from archerfish import LLMEngine, SamplingParams  # isort: skip
 from archerfish.engine import llm_loading  # isort: skip
 from archerfish.runtime.runner import ModelRunner  # isort: skip
 from tests.engine.tiny_rwkv import save_tiny_rwkv  # isort: skip
-from tests.kernels.wkv_cases import WHOLE, MixCase, SequentialOps, make_case  # isort: skip
+from tests.kernels.wkv_cases import WHOLE, MixCase, make_case  # isort: skip
 
 pytestmark = [untraced]
 Tensor = torch.Tensor
@@ -34,7 +34,7 @@ def both(case: MixCase, dtype: str, min_chunked: int, tolerance: float) -> None:
     """Output and states; the reference in float32."""
     states, expected_states = case.states.clone(), case.states.clone()
     out = TritonRecurrentOps(TorchOps(DEVICE, dtype), min_chunked).mix_heads(case.inputs, case.weights, states, case.batch)
-    expected = SequentialOps(TorchOps(DEVICE)).mix_heads(case.inputs, case.weights, expected_states, case.batch)
+    expected = TorchRecurrentOps(TorchOps(DEVICE)).mix_heads(case.inputs, case.weights, expected_states, case.batch)
     assert out.dtype == case.inputs.value.dtype
     num_tokens = case.batch.num_tokens
     scale = float(expected[:num_tokens].float().abs().max())

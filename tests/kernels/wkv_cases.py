@@ -10,7 +10,7 @@ import torch
 
 from archerfish.kernels.recurrent import FIRST_SLOT, HeadInputs, HeadWeights, RecurrentBatch
 from archerfish.kernels.torch.reference import TorchOps
-from archerfish.kernels.torch.wkv import TorchRecurrentOps, WkvInputs, prepare_heads
+from archerfish.kernels.torch.wkv import WkvInputs, prepare_heads
 from archerfish.runtime.batch import build_batch, pack_recurrent_batch
 
 Tensor = torch.Tensor
@@ -32,30 +32,6 @@ class MixCase:
 
     def prepared(self) -> WkvInputs:
         return prepare_heads(self.inputs, self.weights, self.batch.num_tokens, self.states.shape[1], self.states.shape[2])
-
-
-def wkv_sequential(inputs: WkvInputs, states: Tensor, batch: RecurrentBatch[Tensor]) -> Tensor:
-    """The recurrence as a plain loop: y of all tokens, piece after piece. states: (slots, heads, head_dim, head_dim)."""
-    out = torch.zeros_like(inputs.value)
-    decay = inputs.log_decay.exp()
-    place = 0
-    for source, target, length in zip(batch.sources.tolist(), batch.targets.tolist(), batch.piece_lens.tolist(), strict=True):
-        state = states[source]
-        for t in range(place, place + length):
-            removed = state @ inputs.removal[t].unsqueeze(-1)
-            state = state * decay[t].unsqueeze(-2) - removed * inputs.added[t].unsqueeze(-2)
-            state = state + inputs.value[t].unsqueeze(-1) * inputs.key[t].unsqueeze(-2)
-            out[t] = (state @ inputs.receptance[t].unsqueeze(-1)).squeeze(-1)
-        states[target] = state
-        place += length
-    return out
-
-
-class SequentialOps(TorchRecurrentOps):
-    """Recurrent operations whose recurrence is the plain loop."""
-
-    def wkv(self, inputs: WkvInputs, states: Tensor, batch: RecurrentBatch[Tensor]) -> Tensor:
-        return wkv_sequential(inputs, states, batch)
 
 
 def one_slot_batch(

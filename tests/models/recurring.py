@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,11 @@ class StepDriver:
     tokens: list[list[int]]
     num_computed: list[int]
 
+    @cached_property
+    def forward(self) -> Callable[[Any], Any]:
+        """As a runner calls it: recorded where the backend records."""
+        return self.ops.replayed(lambda batch: self.model.forward(batch, self.layers))
+
     def build(self, **inputs: Any) -> Any:
         """A batch of the model's kind."""
         raise NotImplementedError
@@ -129,7 +135,7 @@ class StepDriver:
             kept_rows=np.cumsum([count for _, count in work]) - 1 if keeps_last else None,
         )
         with torch.inference_mode():
-            hidden = self.model.forward(batch, self.layers)
+            hidden = self.forward(batch)
             num_rows = len(work) if keeps_last else batch.num_tokens
             logits: Tensor = self.model.logits(self.ops.rows(hidden, np.arange(num_rows)))
         return list(logits.split_with_sizes([1 if keeps_last else count for _, count in work]))

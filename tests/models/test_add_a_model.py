@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from archerfish.kernels.torch.cpu import TorchCpuOps
 from archerfish.models import adapter
 from archerfish.models.config import Config
+from tests.kernels.native_support import native_ops
 from tests.models.decoding import LENGTH, SIZES, Driver, make_model, random_tokens, their_logits
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-model.md"
@@ -48,7 +48,7 @@ def test_the_llama_variant(page: dict[str, Any]) -> None:
     for layer in model.model.layers:
         layer.mlp = PlainMLP()
     config = {**config, "model_type": "otter"}
-    driver = Driver(TorchCpuOps(), model.state_dict(), config, random_tokens(1))
+    driver = Driver(native_ops(), model.state_dict(), config, random_tokens(1))
     assert type(driver.model) is page["OtterModel"]
     torch.testing.assert_close(run(driver), their_logits(model, driver.tokens[0]), atol=1e-4, rtol=1e-4)
     assert set(page["OtterModel"].dummy_shapes(Config(config))) == set(model.state_dict())
@@ -60,7 +60,7 @@ def test_the_decoder_from_nothing(page: dict[str, Any]) -> None:
     weights = {heron_name(name): tensor for name, tensor in model.state_dict().items() if "layernorm" not in name}
     norm = model.model.layers[0].input_layernorm
     weights["block_norm.weight"] = norm.weight
-    driver = Driver(TorchCpuOps(), weights, {**config, "model_type": "heron"}, random_tokens(1))
+    driver = Driver(native_ops(), weights, {**config, "model_type": "heron"}, random_tokens(1))
     assert type(driver.model) is page["HeronModel"]
     mask = torch.full((LENGTH, LENGTH), float("-inf")).triu(1)[None, None]
     with torch.inference_mode():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,18 @@ import torch
 
 from archerfish.errors import TensorError, UnsupportedModelError
 from archerfish.kernels.formats import choose_format
-from archerfish.kernels.torch.cpu import TorchCpuOps, is_available
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.models import adapter
 from archerfish.models.adapter import KVShape, model_class
 from archerfish.models.config import Config
 from archerfish.models.llama import LlamaModel
+from tests.kernels.native_support import native_ops
 from tests.models import recurring
 from tests.models.decoding import KINDS, LENGTH, Driver, make, random_tokens, their_logits
 from tests.models.recurring import RecurrentDriver, StepDriver
 
-BACKENDS = [TorchOps, TorchCpuOps]
+BACKENDS = [TorchOps, native_ops]
+Backend = Callable[..., Any]
 # (sequence, new tokens) of each step: a prefill, chunks that end inside blocks, decodes, and all of these together
 STEPS = [
     [(0, 37)], [(1, 5)], [(0, 1), (1, 16)], [(0, 1), (2, 23), (1, 9)], [(0, 1), (1, 1), (2, 1)], [(2, 1), (0, 1), (1, 1)],
@@ -37,7 +39,7 @@ def check(driver: Driver, model: Any) -> None:
 @pytest.mark.parametrize("block_size", [1, 16])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_equal_transformers(kind: str, backend: type[TorchOps], block_size: int) -> None:
+def test_logits_equal_transformers(kind: str, backend: Backend, block_size: int) -> None:
     model, config = make(kind)
     check(Driver(backend(), model.state_dict(), config, random_tokens(4), block_size=block_size), model)
 
@@ -51,15 +53,13 @@ def test_logits_equal_transformers(kind: str, backend: type[TorchOps], block_siz
 )
 def test_odd_block_sizes_and_deterministic_batches(kind: str, options: dict[str, Any]) -> None:
     model, config = make(kind)
-    check(Driver(TorchCpuOps(), model.state_dict(), config, random_tokens(4), **options), model)
+    check(Driver(native_ops(), model.state_dict(), config, random_tokens(4), **options), model)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gemma3", "phi3"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_close(kind: str, backend: type[TorchOps], dtype: str) -> None:
-    if backend is TorchCpuOps and not is_available(dtype):
-        pytest.skip(f"no {dtype} products here")
+def test_half_precision_is_close(kind: str, backend: Backend, dtype: str) -> None:
     model, config = make(kind)
     weights = {name: w.to(getattr(torch, dtype)) if w.dim() == 2 else w for name, w in model.state_dict().items()}
     driver = Driver(backend(dtype=dtype), weights, config, random_tokens(1))
@@ -70,7 +70,7 @@ def test_half_precision_is_close(kind: str, backend: type[TorchOps], dtype: str)
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3", "phi3"])
-def test_int8_weights_equal_the_dequantised_model(kind: str, backend: type[TorchOps]) -> None:
+def test_int8_weights_equal_the_dequantised_model(kind: str, backend: Backend) -> None:
     int8 = choose_format("int8")
     model, config = make(kind)
     weights = dict(model.state_dict())
@@ -83,7 +83,8 @@ def test_int8_weights_equal_the_dequantised_model(kind: str, backend: type[Torch
     tokens, work = random_tokens(2), [(0, 20), (1, 7)]
     expected = Driver(TorchOps(), wide, {**config, "tie_word_embeddings": False}, tokens).step(work)
     found = Driver(backend(), weights, config, tokens, weight_format=int8).step(work)
-    torch.testing.assert_close(torch.cat(found), torch.cat(expected), atol=1e-4, rtol=1e-4)
+    error = (torch.cat(found) - torch.cat(expected)).norm() / torch.cat(expected).norm()
+    assert error < (1e-4 if backend is TorchOps else 0.04)  # activations of native products have 8 bits, too
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_int8_weights_equal_the_dequantised_model(kind: str, backend: type[Torch
 )
 def test_configurations_in_the_form_before_transformers_5(kind: str) -> None:
     model, config = make(kind)
-    check(Driver(TorchCpuOps(), model.state_dict(), older_form(config), random_tokens(4)), model)
+    check(Driver(native_ops(), model.state_dict(), older_form(config), random_tokens(4)), model)
 
 
 def older_form(config: dict[str, Any]) -> dict[str, Any]:
@@ -217,7 +218,7 @@ def check_kept(plain: StepDriver, kept: StepDriver) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["llama", "llama-biases", "qwen3", "gemma2", "phi3"])
-def test_kept_rows(kind: str, backend: type[TorchOps]) -> None:
+def test_kept_rows(kind: str, backend: Backend) -> None:
     model, config = make(kind)
     plain, kept = (Driver(backend(), model.state_dict(), config, random_tokens(2)) for _ in range(2))
     check_kept(plain, kept)
@@ -227,5 +228,5 @@ def test_kept_rows_of_rwkv7(tmp_path: Path) -> None:
     size = recurring.SIZES["tiny"]
     config, weights = recurring.read_rwkv7(recurring.write_checkpoint(size, tmp_path / "model.pth"))
     tokens = recurring.random_tokens(size, 2, 40)
-    plain, kept = (RecurrentDriver(TorchCpuOps(), weights, config, tokens) for _ in range(2))
+    plain, kept = (RecurrentDriver(native_ops(), weights, config, tokens) for _ in range(2))
     check_kept(plain, kept)

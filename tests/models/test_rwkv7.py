@@ -9,31 +9,26 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
-from archerfish.background import WeakCache
 from archerfish.errors import UnsupportedModelError
-from archerfish.kernels.recurrent import RecurrentOps, StateShape
-from archerfish.kernels.torch import wkv
-from archerfish.kernels.torch.cpu import TorchCpuOps, is_available
+from archerfish.kernels.recurrent import StateShape
 from archerfish.kernels.torch.reference import TorchOps
-from archerfish.kernels.torch.wkv import StepGroup, TorchRecurrentOps
 from archerfish.models.config import Config
 from archerfish.models.rwkv7 import Rwkv7Model
-from tests.kernels.wkv_cases import SequentialOps
+from tests.kernels.native_support import native_ops
 from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, random_tokens, read_rwkv7, write_checkpoint
 
 LENGTH = 100
 TOLERANCE = 1e-4
-BACKENDS = [TorchOps, TorchCpuOps]
-RECURRENT: list[type[TorchRecurrentOps]] = [SequentialOps, TorchRecurrentOps]
+Backend = Callable[..., Any]
+BACKENDS = [TorchOps, native_ops]
 # (sequence, new tokens) of each step: a prefill, chunks of it, decodes, and all of these together
 STEPS = [
     [(0, 60)], [(1, 2)], [(0, 1), (1, 31)], [(0, 1), (2, 33), (1, 9)], [(0, 1), (1, 1), (2, 1)], [(2, 1), (0, 1), (1, 1)],
@@ -55,14 +50,12 @@ def checkpoint(directory: Path, name: str) -> Path:
 
 
 def driver(
-    directory: Path, name: str, backend: type[TorchOps] = TorchCpuOps, recurrent: type[TorchRecurrentOps] | None = None,
-    *, dtype: str = "float32", block_size: int = 16,
+    directory: Path, name: str, backend: Backend = native_ops, *, dtype: str = "float32", block_size: int = 16
 ) -> RecurrentDriver:
     config, weights = read_rwkv7(checkpoint(directory, name))
     ops = backend("cpu", dtype)
-    states: RecurrentOps[Any] | None = None if recurrent is None else recurrent(ops)
     tokens = random_tokens(SIZES[name], 3, LENGTH)
-    return RecurrentDriver(ops, weights, config, tokens, recurrent=states, block_size=block_size)
+    return RecurrentDriver(ops, weights, config, tokens, block_size=block_size)
 
 
 def check(ours: RecurrentDriver, theirs: Sequence[Any]) -> None:
@@ -70,13 +63,10 @@ def check(ours: RecurrentDriver, theirs: Sequence[Any]) -> None:
     assert ours.num_computed == [LENGTH] * 3
 
 
-@pytest.mark.parametrize("recurrent", RECURRENT)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("block_size", [1, 7, 32, 256])
-def test_golden_logits(
-    backend: type[TorchOps], recurrent: type[TorchRecurrentOps], block_size: int, directory: Path
-) -> None:
-    check(driver(directory, "tiny", backend, recurrent, block_size=block_size), np.load(GOLDEN))
+def test_golden_logits(backend: Backend, block_size: int, directory: Path) -> None:
+    check(driver(directory, "tiny", backend, block_size=block_size), np.load(GOLDEN))
 
 
 def test_golden_logits_behind_a_state_that_was_kept(directory: Path) -> None:
@@ -96,23 +86,12 @@ def test_golden_logits_behind_a_state_that_was_kept(directory: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_close(dtype: str, directory: Path) -> None:
-    if not is_available(dtype):
-        pytest.skip(f"no {dtype} products here")
     golden = torch.from_numpy(np.load(GOLDEN))
     ours = driver(directory, "tiny", dtype=dtype)
     assert ours.memory.wkv.dtype == torch.float32
     logits = torch.cat([ours.step([(0, 60)])[0], ours.step([(0, 1)])[0]])
     error = (logits - golden[0, :61]).norm() / golden[0, :61].norm()
     assert error < {"bfloat16": 0.06, "float16": 0.01}[dtype]
-
-
-def test_the_pieces_of_a_batch_are_found_once_for_all_layers(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, find_groups = driver(directory, "tiny"), Mock(side_effect=StepGroup.all_of)
-    monkeypatch.setattr(wkv, "find_groups", WeakCache(find_groups))
-    for block in ours.model.blocks:
-        block.recurrent = ours.ops.recurrent()
-    ours.step([(0, 60)])
-    assert find_groups.call_count == 1 < len(ours.model.blocks)
 
 
 @pytest.mark.parametrize("width", [100, 130])

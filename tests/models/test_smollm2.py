@@ -10,11 +10,11 @@ import torch
 import transformers
 
 from archerfish.config import HubConfig
-from archerfish.kernels.torch.cpu import TorchCpuOps
 from archerfish.store.converter import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.names import resolve_model
 from archerfish.text.tokenizer import FastTokenizer
+from tests.kernels.native_support import native_ops
 from tests.models.decoding import Driver
 
 PROMPTS = [
@@ -59,7 +59,7 @@ def their_model(weights: dict[str, torch.Tensor], config: dict[str, Any]) -> Any
 @pytest.mark.parametrize(("num_prompts", "num_new"), [(2, 16), pytest.param(20, 64, marks=pytest.mark.slow)])
 def test_greedy_tokens_equal_transformers(num_prompts: int, num_new: int) -> None:
     weights, config, tokens = smollm2()
-    driver = Driver(TorchCpuOps(), weights, config, tokens[:num_prompts], max_len=128)
+    driver = Driver(native_ops(), weights, config, tokens[:num_prompts], max_len=128)
     added, model = driver.greedy(num_new), their_model(weights, config)
     for prompt, new in zip(tokens, added, strict=False):
         assert len(new) == num_new

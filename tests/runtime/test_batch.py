@@ -7,7 +7,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from archerfish.kernels.torch.cpu import TorchCpuOps, padded_rows
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.params import SamplingParams
 from archerfish.runtime import batch as batch_module
@@ -29,9 +28,9 @@ def test_every_token_gets_its_position_and_slot() -> None:
     assert batch.block_tables.tolist() == [[7, 2, 3], [1, 0, 0], [9, 0, 0]]
 
 
-@pytest.mark.parametrize(("num_rows", "expected"), [(0, padded_rows(3)), (32, 32)])
-def test_tensors_are_filled_up_for_the_backend(num_rows: int, expected: int) -> None:
-    ops = TorchCpuOps()
+@pytest.mark.parametrize(("num_rows", "expected"), [(0, 3), (32, 32)])
+def test_tensors_are_filled_up(num_rows: int, expected: int) -> None:
+    ops = TorchOps()
     batch = build_batch(ops, tokens=[[5], [6], [7]], starts=[1, 2, 3], blocks=[[3], [4], [5]], block_size=8, num_rows=num_rows)
     assert batch.num_tokens == batch.num_decodes == 3
     for tensor, real in ((batch.token_ids, [5, 6, 7]), (batch.positions, [1, 2, 3]), (batch.slots, [25, 34, 43])):
@@ -50,7 +49,7 @@ def test_decodes_after_longer_ones_are_refused(pack: Callable[..., object]) -> N
 @PACKERS
 def test_building_a_batch_calls_nothing_per_token(pack: Callable[..., object]) -> None:
     """The number of Python calls does not grow with the batch; how long they take is for benchmarks to say."""
-    ops = TorchCpuOps()
+    ops = TorchOps()
 
     def calls(num: int) -> int:
         tokens, starts = [[i] for i in range(num)], list(range(100, 100 + num))

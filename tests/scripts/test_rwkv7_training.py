@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from archerfish.kernels.torch.cpu import TorchCpuOps
 from archerfish.text.text_tokenizer import TextTokenizer
 from scripts.rwkv7_training import DECAY_SCALE, Chunks, Rwkv7, Shape, invert_triangle, prepare, run_recurrence
 from scripts.story_data import ANSWER, END, REQUEST, train_tokenizer
 from scripts.train_rwkv7 import export
+from tests.kernels.native_support import native_ops
 from tests.models.recurring import RecurrentDriver, read_rwkv7
 
 Tensor = torch.Tensor
@@ -94,7 +94,7 @@ def test_exported_files_give_the_same_logits_and_tokens(tmp_path: Path) -> None:
         expected = model(tokens)
     config, weights = read_rwkv7(tmp_path)
     assert (config["bos_token_id"], config["eos_token_id"]) == (END, END)
-    driver = RecurrentDriver(TorchCpuOps("cpu", "float32"), weights, config, tokens.tolist())
+    driver = RecurrentDriver(native_ops(), weights, config, tokens.tolist())
     prefill, decode, rest = driver.step([(0, 40)]), driver.step([(0, 1)]), driver.step([(0, 23), (1, 64)])
     assert expected.std() > 0.1
     torch.testing.assert_close(torch.cat([*prefill, *decode, rest[0]]), expected[0], atol=1e-4, rtol=1e-4)

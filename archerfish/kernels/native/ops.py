@@ -29,7 +29,7 @@ from archerfish.kernels.native.recorder import (
 )
 from archerfish.kernels.native.recurrent import NativeRecurrentOps
 from archerfish.kernels.native.sampling import NativeSampling
-from archerfish.kernels.native.weights import ACTIVATIONS, TYPES, NativeWeight, Table, as_stored, pack_parts
+from archerfish.kernels.native.weights import ACTIVATIONS, TYPES, NativeWeight, Table, as_stored, matrix_of, pack_parts
 from archerfish.kernels.ops import (
     Activation,
     BlockMask,
@@ -127,7 +127,7 @@ class NativeOps(Ops[Any]):
     def pack_linear(
         self, parts: Sequence[Mapping[str, Handle]], biases: Sequence[Handle | None], weight_format: WeightFormat
     ) -> NativeWeight:
-        weights = [part["weight"] for part in parts]
+        weights = [matrix_of(part, weight_format) for part in parts]
         is_tied = len(weights) == 1 and isinstance(weights[0], Table)
         matrix = weights[0].matrix if is_tied else pack_parts(weights, self.dtype, weight_format.name)
         if any(bias is not None for bias in biases):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import TensorError
+from archerfish.kernels.formats import Int8Rows, Plain, WeightFormat
 from archerfish.kernels.native._native import Matrix
 from archerfish.kernels.native.recorder import Handle, TapeRunner
 from archerfish.kernels.ops import Activation, PackedWeight
@@ -24,6 +25,7 @@ ACTIVATIONS: dict[Activation, int] = {
 GROUP = 16  # outputs that lie side by side
 BLOCK = 32  # inputs that share a scale
 LARGEST_INT8 = 127
+HALF_RANGE = (2.0**-24, 65504.0)  # positive numbers of float16
 
 
 class Table:
@@ -69,6 +71,17 @@ class NativeWeight(PackedWeight[Any]):
         )
         self.runner.finish(recorder)
         return out, total
+
+
+def matrix_of(part: Mapping[str, Handle], weight_format: WeightFormat) -> Handle:
+    """A part's matrix as the checkpoint has it; in a format that there are no products for, dequantised."""
+    if isinstance(weight_format, (Plain, Int8Rows)):
+        return part["weight"]
+    import torch
+
+    stored = {name: as_stored(tensor) for name, tensor in part.items()}
+    tensors = {name: torch.from_numpy(np.array(each.data)).view(getattr(torch, each.dtype)) for name, each in stored.items()}
+    return weight_format.dequantise(weight_format.load(tensors), torch.float32)
 
 
 def pack_parts(parts: Sequence[Handle], dtype: str, weight_format: str = "plain") -> Matrix:
@@ -133,7 +146,8 @@ def to_int8(part: StoredTensor) -> StoredTensor:
         return part
     rows = part.as_floats()
     highest = np.abs(rows).max(axis=1, keepdims=True)
-    scales = np.where(highest == 0, 1.0, highest / LARGEST_INT8).astype(np.float16)
-    codes = np.clip(np.rint(rows / scales.astype(np.float32)), -LARGEST_INT8, LARGEST_INT8).astype(np.int8)
+    scales = np.where(highest == 0, 1.0, np.clip(highest / LARGEST_INT8, *HALF_RANGE)).astype(np.float16)
+    codes = np.rint(np.clip(rows / scales.astype(np.float32), -LARGEST_INT8, LARGEST_INT8))
+    codes = np.where(np.isnan(codes), 0, codes).astype(np.int8)  # the scale of such a row is NaN
     repeated = np.ascontiguousarray(np.repeat(scales, part.shape[1] // BLOCK, axis=1))
     return StoredTensor(part.shape, "float32", codes.view(np.uint8), "Q8_0", repeated)

@@ -1,0 +1,291 @@
+"""The native backend against gguf, float64 and the reference, at every level of this machine."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, cast, get_args
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from archerfish.kernels.ops import Activation, HeadShape, KVLayer, NormWeights, PagedBatch, Pooling, Rotation, Segments
+from archerfish.kernels.pool import set_pass_threads
+from archerfish.kernels.stored import StoredTensor, to_type, widened
+from archerfish.kernels.torch.reference import TorchOps
+from archerfish.models.adapter import TokenBatch
+from archerfish.store.format import Quantization, TensorInfo, split_blocks
+from tests.kernels.native_support import LEVELS, NativeOps, Translated, native_ops, to_arrays
+from tests.kernels.paged import batch_over, random
+
+from archerfish.kernels.native._native import Level  # isort: skip (it is there if native_support is)
+from archerfish.kernels.native.recorder import Replayer  # isort: skip
+from archerfish.kernels.native.weights import FORMATS, pack_parts  # isort: skip
+
+Floats = npt.NDArray[np.float32]
+PLAIN = ("float32", "float16", "bfloat16")
+BLOCKS = [name for name in FORMATS if name not in PLAIN]
+ROWS = (1, 3, 4, 5, 7, 130)
+# Of the norm of a product. Products of many rows may be in 16 bits; those with blocks round activations to 8 bits.
+TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 6e-3} | dict.fromkeys(BLOCKS, 0.012)
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def make_matrix(name: str, num_outputs: int, num_inputs: int, seed: int = 0) -> tuple[StoredTensor, Floats]:
+    """A matrix as a checkpoint stores it, and the numbers that this means."""
+    generator, shape = np.random.default_rng(seed), (num_outputs, num_inputs)
+    weights = generator.standard_normal(shape, dtype=np.float32) * np.float32(num_inputs**-0.5)
+    if name in PLAIN:
+        data = to_type(weights, name)
+        return StoredTensor(shape, name, data), widened(data).astype(np.float32)
+    quant_type = gguf.GGMLQuantizationType[name]
+    if name.endswith("K"):
+        _, num_bytes = gguf.GGML_QUANT_SIZES[quant_type]
+        blocks = generator.integers(0, 256, (num_outputs * num_inputs // 256, num_bytes), dtype=np.uint8)
+        scales = (generator.random((len(blocks), 2)) * 1e-3).astype(np.float16).view(np.uint8)
+        if name == "Q6_K":
+            blocks[:, -2:] = scales[:, :2]
+        else:
+            blocks[:, :4] = scales
+        return StoredTensor(shape, "float32", blocks, name), gguf.quants.dequantize(blocks, quant_type).reshape(shape)
+    blocks = gguf.quants.quantize(weights, quant_type)
+    row = split_blocks(TensorInfo("w", "float32", shape, Quantization(name, 1)), blocks)
+    stored = StoredTensor(shape, "float32", row.data, name, row.scales, row.zero_points)
+    return stored, gguf.quants.dequantize(blocks, quant_type)
+
+
+def assert_near(y: Any, expected: Any, tolerance: float) -> None:
+    y, expected = np.asarray(y, dtype=np.float64), np.asarray(expected, dtype=np.float64)
+    assert y.shape == expected.shape
+    assert np.linalg.norm(y - expected) <= tolerance * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_packing_keeps_every_bit(name: str, level: str) -> None:
+    """The second part begins inside of a group of outputs, and its last group is not full."""
+    made = [make_matrix(name, num, 512, seed=num) for num in (37, 70)]
+    matrix = pack_parts([stored for stored, _ in made], "float32" if name not in PLAIN else name)
+    found = np.full((107, 512), np.nan, dtype=np.float32)
+    matrix.unpack(found, Level(level))
+    assert np.array_equal(found, np.concatenate([wide for _, wide in made]))
+
+
+SHAPES = [(name, 512) for name in FORMATS] + [(name, 33) for name in PLAIN] + [(name, 96) for name in BLOCKS if "K" not in name]
+
+
+@pytest.mark.parametrize(("name", "num_inputs"), SHAPES)
+def test_products(name: str, num_inputs: int, level: str) -> None:
+    ops = NativeOps("cpu", name if name in PLAIN else "float32", level)
+    stored, wide = make_matrix(name, 53, num_inputs)
+    weight = ops.linear_weight([{"weight": stored}], [None])
+    for num_rows in ROWS:
+        x = random(num_rows, num_inputs).numpy()
+        assert_near(ops.linear(x, weight), x.astype(np.float64) @ wide.T.astype(np.float64), TOLERANCE[name])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_row_of_a_deterministic_product_does_not_depend_on_others(name: str, level: str) -> None:
+    ops = NativeOps("cpu", name if name in PLAIN else "float32", level)
+    ops.is_deterministic = True
+    weight = ops.linear_weight([{"weight": make_matrix(name, 53, 512)[0]}], [None])
+    x = random(130, 512).numpy()
+    expected = ops.linear(x, weight)
+    for num_rows in ROWS:
+        assert np.array_equal(ops.linear(x[2 : 2 + num_rows], weight), expected[2 : 2 + num_rows])
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "Q4_0", "Q4_K", "Q8_0"])
+def test_parts_in_several_formats_become_one_matrix(name: str) -> None:
+    parts = [make_matrix(name, 20, 256), make_matrix("float32", 7, 256), make_matrix("Q6_K", 33, 256)]
+    ops = NativeOps()
+    weight = ops.linear_weight([{"weight": stored} for stored, _ in parts], [None] * 3)
+    x = random(6, 256).numpy()
+    assert_near(ops.linear(x, weight), x @ np.concatenate([wide for _, wide in parts]).T, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("num_rows", [2, 21])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "Q5_1", "Q6_K"])
+def test_what_is_done_with_a_product(name: str, num_rows: int, level: str) -> None:
+    """Stacked parts, one with a bias; activations, a residual, a gate, a cap, and a norm in front."""
+    ops, reference = native_ops(dtype=name if name in PLAIN else "float32", level=level), TorchOps()
+    bias, norm = random(32), random(256)
+    x, before, residual = random(num_rows, 256), random(num_rows, 256), random(num_rows, 64)
+    for sizes in ((32, 32), (32, 18)):  # a gate of the latter has outputs that are no multiple of 16
+        made = [make_matrix(name, num, 256, seed=num) for num in sizes]
+        ours = ops.linear_weight([{"weight": stored} for stored, _ in made], [bias, None])
+        theirs = reference.linear_weight([{"weight": torch.from_numpy(wide)} for _, wide in made], [bias, None])
+
+        def check(method: str, *args: Any, ours: Any = ours, theirs: Any = theirs, **options: Any) -> None:
+            found, expected = (
+                getattr(each, method)(*args, weight, **options) for each, weight in ((ops, ours), (reference, theirs))
+            )
+            pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+            for one, other in pairs:
+                assert_near(one, other, 3 * TOLERANCE[name])
+
+        for activation in get_args(Activation):
+            check("linear", x, activation=activation)
+            check("normed_linear", x, norm, 1e-2, residual=before, gate=activation)
+        check("linear", x, residual=residual[:, : sum(sizes)].contiguous())
+        check("logits", x, softcap=0.7)
+        check("normed_linear", x, norm, 1e-2)
+        check("normed_linear", x, norm, 1e-2, gate="silu")
+
+
+@pytest.mark.parametrize("width", [1, 7, 33, 64, 130])
+def test_work_on_rows(width: int, level: str) -> None:
+    ops, reference = native_ops(level=level), TorchOps()
+    x, before, weight, bias = random(9, width) + 1, random(9, width), random(width), random(width)
+    segments = Segments((1, 5, 3))
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+        ("rms_norm", (x, weight, 1e-3), {}), ("rms_norm", (x, weight, 1e-3), {"residual": before}),
+        ("layer_norm", (x, NormWeights(weight, bias, 1e-3)), {}), ("normalize", (x,), {}),
+        *(("pool", (x, segments, mode), {}) for mode in get_args(Pooling)),
+        *(("gated", (torch.cat((x, before), 1), activation), {}) for activation in get_args(Activation)),
+    ]  # fmt: skip
+    for method, args, options in calls:
+        torch.testing.assert_close(
+            getattr(ops, method)(*args, **options), getattr(reference, method)(*args, **options), atol=1e-5, rtol=1e-5
+        )
+    assert not ops.normalize(torch.zeros(2, width)).any()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_lookups(name: str, level: str) -> None:
+    """Of a table in any format, alone and added to rows of plain ones, some of which begin later; also recorded."""
+    ops = NativeOps(level=level)
+    width = 256 if name.endswith("K") else 96 if name in BLOCKS else 50
+    made = [make_matrix(each, 40, width, seed) for seed, each in enumerate((name, "float16", "bfloat16"))]
+    tables, wide = [ops.to_device(stored) for stored, _ in made], [each for _, each in made]
+    segments = Segments((5, 1, 12))
+    token_ids, type_ids = np.random.default_rng(1).integers(0, 40, (2, 18))
+    batch = TokenBatch(token_ids, segments, type_ids)
+    expected = wide[0][token_ids] + wide[1][segments.positions + 2] + wide[2][type_ids]
+    ids = [token_ids, segments.positions + 2, type_ids]
+    np.testing.assert_allclose(ops.embed(tables, ids), expected, atol=1e-6)
+    np.testing.assert_array_equal(ops.lookup(tables[0], token_ids, scale=1.5), wide[0][token_ids] * np.float32(1.5))
+    recorded = ops.replayed(lambda given: ops.embed(tables, [given.token_ids, given.segments.positions + 2, given.type_ids]))
+    np.testing.assert_allclose(recorded(batch), expected, atol=1e-6)
+
+
+PRECISION = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}  # of stored keys and values
+
+
+def wide_layer(kv: KVLayer[torch.Tensor]) -> KVLayer[torch.Tensor]:
+    """A copy in float32."""
+    return KVLayer(kv.keys.to(torch.float32, copy=True), kv.values.to(torch.float32, copy=True))
+
+
+@pytest.mark.parametrize("dtype", PLAIN)
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (64, 0), (80, 20), (24, 24), (10, 6)])
+def test_store_kv(head_dim: int, rotary_dim: int, has_norms: bool, dtype: str, level: str) -> None:
+    heads, ops, reference = HeadShape(6, 2, head_dim, 0.1), native_ops("cpu", dtype, level), TorchOps()
+    batch, kv = batch_over(ops, [(1, 5), (3, 9), (4, 4)], 4, heads)
+    before, expected_kv = wide_layer(kv), wide_layer(kv)
+    rotary = reference.rotary(random(9, rotary_dim).numpy(), rotary_dim) if rotary_dim else None
+    q_norm, k_norm = (random(head_dim), random(head_dim)) if has_norms else (None, None)
+    qkv, rotation = random(8, 10 * head_dim), Rotation(rotary, q_norm, k_norm, 1e-3)
+    unstored = ops.store_kv(qkv, kv, replace(batch, slots=torch.full_like(batch.slots, -1)), heads, rotation)
+    for ours, theirs in ((kv.keys, before.keys), (kv.values, before.values)):
+        torch.testing.assert_close(ours.float(), theirs, atol=0, rtol=0, equal_nan=True)
+    q = ops.store_kv(qkv, kv, batch, heads, rotation)
+    expected = reference.store_kv(qkv, expected_kv, batch, heads, rotation)
+    assert torch.equal(q, unstored)
+    torch.testing.assert_close(q, expected, atol=1e-5, rtol=1e-4)
+    for ours, theirs in ((kv.keys, expected_kv.keys), (kv.values, expected_kv.values)):
+        torch.testing.assert_close(ours.float(), theirs, atol=PRECISION[dtype], rtol=PRECISION[dtype], equal_nan=True)
+
+
+HEADS = [
+    HeadShape(4, 4, 16, 0.25), HeadShape(6, 2, 64, 0.125, window=19), HeadShape(20, 1, 80, 0.11, softcap=3.0),
+    HeadShape(3, 1, 80, 0.11, window=70, softcap=1.5), HeadShape(40, 1, 16, 0.25), HeadShape(4, 2, 10, 0.3, window=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", PLAIN)
+@pytest.mark.parametrize("block_size", [1, 16, 24])
+@pytest.mark.parametrize("heads", HEADS)
+def test_attention_over_blocks(heads: HeadShape, block_size: int, dtype: str, level: str) -> None:
+    """Decodes, prompts from their beginning and behind other tokens, within a chunk of keys and over several."""
+    ops = native_ops("cpu", dtype, level)
+    batch, kv = batch_over(ops, [(1, 1), (1, 64), (1, 200), (9, 9), (65, 65), (40, 131), (2, 70)], block_size, heads)
+    q = random(batch.num_tokens, heads.num_heads * heads.head_dim)
+    expected = TorchOps().paged_attention(q, wide_layer(kv), batch, heads)
+    torch.testing.assert_close(ops.paged_attention(q, kv, batch, heads), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(4, 16), (1, 80), (3, 10)])
+def test_attention_of_encoders(num_heads: int, head_dim: int, has_bias: bool, level: str) -> None:
+    ops, segments = native_ops(level=level), Segments((7, 1, 70, 33, 129, 2))
+    qkv, bias = random(segments.num_tokens, 3 * num_heads * head_dim), random(num_heads, 129, 129) if has_bias else None
+    expected = TorchOps().attention(qkv, segments, num_heads, bias=bias)
+    torch.testing.assert_close(ops.attention(qkv, segments, num_heads, bias=bias), expected, atol=1e-5, rtol=1e-4)
+
+
+class Layer:
+    """A layer of a decoder over KV blocks, with every operation that a tape can hold for one."""
+
+    def __init__(self, ops: NativeOps, heads: HeadShape, kv: KVLayer[Any]) -> None:
+        def linear(name: str, num_outputs: int, num_inputs: int) -> Any:
+            return ops.linear_weight([{"weight": make_matrix(name, num_outputs, num_inputs)[0]}], [None])
+
+        self.ops, self.heads, self.kv = ops, heads, kv
+        self.table, self.norm = ops.to_device(make_matrix("Q8_0", 40, 64)[0]), random(64).numpy()
+        self.qkv, self.out = linear("float32", 128, 64), linear("Q4_0", 64, 64)
+        self.gate_up, self.down = linear("float16", 192, 64), linear("Q5_1", 64, 96)
+        self.rotation = Rotation(ops.rotary(random(300, 16).numpy(), 16))
+
+    def __call__(self, batch: PagedBatch[Any]) -> Any:
+        ops, residual = self.ops, self.ops.lookup(self.table, batch.token_ids, scale=2.0)
+        x, residual = ops.normed_linear(residual, self.norm, 1e-5, self.qkv)
+        x = ops.linear(ops.store_and_attend(x, self.kv, batch, self.heads, self.rotation), self.out)
+        if batch.kept_rows is not None:
+            x, residual = ops.rows(x, batch.kept_rows), ops.rows(residual, batch.kept_rows)
+        x, total = ops.normed_linear(x, self.norm, 1e-5, self.gate_up, residual=residual, gate="silu")
+        return ops.rms_norm(ops.linear(x, self.down, residual=total), self.norm, 1e-5)[0]
+
+
+def make_layer(level: str) -> tuple[Layer, list[PagedBatch[Any]]]:
+    """And batches of many sizes over its memory."""
+    ops, heads = NativeOps(level=level), HeadShape(4, 2, 16, 0.25)
+    sequences = [[(1, 3)], [(1, 30), (1, 5), (6, 6)], [(140, 140), (1, 2)], [(1, 9)], [(3, 200), (1, 1), (2, 2)]]
+    made = [batch_over(cast(Any, Translated(ops, "float32")), each, 16, heads) for each in sequences]
+    num_blocks = max(len(kv.keys) for _, kv in made)
+    layer = Layer(ops, heads, ops.new_kv_layer(num_blocks, 16, 2, 16))
+    batches = [to_arrays(batch) for batch, _ in made]
+    return layer, batches + [replace(batch, kept_rows=np.cumsum(batch.query_lens) - 1) for batch in batches]
+
+
+def test_a_replayed_tape_gives_what_single_operations_give_and_allocates_once(level: str) -> None:
+    layer, batches = make_layer(level)
+    recorded = layer.ops.replayed(layer)
+    assert isinstance(recorded, Replayer)
+    for batch in batches:
+        assert np.array_equal(recorded(batch), layer(batch))
+    tapes = [tape for tape, _ in recorded._tapes.values()]
+    assert [tape.num_replays for tape in tapes] == [5, 5]
+    before = [tape.num_allocations for tape in tapes]
+    for batch in reversed(batches):
+        recorded(batch)
+    assert [tape.num_allocations for tape in tapes] == before
+
+
+def test_results_do_not_depend_on_threads_nor_on_passes_beside() -> None:
+    """Red if two passes share memory, or if work that threads share out is lost or done twice."""
+    layer, batches = make_layer(LEVELS[-1])
+    recorded = layer.ops.replayed(layer)
+    for batch in batches:
+        results = list[Floats]()
+        for num_threads in (1, 1, 0, 0):  # 0: all
+            with ThreadPoolExecutor(4, initializer=set_pass_threads, initargs=(num_threads,)) as threads:
+                results += threads.map(recorded, [batch] * 4)
+        assert all(np.array_equal(found, results[0]) for found in results)
