@@ -17,7 +17,7 @@ import numpy as np
 
 from archerfish.background import in_background
 from archerfish.config import EmbedConfig, HubConfig
-from archerfish.engine.inference_core import InferenceCore, Vectors, locate
+from archerfish.engine.inference_core import InferenceCore, Vectors, load_tensors, locate
 from archerfish.engine.progress import progress_bar
 from archerfish.engine.text_batches import (
     EmbedInput,
@@ -40,7 +40,7 @@ from archerfish.errors import (
     did_you_mean,
 )
 from archerfish.kernels.pool import ComputePool, compute_pool
-from archerfish.kernels.select import choose_backend, choose_device, choose_dtype, log_device
+from archerfish.kernels.select import log_device
 from archerfish.store.loader import WeightLoader
 from archerfish.text.tokenizer import FastTokenizer, Text, TokenizedText, are_strings, read_settings, stated_max_length
 from archerfish.types import Progress, no_progress
@@ -107,11 +107,8 @@ class ArrowEngine:
         self.default_prompt_name: str | None = self.embedding.get("default_prompt_name")
         self.similarity_fn_name: str = self.embedding.get("similarity_fn_name") or "cosine"
         self.truncate_dim: int | None = None  # what `encode` cuts vectors to, unless it is told otherwise
-        device = choose_device(self.config.device).name
-        is_stored = choose_backend(device, choose_dtype(self.config.dtype, device)).reads_stored
-        self.core = InferenceCore(
-            loader.load_stored() if is_stored else loader.load_weights(), metadata, self.config.device, dtype=self.config.dtype, weight_format=self.config.weights
-        )
+        options: dict[str, Any] = {"dtype": self.config.dtype, "weight_format": self.config.weights}
+        self.core = InferenceCore(load_tensors(loader, self.config), metadata, self.config.device, **options)
         log_device(self.model_name, self.config.device, self.core.dtype)
         settings = read_settings(directory / "tokenizer" / "tokenizer_config.json")
         most, wanted = self.core.max_positions, self.config.max_length

@@ -24,6 +24,7 @@ from archerfish.layers.weights import Weights
 from archerfish.models.adapter import ENCODERS, TokenBatch, encoder_class
 from archerfish.models.config import Config
 from archerfish.store.converter import ensure_converted
+from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import resolve_model
 from archerfish.store.source import optional_json
@@ -105,8 +106,9 @@ class InferenceCore:
             raise StoppedError("This model has been closed.", hint="Load it again.")
         with self.ops.computing():
             if not self.ops.is_async:
-                compute = self._replayed[normalize] if self.encoder.is_recordable else partial(self._compute, normalize=normalize)
-                vectors = self.ops.to_numpy(compute(batch))
+                is_replayed = self.encoder.is_recordable
+                found = self._replayed[normalize](batch) if is_replayed else self._compute(batch, normalize)
+                vectors = self.ops.to_numpy(found)
                 return lambda: vectors
             return self._repeat(batch, normalize) or self.ops.fetch(self._compute(batch, normalize))
 
@@ -162,10 +164,18 @@ def locate(config: EmbedConfig, hub: HubConfig, progress: Progress) -> Path:
     if dtype == "auto":
         fast = fast_cpu_dtype() if config.dtype == "auto" else config.dtype
         dtype = config.dtype if config.dtype != "auto" else "float16" if fast == "float32" else fast
-    device = choose_device(config.device).name
-    keeps_blocks = choose_backend(device, choose_dtype(config.dtype, device)).reads_stored
     source = resolve_model(config.model, hub, progress)
-    return ensure_converted(source, dtype=dtype, keep_quantized=keeps_blocks, hub=hub, progress=progress)
+    return ensure_converted(source, dtype=dtype, keep_quantized=reads_stored(config), hub=hub, progress=progress)
+
+
+def reads_stored(config: EmbedConfig) -> bool:
+    """Whether the backend of an engine takes tensors as they are stored."""
+    device = choose_device(config.device).name
+    return choose_backend(device, choose_dtype(config.dtype, device)).reads_stored
+
+
+def load_tensors(loader: WeightLoader, config: EmbedConfig) -> Mapping[str, Any]:
+    return loader.load_stored() if reads_stored(config) else loader.load_weights()
 
 
 def kind_of(path: Path) -> str:

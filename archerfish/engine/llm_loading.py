@@ -25,6 +25,7 @@ from archerfish.runtime.runner import ModelRunner
 from archerfish.sched.masks import MaskFinder
 from archerfish.sched.scheduler import Scheduler
 from archerfish.store.converter import ensure_converted
+from archerfish.store.format import buffer_bytes
 from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import HUB_ID, ONLY_TOKENIZER, builtin_at, resolve_model
@@ -106,13 +107,16 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
         def check(values: Mapping[str, Any]) -> None:  # before a conversion, which may take minutes
             check_memory(facts_of(config, device, dtype, source, source.name, values, {}), config)
 
+        is_kept = choose_backend(device, dtype).reads_stored
         directory = ensure_converted(
-            source, dtype=dtype, keep_quantized=choose_backend(device, dtype).reads_stored, hub=hub, progress=progress, check=check
+            source, dtype=dtype, keep_quantized=is_kept, hub=hub, progress=progress, check=check
         )
         metadata = read_metadata(directory)
         builtin = builtin_at(source, hub)
         generation = {**(metadata.generation_config or {}), **(builtin.sampling if builtin else {})}
-        facts = facts_of(config, device, dtype, directory, metadata.model_name, metadata.config, generation)
+        is_kept = is_kept and any(info.quantization for info in metadata.tensors) and config.weights == "auto"
+        stored_bytes = sum(sum(buffer_bytes(info)) for info in metadata.tensors) if is_kept else 0
+        facts = facts_of(config, device, dtype, directory, metadata.model_name, metadata.config, generation, stored_bytes)
         kind = str(metadata.source.get("kind"))
     check_quantization(config.quantization, facts.config.values, kind, facts.name)
     return replace(facts, tokenizer_directory=locate_tokenizer(config.tokenizer, facts.directory, hub, progress))

@@ -82,7 +82,7 @@ def log_device(model: str, wanted: str, dtype: str) -> None:
 
 
 def choose_dtype(wanted: str, device: str) -> str:
-    """The type to compute in on a device. The native CPU backend computes in float32 and keeps keys, values and matrices in it."""
+    """The type to compute in on a device; of the native CPU backend, the one of keys, values and matrices."""
     if device == "cuda" and wanted == "auto":
         import torch
 

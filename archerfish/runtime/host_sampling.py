@@ -6,6 +6,7 @@ number and keep the same tokens; the sums of probabilities may differ in their l
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Iterable
@@ -19,13 +20,13 @@ from archerfish.kernels.ops import Ids
 from archerfish.kernels.sampling import CHOSEN, NONE_LEFT, NOT_FINITE, SHORT_TOP_K, stream_key, uniform
 from archerfish.params import MAX_SEED, check_number, check_whole, items_of, plain_number
 
-try:
+native_sampler: Any = None
+with contextlib.suppress(ImportError):  # installed without compiled code
     from archerfish.kernels.native._native import Level, Sampler
-except ImportError:  # installed without compiled code
-    Sampler = None
+
+    native_sampler = Sampler(Level())
 
 Row = npt.NDArray[np.float32]
-native_sampler: Any = None if Sampler is None else Sampler(Level())
 MAX_POSITION = np.iinfo(np.int64).max - 1
 LONG_ROW = 4096  # logits: longer rows are narrowed down before anything is sorted
 NUM_GROUPS_PER_TOKEN = 8  # of `candidates`: more groups give a tighter bound and cost more

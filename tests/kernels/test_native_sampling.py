@@ -37,7 +37,7 @@ GRID: list[Options] = [
 
 @pytest.fixture(scope="module", params=_native.levels())
 def native(request: pytest.FixtureRequest) -> NativeSampling:
-    return NativeSampling(TapeRunner(_native.Level(request.param), _native.Threads(2)))
+    return NativeSampling(TapeRunner(_native.Level(request.param), _native.all_threads(2)))
 
 
 def batch_of(rows: list[Options], *, position: int = 11, **parts: Any) -> SamplingBatch[Array]:
@@ -227,8 +227,8 @@ def test_failed_rows_do_not_touch_the_others(native: NativeSampling) -> None:
 def test_tokens_that_are_ruled_out_are_never_drawn(native: NativeSampling) -> None:
     logits = np.full((60, 25_000), -math.inf, np.float32)
     logits[:, [3, 2049, 24_999]] = 0.25
-    warm: list[Options] = [{"temperature": 50.0, "top_k": 7}, {"temperature": 1e300}]
-    for option in ({}, {"top_p": 0.99}, {"top_k": 2000}, {"top_k": 9000}, *warm):
+    options: list[Options] = [{}, {"top_p": 0.99}, {"top_k": 2000}, {"top_k": 9000}, {"temperature": 1e300}]
+    for option in [*options, {"temperature": 50.0, "top_k": 7}]:
         tokens = native.sample(logits, batch_of([option] * 60)).tokens.tolist()
         assert set(tokens) == {3, 2049, 24_999}, option
 

@@ -1,5 +1,5 @@
 # ruff: noqa: A002
-# The module of csrc/module.cpp and csrc/bind_wkv.cpp. Values of a tape are numbers; -1: none.
+# The module of csrc/module.cpp, bind_sample.cpp and bind_wkv.cpp. Values of a tape are numbers; -1: none.
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,6 +55,7 @@ class Tape:
     def linear(
         self, matrix: Matrix, x: int, out: int, activation: int = 0, is_gated: bool = False, residual: int = -1,
         softcap: float = 0.0, norm: Floats | None = None, eps: float = 0.0, before: int = -1, total: int = -1,
+        is_deterministic: bool = False,
     ) -> None: ...
     def norm(self, x: int, before: int, total: int, weight: Floats, bias: Floats | None, eps: float, out: int) -> None: ...
     def tables(
@@ -77,3 +78,20 @@ class Tape:
     def run(
         self, threads: Threads, num_threads: int, sizes: Sequence[int], inputs: Sequence[Array | None], results: Sequence[Array]
     ) -> None: ...
+
+class Sampler:
+    def __init__(self, level: Level) -> None: ...
+    @property
+    def num_calls(self) -> int: ...
+    @property
+    def num_allocations(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def sample(
+        self, threads: Threads, num_threads: int, logits: Floats, parts: Sequence[Array | None], report: Array, /
+    ) -> None: ...
+    def score(
+        self, threads: Threads, num_threads: int, logits: Floats, token_ids: Array, rows: Array | None, logprobs: Array,
+        ranks: Array, top_ids: Array, top_logprobs: Array, /,
+    ) -> None: ...
+    def draw(self, logits: Floats, temperature: float, top_k: int, top_p: float, number: float, /) -> tuple[int, int]: ...

@@ -1,7 +1,7 @@
 """The CPU backend: our own kernels (csrc/), on tapes that are replayed without Python.
 
-Activations are float32. `dtype` is the type of keys and values, and the one that float32 matrices are kept in; matrices of other
-types stay as they are stored, those of GGUF in their blocks.
+Activations are float32. `dtype` is the type of keys and values, and the one that float32 matrices are kept in; matrices of
+other types stay as they are stored, those of GGUF in their blocks.
 """
 
 from __future__ import annotations

@@ -223,8 +223,8 @@ def set_batch(step: StepArrays, batch: Any) -> None:
         np.cumsum(batch.query_lens, out=starts[1:])
         tables = np.ascontiguousarray(batch.block_tables)
         for which, array in (
-            (Input.POSITIONS, batch.positions), (Input.SLOTS, batch.slots), (Input.BLOCK_TABLES, tables), (Input.STARTS, starts),
-            (Input.CONTEXT_LENS, batch.context_lens),
+            (Input.POSITIONS, batch.positions), (Input.SLOTS, batch.slots), (Input.BLOCK_TABLES, tables),
+            (Input.STARTS, starts), (Input.CONTEXT_LENS, batch.context_lens),
         ):
             step.set(which, array)
         step.sizes[3:5] = tables.shape[1], batch.block_size

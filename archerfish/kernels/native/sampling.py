@@ -40,7 +40,7 @@ class NativeSampling:
             np.empty((num_rows, num_top), dtype=np.int64), np.empty((num_rows, num_top)),
         )  # fmt: skip
         self._sampler.score(
-            self._runner.threads, self._runner.num_threads, plain_rows(logits), plain(token_ids, np.int64),
+            self._runner.threads, self._runner.num_threads, plain_rows(logits), np.asarray(token_ids, np.int64),
             plain(rows, np.int64), found.logprobs, found.ranks, found.top_ids, found.top_logprobs,
         )
         return found

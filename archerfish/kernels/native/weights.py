@@ -65,8 +65,8 @@ class NativeWeight(PackedWeight[Any]):
         out = recorder.like(x, width // 2 if is_gated else width)
         total = x if before is None else recorder.like(x, x.shape[1])
         recorder.tape.linear(
-            self.matrix, recorder(x), recorder(out), activation=ACTIVATIONS[gate] if is_gated and gate else 0, is_gated=is_gated,
-            norm=norm, eps=eps, before=recorder(before), total=-1 if before is None else recorder(total),
+            self.matrix, recorder(x), recorder(out), activation=ACTIVATIONS[(gate if is_gated else None) or "none"],
+            is_gated=is_gated, norm=norm, eps=eps, before=recorder(before), total=-1 if before is None else recorder(total),
             is_deterministic=self.is_deterministic,
         )
         self.runner.finish(recorder)
