@@ -98,8 +98,7 @@ def examine(hub: HubConfig, model: str, out: Output) -> dict[str, Any]:
     if not is_writable:
         problems.append(f"The cache directory {cache} cannot be written to: choose another with --cache-dir.")
     problems += find_damage(model, out)
-    gpus = find_cards()[0] if "torch" not in missing else []
-    paths = fast_paths() if "torch" not in missing else []
+    gpus, paths = find_cards()[0], fast_paths()
     sizes = [measure_or_explain(name, hub) for name in BUILTIN_MODELS if name != model.lower()]
     sizes += [measure(model, hub)] if model else []
     cached = [found for found in list_models(hub) if found.path is not None]
@@ -152,7 +151,11 @@ def find_packages() -> list[dict[str, str]]:
     version: empty when it is not installed; needed_for: the extra that needs it, empty when archerfish always needs it.
     """
     wanted: dict[str, str] = {}
-    for requirement in importlib.metadata.requires("archerfish") or []:
+    try:
+        required = importlib.metadata.requires("archerfish") or []
+    except importlib.metadata.PackageNotFoundError:  # only on PYTHONPATH
+        required = []
+    for requirement in required:
         name, _, marker = requirement.partition(";")
         extra = re.search(r"extra == ['\"](\w+)['\"]", marker)
         if extra is None or extra[1] != "test":

@@ -44,6 +44,8 @@ def torch_build() -> TorchBuild:
 def find_cards() -> tuple[list[Card], str]:
     """The cards that torch will compute on, or why there are none. torch is asked where its files do not say what it is for,
     and for cards of AMD."""
+    if importlib.util.find_spec("torch") is None:
+        return [], "torch, which cards need, is not installed"
     build = torch_build()
     if build.cuda:
         try:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from archerfish.kernels.ops import Ops
 
 logger = logging.getLogger("archerfish.kernels")
+INSTALL_TORCH = "Install it: pip install 'archerfish[torch]'."
 CARD_DRIVERS = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")  # of NVIDIA, its Jetsons, WSL, AMD
 
 
@@ -64,6 +65,10 @@ def choose_device(wanted: str) -> Device:
     has_driver = os.name != "posix" or any(map(os.path.exists, CARD_DRIVERS))
     if wanted == "auto" and not has_driver and "torch" not in sys.modules:
         return Device("cpu", "no CUDA device")
+    if not importlib.util.find_spec("torch"):
+        if wanted == "auto":
+            return Device("cpu", "torch, which cards need, is not installed")
+        raise DeviceError(f"Device {wanted!r} needs torch, which is not installed.", hint=INSTALL_TORCH)
     import torch
 
     if wanted in ("cuda", "auto") and torch.cuda.is_available():
@@ -108,6 +113,10 @@ def without_native(device: str, dtype: str = "") -> str:
     return native_error() if device == "cpu" else "it computes on a CPU"
 
 
+def without_torch(device: str, dtype: str) -> str:
+    return "" if importlib.util.find_spec("torch") else "torch is not installed"
+
+
 def without_triton(device: str, dtype: str) -> str:
     if device != "cuda":
         return "it computes on CUDA devices"
@@ -123,7 +132,7 @@ def loader(place: str) -> Callable[[str, str], Ops[Any]]:
 BACKENDS = [  # the fastest first
     OpsBackend("torch + Triton", without_triton, loader("triton.ops:TritonOps"), "norms, rotary and attention in own kernels"),
     OpsBackend("native", without_native, loader("native.ops:NativeOps"), "own kernels over tapes", reads_stored=True),
-    OpsBackend("torch reference", lambda device, dtype: "", loader("torch.reference:TorchOps"), "any device and type of torch"),
+    OpsBackend("torch reference", without_torch, loader("torch.reference:TorchOps"), "any device and type of torch"),
 ]
 
 
@@ -134,7 +143,10 @@ def register_backend(backend: OpsBackend) -> None:
 
 def choose_backend(device: str, dtype: str) -> OpsBackend:
     """The fastest backend for a device and a type."""
-    return next(backend for backend in BACKENDS if not backend.why_not(device, dtype))
+    found = next((backend for backend in BACKENDS if not backend.why_not(device, dtype)), None)
+    if found is None:
+        raise DeviceError(f"Nothing can compute here: {native_error()}, and torch is not installed.", hint=INSTALL_TORCH)
+    return found
 
 
 def choose_ops(device: str, dtype: str) -> Ops[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from array import array
 from collections.abc import Sequence
@@ -21,10 +22,12 @@ class RowProcessors:
 
     def apply(self, logits: Row, position: int) -> Row:
         """The logits of the token at a position after all processors. What a processor raises comes with its name."""
-        import torch
-
         prompt, output = self._tokens[: self._num_prompt].tolist(), self._tokens[self._num_prompt : position].tolist()
-        row: Any = torch.from_numpy(logits.copy())
+        row: Any = logits.copy()
+        with contextlib.suppress(ImportError):  # without torch they are given arrays
+            import torch
+
+            row = torch.from_numpy(row)
         for processor, wants_prompt in self._processors:
             name = getattr(processor, "__name__", type(processor).__name__)
             try:

@@ -179,8 +179,11 @@ NESTED_KEYS = ("state_dict", "model_state_dict", "model", "module")
 
 def open_torch(path: Path) -> list[SourceTensor]:
     """The tensors of one checkpoint. Objects other than tensors are refused."""
-    import torch
-
+    try:
+        import torch
+    except ImportError as error:
+        hint = "Install it: pip install 'archerfish[torch]'. Or take the model's safetensors files."
+        raise UnsupportedModelError(f"{path} was saved by torch, which is not installed.", hint=hint) from error
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # torch raises errors of many kinds for a damaged file
