@@ -91,7 +91,7 @@ INLINE void score_direct(const Attend& args, const int64_t* places, int64_t coun
     Floats total[R] = {};
     for (int d = 0; d < dim; d += kLanes) {
       Floats key = load_as(T, args.keys, places[i] + d);
-      UNROLL for (int r = 0; r < R; r++) total[r] += key * load(queries + r * dim + d);
+      UNROLL for (int r = 0; r < R; r++) total[r] = multiply_add(key, load(queries + r * dim + d), total[r]);
     }
     UNROLL for (int r = 0; r < R; r++) work.scores[(row + r) * kChunk + i] = sum(total[r]);
   }
@@ -108,7 +108,7 @@ INLINE void add_direct(const Attend& args, const int64_t* places, int64_t count,
     for (int64_t i = 0; i < count; i++)
       UNROLL for (int v = 0; v < kVectors; v++) {
         Floats value = load_as(T, args.values, places[i] + d + v * kLanes);
-        UNROLL for (int r = 0; r < R; r++) total[r][v] += value * work.scores[(row + r) * kChunk + i];
+        UNROLL for (int r = 0; r < R; r++) total[r][v] = multiply_add(value, work.scores[(row + r) * kChunk + i], total[r][v]);
       }
     UNROLL for (int r = 0; r < R; r++)
       UNROLL for (int v = 0; v < kVectors; v++) store(work.totals + (row + r) * dim + d + v * kLanes, total[r][v]);
@@ -123,7 +123,7 @@ INLINE void score_rows(const float* queries, const float* keys, int dim, float* 
     for (int d = 0; d < dim; d++)
       UNROLL for (int v = 0; v < kVectors; v++) {
         Floats key = load(keys + d * kChunk + c + v * kLanes);
-        UNROLL for (int r = 0; r < R; r++) total[r][v] += key * queries[r * dim + d];
+        UNROLL for (int r = 0; r < R; r++) total[r][v] = multiply_add(key, queries[r * dim + d], total[r][v]);
       }
     UNROLL for (int r = 0; r < R; r++)
       UNROLL for (int v = 0; v < kVectors; v++) store(scores + r * kChunk + c + v * kLanes, total[r][v]);
@@ -141,7 +141,7 @@ INLINE void add_values(const float* scores, const float* values, int dim, int64_
     for (int64_t i = 0; i < count; i++)
       UNROLL for (int v = 0; v < kVectors; v++) {
         Floats value = load(values + i * dim + d + v * kLanes);
-        UNROLL for (int r = 0; r < R; r++) total[r][v] += value * scores[r * kChunk + i];
+        UNROLL for (int r = 0; r < R; r++) total[r][v] = multiply_add(value, scores[r * kChunk + i], total[r][v]);
       }
     UNROLL for (int r = 0; r < R; r++)
       UNROLL for (int v = 0; v < kVectors; v++) store(totals + r * dim + d + v * kLanes, total[r][v]);

@@ -218,7 +218,7 @@ struct Sums {
     UNROLL for (int p = 0; p < P; p++) {
       Floats scale = source.scale(which, part + p);
       UNROLL for (int r = 0; r < R; r++)
-        total[r][p] += to_floats((upper[r][p] << kLowBits) + lower[r][p]) * scale * x.scales[r];
+        total[r][p] = multiply_add(to_floats((upper[r][p] << kLowBits) + lower[r][p]) * scale, x.scales[r], total[r][p]);
     }
   }
 };
@@ -238,7 +238,7 @@ INLINE void block_tile(Source source, int64_t num_blocks, int part, const ByteBl
     if constexpr (Source::kHasMin)
       UNROLL for (int p = 0; p < P; p++) {
         Floats min = source.min(part + p);
-        UNROLL for (int r = 0; r < R; r++) total[r][p] += min * x->weighted[r];
+        UNROLL for (int r = 0; r < R; r++) total[r][p] = multiply_add(min, x->weighted[r], total[r][p]);
       }
   }
   UNROLL for (int r = 0; r < R; r++)
@@ -299,13 +299,13 @@ INLINE void plain_tile(Source source, int64_t num_inputs, const float* x, float*
     UNROLL for (int p = 0; p < kParts; p++) {
       Floats first, second;
       source.pair(k, p, first, second);
-      UNROLL for (int r = 0; r < R; r++) total[r][p] += first * x[r * num_inputs + k];
-      UNROLL for (int r = 0; r < R; r++) total[r][p] += second * x[r * num_inputs + k + 1];
+      UNROLL for (int r = 0; r < R; r++) total[r][p] = multiply_add(first, x[r * num_inputs + k], total[r][p]);
+      UNROLL for (int r = 0; r < R; r++) total[r][p] = multiply_add(second, x[r * num_inputs + k + 1], total[r][p]);
     }
   }
   if (k < num_inputs)
     UNROLL for (int p = 0; p < kParts; p++)
-      UNROLL for (int r = 0; r < R; r++) total[r][p] += source.one(k, p) * x[r * num_inputs + k];
+      UNROLL for (int r = 0; r < R; r++) total[r][p] = multiply_add(source.one(k, p), x[r * num_inputs + k], total[r][p]);
   UNROLL for (int r = 0; r < R; r++)
     UNROLL for (int p = 0; p < kParts; p++) store(out + r * kGroup + p * kLanes, total[r][p]);
 }
@@ -338,7 +338,8 @@ INLINE void widen(const uint8_t* group, int64_t num_inputs, float* panel) {
 // ---- 16-bit products: the weights of a group as they want them ----
 constexpr bool can_widen(Format format) {
   if (format == Format::kFloat) return false;
-  return (kWideBfloat && format != Format::kHalf) || (kWideHalf && format != Format::kBfloat);
+  if (format <= Format::kBfloat) return format == (kWideHalf ? Format::kHalf : Format::kBfloat) && (kWideBfloat || kWideHalf);
+  return kWidensIntegers;
 }
 // Unpacking integer formats pays from some rows on.
 INLINE bool is_wide(const Linear& args) {

@@ -86,6 +86,21 @@ INLINE int32_t sum(Ints x) {
 #endif
 }
 
+// a * b + c in one rounding at every level with such an instruction: compilers take it or leave it from place to place, and the
+// same numbers must give the same results wherever they stand.
+INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+INLINE Floats multiply_add(Floats a, float b, Floats c) { return multiply_add(a, all(b), c); }
+
 // ---- 16-bit numbers ----
 INLINE float from_half(uint16_t bits) {
 #if defined(__F16C__)

@@ -14,6 +14,11 @@ constexpr bool kWideBfloat = false, kWideHalf = true;
 #else
 constexpr bool kWideBfloat = false, kWideHalf = false;
 #endif
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+constexpr bool kWidensIntegers = false;  // products of bytes are quicker there
+#else
+constexpr bool kWidensIntegers = kWideBfloat || kWideHalf;
+#endif
 constexpr int64_t kWideRows = kWideHalf ? 24 : 48;  // above which integer formats are unpacked to 16 bits
 constexpr int64_t kWideInputs = 32;  // inputs are filled up to a multiple of this with zeros
 

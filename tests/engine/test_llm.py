@@ -137,11 +137,11 @@ def test_a_request_id_cannot_name_several_requests(llm: LLM) -> None:
 
 def test_no_step_is_left_in_flight_after_a_stop(llm: LLM) -> None:
     """The step that was launched before a stop was found is taken in before the call returns."""
-    text = llm.generate("a fish", greedy(20))[0].text
-    for stop in ({"stop": text[:3]}, {"stop_token_ids": llm.generate("a fish", greedy(20))[0].token_ids[5:6]}):
-        output = llm.generate("a fish", greedy(20, **stop))[0]
+    text = llm.generate("a cat", greedy(20))[0].text
+    for stop in ({"stop": text[4]}, {"stop_token_ids": llm.generate("a cat", greedy(20))[0].token_ids[5:6]}):
+        output = llm.generate("a cat", greedy(20, **stop))[0]
         assert output.finish_reason == "stop" and len(output.token_ids) < 20 and not llm.has_work
-        assert list(llm.stream("a fish", greedy(20, **stop)))[-1].finish_reason == "stop" and not llm.has_work
+        assert list(llm.stream("a cat", greedy(20, **stop)))[-1].finish_reason == "stop" and not llm.has_work
 
 
 def test_generate_does_not_run_queued_requests_of_others(llm: LLM) -> None:
