@@ -60,7 +60,9 @@ $(VENV)/bin/python:
 	@echo "Making $(VENV) with $(PYTHON)"
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python
+NATIVE := CMakeLists.txt $(wildcard csrc/*)
+
+$(VENV)/.serve: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/bin/python
 	@echo "Installing archerfish and what it needs (once; a few minutes)"
 	@$(BIN)/python $(INSTALL) --constraint constraints.txt --editable '.[serve]' $(SHOWN)
 	@touch $@

@@ -185,27 +185,23 @@ struct Sums {
   Ints upper[R][P], lower[R][P];
   ByteRow upper_rows[R], lower_rows[R];
 
-  template <int J, bool kHasUpper, bool kHasLower>
+  template <int J>
   INLINE void add(const Source& source, int part) {
     Words w[P];
     UNROLL for (int p = 0; p < P; p++) w[p] = source.template word<J>(part + p);
     UNROLL for (int r = 0; r < R; r++)
       UNROLL for (int p = 0; p < P; p++) {
-        if (kHasUpper) upper[r][p] = upper_rows[r].template dot<J % 4, kIsSigned>(upper[r][p], w[p]);
-        if (kHasLower) lower[r][p] = lower_rows[r].template dot<J % 4, kIsSigned>(lower[r][p], w[p]);
+        upper[r][p] = upper_rows[r].template dot<J % 4, kIsSigned>(upper[r][p], w[p]);
+        lower[r][p] = lower_rows[r].template dot<J % 4, kIsSigned>(lower[r][p], w[p]);
       }
-  }
-  template <int kFirst, bool kHasUpper, bool kHasLower>
-  INLINE void add_four(const Source& source, int part) {
-    add<kFirst, kHasUpper, kHasLower>(source, part), add<kFirst + 1, kHasUpper, kHasLower>(source, part);
-    add<kFirst + 2, kHasUpper, kHasLower>(source, part), add<kFirst + 3, kHasUpper, kHasLower>(source, part);
   }
   template <int kHalf>
   INLINE void add_half(const Source& source, const ByteBlock& x, int part) {
-    UNROLL for (int r = 0; r < R; r++) upper_rows[r].load_from(x.upper[r] + 16 * kHalf);
-    if constexpr (R > 2) add_four<4 * kHalf, true, false>(source, part);  // registers do not hold both
-    UNROLL for (int r = 0; r < R; r++) lower_rows[r].load_from(x.lower[r] + 16 * kHalf);
-    add_four<4 * kHalf, (R <= 2), true>(source, part);
+    UNROLL for (int r = 0; r < R; r++) {
+      upper_rows[r].load_from(x.upper[r] + 16 * kHalf);
+      lower_rows[r].load_from(x.lower[r] + 16 * kHalf);
+    }
+    add<4 * kHalf>(source, part), add<4 * kHalf + 1>(source, part), add<4 * kHalf + 2>(source, part), add<4 * kHalf + 3>(source, part);
   }
   INLINE void start(const ByteBlock& x, int which) {
     UNROLL for (int r = 0; r < R; r++) {
@@ -247,7 +243,7 @@ INLINE void block_tile(Source source, int64_t num_blocks, int part, const ByteBl
 
 template <int R, bool kIsSigned, class Source>
 INLINE void group_tile(Source source, int64_t num_blocks, const ByteBlock* x, float* out) {
-  constexpr int P = kParts == 4 ? (R > 2 ? 2 : 4) : 1;  // as many as registers hold
+  constexpr int P = kParts == 4 ? (R > 2 ? 1 : 4 / R) : 1;  // as many as registers hold
   for (int part = 0; part < kParts; part += P) block_tile<R, P, kIsSigned>(source, num_blocks, part, x, out);
 }
 
@@ -350,6 +346,18 @@ INLINE bool is_wide(const Linear& args) {
 template <Format F, int J>
 INLINE void widen_word(const Packed<F>& source, uint8_t* to) {  // inputs 4 J to 4 J + 3
   constexpr int which = Layout<F>::kNumScales == 2 && J >= 4 ? 1 : 0;
+#if defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
+  alignas(64) uint8_t codes[kWordBytes];
+  Floats scales[kParts], mins[kParts];
+  UNROLL for (int p = 0; p < kParts; p++) {
+    const Words w = source.template word<J>(p);
+    memcpy(codes + p * kVectorBytes, &w, sizeof w);
+    scales[p] = source.scale(which, p);
+    if constexpr (Layout<F>::kHasMin) mins[p] = source.min(p);
+    else mins[p] = scales[p] * float(-Layout<F>::kOffset);
+  }
+  store_halves<F == Format::kQ8_0>(codes, scales, mins, reinterpret_cast<uint16_t*>(to + 2 * J * kWordBytes));
+#else
   for (int p = 0; p < kParts; p++) {
     const Words w = source.template word<J>(p);
     const Floats scale = source.scale(which, p);
@@ -359,8 +367,9 @@ INLINE void widen_word(const Packed<F>& source, uint8_t* to) {  // inputs 4 J to
       x[b] = to_floats(code) * scale;
       if constexpr (Layout<F>::kHasMin) x[b] += source.min(p);
     }
-    store_wide(x, to + 2 * J * kWordBytes, p);
+    store_pairs(x, to + 2 * J * kWordBytes, p);
   }
+#endif
 }
 
 template <Format F>

@@ -19,7 +19,7 @@ constexpr bool kWidensIntegers = false;  // products of bytes are quicker there
 #else
 constexpr bool kWidensIntegers = kWideBfloat || kWideHalf;
 #endif
-constexpr int64_t kWideRows = kWideHalf ? 24 : 48;  // above which integer formats are unpacked to 16 bits
+constexpr int64_t kWideRows = kWideHalf ? 16 : 48;  // above which integer formats are unpacked to 16 bits
 constexpr int64_t kWideInputs = 32;  // inputs are filled up to a multiple of this with zeros
 
 INLINE int64_t wide_inputs(int64_t num_inputs) { return (num_inputs + kWideInputs - 1) / kWideInputs * kWideInputs; }
@@ -133,17 +133,36 @@ INLINE void end_wide() {}
 INLINE void wide_rows(int64_t, const uint16_t*, const uint16_t*, int64_t, float*) {}
 #endif
 
-// Four inputs of a part of a group, as a panel has them: pairs of bfloat16, or one input after the other in half precision.
-INLINE void store_wide(const Floats (&x)[4], uint8_t* to, int part) {
 #if defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
-  UNROLL for (int b = 0; b < 4; b++)
-    vst1_u16(reinterpret_cast<uint16_t*>(to) + b * kGroup + part * kLanes, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x[b])));
-#else
+INLINE float16x8_t join_halves(Floats low, Floats high) {
+  return vcvt_high_f16_f32(vcvt_f16_f32((float32x4_t)low), (float32x4_t)high);
+}
+// Four inputs of a group, whose codes lie side by side for each output, as code * scale + min.
+template <bool kIsSigned>
+INLINE void store_halves(const uint8_t* codes, const Floats (&scales)[kParts], const Floats (&mins)[kParts], uint16_t* to) {
+  const uint8x16x4_t inputs = vld4q_u8(codes);
+  const float16x8_t scale[2] = {join_halves(scales[0], scales[1]), join_halves(scales[2], scales[3])};
+  const float16x8_t min[2] = {join_halves(mins[0], mins[1]), join_halves(mins[2], mins[3])};
+  UNROLL for (int b = 0; b < 4; b++) {
+    float16x8_t numbers[2];
+    if constexpr (kIsSigned) {
+      const int8x16_t bytes = vreinterpretq_s8_u8(inputs.val[b]);
+      numbers[0] = vcvtq_f16_s16(vmovl_s8(vget_low_s8(bytes))), numbers[1] = vcvtq_f16_s16(vmovl_high_s8(bytes));
+    } else {
+      numbers[0] = vcvtq_f16_u16(vmovl_u8(vget_low_u8(inputs.val[b]))), numbers[1] = vcvtq_f16_u16(vmovl_high_u8(inputs.val[b]));
+    }
+    UNROLL for (int half = 0; half < 2; half++)
+      vst1q_u16(to + b * kGroup + 8 * half, vreinterpretq_u16_f16(vfmaq_f16(min[half], numbers[half], scale[half])));
+  }
+}
+#endif
+
+// Four inputs of a part of a group, as a panel has them: two pairs of bfloat16 for each output.
+INLINE void store_pairs(const Floats (&x)[4], uint8_t* to, int part) {
   UNROLL for (int pair = 0; pair < 2; pair++) {
     Words both = (round_bfloats(x[2 * pair]) >> 16) | (round_bfloats(x[2 * pair + 1]) & all_words(0xffff0000u));
     memcpy(to + pair * 4 * kGroup + part * kVectorBytes, &both, sizeof both);
   }
-#endif
 }
 
 // A row as 16-bit numbers. Gives what its products are to be multiplied with: half precision has a small range.

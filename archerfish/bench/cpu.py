@@ -69,19 +69,22 @@ RWKV_SHAPES, RWKV_STREAMS, RWKV_OUTPUT = ("0.1b", "0.4b"), 32, 24
 DRAW_LOGITS, NUM_DRAWS = 50_000, 200
 DRAW_OPTIONS: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
 READ_BYTES, MATRIX_SIZE = 1 << 30, 2048  # of the roofline: far more than the caches hold; a second of arithmetic at most
+FASTER = {  # than peers, by what is measured
+    "prefill, tokens/s": 1.5, "decode, tokens/s": 1.2, "8 sequences, tokens/s": 2.0, "32 sequences, tokens/s": 2.0,
+    "process to first token, s": 1.0, **{f"{CHATS_TITLE}: {figure}": 2.0 for figure in CHAT_FIGURES[:2]},
+}
 GOALS = (
-    *(Goal(metric, 1.0, at_least=True, peers=TEXT_PEERS) for metric in (
-        "prefill, tokens/s", *(metric for metric, _ in DECODES.values()),
-        "process to first token, s", *(f"{CHATS_TITLE}: {figure}" for figure in CHAT_FIGURES[:2]),
+    *(Goal(metric, factor, at_least=True, peers=TEXT_PEERS) for metric, factor in FASTER.items()),
+    Goal("decode, share of the limit", 0.6, at_least=True),
+    *(Goal(f"embed, {metric}", factor, at_least=True, peers=tuple(EMBEDDERS)) for metric, factor in (
+        (EMBED_WORKLOADS[0], 1.5), (EMBED_WORKLOADS[1], 2.5), ("one text p50, ms", 1.5),
     )),
-    *(Goal(f"embed, {metric}", 1.0, at_least=True, peers=(peer,))
-      for metric, peer in product((*EMBED_WORKLOADS, "one text p50, ms"), EMBEDDERS)),
-    Goal("process to first vector, s", 1.0, at_least=True, peers=("st-float32",)),
-    Goal("embed, smallest cosine with st-float32", 0.999, at_least=True),
-    *(Goal(f"rwkv {shape}, one stream, tokens/s", 1.0, at_least=True, peers=(PACKAGE,)) for shape in RWKV_SHAPES),
-    *(Goal(f"rwkv {shape}, {RWKV_STREAMS} streams, tokens/s", 8.0, at_least=True, over=f"rwkv {shape}, one stream, tokens/s")
-      for shape in RWKV_SHAPES),
-    Goal("one draw, us", 1.0, at_least=True, peers=(SORTED,)),
+    Goal("process to first vector, s", 10.0, at_least=True, peers=("st-float32",)),
+    Goal("embed, smallest cosine with st-float32", 0.9999, at_least=True),
+    *(Goal(f"rwkv {shape}, one stream, tokens/s", 5.0, at_least=True, peers=(PACKAGE,)) for shape in RWKV_SHAPES),
+    Goal(f"rwkv 0.1b, {RWKV_STREAMS} streams, tokens/s", 8.0, at_least=True, over="rwkv 0.1b, one stream, tokens/s"),
+    Goal("one draw, us", 5.0, at_least=True, peers=(SORTED,)),
+    Goal("one draw, us", 80.0),
 )  # fmt: skip
 
 
