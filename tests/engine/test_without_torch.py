@@ -1,0 +1,35 @@
+"""A CPU needs no torch: red if anything on the way of a text or a vector imports it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine.tiny_llama import save_tiny_llama
+from tests.engine.tiny_rwkv import save_tiny_rwkv
+
+pytest.importorskip("archerfish.kernels.native._native")
+CODE = """
+import sys
+
+sys.modules["torch"] = None  # as where it is not installed
+from archerfish import ArrowEngine, LLMEngine, SamplingParams
+
+params = SamplingParams(max_tokens=4, temperature=0.8, top_p=0.9, presence_penalty=0.5, logprobs=2, seed=1, ignore_eos=True)
+for model in sys.argv[1:]:
+    with LLMEngine(model, device="auto", load_format="dummy", memory_budget_gib=0.05) as llm:
+        print(len(llm.generate([[5, 6, 7], [8] * 40], params)[1].token_ids))
+print(*ArrowEngine("all-minilm-l6-v2").encode(["a fish"]).shape)
+"""
+
+
+def test_text_and_vectors(tmp_path: Path) -> None:
+    models = [tmp_path / "llama", tmp_path / "rwkv"]
+    for model, save in zip(models, (save_tiny_llama, save_tiny_rwkv), strict=True):
+        model.mkdir()
+        save(model)
+    found = subprocess.run([sys.executable, "-c", CODE, *map(str, models)], capture_output=True, text=True)
+    assert found.stdout.split() == ["4", "4", "1", "384"], found.stderr
