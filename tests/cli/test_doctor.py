@@ -175,7 +175,8 @@ def test_missing_package_is_a_problem(
 
 def test_packages_come_from_the_metadata() -> None:
     found = {package["name"]: package for package in doctor.find_packages()}
-    assert found["torch"]["version"] and not found["torch"]["needed_for"]
+    assert found["numpy"]["version"] and not found["numpy"]["needed_for"]
+    assert found["torch"]["needed_for"] == "torch"  # the extra's name
     assert found["openvino"]["needed_for"] == "bench" and "ruff" not in found
 
 
