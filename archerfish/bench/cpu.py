@@ -69,6 +69,7 @@ RWKV_SHAPES, RWKV_STREAMS, RWKV_OUTPUT = ("0.1b", "0.4b"), 32, 24
 DRAW_LOGITS, NUM_DRAWS = 50_000, 200
 DRAW_OPTIONS: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
 READ_BYTES, MATRIX_SIZE = 1 << 30, 2048  # of the roofline: far more than the caches hold; a second of arithmetic at most
+EXACT = tuple(name for name in EMBEDDERS if not name.endswith("int8"))  # peers whose vectors are as good as ours
 FASTER = {  # than peers, by what is measured
     "prefill, tokens/s": 1.5, "decode, tokens/s": 1.2, "8 sequences, tokens/s": 2.0, "32 sequences, tokens/s": 2.0,
     "process to first token, s": 1.0, **{f"{CHATS_TITLE}: {figure}": 2.0 for figure in CHAT_FIGURES[:2]},
@@ -76,7 +77,7 @@ FASTER = {  # than peers, by what is measured
 GOALS = (
     *(Goal(metric, factor, at_least=True, peers=TEXT_PEERS) for metric, factor in FASTER.items()),
     Goal("decode, share of the limit", 0.6, at_least=True),
-    *(Goal(f"embed, {metric}", factor, at_least=True, peers=tuple(EMBEDDERS)) for metric, factor in (
+    *(Goal(f"embed, {metric}", factor, at_least=True, peers=EXACT) for metric, factor in (
         (EMBED_WORKLOADS[0], 1.5), (EMBED_WORKLOADS[1], 2.5), ("one text p50, ms", 1.5),
     )),
     Goal("process to first vector, s", 10.0, at_least=True, peers=("st-float32",)),
