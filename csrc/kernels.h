@@ -2,6 +2,9 @@
 #pragma once
 #include <cstdint>
 
+// Levels share these functions: one that is not inlined could carry instructions of a level to machines without them.
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
 namespace archerfish {
 
 constexpr int kGroup = 16;       // outputs whose weights lie side by side
@@ -47,10 +50,10 @@ struct Task {
   char* shared;  // memory for all threads, as large as the operation has asked for
   char* own;     // memory of this thread, as large as the operation has asked for
 
-  void wait() const { if (num_threads > 1) barrier->wait(num_threads); }
+  ALWAYS_INLINE void wait() const { if (num_threads > 1) barrier->wait(num_threads); }
   // Calls work(first, last) for pieces of `size` items until all `count` are taken by some thread.
   template <class F>
-  inline __attribute__((always_inline)) void share(int phase, int64_t count, int64_t size, F work) const {
+  ALWAYS_INLINE void share(int phase, int64_t count, int64_t size, F work) const {
     if (num_threads == 1) { if (count) work(int64_t(0), count); return; }
     for (;;) {
       int64_t first = __atomic_fetch_add(&counters[phase].value, size, __ATOMIC_RELAXED);
@@ -217,21 +220,21 @@ struct Kernels {
 };
 
 // Memory that operations need, in bytes, for all threads and for each.
-inline int64_t linear_shared_bytes(const Matrix& matrix, int64_t num_rows) {
+ALWAYS_INLINE int64_t linear_shared_bytes(const Matrix& matrix, int64_t num_rows) {
   return (num_rows + 15) / 16 * 16 * (matrix.num_inputs + kBlock) * 4 + 4 * kLine;  // as float32; other forms take less
 }
-inline int64_t linear_panel_bytes(const Matrix& matrix) { return (matrix.num_inputs + kBlock) * kGroup * 4 + kLine; }
-inline int64_t linear_own_bytes(const Matrix& matrix) {
+ALWAYS_INLINE int64_t linear_panel_bytes(const Matrix& matrix) { return (matrix.num_inputs + kBlock) * kGroup * 4 + kLine; }
+ALWAYS_INLINE int64_t linear_own_bytes(const Matrix& matrix) {
   return 2 * kRowsAtOnce * kGroup * 4 + linear_panel_bytes(matrix) + 2 * linear_shared_bytes(matrix, kFewRows);
 }
-inline int64_t attend_own_bytes(const Attend& args) {  // queries, their sums, scores, and keys and values of a chunk as float32
+ALWAYS_INLINE int64_t attend_own_bytes(const Attend& args) {  // queries, their sums, scores, and keys and values of a chunk as float32
   return 4 * (2 * kQueries * args.head_dim + kQueries * kChunk + 2 * kChunk * (args.head_dim + 16) + 4 * kQueries) + 8 * kLine;
 }
-inline __attribute__((always_inline)) int64_t mix_row(int64_t head_dim) { return (head_dim + kGroup - 1) / kGroup * kGroup; }
-inline int64_t mix_own_bytes(int64_t head_dim) { return 8 * 4 * mix_row(head_dim); }
-inline __attribute__((always_inline)) int64_t sample_room(int64_t row_size) {  // numbers
+ALWAYS_INLINE int64_t mix_row(int64_t head_dim) { return (head_dim + kGroup - 1) / kGroup * kGroup; }
+ALWAYS_INLINE int64_t mix_own_bytes(int64_t head_dim) { return 8 * 4 * mix_row(head_dim); }
+ALWAYS_INLINE int64_t sample_room(int64_t row_size) {  // numbers
   return (row_size + 511) / 512 * 512 + 512;
 }
-inline int64_t sample_own_bytes(int64_t row_size) { return sample_room(row_size) * 26 + (1 << 16); }
+ALWAYS_INLINE int64_t sample_own_bytes(int64_t row_size) { return sample_room(row_size) * 26 + (1 << 16); }
 
 }  // namespace archerfish

@@ -5,34 +5,22 @@
 // nothing is added across lanes. Plain formats are multiplied in float32.
 #include <type_traits>
 
+#include "layout.h"
 #include "vec.h"
 #include "wide.h"
 
 namespace archerfish::LEVEL {
 namespace {
 
-constexpr int64_t kWordBytes = 4 * kGroup;  // four inputs of a group as bytes
-
 // ---- integer formats: how a block of 32 inputs of a group lies in memory ----
 template <Format F>
 struct Layout {
-  static constexpr int kBits = F == Format::kQ8_0 ? 8 : F == Format::kQ6_K ? 6
-      : (F == Format::kQ5_0 || F == Format::kQ5_1 || F == Format::kQ5_K) ? 5 : 4;
-  static constexpr bool kIsSuper = F == Format::kQ4_K || F == Format::kQ5_K || F == Format::kQ6_K;
-  static constexpr bool kHasMin = F == Format::kQ4_1 || F == Format::kQ5_1 || F == Format::kQ4_K || F == Format::kQ5_K;
-  static constexpr int kNumScales = F == Format::kQ6_K ? 2 : 1;  // of a block
+  static constexpr int kBits = bits_of(F), kNumScales = num_scales(F);
+  static constexpr bool kIsSuper = is_super(F), kHasMin = has_min(F);
   static constexpr int kOffset = F == Format::kQ4_0 ? 8 : F == Format::kQ5_0 ? 16 : F == Format::kQ6_K ? 32 : 0;
   static constexpr int kStart = F == Format::kQ8_0 ? kSignedShift : kOffset;  // times the sum of activations: in the products
-  static constexpr int64_t kScaleBytes = (kIsSuper ? 1 : 2) * kGroup * (kNumScales + (kHasMin ? 1 : 0));
-  static constexpr int64_t kCodeBytes = kBlock * kGroup * kBits / 8;
-  static constexpr int64_t kBlockBytes = kScaleBytes + kCodeBytes;
-  static constexpr int64_t kHeaderBytes = kIsSuper ? 2 * kGroup * (kHasMin ? 2 : 1) : 0;  // of a super-block
+  static constexpr int64_t kScaleBytes = scale_bytes(F), kBlockBytes = block_bytes(F), kHeaderBytes = header_bytes(F);
   static constexpr int64_t kSuperBytes = kHeaderBytes + kSuper * kBlockBytes;
-
-  static int64_t group_bytes(int64_t num_inputs) {
-    int64_t num_blocks = num_inputs / kBlock;
-    return kIsSuper ? num_blocks / kSuper * kSuperBytes : num_blocks * kBlockBytes;
-  }
 };
 
 // Weights as they lie in the file's blocks, unpacked in registers.
@@ -259,12 +247,6 @@ INLINE void group_rows(int64_t num_rows, Source source, int64_t num_blocks, cons
 }
 
 // ---- plain formats ----
-// Inputs of a group lie one after the other, 16 numbers each; bfloat16 has two inputs of an output side by side.
-int64_t plain_group_bytes(Format format, int64_t num_inputs) {
-  int64_t even = format == Format::kBfloat ? (num_inputs + 1) / 2 * 2 : num_inputs;
-  return even * kGroup * (format == Format::kFloat ? 4 : 2);
-}
-
 template <Format F>
 struct Plain {
   const uint8_t* group;
@@ -376,7 +358,7 @@ template <Format F>
 INLINE const uint16_t* wide_panel(const uint8_t* group, int64_t num_inputs, char* memory) {
   if constexpr (F <= Format::kBfloat) {
     if (num_inputs % kWideInputs == 0) return reinterpret_cast<const uint16_t*>(group);
-    const int64_t bytes = plain_group_bytes(F, num_inputs);
+    const int64_t bytes = group_bytes(F, num_inputs);
     memcpy(memory, group, size_t(bytes));
     memset(memory + bytes, 0, size_t(wide_inputs(num_inputs) * kGroup * 2 - bytes));
   } else {
@@ -400,8 +382,6 @@ struct Prepared {
   float* factors = nullptr;  // of wide rows
 };
 
-INLINE bool is_plain(Format format) { return format <= Format::kBfloat; }
-
 template <class F>
 INLINE void with_format(Format format, F call) {
   switch (format) {
@@ -417,16 +397,6 @@ INLINE void with_format(Format format, F call) {
     case Format::kQ5_K: return call(std::integral_constant<Format, Format::kQ5_K>{});
     case Format::kQ6_K: return call(std::integral_constant<Format, Format::kQ6_K>{});
   }
-}
-
-INLINE int64_t group_bytes(const Matrix& matrix) {
-  int64_t found = 0;
-  with_format(matrix.format, [&](auto format) {
-    constexpr Format F = decltype(format)::value;
-    if constexpr (F <= Format::kBfloat) found = plain_group_bytes(F, matrix.num_inputs);
-    else found = Layout<F>::group_bytes(matrix.num_inputs);
-  });
-  return found;
 }
 
 // Sums of a group's outputs for `num_rows` rows from `row` on: out[r * 16 + lane].
@@ -537,7 +507,7 @@ Prepared prepare_rows(const Linear& args, const Task& task, char* own) {
 void linear(const Linear& args, const Task& task) {
   const Matrix& matrix = *args.matrix;
   const int64_t num_rows = args.num_rows, num_groups = (matrix.num_outputs + kGroup - 1) / kGroup;
-  const int64_t bytes_of_group = group_bytes(matrix), step = args.is_gated ? num_groups / 2 : 0;
+  const int64_t bytes_of_group = group_bytes(matrix.format, matrix.num_inputs), step = args.is_gated ? num_groups / 2 : 0;
   const int64_t num_items = args.is_gated ? step : num_groups, width = args.is_gated ? matrix.num_outputs / 2 : matrix.num_outputs;
   float* tile = reinterpret_cast<float*>(task.own);
   char* panel = task.own + 2 * kRowsAtOnce * kGroup * 4;
@@ -583,7 +553,7 @@ INLINE void unpack_word(const Packed<F>& source, int half, int lane, float* to) 
 
 // One row of a packed matrix as float32.
 void unpack_row(const Matrix& matrix, int64_t output, float* out) {
-  const uint8_t* group = matrix.data + output / kGroup * group_bytes(matrix);
+  const uint8_t* group = matrix.data + output / kGroup * group_bytes(matrix.format, matrix.num_inputs);
   const int lane = int(output % kGroup);
   with_format(matrix.format, [&](auto format) {
     constexpr Format F = decltype(format)::value;

@@ -1,46 +1,16 @@
 #define LEVEL common
 #include "pack.h"
 
+#include "layout.h"
 #include "vec.h"
 
 namespace archerfish {
 namespace {
 
-using common::from_bfloat;
 using common::read_as;
-using common::to_bfloat;
-using common::to_half;
 using common::write_as;
 
-constexpr int64_t kWordBytes = 4 * kGroup;
 constexpr int64_t kSuperInputs = kBlock * kSuper;
-
-int bits_of(Format format) {
-  switch (format) {
-    case Format::kQ8_0: return 8;
-    case Format::kQ6_K: return 6;
-    case Format::kQ5_0: case Format::kQ5_1: case Format::kQ5_K: return 5;
-    default: return 4;
-  }
-}
-bool is_super(Format format) { return format >= Format::kQ4_K; }
-bool has_min(Format format) {
-  return format == Format::kQ4_1 || format == Format::kQ5_1 || format == Format::kQ4_K || format == Format::kQ5_K;
-}
-int64_t scale_bytes(Format format) {
-  int num_scales = (format == Format::kQ6_K ? 2 : 1) + (has_min(format) ? 1 : 0);
-  return (is_super(format) ? 1 : 2) * kGroup * num_scales;
-}
-int64_t block_bytes(Format format) { return scale_bytes(format) + kBlock * kGroup * bits_of(format) / 8; }
-int64_t header_bytes(Format format) { return is_super(format) ? 2 * kGroup * (has_min(format) ? 2 : 1) : 0; }
-int64_t group_bytes(Format format, int64_t num_inputs) {
-  if (format <= Format::kBfloat) {
-    int64_t even = format == Format::kBfloat ? (num_inputs + 1) / 2 * 2 : num_inputs;
-    return even * kGroup * (format == Format::kFloat ? 4 : 2);
-  }
-  int64_t blocks = num_inputs / kBlock * block_bytes(format);
-  return is_super(format) ? blocks + num_inputs / kSuperInputs * header_bytes(format) : blocks;
-}
 
 void put_half(uint8_t* at, int lane, uint16_t bits) { memcpy(at + 2 * lane, &bits, 2); }
 
@@ -141,7 +111,7 @@ void pack_blocks(Format format, const uint8_t* codes, const uint16_t* scales, co
 }
 
 void pack_super_blocks(Format format, const uint8_t* blocks, int64_t num_rows, int64_t num_inputs, int64_t first, uint8_t* out) {
-  const int64_t num_supers = num_inputs / kSuperInputs, num_scales = format == Format::kQ6_K ? 2 : 1;
+  const int64_t num_supers = num_inputs / kSuperInputs, scales_of_block = num_scales(format);
   SuperBlock found = {};
   for (int64_t row = 0; row < num_rows; row++) {
     const int lane = int((first + row) % kGroup);
@@ -152,7 +122,7 @@ void pack_super_blocks(Format format, const uint8_t* blocks, int64_t num_rows, i
       if (has_min(format)) put_half(at + 2 * kGroup, lane, found.min);
       at += header_bytes(format);
       for (int b = 0; b < kSuper; b++, at += block_bytes(format)) {
-        for (int64_t i = 0; i < num_scales; i++) at[i * kGroup + lane] = found.scales[b * num_scales + i];
+        for (int64_t i = 0; i < scales_of_block; i++) at[i * kGroup + lane] = found.scales[b * scales_of_block + i];
         if (has_min(format)) at[kGroup + lane] = found.mins[b];
         put_codes(format, found.codes + b * kBlock, lane, at + scale_bytes(format));
       }

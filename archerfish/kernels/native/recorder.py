@@ -194,8 +194,6 @@ class RecordedSegments:
 def read_batch(batch: Any) -> tuple[StepArrays, tuple[bool, ...]]:
     """The numbers of a batch, and all that decides what is recorded for it."""
     step = StepArrays()
-    if isinstance(batch, np.ndarray):
-        raise TypeError("A recorded pass takes a batch.")
     num_tokens = getattr(batch, "num_tokens", len(batch.token_ids))  # what follows them is filling
     step.set(Input.TOKEN_IDS, batch.token_ids)
     step.sizes[Rows.TOKENS] = num_tokens

@@ -1,0 +1,33 @@
+// How a packed matrix lies in memory, for those who pack it and those who multiply with it.
+#pragma once
+#include "kernels.h"
+
+namespace archerfish {
+
+constexpr int64_t kWordBytes = 4 * kGroup;  // four inputs of a group as bytes
+
+ALWAYS_INLINE constexpr bool is_plain(Format format) { return format <= Format::kBfloat; }
+ALWAYS_INLINE constexpr bool is_super(Format format) { return format >= Format::kQ4_K; }
+ALWAYS_INLINE constexpr bool has_min(Format format) {
+  return format == Format::kQ4_1 || format == Format::kQ5_1 || format == Format::kQ4_K || format == Format::kQ5_K;
+}
+ALWAYS_INLINE constexpr int bits_of(Format format) {
+  if (format == Format::kQ8_0) return 8;
+  if (format == Format::kQ6_K) return 6;
+  return format == Format::kQ5_0 || format == Format::kQ5_1 || format == Format::kQ5_K ? 5 : 4;
+}
+ALWAYS_INLINE constexpr int num_scales(Format format) { return format == Format::kQ6_K ? 2 : 1; }  // of a block
+// A block of a group: scales and minima, then codes. A super-block has scales of its own in front.
+ALWAYS_INLINE constexpr int64_t scale_bytes(Format format) {
+  return (is_super(format) ? 1 : 2) * kGroup * (num_scales(format) + (has_min(format) ? 1 : 0));
+}
+ALWAYS_INLINE constexpr int64_t block_bytes(Format format) { return scale_bytes(format) + kBlock * kGroup * bits_of(format) / 8; }
+ALWAYS_INLINE constexpr int64_t header_bytes(Format format) { return is_super(format) ? 2 * kGroup * (has_min(format) ? 2 : 1) : 0; }
+// Plain formats: inputs of a group one after the other, 16 numbers each; bfloat16 has two inputs of an output side by side.
+ALWAYS_INLINE constexpr int64_t group_bytes(Format format, int64_t num_inputs) {
+  if (format == Format::kFloat) return num_inputs * kGroup * 4;
+  if (is_plain(format)) return (format == Format::kBfloat ? (num_inputs + 1) / 2 * 2 : num_inputs) * kGroup * 2;
+  return num_inputs / kBlock * block_bytes(format) + num_inputs / (kBlock * kSuper) * header_bytes(format);
+}
+
+}  // namespace archerfish
