@@ -1,7 +1,6 @@
 // Rotary embedding and storing of keys and values, and attention: over blocks, or within packed sequences.
-#include <type_traits>
-
 #include "vec.h"
+#include "wide.h"
 
 namespace archerfish::LEVEL {
 namespace {
@@ -38,12 +37,18 @@ struct Tile {
 };
 
 struct Work {  // memory of a thread
-  float *queries, *totals, *scores, *keys, *values, *highest, *sums;
+  float *queries, *totals, *scores, *keys, *values, *highest, *sums, *factors;
+  uint16_t *wide_queries, *wide_keys, *wide_values, *weights;
   Work(char* memory, int dim) {
-    float* at = reinterpret_cast<float*>(memory);
-    auto take = [&](int64_t count) { float* found = at; at += (count + 15) / 16 * 16; return found; };
-    queries = take(kQueries * dim), totals = take(kQueries * dim), scores = take(kQueries * kChunk);
-    keys = take(kChunk * dim), values = take(kChunk * dim), highest = take(kQueries), sums = take(kQueries);
+    char* at = memory;
+    auto take = [&](int64_t bytes) { char* found = at; at += (bytes + kLine - 1) / kLine * kLine; return found; };
+    auto numbers = [&](int64_t count) { return reinterpret_cast<float*>(take(4 * count)); };
+    queries = numbers(kQueries * (dim + kBlock)), totals = numbers(kQueries * dim), scores = numbers(kQueries * kChunk);
+    keys = numbers(kChunk * (dim + kBlock)), values = numbers(kChunk * dim);
+    highest = numbers(kQueries), sums = numbers(kQueries), factors = numbers(kQueries);
+    weights = reinterpret_cast<uint16_t*>(take(2 * kQueries * kChunk));
+    wide_queries = reinterpret_cast<uint16_t*>(queries), wide_keys = reinterpret_cast<uint16_t*>(keys);
+    wide_values = reinterpret_cast<uint16_t*>(values);
   }
 };
 
@@ -151,6 +156,60 @@ INLINE void add_values(const float* scores, const float* values, int dim, int64_
       for (int64_t i = 0; i < count; i++) totals[r * dim + d] += values[i * dim + d] * scores[r * kChunk + i];
 }
 
+// ---- tiles of many rows in 16 bits, as products with the keys and with the values; dim: a multiple of 16 ----
+struct Factors {
+  float keys = 1, values = 1;
+};
+
+// Panels of 16 keys, and panels of 16 numbers of the values, as `wide_rows` takes them; there are zeros after the last value.
+template <Type T>
+INLINE Factors gather_wide(const Attend& args, const int64_t* places, int64_t count, const Work& work) {
+  const int64_t dim = args.head_dim, width = wide_inputs(dim);
+  constexpr int64_t kUnit = kWideBfloat ? 2 : 1;  // inputs that lie side by side
+  uint16_t row[kMostHeadDim + kWideInputs] = {};
+  Factors factors;
+  if constexpr (kWideHalf) {
+    Floats most_key = {}, most_value = {};
+    for (int64_t i = 0; i < count; i++)
+      for (int64_t d = 0; d < dim; d += kLanes) {
+        most_key = larger(most_key, magnitude(load_as(T, args.keys, places[i] + d)));
+        most_value = larger(most_value, magnitude(load_as(T, args.values, places[i] + d)));
+      }
+    factors.keys = wide_factor(most_key, 4.0f), factors.values = wide_factor(most_value, 64.0f);
+  }
+  const float inverse_key = 1.0f / factors.keys, inverse_value = 1.0f / factors.values;
+  for (int64_t i = 0; i < count; i++) {
+    uint16_t* panel = work.wide_keys + i / kGroup * kGroup * width + i % kGroup * kUnit;
+    for (int64_t d = 0; d < dim; d += kLanes) store_wide(row + d, load_as(T, args.keys, places[i] + d) * inverse_key);
+    for (int64_t d = 0; d < width; d += kUnit) memcpy(panel + d * kGroup, row + d, 2 * kUnit);
+  }
+  for (int64_t i = 0; i < wide_inputs(count); i += kUnit)
+    for (int64_t d = 0; d < dim; d += kLanes) {
+      uint16_t* to = work.wide_values + d / kGroup * kGroup * kChunk + i * kGroup + d % kGroup * kUnit;
+      const Floats first = i < count ? load_as(T, args.values, places[i] + d) * inverse_value : Floats{};
+      if constexpr (kWideBfloat) {
+        const Floats second = i + 1 < count ? load_as(T, args.values, places[i + 1] + d) : Floats{};
+        const Words both = (round_bfloats(first) >> 16) | (round_bfloats(second) & all_words(0xffff0000u));
+        memcpy(to, &both, sizeof both);
+      } else {
+        store_wide(to, first);
+      }
+    }
+  return factors;
+}
+
+INLINE void add_wide(int num_rows, int64_t dim, int64_t count, float factor, const Work& work) {
+  float* products = work.scores;  // which are weights now
+  for (int64_t d = 0; d < dim; d += kGroup) {
+    wide_rows(num_rows, work.weights, work.wide_values + d * kChunk, wide_inputs(count), products);
+    for (int r = 0; r < num_rows; r++)
+      UNROLL for (int p = 0; p < kParts; p++) {
+        float* total = work.totals + r * dim + d + p * kLanes;
+        store(total, multiply_add(load(products + r * kGroup + p * kLanes), factor, load(total)));
+      }
+  }
+}
+
 template <class F>
 INLINE void by_fours(int num_rows, F call) {
   int r = 0;
@@ -160,32 +219,46 @@ INLINE void by_fours(int num_rows, F call) {
   else if (num_rows - r == 1) call(std::integral_constant<int, 1>{}, r);
 }
 
+// Calls f(scores, place of the first) for vectors of a row's scores. In 16 bits, these lie in groups of 16 keys of all rows.
+template <bool kIsWide, class F>
+INLINE void each_score(float* scores, int r, int64_t count, F call) {
+  for (int64_t i = 0; i < count; i += kGroup) {
+    float* group = scores + (kIsWide ? (i / kGroup * kQueries + r) * kGroup : r * kChunk + i);
+    UNROLL for (int p = 0; p < kParts; p++) call(group + p * kLanes, i + p * kLanes);
+  }
+}
+
 // Scores of a row become weights, relative to the highest so far; what was added up before is scaled down if there is a new one.
-INLINE void weigh(const Attend& args, const Tile& tile, int r, int64_t first, int64_t count, const Work& work) {
-  float* scores = work.scores + r * kChunk;
+template <bool kIsWide>
+INLINE void weigh(const Attend& args, const Tile& tile, int r, int64_t first, int64_t count, float scale, const Work& work) {
+  const int64_t last = kIsWide ? wide_inputs(count) : kChunk;
+  uint16_t* weights = work.weights + r * wide_inputs(count);
+  const float* bias = tile.bias[r] ? tile.bias[r] + first : nullptr;
   int64_t from = 0, to = count;
   if (args.context_lens) {
-    to = at_most(count, tile.positions[r] - first + 1);
+    to = at_least(0, at_most(count, tile.positions[r] - first + 1));
     if (args.window) from = at_most(count, at_least(0, tile.positions[r] - args.window + 1 - first));
   }
-  Floats most = all(-INFINITY);
-  const float* bias = tile.bias[r] ? tile.bias[r] + first : nullptr;
-  typedef int32_t IntsAt __attribute__((vector_size(kVectorBytes)));
-  IntsAt counting;
-  for (int l = 0; l < kLanes; l++) counting[l] = l;
-  for (int64_t i = 0; i < kChunk; i += kLanes) {
-    Floats s = load(scores + i) * args.scale;
-    if (args.softcap != 0) s = args.softcap * hyperbolic_tangent(s / args.softcap);
-    if (bias && i < count) s += load_some(bias + i, count - i);
-    Ints place = counting + int32_t(i);
-    Ints seen = (place >= all_ints(int32_t(from))) & (place < all_ints(int32_t(at_least(to, 0))));
-    s = choose(seen, s, all(-INFINITY));
-    most = larger(most, s);
-    store(scores + i, s);
+  if (from > 0 || to < last || bias || args.softcap != 0) {
+    Ints counting;
+    for (int l = 0; l < kLanes; l++) counting[l] = l;
+    each_score<kIsWide>(work.scores, r, last, [&](float* at, int64_t i) {
+      Floats s = load(at) * scale;
+      if (args.softcap != 0) s = args.softcap * hyperbolic_tangent(s / args.softcap);
+      if (bias && i < count) s += load_some(bias + i, count - i);
+      const Ints place = counting + int32_t(i);
+      store(at, choose((place >= all_ints(int32_t(from))) & (place < all_ints(int32_t(to))), s, all(-INFINITY)));
+    });
+    scale = 1;
   }
-  float high = largest(most), before = work.highest[r];
+  Floats most = all(-INFINITY);
+  each_score<kIsWide>(work.scores, r, last, [&](float* at, int64_t) { most = larger(most, load(at)); });
+  float high = largest(most) * scale, before = work.highest[r];
   if (!(high > -INFINITY)) {
-    memset(scores, 0, sizeof(float) * kChunk);
+    each_score<kIsWide>(work.scores, r, last, [&](float* at, int64_t i) {
+      if constexpr (kIsWide) store_wide(weights + i, Floats{});
+      else store(at, Floats{});
+    });
     return;
   }
   high = high > before ? high : before;
@@ -196,19 +269,21 @@ INLINE void weigh(const Attend& args, const Tile& tile, int r, int64_t first, in
     work.sums[r] *= factor, work.highest[r] = high;
   }
   Floats total = {};
-  for (int64_t i = 0; i < kChunk; i += kLanes) {
-    Floats p = exponential(load(scores + i) - high);
+  each_score<kIsWide>(work.scores, r, last, [&](float* at, int64_t i) {
+    const Floats p = exponential(multiply_add(load(at), scale, all(-high)));
     total += p;
-    store(scores + i, p);
-  }
+    if constexpr (kIsWide) store_wide(weights + i, p);
+    else store(at, p);
+  });
   work.sums[r] += sum(total);
 }
 
-template <Type T>
+template <Type T, bool kIsWide>
 void attend_tile(const Attend& args, const Tile& tile, int64_t sequence, int kv_head, int64_t num_keys, const Work& work) {
   const int dim = args.head_dim;
   for (int r = 0; r < tile.num_rows; r++) {
-    memcpy(work.queries + r * dim, tile.rows[r], size_t(dim) * 4);
+    if constexpr (kIsWide) work.factors[r] = widen_row(tile.rows[r], dim, work.wide_queries + r * wide_inputs(dim));
+    else memcpy(work.queries + r * dim, tile.rows[r], size_t(dim) * 4);
     memset(work.totals + r * dim, 0, size_t(dim) * 4);
     work.highest[r] = -INFINITY, work.sums[r] = 0;
   }
@@ -218,13 +293,22 @@ void attend_tile(const Attend& args, const Tile& tile, int64_t sequence, int kv_
   for (; first < num_keys; first += kChunk) {
     const int64_t count = at_most(kChunk, num_keys - first);
     find_keys(args, sequence, kv_head, first, count, places);
+    if constexpr (kIsWide) {
+      const Factors factors = gather_wide<T>(args, places, count, work);
+      for (int64_t i = 0; i < count; i += kGroup)  // sums of few inputs: an error of a score is one of its weight's exponent
+        wide_rows<16>(tile.num_rows, work.wide_queries, work.wide_keys + i * wide_inputs(dim), wide_inputs(dim), work.scores + i * kQueries);
+      for (int r = 0; r < tile.num_rows; r++)
+        weigh<true>(args, tile, r, first, count, args.scale * work.factors[r] * factors.keys, work);
+      add_wide(tile.num_rows, dim, count, factors.values, work);
+      continue;
+    }
     if (!is_direct) gather<T>(args, places, count, work);
     by_fours(tile.num_rows, [&](auto rows, int r) {
       constexpr int R = decltype(rows)::value;
       if (is_direct) score_direct<T, R>(args, places, count, work, r);
       else score_rows<R>(work.queries + r * dim, work.keys, dim, work.scores + r * kChunk);
     });
-    for (int r = 0; r < tile.num_rows; r++) weigh(args, tile, r, first, count, work);
+    for (int r = 0; r < tile.num_rows; r++) weigh<false>(args, tile, r, first, count, args.scale, work);
     by_fours(tile.num_rows, [&](auto rows, int r) {
       constexpr int R = decltype(rows)::value;
       if (is_direct) add_direct<T, R>(args, places, count, work, r);
@@ -235,6 +319,13 @@ void attend_tile(const Attend& args, const Tile& tile, int64_t sequence, int kv_
     const float inverse = 1.0f / work.sums[r];
     each(dim, work.totals + r * dim, tile.out[r], [&](Floats v, int64_t) { return v * inverse; });
   }
+}
+
+template <class F>
+INLINE void with_type(Type type, F call) {
+  if (type == Type::kHalf) call(std::integral_constant<Type, Type::kHalf>{});
+  else if (type == Type::kBfloat) call(std::integral_constant<Type, Type::kBfloat>{});
+  else call(std::integral_constant<Type, Type::kFloat>{});
 }
 
 }  // namespace
@@ -268,7 +359,9 @@ void attend(const Attend& args, const Task& task) {
   const int tokens = shared >= kQueries ? 1 : kQueries / shared;  // of a tile
   const int heads = shared >= kQueries ? kQueries : shared;       // query heads of a tile
   const int splits = (shared + heads - 1) / heads;
+  const bool can_be_wide = (kWideBfloat || kWideHalf) && !args.is_exact && dim % kGroup == 0;
   Work work(task.own, dim);
+  if (can_be_wide) begin_wide();
   int64_t before = 0;  // items of the sequences so far; each thread finds the item it took by walking on from its last one
   int64_t sequence = 0;
   auto tiles_of = [&](int64_t s) { return (args.starts[s + 1] - args.starts[s] + tokens - 1) / tokens; };
@@ -292,11 +385,15 @@ void attend(const Attend& args, const Task& task) {
           tile.bias[r] = args.bias ? args.bias + (int64_t(head) * args.bias_size + t) * args.bias_size : nullptr;
         }
       const int64_t num_keys = args.context_lens ? tile.positions[tile.num_rows - 1] + 1 : num_new;
-      if (args.type == Type::kHalf) attend_tile<Type::kHalf>(args, tile, sequence, kv_head, num_keys, work);
-      else if (args.type == Type::kBfloat) attend_tile<Type::kBfloat>(args, tile, sequence, kv_head, num_keys, work);
-      else attend_tile<Type::kFloat>(args, tile, sequence, kv_head, num_keys, work);
+      const bool is_wide = can_be_wide && tile.num_rows > kDirectRows;
+      with_type(args.type, [&](auto type) {
+        constexpr Type T = decltype(type)::value;
+        if (is_wide) attend_tile<T, true>(args, tile, sequence, kv_head, num_keys, work);
+        else attend_tile<T, false>(args, tile, sequence, kv_head, num_keys, work);
+      });
     }
   });
+  if (can_be_wide) end_wide();
 }
 
 }  // namespace archerfish::LEVEL

@@ -14,7 +14,7 @@ constexpr int kFewRows = 4;      // up to which a product unpacks weights on the
 constexpr int kRowsAtOnce = 128; // that a panel of unpacked weights is used for
 constexpr int64_t kLine = 64;    // bytes of a cache line
 
-constexpr int kQueries = 32;     // rows of a tile of attention
+constexpr int kQueries = 64;     // rows of a tile of attention
 constexpr int kMostHeadDim = 1024;
 constexpr int kChunk = 64;       // keys that a tile takes at a time
 
@@ -131,6 +131,7 @@ struct Attend {
   const void* values;
   int64_t key_stride;  // numbers from one key to the next
   Type type;
+  bool is_exact;       // no products in 16 bits
   int num_heads, num_kv_heads, head_dim, window;
   float scale, softcap;
   const float* bias;  // (heads, bias_size, bias_size), or null
@@ -227,8 +228,9 @@ ALWAYS_INLINE int64_t linear_panel_bytes(const Matrix& matrix) { return (matrix.
 ALWAYS_INLINE int64_t linear_own_bytes(const Matrix& matrix) {
   return 2 * kRowsAtOnce * kGroup * 4 + linear_panel_bytes(matrix) + 2 * linear_shared_bytes(matrix, kFewRows);
 }
-ALWAYS_INLINE int64_t attend_own_bytes(const Attend& args) {  // queries, their sums, scores, and keys and values of a chunk as float32
-  return 4 * (2 * kQueries * args.head_dim + kQueries * kChunk + 2 * kChunk * (args.head_dim + 16) + 4 * kQueries) + 8 * kLine;
+ALWAYS_INLINE int64_t attend_own_bytes(const Attend& args) {  // queries, their sums, scores, weights, and a chunk's keys and values
+  const int64_t dim = args.head_dim + kBlock;
+  return 8 * kQueries * dim + 6 * kQueries * kChunk + 8 * kChunk * dim + 12 * kQueries + 16 * kLine;
 }
 ALWAYS_INLINE int64_t mix_row(int64_t head_dim) { return (head_dim + kGroup - 1) / kGroup * kGroup; }
 ALWAYS_INLINE int64_t mix_own_bytes(int64_t head_dim) { return 8 * 4 * mix_row(head_dim); }

@@ -3,8 +3,6 @@
 // Integer formats: activations become 15-bit integers with a scale for each 32 inputs, in two bytes: with one byte, logits of a
 // model of 30 layers are wrong by 3 %. Products of a block are added up as integers, then scaled. A lane holds one output, so
 // nothing is added across lanes. Plain formats are multiplied in float32.
-#include <type_traits>
-
 #include "layout.h"
 #include "vec.h"
 #include "wide.h"
@@ -408,9 +406,6 @@ void multiply_group(const Matrix& matrix, const uint8_t* group, const Prepared& 
     if (x.wide) {
       const int64_t width = wide_inputs(num_inputs);
       wide_rows(num_rows, x.wide + row * width, wide_panel<F>(group, num_inputs, panel_memory), width, out);
-      if constexpr (kWideHalf)
-        for (int64_t r = 0; r < num_rows; r++)
-          for (int p = 0; p < kParts; p++) store(out + r * kGroup + p * kLanes, load(out + r * kGroup + p * kLanes) * x.factors[row + r]);
       return;
     }
   }
@@ -449,24 +444,35 @@ const float* prepare_row(const Linear& args, int64_t row, bool writes_total, flo
   return memory;
 }
 
-void finish_row(const Linear& args, const float* tile, const float* up, int64_t row, int64_t group, int64_t count) {
-  const Matrix& matrix = *args.matrix;
-  const int64_t width = args.is_gated ? matrix.num_outputs / 2 : matrix.num_outputs, first = group * kGroup;
-  float* out = args.out + row * width + first;
+// Sums of a tile become numbers: times the factors of its rows, if there are some, plus the bias.
+INLINE void add_bias(const Matrix& matrix, const float* factors, int64_t num_rows, int64_t first, float* tile) {
+  if (!factors && !matrix.bias) return;
   for (int p = 0; p < kParts; p++) {
-    int64_t lane = p * kLanes, left = count - lane;
-    if (left <= 0) return;
-    Floats y = load(tile + lane);
-    if (matrix.bias) y += load_some(matrix.bias + first + lane, left);
-    y = activate(args.activation, y);
-    if (up) {
-      Floats other = load(up + lane);
-      if (matrix.bias) other += load_some(matrix.bias + width + first + lane, left);
-      y *= other;
+    const Floats bias = matrix.bias ? load(matrix.bias + first + p * kLanes) : Floats{};  // which is filled up with zeros
+    float* at = tile + p * kLanes;
+    for (int64_t r = 0; r < num_rows; r++, at += kGroup) store(at, multiply_add(load(at), factors ? factors[r] : 1.0f, bias));
+  }
+}
+
+// All that comes after the product of some rows with a group. up: the other half of gated outputs; or null.
+INLINE void finish_tile(const Linear& args, const float* factors, int64_t row, int64_t num_rows, int64_t group, float* tile, float* up) {
+  const Matrix& matrix = *args.matrix;
+  const int64_t width = up ? matrix.num_outputs / 2 : matrix.num_outputs, first = group * kGroup, count = at_most(kGroup, width - first);
+  const int64_t size = num_rows * kGroup;
+  add_bias(matrix, factors, num_rows, first, tile);
+  if (up) add_bias(matrix, factors, num_rows, width + first, up);
+  with_activation(args.activation, [&](auto activation) {
+    for (int64_t i = 0; i < size; i += kLanes) store(tile + i, activate(decltype(activation)::value, load(tile + i)));
+  });
+  if (up) for (int64_t i = 0; i < size; i += kLanes) store(tile + i, load(tile + i) * load(up + i));
+  for (int64_t r = 0; r < num_rows; r++, tile += kGroup) {
+    const int64_t place = (row + r) * width + first;
+    for (int64_t lane = 0; lane < count; lane += kLanes) {
+      Floats y = load(tile + lane);
+      if (args.residual) y += load_some(args.residual + place + lane, count - lane);
+      if (args.softcap != 0) y = args.softcap * hyperbolic_tangent(y / args.softcap);
+      store_some(args.out + place + lane, y, count - lane);
     }
-    if (args.residual) y += load_some(args.residual + row * width + first + lane, left);
-    if (args.softcap != 0) y = args.softcap * hyperbolic_tangent(y / args.softcap);
-    store_some(out + lane, y, left);
   }
 }
 
@@ -508,7 +514,7 @@ void linear(const Linear& args, const Task& task) {
   const Matrix& matrix = *args.matrix;
   const int64_t num_rows = args.num_rows, num_groups = (matrix.num_outputs + kGroup - 1) / kGroup;
   const int64_t bytes_of_group = group_bytes(matrix.format, matrix.num_inputs), step = args.is_gated ? num_groups / 2 : 0;
-  const int64_t num_items = args.is_gated ? step : num_groups, width = args.is_gated ? matrix.num_outputs / 2 : matrix.num_outputs;
+  const int64_t num_items = args.is_gated ? step : num_groups;
   float* tile = reinterpret_cast<float*>(task.own);
   char* panel = task.own + 2 * kRowsAtOnce * kGroup * 4;
   const Prepared x = prepare_rows(args, task, panel + linear_panel_bytes(matrix));
@@ -524,8 +530,7 @@ void linear(const Linear& args, const Task& task) {
         multiply_group<F>(matrix, matrix.data + group * bytes_of_group, x, row, count, panel, tile);
         if (up) multiply_group<F>(matrix, matrix.data + (group + step) * bytes_of_group, x, row, count, panel, up);
       });
-      for (int64_t r = 0; r < count; r++)
-        finish_row(args, tile + r * kGroup, up ? up + r * kGroup : nullptr, row + r, group, at_most(kGroup, width - group * kGroup));
+      finish_tile(args, x.factors ? x.factors + row : nullptr, row, count, group, tile, up);
     }
   });
   if (x.wide) end_wide();

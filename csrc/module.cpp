@@ -72,10 +72,10 @@ void add_store_kv(Tape& tape, int qkv, int q, std::vector<int> heads, std::optio
 }
 
 void add_attend(Tape& tape, int q, int out, std::vector<int> heads, float scale, int window, float softcap, std::optional<Array> keys,
-                std::optional<Array> values, int type, int bias) {
+                std::optional<Array> values, int type, int bias, bool is_exact) {
   Attend args{};
   args.num_heads = heads[0], args.num_kv_heads = heads[1], args.head_dim = heads[2];
-  args.scale = scale, args.window = window, args.softcap = softcap, args.type = Type(type);
+  args.scale = scale, args.window = window, args.softcap = softcap, args.type = Type(type), args.is_exact = is_exact;
   const int64_t width = int64_t(args.num_heads) * args.head_dim;
   args.keys = address(keys), args.values = address(values);
   args.q_stride = keys ? width : 3 * width, args.key_stride = keys ? int64_t(args.num_kv_heads) * args.head_dim : 3 * width;
@@ -213,7 +213,7 @@ NB_MODULE(_native, m) {
            "k_norm"_a.none(), "eps"_a, "keys"_a, "values"_a, "type"_a, nb::keep_alive<1, 5>(), nb::keep_alive<1, 7>(),
            nb::keep_alive<1, 8>(), nb::keep_alive<1, 10>(), nb::keep_alive<1, 11>())
       .def("attend", &add_attend, "q"_a, "out"_a, "heads"_a, "scale"_a, "window"_a, "softcap"_a, "keys"_a.none(), "values"_a.none(),
-           "type"_a, "bias"_a, nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>())
+           "type"_a, "bias"_a, "is_exact"_a, nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>())
       .def("gated", &add_gated, "x"_a, "width"_a, "activation"_a, "out"_a)
       .def("kept_rows", &add_kept_rows, "x"_a, "row_bytes"_a, "out"_a)
       .def("copy", &add_copy, "x"_a, "out"_a, "row_bytes"_a)

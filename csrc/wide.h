@@ -42,6 +42,7 @@ INLINE void begin_wide() {
 INLINE void end_wide() { _tile_release(); }
 
 // out[r * 16 + lane] for rows that are a multiple of 16; x and panel hold bfloat16, the panel in pairs of inputs.
+template <int kHalfSums = 0>
 INLINE void wide_rows(int64_t num_rows, const uint16_t* x, const uint16_t* panel, int64_t num_inputs, float* out) {
   const int64_t stride = num_inputs * 2;
   for (int64_t row = 0; row < num_rows; row += 64) {
@@ -79,6 +80,7 @@ INLINE void wide_tile(const uint16_t* x, const uint16_t* panel, int64_t num_inpu
   }
   UNROLL for (int r = 0; r < R; r++) _mm512_storeu_ps(out + r * kGroup, total[r]);
 }
+template <int kHalfSums = 0>
 INLINE void wide_rows(int64_t num_rows, const uint16_t* x, const uint16_t* panel, int64_t num_inputs, float* out) {
   int64_t r = 0;
   for (; r + 12 <= num_rows; r += 12) wide_tile<12>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
@@ -89,9 +91,7 @@ INLINE void wide_rows(int64_t num_rows, const uint16_t* x, const uint16_t* panel
 INLINE void begin_wide() {}
 INLINE void end_wide() {}
 
-constexpr int64_t kHalfSums = 64;  // inputs that are added up in half precision before they go into float32
-
-template <int R>
+template <int R, int kHalfSums>
 INLINE void wide_tile(const uint16_t* x, const uint16_t* panel, int64_t num_inputs, float* out) {
   float32x4_t total[R][4] = {};
   for (int64_t first = 0; first < num_inputs; first += kHalfSums) {
@@ -100,8 +100,8 @@ INLINE void wide_tile(const uint16_t* x, const uint16_t* panel, int64_t num_inpu
       float16x8_t rows[R];
       UNROLL for (int r = 0; r < R; r++) rows[r] = vreinterpretq_f16_u16(vld1q_u16(x + r * num_inputs + k));
       const uint16_t* w = panel + k * kGroup;
-// The compiler would copy every lane into a register of its own.
-#define MULTIPLY_ADD(sum, w, x, lane) asm("fmla %0.8h, %1.8h, %2.h[" #lane "]" : "+w"(sum) : "w"(w), "x"(x))
+// The compiler would copy every lane into a register of its own, and put sums that wait for each other side by side.
+#define MULTIPLY_ADD(sum, w, x, lane) asm volatile("fmla %0.8h, %1.8h, %2.h[" #lane "]" : "+w"(sum) : "w"(w), "x"(x))
 #define STEP(lane)                                                                         \
   {                                                                                        \
     uint16x8_t low = vld1q_u16(w + lane * kGroup), high = vld1q_u16(w + lane * kGroup + 8); \
@@ -121,15 +121,17 @@ INLINE void wide_tile(const uint16_t* x, const uint16_t* panel, int64_t num_inpu
   UNROLL for (int r = 0; r < R; r++)
     UNROLL for (int p = 0; p < 4; p++) vst1q_f32(out + r * kGroup + 4 * p, total[r][p]);
 }
+template <int kHalfSums = 96>  // inputs that are added up in half precision before they go into float32
 INLINE void wide_rows(int64_t num_rows, const uint16_t* x, const uint16_t* panel, int64_t num_inputs, float* out) {
   int64_t r = 0;
-  for (; r + 6 <= num_rows; r += 6) wide_tile<6>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
-  for (; r + 2 <= num_rows; r += 2) wide_tile<2>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
-  for (; r < num_rows; r++) wide_tile<1>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
+  for (; r + 4 <= num_rows; r += 4) wide_tile<4, kHalfSums>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
+  for (; r + 2 <= num_rows; r += 2) wide_tile<2, kHalfSums>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
+  for (; r < num_rows; r++) wide_tile<1, kHalfSums>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
 }
 #else
 INLINE void begin_wide() {}
 INLINE void end_wide() {}
+template <int kHalfSums = 0>
 INLINE void wide_rows(int64_t, const uint16_t*, const uint16_t*, int64_t, float*) {}
 #endif
 
@@ -165,25 +167,29 @@ INLINE void store_pairs(const Floats (&x)[4], uint8_t* to, int part) {
   }
 }
 
-// A row as 16-bit numbers. Gives what its products are to be multiplied with: half precision has a small range.
-INLINE float widen_row(const float* x, int64_t num_inputs, uint16_t* to) {
-  float factor = 1.0f;
-  if constexpr (kWideHalf) {
-    Floats most = {};
-    for (int64_t i = 0; i < num_inputs; i += kLanes) most = larger(most, magnitude(load_some(x + i, num_inputs - i)));
-    factor = largest(most) > 0 ? largest(most) / 64.0f : 1.0f;
-  }
-  const float inverse = 1.0f / factor;
-  for (int64_t i = 0; i < num_inputs; i += kLanes) {
-    Floats v = load_some(x + i, num_inputs - i) * inverse;
+INLINE void store_wide(uint16_t* to, Floats x) {
 #if defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
-    vst1_u16(to + i, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)v)));
+  vst1_u16(to, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x)));
 #else
-    typedef uint16_t Narrow __attribute__((vector_size(kVectorBytes / 2)));
-    Narrow narrow = __builtin_convertvector(round_bfloats(v) >> 16, Narrow);
-    memcpy(to + i, &narrow, sizeof narrow);
+  typedef uint16_t Narrow __attribute__((vector_size(kVectorBytes / 2)));
+  Narrow narrow = __builtin_convertvector(round_bfloats(x) >> 16, Narrow);
+  memcpy(to, &narrow, sizeof narrow);
 #endif
-  }
+}
+
+// What numbers are divided by so that the largest becomes `most`: half precision has a small range.
+INLINE float wide_factor(Floats highest, float most) {
+  const float high = kWideHalf ? largest(highest) : 0.0f;
+  return high > 0 ? high / most : 1.0f;
+}
+
+// A row as 16-bit numbers. Gives what its products are to be multiplied with.
+INLINE float widen_row(const float* x, int64_t num_inputs, uint16_t* to) {
+  Floats highest = {};
+  if constexpr (kWideHalf)
+    for (int64_t i = 0; i < num_inputs; i += kLanes) highest = larger(highest, magnitude(load_some(x + i, num_inputs - i)));
+  const float factor = wide_factor(highest, 64.0f), inverse = 1.0f / factor;
+  for (int64_t i = 0; i < num_inputs; i += kLanes) store_wide(to + i, load_some(x + i, num_inputs - i) * inverse);
   for (int64_t i = (num_inputs + kLanes - 1) / kLanes * kLanes; i < wide_inputs(num_inputs); i++) to[i] = 0;
   return factor;
 }

@@ -219,15 +219,21 @@ def test_attention_over_blocks(heads: HeadShape, block_size: int, dtype: str, le
     batch, kv = batch_over(ops, [(1, 1), (1, 64), (1, 200), (9, 9), (65, 65), (40, 131), (2, 70)], block_size, heads)
     q = random(batch.num_tokens, heads.num_heads * heads.head_dim)
     expected = TorchOps().paged_attention(q, wide_layer(kv), batch, heads)
+    assert_near(ops.paged_attention(q, kv, batch, heads), expected, TOLERANCE["float32" if dtype == "float32" else "bfloat16"])
+    ops.inner.is_deterministic = True  # no products in 16 bits
     torch.testing.assert_close(ops.paged_attention(q, kv, batch, heads), expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(4, 16), (1, 80), (3, 10)])
-def test_attention_of_encoders(num_heads: int, head_dim: int, has_bias: bool, level: str) -> None:
-    ops, segments = native_ops(level=level), Segments((7, 1, 70, 33, 129, 2))
+def test_attention_of_encoders(num_heads: int, head_dim: int, has_bias: bool, dtype: str, level: str) -> None:
+    ops, segments = native_ops("cpu", dtype, level), Segments((7, 1, 70, 33, 129, 2))
     qkv, bias = random(segments.num_tokens, 3 * num_heads * head_dim), random(num_heads, 129, 129) if has_bias else None
     expected = TorchOps().attention(qkv, segments, num_heads, bias=bias)
+    tolerance = TOLERANCE["float32" if dtype == "float32" else "bfloat16"]
+    assert_near(ops.attention(qkv, segments, num_heads, bias=bias), expected, tolerance)
+    ops.inner.is_deterministic = True
     torch.testing.assert_close(ops.attention(qkv, segments, num_heads, bias=bias), expected, atol=1e-5, rtol=1e-4)
 
 

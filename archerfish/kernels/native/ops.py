@@ -231,6 +231,7 @@ class NativeOps(Ops[Any]):
         recorder.tape.attend(
             recorder(q), recorder(out), shape, heads.scale, heads.window, heads.softcap, keys, values,
             TYPES["float32"] if kv is None else self.type, recorder(bias),
+            is_exact=self.is_deterministic or self.dtype == "float32",
         )
         self.runner.finish(recorder)
         return out
