@@ -20,7 +20,7 @@ constexpr int kChunk = 64;       // keys that a tile takes at a time
 
 enum class Type : int { kFloat, kHalf, kBfloat };
 enum class Activation : int { kNone, kGelu, kGeluTanh, kRelu, kReluSquared, kSigmoid, kSilu, kTanh };
-enum class Format : int { kFloat, kHalf, kBfloat, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K };
+enum class Format : int { kFloat, kHalf, kBfloat, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kInt8 };
 enum class Pooling : int { kMean, kFirst, kLast, kMax, kSqrt };
 
 // A matrix of (outputs, inputs), packed by `pack_matrix`: groups of 16 outputs, one after the other.

@@ -7,7 +7,7 @@ namespace archerfish {
 constexpr int64_t kWordBytes = 4 * kGroup;  // four inputs of a group as bytes
 
 ALWAYS_INLINE constexpr bool is_plain(Format format) { return format <= Format::kBfloat; }
-ALWAYS_INLINE constexpr bool is_super(Format format) { return format >= Format::kQ4_K; }
+ALWAYS_INLINE constexpr bool is_super(Format format) { return format >= Format::kQ4_K && format <= Format::kQ6_K; }
 ALWAYS_INLINE constexpr bool has_min(Format format) {
   return format == Format::kQ4_1 || format == Format::kQ5_1 || format == Format::kQ4_K || format == Format::kQ5_K;
 }
@@ -23,9 +23,14 @@ ALWAYS_INLINE constexpr int64_t scale_bytes(Format format) {
 }
 ALWAYS_INLINE constexpr int64_t block_bytes(Format format) { return scale_bytes(format) + kBlock * kGroup * bits_of(format) / 8; }
 ALWAYS_INLINE constexpr int64_t header_bytes(Format format) { return is_super(format) ? 2 * kGroup * (has_min(format) ? 2 : 1) : 0; }
+// Bytes with one scale for each output: scales, the sums of each output's codes, then codes, filled up with zeros.
+constexpr int64_t kByteInputs = 64;
+constexpr int64_t kByteHeader = 8 * kGroup;
+ALWAYS_INLINE constexpr int64_t byte_inputs(int64_t num_inputs) { return (num_inputs + kByteInputs - 1) / kByteInputs * kByteInputs; }
 // Plain formats: inputs of a group one after the other, 16 numbers each; bfloat16 has two inputs of an output side by side.
 ALWAYS_INLINE constexpr int64_t group_bytes(Format format, int64_t num_inputs) {
   if (format == Format::kFloat) return num_inputs * kGroup * 4;
+  if (format == Format::kInt8) return kByteHeader + byte_inputs(num_inputs) * kGroup;
   if (is_plain(format)) return (format == Format::kBfloat ? (num_inputs + 1) / 2 * 2 : num_inputs) * kGroup * 2;
   return num_inputs / kBlock * block_bytes(format) + num_inputs / (kBlock * kSuper) * header_bytes(format);
 }

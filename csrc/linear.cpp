@@ -3,6 +3,7 @@
 // Integer formats: activations become 15-bit integers with a scale for each 32 inputs, in two bytes: with one byte, logits of a
 // model of 30 layers are wrong by 3 %. Products of a block are added up as integers, then scaled. A lane holds one output, so
 // nothing is added across lanes. Plain formats are multiplied in float32.
+#include "bytes.h"
 #include "layout.h"
 #include "vec.h"
 #include "wide.h"
@@ -313,7 +314,7 @@ INLINE void widen(const uint8_t* group, int64_t num_inputs, float* panel) {
 
 // ---- 16-bit products: the weights of a group as they want them ----
 constexpr bool can_widen(Format format) {
-  if (format == Format::kFloat) return false;
+  if (format == Format::kFloat || format == Format::kInt8) return false;
   if (format <= Format::kBfloat) return format == (kWideHalf ? Format::kHalf : Format::kBfloat) && (kWideBfloat || kWideHalf);
   return kWidensIntegers;
 }
@@ -378,6 +379,8 @@ struct Prepared {
   ByteBlock* bytes = nullptr;
   uint16_t* wide = nullptr;
   float* factors = nullptr;  // of wide rows
+  uint8_t* encoded = nullptr;
+  ByteCode* codes = nullptr;
 };
 
 template <class F>
@@ -394,6 +397,7 @@ INLINE void with_format(Format format, F call) {
     case Format::kQ4_K: return call(std::integral_constant<Format, Format::kQ4_K>{});
     case Format::kQ5_K: return call(std::integral_constant<Format, Format::kQ5_K>{});
     case Format::kQ6_K: return call(std::integral_constant<Format, Format::kQ6_K>{});
+    case Format::kInt8: return call(std::integral_constant<Format, Format::kInt8>{});
   }
 }
 
@@ -409,7 +413,9 @@ void multiply_group(const Matrix& matrix, const uint8_t* group, const Prepared& 
       return;
     }
   }
-  if constexpr (F <= Format::kBfloat) {
+  if constexpr (F == Format::kInt8) {
+    byte_products(num_rows, x.encoded + row * byte_inputs(num_inputs), x.codes + row, group, num_inputs, out);
+  } else if constexpr (F <= Format::kBfloat) {
     const float* rows = x.floats + row * num_inputs;
     if (F == Format::kFloat || num_rows <= kFewRows) return plain_rows(num_rows, Plain<F>{group}, num_inputs, rows, out);
     float* panel = reinterpret_cast<float*>(panel_memory);
@@ -480,17 +486,21 @@ INLINE void finish_tile(const Linear& args, const float* factors, int64_t row, i
 Prepared prepare_rows(const Linear& args, const Task& task, char* own) {
   const Matrix& matrix = *args.matrix;
   const int64_t width = matrix.num_inputs, num_blocks = width / kBlock, wide_width = wide_inputs(width);
-  const bool is_shared = args.num_rows > kFewRows, has_wide = is_wide(args);
-  const bool has_bytes = !has_wide && !is_plain(matrix.format);
+  const bool is_shared = args.num_rows > kFewRows, has_wide = is_wide(args), is_encoded = matrix.format == Format::kInt8;
+  const bool has_bytes = !has_wide && !is_encoded && !is_plain(matrix.format), has_floats = !has_wide && !is_encoded && !has_bytes;
+  const int64_t filled_rows = (args.num_rows + 15) / 16 * 16;
   Prepared x;
   x.floats = args.x;
-  if (!has_wide && !has_bytes && !args.norm) return x;
+  if (has_floats && !args.norm) return x;
   char* memory = is_shared ? task.shared : own;
   float* line = reinterpret_cast<float*>(own + linear_shared_bytes(matrix, kFewRows));
   float* rows = reinterpret_cast<float*>(memory);
   if (has_wide) {
     x.wide = reinterpret_cast<uint16_t*>(memory);
-    x.factors = reinterpret_cast<float*>(memory + (args.num_rows + 15) / 16 * 16 * wide_width * 2);
+    x.factors = reinterpret_cast<float*>(memory + filled_rows * wide_width * 2);
+  } else if (is_encoded) {
+    x.encoded = reinterpret_cast<uint8_t*>(memory);
+    x.codes = reinterpret_cast<ByteCode*>(memory + filled_rows * byte_inputs(width));
   } else if (has_bytes) {
     x.bytes = reinterpret_cast<ByteBlock*>(memory);
   } else {
@@ -498,8 +508,9 @@ Prepared prepare_rows(const Linear& args, const Task& task, char* own) {
   }
   auto prepare = [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; row++) {
-      const float* from = prepare_row(args, row, is_shared || task.thread == 0, has_bytes || has_wide ? line : rows + row * width);
+      const float* from = prepare_row(args, row, is_shared || task.thread == 0, has_floats ? rows + row * width : line);
       if (has_bytes) quantise(from, num_blocks, x.bytes + row / kTile * num_blocks, int(row % kTile));
+      if (is_encoded) x.codes[row] = encode_row(from, width, x.encoded + row * byte_inputs(width));
       if (has_wide) x.factors[row] = widen_row(from, width, x.wide + row * wide_width);
     }
   };
@@ -518,7 +529,7 @@ void linear(const Linear& args, const Task& task) {
   float* tile = reinterpret_cast<float*>(task.own);
   char* panel = task.own + 2 * kRowsAtOnce * kGroup * 4;
   const Prepared x = prepare_rows(args, task, panel + linear_panel_bytes(matrix));
-  if (x.wide) begin_wide();
+  if (x.wide || x.encoded) begin_wide();
   const int64_t num_chunks = (num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
   const int64_t size = num_rows > kFewRows ? 1 : at_least(1, num_items / (task.num_threads * 8));
   task.share(1, num_chunks * num_items, size, [&](int64_t first, int64_t last) {
@@ -533,7 +544,7 @@ void linear(const Linear& args, const Task& task) {
       finish_tile(args, x.factors ? x.factors + row : nullptr, row, count, group, tile, up);
     }
   });
-  if (x.wide) end_wide();
+  if (x.wide || x.encoded) end_wide();
 }
 
 namespace {
@@ -562,7 +573,11 @@ void unpack_row(const Matrix& matrix, int64_t output, float* out) {
   const int lane = int(output % kGroup);
   with_format(matrix.format, [&](auto format) {
     constexpr Format F = decltype(format)::value;
-    if constexpr (F <= Format::kBfloat) {
+    if constexpr (F == Format::kInt8) {
+      const int8_t* codes = reinterpret_cast<const int8_t*>(group + kByteHeader) + 4 * lane;
+      for (int64_t k = 0; k < matrix.num_inputs; k++)
+        out[k] = reinterpret_cast<const float*>(group)[lane] * float(codes[k / 4 * kWordBytes + k % 4]);
+    } else if constexpr (F <= Format::kBfloat) {
       for (int64_t k = 0; k < matrix.num_inputs; k++) {
         int64_t place = F == Format::kBfloat ? (k / 2 * kGroup + lane) * 2 + k % 2 : k * kGroup + lane;
         out[k] = read_as(Type(int(F)), group, place);

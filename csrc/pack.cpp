@@ -77,10 +77,32 @@ int64_t packed_bytes(Format format, int64_t num_outputs, int64_t num_inputs) {
   return (num_outputs + kGroup - 1) / kGroup * group_bytes(format, num_inputs);
 }
 
+// The weights of one output as signed bytes, of which the largest is 127.
+void pack_bytes(Type type, const void* rows, int64_t place, int64_t num_inputs, int64_t lane, uint8_t* group) {
+  float highest = 0;
+  for (int64_t k = 0; k < num_inputs; k++) {
+    const float size = std::fabs(read_as(type, rows, place + k));
+    highest = size > highest || std::isnan(size) ? size : highest;
+  }
+  const float scale = highest > 0 ? highest / 127 : highest;
+  int32_t sum = 0;
+  int8_t* codes = reinterpret_cast<int8_t*>(group + kByteHeader) + 4 * lane;
+  for (int64_t k = 0; k < num_inputs && scale > 0; k++) {
+    const float code = std::nearbyint(read_as(type, rows, place + k) / scale);
+    sum += codes[k / 4 * kWordBytes + k % 4] = int8_t(code > -127 ? code < 127 ? code : 127 : -127);
+  }
+  reinterpret_cast<float*>(group)[lane] = scale;
+  reinterpret_cast<int32_t*>(group)[kGroup + lane] = sum;
+}
+
 void pack_plain(Format format, Type type, const void* rows, int64_t num_rows, int64_t num_inputs, int64_t first, uint8_t* out) {
   for (int64_t row = 0; row < num_rows; row++) {
     const int64_t output = first + row, lane = output % kGroup;
     uint8_t* group = out + output / kGroup * group_bytes(format, num_inputs);
+    if (format == Format::kInt8) {
+      pack_bytes(type, rows, row * num_inputs, num_inputs, lane, group);
+      continue;
+    }
     for (int64_t k = 0; k < num_inputs; k++) {
       int64_t place = format == Format::kBfloat ? (k / 2 * kGroup + lane) * 2 + k % 2 : k * kGroup + lane;
       write_as(Type(int(format)), group, place, read_as(type, rows, row * num_inputs + k));

@@ -258,6 +258,15 @@ INLINE Ints dot_signed(Ints sums, Words weights, Words b) {
 INLINE Ints dot_small(Ints sums, Words weights, Words b) { return dot_signed(sums, weights, b); }
 #endif
 
+// Products of rows that are bytes with weights that are signed bytes. A row's bytes have kByteShift subtracted.
+#if defined(__AVX512VNNI__)
+constexpr int kByteShift = 0;
+INLINE Ints dot_bytes(Ints sums, Words row, Words weights) { return dot_small(sums, row, weights); }
+#else
+constexpr int kByteShift = 128;
+INLINE Ints dot_bytes(Ints sums, Words row, Words weights) { return dot_signed(sums, weights, row); }
+#endif
+
 // ---- functions ----
 INLINE Floats round_even(Floats x) {  // for magnitudes below 2^22
   Floats magic = all(12582912.0f);

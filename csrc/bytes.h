@@ -1,0 +1,116 @@
+// Products of bytes: weights with one scale for each output, rows with a scale and a zero of their own, made on the way.
+//
+// A row's codes are round(x / scale) + zero, from 0 to 255, less kByteShift; sums over all inputs are exact integers.
+#pragma once
+#include "layout.h"
+#include "vec.h"
+
+namespace archerfish::LEVEL {
+namespace {
+
+struct ByteCode {  // of a row
+  float scale;
+  int32_t zero;  // less kByteShift: what the codes of 0 are
+};
+
+INLINE ByteCode encode_row(const float* x, int64_t num_inputs, uint8_t* to) {
+  Floats low = {}, high = {}, broken = {};  // broken: NaN if a number is not finite
+  for (int64_t i = 0; i < num_inputs; i += kLanes) {
+    const Floats v = load_some(x + i, num_inputs - i);
+    low = smaller(low, v), high = larger(high, v), broken += v * 0.0f;
+  }
+  constexpr float kLeast = kByteShift ? 1.0f : 0.0f;  // -128 has no opposite
+  const float lowest = -largest(-low), spread = largest(high) - lowest, scale = spread > 0 ? spread / (255.0f - kLeast) : 1.0f;
+  const float inverse = 1.0f / scale, zero = std::nearbyint(kLeast - lowest * inverse);
+  typedef uint8_t Narrow __attribute__((vector_size(kLanes)));
+  for (int64_t i = 0; i < num_inputs; i += kLanes) {
+    const Floats code = round_even(load_some(x + i, num_inputs - i) * inverse) + zero;
+    const Ints whole = to_ints(larger(smaller(code, all(255.0f)), all(kLeast))) - kByteShift;
+    const Narrow narrow = __builtin_convertvector(whole, Narrow);
+    memcpy(to + i, &narrow, size_t(at_most(kLanes, num_inputs - i)));
+  }
+  memset(to + num_inputs, 0, size_t(byte_inputs(num_inputs) - num_inputs));
+  return {scale + sum(broken), int32_t(zero) - kByteShift};
+}
+
+template <int R, int P>
+INLINE void byte_tile(const uint8_t* x, const uint8_t* words, int64_t num_inputs, int32_t* out) {
+  Ints total[R][P] = {};
+  for (int64_t k = 0; k < num_inputs; k += 16) {
+#if defined(__ARM_FEATURE_DOTPROD)
+    int8x16_t rows[R];
+    UNROLL for (int r = 0; r < R; r++) rows[r] = vld1q_s8(reinterpret_cast<const int8_t*>(x) + r * num_inputs + k);
+#define STEP(lane)                                                                                                 \
+  UNROLL for (int p = 0; p < P; p++) {                                                                             \
+    const Words w = load_words(words + (k + 4 * lane) * kGroup + p * kVectorBytes);                                \
+    UNROLL for (int r = 0; r < R; r++) asm volatile("sdot %0.4s, %1.16b, %2.4b[" #lane "]" : "+w"(total[r][p]) : "w"(w), "w"(rows[r])); \
+  }
+    STEP(0) STEP(1) STEP(2) STEP(3)
+#undef STEP
+#else
+    for (int64_t i = k; i < k + 16; i += 4)
+      UNROLL for (int p = 0; p < P; p++) {
+        const Words w = load_words(words + i * kGroup + p * kVectorBytes);
+        UNROLL for (int r = 0; r < R; r++) {
+          uint32_t four;
+          memcpy(&four, x + r * num_inputs + i, 4);
+          total[r][p] = dot_bytes(total[r][p], all_words(four), w);
+        }
+      }
+#endif
+  }
+  UNROLL for (int r = 0; r < R; r++)
+    UNROLL for (int p = 0; p < P; p++) memcpy(out + r * kGroup + p * kLanes, &total[r][p], sizeof(Ints));
+}
+
+template <int R>
+INLINE void byte_rows_of(const uint8_t* x, const uint8_t* words, int64_t num_inputs, int32_t* out) {
+  constexpr int P = kParts == 2 && R > 4 ? 1 : kParts;
+  for (int part = 0; part < kParts; part += P) byte_tile<R, P>(x, words + part * kVectorBytes, num_inputs, out + part * kLanes);
+}
+
+// The sums of a group's outputs: out[r * 16 + lane].
+INLINE void sum_bytes(int64_t num_rows, const uint8_t* x, const uint8_t* words, int64_t num_inputs, int32_t* out) {
+#if defined(__AMX_INT8__)
+  const int64_t stride = num_inputs;
+  if (num_rows > kFewRows) {
+    for (int64_t row = 0; row < num_rows; row += 64) {
+      const int64_t tiles = at_most(4, (num_rows - row + 15) / 16);
+      const uint8_t* from = x + row * num_inputs;
+      _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+      for (int64_t k = 0; k < num_inputs; k += kByteInputs) {
+        _tile_loadd(6, words + k * kGroup, 64);
+        _tile_loadd(4, from + k, stride); _tile_dpbusd(0, 4, 6);
+        if (tiles > 1) { _tile_loadd(5, from + 16 * stride + k, stride); _tile_dpbusd(1, 5, 6); }
+        if (tiles > 2) { _tile_loadd(4, from + 32 * stride + k, stride); _tile_dpbusd(2, 4, 6); }
+        if (tiles > 3) { _tile_loadd(5, from + 48 * stride + k, stride); _tile_dpbusd(3, 5, 6); }
+      }
+      int32_t* to = out + row * kGroup;
+      _tile_stored(0, to, 64);
+      if (tiles > 1) _tile_stored(1, to + 16 * kGroup, 64);
+      if (tiles > 2) _tile_stored(2, to + 32 * kGroup, 64);
+      if (tiles > 3) _tile_stored(3, to + 48 * kGroup, 64);
+    }
+    return;
+  }
+#endif
+  constexpr int kMany = kParts == 1 ? 12 : 4;
+  int64_t r = 0;
+  for (; r + kMany <= num_rows; r += kMany) byte_rows_of<kMany>(x + r * num_inputs, words, num_inputs, out + r * kGroup);
+  for (; r < num_rows; r++) byte_rows_of<1>(x + r * num_inputs, words, num_inputs, out + r * kGroup);
+}
+
+INLINE void byte_products(int64_t num_rows, const uint8_t* x, const ByteCode* codes, const uint8_t* group, int64_t num_inputs, float* out) {
+  const float* scales = reinterpret_cast<const float*>(group);
+  const int32_t* sums = reinterpret_cast<const int32_t*>(group) + kGroup;
+  sum_bytes(num_rows, x, group + kByteHeader, byte_inputs(num_inputs), reinterpret_cast<int32_t*>(out));
+  for (int64_t r = 0; r < num_rows; r++, out += kGroup)
+    UNROLL for (int p = 0; p < kParts; p++) {
+      Ints found, sum;
+      memcpy(&found, out + p * kLanes, sizeof found), memcpy(&sum, sums + p * kLanes, sizeof sum);
+      store(out + p * kLanes, to_floats(found - sum * codes[r].zero) * (load(scales + p * kLanes) * codes[r].scale));
+    }
+}
+
+}  // namespace
+}  // namespace archerfish::LEVEL
