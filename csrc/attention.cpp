@@ -28,6 +28,16 @@ INLINE void turn_head(float* head, const KVStore& args, const float* norm, const
   }
 }
 
+// A head as int8 with its scale, which is NaN if a number is not finite.
+INLINE void store_bytes(float* head, int dim, int8_t* to) {
+  Floats most = {}, lost = {};
+  each(dim, head, head, [&](Floats v, int64_t) { most = larger(most, magnitude(v)), lost += v * 0.0f; return v; });
+  const float scale = largest(most) / 127.0f + sum(lost), inverse = scale > 1e-30f ? 1.0f / scale : 0.0f;
+  each(dim, head, head, [&](Floats v, int64_t) { v = round_even(v * inverse); return choose(v == v, v, Floats{}); });
+  for (int i = 0; i < dim; i++) to[i] = int8_t(head[i]);
+  memcpy(to + dim, &scale, sizeof scale);
+}
+
 // A tile: up to kQueries rows (a token's query heads that share a KV head, for one or several tokens) against chunks of keys.
 struct Tile {
   int num_rows;
@@ -49,7 +59,7 @@ struct Work {  // memory of a thread
 
 // Where the keys of a chunk lie: numbers from the beginning of the memory.
 INLINE void find_keys(const Attend& args, int64_t sequence, int kv_head, int64_t first, int64_t count, int64_t* places) {
-  const int64_t head = int64_t(kv_head) * args.head_dim;
+  const int64_t head = kv_head * head_stride(args.type, args.head_dim);
   if (!args.block_tables) {
     for (int64_t i = 0; i < count; i++) places[i] = (args.starts[sequence] + first + i) * args.key_stride + head;
     return;
@@ -81,13 +91,22 @@ INLINE void gather(const Attend& args, const int64_t* places, int64_t count, con
   }
 }
 
+// Scores or weights of a chunk, which were computed of int8 numbers, times the scales of these.
+INLINE void scale_scores(const void* memory, int dim, const int64_t* places, int64_t count, int num_rows, float* scores) {
+  float scales[kChunk] = {};
+  for (int64_t i = 0; i < count; i++) memcpy(scales + i, static_cast<const int8_t*>(memory) + places[i] + dim, sizeof(float));
+  for (int r = 0; r < num_rows; r++, scores += kChunk)
+    each(kChunk, scores, scores, [&](Floats v, int64_t i) { return v * load(scales + i); });
+}
+
 // The same for a tile of few rows, straight from the memory of keys and values. dim: a multiple of the lanes.
 template <Type T, int R>
 INLINE void score_direct(const Attend& args, const int64_t* places, int64_t count, const Work& work, int row) {
   const int dim = args.head_dim;
   const float* queries = work.queries + row * dim;
+  constexpr int kItem = T == Type::kFloat ? 4 : T == Type::kByte ? 1 : 2;
   for (int64_t i = 0; i < count; i++) {
-    if (i + 4 < count) __builtin_prefetch(static_cast<const char*>(args.keys) + places[i + 4] * (T == Type::kFloat ? 4 : 2));
+    if (i + 4 < count) __builtin_prefetch(static_cast<const char*>(args.keys) + places[i + 4] * kItem);
     Floats total[R] = {};
     for (int d = 0; d < dim; d += kLanes) {
       Floats key = load_as(T, args.keys, places[i] + d);
@@ -224,7 +243,9 @@ void attend_tile(const Attend& args, const Tile& tile, int64_t sequence, int kv_
       if (is_direct) score_direct<T, R>(args, places, count, work, r);
       else score_rows<R>(work.queries + r * dim, work.keys, dim, work.scores + r * kChunk);
     });
+    if (T == Type::kByte) scale_scores(args.keys, dim, places, count, tile.num_rows, work.scores);
     for (int r = 0; r < tile.num_rows; r++) weigh(args, tile, r, first, count, work);
+    if (T == Type::kByte) scale_scores(args.values, dim, places, count, tile.num_rows, work.scores);
     by_fours(tile.num_rows, [&](auto rows, int r) {
       constexpr int R = decltype(rows)::value;
       if (is_direct) add_direct<T, R>(args, places, count, work, r);
@@ -253,7 +274,13 @@ void store_kv(const KVStore& args, const Task& task) {
       for (int h = 0; h < args.num_kv_heads; h++) {
         memcpy(head, from + queries + h * dim, size_t(dim) * 4);
         turn_head(head, args, args.k_norm, cos_sin);
-        const int64_t at = args.slots[row] * keys + h * dim;
+        const int64_t at = (args.slots[row] * args.num_kv_heads + h) * head_stride(args.type, dim);
+        if (args.type == Type::kByte) {
+          store_bytes(head, dim, static_cast<int8_t*>(args.keys) + at);
+          memcpy(head, from + queries + keys + h * dim, size_t(dim) * 4);
+          store_bytes(head, dim, static_cast<int8_t*>(args.values) + at);
+          continue;
+        }
         for (int i = 0; i < dim; i++) {
           write_as(args.type, args.keys, at + i, head[i]);
           write_as(args.type, args.values, at + i, from[queries + keys + h * dim + i]);
@@ -294,6 +321,7 @@ void attend(const Attend& args, const Task& task) {
       const int64_t num_keys = args.context_lens ? tile.positions[tile.num_rows - 1] + 1 : num_new;
       if (args.type == Type::kHalf) attend_tile<Type::kHalf>(args, tile, sequence, kv_head, num_keys, work);
       else if (args.type == Type::kBfloat) attend_tile<Type::kBfloat>(args, tile, sequence, kv_head, num_keys, work);
+      else if (args.type == Type::kByte) attend_tile<Type::kByte>(args, tile, sequence, kv_head, num_keys, work);
       else attend_tile<Type::kFloat>(args, tile, sequence, kv_head, num_keys, work);
     }
   });

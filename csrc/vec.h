@@ -183,6 +183,7 @@ INLINE Floats load_as(Type type, const void* memory, int64_t place) {
   switch (type) {
     case Type::kHalf: return load_halves(static_cast<const uint16_t*>(memory) + place);
     case Type::kBfloat: return load_bfloats(static_cast<const uint16_t*>(memory) + place);
+    case Type::kByte: return load_signed(static_cast<const int8_t*>(memory) + place);
     default: return load(static_cast<const float*>(memory) + place);
   }
 }
@@ -190,6 +191,7 @@ INLINE float read_as(Type type, const void* memory, int64_t place) {
   switch (type) {
     case Type::kHalf: return from_half(static_cast<const uint16_t*>(memory)[place]);
     case Type::kBfloat: return from_bfloat(static_cast<const uint16_t*>(memory)[place]);
+    case Type::kByte: return static_cast<const int8_t*>(memory)[place];
     default: return static_cast<const float*>(memory)[place];
   }
 }
