@@ -159,8 +159,8 @@ class Int8Rows(WeightFormat):
 class Int4Groups(WeightFormat):
     """Numbers of 4 bits with a float16 scale and minimum for each 32 inputs, made from a plain matrix while it is loaded.
 
-    Matrices whose inputs are no multiple of 32 are int8, and so are those where 4 bits would cost most: heads, and projections to
-    queries, keys and values (of stories15M, the perplexity is then 4.4 % higher than in float32, else 7.0 %).
+    Matrices whose inputs are no multiple of 32 are int8, and so are those where 4 bits would cost most: heads, and projections
+    to queries, keys and values (the perplexity of stories15M is then 4.4 % higher than in float32, else 7.0 %).
     """
 
     name = "int4"
