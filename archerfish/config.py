@@ -23,7 +23,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_NAMES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 WEIGHTS = (
     "Format of matrices in memory; a registered name: int8 (a byte a number, a scale a row), int4 (a scale and a minimum for "
-    "each 32 inputs; heads as int8); auto: as `dtype`. Blocks of a GGUF file stay as they are on a CPU."
+    "each 32 inputs; heads and projections to queries, keys and values as int8); auto: as `dtype`. Blocks of a GGUF file stay "
+    "as they are on a CPU."
 )
 DEVICE = "Where to compute; auto: on a CUDA card if there is one, else on the CPU."
 COMPRESSIONS = ("lz4", "zstd", "snappy", "gzip", "none")
