@@ -37,11 +37,10 @@ def quantise_int4(rows: npt.NDArray[Any]) -> tuple[npt.NDArray[np.uint8], Halves
 
 
 def find_lines(weights: Floats) -> tuple[Floats, Floats]:
-    """Scale and minimum of each column, as float16 holds them: the best that were found."""
+    """Scale and minimum of each column: the best that were found."""
     low, mean = weights.min(0), weights.mean(0)
     whole = (weights.max(0) - low) / LARGEST
-    best, best_low = as_half(whole), as_half(low)
-    least = squared_error(weights, best, best_low)
+    best = tried(weights, whole, low)
     for share in SHARES:
         scale, minimum = whole * np.float32(share), low + whole * np.float32((1 - share) * LARGEST / 2)
         for _ in range(NUM_FITS):
@@ -50,28 +49,19 @@ def find_lines(weights: Floats) -> tuple[Floats, Floats]:
             codes -= middle
             scale = np.einsum("ij,ij->j", codes, weights) / np.maximum(np.einsum("ij,ij->j", codes, codes), 1)
             minimum = mean - scale * middle
-        scale, minimum = as_half(scale), as_half(minimum)
-        error = squared_error(weights, scale, minimum)
-        is_better = error < least
-        best, best_low = np.where(is_better, scale, best), np.where(is_better, minimum, best_low)
-        least = np.where(is_better, error, least)
-    return best, best_low
+        found = tried(weights, scale, minimum)
+        best = np.where(found[0] < best[0], found, best)
+    return best[1], best[2]
+
+
+def tried(weights: Floats, scale: Floats, low: Floats) -> Floats:
+    """Squared errors, scales and minima, as float16 holds these."""
+    scale, low = (each.astype(np.float16).astype(np.float32) for each in (scale, low))
+    off = rounded(weights, scale, low) * scale + low - weights
+    return np.stack((np.einsum("ij,ij->j", off, off), scale, low))
 
 
 def rounded(weights: Floats, scale: Floats, low: Floats) -> Floats:
     codes = (weights - low) * np.where(scale == 0, 0, 1 / scale)
     np.rint(codes, out=codes)
     return np.clip(codes, 0, LARGEST, out=codes)
-
-
-def squared_error(weights: Floats, scale: Floats, low: Floats) -> Floats:
-    off = rounded(weights, scale, low)
-    off *= scale
-    off += low
-    off -= weights
-    found: Floats = np.einsum("ij,ij->j", off, off)
-    return found
-
-
-def as_half(x: Floats) -> Floats:
-    return x.astype(np.float16).astype(np.float32)
