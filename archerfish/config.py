@@ -21,7 +21,11 @@ ENV_PREFIX = "ARCHERFISH_"
 CONFIG_ENV = "ARCHERFISH_CONFIG"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_NAMES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-WEIGHTS = "Format of matrices in memory; a registered name: int8 (a byte a number, a scale a row); auto: as `dtype`."
+WEIGHTS = (
+    "Format of matrices in memory; a registered name: int8 (a byte a number, a scale a row), int4 (a scale and a minimum for "
+    "each 32 inputs; heads and projections to queries, keys and values as int8); auto: as `dtype`. Blocks of a GGUF file stay "
+    "as they are on a CPU."
+)
 DEVICE = "Where to compute; auto: on a CUDA card if there is one, else on the CPU."
 COMPRESSIONS = ("lz4", "zstd", "snappy", "gzip", "none")
 MODEL_KINDS = ("generation", "embedding", "cross-encoder")
@@ -142,6 +146,10 @@ class EngineConfig(Options):
     device: str = option("auto", DEVICE, choices=("cpu", "cuda", "mps", "auto"))
     dtype: str = option("auto", "Type of computation and of KV; auto: the fastest type of this machine.", choices=DTYPES)
     weights: str = option("auto", WEIGHTS)
+    kv_dtype: str = option(
+        "auto", "Type of keys and values; auto: as `dtype`; int8: a byte a number, a scale for each token and head (CPU only).",
+        choices=("auto", "int8"),
+    )
     generation_config: str = option(
         "auto", "Sampling parameters of requests that state none: auto: those of the model's generation_config.json; none: the "
         "fixed ones of SamplingParams.", choices=("auto", "none"),

@@ -27,6 +27,16 @@ INLINE void turn_head(float* head, const KVStore& args, const float* norm, const
   }
 }
 
+// A head as int8 with its scale, which is NaN if a number is not finite.
+INLINE void store_bytes(float* head, int dim, int8_t* to) {
+  Floats most = {}, lost = {};
+  each(dim, head, head, [&](Floats v, int64_t) { most = larger(most, magnitude(v)), lost += v * 0.0f; return v; });
+  const float scale = largest(most) / 127.0f + sum(lost), inverse = scale > 1e-30f ? 1.0f / scale : 0.0f;
+  each(dim, head, head, [&](Floats v, int64_t) { v = round_even(v * inverse); return choose(v == v, v, Floats{}); });
+  for (int i = 0; i < dim; i++) to[i] = int8_t(head[i]);
+  memcpy(to + dim, &scale, sizeof scale);
+}
+
 // A tile: up to kQueries rows (a token's query heads that share a KV head, for one or several tokens) against chunks of keys.
 struct Tile {
   int num_rows;
@@ -54,7 +64,7 @@ struct Work {  // memory of a thread
 
 // Where the keys of a chunk lie: numbers from the beginning of the memory.
 INLINE void find_keys(const Attend& args, int64_t sequence, int kv_head, int64_t first, int64_t count, int64_t* places) {
-  const int64_t head = int64_t(kv_head) * args.head_dim;
+  const int64_t head = kv_head * head_stride(args.type, args.head_dim);
   if (!args.block_tables) {
     for (int64_t i = 0; i < count; i++) places[i] = (args.starts[sequence] + first + i) * args.key_stride + head;
     return;
@@ -86,13 +96,22 @@ INLINE void gather(const Attend& args, const int64_t* places, int64_t count, con
   }
 }
 
+// Scores or weights of a chunk, which were computed of int8 numbers, times the scales of these.
+INLINE void scale_scores(const void* memory, int dim, const int64_t* places, int64_t count, int num_rows, float* scores) {
+  float scales[kChunk] = {};
+  for (int64_t i = 0; i < count; i++) memcpy(scales + i, static_cast<const int8_t*>(memory) + places[i] + dim, sizeof(float));
+  for (int r = 0; r < num_rows; r++, scores += kChunk)
+    each(kChunk, scores, scores, [&](Floats v, int64_t i) { return v * load(scales + i); });
+}
+
 // The same for a tile of few rows, straight from the memory of keys and values. dim: a multiple of the lanes.
 template <Type T, int R>
 INLINE void score_direct(const Attend& args, const int64_t* places, int64_t count, const Work& work, int row) {
   const int dim = args.head_dim;
   const float* queries = work.queries + row * dim;
+  constexpr int kItem = T == Type::kFloat ? 4 : T == Type::kByte ? 1 : 2;
   for (int64_t i = 0; i < count; i++) {
-    if (i + 4 < count) __builtin_prefetch(static_cast<const char*>(args.keys) + places[i + 4] * (T == Type::kFloat ? 4 : 2));
+    if (i + 4 < count) __builtin_prefetch(static_cast<const char*>(args.keys) + places[i + 4] * kItem);
     Floats total[R] = {};
     for (int d = 0; d < dim; d += kLanes) {
       Floats key = load_as(T, args.keys, places[i] + d);
@@ -161,6 +180,14 @@ struct Factors {
   float keys = 1, values = 1;
 };
 
+// What numbers at a place are to be multiplied with.
+template <Type T>
+INLINE float scale_at(const void* memory, int64_t place, int64_t dim) {
+  float scale = 1;
+  if constexpr (T == Type::kByte) memcpy(&scale, static_cast<const int8_t*>(memory) + place + dim, sizeof scale);
+  return scale;
+}
+
 // Panels of 16 keys, and panels of 16 numbers of the values, as `wide_rows` takes them; there are zeros after the last value.
 template <Type T>
 INLINE Factors gather_wide(const Attend& args, const int64_t* places, int64_t count, const Work& work) {
@@ -170,31 +197,37 @@ INLINE Factors gather_wide(const Attend& args, const int64_t* places, int64_t co
   Factors factors;
   if constexpr (kWideHalf) {
     Floats most_key = {}, most_value = {};
-    for (int64_t i = 0; i < count; i++)
+    for (int64_t i = 0; i < count; i++) {
+      const float key_scale = scale_at<T>(args.keys, places[i], dim), value_scale = scale_at<T>(args.values, places[i], dim);
       for (int64_t d = 0; d < dim; d += kLanes) {
-        most_key = larger(most_key, magnitude(load_as(T, args.keys, places[i] + d)));
-        most_value = larger(most_value, magnitude(load_as(T, args.values, places[i] + d)));
+        most_key = larger(most_key, magnitude(load_as(T, args.keys, places[i] + d) * key_scale));
+        most_value = larger(most_value, magnitude(load_as(T, args.values, places[i] + d) * value_scale));
       }
+    }
     factors.keys = wide_factor(most_key, 4.0f), factors.values = wide_factor(most_value, 64.0f);
   }
   const float inverse_key = 1.0f / factors.keys, inverse_value = 1.0f / factors.values;
   for (int64_t i = 0; i < count; i++) {
     uint16_t* panel = work.wide_keys + i / kGroup * kGroup * width + i % kGroup * kUnit;
-    for (int64_t d = 0; d < dim; d += kLanes) store_wide(row + d, load_as(T, args.keys, places[i] + d) * inverse_key);
+    const float scale = inverse_key * scale_at<T>(args.keys, places[i], dim);
+    for (int64_t d = 0; d < dim; d += kLanes) store_wide(row + d, load_as(T, args.keys, places[i] + d) * scale);
     for (int64_t d = 0; d < width; d += kUnit) memcpy(panel + d * kGroup, row + d, 2 * kUnit);
   }
-  for (int64_t i = 0; i < wide_inputs(count); i += kUnit)
+  for (int64_t i = 0; i < wide_inputs(count); i += kUnit) {
+    const float scale = i < count ? inverse_value * scale_at<T>(args.values, places[i], dim) : 0;
+    const float next_scale = i + 1 < count ? inverse_value * scale_at<T>(args.values, places[i + 1], dim) : 0;
     for (int64_t d = 0; d < dim; d += kLanes) {
       uint16_t* to = work.wide_values + d / kGroup * kGroup * kChunk + i * kGroup + d % kGroup * kUnit;
-      const Floats first = i < count ? load_as(T, args.values, places[i] + d) * inverse_value : Floats{};
+      const Floats first = i < count ? load_as(T, args.values, places[i] + d) * scale : Floats{};
       if constexpr (kWideBfloat) {
-        const Floats second = i + 1 < count ? load_as(T, args.values, places[i + 1] + d) : Floats{};
+        const Floats second = i + 1 < count ? load_as(T, args.values, places[i + 1] + d) * next_scale : Floats{};
         const Words both = (round_bfloats(first) >> 16) | (round_bfloats(second) & all_words(0xffff0000u));
         memcpy(to, &both, sizeof both);
       } else {
         store_wide(to, first);
       }
     }
+  }
   return factors;
 }
 
@@ -308,7 +341,9 @@ void attend_tile(const Attend& args, const Tile& tile, int64_t sequence, int kv_
       if (is_direct) score_direct<T, R>(args, places, count, work, r);
       else score_rows<R>(work.queries + r * dim, work.keys, dim, work.scores + r * kChunk);
     });
+    if (T == Type::kByte) scale_scores(args.keys, dim, places, count, tile.num_rows, work.scores);
     for (int r = 0; r < tile.num_rows; r++) weigh<false>(args, tile, r, first, count, args.scale, work);
+    if (T == Type::kByte) scale_scores(args.values, dim, places, count, tile.num_rows, work.scores);
     by_fours(tile.num_rows, [&](auto rows, int r) {
       constexpr int R = decltype(rows)::value;
       if (is_direct) add_direct<T, R>(args, places, count, work, r);
@@ -325,6 +360,7 @@ template <class F>
 INLINE void with_type(Type type, F call) {
   if (type == Type::kHalf) call(std::integral_constant<Type, Type::kHalf>{});
   else if (type == Type::kBfloat) call(std::integral_constant<Type, Type::kBfloat>{});
+  else if (type == Type::kByte) call(std::integral_constant<Type, Type::kByte>{});
   else call(std::integral_constant<Type, Type::kFloat>{});
 }
 
@@ -344,7 +380,13 @@ void store_kv(const KVStore& args, const Task& task) {
       for (int h = 0; h < args.num_kv_heads; h++) {
         memcpy(head, from + queries + h * dim, size_t(dim) * 4);
         turn_head(head, args, args.k_norm, cos_sin);
-        const int64_t at = args.slots[row] * keys + h * dim;
+        const int64_t at = (args.slots[row] * args.num_kv_heads + h) * head_stride(args.type, dim);
+        if (args.type == Type::kByte) {
+          store_bytes(head, dim, static_cast<int8_t*>(args.keys) + at);
+          memcpy(head, from + queries + keys + h * dim, size_t(dim) * 4);
+          store_bytes(head, dim, static_cast<int8_t*>(args.values) + at);
+          continue;
+        }
         for (int i = 0; i < dim; i++) {
           write_as(args.type, args.keys, at + i, head[i]);
           write_as(args.type, args.values, at + i, from[queries + keys + h * dim + i]);

@@ -18,7 +18,7 @@ constexpr int kQueries = 64;     // rows of a tile of attention
 constexpr int kMostHeadDim = 1024;
 constexpr int kChunk = 64;       // keys that a tile takes at a time
 
-enum class Type : int { kFloat, kHalf, kBfloat };
+enum class Type : int { kFloat, kHalf, kBfloat, kByte };  // kByte: int8, of keys and values alone
 enum class Activation : int { kNone, kGelu, kGeluTanh, kRelu, kReluSquared, kSigmoid, kSilu, kTanh };
 enum class Format : int { kFloat, kHalf, kBfloat, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kInt8 };
 enum class Pooling : int { kMean, kFirst, kLast, kMax, kSqrt };
@@ -102,6 +102,9 @@ struct Tables {  // the sum of rows of up to three tables
   int64_t num_rows, width;
   float* out;
 };
+
+// Numbers from one KV head to the next. One of int8 has its scale behind it, a float32.
+ALWAYS_INLINE int64_t head_stride(Type type, int head_dim) { return type == Type::kByte ? head_dim + 4 : head_dim; }
 
 struct KVStore {
   const float* qkv;

@@ -78,7 +78,7 @@ void add_attend(Tape& tape, int q, int out, std::vector<int> heads, float scale,
   args.scale = scale, args.window = window, args.softcap = softcap, args.type = Type(type), args.is_exact = is_exact;
   const int64_t width = int64_t(args.num_heads) * args.head_dim;
   args.keys = address(keys), args.values = address(values);
-  args.q_stride = keys ? width : 3 * width, args.key_stride = keys ? int64_t(args.num_kv_heads) * args.head_dim : 3 * width;
+  args.q_stride = keys ? width : 3 * width, args.key_stride = keys ? args.num_kv_heads * head_stride(args.type, args.head_dim) : 3 * width;
   tape.add({q, bias, out}, [=](const Frame& frame, const Task& task) {
     Attend mine = args;
     mine.q = frame.at(q), mine.out = frame.at(out), mine.num_sequences = frame.sizes.of(Rows::kSequences);

@@ -180,15 +180,22 @@ INLINE Floats load_bytes(const uint8_t* at) {  // unsigned
   return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
 }
 INLINE Floats load_signed(const int8_t* at) {
+#if defined(__aarch64__)
+  int32x2_t bytes = {};
+  memcpy(&bytes, at, 4);
+  return (Floats)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(bytes)))));
+#else
   typedef int8_t Narrow __attribute__((vector_size(kLanes)));
   Narrow bytes;
   memcpy(&bytes, at, sizeof bytes);
   return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
+#endif
 }
 INLINE Floats load_as(Type type, const void* memory, int64_t place) {
   switch (type) {
     case Type::kHalf: return load_halves(static_cast<const uint16_t*>(memory) + place);
     case Type::kBfloat: return load_bfloats(static_cast<const uint16_t*>(memory) + place);
+    case Type::kByte: return load_signed(static_cast<const int8_t*>(memory) + place);
     default: return load(static_cast<const float*>(memory) + place);
   }
 }
@@ -196,6 +203,7 @@ INLINE float read_as(Type type, const void* memory, int64_t place) {
   switch (type) {
     case Type::kHalf: return from_half(static_cast<const uint16_t*>(memory)[place]);
     case Type::kBfloat: return from_bfloat(static_cast<const uint16_t*>(memory)[place]);
+    case Type::kByte: return static_cast<const int8_t*>(memory)[place];
     default: return static_cast<const float*>(memory)[place];
   }
 }

@@ -62,6 +62,7 @@ class InferenceCore:
         self.device = choose_device(device).name
         self.dtype = choose_dtype(dtype, self.device)
         self.ops = choose_ops(self.device, self.dtype)
+        self.ops.rounds_rows = True
         self.pooling = cast(Pooling, pooling)
         architecture = encoder_class(self.config)
         chosen = choose_format(weight_format)

@@ -199,7 +199,7 @@ def load_adapter(facts: ModelFacts, config: EngineConfig) -> ModelAdapter[Any]:
     check_memory(facts, config)
     log_device(facts.name, config.device, facts.dtype)
     ops = choose_ops(facts.device, facts.dtype)
-    ops.is_deterministic = config.deterministic
+    ops.is_deterministic, ops.kv_dtype = config.deterministic, config.kv_dtype
     loader = None if config.load_format == "dummy" else WeightLoader(facts.directory)
 
     def tensors() -> Mapping[str, Any]:
@@ -228,7 +228,7 @@ def make_scheduler(
     )
     scheduler = Scheduler(
         blocks=blocks, cache=cache, logits_cache=logits,
-        model_state_hash=f"{facts.name}/{facts.dtype}/{facts.weight_format.name}",
+        model_state_hash=f"{facts.name}/{facts.dtype}/{config.kv_dtype}/{facts.weight_format.name}",
         policy=config.scheduling_policy, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=facts.step_tokens,
         max_queue_size=config.max_queue_size, max_model_len=facts.max_len, max_requests=config.max_concurrent_requests,
         fixed_chunk=DETERMINISTIC_CHUNK if config.deterministic else 0, masks=MaskFinder(facts.vocab_size, wake),

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from archerfish.background import Lazy
 from archerfish.errors import DeviceError, InvalidInputError
-from archerfish.kernels.formats import PLAIN, WeightFormat
+from archerfish.kernels.formats import AUTO, PLAIN, WeightFormat
 from archerfish.kernels.machine import trim_heap
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 Activation = Literal["none", "gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid", "silu", "tanh"]
 Pooling = Literal["mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens"]  # as sentence-transformers names them
 Ids = npt.NDArray[np.int64]
+KV_SCALE_BYTES = 4  # of a head of int8 keys or values
 MASK_STEP = 16  # tokens that a mask's blocks are a multiple of
 
 
@@ -109,7 +110,10 @@ class BlockMask(Generic[T]):
 
 @dataclass(frozen=True)
 class KVLayer(Generic[T]):
-    """Memory of one layer: (num_blocks, block_size, num_kv_heads, head_dim) each."""
+    """Memory of one layer: (num_blocks, block_size, num_kv_heads, head_dim) each.
+
+    In int8 each head has KV_SCALE_BYTES behind its numbers: the float32 that these are to be multiplied with.
+    """
 
     keys: T
     values: T
@@ -192,6 +196,8 @@ class Ops(ABC, Generic[T]):
     device: str
     dtype: str
     reads_stored: bool = False  # takes a checkpoint's tensors as `StoredTensor`, not as tensors of torch
+    kv_dtype: str = AUTO  # of new keys and values: int8, or the compute type
+    rounds_rows: bool = False  # with int8 matrices, what they are multiplied with may become bytes too, as encoders bear it
     is_deterministic: bool = False  # what a row of a product gives must not depend on how many rows there are
 
     def __init__(self) -> None:
@@ -276,7 +282,7 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def new_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVLayer[T]:
-        """Memory for the blocks of one layer, in the compute type."""
+        """Memory for the blocks of one layer, in the type that kv_dtype says."""
 
     @abstractmethod
     def copy_blocks(self, layers: Sequence[KVLayer[T]], pairs: Sequence[tuple[int, int]]) -> None:

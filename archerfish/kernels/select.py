@@ -33,6 +33,7 @@ class OpsBackend:
     load: Callable[[str, str], Ops[Any]]  # (device, dtype)
     strength: str  # in one phrase, for people to read
     reads_stored: bool = False  # as `Ops.reads_stored`
+    has_int8_kv: bool = False  # keys and values may be int8
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,9 @@ def loader(place: str) -> Callable[[str, str], Ops[Any]]:
 
 BACKENDS = [  # the fastest first
     OpsBackend("torch + Triton", without_triton, loader("triton.ops:TritonOps"), "norms, rotary and attention in own kernels"),
-    OpsBackend("native", without_native, loader("native.ops:NativeOps"), "own kernels over tapes", reads_stored=True),
+    OpsBackend(
+        "native", without_native, loader("native.ops:NativeOps"), "own kernels over tapes", reads_stored=True, has_int8_kv=True
+    ),
     OpsBackend("torch reference", without_torch, loader("torch.reference:TorchOps"), "any device and type of torch"),
 ]
 

@@ -39,9 +39,10 @@ class Attention(Generic[T]):
         self.heads, self.rotation = heads, Rotation(rotary, q_norm, k_norm, eps)
         queries, keys = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
         if is_fused:
-            self.qkv = weights.linear("qkv_proj", queries + 2 * keys, width, bias=qkv_bias)
+            self.qkv = weights.linear("qkv_proj", queries + 2 * keys, width, bias=qkv_bias, is_sensitive=True)
         else:
-            self.qkv = weights.linear(("q_proj", "k_proj", "v_proj"), (queries, keys, keys), width, bias=qkv_bias)
+            names, sizes = ("q_proj", "k_proj", "v_proj"), (queries, keys, keys)
+            self.qkv = weights.linear(names, sizes, width, bias=qkv_bias, is_sensitive=True)
         self.out = weights.linear("o_proj", width, queries, bias=out_bias)
 
 

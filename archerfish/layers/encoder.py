@@ -41,7 +41,7 @@ class EncoderBlock(Generic[T]):
         self.ops: Ops[T] = weights.ops
         self.shape = shape
         width, hidden = shape.width, shape.feed_forward
-        self.qkv = weights.linear((names.query, names.key, names.value), width, width)
+        self.qkv = weights.linear((names.query, names.key, names.value), width, width, is_sensitive=True)
         self.attention_out = weights.linear(names.attention_out, width, width)
         self.attention_norm = weights.layer_norm(names.attention_norm, width, shape.eps)
         self.up = weights.linear(names.up, hidden, width)
@@ -62,7 +62,7 @@ class ClassifierHead(Generic[T]):
     def __init__(self, weights: Weights[T], dense: str, out: str, width: int, num_labels: int, activation: Activation) -> None:
         self.ops = weights.ops
         self.dense = weights.linear(dense, width, width)
-        self.out = weights.linear(out, num_labels, width)
+        self.out = weights.linear(out, num_labels, width, is_sensitive=True)
         self.activation: Activation = activation
 
     def __call__(self, first_tokens: T) -> T:

@@ -50,15 +50,16 @@ class Weights(Generic[T]):
 
     def linear(
         self, names: str | tuple[str, ...], out_features: int | tuple[int, ...], in_features: int, *, bias: bool | None = None,
-        is_plain: bool = False,
+        is_plain: bool = False, is_sensitive: bool = False,
     ) -> LinearWeight[T]:
         """A linear map, or several stacked into one product; a tuple gives each its own number of outputs.
 
         bias says whether there must be one; None: where the weights have one. is_plain: in the plain format at all times.
+        is_sensitive: errors of its numbers weigh more than those of others.
         """
         scopes = [self.scope(name) for name in ([names] if isinstance(names, str) else names)]
         sizes = (out_features,) * len(scopes) if isinstance(out_features, int) else out_features
-        weight_format = PLAIN if is_plain else self.format_of(scopes)
+        weight_format = PLAIN if is_plain else self.format_of(scopes).chosen(in_features, is_sensitive=is_sensitive)
         parts, biases = list[Mapping[str, T]](), list[T | None]()
         for scope, size in zip(scopes, sizes, strict=True):
             parts.append(scope.matrix(weight_format, size, in_features))
@@ -67,7 +68,8 @@ class Weights(Generic[T]):
 
     def tied_linear(self, table: T, out_features: int, in_features: int) -> LinearWeight[T]:
         """The linear map whose matrix is a lookup table."""
-        weight_format = self.weight_format if set(self.weight_format.checkpoint) == set(PLAIN.checkpoint) else PLAIN
+        is_made = set(self.weight_format.checkpoint) == set(PLAIN.checkpoint)
+        weight_format = self.weight_format.chosen(in_features, is_sensitive=True) if is_made else PLAIN
         return self.ops.linear_weight([dict.fromkeys(PLAIN.checkpoint, table)], [None], weight_format)
 
     def format_of(self, scopes: list[Weights[T]]) -> WeightFormat:
@@ -115,7 +117,8 @@ class NotedWeights(Weights[Any]):
 
     def tied_linear(self, table: Any, out_features: int, in_features: int) -> LinearWeight[Any]:
         if self.weight_format.memory != PLAIN.memory:
-            self.num_bytes["tied head"] = self.weight_format.num_bytes(out_features, in_features, self.dtype)
+            chosen = self.weight_format.chosen(in_features, is_sensitive=True)
+            self.num_bytes["tied head"] = chosen.num_bytes(out_features, in_features, self.dtype)
         else:  # the map and the table share their memory; a packed map has its own, in place of the table's
             self.tables.clear()
         return super().tied_linear(table, out_features, in_features)

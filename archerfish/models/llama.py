@@ -36,7 +36,7 @@ class LlamaModel(ModelAdapter[T]):
         if config.flag("tie_word_embeddings", self.ties_embeddings):
             self.head = weights.tied_linear(self.embedding, vocab_size, self.width)
         else:
-            self.head = weights.linear("lm_head", vocab_size, self.width)
+            self.head = weights.linear("lm_head", vocab_size, self.width, is_sensitive=True)
 
     def forward(self, batch: PagedBatch[T], kv: Sequence[KVLayer[T]]) -> T:
         x, residual = self.ops.lookup(self.embedding, batch.token_ids, scale=self.embedding_scale), None

@@ -63,7 +63,7 @@ class Rwkv7Model(ModelAdapter[T]):
         self.embedding = body.table("embeddings.weight", vocab_size, shape.width)
         self.blocks = [Rwkv7Block(body.scope(f"layers.{i}"), config, shape, i) for i in range(shape.num_layers)]
         self.norm = body.layer_norm("norm", shape.width, config.number("norm_eps", NORM_EPS))
-        self.head = weights.linear("lm_head", vocab_size, shape.width, bias=False)
+        self.head = weights.linear("lm_head", vocab_size, shape.width, bias=False, is_sensitive=True)
 
     def forward(self, batch: RecurrentBatch[T], layers: Sequence[StateLayer[T]]) -> T:
         x, first_value = self.ops.lookup(self.embedding, batch.token_ids), None

@@ -10,10 +10,11 @@ from typing import Any, ClassVar, Generic
 from archerfish.config import EngineConfig
 from archerfish.errors import DeviceError, InvalidOptionError, OutOfMemoryError
 from archerfish.kernels.decoding import DecodeState
-from archerfish.kernels.ops import KVLayer, Ops, T
+from archerfish.kernels.ops import KV_SCALE_BYTES, KVLayer, Ops, T
 from archerfish.kernels.recurrent import FIRST_SLOT, StateShape
 from archerfish.kernels.room import GIB, check_room, size, usable_memory
 from archerfish.kernels.sampling import SamplingBatch
+from archerfish.kernels.select import choose_backend
 from archerfish.models.adapter import KVShape, MemoryShape
 from archerfish.runtime.batch import pack_batch, pack_recurrent_batch
 from archerfish.types import DTYPE_BYTES
@@ -164,7 +165,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Blocks for a model on a device, one at least: `check_plan` says whether they fit. work_bytes: what a step needs."""
     block_size, has_states = choose_block_size(config, shape, device, max_len), isinstance(shape, StateShape)
-    block_bytes = shape.bytes_per_block(block_size, DTYPE_BYTES[dtype])
+    block_bytes = bytes_per_block(config, shape, device, dtype, block_size)
     work_bytes += GPU_SPARE_BYTES if device == "cuda" else 0
     if config.max_cache_tokens:
         num_blocks = num_blocks_of(config, block_size, is_one_state=has_states and block_size >= max_len)
@@ -176,6 +177,21 @@ def plan_memory(
     return MemoryPlan(num_blocks, block_size, block_bytes, reason, weight_bytes, work_bytes)
 
 
+def bytes_per_block(config: EngineConfig, shape: MemoryShape, device: str, dtype: str, block_size: int) -> int:
+    """As kv_dtype says; where it cannot be had, an InvalidOptionError."""
+    if config.kv_dtype == "auto":
+        return shape.bytes_per_block(block_size, DTYPE_BYTES[dtype])
+    if isinstance(shape, StateShape):
+        raise InvalidOptionError("[engine] kv_dtype is for keys and values; this model has states.", hint="Leave it out.")
+    backend = choose_backend(device, dtype)
+    if not backend.has_int8_kv:
+        raise InvalidOptionError(
+            f"[engine] kv_dtype is int8, which the backend {backend.name!r} does not have.",
+            hint="Leave it out, or choose device=cpu, where the native backend has it (`archerfish doctor`).",
+        )
+    return replace(shape, head_dim=shape.head_dim + KV_SCALE_BYTES).bytes_per_block(block_size, 1)
+
+
 def check_plan(model: str, config: EngineConfig, shape: MemoryShape, device: str, plan: MemoryPlan) -> None:
     """Raise an OutOfMemoryError with numbers and ways out if what was planned does not fit."""
     kind, share = kind_of(shape), config.gpu_memory_utilization
@@ -184,7 +200,7 @@ def check_plan(model: str, config: EngineConfig, shape: MemoryShape, device: str
     if left >= plan.block_size and (config.max_cache_tokens or config.memory_budget_gib):
         ways = [f"a max_cache_tokens of at most {left:,}", "a smaller model"]
     else:
-        ways = ["weights=int8"] if config.weights == "auto" else []
+        ways = {"auto": ["weights=int8"], "int8": ["weights=int4"]}.get(config.weights, [])
         ways += ["device=cpu"] if device == "cuda" else []
         is_wide = plan.work_bytes > plan.weight_bytes
         ways += [f"a max_num_seqs below {config.max_num_seqs}" if is_wide else "a smaller model"]

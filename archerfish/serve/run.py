@@ -184,7 +184,7 @@ def story_config(engine: EngineConfig) -> EngineConfig:
     """The small model that archerfish contains. It is served in addition to the default model."""
     return engine.replace(
         model=STORY_MODEL, load_format="auto", max_model_len=STORY_TOKENS, block_size=STORY_BLOCK,
-        max_cache_tokens=STORY_TOKENS, memory_budget_gib=0.0,
+        max_cache_tokens=STORY_TOKENS, memory_budget_gib=0.0, kv_dtype="auto",
     )  # fmt: skip
 
 

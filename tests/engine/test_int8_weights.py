@@ -90,7 +90,7 @@ def test_a_model_that_fits_in_int8_alone_is_told_so(tiny: Path) -> None:
     row = doctor.judge_model(found, Memory(10**12, free), [Card("small", 10**12, on_gpu)])
     assert row["weight_bytes"]["int8"] == int8
     assert row["cpu"] == row["gpu"] == "fits with --weights int8 alone"
-    assert row["fits_gpu"] == {"bfloat16": False, "int8": True}
+    assert row["fits_gpu"] == {"bfloat16": False, "int8": True, "int4": True}
     assert doctor.ModelSize("other", 5, 0, config={"model_type": "llama"}).weight_bytes("int8") == 0
 
 

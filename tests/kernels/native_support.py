@@ -74,6 +74,8 @@ class Translated:
         return self._translated(self.inner.replayed(call))
 
 
-def native_ops(device: str = "cpu", dtype: str = "float32", level: str = "") -> Any:
+def native_ops(device: str = "cpu", dtype: str = "float32", level: str = "", kv_dtype: str = "auto") -> Any:
     """As `TorchOps(device, dtype)`."""
-    return Translated(NativeOps(device, dtype, level), dtype)
+    ops = NativeOps(device, dtype, level)
+    ops.kv_dtype = kv_dtype
+    return Translated(ops, dtype)

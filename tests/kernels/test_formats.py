@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archerfish.errors import InvalidOptionError, TensorError
-from archerfish.kernels import formats
+from archerfish.kernels import formats, int4
 from archerfish.kernels.formats import PLAIN, Int8Rows, TensorLayout, Tensors, WeightFormat, choose_format, row_pieces
 from archerfish.kernels.ops import Activation, LinearWeight
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight
@@ -23,7 +23,7 @@ from tests.kernels.paged import CPU_TYPES as TYPES
 from tests.models.decoding import Driver, make, random_tokens
 
 Tensor = torch.Tensor
-INT8 = Int8Rows()
+INT8, INT4 = Int8Rows(), formats.Int4Groups()
 Backend = Callable[..., Any]
 BACKENDS = [TorchOps, native_ops]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
@@ -76,24 +76,24 @@ def test_option_names_a_format() -> None:
     assert "int8" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("weight_format", [PLAIN, INT8, Int4Groups()])
+@pytest.mark.parametrize("weight_format", [PLAIN, INT8, INT4, Int4Groups()])
 def test_stacking_and_slicing_commute_with_dequantising(weight_format: WeightFormat) -> None:
     is_int4 = weight_format.name == "int4-groups"
     parts = [
-        weight_format.load(int4_tensors(num, 64) if is_int4 else {"weight": torch.randn(num, 64)}) for num in (24, 40)
+        weight_format.load(int4_tensors(num, 128) if is_int4 else {"weight": torch.randn(num, 128)}) for num in (24, 40)
     ]
     wide = [weight_format.dequantise(part, torch.float32) for part in parts]
     stacked = weight_format.stack(parts)
     assert weight_format.num_outputs(stacked) == 64
     assert torch.equal(weight_format.dequantise(stacked, torch.float32), torch.cat(wide))
     held = sum(tensor.nbytes for tensor in stacked.values())
-    assert weight_format.num_bytes(64, 64, "float32") == held
-    rows, columns = weight_format.cut(stacked, "outputs", 16, 48), weight_format.cut(stacked, "inputs", 16, 48)
+    assert weight_format.num_bytes(64, 128, "float32") == held
+    rows, columns = weight_format.cut(stacked, "outputs", 16, 48), weight_format.cut(stacked, "inputs", 32, 96)
     assert torch.equal(weight_format.dequantise(rows, torch.float32), torch.cat(wide)[16:48])
-    assert torch.equal(weight_format.dequantise(columns, torch.float32), torch.cat(wide)[:, 16:48])
-    if is_int4:
+    assert torch.equal(weight_format.dequantise(columns, torch.float32), torch.cat(wide)[:, 32:96])
+    if is_int4 or weight_format is INT4:
         with pytest.raises(TensorError, match="cut at input 8"):
-            weight_format.cut(stacked, "inputs", 8, 64)
+            weight_format.cut(stacked, "inputs", 8, 128)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -123,15 +123,16 @@ def test_model_in_a_format_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(torch.cat(found), torch.cat(expected), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "phi3"])
-def test_sizes_of_a_model_are_known_before_it_is_loaded(kind: str) -> None:
+@pytest.mark.parametrize("made", [INT8, INT4])
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen3", "gemma2", "phi3"])
+def test_sizes_of_a_model_are_known_before_it_is_loaded(kind: str, made: WeightFormat) -> None:
     model, values = make(kind)
     config = Config(values)
     ops = TorchOps()
-    loaded = model_class(config)(Weights(model.state_dict(), ops, weight_format=INT8), config, 64)
+    loaded = model_class(config)(Weights(model.state_dict(), ops, weight_format=made), config, 64)
     packed = [weight.get() for weight in ops._linear_weights]
     linear = sum(tensor.nbytes for each in packed if isinstance(each, TorchWeight) for tensor in each.tensors.values())
-    sizes = type(loaded).tensor_bytes(config, "float32", INT8)
+    sizes = type(loaded).tensor_bytes(config, "float32", made)
     is_other = [name for name in sizes if "norm" in name or "embed" in name or name.endswith("bias")]
     assert sum(size for name, size in sizes.items() if name not in is_other) == linear
     assert sum(type(loaded).tensor_bytes(config, "float32").values()) > sum(sizes.values())
@@ -158,20 +159,54 @@ def test_int8_is_off_by_half_a_step_at_most(num_rows: int, width: int, seed: int
     torch.testing.assert_close(again["scales"], scales, rtol=1e-6, atol=0.0)
 
 
-def test_int8_rows_do_not_depend_on_the_pieces_of_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn(150, 20).bfloat16()
-    whole = INT8.load({"weight": weight})
+@pytest.mark.parametrize("weight_format", [INT8, INT4])
+def test_numbers_do_not_depend_on_the_pieces_of_loading(weight_format: WeightFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(150, 32).bfloat16()
+    whole = weight_format.load({"weight": weight})
     monkeypatch.setattr(formats, "PIECE_ELEMENTS", 100)
-    for name, tensor in INT8.load({"weight": weight}).items():
+    monkeypatch.setattr(int4, "PIECE_BLOCKS", 7)
+    for name, tensor in weight_format.load({"weight": weight}).items():
         assert torch.equal(tensor, whole[name])
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(0, 1000), st.floats(1e-3, 1e3), st.floats(-3, 3))
+def test_int4_is_nearer_than_equal_steps(num_rows: int, num_blocks: int, seed: int, scale: float, mean: float) -> None:
+    """Than sixteen steps from a block's lowest number to its highest, rounded as they must be."""
+    torch.manual_seed(seed)
+    weight = (torch.randn(num_rows, 32 * num_blocks) + mean) * scale
+    weight[::3, :32] = scale
+    wide, blocks = INT4.dequantise(INT4.load({"weight": weight}), torch.float32), weight.view(num_rows, num_blocks, 32)
+    low = blocks.amin(2, keepdim=True)
+    step = ((blocks.amax(2, keepdim=True) - low) / 15).half().float()
+    low = low.half().float()
+    equal = ((blocks - low) / step).round().nan_to_num().clamp(0, 15) * step + low
+    off, equal_off = ((each - blocks).square().sum(2) for each in (wide.view_as(blocks), equal))
+    assert bool((off <= 1.001 * equal_off + 1e-9 * scale**2).all())
+    if num_rows * num_blocks > 50 and abs(mean) < 1:
+        assert float(off.sum()) < 0.9 * float(equal_off.sum())
+
+
+def test_int4_leaves_other_matrices_to_int8() -> None:
+    assert INT4.chosen(64) is INT4
+    assert {INT4.chosen(50).name, INT4.chosen(64, is_sensitive=True).name} == {"int8"}
+    model, config = make("llama")
+    weights, tokens = dict(model.state_dict()), random_tokens(2)
+    expected = torch.cat(Driver(TorchOps(), weights, config, tokens, weight_format=INT4).step([(0, 9), (1, 5)]))
+    ops = native_ops()
+    found = torch.cat(Driver(ops, weights, config, tokens, weight_format=INT4).step([(0, 9), (1, 5)]))
+    check(found, expected, 2 * NATIVE_TOLERANCE)
+    names = [weight.get().format_name for weight in ops.inner._linear_weights]
+    assert names == ["Q8_0", "Q4_1", "Q4_1", "Q4_1"] * 3 + ["Q8_0"]
+
+
+@pytest.mark.parametrize("weight_format", [INT8, INT4])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nan_of_a_weight_is_not_hidden(backend: Backend) -> None:
+def test_nan_of_a_weight_is_not_hidden(backend: Backend, weight_format: WeightFormat) -> None:
     weight = torch.randn(2, 64)
     weight[1, 3] = float("nan")
     ops = backend()
-    y = ops.linear(torch.ones(1, 64), ops.linear_weight([{"weight": weight}], [None], INT8))
+    y = ops.linear(torch.ones(1, 64), ops.linear_weight([{"weight": weight}], [None], weight_format))
     assert y.isnan().tolist() == [[False, True]]
 
 

@@ -12,7 +12,18 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from archerfish.kernels.ops import Activation, HeadShape, KVLayer, NormWeights, PagedBatch, Pooling, Rotation, Segments
+from archerfish.kernels.formats import FORMATS as MADE
+from archerfish.kernels.ops import (
+    KV_SCALE_BYTES,
+    Activation,
+    HeadShape,
+    KVLayer,
+    NormWeights,
+    PagedBatch,
+    Pooling,
+    Rotation,
+    Segments,
+)
 from archerfish.kernels.pool import set_pass_threads
 from archerfish.kernels.stored import StoredTensor, to_type, widened
 from archerfish.kernels.torch.reference import TorchOps
@@ -88,6 +99,21 @@ def test_products(name: str, num_inputs: int, level: str) -> None:
     for num_rows in ROWS:
         x = random(num_rows, num_inputs).numpy()
         assert_near(ops.linear(x, weight), x.astype(np.float64) @ wide.T.astype(np.float64), TOLERANCE[name])
+
+
+@pytest.mark.parametrize("dtype", PLAIN)
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(53, 96), (16, 32), (7, 512), (33, 50)])
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_products_with_weights_that_are_made(name: str, num_outputs: int, num_inputs: int, dtype: str, level: str) -> None:
+    """Of float weights in two parts, against the plain dequantisation of the format that is chosen for such a matrix."""
+    ops, made = NativeOps("cpu", dtype, level), MADE[name].chosen(num_inputs)
+    parts = [make_matrix(dtype, num_outputs, num_inputs, seed)[0] for seed in range(2)]
+    tensors = [torch.from_numpy(np.array(widened(each.data), dtype=np.float32)) for each in parts]
+    wide = torch.cat([made.dequantise(made.load({"weight": each}), torch.float32) for each in tensors]).numpy()
+    weight = ops.linear_weight([{"weight": each} for each in parts], [None] * 2, made)
+    for num_rows in ROWS:
+        x = random(num_rows, num_inputs).numpy()
+        assert_near(ops.linear(x, weight), x.astype(np.float64) @ wide.T.astype(np.float64), TOLERANCE["Q8_0"])
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -175,33 +201,78 @@ def test_lookups(name: str, level: str) -> None:
     np.testing.assert_allclose(recorded(batch), expected, atol=1e-6)
 
 
+KV_TYPES = (*PLAIN, "int8")
 PRECISION = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}  # of stored keys and values
 
 
 def wide_layer(kv: KVLayer[torch.Tensor]) -> KVLayer[torch.Tensor]:
     """A copy in float32."""
-    return KVLayer(kv.keys.to(torch.float32, copy=True), kv.values.to(torch.float32, copy=True))
+
+    def wide(memory: torch.Tensor) -> torch.Tensor:
+        if memory.dtype != torch.int8:
+            return memory.to(torch.float32, copy=True)
+        return memory[..., :-KV_SCALE_BYTES] * memory[..., -KV_SCALE_BYTES:].contiguous().view(torch.float32)
+
+    return KVLayer(wide(kv.keys), wide(kv.values))
 
 
-@pytest.mark.parametrize("dtype", PLAIN)
+def int8_memory(memory: torch.Tensor) -> torch.Tensor:
+    scales = memory.abs().amax(-1, keepdim=True) / 127
+    return torch.cat(((memory / scales).nan_to_num().round().to(torch.int8), scales.view(torch.int8)), -1)
+
+
+def kv_case(
+    dtype: str, level: str, sequences: list[tuple[int, int]], block_size: int, heads: HeadShape
+) -> tuple[Any, PagedBatch[torch.Tensor], KVLayer[torch.Tensor]]:
+    """The backend, a batch, and keys and values in a type."""
+    is_int8 = dtype == "int8"
+    ops = native_ops("cpu", "float32" if is_int8 else dtype, level)
+    batch, kv = batch_over(ops, sequences, block_size, heads)
+    return ops, batch, KVLayer(int8_memory(kv.keys), int8_memory(kv.values)) if is_int8 else kv
+
+
+@pytest.mark.parametrize("dtype", KV_TYPES)
 @pytest.mark.parametrize("has_norms", [True, False])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (64, 0), (80, 20), (24, 24), (10, 6)])
 def test_store_kv(head_dim: int, rotary_dim: int, has_norms: bool, dtype: str, level: str) -> None:
-    heads, ops, reference = HeadShape(6, 2, head_dim, 0.1), native_ops("cpu", dtype, level), TorchOps()
-    batch, kv = batch_over(ops, [(1, 5), (3, 9), (4, 4)], 4, heads)
+    heads, reference = HeadShape(6, 2, head_dim, 0.1), TorchOps()
+    ops, batch, kv = kv_case(dtype, level, [(1, 5), (3, 9), (4, 4)], 4, heads)
     before, expected_kv = wide_layer(kv), wide_layer(kv)
     rotary = reference.rotary(random(9, rotary_dim).numpy(), rotary_dim) if rotary_dim else None
     q_norm, k_norm = (random(head_dim), random(head_dim)) if has_norms else (None, None)
     qkv, rotation = random(8, 10 * head_dim), Rotation(rotary, q_norm, k_norm, 1e-3)
     unstored = ops.store_kv(qkv, kv, replace(batch, slots=torch.full_like(batch.slots, -1)), heads, rotation)
-    for ours, theirs in ((kv.keys, before.keys), (kv.values, before.values)):
-        torch.testing.assert_close(ours.float(), theirs, atol=0, rtol=0, equal_nan=True)
+    found = wide_layer(kv)
+    for ours, theirs in ((found.keys, before.keys), (found.values, before.values)):
+        torch.testing.assert_close(ours, theirs, atol=0, rtol=0, equal_nan=True)
     q = ops.store_kv(qkv, kv, batch, heads, rotation)
     expected = reference.store_kv(qkv, expected_kv, batch, heads, rotation)
     assert torch.equal(q, unstored)
     torch.testing.assert_close(q, expected, atol=1e-5, rtol=1e-4)
-    for ours, theirs in ((kv.keys, expected_kv.keys), (kv.values, expected_kv.values)):
-        torch.testing.assert_close(ours.float(), theirs, atol=PRECISION[dtype], rtol=PRECISION[dtype], equal_nan=True)
+    found = wide_layer(kv)
+    for ours, theirs in ((found.keys, expected_kv.keys), (found.values, expected_kv.values)):
+        if dtype == "int8":  # half a step, of the head's own scale
+            assert bool(((ours - theirs).abs() <= theirs.abs().amax(-1, keepdim=True) / 253).eq(theirs == theirs).all())
+        else:
+            torch.testing.assert_close(ours, theirs, atol=PRECISION[dtype], rtol=PRECISION[dtype], equal_nan=True)
+
+
+def test_int8_keys_of_any_size(level: str) -> None:
+    """Zeros stay, small numbers are not lost, and NaN and infinity are not hidden."""
+    heads, ops = HeadShape(4, 4, 16, 1.0), native_ops(level=level, kv_dtype="int8")
+    qkv = random(1, 12, 16)
+    for first in (4, 8):  # keys and values
+        qkv[0, first] = 0.0
+        qkv[0, first + 1] *= 1e-20
+        qkv[0, first + 2, 3], qkv[0, first + 3, 15] = float("nan"), -float("inf")
+    batch, _ = batch_over(TorchOps(), [(1, 1)], 4, heads)
+    kv = ops.new_kv_layer(3, 4, 4, 16)
+    ops.store_kv(qkv.view(1, -1), kv, batch, heads, Rotation())
+    memory = wide_layer(kv)
+    for stored, given in ((memory.keys, qkv[0, 4:8]), (memory.values, qkv[0, 8:])):
+        row = stored.flatten(0, 1)[batch.slots[0]]
+        assert not row[0].any() and row[2:].isnan().all()
+        torch.testing.assert_close(row[1], given[1], atol=float(given[1].abs().amax()) / 253, rtol=0)
 
 
 HEADS = [
@@ -210,13 +281,13 @@ HEADS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", PLAIN)
+@pytest.mark.parametrize("dtype", KV_TYPES)
 @pytest.mark.parametrize("block_size", [1, 16, 24])
 @pytest.mark.parametrize("heads", HEADS)
 def test_attention_over_blocks(heads: HeadShape, block_size: int, dtype: str, level: str) -> None:
     """Decodes, prompts from their beginning and behind other tokens, within a chunk of keys and over several."""
-    ops = native_ops("cpu", dtype, level)
-    batch, kv = batch_over(ops, [(1, 1), (1, 64), (1, 200), (9, 9), (65, 65), (40, 131), (2, 70)], block_size, heads)
+    sequences = [(1, 1), (1, 64), (1, 200), (9, 9), (65, 65), (40, 131), (2, 70)]
+    ops, batch, kv = kv_case(dtype, level, sequences, block_size, heads)
     q = random(batch.num_tokens, heads.num_heads * heads.head_dim)
     expected = TorchOps().paged_attention(q, wide_layer(kv), batch, heads)
     assert_near(ops.paged_attention(q, kv, batch, heads), expected, TOLERANCE["float32" if dtype == "float32" else "bfloat16"])

@@ -116,9 +116,9 @@ class Driver(StepDriver):
         num_blocks = per_sequence * len(tokens) + 3
         sizes = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
         self.layers = [ops.new_kv_layer(*sizes) for _ in range(shape.num_layers)]
-        for layer in self.layers:  # the contents of unwritten memory must not matter
-            layer.keys.fill_(float("nan"))
-            layer.values.fill_(float("nan"))
+        for layer in self.layers:  # the contents of unwritten memory must not matter; four bytes of -1 are NaN
+            for memory in (layer.keys, layer.values):
+                memory.fill_(float("nan") if memory.is_floating_point() else -1)
         order = np.random.default_rng(5).permutation(num_blocks)[: per_sequence * len(tokens)].tolist()
         self.blocks: list[list[int]] = [order[i :: len(tokens)] for i in range(len(tokens))]
         self.num_computed = [0] * len(tokens)

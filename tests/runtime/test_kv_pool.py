@@ -105,7 +105,8 @@ def test_what_does_not_fit_is_refused_with_numbers_and_a_way_out(monkeypatch: py
         "big needs 16.1 GiB for weights, 0.0 MiB for KV and 1.0 GiB for buffers; 13.2 GiB of 14.0 GiB are free here. "
         "Choose weights=int8 or a smaller model."
     )
-    assert "Choose a smaller model." in check(EngineConfig(weights="int8"), weights=14 * GIB)
+    assert "Choose weights=int4 or a smaller model." in check(EngineConfig(weights="int8"), weights=14 * GIB)
+    assert "Choose a smaller model." in check(EngineConfig(weights="int4"), weights=14 * GIB)
     assert "Choose weights=int8 or a max_num_seqs below 256." in check(usual, weights=GIB, work=20 * GIB)
     asked = EngineConfig(max_cache_tokens=100_000_000)
     assert check(asked, weights=GIB).startswith("big needs 1.0 GiB for weights and 35.8 GiB for KV; 13.2 GiB of")

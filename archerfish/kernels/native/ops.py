@@ -29,8 +29,9 @@ from archerfish.kernels.native.recorder import (
 )
 from archerfish.kernels.native.recurrent import NativeRecurrentOps
 from archerfish.kernels.native.sampling import NativeSampling
-from archerfish.kernels.native.weights import ACTIVATIONS, TYPES, NativeWeight, Table, as_stored, matrix_of, pack_parts
+from archerfish.kernels.native.weights import ACTIVATIONS, INT8_ROWS, TYPES, NativeWeight, Table, as_stored, matrix_of, pack_parts
 from archerfish.kernels.ops import (
+    KV_SCALE_BYTES,
     Activation,
     BlockMask,
     HeadShape,
@@ -50,6 +51,7 @@ from archerfish.kernels.sampling import Drawn, Logprobs, PoolStats, SamplingBatc
 from archerfish.kernels.stored import StoredTensor
 
 POOLINGS: dict[Pooling, int] = {"mean": 0, "cls": 1, "lasttoken": 2, "max": 3, "mean_sqrt_len_tokens": 4}
+INT8_TYPE = len(TYPES)  # of keys and values alone
 DUMMY_SCALE = 0.02  # of random weights
 
 
@@ -129,7 +131,8 @@ class NativeOps(Ops[Any]):
     ) -> NativeWeight:
         weights = [matrix_of(part, weight_format) for part in parts]
         is_tied = len(weights) == 1 and isinstance(weights[0], Table)
-        matrix = weights[0].matrix if is_tied else pack_parts(weights, self.dtype, weight_format.name)
+        name = INT8_ROWS if weight_format.name == "int8" and self.rounds_rows else weight_format.name
+        matrix = weights[0].matrix if is_tied else pack_parts(weights, self.dtype, name)
         if any(bias is not None for bias in biases):
             sizes = [weight.shape[0] for weight in weights]
             given = [
@@ -230,7 +233,7 @@ class NativeOps(Ops[Any]):
         keys, values = (None, None) if kv is None else (kv.keys, kv.values)
         recorder.tape.attend(
             recorder(q), recorder(out), shape, heads.scale, heads.window, heads.softcap, keys, values,
-            TYPES["float32"] if kv is None else self.type, recorder(bias),
+            TYPES["float32"] if kv is None else self._kv_type(kv), recorder(bias),
             is_exact=self.is_deterministic or self.dtype == "float32",
         )
         self.runner.finish(recorder)
@@ -250,8 +253,13 @@ class NativeOps(Ops[Any]):
         return Rotary(np.ascontiguousarray(cos_sin), rotary_dim)
 
     def new_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVLayer[Handle]:
-        shape, dtype = (num_blocks, block_size, num_kv_heads, head_dim), np.float32 if self.dtype == "float32" else np.uint16
-        return KVLayer(np.zeros(shape, dtype=dtype), np.zeros(shape, dtype=dtype))
+        is_int8, dtype = self.kv_dtype == "int8", "float32" if self.dtype == "float32" else "uint16"
+        shape = (num_blocks, block_size, num_kv_heads, head_dim + KV_SCALE_BYTES * is_int8)
+        keys, values = (np.zeros(shape, dtype="int8" if is_int8 else dtype) for _ in range(2))
+        return KVLayer(keys, values)
+
+    def _kv_type(self, kv: KVLayer[Handle]) -> int:
+        return INT8_TYPE if kv.keys.dtype == np.int8 else self.type
 
     def copy_blocks(self, layers: Sequence[KVLayer[Handle]], pairs: Sequence[tuple[int, int]]) -> None:
         sources, targets = np.array(pairs, dtype=np.int64).T
@@ -271,7 +279,7 @@ class NativeOps(Ops[Any]):
         recorder.tape.store_kv(
             recorder(qkv), recorder(q), [heads.num_heads, heads.num_kv_heads, heads.head_dim],
             None if rotary is None else rotary.cos_sin, 0 if rotary is None else rotary.rotary_dim, rotation.q_norm,
-            rotation.k_norm, rotation.eps, kv.keys, kv.values, self.type,
+            rotation.k_norm, rotation.eps, kv.keys, kv.values, self._kv_type(kv),
         )
         self.runner.finish(recorder)
         return q

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import TensorError
-from archerfish.kernels.formats import Int8Rows, Plain, WeightFormat
+from archerfish.kernels.formats import Int4Groups, Int8Rows, Plain, WeightFormat
+from archerfish.kernels.int4 import BLOCK, quantise_int4
 from archerfish.kernels.native._native import Matrix
 from archerfish.kernels.native.recorder import Handle, TapeRunner
 from archerfish.kernels.ops import Activation, PackedWeight
 from archerfish.kernels.stored import StoredTensor
 
+INT8_ROWS = "int8 rows"  # one scale for each output; rows of activations become bytes when they are multiplied
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
-FORMATS = TYPES | {"Q4_0": 3, "Q4_1": 4, "Q5_0": 5, "Q5_1": 6, "Q8_0": 7, "Q4_K": 8, "Q5_K": 9, "Q6_K": 10}
+FORMATS = TYPES | {"Q4_0": 3, "Q4_1": 4, "Q5_0": 5, "Q5_1": 6, "Q8_0": 7, "Q4_K": 8, "Q5_K": 9, "Q6_K": 10, INT8_ROWS: 11}
 FORMAT_NAMES = {number: name for name, number in FORMATS.items()}
 SUPER_TYPES = ("Q4_K", "Q5_K", "Q6_K")
 ACTIVATIONS: dict[Activation, int] = {
     "none": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu_squared": 4, "sigmoid": 5, "silu": 6, "tanh": 7,
 }
 GROUP = 16  # outputs that lie side by side
-BLOCK = 32  # inputs that share a scale
 LARGEST_INT8 = 127
 HALF_RANGE = (2.0**-24, 65504.0)  # positive numbers of float16
 
@@ -75,7 +76,7 @@ class NativeWeight(PackedWeight[Any]):
 
 def matrix_of(part: Mapping[str, Handle], weight_format: WeightFormat) -> Handle:
     """A part's matrix as the checkpoint has it; in a format that there are no products for, dequantised."""
-    if isinstance(weight_format, (Plain, Int8Rows)):
+    if isinstance(weight_format, (Plain, Int8Rows, Int4Groups)):
         return part["weight"]
     import torch
 
@@ -87,10 +88,12 @@ def matrix_of(part: Mapping[str, Handle], weight_format: WeightFormat) -> Handle
 def pack_parts(parts: Sequence[Handle], dtype: str, weight_format: str = "plain") -> Matrix:
     """Matrices one below the other, in the format of the first; dtype: what float32 becomes."""
     stored = [as_stored(part) for part in parts]
-    if weight_format == "int8":
-        stored = [to_int8(part) for part in stored]
+    if weight_format in MAKERS:
+        stored = [MAKERS[weight_format](part) for part in stored]
     kinds = {part.quant_type or (dtype if part.dtype == "float32" else part.dtype) for part in stored}
     kind = kinds.pop() if len(kinds) == 1 else dtype
+    if weight_format == INT8_ROWS:
+        kind = INT8_ROWS
     num_inputs = stored[0].shape[1]
     if any(part.shape[1] != num_inputs for part in stored):
         raise TensorError("Matrices that are stacked have different numbers of inputs.")
@@ -151,3 +154,14 @@ def to_int8(part: StoredTensor) -> StoredTensor:
     codes = np.where(np.isnan(codes), 0, codes).astype(np.int8)  # the scale of such a row is NaN
     repeated = np.ascontiguousarray(np.repeat(scales, part.shape[1] // BLOCK, axis=1))
     return StoredTensor(part.shape, "float32", codes.view(np.uint8), "Q8_0", repeated)
+
+
+def to_int4(part: StoredTensor) -> StoredTensor:
+    """As `quantise_int4`."""
+    if part.quant_type or part.shape[1] % BLOCK:
+        return part
+    codes, scales, mins = quantise_int4(part.data.reshape(part.shape))
+    return StoredTensor(part.shape, "float32", codes, "Q4_1", scales, mins)
+
+
+MAKERS: dict[str, Callable[[StoredTensor], StoredTensor]] = {"int8": to_int8, "int4": to_int4}  # by the name of a format
