@@ -5,6 +5,7 @@
 namespace archerfish::LEVEL {
 namespace {
 
+constexpr int kAhead = 8;  // rows or keys that are fetched before they are used
 constexpr int kDirectRows = 8;  // up to which keys and values are not gathered
 
 INLINE void turn_head(float* head, const KVStore& args, const float* norm, const float* cos_sin) {
@@ -62,6 +63,15 @@ struct Work {  // memory of a thread
   }
 };
 
+INLINE void fetch(const void* from, int64_t num_bytes) {
+  for (int64_t i = 0; i < num_bytes; i += kLine) __builtin_prefetch(static_cast<const char*>(from) + i);
+}
+template <Type T>
+INLINE void fetch_at(const void* memory, int64_t place, int64_t count) {
+  constexpr int kItem = T == Type::kFloat ? 4 : T == Type::kByte ? 1 : 2;
+  fetch(static_cast<const char*>(memory) + place * kItem, count * kItem);
+}
+
 // Where the keys of a chunk lie: numbers from the beginning of the memory.
 INLINE void find_keys(const Attend& args, int64_t sequence, int kv_head, int64_t first, int64_t count, int64_t* places) {
   const int64_t head = kv_head * head_stride(args.type, args.head_dim);
@@ -109,9 +119,8 @@ template <Type T, int R>
 INLINE void score_direct(const Attend& args, const int64_t* places, int64_t count, const Work& work, int row) {
   const int dim = args.head_dim;
   const float* queries = work.queries + row * dim;
-  constexpr int kItem = T == Type::kFloat ? 4 : T == Type::kByte ? 1 : 2;
-  for (int64_t i = 0; i < count; i++) {
-    if (i + 4 < count) __builtin_prefetch(static_cast<const char*>(args.keys) + places[i + 4] * kItem);
+    for (int64_t i = 0; i < count; i++) {
+    if (i + 4 < count) fetch_at<T>(args.keys, places[i + 4], 1);
     Floats total[R] = {};
     for (int d = 0; d < dim; d += kLanes) {
       Floats key = load_as(T, args.keys, places[i] + d);
@@ -198,6 +207,7 @@ INLINE Factors gather_wide(const Attend& args, const int64_t* places, int64_t co
   if constexpr (kWideHalf) {
     Floats most_key = {}, most_value = {};
     for (int64_t i = 0; i < count; i++) {
+      if (i + kAhead < count) fetch_at<T>(args.keys, places[i + kAhead], dim), fetch_at<T>(args.values, places[i + kAhead], dim);
       const float key_scale = scale_at<T>(args.keys, places[i], dim), value_scale = scale_at<T>(args.values, places[i], dim);
       for (int64_t d = 0; d < dim; d += kLanes) {
         most_key = larger(most_key, magnitude(load_as(T, args.keys, places[i] + d) * key_scale));
@@ -315,6 +325,7 @@ template <Type T, bool kIsWide>
 void attend_tile(const Attend& args, const Tile& tile, int64_t sequence, int kv_head, int64_t num_keys, const Work& work) {
   const int dim = args.head_dim;
   for (int r = 0; r < tile.num_rows; r++) {
+    if (r + kAhead < tile.num_rows) fetch(tile.rows[r + kAhead], 4 * dim);
     if constexpr (kIsWide) work.factors[r] = widen_row(tile.rows[r], dim, work.wide_queries + r * wide_inputs(dim));
     else memcpy(work.queries + r * dim, tile.rows[r], size_t(dim) * 4);
     memset(work.totals + r * dim, 0, size_t(dim) * 4);

@@ -27,9 +27,8 @@ INLINE ByteCode encode_row(const float* x, int64_t num_inputs, uint8_t* to) {
     const Floats code = round_even(load_some(x + i, num_inputs - i) * inverse) + zero;
     const Ints whole = to_ints(larger(smaller(code, all(255.0f)), all(kLeast))) - kByteShift;
     const Narrow narrow = __builtin_convertvector(whole, Narrow);
-    memcpy(to + i, &narrow, size_t(at_most(kLanes, num_inputs - i)));
+    memcpy(to + i, &narrow, sizeof narrow);  // what lies behind the last input meets weights that are 0
   }
-  memset(to + num_inputs, 0, size_t(byte_inputs(num_inputs) - num_inputs));
   return {scale + sum(broken), int32_t(zero) - kByteShift};
 }
 

@@ -34,10 +34,11 @@ from tests.kernels.paged import batch_over, random
 
 from archerfish.kernels.native._native import Level  # isort: skip (it is there if native_support is)
 from archerfish.kernels.native.recorder import Replayer  # isort: skip
-from archerfish.kernels.native.weights import FORMATS, pack_parts  # isort: skip
+from archerfish.kernels.native.weights import FORMATS as MULTIPLIED, INT8_ROWS, pack_parts  # isort: skip
 
 Floats = npt.NDArray[np.float32]
 PLAIN = ("float32", "float16", "bfloat16")
+FORMATS = [name for name in MULTIPLIED if name != INT8_ROWS]  # that checkpoints are stored in
 BLOCKS = [name for name in FORMATS if name not in PLAIN]
 ROWS = (1, 3, 4, 5, 7, 130)
 # Of the norm of a product. Products of many rows may be in 16 bits; those with blocks round activations to 8 bits.
@@ -103,10 +104,11 @@ def test_products(name: str, num_inputs: int, level: str) -> None:
 
 @pytest.mark.parametrize("dtype", PLAIN)
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(53, 96), (16, 32), (7, 512), (33, 50)])
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", INT8_ROWS, "int4"])
 def test_products_with_weights_that_are_made(name: str, num_outputs: int, num_inputs: int, dtype: str, level: str) -> None:
     """Of float weights in two parts, against the plain dequantisation of the format that is chosen for such a matrix."""
-    ops, made = NativeOps("cpu", dtype, level), MADE[name].chosen(num_inputs)
+    ops, made = NativeOps("cpu", dtype, level), MADE[name.removesuffix(" rows")].chosen(num_inputs)
+    ops.rounds_rows = name == INT8_ROWS
     parts = [make_matrix(dtype, num_outputs, num_inputs, seed)[0] for seed in range(2)]
     tensors = [torch.from_numpy(np.array(widened(each.data), dtype=np.float32)) for each in parts]
     wide = torch.cat([made.dequantise(made.load({"weight": each}), torch.float32) for each in tensors]).numpy()
@@ -125,6 +127,27 @@ def test_a_row_of_a_deterministic_product_does_not_depend_on_others(name: str, l
     expected = ops.linear(x, weight)
     for num_rows in ROWS:
         assert np.array_equal(ops.linear(x[2 : 2 + num_rows], weight), expected[2 : 2 + num_rows])
+
+
+def test_rows_of_bytes(level: str) -> None:
+    """Rows of any size beside one another, rows that are not finite, and weights of any size."""
+    ops = NativeOps(level=level)
+    ops.rounds_rows = True
+    rows, x = random(37, 100).numpy(), random(130, 100).numpy()
+    rows[3], rows[4], rows[5, 7] = 0, rows[4] * 1e-20, np.nan
+    sizes = np.array([1e-10, 1, 1e20, 0, 3], dtype=np.float32)
+    x[:5] *= sizes[:, None]
+    x[5, 3], x[6, 99], x[7] = np.nan, np.inf, np.abs(x[7])
+    weight = ops.linear_weight([{"weight": rows}], [None], MADE["int8"])
+    found = ops.linear(x, weight)
+    assert np.isnan(found[5:7]).all() and np.isnan(found[:, 5]).all()
+    is_good = ~np.isin(np.arange(130), (5, 6))
+    for row in (0, 1, 2, 3, 4, 7, 129):
+        assert_near(np.delete(found[row], (4, 5)), np.delete(rows, (4, 5), axis=0) @ x[row], 0.02)
+        assert abs(found[row, 4] - rows[4] @ x[row]) <= 0.01 * np.linalg.norm(rows[4]) * np.linalg.norm(x[row])
+    for num_rows in ROWS:  # a row does not depend on others
+        some = ops.linear(x[:num_rows], weight)
+        assert np.array_equal(some[is_good[:num_rows]], found[:num_rows][is_good[:num_rows]], equal_nan=True)
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "Q4_0", "Q4_K", "Q8_0"])

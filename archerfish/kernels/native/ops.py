@@ -29,7 +29,7 @@ from archerfish.kernels.native.recorder import (
 )
 from archerfish.kernels.native.recurrent import NativeRecurrentOps
 from archerfish.kernels.native.sampling import NativeSampling
-from archerfish.kernels.native.weights import ACTIVATIONS, INT8_ROWS, TYPES, NativeWeight, Table, as_stored, matrix_of, pack_parts
+from archerfish.kernels.native.weights import ACTIVATIONS, TYPES, NativeWeight, Table, as_stored, matrix_of, pack_parts
 from archerfish.kernels.ops import (
     KV_SCALE_BYTES,
     Activation,
@@ -131,8 +131,8 @@ class NativeOps(Ops[Any]):
     ) -> NativeWeight:
         weights = [matrix_of(part, weight_format) for part in parts]
         is_tied = len(weights) == 1 and isinstance(weights[0], Table)
-        name = INT8_ROWS if weight_format.name == "int8" and self.rounds_rows else weight_format.name
-        matrix = weights[0].matrix if is_tied else pack_parts(weights, self.dtype, name)
+        name = weight_format.name
+        matrix = weights[0].matrix if is_tied else pack_parts(weights, self.dtype, name, rounds_rows=self.rounds_rows)
         if any(bias is not None for bias in biases):
             sizes = [weight.shape[0] for weight in weights]
             given = [

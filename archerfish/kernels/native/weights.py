@@ -85,15 +85,14 @@ def matrix_of(part: Mapping[str, Handle], weight_format: WeightFormat) -> Handle
     return weight_format.dequantise(weight_format.load(tensors), torch.float32)
 
 
-def pack_parts(parts: Sequence[Handle], dtype: str, weight_format: str = "plain") -> Matrix:
+def pack_parts(parts: Sequence[Handle], dtype: str, weight_format: str = "plain", *, rounds_rows: bool = False) -> Matrix:
     """Matrices one below the other, in the format of the first; dtype: what float32 becomes."""
     stored = [as_stored(part) for part in parts]
-    if weight_format in MAKERS:
+    has_int8_rows = rounds_rows and weight_format == "int8"
+    if weight_format in MAKERS and not has_int8_rows:
         stored = [MAKERS[weight_format](part) for part in stored]
     kinds = {part.quant_type or (dtype if part.dtype == "float32" else part.dtype) for part in stored}
-    kind = kinds.pop() if len(kinds) == 1 else dtype
-    if weight_format == INT8_ROWS:
-        kind = INT8_ROWS
+    kind = INT8_ROWS if has_int8_rows else kinds.pop() if len(kinds) == 1 else dtype
     num_inputs = stored[0].shape[1]
     if any(part.shape[1] != num_inputs for part in stored):
         raise TensorError("Matrices that are stacked have different numbers of inputs.")
