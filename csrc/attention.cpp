@@ -238,6 +238,9 @@ INLINE Factors gather_wide(const Attend& args, const int64_t* places, int64_t co
       }
     }
   }
+  for (int64_t i = 0; i < count; i += kGroup) order_panel(work.wide_keys + i * width, 2 * width, work.wide_keys + i * width);
+  for (int64_t d = 0; d < dim; d += kGroup)
+    order_panel(work.wide_values + d * kChunk, 2 * wide_inputs(count), work.wide_values + d * kChunk);
   return factors;
 }
 

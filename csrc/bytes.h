@@ -4,6 +4,7 @@
 #pragma once
 #include "layout.h"
 #include "vec.h"
+#include "wide.h"
 
 namespace archerfish::LEVEL {
 namespace {
@@ -69,8 +70,10 @@ INLINE void byte_rows_of(const uint8_t* x, const uint8_t* words, int64_t num_inp
 }
 
 // The sums of a group's outputs: out[r * 16 + lane].
-INLINE void sum_bytes(int64_t num_rows, const uint8_t* x, const uint8_t* words, int64_t num_inputs, int32_t* out) {
-#if defined(__AMX_INT8__)
+INLINE void sum_bytes(int64_t num_rows, const uint8_t* x, const uint8_t* words, int64_t num_inputs, char* memory, int32_t* out) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  return pair_rows<int32x4_t>(num_rows, x, order_panel(words, num_inputs, memory), num_inputs, out);
+#elif defined(__AMX_INT8__)
   const int64_t stride = num_inputs;
   if (num_rows > kFewRows) {
     for (int64_t row = 0; row < num_rows; row += 64) {
@@ -99,10 +102,11 @@ INLINE void sum_bytes(int64_t num_rows, const uint8_t* x, const uint8_t* words, 
   for (; r < num_rows; r++) byte_rows_of<1>(x + r * num_inputs, words, num_inputs, out + r * kGroup);
 }
 
-INLINE void byte_products(int64_t num_rows, const uint8_t* x, const ByteCode* codes, const uint8_t* group, int64_t num_inputs, float* out) {
+INLINE void byte_products(int64_t num_rows, const uint8_t* x, const ByteCode* codes, const uint8_t* group, int64_t num_inputs,
+                          char* memory, float* out) {
   const float* scales = reinterpret_cast<const float*>(group);
   const int32_t* sums = reinterpret_cast<const int32_t*>(group) + kGroup;
-  sum_bytes(num_rows, x, group + kByteHeader, byte_inputs(num_inputs), reinterpret_cast<int32_t*>(out));
+  sum_bytes(num_rows, x, group + kByteHeader, byte_inputs(num_inputs), memory, reinterpret_cast<int32_t*>(out));
   for (int64_t r = 0; r < num_rows; r++, out += kGroup)
     UNROLL for (int p = 0; p < kParts; p++) {
       Ints found, sum;

@@ -3,6 +3,8 @@
 
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #elif defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -24,8 +26,8 @@ bool has_amx() {
 #if defined(__linux__)
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  const bool has_tiles = d >> 24 & 1, has_bf16 = d >> 22 & 1;
-  return has_tiles && has_bf16 && syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  const bool has_tiles = d >> 24 & 1, has_bf16 = d >> 22 & 1, has_int8 = d >> 25 & 1;
+  return has_tiles && has_bf16 && has_int8 && syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
 #else
   return false;
 #endif
@@ -52,8 +54,13 @@ bool can_run(const std::string& level) {
   const bool has_dotprod = flags >> 20 & 1, has_half = flags >> 10 & 1;
   if (level == "dotprod") return has_dotprod;
   if (level == "fp16") return has_dotprod && has_half;
-#else
-  return true;  // every Apple processor since the M1
+  const unsigned long more = getauxval(AT_HWCAP2);
+  if (level == "bf16") return has_dotprod && has_half && (more >> 13 & 1) && (more >> 14 & 1);  // and products of int8 matrices
+#elif defined(__APPLE__)
+  if (level != "bf16") return true;  // every Apple processor since the M1
+  int has_bf16 = 0;
+  size_t size = sizeof has_bf16;
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &has_bf16, &size, nullptr, 0) == 0 && has_bf16;
 #endif
 #endif
   return false;

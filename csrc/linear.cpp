@@ -327,7 +327,7 @@ INLINE bool is_wide(const Linear& args) {
 template <Format F, int J>
 INLINE void widen_word(const Packed<F>& source, uint8_t* to) {  // inputs 4 J to 4 J + 3
   constexpr int which = Layout<F>::kNumScales == 2 && J >= 4 ? 1 : 0;
-#if defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
+#if defined(WIDE_HALF)
   alignas(64) uint8_t codes[kWordBytes];
   Floats scales[kParts], mins[kParts];
   UNROLL for (int p = 0; p < kParts; p++) {
@@ -355,11 +355,11 @@ INLINE void widen_word(const Packed<F>& source, uint8_t* to) {  // inputs 4 J to
 
 template <Format F>
 INLINE const uint16_t* wide_panel(const uint8_t* group, int64_t num_inputs, char* memory) {
+  const void* panel = memory;
   if constexpr (F <= Format::kBfloat) {
-    if (num_inputs % kWideInputs == 0) return reinterpret_cast<const uint16_t*>(group);
     const int64_t bytes = group_bytes(F, num_inputs);
-    memcpy(memory, group, size_t(bytes));
-    memset(memory + bytes, 0, size_t(wide_inputs(num_inputs) * kGroup * 2 - bytes));
+    if (num_inputs % kWideInputs == 0) panel = group;
+    else memcpy(memory, group, size_t(bytes)), memset(memory + bytes, 0, size_t(wide_inputs(num_inputs) * kGroup * 2 - bytes));
   } else {
     Packed<F> source{group};
     uint8_t* to = reinterpret_cast<uint8_t*>(memory);
@@ -369,7 +369,7 @@ INLINE const uint16_t* wide_panel(const uint8_t* group, int64_t num_inputs, char
       widen_word<F, 4>(source, to), widen_word<F, 5>(source, to), widen_word<F, 6>(source, to), widen_word<F, 7>(source, to);
     }
   }
-  return reinterpret_cast<const uint16_t*>(memory);
+  return static_cast<const uint16_t*>(static_cast<const void*>(order_panel(panel, 2 * wide_inputs(num_inputs), memory)));
 }
 
 // ---- a whole product ----
@@ -414,7 +414,7 @@ void multiply_group(const Matrix& matrix, const uint8_t* group, const Prepared& 
     }
   }
   if constexpr (F == Format::kInt8) {
-    byte_products(num_rows, x.encoded + row * byte_inputs(num_inputs), x.codes + row, group, num_inputs, out);
+    byte_products(num_rows, x.encoded + row * byte_inputs(num_inputs), x.codes + row, group, num_inputs, panel_memory, out);
   } else if constexpr (F <= Format::kBfloat) {
     const float* rows = x.floats + row * num_inputs;
     if (F == Format::kFloat || num_rows <= kFewRows) return plain_rows(num_rows, Plain<F>{group}, num_inputs, rows, out);

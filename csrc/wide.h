@@ -1,4 +1,4 @@
-// Products of many rows in 16 bits, where the machine has instructions for them: AMX, AVX-512 BF16, or ARM's half precision.
+// Products of many rows in 16 bits, where the machine has instructions for them: AMX, AVX-512 BF16, ARM's bfloat16 or half precision.
 //
 // Rows of x become 16-bit numbers once; the weights of a group, in whatever format, are unpacked to 16 bits once for many rows.
 #pragma once
@@ -7,9 +7,10 @@
 namespace archerfish::LEVEL {
 namespace {
 
-#if defined(__AMX_BF16__) || defined(__AVX512BF16__)
+#if defined(__AMX_BF16__) || defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 constexpr bool kWideBfloat = true, kWideHalf = false;
 #elif defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
+#define WIDE_HALF
 constexpr bool kWideBfloat = false, kWideHalf = true;
 #else
 constexpr bool kWideBfloat = false, kWideHalf = false;
@@ -19,7 +20,7 @@ constexpr bool kWidensIntegers = false;  // products of bytes are quicker there
 #else
 constexpr bool kWidensIntegers = kWideBfloat || kWideHalf;
 #endif
-constexpr int64_t kWideRows = kWideHalf ? 16 : 48;  // above which integer formats are unpacked to 16 bits
+constexpr int64_t kWideRows = kVectorBytes == 16 ? 16 : 48;  // above which integer formats are unpacked to 16 bits
 constexpr int64_t kWideInputs = 32;  // inputs are filled up to a multiple of this with zeros
 
 INLINE int64_t wide_inputs(int64_t num_inputs) { return (num_inputs + kWideInputs - 1) / kWideInputs * kWideInputs; }
@@ -28,6 +29,62 @@ INLINE Words round_bfloats(Floats x) {  // in the upper halves of words
   Words bits = as_words(x);
   return bits + all_words(0x7fffu) + ((bits >> 16) & all_words(1u));
 }
+
+// ---- ARM's products of two rows with two columns of 8 bytes each ----
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+INLINE float32x4_t multiply_pairs(float32x4_t sums, uint8x16_t a, uint8x16_t b) {
+  return vbfmmlaq_f32(sums, vreinterpretq_bf16_u8(a), vreinterpretq_bf16_u8(b));
+}
+INLINE int32x4_t multiply_pairs(int32x4_t sums, uint8x16_t a, uint8x16_t b) {
+  return vmmlaq_s32(sums, vreinterpretq_s8_u8(a), vreinterpretq_s8_u8(b));
+}
+
+// A panel has 4 bytes of each output side by side; these products want 8. from may be to.
+INLINE const uint8_t* order_panel(const void* from, int64_t bytes_of_output, void* to) {
+  const uint32_t* source = static_cast<const uint32_t*>(from);
+  uint32_t* target = static_cast<uint32_t*>(to);
+  for (int64_t k = 0; k < bytes_of_output; k += 8, source += 2 * kGroup, target += 2 * kGroup) {
+    uint32x4_t first[4], second[4];
+    UNROLL for (int p = 0; p < 4; p++) first[p] = vld1q_u32(source + 4 * p), second[p] = vld1q_u32(source + kGroup + 4 * p);
+    UNROLL for (int p = 0; p < 4; p++) {
+      vst1q_u32(target + 8 * p, vzip1q_u32(first[p], second[p]));
+      vst1q_u32(target + 8 * p + 4, vzip2q_u32(first[p], second[p]));
+    }
+  }
+  return static_cast<const uint8_t*>(to);
+}
+
+// out[r * 16 + lane]; R: 1 or even.
+template <int R, class Sums, class Number>
+INLINE void pair_tile(const uint8_t* x, const uint8_t* panel, int64_t row_bytes, Number* out) {
+  constexpr int kPairs = (R + 1) / 2;
+  Sums total[kPairs][8] = {};
+  for (int64_t k = 0; k < row_bytes; k += 8) {
+    uint8x16_t rows[kPairs];
+    UNROLL for (int i = 0; i < kPairs; i++) {
+      const uint8_t* row = x + 2 * i * row_bytes + k;
+      rows[i] = vcombine_u8(vld1_u8(row), vld1_u8(R == 1 ? row : row + row_bytes));
+    }
+    UNROLL for (int j = 0; j < 8; j++) {
+      const uint8x16_t outputs = vld1q_u8(panel + k * kGroup + 16 * j);
+      UNROLL for (int i = 0; i < kPairs; i++) total[i][j] = multiply_pairs(total[i][j], rows[i], outputs);
+    }
+  }
+  UNROLL for (int r = 0; r < R; r++)
+    UNROLL for (int j = 0; j < 8; j++) memcpy(out + r * kGroup + 2 * j, reinterpret_cast<const Number*>(&total[r / 2][j]) + r % 2 * 2, 8);
+}
+
+template <class Sums, class Number>
+INLINE void pair_rows(int64_t num_rows, const void* rows, const uint8_t* panel, int64_t row_bytes, Number* out) {
+  const uint8_t* x = static_cast<const uint8_t*>(rows);
+  int64_t r = 0;
+  for (; r + 4 <= num_rows; r += 4) pair_tile<4, Sums>(x + r * row_bytes, panel, row_bytes, out + r * kGroup);
+  for (; r + 2 <= num_rows; r += 2) pair_tile<2, Sums>(x + r * row_bytes, panel, row_bytes, out + r * kGroup);
+  for (; r < num_rows; r++) pair_tile<1, Sums>(x + r * row_bytes, panel, row_bytes, out + r * kGroup);
+}
+#else
+INLINE const void* order_panel(const void* from, int64_t, void*) { return from; }
+#endif
 
 #if defined(__AMX_BF16__)
 struct alignas(64) TileConfig {
@@ -87,7 +144,15 @@ INLINE void wide_rows(int64_t num_rows, const uint16_t* x, const uint16_t* panel
   for (; r + 4 <= num_rows; r += 4) wide_tile<4>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
   for (; r < num_rows; r++) wide_tile<1>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
 }
-#elif defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+INLINE void begin_wide() {}
+INLINE void end_wide() {}
+
+template <int kHalfSums = 0>
+INLINE void wide_rows(int64_t num_rows, const uint16_t* x, const uint16_t* panel, int64_t num_inputs, float* out) {
+  pair_rows<float32x4_t>(num_rows, x, reinterpret_cast<const uint8_t*>(panel), 2 * num_inputs, out);
+}
+#elif defined(WIDE_HALF)
 INLINE void begin_wide() {}
 INLINE void end_wide() {}
 
@@ -135,7 +200,7 @@ template <int kHalfSums = 0>
 INLINE void wide_rows(int64_t, const uint16_t*, const uint16_t*, int64_t, float*) {}
 #endif
 
-#if defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
+#if defined(WIDE_HALF)
 INLINE float16x8_t join_halves(Floats low, Floats high) {
   return vcvt_high_f16_f32(vcvt_f16_f32((float32x4_t)low), (float32x4_t)high);
 }
@@ -168,7 +233,7 @@ INLINE void store_pairs(const Floats (&x)[4], uint8_t* to, int part) {
 }
 
 INLINE void store_wide(uint16_t* to, Floats x) {
-#if defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
+#if defined(WIDE_HALF)
   vst1_u16(to, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x)));
 #else
   typedef uint16_t Narrow __attribute__((vector_size(kVectorBytes / 2)));

@@ -135,7 +135,7 @@ def test_rows_of_bytes(level: str) -> None:
     ops.rounds_rows = True
     rows, x = random(37, 100).numpy(), random(130, 100).numpy()
     rows[3], rows[4], rows[5, 7] = 0, rows[4] * 1e-20, np.nan
-    sizes = np.array([1e-10, 1, 1e20, 0, 3], dtype=np.float32)
+    sizes = np.array([1e-10, 1, 1e10, 0, 3], dtype=np.float32)
     x[:5] *= sizes[:, None]
     x[5, 3], x[6, 99], x[7] = np.nan, np.inf, np.abs(x[7])
     weight = ops.linear_weight([{"weight": rows}], [None], MADE["int8"])
