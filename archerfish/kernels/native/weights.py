@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,13 +84,18 @@ def matrix_of(part: Mapping[str, Handle], weight_format: WeightFormat) -> Handle
     return weight_format.dequantise(weight_format.load(tensors), torch.float32)
 
 
+def packed_format(stored: Iterable[str], dtype: str) -> str:
+    """The format of a matrix whose parts are stored in some formats; dtype: what float32 becomes, and parts that differ."""
+    kinds = {dtype if kind == "float32" else kind for kind in stored}
+    return kinds.pop() if len(kinds) == 1 else dtype
+
+
 def pack_parts(parts: Sequence[Handle], dtype: str, weight_format: str = "plain") -> Matrix:
     """Matrices one below the other, in the format of the first; dtype: what float32 becomes."""
     stored = [as_stored(part) for part in parts]
     if weight_format == "int8":
         stored = [to_int8(part) for part in stored]
-    kinds = {part.quant_type or (dtype if part.dtype == "float32" else part.dtype) for part in stored}
-    kind = kinds.pop() if len(kinds) == 1 else dtype
+    kind = packed_format((part.quant_type or part.dtype for part in stored), dtype)
     num_inputs = stored[0].shape[1]
     if any(part.shape[1] != num_inputs for part in stored):
         raise TensorError("Matrices that are stacked have different numbers of inputs.")
