@@ -13,7 +13,7 @@
 namespace archerfish {
 namespace {
 
-constexpr int kSpins = 20000;          // of a barrier, until a thread sleeps: some 100 microseconds
+constexpr int kSpins = 4000;           // of a barrier, until a thread sleeps: some 20 microseconds
 constexpr int64_t kIdleSpins = 60000;  // between two calls: some 300 microseconds
 constexpr int64_t kCountMask = 0xffff;
 

@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from archerfish.kernels import machine
 from archerfish.kernels.machine import FreeCores, num_free_cores, usable_cores
 
 PINNED = """
@@ -33,21 +35,21 @@ def test_free_cores(num_cores: int, busy_s: float, own_s: float, found: int) -> 
     assert num_free_cores(num_cores, 3 * busy_s, 3 * own_s, 3.0) == found
 
 
-def test_cores_are_looked_up_once_in_a_while(tmp_path: Path) -> None:
-    """Red if a pass waited for the file each time, or if cores did not come back when others leave them."""
-    stat, cores = tmp_path / "stat", usable_cores()
-
-    def write(busy: int) -> None:
+def test_cores_are_looked_up_once_in_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if each pass read the file, if cores did not come back, or if an idle engine began with what was before."""
+    stat, cores, now_s = tmp_path / "stat", usable_cores(), 0.0
+    monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=lambda: now_s, process_time=lambda: 0.0))
+    free, found = FreeCores(stat), []  # there is no file yet: all is idle
+    for passed_s, busy in ((0.1, 9000), (0.2, 9000), (0.2, 9999), (0.3, 9999), (0.3, 9999), (5.0, 90000)):
+        now_s += passed_s
         stat.write_text("cpu  0 0\n" + "".join(f"cpu{core} {busy} 0 0 7 7 0 0 0 0 0\n" for core in cores) + "intr 5\n")
-
-    write(0)
-    rare, often = FreeCores(stat, interval_s=1000.0), FreeCores(stat, interval_s=0.0)
-    write(10**9)
-    assert (rare.count(), often.count(), often.count()) == (len(cores), 1, len(cores))
+        found.append(free.count())
+    everything = len(cores)
+    assert found == [everything, 1, 1, 1, everything, everything]
 
 
 def test_a_machine_without_such_a_file(tmp_path: Path) -> None:
-    assert FreeCores(tmp_path / "stat", interval_s=0.0).count() == len(usable_cores())
+    assert FreeCores(tmp_path / "stat").count() == len(usable_cores())
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux")

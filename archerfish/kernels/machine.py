@@ -82,19 +82,19 @@ def num_free_cores(num_cores: int, busy_s: float, own_s: float, wall_s: float) -
 
 
 class FreeCores:
-    """How many cores other processes leave to this one; looked up at most once in a while."""
+    """How many cores other processes leave to this one; looked up every now and then, while passes are computed."""
 
-    def __init__(self, stat: Path = Path("/proc/stat"), interval_s: float = 1.0) -> None:
+    def __init__(self, stat: Path = Path("/proc/stat"), interval_s: float = 0.25) -> None:
         self._stat, self._interval_s = stat, interval_s
         self._cores = usable_cores()
         self._found, self._last = len(self._cores), self._read()
 
     def count(self) -> int:
-        wall_s = time.monotonic() - self._last[0]
-        if wall_s >= self._interval_s:
+        if time.monotonic() - self._last[0] >= self._interval_s:
             before, self._last = self._last, self._read()
             wall_s, busy_s, own_s = (now - then for now, then in zip(self._last, before, strict=True))
-            self._found = num_free_cores(len(self._cores), busy_s, own_s, wall_s)
+            is_old = wall_s > 4 * self._interval_s  # nothing was computed meanwhile
+            self._found = len(self._cores) if is_old else num_free_cores(len(self._cores), busy_s, own_s, wall_s)
         return self._found
 
     def _read(self) -> tuple[float, float, float]:
