@@ -23,6 +23,9 @@ serve: $(VENV)/.serve models  ## run the service on 127.0.0.1:8000 (options: mak
 test: $(VENV)/.test models lint types lines  ## everything that CI runs: style, types, layers, tests (make test WORKERS=4)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
+test-sanitizers: $(VENV)/.test models  ## the native kernels again, compiled with checks of their memory accesses and arithmetic
+	scripts/sanitizers/run $(BIN)/python --numprocesses $(WORKERS) $(ARGS)
+
 coverage: $(VENV)/.test models  ## the tests again, and which lines they run
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --cov --cov-report=term:skip-covered $(ARGS)
 
@@ -83,4 +86,4 @@ $(CLIENTS)/.ready: scripts/clients/requirements.txt | $(VENV)/bin/python
 clean:  ## remove the environment and caches of tools (models stay)
 	rm -rf $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist *.egg-info
 
-.PHONY: help serve test coverage test-slow test-clients lint types lines bench docs models pins clean
+.PHONY: help serve test coverage test-slow test-sanitizers test-clients lint types lines bench docs models pins clean

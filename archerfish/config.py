@@ -131,7 +131,8 @@ class EmbedConfig(Options):
     )
     max_length: int = option(0, "Cut texts after this many tokens; 0: the limit of the model.", minimum=0)
     max_text_bytes: int = option(1_000_000, "Refuse a text of more than this many bytes.", minimum=1)
-    num_threads: int = option(0, "CPU cores to use; 0: all that this process may use.", minimum=0, maximum=1024)
+    num_threads: int = option(0, "CPU cores to use; 0: all that others leave to this process.", minimum=0, maximum=1024)
+    pin_threads: bool = option(False, "Bind each CPU thread that helps a pass to a core of its own (Linux).")
     use_fast_tokenizer: bool = option(True, "Use the Rust tokenizer. False is refused: there is no other tokenizer.")
 
 
@@ -196,7 +197,8 @@ class EngineConfig(Options):
         1.0, "Longest wait of an idle engine loop; a request wakes it at once.", minimum=0.01, maximum=10_000
     )
     deterministic: bool = option(False, "Make the logits of a request independent of other requests, bit for bit; slower.")
-    num_threads: int = option(0, "CPU cores to use; 0: all that this process may use.", minimum=0, maximum=1024)
+    num_threads: int = option(0, "CPU cores to use; 0: all that others leave to this process.", minimum=0, maximum=1024)
+    pin_threads: bool = option(False, "Bind each CPU thread that helps a pass to a core of its own (Linux).")
     seed: int = option(0, "Source of the seeds of requests without a seed; 0: a new one at each start.", minimum=0)
     max_prompt_bytes: int = option(4_000_000, "Refuse a prompt of more than this many bytes before tokenising it.", minimum=1)
 

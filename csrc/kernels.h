@@ -35,9 +35,10 @@ struct alignas(64) Counter {
   int64_t value;
 };
 
-// Where threads wait for one another. Spins for a while, then lets others run.
+// Where threads wait for one another: they spin for a while, then sleep.
 struct Barrier {
   alignas(64) int num_waiting = 0;
+  int num_asleep = 0;
   alignas(64) int generation = 0;
   void wait(int num_threads);
 };

@@ -163,7 +163,7 @@ NB_MODULE(_native, m) {
   nb::class_<Level>(m, "Level").def("__init__", [](Level* self, const std::string& name) { new (self) Level(find_level(name)); },
                                     "name"_a = "").def_prop_ro("name", [](const Level& level) { return level.kernels->name; });
 
-  nb::class_<Threads>(m, "Threads").def_prop_ro("count", &Threads::count);
+  nb::class_<Threads>(m, "Threads").def_prop_ro("count", &Threads::count).def("pin", &Threads::pin, "cores"_a);
   m.def("all_threads", &Threads::of, "num_threads"_a, nb::rv_policy::reference);
 
   nb::class_<OwnedMatrix>(m, "Matrix")

@@ -4,6 +4,7 @@
 #include <functional>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "kernels.h"
 
@@ -14,6 +15,8 @@ class Threads {
   // The threads of this process for a number of them. They are never ended: they sleep when there is nothing to do.
   static Threads& of(int num_threads);
   int count() const { return num_threads_; }
+  // Binds each thread but the caller's to one core, in turn, beginning with the second: the first is for the caller.
+  void pin(const std::vector<int>& cores);
   // Calls work(thread) for threads 0 to num_threads - 1; the caller is thread 0. One call at a time: others wait.
   void run(int num_threads, const std::function<void(int)>& work);
 
@@ -22,13 +25,13 @@ class Threads {
   void serve(int thread);
 
   int num_threads_;
+  std::vector<std::thread> threads_;
+  std::vector<int> is_asleep_;  // by thread
   std::mutex running_, sleeping_;
   std::condition_variable wake_;
   const std::function<void(int)>* work_ = nullptr;
-  int num_wanted_ = 0;
-  alignas(64) int64_t generation_ = 0;
-  alignas(64) int num_busy_ = 0;
-  alignas(64) int num_asleep_ = 0;
+  Barrier end_;
+  alignas(64) int64_t call_ = 0;  // the number of the call, and in the low bits how many threads it wants
 };
 
 }  // namespace archerfish

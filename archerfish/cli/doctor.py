@@ -14,10 +14,11 @@ import re
 import shutil
 import sys
 from argparse import Namespace
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from archerfish import __version__
 from archerfish.cli.options import Parser, add_options, section
@@ -29,6 +30,9 @@ from archerfish.kernels.cards import Card, find_cards
 from archerfish.kernels.formats import FORMATS, choose_format
 from archerfish.kernels.machine import Cpu, Memory, cpu, fast_cpu_dtype, memory
 from archerfish.types import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from archerfish.store.format import TensorInfo
 
 FEATURES = (("AVX2", "avx2"), ("AVX-512", "avx512f"), ("AVX512-BF16", "avx512_bf16"), ("AMX", "amx_tile"))
 ARM_FEATURES = (("NEON", "asimd"), ("SVE", "sve"), ("BF16", "bf16"), ("I8MM", "i8mm"))
@@ -53,6 +57,7 @@ class ModelSize:
     file_bytes: int
     remark: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Sequence[TensorInfo] = ()
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes in memory in a type, or in a weight format with the rest in two bytes; 0: unknown for this model."""
@@ -66,6 +71,23 @@ class ModelSize:
             return sum(model_class(config).tensor_bytes(config, "bfloat16", choose_format(dtype)).values())
         except UnsupportedModelError:
             return 0
+
+    def formats(self, dtype: str) -> dict[str, dict[str, int]]:
+        """In which formats its layers of each kind run in the native backend, and how many do; empty where that is unknown."""
+        from archerfish.kernels.native.weights import packed_format
+        from archerfish.models.adapter import model_class
+        from archerfish.models.config import Config
+
+        stored = {info.name: info.quantization.quant_type if info.quantization else info.dtype for info in self.tensors}
+        found: dict[str, Counter[str]] = defaultdict(Counter)
+        try:
+            for names in model_class(Config(self.config)).products(Config(self.config)) if stored else []:
+                kinds = [stored.get(name) or stored[name.removeprefix("model.")] for name in names]
+                kind = ", ".join(re.sub(r"^(model\.)?(layers\.\d+\.)?|\.weight$", "", name) for name in names)
+                found[kind][packed_format(kinds, dtype)] += 1
+        except (UnsupportedModelError, KeyError):  # an encoder; names that only the converter knows
+            return {}
+        return {kind: dict(counts) for kind, counts in found.items()}
 
 
 def add_doctor_arguments(parser: Parser) -> None:
@@ -85,9 +107,12 @@ def run_doctor(arguments: Namespace, out: Output) -> int:
 
 def examine(hub: HubConfig, model: str, out: Output) -> dict[str, Any]:
     """The report, as the object that --json prints."""
-    from archerfish.kernels.select import fast_paths
+    from archerfish.kernels.select import fast_paths, native_error
     from archerfish.store.names import BUILTIN_MODELS, list_models
 
+    has_native, dtype = not native_error(), fast_cpu_dtype()
+    if has_native:
+        from archerfish.kernels.native.peaks import measure_peaks
     ram, cache, packages = memory(), hub.cache_path(), find_packages()
     existing = next(place for place in (cache.absolute(), *cache.absolute().parents) if place.exists())
     is_writable = os.access(existing, os.W_OK)
@@ -117,6 +142,8 @@ def examine(hub: HubConfig, model: str, out: Output) -> dict[str, Any]:
             "models": [{"name": found.name, "source": found.source, "bytes": found.num_bytes} for found in cached],
         },
         "models": [judge_model(found, ram, gpus) for found in sizes],
+        "peaks": measure_peaks(dtype) if has_native else {},
+        "formats": sizes[-1].formats(dtype) if model and has_native else {},
         "usable": not problems,
         "problems": problems,
     }  # fmt: skip
@@ -188,10 +215,12 @@ def measure(name: str, hub: HubConfig) -> ModelSize:
     if is_converted(path):
         metadata = read_metadata(path)
         largest = max((record.num_bytes for file, record in metadata.files.items() if file.startswith("weights.")), default=0)
-        return ModelSize(name, metadata.total_parameters, largest, f"converted, {metadata.dtype}", metadata.config)
+        remark = f"converted, {metadata.dtype}"
+        return ModelSize(name, metadata.total_parameters, largest, remark, metadata.config, metadata.tensors)
     source = open_source(path)
     num_parameters = sum(tensor.info.num_params for tensor in source.tensors)
-    return ModelSize(name, num_parameters, source.num_bytes, source.kind, source.config)
+    tensors = [tensor.info for tensor in source.tensors]
+    return ModelSize(name, num_parameters, source.num_bytes, source.kind, source.config, tensors)
 
 
 def measure_or_explain(name: str, hub: HubConfig) -> ModelSize:
@@ -294,12 +323,18 @@ def show(report: dict[str, Any], out: Output) -> None:
         (f"Cache: {cache['directory']} ({size(cache['free_bytes'])} free)", ("model", "source", "size"), cached),
         ("What will fit", model_columns, models),
     ]
+    if report["formats"]:
+        tables.append((f"{models[-1][0]} on this CPU", ("layers", "format"), list_formats(report["formats"])))
     for title, columns, rows in tables:
         out.table(title, columns, rows, numbers=("size", *model_columns[1:5], "KV tokens"))
         out.line()
     for problem in report["problems"]:
         out.line(problem, "bad")
     out.line("Ready." if report["usable"] else "Not ready: see the problems above.", "good" if report["usable"] else "bad")
+
+
+def list_formats(formats: dict[str, dict[str, int]]) -> list[tuple[str, str]]:
+    return [(kind, ", ".join(f"{name} x {count}" for name, count in counts.items())) for kind, counts in formats.items()]
 
 
 def describe_machine(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -312,6 +347,7 @@ def describe_machine(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("cores", f"{processor['usable_cores']} usable of {processor['total_cores']}"),
         ("instructions", ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in processor["features"].items())),
         ("memory", f"{size(ram['available_bytes'])} available of {size(ram['total_bytes'])}{limit}"),
+        ("measured", ", ".join(f"{rate:,.1f} {name}" for name, rate in report["peaks"].items()) or "-"),
         ("GPU", gpus or "none that torch computes on"),
         ("compilers", ", ".join(f"{name}: {where or 'not found'}" for name, where in report["compilers"].items())),
     ]

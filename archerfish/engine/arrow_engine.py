@@ -109,6 +109,7 @@ class ArrowEngine:
         self.truncate_dim: int | None = None  # what `encode` cuts vectors to, unless it is told otherwise
         options: dict[str, Any] = {"dtype": self.config.dtype, "weight_format": self.config.weights}
         self.core = InferenceCore(load_tensors(loader, self.config), metadata, self.config.device, **options)
+        self.core.ops.pin_threads(self.config.pin_threads)
         log_device(self.model_name, self.config.device, self.core.dtype)
         settings = read_settings(directory / "tokenizer" / "tokenizer_config.json")
         most, wanted = self.core.max_positions, self.config.max_length

@@ -60,6 +60,7 @@ class LLMEngine:
         tokenizer = self.tokenizer = facts.find_tokenizer()
         self.grammars = GrammarCompiler(self.tokenizer, facts.vocab_size, facts.name)
         self.runner, facts = make_runner(facts, self.config, executor)
+        self.runner.ops.pin_threads(self.config.pin_threads)
         self.facts, self._executor = facts, executor
         self.scheduler, self.logits_cache = make_scheduler(self.config, facts, getattr(executor, "wake", None))
         self._text_thread = text_thread

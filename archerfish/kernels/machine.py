@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import sys
+import time
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -55,15 +56,56 @@ def read_cpu(info: Path) -> tuple[str, frozenset[str]]:
     return f"ARM {name}" if name else f"ARM, implementer {maker}, part {part}", flags
 
 
+def usable_cores() -> list[int]:
+    """The numbers of the cores that this process may run on."""
+    return sorted(os.sched_getaffinity(os.getpid())) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
 def num_usable_cores() -> int:
     """Cores that the scheduler gives this process: its affinity, and the quota of its cgroup."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(usable_cores())
     quota = Path("/sys/fs/cgroup/cpu.max")
     if quota.exists():
         limit, _, period = quota.read_text(encoding="ascii").partition(" ")
         if limit.strip() != "max":
             cores = min(cores, max(1, round(int(limit) / int(period))))
     return max(1, cores)
+
+
+def num_free_cores(num_cores: int, busy_s: float, own_s: float, wall_s: float) -> int:
+    """Cores that other processes leave to this one, of those that were busy for busy_s together, own_s of that by this process.
+
+    A process that shares a core with a thread of ours gets half of it: that core counts as taken.
+    """
+    others = max(0.0, busy_s - own_s) / wall_s
+    return max(1, min(num_cores, int(num_cores - others + 0.499)))
+
+
+class FreeCores:
+    """How many cores other processes leave to this one; looked up every now and then, while passes are computed."""
+
+    def __init__(self, stat: Path = Path("/proc/stat"), interval_s: float = 0.25) -> None:
+        self._stat, self._interval_s = stat, interval_s
+        self._cores = usable_cores()
+        self._found, self._last = len(self._cores), self._read()
+
+    def count(self) -> int:
+        if time.monotonic() - self._last[0] >= self._interval_s:
+            before, self._last = self._last, self._read()
+            wall_s, busy_s, own_s = (now - then for now, then in zip(self._last, before, strict=True))
+            is_old = wall_s > 4 * self._interval_s  # nothing was computed meanwhile
+            self._found = len(self._cores) if is_old else num_free_cores(len(self._cores), busy_s, own_s, wall_s)
+        return self._found
+
+    def _read(self) -> tuple[float, float, float]:
+        """The time, the time for which our cores have been busy, and the part of it that was this process's."""
+        busy = 0
+        with contextlib.suppress(OSError):
+            for line in self._stat.read_text(encoding="ascii").splitlines():
+                name, *counts = line.split()
+                if name[:3] == "cpu" and name[3:].isdigit() and int(name[3:]) in self._cores:
+                    busy += sum(map(int, counts[:8])) - int(counts[3]) - int(counts[4])  # less idle and waiting for a disk
+        return time.monotonic(), busy / os.sysconf("SC_CLK_TCK"), time.process_time()
 
 
 def fast_cpu_dtype() -> str:

@@ -45,7 +45,6 @@ class Handle(Protocol):
 
 
 T = TypeVar("T", bound=Handle)
-T_co = TypeVar("T_co", bound=Handle, covariant=True)
 
 
 @dataclass(frozen=True)
@@ -180,13 +179,6 @@ class PackedWeight(ABC, Generic[T]):
 
 class LinearWeight(Lazy[PackedWeight[T]]):
     """A linear map, packed when first used."""
-
-
-class Replay(Protocol[T_co]):
-    """Repeats recorded work over the same memory."""
-
-    def __call__(self, num_rows: int = 0) -> T_co:
-        """num_rows: of a backend that replays any number of rows, how many are real; 0: all."""
 
 
 class Ops(ABC, Generic[T]):
@@ -414,9 +406,8 @@ class Ops(ABC, Generic[T]):
         return call
 
     can_record: bool = False  # `capture` records work
-    replays_any_rows: bool = False  # recorded work can be repeated for fewer rows than it was recorded with
 
-    def capture(self, call: Callable[[], T]) -> Replay[T] | None:
+    def capture(self, call: Callable[[], T]) -> Callable[[], T] | None:
         """Record a call, which also runs it; the result repeats it. None: this backend cannot record."""
         return None
 
@@ -455,6 +446,9 @@ class Ops(ABC, Generic[T]):
     def allocating(self, what: str) -> AbstractContextManager[object]:
         """The context of a thread while it takes memory that stays; a lack of it becomes an OutOfMemoryError naming what."""
         return nullcontext()
+
+    def pin_threads(self, is_wanted: bool) -> None:
+        """Bind each of the threads that passes share to a core of its own, if that is wanted."""
 
     def start_thread(self, num_threads: int) -> None:
         """Called once in a thread that will run whole steps, with the number of cores that they may use (0: all)."""

@@ -91,6 +91,7 @@ class NotedWeights(Weights[Any]):
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     num_bytes: dict[str, int] = field(default_factory=dict)  # in memory, by the name of a tensor or of a linear map
     tables: set[str] = field(default_factory=set)  # names of lookup tables, which a CPU reads from the mapped file
+    products: list[tuple[str, ...]] = field(default_factory=list)  # the matrices that are stacked for each
 
     def has(self, name: str) -> bool:
         return False
@@ -110,12 +111,17 @@ class NotedWeights(Weights[Any]):
         """num_bytes without lookup tables: linear maps are packed, which copies them."""
         return {name: num_bytes for name, num_bytes in self.num_bytes.items() if name not in self.tables}
 
+    def linear(self, names: str | tuple[str, ...], *sizes: Any, **options: Any) -> LinearWeight[Any]:
+        self.products.append(tuple(f"{self.prefix}{name}.weight" for name in ([names] if isinstance(names, str) else names)))
+        return super().linear(names, *sizes, **options)
+
     def matrix(self, weight_format: WeightFormat, out_features: int, in_features: int) -> Mapping[str, Any]:
         name = next(iter(weight_format.checkpoint))
         self.num_bytes[f"{self.prefix}{name}"] = weight_format.num_bytes(out_features, in_features, self.dtype)
         return {name: self._noted(name, shape) for name, shape in weight_format.shapes(out_features, in_features).items()}
 
     def tied_linear(self, table: Any, out_features: int, in_features: int) -> LinearWeight[Any]:
+        self.products.append(tuple(self.tables))
         if self.weight_format.memory != PLAIN.memory:
             chosen = self.weight_format.chosen(in_features, is_sensitive=True)
             self.num_bytes["tied head"] = chosen.num_bytes(out_features, in_features, self.dtype)

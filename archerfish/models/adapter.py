@@ -109,6 +109,11 @@ class ModelAdapter(ABC, Generic[T]):
         return noted.copied_bytes() if without_tables else noted.num_bytes
 
     @classmethod
+    def products(cls, config: Config) -> list[tuple[str, ...]]:
+        """The matrices of each of its products, by the names of their tensors."""
+        return cls._note_weights(config).products
+
+    @classmethod
     def _note_weights(cls, config: Config, dtype: str = "float32", weight_format: WeightFormat = PLAIN) -> NotedWeights:
         weights = NotedWeights({}, cast(Ops[Any], NoOps()), weight_format=weight_format, dtype=dtype)
         cls(weights, config, max_len=1)

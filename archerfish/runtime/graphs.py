@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Generic, NamedTuple, TypeVar
@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, NUM_INPUTS, Input, Word
-from archerfish.kernels.ops import Ids, Ops, Replay, T
+from archerfish.kernels.ops import Ids, Ops, T
 from archerfish.models.adapter import ModelAdapter
 from archerfish.runtime.batch import MIN_SHARED_SEQUENCES, BlockTables, find_shared
 from archerfish.runtime.kv_pool import MemoryPool
@@ -47,7 +47,7 @@ class RecordedPasses(ABC, Generic[T, K]):
     def __init__(self, model: ModelAdapter[T], pool: MemoryPool[T], num_words: int) -> None:
         self.ops: Ops[T] = model.ops
         self.model, self.pool = model, pool
-        self._recorded: dict[K, tuple[T, Replay[T]]] = {}
+        self._recorded: dict[K, tuple[T, Callable[[], T]]] = {}
         self._buffers = cycle([self.ops.host_buffer(num_words) for _ in range(NUM_BUFFERS)])
 
     @abstractmethod
@@ -62,7 +62,7 @@ class RecordedPasses(ABC, Generic[T, K]):
     def compute(self, kind: K, inputs: T) -> T:
         """What is recorded: a pass that reads its inputs where they lie."""
 
-    def recorded(self, kind: K) -> tuple[T, Replay[T]]:
+    def recorded(self, kind: K) -> tuple[T, Callable[[], T]]:
         """The inputs of a recorded pass, and what repeats it and gives its result."""
         found = self._recorded.get(kind)
         if found is None:
@@ -71,7 +71,7 @@ class RecordedPasses(ABC, Generic[T, K]):
                 repeat = self.ops.capture(lambda: self.compute(kind, inputs))
             except Exception:  # such as a lack of memory: the pass can still be run
                 repeat = None
-            found = self._recorded[kind] = inputs, repeat or (lambda num_rows=0: self.compute(kind, inputs))
+            found = self._recorded[kind] = inputs, repeat or (lambda: self.compute(kind, inputs))
         return found
 
     def record_next(self) -> bool:
@@ -100,7 +100,7 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
     def __init__(
         self, model: ModelAdapter[T], pool: MemoryPool[T], sampler: FastSampler[T], *, num_rows: int, max_len: int
     ) -> None:
-        self.sizes = [num_rows] if model.ops.replays_any_rows else list_sizes(num_rows)
+        self.sizes = list_sizes(num_rows)
         super().__init__(model, pool, NUM_INPUTS * num_rows)
         self.sampler = sampler
         self.state = pool.new_decode_state(num_rows, max_len)
@@ -179,7 +179,7 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         is_cut = self.sampler.write_inputs(prepared.words, prepared.rows)
         inputs, repeat = self.recorded(Kind(prepared.words.shape[1], prepared.num_shared > 0, is_cut))
         self.ops.send(prepared.words, inputs)
-        return repeat(len(prepared.rows))
+        return repeat()
 
     def empty_inputs(self, kind: Kind) -> Ids:
         words = next(self._buffers)[: NUM_INPUTS * kind.size].reshape(NUM_INPUTS, kind.size)

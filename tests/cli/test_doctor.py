@@ -18,6 +18,9 @@ from archerfish.config import HubConfig
 from archerfish.kernels import select
 from archerfish.kernels.cards import Card
 from archerfish.kernels.machine import Cpu, Memory, cpu, memory, read_cpu
+from archerfish.models.config import Config
+from archerfish.models.llama import LlamaModel
+from archerfish.store.format import Quantization, TensorInfo
 from archerfish.store.metadata import read_metadata
 from tests.store.models import flip_byte, write_model
 
@@ -51,6 +54,24 @@ def test_sizes_and_verdicts(model: Path) -> None:
     assert row["cpu"].startswith("does not fit now: needs 2.5 GB") and row["gpu"].startswith("does not fit now")
     row = doctor.judge_model(found, Memory(2 * GB, GB), [])
     assert row["cpu"].startswith("does not fit: needs 2.5 GB, there are 2.0 GB")
+
+
+def test_formats_of_layers() -> None:
+    """Parts of one product that are stored in different formats are computed in the type of the CPU."""
+    pytest.importorskip("archerfish.kernels.native._native")
+    llama = {
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
+        "vocab_size": 100, "max_position_embeddings": 128, "tie_word_embeddings": True,
+    }
+    shapes = LlamaModel.dummy_shapes(Config(llama))
+    blocks = {name: Quantization("Q4_0", 1, 32) for name in shapes if "mlp" in name or "layers.1.self_attn.q" in name}
+    tensors = [TensorInfo(name, "float32", shape, blocks.get(name)) for name, shape in shapes.items()]
+    found = doctor.ModelSize("tiny", 1000, 4000, config=llama, tensors=tensors).formats("bfloat16")
+    assert found == {
+        "self_attn.q_proj, self_attn.k_proj, self_attn.v_proj": {"bfloat16": 2}, "self_attn.o_proj": {"bfloat16": 2},
+        "mlp.gate_proj, mlp.up_proj": {"Q4_0": 2}, "mlp.down_proj": {"Q4_0": 2}, "embed_tokens": {"bfloat16": 1},
+    }
+    assert doctor.ModelSize("bert", 1000, 4000, config={"model_type": "bert"}, tensors=tensors).formats("float16") == {}
 
 
 def test_kv_tokens(model: Path) -> None:
@@ -147,6 +168,7 @@ def test_report(light: None, model: Path, tmp_path: Path, capsys: pytest.Capture
     body = json.loads(capsys.readouterr().out)
     assert body["usable"] is True and body["problems"] == []
     assert set(body["cpu"]["features"]) == names
+    assert len(body["peaks"]) == 3 and min(body["peaks"].values()) > 0
     builtin = {"all-minilm-l6-v2", "smollm2-135m-instruct", "story-rwkv7"}
     assert {entry["name"] for entry in body["models"]} == {*builtin, str(model)}
     [story] = [entry for entry in body["models"] if entry["name"] == "story-rwkv7"]

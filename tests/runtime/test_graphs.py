@@ -5,10 +5,9 @@ On the CPU they run over a backend that only claims to record.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ import torch
 from archerfish import LLMEngine, SamplingParams
 from archerfish.engine import llm_loading
 from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, Input
-from archerfish.kernels.ops import Ids, Replay
+from archerfish.kernels.ops import Ids
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.runtime.graphs import NUM_BUFFERS, DecodeGraphs, Kind, list_sizes
 from archerfish.runtime.runner import RunningStep
@@ -145,34 +144,6 @@ def test_engine_works_after_an_interrupted_launch(model: Path, monkeypatch: pyte
 
 def interrupted(step: StepInput) -> RunningStep:
     raise KeyboardInterrupt
-
-
-class AnyRowsOps(TorchOps):
-    """A backend that computes when it is called, and repeats what it recorded for any number of rows."""
-
-    can_record = replays_any_rows = True
-    sizes: ClassVar[list[int]] = []
-
-    def capture(self, call: Callable[[], torch.Tensor]) -> Replay[torch.Tensor]:
-        def repeat(num_rows: int = 0) -> torch.Tensor:
-            self.sizes.append(num_rows)
-            return call()
-
-        return repeat
-
-
-def test_one_recording_replays_any_number_of_rows(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = [SamplingParams(seed=i, max_tokens=6 + 3 * i, ignore_eos=True) for i in range(6)]
-    found = []
-    for ops in (TorchOps, AnyRowsOps):
-        monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype, ops=ops: ops(device, dtype))
-        with LLMEngine(str(model), **USUAL, max_cache_tokens=1024, max_num_seqs=8) as engine:
-            found.append([output.token_ids for output in engine.generate(PROMPTS[:6], params)])
-            graphs = engine.runner._graphs
-            assert (graphs is not None) == (ops is AnyRowsOps)
-    assert found[0] == found[1]
-    assert graphs is not None and {kind.size for kind in graphs._recorded} == {8}
-    assert {1, 2, 3, 4, 5, 6} <= set(AnyRowsOps.sizes)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card")

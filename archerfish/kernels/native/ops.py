@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from archerfish.errors import DeviceError
 from archerfish.kernels.formats import WeightFormat
-from archerfish.kernels.machine import cpu
+from archerfish.kernels.machine import cpu, usable_cores
 from archerfish.kernels.native._native import Level, all_threads
 from archerfish.kernels.native.recorder import (
     Handle,
@@ -68,6 +68,10 @@ class NativeOps(Ops[Any]):
         self.runner = TapeRunner(self.level, all_threads(cpu().num_cores))
         self._sampling = NativeSampling(self.runner)
         self._tables: dict[int, Table] = {}  # quantised lookup tables by the address of their data
+
+    def pin_threads(self, is_wanted: bool) -> None:
+        if is_wanted:
+            self.runner.threads.pin(usable_cores())
 
     def start_thread(self, num_threads: int) -> None:
         set_pass_threads(num_threads)

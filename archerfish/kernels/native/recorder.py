@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from archerfish.kernels.machine import FreeCores
 from archerfish.kernels.native._native import Level, Tape, Threads
 from archerfish.kernels.pool import num_pass_threads
 
@@ -146,7 +147,7 @@ class TapeRunner:
     """The threads of a backend, and what is being recorded in this thread."""
 
     def __init__(self, level: Level, threads: Threads) -> None:
-        self.level, self.threads = level, threads
+        self.level, self.threads, self._free_cores = level, threads, FreeCores()
         self._local = threading.local()
 
     def current(self) -> Recorder:
@@ -165,7 +166,7 @@ class TapeRunner:
     @property
     def num_threads(self) -> int:
         """How many threads a pass of this thread uses."""
-        return num_pass_threads() or self.threads.count
+        return num_pass_threads() or min(self.threads.count, self._free_cores.count())
 
     def run(self, tape: Tape, step: StepArrays, results: list[Array]) -> None:
         tape.run(self.threads, self.num_threads, step.sizes, step.arrays, results)

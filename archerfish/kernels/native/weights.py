@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,14 +85,19 @@ def matrix_of(part: Mapping[str, Handle], weight_format: WeightFormat) -> Handle
     return weight_format.dequantise(weight_format.load(tensors), torch.float32)
 
 
+def packed_format(stored: Iterable[str], dtype: str) -> str:
+    """The format of a matrix whose parts are stored in some formats; dtype: what float32 becomes, and parts that differ."""
+    kinds = {dtype if kind == "float32" else kind for kind in stored}
+    return kinds.pop() if len(kinds) == 1 else dtype
+
+
 def pack_parts(parts: Sequence[Handle], dtype: str, weight_format: str = "plain", *, rounds_rows: bool = False) -> Matrix:
     """Matrices one below the other, in the format of the first; dtype: what float32 becomes."""
     stored = [as_stored(part) for part in parts]
     has_int8_rows = rounds_rows and weight_format == "int8"
     if weight_format in MAKERS and not has_int8_rows:
         stored = [MAKERS[weight_format](part) for part in stored]
-    kinds = {part.quant_type or (dtype if part.dtype == "float32" else part.dtype) for part in stored}
-    kind = INT8_ROWS if has_int8_rows else kinds.pop() if len(kinds) == 1 else dtype
+    kind = INT8_ROWS if has_int8_rows else packed_format((part.quant_type or part.dtype for part in stored), dtype)
     num_inputs = stored[0].shape[1]
     if any(part.shape[1] != num_inputs for part in stored):
         raise TensorError("Matrices that are stacked have different numbers of inputs.")

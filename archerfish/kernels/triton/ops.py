@@ -29,7 +29,6 @@ from archerfish.kernels.ops import (
     NormWeights,
     PagedBatch,
     Pooling,
-    Replay,
     Rotation,
     Segments,
 )
@@ -151,7 +150,7 @@ class TritonOps(TorchOps):
         """One memory for what all captured calls compute on the way: they run one after the other."""
         return torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
-    def capture(self, call: Callable[[], Tensor]) -> Replay[Tensor] | None:
+    def capture(self, call: Callable[[], Tensor]) -> Callable[[], Tensor] | None:
         if self.device == "cpu":
             return None
         memory, stream = self._graph_memory
@@ -167,7 +166,7 @@ class TritonOps(TorchOps):
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
 
-        def repeat(num_rows: int = 0) -> Tensor:
+        def repeat() -> Tensor:
             graph.replay()
             return result
 

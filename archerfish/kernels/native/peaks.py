@@ -1,0 +1,43 @@
+"""What the machine can do, measured with the backend's own products: for `archerfish doctor`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from archerfish.kernels.machine import cpu
+from archerfish.kernels.native._native import Level, Matrix, all_threads
+from archerfish.kernels.native.recorder import TapeRunner
+from archerfish.kernels.native.weights import FORMATS, NativeWeight
+
+READ_BYTES = 1 << 28  # more than caches hold
+NUM_INPUTS, NUM_ROWS = 1024, 256
+NUM_ROUNDS = 5
+
+
+def measure_peaks(dtype: str) -> dict[str, float]:
+    """Reads of memory in GB/s, and products in float32 and another type in GFLOP/s. It takes some tenths of a second."""
+    runner = TapeRunner(Level(), all_threads(cpu().num_cores))
+
+    def rate(kind: str, num_outputs: int, num_rows: int) -> tuple[float, int]:
+        """Products a second, and the bytes of their matrix."""
+        matrix, x = Matrix(FORMATS[kind], num_outputs, NUM_INPUTS), np.ones((num_rows, NUM_INPUTS), dtype=np.float32)
+        weight = NativeWeight(runner, matrix)
+        return 1 / best_s(lambda: weight.multiply(x, "none", None)), matrix.num_bytes
+
+    reads, num_bytes = rate("float32", READ_BYTES // NUM_INPUTS // 4, 1)
+    found = {"GB/s from memory": reads * num_bytes / 1e9}
+    for kind in ("float32", dtype):
+        found[f"GFLOP/s in {kind}"] = rate(kind, NUM_INPUTS, NUM_ROWS)[0] * 2 * NUM_ROWS * NUM_INPUTS**2 / 1e9
+    return found
+
+
+def best_s(work: Callable[[], object]) -> float:
+    found = []
+    for _ in range(NUM_ROUNDS):
+        start = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - start)
+    return min(found)

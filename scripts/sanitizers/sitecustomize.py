@@ -1,0 +1,11 @@
+"""Python reads this at its start under `make test-sanitizers`: the native module is the one that was compiled with checks."""
+
+import os
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+
+NAME = "archerfish.kernels.native._native"
+spec = spec_from_file_location(NAME, os.environ["NATIVE_MODULE"])
+assert spec is not None and spec.loader is not None
+sys.modules[NAME] = module_from_spec(spec)
+spec.loader.exec_module(sys.modules[NAME])
