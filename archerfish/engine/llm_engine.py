@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from archerfish.cache.radix import CacheStats, HitRecord
 from archerfish.config import EngineConfig, HubConfig
@@ -31,9 +31,11 @@ from archerfish.runtime.runner import RunningStep
 from archerfish.sched.plan import Plan
 from archerfish.sequence import Delta, Namespace, Request, as_namespace
 from archerfish.step import StepResult
-from archerfish.text.chat_template import ChatTemplate
 from archerfish.text.grammar import GrammarCompiler
 from archerfish.types import Progress, no_progress
+
+if TYPE_CHECKING:
+    from archerfish.text.chat_template import ChatTemplate
 
 Message = Mapping[str, Any]
 OnResult = Callable[[int, RequestOutput], None]
@@ -74,7 +76,8 @@ class LLMEngine:
         self._is_stepping = False
         self._has_idle_work = True
         self._is_closed, self._process = False, os.getpid()
-        gc.collect()  # an import of torch leaves frames behind that refer to this engine
+        if "torch" in sys.modules:
+            gc.collect()  # its import leaves frames behind that refer to this engine
         gc.freeze()  # what was loaded stays: collections that come in the middle of steps need not look at it
 
     # Submitting
@@ -371,6 +374,8 @@ class LLMEngine:
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """The model's own; an error says so where it has none."""
+        from archerfish.text.chat_template import ChatTemplate
+
         return ChatTemplate.find(self.facts.tokenizer_directory or self.facts.directory, self.facts.name, self.tokenizer)
 
     def chat(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -80,8 +80,7 @@ class EncoderInputs(ABC, Generic[T]):
         """Send a batch's inputs, whose sequences become the first ones here; False, and nothing sent, where they do not fit."""
 
 
-@dataclass(frozen=True)
-class HeadShape:
+class HeadShape(NamedTuple):
     """Heads of an attention layer; num_heads is a multiple of num_kv_heads, consecutive query heads share a KV head."""
 
     num_heads: int
@@ -107,8 +106,7 @@ class BlockMask(Generic[T]):
             raise InvalidInputError(f"A mask has blocks of {self.size} tokens, which is not a multiple of {MASK_STEP}.")
 
 
-@dataclass(frozen=True)
-class KVLayer(Generic[T]):
+class KVLayer(NamedTuple, Generic[T]):
     """Memory of one layer: (num_blocks, block_size, num_kv_heads, head_dim) each."""
 
     keys: T
@@ -126,8 +124,7 @@ class Rotary(Generic[T]):
     rotary_dim: int
 
 
-@dataclass(frozen=True)
-class Rotation(Generic[T]):
+class Rotation(NamedTuple, Generic[T]):
     """How a layer's queries and keys become what attention takes: each head RMS-normalised, and then rotated."""
 
     rotary: Rotary[T] | None = None
@@ -157,8 +154,7 @@ class PagedBatch(Generic[T]):
     kept_rows: T | None = None  # those of the hidden states that are wanted; None: all
 
 
-@dataclass(frozen=True)
-class NormWeights(Generic[T]):
+class NormWeights(NamedTuple, Generic[T]):
     """Of a layer norm, (width,) float32 each."""
 
     weight: T
