@@ -131,8 +131,7 @@ class ArrowEngine:
 
     def _pack_and_release(self) -> None:
         """Pack the matrices, then release the mapped originals, so that weights are in memory once."""
-        self.core.ops.prepare()
-        self._loader.release()
+        self.core.ops.prepare(self._loader.release)
 
     @cached_property
     def tokenizer(self) -> FastTokenizer:

@@ -210,9 +210,7 @@ def load_adapter(facts: ModelFacts, config: EngineConfig) -> ModelAdapter[Any]:
     with ops.allocating(facts.name):
         # Nothing here holds the tensors: each is released as soon as it is packed.
         adapter = facts.adapter(Weights(tensors(), ops, weight_format=facts.weight_format), facts.config, facts.max_len)
-        ops.prepare()
-        if loader is not None:
-            loader.release()
+        ops.prepare(loader.release if loader is not None else lambda: None)
         return adapter
 
 

@@ -201,10 +201,14 @@ class Ops(ABC, Generic[T]):
         self._linear_weights.append(weight)
         return weight
 
-    def prepare(self) -> None:
-        """Pack all weights now instead of at their first use. Safe while other threads compute."""
+    def prepare(self, then: Callable[[], None] = lambda: None) -> None:
+        """Pack all weights now instead of at their first use, maybe in the background. Safe while other threads compute.
+
+        then: called when they are packed.
+        """
         for weight in self._linear_weights:
             weight.get()
+        then()
 
     def release(self) -> None:
         """Give the memory of all weights back, which must not be used any more."""

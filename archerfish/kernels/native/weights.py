@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from archerfish.errors import TensorError
 from archerfish.kernels.formats import Int8Rows, Plain, WeightFormat
-from archerfish.kernels.native._native import Matrix
+from archerfish.kernels.native._native import Level, Matrix, Packing, all_threads
 from archerfish.kernels.native.recorder import Handle, TapeRunner
 from archerfish.kernels.ops import Activation, PackedWeight
 from archerfish.kernels.stored import StoredTensor
@@ -18,7 +18,6 @@ from archerfish.kernels.stored import StoredTensor
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 FORMATS = TYPES | {"Q4_0": 3, "Q4_1": 4, "Q5_0": 5, "Q5_1": 6, "Q8_0": 7, "Q4_K": 8, "Q5_K": 9, "Q6_K": 10}
 FORMAT_NAMES = {number: name for name, number in FORMATS.items()}
-SUPER_TYPES = ("Q4_K", "Q5_K", "Q6_K")
 ACTIVATIONS: dict[Activation, int] = {
     "none": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu_squared": 4, "sigmoid": 5, "silu": 6, "tanh": 7,
 }
@@ -84,22 +83,22 @@ def matrix_of(part: Mapping[str, Handle], weight_format: WeightFormat) -> Handle
     return weight_format.dequantise(weight_format.load(tensors), torch.float32)
 
 
-def pack_parts(parts: Sequence[Handle], dtype: str, weight_format: str = "plain") -> Matrix:
+def stack_parts(parts: Sequence[Handle], runner: TapeRunner, dtype: str, weight_format: str = "plain") -> Matrix:
     """Matrices one below the other, in the format of the first; dtype: what float32 becomes."""
     stored = [as_stored(part) for part in parts]
     if weight_format == "int8":
         stored = [to_int8(part) for part in stored]
     kinds = {part.quant_type or (dtype if part.dtype == "float32" else part.dtype) for part in stored}
-    kind = kinds.pop() if len(kinds) == 1 else dtype
+    kind = next(iter(kinds)) if len(kinds) == 1 else dtype
     num_inputs = stored[0].shape[1]
     if any(part.shape[1] != num_inputs for part in stored):
         raise TensorError("Matrices that are stacked have different numbers of inputs.")
     matrix = Matrix(FORMATS[kind], sum(part.shape[0] for part in stored), num_inputs)
     first = 0
     for part in stored:
-        put_part(matrix, part, kind, first)
+        add_part(matrix, part, kind, first)
         first += part.shape[0]
-    return matrix
+    return runner.pack(matrix, is_copy=weight_format != "plain" or len(kinds) > 1)
 
 
 def as_stored(tensor: Any) -> StoredTensor:
@@ -115,26 +114,23 @@ def as_stored(tensor: Any) -> StoredTensor:
     return StoredTensor(tuple(tensor.shape), name, array)
 
 
-def put_part(matrix: Matrix, part: StoredTensor, kind: str, first: int) -> None:
-    """Write the rows of a part from output `first` on."""
+def add_part(matrix: Matrix, part: StoredTensor, kind: str, first: int) -> None:
+    """Add the rows of a part from output `first` on."""
     count = part.shape[0]
     if not part.quant_type:
-        matrix.pack_plain(TYPES[part.dtype], part.data, first, count)
+        matrix.add_rows(part.data, first, count, TYPES[part.dtype])
     elif part.quant_type != kind:  # the parts of one matrix are stored in different formats
-        matrix.pack_plain(TYPES["float32"], dequantised(part), first, count)
-    elif kind in SUPER_TYPES:
-        matrix.pack_super_blocks(part.data, first, count)
+        matrix.add_rows(dequantised(part), first, count, TYPES["float32"])
     else:
-        assert part.scales is not None
-        mins = None if part.mins is None else part.mins.view(np.uint16)
-        matrix.pack_blocks(part.data, part.scales.view(np.uint16), mins, first, count)
+        halves = [None if each is None else each.view(np.uint16) for each in (part.scales, part.mins)]
+        matrix.add_rows(part.data, first, count, scales=halves[0], mins=halves[1])
 
 
 def dequantised(part: StoredTensor) -> npt.NDArray[np.float32]:
     """A matrix of blocks as float32."""
-    from archerfish.kernels.native._native import Level
-
-    alone = pack_parts([part], "float32")
+    alone = Matrix(FORMATS[part.quant_type], *part.shape)
+    add_part(alone, part, part.quant_type, 0)
+    Packing([alone]).run(all_threads(1), 1)
     out = np.empty(part.shape, dtype=np.float32)
     alone.unpack(out, Level())
     return out
