@@ -154,6 +154,8 @@ void run_tape(Tape& tape, Threads& threads, int num_threads, std::vector<int64_t
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // an engine that lives until the process ends is never collected
+
   m.def("levels", [] {
     std::vector<std::string> names;
     for (const Kernels* each : usable_levels()) names.push_back(each->name);

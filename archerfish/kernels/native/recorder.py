@@ -188,9 +188,9 @@ class TapeRunner:
                 if before is not None:
                     before.result()
                 packing.run(self.threads, num_threads)
-                then()
 
             self._packing = in_background(pack, "packing")
+            self._packing.add_done_callback(lambda _: then())
             self._unpacked = []  # only now: a thread that finds nothing here must find what packs it
 
     def _finish_packing(self) -> None:
