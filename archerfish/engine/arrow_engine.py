@@ -131,7 +131,9 @@ class ArrowEngine:
 
     def _pack_and_release(self) -> None:
         """Pack the matrices, then release the mapped originals, so that weights are in memory once."""
-        self.core.ops.prepare(self._loader.release)
+        released: Future[None] = Future()
+        self.core.ops.prepare(lambda: released.set_result(self._loader.release()))
+        released.result()
 
     @cached_property
     def tokenizer(self) -> FastTokenizer:

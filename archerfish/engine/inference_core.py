@@ -28,7 +28,6 @@ from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import resolve_model
 from archerfish.store.source import optional_json
-from archerfish.store.sources import open_source
 from archerfish.types import Progress
 
 if TYPE_CHECKING:
@@ -181,7 +180,11 @@ def load_tensors(loader: WeightLoader, config: EmbedConfig) -> Mapping[str, Any]
 def kind_of(path: Path) -> str:
     """What the model of a directory or file is for: generation, embedding or cross-encoder, as its configuration says."""
     stated = read_metadata(path).config if is_converted(path) else optional_json(path / "config.json")
-    config = Config(stated or open_source(path).config)
+    if not stated:
+        from archerfish.store.sources import open_source
+
+        stated = open_source(path).config
+    config = Config(stated)
     if config.model_type not in ENCODERS:
         return "generation"
     return "cross-encoder" if config.is_classifier else "embedding"

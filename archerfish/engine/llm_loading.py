@@ -55,11 +55,12 @@ class ModelFacts:
     weight_format: WeightFormat = PLAIN
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # for requests that state no parameters
     tokenizer_directory: Path | None = None  # None: prompts are token ids
+    stored_bytes: int = 0  # of weights that stay in the formats of their file; 0: they take what the model computes in
 
     @property
     def weight_bytes(self) -> int:
         """What the weights take in memory."""
-        return sum(self.adapter.tensor_bytes(self.config, self.dtype, self.weight_format).values())
+        return self.stored_bytes or sum(self.adapter.tensor_bytes(self.config, self.dtype, self.weight_format).values())
 
     def find_tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, or the one that `tokenizer` names."""
@@ -126,7 +127,7 @@ def facts_of(
     config: EngineConfig, device: str, dtype: str, directory: Path, name: str, values: Mapping[str, Any],
     generation: Mapping[str, Any], stored_bytes: int = 0,
 ) -> ModelFacts:
-    """stored_bytes: of the weights in a store whose formats the backend keeps; 0: they take what the model computes in."""
+    """stored_bytes: as in ModelFacts."""
     model_config, weight_format = Config(values), choose_format(config.weights)
     adapter = model_class(model_config)
     most = adapter.max_positions(model_config)
@@ -147,7 +148,7 @@ def facts_of(
     stated = {} if config.generation_config == "none" else generation
     return ModelFacts(
         directory, shown, model_config, generation, adapter, device, dtype, max_len, step_tokens, memory, vocab_size,
-        weight_format, read_default_sampling(stated, shown),
+        weight_format, read_default_sampling(stated, shown), stored_bytes=stored_bytes,
     )
 
 
