@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +36,7 @@ Vectors = npt.NDArray[np.float32]
 RECORDED_TOKENS = (16, 32, 64, 128, 256, 512, 1024)  # sizes of the recorded passes, where the backend can record
 
 
-@dataclass(frozen=True)
-class RecordedPass:
+class RecordedPass(NamedTuple):
     """A recorded pass over a fixed number of tokens: fill its inputs, then call `repeat`."""
 
     inputs: EncoderInputs[Any]

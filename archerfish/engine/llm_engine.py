@@ -73,8 +73,7 @@ class LLMEngine:
         self._lock = threading.RLock()  # over the scheduler and the tables above; never held while a step computes
         self._in_flight: deque[tuple[Plan, RunningStep]] = deque()  # steps that are launched and not yet committed
         self._changed = threading.Condition(self._lock)  # notified after every step and every submission
-        self._is_stepping = False
-        self._has_idle_work = True
+        self._is_stepping, self._has_idle_work = False, True
         self._is_closed, self._process = False, os.getpid()
         if "torch" in sys.modules:
             gc.collect()  # its import leaves frames behind that refer to this engine
@@ -137,8 +136,7 @@ class LLMEngine:
         is_launched = self._launch_next()
         if not is_launched and not self._in_flight:
             self.scheduler.masks.wait()
-        ended += self._collect_down_to(depth if is_launched else 0)
-        return ended
+        return ended + self._collect_down_to(depth if is_launched else 0)
 
     def advance(self) -> bool:
         """Do as much of `step` as needs no waiting for a thread that computes; whether that was anything."""
@@ -374,9 +372,7 @@ class LLMEngine:
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """The model's own; an error says so where it has none."""
-        from archerfish.text.chat_template import ChatTemplate
-
-        return ChatTemplate.find(self.facts.tokenizer_directory or self.facts.directory, self.facts.name, self.tokenizer)
+        return self.facts.find_chat_template(self.tokenizer)
 
     def chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, *,

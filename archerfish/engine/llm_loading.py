@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from archerfish.cache.adaptive import LogitsCache
 from archerfish.cache.block_manager import BlockManager
@@ -32,6 +32,9 @@ from archerfish.store.names import HUB_ID, ONLY_TOKENIZER, builtin_at, resolve_m
 from archerfish.text.text_tokenizer import find_text_tokenizer
 from archerfish.text.tokenizer import Tokenizer, read_settings
 from archerfish.types import Progress
+
+if TYPE_CHECKING:
+    from archerfish.text.chat_template import ChatTemplate
 
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 16384
 DETERMINISTIC_CHUNK = 256
@@ -73,6 +76,12 @@ class ModelFacts:
             hint = "Give a tokenizer that was made for this model."
             raise InvalidOptionError(f"[engine] tokenizer: {self.tokenizer_directory.name} {why}.", hint=hint)
         return found
+
+    def find_chat_template(self, tokenizer: Tokenizer | None) -> ChatTemplate:
+        """The model's own; an error says so where it has none."""
+        from archerfish.text.chat_template import ChatTemplate
+
+        return ChatTemplate.find(self.tokenizer_directory or self.directory, self.name, tokenizer)
 
     @property
     def memory_shape(self) -> MemoryShape:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -218,8 +218,7 @@ class Recording:
         self._local.recorder = None
 
 
-@dataclass(frozen=True)
-class RecordedSegments:
+class RecordedSegments(NamedTuple):
     """Stands for the Segments of a batch while its pass is recorded."""
 
     positions: Value
