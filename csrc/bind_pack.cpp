@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kRowsAtOnce = 4 * kGroup;
 
-// Pages come when they are written, so by all threads. Huge ones were no gain for products, and took up to 0.1 s to be found.
+// Pages come when they are written, so by all threads. Huge ones were no gain for products, and took up to 0.1 s more to be found.
 std::shared_ptr<uint8_t> zeros(size_t num_bytes) {
   void* memory = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
