@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -380,6 +379,8 @@ def read_models(config_file: str | Path = "") -> list[ModelConfig]:
 
 
 def parse_toml(path: str | Path) -> dict[str, Any]:
+    import tomllib
+
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

@@ -32,7 +32,6 @@ can do.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping
 from typing import ClassVar
 
@@ -173,6 +172,8 @@ class InvariantError(ArcherfishError):
 
 def nearest(name: str, known: Iterable[str], *, most: int = 3) -> list[str]:
     """The known names that are similar to a misspelt one, best first; else the longer names that begin with it."""
+    import difflib
+
     wanted = name.lstrip(PREFIX_CHARACTERS).lower()
     choices = {choice.lstrip(PREFIX_CHARACTERS).lower(): choice for choice in known}
     close = difflib.get_close_matches(wanted, list(choices), n=most, cutoff=MIN_SIMILARITY)

@@ -154,6 +154,8 @@ void run_tape(Tape& tape, Threads& threads, int num_threads, std::vector<int64_t
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // an engine that lives until the process ends is never collected
+
   m.def("levels", [] {
     std::vector<std::string> names;
     for (const Kernels* each : usable_levels()) names.push_back(each->name);
@@ -166,33 +168,7 @@ NB_MODULE(_native, m) {
   nb::class_<Threads>(m, "Threads").def_prop_ro("count", &Threads::count).def("pin", &Threads::pin, "cores"_a);
   m.def("all_threads", &Threads::of, "num_threads"_a, nb::rv_policy::reference);
 
-  nb::class_<OwnedMatrix>(m, "Matrix")
-      .def(nb::init<int, int64_t, int64_t>(), "format"_a, "num_outputs"_a, "num_inputs"_a)
-      .def_ro("num_outputs", &OwnedMatrix::num_outputs)
-      .def_ro("num_inputs", &OwnedMatrix::num_inputs)
-      .def_ro("num_bytes", &OwnedMatrix::num_bytes)
-      .def_prop_ro("format", [](const OwnedMatrix& self) { return int(self.format); })
-      .def("set_bias", [](OwnedMatrix& self, nb::ndarray<const float, nb::c_contig, nb::device::cpu> bias) {
-        self.bias_memory.assign(size_t(self.num_outputs + kGroup), 0.0f);
-        std::memcpy(self.bias_memory.data(), bias.data(), bias.nbytes());
-        self.bias = self.bias_memory.data();
-      })
-      .def("pack_plain", [](OwnedMatrix& self, int type, Array rows, int64_t first, int64_t count) {
-        nb::gil_scoped_release released;
-        pack_plain(self.format, Type(type), rows.data(), count, self.num_inputs, first, self.memory.get());
-      }, "type"_a, "rows"_a, "first"_a, "count"_a)
-      .def("pack_blocks", [](OwnedMatrix& self, Array codes, Array scales, std::optional<Array> mins, int64_t first, int64_t count) {
-        nb::gil_scoped_release released;
-        pack_blocks(self.format, static_cast<const uint8_t*>(codes.data()), static_cast<const uint16_t*>(scales.data()),
-                    static_cast<const uint16_t*>(address(mins)), count, self.num_inputs, first, self.memory.get());
-      }, "codes"_a, "scales"_a, "mins"_a.none(), "first"_a, "count"_a)
-      .def("pack_super_blocks", [](OwnedMatrix& self, Array blocks, int64_t first, int64_t count) {
-        nb::gil_scoped_release released;
-        pack_super_blocks(self.format, static_cast<const uint8_t*>(blocks.data()), count, self.num_inputs, first, self.memory.get());
-      }, "blocks"_a, "first"_a, "count"_a)
-      .def("unpack", [](const OwnedMatrix& self, WritableArray out, const Level& level) {
-        level.kernels->unpack(self, static_cast<float*>(out.data()));
-      }, "out"_a, "level"_a);
+  bind_pack(m);
 
   nb::class_<Tape>(m, "Tape")
       .def("__init__", [](Tape* self, const Level& level) { new (self) Tape(level.kernels); })

@@ -22,20 +22,21 @@ using WritableArray = nb::ndarray<nb::c_contig, nb::device::cpu>;
 inline const void* address(const std::optional<Array>& array) { return array ? array->data() : nullptr; }
 inline const float* floats(const std::optional<Array>& array) { return static_cast<const float*>(address(array)); }
 
-// A packed matrix that owns its memory.
+// A matrix: rows are added to it, then it is packed, together with others.
 struct OwnedMatrix : Matrix {
-  std::unique_ptr<uint8_t, decltype(&std::free)> memory{nullptr, &std::free};
+  struct Part {
+    SourceRows rows;
+    std::optional<Array> arrays[3];  // that they lie in
+  };
+  std::shared_ptr<uint8_t> memory;  // of all matrices that were packed with it
+  std::vector<Part> parts;          // to be packed
   std::vector<float> bias_memory;
   int64_t num_bytes;
 
   OwnedMatrix(int wanted, int64_t outputs, int64_t inputs) {
     format = Format(wanted), num_outputs = outputs, num_inputs = inputs, bias = nullptr;
     num_bytes = packed_bytes(format, outputs, inputs);
-    int64_t whole = (num_bytes + kLine) / kLine * kLine;
-    memory.reset(static_cast<uint8_t*>(std::aligned_alloc(size_t(kLine), size_t(whole))));
-    if (!memory) throw std::bad_alloc();
-    std::memset(memory.get(), 0, size_t(whole));
-    data = memory.get();
+    data = nullptr;
   }
 };
 
@@ -43,6 +44,7 @@ struct Level {
   const Kernels* kernels;
 };
 
+void bind_pack(nb::module_& m);
 void bind_wkv(nb::module_& m);
 void bind_sample(nb::module_& m);
 

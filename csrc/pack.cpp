@@ -19,17 +19,15 @@ void put_codes(Format format, const uint8_t* codes, int lane, uint8_t* at) {
   const int bits = bits_of(format);
   for (int k = 0; k < kBlock; k++) {
     const int word = k / 4, byte = 4 * lane + k % 4;
-    if (bits == 8) { at[word * kWordBytes + byte] = codes[k]; continue; }
     at[word % 4 * kWordBytes + byte] |= uint8_t((codes[k] & 15) << (word < 4 ? 0 : 4));
     if (bits == 5) at[4 * kWordBytes + byte] |= uint8_t((codes[k] >> 4) << word);
     if (bits == 6) at[(4 + word / 4) * kWordBytes + byte] |= uint8_t((codes[k] >> 4) << (2 * (word % 4)));
   }
 }
 
-void read_codes(Format format, const uint8_t* from, uint8_t* codes) {  // a simple block of GGUF
-  if (format == Format::kQ8_0) { memcpy(codes, from, kBlock); return; }
-  uint32_t high = 0;
-  if (bits_of(format) == 5) memcpy(&high, from, 4), from += 4;
+void read_codes(const uint8_t* from, uint8_t* codes) {  // of Q5_0 and Q5_1
+  uint32_t high;
+  memcpy(&high, from, 4), from += 4;
   for (int i = 0; i < 16; i++) {
     codes[i] = uint8_t((from[i] & 15) | (high >> i & 1) << 4);
     codes[i + 16] = uint8_t(from[i] >> 4 | (high >> (i + 16) & 1) << 4);
@@ -71,12 +69,6 @@ void read_super(Format format, const uint8_t* from, SuperBlock& to) {
 
 int64_t super_bytes(Format format) { return format == Format::kQ4_K ? 144 : format == Format::kQ5_K ? 176 : 210; }
 
-}  // namespace
-
-int64_t packed_bytes(Format format, int64_t num_outputs, int64_t num_inputs) {
-  return (num_outputs + kGroup - 1) / kGroup * group_bytes(format, num_inputs);
-}
-
 // The weights of one output as signed bytes, of which the largest is 127.
 void pack_bytes(Type type, const void* rows, int64_t place, int64_t num_inputs, int64_t lane, uint8_t* group) {
   float highest = 0;
@@ -95,51 +87,66 @@ void pack_bytes(Type type, const void* rows, int64_t place, int64_t num_inputs, 
   reinterpret_cast<int32_t*>(group)[kGroup + lane] = sum;
 }
 
-void pack_plain(Format format, Type type, const void* rows, int64_t num_rows, int64_t num_inputs, int64_t first, uint8_t* out) {
-  for (int64_t row = 0; row < num_rows; row++) {
-    const int64_t output = first + row, lane = output % kGroup;
+void pack_plain(Format format, int64_t num_inputs, const SourceRows& rows, int64_t begin, int64_t end, uint8_t* out) {
+  for (int64_t row = begin; row < end; row++) {
+    const int64_t output = rows.first + row, lane = output % kGroup;
     uint8_t* group = out + output / kGroup * group_bytes(format, num_inputs);
     if (format == Format::kInt8) {
-      pack_bytes(type, rows, row * num_inputs, num_inputs, lane, group);
+      pack_bytes(rows.type, rows.data, row * num_inputs, num_inputs, lane, group);
       continue;
     }
     for (int64_t k = 0; k < num_inputs; k++) {
       int64_t place = format == Format::kBfloat ? (k / 2 * kGroup + lane) * 2 + k % 2 : k * kGroup + lane;
-      write_as(Type(int(format)), group, place, read_as(type, rows, row * num_inputs + k));
+      write_as(Type(int(format)), group, place, read_as(rows.type, rows.data, row * num_inputs + k));
     }
   }
 }
 
-void pack_blocks(Format format, const uint8_t* codes, const uint16_t* scales, const uint16_t* mins, int64_t num_rows,
-                 int64_t num_inputs, int64_t first, uint8_t* out) {
-  const int64_t num_blocks = num_inputs / kBlock, bytes = bits_of(format) * kBlock / 8;
-  for (int64_t row = 0; row < num_rows; row++) {
-    const int lane = int((first + row) % kGroup);
-    uint8_t* block = out + (first + row) / kGroup * group_bytes(format, num_inputs);
-    for (int64_t b = 0; b < num_blocks; b++, block += block_bytes(format)) {
-      const int64_t place = row * num_blocks + b;
-      put_half(block, lane, scales[place]);
-      if (has_min(format)) put_half(block + 2 * kGroup, lane, mins[place]);
-      uint8_t* at = block + scale_bytes(format);
-      if (bits_of(format) == 4) {  // GGUF has the same order within a block
-        for (int word = 0; word < 4; word++) memcpy(at + word * kWordBytes + 4 * lane, codes + place * bytes + 4 * word, 4);
-        continue;
-      }
-      uint8_t some[kBlock];
-      read_codes(format, codes + place * bytes, some);
-      put_codes(format, some, lane, at);
-    }
+// Of a row and a block: codes, scale and minimum.
+ALWAYS_INLINE void pack_block(Format format, const SourceRows& rows, int64_t place, int lane, uint8_t* block) {
+  const uint8_t* codes = static_cast<const uint8_t*>(rows.data) + place * bits_of(format) * kBlock / 8;
+  put_half(block, lane, rows.scales[place]);
+  if (has_min(format)) put_half(block + 2 * kGroup, lane, rows.mins[place]);
+  uint8_t* at = block + scale_bytes(format);
+  if (bits_of(format) != 5) {  // GGUF has the same order within a block
+    for (int word = 0; word < bits_of(format); word++) memcpy(at + word * kWordBytes + 4 * lane, codes + 4 * word, 4);
+    return;
+  }
+  uint8_t some[kBlock];
+  read_codes(codes, some);
+  put_codes(format, some, lane, at);
+}
+
+template <Format format>
+void pack_blocks_as(int64_t num_inputs, const SourceRows rows, int64_t begin, int64_t end, uint8_t* out) {
+  const int64_t num_blocks = num_inputs / kBlock;
+  for (int64_t row = begin; row < end;) {
+    const int lane = int((rows.first + row) % kGroup), count = int(end - row < kGroup - lane ? end - row : kGroup - lane);
+    uint8_t* block = out + (rows.first + row) / kGroup * group_bytes(format, num_inputs);
+    for (int64_t b = 0; b < num_blocks; b++, block += block_bytes(format))
+      for (int i = 0; i < count; i++) pack_block(format, rows, (row + i) * num_blocks + b, lane + i, block);
+    row += count;
   }
 }
 
-void pack_super_blocks(Format format, const uint8_t* blocks, int64_t num_rows, int64_t num_inputs, int64_t first, uint8_t* out) {
+void pack_blocks(Format format, int64_t num_inputs, const SourceRows& rows, int64_t begin, int64_t end, uint8_t* out) {
+  switch (format) {
+    case Format::kQ4_0: return pack_blocks_as<Format::kQ4_0>(num_inputs, rows, begin, end, out);
+    case Format::kQ4_1: return pack_blocks_as<Format::kQ4_1>(num_inputs, rows, begin, end, out);
+    case Format::kQ5_0: return pack_blocks_as<Format::kQ5_0>(num_inputs, rows, begin, end, out);
+    case Format::kQ5_1: return pack_blocks_as<Format::kQ5_1>(num_inputs, rows, begin, end, out);
+    default: return pack_blocks_as<Format::kQ8_0>(num_inputs, rows, begin, end, out);
+  }
+}
+
+void pack_super_blocks(Format format, int64_t num_inputs, const SourceRows& rows, int64_t begin, int64_t end, uint8_t* out) {
   const int64_t num_supers = num_inputs / kSuperInputs, scales_of_block = num_scales(format);
   SuperBlock found = {};
-  for (int64_t row = 0; row < num_rows; row++) {
-    const int lane = int((first + row) % kGroup);
-    uint8_t* at = out + (first + row) / kGroup * group_bytes(format, num_inputs);
+  for (int64_t row = begin; row < end; row++) {
+    const int lane = int((rows.first + row) % kGroup);
+    uint8_t* at = out + (rows.first + row) / kGroup * group_bytes(format, num_inputs);
     for (int64_t s = 0; s < num_supers; s++) {
-      read_super(format, blocks + (row * num_supers + s) * super_bytes(format), found);
+      read_super(format, static_cast<const uint8_t*>(rows.data) + (row * num_supers + s) * super_bytes(format), found);
       put_half(at, lane, found.scale);
       if (has_min(format)) put_half(at + 2 * kGroup, lane, found.min);
       at += header_bytes(format);
@@ -150,6 +157,16 @@ void pack_super_blocks(Format format, const uint8_t* blocks, int64_t num_rows, i
       }
     }
   }
+}
+
+}  // namespace
+
+int64_t packed_bytes(Format format, int64_t num_outputs, int64_t num_inputs) {
+  return (num_outputs + kGroup - 1) / kGroup * group_bytes(format, num_inputs);
+}
+
+void pack_rows(Format format, int64_t num_inputs, const SourceRows& rows, int64_t begin, int64_t end, uint8_t* out) {
+  (is_plain(format) || format == Format::kInt8 ? pack_plain : is_super(format) ? pack_super_blocks : pack_blocks)(format, num_inputs, rows, begin, end, out);
 }
 
 }  // namespace archerfish

@@ -42,6 +42,7 @@ class Worker:
         self.engine = engine
         paths = [path, PACKAGE_PATH, os.environ.get("PYTHONPATH", "")]
         variables = {**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        variables.pop("PYTHONDONTWRITEBYTECODE", None)  # installed packages have their bytecode: a checkout is to have it too
         command = [sys.executable, "-P", str(file or ENGINES_FILE), engine, json.dumps(dict(arguments))]
         with tempfile.NamedTemporaryFile(prefix="archerfish-bench-", delete=False) as log:
             self._log = Path(log.name)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ class PathHash:
     """
 
     def __init__(self) -> None:
-        self._random = np.random.default_rng(0x6172636865726669)
+        self._random = Random(0x6172636865726669)
         self._factors = self._draw(4096)
 
     def extend(self, path_hash: int, position: int, data: bytes, start: int, count: int) -> int:
@@ -55,7 +56,7 @@ class PathHash:
         return (path_hash + int(tokens.dot(self._factors[position:end]))) & 0xFFFF_FFFF_FFFF_FFFF
 
     def _draw(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        return self._random.integers(0, 2**64, count, dtype=np.uint64) | np.uint64(1)
+        return np.frombuffer(self._random.randbytes(8 * count), np.uint64) | np.uint64(1)
 
 
 @dataclass(slots=True, frozen=True)

@@ -97,8 +97,7 @@ class ArrowEngine:
 
     def _open(self, directory: Path) -> None:
         """Map the weights and build the model. Matrices are packed in the background; the first text loads the tokenizer."""
-        self.directory = directory
-        loader = WeightLoader(directory)
+        self.directory, loader = directory, WeightLoader(directory)
         metadata = loader.get_metadata()
         named = self.config.model
         self.model_name: str = str(metadata.get("model_name") or directory.name) if Path(named).exists() else named
@@ -132,7 +131,9 @@ class ArrowEngine:
 
     def _pack_and_release(self) -> None:
         """Pack the matrices, then release the mapped originals, so that weights are in memory once."""
-        self.core.ops.prepare()
+        packed: Future[None] = Future()
+        self.core.ops.prepare(lambda: packed.set_result(None))
+        packed.result()
         self._loader.release()
 
     @cached_property

@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +27,6 @@ from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import resolve_model
 from archerfish.store.source import optional_json
-from archerfish.store.sources import open_source
 from archerfish.types import Progress
 
 if TYPE_CHECKING:
@@ -38,8 +36,7 @@ Vectors = npt.NDArray[np.float32]
 RECORDED_TOKENS = (16, 32, 64, 128, 256, 512, 1024)  # sizes of the recorded passes, where the backend can record
 
 
-@dataclass(frozen=True)
-class RecordedPass:
+class RecordedPass(NamedTuple):
     """A recorded pass over a fixed number of tokens: fill its inputs, then call `repeat`."""
 
     inputs: EncoderInputs[Any]
@@ -182,7 +179,11 @@ def load_tensors(loader: WeightLoader, config: EmbedConfig) -> Mapping[str, Any]
 def kind_of(path: Path) -> str:
     """What the model of a directory or file is for: generation, embedding or cross-encoder, as its configuration says."""
     stated = read_metadata(path).config if is_converted(path) else optional_json(path / "config.json")
-    config = Config(stated or open_source(path).config)
+    if not stated:
+        from archerfish.store.sources import open_source
+
+        stated = open_source(path).config
+    config = Config(stated)
     if config.model_type not in ENCODERS:
         return "generation"
     return "cross-encoder" if config.is_classifier else "embedding"

@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from archerfish.cache.radix import CacheStats, HitRecord
 from archerfish.config import EngineConfig, HubConfig
@@ -31,9 +31,11 @@ from archerfish.runtime.runner import RunningStep
 from archerfish.sched.plan import Plan
 from archerfish.sequence import Delta, Namespace, Request, as_namespace
 from archerfish.step import StepResult
-from archerfish.text.chat_template import ChatTemplate
 from archerfish.text.grammar import GrammarCompiler
 from archerfish.types import Progress, no_progress
+
+if TYPE_CHECKING:
+    from archerfish.text.chat_template import ChatTemplate
 
 Message = Mapping[str, Any]
 OnResult = Callable[[int, RequestOutput], None]
@@ -72,10 +74,10 @@ class LLMEngine:
         self._lock = threading.RLock()  # over the scheduler and the tables above; never held while a step computes
         self._in_flight: deque[tuple[Plan, RunningStep]] = deque()  # steps that are launched and not yet committed
         self._changed = threading.Condition(self._lock)  # notified after every step and every submission
-        self._is_stepping = False
-        self._has_idle_work = True
+        self._is_stepping, self._has_idle_work = False, True
         self._is_closed, self._process = False, os.getpid()
-        gc.collect()  # an import of torch leaves frames behind that refer to this engine
+        if "torch" in sys.modules:
+            gc.collect()  # its import leaves frames behind that refer to this engine
         gc.freeze()  # what was loaded stays: collections that come in the middle of steps need not look at it
 
     # Submitting
@@ -135,8 +137,7 @@ class LLMEngine:
         is_launched = self._launch_next()
         if not is_launched and not self._in_flight:
             self.scheduler.masks.wait()
-        ended += self._collect_down_to(depth if is_launched else 0)
-        return ended
+        return ended + self._collect_down_to(depth if is_launched else 0)
 
     def advance(self) -> bool:
         """Do as much of `step` as needs no waiting for a thread that computes; whether that was anything."""
@@ -372,7 +373,7 @@ class LLMEngine:
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """The model's own; an error says so where it has none."""
-        return ChatTemplate.find(self.facts.tokenizer_directory or self.facts.directory, self.facts.name, self.tokenizer)
+        return self.facts.find_chat_template(self.tokenizer)
 
     def chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, *,

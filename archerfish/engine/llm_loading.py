@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from archerfish.cache.adaptive import LogitsCache
 from archerfish.cache.block_manager import BlockManager
@@ -33,6 +33,9 @@ from archerfish.text.text_tokenizer import find_text_tokenizer
 from archerfish.text.tokenizer import Tokenizer, read_settings
 from archerfish.types import Progress
 
+if TYPE_CHECKING:
+    from archerfish.text.chat_template import ChatTemplate
+
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 16384
 DETERMINISTIC_CHUNK = 256
 
@@ -55,11 +58,12 @@ class ModelFacts:
     weight_format: WeightFormat = PLAIN
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # for requests that state no parameters
     tokenizer_directory: Path | None = None  # None: prompts are token ids
+    stored_bytes: int = 0  # of weights that stay in the formats of their file; 0: they take what the model computes in
 
     @property
     def weight_bytes(self) -> int:
         """What the weights take in memory."""
-        return sum(self.adapter.tensor_bytes(self.config, self.dtype, self.weight_format).values())
+        return self.stored_bytes or sum(self.adapter.tensor_bytes(self.config, self.dtype, self.weight_format).values())
 
     def find_tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, or the one that `tokenizer` names."""
@@ -72,6 +76,12 @@ class ModelFacts:
             hint = "Give a tokenizer that was made for this model."
             raise InvalidOptionError(f"[engine] tokenizer: {self.tokenizer_directory.name} {why}.", hint=hint)
         return found
+
+    def find_chat_template(self, tokenizer: Tokenizer | None) -> ChatTemplate:
+        """The model's own; an error says so where it has none."""
+        from archerfish.text.chat_template import ChatTemplate
+
+        return ChatTemplate.find(self.tokenizer_directory or self.directory, self.name, tokenizer)
 
     @property
     def memory_shape(self) -> MemoryShape:
@@ -126,7 +136,7 @@ def facts_of(
     config: EngineConfig, device: str, dtype: str, directory: Path, name: str, values: Mapping[str, Any],
     generation: Mapping[str, Any], stored_bytes: int = 0,
 ) -> ModelFacts:
-    """stored_bytes: of the weights in a store whose formats the backend keeps; 0: they take what the model computes in."""
+    """stored_bytes: as in ModelFacts."""
     model_config, weight_format = Config(values), choose_format(config.weights)
     adapter = model_class(model_config)
     most = adapter.max_positions(model_config)
@@ -147,7 +157,7 @@ def facts_of(
     stated = {} if config.generation_config == "none" else generation
     return ModelFacts(
         directory, shown, model_config, generation, adapter, device, dtype, max_len, step_tokens, memory, vocab_size,
-        weight_format, read_default_sampling(stated, shown),
+        weight_format, read_default_sampling(stated, shown), stored_bytes=stored_bytes,
     )
 
 
@@ -210,9 +220,7 @@ def load_adapter(facts: ModelFacts, config: EngineConfig) -> ModelAdapter[Any]:
     with ops.allocating(facts.name):
         # Nothing here holds the tensors: each is released as soon as it is packed.
         adapter = facts.adapter(Weights(tensors(), ops, weight_format=facts.weight_format), facts.config, facts.max_len)
-        ops.prepare()
-        if loader is not None:
-            loader.release()
+        ops.prepare(loader.release if loader is not None else lambda: None)
         return adapter
 
 

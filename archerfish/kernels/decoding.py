@@ -10,9 +10,8 @@ computed and thrown away.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Generic
+from typing import Generic, NamedTuple
 
 from archerfish.kernels.ops import T
 
@@ -52,8 +51,7 @@ class Word(IntEnum):
     TOKENS = 2
 
 
-@dataclass(frozen=True)
-class DecodeState(Generic[T]):
+class DecodeState(NamedTuple, Generic[T]):
     """What the device remembers of sequences, one row each."""
 
     last_tokens: T  # (rows + 1,) int64: the token that was sampled last

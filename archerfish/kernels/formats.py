@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from archerfish.errors import InvalidOptionError, TensorError, did_you_mean
 from archerfish.kernels.int4 import BLOCK, LARGEST, quantise_int4
@@ -31,8 +30,7 @@ LARGEST_INT8 = 127
 PIECE_ELEMENTS, PIECE_ROWS = 1 << 20, 64  # weights that are converted at a time: about so many, in a multiple of so many rows
 
 
-@dataclass(frozen=True)
-class TensorLayout:
+class TensorLayout(NamedTuple):
     """How one tensor of a format covers a matrix of (outputs, inputs)."""
 
     dtype: str = ""  # empty: the type that the model computes in

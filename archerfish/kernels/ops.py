@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -80,8 +80,7 @@ class EncoderInputs(ABC, Generic[T]):
         """Send a batch's inputs, whose sequences become the first ones here; False, and nothing sent, where they do not fit."""
 
 
-@dataclass(frozen=True)
-class HeadShape:
+class HeadShape(NamedTuple):
     """Heads of an attention layer; num_heads is a multiple of num_kv_heads, consecutive query heads share a KV head."""
 
     num_heads: int
@@ -107,8 +106,7 @@ class BlockMask(Generic[T]):
             raise InvalidInputError(f"A mask has blocks of {self.size} tokens, which is not a multiple of {MASK_STEP}.")
 
 
-@dataclass(frozen=True)
-class KVLayer(Generic[T]):
+class KVLayer(NamedTuple, Generic[T]):
     """Memory of one layer: (num_blocks, block_size, num_kv_heads, head_dim) each.
 
     In int8 each head has KV_SCALE_BYTES behind its numbers: the float32 that these are to be multiplied with.
@@ -129,8 +127,7 @@ class Rotary(Generic[T]):
     rotary_dim: int
 
 
-@dataclass(frozen=True)
-class Rotation(Generic[T]):
+class Rotation(NamedTuple, Generic[T]):
     """How a layer's queries and keys become what attention takes: each head RMS-normalised, and then rotated."""
 
     rotary: Rotary[T] | None = None
@@ -160,8 +157,7 @@ class PagedBatch(Generic[T]):
     kept_rows: T | None = None  # those of the hidden states that are wanted; None: all
 
 
-@dataclass(frozen=True)
-class NormWeights(Generic[T]):
+class NormWeights(NamedTuple, Generic[T]):
     """Of a layer norm, (width,) float32 each."""
 
     weight: T
@@ -203,10 +199,14 @@ class Ops(ABC, Generic[T]):
         self._linear_weights.append(weight)
         return weight
 
-    def prepare(self) -> None:
-        """Pack all weights now instead of at their first use. Safe while other threads compute."""
+    def prepare(self, then: Callable[[], None] = lambda: None) -> None:
+        """Pack all weights now instead of at their first use, maybe in the background. Safe while other threads compute.
+
+        then: called when they are packed.
+        """
         for weight in self._linear_weights:
             weight.get()
+        then()
 
     def release(self) -> None:
         """Give the memory of all weights back, which must not be used any more."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, NamedTuple
 
 from archerfish.kernels.decoding import DecodeState
 from archerfish.kernels.ops import Activation, Ids, LinearWeight, NormWeights, T
@@ -37,8 +37,7 @@ class StateShape:
         return self.num_layers * (4 * self.width * self.head_dim + 2 * self.width * item_bytes)
 
 
-@dataclass(frozen=True)
-class StateLayer(Generic[T]):
+class StateLayer(NamedTuple, Generic[T]):
     """Memory of one layer in all slots."""
 
     wkv: T  # (slots, heads, head_dim, head_dim) float32: values down, keys across (native: keys down)
@@ -46,8 +45,7 @@ class StateLayer(Generic[T]):
     channel_input: T  # (slots, width): the channel mix's last input
 
 
-@dataclass(frozen=True)
-class StateMemory(Generic[T]):
+class StateMemory(NamedTuple, Generic[T]):
     """States of all slots."""
 
     wkv: T  # (slots, layers, heads, head_dim, head_dim)
@@ -85,8 +83,7 @@ class RecurrentBatch(Generic[T]):
         return len(self.query_lens)
 
 
-@dataclass(frozen=True)
-class HeadInputs(Generic[T]):
+class HeadInputs(NamedTuple, Generic[T]):
     """Products of a time mix, (tokens, width) each, as the linear maps give them."""
 
     receptance: T
@@ -99,8 +96,7 @@ class HeadInputs(Generic[T]):
     value_mix: T | None = None  # how much of the first layer's values is mixed in
 
 
-@dataclass(frozen=True)
-class HeadWeights(Generic[T]):
+class HeadWeights(NamedTuple, Generic[T]):
     """Vectors of a time mix, (width,) float32 each."""
 
     removal: T  # k_k: keys times this, normalised, say what is taken out of the state
@@ -111,8 +107,7 @@ class HeadWeights(Generic[T]):
     eps: float
 
 
-@dataclass(frozen=True)
-class LowRankWeights(Generic[T]):
+class LowRankWeights(NamedTuple, Generic[T]):
     """up(activation(down(x))), where down has few outputs."""
 
     down: LinearWeight[T]
@@ -120,8 +115,7 @@ class LowRankWeights(Generic[T]):
     activation: Activation = "none"
 
 
-@dataclass(frozen=True)
-class TimeWeights(Generic[T]):
+class TimeWeights(NamedTuple, Generic[T]):
     """Of a time mix."""
 
     norm: NormWeights[T]
@@ -137,8 +131,7 @@ class TimeWeights(Generic[T]):
     out: LinearWeight[T]
 
 
-@dataclass(frozen=True)
-class ChannelWeights(Generic[T]):
+class ChannelWeights(NamedTuple, Generic[T]):
     """Of a channel mix."""
 
     norm: NormWeights[T]

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from archerfish.errors import OutOfMemoryError
-from archerfish.kernels.cards import find_cards
 from archerfish.kernels.machine import Memory, memory
 
 GIB = 1 << 30
@@ -21,6 +20,8 @@ def usable_memory(device: str, share: float = 1.0) -> Memory:
 
         free, total = torch.cuda.mem_get_info()
     else:  # `archerfish doctor`
+        from archerfish.kernels.cards import find_cards
+
         card = find_cards()[0][0]
         free, total = card.free_bytes, card.total_bytes
     is_limited = total * share < free

@@ -17,7 +17,7 @@ import threading
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from archerfish.kernels.ops import Ids, T
 
@@ -29,24 +29,21 @@ TOP_K_OFF, SHORT_TOP_K = 1 << 40, 256
 CHOSEN, NOT_FINITE, NONE_LEFT = 0, 1, 2  # how a row went: a token; NaN or infinite logits; every token is ruled out
 
 
-@dataclass(frozen=True)
-class Entries(Generic[T]):
+class Entries(NamedTuple, Generic[T]):
     """Single places of the (rows, vocabulary) logits; no place stands twice."""
 
     rows: T  # (entries,) int64
     token_ids: T  # (entries,) int64
 
 
-@dataclass(frozen=True)
-class Masks(Generic[T]):
+class Masks(NamedTuple, Generic[T]):
     """The only tokens that some rows may choose."""
 
     rows: T  # (n,) int64: which rows of the batch, none twice
     bits: T  # (n, words) int64: a bit for every token of the vocabulary, 64 to a word, the lowest first; 0: ruled out
 
 
-@dataclass(frozen=True)
-class Ranges(Generic[T]):
+class Ranges(NamedTuple, Generic[T]):
     """The part of the vocabulary that each row chooses from. Logits outside of it are not read."""
 
     first: T  # (rows,) int64
@@ -65,8 +62,7 @@ class TokenCounts(Generic[T]):
     num_ids: Ids  # the same on the host
 
 
-@dataclass(frozen=True)
-class Penalties(Generic[T]):
+class Penalties(NamedTuple, Generic[T]):
     """Penalties of some rows; None where no row has one."""
 
     rows: T  # (n,) int64: which rows of the batch
@@ -78,8 +74,7 @@ class Penalties(Generic[T]):
     frequency: T | None
 
 
-@dataclass(frozen=True)
-class Cuts(Generic[T]):
+class Cuts(NamedTuple, Generic[T]):
     """Rows with a top_k or top_p."""
 
     rows: T  # (n,) int64: which rows of the batch
@@ -112,16 +107,14 @@ class SamplingBatch(Generic[T]):
         return any(part is not None for part in (self.bias, self.banned, self.masks, self.penalties))
 
 
-@dataclass(frozen=True)
-class Drawn(Generic[T]):
+class Drawn(NamedTuple, Generic[T]):
     """Chosen tokens, with the offset of their range; 0 in rows that failed."""
 
     tokens: T  # (rows,) int64
     report: T  # (2, rows) int64: the tokens again, and CHOSEN, NOT_FINITE or NONE_LEFT
 
 
-@dataclass(frozen=True)
-class Logprobs(Generic[T]):
+class Logprobs(NamedTuple, Generic[T]):
     """Log-probabilities of given tokens and of the likeliest tokens."""
 
     logprobs: T  # (rows,) float64

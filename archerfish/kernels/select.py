@@ -7,13 +7,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from archerfish.errors import DeviceError
-from archerfish.kernels.cards import find_cards
 from archerfish.kernels.machine import fast_cpu_dtype
 
 if TYPE_CHECKING:
@@ -24,8 +22,7 @@ INSTALL_TORCH = "Install it: pip install 'archerfish[torch]'."
 CARD_DRIVERS = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")  # of NVIDIA, its Jetsons, WSL, AMD
 
 
-@dataclass(frozen=True)
-class OpsBackend:
+class OpsBackend(NamedTuple):
     """One implementation of `Ops`. Nothing of it is imported before `load`."""
 
     name: str
@@ -36,8 +33,7 @@ class OpsBackend:
     has_int8_kv: bool = False  # keys and values may be int8
 
 
-@dataclass(frozen=True)
-class FastPath:
+class FastPath(NamedTuple):
     """One optional way to be faster, whether it is on, and why or why not."""
 
     name: str
@@ -45,8 +41,7 @@ class FastPath:
     reason: str
 
 
-@dataclass(frozen=True)
-class Device:
+class Device(NamedTuple):
     """The device that computes, and why it was chosen. As text, for example "cuda: NVIDIA H200, 139 GiB"."""
 
     name: str
@@ -158,6 +153,8 @@ def choose_ops(device: str, dtype: str) -> Ops[Any]:
 
 def fast_paths() -> list[FastPath]:
     """Every optional path and every backend with its state, for people to read."""
+    from archerfish.kernels.cards import find_cards
+
     _, without_cuda = find_cards()
     device, dtype = ("cpu", choose_dtype("auto", "cpu")) if without_cuda else ("cuda", "bfloat16")
     paths = [FastPath("CUDA", not without_cuda, without_cuda or "products by torch")]

@@ -7,8 +7,7 @@ A linear map stands at the beginning and at the end of attention and of feed-for
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, NamedTuple
 
 from archerfish.kernels.ops import Activation, HeadShape, KVLayer, Ops, PagedBatch, Rotary, Rotation, T
 from archerfish.layers.weights import Weights
@@ -62,8 +61,7 @@ class GatedMLP(Generic[T]):
         self.down = weights.linear("down_proj", width, feed_forward, bias=bias)
 
 
-@dataclass(frozen=True)
-class BlockNorms(Generic[T]):
+class BlockNorms(NamedTuple, Generic[T]):
     """Norms before attention and feed-forward, and after them in architectures that have those."""
 
     before_attention: RMSNorm[T]

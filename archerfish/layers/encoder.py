@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, NamedTuple
 
 from archerfish.kernels.ops import Activation, Ops, Segments, T
 from archerfish.layers.weights import Weights
 
 
-@dataclass(frozen=True)
-class BlockShape:
+class BlockShape(NamedTuple):
     """Sizes of a block and what it computes."""
 
     width: int
@@ -20,8 +18,7 @@ class BlockShape:
     eps: float
 
 
-@dataclass(frozen=True)
-class BlockNames:
+class BlockNames(NamedTuple):
     """What an architecture calls the parts of a block."""
 
     query: str

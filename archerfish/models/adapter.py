@@ -6,7 +6,6 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Any, ClassVar, Generic, cast
 
 from archerfish.errors import UnsupportedModelError
@@ -186,6 +185,8 @@ def model_class(config: Config) -> type[ModelAdapter[Any]]:
     """The class for a configuration: a registered one, else an installed package's; an unknown one is refused."""
     if config.model_type in MODELS:
         return class_of(MODELS[config.model_type])
+    from importlib.metadata import entry_points  # takes long to import
+
     installed = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if config.model_type in installed:
         point = installed[config.model_type]

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle
 from typing import Generic, NamedTuple, TypeVar
 
@@ -82,8 +82,7 @@ class RecordedPasses(ABC, Generic[T, K]):
         return kind is not None
 
 
-@dataclass(frozen=True)
-class PreparedDecodes:
+class PreparedDecodes(NamedTuple):
     """Inputs of a step of decodes, the longest sequences first: the device has small pieces of work left for the end."""
 
     words: Ids
@@ -203,8 +202,7 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         return self._num_shared
 
 
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(NamedTuple):
     """New tokens of the only sequence of a pass, up to its last one.
 
     The step waits for the token that is drawn behind it, and so for the copy out of the host's buffer.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic
+from dataclasses import replace
+from typing import Any, ClassVar, Generic, NamedTuple
 
 from archerfish.config import EngineConfig
 from archerfish.errors import DeviceError, InvalidOptionError, OutOfMemoryError
@@ -95,8 +95,7 @@ class StatePool(MemoryPool[T]):
         return self.recurrent.decode_batch(inputs, state)
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
+class MemoryPlan(NamedTuple):
     """How many blocks of KV, or states, fit, computed before anything is allocated."""
 
     num_blocks: int
@@ -135,7 +134,7 @@ def allocate_pool(ops: Ops[T], shape: MemoryShape, plan: MemoryPlan) -> tuple[Me
         except OutOfMemoryError:
             ops.free_unused()
             tried, reason = plan, f"{plan.num_blocks:,} blocks did not fit"
-            plan = replace(plan, num_blocks=max(1, int(plan.num_blocks * SHRUNK)), reason=reason)
+            plan = plan._replace(num_blocks=max(1, int(plan.num_blocks * SHRUNK)), reason=reason)
     raise DeviceError(
         f"There is no room for {kind_of(shape)}: not even {tried.num_bytes / GIB:.2f} GiB could be had.",
         hint="Other programs may use the card: free memory there, or lower gpu_memory_utilization.",

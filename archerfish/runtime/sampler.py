@@ -10,8 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +35,7 @@ ROW = np.dtype([
 NEVER = np.iinfo(np.int64).max
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(NamedTuple):
     """What a call of `sample` chose, on the host. Rows are named by their place in the batch."""
 
     tokens: list[int]  # 0 where one failed

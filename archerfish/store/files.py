@@ -5,8 +5,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
-import secrets
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -77,6 +75,8 @@ def write_errors(path: Path) -> Iterator[None]:
 
 def check_free_space(directory: Path, needed_bytes: int) -> None:
     """Raise a WriteError when the disk below `directory` has less than `needed_bytes` free."""
+    import shutil
+
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     free_bytes = shutil.disk_usage(existing).free
     if free_bytes < needed_bytes:
@@ -86,7 +86,7 @@ def check_free_space(directory: Path, needed_bytes: int) -> None:
 
 def sibling(target: Path, kind: str) -> Path:
     """A new hidden path next to `target`; `kind` is tmp for what is being written, old for what was replaced."""
-    return target.with_name(f".{target.name}.{kind}-{os.getpid()}-{secrets.token_hex(4)}")
+    return target.with_name(f".{target.name}.{kind}-{os.getpid()}-{os.urandom(4).hex()}")
 
 
 def siblings(target: Path, kind: str) -> list[Path]:
@@ -95,6 +95,8 @@ def siblings(target: Path, kind: str) -> list[Path]:
 
 def recover(target: Path) -> None:
     """Clean up after a process that was killed while it wrote `target`. The caller holds the lock of `target`."""
+    import shutil
+
     for old in siblings(target, "old"):
         if target.exists():
             shutil.rmtree(old)
@@ -111,6 +113,8 @@ def new_directory(target: Path) -> Iterator[Path]:
     The old directory or the new one is at `target`, or `recover` puts it there. A lock keeps other processes from writing the
     same target at the same time.
     """
+    import shutil
+
     target = target.absolute()
     with file_lock(target.with_name(f".{target.name}.lock"), target), write_errors(target):
         recover(target)

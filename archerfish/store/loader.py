@@ -124,7 +124,9 @@ class WeightLoader:
         """
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
-        for name in self._rows if names is None else names:
+        if names is None:
+            self._open_memory().madvise(mmap.MADV_DONTNEED)
+        for name in names or ():
             for offset, num_bytes in filter(None, self._row(name)[1]):
                 begin = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
                 end = (offset + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE

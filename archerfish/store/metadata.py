@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,6 +91,11 @@ def read_metadata(directory: Path) -> StoreMetadata:
         raise ModelNotFoundError(f"{directory} is not a converted model: it has no {METADATA_NAME}.") from None
     except OSError as error:
         raise ModelNotFoundError(f"{path} cannot be read: {error.strerror}.") from error
+    return parse_metadata(raw, path)
+
+
+@lru_cache(maxsize=4)
+def parse_metadata(raw: bytes, path: Path) -> StoreMetadata:
     body, separator, tail = raw.rpartition(CHECKSUM_KEY)
     if not separator or tail != hashlib.sha256(body).hexdigest().encode() + CHECKSUM_END:
         raise CorruptFileError(f"{path} was altered or cut off: its checksum does not match.")

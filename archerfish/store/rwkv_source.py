@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,7 +137,7 @@ def row_of(num_rows: int, row: int, values: Any) -> Any:
 def adapted(tensor: SourceTensor, name: str, change: Callable[[Any], Any] | None = None) -> SourceTensor:
     """The tensor under another name and, with `change`, in another shape."""
     if change is None:
-        return replace(tensor, info=tensor.info._replace(name=name))
+        return tensor._replace(info=tensor.info._replace(name=name))
     import numpy as np
 
     shape = change(np.broadcast_to(np.int8(0), tensor.info.shape)).shape

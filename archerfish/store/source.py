@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from archerfish.errors import CorruptFileError, UnsupportedModelError
 from archerfish.store.format import ITEM_BYTES, Row, TensorInfo, make_info
@@ -21,8 +20,7 @@ DTYPE_CODES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class SourceTensor:
+class SourceTensor(NamedTuple):
     """A tensor of a source.
 
     `load` reads it in the source's type, bfloat16 as its bits in uint16. A quantised tensor is dequantised to float32.
@@ -33,8 +31,7 @@ class SourceTensor:
     load_quantized: Callable[[], Row] | None = None  # if info.quantization is set
 
 
-@dataclass(frozen=True)
-class ModelSource:
+class ModelSource(NamedTuple):
     """A model that its reader has opened."""
 
     kind: str  # safetensors, torch or gguf

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from archerfish.background import Lazy, in_background
 from archerfish.errors import InvalidInputError, UnsupportedModelError
-from archerfish.text.json_schema import rewrite_schema
 from archerfish.text.text_tokenizer import TextTokenizer
 from archerfish.text.tokenizer import Tokenizer
 
@@ -187,6 +186,8 @@ def grammar_text(kind: str, value: Any) -> str:
         case "json":
             return LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=JSON_OPTIONS)
         case "json_schema":
+            from archerfish.text.json_schema import rewrite_schema
+
             schema, remarks = rewrite_schema(value)
             for remark in remarks:
                 logger.warning("JSON schema: %s.", remark)

@@ -127,11 +127,11 @@ def find_text_tokenizer(
     directory: str | Path, config: Mapping[str, Any] | None = None, generation_config: Mapping[str, Any] | None = None
 ) -> Tokenizer | None:
     """The tokenizer of a model directory, of either kind; None if it has none: such a model takes token ids only."""
-    from archerfish.text.world_tokenizer import WorldTokenizer
-
     root = Path(directory)
     if any(file.is_file() for file in (root / "tokenizer.json", root / "tokenizer" / "tokenizer.json")):
         return TextTokenizer(root, config=config, generation_config=generation_config)
+    from archerfish.text.world_tokenizer import WorldTokenizer
+
     return WorldTokenizer.find(root, config)
 
 

@@ -216,17 +216,12 @@ def test_each_batch_takes_the_longest_that_fits(lengths: list[int], max_tokens: 
     assert not left
 
 
-RESIDENT_AND_FORKED = """
+FORKED = """
 import os, signal
-from pathlib import Path
 from archerfish import ArrowEngine
 engine = ArrowEngine("all-minilm-l6-v2")
 engine._packed.result(timeout=60)
 assert all(weight.made for weight in engine.core.ops._linear_weights)
-lines = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines()
-starts = [i for i, line in enumerate(lines) if line.endswith(str(engine._loader.arrow_path))]
-kb = sum(int(next(line for line in lines[i:] if line.startswith("Rss:")).split()[1]) for i in starts)
-print(len(starts), kb * 1024 / engine._loader.arrow_path.stat().st_size)
 texts = [f"text {i}" for i in range(300)]
 before = engine.encode(texts)
 child = os.fork()
@@ -239,15 +234,10 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_weights_are_in_memory_once_and_a_forked_process_can_encode(minilm_source: Path) -> None:
-    """After packing, the mapped matrices are let go: red if originals and packed copies both stay resident.
-
-    The parent's threads do not survive a fork: red if the child waits for them.
-    """
-    out = subprocess.run([sys.executable, "-c", RESIDENT_AND_FORKED], capture_output=True, text=True, check=True)
-    num_mappings, share, child_code = out.stdout.split()
-    assert (int(num_mappings), float(share) < 0.1) == (1, True)
-    assert child_code == "0", out.stderr
+def test_a_forked_process_can_encode(minilm_source: Path) -> None:
+    """The parent's threads do not survive a fork: red if the child waits for them."""
+    out = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True)
+    assert out.stdout == "0\n", out.stderr
 
 
 def test_any_iterable_of_texts(minilm: ArrowEngine) -> None:

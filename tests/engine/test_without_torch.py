@@ -1,4 +1,4 @@
-"""A CPU needs no torch: red if anything on the way of a text or a vector imports it."""
+"""A CPU needs no torch: red if anything on the way of a text or a vector imports it, or others that take long to import."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ for model in sys.argv[1:]:
     with LLMEngine(model, device="auto", load_format="dummy", memory_budget_gib=0.05) as llm:
         print(len(llm.generate([[5, 6, 7], [8] * 40], params)[1].token_ids))
 print(*ArrowEngine("all-minilm-l6-v2").encode(["a fish"]).shape)
+slow = {"asyncio", "email", "importlib.metadata", "jinja2", "pyarrow", "subprocess", "tomllib", "zipfile"}  # to import
+assert not slow & set(sys.modules), slow & set(sys.modules)
 """
 
 

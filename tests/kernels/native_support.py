@@ -22,7 +22,7 @@ from archerfish.kernels.stored import StoredTensor
 __all__ = ["LEVELS", "NativeOps", "Translated", "native_ops", "to_arrays"]
 LEVELS = levels()
 TAKES_TENSORS = ("linear_weight", "to_device", "vector")  # of a checkpoint
-GIVEN = (KVLayer, Rotary, StateLayer, StateMemory)
+GIVEN = (KVLayer, StateLayer, StateMemory)
 
 
 def to_arrays(x: Any) -> Any:
@@ -31,23 +31,24 @@ def to_arrays(x: Any) -> Any:
         x = x.detach()
         return (x.view(torch.uint16) if x.dtype in (torch.float16, torch.bfloat16) else x).numpy()
     if isinstance(x, (list, tuple)):
-        return type(x)(map(to_arrays, x))
+        changed = list(map(to_arrays, x))
+        return type(x)(*changed) if hasattr(x, "_fields") else type(x)(changed)
     if not is_dataclass(x) or isinstance(x, (type, StoredTensor, Value)):
         return x
     held = {each.name: getattr(x, each.name) for each in fields(x) if each.init}
-    changed = {name: to_arrays(each) for name, each in held.items()}
-    return replace(x, **changed) if any(changed[name] is not held[name] for name in held) else x
+    made = {name: to_arrays(each) for name, each in held.items()}
+    return replace(x, **made) if any(made[name] is not held[name] for name in held) else x
 
 
 def to_tensors(x: Any, dtype: str) -> Any:
     if isinstance(x, np.ndarray):
         found = torch.from_numpy(x)
         return found.view(getattr(torch, dtype)) if x.dtype == np.uint16 else found
-    if isinstance(x, (list, tuple)):
+    if type(x) in (list, tuple):
         return type(x)(to_tensors(each, dtype) for each in x)
-    if not isinstance(x, GIVEN):
-        return x
-    return replace(x, **{each.name: to_tensors(getattr(x, each.name), dtype) for each in fields(x)})
+    if isinstance(x, Rotary):
+        return replace(x, cos_sin=to_tensors(x.cos_sin, dtype))
+    return type(x)(*(to_tensors(each, dtype) for each in x)) if isinstance(x, GIVEN) else x
 
 
 class Translated:

@@ -32,9 +32,9 @@ from archerfish.store.format import Quantization, TensorInfo, split_blocks
 from tests.kernels.native_support import LEVELS, NativeOps, Translated, native_ops, to_arrays
 from tests.kernels.paged import batch_over, random
 
-from archerfish.kernels.native._native import Level  # isort: skip (it is there if native_support is)
-from archerfish.kernels.native.recorder import Replayer  # isort: skip
-from archerfish.kernels.native.weights import FORMATS as MULTIPLIED, INT8_ROWS, pack_parts  # isort: skip
+from archerfish.kernels.native._native import Level, Tape, all_threads  # isort: skip (it is there if native_support is)
+from archerfish.kernels.native.recorder import Replayer, StepArrays, TapeRunner  # isort: skip
+from archerfish.kernels.native.weights import FORMATS as MULTIPLIED, INT8_ROWS, stack_parts  # isort: skip
 
 Floats = npt.NDArray[np.float32]
 PLAIN = ("float32", "float16", "bfloat16")
@@ -83,7 +83,9 @@ def assert_near(y: Any, expected: Any, tolerance: float) -> None:
 def test_packing_keeps_every_bit(name: str, level: str) -> None:
     """The second part begins inside of a group of outputs, and its last group is not full."""
     made = [make_matrix(name, num, 512, seed=num) for num in (37, 70)]
-    matrix = pack_parts([stored for stored, _ in made], "float32" if name not in PLAIN else name)
+    runner = TapeRunner(Level(level), all_threads(2))
+    matrix = stack_parts([stored for stored, _ in made], runner, "float32" if name not in PLAIN else name)
+    runner.run(Tape(Level(level)), StepArrays(), [])
     found = np.full((107, 512), np.nan, dtype=np.float32)
     matrix.unpack(found, Level(level))
     assert np.array_equal(found, np.concatenate([wide for _, wide in made]))

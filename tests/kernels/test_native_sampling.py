@@ -62,8 +62,10 @@ def batch_of(rows: list[Options], *, position: int = 11, **parts: Any) -> Sampli
 
 def in_torch(value: Any, name: str = "") -> Any:
     """A batch with tensors in place of arrays, all of them copies."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if isinstance(value, (SamplingBatch, TokenCounts)):
         return replace(value, **{f.name: in_torch(getattr(value, f.name), f.name) for f in dataclasses.fields(value)})
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return type(value)(**{name: in_torch(each, name) for name, each in value._asdict().items()})
     if isinstance(value, np.ndarray):
         return value.copy() if name in ("slots", "num_ids") else torch.from_numpy(value.copy())
     return value

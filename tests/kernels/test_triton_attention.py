@@ -147,7 +147,7 @@ def test_layers_share_what_is_found_of_a_batch() -> None:
     ops.paged_attention(q, kv, batch, heads)
     plan = find_plan(batch)
     before = [id(x) for pair in (*plan.tiles.values(), *plan.scratch.values()) for x in pair]
-    ops.paged_attention(q, kv, batch, replace(heads, window=2))
+    ops.paged_attention(q, kv, batch, heads._replace(window=2))
     assert find_plan(batch) is plan
     assert [id(x) for pair in (*plan.tiles.values(), *plan.scratch.values()) for x in pair] == before
 

@@ -237,14 +237,17 @@ def test_layers_whose_weights_differ_are_not_fused(
     """Where one matrix of a mix has another format than the others, or a bias that the kernels do not expect."""
     mix_time = spy_on(monkeypatch, Rwkv7Block, "mix_time")
     ours, reference = (decodes_of(models["tiny"], 2), reference_of(models["tiny"], 2))
-    *path, last = name.split(".")
+    names = name.split(".")
     tensor = {"time.key": "attn.k_proj", "channel.key": "ffn.key", "time.decay.up": "attn.w_lora.lora.2"}[name]
     weight = models["tiny"][1][f"model.layers.1.{tensor}.weight"].to(DEVICE)
     for decodes in (ours, reference):
-        owner: Any = decodes.model.blocks[1].weights
-        for part in path:
-            owner = getattr(owner, part)
-        object.__setattr__(owner, last, decodes.ops.linear_weight([{"weight": weight}], [None], weight_format))
+        owners: list[Any] = [decodes.model.blocks[1].weights]
+        for part in names[:-1]:
+            owners.append(getattr(owners[-1], part))
+        changed: Any = decodes.ops.linear_weight([{"weight": weight}], [None], weight_format)
+        for owner, part in zip(owners[:0:-1], names[:0:-1], strict=True):
+            changed = owner._replace(**{part: changed})
+        object.__setattr__(owners[0], names[0], changed)
     check(ours, reference, BOUNDED)
     is_fused = name == "channel.key"  # all matrices of a mix have one format, but the two mixes may have different ones
     assert mix_time.call_count == (2 if is_fused else 3)

@@ -13,7 +13,6 @@ import torch
 from archerfish.errors import TensorError, UnsupportedModelError
 from archerfish.kernels.formats import choose_format
 from archerfish.kernels.torch.reference import TorchOps
-from archerfish.models import adapter
 from archerfish.models.adapter import KVShape, model_class
 from archerfish.models.config import Config
 from archerfish.models.llama import LlamaModel
@@ -194,7 +193,7 @@ def test_a_missing_or_misshapen_tensor_is_named(kind: str, name: str, tensor: to
 )
 def test_an_installed_package_can_bring_an_architecture(monkeypatch: pytest.MonkeyPatch, value: str, message: str) -> None:
     point = EntryPoint("packaged", value, "archerfish.models")
-    monkeypatch.setattr(adapter, "entry_points", lambda *, group: [point] if group == "archerfish.models" else [])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda *, group: [point] if group == "archerfish.models" else [])
     if not message:
         assert model_class(Config({"model_type": "packaged"})) is LlamaModel
         return

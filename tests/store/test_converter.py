@@ -94,7 +94,7 @@ def test_full_disk_leaves_the_old_directory(source: Path, converted: Path, num_b
 
 def test_too_little_disk_space_is_refused_first(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=5000)
-    monkeypatch.setattr("archerfish.store.files.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(errors.WriteError, match="MB free"):
         convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

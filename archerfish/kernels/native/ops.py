@@ -29,7 +29,7 @@ from archerfish.kernels.native.recorder import (
 )
 from archerfish.kernels.native.recurrent import NativeRecurrentOps
 from archerfish.kernels.native.sampling import NativeSampling
-from archerfish.kernels.native.weights import ACTIVATIONS, TYPES, NativeWeight, Table, as_stored, matrix_of, pack_parts
+from archerfish.kernels.native.weights import ACTIVATIONS, TYPES, NativeWeight, Table, as_stored, matrix_of, stack_parts
 from archerfish.kernels.ops import (
     KV_SCALE_BYTES,
     Activation,
@@ -124,7 +124,7 @@ class NativeOps(Ops[Any]):
             return tensor
         key = tensor.data.ctypes.data
         if key not in self._tables:
-            self._tables[key] = Table(pack_parts([tensor], self.dtype))
+            self._tables[key] = Table(stack_parts([tensor], self.runner, self.dtype))
         return self._tables[key]
 
     def vector(self, weight: Handle, *, plus: float = 0.0) -> Handle:
@@ -135,8 +135,8 @@ class NativeOps(Ops[Any]):
     ) -> NativeWeight:
         weights = [matrix_of(part, weight_format) for part in parts]
         is_tied = len(weights) == 1 and isinstance(weights[0], Table)
-        name = weight_format.name
-        matrix = weights[0].matrix if is_tied else pack_parts(weights, self.dtype, name, rounds_rows=self.rounds_rows)
+        name, rounds_rows = weight_format.name, self.rounds_rows
+        matrix = weights[0].matrix if is_tied else stack_parts(weights, self.runner, self.dtype, name, rounds_rows=rounds_rows)
         if any(bias is not None for bias in biases):
             sizes = [weight.shape[0] for weight in weights]
             given = [
@@ -145,6 +145,10 @@ class NativeOps(Ops[Any]):
             ]
             matrix.set_bias(np.concatenate(given))
         return NativeWeight(self.runner, matrix, is_deterministic=self.is_deterministic)
+
+    def prepare(self, then: Callable[[], None] = lambda: None) -> None:
+        super().prepare()
+        self.runner.start_packing(then)
 
     def release(self) -> None:
         self._tables.clear()

@@ -8,15 +8,17 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from archerfish.background import in_background
 from archerfish.kernels.machine import FreeCores
-from archerfish.kernels.native._native import Level, Tape, Threads
+from archerfish.kernels.native._native import Level, Matrix, Packing, Tape, Threads
 from archerfish.kernels.pool import num_pass_threads
 
 Array = npt.NDArray[Any]
@@ -149,6 +151,9 @@ class TapeRunner:
     def __init__(self, level: Level, threads: Threads) -> None:
         self.level, self.threads, self._free_cores = level, threads, FreeCores()
         self._local = threading.local()
+        self._unpacked: list[Matrix] = []  # those that nothing packs yet
+        self._packing: Future[None] | None = None
+        self._lock = threading.Lock()
 
     def current(self) -> Recorder:
         """What operations are added to."""
@@ -168,7 +173,36 @@ class TapeRunner:
         """How many threads a pass of this thread uses."""
         return num_pass_threads() or min(self.threads.count, self._free_cores.count())
 
+    def pack(self, matrix: Matrix, *, is_copy: bool = False) -> Matrix:
+        """Have a matrix packed together with others before a tape runs; at once if its rows are a copy, to free that."""
+        self._unpacked.append(matrix)
+        if is_copy:
+            self._finish_packing()
+        return matrix
+
+    def start_packing(self, then: Callable[[], None] = lambda: None) -> None:
+        """Pack in the background, by all threads and without the interpreter lock. then: called afterwards."""
+        with self._lock:
+            packing, num_threads, before = Packing(self._unpacked), self.num_threads, self._packing
+
+            def pack() -> None:
+                if before is not None:
+                    before.result()
+                packing.run(self.threads, num_threads)
+
+            self._packing = in_background(pack, "packing")
+            self._packing.add_done_callback(lambda _: then())
+            self._unpacked = []  # only now: a thread that finds nothing here must find what packs it
+
+    def _finish_packing(self) -> None:
+        if self._unpacked:
+            self.start_packing()
+        if (packing := self._packing) is not None:
+            packing.result()
+            self._packing = None
+
     def run(self, tape: Tape, step: StepArrays, results: list[Array]) -> None:
+        self._finish_packing()
         tape.run(self.threads, self.num_threads, step.sizes, step.arrays, results)
 
 
@@ -185,8 +219,7 @@ class Recording:
         self._local.recorder = None
 
 
-@dataclass(frozen=True)
-class RecordedSegments:
+class RecordedSegments(NamedTuple):
     """Stands for the Segments of a batch while its pass is recorded."""
 
     positions: Value

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from archerfish.errors import TensorError
 from archerfish.kernels.formats import Int4Groups, Int8Rows, Plain, WeightFormat
 from archerfish.kernels.int4 import BLOCK, quantise_int4
-from archerfish.kernels.native._native import Matrix
+from archerfish.kernels.native._native import Level, Matrix, Packing, all_threads
 from archerfish.kernels.native.recorder import Handle, TapeRunner
 from archerfish.kernels.ops import Activation, PackedWeight
 from archerfish.kernels.stored import StoredTensor
@@ -20,7 +20,6 @@ INT8_ROWS = "int8 rows"  # one scale for each output; rows of activations become
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 FORMATS = TYPES | {"Q4_0": 3, "Q4_1": 4, "Q5_0": 5, "Q5_1": 6, "Q8_0": 7, "Q4_K": 8, "Q5_K": 9, "Q6_K": 10, INT8_ROWS: 11}
 FORMAT_NAMES = {number: name for name, number in FORMATS.items()}
-SUPER_TYPES = ("Q4_K", "Q5_K", "Q6_K")
 ACTIVATIONS: dict[Activation, int] = {
     "none": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu_squared": 4, "sigmoid": 5, "silu": 6, "tanh": 7,
 }
@@ -91,11 +90,14 @@ def packed_format(stored: Iterable[str], dtype: str) -> str:
     return kinds.pop() if len(kinds) == 1 else dtype
 
 
-def pack_parts(parts: Sequence[Handle], dtype: str, weight_format: str = "plain", *, rounds_rows: bool = False) -> Matrix:
+def stack_parts(
+    parts: Sequence[Handle], runner: TapeRunner, dtype: str, weight_format: str = "plain", *, rounds_rows: bool = False
+) -> Matrix:
     """Matrices one below the other, in the format of the first; dtype: what float32 becomes."""
     stored = [as_stored(part) for part in parts]
     has_int8_rows = rounds_rows and weight_format == "int8"
-    if weight_format in MAKERS and not has_int8_rows:
+    is_made = weight_format in MAKERS and not has_int8_rows
+    if is_made:
         stored = [MAKERS[weight_format](part) for part in stored]
     kind = INT8_ROWS if has_int8_rows else packed_format((part.quant_type or part.dtype for part in stored), dtype)
     num_inputs = stored[0].shape[1]
@@ -104,9 +106,9 @@ def pack_parts(parts: Sequence[Handle], dtype: str, weight_format: str = "plain"
     matrix = Matrix(FORMATS[kind], sum(part.shape[0] for part in stored), num_inputs)
     first = 0
     for part in stored:
-        put_part(matrix, part, kind, first)
+        add_part(matrix, part, kind, first)
         first += part.shape[0]
-    return matrix
+    return runner.pack(matrix, is_copy=is_made or any(part.quant_type not in ("", kind) for part in stored))
 
 
 def as_stored(tensor: Any) -> StoredTensor:
@@ -122,26 +124,23 @@ def as_stored(tensor: Any) -> StoredTensor:
     return StoredTensor(tuple(tensor.shape), name, array)
 
 
-def put_part(matrix: Matrix, part: StoredTensor, kind: str, first: int) -> None:
-    """Write the rows of a part from output `first` on."""
+def add_part(matrix: Matrix, part: StoredTensor, kind: str, first: int) -> None:
+    """Add the rows of a part from output `first` on."""
     count = part.shape[0]
     if not part.quant_type:
-        matrix.pack_plain(TYPES[part.dtype], part.data, first, count)
+        matrix.add_rows(part.data, first, count, TYPES[part.dtype])
     elif part.quant_type != kind:  # the parts of one matrix are stored in different formats
-        matrix.pack_plain(TYPES["float32"], dequantised(part), first, count)
-    elif kind in SUPER_TYPES:
-        matrix.pack_super_blocks(part.data, first, count)
+        matrix.add_rows(dequantised(part), first, count, TYPES["float32"])
     else:
-        assert part.scales is not None
-        mins = None if part.mins is None else part.mins.view(np.uint16)
-        matrix.pack_blocks(part.data, part.scales.view(np.uint16), mins, first, count)
+        halves = [None if each is None else each.view(np.uint16) for each in (part.scales, part.mins)]
+        matrix.add_rows(part.data, first, count, scales=halves[0], mins=halves[1])
 
 
 def dequantised(part: StoredTensor) -> npt.NDArray[np.float32]:
     """A matrix of blocks as float32."""
-    from archerfish.kernels.native._native import Level
-
-    alone = pack_parts([part], "float32")
+    alone = Matrix(FORMATS[part.quant_type], *part.shape)
+    add_part(alone, part, part.quant_type, 0)
+    Packing([alone]).run(all_threads(1), 1)
     out = np.empty(part.shape, dtype=np.float32)
     alone.unpack(out, Level())
     return out

@@ -130,9 +130,9 @@ class TritonOps(TorchOps):
             self.free_unused()
             raise OutOfMemoryError(f"{what} needs more memory than the device has left: {error}") from error
 
-    def prepare(self) -> None:
+    def prepare(self, then: Callable[[], None] = lambda: None) -> None:
         if self.device == "cpu":
-            super().prepare()
+            super().prepare(then)
             return
         self._uploads = Uploads(self.device)
         try:
@@ -140,6 +140,7 @@ class TritonOps(TorchOps):
         finally:
             self._uploads.close()
             self._uploads = None
+        then()
 
     def to_device(self, tensor: Tensor) -> Tensor:
         uploads = self._uploads

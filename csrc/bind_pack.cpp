@@ -1,0 +1,95 @@
+// Matrices for Python, and packing: many matrices at once, by all threads, into one piece of memory.
+#include <sys/mman.h>
+
+#include "module.h"
+
+namespace archerfish {
+namespace {
+
+constexpr int64_t kRowsAtOnce = 4 * kGroup;
+
+// Pages come when they are written, so by all threads. Huge ones were no gain for products, and took up to 0.1 s more to be found.
+std::shared_ptr<uint8_t> zeros(size_t num_bytes) {
+  void* memory = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  return {static_cast<uint8_t*>(memory), [=](uint8_t*) { munmap(memory, num_bytes); }};
+}
+
+// The memory of matrices, allocated when this is made; `run` fills it.
+class Packing {
+ public:
+  explicit Packing(const std::vector<OwnedMatrix*>& matrices) {
+    int64_t total = kLine;
+    for (OwnedMatrix* matrix : matrices) total += room_of(*matrix);
+    memory_ = zeros(size_t(total));
+    uint8_t* at = memory_.get();
+    for (OwnedMatrix* matrix : matrices) {
+      matrix->memory = memory_, matrix->data = at;
+      for (auto& part : matrix->parts) {
+        for (int64_t row = 0; row < part.rows.count; row += kRowsAtOnce)
+          pieces_.push_back({matrix->format, matrix->num_inputs, part.rows, row, std::min(row + kRowsAtOnce, part.rows.count), at});
+        parts_.push_back(std::move(part));
+      }
+      matrix->parts.clear();
+      at += room_of(*matrix);
+    }
+  }
+
+  void run(Threads& threads, int num_threads) {
+    nb::gil_scoped_release released;
+    size_t next = 0;
+    threads.run(num_threads, [&](int) {
+      for (;;) {
+        const size_t mine = __atomic_fetch_add(&next, size_t(1), __ATOMIC_RELAXED);
+        if (mine >= pieces_.size()) return;
+        const Piece& piece = pieces_[mine];
+        pack_rows(piece.format, piece.num_inputs, piece.rows, piece.begin, piece.end, piece.out);
+      }
+    });
+  }
+
+ private:
+  struct Piece {
+    Format format;
+    int64_t num_inputs;
+    SourceRows rows;
+    int64_t begin, end;
+    uint8_t* out;
+  };
+  static int64_t room_of(const OwnedMatrix& matrix) { return (matrix.num_bytes + 2 * kLine - 1) / kLine * kLine; }
+
+  std::shared_ptr<uint8_t> memory_;
+  std::vector<Piece> pieces_;
+  std::vector<OwnedMatrix::Part> parts_;
+};
+
+void add_rows(OwnedMatrix& self, Array rows, int64_t first, int64_t count, int type, std::optional<Array> scales,
+              std::optional<Array> mins) {
+  const auto halves = [](const std::optional<Array>& array) { return static_cast<const uint16_t*>(address(array)); };
+  self.parts.push_back({{Type(type), rows.data(), halves(scales), halves(mins), first, count}, {rows, scales, mins}});
+}
+
+}  // namespace
+
+void bind_pack(nb::module_& m) {
+  nb::class_<OwnedMatrix>(m, "Matrix")
+      .def(nb::init<int, int64_t, int64_t>(), "format"_a, "num_outputs"_a, "num_inputs"_a)
+      .def_ro("num_outputs", &OwnedMatrix::num_outputs)
+      .def_ro("num_inputs", &OwnedMatrix::num_inputs)
+      .def_ro("num_bytes", &OwnedMatrix::num_bytes)
+      .def_prop_ro("format", [](const OwnedMatrix& self) { return int(self.format); })
+      .def("set_bias", [](OwnedMatrix& self, nb::ndarray<const float, nb::c_contig, nb::device::cpu> bias) {
+        self.bias_memory.assign(size_t(self.num_outputs + kGroup), 0.0f);
+        std::memcpy(self.bias_memory.data(), bias.data(), bias.nbytes());
+        self.bias = self.bias_memory.data();
+      })
+      .def("add_rows", &add_rows, "rows"_a, "first"_a, "count"_a, "type"_a = 0, "scales"_a = nb::none(), "mins"_a = nb::none())
+      .def("unpack", [](const OwnedMatrix& self, WritableArray out, const Level& level) {
+        level.kernels->unpack(self, static_cast<float*>(out.data()));
+      }, "out"_a, "level"_a);
+  nb::class_<Packing>(m, "Packing")
+      .def(nb::init<const std::vector<OwnedMatrix*>&>(), "matrices"_a)
+      .def("run", &Packing::run, "threads"_a, "num_threads"_a);
+}
+
+}  // namespace archerfish
