@@ -1,50 +1,71 @@
 """Functions on embeddings, with the names, arguments and results of `sentence_transformers.util`.
 
-A vector is a tensor, an array or a list of numbers; several vectors are a matrix of them, or a list of vectors.
+A vector is a tensor, an array or a list of numbers; several vectors are a matrix of them, or a list of vectors. Results are
+tensors where torch is installed, else arrays.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from archerfish.errors import InvalidInputError, InvalidOptionError, did_you_mean
 
 Precision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
 PRECISIONS = ("float32", "int8", "uint8", "binary", "ubinary")
+Matrix = Any  # a tensor, or an array
+
+
+def is_tensor(given: Any) -> bool:
+    return "torch" in sys.modules and isinstance(given, sys.modules["torch"].Tensor)
 
 
 def is_vectors(given: Any) -> bool:
     """Whether something is a vector or several, and not texts or token ids."""
-    if isinstance(given, torch.Tensor):
+    if is_tensor(given):
         return True
     if isinstance(given, np.ndarray | np.generic):
         return given.dtype.kind in "fiu"
     return isinstance(given, float) or (isinstance(given, list | tuple) and bool(given) and is_vectors(given[0]))
 
 
-def as_matrix(vectors: Any) -> torch.Tensor:
+def as_matrix(vectors: Any) -> Matrix:
     """Vectors as a matrix of floats; a single vector is a matrix of one row."""
-    if isinstance(vectors, list | tuple) and vectors and isinstance(vectors[0], torch.Tensor | np.ndarray):
-        vectors = torch.stack([torch.as_tensor(vector) for vector in vectors])
     try:
-        found = torch.as_tensor(vectors)
+        if importlib.util.find_spec("torch"):
+            import torch
+
+            if isinstance(vectors, list | tuple) and vectors and isinstance(vectors[0], torch.Tensor | np.ndarray):
+                vectors = torch.stack([torch.as_tensor(vector) for vector in vectors])
+            found: Matrix = torch.as_tensor(vectors)
+            found = found if found.is_floating_point() else found.float()
+        else:
+            found = np.asarray(vectors)
+            found = found if found.dtype.kind == "f" else found.astype(np.float32)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInputError(f"Expected vectors of numbers: {error}.", hint="encode() makes vectors of texts.") from None
-    found = found if found.is_floating_point() else found.float()
     return found if found.ndim > 1 else found.reshape(1, -1)
 
 
-def normalize_embeddings(embeddings: Any) -> torch.Tensor:
+def as_array(vectors: Any) -> npt.NDArray[np.float32]:
+    found = as_matrix(vectors)
+    return np.asarray(found.float().cpu().numpy() if is_tensor(found) else found, dtype=np.float32)
+
+
+def normalize_embeddings(embeddings: Any) -> Matrix:
     """Vectors of length 1."""
-    return torch.nn.functional.normalize(as_matrix(embeddings), dim=1)
+    found = as_matrix(embeddings)
+    if is_tensor(found):
+        return sys.modules["torch"].nn.functional.normalize(found, dim=1)
+    return found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
 
 
-def cos_sim(a: Any, b: Any) -> torch.Tensor:
+def cos_sim(a: Any, b: Any) -> Matrix:
     """Cosine of each vector of a with each of b, (len(a), len(b))."""
     return dot_score(normalize_embeddings(a), normalize_embeddings(b))
 
@@ -52,39 +73,46 @@ def cos_sim(a: Any, b: Any) -> torch.Tensor:
 pytorch_cos_sim = cos_sim
 
 
-def dot_score(a: Any, b: Any) -> torch.Tensor:
+def dot_score(a: Any, b: Any) -> Matrix:
     left, right = as_matrix(a), as_matrix(b)
-    return left @ right.to(left).T
+    return left @ (right.to(left) if is_tensor(left) else right).T
 
 
-def euclidean_sim(a: Any, b: Any) -> torch.Tensor:
+def distances(a: Any, b: Any, order: int) -> Matrix:
+    left, right = as_matrix(a), as_matrix(b)
+    if is_tensor(left):
+        return sys.modules["torch"].cdist(left, right, p=float(order))
+    return np.stack([np.linalg.norm(right - row, ord=order, axis=1) for row in left])
+
+
+def euclidean_sim(a: Any, b: Any) -> Matrix:
     """Negative distances: greater is more similar."""
-    return -torch.cdist(as_matrix(a), as_matrix(b), p=2.0)
+    return -distances(a, b, 2)
 
 
-def manhattan_sim(a: Any, b: Any) -> torch.Tensor:
+def manhattan_sim(a: Any, b: Any) -> Matrix:
     """Negative sums of differences: greater is more similar."""
-    return -torch.cdist(as_matrix(a), as_matrix(b), p=1.0)
+    return -distances(a, b, 1)
 
 
-def pairwise_cos_sim(a: Any, b: Any) -> torch.Tensor:
+def pairwise_cos_sim(a: Any, b: Any) -> Matrix:
     """Cosine of each vector of a with the vector of b in the same place."""
     return pairwise_dot_score(normalize_embeddings(a), normalize_embeddings(b))
 
 
-def pairwise_dot_score(a: Any, b: Any) -> torch.Tensor:
+def pairwise_dot_score(a: Any, b: Any) -> Matrix:
     return (as_matrix(a) * as_matrix(b)).sum(-1)
 
 
-def pairwise_euclidean_sim(a: Any, b: Any) -> torch.Tensor:
-    return -(as_matrix(a) - as_matrix(b)).square().sum(-1).sqrt()
+def pairwise_euclidean_sim(a: Any, b: Any) -> Matrix:
+    return -(((as_matrix(a) - as_matrix(b)) ** 2).sum(-1) ** 0.5)
 
 
-def pairwise_manhattan_sim(a: Any, b: Any) -> torch.Tensor:
-    return -(as_matrix(a) - as_matrix(b)).abs().sum(-1)
+def pairwise_manhattan_sim(a: Any, b: Any) -> Matrix:
+    return -abs(as_matrix(a) - as_matrix(b)).sum(-1)
 
 
-Score = Callable[[Any, Any], torch.Tensor]
+Score = Callable[[Any, Any], Matrix]
 # By the `similarity_fn_name` of a model: of all pairs, and of vectors in the same place.
 SIMILARITIES: dict[str, tuple[Score, Score]] = {
     "cosine": (cos_sim, pairwise_cos_sim), "dot": (dot_score, pairwise_dot_score),
@@ -106,17 +134,27 @@ def semantic_search(
     queries, corpus = as_matrix(query_embeddings), as_matrix(corpus_embeddings)
     results: list[list[dict[str, int | float]]] = []
     for first in range(0, len(queries), query_chunk_size):
-        rows = queries[first : first + query_chunk_size].to(corpus.device)
-        scores, ids = corpus.new_empty(len(rows), 0), torch.empty(len(rows), 0, dtype=torch.int64, device=corpus.device)
+        rows = queries[first : first + query_chunk_size]
+        rows = rows.to(corpus.device) if is_tensor(corpus) else rows
+        best: list[list[tuple[float, int]]] = [[] for _ in rows]
         for start in range(0, len(corpus), corpus_chunk_size):
-            new = score_function(rows, corpus[start : start + corpus_chunk_size])
-            places = torch.arange(start, start + new.shape[1], device=corpus.device).expand(len(rows), -1)
-            scores, ids = torch.cat([scores, new], 1), torch.cat([ids, places], 1)
-            scores, best = scores.topk(min(top_k, scores.shape[1]))
-            ids = ids.gather(1, best)
-        found = zip(ids.tolist(), scores.tolist(), strict=True)
-        results += [[{"corpus_id": i, "score": s} for i, s in zip(*row, strict=True)] for row in found]
+            scores = score_function(rows, corpus[start : start + corpus_chunk_size])
+            for row, (values, places) in enumerate(highest(scores, top_k)):
+                best[row] += [(value, -start - place) for value, place in zip(values, places, strict=True)]
+        ordered = [sorted(row, reverse=True)[:top_k] for row in best]
+        results += [[{"corpus_id": -place, "score": value} for value, place in row] for row in ordered]
     return results
+
+
+def highest(scores: Matrix, count: int) -> list[tuple[list[float], list[int]]]:
+    """The highest scores of each row, the highest first, and their places."""
+    count = min(count, scores.shape[1])
+    if is_tensor(scores):
+        values, places = scores.topk(count)
+    else:
+        places = np.argsort(-scores, axis=1, kind="stable")[:, :count]
+        values = np.take_along_axis(scores, places, axis=1)
+    return list(zip(values.tolist(), places.tolist(), strict=True))
 
 
 def quantize_embeddings(
@@ -129,19 +167,19 @@ def quantize_embeddings(
     """
     if precision not in PRECISIONS:
         raise InvalidOptionError(f"There is no precision {precision!r}.", hint=f"Known: {', '.join(PRECISIONS)}.")
-    if getattr(embeddings, "dtype", None) in (torch.int8, torch.uint8, np.int8, np.uint8):
+    if str(getattr(embeddings, "dtype", "")).removeprefix("torch.") in ("int8", "uint8"):
         raise InvalidInputError("These vectors are quantised already.", hint="Give the float32 vectors.")
     if np.ndim(embeddings) == 1:
         found: npt.NDArray[Any] = quantize_embeddings(as_matrix(embeddings), precision, ranges, calibration_embeddings)[0]
         return found
-    vectors = as_matrix(embeddings).float().cpu().numpy()
+    vectors = as_array(embeddings)
     if precision == "float32" or not len(vectors):
         return vectors
     if precision.endswith("binary"):
         bits = np.packbits(vectors > 0, axis=-1)
         return bits if precision == "ubinary" else (bits.astype(np.int16) - 128).astype(np.int8)
     if ranges is None:
-        known = vectors if calibration_embeddings is None else as_matrix(calibration_embeddings).float().cpu().numpy()
+        known = vectors if calibration_embeddings is None else as_array(calibration_embeddings)
         if len(known) < 2:
             hint = "Give more vectors, or ranges or calibration_embeddings to quantize_embeddings()."
             raise InvalidInputError(f"{precision} needs the range of each dimension: one vector has none.", hint=hint)

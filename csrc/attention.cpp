@@ -247,7 +247,7 @@ INLINE Factors gather_wide(const Attend& args, const int64_t* places, int64_t co
 INLINE void add_wide(int num_rows, int64_t dim, int64_t count, float factor, const Work& work) {
   float* products = work.scores;  // which are weights now
   for (int64_t d = 0; d < dim; d += kGroup) {
-    wide_rows(num_rows, work.weights, work.wide_values + d * kChunk, wide_inputs(count), products);
+    wide_rows<kChunk>(num_rows, work.weights, work.wide_values + d * kChunk, wide_inputs(count), products);
     for (int r = 0; r < num_rows; r++)
       UNROLL for (int p = 0; p < kParts; p++) {
         float* total = work.totals + r * dim + d + p * kLanes;

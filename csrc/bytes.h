@@ -74,27 +74,7 @@ INLINE void sum_bytes(int64_t num_rows, const uint8_t* x, const uint8_t* words, 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
   return pair_rows<int32x4_t>(num_rows, x, order_panel(words, num_inputs, memory), num_inputs, out);
 #elif defined(__AMX_INT8__)
-  const int64_t stride = num_inputs;
-  if (num_rows > kFewRows) {
-    for (int64_t row = 0; row < num_rows; row += 64) {
-      const int64_t tiles = at_most(4, (num_rows - row + 15) / 16);
-      const uint8_t* from = x + row * num_inputs;
-      _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
-      for (int64_t k = 0; k < num_inputs; k += kByteInputs) {
-        _tile_loadd(6, words + k * kGroup, 64);
-        _tile_loadd(4, from + k, stride); _tile_dpbusd(0, 4, 6);
-        if (tiles > 1) { _tile_loadd(5, from + 16 * stride + k, stride); _tile_dpbusd(1, 5, 6); }
-        if (tiles > 2) { _tile_loadd(4, from + 32 * stride + k, stride); _tile_dpbusd(2, 4, 6); }
-        if (tiles > 3) { _tile_loadd(5, from + 48 * stride + k, stride); _tile_dpbusd(3, 5, 6); }
-      }
-      int32_t* to = out + row * kGroup;
-      _tile_stored(0, to, 64);
-      if (tiles > 1) _tile_stored(1, to + 16 * kGroup, 64);
-      if (tiles > 2) _tile_stored(2, to + 32 * kGroup, 64);
-      if (tiles > 3) _tile_stored(3, to + 48 * kGroup, 64);
-    }
-    return;
-  }
+  return tile_rows<true>(num_rows, x, words, num_inputs, out);
 #endif
   constexpr int kMany = kParts == 1 ? 12 : 4;
   int64_t r = 0;

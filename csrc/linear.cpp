@@ -313,6 +313,8 @@ INLINE void widen(const uint8_t* group, int64_t num_inputs, float* panel) {
 }
 
 // ---- 16-bit products: the weights of a group as they want them ----
+constexpr int kLinearSums = 96;  // inputs that are added up in half precision
+
 constexpr bool can_widen(Format format) {
   if (format == Format::kFloat || format == Format::kInt8) return false;
   if (format <= Format::kBfloat) return format == (kWideHalf ? Format::kHalf : Format::kBfloat) && (kWideBfloat || kWideHalf);
@@ -409,7 +411,7 @@ void multiply_group(const Matrix& matrix, const uint8_t* group, const Prepared& 
   if constexpr (can_widen(F)) {
     if (x.wide) {
       const int64_t width = wide_inputs(num_inputs);
-      wide_rows(num_rows, x.wide + row * width, wide_panel<F>(group, num_inputs, panel_memory), width, out);
+      wide_rows<kLinearSums>(num_rows, x.wide + row * width, wide_panel<F>(group, num_inputs, panel_memory), width, out);
       return;
     }
   }

@@ -98,27 +98,34 @@ INLINE void begin_wide() {
 }
 INLINE void end_wide() { _tile_release(); }
 
-// out[r * 16 + lane] for rows that are a multiple of 16; x and panel hold bfloat16, the panel in pairs of inputs.
-template <int kHalfSums = 0>
-INLINE void wide_rows(int64_t num_rows, const uint16_t* x, const uint16_t* panel, int64_t num_inputs, float* out) {
-  const int64_t stride = num_inputs * 2;
+// Sums of rows, a multiple of 16, with a panel of 16 outputs: out[r * 16 + lane]. Numbers are bytes, or bfloat16 in pairs.
+template <bool kAreBytes>
+INLINE void tile_rows(int64_t num_rows, const uint8_t* x, const uint8_t* panel, int64_t row_bytes, void* out) {
+#define TILE(sums, from, number)                                               \
+  if (tiles > number) {                                                        \
+    _tile_loadd(from, rows + number * 16 * row_bytes + k, row_bytes);          \
+    if (kAreBytes) _tile_dpbusd(sums, from, 6);                                \
+    else _tile_dpbf16ps(sums, from, 6);                                        \
+  }
   for (int64_t row = 0; row < num_rows; row += 64) {
     const int64_t tiles = at_most(4, (num_rows - row + 15) / 16);
-    const uint16_t* from = x + row * num_inputs;
+    const uint8_t* rows = x + row * row_bytes;
     _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
-    for (int64_t k = 0; k < num_inputs; k += kWideInputs) {
-      _tile_loadd(6, panel + k * kGroup, 64);
-      _tile_loadd(4, from + k, stride); _tile_dpbf16ps(0, 4, 6);
-      if (tiles > 1) { _tile_loadd(5, from + 16 * num_inputs + k, stride); _tile_dpbf16ps(1, 5, 6); }
-      if (tiles > 2) { _tile_loadd(4, from + 32 * num_inputs + k, stride); _tile_dpbf16ps(2, 4, 6); }
-      if (tiles > 3) { _tile_loadd(5, from + 48 * num_inputs + k, stride); _tile_dpbf16ps(3, 5, 6); }
+    for (int64_t k = 0; k < row_bytes; k += kLine) {
+      _tile_loadd(6, panel + 16 * k, kLine);
+      TILE(0, 4, 0) TILE(1, 5, 1) TILE(2, 4, 2) TILE(3, 5, 3)
     }
-    float* to = out + row * kGroup;
-    _tile_stored(0, to, 64);
-    if (tiles > 1) _tile_stored(1, to + 16 * kGroup, 64);
-    if (tiles > 2) _tile_stored(2, to + 32 * kGroup, 64);
-    if (tiles > 3) _tile_stored(3, to + 48 * kGroup, 64);
+    char* to = static_cast<char*>(out) + row * kGroup * 4;
+    _tile_stored(0, to, kLine);
+    if (tiles > 1) _tile_stored(1, to + 16 * kLine, kLine);
+    if (tiles > 2) _tile_stored(2, to + 32 * kLine, kLine);
+    if (tiles > 3) _tile_stored(3, to + 48 * kLine, kLine);
   }
+#undef TILE
+}
+template <int kHalfSums = 0>
+INLINE void wide_rows(int64_t num_rows, const uint16_t* x, const uint16_t* panel, int64_t num_inputs, float* out) {
+  tile_rows<false>(num_rows, reinterpret_cast<const uint8_t*>(x), reinterpret_cast<const uint8_t*>(panel), 2 * num_inputs, out);
 }
 #elif defined(__AVX512BF16__)
 INLINE void begin_wide() {}
@@ -186,7 +193,7 @@ INLINE void wide_tile(const uint16_t* x, const uint16_t* panel, int64_t num_inpu
   UNROLL for (int r = 0; r < R; r++)
     UNROLL for (int p = 0; p < 4; p++) vst1q_f32(out + r * kGroup + 4 * p, total[r][p]);
 }
-template <int kHalfSums = 96>  // inputs that are added up in half precision before they go into float32
+template <int kHalfSums>  // inputs that are added up in half precision before they go into float32
 INLINE void wide_rows(int64_t num_rows, const uint16_t* x, const uint16_t* panel, int64_t num_inputs, float* out) {
   int64_t r = 0;
   for (; r + 4 <= num_rows; r += 4) wide_tile<4, kHalfSums>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
@@ -254,8 +261,9 @@ INLINE float widen_row(const float* x, int64_t num_inputs, uint16_t* to) {
   if constexpr (kWideHalf)
     for (int64_t i = 0; i < num_inputs; i += kLanes) highest = larger(highest, magnitude(load_some(x + i, num_inputs - i)));
   const float factor = wide_factor(highest, 64.0f), inverse = 1.0f / factor;
-  for (int64_t i = 0; i < num_inputs; i += kLanes) store_wide(to + i, load_some(x + i, num_inputs - i) * inverse);
-  for (int64_t i = (num_inputs + kLanes - 1) / kLanes * kLanes; i < wide_inputs(num_inputs); i++) to[i] = 0;
+  int64_t i = 0;
+  for (; i < num_inputs; i += kLanes) store_wide(to + i, load_some(x + i, num_inputs - i) * inverse);
+  for (; i < wide_inputs(num_inputs); i += kLanes) store_wide(to + i, Floats{});
   return factor;
 }
 

@@ -229,7 +229,7 @@ class ArrowEngine:
         """Similarity of each text of a with each of b, (len(a), len(b)); a single string counts as a list of one.
 
         Texts are compared by cosine, and the result is an array. Vectors are compared as the model's files say
-        (`similarity_fn_name`), and the result is a tensor, as in sentence-transformers.
+        (`similarity_fn_name`), and the result is a tensor, as in sentence-transformers; without torch an array.
         """
         from archerfish.util import is_vectors, similarities
 
