@@ -236,29 +236,23 @@ class FastSampler(Generic[T]):
         is_greedy = part["temperature"] == 0
         if is_greedy.all():
             return batch
-        top_k, top_p = part["top_k"], part["top_p"]
-        is_short = ~is_greedy & (top_k <= sampling.SHORT_TOP_K)
-        is_long = ~is_greedy & ~is_short & ((top_k != sampling.TOP_K_OFF) | (top_p <= 1))
+        is_cut = ~is_greedy & ((part["top_k"] != sampling.TOP_K_OFF) | (part["top_p"] <= 1))
         return dataclasses.replace(
             batch,
             temperature=ops.tensor(np.where(is_greedy, 1.0, part["temperature"])),
             is_greedy=ops.tensor(is_greedy.astype(np.int64)) if is_greedy.any() else None,
             keys=ops.tensor(np.ascontiguousarray(part["key"])),
             min_p=ops.tensor(np.ascontiguousarray(part["min_p"])) if part["min_p"].any() else None,
-            short_cuts=self._cuts(part, is_short) if is_short.any() else None,
-            long_cuts=self._cuts(part, is_long) if is_long.any() else None,
-            has_uncut=not (is_greedy | is_short | is_long).all(),
+            cuts=self._cuts(part, is_cut) if is_cut.any() else None,
         )
 
     def _ranges(self, part: npt.NDArray[Any]) -> sampling.Ranges[T]:
-        first, end, offset = (np.ascontiguousarray(part[name]) for name in ("first", "end", "offset"))
-        ids = self.ops.tensor
-        return sampling.Ranges(ids(first), ids(end), ids(offset), (int(first.min()), int(end.max())))
+        first, end, offset = (self.ops.tensor(np.ascontiguousarray(part[name])) for name in ("first", "end", "offset"))
+        return sampling.Ranges(first, end, offset)
 
     def _cuts(self, part: npt.NDArray[Any], is_cut: npt.NDArray[np.bool_]) -> sampling.Cuts[T]:
         places = np.flatnonzero(is_cut)
-        top_k, ops = part["top_k"][places], self.ops
-        return sampling.Cuts(ops.tensor(places), ops.tensor(top_k), ops.tensor(part["top_p"][places]), int(top_k.max()))
+        return sampling.Cuts(*(self.ops.tensor(each) for each in (places, part["top_k"][places], part["top_p"][places])))
 
     def _entries(self, ids: dict[int, Ids]) -> sampling.Entries[T]:
         rows = np.repeat(np.fromiter(ids, dtype=np.int64), [len(some) for some in ids.values()])

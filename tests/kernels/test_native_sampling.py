@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from archerfish.kernels.sampling import CHOSEN, NONE_LEFT, NOT_FINITE, SHORT_TOP_K, TOP_K_OFF, Cuts, Entries, Masks  # isort: skip
+from archerfish.kernels.sampling import CHOSEN, NONE_LEFT, NOT_FINITE, TOP_K_OFF, Cuts, Entries, Masks  # isort: skip
 from archerfish.kernels.sampling import Penalties, Ranges, SamplingBatch, TokenCounts, stream_key, uniform  # isort: skip
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.params import SamplingParams
@@ -46,17 +46,12 @@ def batch_of(rows: list[Options], *, position: int = 11, **parts: Any) -> Sampli
     top_k = np.array([row["top_k"] or TOP_K_OFF for row in full])
     top_p = np.array([row["top_p"] if row["top_p"] < 1 else math.inf for row in full])
     is_greedy = np.array([row["temperature"] == 0 for row in full])
-    is_short, is_cut = top_k <= SHORT_TOP_K, (top_k < TOP_K_OFF) | (top_p < 1)
-
-    def cuts(which: npt.NDArray[np.bool_]) -> Cuts[Array] | None:
-        (some,) = which.nonzero()
-        return Cuts(some, top_k[some], top_p[some], int(top_k[some].max())) if len(some) else None
-
+    (some,) = (~is_greedy & ((top_k < TOP_K_OFF) | (top_p < 1))).nonzero()
     return SamplingBatch(
         temperature=np.array([row["temperature"] or 1.0 for row in full]), is_greedy=is_greedy.astype(np.int64),
         keys=np.array([stream_key(i, 0) for i in range(len(rows))]), positions=np.full(len(rows), position),
-        min_p=np.array([row["min_p"] for row in full]), short_cuts=cuts(is_short & ~is_greedy),
-        long_cuts=cuts(is_cut & ~is_short & ~is_greedy), has_uncut=True, **parts,
+        min_p=np.array([row["min_p"] for row in full]),
+        cuts=Cuts(some, top_k[some], top_p[some]) if len(some) else None, **parts,
     )  # fmt: skip
 
 

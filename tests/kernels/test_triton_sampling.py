@@ -52,11 +52,10 @@ def batch_of(rows: list[dict[str, Any]], *, seeds: list[int] | None = None, posi
         keys=column([stream_key(seed, 0) for seed in seeds], torch.int64),
         positions=column([position] * len(rows), torch.int64),
         min_p=column([row["min_p"] for row in full], torch.float64),
-        long_cuts=Cuts(
+        cuts=Cuts(
             torch.arange(len(rows), device=DEVICE), column([row["top_k"] or TOP_K_OFF for row in full], torch.int64),
-            column([row["top_p"] if row["top_p"] < 1 else math.inf for row in full], torch.float64), TOP_K_OFF,
+            column([row["top_p"] if row["top_p"] < 1 else math.inf for row in full], torch.float64),
         ),
-        has_uncut=True,
     )
 
 
@@ -251,9 +250,9 @@ def test_a_captured_graph_follows_its_parameters() -> None:
         logits.copy_(random_logits(num_rows, vocab_size, 3.0, seed=step))
         for name in ("temperature", "is_greedy", "keys", "positions", "min_p"):
             getattr(batch, name).copy_(getattr(new, name))
-        assert batch.long_cuts is not None and new.long_cuts is not None
-        batch.long_cuts.top_k.copy_(new.long_cuts.top_k)
-        batch.long_cuts.top_p.copy_(new.long_cuts.top_p)
+        assert batch.cuts is not None and new.cuts is not None
+        batch.cuts.top_k.copy_(new.cuts.top_k)
+        batch.cuts.top_p.copy_(new.cuts.top_p)
         graph.replay()
         assert report[0].tolist() == TorchOps(DEVICE).sample(logits, new).tokens.tolist()
         assert report.tolist() == ops.sample(logits, replace(new)).report.tolist()

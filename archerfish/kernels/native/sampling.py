@@ -82,7 +82,7 @@ def parts_of(batch: SamplingBatch[Array]) -> list[Array | None]:
     masks, ranges, penalties = batch.masks, batch.ranges, batch.penalties
     parts = [
         plain(batch.temperature, numbers), plain(batch.is_greedy, ids), plain(batch.keys, ids), plain(batch.positions, ids),
-        plain(batch.min_p, numbers), *cut_parts(batch.short_cuts), *cut_parts(batch.long_cuts), *entry_parts(batch.bias),
+        plain(batch.min_p, numbers), *cut_parts(batch.cuts), *cut_parts(None), *entry_parts(batch.bias),
         plain(batch.bias_values, numbers), *entry_parts(batch.banned),
     ]  # fmt: skip
     parts += [None, None] if masks is None else [plain(masks.rows, ids), plain(masks.bits, ids)]
