@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from archerfish.errors import InvalidOptionError, TensorError, did_you_mean
@@ -27,7 +27,7 @@ Axis = Literal["outputs", "inputs"]
 ITEM_BYTES = DTYPE_BYTES | {"int32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
 AUTO = "auto"
 LARGEST_INT8 = 127
-PIECE_ELEMENTS, PIECE_ROWS = 1 << 20, 64  # weights that are converted at a time: about so many, in a multiple of so many rows
+PIECE_ELEMENTS = 1 << 20  # weights that are converted at a time
 
 
 class TensorLayout(NamedTuple):
@@ -139,12 +139,14 @@ class Int8Rows(WeightFormat):
         weight = tensors["weight"]
         matrix = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
         scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
-        for first, last in row_pieces(*weight.shape):
-            rows = weight[first:last].float()
+        size = max(1, PIECE_ELEMENTS // weight.shape[1])
+        for first in range(0, len(weight), size):
+            piece = slice(first, first + size)
+            rows = weight[piece].float()
             largest = rows.abs().amax(1, keepdim=True)
             scale = torch.where(largest == 0, 1.0, largest / LARGEST_INT8)
-            matrix[first:last] = (rows / scale).round_()
-            scales[first:last] = scale.squeeze(1)
+            matrix[piece] = (rows / scale).round_()
+            scales[piece] = scale.squeeze(1)
         return {"weight": matrix, "scales": scales}
 
     def dequantise(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
@@ -184,14 +186,6 @@ class Int4Groups(WeightFormat):
         scales, mins = (tensors[name].float().unsqueeze(2) for name in ("scales", "mins"))
         packed = tensors["weight"].view(*scales.shape[:2], BLOCK // 2)
         return (torch.cat((packed & LARGEST, packed >> 4), 2) * scales + mins).flatten(1).to(dtype)
-
-
-def row_pieces(num_rows: int, width: int) -> Iterator[tuple[int, int]]:
-    """First and last row of pieces of about equal size."""
-    num_pieces = max(1, -(-num_rows * width // PIECE_ELEMENTS))
-    size = max(PIECE_ROWS, -(-num_rows // (num_pieces * PIECE_ROWS)) * PIECE_ROWS)
-    for first in range(0, num_rows, size):
-        yield first, min(first + size, num_rows)
 
 
 PLAIN = Plain()

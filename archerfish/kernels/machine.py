@@ -27,12 +27,8 @@ class Cpu:
     num_cores: int  # that this process may use
 
     @property
-    def has_amx(self) -> bool:
-        return {"amx_tile", "amx_bf16"} <= self.flags
-
-    @property
     def has_fast_bfloat16(self) -> bool:
-        return self.has_amx or "avx512_bf16" in self.flags
+        return "avx512_bf16" in self.flags or {"amx_tile", "amx_bf16"} <= self.flags
 
 
 @lru_cache(maxsize=1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Generic, NamedTuple
 
@@ -231,28 +231,23 @@ class FastSampler(Generic[T]):
             bias_values=ops.tensor(np.concatenate([values for _, values in bias.values()])) if bias else None,
             banned=self._entries(banned) if banned else None,
             penalties=self._penalties(part, rows) if part["is_penalised"].any() else None,
-            ranges=self._ranges(part) if part["is_ranged"].any() else None,
+            ranges=sampling.Ranges(*self._columns(part, "first", "end", "offset")) if part["is_ranged"].any() else None,
         )
         is_greedy = part["temperature"] == 0
         if is_greedy.all():
             return batch
-        is_cut = ~is_greedy & ((part["top_k"] != sampling.TOP_K_OFF) | (part["top_p"] <= 1))
+        cut = np.flatnonzero(~is_greedy & ((part["top_k"] != sampling.TOP_K_OFF) | (part["top_p"] <= 1)))
         return dataclasses.replace(
             batch,
             temperature=ops.tensor(np.where(is_greedy, 1.0, part["temperature"])),
             is_greedy=ops.tensor(is_greedy.astype(np.int64)) if is_greedy.any() else None,
             keys=ops.tensor(np.ascontiguousarray(part["key"])),
             min_p=ops.tensor(np.ascontiguousarray(part["min_p"])) if part["min_p"].any() else None,
-            cuts=self._cuts(part, is_cut) if is_cut.any() else None,
+            cuts=sampling.Cuts(ops.tensor(cut), *self._columns(part[cut], "top_k", "top_p")) if len(cut) else None,
         )
 
-    def _ranges(self, part: npt.NDArray[Any]) -> sampling.Ranges[T]:
-        first, end, offset = (self.ops.tensor(np.ascontiguousarray(part[name])) for name in ("first", "end", "offset"))
-        return sampling.Ranges(first, end, offset)
-
-    def _cuts(self, part: npt.NDArray[Any], is_cut: npt.NDArray[np.bool_]) -> sampling.Cuts[T]:
-        places = np.flatnonzero(is_cut)
-        return sampling.Cuts(*(self.ops.tensor(each) for each in (places, part["top_k"][places], part["top_p"][places])))
+    def _columns(self, part: npt.NDArray[Any], *names: str) -> Iterator[T]:
+        return (self.ops.tensor(np.ascontiguousarray(part[name])) for name in names)
 
     def _entries(self, ids: dict[int, Ids]) -> sampling.Entries[T]:
         rows = np.repeat(np.fromiter(ids, dtype=np.int64), [len(some) for some in ids.values()])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from archerfish.errors import InvalidOptionError, TensorError
 from archerfish.kernels import formats, int4
-from archerfish.kernels.formats import PLAIN, Int8Rows, TensorLayout, Tensors, WeightFormat, choose_format, row_pieces
+from archerfish.kernels.formats import PLAIN, Int8Rows, TensorLayout, Tensors, WeightFormat, choose_format
 from archerfish.kernels.ops import Activation, LinearWeight
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight
 from archerfish.layers.weights import Weights
@@ -217,13 +217,6 @@ def test_int8_rows_of_any_size(backend: Backend, scale: float) -> None:
     ops, weight = backend(), torch.randn(8, 64) * scale
     y = ops.linear(torch.ones(1, 64), ops.linear_weight([{"weight": weight}], [None], INT8))
     torch.testing.assert_close(y, weight.sum(1)[None], atol=64 * max(6e-8, 0.01 * scale), rtol=0.0)
-
-
-@given(st.integers(0, 5000), st.integers(1, 1 << 21))
-def test_pieces_cover_all_rows_once(num_rows: int, width: int) -> None:
-    pieces = list(row_pieces(num_rows, width))
-    assert [row for first, last in pieces for row in range(first, last)] == list(range(num_rows))
-    assert all((last - first) * width <= formats.PIECE_ELEMENTS + 64 * width for first, last in pieces)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

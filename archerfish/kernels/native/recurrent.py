@@ -6,13 +6,12 @@ Matrices of states lie with keys down and values across, and all of a state is f
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from archerfish.errors import DeviceError, OutOfMemoryError
-from archerfish.kernels.decoding import DecodeState
+from archerfish.errors import OutOfMemoryError
 from archerfish.kernels.native._native import mix_heads, shift
 from archerfish.kernels.native.recorder import Handle, Recorder, set_batch
 from archerfish.kernels.recurrent import (
@@ -77,10 +76,6 @@ class NativeRecurrentOps(RecurrentOps[Handle]):
         if recorder.is_eager:
             set_batch(recorder.step, batch)
         return recorder
-
-    def decode_batch(self, inputs: Handle, state: DecodeState[Handle]) -> NoReturn:
-        raise DeviceError(f"The backend {self.ops.name!r} records no steps of decodes.")
-
 
 def aligned_empty(shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
     """Memory that begins with a cache line."""
