@@ -32,7 +32,10 @@ def sample_row(
     logits: Any, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, first: int = 0, end: int | None = None,
     masked: Iterable[int] = (), seed: int = 0, position: int = 0,
 ) -> int:
-    """Draw a token from `first` to `end` of one row of logits, as the engine draws it for this seed and position."""
+    """Draw a token from `first` to `end` of one row of logits (a list, an array or a tensor), as the engine draws.
+
+    The seed and the position determine the draw: count the position up to draw again.
+    """
     temperature, top_p, top_k = plain_number(temperature), plain_number(top_p), plain_number(top_k)
     check_number("temperature", temperature)
     check_number("top_p", top_p)
@@ -58,15 +61,12 @@ def sample_row(
 
 
 def choose(row: Row, temperature: float, top_k: int, top_p: float, number: float) -> tuple[int, int]:
-    """A token and the outcome, in NumPy."""
+    """A token, at `number` of the cumulative probabilities that top_k and top_p keep, and the outcome; in NumPy."""
     highest = row.max()
     if not math.isfinite(highest):
         return 0, NONE_LEFT if highest == -math.inf else NOT_FINITE
-    return int(row.argmax()) if temperature == 0 else draw(row, highest, temperature, top_k, top_p, number), CHOSEN
-
-
-def draw(row: Row, highest: np.float32, temperature: float, top_k: int, top_p: float, number: float) -> int:
-    """The index at `number`, from 0 to 1, in the cumulative probabilities of the tokens that top_k and top_p keep."""
+    if temperature == 0:
+        return int(row.argmax()), CHOSEN
     weights = np.exp((row - highest) / np.float32(max(temperature, 1e-30)))
     order = np.argsort(-row, kind="stable")[: top_k or len(row)]  # of equal logits the lowest id first
     if top_p < 1:
@@ -74,7 +74,7 @@ def draw(row: Row, highest: np.float32, temperature: float, top_k: int, top_p: f
         order = order[: sums.searchsorted(top_p * sums[-1]) + 1]
     kept = np.sort(order)
     sums = weights[kept].cumsum(dtype=np.float64)
-    return int(kept[min(sums.searchsorted(number * sums[-1], "right"), sums.searchsorted(sums[-1]))])
+    return int(kept[min(sums.searchsorted(number * sums[-1], "right"), sums.searchsorted(sums[-1]))]), CHOSEN
 
 
 def host_row(logits: Any) -> Row:

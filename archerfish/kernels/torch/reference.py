@@ -112,8 +112,7 @@ class TorchOps(Ops[Tensor]):
         return total
 
     def layer_norm(self, x: Tensor, norm: NormWeights[Tensor]) -> Tensor:
-        rows = x if self.device == "cpu" else x.float()  # on a CPU torch computes in the norm's type
-        return F.layer_norm(rows, norm.weight.shape, norm.weight, norm.bias, norm.eps).to(self.torch_dtype)
+        return F.layer_norm(x.float(), norm.weight.shape, norm.weight, norm.bias, norm.eps).to(self.torch_dtype)
 
     def attention(self, qkv: Tensor, segments: Segments, num_heads: int, *, bias: Tensor | None = None) -> Tensor:
         parts: list[Tensor] = []

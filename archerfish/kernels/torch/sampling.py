@@ -22,7 +22,6 @@ class TorchSampling:
     """Large arrays are borrowed for the time of a call. One thread at a time may use an object."""
 
     def __init__(self, device: str) -> None:
-        self.device = device
         self.buffers: BufferPool[Tensor] = BufferPool(lambda size: torch.empty(size, dtype=torch.float32, device=device))
         self._borrowed: list[Tensor] = []
 
@@ -190,11 +189,9 @@ def penalise(x: Tensor, penalties: Penalties[Tensor]) -> None:
 
 
 def make_room(known: TokenCounts[Tensor], length: int) -> None:
-    num_rows, capacity = known.token_ids.shape
-    if length > capacity:
-        wider = known.token_ids.new_zeros(num_rows, 1 << (length - 1).bit_length())
-        wider[:, :capacity] = known.token_ids
-        known.token_ids = wider
+    extra = (1 << (length - 1).bit_length()) - known.token_ids.shape[1]
+    if extra > 0:
+        known.token_ids = F.pad(known.token_ids, (0, extra))
 
 
 def count_tokens(penalties: Penalties[Tensor], tokens: Tensor) -> None:
