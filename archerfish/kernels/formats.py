@@ -1,7 +1,7 @@
 """Weight formats: everything about how the matrix of a linear map is stored, one object per format.
 
 A format says which tensors a checkpoint has for a matrix, which tensors are kept in memory, and what they mean (`dequantise`).
-Stacking, slicing and sizes follow from the layouts of these tensors. A backend multiplies with a format in a product of its own
+Stacking and sizes follow from the layouts of these tensors. A backend multiplies with a format in a product of its own
 (`Ops.products`), or with the dequantised matrix where it has none. Nothing else asks which format a weight has.
 
 A format that is made while a model is loaded has a name for the option `weights`; a format that a checkpoint is stored in will
@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
-from archerfish.errors import InvalidOptionError, TensorError, did_you_mean
+from archerfish.errors import InvalidOptionError, did_you_mean
 from archerfish.kernels.int4 import BLOCK, LARGEST, quantise_int4
 from archerfish.types import DTYPE_BYTES
 
@@ -89,18 +89,6 @@ class WeightFormat(ABC):
             if "outputs" in layout.axes else parts[0][name]
             for name, layout in self.memory.items()
         }  # fmt: skip
-
-    def cut(self, tensors: Tensors, axis: Axis, first: int, last: int) -> Tensors:
-        """The matrix of the outputs or inputs from `first` to `last`, as one rank of a tensor parallel model holds it."""
-        parts = dict(tensors)
-        for name, layout in self.memory.items():
-            per_item = layout.inputs_per_item if axis == "inputs" else 1
-            if axis in layout.axes:
-                if first % per_item:
-                    raise TensorError(f"A packed weight cannot be cut at input {first}: {per_item} inputs share an element.")
-                begin, end = first // per_item, -(-last // per_item)
-                parts[name] = tensors[name].narrow(layout.axes.index(axis), begin, end - begin)
-        return parts
 
 
 class Plain(WeightFormat):

@@ -26,6 +26,7 @@ WORD = (1 << 64) - 1
 # splitmix64's constants as signed words, which tensors can be multiplied with
 GAMMA, MIX_A, MIX_B = (word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 TOP_K_OFF = 1 << 40
+FIRST_CAPACITY = 256  # of TokenCounts.token_ids
 CHOSEN, NOT_FINITE, NONE_LEFT = 0, 1, 2  # how a row went: a token; NaN or infinite logits; every token is ruled out
 
 

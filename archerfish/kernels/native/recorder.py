@@ -221,9 +221,8 @@ class RecordedSegments(NamedTuple):
 def read_batch(batch: Any) -> tuple[StepArrays, tuple[bool, ...]]:
     """The numbers of a batch, and all that decides what is recorded for it."""
     step = StepArrays()
-    num_tokens = getattr(batch, "num_tokens", len(batch.token_ids))  # what follows them is filling
     step.set(Input.TOKEN_IDS, batch.token_ids)
-    step.sizes[Rows.TOKENS] = num_tokens
+    step.sizes[Rows.TOKENS] = getattr(batch, "num_tokens", len(batch.token_ids))  # what follows them is filling
     if hasattr(batch, "segments"):
         set_segments(step, batch.segments)
         step.set(Input.POSITIONS, batch.segments.positions)

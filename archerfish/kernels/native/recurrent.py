@@ -49,9 +49,7 @@ class NativeRecurrentOps(RecurrentOps[Handle]):
         views = tuple(StateLayer(wkv[:, i], inputs[:, i, 0], inputs[:, i, 1]) for i in range(layers))
         return StateMemory(wkv, inputs, views)
 
-    def shift(
-        self, x: Handle, inputs: Handle, batch: RecurrentBatch[Handle], factors: Handle
-    ) -> tuple[Handle, ...]:
+    def shift(self, x: Handle, inputs: Handle, batch: RecurrentBatch[Handle], factors: Handle) -> tuple[Handle, ...]:
         recorder, width = self._recorder(batch), x.shape[1]
         outs = tuple(recorder.like(x, width) for _ in range(factors.size // width))
         shift(recorder.tape, recorder(x), inputs, factors, [recorder(out) for out in outs])

@@ -11,11 +11,10 @@ import numpy.typing as npt
 from archerfish.kernels.native._native import Sampler
 from archerfish.kernels.native.recorder import TapeRunner
 from archerfish.kernels.ops import Ids
-from archerfish.kernels.sampling import Drawn, Logprobs, Penalties, PoolStats, SamplingBatch, TokenCounts
+from archerfish.kernels.sampling import FIRST_CAPACITY, Drawn, Logprobs, Penalties, PoolStats, SamplingBatch, TokenCounts
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
-FIRST_CAPACITY = 256  # of TokenCounts.token_ids
 
 
 class NativeSampling:

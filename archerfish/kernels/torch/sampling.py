@@ -47,11 +47,9 @@ class TorchSampling:
         highest, best = x.max(-1)  # the lowest id among equals; NaN comes first
         failed = torch.where(highest.isfinite(), sampling.CHOSEN, sampling.NOT_FINITE)
         failed.masked_fill_(highest == -math.inf, sampling.NONE_LEFT)
-        tokens = best
-        if batch.temperature is not None:
-            tokens = draw(x, highest, batch.temperature, batch)
-            if batch.is_greedy is not None:
-                tokens = torch.where(batch.is_greedy != 0, best, tokens)
+        tokens = best if batch.temperature is None else draw(x, highest, batch.temperature, batch)
+        if batch.is_greedy is not None:
+            tokens = torch.where(batch.is_greedy != 0, best, tokens)
         if batch.ranges is not None:
             tokens = tokens + batch.ranges.offset
         return torch.stack((tokens.masked_fill(failed != sampling.CHOSEN, 0), failed))
@@ -115,13 +113,13 @@ class TorchSampling:
         """The likeliest tokens of some rows, in order: logits and ids, (rows, count) each."""
         width = x.shape[1]
         if count * BLOCK * 2 <= width:
-            numbers = torch.arange(peaks.shape[1], device=x.device)
-            chosen = first_keys(order_keys(peaks[rows], numbers), count) & LOW_HALF
+            blocks = order_keys(peaks[rows], torch.arange(peaks.shape[1], device=x.device))
+            chosen = blocks.topk(count, largest=False).values & LOW_HALF
             ids = chosen[:, :, None] * BLOCK + torch.arange(BLOCK, device=x.device)
             keys = order_keys(x.view(x.shape[0], -1, BLOCK)[rows[:, None], chosen], ids).view(len(rows), -1)
         else:
             keys = order_keys(x[rows], torch.arange(width, device=x.device))
-        keys = first_keys(keys, count)
+        keys = keys.topk(count, largest=False).values  # in ascending order
         ordered = ~(keys >> 32).to(torch.int32)
         return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32), keys & LOW_HALF
 
@@ -154,11 +152,6 @@ def order_keys(logits: Tensor, ids: Tensor) -> Tensor:
     bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     ordered = ~(bits ^ ((bits >> 31) & 0x7FFFFFFF))
     return ordered.to(torch.int64).bitwise_left_shift_(32).bitwise_or_(ids)
-
-
-def first_keys(keys: Tensor, count: int) -> Tensor:
-    """The smallest keys of every row in ascending order."""
-    return keys.topk(count, dim=-1, largest=False, sorted=True).values
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
