@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from archerfish.errors import ModelError
-from archerfish.kernels.sampling import SamplingBatch, stream_key, uniform
+from archerfish.kernels.sampling import stream_key, uniform
 from archerfish.kernels.torch.reference import TorchOps
-from archerfish.kernels.torch.sampling import pick, uniforms
+from archerfish.kernels.torch.sampling import uniforms
 from archerfish.runtime.sampler import FastSampler, prompt_logprobs
 from archerfish.sched.plan import entry_of
 from archerfish.sequence import Sequence
@@ -46,25 +46,6 @@ def test_a_draw_is_the_same_alone_and_in_a_batch_of_32() -> None:
     for row, sequence in enumerate(sequences):
         sequence.row = 0
         assert sample(logits[row : row + 1], [sequence]).tokens == [together[row]]
-
-
-@pytest.mark.parametrize("vocab_size", [50_257, 49_152])
-def test_weights_do_not_depend_on_the_batch_to_the_last_bit(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = torch.randn(9, vocab_size, generator=torch.Generator().manual_seed(2)) * 5
-    found: list[torch.Tensor] = []
-
-    def kept(sums: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        found.append(sums)
-        return pick(sums, numbers)
-
-    monkeypatch.setattr("archerfish.kernels.torch.sampling.pick", kept)
-    for some in (slice(0, 9), slice(0, 1), slice(4, 5), slice(8, 9)):
-        part = logits[some].clone()
-        keys = torch.zeros(len(part), dtype=torch.int64)
-        batch = SamplingBatch(temperature=torch.ones(len(part)).double(), keys=keys, positions=keys)
-        TorchOps().sample(part, batch)
-    together, *alone = found
-    assert all(torch.equal(one[0], together[row]) for one, row in zip(alone, (0, 4, 8), strict=True))
 
 
 def test_seed_index_and_position_choose_the_draw() -> None:
