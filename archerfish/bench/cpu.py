@@ -41,11 +41,12 @@ from archerfish.store.names import resolve_model
 
 TEXT_MODEL, EMBEDDING_MODEL = "smollm2-135m-instruct", "all-minilm-l6-v2"
 PARTS = ("decode", "prefill", "batch", "start", "http", "embed", "rwkv", "draw")
-LLAMA, VLLM, SORTED = "llama.cpp", "vllm", "numpy sort"
+LLAMA, VLLM, SORTED, OURS_INT8 = "llama.cpp", "vllm", "numpy sort", "archerfish-int8"
 PEERS_FILE = Path(__file__).with_name("cpu_peers.py")
 EXPORTED = ("onnx", "transformers")  # what exporting needs
 # Of each peer: its class, the class's own arguments, and the packages that it needs.
-EMBEDDERS: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
+EMBEDDERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    OURS_INT8: ("ArcherfishVectors", {"options": asdict(EmbedConfig(device="cpu", weights="int8"))}, ()),
     "st-float32": ("SentenceTransformers", {}, ("sentence_transformers",)),
     "onnx-float32": ("OnnxRuntime", {"precision": "float32"}, ("onnxruntime", *EXPORTED)),
     "onnx-int8": ("OnnxRuntime", {"precision": "int8"}, ("onnxruntime", *EXPORTED)),
@@ -68,7 +69,7 @@ EMBED_WORKLOADS, NUM_TEXTS = ("128 tokens, texts/s", "5-256 tokens, texts/s"), 6
 RWKV_SHAPES, RWKV_STREAMS, RWKV_OUTPUT = ("0.1b", "0.4b"), 32, 24
 DRAW_LOGITS, NUM_DRAWS = 50_000, 200
 DRAW_OPTIONS: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
-READ_BYTES, MATRIX_SIZE = 1 << 30, 2048  # of the roofline: far more than the caches hold; a second of arithmetic at most
+READ_PEAK = "GB/s from memory"
 EXACT = tuple(name for name in EMBEDDERS if not name.endswith("int8"))  # peers whose vectors are as good as ours
 FASTER = {  # than peers, by what is measured
     "prefill, tokens/s": 1.5, "decode, tokens/s": 1.2, "8 sequences, tokens/s": 2.0, "32 sequences, tokens/s": 2.0,
@@ -147,13 +148,12 @@ class CpuBench:
 
     def roofline(self) -> Found:
         with EngineGroup() as group:
-            group.open("numpy", "Roofline", {}, file=PEERS_FILE, environment=cpu_peers.ONE_THREAD)
+            group.open("machine", "Roofline", {}, file=PEERS_FILE)
             for _ in range(self.options.rounds):
-                rate = group.call("numpy", "read_rate", num_bytes=READ_BYTES)
-                self.read_rate = max(self.read_rate, rate)
-                yield Measurement("machine: memory read, GB/s", rate / 1e9)
-                rate = group.call("numpy", "arithmetic_rate", size=MATRIX_SIZE)
-                yield Measurement("machine: float32 arithmetic, GFLOP/s", rate / 1e9)
+                for what, rate in group.call("machine", "peaks").items():
+                    yield Measurement(f"machine: {what}", rate)
+                    if what == READ_PEAK:
+                        self.read_rate = max(self.read_rate, rate * 1e9)
 
     def generation(self, parts: set[str]) -> Found:
         """The rates of one sequence, of several at once, and of reading a prompt."""

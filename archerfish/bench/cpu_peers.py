@@ -9,16 +9,14 @@ import json
 import os
 import random
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from archerfish.bench.engines import EmbeddingEngine, Engine, main, timed
+from archerfish.bench.engines import EmbeddingEngine, Engine, main
 from archerfish.bench.words import random_text
 
 INPUTS = ("input_ids", "attention_mask")
 NUM_CALIBRATION_TEXTS = 64
-ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # of a library, in Roofline
 Inputs = dict[str, Any]
 
 
@@ -164,26 +162,14 @@ class OpenVino(ExportedModel):
 
 
 class Roofline(Engine):
-    """NumPy on all cores, one thread of ours on each: what the machine can do."""
+    """What the machine can do."""
 
-    modules = ("numpy",)
+    modules = ("archerfish",)
 
-    def load(self) -> None:
-        self.num_cores = len(os.sched_getaffinity(0))
-        self.pool = ThreadPoolExecutor(self.num_cores)
+    def peaks(self) -> dict[str, float]:
+        from archerfish.kernels.native.peaks import measure_peaks
 
-    def read_rate(self, num_bytes: int) -> float:
-        """Bytes a second that all cores read together from arrays of so many bytes."""
-        arrays = [self.package.ones(num_bytes // 4 // self.num_cores, "float32") for _ in range(self.num_cores)]
-        return num_bytes / self._best_s(lambda array: array @ array, arrays)
-
-    def arithmetic_rate(self, size: int) -> float:
-        """Float32 operations a second in products of square matrices, one on each core."""
-        matrices = [self.package.ones((size, size), "float32") for _ in range(self.num_cores)]
-        return 2 * size**3 * self.num_cores / self._best_s(lambda matrix: matrix @ matrix, matrices)
-
-    def _best_s(self, work: Callable[[Any], Any], items: list[Any]) -> float:
-        return min(timed(lambda: list(self.pool.map(work, items)))[0] for _ in range(5))
+        return measure_peaks("float16")
 
 
 if __name__ == "__main__":

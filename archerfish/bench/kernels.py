@@ -183,6 +183,6 @@ def draws(ops: TritonOps) -> Iterator[Case]:
 
     logits, numbers = 4 * random(SAMPLES, VOCAB_SIZE).float(), torch.arange(SAMPLES, device="cuda")
     batch = SamplingBatch(temperature=torch.full_like(numbers, TEMPERATURE, dtype=torch.float64), keys=numbers,
-                          positions=numbers, has_uncut=True)  # fmt: skip
+                          positions=numbers)  # fmt: skip
     yield Case(f"sample {SAMPLES} x {VOCAB_SIZE}", [partial(ops.sample, logits, batch)], num_bytes=logits.nbytes,
                peer=lambda: torch.multinomial((logits / TEMPERATURE).softmax(-1), 1))  # fmt: skip

@@ -218,9 +218,8 @@ def measure(name: str, hub: HubConfig) -> ModelSize:
         remark = f"converted, {metadata.dtype}"
         return ModelSize(name, metadata.total_parameters, largest, remark, metadata.config, metadata.tensors)
     source = open_source(path)
-    num_parameters = sum(tensor.info.num_params for tensor in source.tensors)
     tensors = [tensor.info for tensor in source.tensors]
-    return ModelSize(name, num_parameters, source.num_bytes, source.kind, source.config, tensors)
+    return ModelSize(name, sum(info.num_params for info in tensors), source.num_bytes, source.kind, source.config, tensors)
 
 
 def measure_or_explain(name: str, hub: HubConfig) -> ModelSize:
@@ -233,7 +232,7 @@ def measure_or_explain(name: str, hub: HubConfig) -> ModelSize:
 
 def judge_model(found: ModelSize, ram: Memory, gpus: list[Card]) -> dict[str, Any]:
     """Whether a model fits into the available memory, in which types and weight formats."""
-    narrow = "bfloat16" if fast_cpu_dtype() == "bfloat16" else "float16"
+    narrow = fast_cpu_dtype()
     weight_bytes = {dtype: found.weight_bytes(dtype) for dtype in ("float32", "bfloat16", "float16", *FORMATS)}
     row: dict[str, Any] = {
         "name": found.name, "num_parameters": found.num_parameters, "file_bytes": found.file_bytes,
@@ -324,17 +323,14 @@ def show(report: dict[str, Any], out: Output) -> None:
         ("What will fit", model_columns, models),
     ]
     if report["formats"]:
-        tables.append((f"{models[-1][0]} on this CPU", ("layers", "format"), list_formats(report["formats"])))
+        kinds = [(kind, ", ".join(f"{name} x {num}" for name, num in each.items())) for kind, each in report["formats"].items()]
+        tables.append((f"{models[-1][0]} on this CPU", ("layers", "format"), kinds))
     for title, columns, rows in tables:
         out.table(title, columns, rows, numbers=("size", *model_columns[1:5], "KV tokens"))
         out.line()
     for problem in report["problems"]:
         out.line(problem, "bad")
     out.line("Ready." if report["usable"] else "Not ready: see the problems above.", "good" if report["usable"] else "bad")
-
-
-def list_formats(formats: dict[str, dict[str, int]]) -> list[tuple[str, str]]:
-    return [(kind, ", ".join(f"{name} x {count}" for name, count in counts.items())) for kind, counts in formats.items()]
 
 
 def describe_machine(report: dict[str, Any]) -> list[tuple[str, str]]:

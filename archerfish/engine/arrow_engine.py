@@ -97,8 +97,8 @@ class ArrowEngine:
 
     def _open(self, directory: Path) -> None:
         """Map the weights and build the model. Matrices are packed in the background; the first text loads the tokenizer."""
-        self.directory, loader = directory, WeightLoader(directory)
-        metadata = loader.get_metadata()
+        self.directory, self._loader = directory, WeightLoader(directory)
+        metadata = self._loader.get_metadata()
         named = self.config.model
         self.model_name: str = str(metadata.get("model_name") or directory.name) if Path(named).exists() else named
         self.embedding: dict[str, Any] = metadata.get("embedding") or {}
@@ -107,7 +107,7 @@ class ArrowEngine:
         self.similarity_fn_name: str = self.embedding.get("similarity_fn_name") or "cosine"
         self.truncate_dim: int | None = None  # what `encode` cuts vectors to, unless it is told otherwise
         options: dict[str, Any] = {"dtype": self.config.dtype, "weight_format": self.config.weights}
-        self.core = InferenceCore(load_tensors(loader, self.config), metadata, self.config.device, **options)
+        self.core = InferenceCore(load_tensors(self._loader, self.config), metadata, self.config.device, **options)
         self.core.ops.pin_threads(self.config.pin_threads)
         log_device(self.model_name, self.config.device, self.core.dtype)
         settings = read_settings(directory / "tokenizer" / "tokenizer_config.json")
@@ -121,8 +121,7 @@ class ArrowEngine:
         self._uses_types = has_table and (names is None or "token_type_ids" in names)
         self._is_closed = False
         self.watcher: Callable[[int, float], None] | None = None  # called with a number of texts and their seconds
-        loader.check_tokenizer()
-        self._loader = loader
+        self._loader.check_tokenizer()
         self._packed = self._pool.submit(self._pack_and_release)
 
     @property

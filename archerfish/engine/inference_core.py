@@ -160,8 +160,7 @@ def locate(config: EmbedConfig, hub: HubConfig, progress: Progress) -> Path:
     """The converted directory of a model. The first use pulls and converts the model."""
     dtype = config.storage_dtype
     if dtype == "auto":
-        fast = fast_cpu_dtype() if config.dtype == "auto" else config.dtype
-        dtype = config.dtype if config.dtype != "auto" else "float16" if fast == "float32" else fast
+        dtype = fast_cpu_dtype() if config.dtype == "auto" else config.dtype
     source = resolve_model(config.model, hub, progress)
     return ensure_converted(source, dtype=dtype, keep_quantized=reads_stored(config), hub=hub, progress=progress)
 

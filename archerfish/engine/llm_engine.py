@@ -63,9 +63,8 @@ class LLMEngine:
         self.grammars = GrammarCompiler(self.tokenizer, facts.vocab_size, facts.name)
         self.runner, facts = make_runner(facts, self.config, executor)
         self.runner.ops.pin_threads(self.config.pin_threads)
-        self.facts, self._executor = facts, executor
+        self.facts, self._executor, self._text_thread = facts, executor, text_thread
         self.scheduler, self.logits_cache = make_scheduler(self.config, facts, getattr(executor, "wake", None))
-        self._text_thread = text_thread
         self.requests = RequestMaker(facts, self.config, tokenizer, self.grammars, self.scheduler.clock)
         self._live: dict[str, Request] = {}  # by id
         self._num_ended = 0

@@ -152,18 +152,7 @@ class RwkvSampler:
 
     # Single logits
 
-    def sample_logits(
-        self, logits: Any, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, first: int = 0,
-        end: int | None = None, masked: Sequence[int] = (), seed: int = 0, position: int = 0,
-    ) -> int:
-        """A token from `first` to `end` of one row of logits (a list, an array or a tensor), drawn as the engine draws.
-
-        The seed and the position determine the draw: count the position up to draw again.
-        """
-        return sample_row(
-            logits, temperature=temperature, top_k=top_k, top_p=top_p, first=first, end=end, masked=masked, seed=seed,
-            position=position,
-        )
+    sample_logits = staticmethod(sample_row)
 
     # Running
 

@@ -1,7 +1,7 @@
 """Weight formats: everything about how the matrix of a linear map is stored, one object per format.
 
 A format says which tensors a checkpoint has for a matrix, which tensors are kept in memory, and what they mean (`dequantise`).
-Stacking, slicing and sizes follow from the layouts of these tensors. A backend multiplies with a format in a product of its own
+Stacking and sizes follow from the layouts of these tensors. A backend multiplies with a format in a product of its own
 (`Ops.products`), or with the dequantised matrix where it has none. Nothing else asks which format a weight has.
 
 A format that is made while a model is loaded has a name for the option `weights`; a format that a checkpoint is stored in will
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
-from archerfish.errors import InvalidOptionError, TensorError, did_you_mean
+from archerfish.errors import InvalidOptionError, did_you_mean
 from archerfish.kernels.int4 import BLOCK, LARGEST, quantise_int4
 from archerfish.types import DTYPE_BYTES
 
@@ -27,7 +27,7 @@ Axis = Literal["outputs", "inputs"]
 ITEM_BYTES = DTYPE_BYTES | {"int32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
 AUTO = "auto"
 LARGEST_INT8 = 127
-PIECE_ELEMENTS, PIECE_ROWS = 1 << 20, 64  # weights that are converted at a time: about so many, in a multiple of so many rows
+PIECE_ELEMENTS = 1 << 20  # weights that are converted at a time
 
 
 class TensorLayout(NamedTuple):
@@ -90,18 +90,6 @@ class WeightFormat(ABC):
             for name, layout in self.memory.items()
         }  # fmt: skip
 
-    def cut(self, tensors: Tensors, axis: Axis, first: int, last: int) -> Tensors:
-        """The matrix of the outputs or inputs from `first` to `last`, as one rank of a tensor parallel model holds it."""
-        parts = dict(tensors)
-        for name, layout in self.memory.items():
-            per_item = layout.inputs_per_item if axis == "inputs" else 1
-            if axis in layout.axes:
-                if first % per_item:
-                    raise TensorError(f"A packed weight cannot be cut at input {first}: {per_item} inputs share an element.")
-                begin, end = first // per_item, -(-last // per_item)
-                parts[name] = tensors[name].narrow(layout.axes.index(axis), begin, end - begin)
-        return parts
-
 
 class Plain(WeightFormat):
     """A matrix of float32, float16 or bfloat16, as most checkpoints have it."""
@@ -139,12 +127,14 @@ class Int8Rows(WeightFormat):
         weight = tensors["weight"]
         matrix = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
         scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
-        for first, last in row_pieces(*weight.shape):
-            rows = weight[first:last].float()
+        size = max(1, PIECE_ELEMENTS // weight.shape[1])
+        for first in range(0, len(weight), size):
+            piece = slice(first, first + size)
+            rows = weight[piece].float()
             largest = rows.abs().amax(1, keepdim=True)
             scale = torch.where(largest == 0, 1.0, largest / LARGEST_INT8)
-            matrix[first:last] = (rows / scale).round_()
-            scales[first:last] = scale.squeeze(1)
+            matrix[piece] = (rows / scale).round_()
+            scales[piece] = scale.squeeze(1)
         return {"weight": matrix, "scales": scales}
 
     def dequantise(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
@@ -184,14 +174,6 @@ class Int4Groups(WeightFormat):
         scales, mins = (tensors[name].float().unsqueeze(2) for name in ("scales", "mins"))
         packed = tensors["weight"].view(*scales.shape[:2], BLOCK // 2)
         return (torch.cat((packed & LARGEST, packed >> 4), 2) * scales + mins).flatten(1).to(dtype)
-
-
-def row_pieces(num_rows: int, width: int) -> Iterator[tuple[int, int]]:
-    """First and last row of pieces of about equal size."""
-    num_pieces = max(1, -(-num_rows * width // PIECE_ELEMENTS))
-    size = max(PIECE_ROWS, -(-num_rows // (num_pieces * PIECE_ROWS)) * PIECE_ROWS)
-    for first in range(0, num_rows, size):
-        yield first, min(first + size, num_rows)
 
 
 PLAIN = Plain()

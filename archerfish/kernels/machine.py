@@ -26,14 +26,6 @@ class Cpu:
     flags: frozenset[str]
     num_cores: int  # that this process may use
 
-    @property
-    def has_amx(self) -> bool:
-        return {"amx_tile", "amx_bf16"} <= self.flags
-
-    @property
-    def has_fast_bfloat16(self) -> bool:
-        return self.has_amx or "avx512_bf16" in self.flags
-
 
 @lru_cache(maxsize=1)
 def cpu() -> Cpu:
@@ -110,7 +102,8 @@ class FreeCores:
 
 def fast_cpu_dtype() -> str:
     """The 16-bit type that this CPU multiplies in, or can widen at no cost."""
-    return "bfloat16" if cpu().has_fast_bfloat16 else "float16"
+    flags = cpu().flags
+    return "bfloat16" if "avx512_bf16" in flags or {"amx_tile", "amx_bf16"} <= flags else "float16"
 
 
 @dataclass(frozen=True)

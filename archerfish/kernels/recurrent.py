@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Generic, NamedTuple
 
+from archerfish.errors import DeviceError
 from archerfish.kernels.decoding import DecodeState
 from archerfish.kernels.ops import Activation, Ids, LinearWeight, NormWeights, T
 from archerfish.kernels.sampling import SamplingBatch
@@ -174,6 +175,6 @@ class RecurrentOps(ABC, Generic[T]):
         time mix's values. None: the backend has no kernels for such a batch."""
         return None
 
-    @abstractmethod
     def decode_batch(self, inputs: T, state: DecodeState[T]) -> tuple[RecurrentBatch[T], SamplingBatch[T]]:
         """As `Ops.decode_batch`, for a step of decodes over states."""
+        raise DeviceError("This backend records no steps of decodes.")

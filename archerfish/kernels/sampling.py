@@ -25,7 +25,8 @@ A = TypeVar("A", bound=Any)  # an array of one dimension
 WORD = (1 << 64) - 1
 # splitmix64's constants as signed words, which tensors can be multiplied with
 GAMMA, MIX_A, MIX_B = (word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-TOP_K_OFF, SHORT_TOP_K = 1 << 40, 256
+TOP_K_OFF = 1 << 40
+FIRST_CAPACITY = 256  # of TokenCounts.token_ids
 CHOSEN, NOT_FINITE, NONE_LEFT = 0, 1, 2  # how a row went: a token; NaN or infinite logits; every token is ruled out
 
 
@@ -49,7 +50,6 @@ class Ranges(NamedTuple, Generic[T]):
     first: T  # (rows,) int64
     end: T  # (rows,) int64: beyond the last
     offset: T  # (rows,) int64: added to the chosen id
-    bounds: tuple[int, int] | None = None  # between which all of them lie, where the host knows it
 
 
 @dataclass
@@ -80,7 +80,6 @@ class Cuts(NamedTuple, Generic[T]):
     rows: T  # (n,) int64: which rows of the batch
     top_k: T  # (n,) int64; TOP_K_OFF: off
     top_p: T  # (n,) float64; infinite: off
-    max_top_k: int  # the largest of top_k
 
 
 @dataclass(frozen=True)
@@ -92,9 +91,7 @@ class SamplingBatch(Generic[T]):
     keys: T | None = None  # (rows,) int64: of `stream_key`; needed with a temperature, as are the positions
     positions: T | None = None  # (rows,) int64: tokens before the one to choose
     min_p: T | None = None  # (rows,) float64, 0: off
-    short_cuts: Cuts[T] | None = None  # rows with a top_k of at most SHORT_TOP_K
-    long_cuts: Cuts[T] | None = None  # the other rows with a top_k or a top_p
-    has_uncut: bool = False  # some row is neither cut nor greedy
+    cuts: Cuts[T] | None = None
     bias: Entries[T] | None = None
     bias_values: T | None = None  # (entries,) float64
     banned: Entries[T] | None = None

@@ -188,7 +188,7 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
     def compute(self, kind: Kind, inputs: T) -> T:
         batch, sampling = self.pool.decode_batch(inputs, self.state, is_shared=kind.is_shared)
         if not kind.is_cut:
-            sampling = replace(sampling, min_p=None, long_cuts=None)
+            sampling = replace(sampling, min_p=None, cuts=None)
         drawn = self.ops.sample(self.model.logits(self.model.forward(batch, self.pool.layers)), sampling)
         self.ops.keep_tokens(inputs, self.state, drawn.tokens)
         return drawn.report

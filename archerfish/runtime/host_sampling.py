@@ -1,7 +1,6 @@
 """Sampling one row of logits that lies in the host's memory: the rule of `Ops.sample`, by the native kernel or in NumPy.
 
-One row does not repay the set-up of a batch, so this is several times faster than the op of torch. All use the same random
-number and keep the same tokens; the sums of probabilities may differ in their last digits.
+All use the same random number and keep the same tokens; the sums of probabilities may differ in their last digits.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import InvalidInputError, ModelError
-from archerfish.kernels.ops import Ids
-from archerfish.kernels.sampling import CHOSEN, NONE_LEFT, NOT_FINITE, SHORT_TOP_K, stream_key, uniform
+from archerfish.kernels.sampling import CHOSEN, NONE_LEFT, NOT_FINITE, stream_key, uniform
 from archerfish.params import MAX_SEED, check_number, check_whole, items_of, plain_number
 
 native_sampler: Any = None
@@ -28,15 +26,16 @@ with contextlib.suppress(ImportError):  # installed without compiled code
 
 Row = npt.NDArray[np.float32]
 MAX_POSITION = np.iinfo(np.int64).max - 1
-LONG_ROW = 4096  # logits: longer rows are narrowed down before anything is sorted
-NUM_GROUPS_PER_TOKEN = 8  # of `candidates`: more groups give a tighter bound and cost more
 
 
 def sample_row(
     logits: Any, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, first: int = 0, end: int | None = None,
     masked: Iterable[int] = (), seed: int = 0, position: int = 0,
 ) -> int:
-    """Draw a token from `first` to `end` of one row of logits, as the engine draws it for this seed and position."""
+    """Draw a token from `first` to `end` of one row of logits (a list, an array or a tensor), as the engine draws.
+
+    The seed and the position determine the draw: count the position up to draw again.
+    """
     temperature, top_p, top_k = plain_number(temperature), plain_number(top_p), plain_number(top_k)
     check_number("temperature", temperature)
     check_number("top_p", top_p)
@@ -62,56 +61,20 @@ def sample_row(
 
 
 def choose(row: Row, temperature: float, top_k: int, top_p: float, number: float) -> tuple[int, int]:
-    """A token and the outcome, in NumPy."""
+    """A token, at `number` of the cumulative probabilities that top_k and top_p keep, and the outcome; in NumPy."""
     highest = row.max()
     if not math.isfinite(highest):
         return 0, NONE_LEFT if highest == -math.inf else NOT_FINITE
-    return int(row.argmax()) if temperature == 0 else draw(row, highest, temperature, top_k, top_p, number), CHOSEN
-
-
-def draw(row: Row, highest: np.float32, temperature: float, top_k: int, top_p: float, number: float) -> int:
-    """The index at `number`, from 0 to 1, in the cumulative probabilities of the tokens that top_k and top_p keep."""
-    ids = candidates(row, top_k) if 0 < top_k < len(row) else None
-    values = row if ids is None else row[ids]
-    weights = np.exp((values - highest) / np.float32(max(temperature, 1e-30)))
+    if temperature == 0:
+        return int(row.argmax()), CHOSEN
+    weights = np.exp((row - highest) / np.float32(max(temperature, 1e-30)))
+    order = np.argsort(-row, kind="stable")[: top_k or len(row)]  # of equal logits the lowest id first
     if top_p < 1:
-        limit = top_p * weights.sum(dtype=np.float64)
-        if len(values) > LONG_ROW:
-            likeliest = candidates(values, SHORT_TOP_K)
-            if weights[likeliest].sum(dtype=np.float64) >= limit:
-                ids, values, weights = likeliest if ids is None else ids[likeliest], values[likeliest], weights[likeliest]
-        num_kept = int(np.sort(weights)[::-1].cumsum(dtype=np.float64).searchsorted(limit)) + 1
-        if num_kept < len(values):
-            kept = candidates(values, num_kept)
-            ids, weights = kept if ids is None else ids[kept], weights[kept]
-    sums = weights.cumsum(dtype=np.float64)
-    place = min(sums.searchsorted(number * sums[-1], "right"), sums.searchsorted(sums[-1]))
-    return int(place if ids is None else ids[place])
-
-
-def candidates(row: Row, count: int) -> Ids:
-    """Ids of the `count` largest logits in rising order; of equal logits the lowest ids.
-
-    The largest logits of disjoint groups give a lower bound of the logit in question, so few tokens are left to sort.
-    """
-    num_groups = count * NUM_GROUPS_PER_TOKEN
-    if len(row) > max(LONG_ROW, 2 * num_groups):
-        group_size = len(row) // num_groups
-        peaks = row[: num_groups * group_size].reshape(group_size, num_groups).max(axis=0)
-        (few,) = (row >= np.partition(peaks, num_groups - count)[num_groups - count]).nonzero()
-        found: Ids = few[largest(row[few], count)]
-        return found
-    return largest(row, count)
-
-
-def largest(values: Row, count: int) -> Ids:
-    found: Ids
-    lowest = np.partition(values, len(values) - count)[len(values) - count]
-    (found,) = (values >= lowest).nonzero()
-    if len(found) > count:
-        equal = found[values[found] == lowest]
-        found = np.setdiff1d(found, equal[count - len(found) :], assume_unique=True)
-    return found
+        sums = weights[order].cumsum(dtype=np.float64)
+        order = order[: sums.searchsorted(top_p * sums[-1]) + 1]
+    kept = np.sort(order)
+    sums = weights[kept].cumsum(dtype=np.float64)
+    return int(kept[min(sums.searchsorted(number * sums[-1], "right"), sums.searchsorted(sums[-1]))]), CHOSEN
 
 
 def host_row(logits: Any) -> Row:

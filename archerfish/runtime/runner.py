@@ -127,7 +127,7 @@ class ModelRunner(Generic[T]):
                 )
                 logits = self.model.logits(ops.rows(self.model.forward(batch, self.pool.layers), first))
                 ops.sample(logits, SamplingBatch())
-                ops.sample(logits, SamplingBatch(temperature=one, keys=zero, positions=zero, has_uncut=True))
+                ops.sample(logits, SamplingBatch(temperature=one, keys=zero, positions=zero))
             has_compiled = self._graphs is not None and self._graphs.warm_up()
             while has_compiled and self._prompts is not None and self._prompts.record_next():
                 pass  # no request should wait for a compiler later

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Generic, NamedTuple
 
@@ -231,34 +231,23 @@ class FastSampler(Generic[T]):
             bias_values=ops.tensor(np.concatenate([values for _, values in bias.values()])) if bias else None,
             banned=self._entries(banned) if banned else None,
             penalties=self._penalties(part, rows) if part["is_penalised"].any() else None,
-            ranges=self._ranges(part) if part["is_ranged"].any() else None,
+            ranges=sampling.Ranges(*self._columns(part, "first", "end", "offset")) if part["is_ranged"].any() else None,
         )
         is_greedy = part["temperature"] == 0
         if is_greedy.all():
             return batch
-        top_k, top_p = part["top_k"], part["top_p"]
-        is_short = ~is_greedy & (top_k <= sampling.SHORT_TOP_K)
-        is_long = ~is_greedy & ~is_short & ((top_k != sampling.TOP_K_OFF) | (top_p <= 1))
+        cut = np.flatnonzero(~is_greedy & ((part["top_k"] != sampling.TOP_K_OFF) | (part["top_p"] <= 1)))
         return dataclasses.replace(
             batch,
             temperature=ops.tensor(np.where(is_greedy, 1.0, part["temperature"])),
             is_greedy=ops.tensor(is_greedy.astype(np.int64)) if is_greedy.any() else None,
             keys=ops.tensor(np.ascontiguousarray(part["key"])),
             min_p=ops.tensor(np.ascontiguousarray(part["min_p"])) if part["min_p"].any() else None,
-            short_cuts=self._cuts(part, is_short) if is_short.any() else None,
-            long_cuts=self._cuts(part, is_long) if is_long.any() else None,
-            has_uncut=not (is_greedy | is_short | is_long).all(),
+            cuts=sampling.Cuts(ops.tensor(cut), *self._columns(part[cut], "top_k", "top_p")) if len(cut) else None,
         )
 
-    def _ranges(self, part: npt.NDArray[Any]) -> sampling.Ranges[T]:
-        first, end, offset = (np.ascontiguousarray(part[name]) for name in ("first", "end", "offset"))
-        ids = self.ops.tensor
-        return sampling.Ranges(ids(first), ids(end), ids(offset), (int(first.min()), int(end.max())))
-
-    def _cuts(self, part: npt.NDArray[Any], is_cut: npt.NDArray[np.bool_]) -> sampling.Cuts[T]:
-        places = np.flatnonzero(is_cut)
-        top_k, ops = part["top_k"][places], self.ops
-        return sampling.Cuts(ops.tensor(places), ops.tensor(top_k), ops.tensor(part["top_p"][places]), int(top_k.max()))
+    def _columns(self, part: npt.NDArray[Any], *names: str) -> Iterator[T]:
+        return (self.ops.tensor(np.ascontiguousarray(part[name])) for name in names)
 
     def _entries(self, ids: dict[int, Ids]) -> sampling.Entries[T]:
         rows = np.repeat(np.fromiter(ids, dtype=np.int64), [len(some) for some in ids.values()])

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archerfish.errors import InvalidOptionError, TensorError
+from archerfish.errors import InvalidOptionError
 from archerfish.kernels import formats, int4
-from archerfish.kernels.formats import PLAIN, Int8Rows, TensorLayout, Tensors, WeightFormat, choose_format, row_pieces
+from archerfish.kernels.formats import PLAIN, Int8Rows, TensorLayout, Tensors, WeightFormat, choose_format
 from archerfish.kernels.ops import Activation, LinearWeight
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight
 from archerfish.layers.weights import Weights
@@ -77,7 +77,7 @@ def test_option_names_a_format() -> None:
 
 
 @pytest.mark.parametrize("weight_format", [PLAIN, INT8, INT4, Int4Groups()])
-def test_stacking_and_slicing_commute_with_dequantising(weight_format: WeightFormat) -> None:
+def test_stacking_commutes_with_dequantising(weight_format: WeightFormat) -> None:
     is_int4 = weight_format.name == "int4-groups"
     parts = [
         weight_format.load(int4_tensors(num, 128) if is_int4 else {"weight": torch.randn(num, 128)}) for num in (24, 40)
@@ -88,12 +88,6 @@ def test_stacking_and_slicing_commute_with_dequantising(weight_format: WeightFor
     assert torch.equal(weight_format.dequantise(stacked, torch.float32), torch.cat(wide))
     held = sum(tensor.nbytes for tensor in stacked.values())
     assert weight_format.num_bytes(64, 128, "float32") == held
-    rows, columns = weight_format.cut(stacked, "outputs", 16, 48), weight_format.cut(stacked, "inputs", 32, 96)
-    assert torch.equal(weight_format.dequantise(rows, torch.float32), torch.cat(wide)[16:48])
-    assert torch.equal(weight_format.dequantise(columns, torch.float32), torch.cat(wide)[:, 32:96])
-    if is_int4 or weight_format is INT4:
-        with pytest.raises(TensorError, match="cut at input 8"):
-            weight_format.cut(stacked, "inputs", 8, 128)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -217,13 +211,6 @@ def test_int8_rows_of_any_size(backend: Backend, scale: float) -> None:
     ops, weight = backend(), torch.randn(8, 64) * scale
     y = ops.linear(torch.ones(1, 64), ops.linear_weight([{"weight": weight}], [None], INT8))
     torch.testing.assert_close(y, weight.sum(1)[None], atol=64 * max(6e-8, 0.01 * scale), rtol=0.0)
-
-
-@given(st.integers(0, 5000), st.integers(1, 1 << 21))
-def test_pieces_cover_all_rows_once(num_rows: int, width: int) -> None:
-    pieces = list(row_pieces(num_rows, width))
-    assert [row for first, last in pieces for row in range(first, last)] == list(range(num_rows))
-    assert all((last - first) * width <= formats.PIECE_ELEMENTS + 64 * width for first, last in pieces)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -17,7 +17,7 @@ from archerfish.kernels.torch.reference import TorchOps
 from archerfish.kernels.torch.wkv import TorchRecurrentOps
 from tests.kernels.native_support import LEVELS, NativeOps, Translated, to_arrays
 from tests.kernels.wkv_cases import WHOLE, MixCase, make_case, one_slot_batch
-from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, random_tokens, read_rwkv7, write_checkpoint
+from tests.models.recurring import GOLDEN, SIZES, STEPS, RecurrentDriver, random_tokens, read_rwkv7, write_checkpoint
 
 TOLERANCE = 2e-5
 LAYER, NUM_LAYERS = 1, 3
@@ -29,11 +29,6 @@ CASES: list[dict[str, Any]] = [
     {"lengths": [1, 12], "num_heads": 3, "head_dim": 20, "block_size": 5}, {"lengths": [1, 9], "num_heads": 1, "head_dim": 3},
     {"lengths": [1, 7], "num_heads": 2, "head_dim": 130}, {"lengths": [20], "decay": 12.0},
     {"lengths": [50], "is_repeated": True},
-]  # fmt: skip
-# (sequence, new tokens) of each step: a prompt, pieces of it, decodes, and all of these together
-STEPS = [
-    [(0, 60)], [(1, 2)], [(0, 1), (1, 31)], [(0, 1), (2, 33), (1, 9)], [(0, 1), (1, 1), (2, 1)], [(2, 1), (0, 1), (1, 1)],
-    [(1, 1), (0, 2), (2, 65)], [(0, 34), (1, 55)],
 ]  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,14 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from archerfish.kernels.sampling import CHOSEN, NONE_LEFT, NOT_FINITE, SHORT_TOP_K, TOP_K_OFF, Cuts, Entries, Masks  # isort: skip
+from archerfish.kernels.sampling import CHOSEN, NONE_LEFT, TOP_K_OFF, Cuts, Entries, Masks  # isort: skip
 from archerfish.kernels.sampling import Penalties, Ranges, SamplingBatch, TokenCounts, stream_key, uniform  # isort: skip
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.params import SamplingParams
 from archerfish.runtime.sampler import FastSampler
 from archerfish.sched.plan import entry_of
-from tests.runtime.sampling_reference import chi_square, probabilities, sample_sequences, sequence_of
+from tests.kernels.sampling_cases import BAD, CUTS, EQUAL, GRID, KEPT, MIXED, OFF, Options, assert_drawn, spoil
+from tests.runtime.sampling_reference import check_draws, probabilities, sample_sequences, sequence_of
 
 _native = pytest.importorskip("archerfish.kernels.native._native")
 from archerfish.kernels.native.ops import NativeOps  # noqa: E402
@@ -27,12 +27,6 @@ from archerfish.kernels.native.recorder import TapeRunner  # noqa: E402
 from archerfish.kernels.native.sampling import NativeSampling  # noqa: E402
 
 Array = npt.NDArray[Any]
-Options = dict[str, Any]
-OFF: Options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-GRID: list[Options] = [
-    dict(zip(OFF, values, strict=True))
-    for values in product((0.7, 1.6, 0.0), (0, 1, 9, 500), (1.0, 0.85, 1e-9), (0.0, 0.03, 1.0))
-]
 
 
 @pytest.fixture(scope="module", params=_native.levels())
@@ -46,17 +40,12 @@ def batch_of(rows: list[Options], *, position: int = 11, **parts: Any) -> Sampli
     top_k = np.array([row["top_k"] or TOP_K_OFF for row in full])
     top_p = np.array([row["top_p"] if row["top_p"] < 1 else math.inf for row in full])
     is_greedy = np.array([row["temperature"] == 0 for row in full])
-    is_short, is_cut = top_k <= SHORT_TOP_K, (top_k < TOP_K_OFF) | (top_p < 1)
-
-    def cuts(which: npt.NDArray[np.bool_]) -> Cuts[Array] | None:
-        (some,) = which.nonzero()
-        return Cuts(some, top_k[some], top_p[some], int(top_k[some].max())) if len(some) else None
-
+    (some,) = (~is_greedy & ((top_k < TOP_K_OFF) | (top_p < 1))).nonzero()
     return SamplingBatch(
         temperature=np.array([row["temperature"] or 1.0 for row in full]), is_greedy=is_greedy.astype(np.int64),
         keys=np.array([stream_key(i, 0) for i in range(len(rows))]), positions=np.full(len(rows), position),
-        min_p=np.array([row["min_p"] for row in full]), short_cuts=cuts(is_short & ~is_greedy),
-        long_cuts=cuts(is_cut & ~is_short & ~is_greedy), has_uncut=True, **parts,
+        min_p=np.array([row["min_p"] for row in full]),
+        cuts=Cuts(some, top_k[some], top_p[some]) if len(some) else None, **parts,
     )  # fmt: skip
 
 
@@ -74,15 +63,6 @@ def in_torch(value: Any, name: str = "") -> Any:
 def random_logits(num_rows: int, vocab_size: int, scale: float, *, is_rounded: bool = False, seed: int = 0) -> Array:
     logits = np.random.default_rng(seed).standard_normal((num_rows, vocab_size)).astype(np.float32) * np.float32(scale)
     return np.round(logits * 8) / np.float32(8) if is_rounded else logits
-
-
-def assert_drawn(token: int, expected: int, x: Array, row: Options, number: float) -> None:
-    """The token that plain NumPy draws, and the reference too, wherever float32 can tell. x: penalised logits."""
-    p = probabilities(x, SamplingParams(**{**OFF, **row}))
-    end = p[: token + 1].sum()
-    slack = 2e-6 + min(p[p > 0].min(), 1e-5)  # of sums in float32, and of a top_p that ends between two tokens by a hair
-    assert p[token] > 0 and end - p[token] - slack <= number <= end + slack, row
-    assert token == expected or min(abs(number - end), abs(number - end + p[token])) < slack, row
 
 
 def assert_draws_are_right(native: NativeSampling, logits: Array, rows: list[Options], *, position: int = 11) -> None:
@@ -104,10 +84,8 @@ def test_every_combination_of_options(native: NativeSampling, vocab_size: int) -
 
 @pytest.mark.parametrize(("vocab_size", "scale"), [(5003, 0.0), (5003, 0.2), (5003, 6.0), (50_001, 1.0), (50_001, 4.0)])
 def test_flat_and_steep_logits(native: NativeSampling, vocab_size: int, scale: float) -> None:
-    rows: list[Options] = [
-        {}, {"top_p": 0.5}, {"top_k": 40}, {"top_k": 2500, "top_p": 0.9001}, {"top_p": 0.999, "temperature": 0.3},
-        {"min_p": 0.2}, {"top_k": 3, "temperature": 4.0}, {"top_k": 5003}, {"top_k": 5002}, {"temperature": 1e-20},
-        {"top_k": 6000, "min_p": 0.01}, {"top_k": 2600, "top_p": 0.3001, "min_p": 0.9}, {"top_k": 40_000, "top_p": 0.9},
+    rows = [
+        *CUTS,
         {"temperature": 100.0, "top_p": 0.7}, {"temperature": 1e-20, "top_k": 7}, {"temperature": 1e-20, "top_p": 0.5},
         {"top_p": 1 - 1e-12}, {"top_k": 5000, "top_p": 1 - 1e-12, "min_p": 0.001},
     ]  # fmt: skip
@@ -180,16 +158,8 @@ def assert_same_counts(found: TokenCounts[Array], expected: TokenCounts[torch.Te
 
 
 def test_equal_logits_are_kept_by_lowest_id(native: NativeSampling) -> None:
-    logits = np.full((1, 2100), -4.0, np.float32)
-    logits[0, [5, 90, 2050, 2060, 2070]] = 0.0, -0.0, 0.0, 1.0, 0.0
-    cases: list[tuple[Options, set[int]]] = [
-        ({"top_k": 3}, {2060, 5, 90}), ({"top_k": 1}, {2060}), ({"temperature": 0}, {2060}), ({"top_p": 1e-9}, {2060}),
-        ({"min_p": 1.0}, {2060}), ({"top_k": 5}, {2060, 5, 90, 2050, 2070}),
-        ({"top_k": 9, "min_p": 0.3}, {2060, 5, 90, 2050, 2070}),
-        ({"top_k": 5, "top_p": 0.6}, {2060, 5, 90}),  # of e + 4: e, e + 1, e + 2, which is the first above 0.6 * (e + 4)
-    ]  # fmt: skip
-    for options, kept in cases:
-        tokens = native.sample(logits.repeat(60, 0), batch_of([options] * 60)).tokens.tolist()
+    for options, kept in KEPT:
+        tokens = native.sample(EQUAL.repeat(60, 0), batch_of([options] * 60)).tokens.tolist()
         assert set(tokens) == kept, options
 
 
@@ -211,19 +181,13 @@ def test_a_cut_keeps_its_very_last_token_and_none_after_it(level: str, size: int
 
 
 def test_failed_rows_do_not_touch_the_others(native: NativeSampling) -> None:
-    bad = [{0: math.nan}, {2099: math.nan}, {7: math.inf}, {7: math.inf, 9: -math.inf}, {3: math.nan, 1999: math.inf}]
-    logits = random_logits(len(bad) + 3, 2100, 2.0)
-    for row, values in enumerate(bad):
-        for token, value in values.items():
-            logits[row, token] = value
-    logits[len(bad)] = -math.inf
-    logits[len(bad) + 1, 1:] = -math.inf  # one token is left
-    outcomes = [NOT_FINITE] * len(bad) + [NONE_LEFT, CHOSEN, CHOSEN]
+    logits = random_logits(len(BAD) + 3, 2100, 2.0)
+    outcomes = spoil(logits)
     for option in ({}, {"temperature": 0}, {"top_k": 4}, {"top_p": 0.5}, {"min_p": 0.1}):
         for batch in (batch_of([option] * len(logits)), SamplingBatch[Array]()):
             found = native.sample(logits, batch).report.tolist()
             assert found == TorchOps().sample(torch.from_numpy(logits), in_torch(batch)).report.tolist()
-            assert found[1] == outcomes and found[0][: len(bad) + 2] == [0] * (len(bad) + 2)
+            assert found[1] == outcomes and found[0][: len(BAD) + 2] == [0] * (len(BAD) + 2)
 
 
 def test_tokens_that_are_ruled_out_are_never_drawn(native: NativeSampling) -> None:
@@ -283,9 +247,7 @@ def test_distribution_passes_chi_square(native: NativeSampling, options: Options
     logits = np.broadcast_to(x, (num_draws, size))
     counts = np.bincount(native.sample(logits, batch_of([options] * num_draws)).tokens, minlength=size)
     p = probabilities(x[0], SamplingParams(**{**OFF, **options}))
-    assert not counts[p == 0].any()
-    statistic, most = chi_square(counts, p)
-    assert statistic < most
+    check_draws(counts, p)
 
 
 @pytest.mark.parametrize("vocab_size", [3, 64, 700, 20_003])
@@ -315,21 +277,16 @@ def test_memory_is_kept_from_call_to_call(native: NativeSampling) -> None:
 
 
 def test_the_sampler_draws_as_with_the_reference() -> None:
-    options: list[Options] = [
-        {"temperature": 0}, {}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.1, "temperature": 0.6}, {"top_k": 300, "top_p": 0.95},
-        {"repetition_penalty": 1.4, "frequency_penalty": 0.3, "top_p": 0.9},
-        {"logit_bias": {3: 4.0}, "min_tokens": 9, "logprobs": 2},
-    ]  # fmt: skip
     found = []
     for ops in (NativeOps(), TorchOps()):
-        sampler: FastSampler[Any] = FastSampler(ops, 641, len(options))
-        sequences = [sequence_of(row, seed=row, stops=[5], **kw) for row, kw in enumerate(options)]
+        sampler: FastSampler[Any] = FastSampler(ops, 641, len(MIXED))
+        sequences = [sequence_of(row, seed=row, stops=[5], **kw) for row, kw in enumerate(MIXED)]
         for sequence in sequences:
             sampler.add(entry_of(sequence))
         tokens = []
         for step in range(6):
-            logits = ops.tensor(random_logits(len(options), 641, 2.0, seed=step))
-            sampled = sample_sequences(sampler, logits, sequences, [3 + step] * len(options))
+            logits = ops.tensor(random_logits(len(MIXED), 641, 2.0, seed=step))
+            sampled = sample_sequences(sampler, logits, sequences, [3 + step] * len(MIXED))
             assert sampled.errors == {}
             tokens.append(sampled.tokens)
         found.append(tokens)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -19,22 +18,18 @@ from tests.kernels.triton_support import DEVICE, HAS_CUDA, captured, untraced
 
 from archerfish.kernels.triton import sampling as triton_sampling  # isort: skip (triton must be told to interpret first)
 from archerfish.kernels.torch.reference import TorchOps  # isort: skip
-from archerfish.kernels.sampling import CHOSEN, NONE_LEFT, NOT_FINITE, TOP_K_OFF, Cuts, Entries, Masks, Ranges  # isort: skip
+from archerfish.kernels.sampling import CHOSEN, NONE_LEFT, TOP_K_OFF, Cuts, Entries, Masks, Ranges  # isort: skip
 from archerfish.kernels.sampling import SamplingBatch, stream_key, uniform  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
 from archerfish.params import SamplingParams  # isort: skip
 from archerfish.runtime.sampler import FastSampler  # isort: skip
 from archerfish.sched.plan import entry_of  # isort: skip
 from archerfish.sequence import Request, Sequence  # isort: skip
-from tests.runtime.sampling_reference import chi_square, probabilities, sample_sequences, token_at  # isort: skip
+from tests.kernels.sampling_cases import BAD, CUTS, EQUAL, GRID, KEPT, MIXED, OFF, assert_drawn, spoil  # isort: skip
+from tests.runtime.sampling_reference import check_draws, probabilities, sample_sequences, token_at  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where integers wrap around
 Tensor = torch.Tensor
-OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-GRID = [
-    dict(zip(OFF, values, strict=True))
-    for values in product((0.7, 1.6, 0.0), (0, 1, 9, 500), (1.0, 0.85, 1e-9), (0.0, 0.03, 1.0))
-]
 NUM_DRAWS = 60 if HAS_CUDA else 5
 
 
@@ -52,11 +47,10 @@ def batch_of(rows: list[dict[str, Any]], *, seeds: list[int] | None = None, posi
         keys=column([stream_key(seed, 0) for seed in seeds], torch.int64),
         positions=column([position] * len(rows), torch.int64),
         min_p=column([row["min_p"] for row in full], torch.float64),
-        long_cuts=Cuts(
+        cuts=Cuts(
             torch.arange(len(rows), device=DEVICE), column([row["top_k"] or TOP_K_OFF for row in full], torch.int64),
-            column([row["top_p"] if row["top_p"] < 1 else math.inf for row in full], torch.float64), TOP_K_OFF,
+            column([row["top_p"] if row["top_p"] < 1 else math.inf for row in full], torch.float64),
         ),
-        has_uncut=True,
     )
 
 
@@ -73,12 +67,7 @@ def assert_draws_are_right(logits: Tensor, rows: list[dict[str, Any]], *, positi
     tokens = found.tokens.tolist()
     assert found.report[0].tolist() == tokens and found.report[1].tolist() == [CHOSEN] * len(rows)
     for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
-        p = probabilities(logits[i].cpu().numpy(), SamplingParams(**{**OFF, **row}))
-        number, end = uniform(stream_key(i, 0), position), p[: token + 1].sum()
-        slack = 2e-6 + min(p[p > 0].min(), 1e-5)  # of sums in float32, and of a top_p that ends between two tokens by a hair
-        assert p[token] > 0 and end - p[token] - slack <= number <= end + slack, (i, row)
-        is_at_border = min(abs(number - end), abs(number - end + p[token])) < slack
-        assert token == expected[i] or is_at_border, (i, row)
+        assert_drawn(token, expected[i], logits[i].cpu().numpy(), row, uniform(stream_key(i, 0), position))
 
 
 @pytest.mark.parametrize("part", range(6))
@@ -94,13 +83,7 @@ def test_every_combination_of_options(vocab_size: int, part: int) -> None:
     ("vocab_size", "scale"), [(5003, 0.0), (5003, 0.2), (5003, 6.0), *([(151_936, 1.0), (151_936, 4.0)] if HAS_CUDA else [])]
 )
 def test_flat_and_steep_logits(vocab_size: int, scale: float) -> None:
-    rows: list[dict[str, Any]] = [
-        {}, {"top_p": 0.5}, {"top_k": 40}, {"top_k": 2500, "top_p": 0.9001}, {"top_p": 0.999, "temperature": 0.3},
-        {"min_p": 0.2}, {"top_k": 3, "temperature": 4.0}, {"top_k": 5003}, {"top_k": 5002}, {"temperature": 1e-20},
-        {"top_k": 6000, "min_p": 0.01}, {"top_k": 2600, "top_p": 0.3001, "min_p": 0.9}, {"top_k": 40_000, "top_p": 0.9},
-    ]  # fmt: skip
-    if not HAS_CUDA:
-        rows = rows[int(scale) % 4 :: 4]
+    rows = CUTS if HAS_CUDA else CUTS[int(scale) % 4 :: 4]
     for position in range(8 if HAS_CUDA else 1):
         logits = random_logits(len(rows), vocab_size, scale, is_rounded=position % 2 == 1, seed=position)
         assert_draws_are_right(logits, rows, position=position)
@@ -116,38 +99,24 @@ def test_rows_with_more_tokens_than_a_list_holds(capacity: int, monkeypatch: pyt
 
 
 def test_equal_logits_are_kept_by_lowest_id() -> None:
-    vocab_size = 2100
-    logits = torch.full((1, vocab_size), -4.0, device=DEVICE)
-    logits[0, [5, 90, 2050, 2060, 2070]] = torch.tensor([0.0, -0.0, 0.0, 1.0, 0.0], device=DEVICE)
-    cases: list[tuple[dict[str, Any], set[int]]] = [
-        ({"top_k": 3}, {2060, 5, 90}), ({"top_k": 1}, {2060}), ({"temperature": 0}, {2060}), ({"top_p": 1e-9}, {2060}),
-        ({"min_p": 1.0}, {2060}), ({"top_k": 5}, {2060, 5, 90, 2050, 2070}),
-        ({"top_k": 9, "min_p": 0.3}, {2060, 5, 90, 2050, 2070}),
-        ({"top_k": 5, "top_p": 0.6}, {2060, 5, 90}),  # of e + 4: e, e + 1, e + 2, which is the first above 0.6 * (e + 4)
-    ]  # fmt: skip
-    rows = [(options, kept) for options, kept in cases for _ in range(NUM_DRAWS)]
+    logits = torch.from_numpy(EQUAL).to(DEVICE)
+    rows = [(options, kept) for options, kept in KEPT for _ in range(NUM_DRAWS)]
     batch = batch_of([options for options, _ in rows])
     tokens = TritonOps(DEVICE, "float32").sample(logits.repeat(len(rows), 1), batch).tokens.tolist()
-    for i, (options, kept) in enumerate(cases):
+    for i, (options, kept) in enumerate(KEPT):
         seen = set(tokens[i * NUM_DRAWS : (i + 1) * NUM_DRAWS])
         assert seen == kept if HAS_CUDA else seen <= kept, options
 
 
 def test_failed_rows_do_not_touch_the_others() -> None:
-    bad = [{0: math.nan}, {2099: math.nan}, {7: math.inf}, {7: math.inf, 9: -math.inf}]
     options: list[dict[str, Any]] = [{}, {"temperature": 0}, {"top_k": 4}, {"top_p": 0.5}, {"min_p": 0.1}]
-    logits = random_logits(len(bad) + 3, 2100, 2.0)
-    for row, values in enumerate(bad):
-        for token, value in values.items():
-            logits[row, token] = value
-    logits[len(bad)] = -math.inf
-    logits[len(bad) + 1, 1:] = -math.inf  # one token is left
-    outcomes = [NOT_FINITE] * len(bad) + [NONE_LEFT, CHOSEN, CHOSEN]
+    logits = random_logits(len(BAD) + 3, 2100, 2.0)
+    outcomes = spoil(logits)
     for option in options:
         for batch in (batch_of([option] * len(logits)), SamplingBatch[Tensor]()):
             found = TritonOps(DEVICE, "float32").sample(logits, batch).report.tolist()
             assert found == TorchOps(DEVICE).sample(logits, batch).report.tolist()
-            assert found[1] == outcomes and found[0][: len(bad) + 2] == [0] * (len(bad) + 2)
+            assert found[1] == outcomes and found[0][: len(BAD) + 2] == [0] * (len(BAD) + 2)
 
 
 def test_tokens_that_are_ruled_out_are_never_drawn() -> None:
@@ -184,13 +153,6 @@ def test_rows_of_a_wider_array_are_read_where_they_lie() -> None:
     for view in (logits[:, 31:500], logits.T.contiguous().T[:, :469]):
         expected = ops.sample(view.contiguous(), batch_of(rows)).tokens
         assert ops.sample(view, batch_of(rows)).tokens.tolist() == expected.tolist()
-
-
-MIXED: list[dict[str, Any]] = [
-    {"temperature": 0}, {}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.1, "temperature": 0.6}, {"top_k": 300, "top_p": 0.95},
-    {"repetition_penalty": 1.4, "frequency_penalty": 0.3, "top_p": 0.9},
-    {"logit_bias": {3: 4.0}, "min_tokens": 9, "logprobs": 2},
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("options", [MIXED, MIXED[:2], MIXED[2:3], MIXED[2:4], MIXED[4:5], MIXED[6:], MIXED[1:2]])
@@ -233,9 +195,7 @@ def test_distribution_passes_chi_square(options: dict[str, Any], limits: tuple[i
     tokens = TritonOps(DEVICE, "float32").sample(logits.repeat(num_draws, 1).to(DEVICE), batch).tokens
     counts = np.bincount(tokens.cpu().numpy(), minlength=end - first)
     p = probabilities(logits[first:end].numpy(), SamplingParams(**{**OFF, **options}))
-    assert not counts[p == 0].any()
-    statistic, most = chi_square(counts, p)
-    assert statistic < most
+    check_draws(counts, p)
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="needs a GPU")
@@ -251,9 +211,9 @@ def test_a_captured_graph_follows_its_parameters() -> None:
         logits.copy_(random_logits(num_rows, vocab_size, 3.0, seed=step))
         for name in ("temperature", "is_greedy", "keys", "positions", "min_p"):
             getattr(batch, name).copy_(getattr(new, name))
-        assert batch.long_cuts is not None and new.long_cuts is not None
-        batch.long_cuts.top_k.copy_(new.long_cuts.top_k)
-        batch.long_cuts.top_p.copy_(new.long_cuts.top_p)
+        assert batch.cuts is not None and new.cuts is not None
+        batch.cuts.top_k.copy_(new.cuts.top_k)
+        batch.cuts.top_p.copy_(new.cuts.top_p)
         graph.replay()
         assert report[0].tolist() == TorchOps(DEVICE).sample(logits, new).tokens.tolist()
         assert report.tolist() == ops.sample(logits, replace(new)).report.tolist()

@@ -24,6 +24,13 @@ Tensor = torch.Tensor
 GOLDEN = Path(__file__).with_name("rwkv7_golden.npy")  # (3, 100, 67): logits of the tiny size, by rwkv 0.8.32
 
 
+# (sequence, new tokens) of each step: a prompt, pieces of it, decodes, and all of these together
+STEPS = [
+    [(0, 60)], [(1, 2)], [(0, 1), (1, 31)], [(0, 1), (2, 33), (1, 9)], [(0, 1), (1, 1), (2, 1)], [(2, 1), (0, 1), (1, 1)],
+    [(1, 1), (0, 2), (2, 65)], [(0, 34), (1, 55)],
+]  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Size:
     num_layers: int

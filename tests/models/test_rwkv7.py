@@ -23,17 +23,12 @@ from archerfish.kernels.torch.reference import TorchOps
 from archerfish.models.config import Config
 from archerfish.models.rwkv7 import Rwkv7Model
 from tests.kernels.native_support import native_ops
-from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, random_tokens, read_rwkv7, write_checkpoint
+from tests.models.recurring import GOLDEN, SIZES, STEPS, RecurrentDriver, random_tokens, read_rwkv7, write_checkpoint
 
 LENGTH = 100
 TOLERANCE = 1e-4
 Backend = Callable[..., Any]
 BACKENDS = [TorchOps, native_ops]
-# (sequence, new tokens) of each step: a prefill, chunks of it, decodes, and all of these together
-STEPS = [
-    [(0, 60)], [(1, 2)], [(0, 1), (1, 31)], [(0, 1), (2, 33), (1, 9)], [(0, 1), (1, 1), (2, 1)], [(2, 1), (0, 1), (1, 1)],
-    [(1, 1), (0, 2), (2, 65)], [(0, 34), (1, 55)],
-]  # fmt: skip
 has_rwkv = importlib.util.find_spec("rwkv") is not None
 needs_rwkv = pytest.mark.skipif(not has_rwkv, reason="the package rwkv is not installed")
 NAMES = ["tiny", "small", pytest.param("medium", marks=pytest.mark.slow)]

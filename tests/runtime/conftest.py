@@ -22,9 +22,9 @@ def records(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Threads that wait for each other make small arrays slow on a busy machine."""
     before = torch.get_num_threads()
-    torch.set_num_threads(4 if "to_the_last_bit" in request.node.name else 1)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)

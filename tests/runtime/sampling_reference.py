@@ -79,6 +79,13 @@ def chi_square(counts: npt.NDArray[np.int64], p: Floats) -> tuple[float, float]:
     return statistic, freedom * (1 - spread + 4.7534 * spread**0.5) ** 3  # Wilson and Hilferty's approximation
 
 
+def check_draws(counts: npt.NDArray[np.int64], p: Floats) -> None:
+    """Red where counts of tokens are not those of draws from these probabilities."""
+    assert not counts[p == 0].any()
+    statistic, most = chi_square(counts, p)
+    assert statistic < most
+
+
 def sample_sequences(
     sampler: FastSampler[torch.Tensor], logits: torch.Tensor, sequences: SequenceOf[Sequence], positions: SequenceOf[int]
 ) -> Chosen:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from archerfish.errors import InvalidInputError, ModelError
-from archerfish.kernels.sampling import SHORT_TOP_K, TOP_K_OFF, Cuts, SamplingBatch, stream_key
+from archerfish.kernels.sampling import TOP_K_OFF, Cuts, SamplingBatch, stream_key
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.runtime import host_sampling
-from archerfish.runtime.host_sampling import candidates, sample_row
+from archerfish.runtime.host_sampling import sample_row
 
 SIZES = (3, 300, 640, 5000)
 WAYS: list[dict[str, Any]] = [
@@ -36,13 +36,10 @@ def sample_by_op(row: torch.Tensor, seed: int, position: int, temperature: float
     if temperature == 0:
         return int(ops.sample(row[None], SamplingBatch()).tokens)
     limits = top_k if 0 < top_k < len(row) else TOP_K_OFF, top_p if top_p < 1 else math.inf
-    top_ks, top_ps = torch.tensor([limits[0]]), torch.tensor([limits[1]], dtype=torch.float64)
-    is_cut = limits != (TOP_K_OFF, math.inf)
-    cuts = Cuts(torch.tensor([0]), top_ks, top_ps, limits[0]) if is_cut else None
+    cuts = Cuts(torch.tensor([0]), torch.tensor([limits[0]]), torch.tensor([limits[1]], dtype=torch.float64))
     batch = SamplingBatch(
         temperature=torch.tensor([temperature], dtype=torch.float64), keys=torch.tensor([stream_key(seed, 0)]),
-        positions=torch.tensor([position]), short_cuts=cuts if limits[0] <= SHORT_TOP_K else None,
-        long_cuts=cuts if limits[0] > SHORT_TOP_K else None, has_uncut=not is_cut,
+        positions=torch.tensor([position]), cuts=cuts if limits != (TOP_K_OFF, math.inf) else None,
     )  # fmt: skip
     return int(ops.sample(row[None], batch).tokens)
 
@@ -56,15 +53,6 @@ def test_a_row_gives_the_token_of_the_op(way: dict[str, Any]) -> None:
             if seed % 3 == 0:
                 row = row.round()  # many equal logits
             assert sample_row(row.numpy(), seed=seed, position=seed % 4, **way) == sample_by_op(row, seed, seed % 4, **way)
-
-
-def test_candidates_are_the_largest_and_of_equals_the_first() -> None:
-    numbers = np.random.default_rng(0)
-    for size, count in ((10, 3), (1000, 20), (5000, 256), (5000, 7)):
-        for _ in range(20):
-            row = numbers.integers(0, 30, size).astype(np.float32)
-            expected = np.sort(np.argsort(-row, kind="stable")[:count])
-            assert np.array_equal(candidates(row, count), expected)
 
 
 def test_rows_without_a_token_are_errors() -> None:

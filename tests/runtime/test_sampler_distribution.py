@@ -12,7 +12,7 @@ import torch
 from archerfish.kernels.sampling import stream_key, uniform
 from archerfish.params import SamplingParams
 from archerfish.sequence import Sequence
-from tests.runtime.sampling_reference import chi_square, penalised, probabilities, sample, sequence_of, token_at
+from tests.runtime.sampling_reference import check_draws, chi_square, penalised, probabilities, sample, sequence_of, token_at
 
 FEATURES: dict[str, Any] = {
     "temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.06, "repetition_penalty": 1.3, "presence_penalty": 0.6,
@@ -53,19 +53,6 @@ def test_draws_equal_the_reference_for_all_options() -> None:
     assert_draws_are_the_references(logits, params, 24)
 
 
-@pytest.mark.parametrize("scale", [0.3, 2.0, 4.0])
-def test_draws_equal_the_reference_over_a_large_vocabulary(scale: float) -> None:
-    rng = np.random.default_rng(2)
-    options: list[dict[str, Any]] = [
-        {}, {"top_p": 0.9}, {"top_k": 40}, {"top_k": 300}, {"top_k": 5000, "top_p": 0.6}, {"top_p": 0.999, "min_p": 0.01},
-        {"top_k": 19_999}, {"top_k": 50_000}, {"min_p": 0.2}, {"top_p": 1e-9}, {"top_p": 0.5, "temperature": 3.0},
-        {"top_k": 200, "top_p": 0.3, "min_p": 0.001, "repetition_penalty": 0.8}, {"temperature": 0},
-    ]  # fmt: skip
-    logits = (rng.normal(size=(len(options), 20_001)) * scale).astype(np.float32)
-    logits[1::2] = torch.from_numpy(logits[1::2]).bfloat16().float().numpy()  # many equal ones
-    assert_draws_are_the_references(logits, [SamplingParams(**kw) for kw in options], 8)
-
-
 @pytest.mark.no_cover
 @pytest.mark.parametrize("subset", [s for s in SUBSETS if len(s) in (0, 1, 2, len(FEATURES))], ids="+".join)
 def test_distribution_passes_chi_square(subset: tuple[str, ...]) -> None:
@@ -75,9 +62,7 @@ def test_distribution_passes_chi_square(subset: tuple[str, ...]) -> None:
     sequences = [sequence_for(params, row, seed=99, index=row) for row in range(num_draws)]
     counts = np.bincount(draw_all(np.tile(logits, (num_draws, 1)), sequences), minlength=vocab_size)
     p = probabilities(penalised(logits, params, PROMPT, OUTPUT, STOPS), params)
-    assert not counts[p == 0].any()
-    statistic, most = chi_square(counts, p)
-    assert statistic < most
+    check_draws(counts, p)
 
 
 def test_chi_square_can_fail() -> None:
@@ -92,5 +77,4 @@ def test_draws_at_other_positions_are_independent() -> None:
     sequences = [sequence_of(row, [0], seed=7) for row in range(num_draws)]
     drawn = np.asarray(sample(torch.zeros(num_draws, 4), sequences, positions=range(num_draws)).tokens)
     pairs = np.bincount(drawn[:-1] * 4 + drawn[1:], minlength=16)
-    statistic, most = chi_square(pairs, np.full(16, 1 / 16))
-    assert statistic < most
+    check_draws(pairs, np.full(16, 1 / 16))

@@ -139,7 +139,7 @@ def test_many_masks_are_found_side_by_side() -> None:
 
 
 def test_masks_are_applied_a_group_of_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("archerfish.kernels.torch.sampling.CPU_GROUP", 128)
+    monkeypatch.setattr("archerfish.kernels.torch.sampling.MASK_GROUP", 128)
     logits = torch.zeros(9, 64)
     bits = torch.tensor([[1 << place] for place in range(5, 12)])
     masks = Masks(torch.tensor([8, 0, 1, 2, 3, 4, 5]), bits)

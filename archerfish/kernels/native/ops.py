@@ -182,8 +182,9 @@ class NativeOps(Ops[Any]):
         num_rows = 0 if isinstance(ids[0], Value) else len(ids[0])
         out = recorder.new(Rows.TOKENS, width, num_rows)
         packed = tables[0].matrix if isinstance(tables[0], Table) else None
-        plain = [np.empty(0, dtype=np.float32) if isinstance(each, Table) else array_of(each) for each in tables]
-        types = [0 if isinstance(each, Table) else type_of(each) for each in tables]
+        stored = [None if isinstance(each, Table) else as_stored(each) for each in tables]
+        plain = [np.empty(0, dtype=np.float32) if each is None else each.data for each in stored]
+        types = [0 if each is None else TYPES[each.dtype] for each in stored]
         recorder.tape.tables(plain, types, sources, offsets, packed, scale, width, recorder(out))
         self.runner.finish(recorder)
         return out
@@ -337,11 +338,3 @@ class NativeOps(Ops[Any]):
 
     def pool_stats(self) -> PoolStats:
         return self._sampling.pool_stats()
-
-
-def array_of(table: Handle) -> npt.NDArray[Any]:
-    return table.data if isinstance(table, StoredTensor) else np.ascontiguousarray(table)
-
-
-def type_of(table: Handle) -> int:
-    return TYPES[table.dtype if isinstance(table, StoredTensor) else str(table.dtype)]

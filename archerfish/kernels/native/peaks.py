@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 
 from archerfish.kernels.machine import cpu
-from archerfish.kernels.native._native import Level, Matrix, all_threads
+from archerfish.kernels.native._native import Level, all_threads
 from archerfish.kernels.native.recorder import TapeRunner
-from archerfish.kernels.native.weights import FORMATS, NativeWeight
+from archerfish.kernels.native.weights import NativeWeight, stack_parts
 
 READ_BYTES = 1 << 27  # more than the caches of most machines hold
 NUM_INPUTS, NUM_ROWS = 1024, 256
@@ -23,10 +23,9 @@ def measure_peaks(dtype: str) -> dict[str, float]:
 
     def rate(kind: str, num_outputs: int, num_rows: int) -> tuple[float, int]:
         """Products a second, and the bytes of their matrix."""
-        matrix, x = Matrix(FORMATS[kind], num_outputs, NUM_INPUTS), np.ones((num_rows, NUM_INPUTS), dtype=np.float32)
-        # Written, since pages that never were lie nowhere.
-        matrix.add_rows(np.ones((num_outputs, NUM_INPUTS), dtype=np.float32), 0, num_outputs)
-        weight = NativeWeight(runner, runner.pack(matrix, is_copy=True))
+        matrix = stack_parts([np.ones((num_outputs, NUM_INPUTS), dtype=np.float32)], runner, kind)
+        x = np.ones((num_rows, NUM_INPUTS), dtype=np.float32)
+        weight = NativeWeight(runner, matrix)
         return 1 / best_s(lambda: weight.multiply(x, "none", None)), matrix.num_bytes
 
     reads, num_bytes = rate("float32", READ_BYTES // NUM_INPUTS // 4, 1)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -90,7 +91,6 @@ class Recorder:
     def __init__(self, level: Level, *, is_eager: bool) -> None:
         self.tape, self.is_eager = Tape(level), is_eager
         self.step = StepArrays()
-        self._results: list[Array] = []
         self._kept: list[Any] = []
 
     def __call__(self, x: Handle | None) -> int:
@@ -160,8 +160,14 @@ class TapeRunner:
         recorder: Recorder | None = getattr(self._local, "recorder", None)
         return Recorder(self.level, is_eager=True) if recorder is None else recorder
 
-    def recording(self, recorder: Recorder) -> Recording:
-        return Recording(self._local, recorder)
+    @contextmanager
+    def recording(self, recorder: Recorder) -> Iterator[None]:
+        """The context in which operations are recorded."""
+        self._local.recorder = recorder
+        try:
+            yield
+        finally:
+            self._local.recorder = None
 
     def finish(self, recorder: Recorder) -> None:
         """Called after each operation: computes it unless it is recorded."""
@@ -206,19 +212,6 @@ class TapeRunner:
         tape.run(self.threads, self.num_threads, step.sizes, step.arrays, results)
 
 
-class Recording:
-    """The context in which operations are recorded."""
-
-    def __init__(self, local: threading.local, recorder: Recorder) -> None:
-        self._local, self._recorder = local, recorder
-
-    def __enter__(self) -> None:
-        self._local.recorder = self._recorder
-
-    def __exit__(self, *args: object) -> None:
-        self._local.recorder = None
-
-
 class RecordedSegments(NamedTuple):
     """Stands for the Segments of a batch while its pass is recorded."""
 
@@ -228,9 +221,8 @@ class RecordedSegments(NamedTuple):
 def read_batch(batch: Any) -> tuple[StepArrays, tuple[bool, ...]]:
     """The numbers of a batch, and all that decides what is recorded for it."""
     step = StepArrays()
-    num_tokens = getattr(batch, "num_tokens", len(batch.token_ids))  # what follows them is filling
     step.set(Input.TOKEN_IDS, batch.token_ids)
-    step.sizes[Rows.TOKENS] = num_tokens
+    step.sizes[Rows.TOKENS] = getattr(batch, "num_tokens", len(batch.token_ids))  # what follows them is filling
     if hasattr(batch, "segments"):
         set_segments(step, batch.segments)
         step.set(Input.POSITIONS, batch.segments.positions)

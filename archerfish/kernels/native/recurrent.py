@@ -6,13 +6,12 @@ Matrices of states lie with keys down and values across, and all of a state is f
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from archerfish.errors import DeviceError, OutOfMemoryError
-from archerfish.kernels.decoding import DecodeState
+from archerfish.errors import OutOfMemoryError
 from archerfish.kernels.native._native import mix_heads, shift
 from archerfish.kernels.native.recorder import Handle, Recorder, set_batch
 from archerfish.kernels.recurrent import (
@@ -50,9 +49,7 @@ class NativeRecurrentOps(RecurrentOps[Handle]):
         views = tuple(StateLayer(wkv[:, i], inputs[:, i, 0], inputs[:, i, 1]) for i in range(layers))
         return StateMemory(wkv, inputs, views)
 
-    def shift(
-        self, x: Handle, inputs: Handle, batch: RecurrentBatch[Handle], factors: Handle
-    ) -> tuple[Handle, ...]:
+    def shift(self, x: Handle, inputs: Handle, batch: RecurrentBatch[Handle], factors: Handle) -> tuple[Handle, ...]:
         recorder, width = self._recorder(batch), x.shape[1]
         outs = tuple(recorder.like(x, width) for _ in range(factors.size // width))
         shift(recorder.tape, recorder(x), inputs, factors, [recorder(out) for out in outs])
@@ -77,10 +74,6 @@ class NativeRecurrentOps(RecurrentOps[Handle]):
         if recorder.is_eager:
             set_batch(recorder.step, batch)
         return recorder
-
-    def decode_batch(self, inputs: Handle, state: DecodeState[Handle]) -> NoReturn:
-        raise DeviceError(f"The backend {self.ops.name!r} records no steps of decodes.")
-
 
 def aligned_empty(shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
     """Memory that begins with a cache line."""

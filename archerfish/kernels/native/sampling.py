@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,10 @@ import numpy.typing as npt
 from archerfish.kernels.native._native import Sampler
 from archerfish.kernels.native.recorder import TapeRunner
 from archerfish.kernels.ops import Ids
-from archerfish.kernels.sampling import Cuts, Drawn, Entries, Logprobs, Penalties, PoolStats, SamplingBatch, TokenCounts
+from archerfish.kernels.sampling import FIRST_CAPACITY, Drawn, Logprobs, Penalties, PoolStats, SamplingBatch, TokenCounts
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
-FIRST_CAPACITY = 256  # of TokenCounts.token_ids
 
 
 class NativeSampling:
@@ -41,7 +41,7 @@ class NativeSampling:
         )  # fmt: skip
         self._sampler.score(
             self._runner.threads, self._runner.num_threads, plain_rows(logits), np.asarray(token_ids, np.int64),
-            plain(rows, np.int64), found.logprobs, found.ranks, found.top_ids, found.top_logprobs,
+            None if rows is None else np.asarray(rows), found.logprobs, found.ranks, found.top_ids, found.top_logprobs,
         )
         return found
 
@@ -65,10 +65,6 @@ class NativeSampling:
         return PoolStats(sampler.num_calls, sampler.num_calls, sampler.num_calls - num_misses, num_misses, num_idle, num_idle)
 
 
-def plain(array: Array | None, dtype: Any) -> Array | None:
-    return None if array is None else np.ascontiguousarray(array, dtype=dtype)
-
-
 def plain_rows(logits: Array) -> Floats:
     """Logits in float32 whose rows are contiguous: a copy only where they are not."""
     if logits.dtype == np.float32 and logits.strides[1] == 4:
@@ -77,44 +73,26 @@ def plain_rows(logits: Array) -> Floats:
 
 
 def parts_of(batch: SamplingBatch[Array]) -> list[Array | None]:
-    """The arrays of a batch in the order of `Part` in csrc/bind_sample.cpp."""
-    ids, numbers = np.int64, np.float64
-    masks, ranges, penalties = batch.masks, batch.ranges, batch.penalties
-    parts = [
-        plain(batch.temperature, numbers), plain(batch.is_greedy, ids), plain(batch.keys, ids), plain(batch.positions, ids),
-        plain(batch.min_p, numbers), *cut_parts(batch.short_cuts), *cut_parts(batch.long_cuts), *entry_parts(batch.bias),
-        plain(batch.bias_values, numbers), *entry_parts(batch.banned),
-    ]  # fmt: skip
-    parts += [None, None] if masks is None else [plain(masks.rows, ids), plain(masks.bits, ids)]
-    parts += [None] * 3 if ranges is None else [plain(each, ids) for each in (ranges.first, ranges.end, ranges.offset)]
-    return parts + ([None] * 8 if penalties is None else penalty_parts(penalties))
+    """The arrays of a batch in the order of `Part` in csrc/bind_sample.cpp, which has room for two lists of cuts."""
+    parts = [batch.temperature, batch.is_greedy, batch.keys, batch.positions, batch.min_p, *columns(batch.cuts, 3)]
+    parts += [None, None, None, *columns(batch.bias, 2), batch.bias_values, *columns(batch.banned, 2)]
+    parts += [*columns(batch.masks, 2), *columns(batch.ranges, 3)]
+    if batch.penalties is None:
+        parts += [None] * 8
+    else:
+        rows, known, slots, _, *factors = batch.penalties
+        parts += [rows, slots, known.counts, known.token_ids, known.num_ids, *factors]
+    return [None if part is None else np.ascontiguousarray(part) for part in parts]
 
 
-def cut_parts(cuts: Cuts[Array] | None) -> tuple[Array | None, ...]:
-    if cuts is None:
-        return None, None, None
-    return plain(cuts.rows, np.int64), plain(cuts.top_k, np.int64), plain(cuts.top_p, np.float64)
-
-
-def entry_parts(entries: Entries[Array] | None) -> tuple[Array | None, ...]:
-    return (None, None) if entries is None else (plain(entries.rows, np.int64), plain(entries.token_ids, np.int64))
-
-
-def penalty_parts(penalties: Penalties[Array]) -> list[Array | None]:
-    known = penalties.counts
-    factors = penalties.repetition, penalties.presence, penalties.frequency
-    return [
-        plain(penalties.rows, np.int64), plain(penalties.slots, np.int64), plain(known.counts, np.int32),
-        plain(known.token_ids, np.int64), plain(known.num_ids, np.int64), *(plain(each, np.float64) for each in factors),
-    ]  # fmt: skip
+def columns(group: Sequence[Array] | None, count: int) -> Sequence[Array | None]:
+    return [None] * count if group is None else group
 
 
 def make_room(known: TokenCounts[Array], length: int) -> None:
-    num_rows, capacity = known.token_ids.shape
-    if length > capacity:
-        wider = np.zeros((num_rows, 1 << (length - 1).bit_length()), dtype=np.int64)
-        wider[:, :capacity] = known.token_ids
-        known.token_ids = wider
+    extra = (1 << (length - 1).bit_length()) - known.token_ids.shape[1]
+    if extra > 0:
+        known.token_ids = np.pad(known.token_ids, ((0, 0), (0, extra)))
 
 
 def count_tokens(penalties: Penalties[Array], tokens: Ids) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -36,13 +36,12 @@ from archerfish.kernels.ops import (
     Segments,
 )
 from archerfish.kernels.recurrent import RecurrentOps
-from archerfish.kernels.sampling import Drawn, Logprobs, PoolStats, SamplingBatch, TokenCounts
+from archerfish.kernels.sampling import FIRST_CAPACITY, Drawn, Logprobs, PoolStats, SamplingBatch, TokenCounts
 from archerfish.kernels.torch.sampling import TorchSampling, make_room, sampling_batch
 from archerfish.kernels.torch.wkv import TorchRecurrentOps
 
 Tensor = torch.Tensor
 DUMMY_SCALE = 0.02  # of random weights
-FIRST_CAPACITY = 256  # of TokenCounts.token_ids
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu,
     "relu_squared": lambda x: F.relu(x).square_(), "sigmoid": torch.sigmoid, "silu": F.silu, "tanh": torch.tanh,
@@ -70,6 +69,7 @@ class TorchOps(Ops[Tensor]):
     """The reference backend."""
 
     name = "torch reference"
+    sampling_kind: ClassVar[type[TorchSampling]] = TorchSampling
     products: ClassVar[Mapping[str, type[TorchWeight]]] = {}  # by the name of a format; others are dequantised
 
     def __init__(self, device: str = "cpu", dtype: str = "float32") -> None:
@@ -77,6 +77,7 @@ class TorchOps(Ops[Tensor]):
         self.device = device
         self.dtype = dtype
         self.torch_dtype: torch.dtype = getattr(torch, dtype)
+        self._sampling = self.sampling_kind(device)
 
     def tensor(self, values: npt.NDArray[Any] | Tensor) -> Tensor:
         return values if isinstance(values, Tensor) else torch.from_numpy(values).to(self.device)
@@ -112,8 +113,7 @@ class TorchOps(Ops[Tensor]):
         return total
 
     def layer_norm(self, x: Tensor, norm: NormWeights[Tensor]) -> Tensor:
-        rows = x if self.device == "cpu" else x.float()  # on a CPU torch computes in the norm's type
-        return F.layer_norm(rows, norm.weight.shape, norm.weight, norm.bias, norm.eps).to(self.torch_dtype)
+        return F.layer_norm(x.float(), norm.weight.shape, norm.weight, norm.bias, norm.eps).to(self.torch_dtype)
 
     def attention(self, qkv: Tensor, segments: Segments, num_heads: int, *, bias: Tensor | None = None) -> Tensor:
         parts: list[Tensor] = []
@@ -244,10 +244,6 @@ class TorchOps(Ops[Tensor]):
     def logits(self, x: Tensor, head: LinearWeight[Tensor], *, softcap: float = 0.0) -> Tensor:
         scores = self.linear(x, head).float()
         return softcap * torch.tanh(scores / softcap) if softcap else scores
-
-    @cached_property
-    def _sampling(self) -> TorchSampling:
-        return TorchSampling(self.device)
 
     def pool_stats(self) -> PoolStats:
         return self._sampling.buffers.pool_stats()

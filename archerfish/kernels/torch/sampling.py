@@ -1,17 +1,11 @@
-"""The ops of sampling in torch, for any device with float64.
-
-Nothing sorts the vocabulary unless it must. A first pass takes the largest logit of every block of 32 tokens. From those come
-the likeliest token and, exactly, the few hundred likeliest: the first n tokens all lie in the first n blocks, when both stand
-in the same order. A top_k of a few hundred needs no more; nor do most rows with a top_p, as these candidates hold the mass.
-"""
+"""What the ops of sampling mean, in plain torch, for any device with float64: a cut sorts the whole vocabulary."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from archerfish.kernels import sampling
 from archerfish.kernels.decoding import FIRST_FLOAT, Input
@@ -20,7 +14,7 @@ from archerfish.kernels.sampling import BufferPool, Cuts, Drawn, Logprobs, Penal
 
 Tensor = torch.Tensor
 BLOCK = 32  # tokens
-CPU_GROUP, GPU_GROUP = 1 << 18, 1 << 24  # tokens
+MASK_GROUP = 1 << 24  # tokens whose bits are spread out at a time
 LOW_HALF = (1 << 32) - 1
 
 
@@ -28,7 +22,6 @@ class TorchSampling:
     """Large arrays are borrowed for the time of a call. One thread at a time may use an object."""
 
     def __init__(self, device: str) -> None:
-        self.device = device
         self.buffers: BufferPool[Tensor] = BufferPool(lambda size: torch.empty(size, dtype=torch.float32, device=device))
         self._borrowed: list[Tensor] = []
 
@@ -50,25 +43,15 @@ class TorchSampling:
 
     def _report(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Tensor:
         """The report of `Drawn`."""
-        start = 0
-        if batch.ranges is not None and batch.ranges.bounds is not None and not batch.changes_logits:
-            start, end = batch.ranges.bounds
-            start -= start % BLOCK  # so that sums of blocks are the same, whatever other rows choose from
-            logits = logits[:, start:end]
-        x = self._adjusted(logits, batch, start)
-        peaks = torch.amax(x.view(len(x), -1, BLOCK), -1, out=self._buffer(len(x), x.shape[1] // BLOCK))  # of every block
-        block = peaks.argmax(-1, keepdim=True)  # of the likeliest token, the lowest id among equals; NaN comes first
-        inside = x.gather(1, block * BLOCK + torch.arange(BLOCK, device=x.device)).argmax(-1, keepdim=True)
-        tokens = best = (block * BLOCK + inside)[:, 0]
-        highest = peaks.gather(1, block)[:, 0]
+        x = self._adjusted(logits, batch)
+        highest, best = x.max(-1)  # the lowest id among equals; NaN comes first
         failed = torch.where(highest.isfinite(), sampling.CHOSEN, sampling.NOT_FINITE)
         failed.masked_fill_(highest == -math.inf, sampling.NONE_LEFT)
-        if batch.temperature is not None:
-            tokens = self._draw(x, peaks, highest.masked_fill(failed != sampling.CHOSEN, 0.0), failed, batch)
-            if batch.is_greedy is not None:
-                tokens = torch.where(batch.is_greedy != 0, best, tokens)
+        tokens = best if batch.temperature is None else draw(x, highest, batch.temperature, batch)
+        if batch.is_greedy is not None:
+            tokens = torch.where(batch.is_greedy != 0, best, tokens)
         if batch.ranges is not None:
-            tokens = tokens + (batch.ranges.offset + start)
+            tokens = tokens + batch.ranges.offset
         return torch.stack((tokens.masked_fill(failed != sampling.CHOSEN, 0), failed))
 
     def token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int, rows: Ids | None) -> Logprobs[Tensor]:
@@ -90,8 +73,8 @@ class TorchSampling:
             self._borrowed.clear()
         return Logprobs((own.double() - base)[:, 0], ranks, top_ids, top.double() - base)
 
-    def _adjusted(self, logits: Tensor, batch: SamplingBatch[Tensor], start: int = 0) -> Tensor:
-        """Logits, the first of which is that of token `start`, after bias, bans, masks, ranges and penalties.
+    def _adjusted(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Tensor:
+        """Logits after bias, bans, masks, ranges and penalties.
 
         They come in whole blocks, those past the vocabulary -inf: a copy only where that or a change asks for one.
         """
@@ -111,12 +94,12 @@ class TorchSampling:
         if batch.masks is not None:
             words = batch.masks.bits.view(torch.int32)[:, : width // BLOCK, None]
             bits = torch.arange(BLOCK, dtype=torch.int32, device=x.device)
-            for begin, end in self._groups(len(words), width):
-                is_ruled_out = ((words[begin:end] >> bits) & 1 == 0).view(end - begin, -1)
-                rows = batch.masks.rows[begin:end]
+            size = max(1, MASK_GROUP // width)
+            for some, rows in zip(torch.split(words, size), torch.split(batch.masks.rows, size), strict=True):
+                is_ruled_out = ((some >> bits) & 1 == 0).view(len(rows), -1)
                 x.index_copy_(0, rows, x.index_select(0, rows).masked_fill_(is_ruled_out, -math.inf))
         if batch.ranges is not None:
-            ids = torch.arange(start, start + width, device=x.device)
+            ids = torch.arange(width, device=x.device)
             x.masked_fill_((ids < batch.ranges.first[:, None]) | (ids >= batch.ranges.end[:, None]), -math.inf)
         if batch.penalties is not None:
             penalise(x, batch.penalties)
@@ -126,132 +109,42 @@ class TorchSampling:
         blocks = weights.view(weights.shape[0], -1, BLOCK)
         return torch.sum(blocks, -1, out=self._buffer(*blocks.shape[:2]))
 
-    def _draw(self, x: Tensor, peaks: Tensor, highest: Tensor, failed: Tensor, batch: SamplingBatch[Tensor]) -> Tensor:
-        assert batch.temperature is not None and batch.keys is not None and batch.positions is not None
-        temperature = batch.temperature.float().clamp_min(1e-30)
-        min_p = None if batch.min_p is None else batch.min_p.float()
-        draws = Draws(uniforms(batch.keys, batch.positions), highest, temperature, min_p, failed)
-        tokens = None
-        if batch.has_uncut or batch.long_cuts is not None:
-            weights = torch.sub(x, highest[:, None], out=self._buffer(*x.shape)).div_(temperature[:, None]).exp_()
-            if min_p is not None:
-                weights.mul_(torch.ge(weights, min_p[:, None], out=self._buffer(*x.shape)))
-            sums = self._block_sums(weights).cumsum(-1, dtype=torch.float64)
-            draws.totals = sums[:, -1]
-            if batch.has_uncut:
-                tokens = pick_in_blocks(weights, sums, draws.numbers)
-        if tokens is None:
-            tokens = torch.zeros_like(failed)
-        if batch.short_cuts is not None:
-            count = min(max(64, 1 << (batch.short_cuts.max_top_k - 1).bit_length()), x.shape[1])
-            self._draw_from_candidates(x, peaks, draws, batch.short_cuts, count, tokens)
-        if batch.long_cuts is not None:
-            count = min(sampling.SHORT_TOP_K, x.shape[1])
-            left = self._draw_from_candidates(x, peaks, draws, batch.long_cuts, count, tokens)
-            self._draw_by_sorting(x, draws, batch.long_cuts, left, tokens)
-        return tokens
-
-    def _draw_from_candidates(
-        self, x: Tensor, peaks: Tensor, draws: Draws, cuts: Cuts[Tensor], count: int, tokens: Tensor
-    ) -> Tensor:
-        """Write the tokens of rows whose cuts leave only some of their `count` likeliest tokens; give the indices into cuts of
-        the other rows. Rows with a top_k of at most count are never among those."""
-        is_settled = torch.empty(len(cuts.rows), dtype=torch.bool, device=x.device)
-        places = torch.arange(count, device=x.device)
-        for start, end in self._groups(len(cuts.rows), min(x.shape[1], count * BLOCK)):
-            rows, top_k, top_p = cuts.rows[start:end], cuts.top_k[start:end], cuts.top_p[start:end]
-            values, ids = self._candidates(x, peaks, rows, count)
-            weights = draws.weights(rows, values)
-            mass = weights.double().mul_(places < top_k[:, None])
-            has_all = (top_k <= count) | (weights[:, -1] == 0)
-            if draws.min_p is not None:
-                mass.mul_(weights >= draws.min_p[rows, None])
-                has_all |= weights[:, -1] < draws.min_p[rows]
-            sums = mass.cumsum(-1)
-            total = sums[:, -1]
-            has_all |= draws.failed[rows] != sampling.CHOSEN
-            if draws.totals is not None:
-                has_top_k = top_k < sampling.TOP_K_OFF
-                total = torch.where(has_top_k, total, draws.totals[rows])
-                has_all |= ~has_top_k & (sums[:, -1] >= top_p * total)
-            mass *= sums - mass < (top_p * total)[:, None]
-            keys = first_keys((ids << 32) + places, count)
-            place = pick(mass.gather(1, keys & LOW_HALF).cumsum(-1), draws.numbers[rows])
-            tokens[rows], is_settled[start:end] = keys.gather(1, place)[:, 0] >> 32, has_all
-        return is_settled if cuts.max_top_k <= count else (~is_settled).nonzero()[:, 0]
-
-    def _draw_by_sorting(self, x: Tensor, draws: Draws, cuts: Cuts[Tensor], left: Tensor, tokens: Tensor) -> None:
-        """Write the tokens of the rows at some indices into cuts."""
-        for start, end in self._groups(len(left), x.shape[1]):
-            some = left[start:end]
-            rows, top_k, top_p = cuts.rows[some], cuts.top_k[some], cuts.top_p[some]
-            values = x[rows]
-            negated = first_keys(values.neg(), values.shape[1])
-            weights = (negated + draws.highest[rows, None]).div_(-draws.temperature[rows, None]).exp_()
-            num_kept = top_k.clamp_max(values.shape[1])[:, None]
-            if draws.min_p is not None:
-                num_kept = torch.minimum(num_kept, (weights >= draws.min_p[rows, None]).sum(-1, keepdim=True))
-            sums = weights.cumsum(-1, dtype=torch.float64)
-            total = sums.gather(1, (num_kept - 1).clamp_min_(0))
-            num_kept = torch.minimum(num_kept, torch.searchsorted(sums, top_p[:, None] * total) + 1)
-            last = negated.gather(1, (num_kept - 1).clamp_min_(0))
-            weights = draws.weights(rows, values)
-            weights.mul_(torch.ge(values, -last, out=torch.empty_like(values)))
-            num_too_many = torch.searchsorted(negated, last, right=True) - num_kept  # equal to the last one kept, but after it
-            if num_too_many.any():
-                is_equal = values == -last
-                weights.mul_(~is_equal | (is_equal.cumsum(-1) <= is_equal.sum(-1, keepdim=True) - num_too_many))
-            sums = weights.view(len(rows), -1, BLOCK).sum(-1).cumsum(-1, dtype=torch.float64)
-            tokens[rows] = pick_in_blocks(weights, sums, draws.numbers[rows])
-
-    def _groups(self, num_rows: int, width: int) -> list[tuple[int, int]]:
-        """Rows to work on at a time, so that what is sorted stays in a cache, or in a corner of a GPU's memory."""
-        step = max(1, (CPU_GROUP if self.device == "cpu" else GPU_GROUP) // width)
-        return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
-
     def _candidates(self, x: Tensor, peaks: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The likeliest tokens of some rows, in order: logits and ids, (rows, count) each."""
         width = x.shape[1]
         if count * BLOCK * 2 <= width:
-            chosen = first_keys(order_keys(peaks[rows], torch.arange(peaks.shape[1], device=x.device)), count) & LOW_HALF
+            blocks = order_keys(peaks[rows], torch.arange(peaks.shape[1], device=x.device))
+            chosen = blocks.topk(count, largest=False).values & LOW_HALF
             ids = chosen[:, :, None] * BLOCK + torch.arange(BLOCK, device=x.device)
             keys = order_keys(x.view(x.shape[0], -1, BLOCK)[rows[:, None], chosen], ids).view(len(rows), -1)
         else:
             keys = order_keys(x[rows], torch.arange(width, device=x.device))
-        keys = first_keys(keys, count)
+        keys = keys.topk(count, largest=False).values  # in ascending order
         ordered = ~(keys >> 32).to(torch.int32)
         return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32), keys & LOW_HALF
 
 
-@dataclass
-class Draws:
-    """What the draws of all rows of a batch need."""
-
-    numbers: Tensor  # in [0, 1)
-    highest: Tensor  # logit
-    temperature: Tensor
-    min_p: Tensor | None
-    failed: Tensor
-    totals: Tensor | None = None  # weight of all tokens that min_p leaves, where it has been summed up
-
-    def weights(self, rows: Tensor, values: Tensor) -> Tensor:
-        return (values - self.highest[rows, None]).div_(self.temperature[rows, None]).exp_()
+def draw(x: Tensor, highest: Tensor, temperature: Tensor, batch: SamplingBatch[Tensor]) -> Tensor:
+    """A token for each row of adjusted logits; any token where the highest is not finite."""
+    assert batch.keys is not None and batch.positions is not None
+    weights = ((x - highest[:, None]) / temperature.float().clamp_min(1e-30)[:, None]).exp_()
+    if batch.min_p is not None:
+        weights.mul_(weights >= batch.min_p.float()[:, None])
+    if batch.cuts is not None:
+        rows, top_k, top_p = batch.cuts
+        ids = x[rows].sort(dim=-1, descending=True, stable=True).indices  # among equals the lowest first
+        ranked = weights[rows].gather(1, ids) * (torch.arange(x.shape[1], device=x.device) < top_k[:, None])
+        sums = ranked.cumsum(-1, dtype=torch.float64)
+        ranked *= F.pad(sums[:, :-1], (1, 0)) < top_p[:, None] * sums[:, -1:]
+        weights[rows] = torch.empty_like(ranked).scatter_(1, ids, ranked)
+    return pick(weights.cumsum(-1, dtype=torch.float64), uniforms(batch.keys, batch.positions))
 
 
 def pick(sums: Tensor, numbers: Tensor) -> Tensor:
-    """Where each number in [0, 1) falls in its row of cumulative weights, (rows, 1): never on a weight of 0."""
+    """Where each number in [0, 1) falls in its row of cumulative weights: never on a weight of 0."""
     total = sums[:, -1:].contiguous()
     found = torch.searchsorted(sums, numbers[:, None] * total, right=True)
-    return torch.minimum(found, torch.searchsorted(sums, total)).clamp_max_(sums.shape[1] - 1)  # the clamp is for NaN
-
-
-def pick_in_blocks(weights: Tensor, sums: Tensor, numbers: Tensor) -> Tensor:
-    """Tokens at numbers in [0, 1): first the block by the cumulative weights of blocks, then the token inside."""
-    block = pick(sums, numbers)
-    before = sums.gather(1, (block - 1).clamp_min_(0)).masked_fill_(block == 0, 0.0)
-    inner = weights.gather(1, block * BLOCK + torch.arange(BLOCK, device=weights.device)).cumsum(-1, dtype=torch.float64)
-    rest = (numbers[:, None] * sums[:, -1:] - before) / inner[:, -1:]
-    return (block * BLOCK + pick(inner, rest[:, 0]))[:, 0]
+    return torch.minimum(found, torch.searchsorted(sums, total)).clamp_max_(sums.shape[1] - 1)[:, 0]  # the clamp is for NaN
 
 
 def order_keys(logits: Tensor, ids: Tensor) -> Tensor:
@@ -259,20 +152,6 @@ def order_keys(logits: Tensor, ids: Tensor) -> Tensor:
     bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     ordered = ~(bits ^ ((bits >> 31) & 0x7FFFFFFF))
     return ordered.to(torch.int64).bitwise_left_shift_(32).bitwise_or_(ids)
-
-
-def first_keys(keys: Tensor, count: int) -> Tensor:
-    """The smallest keys of every row in ascending order; disturbs keys. On a CPU numpy sorts ten times as fast as torch."""
-    if keys.device.type == "cpu":
-        array = keys.numpy()
-        if count < array.shape[1]:
-            array.partition(max(0, count - 1), axis=-1)
-            array = np.ascontiguousarray(array[:, :count])
-        array.sort(axis=-1)
-        return torch.from_numpy(array)
-    if count == keys.shape[1]:
-        return keys.sort(-1).values
-    return keys.topk(count, dim=-1, largest=False, sorted=True).values
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
@@ -303,11 +182,9 @@ def penalise(x: Tensor, penalties: Penalties[Tensor]) -> None:
 
 
 def make_room(known: TokenCounts[Tensor], length: int) -> None:
-    num_rows, capacity = known.token_ids.shape
-    if length > capacity:
-        wider = known.token_ids.new_zeros(num_rows, 1 << (length - 1).bit_length())
-        wider[:, :capacity] = known.token_ids
-        known.token_ids = wider
+    extra = (1 << (length - 1).bit_length()) - known.token_ids.shape[1]
+    if extra > 0:
+        known.token_ids = F.pad(known.token_ids, (0, extra))
 
 
 def count_tokens(penalties: Penalties[Tensor], tokens: Tensor) -> None:
@@ -325,9 +202,9 @@ def count_tokens(penalties: Penalties[Tensor], tokens: Tensor) -> None:
 def sampling_batch(inputs: Tensor, positions: Tensor, every: Tensor) -> SamplingBatch[Tensor]:
     """How inputs of decodes say to sample, as views of them. every: the numbers of all rows."""
     floats = inputs[FIRST_FLOAT:].view(torch.float64)
-    cuts = Cuts(every, inputs[Input.TOP_K], floats[Input.TOP_P - FIRST_FLOAT], sampling.TOP_K_OFF)
+    cuts = Cuts(every, inputs[Input.TOP_K], floats[Input.TOP_P - FIRST_FLOAT])
     return SamplingBatch(
         temperature=floats[Input.TEMPERATURE - FIRST_FLOAT], is_greedy=inputs[Input.IS_GREEDY], keys=inputs[Input.KEY],
-        positions=positions, min_p=floats[Input.MIN_P - FIRST_FLOAT], long_cuts=cuts, has_uncut=True,
+        positions=positions, min_p=floats[Input.MIN_P - FIRST_FLOAT], cuts=cuts,
         ranges=Ranges(inputs[Input.FIRST], inputs[Input.END], inputs[Input.OFFSET]),
     )

@@ -8,14 +8,12 @@ learning rate a, key k and value v it becomes, and the token gives:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from archerfish.background import WeakCache
 from archerfish.errors import OutOfMemoryError
 from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input
 from archerfish.kernels.recurrent import (
@@ -67,23 +65,6 @@ def wkv_in_turn(inputs: WkvInputs, states: Tensor, batch: RecurrentBatch[Tensor]
     return out
 
 
-@dataclass(frozen=True)
-class Ends:
-    """Where pieces and sequences begin and end, found once for all layers."""
-
-    first_rows: Tensor  # of each sequence
-    first_sources: Tensor
-    last_rows: Tensor  # of each piece
-
-    @classmethod
-    def of(cls, batch: RecurrentBatch[Tensor]) -> Ends:
-        heads = batch.first_pieces[:-1]
-        return cls(batch.starts[heads], batch.sources[heads], batch.starts[1:] - 1)
-
-
-find_ends = WeakCache(Ends.of)
-
-
 class TorchRecurrentOps(RecurrentOps[Tensor]):
     """The reference."""
 
@@ -103,9 +84,9 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
         return StateMemory(wkv, inputs, views)
 
     def shift(self, x: Tensor, inputs: Tensor, batch: RecurrentBatch[Tensor], factors: Tensor) -> tuple[Tensor, ...]:
-        ends = find_ends(batch)
-        before = x.roll(1, 0).index_copy_(0, ends.first_rows, inputs.index_select(0, ends.first_sources))
-        inputs.index_copy_(0, batch.targets, x.index_select(0, ends.last_rows))
+        heads = batch.first_pieces[:-1]
+        before = x.roll(1, 0).index_copy_(0, batch.starts[heads], inputs.index_select(0, batch.sources[heads]))
+        inputs.index_copy_(0, batch.targets, x.index_select(0, batch.starts[1:] - 1))
         wide = x.float()
         mixed = torch.addcmul(wide, before.float() - wide, factors.view(-1, 1, x.shape[1]))
         return mixed.to(x.dtype).unbind(0)

@@ -98,6 +98,7 @@ class TritonOps(TorchOps):
     """TorchOps with Triton kernels."""
 
     name = "torch + Triton"
+    sampling_kind = TritonSampling
     products: ClassVar[Mapping[str, type[TorchWeight]]] = {"plain": PlainRowsWeight, "int8": Int8RowsWeight}
     max_recorded_head_dim = triton_attention.MAX_HEAD_DIM
 
@@ -174,8 +175,6 @@ class TritonOps(TorchOps):
         return repeat
 
     def host_buffer(self, size: int) -> Ids:
-        if self.device == "cpu":
-            return super().host_buffer(size)
         buffer: Ids = torch.zeros(size, dtype=torch.int64, pin_memory=True).numpy()
         return buffer
 
@@ -249,10 +248,6 @@ class TritonOps(TorchOps):
         from archerfish.kernels.triton.recurrent import TritonRecurrentOps
 
         return TritonRecurrentOps(self)
-
-    @cached_property
-    def _sampling(self) -> TritonSampling:
-        return TritonSampling(self.device)
 
     @cached_property
     def num_processors(self) -> int:

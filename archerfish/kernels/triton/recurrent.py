@@ -16,7 +16,7 @@ from archerfish.kernels.recurrent import FIRST_SLOT, NO_SLOT, BlockWeights, Head
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight
 from archerfish.kernels.torch.sampling import sampling_batch
-from archerfish.kernels.torch.wkv import TorchRecurrentOps, find_ends
+from archerfish.kernels.torch.wkv import TorchRecurrentOps
 from archerfish.kernels.triton import mixes, wkv
 from archerfish.kernels.triton.launch import early_start
 from archerfish.kernels.triton.linear import RowsWeight
@@ -106,6 +106,7 @@ class FusedWeights:
 
 
 find_fused = WeakCache(FusedWeights.of)
+find_last_rows = WeakCache(lambda batch: batch.starts[1:] - 1)  # of each piece, once for all layers
 
 
 class TritonRecurrentOps(TorchRecurrentOps):
@@ -130,7 +131,7 @@ class TritonRecurrentOps(TorchRecurrentOps):
             width=width, block=block, num_factors=num_factors, stores=stores, num_warps=max(1, min(8, block // 256)),
         )
         if not stores:
-            inputs.index_copy_(0, batch.targets, x.index_select(0, find_ends(batch).last_rows))
+            inputs.index_copy_(0, batch.targets, x.index_select(0, find_last_rows(batch)))
         return out.unbind(0)
 
     def mix_heads(

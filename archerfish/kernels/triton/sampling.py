@@ -409,17 +409,16 @@ def finish_kernel(
 
 def cuts_of_rows(batch: SamplingBatch[Tensor]) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
     """top_k, top_p and min_p of all rows; None where no row has any."""
-    all_cuts = [cuts for cuts in (batch.short_cuts, batch.long_cuts) if cuts is not None]
-    like, min_p = batch.temperature, batch.min_p
-    if like is None or (not all_cuts and min_p is None):
+    cuts, like, min_p = batch.cuts, batch.temperature, batch.min_p
+    if like is None or (cuts is None and min_p is None):
         return None, None, None
     if min_p is None:
         min_p = torch.zeros_like(like)
-    if len(all_cuts) == 1 and len(all_cuts[0].rows) == len(like):
-        return all_cuts[0].top_k, all_cuts[0].top_p, min_p
+    if cuts is not None and len(cuts.rows) == len(like):
+        return cuts.top_k, cuts.top_p, min_p
     top_k = torch.full_like(like, TOP_K_OFF, dtype=torch.int64)
     top_p = torch.full_like(like, float("inf"))
-    for cuts in all_cuts:
+    if cuts is not None:
         top_k.index_copy_(0, cuts.rows, cuts.top_k)
         top_p.index_copy_(0, cuts.rows, cuts.top_p)
     return top_k, top_p, min_p
