@@ -20,7 +20,7 @@ constexpr bool kWidensIntegers = false;  // products of bytes are quicker there
 #else
 constexpr bool kWidensIntegers = kWideBfloat || kWideHalf;
 #endif
-constexpr int64_t kWideRows = kVectorBytes == 16 ? 16 : 48;  // above which integer formats are unpacked to 16 bits
+constexpr int64_t kWideRows = kVectorBytes == 16 ? 12 : 48;  // above which integer formats are unpacked to 16 bits
 constexpr int64_t kWideInputs = 32;  // inputs are filled up to a multiple of this with zeros
 
 INLINE int64_t wide_inputs(int64_t num_inputs) { return (num_inputs + kWideInputs - 1) / kWideInputs * kWideInputs; }

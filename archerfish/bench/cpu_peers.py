@@ -166,6 +166,9 @@ class Roofline(Engine):
 
     modules = ("archerfish",)
 
+    def load(self) -> None:
+        pass
+
     def peaks(self) -> dict[str, float]:
         from archerfish.kernels.native.peaks import measure_peaks
 
