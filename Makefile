@@ -20,7 +20,7 @@ help:  ## show this list
 serve: $(VENV)/.serve models  ## run the service on 127.0.0.1:8000 (options: make serve ARGS="--port 9000")
 	$(BIN)/archerfish serve $(ARGS)
 
-test: $(VENV)/.test models lint types lines  ## everything that CI runs: style, types, layers, tests (make test WORKERS=4)
+test: $(VENV)/.test models lint types lines  ## what CI runs first: style, types, layers, tests (make test WORKERS=4)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 test-sanitizers: $(VENV)/.test models  ## the native kernels again, compiled with checks of their memory accesses and arithmetic

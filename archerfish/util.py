@@ -22,7 +22,8 @@ Matrix = Any  # a tensor, or an array
 
 
 def is_tensor(given: Any) -> bool:
-    return "torch" in sys.modules and isinstance(given, sys.modules["torch"].Tensor)
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(given, torch.Tensor)
 
 
 def is_vectors(given: Any) -> bool:
