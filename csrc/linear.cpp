@@ -313,7 +313,7 @@ INLINE void widen(const uint8_t* group, int64_t num_inputs, float* panel) {
 }
 
 // ---- 16-bit products: the weights of a group as they want them ----
-constexpr int kLinearSums = 96;  // inputs that are added up in half precision
+constexpr int kLinearSums = 64;  // inputs that are added up in half precision
 
 constexpr bool can_widen(Format format) {
   if (format == Format::kFloat || format == Format::kInt8) return false;

@@ -273,7 +273,7 @@ def test_sleep_gives_memory_back_and_answers_stay_the_same(directory: Path, leve
         prompt = list(range(3, 60))
         expected = tired.generate(prompt, greedy(5))[0].token_ids
         queued = tired.add_request([5], greedy(100))
-        keys, weights = (weakref.ref(one) for one in (tired.runner.pool.layers[0], tired.runner.model))
+        keys, weights = (weakref.ref(one) for one in (tired.runner.pool.layers[0].keys, tired.runner.model))
         tired.sleep(level)
         gc.collect()
         assert tired.is_sleeping() and keys() is None and (weights() is None) == (level == 2)

@@ -175,6 +175,8 @@ class TritonOps(TorchOps):
         return repeat
 
     def host_buffer(self, size: int) -> Ids:
+        if self.device == "cpu":
+            return super().host_buffer(size)
         buffer: Ids = torch.zeros(size, dtype=torch.int64, pin_memory=True).numpy()
         return buffer
 
