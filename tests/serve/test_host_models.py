@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +84,16 @@ async def test_embeddings_and_generation_alternate(tmp_path: Path) -> None:
     encoder = WordEncoder()
     host = make_host(tmp_path, encoder, llm={})
     order: list[str] = []
-    for lane in host.compute.lanes:
-        spy_on(lane, order)
+    words, tiny = sorted(host.compute.lanes, key=lambda lane: lane.name, reverse=True)
+    chatting = threading.Event()
+
+    def until_chat_submits() -> None:
+        """A job of the burst lasts longer than the loop needs to submit the chat's next step, however busy the machine is."""
+        with host.compute.changed:
+            host.compute.changed.wait_for(lambda: tiny.waiting or not chatting.is_set(), timeout=0.5)
+
+    spy_on(tiny, order)
+    spy_on(words, order, until_chat_submits)
     async with talking(host) as client:
         blocker = await hold(encoder, client.ask(EmbedRequest(request_id="", texts=["first"])))
         hosted = next(one for one in host.models.loaded if isinstance(one, HostedEncoder))
@@ -93,9 +103,11 @@ async def test_embeddings_and_generation_alternate(tmp_path: Path) -> None:
         burst = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=texts)))
         await reached(client, "words", 201)
         chat = asyncio.create_task(whole(client, token_ids=[5, 6], params={**LONG, "max_tokens": 100}))
+        chat.add_done_callback(lambda _: chatting.clear())
         while (await stats(client))["models"]["tiny"]["total_requests"] < 1:
             pass
         order.clear()
+        chatting.set()
         encoder.gate.set()
         await asyncio.gather(blocker, burst, chat)
     steps = [place for place, name in enumerate(order) if name == "tiny"]
@@ -106,13 +118,14 @@ async def test_embeddings_and_generation_alternate(tmp_path: Path) -> None:
     assert steps[-1] < 250
 
 
-def spy_on(lane: Any, order: list[str]) -> None:
-    """Note the order in which jobs of a lane begin."""
+def spy_on(lane: Any, order: list[str], before: Callable[[], None] = lambda: None) -> None:
+    """Note the order in which jobs of a lane begin, and call `before` at the start of each."""
     submit = lane.submit
 
     def noting(work: Any, *args: Any, **kwargs: Any) -> Any:
         def run() -> Any:
             order.append(lane.name)
+            before()
             return work(*args, **kwargs)
 
         return submit(run)
