@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -58,3 +59,17 @@ def in_background(work: Callable[[], R], name: str, *, daemon: bool = False) -> 
 
     threading.Thread(target=run, name=f"archerfish-{name}", daemon=daemon).start()
     return future
+
+
+_fork_waits_for: set[Future[Any]] = set()
+
+
+def finish_before_fork(running: Future[R]) -> Future[R]:
+    """Have a fork wait for this work: its thread, and the locks that it holds, would be lost in the child."""
+    _fork_waits_for.add(running)
+    running.add_done_callback(_fork_waits_for.discard)
+    return running
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=lambda: wait(list(_fork_waits_for)))

@@ -231,7 +231,7 @@ INLINE Factors gather_wide(const Attend& args, const int64_t* places, int64_t co
       const Floats first = i < count ? load_as(T, args.values, places[i] + d) * scale : Floats{};
       if constexpr (kWideBfloat) {
         const Floats second = i + 1 < count ? load_as(T, args.values, places[i + 1] + d) * next_scale : Floats{};
-        const Words both = (round_bfloats(first) >> 16) | (round_bfloats(second) & all_words(0xffff0000u));
+        const Words both = pair_bfloats(first, second);
         memcpy(to, &both, sizeof both);
       } else {
         store_wide(to, first);
@@ -415,7 +415,8 @@ void attend(const Attend& args, const Task& task) {
   const int tokens = shared >= kQueries ? 1 : kQueries / shared;  // of a tile
   const int heads = shared >= kQueries ? kQueries : shared;       // query heads of a tile
   const int splits = (shared + heads - 1) / heads;
-  const bool can_be_wide = (kWideBfloat || kWideHalf) && !args.is_exact && dim % kGroup == 0;
+  constexpr bool kCanBeWide = kWideBfloat || kWideHalf;
+  const bool can_be_wide = kCanBeWide && !args.is_exact && dim % kGroup == 0;
   Work work(task.own, dim);
   if (can_be_wide) begin_wide();
   int64_t before = 0;  // items of the sequences so far; each thread finds the item it took by walking on from its last one
@@ -444,8 +445,9 @@ void attend(const Attend& args, const Task& task) {
       const bool is_wide = can_be_wide && tile.num_rows > kDirectRows;
       with_type(args.type, [&](auto type) {
         constexpr Type T = decltype(type)::value;
-        if (is_wide) attend_tile<T, true>(args, tile, sequence, kv_head, num_keys, work);
-        else attend_tile<T, false>(args, tile, sequence, kv_head, num_keys, work);
+        if constexpr (kCanBeWide)
+          if (is_wide) return attend_tile<T, true>(args, tile, sequence, kv_head, num_keys, work);
+        attend_tile<T, false>(args, tile, sequence, kv_head, num_keys, work);
       });
     }
   });

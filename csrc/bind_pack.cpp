@@ -6,7 +6,7 @@
 namespace archerfish {
 namespace {
 
-constexpr int64_t kRowsAtOnce = 4 * kGroup;
+constexpr int64_t kPieceRows = 4 * kGroup;
 
 // Pages come when they are written, so by all threads. Huge ones were no gain for products, and took up to 0.1 s more to be found.
 std::shared_ptr<uint8_t> zeros(size_t num_bytes) {
@@ -26,8 +26,8 @@ class Packing {
     for (OwnedMatrix* matrix : matrices) {
       matrix->memory = memory_, matrix->data = at;
       for (auto& part : matrix->parts) {
-        for (int64_t row = 0; row < part.rows.count; row += kRowsAtOnce)
-          pieces_.push_back({matrix->format, matrix->num_inputs, part.rows, row, std::min(row + kRowsAtOnce, part.rows.count), at});
+        for (int64_t row = 0; row < part.rows.count; row += kPieceRows)
+          pieces_.push_back({matrix->format, matrix->num_inputs, part.rows, row, std::min(row + kPieceRows, part.rows.count), at});
         parts_.push_back(std::move(part));
       }
       matrix->parts.clear();
@@ -36,7 +36,7 @@ class Packing {
   }
 
   void run(Threads& threads, int num_threads) {
-    nb::gil_scoped_release released;
+    Released released;
     size_t next = 0;
     threads.run(num_threads, [&](int) {
       for (;;) {

@@ -13,15 +13,14 @@ namespace {
 using Logits = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
 using Row = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Words = nb::ndarray<int64_t, nb::c_contig, nb::device::cpu>;
-using Ids = nb::ndarray<const int64_t, nb::c_contig, nb::device::cpu>;
 using Doubles = nb::ndarray<double, nb::c_contig, nb::device::cpu>;
 
 // Arrays of a SamplingBatch in the order in which NativeSampling gives them. Integers have 8 bytes but for kCounts with 4, the
 // others are doubles.
 enum Part : int {
-  kTemperature, kIsGreedy, kKeys, kPositions, kMinP, kShortRows, kShortTopK, kShortTopP, kLongRows, kLongTopK, kLongTopP,
-  kBiasRows, kBiasIds, kBiasValues, kBannedRows, kBannedIds, kMaskRows, kMaskBits, kFirst, kEnd, kOffset, kPenaltyRows, kSlots,
-  kCounts, kCountedIds, kNumCounted, kRepetition, kPresence, kFrequency, kNumParts
+  kTemperature, kIsGreedy, kKeys, kPositions, kMinP, kCutRows, kTopK, kTopP, kBiasRows, kBiasIds, kBiasValues,
+  kBannedRows, kBannedIds, kMaskRows, kMaskBits, kFirst, kEnd, kOffset, kPenaltyRows, kSlots, kCounts, kCountedIds,
+  kNumCounted, kRepetition, kPresence, kFrequency, kNumParts
 };
 
 struct Parts {
@@ -30,8 +29,13 @@ struct Parts {
   bool has(Part which) const { return arrays[size_t(which)].has_value(); }
   int64_t size(Part which) const { return has(which) ? int64_t(arrays[size_t(which)]->shape(0)) : 0; }
   int64_t width(Part which) const { return int64_t(arrays[size_t(which)]->shape(1)); }
-  const int64_t* ids(Part which) const { return static_cast<const int64_t*>(address(arrays[size_t(which)])); }
-  const double* numbers(Part which) const { return static_cast<const double*>(address(arrays[size_t(which)])); }
+  template <class T>
+  const T* of(Part which) const {
+    if (has(which) && arrays[size_t(which)]->dtype() != nb::dtype<T>()) throw std::invalid_argument("An array has the wrong type.");
+    return static_cast<const T*>(address(arrays[size_t(which)]));
+  }
+  const int64_t* ids(Part which) const { return of<int64_t>(which); }
+  const double* numbers(Part which) const { return of<double>(which); }
 };
 
 // `sampling.uniform`: splitmix64 of a key and a position.
@@ -63,18 +67,17 @@ void set_rows(std::vector<SampleRow>& rows, const Parts& parts, int64_t vocab_si
     set_temperature(row, parts.numbers(kTemperature)[r], parts.has(kMinP) ? parts.numbers(kMinP)[r] : 0);
     row.number = uniform(parts.ids(kKeys)[r], parts.ids(kPositions)[r]);
   }
-  for (Part cuts : {kShortRows, kLongRows})
-    for (int64_t i = 0; i < parts.size(cuts); i++) {
-      SampleRow& row = rows.at(size_t(parts.ids(cuts)[i]));
-      row.top_k = parts.ids(Part(cuts + 1))[i], row.top_p = parts.numbers(Part(cuts + 2))[i];
-    }
+  for (int64_t i = 0; i < parts.size(kCutRows); i++) {
+    SampleRow& row = rows.at(size_t(parts.ids(kCutRows)[i]));
+    row.top_k = parts.ids(kTopK)[i], row.top_p = parts.numbers(kTopP)[i];
+  }
   for (int64_t i = 0; i < parts.size(kMaskRows); i++)
     rows.at(size_t(parts.ids(kMaskRows)[i])).bits = parts.ids(kMaskBits) + i * parts.width(kMaskBits);
   for (int64_t i = 0; i < parts.size(kPenaltyRows); i++) {
     SampleRow& row = rows.at(size_t(parts.ids(kPenaltyRows)[i]));
     const int64_t slot = parts.ids(kSlots)[i];
     if (slot < 0 || slot >= parts.size(kCounts)) throw std::out_of_range("Penalties have a row that the counts do not have.");
-    row.counts = reinterpret_cast<const int32_t*>(parts.ids(kCounts)) + slot * parts.width(kCounts);
+    row.counts = parts.of<int32_t>(kCounts) + slot * parts.width(kCounts);
     row.counted = parts.ids(kCountedIds) + slot * parts.width(kCountedIds), row.num_counted = parts.ids(kNumCounted)[slot];
     if (parts.has(kRepetition)) row.repetition = float(parts.numbers(kRepetition)[i]);
     if (parts.has(kPresence)) row.presence = float(parts.numbers(kPresence)[i]);
@@ -101,17 +104,13 @@ void set_changes(std::vector<SampleRow>& rows, const Parts& parts, std::vector<C
 class Sampler {
  public:
   explicit Sampler(const Level& level) : kernels_(level.kernels) {}
-  int64_t num_calls = 0, num_allocations = 0;
-  int64_t num_bytes() const {
-    int64_t total = 0;
-    for (const auto& memory : own_) total += int64_t(memory.size());
-    return total;
-  }
+  int64_t num_calls = 0, num_allocations = 0, num_bytes = 0;
 
   void sample(Threads& threads, int num_threads, Logits logits, std::vector<std::optional<Array>> arrays, Words report) {
-    if (logits.stride(1) != 1 || arrays.size() != kNumParts) throw nb::value_error("Rows of logits must be contiguous.");
+    if (logits.stride(1) != 1) throw nb::value_error("Rows of logits must be contiguous.");
+    if (arrays.size() != kNumParts) throw nb::value_error("Arrays are missing.");
     Parts parts{arrays};
-    nb::gil_scoped_release released;  // before the lock, which another thread may hold that waits for the interpreter
+    Released released;  // before the lock, which another thread may hold that waits for the interpreter
     std::lock_guard<std::mutex> lock(lock_);
     const int64_t num_rows = int64_t(logits.shape(0)), vocab_size = int64_t(logits.shape(1));
     rows_.assign(size_t(num_rows), SampleRow{});
@@ -135,7 +134,7 @@ class Sampler {
       wanted.push_back({logits.data() + row * logits.stride(0), size, token, num_top, logprobs.data() + r, ranks.data() + r,
                         top_ids.data() + r * num_top, top_logprobs.data() + r * num_top});
     }
-    nb::gil_scoped_release released;
+    Released released;
     std::lock_guard<std::mutex> lock(lock_);
     run(threads, num_threads, num_rows, size, [&](const Task& task) { kernels_->score(wanted.data(), num_rows, task); });
   }
@@ -146,7 +145,7 @@ class Sampler {
     row.logits = logits.data(), row.end = int64_t(logits.shape(0)), row.top_p = top_p, row.number = number;
     if (temperature > 0) set_temperature(row, temperature, 0);
     if (top_k > 0) row.top_k = top_k;
-    nb::gil_scoped_release released;
+    Released released;
     std::lock_guard<std::mutex> lock(lock_);
     int64_t token = 0, outcome = 0;
     kernels_->sample(&row, 1, &token, &outcome, Task{0, 1, nullptr, nullptr, nullptr, room(0, row.end)});
@@ -156,16 +155,18 @@ class Sampler {
  private:
   char* room(int thread, int64_t row_size) {
     if (int(own_.size()) <= thread) own_.resize(size_t(thread) + 1);
-    auto& memory = own_[size_t(thread)];
-    if (int64_t(memory.size()) < sample_own_bytes(row_size) + kLine)
-      memory.resize(size_t(sample_own_bytes(row_size) + kLine)), num_allocations++;
-    return memory.data() + (kLine - int64_t(reinterpret_cast<uintptr_t>(memory.data()) % kLine)) % kLine;
+    const int64_t before = own_[size_t(thread)].size();
+    char* found = own_[size_t(thread)].room(sample_own_bytes(row_size));
+    num_bytes += own_[size_t(thread)].size() - before;
+    return found;
   }
   template <class F>
   void run(Threads& threads, int num_threads, int64_t num_rows, int64_t row_size, F work) {
     num_calls++;
+    const int64_t before = num_bytes;
     num_threads = int(std::max<int64_t>(1, std::min<int64_t>({num_threads, threads.count(), num_rows})));
     for (int thread = 0; thread < num_threads; thread++) room(thread, row_size);
+    num_allocations += num_bytes > before;
     Counter counters[2] = {};
     Barrier barrier;
     threads.run(num_threads, [&](int thread) {
@@ -177,7 +178,7 @@ class Sampler {
   std::mutex lock_;
   std::vector<SampleRow> rows_;
   std::vector<Change> changes_;
-  std::vector<std::vector<char>> own_;
+  std::vector<Memory> own_;
 };
 
 }  // namespace
@@ -187,7 +188,7 @@ void bind_sample(nb::module_& m) {
       .def(nb::init<const Level&>(), "level"_a)
       .def_ro("num_calls", &Sampler::num_calls)
       .def_ro("num_allocations", &Sampler::num_allocations)
-      .def_prop_ro("num_bytes", &Sampler::num_bytes)
+      .def_ro("num_bytes", &Sampler::num_bytes)
       .def("sample", &Sampler::sample, "threads"_a, "num_threads"_a, "logits"_a, "arrays"_a, "report"_a)
       .def("score", &Sampler::score, "threads"_a, "num_threads"_a, "logits"_a, "token_ids"_a, "rows"_a.none(), "logprobs"_a,
            "ranks"_a, "top_ids"_a, "top_logprobs"_a)

@@ -55,9 +55,9 @@ void add_mix_heads(Tape& tape, std::vector<int> inputs, std::vector<Array> weigh
 }  // namespace
 
 void bind_wkv(nb::module_& m) {
-  m.def("shift", &add_shift, "tape"_a, "x"_a, "inputs"_a.noconvert(), "factors"_a, "outs"_a, nb::keep_alive<1, 3>(),
+  m.def("shift", &add_shift, "tape"_a, "x"_a, "inputs"_a.noconvert(), "factors"_a.noconvert(), "outs"_a, nb::keep_alive<1, 3>(),
         nb::keep_alive<1, 4>());
-  m.def("mix_heads", &add_mix_heads, "tape"_a, "inputs"_a, "weights"_a, "eps"_a, "states"_a.noconvert(), "out"_a,
+  m.def("mix_heads", &add_mix_heads, "tape"_a, "inputs"_a, "weights"_a.noconvert(), "eps"_a, "states"_a.noconvert(), "out"_a,
         nb::keep_alive<1, 3>(), nb::keep_alive<1, 5>());
 }
 

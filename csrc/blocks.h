@@ -70,7 +70,7 @@ struct ByteBlock {  // 32 inputs of a tile of rows: 128 * upper + lower
   int8_t upper[kTile][kBlock], lower[kTile][kBlock];
   float scales[kTile];
   float weighted[kTile];    // the sum of the numbers, times the scale
-  int32_t sums[kTile][2];   // of the numbers, for each half of the block
+  uint32_t sums[kTile][2];  // of the numbers, for each half of the block; nothing meaningful in rows after the last
 };
 
 INLINE void quantise(const float* x, int64_t num_blocks, ByteBlock* blocks, int row) {
@@ -94,10 +94,10 @@ INLINE void quantise(const float* x, int64_t num_blocks, ByteBlock* blocks, int 
         memcpy(to.upper[row] + i * kLanes, &high, sizeof high);
         memcpy(to.lower[row] + i * kLanes, &low, sizeof low);
       }
-      to.sums[row][half] = sum(total);
+      to.sums[row][half] = uint32_t(sum(total));
     }
     to.scales[row] = highest / kMost + sum(broken);
-    to.weighted[row] = to.scales[row] * float(to.sums[row][0] + to.sums[row][1]);
+    to.weighted[row] = to.scales[row] * float(int32_t(to.sums[row][0] + to.sums[row][1]));
   }
 }
 
@@ -121,7 +121,7 @@ INLINE void add_products(Ints (&sums)[R], const Words* w, const int8_t (*x)[kBlo
 #endif
 }
 
-constexpr int64_t kAhead = 2048;  // bytes of weights that are fetched before they are needed
+constexpr int64_t kBytesAhead = 2048;  // bytes of weights that are fetched before they are needed
 
 // R rows with P parts of a group, from `part` on: out[r * 16 + lane].
 template <int R, int P, Format F>
@@ -133,7 +133,7 @@ INLINE void block_tile(Packed<F> source, int64_t num_blocks, int part, const Byt
   Floats total[R][P] = {};
   for (int64_t b = 0; b < num_blocks; b++, x++) {
     source.open(b);
-    if constexpr (R <= 2) UNROLL for (int64_t i = 0; i < L::kBlockBytes; i += kLine) __builtin_prefetch(source.block + kAhead + i);
+    if constexpr (R <= 2) UNROLL for (int64_t i = 0; i < L::kBlockBytes; i += kLine) __builtin_prefetch(source.block + kBytesAhead + i);
     UNROLL for (int which = 0; which < L::kNumScales; which++)
       UNROLL for (int p = 0; p < P; p++) {
         Words w[4 * kHalves];
@@ -143,8 +143,8 @@ INLINE void block_tile(Packed<F> source, int64_t num_blocks, int part, const Byt
           Ints sums[kAtOnce] = {};
           UNROLL for (int h = 0; h < kHalves; h++) add_products<kAtOnce, kIsSigned>(sums, w + 4 * h, x->upper + row, 16 * (which + h));
           UNROLL for (int r = 0; r < kAtOnce; r++) {
-            const int32_t covered = kHalves == 1 ? x->sums[row + r][which] : x->sums[row + r][0] + x->sums[row + r][1];
-            sums[r] = L::kStart ? (sums[r] << kLowBits) - L::kStart * covered : sums[r] << kLowBits;
+            const uint32_t covered = kHalves == 1 ? x->sums[row + r][which] : x->sums[row + r][0] + x->sums[row + r][1];
+            sums[r] = L::kStart ? (sums[r] << kLowBits) - int32_t(L::kStart * covered) : sums[r] << kLowBits;
           }
           UNROLL for (int h = 0; h < kHalves; h++) add_products<kAtOnce, kIsSigned>(sums, w + 4 * h, x->lower + row, 16 * (which + h));
           UNROLL for (int r = 0; r < kAtOnce; r++)

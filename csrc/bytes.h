@@ -22,7 +22,8 @@ INLINE ByteCode encode_row(const float* x, int64_t num_inputs, uint8_t* to) {
   }
   constexpr float kLeast = kByteShift ? 1.0f : 0.0f;  // -128 has no opposite
   const float lowest = -largest(-low), spread = largest(high) - lowest, scale = spread > 0 ? spread / (255.0f - kLeast) : 1.0f;
-  const float inverse = 1.0f / scale, zero = std::nearbyint(kLeast - lowest * inverse);
+  const float inverse = 1.0f / scale, found = std::nearbyint(kLeast - lowest * inverse);
+  const float zero = found >= 0 && found <= 255 ? found : 0.0f;  // numbers may not be finite
   typedef uint8_t Narrow __attribute__((vector_size(kLanes)));
   for (int64_t i = 0; i < num_inputs; i += kLanes) {
     const Floats code = round_even(load_some(x + i, num_inputs - i) * inverse) + zero;
@@ -33,15 +34,15 @@ INLINE ByteCode encode_row(const float* x, int64_t num_inputs, uint8_t* to) {
   return {scale + sum(broken), int32_t(zero) - kByteShift};
 }
 
-template <int R, int P>
+template <int R>
 INLINE void byte_tile(const uint8_t* x, const uint8_t* words, int64_t num_inputs, int32_t* out) {
-  Ints total[R][P] = {};
+  Ints total[R][kParts] = {};
   for (int64_t k = 0; k < num_inputs; k += 16) {
 #if defined(__ARM_FEATURE_DOTPROD)
     int8x16_t rows[R];
     UNROLL for (int r = 0; r < R; r++) rows[r] = vld1q_s8(reinterpret_cast<const int8_t*>(x) + r * num_inputs + k);
 #define STEP(lane)                                                                                                 \
-  UNROLL for (int p = 0; p < P; p++) {                                                                             \
+  UNROLL for (int p = 0; p < kParts; p++) {                                                                             \
     const Words w = load_words(words + (k + 4 * lane) * kGroup + p * kVectorBytes);                                \
     UNROLL for (int r = 0; r < R; r++) asm volatile("sdot %0.4s, %1.16b, %2.4b[" #lane "]" : "+w"(total[r][p]) : "w"(w), "w"(rows[r])); \
   }
@@ -49,7 +50,7 @@ INLINE void byte_tile(const uint8_t* x, const uint8_t* words, int64_t num_inputs
 #undef STEP
 #else
     for (int64_t i = k; i < k + 16; i += 4)
-      UNROLL for (int p = 0; p < P; p++) {
+      UNROLL for (int p = 0; p < kParts; p++) {
         const Words w = load_words(words + i * kGroup + p * kVectorBytes);
         UNROLL for (int r = 0; r < R; r++) {
           uint32_t four;
@@ -60,33 +61,24 @@ INLINE void byte_tile(const uint8_t* x, const uint8_t* words, int64_t num_inputs
 #endif
   }
   UNROLL for (int r = 0; r < R; r++)
-    UNROLL for (int p = 0; p < P; p++) memcpy(out + r * kGroup + p * kLanes, &total[r][p], sizeof(Ints));
+    UNROLL for (int p = 0; p < kParts; p++) memcpy(out + r * kGroup + p * kLanes, &total[r][p], sizeof(Ints));
 }
 
-template <int R>
-INLINE void byte_rows_of(const uint8_t* x, const uint8_t* words, int64_t num_inputs, int32_t* out) {
-  constexpr int P = kParts == 2 && R > 4 ? 1 : kParts;
-  for (int part = 0; part < kParts; part += P) byte_tile<R, P>(x, words + part * kVectorBytes, num_inputs, out + part * kLanes);
-}
-
-// The sums of a group's outputs: out[r * 16 + lane].
+// The sums of a group's outputs: out[r * 16 + lane]. With AMX, `tile_rows` makes them.
 INLINE void sum_bytes(int64_t num_rows, const uint8_t* x, const uint8_t* words, int64_t num_inputs, char* memory, int32_t* out) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
   return pair_rows<int32x4_t>(num_rows, x, order_panel(words, num_inputs, memory), num_inputs, out);
-#elif defined(__AMX_INT8__)
-  return tile_rows<true>(num_rows, x, words, num_inputs, out);
 #endif
   constexpr int kMany = kParts == 1 ? 12 : 4;
   int64_t r = 0;
-  for (; r + kMany <= num_rows; r += kMany) byte_rows_of<kMany>(x + r * num_inputs, words, num_inputs, out + r * kGroup);
-  for (; r < num_rows; r++) byte_rows_of<1>(x + r * num_inputs, words, num_inputs, out + r * kGroup);
+  for (; r + kMany <= num_rows; r += kMany) byte_tile<kMany>(x + r * num_inputs, words, num_inputs, out + r * kGroup);
+  for (; r < num_rows; r++) byte_tile<1>(x + r * num_inputs, words, num_inputs, out + r * kGroup);
 }
 
-INLINE void byte_products(int64_t num_rows, const uint8_t* x, const ByteCode* codes, const uint8_t* group, int64_t num_inputs,
-                          char* memory, float* out) {
+// Sums become products.
+INLINE void finish_bytes(int64_t num_rows, const ByteCode* codes, const uint8_t* group, float* out) {
   const float* scales = reinterpret_cast<const float*>(group);
   const int32_t* sums = reinterpret_cast<const int32_t*>(group) + kGroup;
-  sum_bytes(num_rows, x, group + kByteHeader, byte_inputs(num_inputs), memory, reinterpret_cast<int32_t*>(out));
   for (int64_t r = 0; r < num_rows; r++, out += kGroup)
     UNROLL for (int p = 0; p < kParts; p++) {
       Ints found, sum;

@@ -10,7 +10,7 @@ namespace archerfish {
 constexpr int kGroup = 16;       // outputs whose weights lie side by side
 constexpr int kBlock = 32;       // inputs that share a scale, in weights and activations
 constexpr int kSuper = 8;        // blocks of a super-block, in the K formats
-constexpr int kFewRows = 4;      // up to which a product unpacks weights on the way, in registers
+constexpr int kFewRows = 4;      // up to which each thread prepares all rows of a product for itself
 constexpr int kRowsAtOnce = 128; // that a panel of unpacked weights is used for
 constexpr int64_t kLine = 64;    // bytes of a cache line
 
@@ -23,7 +23,7 @@ enum class Activation : int { kNone, kGelu, kGeluTanh, kRelu, kReluSquared, kSig
 enum class Format : int { kFloat, kHalf, kBfloat, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kInt8 };
 enum class Pooling : int { kMean, kFirst, kLast, kMax, kSqrt };
 
-// A matrix of (outputs, inputs), packed by `pack_matrix`: groups of 16 outputs, one after the other.
+// A matrix of (outputs, inputs), packed by `pack_rows`: groups of 16 outputs, one after the other.
 struct Matrix {
   Format format;
   int64_t num_outputs, num_inputs;
@@ -64,7 +64,7 @@ struct Task {
   }
 };
 
-// activation(x @ matrix.T + bias), or x @ matrix.T + bias + residual. With a norm, x is normalised first.
+// softcap(activation(x @ matrix.T + bias) + residual), each where it is wanted. With a norm, x is normalised first.
 struct Linear {
   const Matrix* matrix;
   const float* x;

@@ -1,5 +1,7 @@
 // How a packed matrix lies in memory, for those who pack it and those who multiply with it.
 #pragma once
+#include <type_traits>
+
 #include "kernels.h"
 
 namespace archerfish {
@@ -33,6 +35,25 @@ ALWAYS_INLINE constexpr int64_t group_bytes(Format format, int64_t num_inputs) {
   if (format == Format::kInt8) return kByteHeader + byte_inputs(num_inputs) * kGroup;
   if (is_plain(format)) return (format == Format::kBfloat ? (num_inputs + 1) / 2 * 2 : num_inputs) * kGroup * 2;
   return num_inputs / kBlock * block_bytes(format) + num_inputs / (kBlock * kSuper) * header_bytes(format);
+}
+
+// Calls with a format that is known when compiled.
+template <class F>
+ALWAYS_INLINE void with_format(Format format, F call) {
+  switch (format) {
+    case Format::kFloat: return call(std::integral_constant<Format, Format::kFloat>{});
+    case Format::kHalf: return call(std::integral_constant<Format, Format::kHalf>{});
+    case Format::kBfloat: return call(std::integral_constant<Format, Format::kBfloat>{});
+    case Format::kQ4_0: return call(std::integral_constant<Format, Format::kQ4_0>{});
+    case Format::kQ4_1: return call(std::integral_constant<Format, Format::kQ4_1>{});
+    case Format::kQ5_0: return call(std::integral_constant<Format, Format::kQ5_0>{});
+    case Format::kQ5_1: return call(std::integral_constant<Format, Format::kQ5_1>{});
+    case Format::kQ8_0: return call(std::integral_constant<Format, Format::kQ8_0>{});
+    case Format::kQ4_K: return call(std::integral_constant<Format, Format::kQ4_K>{});
+    case Format::kQ5_K: return call(std::integral_constant<Format, Format::kQ5_K>{});
+    case Format::kQ6_K: return call(std::integral_constant<Format, Format::kQ6_K>{});
+    case Format::kInt8: return call(std::integral_constant<Format, Format::kInt8>{});
+  }
 }
 
 }  // namespace archerfish

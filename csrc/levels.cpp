@@ -58,9 +58,12 @@ bool can_run(const std::string& level) {
   if (level == "bf16") return has_dotprod && has_half && (more >> 13 & 1) && (more >> 14 & 1);  // and products of int8 matrices
 #elif defined(__APPLE__)
   if (level != "bf16") return true;  // every Apple processor since the M1
-  int has_bf16 = 0;
-  size_t size = sizeof has_bf16;
-  return sysctlbyname("hw.optional.arm.FEAT_BF16", &has_bf16, &size, nullptr, 0) == 0 && has_bf16;
+  for (const char* name : {"hw.optional.arm.FEAT_BF16", "hw.optional.arm.FEAT_I8MM"}) {
+    int has = 0;
+    size_t size = sizeof has;
+    if (sysctlbyname(name, &has, &size, nullptr, 0) != 0 || !has) return false;
+  }
+  return true;
 #endif
 #endif
   return false;

@@ -79,13 +79,13 @@ constexpr int kLinearSums = 64;  // inputs that are added up in half precision
 
 constexpr bool can_widen(Format format) {
   if (format == Format::kFloat || format == Format::kInt8) return false;
-  if (format <= Format::kBfloat) return format == (kWideHalf ? Format::kHalf : Format::kBfloat) && (kWideBfloat || kWideHalf);
+  if (is_plain(format)) return format == (kWideHalf ? Format::kHalf : Format::kBfloat) && (kWideBfloat || kWideHalf);
   return kWidensIntegers;
 }
 // Unpacking integer formats pays from some rows on.
 INLINE bool is_wide(const Linear& args) {
   const Format format = args.matrix->format;
-  return can_widen(format) && (format <= Format::kBfloat || (args.num_rows > kWideRows && !args.is_deterministic));
+  return can_widen(format) && (is_plain(format) || (args.num_rows > kWideRows && !args.is_deterministic));
 }
 
 template <Format F>
@@ -120,7 +120,7 @@ INLINE void widen_word(const Packed<F>& source, int j, uint8_t* to) {  // inputs
 template <Format F>
 INLINE const uint16_t* wide_panel(const uint8_t* group, int64_t num_inputs, char* memory) {
   const void* panel = memory;
-  if constexpr (F <= Format::kBfloat) {
+  if constexpr (is_plain(F)) {
     const int64_t bytes = group_bytes(F, num_inputs);
     if (num_inputs % kWideInputs == 0) panel = group;
     else memcpy(memory, group, size_t(bytes)), memset(memory + bytes, 0, size_t(wide_inputs(num_inputs) * kGroup * 2 - bytes));
@@ -146,24 +146,6 @@ struct Prepared {
   ByteCode* codes = nullptr;
 };
 
-template <class F>
-INLINE void with_format(Format format, F call) {
-  switch (format) {
-    case Format::kFloat: return call(std::integral_constant<Format, Format::kFloat>{});
-    case Format::kHalf: return call(std::integral_constant<Format, Format::kHalf>{});
-    case Format::kBfloat: return call(std::integral_constant<Format, Format::kBfloat>{});
-    case Format::kQ4_0: return call(std::integral_constant<Format, Format::kQ4_0>{});
-    case Format::kQ4_1: return call(std::integral_constant<Format, Format::kQ4_1>{});
-    case Format::kQ5_0: return call(std::integral_constant<Format, Format::kQ5_0>{});
-    case Format::kQ5_1: return call(std::integral_constant<Format, Format::kQ5_1>{});
-    case Format::kQ8_0: return call(std::integral_constant<Format, Format::kQ8_0>{});
-    case Format::kQ4_K: return call(std::integral_constant<Format, Format::kQ4_K>{});
-    case Format::kQ5_K: return call(std::integral_constant<Format, Format::kQ5_K>{});
-    case Format::kQ6_K: return call(std::integral_constant<Format, Format::kQ6_K>{});
-    case Format::kInt8: return call(std::integral_constant<Format, Format::kInt8>{});
-  }
-}
-
 // Sums of a group's outputs for `num_rows` rows from `row` on: out[r * 16 + lane].
 template <Format F>
 void multiply_group(const Matrix& matrix, const uint8_t* group, const Prepared& x, int64_t row, int64_t num_rows,
@@ -177,10 +159,13 @@ void multiply_group(const Matrix& matrix, const uint8_t* group, const Prepared& 
     }
   }
   if constexpr (F == Format::kInt8) {
-    byte_products(num_rows, x.encoded + row * byte_inputs(num_inputs), x.codes + row, group, num_inputs, panel_memory, out);
-  } else if constexpr (F <= Format::kBfloat) {
+    const int64_t width = byte_inputs(num_inputs);
+    sum_bytes(num_rows, x.encoded + row * width, group + kByteHeader, width, panel_memory, reinterpret_cast<int32_t*>(out));
+    finish_bytes(num_rows, x.codes + row, group, out);
+  } else if constexpr (is_plain(F)) {
     const float* rows = x.floats + row * num_inputs;
-    if (F == Format::kFloat || num_rows <= kFewRows) return plain_rows(num_rows, Plain<F>{group}, num_inputs, rows, out);
+    if constexpr (F == Format::kFloat) return plain_rows(num_rows, Plain<F>{group}, num_inputs, rows, out);
+    if (num_rows <= kFewRows) return plain_rows(num_rows, Plain<F>{group}, num_inputs, rows, out);
     float* panel = reinterpret_cast<float*>(panel_memory);
     widen<F>(group, num_inputs, panel);
     return plain_rows(num_rows, Plain<Format::kFloat>{reinterpret_cast<uint8_t*>(panel)}, num_inputs, rows, out);
@@ -190,7 +175,34 @@ void multiply_group(const Matrix& matrix, const uint8_t* group, const Prepared& 
   }
 }
 
-// x + before, its RMS norm if there is one. Gives where the row stands that is to be multiplied.
+// The same for two groups; second: null if there is one only.
+template <Format F>
+void multiply_groups(const Matrix& matrix, const uint8_t* group, const uint8_t* second, const Prepared& x, int64_t row, int64_t num_rows,
+                     char* panel_memory, float* out, float* second_out) {
+#if defined(__AMX_BF16__)
+  if constexpr (F == Format::kInt8) {
+    const int64_t width = byte_inputs(matrix.num_inputs);
+    tile_rows<true>(num_rows, x.encoded + row * width, group + kByteHeader, second ? second + kByteHeader : nullptr, width, out, second_out);
+    finish_bytes(num_rows, x.codes + row, group, out);
+    if (second) finish_bytes(num_rows, x.codes + row, second, second_out);
+    return;
+  }
+  if constexpr (can_widen(F)) {
+    if (x.wide) {
+      const int64_t width = 2 * wide_inputs(matrix.num_inputs);
+      const void* panel = wide_panel<F>(group, matrix.num_inputs, panel_memory);
+      const void* other = second ? wide_panel<F>(second, matrix.num_inputs, panel_memory + width * kGroup) : nullptr;
+      tile_rows<false>(num_rows, reinterpret_cast<const uint8_t*>(x.wide) + row * width, static_cast<const uint8_t*>(panel),
+                       static_cast<const uint8_t*>(other), width, out, second_out);
+      return;
+    }
+  }
+#endif
+  multiply_group<F>(matrix, group, x, row, num_rows, panel_memory, out);
+  if (second) multiply_group<F>(matrix, second, x, row, num_rows, panel_memory, second_out);
+}
+
+// The RMS norm of x + before; without a norm, x itself. Gives where the row stands that is to be multiplied.
 const float* prepare_row(const Linear& args, int64_t row, bool writes_total, float* memory) {
   const int64_t width = args.matrix->num_inputs;
   const float* x = args.x + row * width;
@@ -282,9 +294,9 @@ Prepared prepare_rows(const Linear& args, const Task& task, char* own) {
 void linear(const Linear& args, const Task& task) {
   const Matrix& matrix = *args.matrix;
   const int64_t num_rows = args.num_rows, num_groups = (matrix.num_outputs + kGroup - 1) / kGroup;
-  const int64_t bytes_of_group = group_bytes(matrix.format, matrix.num_inputs), step = args.is_gated ? num_groups / 2 : 0;
-  const int64_t num_items = args.is_gated ? step : num_groups;
+  const int64_t bytes_of_group = group_bytes(matrix.format, matrix.num_inputs), num_items = (num_groups + 1) / 2;
   float* tile = reinterpret_cast<float*>(task.own);
+  float* second_tile = tile + kRowsAtOnce * kGroup;
   char* panel = task.own + 2 * kRowsAtOnce * kGroup * 4;
   const Prepared x = prepare_rows(args, task, panel + linear_panel_bytes(matrix));
   if (x.wide || x.encoded) begin_wide();
@@ -292,66 +304,19 @@ void linear(const Linear& args, const Task& task) {
   const int64_t size = num_rows > kFewRows ? 1 : at_least(1, num_items / (task.num_threads * 8));
   task.share(1, num_chunks * num_items, size, [&](int64_t first, int64_t last) {
     for (int64_t item = first; item < last; item++) {
-      const int64_t row = item / num_items * kRowsAtOnce, group = item % num_items, count = at_most(kRowsAtOnce, num_rows - row);
-      float* up = args.is_gated ? tile + kRowsAtOnce * kGroup : nullptr;
+      const int64_t row = item / num_items * kRowsAtOnce, place = item % num_items, count = at_most(kRowsAtOnce, num_rows - row);
+      const int64_t group = args.is_gated ? place : 2 * place, second = args.is_gated ? place + num_items : group + 1;
+      const uint8_t* data = matrix.data + group * bytes_of_group;
+      const uint8_t* second_data = second < num_groups ? matrix.data + second * bytes_of_group : nullptr;
       with_format(matrix.format, [&](auto format) {
-        constexpr Format F = decltype(format)::value;
-        multiply_group<F>(matrix, matrix.data + group * bytes_of_group, x, row, count, panel, tile);
-        if (up) multiply_group<F>(matrix, matrix.data + (group + step) * bytes_of_group, x, row, count, panel, up);
+        multiply_groups<decltype(format)::value>(matrix, data, second_data, x, row, count, panel, tile, second_tile);
       });
-      finish_tile(args, x.factors ? x.factors + row : nullptr, row, count, group, tile, up);
+      const float* factors = x.factors ? x.factors + row : nullptr;
+      finish_tile(args, factors, row, count, group, tile, args.is_gated ? second_tile : nullptr);
+      if (!args.is_gated && second_data) finish_tile(args, factors, row, count, second, second_tile, nullptr);
     }
   });
   if (x.wide || x.encoded) end_wide();
-}
-
-namespace {
-
-template <Format F>
-INLINE void unpack_word(const Packed<F>& source, int j, int lane, float* to) {
-  alignas(64) uint8_t codes[kWordBytes];
-  alignas(64) float scales[kGroup], mins[kGroup] = {};
-  for (int p = 0; p < kParts; p++) {
-    Words w = source.word(j, p);
-    memcpy(codes + p * kVectorBytes, &w, sizeof w);
-    store(scales + p * kLanes, source.scale(j / 4 * (Layout<F>::kNumScales - 1), p));
-    if constexpr (Layout<F>::kHasMin) store(mins + p * kLanes, source.min(p));
-  }
-  for (int b = 0; b < 4; b++) {
-    int code = F == Format::kQ8_0 ? int8_t(codes[4 * lane + b]) : codes[4 * lane + b] - Layout<F>::kOffset;
-    to[4 * j + b] = scales[lane] * float(code) + mins[lane];
-  }
-}
-
-}  // namespace
-
-// One row of a packed matrix as float32.
-void unpack_row(const Matrix& matrix, int64_t output, float* out) {
-  const uint8_t* group = matrix.data + output / kGroup * group_bytes(matrix.format, matrix.num_inputs);
-  const int lane = int(output % kGroup);
-  with_format(matrix.format, [&](auto format) {
-    constexpr Format F = decltype(format)::value;
-    if constexpr (F == Format::kInt8) {
-      const int8_t* codes = reinterpret_cast<const int8_t*>(group + kByteHeader) + 4 * lane;
-      for (int64_t k = 0; k < matrix.num_inputs; k++)
-        out[k] = reinterpret_cast<const float*>(group)[lane] * float(codes[k / 4 * kWordBytes + k % 4]);
-    } else if constexpr (F <= Format::kBfloat) {
-      for (int64_t k = 0; k < matrix.num_inputs; k++) {
-        int64_t place = F == Format::kBfloat ? (k / 2 * kGroup + lane) * 2 + k % 2 : k * kGroup + lane;
-        out[k] = read_as(Type(int(F)), group, place);
-      }
-    } else {
-      Packed<F> source{group};
-      for (int64_t b = 0; b < matrix.num_inputs / kBlock; b++) {
-        source.open(b);
-        UNROLL for (int j = 0; j < 8; j++) unpack_word(source, j, lane, out + b * kBlock);
-      }
-    }
-  });
-}
-
-void unpack(const Matrix& matrix, float* out) {
-  for (int64_t row = 0; row < matrix.num_outputs; row++) unpack_row(matrix, row, out + row * matrix.num_inputs);
 }
 
 }  // namespace archerfish::LEVEL

@@ -3,6 +3,9 @@
 
 #include <nanobind/stl/string.h>
 
+#include <chrono>
+#include <thread>
+
 #include "levels.h"
 
 namespace archerfish {
@@ -56,9 +59,13 @@ void add_tables(Tape& tape, std::vector<Array> tables, std::vector<int> types, s
   });
 }
 
+void check_head(int head_dim) {
+  if (head_dim > kMostHeadDim) throw nb::value_error("A head has more dimensions than attention takes.");
+}
+
 void add_store_kv(Tape& tape, int qkv, int q, std::vector<int> heads, std::optional<Array> cos_sin, int rotary_dim,
                   std::optional<Array> q_norm, std::optional<Array> k_norm, float eps, WritableArray keys, WritableArray values, int type) {
-  if (heads[2] > kMostHeadDim) throw nb::value_error("A head has more dimensions than store_kv takes.");
+  check_head(heads[2]);
   KVStore args{};
   args.num_heads = heads[0], args.num_kv_heads = heads[1], args.head_dim = heads[2], args.rotary_dim = rotary_dim;
   args.cos_sin = floats(cos_sin), args.q_norm = floats(q_norm), args.k_norm = floats(k_norm), args.eps = eps;
@@ -73,6 +80,7 @@ void add_store_kv(Tape& tape, int qkv, int q, std::vector<int> heads, std::optio
 
 void add_attend(Tape& tape, int q, int out, std::vector<int> heads, float scale, int window, float softcap, std::optional<Array> keys,
                 std::optional<Array> values, int type, int bias, bool is_exact) {
+  check_head(heads[2]);
   Attend args{};
   args.num_heads = heads[0], args.num_kv_heads = heads[1], args.head_dim = heads[2];
   args.scale = scale, args.window = window, args.softcap = softcap, args.type = Type(type), args.is_exact = is_exact;
@@ -136,8 +144,6 @@ void add_normalize(Tape& tape, int x, int64_t width, int out) {
   });
 }
 
-using Ids = nb::ndarray<const int64_t, nb::c_contig, nb::device::cpu>;
-
 void run_tape(Tape& tape, Threads& threads, int num_threads, std::vector<int64_t> sizes, std::vector<std::optional<Ids>> inputs,
               std::vector<WritableArray> results) {
   Sizes found;
@@ -147,11 +153,32 @@ void run_tape(Tape& tape, Threads& threads, int num_threads, std::vector<int64_t
   for (size_t i = 0; i < inputs.size(); i++) given[i] = inputs[i] ? inputs[i]->data() : nullptr;
   std::vector<char*> places;
   for (auto& result : results) places.push_back(static_cast<char*>(result.data()));
-  nb::gil_scoped_release released;
+  Released released;
   tape.run(threads, num_threads, found, given.data(), places.data());
 }
 
+// Both are guarded by the interpreter lock.
+int num_computing = 0;
+unsigned long ending_thread = 0;
+
+void await_computing() {
+  ending_thread = PyThread_get_thread_ident();
+  while (num_computing) {
+    nb::gil_scoped_release released;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
 }  // namespace
+
+Computing::Computing() {
+  if (ending_thread && ending_thread != PyThread_get_thread_ident()) {
+    PyEval_SaveThread();
+    for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+  }
+  num_computing++;
+}
+Computing::~Computing() { num_computing--; }
 
 NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // an engine that lives until the process ends is never collected
@@ -174,21 +201,20 @@ NB_MODULE(_native, m) {
       .def("__init__", [](Tape* self, const Level& level) { new (self) Tape(level.kernels); })
       .def_ro("num_replays", &Tape::num_replays)
       .def_ro("num_allocations", &Tape::num_allocations)
-      .def_prop_ro("num_steps", [](const Tape& tape) { return tape.num_steps(); })
       .def("value", [](Tape& tape, int rows, int64_t row_bytes) { return tape.value(Rows(rows), row_bytes); })
       .def("result", [](Tape& tape, int rows, int64_t row_bytes) { return tape.result(Rows(rows), row_bytes); })
-      .def("constant", [](Tape& tape, Array array) { return tape.constant(array.data()); }, nb::keep_alive<1, 2>())
+      .def("constant", [](Tape& tape, Array array) { return tape.constant(array.data()); }, "array"_a.noconvert(), nb::keep_alive<1, 2>())
       .def("linear", &add_linear, "matrix"_a, "x"_a, "out"_a, "activation"_a = 0, "is_gated"_a = false, "residual"_a = -1,
-           "softcap"_a = 0.0f, "norm"_a = nb::none(), "eps"_a = 0.0f, "before"_a = -1, "total"_a = -1, "is_deterministic"_a = false, nb::keep_alive<1, 2>(),
+           "softcap"_a = 0.0f, "norm"_a.noconvert() = nb::none(), "eps"_a = 0.0f, "before"_a = -1, "total"_a = -1, "is_deterministic"_a = false, nb::keep_alive<1, 2>(),
            nb::keep_alive<1, 9>())
-      .def("norm", &add_norm, "x"_a, "before"_a, "total"_a, "weight"_a, "bias"_a.none(), "eps"_a, "out"_a, nb::keep_alive<1, 5>(),
+      .def("norm", &add_norm, "x"_a, "before"_a, "total"_a, "weight"_a.noconvert(), "bias"_a.noconvert().none(), "eps"_a, "out"_a, nb::keep_alive<1, 5>(),
            nb::keep_alive<1, 6>())
-      .def("tables", &add_tables, "tables"_a, "types"_a, "inputs"_a, "offsets"_a, "packed"_a.none(), "scale"_a, "width"_a, "out"_a,
+      .def("tables", &add_tables, "tables"_a.noconvert(), "types"_a, "inputs"_a, "offsets"_a, "packed"_a.none(), "scale"_a, "width"_a, "out"_a,
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 6>())
-      .def("store_kv", &add_store_kv, "qkv"_a, "q"_a, "heads"_a, "cos_sin"_a.none(), "rotary_dim"_a, "q_norm"_a.none(),
-           "k_norm"_a.none(), "eps"_a, "keys"_a, "values"_a, "type"_a, nb::keep_alive<1, 5>(), nb::keep_alive<1, 7>(),
+      .def("store_kv", &add_store_kv, "qkv"_a, "q"_a, "heads"_a, "cos_sin"_a.noconvert().none(), "rotary_dim"_a, "q_norm"_a.noconvert().none(),
+           "k_norm"_a.noconvert().none(), "eps"_a, "keys"_a.noconvert(), "values"_a.noconvert(), "type"_a, nb::keep_alive<1, 5>(), nb::keep_alive<1, 7>(),
            nb::keep_alive<1, 8>(), nb::keep_alive<1, 10>(), nb::keep_alive<1, 11>())
-      .def("attend", &add_attend, "q"_a, "out"_a, "heads"_a, "scale"_a, "window"_a, "softcap"_a, "keys"_a.none(), "values"_a.none(),
+      .def("attend", &add_attend, "q"_a, "out"_a, "heads"_a, "scale"_a, "window"_a, "softcap"_a, "keys"_a.noconvert().none(), "values"_a.noconvert().none(),
            "type"_a, "bias"_a, "is_exact"_a, nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>())
       .def("gated", &add_gated, "x"_a, "width"_a, "activation"_a, "out"_a)
       .def("kept_rows", &add_kept_rows, "x"_a, "row_bytes"_a, "out"_a)
@@ -199,6 +225,7 @@ NB_MODULE(_native, m) {
 
   bind_wkv(m);
   bind_sample(m);
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function(&await_computing));
 }
 
 }  // namespace archerfish

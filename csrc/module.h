@@ -18,6 +18,7 @@ namespace archerfish {
 
 using Array = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 using WritableArray = nb::ndarray<nb::c_contig, nb::device::cpu>;
+using Ids = nb::ndarray<const int64_t, nb::c_contig, nb::device::cpu>;
 
 inline const void* address(const std::optional<Array>& array) { return array ? array->data() : nullptr; }
 inline const float* floats(const std::optional<Array>& array) { return static_cast<const float*>(address(array)); }
@@ -38,6 +39,17 @@ struct OwnedMatrix : Matrix {
     num_bytes = packed_bytes(format, outputs, inputs);
     data = nullptr;
   }
+};
+
+// Computing without the interpreter lock. When the process ends, it waits for such work, and other threads than the last never
+// begin any: Python 3.11 to 3.13 end a thread that wants its lock back too late, which C++ does not survive.
+struct Computing {
+  Computing();
+  ~Computing();
+};
+struct Released {
+  Computing computing;  // the first: it is ended with the lock
+  nb::gil_scoped_release released;
 };
 
 struct Level {

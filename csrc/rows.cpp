@@ -1,9 +1,56 @@
-// Work on single rows: norms, lookups, gates, pooling.
-#include "vec.h"
+// Work on single rows: norms, lookups, gates, pooling, unpacking.
+#include "blocks.h"
 
 namespace archerfish::LEVEL {
 
-void unpack_row(const Matrix& matrix, int64_t output, float* out);
+namespace {
+
+template <Format F>
+INLINE void unpack_word(const Packed<F>& source, int j, int lane, float* to) {
+  alignas(64) uint8_t codes[kWordBytes];
+  alignas(64) float scales[kGroup], mins[kGroup] = {};
+  for (int p = 0; p < kParts; p++) {
+    Words w = source.word(j, p);
+    memcpy(codes + p * kVectorBytes, &w, sizeof w);
+    store(scales + p * kLanes, source.scale(j / 4 * (Layout<F>::kNumScales - 1), p));
+    if constexpr (Layout<F>::kHasMin) store(mins + p * kLanes, source.min(p));
+  }
+  for (int b = 0; b < 4; b++) {
+    int code = F == Format::kQ8_0 ? int8_t(codes[4 * lane + b]) : codes[4 * lane + b] - Layout<F>::kOffset;
+    to[4 * j + b] = scales[lane] * float(code) + mins[lane];
+  }
+}
+
+}  // namespace
+
+// One row of a packed matrix as float32.
+void unpack_row(const Matrix& matrix, int64_t output, float* out) {
+  const uint8_t* group = matrix.data + output / kGroup * group_bytes(matrix.format, matrix.num_inputs);
+  const int lane = int(output % kGroup);
+  with_format(matrix.format, [&](auto format) {
+    constexpr Format F = decltype(format)::value;
+    if constexpr (F == Format::kInt8) {
+      const int8_t* codes = reinterpret_cast<const int8_t*>(group + kByteHeader) + 4 * lane;
+      for (int64_t k = 0; k < matrix.num_inputs; k++)
+        out[k] = reinterpret_cast<const float*>(group)[lane] * float(codes[k / 4 * kWordBytes + k % 4]);
+    } else if constexpr (is_plain(F)) {
+      for (int64_t k = 0; k < matrix.num_inputs; k++) {
+        int64_t place = F == Format::kBfloat ? (k / 2 * kGroup + lane) * 2 + k % 2 : k * kGroup + lane;
+        out[k] = read_as(Type(int(F)), group, place);
+      }
+    } else {
+      Packed<F> source{group};
+      for (int64_t b = 0; b < matrix.num_inputs / kBlock; b++) {
+        source.open(b);
+        UNROLL for (int j = 0; j < 8; j++) unpack_word(source, j, lane, out + b * kBlock);
+      }
+    }
+  });
+}
+
+void unpack(const Matrix& matrix, float* out) {
+  for (int64_t row = 0; row < matrix.num_outputs; row++) unpack_row(matrix, row, out + row * matrix.num_inputs);
+}
 
 void norm(const Norm& args, const Task& task) {
   const int64_t width = args.width;
@@ -85,7 +132,7 @@ void pool(const Pool& args, const Task& task) {
         const float* x = args.x + row * width;
         each(width, out, out, [&](Floats v, int64_t i) {
           Floats other = load_some(x + i, width - i);
-          return args.mode == Pooling::kMax ? larger(v, other) : v + other;
+          return args.mode == Pooling::kMax ? larger_or_nan(v, other) : v + other;
         });
       }
       const float count = float(end - begin);

@@ -46,13 +46,6 @@ INLINE bool any(Ints mask) {
   UNROLL for (int i = 0; i < kVectorBytes / 8; i++) found |= words[i];
   return found != 0;
 }
-INLINE Floats larger_or_nan(Floats a, Floats b) {
-#if defined(__aarch64__)
-  return (Floats)vmaxq_f32((float32x4_t)a, (float32x4_t)b);
-#else
-  return choose((a >= b) | (a != a), a, b);
-#endif
-}
 INLINE double next(double x, int64_t step) {  // the next number above, or below for a step of -1; x >= 0
   int64_t bits;
   memcpy(&bits, &x, 8);

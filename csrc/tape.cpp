@@ -7,16 +7,6 @@ namespace {
 
 int64_t aligned(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
-// Memory that only grows; counts how often it had to.
-char* room(std::vector<char>& memory, int64_t bytes, int64_t& num_allocations) {
-  if (int64_t(memory.size()) < bytes + kLine) {
-    memory.resize(size_t(bytes + kLine));
-    __atomic_add_fetch(&num_allocations, 1, __ATOMIC_RELAXED);
-  }
-  auto address = reinterpret_cast<uintptr_t>(memory.data());
-  return memory.data() + (kLine - int64_t(address % kLine)) % kLine;
-}
-
 }  // namespace
 
 int Tape::value(Rows rows, int64_t row_bytes) {
@@ -82,10 +72,16 @@ void Tape::bind(Frame& frame, int num_threads, char* const* results) {
     if (part.shared_bytes) shared = std::max(shared, part.shared_bytes(frame.sizes));
     own = std::max(own, part.own_bytes);
   }
-  char* arena = room(frame.arena, total, num_allocations);
-  room(frame.shared, shared, num_allocations);
   if (int(frame.own.size()) < num_threads) frame.own.resize(size_t(num_threads));
-  for (auto& memory : frame.own) room(memory, own, num_allocations);
+  auto room = [&](Memory& memory, int64_t bytes) {
+    const int64_t before = memory.size();
+    char* found = memory.room(bytes);
+    if (memory.size() > before) __atomic_add_fetch(&num_allocations, 1, __ATOMIC_RELAXED);
+    return found;
+  };
+  char* arena = room(frame.arena, total);
+  room(frame.shared, shared);
+  for (Memory& memory : frame.own) room(memory, own);
   frame.places.resize(values_.size());
   for (size_t v = 0; v < values_.size(); v++) {
     const Value& value = values_[v];
@@ -102,11 +98,8 @@ void Tape::run(Threads& threads, int num_threads, const Sizes& sizes, const int6
   std::copy(inputs, inputs + int(Input::kCount), frame->inputs);
   bind(*frame, num_threads, results);
   frame->counters.assign(steps_.size() * 2, Counter{0});
-  int64_t ignored = 0;
-  char* shared = room(frame->shared, 0, ignored);
   threads.run(num_threads, [&](int thread) {
-    int64_t none = 0;
-    Task task{thread, num_threads, nullptr, &frame->barrier, shared, room(frame->own[size_t(thread)], 0, none)};
+    Task task{thread, num_threads, nullptr, &frame->barrier, frame->shared.start(), frame->own[size_t(thread)].start()};
     for (size_t step = 0; step < steps_.size(); step++) {
       task.counters = frame->counters.data() + 2 * step;
       steps_[step].step(*frame, task);

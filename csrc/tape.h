@@ -1,8 +1,8 @@
 // A pass of a model, recorded once as a list of operations and replayed with the numbers of each step.
 //
 // Values have a number of rows that is known when the tape is replayed. Those that are not inputs, constants or results lie in an
-// arena, where a value takes the place of one that is not used any more. Nothing is allocated in a replay, unless it has more
-// rows than any before it.
+// arena, where a value takes the place of one that is not used any more. A replay allocates no memory for values, unless
+// it has more rows than any before it.
 #pragma once
 #include <functional>
 #include <memory>
@@ -26,6 +26,20 @@ struct Sizes {
   int64_t of(Rows kind) const { return rows[int(kind)]; }
 };
 
+// Memory that only grows, from the start of a cache line on.
+class Memory {
+ public:
+  int64_t size() const { return int64_t(memory_.size()); }
+  char* start() { return memory_.data() + (kLine - int64_t(reinterpret_cast<uintptr_t>(memory_.data()) % kLine)) % kLine; }
+  char* room(int64_t bytes) {
+    if (size() < bytes + kLine) memory_.resize(size_t(bytes + kLine));
+    return start();
+  }
+
+ private:
+  std::vector<char> memory_;
+};
+
 // The memory of one replay.
 struct Frame {
   const Kernels* kernels;
@@ -34,8 +48,8 @@ struct Frame {
   std::vector<char*> places;  // of values
   std::vector<Counter> counters;
   Barrier barrier;
-  std::vector<char> arena, shared;
-  std::vector<std::vector<char>> own;
+  Memory arena, shared;
+  std::vector<Memory> own;
 
   float* at(int value) const { return value < 0 ? nullptr : reinterpret_cast<float*>(places[size_t(value)]); }
   const int64_t* input(Input which) const { return inputs[int(which)]; }
@@ -57,8 +71,7 @@ class Tape {
   // Replays the tape; results: one address for each result, in the order in which they were asked for.
   void run(Threads& threads, int num_threads, const Sizes& sizes, const int64_t* const* inputs, char* const* results);
 
-  int64_t num_replays = 0, num_allocations = 0, num_steps() const { return int64_t(steps_.size()); }
-  const Kernels* kernels() const { return kernels_; }
+  int64_t num_replays = 0, num_allocations = 0;
 
  private:
   struct Value {

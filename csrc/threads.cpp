@@ -62,7 +62,13 @@ void Barrier::wait(int num_threads) {
 }
 
 Threads::Threads(int num_threads) : num_threads_(num_threads < 1 ? 1 : num_threads), is_asleep_(size_t(num_threads_)) {
-  for (int thread = 1; thread < num_threads_; thread++) threads_.emplace_back([this, thread] { serve(thread); });
+  for (int thread = 1; thread < num_threads_; thread++) {
+    try {
+      threads_.emplace_back([this, thread] { serve(thread); });
+    } catch (const std::system_error&) {  // the system gives no more threads
+      num_threads_ = thread;
+    }
+  }
 }
 
 void Threads::pin(const std::vector<int>& cores) {

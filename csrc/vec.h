@@ -50,9 +50,11 @@ INLINE Floats choose(Ints mask, Floats yes, Floats no) { return mask ? yes : no;
 #if defined(__aarch64__)
 INLINE Floats larger(Floats a, Floats b) { return (Floats)vmaxq_f32((float32x4_t)a, (float32x4_t)b); }
 INLINE Floats smaller(Floats a, Floats b) { return (Floats)vminq_f32((float32x4_t)a, (float32x4_t)b); }
-#else  // these become one instruction
+INLINE Floats larger_or_nan(Floats a, Floats b) { return larger(a, b); }
+#else  // the first two become one instruction, and give b if there is a NaN
 INLINE Floats larger(Floats a, Floats b) { return choose(a > b, a, b); }
 INLINE Floats smaller(Floats a, Floats b) { return choose(a < b, a, b); }
+INLINE Floats larger_or_nan(Floats a, Floats b) { return choose((a >= b) | (a != a), a, b); }
 #endif
 INLINE Floats magnitude(Floats x) { return as_floats(as_words(x) & all_words(0x7fffffffu)); }
 INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -319,8 +321,8 @@ INLINE Floats activate(Activation activation, Floats x) {
     case Activation::kGelu: return gelu(x);
     case Activation::kGeluTanh:
       return 0.5f * x * (1.0f + hyperbolic_tangent(0.79788456080286536f * (x + 0.044715f * x * x * x)));
-    case Activation::kRelu: return larger(x, Floats{});
-    case Activation::kReluSquared: x = larger(x, Floats{}); return x * x;
+    case Activation::kRelu: return larger(Floats{}, x);  // a NaN stays one
+    case Activation::kReluSquared: x = larger(Floats{}, x); return x * x;
     case Activation::kSigmoid: return sigmoid(x);
     case Activation::kSilu: return x * sigmoid(x);
     case Activation::kTanh: return hyperbolic_tangent(x);

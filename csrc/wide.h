@@ -30,6 +30,18 @@ INLINE Words round_bfloats(Floats x) {  // in the upper halves of words
   return bits + all_words(0x7fffu) + ((bits >> 16) & all_words(1u));
 }
 
+INLINE Words pair_bfloats(Floats first, Floats second) {
+  return (round_bfloats(first) >> 16) | (round_bfloats(second) & all_words(0xffff0000u));
+}
+
+// out[r * 16 + lane] of `num_rows` rows with a panel. Between begin_wide and end_wide.
+template <int kHalfSums>  // inputs that are added up in half precision, if that is used, before they go into float32
+void wide_rows(int64_t num_rows, const uint16_t* x, const uint16_t* panel, int64_t num_inputs, float* out);
+#if !defined(__AMX_BF16__)
+INLINE void begin_wide() {}
+INLINE void end_wide() {}
+#endif
+
 // ---- ARM's products of two rows with two columns of 8 bytes each ----
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 INLINE float32x4_t multiply_pairs(float32x4_t sums, uint8x16_t a, uint8x16_t b) {
@@ -98,38 +110,42 @@ INLINE void begin_wide() {
 }
 INLINE void end_wide() { _tile_release(); }
 
-// Sums of rows, a multiple of 16, with a panel of 16 outputs: out[r * 16 + lane]. Numbers are bytes, or bfloat16 in pairs.
+// Sums of rows, a multiple of 16, with a panel of 16 outputs, and with a second one unless that is null: out[r * 16 + lane].
+// Numbers are bytes, or bfloat16 in pairs. Two tiles of rows with two panels: each tile that is loaded is used twice.
 template <bool kAreBytes>
-INLINE void tile_rows(int64_t num_rows, const uint8_t* x, const uint8_t* panel, int64_t row_bytes, void* out) {
-#define TILE(sums, from, number)                                               \
-  if (tiles > number) {                                                        \
-    _tile_loadd(from, rows + number * 16 * row_bytes + k, row_bytes);          \
-    if (kAreBytes) _tile_dpbusd(sums, from, 6);                                \
-    else _tile_dpbf16ps(sums, from, 6);                                        \
-  }
-  for (int64_t row = 0; row < num_rows; row += 64) {
-    const int64_t tiles = at_most(4, (num_rows - row + 15) / 16);
+INLINE void tile_rows(int64_t num_rows, const uint8_t* x, const uint8_t* panel, const uint8_t* second, int64_t row_bytes, void* out,
+                      void* second_out) {
+#define MULTIPLY(sums, rows, weights) \
+  if (kAreBytes) _tile_dpbusd(sums, rows, weights); else _tile_dpbf16ps(sums, rows, weights);
+  for (int64_t row = 0; row < num_rows; row += 32) {
+    const bool is_pair = row + 16 < num_rows;
     const uint8_t* rows = x + row * row_bytes;
     _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
     for (int64_t k = 0; k < row_bytes; k += kLine) {
-      _tile_loadd(6, panel + 16 * k, kLine);
-      TILE(0, 4, 0) TILE(1, 5, 1) TILE(2, 4, 2) TILE(3, 5, 3)
+      _tile_loadd(4, panel + 16 * k, kLine);
+      _tile_loadd(6, rows + k, row_bytes);
+      MULTIPLY(0, 6, 4)
+      if (second) { _tile_loadd(5, second + 16 * k, kLine); MULTIPLY(1, 6, 5) }
+      if (!is_pair) continue;
+      _tile_loadd(7, rows + 16 * row_bytes + k, row_bytes);
+      MULTIPLY(2, 7, 4)
+      if (second) MULTIPLY(3, 7, 5)
     }
-    char* to = static_cast<char*>(out) + row * kGroup * 4;
-    _tile_stored(0, to, kLine);
-    if (tiles > 1) _tile_stored(1, to + 16 * kLine, kLine);
-    if (tiles > 2) _tile_stored(2, to + 32 * kLine, kLine);
-    if (tiles > 3) _tile_stored(3, to + 48 * kLine, kLine);
+    const int64_t to = row * kGroup * 4;
+    _tile_stored(0, static_cast<char*>(out) + to, kLine);
+    if (is_pair) _tile_stored(2, static_cast<char*>(out) + to + 16 * kLine, kLine);
+    if (!second) continue;
+    _tile_stored(1, static_cast<char*>(second_out) + to, kLine);
+    if (is_pair) _tile_stored(3, static_cast<char*>(second_out) + to + 16 * kLine, kLine);
   }
-#undef TILE
+#undef MULTIPLY
 }
-template <int kHalfSums = 0>
+template <int kHalfSums>
 INLINE void wide_rows(int64_t num_rows, const uint16_t* x, const uint16_t* panel, int64_t num_inputs, float* out) {
-  tile_rows<false>(num_rows, reinterpret_cast<const uint8_t*>(x), reinterpret_cast<const uint8_t*>(panel), 2 * num_inputs, out);
+  const auto bytes = [](const uint16_t* at) { return reinterpret_cast<const uint8_t*>(at); };
+  tile_rows<false>(num_rows, bytes(x), bytes(panel), nullptr, 2 * num_inputs, out, nullptr);
 }
 #elif defined(__AVX512BF16__)
-INLINE void begin_wide() {}
-INLINE void end_wide() {}
 
 template <int R>
 INLINE void wide_tile(const uint16_t* x, const uint16_t* panel, int64_t num_inputs, float* out) {
@@ -144,7 +160,7 @@ INLINE void wide_tile(const uint16_t* x, const uint16_t* panel, int64_t num_inpu
   }
   UNROLL for (int r = 0; r < R; r++) _mm512_storeu_ps(out + r * kGroup, total[r]);
 }
-template <int kHalfSums = 0>
+template <int kHalfSums>
 INLINE void wide_rows(int64_t num_rows, const uint16_t* x, const uint16_t* panel, int64_t num_inputs, float* out) {
   int64_t r = 0;
   for (; r + 12 <= num_rows; r += 12) wide_tile<12>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
@@ -152,16 +168,12 @@ INLINE void wide_rows(int64_t num_rows, const uint16_t* x, const uint16_t* panel
   for (; r < num_rows; r++) wide_tile<1>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
 }
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-INLINE void begin_wide() {}
-INLINE void end_wide() {}
 
-template <int kHalfSums = 0>
+template <int kHalfSums>
 INLINE void wide_rows(int64_t num_rows, const uint16_t* x, const uint16_t* panel, int64_t num_inputs, float* out) {
   pair_rows<float32x4_t>(num_rows, x, reinterpret_cast<const uint8_t*>(panel), 2 * num_inputs, out);
 }
 #elif defined(WIDE_HALF)
-INLINE void begin_wide() {}
-INLINE void end_wide() {}
 
 template <int R, int kHalfSums>
 INLINE void wide_tile(const uint16_t* x, const uint16_t* panel, int64_t num_inputs, float* out) {
@@ -200,11 +212,6 @@ INLINE void wide_rows(int64_t num_rows, const uint16_t* x, const uint16_t* panel
   for (; r + 2 <= num_rows; r += 2) wide_tile<2, kHalfSums>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
   for (; r < num_rows; r++) wide_tile<1, kHalfSums>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
 }
-#else
-INLINE void begin_wide() {}
-INLINE void end_wide() {}
-template <int kHalfSums = 0>
-INLINE void wide_rows(int64_t, const uint16_t*, const uint16_t*, int64_t, float*) {}
 #endif
 
 #if defined(WIDE_HALF)
@@ -234,7 +241,7 @@ INLINE void store_halves(const uint8_t* codes, const Floats (&scales)[kParts], c
 // Four inputs of a part of a group, as a panel has them: two pairs of bfloat16 for each output.
 INLINE void store_pairs(const Floats (&x)[4], uint8_t* to, int part) {
   UNROLL for (int pair = 0; pair < 2; pair++) {
-    Words both = (round_bfloats(x[2 * pair]) >> 16) | (round_bfloats(x[2 * pair + 1]) & all_words(0xffff0000u));
+    const Words both = pair_bfloats(x[2 * pair], x[2 * pair + 1]);
     memcpy(to + pair * 4 * kGroup + part * kVectorBytes, &both, sizeof both);
   }
 }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from archerfish.background import in_background
+from archerfish.background import finish_before_fork, in_background
 from archerfish.config import EmbedConfig, HubConfig
 from archerfish.engine.inference_core import InferenceCore, Vectors, load_tensors, locate
 from archerfish.engine.progress import progress_bar
@@ -122,7 +122,7 @@ class ArrowEngine:
         self._is_closed = False
         self.watcher: Callable[[int, float], None] | None = None  # called with a number of texts and their seconds
         self._loader.check_tokenizer()
-        self._packed = self._pool.submit(self._pack_and_release)
+        self._packed = finish_before_fork(self._pool.submit(self._pack_and_release))
 
     @property
     def _pool(self) -> ComputePool:

@@ -22,6 +22,10 @@ def num_pass_threads() -> int:
     return 1 if _is_forked else getattr(_local, "num_threads", 0)
 
 
+def is_forked() -> bool:
+    return _is_forked
+
+
 def set_pass_threads(num_threads: int) -> None:
     _local.num_threads = num_threads
 

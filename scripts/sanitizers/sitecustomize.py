@@ -2,10 +2,15 @@
 
 import os
 import sys
+import traceback
 from importlib.util import module_from_spec, spec_from_file_location
 
 NAME = "archerfish.kernels.native._native"
-spec = spec_from_file_location(NAME, os.environ["NATIVE_MODULE"])
-assert spec is not None and spec.loader is not None
-sys.modules[NAME] = module_from_spec(spec)
-spec.loader.exec_module(sys.modules[NAME])
+try:
+    spec = spec_from_file_location(NAME, os.environ["NATIVE_MODULE"])
+    assert spec is not None and spec.loader is not None
+    sys.modules[NAME] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[NAME])
+except BaseException:  # Python would go on, and the tests would run on the other module
+    traceback.print_exc()
+    os._exit(1)

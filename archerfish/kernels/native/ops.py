@@ -88,6 +88,7 @@ class NativeOps(Ops[Any]):
     def rows(self, x: Handle, indices: Ids | Handle) -> Handle:
         if not isinstance(x, Value):
             return x[indices]
+        assert isinstance(indices, Value) and indices.source is Input.KEPT_ROWS
         recorder = self.runner.current()
         out = recorder.new(Rows.KEPT, x.width, 0)
         recorder.tape.kept_rows(recorder(x), 4 * x.width, recorder(out))
@@ -190,7 +191,15 @@ class NativeOps(Ops[Any]):
         return out
 
     def embed(self, tables: Sequence[Handle], ids: Sequence[Handle]) -> Handle:
-        return self._look_up(tables, ids, 1.0)
+        return self._look_up([tables[0], *map(self._plain_table, tables[1:])], ids, 1.0)  # only the first can be packed
+
+    def _plain_table(self, table: Handle) -> Handle:
+        if not isinstance(table, Table):
+            return table
+        self.runner.finish_packing()
+        floats = np.empty(table.shape, dtype=np.float32)
+        table.matrix.unpack(floats, self.level)
+        return floats
 
     def lookup(self, table: Handle, ids: Handle, *, scale: float = 1.0) -> Handle:
         return self._look_up((table,), (ids,), scale)
@@ -250,6 +259,7 @@ class NativeOps(Ops[Any]):
 
     def attention(self, qkv: Handle, segments: Segments, num_heads: int, *, bias: Handle | None = None) -> Handle:
         recorder, dim = self.runner.current(), qkv.shape[1] // (3 * num_heads)
+        assert recorder.is_eager or bias is None
         if recorder.is_eager:
             set_segments(recorder.step, segments)
             recorder.step.sizes[3] = 0 if bias is None else bias.shape[1]

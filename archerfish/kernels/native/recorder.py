@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from archerfish.background import in_background
+from archerfish.background import finish_before_fork, in_background
 from archerfish.kernels.machine import FreeCores
 from archerfish.kernels.native._native import Level, Matrix, Packing, Tape, Threads
-from archerfish.kernels.pool import num_pass_threads
+from archerfish.kernels.pool import is_forked, num_pass_threads
 
 Array = npt.NDArray[Any]
 ROW_ITEM_BYTES = 4  # activations are float32
@@ -177,38 +177,52 @@ class TapeRunner:
     @property
     def num_threads(self) -> int:
         """How many threads a pass of this thread uses."""
-        return num_pass_threads() or min(self.threads.count, self._free_cores.count())
+        return num_pass_threads() or self._all_threads()
+
+    def _all_threads(self) -> int:
+        return 1 if is_forked() else min(self.threads.count, self._free_cores.count())
 
     def pack(self, matrix: Matrix, *, is_copy: bool = False) -> Matrix:
         """Have a matrix packed together with others before a tape runs; at once if its rows are a copy, to free that."""
-        self._unpacked.append(matrix)
+        with self._lock:
+            self._unpacked.append(matrix)
         if is_copy:
-            self._finish_packing()
+            self.finish_packing()
         return matrix
 
     def start_packing(self, then: Callable[[], None] = lambda: None) -> None:
         """Pack in the background, by all threads and without the interpreter lock. then: called afterwards."""
         with self._lock:
-            packing, num_threads, before = Packing(self._unpacked), self.num_threads, self._packing
+            matrices, self._unpacked = self._unpacked, []
+            packing, num_threads, before = Packing(matrices), self._all_threads(), self._packing
 
             def pack() -> None:
                 if before is not None:
                     before.result()
                 packing.run(self.threads, num_threads)
 
-            self._packing = in_background(pack, "packing")
-            self._packing.add_done_callback(lambda _: then())
-            self._unpacked = []  # only now: a thread that finds nothing here must find what packs it
+            try:
+                running = in_background(pack, "packing")
+            except RuntimeError:  # the system has no thread left
+                running = Future()
+                pack()
+                running.set_result(None)
+            self._packing = finish_before_fork(running)
+        running.add_done_callback(lambda _: then())
 
-    def _finish_packing(self) -> None:
+    def finish_packing(self) -> None:
         if self._unpacked:
             self.start_packing()
-        if (packing := self._packing) is not None:
+        with self._lock:
+            packing = self._packing
+        if packing is not None:
             packing.result()
-            self._packing = None
+            with self._lock:
+                if self._packing is packing:
+                    self._packing = None
 
     def run(self, tape: Tape, step: StepArrays, results: list[Array]) -> None:
-        self._finish_packing()
+        self.finish_packing()
         tape.run(self.threads, self.num_threads, step.sizes, step.arrays, results)
 
 

@@ -73,9 +73,9 @@ def plain_rows(logits: Array) -> Floats:
 
 
 def parts_of(batch: SamplingBatch[Array]) -> list[Array | None]:
-    """The arrays of a batch in the order of `Part` in csrc/bind_sample.cpp, which has room for two lists of cuts."""
+    """The arrays of a batch in the order of `Part` in csrc/bind_sample.cpp."""
     parts = [batch.temperature, batch.is_greedy, batch.keys, batch.positions, batch.min_p, *columns(batch.cuts, 3)]
-    parts += [None, None, None, *columns(batch.bias, 2), batch.bias_values, *columns(batch.banned, 2)]
+    parts += [*columns(batch.bias, 2), batch.bias_values, *columns(batch.banned, 2)]
     parts += [*columns(batch.masks, 2), *columns(batch.ranges, 3)]
     if batch.penalties is None:
         parts += [None] * 8
