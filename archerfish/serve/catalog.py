@@ -114,10 +114,11 @@ class ModelText:
             if isinstance(prompt, str):
                 return tokenizer.encode(prompt, add_special_tokens is not False)
             try:
-                token_ids = self.template.get().encode(tokenizer, prompt, **given)
+                template = self.template.get()
             except UnsupportedModelError:
                 message = f"{self.card.id} has no chat template: it completes texts; give /v1/completions a prompt instead."
                 raise InvalidParameterError(message, "model") from None
+            token_ids = template.encode(tokenizer, prompt, **given)
             before = tokenizer.encode("") if add_special_tokens else []
             return before + token_ids + (tokenizer.encode(answer_start, False, plain=True) if answer_start else [])
 

@@ -6,10 +6,10 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from archerfish.background import Lazy
 from archerfish.errors import ArcherfishError, CorruptFileError, InvalidInputError, UnsupportedModelError, did_you_mean
 from archerfish.params import SamplingParams
 from archerfish.store.source import token_name
@@ -153,8 +153,8 @@ class ChatTemplate:
 
     def _fill(self, found: CompiledTemplate, values: dict[str, Any]) -> str:
         try:
-            environment().budget.start()
-            return environment().concat(found.template.generate(**{**self.special_tokens, **values}))
+            _environment.get().budget.start()
+            return _environment.get().concat(found.template.generate(**{**self.special_tokens, **values}))
         except Exception as error:  # a template may fail in any way on data that it does not expect
             raise self._explained(error) from error
 
@@ -174,8 +174,8 @@ class ChatTemplate:
         from jinja2.meta import find_undeclared_variables
 
         try:
-            environment().budget.start()  # constants are folded when a template is compiled
-            template, tree = environment().from_string(source), environment().parse(source)
+            _environment.get().budget.start()  # constants are folded when a template is compiled
+            template, tree = _environment.get().from_string(source), _environment.get().parse(source)
             fields = {node.attr for node in tree.find_all(nodes.Getattr)} | {
                 node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)
             }
@@ -204,11 +204,13 @@ class ChatTemplate:
         return InvalidInputError(f"{what} cannot be applied to these messages: {error}.")
 
 
-@cache
-def environment() -> ChatEnvironment:
+def new_environment() -> ChatEnvironment:
     from archerfish.text.template_sandbox import ChatEnvironment
 
     return ChatEnvironment()
+
+
+_environment = Lazy(new_environment)  # one: a template counts against the budget of the environment that compiled it
 
 
 def read_sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
