@@ -71,7 +71,7 @@ class WeightFormat(ABC):
         return sum(math.prod(each.shape(num_outputs, num_inputs)) * ITEM_BYTES[each.dtype or dtype] for each in layouts)
 
     def work_bytes(self, shapes: Iterable[tuple[int, ...]], dtype: str) -> int:
-        """Memory that a step takes to dequantise the largest of some matrices: for the result, and a byte a number beside it."""
+        """Memory that a step takes to dequantise the largest of some matrices: the result, and a byte a number beside it."""
         return max(math.prod(shape) for shape in shapes) * (DTYPE_BYTES[dtype] + 1)
 
     def num_outputs(self, tensors: Tensors) -> int:

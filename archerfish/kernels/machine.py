@@ -82,10 +82,11 @@ class FreeCores:
         self._found, self._last = len(self._cores), self._read()
 
     def count(self) -> int:
-        if time.monotonic() - self._last[0] >= self._interval_s:
-            before, self._last = self._last, self._read()
-            wall_s, busy_s, own_s = (now - then for now, then in zip(self._last, before, strict=True))
-            is_old = wall_s > 4 * self._interval_s  # nothing was computed meanwhile
+        before = self._last  # another thread may look it up meanwhile
+        if time.monotonic() - before[0] >= self._interval_s:
+            self._last = last = self._read()
+            wall_s, busy_s, own_s = (now - then for now, then in zip(last, before, strict=True))
+            is_old = wall_s > 4 * max(self._interval_s, own_s)  # little was computed meanwhile
             self._found = len(self._cores) if is_old else num_free_cores(len(self._cores), busy_s, own_s, wall_s)
         return self._found
 

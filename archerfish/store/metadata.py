@@ -57,6 +57,11 @@ class StoreMetadata:
     def total_parameters(self) -> int:
         return sum(info.num_params for info in self.tensors)
 
+    @property
+    def quant_types(self) -> set[str]:
+        """Of the matrices that are stored in blocks."""
+        return {info.quantization.quant_type for info in self.tensors if info.quantization}
+
     def as_dict(self) -> dict[str, Any]:
         """The JSON document, without its checksum."""
         files: dict[str, dict[str, Any]] = {}
