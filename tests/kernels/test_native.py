@@ -154,7 +154,7 @@ def test_rows_of_bytes(level: str) -> None:
     for row in (0, 1, 2, 3, 4, 7, 129):
         assert_near(np.delete(found[row], (4, 5)), np.delete(rows, (4, 5), axis=0) @ x[row], 0.02)
         assert abs(found[row, 4] - rows[4] @ x[row]) <= 0.01 * np.linalg.norm(rows[4]) * np.linalg.norm(x[row])
-    blocks = ops.linear_weight([{"weight": make_matrix("Q4_1", 20, 96)[0]}], [None], MADE["int8"])
+    blocks: Any = ops.linear_weight([{"weight": make_matrix("Q4_1", 20, 96)[0]}], [None], MADE["int8"])
     assert blocks.get().format_name == "Q4_1"  # they stay as they are
     for num_rows in ROWS:  # a row does not depend on others
         some = ops.linear(x[:num_rows], weight)
