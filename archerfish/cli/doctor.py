@@ -151,7 +151,7 @@ def examine(hub: HubConfig, model: str, out: Output) -> dict[str, Any]:
             "models": [{"name": found.name, "source": found.source, "bytes": found.num_bytes} for found in cached],
         },
         "models": [judge_model(found, ram, gpus) for found in sizes],
-        "peaks": measure_peaks(dtype) if has_native else {},
+        "peaks": measure_peaks() if has_native else {},
         "formats": sizes[-1].formats(dtype) if model and has_native else {},
         "usable": not problems,
         "problems": problems,

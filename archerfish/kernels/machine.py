@@ -15,6 +15,7 @@ from pathlib import Path
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 ARM_PARTS = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
+READ_PEAK = "GB/s from memory"  # what `measure_peaks` calls it
 NO_LIMIT_BYTES = 2**60  # cgroup v1 writes a number near 2**63 for "none"
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,7 +97,8 @@ def read_metadata(directory: Path) -> StoreMetadata:
         raise ModelNotFoundError(f"{directory} is not a converted model: it has no {METADATA_NAME}.") from None
     except OSError as error:
         raise ModelNotFoundError(f"{path} cannot be read: {error.strerror}.") from error
-    return parse_metadata(raw, path)
+    found = parse_metadata(raw, path)
+    return replace(found, **{key: deepcopy(getattr(found, key)) for key in COPIED_FIELDS})
 
 
 @lru_cache(maxsize=4)
