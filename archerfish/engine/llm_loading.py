@@ -126,9 +126,9 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
         builtin = builtin_at(source, hub)
         generation = {**(metadata.generation_config or {}), **(builtin.sampling if builtin else {})}
         kept = metadata.quant_types if is_kept else set()
-        remark_blocks(config.weights, metadata.model_name, kept)
         stored_bytes = sum(sum(buffer_bytes(info)) for info in metadata.tensors) if kept else 0
         facts = facts_of(config, device, dtype, directory, metadata.model_name, metadata.config, generation, stored_bytes)
+        remark_blocks(config.weights, metadata.model_name, kept)
         kind = str(metadata.source.get("kind"))
     check_quantization(config.quantization, facts.config.values, kind, facts.name)
     return replace(facts, tokenizer_directory=locate_tokenizer(config.tokenizer, facts.directory, hub, progress))

@@ -195,7 +195,6 @@ def choose_format(name: str) -> WeightFormat:
     if name == AUTO:
         return PLAIN
     if name not in FORMATS:
-        known = (AUTO, *FORMATS)
-        hint = did_you_mean(name, known) or f"Known: {', '.join(known)}."
+        hint = did_you_mean(name, (AUTO, *FORMATS))
         raise InvalidOptionError(f"There is no weight format {name!r} (option weights).", hint=hint)
     return FORMATS[name]
