@@ -257,9 +257,7 @@ class ServeConfig(Options):
         "auto", "What becomes of `<think>` in answers; auto: it is their reasoning_content; none: it stays in the text.",
         choices=("auto", "none"),
     )
-    loads: str = option(
-        "start", "When models are loaded: at the start, in idle time, or at the first request.", choices=LOADS,
-    )
+    loads: str = option("start", "When models are loaded: at the start, in idle time, or at the first request.", choices=LOADS)
     memory_gib: float = option(
         0.0, "Memory of all loaded models; above it the least recently used ones are unloaded; 0: no limit.", minimum=0
     )

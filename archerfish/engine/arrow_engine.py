@@ -275,9 +275,7 @@ class ArrowEngine:
             scores = self._compute([(a, b) for a, b in pairs], batch_size, False, progress, is_raw=is_raw)
         return scores[:, 0] if scores.shape[1] == 1 else scores
 
-    def tokenize(
-        self, texts: Sequence[EmbedInput | tuple[str, str]], *, prompt_name: str | None = None
-    ) -> list[TokenizedText]:
+    def tokenize(self, texts: Sequence[EmbedInput | tuple[str, str]], *, prompt_name: str | None = None) -> list[TokenizedText]:
         """Check and tokenise texts, lists of ids, or a cross-encoder's texts and pairs.
 
         Another thread may call `compute` with them.

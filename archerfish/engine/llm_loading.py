@@ -119,9 +119,7 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
             check_memory(facts_of(config, device, dtype, source, source.name, values, {}), config)
 
         is_kept = choose_backend(device, dtype).reads_stored
-        directory = ensure_converted(
-            source, dtype=dtype, keep_quantized=is_kept, hub=hub, progress=progress, check=check
-        )
+        directory = ensure_converted(source, dtype=dtype, keep_quantized=is_kept, hub=hub, progress=progress, check=check)
         metadata = read_metadata(directory)
         builtin = builtin_at(source, hub)
         generation = {**(metadata.generation_config or {}), **(builtin.sampling if builtin else {})}

@@ -79,9 +79,7 @@ def test_option_names_a_format() -> None:
 @pytest.mark.parametrize("weight_format", [PLAIN, INT8, INT4, PackageFormat()])
 def test_stacking_commutes_with_dequantising(weight_format: WeightFormat) -> None:
     is_int4 = weight_format.name == "int4-groups"
-    parts = [
-        weight_format.load(int4_tensors(num, 128) if is_int4 else {"weight": torch.randn(num, 128)}) for num in (24, 40)
-    ]
+    parts = [weight_format.load(int4_tensors(num, 128) if is_int4 else {"weight": torch.randn(num, 128)}) for num in (24, 40)]
     wide = [weight_format.dequantise(part, torch.float32) for part in parts]
     stacked = weight_format.stack(parts)
     assert weight_format.num_outputs(stacked) == 64

@@ -51,9 +51,7 @@ async def test_empty_lists_have_no_rows(tmp_path: Path) -> None:
             assert (answer.num_rows, answer.data) == (0, b"")
 
 
-async def test_short_requests_pass_long_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_short_requests_pass_long_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for bound in ("MIN_JOB_TOKENS", "MAX_JOB_TOKENS"):
         monkeypatch.setattr(f"archerfish.serve.hosted_encoder.{bound}", 4)
     encoder = WordEncoder()
