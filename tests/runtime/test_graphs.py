@@ -64,13 +64,9 @@ def generate(
     return found
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=0.0, ignore_eos=True),
-        SamplingParams(seed=5, top_k=7, top_p=0.8, min_p=0.01, temperature=0.7),
-    ],
-)
+@pytest.mark.parametrize("params", [
+    SamplingParams(temperature=0.0, ignore_eos=True), SamplingParams(seed=5, top_k=7, top_p=0.8, min_p=0.01, temperature=0.7),
+])  # fmt: skip
 def test_tokens_are_the_same(model: Path, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = generate(model, params, monkeypatch, records=False)
     assert generate(model, params, monkeypatch, records=True) == plain
