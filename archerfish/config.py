@@ -25,6 +25,8 @@ WEIGHTS = (
     "each 32 inputs; heads and projections to queries, keys and values as int8); auto: as `dtype`. Blocks of a GGUF file stay "
     "as they are on a CPU."
 )
+NUM_THREADS = "CPU cores to use; 0: all that others leave to this process."
+PIN_THREADS = "Bind each CPU thread that helps a pass to a core of its own (Linux)."
 DEVICE = "Where to compute; auto: on a CUDA card if there is one, else on the CPU."
 COMPRESSIONS = ("lz4", "zstd", "snappy", "gzip", "none")
 MODEL_KINDS = ("generation", "embedding", "cross-encoder")
@@ -120,7 +122,7 @@ class EmbedConfig(Options):
     model: str = option("all-minilm-l6-v2", "Built-in name, directory, file, or Hugging Face id of the model.")
     device: str = option("auto", DEVICE, choices=("cpu", "cuda", "mps", "auto"))
     dtype: str = option("auto", "Type to compute in; auto: the fastest type of this machine.", choices=DTYPES)
-    weights: str = option("auto", WEIGHTS)
+    weights: str = option("auto", f"For embedding models. {WEIGHTS}")
     storage_dtype: str = option(
         "auto", "Type of stored weights when a model is converted; auto: float32 if `dtype` is float32, else 2 bytes.",
         choices=DTYPES,
@@ -130,8 +132,8 @@ class EmbedConfig(Options):
     )
     max_length: int = option(0, "Cut texts after this many tokens; 0: the limit of the model.", minimum=0)
     max_text_bytes: int = option(1_000_000, "Refuse a text of more than this many bytes.", minimum=1)
-    num_threads: int = option(0, "CPU cores to use; 0: all that others leave to this process.", minimum=0, maximum=1024)
-    pin_threads: bool = option(False, "Bind each CPU thread that helps a pass to a core of its own (Linux).")
+    num_threads: int = option(0, NUM_THREADS, minimum=0, maximum=1024)
+    pin_threads: bool = option(False, PIN_THREADS)
     use_fast_tokenizer: bool = option(True, "Use the Rust tokenizer. False is refused: there is no other tokenizer.")
 
 
@@ -179,7 +181,7 @@ class EngineConfig(Options):
     memory_budget_gib: float = option(
         0.0, "Memory for KV blocks on a CPU, in GiB; 0: a quarter of what is free beside the weights, at most 4.", minimum=0
     )
-    tensor_parallel_size: int = option(1, "Devices that share one model; only 1 is supported.", minimum=1, maximum=1)
+    tensor_parallel_size: int = option(1, "Only 1: start an engine for each device.", minimum=1, maximum=1)
     gpu_memory_utilization: float = option(0.9, "Share of a GPU's memory for weights and KV.", minimum=0.05, maximum=1.0)
     enable_prefix_caching: bool = option(True, "Keep the KV of finished requests and reuse it for prompts that begin alike.")
     eviction_policy: str = option("lru", "Which cached blocks are evicted first: lru, lfu, fifo or another registered name.")
@@ -196,8 +198,8 @@ class EngineConfig(Options):
         1.0, "Longest wait of an idle engine loop; a request wakes it at once.", minimum=0.01, maximum=10_000
     )
     deterministic: bool = option(False, "Make the logits of a request independent of other requests, bit for bit; slower.")
-    num_threads: int = option(0, "CPU cores to use; 0: all that others leave to this process.", minimum=0, maximum=1024)
-    pin_threads: bool = option(False, "Bind each CPU thread that helps a pass to a core of its own (Linux).")
+    num_threads: int = option(0, NUM_THREADS, minimum=0, maximum=1024)
+    pin_threads: bool = option(False, PIN_THREADS)
     seed: int = option(0, "Source of the seeds of requests without a seed; 0: a new one at each start.", minimum=0)
     max_prompt_bytes: int = option(4_000_000, "Refuse a prompt of more than this many bytes before tokenising it.", minimum=1)
 
@@ -255,9 +257,7 @@ class ServeConfig(Options):
         "auto", "What becomes of `<think>` in answers; auto: it is their reasoning_content; none: it stays in the text.",
         choices=("auto", "none"),
     )
-    loads: str = option(
-        "start", "When models are loaded: at the start, in idle time, or at the first request.", choices=LOADS,
-    )
+    loads: str = option("start", "When models are loaded: at the start, in idle time, or at the first request.", choices=LOADS)
     memory_gib: float = option(
         0.0, "Memory of all loaded models; above it the least recently used ones are unloaded; 0: no limit.", minimum=0
     )
@@ -323,7 +323,8 @@ def check_value(section: str, spec: dataclasses.Field[Any], value: Any) -> Any:
     low, high = spec.metadata["minimum"], spec.metadata["maximum"]
     if (low is not None and value < low) or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise InvalidOptionError(f"{where} cannot be {value}.", hint=f"It must be {bounds}.")
+        hint = spec.metadata["description"] if low == high else f"It must be {bounds}."
+        raise InvalidOptionError(f"{where} cannot be {value}.", hint=hint)
     return value
 
 

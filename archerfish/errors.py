@@ -185,13 +185,13 @@ def nearest(name: str, known: Iterable[str], *, most: int = 3) -> list[str]:
     return [choices[choice] for choice in close]
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint for an unknown name: the nearest known names, or all names when there are few."""
+def did_you_mean(name: str, known: Iterable[str], most: int = 16) -> str:
+    """A hint for an unknown name: the nearest known names, or all if there are few. most: 0 where the message has them."""
     choices = sorted(set(known))
     close = nearest(name, choices)
     if close:
         return f"Did you mean {' or '.join(repr(c) for c in close)}?"
-    if 0 < len(choices) <= 16:
+    if 0 < len(choices) <= most:
         return f"Known: {', '.join(choices)}."
     return ""
 

@@ -83,7 +83,8 @@ def distances(a: Any, b: Any, order: int) -> Matrix:
     left, right = as_matrix(a), as_matrix(b)
     if is_tensor(left):
         return sys.modules["torch"].cdist(left, right, p=float(order))
-    return np.stack([np.linalg.norm(right - row, ord=order, axis=1) for row in left])
+    rows = [np.linalg.norm(right - row, ord=order, axis=1) for row in left]
+    return np.array(rows, dtype=left.dtype).reshape(len(left), len(right))
 
 
 def euclidean_sim(a: Any, b: Any) -> Matrix:

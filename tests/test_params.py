@@ -46,43 +46,26 @@ def test_whole_numbers_that_are_none(name: str, value: Any) -> None:
         SamplingParams(**{name: value})
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"min_tokens": 5, "max_tokens": 4}, r"min_tokens \(5\) is above max_tokens \(4\)"),
-        ({"n": 2, "temperature": 0}, "all sequences would be equal"),
-        ({"top_p": 0}, "top_p must be above 0"),
-        ({"max_tokens": 0}, "max_tokens must be a whole number at least 1, not 0. None stands for as many as"),
-        ({"n": 0}, "n must be"),
-        ({"top_k": -2}, "top_k must be"),
-        ({"n": MAX_N + 1}, f"from 1 to {MAX_N}"),
-        ({"seed": MAX_SEED}, "seed"),
-        ({"logprobs": 65}, "from 0 to 64"),
-        ({"stop": [f"s{i}" for i in range(10_000)]}, f"10,000 strings; the limit is {MAX_STOP_STRINGS}"),
-        ({"stop": [""]}, "not empty"),
-        ({"stop": ""}, "not empty"),
-        ({"stop": ["a", 5]}, "not 5"),
-        ({"stop": 5}, "stop must be"),
-        ({"stop": {"a": 1}}, "stop must be"),
-        ({"stop": b"ab"}, "stop must be"),
-        ({"stop": "x" * 2000}, "more than 1024 bytes"),
-        ({"stop_token_ids": list(range(10_000))}, "10,000 ids"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids"),
-        ({"stop_token_ids": [1.5]}, "stop_token_ids"),
-        ({"stop_token_ids": [True]}, "stop_token_ids"),
-        ({"stop_token_ids": 5}, "stop_token_ids must be"),
-        ({"stop_token_ids": "5"}, "stop_token_ids must be"),
-        ({"logit_bias": {1: NAN}}, "logit_bias of token 1"),
-        ({"logit_bias": {1: 101}}, "from -100 to 100"),
-        ({"logit_bias": {"1": 1.0}}, "'1' is no token id"),
-        ({"logit_bias": {-1: 1.0}}, "-1 is no token id"),
-        ({"logit_bias": [(1, 2.0)]}, "logit_bias must map"),
-        ({"logit_bias": dict.fromkeys(range(10_000), 1.0)}, "logit_bias has 10,000 tokens"),
-        ({"ignore_eos": "no"}, "ignore_eos must be true or false"),
-        ({"skip_special_tokens": 1}, "skip_special_tokens must be true or false"),
-        ({"include_stop_str_in_output": None}, "include_stop_str_in_output must be true or false"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "said"), [
+    ({"min_tokens": 5, "max_tokens": 4}, r"min_tokens \(5\) is above max_tokens \(4\)"),
+    ({"n": 2, "temperature": 0}, "all sequences would be equal"), ({"top_p": 0}, "top_p must be above 0"),
+    ({"max_tokens": 0}, "max_tokens must be a whole number at least 1, not 0. None stands for as many as"),
+    ({"n": 0}, "n must be"), ({"top_k": -2}, "top_k must be"), ({"n": MAX_N + 1}, f"from 1 to {MAX_N}"),
+    ({"seed": MAX_SEED}, "seed"), ({"logprobs": 65}, "from 0 to 64"),
+    ({"stop": [f"s{i}" for i in range(10_000)]}, f"10,000 strings; the limit is {MAX_STOP_STRINGS}"),
+    ({"stop": [""]}, "not empty"), ({"stop": ""}, "not empty"), ({"stop": ["a", 5]}, "not 5"), ({"stop": 5}, "stop must be"),
+    ({"stop": {"a": 1}}, "stop must be"), ({"stop": b"ab"}, "stop must be"), ({"stop": "x" * 2000}, "more than 1024 bytes"),
+    ({"stop_token_ids": list(range(10_000))}, "10,000 ids"), ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": [1.5]}, "stop_token_ids"), ({"stop_token_ids": [True]}, "stop_token_ids"),
+    ({"stop_token_ids": 5}, "stop_token_ids must be"), ({"stop_token_ids": "5"}, "stop_token_ids must be"),
+    ({"logit_bias": {1: NAN}}, "logit_bias of token 1"), ({"logit_bias": {1: 101}}, "from -100 to 100"),
+    ({"logit_bias": {"1": 1.0}}, "'1' is no token id"), ({"logit_bias": {-1: 1.0}}, "-1 is no token id"),
+    ({"logit_bias": [(1, 2.0)]}, "logit_bias must map"),
+    ({"logit_bias": dict.fromkeys(range(10_000), 1.0)}, "logit_bias has 10,000 tokens"),
+    ({"ignore_eos": "no"}, "ignore_eos must be true or false"),
+    ({"skip_special_tokens": 1}, "skip_special_tokens must be true or false"),
+    ({"include_stop_str_in_output": None}, "include_stop_str_in_output must be true or false"),
+])  # fmt: skip
 def test_values_that_cannot_be_meant(given: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidInputError, match=said):
         SamplingParams(**given)

@@ -36,6 +36,7 @@ from archerfish.bench.serve import ServeBench, running
 from archerfish.bench.worker import PACKAGE_PATH, EngineGroup, chosen, versions
 from archerfish.config import EmbedConfig
 from archerfish.errors import InvalidOptionError, ServiceError
+from archerfish.kernels.machine import READ_PEAK
 from archerfish.observe.summary import percentile
 from archerfish.store.names import resolve_model
 
@@ -69,7 +70,6 @@ EMBED_WORKLOADS, NUM_TEXTS = ("128 tokens, texts/s", "5-256 tokens, texts/s"), 6
 RWKV_SHAPES, RWKV_STREAMS, RWKV_OUTPUT = ("0.1b", "0.4b"), 32, 24
 DRAW_LOGITS, NUM_DRAWS = 50_000, 200
 DRAW_OPTIONS: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
-READ_PEAK = "GB/s from memory"
 EXACT = tuple(name for name in EMBEDDERS if not name.endswith("int8"))  # peers whose vectors are as good as ours
 FASTER = {  # than peers, by what is measured
     "prefill, tokens/s": 1.5, "decode, tokens/s": 1.2, "8 sequences, tokens/s": 2.0, "32 sequences, tokens/s": 2.0,
@@ -150,10 +150,11 @@ class CpuBench:
         with EngineGroup() as group:
             group.open("machine", "Roofline", {}, file=PEERS_FILE)
             for _ in range(self.options.rounds):
-                for what, rate in group.call("machine", "peaks").items():
+                for what, rate in (group.call("machine", "peaks") or {}).items():
                     yield Measurement(f"machine: {what}", rate)
                     if what == READ_PEAK:
                         self.read_rate = max(self.read_rate, rate * 1e9)
+            yield from group.notes
 
     def generation(self, parts: set[str]) -> Found:
         """The rates of one sequence, of several at once, and of reading a prompt."""
@@ -176,7 +177,7 @@ class CpuBench:
             metric, num_output = DECODES[num]
             if rate := decode_rate(group, name, num, num_output, number):
                 yield Measurement(metric, rate, name)
-                if num == 1:
+                if num == 1 and self.read_rate:
                     share = rate * self.text_file.stat().st_size / self.read_rate
                     yield Measurement("decode, share of the limit", share, name)
 

@@ -172,7 +172,7 @@ class Roofline(Engine):
     def peaks(self) -> dict[str, float]:
         from archerfish.kernels.native.peaks import measure_peaks
 
-        return measure_peaks("float16")
+        return measure_peaks()
 
 
 if __name__ == "__main__":

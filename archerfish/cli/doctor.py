@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from archerfish import __version__
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output
-from archerfish.config import EngineConfig, HubConfig
+from archerfish.config import ConversionConfig, EngineConfig, HubConfig
 from archerfish.engine.progress import size
 from archerfish.errors import ArcherfishError, DeviceError, ModelError, UnreachableError, UnsupportedModelError
 from archerfish.kernels.cards import Card, find_cards
@@ -57,7 +57,16 @@ class ModelSize:
     file_bytes: int
     remark: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
-    tensors: Sequence[TensorInfo] = ()
+    tensors: Sequence[TensorInfo] = ()  # as they are stored, or will be on a CPU
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes in memory on a CPU of a model with GGUF blocks, which stay as they are; 0: it has none."""
+        from archerfish.kernels.select import native_error
+        from archerfish.store.format import buffer_bytes
+
+        is_kept = not native_error() and any(info.quantization for info in self.tensors)
+        return sum(sum(buffer_bytes(info)) for info in self.tensors) if is_kept else 0
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes in memory in a type, or in a weight format with the rest in two bytes; 0: unknown for this model."""
@@ -142,7 +151,7 @@ def examine(hub: HubConfig, model: str, out: Output) -> dict[str, Any]:
             "models": [{"name": found.name, "source": found.source, "bytes": found.num_bytes} for found in cached],
         },
         "models": [judge_model(found, ram, gpus) for found in sizes],
-        "peaks": measure_peaks(dtype) if has_native else {},
+        "peaks": measure_peaks() if has_native else {},
         "formats": sizes[-1].formats(dtype) if model and has_native else {},
         "usable": not problems,
         "problems": problems,
@@ -201,6 +210,7 @@ def find_packages() -> list[dict[str, str]]:
 
 def measure(name: str, hub: HubConfig) -> ModelSize:
     """The size of a model from its headers, or for a built-in model that is not on this machine from a table."""
+    from archerfish.store.converter import ModelConverter
     from archerfish.store.metadata import is_converted, read_metadata
     from archerfish.store.names import BUILTIN_MODELS, resolve_model
     from archerfish.store.sources import open_source
@@ -218,7 +228,8 @@ def measure(name: str, hub: HubConfig) -> ModelSize:
         remark = f"converted, {metadata.dtype}"
         return ModelSize(name, metadata.total_parameters, largest, remark, metadata.config, metadata.tensors)
     source = open_source(path)
-    tensors = [tensor.info for tensor in source.tensors]
+    converter = ModelConverter(ConversionConfig(dtype=fast_cpu_dtype(), keep_quantized=True))
+    tensors = [converter.stored_info(tensor) for tensor in source.tensors]
     return ModelSize(name, sum(info.num_params for info in tensors), source.num_bytes, source.kind, source.config, tensors)
 
 
@@ -244,10 +255,12 @@ def judge_model(found: ModelSize, ram: Memory, gpus: list[Card]) -> dict[str, An
     formats = [name for name in FORMATS if weight_bytes[name]]
     row["kv_tokens"] = kv_tokens(found, "cuda", "bfloat16") if gpus else kv_tokens(found, "cpu", fast_cpu_dtype())
 
-    def verdicts(dtypes: Iterable[str], overhead_bytes: int, available_bytes: int, total_bytes: int) -> dict[str, str]:
-        return {dtype: judge(weight_bytes[dtype] + overhead_bytes, available_bytes, total_bytes) for dtype in dtypes}
+    def verdicts(dtypes: Iterable[str], more_bytes: int, available: int, total: int, blocks: int = 0) -> dict[str, str]:
+        return {dtype: judge((blocks or weight_bytes[dtype]) + more_bytes, available, total) for dtype in dtypes}
 
-    on_cpu = verdicts((narrow, "float32", *formats), CPU_OVERHEAD_BYTES, ram.available_bytes, ram.total_bytes)
+    on_cpu = verdicts(
+        (narrow, "float32", *formats), CPU_OVERHEAD_BYTES, ram.available_bytes, ram.total_bytes, found.block_bytes
+    )
     text = fits_in(on_cpu, narrow, formats)
     if on_cpu[narrow] == FITS:
         text = "fits in any type" if on_cpu["float32"] == FITS else f"fits in {narrow}, not in float32"
@@ -287,7 +300,8 @@ def kv_tokens(found: ModelSize, device: str, dtype: str) -> int | None:
         shape = model_class(config).memory_shape(config)
         if not isinstance(shape, KVShape):
             return None
-        plan = plan_memory(EngineConfig(), shape, device, dtype, found.weight_bytes(dtype))
+        weight_bytes = (found.block_bytes if device == "cpu" else 0) or found.weight_bytes(dtype)
+        plan = plan_memory(EngineConfig(), shape, device, dtype, weight_bytes)
         check_plan(found.name, EngineConfig(), shape, device, plan)
         return plan.num_tokens
     except UnsupportedModelError:

@@ -76,8 +76,9 @@ def run_embed(arguments: Namespace, out: Output) -> int:
     if cosines is not None or not arguments.output:
         show_table(out, texts, vectors, report["tokens"], cosines)
     rate = f", {len(texts) / elapsed_s:,.0f} texts/s" if len(texts) >= MANY_TEXTS else ""
+    count = "1 text" if len(texts) == 1 else f"{len(texts):,} texts"
     out.note(
-        f"{report['model']}: {len(texts):,} texts, {sum(report['tokens']):,} tokens, dimension {report['dimension']}, "
+        f"{report['model']}: {count}, {sum(report['tokens']):,} tokens, dimension {report['dimension']}, "
         f"encoded in {seconds(elapsed_s)}{rate} (loaded in {seconds(report['load_s'])})"
     )
     if arguments.output:
@@ -111,7 +112,7 @@ def cosine_matrix(vectors: Vectors) -> Vectors:
 def check_output(path: Path) -> None:
     """Raise an error when the output cannot be written, before anything is computed."""
     if path.suffix not in WRITERS:
-        hint = did_you_mean(path.suffix, WRITERS)
+        hint = did_you_mean(path.suffix, WRITERS, most=0)
         raise InvalidOptionError(f"The output {path} must end with one of: {', '.join(WRITERS)}.", hint=hint)
     if path.is_dir() or not path.absolute().parent.is_dir():
         what = "is a directory" if path.is_dir() else "lies in a directory that does not exist"

@@ -91,9 +91,7 @@ def add_common(parser: Parser) -> None:
     group.add_argument("--version", action="version", version=f"archerfish {__version__}", help="show the version")
 
 
-def add_options(
-    parser: Parser, *sections: type[Options], first: Sequence[str] = (), repeatable: Sequence[str] = ()
-) -> None:
+def add_options(parser: Parser, *sections: type[Options], first: Sequence[str] = (), repeatable: Sequence[str] = ()) -> None:
     """Add a flag for every option of some sections: `--name`, or `--section-name` where the command already has a `--name`.
 
     A flag that is not given is not in the namespace. first: options, by their `dest`, that the help shows before the others.

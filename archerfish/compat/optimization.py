@@ -15,10 +15,7 @@ from archerfish.cache.eviction import eviction_policy
 from archerfish.config import EngineConfig, Options, option, parse_text
 from archerfish.errors import InvalidOptionError, refuse_unknown
 
-ALWAYS_ON = {
-    "enable_simd_sampling": "Sampling is always vectorised.",
-    "enable_object_pool": "Buffers are always reused.",
-}
+ALWAYS_ON = {"enable_simd_sampling": "Sampling is always vectorised.", "enable_object_pool": "Buffers are always reused."}
 FIXED = {"pool_max_objects": "An engine makes its buffers once, for max_num_seqs sequences, when it starts."}
 SECOND_NAMES = ("cache_size_mb", "enable_prefetch", *ALWAYS_ON)
 # Options that an engine has under the same name.

@@ -40,7 +40,7 @@ from archerfish.errors import (
     did_you_mean,
 )
 from archerfish.kernels.pool import ComputePool, compute_pool
-from archerfish.kernels.select import log_device
+from archerfish.kernels.select import import_torch, log_device
 from archerfish.store.loader import WeightLoader
 from archerfish.text.tokenizer import FastTokenizer, Text, TokenizedText, are_strings, read_settings, stated_max_length
 from archerfish.types import Progress, no_progress
@@ -190,6 +190,8 @@ class ArrowEngine:
         if output_value not in ("sentence_embedding", "token_embeddings", None):
             hint = "Known: 'sentence_embedding', 'token_embeddings' and None."
             raise InvalidInputError(f"output_value cannot be {output_value!r}.", hint=hint)
+        if convert_to_tensor or not convert_to_numpy or output_value != "sentence_embedding":
+            import_torch()
         remark_device(device, self.core.device)
         inputs, is_normal = self._prepare(many, prompt_name, prompt), normalize_embeddings or normalize
         with progress_bar("Encoding", show=show_progress if show_progress_bar is None else show_progress_bar) as progress:
@@ -273,9 +275,7 @@ class ArrowEngine:
             scores = self._compute([(a, b) for a, b in pairs], batch_size, False, progress, is_raw=is_raw)
         return scores[:, 0] if scores.shape[1] == 1 else scores
 
-    def tokenize(
-        self, texts: Sequence[EmbedInput | tuple[str, str]], *, prompt_name: str | None = None
-    ) -> list[TokenizedText]:
+    def tokenize(self, texts: Sequence[EmbedInput | tuple[str, str]], *, prompt_name: str | None = None) -> list[TokenizedText]:
         """Check and tokenise texts, lists of ids, or a cross-encoder's texts and pairs.
 
         Another thread may call `compute` with them.

@@ -22,6 +22,7 @@ from archerfish.kernels.select import choose_backend, choose_device, choose_dtyp
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import ENCODERS, TokenBatch, encoder_class
 from archerfish.models.config import Config
+from archerfish.remarks import remark_blocks
 from archerfish.store.converter import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
@@ -172,7 +173,10 @@ def reads_stored(config: EmbedConfig) -> bool:
 
 
 def load_tensors(loader: WeightLoader, config: EmbedConfig) -> Mapping[str, Any]:
-    return loader.load_stored() if reads_stored(config) else loader.load_weights()
+    if not reads_stored(config):
+        return loader.load_weights()
+    remark_blocks(config.weights, loader.metadata.model_name, loader.metadata.quant_types)
+    return loader.load_stored()
 
 
 def kind_of(path: Path) -> str:

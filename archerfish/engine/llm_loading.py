@@ -13,14 +13,14 @@ from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import RadixCache
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import InvalidOptionError
-from archerfish.kernels.formats import AUTO, PLAIN, WeightFormat, choose_format
+from archerfish.kernels.formats import PLAIN, WeightFormat, choose_format
 from archerfish.kernels.recurrent import StateShape
 from archerfish.kernels.select import choose_backend, choose_device, choose_dtype, choose_ops, log_device
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import MemoryShape, ModelAdapter, model_class
 from archerfish.models.config import Config
 from archerfish.params import read_default_sampling
-from archerfish.remarks import remark
+from archerfish.remarks import remark_blocks
 from archerfish.runtime.kv_pool import MemoryPlan, allocate_pool, check_plan, plan_memory, work_bytes
 from archerfish.runtime.runner import ModelRunner
 from archerfish.sched.masks import MaskFinder
@@ -119,18 +119,14 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
             check_memory(facts_of(config, device, dtype, source, source.name, values, {}), config)
 
         is_kept = choose_backend(device, dtype).reads_stored
-        directory = ensure_converted(
-            source, dtype=dtype, keep_quantized=is_kept, hub=hub, progress=progress, check=check
-        )
+        directory = ensure_converted(source, dtype=dtype, keep_quantized=is_kept, hub=hub, progress=progress, check=check)
         metadata = read_metadata(directory)
         builtin = builtin_at(source, hub)
         generation = {**(metadata.generation_config or {}), **(builtin.sampling if builtin else {})}
-        kept = {info.quantization.quant_type for info in metadata.tensors if info.quantization} if is_kept else set()
-        if kept and config.weights != AUTO:
-            stated = f"it is quantised already ({', '.join(sorted(kept))})"
-            remark("weights", f"weights={config.weights} leaves {metadata.model_name} as it is: {stated}.")
+        kept = metadata.quant_types if is_kept else set()
         stored_bytes = sum(sum(buffer_bytes(info)) for info in metadata.tensors) if kept else 0
         facts = facts_of(config, device, dtype, directory, metadata.model_name, metadata.config, generation, stored_bytes)
+        remark_blocks(config.weights, metadata.model_name, kept)
         kind = str(metadata.source.get("kind"))
     check_quantization(config.quantization, facts.config.values, kind, facts.name)
     return replace(facts, tokenizer_directory=locate_tokenizer(config.tokenizer, facts.directory, hub, progress))
@@ -222,7 +218,7 @@ def load_adapter(facts: ModelFacts, config: EngineConfig) -> ModelAdapter[Any]:
         return loader.load_stored() if ops.reads_stored else loader.load_weights()
 
     with ops.allocating(facts.name):
-        # Nothing here holds the tensors: each is released as soon as it is packed.
+        # Nothing here holds the tensors: each is released when it is packed; in the native backend, when all are.
         adapter = facts.adapter(Weights(tensors(), ops, weight_format=facts.weight_format), facts.config, facts.max_len)
         ops.prepare(loader.release if loader is not None else lambda: None)
         return adapter

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from archerfish.config import HubConfig
 from archerfish.engine.arrow_engine import ArrowEngine
-from archerfish.engine.text_batches import EmbedInput, remark_device
+from archerfish.engine.text_batches import EmbedInput, converted, remark_device, softmax
 from archerfish.errors import UnsupportedModelError
+from archerfish.kernels.select import import_torch
 from archerfish.remarks import remark
 
 if TYPE_CHECKING:
@@ -49,9 +50,8 @@ class SentenceTransformer(ArrowEngine):
 
     @property
     def device(self) -> torch.device:
-        import torch
-
-        return torch.device(self.core.device)
+        found: torch.device = import_torch("SentenceTransformer.device").device(self.core.device)
+        return found
 
     def tokenize(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:  # type: ignore[override]  # as theirs
         """Padded `input_ids` and `attention_mask` of texts."""
@@ -98,15 +98,14 @@ class CrossEncoder(ArrowEngine):
 
         activation_fn takes the place of the activation that the model's files name. pool and chunk_size have no effect.
         """
-        import torch
-
         remark_device(device, self.core.device)
         is_single = len(sentences) == 2 and isinstance(sentences[0], str)
         pairs, activation = [tuple(sentences)] if is_single else sentences, activation_fn or self.activation_fn
-        scores = torch.from_numpy(self.score_pairs(pairs, batch_size, bool(show_progress_bar), is_raw=activation is not None))
-        scores = activation(scores) if activation is not None else scores
-        scores = scores.softmax(1) if apply_softmax and scores.ndim > 1 else scores
-        found = scores if convert_to_tensor else scores.numpy() if convert_to_numpy else list(scores)
+        torch = import_torch() if activation or convert_to_tensor or not convert_to_numpy else None
+        scores = self.score_pairs(pairs, batch_size, bool(show_progress_bar), is_raw=activation is not None)
+        scores = activation(torch.from_numpy(scores)).numpy() if torch and activation else scores
+        scores = softmax(scores) if apply_softmax and scores.ndim > 1 else scores
+        found = converted(scores, "float32", convert_to_tensor, convert_to_numpy)
         return found[0] if is_single else found
 
     def rank(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
-from archerfish.errors import DeviceError
 from archerfish.kernels.ops import Segments
-from archerfish.kernels.select import INSTALL_TORCH
 from archerfish.models.adapter import TokenBatch
 from archerfish.remarks import remark
 from archerfish.text.tokenizer import Text, TokenizedText, are_strings
@@ -90,8 +87,6 @@ def converted(vectors: Vectors, precision: Precision, to_tensor: bool, to_numpy:
         found = quantize_embeddings(vectors, precision)
     if to_numpy and not to_tensor:
         return found
-    if not importlib.util.find_spec("torch"):
-        raise DeviceError("Tensors need torch, which is not installed.", hint=INSTALL_TORCH)
     import torch
 
     found = torch.from_numpy(found)

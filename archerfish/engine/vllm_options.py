@@ -43,6 +43,7 @@ IGNORED = {
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_chunked_prefill": ((True,), "Long prompts are always computed in chunks; max_num_batched_tokens is their size."),
     "tokenizer_mode": (("auto", "fast", "hf"), "The Rust tokenizer of tokenizer.json is the only one."),
+    "kv_cache_dtype": (("auto", "int8"), "It takes one of: auto, int8 (on a CPU)."),
     "cpu_offload_gb": ((0,), "Weights lie on one device: choose a smaller model, or weights='int8'."),
     "pipeline_parallel_size": ((1,), "One device computes a model."),
     "data_parallel_size": ((1,), "Start one engine for each device."),
@@ -95,8 +96,8 @@ def read_options(given: Mapping[str, Any], hub: HubConfig | None) -> tuple[dict[
     for name, target in (("revision", "revision"), ("download_dir", "cache_dir")):
         if name in options:
             hub = hub.replace(**{target: str(options.pop(name))})
-    if "kv_cache_dtype" in options:
-        options["kv_dtype"] = options.pop("kv_cache_dtype")
+    if given.get("kv_cache_dtype") is not None:
+        options["kv_dtype"] = given["kv_cache_dtype"]
     if "dtype" in options:
         options["dtype"] = str(options["dtype"]).removeprefix("torch.")
     if options.get("load_format") in LOAD_FORMATS:

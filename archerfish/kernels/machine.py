@@ -15,6 +15,7 @@ from pathlib import Path
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 ARM_PARTS = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
+READ_PEAK = "GB/s from memory"  # what `measure_peaks` calls it
 NO_LIMIT_BYTES = 2**60  # cgroup v1 writes a number near 2**63 for "none"
 
 
@@ -82,10 +83,11 @@ class FreeCores:
         self._found, self._last = len(self._cores), self._read()
 
     def count(self) -> int:
-        if time.monotonic() - self._last[0] >= self._interval_s:
-            before, self._last = self._last, self._read()
-            wall_s, busy_s, own_s = (now - then for now, then in zip(self._last, before, strict=True))
-            is_old = wall_s > 4 * self._interval_s  # nothing was computed meanwhile
+        before = self._last  # another thread may look it up meanwhile
+        if time.monotonic() - before[0] >= self._interval_s:
+            self._last = last = self._read()
+            wall_s, busy_s, own_s = (now - then for now, then in zip(last, before, strict=True))
+            is_old = wall_s > 4 * max(self._interval_s, own_s)  # little was computed meanwhile
             self._found = len(self._cores) if is_old else num_free_cores(len(self._cores), busy_s, own_s, wall_s)
         return self._found
 

@@ -61,12 +61,9 @@ def choose_device(wanted: str) -> Device:
     has_driver = os.name != "posix" or any(map(os.path.exists, CARD_DRIVERS))
     if wanted == "auto" and not has_driver and "torch" not in sys.modules:
         return Device("cpu", "no CUDA device")
-    if not importlib.util.find_spec("torch"):
-        if wanted == "auto":
-            return Device("cpu", "torch, which cards need, is not installed")
-        raise DeviceError(f"Device {wanted!r} needs torch, which is not installed.", hint=INSTALL_TORCH)
-    import torch
-
+    if wanted == "auto" and not importlib.util.find_spec("torch"):
+        return Device("cpu", "torch, which cards need, is not installed")
+    torch = import_torch(f"Device {wanted!r}")
     if wanted in ("cuda", "auto") and torch.cuda.is_available():
         card = torch.cuda.get_device_properties(torch.cuda.current_device())
         return Device("cuda", f"{card.name}, {card.total_memory >> 30} GiB")
@@ -76,6 +73,13 @@ def choose_device(wanted: str) -> Device:
     if wanted == "mps" and torch.backends.mps.is_available():
         return Device("mps", "as the option device says")
     raise DeviceError(f"Device {wanted!r} was asked for, but this torch ({torch.__version__}) sees none.")
+
+
+def import_torch(what: str = "A tensor") -> Any:
+    """torch, or an error that names what needs it."""
+    if not importlib.util.find_spec("torch"):
+        raise DeviceError(f"{what} needs torch, which is not installed.", hint=INSTALL_TORCH)
+    return import_module("torch")
 
 
 def log_device(model: str, wanted: str, dtype: str) -> None:

@@ -154,6 +154,4 @@ def longrope(config: RotaryConfig, dim: int, max_len: int) -> tuple[Floats, floa
     return 1.0 / (factors * powers(config.theta, dim)), config.number("attention_factor", inferred)
 
 
-FREQUENCIES = {
-    "default": default, "linear": linear, "dynamic": dynamic, "llama3": llama3, "yarn": yarn, "longrope": longrope,
-}
+FREQUENCIES = {"default": default, "linear": linear, "dynamic": dynamic, "llama3": llama3, "yarn": yarn, "longrope": longrope}

@@ -120,9 +120,7 @@ class Rwkv7Block(Generic[T]):
             x, value = fused
         return x, value if first_value is None else first_value
 
-    def mix_time(
-        self, x: T, first_value: T | None, batch: RecurrentBatch[T], layer: StateLayer[T]
-    ) -> tuple[T, T]:
+    def mix_time(self, x: T, first_value: T | None, batch: RecurrentBatch[T], layer: StateLayer[T]) -> tuple[T, T]:
         """The sum with the time mix, and the mix's values, before any of the first layer's."""
         ops, weights = self.ops, self.weights.time
         h = ops.layer_norm(x, weights.norm)
@@ -157,9 +155,7 @@ def low_rank_weights(
     return LowRankWeights(down, weights.linear("lora.2", width, rank, bias=bias, is_plain=True), activation)
 
 
-def time_weights(
-    weights: Weights[T], norm: NormWeights[T], config: Config, shape: StateShape, layer: int
-) -> TimeWeights[T]:
+def time_weights(weights: Weights[T], norm: NormWeights[T], config: Config, shape: StateShape, layer: int) -> TimeWeights[T]:
     width = shape.width
     receptance, key, value, out = (weights.linear(f"{name}_proj", width, width, bias=False) for name in "rkvo")
     ranks = {name: config.integer(RANKS[name]) for name in ("wavg" if layer else "wag")}

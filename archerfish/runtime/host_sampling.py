@@ -1,6 +1,6 @@
 """Sampling one row of logits that lies in the host's memory: the rule of `Ops.sample`, by the native kernel or in NumPy.
 
-All use the same random number and keep the same tokens; the sums of probabilities may differ in their last digits.
+Both use the random number of `Ops.sample` and keep the same tokens; the sums of probabilities may differ in their last digits.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def response_grammar(value: Any, where: str) -> dict[str, Any] | None:
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in FORMATS:
         found = f", not {kind!r}" if isinstance(kind, str) else ""
-        hint = did_you_mean(kind, FORMATS) if isinstance(kind, str) else f"An example: {FORMATS['json_schema']}."
+        hint = did_you_mean(kind, FORMATS, most=0) if isinstance(kind, str) else f"An example: {FORMATS['json_schema']}."
         raise InvalidInputError(f"{where} must be an object whose type is one of {', '.join(FORMATS)}{found}.", hint=hint)
     if kind == "json_schema":
         return {"kind": "json_schema", "value": format_schema(value, where)}
@@ -112,7 +112,7 @@ def check_keyword(keyword: str, held: Any, place: str) -> None:
         for name in held if isinstance(held, list) and held else [held]:
             if name not in TYPES:
                 message = f"{place} must be one of {', '.join(TYPES)}, or a list of them, not {short_value(name)}."
-                raise InvalidInputError(message, hint=did_you_mean(name, TYPES) if isinstance(name, str) else "")
+                raise InvalidInputError(message, hint=did_you_mean(name, TYPES, most=0) if isinstance(name, str) else "")
     elif keyword in RULES:
         is_right, expected = RULES[keyword]
         if not is_right(held):

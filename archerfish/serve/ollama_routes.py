@@ -427,9 +427,7 @@ class OllamaRoutes:
 
     async def show(self, request: Request, body: OllamaShowBody) -> Response:
         """What is known of a model."""
-        card = await self.catalog.find(
-            body.model or body.name, "generation", "embedding", "cross-encoder", request=request
-        )
+        card = await self.catalog.find(body.model or body.name, "generation", "embedding", "cross-encoder", request=request)
         template, capabilities = "", ["embedding"] if card.kind == "embedding" else []
         if card.kind == "generation":
             text, capabilities = await self.catalog.text_of(card), ["completion"]

@@ -310,9 +310,7 @@ class ChunkEvents(EventWriter):
 class ChatEvents(ChunkEvents):
     """The next message of a conversation in chunks."""
 
-    def __init__(
-        self, chunk: answers.ChatChunk, generations: Sequence[gen.Generation], body: ChatBody, echo: str
-    ) -> None:
+    def __init__(self, chunk: answers.ChatChunk, generations: Sequence[gen.Generation], body: ChatBody, echo: str) -> None:
         super().__init__(chunk, generations, body)
         self._hidden, self._echo = () if body.include_reasoning else ("reasoning",), echo
 

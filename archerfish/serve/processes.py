@@ -321,9 +321,7 @@ def engine_process(
     config: HostConfig, command: Sequence[str] = (sys.executable, "-m", "archerfish.serve.host"), **options: Any
 ) -> KeptProcess:
     """options: others of KeptProcess."""
-    return KeptProcess(
-        "engine process", command, lambda: config, grace_s=config.grace_s, silence_s=config.silence_s, **options
-    )
+    return KeptProcess("engine process", command, lambda: config, grace_s=config.grace_s, silence_s=config.silence_s, **options)
 
 
 def front_process(

@@ -134,9 +134,7 @@ class TEIRoutes:
         if body.texts is None:
             return await self.vectors.rerank(request, body)
         pairs = [(body.query, text) for text in body.texts]
-        _, scores, _ = await self.vectors.scores(
-            request, body.model, pairs, "texts", body.deadline_s, truncate=body.truncate
-        )
+        _, scores, _ = await self.vectors.scores(request, body.model, pairs, "texts", body.deadline_s, truncate=body.truncate)
         ranks = [TEIRank(place, float(scores[place])) for place in best_first(scores)]
         if body.return_text:
             for rank in ranks:

@@ -149,9 +149,7 @@ class VectorRoutes:
         sources = [body.source] if isinstance(body.source, str) else body.source
         num_texts = len(sources) + len(body.sentences)
         self.check_number(num_texts, "sentences")
-        rows, num_tokens = await self.embed(
-            request, card, [*sources, *body.sentences], body.deadline_s, truncate=body.truncate
-        )
+        rows, num_tokens = await self.embed(request, card, [*sources, *body.sentences], body.deadline_s, truncate=body.truncate)
         cosines = rows[: len(sources)] @ rows[len(sources) :].T
         is_single = isinstance(body.source, str)
         shown: Any = cosines[0].tolist() if is_single else await encode_items(row.tolist() for row in cosines)

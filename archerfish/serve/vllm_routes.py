@@ -113,7 +113,5 @@ class VLLMRoutes:
         texts = [body.input] if isinstance(body.input, str) else body.input
         card, rows, usage = await self.vectors.classes(request, body.model, texts, "input")
         labels = labels_of(card, rows.shape[1])
-        data = [
-            Classified(index, labels[int(np.argmax(row))], row.tolist(), len(labels)) for index, row in enumerate(rows)
-        ]
+        data = [Classified(index, labels[int(np.argmax(row))], row.tolist(), len(labels)) for index, row in enumerate(rows)]
         return json_response(Classes(**answer_head("classify", card.id), data=data, usage=usage))

@@ -83,7 +83,7 @@ class ModelConverter:
         check_output(target, overwrite=self.config.overwrite)
         source = open_source(path)
         check_hint(source, model_type)
-        infos = [self._stored_info(tensor) for tensor in source.tensors]
+        infos = [self.stored_info(tensor) for tensor in source.tensors]
         largest = max(infos, key=lambda info: sum(buffer_bytes(info)))
         is_large = sum(buffer_bytes(largest)) >= LARGE_TENSOR_BYTES
         if is_large and self.config.write_parquet:
@@ -103,7 +103,7 @@ class ModelConverter:
             validation_passed=self.config.validate_output,
         )
 
-    def _stored_info(self, tensor: SourceTensor) -> TensorInfo:
+    def stored_info(self, tensor: SourceTensor) -> TensorInfo:
         """How a source tensor will be stored: matrices in the chosen type, integers as they are.
 
         Vectors (norms, biases) stay float32: they take next to no room, and rounding them costs a third of the accuracy.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from archerfish.errors import CorruptFileError, UnsupportedModelError
 from archerfish.kernels.stored import numpy_type, widened
-from archerfish.store.format import Row, dequantize, make_quantization, split_blocks
+from archerfish.store.format import Row, dequantize, first_line, make_quantization, split_blocks
 from archerfish.store.source import DTYPE_CODES, ModelSource, SourceTensor, make_embedding, source_info
 from archerfish.store.tokenizer_files import make_tokenizer_files, write_files
 
@@ -293,8 +293,9 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             is_float32 = field.types[:1] == [gguf.GGUFValueType.FLOAT32]
             # The shortest decimal: 1e-05, not the 9.999999747378752e-06 that its float32 is.
             fields[name] = float(str(field.parts[-1][0])) if is_float32 else field.contents()
-    except Exception as error:  # the reader has no checks of its own, so any error in it means a damaged file
-        raise CorruptFileError(f"{path} is cut off or altered: its {file_bytes:,} bytes are no whole GGUF file.") from error
+    except Exception as error:  # the reader has no checks of its own, so any error in it most often means a damaged file
+        why = f"its {file_bytes:,} bytes are no whole GGUF file ({first_line(error)})"
+        raise CorruptFileError(f"{path} is cut off or altered: {why}.") from error
     for tensor in reader.tensors:
         end = int(tensor.data_offset) + int(tensor.n_bytes)
         if end > file_bytes or tensor.data.nbytes != int(tensor.n_bytes):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,6 +58,11 @@ class StoreMetadata:
     def total_parameters(self) -> int:
         return sum(info.num_params for info in self.tensors)
 
+    @property
+    def quant_types(self) -> set[str]:
+        """Of the matrices that are stored in blocks."""
+        return {info.quantization.quant_type for info in self.tensors if info.quantization}
+
     def as_dict(self) -> dict[str, Any]:
         """The JSON document, without its checksum."""
         files: dict[str, dict[str, Any]] = {}
@@ -91,7 +97,8 @@ def read_metadata(directory: Path) -> StoreMetadata:
         raise ModelNotFoundError(f"{directory} is not a converted model: it has no {METADATA_NAME}.") from None
     except OSError as error:
         raise ModelNotFoundError(f"{path} cannot be read: {error.strerror}.") from error
-    return parse_metadata(raw, path)
+    found = parse_metadata(raw, path)
+    return replace(found, **{key: deepcopy(getattr(found, key)) for key in COPIED_FIELDS})
 
 
 @lru_cache(maxsize=4)

@@ -93,9 +93,7 @@ class ByteVocabulary:
         special = tokenizer.special_tokens
         self.eos_token_id, self.bos_token_id = tokenizer.eos_token_ids[0], tokenizer.bos_token_id
         self.special_token_ids = list(special)
-        self.tokens = [
-            special[i].encode() if i in special else tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)
-        ]
+        self.tokens = [special[i].encode() if i in special else tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from archerfish.errors import CorruptFileError, InvalidInputError
 from archerfish.kernels.ops import Ids
+from archerfish.kernels.select import import_torch
 from archerfish.store.source import optional_json
 from archerfish.text.chunks import ChunkTokenizer
 
@@ -91,8 +92,7 @@ class FastTokenizer:
 
     def encode(self, texts: str | Sequence[str], max_length: int = 512) -> dict[str, torch.Tensor]:
         """Padded `input_ids` and `attention_mask`. The engine itself never pads."""
-        import torch
-
+        torch = import_torch()
         rows = [row.token_ids for row in self.tokenize([texts] if isinstance(texts, str) else texts, max_length)]
         longest = max(map(len, rows), default=0)
         ids = torch.full((len(rows), longest), self.pad_id, dtype=torch.int64)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from archerfish.bench import cpu, cpu_peers, embed, engines
-from archerfish.bench.worker import EngineGroup
+from archerfish.bench.worker import EngineGroup, WorkerError
 from archerfish.config import HubConfig
 from archerfish.errors import InvalidOptionError, UnknownOptionError
 from tests.bench.test_benches import FakeEmbeddings, InProcess, report_of, set_sizes
@@ -56,6 +56,17 @@ def test_cpu_measures_ours_and_names_absent_peers(llama: Path, monkeypatch: pyte
     both = ("8 sequences, tokens/s", "prefill, tokens/s", "decode, share of the limit", "process to first token, s")
     assert all(list(report.samples[metric]) == ["archerfish", "llama.cpp"] for metric in both)
     assert {"rwkv tiny, 2 streams, tokens/s", "embed, one text p50, ms", "machine: GB/s from memory"} < set(report.samples)
+
+
+def test_without_the_native_module_there_is_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("archerfish.bench.worker.Worker", InProcess)
+    monkeypatch.setattr(engines, "Roofline", cpu_peers.Roofline, raising=False)
+    monkeypatch.setattr(cpu_peers.Roofline, "peaks", MagicMock(side_effect=WorkerError("not compiled")))
+    bench = cpu.CpuBench(options(), [])
+    assert [str(note).partition(":")[0] for note in bench.roofline()] == ["machine failed"]
+    monkeypatch.setattr(cpu, "decode_rate", lambda *_: 5.0)
+    group = MagicMock(EngineGroup, names=lambda _: ["x"])
+    assert [one.metric for one in bench.decode_round(group, [1], 0)] == ["decode, tokens/s"]
 
 
 def test_decode_rate_leaves_the_prompt_out_and_asks_for_prompts_that_no_cache_has() -> None:

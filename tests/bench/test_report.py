@@ -81,15 +81,11 @@ def test_first_engine_counts_as_ours_where_none_has_our_name() -> None:
     assert BenchReport("empty").own_summaries() == {} and BenchReport("empty").table() == (["median (range)"], [])
 
 
-@pytest.mark.parametrize(
-    ("metric", "direction"),
-    [
-        ("one stream, tokens/s", "lower"), ("first token, ms", "higher"), ("plan p50, us", "higher"), ("evict, ns", "higher"),
-        ("imports, s", "higher"), ("resident, MB", "higher"), ("requests, hit rate", "lower"),
-        ("overload: unanswered", "higher"),
-        ("64 streams, share of the limit", "lower"), ("refused, requests", "neither"), ("copy rate, GB/s", "neither"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("metric", "direction"), [
+    ("one stream, tokens/s", "lower"), ("first token, ms", "higher"), ("plan p50, us", "higher"), ("evict, ns", "higher"),
+    ("imports, s", "higher"), ("resident, MB", "higher"), ("requests, hit rate", "lower"), ("overload: unanswered", "higher"),
+    ("64 streams, share of the limit", "lower"), ("refused, requests", "neither"), ("copy rate, GB/s", "neither"),
+])  # fmt: skip
 def test_the_unit_of_a_metric_says_which_direction_is_worse(metric: str, direction: str) -> None:
     assert worse_when(metric, DIRECTIONS) == direction
 

@@ -22,6 +22,7 @@ from archerfish.models.config import Config
 from archerfish.models.llama import LlamaModel
 from archerfish.store.format import Quantization, TensorInfo
 from archerfish.store.metadata import read_metadata
+from tests.store.gguf_models import make_tensors, write_gguf
 from tests.store.models import flip_byte, write_model
 
 GB = 10**9
@@ -72,6 +73,20 @@ def test_formats_of_layers() -> None:
         "mlp.gate_proj, mlp.up_proj": {"Q4_0": 2}, "mlp.down_proj": {"Q4_0": 2}, "embed_tokens": {"bfloat16": 1},
     }
     assert doctor.ModelSize("bert", 1000, 4000, config={"model_type": "bert"}, tensors=tensors).formats("float16") == {}
+
+
+def test_files_are_judged_by_what_is_stored_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU blocks stay, and other types become the one that it computes in."""
+    pytest.importorskip("archerfish.kernels.native._native")
+    monkeypatch.setattr(doctor, "fast_cpu_dtype", lambda: "bfloat16")
+    monkeypatch.setattr(doctor, "CPU_OVERHEAD_BYTES", 0)
+    for kind, expected, num_bytes in (("F16", "bfloat16", 2.0), ("Q8_0", "Q8_0", 34 / 32)):
+        file = write_gguf(tmp_path / f"{kind}.gguf", "llama", make_tensors("llama"), kind)
+        found = doctor.measure(str(file), HubConfig())
+        assert {name for counts in found.formats("bfloat16").values() for name in counts} == {expected}
+        free = [int(found.num_parameters * each * num_bytes) for each in (0.9, 1.2)]
+        rows = [doctor.judge_model(found, Memory(GB, each), []) for each in free]
+        assert [row["fits_cpu"]["bfloat16"] for row in rows] == [False, True]
 
 
 def test_kv_tokens(model: Path) -> None:

@@ -156,9 +156,7 @@ def test_interrupt_keeps_finished_answers(engine: FakeLLM, capsys: pytest.Captur
     assert [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()] == ["p3", "p4"]
 
 
-def test_results_are_written_in_order(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_are_written_in_order(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     shown: list[str] = []
     fake = FakeLLM()
     for is_rich in (False, True):

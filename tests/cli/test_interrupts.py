@@ -31,17 +31,12 @@ sys.exit(main(["{command}", "a b c"]))
 PRESS = "signal.raise_signal(signal.SIGINT)"
 
 
-@pytest.mark.parametrize(
-    ("command", "presses", "shown", "told"),
-    [
-        ("generate", {"word": PRESS}, "echo \n", "Interrupted.\n"),
-        ("generate", {"word": PRESS, "closing": PRESS}, "echo \n", ""),
-        ("generate", {"closing": PRESS, "ending": PRESS}, "echo a b c\n", "Interrupted.\n"),
-        ("chat", {"closing": PRESS, "ending": PRESS}, "echo a b c\n", "Interrupted.\n"),
-        ("chat", {"word": f"({PRESS}, {PRESS}, print('still here'))"}, "echo ", "ends the chat.\n"),
-    ],
-    ids=["first", "during cleanup", "while Python ends", "while Python ends, chat", "during an answer"],
-)
+@pytest.mark.parametrize(("command", "presses", "shown", "told"), [
+    ("generate", {"word": PRESS}, "echo \n", "Interrupted.\n"), ("generate", {"word": PRESS, "closing": PRESS}, "echo \n", ""),
+    ("generate", {"closing": PRESS, "ending": PRESS}, "echo a b c\n", "Interrupted.\n"),
+    ("chat", {"closing": PRESS, "ending": PRESS}, "echo a b c\n", "Interrupted.\n"),
+    ("chat", {"word": f"({PRESS}, {PRESS}, print('still here'))"}, "echo ", "ends the chat.\n"),
+], ids=["first", "during cleanup", "while Python ends", "while Python ends, chat", "during an answer"])  # fmt: skip
 def test_interrupts_of_a_command(command: str, presses: dict[str, str], shown: str, told: str) -> None:
     hooks = {"word": "None", "closing": "None", "ending": "None", **presses}
     script = SCRIPT.format(command=command, **hooks)

@@ -91,21 +91,14 @@ def test_broken_pipe_is_silent() -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["emebd", "x"], 2, "Did you mean 'embed'"),
-        (["bench"], 2, "`archerfish bench embed`"),
-        (["bench", "embde"], 2, "`archerfish bench embed`"),
-        (["--jsno", "embed"], 2, "--json"),
-        (["pull"], 2, "pull --list"),
-        (["convert", "only-one"], 2, "OUTPUT_DIR"),
-        (["embed", "--input", "no-such-file"], 3, "no-such-file"),
-        (["embed", "x", "--output", "x.nyp"], 2, ".npy"),
-        (["embed", "x", "--output", "no-such-directory/x.npy"], 2, "does not exist"),
-        (["embed", "x", "--config", "no-such-file.toml"], 2, "no-such-file.toml"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "code", "said"), [
+    (["emebd", "x"], 2, "Did you mean 'embed'"), (["bench"], 2, "`archerfish bench embed`"),
+    (["bench", "embde"], 2, "`archerfish bench embed`"), (["--jsno", "embed"], 2, "--json"), (["pull"], 2, "pull --list"),
+    (["convert", "only-one"], 2, "OUTPUT_DIR"), (["embed", "--input", "no-such-file"], 3, "no-such-file"),
+    (["embed", "x", "--output", "x.nyp"], 2, ".npy"),
+    (["embed", "x", "--output", "no-such-directory/x.npy"], 2, "does not exist"),
+    (["embed", "x", "--config", "no-such-file.toml"], 2, "no-such-file.toml"),
+])  # fmt: skip
 def test_wrong_arguments_get_a_hint(
     arguments: list[str], code: int, said: str, engine: Engine, capsys: pytest.CaptureFixture[str]
 ) -> None:

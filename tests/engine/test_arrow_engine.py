@@ -134,22 +134,18 @@ def test_progress_is_drawn_on_standard_error(minilm: ArrowEngine, capfd: pytest.
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    ("texts", "options", "error", "message"),
-    [
-        (["fine", 7], {}, errors.InvalidInputError, "Text 1 must be a string, not int"),
-        (["fine", None], {}, errors.InvalidInputError, "Text 1 must be a string, not NoneType"),
-        ([b"bytes"], {}, errors.InvalidInputError, "Text 0 must be a string, not bytes"),
-        (["ok", []], {}, errors.InvalidInputError, "Text 1 must be a string, not list"),
-        (7, {}, errors.InvalidInputError, "Expected a list of texts, not int"),
-        ({"a": 1}, {}, errors.InvalidInputError, "Expected a list of texts, not dict"),
-        (b"bytes", {}, errors.InvalidInputError, "Expected a list of texts, not bytes"),
-        (["fine", "broken \ud800 text"], {}, errors.InvalidInputError, "Text 1"),
-        (["a"], {"batch_size": 0}, errors.InvalidInputError, "batch_size"),
-        (["fine", "x" * 10_000_000], {}, errors.InputTooLargeError, "Text 1 has 10,000,000 bytes; the limit is 1,000,000"),
-    ],
-    ids=lambda value: str(value)[:30].encode("ascii", "replace").decode(),
-)
+@pytest.mark.parametrize(("texts", "options", "error", "message"), [
+    (["fine", 7], {}, errors.InvalidInputError, "Text 1 must be a string, not int"),
+    (["fine", None], {}, errors.InvalidInputError, "Text 1 must be a string, not NoneType"),
+    ([b"bytes"], {}, errors.InvalidInputError, "Text 0 must be a string, not bytes"),
+    (["ok", []], {}, errors.InvalidInputError, "Text 1 must be a string, not list"),
+    (7, {}, errors.InvalidInputError, "Expected a list of texts, not int"),
+    ({"a": 1}, {}, errors.InvalidInputError, "Expected a list of texts, not dict"),
+    (b"bytes", {}, errors.InvalidInputError, "Expected a list of texts, not bytes"),
+    (["fine", "broken \ud800 text"], {}, errors.InvalidInputError, "Text 1"),
+    (["a"], {"batch_size": 0}, errors.InvalidInputError, "batch_size"),
+    (["fine", "x" * 10_000_000], {}, errors.InputTooLargeError, "Text 1 has 10,000,000 bytes; the limit is 1,000,000"),
+], ids=lambda value: str(value)[:30].encode("ascii", "replace").decode())  # fmt: skip
 def test_invalid_texts_are_refused(
     minilm: ArrowEngine, texts: Any, options: dict[str, Any], error: type[errors.ArcherfishError], message: str
 ) -> None:
@@ -157,15 +153,11 @@ def test_invalid_texts_are_refused(
         minilm.encode(texts, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"use_fast_tokenizer": False}, errors.InvalidOptionError, "Rust tokenizer"),
-        ({"devise": "cpu"}, errors.UnknownOptionError, "device"),
-        ({"device": "tpu"}, errors.InvalidOptionError, "cpu, cuda"),
-        ({"max_length": 513}, errors.InvalidOptionError, "512 positions"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"use_fast_tokenizer": False}, errors.InvalidOptionError, "Rust tokenizer"),
+    ({"devise": "cpu"}, errors.UnknownOptionError, "device"), ({"device": "tpu"}, errors.InvalidOptionError, "cpu, cuda"),
+    ({"max_length": 513}, errors.InvalidOptionError, "512 positions"),
+])  # fmt: skip
 def test_bad_options(options: dict[str, Any], error: type[errors.ArcherfishError], message: str) -> None:
     with pytest.raises(error, match=message):
         ArrowEngine("all-minilm-l6-v2", **options)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from archerfish import remarks
 from archerfish.cli import doctor
 from archerfish.config import HubConfig
 from archerfish.engine.arrow_engine import ArrowEngine
@@ -29,6 +30,7 @@ from tests.engine.test_rwkv_engine import note_logits
 from tests.engine.tiny_llama import greedy, tiny_config
 from tests.engine.tiny_rwkv import DTYPES, rwkv_config
 from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, random_tokens, read_rwkv7, write_checkpoint
+from tests.store.gguf_models import make_tensors, write_gguf
 
 INT8 = Int8Rows()
 STORY = (
@@ -108,6 +110,16 @@ def test_embeddings_with_int8_weights_are_close(minilm_source: Path, hub: HubCon
     engines = (ArrowEngine(minilm_source, hub=hub, dtype="float32", weights=each) for each in ("auto", "int8"))
     plain, int8 = (engine.encode(texts) for engine in engines)
     assert 0.995 < float((plain * int8).sum(1).min()) < 1.0 - 1e-7
+
+
+@pytest.mark.parametrize(("kind", "engine"), [("bert", ArrowEngine), ("llama", LLMEngine)])
+def test_a_remark_says_that_blocks_of_a_file_stay(
+    kind: str, engine: Any, tmp_path: Path, hub: HubConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remarks, "_said", set())
+    file = write_gguf(tmp_path / "m.gguf", kind, make_tensors(kind), "Q8_0")
+    engine(str(file), device="cpu", weights="int8", hub=hub).close()
+    assert "weights=int8 leaves m as it is: it is quantised already (Q8_0)." in caplog.messages
 
 
 def loss_of(engine: LLM, weight_format: WeightFormat, text: str) -> tuple[float, torch.Tensor]:

@@ -1,6 +1,6 @@
 """What quantised weights, keys and values cost trained models: perplexities of stories, and cosines of texts.
 
-The stories are those of test_story_model.py. Each bound is about one and a half times what was measured.
+The stories are those of test_story_model.py. Bounds are what the documentation promises; what was measured is less.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from sentence_transformers import util as their_util
 
 from archerfish import ArrowEngine, CrossEncoder, HubConfig, SentenceTransformer, quantize_embeddings, remarks, util
-from archerfish.errors import InvalidInputError, InvalidOptionError, UnsupportedModelError
+from archerfish.errors import DeviceError, InvalidInputError, InvalidOptionError, UnsupportedModelError
 
 TEXTS = ["hello", "A cat sat on the mat.", "dogs bark", "今天天气很好", "word " * 400, "hello"]
 
@@ -119,7 +120,7 @@ def test_prompts_of_queries_and_documents(tiny_model: Any, hub: HubConfig) -> No
 
 
 @pytest.mark.parametrize("num_labels", [1, 3])
-def test_cross_encoder(num_labels: int, tiny_model: Any, hub: HubConfig) -> None:
+def test_cross_encoder(num_labels: int, tiny_model: Any, hub: HubConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny_model("Bert", head="ForSequenceClassification", config={"num_labels": num_labels})
     peer = theirs.CrossEncoder(str(path), device="cpu")
     engine = CrossEncoder(str(path), hub=hub, dtype="float32", num_labels=num_labels)
@@ -138,6 +139,10 @@ def test_cross_encoder(num_labels: int, tiny_model: Any, hub: HubConfig) -> None
     with pytest.raises(InvalidInputError, match="Pair 1 must be two texts"):
         engine.predict([["a", "b"], "ab"])
     assert repr(engine).startswith("CrossEncoder(") and f"labels={num_labels}" in repr(engine)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert engine.predict(pairs, apply_softmax=True).shape == engine.predict(pairs).shape
+    with pytest.raises(DeviceError, match="A tensor needs torch"):
+        engine.predict(pairs, convert_to_tensor=True)
 
 
 def test_a_cross_encoder_needs_a_head(tiny_model: Any, hub: HubConfig) -> None:

@@ -57,15 +57,10 @@ def test_cards_come_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert states["CUDA"] and not states["backend native"]
 
 
-@pytest.mark.parametrize(
-    ("driver", "reason"),
-    [
-        (FakeDriver(num_cards=0), "no CUDA device"),
-        (FakeDriver(version=11040), "the driver is for CUDA 11, this torch for 12"),
-        (FakeDriver(cuInit=100), "the CUDA driver answers cuInit with error 100"),
-        (None, "there is no CUDA driver (libcuda.so.1)"),
-    ],
-)
+@pytest.mark.parametrize(("driver", "reason"), [
+    (FakeDriver(num_cards=0), "no CUDA device"), (FakeDriver(version=11040), "the driver is for CUDA 11, this torch for 12"),
+    (FakeDriver(cuInit=100), "the CUDA driver answers cuInit with error 100"), (None, "there is no CUDA driver (libcuda.so.1)"),
+])  # fmt: skip
 def test_reason_for_no_card(driver: FakeDriver | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str) -> FakeDriver:
         if driver is None:

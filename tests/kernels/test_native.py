@@ -41,13 +41,20 @@ PLAIN = ("float32", "float16", "bfloat16")
 FORMATS = [name for name in MULTIPLIED if name != INT8_ROWS]  # that checkpoints are stored in
 BLOCKS = [name for name in FORMATS if name not in PLAIN]
 ROWS = (1, 3, 4, 5, 7, 130)
-# Of the norm of a product. Products of many rows may be in 16 bits; those with blocks round activations to 8 bits.
-TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 6e-3} | dict.fromkeys(BLOCKS, 0.012)
+# Of the norm of a product. Those with blocks round activations to 15 bits, or, of many rows, are in 16 bits: see `tolerance`.
+TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 6e-3} | dict.fromkeys(BLOCKS, 2e-4)
+MADE_TOLERANCE = 0.012  # activations have 8 bits where rows are bytes, scales of int8 in blocks have 16
 
 
 @pytest.fixture(params=LEVELS)
 def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+def tolerance(name: str, num_rows: int, level: str) -> float:
+    if name in PLAIN or num_rows <= 12:
+        return TOLERANCE[name]
+    return 0.012 if level in ("bf16", "amx") else 3e-3
 
 
 def make_matrix(name: str, num_outputs: int, num_inputs: int, seed: int = 0) -> tuple[StoredTensor, Floats]:
@@ -73,10 +80,10 @@ def make_matrix(name: str, num_outputs: int, num_inputs: int, seed: int = 0) -> 
     return stored, gguf.quants.dequantize(blocks, quant_type)
 
 
-def assert_near(y: Any, expected: Any, tolerance: float) -> None:
+def assert_near(y: Any, expected: Any, most: float) -> None:
     y, expected = np.asarray(y, dtype=np.float64), np.asarray(expected, dtype=np.float64)
     assert y.shape == expected.shape
-    assert np.linalg.norm(y - expected) <= tolerance * np.linalg.norm(expected)
+    assert np.linalg.norm(y - expected) <= most * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -101,7 +108,7 @@ def test_products(name: str, num_inputs: int, level: str) -> None:
     weight = ops.linear_weight([{"weight": stored}], [None])
     for num_rows in ROWS:
         x = random(num_rows, num_inputs).numpy()
-        assert_near(ops.linear(x, weight), x.astype(np.float64) @ wide.T.astype(np.float64), TOLERANCE[name])
+        assert_near(ops.linear(x, weight), x.astype(np.float64) @ wide.T.astype(np.float64), tolerance(name, num_rows, level))
 
 
 @pytest.mark.parametrize("dtype", PLAIN)
@@ -117,7 +124,7 @@ def test_products_with_weights_that_are_made(name: str, num_outputs: int, num_in
     weight = ops.linear_weight([{"weight": each} for each in parts], [None] * 2, made)
     for num_rows in ROWS:
         x = random(num_rows, num_inputs).numpy()
-        assert_near(ops.linear(x, weight), x.astype(np.float64) @ wide.T.astype(np.float64), TOLERANCE["Q8_0"])
+        assert_near(ops.linear(x, weight), x.astype(np.float64) @ wide.T.astype(np.float64), MADE_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -147,6 +154,8 @@ def test_rows_of_bytes(level: str) -> None:
     for row in (0, 1, 2, 3, 4, 7, 129):
         assert_near(np.delete(found[row], (4, 5)), np.delete(rows, (4, 5), axis=0) @ x[row], 0.02)
         assert abs(found[row, 4] - rows[4] @ x[row]) <= 0.01 * np.linalg.norm(rows[4]) * np.linalg.norm(x[row])
+    blocks: Any = ops.linear_weight([{"weight": make_matrix("Q4_1", 20, 96)[0]}], [None], MADE["int8"])
+    assert blocks.get().format_name == "Q4_1"  # they stay as they are
     for num_rows in ROWS:  # a row does not depend on others
         some = ops.linear(x[:num_rows], weight)
         assert np.array_equal(some[is_good[:num_rows]], found[:num_rows][is_good[:num_rows]], equal_nan=True)
@@ -179,7 +188,7 @@ def test_what_is_done_with_a_product(name: str, num_rows: int, level: str) -> No
             )
             pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
             for one, other in pairs:
-                assert_near(one, other, 3 * TOLERANCE[name])
+                assert_near(one, other, 3 * tolerance(name, num_rows, level))
 
         for activation in get_args(Activation):
             check("linear", x, activation=activation)
@@ -327,8 +336,8 @@ def test_attention_of_encoders(num_heads: int, head_dim: int, has_bias: bool, dt
     ops, segments = native_ops("cpu", dtype, level), Segments((7, 1, 70, 33, 129, 2))
     qkv, bias = random(segments.num_tokens, 3 * num_heads * head_dim), random(num_heads, 129, 129) if has_bias else None
     expected = TorchOps().attention(qkv, segments, num_heads, bias=bias)
-    tolerance = TOLERANCE["float32" if dtype == "float32" else "bfloat16"]
-    assert_near(ops.attention(qkv, segments, num_heads, bias=bias), expected, tolerance)
+    most = TOLERANCE["float32" if dtype == "float32" else "bfloat16"]
+    assert_near(ops.attention(qkv, segments, num_heads, bias=bias), expected, most)
     ops.inner.is_deterministic = True
     torch.testing.assert_close(ops.attention(qkv, segments, num_heads, bias=bias), expected, atol=1e-5, rtol=1e-4)
 

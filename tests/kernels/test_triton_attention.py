@@ -90,9 +90,7 @@ def test_a_deterministic_decode_does_not_depend_on_the_batch() -> None:
     together = ops.paged_attention(q, kv, batch, heads)
     for row, (_, context) in enumerate(sequences):
         blocks = batch.block_tables[row].tolist()
-        alone = build_batch(
-            ops, tokens=[[7]], starts=[context - 1], blocks=[blocks], block_size=8, is_deterministic=True
-        )
+        alone = build_batch(ops, tokens=[[7]], starts=[context - 1], blocks=[blocks], block_size=8, is_deterministic=True)
         assert torch.equal(ops.paged_attention(q[row : row + 1], kv, alone, heads)[0], together[row])
 
 

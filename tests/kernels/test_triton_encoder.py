@@ -40,9 +40,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("shape", "tile", "dtype"), combine(SHAPES, [None, Tile(16, 16, 1, 1), Tile(32, 16, 2, 1)], TYPES)
-)
+@pytest.mark.parametrize(("shape", "tile", "dtype"), combine(SHAPES, [None, Tile(16, 16, 1, 1), Tile(32, 16, 2, 1)], TYPES))
 def test_attention(shape: tuple[int, int, bool], tile: Tile | None, dtype: str) -> None:
     num_heads, head_dim, has_bias = shape
     ops = TritonOps(DEVICE, dtype)

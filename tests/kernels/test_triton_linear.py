@@ -93,9 +93,7 @@ def test_every_tile_gives_the_same(
 @pytest.mark.parametrize("tile", [*TILES, *STREAMS])
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.usefixtures("_no_torch_products")
-def test_every_tile_takes_rows_in_float32(
-    tile: LinearTile, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_tile_takes_rows_in_float32(tile: LinearTile, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum of the layers is normalised for a product, and a product is added to it, unrounded."""
     ops, reference, num_rows = TritonOps(DEVICE, dtype), TorchOps(DEVICE), 1 if tile.num_programs else 3
     monkeypatch.setattr(RowsWeight, "tile", tile)
@@ -134,9 +132,7 @@ def test_sums_in_float32_stay_so(num_rows: int, has_bias: bool, weight_format: W
     assert (y.data_ptr() == residual.data_ptr()) == (is_many and not has_bias)
 
 
-@pytest.mark.parametrize(
-    ("activation", "has_residual", "num_rows"), combine(get_args(Activation), [True, False], [2, 6])
-)
+@pytest.mark.parametrize(("activation", "has_residual", "num_rows"), combine(get_args(Activation), [True, False], [2, 6]))
 @pytest.mark.usefixtures("_no_torch_products")
 def test_bias_activation_and_residual(
     activation: Activation, has_residual: bool, num_rows: int, monkeypatch: pytest.MonkeyPatch

@@ -169,9 +169,7 @@ def test_decodes(
 @pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
 @pytest.mark.parametrize(("num_rows", "num_kernels"), [(2, 5), (FEW_ROWS + 1, 8)])
 @pytest.mark.usefixtures("_fused_only")
-def test_kernels_of_a_layer(
-    num_rows: int, num_kernels: int, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_of_a_layer(num_rows: int, num_kernels: int, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch) -> None:
     executor: Any = importlib.import_module("triton.runtime.interpreter").GridExecutor
     launch = spy_on(monkeypatch, executor, "__call__")
     ours = Decodes(TritonOps(DEVICE, "float32"), models["tiny"], num_rows, num_rows)

@@ -139,25 +139,20 @@ def test_the_longest_context_of_yarn_follows_from_its_factor() -> None:
     assert LlamaModel.max_positions(Config(config)) == 40 * 32
 
 
-@pytest.mark.parametrize(
-    ("kind", "change", "message"),
-    [
-        ("phi3-longrope", {}, "max_model_len to at most 64"),
-        ("gemma3", {"layer_types": ["full_attention"]}, "each of 7 layers"),
-        ("gemma3", {"use_bidirectional_attention": True}, "both directions"),
-        ("llama", {"model_type": "Gemma3-Text"}, "Did you mean 'gemma3_text'"),
-        ("llama", {"model_type": "qwen3_moe"}, "'qwen3_moe'. Supported: .*qwen3, .*docs/add-a-model.md"),
-        ("llama", {"model_type": "bert"}, "ArrowEngine and `archerfish embed` take it"),
-        ("llama", {"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "'mrope' is not supported"),
-        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "'linear' needs .*'factor', but has None"),
-        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": "2", "rope_theta": 1e4}}, "'factor', but has '2'"),
-        ("llama", {"rope_parameters": "yes"}, "'yes'"),
-        ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.01}}, "rotated in pairs"),
-        ("llama", {"hidden_act": "swoosh"}, "swoosh"),
-        ("llama", {"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
-        ("llama", {"hidden_size": "big"}, "hidden_size"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "change", "message"), [
+    ("phi3-longrope", {}, "max_model_len to at most 64"), ("gemma3", {"layer_types": ["full_attention"]}, "each of 7 layers"),
+    ("gemma3", {"use_bidirectional_attention": True}, "both directions"),
+    ("llama", {"model_type": "Gemma3-Text"}, "Did you mean 'gemma3_text'"),
+    ("llama", {"model_type": "qwen3_moe"}, "'qwen3_moe'. Supported: .*qwen3, .*docs/add-a-model.md"),
+    ("llama", {"model_type": "bert"}, "ArrowEngine and `archerfish embed` take it"),
+    ("llama", {"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "'mrope' is not supported"),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "'linear' needs .*'factor', but has None"),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": "2", "rope_theta": 1e4}}, "'factor', but has '2'"),
+    ("llama", {"rope_parameters": "yes"}, "'yes'"),
+    ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.01}}, "rotated in pairs"),
+    ("llama", {"hidden_act": "swoosh"}, "swoosh"), ("llama", {"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
+    ("llama", {"hidden_size": "big"}, "hidden_size"),
+])  # fmt: skip
 def test_configurations_that_cannot_run_are_refused(kind: str, change: dict[str, Any], message: str) -> None:
     model, config = make(kind)
     with pytest.raises(UnsupportedModelError, match=message):
@@ -183,14 +178,10 @@ def test_a_missing_or_misshapen_tensor_is_named(kind: str, name: str, tensor: to
         Driver(TorchOps(), present, config, random_tokens(1))
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("archerfish.models.llama:LlamaModel", ""),
-        ("no_such_module:Model", "is broken"),
-        ("archerfish.models.config:Config", "no ModelAdapter"),
-    ],
-)
+@pytest.mark.parametrize(("value", "message"), [
+    ("archerfish.models.llama:LlamaModel", ""), ("no_such_module:Model", "is broken"),
+    ("archerfish.models.config:Config", "no ModelAdapter"),
+])  # fmt: skip
 def test_an_installed_package_can_bring_an_architecture(monkeypatch: pytest.MonkeyPatch, value: str, message: str) -> None:
     point = EntryPoint("packaged", value, "archerfish.models")
     monkeypatch.setattr("importlib.metadata.entry_points", lambda *, group: [point] if group == "archerfish.models" else [])

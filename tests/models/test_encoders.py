@@ -134,19 +134,12 @@ def test_forward_drops_masked_tokens() -> None:
     torch.testing.assert_close(core.forward(ids, mask), expected, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"pooling": "median"}, "median"),
-        ({"model_type": "xlm_roberta"}, "Did you mean 'xlm-roberta'"),
-        ({"model_type": "deberta"}, "'deberta'. Supported: bert, .*docs/add-a-model.md"),
-        ({"model_type": "rwkv7"}, "LLMEngine and `archerfish generate` take it"),
-        ({"hidden_act": "swoosh"}, "swoosh"),
-        ({"num_attention_heads": 5}, "5 heads"),
-        ({"hidden_size": "big"}, "hidden_size"),
-        ({"position_embedding_type": "relative_key"}, "absolute"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"pooling": "median"}, "median"), ({"model_type": "xlm_roberta"}, "Did you mean 'xlm-roberta'"),
+    ({"model_type": "deberta"}, "'deberta'. Supported: bert, .*docs/add-a-model.md"), ({"hidden_act": "swoosh"}, "swoosh"),
+    ({"model_type": "rwkv7"}, "LLMEngine and `archerfish generate` take it"), ({"num_attention_heads": 5}, "5 heads"),
+    ({"hidden_size": "big"}, "hidden_size"), ({"position_embedding_type": "relative_key"}, "absolute"),
+])  # fmt: skip
 def test_configurations_that_cannot_run_are_refused(change: dict[str, Any], message: str) -> None:
     model, config = make("bert", "Model")
     with pytest.raises(UnsupportedModelError, match=message):

@@ -77,18 +77,10 @@ def test_tokens_over_states_are_cut_where_blocks_end() -> None:
     assert batch.previous.tolist() == [-4, -11, -6, *range(2, 10), -1, 11, 12, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("blocks", "expected"),
-    [
-        ([[5, 7, 9], [5, 7, 8, 2]], 8),
-        ([[5, 7, 8, 2], [5, 7, 9]], 8),
-        ([[5, 7, 9, 4], [5, 7, 9, 2], [5, 6, 9, 2]], 4),
-        ([[5, 7], [6, 7]], 0),
-        ([[0, 0, 3], [0, 0, 4]], 8),
-        ([[1, 2, 3]], 0),
-        ([], 0),
-    ],
-)
+@pytest.mark.parametrize(("blocks", "expected"), [
+    ([[5, 7, 9], [5, 7, 8, 2]], 8), ([[5, 7, 8, 2], [5, 7, 9]], 8), ([[5, 7, 9, 4], [5, 7, 9, 2], [5, 6, 9, 2]], 4),
+    ([[5, 7], [6, 7]], 0), ([[0, 0, 3], [0, 0, 4]], 8), ([[1, 2, 3]], 0), ([], 0),
+])  # fmt: skip
 def test_whole_blocks_that_all_share(blocks: list[list[int]], expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_module, "MIN_SHARED_SEQUENCES", 2)
     monkeypatch.setattr(batch_module, "MIN_SHARED_TOKENS", 4)

@@ -64,13 +64,9 @@ def generate(
     return found
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=0.0, ignore_eos=True),
-        SamplingParams(seed=5, top_k=7, top_p=0.8, min_p=0.01, temperature=0.7),
-    ],
-)
+@pytest.mark.parametrize("params", [
+    SamplingParams(temperature=0.0, ignore_eos=True), SamplingParams(seed=5, top_k=7, top_p=0.8, min_p=0.01, temperature=0.7),
+])  # fmt: skip
 def test_tokens_are_the_same(model: Path, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = generate(model, params, monkeypatch, records=False)
     assert generate(model, params, monkeypatch, records=True) == plain
@@ -228,9 +224,7 @@ def test_idle_time_is_used_to_record_every_size(model: Path) -> None:
 
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.usefixtures("records")
-def test_start_records_every_size_if_kernels_compile(
-    compiles: bool, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_start_records_every_size_if_kernels_compile(compiles: bool, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archerfish.runtime.graphs.COMPILING_S", -1.0 if compiles else 1e9)
     with LLMEngine(str(model), **USUAL, max_cache_tokens=256, max_num_seqs=40) as engine:
         found = {kind.size for kind in graphs_of(engine)._recorded if kind == Kind(kind.size)}

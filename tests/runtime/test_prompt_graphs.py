@@ -172,9 +172,7 @@ def test_a_pass_that_cannot_be_recorded_is_run(model: Path, monkeypatch: pytest.
 
 @pytest.mark.usefixtures("records")
 @pytest.mark.parametrize("compiles", [False, True])
-def test_sizes_are_recorded_in_idle_time(
-    compiles: bool, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_are_recorded_in_idle_time(compiles: bool, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archerfish.runtime.graphs.COMPILING_S", -1.0 if compiles else 1e9)
     with LLMEngine(str(model), **USUAL, max_num_seqs=2) as engine:
         assert set(prompts_of(engine)._recorded) == (set(PROMPT_SIZES) if compiles else set())

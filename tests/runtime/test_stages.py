@@ -55,16 +55,12 @@ def test_stages_say_how_long_an_output_is_and_on_what_it_ends() -> None:
     assert SamplingParams(stages=None).stages == SamplingParams().stages == ()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"first": -1}, "first must be"), ({"end": 0}, "end must be a whole number at least 1"),
-        ({"num_tokens": 0}, "num_tokens"),
-        ({"offset": -1}, "offset must be"), ({"stop_id": 9}, "stop_id must be a whole number from 0 to 8"),
-        ({"temperature": -1}, "temperature"), ({"top_k": -3}, "top_k"), ({"top_p": 0}, "top_p must be above 0"),
-        ({"num_tokens": True}, "num_tokens"), ({"end": 1.5}, "end must be"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"first": -1}, "first must be"), ({"end": 0}, "end must be a whole number at least 1"), ({"num_tokens": 0}, "num_tokens"),
+    ({"offset": -1}, "offset must be"), ({"stop_id": 9}, "stop_id must be a whole number from 0 to 8"),
+    ({"temperature": -1}, "temperature"), ({"top_k": -3}, "top_k"), ({"top_p": 0}, "top_p must be above 0"),
+    ({"num_tokens": True}, "num_tokens"), ({"end": 1.5}, "end must be"),
+])  # fmt: skip
 def test_stages_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidInputError, match=said):
         Stage(**{"first": 0, "end": 9, "num_tokens": 2, **changes})

@@ -175,9 +175,7 @@ def test_within_a_tenant_the_higher_priority_runs_first() -> None:
 
 @pytest.mark.no_cover
 @settings(deadline=None, max_examples=25)
-@given(
-    st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2, max_size=4), st.integers(1, 3), st.integers(0, 2**32 - 1),
-)
+@given(st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2, max_size=4), st.integers(1, 3), st.integers(0, 2**32 - 1))
 def test_tenants_with_enough_to_do_are_served_by_their_weights(weights: list[float], max_num_seqs: int, seed: int) -> None:
     """Start-time fairness: served tokens over weight differ by no more than one request of each slot and tenant."""
     rng = random.Random(seed)

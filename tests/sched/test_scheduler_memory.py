@@ -57,9 +57,7 @@ def test_an_exact_repeat_needs_no_forward_pass() -> None:
     world.run()
 
 
-@pytest.mark.parametrize(
-    ("has_logits_cache", "tenants", "num_computed"), [(False, "b", 1), (True, "a", 11), (True, "aB", 1)]
-)
+@pytest.mark.parametrize(("has_logits_cache", "tenants", "num_computed"), [(False, "b", 1), (True, "a", 11), (True, "aB", 1)])
 def test_what_is_computed_without_logits_of_the_tenant(has_logits_cache: bool, tenants: str, num_computed: int) -> None:
     """An upper-case tenant had a longer prompt, so that its keys are cached and its logits are not."""
     world = World(has_logits_cache=has_logits_cache)

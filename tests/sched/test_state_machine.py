@@ -59,9 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         deadline = None if timeout is None else self.w.now + timeout
         options = {"prompt_logprobs": logprobs, "logprobs": logprobs}
         try:
-            self.sequences += self.w.add(
-                prompt or [1], deadline=deadline, needs_host_token=host, params=options, **fields
-            )
+            self.sequences += self.w.add(prompt or [1], deadline=deadline, needs_host_token=host, params=options, **fields)
         except TooManyRequestsError:
             assert self.w.scheduler.stats().queue_size == 12
 

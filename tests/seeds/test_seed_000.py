@@ -22,9 +22,7 @@ def model(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """Snippet "integration with ModelConverter": a converted directory with weights.parquet."""
     converter = ModelConverter(ConversionConfig(use_float16=True, compression="lz4"))
     target = tmp_path_factory.mktemp("models") / "tiny"
-    result = converter.convert(
-        model_name_or_path=str(tiny_model()), output_dir=str(target), model_type="sentence-transformers"
-    )
+    result = converter.convert(model_name_or_path=str(tiny_model()), output_dir=str(target), model_type="sentence-transformers")
     assert Path(result.output_dir) == target and (target / "weights.parquet").is_file()
     return target
 

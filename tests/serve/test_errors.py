@@ -132,25 +132,21 @@ def test_full_queue_and_limit_of_an_engine_have_codes_of_their_own() -> None:
     assert (BusyError.status, BusyError.code) == (503, "overloaded")
 
 
-@pytest.mark.parametrize(
-    ("content", "headers", "code", "said"),
-    [
-        (b"{", JSON, "invalid_json", "EOF while parsing an object at line 1 column 1."),
-        (b'{"input": "x", }', JSON, "invalid_json", "trailing comma at line 1 column 16."),
-        (b'{\n  "input": "x"\n  "user": "y"\n}', JSON, "invalid_json", "expected `,` or `}` at line 3 column 3."),
-        (b"{'input': 'x'}", JSON, "invalid_json", "key must be a string at line 1 column 2."),
-        (b"[]", JSON, "bad_request", "must be a JSON object"),
-        (b"", JSON, "bad_request", "must be a JSON object"),
-        (b'{"input": "\xff"}', JSON, "invalid_json", "invalid unicode code point at line 1 column 12."),
-        (b'{"input": [' + b"1" * 5000 + b"]}", JSON, "invalid_json", "number out of range at line 1 column 4313."),
-        (b"[" * 100_000, JSON, "invalid_json", "recursion limit exceeded at line 1 column 202."),
-        (b'{"input": "x"}', {"Content-Type": "text/plain"}, "bad_request", "Content-Type: application/json"),
-        (b'{"input": "\\ud800"}', JSON, "invalid_json", "hex escape at line 1 column 18."),
-        (b'{"input": ["NaN \\"",\nNaN]}', JSON, "invalid_json", "expected value at line 2 column 1."),
-        (b'{"input": [-Infinity]}', JSON, "invalid_json", "invalid number at line 1 column 13."),
-        (b'{"input": "x", "deadline_s": 1e999}', JSON, "invalid_input", "deadline_s: Input should be a finite number."),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("content", "headers", "code", "said"), [
+    (b"{", JSON, "invalid_json", "EOF while parsing an object at line 1 column 1."),
+    (b'{"input": "x", }', JSON, "invalid_json", "trailing comma at line 1 column 16."),
+    (b'{\n  "input": "x"\n  "user": "y"\n}', JSON, "invalid_json", "expected `,` or `}` at line 3 column 3."),
+    (b"{'input': 'x'}", JSON, "invalid_json", "key must be a string at line 1 column 2."),
+    (b"[]", JSON, "bad_request", "must be a JSON object"), (b"", JSON, "bad_request", "must be a JSON object"),
+    (b'{"input": "\xff"}', JSON, "invalid_json", "invalid unicode code point at line 1 column 12."),
+    (b'{"input": [' + b"1" * 5000 + b"]}", JSON, "invalid_json", "number out of range at line 1 column 4313."),
+    (b"[" * 100_000, JSON, "invalid_json", "recursion limit exceeded at line 1 column 202."),
+    (b'{"input": "x"}', {"Content-Type": "text/plain"}, "bad_request", "Content-Type: application/json"),
+    (b'{"input": "\\ud800"}', JSON, "invalid_json", "hex escape at line 1 column 18."),
+    (b'{"input": ["NaN \\"",\nNaN]}', JSON, "invalid_json", "expected value at line 2 column 1."),
+    (b'{"input": [-Infinity]}', JSON, "invalid_json", "invalid number at line 1 column 13."),
+    (b'{"input": "x", "deadline_s": 1e999}', JSON, "invalid_input", "deadline_s: Input should be a finite number."),
+])  # fmt: skip
 def test_body_that_is_not_a_json_object(content: bytes, headers: dict[str, str], code: str, said: str) -> None:
     for sent in (headers, {"Content-Type": headers["Content-Type"] + "; charset=utf-8"}):
         answer = post(FakeBackend(), EMBEDDINGS, content, headers=sent)

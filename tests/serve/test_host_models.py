@@ -51,9 +51,7 @@ async def test_empty_lists_have_no_rows(tmp_path: Path) -> None:
             assert (answer.num_rows, answer.data) == (0, b"")
 
 
-async def test_short_requests_pass_long_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_short_requests_pass_long_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for bound in ("MIN_JOB_TOKENS", "MAX_JOB_TOKENS"):
         monkeypatch.setattr(f"archerfish.serve.hosted_encoder.{bound}", 4)
     encoder = WordEncoder()
@@ -90,7 +88,12 @@ async def test_embeddings_and_generation_alternate(tmp_path: Path) -> None:
     def until_chat_submits() -> None:
         """A job of the burst lasts longer than the loop needs to submit the chat's next step, however busy the machine is."""
         with host.compute.changed:
-            host.compute.changed.wait_for(lambda: tiny.waiting or not chatting.is_set(), timeout=0.5)
+            host.compute.changed.wait_for(lambda: tiny.waiting or not chatting.is_set(), timeout=60)
+
+    def stop_waiting() -> None:
+        with host.compute.changed:
+            chatting.clear()
+            host.compute.changed.notify_all()
 
     spy_on(tiny, order)
     spy_on(words, order, until_chat_submits)
@@ -103,7 +106,7 @@ async def test_embeddings_and_generation_alternate(tmp_path: Path) -> None:
         burst = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=texts)))
         await reached(client, "words", 201)
         chat = asyncio.create_task(whole(client, token_ids=[5, 6], params={**LONG, "max_tokens": 100}))
-        chat.add_done_callback(lambda _: chatting.clear())
+        chat.add_done_callback(lambda _: stop_waiting())
         while (await stats(client))["models"]["tiny"]["total_requests"] < 1:
             pass
         order.clear()

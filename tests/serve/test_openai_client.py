@@ -84,9 +84,7 @@ def test_chat_stream(client: openai.OpenAI) -> None:
 
 
 def test_tool_calls(client: openai.OpenAI) -> None:
-    with client.chat.completions.stream(
-        model=MODEL, messages=[{"role": "user", "content": "Hi"}], tools=TOOLS
-    ) as stream:
+    with client.chat.completions.stream(model=MODEL, messages=[{"role": "user", "content": "Hi"}], tools=TOOLS) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_completion()
     assert kinds.count("tool_calls.function.arguments.delta") > 5

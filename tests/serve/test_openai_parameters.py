@@ -270,9 +270,7 @@ FORMS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("route", "stated", "param"), FORMS)
-def test_invalid_grammar_error_names_the_parameter(
-    route: str, stated: dict[str, Any], param: str, stream: bool
-) -> None:
+def test_invalid_grammar_error_names_the_parameter(route: str, stated: dict[str, Any], param: str, stream: bool) -> None:
     """The engine process compiles grammars and does not know the parameters of routes."""
     backend = FakeBackend()
     for message, expected in (("The grammar of kind regex is not valid: unclosed group.", param), ("Too many blocks.", None)):

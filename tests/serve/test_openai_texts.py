@@ -268,15 +268,9 @@ def echo_back(request: GenerationRequest) -> str:
     return "<" + bytes(i for i in request.token_ids or [] if i < 256).decode(errors="replace") + ">"
 
 
-@pytest.mark.parametrize(
-    ("prompt", "sent"),
-    [
-        ("ab", [ids("ab")]),
-        (["ab", "c"], [ids("ab"), ids("c")]),
-        ([97, 98], [[97, 98]]),
-        ([[97], [98, 99]], [[97], [98, 99]]),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "sent"), [
+    ("ab", [ids("ab")]), (["ab", "c"], [ids("ab"), ids("c")]), ([97, 98], [[97, 98]]), ([[97], [98, 99]], [[97], [98, 99]]),
+])  # fmt: skip
 def test_prompts_of_every_form(prompt: Any, sent: list[list[int]]) -> None:
     backend = FakeBackend(echo_back)
     body = post(backend, COMPLETIONS, {"prompt": prompt, "n": 2}).json()

@@ -60,9 +60,7 @@ def admit(
     controller: OverloadController, num_prompt: int = 10, max_tokens: int | None = 10, tenant: Tenant = ANONYMOUS,
     num_sequences: int = 1, **options: Any,
 ) -> AdmittedRequest:
-    return controller.admit(
-        tenant, num_prompt_tokens=num_prompt, max_tokens=max_tokens, num_sequences=num_sequences, **options
-    )
+    return controller.admit(tenant, num_prompt_tokens=num_prompt, max_tokens=max_tokens, num_sequences=num_sequences, **options)
 
 
 def make_tenant(name: str, weight: float = 1.0, **limits: Any) -> Tenant:
@@ -189,9 +187,7 @@ class SimulatedEngine:
 
 @pytest.mark.parametrize("costs", [CPU, SLOW_CPU, GPU])
 @pytest.mark.parametrize("history", [[(512, 2)] * 4, [(8, 64)] * 4, [(94, 16), (3000, 8), (5, 300)]])
-def test_estimates_of_an_idle_server(
-    costs: tuple[float, float, float], history: list[tuple[int, int]]
-) -> None:
+def test_estimates_of_an_idle_server(costs: tuple[float, float, float], history: list[tuple[int, int]]) -> None:
     engine = SimulatedEngine(costs)
     for num_prompt, num_output in history:
         engine.submit(num_prompt, num_output)
@@ -213,9 +209,7 @@ def test_estimates_of_an_idle_server(
 @pytest.mark.parametrize("costs", [CPU, SLOW_CPU, GPU])
 @pytest.mark.parametrize("noise", [0.0, 0.5])
 @pytest.mark.parametrize("seed", range(4))
-def test_idle_server_admits_what_would_be_in_time(
-    costs: tuple[float, float, float], noise: float, seed: int
-) -> None:
+def test_idle_server_admits_what_would_be_in_time(costs: tuple[float, float, float], noise: float, seed: int) -> None:
     engine, sizes = SimulatedEngine(costs, noise), random.Random(seed)
     for _ in range(60):
         num_prompt, num_output = sizes.choice([1, 30, 512, 4000]), sizes.choice([1, 2, 30, 300])

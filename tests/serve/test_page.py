@@ -80,14 +80,10 @@ async def test_page_loads_nothing_from_elsewhere() -> None:
         assert "chat" in Parts(answer.text).hidden
 
 
-@pytest.mark.parametrize(
-    ("models", "hidden"),
-    [
-        ([WRITER, VECTORS], set()), ([WRITER], {"compare"}), ([VECTORS], {"chat"}), ([PAIRS], {"chat", "compare"}),
-        ([WRITER, PAIRS], {"compare"}), ([], {"chat", "compare"}), ([SPEAKER], {"chat", "compare"}),
-        ([SPEAKER, VECTORS], {"chat"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("models", "hidden"), [
+    ([WRITER, VECTORS], set()), ([WRITER], {"compare"}), ([VECTORS], {"chat"}), ([PAIRS], {"chat", "compare"}),
+    ([WRITER, PAIRS], {"compare"}), ([], {"chat", "compare"}), ([SPEAKER], {"chat", "compare"}), ([SPEAKER, VECTORS], {"chat"}),
+])  # fmt: skip
 def test_page_hides_sections_without_models(models: list[Model], hidden: set[str]) -> None:
     parts = Parts(page("http://here", models))
     assert parts.hidden & {"chat", "compare"} == hidden
@@ -116,17 +112,13 @@ OF_TEXTS = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/mes
 OF_VECTORS = {"/v1/embeddings", "/similarity"}
 
 
-@pytest.mark.parametrize(
-    ("kinds", "first", "absent"),
-    [
-        ({"generation", "tts", "embedding"}, "/v1/chat/completions", set()),
-        ({"generation"}, "/v1/chat/completions", {*OF_VECTORS, "/v1/rerank", "/v1/tts/tokens"}),
-        ({"embedding"}, "/v1/embeddings", {*OF_TEXTS, "/v1/tts/tokens"}),
-        ({"cross-encoder"}, "/v1/rerank", {*OF_TEXTS, *OF_VECTORS, "/v1/tts/tokens"}),
-        ({"tts"}, "/v1/tts/tokens", {*OF_TEXTS, *OF_VECTORS, "/v1/rerank"}),
-        ({"tts", "embedding"}, "/v1/tts/tokens", OF_TEXTS),
-    ],
-)
+@pytest.mark.parametrize(("kinds", "first", "absent"), [
+    ({"generation", "tts", "embedding"}, "/v1/chat/completions", set()),
+    ({"generation"}, "/v1/chat/completions", {*OF_VECTORS, "/v1/rerank", "/v1/tts/tokens"}),
+    ({"embedding"}, "/v1/embeddings", {*OF_TEXTS, "/v1/tts/tokens"}),
+    ({"cross-encoder"}, "/v1/rerank", {*OF_TEXTS, *OF_VECTORS, "/v1/tts/tokens"}),
+    ({"tts"}, "/v1/tts/tokens", {*OF_TEXTS, *OF_VECTORS, "/v1/rerank"}), ({"tts", "embedding"}, "/v1/tts/tokens", OF_TEXTS),
+])  # fmt: skip
 def test_examples_fit_the_models(kinds: set[str], first: str, absent: set[str]) -> None:
     shown = [path for _, path, _ in examples(kinds)]
     assert shown[0] == first

@@ -356,9 +356,7 @@ class LeftError(Exception):
 
 
 @pytest.mark.parametrize(("first", "code"), [(signal.SIGINT, None), (signal.SIGTERM, 143)])
-def test_first_signal_raises_and_a_later_sigint_kills(
-    first: int, code: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_signal_raises_and_a_later_sigint_kills(first: int, code: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def leave(code: int) -> None:
         raise LeftError(code)
 

@@ -283,18 +283,14 @@ def test_zmq_options_open_a_second_address_with_keys(parts: Parts, tmp_path: Pat
     assert "ZMQ clients connect to tcp://0.0.0.0:5555." in texts[0]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"zmq_address": "nonsense"}, "is no address"),
-        ({"zmq_address": "tcp://127.0.0.1:0"}, "needs a port"),
-        ({"zmq_address": "tcp://0.0.0.0:5555"}, "no CURVE keys"),
-        ({"zmq_address": "ipc:///tmp/fish", "zmq_key_file": "server.key_secret"}, "no tcp:// address"),
-        ({"zmq_address": "tcp://127.0.0.1:5555", "zmq_client_keys": "one"}, "none of the ZMQ server"),
-        ({"zmq_address": "tcp://0.0.0.0:5555", "zmq_key_file": "server.key"}, "no secret key"),
-        ({"zmq_address": "tcp://0.0.0.0:5555", "zmq_key_file": "missing"}, "cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"zmq_address": "nonsense"}, "is no address"), ({"zmq_address": "tcp://127.0.0.1:0"}, "needs a port"),
+    ({"zmq_address": "tcp://0.0.0.0:5555"}, "no CURVE keys"),
+    ({"zmq_address": "ipc:///tmp/fish", "zmq_key_file": "server.key_secret"}, "no tcp:// address"),
+    ({"zmq_address": "tcp://127.0.0.1:5555", "zmq_client_keys": "one"}, "none of the ZMQ server"),
+    ({"zmq_address": "tcp://0.0.0.0:5555", "zmq_key_file": "server.key"}, "no secret key"),
+    ({"zmq_address": "tcp://0.0.0.0:5555", "zmq_key_file": "missing"}, "cannot be read"),
+])  # fmt: skip
 def test_wrong_zmq_options_are_refused(
     parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
 ) -> None:

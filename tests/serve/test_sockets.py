@@ -322,9 +322,7 @@ def test_client_that_does_not_read_does_not_delay_the_end(served: Running, warni
     assert warnings() == []
 
 
-def test_request_in_a_thread_leaves_no_traceback(
-    served: Running, monkeypatch: pytest.MonkeyPatch, warnings: Warnings
-) -> None:
+def test_request_in_a_thread_leaves_no_traceback(served: Running, monkeypatch: pytest.MonkeyPatch, warnings: Warnings) -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def encode(*_: Any, **__: Any) -> list[int]:

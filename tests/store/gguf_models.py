@@ -88,13 +88,8 @@ def add_byte_level_tokenizer(writer: Any, pre: str = "smollm") -> None:
 
 
 def write_gguf(
-    path: Path,
-    architecture: str,
-    tensors: dict[str, Array],
-    quant_type: str = "F32",
-    *,
-    tokenizer: Any = add_byte_level_tokenizer,
-    extra: dict[str, float | int | str] | None = None,
+    path: Path, architecture: str, tensors: dict[str, Array], quant_type: str = "F32", *,
+    tokenizer: Any = add_byte_level_tokenizer, extra: dict[str, float | int | str] | None = None,
 ) -> Path:
     """Write tensors; two-dimensional ones in `quant_type`, the others as F32."""
     writer = gguf.GGUFWriter(path, architecture)

@@ -263,14 +263,10 @@ def test_concurrent_callers_download_once(hub: HubConfig, index: Index) -> None:
     assert paths[0] == paths[1] and index.calls == 1
 
 
-@pytest.mark.parametrize(
-    ("output", "message", "kind"),
-    [
-        ("/bin/python: No module named pip\n", "Python has no pip.*-m ensurepip", UnreachableError),
-        ("OSError: [Errno 28] No space left on device", "disk is full", WriteError),
-        ("\n", "pip gave no reason", UnreachableError),
-    ],
-)
+@pytest.mark.parametrize(("output", "message", "kind"), [
+    ("/bin/python: No module named pip\n", "Python has no pip.*-m ensurepip", UnreachableError),
+    ("OSError: [Errno 28] No space left on device", "disk is full", WriteError), ("\n", "pip gave no reason", UnreachableError),
+])  # fmt: skip
 def test_pip_errors(output: str, message: str, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=message):
         raise pip_error(fake_model(), output)

@@ -216,7 +216,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "bad.gguf"
     for num_bytes in (0, 3, 4, 20, 200, 2000, len(good) // 2, len(good) - 64):
         path.write_bytes(good[:num_bytes])
-        with pytest.raises(CorruptFileError, match=r"bad\.gguf"):
+        with pytest.raises(CorruptFileError, match=r"bad\.gguf is (not a GGUF|cut off: '|cut off or altered: .+ \(.+\)\.)"):
             open_source(path)
     generator = np.random.default_rng(0)
     for position in generator.integers(0, 6000, 60):

@@ -88,17 +88,13 @@ def http_error(kind: type[errors.HfHubHTTPError]) -> Exception:
     return kind("no", response=response)
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "message"),
-    [
-        (http_error(errors.RepositoryNotFoundError), ModelNotFoundError, "no Hugging Face model 'org/name'"),
-        (http_error(errors.GatedRepoError), ModelNotFoundError, "gated"),
-        (http_error(errors.RevisionNotFoundError), ModelNotFoundError, "no revision 'main'"),
-        (http_error(errors.HfHubHTTPError), UnreachableError, "did not give it"),
-        (OSError(28, "No space left on device"), WriteError, "No space left"),
-        (TimeoutError(), UnreachableError, "TimeoutError"),
-    ],
-)
+@pytest.mark.parametrize(("error", "kind", "message"), [
+    (http_error(errors.RepositoryNotFoundError), ModelNotFoundError, "no Hugging Face model 'org/name'"),
+    (http_error(errors.GatedRepoError), ModelNotFoundError, "gated"),
+    (http_error(errors.RevisionNotFoundError), ModelNotFoundError, "no revision 'main'"),
+    (http_error(errors.HfHubHTTPError), UnreachableError, "did not give it"),
+    (OSError(28, "No space left on device"), WriteError, "No space left"), (TimeoutError(), UnreachableError, "TimeoutError"),
+])  # fmt: skip
 def test_hub_errors(fake: FakeHub, hub: HubConfig, error: Exception, kind: type[Exception], message: str) -> None:
     fake.error = error
     with pytest.raises(kind, match=message):

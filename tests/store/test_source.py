@@ -26,18 +26,12 @@ def write_modules(root: Path, *kinds: str, paths: tuple[str, ...] = ()) -> None:
     write_json(root / "modules.json", entries)
 
 
-@pytest.mark.parametrize(
-    ("pooling", "expected"),
-    [
-        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
-        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, "mean"),
-        ({"pooling_mode_max_tokens": True}, "max"),
-        ({"pooling_mode_lasttoken": True}, "lasttoken"),
-        ({"pooling_mode": "cls"}, "cls"),
-        ({"pooling_mode": ["lasttoken"]}, "lasttoken"),
-        ({}, "mean"),
-    ],
-)
+@pytest.mark.parametrize(("pooling", "expected"), [
+    ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
+    ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, "mean"), ({"pooling_mode_max_tokens": True}, "max"),
+    ({"pooling_mode_lasttoken": True}, "lasttoken"), ({"pooling_mode": "cls"}, "cls"),
+    ({"pooling_mode": ["lasttoken"]}, "lasttoken"), ({}, "mean"),
+])  # fmt: skip
 def test_pooling_modes_of_both_config_styles(tmp_path: Path, pooling: dict[str, Any], expected: str) -> None:
     write_modules(tmp_path, "Transformer", "Pooling")
     write_json(tmp_path / "1_Pooling" / "config.json", pooling)

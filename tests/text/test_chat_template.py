@@ -228,22 +228,16 @@ def test_threads_have_budgets_of_their_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert len({text.result() for text in texts}) == 1
 
 
-@pytest.mark.parametrize(
-    ("messages", "said"),
-    [
-        ("hi", "list of messages, not str"),
-        ({"role": "user", "content": "hi"}, "list of messages, not dict"),
-        ([], "empty"),
-        ([TURNS[0], "hi"], r"messages\[1\] must be a dict, not str"),
-        ([{"content": "hi"}], r'messages\[0\] has no "role"'),
-        ([{"role": 5, "content": "hi"}], r'messages\[0\] has no "role"'),
-        ([TURNS[0], {"role": "user"}], r'messages\[1\] has no "content"'),
-        ([{"role": "user", "content": 5}], r'messages\[0\]\["content"\] must be a string'),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], r'\["content"\]\[0\] is of type \'image_url\''),
-        ([{"role": "user", "content": [{"type": "text"}]}], r'\["content"\]\[0\]'),
-        ([{"role": "user", "content": "x", "extra": object()}], "holds a object"),
-    ],
-)
+@pytest.mark.parametrize(("messages", "said"), [
+    ("hi", "list of messages, not str"), ({"role": "user", "content": "hi"}, "list of messages, not dict"), ([], "empty"),
+    ([TURNS[0], "hi"], r"messages\[1\] must be a dict, not str"), ([{"content": "hi"}], r'messages\[0\] has no "role"'),
+    ([{"role": 5, "content": "hi"}], r'messages\[0\] has no "role"'),
+    ([TURNS[0], {"role": "user"}], r'messages\[1\] has no "content"'),
+    ([{"role": "user", "content": 5}], r'messages\[0\]\["content"\] must be a string'),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], r'\["content"\]\[0\] is of type \'image_url\''),
+    ([{"role": "user", "content": [{"type": "text"}]}], r'\["content"\]\[0\]'),
+    ([{"role": "user", "content": "x", "extra": object()}], "holds a object"),
+])  # fmt: skip
 def test_invalid_message_errors_name_the_place(messages: Any, said: str) -> None:
     with pytest.raises(InvalidInputError, match=said):
         ChatTemplate(CHATML).render(messages)

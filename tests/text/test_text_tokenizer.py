@@ -55,16 +55,11 @@ def test_a_lone_surrogate_is_replaced(smollm2: TextTokenizer) -> None:
     assert smollm2.decode(smollm2.encode("a\ud83d b")) == "a? b"
 
 
-@pytest.mark.parametrize(
-    ("generation", "config", "wanted"),
-    [
-        ({"eos_token_id": [4, 5]}, {"eos_token_id": 6}, (2, 4, 5)),
-        ({}, {"eos_token_id": 6}, (2, 6)),
-        ({"eos_token_id": None}, {"text_config": {"eos_token_id": [7]}}, (2, 7)),
-        ({}, {}, (2,)),
-        ({"eos_token_id": "x"}, {"eos_token_id": -1}, (2,)),
-    ],
-)
+@pytest.mark.parametrize(("generation", "config", "wanted"), [
+    ({"eos_token_id": [4, 5]}, {"eos_token_id": 6}, (2, 4, 5)), ({}, {"eos_token_id": 6}, (2, 6)),
+    ({"eos_token_id": None}, {"text_config": {"eos_token_id": [7]}}, (2, 7)), ({}, {}, (2,)),
+    ({"eos_token_id": "x"}, {"eos_token_id": -1}, (2,)),
+])  # fmt: skip
 def test_end_tokens_come_from_all_files(
     generation: dict[str, Any], config: dict[str, Any], wanted: tuple[int, ...], tmp_path: Path
 ) -> None:

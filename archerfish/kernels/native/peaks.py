@@ -1,4 +1,4 @@
-"""What the machine can do, measured with the backend's own products: for `archerfish doctor`."""
+"""What the machine can do, measured with the backend's own products: for `archerfish doctor` and `archerfish bench cpu`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from archerfish.kernels.machine import cpu
+from archerfish.kernels.machine import READ_PEAK, cpu, fast_cpu_dtype
 from archerfish.kernels.native._native import Level, all_threads
 from archerfish.kernels.native.recorder import TapeRunner
 from archerfish.kernels.native.weights import NativeWeight, stack_parts
@@ -17,8 +17,8 @@ NUM_INPUTS, NUM_ROWS = 1024, 256
 NUM_ROUNDS = 5
 
 
-def measure_peaks(dtype: str) -> dict[str, float]:
-    """Reads of memory in GB/s, and products in float32 and another type in GFLOP/s. It takes some tenths of a second."""
+def measure_peaks() -> dict[str, float]:
+    """Reads of memory in GB/s, and products in float32 and in the type of this CPU in GFLOP/s; in some tenths of a second."""
     runner = TapeRunner(Level(), all_threads(cpu().num_cores))
 
     def rate(kind: str, num_outputs: int, num_rows: int) -> tuple[float, int]:
@@ -29,8 +29,8 @@ def measure_peaks(dtype: str) -> dict[str, float]:
         return 1 / best_s(lambda: weight.multiply(x, "none", None)), matrix.num_bytes
 
     reads, num_bytes = rate("float32", READ_BYTES // NUM_INPUTS // 4, 1)
-    found = {"GB/s from memory": reads * num_bytes / 1e9}
-    for kind in ("float32", dtype):
+    found = {READ_PEAK: reads * num_bytes / 1e9}
+    for kind in ("float32", fast_cpu_dtype()):
         found[f"GFLOP/s in {kind}"] = rate(kind, NUM_INPUTS, NUM_ROWS)[0] * 2 * NUM_ROWS * NUM_INPUTS**2 / 1e9
     return found
 

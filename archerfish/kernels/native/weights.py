@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import TensorError
-from archerfish.kernels.formats import Int4Groups, Int8Rows, Plain, WeightFormat
+from archerfish.kernels.formats import LARGEST_INT8, Int4Groups, Int8Rows, Plain, WeightFormat
 from archerfish.kernels.int4 import BLOCK, quantise_int4
 from archerfish.kernels.native._native import Level, Matrix, Packing, all_threads
 from archerfish.kernels.native.recorder import Handle, TapeRunner
@@ -24,7 +24,6 @@ ACTIVATIONS: dict[Activation, int] = {
     "none": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu_squared": 4, "sigmoid": 5, "silu": 6, "tanh": 7,
 }
 GROUP = 16  # outputs that lie side by side
-LARGEST_INT8 = 127
 HALF_RANGE = (2.0**-24, 65504.0)  # positive numbers of float16
 
 
@@ -93,9 +92,9 @@ def packed_format(stored: Iterable[str], dtype: str) -> str:
 def stack_parts(
     parts: Sequence[Handle], runner: TapeRunner, dtype: str, weight_format: str = "plain", *, rounds_rows: bool = False
 ) -> Matrix:
-    """Matrices one below the other, in the format of the first; dtype: what float32 becomes."""
+    """Matrices one below the other. dtype: as in `packed_format`; weight_format: what parts without blocks become."""
     stored = [as_stored(part) for part in parts]
-    has_int8_rows = rounds_rows and weight_format == "int8"
+    has_int8_rows = rounds_rows and weight_format == "int8" and not any(part.quant_type for part in stored)
     is_made = weight_format in MAKERS and not has_int8_rows
     if is_made:
         stored = [MAKERS[weight_format](part) for part in stored]
@@ -108,7 +107,8 @@ def stack_parts(
     for part in stored:
         add_part(matrix, part, kind, first)
         first += part.shape[0]
-    return runner.pack(matrix, is_copy=is_made or any(part.quant_type not in ("", kind) for part in stored))
+    is_copy = weight_format != "plain" and not has_int8_rows  # made here, or by `matrix_of`
+    return runner.pack(matrix, is_copy=is_copy or any(part.quant_type not in ("", kind) for part in stored))
 
 
 def as_stored(tensor: Any) -> StoredTensor:

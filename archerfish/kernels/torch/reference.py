@@ -332,9 +332,7 @@ def rotate(x: Tensor, cos_sin: Tensor, rotary_dim: int) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
-def attend(
-    q: Tensor, keys: Tensor, values: Tensor, heads: HeadShape, mask: BlockMask[Tensor] | None = None
-) -> Tensor:
+def attend(q: Tensor, keys: Tensor, values: Tensor, heads: HeadShape, mask: BlockMask[Tensor] | None = None) -> Tensor:
     """Causal attention of a sequence's last tokens: q (new, heads * head_dim), keys and values (all, kv_heads, head_dim)."""
     num_new, num_all = len(q), len(keys)
     grouped = q.view(num_new, heads.num_kv_heads, -1, heads.head_dim).float()
@@ -345,9 +343,7 @@ def attend(
     return torch.einsum("hgqk,khd->qhgd", scores.softmax(dim=-1), values.float()).reshape(num_new, -1).to(q.dtype)
 
 
-def visible(
-    num_new: int, num_all: int, window: int, device: torch.device, mask: BlockMask[Tensor] | None = None
-) -> Tensor:
+def visible(num_new: int, num_all: int, window: int, device: torch.device, mask: BlockMask[Tensor] | None = None) -> Tensor:
     """(new, all): which keys each of a sequence's last tokens sees."""
     query = torch.arange(num_all - num_new, num_all, device=device).unsqueeze(1)
     key = torch.arange(num_all, device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+from torch.nn.functional import pad
 
 from archerfish.kernels import sampling
 from archerfish.kernels.decoding import FIRST_FLOAT, Input
@@ -135,7 +135,7 @@ def draw(x: Tensor, highest: Tensor, temperature: Tensor, batch: SamplingBatch[T
         ids = x[rows].sort(dim=-1, descending=True, stable=True).indices  # among equals the lowest first
         ranked = weights[rows].gather(1, ids) * (torch.arange(x.shape[1], device=x.device) < top_k[:, None])
         sums = ranked.cumsum(-1, dtype=torch.float64)
-        ranked *= F.pad(sums[:, :-1], (1, 0)) < top_p[:, None] * sums[:, -1:]
+        ranked *= pad(sums[:, :-1], (1, 0)) < top_p[:, None] * sums[:, -1:]
         weights[rows] = torch.empty_like(ranked).scatter_(1, ids, ranked)
     return pick(weights.cumsum(-1, dtype=torch.float64), uniforms(batch.keys, batch.positions))
 
@@ -184,7 +184,7 @@ def penalise(x: Tensor, penalties: Penalties[Tensor]) -> None:
 def make_room(known: TokenCounts[Tensor], length: int) -> None:
     extra = (1 << (length - 1).bit_length()) - known.token_ids.shape[1]
     if extra > 0:
-        known.token_ids = F.pad(known.token_ids, (0, extra))
+        known.token_ids = pad(known.token_ids, (0, extra))
 
 
 def count_tokens(penalties: Penalties[Tensor], tokens: Tensor) -> None:

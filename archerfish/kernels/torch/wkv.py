@@ -104,9 +104,7 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
         y = (y + (bonus * prepared.value).view(num_tokens, -1)) * inputs.gate[:num_tokens].float()
         return F.pad(y.to(inputs.value.dtype), (0, 0, 0, inputs.value.shape[0] - num_tokens))
 
-    def decode_batch(
-        self, inputs: Tensor, state: DecodeState[Tensor]
-    ) -> tuple[RecurrentBatch[Tensor], SamplingBatch[Tensor]]:
+    def decode_batch(self, inputs: Tensor, state: DecodeState[Tensor]) -> tuple[RecurrentBatch[Tensor], SamplingBatch[Tensor]]:
         rows, positions = inputs[Input.ROW], inputs[Input.POSITION]
         num_real = int((positions >= 0).sum())  # they stand first
         every, ones = torch.arange(inputs.shape[1] + 1, device=inputs.device), np.ones(num_real, dtype=np.int64)
@@ -135,6 +133,4 @@ def prepare_heads(
         value = torch.lerp(value, heads(inputs.first_value), heads(inputs.value_mix).sigmoid())
     removal = F.normalize(key * weights.removal.view(num_heads, head_dim), dim=-1, eps=LEAST_LENGTH)
     key = key * (1.0 + (rate - 1.0) * weights.replacement.view(num_heads, head_dim))
-    return WkvInputs(
-        heads(inputs.receptance), DECAY_SCALE * heads(inputs.decay).sigmoid(), key, value, removal, removal * rate
-    )
+    return WkvInputs(heads(inputs.receptance), DECAY_SCALE * heads(inputs.decay).sigmoid(), key, value, removal, removal * rate)

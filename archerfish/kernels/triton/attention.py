@@ -56,9 +56,7 @@ def part_len(num_keys, num_parts, step: tl.constexpr):
 
 
 @triton.jit
-def store_part(
-    partials, levels, place, result, level, is_row, head_dim: tl.constexpr, width: tl.constexpr
-):
+def store_part(partials, levels, place, result, level, is_row, head_dim: tl.constexpr, width: tl.constexpr):
     """Store the result of one part of the keys for each row, and the logarithm of its weight."""
     dims = tl.arange(0, width)[None, :]
     tl.store(partials + place[:, None] * head_dim + dims, result, mask=is_row[:, None] & (dims < head_dim))
@@ -180,9 +178,7 @@ def decode_kernel(
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
-    context_len, first, num_keys = cut_keys(
-        context_lens, sequence, shared_len, num_splits, window, step, has_window, is_shared
-    )
+    context_len, first, num_keys = cut_keys(context_lens, sequence, shared_len, num_splits, window, step, has_window, is_shared)
     begin = first + split * num_keys
     end = tl.minimum(begin + num_keys, context_len)
     if is_split:  # noqa: SIM102 (the compiler decides this one)
@@ -259,9 +255,7 @@ def join_kernel(
     """Join the results of the parts of one decode and one head, weighted by their shares of the softmax."""
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
-    context_len, first, num_keys = cut_keys(
-        context_lens, sequence, shared_len, num_splits, window, step, has_window, is_shared
-    )
+    context_len, first, num_keys = cut_keys(context_lens, sequence, shared_len, num_splits, window, step, has_window, is_shared)
     follow(is_early)
     splits = tl.arange(0, most_splits)
     is_used = first + splits * num_keys < context_len

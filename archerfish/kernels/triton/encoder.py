@@ -116,9 +116,7 @@ def embed_kernel(
 
 
 @triton.jit
-def pool_kernel(
-    x, starts, out, x_stride, width: tl.constexpr, block: tl.constexpr, many: tl.constexpr, mode: tl.constexpr
-):
+def pool_kernel(x, starts, out, x_stride, width: tl.constexpr, block: tl.constexpr, many: tl.constexpr, mode: tl.constexpr):
     """One sequence, some columns. Nothing is read of a sequence without tokens, which fills up a captured pass."""
     sequence = tl.program_id(0).to(tl.int64)
     begin = tl.load(starts + sequence)

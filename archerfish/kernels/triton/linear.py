@@ -123,9 +123,7 @@ def linear(
         given |= {"num_pieces": tile.num_stages, "num_stages": 1}
     if tile.num_programs:
         num_programs = min(num_tiles, tile.num_programs)
-        stream_kernel[(num_programs,)](
-            num_rounds=cdiv(num_tiles, num_programs), columns=next_power_of_2(width), **given
-        )
+        stream_kernel[(num_programs,)](num_rounds=cdiv(num_tiles, num_programs), columns=next_power_of_2(width), **given)
         return out
     given |= {"x_stride": x.stride(0), "residual_stride": x.stride(0) if residual is None else residual.stride(0)}
     if tile.is_dot:

@@ -268,9 +268,7 @@ def mix_few_heads_kernel(
         value += (tl.load(first_value + place).to(tl.float32) - value) * share
     log_decay, key, removed, added = prepare_heads(decay, rate, key, removal_factor, replacement_factor, 0)
     state = next_state(state, log_decay, key, value, removed, added)
-    y = norm_heads(
-        tl.sum(state * own[None, :], 1), own, key, value, bonus_factor, norm_factor, norm_shift, eps, dim, 0
-    ) * gate
+    y = norm_heads(tl.sum(state * own[None, :], 1), own, key, value, bonus_factor, norm_factor, norm_shift, eps, dim, 0) * gate
     tl.store(out + place, y.to(out.dtype.element_ty))
     tl.store(matrix + target * state_stride, state, mask=is_real)
     tl.store(before + place, channel_input)

@@ -68,9 +68,7 @@ def rms_norm_kernel(
     tl.store(normed + row * width + columns, (wide * scale * factors).to(normed.dtype.element_ty), mask=is_inside)
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`Ops.rms_norm` for rows of at most MAX_WIDTH, with a result of some type."""
     num_rows, width = x.shape
     normed = torch.empty((num_rows, width), dtype=dtype, device=x.device)

@@ -374,9 +374,7 @@ class TritonOps(TorchOps):
             return super().layer_norm(x, norm)
         return triton_encoder.layer_norm(x, norm, self.torch_dtype)
 
-    def linear_layer_norm(
-        self, x: Tensor, weight: LinearWeight[Tensor], residual: Tensor, norm: NormWeights[Tensor]
-    ) -> Tensor:
+    def linear_layer_norm(self, x: Tensor, weight: LinearWeight[Tensor], residual: Tensor, norm: NormWeights[Tensor]) -> Tensor:
         """The residual is added on the way into the norm."""
         if residual.shape[1] > triton_encoder.MAX_WIDTH:
             return super().linear_layer_norm(x, weight, residual, norm)

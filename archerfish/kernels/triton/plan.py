@@ -58,9 +58,7 @@ class AttentionPlan:
     gathering: Gathering | None = None
     scratch: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)  # by purpose, shape and type
 
-    def pair(
-        self, purpose: str, first: tuple[int, ...], second: tuple[int, ...], dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+    def pair(self, purpose: str, first: tuple[int, ...], second: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Two tensors of scratch memory, which every layer writes anew."""
         key = (purpose, first, second, dtype)
         if key not in self.scratch:

@@ -161,9 +161,7 @@ class TritonRecurrentOps(TorchRecurrentOps):
             return out
         grid, rest = (num_sequences - num_decodes, num_heads), (*pieces, batch.first_pieces[num_decodes:], *last)
         if int(batch.query_lens.max()) < self.min_chunked or batch.is_deterministic:
-            wkv.mix_tokens_kernel[grid](
-                *tensors, *vectors, *rest, dim=dim, has_value_mix=has_value_mix, num_warps=HEAD_WARPS
-            )
+            wkv.mix_tokens_kernel[grid](*tensors, *vectors, *rest, dim=dim, has_value_mix=has_value_mix, num_warps=HEAD_WARPS)
         else:
             wkv.mix_chunks_kernel[grid](
                 *tensors, *vectors, *rest, dim=dim, has_value_mix=has_value_mix, chunk=CHUNK, num_warps=HEAD_WARPS
@@ -236,9 +234,7 @@ class TritonRecurrentOps(TorchRecurrentOps):
             multiply_parts(mixed, fused.channel, hidden)
         return self.ops.linear(hidden, channel.value, residual=x), value
 
-    def decode_batch(
-        self, inputs: Tensor, state: DecodeState[Tensor]
-    ) -> tuple[RecurrentBatch[Tensor], SamplingBatch[Tensor]]:
+    def decode_batch(self, inputs: Tensor, state: DecodeState[Tensor]) -> tuple[RecurrentBatch[Tensor], SamplingBatch[Tensor]]:
         num = inputs.shape[1]
         if num not in self._counting:
             self._counting[num] = torch.arange(num + 1, device=inputs.device)

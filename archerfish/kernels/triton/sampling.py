@@ -314,9 +314,7 @@ def units_of(order, highest, scale, min_p, unit: tl.constexpr):
 
 
 @triton.jit
-def sum_run(
-    listed, logits, is_listed, size, last, num_last, highest, scale, min_p, unit: tl.constexpr, tile: tl.constexpr
-):
+def sum_run(listed, logits, is_listed, size, last, num_last, highest, scale, min_p, unit: tl.constexpr, tile: tl.constexpr):
     """Weight in units of all tokens above the order `last`, and of at most num_last tokens of that order."""
     total = num_last * 0
     num_equal = num_last * 0
@@ -329,9 +327,7 @@ def sum_run(
 
 
 @triton.jit
-def pick(
-    listed, logits, is_listed, size, last, num_last, goal, highest, scale, min_p, unit: tl.constexpr, tile: tl.constexpr
-):
+def pick(listed, logits, is_listed, size, last, num_last, goal, highest, scale, min_p, unit: tl.constexpr, tile: tl.constexpr):
     """The place of the kept token at which the sum of weights, in the order of ids, passes the goal."""
     found = size
     num_equal = num_last * 0
