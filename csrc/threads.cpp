@@ -9,6 +9,7 @@
 #endif
 
 #include <map>
+#include <system_error>
 
 namespace archerfish {
 namespace {

@@ -176,7 +176,10 @@ class LoadDriver:
         leave_s = draw.uniform(0, load.hang_up_within_s) if load.hang_up_within_s else math.inf
         try:
             async with asyncio.timeout(min(load.timeout_s, leave_s)):
-                await self._exchange(PATHS[shape.kind], body, record)
+                try:
+                    await self._exchange(PATHS[shape.kind], body, record)
+                except aiohttp.ServerDisconnectedError:  # it had closed a connection that was kept: again, as other clients do
+                    await self._exchange(PATHS[shape.kind], body, record)
         except TimeoutError:
             record.outcome = "left" if leave_s < load.timeout_s else "timeout"
         except (aiohttp.ClientError, OSError):
