@@ -176,10 +176,7 @@ class LoadDriver:
         leave_s = draw.uniform(0, load.hang_up_within_s) if load.hang_up_within_s else math.inf
         try:
             async with asyncio.timeout(min(load.timeout_s, leave_s)):
-                try:
-                    await self._exchange(PATHS[shape.kind], body, record)
-                except aiohttp.ServerDisconnectedError:  # it had closed a connection that was kept: again, as other clients do
-                    await self._exchange(PATHS[shape.kind], body, record)
+                await self._ask(PATHS[shape.kind], body, record)
         except TimeoutError:
             record.outcome = "left" if leave_s < load.timeout_s else "timeout"
         except (aiohttp.ClientError, OSError):
@@ -187,6 +184,16 @@ class LoadDriver:
         record.ended_s = time.perf_counter()
         self.records.append(record)
         return record
+
+    async def _ask(self, path: str, body: dict[str, Any], record: Record) -> None:
+        """Sends again where a connection that was kept turns out to be closed, as other clients do."""
+        for _ in range(self._load.concurrency):
+            try:
+                return await self._exchange(path, body, record)
+            except aiohttp.ClientConnectionError:
+                if record.status:
+                    raise
+        return await self._exchange(path, body, record)
 
     async def _exchange(self, path: str, body: dict[str, Any], record: Record) -> None:
         async with self._session.post(path, json=body) as response:
