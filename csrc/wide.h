@@ -34,9 +34,6 @@ INLINE Words pair_bfloats(Floats first, Floats second) {
   return (round_bfloats(first) >> 16) | (round_bfloats(second) & all_words(0xffff0000u));
 }
 
-// out[r * 16 + lane] of `num_rows` rows with a panel. Between begin_wide and end_wide.
-template <int kHalfSums>  // inputs that are added up in half precision, if that is used, before they go into float32
-void wide_rows(int64_t num_rows, const uint16_t* x, const uint16_t* panel, int64_t num_inputs, float* out);
 #if !defined(__AMX_BF16__)
 INLINE void begin_wide() {}
 INLINE void end_wide() {}
@@ -116,7 +113,7 @@ template <bool kAreBytes>
 INLINE void tile_rows(int64_t num_rows, const uint8_t* x, const uint8_t* panel, const uint8_t* second, int64_t row_bytes, void* out,
                       void* second_out) {
 #define MULTIPLY(sums, rows, weights) \
-  if (kAreBytes) _tile_dpbusd(sums, rows, weights); else _tile_dpbf16ps(sums, rows, weights);
+  { if (kAreBytes) _tile_dpbusd(sums, rows, weights); else _tile_dpbf16ps(sums, rows, weights); }
   for (int64_t row = 0; row < num_rows; row += 32) {
     const bool is_pair = row + 16 < num_rows;
     const uint8_t* rows = x + row * row_bytes;
@@ -212,6 +209,9 @@ INLINE void wide_rows(int64_t num_rows, const uint16_t* x, const uint16_t* panel
   for (; r + 2 <= num_rows; r += 2) wide_tile<2, kHalfSums>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
   for (; r < num_rows; r++) wide_tile<1, kHalfSums>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
 }
+#else
+template <int kHalfSums>
+INLINE void wide_rows(int64_t, const uint16_t*, const uint16_t*, int64_t, float*) {}  // never called
 #endif
 
 #if defined(WIDE_HALF)
