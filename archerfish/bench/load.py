@@ -187,13 +187,13 @@ class LoadDriver:
 
     async def _ask(self, path: str, body: dict[str, Any], record: Record) -> None:
         """Sends again where a connection that was kept turns out to be closed, as other clients do."""
-        for _ in range(self._load.concurrency):
+        for num_kept in range(self._load.concurrency, -1, -1):
             try:
                 return await self._exchange(path, body, record)
             except aiohttp.ClientConnectionError:
-                if record.status:
+                if record.status or not num_kept:
                     raise
-        return await self._exchange(path, body, record)
+        return None
 
     async def _exchange(self, path: str, body: dict[str, Any], record: Record) -> None:
         async with self._session.post(path, json=body) as response:

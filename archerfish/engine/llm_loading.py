@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from archerfish.runtime.runner import ModelRunner
 from archerfish.sched.masks import MaskFinder
 from archerfish.sched.scheduler import Scheduler
 from archerfish.store.converter import ensure_converted
-from archerfish.store.format import buffer_bytes
+from archerfish.store.format import TensorInfo, buffer_bytes
 from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import HUB_ID, ONLY_TOKENIZER, builtin_at, resolve_model
@@ -115,8 +115,8 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
         facts, kind = facts_of(config, device, dtype, source, source.name, values, generation), ""
     else:
 
-        def check(values: Mapping[str, Any]) -> None:  # before a conversion, which may take minutes
-            check_memory(facts_of(config, device, dtype, source, source.name, values, {}), config)
+        def check(values: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> None:  # before a conversion, which takes minutes
+            check_memory(facts_of(config, device, dtype, source, source.name, values, {}, block_bytes(tensors)), config)
 
         is_kept = choose_backend(device, dtype).reads_stored
         directory = ensure_converted(source, dtype=dtype, keep_quantized=is_kept, hub=hub, progress=progress, check=check)
@@ -124,12 +124,18 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
         builtin = builtin_at(source, hub)
         generation = {**(metadata.generation_config or {}), **(builtin.sampling if builtin else {})}
         kept = metadata.quant_types if is_kept else set()
-        stored_bytes = sum(sum(buffer_bytes(info)) for info in metadata.tensors) if kept else 0
+        stored_bytes = block_bytes(metadata.tensors) if is_kept else 0
         facts = facts_of(config, device, dtype, directory, metadata.model_name, metadata.config, generation, stored_bytes)
         remark_blocks(config.weights, metadata.model_name, kept)
         kind = str(metadata.source.get("kind"))
     check_quantization(config.quantization, facts.config.values, kind, facts.name)
     return replace(facts, tokenizer_directory=locate_tokenizer(config.tokenizer, facts.directory, hub, progress))
+
+
+def block_bytes(tensors: Sequence[TensorInfo]) -> int:
+    """What weights take that stay in the blocks of a file; 0 if none are in blocks."""
+    has_blocks = any(info.quantization is not None for info in tensors)
+    return sum(sum(buffer_bytes(info)) for info in tensors) if has_blocks else 0
 
 
 def facts_of(

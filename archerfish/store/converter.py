@@ -233,14 +233,14 @@ def is_finite(values: npt.NDArray[Any]) -> bool:
 
 def ensure_converted(
     source: Path, *, dtype: str, hub: HubConfig | None = None, progress: Progress = no_progress,
-    check: Callable[[Mapping[str, Any]], None] | None = None, keep_quantized: bool = False,
+    check: Callable[[Mapping[str, Any], list[TensorInfo]], None] | None = None, keep_quantized: bool = False,
 ) -> Path:
     """The converted directory of a source: the source itself if it is converted, else one in the cache, made once.
 
     `dtype` is float32, bfloat16 or float16, or auto for the default of ConversionConfig. The name of the cached directory
     depends on the names, sizes and times of the source's files, so that a changed source is converted again. check: called with
-    the model's configuration before a conversion; its error refuses the model. keep_quantized: as in ConversionConfig; such a
-    copy of a GGUF file has a directory of its own.
+    the model's configuration and its tensors as they will be stored, before a conversion; its error refuses the model.
+    keep_quantized: as in ConversionConfig; such a copy of a GGUF file has a directory of its own.
     """
     if is_converted(source):
         return source
@@ -263,11 +263,13 @@ def ensure_converted(
         return target
     with file_lock(target.with_name(f"{target.name}.lock"), target):
         if not (target / METADATA_NAME).is_file():
+            converter = ModelConverter(config, hub=hub)
             if check is not None:
                 from archerfish.store.sources import open_source
 
-                check(open_source(source).config)
-            ModelConverter(config, hub=hub).convert(source, target, progress=progress)
+                opened = open_source(source)
+                check(opened.config, [converter.stored_info(tensor) for tensor in opened.tensors])
+            converter.convert(source, target, progress=progress)
     return target
 
 

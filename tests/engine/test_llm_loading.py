@@ -12,12 +12,14 @@ import torch
 import transformers
 
 from archerfish import ArrowEngine, EngineConfig, HubConfig, LLMEngine
+from archerfish.engine import llm_loading
 from archerfish.engine.llm_loading import read_facts
 from archerfish.errors import ArcherfishError, OutOfMemoryError, UnsupportedModelError
 from archerfish.kernels import room
 from archerfish.kernels.machine import Memory
 from archerfish.types import no_progress
 from tests.engine.tiny_llama import greedy, tiny_config
+from tests.store.gguf_models import make_tensors, write_gguf
 
 PROMPT = [5, 9, 33, 7, 60, 12]
 GREEDY = greedy(10)
@@ -86,6 +88,17 @@ def test_model_that_does_not_fit_is_refused_before_it_is_converted(
         else:
             read_facts(config, hub, no_progress)
         assert len(list(hub.cache_path().glob("converted/*/metadata.json"))) == num_converted
+
+
+def test_memory_for_a_gguf_file_is_counted_in_its_blocks_before_it_is_converted(
+    tmp_path: Path, hub: HubConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, checked = write_gguf(tmp_path / "m.gguf", "llama", make_tensors("llama"), "Q8_0"), list[int]()
+    monkeypatch.setattr(llm_loading, "check_memory", lambda facts, config: checked.append(facts.weight_bytes))
+    for _ in range(2):  # it is converted by now
+        facts = read_facts(EngineConfig(model=str(file), device="cpu"), hub, no_progress)
+        llm_loading.check_memory(facts, EngineConfig())
+    assert checked[0] == checked[1] == checked[2] == facts.stored_bytes > 0
 
 
 def test_encoder_that_does_not_fit_is_refused(tiny_model: Any, hub: HubConfig, monkeypatch: pytest.MonkeyPatch) -> None:
