@@ -79,6 +79,7 @@ struct Linear {
   const float* residual = nullptr;
   float softcap = 0;
   float* out;
+  int64_t out_width;                // numbers of a row of out and of residual
 };
 
 struct Norm {

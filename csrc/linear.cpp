@@ -242,7 +242,7 @@ INLINE void finish_tile(const Linear& args, const float* factors, int64_t row, i
   });
   if (up) for (int64_t i = 0; i < size; i += kLanes) store(tile + i, load(tile + i) * load(up + i));
   for (int64_t r = 0; r < num_rows; r++, tile += kGroup) {
-    const int64_t place = (row + r) * width + first;
+    const int64_t place = (row + r) * args.out_width + first;
     for (int64_t lane = 0; lane < count; lane += kLanes) {
       Floats y = load(tile + lane);
       if (args.residual) y += load_some(args.residual + place + lane, count - lane);

@@ -19,8 +19,8 @@ Level find_level(const std::string& name) {
   throw nb::value_error(("This machine has no level " + name + ".").c_str());
 }
 
-void add_linear(Tape& tape, const OwnedMatrix& matrix, int x, int out, int activation, bool is_gated, int residual, float softcap,
-                std::optional<Array> norm, float eps, int before, int total, bool is_deterministic) {
+void add_linear(Tape& tape, const OwnedMatrix& matrix, int x, int out, int64_t first, int64_t width, int activation, bool is_gated,
+                int residual, float softcap, std::optional<Array> norm, float eps, int before, int total, bool is_deterministic) {
   Rows rows = tape.rows_of(out);
   const float* factors = floats(norm);
   const Matrix* packed = &matrix;
@@ -28,7 +28,8 @@ void add_linear(Tape& tape, const OwnedMatrix& matrix, int x, int out, int activ
     Linear args{};
     args.matrix = packed, args.x = frame.at(x), args.num_rows = frame.sizes.of(rows), args.norm = factors;
     args.before = frame.at(before), args.total = frame.at(total), args.eps = eps, args.activation = Activation(activation);
-    args.is_deterministic = is_deterministic, args.is_gated = is_gated, args.residual = frame.at(residual), args.softcap = softcap, args.out = frame.at(out);
+    args.is_deterministic = is_deterministic, args.is_gated = is_gated, args.softcap = softcap;
+    args.residual = residual < 0 ? nullptr : frame.at(residual) + first, args.out = frame.at(out) + first, args.out_width = width;
     frame.kernels->linear(args, task);
   }, [=](const Sizes& sizes) { return linear_shared_bytes(*packed, sizes.of(rows)); }, linear_own_bytes(matrix));
 }
@@ -204,9 +205,9 @@ NB_MODULE(_native, m) {
       .def("value", [](Tape& tape, int rows, int64_t row_bytes) { return tape.value(Rows(rows), row_bytes); })
       .def("result", [](Tape& tape, int rows, int64_t row_bytes) { return tape.result(Rows(rows), row_bytes); })
       .def("constant", [](Tape& tape, Array array) { return tape.constant(array.data()); }, "array"_a.noconvert(), nb::keep_alive<1, 2>())
-      .def("linear", &add_linear, "matrix"_a, "x"_a, "out"_a, "activation"_a = 0, "is_gated"_a = false, "residual"_a = -1,
+      .def("linear", &add_linear, "matrix"_a, "x"_a, "out"_a, "first"_a, "width"_a, "activation"_a = 0, "is_gated"_a = false, "residual"_a = -1,
            "softcap"_a = 0.0f, "norm"_a.noconvert() = nb::none(), "eps"_a = 0.0f, "before"_a = -1, "total"_a = -1, "is_deterministic"_a = false, nb::keep_alive<1, 2>(),
-           nb::keep_alive<1, 9>())
+           nb::keep_alive<1, 11>())
       .def("norm", &add_norm, "x"_a, "before"_a, "total"_a, "weight"_a.noconvert(), "bias"_a.noconvert().none(), "eps"_a, "out"_a, nb::keep_alive<1, 5>(),
            nb::keep_alive<1, 6>())
       .def("tables", &add_tables, "tables"_a.noconvert(), "types"_a, "inputs"_a, "offsets"_a, "packed"_a.none(), "scale"_a, "width"_a, "out"_a,

@@ -220,13 +220,13 @@ class ServeBench:
         """The capacity before and after, and between them three times as much for two minutes, within the same deadline."""
         good_s = self.options.e2e_target / 1000 or DEADLINES_S[shape.kind]
         for server in self.servers:
-            before = self.capacity(server, shape, good_s)
+            before = self.capacity(server, shape, good_s, "before")
             probe = self.runner.run(server.drive(Load((shape,), concurrency=1, count=1, deadline_s=good_s)))
             deadline_s = good_s if probe.records[0].status not in (400, 422) else 0.0  # other servers may not take one
             load = self.load(shape, rate=max(1.0, OVERLOAD * before), duration_s=120.0, deadline_s=deadline_s, seed=title)
             memory: list[float] = []
             found = self.drive(server, load, good_s, memory)
-            after = self.capacity(server, shape, good_s)
+            after = self.capacity(server, shape, good_s, "after")
             found["capacity before, requests/s"] = before
             found["goodput / capacity"] = found["goodput, requests/s"] / max((before + after) / 2, 1e-9)
             found["capacity after / before"] = after / max(before, 1e-9)
@@ -235,10 +235,10 @@ class ServeBench:
                 found["growth of memory, share"] = (late - early) / early
             yield from measurements(title, server, found)
 
-    def capacity(self, server: Server, shape: Shape, good_s: float) -> float:
-        """The most good answers a second of some numbers at once."""
+    def capacity(self, server: Server, shape: Shape, good_s: float, seed: str) -> float:
+        """The most good answers a second of some numbers at once. seed: other prompts, which no cache has."""
         duration_s = min(CAPACITY_S, self.options.duration or CAPACITY_S)
-        loads = [Load((shape,), concurrency=size, duration_s=duration_s, seed=f"capacity:{size}") for size in CAPACITY_SIZES]
+        loads = [Load((shape,), concurrency=size, duration_s=duration_s, seed=f"{seed}:{size}") for size in CAPACITY_SIZES]
         return max(self.drive(server, load, good_s)["goodput, requests/s"] for load in loads)
 
     def disconnect(self) -> Found:

@@ -83,7 +83,7 @@ class ModelSize:
 
     def formats(self, dtype: str) -> dict[str, dict[str, int]]:
         """In which formats its layers of each kind run in the native backend, and how many do; empty where that is unknown."""
-        from archerfish.kernels.native.weights import packed_format
+        from archerfish.kernels.native.weights import joined_formats, packed_format
         from archerfish.models.adapter import model_class
         from archerfish.models.config import Config
 
@@ -93,7 +93,7 @@ class ModelSize:
             for names in model_class(Config(self.config)).products(Config(self.config)) if stored else []:
                 kinds = [stored.get(name) or stored[name.removeprefix("model.")] for name in names]
                 kind = ", ".join(re.sub(r"^(model\.)?(layers\.\d+\.)?|\.weight$", "", name) for name in names)
-                found[kind][packed_format(kinds, dtype)] += 1
+                found[kind][joined_formats(packed_format(each, dtype) for each in kinds)] += 1
         except (UnsupportedModelError, KeyError):  # an encoder; names that only the converter knows
             return {}
         return {kind: dict(counts) for kind, counts in found.items()}

@@ -58,7 +58,7 @@ def test_sizes_and_verdicts(model: Path) -> None:
 
 
 def test_formats_of_layers() -> None:
-    """Parts of one product that are stored in different formats are computed in the type of the CPU."""
+    """Parts of one product that are stored in different formats stay in them."""
     pytest.importorskip("archerfish.kernels.native._native")
     llama = {
         "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
@@ -69,7 +69,8 @@ def test_formats_of_layers() -> None:
     tensors = [TensorInfo(name, "float32", shape, blocks.get(name)) for name, shape in shapes.items()]
     found = doctor.ModelSize("tiny", 1000, 4000, config=llama, tensors=tensors).formats("bfloat16")
     assert found == {
-        "self_attn.q_proj, self_attn.k_proj, self_attn.v_proj": {"bfloat16": 2}, "self_attn.o_proj": {"bfloat16": 2},
+        "self_attn.q_proj, self_attn.k_proj, self_attn.v_proj": {"bfloat16": 1, "Q4_0 + bfloat16": 1},
+        "self_attn.o_proj": {"bfloat16": 2},
         "mlp.gate_proj, mlp.up_proj": {"Q4_0": 2}, "mlp.down_proj": {"Q4_0": 2}, "embed_tokens": {"bfloat16": 1},
     }
     assert doctor.ModelSize("bert", 1000, 4000, config={"model_type": "bert"}, tensors=tensors).formats("float16") == {}

@@ -91,7 +91,7 @@ def test_packing_keeps_every_bit(name: str, level: str) -> None:
     """The second part begins inside of a group of outputs, and its last group is not full."""
     made = [make_matrix(name, num, 512, seed=num) for num in (37, 70)]
     runner = TapeRunner(Level(level), all_threads(2))
-    matrix = stack_parts([stored for stored, _ in made], runner, "float32" if name not in PLAIN else name)
+    [matrix] = stack_parts([stored for stored, _ in made], runner, "float32" if name not in PLAIN else name)
     runner.run(Tape(Level(level)), StepArrays(), [])
     found = np.full((107, 512), np.nan, dtype=np.float32)
     matrix.unpack(found, Level(level))
@@ -162,23 +162,26 @@ def test_rows_of_bytes(level: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "Q4_0", "Q4_K", "Q8_0"])
-def test_parts_in_several_formats_become_one_matrix(name: str) -> None:
+def test_parts_in_several_formats_stay_in_them(name: str) -> None:
     parts = [make_matrix(name, 20, 256), make_matrix("float32", 7, 256), make_matrix("Q6_K", 33, 256)]
     ops = NativeOps()
-    weight = ops.linear_weight([{"weight": stored} for stored, _ in parts], [None] * 3)
+    weight: Any = ops.linear_weight([{"weight": stored} for stored, _ in parts], [None] * 3)
     x = random(6, 256).numpy()
-    assert_near(ops.linear(x, weight), x @ np.concatenate([wide for _, wide in parts]).T, TOLERANCE["float32"])
+    assert_near(ops.linear(x, weight), x @ np.concatenate([wide for _, wide in parts]).T, TOLERANCE["Q6_K"])
+    assert weight.get().format_name == f"{name} + float32 + Q6_K"
 
 
 @pytest.mark.parametrize("num_rows", [2, 21])
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "Q5_1", "Q6_K"])
-def test_what_is_done_with_a_product(name: str, num_rows: int, level: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "second"), [*((name, name) for name in ("float32", "bfloat16", "Q5_1", "Q6_K")), ("Q6_K", "Q4_K")]
+)
+def test_what_is_done_with_a_product(name: str, second: str, num_rows: int, level: str) -> None:
     """Stacked parts, one with a bias; activations, a residual, a gate, a cap, and a norm in front."""
     ops, reference = native_ops(dtype=name if name in PLAIN else "float32", level=level), TorchOps()
     bias, norm = random(32), random(256)
     x, before, residual = random(num_rows, 256), random(num_rows, 256), random(num_rows, 64)
     for sizes in ((32, 32), (32, 18)):  # a gate of the latter has outputs that are no multiple of 16
-        made = [make_matrix(name, num, 256, seed=num) for num in sizes]
+        made = [make_matrix(kind, num, 256, seed=num) for kind, num in zip((name, second), sizes, strict=True)]
         ours = ops.linear_weight([{"weight": stored} for stored, _ in made], [bias, None])
         theirs = reference.linear_weight([{"weight": torch.from_numpy(wide)} for _, wide in made], [bias, None])
 

@@ -125,7 +125,7 @@ class NativeOps(Ops[Any]):
             return tensor
         key = tensor.data.ctypes.data
         if key not in self._tables:
-            self._tables[key] = Table(stack_parts([tensor], self.runner, self.dtype))
+            self._tables[key] = Table(*stack_parts([tensor], self.runner, self.dtype))
         return self._tables[key]
 
     def vector(self, weight: Handle, *, plus: float = 0.0) -> Handle:
@@ -135,17 +135,18 @@ class NativeOps(Ops[Any]):
         self, parts: Sequence[Mapping[str, Handle]], biases: Sequence[Handle | None], weight_format: WeightFormat
     ) -> NativeWeight:
         weights = [matrix_of(part, weight_format) for part in parts]
-        is_tied = len(weights) == 1 and isinstance(weights[0], Table)
-        name, rounds_rows = weight_format.name, self.rounds_rows
-        matrix = weights[0].matrix if is_tied else stack_parts(weights, self.runner, self.dtype, name, rounds_rows=rounds_rows)
+        tied = [each.matrix for each in weights if isinstance(each, Table)]
+        matrices = tied or stack_parts(weights, self.runner, self.dtype, weight_format.name, rounds_rows=self.rounds_rows)
         if any(bias is not None for bias in biases):
             sizes = [weight.shape[0] for weight in weights]
             given = [
                 np.zeros(size, dtype=np.float32) if bias is None else self.vector(bias)
                 for size, bias in zip(sizes, biases, strict=True)
             ]
-            matrix.set_bias(np.concatenate(given))
-        return NativeWeight(self.runner, matrix, is_deterministic=self.is_deterministic)
+            ends = np.cumsum([matrix.num_outputs for matrix in matrices])
+            for matrix, bias in zip(matrices, np.split(np.concatenate(given), ends[:-1]), strict=True):
+                matrix.set_bias(bias)
+        return NativeWeight(self.runner, matrices, is_deterministic=self.is_deterministic)
 
     def prepare(self, then: Callable[[], None] = lambda: None) -> None:
         super().prepare()

@@ -23,9 +23,9 @@ def measure_peaks() -> dict[str, float]:
 
     def rate(kind: str, num_outputs: int, num_rows: int) -> tuple[float, int]:
         """Products a second, and the bytes of their matrix."""
-        matrix = stack_parts([np.ones((num_outputs, NUM_INPUTS), dtype=np.float32)], runner, kind)
+        [matrix] = stack_parts([np.ones((num_outputs, NUM_INPUTS), dtype=np.float32)], runner, kind)
         x = np.ones((num_rows, NUM_INPUTS), dtype=np.float32)
-        weight = NativeWeight(runner, matrix)
+        weight = NativeWeight(runner, [matrix])
         return 1 / best_s(lambda: weight.multiply(x, "none", None)), matrix.num_bytes
 
     reads, num_bytes = rate("float32", READ_BYTES // NUM_INPUTS // 4, 1)

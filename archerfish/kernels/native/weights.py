@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from archerfish.errors import TensorError
 from archerfish.kernels.formats import LARGEST_INT8, Int4Groups, Int8Rows, Plain, WeightFormat
 from archerfish.kernels.int4 import BLOCK, quantise_int4
-from archerfish.kernels.native._native import Level, Matrix, Packing, all_threads
-from archerfish.kernels.native.recorder import Handle, TapeRunner
+from archerfish.kernels.native._native import Matrix
+from archerfish.kernels.native.recorder import Handle, Recorder, TapeRunner
 from archerfish.kernels.ops import Activation, PackedWeight
 from archerfish.kernels.stored import StoredTensor
 
@@ -36,39 +37,43 @@ class Table:
 
 
 class NativeWeight(PackedWeight[Any]):
-    """A packed matrix with its bias."""
+    """Packed matrices with their biases, one below the other: one for each format that the parts are stored in."""
 
-    def __init__(self, runner: TapeRunner, matrix: Matrix, *, is_deterministic: bool = False) -> None:
-        self.runner, self.matrix, self.is_deterministic = runner, matrix, is_deterministic
-        self.can_gate = matrix.num_outputs % (2 * GROUP) == 0
+    def __init__(self, runner: TapeRunner, matrices: Sequence[Matrix], *, is_deterministic: bool = False) -> None:
+        self.runner, self.matrices, self.is_deterministic = runner, matrices, is_deterministic
+        self.num_outputs = sum(matrix.num_outputs for matrix in matrices)
+        self.can_gate = len(matrices) == 1 and self.num_outputs % (2 * GROUP) == 0
 
     @property
     def format_name(self) -> str:
-        return FORMAT_NAMES[self.matrix.format]
+        return joined_formats(FORMAT_NAMES[matrix.format] for matrix in self.matrices)
+
+    def _add(self, recorder: Recorder, x: Handle, out: Handle, **options: Any) -> None:
+        first = 0
+        for matrix in self.matrices:
+            recorder.tape.linear(
+                matrix, recorder(x), recorder(out), first, out.shape[1], is_deterministic=self.is_deterministic, **options
+            )
+            first += matrix.num_outputs
+        self.runner.finish(recorder)
 
     def multiply(self, x: Handle, activation: Activation, residual: Handle | None, *, softcap: float = 0.0) -> Handle:
         recorder = self.runner.current()
-        out = recorder.like(x, self.matrix.num_outputs)
-        recorder.tape.linear(
-            self.matrix, recorder(x), recorder(out), activation=ACTIVATIONS[activation], residual=recorder(residual),
-            softcap=softcap, is_deterministic=self.is_deterministic,
-        )
-        self.runner.finish(recorder)
+        out = recorder.like(x, self.num_outputs)
+        self._add(recorder, x, out, activation=ACTIVATIONS[activation], residual=recorder(residual), softcap=softcap)
         return out
 
     def multiply_normed(
         self, x: Handle, norm: Handle, eps: float, before: Handle | None, gate: Activation | None
     ) -> tuple[Handle, Handle]:
         """The product with the RMS norm of x + before, gated where it can be; and the sum."""
-        recorder, width, is_gated = self.runner.current(), self.matrix.num_outputs, gate is not None and self.can_gate
-        out = recorder.like(x, width // 2 if is_gated else width)
+        recorder, is_gated = self.runner.current(), gate is not None and self.can_gate
+        out = recorder.like(x, self.num_outputs // 2 if is_gated else self.num_outputs)
         total = x if before is None else recorder.like(x, x.shape[1])
-        recorder.tape.linear(
-            self.matrix, recorder(x), recorder(out), activation=ACTIVATIONS[(gate if is_gated else None) or "none"],
-            is_gated=is_gated, norm=norm, eps=eps, before=recorder(before), total=-1 if before is None else recorder(total),
-            is_deterministic=self.is_deterministic,
+        self._add(
+            recorder, x, out, activation=ACTIVATIONS[(gate if is_gated else None) or "none"], is_gated=is_gated, norm=norm,
+            eps=eps, before=recorder(before), total=-1 if before is None else recorder(total),
         )
-        self.runner.finish(recorder)
         return out, total
 
 
@@ -83,32 +88,42 @@ def matrix_of(part: Mapping[str, Handle], weight_format: WeightFormat) -> Handle
     return weight_format.dequantise(weight_format.load(tensors), torch.float32)
 
 
-def packed_format(stored: Iterable[str], dtype: str) -> str:
-    """The format of a matrix whose parts are stored in some formats; dtype: what float32 becomes, and parts that differ."""
-    kinds = {dtype if kind == "float32" else kind for kind in stored}
-    return kinds.pop() if len(kinds) == 1 else dtype
+def packed_format(stored: str, dtype: str) -> str:
+    """The format in which rows are multiplied that are stored in another; dtype: what float32 becomes."""
+    return dtype if stored == "float32" else stored
+
+
+def joined_formats(kinds: Iterable[str]) -> str:
+    """What people read of the formats of a product."""
+    return " + ".join(dict.fromkeys(kinds))
 
 
 def stack_parts(
     parts: Sequence[Handle], runner: TapeRunner, dtype: str, weight_format: str = "plain", *, rounds_rows: bool = False
-) -> Matrix:
-    """Matrices one below the other. dtype: as in `packed_format`; weight_format: what parts without blocks become."""
+) -> list[Matrix]:
+    """Parts one below the other, a matrix for each run of equal formats.
+
+    dtype: as in `packed_format`; weight_format: what parts without blocks become.
+    """
     stored = [as_stored(part) for part in parts]
     has_int8_rows = rounds_rows and weight_format == "int8" and not any(part.quant_type for part in stored)
     is_made = weight_format in MAKERS and not has_int8_rows
     if is_made:
         stored = [MAKERS[weight_format](part) for part in stored]
-    kind = INT8_ROWS if has_int8_rows else packed_format((part.quant_type or part.dtype for part in stored), dtype)
     num_inputs = stored[0].shape[1]
     if any(part.shape[1] != num_inputs for part in stored):
         raise TensorError("Matrices that are stacked have different numbers of inputs.")
-    matrix = Matrix(FORMATS[kind], sum(part.shape[0] for part in stored), num_inputs)
-    first = 0
-    for part in stored:
-        add_part(matrix, part, kind, first)
-        first += part.shape[0]
     is_copy = weight_format != "plain" and not has_int8_rows  # made here, or by `matrix_of`
-    return runner.pack(matrix, is_copy=is_copy or any(part.quant_type not in ("", kind) for part in stored))
+    matrices = []
+    kinds = [INT8_ROWS if has_int8_rows else packed_format(part.quant_type or part.dtype, dtype) for part in stored]
+    for kind, run in groupby(zip(kinds, stored, strict=True), itemgetter(0)):
+        same = [part for _, part in run]
+        matrix, first = Matrix(FORMATS[kind], sum(part.shape[0] for part in same), num_inputs), 0
+        for part in same:
+            add_part(matrix, part, first)
+            first += part.shape[0]
+        matrices.append(runner.pack(matrix, is_copy=is_copy))
+    return matrices
 
 
 def as_stored(tensor: Any) -> StoredTensor:
@@ -124,26 +139,13 @@ def as_stored(tensor: Any) -> StoredTensor:
     return StoredTensor(tuple(tensor.shape), name, array)
 
 
-def add_part(matrix: Matrix, part: StoredTensor, kind: str, first: int) -> None:
+def add_part(matrix: Matrix, part: StoredTensor, first: int) -> None:
     """Add the rows of a part from output `first` on."""
-    count = part.shape[0]
-    if not part.quant_type:
-        matrix.add_rows(part.data, first, count, TYPES[part.dtype])
-    elif part.quant_type != kind:  # the parts of one matrix are stored in different formats
-        matrix.add_rows(dequantised(part), first, count, TYPES["float32"])
-    else:
+    if part.quant_type:
         halves = [None if each is None else each.view(np.uint16) for each in (part.scales, part.mins)]
-        matrix.add_rows(part.data, first, count, scales=halves[0], mins=halves[1])
-
-
-def dequantised(part: StoredTensor) -> npt.NDArray[np.float32]:
-    """A matrix of blocks as float32."""
-    alone = Matrix(FORMATS[part.quant_type], *part.shape)
-    add_part(alone, part, part.quant_type, 0)
-    Packing([alone]).run(all_threads(1), 1)
-    out = np.empty(part.shape, dtype=np.float32)
-    alone.unpack(out, Level())
-    return out
+        matrix.add_rows(part.data, first, part.shape[0], scales=halves[0], mins=halves[1])
+    else:
+        matrix.add_rows(part.data, first, part.shape[0], TYPES[part.dtype])
 
 
 def to_int8(part: StoredTensor) -> StoredTensor:
