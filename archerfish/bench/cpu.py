@@ -36,7 +36,7 @@ from archerfish.bench.serve import ServeBench, running
 from archerfish.bench.worker import PACKAGE_PATH, EngineGroup, chosen, versions
 from archerfish.config import EmbedConfig
 from archerfish.errors import InvalidOptionError, ServiceError
-from archerfish.kernels.machine import READ_PEAK
+from archerfish.kernels.machine import READ_PEAK, fast_cpu_dtype
 from archerfish.observe.summary import percentile
 from archerfish.store.names import resolve_model
 
@@ -165,7 +165,8 @@ class CpuBench:
             if VLLM in self.peers and OURS in self.ours:
                 config = group.call(OURS, "facts")["config"]
                 (Path(scratch) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-                options = {**VLLM_OPTIONS, "model": scratch, "max_model_len": 2 * PREFILL_TOKENS}  # random weights in bfloat16
+                dtype = "bfloat16" if fast_cpu_dtype() == "bfloat16" else "float32"  # of random weights
+                options = {**VLLM_OPTIONS, "model": scratch, "max_model_len": 2 * PREFILL_TOKENS, "dtype": dtype}
                 group.open(VLLM, "Vllm", {"options": options}, environment=VLLM_ENVIRONMENT)
             for number in range(-1, self.options.rounds):
                 found = chain(self.decode_round(group, batches, number), self.prefill_round(group, "prefill" in parts, number))

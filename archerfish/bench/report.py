@@ -114,7 +114,8 @@ class BenchReport:
                 own, title = self.summary(metric), metric
                 value = own.median if own else None
                 if goal.peers:
-                    title, value = f"{metric}: times {goal.peers[0]}", self.gain(metric, goal.peers)
+                    peers = [peer for peer in goal.peers if self.summary(metric, peer)]
+                    title, value = f"{metric}: times {' or '.join(peers)}", self.gain(metric, peers)
                 elif goal.over:
                     title = f"{metric} / {goal.over}"
                     value = own.median / other.median if own and other and other.median else None

@@ -113,7 +113,6 @@ def stack_parts(
     num_inputs = stored[0].shape[1]
     if any(part.shape[1] != num_inputs for part in stored):
         raise TensorError("Matrices that are stacked have different numbers of inputs.")
-    is_copy = weight_format != "plain" and not has_int8_rows  # made here, or by `matrix_of`
     matrices = []
     kinds = [INT8_ROWS if has_int8_rows else packed_format(part.quant_type or part.dtype, dtype) for part in stored]
     for kind, run in groupby(zip(kinds, stored, strict=True), itemgetter(0)):
@@ -122,7 +121,7 @@ def stack_parts(
         for part in same:
             add_part(matrix, part, first)
             first += part.shape[0]
-        matrices.append(runner.pack(matrix, is_copy=is_copy))
+        matrices.append(runner.pack(matrix, is_copy=weight_format != "plain" and not has_int8_rows))  # made, or by `matrix_of`
     return matrices
 
 
