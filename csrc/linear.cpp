@@ -89,32 +89,40 @@ INLINE bool is_wide(const Linear& args) {
 }
 
 template <Format F>
-INLINE void widen_word(const Packed<F>& source, int j, uint8_t* to) {  // inputs 4 j to 4 j + 3
-  const int which = Layout<F>::kNumScales == 2 && j >= 4 ? 1 : 0;
+INLINE void widen_block(const Packed<F>& source, uint8_t* to) {
+  using L = Layout<F>;
+  Floats scales[L::kNumScales][kParts], mins[L::kNumScales][kParts];  // read once: the compiler cannot know that `to` is elsewhere
+  UNROLL for (int i = 0; i < L::kNumScales * kParts; i++) {
+    const int which = i / kParts, p = i % kParts;
+    scales[which][p] = source.scale(which, p);
+    if constexpr (L::kHasMin) mins[which][p] = source.min(p);
+    else mins[which][p] = scales[which][p] * float(-L::kOffset);
+  }
 #if defined(WIDE_HALF)
-  alignas(64) uint8_t codes[kWordBytes];
-  Floats scales[kParts], mins[kParts];
-  UNROLL for (int p = 0; p < kParts; p++) {
-    const Words w = source.word(j, p);
-    memcpy(codes + p * kVectorBytes, &w, sizeof w);
-    scales[p] = source.scale(which, p);
-    if constexpr (Layout<F>::kHasMin) mins[p] = source.min(p);
-    else mins[p] = scales[p] * float(-Layout<F>::kOffset);
-  }
-  store_halves<F == Format::kQ8_0>(codes, scales, mins, reinterpret_cast<uint16_t*>(to + 2 * j * kWordBytes));
-#else
-  for (int p = 0; p < kParts; p++) {
-    const Words w = source.word(j, p);
-    const Floats scale = source.scale(which, p);
-    Floats x[4];
-    UNROLL for (int b = 0; b < 4; b++) {
-      Ints code = F == Format::kQ8_0 ? (Ints)(w << (24 - 8 * b)) >> 24 : (Ints)((w >> (8 * b)) & all_words(255u)) - Layout<F>::kOffset;
-      x[b] = to_floats(code) * scale;
-      if constexpr (Layout<F>::kHasMin) x[b] += source.min(p);
+  float16x8_t halves[L::kNumScales][4];
+  UNROLL for (int which = 0; which < L::kNumScales; which++)
+    UNROLL for (int i = 0; i < 4; i++) {
+      const Floats* from = i < 2 ? scales[which] + 2 * i : mins[which] + 2 * i - 4;
+      halves[which][i] = join_halves(from[0], from[1]);
     }
-    store_pairs(x, to + 2 * j * kWordBytes, p);
-  }
 #endif
+  UNROLL for (int j = 0; j < 8; j++) {  // inputs 4 j to 4 j + 3
+    const int which = L::kNumScales == 2 && j >= 4 ? 1 : 0;
+    Words codes[kParts];
+    UNROLL for (int p = 0; p < kParts; p++) codes[p] = source.word(j, p);
+#if defined(WIDE_HALF)
+    store_halves<F == Format::kQ8_0>(codes, halves[which], reinterpret_cast<uint16_t*>(to + 2 * j * kWordBytes));
+#else
+    UNROLL for (int p = 0; p < kParts; p++) {
+      Floats x[4];
+      UNROLL for (int b = 0; b < 4; b++) {
+        const Ints code = F == Format::kQ8_0 ? (Ints)(codes[p] << (24 - 8 * b)) >> 24 : (Ints)((codes[p] >> (8 * b)) & all_words(255u));
+        x[b] = multiply_add(to_floats(code), scales[which][p], mins[which][p]);
+      }
+      store_pairs(x, to + 2 * j * kWordBytes, p);
+    }
+#endif
+  }
 }
 
 template <Format F>
@@ -129,7 +137,7 @@ INLINE const uint16_t* wide_panel(const uint8_t* group, int64_t num_inputs, char
     uint8_t* to = reinterpret_cast<uint8_t*>(memory);
     for (int64_t b = 0; b < num_inputs / kBlock; b++, to += 16 * kWordBytes) {
       source.open(b);
-      UNROLL for (int j = 0; j < 8; j++) widen_word(source, j, to);
+      widen_block(source, to);
     }
   }
   return static_cast<const uint16_t*>(static_cast<const void*>(order_panel(panel, 2 * wide_inputs(num_inputs), memory)));

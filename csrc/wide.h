@@ -202,12 +202,15 @@ INLINE void wide_tile(const uint16_t* x, const uint16_t* panel, int64_t num_inpu
   UNROLL for (int r = 0; r < R; r++)
     UNROLL for (int p = 0; p < 4; p++) vst1q_f32(out + r * kGroup + 4 * p, total[r][p]);
 }
-template <int kHalfSums>  // inputs that are added up in half precision before they go into float32
+template <int kHalfSums, int kMost = 6>  // inputs that are added up in half precision before they go into float32; rows of a tile
 INLINE void wide_rows(int64_t num_rows, const uint16_t* x, const uint16_t* panel, int64_t num_inputs, float* out) {
-  int64_t r = 0;
-  for (; r + 4 <= num_rows; r += 4) wide_tile<4, kHalfSums>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
-  for (; r + 2 <= num_rows; r += 2) wide_tile<2, kHalfSums>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
-  for (; r < num_rows; r++) wide_tile<1, kHalfSums>(x + r * num_inputs, panel, num_inputs, out + r * kGroup);
+  for (int64_t r = 0; r < num_rows;) {  // tiles of nearly the same size: small ones wait for their own sums
+    const int64_t left = num_rows - r, num_tiles = (left + kMost - 1) / kMost, count = (left + num_tiles - 1) / num_tiles;
+#define TILE(R) case R: wide_tile<R, kHalfSums>(x + r * num_inputs, panel, num_inputs, out + r * kGroup); break;
+    switch (count) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
+#undef TILE
+    r += count;
+  }
 }
 #else
 template <int kHalfSums>
@@ -218,22 +221,23 @@ INLINE void wide_rows(int64_t, const uint16_t*, const uint16_t*, int64_t, float*
 INLINE float16x8_t join_halves(Floats low, Floats high) {
   return vcvt_high_f16_f32(vcvt_f16_f32((float32x4_t)low), (float32x4_t)high);
 }
-// Four inputs of a group, whose codes lie side by side for each output, as code * scale + min.
+// Four inputs of a group, whose codes lie side by side for each output, as code * scale + min; factors: scales, then minima.
 template <bool kIsSigned>
-INLINE void store_halves(const uint8_t* codes, const Floats (&scales)[kParts], const Floats (&mins)[kParts], uint16_t* to) {
-  const uint8x16x4_t inputs = vld4q_u8(codes);
-  const float16x8_t scale[2] = {join_halves(scales[0], scales[1]), join_halves(scales[2], scales[3])};
-  const float16x8_t min[2] = {join_halves(mins[0], mins[1]), join_halves(mins[2], mins[3])};
+INLINE void store_halves(const Words (&codes)[kParts], const float16x8_t (&factors)[4], uint16_t* to) {
+  const auto bytes_of = [&](int part) { return (uint8x16_t)codes[part]; };
+  const uint8x16x2_t first = vuzpq_u8(bytes_of(0), bytes_of(1)), second = vuzpq_u8(bytes_of(2), bytes_of(3));
+  const uint8x16x2_t even = vuzpq_u8(first.val[0], second.val[0]), odd = vuzpq_u8(first.val[1], second.val[1]);
+  const uint8x16_t inputs[4] = {even.val[0], odd.val[0], even.val[1], odd.val[1]};
+  // 0x64 above a byte b is 1024 + b in half precision: quicker than instructions that convert.
+  const uint8x16_t upper = vdupq_n_u8(0x64), flip = vdupq_n_u8(kIsSigned ? 0x80 : 0);
+  const float16x8_t shift = vdupq_n_f16(kIsSigned ? 1152 : 1024);
   UNROLL for (int b = 0; b < 4; b++) {
-    float16x8_t numbers[2];
-    if constexpr (kIsSigned) {
-      const int8x16_t bytes = vreinterpretq_s8_u8(inputs.val[b]);
-      numbers[0] = vcvtq_f16_s16(vmovl_s8(vget_low_s8(bytes))), numbers[1] = vcvtq_f16_s16(vmovl_high_s8(bytes));
-    } else {
-      numbers[0] = vcvtq_f16_u16(vmovl_u8(vget_low_u8(inputs.val[b]))), numbers[1] = vcvtq_f16_u16(vmovl_high_u8(inputs.val[b]));
+    const uint8x16_t bytes = veorq_u8(inputs[b], flip);
+    const uint8x16_t both[2] = {vzip1q_u8(bytes, upper), vzip2q_u8(bytes, upper)};
+    UNROLL for (int half = 0; half < 2; half++) {
+      const float16x8_t numbers = vsubq_f16(vreinterpretq_f16_u8(both[half]), shift);
+      vst1q_u16(to + b * kGroup + 8 * half, vreinterpretq_u16_f16(vfmaq_f16(factors[2 + half], numbers, factors[half])));
     }
-    UNROLL for (int half = 0; half < 2; half++)
-      vst1q_u16(to + b * kGroup + 8 * half, vreinterpretq_u16_f16(vfmaq_f16(min[half], numbers[half], scale[half])));
   }
 }
 #endif
