@@ -202,11 +202,12 @@ INLINE void wide_tile(const uint16_t* x, const uint16_t* panel, int64_t num_inpu
   UNROLL for (int r = 0; r < R; r++)
     UNROLL for (int p = 0; p < 4; p++) vst1q_f32(out + r * kGroup + 4 * p, total[r][p]);
 }
-constexpr int kMost = 6;  // rows of a tile: as many as registers hold
+constexpr int kMostTileRows = 6;  // whose sums and numbers fit into the registers
 template <int kHalfSums>  // inputs that are added up in half precision before they go into float32
 INLINE void wide_rows(int64_t num_rows, const uint16_t* x, const uint16_t* panel, int64_t num_inputs, float* out) {
   for (int64_t r = 0; r < num_rows;) {  // tiles of nearly the same size: small ones wait for their own sums
-    const int64_t left = num_rows - r, num_tiles = (left + kMost - 1) / kMost, count = (left + num_tiles - 1) / num_tiles;
+    const int64_t left = num_rows - r, num_tiles = (left + kMostTileRows - 1) / kMostTileRows;
+    const int64_t count = (left + num_tiles - 1) / num_tiles;
 #define TILE(R) case R: wide_tile<R, kHalfSums>(x + r * num_inputs, panel, num_inputs, out + r * kGroup); break;
     switch (count) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
 #undef TILE

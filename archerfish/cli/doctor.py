@@ -63,10 +63,9 @@ class ModelSize:
     def block_bytes(self) -> int:
         """Bytes in memory on a CPU of a model with GGUF blocks, which stay as they are; 0: it has none."""
         from archerfish.kernels.select import native_error
-        from archerfish.store.format import buffer_bytes
+        from archerfish.store.format import block_bytes
 
-        is_kept = not native_error() and any(info.quantization for info in self.tensors)
-        return sum(sum(buffer_bytes(info)) for info in self.tensors) if is_kept else 0
+        return 0 if native_error() else block_bytes(self.tensors)
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes in memory in a type, or in a weight format with the rest in two bytes; 0: unknown for this model."""

@@ -26,7 +26,7 @@ from archerfish.runtime.runner import ModelRunner
 from archerfish.sched.masks import MaskFinder
 from archerfish.sched.scheduler import Scheduler
 from archerfish.store.converter import ensure_converted
-from archerfish.store.format import TensorInfo, buffer_bytes
+from archerfish.store.format import TensorInfo, block_bytes
 from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import HUB_ID, ONLY_TOKENIZER, builtin_at, resolve_model
@@ -130,12 +130,6 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
         kind = str(metadata.source.get("kind"))
     check_quantization(config.quantization, facts.config.values, kind, facts.name)
     return replace(facts, tokenizer_directory=locate_tokenizer(config.tokenizer, facts.directory, hub, progress))
-
-
-def block_bytes(tensors: Sequence[TensorInfo]) -> int:
-    """What weights take that stay in the blocks of a file; 0 if none are in blocks."""
-    has_blocks = any(info.quantization is not None for info in tensors)
-    return sum(sum(buffer_bytes(info)) for info in tensors) if has_blocks else 0
 
 
 def facts_of(

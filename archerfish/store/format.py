@@ -8,7 +8,7 @@ the column `data` holds plain little-endian bytes, and `dtype` says of which typ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -319,6 +319,11 @@ def buffer_bytes(info: TensorInfo) -> list[int]:
         return []
     num_blocks = info.num_params // group_size
     return [num_blocks * INTEGER_BYTES[quant_type], *[num_blocks * 2] * num_scales(quant_type)]
+
+
+def block_bytes(tensors: Sequence[TensorInfo]) -> int:
+    """What weights take that stay in the blocks of a file; 0 if none are in blocks."""
+    return sum(sum(buffer_bytes(info)) for info in tensors) if any(info.quantization for info in tensors) else 0
 
 
 def split_blocks(info: TensorInfo, blocks: npt.NDArray[np.uint8]) -> Row:

@@ -121,7 +121,8 @@ def stack_parts(
         for part in same:
             add_part(matrix, part, first)
             first += part.shape[0]
-        matrices.append(runner.pack(matrix, is_copy=weight_format != "plain" and not has_int8_rows))  # made, or by `matrix_of`
+        # Other formats were made here, or by `matrix_of`.
+        matrices.append(runner.pack(matrix, is_copy=weight_format != "plain" and not has_int8_rows))
     return matrices
 
 
