@@ -416,7 +416,8 @@ void attend(const Attend& args, const Task& task) {
   const int heads = shared >= kQueries ? kQueries : shared;       // query heads of a tile
   const int splits = (shared + heads - 1) / heads;
   constexpr bool kCanBeWide = kWideBfloat || kWideHalf;
-  const bool can_be_wide = kCanBeWide && !args.is_exact && dim % kGroup == 0;
+  const bool is_finer = kWideBfloat && args.type == Type::kHalf;  // than 16-bit products are
+  const bool can_be_wide = kCanBeWide && !is_finer && !args.is_exact && dim % kGroup == 0;
   Work work(task.own, dim);
   if (can_be_wide) begin_wide();
   int64_t before = 0;  // items of the sequences so far; each thread finds the item it took by walking on from its last one

@@ -65,9 +65,9 @@ INLINE void byte_tile(const uint8_t* x, const uint8_t* words, int64_t num_inputs
 }
 
 // The sums of a group's outputs: out[r * 16 + lane]. With AMX, `tile_rows` makes them.
-INLINE void sum_bytes(int64_t num_rows, const uint8_t* x, const uint8_t* words, int64_t num_inputs, char* memory, int32_t* out) {
+INLINE void sum_bytes(int64_t num_rows, const uint8_t* x, const uint8_t* words, int64_t num_inputs, int32_t* out) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-  return pair_rows<int32x4_t>(num_rows, x, order_panel(words, num_inputs, memory), num_inputs, out);
+  return pair_rows<int32x4_t>(num_rows, x, words, num_inputs, out);
 #endif
   constexpr int kMany = kParts == 1 ? 12 : 4;
   int64_t r = 0;

@@ -11,7 +11,7 @@ constexpr int kGroup = 16;       // outputs whose weights lie side by side
 constexpr int kBlock = 32;       // inputs that share a scale, in weights and activations
 constexpr int kSuper = 8;        // blocks of a super-block, in the K formats
 constexpr int kFewRows = 4;      // up to which each thread prepares all rows of a product for itself
-constexpr int kRowsAtOnce = 128; // that a panel of unpacked weights is used for
+constexpr int kRowsAtOnce = 128; // of a product whose sums a thread holds
 constexpr int64_t kLine = 64;    // bytes of a cache line
 
 constexpr int kQueries = 64;     // rows of a tile of attention
@@ -229,9 +229,9 @@ struct Kernels {
 ALWAYS_INLINE int64_t linear_shared_bytes(const Matrix& matrix, int64_t num_rows) {
   return (num_rows + 15) / 16 * 16 * (matrix.num_inputs + kBlock) * 4 + 4 * kLine;  // as float32; other forms take less
 }
-ALWAYS_INLINE int64_t linear_panel_bytes(const Matrix& matrix) { return (matrix.num_inputs + kBlock) * kGroup * 4 + kLine; }
+ALWAYS_INLINE int64_t linear_panel_bytes(const Matrix& matrix) { return (matrix.num_inputs + kBlock) * kGroup * 4; }
 ALWAYS_INLINE int64_t linear_own_bytes(const Matrix& matrix) {
-  return 2 * kRowsAtOnce * kGroup * 4 + linear_panel_bytes(matrix) + 2 * linear_shared_bytes(matrix, kFewRows);
+  return 2 * kRowsAtOnce * kGroup * 4 + 2 * linear_panel_bytes(matrix) + 2 * linear_shared_bytes(matrix, kFewRows);
 }
 ALWAYS_INLINE int64_t attend_own_bytes(const Attend& args) {  // queries, their sums, scores, weights, and a chunk's keys and values
   const int64_t dim = args.head_dim + kBlock;

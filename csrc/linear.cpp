@@ -126,7 +126,7 @@ INLINE void widen_block(const Packed<F>& source, uint8_t* to) {
 }
 
 template <Format F>
-INLINE const uint16_t* wide_panel(const uint8_t* group, int64_t num_inputs, char* memory) {
+INLINE const uint8_t* wide_panel(const uint8_t* group, int64_t num_inputs, char* memory) {
   const void* panel = memory;
   if constexpr (is_plain(F)) {
     const int64_t bytes = group_bytes(F, num_inputs);
@@ -140,7 +140,7 @@ INLINE const uint16_t* wide_panel(const uint8_t* group, int64_t num_inputs, char
       widen_block(source, to);
     }
   }
-  return static_cast<const uint16_t*>(static_cast<const void*>(order_panel(panel, 2 * wide_inputs(num_inputs), memory)));
+  return static_cast<const uint8_t*>(order_panel(panel, 2 * wide_inputs(num_inputs), memory));
 }
 
 // ---- a whole product ----
@@ -154,60 +154,68 @@ struct Prepared {
   ByteCode* codes = nullptr;
 };
 
-// Sums of a group's outputs for `num_rows` rows from `row` on: out[r * 16 + lane].
+// A group as its products take it: unpacked into `memory`, or as it is.
 template <Format F>
-void multiply_group(const Matrix& matrix, const uint8_t* group, const Prepared& x, int64_t row, int64_t num_rows,
-                    char* panel_memory, float* out) {
+const uint8_t* open_group(const Matrix& matrix, const uint8_t* group, const Prepared& x, int64_t num_rows, char* memory) {
+  const int64_t num_inputs = matrix.num_inputs;
+  if constexpr (can_widen(F))
+    if (x.wide) return wide_panel<F>(group, num_inputs, memory);
+  if constexpr (is_plain(F) && F != Format::kFloat)
+    if (num_rows > kFewRows) {
+      widen<F>(group, num_inputs, reinterpret_cast<float*>(memory));
+      return reinterpret_cast<const uint8_t*>(memory);
+    }
+  if constexpr (F == Format::kInt8) return static_cast<const uint8_t*>(order_panel(group + kByteHeader, byte_inputs(num_inputs), memory));
+  return group;
+}
+
+// Sums of a group's outputs for `num_rows` rows from `row` on: out[r * 16 + lane]. panel: what open_group gave.
+template <Format F>
+void multiply_group(const Matrix& matrix, const uint8_t* group, const uint8_t* panel, const Prepared& x, int64_t row, int64_t num_rows,
+                    float* out) {
   const int64_t num_inputs = matrix.num_inputs;
   if constexpr (can_widen(F)) {
     if (x.wide) {
       const int64_t width = wide_inputs(num_inputs);
-      wide_rows<kLinearSums>(num_rows, x.wide + row * width, wide_panel<F>(group, num_inputs, panel_memory), width, out);
+      wide_rows<kLinearSums>(num_rows, x.wide + row * width, reinterpret_cast<const uint16_t*>(panel), width, out);
       return;
     }
   }
   if constexpr (F == Format::kInt8) {
     const int64_t width = byte_inputs(num_inputs);
-    sum_bytes(num_rows, x.encoded + row * width, group + kByteHeader, width, panel_memory, reinterpret_cast<int32_t*>(out));
+    sum_bytes(num_rows, x.encoded + row * width, panel, width, reinterpret_cast<int32_t*>(out));
     finish_bytes(num_rows, x.codes + row, group, out);
   } else if constexpr (is_plain(F)) {
     const float* rows = x.floats + row * num_inputs;
-    if constexpr (F == Format::kFloat) return plain_rows(num_rows, Plain<F>{group}, num_inputs, rows, out);
-    if (num_rows <= kFewRows) return plain_rows(num_rows, Plain<F>{group}, num_inputs, rows, out);
-    float* panel = reinterpret_cast<float*>(panel_memory);
-    widen<F>(group, num_inputs, panel);
-    return plain_rows(num_rows, Plain<Format::kFloat>{reinterpret_cast<uint8_t*>(panel)}, num_inputs, rows, out);
+    if (panel == group) plain_rows(num_rows, Plain<F>{group}, num_inputs, rows, out);
+    else plain_rows(num_rows, Plain<Format::kFloat>{panel}, num_inputs, rows, out);
   } else {
     const int64_t num_blocks = num_inputs / kBlock;
     block_rows<F>(num_rows, group, num_blocks, x.bytes + row / kTile * num_blocks, out);
   }
 }
 
-// The same for two groups; second: null if there is one only.
+// Two groups, or one, with the same rows.
+struct Pair {
+  const uint8_t *groups[2], *panels[2];  // the second: null if there is one only
+  float* sums[2];
+};
+
 template <Format F>
-void multiply_groups(const Matrix& matrix, const uint8_t* group, const uint8_t* second, const Prepared& x, int64_t row, int64_t num_rows,
-                     char* panel_memory, float* out, float* second_out) {
+void multiply_pair(const Matrix& matrix, const Pair& pair, const Prepared& x, int64_t row, int64_t num_rows) {
 #if defined(__AMX_BF16__)
-  if constexpr (F == Format::kInt8) {
-    const int64_t width = byte_inputs(matrix.num_inputs);
-    tile_rows<true>(num_rows, x.encoded + row * width, group + kByteHeader, second ? second + kByteHeader : nullptr, width, out, second_out);
-    finish_bytes(num_rows, x.codes + row, group, out);
-    if (second) finish_bytes(num_rows, x.codes + row, second, second_out);
+  const bool are_tiles = F == Format::kInt8 || x.wide;
+  if (are_tiles) {
+    const int64_t width = F == Format::kInt8 ? byte_inputs(matrix.num_inputs) : 2 * wide_inputs(matrix.num_inputs);
+    const uint8_t* rows = F == Format::kInt8 ? x.encoded : reinterpret_cast<const uint8_t*>(x.wide);
+    tile_rows<F == Format::kInt8>(num_rows, rows + row * width, pair.panels[0], pair.panels[1], width, pair.sums[0], pair.sums[1]);
+    if constexpr (F == Format::kInt8)
+      for (int i = 0; i < 2 && pair.groups[i]; i++) finish_bytes(num_rows, x.codes + row, pair.groups[i], pair.sums[i]);
     return;
   }
-  if constexpr (can_widen(F)) {
-    if (x.wide) {
-      const int64_t width = 2 * wide_inputs(matrix.num_inputs);
-      const void* panel = wide_panel<F>(group, matrix.num_inputs, panel_memory);
-      const void* other = second ? wide_panel<F>(second, matrix.num_inputs, panel_memory + width * kGroup) : nullptr;
-      tile_rows<false>(num_rows, reinterpret_cast<const uint8_t*>(x.wide) + row * width, static_cast<const uint8_t*>(panel),
-                       static_cast<const uint8_t*>(other), width, out, second_out);
-      return;
-    }
-  }
 #endif
-  multiply_group<F>(matrix, group, x, row, num_rows, panel_memory, out);
-  if (second) multiply_group<F>(matrix, second, x, row, num_rows, panel_memory, second_out);
+  for (int i = 0; i < 2 && pair.groups[i]; i++)
+    multiply_group<F>(matrix, pair.groups[i], pair.panels[i], x, row, num_rows, pair.sums[i]);
 }
 
 // The RMS norm of x + before; without a norm, x itself. Gives where the row stands that is to be multiplied.
@@ -302,26 +310,35 @@ Prepared prepare_rows(const Linear& args, const Task& task, char* own) {
 void linear(const Linear& args, const Task& task) {
   const Matrix& matrix = *args.matrix;
   const int64_t num_rows = args.num_rows, num_groups = (matrix.num_outputs + kGroup - 1) / kGroup;
-  const int64_t bytes_of_group = group_bytes(matrix.format, matrix.num_inputs), num_items = (num_groups + 1) / 2;
-  float* tile = reinterpret_cast<float*>(task.own);
-  float* second_tile = tile + kRowsAtOnce * kGroup;
-  char* panel = task.own + 2 * kRowsAtOnce * kGroup * 4;
-  const Prepared x = prepare_rows(args, task, panel + linear_panel_bytes(matrix));
+  const int64_t bytes_of_group = group_bytes(matrix.format, matrix.num_inputs), num_pairs = (num_groups + 1) / 2;
+  float* sums = reinterpret_cast<float*>(task.own);
+  char* panels = task.own + 2 * kRowsAtOnce * kGroup * 4;
+  const Prepared x = prepare_rows(args, task, panels + 2 * linear_panel_bytes(matrix));
   if (x.wide || x.encoded) begin_wide();
+  // A piece of work: a pair of groups, with rows that stay in the cache; where groups are unpacked, with as many as leave three pieces
+  // to each thread.
   const int64_t num_chunks = (num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
-  const int64_t size = num_rows > kFewRows ? 1 : at_least(1, num_items / (task.num_threads * 8));
-  task.share(1, num_chunks * num_items, size, [&](int64_t first, int64_t last) {
-    for (int64_t item = first; item < last; item++) {
-      const int64_t row = item / num_items * kRowsAtOnce, place = item % num_items, count = at_most(kRowsAtOnce, num_rows - row);
-      const int64_t group = args.is_gated ? place : 2 * place, second = args.is_gated ? place + num_items : group + 1;
-      const uint8_t* data = matrix.data + group * bytes_of_group;
-      const uint8_t* second_data = second < num_groups ? matrix.data + second * bytes_of_group : nullptr;
+  const int64_t chunks = is_plain(matrix.format) || x.encoded ? 1 : at_least(1, num_chunks * num_pairs / (3 * task.num_threads));
+  const int64_t rows_of_piece = chunks * kRowsAtOnce, num_pieces = (num_rows + rows_of_piece - 1) / rows_of_piece * num_pairs;
+  const int64_t size = num_rows > kFewRows ? 1 : at_least(1, num_pairs / (task.num_threads * 8));
+  task.share(1, num_pieces, size, [&](int64_t begin, int64_t end) {
+    for (int64_t piece = begin; piece < end; piece++) {
+      const int64_t first_row = piece / num_pairs * rows_of_piece, last_row = at_most(first_row + rows_of_piece, num_rows), place = piece % num_pairs;
+      const int64_t first = args.is_gated ? place : 2 * place, second = args.is_gated ? place + num_pairs : first + 1;
+      const auto group_at = [&](int64_t group) { return group < num_groups ? matrix.data + group * bytes_of_group : nullptr; };
+      Pair pair{{group_at(first), group_at(second)}, {}, {sums, sums + kRowsAtOnce * kGroup}};
       with_format(matrix.format, [&](auto format) {
-        multiply_groups<decltype(format)::value>(matrix, data, second_data, x, row, count, panel, tile, second_tile);
+        constexpr Format F = decltype(format)::value;
+        for (int i = 0; i < 2 && pair.groups[i]; i++)
+          pair.panels[i] = open_group<F>(matrix, pair.groups[i], x, num_rows, panels + i * linear_panel_bytes(matrix));
+        for (int64_t row = first_row; row < last_row; row += kRowsAtOnce) {
+          const int64_t count = at_most(kRowsAtOnce, last_row - row);
+          const float* factors = x.factors ? x.factors + row : nullptr;
+          multiply_pair<F>(matrix, pair, x, row, count);
+          finish_tile(args, factors, row, count, first, pair.sums[0], args.is_gated ? pair.sums[1] : nullptr);
+          if (!args.is_gated && pair.groups[1]) finish_tile(args, factors, row, count, second, pair.sums[1], nullptr);
+        }
       });
-      const float* factors = x.factors ? x.factors + row : nullptr;
-      finish_tile(args, factors, row, count, group, tile, args.is_gated ? second_tile : nullptr);
-      if (!args.is_gated && second_data) finish_tile(args, factors, row, count, second, second_tile, nullptr);
     }
   });
   if (x.wide || x.encoded) end_wide();

@@ -25,6 +25,13 @@ constexpr int64_t kWideInputs = 32;  // inputs are filled up to a multiple of th
 
 INLINE int64_t wide_inputs(int64_t num_inputs) { return (num_inputs + kWideInputs - 1) / kWideInputs * kWideInputs; }
 
+#if defined(__AVX512BF16__)
+INLINE Words pair_bfloats(Floats first, Floats second) {  // of each lane: the first in the lower half of a word
+  const Words places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const __m512i order = (__m512i)(places | ((places + 16) << 16));
+  return (Words)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+}
+#else
 INLINE Words round_bfloats(Floats x) {  // in the upper halves of words
   Words bits = as_words(x);
   return bits + all_words(0x7fffu) + ((bits >> 16) & all_words(1u));
@@ -33,6 +40,7 @@ INLINE Words round_bfloats(Floats x) {  // in the upper halves of words
 INLINE Words pair_bfloats(Floats first, Floats second) {
   return (round_bfloats(first) >> 16) | (round_bfloats(second) & all_words(0xffff0000u));
 }
+#endif
 
 #if !defined(__AMX_BF16__)
 INLINE void begin_wide() {}
@@ -255,6 +263,8 @@ INLINE void store_pairs(const Floats (&x)[4], uint8_t* to, int part) {
 INLINE void store_wide(uint16_t* to, Floats x) {
 #if defined(WIDE_HALF)
   vst1_u16(to, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x)));
+#elif defined(__AVX512BF16__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh((__m512)x));
 #else
   typedef uint16_t Narrow __attribute__((vector_size(kVectorBytes / 2)));
   Narrow narrow = __builtin_convertvector(round_bfloats(x) >> 16, Narrow);

@@ -291,7 +291,7 @@ class ArrowEngine:
         self._check_open()
         started = time.perf_counter()
         max_tokens = self._batch_tokens(self.config.max_batch_size)
-        batches = plan_batches([len(text.token_ids) for text in texts], max_tokens)
+        batches = plan_batches([len(text.token_ids) for text in texts], max_tokens, self._pool.num_workers)
         start = self._pool.run if len(batches) == 1 else self._pool.submit
         running = [start(self._run, batch, [texts[i] for i in batch], self._is_scaled(normalize)) for batch in batches]
         finished = (batch.result() if isinstance(batch, Future) else batch for batch in running)
@@ -479,7 +479,7 @@ class ArrowEngine:
                 following = next(pending, [])
                 texts = [inputs[i] for i in following]
                 coming = in_background(partial(self._tokenize, texts), "tokenizer", daemon=True) if following else None
-                batches = plan_batches([len(t.token_ids) for t in tokenized], max_tokens)
+                batches = plan_batches([len(t.token_ids) for t in tokenized], max_tokens, self._pool.num_workers)
                 num_earlier = len(running)
                 if len(batches) == 1 and len(window) == len(inputs):
                     yield self._pool.run(self._run, window, tokenized, normalize)
