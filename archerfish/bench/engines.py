@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -63,13 +64,13 @@ class Engine:
 class TextEngine(Engine):
     """An engine that continues prompts of token ids; outputs have exactly the length that is asked for."""
 
-    def run(self, prompts: list[list[int]], outputs: list[int], temperature: float) -> list[int]:
-        """Continue all prompts; returns how many tokens each gave."""
+    def run(self, prompts: list[list[int]], outputs: list[int], temperature: float, **others: Any) -> list[int]:
+        """Continue all prompts; returns how many tokens each gave. others: sampling parameters."""
         raise NotImplementedError
 
-    def generate(self, prompts: list[list[int]], outputs: list[int], temperature: float = 0.0) -> float:
+    def generate(self, prompts: list[list[int]], outputs: list[int], temperature: float = 0.0, **others: Any) -> float:
         """The seconds that the prompts take together."""
-        seconds, counts = timed(lambda: self.run(prompts, outputs, temperature))
+        seconds, counts = timed(lambda: self.run(prompts, outputs, temperature, **others))
         if counts != outputs:
             raise RuntimeError(f"{sum(outputs)} tokens were asked for, {sum(counts)} came")
         return seconds
@@ -88,14 +89,14 @@ class Archerfish(TextEngine):
 
         self.engine = LLMEngine(EngineConfig(**self.options))
 
-    def params(self, num_output: int, temperature: float = 0.0, *, detokenize: bool = False) -> Any:
+    def params(self, num_output: int, temperature: float = 0.0, *, detokenize: bool = False, **others: Any) -> Any:
         """As of the peers, token ids come back, and no text is made of them."""
         from archerfish import SamplingParams
 
-        return SamplingParams(max_tokens=num_output, temperature=temperature, ignore_eos=True, detokenize=detokenize)
+        return SamplingParams(max_tokens=num_output, temperature=temperature, ignore_eos=True, detokenize=detokenize, **others)
 
-    def run(self, prompts: list[list[int]], outputs: list[int], temperature: float) -> list[int]:
-        params = [self.params(count, temperature) for count in outputs]
+    def run(self, prompts: list[list[int]], outputs: list[int], temperature: float, **others: Any) -> list[int]:
+        params = [self.params(count, temperature, **others) for count in outputs]
         self.outputs = self.engine.generate(prompts, params)
         return [len(output.token_ids) for output in self.outputs]
 
@@ -192,7 +193,7 @@ class Transformers(TextEngine):
         model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)  # to_empty leaves this buffer unset
         self.model = model.eval()
 
-    def run(self, prompts: list[list[int]], outputs: list[int], temperature: float) -> list[int]:
+    def run(self, prompts: list[list[int]], outputs: list[int], temperature: float, **others: Any) -> list[int]:
         """One left-padded batch that runs as long as its longest output."""
         import torch
 
@@ -243,7 +244,7 @@ class LlamaCpp(TextEngine):
         tokens = self.model.generate(prompt, temp=0.0, reset=False)
         return [time.perf_counter() - began for _, _ in zip(range(num_output), tokens, strict=False)]
 
-    def run(self, prompts: list[list[int]], outputs: list[int], temperature: float) -> list[int]:
+    def run(self, prompts: list[list[int]], outputs: list[int], temperature: float, **others: Any) -> list[int]:
         """All prompts at once through the C interface, always greedy."""
         api, number = self.package, len(prompts)
         if number not in self.contexts:
@@ -291,9 +292,9 @@ class Vllm(TextEngine):
     def load(self) -> None:
         self.engine = self.package.LLM(**self.options)
 
-    def run(self, prompts: list[list[int]], outputs: list[int], temperature: float) -> list[int]:
-        make = self.package.SamplingParams
-        params = [make(temperature=temperature, max_tokens=count, ignore_eos=True, detokenize=False) for count in outputs]
+    def run(self, prompts: list[list[int]], outputs: list[int], temperature: float, **others: Any) -> list[int]:
+        make = partial(self.package.SamplingParams, temperature=temperature, ignore_eos=True, detokenize=False, **others)
+        params = [make(max_tokens=count) for count in outputs]
         found = self.engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         return [len(output.outputs[0].token_ids) for output in found]
 

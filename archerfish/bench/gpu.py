@@ -39,6 +39,24 @@ SHAPES: dict[str, dict[str, Any]] = {  # config.json by name; what it leaves out
         },
         "bos_token_id": 128000, "eos_token_id": 128009, "torch_dtype": "bfloat16",
     },
+    "llama-3.2-1b": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
+        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True,
+        "bos_token_id": 128000, "eos_token_id": 128009, "torch_dtype": "bfloat16",
+    },
+    "qwen3-4b": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "tie_word_embeddings": True,
+        "bos_token_id": 151643, "eos_token_id": 151645, "torch_dtype": "bfloat16",
+    },
+    "qwen3-14b": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 17408,
+        "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "tie_word_embeddings": False,
+        "bos_token_id": 151643, "eos_token_id": 151645, "torch_dtype": "bfloat16",
+    },
 }  # fmt: skip
 VLLM = "vllm"
 COMMON = {
@@ -53,19 +71,32 @@ CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA
 PARTS = {
     "offline": "256 requests of 100-1024 tokens in and out, tokens/s", "bs1": "one request, tokens/s",
     "prefill": "64 prompts of 2048 tokens, tokens/s", "shared": "256 requests on a shared prefix of 3072 tokens, requests/s",
+    "four": "4 sequences, tokens/s", "drawn": "128 sequences, temperature alone, tokens/s",
+    "sampled": "128 sequences, penalties and cuts, tokens/s", "logprobs": "128 sequences, 5 logprobs, tokens/s",
 }  # fmt: skip
+# What a part asks for beyond a temperature, of how many sequences.
+SAMPLING: dict[str, tuple[int, dict[str, Any]]] = {
+    "four": (4, {}), "drawn": (128, {}), "logprobs": (128, {"logprobs": 5}),
+    "sampled": (128, {"top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2}),
+}
+SAMPLED_INPUT, SAMPLED_OUTPUT = 128, 256  # tokens
 FIRST_TOKEN = "one request, first token, ms"
-VLLM_RATIOS = {  # how many times vLLM's rate ours must be, in the order of PARTS
+VLLM_RATIOS = {  # how many times vLLM's rate ours must be, in the order of the first PARTS
     "qwen3-0.6b": (1.15, 2.5, 1.0, 3.0), "llama-3.1-8b": (1.05, 1.25, 1.0, 1.6),
 }  # fmt: skip
 GOALS = tuple(
     Goal(f"{shape}: {metric}", wanted, at_least=True, peers=(VLLM,))
-    for shape, ratios in VLLM_RATIOS.items() for metric, wanted in zip(PARTS.values(), ratios, strict=True)
+    for shape, ratios in VLLM_RATIOS.items() for metric, wanted in zip(PARTS.values(), ratios, strict=False)
+) + tuple(
+    Goal(f"{shape}: {PARTS[part]}", wanted, at_least=True, peers=(VLLM,))
+    for shape in SHAPES for part, wanted in (("four", 1.3), ("sampled", 1.3), ("logprobs", 1.2))
+) + tuple(
+    Goal(f"{shape}: {PARTS['sampled']}", 0.9, at_least=True, over=f"{shape}: {PARTS['drawn']}") for shape in SHAPES
 )  # fmt: skip
 STARTUP_GOALS = (Goal("qwen3-0.6b: second start, s", 8.0), Goal("llama-3.1-8b: second start, s", 15.0))
 MAX_TOKEN = 10000
 SAMPLED, GREEDY = 0.6, 0.0  # temperatures
-Generate = Callable[..., float | None]  # prompts, outputs and temperature to seconds
+Generate = Callable[..., float | None]  # prompts, outputs, temperature and other sampling parameters to seconds
 
 
 def measure(options: Namespace) -> Found:
@@ -124,6 +155,10 @@ def run_parts(generate: Generate, parts: Iterable[str], number: int) -> Iterator
         generate(prompts=[[*prefix, 5]], outputs=[1], temperature=GREEDY)  # computes the prefix
         if seconds := generate(prompts=shared, outputs=[64] * 256, temperature=SAMPLED):
             yield PARTS["shared"], 256 / seconds
+    for part, (num, sampling) in SAMPLING.items():
+        work = {"prompts": [tokens(SAMPLED_INPUT) for _ in range(num)], "outputs": [SAMPLED_OUTPUT] * num}
+        if part in parts and (seconds := generate(**work, temperature=SAMPLED, **sampling)):
+            yield PARTS[part], num * SAMPLED_OUTPUT / seconds
 
 
 def startup(options: Namespace) -> Found:

@@ -28,8 +28,8 @@ EmbedInput = str | Sequence[int]
 def plan_batches(lengths: Sequence[int], max_tokens: int, num_workers: int = 1) -> list[list[int]]:
     """Indices grouped into batches of at most max_tokens tokens, longest first. A longer text is a batch of its own.
 
-    Batches are smaller where some of num_workers would have none. Each batch takes the longest text that is left, then repeatedly the longest that still fits. Full batches cost least per
-    token, and few distinct sizes need few compiled products.
+    Batches are smaller where some of num_workers would have none. Each takes the longest text that is left, then repeatedly the
+    longest that still fits. Full batches cost least per token, and few distinct sizes need few compiled products.
     """
     max_tokens = min(max_tokens, max(SMALL_BATCH, -(-sum(lengths) // num_workers)))
     order = sorted(range(len(lengths)), key=lengths.__getitem__)  # ascending: the longest is cheap to take

@@ -26,7 +26,6 @@ WORD = (1 << 64) - 1
 # splitmix64's constants as signed words, which tensors can be multiplied with
 GAMMA, MIX_A, MIX_B = (word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 TOP_K_OFF = 1 << 40
-FIRST_CAPACITY = 256  # of TokenCounts.token_ids
 CHOSEN, NOT_FINITE, NONE_LEFT = 0, 1, 2  # how a row went: a token; NaN or infinite logits; every token is ruled out
 
 
@@ -57,9 +56,6 @@ class TokenCounts(Generic[T]):
     """How often tokens stand in prompt and output of sequences, one row each. Backends write into it."""
 
     counts: T  # (rows, vocabulary) int32: twice the number in the output, and 1 more for a token of the prompt
-    token_ids: T  # (rows, capacity) int64: every token that is counted, some more than once; what follows them does no harm
-    lengths: T  # (rows,) int64: how many token_ids
-    num_ids: Ids  # the same on the host
 
 
 class Penalties(NamedTuple, Generic[T]):

@@ -39,6 +39,7 @@ class Kind(NamedTuple):
     size: int
     is_shared: bool = False  # sequences have keys in common
     is_cut: bool = False  # some draw from fewer than all tokens: by top_k, top_p or min_p
+    is_sampled: bool = True  # it gives a report of tokens; else logits
 
 
 class RecordedPasses(ABC, Generic[T, K]):
@@ -86,15 +87,16 @@ class PreparedDecodes(NamedTuple):
     """Inputs of a step of decodes, the longest sequences first: the device has small pieces of work left for the end."""
 
     words: Ids
+    order: Ids  # which sequence of the step stands in each column
     rows: Ids
     num_shared: int
     unknown: Ids  # rows whose blocks the device does not know
     tables: Ids  # and their blocks
-    columns: Ids  # where each sequence of the step stands
+    is_plain: bool  # the recorded work samples all of them
 
 
 class DecodeGraphs(RecordedPasses[T, Kind]):
-    """Steps that are only decodes of plainly sampled sequences, from the embedding to the sampled token."""
+    """Steps that are only decodes, from the embedding to the sampled token; to the logits if some are not sampled plainly."""
 
     def __init__(
         self, model: ModelAdapter[T], pool: MemoryPool[T], sampler: FastSampler[T], *, num_rows: int, max_len: int
@@ -120,7 +122,7 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
                 self._special_rows.discard(entry.row)
             else:
                 self._special_rows.add(entry.row)
-        return step.is_decode_only and self._special_rows.isdisjoint(step.rows.tolist())
+        return step.is_decode_only
 
     def warm_up(self) -> bool:
         """Record batches that share nothing and draw from all tokens, and one of each other kind.
@@ -147,8 +149,8 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         sizes = self.sizes[::-1]
         shared = [size for size in sizes if size >= MIN_SHARED_SEQUENCES and self.pool.has_keys]
         return [
-            [Kind(size, is_shared, is_cut) for size in (shared if is_shared else sizes)]
-            for is_shared in (False, True) for is_cut in (False, True)
+            [Kind(size, is_shared, *how) for size in (shared if is_shared else sizes)]
+            for how in ((False,), (True,), (False, False)) for is_shared in (False, True)
         ]
 
     def prepare(self, step: StepInput, tables: BlockTables) -> PreparedDecodes:
@@ -169,14 +171,15 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
             before = tables.at(rows, np.maximum(positions - 1, 0) // self.pool.block_size)
             words[Input.SOURCE, :num] = np.where(positions > 0, before, NO_BLOCK)
         new_tables = tables.of(unknown) if len(unknown) else unknown
-        return PreparedDecodes(words, rows, int(num_shared), unknown, new_tables, np.argsort(order))
+        is_plain = self._special_rows.isdisjoint(rows.tolist())
+        return PreparedDecodes(words, order, rows, int(num_shared), unknown, new_tables, is_plain)
 
     def start(self, prepared: PreparedDecodes) -> T:
-        """Queue the work of a step; gives the (2, rows) report of `Drawn`, in the order of `prepared.rows`."""
+        """Queue the work of a step; gives the (2, rows) report of `Drawn`, or logits, in the order of `prepared.rows`."""
         if len(prepared.unknown):
             self.ops.set_tables(self.state, prepared.unknown, prepared.tables)
-        is_cut = self.sampler.write_inputs(prepared.words, prepared.rows)
-        inputs, repeat = self.recorded(Kind(prepared.words.shape[1], prepared.num_shared > 0, is_cut))
+        is_cut = prepared.is_plain and self.sampler.write_inputs(prepared.words, prepared.rows)
+        inputs, repeat = self.recorded(Kind(prepared.words.shape[1], prepared.num_shared > 0, is_cut, prepared.is_plain))
         self.ops.send(prepared.words, inputs)
         return repeat()
 
@@ -189,7 +192,10 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         batch, sampling = self.pool.decode_batch(inputs, self.state, is_shared=kind.is_shared)
         if not kind.is_cut:
             sampling = replace(sampling, min_p=None, cuts=None)
-        drawn = self.ops.sample(self.model.logits(self.model.forward(batch, self.pool.layers)), sampling)
+        logits = self.model.logits(self.model.forward(batch, self.pool.layers))
+        if not kind.is_sampled:
+            return logits
+        drawn = self.ops.sample(logits, sampling)
         self.ops.keep_tokens(inputs, self.state, drawn.tokens)
         return drawn.report
 

@@ -7,6 +7,7 @@ not waited for. Tokens that the step before is still choosing are filled in wher
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -195,10 +196,13 @@ class ModelRunner(Generic[T]):
     def _start_graph(self, step: StepInput, prepared: PreparedDecodes) -> Callable[[], StepResult]:
         assert self._graphs is not None
         self.num_forward_passes += 1
-        fetch = self.ops.fetch(self._graphs.start(prepared))
+        found, order = self._graphs.start(prepared), prepared.order
+        if not prepared.is_plain:
+            return self._choose(step, self.ops.first_rows(found, len(order)), order, np.zeros_like(order))
+        fetch, columns = self.ops.fetch(found), np.argsort(order)
 
         def finish() -> StepResult:
-            report = fetch()[:, prepared.columns]
+            report = fetch()[:, columns]
             return StepResult(report[0][:, None], errors=self.sampler.failures(report, step.rows))
 
         return finish
@@ -210,25 +214,30 @@ class ModelRunner(Generic[T]):
         if step.reused:
             logits += [self._logits[handle] for _, handle in step.reused]
             order.append(np.asarray([index for index, _ in step.reused], dtype=np.int64))
-        num_samples = max(1, int(step.samples.max()))
         sampled = np.concatenate(order)  # row i of the logits is of sequence sampled[i], for its token nth[i] of this step
-        nth = np.arange(len(sampled)) - np.searchsorted(sampled, sampled) if num_samples > 1 else np.zeros_like(sampled)
+        nth = np.arange(len(sampled)) - np.searchsorted(sampled, sampled) if step.samples.max() > 1 else np.zeros_like(sampled)
+        joined = None if not logits else logits[0] if len(logits) == 1 else self.ops.concat(logits)
+        return self._choose(step, joined, sampled, nth, scores)
+
+    def _choose(
+        self, step: StepInput, logits: T | None, sampled: Ids, nth: Ids, scores: SequenceOf[Scores] = ()
+    ) -> Callable[[], StepResult]:
+        """Queue the choice of token nth[i] of sequence sampled[i] by row i of the logits; the result waits for it."""
         read, returned = None, dict[int, Any]()
-        if logits:
-            joined = logits[0] if len(logits) == 1 else self.ops.concat(logits)
-            returned = {index: self.ops.rows(joined, np.flatnonzero(sampled == index)[:1]) for index in step.returned}
+        if logits is not None:
+            returned = {index: self.ops.rows(logits, np.flatnonzero(sampled == index)[:1]) for index in step.returned}
             for index, handle in step.kept:
-                self._logits[handle] = self.ops.rows(joined, np.flatnonzero(sampled == index)[:1])
+                self._logits[handle] = self.ops.rows(logits, np.flatnonzero(sampled == index)[:1])
             masks = None
             if step.mask_bits is not None:
                 at = {index: place for place, index in enumerate(sampled.tolist())}
                 masks = np.asarray([at[index] for index in step.masked], dtype=np.int64), step.mask_bits
             rows, positions = step.rows[sampled], (step.starts + step.counts + 1 - step.samples)[sampled] + nth
-            tokens, read = self.sampler.sample(joined, rows, positions, masks)
+            tokens, read = self.sampler.sample(logits, rows, positions, masks)
             self.ops.put(self._last_tokens, rows, tokens)
 
         def finish() -> StepResult:  # an interrupt may make the caller ask again
-            result = StepResult(np.zeros((len(step.rows), num_samples), dtype=np.int64), logits=returned)
+            result = StepResult(np.zeros((len(step.rows), max(1, int(step.samples.max()))), dtype=np.int64), logits=returned)
             for index, read_scores in scores:
                 result.prompt_logprobs.setdefault(index, []).extend(read_scores())
             if read is not None:

@@ -170,11 +170,15 @@ def gpu_options(**changes: Any) -> Namespace:
 def test_gpu_parts_draw_the_same_prompts_whichever_run() -> None:
     asked: list[tuple[list[list[int]], list[int], float]] = []
 
-    def generated(prompts: list[list[int]], outputs: list[int], temperature: float) -> float:
+    def generated(prompts: list[list[int]], outputs: list[int], temperature: float, **others: Any) -> float:
         asked.append((prompts, outputs, temperature))
+        assert others in ({}, *(wanted for _, wanted in gpu.SAMPLING.values()))
         return float(len(asked))
 
-    rates = dict(gpu.run_parts(generated, list(gpu.PARTS), 1))
+    assert [metric for metric, _ in gpu.run_parts(generated, gpu.SAMPLING, 1)] == [gpu.PARTS[part] for part in gpu.SAMPLING]
+    assert [len(prompts) for prompts, _, _ in asked] == [4, 128, 128, 128]
+    asked.clear()
+    rates = dict(gpu.run_parts(generated, set(gpu.PARTS) - set(gpu.SAMPLING), 1))
     total = sum(asked[0][1])
     assert list(rates.values()) == [total, 2000, 512 / (3 - 2), 64 * 2048 / 4, 256 / 6]
     sizes = [(len(prompts), len(prompts[0])) for prompts, _, _ in asked[1:]]
@@ -196,7 +200,7 @@ class FakeTextEngine(engines.TextEngine):
     def load(self) -> None:
         assert self.options["load_format"] in ("dummy", "auto")
 
-    def run(self, prompts: list[list[int]], outputs: list[int], temperature: float) -> list[int]:
+    def run(self, prompts: list[list[int]], outputs: list[int], temperature: float, **others: Any) -> list[int]:
         if self.options["max_num_seqs"] == 1 and len(prompts) > 1:
             raise MemoryError("no memory left")
         return outputs

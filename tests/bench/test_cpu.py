@@ -24,7 +24,7 @@ class FakeLlama(engines.TextEngine):
     def __init__(self, **_: Any) -> None:
         self.start = dict  # type: ignore[method-assign]
 
-    def run(self, prompts: list[list[int]], outputs: list[int], temperature: float) -> list[int]:
+    def run(self, prompts: list[list[int]], outputs: list[int], temperature: float, **others: Any) -> list[int]:
         return outputs
 
     def token_times(self, prompt: list[int], num_output: int) -> list[float]:

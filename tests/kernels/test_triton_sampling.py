@@ -18,7 +18,7 @@ from tests.kernels.triton_support import DEVICE, HAS_CUDA, captured, untraced
 
 from archerfish.kernels.triton import sampling as triton_sampling  # isort: skip (triton must be told to interpret first)
 from archerfish.kernels.torch.reference import TorchOps  # isort: skip
-from archerfish.kernels.sampling import CHOSEN, NONE_LEFT, TOP_K_OFF, Cuts, Entries, Masks, Ranges  # isort: skip
+from archerfish.kernels.sampling import CHOSEN, NONE_LEFT, TOP_K_OFF, Cuts, Entries, Masks, Penalties, Ranges  # isort: skip
 from archerfish.kernels.sampling import SamplingBatch, stream_key, uniform  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
 from archerfish.params import SamplingParams  # isort: skip
@@ -292,3 +292,43 @@ def test_ranges_beside_a_mask() -> None:
     rows, token_ids = torch.tensor([0, 1], device=DEVICE), torch.tensor([5, 1050], device=DEVICE)
     biased = replace(plain, bias=Entries(rows, token_ids), bias_values=rows.double() * 0 + 60.0)
     assert TritonOps(DEVICE, "float32").sample(logits, biased).tokens.tolist() == [5, 1053]
+
+
+@pytest.mark.parametrize("vocab_size", [3, 700, 4100])
+def test_logprobs_are_the_references(vocab_size: int) -> None:
+    for seed, num_top in enumerate((0, 1, 20)):
+        logits = random_logits(7, vocab_size, 3.0, is_rounded=seed % 2 == 1, seed=seed)
+        logits[2, : vocab_size // 2] = -math.inf
+        logits[3] = -math.inf if seed == 1 else logits[3]
+        rows = None if seed % 2 else np.array([6, 0, 2, 2])
+        token_ids = torch.randint(0, vocab_size, (7 if rows is None else 4,), device=DEVICE)
+        found, expected = (ops.token_logprobs(logits, token_ids, num_top, rows=rows) for ops in both_ops())
+        for name in ("logprobs", "top_logprobs"):
+            torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=2e-6, equal_nan=True)
+        for name in ("ranks", "top_ids"):
+            assert getattr(found, name).tolist() == getattr(expected, name).tolist()
+
+
+def test_penalties_and_masks_are_the_references() -> None:
+    size, num = 2100, 4
+    logits, slots = random_logits(num, size, 2.0), np.array([3, 0, 5])
+    bits = np.random.default_rng(1).integers(-(1 << 63), 1 << 63, (2, size // 64 + 1), dtype=np.int64)
+    drawn = []
+    for ops in both_ops():
+        counts = ops.new_counts(6, size)
+        for row in slots.tolist():
+            ops.set_counts(counts, row, np.arange(0, size, 2), np.array([5, 5, row, *range(row, size, 3)]))
+        factors = [1.3, 1.0, 0.5], [0.0, 0.7, -0.2], [0.1, 0.0, 0.9]
+        rows, *given = (ops.tensor(np.array(values)) for values in ([0, 2, 3], slots, *factors))
+        penalties = Penalties(rows, counts, slots, *given)
+        masks = Masks(ops.tensor(np.array([3, 1])), ops.tensor(bits))
+        changed = ops._sampling._adjusted(logits, SamplingBatch(masks=masks, penalties=penalties))[:, :size].cpu().clone()
+        tokens = ops.sample(logits, SamplingBatch(masks=masks, penalties=penalties)).tokens.tolist()
+        drawn.append((changed, counts.counts.cpu(), tokens))
+    torch.testing.assert_close(drawn[0][0], drawn[1][0], rtol=1e-6, atol=1e-6)
+    assert torch.equal(drawn[0][1], drawn[1][1]) and drawn[0][2] == drawn[1][2]
+    assert not torch.equal(drawn[0][0], logits.cpu())
+
+
+def both_ops() -> tuple[TorchOps, TorchOps]:
+    return TritonOps(DEVICE, "float32"), TorchOps(DEVICE)

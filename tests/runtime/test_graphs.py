@@ -6,6 +6,7 @@ On the CPU they run over a backend that only claims to record.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from archerfish.kernels.torch.reference import TorchOps
 from archerfish.runtime.graphs import NUM_BUFFERS, DecodeGraphs, Kind, list_sizes
 from archerfish.runtime.runner import RunningStep
 from archerfish.step import StepInput
-from tests.calls import spy_on
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.engine.tiny_rwkv import save_tiny_rwkv
 from tests.runtime.conftest import RecordingOps
@@ -66,6 +66,7 @@ def generate(
 
 @pytest.mark.parametrize("params", [
     SamplingParams(temperature=0.0, ignore_eos=True), SamplingParams(seed=5, top_k=7, top_p=0.8, min_p=0.01, temperature=0.7),
+    SamplingParams(seed=5, repetition_penalty=1.3, presence_penalty=0.2, logit_bias={5: 2.0}, min_tokens=4, logprobs=2),
 ])  # fmt: skip
 def test_tokens_are_the_same(model: Path, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = generate(model, params, monkeypatch, records=False)
@@ -174,17 +175,15 @@ def test_recorded_steps_on_a_card_give_the_tokens_of_single_ones(
 
 
 @pytest.mark.usefixtures("records")
-def test_requests_that_ask_for_more_are_not_recorded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = spy_on(monkeypatch, DecodeGraphs, "start")
-    with LLMEngine(str(model), **USUAL, max_cache_tokens=1024) as engine:
-        for params in (
-            SamplingParams(max_tokens=6, logprobs=1), SamplingParams(max_tokens=6, repetition_penalty=1.1),
-            SamplingParams(max_tokens=6, logit_bias={5: 1.0}), SamplingParams(max_tokens=6, min_tokens=4),
-        ):
+def test_requests_that_ask_for_more_are_recorded_up_to_their_logits(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DecodeGraphs, "warm_up", lambda self: None)
+    for params in (
+        SamplingParams(max_tokens=6, logprobs=1), SamplingParams(max_tokens=6, repetition_penalty=1.1),
+        SamplingParams(max_tokens=6, logit_bias={5: 1.0}), SamplingParams(max_tokens=6, min_tokens=4),
+    ):
+        with LLMEngine(str(model), **USUAL, max_cache_tokens=1024) as engine:
             engine.generate([PROMPTS[3]], params)
-            assert not start.called
-        engine.generate([PROMPTS[3]], SamplingParams(max_tokens=6))
-        assert start.called
+            assert set(graphs_of(engine)._recorded) == {Kind(1, is_sampled=False)}
 
 
 @pytest.mark.usefixtures("records")
@@ -210,14 +209,15 @@ def test_idle_time_is_used_to_record_every_size(model: Path) -> None:
     with LLMEngine(str(model), **USUAL, max_cache_tokens=256, max_num_seqs=5) as engine:
         expected = engine.generate(PROMPTS[:3], SamplingParams(max_tokens=8, temperature=0.0))
         graphs = graphs_of(engine)
-        plain, cut = ([Kind(size, is_cut=is_cut) for size in (1, 2, 4, 5)] for is_cut in (False, True))
-        assert sorted(graphs._recorded) == sorted([*plain, cut[-1]])  # by the start
-        for _ in range(3):
+        hows: tuple[dict[str, bool], ...] = {}, {"is_cut": True}, {"is_sampled": False}
+        plain, *others = ([Kind(size, **how) for size in (1, 2, 4, 5)] for how in hows)
+        assert set(graphs._recorded) == {*plain, *(kinds[-1] for kinds in others)}  # by the start
+        for _ in range(6):
             assert engine.use_idle_time()
-        assert sorted(graphs._recorded) == sorted(plain + cut)
+        assert set(graphs._recorded) == {*plain, *chain(*others)}
         while engine.use_idle_time():  # prompts
             pass
-        assert sorted(graphs._recorded) == sorted(plain + cut)
+        assert set(graphs._recorded) == {*plain, *chain(*others)}
         again = engine.generate(PROMPTS[:3], SamplingParams(max_tokens=8, temperature=0.0))
         assert [one.token_ids for one in again] == [one.token_ids for one in expected]
 
@@ -304,4 +304,5 @@ def test_only_sizes_are_recorded(rwkv: Path) -> None:
         while engine.use_idle_time():
             pass
         graphs = graphs_of(engine)
-        assert set(graphs._recorded) == {Kind(size, is_cut=is_cut) for size in (1, 2, 4, 8, 9) for is_cut in (False, True)}
+        hows = {"is_cut": False}, {"is_cut": True}, {"is_sampled": False}
+        assert set(graphs._recorded) == {Kind(size, **how) for size in (1, 2, 4, 8, 9) for how in hows}

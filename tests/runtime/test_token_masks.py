@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from archerfish.errors import InvalidInputError
-from archerfish.kernels.sampling import Masks, SamplingBatch, stream_key, uniform
-from archerfish.kernels.torch.sampling import TorchSampling
+from archerfish.kernels.sampling import stream_key, uniform
 from archerfish.runtime.sampler import Chosen, is_plain
 from archerfish.sched.masks import MaskFinder
 from archerfish.sched.plan import entry_of
@@ -136,12 +135,3 @@ def test_many_masks_are_found_side_by_side() -> None:
         assert sequence.mask is not None and sequence.mask.bits.shape == (3,)
         flags = np.unpackbits(sequence.mask.bits.view(np.uint8), bitorder="little")
         assert np.flatnonzero(flags).tolist() == [row, 129]
-
-
-def test_masks_are_applied_a_group_of_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("archerfish.kernels.torch.sampling.MASK_GROUP", 128)
-    logits = torch.zeros(9, 64)
-    bits = torch.tensor([[1 << place] for place in range(5, 12)])
-    masks = Masks(torch.tensor([8, 0, 1, 2, 3, 4, 5]), bits)
-    drawn = TorchSampling("cpu").sample(logits, SamplingBatch(masks=masks))
-    assert drawn.tokens.tolist() == [6, 7, 8, 9, 10, 11, 0, 0, 5] and not logits.any()

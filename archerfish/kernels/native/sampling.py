@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,19 @@ import numpy.typing as npt
 from archerfish.kernels.native._native import Sampler
 from archerfish.kernels.native.recorder import TapeRunner
 from archerfish.kernels.ops import Ids
-from archerfish.kernels.sampling import FIRST_CAPACITY, Drawn, Logprobs, Penalties, PoolStats, SamplingBatch, TokenCounts
+from archerfish.kernels.sampling import Drawn, Logprobs, Penalties, PoolStats, SamplingBatch, TokenCounts
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
+FIRST_CAPACITY = 256  # of ListedCounts.token_ids
+
+
+@dataclass
+class ListedCounts(TokenCounts[Array]):
+    """The tokens that are counted, too, so that a row's penalties need not look at the whole vocabulary."""
+
+    token_ids: Ids  # (rows, capacity): every token that is counted, some more than once; what follows them does no harm
+    num_ids: Ids  # (rows,)
 
 
 class NativeSampling:
@@ -45,19 +55,19 @@ class NativeSampling:
         )
         return found
 
-    def new_counts(self, num_rows: int, vocab_size: int) -> TokenCounts[Array]:
-        lengths = np.zeros(num_rows, dtype=np.int64)
-        counts = np.zeros((num_rows, vocab_size), dtype=np.int32)
-        return TokenCounts(counts, np.zeros((num_rows, FIRST_CAPACITY), dtype=np.int64), lengths, lengths)
+    def new_counts(self, num_rows: int, vocab_size: int) -> ListedCounts:
+        counts, token_ids = np.zeros((num_rows, vocab_size), np.int32), np.zeros((num_rows, FIRST_CAPACITY), np.int64)
+        return ListedCounts(counts, token_ids, np.zeros(num_rows, np.int64))
 
     def set_counts(self, counts: TokenCounts[Array], row: int, prompt: Ids, output: Ids) -> None:
+        assert isinstance(counts, ListedCounts)
         found = 2 * np.bincount(output, minlength=counts.counts.shape[1]).astype(np.int32)
         found[prompt] += 1
         ids = np.flatnonzero(found)
         make_room(counts, len(ids) + 1)
         counts.counts[row] = found
         counts.token_ids[row, : len(ids)] = ids
-        counts.num_ids[row] = counts.lengths[row] = len(ids)
+        counts.num_ids[row] = len(ids)
 
     def pool_stats(self) -> PoolStats:
         sampler = self._sampler
@@ -81,6 +91,7 @@ def parts_of(batch: SamplingBatch[Array]) -> list[Array | None]:
         parts += [None] * 8
     else:
         rows, known, slots, _, *factors = batch.penalties
+        assert isinstance(known, ListedCounts)
         parts += [rows, slots, known.counts, known.token_ids, known.num_ids, *factors]
     return [None if part is None else np.ascontiguousarray(part) for part in parts]
 
@@ -89,7 +100,7 @@ def columns(group: Sequence[Array] | None, count: int) -> Sequence[Array | None]
     return [None] * count if group is None else group
 
 
-def make_room(known: TokenCounts[Array], length: int) -> None:
+def make_room(known: ListedCounts, length: int) -> None:
     extra = (1 << (length - 1).bit_length()) - known.token_ids.shape[1]
     if extra > 0:
         known.token_ids = np.pad(known.token_ids, ((0, 0), (0, extra)))
@@ -98,6 +109,7 @@ def make_room(known: TokenCounts[Array], length: int) -> None:
 def count_tokens(penalties: Penalties[Array], tokens: Ids) -> None:
     """Count one more token of the output in every penalised row."""
     known, slots = penalties.counts, penalties.slots
+    assert isinstance(known, ListedCounts)
     places = known.num_ids[slots]
     make_room(known, int(places.max(initial=0)) + 1)
     new = tokens[penalties.rows]

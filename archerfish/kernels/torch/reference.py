@@ -36,8 +36,8 @@ from archerfish.kernels.ops import (
     Segments,
 )
 from archerfish.kernels.recurrent import RecurrentOps
-from archerfish.kernels.sampling import FIRST_CAPACITY, Drawn, Logprobs, PoolStats, SamplingBatch, TokenCounts
-from archerfish.kernels.torch.sampling import TorchSampling, make_room, sampling_batch
+from archerfish.kernels.sampling import Drawn, Logprobs, PoolStats, SamplingBatch, TokenCounts
+from archerfish.kernels.torch.sampling import TorchSampling, sampling_batch
 from archerfish.kernels.torch.wkv import TorchRecurrentOps
 
 Tensor = torch.Tensor
@@ -296,19 +296,13 @@ class TorchOps(Ops[Tensor]):
         return x.cpu().numpy
 
     def new_counts(self, num_rows: int, vocab_size: int) -> TokenCounts[Tensor]:
-        counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=self.device)
-        token_ids = torch.zeros(num_rows, FIRST_CAPACITY, dtype=torch.int64, device=self.device)
-        return TokenCounts(counts, token_ids, token_ids.new_zeros(num_rows), np.zeros(num_rows, dtype=np.int64))
+        return TokenCounts(torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=self.device))
 
     def set_counts(self, counts: TokenCounts[Tensor], row: int, prompt: Ids, output: Ids) -> None:
-        found = 2 * np.bincount(output, minlength=counts.counts.shape[1]).astype(np.int32)
-        found[prompt] += 1
-        ids = np.flatnonzero(found)
-        counts.num_ids[row] = len(ids)
-        make_room(counts, len(ids) + 1)
-        counts.counts[row].copy_(torch.from_numpy(found))
-        counts.token_ids[row, : len(ids)].copy_(torch.from_numpy(ids))
-        counts.lengths[row] = len(ids)
+        output_ids, numbers = np.unique(output, return_counts=True)
+        counts.counts[row].zero_()
+        counts.counts[row, self.tensor(output_ids)] = self.tensor(2 * numbers).int()
+        counts.counts[row, self.tensor(np.unique(prompt))] += 1
 
 
 def prompt_rows(inputs: Tensor, num_rows: int, block_size: int, counting: Tensor) -> PagedBatch[Tensor]:

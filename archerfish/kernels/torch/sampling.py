@@ -10,11 +10,10 @@ from torch.nn.functional import pad
 from archerfish.kernels import sampling
 from archerfish.kernels.decoding import FIRST_FLOAT, Input
 from archerfish.kernels.ops import Ids
-from archerfish.kernels.sampling import BufferPool, Cuts, Drawn, Logprobs, Penalties, Ranges, SamplingBatch, TokenCounts
+from archerfish.kernels.sampling import BufferPool, Cuts, Drawn, Logprobs, Masks, Penalties, Ranges, SamplingBatch
 
 Tensor = torch.Tensor
 BLOCK = 32  # tokens
-MASK_GROUP = 1 << 24  # tokens whose bits are spread out at a time
 LOW_HALF = (1 << 32) - 1
 
 
@@ -92,18 +91,34 @@ class TorchSampling:
         if batch.banned is not None:
             x.view(-1).index_fill_(0, batch.banned.rows * width + batch.banned.token_ids, -math.inf)
         if batch.masks is not None:
-            words = batch.masks.bits.view(torch.int32)[:, : width // BLOCK, None]
-            bits = torch.arange(BLOCK, dtype=torch.int32, device=x.device)
-            size = max(1, MASK_GROUP // width)
-            for some, rows in zip(torch.split(words, size), torch.split(batch.masks.rows, size), strict=True):
-                is_ruled_out = ((some >> bits) & 1 == 0).view(len(rows), -1)
-                x.index_copy_(0, rows, x.index_select(0, rows).masked_fill_(is_ruled_out, -math.inf))
+            self._mask(x, batch.masks)
         if batch.ranges is not None:
             ids = torch.arange(width, device=x.device)
             x.masked_fill_((ids < batch.ranges.first[:, None]) | (ids >= batch.ranges.end[:, None]), -math.inf)
         if batch.penalties is not None:
-            penalise(x, batch.penalties)
+            self._penalise(x, batch.penalties)
         return x
+
+    def _mask(self, x: Tensor, masks: Masks[Tensor]) -> None:
+        """Rule tokens out, in place."""
+        bits = torch.arange(BLOCK, dtype=torch.int32, device=x.device)
+        words = masks.bits.view(torch.int32)[:, : x.shape[1] // BLOCK, None]
+        is_ruled_out = ((words >> bits) & 1 == 0).view(len(words), -1)
+        x.index_copy_(0, masks.rows, x.index_select(0, masks.rows).masked_fill_(is_ruled_out, -math.inf))
+
+    def _penalise(self, x: Tensor, penalties: Penalties[Tensor]) -> None:
+        """Change the logits of counted tokens in place."""
+        counts = penalties.counts.counts[penalties.slots_on_device]
+        logits = x[penalties.rows, : counts.shape[1]]
+        if penalties.repetition is not None:
+            factor = penalties.repetition.float()[:, None]
+            logits = torch.where(counts > 0, torch.where(logits > 0, logits / factor, logits * factor), logits)
+        num_output = counts >> 1
+        if penalties.presence is not None:
+            logits = logits - penalties.presence.float()[:, None] * (num_output > 0)
+        if penalties.frequency is not None:
+            logits = logits - penalties.frequency.float()[:, None] * num_output
+        x[penalties.rows, : counts.shape[1]] = logits
 
     def _block_sums(self, weights: Tensor) -> Tensor:
         blocks = weights.view(weights.shape[0], -1, BLOCK)
@@ -163,40 +178,11 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     return ((word >> 11) & (sampling.WORD >> 11)).double() * 2.0**-53
 
 
-def penalise(x: Tensor, penalties: Penalties[Tensor]) -> None:
-    """Change the logits of counted tokens in place. A token that is listed twice gets the same logit twice."""
-    known, slots = penalties.counts, penalties.slots_on_device
-    ids = known.token_ids[slots, : max(1, int(known.num_ids[penalties.slots].max()))]
-    at = penalties.rows[:, None] * x.shape[1] + ids
-    logits = x.view(-1)[at]
-    counts = known.counts.view(-1)[slots[:, None] * known.counts.shape[1] + ids]
-    if penalties.repetition is not None:
-        factor = penalties.repetition.float()[:, None]
-        logits = torch.where(counts > 0, torch.where(logits > 0, logits / factor, logits * factor), logits)
-    num_output = counts >> 1
-    if penalties.presence is not None:
-        logits = logits - penalties.presence.float()[:, None] * (num_output > 0)
-    if penalties.frequency is not None:
-        logits = logits - penalties.frequency.float()[:, None] * num_output
-    x.view(-1)[at] = logits
-
-
-def make_room(known: TokenCounts[Tensor], length: int) -> None:
-    extra = (1 << (length - 1).bit_length()) - known.token_ids.shape[1]
-    if extra > 0:
-        known.token_ids = pad(known.token_ids, (0, extra))
-
-
 def count_tokens(penalties: Penalties[Tensor], tokens: Tensor) -> None:
     """Count one more token of the output in every penalised row."""
-    known, slots = penalties.counts, penalties.slots_on_device
-    make_room(known, int(known.num_ids[penalties.slots].max()) + 1)
-    new = tokens[penalties.rows]
-    known.token_ids[slots, known.lengths[slots]] = new
-    at = slots * known.counts.shape[1] + new
-    known.counts.view(-1).index_add_(0, at, torch.full_like(at, 2, dtype=torch.int32))
-    known.lengths.index_add_(0, slots, torch.ones_like(slots))
-    known.num_ids[penalties.slots] += 1
+    counts = penalties.counts.counts
+    at = penalties.slots_on_device * counts.shape[1] + tokens[penalties.rows]
+    counts.view(-1).index_add_(0, at, torch.full_like(at, 2, dtype=torch.int32))
 
 
 def sampling_batch(inputs: Tensor, positions: Tensor, every: Tensor) -> SamplingBatch[Tensor]:

@@ -18,8 +18,11 @@ import triton
 import triton.language as tl
 
 from archerfish.kernels import sampling
-from archerfish.kernels.sampling import TOP_K_OFF, SamplingBatch
+from archerfish.kernels.ops import Ids
+from archerfish.kernels.sampling import TOP_K_OFF, Logprobs, Masks, Penalties, SamplingBatch
 from archerfish.kernels.torch.sampling import TorchSampling
+from archerfish.kernels.triton import scores
+from archerfish.kernels.triton.scores import order_of
 from archerfish.kernels.triton.tiles import cdiv, next_power_of_2
 
 Tensor = torch.Tensor
@@ -67,13 +70,6 @@ def weigh(values, highest, scale, min_p):
     """Weights of logits, 0 where min_p leaves a token out."""
     weights = tl.exp2((values - highest) * scale)
     return tl.where(weights >= min_p, weights, 0.0)
-
-
-@triton.jit
-def order_of(values):
-    """32-bit integers in the same order as the logits."""
-    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -481,7 +477,17 @@ def draw(logits: Tensor, batch: SamplingBatch[Tensor], vocab_size: int) -> Tenso
 
 
 class TritonSampling(TorchSampling):
-    """TorchSampling that draws by the kernels; logits are changed, tokens counted and logprobs taken in torch."""
+    """TorchSampling by kernels; logits are biased, tokens banned and counted in torch."""
 
     def _report(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Tensor:
         return draw(self._adjusted(logits, batch) if batch.changes_logits else logits, batch, logits.shape[1])
+
+    def token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int, rows: Ids | None) -> Logprobs[Tensor]:
+        some = None if rows is None else torch.from_numpy(rows).to(logits.device)
+        return scores.token_logprobs(logits if logits.stride(1) == 1 else logits.contiguous(), token_ids, num_top, some)
+
+    def _mask(self, x: Tensor, masks: Masks[Tensor]) -> None:
+        scores.mask(x, masks)
+
+    def _penalise(self, x: Tensor, penalties: Penalties[Tensor]) -> None:
+        scores.penalise(x, penalties)
