@@ -315,10 +315,10 @@ void linear(const Linear& args, const Task& task) {
   char* panels = task.own + 2 * kRowsAtOnce * kGroup * 4;
   const Prepared x = prepare_rows(args, task, panels + 2 * linear_panel_bytes(matrix));
   if (x.wide || x.encoded) begin_wide();
-  // A piece of work: a pair of groups, with rows that stay in the cache; where groups are unpacked, with as many as leave three pieces
+  // A piece of work: a pair of groups, with rows that stay in the cache; where groups are unpacked, with as many as leave eight pieces
   // to each thread.
   const int64_t num_chunks = (num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
-  const int64_t chunks = is_plain(matrix.format) || x.encoded ? 1 : at_least(1, num_chunks * num_pairs / (3 * task.num_threads));
+  const int64_t chunks = is_plain(matrix.format) || x.encoded ? 1 : at_least(1, num_chunks * num_pairs / (8 * task.num_threads));
   const int64_t rows_of_piece = chunks * kRowsAtOnce, num_pieces = (num_rows + rows_of_piece - 1) / rows_of_piece * num_pairs;
   const int64_t size = num_rows > kFewRows ? 1 : at_least(1, num_pairs / (task.num_threads * 8));
   task.share(1, num_pieces, size, [&](int64_t begin, int64_t end) {
