@@ -109,6 +109,19 @@ class Request:
     collector: Any = None  # the engine's OutputCollector of its text and tokens
 
 
+@dataclass(slots=True)
+class Draft:
+    """Tokens that are proposed for a sequence, and how proposals went so far."""
+
+    accepted: float  # lately
+    rejected: float
+    tokens: list[int] = field(default_factory=list)  # that the next step verifies, or the one in flight
+    pause_until: int = 0  # so many tokens are known: before, nothing is proposed
+    num_misses: int = 0  # drafts of which nothing was accepted, since the last one of which something was
+    num_proposed: int = 0
+    num_accepted: int = 0
+
+
 class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
@@ -120,9 +133,9 @@ class Sequence:
     the next token."""
 
     __slots__ = (
-        "blocks", "error", "finish_reason", "hit", "index", "leader", "logits_handle", "mask", "matcher", "node", "num_cached",
-        "num_computed", "num_emitted", "num_in_flight", "num_pending", "num_preemptions", "num_prompt", "num_reported",
-        "num_sent", "num_waits", "pending_limit", "request", "row", "status", "times", "tokens",
+        "blocks", "draft", "error", "finish_reason", "hit", "index", "leader", "logits_handle", "mask", "matcher", "node",
+        "num_cached", "num_computed", "num_emitted", "num_in_flight", "num_pending", "num_preemptions", "num_prompt",
+        "num_reported", "num_sent", "num_waits", "pending_limit", "request", "row", "status", "times", "tokens",
     )
 
     def __init__(self, request: Request, index: int = 0) -> None:
@@ -150,6 +163,7 @@ class Sequence:
         self.logits_handle = 0  # under which the runner keeps the logits of its last token; 0: they must be computed
         self.matcher: TokenMatcher | None = None  # of its request's grammar
         self.mask: TokenMask | None = None  # which tokens the grammar allows next
+        self.draft: Draft | None = None  # None: no tokens are proposed for it
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None

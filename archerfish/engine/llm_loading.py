@@ -23,6 +23,7 @@ from archerfish.params import read_default_sampling
 from archerfish.remarks import remark_blocks
 from archerfish.runtime.kv_pool import MemoryPlan, allocate_pool, check_plan, plan_memory, work_bytes
 from archerfish.runtime.runner import ModelRunner
+from archerfish.sched.drafts import PromptLookup, Speculation
 from archerfish.sched.masks import MaskFinder
 from archerfish.sched.scheduler import Scheduler
 from archerfish.store.converter import ensure_converted
@@ -240,9 +241,18 @@ def make_scheduler(
         policy=config.scheduling_policy, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=facts.step_tokens,
         max_queue_size=config.max_queue_size, max_model_len=facts.max_len, max_requests=config.max_concurrent_requests,
         fixed_chunk=DETERMINISTIC_CHUNK if config.deterministic else 0, masks=MaskFinder(facts.vocab_size, wake),
-        logits_row_bytes=4 * facts.vocab_size,
+        logits_row_bytes=4 * facts.vocab_size, speculation=make_speculation(config, facts),
     )
     return scheduler, logits
+
+
+def make_speculation(config: EngineConfig, facts: ModelFacts) -> Speculation | None:
+    if config.speculation == "off":
+        return None
+    if facts.has_states or config.deterministic:
+        why = f"{facts.name} is recurrent" if facts.has_states else "steps of several tokens round otherwise (deterministic)"
+        raise InvalidOptionError(f"[engine] speculation cannot be {config.speculation}: {why}.", hint="Leave it off.")
+    return Speculation(PromptLookup(), config.num_draft_tokens)
 
 
 def check_changes(facts: ModelFacts, before: EngineConfig, config: EngineConfig) -> None:

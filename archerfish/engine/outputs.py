@@ -53,6 +53,8 @@ class RequestMetrics:
     num_output_tokens: int = 0
     tokens_per_second: float = 0.0  # output tokens per second of prefill and decode
     num_preemptions: int = 0
+    num_draft_tokens: int = 0  # that speculation proposed
+    num_accepted_tokens: int = 0  # of these
 
 
 def request_metrics(sequences: Sequence[TokenSequence]) -> RequestMetrics:
@@ -71,6 +73,8 @@ def request_metrics(sequences: Sequence[TokenSequence]) -> RequestMetrics:
         num_prompt_tokens=sequences[0].num_prompt if sequences else 0, num_output_tokens=num_output,
         tokens_per_second=num_output / running_s if running_s > 0 else 0.0,
         num_preemptions=sum(sequence.num_preemptions for sequence in sequences),
+        num_draft_tokens=sum(sequence.draft.num_proposed for sequence in sequences if sequence.draft is not None),
+        num_accepted_tokens=sum(sequence.draft.num_accepted for sequence in sequences if sequence.draft is not None),
     )
 
 
@@ -270,7 +274,8 @@ def engine_counts(engine: LLMEngine) -> dict[str, Any]:
     return {
         **asdict(engine.engine_stats()), "cache": asdict(cached), "num_prompt_tokens": cached.hits + cached.misses,
         "refused_requests": counted.refused_requests, "num_preemptions": counted.num_preemptions,
-        "num_steps": counted.num_steps, "num_running": counted.num_running, "num_waiting": counted.num_waiting,
+        "num_drafts": counted.num_drafts, "num_draft_tokens": counted.num_draft_tokens,
+        "num_accepted_tokens": counted.num_accepted_tokens, "num_steps": counted.num_steps, "num_running": counted.num_running, "num_waiting": counted.num_waiting,
         "prefill_tokens_computed": counted.prefill_tokens_computed, "cached_logits_used": counted.cached_logits_used,
         "logits_cache_hits": logits.hits, "logits_cache_misses": logits.misses,
         "num_blocks": blocks.num_total, "num_blocks_in_use": num_used, "kv_usage": num_used / blocks.num_total,

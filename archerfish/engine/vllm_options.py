@@ -48,7 +48,6 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "pipeline_parallel_size": ((1,), "One device computes a model."),
     "data_parallel_size": ((1,), "Start one engine for each device."),
     "enable_lora": ((False,), "Merge the adapter into the model before it is loaded."),
-    "speculative_config": ((), "There is no speculative decoding."),
     "logits_processors": (([], ()), "Give functions to SamplingParams(logits_processors=...)."),
     "hf_overrides": (({},), "Change the model's config.json, or max_model_len."),
     "rope_scaling": (({},), "Change the model's config.json."),
@@ -98,6 +97,8 @@ def read_options(given: Mapping[str, Any], hub: HubConfig | None) -> tuple[dict[
             hub = hub.replace(**{target: str(options.pop(name))})
     if given.get("kv_cache_dtype") is not None:
         options["kv_dtype"] = given["kv_cache_dtype"]
+    if "speculative_config" in options:
+        options |= read_speculation(options.pop("speculative_config"))
     if "dtype" in options:
         options["dtype"] = str(options["dtype"]).removeprefix("torch.")
     if options.get("load_format") in LOAD_FORMATS:
@@ -105,3 +106,11 @@ def read_options(given: Mapping[str, Any], hub: HubConfig | None) -> tuple[dict[
     if options.pop("skip_tokenizer_init", False):
         options["tokenizer"] = "none"
     return options, hub
+
+
+def read_speculation(given: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's speculative_config as options of EngineConfig."""
+    if given.get("method") not in ("ngram", "[ngram]"):
+        hint = "{'method': 'ngram'} proposes what followed earlier in the sequence; there are no draft models yet."
+        raise InvalidOptionError(f"speculative_config has the method {given.get('method')!r}, which is not known.", hint=hint)
+    return {"speculation": "ngram"} | ({"num_draft_tokens": n} if (n := given.get("num_speculative_tokens")) else {})

@@ -29,6 +29,9 @@ GAUGES = {  # the key in a model's stats, and a description
 }
 COUNTERS = {
     "vllm:num_preemptions": ("num_preemptions", "Sequences whose blocks were taken for others."),
+    "vllm:spec_decode_num_drafts": ("num_drafts", "Steps of sequences that verified proposed tokens."),
+    "vllm:spec_decode_num_draft_tokens": ("num_draft_tokens", "Proposed tokens."),
+    "vllm:spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Proposed tokens that were accepted."),
     "vllm:generation_tokens": ("total_tokens_generated", "Generated tokens."),
     "vllm:prompt_tokens": ("num_prompt_tokens", "Prompt tokens of admitted requests."),
     "vllm:prefix_cache_queries": ("num_prompt_tokens", "Prompt tokens looked up in the prefix cache."),

@@ -61,7 +61,7 @@ class FakeRunner:
         self._check_shape(plan)
         for source, target in step.copies:
             self._memory[target] = list(self._memory[source])
-        result = StepResult(np.full((len(step.rows), 1), EMPTY, dtype=np.int64))
+        result = StepResult(np.full((len(step.rows), max(1, int(step.samples.max()))), EMPTY, dtype=np.int64))
         first = 0
         for index, seq in enumerate(plan.sequences):
             start, count = int(step.starts[index]), int(step.counts[index])
@@ -108,6 +108,7 @@ class FakeRunner:
         _demand(blocks == seq.blocks, f"{seq.key}: blocks {blocks} in place of {seq.blocks}")
         _demand(len(blocks) * size >= end, f"{seq.key}: {len(blocks)} blocks for {end} tokens")
         tokens = seq.tokens[:end].tolist()
+        tokens += new[len(tokens) - start :] if PENDING not in new else []  # proposed ones
         if new and new[-1] == PENDING:
             position, new[-1] = self._sampled[seq.row]
             _demand(position == end - 1, f"{seq.key}: no token for position {end - 1}")
@@ -128,8 +129,10 @@ class FakeRunner:
         if not step.counts[index]:
             kept = self._logits[dict(step.reused)[index]]
             _demand(kept == logits, f"row {row}: kept logits of another context")
-        token = fake_token(logits, entry.seed, entry.index, self.vocab_size)
-        result.tokens[index, 0] = token
+        num_samples = int(step.samples[index])
+        for nth in range(num_samples):
+            seen = context[: len(context) + 1 - num_samples + nth]
+            result.tokens[index, nth] = token = fake_token(fake_logits(seen), entry.seed, entry.index, self.vocab_size)
         self._sampled[row] = len(context), token
         for kept_index, handle in step.kept:
             if kept_index == index:
@@ -137,7 +140,8 @@ class FakeRunner:
         if index in step.returned:
             result.logits[index] = logits
         if entry.params.logprobs is not None:
-            result.logprobs[index] = [TokenLogprobs(token, -1.0, 1, [])]
+            drawn = result.tokens[index, :num_samples].tolist()
+            result.logprobs[index] = [TokenLogprobs(token, -1.0, 1, []) for token in drawn]
 
     def _check_context(self, seq: Sequence, context: list[int]) -> None:
         seen = [token for block in seq.blocks[: -(-len(context) // self._block_size)] for token in self._memory[block]]

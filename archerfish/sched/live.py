@@ -29,6 +29,9 @@ class SchedulerStats:
     prefill_tokens_computed: int = 0
     cached_logits_used: int = 0  # first tokens that cost no forward pass
     num_preemptions: int = 0
+    num_drafts: int = 0  # speculation: steps of sequences that verified proposed tokens
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # of these
     num_steps: int = 0
     queue_seconds: float = 0.0  # arrival to first admission
     num_admitted: int = 0

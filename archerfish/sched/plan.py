@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from archerfish.errors import InvariantError
 from archerfish.sched.live import Found, LiveSequences
@@ -20,7 +21,7 @@ SHARED_STEP_S = 0.25  # the same while other sequences wait for the step
 MIN_STEP_TOKENS = 64  # of prompts, however slow the machine is; fewer waste its time
 MAX_LEADERS = 16  # running sequences that a waiting one is compared with
 MAX_WAITS = 4  # times that one sequence waits for another
-Chunk = tuple[Sequence, int, int, bool]  # sequence, start, count, whether it gets a token
+Chunk = tuple[Sequence, int, int, int]  # sequence, start, count, and how many tokens it gets
 
 
 @dataclass(slots=True)
@@ -41,6 +42,7 @@ class PlanBuilder:
     has_known_tokens: bool = False  # some decode begins with a token that the host knows
     has_masks: bool = False  # some sequence has a grammar
     chunks: list[Chunk] = field(default_factory=list)
+    num_verified: int = 0  # of the tokens of chunks: those of decodes with a draft
     started: list[Sequence] = field(default_factory=list)  # chunks of sequences that have just got their row
     grown: list[Sequence] = field(default_factory=list)  # decodes that have just got a block
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -57,6 +59,16 @@ class PlanBuilder:
         seq.num_pending += 1
         seq.num_in_flight += 1
         self.budget -= 1
+
+    def add_draft(self, seq: Sequence, num_proposed: int) -> None:
+        """A decode that verifies so many proposed tokens."""
+        count = 1 + num_proposed
+        self.chunks.append((seq, seq.num_computed, count, count))
+        self.num_verified += count
+        seq.num_computed += count
+        seq.num_pending += count
+        seq.num_in_flight += 1
+        self.budget -= count
 
     def add_chunk(self, seq: Sequence, count: int) -> bool:
         """True if the sequence is caught up with this, and gets a token."""
@@ -123,7 +135,12 @@ class PlanBuilder:
         starts = [seq.num_computed - 1 for seq in self.sequences] + [chunk[1] for chunk in chunks]
         counts = [1] * num_decodes + [chunk[2] for chunk in chunks]
         samples = [1] * num_decodes + [int(chunk[3]) for chunk in chunks]
-        parts = [np.frombuffer(seq.tokens[start : start + count], np.uint32) for seq, start, count, _ in chunks if count]
+        parts: list[npt.ArrayLike] = []
+        for seq, start, count, _ in chunks:
+            if count:
+                parts.append(np.frombuffer(seq.tokens[start : start + count], np.uint32))
+            if start + count > len(seq.tokens) and seq.draft is not None:
+                parts.append(seq.draft.tokens)
         made = StepInput(
             step, np.array([seq.row for seq in sequences], np.int64), np.array(starts, np.int64), np.array(counts, np.int64),
             np.array(samples, np.int64), np.array([seq.request.adapter for seq in sequences], np.int64),
@@ -141,7 +158,7 @@ class PlanBuilder:
             if count and seq.request.params.prompt_logprobs is not None and start < seq.num_prompt - 1:
                 next_tokens = seq.tokens[start + 1 : min(start + count + 1, seq.num_prompt)]
                 made.scored[index] = seq.request.params.prompt_logprobs, next_tokens
-        return Plan(made, sequences, len(made.tokens) - num_decodes)
+        return Plan(made, sequences, len(made.tokens) - num_decodes - self.num_verified)
 
 
 def entry_of(seq: Sequence) -> RowEntry:

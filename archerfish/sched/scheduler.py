@@ -22,6 +22,7 @@ from archerfish.cache.adaptive import LogitsCache
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import HitRecord, RadixCache, RadixKey
 from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, InvariantError, TooManyRequestsError
+from archerfish.sched.drafts import MOST_DRAFTED, Speculation
 from archerfish.sched.live import LiveSequences, SchedulerStats
 from archerfish.sched.masks import MaskFinder
 from archerfish.sched.plan import Plan, PlanBuilder, PromptPlanner
@@ -52,7 +53,7 @@ class Scheduler:
         self, *, blocks: BlockManager, cache: RadixCache, logits_cache: LogitsCache | None = None, model_state_hash: str = "",
         policy: SchedulingPolicy | str = "fcfs", max_num_seqs: int, max_num_batched_tokens: int, max_queue_size: int,
         max_model_len: int, max_requests: int = 0, fixed_chunk: int = 0, masks: MaskFinder | None = None,
-        logits_row_bytes: int = 0, clock: Callable[[], float] = time.monotonic,
+        logits_row_bytes: int = 0, speculation: Speculation | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_step_tokens(max_num_batched_tokens, max_num_seqs, fixed_chunk)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
@@ -61,6 +62,7 @@ class Scheduler:
         self.policy = scheduling_policy(policy) if isinstance(policy, str) else policy
         self.blocks, self.cache = blocks, cache
         self.masks = masks or MaskFinder(0)
+        self.speculation = speculation
         self.policy.bind(clock, lambda request: cache.peek(RadixKey(request.prompt_token_ids, request.namespace)))
         self._live = LiveSequences(
             blocks, cache, logits_cache, self.policy, model_state_hash=model_state_hash, max_num_seqs=max_num_seqs,
@@ -104,6 +106,7 @@ class Scheduler:
             seq.times.arrived = now
             live.order[seq] = next(self._arrivals)
             live.queue.push(seq, live.order[seq])
+            seq.draft = self.speculation.start(request) if self.speculation is not None else None
             if request.grammar is not None:
                 self.masks.begin(seq)
         if request.deadline is not None:
@@ -187,7 +190,7 @@ class Scheduler:
         if live.prefilling or (live.rows and live.queue.entries):
             self._prompts.plan(builder, now)
         if self.policy.counts_service:
-            for seq in builder.sequences:
+            for seq in (*builder.sequences, *(chunk[0] for chunk in builder.chunks if chunk[3] > 1)):
                 self.policy.charge(seq.request, 1)
         keeps_logits = builder.chunks and live.logits_cache is not None
         plan = builder.build(self._next_step, self._last_decodes, live.handles if keeps_logits else None)
@@ -210,6 +213,7 @@ class Scheduler:
         block_size, grow = self.blocks.block_size, self._live.grow
         sequences = builder.sequences
         failed: list[tuple[Sequence, BaseException]] = []
+        drafted: list[Sequence] = []
         for seq in self._live.decoding:
             computed = seq.num_computed
             pending = seq.num_pending
@@ -218,6 +222,9 @@ class Scheduler:
                     continue
             else:
                 builder.has_known_tokens = True
+                if seq.draft is not None and seq.draft.tokens:
+                    drafted.append(seq)
+                    continue
                 if seq.mask is not None:
                     if not seq.mask.done():
                         continue
@@ -235,8 +242,28 @@ class Scheduler:
             seq.num_in_flight += 1
             sequences.append(seq)
         builder.budget -= len(sequences)
+        if drafted:
+            self._plan_drafts(builder, drafted)
         for seq, error in failed:
             self._live.end(seq, "error", error=error)
+
+    def _plan_drafts(self, builder: PlanBuilder, drafted: list[Sequence]) -> None:
+        """Decodes for which tokens are proposed: with as many of them as pay, where there is memory for them."""
+        assert self.speculation is not None
+        count = self.speculation.choose(len(builder.sequences), drafted, builder.budget - len(drafted))
+        for seq in drafted:
+            assert seq.draft is not None
+            proposed = seq.draft.tokens[:count]
+            missing = self._live.num_missing(seq, seq.num_computed + 1 + len(proposed))
+            if proposed and missing > 0 and not self._live.grow(seq, missing):
+                proposed, missing = [], self._live.num_missing(seq, seq.num_computed + 1)
+            seq.draft.tokens = proposed
+            if proposed:
+                builder.add_draft(seq, len(proposed))
+            elif missing <= 0 or self._live.grow(seq, missing):
+                builder.add_decode(seq)
+            else:
+                builder.stalled.append(seq)
 
     def _rescue(self, builder: PlanBuilder) -> None:
         """Blocks for decodes that found none: those that are coming back, else those of the lowest priority and latest."""
@@ -261,7 +288,7 @@ class Scheduler:
         self._close(plan, now, plan.num_prompt_tokens)
         # Sequences for which there is more to do than to add one token; decodes get one token each.
         special = {*result.logprobs, *result.prompt_logprobs, *result.errors, *step.masked, *step.returned}
-        if plan.num_prompt_tokens:
+        if plan.num_prompt_tokens or step.num_decodes < len(plan.sequences):
             special.update(np.flatnonzero(step.samples != 1).tolist())
         running, append = Status.RUNNING, live.deltas.append
         num_accepted = 0
@@ -275,10 +302,14 @@ class Scheduler:
                     seq.num_pending -= 1
                     seq.num_emitted = num_output
                     num_accepted += 1
-                    append(Delta(seq, new))
+                    append(Delta(seq, [token]))
                     continue
             self._settle(plan, result, index, now)
         live.stats.total_tokens_generated += num_accepted
+        if self.speculation is not None and len(plan.sequences) <= MOST_DRAFTED:
+            for seq in plan.sequences:
+                if seq.draft is not None and seq.status is running:
+                    self.speculation.look_ahead(seq)
         self.tokens_done = live.stats.prefill_tokens_computed, live.stats.total_tokens_generated
         if step.kept:
             live.dropped += [handle for _, handle in step.kept if handle not in live.stored]
@@ -307,7 +338,8 @@ class Scheduler:
                 seq.logits_handle = 0
                 if step.counts[index]:
                     live.store_prompt(seq, dict(step.kept).get(index, 0))
-            reason = self._add_tokens(delta, result.tokens[index, :num_samples].tolist())
+            tokens = result.tokens[index, :num_samples].tolist()
+            reason = self._add_tokens(delta, self._verify(seq, tokens) if num_samples > 1 else tokens)
             if index in result.logprobs:
                 delta.logprobs = result.logprobs[index][: len(delta.token_ids)]
             if reason is not None:
@@ -318,6 +350,18 @@ class Scheduler:
                     self.masks.begin(seq)
         if seq.row >= 0 and seq.status is not Status.RUNNING and not seq.num_in_flight:
             live.release(seq)
+
+    def _verify(self, seq: Sequence, drawn: list[int]) -> list[int]:
+        """The drawn tokens that count; what was computed for proposals that were not accepted is forgotten."""
+        assert self.speculation is not None
+        live, tokens = self._live, self.speculation.verify(seq, drawn)
+        num_rejected = len(drawn) - len(tokens)
+        seq.num_computed -= num_rejected
+        live.num_held_tokens -= num_rejected
+        live.stats.num_drafts += 1
+        live.stats.num_draft_tokens += len(drawn) - 1
+        live.stats.num_accepted_tokens += len(tokens) - 1
+        return tokens
 
     def _add_tokens(self, delta: Delta, tokens: list[int]) -> FinishReason | None:
         """Add sampled tokens to their sequence, up to the one that ends it."""
@@ -356,8 +400,11 @@ class Scheduler:
         step = self._open.pop(number)
         self.blocks.free(step.copied_blocks)
         self._live.stats.prefill_tokens_computed += num_prompt_tokens
+        seconds = now - max(step.planned_at, self._last_commit)
         if num_prompt_tokens:
-            self._prompts.measure(num_prompt_tokens, now - max(step.planned_at, self._last_commit))
+            self._prompts.measure(num_prompt_tokens, seconds)
+        elif self.speculation is not None:
+            self.speculation.measure(len(plan.input.tokens), seconds)
         self._last_commit = now
 
     # Figures

@@ -26,7 +26,10 @@ from archerfish.step import TokenLogprobs
 PROBE_TENANT = replace(ANONYMOUS, name="\0probe")  # no other tenant can have this name
 MAX_INLINE_TOKENS = 8192  # the loop itself reads a prompt of up to so many ids
 RESERVED_TEMPLATE_OPTIONS = ("self", "tokenizer", "messages")
-METRICS = ("queue_ms", "prefill_ms", "decode_ms", "ttft_ms", "tokens_per_second", "num_preemptions")
+METRICS = (
+    "queue_ms", "prefill_ms", "decode_ms", "ttft_ms", "tokens_per_second", "num_preemptions", "num_draft_tokens",
+    "num_accepted_tokens",
+)
 
 
 class HostedLLM:

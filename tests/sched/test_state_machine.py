@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from archerfish.errors import TooManyRequestsError
+from archerfish.sched.drafts import Speculation
 from archerfish.sched.plan import Plan
 from archerfish.sequence import Sequence
 from archerfish.step import StepResult
-from tests.sched.worlds import World
+from tests.sched.worlds import OracleDrafter, World
 
 POLICIES = ["fcfs", "priority", "longest-prefix-first", "deadline", "fair-share"]
 
@@ -36,14 +37,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         block_size=st.sampled_from([1, 2, 3, 4, 16]), num_tokens=st.integers(48, 160), policy=st.sampled_from(POLICIES),
         has_cache=st.booleans(), has_logits_cache=st.booleans(), max_num_seqs=st.integers(1, 6), budget=st.integers(1, 30),
-        fixed_chunk=st.sampled_from([0, 0, 0, 4, 8]), has_states=st.booleans(),
+        fixed_chunk=st.sampled_from([0, 0, 0, 4, 8]), has_states=st.booleans(), num_drafted=st.sampled_from([0, 1, 5]),
     )  # fmt: skip
     def start(
-        self, *, block_size: int, num_tokens: int, budget: int, max_num_seqs: int, fixed_chunk: int, **options: Any
+        self, *, block_size: int, num_tokens: int, budget: int, max_num_seqs: int, fixed_chunk: int, has_states: bool,
+        num_drafted: int, **options: Any,
     ) -> None:
+        speculates = num_drafted and not fixed_chunk and not has_states
         self.world = World(
             num_blocks=num_tokens // block_size, block_size=block_size, max_num_seqs=max_num_seqs, max_queue_size=12,
-            max_num_batched_tokens=max_num_seqs + max(budget, fixed_chunk), fixed_chunk=fixed_chunk, **options,
+            max_num_batched_tokens=max_num_seqs + max(budget, fixed_chunk), fixed_chunk=fixed_chunk, has_states=has_states,
+            speculation=Speculation(OracleDrafter(), num_drafted) if speculates else None, **options,
         )  # fmt: skip
 
     @rule(

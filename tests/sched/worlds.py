@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -12,13 +13,26 @@ from archerfish.cache.adaptive import LogitsCache
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import RadixCache
 from archerfish.params import SamplingParams
-from archerfish.sched.fakes import FakeLoop, FakeRunner, FakeStateRunner, expected_output
+from archerfish.sched.fakes import FakeLoop, FakeRunner, FakeStateRunner, expected_output, fake_logits, fake_token
 from archerfish.sched.plan import Plan
 from archerfish.sched.policy import SchedulingPolicy
 from archerfish.sched.scheduler import Scheduler
 from archerfish.sequence import Delta, Namespace, Request, Sequence
 
 VOCAB = 50
+
+
+class OracleDrafter:
+    """Proposes what requests with seed 0 will draw, with mistakes."""
+
+    def propose(self, tokens: array[int], count: int) -> list[int]:
+        context = tokens.tolist()
+        for _ in range(count):
+            token = fake_token(fake_logits(context), 0, 0, VOCAB)
+            context.append((token + (fake_logits(context) % 5 == 0)) % VOCAB)
+        return context[len(tokens) :]
+
+
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 

@@ -1,0 +1,133 @@
+"""Speculation: tokens that probably follow are proposed, and one step verifies them.
+
+A sequence is sampled behind each proposed token, each time with the key of that position. So the tokens that come out are those
+that would have come out one by one, whatever is proposed: a proposal is accepted while it is the token that was drawn.
+
+Proposing needs the last token on the host, so that no step can be planned while one is in flight. A sequence waits only while
+there is something to propose for it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Sequence as SequenceOf
+from statistics import median
+from typing import Protocol
+
+from archerfish.sequence import Draft, Request, Sequence
+
+LONGEST_MATCH, SHORTEST_MATCH = 4, 2  # tokens at the end of a sequence that are looked for further up
+WORD = array("I").itemsize
+NUM_MEASURED, ENOUGH_MEASURED = 8, 3  # steps of a size
+GAIN = 1.02  # at least, of more proposed tokens
+MOST_DRAFTED = 64  # sequences of a step; looking for proposals would take longer than they save
+FADING = 0.8  # of what was accepted before, with every draft
+FIRST_ACCEPTED, FIRST_REJECTED = 1.4, 0.6  # assumed at first
+LONGEST_PAUSE = 6  # 2 to the power of this many tokens
+
+
+class Drafter(Protocol):
+    """Proposes tokens."""
+
+    def propose(self, tokens: array[int], count: int) -> list[int]:
+        """At most `count` tokens that probably follow; none is allowed too."""
+
+
+class PromptLookup:
+    """What followed when the last tokens stood in the sequence before: for summaries, edits of code, quotations."""
+
+    def propose(self, tokens: array[int], count: int) -> list[int]:
+        data = tokens.tobytes()
+        for length in range(min(LONGEST_MATCH, len(tokens) - 1), SHORTEST_MATCH - 1, -1):
+            place = find_last(data, data[-length * WORD :])
+            if place >= 0:
+                period = len(tokens) - length - place
+                proposed = tokens[place + length : place + length + count].tolist()
+                while len(proposed) < count:  # the match overlaps the end: it goes on as it began
+                    proposed.append(proposed[-period])
+                return proposed
+        return []
+
+
+def find_last(data: bytes, wanted: bytes) -> int:
+    """The last place, in words, of some words that do not stand at the end of the data; -1: none."""
+    end = len(data) - WORD
+    while (at := data.rfind(wanted, 0, end)) >= 0:
+        if at % WORD == 0:
+            return at // WORD
+        end = at + len(wanted) - 1
+    return -1
+
+
+class Speculation:
+    """Decides for which sequences how many tokens are proposed: as many as make steps of these sizes, as fast as they were
+    measured to be, give the most tokens a second."""
+
+    def __init__(self, drafter: Drafter, max_tokens: int) -> None:
+        self.drafter, self.max_tokens = drafter, max_tokens
+        self._measured: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=NUM_MEASURED))
+        self._seconds: dict[int, float] = {}  # by the tokens of a step, where enough of them were measured
+
+    def start(self, request: Request) -> Draft | None:
+        """What a new sequence keeps; None: nothing is proposed for it, since what is allowed depends on tokens before."""
+        params = request.params
+        is_bound = params.has_penalties or params.logits_processors or params.stages or request.needs_host_token
+        return None if is_bound or not params.speculation else Draft(FIRST_ACCEPTED, FIRST_REJECTED)
+
+    def look_ahead(self, seq: Sequence) -> None:
+        """Propose tokens for a sequence that has got some, or have it wait for the one in flight if there is a proposal."""
+        request, draft = seq.request, seq.draft
+        assert draft is not None
+        num_known, last = len(seq.tokens), seq.num_prompt + request.max_tokens - 1
+        proposed: list[int] = []
+        if num_known >= draft.pause_until and (room := last - num_known) > 0:
+            proposed = self.drafter.propose(seq.tokens, min(self.max_tokens, room))
+        draft.tokens = [] if seq.num_pending else proposed
+        seq.pending_limit = 0 if proposed else last
+
+    def choose(self, num_others: int, sequences: SequenceOf[Sequence], room: int) -> int:
+        """How many tokens to propose for each of these sequences, in a step with so many others and room for more tokens."""
+        num = len(sequences)
+        accepted = sum(seq.draft.accepted for seq in sequences if seq.draft is not None)
+        rejected = sum(seq.draft.rejected for seq in sequences if seq.draft is not None)
+        share, total = accepted / (accepted + rejected), num_others + num
+        best, best_rate, expected = 0, total / self._expect_seconds(total), 0.0
+        for count in range(1, min(self.max_tokens, room // num) + 1 if num <= MOST_DRAFTED else 0):
+            expected += share**count
+            rate = (total + num * expected) / self._expect_seconds(total + num * count)
+            if rate > best_rate * GAIN:
+                best, best_rate = count, rate
+        return best
+
+    def verify(self, seq: Sequence, drawn: list[int]) -> list[int]:
+        """The drawn tokens that count: those up to the first that was not proposed."""
+        draft = seq.draft
+        assert draft is not None
+        num_accepted = next((i for i, (a, b) in enumerate(zip(draft.tokens, drawn, strict=False)) if a != b), len(draft.tokens))
+        is_rejected = num_accepted < len(draft.tokens)
+        draft.num_proposed += len(draft.tokens)
+        draft.num_accepted += num_accepted
+        draft.accepted = FADING * draft.accepted + num_accepted
+        draft.rejected = FADING * draft.rejected + is_rejected
+        draft.num_misses = 0 if num_accepted else draft.num_misses + 1
+        draft.pause_until = len(seq.tokens) + num_accepted + (1 << min(draft.num_misses, LONGEST_PAUSE))
+        return drawn[: num_accepted + 1]
+
+    def measure(self, num_tokens: int, seconds: float) -> None:
+        """A step of decodes, with so many tokens in all, took so long."""
+        size = size_of(num_tokens)
+        known = self._measured[size]
+        known.append(max(seconds, 1e-9))
+        if len(known) >= ENOUGH_MEASURED:
+            self._seconds[size] = median(known)
+
+    def _expect_seconds(self, num_tokens: int) -> float:
+        """Of a step; as long as of the nearest smaller one if none of this size was measured, so that it is tried."""
+        known = [size for size in self._seconds if size <= size_of(num_tokens)]
+        return self._seconds[max(known)] if known else 1.0
+
+
+def size_of(num_tokens: int) -> int:
+    """Steps of nearly the same size count as one."""
+    return num_tokens if num_tokens <= 32 else -(-num_tokens // 16) * 16

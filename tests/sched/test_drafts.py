@@ -1,0 +1,88 @@
+"""Speculation: what is proposed, how many tokens, and that tokens stay the same."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from archerfish.sched.drafts import LONGEST_MATCH, PromptLookup, Speculation
+from tests.sched.worlds import OracleDrafter, World
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 9))
+def test_what_followed_the_longest_match_is_proposed(tokens: list[int], count: int) -> None:
+    proposed = PromptLookup().propose(array("I", tokens), count)
+    for length in range(LONGEST_MATCH, 1, -1):
+        ends = [end for end in range(length, len(tokens)) if tokens[end - length : end] == tokens[-length:]]
+        if ends:
+            whole = list(tokens)
+            for _ in range(count):  # a match may overlap the end
+                whole.append(whole[ends[-1] + len(whole) - len(tokens)])
+            assert proposed == whole[len(tokens) :]
+            return
+    assert proposed == []
+
+
+def test_words_are_not_found_between_tokens() -> None:
+    assert PromptLookup().propose(array("I", [1 << 8, 1 << 8, 5, 1, 1]), 2) == []
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_proposed_tokens_save_steps_and_change_nothing(depth: int) -> None:
+    steps = []
+    for speculation in (None, Speculation(OracleDrafter(), 4)):
+        world = World(depth=depth, speculation=speculation)
+        sequences = [*world.add(9, 80), *world.add(5, 20, seed=1), *world.add(7, 20, params={"repetition_penalty": 1.5})]
+        world.run()
+        for seq in sequences:
+            world.check_output(seq)
+        steps.append(world.scheduler.stats().num_steps)
+        stats = world.scheduler.stats()
+    assert steps[1] < 0.7 * steps[0]
+    assert stats.num_accepted_tokens > 20 and stats.num_draft_tokens > stats.num_accepted_tokens
+    assert sequences[0].draft is not None and sequences[0].draft.num_accepted > 20
+    assert sequences[2].draft is None
+
+
+def test_a_request_can_do_without() -> None:
+    world = World(speculation=Speculation(OracleDrafter(), 4))
+    world.add(9, 20, params={"speculation": False})
+    world.run()
+    assert world.scheduler.stats().num_drafts == 0
+
+
+def test_as_many_tokens_are_proposed_as_pay() -> None:
+    def chosen(seconds_of_5: float, accepted: float, num_others: int = 0) -> int:
+        speculation, world = Speculation(OracleDrafter(), 4), World()
+        (seq,) = world.add(5)
+        draft = seq.draft = speculation.start(seq.request)
+        assert draft is not None
+        draft.accepted, draft.rejected = accepted, 10 - accepted
+        for size in range(1, 40):
+            for _ in range(3):
+                speculation.measure(size, 1.0 + (seconds_of_5 - 1) * (size - 1) / 4)
+        return speculation.choose(num_others, [seq], 30)
+
+    assert chosen(1.2, 9.5) == 4  # rows cost next to nothing
+    assert chosen(1.2, 0.1) == 0  # but nothing is accepted
+    assert 0 < chosen(2.5, 8) < 4
+    assert chosen(5.0, 9.5) == 0  # five tokens take as long as five steps
+
+
+def test_a_sequence_whose_proposals_fail_is_left_alone_for_longer_and_longer() -> None:
+    class Wrong:
+        calls = 0
+
+        def propose(self, tokens: array[int], count: int) -> list[int]:
+            self.calls += 1
+            return [10**6] * count
+
+    drafter = Wrong()
+    world = World(num_blocks=200, speculation=Speculation(drafter, 4))
+    (seq,) = world.add(5, 300)
+    world.run()
+    world.check_output(seq)
+    assert seq.draft is not None and seq.draft.num_proposed < 60 and drafter.calls < 30
