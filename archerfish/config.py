@@ -201,7 +201,7 @@ class EngineConfig(Options):
         "off", "Propose tokens and verify them together, with the same tokens as result: off, or ngram: what followed when the "
         "last tokens stood in the sequence before (summaries, edits of code).", choices=("off", "ngram"),
     )
-    num_draft_tokens: int = option(8, "Most tokens that are proposed at a time; measured speeds decide.", minimum=1, maximum=64)
+    num_draft_tokens: int = option(16, "Most tokens that are proposed at once; measured speed decides.", minimum=1, maximum=31)
     deterministic: bool = option(False, "Make the logits of a request independent of other requests, bit for bit; slower.")
     num_threads: int = option(0, NUM_THREADS, minimum=0, maximum=1024)
     pin_threads: bool = option(False, PIN_THREADS)

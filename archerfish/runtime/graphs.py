@@ -28,6 +28,8 @@ from archerfish.step import StepInput
 SIZES = (1, 2, 4, 8, 16, 24, *range(32, 257, 16))  # sequences
 SIZE_STEP = 64  # between larger ones
 PROMPT_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # tokens; beyond the last, computing takes longer than the host
+DRAFT_SIZES = (4, 8, 16, 32)  # tokens of a draft, with the known one before it
+MOST_DRAFT_TOKENS = DRAFT_SIZES[-1]
 COMPILING_S = 5.0  # recording takes longer than this if kernels have to be compiled, and far less if not
 NUM_BUFFERS = 4  # more than the steps that are open at once
 K = TypeVar("K", bound=Hashable)
@@ -217,58 +219,74 @@ class Prompt(NamedTuple):
     tokens: Ids
     start: int
     blocks: Ids
+    is_draft: bool = False  # logits behind each token are wanted, not only behind the last
 
 
-class PromptGraphs(RecordedPasses[T, int]):
-    """Passes over one prompt, or what of it is not in the cache: a lone request waits for its first token, not for the host."""
+class PromptKind(NamedTuple):
+    """Passes over one prompt that one recording serves."""
+
+    size: int  # tokens
+    is_draft: bool = False
+
+
+class PromptGraphs(RecordedPasses[T, PromptKind]):
+    """Passes over one prompt, or what of it is not in the cache: a lone request waits for its first token, not for the host.
+
+    A draft that a lone sequence verifies is such a prompt.
+    """
 
     def __init__(self, model: ModelAdapter[T], pool: MemoryPool[T]) -> None:
         self.sizes = PROMPT_SIZES[: bisect_left(PROMPT_SIZES, model.max_len) + 1]
         self._num_blocks = -(-model.max_len // pool.block_size)
         super().__init__(model, pool, self._num_words(self.sizes[-1]))
-        self._missed: set[int] = set()  # sizes that were asked for once: recording takes longer than running
+        self._missed: set[PromptKind] = set()  # that were asked for once: recording takes longer than running
 
-    def takes(self, num_new: int) -> bool:
+    def takes(self, num_new: int, *, is_draft: bool = False) -> bool:
         """Whether a prompt of so many new tokens is run here: not a single one, which is a decode, nor the first of its size
         where that is not recorded yet."""
-        if not 1 < num_new <= self.sizes[-1]:
+        if not 1 < num_new <= (MOST_DRAFT_TOKENS if is_draft else self.sizes[-1]):
             return False
-        size = self._size_of(num_new)
-        if size in self._recorded or size in self._missed:
+        kind = self._kind_of(num_new, is_draft)
+        if kind in self._recorded or kind in self._missed:
             return True
-        self._missed.add(size)
+        self._missed.add(kind)
         return False
 
     def start(self, prompt: Prompt) -> T:
-        """Queue a pass; gives the (1, vocabulary) logits behind its last token."""
+        """Queue a pass; gives the (1, vocabulary) logits behind its last token, or those behind each token of a draft."""
         num_new = len(prompt.tokens)
-        size = self._size_of(num_new)
-        inputs, repeat = self.recorded(size)
-        words, first_block = self.empty_inputs(size), Word.TOKENS + size
+        kind = self._kind_of(num_new, prompt.is_draft)
+        inputs, repeat = self.recorded(kind)
+        words, first_block = self.empty_inputs(kind), Word.TOKENS + kind.size
         words[Word.NUM_NEW], words[Word.START] = num_new, prompt.start
         words[Word.TOKENS : Word.TOKENS + num_new] = prompt.tokens
         num_blocks = -(-(prompt.start + num_new) // self.pool.block_size)
         words[first_block : first_block + num_blocks] = prompt.blocks[:num_blocks]
         self.ops.send(words, inputs)
-        return self.ops.concat([repeat()])  # a copy: other recorded work has the same memory
+        logits = repeat()
+        return self.ops.concat([self.ops.first_rows(logits, num_new) if prompt.is_draft else logits])  # a copy: other recorded
+        # work has the same memory
 
-    def kinds(self) -> Iterable[int]:
-        return reversed(self.sizes)
+    def kinds(self) -> Iterable[PromptKind]:
+        return map(PromptKind, reversed(self.sizes))
 
-    def empty_inputs(self, kind: int) -> Ids:
-        words = next(self._buffers)[: self._num_words(kind)]
+    def empty_inputs(self, kind: PromptKind) -> Ids:
+        words = next(self._buffers)[: self._num_words(kind.size)]
         words[:] = 0
         return words
 
-    def compute(self, kind: int, inputs: T) -> T:
-        batch = self.ops.prompt_batch(inputs, kind, self.pool.block_size)
+    def compute(self, kind: PromptKind, inputs: T) -> T:
+        batch = self.ops.prompt_batch(inputs, kind.size, self.pool.block_size)
+        if kind.is_draft:
+            batch = replace(batch, kept_rows=None)
         hidden = self.model.forward(batch, self.pool.layers)
         if not self.model.gives_kept_rows and batch.kept_rows is not None:
             hidden = self.ops.rows(hidden, batch.kept_rows)
         return self.model.logits(hidden)
 
-    def _size_of(self, num_new: int) -> int:
-        return self.sizes[bisect_left(self.sizes, num_new)]
+    def _kind_of(self, num_new: int, is_draft: bool) -> PromptKind:
+        sizes = DRAFT_SIZES if is_draft else self.sizes
+        return PromptKind(sizes[bisect_left(sizes, num_new)], is_draft)
 
     def _num_words(self, size: int) -> int:
         return Word.TOKENS + size + self._num_blocks

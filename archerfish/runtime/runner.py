@@ -167,10 +167,11 @@ class ModelRunner(Generic[T]):
         begins = ends - counts
         scored = [(index, int(begins[index - first])) for index in step.scored if first <= index < end]
         is_decode = end <= step.num_decodes
-        is_prompt = end - first == len(sampled) == 1 and not scored and not len(pending)
+        is_draft = len(sampled) == num_tokens > 1
+        is_prompt = end - first == 1 and (is_draft or len(sampled) == 1) and not scored and not len(pending)
         batch: PagedBatch[T] | RecurrentBatch[T] | Prompt
-        if is_prompt and self._prompts is not None and self._prompts.takes(num_tokens):
-            batch = Prompt(tokens, int(starts[0]), self._tables.of(rows)[0])
+        if is_prompt and self._prompts is not None and self._prompts.takes(num_tokens, is_draft=is_draft):
+            batch = Prompt(tokens, int(starts[0]), self._tables.of(rows)[0], is_draft)
         else:
             keeps_all = bool(scored) or self.is_deterministic or len(places) == num_tokens or not self.model.gives_kept_rows
             batch = self.pool.pack_batch(

@@ -23,7 +23,7 @@ NUM_MEASURED, ENOUGH_MEASURED = 8, 3  # steps of a size
 GAIN = 1.02  # at least, of more proposed tokens
 MOST_DRAFTED = 64  # sequences of a step; looking for proposals would take longer than they save
 FADING = 0.8  # of what was accepted before, with every draft
-FIRST_ACCEPTED, FIRST_REJECTED = 1.4, 0.6  # assumed at first
+FIRST_ACCEPTED, FIRST_REJECTED = 1.7, 0.3  # assumed at first
 LONGEST_PAUSE = 6  # 2 to the power of this many tokens
 
 
@@ -123,9 +123,14 @@ class Speculation:
             self._seconds[size] = median(known)
 
     def _expect_seconds(self, num_tokens: int) -> float:
-        """Of a step; as long as of the nearest smaller one if none of this size was measured, so that it is tried."""
-        known = [size for size in self._seconds if size <= size_of(num_tokens)]
-        return self._seconds[max(known)] if known else 1.0
+        """Of a step: between those of the nearest sizes that were measured; no more than the largest, so that more is tried."""
+        size = size_of(num_tokens)
+        below = max((known for known in self._seconds if known <= size), default=0)
+        above = min((known for known in self._seconds if known >= size), default=0)
+        if not below or not above:
+            return self._seconds.get(below or above, 1.0)
+        share = (size - below) / max(1, above - below)
+        return (1 - share) * self._seconds[below] + share * self._seconds[above]
 
 
 def size_of(num_tokens: int) -> int:

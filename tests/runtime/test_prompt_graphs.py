@@ -52,7 +52,7 @@ def one_by_one(
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: ops(device, dtype))
     with LLMEngine(str(model), **USUAL, **options) as engine:
         outputs = [engine.generate([prompt], params)[0] for prompt in PROMPTS * 2]
-        recorded = set(engine.runner._prompts._recorded) if engine.runner._prompts is not None else set()
+        recorded = {kind.size for kind in engine.runner._prompts._recorded} if engine.runner._prompts is not None else set()
     return [(one.token_ids, one.outputs[0].logprobs) for one in outputs], recorded
 
 
@@ -90,7 +90,7 @@ def test_a_size_is_recorded_when_it_is_used_again(model: Path) -> None:
         found = []
         for prompt in (PROMPTS[2], PROMPTS[4], PROMPTS[3], PROMPTS[2]):  # of sizes 16, 32, 16 and 16
             engine.generate([prompt], GREEDY)
-            found.append(set(prompts_of(engine)._recorded))
+            found.append({kind.size for kind in prompts_of(engine)._recorded})
         assert found == [set(), set(), {16}, {16}]
 
 
@@ -175,9 +175,9 @@ def test_a_pass_that_cannot_be_recorded_is_run(model: Path, monkeypatch: pytest.
 def test_sizes_are_recorded_in_idle_time(compiles: bool, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archerfish.runtime.graphs.COMPILING_S", -1.0 if compiles else 1e9)
     with LLMEngine(str(model), **USUAL, max_num_seqs=2) as engine:
-        assert set(prompts_of(engine)._recorded) == (set(PROMPT_SIZES) if compiles else set())
+        assert {kind.size for kind in prompts_of(engine)._recorded} == (set(PROMPT_SIZES) if compiles else set())
         use_idle_time(engine)
-        assert list(prompts_of(engine)._recorded) == sorted(PROMPT_SIZES, reverse=True)
+        assert [kind.size for kind in prompts_of(engine)._recorded] == sorted(PROMPT_SIZES, reverse=True)
 
 
 @pytest.mark.usefixtures("records")
@@ -201,7 +201,7 @@ def test_recorded_prompts_on_a_card(model: Path, monkeypatch: pytest.MonkeyPatch
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=1)
     with LLMEngine(str(model), **options) as engine:
         recorded = [engine.generate([prompt], params)[0].outputs[0] for prompt in PROMPTS * 2]
-        assert prompts_of(engine)._recorded.keys() >= {16, 32, 128, 512}
+        assert {kind.size for kind in prompts_of(engine)._recorded} >= {16, 32, 128, 512}
     monkeypatch.setattr(PromptGraphs, "takes", lambda self, num_new: False)
     with LLMEngine(str(model), **options) as engine:
         plain = [engine.generate([prompt], params)[0].outputs[0] for prompt in PROMPTS * 2]
