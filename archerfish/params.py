@@ -141,7 +141,7 @@ class SamplingParams(metaclass=TakesForeignNames):
     logits_processors: Sequence[LogitsProcessor] = ()  # run on the host: each token waits for them
     detokenize: bool = True  # false: the result has token ids and no text
     output_kind: Any = "cumulative"  # what AsyncLLMEngine.generate yields: one of OUTPUT_KINDS, or their place
-    speculation: bool = True  # propose tokens where the engine does; the tokens that come out are the same
+    speculate: bool = True  # propose tokens where the engine does (`speculation`); the tokens that come out are the same
     stages: Sequence[Stage] = ()  # parts of the output, in order; they set max_tokens and stop_token_ids, and ignore_eos
 
     def __new__(cls, **values: Any) -> Self:
@@ -156,7 +156,7 @@ class SamplingParams(metaclass=TakesForeignNames):
         for name in (*WHOLE, *OPTIONAL, *FLOATS):
             object.__setattr__(self, name, plain_number(getattr(self, name)))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize", "speculation"):
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize", "speculate"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(f"{name} must be true or false, not {getattr(self, name)!r}.")
         self._check_numbers()

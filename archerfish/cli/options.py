@@ -36,6 +36,7 @@ SAMPLING = {
     "skip_special_tokens": "leave special tokens out of the text",
     "logprobs": "log-probabilities of the tokens and of this many of the likeliest ones at each place",
     "prompt_logprobs": "the same for the prompt",
+    "speculate": "propose tokens where `speculation` is on",
     "grammar": "form of the answer: json, json_schema=SCHEMA, regex=PATTERN, lark=GRAMMAR or choice=[TEXT, ...]",
 }
 NO_FLAGS = (  # fields for programs only

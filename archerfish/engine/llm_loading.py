@@ -200,6 +200,7 @@ def make_runner(
         runner = ModelRunner(
             adapter, pool, vocab_size=facts.vocab_size, max_num_seqs=config.max_num_seqs,
             is_deterministic=config.deterministic, num_threads=config.num_threads, executor=executor,
+            num_draft_tokens=0 if config.speculation == "off" else config.num_draft_tokens,
         )
     runner.warm_up()
     return runner, replace(facts, memory=memory)
@@ -252,7 +253,8 @@ def make_speculation(config: EngineConfig, facts: ModelFacts) -> Speculation | N
     if facts.has_states or config.deterministic:
         why = f"{facts.name} is recurrent" if facts.has_states else "steps of several tokens round otherwise (deterministic)"
         raise InvalidOptionError(f"[engine] speculation cannot be {config.speculation}: {why}.", hint="Leave it off.")
-    return Speculation(PromptLookup(), config.num_draft_tokens)
+    limits = {} if facts.device == "cpu" else {"max_sequences": 1}  # recorded passes verify the draft of a lone sequence
+    return Speculation(PromptLookup(), config.num_draft_tokens, **limits)
 
 
 def check_changes(facts: ModelFacts, before: EngineConfig, config: EngineConfig) -> None:

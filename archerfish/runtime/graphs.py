@@ -29,7 +29,6 @@ SIZES = (1, 2, 4, 8, 16, 24, *range(32, 257, 16))  # sequences
 SIZE_STEP = 64  # between larger ones
 PROMPT_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # tokens; beyond the last, computing takes longer than the host
 DRAFT_SIZES = (4, 8, 16, 32)  # tokens of a draft, with the known one before it
-MOST_DRAFT_TOKENS = DRAFT_SIZES[-1]
 COMPILING_S = 5.0  # recording takes longer than this if kernels have to be compiled, and far less if not
 NUM_BUFFERS = 4  # more than the steps that are open at once
 K = TypeVar("K", bound=Hashable)
@@ -235,7 +234,9 @@ class PromptGraphs(RecordedPasses[T, PromptKind]):
     A draft that a lone sequence verifies is such a prompt.
     """
 
-    def __init__(self, model: ModelAdapter[T], pool: MemoryPool[T]) -> None:
+    def __init__(self, model: ModelAdapter[T], pool: MemoryPool[T], num_draft_tokens: int = 0) -> None:
+        """num_draft_tokens: most tokens that are proposed for a sequence."""
+        self.draft_sizes = DRAFT_SIZES[: bisect_left(DRAFT_SIZES, num_draft_tokens + 1) + 1] if num_draft_tokens else ()
         self.sizes = PROMPT_SIZES[: bisect_left(PROMPT_SIZES, model.max_len) + 1]
         self._num_blocks = -(-model.max_len // pool.block_size)
         super().__init__(model, pool, self._num_words(self.sizes[-1]))
@@ -244,13 +245,18 @@ class PromptGraphs(RecordedPasses[T, PromptKind]):
     def takes(self, num_new: int, *, is_draft: bool = False) -> bool:
         """Whether a prompt of so many new tokens is run here: not a single one, which is a decode, nor the first of its size
         where that is not recorded yet."""
-        if not 1 < num_new <= (MOST_DRAFT_TOKENS if is_draft else self.sizes[-1]):
+        if not 1 < num_new <= (self.draft_sizes or (0,) if is_draft else self.sizes)[-1]:
             return False
         kind = self._kind_of(num_new, is_draft)
         if kind in self._recorded or kind in self._missed:
             return True
         self._missed.add(kind)
         return False
+
+    def warm_up(self) -> None:
+        """Record what drafts need: how long their steps take decides whether there are any."""
+        for size in self.draft_sizes:
+            self.recorded(PromptKind(size, is_draft=True))
 
     def start(self, prompt: Prompt) -> T:
         """Queue a pass; gives the (1, vocabulary) logits behind its last token, or those behind each token of a draft."""
@@ -268,7 +274,7 @@ class PromptGraphs(RecordedPasses[T, PromptKind]):
         # work has the same memory
 
     def kinds(self) -> Iterable[PromptKind]:
-        return map(PromptKind, reversed(self.sizes))
+        return [*map(PromptKind, reversed(self.sizes)), *(PromptKind(size, is_draft=True) for size in self.draft_sizes)]
 
     def empty_inputs(self, kind: PromptKind) -> Ids:
         words = next(self._buffers)[: self._num_words(kind.size)]
@@ -285,7 +291,7 @@ class PromptGraphs(RecordedPasses[T, PromptKind]):
         return self.model.logits(hidden)
 
     def _kind_of(self, num_new: int, is_draft: bool) -> PromptKind:
-        sizes = DRAFT_SIZES if is_draft else self.sizes
+        sizes = self.draft_sizes if is_draft else self.sizes
         return PromptKind(sizes[bisect_left(sizes, num_new)], is_draft)
 
     def _num_words(self, size: int) -> int:

@@ -70,7 +70,7 @@ class ModelRunner(Generic[T]):
 
     def __init__(
         self, model: ModelAdapter[T], pool: MemoryPool[T], *, vocab_size: int, max_num_seqs: int,
-        is_deterministic: bool = False, num_threads: int = 0, executor: Executor | None = None,
+        is_deterministic: bool = False, num_threads: int = 0, num_draft_tokens: int = 0, executor: Executor | None = None,
     ) -> None:
         self.model, self.pool = model, pool
         self.ops: Ops[T] = model.ops
@@ -87,7 +87,7 @@ class ModelRunner(Generic[T]):
         self._owns_thread = executor is None
         if self.ops.can_record and not is_deterministic and pool.records_decodes:
             self._graphs = DecodeGraphs(model, pool, self.sampler, num_rows=max_num_seqs, max_len=model.max_len)
-            self._prompts = PromptGraphs(model, pool) if pool.has_keys else None
+            self._prompts = PromptGraphs(model, pool, num_draft_tokens) if pool.has_keys else None
         if not self.ops.is_async:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="archerfish-step") if executor is None else executor
             self._thread.submit(self.ops.start_thread, num_threads).result()
@@ -130,6 +130,8 @@ class ModelRunner(Generic[T]):
                 ops.sample(logits, SamplingBatch())
                 ops.sample(logits, SamplingBatch(temperature=one, keys=zero, positions=zero))
             has_compiled = self._graphs is not None and self._graphs.warm_up()
+            if self._prompts is not None:
+                self._prompts.warm_up()
             while has_compiled and self._prompts is not None and self._prompts.record_next():
                 pass  # no request should wait for a compiler later
 

@@ -12,16 +12,16 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Sequence as SequenceOf
-from statistics import median
 from typing import Protocol
 
 from archerfish.sequence import Draft, Request, Sequence
 
 LONGEST_MATCH, SHORTEST_MATCH = 4, 2  # tokens at the end of a sequence that are looked for further up
 WORD = array("I").itemsize
-NUM_MEASURED, ENOUGH_MEASURED = 8, 3  # steps of a size
+NUM_MEASURED, ENOUGH_MEASURED = 8, 3  # steps of a size, of which the quickest counts: some wait for other things
 GAIN = 1.02  # at least, of more proposed tokens
 MOST_DRAFTED = 64  # sequences of a step; looking for proposals would take longer than they save
+PAUSE = 16  # tokens, after a step in which proposals would not have paid
 FADING = 0.8  # of what was accepted before, with every draft
 FIRST_ACCEPTED, FIRST_REJECTED = 1.7, 0.3  # assumed at first
 LONGEST_PAUSE = 6  # 2 to the power of this many tokens
@@ -64,8 +64,9 @@ class Speculation:
     """Decides for which sequences how many tokens are proposed: as many as make steps of these sizes, as fast as they were
     measured to be, give the most tokens a second."""
 
-    def __init__(self, drafter: Drafter, max_tokens: int) -> None:
-        self.drafter, self.max_tokens = drafter, max_tokens
+    def __init__(self, drafter: Drafter, max_tokens: int, max_sequences: int = MOST_DRAFTED) -> None:
+        """max_sequences: of a step; larger ones verify nothing."""
+        self.drafter, self.max_tokens, self.max_sequences = drafter, max_tokens, max_sequences
         self._measured: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=NUM_MEASURED))
         self._seconds: dict[int, float] = {}  # by the tokens of a step, where enough of them were measured
 
@@ -73,7 +74,7 @@ class Speculation:
         """What a new sequence keeps; None: nothing is proposed for it, since what is allowed depends on tokens before."""
         params = request.params
         is_bound = params.has_penalties or params.logits_processors or params.stages or request.needs_host_token
-        return None if is_bound or not params.speculation else Draft(FIRST_ACCEPTED, FIRST_REJECTED)
+        return None if is_bound or not params.speculate else Draft(FIRST_ACCEPTED, FIRST_REJECTED)
 
     def look_ahead(self, seq: Sequence) -> None:
         """Propose tokens for a sequence that has got some, or have it wait for the one in flight if there is a proposal."""
@@ -93,12 +94,18 @@ class Speculation:
         rejected = sum(seq.draft.rejected for seq in sequences if seq.draft is not None)
         share, total = accepted / (accepted + rejected), num_others + num
         best, best_rate, expected = 0, total / self._expect_seconds(total), 0.0
-        for count in range(1, min(self.max_tokens, room // num) + 1 if num <= MOST_DRAFTED else 0):
+        for count in range(1, min(self.max_tokens, room // num) + 1 if total <= self.max_sequences else 0):
             expected += share**count
             rate = (total + num * expected) / self._expect_seconds(total + num * count)
             if rate > best_rate * GAIN:
                 best, best_rate = count, rate
         return best
+
+    def pause(self, seq: Sequence) -> None:
+        """Nothing is proposed for a while, and steps need not wait for the tokens of a sequence."""
+        assert seq.draft is not None
+        seq.draft.tokens, seq.draft.pause_until = [], len(seq.tokens) + PAUSE
+        seq.pending_limit = seq.num_prompt + seq.request.max_tokens - 1
 
     def verify(self, seq: Sequence, drawn: list[int]) -> list[int]:
         """The drawn tokens that count: those up to the first that was not proposed."""
@@ -120,7 +127,7 @@ class Speculation:
         known = self._measured[size]
         known.append(max(seconds, 1e-9))
         if len(known) >= ENOUGH_MEASURED:
-            self._seconds[size] = median(known)
+            self._seconds[size] = min(known)
 
     def _expect_seconds(self, num_tokens: int) -> float:
         """Of a step: between those of the nearest sizes that were measured; no more than the largest, so that more is tried."""

@@ -22,7 +22,7 @@ from archerfish.cache.adaptive import LogitsCache
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import HitRecord, RadixCache, RadixKey
 from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, InvariantError, TooManyRequestsError
-from archerfish.sched.drafts import MOST_DRAFTED, Speculation
+from archerfish.sched.drafts import Speculation
 from archerfish.sched.live import LiveSequences, SchedulerStats
 from archerfish.sched.masks import MaskFinder
 from archerfish.sched.plan import Plan, PlanBuilder, PromptPlanner
@@ -258,6 +258,8 @@ class Scheduler:
             if proposed and missing > 0 and not self._live.grow(seq, missing):
                 proposed, missing = [], self._live.num_missing(seq, seq.num_computed + 1)
             seq.draft.tokens = proposed
+            if not count:
+                self.speculation.pause(seq)
             if proposed:
                 builder.add_draft(seq, len(proposed))
             elif missing <= 0 or self._live.grow(seq, missing):
@@ -306,7 +308,7 @@ class Scheduler:
                     continue
             self._settle(plan, result, index, now)
         live.stats.total_tokens_generated += num_accepted
-        if self.speculation is not None and len(plan.sequences) <= MOST_DRAFTED:
+        if self.speculation is not None and len(plan.sequences) <= self.speculation.max_sequences:
             for seq in plan.sequences:
                 if seq.draft is not None and seq.status is running:
                     self.speculation.look_ahead(seq)

@@ -199,6 +199,7 @@ class TextBody(GenerationBody):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    speculate: bool | None = None
     include_stop_str_in_output: bool | None = None
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = Field(None, description="Words that the answer must not contain.")

@@ -81,7 +81,7 @@ def test_repeated_text_is_proposed(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logit_bias={5: 100.0})
     with LLMEngine(str(save_tiny_llama(tmp_path)), **USUAL, speculation="ngram") as engine:
         (output,) = engine.generate([[1, 2, 3]], params)
-        (alone,) = engine.generate([[1, 2, 3]], replace(params, speculation=False))
+        (alone,) = engine.generate([[1, 2, 3]], replace(params, speculate=False))
     assert output.token_ids == alone.token_ids == [5] * 60
     assert output.metrics.num_accepted_tokens > 0 and alone.metrics.num_draft_tokens == 0
 

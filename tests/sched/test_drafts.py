@@ -49,7 +49,7 @@ def test_proposed_tokens_save_steps_and_change_nothing(depth: int) -> None:
 
 def test_a_request_can_do_without() -> None:
     world = World(speculation=Speculation(OracleDrafter(), 4))
-    world.add(9, 20, params={"speculation": False})
+    world.add(9, 20, params={"speculate": False})
     world.run()
     assert world.scheduler.stats().num_drafts == 0
 

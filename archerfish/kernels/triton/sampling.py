@@ -189,13 +189,14 @@ def tabulate_kernel(
     is_inside = (ids >= first) & (ids < end)
     values = tl.load(logits + row * stride + ids, mask=is_inside, other=float("-inf")).to(tl.float32)
     weights = weigh(values, highest, scale_of(temperature, row), tl.load(min_p + row).to(tl.float32))
-    at = tl.arange(0, num_levels)
-    lower = tl.load(levels + row * num_levels + at)
-    upper = tl.load(levels + row * num_levels + at - 1, mask=at > 0, other=float("inf"))
-    is_between = (values[:, None] >= lower[None, :]) & (values[:, None] < upper[None, :]) & is_inside[:, None]
-    place = (row * tl.num_programs(1) + tl.program_id(1)) * num_levels + at
-    tl.store(counts + place, tl.sum(is_between.to(tl.int32), 0))
-    tl.store(masses + place, tl.sum(tl.where(is_between, weights[:, None], 0.0), 0))
+    place = (row * tl.num_programs(1) + tl.program_id(1)) * num_levels
+    upper = highest + float("inf")
+    for level in tl.static_range(num_levels):  # one after the other: a table of tokens and levels would not fit into registers
+        lower = tl.load(levels + row * num_levels + level)
+        is_between = is_inside & (values >= lower) & (values < upper)
+        tl.store(counts + place + level, tl.sum(is_between.to(tl.int32), 0))
+        tl.store(masses + place + level, tl.sum(tl.where(is_between, weights, 0.0), 0))
+        upper = lower
 
 
 @triton.jit
