@@ -115,6 +115,7 @@ class Draft:
 
     accepted: float  # lately
     rejected: float
+    count: int  # how many tokens to propose next, at most
     tokens: list[int] = field(default_factory=list)  # that the next step verifies, or the one in flight
     pause_until: int = 0  # so many tokens are known: before, nothing is proposed
     num_misses: int = 0  # drafts of which nothing was accepted, since the last one of which something was

@@ -38,10 +38,11 @@ from archerfish.config import EmbedConfig
 from archerfish.errors import InvalidOptionError, ServiceError
 from archerfish.kernels.machine import READ_PEAK, fast_cpu_dtype
 from archerfish.observe.summary import percentile
+from archerfish.sched import drafts
 from archerfish.store.names import resolve_model
 
 TEXT_MODEL, EMBEDDING_MODEL = "smollm2-135m-instruct", "all-minilm-l6-v2"
-PARTS = ("decode", "prefill", "batch", "start", "http", "embed", "rwkv", "draw")
+PARTS = ("decode", "prefill", "batch", "start", "http", "embed", "rwkv", "draw", "drafts")
 LLAMA, VLLM, SORTED, OURS_INT8 = "llama.cpp", "vllm", "numpy sort", "archerfish-int8"
 PEERS_FILE = Path(__file__).with_name("cpu_peers.py")
 EXPORTED = ("onnx", "transformers")  # what exporting needs
@@ -70,6 +71,14 @@ EMBED_WORKLOADS, NUM_TEXTS = ("128 tokens, texts/s", "5-256 tokens, texts/s"), 6
 RWKV_SHAPES, RWKV_STREAMS, RWKV_OUTPUT = ("0.1b", "0.4b"), 32, 24
 DRAW_LOGITS, NUM_DRAWS = 50_000, 200
 DRAW_OPTIONS: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
+# Chats whose answers repeat much of the question, and do not; and how many times as fast speculation is to make them.
+DRAFTED = {
+    "edit of code": ("Rename the variable `proposed` to `drafted` in this code and print the whole code:\n\n", 1.8),
+    "story": ("Write a story about a dragon who learns to sail.", 0.97),
+}
+EDITED_FILE, EDITED_CHARACTERS, DRAFTED_OUTPUT = Path(drafts.__file__), 2500, 200
+DRAFTED_RATE = "{}: {}, tokens/s"
+HOW = {False: "one by one", True: "with speculation"}
 EXACT = tuple(name for name in EMBEDDERS if not name.endswith("int8"))  # peers whose vectors are as good as ours
 FASTER = {  # than peers, by what is measured
     "prefill, tokens/s": 1.5, "decode, tokens/s": 1.2, "8 sequences, tokens/s": 2.0, "32 sequences, tokens/s": 2.0,
@@ -85,6 +94,10 @@ GOALS = (
     Goal("embed, smallest cosine with st-float32", 0.9999, at_least=True),
     *(Goal(f"rwkv {shape}, one stream, tokens/s", 5.0, at_least=True, peers=(PACKAGE,)) for shape in RWKV_SHAPES),
     Goal(f"rwkv 0.1b, {RWKV_STREAMS} streams, tokens/s", 8.0, at_least=True, over="rwkv 0.1b, one stream, tokens/s"),
+    *(
+        Goal(DRAFTED_RATE.format(title, HOW[True]), wanted, at_least=True, over=DRAFTED_RATE.format(title, HOW[False]))
+        for title, (_, wanted) in DRAFTED.items()
+    ),
     Goal("one draw, us", 5.0, at_least=True, peers=(SORTED,)),
     Goal("one draw, us", 80.0),
 )  # fmt: skip
@@ -97,7 +110,10 @@ def measure(options: Namespace) -> Found:
     yield from bench.roofline()
     if parts & {"decode", "prefill", "batch"}:
         yield from bench.generation(parts)
-    wanted = {"start": bench.starts, "http": bench.http, "embed": bench.embed, "rwkv": bench.rwkv, "draw": bench.draw}
+    wanted = {
+        "start": bench.starts, "http": bench.http, "embed": bench.embed, "rwkv": bench.rwkv, "draw": bench.draw,
+        "drafts": bench.drafts,
+    }  # fmt: skip
     for part, function in wanted.items():
         if part in parts:
             yield from function()
@@ -276,6 +292,22 @@ class CpuBench:
                 yield Measurement(f"{title}, {stream_title(num)}, tokens/s", rate or 0.0, name)
         elif seconds := group.call(name, "decode", num_tokens=RWKV_OUTPUT):
             yield Measurement(f"{title}, {stream_title(1)}, tokens/s", RWKV_OUTPUT / seconds, name)
+
+    def drafts(self) -> Found:
+        """Answers with and without speculation, after the first token."""
+        options, code = {"model": str(self.text_file), **OUR_OPTIONS}, EDITED_FILE.read_text(encoding="utf-8")
+        with EngineGroup() as group:
+            for name in self.ours:
+                self.open(group, name, "Archerfish", {"options": {**options, "speculation": "ngram"}}, {})
+            for number, (title, (question, _)), name in product(range(-1, self.options.rounds), DRAFTED.items(), self.ours):
+                content = question + (code[:EDITED_CHARACTERS] if question.endswith("\n") else "")
+                for speculate in HOW:
+                    found = group.call(name, "answer", content=content, num_output=DRAFTED_OUTPUT, speculate=speculate)
+                    if found and number >= 0:
+                        yield Measurement(DRAFTED_RATE.format(title, HOW[speculate]), found["rate"], name)
+                        if found["proposed"]:
+                            yield Measurement(f"{title}: share accepted", found["accepted"] / found["proposed"], name)
+            yield from group.notes
 
     def draw(self) -> Found:
         """One token out of many, with top-k and top-p."""

@@ -115,6 +115,14 @@ class Archerfish(TextEngine):
         times = [time.perf_counter() - began for part in parts if part.text]
         return times[0]
 
+    def answer(self, content: str, num_output: int, *, speculate: bool) -> dict[str, float]:
+        """How an answer to a chat went, after its first token."""
+        self.engine.clear_cache()
+        params = self.params(num_output, detokenize=True, speculate=speculate)
+        metrics = self.engine.chat([{"role": "user", "content": content}], params).metrics
+        rate = (metrics.num_output_tokens - 1) / (metrics.decode_ms / 1000)
+        return {"rate": rate, "proposed": metrics.num_draft_tokens, "accepted": metrics.num_accepted_tokens}
+
     def clear_cache(self) -> None:
         self.engine.clear_cache()
 

@@ -16,30 +16,31 @@ from typing import Protocol
 
 from archerfish.sequence import Draft, Request, Sequence
 
-LONGEST_MATCH, SHORTEST_MATCH = 4, 2  # tokens at the end of a sequence that are looked for further up
+LONGEST_MATCH, SHORTEST_MATCH = 5, 3  # tokens at the end of a sequence that are looked for further up
 WORD = array("I").itemsize
 NUM_MEASURED, ENOUGH_MEASURED = 8, 3  # steps of a size, of which the quickest counts: some wait for other things
-GAIN = 1.02  # at least, of more proposed tokens
+GAIN = 1.1  # at least, of proposing tokens
 MOST_DRAFTED = 64  # sequences of a step; looking for proposals would take longer than they save
 PAUSE = 16  # tokens, after a step in which proposals would not have paid
-FADING = 0.8  # of what was accepted before, with every draft
-FIRST_ACCEPTED, FIRST_REJECTED = 1.7, 0.3  # assumed at first
+FADING = 0.9  # of what was accepted before, with every draft
+FIRST_ACCEPTED, FIRST_REJECTED = 2.7, 0.3  # assumed at first
+FIRST_COUNT = 4  # tokens that are proposed at first
 LONGEST_PAUSE = 6  # 2 to the power of this many tokens
 
 
 class Drafter(Protocol):
     """Proposes tokens."""
 
-    def propose(self, tokens: array[int], count: int) -> list[int]:
-        """At most `count` tokens that probably follow; none is allowed too."""
+    def propose(self, tokens: array[int], count: int, *, is_bold: bool) -> list[int]:
+        """At most `count` tokens that probably follow; none is allowed too. is_bold: also on little evidence."""
 
 
 class PromptLookup:
     """What followed when the last tokens stood in the sequence before: for summaries, edits of code, quotations."""
 
-    def propose(self, tokens: array[int], count: int) -> list[int]:
-        data = tokens.tobytes()
-        for length in range(min(LONGEST_MATCH, len(tokens) - 1), SHORTEST_MATCH - 1, -1):
+    def propose(self, tokens: array[int], count: int, *, is_bold: bool) -> list[int]:
+        data, shortest = tokens.tobytes(), SHORTEST_MATCH if is_bold else LONGEST_MATCH
+        for length in range(min(LONGEST_MATCH, len(tokens) - 1), shortest - 1, -1):
             place = find_last(data, data[-length * WORD :])
             if place >= 0:
                 period = len(tokens) - length - place
@@ -74,7 +75,7 @@ class Speculation:
         """What a new sequence keeps; None: nothing is proposed for it, since what is allowed depends on tokens before."""
         params = request.params
         is_bound = params.has_penalties or params.logits_processors or params.stages or request.needs_host_token
-        return None if is_bound or not params.speculate else Draft(FIRST_ACCEPTED, FIRST_REJECTED)
+        return None if is_bound or not params.speculate else Draft(FIRST_ACCEPTED, FIRST_REJECTED, FIRST_COUNT)
 
     def look_ahead(self, seq: Sequence) -> None:
         """Propose tokens for a sequence that has got some, or have it wait for the one in flight if there is a proposal."""
@@ -83,7 +84,8 @@ class Speculation:
         num_known, last = len(seq.tokens), seq.num_prompt + request.max_tokens - 1
         proposed: list[int] = []
         if num_known >= draft.pause_until and (room := last - num_known) > 0:
-            proposed = self.drafter.propose(seq.tokens, min(self.max_tokens, room))
+            count, is_bold = min(draft.count, self.max_tokens, room), draft.num_accepted > 0 and not draft.num_misses
+            proposed = self.drafter.propose(seq.tokens, count, is_bold=is_bold)
         draft.tokens = [] if seq.num_pending else proposed
         seq.pending_limit = 0 if proposed else last
 
@@ -93,11 +95,13 @@ class Speculation:
         accepted = sum(seq.draft.accepted for seq in sequences if seq.draft is not None)
         rejected = sum(seq.draft.rejected for seq in sequences if seq.draft is not None)
         share, total = accepted / (accepted + rejected), num_others + num
-        best, best_rate, expected = 0, total / self._expect_seconds(total), 0.0
-        for count in range(1, min(self.max_tokens, room // num) + 1 if total <= self.max_sequences else 0):
+        longest = max(len(seq.draft.tokens) for seq in sequences if seq.draft is not None)
+        best, expected = 0, 0.0
+        best_rate = GAIN * total / self._expect_seconds(total)
+        for count in range(1, min(longest, room // num) + 1 if total <= self.max_sequences else 0):
             expected += share**count
             rate = (total + num * expected) / self._expect_seconds(total + num * count)
-            if rate > best_rate * GAIN:
+            if rate > best_rate:
                 best, best_rate = count, rate
         return best
 
@@ -117,6 +121,7 @@ class Speculation:
         draft.num_accepted += num_accepted
         draft.accepted = FADING * draft.accepted + num_accepted
         draft.rejected = FADING * draft.rejected + is_rejected
+        draft.count = num_accepted + 1 if is_rejected else 2 * len(draft.tokens)  # a long draft that fails costs several steps
         draft.num_misses = 0 if num_accepted else draft.num_misses + 1
         draft.pause_until = len(seq.tokens) + num_accepted + (1 << min(draft.num_misses, LONGEST_PAUSE))
         return drawn[: num_accepted + 1]

@@ -66,3 +66,11 @@ def test_physical_blocks_are_those_that_were_allocated() -> None:
 def test_impossible_sizes_are_refused(num_blocks: int, block_size: int) -> None:
     with pytest.raises(InvalidOptionError):
         BlockManager(num_blocks, block_size)
+
+
+def test_blocks_are_taken_in_the_order_in_which_they_were_freed() -> None:
+    blocks = BlockManager(8, 4)
+    for _ in range(3):
+        taken = blocks.allocate(5)
+        assert taken == [0, 1, 2, 3, 4]
+        blocks.free(taken)

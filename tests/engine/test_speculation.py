@@ -33,7 +33,7 @@ class KnowingDrafter:
     def __init__(self, known: list[list[int]]) -> None:
         self.known = known
 
-    def propose(self, tokens: array[int], count: int) -> list[int]:
+    def propose(self, tokens: array[int], count: int, *, is_bold: bool) -> list[int]:
         for whole in self.known:
             if whole[: len(tokens)] == tokens.tolist():
                 found = whole[len(tokens) : len(tokens) + count]

@@ -25,7 +25,7 @@ VOCAB = 50
 class OracleDrafter:
     """Proposes what requests with seed 0 will draw, with mistakes."""
 
-    def propose(self, tokens: array[int], count: int) -> list[int]:
+    def propose(self, tokens: array[int], count: int, *, is_bold: bool) -> list[int]:
         context = tokens.tolist()
         for _ in range(count):
             token = fake_token(fake_logits(context), 0, 0, VOCAB)

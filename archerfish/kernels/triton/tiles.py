@@ -10,7 +10,7 @@ import torch
 FEW_ADDED_ROWS, MAX_ADDED_ROWS, MAX_ADDED_OUTPUTS = 32, 128, 2048  # of a product that is added to a total
 LONG_WIDTH, MAX_ADDED_WIDTH = 3072, 4096  # likewise
 MIN_BLOCK = 16  # columns of a tile that tl.dot takes
-DIRECT_ROWS = 4  # of activations, up to which a product is quicker without tensor cores, unless a measured tile says otherwise
+DIRECT_ROWS = 2  # of activations, up to which a product is as quick without tensor cores
 NORMED_WIDTH = 2048  # up to which normalising in every program, if it is not persistent, costs less than a kernel for it
 UNROLLED_COLUMNS = 14336  # of all rows together: what the registers hold of sums and reads on the way
 COLUMNS_PER_WARP = 256  # at least, or a row and the weights are spread over threads in different ways
