@@ -15,6 +15,7 @@ from archerfish.params import SamplingParams
 Ids = npt.NDArray[np.int64]
 PENDING = -1  # in place of a token: the one that the runner sampled last for this row
 NO_IDS: Ids = np.zeros(0, dtype=np.int64)
+MOST_PENALISED_DRAFTS = 32  # proposed tokens of sequences with penalties, in one step
 
 
 @dataclass(slots=True, frozen=True)

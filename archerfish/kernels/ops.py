@@ -368,6 +368,10 @@ class Ops(ABC, Generic[T]):
     def set_counts(self, counts: TokenCounts[T], row: int, prompt: Ids, output: Ids) -> None:
         """Count the tokens of a row anew."""
 
+    @abstractmethod
+    def add_counts(self, counts: TokenCounts[T], row: int, output: Ids, *, source: int | None = None) -> None:
+        """Count more tokens of a row's output; source: the row whose counts it gets first."""
+
     # Steps that are only decodes (`decoding.py`), which a backend may record and repeat.
 
     def new_decode_state(self, num_rows: int, most_blocks: int) -> DecodeState[T]:

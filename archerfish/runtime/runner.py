@@ -236,7 +236,9 @@ class ModelRunner(Generic[T]):
                 at = {index: place for place, index in enumerate(sampled.tolist())}
                 masks = np.asarray([at[index] for index in step.masked], dtype=np.int64), step.mask_bits
             rows, positions = step.rows[sampled], (step.starts + step.counts + 1 - step.samples)[sampled] + nth
-            tokens, read = self.sampler.sample(logits, rows, positions, masks)
+            ends, many = np.cumsum(step.counts), np.flatnonzero(step.samples > 1).tolist()
+            drafts = {int(step.rows[i]): step.tokens[ends[i] + 1 - step.samples[i] : ends[i]] for i in many}
+            tokens, read = self.sampler.sample(logits, rows, positions, masks, drafts)
             self.ops.put(self._last_tokens, rows, tokens)
 
         def finish() -> StepResult:  # an interrupt may make the caller ask again

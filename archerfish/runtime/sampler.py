@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Generic, NamedTuple
 
@@ -23,7 +23,7 @@ from archerfish.observe.metrics import SamplingMetrics
 from archerfish.params import Stage
 from archerfish.runtime.host_sampling import failure
 from archerfish.runtime.processors import RowProcessors
-from archerfish.step import NO_IDS, RowEntry, TokenLogprobs
+from archerfish.step import MOST_PENALISED_DRAFTS, NO_IDS, RowEntry, TokenLogprobs
 
 ROW = np.dtype([
     ("key", np.int64), ("temperature", np.float64), ("top_k", np.int64), ("top_p", np.float64), ("min_p", np.float64),
@@ -33,6 +33,7 @@ ROW = np.dtype([
     ("until", np.int64),  # the position from which another stage says how to choose
 ], align=True)  # fmt: skip
 NEVER = np.iinfo(np.int64).max
+Drafts = Mapping[int, Ids]  # by row: proposed tokens that a step verifies
 
 
 class Chosen(NamedTuple):
@@ -93,7 +94,7 @@ class FastSampler(Generic[T]):
             self._stop_ids[row] = self._known(entry.stop_token_ids)
         if params.has_penalties:
             if self._counts is None:
-                self._counts = self.ops.new_counts(self.max_rows, self.vocab_size)
+                self._counts = self.ops.new_counts(self.max_rows + MOST_PENALISED_DRAFTS, self.vocab_size)
             prompt, output = entry.tokens[: entry.num_prompt], entry.tokens[entry.num_prompt :]
             self.ops.set_counts(self._counts, row, self._known(prompt), self._known(output))
 
@@ -118,19 +119,21 @@ class FastSampler(Generic[T]):
         self._is_cut[row] = not is_greedy and (top_k < self.vocab_size or top_p < 1 or min_p > 0)
 
     def sample(
-        self, logits: T, rows: Ids, positions: Ids, masks: tuple[Ids, Ids] | None = None
+        self, logits: T, rows: Ids, positions: Ids, masks: tuple[Ids, Ids] | None = None, drafts: Drafts | None = None
     ) -> tuple[T, Callable[[], Chosen]]:
         """One token for each row of float32 logits, which are left as they are: on the device, and what waits for them.
 
         rows[i]: the row whose parameters apply. positions[i]: the number of tokens before the one to choose. masks: which
-        logits a grammar applies to, and the `bits` of `Masks`. Nothing waits for the device.
+        logits a grammar applies to, and the `bits` of `Masks`. drafts: of rows that stand here more than once, behind each of
+        their proposed tokens in turn. Nothing waits for the device.
         """
         if logits.shape[0] != len(rows) or logits.shape[1] != self.vocab_size:
             raise ArcherfishError(
                 f"Logits of shape {tuple(logits.shape)} came for {len(rows)} sequences and {self.vocab_size} tokens."
             )
         started = time.perf_counter()
-        ops, batch, metrics = self.ops, self._batch_for(rows, positions), self.metrics
+        penalised = {row: tokens for row, tokens in (drafts or {}).items() if self._table["is_penalised"][row]}
+        ops, batch, metrics = self.ops, self._batch_for(rows, positions, self._draft_slots(rows, penalised)), self.metrics
         if masks is not None:
             batch = dataclasses.replace(batch, masks=sampling.Masks(ops.tensor(masks[0]), ops.tensor(masks[1])))
         processed, failed = self._process(logits, rows, positions) if self._processors else (logits, {})
@@ -149,6 +152,9 @@ class FastSampler(Generic[T]):
         def read() -> Chosen:
             report = fetch_report()
             tokens, errors = report[0].tolist(), self.failures(report, rows) if report[1].any() else {}
+            while penalised:
+                row, proposed = penalised.popitem()
+                self._count_accepted(row, proposed, report[0][rows == row])
             errors |= failed
             for i, row in enumerate(rows.tolist() if self._processors else ()):
                 if row in self._processors:
@@ -157,6 +163,26 @@ class FastSampler(Generic[T]):
             return Chosen(tokens, {i: one for i, one in zip(wanted, scores, strict=True) if i not in errors}, errors)
 
         return drawn.tokens, read
+
+    def _draft_slots(self, rows: Ids, drafts: Drafts) -> Ids:
+        """Where the counts of each row stand: behind a proposed token, a copy that counts it and those before it."""
+        if not drafts:
+            return rows
+        assert self._counts is not None
+        slots, free = rows.copy(), self.max_rows
+        for row, proposed in drafts.items():
+            places = np.flatnonzero(rows == row)
+            for before, place, token in zip(places[:-1], places[1:], proposed, strict=True):
+                self.ops.add_counts(self._counts, free, np.array([token]), source=int(slots[before]))
+                slots[place], free = free, free + 1
+        return slots
+
+    def _count_accepted(self, row: int, proposed: Ids, drawn: Ids) -> None:
+        """Count the drawn tokens that followed accepted ones; the first is counted already."""
+        assert self._counts is not None
+        num_accepted = int(np.append(drawn[:-1] != proposed, True).argmax())
+        with self.ops.computing():
+            self.ops.add_counts(self._counts, row, drawn[1 : num_accepted + 1])
 
     def _process(self, logits: T, rows: Ids, positions: Ids) -> tuple[T, dict[int, BaseException]]:
         """A copy of the logits after the processors of their rows, and the errors that these raised. Waits for the device."""
@@ -187,15 +213,15 @@ class FastSampler(Generic[T]):
         ids = np.asarray(token_ids, dtype=np.int64)
         return ids[ids < self.vocab_size]
 
-    def _batch_for(self, rows: Ids, positions: Ids) -> sampling.SamplingBatch[T]:
-        """The parameters of these rows; those on the device are used again while they stay the same."""
+    def _batch_for(self, rows: Ids, positions: Ids, slots: Ids) -> sampling.SamplingBatch[T]:
+        """The parameters of these rows, whose counts stand in slots; what is on the device is used again while it stays so."""
         if self._staged:
             self._enter_stages(rows, positions)
         part = self._table[rows]
         waiting = np.flatnonzero(positions < part["free_from"]) if self._stop_ids else NO_IDS
-        key = rows.tobytes(), waiting.tobytes()
+        key = rows.tobytes(), waiting.tobytes(), slots.tobytes()
         if key != self._batch_key:
-            self._batch, self._batch_key = self._build(part, rows, waiting), key
+            self._batch, self._batch_key = self._build(part, rows, waiting, slots), key
             self.metrics.memory_allocations += 1
         if self._batch.temperature is None:
             return self._batch
@@ -221,7 +247,7 @@ class FastSampler(Generic[T]):
                 self._set_words(row)
             self._batch_key = None
 
-    def _build(self, part: npt.NDArray[Any], rows: Ids, waiting: Ids) -> sampling.SamplingBatch[T]:
+    def _build(self, part: npt.NDArray[Any], rows: Ids, waiting: Ids, slots: Ids) -> sampling.SamplingBatch[T]:
         """The batch of some rows of the table, less its positions. waiting: places where stop tokens are not allowed yet."""
         ops = self.ops
         bias = {i: self._bias[row] for i, row in enumerate(rows.tolist()) if row in self._bias} if self._bias else {}
@@ -230,7 +256,7 @@ class FastSampler(Generic[T]):
             bias=self._entries({i: ids for i, (ids, _) in bias.items()}) if bias else None,
             bias_values=ops.tensor(np.concatenate([values for _, values in bias.values()])) if bias else None,
             banned=self._entries(banned) if banned else None,
-            penalties=self._penalties(part, rows) if part["is_penalised"].any() else None,
+            penalties=self._penalties(part, slots) if part["is_penalised"].any() else None,
             ranges=sampling.Ranges(*self._columns(part, "first", "end", "offset")) if part["is_ranged"].any() else None,
         )
         is_greedy = part["temperature"] == 0
@@ -253,7 +279,7 @@ class FastSampler(Generic[T]):
         rows = np.repeat(np.fromiter(ids, dtype=np.int64), [len(some) for some in ids.values()])
         return sampling.Entries(self.ops.tensor(rows), self.ops.tensor(np.concatenate(list(ids.values()))))
 
-    def _penalties(self, part: npt.NDArray[Any], rows: Ids) -> sampling.Penalties[T]:
+    def _penalties(self, part: npt.NDArray[Any], slots: Ids) -> sampling.Penalties[T]:
         assert self._counts is not None
         places = np.flatnonzero(part["is_penalised"])
         some = part[places]
@@ -261,8 +287,8 @@ class FastSampler(Generic[T]):
             name: self.ops.tensor(np.ascontiguousarray(some[name])) if (some[name] != off).any() else None
             for name, off in (("repetition", 1.0), ("presence", 0.0), ("frequency", 0.0))
         }
-        slots = rows[places]
-        return sampling.Penalties(self.ops.tensor(places), self._counts, slots, self.ops.tensor(slots), **given)
+        own = slots[places]
+        return sampling.Penalties(self.ops.tensor(places), self._counts, own, self.ops.tensor(own), **given)
 
 
 def is_plain(entry: RowEntry) -> bool:

@@ -72,9 +72,9 @@ class Speculation:
         self._seconds: dict[int, float] = {}  # by the tokens of a step, where enough of them were measured
 
     def start(self, request: Request) -> Draft | None:
-        """What a new sequence keeps; None: nothing is proposed for it, since what is allowed depends on tokens before."""
+        """What a new sequence keeps; None: nothing is proposed for it, since the host must see each token of it first."""
         params = request.params
-        is_bound = params.has_penalties or params.logits_processors or params.stages or request.needs_host_token
+        is_bound = params.logits_processors or params.stages or request.needs_host_token
         return None if is_bound or not params.speculate else Draft(FIRST_ACCEPTED, FIRST_REJECTED, FIRST_COUNT)
 
     def look_ahead(self, seq: Sequence) -> None:

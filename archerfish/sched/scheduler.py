@@ -28,7 +28,7 @@ from archerfish.sched.masks import MaskFinder
 from archerfish.sched.plan import Plan, PlanBuilder, PromptPlanner
 from archerfish.sched.policy import SchedulingPolicy, scheduling_policy
 from archerfish.sequence import Delta, FinishReason, Namespace, Request, Sequence, Status
-from archerfish.step import StepResult
+from archerfish.step import MOST_PENALISED_DRAFTS, StepResult
 
 MAX_OPEN_STEPS = 2  # one in flight, one planned behind it
 
@@ -251,9 +251,13 @@ class Scheduler:
         """Decodes for which tokens are proposed: with as many of them as pay, where there is memory for them."""
         assert self.speculation is not None
         count = self.speculation.choose(len(builder.sequences), drafted, builder.budget - len(drafted))
+        room = MOST_PENALISED_DRAFTS
         for seq in drafted:
             assert seq.draft is not None
             proposed = seq.draft.tokens[:count]
+            if seq.request.params.has_penalties:
+                proposed = proposed[:room]
+                room -= len(proposed)
             missing = self._live.num_missing(seq, seq.num_computed + 1 + len(proposed))
             if proposed and missing > 0 and not self._live.grow(seq, missing):
                 proposed, missing = [], self._live.num_missing(seq, seq.num_computed + 1)

@@ -23,7 +23,7 @@ PROMPTS = [[3, 5, 7, 11], [20, 21], [9] * 30]
 EACH = [
     SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2),
     SamplingParams(temperature=0.9, top_p=0.9, top_k=40, seed=3, max_tokens=30, min_tokens=20, logit_bias={7: 1.0}),
-    SamplingParams(temperature=1.0, seed=4, max_tokens=25, n=2, repetition_penalty=1.1),
+    SamplingParams(temperature=1.0, seed=4, max_tokens=25, n=2, repetition_penalty=1.3, frequency_penalty=0.9, ignore_eos=True),
 ]
 
 
@@ -71,7 +71,7 @@ def test_tokens_and_logprobs_are_the_same(
     assert [one.token_id for one in found[0].logprobs] == found[0].token_ids
     assert [one.logprob for one in found[0].logprobs] == pytest.approx([one.logprob for one in plain[0].logprobs], abs=1e-4)
     metrics = [output.metrics for output in found]
-    assert metrics[0].num_accepted_tokens > 15 and metrics[2].num_draft_tokens == 0
+    assert metrics[0].num_accepted_tokens > 15 and metrics[2].num_accepted_tokens > 15
     assert stats.num_accepted_tokens == sum(one.num_accepted_tokens for one in metrics) < stats.num_draft_tokens
     assert stats.num_steps < num_steps
 

@@ -290,3 +290,14 @@ def test_the_sampler_draws_as_with_the_reference() -> None:
             tokens.append(sampled.tokens)
         found.append(tokens)
     assert found[0] == found[1]
+
+
+def test_more_tokens_are_counted_as_by_the_reference(native: NativeSampling) -> None:
+    counts, expected = native.new_counts(4, 60), TorchOps().new_counts(4, 60)
+    native.set_counts(counts, 1, np.array([3, 4]), np.array([5, 5]))
+    TorchOps().set_counts(expected, 1, np.array([3, 4]), np.array([5, 5]))
+    many = np.arange(60).tolist() * 6
+    for row, tokens, source in ((2, [7], 1), (3, [5], 2), (2, [7, 8, 7], None), (1, many, 3), (1, [], None)):
+        native.add_counts(counts, row, np.array(tokens, dtype=np.int64), source)
+        TorchOps().add_counts(expected, row, np.array(tokens, dtype=np.int64), source=source)
+        assert_same_counts(counts, expected)

@@ -45,7 +45,7 @@ def test_proposed_tokens_save_steps_and_change_nothing(depth: int) -> None:
     assert steps[1] < 0.8 * steps[0]
     assert stats.num_accepted_tokens > 20 and stats.num_draft_tokens > stats.num_accepted_tokens
     assert sequences[0].draft is not None and sequences[0].draft.num_accepted > 20
-    assert sequences[2].draft is None
+    assert sequences[1].draft is not None and not sequences[1].draft.num_accepted
 
 
 def test_a_request_can_do_without() -> None:

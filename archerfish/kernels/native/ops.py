@@ -347,5 +347,8 @@ class NativeOps(Ops[Any]):
     def set_counts(self, counts: TokenCounts[Handle], row: int, prompt: Ids, output: Ids) -> None:
         self._sampling.set_counts(counts, row, prompt, output)
 
+    def add_counts(self, counts: TokenCounts[Handle], row: int, output: Ids, *, source: int | None = None) -> None:
+        self._sampling.add_counts(counts, row, output, source)
+
     def pool_stats(self) -> PoolStats:
         return self._sampling.pool_stats()

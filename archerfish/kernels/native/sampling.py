@@ -69,6 +69,17 @@ class NativeSampling:
         counts.token_ids[row, : len(ids)] = ids
         counts.num_ids[row] = len(ids)
 
+    def add_counts(self, counts: TokenCounts[Array], row: int, output: Ids, source: int | None) -> None:
+        assert isinstance(counts, ListedCounts)
+        if source is not None:
+            counts.counts[row], counts.num_ids[row] = counts.counts[source], counts.num_ids[source]
+            counts.token_ids[row] = counts.token_ids[source]
+        np.add.at(counts.counts[row], output, 2)
+        num_ids = int(counts.num_ids[row])
+        make_room(counts, num_ids + len(output) + 1)
+        counts.token_ids[row, num_ids : num_ids + len(output)] = output
+        counts.num_ids[row] += len(output)
+
     def pool_stats(self) -> PoolStats:
         sampler = self._sampler
         num_misses, num_idle = sampler.num_allocations, sampler.num_bytes // 4

@@ -304,6 +304,11 @@ class TorchOps(Ops[Tensor]):
         counts.counts[row, self.tensor(output_ids)] = self.tensor(2 * numbers).int()
         counts.counts[row, self.tensor(np.unique(prompt))] += 1
 
+    def add_counts(self, counts: TokenCounts[Tensor], row: int, output: Ids, *, source: int | None = None) -> None:
+        if source is not None:
+            counts.counts[row].copy_(counts.counts[source])
+        counts.counts[row].index_add_(0, self.tensor(output), counts.counts.new_full((len(output),), 2))
+
 
 def prompt_rows(inputs: Tensor, num_rows: int, block_size: int, counting: Tensor) -> PagedBatch[Tensor]:
     """Rows of a prompt and of what fills it up, laid out on the device; fillings have negative slots, and count as tokens."""
