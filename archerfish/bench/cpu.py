@@ -7,6 +7,7 @@ which all engines read.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import importlib.util
 import json
 import os
@@ -38,7 +39,6 @@ from archerfish.config import EmbedConfig
 from archerfish.errors import InvalidOptionError, ServiceError
 from archerfish.kernels.machine import READ_PEAK, fast_cpu_dtype
 from archerfish.observe.summary import percentile
-from archerfish.sched import drafts
 from archerfish.store.names import resolve_model
 
 TEXT_MODEL, EMBEDDING_MODEL = "smollm2-135m-instruct", "all-minilm-l6-v2"
@@ -73,10 +73,10 @@ DRAW_LOGITS, NUM_DRAWS = 50_000, 200
 DRAW_OPTIONS: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
 # Chats whose answers repeat much of the question, and do not; and how many times as fast speculation is to make them.
 DRAFTED = {
-    "edit of code": ("Rename the variable `proposed` to `drafted` in this code and print the whole code:\n\n", 1.8),
+    "edit of code": ("Add a comment to this code and print the whole code:\n\n", 1.8),
     "story": ("Write a story about a dragon who learns to sail.", 0.97),
 }
-EDITED_FILE, EDITED_CHARACTERS, DRAFTED_OUTPUT = Path(drafts.__file__), 2500, 200
+EDITED_FILE, EDITED_CHARACTERS, DRAFTED_OUTPUT = Path(bisect.__file__), 2500, 200
 DRAFTED_RATE = "{}: {}, tokens/s"
 HOW = {False: "one by one", True: "with speculation"}
 EXACT = tuple(name for name in EMBEDDERS if not name.endswith("int8"))  # peers whose vectors are as good as ours

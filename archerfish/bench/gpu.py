@@ -39,23 +39,19 @@ SHAPES: dict[str, dict[str, Any]] = {  # config.json by name; what it leaves out
         },
         "bos_token_id": 128000, "eos_token_id": 128009, "torch_dtype": "bfloat16",
     },
+}  # fmt: skip
+SHAPES |= {
     "llama-3.2-1b": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
-        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
-        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True,
-        "bos_token_id": 128000, "eos_token_id": 128009, "torch_dtype": "bfloat16",
+        **SHAPES["llama-3.1-8b"], "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
+        "tie_word_embeddings": True,
     },
     "qwen3-4b": {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728,
-        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "tie_word_embeddings": True,
-        "bos_token_id": 151643, "eos_token_id": 151645, "torch_dtype": "bfloat16",
+        **SHAPES["qwen3-0.6b"], "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+        "num_attention_heads": 32,
     },
     "qwen3-14b": {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 17408,
-        "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "tie_word_embeddings": False,
-        "bos_token_id": 151643, "eos_token_id": 151645, "torch_dtype": "bfloat16",
+        **SHAPES["qwen3-0.6b"], "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40,
+        "num_attention_heads": 40, "tie_word_embeddings": False,
     },
 }  # fmt: skip
 VLLM = "vllm"

@@ -108,9 +108,9 @@ def read_options(given: Mapping[str, Any], hub: HubConfig | None) -> tuple[dict[
     return options, hub
 
 
-def read_speculation(given: Mapping[str, Any]) -> dict[str, Any]:
+def read_speculation(given: Any) -> dict[str, Any]:
     """vLLM's speculative_config as options of EngineConfig."""
-    if given.get("method") not in ("ngram", "[ngram]"):
+    if not isinstance(given, Mapping) or given.get("method") != "ngram":
         hint = "{'method': 'ngram'} proposes what followed earlier in the sequence; there are no draft models yet."
-        raise InvalidOptionError(f"speculative_config has the method {given.get('method')!r}, which is not known.", hint=hint)
+        raise InvalidOptionError(f"The option speculative_config cannot be {given!r}.", hint=hint)
     return {"speculation": "ngram"} | ({"num_draft_tokens": n} if (n := given.get("num_speculative_tokens")) else {})

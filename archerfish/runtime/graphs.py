@@ -270,8 +270,8 @@ class PromptGraphs(RecordedPasses[T, PromptKind]):
         words[first_block : first_block + num_blocks] = prompt.blocks[:num_blocks]
         self.ops.send(words, inputs)
         logits = repeat()
-        return self.ops.concat([self.ops.first_rows(logits, num_new) if prompt.is_draft else logits])  # a copy: other recorded
-        # work has the same memory
+        kept = self.ops.first_rows(logits, num_new) if prompt.is_draft else logits
+        return self.ops.concat([kept])  # a copy: other recorded work has the same memory
 
     def kinds(self) -> Iterable[PromptKind]:
         return [*map(PromptKind, reversed(self.sizes)), *(PromptKind(size, is_draft=True) for size in self.draft_sizes)]

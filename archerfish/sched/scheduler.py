@@ -312,10 +312,11 @@ class Scheduler:
                     continue
             self._settle(plan, result, index, now)
         live.stats.total_tokens_generated += num_accepted
-        if self.speculation is not None and len(plan.sequences) <= self.speculation.max_sequences:
+        if self.speculation is not None:
+            is_small = len(plan.sequences) <= self.speculation.max_sequences
             for seq in plan.sequences:
-                if seq.draft is not None and seq.status is running:
-                    self.speculation.look_ahead(seq)
+                if seq.draft is not None and seq.status is running and (is_small or not seq.pending_limit):
+                    (self.speculation.look_ahead if is_small else self.speculation.pause)(seq)
         self.tokens_done = live.stats.prefill_tokens_computed, live.stats.total_tokens_generated
         if step.kept:
             live.dropped += [handle for _, handle in step.kept if handle not in live.stored]

@@ -182,7 +182,7 @@ class Generated(Message, tag="generated", kw_only=True, omit_defaults=True):
     prompt_logprobs: list[Logprob] | None = None
     retry_after_s: float | None = None  # if the deadline came before the first token
     remarks: list[str] = []  # what was done otherwise than the client asked
-    metrics: dict[str, float] = {}  # queue_ms, prefill_ms, decode_ms, ttft_ms, tokens_per_second, num_preemptions
+    metrics: dict[str, float] = {}  # those of METRICS in `hosted_llm.py`
 
 
 class Bundle(Message, tag="bundle", kw_only=True, omit_defaults=True):

@@ -98,5 +98,6 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 def test_vllms_option() -> None:
     found, _ = read_options({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, None)
     assert found == {"speculation": "ngram", "num_draft_tokens": 3}
-    with pytest.raises(InvalidOptionError, match="eagle"):
-        read_options({"speculative_config": {"method": "eagle"}}, None)
+    for other in ({"method": "eagle"}, "eagle"):
+        with pytest.raises(InvalidOptionError, match="eagle"):
+            read_options({"speculative_config": other}, None)

@@ -202,7 +202,7 @@ def test_recorded_prompts_on_a_card(model: Path, monkeypatch: pytest.MonkeyPatch
     with LLMEngine(str(model), **options) as engine:
         recorded = [engine.generate([prompt], params)[0].outputs[0] for prompt in PROMPTS * 2]
         assert {kind.size for kind in prompts_of(engine)._recorded} >= {16, 32, 128, 512}
-    monkeypatch.setattr(PromptGraphs, "takes", lambda self, num_new: False)
+    monkeypatch.setattr(PromptGraphs, "takes", lambda self, num_new, is_draft: False)
     with LLMEngine(str(model), **options) as engine:
         plain = [engine.generate([prompt], params)[0].outputs[0] for prompt in PROMPTS * 2]
     assert [one.token_ids for one in recorded] == [one.token_ids for one in plain]

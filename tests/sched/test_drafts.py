@@ -48,6 +48,25 @@ def test_proposed_tokens_save_steps_and_change_nothing(depth: int) -> None:
     assert sequences[1].draft is not None and not sequences[1].draft.num_accepted
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_sequence_among_too_many_others_neither_waits_nor_proposes(depth: int) -> None:
+    """What was proposed for it while it was alone is forgotten: it could reach beyond its last token."""
+    world = World(depth=depth, speculation=Speculation(OracleDrafter(), 4, max_sequences=1))
+    (seq,) = world.add(9, 40)
+    for _ in range(6):
+        world.step()
+    assert seq.draft is not None and seq.draft.num_proposed
+    (other,) = world.add(30, 60)
+    while len(world.outputs.get(other.key, ())) < 2:
+        world.step()
+    num_proposed = seq.draft.num_proposed
+    assert not seq.draft.tokens and seq.pending_limit
+    world.run()
+    assert seq.draft.num_proposed == num_proposed
+    world.check_output(seq)
+    world.check_output(other)
+
+
 def test_a_request_can_do_without() -> None:
     world = World(speculation=Speculation(OracleDrafter(), 4))
     world.add(9, 20, params={"speculate": False})
@@ -56,7 +75,7 @@ def test_a_request_can_do_without() -> None:
 
 
 def test_as_many_tokens_are_proposed_as_pay() -> None:
-    def chosen(seconds_of_5: float, accepted: float, num_others: int = 0) -> int:
+    def chosen(seconds_of_5: float, accepted: float) -> int:
         speculation, world = Speculation(OracleDrafter(), 4), World()
         (seq,) = world.add(5)
         draft = seq.draft = speculation.start(seq.request)
@@ -65,11 +84,11 @@ def test_as_many_tokens_are_proposed_as_pay() -> None:
         for size in range(1, 40):
             for _ in range(3):
                 speculation.measure(size, 1.0 + (seconds_of_5 - 1) * (size - 1) / 4)
-        return speculation.choose(num_others, [seq], 30)
+        return speculation.choose(0, [seq], 30)
 
     assert chosen(1.2, 9.5) == 4  # rows cost next to nothing
     assert chosen(1.2, 0.1) == 0  # but nothing is accepted
-    assert 0 < chosen(2.0, 8.5) < 5
+    assert chosen(2.0, 6) == 2
     assert chosen(5.0, 9.5) == 0  # five tokens take as long as five steps
 
 

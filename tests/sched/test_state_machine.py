@@ -38,16 +38,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 3, 4, 16]), num_tokens=st.integers(48, 160), policy=st.sampled_from(POLICIES),
         has_cache=st.booleans(), has_logits_cache=st.booleans(), max_num_seqs=st.integers(1, 6), budget=st.integers(1, 30),
         fixed_chunk=st.sampled_from([0, 0, 0, 4, 8]), has_states=st.booleans(), num_drafted=st.sampled_from([0, 1, 5]),
+        max_drafted=st.sampled_from([1, 64]),
     )  # fmt: skip
     def start(
         self, *, block_size: int, num_tokens: int, budget: int, max_num_seqs: int, fixed_chunk: int, has_states: bool,
-        num_drafted: int, **options: Any,
+        num_drafted: int, max_drafted: int, **options: Any,
     ) -> None:
         speculates = num_drafted and not fixed_chunk and not has_states
         self.world = World(
             num_blocks=num_tokens // block_size, block_size=block_size, max_num_seqs=max_num_seqs, max_queue_size=12,
             max_num_batched_tokens=max_num_seqs + max(budget, fixed_chunk), fixed_chunk=fixed_chunk, has_states=has_states,
-            speculation=Speculation(OracleDrafter(), num_drafted) if speculates else None, **options,
+            speculation=Speculation(OracleDrafter(), num_drafted, max_drafted) if speculates else None, **options,
         )  # fmt: skip
 
     @rule(
