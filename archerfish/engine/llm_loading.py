@@ -200,7 +200,7 @@ def make_runner(
         runner = ModelRunner(
             adapter, pool, vocab_size=facts.vocab_size, max_num_seqs=config.max_num_seqs,
             is_deterministic=config.deterministic, num_threads=config.num_threads, executor=executor,
-            num_draft_tokens=0 if config.speculation == "off" else config.num_draft_tokens,
+            max_tokens=facts.step_tokens, num_draft_tokens=0 if config.speculation == "off" else config.num_draft_tokens,
         )
     runner.warm_up()
     return runner, replace(facts, memory=memory)

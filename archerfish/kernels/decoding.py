@@ -4,8 +4,8 @@ For a step of decodes only, the array is (NUM_INPUTS, rows), with a column for e
 the same work over the same memory, which a backend can record once. Columns without a sequence have FILLING_POSITION, and the
 row after the last sequence's.
 
-For a pass over one prompt, or over its last part, the array is laid out as `Word` says. Rows after the prompt's last token are
-computed and thrown away.
+A pass over prompts, with decodes beside them, has the same columns, decodes first, and behind them the new tokens of all
+sequences: `PassSize` says how many there is room for. What is left over is computed and thrown away.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Input(IntEnum):
     ROW = 1  # of the sequence in DecodeState
     POSITION = 2  # of the token
     BLOCK = 3  # where its key and value go, or the state after it
+    COUNT = BLOCK  # of a pass over prompts: the number of new tokens, the last of which has the position
     NUM_SHARED = 4  # for models with keys, in the first column: tokens whose keys all sequences have in the same blocks
     SOURCE = NUM_SHARED  # for models with states: the block of the state before the token, or NO_BLOCK
     KEY = 5  # this and all that follow are as in SamplingBatch
@@ -43,12 +44,24 @@ class Input(IntEnum):
 NUM_INPUTS, FIRST_FLOAT = len(Input), Input.TEMPERATURE
 
 
-class Word(IntEnum):
-    """Where the parts of a prompt's array begin. The sequence's blocks follow the tokens of all rows."""
+class PassSize(NamedTuple):
+    """What a pass over prompts has room for. A decode without a sequence has one new token, a prompt without one has none."""
 
-    NUM_NEW = 0  # number of new tokens; rows after them are filling
-    START = 1  # position of the first
-    TOKENS = 2
+    num_decodes: int
+    num_prompts: int
+    num_tokens: int  # of all prompts
+
+    @property
+    def num_columns(self) -> int:
+        return self.num_decodes + self.num_prompts
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_decodes + self.num_tokens
+
+    @property
+    def num_words(self) -> int:
+        return NUM_INPUTS * self.num_columns + self.num_rows
 
 
 class DecodeState(NamedTuple, Generic[T]):

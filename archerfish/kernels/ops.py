@@ -26,7 +26,7 @@ from archerfish.kernels.formats import AUTO, PLAIN, WeightFormat
 from archerfish.kernels.machine import trim_heap
 
 if TYPE_CHECKING:
-    from archerfish.kernels.decoding import DecodeState
+    from archerfish.kernels.decoding import DecodeState, PassSize
     from archerfish.kernels.recurrent import RecurrentOps
     from archerfish.kernels.sampling import Drawn, Logprobs, PoolStats, SamplingBatch, TokenCounts
 
@@ -45,6 +45,7 @@ class Handle(Protocol):
 
 
 T = TypeVar("T", bound=Handle)
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -391,8 +392,11 @@ class Ops(ABC, Generic[T]):
         """
         raise self._records_nothing()
 
-    def prompt_batch(self, inputs: T, num_rows: int, block_size: int) -> PagedBatch[T]:
-        """What inputs of so many rows, laid out as `Word` says, hold for a model; the row of the last token is to be kept."""
+    def pass_batch(
+        self, inputs: T, size: PassSize, state: DecodeState[T], block_size: int
+    ) -> tuple[PagedBatch[T], SamplingBatch[T], T]:
+        """What inputs of a pass over prompts say, for a model and for `sample`, and its columns. The last row of each column is
+        to be kept, and blocks come from the tables."""
         raise self._records_nothing()
 
     def keep_tokens(self, inputs: T, state: DecodeState[T], tokens: T) -> None:
@@ -411,7 +415,7 @@ class Ops(ABC, Generic[T]):
 
     can_record: bool = False  # `capture` records work
 
-    def capture(self, call: Callable[[], T]) -> Callable[[], T] | None:
+    def capture(self, call: Callable[[], R]) -> Callable[[], R] | None:
         """Record a call, which also runs it; the result repeats it. None: this backend cannot record."""
         return None
 

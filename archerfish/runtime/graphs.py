@@ -1,8 +1,8 @@
-"""Passes that are recorded once and repeated without the host: steps of decodes, and passes over one prompt.
+"""Passes that are recorded once and repeated without the host: steps of decodes, and passes over prompts.
 
-A pass is recorded for some sizes. A batch is filled up to the next one, unless the backend repeats recorded work for any number
-of rows. All that a pass needs of the host travels in one copy: `kernels/decoding.py` says how it is laid out. Tokens stay on
-the device from step to step, and so do the block lists of models with keys.
+A pass is recorded for some sizes, and a batch is filled up to the next one. All that a pass needs of the host travels in one
+copy: `kernels/decoding.py` says how it is laid out. Tokens stay on the device from step to step, and so do the block lists of
+models with keys.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, NUM_INPUTS, Input, Word
-from archerfish.kernels.ops import Ids, Ops, T
+from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, NUM_INPUTS, Input, PassSize
+from archerfish.kernels.ops import Ids, Ops, R, T
 from archerfish.models.adapter import ModelAdapter
 from archerfish.runtime.batch import MIN_SHARED_SEQUENCES, BlockTables, find_shared
 from archerfish.runtime.kv_pool import MemoryPool
@@ -27,8 +27,15 @@ from archerfish.step import StepInput
 
 SIZES = (1, 2, 4, 8, 16, 24, *range(32, 257, 16))  # sequences
 SIZE_STEP = 64  # between larger ones
-PROMPT_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # tokens; beyond the last, computing takes longer than the host
-DRAFT_SIZES = (4, 8, 16, 32)  # tokens of a draft, with the known one before it
+# Of passes over prompts: their tokens, and the decodes beside them.
+PASS_TOKENS = (
+    16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
+)  # fmt: skip
+PASS_DECODES = (0, 8, 32, 128, 512)
+MOST_WORK = 1 << 33  # tokens times the model's width squared; beyond it, computing takes longer than the host
+PROMPT_TOKENS, MOST_PROMPTS = 16, 64  # tokens of a pass for each prompt that it has room for, and most prompts
+DRAFT_TOKENS = (4, 8, 16, 32, 64, 128)  # of the drafts of a step, each with the known one before it
+MIN_DRAFT = 2
 COMPILING_S = 5.0  # recording takes longer than this if kernels have to be compiled, and far less if not
 NUM_BUFFERS = 4  # more than the steps that are open at once
 K = TypeVar("K", bound=Hashable)
@@ -43,13 +50,13 @@ class Kind(NamedTuple):
     is_sampled: bool = True  # it gives a report of tokens; else logits
 
 
-class RecordedPasses(ABC, Generic[T, K]):
-    """Passes by their kind K, each recorded when it is first used, or before."""
+class RecordedPasses(ABC, Generic[T, K, R]):
+    """Passes by their kind K with results R, each recorded when it is first used, or before."""
 
     def __init__(self, model: ModelAdapter[T], pool: MemoryPool[T], num_words: int) -> None:
         self.ops: Ops[T] = model.ops
         self.model, self.pool = model, pool
-        self._recorded: dict[K, tuple[T, Callable[[], T]]] = {}
+        self._recorded: dict[K, tuple[T, Callable[[], R]]] = {}
         self._buffers = cycle([self.ops.host_buffer(num_words) for _ in range(NUM_BUFFERS)])
 
     @abstractmethod
@@ -61,10 +68,10 @@ class RecordedPasses(ABC, Generic[T, K]):
         """Inputs that are all filling."""
 
     @abstractmethod
-    def compute(self, kind: K, inputs: T) -> T:
+    def compute(self, kind: K, inputs: T) -> R:
         """What is recorded: a pass that reads its inputs where they lie."""
 
-    def recorded(self, kind: K) -> tuple[T, Callable[[], T]]:
+    def recorded(self, kind: K) -> tuple[T, Callable[[], R]]:
         """The inputs of a recorded pass, and what repeats it and gives its result."""
         found = self._recorded.get(kind)
         if found is None:
@@ -96,7 +103,7 @@ class PreparedDecodes(NamedTuple):
     is_plain: bool  # the recorded work samples all of them
 
 
-class DecodeGraphs(RecordedPasses[T, Kind]):
+class DecodeGraphs(RecordedPasses[T, Kind, T]):
     """Steps that are only decodes, from the embedding to the sampled token; to the logits if some are not sampled plainly."""
 
     def __init__(
@@ -106,9 +113,9 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         super().__init__(model, pool, NUM_INPUTS * num_rows)
         self.sampler = sampler
         self.state = pool.new_decode_state(num_rows, max_len)
-        self._filling = np.zeros((NUM_INPUTS, 1), dtype=np.int64)
-        self._filling[Input.ROW], self._filling[Input.POSITION] = num_rows, FILLING_POSITION
-        self._filling[Input.KEY :] = sampler.filling
+        self.filling = np.zeros((NUM_INPUTS, 1), dtype=np.int64)
+        self.filling[Input.ROW], self.filling[Input.POSITION] = num_rows, FILLING_POSITION
+        self.filling[Input.KEY :] = sampler.filling
         self._special_rows: set[int] = set()  # rows of sequences that are not sampled plainly
         self._num_known = np.zeros(num_rows, dtype=np.int64)  # blocks of each row that the device knows
         self._members: bytes = b""  # the rows for which _num_shared holds
@@ -123,6 +130,7 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
                 self._special_rows.discard(entry.row)
             else:
                 self._special_rows.add(entry.row)
+        np.minimum.at(self._num_known, step.block_rows, step.block_places)  # a block may take another's place
         return step.is_decode_only
 
     def warm_up(self) -> bool:
@@ -165,15 +173,24 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         words[Input.BLOCK, :num] = tables.at(rows, own)
         unknown, num_shared = rows[:0], 0
         if self.pool.has_keys:
-            unknown = rows[self._num_known[rows] < own]  # the block of the new token always travels with it
-            self._num_known[rows] = own + 1
+            unknown = self.learn(rows, own)
+            self._num_known[rows] = own + 1  # the block of the new token always travels with it
             num_shared = words[Input.NUM_SHARED, 0] = self._find_shared(rows, tables)
         else:
             before = tables.at(rows, np.maximum(positions - 1, 0) // self.pool.block_size)
             words[Input.SOURCE, :num] = np.where(positions > 0, before, NO_BLOCK)
         new_tables = tables.of(unknown) if len(unknown) else unknown
-        is_plain = self._special_rows.isdisjoint(rows.tolist())
-        return PreparedDecodes(words, order, rows, int(num_shared), unknown, new_tables, is_plain)
+        return PreparedDecodes(words, order, rows, int(num_shared), unknown, new_tables, self.are_plain(rows))
+
+    def are_plain(self, rows: Ids) -> bool:
+        """Whether recorded work samples all these rows."""
+        return self._special_rows.isdisjoint(rows.tolist())
+
+    def learn(self, rows: Ids, num_blocks: Ids) -> Ids:
+        """Those of some rows of whose blocks the device does not know so many yet: it is told of them next."""
+        unknown = rows[self._num_known[rows] < num_blocks]
+        self._num_known[rows] = np.maximum(self._num_known[rows], num_blocks)
+        return unknown
 
     def start(self, prepared: PreparedDecodes) -> T:
         """Queue the work of a step; gives the (2, rows) report of `Drawn`, or logits, in the order of `prepared.rows`."""
@@ -186,7 +203,7 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
 
     def empty_inputs(self, kind: Kind) -> Ids:
         words = next(self._buffers)[: NUM_INPUTS * kind.size].reshape(NUM_INPUTS, kind.size)
-        words[:] = self._filling
+        words[:] = self.filling
         return words
 
     def compute(self, kind: Kind, inputs: T) -> T:
@@ -209,93 +226,125 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         return self._num_shared
 
 
-class Prompt(NamedTuple):
-    """New tokens of the only sequence of a pass, up to its last one.
+class PassKind(NamedTuple):
+    """Passes over prompts, with decodes beside them, that one recording serves."""
 
-    The step waits for the token that is drawn behind it, and so for the copy out of the host's buffer.
-    """
+    num_decodes: int  # for how many there is room
+    num_tokens: int  # of prompts
+    is_draft: bool = False  # logits behind every token are wanted, not only behind each sequence's last
 
-    tokens: Ids
-    start: int
-    blocks: Ids
-    is_draft: bool = False  # logits behind each token are wanted, not only behind the last
-
-
-class PromptKind(NamedTuple):
-    """Passes over one prompt that one recording serves."""
-
-    size: int  # tokens
-    is_draft: bool = False
+    @property
+    def size(self) -> PassSize:
+        least = MIN_DRAFT if self.is_draft else PROMPT_TOKENS  # so many tokens have the prompts of a pass, on average
+        return PassSize(self.num_decodes, max(1, min(MOST_PROMPTS, self.num_tokens // least)), self.num_tokens)
 
 
-class PromptGraphs(RecordedPasses[T, PromptKind]):
-    """Passes over one prompt, or what of it is not in the cache: a lone request waits for its first token, not for the host.
+class PreparedPass(NamedTuple):
+    """Inputs of a pass over prompts."""
 
-    A draft that a lone sequence verifies is such a prompt.
-    """
+    kind: PassKind
+    num_decodes: int  # that are there
+    words: Ids
+    unknown: Ids  # rows whose blocks the device does not know
+    tables: Ids  # and their blocks
+    is_plain: bool  # the recorded work samples all of them
 
-    def __init__(self, model: ModelAdapter[T], pool: MemoryPool[T], num_draft_tokens: int = 0) -> None:
-        """num_draft_tokens: most tokens that are proposed for a sequence."""
-        self.draft_sizes = DRAFT_SIZES[: bisect_left(DRAFT_SIZES, num_draft_tokens + 1) + 1] if num_draft_tokens else ()
-        self.sizes = PROMPT_SIZES[: bisect_left(PROMPT_SIZES, model.max_len) + 1]
-        self._num_blocks = -(-model.max_len // pool.block_size)
-        super().__init__(model, pool, self._num_words(self.sizes[-1]))
-        self._missed: set[PromptKind] = set()  # that were asked for once: recording takes longer than running
+    def at(self, places: Ids) -> Ids:
+        """Sequences of the step to columns, or tokens of the step to rows: what fills up the decodes stands between them."""
+        return places + (places >= self.num_decodes) * (self.kind.num_decodes - self.num_decodes)
 
-    def takes(self, num_new: int, *, is_draft: bool = False) -> bool:
-        """Whether a prompt of so many new tokens is run here: not a single one, which is a decode, nor the first of its size
-        where that is not recorded yet."""
-        if not 1 < num_new <= (self.draft_sizes or (0,) if is_draft else self.sizes)[-1]:
-            return False
-        kind = self._kind_of(num_new, is_draft)
-        if kind in self._recorded or kind in self._missed:
-            return True
-        self._missed.add(kind)
-        return False
+
+class PassGraphs(RecordedPasses[T, PassKind, tuple[T, T]]):
+    """Passes over prompts, or what of them is not in the cache, and over drafts, with decodes beside them: a request waits for
+    its first token, not for the host."""
+
+    def __init__(self, decodes: DecodeGraphs[T], max_tokens: int, num_draft_tokens: int = 0) -> None:
+        """decodes: what is recorded for steps without prompts, with which the device's knowledge of sequences is shared.
+        max_tokens: of a step. num_draft_tokens: most tokens that are proposed for a sequence."""
+        self.decodes, num_rows = decodes, decodes.sizes[-1]
+        model = decodes.model
+        most = min(max_tokens, MOST_WORK // model.config.integer("hidden_size") ** 2)
+        self.token_sizes = PASS_TOKENS[: bisect_left(PASS_TOKENS, most) + 1]
+        self.decode_sizes = PASS_DECODES[: bisect_left(PASS_DECODES, num_rows) + 1]
+        self.draft_sizes = DRAFT_TOKENS[: bisect_left(DRAFT_TOKENS, num_draft_tokens + 1) + 3] if num_draft_tokens else ()
+        super().__init__(model, decodes.pool, max(kind.size.num_words for kind in self.kinds()))
+        self._missed: set[PassKind] = set()  # that were asked for once: recording takes longer than running
+
+    def prepare(self, step: StepInput, tables: BlockTables) -> PreparedPass | None:
+        """The inputs of a step, but for what the sampler writes into them. None: it is not run here, for its size, for what it
+        asks for, or because it is the first of its kind and not recorded yet."""
+        num_decodes, num = step.num_decodes, int(np.count_nonzero(step.counts))
+        kind = self._kind_of(num_decodes, num - num_decodes, len(step.tokens) - num_decodes, bool((step.samples > 1).any()))
+        if kind is None or step.scored:
+            return None
+        if kind not in self._recorded and kind not in self._missed:
+            self._missed.add(kind)
+            return None
+        rows, last = step.rows[:num], (step.starts + step.counts)[:num] - 1
+        unknown = self.decodes.learn(rows, last // self.pool.block_size + 1)
+        is_plain = not kind.is_draft and self.decodes.are_plain(rows)
+        prepared = PreparedPass(kind, num_decodes, self.empty_inputs(kind), unknown, tables.of(unknown), is_plain)
+        columns, tokens = self._parts(kind, prepared.words)
+        own = prepared.at(np.arange(num))
+        columns[Input.ROW, own], columns[Input.POSITION, own], columns[Input.COUNT, own] = rows, last, step.counts[:num]
+        tokens[prepared.at(np.arange(len(step.tokens)))] = step.tokens
+        return prepared
+
+    def start(self, prepared: PreparedPass) -> tuple[T, T]:
+        """Queue a pass; gives logits and the report of `Drawn`, with a row and a column for each of its columns. For a draft
+        the logits are those behind every token: first of all decodes that there is room for, and there is no report."""
+        if len(prepared.unknown):
+            self.ops.set_tables(self.decodes.state, prepared.unknown, prepared.tables)
+        if prepared.is_plain:
+            columns = self._parts(prepared.kind, prepared.words)[0]
+            self.decodes.sampler.write_inputs(columns, columns[Input.ROW])
+        inputs, repeat = self.recorded(prepared.kind)
+        self.ops.send(prepared.words, inputs)
+        return repeat()
 
     def warm_up(self) -> None:
-        """Record what drafts need: how long their steps take decides whether there are any."""
-        for size in self.draft_sizes:
-            self.recorded(PromptKind(size, is_draft=True))
+        """Record what drafts of a lone sequence need: how long their steps take decides whether there are any."""
+        for size in self.draft_sizes[:-2]:
+            self.recorded(PassKind(0, size, is_draft=True))
 
-    def start(self, prompt: Prompt) -> T:
-        """Queue a pass; gives the (1, vocabulary) logits behind its last token, or those behind each token of a draft."""
-        num_new = len(prompt.tokens)
-        kind = self._kind_of(num_new, prompt.is_draft)
-        inputs, repeat = self.recorded(kind)
-        words, first_block = self.empty_inputs(kind), Word.TOKENS + kind.size
-        words[Word.NUM_NEW], words[Word.START] = num_new, prompt.start
-        words[Word.TOKENS : Word.TOKENS + num_new] = prompt.tokens
-        num_blocks = -(-(prompt.start + num_new) // self.pool.block_size)
-        words[first_block : first_block + num_blocks] = prompt.blocks[:num_blocks]
-        self.ops.send(words, inputs)
-        logits = repeat()
-        kept = self.ops.first_rows(logits, num_new) if prompt.is_draft else logits
-        return self.ops.concat([kept])  # a copy: other recorded work has the same memory
+    def kinds(self) -> Iterable[PassKind]:
+        sizes = [(size, False) for size in reversed(self.token_sizes)] + [(size, True) for size in reversed(self.draft_sizes)]
+        return [PassKind(num_decodes, *size) for size in sizes for num_decodes in reversed(self.decode_sizes)]
 
-    def kinds(self) -> Iterable[PromptKind]:
-        return [*map(PromptKind, reversed(self.sizes)), *(PromptKind(size, is_draft=True) for size in self.draft_sizes)]
-
-    def empty_inputs(self, kind: PromptKind) -> Ids:
-        words = next(self._buffers)[: self._num_words(kind.size)]
-        words[:] = 0
+    def empty_inputs(self, kind: PassKind) -> Ids:
+        words = next(self._buffers)[: kind.size.num_words]
+        columns, tokens = self._parts(kind, words)
+        columns[:] = self.decodes.filling
+        columns[Input.COUNT, : kind.num_decodes], tokens[:] = 1, 0
         return words
 
-    def compute(self, kind: PromptKind, inputs: T) -> T:
-        batch = self.ops.prompt_batch(inputs, kind.size, self.pool.block_size)
+    def compute(self, kind: PassKind, inputs: T) -> tuple[T, T]:
+        state = self.decodes.state
+        batch, sampling, columns = self.ops.pass_batch(inputs, kind.size, state, self.pool.block_size)
         if kind.is_draft:
             batch = replace(batch, kept_rows=None)
         hidden = self.model.forward(batch, self.pool.layers)
         if not self.model.gives_kept_rows and batch.kept_rows is not None:
             hidden = self.ops.rows(hidden, batch.kept_rows)
-        return self.model.logits(hidden)
+        logits = self.model.logits(hidden)
+        if kind.is_draft:
+            return logits, logits
+        drawn = self.ops.sample(logits, sampling)
+        self.ops.keep_tokens(columns, state, drawn.tokens)
+        return logits, drawn.report
 
-    def _kind_of(self, num_new: int, is_draft: bool) -> PromptKind:
-        sizes = self.draft_sizes if is_draft else self.sizes
-        return PromptKind(sizes[bisect_left(sizes, num_new)], is_draft)
+    def _kind_of(self, num_decodes: int, num_prompts: int, num_tokens: int, is_draft: bool) -> PassKind | None:
+        sizes = self.draft_sizes if is_draft else self.token_sizes
+        place, decode_place = bisect_left(sizes, num_tokens), bisect_left(self.decode_sizes, num_decodes)
+        if not num_prompts or place == len(sizes) or decode_place == len(self.decode_sizes):
+            return None
+        kind = PassKind(self.decode_sizes[decode_place], sizes[place], is_draft)
+        return kind if num_prompts <= kind.size.num_prompts else None
 
-    def _num_words(self, size: int) -> int:
-        return Word.TOKENS + size + self._num_blocks
+    def _parts(self, kind: PassKind, words: Ids) -> tuple[Ids, Ids]:
+        """Columns and tokens of inputs."""
+        num = kind.size.num_columns
+        return words[: NUM_INPUTS * num].reshape(NUM_INPUTS, num), words[NUM_INPUTS * num :]
 
 
 def list_sizes(num_rows: int) -> list[int]:

@@ -21,7 +21,7 @@ from archerfish.kernels.recurrent import RecurrentBatch
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.models.adapter import ModelAdapter
 from archerfish.runtime.batch import BlockTables
-from archerfish.runtime.graphs import DecodeGraphs, PreparedDecodes, Prompt, PromptGraphs
+from archerfish.runtime.graphs import DecodeGraphs, PassGraphs, PreparedDecodes, PreparedPass
 from archerfish.runtime.kv_pool import MemoryPool
 from archerfish.runtime.sampler import FastSampler, prompt_logprobs
 from archerfish.step import NO_IDS, PENDING, StepInput, StepResult, TokenLogprobs
@@ -38,7 +38,7 @@ Scores = tuple[int, Callable[[], list[TokenLogprobs]]]  # the sequence of prompt
 class Pass(Generic[T]):
     """One forward pass of a step. Sequences are indices into the step; places are rows of the batch."""
 
-    batch: PagedBatch[T] | RecurrentBatch[T] | Prompt
+    batch: PagedBatch[T] | RecurrentBatch[T] | PreparedPass
     num_tokens: int
     is_decode: bool  # each sequence has one new token
     pending_places: Ids = field(default_factory=NO_IDS.view)  # tokens that the step before chooses
@@ -70,8 +70,10 @@ class ModelRunner(Generic[T]):
 
     def __init__(
         self, model: ModelAdapter[T], pool: MemoryPool[T], *, vocab_size: int, max_num_seqs: int,
-        is_deterministic: bool = False, num_threads: int = 0, num_draft_tokens: int = 0, executor: Executor | None = None,
+        is_deterministic: bool = False, num_threads: int = 0, max_tokens: int = 0, num_draft_tokens: int = 0,
+        executor: Executor | None = None,
     ) -> None:
+        """max_tokens: most of a step. num_draft_tokens: most that are proposed for a sequence."""
         self.model, self.pool = model, pool
         self.ops: Ops[T] = model.ops
         self.is_deterministic = is_deterministic
@@ -80,14 +82,14 @@ class ModelRunner(Generic[T]):
         self._tables = BlockTables(max_num_seqs)
         self._logits: dict[int, T] = {}  # rows of logits by their handle
         self._graphs: DecodeGraphs[T] | None = None
-        self._prompts: PromptGraphs[T] | None = None
+        self._passes: PassGraphs[T] | None = None
         self._hidden: Callable[[Any], T] = self.ops.replayed(lambda batch: model.forward(batch, pool.layers))
         self._logits_of: Callable[[Any], T] = self.ops.replayed(lambda batch: model.logits(model.forward(batch, pool.layers)))
         self._thread: Executor | None = None
         self._owns_thread = executor is None
         if self.ops.can_record and not is_deterministic and pool.records_decodes:
             self._graphs = DecodeGraphs(model, pool, self.sampler, num_rows=max_num_seqs, max_len=model.max_len)
-            self._prompts = PromptGraphs(model, pool, num_draft_tokens) if pool.has_keys else None
+            self._passes = PassGraphs(self._graphs, max_tokens, num_draft_tokens) if pool.has_keys else None
         if not self.ops.is_async:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="archerfish-step") if executor is None else executor
             self._thread.submit(self.ops.start_thread, num_threads).result()
@@ -130,9 +132,9 @@ class ModelRunner(Generic[T]):
                 ops.sample(logits, SamplingBatch())
                 ops.sample(logits, SamplingBatch(temperature=one, keys=zero, positions=zero))
             has_compiled = self._graphs is not None and self._graphs.warm_up()
-            if self._prompts is not None:
-                self._prompts.warm_up()
-            while has_compiled and self._prompts is not None and self._prompts.record_next():
+            if self._passes is not None:
+                self._passes.warm_up()
+            while has_compiled and self._passes is not None and self._passes.record_next():
                 pass  # no request should wait for a compiler later
 
     def use_idle_time(self) -> bool:
@@ -140,13 +142,13 @@ class ModelRunner(Generic[T]):
         if self._graphs is None:
             return False
         with self.ops.computing():
-            return self._graphs.record_next() or (self._prompts is not None and self._prompts.record_next())
+            return self._graphs.record_next() or (self._passes is not None and self._passes.record_next())
 
     def close(self, *, waits: bool = True, keeps_model: bool = False) -> None:
         """End the thread and give the memory back. waits: until the thread has ended. keeps_model: all but the weights'."""
         if self._thread is not None and self._owns_thread:
             self._thread.shutdown(wait=waits)
-        self._graphs = self._prompts = None
+        self._graphs = self._passes = None
         for name in ("_hidden", "_logits_of"):  # they hold the model and the pool
             vars(self).pop(name, None)
         self._logits.clear()
@@ -169,12 +171,10 @@ class ModelRunner(Generic[T]):
         begins = ends - counts
         scored = [(index, int(begins[index - first])) for index in step.scored if first <= index < end]
         is_decode = end <= step.num_decodes
-        is_draft = len(sampled) == num_tokens > 1
-        is_prompt = end - first == 1 and (is_draft or len(sampled) == 1) and not scored and not len(pending)
-        batch: PagedBatch[T] | RecurrentBatch[T] | Prompt
-        if is_prompt and self._prompts is not None and self._prompts.takes(num_tokens, is_draft=is_draft):
-            batch = Prompt(tokens, int(starts[0]), self._tables.of(rows)[0], is_draft)
-        else:
+        batch: PagedBatch[T] | RecurrentBatch[T] | PreparedPass | None = None
+        if self._passes is not None:
+            batch = self._passes.prepare(step, self._tables)
+        if batch is None:
             keeps_all = bool(scored) or self.is_deterministic or len(places) == num_tokens or not self.model.gives_kept_rows
             batch = self.pool.pack_batch(
                 self.ops, tokens, counts, starts, self._tables.of(rows), self.pool.block_size,
@@ -210,7 +210,26 @@ class ModelRunner(Generic[T]):
 
         return finish
 
+    def _start_plain(self, step: StepInput, prepared: PreparedPass, sampled: Ids) -> Callable[[], StepResult]:
+        """A recorded pass over prompts that also samples."""
+        assert self._passes is not None
+        self.num_forward_passes += 1
+        fetch, columns = self.ops.fetch(self._passes.start(prepared)[1]), prepared.at(sampled)
+
+        def finish() -> StepResult:
+            result, report = StepResult(np.zeros((len(step.rows), 1), dtype=np.int64)), fetch()[:, columns]
+            result.tokens[sampled, 0] = report[0]
+            found = self.sampler.failures(report, step.rows[sampled])
+            result.errors = {int(sampled[i]): error for i, error in found.items()}
+            return result
+
+        return finish
+
     def _start_passes(self, step: StepInput, passes: list[Pass[T]]) -> Callable[[], StepResult]:
+        if len(passes) == 1 and isinstance(passes[0].batch, PreparedPass):
+            prepared = passes[0].batch
+            if prepared.is_plain and not (step.reused or step.kept or step.returned):
+                return self._start_plain(step, prepared, passes[0].sampled)
         scores: list[Scores] = []
         logits = [found for one in passes for found in self._forward(step, one, scores)]
         order = [one.sampled for one in passes]
@@ -259,9 +278,10 @@ class ModelRunner(Generic[T]):
         """Logits of the pass's sampled places: none, or one tensor. Adds to the scores of prompts."""
         ops, batch = self.ops, one.batch
         self.num_forward_passes += 1
-        if isinstance(batch, Prompt):
-            assert self._prompts is not None
-            return [self._prompts.start(batch)]
+        if isinstance(batch, PreparedPass):
+            assert self._passes is not None
+            logits, rows = self._passes.start(batch)[0], batch.at(one.sampled_places if batch.kind.is_draft else one.sampled)
+            return [ops.rows(logits, rows)] if len(rows) else []
         if len(one.pending_places):
             ops.put(batch.token_ids, one.pending_places, ops.rows(self._last_tokens, one.pending_rows))
         num_sampled = len(one.sampled)

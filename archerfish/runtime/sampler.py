@@ -63,6 +63,7 @@ class FastSampler(Generic[T]):
         self._batch: sampling.SamplingBatch[T] = sampling.SamplingBatch()
         self.metrics = SamplingMetrics()
         self._table["top_k"], self._table["top_p"], self._table["end"] = *_limits(0, 1.0, vocab_size), vocab_size
+        self._table["until"] = NEVER
         self._set_words(max_rows)
         self.filling = self._words[:, max_rows:]  # how to sample columns without a sequence: greedily
 
@@ -107,7 +108,7 @@ class FastSampler(Generic[T]):
         if self._staged:
             self._enter_stages(rows, words[Input.POSITION, :num] + 1)
         words[Input.KEY :, :num] = self._words[:, rows]
-        self.metrics.total_samples += num
+        self.metrics.total_samples += int(np.count_nonzero(rows < self.max_rows))
         return bool(self._is_cut[rows].any())
 
     def _set_words(self, row: int) -> None:

@@ -13,7 +13,7 @@ from archerfish import LLMEngine, SamplingParams
 from archerfish.engine import llm_loading
 from archerfish.engine.vllm_options import read_options
 from archerfish.errors import InvalidOptionError
-from archerfish.runtime.graphs import PromptKind
+from archerfish.runtime.graphs import PassKind
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.engine.tiny_rwkv import save_tiny_rwkv
 from tests.runtime.conftest import RecordingOps
@@ -63,9 +63,10 @@ def test_tokens_and_logprobs_are_the_same(
         engine.scheduler.speculation.drafter = KnowingDrafter(known)
         monkeypatch.setattr(engine.scheduler.speculation, "choose", lambda others, drafted, room: min(6, room // len(drafted)))
         found, stats = generated(engine), engine.scheduler.stats()
-        if records and not together:
-            assert engine.runner._prompts is not None
-            assert PromptKind(8, is_draft=True) in engine.runner._prompts._recorded
+        if records:
+            assert engine.runner._passes is not None
+            assert PassKind(0, 8, is_draft=True) in engine.runner._passes._recorded
+            assert not together or any(kind.num_tokens > 8 for kind in engine.runner._passes._recorded if kind.is_draft)
     for ours, theirs in zip(found, plain, strict=True):
         assert [one.token_ids for one in ours.outputs] == [one.token_ids for one in theirs.outputs]
     assert [one.token_id for one in found[0].logprobs] == found[0].token_ids

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the name that every torch reader expects)
 
 from archerfish.errors import OutOfMemoryError
-from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input, Word
+from archerfish.kernels.decoding import NUM_INPUTS, ON_DEVICE, DecodeState, Input, PassSize
 from archerfish.kernels.formats import Tensors, WeightFormat
 from archerfish.kernels.machine import cpu
 from archerfish.kernels.ops import (
@@ -192,8 +192,9 @@ class TorchOps(Ops[Tensor]):
             cos_sin = rotary.cos_sin[batch.positions]
             q, k = rotate(q, cos_sin, rotary.rotary_dim), rotate(k, cos_sin, rotary.rotary_dim)
         slots = batch.slots[: batch.num_tokens]
+        is_real = slots >= 0
         for memory, new in ((kv.keys, k), (kv.values, v)):
-            memory.view(-1, *memory.shape[2:])[slots] = new[: batch.num_tokens].to(memory.dtype)
+            memory.view(-1, *memory.shape[2:])[slots[is_real]] = new[: batch.num_tokens][is_real].to(memory.dtype)
         return q.to(self.torch_dtype).reshape(len(qkv), -1)
 
     def paged_attention(
@@ -206,7 +207,8 @@ class TorchOps(Ops[Tensor]):
         for table, (num_new, context_len) in zip(batch.block_tables, lengths, strict=True):
             blocks = table[: -(-context_len // batch.block_size)]
             keys, values = (memory[blocks].flatten(0, 1)[:context_len] for memory in (kv.keys, kv.values))
-            out[start : start + num_new] = attend(q[start : start + num_new], keys, values, heads, mask)
+            if num_new and context_len:  # else it is filling
+                out[start : start + num_new] = attend(q[start : start + num_new], keys, values, heads, mask)
             start += num_new
         return out
 
@@ -280,11 +282,15 @@ class TorchOps(Ops[Tensor]):
         )
         return batch, sampling_batch(inputs, positions + 1, torch.arange(inputs.shape[1], device=self.device))
 
-    def prompt_batch(self, inputs: Tensor, num_rows: int, block_size: int) -> PagedBatch[Tensor]:
-        batch = prompt_rows(inputs, num_rows, block_size, torch.arange(num_rows, device=self.device))
-        num_new = int(inputs[Word.NUM_NEW])
-        lens = np.array([num_new])
-        return replace(batch, num_tokens=num_new, query_lens=lens, context_lens=lens + int(inputs[Word.START]))
+    def pass_batch(
+        self, inputs: Tensor, size: PassSize, state: DecodeState[Tensor], block_size: int
+    ) -> tuple[PagedBatch[Tensor], SamplingBatch[Tensor], Tensor]:
+        batch, columns = pass_rows(inputs, size, state, block_size, torch.arange(size.num_rows, device=self.device))
+        next_positions = columns[Input.POSITION] + 1
+        query_lens, contexts = columns[Input.COUNT].cpu().numpy(), next_positions.cpu().numpy()
+        every = torch.arange(size.num_columns, device=self.device)
+        batch = replace(batch, query_lens=query_lens, context_lens=contexts)
+        return batch, sampling_batch(columns, next_positions, every), columns
 
     def keep_tokens(self, inputs: Tensor, state: DecodeState[Tensor], tokens: Tensor) -> None:
         state.last_tokens[inputs[Input.ROW]] = tokens
@@ -310,18 +316,28 @@ class TorchOps(Ops[Tensor]):
         counts.counts[row].index_add_(0, self.tensor(output), counts.counts.new_full((len(output),), 2))
 
 
-def prompt_rows(inputs: Tensor, num_rows: int, block_size: int, counting: Tensor) -> PagedBatch[Tensor]:
-    """Rows of a prompt and of what fills it up, laid out on the device; fillings have negative slots, and count as tokens."""
-    num_new, first_block = inputs[Word.NUM_NEW], Word.TOKENS + num_rows
-    is_real, table = counting < num_new, inputs[first_block:]
-    positions = torch.where(is_real, counting + inputs[Word.START], 0)
-    slots = table[positions // block_size] * block_size + positions % block_size
-    lens = np.array([num_rows])
+def pass_rows(
+    inputs: Tensor, size: PassSize, state: DecodeState[Tensor], block_size: int, counting: Tensor
+) -> tuple[PagedBatch[Tensor], Tensor]:
+    """Rows of a pass over prompts, laid out on the device, and its columns. counting: the numbers of all rows.
+
+    Fillings have negative slots, and count as tokens. The lengths of the host are not those of the sequences.
+    """
+    num = size.num_columns
+    columns, tokens = inputs[: NUM_INPUTS * num].view(NUM_INPUTS, num), inputs[NUM_INPUTS * num :]
+    rows, last, counts = columns[Input.ROW], columns[Input.POSITION], columns[Input.COUNT]
+    ends, tables = counts.cumsum(0), state.tables[rows]
+    owner = torch.searchsorted(ends, counting, right=True).clamp_max_(num - 1)
+    is_real = (counting < ends[-1]) & (last[owner] >= 0)
+    positions = torch.where(is_real, counting + (last + 1 - ends)[owner], 0)
+    slots = tables[owner, positions // block_size].long() * block_size + positions % block_size
+    lens = np.ones(num, dtype=np.int64)
     return PagedBatch(
-        num_tokens=num_rows, num_decodes=0, query_lens=lens, context_lens=lens, token_ids=inputs[Word.TOKENS : first_block],
-        positions=positions, slots=torch.where(is_real, slots, -1), block_tables=table[None], block_size=block_size,
-        kept_rows=(num_new - 1).clamp_min(0)[None],
-    )
+        num_tokens=size.num_rows, num_decodes=size.num_decodes, query_lens=lens, context_lens=lens,
+        token_ids=torch.where(tokens == ON_DEVICE, state.last_tokens[rows][owner], tokens), positions=positions,
+        slots=torch.where(is_real, slots, -1), block_tables=tables, block_size=block_size,
+        kept_rows=(ends - 1).clamp_min(0),
+    ), columns
 
 
 def rotate(x: Tensor, cos_sin: Tensor, rotary_dim: int) -> Tensor:

@@ -322,11 +322,12 @@ def attend_decodes(
     """
     plan = find_plan(batch)
     num, num_heads, head_dim = batch.num_decodes, heads.num_heads, heads.head_dim
-    num_splits = plan.num_splits or planning.choose_splits(num, heads.num_kv_heads, num_processors)
+    num_expected = plan.num_expected or num
+    num_splits = plan.num_splits or planning.choose_splits(num_expected, heads.num_kv_heads, num_processors)
     if batch.is_deterministic:
         num_splits = FIXED_SPLITS
     is_split = num_splits > 1
-    tile, laid = lay_mask(mask, tile or planning.decode_tile(heads, q.dtype, num, is_split), 1, plan.context_lens)
+    tile, laid = lay_mask(mask, tile or planning.decode_tile(heads, q.dtype, num_expected, is_split), 1, plan.context_lens)
     shape = (num, num_heads, num_splits) if is_split else (1, 1, 1)
     partials, levels = plan.pair("parts", (*shape, head_dim), shape, torch.float32)
     shared = None if mask is not None else attend_shared(q, kv, batch, heads, plan, num_processors)

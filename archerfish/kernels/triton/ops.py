@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from archerfish.errors import OutOfMemoryError
-from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input, Word
+from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input, PassSize
 from archerfish.kernels.ops import (
     Activation,
     BlockMask,
@@ -29,12 +29,13 @@ from archerfish.kernels.ops import (
     NormWeights,
     PagedBatch,
     Pooling,
+    R,
     Rotation,
     Segments,
 )
 from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.sampling import SamplingBatch
-from archerfish.kernels.torch.reference import TorchOps, TorchWeight, prompt_rows
+from archerfish.kernels.torch.reference import TorchOps, TorchWeight, pass_rows
 from archerfish.kernels.torch.sampling import sampling_batch
 from archerfish.kernels.triton import attention as triton_attention
 from archerfish.kernels.triton import encoder as triton_encoder
@@ -53,6 +54,7 @@ COPY_WORDS = 2048  # of 4 bytes that a program copies at a time
 TABLE_STEP = 256  # blocks of a list that are moved at a time
 WORD_BYTES = 4
 PINNED_BYTES = 1 << 16  # of a buffer that is used again for what is fetched
+EXPECTED_SHARE = 4  # one in so many of the decodes that a recorded pass over prompts has room for are there
 INTERPRETER_PROCESSORS = 4  # that Triton's interpreter claims to have
 
 
@@ -109,7 +111,6 @@ class TritonOps(TorchOps):
         self.encoder_tile: Tile | None = None
         self._memories: dict[tuple[int, ...], Tensor] = {}  # addresses of keys and values of all layers, on the device
         self._counting: dict[int, Tensor] = {}  # 0, 1, 2 ... by how many
-        self._prompt_tiles: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # `AttentionPlan.tiles` of prompts, by rows
         self._pinned: list[Tensor] = []  # buffers of `fetch` that are free
         self._uploads: Uploads | None = None  # while weights are being prepared
         self.is_async = self.can_record = device == "cuda"
@@ -152,7 +153,7 @@ class TritonOps(TorchOps):
         """One memory for what all captured calls compute on the way: they run one after the other."""
         return torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
-    def capture(self, call: Callable[[], Tensor]) -> Callable[[], Tensor] | None:
+    def capture(self, call: Callable[[], R]) -> Callable[[], R] | None:
         if self.device == "cpu":
             return None
         memory, stream = self._graph_memory
@@ -168,7 +169,7 @@ class TritonOps(TorchOps):
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
 
-        def repeat() -> Tensor:
+        def repeat() -> R:
             graph.replay()
             return result
 
@@ -226,16 +227,17 @@ class TritonOps(TorchOps):
         find_plan.keep(AttentionPlan(contexts, contexts, contexts, shared_len=shared_len), batch)
         return batch, sampling_batch(inputs, places[2], self._count(num))
 
-    def prompt_batch(self, inputs: Tensor, num_rows: int, block_size: int) -> PagedBatch[Tensor]:
-        batch = prompt_rows(inputs, num_rows, block_size, self._count(num_rows))
-        num_new = inputs[Word.NUM_NEW : Word.NUM_NEW + 1]
-        contexts, lens = (num_new + inputs[Word.START]).int(), num_new.int()
+    def pass_batch(
+        self, inputs: Tensor, size: PassSize, state: DecodeState[Tensor], block_size: int
+    ) -> tuple[PagedBatch[Tensor], SamplingBatch[Tensor], Tensor]:
+        batch, columns = pass_rows(inputs, size, state, block_size, self._count(size.num_rows))
+        next_positions, lens = columns[Input.POSITION] + 1, columns[Input.COUNT]
         plan = AttentionPlan(
-            contexts, torch.zeros_like(lens), lens, num_short_heads=SHORT_ROWS // num_rows,
-            tiles=self._prompt_tiles.setdefault(num_rows, {}),
+            next_positions.int(), (lens.cumsum(0) - lens).int(), lens.int(), num_rows=size.num_tokens,
+            num_expected=-(-size.num_decodes // EXPECTED_SHARE), num_short_heads=SHORT_ROWS // size.num_tokens,
         )
         find_plan.keep(plan, batch)
-        return batch
+        return batch, sampling_batch(columns, next_positions, self._count(size.num_columns)), columns
 
     def _count(self, num: int) -> Tensor:
         """0, 1, 2 ..., made once."""

@@ -52,6 +52,8 @@ class AttentionPlan:
     query_lens: Tensor  # (sequences,)
     shared_len: Tensor | None = None  # (1,) leading keys that all decodes share, in the blocks of sequence 0; each has more
     num_splits: int = 0  # parts of each decode; 0: as many as keep the device busy
+    num_expected: int = 0  # decodes that are probably there, the other rows being filling; 0: all
+    num_rows: int = 0  # of a recorded pass: room for new tokens of prompts, whose tiles the device lists; 0: the host does
     is_gathered: bool = False  # prefill copies its keys into contiguous rows first, which costs little beside attention
     num_short_heads: int = 0  # query heads per KV head, up to which most prompts fit into the smallest tile
     tiles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by queries per tile: sequence, first query
@@ -115,6 +117,17 @@ def list_tiles(batch: PagedBatch[Tensor], num_queries: int, device: torch.device
     order = np.argsort(lens[sequence] - contexts[sequence] - first, kind="stable")
     sequences, firsts = send_pieces((sequence[order] + batch.num_decodes, first[order]), device)
     return sequences, firsts
+
+
+def list_tiles_on_device(plan: AttentionPlan, num_decodes: int, num_queries: int) -> tuple[Tensor, Tensor]:
+    """As `list_tiles`, the last tiles first. Tiles beyond those that are needed begin after every query."""
+    counts = (plan.query_lens[num_decodes:].long() + num_queries - 1) // num_queries
+    ends = counts.cumsum(0)
+    most = min(plan.num_rows, plan.num_rows // num_queries + len(counts))
+    place = ends[-1] - 1 - torch.arange(most, device=ends.device)
+    owner = torch.searchsorted(ends, place, right=True).clamp_max_(len(counts) - 1)
+    firsts = torch.where(place >= 0, (place - (ends - counts)[owner]) * num_queries, plan.num_rows)
+    return (owner + num_decodes).int(), firsts.int()
 
 
 def plan_gathering(batch: PagedBatch[Tensor], device: torch.device) -> Gathering:

@@ -132,7 +132,9 @@ def attend_prefills(
     tile = tile or planning.prefill_tile(heads, q.dtype, is_gathered, is_short)
     num_queries = tile.rows // group
     tile, laid = lay_mask(mask, tile, num_queries, plan.context_lens)
-    if num_queries not in plan.tiles:
+    if num_queries not in plan.tiles and plan.num_rows:
+        plan.tiles[num_queries] = planning.list_tiles_on_device(plan, batch.num_decodes, num_queries)
+    elif num_queries not in plan.tiles:
         plan.tiles[num_queries] = planning.list_tiles(batch, num_queries, q.device)
     sequences, firsts = plan.tiles[num_queries]
     keys, values, key_starts = kv.keys, kv.values, plan.query_starts

@@ -1,8 +1,10 @@
-"""Recorded passes over one prompt against passes that are not: on the CPU over a backend that only claims to record."""
+"""Recorded passes over prompts against passes that are not: on the CPU over a backend that only claims to record."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from archerfish import LLMEngine, SamplingParams
 from archerfish.engine import llm_loading
 from archerfish.kernels.ops import Ids
 from archerfish.kernels.torch.reference import TorchOps
-from archerfish.runtime.graphs import PROMPT_SIZES, PromptGraphs
+from archerfish.runtime.graphs import MOST_WORK, PASS_TOKENS, PassGraphs, PassKind
 from tests.calls import spy_on
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.engine.tiny_rwkv import save_tiny_rwkv
@@ -39,8 +41,8 @@ def use_idle_time(engine: LLMEngine) -> None:
         pass
 
 
-def prompts_of(engine: LLMEngine) -> PromptGraphs[torch.Tensor]:
-    found = engine.runner._prompts
+def passes_of(engine: LLMEngine) -> PassGraphs[torch.Tensor]:
+    found = engine.runner._passes
     assert found is not None
     return found
 
@@ -52,7 +54,7 @@ def one_by_one(
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: ops(device, dtype))
     with LLMEngine(str(model), **USUAL, **options) as engine:
         outputs = [engine.generate([prompt], params)[0] for prompt in PROMPTS * 2]
-        recorded = {kind.size for kind in engine.runner._prompts._recorded} if engine.runner._prompts is not None else set()
+        recorded = {kind.num_tokens for kind in engine.runner._passes._recorded} if engine.runner._passes is not None else set()
     return [(one.token_ids, one.outputs[0].logprobs) for one in outputs], recorded
 
 
@@ -73,7 +75,7 @@ def test_tokens_are_the_same(model: Path, params: SamplingParams, has_cache: boo
 
 @pytest.mark.usefixtures("records")
 def test_the_end_of_a_prompt_that_is_cached_goes_on_from_there(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = spy_on(monkeypatch, PromptGraphs, "start")
+    start = spy_on(monkeypatch, PassGraphs, "start")
     with LLMEngine(str(model), **USUAL) as engine:
         use_idle_time(engine)
         engine.generate([PROMPTS[5]], GREEDY)
@@ -81,7 +83,7 @@ def test_the_end_of_a_prompt_that_is_cached_goes_on_from_there(model: Path, monk
     with LLMEngine(str(model), **USUAL) as engine:
         assert engine.generate([PROMPTS[5] + [9, 8, 7]], GREEDY)[0].token_ids == cached
     taken = [call.args[1] for call in start.call_args_list]
-    assert [(prompt.start, len(prompt.tokens)) for prompt in taken] == [(0, 100), (100, 3)]
+    assert [prepared.kind for prepared in taken] == [PassKind(0, 128), PassKind(0, 16)]
 
 
 @pytest.mark.usefixtures("records")
@@ -90,17 +92,46 @@ def test_a_size_is_recorded_when_it_is_used_again(model: Path) -> None:
         found = []
         for prompt in (PROMPTS[2], PROMPTS[4], PROMPTS[3], PROMPTS[2]):  # of sizes 16, 32, 16 and 16
             engine.generate([prompt], GREEDY)
-            found.append({kind.size for kind in prompts_of(engine)._recorded})
+            found.append({kind.num_tokens for kind in passes_of(engine)._recorded})
         assert found == [set(), set(), {16}, {16}]
 
 
+SAMPLED = [
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=7, ignore_eos=True), GREEDY,
+    SamplingParams(repetition_penalty=1.3, seed=5, logprobs=2, ignore_eos=True), SamplingParams(n=2, seed=2, ignore_eos=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_kinds", [1, len(SAMPLED)])
+@pytest.mark.parametrize("max_num_batched_tokens", [0, 48])
+def test_prompts_that_join_decodes(
+    num_kinds: int, max_num_batched_tokens: int, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of which four run at once, each with prompts and outputs of its own length: nearly every step is mixed."""
+    lengths = [3, 18, 40, 9, 25, 70, 5, 16, 33, 12]
+    prompts = [[3 + (5 * j + j * j + length) % 90 for j in range(length)] for length in lengths]
+    params = [replace(SAMPLED[i % num_kinds], max_tokens=4 + i % 5) for i in range(len(prompts))]
+    options: dict[str, Any] = {"max_num_seqs": 4, "enable_prefix_caching": False}
+    options["max_num_batched_tokens"] = max_num_batched_tokens
+    found, start = [], spy_on(monkeypatch, PassGraphs, "start")
+    for ops in (TorchOps, RecordingOps):
+        monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype, ops=ops: ops(device, dtype))
+        with LLMEngine(str(model), **USUAL, **options) as engine:
+            use_idle_time(engine)
+            outputs = engine.generate(prompts, params)
+            found.append([[one.token_ids for one in output.outputs] for output in outputs])
+    prepared = [call.args[1] for call in start.call_args_list]
+    assert found[0] == found[1]
+    assert sum(one.num_decodes > 0 for one in prepared) >= 5
+    assert any(one.is_plain for one in prepared)
+
+
 @pytest.mark.usefixtures("records")
-def test_only_lone_plain_prompts_are_recorded(model: Path) -> None:
+def test_prompt_logprobs_are_not_recorded(model: Path) -> None:
     with LLMEngine(str(model), **USUAL) as engine:
         for _ in range(3):
-            engine.generate([PROMPTS[2], PROMPTS[3]], GREEDY)
             engine.generate([PROMPTS[4]], SamplingParams(max_tokens=2, prompt_logprobs=1))
-        assert not prompts_of(engine)._recorded
+        assert not passes_of(engine)._recorded
 
 
 def test_parts_of_a_prompt_that_is_cut_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,24 +205,22 @@ def test_a_pass_that_cannot_be_recorded_is_run(model: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("compiles", [False, True])
 def test_sizes_are_recorded_in_idle_time(compiles: bool, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archerfish.runtime.graphs.COMPILING_S", -1.0 if compiles else 1e9)
-    with LLMEngine(str(model), **USUAL, max_num_seqs=2) as engine:
-        assert {kind.size for kind in prompts_of(engine)._recorded} == (set(PROMPT_SIZES) if compiles else set())
+    with LLMEngine(str(model), **USUAL, max_num_seqs=2, max_num_batched_tokens=60) as engine:
+        kinds = [PassKind(num_decodes, size) for size in (64, 48, 32, 16) for num_decodes in (8, 0)]
+        assert set(passes_of(engine)._recorded) == (set(kinds) if compiles else set())
         use_idle_time(engine)
-        assert [kind.size for kind in prompts_of(engine)._recorded] == sorted(PROMPT_SIZES, reverse=True)
+        assert list(passes_of(engine)._recorded) == kinds
 
 
-@pytest.mark.usefixtures("records")
-def test_no_size_is_much_longer_than_the_longest_prompt(model: Path) -> None:
-    with LLMEngine(str(model), **USUAL, max_model_len=100) as engine:
-        assert prompts_of(engine).sizes[-1] == 128
-        for _ in range(2):
-            assert len(engine.generate([PROMPTS[5][:96]], GREEDY)[0].token_ids) == 4
+def test_wide_models_record_short_prompts_only() -> None:
+    """Others take longer to compute than the host to launch them."""
+    assert [bisect_left(PASS_TOKENS, MOST_WORK // width**2) for width in (1024, 4096)] == [17, 9]
 
 
 @pytest.mark.usefixtures("records")
 def test_models_with_states_have_none(tmp_path: Path) -> None:
     with LLMEngine(str(save_tiny_rwkv(tmp_path)), dtype="float32", load_format="dummy", num_threads=1) as engine:
-        assert engine.runner._prompts is None and engine.runner._graphs is not None
+        assert engine.runner._passes is None and engine.runner._graphs is not None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card")
@@ -201,8 +230,8 @@ def test_recorded_prompts_on_a_card(model: Path, monkeypatch: pytest.MonkeyPatch
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=1)
     with LLMEngine(str(model), **options) as engine:
         recorded = [engine.generate([prompt], params)[0].outputs[0] for prompt in PROMPTS * 2]
-        assert {kind.size for kind in prompts_of(engine)._recorded} >= {16, 32, 128, 512}
-    monkeypatch.setattr(PromptGraphs, "takes", lambda self, num_new, is_draft: False)
+        assert {kind.num_tokens for kind in passes_of(engine)._recorded} >= {16, 32, 128, 512}
+    monkeypatch.setattr(PassGraphs, "prepare", lambda self, step, tables: None)
     with LLMEngine(str(model), **options) as engine:
         plain = [engine.generate([prompt], params)[0].outputs[0] for prompt in PROMPTS * 2]
     assert [one.token_ids for one in recorded] == [one.token_ids for one in plain]

@@ -1,4 +1,4 @@
-"""Batches that are made on the device: of a prompt, recorded where there is a card, and of a step of decodes."""
+"""Batches that are made on the device: of prompts and decodes, recorded where there is a card, and of decodes alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
 
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip (triton must interpret)
 from archerfish.kernels.ops import KVLayer  # isort: skip
-from archerfish.kernels.decoding import FIRST_FLOAT, NUM_INPUTS, ON_DEVICE, Input, Word  # isort: skip
+from archerfish.kernels.decoding import FIRST_FLOAT, NUM_INPUTS, ON_DEVICE, Input, PassSize  # isort: skip
 from archerfish.kernels.torch.reference import TorchOps  # isort: skip
 from archerfish.kernels.triton.linear import RowsWeight  # isort: skip
 from archerfish.kernels.triton.plan import find_plan  # isort: skip
@@ -25,9 +25,11 @@ from archerfish.runtime.batch import build_batch  # isort: skip
 
 pytestmark = untraced
 Tensor = torch.Tensor
-BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS = 4, 40, 30
-BLOCKS = np.random.default_rng(3).permutation(np.arange(1, NUM_BLOCKS))[:MAX_BLOCKS].tolist()  # block 0 belongs to no sequence
-TOKENS = [3 + (7 * i + i * i) % 90 for i in range(110)]
+BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS, NUM_SEQUENCES = 4, 100, 30, 3
+BLOCKS = np.random.default_rng(3).permutation(np.arange(1, NUM_BLOCKS))[: NUM_SEQUENCES * MAX_BLOCKS]  # 0 belongs to none
+TABLES = BLOCKS.reshape(NUM_SEQUENCES, MAX_BLOCKS)
+TOKENS = [[3 + (7 * i + i * i + 5 * row) % 90 for i in range(110)] for row in range(NUM_SEQUENCES)]
+Spans = list[tuple[int, int, int]]  # row, begin and end of the new tokens of sequences, decodes first
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
@@ -45,7 +47,7 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Passes:
-    """Logits behind the last token of passes over one sequence, by either way, over memory that is NaN at first."""
+    """Logits behind the last token of sequences, by either way, over memory that is NaN at first."""
 
     def __init__(self, changes: dict[str, Any], ops: TorchOps) -> None:
         self.ops, values = ops, Config({**TINY, **changes})
@@ -60,57 +62,67 @@ class Passes:
             layer.values.fill_(float("nan"))
             self.layers.append(layer)
 
-    def of_host(self, start: int, end: int) -> Tensor:
+    def of_host(self, spans: Spans) -> Tensor:
+        tokens, blocks = [TOKENS[row][start:end] for row, start, end in spans], [TABLES[row].tolist() for row, _, _ in spans]
         with torch.inference_mode():
             batch = build_batch(
-                self.ops, tokens=[TOKENS[start:end]], starts=[start], blocks=[BLOCKS[: -(-end // BLOCK_SIZE)]],
-                block_size=BLOCK_SIZE,
+                self.ops, tokens=tokens, starts=[start for _, start, _ in spans], blocks=blocks, block_size=BLOCK_SIZE
             )
             hidden = self.model.forward(batch, self.layers)
-            found: Tensor = self.model.logits(self.ops.rows(hidden, np.array([end - start - 1])))
+            found: Tensor = self.model.logits(self.ops.rows(hidden, np.cumsum([len(some) for some in tokens]) - 1))
             return found
 
-    def of_device(self, size: int, spans: list[tuple[int, int]]) -> list[Tensor]:
-        """Passes of a size over some spans of tokens, one after the other."""
-        inputs = self.ops.tensor(np.zeros(Word.TOKENS + size + MAX_BLOCKS, dtype=np.int64))
+    def of_device(self, size: PassSize, steps: list[Spans]) -> list[Tensor]:
+        """Passes of a size, one after the other."""
+        inputs, state = self.ops.tensor(np.zeros(size.num_words, dtype=np.int64)), self.ops.new_decode_state(3, MAX_BLOCKS)
+        self.ops.set_tables(state, np.arange(NUM_SEQUENCES), TABLES)
 
         def step() -> Tensor:
-            batch = self.ops.prompt_batch(inputs, size, BLOCK_SIZE)
+            batch, _, _ = self.ops.pass_batch(inputs, size, state, BLOCK_SIZE)
             found: Tensor = self.model.logits(self.model.forward(batch, self.layers))
             return found
 
         found = []
         with torch.inference_mode():
             repeat = self.ops.capture(step) or step
-            for start, end in spans:
-                words = np.zeros(len(inputs), dtype=np.int64)
-                words[Word.NUM_NEW], words[Word.START] = end - start, start
-                words[Word.TOKENS : Word.TOKENS + end - start] = TOKENS[start:end]
-                num_blocks = -(-end // BLOCK_SIZE)
-                words[Word.TOKENS + size :][:num_blocks] = BLOCKS[:num_blocks]
+            for spans in steps:
+                words = np.zeros(size.num_words, dtype=np.int64)
+                columns = words[: NUM_INPUTS * size.num_columns].reshape(NUM_INPUTS, -1)
+                tokens = words[NUM_INPUTS * size.num_columns :]
+                columns[Input.ROW], columns[Input.POSITION], columns[Input.COUNT, : size.num_decodes] = NUM_SEQUENCES, -1, 1
+                num_decodes, place = sum(end - start == 1 for _, start, end in spans), size.num_decodes
+                own = [i if i < num_decodes else i - num_decodes + size.num_decodes for i in range(len(spans))]
+                for column, (row, start, end) in zip(own, spans, strict=True):
+                    columns[: Input.KEY, column] = 0, row, end - 1, end - start, 0
+                    if column < size.num_decodes:
+                        tokens[column], state.last_tokens[row] = ON_DEVICE, TOKENS[row][start]
+                    else:
+                        tokens[place : place + end - start] = TOKENS[row][start:end]
+                        place += end - start
                 self.ops.send(words, inputs)
-                found.append(repeat().clone())
+                found.append(repeat()[own].clone())
         return found
 
 
-SPANS: list[tuple[str, str, int, list[tuple[int, int]]]] = [
-    ("llama", "float32", 16, [(0, 2), (2, 18)]), ("qwen3", "float32", 16, [(0, 16), (16, 21)]),
-    ("windowed", "float32", 16, [(0, 14), (14, 30)]), ("llama", "float32", 40, [(0, 40), (40, 43)]),  # more rows than a tile
+MIXED = [[(1, 0, 3), (0, 0, 5)], [(2, 0, 1), (1, 3, 4), (0, 5, 14)], [(0, 14, 15), (2, 1, 7)]]
+CASES: list[tuple[str, str, PassSize, list[Spans]]] = [
+    ("llama", "float32", PassSize(0, 1, 16), [[(0, 0, 2)], [(0, 2, 18)]]),
+    ("qwen3", "float32", PassSize(2, 2, 16), MIXED),
+    ("windowed", "float32", PassSize(3, 4, 16), MIXED),
+    ("llama", "float32", PassSize(0, 2, 40), [[(1, 0, 38), (2, 0, 2)], [(1, 38, 41)]]),  # more rows than a tile
 ]
 if HAS_CUDA:  # bfloat16 is wrong in the interpreter
-    SPANS += [(name, "bfloat16", 64, [(0, 64), (64, 100)]) for name in VARIANTS]
+    CASES += [(name, "bfloat16", PassSize(2, 3, 64), [*MIXED, [(0, 15, 60), (1, 4, 20)]]) for name in VARIANTS]
 
 
-@pytest.mark.parametrize(("name", "dtype", "size", "spans"), SPANS)
-def test_logits_and_keys_are_those_of_a_batch_of_the_host(
-    name: str, dtype: str, size: int, spans: list[tuple[int, int]]
-) -> None:
+@pytest.mark.parametrize(("name", "dtype", "size", "steps"), CASES)
+def test_logits_and_keys_are_those_of_a_batch_of_the_host(name: str, dtype: str, size: PassSize, steps: list[Spans]) -> None:
     host = TritonOps if HAS_CUDA else TorchOps  # the interpreter takes long
     plain, recorded = (Passes(VARIANTS[name], kind(DEVICE, dtype)) for kind in (host, TritonOps))
-    expected = [plain.of_host(*span) for span in spans]
+    expected = [plain.of_host(spans) for spans in steps]
     error = 1e-4 if dtype == "float32" else 0.05
-    for own, other in zip(recorded.of_device(size, spans), expected, strict=True):
-        assert own.shape == other.shape == (1, TINY["vocab_size"])
+    for own, other in zip(recorded.of_device(size, steps), expected, strict=True):
+        assert own.shape == other.shape
         torch.testing.assert_close(own, other, rtol=error, atol=0.4 * error)
     for layer, other_layer in zip(recorded.layers, plain.layers, strict=True):
         for memory, other in ((layer.keys, other_layer.keys), (layer.values, other_layer.values)):
