@@ -14,6 +14,7 @@ from enum import IntEnum
 from typing import Generic, NamedTuple
 
 from archerfish.kernels.ops import T
+from archerfish.kernels.sampling import TokenCounts
 
 FILLING_POSITION = -1
 NO_BLOCK = -1  # instead of the block of a state: the empty state
@@ -21,7 +22,7 @@ ON_DEVICE = -1  # instead of a token: the one that was sampled last for the sequ
 
 
 class Input(IntEnum):
-    """Rows of the array; the last three hold float64."""
+    """Rows of the array; those from FIRST_FLOAT on hold float64."""
 
     TOKEN = 0
     ROW = 1  # of the sequence in DecodeState
@@ -39,6 +40,9 @@ class Input(IntEnum):
     TEMPERATURE = 11
     TOP_P = 12
     MIN_P = 13
+    REPETITION = 14  # penalties, of sequences that count their tokens in DecodeState
+    PRESENCE = 15
+    FREQUENCY = 16
 
 
 NUM_INPUTS, FIRST_FLOAT = len(Input), Input.TEMPERATURE
@@ -69,3 +73,4 @@ class DecodeState(NamedTuple, Generic[T]):
 
     last_tokens: T  # (rows + 1,) int64: the token that was sampled last
     tables: T  # (rows + 1, most blocks) int32: their blocks
+    counts: TokenCounts[T] | None = None  # of their tokens, once there is a sequence with penalties

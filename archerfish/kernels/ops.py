@@ -399,6 +399,10 @@ class Ops(ABC, Generic[T]):
         to be kept, and blocks come from the tables."""
         raise self._records_nothing()
 
+    def scored_report(self, report: T, scores: Logprobs[T]) -> T:
+        """(4 + 2 * num_top, rows) int64: the report of `Drawn`, ranks, logprobs, top_ids and top_logprobs, floats as bits."""
+        raise self._records_nothing()
+
     def keep_tokens(self, inputs: T, state: DecodeState[T], tokens: T) -> None:
         """Write the tokens of a batch into the last_tokens of its sequences."""
         raise self._records_nothing()

@@ -94,6 +94,7 @@ class SamplingBatch(Generic[T]):
     masks: Masks[T] | None = None
     penalties: Penalties[T] | None = None
     ranges: Ranges[T] | None = None
+    may_overwrite: bool = False  # penalties may be written into the logits; the only change that there is, then
 
     @property
     def changes_logits(self) -> bool:

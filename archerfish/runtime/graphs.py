@@ -22,7 +22,7 @@ from archerfish.kernels.ops import Ids, Ops, R, T
 from archerfish.models.adapter import ModelAdapter
 from archerfish.runtime.batch import MIN_SHARED_SEQUENCES, BlockTables, find_shared
 from archerfish.runtime.kv_pool import MemoryPool
-from archerfish.runtime.sampler import FastSampler, is_plain
+from archerfish.runtime.sampler import FastSampler, How
 from archerfish.step import StepInput
 
 SIZES = (1, 2, 4, 8, 16, 24, *range(32, 257, 16))  # sequences
@@ -46,8 +46,7 @@ class Kind(NamedTuple):
 
     size: int
     is_shared: bool = False  # sequences have keys in common
-    is_cut: bool = False  # some draw from fewer than all tokens: by top_k, top_p or min_p
-    is_sampled: bool = True  # it gives a report of tokens; else logits
+    how: How = How.DRAWN
 
 
 class RecordedPasses(ABC, Generic[T, K, R]):
@@ -100,11 +99,10 @@ class PreparedDecodes(NamedTuple):
     num_shared: int
     unknown: Ids  # rows whose blocks the device does not know
     tables: Ids  # and their blocks
-    is_plain: bool  # the recorded work samples all of them
 
 
 class DecodeGraphs(RecordedPasses[T, Kind, T]):
-    """Steps that are only decodes, from the embedding to the sampled token; to the logits if some are not sampled plainly."""
+    """Steps that are only decodes, from the embedding to the sampled token, or to the logits: see `How`."""
 
     def __init__(
         self, model: ModelAdapter[T], pool: MemoryPool[T], sampler: FastSampler[T], *, num_rows: int, max_len: int
@@ -116,7 +114,6 @@ class DecodeGraphs(RecordedPasses[T, Kind, T]):
         self.filling = np.zeros((NUM_INPUTS, 1), dtype=np.int64)
         self.filling[Input.ROW], self.filling[Input.POSITION] = num_rows, FILLING_POSITION
         self.filling[Input.KEY :] = sampler.filling
-        self._special_rows: set[int] = set()  # rows of sequences that are not sampled plainly
         self._num_known = np.zeros(num_rows, dtype=np.int64)  # blocks of each row that the device knows
         self._members: bytes = b""  # the rows for which _num_shared holds
         self._num_shared = 0
@@ -126,10 +123,6 @@ class DecodeGraphs(RecordedPasses[T, Kind, T]):
         for entry in step.entries:
             self._num_known[entry.row] = 0
             self._members = b""
-            if is_plain(entry):
-                self._special_rows.discard(entry.row)
-            else:
-                self._special_rows.add(entry.row)
         np.minimum.at(self._num_known, step.block_rows, step.block_places)  # a block may take another's place
         return step.is_decode_only
 
@@ -154,13 +147,14 @@ class DecodeGraphs(RecordedPasses[T, Kind, T]):
         return [kind for group in self._groups() for kind in group]
 
     def _groups(self) -> list[list[Kind]]:
-        """All kinds, those first that share nothing and draw from all tokens."""
+        """All kinds that are recorded before they are used, those first that share nothing and draw from all tokens; of those
+        that choose in rarer ways only one, for which kernels are compiled."""
         sizes = self.sizes[::-1]
         shared = [size for size in sizes if size >= MIN_SHARED_SEQUENCES and self.pool.has_keys]
         return [
-            [Kind(size, is_shared, *how) for size in (shared if is_shared else sizes)]
-            for how in ((False,), (True,), (False, False)) for is_shared in (False, True)
-        ]
+            [Kind(size, is_shared, how) for size in (shared if is_shared else sizes)]
+            for how in (How.DRAWN, How.CUT, How.LOGITS) for is_shared in (False, True)
+        ] + [[Kind(sizes[0], how=how)] for how in (How.PENALISED, How.SCORED, How.MANY_SCORED)]
 
     def prepare(self, step: StepInput, tables: BlockTables) -> PreparedDecodes:
         """The inputs of a step, but for what the sampler writes into them."""
@@ -180,11 +174,7 @@ class DecodeGraphs(RecordedPasses[T, Kind, T]):
             before = tables.at(rows, np.maximum(positions - 1, 0) // self.pool.block_size)
             words[Input.SOURCE, :num] = np.where(positions > 0, before, NO_BLOCK)
         new_tables = tables.of(unknown) if len(unknown) else unknown
-        return PreparedDecodes(words, order, rows, int(num_shared), unknown, new_tables, self.are_plain(rows))
-
-    def are_plain(self, rows: Ids) -> bool:
-        """Whether recorded work samples all these rows."""
-        return self._special_rows.isdisjoint(rows.tolist())
+        return PreparedDecodes(words, order, rows, int(num_shared), unknown, new_tables)
 
     def learn(self, rows: Ids, num_blocks: Ids) -> Ids:
         """Those of some rows of whose blocks the device does not know so many yet: it is told of them next."""
@@ -192,14 +182,15 @@ class DecodeGraphs(RecordedPasses[T, Kind, T]):
         self._num_known[rows] = np.maximum(self._num_known[rows], num_blocks)
         return unknown
 
-    def start(self, prepared: PreparedDecodes) -> T:
-        """Queue the work of a step; gives the (2, rows) report of `Drawn`, or logits, in the order of `prepared.rows`."""
+    def start(self, prepared: PreparedDecodes) -> tuple[How, T]:
+        """Queue the work of a step; gives the report of `Drawn`, that of `Ops.scored_report`, or logits, in the order of
+        `prepared.rows`."""
         if len(prepared.unknown):
             self.ops.set_tables(self.state, prepared.unknown, prepared.tables)
-        is_cut = prepared.is_plain and self.sampler.write_inputs(prepared.words, prepared.rows)
-        inputs, repeat = self.recorded(Kind(prepared.words.shape[1], prepared.num_shared > 0, is_cut, prepared.is_plain))
+        how = self.sampler.write_inputs(prepared.words, prepared.rows)
+        inputs, repeat = self.recorded(Kind(prepared.words.shape[1], prepared.num_shared > 0, how))
         self.ops.send(prepared.words, inputs)
-        return repeat()
+        return how, repeat()
 
     def empty_inputs(self, kind: Kind) -> Ids:
         words = next(self._buffers)[: NUM_INPUTS * kind.size].reshape(NUM_INPUTS, kind.size)
@@ -207,15 +198,20 @@ class DecodeGraphs(RecordedPasses[T, Kind, T]):
         return words
 
     def compute(self, kind: Kind, inputs: T) -> T:
-        batch, sampling = self.pool.decode_batch(inputs, self.state, is_shared=kind.is_shared)
-        if not kind.is_cut:
+        how, state = kind.how, self.state
+        if how == How.PENALISED:
+            state = state._replace(counts=self.sampler.counts())
+        batch, sampling = self.pool.decode_batch(inputs, state, is_shared=kind.is_shared)
+        if how == How.DRAWN:
             sampling = replace(sampling, min_p=None, cuts=None)
         logits = self.model.logits(self.model.forward(batch, self.pool.layers))
-        if not kind.is_sampled:
+        if how == How.LOGITS:
             return logits
         drawn = self.ops.sample(logits, sampling)
-        self.ops.keep_tokens(inputs, self.state, drawn.tokens)
-        return drawn.report
+        self.ops.keep_tokens(inputs, state, drawn.tokens)
+        if how.num_top is None:
+            return drawn.report
+        return self.ops.scored_report(drawn.report, self.ops.token_logprobs(logits, drawn.tokens, how.num_top))
 
     def _find_shared(self, rows: Ids, tables: BlockTables) -> int:
         """The result of `find_shared`, computed anew when the sequences change."""
@@ -247,7 +243,6 @@ class PreparedPass(NamedTuple):
     words: Ids
     unknown: Ids  # rows whose blocks the device does not know
     tables: Ids  # and their blocks
-    is_plain: bool  # the recorded work samples all of them
 
     def at(self, places: Ids) -> Ids:
         """Sequences of the step to columns, or tokens of the step to rows: what fills up the decodes stands between them."""
@@ -282,25 +277,24 @@ class PassGraphs(RecordedPasses[T, PassKind, tuple[T, T]]):
             return None
         rows, last = step.rows[:num], (step.starts + step.counts)[:num] - 1
         unknown = self.decodes.learn(rows, last // self.pool.block_size + 1)
-        is_plain = not kind.is_draft and self.decodes.are_plain(rows)
-        prepared = PreparedPass(kind, num_decodes, self.empty_inputs(kind), unknown, tables.of(unknown), is_plain)
+        prepared = PreparedPass(kind, num_decodes, self.empty_inputs(kind), unknown, tables.of(unknown))
         columns, tokens = self._parts(kind, prepared.words)
         own = prepared.at(np.arange(num))
         columns[Input.ROW, own], columns[Input.POSITION, own], columns[Input.COUNT, own] = rows, last, step.counts[:num]
         tokens[prepared.at(np.arange(len(step.tokens)))] = step.tokens
         return prepared
 
-    def start(self, prepared: PreparedPass) -> tuple[T, T]:
-        """Queue a pass; gives logits and the report of `Drawn`, with a row and a column for each of its columns. For a draft
-        the logits are those behind every token: first of all decodes that there is room for, and there is no report."""
+    def start(self, prepared: PreparedPass) -> tuple[T, T | None]:
+        """Queue a pass; gives logits with a row for each of its columns, and the report of `Drawn` if that is all that is
+        needed. For a draft the logits are those behind every token, first of all decodes that there is room for."""
         if len(prepared.unknown):
             self.ops.set_tables(self.decodes.state, prepared.unknown, prepared.tables)
-        if prepared.is_plain:
-            columns = self._parts(prepared.kind, prepared.words)[0]
-            self.decodes.sampler.write_inputs(columns, columns[Input.ROW])
+        columns = self._parts(prepared.kind, prepared.words)[0]
+        how = self.decodes.sampler.write_inputs(columns, columns[Input.ROW])
         inputs, repeat = self.recorded(prepared.kind)
         self.ops.send(prepared.words, inputs)
-        return repeat()
+        logits, report = repeat()
+        return logits, None if prepared.kind.is_draft or how > How.CUT else report
 
     def warm_up(self) -> None:
         """Record what drafts of a lone sequence need: how long their steps take decides whether there are any."""

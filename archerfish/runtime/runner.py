@@ -23,7 +23,7 @@ from archerfish.models.adapter import ModelAdapter
 from archerfish.runtime.batch import BlockTables
 from archerfish.runtime.graphs import DecodeGraphs, PassGraphs, PreparedDecodes, PreparedPass
 from archerfish.runtime.kv_pool import MemoryPool
-from archerfish.runtime.sampler import FastSampler, prompt_logprobs
+from archerfish.runtime.sampler import FastSampler, How, prompt_logprobs
 from archerfish.step import NO_IDS, PENDING, StepInput, StepResult, TokenLogprobs
 
 DECODE_TILE = 32  # rows of every decode pass in deterministic mode, filled up with rows that mean nothing
@@ -199,39 +199,41 @@ class ModelRunner(Generic[T]):
     def _start_graph(self, step: StepInput, prepared: PreparedDecodes) -> Callable[[], StepResult]:
         assert self._graphs is not None
         self.num_forward_passes += 1
-        found, order = self._graphs.start(prepared), prepared.order
-        if not prepared.is_plain:
+        (how, found), order = self._graphs.start(prepared), prepared.order
+        if how == How.LOGITS:
             return self._choose(step, self.ops.first_rows(found, len(order)), order, np.zeros_like(order))
-        fetch, columns = self.ops.fetch(found), np.argsort(order)
+        return self._read_report(step, found, np.argsort(order), np.arange(len(order)))
+
+    def _read_report(self, step: StepInput, found: T, columns: Ids, sampled: Ids) -> Callable[[], StepResult]:
+        """Fetch the report of a recorded pass. columns: of the sequences that got a token, which `sampled` names."""
+        fetch, rows = self.ops.fetch(found), step.rows[sampled]
 
         def finish() -> StepResult:
             report = fetch()[:, columns]
-            return StepResult(report[0][:, None], errors=self.sampler.failures(report, step.rows))
-
-        return finish
-
-    def _start_plain(self, step: StepInput, prepared: PreparedPass, sampled: Ids) -> Callable[[], StepResult]:
-        """A recorded pass over prompts that also samples."""
-        assert self._passes is not None
-        self.num_forward_passes += 1
-        fetch, columns = self.ops.fetch(self._passes.start(prepared)[1]), prepared.at(sampled)
-
-        def finish() -> StepResult:
-            result, report = StepResult(np.zeros((len(step.rows), 1), dtype=np.int64)), fetch()[:, columns]
+            result = StepResult(np.zeros((len(step.rows), 1), dtype=np.int64))
             result.tokens[sampled, 0] = report[0]
-            found = self.sampler.failures(report, step.rows[sampled])
-            result.errors = {int(sampled[i]): error for i, error in found.items()}
+            result.errors = {int(sampled[i]): error for i, error in self.sampler.failures(report, rows).items()}
+            if len(report) > 2:
+                scores = self.sampler.read_scored(report, rows)
+                result.logprobs = {int(sampled[i]): [one] for i, one in scores.items() if int(sampled[i]) not in result.errors}
             return result
 
         return finish
 
     def _start_passes(self, step: StepInput, passes: list[Pass[T]]) -> Callable[[], StepResult]:
-        if len(passes) == 1 and isinstance(passes[0].batch, PreparedPass):
-            prepared = passes[0].batch
-            if prepared.is_plain and not (step.reused or step.kept or step.returned):
-                return self._start_plain(step, prepared, passes[0].sampled)
         scores: list[Scores] = []
-        logits = [found for one in passes for found in self._forward(step, one, scores)]
+        logits: list[T] = []
+        for one in passes:
+            self.num_forward_passes += 1
+            if not isinstance(one.batch, PreparedPass):
+                logits += self._forward(step, one, one.batch, scores)
+                continue
+            assert self._passes is not None
+            found, report = self._passes.start(one.batch)
+            if report is not None and not (step.reused or step.kept or step.returned):
+                return self._read_report(step, report, one.batch.at(one.sampled), one.sampled)
+            rows = one.batch.at(one.sampled_places if one.batch.kind.is_draft else one.sampled)
+            logits += [self.ops.rows(found, rows)] if len(rows) else []
         order = [one.sampled for one in passes]
         if step.reused:
             logits += [self._logits[handle] for _, handle in step.reused]
@@ -274,14 +276,11 @@ class ModelRunner(Generic[T]):
 
         return finish
 
-    def _forward(self, step: StepInput, one: Pass[T], scores: list[Scores]) -> list[T]:
+    def _forward(
+        self, step: StepInput, one: Pass[T], batch: PagedBatch[T] | RecurrentBatch[T], scores: list[Scores]
+    ) -> list[T]:
         """Logits of the pass's sampled places: none, or one tensor. Adds to the scores of prompts."""
-        ops, batch = self.ops, one.batch
-        self.num_forward_passes += 1
-        if isinstance(batch, PreparedPass):
-            assert self._passes is not None
-            logits, rows = self._passes.start(batch)[0], batch.at(one.sampled_places if batch.kind.is_draft else one.sampled)
-            return [ops.rows(logits, rows)] if len(rows) else []
+        ops = self.ops
         if len(one.pending_places):
             ops.put(batch.token_ids, one.pending_places, ops.rows(self._last_tokens, one.pending_rows))
         num_sampled = len(one.sampled)

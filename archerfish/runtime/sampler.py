@@ -10,6 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from enum import IntEnum
 from typing import Any, Generic, NamedTuple
 
 import numpy as np
@@ -33,7 +34,33 @@ ROW = np.dtype([
     ("until", np.int64),  # the position from which another stage says how to choose
 ], align=True)  # fmt: skip
 NEVER = np.iinfo(np.int64).max
+CUT, PENALTY, SCORES, MANY_SCORES, SPECIAL = (1 << bit for bit in range(5))  # what a row needs of a recorded step
+FEW_TOP, MANY_TOP = 5, 20  # of the likeliest tokens, whose log-probabilities a recorded step gives
 Drafts = Mapping[int, Ids]  # by row: proposed tokens that a step verifies
+
+
+class How(IntEnum):
+    """How a recorded step chooses tokens: for all rows in the way that one of them needs."""
+
+    DRAWN = 0  # from all tokens, or greedily
+    CUT = 1  # after a top_k, top_p or min_p too
+    PENALISED = 2  # after penalties and cuts
+    SCORED = 3  # after cuts, with log-probabilities of FEW_TOP tokens
+    MANY_SCORED = 4  # of MANY_TOP
+    LOGITS = 5  # not at all: it gives logits, from which `FastSampler.sample` chooses
+
+    @classmethod
+    def of(cls, needs: int) -> How:
+        is_scored = needs & (SCORES | MANY_SCORES)
+        if needs & SPECIAL or (needs & PENALTY and is_scored):
+            return cls.LOGITS
+        if is_scored:
+            return cls.MANY_SCORED if needs & MANY_SCORES else cls.SCORED
+        return cls.PENALISED if needs & PENALTY else cls.CUT if needs & CUT else cls.DRAWN
+
+    @property
+    def num_top(self) -> int | None:
+        return {How.SCORED: FEW_TOP, How.MANY_SCORED: MANY_TOP}.get(self)
 
 
 class Chosen(NamedTuple):
@@ -51,7 +78,7 @@ class FastSampler(Generic[T]):
         self.ops, self.vocab_size, self.max_rows = ops, vocab_size, max_rows
         self._table: npt.NDArray[Any] = np.zeros(max_rows + 1, dtype=ROW)
         self._words = np.zeros((NUM_INPUTS - Input.KEY, max_rows + 1), dtype=np.int64)
-        self._is_cut = np.zeros(max_rows + 1, dtype=np.bool_)
+        self._needs = np.zeros(max_rows + 1, dtype=np.int64)
         self._bias: dict[int, tuple[Ids, npt.NDArray[np.float64]]] = {}  # by row
         self._stop_ids: dict[int, Ids] = {}
         self._num_top: dict[int, int] = {}  # by row, if it wants logprobs: of how many of the likeliest tokens
@@ -63,7 +90,7 @@ class FastSampler(Generic[T]):
         self._batch: sampling.SamplingBatch[T] = sampling.SamplingBatch()
         self.metrics = SamplingMetrics()
         self._table["top_k"], self._table["top_p"], self._table["end"] = *_limits(0, 1.0, vocab_size), vocab_size
-        self._table["until"] = NEVER
+        self._table["until"], self._table["repetition"] = NEVER, 1.0
         self._set_words(max_rows)
         self.filling = self._words[:, max_rows:]  # how to sample columns without a sequence: greedily
 
@@ -73,6 +100,7 @@ class FastSampler(Generic[T]):
         for known in (self._bias, self._stop_ids, self._num_top, self._staged, self._processors):
             known.pop(row, None)
         self._batch_key = None
+        self._needs[row] = needs_of(entry)
         self._table[row] = (
             sampling.stream_key(entry.seed, entry.index), params.temperature,
             *_limits(params.top_k, params.top_p, self.vocab_size), params.min_p, params.repetition_penalty,
@@ -94,30 +122,33 @@ class FastSampler(Generic[T]):
         if params.min_tokens:
             self._stop_ids[row] = self._known(entry.stop_token_ids)
         if params.has_penalties:
-            if self._counts is None:
-                self._counts = self.ops.new_counts(self.max_rows + MOST_PENALISED_DRAFTS, self.vocab_size)
             prompt, output = entry.tokens[: entry.num_prompt], entry.tokens[entry.num_prompt :]
-            self.ops.set_counts(self._counts, row, self._known(prompt), self._known(output))
+            self.ops.set_counts(self.counts(), row, self._known(prompt), self._known(output))
 
-    def write_inputs(self, words: Ids, rows: Ids) -> bool:
-        """How to sample rows that are plain, into the first columns of `decoding.Input`, where their positions stand already.
+    def counts(self) -> sampling.TokenCounts[T]:
+        """Of the tokens of all rows and, behind them, of drafts."""
+        if self._counts is None:
+            self._counts = self.ops.new_counts(self.max_rows + MOST_PENALISED_DRAFTS, self.vocab_size)
+        return self._counts
 
-        Gives whether some row draws from fewer than all tokens.
-        """
+    def write_inputs(self, words: Ids, rows: Ids) -> How:
+        """How to sample rows, into the first columns of `decoding.Input`, where their positions stand already; gives how a
+        recorded step must choose."""
         num = len(rows)
         if self._staged:
             self._enter_stages(rows, words[Input.POSITION, :num] + 1)
         words[Input.KEY :, :num] = self._words[:, rows]
         self.metrics.total_samples += int(np.count_nonzero(rows < self.max_rows))
-        return bool(self._is_cut[rows].any())
+        return How.of(int(np.bitwise_or.reduce(self._needs[rows])))
 
     def _set_words(self, row: int) -> None:
         """Write down what the table says of a row in the way of `decoding.Input`."""
-        key, temperature, top_k, top_p, min_p, *_, first, end, offset, _ = self._table[row].item()
+        key, temperature, top_k, top_p, min_p, *penalties, _, _, _, first, end, offset, _ = self._table[row].item()
         is_greedy = temperature == 0
-        self._words[:, row] = key, is_greedy, top_k, first, end, offset, 0, 0, 0
-        self._words[FIRST_FLOAT - Input.KEY :, row].view(np.float64)[:] = temperature or 1.0, top_p, min_p
-        self._is_cut[row] = not is_greedy and (top_k < self.vocab_size or top_p < 1 or min_p > 0)
+        is_cut = not is_greedy and (top_k < self.vocab_size or top_p < 1 or min_p > 0)
+        self._words[: FIRST_FLOAT - Input.KEY, row] = key, is_greedy, top_k, first, end, offset
+        self._words[FIRST_FLOAT - Input.KEY :, row].view(np.float64)[:] = temperature or 1.0, top_p, min_p, *penalties
+        self._needs[row] = self._needs[row] & ~CUT | CUT * is_cut
 
     def sample(
         self, logits: T, rows: Ids, positions: Ids, masks: tuple[Ids, Ids] | None = None, drafts: Drafts | None = None
@@ -169,21 +200,19 @@ class FastSampler(Generic[T]):
         """Where the counts of each row stand: behind a proposed token, a copy that counts it and those before it."""
         if not drafts:
             return rows
-        assert self._counts is not None
         slots, free = rows.copy(), self.max_rows
         for row, proposed in drafts.items():
             places = np.flatnonzero(rows == row)
             for before, place, token in zip(places[:-1], places[1:], proposed, strict=True):
-                self.ops.add_counts(self._counts, free, np.array([token]), source=int(slots[before]))
+                self.ops.add_counts(self.counts(), free, np.array([token]), source=int(slots[before]))
                 slots[place], free = free, free + 1
         return slots
 
     def _count_accepted(self, row: int, proposed: Ids, drawn: Ids) -> None:
         """Count the drawn tokens that followed accepted ones; the first is counted already."""
-        assert self._counts is not None
         num_accepted = int(np.append(drawn[:-1] != proposed, True).argmax())
         with self.ops.computing():
-            self.ops.add_counts(self._counts, row, drawn[1 : num_accepted + 1])
+            self.ops.add_counts(self.counts(), row, drawn[1 : num_accepted + 1])
 
     def _process(self, logits: T, rows: Ids, positions: Ids) -> tuple[T, dict[int, BaseException]]:
         """A copy of the logits after the processors of their rows, and the errors that these raised. Waits for the device."""
@@ -281,7 +310,6 @@ class FastSampler(Generic[T]):
         return sampling.Entries(self.ops.tensor(rows), self.ops.tensor(np.concatenate(list(ids.values()))))
 
     def _penalties(self, part: npt.NDArray[Any], slots: Ids) -> sampling.Penalties[T]:
-        assert self._counts is not None
         places = np.flatnonzero(part["is_penalised"])
         some = part[places]
         given = {
@@ -289,14 +317,29 @@ class FastSampler(Generic[T]):
             for name, off in (("repetition", 1.0), ("presence", 0.0), ("frequency", 0.0))
         }
         own = slots[places]
-        return sampling.Penalties(self.ops.tensor(places), self._counts, own, self.ops.tensor(own), **given)
+        return sampling.Penalties(self.ops.tensor(places), self.counts(), own, self.ops.tensor(own), **given)
+
+    def read_scored(self, found: Ids, rows: Ids) -> dict[int, TokenLogprobs]:
+        """Log-probabilities of rows that asked for them, by index, from the result of `Ops.scored_report`."""
+        num_top = (len(found) - 4) // 2
+        floats = found.view(np.float64)
+        own, top = floats[3].astype(np.float32).tolist(), floats[4 + num_top :].T.astype(np.float32).tolist()
+        (tokens, _, ranks), top_ids = found[:3].tolist(), found[4 : 4 + num_top].T.tolist()
+        wanted = [(i, self._num_top[row]) for i, row in enumerate(rows.tolist()) if row in self._num_top]
+        return {
+            i: TokenLogprobs(tokens[i], own[i], ranks[i], list(zip(top_ids[i][:num], top[i][:num], strict=True)))
+            for i, num in wanted
+        }
 
 
-def is_plain(entry: RowEntry) -> bool:
-    """Whether `write_inputs` writes all that there is to know of how a sequence is sampled."""
-    params = entry.params
-    is_special = params.logit_bias or params.min_tokens or params.has_penalties or params.logprobs is not None
-    return not (is_special or entry.has_grammar or params.logits_processors)
+def needs_of(entry: RowEntry) -> int:
+    """What a sequence needs of a recorded step, but for cuts, which its stages may change."""
+    params, num_top = entry.params, entry.params.logprobs
+    needs = PENALTY if params.has_penalties else 0
+    if num_top is not None:
+        needs |= SCORES if num_top <= FEW_TOP else MANY_SCORES
+    is_special = params.logit_bias or params.min_tokens or entry.has_grammar or params.logits_processors
+    return needs | SPECIAL if is_special or (num_top or 0) > MANY_TOP else needs
 
 
 def prompt_logprobs(ops: Ops[T], logits: T, next_tokens: list[int], num_top: int) -> Callable[[], list[TokenLogprobs]]:

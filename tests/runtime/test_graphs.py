@@ -20,7 +20,8 @@ from archerfish.kernels.ops import Ids
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.runtime.graphs import NUM_BUFFERS, DecodeGraphs, Kind, list_sizes
 from archerfish.runtime.runner import RunningStep
-from archerfish.step import StepInput
+from archerfish.runtime.sampler import CUT, PENALTY, How, needs_of
+from archerfish.step import RowEntry, StepInput
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.engine.tiny_rwkv import save_tiny_rwkv
 from tests.runtime.conftest import RecordingOps
@@ -174,16 +175,43 @@ def test_recorded_steps_on_a_card_give_the_tokens_of_single_ones(
     assert together == alone
 
 
-@pytest.mark.usefixtures("records")
-def test_requests_that_ask_for_more_are_recorded_up_to_their_logits(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+HOWS: list[tuple[How, dict[str, Any]]] = [
+    (How.SCORED, {"logprobs": 5, "top_p": 0.9}), (How.MANY_SCORED, {"logprobs": 20, "temperature": 0.0}),
+    (How.LOGITS, {"logprobs": 21}), (How.LOGITS, {"logprobs": 0, "presence_penalty": 0.5}),
+    (How.PENALISED, {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3, "top_k": 30}),
+    (How.LOGITS, {"logit_bias": {5: 1.0}}), (How.LOGITS, {"min_tokens": 4}), (How.LOGITS, {"grammar": {"kind": "choice", "value": ["a"]}}),
+]
+
+
+@pytest.mark.parametrize(("how", "options"), HOWS[:-1])
+def test_requests_that_ask_for_more_are_recorded_too(
+    how: How, options: dict[str, Any], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside one that does not, whose tokens stay the same; then a second time, in rows that others had."""
     monkeypatch.setattr(DecodeGraphs, "warm_up", lambda self: None)
-    for params in (
-        SamplingParams(max_tokens=6, logprobs=1), SamplingParams(max_tokens=6, repetition_penalty=1.1),
-        SamplingParams(max_tokens=6, logit_bias={5: 1.0}), SamplingParams(max_tokens=6, min_tokens=4),
-    ):
+    plain = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
+    params = [replace(plain, seed=2, **options), plain, replace(plain, seed=3, **options)]
+    found = []
+    for ops in (TorchOps, RecordingOps):
+        monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype, ops=ops: ops(device, dtype))
         with LLMEngine(str(model), **USUAL, max_cache_tokens=1024) as engine:
-            engine.generate([PROMPTS[3]], params)
-            assert set(graphs_of(engine)._recorded) == {Kind(1, is_sampled=False)}
+            found.append([one for _ in range(2) for one in engine.generate(PROMPTS[2:5], params)])
+            if ops is RecordingOps:
+                assert {kind.how for kind in graphs_of(engine)._recorded} == {how}
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        for own, other in zip(ours.outputs[0].logprobs or [], theirs.outputs[0].logprobs or [], strict=True):
+            assert (own.token_id, own.rank) == (other.token_id, other.rank)
+            assert [one for one, _ in own.top] == [one for one, _ in other.top] and len(own.top) == options["logprobs"]
+            assert [one for _, one in own.top] == pytest.approx([one for _, one in other.top], abs=1e-4)
+            assert own.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_what_rows_need_of_a_recorded_step() -> None:
+    for how, options in HOWS:
+        entry = RowEntry(0, "", SamplingParams(**options), 3, has_grammar="grammar" in options)
+        assert How.of(needs_of(entry)) == how
+    assert How.of(0) == How.DRAWN and How.of(CUT) == How.CUT and How.of(CUT | PENALTY) == How.PENALISED
 
 
 @pytest.mark.usefixtures("records")
@@ -209,8 +237,8 @@ def test_idle_time_is_used_to_record_every_size(model: Path) -> None:
     with LLMEngine(str(model), **USUAL, max_cache_tokens=256, max_num_seqs=5) as engine:
         expected = engine.generate(PROMPTS[:3], SamplingParams(max_tokens=8, temperature=0.0))
         graphs = graphs_of(engine)
-        hows: tuple[dict[str, bool], ...] = {}, {"is_cut": True}, {"is_sampled": False}
-        plain, *others = ([Kind(size, **how) for size in (1, 2, 4, 5)] for how in hows)
+        plain, *others = ([Kind(size, how=how) for size in (1, 2, 4, 5)] for how in (How.DRAWN, How.CUT, How.LOGITS))
+        others += [[Kind(5, how=how)] for how in (How.PENALISED, How.SCORED, How.MANY_SCORED)]
         assert set(graphs._recorded) == {*plain, *(kinds[-1] for kinds in others)}  # by the start
         for _ in range(6):
             assert engine.use_idle_time()
@@ -243,8 +271,7 @@ def test_steps_with_cut_rows_are_recorded_apart(model: Path, monkeypatch: pytest
             (alone,) = engine.generate([PROMPTS[0]], plain)
             assert set(graphs._recorded) == {Kind(1)}
             beside, _ = engine.generate(PROMPTS[:2], [plain, other])
-            assert Kind(2, is_cut=is_cut) in graphs._recorded
-            assert Kind(2, is_cut=not is_cut) not in graphs._recorded
+            assert {kind.how for kind in graphs._recorded if kind.size == 2} == {How.CUT if is_cut else How.DRAWN}
             assert beside.token_ids == alone.token_ids
 
 
@@ -304,5 +331,5 @@ def test_only_sizes_are_recorded(rwkv: Path) -> None:
         while engine.use_idle_time():
             pass
         graphs = graphs_of(engine)
-        hows = {"is_cut": False}, {"is_cut": True}, {"is_sampled": False}
-        assert set(graphs._recorded) == {Kind(size, **how) for size in (1, 2, 4, 8, 9) for how in hows}
+        kinds = {Kind(size, how=how) for size in (1, 2, 4, 8, 9) for how in (How.DRAWN, How.CUT, How.LOGITS)}
+        assert set(graphs._recorded) == kinds | {Kind(9, how=how) for how in How}

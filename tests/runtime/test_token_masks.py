@@ -12,7 +12,7 @@ import torch
 
 from archerfish.errors import InvalidInputError
 from archerfish.kernels.sampling import stream_key, uniform
-from archerfish.runtime.sampler import Chosen, is_plain
+from archerfish.runtime.sampler import SPECIAL, Chosen, needs_of
 from archerfish.sched.masks import MaskFinder
 from archerfish.sched.plan import entry_of
 from archerfish.sequence import Sequence
@@ -125,7 +125,7 @@ def test_a_matcher_sees_all_output_of_its_sequence() -> None:
     first.row = 0  # as after a preemption
     draw(torch.randn(1, 100), [first])
     assert grammar.seen == [OUTPUT, [*OUTPUT, 7]] and first.matcher is grammar
-    assert not is_plain(entry_of(first)) and is_plain(entry_of(sequence_with(0)))
+    assert needs_of(entry_of(first)) == SPECIAL and not needs_of(entry_of(sequence_with(0)))
 
 
 def test_many_masks_are_found_side_by_side() -> None:

@@ -280,7 +280,7 @@ class TorchOps(Ops[Tensor]):
             slots=blocks * block_size + positions % block_size, block_tables=state.tables[rows[:num_real]].long(),
             block_size=block_size,
         )
-        return batch, sampling_batch(inputs, positions + 1, torch.arange(inputs.shape[1], device=self.device))
+        return batch, sampling_batch(inputs, positions + 1, torch.arange(inputs.shape[1], device=self.device), state)
 
     def pass_batch(
         self, inputs: Tensor, size: PassSize, state: DecodeState[Tensor], block_size: int
@@ -290,7 +290,11 @@ class TorchOps(Ops[Tensor]):
         query_lens, contexts = columns[Input.COUNT].cpu().numpy(), next_positions.cpu().numpy()
         every = torch.arange(size.num_columns, device=self.device)
         batch = replace(batch, query_lens=query_lens, context_lens=contexts)
-        return batch, sampling_batch(columns, next_positions, every), columns
+        return batch, sampling_batch(columns, next_positions, every, state), columns
+
+    def scored_report(self, report: Tensor, scores: Logprobs[Tensor]) -> Tensor:
+        own, top = (x.contiguous().view(torch.int64) for x in (scores.logprobs, scores.top_logprobs))
+        return torch.cat((report, scores.ranks[None], own[None], scores.top_ids.t(), top.t()))
 
     def keep_tokens(self, inputs: Tensor, state: DecodeState[Tensor], tokens: Tensor) -> None:
         state.last_tokens[inputs[Input.ROW]] = tokens

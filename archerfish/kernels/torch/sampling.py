@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
 from archerfish.kernels import sampling
-from archerfish.kernels.decoding import FIRST_FLOAT, Input
+from archerfish.kernels.decoding import FIRST_FLOAT, DecodeState, Input
 from archerfish.kernels.ops import Ids
 from archerfish.kernels.sampling import BufferPool, Cuts, Drawn, Logprobs, Masks, Penalties, Ranges, SamplingBatch
 
 Tensor = torch.Tensor
 BLOCK = 32  # tokens
 LOW_HALF = (1 << 32) - 1
+NO_SLOTS: Ids = np.zeros(0, dtype=np.int64)  # on the host, of rows that the device alone knows
 
 
 class TorchSampling:
@@ -185,12 +187,15 @@ def count_tokens(penalties: Penalties[Tensor], tokens: Tensor) -> None:
     counts.view(-1).index_add_(0, at, torch.full_like(at, 2, dtype=torch.int32))
 
 
-def sampling_batch(inputs: Tensor, positions: Tensor, every: Tensor) -> SamplingBatch[Tensor]:
+def sampling_batch(inputs: Tensor, positions: Tensor, every: Tensor, state: DecodeState[Tensor]) -> SamplingBatch[Tensor]:
     """How inputs of decodes say to sample, as views of them. every: the numbers of all rows."""
     floats = inputs[FIRST_FLOAT:].view(torch.float64)
-    cuts = Cuts(every, inputs[Input.TOP_K], floats[Input.TOP_P - FIRST_FLOAT])
+    cuts, penalties = Cuts(every, inputs[Input.TOP_K], floats[Input.TOP_P - FIRST_FLOAT]), None
+    if state.counts is not None:
+        factors = floats[Input.REPETITION - FIRST_FLOAT :]
+        penalties = Penalties(every, state.counts, NO_SLOTS, inputs[Input.ROW], *factors)
     return SamplingBatch(
         temperature=floats[Input.TEMPERATURE - FIRST_FLOAT], is_greedy=inputs[Input.IS_GREEDY], keys=inputs[Input.KEY],
         positions=positions, min_p=floats[Input.MIN_P - FIRST_FLOAT], cuts=cuts,
-        ranges=Ranges(inputs[Input.FIRST], inputs[Input.END], inputs[Input.OFFSET]),
+        ranges=Ranges(inputs[Input.FIRST], inputs[Input.END], inputs[Input.OFFSET]), penalties=penalties, may_overwrite=True,
     )

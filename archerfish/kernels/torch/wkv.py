@@ -117,7 +117,7 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
             previous=previous, sources=sources, targets=inputs[Input.BLOCK, :num_real] + FIRST_SLOT,
             starts=every[: num_real + 1], first_pieces=every[: num_real + 1],
         )
-        return batch, sampling_batch(inputs, positions + 1, every[:-1])
+        return batch, sampling_batch(inputs, positions + 1, every[:-1], state)
 
 
 def prepare_heads(

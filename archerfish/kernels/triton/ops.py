@@ -53,7 +53,7 @@ FLOAT32_WIDTH = 2048  # of models that add up their layers in float32; in wider 
 COPY_WORDS = 2048  # of 4 bytes that a program copies at a time
 TABLE_STEP = 256  # blocks of a list that are moved at a time
 WORD_BYTES = 4
-PINNED_BYTES = 1 << 16  # of a buffer that is used again for what is fetched
+PINNED_BYTES = 1 << 18  # of a buffer that is used again for what is fetched
 EXPECTED_SHARE = 4  # one in so many of the decodes that a recorded pass over prompts has room for are there
 INTERPRETER_PROCESSORS = 4  # that Triton's interpreter claims to have
 
@@ -225,7 +225,7 @@ class TritonOps(TorchOps):
         )
         shared_len = lengths[num:] if is_shared else None
         find_plan.keep(AttentionPlan(contexts, contexts, contexts, shared_len=shared_len), batch)
-        return batch, sampling_batch(inputs, places[2], self._count(num))
+        return batch, sampling_batch(inputs, places[2], self._count(num), state)
 
     def pass_batch(
         self, inputs: Tensor, size: PassSize, state: DecodeState[Tensor], block_size: int
@@ -237,7 +237,7 @@ class TritonOps(TorchOps):
             num_expected=-(-size.num_decodes // EXPECTED_SHARE), num_short_heads=SHORT_ROWS // size.num_tokens,
         )
         find_plan.keep(plan, batch)
-        return batch, sampling_batch(columns, next_positions, self._count(size.num_columns)), columns
+        return batch, sampling_batch(columns, next_positions, self._count(size.num_columns), state), columns
 
     def _count(self, num: int) -> Tensor:
         """0, 1, 2 ..., made once."""

@@ -249,7 +249,7 @@ class TritonRecurrentOps(TorchRecurrentOps):
             num_tokens=num, num_decodes=num, query_lens=ones, piece_counts=ones, piece_lens=ones, token_ids=token_ids,
             previous=previous, sources=sources, targets=targets, starts=every, first_pieces=every,
         )
-        return batch, sampling_batch(inputs, positions, every[:-1])
+        return batch, sampling_batch(inputs, positions, every[:-1], state)
 
 
 def choose_part_tile(element_bytes: int, device: torch.device) -> LinearTile:

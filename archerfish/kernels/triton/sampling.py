@@ -1,9 +1,11 @@
 """Sampling in Triton. Each row has its own parameters, which are read on the device, so that a captured graph serves any.
 
-1. `survey_kernel` finds the largest logit of every chunk of the vocabulary, and the sum of the chunk's weights.
+1. `survey_kernel` finds the largest logit of every chunk of the vocabulary, and the sum of the chunk's weights; for cuts, also
+   the largest logits of GROUP tokens each.
 2. `settle_kernel`, one program per row, chooses the token of rows that are greedy or that draw from all tokens.
 3. Rows with a top_k, top_p or min_p keep some of the likeliest tokens. `tabulate_kernel` counts and sums up tokens between a
-   few levels of logits, and `choose_kernel` finds a level below which no token is kept.
+   few levels of logits, and `choose_kernel` finds a level below which no token is kept. A small top_k has such a level at once:
+   so many groups have a token above it.
 4. `list_kernel` lists the tokens above that level, mostly a few hundred, in the order of their ids.
 5. `finish_kernel` finds which tokens of the list are kept, and draws one.
 
@@ -28,6 +30,8 @@ from archerfish.kernels.triton.tiles import cdiv, next_power_of_2
 Tensor = torch.Tensor
 CHUNK = 2048  # tokens that a program surveys
 CAPACITY = 8192  # tokens of a row's list; where more are left, the whole row is searched
+GROUP = 128  # tokens
+NUM_HALVINGS = 14  # of the range of logits in which a level for a top_k is looked for
 TILE = 1024  # tokens of a list that are read at a time
 NUM_LEVELS, NUM_EDGES = 16, 16  # edges: into how many parts a search divides its range in one pass
 UNIT_BITS = 44
@@ -85,8 +89,8 @@ def range_of(firsts, range_ends, row, vocab_size, has_ranges: tl.constexpr):
 
 @triton.jit
 def survey_kernel(
-    logits, firsts, range_ends, temperature, tops, top_ids, sums, vocab_size, stride, chunk: tl.constexpr,
-    is_drawn: tl.constexpr, has_ranges: tl.constexpr,
+    logits, firsts, range_ends, temperature, tops, top_ids, sums, group_tops, vocab_size, stride, chunk: tl.constexpr,
+    group: tl.constexpr, is_drawn: tl.constexpr, has_cuts: tl.constexpr, has_ranges: tl.constexpr,
 ):
     """Of every chunk the largest logit, its lowest id, and the sum of weights relative to it. A NaN comes first."""
     row = tl.program_id(0).to(tl.int64)
@@ -96,8 +100,12 @@ def survey_kernel(
         first, end = range_of(firsts, range_ends, row, vocab_size, has_ranges)
         values = tl.where((ids >= first) & (ids < end), values, float("-inf"))
     is_nan = values != values
-    top = tl.max(tl.where(is_nan, float("-inf"), values), 0)
+    clean = tl.where(is_nan, float("-inf"), values)
+    top = tl.max(clean, 0)
     place = row * tl.num_programs(1) + tl.program_id(1)
+    if has_cuts:
+        groups = place * (chunk // group) + tl.arange(0, chunk // group)
+        tl.store(group_tops + groups, tl.max(tl.reshape(clean, (chunk // group, group)), 1))
     tl.store(top_ids + place, tl.min(tl.where(values == top, ids, vocab_size), 0))
     tl.store(tops + place, tl.where(tl.max(is_nan.to(tl.int32), 0) > 0, float("nan"), top))
     if is_drawn:
@@ -132,13 +140,31 @@ def draw_from_all(
 
 
 @triton.jit
+def find_level(group_tops, num_groups, most, highest, num_halvings: tl.constexpr, width: tl.constexpr):
+    """A level that at least `most` groups of a row reach; NaN where so many have no token."""
+    groups = tl.arange(0, width)
+    tops = tl.load(group_tops + groups, mask=groups < num_groups, other=float("-inf"))
+    low = tl.min(tl.where(tops > float("-inf"), tops, float("inf")), 0)
+    high = highest
+    for _ in range(num_halvings):
+        middle = low + (high - low) * 0.5
+        is_enough = tl.sum((tops >= middle).to(tl.int32), 0) >= most
+        low = tl.where(is_enough, middle, low)
+        high = tl.where(is_enough, high, middle)
+    return tl.where(tl.sum((tops >= low).to(tl.int32), 0) >= most, low, float("nan"))
+
+
+@triton.jit
 def settle_kernel(
     logits, firsts, range_ends, offsets, temperature, is_greedy, keys, positions, top_k, top_p, min_p, tops, top_ids, sums,
-    cut_tops, levels, report, vocab_size, stride, num_chunks, unit: tl.constexpr, chunk: tl.constexpr, width: tl.constexpr,
-    num_levels: tl.constexpr, is_drawn: tl.constexpr, has_greedy: tl.constexpr, has_cuts: tl.constexpr,
-    has_ranges: tl.constexpr,
+    group_tops, cut_tops, levels, report, vocab_size, stride, num_chunks, unit: tl.constexpr, chunk: tl.constexpr,
+    group: tl.constexpr, width: tl.constexpr, num_levels: tl.constexpr, num_halvings: tl.constexpr, is_drawn: tl.constexpr,
+    has_greedy: tl.constexpr, has_cuts: tl.constexpr, has_ranges: tl.constexpr,
 ):
-    """Choose a token from the chunks of a row. A row with cuts gets levels, and its highest logit in cut_tops; others NaN."""
+    """Choose a token from the chunks of a row. A row with cuts gets levels, and its highest logit in cut_tops; others NaN.
+
+    Levels after the last one are NaN: where a top_k has a level at once, all but the first.
+    """
     row = tl.program_id(0).to(tl.int64)
     tops += row * num_chunks
     chunks = tl.arange(0, width)
@@ -157,9 +183,18 @@ def settle_kernel(
             is_cut = (tl.load(top_k + row) < vocab_size) | (tl.load(top_p + row) < 1.0) | (tl.load(min_p + row) > 0.0)
             is_cut = is_cut & to_draw
             tl.store(cut_tops + row, tl.where(is_cut, highest, float("nan")))
-            places = (tl.arange(0, num_levels) + 1).to(tl.float32) / num_levels
+            at = tl.arange(0, num_levels)
+            places = (at + 1).to(tl.float32) / num_levels
             depths = (places * tl.sqrt(places) * DEPTH).to(tl.float64) * tl.load(temperature + row)
-            tl.store(levels + row * num_levels + tl.arange(0, num_levels), (highest.to(tl.float64) - depths).to(tl.float32))
+            edges = (highest.to(tl.float64) - depths).to(tl.float32)
+            num_groups = num_chunks * (chunk // group)
+            most = tl.load(top_k + row)
+            if is_cut & (most > 0) & (most <= num_groups):
+                level = find_level(
+                    group_tops + row * num_groups, num_groups, most, highest, num_halvings, width * (chunk // group)
+                )
+                edges = tl.where(level == level, tl.where(at == 0, level, float("nan")), edges)
+            tl.store(levels + row * num_levels + at, edges)
             to_draw = to_draw & (is_cut == 0)
         if to_draw:
             number = uniform(tl.load(keys + row), tl.load(positions + row))
@@ -191,7 +226,9 @@ def tabulate_kernel(
     weights = weigh(values, highest, scale_of(temperature, row), tl.load(min_p + row).to(tl.float32))
     place = (row * tl.num_programs(1) + tl.program_id(1)) * num_levels
     upper = highest + float("inf")
-    for level in tl.static_range(num_levels):  # one after the other: a table of tokens and levels would not fit into registers
+    edges = tl.load(levels + row * num_levels + tl.arange(0, num_levels))
+    num_used = tl.sum((edges == edges).to(tl.int32), 0)
+    for level in range(num_used):  # one after the other: a table of tokens and levels would not fit into registers
         lower = tl.load(levels + row * num_levels + level)
         is_between = is_inside & (values >= lower) & (values < upper)
         tl.store(counts + place + level, tl.sum(is_between.to(tl.int32), 0))
@@ -212,7 +249,8 @@ def choose_kernel(
     at = tl.arange(0, num_levels)
     chunks = tl.arange(0, width)
     places = (row * num_chunks + chunks)[:, None] * num_levels + at[None, :]
-    is_inside = (chunks < num_chunks)[:, None]
+    edges = tl.load(levels + row * num_levels + at)
+    is_inside = (chunks < num_chunks)[:, None] & (edges == edges)[None, :]
     table = tl.load(counts + places, mask=is_inside, other=0)
     num_so_far = tl.cumsum(tl.sum(table, 0), 0)
     mass = tl.sum(tl.load(masses + places, mask=is_inside, other=0.0).to(tl.float64), 0)
@@ -228,7 +266,6 @@ def choose_kernel(
         is_short = mass_so_far * MARGIN < goal
     last = tl.min(tl.where(is_enough | (mass_so_far >= total), at, num_levels - 1), 0)
     before = tl.sum(is_short.to(tl.int32), 0) - 1
-    edges = tl.load(levels + row * num_levels + at)
     tl.store(bounds + 2 * row, tl.min(tl.where(at <= last, edges, float("inf")), 0))
     tl.store(bounds + 2 * row + 1, tl.min(tl.where(at <= tl.minimum(before, last), edges, highest), 0))
     tl.store(totals + row, total)
@@ -436,19 +473,21 @@ def draw(logits: Tensor, batch: SamplingBatch[Tensor], vocab_size: int) -> Tenso
     temperature, ranges = batch.temperature, batch.ranges
     first, end, offset = (None, None, None) if ranges is None else (ranges.first, ranges.end, ranges.offset)
     is_drawn, has_ranges = temperature is not None, ranges is not None
-    survey_kernel[(num_rows, num_chunks)](
-        logits, first, end, temperature, tops, top_ids, sums, vocab_size, stride, chunk=CHUNK, is_drawn=is_drawn,
-        has_ranges=has_ranges, num_warps=4,
-    )
     top_k, top_p, min_p = cuts_of_rows(batch)
+    has_cuts = top_k is not None
+    group_tops = new(num_rows, num_chunks * (CHUNK // GROUP)) if has_cuts else tops
+    survey_kernel[(num_rows, num_chunks)](
+        logits, first, end, temperature, tops, top_ids, sums, group_tops, vocab_size, stride, chunk=CHUNK, group=GROUP,
+        is_drawn=is_drawn, has_cuts=has_cuts, has_ranges=has_ranges, num_warps=4,
+    )
     cut_tops, levels = new(num_rows), new(num_rows, NUM_LEVELS)
     settle_kernel[(num_rows,)](
         logits, first, end, offset, temperature, batch.is_greedy, batch.keys, batch.positions, top_k, top_p, min_p, tops,
-        top_ids, sums, cut_tops, levels, report, vocab_size, stride, num_chunks, unit=unit, chunk=CHUNK, width=width,
-        num_levels=NUM_LEVELS, is_drawn=is_drawn, has_greedy=batch.is_greedy is not None, has_cuts=top_k is not None,
-        has_ranges=has_ranges, num_warps=4,
+        top_ids, sums, group_tops, cut_tops, levels, report, vocab_size, stride, num_chunks, unit=unit, chunk=CHUNK,
+        group=GROUP, width=width, num_levels=NUM_LEVELS, num_halvings=NUM_HALVINGS, is_drawn=is_drawn,
+        has_greedy=batch.is_greedy is not None, has_cuts=has_cuts, has_ranges=has_ranges, num_warps=4,
     )
-    if top_k is None:
+    if not has_cuts:
         return report
     # Rows whose cut_tops is not NaN go on.
     capacity = min(CAPACITY, vocab_size)
@@ -481,7 +520,11 @@ class TritonSampling(TorchSampling):
     """TorchSampling by kernels; logits are biased, tokens banned and counted in torch."""
 
     def _report(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Tensor:
-        return draw(self._adjusted(logits, batch) if batch.changes_logits else logits, batch, logits.shape[1])
+        if batch.may_overwrite and batch.penalties is not None:
+            scores.penalise(logits, batch.penalties)
+        elif batch.changes_logits:
+            return draw(self._adjusted(logits, batch), batch, logits.shape[1])
+        return draw(logits, batch, logits.shape[1])
 
     def token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int, rows: Ids | None) -> Logprobs[Tensor]:
         some = None if rows is None else torch.from_numpy(rows).to(logits.device)

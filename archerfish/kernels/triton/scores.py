@@ -26,8 +26,12 @@ def penalise_kernel(
     logits, rows, slots, counts, repetition, presence, frequency, width, vocab_size, chunk: tl.constexpr,
     has_repetition: tl.constexpr, has_presence: tl.constexpr, has_frequency: tl.constexpr,
 ):
-    """Logits of counted tokens, as `kernels/sampling.py` says."""
+    """Logits of counted tokens, as `kernels/sampling.py` says. A row whose penalties are all off is left alone."""
     place = tl.program_id(0)
+    if has_repetition and has_presence and has_frequency:
+        is_off = (tl.load(repetition + place) == 1.0) & (tl.load(presence + place) == 0.0)
+        if is_off & (tl.load(frequency + place) == 0.0):
+            return
     ids = tl.program_id(1) * chunk + tl.arange(0, chunk)
     found = tl.load(counts + tl.load(slots + place) * vocab_size + ids, mask=ids < vocab_size, other=0)
     is_counted = found > 0
