@@ -56,7 +56,7 @@ SHAPES |= {
 }  # fmt: skip
 VLLM = "vllm"
 COMMON = {
-    "dtype": "bfloat16", "load_format": "dummy", "max_model_len": 4096, "max_num_seqs": 512, "gpu_memory_utilization": 0.85,
+    "dtype": "bfloat16", "load_format": "dummy", "max_model_len": 8704, "max_num_seqs": 512, "gpu_memory_utilization": 0.85,
     "enable_prefix_caching": True,
 }  # fmt: skip
 OUR_OPTIONS = {"device": "cuda", **COMMON}
@@ -69,6 +69,7 @@ PARTS = {
     "prefill": "64 prompts of 2048 tokens, tokens/s", "shared": "256 requests on a shared prefix of 3072 tokens, requests/s",
     "four": "4 sequences, tokens/s", "drawn": "128 sequences, temperature alone, tokens/s",
     "sampled": "128 sequences, penalties and cuts, tokens/s", "logprobs": "128 sequences, 5 logprobs, tokens/s",
+    "long": "32 prompts of 8192 tokens, 256 out, tokens/s",
 }  # fmt: skip
 # What a part asks for beyond a temperature, of how many sequences.
 SAMPLING: dict[str, tuple[int, dict[str, Any]]] = {
@@ -76,6 +77,7 @@ SAMPLING: dict[str, tuple[int, dict[str, Any]]] = {
     "sampled": (128, {"top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2}),
 }
 SAMPLED_INPUT, SAMPLED_OUTPUT = 128, 256  # tokens
+NUM_LONG, LONG_INPUT = 32, 8192
 FIRST_TOKEN = "one request, first token, ms"
 VLLM_RATIOS = {  # how many times vLLM's rate ours must be, in the order of the first PARTS
     "qwen3-0.6b": (1.15, 2.5, 1.0, 3.0), "llama-3.1-8b": (1.05, 1.25, 1.0, 1.6),
@@ -85,7 +87,7 @@ GOALS = tuple(
     for shape, ratios in VLLM_RATIOS.items() for metric, wanted in zip(PARTS.values(), ratios, strict=False)
 ) + tuple(
     Goal(f"{shape}: {PARTS[part]}", wanted, at_least=True, peers=(VLLM,))
-    for shape in SHAPES for part, wanted in (("four", 1.3), ("sampled", 1.3), ("logprobs", 1.2))
+    for shape in SHAPES for part, wanted in (("four", 1.3), ("sampled", 1.3), ("logprobs", 1.2), ("long", 1.1))
 ) + tuple(
     Goal(f"{shape}: {PARTS['sampled']}", 0.9, at_least=True, over=f"{shape}: {PARTS['drawn']}") for shape in SHAPES
 )  # fmt: skip
@@ -155,6 +157,10 @@ def run_parts(generate: Generate, parts: Iterable[str], number: int) -> Iterator
         work = {"prompts": [tokens(SAMPLED_INPUT) for _ in range(num)], "outputs": [SAMPLED_OUTPUT] * num}
         if part in parts and (seconds := generate(**work, temperature=SAMPLED, **sampling)):
             yield PARTS[part], num * SAMPLED_OUTPUT / seconds
+    if "long" in parts:
+        work = {"prompts": [tokens(LONG_INPUT) for _ in range(NUM_LONG)], "outputs": [SAMPLED_OUTPUT] * NUM_LONG}
+        if seconds := generate(**work, temperature=SAMPLED):
+            yield PARTS["long"], NUM_LONG * SAMPLED_OUTPUT / seconds
 
 
 def startup(options: Namespace) -> Found:

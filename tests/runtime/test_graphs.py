@@ -179,7 +179,8 @@ HOWS: list[tuple[How, dict[str, Any]]] = [
     (How.SCORED, {"logprobs": 5, "top_p": 0.9}), (How.MANY_SCORED, {"logprobs": 20, "temperature": 0.0}),
     (How.LOGITS, {"logprobs": 21}), (How.LOGITS, {"logprobs": 0, "presence_penalty": 0.5}),
     (How.PENALISED, {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3, "top_k": 30}),
-    (How.LOGITS, {"logit_bias": {5: 1.0}}), (How.LOGITS, {"min_tokens": 4}), (How.LOGITS, {"grammar": {"kind": "choice", "value": ["a"]}}),
+    (How.LOGITS, {"logit_bias": {5: 1.0}}), (How.LOGITS, {"min_tokens": 4}),
+    (How.LOGITS, {"grammar": {"kind": "choice", "value": ["a"]}}),
 ]
 
 

@@ -24,7 +24,7 @@ from tests.engine.tiny_rwkv import save_tiny_rwkv
 from tests.runtime.conftest import RecordingOps
 
 USUAL: dict[str, Any] = {
-    "dtype": "float32", "load_format": "dummy", "num_threads": 1, "block_size": 4, "max_cache_tokens": 2048,
+    "device": "cpu", "dtype": "float32", "load_format": "dummy", "num_threads": 1, "block_size": 4, "max_cache_tokens": 2048,
 }  # fmt: skip
 LENGTHS = (1, 2, 15, 16, 17, 100, 511, 512, 513)
 PROMPTS = [[3 + (7 * j + j * j + length) % 90 for j in range(length)] for length in LENGTHS]
