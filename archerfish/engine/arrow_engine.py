@@ -93,6 +93,9 @@ class ArrowEngine:
         finally:
             if was_collecting:
                 gc.enable()
+        if self.core.ops.can_record:
+            self._packed.result()
+            self.core.warm_up(progress)
         self.load_seconds = time.perf_counter() - started
 
     def _open(self, directory: Path) -> None:

@@ -7,7 +7,6 @@ the device from step to step, and so do the block lists of models with keys.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable
@@ -29,7 +28,6 @@ SIZES = (1, 2, 4, 8, 16, 24, *range(32, 257, 16))  # sequences
 SIZE_STEP = 64  # between larger ones
 PROMPT_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # tokens; beyond the last, computing takes longer than the host
 DRAFT_SIZES = (4, 8, 16, 32)  # tokens of a draft, with the known one before it
-COMPILING_S = 5.0  # recording takes longer than this if kernels have to be compiled, and far less if not
 NUM_BUFFERS = 4  # more than the steps that are open at once
 K = TypeVar("K", bound=Hashable)
 
@@ -125,22 +123,15 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
                 self._special_rows.add(entry.row)
         return step.is_decode_only
 
-    def warm_up(self) -> bool:
+    def warm_up(self) -> None:
         """Record batches that share nothing and draw from all tokens, and one of each other kind.
 
-        The sizes between powers of two follow at once if kernels had to be compiled, so that no request waits for that, and
-        else when they are used or in idle time. Returns whether kernels had to be compiled.
+        The sizes between powers of two follow when they are used or in idle time.
         """
-        began = time.perf_counter()
         plain, *others = self._groups()
         early = [kind for kind in plain if kind.size & (kind.size - 1) == 0 or kind is plain[0]]
         for kind in early + [kinds[0] for kinds in others if kinds]:
             self.recorded(kind)
-        has_compiled = time.perf_counter() - began > COMPILING_S
-        if has_compiled:
-            for kind in plain:
-                self.recorded(kind)
-        return has_compiled
 
     def kinds(self) -> Iterable[Kind]:
         return [kind for group in self._groups() for kind in group]

@@ -7,8 +7,9 @@ Host arrays travel through pinned memory, so that no operation waits for the dev
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -37,15 +38,18 @@ from archerfish.kernels.sampling import SamplingBatch
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight, prompt_rows
 from archerfish.kernels.torch.sampling import sampling_batch
 from archerfish.kernels.triton import attention as triton_attention
+from archerfish.kernels.triton import compiling
 from archerfish.kernels.triton import encoder as triton_encoder
 from archerfish.kernels.triton import linear as triton_linear
 from archerfish.kernels.triton import norm as triton_norm
 from archerfish.kernels.triton.attention import attend_decodes, takes_new
+from archerfish.kernels.triton.compiling import CompileCounts
 from archerfish.kernels.triton.linear import Int8RowsWeight, PlainRowsWeight, RowsWeight, Uploads, filled_up
 from archerfish.kernels.triton.plan import SHORT_ROWS, AttentionPlan, Tile, find_plan, to_device
 from archerfish.kernels.triton.prefill import attend_prefills
 from archerfish.kernels.triton.sampling import TritonSampling
 from archerfish.kernels.triton.tiles import NORMED_WIDTH
+from archerfish.types import Progress
 
 Tensor = torch.Tensor
 FLOAT32_WIDTH = 2048  # of models that add up their layers in float32; in wider ones that would cost 2 % of a prefill
@@ -113,9 +117,21 @@ class TritonOps(TorchOps):
         self._pinned: list[Tensor] = []  # buffers of `fetch` that are free
         self._uploads: Uploads | None = None  # while weights are being prepared
         self.is_async = self.can_record = device == "cuda"
+        self.compiled = CompileCounts()
+        self.kernel_list: Path | None = None  # of what the model needs compiled
+
+    def starting(self, key: str, rehearse: Callable[[], None], progress: Progress) -> AbstractContextManager[None]:
+        if self.device == "cpu":  # the interpreter compiles nothing
+            return nullcontext()
+        self.kernel_list = compiling.list_path(f"{key}/{self.dtype}/{self.num_processors}")
+        return compiling.starting(self.kernel_list, rehearse, self.compiled, progress)
+
+    def compile_counts(self) -> Mapping[str, int]:
+        return {"kernels_compiled_at_start": self.compiled.num_at_start, "kernels_compiled_late": self.compiled.num_late}
 
     @contextmanager
     def computing(self) -> Iterator[None]:
+        compiling.count_for(self.compiled)
         with self.allocating("A step"), torch.inference_mode():
             yield
 
@@ -153,7 +169,7 @@ class TritonOps(TorchOps):
         return torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def capture(self, call: Callable[[], Tensor]) -> Callable[[], Tensor] | None:
-        if self.device == "cpu":
+        if self.device == "cpu" or compiling.is_rehearsing():
             return None
         memory, stream = self._graph_memory
         graph = torch.cuda.CUDAGraph()
