@@ -8,59 +8,44 @@ from typing import Any
 
 from archerfish.cli.options import Parser, add_options, dest, section
 from archerfish.cli.output import Output
-from archerfish.config import EmbedConfig, EngineConfig, HubConfig
+from archerfish.config import EngineConfig, HubConfig
 from archerfish.engine.progress import size
 from archerfish.errors import DeviceError
 from archerfish.kernels.select import without_triton
 
+MODEL = dest(EngineConfig, "model")
+
 
 def add_kernels_arguments(parser: Parser) -> None:
     if parser.prog.endswith("export"):
-        parser.add_argument("name", metavar="MODEL", help="model; give the options that it will be served with")
-    parser.add_argument("file", metavar="FILE", help="the archive, such as kernels.tar.gz")
-    if parser.prog.endswith("export"):
         add_options(parser, EngineConfig, HubConfig)
+        parser.add_argument(MODEL, metavar="MODEL", help="model; give the options that it will be served with")
+    parser.add_argument("file", metavar="FILE", help="the archive, such as kernels.tar.gz")
 
 
 def run_kernels(arguments: Namespace, out: Output) -> int:
-    why_not = without_triton("cuda", "bfloat16")
+    why_not, file = without_triton("cuda", ""), Path(arguments.file)
     if why_not:
         raise DeviceError(f"There are no GPU kernels here: {why_not}.")
     from archerfish.kernels.triton.archive import export_kernels, import_kernels
 
-    file = Path(arguments.file)
-    contents = export_kernels(list_of(arguments, out), file) if "name" in arguments else import_kernels(file)
-    shown: dict[str, Any] = {"file": str(file), "kernels": len(contents["kernels"]), "bytes": file.stat().st_size}
-    shown |= {name: contents[name] for name in ("archerfish", "triton", "target")}
+    contents = export_kernels(list_of(arguments, out), file) if MODEL in arguments else import_kernels(file)
+    shown = {"file": str(file), **contents, "kernels": len(contents["kernels"])}
     if out.as_json:
         out.result(shown)
-    card, version = contents["target"], contents["triton"]
-    out.line(f"{shown['kernels']} kernels for {card}, Triton {version}: {file}, {size(shown['bytes'])}")
+    card = " ".join(map(str, contents["target"][:2]))
+    out.line(f"{file}: {shown['kernels']} kernels for {card}, Triton {contents['triton']}, {size(file.stat().st_size)}")
     return 0
 
 
 def list_of(arguments: Namespace, out: Output) -> Path:
     """The list of kernels of a model, which is started for it."""
-    from archerfish.engine.inference_core import kind_of
-    from archerfish.store.names import resolve_model
+    from archerfish.engine.llm import LLM
 
-    hub = section(HubConfig, arguments)
-    with out.progress(f"Loading {arguments.name}") as progress:
-        engine: Any
-        if kind_of(resolve_model(arguments.name, hub, progress)) == "generation":
-            from archerfish.engine.llm_engine import LLMEngine
-
-            setattr(arguments, dest(EngineConfig, "model"), arguments.name)
-            engine = LLMEngine(section(EngineConfig, arguments), hub=hub, progress=progress)
-            ops = engine.runner.ops
-        else:
-            from archerfish.engine.arrow_engine import ArrowEngine
-
-            setattr(arguments, dest(EmbedConfig, "model"), arguments.name)
-            engine = ArrowEngine(section(EmbedConfig, arguments), hub=hub, progress=progress)
-            ops = engine.core.ops
-    with engine:
-        found: Path | None = getattr(ops, "kernel_list", None)
-    if found is None:
-        raise DeviceError(f"{arguments.name} compiles no kernels on this machine.", hint="Export them on one with a GPU.")
+    config, hub = section(EngineConfig, arguments), section(HubConfig, arguments)
+    with out.progress(f"Loading {config.model}") as progress, LLM(config, hub=hub, progress=progress) as llm:
+        ops: Any = llm.encoder.core.ops if hasattr(llm, "encoder") else llm.runner.ops
+    if getattr(ops, "kernel_list", None) is None:
+        raise DeviceError(f"{config.model} compiles no kernels on this machine.", hint="Export them on one with a GPU.")
+    found: Path = ops.kernel_list
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
@@ -28,7 +29,7 @@ from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import resolve_model
 from archerfish.store.source import optional_json
-from archerfish.types import Progress, no_progress
+from archerfish.types import Progress
 
 if TYPE_CHECKING:
     import torch
@@ -92,11 +93,13 @@ class InferenceCore:
             del self.encoder
             self.ops.release()
 
-    def warm_up(self, progress: Progress = no_progress) -> None:
-        """Compile what any batch needs, where kernels are compiled. The weights must be packed."""
-        described = self.config.values, self.dtype, self.pooling, self._format
-        with self.ops.starting(repr(described), self._rehearse, progress):
-            pass
+    def warm_up(self, packed: Future[None], progress: Progress) -> None:
+        """Compile what any batch needs, where kernels are compiled. packed: done when the weights are packed."""
+        if self.ops.can_record:
+            packed.result()
+            described = self.config.values, self.dtype, self.pooling, self._format
+            with self.ops.starting(repr(described), self._rehearse, progress):
+                pass
 
     def _rehearse(self) -> None:
         """Run passes of each kind: see `Ops.starting`."""

@@ -7,8 +7,9 @@ without a card stands for an H200.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ from archerfish.kernels.triton.ops import TritonOps
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import TokenBatch, encoder_class
 from archerfish.models.config import Config
-from archerfish.types import Progress
+from archerfish.types import Progress, no_progress
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.engine.tiny_rwkv import save_tiny_rwkv
 
@@ -45,8 +46,10 @@ MODELS: dict[str, Model] = {  # how its files are made, what is changed in its c
     "deterministic": (save_tiny_llama, {**WIDE, "max_position_embeddings": 512}, {"deterministic": True}),
     "rwkv": (save_tiny_rwkv, {"max_position_embeddings": 512}, {"block_size": 16}),
 }
-BERT: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 60}
-BERT |= {"max_position_embeddings": 128, "layer_norm_eps": 1e-5, "hidden_act": "gelu", "relative_attention_num_buckets": 8}
+BERT: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 60,
+    "max_position_embeddings": 128, "layer_norm_eps": 1e-5, "hidden_act": "gelu", "relative_attention_num_buckets": 8,
+}  # fmt: skip
 ENCODERS = {"bert": BERT, "roberta": {**BERT, "hidden_size": 60}, "mpnet": BERT}
 OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16", "load_format": "dummy", "max_cache_tokens": 16384, "max_num_seqs": 40, "num_threads": 1,
@@ -60,9 +63,9 @@ REHEARSED: list[Job] = []
 REQUESTED: list[Job] = []
 
 
-def pretend_card() -> None:
+def pretend_card(capability: int = 90) -> None:
     """A driver for kernels that are compiled and never launched."""
-    target = GPUTarget("cuda", 90, 32)
+    target = GPUTarget("cuda", capability, 32)
     names = {"get_current_device": 0, "get_current_target": target}
     card = SimpleNamespace(**{name: lambda value=value: value for name, value in names.items()})
     driver.set_active(card)
@@ -77,11 +80,12 @@ class NotedOps(TritonOps):
         super().__init__("cpu", dtype)
         self.is_async = self.can_record = True
 
-    def starting(self, key: str, rehearse: Callable[[], None], progress: Progress) -> AbstractContextManager[None]:
+    @contextmanager
+    def starting(self, key: str, rehearse: Callable[[], None], progress: Progress) -> Iterator[None]:
         requests, compiling._thread.rehearsal = compiling._thread.rehearsal, Rehearsal(REHEARSED.append)
         rehearse()
         compiling._thread.rehearsal = requests
-        return nullcontext()
+        yield
 
 
 def random_params(random: np.random.Generator) -> SamplingParams:
@@ -130,7 +134,9 @@ def embed(num_rounds: int) -> None:
         architecture = encoder_class(known)
         architecture(weights.scope(architecture.prefix), known)
         core = InferenceCore(dict(weights.source), known.values, "cpu", dtype="bfloat16")
-        core.warm_up()
+        packed: Future[None] = Future()
+        packed.set_result(None)
+        core.warm_up(packed, no_progress)
         for number in range(num_rounds):
             lengths = tuple(random.integers(1, 40, int(random.integers(1, (3, 60)[number % 2]))).tolist())
             ids = np.zeros(sum(lengths), dtype=np.int64)

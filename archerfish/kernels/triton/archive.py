@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -26,16 +25,18 @@ CONTENTS = "contents.json"  # the first file of an archive
 NEEDED = (".json", ".cubin", ".hsaco")  # files of a kernel; the others are steps on the way to them
 PLACE = re.compile(r"[A-Z2-7]{52}/[\w-][\w.-]*")
 LIST = re.compile(r"[0-9a-f]{32}\.json")
-Target = list[Any]  # backend, architecture and threads of a warp
 
 
-def current_target() -> Target | None:
-    """What kernels are compiled for on this machine; None where there is no card."""
+def versions() -> dict[str, Any]:
+    """What kernels belong to; target: backend, architecture and threads of a warp, None where there is no card."""
     try:
-        found = driver.active.get_current_target()
+        target = driver.active.get_current_target()
     except RuntimeError:
-        return None
-    return [found.backend, found.arch, found.warp_size]
+        target = None
+    return {
+        "archerfish": __version__, "triton": triton_version,
+        "target": target and [target.backend, target.arch, target.warp_size],
+    }  # fmt: skip
 
 
 def export_kernels(list_path: Path, file: Path) -> dict[str, Any]:
@@ -47,11 +48,7 @@ def export_kernels(list_path: Path, file: Path) -> dict[str, Any]:
         held |= {f"{path.parent.name}/{path.name}": path.read_bytes() for path in paths}
     if not held:
         raise NotFoundError("There are no compiled kernels of this model.", hint="Kernels are compiled where a GPU is used.")
-    contents = {
-        "archerfish": __version__, "triton": triton_version, "target": current_target(), "list": list_path.name,
-        "kernels": json.loads(list_path.read_text(encoding="utf-8")),
-        "files": {place: hashlib.sha256(data).hexdigest() for place, data in held.items()},
-    }  # fmt: skip
+    contents = {**versions(), "list": list_path.name, "kernels": read_list(list_path), "files": sorted(held)}
     part = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         with tarfile.open(part, "w:gz", compresslevel=3) as archive:
@@ -69,7 +66,6 @@ def export_kernels(list_path: Path, file: Path) -> dict[str, Any]:
 def import_kernels(file: Path) -> dict[str, Any]:
     """Put the kernels of a file into Triton's cache; returns its contents. Nothing is written before all of it is checked."""
     contents, held = read_archive(file)
-    check_contents(contents, file)
     groups: dict[str, dict[str, str]] = {}
     try:
         for place, data in held.items():
@@ -86,31 +82,25 @@ def import_kernels(file: Path) -> dict[str, Any]:
 
 
 def read_archive(file: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The contents of an archive and its files, all of which are as they were written."""
-    if not file.is_file():
-        raise NotFoundError(f"There is no file {file}.")
+    """The contents of an archive and its files, which are those that it names."""
     try:
         with tarfile.open(file) as archive:
             found = {entry.name: stream.read() for entry in archive if (stream := archive.extractfile(entry)) is not None}
         contents = json.loads(found.pop(CONTENTS))
-        stated = dict(contents["files"])
-        is_sound = LIST.fullmatch(contents["list"]) and all(map(PLACE.fullmatch, stated))
+        is_whole = sorted(found) == contents["files"] and found
+        is_inside = LIST.fullmatch(contents["list"]) and all(map(PLACE.fullmatch, found))
+    except FileNotFoundError as error:
+        raise NotFoundError(f"There is no file {file}.") from error
     except (tarfile.TarError, EOFError, zlib.error, OSError, ValueError, KeyError, TypeError) as error:
         raise CorruptFileError(f"{file} is no archive of kernels, or a part of it is missing: {error}") from error
-    if not is_sound:
-        raise CorruptFileError(f"{file} names files outside of the cache.", hint="Take one from a source that you trust.")
-    if {place: hashlib.sha256(data).hexdigest() for place, data in found.items()} != stated:
-        raise CorruptFileError(f"{file} is damaged: it does not hold what it says.", hint="Copy or export it again.")
-    return contents, found
-
-
-def check_contents(contents: dict[str, Any], file: Path) -> None:
-    """Raise an InvalidInputError if the kernels are of other versions or of another card."""
-    own = {"archerfish": __version__, "triton": triton_version, "target": current_target()}
-    for name, value in own.items():
+    if not (is_whole and is_inside):
+        what = "names files outside of the cache" if is_whole else "does not hold the files that it names"
+        raise CorruptFileError(f"{file} {what}.", hint="Take one from a source that you trust.")
+    for name, value in versions().items():
         if value is not None and contents.get(name) != value:
             what = "card" if name == "target" else name
             raise InvalidInputError(
                 f"The kernels in {file} are of another {what}: {contents.get(name)}, not {value}.",
                 hint="Export them on a machine with the same card and versions.",
             )
+    return contents, found

@@ -2,9 +2,11 @@
 
 Kernels need no torch to be compiled, only their modules do to be imported. A stand-in saves most of the start of a worker.
 """
+# mypy: allow-untyped-calls
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import os
@@ -15,6 +17,34 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import cache
+from triton.runtime.jit import JITCallable
+
+find_hash = JITCallable.cache_key.fget
+
+
+def ordered_hash(function: Any, callers: tuple[Any, ...] = ()) -> str:
+    """The hash of a function's source, found after those of the functions that it calls.
+
+    Triton's alone depends on which of these had a hash before, and so would differ from process to process.
+    """
+    if function.hash is None:
+        names = function.__globals__
+        for node in ast.walk(function.parse()):
+            called = names.get(node.id) if isinstance(node, ast.Name) else None
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                called = getattr(names.get(node.value.id), node.attr, None)
+            if isinstance(called, JITCallable) and called is not function and called not in callers:
+                ordered_hash(called, (*callers, function))
+    found: str = find_hash(function)
+    return found
+
+
+JITCallable.cache_key = property(ordered_hash)
 
 
 class Job(NamedTuple):
@@ -31,10 +61,6 @@ class Job(NamedTuple):
 
 def compile_job(job: Job) -> None:
     """Compile a kernel, unless it is in the cache."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     kernel = getattr(importlib.import_module(job.module), job.name)
     source = ASTSource(kernel, job.signature, job.constants, job.attributes)
     triton.compile(source, target=GPUTarget(*job.target), options=dict(job.options))
@@ -67,8 +93,6 @@ def main() -> None:
     jobs, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # nothing else may write between the replies
     sys.meta_path.insert(0, StandIns())
-    from triton.runtime import cache
-
     key = pickle.load(jobs)
     cache.triton_key = lambda: key
     with contextlib.suppress(EOFError, KeyboardInterrupt):

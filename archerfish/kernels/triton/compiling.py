@@ -18,11 +18,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -40,7 +40,6 @@ from archerfish.types import Progress
 
 logger = logging.getLogger("archerfish.kernels")
 MAX_WORKERS = 32
-POLL_S = 0.1  # between two looks at how far the workers are
 WORKER = "import sys, pickle; sys.path[:] = pickle.load(sys.stdin.buffer); " \
     "from archerfish.kernels.triton.compile_worker import main; main()"  # fmt: skip
 SOURCES = ("kernels", "layers", "models", "runtime")  # folders of the package that decide which kernels a model launches
@@ -54,8 +53,7 @@ class CompileCounts:
     """Kernels that were compiled for one model, not those that were in the cache."""
 
     num_at_start: int = 0
-    num_late: int = 0  # when the model was ready
-    late_names: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)  # names of those compiled when the model was ready
     is_ready: bool = False
 
 
@@ -76,12 +74,11 @@ def _on_compiled(*, src: Any, cache_hit: bool, **_: Any) -> None:
     counts = _thread.counts
     if cache_hit or counts is None:
         return
-    if not counts.is_ready:
+    if counts.is_ready:
+        counts.late.append(src.name)
+        logger.warning("The kernel %s was compiled after the start: a request may have waited for it.", src.name)
+    else:
         counts.num_at_start += 1
-        return
-    counts.num_late += 1
-    counts.late_names.append(src.name)
-    logger.warning("The kernel %s was compiled after the start: a request may have waited for it.", src.name)
 
 
 knobs.compilation.listener = _on_compiled
@@ -156,67 +153,54 @@ def rehearsing(rehearsal: Rehearsal) -> Iterator[None]:
 
 
 class CompilePool:
-    """Processes that compile kernels, one started for each job until there is one for each core. `finish` ends them."""
+    """Processes that compile kernels, one for each core; they are started for the first jobs."""
 
-    def __init__(self, num_workers: int = 0) -> None:
-        self.num_jobs = self.num_done = 0
-        self._num_workers = num_workers or min(MAX_WORKERS, num_usable_cores())
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._failed: list[Job] = []
-        self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(min(MAX_WORKERS, num_usable_cores()), thread_name_prefix="archerfish-compile")
+        self._own = threading.local()  # the process of each thread
+        self._workers: list[subprocess.Popen[bytes]] = []
+        self.jobs: dict[Future[None], Job] = {}
 
     def submit(self, job: Job) -> None:
-        self.num_jobs += 1
-        self._jobs.put(job)
-        if len(self._threads) < self._num_workers:
-            self._threads.append(threading.Thread(target=self._serve, name="archerfish-compile", daemon=True))
-            self._threads[-1].start()
+        self.jobs[self._threads.submit(self._compile, job)] = job
 
-    def finish(self, progress: Progress) -> None:
-        """Wait for all jobs; what no worker could compile is compiled here."""
-        for _ in self._threads:
-            self._jobs.put(None)
-        while any(thread.is_alive() for thread in self._threads):
-            progress(self.num_done, self.num_jobs, "Compiling kernels")
-            time.sleep(POLL_S)
-        for job in self._failed + self.close():
+    def finish(self, progress: Progress) -> int:
+        """Wait for all jobs, and return how many of them the processes have done. The others are done here."""
+        failed = []
+        for number, future in enumerate(as_completed(self.jobs)):
+            progress(number, len(self.jobs), "Compiling kernels")
+            failed += [self.jobs[future]] if future.exception() else []
+        for job in failed:
             try:
                 compile_job(job)
             except Exception as error:  # a step that launches it will raise the error, if there is such a step
                 logger.warning("The kernel %s could not be compiled: %s", job.name, error)
+        return len(self.jobs) - len(failed)
 
-    def close(self) -> list[Job]:
-        """Let the processes end after the jobs that they have; returns those that none has."""
-        left = []
-        while not self._jobs.empty():
-            left.append(self._jobs.get())
-        for _ in self._threads:
-            self._jobs.put(None)
-        return [job for job in left if job is not None]
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.kill()
+            worker.communicate()
 
-    def _serve(self) -> None:
-        """Give jobs to one process, until there are no more or it dies."""
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        job: Job | None = None
-        try:
-            with subprocess.Popen(
-                [sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                env={**environment, "TRITON_CACHE_DIR": str(knobs.cache.dir)},
-            ) as worker:
-                assert worker.stdin is not None and worker.stdout is not None
-                pickle.dump(sys.path, worker.stdin)
-                pickle.dump(triton_key(), worker.stdin)
-                while (job := self._jobs.get()) is not None:
-                    pickle.dump(job, worker.stdin)
-                    worker.stdin.flush()
-                    if (reply := worker.stdout.readline()) != b"\n":
-                        raise OSError(reply.decode() or "The worker ended.")
-                    with self._lock:
-                        self.num_done += 1
-        except Exception as error:  # other workers go on, and what is left is compiled in place
-            logger.info("A worker could not compile %s: %s", job and job.name, error)
-            self._failed += [job] if job else []
+    def _compile(self, job: Job) -> None:
+        worker = self._own.__dict__.pop("worker", None) or self._start()
+        pickle.dump(job, worker.stdin)
+        worker.stdin.flush()
+        if (reply := worker.stdout.readline()) != b"\n":
+            raise RuntimeError(reply.decode() or "The worker ended.")
+        self._own.worker = worker
+
+    def _start(self) -> Any:
+        environment = {**os.environ, "TRITON_CACHE_DIR": str(knobs.cache.dir), "TRITON_INTERPRET": "0"}
+        worker = subprocess.Popen(
+            [sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+        self._workers.append(worker)
+        assert worker.stdin is not None
+        pickle.dump(sys.path, worker.stdin)
+        pickle.dump(triton_key(), worker.stdin)
+        return worker
 
 
 # The list
@@ -259,26 +243,15 @@ def compile_ahead(path: Path, rehearse: Callable[[], None], counts: CompileCount
     except Exception:  # such as another version of Triton: the first steps compile what they need
         logger.warning("Not all kernels could be compiled ahead; requests may wait for some.", exc_info=True)
         rehearsal.kernels.clear()
-    except BaseException:
+    else:
+        num_elsewhere = pool.finish(progress)  # what is compiled here counts itself
+        counts.num_at_start += num_elsewhere
+        logger.info("Compiled %d kernels in %.1f s.", len(pool.jobs), time.perf_counter() - began)
+    finally:
         pool.close()
-        raise
-    pool.finish(progress)
-    counts.num_at_start += pool.num_done
-    if pool.num_jobs:
-        logger.info("Compiled %d kernels in %.1f s.", pool.num_jobs, time.perf_counter() - began)
     if rehearsal.kernels:
         with suppress(OSError):  # a cache that cannot be written: the next start rehearses again
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_suffix(f".{os.getpid()}")
             part.write_text(json.dumps(rehearsal.kernels), encoding="utf-8")
             part.replace(path)
-
-
-@contextmanager
-def starting(path: Path, rehearse: Callable[[], None], counts: CompileCounts, progress: Progress) -> Iterator[None]:
-    """Around the first steps of a model: its kernels are compiled before, and after it the model is ready."""
-    counts.is_ready = False
-    count_for(counts)
-    compile_ahead(path, rehearse, counts, progress)
-    yield
-    counts.is_ready = True

@@ -7,7 +7,7 @@ Host arrays travel through pinned memory, so that no operation waits for the dev
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -120,14 +120,18 @@ class TritonOps(TorchOps):
         self.compiled = CompileCounts()
         self.kernel_list: Path | None = None  # of what the model needs compiled
 
-    def starting(self, key: str, rehearse: Callable[[], None], progress: Progress) -> AbstractContextManager[None]:
-        if self.device == "cpu":  # the interpreter compiles nothing
-            return nullcontext()
-        self.kernel_list = compiling.list_path(f"{key}/{self.dtype}/{self.num_processors}")
-        return compiling.starting(self.kernel_list, rehearse, self.compiled, progress)
+    @contextmanager
+    def starting(self, key: str, rehearse: Callable[[], None], progress: Progress) -> Iterator[None]:
+        if self.device != "cpu":  # where the interpreter compiles nothing
+            self.compiled.is_ready = False
+            compiling.count_for(self.compiled)
+            self.kernel_list = compiling.list_path(f"{key}/{self.num_processors}")
+            compiling.compile_ahead(self.kernel_list, rehearse, self.compiled, progress)
+        yield
+        self.compiled.is_ready = True
 
     def compile_counts(self) -> Mapping[str, int]:
-        return {"kernels_compiled_at_start": self.compiled.num_at_start, "kernels_compiled_late": self.compiled.num_late}
+        return {"kernels_compiled_at_start": self.compiled.num_at_start, "kernels_compiled_late": len(self.compiled.late)}
 
     @contextmanager
     def computing(self) -> Iterator[None]:
