@@ -62,13 +62,14 @@ def write_archive(path: Path, files: dict[str, bytes], /, *, link: str = "", **c
 def test_import_names_the_files_of_a_kernel_where_they_are(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = {f"{FOLDER}/k.json": b"{}", f"{FOLDER}/k.cubin": b"code"}
+    launcher = "B" * 52 + "/__triton_launcher.cpython-312-x86_64-linux-gnu.so"
+    files = {f"{FOLDER}/k.json": b"{}", f"{FOLDER}/k.cubin": b"code", launcher: b"library"}
     file = write_archive(tmp_path / "a.tar.gz", files)
     assert main(["kernels", "import", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kernels"] == 1
     group = json.loads((cache / FOLDER / "__grp__k.json").read_text())["child_paths"]
     assert group == {name: str(cache / FOLDER / name) for name in ("k.json", "k.cubin")}
-    assert (cache / FOLDER / "k.cubin").read_bytes() == b"code"
+    assert (cache / FOLDER / "k.cubin").read_bytes() == b"code" and (cache / launcher).read_bytes() == b"library"
     assert json.loads((cache / "archerfish" / LIST).read_text()) == {"00": "k"}
 
 

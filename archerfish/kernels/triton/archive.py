@@ -46,6 +46,8 @@ def export_kernels(list_path: Path, file: Path) -> dict[str, Any]:
         group = get_cache_manager(digest).get_group(f"{name[:150]}.json") or {}
         paths = [Path(path) for child, path in group.items() if child.endswith(NEEDED)]
         held |= {f"{path.parent.name}/{path.name}": path.read_bytes() for path in paths}
+    launchers = Path(knobs.cache.dir).glob("*/*.so") if held else ()  # small, and few kernels have one of their own
+    held |= {f"{path.parent.name}/{path.name}": path.read_bytes() for path in launchers}
     if not held:
         raise NotFoundError("There are no compiled kernels of this model.", hint="Kernels are compiled where a GPU is used.")
     contents = {**versions(), "list": list_path.name, "kernels": read_list(list_path), "files": sorted(held)}
@@ -72,7 +74,8 @@ def import_kernels(file: Path) -> dict[str, Any]:
             folder, name = place.split("/")
             groups.setdefault(folder, {})[name] = FileCacheManager(folder).put(data, name)
         for folder, group in groups.items():
-            FileCacheManager(folder).put_group(next(name for name in group if name.endswith(".json")), group)
+            for name in [name for name in group if name.endswith(".json")]:
+                FileCacheManager(folder).put_group(name, group)
         lists = Path(knobs.cache.dir) / "archerfish"
         lists.mkdir(parents=True, exist_ok=True)
         (lists / contents["list"]).write_text(json.dumps(contents["kernels"]), encoding="utf-8")

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import ASTSource
 from triton.runtime import cache
 from triton.runtime.jit import JITCallable
@@ -60,10 +61,12 @@ class Job(NamedTuple):
 
 
 def compile_job(job: Job) -> None:
-    """Compile a kernel, unless it is in the cache."""
+    """Compile a kernel, and the C code that launches it, unless they are in the cache."""
     kernel = getattr(importlib.import_module(job.module), job.name)
     source = ASTSource(kernel, job.signature, job.constants, job.attributes)
-    triton.compile(source, target=GPUTarget(*job.target), options=dict(job.options))
+    compiled = triton.compile(source, target=GPUTarget(*job.target), options=dict(job.options))
+    with contextlib.suppress(Exception):  # without a driver or a C compiler; the first launch would say so
+        CudaLauncher(compiled.src, compiled.metadata)
 
 
 class StandIn(ModuleType):
