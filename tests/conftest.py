@@ -55,6 +55,13 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+@pytest.fixture(autouse=True)
+def _compile_when_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card each of many tiny models would compile all that any request needs, for a few requests."""
+    if "TRITON_INTERPRET" not in os.environ:
+        monkeypatch.setattr("archerfish.kernels.triton.compiling.compile_ahead", lambda *_: None)
+
+
 @pytest.fixture(scope="session")
 def minilm_source() -> Path:
     """The files of the real all-MiniLM-L6-v2."""

@@ -93,6 +93,7 @@ class ArrowEngine:
         finally:
             if was_collecting:
                 gc.enable()
+        self.core.warm_up(self._packed, progress)
         self.load_seconds = time.perf_counter() - started
 
     def _open(self, directory: Path) -> None:
@@ -119,10 +120,9 @@ class ArrowEngine:
         # Whether the tokens of a pair's second text have another type id: as the tokenizer's files say, if the model can.
         names, has_table = settings.get("model_input_names"), self.core.config.integer("type_vocab_size", 2) > 1
         self._uses_types = has_table and (names is None or "token_type_ids" in names)
-        self._is_closed = False
         self.watcher: Callable[[int, float], None] | None = None  # called with a number of texts and their seconds
         self._loader.check_tokenizer()
-        self._packed = finish_before_fork(self._pool.submit(self._pack_and_release))
+        self._is_closed, self._packed = False, finish_before_fork(self._pool.submit(self._pack_and_release))
 
     @property
     def _pool(self) -> ComputePool:

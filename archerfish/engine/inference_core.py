@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 Vectors = npt.NDArray[np.float32]
 RECORDED_TOKENS = (16, 32, 64, 128, 256, 512, 1024)  # sizes of the recorded passes, where the backend can record
+REHEARSED_TOKENS = (1, 2, *(2**power + more for power in range(2, 9) for more in (0, 1)))  # no kernel changes elsewhere
 
 
 class RecordedPass(NamedTuple):
@@ -64,6 +66,7 @@ class InferenceCore:
         self.pooling = cast(Pooling, pooling)
         architecture = encoder_class(self.config)
         chosen = choose_format(weight_format)
+        self._format = chosen.name
         num_bytes = architecture.copied_bytes(self.config, self.dtype, chosen, with_tables=self.device != "cpu")
         ways_out = [*(["weights=int8"] if chosen is PLAIN else []), "a smaller model"]
         check_room("The model", self.device, {"weights": num_bytes}, ways_out)
@@ -89,6 +92,27 @@ class InferenceCore:
             self._replayed.clear()
             del self.encoder
             self.ops.release()
+
+    def warm_up(self, packed: Future[None], progress: Progress) -> None:
+        """Compile what any batch needs, where kernels are compiled. packed: done when the weights are packed."""
+        if self.ops.can_record:
+            packed.result()
+            described = self.config.values, self.dtype, self.pooling, self._format
+            with self.ops.starting(repr(described), self._rehearse, progress):
+                pass
+
+    def _rehearse(self) -> None:
+        """Run passes of each kind: see `Ops.starting`."""
+        with self.ops.computing():
+            for normalize in (False, True):
+                for num in REHEARSED_TOKENS:
+                    ids = np.zeros(min(num, self.max_positions), dtype=np.int64)
+                    for types in (None, ids):
+                        self._compute(TokenBatch(ids, Segments((len(ids),)), types), normalize)
+                for num in RECORDED_TOKENS if self.encoder.is_recordable else ():
+                    inputs: Any = self.ops.encoder_inputs(num)
+                    for types in (None, inputs.type_ids):
+                        self._compute(TokenBatch(inputs.token_ids, inputs.segments, types), normalize)
 
     def run(self, batch: TokenBatch, *, normalize: bool = False) -> Vectors:
         """One vector per sequence; for a cross-encoder one row of raw scores per sequence."""

@@ -61,7 +61,7 @@ class LLMEngine:
         self.model_name = facts.name
         tokenizer = self.tokenizer = facts.find_tokenizer()
         self.grammars = GrammarCompiler(self.tokenizer, facts.vocab_size, facts.name)
-        self.runner, facts = make_runner(facts, self.config, executor)
+        self.runner, facts = make_runner(facts, self.config, executor, progress=progress)
         self.runner.ops.pin_threads(self.config.pin_threads)
         self.facts, self._executor, self._text_thread = facts, executor, text_thread
         self.scheduler, self.logits_cache = make_scheduler(self.config, facts, getattr(executor, "wake", None))

@@ -33,7 +33,7 @@ from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import HUB_ID, ONLY_TOKENIZER, builtin_at, resolve_model
 from archerfish.text.text_tokenizer import find_text_tokenizer
 from archerfish.text.tokenizer import Tokenizer, read_settings
-from archerfish.types import Progress
+from archerfish.types import Progress, no_progress
 
 if TYPE_CHECKING:
     from archerfish.text.chat_template import ChatTemplate
@@ -188,7 +188,8 @@ def locate_tokenizer(name: str, directory: Path, hub: HubConfig, progress: Progr
 
 
 def make_runner(
-    facts: ModelFacts, config: EngineConfig, executor: Executor | None = None, adapter: ModelAdapter[Any] | None = None
+    facts: ModelFacts, config: EngineConfig, executor: Executor | None = None, adapter: ModelAdapter[Any] | None = None,
+    progress: Progress = no_progress,
 ) -> tuple[ModelRunner[Any], ModelFacts]:
     """A runner with weights and blocks, ready to compute, and the facts with the memory that it has.
 
@@ -202,7 +203,8 @@ def make_runner(
             is_deterministic=config.deterministic, num_threads=config.num_threads, executor=executor,
             max_tokens=facts.step_tokens, num_draft_tokens=0 if config.speculation == "off" else config.num_draft_tokens,
         )
-    runner.warm_up()
+    described = facts.config.values, facts.dtype, facts.weight_format.name, facts.max_len, memory.block_size, config.kv_dtype
+    runner.warm_up(repr(described), progress)
     return runner, replace(facts, memory=memory)
 
 

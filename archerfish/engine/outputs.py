@@ -280,5 +280,6 @@ def engine_counts(engine: LLMEngine) -> dict[str, Any]:
         "prefill_tokens_computed": counted.prefill_tokens_computed, "cached_logits_used": counted.cached_logits_used,
         "logits_cache_hits": logits.hits, "logits_cache_misses": logits.misses,
         "num_blocks": blocks.num_total, "num_blocks_in_use": num_used, "kv_usage": num_used / blocks.num_total,
+        **engine.runner.ops.compile_counts(),
         "kv_bytes_held": (blocks.num_total - blocks.num_free) * (engine.facts.memory.num_bytes / blocks.num_total),
     }  # fmt: skip

@@ -24,6 +24,7 @@ from archerfish.background import Lazy
 from archerfish.errors import DeviceError, InvalidInputError
 from archerfish.kernels.formats import AUTO, PLAIN, WeightFormat
 from archerfish.kernels.machine import trim_heap
+from archerfish.types import Progress
 
 if TYPE_CHECKING:
     from archerfish.kernels.decoding import DecodeState, PassSize
@@ -422,6 +423,18 @@ class Ops(ABC, Generic[T]):
     def capture(self, call: Callable[[], R]) -> Callable[[], R] | None:
         """Record a call, which also runs it; the result repeats it. None: this backend cannot record."""
         return None
+
+    def starting(self, key: str, rehearse: Callable[[], None], progress: Progress) -> AbstractContextManager[None]:
+        """Around the first steps of a model; after it the model is ready.
+
+        A backend that compiles kernels first compiles all those that `rehearse` launches, in which nothing is computed. key:
+        what decides which these are, besides the device and this package.
+        """
+        return nullcontext()
+
+    def compile_counts(self) -> Mapping[str, int]:
+        """How many kernels were compiled before the model was ready, and after; nothing where none are compiled."""
+        return {}
 
     def encoder_inputs(self, num_tokens: int) -> EncoderInputs[T] | None:
         """Memory for the inputs of recorded passes of an encoder over at most so many tokens. None: it cannot record."""

@@ -40,6 +40,8 @@ COUNTERS = {
     "archerfish_failed_requests": ("failed_requests", "Requests that ended with an error or at their deadline."),
     "archerfish_aborted_requests": ("aborted_requests", "Requests that were aborted."),
     "archerfish_steps": ("num_steps", "Planned steps."),
+    "archerfish_kernels_compiled_at_start": ("kernels_compiled_at_start", "Kernels compiled before the model was ready."),
+    "archerfish_kernels_compiled_late": ("kernels_compiled_late", "Kernels compiled later, while requests may have waited."),
     "archerfish_encoded_texts": ("num_texts", "Computed texts and pairs."),
     "archerfish_encoded_tokens": ("num_tokens", "Tokens of computed texts and pairs."),
     "archerfish_jobs": ("jobs", "Jobs of the compute thread."),

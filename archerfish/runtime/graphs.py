@@ -7,7 +7,6 @@ models with keys.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable
@@ -36,7 +35,6 @@ MOST_WORK = 1 << 33  # tokens times the model's width squared; beyond it, comput
 PROMPT_TOKENS, MOST_PROMPTS = 16, 64  # tokens of a pass for each prompt that it has room for, and most prompts
 DRAFT_TOKENS = (4, 8, 16, 32, 64, 128)  # of the drafts of a step, each with the known one before it
 MIN_DRAFT = 2
-COMPILING_S = 5.0  # recording takes longer than this if kernels have to be compiled, and far less if not
 NUM_BUFFERS = 4  # more than the steps that are open at once
 K = TypeVar("K", bound=Hashable)
 
@@ -126,22 +124,15 @@ class DecodeGraphs(RecordedPasses[T, Kind, T]):
         np.minimum.at(self._num_known, step.block_rows, step.block_places)  # a block may take another's place
         return step.is_decode_only
 
-    def warm_up(self) -> bool:
+    def warm_up(self) -> None:
         """Record batches that share nothing and draw from all tokens, and one of each other kind.
 
-        The sizes between powers of two follow at once if kernels had to be compiled, so that no request waits for that, and
-        else when they are used or in idle time. Returns whether kernels had to be compiled.
+        The sizes between powers of two follow when they are used or in idle time.
         """
-        began = time.perf_counter()
         plain, *others = self._groups()
         early = [kind for kind in plain if kind.size & (kind.size - 1) == 0 or kind is plain[0]]
         for kind in early + [kinds[0] for kinds in others if kinds]:
             self.recorded(kind)
-        has_compiled = time.perf_counter() - began > COMPILING_S
-        if has_compiled:
-            for kind in plain:
-                self.recorded(kind)
-        return has_compiled
 
     def kinds(self) -> Iterable[Kind]:
         return [kind for group in self._groups() for kind in group]

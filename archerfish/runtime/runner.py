@@ -23,8 +23,10 @@ from archerfish.models.adapter import ModelAdapter
 from archerfish.runtime.batch import BlockTables
 from archerfish.runtime.graphs import DecodeGraphs, PassGraphs, PreparedDecodes, PreparedPass
 from archerfish.runtime.kv_pool import MemoryPool
+from archerfish.runtime.rehearsal import rehearse
 from archerfish.runtime.sampler import FastSampler, How, prompt_logprobs
 from archerfish.step import NO_IDS, PENDING, StepInput, StepResult, TokenLogprobs
+from archerfish.types import Progress, no_progress
 
 DECODE_TILE = 32  # rows of every decode pass in deterministic mode, filled up with rows that mean nothing
 LOGPROB_ROWS = 64  # rows of prompt logits made at a time
@@ -75,6 +77,10 @@ class ModelRunner(Generic[T]):
     ) -> None:
         """max_tokens: most of a step. num_draft_tokens: most that are proposed for a sequence."""
         self.model, self.pool = model, pool
+        self._options: dict[str, Any] = {
+            "vocab_size": vocab_size, "max_num_seqs": max_num_seqs, "is_deterministic": is_deterministic,
+            "max_tokens": max_tokens, "num_draft_tokens": num_draft_tokens,
+        }  # fmt: skip
         self.ops: Ops[T] = model.ops
         self.is_deterministic = is_deterministic
         self.sampler: FastSampler[T] = FastSampler(self.ops, vocab_size, max_num_seqs)
@@ -112,30 +118,38 @@ class ModelRunner(Generic[T]):
             return self._thread.submit(lambda: self._start(step, work)())
         return QueuedStep(self._start(step, work))
 
-    def warm_up(self) -> None:
-        """Run each kind of step once, over blocks that are free, so that no request waits for a compiler."""
+    def warm_up(self, key: str = "", progress: Progress = no_progress) -> None:
+        """Run each kind of step once, over blocks that are free. Before, what any step needs is compiled: `Ops.starting`."""
         if not self.ops.can_record:
             return
-        ops, size = self.ops, self.pool.block_size
-        with ops.computing():
-            first = np.zeros(1, dtype=np.int64)
-            zero, one = ops.tensor(first), ops.tensor(np.ones(1))
-            for kind in WARM_UPS:
-                lens = [(min(new, self.model.max_len), min(context, self.model.max_len)) for new, context in kind]
-                query_lens, contexts = np.asarray(lens, dtype=np.int64).T
-                blocks = np.arange(-(-int(contexts.max()) // size)) % self.pool.num_blocks
-                batch = self.pool.pack_batch(
-                    ops, np.zeros(query_lens.sum(), dtype=np.int64), query_lens, contexts - query_lens,
-                    np.tile(blocks, (len(lens), 1)), size, is_deterministic=self.is_deterministic,
-                )
-                logits = self.model.logits(ops.rows(self.model.forward(batch, self.pool.layers), first))
-                ops.sample(logits, SamplingBatch())
-                ops.sample(logits, SamplingBatch(temperature=one, keys=zero, positions=zero))
-            has_compiled = self._graphs is not None and self._graphs.warm_up()
-            if self._passes is not None:
-                self._passes.warm_up()
-            while has_compiled and self._passes is not None and self._passes.record_next():
-                pass  # no request should wait for a compiler later
+        with self.ops.starting(f"{key}/{self._options}", self._rehearse, progress), self.ops.computing():
+            self.run_first()
+
+    def run_first(self) -> None:
+        """Run some kinds of passes, and record some."""
+        first = np.zeros(1, dtype=np.int64)
+        zero, one = self.ops.tensor(first), self.ops.tensor(np.ones(1))
+        for kind in WARM_UPS:
+            logits = self.model.logits(self.ops.rows(self.model.forward(self.free_batch(kind), self.pool.layers), first))
+            self.ops.sample(logits, SamplingBatch())
+            self.ops.sample(logits, SamplingBatch(temperature=one, keys=zero, positions=zero))
+        for passes in (self._graphs, self._passes):
+            if passes is not None:
+                passes.warm_up()
+
+    def _rehearse(self) -> None:
+        rehearse(ModelRunner(self.model, self.pool, **self._options))
+
+    def free_batch(self, sequences: SequenceOf[tuple[int, int]]) -> PagedBatch[T] | RecurrentBatch[T]:
+        """Sequences of so many new tokens and so long a context each, over blocks that must be free."""
+        size, max_len = self.pool.block_size, self.model.max_len
+        lens, contexts = np.minimum(np.asarray(sequences, dtype=np.int64), max_len).T
+        blocks = np.arange(-(-int(contexts.max()) // size)) % self.pool.num_blocks
+        batch: PagedBatch[T] | RecurrentBatch[T] = self.pool.pack_batch(
+            self.ops, np.zeros(lens.sum(), dtype=np.int64), lens, contexts - lens, np.tile(blocks, (len(lens), 1)), size,
+            is_deterministic=self.is_deterministic,
+        )
+        return batch
 
     def use_idle_time(self) -> bool:
         """Do a piece of what later steps would have to do; False: nothing is left."""

@@ -285,4 +285,5 @@ class HostedEncoder:
             "num_texts": self.num_texts, "num_tokens": self.num_tokens,
             "tokens_per_second": self._job_cost.tokens_per_s()[0], "job_tokens": self.job_tokens,
             "drain_seconds": self.controller.drain_s(), "jobs": self.lane.num_done, "busy_s": self.lane.busy_s,
+            **self.engine.core.ops.compile_counts(),
         }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.inference_core import locate
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.llm_loading import read_facts
+from archerfish.engine.progress import progress_bar
 from archerfish.errors import InvalidInputError, OutOfMemoryError, ServiceError
 from archerfish.kernels.machine import free_memory
 from archerfish.models.adapter import encoder_class
@@ -210,7 +212,10 @@ def make_entry(spec: ModelSpec, hub: HubConfig, host: ModelHost) -> ModelEntry:
 
     def load(lane: Lane) -> Hosted:
         if spec.kind == "generation":
-            engine = LLMEngine(EngineConfig(**spec.options), hub=hub, executor=lane, text_thread=host.writer)
+            is_shown = spec.loads == "start" and sys.stderr.isatty()
+            with progress_bar(f"Loading {spec.model}", show=is_shown, transient=True) as bar:
+                options = EngineConfig(**spec.options)
+                engine = LLMEngine(options, hub=hub, executor=lane, text_thread=host.writer, progress=bar)
             in_background(engine.grammars.warm_up, "grammar-warm-up", daemon=True)
             return HostedLLM(engine, lane, host)
         config = EmbedConfig(**spec.options)

@@ -152,7 +152,7 @@ class RecordingOps(TritonOps):
 @pytest.mark.skipif(HAS_CUDA, reason="kernels over the CPU's memory need the interpreter")
 def test_an_engine_gives_the_tokens_of_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole way of a recorded step: staged inputs, shifts and mixes, with filled rows and kept states."""
-    monkeypatch.setattr(ModelRunner, "warm_up", lambda self: None)  # of all kinds of steps, which takes the interpreter long
+    monkeypatch.setattr(ModelRunner, "warm_up", lambda *_: None)  # of all kinds of steps, which takes the interpreter long
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     model = str(save_tiny_rwkv(tmp_path, num_hidden_layers=1, vocab_size=32))
     options: dict[str, Any] = {"dtype": "float32", "load_format": "dummy", "max_cache_tokens": 64, "block_size": 4}

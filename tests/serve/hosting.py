@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
@@ -55,6 +56,7 @@ class WordEncoder:
         self.gate.set()
         self.entered = threading.Semaphore(0)
         self.is_closed = False
+        self.core = SimpleNamespace(ops=SimpleNamespace(compile_counts=dict))
         self._words: list[str] = [""]
 
     def tokenize(self, texts: Sequence[Any], *, prompt_name: str | None = None) -> list[TokenizedText]:

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -38,15 +39,18 @@ from archerfish.kernels.sampling import SamplingBatch
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight, pass_rows
 from archerfish.kernels.torch.sampling import sampling_batch
 from archerfish.kernels.triton import attention as triton_attention
+from archerfish.kernels.triton import compiling
 from archerfish.kernels.triton import encoder as triton_encoder
 from archerfish.kernels.triton import linear as triton_linear
 from archerfish.kernels.triton import norm as triton_norm
 from archerfish.kernels.triton.attention import attend_decodes, takes_new
+from archerfish.kernels.triton.compiling import CompileCounts
 from archerfish.kernels.triton.linear import Int8RowsWeight, PlainRowsWeight, RowsWeight, Uploads, filled_up
 from archerfish.kernels.triton.plan import SHORT_ROWS, AttentionPlan, Tile, find_plan, to_device
 from archerfish.kernels.triton.prefill import attend_prefills
 from archerfish.kernels.triton.sampling import TritonSampling
 from archerfish.kernels.triton.tiles import NORMED_WIDTH
+from archerfish.types import Progress
 
 Tensor = torch.Tensor
 FLOAT32_WIDTH = 2048  # of models that add up their layers in float32; in wider ones that would cost 2 % of a prefill
@@ -114,9 +118,25 @@ class TritonOps(TorchOps):
         self._pinned: list[Tensor] = []  # buffers of `fetch` that are free
         self._uploads: Uploads | None = None  # while weights are being prepared
         self.is_async = self.can_record = device == "cuda"
+        self.compiled = CompileCounts()
+        self.kernel_list: Path | None = None  # of what the model needs compiled
+
+    @contextmanager
+    def starting(self, key: str, rehearse: Callable[[], None], progress: Progress) -> Iterator[None]:
+        if self.device != "cpu":  # where the interpreter compiles nothing
+            self.compiled.is_ready = False
+            compiling.count_for(self.compiled)
+            self.kernel_list = compiling.list_path(f"{key}/{self.num_processors}")
+            compiling.compile_ahead(self.kernel_list, rehearse, self.compiled, progress)
+        yield
+        self.compiled.is_ready = True
+
+    def compile_counts(self) -> Mapping[str, int]:
+        return {"kernels_compiled_at_start": self.compiled.num_at_start, "kernels_compiled_late": len(self.compiled.late)}
 
     @contextmanager
     def computing(self) -> Iterator[None]:
+        compiling.count_for(self.compiled)
         with self.allocating("A step"), torch.inference_mode():
             yield
 
@@ -154,7 +174,7 @@ class TritonOps(TorchOps):
         return torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def capture(self, call: Callable[[], R]) -> Callable[[], R] | None:
-        if self.device == "cpu":
+        if self.device == "cpu" or compiling.is_rehearsing():
             return None
         memory, stream = self._graph_memory
         graph = torch.cuda.CUDAGraph()

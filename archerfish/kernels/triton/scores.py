@@ -21,7 +21,7 @@ def order_of(values):
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "slots", "repetition", "presence", "frequency"])
 def penalise_kernel(
     logits, rows, slots, counts, repetition, presence, frequency, width, vocab_size, chunk: tl.constexpr,
     has_repetition: tl.constexpr, has_presence: tl.constexpr, has_frequency: tl.constexpr,
@@ -80,7 +80,7 @@ def score_kernel(
     tl.store(num_higher + to, tl.sum((values > own).to(tl.int32), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_top"])
 def rank_kernel(
     logits, rows, token_ids, tops, top_ids, sums, num_higher, logprobs, ranks, likeliest, likeliest_logprobs, vocab_size,
     stride, num_chunks, num_top, chunk: tl.constexpr, width: tl.constexpr, has_rows: tl.constexpr,
@@ -135,8 +135,10 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int, rows: Tensor
     """As `Ops.token_logprobs`."""
     num_rows, vocab_size, device = len(token_ids), logits.shape[1], logits.device
     num_chunks, num_top = cdiv(vocab_size, CHUNK), min(num_top, vocab_size)
-    tops, sums = torch.empty((2, num_rows, num_chunks), dtype=torch.float32, device=device)
-    top_ids, num_higher = torch.empty((2, num_rows, num_chunks), dtype=torch.int32, device=device)
+    (tops, sums), (top_ids, num_higher) = (  # each with an address that kernels are compiled for
+        [torch.empty((num_rows, num_chunks), dtype=dtype, device=device) for _ in range(2)]
+        for dtype in (torch.float32, torch.int32)
+    )
     (logprobs, top_logprobs), (ranks, likeliest) = (
         [torch.empty(shape, dtype=dtype, device=device) for shape in (num_rows, (num_rows, num_top))]
         for dtype in (torch.float64, torch.int64)

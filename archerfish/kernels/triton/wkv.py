@@ -27,7 +27,7 @@ def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def shift_kernel(
     x, inputs, previous, targets, factors, out, num_rows, inputs_stride,
     width: tl.constexpr, block: tl.constexpr, num_factors: tl.constexpr, stores: tl.constexpr,
@@ -130,7 +130,7 @@ def mix_token(
     return state
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["first_pieces"])
 def mix_tokens_kernel(
     receptance, decay, key, value, rate, gate, first_value, value_mix,
     removal, replacement, bonus, norm, norm_bias, eps, states, sources, targets, starts, first_pieces, out, state_stride, width,
@@ -239,7 +239,7 @@ def inverse_of_lower(lower, chunk: tl.constexpr):
     return found + (rows[:, None] == rows[None, :]).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["first_pieces"])
 def mix_chunks_kernel(
     receptance, decay, key, value, rate, gate, first_value, value_mix,
     removal, replacement, bonus, norm, norm_bias, eps, states, sources, targets, starts, first_pieces, out, state_stride, width,

@@ -1,0 +1,147 @@
+"""The parts of `kernels/triton/compiling.py` with kernels that are really compiled: `python -m tests.kernels.compiling_script`.
+
+A process of its own: Triton must not interpret here. Its cache is the directory TRITON_CACHE_DIR.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+
+from archerfish.errors import CorruptFileError, InvalidInputError, NotFoundError
+from archerfish.kernels.triton import archive, compiling, sampling
+from archerfish.kernels.triton.compile_worker import Job, compile_job
+from archerfish.kernels.triton.compiling import CompileCounts, Rehearsal, compile_ahead, is_cached, read_list, rehearsing
+from archerfish.kernels.triton.encoder import normalize_kernel
+from archerfish.kernels.triton.scores import mask_kernel
+from archerfish.types import no_progress
+from tests.runtime.rehearsed import pretend_card
+
+X, IDS = torch.zeros(4, 64), torch.zeros(4, dtype=torch.int64)
+
+
+def mask(chunk: int) -> None:
+    mask_kernel[(1, 1)](X, IDS, IDS, 64, 1, chunk=chunk)
+
+
+def two_kernels() -> None:
+    assert torch.empty(3).eq(0).all()
+    for _ in range(2):
+        mask(64)
+        normalize_kernel[(1,)](X, X, 4, 64, width=64, block=64, many=1)
+
+
+def compiled_here(work: Callable[[], None]) -> list[Job]:
+    """What launching would compile in this process; there is no card to launch on."""
+    jobs: list[Job] = []
+    with rehearsing(Rehearsal(jobs.append)):
+        work()
+    for job in jobs:
+        compile_job(job)
+    return jobs
+
+
+def check_hashes() -> None:
+    """The hash of a kernel does not depend on which functions had one before."""
+    functions = [function for function in vars(sampling).values() if isinstance(function, JITFunction)]
+    found = []
+    for order in (functions, functions[::-1]):
+        for function in functions:
+            function.hash, function.used_global_vals = None, {}
+        found.append({function.__name__: function.cache_key for function in order})
+    assert found[0] == found[1] and len(found[0]) > 10
+
+
+def check_start(patch: pytest.MonkeyPatch) -> Path:
+    """Two workers compile, and a second start compiles and starts nothing."""
+    counts, shown, path = CompileCounts(), list[tuple[int, int]](), compiling.list_path("model")
+    compile_ahead(path, two_kernels, counts, lambda done, total, what: shown.append((done, total)))
+    assert counts == CompileCounts(num_at_start=2) and shown == [(0, 2), (1, 2)]
+    assert sorted(read_list(path).values()) == ["mask_kernel", "normalize_kernel"]
+    assert all(is_cached(digest, name) for digest, name in read_list(path).items())
+    assert compiled_here(two_kernels) == []  # with the hashes that this process finds
+    assert not compiling.is_rehearsing() and compiling.list_path("other") != path
+    again = CompileCounts()
+    with patch.context() as inner:
+        inner.setattr(compiling, "rehearsing", None)
+        inner.setattr("subprocess.Popen", None)
+        compile_ahead(path, two_kernels, again, no_progress)
+    assert again == CompileCounts()
+    return path
+
+
+def check_late(records: list[logging.LogRecord]) -> None:
+    """What is compiled after the start is counted and logged."""
+    counts = CompileCounts(is_ready=True)
+    compiling.count_for(counts)
+    assert len(compiled_here(lambda: mask(128))) == 1
+    assert (counts.num_at_start, counts.late) == (0, ["mask_kernel"])
+    assert "mask_kernel" in records[-1].getMessage() and records[-1].levelno == logging.WARNING
+    assert compiled_here(lambda: mask(128)) == [] and len(counts.late) == 1
+
+
+def check_failures(patch: pytest.MonkeyPatch) -> None:
+    """Without workers kernels are compiled in place; a rehearsal that fails leaves no list."""
+    for number, worker in enumerate(("import sys; sys.exit(3)", "raise SystemExit"), 1):
+        counts = CompileCounts()
+        compiling.count_for(counts)
+        with patch.context() as inner:
+            inner.setattr(compiling, "WORKER", worker)
+            if number == 2:
+                inner.setattr(sys, "executable", "/no/such/python")
+            compile_ahead(compiling.list_path(worker), lambda: mask(256 * number), counts, no_progress)  # noqa: B023
+        assert (counts.num_at_start, counts.late) == (1, [])
+        assert compiled_here(lambda: mask(256 * number)) == []  # noqa: B023
+
+    def fails() -> None:
+        mask(64)
+        raise RuntimeError("no such step")
+
+    compile_ahead(compiling.list_path("fails"), fails, CompileCounts(), no_progress)
+    assert read_list(compiling.list_path("fails")) == {} and not compiling.is_rehearsing()
+
+
+def check_archive(path: Path, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Kernels of one cache become those of another; what does not fit is refused before anything is written."""
+    file = folder / "kernels.tar.gz"
+    assert len(archive.export_kernels(path, file)["kernels"]) == 2
+    with pytest.raises(NotFoundError, match="no compiled kernels"):
+        archive.export_kernels(folder / "nothing.json", folder / "x")
+    patch.setenv("TRITON_CACHE_DIR", str(folder / "other"))
+    pretend_card(80)
+    with pytest.raises(InvalidInputError, match="of another card"):
+        archive.import_kernels(file)
+    pretend_card()
+    whole = file.read_bytes()
+    for size in (0, 100, len(whole) // 2, len(whole) * 3 // 4):
+        (folder / "short").write_bytes(whole[:size])
+        with pytest.raises(CorruptFileError):
+            archive.import_kernels(folder / "short")
+    assert not (folder / "other").exists()
+    archive.import_kernels(file)
+    assert sorted(read_list(compiling.list_path("model")).values()) == ["mask_kernel", "normalize_kernel"]
+    assert compiled_here(two_kernels) == []
+    assert len(compiled_here(lambda: mask(128))) == 1
+
+
+def main() -> None:
+    pretend_card()
+    patch, records = pytest.MonkeyPatch(), list[logging.LogRecord]()
+    compiling.logger.addFilter(lambda record: records.append(record) or True)  # type: ignore[func-returns-value]
+    check_hashes()
+    path = check_start(patch)
+    check_late(records)
+    check_failures(patch)
+    check_archive(path, Path(os.environ["TRITON_CACHE_DIR"]).parent, patch)
+    print("passed")
+
+
+if __name__ == "__main__":
+    main()
