@@ -394,10 +394,10 @@ class Ops(ABC, Generic[T]):
         raise self._records_nothing()
 
     def pass_batch(
-        self, inputs: T, size: PassSize, state: DecodeState[T], block_size: int
+        self, inputs: T, size: PassSize, state: DecodeState[T], block_size: int, *, keeps_all: bool
     ) -> tuple[PagedBatch[T], SamplingBatch[T], T]:
-        """What inputs of a pass over prompts say, for a model and for `sample`, and its columns. The last row of each column is
-        to be kept, and blocks come from the tables."""
+        """What inputs of a pass over prompts say, for a model and for `sample`, and its columns. Blocks come from the tables.
+        keeps_all: all rows are to be kept, not only the last one of each column."""
         raise self._records_nothing()
 
     def scored_report(self, report: T, scores: Logprobs[T]) -> T:

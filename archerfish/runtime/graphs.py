@@ -305,9 +305,8 @@ class PassGraphs(RecordedPasses[T, PassKind, tuple[T, T]]):
 
     def compute(self, kind: PassKind, inputs: T) -> tuple[T, T]:
         state = self.decodes.state
-        batch, sampling, columns = self.ops.pass_batch(inputs, kind.size, state, self.pool.block_size)
-        if kind.is_draft:
-            batch = replace(batch, kept_rows=None)
+        size, block_size = kind.size, self.pool.block_size
+        batch, sampling, columns = self.ops.pass_batch(inputs, size, state, block_size, keeps_all=kind.is_draft)
         hidden = self.model.forward(batch, self.pool.layers)
         if not self.model.gives_kept_rows and batch.kept_rows is not None:
             hidden = self.ops.rows(hidden, batch.kept_rows)

@@ -62,23 +62,23 @@ class Passes:
             layer.values.fill_(float("nan"))
             self.layers.append(layer)
 
-    def of_host(self, spans: Spans) -> Tensor:
+    def of_host(self, spans: Spans, keeps_all: bool) -> Tensor:
         tokens, blocks = [TOKENS[row][start:end] for row, start, end in spans], [TABLES[row].tolist() for row, _, _ in spans]
         with torch.inference_mode():
             batch = build_batch(
                 self.ops, tokens=tokens, starts=[start for _, start, _ in spans], blocks=blocks, block_size=BLOCK_SIZE
             )
-            hidden = self.model.forward(batch, self.layers)
-            found: Tensor = self.model.logits(self.ops.rows(hidden, np.cumsum([len(some) for some in tokens]) - 1))
+            hidden, last = self.model.forward(batch, self.layers), np.cumsum([len(some) for some in tokens]) - 1
+            found: Tensor = self.model.logits(hidden if keeps_all else self.ops.rows(hidden, last))
             return found
 
-    def of_device(self, size: PassSize, steps: list[Spans]) -> list[Tensor]:
+    def of_device(self, size: PassSize, steps: list[Spans], keeps_all: bool) -> list[Tensor]:
         """Passes of a size, one after the other."""
         inputs, state = self.ops.tensor(np.zeros(size.num_words, dtype=np.int64)), self.ops.new_decode_state(3, MAX_BLOCKS)
         self.ops.set_tables(state, np.arange(NUM_SEQUENCES), TABLES)
 
         def step() -> Tensor:
-            batch, _, _ = self.ops.pass_batch(inputs, size, state, BLOCK_SIZE)
+            batch, _, _ = self.ops.pass_batch(inputs, size, state, BLOCK_SIZE, keeps_all=keeps_all)
             found: Tensor = self.model.logits(self.model.forward(batch, self.layers))
             return found
 
@@ -100,7 +100,8 @@ class Passes:
                         tokens[place : place + end - start] = TOKENS[row][start:end]
                         place += end - start
                 self.ops.send(words, inputs)
-                found.append(repeat()[own].clone())
+                kept = [*range(num_decodes), *range(size.num_decodes, place)] if keeps_all else own
+                found.append(repeat()[kept].clone())
         return found
 
 
@@ -115,13 +116,18 @@ if HAS_CUDA:  # bfloat16 is wrong in the interpreter
     CASES += [(name, "bfloat16", PassSize(2, 3, 64), [*MIXED, [(0, 15, 60), (1, 4, 20)]]) for name in VARIANTS]
 
 
-@pytest.mark.parametrize(("name", "dtype", "size", "steps"), CASES)
-def test_logits_and_keys_are_those_of_a_batch_of_the_host(name: str, dtype: str, size: PassSize, steps: list[Spans]) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "size", "steps", "keeps_all"),
+    [*((*case, False) for case in CASES), (*CASES[1], True), (*CASES[-1], True)],
+)
+def test_logits_and_keys_are_those_of_a_batch_of_the_host(
+    name: str, dtype: str, size: PassSize, steps: list[Spans], keeps_all: bool
+) -> None:
     host = TritonOps if HAS_CUDA else TorchOps  # the interpreter takes long
     plain, recorded = (Passes(VARIANTS[name], kind(DEVICE, dtype)) for kind in (host, TritonOps))
-    expected = [plain.of_host(spans) for spans in steps]
+    expected = [plain.of_host(spans, keeps_all) for spans in steps]
     error = 1e-4 if dtype == "float32" else 0.05
-    for own, other in zip(recorded.of_device(size, steps), expected, strict=True):
+    for own, other in zip(recorded.of_device(size, steps, keeps_all), expected, strict=True):
         assert own.shape == other.shape
         torch.testing.assert_close(own, other, rtol=error, atol=0.4 * error)
     for layer, other_layer in zip(recorded.layers, plain.layers, strict=True):

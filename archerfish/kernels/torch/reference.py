@@ -283,9 +283,10 @@ class TorchOps(Ops[Tensor]):
         return batch, sampling_batch(inputs, positions + 1, torch.arange(inputs.shape[1], device=self.device), state)
 
     def pass_batch(
-        self, inputs: Tensor, size: PassSize, state: DecodeState[Tensor], block_size: int
+        self, inputs: Tensor, size: PassSize, state: DecodeState[Tensor], block_size: int, *, keeps_all: bool
     ) -> tuple[PagedBatch[Tensor], SamplingBatch[Tensor], Tensor]:
-        batch, columns = pass_rows(inputs, size, state, block_size, torch.arange(size.num_rows, device=self.device))
+        counting = torch.arange(size.num_rows, device=self.device)
+        batch, columns = pass_rows(inputs, size, state, block_size, counting, keeps_all)
         next_positions = columns[Input.POSITION] + 1
         query_lens, contexts = columns[Input.COUNT].cpu().numpy(), next_positions.cpu().numpy()
         every = torch.arange(size.num_columns, device=self.device)
@@ -321,7 +322,7 @@ class TorchOps(Ops[Tensor]):
 
 
 def pass_rows(
-    inputs: Tensor, size: PassSize, state: DecodeState[Tensor], block_size: int, counting: Tensor
+    inputs: Tensor, size: PassSize, state: DecodeState[Tensor], block_size: int, counting: Tensor, keeps_all: bool
 ) -> tuple[PagedBatch[Tensor], Tensor]:
     """Rows of a pass over prompts, laid out on the device, and its columns. counting: the numbers of all rows.
 
@@ -340,7 +341,7 @@ def pass_rows(
         num_tokens=size.num_rows, num_decodes=size.num_decodes, query_lens=lens, context_lens=lens,
         token_ids=torch.where(tokens == ON_DEVICE, state.last_tokens[rows][owner], tokens), positions=positions,
         slots=torch.where(is_real, slots, -1), block_tables=tables, block_size=block_size,
-        kept_rows=(ends - 1).clamp_min(0),
+        kept_rows=None if keeps_all else (ends - 1).clamp_min(0),
     ), columns
 
 

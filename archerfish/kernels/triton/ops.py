@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +59,7 @@ TABLE_STEP = 256  # blocks of a list that are moved at a time
 WORD_BYTES = 4
 PINNED_BYTES = 1 << 18  # of a buffer that is used again for what is fetched
 EXPECTED_SHARE = 4  # one in so many of the decodes that a recorded pass over prompts has room for are there
+TYPES = {torch.float32: "<f4", torch.int64: "<i8"}  # by their names in CUDA's array interface
 INTERPRETER_PROCESSORS = 4  # that Triton's interpreter claims to have
 
 
@@ -98,6 +99,22 @@ def stage_kernel(
         known = tl.load(source + entries, mask=entries < own, other=0)
         tl.store(target + entries, tl.where(entries == own, block.to(tl.int32), known), mask=entries <= own)
     tl.store(source + own, block.to(tl.int32), mask=is_real)
+
+
+class Lent:
+    """The memory of a tensor, which may be given to others at any time."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        strides = tuple(stride * tensor.element_size() for stride in tensor.stride())
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape), "typestr": TYPES[tensor.dtype], "data": (tensor.data_ptr(), False), "strides": strides,
+            "version": 3,
+        }  # fmt: skip
+
+
+def lend(tensor: Tensor) -> Tensor:
+    """A view of a tensor's memory that does not keep it; the tensor itself where there can be none."""
+    return torch.as_tensor(Lent(tensor), device=tensor.device) if tensor.dtype in TYPES and tensor.numel() else tensor
 
 
 class TritonOps(TorchOps):
@@ -188,10 +205,12 @@ class TritonOps(TorchOps):
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
+        # What comes next in this memory may lie where the result does: who needs that longer has copied it by then.
+        lent: Any = lend(result) if isinstance(result, Tensor) else tuple(map(lend, cast(Any, result)))
 
         def repeat() -> R:
             graph.replay()
-            return result
+            return cast(R, lent)
 
         return repeat
 
@@ -248,9 +267,9 @@ class TritonOps(TorchOps):
         return batch, sampling_batch(inputs, places[2], self._count(num), state)
 
     def pass_batch(
-        self, inputs: Tensor, size: PassSize, state: DecodeState[Tensor], block_size: int
+        self, inputs: Tensor, size: PassSize, state: DecodeState[Tensor], block_size: int, *, keeps_all: bool
     ) -> tuple[PagedBatch[Tensor], SamplingBatch[Tensor], Tensor]:
-        batch, columns = pass_rows(inputs, size, state, block_size, self._count(size.num_rows))
+        batch, columns = pass_rows(inputs, size, state, block_size, self._count(size.num_rows), keeps_all)
         next_positions, lens = columns[Input.POSITION] + 1, columns[Input.COUNT]
         plan = AttentionPlan(
             next_positions.int(), (lens.cumsum(0) - lens).int(), lens.int(), num_rows=size.num_tokens,

@@ -92,6 +92,7 @@ def send_pieces(pieces: Sequence[Ids], device: torch.device, dtype: type[np.sign
 
 @WeakCache
 def find_plan(batch: PagedBatch[Tensor]) -> AttentionPlan:
+    assert batch.query_lens.sum() == batch.num_tokens, "a batch that the device has laid out has a plan"
     starts = np.cumsum(batch.query_lens) - batch.query_lens
     num_new, num_keys = batch.num_tokens - batch.num_decodes, int(batch.context_lens[batch.num_decodes :].sum())
     pieces = (batch.context_lens, starts, batch.query_lens, np.array([batch.num_shared]))
