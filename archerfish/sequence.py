@@ -109,6 +109,17 @@ class Request:
     collector: Any = None  # the engine's OutputCollector of its text and tokens
 
 
+class DraftJob(Protocol):
+    """Proposals that a draft model computes for some sequences."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+    def tokens(self, seq: Sequence) -> list[int]:
+        """Those of a sequence; waits for them. None where the draft model failed."""
+
+
 @dataclass(slots=True)
 class Draft:
     """Tokens that are proposed for a sequence, and how proposals went so far."""
@@ -117,6 +128,7 @@ class Draft:
     rejected: float
     count: int  # how many tokens to propose next, at most
     tokens: list[int] = field(default_factory=list)  # that the next step verifies, or the one in flight
+    job: DraftJob | None = None  # that computes them
     pause_until: int = 0  # so many tokens are known: before, nothing is proposed
     num_misses: int = 0  # drafts of which nothing was accepted, since the last one of which something was
     num_proposed: int = 0

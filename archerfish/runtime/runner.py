@@ -94,6 +94,11 @@ class ModelRunner(Generic[T]):
         tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._last_tokens = self._graphs.state.last_tokens if self._graphs else self.ops.tensor(tokens)
 
+    @property
+    def executor(self) -> Executor | None:
+        """The one thread that steps run in; None on a GPU."""
+        return self._thread
+
     def launch(self, step: StepInput) -> RunningStep:
         """Start computing a step after all that was launched before."""
         self._tables.update(step)

@@ -212,8 +212,7 @@ class Scheduler:
         """The hot loop: one token for every sequence that is caught up."""
         block_size, grow = self.blocks.block_size, self._live.grow
         sequences = builder.sequences
-        failed: list[tuple[Sequence, BaseException]] = []
-        drafted: list[Sequence] = []
+        apart: tuple[list[Sequence], list[Sequence]] = [], []
         for seq in self._live.decoding:
             computed = seq.num_computed
             pending = seq.num_pending
@@ -222,16 +221,8 @@ class Scheduler:
                     continue
             else:
                 builder.has_known_tokens = True
-                if seq.draft is not None and seq.draft.tokens:
-                    drafted.append(seq)
+                if (seq.draft is not None or seq.mask is not None) and self._is_apart(seq, builder, *apart):
                     continue
-                if seq.mask is not None:
-                    if not seq.mask.done():
-                        continue
-                    if seq.mask.error is not None:
-                        failed.append((seq, seq.mask.error))
-                        continue
-                    builder.has_masks = True
             if computed >= len(seq.blocks) * block_size:
                 if not grow(seq, 1):
                     builder.stalled.append(seq)
@@ -242,10 +233,27 @@ class Scheduler:
             seq.num_in_flight += 1
             sequences.append(seq)
         builder.budget -= len(sequences)
-        if drafted:
-            self._plan_drafts(builder, drafted)
-        for seq, error in failed:
-            self._live.end(seq, "error", error=error)
+        if apart[0]:
+            self._plan_drafts(builder, apart[0])
+        for seq in apart[1]:
+            assert seq.mask is not None
+            self._live.end(seq, "error", error=seq.mask.error)
+
+    def _is_apart(self, seq: Sequence, builder: PlanBuilder, drafted: list[Sequence], failed: list[Sequence]) -> bool:
+        """Whether a sequence with known tokens is no plain decode: it waits for its proposals or its mask, has either."""
+        if self.speculation is not None and self.speculation.is_proposing(seq):
+            return True
+        if seq.mask is not None:
+            if not seq.mask.done():
+                return True
+            if seq.mask.error is not None:
+                failed.append(seq)
+                return True
+            builder.has_masks = True
+        if seq.draft is not None and seq.draft.tokens:
+            drafted.append(seq)
+            return True
+        return False
 
     def _plan_drafts(self, builder: PlanBuilder, drafted: list[Sequence]) -> None:
         """Decodes for which tokens are proposed: with as many of them as pay, where there is memory for them."""
@@ -314,9 +322,12 @@ class Scheduler:
         live.stats.total_tokens_generated += num_accepted
         if self.speculation is not None:
             is_small = len(plan.sequences) <= self.speculation.max_sequences
-            for seq in plan.sequences:
-                if seq.draft is not None and seq.status is running and (is_small or not seq.pending_limit):
-                    (self.speculation.look_ahead if is_small else self.speculation.pause)(seq)
+            proposed = [seq for seq in plan.sequences if seq.draft is not None and seq.status is running]
+            if is_small:
+                self.speculation.look_ahead(proposed, len(plan.sequences) - len(proposed))
+            for seq in proposed if not is_small else ():
+                if not seq.pending_limit:
+                    self.speculation.pause(seq)
         self.tokens_done = live.stats.prefill_tokens_computed, live.stats.total_tokens_generated
         if step.kept:
             live.dropped += [handle for _, handle in step.kept if handle not in live.stored]
@@ -411,7 +422,7 @@ class Scheduler:
         if num_prompt_tokens:
             self._prompts.measure(num_prompt_tokens, seconds)
         elif self.speculation is not None:
-            self.speculation.measure(len(plan.input.tokens), seconds)
+            self.speculation.times.add(len(plan.input.tokens), seconds)
         self._last_commit = now
 
     # Figures
@@ -456,6 +467,16 @@ class Scheduler:
         key, logits_cache = RadixKey(token_ids, namespace), self._live.logits_cache
         has_logits = logits_cache is not None and self._live.logits_key(key) in logits_cache
         return self.cache.explain(key, limit=len(token_ids) - (not has_logits))
+
+    def wait(self) -> None:
+        """Wait for what keeps sequences from being planned: proposals of a draft model, or masks."""
+        jobs = [seq.draft.job for seq in self._live.decoding if seq.draft is not None and seq.draft.job is not None]
+        jobs[0].wait() if jobs else self.masks.wait()
+
+    def close(self) -> None:
+        """Give the memory of a draft model back."""
+        if self.speculation is not None and self.speculation.model is not None:
+            self.speculation.model.close()
 
     def owned_blocks(self) -> list[list[int]]:
         """The blocks of every sequence that holds some, and those that open steps copy from: for RadixCache.check."""

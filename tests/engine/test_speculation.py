@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from archerfish import LLMEngine, SamplingParams
-from archerfish.engine import llm_loading
+from archerfish import LLM, EngineConfig, LLMEngine, SamplingParams
+from archerfish.config import HubConfig
+from archerfish.engine import drafting, llm_loading
 from archerfish.engine.vllm_options import read_options
 from archerfish.errors import InvalidOptionError
 from archerfish.runtime.graphs import PromptKind
+from archerfish.types import no_progress
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.engine.tiny_rwkv import save_tiny_rwkv
 from tests.runtime.conftest import RecordingOps
@@ -98,6 +100,119 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 def test_vllms_option() -> None:
     found, _ = read_options({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, None)
     assert found == {"speculation": "ngram", "num_draft_tokens": 3}
-    for other in ({"method": "eagle"}, "eagle"):
+    found, _ = read_options({"speculative_config": {"model": "a/b", "num_speculative_tokens": 4}}, None)
+    assert found == {"speculation": "draft", "draft_model": "a/b", "num_draft_tokens": 4}
+    for other in ({"method": "eagle"}, {"method": "eagle", "model": "a/b"}, "eagle"):
         with pytest.raises(InvalidOptionError, match="eagle"):
             read_options({"speculative_config": other}, None)
+
+
+@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize("is_same", [False, True])
+def test_a_draft_model_changes_no_tokens(
+    is_same: bool, records: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same weights as the model's accept nearly all of greedy proposals; others show that rejected ones leave no trace."""
+    if records:
+        monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
+    model, draft = two_llamas(tmp_path, **({} if is_same else {"num_hidden_layers": 1, "hidden_size": 16}))
+    prompts, each = [*PROMPTS, list(range(3, 90)) * 2], [*EACH, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)]
+    with LLMEngine(model, **USUAL) as engine:
+        plain = engine.generate(prompts, each)
+    monkeypatch.setattr(drafting, "MAX_CHUNK", 50)
+    with LLMEngine(model, **USUAL, speculation="draft", draft_model=draft, num_draft_tokens=5) as engine:
+        assert engine.scheduler.speculation is not None
+        always_draft(engine, monkeypatch)
+        for _ in range(2):  # together, then from the cache
+            found = engine.generate(prompts, each)
+            for ours, theirs in zip(found, plain, strict=True):
+                assert [one.token_ids for one in ours.outputs] == [one.token_ids for one in theirs.outputs]
+        (alone,) = engine.generate(prompts[:1], each[0])
+        assert alone.token_ids == plain[0].token_ids
+        stats, model_drafter = engine.scheduler.stats(), engine.scheduler.speculation.model
+        assert isinstance(model_drafter, drafting.ModelDrafter)
+        assert alone.metrics.num_draft_tokens > 0 and stats.num_draft_tokens > stats.num_accepted_tokens
+        share = alone.metrics.num_accepted_tokens / alone.metrics.num_draft_tokens
+        assert share > 0.9 if is_same else share < 0.9
+        if records:
+            assert model_drafter.runner._graphs is not None and model_drafter.runner._graphs._recorded
+        held = [len(known.blocks) for known in model_drafter._known.values()]
+        assert model_drafter._blocks.num_free + sum(held) == model_drafter._blocks.num_total
+
+
+def test_sequences_beyond_the_draft_models_rows_and_memory_go_on_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, draft = two_llamas(tmp_path)
+    monkeypatch.setattr(llm_loading, "MAX_DRAFTED", 3)
+    monkeypatch.setattr(llm_loading, "DRAFT_CACHE_TOKENS", 96)
+    options = {**USUAL, "max_cache_tokens": 4096}
+    prompts = [[5 + i] * (1 + 9 * i) for i in range(6)]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with LLMEngine(model, **options) as engine:
+        plain = engine.generate(prompts, params)
+    with LLMEngine(model, **options, speculation="draft", draft_model=draft) as engine:
+        assert engine.scheduler.speculation is not None
+        engine.scheduler.speculation.max_sequences = 64
+        always_draft(engine, monkeypatch)
+        found = engine.generate(prompts, params)
+    assert [one.token_ids for one in found] == [one.token_ids for one in plain]
+    num_proposed = [one.metrics.num_draft_tokens for one in found]
+    assert 0 in num_proposed and sum(num > 0 for num in num_proposed) >= 2
+
+
+def test_a_draft_model_that_fails_fails_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, draft = two_llamas(tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    with LLMEngine(model, **USUAL, speculation="draft", draft_model=draft) as engine:
+        assert engine.scheduler.speculation is not None
+        model_drafter = engine.scheduler.speculation.model
+        assert isinstance(model_drafter, drafting.ModelDrafter)
+        always_draft(engine, monkeypatch)
+        plain = engine.generate([[7, 8]], replace(params, speculate=False))[0].token_ids
+        monkeypatch.setattr(model_drafter.runner, "_start", lambda step, work: 1 / 0)
+        (output,) = engine.generate([[7, 8]], params)
+        assert output.token_ids == plain and not output.metrics.num_draft_tokens
+        assert not model_drafter._known
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    model, draft = two_llamas(tmp_path, vocab_size=97)
+    with pytest.raises(InvalidOptionError, match="another vocabulary"):
+        LLMEngine(model, **USUAL, speculation="draft", draft_model=draft)
+    for options in ({"speculation": "draft"}, {"draft_model": draft}):
+        with pytest.raises(InvalidOptionError, match="draft_model"):
+            LLMEngine(model, **USUAL, **options)
+
+
+def test_the_draft_models_memory_is_counted(tmp_path: Path) -> None:
+    model, draft = two_llamas(tmp_path)
+    config = EngineConfig(model=model, **USUAL, speculation="draft", draft_model=draft)
+    facts = llm_loading.read_facts(config, HubConfig(), no_progress)
+    alone = llm_loading.read_facts(EngineConfig(model=model, **USUAL), HubConfig(), no_progress)
+    assert facts.draft is not None
+    own = facts.draft.memory
+    assert facts.memory.work_bytes - alone.memory.work_bytes == own.num_bytes + own.weight_bytes + own.work_bytes > 0
+
+
+def test_an_engine_with_a_draft_model_sleeps_and_wakes(tmp_path: Path) -> None:
+    model, draft = two_llamas(tmp_path)
+    llm = LLM(model, **USUAL, speculation="draft", draft_model=draft)
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    before = llm.generate([[7, 8]], params)[0].outputs[0].token_ids
+    llm.sleep()
+    llm.wake_up()
+    assert llm.generate([[7, 8]], params)[0].outputs[0].token_ids == before
+    llm.close()
+
+
+def two_llamas(folder: Path, **changes: Any) -> tuple[str, str]:
+    for name in ("model", "draft"):
+        (folder / name).mkdir()
+    return str(save_tiny_llama(folder / "model")), str(save_tiny_llama(folder / "draft", **changes))
+
+
+def always_draft(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tokens as there is room for, whatever they cost."""
+    speculation = engine.scheduler.speculation
+    monkeypatch.setattr(speculation, "choose", lambda others, drafted, room, longest=0: min(5, room // len(drafted)))

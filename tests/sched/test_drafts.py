@@ -83,7 +83,7 @@ def test_as_many_tokens_are_proposed_as_pay() -> None:
         draft.accepted, draft.rejected, draft.tokens = accepted, 10 - accepted, [1, 2, 3, 4]
         for size in range(1, 40):
             for _ in range(3):
-                speculation.measure(size, 1.0 + (seconds_of_5 - 1) * (size - 1) / 4)
+                speculation.times.add(size, 1.0 + (seconds_of_5 - 1) * (size - 1) / 4)
         return speculation.choose(0, [seq], 30)
 
     assert chosen(1.2, 9.5) == 4  # rows cost next to nothing
