@@ -55,10 +55,9 @@ class ModelDrafter:
         self._steps = itertools.count()
 
     def takes(self, seq: Sequence, count: int) -> bool:
+        for ended in [other for other in self._known if other.finish_reason is not None]:
+            self.forget(ended)
         known, num_tokens = self._known.get(seq), len(seq.tokens) + count
-        if known is None and not self._free:
-            for other in [other for other in self._known if other.finish_reason is not None]:
-                self.forget(other)
         has_room = self._num_missing(num_tokens, known) <= self._blocks.num_free and num_tokens <= self.max_len
         return has_room and (known is not None or bool(self._free))
 
@@ -75,16 +74,19 @@ class ModelDrafter:
 
     def _catch_up(self, seq: Sequence, count: int) -> Chunk | None:
         """The last tokens of a sequence that are not computed, with room for so many more; None: there is no room."""
-        if not self.takes(seq, count) or max(seq.tokens) >= self.runner.sampler.vocab_size:
+        if not self.takes(seq, count):
             return None
         known, num_tokens = self._known.get(seq), len(seq.tokens)
         if known is None:
             known = self._known[seq] = DraftedSequence(self._free.pop())
             self._entered.append(known)
-        known.blocks += self._blocks.allocate(max(0, self._num_missing(num_tokens + count, known)))
         right = zip(known.proposed, seq.tokens[known.num_known :], strict=False)
         start = known.num_known + next((i for i, (a, b) in enumerate(right) if a != b), len(known.proposed))
-        start, known.num_known, known.proposed = min(start, num_tokens - 1), num_tokens, []
+        start = min(start, num_tokens - 1)
+        if max(seq.tokens[start:]) >= self.runner.sampler.vocab_size:
+            return None  # a row of the model that stands for no token
+        known.blocks += self._blocks.allocate(max(0, self._num_missing(num_tokens + count, known)))
+        known.num_known, known.proposed = num_tokens, []
         while num_tokens - start > MAX_CHUNK:
             self._launch([(known, start, seq.tokens[start : start + MAX_CHUNK])], num_samples=0)
             start += MAX_CHUNK

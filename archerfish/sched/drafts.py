@@ -91,6 +91,9 @@ class StepTimes:
         if len(known) >= ENOUGH_MEASURED:
             self._seconds[size] = min(known)
 
+    def knows(self, size: int) -> bool:
+        return rounded(size) in self._seconds
+
     def expect(self, size: int, default: float) -> float:
         """Between those of the nearest sizes that were measured; no more than the largest, so that more is tried."""
         size = rounded(size)
@@ -146,7 +149,10 @@ class Speculation:
 
     def _compute(self, model: DraftModel, sequences: list[Sequence], num_others: int) -> None:
         """Have the draft model propose tokens, if that pays."""
-        longest = min(self.max_tokens, max(last_position(seq) - len(seq.tokens) for seq in sequences))
+        if not self.times.knows(num_others + len(sequences)):
+            return  # whether proposals pay can be told when some steps without them were measured
+        counts = [min(seq.draft.count, last_position(seq) - len(seq.tokens)) for seq in sequences if seq.draft is not None]
+        longest = min(self.max_tokens, max(counts))
         count = self.choose(num_others, sequences, longest * len(sequences), longest)
         ready = [seq for seq in sequences if count and not seq.num_pending]
         job = model.begin(ready, count) if ready else None
@@ -206,10 +212,12 @@ class Speculation:
         draft.num_accepted += num_accepted
         draft.accepted = FADING * draft.accepted + num_accepted
         draft.rejected = FADING * draft.rejected + is_rejected
-        draft.count = num_accepted + 1 if is_rejected else 2 * len(draft.tokens)  # a long draft that fails costs several steps
         draft.num_misses = 0 if num_accepted else draft.num_misses + 1
+        shortest = FIRST_COUNT
         if self.model is None:  # what is looked up is right for long, or not at all
+            shortest = num_accepted + 1
             draft.pause_until = len(seq.tokens) + num_accepted + (1 << min(draft.num_misses, LONGEST_PAUSE))
+        draft.count = shortest if is_rejected else max(shortest, 2 * len(draft.tokens))
         return drawn[: num_accepted + 1]
 
 

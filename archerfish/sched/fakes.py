@@ -205,6 +205,9 @@ class FakeLoop:
     def step(self) -> list[Delta]:
         """One plan, and the commit of the step that is due."""
         plan = self.scheduler.plan()
+        if plan is None and not self.in_flight:
+            self.scheduler.wait()
+            plan = self.scheduler.plan()
         _demand(plan is not None or bool(self.in_flight) or not self.scheduler.has_work, "there is work but no plan")
         if plan is not None:
             self.in_flight.append((plan, self.runner.execute(plan)))

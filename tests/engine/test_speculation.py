@@ -180,9 +180,9 @@ def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path: Path) -> Non
     model, draft = two_llamas(tmp_path, vocab_size=97)
     with pytest.raises(InvalidOptionError, match="another vocabulary"):
         LLMEngine(model, **USUAL, speculation="draft", draft_model=draft)
-    for options in ({"speculation": "draft"}, {"draft_model": draft}):
+    for speculation, name in (("draft", ""), ("off", draft), ("ngram", draft)):
         with pytest.raises(InvalidOptionError, match="draft_model"):
-            LLMEngine(model, **USUAL, **options)
+            LLMEngine(model, **USUAL, speculation=speculation, draft_model=name)
 
 
 def test_the_draft_models_memory_is_counted(tmp_path: Path) -> None:
