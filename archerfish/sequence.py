@@ -71,11 +71,21 @@ class TokenMatcher(Protocol):
         Where none may, or the output has left the grammar: an InvalidInputError, which ends this sequence.
         """
 
+    def copy(self) -> TokenMatcher:
+        """One that goes ahead over tokens of which it is not sure that they come."""
+
+    def forced(self) -> list[int]:
+        """Tokens that must follow what `fill` saw last, where each is the only one allowed."""
+
 
 class TokenMask(Protocol):
     """The tokens that a grammar allows next; a thread computes them."""
 
-    bits: npt.NDArray[np.int64]  # a bit for every token of the vocabulary, 64 to a word, the lowest first
+    bits: npt.NDArray[np.int64]  # a bit for every token of the vocabulary, 64 to a word, the lowest first; a row for what may
+    # follow now, and one for what may follow behind each proposed token
+    proposed: list[int]  # tokens that the grammar allows, of those that were to be proposed
+    is_forced: bool  # it allows no others
+    num_output: int  # tokens of output that it follows
     error: BaseException | None  # why the sequence cannot go on
 
     def done(self) -> bool: ...
@@ -129,6 +139,7 @@ class Draft:
     count: int  # how many tokens to propose next, at most
     tokens: list[int] = field(default_factory=list)  # that the next step verifies, or the one in flight
     job: DraftJob | None = None  # that computes them
+    is_forced: bool = False  # a grammar allows no others
     pause_until: int = 0  # so many tokens are known: before, nothing is proposed
     num_misses: int = 0  # drafts of which nothing was accepted, since the last one of which something was
     num_proposed: int = 0

@@ -109,7 +109,7 @@ class ModelDrafter:
     def _num_missing(self, num_tokens: int, known: DraftedSequence | None) -> int:
         return -(-num_tokens // self._blocks.block_size) - (len(known.blocks) if known is not None else 0)
 
-    def _launch(self, chunks: list[Chunk], num_samples: int = 1) -> RunningStep:
+    def _launch(self, chunks: SequenceOf[Chunk], num_samples: int = 1) -> RunningStep:
         """Compute tokens of sequences, and so many behind them."""
         rows, places, ids = list[int](), list[int](), list[int]()
         for known, _, _ in chunks:

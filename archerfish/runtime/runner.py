@@ -238,8 +238,7 @@ class ModelRunner(Generic[T]):
                 self._logits[handle] = self.ops.rows(logits, np.flatnonzero(sampled == index)[:1])
             masks = None
             if step.mask_bits is not None:
-                at = {index: place for place, index in enumerate(sampled.tolist())}
-                masks = np.asarray([at[index] for index in step.masked], dtype=np.int64), step.mask_bits
+                masks = np.concatenate([np.flatnonzero(sampled == index) for index in step.masked]), step.mask_bits
             rows, positions = step.rows[sampled], (step.starts + step.counts + 1 - step.samples)[sampled] + nth
             ends, many = np.cumsum(step.counts), np.flatnonzero(step.samples > 1).tolist()
             drafts = {int(step.rows[i]): step.tokens[ends[i] + 1 - step.samples[i] : ends[i]] for i in many}

@@ -122,10 +122,14 @@ class Speculation:
         self.times = StepTimes()  # by the tokens of a step of decodes
 
     def start(self, request: Request) -> Draft | None:
-        """What a new sequence keeps; None: nothing is proposed for it, since the host must see each token of it first."""
+        """What a new sequence keeps; None: nothing is proposed for it. A logits processor sees tokens one by one."""
         params = request.params
-        is_bound = params.logits_processors or params.stages or request.needs_host_token
-        return None if is_bound or not params.speculate else Draft(FIRST_ACCEPTED, FIRST_REJECTED, FIRST_COUNT)
+        is_bound = params.logits_processors or params.stages or not params.speculate
+        return None if is_bound else Draft(FIRST_ACCEPTED, FIRST_REJECTED, FIRST_COUNT)
+
+    def room(self, seq: Sequence) -> int:
+        """How many tokens may be proposed for a sequence: nothing follows its last one."""
+        return min(self.max_tokens, last_position(seq) - len(seq.tokens))
 
     def look_ahead(self, sequences: SequenceOf[Sequence], num_others: int) -> None:
         """Propose tokens for sequences that have got some, in a step with so many others.
@@ -134,16 +138,16 @@ class Speculation:
         """
         computed: list[Sequence] = []  # by the draft model
         for seq in sequences:
-            draft, room, proposed = seq.draft, last_position(seq) - len(seq.tokens), list[int]()
+            draft, room, proposed = seq.draft, self.room(seq), list[int]()
             assert draft is not None
             if len(seq.tokens) >= draft.pause_until and room > 0:
                 if self.model is not None:
-                    computed += [seq] if self.model.takes(seq, min(self.max_tokens, room)) else []
+                    computed += [seq] if self.model.takes(seq, room) else []
                 else:
-                    count, is_bold = min(draft.count, self.max_tokens, room), draft.num_accepted > 0 and not draft.num_misses
+                    count, is_bold = min(draft.count, room), draft.num_accepted > 0 and not draft.num_misses
                     proposed = self.drafter.propose(seq.tokens, count, is_bold=is_bold)
-            draft.job, draft.tokens = None, [] if seq.num_pending else proposed
-            seq.pending_limit = 0 if proposed else last_position(seq)
+            draft.job, draft.is_forced, draft.tokens = None, False, [] if seq.num_pending else proposed
+            seq.pending_limit = 0 if proposed or seq.request.needs_host_token else last_position(seq)
         if computed and self.model is not None:
             self._compute(self.model, computed, num_others + len(sequences) - len(computed))
 
@@ -151,8 +155,7 @@ class Speculation:
         """Have the draft model propose tokens, if that pays."""
         if not self.times.knows(num_others + len(sequences)):
             return  # whether proposals pay can be told when some steps without them were measured
-        counts = [min(seq.draft.count, last_position(seq) - len(seq.tokens)) for seq in sequences if seq.draft is not None]
-        longest = min(self.max_tokens, max(counts))
+        longest = max(min(seq.draft.count, self.room(seq)) for seq in sequences if seq.draft is not None)
         count = self.choose(num_others, sequences, longest * len(sequences), longest)
         ready = [seq for seq in sequences if count and not seq.num_pending]
         job = model.begin(ready, count) if ready else None
@@ -170,7 +173,7 @@ class Speculation:
             return False
         if not draft.job.done():
             return True
-        draft.tokens = draft.job.tokens(seq)[: last_position(seq) - len(seq.tokens)]
+        draft.tokens = draft.job.tokens(seq)[: self.room(seq)]
         draft.job = None
         return False
 
@@ -181,6 +184,7 @@ class Speculation:
         """
         num = len(sequences)
         drafts = [seq.draft for seq in sequences if seq.draft is not None]
+        num_forced = sum(draft.is_forced for draft in drafts)
         accepted, rejected = sum(draft.accepted for draft in drafts), sum(draft.rejected for draft in drafts)
         share, total, is_computed = accepted / (accepted + rejected), num_others + num, longest > 0
         longest = longest or max(len(draft.tokens) for draft in drafts)
@@ -191,7 +195,7 @@ class Speculation:
             seconds = self.times.expect(total + num * count, 1.0)
             if is_computed and self.model is not None:
                 seconds += self.model.expect_seconds(num, count)
-            rate = (total + num * expected) / seconds
+            rate = (total + num_forced * count + (num - num_forced) * expected) / seconds
             if rate > best_rate:
                 best, best_rate = count, rate
         return best
@@ -200,7 +204,7 @@ class Speculation:
         """Nothing is proposed for a while, and steps need not wait for the tokens of a sequence."""
         assert seq.draft is not None
         seq.draft.tokens, seq.draft.job, seq.draft.pause_until = [], None, len(seq.tokens) + PAUSE
-        seq.pending_limit = last_position(seq)
+        seq.pending_limit = 0 if seq.request.needs_host_token else last_position(seq)
 
     def verify(self, seq: Sequence, drawn: list[int]) -> list[int]:
         """The drawn tokens that count: those up to the first that was not proposed."""
@@ -210,6 +214,8 @@ class Speculation:
         is_rejected = num_accepted < len(draft.tokens)
         draft.num_proposed += len(draft.tokens)
         draft.num_accepted += num_accepted
+        if draft.is_forced:  # says nothing of other proposals
+            return drawn[: num_accepted + 1]
         draft.accepted = FADING * draft.accepted + num_accepted
         draft.rejected = FADING * draft.rejected + is_rejected
         draft.num_misses = 0 if num_accepted else draft.num_misses + 1
@@ -222,5 +228,5 @@ class Speculation:
 
 
 def last_position(seq: Sequence) -> int:
-    """Of the last token of all that may come: nothing follows it."""
+    """Of the last token that may come."""
     return seq.num_prompt + seq.request.max_tokens - 1

@@ -123,7 +123,7 @@ class PlanBuilder:
         if self.has_masks:
             masks = [(i, seq.mask) for i, seq in enumerate(plan.sequences) if made.samples[i] and seq.mask is not None]
             made.masked = [index for index, _ in masks]
-            made.mask_bits = np.stack([mask.bits for _, mask in masks]) if masks else None
+            made.mask_bits = np.concatenate([mask.bits[: made.samples[i]] for i, mask in masks]) if masks else None
         return plan
 
     def _build_mixed(self, step: int, tokens: Ids, handles: Iterator[int] | None) -> Plan:

@@ -244,16 +244,26 @@ class Scheduler:
         if self.speculation is not None and self.speculation.is_proposing(seq):
             return True
         if seq.mask is not None:
+            self._begin_mask(seq, looks_ahead=seq.draft is not None)
             if not seq.mask.done():
                 return True
             if seq.mask.error is not None:
                 failed.append(seq)
                 return True
             builder.has_masks = True
+            if seq.draft is not None:
+                seq.draft.tokens, seq.draft.is_forced = seq.mask.proposed, seq.mask.is_forced
         if seq.draft is not None and seq.draft.tokens:
             drafted.append(seq)
             return True
         return False
+
+    def _begin_mask(self, seq: Sequence, *, looks_ahead: bool = False) -> None:
+        """Find the tokens that the grammar of a sequence allows next, and behind its proposals if they are there."""
+        draft = seq.draft
+        if seq.request.grammar is not None and (draft is None or draft.job is None):
+            most = self.speculation.room(seq) if looks_ahead and self.speculation is not None else 0
+            self.masks.begin(seq, draft.tokens if draft is not None else (), most)
 
     def _plan_drafts(self, builder: PlanBuilder, drafted: list[Sequence]) -> None:
         """Decodes for which tokens are proposed: with as many of them as pay, where there is memory for them."""
@@ -325,9 +335,10 @@ class Scheduler:
             proposed = [seq for seq in plan.sequences if seq.draft is not None and seq.status is running]
             if is_small:
                 self.speculation.look_ahead(proposed, len(plan.sequences) - len(proposed))
-            for seq in proposed if not is_small else ():
-                if not seq.pending_limit:
+            for seq in proposed:
+                if not is_small and not seq.pending_limit:
                     self.speculation.pause(seq)
+                self._begin_mask(seq, looks_ahead=is_small)
         self.tokens_done = live.stats.prefill_tokens_computed, live.stats.total_tokens_generated
         if step.kept:
             live.dropped += [handle for _, handle in step.kept if handle not in live.stored]
@@ -364,8 +375,8 @@ class Scheduler:
                 live.end(seq, reason, delta=delta)
             elif num_samples or delta.prompt_logprobs is not None:
                 live.deltas.append(delta)
-                if num_samples and seq.request.grammar is not None:
-                    self.masks.begin(seq)
+                if num_samples and seq.draft is None:
+                    self._begin_mask(seq)
         if seq.row >= 0 and seq.status is not Status.RUNNING and not seq.num_in_flight:
             live.release(seq)
 

@@ -109,12 +109,10 @@ def test_a_sequence_whose_proposals_fail_is_left_alone_for_longer_and_longer() -
 
 
 def test_the_time_of_drafting_counts() -> None:
-    class Slow(OracleModel):
-        def expect_seconds(self, num_sequences: int, count: int) -> float:
-            return count * seconds
-
     for seconds, expected in ((0.0, 4), (0.3, 2), (2.0, 0)):
-        speculation, world = Speculation(OracleDrafter(), 4, model=Slow()), World()
+        model, world = OracleModel(), World()
+        model.seconds = seconds
+        speculation = Speculation(OracleDrafter(), 4, model=model)
         (seq,) = world.add(5)
         seq.draft = speculation.start(seq.request)
         assert seq.draft is not None

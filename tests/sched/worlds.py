@@ -38,7 +38,7 @@ class OracleModel:
 
     def __init__(self, max_sequences: int = 4) -> None:
         self.rows: set[Sequence] = set()
-        self.max_sequences, self.num_begun = max_sequences, 0
+        self.max_sequences, self.num_begun, self.seconds = max_sequences, 0, 0.0
 
     def takes(self, seq: Sequence, count: int) -> bool:
         self.rows = {other for other in self.rows if other.finish_reason is None}
@@ -51,7 +51,7 @@ class OracleModel:
         return OracleJob({seq: OracleDrafter().propose(seq.tokens, count, is_bold=True) for seq in taken})
 
     def expect_seconds(self, num_sequences: int, count: int) -> float:
-        return 0.0
+        return count * self.seconds
 
     def close(self) -> None:
         self.rows.clear()
