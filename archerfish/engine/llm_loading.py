@@ -12,7 +12,7 @@ from archerfish.cache.adaptive import LogitsCache
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import RadixCache
 from archerfish.config import EngineConfig, HubConfig
-from archerfish.engine.drafting import ModelDrafter
+from archerfish.engine.drafting import MAX_CHUNK, ModelDrafter
 from archerfish.errors import InvalidOptionError
 from archerfish.kernels.formats import PLAIN, WeightFormat, choose_format
 from archerfish.kernels.recurrent import StateShape
@@ -114,6 +114,10 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
     if not config.draft_model:
         return read_model_facts(config, hub, progress)
     draft = read_model_facts(draft_config(config), hub, progress)
+    if draft.has_states:
+        num_tokens = MAX_CHUNK * MAX_DRAFTED * (config.num_draft_tokens + 1)
+        options = draft_config(config).replace(block_size=MAX_CHUNK, max_cache_tokens=num_tokens)
+        draft = read_model_facts(options, hub, progress)
     memory = draft.memory
     facts = read_model_facts(config, hub, progress, memory.num_bytes + memory.weight_bytes + memory.work_bytes)
     check_draft(facts, draft)
@@ -291,7 +295,8 @@ def make_speculation(config: EngineConfig, facts: ModelFacts, runner: ModelRunne
     model = None
     if facts.draft is not None:
         own, _ = make_runner(facts.draft, draft_config(config), runner.executor)
-        model = ModelDrafter(own, vocab_size=facts.vocab_size, max_sequences=MAX_DRAFTED)
+        num_states = config.num_draft_tokens + 1
+        model = ModelDrafter(own, vocab_size=facts.vocab_size, max_sequences=MAX_DRAFTED, num_states=num_states)
     most = MOST_DRAFTED if model is None else MAX_DRAFTED
     if facts.device != "cpu":
         most = 1  # recorded passes verify the draft of a lone sequence

@@ -30,7 +30,7 @@ SIZE_STEP = 64  # between larger ones
 PROMPT_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # tokens; beyond the last, computing takes longer than the host
 DRAFT_SIZES = (4, 8, 16, 32)  # tokens of a draft, with the known one before it
 COMPILING_S = 5.0  # recording takes longer than this if kernels have to be compiled, and far less if not
-NUM_BUFFERS = 4  # more than the steps that are open at once
+NUM_BUFFERS = 36  # more than the steps that are open at once: a draft model has one for each token that it proposes
 K = TypeVar("K", bound=Hashable)
 
 

@@ -15,6 +15,7 @@ from archerfish.engine import drafting, llm_loading
 from archerfish.engine.vllm_options import read_options
 from archerfish.errors import InvalidOptionError
 from archerfish.runtime.graphs import PromptKind
+from archerfish.sequence import Request, Sequence
 from archerfish.types import no_progress
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.engine.tiny_rwkv import save_tiny_rwkv
@@ -108,18 +109,21 @@ def test_vllms_option() -> None:
 
 
 @pytest.mark.parametrize("records", [False, True])
-@pytest.mark.parametrize("is_same", [False, True])
+@pytest.mark.parametrize("kind", ["same", "smaller", "rwkv"])
 def test_a_draft_model_changes_no_tokens(
-    is_same: bool, records: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, records: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same weights as the model's accept nearly all of greedy proposals; others show that rejected ones leave no trace."""
     if records:
         monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
-    model, draft = two_llamas(tmp_path, **({} if is_same else {"num_hidden_layers": 1, "hidden_size": 16}))
+    model, draft = two_llamas(tmp_path, **({} if kind == "same" else {"num_hidden_layers": 1, "hidden_size": 16}))
+    if kind == "rwkv":
+        draft = str(save_tiny_rwkv(tmp_path / "draft"))
     prompts, each = [*PROMPTS, list(range(3, 90)) * 2], [*EACH, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)]
     with LLMEngine(model, **USUAL) as engine:
         plain = engine.generate(prompts, each)
-    monkeypatch.setattr(drafting, "MAX_CHUNK", 50)
+    for module in (drafting, llm_loading):
+        monkeypatch.setattr(module, "MAX_CHUNK", 50)
     with LLMEngine(model, **USUAL, speculation="draft", draft_model=draft, num_draft_tokens=5) as engine:
         assert engine.scheduler.speculation is not None
         always_draft(engine, monkeypatch)
@@ -133,7 +137,7 @@ def test_a_draft_model_changes_no_tokens(
         assert isinstance(model_drafter, drafting.ModelDrafter)
         assert alone.metrics.num_draft_tokens > 0 and stats.num_draft_tokens > stats.num_accepted_tokens
         share = alone.metrics.num_accepted_tokens / alone.metrics.num_draft_tokens
-        assert share > 0.9 if is_same else share < 0.9
+        assert share > 0.9 if kind == "same" else share < 0.9
         if records:
             assert model_drafter.runner._graphs is not None and model_drafter.runner._graphs._recorded
         held = [len(known.blocks) for known in model_drafter._known.values()]
@@ -216,3 +220,20 @@ def always_draft(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many tokens as there is room for, whatever they cost."""
     speculation = engine.scheduler.speculation
     monkeypatch.setattr(speculation, "choose", lambda others, drafted, room, longest=0: min(5, room // len(drafted)))
+
+
+def test_a_recurrent_draft_model_goes_back_to_the_state_behind_the_last_accepted_token(tmp_path: Path) -> None:
+    """What it proposes depends on the tokens alone, and not on what it proposed before."""
+    model, draft = two_llamas(tmp_path)
+    draft = str(save_tiny_rwkv(tmp_path / "draft"))
+    expected = LLMEngine(draft, **USUAL)
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    with LLMEngine(model, **USUAL, speculation="draft", draft_model=draft, num_draft_tokens=5) as engine, expected:
+        assert engine.scheduler.speculation is not None and engine.scheduler.speculation.model is not None
+        drafter = engine.scheduler.speculation.model
+        request = Request("r", [5, 6, 7, 8], SamplingParams(), 100)
+        seq = Sequence(request)
+        for new in ([], [1], [9, 10], [11], 2, 5, 0, [3], 4, [12]):
+            proposed = drafter.begin([seq], 5).tokens(seq)
+            assert proposed == expected.generate([seq.tokens.tolist()], params)[0].token_ids
+            seq.tokens.extend(new if isinstance(new, list) else [*proposed[:new], 50])
