@@ -140,6 +140,8 @@ class Draft:
     tokens: list[int] = field(default_factory=list)  # that the next step verifies, or the one in flight
     job: DraftJob | None = None  # that computes them
     is_forced: bool = False  # a grammar allows no others
+    states: list[int] = field(default_factory=list)  # of a recurrent model: blocks for the state behind the last known token,
+    # and behind each proposed one, while a step verifies them
     pause_until: int = 0  # so many tokens are known: before, nothing is proposed
     num_misses: int = 0  # drafts of which nothing was accepted, since the last one of which something was
     num_proposed: int = 0

@@ -289,8 +289,8 @@ def make_speculation(config: EngineConfig, facts: ModelFacts, runner: ModelRunne
     """As configured. A draft model has memory of its own, and computes in the thread of the model's runner."""
     if config.speculation == "off":
         return None
-    if facts.has_states or config.deterministic:
-        why = f"{facts.name} is recurrent" if facts.has_states else "steps of several tokens round otherwise (deterministic)"
+    if config.deterministic:
+        why = "steps of several tokens round otherwise (deterministic)"
         raise InvalidOptionError(f"[engine] speculation cannot be {config.speculation}: {why}.", hint="Leave it off.")
     model = None
     if facts.draft is not None:

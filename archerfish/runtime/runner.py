@@ -176,6 +176,7 @@ class ModelRunner(Generic[T]):
         is_decode = end <= step.num_decodes
         is_draft = len(sampled) == num_tokens > 1
         is_prompt = end - first == 1 and (is_draft or len(sampled) == 1) and not scored and not len(pending)
+        states = {index - first: blocks for index, blocks in step.states if first <= index < end}
         batch: PagedBatch[T] | RecurrentBatch[T] | Prompt
         if is_prompt and self._prompts is not None and self._prompts.takes(num_tokens, is_draft=is_draft):
             batch = Prompt(tokens, int(starts[0]), self._tables.of(rows)[0], is_draft)
@@ -184,7 +185,7 @@ class ModelRunner(Generic[T]):
             batch = self.pool.pack_batch(
                 self.ops, tokens, counts, starts, self._tables.of(rows), self.pool.block_size,
                 is_deterministic=self.is_deterministic, num_rows=DECODE_TILE if self.is_deterministic and is_decode else 0,
-                kept_rows=None if keeps_all else places,
+                kept_rows=None if keeps_all else places, **({"states": states} if states else {}),
             )
         return Pass(batch, num_tokens, is_decode, pending, pending_rows, sampled, places, scored)
 

@@ -44,6 +44,8 @@ def expected_output(request: Request, index: int = 0, vocab_size: int = 1000) ->
 class FakeRunner:
     """Keeps tokens where a real runner keeps KV, and checks that each sequence sees its own context through its blocks."""
 
+    _replaces_blocks = False  # a row may get another block for one that it has
+
     def __init__(self, num_blocks: int, block_size: int, *, vocab_size: int = 1000) -> None:
         self.vocab_size = vocab_size
         self.num_forward_tokens = 0
@@ -96,6 +98,7 @@ class FakeRunner:
             self._sampled.pop(entry.row, None)
         new = zip(step.block_rows.tolist(), step.block_places.tolist(), step.block_ids.tolist(), strict=True)
         for row, place, block in new:
+            del self._blocks[row][place if self._replaces_blocks else len(self._blocks[row]) :]
             _demand(len(self._blocks[row]) == place, f"row {row}: block {place} follows {len(self._blocks[row])} blocks")
             self._blocks[row].append(block)
 
@@ -166,12 +169,16 @@ class FakeRunner:
 class FakeStateRunner(FakeRunner):
     """Keeps the whole context behind a block's last computed token where a real runner keeps a state."""
 
+    _replaces_blocks = True
+
     def __init__(self, num_blocks: int, block_size: int, *, vocab_size: int = 1000) -> None:
         super().__init__(num_blocks, block_size, vocab_size=vocab_size)
         self._states: list[list[int] | None] = [None] * num_blocks
+        self._kept: dict[int, list[int]] = {}  # of the step: by row, blocks for the states behind each new token
 
     def execute(self, plan: Plan) -> StepResult:
         _demand(not plan.input.copies, f"states are copied: {plan.input.copies}")
+        self._kept = {int(plan.input.rows[index]): blocks for index, blocks in plan.input.states}
         return super().execute(plan)
 
     def spoil(self, plan: Plan) -> None:
@@ -180,17 +187,26 @@ class FakeStateRunner(FakeRunner):
             size = self._block_size
             for block in self._blocks[row][start // size : -(-(start + count) // size)] if count else ():
                 self._states[block] = None
+        for _, blocks in plan.input.states:
+            for block in blocks:
+                self._states[block] = None
 
     def _write(self, seq: Sequence, start: int, new: list[int]) -> list[int]:
-        size, count, tokens = self._block_size, len(new), super()._write(seq, start, new)
+        size, count, kept = self._block_size, len(new), self._kept.get(seq.row)
+        if kept is not None:
+            _demand(self._blocks[seq.row] == seq.blocks and len(kept) == count, f"{seq.key}: {kept} for {count} tokens")
+        tokens = super()._write(seq, start, new) if kept is None else [*seq.tokens[:start], *new]
         if start and count:
             _demand(self._states[seq.blocks[(start - 1) // size]] == tokens[:start], f"{seq.key}: no state at {start}")
-        for end in [*range(start - start % size + size, start + count, size), start + count] if count else ():
+        for place, block in enumerate(kept or ()):
+            self._states[block] = tokens[: start + place + 1]
+        for end in [] if kept is not None else [*range(start - start % size + size, start + count, size), start + count] if count else ():
             self._states[seq.blocks[(end - 1) // size]] = tokens[:end]
         return tokens
 
     def _check_context(self, seq: Sequence, context: list[int]) -> None:
-        _demand(self._states[seq.blocks[(len(context) - 1) // self._block_size]] == context, f"{seq.key}: another state")
+        block = self._kept[seq.row][-1] if seq.row in self._kept else seq.blocks[(len(context) - 1) // self._block_size]
+        _demand(self._states[block] == context, f"{seq.key}: another state")
 
 
 class FakeLoop:

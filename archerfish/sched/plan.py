@@ -153,6 +153,8 @@ class PlanBuilder:
                 made.reused.append((index, seq.logits_handle))
             elif is_end and handles is not None:
                 made.kept.append((index, next(handles)))
+            if seq.draft is not None and seq.draft.states:
+                made.states.append((index, seq.draft.states))
             if is_end and seq.request.wants_logits and seq.index == 0:
                 made.returned.append(index)
             if count and seq.request.params.prompt_logprobs is not None and start < seq.num_prompt - 1:

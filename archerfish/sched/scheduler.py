@@ -256,6 +256,8 @@ class Scheduler:
         if seq.draft is not None and seq.draft.tokens:
             drafted.append(seq)
             return True
+        if seq.num_sent < len(seq.blocks):  # states that a verified step left
+            builder.grown.append(seq)
         return False
 
     def _begin_mask(self, seq: Sequence, *, looks_ahead: bool = False) -> None:
@@ -276,18 +278,24 @@ class Scheduler:
             if seq.request.params.has_penalties:
                 proposed = proposed[:room]
                 room -= len(proposed)
-            missing = self._live.num_missing(seq, seq.num_computed + 1 + len(proposed))
-            if proposed and missing > 0 and not self._live.grow(seq, missing):
-                proposed, missing = [], self._live.num_missing(seq, seq.num_computed + 1)
-            seq.draft.tokens = proposed
+            seq.draft.tokens = proposed if proposed and self._make_room(seq, 1 + len(proposed)) else []
             if not count:
                 self.speculation.pause(seq)
-            if proposed:
+            if seq.draft.tokens:
                 builder.add_draft(seq, len(proposed))
-            elif missing <= 0 or self._live.grow(seq, missing):
+            elif (missing := self._live.num_missing(seq, seq.num_computed + 1)) <= 0 or self._live.grow(seq, missing):
                 builder.add_decode(seq)
             else:
                 builder.stalled.append(seq)
+
+    def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
+        """Blocks for tokens of which some may not be accepted; false: there are too few."""
+        assert seq.draft is not None
+        if self.cache.whole_blocks:
+            seq.draft.states = self._live.allocate(num_tokens) or []
+            return bool(seq.draft.states)
+        missing = self._live.num_missing(seq, seq.num_computed + num_tokens)
+        return missing <= 0 or self._live.grow(seq, missing)
 
     def _rescue(self, builder: PlanBuilder) -> None:
         """Blocks for decodes that found none: those that are coming back, else those of the lowest priority and latest."""
@@ -386,6 +394,8 @@ class Scheduler:
         live, tokens = self._live, self.speculation.verify(seq, drawn)
         num_rejected = len(drawn) - len(tokens)
         seq.num_computed -= num_rejected
+        if seq.draft is not None and seq.draft.states:
+            live.keep_states(seq, seq.num_computed - len(tokens), len(tokens))
         live.num_held_tokens -= num_rejected
         live.stats.num_drafts += 1
         live.stats.num_draft_tokens += len(drawn) - 1
@@ -493,7 +503,8 @@ class Scheduler:
         """The blocks of every sequence that holds some, and those that open steps copy from: for RadixCache.check."""
         live = self._live
         holders = itertools.chain(live.prefilling, live.decoding, live.leaving)
-        return [list(seq.blocks) for seq in holders] + [list(step.copied_blocks) for step in self._open.values()]
+        blocks = [[*seq.blocks, *(seq.draft.states if seq.draft is not None else ())] for seq in holders]
+        return blocks + [list(step.copied_blocks) for step in self._open.values()]
 
 
 def check_step_tokens(max_num_batched_tokens: int, max_num_seqs: int, fixed_chunk: int) -> None:

@@ -44,29 +44,37 @@ class KnowingDrafter:
         return []
 
 
+@pytest.mark.parametrize("has_states", [False, True])
 @pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("together", [False, True])
 def test_tokens_and_logprobs_are_the_same(
-    records: bool, together: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    records: bool, together: bool, has_states: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if records:
         monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
-    model = str(save_tiny_llama(tmp_path))
+    model = str((save_tiny_rwkv if has_states else save_tiny_llama)(tmp_path))
+    options = {**USUAL, "block_size": 8} if has_states else USUAL
     calls = [list(zip(PROMPTS, EACH, strict=True))] if together else [[one] for one in zip(PROMPTS, EACH, strict=True)]
 
     def generated(engine: LLMEngine) -> list[Any]:
         return [output for call in calls for output in engine.generate([a for a, _ in call], [b for _, b in call])]
 
-    with LLMEngine(model, **USUAL) as engine:
+    with LLMEngine(model, **options) as engine:
         plain = generated(engine)
         num_steps = engine.scheduler.stats().num_steps
-    with LLMEngine(model, **USUAL, speculation="ngram", num_draft_tokens=6, enable_prefix_caching=False) as engine:
+    options = {**options, "enable_prefix_caching": has_states}
+    with LLMEngine(model, **options, speculation="ngram", num_draft_tokens=6) as engine:
         assert engine.scheduler.speculation is not None
         known = [prompt + list(one.token_ids) for prompt, output in zip(PROMPTS, plain, strict=True) for one in output.outputs]
         engine.scheduler.speculation.drafter = KnowingDrafter(known)
         monkeypatch.setattr(engine.scheduler.speculation, "choose", lambda others, drafted, room: min(6, room // len(drafted)))
         found, stats = generated(engine), engine.scheduler.stats()
-        if records and not together:
+        if has_states:
+            engine.scheduler.cache.check([])
+            again = generated(engine)  # from states that verified steps have left
+            assert engine.cache_stats().hits > 0
+            assert [one.token_ids for one in again[0].outputs] == [one.token_ids for one in plain[0].outputs]
+        elif records and not together:
             assert engine.runner._prompts is not None
             assert PromptKind(8, is_draft=True) in engine.runner._prompts._recorded
     for ours, theirs in zip(found, plain, strict=True):
@@ -90,12 +98,8 @@ def test_repeated_text_is_proposed(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    for name in ("rwkv", "llama"):
-        (tmp_path / name).mkdir()
-    with pytest.raises(InvalidOptionError, match="recurrent"):
-        LLMEngine(str(save_tiny_rwkv(tmp_path / "rwkv")), **USUAL, speculation="ngram")
     with pytest.raises(InvalidOptionError, match="deterministic"):
-        LLMEngine(str(save_tiny_llama(tmp_path / "llama")), **USUAL, speculation="ngram", deterministic=True)
+        LLMEngine(str(save_tiny_llama(tmp_path)), **USUAL, speculation="ngram", deterministic=True)
 
 
 def test_vllms_option() -> None:

@@ -31,11 +31,12 @@ def test_words_are_not_found_between_tokens() -> None:
     assert PromptLookup().propose(tokens, 2, is_bold=True) == []
 
 
+@pytest.mark.parametrize("has_states", [False, True])
 @pytest.mark.parametrize("depth", [0, 1])
-def test_proposed_tokens_save_steps_and_change_nothing(depth: int) -> None:
+def test_proposed_tokens_save_steps_and_change_nothing(depth: int, has_states: bool) -> None:
     steps = []
     for speculation in (None, Speculation(OracleDrafter(), 4), Speculation(OracleDrafter(), 4, model=OracleModel())):
-        world = World(depth=depth, speculation=speculation)
+        world = World(depth=depth, speculation=speculation, has_states=has_states)
         sequences = [*world.add(9, 80), *world.add(5, 20, seed=1), *world.add(7, 20, params={"repetition_penalty": 1.5})]
         world.run()
         for seq in sequences:

@@ -44,7 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, *, block_size: int, num_tokens: int, budget: int, max_num_seqs: int, fixed_chunk: int, has_states: bool,
         num_drafted: int, max_drafted: int, has_draft_model: bool, **options: Any,
     ) -> None:
-        speculates = num_drafted and not fixed_chunk and not has_states
+        speculates = num_drafted and not fixed_chunk
         drafter, model = OracleDrafter(), OracleModel(3) if has_draft_model else None
         self.world = World(
             num_blocks=num_tokens // block_size, block_size=block_size, max_num_seqs=max_num_seqs, max_queue_size=12,
