@@ -1,8 +1,8 @@
 """A draft model: a second, small model with memory of its own that proposes the tokens which the engine's model verifies.
 
 It computes in the thread in which the engine's model computes, so that they do not compete for cores. Of each sequence it keeps
-the keys of all tokens, or the states behind the last ones; where proposals were not accepted, it begins again behind the last one
-that was.
+the keys of all tokens, or the states behind the last ones. Where proposals were not accepted, it begins again behind the last
+one that was.
 """
 
 from __future__ import annotations

@@ -193,15 +193,14 @@ class FakeStateRunner(FakeRunner):
 
     def _write(self, seq: Sequence, start: int, new: list[int]) -> list[int]:
         size, count, kept = self._block_size, len(new), self._kept.get(seq.row)
-        if kept is not None:
-            _demand(self._blocks[seq.row] == seq.blocks and len(kept) == count, f"{seq.key}: {kept} for {count} tokens")
         tokens = super()._write(seq, start, new) if kept is None else [*seq.tokens[:start], *new]
         if start and count:
             _demand(self._states[seq.blocks[(start - 1) // size]] == tokens[:start], f"{seq.key}: no state at {start}")
-        for place, block in enumerate(kept or ()):
-            self._states[block] = tokens[: start + place + 1]
-        for end in [] if kept is not None else [*range(start - start % size + size, start + count, size), start + count] if count else ():
-            self._states[seq.blocks[(end - 1) // size]] = tokens[:end]
+        ends = [*range(start - start % size + size, start + count, size), start + count] if count else []
+        blocks = [(end, seq.blocks[(end - 1) // size]) for end in ends] if kept is None else list(enumerate(kept, start + 1))
+        _demand(not count or blocks[-1][0] == start + count, f"{seq.key}: blocks {blocks} for tokens up to {start + count}")
+        for end, block in blocks:
+            self._states[block] = tokens[:end]
         return tokens
 
     def _check_context(self, seq: Sequence, context: list[int]) -> None:

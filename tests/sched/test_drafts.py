@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from archerfish.sched.drafts import LONGEST_MATCH, SHORTEST_MATCH, PromptLookup, Speculation
-from tests.sched.worlds import OracleDrafter, OracleModel, World
+from tests.sched.worlds import OracleDrafter, OracleModel, World, commit, plan
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 9), st.booleans())
@@ -136,3 +136,22 @@ def test_nothing_is_drafted_before_plain_steps_were_measured() -> None:
     world.run()
     world.check_output(seq)
     assert model.num_begun
+
+
+def test_a_sequence_that_is_aborted_while_proposals_are_verified_leaves_right_states() -> None:
+    """What others find in the cache is the state behind its known tokens, and not one before or behind it."""
+    num_verified = 0
+    for num_steps in range(2, 12):
+        world = World(has_states=True, speculation=Speculation(OracleDrafter(), 4))
+        (seq,) = world.add(6, 40)
+        for _ in range(num_steps):
+            world.step()
+        made = plan(world)
+        num_verified += len(made.input.states)
+        world.scheduler.abort(seq.request.request_id)
+        commit(world, made)
+        world.check_nothing_is_held()
+        (other,) = world.add([*seq.tokens, 7], 5)
+        world.run()
+        world.check_output(other)
+    assert num_verified > 5
