@@ -153,12 +153,12 @@ class ModelDrafter:
 
 
 class ComputedDraft:
-    """The DraftJob of a ModelDrafter. began: when, if its time is to be measured."""
+    """The DraftJob of a ModelDrafter. computed: where proposals go that are computed. began: when, if that is measured."""
 
     def __init__(
-        self, drafter: ModelDrafter, proposed: dict[Sequence, list[int]], steps: list[RunningStep], began: float | None
+        self, drafter: ModelDrafter, computed: dict[Sequence, list[int]], steps: list[RunningStep], began: float | None
     ) -> None:
-        self._drafter, self._proposed, self._steps, self._began = drafter, proposed, steps, began
+        self._drafter, self.computed, self._steps, self._began = drafter, computed, steps, began
         self._found: dict[Sequence, list[int]] | None = None
 
     def done(self) -> bool:
@@ -166,25 +166,25 @@ class ComputedDraft:
 
     def tokens(self, seq: Sequence) -> list[int]:
         if self._found is None:
-            self._found = self._read()
+            self._found = self.read()
         return self._found.get(seq, [])
 
     def wait(self) -> None:
         if self._found is None:
-            self._found = self._read()
+            self._found = self.read()
 
-    def _read(self) -> dict[Sequence, list[int]]:
+    def read(self) -> dict[Sequence, list[int]]:
         drafter, found = self._drafter, dict[Sequence, list[int]]()
         try:
             columns = [step.result().tokens[:, 0].tolist() for step in self._steps]
         except Exception:  # without proposals the sequences go on
             logger.exception("The draft model failed.")
-            for seq in self._proposed:
+            for seq in self.computed:
                 drafter.forget(seq)
             return found
         if self._began is not None and columns:
-            drafter.times.add(len(self._proposed), (time.perf_counter() - self._began) / len(columns))
-        for (seq, proposed), tokens in zip(self._proposed.items(), zip(*columns, strict=True), strict=True):
-            proposed += tokens[:-1]  # the last one is not computed
+            drafter.times.add(len(self.computed), (time.perf_counter() - self._began) / len(columns))
+        for (seq, computed), tokens in zip(self.computed.items(), zip(*columns, strict=True), strict=True):
+            computed += tokens[:-1]
             found[seq] = list(itertools.takewhile(lambda token: token < drafter.vocab_size, tokens))
         return found

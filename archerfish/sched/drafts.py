@@ -23,6 +23,7 @@ GAIN = 1.1  # at least, of proposing tokens
 MOST_DRAFTED = 64  # sequences of a step; looking for proposals would take longer than they save
 PAUSE = 16  # tokens, after a step in which proposals would not have paid
 FADING = 0.9  # of what was accepted before, with every draft
+FORGETTING = 0.8  # of what was rejected, with every pause of a draft model: bad luck must not end its proposals for good
 FIRST_ACCEPTED, FIRST_REJECTED = 2.7, 0.3  # assumed at first
 FIRST_COUNT = 4  # tokens that are proposed at first
 LONGEST_PAUSE = 6  # 2 to the power of this many tokens
@@ -164,6 +165,7 @@ class Speculation:
             if count:
                 seq.draft.job, seq.pending_limit = None if seq.num_pending else job, 0
             else:
+                seq.draft.rejected *= FORGETTING
                 self.pause(seq)
 
     def is_proposing(self, seq: Sequence) -> bool:

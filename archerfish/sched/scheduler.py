@@ -442,7 +442,7 @@ class Scheduler:
         seconds = now - max(step.planned_at, self._last_commit)
         if num_prompt_tokens:
             self._prompts.measure(num_prompt_tokens, seconds)
-        elif self.speculation is not None:
+        elif self.speculation is not None and len(plan.input.tokens):
             self.speculation.times.add(len(plan.input.tokens), seconds)
         self._last_commit = now
 
