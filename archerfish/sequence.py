@@ -124,8 +124,6 @@ class DraftJob(Protocol):
 
     def done(self) -> bool: ...
 
-    def wait(self) -> None: ...
-
     def tokens(self, seq: Sequence) -> list[int]:
         """Those of a sequence; waits for them. None where the draft model failed."""
 

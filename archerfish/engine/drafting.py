@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -75,6 +76,19 @@ class ModelDrafter:
         return has_room and (known is not None or bool(self._free))
 
     def begin(self, sequences: SequenceOf[Sequence], count: int) -> ComputedDraft:
+        try:
+            return self._begin(sequences, count)
+        except Exception:  # without proposals the sequences go on
+            return self.fail(sequences)
+
+    def fail(self, sequences: Iterable[Sequence]) -> ComputedDraft:
+        """Forget sequences of which it is not known any more what was computed; a draft without proposals."""
+        logger.exception("The draft model failed.")
+        for seq in sequences:
+            self.forget(seq)
+        return ComputedDraft(self, {}, [], None)
+
+    def _begin(self, sequences: SequenceOf[Sequence], count: int) -> ComputedDraft:
         began = time.perf_counter()
         found = [(seq, chunk) for seq in sequences if (chunk := self._catch_up(seq, count)) is not None]
         found.sort(key=lambda pair: len(pair[1].tokens) > 1)  # those with one new token stand first
@@ -169,18 +183,12 @@ class ComputedDraft:
             self._found = self.read()
         return self._found.get(seq, [])
 
-    def wait(self) -> None:
-        if self._found is None:
-            self._found = self.read()
-
     def read(self) -> dict[Sequence, list[int]]:
         drafter, found = self._drafter, dict[Sequence, list[int]]()
         try:
             columns = [step.result().tokens[:, 0].tolist() for step in self._steps]
-        except Exception:  # without proposals the sequences go on
-            logger.exception("The draft model failed.")
-            for seq in self.computed:
-                drafter.forget(seq)
+        except Exception:
+            drafter.fail(self.computed)
             return found
         if self._began is not None and columns:
             drafter.times.add(len(self.computed), (time.perf_counter() - self._began) / len(columns))

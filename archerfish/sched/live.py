@@ -149,6 +149,15 @@ class LiveSequences:
             return None
         return self.blocks.allocate(num_blocks)
 
+    def make_room(self, seq: Sequence, num_tokens: int) -> bool:
+        """Blocks for tokens that a step verifies; false: too few can be had."""
+        assert seq.draft is not None
+        if self.cache.whole_blocks:
+            seq.draft.states = self.allocate(num_tokens) or []
+            return bool(seq.draft.states)
+        missing = self.num_missing(seq, seq.num_computed + num_tokens)
+        return missing <= 0 or self.grow(seq, missing)
+
     def keep_states(self, seq: Sequence, start: int, num_tokens: int) -> None:
         """A step has left a state behind each of its tokens from `start` on, of which so many count: the last state, and those
         at the ends of blocks, take their places in the sequence."""

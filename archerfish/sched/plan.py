@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from archerfish.errors import InvariantError
+from archerfish.errors import InvalidOptionError, InvariantError
 from archerfish.sched.live import Found, LiveSequences
 from archerfish.sequence import Sequence
 from archerfish.step import PENDING, Ids, RowEntry, StepInput
@@ -341,3 +341,13 @@ def gains(seq: Sequence, leader: Sequence, num_cached: int, least: int) -> bool:
     if end >= len(ours) or end > leader.num_prompt or seq.request.namespace != leader.request.namespace:
         return False
     return ours[num_cached] == theirs[num_cached] and ours[:end] == theirs[:end]
+
+
+def check_step_tokens(max_num_batched_tokens: int, max_num_seqs: int, fixed_chunk: int) -> None:
+    least = max_num_seqs + max(1, fixed_chunk)
+    if max_num_batched_tokens < least:
+        raise InvalidOptionError(
+            f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least {least} with {max_num_seqs} sequences: "
+            f"one token for each, and {max(1, fixed_chunk)} for a prompt.",
+            hint="Raise max_num_batched_tokens or lower max_num_seqs.",
+        )

@@ -21,11 +21,11 @@ import numpy as np
 from archerfish.cache.adaptive import LogitsCache
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import HitRecord, RadixCache, RadixKey
-from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, InvariantError, TooManyRequestsError
+from archerfish.errors import InputTooLargeError, InvalidInputError, InvariantError, TooManyRequestsError
 from archerfish.sched.drafts import Speculation
 from archerfish.sched.live import LiveSequences, SchedulerStats
 from archerfish.sched.masks import MaskFinder
-from archerfish.sched.plan import Plan, PlanBuilder, PromptPlanner
+from archerfish.sched.plan import Plan, PlanBuilder, PromptPlanner, check_step_tokens
 from archerfish.sched.policy import SchedulingPolicy, scheduling_policy
 from archerfish.sequence import Delta, FinishReason, Namespace, Request, Sequence, Status
 from archerfish.step import MOST_PENALISED_DRAFTS, StepResult
@@ -240,7 +240,7 @@ class Scheduler:
             self._live.end(seq, "error", error=seq.mask.error)
 
     def _is_apart(self, seq: Sequence, builder: PlanBuilder, drafted: list[Sequence], failed: list[Sequence]) -> bool:
-        """Whether a sequence with known tokens is no plain decode: it waits for its proposals or its mask, has either."""
+        """Whether a sequence is no plain decode: it waits for its mask or proposals, has some, or its grammar failed."""
         if self.speculation is not None and self.speculation.is_proposing(seq):
             return True
         if seq.mask is not None:
@@ -278,7 +278,7 @@ class Scheduler:
             if seq.request.params.has_penalties:
                 proposed = proposed[:room]
                 room -= len(proposed)
-            seq.draft.tokens = proposed if proposed and self._make_room(seq, 1 + len(proposed)) else []
+            seq.draft.tokens = proposed if proposed and self._live.make_room(seq, 1 + len(proposed)) else []
             if not count:
                 self.speculation.pause(seq)
             if seq.draft.tokens:
@@ -287,15 +287,6 @@ class Scheduler:
                 builder.add_decode(seq)
             else:
                 builder.stalled.append(seq)
-
-    def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
-        """Blocks for tokens of which some may not be accepted; false: there are too few."""
-        assert seq.draft is not None
-        if self.cache.whole_blocks:
-            seq.draft.states = self._live.allocate(num_tokens) or []
-            return bool(seq.draft.states)
-        missing = self._live.num_missing(seq, seq.num_computed + num_tokens)
-        return missing <= 0 or self._live.grow(seq, missing)
 
     def _rescue(self, builder: PlanBuilder) -> None:
         """Blocks for decodes that found none: those that are coming back, else those of the lowest priority and latest."""
@@ -491,8 +482,11 @@ class Scheduler:
 
     def wait(self) -> None:
         """Wait for what keeps sequences from being planned: proposals of a draft model, or masks."""
-        jobs = [seq.draft.job for seq in self._live.decoding if seq.draft is not None and seq.draft.job is not None]
-        jobs[0].wait() if jobs else self.masks.wait()
+        for seq in self._live.decoding:
+            if seq.draft is not None and seq.draft.job is not None:
+                seq.draft.job.tokens(seq)
+                return
+        self.masks.wait()
 
     def close(self) -> None:
         """Give the memory of a draft model back."""
@@ -505,13 +499,3 @@ class Scheduler:
         holders = itertools.chain(live.prefilling, live.decoding, live.leaving)
         blocks = [[*seq.blocks, *(seq.draft.states if seq.draft is not None else ())] for seq in holders]
         return blocks + [list(step.copied_blocks) for step in self._open.values()]
-
-
-def check_step_tokens(max_num_batched_tokens: int, max_num_seqs: int, fixed_chunk: int) -> None:
-    least = max_num_seqs + max(1, fixed_chunk)
-    if max_num_batched_tokens < least:
-        raise InvalidOptionError(
-            f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least {least} with {max_num_seqs} sequences: "
-            f"one token for each, and {max(1, fixed_chunk)} for a prompt.",
-            hint="Raise max_num_batched_tokens or lower max_num_seqs.",
-        )

@@ -178,10 +178,11 @@ def test_a_draft_model_that_fails_fails_no_request(tmp_path: Path, monkeypatch: 
         assert isinstance(model_drafter, drafting.ModelDrafter)
         always_draft(engine, monkeypatch)
         plain = engine.generate([[7, 8]], replace(params, speculate=False))[0].token_ids
-        monkeypatch.setattr(model_drafter.runner, "_start", lambda step, work: 1 / 0)
-        (output,) = engine.generate([[7, 8]], params)
-        assert output.token_ids == plain and not output.metrics.num_draft_tokens
-        assert not model_drafter._known
+        for name in ("_start", "launch"):
+            monkeypatch.setattr(model_drafter.runner, name, lambda *_: 1 / 0)
+            (output,) = engine.generate([[7, 8]], params)
+            assert output.token_ids == plain and not output.metrics.num_draft_tokens
+            assert not model_drafter._known
 
 
 def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
