@@ -236,8 +236,7 @@ class Scheduler:
         if apart[0]:
             self._plan_drafts(builder, apart[0])
         for seq in apart[1]:
-            assert seq.mask is not None
-            self._live.end(seq, "error", error=seq.mask.error)
+            self._live.end(seq, "error", error=seq.mask.error if seq.mask is not None else None)
 
     def _is_apart(self, seq: Sequence, builder: PlanBuilder, drafted: list[Sequence], failed: list[Sequence]) -> bool:
         """Whether a sequence is no plain decode: it waits for its mask or proposals, has some, or its grammar failed."""
