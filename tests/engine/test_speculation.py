@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from archerfish.engine.vllm_options import read_options
 from archerfish.errors import InvalidOptionError
 from archerfish.runtime.graphs import PromptKind
 from archerfish.sequence import Request, Sequence
+from archerfish.serve.compute import ComputeThread
 from archerfish.types import no_progress
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.engine.tiny_rwkv import save_tiny_rwkv
@@ -242,3 +244,20 @@ def test_a_recurrent_draft_model_goes_back_to_the_state_behind_the_last_accepted
             proposed = drafter.begin([seq], 5).tokens(seq)
             assert proposed == expected.generate([seq.tokens.tolist()], params)[0].token_ids
             seq.tokens.extend(new if isinstance(new, list) else [*proposed[:new], 50])
+
+
+def test_a_service_does_not_wait_for_the_draft_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loop goes on when the compute thread has done a job, and every call of `advance` returns at once."""
+    model, draft = two_llamas(tmp_path, num_hidden_layers=1)
+    params, woken = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True), threading.Event()
+    compute = ComputeThread(woken.set)
+    with LLMEngine(model, **USUAL, speculation="draft", draft_model=draft, executor=compute.lane("model")) as engine:
+        always_draft(engine, monkeypatch)
+        request_id = engine.add_request([7, 8], params)
+        while (output := engine.get_output(request_id)) is None:
+            if not engine.advance():
+                assert woken.wait(60)
+                woken.clear()
+        plain = engine.generate([[7, 8]], replace(params, speculate=False))[0]
+    compute.close()
+    assert output.token_ids == plain.token_ids and output.metrics.num_draft_tokens > 0
