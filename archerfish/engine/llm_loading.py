@@ -70,6 +70,11 @@ class ModelFacts:
         """What the weights take in memory."""
         return self.stored_bytes or sum(self.adapter.tensor_bytes(self.config, self.dtype, self.weight_format).values())
 
+    @property
+    def num_bytes(self) -> int:
+        """Of weights and of KV or states, those of a draft model included."""
+        return self.weight_bytes + self.memory.num_bytes + (0 if self.draft is None else self.draft.num_bytes)
+
     def find_tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, or the one that `tokenizer` names."""
         if self.tokenizer_directory is None:
