@@ -171,7 +171,7 @@ def models_of(
         add("embedding", embed)
     if config.rerank_model:
         add("cross-encoder", embed.replace(model=config.rerank_model))
-    others = engine.replace(speculation="off", draft_model="") if engine.draft_model else engine  # it has one model's vocabulary
+    others = engine.replace(speculation="off", draft_model="") if engine.draft_model else engine  # of another vocabulary
     for model in models:
         base: EngineConfig | EmbedConfig = others if model.kind == "generation" else embed
         add(model.kind, base.replace(**{**model.options, "model": model.model}), model.loads or config.loads)
