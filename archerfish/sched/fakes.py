@@ -80,7 +80,7 @@ class FakeRunner:
         """Make garbage of what a step wrote or was to write, as if it had broken off, before the scheduler learns of it."""
         self._enter(plan.input)
         for row, start, count in self._spans(plan.input):
-            for position in range(start, start + count):
+            for position in range(start, min(start + count, len(self._blocks[row]) * self._block_size)):
                 self._memory[self._blocks[row][position // self._block_size]][position % self._block_size] = EMPTY
         self._logits |= {handle: EMPTY for _, handle in plan.input.kept}
 

@@ -170,6 +170,12 @@ class LiveSequences:
         self.num_held_blocks += len(kept) - len(before)
         seq.num_sent = min(seq.num_sent, first)
 
+    def drop_states(self, seq: Sequence) -> None:
+        """A step that was to leave states behind proposed tokens has failed."""
+        if seq.draft is not None:
+            self.blocks.free(seq.draft.states)
+            seq.draft.states = []
+
     # Changes
 
     def look_up(self, seq: Sequence) -> Found:

@@ -416,6 +416,7 @@ class Scheduler:
             if seq.num_computed > start:  # what the step was to compute cannot be trusted
                 live.num_held_tokens -= seq.num_computed - start
                 seq.num_computed = start
+            live.drop_states(seq)
             if seq.finish_reason is None:
                 live.end(seq, "error", error=error)
             if seq.row >= 0 and not seq.num_in_flight:
@@ -494,7 +495,6 @@ class Scheduler:
 
     def owned_blocks(self) -> list[list[int]]:
         """The blocks of every sequence that holds some, and those that open steps copy from: for RadixCache.check."""
-        live = self._live
-        holders = itertools.chain(live.prefilling, live.decoding, live.leaving)
+        holders = itertools.chain(self._live.prefilling, self._live.decoding, self._live.leaving)
         blocks = [[*seq.blocks, *(seq.draft.states if seq.draft is not None else ())] for seq in holders]
         return blocks + [list(step.copied_blocks) for step in self._open.values()]

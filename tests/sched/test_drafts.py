@@ -138,8 +138,9 @@ def test_nothing_is_drafted_before_plain_steps_were_measured() -> None:
     assert model.num_begun
 
 
-def test_a_sequence_that_is_aborted_while_proposals_are_verified_leaves_right_states() -> None:
-    """What others find in the cache is the state behind its known tokens, and not one before or behind it."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_sequence_that_is_aborted_while_proposals_are_verified_leaves_right_states(fails: bool) -> None:
+    """What others find in the cache is the state behind its known tokens, and not one before or behind it, or of a failed step."""
     num_verified = 0
     for num_steps in range(2, 12):
         world = World(has_states=True, speculation=Speculation(OracleDrafter(), 4))
@@ -149,7 +150,12 @@ def test_a_sequence_that_is_aborted_while_proposals_are_verified_leaves_right_st
         made = plan(world)
         num_verified += len(made.input.states)
         world.scheduler.abort(seq.request.request_id)
-        commit(world, made)
+        if fails:
+            world.runner.execute(made)
+            world.runner.spoil(made)
+            world.scheduler.fail(made, RuntimeError("all"))
+        else:
+            commit(world, made)
         world.check_nothing_is_held()
         (other,) = world.add([*seq.tokens, 7], 5)
         world.run()
