@@ -140,7 +140,7 @@ def test_nothing_is_drafted_before_plain_steps_were_measured() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_sequence_that_is_aborted_while_proposals_are_verified_leaves_right_states(fails: bool) -> None:
-    """What others find in the cache is the state behind its known tokens, and not one before or behind it, or of a failed step."""
+    """What others find in the cache is the state behind its known tokens, not one before or behind it, nor of a failed step."""
     num_verified = 0
     for num_steps in range(2, 12):
         world = World(has_states=True, speculation=Speculation(OracleDrafter(), 4))
