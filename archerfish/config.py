@@ -198,8 +198,13 @@ class EngineConfig(Options):
         1.0, "Longest wait of an idle engine loop; a request wakes it at once.", minimum=0.01, maximum=10_000
     )
     speculation: str = option(
-        "off", "Propose tokens and verify them together, with the same tokens as result: off, or ngram: what followed when the "
-        "last tokens stood in the sequence before (summaries, edits of code).", choices=("off", "ngram"),
+        "off", "Propose tokens and verify them together, with the same tokens as result: off; ngram: what followed when the "
+        "last tokens stood in the sequence before (summaries, edits of code); draft: what `draft_model` computes.",
+        choices=("off", "ngram", "draft"),
+    )
+    draft_model: str = option(
+        "", "With speculation=draft: a small model with the same vocabulary: a path, a built-in name or a Hugging Face id. It "
+        "proposes tokens for up to 8 sequences, and keeps up to 16384 tokens of them."
     )
     num_draft_tokens: int = option(16, "Most tokens that are proposed at once; measured speed decides.", minimum=1, maximum=31)
     deterministic: bool = option(False, "Make the logits of a request independent of other requests, bit for bit; slower.")
@@ -213,6 +218,11 @@ class EngineConfig(Options):
         if self.max_batch_size:
             object.__setattr__(self, "max_num_seqs", self.max_batch_size)
             object.__setattr__(self, "max_batch_size", 0)
+        if (self.speculation == "draft") != bool(self.draft_model):
+            raise InvalidOptionError(
+                f"[engine] speculation is {self.speculation!r}, and draft_model {self.draft_model!r}.",
+                hint="speculation='draft' takes a draft_model; others take none.",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,11 +71,21 @@ class TokenMatcher(Protocol):
         Where none may, or the output has left the grammar: an InvalidInputError, which ends this sequence.
         """
 
+    def copy(self) -> TokenMatcher:
+        """One that goes ahead over tokens of which it is not sure that they come."""
+
+    def forced(self) -> list[int]:
+        """Tokens that must follow what `fill` saw last, where each is the only one allowed."""
+
 
 class TokenMask(Protocol):
     """The tokens that a grammar allows next; a thread computes them."""
 
-    bits: npt.NDArray[np.int64]  # a bit for every token of the vocabulary, 64 to a word, the lowest first
+    bits: npt.NDArray[np.int64]  # a bit for every token of the vocabulary, 64 to a word, the lowest first; a row for what may
+    # follow now, and one for what may follow behind each proposed token
+    proposed: list[int]  # tokens that the grammar allows, of those that were to be proposed
+    is_forced: bool  # it allows no others
+    num_output: int  # tokens of output that it follows
     error: BaseException | None  # why the sequence cannot go on
 
     def done(self) -> bool: ...
@@ -109,6 +119,15 @@ class Request:
     collector: Any = None  # the engine's OutputCollector of its text and tokens
 
 
+class DraftJob(Protocol):
+    """Proposals that a draft model computes for some sequences."""
+
+    def done(self) -> bool: ...
+
+    def tokens(self, seq: Sequence) -> list[int]:
+        """Those of a sequence; waits for them. None where the draft model failed."""
+
+
 @dataclass(slots=True)
 class Draft:
     """Tokens that are proposed for a sequence, and how proposals went so far."""
@@ -117,6 +136,10 @@ class Draft:
     rejected: float
     count: int  # how many tokens to propose next, at most
     tokens: list[int] = field(default_factory=list)  # that the next step verifies, or the one in flight
+    job: DraftJob | None = None  # that computes them
+    is_forced: bool = False  # a grammar allows no others
+    states: list[int] = field(default_factory=list)  # of a recurrent model: blocks for the state behind the last known token,
+    # and behind each proposed one, while a step verifies them
     pause_until: int = 0  # so many tokens are known: before, nothing is proposed
     num_misses: int = 0  # drafts of which nothing was accepted, since the last one of which something was
     num_proposed: int = 0

@@ -55,7 +55,10 @@ class StepInput:
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks to copy, (from, to), before anything else
     entries: list[RowEntry] = field(default_factory=list)  # rows that change hands
     masked: list[int] = field(default_factory=list)  # sequences whose grammar rules tokens out
-    mask_bits: Ids | None = None  # (masked, words): a bit for every token, 64 to a word, the lowest first; 0: ruled out
+    mask_bits: Ids | None = None  # (samples of those masked, words): a bit for every token, 64 to a word, the lowest first; 0:
+    # ruled out
+    states: list[tuple[int, list[int]]] = field(default_factory=list)  # (sequence, blocks): those of a recurrent model for the
+    # states behind each of its new tokens, in place of the row's
     scored: dict[int, tuple[int, array[int]]] = field(default_factory=dict)  # prompt logprobs of a sequence: of how many of the
     # likeliest tokens, and the prompt tokens that follow its first new ones
     kept: list[tuple[int, int]] = field(default_factory=list)  # (sequence, handle): keep its logits under this handle

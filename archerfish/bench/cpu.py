@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from archerfish.bench import cpu_peers, embed
+from archerfish.bench.drafts import write_shapes
 from archerfish.bench.engines import timed
 from archerfish.bench.gpu import VLLM_ENVIRONMENT, VLLM_OPTIONS
 from archerfish.bench.load import Load, Shape
@@ -44,7 +45,7 @@ from archerfish.store.names import resolve_model
 TEXT_MODEL, EMBEDDING_MODEL = "smollm2-135m-instruct", "all-minilm-l6-v2"
 PARTS = ("decode", "prefill", "batch", "start", "http", "embed", "rwkv", "draw", "drafts")
 LLAMA, VLLM, SORTED, OURS_INT8 = "llama.cpp", "vllm", "numpy sort", "archerfish-int8"
-PEERS_FILE = Path(__file__).with_name("cpu_peers.py")
+PEERS_FILE, PACED_FILE = (Path(__file__).with_name(name) for name in ("cpu_peers.py", "drafts.py"))
 EXPORTED = ("onnx", "transformers")  # what exporting needs
 # Of each peer: its class, the class's own arguments, and the packages that it needs.
 EMBEDDERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
@@ -78,6 +79,8 @@ DRAFTED = {
 }
 EDITED_FILE, EDITED_CHARACTERS, DRAFTED_OUTPUT = Path(bisect.__file__), 2500, 200
 DRAFTED_RATE = "{}: {}, tokens/s"
+PACED, PACED_SHARE, PACED_GAIN, PACED_OUTPUT = "draft model (paced, {:.0%} right)", 0.7, 1.4, 100
+FULL_BATCH, FULL_BATCH_OUTPUT = 64, 48  # sequences, and tokens of each
 HOW = {False: "one by one", True: "with speculation"}
 EXACT = tuple(name for name in EMBEDDERS if not name.endswith("int8"))  # peers whose vectors are as good as ours
 FASTER = {  # than peers, by what is measured
@@ -96,7 +99,10 @@ GOALS = (
     Goal(f"rwkv 0.1b, {RWKV_STREAMS} streams, tokens/s", 8.0, at_least=True, over="rwkv 0.1b, one stream, tokens/s"),
     *(
         Goal(DRAFTED_RATE.format(title, HOW[True]), wanted, at_least=True, over=DRAFTED_RATE.format(title, HOW[False]))
-        for title, (_, wanted) in DRAFTED.items()
+        for title, wanted in (
+            *((title, wanted) for title, (_, wanted) in DRAFTED.items()),
+            (PACED.format(PACED_SHARE), PACED_GAIN), (f"{FULL_BATCH} sequences", 0.97),
+        )
     ),
     Goal("one draw, us", 5.0, at_least=True, peers=(SORTED,)),
     Goal("one draw, us", 80.0),
@@ -307,7 +313,26 @@ class CpuBench:
                         yield Measurement(DRAFTED_RATE.format(title, HOW[speculate]), found["rate"], name)
                         if found["proposed"]:
                             yield Measurement(f"{title}: share accepted", found["accepted"] / found["proposed"], name)
+            for number, name, speculate in product(range(-1, self.options.rounds), self.ours, HOW):
+                rate = decode_rate(group, name, FULL_BATCH, FULL_BATCH_OUTPUT, number, speculate=speculate)
+                if rate is not None and number >= 0:
+                    yield Measurement(DRAFTED_RATE.format(f"{FULL_BATCH} sequences", HOW[speculate]), rate, name)
             yield from group.notes
+        yield from self.paced_drafts()
+
+    def paced_drafts(self) -> Found:
+        """One sequence with a draft model of a tenth of the model's size."""
+        title = PACED.format(PACED_SHARE)
+        with tempfile.TemporaryDirectory(prefix="archerfish-") as scratch, EngineGroup() as group:
+            options = {**write_shapes(Path(scratch)), **OUR_OPTIONS, "max_cache_tokens": 4096}
+            for name, path in self.ours.items():
+                group.open(name, "ArcherfishPaced", {"options": options, "share": PACED_SHARE}, path=path, file=PACED_FILE)
+            for number, name, speculate in product(range(-1, self.options.rounds), self.ours, HOW):
+                found = group.call(name, "decode", num_output=PACED_OUTPUT, speculate=speculate)
+                if found and number >= 0:
+                    yield Measurement(DRAFTED_RATE.format(title, HOW[speculate]), found["rate"], name)
+                    if found["proposed"]:
+                        yield Measurement(f"{title}: share accepted", found["accepted"] / found["proposed"], name)
 
     def draw(self) -> Found:
         """One token out of many, with top-k and top-p."""
@@ -323,12 +348,12 @@ class CpuBench:
                     yield Measurement("one draw, us", 1e6 * percentile(times, 0.5), name)
 
 
-def decode_rate(group: EngineGroup, name: str, num: int, num_output: int, number: int) -> float | None:
+def decode_rate(group: EngineGroup, name: str, num: int, num_output: int, number: int, **others: Any) -> float | None:
     """Tokens a second after the first of each sequence. No cache has the prompts: those of both runs differ."""
     seconds = []
     for place, count in enumerate((1, num_output + 1)):
         prompts = random_prompts(num, PROMPT_TOKENS, MAX_TOKEN, 2 * (number + 1) + place)
-        seconds.append(group.call(name, "generate", prompts=prompts, outputs=[count] * num))
+        seconds.append(group.call(name, "generate", prompts=prompts, outputs=[count] * num, **others))
     return None if None in seconds else num * num_output / max(seconds[1] - seconds[0], 1e-9)
 
 

@@ -11,7 +11,7 @@ from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from archerfish.engine.inference_core import Vectors, kind_of
 from archerfish.engine.llm_engine import LLMEngine, Message, Prompt
-from archerfish.engine.llm_loading import make_runner
+from archerfish.engine.llm_loading import make_runner, make_speculation
 from archerfish.engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput, split_reasoning
 from archerfish.engine.request_maker import is_token_ids
 from archerfish.engine.text_batches import remark_cuts, softmax
@@ -106,6 +106,7 @@ class LLM(LLMEngine):
             self._abort_all()
         self._collect_down_to(0)
         self.scheduler.cache.clear()
+        self.scheduler.close()
         self.runner.close(keeps_model=level == 1)
         free_memory()
 
@@ -114,6 +115,7 @@ class LLM(LLMEngine):
         if self._sleep_level and not self._is_closed:
             adapter = self.runner.model if self._sleep_level == 1 else None
             self.runner, self.facts = make_runner(self.facts, self.config, self._executor, adapter)
+            self.scheduler.speculation = make_speculation(self.config, self.facts, self.runner)
             self._sleep_level, self._has_idle_work = 0, True
 
     def is_sleeping(self) -> bool:

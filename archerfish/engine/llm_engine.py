@@ -58,14 +58,13 @@ class LLMEngine:
         else:
             self.config = EngineConfig(**(options if model is None else {"model": str(model), **options}))
         facts = read_facts(self.config, hub or HubConfig(), progress)
-        self.model_name = facts.name
-        tokenizer = self.tokenizer = facts.find_tokenizer()
+        self.model_name, self.tokenizer = facts.name, facts.find_tokenizer()
         self.grammars = GrammarCompiler(self.tokenizer, facts.vocab_size, facts.name)
         self.runner, facts = make_runner(facts, self.config, executor, progress=progress)
         self.runner.ops.pin_threads(self.config.pin_threads)
         self.facts, self._executor, self._text_thread = facts, executor, text_thread
-        self.scheduler, self.logits_cache = make_scheduler(self.config, facts, getattr(executor, "wake", None))
-        self.requests = RequestMaker(facts, self.config, tokenizer, self.grammars, self.scheduler.clock)
+        self.scheduler, self.logits_cache = make_scheduler(self.config, facts, self.runner, getattr(executor, "wake", None))
+        self.requests = RequestMaker(facts, self.config, self.tokenizer, self.grammars, self.scheduler.clock)
         self._live: dict[str, Request] = {}  # by id
         self._num_ended = 0
         self.watcher: Watcher | None = None  # called with every delta, after its text was made
@@ -135,7 +134,7 @@ class LLMEngine:
         ended = self._collect_down_to(depth)  # more are open only where ctrl-c came between
         is_launched = self._launch_next()
         if not is_launched and not self._in_flight:
-            self.scheduler.masks.wait()
+            self.scheduler.wait()
         return ended + self._collect_down_to(depth if is_launched else 0)
 
     def advance(self) -> bool:
@@ -471,6 +470,7 @@ class LLMEngine:
         self._collect_down_to(0)
         if self._text_thread is not None:
             self._text_thread.submit(self._deliver).result()
+        self.scheduler.close()
         self.runner.close()
         gc.unfreeze()
         with self._changed:

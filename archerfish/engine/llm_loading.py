@@ -12,6 +12,7 @@ from archerfish.cache.adaptive import LogitsCache
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import RadixCache
 from archerfish.config import EngineConfig, HubConfig
+from archerfish.engine.drafting import MAX_CHUNK, ModelDrafter
 from archerfish.errors import InvalidOptionError
 from archerfish.kernels.formats import PLAIN, WeightFormat, choose_format
 from archerfish.kernels.recurrent import StateShape
@@ -23,7 +24,7 @@ from archerfish.params import read_default_sampling
 from archerfish.remarks import remark_blocks
 from archerfish.runtime.kv_pool import MemoryPlan, allocate_pool, check_plan, plan_memory, work_bytes
 from archerfish.runtime.runner import ModelRunner
-from archerfish.sched.drafts import PromptLookup, Speculation
+from archerfish.sched.drafts import MOST_DRAFTED, PromptLookup, Speculation
 from archerfish.sched.masks import MaskFinder
 from archerfish.sched.scheduler import Scheduler
 from archerfish.store.converter import ensure_converted
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 16384
 DETERMINISTIC_CHUNK = 256
+MAX_DRAFTED, DRAFT_CACHE_TOKENS = 8, 16_384  # sequences of a draft model, and tokens of all of them
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,17 @@ class ModelFacts:
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # for requests that state no parameters
     tokenizer_directory: Path | None = None  # None: prompts are token ids
     stored_bytes: int = 0  # of weights that stay in the formats of their file; 0: they take what the model computes in
+    draft: ModelFacts | None = None  # of the draft model
 
     @property
     def weight_bytes(self) -> int:
         """What the weights take in memory."""
         return self.stored_bytes or sum(self.adapter.tensor_bytes(self.config, self.dtype, self.weight_format).values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Of weights and of KV or states, those of a draft model included."""
+        return self.weight_bytes + self.memory.num_bytes + (0 if self.draft is None else self.draft.num_bytes)
 
     def find_tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, or the one that `tokenizer` names."""
@@ -107,17 +115,50 @@ class ModelFacts:
 
 
 def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> ModelFacts:
-    """Find a model, convert it if need be, and compute what will fit. Nothing is allocated."""
+    """Find a model and its draft model, convert them if need be, and compute what will fit. Nothing is allocated."""
+    if not config.draft_model:
+        return read_model_facts(config, hub, progress)
+    draft = read_model_facts(draft_config(config), hub, progress)
+    if draft.has_states:
+        num_tokens = MAX_CHUNK * MAX_DRAFTED * (config.num_draft_tokens + 1)
+        options = draft_config(config).replace(block_size=MAX_CHUNK, max_cache_tokens=num_tokens)
+        draft = read_model_facts(options, hub, progress)
+    memory = draft.memory
+    facts = read_model_facts(config, hub, progress, memory.num_bytes + memory.weight_bytes + memory.work_bytes)
+    check_draft(facts, draft)
+    return replace(facts, draft=replace(draft, max_len=min(draft.max_len, facts.max_len)))
+
+
+def check_draft(facts: ModelFacts, draft: ModelFacts) -> None:
+    """Refuse a draft model with another vocabulary. Models of one may have more or fewer rows than it has tokens."""
+    ours, theirs = facts.find_tokenizer(), draft.find_tokenizer()
+    if ours is None or theirs is None:
+        is_same = facts.vocab_size == draft.vocab_size
+    else:
+        size = ours.vocab_size
+        is_same = size == theirs.vocab_size and all(ours.id_to_token(i) == theirs.id_to_token(i) for i in range(size))
+    if not is_same:
+        sizes = f"{draft.vocab_size:,} tokens, and {facts.name} {facts.vocab_size:,}"
+        raise InvalidOptionError(
+            f"[engine] draft_model: {draft.name} has another vocabulary than {facts.name} ({sizes}).",
+            hint="Give a smaller model of the same family: both must have the same tokens.",
+        )
+
+
+def read_model_facts(config: EngineConfig, hub: HubConfig, progress: Progress, reserved_bytes: int = 0) -> ModelFacts:
+    """Of one model. reserved_bytes: for other things than it."""
     device = choose_device(config.device).name
     dtype = choose_dtype(config.dtype, device)
     source = resolve_model(config.model, hub, progress)
     if config.load_format == "dummy" and not is_converted(source):
         values, generation = (read_settings(source / file) for file in ("config.json", "generation_config.json"))
-        facts, kind = facts_of(config, device, dtype, source, source.name, values, generation), ""
+        facts = facts_of(config, device, dtype, source, source.name, values, generation, reserved_bytes=reserved_bytes)
+        kind = ""
     else:
 
         def check(values: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> None:  # before a conversion, which takes minutes
-            check_memory(facts_of(config, device, dtype, source, source.name, values, {}, block_bytes(tensors)), config)
+            found = block_bytes(tensors)
+            check_memory(facts_of(config, device, dtype, source, source.name, values, {}, found, reserved_bytes), config)
 
         is_kept = choose_backend(device, dtype).reads_stored
         directory = ensure_converted(source, dtype=dtype, keep_quantized=is_kept, hub=hub, progress=progress, check=check)
@@ -126,7 +167,9 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
         generation = {**(metadata.generation_config or {}), **(builtin.sampling if builtin else {})}
         kept = metadata.quant_types if is_kept else set()
         stored_bytes = block_bytes(metadata.tensors) if is_kept else 0
-        facts = facts_of(config, device, dtype, directory, metadata.model_name, metadata.config, generation, stored_bytes)
+        facts = facts_of(
+            config, device, dtype, directory, metadata.model_name, metadata.config, generation, stored_bytes, reserved_bytes
+        )
         remark_blocks(config.weights, metadata.model_name, kept)
         kind = str(metadata.source.get("kind"))
     check_quantization(config.quantization, facts.config.values, kind, facts.name)
@@ -135,9 +178,9 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
 
 def facts_of(
     config: EngineConfig, device: str, dtype: str, directory: Path, name: str, values: Mapping[str, Any],
-    generation: Mapping[str, Any], stored_bytes: int = 0,
+    generation: Mapping[str, Any], stored_bytes: int = 0, reserved_bytes: int = 0,
 ) -> ModelFacts:
-    """stored_bytes: as in ModelFacts."""
+    """stored_bytes: as in ModelFacts. reserved_bytes: for other things than this model."""
     model_config, weight_format = Config(values), choose_format(config.weights)
     adapter = model_class(model_config)
     most = adapter.max_positions(model_config)
@@ -152,7 +195,7 @@ def facts_of(
     step_tokens = choose_step_tokens(config, device)
     vocab_size = adapter.vocab_size(model_config)
     work = work_bytes(shapes, vocab_size, step_tokens, config.max_num_seqs, dtype)
-    work += weight_format.work_bytes(shapes, dtype)
+    work += weight_format.work_bytes(shapes, dtype) + reserved_bytes
     memory = plan_memory(config, adapter.memory_shape(model_config), device, dtype, weight_bytes, work, max_len=max_len)
     shown = name if Path(config.model).exists() else config.model
     stated = {} if config.generation_config == "none" else generation
@@ -229,7 +272,7 @@ def load_adapter(facts: ModelFacts, config: EngineConfig) -> ModelAdapter[Any]:
 
 
 def make_scheduler(
-    config: EngineConfig, facts: ModelFacts, wake: Callable[[], None] | None = None
+    config: EngineConfig, facts: ModelFacts, runner: ModelRunner[Any], wake: Callable[[], None] | None = None
 ) -> tuple[Scheduler, LogitsCache]:
     """The scheduler over the model's memory, and the cache of logits beside it. wake: called when a grammar's mask is done."""
     blocks = BlockManager(facts.memory.num_blocks, facts.memory.block_size)
@@ -244,19 +287,36 @@ def make_scheduler(
         policy=config.scheduling_policy, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=facts.step_tokens,
         max_queue_size=config.max_queue_size, max_model_len=facts.max_len, max_requests=config.max_concurrent_requests,
         fixed_chunk=DETERMINISTIC_CHUNK if config.deterministic else 0, masks=MaskFinder(facts.vocab_size, wake),
-        logits_row_bytes=4 * facts.vocab_size, speculation=make_speculation(config, facts),
+        logits_row_bytes=4 * facts.vocab_size, speculation=make_speculation(config, facts, runner),
     )
     return scheduler, logits
 
 
-def make_speculation(config: EngineConfig, facts: ModelFacts) -> Speculation | None:
+def make_speculation(config: EngineConfig, facts: ModelFacts, runner: ModelRunner[Any]) -> Speculation | None:
+    """As configured. A draft model has memory of its own, and computes in the thread of the model's runner."""
     if config.speculation == "off":
         return None
-    if facts.has_states or config.deterministic:
-        why = f"{facts.name} is recurrent" if facts.has_states else "steps of several tokens round otherwise (deterministic)"
+    if config.deterministic:
+        why = "steps of several tokens round otherwise (deterministic)"
         raise InvalidOptionError(f"[engine] speculation cannot be {config.speculation}: {why}.", hint="Leave it off.")
-    limits = {} if facts.device == "cpu" else {"max_sequences": 1}  # recorded passes verify the draft of a lone sequence
-    return Speculation(PromptLookup(), config.num_draft_tokens, **limits)
+    model = None
+    if facts.draft is not None:
+        own, _ = make_runner(facts.draft, draft_config(config), runner.executor)
+        num_states = config.num_draft_tokens + 1
+        model = ModelDrafter(own, vocab_size=facts.vocab_size, max_sequences=MAX_DRAFTED, num_states=num_states)
+    most = MOST_DRAFTED if model is None else MAX_DRAFTED
+    if facts.device != "cpu":
+        most = 1  # recorded passes verify the draft of a lone sequence
+    return Speculation(PromptLookup(), config.num_draft_tokens, most, model)
+
+
+def draft_config(config: EngineConfig) -> EngineConfig:
+    """The options of a draft model."""
+    return config.replace(
+        model=config.draft_model, draft_model="", speculation="off", max_num_seqs=MAX_DRAFTED, max_model_len=0, block_size=0,
+        max_cache_tokens=min(DRAFT_CACHE_TOKENS, config.max_cache_tokens or DRAFT_CACHE_TOKENS), max_num_batched_tokens=0,
+        tokenizer="", quantization="", kv_dtype="auto",
+    )
 
 
 def check_changes(facts: ModelFacts, before: EngineConfig, config: EngineConfig) -> None:

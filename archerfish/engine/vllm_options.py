@@ -110,7 +110,10 @@ def read_options(given: Mapping[str, Any], hub: HubConfig | None) -> tuple[dict[
 
 def read_speculation(given: Any) -> dict[str, Any]:
     """vLLM's speculative_config as options of EngineConfig."""
-    if not isinstance(given, Mapping) or given.get("method") != "ngram":
-        hint = "{'method': 'ngram'} proposes what followed earlier in the sequence; there are no draft models yet."
+    stated = dict(given) if isinstance(given, Mapping) else {}
+    method = stated.get("method", "draft_model" if stated.get("model") else None)
+    if method not in ("ngram", "draft_model") or (method == "draft_model" and not stated.get("model")):
+        hint = "{'method': 'ngram'} proposes what followed earlier in the sequence; {'model': ...} what a small model computes."
         raise InvalidOptionError(f"The option speculative_config cannot be {given!r}.", hint=hint)
-    return {"speculation": "ngram"} | ({"num_draft_tokens": n} if (n := given.get("num_speculative_tokens")) else {})
+    found = {"speculation": "ngram"} if method == "ngram" else {"speculation": "draft", "draft_model": str(stated["model"])}
+    return found | ({"num_draft_tokens": n} if (n := stated.get("num_speculative_tokens")) else {})

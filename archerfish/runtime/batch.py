@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -90,24 +90,31 @@ def pack_batch(
 def pack_recurrent_batch(
     ops: Ops[T], token_ids: Ids, query_lens: Ids, begins: Ids, tables: Ids, block_size: int, *,
     is_deterministic: bool = False, num_rows: int = 0, kept_rows: Ids | None = None,
+    states: Mapping[int, Sequence[int]] | None = None,
 ) -> RecurrentBatch[T]:
     """The batch of sequences whose blocks hold a state each; the arrays are those of `pack_batch`.
 
     The state behind token i is in block i // block_size, until that of the next token takes its place there: so the new tokens
-    are cut at the multiples of block_size.
+    are cut at the multiples of block_size. states: of some sequences, other blocks for the state behind each new token.
     """
     num_decodes, num_tokens = int(np.count_nonzero(query_lens == 1)), len(token_ids)
     assert (query_lens[:num_decodes] == 1).all(), "sequences with one new token must stand first"
     ends = begins + query_lens
     counts = (ends - 1) // block_size - begins // block_size + 1
+    for index, blocks in (states or {}).items():
+        counts[index] = len(blocks)
     first_pieces = np.concatenate(([0], np.cumsum(counts)))
     sequence = np.repeat(np.arange(len(query_lens)), counts)
     logical = np.arange(len(sequence)) + (begins // block_size - first_pieces[:-1])[sequence]  # which of its blocks
     piece_begins = np.maximum(begins[sequence], logical * block_size)
     piece_lens = np.minimum(ends[sequence], (logical + 1) * block_size) - piece_begins
-    targets = tables[sequence, logical] + FIRST_SLOT
-    before = tables[sequence, np.maximum(piece_begins - 1, 0) // block_size] + FIRST_SLOT
-    sources = np.where(piece_begins == 0, EMPTY_SLOT, before)
+    targets = tables[sequence, np.minimum(logical, tables.shape[1] - 1)] + FIRST_SLOT
+    for index, blocks in (states or {}).items():
+        pieces = slice(first_pieces[index], first_pieces[index + 1])
+        piece_lens[pieces], targets[pieces] = 1, np.asarray(blocks) + FIRST_SLOT
+    before = tables[np.arange(len(begins)), np.maximum(begins - 1, 0) // block_size] + FIRST_SLOT
+    sources = np.concatenate(([EMPTY_SLOT], targets[:-1]))  # a sequence's next piece goes on where the one before ended
+    sources[first_pieces[:-1]] = np.where(begins == 0, EMPTY_SLOT, before)
     piece_starts = np.concatenate(([0], np.cumsum(piece_lens)))
     rows = np.zeros((2, num_rows or num_tokens), dtype=np.int64)  # token ids, rows before; the filling is 0
     rows[0, :num_tokens] = token_ids

@@ -35,7 +35,7 @@ MOST_WORK = 1 << 33  # tokens times the model's width squared; beyond it, comput
 PROMPT_TOKENS, MOST_PROMPTS = 16, 64  # tokens of a pass for each prompt that it has room for, and most prompts
 DRAFT_TOKENS = (4, 8, 16, 32, 64, 128)  # of the drafts of a step, each with the known one before it
 MIN_DRAFT = 2
-NUM_BUFFERS = 4  # more than the steps that are open at once
+NUM_BUFFERS = 36  # more than the steps that are open at once: a draft model has one for each token that it proposes
 K = TypeVar("K", bound=Hashable)
 
 

@@ -171,8 +171,9 @@ def plan_memory(
         return MemoryPlan(num_blocks, block_size, block_bytes, "max_cache_tokens", weight_bytes, work_bytes)
     budget, reason = memory_budget(config, device, weight_bytes + work_bytes)
     num_blocks = max(1, int(budget // block_bytes) - has_states)  # one is the empty state
-    if has_states and block_size >= max_len and num_blocks > config.max_num_seqs:
-        num_blocks, reason = config.max_num_seqs, "one state for each of max_num_seqs"
+    most = config.max_num_seqs + (0 if config.speculation == "off" else 2 * (config.num_draft_tokens + 1))
+    if has_states and block_size >= max_len and num_blocks > most:
+        num_blocks, reason = most, "one state for each of max_num_seqs"
     return MemoryPlan(num_blocks, block_size, block_bytes, reason, weight_bytes, work_bytes)
 
 

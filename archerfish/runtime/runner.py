@@ -102,6 +102,11 @@ class ModelRunner(Generic[T]):
         tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._last_tokens = self._graphs.state.last_tokens if self._graphs else self.ops.tensor(tokens)
 
+    @property
+    def executor(self) -> Executor | None:
+        """The one thread that steps run in; None on a GPU."""
+        return self._thread
+
     def launch(self, step: StepInput) -> RunningStep:
         """Start computing a step after all that was launched before."""
         self._tables.update(step)
@@ -185,6 +190,7 @@ class ModelRunner(Generic[T]):
         begins = ends - counts
         scored = [(index, int(begins[index - first])) for index in step.scored if first <= index < end]
         is_decode = end <= step.num_decodes
+        states = {index - first: blocks for index, blocks in step.states if first <= index < end}
         batch: PagedBatch[T] | RecurrentBatch[T] | PreparedPass | None = None
         if self._passes is not None:
             batch = self._passes.prepare(step, self._tables)
@@ -193,7 +199,7 @@ class ModelRunner(Generic[T]):
             batch = self.pool.pack_batch(
                 self.ops, tokens, counts, starts, self._tables.of(rows), self.pool.block_size,
                 is_deterministic=self.is_deterministic, num_rows=DECODE_TILE if self.is_deterministic and is_decode else 0,
-                kept_rows=None if keeps_all else places,
+                kept_rows=None if keeps_all else places, **({"states": states} if states else {}),
             )
         return Pass(batch, num_tokens, is_decode, pending, pending_rows, sampled, places, scored)
 
@@ -268,8 +274,7 @@ class ModelRunner(Generic[T]):
                 self._logits[handle] = self.ops.rows(logits, np.flatnonzero(sampled == index)[:1])
             masks = None
             if step.mask_bits is not None:
-                at = {index: place for place, index in enumerate(sampled.tolist())}
-                masks = np.asarray([at[index] for index in step.masked], dtype=np.int64), step.mask_bits
+                masks = np.concatenate([np.flatnonzero(sampled == index) for index in step.masked]), step.mask_bits
             rows, positions = step.rows[sampled], (step.starts + step.counts + 1 - step.samples)[sampled] + nth
             ends, many = np.cumsum(step.counts), np.flatnonzero(step.samples > 1).tolist()
             drafts = {int(step.rows[i]): step.tokens[ends[i] + 1 - step.samples[i] : ends[i]] for i in many}

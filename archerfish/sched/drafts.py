@@ -4,7 +4,7 @@ A sequence is sampled behind each proposed token, each time with the key of that
 that would have come out one by one, whatever is proposed: a proposal is accepted while it is the token that was drawn.
 
 Proposing needs the last token on the host, so that no step can be planned while one is in flight. A sequence waits only while
-there is something to propose for it.
+there is something to propose for it. A draft model computes its proposals while sequences without them go on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
-from archerfish.sequence import Draft, Request, Sequence
+from archerfish.sequence import Draft, DraftJob, Request, Sequence
 
 LONGEST_MATCH, SHORTEST_MATCH = 5, 3  # tokens at the end of a sequence that are looked for further up
 WORD = array("I").itemsize
@@ -23,6 +23,7 @@ GAIN = 1.1  # at least, of proposing tokens
 MOST_DRAFTED = 64  # sequences of a step; looking for proposals would take longer than they save
 PAUSE = 16  # tokens, after a step in which proposals would not have paid
 FADING = 0.9  # of what was accepted before, with every draft
+FORGETTING = 0.8  # of what was rejected, with every pause of a draft model: bad luck must not end its proposals for good
 FIRST_ACCEPTED, FIRST_REJECTED = 2.7, 0.3  # assumed at first
 FIRST_COUNT = 4  # tokens that are proposed at first
 LONGEST_PAUSE = 6  # 2 to the power of this many tokens
@@ -33,6 +34,22 @@ class Drafter(Protocol):
 
     def propose(self, tokens: array[int], count: int, *, is_bold: bool) -> list[int]:
         """At most `count` tokens that probably follow; none is allowed too. is_bold: also on little evidence."""
+
+
+class DraftModel(Protocol):
+    """Proposes tokens by computing them, for several sequences together."""
+
+    def takes(self, seq: Sequence, count: int) -> bool:
+        """Whether it has room for a sequence with so many tokens more."""
+
+    def begin(self, sequences: SequenceOf[Sequence], count: int) -> DraftJob:
+        """Propose so many tokens for each."""
+
+    def expect_seconds(self, num_sequences: int, count: int) -> float:
+        """How long that takes, as far as it was measured."""
+
+    def close(self) -> None:
+        """Give its memory back."""
 
 
 class PromptLookup:
@@ -61,46 +78,126 @@ def find_last(data: bytes, wanted: bytes) -> int:
     return -1
 
 
+class StepTimes:
+    """How long steps take, by their size."""
+
+    def __init__(self) -> None:
+        self._measured: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=NUM_MEASURED))
+        self._seconds: dict[int, float] = {}  # by size, where enough steps were measured
+
+    def add(self, size: int, seconds: float) -> None:
+        size = rounded(size)
+        known = self._measured[size]
+        known.append(max(seconds, 1e-9))
+        if len(known) >= ENOUGH_MEASURED:
+            self._seconds[size] = min(known)
+
+    def knows(self, size: int) -> bool:
+        return rounded(size) in self._seconds
+
+    def expect(self, size: int, default: float) -> float:
+        """Between those of the nearest sizes that were measured; no more than the largest, so that more is tried."""
+        size = rounded(size)
+        below = max((known for known in self._seconds if known <= size), default=0)
+        above = min((known for known in self._seconds if known >= size), default=0)
+        if not below or not above:
+            return self._seconds.get(below or above, default)
+        share = (size - below) / max(1, above - below)
+        return (1 - share) * self._seconds[below] + share * self._seconds[above]
+
+
+def rounded(size: int) -> int:
+    """Steps of nearly the same size count as one."""
+    return size if size <= 32 else -(-size // 16) * 16
+
+
 class Speculation:
     """Decides for which sequences how many tokens are proposed: as many as make steps of these sizes, as fast as they were
     measured to be, give the most tokens a second."""
 
-    def __init__(self, drafter: Drafter, max_tokens: int, max_sequences: int = MOST_DRAFTED) -> None:
-        """max_sequences: of a step; larger ones verify nothing."""
-        self.drafter, self.max_tokens, self.max_sequences = drafter, max_tokens, max_sequences
-        self._measured: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=NUM_MEASURED))
-        self._seconds: dict[int, float] = {}  # by the tokens of a step, where enough of them were measured
+    def __init__(
+        self, drafter: Drafter, max_tokens: int, max_sequences: int = MOST_DRAFTED, model: DraftModel | None = None
+    ) -> None:
+        """max_sequences: of a step; larger ones verify nothing. model: proposes in place of the drafter."""
+        self.drafter, self.max_tokens, self.max_sequences, self.model = drafter, max_tokens, max_sequences, model
+        self.times = StepTimes()  # by the tokens of a step of decodes
 
     def start(self, request: Request) -> Draft | None:
-        """What a new sequence keeps; None: nothing is proposed for it, since the host must see each token of it first."""
+        """What a new sequence keeps; None: nothing is proposed for it. A logits processor sees tokens one by one."""
         params = request.params
-        is_bound = params.logits_processors or params.stages or request.needs_host_token
-        return None if is_bound or not params.speculate else Draft(FIRST_ACCEPTED, FIRST_REJECTED, FIRST_COUNT)
+        is_bound = params.logits_processors or params.stages or not params.speculate
+        return None if is_bound else Draft(FIRST_ACCEPTED, FIRST_REJECTED, FIRST_COUNT)
 
-    def look_ahead(self, seq: Sequence) -> None:
-        """Propose tokens for a sequence that has got some, or have it wait for the one in flight if there is a proposal."""
-        request, draft = seq.request, seq.draft
-        assert draft is not None
-        num_known, last = len(seq.tokens), seq.num_prompt + request.max_tokens - 1
-        proposed: list[int] = []
-        if num_known >= draft.pause_until and (room := last - num_known) > 0:
-            count, is_bold = min(draft.count, self.max_tokens, room), draft.num_accepted > 0 and not draft.num_misses
-            proposed = self.drafter.propose(seq.tokens, count, is_bold=is_bold)
-        draft.tokens = [] if seq.num_pending else proposed
-        seq.pending_limit = 0 if proposed else last
+    def room(self, seq: Sequence) -> int:
+        """How many tokens may be proposed for a sequence: nothing follows its last one."""
+        return min(self.max_tokens, last_position(seq) - len(seq.tokens))
 
-    def choose(self, num_others: int, sequences: SequenceOf[Sequence], room: int) -> int:
-        """How many tokens to propose for each of these sequences, in a step with so many others and room for more tokens."""
+    def look_ahead(self, sequences: SequenceOf[Sequence], num_others: int) -> None:
+        """Propose tokens for sequences that have got some, in a step with so many others.
+
+        One with a token in flight waits for it if there is something to propose.
+        """
+        computed: list[Sequence] = []  # by the draft model
+        for seq in sequences:
+            draft, room, proposed = seq.draft, self.room(seq), list[int]()
+            assert draft is not None
+            if len(seq.tokens) >= draft.pause_until and room > 0:
+                if self.model is not None:
+                    computed += [seq] if self.model.takes(seq, room) else []
+                else:
+                    count, is_bold = min(draft.count, room), draft.num_accepted > 0 and not draft.num_misses
+                    proposed = self.drafter.propose(seq.tokens, count, is_bold=is_bold)
+            draft.job, draft.is_forced, draft.tokens = None, False, [] if seq.num_pending else proposed
+            seq.pending_limit = 0 if proposed or seq.request.needs_host_token else last_position(seq)
+        if computed and self.model is not None:
+            self._compute(self.model, computed, num_others + len(sequences) - len(computed))
+
+    def _compute(self, model: DraftModel, sequences: list[Sequence], num_others: int) -> None:
+        """Have the draft model propose tokens, if that pays."""
+        if not self.times.knows(num_others + len(sequences)):
+            return  # whether proposals pay can be told when some steps without them were measured
+        longest = max(min(seq.draft.count, self.room(seq)) for seq in sequences if seq.draft is not None)
+        count = self.choose(num_others, sequences, longest * len(sequences), longest)
+        ready = [seq for seq in sequences if count and not seq.num_pending]
+        job = model.begin(ready, count) if ready else None
+        for seq in sequences:
+            assert seq.draft is not None
+            if count:
+                seq.draft.job, seq.pending_limit = None if seq.num_pending else job, 0
+            else:
+                seq.draft.rejected *= FORGETTING
+                self.pause(seq)
+
+    def is_proposing(self, seq: Sequence) -> bool:
+        """Whether a draft model still computes proposals for a sequence; takes them if they are there."""
+        draft = seq.draft
+        if draft is None or draft.job is None:
+            return False
+        if not draft.job.done():
+            return True
+        draft.tokens = draft.job.tokens(seq)[: self.room(seq)]
+        draft.job = None
+        return False
+
+    def choose(self, num_others: int, sequences: SequenceOf[Sequence], room: int, longest: int = 0) -> int:
+        """How many tokens to propose for each of these sequences, in a step with so many others and room for more tokens.
+
+        longest: of what the draft model may propose; 0: proposals are there, and cost no more time.
+        """
         num = len(sequences)
-        accepted = sum(seq.draft.accepted for seq in sequences if seq.draft is not None)
-        rejected = sum(seq.draft.rejected for seq in sequences if seq.draft is not None)
-        share, total = accepted / (accepted + rejected), num_others + num
-        longest = max(len(seq.draft.tokens) for seq in sequences if seq.draft is not None)
+        drafts = [seq.draft for seq in sequences if seq.draft is not None]
+        num_forced = sum(draft.is_forced for draft in drafts)
+        accepted, rejected = sum(draft.accepted for draft in drafts), sum(draft.rejected for draft in drafts)
+        share, total, is_computed = accepted / (accepted + rejected), num_others + num, longest > 0
+        longest = longest or max(len(draft.tokens) for draft in drafts)
         best, expected = 0, 0.0
-        best_rate = GAIN * total / self._expect_seconds(total)
+        best_rate = GAIN * total / self.times.expect(total, 1.0)
         for count in range(1, min(longest, room // num) + 1 if total <= self.max_sequences else 0):
             expected += share**count
-            rate = (total + num * expected) / self._expect_seconds(total + num * count)
+            seconds = self.times.expect(total + num * count, 1.0)
+            if is_computed and self.model is not None:
+                seconds += self.model.expect_seconds(num, count)
+            rate = (total + num_forced * count + (num - num_forced) * expected) / seconds
             if rate > best_rate:
                 best, best_rate = count, rate
         return best
@@ -108,8 +205,8 @@ class Speculation:
     def pause(self, seq: Sequence) -> None:
         """Nothing is proposed for a while, and steps need not wait for the tokens of a sequence."""
         assert seq.draft is not None
-        seq.draft.tokens, seq.draft.pause_until = [], len(seq.tokens) + PAUSE
-        seq.pending_limit = seq.num_prompt + seq.request.max_tokens - 1
+        seq.draft.tokens, seq.draft.job, seq.draft.pause_until = [], None, len(seq.tokens) + PAUSE
+        seq.pending_limit = 0 if seq.request.needs_host_token else last_position(seq)
 
     def verify(self, seq: Sequence, drawn: list[int]) -> list[int]:
         """The drawn tokens that count: those up to the first that was not proposed."""
@@ -119,32 +216,19 @@ class Speculation:
         is_rejected = num_accepted < len(draft.tokens)
         draft.num_proposed += len(draft.tokens)
         draft.num_accepted += num_accepted
+        if draft.is_forced:  # says nothing of other proposals
+            return drawn[: num_accepted + 1]
         draft.accepted = FADING * draft.accepted + num_accepted
         draft.rejected = FADING * draft.rejected + is_rejected
-        draft.count = num_accepted + 1 if is_rejected else 2 * len(draft.tokens)  # a long draft that fails costs several steps
         draft.num_misses = 0 if num_accepted else draft.num_misses + 1
-        draft.pause_until = len(seq.tokens) + num_accepted + (1 << min(draft.num_misses, LONGEST_PAUSE))
+        shortest = FIRST_COUNT
+        if self.model is None:  # what is looked up is right for long, or not at all
+            shortest = num_accepted + 1
+            draft.pause_until = len(seq.tokens) + num_accepted + (1 << min(draft.num_misses, LONGEST_PAUSE))
+        draft.count = shortest if is_rejected else max(shortest, 2 * len(draft.tokens))
         return drawn[: num_accepted + 1]
 
-    def measure(self, num_tokens: int, seconds: float) -> None:
-        """A step of decodes, with so many tokens in all, took so long."""
-        size = size_of(num_tokens)
-        known = self._measured[size]
-        known.append(max(seconds, 1e-9))
-        if len(known) >= ENOUGH_MEASURED:
-            self._seconds[size] = min(known)
 
-    def _expect_seconds(self, num_tokens: int) -> float:
-        """Of a step: between those of the nearest sizes that were measured; no more than the largest, so that more is tried."""
-        size = size_of(num_tokens)
-        below = max((known for known in self._seconds if known <= size), default=0)
-        above = min((known for known in self._seconds if known >= size), default=0)
-        if not below or not above:
-            return self._seconds.get(below or above, 1.0)
-        share = (size - below) / max(1, above - below)
-        return (1 - share) * self._seconds[below] + share * self._seconds[above]
-
-
-def size_of(num_tokens: int) -> int:
-    """Steps of nearly the same size count as one."""
-    return num_tokens if num_tokens <= 32 else -(-num_tokens // 16) * 16
+def last_position(seq: Sequence) -> int:
+    """Of the last token that may come."""
+    return seq.num_prompt + seq.request.max_tokens - 1

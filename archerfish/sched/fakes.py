@@ -44,6 +44,8 @@ def expected_output(request: Request, index: int = 0, vocab_size: int = 1000) ->
 class FakeRunner:
     """Keeps tokens where a real runner keeps KV, and checks that each sequence sees its own context through its blocks."""
 
+    _replaces_blocks = False  # a row may get another block for one that it has
+
     def __init__(self, num_blocks: int, block_size: int, *, vocab_size: int = 1000) -> None:
         self.vocab_size = vocab_size
         self.num_forward_tokens = 0
@@ -78,7 +80,7 @@ class FakeRunner:
         """Make garbage of what a step wrote or was to write, as if it had broken off, before the scheduler learns of it."""
         self._enter(plan.input)
         for row, start, count in self._spans(plan.input):
-            for position in range(start, start + count):
+            for position in range(start, min(start + count, len(self._blocks[row]) * self._block_size)):
                 self._memory[self._blocks[row][position // self._block_size]][position % self._block_size] = EMPTY
         self._logits |= {handle: EMPTY for _, handle in plan.input.kept}
 
@@ -96,6 +98,7 @@ class FakeRunner:
             self._sampled.pop(entry.row, None)
         new = zip(step.block_rows.tolist(), step.block_places.tolist(), step.block_ids.tolist(), strict=True)
         for row, place, block in new:
+            del self._blocks[row][place if self._replaces_blocks else len(self._blocks[row]) :]
             _demand(len(self._blocks[row]) == place, f"row {row}: block {place} follows {len(self._blocks[row])} blocks")
             self._blocks[row].append(block)
 
@@ -166,12 +169,16 @@ class FakeRunner:
 class FakeStateRunner(FakeRunner):
     """Keeps the whole context behind a block's last computed token where a real runner keeps a state."""
 
+    _replaces_blocks = True
+
     def __init__(self, num_blocks: int, block_size: int, *, vocab_size: int = 1000) -> None:
         super().__init__(num_blocks, block_size, vocab_size=vocab_size)
         self._states: list[list[int] | None] = [None] * num_blocks
+        self._kept: dict[int, list[int]] = {}  # of the step: by row, blocks for the states behind each new token
 
     def execute(self, plan: Plan) -> StepResult:
         _demand(not plan.input.copies, f"states are copied: {plan.input.copies}")
+        self._kept = {int(plan.input.rows[index]): blocks for index, blocks in plan.input.states}
         return super().execute(plan)
 
     def spoil(self, plan: Plan) -> None:
@@ -180,17 +187,25 @@ class FakeStateRunner(FakeRunner):
             size = self._block_size
             for block in self._blocks[row][start // size : -(-(start + count) // size)] if count else ():
                 self._states[block] = None
+        for _, blocks in plan.input.states:
+            for block in blocks:
+                self._states[block] = None
 
     def _write(self, seq: Sequence, start: int, new: list[int]) -> list[int]:
-        size, count, tokens = self._block_size, len(new), super()._write(seq, start, new)
+        size, count, kept = self._block_size, len(new), self._kept.get(seq.row)
+        tokens = super()._write(seq, start, new) if kept is None else [*seq.tokens[:start], *new]
         if start and count:
             _demand(self._states[seq.blocks[(start - 1) // size]] == tokens[:start], f"{seq.key}: no state at {start}")
-        for end in [*range(start - start % size + size, start + count, size), start + count] if count else ():
-            self._states[seq.blocks[(end - 1) // size]] = tokens[:end]
+        ends = [*range(start - start % size + size, start + count, size), start + count] if count else []
+        blocks = [(end, seq.blocks[(end - 1) // size]) for end in ends] if kept is None else list(enumerate(kept, start + 1))
+        _demand(not count or blocks[-1][0] == start + count, f"{seq.key}: blocks {blocks} for tokens up to {start + count}")
+        for end, block in blocks:
+            self._states[block] = tokens[:end]
         return tokens
 
     def _check_context(self, seq: Sequence, context: list[int]) -> None:
-        _demand(self._states[seq.blocks[(len(context) - 1) // self._block_size]] == context, f"{seq.key}: another state")
+        block = self._kept[seq.row][-1] if seq.row in self._kept else seq.blocks[(len(context) - 1) // self._block_size]
+        _demand(self._states[block] == context, f"{seq.key}: another state")
 
 
 class FakeLoop:
@@ -205,6 +220,9 @@ class FakeLoop:
     def step(self) -> list[Delta]:
         """One plan, and the commit of the step that is due."""
         plan = self.scheduler.plan()
+        if plan is None and not self.in_flight:
+            self.scheduler.wait()
+            plan = self.scheduler.plan()
         _demand(plan is not None or bool(self.in_flight) or not self.scheduler.has_work, "there is work but no plan")
         if plan is not None:
             self.in_flight.append((plan, self.runner.execute(plan)))

@@ -136,13 +136,45 @@ class LiveSequences:
         return -(-num_tokens // self._block_size) - len(seq.blocks)
 
     def grow(self, seq: Sequence, num_blocks: int) -> bool:
-        """Give a sequence blocks of the free list and, where it is short, of what the cache can spare; false: too few."""
+        """Give a sequence blocks; false: too few can be had."""
+        blocks = self.allocate(num_blocks)
+        seq.blocks += blocks or ()
+        self.num_held_blocks += len(blocks or ())
+        return blocks is not None
+
+    def allocate(self, num_blocks: int) -> list[int] | None:
+        """Blocks of the free list and of what the cache can spare; None: too few."""
         short = num_blocks - self.blocks.num_free
         if short > 0 and (short > self.cache.num_evictable or self.cache.evict(short) < short):
-            return False
-        seq.blocks += self.blocks.allocate(num_blocks)
-        self.num_held_blocks += num_blocks
-        return True
+            return None
+        return self.blocks.allocate(num_blocks)
+
+    def make_room(self, seq: Sequence, num_tokens: int) -> bool:
+        """Blocks for tokens that a step verifies; false: too few can be had."""
+        assert seq.draft is not None
+        if self.cache.whole_blocks:
+            seq.draft.states = self.allocate(num_tokens) or []
+            return bool(seq.draft.states)
+        missing = self.num_missing(seq, seq.num_computed + num_tokens)
+        return missing <= 0 or self.grow(seq, missing)
+
+    def keep_states(self, seq: Sequence, start: int, num_tokens: int) -> None:
+        """A step has left a state behind each of its tokens from `start` on, of which so many count: the last state, and those
+        at the ends of blocks, take their places in the sequence."""
+        assert seq.draft is not None
+        states, size, end = seq.draft.states, self._block_size, start + num_tokens
+        first = start // size
+        kept = [states[min((place + 1) * size, end) - start - 1] for place in range(first, -(-end // size))]
+        before, seq.blocks[first:], seq.draft.states = seq.blocks[first:], kept, []
+        self.blocks.free([*before, *(block for block in states if block not in kept)])
+        self.num_held_blocks += len(kept) - len(before)
+        seq.num_sent = min(seq.num_sent, first)
+
+    def drop_states(self, seq: Sequence) -> None:
+        """A step that was to leave states behind proposed tokens has failed."""
+        if seq.draft is not None:
+            self.blocks.free(seq.draft.states)
+            seq.draft.states = []
 
     # Changes
 
@@ -279,6 +311,11 @@ class LiveSequences:
         if seq.num_in_flight:
             self.leaving[seq] = len(seq.blocks)
             return
+        if seq.draft is not None and seq.draft.states:  # it was ended while a step verified proposals
+            start = len(seq.tokens) - 1
+            self.num_held_tokens -= seq.num_computed - start - 1
+            seq.num_computed = start + 1
+            self.keep_states(seq, start, 1)
         num_tokens = min(seq.num_computed, len(seq.tokens))
         if self._fixed_chunk:  # what came one by one would be computed in chunks by another, with other roundings
             num_tokens = min(num_tokens, seq.num_prompt)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from archerfish.errors import InvariantError
+from archerfish.errors import InvalidOptionError, InvariantError
 from archerfish.sched.live import Found, LiveSequences
 from archerfish.sequence import Sequence
 from archerfish.step import PENDING, Ids, RowEntry, StepInput
@@ -123,7 +123,7 @@ class PlanBuilder:
         if self.has_masks:
             masks = [(i, seq.mask) for i, seq in enumerate(plan.sequences) if made.samples[i] and seq.mask is not None]
             made.masked = [index for index, _ in masks]
-            made.mask_bits = np.stack([mask.bits for _, mask in masks]) if masks else None
+            made.mask_bits = np.concatenate([mask.bits[: made.samples[i]] for i, mask in masks]) if masks else None
         return plan
 
     def _build_mixed(self, step: int, tokens: Ids, handles: Iterator[int] | None) -> Plan:
@@ -153,6 +153,8 @@ class PlanBuilder:
                 made.reused.append((index, seq.logits_handle))
             elif is_end and handles is not None:
                 made.kept.append((index, next(handles)))
+            if seq.draft is not None and seq.draft.states:
+                made.states.append((index, seq.draft.states))
             if is_end and seq.request.wants_logits and seq.index == 0:
                 made.returned.append(index)
             if count and seq.request.params.prompt_logprobs is not None and start < seq.num_prompt - 1:
@@ -339,3 +341,13 @@ def gains(seq: Sequence, leader: Sequence, num_cached: int, least: int) -> bool:
     if end >= len(ours) or end > leader.num_prompt or seq.request.namespace != leader.request.namespace:
         return False
     return ours[num_cached] == theirs[num_cached] and ours[:end] == theirs[:end]
+
+
+def check_step_tokens(max_num_batched_tokens: int, max_num_seqs: int, fixed_chunk: int) -> None:
+    least = max_num_seqs + max(1, fixed_chunk)
+    if max_num_batched_tokens < least:
+        raise InvalidOptionError(
+            f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least {least} with {max_num_seqs} sequences: "
+            f"one token for each, and {max(1, fixed_chunk)} for a prompt.",
+            hint="Raise max_num_batched_tokens or lower max_num_seqs.",
+        )

@@ -21,11 +21,11 @@ import numpy as np
 from archerfish.cache.adaptive import LogitsCache
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import HitRecord, RadixCache, RadixKey
-from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, InvariantError, TooManyRequestsError
+from archerfish.errors import InputTooLargeError, InvalidInputError, InvariantError, TooManyRequestsError
 from archerfish.sched.drafts import Speculation
 from archerfish.sched.live import LiveSequences, SchedulerStats
 from archerfish.sched.masks import MaskFinder
-from archerfish.sched.plan import Plan, PlanBuilder, PromptPlanner
+from archerfish.sched.plan import Plan, PlanBuilder, PromptPlanner, check_step_tokens
 from archerfish.sched.policy import SchedulingPolicy, scheduling_policy
 from archerfish.sequence import Delta, FinishReason, Namespace, Request, Sequence, Status
 from archerfish.step import MOST_PENALISED_DRAFTS, StepResult
@@ -212,8 +212,7 @@ class Scheduler:
         """The hot loop: one token for every sequence that is caught up."""
         block_size, grow = self.blocks.block_size, self._live.grow
         sequences = builder.sequences
-        failed: list[tuple[Sequence, BaseException]] = []
-        drafted: list[Sequence] = []
+        apart: tuple[list[Sequence], list[Sequence]] = [], []
         for seq in self._live.decoding:
             computed = seq.num_computed
             pending = seq.num_pending
@@ -222,16 +221,8 @@ class Scheduler:
                     continue
             else:
                 builder.has_known_tokens = True
-                if seq.draft is not None and seq.draft.tokens:
-                    drafted.append(seq)
+                if (seq.draft is not None or seq.mask is not None) and self._is_apart(seq, builder, *apart):
                     continue
-                if seq.mask is not None:
-                    if not seq.mask.done():
-                        continue
-                    if seq.mask.error is not None:
-                        failed.append((seq, seq.mask.error))
-                        continue
-                    builder.has_masks = True
             if computed >= len(seq.blocks) * block_size:
                 if not grow(seq, 1):
                     builder.stalled.append(seq)
@@ -242,10 +233,38 @@ class Scheduler:
             seq.num_in_flight += 1
             sequences.append(seq)
         builder.budget -= len(sequences)
-        if drafted:
-            self._plan_drafts(builder, drafted)
-        for seq, error in failed:
-            self._live.end(seq, "error", error=error)
+        if apart[0]:
+            self._plan_drafts(builder, apart[0])
+        for seq in apart[1]:
+            self._live.end(seq, "error", error=seq.mask.error if seq.mask is not None else None)
+
+    def _is_apart(self, seq: Sequence, builder: PlanBuilder, drafted: list[Sequence], failed: list[Sequence]) -> bool:
+        """Whether a sequence is no plain decode: it waits for its mask or proposals, has some, or its grammar failed."""
+        if self.speculation is not None and self.speculation.is_proposing(seq):
+            return True
+        if seq.mask is not None:
+            self._begin_mask(seq, looks_ahead=seq.draft is not None)
+            if not seq.mask.done():
+                return True
+            if seq.mask.error is not None:
+                failed.append(seq)
+                return True
+            builder.has_masks = True
+            if seq.draft is not None:
+                seq.draft.tokens, seq.draft.is_forced = seq.mask.proposed, seq.mask.is_forced
+        if seq.draft is not None and seq.draft.tokens:
+            drafted.append(seq)
+            return True
+        if seq.num_sent < len(seq.blocks):  # states that a verified step left
+            builder.grown.append(seq)
+        return False
+
+    def _begin_mask(self, seq: Sequence, *, looks_ahead: bool = False) -> None:
+        """Find the tokens that the grammar of a sequence allows next, and behind its proposals if they are there."""
+        draft = seq.draft
+        if seq.request.grammar is not None and (draft is None or draft.job is None):
+            most = self.speculation.room(seq) if looks_ahead and self.speculation is not None else 0
+            self.masks.begin(seq, draft.tokens if draft is not None else (), most)
 
     def _plan_drafts(self, builder: PlanBuilder, drafted: list[Sequence]) -> None:
         """Decodes for which tokens are proposed: with as many of them as pay, where there is memory for them."""
@@ -258,15 +277,12 @@ class Scheduler:
             if seq.request.params.has_penalties:
                 proposed = proposed[:room]
                 room -= len(proposed)
-            missing = self._live.num_missing(seq, seq.num_computed + 1 + len(proposed))
-            if proposed and missing > 0 and not self._live.grow(seq, missing):
-                proposed, missing = [], self._live.num_missing(seq, seq.num_computed + 1)
-            seq.draft.tokens = proposed
+            seq.draft.tokens = proposed if proposed and self._live.make_room(seq, 1 + len(proposed)) else []
             if not count:
                 self.speculation.pause(seq)
-            if proposed:
+            if seq.draft.tokens:
                 builder.add_draft(seq, len(proposed))
-            elif missing <= 0 or self._live.grow(seq, missing):
+            elif (missing := self._live.num_missing(seq, seq.num_computed + 1)) <= 0 or self._live.grow(seq, missing):
                 builder.add_decode(seq)
             else:
                 builder.stalled.append(seq)
@@ -314,9 +330,13 @@ class Scheduler:
         live.stats.total_tokens_generated += num_accepted
         if self.speculation is not None:
             is_small = len(plan.sequences) <= self.speculation.max_sequences
-            for seq in plan.sequences:
-                if seq.draft is not None and seq.status is running and (is_small or not seq.pending_limit):
-                    (self.speculation.look_ahead if is_small else self.speculation.pause)(seq)
+            proposed = [seq for seq in plan.sequences if seq.draft is not None and seq.status is running]
+            if is_small:
+                self.speculation.look_ahead(proposed, len(plan.sequences) - len(proposed))
+            for seq in proposed:
+                if not is_small and not seq.pending_limit:
+                    self.speculation.pause(seq)
+                self._begin_mask(seq, looks_ahead=is_small)
         self.tokens_done = live.stats.prefill_tokens_computed, live.stats.total_tokens_generated
         if step.kept:
             live.dropped += [handle for _, handle in step.kept if handle not in live.stored]
@@ -353,8 +373,8 @@ class Scheduler:
                 live.end(seq, reason, delta=delta)
             elif num_samples or delta.prompt_logprobs is not None:
                 live.deltas.append(delta)
-                if num_samples and seq.request.grammar is not None:
-                    self.masks.begin(seq)
+                if num_samples and seq.draft is None:
+                    self._begin_mask(seq)
         if seq.row >= 0 and seq.status is not Status.RUNNING and not seq.num_in_flight:
             live.release(seq)
 
@@ -364,6 +384,8 @@ class Scheduler:
         live, tokens = self._live, self.speculation.verify(seq, drawn)
         num_rejected = len(drawn) - len(tokens)
         seq.num_computed -= num_rejected
+        if seq.draft is not None and seq.draft.states:
+            live.keep_states(seq, seq.num_computed - len(tokens), len(tokens))
         live.num_held_tokens -= num_rejected
         live.stats.num_drafts += 1
         live.stats.num_draft_tokens += len(drawn) - 1
@@ -394,6 +416,7 @@ class Scheduler:
             if seq.num_computed > start:  # what the step was to compute cannot be trusted
                 live.num_held_tokens -= seq.num_computed - start
                 seq.num_computed = start
+            live.drop_states(seq)
             if seq.finish_reason is None:
                 live.end(seq, "error", error=error)
             if seq.row >= 0 and not seq.num_in_flight:
@@ -410,8 +433,8 @@ class Scheduler:
         seconds = now - max(step.planned_at, self._last_commit)
         if num_prompt_tokens:
             self._prompts.measure(num_prompt_tokens, seconds)
-        elif self.speculation is not None:
-            self.speculation.measure(len(plan.input.tokens), seconds)
+        elif self.speculation is not None and len(plan.input.tokens):
+            self.speculation.times.add(len(plan.input.tokens), seconds)
         self._last_commit = now
 
     # Figures
@@ -457,18 +480,21 @@ class Scheduler:
         has_logits = logits_cache is not None and self._live.logits_key(key) in logits_cache
         return self.cache.explain(key, limit=len(token_ids) - (not has_logits))
 
+    def wait(self) -> None:
+        """Wait for what keeps sequences from being planned: proposals of a draft model, or masks."""
+        for seq in self._live.decoding:
+            if seq.draft is not None and seq.draft.job is not None:
+                seq.draft.job.tokens(seq)
+                return
+        self.masks.wait()
+
+    def close(self) -> None:
+        """Give the memory of a draft model back."""
+        if self.speculation is not None and self.speculation.model is not None:
+            self.speculation.model.close()
+
     def owned_blocks(self) -> list[list[int]]:
         """The blocks of every sequence that holds some, and those that open steps copy from: for RadixCache.check."""
-        live = self._live
-        holders = itertools.chain(live.prefilling, live.decoding, live.leaving)
-        return [list(seq.blocks) for seq in holders] + [list(step.copied_blocks) for step in self._open.values()]
-
-
-def check_step_tokens(max_num_batched_tokens: int, max_num_seqs: int, fixed_chunk: int) -> None:
-    least = max_num_seqs + max(1, fixed_chunk)
-    if max_num_batched_tokens < least:
-        raise InvalidOptionError(
-            f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least {least} with {max_num_seqs} sequences: "
-            f"one token for each, and {max(1, fixed_chunk)} for a prompt.",
-            hint="Raise max_num_batched_tokens or lower max_num_seqs.",
-        )
+        holders = itertools.chain(self._live.prefilling, self._live.decoding, self._live.leaving)
+        blocks = [[*seq.blocks, *(seq.draft.states if seq.draft is not None else ())] for seq in holders]
+        return blocks + [list(step.copied_blocks) for step in self._open.values()]

@@ -246,7 +246,7 @@ def describe(spec: ModelSpec, hub: HubConfig) -> tuple[dict[str, Any], int]:
     if spec.kind == "generation":
         engine = EngineConfig(**spec.options)
         facts = read_facts(engine, hub, no_progress)
-        return card_of(facts, engine), facts.weight_bytes + facts.memory.num_bytes
+        return card_of(facts, engine), facts.num_bytes
     config = EmbedConfig(**spec.options)
     directory = locate(config, hub, no_progress)
     metadata = read_metadata(directory)
@@ -264,7 +264,7 @@ def describe(spec: ModelSpec, hub: HubConfig) -> tuple[dict[str, Any], int]:
 def num_bytes_of(hosted: Hosted) -> int:
     """Memory of a loaded model: weights and KV."""
     if isinstance(hosted, HostedLLM):
-        return hosted.engine.facts.weight_bytes + hosted.engine.facts.memory.num_bytes
+        return hosted.engine.facts.num_bytes
     return arrow_bytes(Path(getattr(hosted.engine, "directory", "")))
 
 

@@ -171,11 +171,12 @@ def models_of(
         add("embedding", embed)
     if config.rerank_model:
         add("cross-encoder", embed.replace(model=config.rerank_model))
+    others = engine.replace(speculation="off", draft_model="") if engine.draft_model else engine  # of another vocabulary
     for model in models:
-        base: EngineConfig | EmbedConfig = engine if model.kind == "generation" else embed
+        base: EngineConfig | EmbedConfig = others if model.kind == "generation" else embed
         add(model.kind, base.replace(**{**model.options, "model": model.model}), model.loads or config.loads)
     if has_own_llm and engine.model == EngineConfig.model:
-        add("generation", story_config(engine), "demand")
+        add("generation", story_config(others), "demand")
     names = tuple(filter(None, map(str.strip, config.served_model_name.split(","))))
     return (msgspec.structs.replace(found[0], served_names=names), *found[1:]) if found else ()
 

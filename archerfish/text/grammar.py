@@ -145,6 +145,14 @@ class GrammarMatcher:
         if not found.any():
             raise self._dead_end()
 
+    def copy(self) -> GrammarMatcher:
+        copied = GrammarMatcher(self._matcher.deep_copy(), self._num_words)
+        copied._num_taken = self._num_taken
+        return copied
+
+    def forced(self) -> list[int]:
+        return list(self._matcher.compute_ff_tokens())
+
     def find_bits(self) -> npt.NDArray[np.int32]:
         """A bit for every token: whether it may follow. End tokens may follow where the grammar is complete."""
         import numpy as np

@@ -43,6 +43,12 @@ class LimitedMatcher:
     def __init__(self, limits: TokenLimits, inner: TokenMatcher | None) -> None:
         self._limits, self._inner = limits, inner
 
+    def copy(self) -> LimitedMatcher:
+        return LimitedMatcher(self._limits, None if self._inner is None else self._inner.copy())
+
+    def forced(self) -> list[int]:
+        return []
+
     def fill(self, output: Sequence[int], bits: npt.NDArray[np.int32]) -> None:
         if self._inner is None:
             bits[:] = -1

@@ -90,7 +90,7 @@ def sample_sequences(
     sampler: FastSampler[torch.Tensor], logits: torch.Tensor, sequences: SequenceOf[Sequence], positions: SequenceOf[int]
 ) -> Chosen:
     """`FastSampler.sample` of sequences that were added to it, with the masks of those that have one."""
-    masked = [(place, sequence.mask.bits) for place, sequence in enumerate(sequences) if sequence.mask is not None]
+    masked = [(place, sequence.mask.bits[0]) for place, sequence in enumerate(sequences) if sequence.mask is not None]
     masks = (np.array([place for place, _ in masked]), np.stack([bits for _, bits in masked])) if masked else None
     rows = np.array([sequence.row for sequence in sequences])
     return sampler.sample(logits, rows, np.asarray(positions), masks)[1]()

@@ -35,6 +35,12 @@ class Listed:
     def start(self) -> Listed:
         return self
 
+    def copy(self) -> Listed:
+        return self
+
+    def forced(self) -> list[int]:
+        return []
+
     def fill(self, output: SequenceOf[int], bits: npt.NDArray[np.int32]) -> None:
         self.seen.append(list(output))
         if self.problem is not None:
@@ -132,6 +138,6 @@ def test_many_masks_are_found_side_by_side() -> None:
     sequences = [sequence_with(row, Listed([row, 129])) for row in range(40)]
     find_masks(sequences, 130)
     for row, sequence in enumerate(sequences):
-        assert sequence.mask is not None and sequence.mask.bits.shape == (3,)
+        assert sequence.mask is not None and sequence.mask.bits.shape == (1, 3)
         flags = np.unpackbits(sequence.mask.bits.view(np.uint8), bitorder="little")
         assert np.flatnonzero(flags).tolist() == [row, 129]

@@ -15,7 +15,7 @@ from archerfish.sched.drafts import Speculation
 from archerfish.sched.plan import Plan
 from archerfish.sequence import Sequence
 from archerfish.step import StepResult
-from tests.sched.worlds import OracleDrafter, World
+from tests.sched.worlds import OracleDrafter, OracleModel, World
 
 POLICIES = ["fcfs", "priority", "longest-prefix-first", "deadline", "fair-share"]
 
@@ -38,17 +38,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 3, 4, 16]), num_tokens=st.integers(48, 160), policy=st.sampled_from(POLICIES),
         has_cache=st.booleans(), has_logits_cache=st.booleans(), max_num_seqs=st.integers(1, 6), budget=st.integers(1, 30),
         fixed_chunk=st.sampled_from([0, 0, 0, 4, 8]), has_states=st.booleans(), num_drafted=st.sampled_from([0, 1, 5]),
-        max_drafted=st.sampled_from([1, 64]),
+        max_drafted=st.sampled_from([1, 64]), has_draft_model=st.booleans(),
     )  # fmt: skip
     def start(
         self, *, block_size: int, num_tokens: int, budget: int, max_num_seqs: int, fixed_chunk: int, has_states: bool,
-        num_drafted: int, max_drafted: int, **options: Any,
+        num_drafted: int, max_drafted: int, has_draft_model: bool, **options: Any,
     ) -> None:
-        speculates = num_drafted and not fixed_chunk and not has_states
+        speculates = num_drafted and not fixed_chunk
+        drafter, model = OracleDrafter(), OracleModel(3) if has_draft_model else None
         self.world = World(
             num_blocks=num_tokens // block_size, block_size=block_size, max_num_seqs=max_num_seqs, max_queue_size=12,
             max_num_batched_tokens=max_num_seqs + max(budget, fixed_chunk), fixed_chunk=fixed_chunk, has_states=has_states,
-            speculation=Speculation(OracleDrafter(), num_drafted, max_drafted) if speculates else None, **options,
+            speculation=Speculation(drafter, num_drafted, max_drafted, model) if speculates else None, **options,
         )  # fmt: skip
 
     @rule(
@@ -72,6 +73,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def plan(self) -> None:
         plan = self.w.scheduler.plan()
+        if plan is None and not self.in_flight:
+            self.w.scheduler.wait()
+            plan = self.w.scheduler.plan()
         if plan is not None:
             assert len(plan.input.tokens) <= self.w.scheduler.max_num_batched_tokens
             assert len(plan.sequences) <= self.w.scheduler.max_num_seqs

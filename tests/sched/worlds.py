@@ -33,6 +33,43 @@ class OracleDrafter:
         return context[len(tokens) :]
 
 
+class OracleModel:
+    """A DraftModel that proposes what the OracleDrafter does, some time later."""
+
+    def __init__(self, max_sequences: int = 4) -> None:
+        self.rows: set[Sequence] = set()
+        self.max_sequences, self.num_begun, self.seconds = max_sequences, 0, 0.0
+
+    def takes(self, seq: Sequence, count: int) -> bool:
+        self.rows = {other for other in self.rows if other.finish_reason is None}
+        return seq in self.rows or len(self.rows) < self.max_sequences
+
+    def begin(self, sequences: SequenceOf[Sequence], count: int) -> OracleJob:
+        assert not any(seq.num_pending or seq.finish_reason for seq in sequences)
+        taken = [seq for seq in sequences if self.takes(seq, count) and not self.rows.add(seq)]  # type: ignore[func-returns-value]
+        self.num_begun += 1
+        return OracleJob({seq: OracleDrafter().propose(seq.tokens, count, is_bold=True) for seq in taken})
+
+    def expect_seconds(self, num_sequences: int, count: int) -> float:
+        return count * self.seconds
+
+    def close(self) -> None:
+        self.rows.clear()
+
+
+class OracleJob:
+    def __init__(self, found: dict[Sequence, list[int]]) -> None:
+        self.found, self.num_asked = found, 0
+
+    def done(self) -> bool:
+        self.num_asked += 1
+        return self.num_asked > 2
+
+    def tokens(self, seq: Sequence) -> list[int]:
+        self.num_asked = 2
+        return self.found.get(seq, [])
+
+
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 

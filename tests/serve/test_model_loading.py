@@ -367,3 +367,13 @@ def test_faulty_tables_are_refused(tmp_path: Path, text: str, error: type[Except
     config_file.write_text(text)
     with pytest.raises(error):
         read_models(config_file)
+
+
+def test_a_draft_model_is_for_the_model_of_engine_alone() -> None:
+    """Others have another vocabulary, unless they name a draft model themselves."""
+    own = {"speculation": "draft", "draft_model": "e"}
+    models = [ModelConfig(model="a"), ModelConfig(model="b", options=own)]
+    usual = EngineConfig(speculation="draft", draft_model="d")
+    for engine, listed, expected in ((usual, [], ["d", ""]), (usual.replace(model="m"), models, ["d", "", "e"])):
+        specs = run.models_of(ServeConfig(kinds="generation"), engine, EmbedConfig(), listed)
+        assert [spec.options["draft_model"] for spec in specs] == expected

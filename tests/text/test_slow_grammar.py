@@ -34,6 +34,12 @@ class Gated:
     def start(self) -> Gated:
         return self
 
+    def copy(self) -> Gated:
+        return self
+
+    def forced(self) -> list[int]:
+        return []
+
     def fill(self, output: Sequence[int], bits: npt.NDArray[np.int32]) -> None:
         self.num_fills += 1
         if output:

@@ -107,8 +107,8 @@ class Lent:
     def __init__(self, tensor: Tensor) -> None:
         strides = tuple(stride * tensor.element_size() for stride in tensor.stride())
         self.__cuda_array_interface__ = {
-            "shape": tuple(tensor.shape), "typestr": TYPES[tensor.dtype], "data": (tensor.data_ptr(), False), "strides": strides,
-            "version": 3,
+            "shape": tuple(tensor.shape), "strides": strides, "typestr": TYPES[tensor.dtype],
+            "data": (tensor.data_ptr(), False), "version": 3,
         }  # fmt: skip
 
 
