@@ -25,7 +25,7 @@ from archerfish.observe.metrics import GivenMetric, Metric, MetricRegistry, Samp
 from archerfish.serve.answers import Failing, Health, Models, Version
 from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import AsyncClient, Backend
-from archerfish.serve.cohere_routes import CohereRoutes
+from archerfish.serve.encoder_routes import TEIRoutes, VLLMRoutes
 from archerfish.serve.errors import HANDLERS, RETRY_AFTER_S, json_response
 from archerfish.serve.generation import TextService
 from archerfish.serve.http import RequestMiddleware, read_json
@@ -35,14 +35,12 @@ from archerfish.serve.ollama_routes import OllamaRoutes
 from archerfish.serve.openai_routes import OpenAIRoutes
 from archerfish.serve.openapi import openapi_document
 from archerfish.serve.overload import retry_after
-from archerfish.serve.page import ICON, docs_page, page
+from archerfish.serve.page import asset, docs_page, page
 from archerfish.serve.responses_routes import ResponsesRoutes
 from archerfish.serve.result_cache import ResultCache
-from archerfish.serve.tei_routes import TEIRoutes
 from archerfish.serve.tenants import Tenants
 from archerfish.serve.token_routes import TextRoutes, TTSRoutes
-from archerfish.serve.vector_routes import VectorRoutes
-from archerfish.serve.vllm_routes import VLLMRoutes
+from archerfish.serve.vector_routes import CohereRoutes, VectorRoutes
 from archerfish.serve.wire import Configure, FrontEndState, Ping, Pong, Query, Report
 
 HEALTH_TIMEOUT_S = 10.0
@@ -191,7 +189,7 @@ class StateRoutes:
 
     async def icon(self, request: Request) -> Response:
         """The picture of the pages."""
-        return Response(ICON, media_type="image/svg+xml", headers={"Cache-Control": "max-age=86400"})
+        return Response(asset("favicon.svg"), media_type="image/svg+xml", headers={"Cache-Control": "max-age=86400"})
 
     async def optimization(self, request: Request) -> Response:
         """The options in force; PATCH changes some, by either of their names, and the answer has both values of those too."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from archerfish.errors import CorruptFileError
 from archerfish.params import SamplingParams
-from archerfish.store.tokenizer_files import WORLD_NAME
+from archerfish.store.source import WORLD_NAME
 from archerfish.text.output_text import OutputText
 from archerfish.text.world_tokenizer import BUNDLED, WorldTokenizer
 
