@@ -41,7 +41,7 @@ from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.tenants import Tenants
 from archerfish.serve.token_routes import TextRoutes, TTSRoutes
 from archerfish.serve.vector_routes import CohereRoutes, VectorRoutes
-from archerfish.serve.wire import Configure, FrontEndState, Ping, Pong, Query, Report
+from archerfish.serve.wire import Configure, FrontEndState, Ping, Pong, Query
 
 HEALTH_TIMEOUT_S = 10.0
 STOPPED = "The service was stopped before the answer was complete."
@@ -75,12 +75,10 @@ class FrontEndSync:
     async def query(self, about: str) -> dict[str, Any]:
         """Ask the engine process for a report, and send it the state of this front end."""
         metrics = {metric.name: metric_values(metric) for metric in self.own_metrics()}
-        answer = await self._catalog.backend.ask(Query(
+        return await self._catalog.report(Query(
             request_id="", about=about, credentials=self._catalog.credentials, source=self.source,
             values=FrontEndState(metrics=metrics, version=self._version, options=self._options()),
         ))  # fmt: skip
-        assert isinstance(answer, Report)
-        return answer.values
 
     def _options(self) -> dict[str, Any]:
         return {"max_bytes": self._results.max_bytes, "ttl_seconds": self._results.ttl_seconds}
@@ -208,9 +206,7 @@ class StateRoutes:
     async def _configure(self, card: ModelCard, changes: dict[str, Any]) -> RemoteEngine:
         credentials = self.catalog.credentials
         message = Configure(request_id="", model=card.id, options=changes, credentials=credentials)
-        answer = await self.catalog.backend.ask(message)
-        assert isinstance(answer, Report)
-        return RemoteEngine(answer.values)
+        return RemoteEngine(await self.catalog.report(message))
 
 
 class RemoteEngine:

@@ -24,7 +24,7 @@ from archerfish.serve.catalog import ModelCard, read_metadata
 from archerfish.serve.errors import InvalidParameterError, Schema, json_response
 from archerfish.serve.generation import answer_head
 from archerfish.serve.http import BodyRoute
-from archerfish.serve.vector_routes import RerankBody, Truncate, VectorRoutes, best_first, encode_items
+from archerfish.serve.vector_routes import RerankBody, Texts, Truncate, VectorRoutes, best_first, encode_items
 
 # TEI
 
@@ -59,7 +59,7 @@ class TEIBody(Body):
 class TEIEmbedBody(TEIBody):
     """POST /embed, in TEI's form."""
 
-    inputs: Annotated[list[str | list[int]], checked(bodies.check_inputs, bodies.INPUTS)]
+    inputs: bodies.Prompts
     normalize: bool | None = True
     prompt_name: str | None = None
     dimensions: int | None = Field(None, ge=1)
@@ -173,8 +173,6 @@ class TEIRoutes:
 
 
 # vLLM
-
-Texts = Annotated[str | list[str], checked(vector_routes.read_source, {"anyOf": [STRING, STRINGS]})]
 
 
 class ScoreBody(Body):

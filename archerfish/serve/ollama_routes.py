@@ -146,7 +146,7 @@ class OllamaEmbedBody(Body):
     """POST /api/embed, in Ollama's form."""
 
     model: str | None = None
-    input: Annotated[list[str | list[int]], checked(bodies.check_inputs, bodies.INPUTS)]
+    input: bodies.Prompts
     dimensions: int | None = Field(None, ge=1)
     truncate: Truncate = True
     options: dict[str, Any] | None = Field(None, description=UNUSED)

@@ -65,6 +65,7 @@ def read_source(value: Any, where: str) -> str | list[str]:
 
 Truncate = Annotated[bool, checked(read_truncate, {"enum": [True, False, "END", "NONE", None]}),
                      Field(description="false or NONE: refuse texts that are longer than the model takes.")]  # fmt: skip
+Texts = Annotated[str | list[str], checked(read_source, {"anyOf": [STRING, STRINGS]})]
 Documents = Annotated[list[str], checked(read_documents, {"type": "array", "minItems": 1, "items": DOCUMENT})]
 
 
@@ -73,7 +74,7 @@ class EmbeddingsBody(Body):
 
     unsupported: ClassVar[Values] = {"truncate_prompt_tokens": (-1,)}  # -1: the model's length
 
-    input: Annotated[list[str | list[int]], checked(bodies.check_inputs, bodies.INPUTS)]
+    input: bodies.Prompts
     model: str | None = Field(None, description="Name of the served model; left out: the first embedding model.")
     encoding_format: Literal["float", "base64"] = Field("float", description="base64: little-endian float32.")
     dimensions: int | None = Field(None, ge=1, description="Keep only the first so many dimensions, scaled to length 1.")
@@ -103,7 +104,7 @@ class RerankBody(Body):
 class SimilarityBody(Body):
     """POST /similarity: the cosine of one source with each sentence, or of each of several sources."""
 
-    source: Annotated[str | list[str], checked(read_source, {"anyOf": [STRING, STRINGS]})]
+    source: Texts
     sentences: list[str] = Field(min_length=1)
     model: str | None = None
     deadline_s: Deadline = None
