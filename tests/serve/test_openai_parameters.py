@@ -19,11 +19,10 @@ from tokenizers.processors import TemplateProcessing
 from archerfish.serve.client import RemoteError
 from archerfish.text.chat_template import texts_in
 
-from .fake_backend import MODEL, START, FakeBackend, error_of, events, post, prompt_of, save_model
+from .fake_backend import CHAT, HI, MODEL, RESPONSES, START, TEXT, FakeBackend, error_of, events, post, prompt_of, save_model
 
-CHAT, TEXT, RESPONSES, VECTORS = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"
+VECTORS = "/v1/embeddings"
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
-HI = [{"role": "user", "content": "Hi"}]
 SCHEMA = {"type": "object"}
 FUNCTION = {"name": "weather", "description": "Now", "parameters": SCHEMA, "strict": True}
 CLAUDE_TOOL = {"name": "weather", "description": "Now", "input_schema": SCHEMA}

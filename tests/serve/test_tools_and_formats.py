@@ -24,10 +24,9 @@ from tests.text.test_tool_calls import SMOLLM2, WRITTEN
 from tests.text.test_tool_calls import WEATHER_TOOL as WEATHER
 
 from .client import host_with, serving
-from .fake_backend import TEMPLATE, FakeBackend, error_of, fake_app, ids, post, save_model
+from .fake_backend import CHAT, HI, TEMPLATE, FakeBackend, error_of, fake_app, ids, post, save_model
 from .hosting import add_llm
 
-CHAT, HI = "/v1/chat/completions", [{"role": "user", "content": "Hi"}]
 REGEX = '{"type": "regex", "regex": "[0-9]+"}'
 
 
