@@ -122,9 +122,11 @@ class Choice:
             self.logprobs += logprobs
         self.token_ids += token_ids
         is_last = self.finish_reason is not None
-        parts = self._parse(text, is_last)
-        if logprobs and self.parser is None and self.thinking is None:
-            parts = parts or [ToolPiece("text", -1, "")]  # logprobs of tokens whose text is still held back are sent at once
+        if self.parser is not None or self.thinking is not None:
+            parts = self._parse(text, is_last)
+        else:  # logprobs of tokens whose text is held back are sent at once
+            parts = [ToolPiece("text", -1, text)] if text or logprobs else []
+            self.texts.append(text)
         return ChoiceDelta(self, text, token_ids, logprobs, is_last, parts)
 
     def _parse(self, text: str, is_last: bool) -> list[ToolPiece]:

@@ -349,12 +349,28 @@ def scales_of(row: Row) -> list[npt.NDArray[np.float16]]:
 
 
 def dequantize(row: Row) -> npt.NDArray[np.float32]:
-    """The float32 values of a quantised tensor in arrays, by GGUF's own package, which takes its blocks whole."""
-    import gguf
+    """The float32 values of a quantised tensor in arrays: those of the package gguf bit for bit, several times as fast."""
     import numpy as np
 
     assert row.info.quantization is not None
-    header = [numbers.view(np.uint8).reshape(-1, 2) for numbers in (row.scales, row.zero_points) if numbers is not None]
-    blocks = np.concatenate([*header, row.data], axis=1).reshape(*row.info.shape[:-1], -1)
-    kind = gguf.GGMLQuantizationType[row.info.quantization.quant_type]
-    return np.asarray(gguf.quants.dequantize(blocks, kind), np.float32)
+    quant_type = row.info.quantization.quant_type
+    if quant_type in SUPER_SCALES:
+        import gguf
+
+        blocks = row.data.reshape(*row.info.shape[:-1], -1)
+        return np.asarray(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[quant_type]), np.float32)
+    if quant_type == "Q8_0":
+        values = row.data.view(np.int8).astype(np.float32)
+    else:
+        nibbles = row.data[:, -16:]
+        integers = np.concatenate([nibbles & 15, nibbles >> 4], axis=1)
+        if quant_type.startswith("Q5"):
+            integers |= np.unpackbits(np.ascontiguousarray(row.data[:, :4]), axis=1, bitorder="little") << np.uint8(4)
+        values = integers.astype(np.float32)
+        if row.zero_points is None:
+            values -= np.float32(8 if quant_type == "Q4_0" else 16)
+    values *= row.scales.astype(np.float32)[:, None]
+    if row.zero_points is not None:
+        values += row.zero_points.astype(np.float32)[:, None]
+    result: npt.NDArray[np.float32] = values.reshape(row.info.shape)
+    return result
