@@ -14,17 +14,18 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from archerfish.bench.report import Found, Measurement
+from archerfish.kernels.ops import HeadShape, KVLayer, Ops, PagedBatch, Rotation
+from archerfish.kernels.sampling import SamplingBatch
+from archerfish.kernels.select import choose_device
+from archerfish.runtime.batch import build_batch
 
 if TYPE_CHECKING:
-    import torch
-
-    from archerfish.kernels.ops import HeadShape, KVLayer, Ops, PagedBatch
     from archerfish.kernels.triton.ops import TritonOps
 
-    Tensor = torch.Tensor
-
+Tensor = torch.Tensor
 COPY_BYTES_PER_S, BF16_FLOPS = 4.26e12, 785e12  # measured on an H200
 TOKENS, WIDTH, FEED_FORWARD, BLOCK_SIZE = 8192, 4096, 14336, 16
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -45,9 +46,6 @@ class Case:
 
 
 def measure(options: Namespace) -> Found:
-    import torch
-
-    from archerfish.kernels.select import choose_device
     from archerfish.kernels.triton.ops import TritonOps
 
     choose_device("cuda")
@@ -79,8 +77,6 @@ def median_us(calls: Sequence[Call]) -> float:
 
 
 def random(*shape: int) -> Tensor:
-    import torch
-
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
@@ -95,8 +91,6 @@ def elementwise(ops: TritonOps) -> Iterator[Case]:
 
 
 def stores(ops: TritonOps) -> Iterator[Case]:
-    from archerfish.kernels.ops import Rotation
-
     heads = head_shape()
     batch, kv = block_batch(ops, heads, [(2048, 2048)] * (TOKENS // 2048))
     rotary = ops.rotary(np.random.default_rng(0).normal(size=(2048, HEAD_DIM)).astype(np.float32), HEAD_DIM)
@@ -110,8 +104,6 @@ def stores(ops: TritonOps) -> Iterator[Case]:
 
 
 def unfused_norm(x: Tensor, weight: Tensor) -> Tensor:
-    import torch
-
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
     return weight * wide.to(x.dtype)
@@ -119,8 +111,6 @@ def unfused_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 def unfused_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotates only; ours also splits the product and writes keys and values into their blocks."""
-    import torch
-
     def turned(x: Tensor) -> Tensor:
         first, second = x.chunk(2, dim=-1)
         return torch.cat((-second, first), dim=-1)
@@ -129,8 +119,6 @@ def unfused_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
 
 
 def head_shape(num_heads: int = NUM_HEADS) -> HeadShape:
-    from archerfish.kernels.ops import HeadShape
-
     return HeadShape(num_heads, NUM_KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5)
 
 
@@ -138,8 +126,6 @@ def block_batch(
     ops: Ops[Tensor], heads: HeadShape, sequences: list[tuple[int, int]], num_shared: int = 0
 ) -> tuple[PagedBatch[Tensor], KVLayer[Tensor]]:
     """A batch of sequences (new tokens, context) over shuffled blocks of random keys, the first of which they may share."""
-    from archerfish.runtime.batch import build_batch
-
     num_common = num_shared // BLOCK_SIZE
     needed = [-(-context // BLOCK_SIZE) - num_common for _, context in sequences]
     order = np.random.default_rng(0).permutation(num_common + sum(needed)).tolist()
@@ -177,10 +163,6 @@ def prefills(ops: TritonOps) -> Iterator[Case]:
 
 
 def draws(ops: TritonOps) -> Iterator[Case]:
-    import torch
-
-    from archerfish.kernels.sampling import SamplingBatch
-
     logits, numbers = 4 * random(SAMPLES, VOCAB_SIZE).float(), torch.arange(SAMPLES, device="cuda")
     batch = SamplingBatch(temperature=torch.full_like(numbers, TEMPERATURE, dtype=torch.float64), keys=numbers,
                           positions=numbers)  # fmt: skip

@@ -7,16 +7,14 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from archerfish.bench.report import Baseline, BenchReport, Found, Goal, compare, format_number, read_breaches, write_json
 from archerfish.bench.table import BENCHES, Bench, Flag, load
 from archerfish.cli.interrupts import exit_tidily, signals_to
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output
 from archerfish.errors import MachineError
-
-if TYPE_CHECKING:
-    from archerfish.bench.report import BenchReport, Found, Goal
 
 EXIT_REGRESSION = 7
 REPORT_FLAGS = (
@@ -39,8 +37,6 @@ def add_bench_arguments(parser: Parser) -> None:
 
 
 def run_bench(arguments: Namespace, out: Output) -> int:
-    from archerfish.bench.report import Baseline, BenchReport, format_number, read_breaches
-
     bench: Bench = arguments.bench
     vars(arguments).update({cls.section: section(cls, arguments) for cls in bench.sections})
     if arguments.baseline:  # a wrong file is refused before the bench runs
@@ -69,8 +65,6 @@ def run_bench(arguments: Namespace, out: Output) -> int:
 
 def finish(report: BenchReport, goals: Sequence[Goal], arguments: Namespace, out: Output) -> int:
     """Show the report, write it where it is wanted, compare it with a baseline and save one; returns the exit code."""
-    from archerfish.bench.report import Baseline, compare, write_json
-
     whole = report.as_dict(goals)
     show(report, goals, whole["machine"], out)
     try:
@@ -100,8 +94,6 @@ def bench_words(words: Sequence[str]) -> list[str]:
 
 
 def show(report: BenchReport, goals: Sequence[Goal], machine: dict[str, str], out: Output) -> None:
-    from archerfish.bench.report import format_number
-
     where = f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, {machine['date']}"
     out.line(f"{report.bench}{f' of {report.model}' if report.model else ''} on {where}", "bold")
     columns, rows = report.table()

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from archerfish.cli.generate import open_engine
 from archerfish.cli.interrupts import exit_now, signals_to
-from archerfish.cli.markdown import MarkdownWriter
 from archerfish.cli.options import Parser, add_options, add_sampling_flags, read_sampling_flags, section
 from archerfish.cli.output import Output, print_error, printable, seconds, styled
 from archerfish.config import EngineConfig, HubConfig
@@ -26,6 +25,8 @@ from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionE
 from archerfish.text.reasoning import answer_parser
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from archerfish.engine.llm_engine import LLMEngine
     from archerfish.engine.outputs import RequestOutput
     from archerfish.params import SamplingParams
@@ -309,3 +310,47 @@ def line_reader(hub: HubConfig) -> Iterator[ReadLine]:
         with suppress(OSError):
             history.parent.mkdir(parents=True, exist_ok=True)
             readline.write_history_file(history)
+
+
+# Markdown on a terminal while it is being generated
+
+FENCES = ("```", "~~~")
+
+
+def split_blocks(text: str) -> list[str]:
+    """Text cut after its empty lines, except those within a fenced block of code. The last part is not finished yet."""
+    blocks, is_code = [""], False
+    for line in text.splitlines(keepends=True):
+        blocks[-1] += line
+        is_code ^= line.lstrip().startswith(FENCES)
+        if not line.strip() and line.endswith("\n") and not is_code:
+            blocks.append("")
+    return blocks
+
+
+class MarkdownWriter:
+    """Draws the block that is being written again with every part of it, and each finished block once."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self.console = console or Console()
+        self._live = Live(console=self.console, transient=True, auto_refresh=False)
+        self._block = ""
+        self._live.start()
+
+    def write(self, text: str) -> None:
+        from rich.markdown import Markdown
+
+        *finished, self._block = split_blocks(self._block + printable(text))
+        for block in finished:
+            self.console.print(Markdown(block))  # above the live part
+        self._live.update(Markdown(self._block), refresh=True)
+
+    def close(self) -> None:
+        from rich.markdown import Markdown
+
+        self._live.stop()
+        if self._block.strip():
+            self.console.print(Markdown(self._block))

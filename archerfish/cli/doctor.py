@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from archerfish import __version__
 from archerfish.cli.options import Parser, add_options, section
@@ -29,10 +29,17 @@ from archerfish.errors import ArcherfishError, DeviceError, ModelError, Unreacha
 from archerfish.kernels.cards import Card, find_cards
 from archerfish.kernels.formats import FORMATS, choose_format
 from archerfish.kernels.machine import Cpu, Memory, cpu, fast_cpu_dtype, memory
+from archerfish.kernels.select import fast_paths, native_error
+from archerfish.models.adapter import KVShape, model_class
+from archerfish.models.config import Config
+from archerfish.runtime.kv_pool import check_plan, plan_memory
+from archerfish.store.converter import ModelConverter
+from archerfish.store.format import TensorInfo, block_bytes
+from archerfish.store.loader import WeightLoader
+from archerfish.store.metadata import is_converted, read_metadata
+from archerfish.store.names import BUILTIN_MODELS, list_models, resolve_model
+from archerfish.store.sources import open_source
 from archerfish.types import DTYPE_BYTES
-
-if TYPE_CHECKING:
-    from archerfish.store.format import TensorInfo
 
 FEATURES = (("AVX2", "avx2"), ("AVX-512", "avx512f"), ("AVX512-BF16", "avx512_bf16"), ("AMX", "amx_tile"))
 ARM_FEATURES = (("NEON", "asimd"), ("SVE", "sve"), ("BF16", "bf16"), ("I8MM", "i8mm"))
@@ -62,16 +69,10 @@ class ModelSize:
     @property
     def block_bytes(self) -> int:
         """Bytes in memory on a CPU of a model with GGUF blocks, which stay as they are; 0: it has none."""
-        from archerfish.kernels.select import native_error
-        from archerfish.store.format import block_bytes
-
         return 0 if native_error() else block_bytes(self.tensors)
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes in memory in a type, or in a weight format with the rest in two bytes; 0: unknown for this model."""
-        from archerfish.models.adapter import model_class
-        from archerfish.models.config import Config
-
         if dtype in DTYPE_BYTES:
             return self.num_parameters * DTYPE_BYTES[dtype]
         config = Config(self.config)
@@ -83,8 +84,6 @@ class ModelSize:
     def formats(self, dtype: str) -> dict[str, dict[str, int]]:
         """In which formats its layers of each kind run in the native backend, and how many do; empty where that is unknown."""
         from archerfish.kernels.native.weights import joined_formats, packed_format
-        from archerfish.models.adapter import model_class
-        from archerfish.models.config import Config
 
         stored = {info.name: info.quantization.quant_type if info.quantization else info.dtype for info in self.tensors}
         found: dict[str, Counter[str]] = defaultdict(Counter)
@@ -115,9 +114,6 @@ def run_doctor(arguments: Namespace, out: Output) -> int:
 
 def examine(hub: HubConfig, model: str, out: Output) -> dict[str, Any]:
     """The report, as the object that --json prints."""
-    from archerfish.kernels.select import fast_paths, native_error
-    from archerfish.store.names import BUILTIN_MODELS, list_models
-
     has_native, dtype = not native_error(), fast_cpu_dtype()
     if has_native:
         from archerfish.kernels.native.peaks import measure_peaks
@@ -159,9 +155,6 @@ def examine(hub: HubConfig, model: str, out: Output) -> dict[str, Any]:
 
 def find_damage(model: str, out: Output) -> list[str]:
     """Problems of a converted directory: every file is compared with its checksum."""
-    from archerfish.store.loader import WeightLoader
-    from archerfish.store.metadata import is_converted
-
     if not model or not is_converted(Path(model)):
         return []
     try:
@@ -209,11 +202,6 @@ def find_packages() -> list[dict[str, str]]:
 
 def measure(name: str, hub: HubConfig) -> ModelSize:
     """The size of a model from its headers, or for a built-in model that is not on this machine from a table."""
-    from archerfish.store.converter import ModelConverter
-    from archerfish.store.metadata import is_converted, read_metadata
-    from archerfish.store.names import BUILTIN_MODELS, resolve_model
-    from archerfish.store.sources import open_source
-
     try:
         path = resolve_model(name, hub.replace(offline=True))
     except UnreachableError:
@@ -290,10 +278,6 @@ def fits_in(verdicts: Mapping[str, str], dtype: str, formats: Iterable[str]) -> 
 
 def kv_tokens(found: ModelSize, device: str, dtype: str) -> int | None:
     """Tokens whose KV an LLMEngine with default options has memory for; None for models without KV."""
-    from archerfish.models.adapter import KVShape, model_class
-    from archerfish.models.config import Config
-    from archerfish.runtime.kv_pool import check_plan, plan_memory
-
     config = Config(found.config)
     try:
         shape = model_class(config).memory_shape(config)

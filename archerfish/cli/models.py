@@ -11,6 +11,8 @@ from archerfish.cli.output import Output, seconds
 from archerfish.config import ConversionConfig, HubConfig
 from archerfish.engine.progress import size
 from archerfish.errors import InvalidInputError
+from archerfish.store.converter import ModelConverter
+from archerfish.store.names import list_models, remove_model, resolve_model
 
 
 def add_pull_arguments(parser: Parser) -> None:
@@ -20,8 +22,6 @@ def add_pull_arguments(parser: Parser) -> None:
 
 
 def run_pull(arguments: Namespace, out: Output) -> int:
-    from archerfish.store.names import resolve_model
-
     hub = section(HubConfig, arguments)
     if not arguments.models and not arguments.list:
         raise InvalidInputError("No model is named.", hint="Name a model; `archerfish pull --list` lists them.")
@@ -53,8 +53,6 @@ def add_rm_arguments(parser: Parser) -> None:
 
 
 def run_rm(arguments: Namespace, out: Output) -> int:
-    from archerfish.store.names import remove_model
-
     removed = []
     for name in arguments.models:
         rows = remove_model(name, section(HubConfig, arguments))
@@ -67,8 +65,6 @@ def run_rm(arguments: Namespace, out: Output) -> int:
 
 
 def list_all(hub: HubConfig, out: Output) -> None:
-    from archerfish.store.names import list_models
-
     cache = hub.cache_path()
     rows, cells = [], []
     for model in list_models(hub):
@@ -98,8 +94,6 @@ def add_convert_arguments(parser: Parser) -> None:
 
 def run_convert(arguments: Namespace, out: Output) -> int:
     config, hub = section(ConversionConfig, arguments), section(HubConfig, arguments)
-    from archerfish.store.converter import ModelConverter
-
     with out.progress("Converting") as progress:
         result = ModelConverter(config, hub=hub).convert(
             arguments.source, arguments.output_dir, model_type=arguments.model_type, progress=progress

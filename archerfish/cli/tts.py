@@ -14,6 +14,7 @@ from archerfish.cli.options import SAMPLING, Parser, add_flag, add_options, sect
 from archerfish.cli.output import Output, seconds
 from archerfish.cli.texts import gather_entries, read_entries
 from archerfish.config import EngineConfig, HubConfig
+from archerfish.engine.tts import PROPERTIES, TTSRequest
 from archerfish.errors import InvalidInputError
 
 NUMBERS = {name: SAMPLING[name] for name in ("temperature", "top_p", "top_k", "seed")}
@@ -21,8 +22,6 @@ NUMBERS["max_tokens"] = "most semantic tokens; 50 are a second"
 
 
 def add_tts_arguments(parser: Parser) -> None:
-    from archerfish.engine.tts import PROPERTIES, TTSRequest
-
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts to speak; without any, the lines of standard input")
     parser.add_argument(
         "--input", default="", metavar="FILE",
@@ -42,7 +41,6 @@ def add_tts_arguments(parser: Parser) -> None:
 
 def run_tts(arguments: Namespace, out: Output) -> int:
     from archerfish.engine.rwkv_sampler import RwkvSampler
-    from archerfish.engine.tts import TTSRequest
 
     config, hub = section(EngineConfig, arguments), section(HubConfig, arguments)
     voice = values_of("tts.", arguments)

@@ -44,11 +44,10 @@ from archerfish.kernels.select import import_torch, log_device
 from archerfish.store.loader import WeightLoader
 from archerfish.text.tokenizer import FastTokenizer, Text, TokenizedText, are_strings, read_settings, stated_max_length
 from archerfish.types import Progress, no_progress
+from archerfish.util import Precision, is_vectors, similarities
 
 if TYPE_CHECKING:
     import torch
-
-    from archerfish.util import Precision
 
 TOKENS_PER_TEXT = 32  # of one unit of batch_size
 GPU_BATCH_FACTOR = 64  # tokens of a pass on a GPU, in passes on a core
@@ -232,8 +231,6 @@ class ArrowEngine:
         Texts are compared by cosine, and the result is an array. Vectors are compared as the model's files say
         (`similarity_fn_name`), and the result is a tensor, as in sentence-transformers; without torch an array.
         """
-        from archerfish.util import is_vectors, similarities
-
         if is_vectors(a) and is_vectors(b):
             return similarities(self.similarity_fn_name)[0](a, b)
         if is_vectors(a) or is_vectors(b):
@@ -244,8 +241,6 @@ class ArrowEngine:
 
     def similarity_pairwise(self, a: Any, b: Any) -> Any:
         """Similarity of each vector of a with the vector of b in the same place, as a tensor."""
-        from archerfish.util import similarities
-
         return similarities(self.similarity_fn_name)[1](a, b)
 
     def rerank(self, query: str, documents: Sequence[str], top_k: int | None = None) -> list[RerankResult]:

@@ -17,8 +17,7 @@ from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOpti
 from archerfish.params import SamplingParams, is_number
 from archerfish.remarks import remark
 from archerfish.sequence import Namespace, Request, TokenGrammar, as_namespace
-from archerfish.text.grammar import GrammarCompiler
-from archerfish.text.token_limits import TokenLimits, word_tokens
+from archerfish.text.grammar import GrammarCompiler, TokenLimits, word_tokens
 from archerfish.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from archerfish.kernels.ops import Segments
 from archerfish.models.adapter import TokenBatch
 from archerfish.remarks import remark
 from archerfish.text.tokenizer import Text, TokenizedText, are_strings
+from archerfish.util import Precision, quantize_embeddings
 
 if TYPE_CHECKING:
     import torch
 
     from archerfish.engine.arrow_engine import ArrowEngine
     from archerfish.engine.inference_core import Vectors
-    from archerfish.util import Precision
 
 FIRST_WINDOW, WINDOW = 256, 2048  # texts that are tokenised before the first pass, and while passes run
 SMALL_BATCH = 128  # tokens; a smaller pass mostly reads weights
@@ -84,8 +84,6 @@ def converted(vectors: Vectors, precision: Precision, to_tensor: bool, to_numpy:
     """Vectors as the caller wants them: quantised or not; an array, a tensor or a list of tensors."""
     found: Any = vectors
     if precision != "float32" and precision is not None:
-        from archerfish.util import quantize_embeddings
-
         found = quantize_embeddings(vectors, precision)
     if to_numpy and not to_tensor:
         return found

@@ -10,7 +10,7 @@ from archerfish.serve.errors import Schema
 
 
 class GeneratedAnswer(Schema, kw_only=True):
-    """What answers with generated tokens have in common."""
+    """What most answers of OpenAI's and vLLM's APIs begin with."""
 
     id: str
     object: str

@@ -25,7 +25,7 @@ from archerfish.observe.metrics import GivenMetric, Metric, MetricRegistry, Samp
 from archerfish.serve.answers import Failing, Health, Models, Version
 from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import AsyncClient, Backend
-from archerfish.serve.cohere_routes import CohereRoutes
+from archerfish.serve.encoder_routes import TEIRoutes, VLLMRoutes
 from archerfish.serve.errors import HANDLERS, RETRY_AFTER_S, json_response
 from archerfish.serve.generation import TextService
 from archerfish.serve.http import RequestMiddleware, read_json
@@ -35,15 +35,13 @@ from archerfish.serve.ollama_routes import OllamaRoutes
 from archerfish.serve.openai_routes import OpenAIRoutes
 from archerfish.serve.openapi import openapi_document
 from archerfish.serve.overload import retry_after
-from archerfish.serve.page import ICON, docs_page, page
+from archerfish.serve.page import asset, docs_page, page
 from archerfish.serve.responses_routes import ResponsesRoutes
 from archerfish.serve.result_cache import ResultCache
-from archerfish.serve.tei_routes import TEIRoutes
 from archerfish.serve.tenants import Tenants
 from archerfish.serve.token_routes import TextRoutes, TTSRoutes
-from archerfish.serve.vector_routes import VectorRoutes
-from archerfish.serve.vllm_routes import VLLMRoutes
-from archerfish.serve.wire import Configure, FrontEndState, Ping, Pong, Query, Report
+from archerfish.serve.vector_routes import CohereRoutes, VectorRoutes
+from archerfish.serve.wire import Configure, FrontEndState, Ping, Pong, Query
 
 HEALTH_TIMEOUT_S = 10.0
 STOPPED = "The service was stopped before the answer was complete."
@@ -77,12 +75,10 @@ class FrontEndSync:
     async def query(self, about: str) -> dict[str, Any]:
         """Ask the engine process for a report, and send it the state of this front end."""
         metrics = {metric.name: metric_values(metric) for metric in self.own_metrics()}
-        answer = await self._catalog.backend.ask(Query(
+        return await self._catalog.report(Query(
             request_id="", about=about, credentials=self._catalog.credentials, source=self.source,
             values=FrontEndState(metrics=metrics, version=self._version, options=self._options()),
         ))  # fmt: skip
-        assert isinstance(answer, Report)
-        return answer.values
 
     def _options(self) -> dict[str, Any]:
         return {"max_bytes": self._results.max_bytes, "ttl_seconds": self._results.ttl_seconds}
@@ -191,7 +187,7 @@ class StateRoutes:
 
     async def icon(self, request: Request) -> Response:
         """The picture of the pages."""
-        return Response(ICON, media_type="image/svg+xml", headers={"Cache-Control": "max-age=86400"})
+        return Response(asset("favicon.svg"), media_type="image/svg+xml", headers={"Cache-Control": "max-age=86400"})
 
     async def optimization(self, request: Request) -> Response:
         """The options in force; PATCH changes some, by either of their names, and the answer has both values of those too."""
@@ -210,9 +206,7 @@ class StateRoutes:
     async def _configure(self, card: ModelCard, changes: dict[str, Any]) -> RemoteEngine:
         credentials = self.catalog.credentials
         message = Configure(request_id="", model=card.id, options=changes, credentials=credentials)
-        answer = await self.catalog.backend.ask(message)
-        assert isinstance(answer, Report)
-        return RemoteEngine(answer.values)
+        return RemoteEngine(await self.catalog.report(message))
 
 
 class RemoteEngine:

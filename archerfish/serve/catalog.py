@@ -26,7 +26,7 @@ from archerfish.serve.client import Backend
 from archerfish.serve.errors import InvalidParameterError, naming
 from archerfish.serve.overload import estimate_tokens
 from archerfish.serve.tenants import ANONYMOUS, Tenant
-from archerfish.serve.wire import Charge, Kind, Query, Report, names_of, unserved_model
+from archerfish.serve.wire import Charge, Configure, ExplainRequest, Kind, Query, Report, names_of, unserved_model
 from archerfish.text.chat_template import ChatTemplate, texts_in
 from archerfish.text.reasoning import has_reasoning
 from archerfish.text.text_tokenizer import find_text_tokenizer
@@ -214,10 +214,15 @@ class Catalog:
     async def cards(self) -> list[ModelCard]:
         return self._cards or await self._refresh()
 
-    async def _refresh(self) -> list[ModelCard]:
-        answer = await self.backend.ask(Query(request_id="", about="models", credentials=self.credentials))
+    async def report(self, message: Configure | ExplainRequest | Query) -> dict[str, Any]:
+        """The values of the engine process's answer."""
+        answer = await self.backend.ask(message)
         assert isinstance(answer, Report)
-        self._cards = msgspec.convert(answer.values["models"], list[ModelCard])
+        return answer.values
+
+    async def _refresh(self) -> list[ModelCard]:
+        found = await self.report(Query(request_id="", about="models", credentials=self.credentials))
+        self._cards = msgspec.convert(found["models"], list[ModelCard])
         self._by_name = {name: card for card in reversed(self._cards) for name in names_of(card.id, card.aliases)}
         self._by_name |= {card.id: card for card in self._cards}  # a full name wins over the short name of another model
         self._asked_at = self._clock()

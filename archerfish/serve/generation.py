@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -60,6 +61,13 @@ class PendingCall:
     def arguments(self) -> str:
         return "".join(self.parts)
 
+    def read_arguments(self) -> dict[str, Any]:
+        """The arguments as an object; empty if the call was cut off or is not JSON."""
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(self.arguments or "{}")
+            return arguments if isinstance(arguments, dict) else {}
+        return {}
+
 
 @dataclass(slots=True)
 class ChoiceDelta:
@@ -70,7 +78,7 @@ class ChoiceDelta:
     token_ids: list[int]
     logprobs: list[Logprob] | None
     is_last: bool
-    parts: list[ToolPiece] | None  # the text again, where it may have parts: reasoning, text, names of calls and arguments
+    parts: list[ToolPiece]  # the text again, in parts: reasoning, text, names of calls and arguments
 
 
 @dataclass(slots=True)
@@ -113,16 +121,16 @@ class Choice:
             logprobs = logprobs[: output_text.num_shown - num_before]
             self.logprobs += logprobs
         self.token_ids += token_ids
-        parts: list[ToolPiece] | None = None
-        if self.parser is None and self.thinking is None:
-            self.texts.append(text)
-        else:
-            parts = self._parse(text)
-        return ChoiceDelta(self, text, token_ids, logprobs, self.finish_reason is not None, parts)
-
-    def _parse(self, text: str) -> list[ToolPiece]:
-        parts: list[ToolPiece] = []
         is_last = self.finish_reason is not None
+        if self.parser is not None or self.thinking is not None:
+            parts = self._parse(text, is_last)
+        else:  # logprobs of tokens whose text is held back are sent at once
+            parts = [ToolPiece("text", -1, text)] if text or logprobs else []
+            self.texts.append(text)
+        return ChoiceDelta(self, text, token_ids, logprobs, is_last, parts)
+
+    def _parse(self, text: str, is_last: bool) -> list[ToolPiece]:
+        parts: list[ToolPiece] = []
         if self.thinking is not None:
             reasoning, text = self.thinking.feed(text, is_last)
             self.reasonings.append(reasoning)

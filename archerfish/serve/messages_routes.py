@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from typing import Annotated, Any, ClassVar
 
 from msgspec.structs import asdict
@@ -20,6 +18,7 @@ from archerfish.serve.http import BodyRoute
 
 EVENTS = (*answers.MESSAGE_EVENTS, AnthropicError)
 Block = answers.TextBlock | answers.ThinkingBlock | answers.ToolUseBlock
+Delta = answers.BlockText | answers.BlockThinking | answers.BlockInput
 TOOL_MEMBERS = ("type", "name", "description", "input_schema", "cache_control", "strict", "eager_input_streaming")
 
 
@@ -195,13 +194,8 @@ def content_blocks(choice: gen.Choice) -> list[Block]:
     blocks: list[Block] = [answers.ThinkingBlock(thinking=choice.reasoning)] if choice.reasoning else []
     if choice.text or not choice.calls:
         blocks.append(answers.TextBlock(text=choice.text))
-    for call in choice.calls:
-        arguments: Any = None
-        with contextlib.suppress(ValueError, RecursionError):  # the call was cut off, or is not JSON
-            arguments = json.loads(call.arguments or "{}")
-        given = arguments if isinstance(arguments, dict) else {}
-        blocks.append(answers.ToolUseBlock(id=gen.new_id("toolu"), name=call.name, input=given))
-    return blocks
+    uses = [answers.ToolUseBlock(gen.new_id("toolu"), call.name, call.read_arguments()) for call in choice.calls]
+    return blocks + uses
 
 
 def message_end(choice: gen.Choice) -> answers.MessageEnd:
@@ -236,26 +230,24 @@ class MessageEvents(EventWriter):
         return named_event(answers.MessageStart(message=message))
 
     def delta(self, delta: gen.ChoiceDelta) -> bytes:
-        if delta.parts is None:
-            return self._write_text(delta.text) if delta.text else b""
         written = b""
         for part in delta.parts:
             if part.kind == "text":
-                written += self._write_text(part.text)
+                written += self._write_in(answers.TextBlock, answers.BlockText(text=part.text))
             elif part.kind == "reasoning":
-                started = b"" if self._open is answers.ThinkingBlock else self._start_block(answers.ThinkingBlock())
-                written += started + self._write(answers.BlockThinking(thinking=part.text))
+                written += self._write_in(answers.ThinkingBlock, answers.BlockThinking(thinking=part.text))
             elif part.kind == "name":
                 written += self._start_block(answers.ToolUseBlock(id=gen.new_id("toolu"), name=part.text))
             else:
                 written += self._write(answers.BlockInput(partial_json=part.text))
         return written
 
-    def _write_text(self, text: str) -> bytes:
-        started = b"" if self._open is answers.TextBlock else self._start_block(answers.TextBlock())
-        return started + self._write(answers.BlockText(text=text))
+    def _write_in(self, block: type[answers.TextBlock] | type[answers.ThinkingBlock], delta: Delta) -> bytes:
+        """A delta of a block of this type, which is started if another one is open."""
+        started = b"" if self._open is block else self._start_block(block())
+        return started + self._write(delta)
 
-    def _write(self, delta: answers.BlockText | answers.BlockThinking | answers.BlockInput) -> bytes:
+    def _write(self, delta: Delta) -> bytes:
         return named_event(answers.ContentBlockDelta(index=self._num_blocks - 1, delta=delta))
 
     def _start_block(self, block: Block) -> bytes:

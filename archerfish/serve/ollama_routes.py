@@ -6,7 +6,6 @@ Streams are lines of JSON, and a request streams unless it says otherwise.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import time
@@ -147,7 +146,7 @@ class OllamaEmbedBody(Body):
     """POST /api/embed, in Ollama's form."""
 
     model: str | None = None
-    input: Annotated[list[str | list[int]], checked(bodies.check_inputs, bodies.INPUTS)]
+    input: bodies.Prompts
     dimensions: int | None = Field(None, ge=1)
     truncate: Truncate = True
     options: dict[str, Any] | None = Field(None, description=UNUSED)
@@ -291,7 +290,7 @@ class OllamaAnswer(EventWriter):
             return OllamaText(**head, response=text, thinking=thinking or UNSET)
         message = OllamaMessage(text, thinking=thinking or UNSET)
         if calls:
-            message.tool_calls = [OllamaCall(OllamaFunction(call.name, arguments_of(call))) for call in calls]
+            message.tool_calls = [OllamaCall(OllamaFunction(call.name, call.read_arguments())) for call in calls]
         return OllamaChat(**head, message=message)
 
     def finish(self, last: OllamaChat | OllamaText) -> OllamaChat | OllamaText:
@@ -317,9 +316,7 @@ class OllamaAnswer(EventWriter):
         return b""
 
     def delta(self, delta: gen.ChoiceDelta) -> bytes:
-        text, thinking = delta.text, ""
-        if delta.parts is not None:
-            text, thinking = ("".join(part.text for part in delta.parts if part.kind == kind) for kind in ("text", "reasoning"))
+        text, thinking = ("".join(part.text for part in delta.parts if part.kind == kind) for kind in ("text", "reasoning"))
         return line(self.part(text, thinking, logprobs=delta.logprobs)) if text or thinking or delta.logprobs else b""
 
     def end(self) -> bytes:
@@ -334,13 +331,6 @@ class OllamaAnswer(EventWriter):
 
 def line(data: Any) -> bytes:
     return encode_json(data) + b"\n"
-
-
-def arguments_of(call: gen.PendingCall) -> dict[str, Any]:
-    arguments: Any = None
-    with contextlib.suppress(ValueError, RecursionError):  # the call was cut off, or is not JSON
-        arguments = json.loads(call.arguments or "{}")
-    return arguments if isinstance(arguments, dict) else {}
 
 
 # Routes

@@ -319,12 +319,10 @@ class ChatEvents(ChunkEvents):
         return self.write(*(answers.ChatChunkChoice(choice.index, first) for choice in self._generations[0].choices))
 
     def delta(self, delta: gen.ChoiceDelta) -> bytes:
-        choice, shown = delta.choice, []
-        if delta.parts is not None:
-            parts = [part for part in delta.parts if part.kind not in self._hidden]
-            shown = [answers.ChatChunkChoice(choice.index, self._part(choice, part)) for part in parts]
-        elif delta.text:
-            shown = [answers.ChatChunkChoice(choice.index, answers.ChatDelta(content=delta.text))]
+        choice, hidden = delta.choice, self._hidden
+        shown = [
+            answers.ChatChunkChoice(choice.index, self._part(choice, part)) for part in delta.parts if part.kind not in hidden
+        ]
         if delta.logprobs:
             shown = shown or [answers.ChatChunkChoice(choice.index, answers.ChatDelta(content=""))]
             shown[0].logprobs = chat_logprobs(self._generations[0], delta.logprobs)

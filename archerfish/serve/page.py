@@ -38,24 +38,6 @@ EXAMPLES: tuple[tuple[str, str, str, dict[str, Any] | None], ...] = (  # kinds o
     ("", "GET", "/metrics", None),
 )
 
-ICON = """\
-<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32">
-<path fill="#3b82f6" d="M3 20c6-10 16-10 22-2l4-4v12l-4-4c-6 7-16 6-22-2z"/><circle cx="9" cy="19" r="1.5" fill="#fff"/>
-<path fill="none" stroke="#60a5fa" stroke-width="2" stroke-dasharray="2 3" d="M5 16 12 3"/></svg>
-"""
-DOCS = """\
-<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>archerfish: routes</title><link rel="icon" type="image/svg+xml" href="/favicon.ico">
-<style>:root { color-scheme: light dark; } body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto;
-padding: 0 1rem; } summary { cursor: pointer; padding: .3rem 0; } table { border-collapse: collapse; font-size: .9rem;
-margin: .3rem 0 1rem 1rem; } td { padding: .15rem .8rem .15rem 0; vertical-align: top; }</style></head>
-<body><h1>archerfish $version</h1>
-<p>All routes, with the parameters of their JSON bodies; those in bold are required.
-For programs: <a href="/openapi.json">/openapi.json</a>.</p>
-$routes</body></html>
-"""
-
 
 def curl(base_url: str, method: str, path: str, body: dict[str, Any] | None, *, has_keys: bool = False) -> str:
     """The shell command of one call."""
@@ -83,7 +65,7 @@ def page(base_url: str, models: Sequence[Model]) -> str:
         for method, path, body in examples(kinds)
     )
     most_tokens = min([MAX_TOKENS, *(model.max_length for model in models if model.kind == "generation")])
-    return template().substitute(
+    return Template(asset("page.html")).substitute(
         models="<br>".join(shown), routes=routes, hide_chat="" if "generation" in kinds else "hidden",
         hide_compare="" if "embedding" in kinds else "hidden", most_tokens=most_tokens,
     )
@@ -98,7 +80,7 @@ def docs_page(document: dict[str, Any]) -> str:
             rows = "".join(parameter_rows(document, operation))
             table = f"<table>{rows}</table>"
             shown.append(f"<details><summary>{head}</summary>{table}</details>" if rows else f"<p>{head}</p>")
-    return Template(DOCS).substitute(version=html.escape(document["info"]["version"]), routes="\n".join(shown))
+    return Template(asset("docs.html")).substitute(version=html.escape(document["info"]["version"]), routes="\n".join(shown))
 
 
 def parameter_rows(document: dict[str, Any], operation: dict[str, Any]) -> Iterator[str]:
@@ -120,5 +102,6 @@ def type_of(schema: dict[str, Any]) -> str:
 
 
 @cache
-def template() -> Template:
-    return Template((files("archerfish.serve") / "page.html").read_text(encoding="utf-8"))
+def asset(name: str) -> str:
+    """The text of a file beside this one."""
+    return (files("archerfish.serve") / name).read_text(encoding="utf-8")

@@ -190,9 +190,7 @@ class ResponseEvents(EventWriter):
 
     def delta(self, delta: gen.ChoiceDelta) -> bytes:
         logprobs, written = delta.logprobs, b""
-        if delta.parts is None and (delta.text or logprobs):
-            return self._write_text(delta.text, logprobs)
-        for part in delta.parts or ():
+        for part in delta.parts:
             if part.kind == "text":
                 written += self._write_text(part.text, logprobs)
                 logprobs = None

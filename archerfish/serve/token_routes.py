@@ -22,7 +22,7 @@ from archerfish.serve.errors import InvalidParameterError, data_event, json_resp
 from archerfish.serve.event_stream import EventStream, EventWriter
 from archerfish.serve.http import BodyRoute
 from archerfish.serve.openai_routes import DONE, TemplateBody
-from archerfish.serve.wire import ExplainRequest, Report
+from archerfish.serve.wire import ExplainRequest
 
 # Tokenizer and cache
 
@@ -98,9 +98,7 @@ class TextRoutes:
         with naming("prompt"):
             text.check_length(token_ids)
         message = ExplainRequest(token_ids=token_ids, **self.catalog.address(request, text.card))
-        answer = await self.catalog.backend.ask(message)
-        assert isinstance(answer, Report)
-        return json_response({"model": text.card.id, **answer.values})
+        return json_response({"model": text.card.id, **await self.catalog.report(message)})
 
     async def _token_ids(self, request: Request, text: ModelText, body: ExplainBody) -> list[int]:
         """Tokens of the prompt or the conversation; they count against the caller's limits."""

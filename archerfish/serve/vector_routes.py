@@ -1,16 +1,16 @@
-"""/v1/embeddings, /v1/rerank and /similarity."""
+"""/v1/embeddings, /v1/rerank and /similarity; for Cohere's clients /v1/embed, /v2/embed and /v2/rerank."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec import UNSET
+from msgspec import UNSET, field
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,7 +22,8 @@ from archerfish.serve import answers, bodies
 from archerfish.serve.bodies import STRING, STRINGS, UNUSED, Body, Values, check_items, check_text, checked
 from archerfish.serve.catalog import Catalog, ModelCard, read_metadata
 from archerfish.serve.client import RemoteError
-from archerfish.serve.errors import InvalidParameterError, encode_json, json_response, short_value
+from archerfish.serve.errors import InvalidParameterError, Schema, encode_json, json_response, short_value
+from archerfish.serve.generation import new_id
 from archerfish.serve.http import BodyRoute
 from archerfish.serve.wire import ClassifyRequest, EmbedRequest, ForVectors, Vectors
 
@@ -64,6 +65,7 @@ def read_source(value: Any, where: str) -> str | list[str]:
 
 Truncate = Annotated[bool, checked(read_truncate, {"enum": [True, False, "END", "NONE", None]}),
                      Field(description="false or NONE: refuse texts that are longer than the model takes.")]  # fmt: skip
+Texts = Annotated[str | list[str], checked(read_source, {"anyOf": [STRING, STRINGS]})]
 Documents = Annotated[list[str], checked(read_documents, {"type": "array", "minItems": 1, "items": DOCUMENT})]
 
 
@@ -72,7 +74,7 @@ class EmbeddingsBody(Body):
 
     unsupported: ClassVar[Values] = {"truncate_prompt_tokens": (-1,)}  # -1: the model's length
 
-    input: Annotated[list[str | list[int]], checked(bodies.check_inputs, bodies.INPUTS)]
+    input: bodies.Prompts
     model: str | None = Field(None, description="Name of the served model; left out: the first embedding model.")
     encoding_format: Literal["float", "base64"] = Field("float", description="base64: little-endian float32.")
     dimensions: int | None = Field(None, ge=1, description="Keep only the first so many dimensions, scaled to length 1.")
@@ -102,7 +104,7 @@ class RerankBody(Body):
 class SimilarityBody(Body):
     """POST /similarity: the cosine of one source with each sentence, or of each of several sources."""
 
-    source: Annotated[str | list[str], checked(read_source, {"anyOf": [STRING, STRINGS]})]
+    source: Texts
     sentences: list[str] = Field(min_length=1)
     model: str | None = None
     deadline_s: Deadline = None
@@ -274,9 +276,11 @@ def best_first(scores: Array) -> list[int]:
 
 def shown_rows(rows: Array, encoding_format: str) -> Iterator[list[float] | str]:
     """Rows as lists, or as text for base64."""
-    if encoding_format == "base64":
-        return (base64.b64encode(row.astype("<f4").tobytes()).decode() for row in rows)
-    return (row.tolist() for row in rows)
+    return map(as_base64, rows) if encoding_format == "base64" else (row.tolist() for row in rows)
+
+
+def as_base64(row: Array) -> str:
+    return base64.b64encode(row.astype("<f4").tobytes()).decode()
 
 
 def find_prompt(request: Request, card: ModelCard, input_type: str) -> str | None:
@@ -302,3 +306,87 @@ async def encode_items(items: Iterable[Any]) -> list[msgspec.Raw]:
         if len(encoded) % YIELD_ROWS == 0:
             await asyncio.sleep(0)
     return encoded
+
+
+# Cohere
+
+EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
+
+
+def to_int8(row: Array) -> Any:
+    """Whole numbers whose largest one is 127: the cosines of vectors stay about the same."""
+    largest = float(np.abs(row).max()) or 1.0
+    return np.round(row * (127 / largest)).astype(np.int8)
+
+
+ENCODERS: dict[EmbeddingType, Callable[[Array], Any]] = {
+    "float": lambda row: row.tolist(),
+    "int8": lambda row: to_int8(row).tolist(),
+    "uint8": lambda row: (to_int8(row).astype(np.int16) + 128).tolist(),
+    "binary": lambda row: (np.packbits(row > 0).astype(np.int16) - 128).tolist(),
+    "ubinary": lambda row: np.packbits(row > 0).tolist(),
+    "base64": as_base64,
+}
+
+
+class CohereEmbedBody(Body):
+    """POST /v1/embed and /v2/embed, in Cohere's form."""
+
+    unsupported: ClassVar[Values] = {"images": ([],), "inputs": ([],), "max_tokens": ()}
+
+    texts: list[str] = Field(min_length=1)
+    model: str | None = None
+    input_type: str | None = Field(None, description="search_query and search_document choose the model's prompt.")
+    embedding_types: list[EmbeddingType] | None = Field(None, description="int8 and uint8: scaled for each vector.")
+    output_dimension: int | None = Field(None, ge=1)
+    truncate: Truncate = True
+    priority: int | None = Field(None, description=UNUSED)
+
+
+class CohereUnits(Schema):
+    input_tokens: int
+
+
+class CohereMeta(Schema, kw_only=True):
+    api_version: dict[str, str]
+    billed_units: CohereUnits
+
+
+class CohereFloats(Schema, kw_only=True, tag_field="response_type", tag="embeddings_floats"):
+    id: str = field(default_factory=lambda: new_id("emb"))
+    embeddings: list[list[float]]
+    texts: list[str]
+    meta: CohereMeta
+
+
+class CohereByType(Schema, kw_only=True, tag_field="response_type", tag="embeddings_by_type"):
+    id: str = field(default_factory=lambda: new_id("emb"))
+    embeddings: dict[str, list[list[float] | str]]
+    texts: list[str]
+    meta: CohereMeta
+
+
+class CohereRoutes:
+    """Cohere's routes over the vector routes."""
+
+    def __init__(self, vectors: VectorRoutes) -> None:
+        self.vectors = vectors
+        self.routes = [
+            BodyRoute("/v1/embed", self.embed, CohereEmbedBody, CohereFloats | CohereByType),
+            BodyRoute("/v2/embed", self.embed, CohereEmbedBody, CohereByType),
+            BodyRoute("/v2/rerank", vectors.rerank, RerankBody, answers.Ranking),
+        ]
+
+    async def embed(self, request: Request, body: CohereEmbedBody) -> Response:
+        """Vectors of texts, in one or several types of numbers."""
+        _, rows, usage = await self.vectors.vectors(
+            request, body.model, body.texts, dimensions=body.output_dimension, input_type=body.input_type,
+            truncate=body.truncate, param="texts",
+        )
+        version = request.scope["path"][2]
+        meta = CohereMeta(api_version={"version": version}, billed_units=CohereUnits(usage.prompt_tokens))
+        types = body.embedding_types or ["float"]
+        shown: Any = {kind: await encode_items(map(ENCODERS[kind], rows)) for kind in dict.fromkeys(types)}
+        if version == "1" and body.embedding_types is None:
+            return json_response(CohereFloats(embeddings=shown["float"], texts=body.texts, meta=meta))
+        return json_response(CohereByType(embeddings=shown, texts=body.texts, meta=meta))

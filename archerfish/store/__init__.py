@@ -6,8 +6,8 @@ their own names, matrices in the chosen type and integers as they are; `WeightLo
 (GPTQ, AWQ, FP8) needs
 
 - its types: `ITEM_BYTES` in `format.py`, and `DTYPE_CODES` in `source.py` for their names in safetensors;
-- its scales kept as they are: `ModelConverter._stored_info` narrows every matrix of floats;
-- a WeightFormat in `kernels/formats/`, chosen from the checkpoint's config.json, which metadata.json keeps.
+- its scales kept as they are: `ModelConverter.stored_info` narrows every matrix of floats;
+- a WeightFormat in `kernels/formats.py`, chosen from the checkpoint's config.json, which metadata.json keeps.
 """
 
 from archerfish.store.converter import ConversionResult, ModelConverter, ensure_converted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -75,8 +76,6 @@ def write_errors(path: Path) -> Iterator[None]:
 
 def check_free_space(directory: Path, needed_bytes: int) -> None:
     """Raise a WriteError when the disk below `directory` has less than `needed_bytes` free."""
-    import shutil
-
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     free_bytes = shutil.disk_usage(existing).free
     if free_bytes < needed_bytes:
@@ -95,8 +94,6 @@ def siblings(target: Path, kind: str) -> list[Path]:
 
 def recover(target: Path) -> None:
     """Clean up after a process that was killed while it wrote `target`. The caller holds the lock of `target`."""
-    import shutil
-
     for old in siblings(target, "old"):
         if target.exists():
             shutil.rmtree(old)
@@ -113,8 +110,6 @@ def new_directory(target: Path) -> Iterator[Path]:
     The old directory or the new one is at `target`, or `recover` puts it there. A lock keeps other processes from writing the
     same target at the same time.
     """
-    import shutil
-
     target = target.absolute()
     with file_lock(target.with_name(f".{target.name}.lock"), target), write_errors(target):
         recover(target)

@@ -349,7 +349,7 @@ def scales_of(row: Row) -> list[npt.NDArray[np.float16]]:
 
 
 def dequantize(row: Row) -> npt.NDArray[np.float32]:
-    """The float32 values of a quantised tensor in arrays, bit for bit those of GGUF's own reference."""
+    """The float32 values of a quantised tensor in arrays: those of the package gguf bit for bit, several times as fast."""
     import numpy as np
 
     assert row.info.quantization is not None

@@ -8,17 +8,16 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from archerfish.errors import CorruptFileError, UnsupportedModelError
 from archerfish.kernels.stored import numpy_type, widened
 from archerfish.store.format import Row, dequantize, first_line, make_quantization, split_blocks
 from archerfish.store.source import DTYPE_CODES, ModelSource, SourceTensor, make_embedding, source_info
 from archerfish.store.tokenizer_files import make_tokenizer_files, write_files
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 
 def layer_tensors(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
@@ -103,8 +102,6 @@ class GGUFFacts:
 
 def finish_llama(config: dict[str, Any], facts: GGUFFacts) -> None:
     """GGUF keeps only the factors of Llama 3's rotary scaling, which are compared with those that Llama 3 computes."""
-    import numpy as np
-
     config["attention_bias"] = "blk.0.attn_q.bias" in facts.shapes
     factors = facts.constants.get("rope_freqs.weight")
     if factors is None:
@@ -322,8 +319,6 @@ def row_order(path: Path, config: Mapping[str, Any], name: str, num_rows: int) -
 
     GGUF keeps llama's rotary pairs side by side, Hugging Face keeps all first halves before all second halves.
     """
-    import numpy as np
-
     found = re.search(r"\.([qk])_proj\.", name)
     if found is None:
         return None
@@ -338,7 +333,6 @@ def read_tensor(
 ) -> SourceTensor:
     """A tensor of a GGUF file, with its rows in another order, or less one, if asked for."""
     import gguf
-    import numpy as np
 
     kind, shape = tensor.tensor_type.name, tensor.shape.tolist()[::-1]
     info = source_info(path, name, "float32" if minus_one else DTYPE_CODES.get(kind, "float32"), shape)

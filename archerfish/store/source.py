@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
 
 from archerfish.errors import CorruptFileError, UnsupportedModelError
 from archerfish.store.format import ITEM_BYTES, Row, TensorInfo, make_info
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 # Types by their names in safetensors and GGUF files.
 DTYPE_CODES = {
@@ -71,6 +70,7 @@ LEGACY_POOLING = {
     "pooling_mode_lasttoken": "lasttoken",
 }  # fmt: skip
 EMBEDDING_MODEL = "SentenceTransformer"
+WORLD_NAME = "rwkv_vocab_v20230424.txt"  # the vocabulary of RWKV models
 MODULES = ("Transformer", "Pooling", "Normalize")
 
 

@@ -12,7 +12,10 @@ import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from archerfish.background import Lazy
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
@@ -24,9 +27,6 @@ from archerfish.store.metadata import is_converted
 from archerfish.store.rwkv_source import read_rwkv_gguf, read_rwkv_tensors
 from archerfish.store.source import ModelSource, SourceTensor, optional_json, read_embedding, read_modules, source_info
 from archerfish.store.tokenizer_files import write_tokenizer_files
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 # In order of preference: a directory often has the same weights in several formats.
 WEIGHT_PATTERNS = (
@@ -149,7 +149,6 @@ def read_shards(index: Path, opener: Callable[[Path], list[SourceTensor]]) -> tu
 
 def open_safetensors(path: Path) -> list[SourceTensor]:
     """The tensors of one file, in the order of their bytes."""
-    import numpy as np
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
 from archerfish.errors import CorruptFileError, UnsupportedModelError
 from archerfish.store.files import write_file
 from archerfish.store.format import first_line
-from archerfish.store.source import optional_json, token_name
+from archerfish.store.source import WORLD_NAME, optional_json, token_name
 
-WORLD_NAME = "rwkv_vocab_v20230424.txt"  # of RWKV models
 COPIED_NAMES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "chat_template.json", "vocab.txt", "vocab.json", "merges.txt", WORLD_NAME,
@@ -48,8 +50,6 @@ def tokenizer_errors(where: Path | str) -> Iterator[None]:
 
 def write_tokenizer_files(source: Path, target: Path) -> None:
     """Fill the new directory `target` with the tokenizer files of a source. A source without a tokenizer makes no directory."""
-    from tokenizers import Tokenizer
-
     data = {name: (source / name).read_bytes() for name in COPIED_NAMES if (source / name).is_file()}
     with tokenizer_errors(source):
         if "tokenizer.json" in data:
@@ -96,15 +96,13 @@ def tokenizer_class(source: Path, options: Mapping[str, Any]) -> str:
 
 def build_wordpiece(source: Path) -> str:
     """tokenizer.json of a BERT-like model that has only vocab.txt."""
-    from tokenizers import BertWordPieceTokenizer, processors
-
     words = (source / "vocab.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
     vocabulary = {word: index for index, word in enumerate(words)}
     options = optional_json(source / "tokenizer_config.json") or {}
     is_mpnet = "mpnet" in tokenizer_class(source, options)
     roles = ("unk_token", "sep_token", "cls_token")
     tokens = special_tokens(source, vocabulary, MPNET_TOKENS if is_mpnet else BERT_TOKENS, roles)
-    tokenizer = BertWordPieceTokenizer(
+    tokenizer = tokenizers.BertWordPieceTokenizer(
         vocabulary, **tokens, handle_chinese_chars=bool(options.get("tokenize_chinese_chars", True)),
         strip_accents=options.get("strip_accents"), lowercase=bool(options.get("do_lower_case", True)),
     )
@@ -116,8 +114,6 @@ def build_wordpiece(source: Path) -> str:
 
 def build_byte_level(source: Path) -> str:
     """tokenizer.json of a RoBERTa- or GPT-2-like model that has only vocab.json and merges.txt."""
-    from tokenizers import ByteLevelBPETokenizer, models, processors
-
     options = optional_json(source / "tokenizer_config.json") or {}
     kind = tokenizer_class(source, options)
     is_roberta = "roberta" in kind
@@ -127,7 +123,7 @@ def build_byte_level(source: Path) -> str:
     defaults, roles = (ROBERTA_TOKENS, ("sep_token", "cls_token")) if is_roberta else (GPT2_TOKENS, ())
     tokens = special_tokens(source, vocabulary, defaults, roles)
     prefix = bool(options.get("add_prefix_space", False))
-    tokenizer = ByteLevelBPETokenizer(vocabulary, merges, add_prefix_space=prefix)
+    tokenizer = tokenizers.ByteLevelBPETokenizer(vocabulary, merges, add_prefix_space=prefix)
     if is_roberta:
         separator, first = ((tokens[role], vocabulary[tokens[role]]) for role in roles)
         tokenizer.post_processor = processors.RobertaProcessing(separator, first, add_prefix_space=prefix)
@@ -135,8 +131,6 @@ def build_byte_level(source: Path) -> str:
 
 
 def to_json(tokenizer: Any, tokens: dict[str, str], vocabulary: Mapping[str, int]) -> str:
-    from tokenizers import AddedToken
-
     present = [(role, text) for role, text in tokens.items() if text in vocabulary]
     tokenizer.add_special_tokens(
         [AddedToken(text, lstrip=role == "mask_token" and text == "<mask>", normalized=False) for role, text in present]
@@ -247,8 +241,6 @@ def is_bracketed(token: str) -> bool:
 
 
 def build_gguf_byte_level(vocabulary: GGUFVocabulary) -> Any:
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-
     kind = vocabulary.get("pre") or "default"
     pre = PRE_TOKENIZERS.get(kind)
     if pre is None:
@@ -275,8 +267,6 @@ def build_gguf_byte_level(vocabulary: GGUFVocabulary) -> Any:
 
 
 def build_gguf_sentencepiece(vocabulary: GGUFVocabulary) -> Any:
-    from tokenizers import Tokenizer, decoders, models, normalizers, processors
-
     ids, scores = vocabulary.ids, vocabulary.get("scores")
     if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
         raise CorruptFileError(f"{vocabulary.name} has no score for every token.")
@@ -308,20 +298,16 @@ def merges_from_scores(vocabulary: GGUFVocabulary, scores: list[float]) -> list[
 
 
 def build_gguf_wordpiece(vocabulary: GGUFVocabulary) -> Any:
-    from tokenizers import BertWordPieceTokenizer
-
     tokens = {role: vocabulary.role_token(role.removesuffix("_token")) or default for role, default in BERT_TOKENS.items()}
     if tokens["unk_token"] not in vocabulary.ids:
         raise CorruptFileError(f"{vocabulary.name} has no token {tokens['unk_token']!r}.")
     # GGUF does not say whether text is lower-cased. A vocabulary without capitals needs it.
     is_cased = any(word != word.lower() for word in vocabulary.tokens if not is_bracketed(word))
-    return BertWordPieceTokenizer(vocabulary.ids, **tokens, lowercase=not is_cased)
+    return tokenizers.BertWordPieceTokenizer(vocabulary.ids, **tokens, lowercase=not is_cased)
 
 
 def bos_eos_template(vocabulary: GGUFVocabulary, *, add_bos: bool) -> list[Any]:
     """The post-processor that adds the tokens of beginning and end, or nothing when neither is added."""
-    from tokenizers import processors
-
     wanted = vocabulary.get("add_bos_token")
     bos = vocabulary.role_token("bos") if (add_bos if wanted is None else wanted) else None
     eos = vocabulary.role_token("eos") if vocabulary.get("add_eos_token") else None
@@ -334,8 +320,6 @@ def bos_eos_template(vocabulary: GGUFVocabulary, *, add_bos: bool) -> list[Any]:
 
 
 def add_special_tokens(tokenizer: Any, vocabulary: GGUFVocabulary) -> None:
-    from tokenizers import AddedToken
-
     for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True):
         if kind in (UNKNOWN, CONTROL):
             tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])

@@ -7,20 +7,19 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from archerfish.background import Lazy
+from jinja2 import Template, nodes
+from jinja2.exceptions import SecurityError, TemplateSyntaxError
+from jinja2.meta import find_undeclared_variables
+
 from archerfish.errors import ArcherfishError, CorruptFileError, InvalidInputError, UnsupportedModelError, did_you_mean
 from archerfish.params import SamplingParams
 from archerfish.store.source import token_name
+from archerfish.text.template_sandbox import ChatEnvironment, LimitError, RaisedError
 from archerfish.text.tokenizer import Tokenizer, read_settings
 from archerfish.text.tool_calls import PROMPTED_STYLE, style_of, tool_prompt, written_calls
 from archerfish.text.world_tokenizer import END_NAME, WorldTokenizer
-
-if TYPE_CHECKING:
-    from jinja2 import Template
-
-    from archerfish.text.template_sandbox import ChatEnvironment
 
 Message = Mapping[str, Any]
 MAX_SOURCE_LENGTH = 1_000_000
@@ -37,6 +36,7 @@ Assistant:
 {%- endif -%}
 """
 PLAIN_STOPS = ("\n\nUser:", "\n\nSystem:")
+ENVIRONMENT = ChatEnvironment()  # one: a template counts against the budget of the environment that compiled it
 # Noncharacters of Unicode, which are reserved for use inside of a program.
 MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
@@ -153,8 +153,8 @@ class ChatTemplate:
 
     def _fill(self, found: CompiledTemplate, values: dict[str, Any]) -> str:
         try:
-            _environment.get().budget.start()
-            return _environment.get().concat(found.template.generate(**{**self.special_tokens, **values}))
+            ENVIRONMENT.budget.start()
+            return ENVIRONMENT.concat(found.template.generate(**{**self.special_tokens, **values}))
         except Exception as error:  # a template may fail in any way on data that it does not expect
             raise self._explained(error) from error
 
@@ -170,12 +170,9 @@ class ChatTemplate:
             raise InvalidInputError(f"{self.model_name} has no chat template {name!r}.", hint=hint)
         if len(source) > MAX_SOURCE_LENGTH:
             raise UnsupportedModelError(f"The chat template of {self.model_name} has {len(source):,} characters.")
-        from jinja2 import nodes
-        from jinja2.meta import find_undeclared_variables
-
         try:
-            _environment.get().budget.start()  # constants are folded when a template is compiled
-            template, tree = _environment.get().from_string(source), _environment.get().parse(source)
+            ENVIRONMENT.budget.start()  # constants are folded when a template is compiled
+            template, tree = ENVIRONMENT.from_string(source), ENVIRONMENT.parse(source)
             fields = {node.attr for node in tree.find_all(nodes.Getattr)} | {
                 node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)
             }
@@ -188,10 +185,6 @@ class ChatTemplate:
 
     def _explained(self, error: Exception) -> ArcherfishError:
         """An error of a template as ours: a fault of the model or of the caller."""
-        from jinja2.exceptions import SecurityError, TemplateSyntaxError
-
-        from archerfish.text.template_sandbox import LimitError, RaisedError
-
         what = f"The chat template of {self.model_name}"
         if isinstance(error, TemplateSyntaxError):
             return UnsupportedModelError(f"{what} is not valid jinja, in line {error.lineno}: {error.message}.")
@@ -202,15 +195,6 @@ class ChatTemplate:
         if isinstance(error, SecurityError | RecursionError | OverflowError | MemoryError):
             return UnsupportedModelError(f"{what} does something that is not allowed: {error}.")
         return InvalidInputError(f"{what} cannot be applied to these messages: {error}.")
-
-
-def new_environment() -> ChatEnvironment:
-    from archerfish.text.template_sandbox import ChatEnvironment
-
-    return ChatEnvironment()
-
-
-_environment = Lazy(new_environment)  # one: a template counts against the budget of the environment that compiled it
 
 
 def read_sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:

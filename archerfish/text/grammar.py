@@ -1,4 +1,4 @@
-"""Grammars of requests, compiled by llguidance for the vocabulary of a model."""
+"""What rules tokens out: grammars of requests, compiled by llguidance for the vocabulary of a model, and lists of tokens."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import json
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from archerfish.background import Lazy, in_background
 from archerfish.errors import InvalidInputError, UnsupportedModelError
+from archerfish.sequence import TokenGrammar, TokenMatcher
 from archerfish.text.text_tokenizer import TextTokenizer
 from archerfish.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_KEPT, MAX_KEPT_BYTES = 64, 1 << 19  # compiled grammars, and bytes of their sources (a thousandth of their memory)
@@ -155,8 +157,6 @@ class GrammarMatcher:
 
     def find_bits(self) -> npt.NDArray[np.int32]:
         """A bit for every token: whether it may follow. End tokens may follow where the grammar is complete."""
-        import numpy as np
-
         bits = np.zeros(self._num_words, dtype=np.int32)
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if self._matcher.is_error() or not bits.any() or (self._matcher.is_stopped() and not self._matcher.is_accepting()):
@@ -211,3 +211,65 @@ def reason_of(message: str) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     stated = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
     return (stated or (lines[0] if lines else "it gives no reason")).rstrip(".")
+
+
+# Limits of single tokens: bad_words and allowed_token_ids, alone or beside a grammar
+
+
+class TokenLimits:
+    """The TokenGrammar of a request. allowed: None stands for all tokens. banned: token sequences that must not be written.
+
+    A sequence of several tokens is ruled out at its last token, where the others stand before it.
+    """
+
+    def __init__(
+        self, grammar: TokenGrammar | None, vocab_size: int, allowed: Iterable[int] | None, banned: Sequence[Sequence[int]]
+    ) -> None:
+        self._grammar = grammar
+        banned = [ids for ids in banned if max(ids) < vocab_size]  # the model cannot write the others
+        is_allowed = np.full(-(-vocab_size // 32) * 32, allowed is None)
+        is_allowed[vocab_size:] = False
+        is_allowed[[] if allowed is None else list(allowed)] = True
+        self.longer = [list(ids) for ids in banned if len(ids) > 1]
+        is_allowed[[ids[0] for ids in banned if len(ids) == 1]] = False
+        self.bits: npt.NDArray[np.uint32] = np.packbits(is_allowed, bitorder="little").view(np.uint32)
+
+    def start(self) -> LimitedMatcher:
+        return LimitedMatcher(self, None if self._grammar is None else self._grammar.start())
+
+
+class LimitedMatcher:
+    """The TokenMatcher of one sequence."""
+
+    def __init__(self, limits: TokenLimits, inner: TokenMatcher | None) -> None:
+        self._limits, self._inner = limits, inner
+
+    def copy(self) -> LimitedMatcher:
+        return LimitedMatcher(self._limits, None if self._inner is None else self._inner.copy())
+
+    def forced(self) -> list[int]:
+        return []
+
+    def fill(self, output: Sequence[int], bits: npt.NDArray[np.int32]) -> None:
+        if self._inner is None:
+            bits[:] = -1
+        else:
+            self._inner.fill(output, bits)
+        words: npt.NDArray[Any] = bits.view(np.uint32)
+        words &= self._limits.bits
+        for *before, last in self._limits.longer:
+            if list(output[-len(before) :]) == before:
+                words[last // 32] &= ~np.uint32(1 << last % 32)
+        if not words.any():
+            raise InvalidInputError(
+                f"No token may follow after {len(output)} tokens: allowed_token_ids, bad_words and grammar rule them all out."
+            )
+
+
+def word_tokens(tokenizer: Tokenizer, words: Iterable[str]) -> list[list[int]]:
+    """The token ids of words, as a text begins with them and as they stand behind a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word.strip(), f" {word.strip()}"):
+            found[tuple(tokenizer.encode(text, add_special_tokens=False, plain=True))] = None
+    return [list(ids) for ids in found if ids]

@@ -48,7 +48,7 @@ STYLES = {
 PROMPTED_STYLE = "hermes"  # for models whose chat template does not read tools
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ToolPiece:
     """A piece of an answer: text, reasoning, the whole name of a call, or a part of the JSON of its arguments."""
 

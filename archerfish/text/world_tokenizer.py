@@ -14,7 +14,7 @@ from typing import Any
 
 from archerfish.errors import CorruptFileError
 from archerfish.store.metadata import is_converted, read_metadata
-from archerfish.store.tokenizer_files import WORLD_NAME
+from archerfish.store.source import WORLD_NAME
 from archerfish.text.tokenizer import read_settings
 
 # The file of that name in the PyPI package rwkv 0.8.32 (Apache-2.0, by Bo Peng), unchanged but for its compression.

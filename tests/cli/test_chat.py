@@ -17,7 +17,6 @@ from rich.console import Console
 
 from archerfish.cli import chat
 from archerfish.cli.main import main
-from archerfish.cli.markdown import MarkdownWriter, split_blocks
 from archerfish.cli.output import Output
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import InputTooLargeError, ModelNotFoundError
@@ -168,9 +167,9 @@ def test_reasoning_is_set_apart_from_the_answer(is_opened: bool, engine: FakeLLM
 
 
 def test_markdown_is_drawn_block_by_block() -> None:
-    assert split_blocks("a\nb\n\n```\nx\n\ny\n```\nc\n\nd") == ["a\nb\n\n", "```\nx\n\ny\n```\nc\n\n", "d"]
+    assert chat.split_blocks("a\nb\n\n```\nx\n\ny\n```\nc\n\nd") == ["a\nb\n\n", "```\nx\n\ny\n```\nc\n\n", "d"]
     shown = io.StringIO()
-    writer = MarkdownWriter(Console(file=shown, force_terminal=True, width=40))
+    writer = chat.MarkdownWriter(Console(file=shown, force_terminal=True, width=40))
     for part in ("**Bo", "ld**\n", "\n- one\n- t", "wo\x1b[2J"):
         writer.write(part)
     writer.close()

@@ -169,7 +169,7 @@ def test_a_backend_that_was_not_compiled_has_a_reason(monkeypatch: pytest.Monkey
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_cards", lambda: ([Card("Fake GPU", 80 * GB, 79 * GB)], ""))
     paths = [select.FastPath("AMX", True, "it has it"), select.FastPath("CUDA", False, "it has none")]
-    monkeypatch.setattr(select, "fast_paths", lambda: paths)
+    monkeypatch.setattr(doctor, "fast_paths", lambda: paths)
 
 
 def test_report(light: None, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,4 @@
-"""int8 weights in the engines: how far logits are off, what they take, and all else as with other weights.
-
-Bounds are twice the error that was measured, relative to the norm of all logits: of random weights, which leave no room for
-errors to cancel, 1.6 %; of the model that is shipped, 0.5 % (bfloat16 0.3 %).
-"""
+"""int8 weights, and int8 keys and values."""
 
 from __future__ import annotations
 
@@ -15,19 +11,24 @@ import torch
 
 from archerfish import remarks
 from archerfish.cli import doctor
-from archerfish.config import HubConfig
+from archerfish.config import EngineConfig, HubConfig
 from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.llm import LLM
 from archerfish.engine.llm_engine import LLMEngine
+from archerfish.errors import InvalidOptionError
+from archerfish.kernels import select
 from archerfish.kernels.cards import Card
 from archerfish.kernels.formats import PLAIN, Int8Rows, WeightFormat
 from archerfish.kernels.machine import Memory
+from archerfish.kernels.recurrent import StateShape
 from archerfish.kernels.torch.reference import TorchOps
+from archerfish.models.adapter import KVShape
 from archerfish.models.config import Config
 from archerfish.models.rwkv7 import Rwkv7Model
+from archerfish.runtime.kv_pool import plan_memory
 from archerfish.store.loader import WeightLoader
 from tests.engine.test_rwkv_engine import note_logits
-from tests.engine.tiny_llama import greedy, tiny_config
+from tests.engine.tiny_llama import check_memory, greedy, prompts, tiny_config, tokens
 from tests.engine.tiny_rwkv import DTYPES, rwkv_config
 from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, random_tokens, read_rwkv7, write_checkpoint
 from tests.store.gguf_models import make_tensors, write_gguf
@@ -141,3 +142,48 @@ def test_the_loss_of_a_trained_model_hardly_changes() -> None:
     assert abs(quantized_loss / loss - 1) < 0.01
     assert error_of(quantized, logits) < 0.01
     assert float((quantized.argmax(-1) == logits.argmax(-1)).float().mean()) > 0.95
+
+
+# Engines with int8 keys and values: reuse and copies of blocks, memory, and refusals
+
+
+SHAPE = KVShape(2, 2, 8)  # as the tiny Llama has it
+
+
+def make_int8_kv(model: Path, hub: HubConfig, **options: Any) -> LLMEngine:
+    return LLMEngine(tiny_config(model, kv_dtype="int8", **options), hub=hub)
+
+
+def test_tokens_do_not_depend_on_what_is_cached_or_beside(llama: Path, hub: HubConfig) -> None:
+    """Red if scales are not copied with their block: prompts end inside of blocks that others go on from."""
+    long, many = prompts(1, least=60)[0], prompts(6, seed=1)
+    forked = [[*long[:num], 5, 6, 7] for num in (37, 40, 51)]
+    with make_int8_kv(llama, hub, enable_prefix_caching=False) as engine:
+        expected = tokens(engine.generate([long, *forked, *many], greedy()))
+    with make_int8_kv(llama, hub) as engine:
+        found = [engine.generate([prompt], greedy())[0] for prompt in [long, *forked]]
+        assert [output.num_cached_tokens for output in found] == [0, 37, 40, 51]
+        assert tokens(found) + tokens(engine.generate(many, greedy())) == expected
+        check_memory(engine)
+    with make_int8_kv(llama, hub, max_cache_tokens=160, max_num_seqs=6) as engine:
+        assert tokens(engine.generate(many, greedy())) == expected[4:]
+        assert engine.scheduler.stats().num_preemptions > 0
+
+
+def test_blocks_take_what_was_planned(llama: Path, hub: HubConfig) -> None:
+    with make_int8_kv(llama, hub) as engine:
+        memory, layers = engine.facts.memory, engine.runner.pool.layers
+        assert memory.block_bytes == 2 * 2 * 2 * (8 + 4) * 16
+        assert sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) == memory.num_bytes
+
+
+def test_what_has_no_int8_keys_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(kv_dtype="int8")
+    with pytest.raises(InvalidOptionError, match="this model has states"):
+        plan_memory(config, StateShape(2, 2, 16), "cpu", "float32", 0)
+    with pytest.raises(InvalidOptionError, match=r"'torch \+ Triton' does not have") as caught:
+        plan_memory(config, SHAPE, "cuda", "bfloat16", 0)
+    assert "device=cpu" in str(caught.value.hint)
+    monkeypatch.setattr(select, "native_error", lambda: "it was not compiled")
+    with pytest.raises(InvalidOptionError, match="'torch reference' does not have"):
+        plan_memory(config, SHAPE, "cpu", "float32", 0)

@@ -13,7 +13,7 @@ from archerfish.engine.llm import LLM
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import InvalidInputError
 from archerfish.params import SamplingParams
-from archerfish.store.tokenizer_files import WORLD_NAME
+from archerfish.store.source import WORLD_NAME
 from archerfish.text.chat_template import PLAIN_STOPS, ChatTemplate
 from archerfish.text.text_tokenizer import TextTokenizer, find_text_tokenizer
 from archerfish.text.world_tokenizer import BUNDLED, WorldTokenizer

@@ -28,6 +28,8 @@ from archerfish.text.text_tokenizer import byte_alphabet
 LIMIT_S = 20
 END, START = 256, 257  # <|end|> and <|start|>
 MODEL = "lab/writer"
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+HI = [{"role": "user", "content": "Hi"}]
 KEY = "a-key-of-the-tenant-acme"
 TEMPLATE = (
     "{% if tools %}<|start|>tools\n{{ tools | tojson }}<|end|>{% endif %}"

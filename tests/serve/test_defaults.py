@@ -20,11 +20,10 @@ from archerfish.serve.http import RequestMiddleware
 from archerfish.serve.tenants import Tenants
 
 from .client import host_with, serving
-from .fake_backend import KEY, MODEL, FakeBackend, client_of, fake_app, keyed_app, post
+from .fake_backend import CHAT, HI, KEY, MODEL, RESPONSES, TEXT, FakeBackend, client_of, fake_app, keyed_app, post
 from .hosting import WordEncoder
 
-CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
-HI = [{"role": "user", "content": "Hi"}]
+MESSAGES = "/v1/messages"
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": HI}, TEXT: {"prompt": "Hi"}, RESPONSES: {"input": "Hi"}, MESSAGES: {"messages": HI, "max_tokens": 20}
 }

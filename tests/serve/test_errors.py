@@ -12,14 +12,12 @@ from archerfish.serve.client import RemoteError
 from archerfish.serve.overload import BusyError
 
 from .client import WORDS, app_of, client_of, error_of, host_with, serving, words_host
-from .fake_backend import FakeBackend, fake_app, post
+from .fake_backend import CHAT, HI, RESPONSES, TEXT, FakeBackend, fake_app, post
 
 pytestmark = pytest.mark.anyio
 
 JSON = {"Content-Type": "application/json"}
 EMBEDDINGS, RERANK, SIMILARITY = "/v1/embeddings", "/v1/rerank", "/similarity"
-CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-HI = [{"role": "user", "content": "Hi"}]
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 
 

@@ -38,14 +38,13 @@ from archerfish.serve.http import BodyRoute
 from archerfish.serve.openapi import ANSWERS, openapi_document
 
 from .client import WORDS, app_of, host_with
-from .fake_backend import MODEL, TEMPLATE, FakeBackend
+from .fake_backend import HI, MODEL, TEMPLATE, FakeBackend
 from .hosting import WordEncoder, add_llm
 
 LIMIT_S = 60  # for one request
 ALLOWED = {200, 400, 404, 405, 413}
 NUM_AT_ONCE = 8
 ANSWER_TYPES = {route.path: route.answer for route in create_app(FakeBackend()).routes if isinstance(route, BodyRoute)}
-HI = [{"role": "user", "content": "Hi"}]
 STREAM = {"stream": True, "n": 2, "stop": ["e", "zz"], "logprobs": True}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 COMPLETION = {"prompt": "Hi", "max_tokens": 6, "temperature": 0, "ignore_eos": True}

@@ -9,10 +9,9 @@ import pytest
 
 from archerfish.serve.client import RemoteError
 
-from .fake_backend import END, MODEL, FakeBackend, events, post, prompt_of
+from .fake_backend import END, HI, MODEL, FakeBackend, events, post, prompt_of
 
 MESSAGES = "/v1/messages"
-HI = [{"role": "user", "content": "Hi"}]
 TOOL = {"name": "weather", "description": "Now", "input_schema": {"type": "object"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 

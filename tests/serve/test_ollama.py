@@ -15,10 +15,9 @@ from archerfish.serve.app import create_app
 from archerfish.serve.client import RemoteError
 
 from .client import WORDS, serving
-from .fake_backend import MODEL, FakeBackend, client_of, fake_app, post, prompt_of
+from .fake_backend import HI, MODEL, FakeBackend, client_of, fake_app, post, prompt_of
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
-HI = [{"role": "user", "content": "Hi"}]
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 
 

@@ -11,10 +11,8 @@ from archerfish.serve.client import RemoteError
 from archerfish.serve.wire import GenerationRequest
 from archerfish.store.names import STORY_MODEL, resolve_model
 
-from .fake_backend import END, MODEL, FakeBackend, error_of, events, ids, keyed_app, post, prompt_of
+from .fake_backend import CHAT, END, HI, MODEL, FakeBackend, error_of, events, ids, keyed_app, post, prompt_of
 
-CHAT = "/v1/chat/completions"
-HI = [{"role": "user", "content": "Hi"}]
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 

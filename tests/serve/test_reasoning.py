@@ -18,8 +18,8 @@ from archerfish.config import ServeConfig
 from archerfish.serve.app import create_app
 
 from .client import running
-from .fake_backend import MODEL, TEMPLATE, FakeBackend, events, post, prompt_of, save_model
-from .test_openai_parameters import CHAT, COUNT, HI, MESSAGES, REMARK, RESPONSES
+from .fake_backend import CHAT, HI, MODEL, RESPONSES, TEMPLATE, FakeBackend, events, post, prompt_of, save_model
+from .test_openai_parameters import COUNT, MESSAGES, REMARK
 
 ANSWER = "<think>\nTwo and\ntwo.\n</think>\n\nFour."
 # As Qwen 3 has it: earlier reasoning is read, and none is written if enable_thinking is false.

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import resource
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from archerfish.background import Lazy
 from archerfish.errors import ArcherfishError, InvalidInputError, UnsupportedModelError
 from archerfish.text import template_sandbox as sandbox
-from archerfish.text.chat_template import MARKS, ChatTemplate, new_environment
+from archerfish.text.chat_template import MARKS, ChatTemplate
 from archerfish.text.text_tokenizer import TextTokenizer
 from tests.text.tiny_tokenizers import smollm2_directory
 
@@ -286,22 +283,3 @@ def test_a_syntax_error_names_its_line() -> None:
     deep = "{% if true %}" * 3000 + "{% endif %}" * 3000
     with pytest.raises(ArcherfishError):
         ChatTemplate(deep).render(TURNS)
-
-
-def test_first_conversations_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red with two environments: a template that one compiled was counted against the budget of the other, for good."""
-    both_came, made = threading.Barrier(2), list[object]()
-
-    class SlowEnvironment(sandbox.ChatEnvironment):
-        def __init__(self) -> None:
-            made.append(self)
-            with suppress(threading.BrokenBarrierError):
-                both_came.wait(timeout=0.2)  # a second one would come
-            super().__init__()
-
-    monkeypatch.setattr(sandbox, "ChatEnvironment", SlowEnvironment)
-    monkeypatch.setattr("archerfish.text.chat_template._environment", Lazy(new_environment))
-    template = ChatTemplate(CHATML)
-    with ThreadPoolExecutor(2) as threads:
-        texts = list(threads.map(lambda _: template.render([{"role": "user", "content": "Hi"}]), range(8)))
-    assert len(set(texts)) == len(made) == 1

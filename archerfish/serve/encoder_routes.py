@@ -1,12 +1,14 @@
-"""Routes of text-embeddings-inference (TEI) for its clients: /embed, /rerank, /predict and /info.
+"""Routes of other servers for encoders: those of text-embeddings-inference (TEI) and of vLLM.
 
-A POST to / is one to /embed, as huggingface_hub's clients send it. /rerank takes the bodies of Jina and Cohere too.
+TEI: /embed, /rerank, /predict and /info. A POST to / is one to /embed, as huggingface_hub's clients send it. /rerank takes the
+bodies of Jina and Cohere too. vLLM: /score, /v1/score, /pooling and /classify.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 from msgspec import UNSET, UnsetType
 from pydantic import Field
 from starlette.requests import Request
@@ -16,13 +18,15 @@ from starlette.routing import Route
 from archerfish import __version__
 from archerfish.config import ServeConfig
 from archerfish.errors import InvalidInputError
-from archerfish.serve import answers, bodies
+from archerfish.serve import answers, bodies, vector_routes
 from archerfish.serve.bodies import STRING, STRINGS, Body, checked
-from archerfish.serve.catalog import read_metadata
+from archerfish.serve.catalog import ModelCard, read_metadata
 from archerfish.serve.errors import InvalidParameterError, Schema, json_response
+from archerfish.serve.generation import answer_head
 from archerfish.serve.http import BodyRoute
-from archerfish.serve.vector_routes import Documents, RerankBody, Truncate, VectorRoutes, best_first, encode_items
-from archerfish.serve.vllm_routes import labels_of
+from archerfish.serve.vector_routes import RerankBody, Texts, Truncate, VectorRoutes, best_first, encode_items
+
+# TEI
 
 RIGHT = ("Right", "right")
 
@@ -55,7 +59,7 @@ class TEIBody(Body):
 class TEIEmbedBody(TEIBody):
     """POST /embed, in TEI's form."""
 
-    inputs: Annotated[list[str | list[int]], checked(bodies.check_inputs, bodies.INPUTS)]
+    inputs: bodies.Prompts
     normalize: bool | None = True
     prompt_name: str | None = None
     dimensions: int | None = Field(None, ge=1)
@@ -76,7 +80,7 @@ class AnyRerankBody(RerankBody):
 
     unsupported: ClassVar[bodies.Values] = {**RerankBody.unsupported, "truncation_direction": RIGHT, "raw_scores": (False,)}
 
-    documents: Documents = Field([])
+    documents: vector_routes.Documents = Field([])
     texts: list[str] | None = Field(None, min_length=1)
     return_text: bool = Field(False, description="Repeat each text in the answer to `texts`.")
 
@@ -166,3 +170,101 @@ class TEIRoutes:
             max_concurrent_requests=self.config.max_queue_texts, max_input_length=card.max_length,
             max_batch_tokens=card.max_length, max_client_batch_size=self.config.max_texts_per_request,
         ))  # fmt: skip
+
+
+# vLLM
+
+
+class ScoreBody(Body):
+    """POST /score: one text with each of several, or as many texts as there are others."""
+
+    text_1: Texts
+    text_2: Texts
+    model: str | None = None
+
+
+class ClassifyBody(Body):
+    """POST /classify."""
+
+    input: Texts
+    model: str | None = None
+
+
+class Scored(Schema, kw_only=True):
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class Pooled(Schema, kw_only=True):
+    index: int
+    object: Literal["pooling"] = "pooling"
+    data: list[float] | str
+
+
+class Classified(Schema):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class VectorList(answers.GeneratedAnswer, kw_only=True):
+    object: Literal["list"] = "list"
+    usage: answers.VectorUsage
+
+
+class Scores(VectorList, kw_only=True):
+    data: list[Scored]
+
+
+class Pooling(VectorList, kw_only=True):
+    data: list[Pooled]
+
+
+class Classes(VectorList, kw_only=True):
+    data: list[Classified]
+
+
+def labels_of(card: ModelCard, number: int) -> list[str]:
+    """The names of a model's labels."""
+    names = (read_metadata(card.directory).get("config") or {}).get("id2label") or {}
+    return [str(names.get(str(place), f"LABEL_{place}")) for place in range(number)]
+
+
+class VLLMRoutes:
+    """vLLM's routes over the vector routes."""
+
+    def __init__(self, vectors: VectorRoutes) -> None:
+        self.vectors = vectors
+        self.routes = [
+            BodyRoute("/score", self.score, ScoreBody, Scores), BodyRoute("/v1/score", self.score, ScoreBody, Scores),
+            BodyRoute("/pooling", self.pooling, vector_routes.EmbeddingsBody, Pooling),
+            BodyRoute("/classify", self.classify, ClassifyBody, Classes),
+        ]  # fmt: skip
+
+    async def score(self, request: Request, body: ScoreBody) -> Response:
+        """How well texts fit each other: a cross-encoder's score where one is served, else the cosine."""
+        left, right = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
+        if len(left) not in (1, len(right)):
+            message = f"text_1 has {len(left)} texts and text_2 has {len(right)}; it must have one, or as many as text_2."
+            raise InvalidParameterError(message, "text_1")
+        pairs = list(zip(left * (len(right) if len(left) == 1 else 1), right, strict=True))
+        card, scores, usage = await self.vectors.scores(request, body.model, pairs, "text_2")
+        data = [Scored(index=index, score=float(score)) for index, score in enumerate(scores)]
+        return json_response(Scores(**answer_head("score", card.id), data=data, usage=usage))
+
+    async def pooling(self, request: Request, body: vector_routes.EmbeddingsBody) -> Response:
+        """Vectors of texts."""
+        card, rows, usage = await self.vectors.of_body(request, body)
+        shown = enumerate(vector_routes.shown_rows(rows, body.encoding_format))
+        data: Any = await encode_items(Pooled(index=index, data=row) for index, row in shown)
+        return json_response(Pooling(**answer_head("pool", card.id), data=data, usage=usage))
+
+    async def classify(self, request: Request, body: ClassifyBody) -> Response:
+        """The label of each text, with the probabilities of all labels."""
+        texts = [body.input] if isinstance(body.input, str) else body.input
+        card, rows, usage = await self.vectors.classes(request, body.model, texts, "input")
+        labels = labels_of(card, rows.shape[1])
+        data = [Classified(index, labels[int(np.argmax(row))], row.tolist(), len(labels)) for index, row in enumerate(rows)]
+        return json_response(Classes(**answer_head("classify", card.id), data=data, usage=usage))
