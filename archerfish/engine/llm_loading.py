@@ -304,9 +304,7 @@ def make_speculation(config: EngineConfig, facts: ModelFacts, runner: ModelRunne
         own, _ = make_runner(facts.draft, draft_config(config), runner.executor)
         num_states = config.num_draft_tokens + 1
         model = ModelDrafter(own, vocab_size=facts.vocab_size, max_sequences=MAX_DRAFTED, num_states=num_states)
-    most = MOST_DRAFTED if model is None else MAX_DRAFTED
-    if facts.device != "cpu":
-        most = 1  # recorded passes verify the draft of a lone sequence
+    most = MOST_DRAFTED if model is None and facts.device == "cpu" else MAX_DRAFTED  # on a GPU more sequences gain nothing
     return Speculation(PromptLookup(), config.num_draft_tokens, most, model)
 
 

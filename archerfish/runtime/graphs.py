@@ -116,13 +116,12 @@ class DecodeGraphs(RecordedPasses[T, Kind, T]):
         self._members: bytes = b""  # the rows for which _num_shared holds
         self._num_shared = 0
 
-    def takes(self, step: StepInput) -> bool:
-        """Whether a step can be run here. Every step must be asked about, in order: it may bring other sequences for rows."""
+    def note(self, step: StepInput) -> None:
+        """Every step must be noted, in order: it may bring other sequences for rows, and other blocks."""
         for entry in step.entries:
             self._num_known[entry.row] = 0
             self._members = b""
         np.minimum.at(self._num_known, step.block_rows, step.block_places)  # a block may take another's place
-        return step.is_decode_only
 
     def warm_up(self) -> None:
         """Record batches that share nothing and draw from all tokens, and one of each other kind.

@@ -111,7 +111,9 @@ class ModelRunner(Generic[T]):
         """Start computing a step after all that was launched before."""
         self._tables.update(step)
         work: PreparedDecodes | list[Pass[T]]  # arrays of the host: they are made while the step before computes
-        if self._graphs is not None and self._graphs.takes(step):
+        if self._graphs is not None:
+            self._graphs.note(step)
+        if self._graphs is not None and step.is_decode_only:
             work = self._graphs.prepare(step, self._tables)
         else:
             num_computed = int(np.count_nonzero(step.counts))

@@ -18,7 +18,7 @@ from archerfish.engine import llm_loading
 from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, Input
 from archerfish.kernels.ops import Ids
 from archerfish.kernels.torch.reference import TorchOps
-from archerfish.runtime.graphs import NUM_BUFFERS, DecodeGraphs, Kind, list_sizes
+from archerfish.runtime.graphs import NUM_BUFFERS, DecodeGraphs, Kind, PassGraphs, list_sizes
 from archerfish.runtime.runner import RunningStep
 from archerfish.runtime.sampler import CUT, PENALTY, How, needs_of
 from archerfish.step import RowEntry, StepInput
@@ -166,7 +166,8 @@ def test_recorded_steps_on_a_card_give_the_tokens_of_single_ones(
     monkeypatch.setattr("archerfish.runtime.batch.MIN_SHARED_TOKENS", 4)
     with LLMEngine(model, **options, **memory) as engine:
         together = [[one.token_ids for one in output.outputs] for output in engine.generate(prompts, each)]
-    monkeypatch.setattr(DecodeGraphs, "takes", lambda self, plan: False)
+    monkeypatch.setattr(StepInput, "is_decode_only", False)
+    monkeypatch.setattr(PassGraphs, "prepare", lambda self, step, tables: None)
     with LLMEngine(model, **options, **(memory if kind == "model" else {"enable_prefix_caching": False})) as engine:
         alone = [
             [one.token_ids for one in engine.generate([prompt], params)[0].outputs]
