@@ -203,7 +203,7 @@ class EngineConfig(Options):
         choices=("off", "ngram", "draft"),
     )
     draft_model: str = option(
-        "", "With speculation=draft: a small model with the same vocabulary: a path, a built-in name or a Hugging Face id. It "
+        "", "A small model with the same vocabulary, for speculation=draft: a path, a built-in name or a Hugging Face id. It "
         "proposes tokens for up to 8 sequences, and keeps up to 16384 tokens of them."
     )
     num_draft_tokens: int = option(16, "Most tokens that are proposed at once; measured speed decides.", minimum=1, maximum=31)
@@ -218,6 +218,8 @@ class EngineConfig(Options):
         if self.max_batch_size:
             object.__setattr__(self, "max_num_seqs", self.max_batch_size)
             object.__setattr__(self, "max_batch_size", 0)
+        if self.draft_model and self.speculation == "off":
+            object.__setattr__(self, "speculation", "draft")
         if (self.speculation == "draft") != bool(self.draft_model):
             raise InvalidOptionError(
                 f"[engine] speculation is {self.speculation!r}, and draft_model {self.draft_model!r}.",

@@ -88,7 +88,7 @@ class BenchReport:
 
     def summary(self, metric: str, engine: str = "") -> Summary | None:
         """Of one engine; of ours where none is named."""
-        values = self.samples.get(metric, {}).get(engine or self.engines[0])
+        values = self.samples.get(metric, {}).get(engine or next(iter(self.engines), OURS))
         return summarize(values) if values else None
 
     def own_summaries(self) -> dict[str, Summary]:

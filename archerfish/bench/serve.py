@@ -33,6 +33,7 @@ from archerfish.errors import InvalidOptionError, ServiceError, refuse_unknown
 DEFAULT_WORKLOAD = "chat:64/16"
 CHAT, EMBEDDING = Shape("chat", (64, 64), (16, 16)), Shape("embeddings", (32, 32))
 TABLE_SIZES, CAPACITY_SIZES, CAPACITY_S = (1, 4, 8, 16), (16, 32), 10.0
+PROMPT_STREAMS, PROMPTED = (4, 8, 16), Shape("ids", (512, 512), (128, 128))
 OVERLOAD = 3.0  # times the capacity
 DEADLINES_S = {"chat": 10.0, "embeddings": 1.0}  # in which an overloaded server must have answered
 NUM_LEAVERS, LEAVERS_AT_ONCE = 500, 50
@@ -50,6 +51,7 @@ GOALS = (
     Goal("overload*: unanswered", 0), Goal("overload*: goodput / capacity", 0.8, at_least=True),
     Goal("overload*: growth of memory, share", 0.05), Goal("overload*: capacity after / before", 0.9, at_least=True),
     Goal("disconnect: * afterwards", 0), Goal("overhead: added to the first token, ms", 3.0),
+    Goal("streams, * at once: first token p50, ms", 1 / 0.7, at_least=True, peers=("vllm",)),
     Goal("frontends: * front end*: tokens/s", 0.9, at_least=True, over="frontends: in process: tokens/s"),
 )  # fmt: skip
 
@@ -209,6 +211,11 @@ class ServeBench:
                 load = self.load(shape, concurrency=size, duration_s=10.0)
                 yield from self.rounds(f"table, {shape.kind}, {size} at once", load)
 
+    def streams(self) -> Found:
+        """Prompts of token ids that join streams."""
+        for size in PROMPT_STREAMS:
+            yield from self.rounds(f"streams, {size} at once", self.load(PROMPTED, concurrency=size, count=12 * size))
+
     def user_load(self) -> Found:
         shapes, names = user_shapes(self.options), " + ".join(self.options.workload or [DEFAULT_WORKLOAD])
         for size in self.options.concurrency or (() if self.options.rate else (8,)):
@@ -340,7 +347,8 @@ def frontends(options: Namespace) -> Found:
 
 
 SCENARIOS: dict[str, Callable[[ServeBench], Found]] = {
-    "chat8": ServeBench.chat8, "embed": ServeBench.embed, "table": ServeBench.table, "disconnect": ServeBench.disconnect,
+    "chat8": ServeBench.chat8, "embed": ServeBench.embed, "table": ServeBench.table, "streams": ServeBench.streams,
+    "disconnect": ServeBench.disconnect,
     "overload": lambda bench: bench.overload("overload", CHAT),
     "overload-embed": lambda bench: bench.overload("overload-embed", EMBEDDING),
 }  # fmt: skip
@@ -373,12 +381,19 @@ def run_scenarios(wanted: list[Callable[[ServeBench], Found]], options: Namespac
             servers.append(stack.enter_context(own_server(options)))
         for server in list(servers):
             try:
-                yield from runner.run(server.prepare((CHAT, EMBEDDING) if options.scenarios else user_shapes(options)))
+                yield from runner.run(server.prepare(probed_shapes(options)))
             except ServiceError as error:
                 servers.remove(server)
                 yield f"{server.name} was not measured: {error}"
         for scenario in wanted if servers else ():
             yield from scenario(ServeBench(servers, options, runner))
+
+
+def probed_shapes(options: Namespace) -> tuple[Shape, ...]:
+    """What a server is asked for before it is measured."""
+    if not options.scenarios:
+        return user_shapes(options)
+    return (PROMPTED,) if set(options.scenarios) == {"streams"} else (CHAT, EMBEDDING)
 
 
 def user_shapes(options: Namespace) -> tuple[Shape, ...]:

@@ -84,7 +84,7 @@ AGAINST = Flag("--against", "a checkout of another version of archerfish, measur
 GENERATION = (rounds(5), NO_PEERS, AGAINST)
 RWKV_SHAPES = ("tiny", "0.1b", "0.4b")
 GPU = (
-    Flag("--shapes", "qwen3-0.6b, llama-3.1-8b (default: both)", metavar="A,B"),
+    Flag("--shapes", "qwen3-0.6b, llama-3.1-8b, llama-3.2-1b, qwen3-4b, qwen3-14b (default: all)", metavar="A,B"),
     Flag("--vllm-path", "directory with vLLM (default: the installed one)", metavar="DIR"), NO_PEERS, AGAINST,
 )  # fmt: skip
 
@@ -95,8 +95,8 @@ def rwkv_shape(default: str) -> Flag:
 
 
 SERVE = (
-    Flag("scenarios", "chat8, embed, table, overload, overload-embed, disconnect, overhead, frontends (default: a load that "
-         "flags describe)", [], "SCENARIO"),
+    Flag("scenarios", "chat8, embed, table, streams, overload, overload-embed, disconnect, overhead, frontends (default: a "
+         "load that flags describe)", [], "SCENARIO"),
     Flag("--server", "a server to load; may be repeated (default: start `archerfish serve`)", [], "NAME=URL"),
     Flag("--start", "a command that starts that server before and is ended afterwards", [], "NAME=COMMAND"),
     Flag("--model", "model that generates (default: the server's first)", metavar="MODEL"),
@@ -137,13 +137,15 @@ BENCHES = (
     ), goals="scheduler:GOALS"),
     Bench("cpu", "measure everything on the CPU against the peers that are installed, in one run", "cpu:measure", (
         rounds(5), Flag("--engines", "only these engines (default: all that are installed)", metavar="A,B"),
-        Flag("--only", "parts to run: decode, prefill, batch, start, http, embed, rwkv, draw (default: all)", metavar="A,B"),
+        Flag("--only", "parts to run: decode, prefill, batch, start, http, embed, rwkv, draw, drafts (default: all)",
+             metavar="A,B"),
         Flag("--llama-server", "llama.cpp's server (default: llama-server, else that of llama-cpp-python)", metavar="FILE"),
         AGAINST,
     ), (HubConfig,), "cpu:GOALS"),
     Bench("gpu", "measure generation on a GPU, against vLLM where it is there", "gpu:measure", (
         Flag("--repeats", "repeats of every measurement (default: 3)", 3),
-        Flag("--only", "parts to run: offline, bs1, prefill, shared (default: all)", metavar="A,B"), *GPU,
+        Flag("--only", "parts to run: offline, bs1, prefill, shared, four, drawn, sampled, logprobs, long (default: all)",
+             metavar="A,B"), *GPU,
     ), goals="gpu:GOALS"),
     Bench("startup", "measure the time from starting a process to its first token on a GPU", "gpu:startup", (
         *GPU, Flag("--scratch", "where the weights are written, once (default: the cache)", metavar="DIR"),

@@ -79,6 +79,7 @@ def test_first_engine_counts_as_ours_where_none_has_our_name() -> None:
     assert report.engines == ["mine", "other"] and report.gain("load, ms", ["other"]) == 4
     assert list(Baseline.of(report).metrics.values()) == [Summary(2, 2, 2, 1)]
     assert BenchReport("empty").own_summaries() == {} and BenchReport("empty").table() == (["median (range)"], [])
+    assert BenchReport("empty").as_dict([Goal("a", 1.0, over="b")])["targets"] == []  # such as of servers that do not answer
 
 
 @pytest.mark.parametrize(("metric", "direction"), [

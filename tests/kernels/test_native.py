@@ -332,6 +332,14 @@ def test_attention_over_blocks(heads: HeadShape, block_size: int, dtype: str, le
     torch.testing.assert_close(ops.paged_attention(q, kv, batch, heads), expected, atol=1e-5, rtol=1e-4)
 
 
+def test_attention_over_long_contexts(level: str) -> None:
+    heads = HeadShape(2, 1, 16, 0.25)
+    ops, batch, kv = kv_case("float32", level, [(1, 131_072), (3, 131_072)], 16, heads)
+    q = random(batch.num_tokens, 32)
+    expected = TorchOps().paged_attention(q, wide_layer(kv), batch, heads)
+    torch.testing.assert_close(ops.paged_attention(q, kv, batch, heads), expected, atol=1e-4, rtol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(4, 16), (1, 80), (3, 10)])
