@@ -15,9 +15,10 @@ from itertools import cycle
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, NUM_INPUTS, Input, PassSize
-from archerfish.kernels.ops import Ids, Ops, R, T
+from archerfish.kernels.ops import Ids, Ops, T
 from archerfish.models.adapter import ModelAdapter
 from archerfish.runtime.batch import MIN_SHARED_SEQUENCES, BlockTables, find_shared
 from archerfish.runtime.kv_pool import MemoryPool
@@ -47,13 +48,21 @@ class Kind(NamedTuple):
     how: How = How.DRAWN
 
 
-class RecordedPasses(ABC, Generic[T, K, R]):
-    """Passes by their kind K with results R, each recorded when it is first used, or before."""
+class Recorded(NamedTuple, Generic[T]):
+    """What a recorded pass gives, with a row or column for each of its columns."""
+
+    logits: T
+    report: T  # of `Drawn`, or of `Ops.scored_report`
+    is_behind: npt.NDArray[np.bool_]  # whose token must be chosen from the logits
+
+
+class RecordedPasses(ABC, Generic[T, K]):
+    """Passes by their kind K, each recorded when it is first used, or before."""
 
     def __init__(self, model: ModelAdapter[T], pool: MemoryPool[T], num_words: int) -> None:
         self.ops: Ops[T] = model.ops
         self.model, self.pool = model, pool
-        self._recorded: dict[K, tuple[T, Callable[[], R]]] = {}
+        self._recorded: dict[K, tuple[T, Callable[[], tuple[T, T]]]] = {}
         self._buffers = cycle([self.ops.host_buffer(num_words) for _ in range(NUM_BUFFERS)])
 
     @abstractmethod
@@ -65,10 +74,10 @@ class RecordedPasses(ABC, Generic[T, K, R]):
         """Inputs that are all filling."""
 
     @abstractmethod
-    def compute(self, kind: K, inputs: T) -> R:
-        """What is recorded: a pass that reads its inputs where they lie."""
+    def compute(self, kind: K, inputs: T) -> tuple[T, T]:
+        """What is recorded: a pass that reads its inputs where they lie, and gives logits and a report."""
 
-    def recorded(self, kind: K) -> tuple[T, Callable[[], R]]:
+    def recorded(self, kind: K) -> tuple[T, Callable[[], tuple[T, T]]]:
         """The inputs of a recorded pass, and what repeats it and gives its result."""
         found = self._recorded.get(kind)
         if found is None:
@@ -99,8 +108,8 @@ class PreparedDecodes(NamedTuple):
     tables: Ids  # and their blocks
 
 
-class DecodeGraphs(RecordedPasses[T, Kind, T]):
-    """Steps that are only decodes, from the embedding to the sampled token, or to the logits: see `How`."""
+class DecodeGraphs(RecordedPasses[T, Kind]):
+    """Steps that are only decodes, from the embedding to the sampled token."""
 
     def __init__(
         self, model: ModelAdapter[T], pool: MemoryPool[T], sampler: FastSampler[T], *, num_rows: int, max_len: int
@@ -143,7 +152,7 @@ class DecodeGraphs(RecordedPasses[T, Kind, T]):
         shared = [size for size in sizes if size >= MIN_SHARED_SEQUENCES and self.pool.has_keys]
         return [
             [Kind(size, is_shared, how) for size in (shared if is_shared else sizes)]
-            for how in (How.DRAWN, How.CUT, How.LOGITS) for is_shared in (False, True)
+            for how in (How.DRAWN, How.CUT) for is_shared in (False, True)
         ] + [[Kind(sizes[0], how=how)] for how in (How.PENALISED, How.SCORED, How.MANY_SCORED)]
 
     def prepare(self, step: StepInput, tables: BlockTables) -> PreparedDecodes:
@@ -172,22 +181,22 @@ class DecodeGraphs(RecordedPasses[T, Kind, T]):
         self._num_known[rows] = np.maximum(self._num_known[rows], num_blocks)
         return unknown
 
-    def start(self, prepared: PreparedDecodes) -> tuple[How, T]:
-        """Queue the work of a step; gives the report of `Drawn`, that of `Ops.scored_report`, or logits, in the order of
-        `prepared.rows`."""
+    def start(self, prepared: PreparedDecodes) -> Recorded[T]:
+        """Queue the work of a step, of which the columns are in the order of `prepared.rows`."""
         if len(prepared.unknown):
             self.ops.set_tables(self.state, prepared.unknown, prepared.tables)
-        how = self.sampler.write_inputs(prepared.words, prepared.rows)
+        needs = self.sampler.write_inputs(prepared.words, prepared.rows)
+        how = How.of(needs)
         inputs, repeat = self.recorded(Kind(prepared.words.shape[1], prepared.num_shared > 0, how))
         self.ops.send(prepared.words, inputs)
-        return how, repeat()
+        return Recorded(*repeat(), needs & how.lacks != 0)
 
     def empty_inputs(self, kind: Kind) -> Ids:
         words = next(self._buffers)[: NUM_INPUTS * kind.size].reshape(NUM_INPUTS, kind.size)
         words[:] = self.filling
         return words
 
-    def compute(self, kind: Kind, inputs: T) -> T:
+    def compute(self, kind: Kind, inputs: T) -> tuple[T, T]:
         how, state = kind.how, self.state
         if how == How.PENALISED:
             state = state._replace(counts=self.sampler.counts())
@@ -195,13 +204,11 @@ class DecodeGraphs(RecordedPasses[T, Kind, T]):
         if how == How.DRAWN:
             sampling = replace(sampling, min_p=None, cuts=None)
         logits = self.model.logits(self.model.forward(batch, self.pool.layers))
-        if how == How.LOGITS:
-            return logits
         drawn = self.ops.sample(logits, sampling)
         self.ops.keep_tokens(inputs, state, drawn.tokens)
         if how.num_top is None:
-            return drawn.report
-        return self.ops.scored_report(drawn.report, self.ops.token_logprobs(logits, drawn.tokens, how.num_top))
+            return logits, drawn.report
+        return logits, self.ops.scored_report(drawn.report, self.ops.token_logprobs(logits, drawn.tokens, how.num_top))
 
     def _find_shared(self, rows: Ids, tables: BlockTables) -> int:
         """The result of `find_shared`, computed anew when the sequences change."""
@@ -239,7 +246,7 @@ class PreparedPass(NamedTuple):
         return places + (places >= self.num_decodes) * (self.kind.num_decodes - self.num_decodes)
 
 
-class PassGraphs(RecordedPasses[T, PassKind, tuple[T, T]]):
+class PassGraphs(RecordedPasses[T, PassKind]):
     """Passes over prompts, or what of them is not in the cache, and over drafts, with decodes beside them: a request waits for
     its first token, not for the host."""
 
@@ -274,17 +281,16 @@ class PassGraphs(RecordedPasses[T, PassKind, tuple[T, T]]):
         tokens[prepared.at(np.arange(len(step.tokens)))] = step.tokens
         return prepared
 
-    def start(self, prepared: PreparedPass) -> tuple[T, T | None]:
-        """Queue a pass; gives logits with a row for each of its columns, and the report of `Drawn` if that is all that is
-        needed. For a draft the logits are those behind every token, first of all decodes that there is room for."""
+    def start(self, prepared: PreparedPass) -> Recorded[T]:
+        """Queue a pass. For a draft it gives logits behind every token, first of all decodes that there is room for, and all
+        tokens must be chosen from them."""
         if len(prepared.unknown):
             self.ops.set_tables(self.decodes.state, prepared.unknown, prepared.tables)
         columns = self._parts(prepared.kind, prepared.words)[0]
-        how = self.decodes.sampler.write_inputs(columns, columns[Input.ROW])
+        needs = self.decodes.sampler.write_inputs(columns, columns[Input.ROW])
         inputs, repeat = self.recorded(prepared.kind)
         self.ops.send(prepared.words, inputs)
-        logits, report = repeat()
-        return logits, None if prepared.kind.is_draft or how > How.CUT else report
+        return Recorded(*repeat(), needs & How.CUT.lacks != 0 if not prepared.kind.is_draft else np.ones(len(needs), np.bool_))
 
     def warm_up(self) -> None:
         """Record what drafts of a lone sequence need: how long their steps take decides whether there are any."""

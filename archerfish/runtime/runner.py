@@ -21,10 +21,10 @@ from archerfish.kernels.recurrent import RecurrentBatch
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.models.adapter import ModelAdapter
 from archerfish.runtime.batch import BlockTables
-from archerfish.runtime.graphs import DecodeGraphs, PassGraphs, PreparedDecodes, PreparedPass
+from archerfish.runtime.graphs import DecodeGraphs, PassGraphs, PreparedDecodes, PreparedPass, Recorded
 from archerfish.runtime.kv_pool import MemoryPool
 from archerfish.runtime.rehearsal import rehearse
-from archerfish.runtime.sampler import FastSampler, How, prompt_logprobs
+from archerfish.runtime.sampler import FastSampler, prompt_logprobs
 from archerfish.step import NO_IDS, PENDING, StepInput, StepResult, TokenLogprobs
 from archerfish.types import Progress, no_progress
 
@@ -221,13 +221,31 @@ class ModelRunner(Generic[T]):
     def _start_graph(self, step: StepInput, prepared: PreparedDecodes) -> Callable[[], StepResult]:
         assert self._graphs is not None
         self.num_forward_passes += 1
-        (how, found), order = self._graphs.start(prepared), prepared.order
-        if how == How.LOGITS:
-            return self._choose(step, self.ops.first_rows(found, len(order)), order, np.zeros_like(order))
-        return self._read_report(step, found, np.argsort(order), np.arange(len(order)))
+        order = prepared.order
+        return self._finish_recorded(step, self._graphs.start(prepared), np.argsort(order), np.arange(len(order)))
+
+    def _finish_recorded(
+        self, step: StepInput, found: Recorded[T], columns: Ids, sampled: Ids
+    ) -> Callable[[], StepResult]:
+        """The tokens of a recorded pass. columns: of the sequences that get one, which `sampled` names."""
+        is_behind = found.is_behind[columns]
+        own = self._read_report(step, found.report, columns[~is_behind], sampled[~is_behind])
+        if not is_behind.any():
+            return own
+        places = sampled[is_behind]
+        others = self._choose(step, self.ops.rows(found.logits, columns[is_behind]), places, np.zeros_like(places))
+
+        def finish() -> StepResult:
+            result, chosen = own(), others()
+            result.tokens[places] = chosen.tokens[places]
+            result.logprobs |= chosen.logprobs
+            result.errors |= chosen.errors
+            return result
+
+        return finish
 
     def _read_report(self, step: StepInput, found: T, columns: Ids, sampled: Ids) -> Callable[[], StepResult]:
-        """Fetch the report of a recorded pass. columns: of the sequences that got a token, which `sampled` names."""
+        """Fetch the report of a recorded pass, for some of its columns."""
         fetch, rows = self.ops.fetch(found), step.rows[sampled]
 
         def finish() -> StepResult:
@@ -251,11 +269,11 @@ class ModelRunner(Generic[T]):
                 logits += self._forward(step, one, one.batch, scores)
                 continue
             assert self._passes is not None
-            found, report = self._passes.start(one.batch)
-            if report is not None and not (step.reused or step.kept or step.returned):
-                return self._read_report(step, report, one.batch.at(one.sampled), one.sampled)
-            rows = one.batch.at(one.sampled_places if one.batch.kind.is_draft else one.sampled)
-            logits += [self.ops.rows(found, rows)] if len(rows) else []
+            found, is_draft = self._passes.start(one.batch), one.batch.kind.is_draft
+            if not (is_draft or step.reused or step.kept or step.returned):
+                return self._finish_recorded(step, found, one.batch.at(one.sampled), one.sampled)
+            rows = one.batch.at(one.sampled_places if is_draft else one.sampled)
+            logits += [self.ops.rows(found.logits, rows)] if len(rows) else []
         order = [one.sampled for one in passes]
         if step.reused:
             logits += [self._logits[handle] for _, handle in step.reused]

@@ -34,7 +34,8 @@ ROW = np.dtype([
     ("until", np.int64),  # the position from which another stage says how to choose
 ], align=True)  # fmt: skip
 NEVER = np.iinfo(np.int64).max
-CUT, PENALTY, SCORES, MANY_SCORES, SPECIAL = (1 << bit for bit in range(5))  # what a row needs of a recorded step
+# What a row needs of a recorded step. SPECIAL: its logits, from which `FastSampler.sample` chooses.
+CUT, PENALTY, SCORES, MANY_SCORES, SPECIAL = (1 << bit for bit in range(5))
 FEW_TOP, MANY_TOP = 5, 20  # of the likeliest tokens, whose log-probabilities a recorded step gives
 Drafts = Mapping[int, Ids]  # by row: proposed tokens that a step verifies
 
@@ -47,16 +48,21 @@ class How(IntEnum):
     PENALISED = 2  # after penalties and cuts
     SCORED = 3  # after cuts, with log-probabilities of FEW_TOP tokens
     MANY_SCORED = 4  # of MANY_TOP
-    LOGITS = 5  # not at all: it gives logits, from which `FastSampler.sample` chooses
 
     @classmethod
-    def of(cls, needs: int) -> How:
-        is_scored = needs & (SCORES | MANY_SCORES)
-        if needs & SPECIAL or (needs & PENALTY and is_scored):
-            return cls.LOGITS
-        if is_scored:
-            return cls.MANY_SCORED if needs & MANY_SCORES else cls.SCORED
-        return cls.PENALISED if needs & PENALTY else cls.CUT if needs & CUT else cls.DRAWN
+    def of(cls, needs: Ids) -> How:
+        """What most rows with these needs can be chosen by."""
+        needed = int(np.bitwise_or.reduce(needs))
+        if needed & PENALTY:
+            return cls.PENALISED
+        if needed & (SCORES | MANY_SCORES):
+            return cls.MANY_SCORED if needed & MANY_SCORES else cls.SCORED
+        return cls.CUT if needed & CUT else cls.DRAWN
+
+    @property
+    def lacks(self) -> int:
+        """Needs of rows that must be chosen from their logits."""
+        return ~(0, CUT, CUT | PENALTY, CUT | SCORES, CUT | SCORES | MANY_SCORES)[self]
 
     @property
     def num_top(self) -> int | None:
@@ -131,18 +137,21 @@ class FastSampler(Generic[T]):
             self._counts = self.ops.new_counts(self.max_rows + MOST_PENALISED_DRAFTS, self.vocab_size)
         return self._counts
 
-    def write_inputs(self, words: Ids, rows: Ids) -> How:
-        """How to sample rows, into the first columns of `decoding.Input`, where their positions stand already; gives how a
-        recorded step must choose."""
+    def write_inputs(self, words: Ids, rows: Ids) -> Ids:
+        """How to sample rows, into the first columns of `decoding.Input`, where their positions stand already; gives what each
+        needs of a recorded step."""
         num = len(rows)
         if self._staged:
             self._enter_stages(rows, words[Input.POSITION, :num] + 1)
         words[Input.KEY :, :num] = self._words[:, rows]
         self.metrics.total_samples += int(np.count_nonzero(rows < self.max_rows))
-        return How.of(int(np.bitwise_or.reduce(self._needs[rows])))
+        return self._needs[rows]
 
     def _set_words(self, row: int) -> None:
-        """Write down what the table says of a row in the way of `decoding.Input`."""
+        """Write down what the table says of a row in the way of `decoding.Input`; of a special one that it is greedy."""
+        if self._needs[row] & SPECIAL:
+            self._words[:, row] = self._words[:, self.max_rows]
+            return
         key, temperature, top_k, top_p, min_p, *penalties, _, _, _, first, end, offset, _ = self._table[row].item()
         is_greedy = temperature == 0
         is_cut = not is_greedy and (top_k < self.vocab_size or top_p < 1 or min_p > 0)
@@ -335,11 +344,12 @@ class FastSampler(Generic[T]):
 def needs_of(entry: RowEntry) -> int:
     """What a sequence needs of a recorded step, but for cuts, which its stages may change."""
     params, num_top = entry.params, entry.params.logprobs
-    needs = PENALTY if params.has_penalties else 0
-    if num_top is not None:
-        needs |= SCORES if num_top <= FEW_TOP else MANY_SCORES
     is_special = params.logit_bias or params.min_tokens or entry.has_grammar or params.logits_processors
-    return needs | SPECIAL if is_special or (num_top or 0) > MANY_TOP else needs
+    if is_special or (num_top or 0) > MANY_TOP:
+        return SPECIAL
+    if num_top is not None:
+        return SPECIAL if params.has_penalties else SCORES if num_top <= FEW_TOP else MANY_SCORES
+    return PENALTY if params.has_penalties else 0
 
 
 def prompt_logprobs(ops: Ops[T], logits: T, next_tokens: list[int], num_top: int) -> Callable[[], list[TokenLogprobs]]:

@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ from archerfish.kernels.ops import Ids
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.runtime.graphs import NUM_BUFFERS, DecodeGraphs, Kind, PassGraphs, list_sizes
 from archerfish.runtime.runner import RunningStep
-from archerfish.runtime.sampler import CUT, PENALTY, How, needs_of
+from archerfish.runtime.sampler import CUT, MANY_SCORES, PENALTY, SCORES, SPECIAL, How, needs_of
 from archerfish.step import RowEntry, StepInput
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.engine.tiny_rwkv import save_tiny_rwkv
@@ -176,18 +177,18 @@ def test_recorded_steps_on_a_card_give_the_tokens_of_single_ones(
     assert together == alone
 
 
-HOWS: list[tuple[How, dict[str, Any]]] = [
-    (How.SCORED, {"logprobs": 5, "top_p": 0.9}), (How.MANY_SCORED, {"logprobs": 20, "temperature": 0.0}),
-    (How.LOGITS, {"logprobs": 21}), (How.LOGITS, {"logprobs": 0, "presence_penalty": 0.5}),
-    (How.PENALISED, {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3, "top_k": 30}),
-    (How.LOGITS, {"logit_bias": {5: 1.0}}), (How.LOGITS, {"min_tokens": 4}),
-    (How.LOGITS, {"grammar": {"kind": "choice", "value": ["a"]}}),
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3, "top_k": 30}
+HOWS: list[tuple[int, How, dict[str, Any]]] = [  # what a row needs, and how steps with it and a plain one choose
+    (SCORES, How.SCORED, {"logprobs": 5, "top_p": 0.9}), (MANY_SCORES, How.MANY_SCORED, {"logprobs": 20, "temperature": 0.0}),
+    (SPECIAL, How.DRAWN, {"logprobs": 21}), (SPECIAL, How.DRAWN, {"logprobs": 0, "presence_penalty": 0.5}),
+    (PENALTY, How.PENALISED, PENALTIES), (SPECIAL, How.DRAWN, {"logit_bias": {5: 1.0}, **PENALTIES}),
+    (SPECIAL, How.DRAWN, {"min_tokens": 4}), (SPECIAL, How.DRAWN, {"grammar": {"kind": "choice", "value": ["a"]}}),
 ]
 
 
-@pytest.mark.parametrize(("how", "options"), HOWS[:-1])
+@pytest.mark.parametrize(("needs", "how", "options"), HOWS[:-1])
 def test_requests_that_ask_for_more_are_recorded_too(
-    how: How, options: dict[str, Any], model: Path, monkeypatch: pytest.MonkeyPatch
+    needs: int, how: How, options: dict[str, Any], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside one that does not, whose tokens stay the same; then a second time, in rows that others had."""
     monkeypatch.setattr(DecodeGraphs, "warm_up", lambda self: None)
@@ -209,11 +210,32 @@ def test_requests_that_ask_for_more_are_recorded_too(
             assert own.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
+@pytest.mark.usefixtures("records")
+def test_all_ways_to_choose_in_one_step(model: Path) -> None:
+    """Requests that must be chosen from logits, or for which the recorded step has no room, leave the others alone."""
+    plain = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
+    params = [replace(plain, seed=i, **options) for i, (_, _, options) in enumerate(HOWS[:-1])] + [plain]
+    prompts = PROMPTS[: len(params)]
+    with LLMEngine(str(model), **USUAL, max_cache_tokens=1024, enable_prefix_caching=False) as engine:
+        together = engine.generate(prompts, params)
+        assert Kind(8, how=How.PENALISED) in graphs_of(engine)._recorded
+        for one, prompt, own in zip(together, prompts, params, strict=True):
+            (alone,) = engine.generate([prompt], own)
+            assert one.token_ids == alone.token_ids
+            assert [x.rank for x in one.outputs[0].logprobs or []] == [x.rank for x in alone.outputs[0].logprobs or []]
+
+
 def test_what_rows_need_of_a_recorded_step() -> None:
-    for how, options in HOWS:
+    for needs, _, options in HOWS:
         entry = RowEntry(0, "", SamplingParams(**options), 3, has_grammar="grammar" in options)
-        assert How.of(needs_of(entry)) == how
-    assert How.of(0) == How.DRAWN and How.of(CUT) == How.CUT and How.of(CUT | PENALTY) == How.PENALISED
+        assert needs_of(entry) == needs
+    rows = np.array([0, CUT, PENALTY | CUT, SCORES, MANY_SCORES | CUT, SPECIAL])
+    for most, how, is_behind in (
+        (1, How.DRAWN, [0]), (2, How.CUT, [0, 0]), (3, How.PENALISED, [0, 0, 0]), (6, How.PENALISED, [0, 0, 0, 1, 1, 1]),
+    ):
+        assert How.of(rows[:most]) == how and (rows[:most] & how.lacks != 0).tolist() == is_behind
+    assert How.of(rows[3:4]) == How.SCORED and How.of(rows[3:]) == How.MANY_SCORED
+    assert (rows[3:] & How.MANY_SCORED.lacks != 0).tolist() == [False, False, True]
 
 
 @pytest.mark.usefixtures("records")
@@ -239,10 +261,10 @@ def test_idle_time_is_used_to_record_every_size(model: Path) -> None:
     with LLMEngine(str(model), **USUAL, max_cache_tokens=256, max_num_seqs=5) as engine:
         expected = engine.generate(PROMPTS[:3], SamplingParams(max_tokens=8, temperature=0.0))
         graphs = graphs_of(engine)
-        plain, *others = ([Kind(size, how=how) for size in (1, 2, 4, 5)] for how in (How.DRAWN, How.CUT, How.LOGITS))
+        plain, *others = ([Kind(size, how=how) for size in (1, 2, 4, 5)] for how in (How.DRAWN, How.CUT))
         others += [[Kind(5, how=how)] for how in (How.PENALISED, How.SCORED, How.MANY_SCORED)]
         assert set(graphs._recorded) == {*plain, *(kinds[-1] for kinds in others)}  # by the start
-        for _ in range(6):
+        for _ in range(3):
             assert engine.use_idle_time()
         assert set(graphs._recorded) == {*plain, *chain(*others)}
         while engine.use_idle_time():  # prompts
@@ -331,5 +353,5 @@ def test_only_sizes_are_recorded(rwkv: Path) -> None:
         while engine.use_idle_time():
             pass
         graphs = graphs_of(engine)
-        kinds = {Kind(size, how=how) for size in (1, 2, 4, 8, 9) for how in (How.DRAWN, How.CUT, How.LOGITS)}
+        kinds = {Kind(size, how=how) for size in (1, 2, 4, 8, 9) for how in (How.DRAWN, How.CUT)}
         assert set(graphs._recorded) == kinds | {Kind(9, how=how) for how in How}

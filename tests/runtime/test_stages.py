@@ -211,7 +211,7 @@ def test_inputs_of_recorded_steps_say_the_same() -> None:
         positions = np.asarray([3 + step + row for row in range(num)])
         words = np.zeros((NUM_INPUTS, size), dtype=np.int64)
         words[Input.POSITION, :num], words[Input.KEY :] = positions - 1, sampler.filling
-        assert sampler.write_inputs(words, np.arange(num)) == How.CUT
+        assert How.of(sampler.write_inputs(words, np.arange(num))) == How.CUT
         inputs = torch.from_numpy(words)
         batch = sampling_batch(inputs, inputs[Input.POSITION] + 1, torch.arange(size), ops.new_decode_state(num, 1))
         drawn = TorchOps().sample(logits, batch)

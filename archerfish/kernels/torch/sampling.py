@@ -181,10 +181,14 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def count_tokens(penalties: Penalties[Tensor], tokens: Tensor) -> None:
-    """Count one more token of the output in every penalised row."""
+    """Count one more token of the output in every penalised row, but for those whose penalties are all off."""
     counts = penalties.counts.counts
     at = penalties.slots_on_device * counts.shape[1] + tokens[penalties.rows]
-    counts.view(-1).index_add_(0, at, torch.full_like(at, 2, dtype=torch.int32))
+    added = torch.full_like(at, 2, dtype=torch.int32)
+    repetition, presence, frequency = penalties[-3:]
+    if repetition is not None and presence is not None and frequency is not None:
+        added *= (repetition != 1) | (presence != 0) | (frequency != 0)
+    counts.view(-1).index_add_(0, at, added)
 
 
 def sampling_batch(inputs: Tensor, positions: Tensor, every: Tensor, state: DecodeState[Tensor]) -> SamplingBatch[Tensor]:
