@@ -48,7 +48,7 @@ COMMANDS = (
     Command("convert", "models", "convert a model into a directory of the Arrow store", "SOURCE OUTPUT_DIR "),
     Command("doctor", "doctor", "report what this machine has, which fast paths are on, and which models fit", "[MODEL] "),
     Command("kernels export", "kernels", "compile the GPU kernels of a model and write them to a file", "MODEL FILE "),
-    Command("kernels import", "kernels", "read GPU kernels from such a file, so that no start waits for a compiler", "FILE "),
+    Command("kernels import", "kernels", "read GPU kernels from such a file, which must be trusted like a program", "FILE "),
     *(Command(f"bench {bench.name}", "bench", bench.summary, bench.usage) for bench in BENCHES),
 )
 DESCRIPTION = "archerfish: one small inference engine. `archerfish COMMAND --help` shows the options of a command."

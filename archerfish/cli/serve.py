@@ -43,7 +43,8 @@ def take_models(arguments: Namespace) -> list[ModelConfig]:
         named: list[str] = vars(arguments).get(dest(owner, "model"), [])
         if named:
             setattr(arguments, dest(owner, "model"), named[0])
-            found += [ModelConfig(model=name, kind=kind) for name in named[1:]]
+            is_default = len(named) > 1 and named[0] == vars(owner)["model"]  # which other models would replace
+            found += [ModelConfig(model=name, kind=kind) for name in (named if is_default else named[1:])]
     return [*found, *read_models(arguments.config)]
 
 

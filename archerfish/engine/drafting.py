@@ -27,6 +27,7 @@ from archerfish.step import PENDING, RowEntry, StepInput
 GREEDY = SamplingParams(temperature=0.0)
 MAX_CHUNK = 512  # tokens of a sequence in one step
 USUAL_CHUNK = 2  # tokens to catch up on, at most, where the last proposals were accepted or the first of them was not
+MOST_FAILURES = 3
 logger = logging.getLogger("archerfish.engine")
 
 
@@ -67,13 +68,14 @@ class ModelDrafter:
         self._known: dict[Sequence, DraftedSequence] = {}
         self._entered: list[DraftedSequence] = []  # that the runner does not know yet
         self._steps = itertools.count()
+        self._num_failures = 0
 
     def takes(self, seq: Sequence, count: int) -> bool:
         for ended in [other for other in self._known if other.finish_reason is not None]:
             self.forget(ended)
         known, num_tokens = self._known.get(seq), len(seq.tokens) + count
         has_room = self._num_missing(num_tokens, known) <= self._blocks.num_free and num_tokens <= self.max_len
-        return has_room and (known is not None or bool(self._free))
+        return has_room and (known is not None or bool(self._free)) and self._num_failures < MOST_FAILURES
 
     def begin(self, sequences: SequenceOf[Sequence], count: int) -> ComputedDraft:
         try:
@@ -83,7 +85,8 @@ class ModelDrafter:
 
     def fail(self, sequences: Iterable[Sequence]) -> ComputedDraft:
         """Forget sequences of which it is not known any more what was computed; a draft without proposals."""
-        logger.exception("The draft model failed.")
+        self._num_failures += 1
+        logger.exception("The draft model failed%s.", ", and is left out from now on" * (self._num_failures == MOST_FAILURES))
         for seq in sequences:
             self.forget(seq)
         return ComputedDraft(self, {}, [], None)
@@ -113,7 +116,8 @@ class ModelDrafter:
         if self.num_states and start not in known.states:
             start = 0
         if max(seq.tokens[start:]) >= self.runner.sampler.vocab_size:
-            return None  # a row of the model that stands for no token
+            self.forget(seq)  # a row of the model that stands for no token
+            return None
         known.blocks += self._blocks.allocate(max(0, self._num_missing(num_tokens + count, known)))
         known.num_known, known.proposed = num_tokens, []
         while num_tokens - start > MAX_CHUNK:

@@ -13,7 +13,7 @@ from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import RadixCache
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.engine.drafting import MAX_CHUNK, ModelDrafter
-from archerfish.errors import InvalidOptionError
+from archerfish.errors import ArcherfishError, InvalidOptionError
 from archerfish.kernels.formats import PLAIN, WeightFormat, choose_format
 from archerfish.kernels.recurrent import StateShape
 from archerfish.kernels.select import choose_backend, choose_device, choose_dtype, choose_ops, log_device
@@ -118,7 +118,11 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
     """Find a model and its draft model, convert them if need be, and compute what will fit. Nothing is allocated."""
     if not config.draft_model:
         return read_model_facts(config, hub, progress)
-    draft = read_model_facts(draft_config(config), hub, progress)
+    try:
+        draft = read_model_facts(draft_config(config), hub, progress)
+    except ArcherfishError as error:
+        error.message = f"[engine] draft_model: {error.message}"
+        raise
     if draft.has_states:
         num_tokens = MAX_CHUNK * MAX_DRAFTED * (config.num_draft_tokens + 1)
         options = draft_config(config).replace(block_size=MAX_CHUNK, max_cache_tokens=num_tokens)
@@ -313,7 +317,7 @@ def draft_config(config: EngineConfig) -> EngineConfig:
     return config.replace(
         model=config.draft_model, draft_model="", speculation="off", max_num_seqs=MAX_DRAFTED, max_model_len=0, block_size=0,
         max_cache_tokens=min(DRAFT_CACHE_TOKENS, config.max_cache_tokens or DRAFT_CACHE_TOKENS), max_num_batched_tokens=0,
-        tokenizer="", quantization="", kv_dtype="auto",
+        tokenizer="", quantization="", kv_dtype="auto", enable_prefix_caching=True,
     )
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from archerfish.config import HubConfig
-from archerfish.errors import InvalidOptionError
+from archerfish.errors import InvalidOptionError, refuse_unknown
 from archerfish.remarks import remark
 
 # Options that change nothing here, and why.
@@ -56,6 +56,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 ENCODER_TASKS = ("embed", "embedding", "score", "classify", "encode", "pooling")
 TASKS = ("auto", "generate", *ENCODER_TASKS)
 LOAD_FORMATS = ("safetensors", "pt", "gguf", "hf")
+OWN_CHOICE = {"prompt_lookup_max", "prompt_lookup_min"}  # of speculative_config
 
 
 class EngineArgs(SimpleNamespace):
@@ -115,5 +116,8 @@ def read_speculation(given: Any) -> dict[str, Any]:
     if method not in ("ngram", "draft_model") or (method == "draft_model" and not stated.get("model")):
         hint = "{'method': 'ngram'} proposes what followed earlier in the sequence; {'model': ...} what a small model computes."
         raise InvalidOptionError(f"The option speculative_config cannot be {given!r}.", hint=hint)
+    refuse_unknown(stated, ("method", "model", "num_speculative_tokens", *OWN_CHOICE), "option of speculative_config")
+    for name in stated.keys() & OWN_CHOICE:
+        remark(f"speculative_config.{name}", f"The option {name} has no effect: speculation chooses it.")
     found = {"speculation": "ngram"} if method == "ngram" else {"speculation": "draft", "draft_model": str(stated["model"])}
-    return found | ({"num_draft_tokens": n} if (n := stated.get("num_speculative_tokens")) else {})
+    return found | ({"num_draft_tokens": stated["num_speculative_tokens"]} if "num_speculative_tokens" in stated else {})

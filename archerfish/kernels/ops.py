@@ -457,8 +457,8 @@ class Ops(ABC, Generic[T]):
         return np.zeros(size, dtype=np.int64)
 
     @abstractmethod
-    def send(self, values: Ids, target: T) -> None:
-        """Copy a host buffer onto an integer tensor of its shape. It may be written again when the copy is done."""
+    def send(self, values: Ids, target: T) -> Callable[[], None]:
+        """Begin to copy a host buffer onto an integer tensor of its shape; the result waits until it may be written again."""
 
     @abstractmethod
     def fetch(self, x: T) -> Callable[[], npt.NDArray[Any]]:

@@ -22,7 +22,7 @@ from archerfish.kernels.ops import Ids, Ops, T
 from archerfish.models.adapter import ModelAdapter
 from archerfish.runtime.batch import MIN_SHARED_SEQUENCES, BlockTables, find_shared
 from archerfish.runtime.kv_pool import MemoryPool
-from archerfish.runtime.sampler import FastSampler, How
+from archerfish.runtime.sampler import FastSampler, Mode
 from archerfish.step import StepInput
 
 SIZES = (1, 2, 4, 8, 16, 24, *range(32, 257, 16))  # sequences
@@ -36,7 +36,7 @@ MOST_WORK = 1 << 33  # tokens times the model's width squared; beyond it, comput
 PROMPT_TOKENS, MOST_PROMPTS = 16, 64  # tokens of a pass for each prompt that it has room for, and most prompts
 DRAFT_TOKENS = (4, 8, 16, 32, 64, 128)  # of the drafts of a step, each with the known one before it
 MIN_DRAFT = 2
-NUM_BUFFERS = 36  # more than the steps that are open at once: a draft model has one for each token that it proposes
+NUM_BUFFERS = 8  # so many steps can be under way
 K = TypeVar("K", bound=Hashable)
 
 
@@ -45,7 +45,7 @@ class Kind(NamedTuple):
 
     size: int
     is_shared: bool = False  # sequences have keys in common
-    how: How = How.DRAWN
+    mode: Mode = Mode.DRAWN
 
 
 class Recorded(NamedTuple, Generic[T]):
@@ -64,6 +64,7 @@ class RecordedPasses(ABC, Generic[T, K]):
         self.model, self.pool = model, pool
         self._recorded: dict[K, tuple[T, Callable[[], tuple[T, T]]]] = {}
         self._buffers = cycle([self.ops.host_buffer(num_words) for _ in range(NUM_BUFFERS)])
+        self._under_way: dict[int, Callable[[], None]] = {}  # by the address of a buffer: waits until it is copied
 
     @abstractmethod
     def kinds(self) -> Iterable[K]:
@@ -76,6 +77,20 @@ class RecordedPasses(ABC, Generic[T, K]):
     @abstractmethod
     def compute(self, kind: K, inputs: T) -> tuple[T, T]:
         """What is recorded: a pass that reads its inputs where they lie, and gives logits and a report."""
+
+    def _buffer(self, num_words: int) -> Ids:
+        """Words of the host that nothing reads."""
+        words = next(self._buffers)[:num_words]
+        wait = self._under_way.pop(words.ctypes.data, None)
+        if wait is not None:
+            wait()
+        return words
+
+    def _repeat(self, kind: K, words: Ids) -> tuple[T, T]:
+        """Run a pass over these inputs, in the words of a buffer."""
+        inputs, repeat = self.recorded(kind)
+        self._under_way[words.ctypes.data] = self.ops.send(words, inputs)
+        return repeat()
 
     def recorded(self, kind: K) -> tuple[T, Callable[[], tuple[T, T]]]:
         """The inputs of a recorded pass, and what repeats it and gives its result."""
@@ -151,9 +166,9 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         sizes = self.sizes[::-1]
         shared = [size for size in sizes if size >= MIN_SHARED_SEQUENCES and self.pool.has_keys]
         return [
-            [Kind(size, is_shared, how) for size in (shared if is_shared else sizes)]
-            for how in (How.DRAWN, How.CUT) for is_shared in (False, True)
-        ] + [[Kind(sizes[0], how=how)] for how in (How.PENALISED, How.SCORED, How.MANY_SCORED)]
+            [Kind(size, is_shared, mode) for size in (shared if is_shared else sizes)]
+            for mode in (Mode.DRAWN, Mode.CUT) for is_shared in (False, True)
+        ] + [[Kind(sizes[0], mode=mode)] for mode in (Mode.PENALISED, Mode.SCORED, Mode.MANY_SCORED)]
 
     def prepare(self, step: StepInput, tables: BlockTables) -> PreparedDecodes:
         """The inputs of a step, but for what the sampler writes into them."""
@@ -186,29 +201,28 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         if len(prepared.unknown):
             self.ops.set_tables(self.state, prepared.unknown, prepared.tables)
         needs = self.sampler.write_inputs(prepared.words, prepared.rows)
-        how = How.of(needs)
-        inputs, repeat = self.recorded(Kind(prepared.words.shape[1], prepared.num_shared > 0, how))
-        self.ops.send(prepared.words, inputs)
-        return Recorded(*repeat(), needs & how.lacks != 0)
+        mode = Mode.of(needs)
+        kind = Kind(prepared.words.shape[1], prepared.num_shared > 0, mode)
+        return Recorded(*self._repeat(kind, prepared.words), needs & mode.lacks != 0)
 
     def empty_inputs(self, kind: Kind) -> Ids:
-        words = next(self._buffers)[: NUM_INPUTS * kind.size].reshape(NUM_INPUTS, kind.size)
+        words = self._buffer(NUM_INPUTS * kind.size).reshape(NUM_INPUTS, kind.size)
         words[:] = self.filling
         return words
 
     def compute(self, kind: Kind, inputs: T) -> tuple[T, T]:
-        how, state = kind.how, self.state
-        if how == How.PENALISED:
+        mode, state = kind.mode, self.state
+        if mode == Mode.PENALISED:
             state = state._replace(counts=self.sampler.counts())
         batch, sampling = self.pool.decode_batch(inputs, state, is_shared=kind.is_shared)
-        if how == How.DRAWN:
+        if mode == Mode.DRAWN:
             sampling = replace(sampling, min_p=None, cuts=None)
         logits = self.model.logits(self.model.forward(batch, self.pool.layers))
         drawn = self.ops.sample(logits, sampling)
         self.ops.keep_tokens(inputs, state, drawn.tokens)
-        if how.num_top is None:
+        if mode.num_top is None:
             return logits, drawn.report
-        return logits, self.ops.scored_report(drawn.report, self.ops.token_logprobs(logits, drawn.tokens, how.num_top))
+        return logits, self.ops.scored_report(drawn.report, self.ops.token_logprobs(logits, drawn.tokens, mode.num_top))
 
     def _find_shared(self, rows: Ids, tables: BlockTables) -> int:
         """The result of `find_shared`, computed anew when the sequences change."""
@@ -282,15 +296,13 @@ class PassGraphs(RecordedPasses[T, PassKind]):
         return prepared
 
     def start(self, prepared: PreparedPass) -> Recorded[T]:
-        """Queue a pass. For a draft it gives logits behind every token, first of all decodes that there is room for, and all
-        tokens must be chosen from them."""
+        """Queue a pass. For a draft it gives logits behind every token, first of all decodes that there is room for, and no
+        report: all tokens must be chosen from them."""
         if len(prepared.unknown):
             self.ops.set_tables(self.decodes.state, prepared.unknown, prepared.tables)
         columns = self._parts(prepared.kind, prepared.words)[0]
         needs = self.decodes.sampler.write_inputs(columns, columns[Input.ROW])
-        inputs, repeat = self.recorded(prepared.kind)
-        self.ops.send(prepared.words, inputs)
-        return Recorded(*repeat(), needs & How.CUT.lacks != 0 if not prepared.kind.is_draft else np.ones(len(needs), np.bool_))
+        return Recorded(*self._repeat(prepared.kind, prepared.words), needs & Mode.CUT.lacks != 0)
 
     def warm_up(self) -> None:
         """Record what drafts of a lone sequence need: how long their steps take decides whether there are any."""
@@ -302,7 +314,7 @@ class PassGraphs(RecordedPasses[T, PassKind]):
         return [PassKind(num_decodes, *size) for size in sizes for num_decodes in reversed(self.decode_sizes)]
 
     def empty_inputs(self, kind: PassKind) -> Ids:
-        words = next(self._buffers)[: kind.size.num_words]
+        words = self._buffer(kind.size.num_words)
         columns, tokens = self._parts(kind, words)
         columns[:] = self.decodes.filling
         columns[Input.COUNT, : kind.num_decodes], tokens[:] = 1, 0

@@ -250,6 +250,7 @@ class ModelRunner(Generic[T]):
 
         def finish() -> StepResult:
             report = fetch()[:, columns]
+            self.sampler.metrics.total_samples += len(sampled)
             result = StepResult(np.zeros((len(step.rows), 1), dtype=np.int64))
             result.tokens[sampled, 0] = report[0]
             result.errors = {int(sampled[i]): error for i, error in self.sampler.failures(report, rows).items()}

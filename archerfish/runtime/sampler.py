@@ -40,7 +40,7 @@ FEW_TOP, MANY_TOP = 5, 20  # of the likeliest tokens, whose log-probabilities a 
 Drafts = Mapping[int, Ids]  # by row: proposed tokens that a step verifies
 
 
-class How(IntEnum):
+class Mode(IntEnum):
     """How a recorded step chooses tokens: for all rows in the way that one of them needs."""
 
     DRAWN = 0  # from all tokens, or greedily
@@ -50,7 +50,7 @@ class How(IntEnum):
     MANY_SCORED = 4  # of MANY_TOP
 
     @classmethod
-    def of(cls, needs: Ids) -> How:
+    def of(cls, needs: Ids) -> Mode:
         """What most rows with these needs can be chosen by."""
         needed = int(np.bitwise_or.reduce(needs))
         if needed & PENALTY:
@@ -66,7 +66,7 @@ class How(IntEnum):
 
     @property
     def num_top(self) -> int | None:
-        return {How.SCORED: FEW_TOP, How.MANY_SCORED: MANY_TOP}.get(self)
+        return {Mode.SCORED: FEW_TOP, Mode.MANY_SCORED: MANY_TOP}.get(self)
 
 
 class Chosen(NamedTuple):
@@ -91,7 +91,7 @@ class FastSampler(Generic[T]):
         self._names: dict[int, str] = {}  # by row: its request's id
         self._staged: dict[int, tuple[int, SequenceOf[Stage]]] = {}  # by row: where its output begins, and its stages
         self._processors: dict[int, RowProcessors] = {}  # by row
-        self._counts: sampling.TokenCounts[T] | None = None  # made when the first request with penalties comes
+        self._counts: sampling.TokenCounts[T] | None = None  # of `counts`
         self._batch_key: object = None
         self._batch: sampling.SamplingBatch[T] = sampling.SamplingBatch()
         self.metrics = SamplingMetrics()
@@ -144,7 +144,6 @@ class FastSampler(Generic[T]):
         if self._staged:
             self._enter_stages(rows, words[Input.POSITION, :num] + 1)
         words[Input.KEY :, :num] = self._words[:, rows]
-        self.metrics.total_samples += int(np.count_nonzero(rows < self.max_rows))
         return self._needs[rows]
 
     def _set_words(self, row: int) -> None:

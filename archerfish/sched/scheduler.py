@@ -200,7 +200,7 @@ class Scheduler:
         if live.dropped:
             plan.input.dropped = live.dropped[:]
             live.dropped.clear()
-        self._open[self._next_step] = OpenStep([source for source, _ in builder.copies], now)
+        self._open[self._next_step] = OpenStep([source for source, _ in builder.copies], self.clock())
         self._next_step += 1
         live.stats.num_steps += 1
         live.num_held_tokens += len(plan.input.tokens)
@@ -482,9 +482,9 @@ class Scheduler:
 
     def wait(self) -> None:
         """Wait for what keeps sequences from being planned: proposals of a draft model, or masks."""
-        for seq in self._live.decoding:
-            if seq.draft is not None and seq.draft.job is not None:
-                seq.draft.job.tokens(seq)
+        for seq in list(self._live.decoding):  # others may abort meanwhile
+            if seq.draft is not None and (job := seq.draft.job) is not None:
+                job.tokens(seq)
                 return
         self.masks.wait()
 

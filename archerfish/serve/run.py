@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import logging
 import secrets
 import shutil
 import socket
@@ -27,6 +28,7 @@ from archerfish.serve.tenants import Tenants
 from archerfish.store.names import STORY_MODEL
 from archerfish.types import Progress, no_progress
 
+logger = logging.getLogger("archerfish.serve")
 STOPPING = f"Stopping: running requests have {processes.GRACE_S:.0f} s to finish, new ones are refused. Ctrl+C ends it at once."
 STORY_BLOCK, STORY_TOKENS = 64, 32_768  # the states of so many tokens take 200 MB
 UNREAD_S = 60  # a client that reads nothing of its answer for so long is disconnected
@@ -173,6 +175,8 @@ def models_of(
         add("cross-encoder", embed.replace(model=config.rerank_model))
     others = engine.replace(speculation="off", draft_model="") if engine.draft_model else engine  # of another vocabulary
     for model in models:
+        if others is not engine and model.kind == "generation":
+            logger.info("%s is served without speculation: the draft model is that of %s.", model.model, engine.model)
         base: EngineConfig | EmbedConfig = others if model.kind == "generation" else embed
         add(model.kind, base.replace(**{**model.options, "model": model.model}), model.loads or config.loads)
     if has_own_llm and engine.model == EngineConfig.model:

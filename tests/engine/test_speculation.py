@@ -110,6 +110,8 @@ def test_vllms_option() -> None:
     assert found == {"speculation": "ngram", "num_draft_tokens": 3}
     found, _ = read_options({"speculative_config": {"model": "a/b", "num_speculative_tokens": 4}}, None)
     assert found == {"speculation": "draft", "draft_model": "a/b", "num_draft_tokens": 4}
+    with pytest.raises(InvalidOptionError, match="Unknown option of speculative_config: 'foo'"):
+        read_options({"speculative_config": {"method": "ngram", "foo": 1}}, None)
     for other in ({"method": "eagle"}, {"method": "eagle", "model": "a/b"}, "eagle"):
         with pytest.raises(InvalidOptionError, match="eagle"):
             read_options({"speculative_config": other}, None)
@@ -186,6 +188,7 @@ def test_a_draft_model_that_fails_fails_no_request(tmp_path: Path, monkeypatch: 
             (output,) = engine.generate([[7, 8]], params)
             assert output.token_ids == plain and not output.metrics.num_draft_tokens
             assert not model_drafter._known
+        assert model_drafter._num_failures == drafting.MOST_FAILURES  # and then it was left out
 
 
 def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
@@ -236,7 +239,8 @@ def test_a_recurrent_draft_model_goes_back_to_the_state_behind_the_last_accepted
     draft = str(save_tiny_rwkv(tmp_path / "draft"))
     expected = LLMEngine(draft, **USUAL)
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
-    with LLMEngine(model, **USUAL, speculation="draft", draft_model=draft, num_draft_tokens=5) as engine, expected:
+    options: dict[str, Any] = {"draft_model": draft, "num_draft_tokens": 5, "enable_prefix_caching": False}
+    with LLMEngine(model, **USUAL, **options) as engine, expected:
         assert engine.scheduler.speculation is not None and engine.scheduler.speculation.model is not None
         drafter = engine.scheduler.speculation.model
         request = Request("r", [5, 6, 7, 8], SamplingParams(), 100)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ import pytest
 
 pytest.importorskip("triton")
 
+import torch
 import triton
+from triton.runtime.jit import JITFunction
 
 from archerfish import __version__
 from archerfish.cli.main import main
 from archerfish.errors import ArcherfishError
-from archerfish.kernels.triton import archive
+from archerfish.kernels.triton import archive, compiling
 
 FOLDER, LIST = "A" * 52, "0" * 32 + ".json"
 
@@ -83,6 +86,8 @@ def test_import_names_the_files_of_a_kernel_where_they_are(
         ({f"{FOLDER}/k.json": b"x"}, {"files": []}, "does not hold the files"),
         ({f"{FOLDER}/k.json": b"x"}, {"files": [f"{FOLDER}/k.cubin", f"{FOLDER}/k.json"]}, "does not hold the files"),
         ({f"{FOLDER}/k.json": b"x"}, {"link": f"{FOLDER}/../../x"}, "is no archive"),
+        ({f"{FOLDER}/k.json": b"x"}, {"kernels": ["00"]}, "does not hold the files"),
+        ({f"{FOLDER}/k.json": b"x"}, {"target": None}, "is no archive"),
         ({f"{FOLDER}/k.json": b"x"}, {"triton": "1.0"}, "of another triton: 1.0, not"),
         ({f"{FOLDER}/k.json": b"x"}, {"archerfish": "9"}, "of another archerfish: 9, not"),
     ],
@@ -92,6 +97,31 @@ def test_import_refuses(files: dict[str, bytes], changes: dict[str, Any], words:
     with pytest.raises(ArcherfishError, match=words):
         archive.import_kernels(file)
     assert not cache.exists() and not list(tmp_path.glob("outside*"))
+
+
+def test_models_that_rehearse_at_once_leave_torch_as_it_was() -> None:
+    before = torch.empty, torch.empty_like, JITFunction.run
+    inside, found = threading.Barrier(2), list[bool]()
+
+    def rehearse() -> None:
+        with compiling.rehearsing(compiling.Rehearsal(lambda job: None)):
+            found.append(not torch.full_like(torch.empty(1000), 1.0).isnan().any() and not torch.empty(1000).any())
+
+    def go_on() -> None:  # a thread that serves another model meanwhile
+        with compiling.rehearsing(compiling.Rehearsal(lambda job: None)):
+            inside.wait()
+            inside.wait()
+
+    other = threading.Thread(target=go_on)
+    other.start()
+    inside.wait()
+    assert torch.empty(3, memory_format=torch.contiguous_format).shape == (3,)  # which zeros would not take
+    waiting = threading.Thread(target=rehearse)
+    waiting.start()
+    inside.wait()
+    for thread in (other, waiting):
+        thread.join()
+    assert found == [True] and (torch.empty, torch.empty_like, JITFunction.run) == before
 
 
 def test_import_says_what_is_no_archive(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

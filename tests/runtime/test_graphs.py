@@ -5,6 +5,7 @@ On the CPU they run over a backend that only claims to record.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -21,7 +22,7 @@ from archerfish.kernels.ops import Ids
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.runtime.graphs import NUM_BUFFERS, DecodeGraphs, Kind, PassGraphs, list_sizes
 from archerfish.runtime.runner import RunningStep
-from archerfish.runtime.sampler import CUT, MANY_SCORES, PENALTY, SCORES, SPECIAL, How, needs_of
+from archerfish.runtime.sampler import CUT, MANY_SCORES, PENALTY, SCORES, SPECIAL, Mode, needs_of
 from archerfish.step import RowEntry, StepInput
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.engine.tiny_rwkv import save_tiny_rwkv
@@ -93,10 +94,10 @@ def test_inputs_hold_how_much_all_sequences_share(model: Path, monkeypatch: pyte
     monkeypatch.setattr("archerfish.runtime.batch.MIN_SHARED_TOKENS", 4)
     sent: list[tuple[int, int]] = []  # sequences, and the tokens that they share
 
-    def noted(self: RecordingOps, values: Ids, target: torch.Tensor) -> None:
+    def noted(self: RecordingOps, values: Ids, target: torch.Tensor) -> Callable[[], None]:
         if values.ndim == 2:  # not of a prompt
             sent.append((int((values[Input.POSITION] >= 0).sum()), int(values[Input.NUM_SHARED, 0])))
-        TorchOps.send(self, values, target)
+        return TorchOps.send(self, values, target)
 
     monkeypatch.setattr(RecordingOps, "send", noted)
     with LLMEngine(str(model), **USUAL, max_cache_tokens=1024, block_size=4) as engine:
@@ -178,17 +179,17 @@ def test_recorded_steps_on_a_card_give_the_tokens_of_single_ones(
 
 
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3, "top_k": 30}
-HOWS: list[tuple[int, How, dict[str, Any]]] = [  # what a row needs, and how steps with it and a plain one choose
-    (SCORES, How.SCORED, {"logprobs": 5, "top_p": 0.9}), (MANY_SCORES, How.MANY_SCORED, {"logprobs": 20, "temperature": 0.0}),
-    (SPECIAL, How.DRAWN, {"logprobs": 21}), (SPECIAL, How.DRAWN, {"logprobs": 0, "presence_penalty": 0.5}),
-    (PENALTY, How.PENALISED, PENALTIES), (SPECIAL, How.DRAWN, {"logit_bias": {5: 1.0}, **PENALTIES}),
-    (SPECIAL, How.DRAWN, {"min_tokens": 4}), (SPECIAL, How.DRAWN, {"grammar": {"kind": "choice", "value": ["a"]}}),
+HOWS: list[tuple[int, Mode, dict[str, Any]]] = [  # what a row needs, and how steps with it and a plain one choose
+    (SCORES, Mode.SCORED, {"logprobs": 5, "top_p": 0.9}), (MANY_SCORES, Mode.MANY_SCORED, {"logprobs": 20, "temperature": 0.0}),
+    (SPECIAL, Mode.DRAWN, {"logprobs": 21}), (SPECIAL, Mode.DRAWN, {"logprobs": 0, "presence_penalty": 0.5}),
+    (PENALTY, Mode.PENALISED, PENALTIES), (SPECIAL, Mode.DRAWN, {"logit_bias": {5: 1.0}, **PENALTIES}),
+    (SPECIAL, Mode.DRAWN, {"min_tokens": 4}), (SPECIAL, Mode.DRAWN, {"grammar": {"kind": "choice", "value": ["a"]}}),
 ]
 
 
-@pytest.mark.parametrize(("needs", "how", "options"), HOWS[:-1])
+@pytest.mark.parametrize(("needs", "mode", "options"), HOWS[:-1])
 def test_requests_that_ask_for_more_are_recorded_too(
-    needs: int, how: How, options: dict[str, Any], model: Path, monkeypatch: pytest.MonkeyPatch
+    needs: int, mode: Mode, options: dict[str, Any], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside one that does not, whose tokens stay the same; then a second time, in rows that others had."""
     monkeypatch.setattr(DecodeGraphs, "warm_up", lambda self: None)
@@ -200,7 +201,7 @@ def test_requests_that_ask_for_more_are_recorded_too(
         with LLMEngine(str(model), **USUAL, max_cache_tokens=1024) as engine:
             found.append([one for _ in range(2) for one in engine.generate(PROMPTS[2:5], params)])
             if ops is RecordingOps:
-                assert {kind.how for kind in graphs_of(engine)._recorded} == {how}
+                assert {kind.mode for kind in graphs_of(engine)._recorded} == {mode}
     for ours, theirs in zip(*found, strict=True):
         assert ours.token_ids == theirs.token_ids
         for own, other in zip(ours.outputs[0].logprobs or [], theirs.outputs[0].logprobs or [], strict=True):
@@ -218,7 +219,7 @@ def test_all_ways_to_choose_in_one_step(model: Path) -> None:
     prompts = PROMPTS[: len(params)]
     with LLMEngine(str(model), **USUAL, max_cache_tokens=1024, enable_prefix_caching=False) as engine:
         together = engine.generate(prompts, params)
-        assert Kind(8, how=How.PENALISED) in graphs_of(engine)._recorded
+        assert Kind(8, mode=Mode.PENALISED) in graphs_of(engine)._recorded
         for one, prompt, own in zip(together, prompts, params, strict=True):
             (alone,) = engine.generate([prompt], own)
             assert one.token_ids == alone.token_ids
@@ -230,12 +231,12 @@ def test_what_rows_need_of_a_recorded_step() -> None:
         entry = RowEntry(0, "", SamplingParams(**options), 3, has_grammar="grammar" in options)
         assert needs_of(entry) == needs
     rows = np.array([0, CUT, PENALTY | CUT, SCORES, MANY_SCORES | CUT, SPECIAL])
-    for most, how, is_behind in (
-        (1, How.DRAWN, [0]), (2, How.CUT, [0, 0]), (3, How.PENALISED, [0, 0, 0]), (6, How.PENALISED, [0, 0, 0, 1, 1, 1]),
+    for most, mode, is_behind in (
+        (1, Mode.DRAWN, [0]), (2, Mode.CUT, [0, 0]), (3, Mode.PENALISED, [0, 0, 0]), (6, Mode.PENALISED, [0, 0, 0, 1, 1, 1]),
     ):
-        assert How.of(rows[:most]) == how and (rows[:most] & how.lacks != 0).tolist() == is_behind
-    assert How.of(rows[3:4]) == How.SCORED and How.of(rows[3:]) == How.MANY_SCORED
-    assert (rows[3:] & How.MANY_SCORED.lacks != 0).tolist() == [False, False, True]
+        assert Mode.of(rows[:most]) == mode and (rows[:most] & mode.lacks != 0).tolist() == is_behind
+    assert Mode.of(rows[3:4]) == Mode.SCORED and Mode.of(rows[3:]) == Mode.MANY_SCORED
+    assert (rows[3:] & Mode.MANY_SCORED.lacks != 0).tolist() == [False, False, True]
 
 
 @pytest.mark.usefixtures("records")
@@ -261,8 +262,8 @@ def test_idle_time_is_used_to_record_every_size(model: Path) -> None:
     with LLMEngine(str(model), **USUAL, max_cache_tokens=256, max_num_seqs=5) as engine:
         expected = engine.generate(PROMPTS[:3], SamplingParams(max_tokens=8, temperature=0.0))
         graphs = graphs_of(engine)
-        plain, *others = ([Kind(size, how=how) for size in (1, 2, 4, 5)] for how in (How.DRAWN, How.CUT))
-        others += [[Kind(5, how=how)] for how in (How.PENALISED, How.SCORED, How.MANY_SCORED)]
+        plain, *others = ([Kind(size, mode=mode) for size in (1, 2, 4, 5)] for mode in (Mode.DRAWN, Mode.CUT))
+        others += [[Kind(5, mode=mode)] for mode in (Mode.PENALISED, Mode.SCORED, Mode.MANY_SCORED)]
         assert set(graphs._recorded) == {*plain, *(kinds[-1] for kinds in others)}  # by the start
         for _ in range(3):
             assert engine.use_idle_time()
@@ -293,7 +294,7 @@ def test_steps_with_cut_rows_are_recorded_apart(model: Path, monkeypatch: pytest
             (alone,) = engine.generate([PROMPTS[0]], plain)
             assert set(graphs._recorded) == {Kind(1)}
             beside, _ = engine.generate(PROMPTS[:2], [plain, other])
-            assert {kind.how for kind in graphs._recorded if kind.size == 2} == {How.CUT if is_cut else How.DRAWN}
+            assert {kind.mode for kind in graphs._recorded if kind.size == 2} == {Mode.CUT if is_cut else Mode.DRAWN}
             assert beside.token_ids == alone.token_ids
 
 
@@ -307,6 +308,20 @@ def test_a_buffer_that_held_another_size_is_filled_anew(model: Path) -> None:
         assert (graphs.empty_inputs(Kind(4)) == expected).all()
         assert (expected[Input.POSITION] == FILLING_POSITION).all()
         assert not expected[Input.NUM_SHARED].any()
+
+
+@pytest.mark.usefixtures("records")
+def test_a_buffer_is_waited_for_before_it_is_written_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a draft model needs it, which waits for no step but its last."""
+    with LLMEngine(str(model), **USUAL, max_cache_tokens=256, max_num_seqs=5) as engine:
+        graphs, waits = graphs_of(engine), list[int]()
+        monkeypatch.setattr(engine.runner.ops, "send", lambda values, target: lambda: waits.append(values.ctypes.data))
+        used = []
+        for _ in range(NUM_BUFFERS + 2):
+            words = graphs.empty_inputs(Kind(1))
+            used.append(words.ctypes.data)
+            graphs._repeat(Kind(1), words)
+        assert waits == used[:2] == used[-2:]
 
 
 def test_sizes_reach_every_number_of_sequences() -> None:
@@ -334,9 +349,9 @@ def test_inputs_hold_both_blocks_of_a_step(rwkv: Path, monkeypatch: pytest.Monke
     """A prompt of one token, then six decodes over blocks of two tokens: each goes on from where the one before it went."""
     sent: list[tuple[int, int, int]] = []  # position, source, target
 
-    def noted(self: RecordingOps, values: Ids, target: torch.Tensor) -> None:
+    def noted(self: RecordingOps, values: Ids, target: torch.Tensor) -> Callable[[], None]:
         sent.append((int(values[Input.POSITION, 0]), int(values[Input.SOURCE, 0]), int(values[Input.BLOCK, 0])))
-        TorchOps.send(self, values, target)
+        return TorchOps.send(self, values, target)
 
     monkeypatch.setattr(RecordingOps, "send", noted)
     with LLMEngine(str(rwkv), **USUAL, max_cache_tokens=64, block_size=2, logits_cache_mib=0) as engine:
@@ -353,5 +368,5 @@ def test_only_sizes_are_recorded(rwkv: Path) -> None:
         while engine.use_idle_time():
             pass
         graphs = graphs_of(engine)
-        kinds = {Kind(size, how=how) for size in (1, 2, 4, 8, 9) for how in (How.DRAWN, How.CUT)}
-        assert set(graphs._recorded) == kinds | {Kind(9, how=how) for how in How}
+        kinds = {Kind(size, mode=mode) for size in (1, 2, 4, 8, 9) for mode in (Mode.DRAWN, Mode.CUT)}
+        assert set(graphs._recorded) == kinds | {Kind(9, mode=mode) for mode in Mode}

@@ -17,7 +17,7 @@ from archerfish import LLMEngine, SamplingParams
 from archerfish.engine import llm_loading
 from archerfish.kernels.ops import Ids
 from archerfish.kernels.torch.reference import TorchOps
-from archerfish.runtime.graphs import MOST_WORK, PASS_TOKENS, PassGraphs, PassKind
+from archerfish.runtime.graphs import MOST_WORK, NUM_BUFFERS, PASS_TOKENS, PassGraphs, PassKind
 from tests.calls import spy_on
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.engine.tiny_rwkv import save_tiny_rwkv
@@ -148,24 +148,31 @@ class LateOps(RecordingOps):
         self.under_way: list[tuple[Ids, Ids]] = []  # buffers, and what they held
         self.num_sent = self.num_spoilt = 0
 
-    def send(self, values: Ids, target: torch.Tensor) -> None:
+    def send(self, values: Ids, target: torch.Tensor) -> Callable[[], None]:
         self.under_way.append((values, values.copy()))
         super().send(values, target)
+        return self.end_copies
+
+    def end_copies(self) -> None:
+        """Those that were begun before something that is waited for."""
+        late, self.under_way = self.under_way, []
+        self.num_sent += len(late)
+        self.num_spoilt += sum(not np.array_equal(values, held) for values, held in late)
 
     def fetch(self, x: torch.Tensor) -> Callable[[], npt.NDArray[Any]]:
-        before, found = list(self.under_way), super().fetch(x)
+        found = super().fetch(x)
 
         def wait() -> npt.NDArray[Any]:
-            late = [copy for copy in before if any(copy is other for other in self.under_way)]
-            self.under_way = self.under_way[len(late) :]
-            self.num_sent += len(late)
-            self.num_spoilt += sum(not np.array_equal(values, held) for values, held in late)
+            self.end_copies()
             return found()
 
         return wait
 
 
-def test_no_buffer_is_written_while_it_is_copied(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("params", [GREEDY, replace(GREEDY, repetition_penalty=1.5), replace(GREEDY, logprobs=1)])
+def test_no_buffer_is_written_while_it_is_copied(
+    params: SamplingParams, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[LateOps] = []
 
     def choose(device: str, dtype: str) -> LateOps:
@@ -173,10 +180,10 @@ def test_no_buffer_is_written_while_it_is_copied(model: Path, monkeypatch: pytes
         return made[0]
 
     monkeypatch.setattr(llm_loading, "choose_ops", choose)
-    with LLMEngine(str(model), **USUAL, max_num_batched_tokens=100, max_num_seqs=4) as engine:
+    with LLMEngine(str(model), **USUAL, max_num_batched_tokens=20, max_num_seqs=4) as engine:
         use_idle_time(engine)
-        engine.generate([PROMPTS[-1]], GREEDY)  # six parts, and only the last one has a result to wait for
-    assert made[0].num_sent > 3 and made[0].num_spoilt == 0
+        engine.generate([PROMPTS[-1]], params)  # many parts, and only the last one has a result to wait for
+    assert made[0].num_sent > 3 * NUM_BUFFERS and made[0].num_spoilt == 0
 
 
 @pytest.mark.usefixtures("records")

@@ -17,7 +17,7 @@ from archerfish.kernels.sampling import CHOSEN, NONE_LEFT, Entries, Ranges, Samp
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.kernels.torch.sampling import sampling_batch
 from archerfish.params import SamplingParams, Stage
-from archerfish.runtime.sampler import FastSampler, How
+from archerfish.runtime.sampler import FastSampler, Mode
 from archerfish.sched.plan import entry_of
 from tests.runtime.sampling_reference import check_draws, probabilities, sample, sample_sequences, sequence_of, token_at
 
@@ -211,7 +211,7 @@ def test_inputs_of_recorded_steps_say_the_same() -> None:
         positions = np.asarray([3 + step + row for row in range(num)])
         words = np.zeros((NUM_INPUTS, size), dtype=np.int64)
         words[Input.POSITION, :num], words[Input.KEY :] = positions - 1, sampler.filling
-        assert How.of(sampler.write_inputs(words, np.arange(num))) == How.CUT
+        assert Mode.of(sampler.write_inputs(words, np.arange(num))) == Mode.CUT
         inputs = torch.from_numpy(words)
         batch = sampling_batch(inputs, inputs[Input.POSITION] + 1, torch.arange(size), ops.new_decode_state(num, 1))
         drawn = TorchOps().sample(logits, batch)

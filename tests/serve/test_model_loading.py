@@ -348,6 +348,10 @@ def test_repeated_flags_name_more_models(tmp_path: Path) -> None:
         ("a", "generation"), ("c", "embedding"), ("b", "generation"), ("pairs", "cross-encoder"),
     ]  # fmt: skip
     assert specs[3].options["num_threads"] == 2
+    default = str(EngineConfig.model)
+    models = take_models(parser.parse(["--model", default, "--model", "b"]))
+    specs = run.models_of(ServeConfig(kinds="generation"), EngineConfig(), EmbedConfig(), models)
+    assert [spec.model for spec in specs] == [default, "b"]  # named, it is not replaced
 
 
 def test_listed_models_replace_the_default_of_their_kind() -> None:

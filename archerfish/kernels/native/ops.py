@@ -103,8 +103,9 @@ class NativeOps(Ops[Any]):
     def put(self, target: Handle, indices: Ids, values: Handle) -> None:
         target[indices] = values
 
-    def send(self, values: Ids, target: Handle) -> None:
+    def send(self, values: Ids, target: Handle) -> Callable[[], None]:
         target[...] = values
+        return lambda: None
 
     def fetch(self, x: Handle) -> Callable[[], npt.NDArray[Any]]:
         return lambda: x

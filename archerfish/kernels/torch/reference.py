@@ -300,8 +300,9 @@ class TorchOps(Ops[Tensor]):
     def keep_tokens(self, inputs: Tensor, state: DecodeState[Tensor], tokens: Tensor) -> None:
         state.last_tokens[inputs[Input.ROW]] = tokens
 
-    def send(self, values: Ids, target: Tensor) -> None:
+    def send(self, values: Ids, target: Tensor) -> Callable[[], None]:
         target.copy_(torch.from_numpy(values))
+        return lambda: None
 
     def fetch(self, x: Tensor) -> Callable[[], npt.NDArray[Any]]:
         return x.cpu().numpy

@@ -24,6 +24,7 @@ from archerfish.kernels.triton.compiling import read_list
 CONTENTS = "contents.json"  # the first file of an archive
 NEEDED = (".json", ".cubin", ".hsaco")  # files of a kernel; the others are steps on the way to them
 PLACE = re.compile(r"[A-Z2-7]{52}/[\w-][\w.-]*")
+EXPORT_AGAIN = "Make it again with `archerfish kernels export MODEL FILE`."
 LIST = re.compile(r"[0-9a-f]{32}\.json")
 
 
@@ -92,13 +93,14 @@ def read_archive(file: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
         contents = json.loads(found.pop(CONTENTS))
         is_whole = sorted(found) == contents["files"] and found
         is_inside = LIST.fullmatch(contents["list"]) and all(map(PLACE.fullmatch, found))
+        is_whole = is_whole and isinstance(contents["kernels"], dict) and len(contents["target"]) == 3
     except FileNotFoundError as error:
         raise NotFoundError(f"There is no file {file}.") from error
     except (tarfile.TarError, EOFError, zlib.error, OSError, ValueError, KeyError, TypeError) as error:
-        raise CorruptFileError(f"{file} is no archive of kernels, or a part of it is missing: {error}") from error
+        raise CorruptFileError(f"{file} is no archive of kernels, or a part of it is missing.", hint=EXPORT_AGAIN) from error
     if not (is_whole and is_inside):
         what = "names files outside of the cache" if is_whole else "does not hold the files that it names"
-        raise CorruptFileError(f"{file} {what}.", hint="Take one from a source that you trust.")
+        raise CorruptFileError(f"{file} {what}.", hint=EXPORT_AGAIN)
     for name, value in versions().items():
         if value is not None and contents.get(name) != value:
             what = "card" if name == "target" else name

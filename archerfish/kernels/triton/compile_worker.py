@@ -1,7 +1,4 @@
-"""A process that compiles kernels into Triton's cache: jobs come in through stdin, and a line goes out for each.
-
-Kernels need no torch to be compiled, only their modules do to be imported. A stand-in saves most of the start of a worker.
-"""
+"""A process that compiles kernels into Triton's cache: jobs come in through stdin, and a line goes out for each."""
 # mypy: allow-untyped-calls
 
 from __future__ import annotations
@@ -13,9 +10,6 @@ import os
 import pickle
 import sys
 from collections.abc import Mapping
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import triton
@@ -69,33 +63,10 @@ def compile_job(job: Job) -> None:
         CudaLauncher(compiled.src, compiled.metadata)
 
 
-class StandIn(ModuleType):
-    """A module that has every name, each an empty class."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self.__dict__.setdefault(name, type(name, (), {}))
-
-
-class StandIns(MetaPathFinder, Loader):
-    """Imports a StandIn for torch and for each of its modules."""
-
-    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self, is_package=True) if fullname.split(".")[0] == "torch" else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return StandIn(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """There is nothing to run."""
-
-
 def main() -> None:
     """Serve jobs until stdin ends. The first message is the key of Triton's files, which takes long to find."""
     jobs, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # nothing else may write between the replies
-    sys.meta_path.insert(0, StandIns())
     key = pickle.load(jobs)
     cache.triton_key = lambda: key
     with contextlib.suppress(EOFError, KeyboardInterrupt):

@@ -42,7 +42,7 @@ logger = logging.getLogger("archerfish.kernels")
 MAX_WORKERS = 32
 WORKER = "import sys, pickle; sys.path[:] = pickle.load(sys.stdin.buffer); " \
     "from archerfish.kernels.triton.compile_worker import main; main()"  # fmt: skip
-SOURCES = ("kernels", "layers", "models", "runtime")  # folders of the package that decide which kernels a model launches
+SOURCES = ("kernels", "layers", "models", "runtime", "engine")  # folders that decide which kernels a model launches
 
 
 # Counting
@@ -129,24 +129,29 @@ _rehearsing = threading.Lock()
 
 @contextmanager
 def rehearsing(rehearsal: Rehearsal) -> Iterator[None]:
-    """In this thread kernels are noted, not launched."""
-    launch = JITFunction.run
-
-    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        own = _thread.rehearsal
-        if own is None:
-            return launch(kernel, *args, grid=grid, warmup=warmup, **options)
-        return own.note(kernel, args, options)
-
-    empty = torch.empty, torch.empty_like
+    """In this thread kernels are noted, not launched, and new memory is zero; other threads go on as always."""
     with _rehearsing:
+        launch, empty, empty_like = JITFunction.run, torch.empty, torch.empty_like
+
+        def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            own = _thread.rehearsal
+            if own is None:
+                return launch(kernel, *args, grid=grid, warmup=warmup, **options)
+            return own.note(kernel, args, options)
+
+        def new(*shape: Any, **options: Any) -> Any:
+            return (empty if _thread.rehearsal is None else torch.zeros)(*shape, **options)
+
+        def new_like(tensor: Any, **options: Any) -> Any:
+            return (empty_like if _thread.rehearsal is None else torch.zeros_like)(tensor, **options)
+
         JITFunction.run, _thread.rehearsal = run, rehearsal
-        torch.empty, torch.empty_like = torch.zeros, torch.zeros_like  # type: ignore[assignment]  # other threads may, too
+        torch.empty, torch.empty_like = new, new_like  # type: ignore[assignment]
         try:
             yield
         finally:
             JITFunction.run, _thread.rehearsal = launch, None
-            torch.empty, torch.empty_like = empty
+            torch.empty, torch.empty_like = empty, empty_like
 
 
 # Compiling
@@ -224,8 +229,8 @@ def source_digest() -> str:
 def read_list(path: Path) -> Mapping[str, str]:
     """The kernels of a list by their hash; none if it is not there."""
     try:
-        found: Mapping[str, str] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
     except (OSError, ValueError):
         return {}
 

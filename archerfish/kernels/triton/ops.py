@@ -220,8 +220,13 @@ class TritonOps(TorchOps):
         buffer: Ids = torch.zeros(size, dtype=torch.int64, pin_memory=True).numpy()
         return buffer
 
-    def send(self, values: Ids, target: Tensor) -> None:
+    def send(self, values: Ids, target: Tensor) -> Callable[[], None]:
         target.copy_(torch.from_numpy(values), non_blocking=True)
+        if self.device == "cpu":
+            return lambda: None
+        done = torch.cuda.Event()
+        done.record()
+        return done.synchronize
 
     def fetch(self, x: Tensor) -> Callable[[], npt.NDArray[Any]]:
         if self.device == "cpu":
