@@ -29,8 +29,9 @@ def run_kernels(arguments: Namespace, out: Output) -> int:
         raise DeviceError(f"There are no GPU kernels here: {why_not}.")
     from archerfish.kernels.triton.archive import export_kernels, import_kernels
 
-    contents = export_kernels(list_of(arguments, out), file) if MODEL in arguments else import_kernels(file)
-    shown = {"file": str(file), **contents, "kernels": len(contents["kernels"])}
+    contents = export_kernels(find_lists(arguments, out), file) if MODEL in arguments else import_kernels(file)
+    num_kernels = len({digest for kernels in contents.pop("lists").values() for digest in kernels})
+    shown = {"file": str(file), **contents, "kernels": num_kernels}
     if out.as_json:
         out.result(shown)
     card = " ".join(map(str, contents["target"][:2]))
@@ -38,14 +39,18 @@ def run_kernels(arguments: Namespace, out: Output) -> int:
     return 0
 
 
-def list_of(arguments: Namespace, out: Output) -> Path:
-    """The list of kernels of a model, which is started for it."""
+def find_lists(arguments: Namespace, out: Output) -> list[Path]:
+    """The lists of kernels of a model, which is started for it, and of its draft model."""
     from archerfish.engine.llm import LLM
 
     config, hub = section(EngineConfig, arguments), section(HubConfig, arguments)
     with out.progress(f"Loading {config.model}") as progress, LLM(config, hub=hub, progress=progress) as llm:
-        ops: Any = llm.encoder.core.ops if hasattr(llm, "encoder") else llm.runner.ops
-    if getattr(ops, "kernel_list", None) is None:
+        if hasattr(llm, "encoder"):
+            ops: list[Any] = [llm.encoder.core.ops]
+        else:
+            drafter: Any = llm.scheduler.speculation and llm.scheduler.speculation.model
+            ops = [llm.runner.ops] + ([drafter.runner.ops] if drafter else [])
+    found = [path for one in ops if (path := getattr(one, "kernel_list", None)) is not None]
+    if not found:
         raise DeviceError(f"{config.model} compiles no kernels on this machine.", hint="Export them on one with a GPU.")
-    found: Path = ops.kernel_list
     return found

@@ -111,9 +111,9 @@ def check_failures(patch: pytest.MonkeyPatch) -> None:
 def check_archive(path: Path, folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Kernels of one cache become those of another; what does not fit is refused before anything is written."""
     file = folder / "kernels.tar.gz"
-    assert len(archive.export_kernels(path, file)["kernels"]) == 2
+    assert len(archive.export_kernels([path], file)["lists"][path.name]) == 2
     with pytest.raises(NotFoundError, match="no compiled kernels"):
-        archive.export_kernels(folder / "nothing.json", folder / "x")
+        archive.export_kernels([folder / "nothing.json"], folder / "x")
     patch.setenv("TRITON_CACHE_DIR", str(folder / "other"))
     pretend_card(80)
     with pytest.raises(InvalidInputError, match="of another card"):

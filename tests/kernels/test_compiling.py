@@ -47,8 +47,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write_archive(path: Path, files: dict[str, bytes], /, *, link: str = "", **changes: Any) -> Path:
     contents = {
-        "archerfish": __version__, "triton": triton.__version__, "target": ["cuda", 90, 32], "list": LIST,
-        "kernels": {"00": "k"}, "files": sorted(files), **changes,
+        "archerfish": __version__, "triton": triton.__version__, "target": ["cuda", 90, 32],
+        "lists": {LIST: {"00": "k"}}, "files": sorted(files), **changes,
     }  # fmt: skip
     with tarfile.open(path, "w:gz") as made:
         for place, data in {archive.CONTENTS: json.dumps(contents).encode(), **files}.items():
@@ -82,12 +82,13 @@ def test_import_names_the_files_of_a_kernel_where_they_are(
         ({"../outside": b"x"}, {}, "outside of the cache"),
         ({"/etc/outside": b"x"}, {}, "outside of the cache"),
         ({f"{FOLDER}/../../outside": b"x"}, {}, "outside of the cache"),
-        ({f"{FOLDER}/k.json": b"x"}, {"list": "../outside.json"}, "outside of the cache"),
+        ({f"{FOLDER}/k.json": b"x"}, {"lists": {"../outside.json": {}}}, "outside of the cache"),
         ({f"{FOLDER}/k.json": b"x"}, {"files": []}, "does not hold the files"),
         ({f"{FOLDER}/k.json": b"x"}, {"files": [f"{FOLDER}/k.cubin", f"{FOLDER}/k.json"]}, "does not hold the files"),
         ({f"{FOLDER}/k.json": b"x"}, {"link": f"{FOLDER}/../../x"}, "is no archive"),
-        ({f"{FOLDER}/k.json": b"x"}, {"kernels": ["00"]}, "does not hold the files"),
+        ({f"{FOLDER}/k.json": b"x"}, {"lists": {LIST: ["00"]}}, "does not hold the files"),
         ({f"{FOLDER}/k.json": b"x"}, {"target": None}, "is no archive"),
+        ({f"{FOLDER}/k.json": b"x"}, {"lists": 5}, "is no archive"),
         ({f"{FOLDER}/k.json": b"x"}, {"triton": "1.0"}, "of another triton: 1.0, not"),
         ({f"{FOLDER}/k.json": b"x"}, {"archerfish": "9"}, "of another archerfish: 9, not"),
     ],

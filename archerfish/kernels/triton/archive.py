@@ -8,7 +8,9 @@ import os
 import re
 import tarfile
 import zlib
+from collections.abc import Sequence
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +42,11 @@ def versions() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def export_kernels(list_path: Path, file: Path) -> dict[str, Any]:
-    """Write the kernels of a list into a file; returns its contents."""
+def export_kernels(lists: Sequence[Path], file: Path) -> dict[str, Any]:
+    """Write the kernels of lists into a file; returns its contents."""
     held: dict[str, bytes] = {}
-    for digest, name in read_list(list_path).items():
+    kernels = {path.name: read_list(path) for path in lists}
+    for digest, name in chain.from_iterable(own.items() for own in kernels.values()):
         group = get_cache_manager(digest).get_group(f"{name[:150]}.json") or {}
         paths = [Path(path) for child, path in group.items() if child.endswith(NEEDED)]
         held |= {f"{path.parent.name}/{path.name}": path.read_bytes() for path in paths}
@@ -51,7 +54,7 @@ def export_kernels(list_path: Path, file: Path) -> dict[str, Any]:
     held |= {f"{path.parent.name}/{path.name}": path.read_bytes() for path in launchers}
     if not held:
         raise NotFoundError("There are no compiled kernels of this model.", hint="Kernels are compiled where a GPU is used.")
-    contents = {**versions(), "list": list_path.name, "kernels": read_list(list_path), "files": sorted(held)}
+    contents = {**versions(), "lists": kernels, "files": sorted(held)}
     part = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         with tarfile.open(part, "w:gz", compresslevel=3) as archive:
@@ -79,7 +82,8 @@ def import_kernels(file: Path) -> dict[str, Any]:
                 FileCacheManager(folder).put_group(name, group)
         lists = Path(knobs.cache.dir) / "archerfish"
         lists.mkdir(parents=True, exist_ok=True)
-        (lists / contents["list"]).write_text(json.dumps(contents["kernels"]), encoding="utf-8")
+        for name, kernels in contents["lists"].items():
+            (lists / name).write_text(json.dumps(kernels), encoding="utf-8")
     except OSError as error:
         raise WriteError(f"The cache in {knobs.cache.dir} cannot be written: {error}") from error
     return contents
@@ -92,11 +96,12 @@ def read_archive(file: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
             found = {entry.name: stream.read() for entry in archive if (stream := archive.extractfile(entry)) is not None}
         contents = json.loads(found.pop(CONTENTS))
         is_whole = sorted(found) == contents["files"] and found
-        is_inside = LIST.fullmatch(contents["list"]) and all(map(PLACE.fullmatch, found))
-        is_whole = is_whole and isinstance(contents["kernels"], dict) and len(contents["target"]) == 3
+        is_inside = all(map(LIST.fullmatch, contents["lists"])) and all(map(PLACE.fullmatch, found))
+        are_lists = all(isinstance(kernels, dict) for kernels in contents["lists"].values())
+        is_whole = is_whole and are_lists and len(contents["target"]) == 3
     except FileNotFoundError as error:
         raise NotFoundError(f"There is no file {file}.") from error
-    except (tarfile.TarError, EOFError, zlib.error, OSError, ValueError, KeyError, TypeError) as error:
+    except (tarfile.TarError, EOFError, zlib.error, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CorruptFileError(f"{file} is no archive of kernels, or a part of it is missing.", hint=EXPORT_AGAIN) from error
     if not (is_whole and is_inside):
         what = "names files outside of the cache" if is_whole else "does not hold the files that it names"
