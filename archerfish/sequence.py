@@ -125,7 +125,7 @@ class DraftJob(Protocol):
     def done(self) -> bool: ...
 
     def tokens(self, seq: Sequence) -> list[int]:
-        """Those of a sequence; waits for them. None where the draft model failed."""
+        """Those of a sequence; waits for them. An empty list if the draft model failed."""
 
 
 @dataclass(slots=True)

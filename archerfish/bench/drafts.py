@@ -47,19 +47,21 @@ class PacedModel:
         self.takes, self.expect_seconds, self.close = model.takes, model.expect_seconds, model.close
         self._begin, self._share, self._draw = model.begin, share, random.Random(1)
 
-    def begin(self, sequences: SequenceOf[Sequence], count: int) -> ComputedDraft:
-        job = self._begin(sequences, count)
-        read = job.read
+    def begin(self, sequences: SequenceOf[Sequence], count: int) -> PacedDraft:
+        return PacedDraft(self._begin(sequences, count), self._share, self._draw)
 
-        def read_paced() -> dict[Sequence, list[int]]:
-            found = read()
-            for seq, tokens in found.items():
-                tokens[:] = [WRITTEN if self._draw.random() < self._share else WRONG for _ in tokens]
-                job.computed[seq][:] = tokens[:-1]
-            return found
 
-        job.read = read_paced  # type: ignore[method-assign]
-        return job
+class PacedDraft:
+    """The DraftJob of a PacedModel."""
+
+    def __init__(self, job: ComputedDraft, share: float, draw: random.Random) -> None:
+        self._job, self._share, self._draw, self.done = job, share, draw, job.done
+
+    def tokens(self, seq: Sequence) -> list[int]:
+        found = [WRITTEN if self._draw.random() < self._share else WRONG for _ in self._job.tokens(seq)]
+        if found:
+            self._job.computed[seq][:] = found[:-1]
+        return found
 
 
 class ArcherfishPaced(Archerfish):

@@ -28,15 +28,14 @@ from archerfish.step import StepInput
 SIZES = (1, 2, 4, 8, 16, 24, *range(32, 257, 16))  # sequences
 SIZE_STEP = 64  # between larger ones
 # Of passes over prompts: their tokens, and the decodes beside them.
-PASS_TOKENS = (
-    16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
-)  # fmt: skip
+PASS_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 PASS_DECODES = (0, 8, 32, 128, 512)
-MOST_WORK = 1 << 33  # tokens times the model's width squared; beyond it, computing takes longer than the host
+MOST_WORK = 1 << 33  # tokens times the model's width squared; beyond it, computing takes longer than launching
 PROMPT_TOKENS, MOST_PROMPTS = 16, 64  # tokens of a pass for each prompt that it has room for, and most prompts
 DRAFT_TOKENS = (4, 8, 16, 32, 64, 128)  # of the drafts of a step, each with the known one before it
-MIN_DRAFT = 2
-NUM_BUFFERS = 8  # so many steps can be under way
+MIN_DRAFT = 2  # tokens
+SHARED_DRAFTS = 2  # sizes beyond that of a lone sequence's longest draft, for the drafts of several
+NUM_BUFFERS = 8  # of the host; a step that needs one more waits until the oldest is copied
 K = TypeVar("K", bound=Hashable)
 
 
@@ -77,6 +76,11 @@ class RecordedPasses(ABC, Generic[T, K]):
     @abstractmethod
     def compute(self, kind: K, inputs: T) -> tuple[T, T]:
         """What is recorded: a pass that reads its inputs where they lie, and gives logits and a report."""
+
+    def run_each(self) -> None:
+        """Run a pass of each kind, without recording it."""
+        for kind in self.kinds():
+            self.compute(kind, self.ops.tensor(self.empty_inputs(kind).copy()))
 
     def _buffer(self, num_words: int) -> Ids:
         """Words of the host that nothing reads."""
@@ -140,11 +144,10 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         self._members: bytes = b""  # the rows for which _num_shared holds
         self._num_shared = 0
 
-    def note(self, step: StepInput) -> None:
-        """Every step must be noted, in order: it may bring other sequences for rows, and other blocks."""
-        for entry in step.entries:
-            self._num_known[entry.row] = 0
-            self._members = b""
+    def forget_changes(self, step: StepInput) -> None:
+        """Forget what the device knows of rows that get other sequences or blocks. Call it for every step, in order."""
+        if step.entries:
+            self._num_known[[entry.row for entry in step.entries]], self._members = 0, b""
         np.minimum.at(self._num_known, step.block_rows, step.block_places)  # a block may take another's place
 
     def warm_up(self) -> None:
@@ -181,17 +184,16 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         words[Input.BLOCK, :num] = tables.at(rows, own)
         unknown, num_shared = rows[:0], 0
         if self.pool.has_keys:
-            unknown = self.learn(rows, own)
+            unknown = self.find_unknown(rows, own)
             self._num_known[rows] = own + 1  # the block of the new token always travels with it
             num_shared = words[Input.NUM_SHARED, 0] = self._find_shared(rows, tables)
         else:
             before = tables.at(rows, np.maximum(positions - 1, 0) // self.pool.block_size)
             words[Input.SOURCE, :num] = np.where(positions > 0, before, NO_BLOCK)
-        new_tables = tables.of(unknown) if len(unknown) else unknown
-        return PreparedDecodes(words, order, rows, int(num_shared), unknown, new_tables)
+        return PreparedDecodes(words, order, rows, int(num_shared), unknown, tables.of(unknown))
 
-    def learn(self, rows: Ids, num_blocks: Ids) -> Ids:
-        """Those of some rows of whose blocks the device does not know so many yet: it is told of them next."""
+    def find_unknown(self, rows: Ids, num_blocks: Ids) -> Ids:
+        """The rows of which the device knows fewer blocks than that. The caller tells it, so that it counts as known."""
         unknown = rows[self._num_known[rows] < num_blocks]
         self._num_known[rows] = np.maximum(self._num_known[rows], num_blocks)
         return unknown
@@ -242,8 +244,8 @@ class PassKind(NamedTuple):
 
     @property
     def size(self) -> PassSize:
-        least = MIN_DRAFT if self.is_draft else PROMPT_TOKENS  # so many tokens have the prompts of a pass, on average
-        return PassSize(self.num_decodes, max(1, min(MOST_PROMPTS, self.num_tokens // least)), self.num_tokens)
+        tokens_each = MIN_DRAFT if self.is_draft else PROMPT_TOKENS
+        return PassSize(self.num_decodes, max(1, min(MOST_PROMPTS, self.num_tokens // tokens_each)), self.num_tokens)
 
 
 class PreparedPass(NamedTuple):
@@ -265,14 +267,15 @@ class PassGraphs(RecordedPasses[T, PassKind]):
     its first token, not for the host."""
 
     def __init__(self, decodes: DecodeGraphs[T], max_tokens: int, num_draft_tokens: int = 0) -> None:
-        """decodes: what is recorded for steps without prompts, with which the device's knowledge of sequences is shared.
-        max_tokens: of a step. num_draft_tokens: most tokens that are proposed for a sequence."""
+        """decodes: recorded steps without prompts; both use its tables of blocks. max_tokens: of a step. num_draft_tokens: most
+        tokens that are proposed for a sequence."""
         self.decodes, num_rows = decodes, decodes.sizes[-1]
         model = decodes.model
         most = min(max_tokens, MOST_WORK // model.config.integer("hidden_size") ** 2)
         self.token_sizes = PASS_TOKENS[: bisect_left(PASS_TOKENS, most) + 1]
         self.decode_sizes = PASS_DECODES[: bisect_left(PASS_DECODES, num_rows) + 1]
-        self.draft_sizes = DRAFT_TOKENS[: bisect_left(DRAFT_TOKENS, num_draft_tokens + 1) + 3] if num_draft_tokens else ()
+        num_sizes = bisect_left(DRAFT_TOKENS, num_draft_tokens + 1) + 1 + SHARED_DRAFTS if num_draft_tokens else 0
+        self.draft_sizes = DRAFT_TOKENS[:num_sizes]
         super().__init__(model, decodes.pool, max(kind.size.num_words for kind in self.kinds()))
         self._missed: set[PassKind] = set()  # that were asked for once: recording takes longer than running
 
@@ -287,7 +290,7 @@ class PassGraphs(RecordedPasses[T, PassKind]):
             self._missed.add(kind)
             return None
         rows, last = step.rows[:num], (step.starts + step.counts)[:num] - 1
-        unknown = self.decodes.learn(rows, last // self.pool.block_size + 1)
+        unknown = self.decodes.find_unknown(rows, last // self.pool.block_size + 1)
         prepared = PreparedPass(kind, num_decodes, self.empty_inputs(kind), unknown, tables.of(unknown))
         columns, tokens = self._parts(kind, prepared.words)
         own = prepared.at(np.arange(num))
@@ -306,7 +309,7 @@ class PassGraphs(RecordedPasses[T, PassKind]):
 
     def warm_up(self) -> None:
         """Record what drafts of a lone sequence need: how long their steps take decides whether there are any."""
-        for size in self.draft_sizes[:-2]:
+        for size in self.draft_sizes[:-SHARED_DRAFTS]:
             self.recorded(PassKind(0, size, is_draft=True))
 
     def kinds(self) -> Iterable[PassKind]:
@@ -321,9 +324,8 @@ class PassGraphs(RecordedPasses[T, PassKind]):
         return words
 
     def compute(self, kind: PassKind, inputs: T) -> tuple[T, T]:
-        state = self.decodes.state
-        size, block_size = kind.size, self.pool.block_size
-        batch, sampling, columns = self.ops.pass_batch(inputs, size, state, block_size, keeps_all=kind.is_draft)
+        state, block_size = self.decodes.state, self.pool.block_size
+        batch, sampling, columns = self.ops.pass_batch(inputs, kind.size, state, block_size, keeps_all=kind.is_draft)
         hidden = self.model.forward(batch, self.pool.layers)
         if not self.model.gives_kept_rows and batch.kept_rows is not None:
             hidden = self.ops.rows(hidden, batch.kept_rows)

@@ -38,8 +38,8 @@ def rehearse(runner: ModelRunner[Any]) -> None:
     with runner.ops.computing():
         runner.run_first()
         for passes in (runner._graphs, runner._passes):
-            for kind in passes.kinds() if passes is not None else ():
-                passes.compute(kind, runner.ops.tensor(passes.empty_inputs(kind).copy()))  # type: ignore[union-attr, arg-type]
+            if passes is not None:
+                passes.run_each()
         runner._passes = None  # the first step of a kind is not recorded
         for step in list_steps(runner):
             runner.launch(step).result()

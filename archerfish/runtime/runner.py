@@ -112,7 +112,7 @@ class ModelRunner(Generic[T]):
         self._tables.update(step)
         work: PreparedDecodes | list[Pass[T]]  # arrays of the host: they are made while the step before computes
         if self._graphs is not None:
-            self._graphs.note(step)
+            self._graphs.forget_changes(step)
         if self._graphs is not None and step.is_decode_only:
             work = self._graphs.prepare(step, self._tables)
         else:

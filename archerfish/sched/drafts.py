@@ -4,7 +4,7 @@ A sequence is sampled behind each proposed token, each time with the key of that
 that would have come out one by one, whatever is proposed: a proposal is accepted while it is the token that was drawn.
 
 Proposing needs the last token on the host, so that no step can be planned while one is in flight. A sequence waits only while
-there is something to propose for it. A draft model computes its proposals while sequences without them go on.
+there is something to propose for it. On a GPU the scheduler also waits for the proposals of a draft model.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,16 +34,16 @@ EACH = [
 
 
 class KnowingDrafter:
-    """Proposes what is known to come, with mistakes."""
+    """Proposes what is known to come, with a mistake at every place that `every` divides."""
 
-    def __init__(self, known: list[list[int]]) -> None:
-        self.known = known
+    def __init__(self, known: list[list[int]], every: int = 7, wrong: Callable[[int], int] = lambda token: token ^ 1) -> None:
+        self.known, self.every, self.wrong = known, every, wrong
 
     def propose(self, tokens: array[int], count: int, *, is_bold: bool) -> list[int]:
         for whole in self.known:
             if whole[: len(tokens)] == tokens.tolist():
                 found = whole[len(tokens) : len(tokens) + count]
-                return [token if (len(tokens) + place) % 7 else token ^ 1 for place, token in enumerate(found)]
+                return [token if i % self.every else self.wrong(token) for i, token in enumerate(found, len(tokens))]
         return []
 
 

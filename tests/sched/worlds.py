@@ -46,7 +46,8 @@ class OracleModel:
 
     def begin(self, sequences: SequenceOf[Sequence], count: int) -> OracleJob:
         assert not any(seq.num_pending or seq.finish_reason for seq in sequences)
-        taken = [seq for seq in sequences if self.takes(seq, count) and not self.rows.add(seq)]  # type: ignore[func-returns-value]
+        self.rows.update([seq for seq in sequences if seq not in self.rows][: self.max_sequences - len(self.rows)])
+        taken = [seq for seq in sequences if seq in self.rows]
         self.num_begun += 1
         return OracleJob({seq: OracleDrafter().propose(seq.tokens, count, is_bold=True) for seq in taken})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from archerfish.sched.masks import MaskFinder
 from archerfish.sequence import Request, Sequence
 from archerfish.text.grammar import GrammarCompiler
 from archerfish.text.text_tokenizer import TextTokenizer
+from tests.engine.test_speculation import KnowingDrafter
 from tests.engine.tiny_llama import tiny_config
 from tests.text.test_grammar import PATTERN, SCHEMA
 from tests.text.tiny_tokenizers import END, ROWS
@@ -26,20 +26,6 @@ EACH: list[dict[str, Any]] = [
     {"grammar": {"kind": "json"}, "seed": 3, "logprobs": 1, "temperature": 0.0, "bad_words": ["ab"]},
     {"seed": 4, "top_p": 0.8},
 ]
-
-
-class KnowingDrafter:
-    """Proposes what is known to come, and at every fifth place something else, which the grammar may forbid."""
-
-    def __init__(self, known: list[list[int]]) -> None:
-        self.known = known
-
-    def propose(self, tokens: array[int], count: int, *, is_bold: bool) -> list[int]:
-        for whole in self.known:
-            if whole[: len(tokens)] == tokens.tolist():
-                found = whole[len(tokens) : len(tokens) + count]
-                return [token if (len(tokens) + place) % 5 else 255 - token % 200 for place, token in enumerate(found)]
-        return []
 
 
 @pytest.mark.parametrize("kind", ["known", "draft", "forced"])
@@ -54,7 +40,8 @@ def test_tokens_are_the_same(directory: Path, kind: str, depth: int, monkeypatch
         speculation = engine.scheduler.speculation
         assert speculation is not None
         known = [prompt + one.token_ids for prompt, output in zip(PROMPTS, plain, strict=True) for one in output.outputs]
-        monkeypatch.setattr(speculation, "drafter", KnowingDrafter(known if kind == "known" else []))
+        drafter = KnowingDrafter(known if kind == "known" else [], 5, lambda token: 255 - token % 200)  # may be forbidden
+        monkeypatch.setattr(speculation, "drafter", drafter)
         monkeypatch.setattr(speculation, "choose", lambda others, drafted, room, longest=0: min(6, room // len(drafted)))
         found = engine.generate(PROMPTS, params)
     for ours, theirs in zip(found, plain, strict=True):

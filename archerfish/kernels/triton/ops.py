@@ -101,8 +101,8 @@ def stage_kernel(
     tl.store(source + own, block.to(tl.int32), mask=is_real)
 
 
-class Lent:
-    """The memory of a tensor, which may be given to others at any time."""
+class TensorMemory:
+    """The memory of a tensor, for CUDA's array interface; it does not keep the tensor alive."""
 
     def __init__(self, tensor: Tensor) -> None:
         strides = tuple(stride * tensor.element_size() for stride in tensor.stride())
@@ -112,9 +112,9 @@ class Lent:
         }  # fmt: skip
 
 
-def lend(tensor: Tensor) -> Tensor:
-    """A view of a tensor's memory that does not keep it; the tensor itself where there can be none."""
-    return torch.as_tensor(Lent(tensor), device=tensor.device) if tensor.dtype in TYPES and tensor.numel() else tensor
+def unowned_view(tensor: Tensor) -> Tensor:
+    """A view of a tensor's memory that does not keep it alive; the tensor itself where there can be none."""
+    return torch.as_tensor(TensorMemory(tensor), device=tensor.device) if tensor.dtype in TYPES and tensor.numel() else tensor
 
 
 class TritonOps(TorchOps):
@@ -205,12 +205,12 @@ class TritonOps(TorchOps):
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        # What comes next in this memory may lie where the result does: who needs that longer has copied it by then.
-        lent: Any = lend(result) if isinstance(result, Tensor) else tuple(map(lend, cast(Any, result)))
+        # The next recording may use the memory of this result, so it must be read or copied before another pass runs.
+        shown: Any = unowned_view(result) if isinstance(result, Tensor) else tuple(map(unowned_view, cast(Any, result)))
 
         def repeat() -> R:
             graph.replay()
-            return cast(R, lent)
+            return cast(R, shown)
 
         return repeat
 
