@@ -236,6 +236,8 @@ def write_served(shape: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in (
         ("config.json", SHAPES[shape]), ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}),
-        ("tokenizer.json", {"version": "1.0", "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model}),
+        ("tokenizer.json", {
+            "version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model,
+        }),
     ):
         (folder / name).write_text(json.dumps(content), encoding="utf-8")

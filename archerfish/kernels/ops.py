@@ -396,8 +396,8 @@ class Ops(ABC, Generic[T]):
     def pass_batch(
         self, inputs: T, size: PassSize, state: DecodeState[T], block_size: int, *, keeps_all: bool
     ) -> tuple[PagedBatch[T], SamplingBatch[T], T]:
-        """What inputs of a pass over prompts say, for a model and for `sample`, and its columns. Blocks come from the tables.
-        keeps_all: all rows are to be kept, not only the last one of each column."""
+        """What inputs of a pass over prompts say, for a model and for `sample`, and the columns of the tokens to choose. Blocks
+        come from the tables. keeps_all: there is one to choose behind every row, not only behind the last of each column."""
         raise self._records_nothing()
 
     def scored_report(self, report: T, scores: Logprobs[T]) -> T:

@@ -299,8 +299,8 @@ class PassGraphs(RecordedPasses[T, PassKind]):
         return prepared
 
     def start(self, prepared: PreparedPass) -> Recorded[T]:
-        """Queue a pass. For a draft it gives logits behind every token, first of all decodes that there is room for, and no
-        report: all tokens must be chosen from them."""
+        """Queue a pass. For a draft it gives logits and tokens behind every token, first of all decodes that there is room for;
+        which of them must be chosen from logits is said of sequences."""
         if len(prepared.unknown):
             self.ops.set_tables(self.decodes.state, prepared.unknown, prepared.tables)
         columns = self._parts(prepared.kind, prepared.words)[0]
@@ -330,8 +330,6 @@ class PassGraphs(RecordedPasses[T, PassKind]):
         if not self.model.gives_kept_rows and batch.kept_rows is not None:
             hidden = self.ops.rows(hidden, batch.kept_rows)
         logits = self.model.logits(hidden)
-        if kind.is_draft:
-            return logits, logits
         drawn = self.ops.sample(logits, sampling)
         self.ops.keep_tokens(columns, state, drawn.tokens)
         return logits, drawn.report

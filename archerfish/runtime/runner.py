@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any, Generic
 
 import numpy as np
+import numpy.typing as npt
 
 from archerfish.background import Lazy
 from archerfish.kernels.ops import Ids, Ops, PagedBatch, T
@@ -221,19 +222,20 @@ class ModelRunner(Generic[T]):
     def _start_graph(self, step: StepInput, prepared: PreparedDecodes) -> Callable[[], StepResult]:
         assert self._graphs is not None
         self.num_forward_passes += 1
-        order = prepared.order
-        return self._finish_recorded(step, self._graphs.start(prepared), np.argsort(order), np.arange(len(order)))
+        found, columns = self._graphs.start(prepared), np.argsort(prepared.order)
+        return self._finish_recorded(step, found, found.is_behind[columns], columns, np.arange(len(columns)))
 
     def _finish_recorded(
-        self, step: StepInput, found: Recorded[T], columns: Ids, sampled: Ids
+        self, step: StepInput, found: Recorded[T], is_behind: npt.NDArray[np.bool_], rows: Ids, sampled: Ids
     ) -> Callable[[], StepResult]:
-        """The tokens of a recorded pass. columns: of the sequences that get one, which `sampled` names."""
-        is_behind = found.is_behind[columns]
-        own = self._read_report(step, found.report, columns[~is_behind], sampled[~is_behind])
+        """The tokens of a recorded pass. rows: of its logits and its report, for the sequences that `sampled` names;
+        is_behind: those whose tokens are chosen from logits."""
+        nth = count_up(sampled)
+        own = self._read_report(step, found.report, rows[~is_behind], sampled[~is_behind], nth[~is_behind])
         if not is_behind.any():
             return own
         places = sampled[is_behind]
-        others = self._choose(step, self.ops.rows(found.logits, columns[is_behind]), places, np.zeros_like(places))
+        others = self._choose(step, self.ops.rows(found.logits, rows[is_behind]), places, nth[is_behind])
 
         def finish() -> StepResult:
             result, chosen = own(), others()
@@ -244,15 +246,15 @@ class ModelRunner(Generic[T]):
 
         return finish
 
-    def _read_report(self, step: StepInput, found: T, columns: Ids, sampled: Ids) -> Callable[[], StepResult]:
-        """Fetch the report of a recorded pass, for some of its columns."""
+    def _read_report(self, step: StepInput, found: T, columns: Ids, sampled: Ids, nth: Ids) -> Callable[[], StepResult]:
+        """Fetch the report of a recorded pass, for some of its columns: token nth[i] of sequence sampled[i]."""
         fetch, rows = self.ops.fetch(found), step.rows[sampled]
 
         def finish() -> StepResult:
             report = fetch()[:, columns]
             self.sampler.metrics.total_samples += len(sampled)
-            result = StepResult(np.zeros((len(step.rows), 1), dtype=np.int64))
-            result.tokens[sampled, 0] = report[0]
+            result = StepResult(no_tokens(step))
+            result.tokens[sampled, nth] = report[0]
             result.errors = {int(sampled[i]): error for i, error in self.sampler.failures(report, rows).items()}
             if len(report) > 2:
                 scores = self.sampler.read_scored(report, rows)
@@ -270,19 +272,18 @@ class ModelRunner(Generic[T]):
                 logits += self._forward(step, one, one.batch, scores)
                 continue
             assert self._passes is not None
-            found, is_draft = self._passes.start(one.batch), one.batch.kind.is_draft
-            if not (is_draft or step.reused or step.kept or step.returned):
-                return self._finish_recorded(step, found, one.batch.at(one.sampled), one.sampled)
-            rows = one.batch.at(one.sampled_places if is_draft else one.sampled)
+            found, columns = self._passes.start(one.batch), one.batch.at(one.sampled)
+            rows = one.batch.at(one.sampled_places) if one.batch.kind.is_draft else columns
+            if not (step.reused or step.kept or step.returned):
+                return self._finish_recorded(step, found, found.is_behind[columns], rows, one.sampled)
             logits += [self.ops.rows(found.logits, rows)] if len(rows) else []
         order = [one.sampled for one in passes]
         if step.reused:
             logits += [self._logits[handle] for _, handle in step.reused]
             order.append(np.asarray([index for index, _ in step.reused], dtype=np.int64))
-        sampled = np.concatenate(order)  # row i of the logits is of sequence sampled[i], for its token nth[i] of this step
-        nth = np.arange(len(sampled)) - np.searchsorted(sampled, sampled) if step.samples.max() > 1 else np.zeros_like(sampled)
+        sampled = np.concatenate(order)
         joined = None if not logits else logits[0] if len(logits) == 1 else self.ops.concat(logits)
-        return self._choose(step, joined, sampled, nth, scores)
+        return self._choose(step, joined, sampled, count_up(sampled), scores)
 
     def _choose(
         self, step: StepInput, logits: T | None, sampled: Ids, nth: Ids, scores: SequenceOf[Scores] = ()
@@ -303,7 +304,7 @@ class ModelRunner(Generic[T]):
             self.ops.put(self._last_tokens, rows, tokens)
 
         def finish() -> StepResult:  # an interrupt may make the caller ask again
-            result = StepResult(np.zeros((len(step.rows), max(1, int(step.samples.max()))), dtype=np.int64), logits=returned)
+            result = StepResult(no_tokens(step), logits=returned)
             for index, read_scores in scores:
                 result.prompt_logprobs.setdefault(index, []).extend(read_scores())
             if read is not None:
@@ -339,3 +340,14 @@ class ModelRunner(Generic[T]):
         if self.is_deterministic and one.is_decode:
             return [ops.rows(self.model.logits(hidden), one.sampled_places)]  # always DECODE_TILE rows
         return [self.model.logits(ops.rows(hidden, one.sampled_places))]
+
+
+def count_up(sampled: Ids) -> Ids:
+    """Of each, how many equal ones stand before it; all of them stand together."""
+    starts = np.flatnonzero(np.diff(sampled, prepend=-1))
+    return np.arange(len(sampled)) - np.repeat(starts, np.diff(starts, append=len(sampled)))
+
+
+def no_tokens(step: StepInput) -> Ids:
+    """Room for the tokens of a step, of each sequence as many as it is sampled most often."""
+    return np.zeros((len(step.rows), max(1, int(step.samples.max()))), dtype=np.int64)

@@ -147,6 +147,8 @@ class Speculation:
                 else:
                     count, is_bold = min(draft.count, room), draft.num_accepted > 0 and not draft.num_misses
                     proposed = self.drafter.propose(seq.tokens, count, is_bold=is_bold)
+                    if proposed and not self.choose(num_others + len(sequences) - 1, [seq], count, count):
+                        proposed, draft.pause_until = [], len(seq.tokens) + PAUSE
             draft.job, draft.is_forced, draft.tokens = None, False, [] if seq.num_pending else proposed
             seq.pending_limit = 0 if proposed or seq.request.needs_host_token else last_position(seq)
         if computed and self.model is not None:

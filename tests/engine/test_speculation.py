@@ -25,11 +25,13 @@ from tests.engine.tiny_rwkv import save_tiny_rwkv
 from tests.runtime.conftest import RecordingOps
 
 USUAL: dict[str, Any] = {"dtype": "float32", "load_format": "dummy", "num_threads": 1, "max_cache_tokens": 1024}
-PROMPTS = [[3, 5, 7, 11], [20, 21], [9] * 30]
+PROMPTS = [[3, 5, 7, 11], [20, 21], [9] * 30, [4, 30, 8], [31] * 9]
 EACH = [
     SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2),
     SamplingParams(temperature=0.9, top_p=0.9, top_k=40, seed=3, max_tokens=30, min_tokens=20, logit_bias={7: 1.0}),
     SamplingParams(temperature=1.0, seed=4, max_tokens=25, n=2, repetition_penalty=1.3, frequency_penalty=0.9, ignore_eos=True),
+    SamplingParams(temperature=0.9, top_p=0.9, min_p=0.01, seed=5, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
 ]
 
 
@@ -65,12 +67,12 @@ def test_tokens_and_logprobs_are_the_same(
     with LLMEngine(model, **options) as engine:
         plain = generated(engine)
         num_steps = engine.scheduler.stats().num_steps
-    options = {**options, "enable_prefix_caching": has_states}
+    options = {**options, "enable_prefix_caching": has_states, "max_num_seqs": 4}  # prompts join drafts
     with LLMEngine(model, **options, speculation="ngram", num_draft_tokens=6) as engine:
         assert engine.scheduler.speculation is not None
         known = [prompt + list(one.token_ids) for prompt, output in zip(PROMPTS, plain, strict=True) for one in output.outputs]
         engine.scheduler.speculation.drafter = KnowingDrafter(known)
-        monkeypatch.setattr(engine.scheduler.speculation, "choose", lambda others, drafted, room: min(6, room // len(drafted)))
+        always_draft(engine, monkeypatch, 6)
         found, stats = generated(engine), engine.scheduler.stats()
         if has_states:
             engine.scheduler.cache.check([])
@@ -228,10 +230,10 @@ def two_llamas(folder: Path, **changes: Any) -> tuple[str, str]:
     return str(save_tiny_llama(folder / "model")), str(save_tiny_llama(folder / "draft", **changes))
 
 
-def always_draft(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def always_draft(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, most: int = 5) -> None:
     """As many tokens as there is room for, whatever they cost."""
     speculation = engine.scheduler.speculation
-    monkeypatch.setattr(speculation, "choose", lambda others, drafted, room, longest=0: min(5, room // len(drafted)))
+    monkeypatch.setattr(speculation, "choose", lambda others, drafted, room, longest=0: min(most, room // len(drafted)))
 
 
 def test_a_recurrent_draft_model_goes_back_to_the_state_behind_the_last_accepted_token(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_distribution_passes_chi_square(
         speculation = engine.scheduler.speculation
         assert speculation is not None
         monkeypatch.setattr(speculation, "drafter", Guesser(shares))
-        monkeypatch.setattr(speculation, "choose", lambda others, drafted, room: 2)
+        monkeypatch.setattr(speculation, "choose", lambda others, drafted, room, longest=0: 2)
         if is_broken:
             monkeypatch.setattr(speculation, "verify", lambda seq, drawn: believe(seq, drawn))
         found = [tuple(output.token_ids) for output in engine.generate([PROMPT] * NUM_DRAWS, each)]

@@ -106,15 +106,12 @@ def test_a_step_without_memory_ends_its_own_requests(model: Path) -> None:
         assert engine.scheduler.blocks.num_free == engine.facts.memory.num_blocks
 
 
-def test_penalty_without_memory_fails_its_own_request(model: Path) -> None:
+def test_penalties_need_no_more_memory(model: Path) -> None:
     options = {**OPTIONS, "max_num_seqs": 512}
     with LLMEngine(str(model), max_cache_tokens=4096, **options) as engine:
-        expected = engine.generate([SHORT], GREEDY)[0].token_ids
         penalised = SamplingParams(max_tokens=8, repetition_penalty=1.2, seed=1, ignore_eos=True)
-        with card_filled(96 * MIB):  # counts of 512 rows take 311 MB
-            assert engine.generate([SHORT], penalised)[0].finish_reason == "error"
-            assert engine.generate([SHORT], GREEDY)[0].token_ids == expected
-        assert is_good(engine.generate([SHORT], penalised)[0])
+        with card_filled(96 * MIB):  # counts of 512 rows, which take 311 MB, were made at the start
+            assert is_good(engine.generate([SHORT], penalised)[0])
 
 
 def test_a_batch_that_cannot_be_recorded_is_run(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

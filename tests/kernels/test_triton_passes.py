@@ -167,3 +167,17 @@ def test_inputs_of_decodes_become_the_batch_of_the_reference() -> None:
     assert plan.context_lens.tolist() == [1038, 1, 17, 0, 0]
     assert plan.shared_len is not None
     assert plan.shared_len.tolist() == [32]
+
+
+def test_the_token_behind_the_last_row_of_a_sequence_is_remembered() -> None:
+    """A decode, drafts of 3 and 2 tokens, and 3 rows of filling."""
+    ops, size = TorchOps("cpu", "float32"), PassSize(1, 2, 8)
+    state, words = ops.new_decode_state(3, MAX_BLOCKS), np.zeros(size.num_words, dtype=np.int64)
+    columns = words[: NUM_INPUTS * 3].reshape(NUM_INPUTS, 3)
+    columns[Input.ROW], columns[Input.POSITION], columns[Input.COUNT] = (2, 0, 1), (9, 5, 7), (1, 3, 2)
+    columns[Input.KEY] = 10, 20, 30
+    _, sampling, chosen = ops.pass_batch(ops.tensor(words), size, state, BLOCK_SIZE, keeps_all=True)
+    assert sampling.keys is not None and sampling.positions is not None
+    assert chosen[Input.ROW].tolist() == [2, 3, 3, 0, 3, 1, 3, 3, 3]
+    assert sampling.positions.tolist() == [10, 4, 5, 6, 7, 8, 0, 0, 0]
+    assert sampling.keys.tolist()[:6] == [10, 20, 20, 20, 30, 30]

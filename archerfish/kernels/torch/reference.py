@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the name that every torch reader expects)
 
 from archerfish.errors import OutOfMemoryError
-from archerfish.kernels.decoding import NUM_INPUTS, ON_DEVICE, DecodeState, Input, PassSize
+from archerfish.kernels.decoding import FILLING_POSITION, NUM_INPUTS, ON_DEVICE, DecodeState, Input, PassSize
 from archerfish.kernels.formats import Tensors, WeightFormat
 from archerfish.kernels.machine import cpu
 from archerfish.kernels.ops import (
@@ -286,12 +286,11 @@ class TorchOps(Ops[Tensor]):
         self, inputs: Tensor, size: PassSize, state: DecodeState[Tensor], block_size: int, *, keeps_all: bool
     ) -> tuple[PagedBatch[Tensor], SamplingBatch[Tensor], Tensor]:
         counting = torch.arange(size.num_rows, device=self.device)
-        batch, columns = pass_rows(inputs, size, state, block_size, counting, keeps_all)
-        next_positions = columns[Input.POSITION] + 1
-        query_lens, contexts = columns[Input.COUNT].cpu().numpy(), next_positions.cpu().numpy()
-        every = torch.arange(size.num_columns, device=self.device)
+        batch, columns, chosen = pass_rows(inputs, size, state, block_size, counting, keeps_all)
+        query_lens, contexts = columns[Input.COUNT].cpu().numpy(), columns[Input.POSITION].cpu().numpy() + 1
+        every = torch.arange(chosen.shape[1], device=self.device)
         batch = replace(batch, query_lens=query_lens, context_lens=contexts)
-        return batch, sampling_batch(columns, next_positions, every, state), columns
+        return batch, sampling_batch(chosen, chosen[Input.POSITION] + 1, every, state), chosen
 
     def scored_report(self, report: Tensor, scores: Logprobs[Tensor]) -> Tensor:
         own, top = (x.contiguous().view(torch.int64) for x in (scores.logprobs, scores.top_logprobs))
@@ -324,8 +323,9 @@ class TorchOps(Ops[Tensor]):
 
 def pass_rows(
     inputs: Tensor, size: PassSize, state: DecodeState[Tensor], block_size: int, counting: Tensor, keeps_all: bool
-) -> tuple[PagedBatch[Tensor], Tensor]:
-    """Rows of a pass over prompts, laid out on the device, and its columns. counting: the numbers of all rows.
+) -> tuple[PagedBatch[Tensor], Tensor, Tensor]:
+    """Rows of a pass over prompts, laid out on the device, its columns, and those of the tokens to choose: keeps_all, one
+    behind every row. counting: the numbers of all rows.
 
     Fillings have negative slots, and count as tokens. The lengths of the host are not those of the sequences.
     """
@@ -337,13 +337,17 @@ def pass_rows(
     is_real = (counting < ends[-1]) & (last[owner] >= 0)
     positions = torch.where(is_real, counting + (last + 1 - ends)[owner], 0)
     slots = tables[owner, positions // block_size].long() * block_size + positions % block_size
-    lens = np.ones(num, dtype=np.int64)
+    lens, chosen = np.ones(num, dtype=np.int64), columns
+    if keeps_all:  # the token behind a sequence's last row is the one to remember
+        chosen = columns[:, owner]
+        chosen[Input.POSITION] = torch.where(is_real, positions, FILLING_POSITION)
+        chosen[Input.ROW].masked_fill_(counting + 1 != ends[owner], len(state.last_tokens) - 1)
     return PagedBatch(
         num_tokens=size.num_rows, num_decodes=size.num_decodes, query_lens=lens, context_lens=lens,
         token_ids=torch.where(tokens == ON_DEVICE, state.last_tokens[rows][owner], tokens), positions=positions,
         slots=torch.where(is_real, slots, -1), block_tables=tables, block_size=block_size,
         kept_rows=None if keeps_all else (ends - 1).clamp_min(0),
-    ), columns
+    ), columns, chosen
 
 
 def rotate(x: Tensor, cos_sin: Tensor, rotary_dim: int) -> Tensor:

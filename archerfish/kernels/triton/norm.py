@@ -85,7 +85,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, dty
 
 
 @triton.jit
-def gated_kernel(x, out, x_stride, width: tl.constexpr, block: tl.constexpr, is_silu: tl.constexpr):
+def gated_kernel(
+    x, out, x_stride, width: tl.constexpr, block: tl.constexpr, is_silu: tl.constexpr, is_early: tl.constexpr
+):
+    follow(is_early)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     is_inside = columns < width
@@ -105,7 +108,8 @@ def gated(x: Tensor, is_silu: bool) -> Tensor:
     if num_rows:
         block = min(next_power_of_2(width), GATED_BLOCK)
         gated_kernel[(num_rows, cdiv(width, block))](
-            x, out, x.stride(0), width=width, block=block, is_silu=is_silu, num_warps=max(1, block // 512)
+            x, out, x.stride(0), width=width, block=block, is_silu=is_silu, num_warps=max(1, block // 512),
+            **early_start(x.device),
         )
     return out
 

@@ -274,14 +274,15 @@ class TritonOps(TorchOps):
     def pass_batch(
         self, inputs: Tensor, size: PassSize, state: DecodeState[Tensor], block_size: int, *, keeps_all: bool
     ) -> tuple[PagedBatch[Tensor], SamplingBatch[Tensor], Tensor]:
-        batch, columns = pass_rows(inputs, size, state, block_size, self._count(size.num_rows), keeps_all)
-        next_positions, lens = columns[Input.POSITION] + 1, columns[Input.COUNT]
+        batch, columns, chosen = pass_rows(inputs, size, state, block_size, self._count(size.num_rows), keeps_all)
+        lens = columns[Input.COUNT]
         plan = AttentionPlan(
-            next_positions.int(), (lens.cumsum(0) - lens).int(), lens.int(), num_rows=size.num_tokens,
+            (columns[Input.POSITION] + 1).int(), (lens.cumsum(0) - lens).int(), lens.int(), num_rows=size.num_tokens,
             num_expected=-(-size.num_decodes // EXPECTED_SHARE), num_short_heads=SHORT_ROWS // size.num_tokens,
         )
         find_plan.keep(plan, batch)
-        return batch, sampling_batch(columns, next_positions, self._count(size.num_columns), state), columns
+        sampling = sampling_batch(chosen, chosen[Input.POSITION] + 1, self._count(chosen.shape[1]), state)
+        return batch, sampling, chosen
 
     def _count(self, num: int) -> Tensor:
         """0, 1, 2 ..., made once."""
