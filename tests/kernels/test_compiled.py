@@ -108,8 +108,7 @@ for half in ("bf16", "fp16"):
     build(multiply_rows_kernel, {**after, **rows}, sums, half)
     stream = {"outputs": 2, "columns": 1024, "num_pieces": 2, "is_normed": False}
     build(stream_kernel, {**after, **stream}, sums, half, 4)
-    tiles = {"rows": 8, "outputs": 16, "columns": 256, "parts": 4, "num_fetched": 576}
-    build(multiply_tiles_kernel, {**after, **tiles}, sums, half, 4)
+    build(multiply_tiles_kernel, {**after, "rows": 8, "outputs": 16, "columns": 256, "parts": 4}, sums, half, 4)
     build(lookup_kernel, row, {"out": "fp32"}, half)
     build(rms_norm_kernel, {**row, "has_residual": False}, {"x": "fp32", "weight": "fp32", "total": "fp32"}, half)
     build(rms_norm_kernel, {**row, "has_residual": True}, {"residual": "fp32", "weight": "fp32", "total": "fp32"}, half)

@@ -20,7 +20,6 @@ from archerfish.kernels.triton.tiles import AddTile, LinearTile, add_tile, cdiv,
 Tensor = torch.Tensor
 NUM_THREADS = 8  # of uploads
 PIECE_BYTES = 4 << 20  # of a copy on its way, of which every thread has two
-FETCHED_BYTES = 64 << 10  # of weights, that a program has on their way before the kernel in front has ended
 ROW_STEP = 64  # of outputs: with an odd number of them cuBLAS takes four to six times as long
 
 
@@ -131,7 +130,6 @@ def linear(
         multiply_tiles_kernel[(num_tiles,)](
             num_rows=num_rows, rows=max(8, next_power_of_2(num_rows)), columns=tile.columns, parts=tile.num_warps,
             num_stages=tile.num_stages, **given,
-            num_fetched=min(width, FETCHED_BYTES // (tile.outputs * weight.element_size())),
         )
     else:
         multiply_rows_kernel[(num_tiles,)](rows=num_rows, columns=tile.columns, **given)

@@ -244,18 +244,14 @@ def stream_kernel(
 def multiply_tiles_kernel(
     x, weight, scales, bias, residual, out, num_rows, num_outputs, x_stride, residual_stride,
     width: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
-    num_fetched: tl.constexpr, activation: tl.constexpr, has_bias: tl.constexpr, has_residual: tl.constexpr,
+    activation: tl.constexpr, has_bias: tl.constexpr, has_residual: tl.constexpr,
     is_gated: tl.constexpr, is_early: tl.constexpr,
 ):
-    """Rows past the last are the last again, and are not written. num_fetched: columns of the weights that are on their way to
-    the card's cache before the kernel in front has ended."""
+    """Rows past the last are the last again, and are not written."""
     own = tl.program_id(0) * outputs + tl.arange(0, outputs)
     lines = tl.minimum(own, num_outputs - 1).to(tl.int64)
     up_lines = lines + num_outputs
     row = tl.minimum(tl.arange(0, rows), num_rows - 1)
-    fetch_rows(weight + lines[:, None] * width, num_fetched, is_early)
-    if is_gated:
-        fetch_rows(weight + up_lines[:, None] * width, num_fetched, is_early)
     follow(is_early)
     added, up_added = load_addends(
         bias, residual + row[None, :] * residual_stride, lines[:, None], up_lines[:, None], has_bias, has_residual, is_gated
