@@ -206,7 +206,7 @@ class EngineConfig(Options):
         "", "A small model with the same vocabulary, for speculation=draft: a path, a built-in name or a Hugging Face id. It "
         "proposes tokens for up to 8 sequences, and keeps up to 16384 tokens of them."
     )
-    num_draft_tokens: int = option(16, "Most tokens that are proposed at once; measured speed decides.", minimum=1, maximum=31)
+    num_draft_tokens: int = option(15, "Most tokens that are proposed at once; measured speed decides.", minimum=1, maximum=31)
     deterministic: bool = option(False, "Make the logits of a request independent of other requests, bit for bit; slower.")
     num_threads: int = option(0, NUM_THREADS, minimum=0, maximum=1024)
     pin_threads: bool = option(False, PIN_THREADS)

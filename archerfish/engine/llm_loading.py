@@ -309,7 +309,7 @@ def make_speculation(config: EngineConfig, facts: ModelFacts, runner: ModelRunne
         num_states = config.num_draft_tokens + 1
         model = ModelDrafter(own, vocab_size=facts.vocab_size, max_sequences=MAX_DRAFTED, num_states=num_states)
     most = MOST_DRAFTED if model is None and facts.device == "cpu" else MAX_DRAFTED  # on a GPU more sequences gain nothing
-    return Speculation(PromptLookup(), config.num_draft_tokens, most, model)
+    return Speculation(PromptLookup(), config.num_draft_tokens, most, model, is_flat=facts.device != "cpu")
 
 
 def draft_config(config: EngineConfig) -> EngineConfig:

@@ -48,6 +48,7 @@ class Pass(Generic[T]):
     pending_rows: Ids = field(default_factory=NO_IDS.view)  # and the rows of their sequences
     sampled: Ids = field(default_factory=NO_IDS.view)  # the sequence of each token to choose
     sampled_places: Ids = field(default_factory=NO_IDS.view)  # and the place of the token before it
+    nth: Ids = field(default_factory=NO_IDS.view)  # and how many of the sequence's are chosen before it
     scored: list[tuple[int, int]] = field(default_factory=list)  # for prompt logprobs: sequence and place of its first token
 
 
@@ -186,8 +187,9 @@ class ModelRunner(Generic[T]):
         num_tokens = int(ends[-1])
         tokens = step.tokens[before : before + num_tokens]
         samples = step.samples[first:end]
-        sampled = first + np.repeat(np.arange(end - first), samples)
-        places = np.repeat(ends - np.cumsum(samples), samples) + np.arange(len(sampled))  # the last ones of each sequence
+        sampled, sample_ends = first + np.repeat(np.arange(end - first), samples), np.cumsum(samples)
+        places = np.repeat(ends - sample_ends, samples) + np.arange(len(sampled))  # the last ones of each sequence
+        nth = np.arange(len(sampled)) - np.repeat(sample_ends - samples, samples)
         pending = np.flatnonzero(tokens == PENDING)
         pending_rows = np.repeat(rows, counts)[pending] if len(pending) else NO_IDS
         begins = ends - counts
@@ -204,7 +206,7 @@ class ModelRunner(Generic[T]):
                 is_deterministic=self.is_deterministic, num_rows=DECODE_TILE if self.is_deterministic and is_decode else 0,
                 kept_rows=None if keeps_all else places, **({"states": states} if states else {}),
             )
-        return Pass(batch, num_tokens, is_decode, pending, pending_rows, sampled, places, scored)
+        return Pass(batch, num_tokens, is_decode, pending, pending_rows, sampled, places, nth, scored)
 
     def _start(self, step: StepInput, work: PreparedDecodes | list[Pass[T]]) -> Callable[[], StepResult]:
         """Compute a step, or queue all that computes it; the result waits for it."""
@@ -223,14 +225,14 @@ class ModelRunner(Generic[T]):
         assert self._graphs is not None
         self.num_forward_passes += 1
         found, columns = self._graphs.start(prepared), np.argsort(prepared.order)
-        return self._finish_recorded(step, found, found.is_behind[columns], columns, np.arange(len(columns)))
+        every, first = np.arange(len(columns)), np.zeros(len(columns), dtype=np.int64)
+        return self._finish_recorded(step, found, found.is_behind[columns], columns, every, first)
 
     def _finish_recorded(
-        self, step: StepInput, found: Recorded[T], is_behind: npt.NDArray[np.bool_], rows: Ids, sampled: Ids
+        self, step: StepInput, found: Recorded[T], is_behind: npt.NDArray[np.bool_], rows: Ids, sampled: Ids, nth: Ids
     ) -> Callable[[], StepResult]:
-        """The tokens of a recorded pass. rows: of its logits and its report, for the sequences that `sampled` names;
-        is_behind: those whose tokens are chosen from logits."""
-        nth = count_up(sampled)
+        """The tokens of a recorded pass. rows: of its logits and its report, for token nth[i] of sequence sampled[i];
+        is_behind: those that are chosen from logits."""
         own = self._read_report(step, found.report, rows[~is_behind], sampled[~is_behind], nth[~is_behind])
         if not is_behind.any():
             return own
@@ -275,15 +277,15 @@ class ModelRunner(Generic[T]):
             found, columns = self._passes.start(one.batch), one.batch.at(one.sampled)
             rows = one.batch.at(one.sampled_places) if one.batch.kind.is_draft else columns
             if not (step.reused or step.kept or step.returned):
-                return self._finish_recorded(step, found, found.is_behind[columns], rows, one.sampled)
+                return self._finish_recorded(step, found, found.is_behind[columns], rows, one.sampled, one.nth)
             logits += [self.ops.rows(found.logits, rows)] if len(rows) else []
-        order = [one.sampled for one in passes]
+        order = [np.stack((one.sampled, one.nth)) for one in passes]
         if step.reused:
             logits += [self._logits[handle] for _, handle in step.reused]
-            order.append(np.asarray([index for index, _ in step.reused], dtype=np.int64))
-        sampled = np.concatenate(order)
+            order.append(np.array([(index, 0) for index, _ in step.reused], dtype=np.int64).T)
         joined = None if not logits else logits[0] if len(logits) == 1 else self.ops.concat(logits)
-        return self._choose(step, joined, sampled, count_up(sampled), scores)
+        sampled, nth = np.concatenate(order, axis=1)
+        return self._choose(step, joined, sampled, nth, scores)
 
     def _choose(
         self, step: StepInput, logits: T | None, sampled: Ids, nth: Ids, scores: SequenceOf[Scores] = ()
@@ -340,12 +342,6 @@ class ModelRunner(Generic[T]):
         if self.is_deterministic and one.is_decode:
             return [ops.rows(self.model.logits(hidden), one.sampled_places)]  # always DECODE_TILE rows
         return [self.model.logits(ops.rows(hidden, one.sampled_places))]
-
-
-def count_up(sampled: Ids) -> Ids:
-    """Of each, how many equal ones stand before it; all of them stand together."""
-    starts = np.flatnonzero(np.diff(sampled, prepend=-1))
-    return np.arange(len(sampled)) - np.repeat(starts, np.diff(starts, append=len(sampled)))
 
 
 def no_tokens(step: StepInput) -> Ids:

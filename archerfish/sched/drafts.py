@@ -116,17 +116,20 @@ class Speculation:
     measured to be, give the most tokens a second."""
 
     def __init__(
-        self, drafter: Drafter, max_tokens: int, max_sequences: int = MOST_DRAFTED, model: DraftModel | None = None
+        self, drafter: Drafter, max_tokens: int, max_sequences: int = MOST_DRAFTED, model: DraftModel | None = None,
+        *, is_flat: bool = False,
     ) -> None:
-        """max_sequences: of a step; larger ones verify nothing. model: proposes in place of the drafter."""
+        """max_sequences: of a step; larger ones verify nothing. model: proposes in place of the drafter. is_flat: a step of a
+        few tokens takes as long as one of a few more."""
         self.drafter, self.max_tokens, self.max_sequences, self.model = drafter, max_tokens, max_sequences, model
+        self.least_count = max_tokens if is_flat else 0  # tokens that may be proposed, whatever came before
         self.times = StepTimes()  # by the tokens of a step of decodes
 
     def start(self, request: Request) -> Draft | None:
         """What a new sequence keeps; None: nothing is proposed for it. A logits processor sees tokens one by one."""
         params = request.params
         is_bound = params.logits_processors or params.stages or not params.speculate
-        return None if is_bound else Draft(FIRST_ACCEPTED, FIRST_REJECTED, FIRST_COUNT)
+        return None if is_bound else Draft(FIRST_ACCEPTED, FIRST_REJECTED, max(FIRST_COUNT, self.least_count))
 
     def room(self, seq: Sequence) -> int:
         """How many tokens may be proposed for a sequence: nothing follows its last one."""
@@ -227,7 +230,7 @@ class Speculation:
         if self.model is None:  # what is looked up is right for long, or not at all
             shortest = num_accepted + 1
             draft.pause_until = len(seq.tokens) + num_accepted + (1 << min(draft.num_misses, LONGEST_PAUSE))
-        draft.count = shortest if is_rejected else max(shortest, 2 * len(draft.tokens))
+        draft.count = max(shortest, self.least_count, 0 if is_rejected else 2 * len(draft.tokens))
         return drawn[: num_accepted + 1]
 
 

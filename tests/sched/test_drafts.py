@@ -68,6 +68,31 @@ def test_a_sequence_among_too_many_others_neither_waits_nor_proposes(depth: int)
     world.check_output(other)
 
 
+@pytest.mark.parametrize(("is_flat", "first", "after"), [(False, 4, 2), (True, 12, 12)])
+def test_where_tokens_cost_alike_many_are_proposed_at_once(is_flat: bool, first: int, after: int) -> None:
+    speculation, world = Speculation(OracleDrafter(), 12, is_flat=is_flat), World()
+    (seq,) = world.add(5)
+    draft = seq.draft = speculation.start(seq.request)
+    assert draft is not None and draft.count == first
+    draft.tokens = [1, 2, 3]
+    assert speculation.verify(seq, [1, 7, 8, 9]) == [1, 7]
+    assert draft.count == after
+
+
+def test_nothing_waits_for_a_token_where_proposals_would_not_pay() -> None:
+    speculation = Speculation(OracleDrafter(), 4)
+    for size in range(1, 10):
+        for _ in range(3):
+            speculation.times.add(size, float(size))
+    world = World(speculation=speculation)
+    (seq,) = world.add(9, 20)
+    speculation.times.add = lambda size, seconds: None  # type: ignore[method-assign]
+    while len(world.outputs.get(seq.key, ())) < 20:
+        world.step()
+        assert seq.draft is not None and not seq.draft.tokens and seq.pending_limit
+    world.check_output(seq)
+
+
 def test_a_request_can_do_without() -> None:
     world = World(speculation=Speculation(OracleDrafter(), 4))
     world.add(9, 20, params={"speculate": False})

@@ -311,9 +311,10 @@ class TorchOps(Ops[Tensor]):
 
     def set_counts(self, counts: TokenCounts[Tensor], row: int, prompt: Ids, output: Ids) -> None:
         output_ids, numbers = np.unique(output, return_counts=True)
-        counts.counts[row].zero_()
-        counts.counts[row, self.tensor(output_ids)] = self.tensor(2 * numbers).int()
-        counts.counts[row, self.tensor(np.unique(prompt))] += 1
+        prompt_ids = np.unique(prompt)
+        ids = np.concatenate((output_ids, prompt_ids))
+        pairs = self.tensor(np.stack((ids, np.concatenate((2 * numbers, np.ones_like(prompt_ids))))))  # one copy
+        counts.counts[row].zero_().index_add_(0, pairs[0], pairs[1].int())
 
     def add_counts(self, counts: TokenCounts[Tensor], row: int, output: Ids, *, source: int | None = None) -> None:
         if source is not None:
