@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from itertools import cycle
@@ -35,6 +36,7 @@ PROMPT_TOKENS, MOST_PROMPTS = 16, 64  # tokens of a pass for each prompt that it
 DRAFT_TOKENS = (4, 8, 16, 32, 64, 128)  # of the drafts of a step, each with the known one before it
 MIN_DRAFT = 2  # tokens
 SHARED_DRAFTS = 2  # sizes beyond that of a lone sequence's longest draft, for the drafts of several
+MISSES = 8  # of a kind of passes before it is recorded among others' work: recording takes as long as running some
 NUM_BUFFERS = 8  # of the host; a step that needs one more waits until the oldest is copied
 K = TypeVar("K", bound=Hashable)
 
@@ -277,17 +279,17 @@ class PassGraphs(RecordedPasses[T, PassKind]):
         num_sizes = bisect_left(DRAFT_TOKENS, num_draft_tokens + 1) + 1 + SHARED_DRAFTS if num_draft_tokens else 0
         self.draft_sizes = DRAFT_TOKENS[:num_sizes]
         super().__init__(model, decodes.pool, max(kind.size.num_words for kind in self.kinds()))
-        self._missed: set[PassKind] = set()  # that were asked for once: recording takes longer than running
+        self._missed: Counter[PassKind] = Counter()  # how often one was asked for that is not recorded
 
     def prepare(self, step: StepInput, tables: BlockTables) -> PreparedPass | None:
         """The inputs of a step, but for what the sampler writes into them. None: it is not run here, for its size, for what it
-        asks for, or because it is the first of its kind and not recorded yet."""
+        asks for, or because it is one of the first of its kind and not recorded yet."""
         num_decodes, num = step.num_decodes, int(np.count_nonzero(step.counts))
         kind = self._kind_of(num_decodes, num - num_decodes, len(step.tokens) - num_decodes, bool((step.samples > 1).any()))
         if kind is None or step.scored:
             return None
-        if kind not in self._recorded and kind not in self._missed:
-            self._missed.add(kind)
+        if kind not in self._recorded and self._missed[kind] < MISSES:
+            self._missed[kind] += 1
             return None
         rows, last = step.rows[:num], (step.starts + step.counts)[:num] - 1
         unknown = self.decodes.find_unknown(rows, last // self.pool.block_size + 1)
@@ -308,7 +310,9 @@ class PassGraphs(RecordedPasses[T, PassKind]):
         return Recorded(*self._repeat(prepared.kind, prepared.words), needs & Mode.CUT.lacks != 0)
 
     def warm_up(self) -> None:
-        """Record what drafts of a lone sequence need: how long their steps take decides whether there are any."""
+        """Record what lone prompts need, and drafts of a lone sequence, whose steps are measured to decide on drafts."""
+        for size in reversed(self.token_sizes):
+            self.recorded(PassKind(0, size))
         for size in self.draft_sizes[:-SHARED_DRAFTS]:
             self.recorded(PassKind(0, size, is_draft=True))
 

@@ -16,7 +16,7 @@ from archerfish import LLMEngine, SamplingParams
 from archerfish.engine import llm_loading
 from archerfish.kernels.ops import Ids
 from archerfish.kernels.torch.reference import TorchOps
-from archerfish.runtime.graphs import NUM_BUFFERS, PassGraphs, PassKind
+from archerfish.runtime.graphs import MISSES, NUM_BUFFERS, PassGraphs, PassKind
 from tests.calls import spy_on
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.engine.tiny_rwkv import save_tiny_rwkv
@@ -49,12 +49,13 @@ def passes_of(engine: LLMEngine) -> PassGraphs[torch.Tensor]:
 def one_by_one(
     model: Path, params: SamplingParams, monkeypatch: pytest.MonkeyPatch, ops: type[TorchOps], **options: Any
 ) -> tuple[list[Any], set[int]]:
-    """Tokens and logprobs of each prompt alone, twice, and the sizes that were recorded."""
+    """Tokens and logprobs of each prompt alone, twice, and the sizes of the recorded passes that were run."""
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: ops(device, dtype))
-    with LLMEngine(str(model), **USUAL, **options) as engine:
+    with monkeypatch.context() as patch, LLMEngine(str(model), **USUAL, **options) as engine:
+        start = spy_on(patch, PassGraphs, "start")
         outputs = [engine.generate([prompt], params)[0] for prompt in PROMPTS * 2]
-        recorded = {kind.num_tokens for kind in engine.runner._passes._recorded} if engine.runner._passes is not None else set()
-    return [(one.token_ids, one.outputs[0].logprobs) for one in outputs], recorded
+    taken = {call.args[1].kind.num_tokens for call in start.call_args_list}
+    return [(one.token_ids, one.outputs[0].logprobs) for one in outputs], taken
 
 
 @pytest.mark.parametrize(
@@ -63,8 +64,8 @@ def one_by_one(
 def test_tokens_are_the_same(model: Path, params: SamplingParams, has_cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"enable_prefix_caching": has_cache}
     plain, none = one_by_one(model, params, monkeypatch, TorchOps, **options)
-    found, recorded = one_by_one(model, params, monkeypatch, RecordingOps, **options)
-    assert not none and recorded == ({16, 512} if has_cache else {16, 32, 128, 512})
+    found, taken = one_by_one(model, params, monkeypatch, RecordingOps, **options)
+    assert not none and taken == {16, 32, 128, 512}
     for (tokens, logprobs), (plain_tokens, plain_logprobs) in zip(found, plain, strict=True):
         assert tokens == plain_tokens
         assert (logprobs is None) == (params.logprobs is None)
@@ -82,17 +83,18 @@ def test_the_end_of_a_prompt_that_is_cached_goes_on_from_there(model: Path, monk
     with LLMEngine(str(model), **USUAL) as engine:
         assert engine.generate([PROMPTS[5] + [9, 8, 7]], GREEDY)[0].token_ids == cached
     taken = [call.args[1] for call in start.call_args_list]
-    assert [prepared.kind for prepared in taken] == [PassKind(0, 128), PassKind(0, 16)]
+    assert [prepared.kind for prepared in taken] == [PassKind(0, 128), PassKind(0, 16), PassKind(0, 128)]
 
 
 @pytest.mark.usefixtures("records")
-def test_a_size_is_recorded_when_it_is_used_again(model: Path) -> None:
+def test_a_kind_is_recorded_when_it_was_used_often(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PassGraphs, "warm_up", lambda self: None)
     with LLMEngine(str(model), **USUAL, enable_prefix_caching=False) as engine:
         found = []
-        for prompt in (PROMPTS[2], PROMPTS[4], PROMPTS[3], PROMPTS[2]):  # of sizes 16, 32, 16 and 16
+        for prompt in (PROMPTS[4], *[PROMPTS[2], PROMPTS[3]] * (MISSES // 2), PROMPTS[2]):  # of sizes 32 and 16
             engine.generate([prompt], GREEDY)
-            found.append({kind.num_tokens for kind in passes_of(engine)._recorded})
-        assert found == [set(), set(), {16}, {16}]
+            found.append([kind.num_tokens for kind in passes_of(engine)._recorded])
+        assert found == [[]] * (MISSES + 1) + [[16]]
 
 
 SAMPLED = [
@@ -125,18 +127,18 @@ def test_prompts_that_join_decodes(
 
 
 @pytest.mark.usefixtures("records")
-def test_prompt_logprobs_are_not_recorded(model: Path) -> None:
+def test_prompt_logprobs_are_not_recorded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = spy_on(monkeypatch, PassGraphs, "start")
     with LLMEngine(str(model), **USUAL) as engine:
-        for _ in range(3):
-            engine.generate([PROMPTS[4]], SamplingParams(max_tokens=2, prompt_logprobs=1))
-        assert not passes_of(engine)._recorded
+        engine.generate([PROMPTS[4]], SamplingParams(max_tokens=2, prompt_logprobs=1))
+    assert not start.call_args_list
 
 
 def test_parts_of_a_prompt_that_is_cut_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"max_num_batched_tokens": 100, "max_num_seqs": 4, "enable_prefix_caching": False}
     plain, _ = one_by_one(model, GREEDY, monkeypatch, TorchOps, **options)
-    found, recorded = one_by_one(model, GREEDY, monkeypatch, RecordingOps, **options)
-    assert found == plain and recorded == {16, 32, 128}
+    found, taken = one_by_one(model, GREEDY, monkeypatch, RecordingOps, **options)
+    assert found == plain and taken == {16, 32, 128}
 
 
 class LateOps(RecordingOps):
@@ -209,8 +211,8 @@ def test_a_pass_that_cannot_be_recorded_is_run(model: Path, monkeypatch: pytest.
 @pytest.mark.usefixtures("records")
 def test_sizes_are_recorded_in_idle_time(model: Path) -> None:
     with LLMEngine(str(model), **USUAL, max_num_seqs=2, max_num_batched_tokens=60) as engine:
-        kinds = [PassKind(num_decodes, size) for size in (64, 48, 32, 16) for num_decodes in (8, 0)]
-        assert not passes_of(engine)._recorded
+        kinds = [PassKind(num_decodes, size) for num_decodes in (0, 8) for size in (64, 48, 32, 16)]
+        assert list(passes_of(engine)._recorded) == kinds[:4]  # at the start
         use_idle_time(engine)
         assert list(passes_of(engine)._recorded) == kinds
 
