@@ -15,8 +15,19 @@ Floats = npt.NDArray[np.float32]
 PIECE_SIZE = 1 << 18  # numbers that are rounded at a time, so that they stay in the processor's cache
 
 
+def read_fp8(codes: npt.NDArray[np.uint8]) -> Floats:
+    """Numbers of float8_e4m3fn: a sign, 4 bits of exponent, 3 of mantissa."""
+    exponent, mantissa = (codes >> 3 & 15).astype(np.int32), (codes & 7).astype(np.float32) / 8
+    found = np.where(exponent > 0, np.ldexp(1 + mantissa, exponent - 7), np.ldexp(mantissa, -6))
+    found[codes & 127 == 127] = np.nan
+    return np.where(codes & 128, -found, found).astype(np.float32)
+
+
+FP8_VALUES = read_fp8(np.arange(256, dtype=np.uint8))
+
+
 def numpy_type(dtype: str) -> np.dtype[Any]:
-    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
+    return np.dtype({"bfloat16": "uint16", "float8_e4m3fn": "uint8"}.get(dtype, dtype))
 
 
 def widened(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -46,7 +57,7 @@ def round_bfloat16(floats: Floats) -> npt.NDArray[np.uint16]:
 
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
-    """Plain numbers of `dtype`, or blocks of GGUF (`quant_type`), whose codes, scales and minima lie apart.
+    """Plain numbers of `dtype`, or quantised ones (`quant_type`), whose codes, scales and minima lie apart: `store/format.py`.
 
     The K types of GGUF have scales and minima among their codes.
     """
@@ -55,7 +66,7 @@ class StoredTensor:
     dtype: str
     data: npt.NDArray[Any]  # bfloat16: as uint16; blocks: as uint8
     quant_type: str = ""
-    scales: npt.NDArray[np.float16] | None = None
+    scales: npt.NDArray[Any] | None = None  # one for each group of numbers
     mins: npt.NDArray[np.float16] | None = None
 
     def as_floats(self) -> Floats:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -253,7 +253,7 @@ def ensure_converted(
     files = fingerprint_parts(source)
     parts = repr((CONVERSION_VERSION, str(source.absolute()), files))
     fingerprint = hashlib.sha256(parts.encode()).hexdigest()[:16]
-    has_blocks = keep_quantized and any(name.endswith(".gguf") for name, _, _ in files)
+    has_blocks = keep_quantized and is_quantised(source, [name for name, _, _ in files])
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", shown_name(source)).strip(".-") or "model"
     name = f"{stem}-{config.stored_dtype()}{'-blocks' if has_blocks else ''}-{fingerprint}"
     target = hub.cache_path() / "converted" / name
@@ -271,6 +271,15 @@ def ensure_converted(
                 check(opened.config, [converter.stored_info(tensor) for tensor in opened.tensors])
             converter.convert(source, target, progress=progress)
     return target
+
+
+def is_quantised(source: Path, names: Iterable[str]) -> bool:
+    """Whether a source may have quantised matrices."""
+    from archerfish.store.source import optional_json
+
+    settings = optional_json((source if source.is_dir() else source.parent) / "config.json") or {}
+    is_stated = bool(settings.get("quantization_config") or settings.get("compression_config"))
+    return is_stated or any(name.endswith(".gguf") for name in names)
 
 
 def fingerprint_parts(source: Path) -> list[tuple[str, int, int]]:

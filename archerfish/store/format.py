@@ -28,7 +28,7 @@ SUPER_GROUP_SIZE = 256  # values of a block of GGUF's K types
 
 ITEM_BYTES: dict[str, int] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1,
 }  # fmt: skip
 INFO_COLUMNS = ("layer_name", "dtype", "shape", "quant_type", "quant_axis", "group_size")
 BUFFER_COLUMNS = ("data", "scales", "zero_points")
@@ -291,18 +291,25 @@ def first_line(error: BaseException) -> str:
 
 # GGUF's simple block types, taken apart: integers, scales and minima in separate buffers. A block is 32 values along the last
 # axis. `data` keeps each block's integer bytes as GGUF packs them (Q4: low nibbles are values 0-15, high nibbles 16-31;
-# Q5: four bytes of high bits, then Q4; Q8: 32 int8), `scales` is one float16 per block, and `zero_points`, for the _1 types,
-# one float16 minimum per block. Of the K types, `data` keeps whole blocks of 256 values, and there are no other buffers.
+# Q5: four bytes of high bits, then Q4; Q8: 32 int8), `scales` is one float16 per group, and `zero_points`, for the _1 types,
+# one float16 minimum per group. In GGUF a group is a block; other checkpoints have larger ones. Of the K types, `data` keeps
+# whole blocks of 256 values, and there are no other buffers. INT8 and FP8 are bytes with one float32 scale per group.
 INTEGER_BYTES = {
-    "Q4_0": 16, "Q4_1": 16, "Q5_0": 20, "Q5_1": 20, "Q8_0": 32, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210,
+    "Q4_0": 16, "Q4_1": 16, "Q5_0": 20, "Q5_1": 20, "Q8_0": 32, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "INT8": 32, "FP8": 32,
 }  # of one block in `data`
 SUPER_SCALES = {"Q4_K": slice(0, 4), "Q5_K": slice(0, 4), "Q6_K": slice(208, 210)}  # where a block has its float16 numbers
+GROUPED_TYPES = ("Q4_0", "Q4_1", "Q8_0", "INT8", "FP8")  # whose groups may have several blocks
 
 
-def make_quantization(quant_type: str, axis: int) -> Quantization | None:
-    """How tensors of a GGUF type are kept; None for a type that is not."""
-    group_size = SUPER_GROUP_SIZE if quant_type in SUPER_SCALES else GROUP_SIZE
-    return Quantization(quant_type, axis, group_size) if quant_type in INTEGER_BYTES else None
+def make_quantization(quant_type: str, axis: int, group_size: int = 0) -> Quantization | None:
+    """How tensors of a type are kept, in groups of the usual size or another one; None for a type that is not."""
+    usual = SUPER_GROUP_SIZE if quant_type in SUPER_SCALES else GROUP_SIZE
+    is_known = quant_type in INTEGER_BYTES and (group_size in (0, usual) or quant_type in GROUPED_TYPES)
+    return Quantization(quant_type, axis, group_size or usual) if is_known and group_size % GROUP_SIZE == 0 else None
+
+
+def scale_type(quant_type: str) -> str:
+    return "float32" if quant_type in ("INT8", "FP8") else "float16"
 
 
 def num_scales(quant_type: str) -> int:
@@ -315,10 +322,11 @@ def buffer_bytes(info: TensorInfo) -> list[int]:
     if info.quantization is None:
         return [info.num_params * ITEM_BYTES[info.dtype]]
     quant_type, _, group_size = info.quantization
-    if info.quantization != make_quantization(quant_type, len(info.shape) - 1):
+    if info.quantization != make_quantization(quant_type, len(info.shape) - 1, group_size):
         return []
-    num_blocks = info.num_params // group_size
-    return [num_blocks * INTEGER_BYTES[quant_type], *[num_blocks * 2] * num_scales(quant_type)]
+    block_size = SUPER_GROUP_SIZE if quant_type in SUPER_SCALES else GROUP_SIZE
+    scale_bytes = info.num_params // group_size * ITEM_BYTES[scale_type(quant_type)]
+    return [info.num_params // block_size * INTEGER_BYTES[quant_type], *[scale_bytes] * num_scales(quant_type)]
 
 
 def block_bytes(tensors: Sequence[TensorInfo]) -> int:
@@ -338,7 +346,7 @@ def split_blocks(info: TensorInfo, blocks: npt.NDArray[np.uint8]) -> Row:
     return Row(info, np.ascontiguousarray(rows[:, header_bytes:]), *map(np.ascontiguousarray, header.T))
 
 
-def scales_of(row: Row) -> list[npt.NDArray[np.float16]]:
+def scales_of(row: Row) -> list[npt.NDArray[Any]]:
     """Scales and minima of a quantised tensor."""
     import numpy as np
 
@@ -352,6 +360,8 @@ def dequantize(row: Row) -> npt.NDArray[np.float32]:
     """The float32 values of a quantised tensor in arrays: those of the package gguf bit for bit, several times as fast."""
     import numpy as np
 
+    from archerfish.kernels.stored import FP8_VALUES
+
     assert row.info.quantization is not None
     quant_type = row.info.quantization.quant_type
     if quant_type in SUPER_SCALES:
@@ -359,16 +369,20 @@ def dequantize(row: Row) -> npt.NDArray[np.float32]:
 
         blocks = row.data.reshape(*row.info.shape[:-1], -1)
         return np.asarray(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[quant_type]), np.float32)
-    if quant_type == "Q8_0":
+    if quant_type == "FP8":
+        values = FP8_VALUES[row.data]
+    elif quant_type in ("Q8_0", "INT8"):
         values = row.data.view(np.int8).astype(np.float32)
     else:
-        nibbles = row.data[:, -16:]
+        blocks = row.data.reshape(-1, INTEGER_BYTES[quant_type])
+        nibbles = blocks[:, -16:]
         integers = np.concatenate([nibbles & 15, nibbles >> 4], axis=1)
         if quant_type.startswith("Q5"):
-            integers |= np.unpackbits(np.ascontiguousarray(row.data[:, :4]), axis=1, bitorder="little") << np.uint8(4)
+            integers |= np.unpackbits(np.ascontiguousarray(blocks[:, :4]), axis=1, bitorder="little") << np.uint8(4)
         values = integers.astype(np.float32)
         if row.zero_points is None:
             values -= np.float32(8 if quant_type == "Q4_0" else 16)
+    values = values.reshape(len(row.scales), -1)
     values *= row.scales.astype(np.float32)[:, None]
     if row.zero_points is not None:
         values += row.zero_points.astype(np.float32)[:, None]

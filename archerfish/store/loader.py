@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any, Self
 from archerfish.config import HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnknownLayerError, did_you_mean
 from archerfish.store.files import file_lock, recover, replace_file, sha256_of, siblings, sync_directory, write_errors
-from archerfish.store.format import Row, RowSpans, TensorInfo, arrow_writer, dequantize, read_arrow_rows, read_parquet_rows
+from archerfish.store.format import (
+    Row,
+    RowSpans,
+    TensorInfo,
+    arrow_writer,
+    dequantize,
+    read_arrow_rows,
+    read_parquet_rows,
+    scale_type,
+)
 from archerfish.store.metadata import (
     ARROW_NAME,
     METADATA_NAME,
@@ -80,9 +89,9 @@ class WeightLoader:
         info = self._row(name)[0]
         if info.quantization is None:
             raise UnknownLayerError(f"The tensor {name!r} of {self.directory} is not quantised.")
-        data, *halves = (np.frombuffer(buffer, np.uint8) for buffer in self.get_buffers(name) if buffer is not None)
-        num_blocks = info.num_params // info.quantization.group_size
-        return Row(info, data.reshape(num_blocks, -1), *(half.view(np.float16) for half in halves))
+        data, *scales = (np.frombuffer(buffer, np.uint8) for buffer in self.get_buffers(name) if buffer is not None)
+        num_groups, kind = info.num_params // info.quantization.group_size, scale_type(info.quantization.quant_type)
+        return Row(info, data.reshape(num_groups, -1), *(each.view(kind) for each in scales))
 
     def get_layer(self, name: str) -> torch.Tensor:
         """One tensor as a view of the mapping; a quantised one is dequantised to float32."""

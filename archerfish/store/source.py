@@ -15,7 +15,7 @@ from archerfish.store.format import ITEM_BYTES, Row, TensorInfo, make_info
 # Types by their names in safetensors and GGUF files.
 DTYPE_CODES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
-    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn",
 }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from archerfish.store.format import TensorInfo, first_line
 from archerfish.store.gguf_source import open_gguf, read_gguf
 from archerfish.store.loader import map_any
 from archerfish.store.metadata import is_converted
+from archerfish.store.quantised_source import read_quantised, read_settings
 from archerfish.store.rwkv_source import read_rwkv_gguf, read_rwkv_tensors
 from archerfish.store.source import ModelSource, SourceTensor, optional_json, read_embedding, read_modules, source_info
 from archerfish.store.tokenizer_files import write_tokenizer_files
@@ -57,8 +58,9 @@ def open_source(path: Path) -> ModelSource:
         is_rwkv = "rwkv" in str(fields.get("general.architecture"))
         return read_rwkv_gguf(weights, fields, arrays) if is_rwkv else open_gguf(weights, fields, arrays)
     config = optional_json(directory / "config.json")
-    refuse_quantized(path, config or {})
-    kind, files, tensors = read_tensors(weights)
+    settings = read_settings(path, config or {})
+    kind, files, found = read_tensors(weights)
+    tensors = read_quantised(path, settings, found)
     if any(RWKV_TENSOR.match(tensor.info.name) for tensor in tensors):
         return read_rwkv_tensors(path, weights, kind, files, tensors)
     kept = tuple(tensor for tensor in tensors if not BUFFERS.search(tensor.info.name))
@@ -71,19 +73,6 @@ def open_source(path: Path) -> ModelSource:
         write_tokenizer=functools.partial(write_tokenizer_files, directory), embedding=read_embedding(root),
         generation_config=optional_json(directory / "generation_config.json"),
         skipped=tuple(tensor.info.name for tensor in tensors if BUFFERS.search(tensor.info.name)),
-    )
-
-
-def refuse_quantized(path: Path, config: dict[str, Any]) -> None:
-    """Refuse a checkpoint whose config.json says that its weights are quantised."""
-    settings = config.get("quantization_config") or config.get("compression_config")
-    if not settings:
-        return
-    method = settings.get("quant_method") if isinstance(settings, dict) else None
-    shown = f"{method.upper() if method in ('awq', 'gptq', 'fp8') else method} weights" if method else "quantised weights"
-    raise UnsupportedModelError(
-        f"{path} has {shown} (quantization_config of its config.json), which archerfish does not read.",
-        hint="Take the original model in bfloat16 or float16 (weights=\"int8\" halves its memory), or a GGUF file of it.",
     )
 
 

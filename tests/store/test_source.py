@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 
 from archerfish.errors import CorruptFileError, UnsupportedModelError
 from archerfish.store.source import read_embedding
-from archerfish.store.sources import open_source
 from archerfish.store.tokenizer_files import write_tokenizer_files
 from tests.store.models import VOCABULARY, convert, some_weights, write_json, write_model
 
@@ -165,15 +164,3 @@ def test_tokenizer_files_are_copied(source: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "chat_template.jinja", "vocab.txt", "additional_chat_templates/tools.jinja"):
         assert (tmp_path / "copied" / name).read_bytes() == (source / name).read_bytes()
     assert len(json.loads((tmp_path / "copied" / "tokenizer.json").read_text())["model"]["vocab"]) == len(VOCABULARY)
-
-
-@pytest.mark.parametrize(("settings", "shown"), [
-    ({"quant_method": "awq", "bits": 4}, "AWQ weights"), ({"quant_method": "gptq"}, "GPTQ weights"),
-    ({"quant_method": "fp8"}, "FP8 weights"), ({"quant_method": "compressed-tensors"}, "compressed-tensors weights"),
-    ({"bits": 4}, "quantised weights"),
-], ids=str)
-def test_quantised_checkpoints_are_refused_as_what_they_are(tmp_path: Path, settings: dict[str, Any], shown: str) -> None:
-    path = write_model(tmp_path / "model", quantization_config=settings)
-    (path / "model.safetensors").write_bytes(b"8-bit floats")  # not looked at: the error is about the kind of weights
-    with pytest.raises(UnsupportedModelError, match=f"has {shown} .*does not read. Take the original model"):
-        open_source(path)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from archerfish.errors import TensorError
 from archerfish.kernels.formats import LARGEST_INT8, Int4Groups, Int8Rows, Plain, WeightFormat
@@ -15,7 +18,7 @@ from archerfish.kernels.int4 import BLOCK, quantise_int4
 from archerfish.kernels.native._native import Matrix
 from archerfish.kernels.native.recorder import Handle, Recorder, TapeRunner
 from archerfish.kernels.ops import Activation, PackedWeight
-from archerfish.kernels.stored import StoredTensor
+from archerfish.kernels.stored import FP8_VALUES, StoredTensor, to_type
 
 INT8_ROWS = "int8 rows"  # one scale for each output; rows of activations become bytes when they are multiplied
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
@@ -26,6 +29,7 @@ ACTIVATIONS: dict[Activation, int] = {
 }
 GROUP = 16  # outputs that lie side by side
 HALF_RANGE = (2.0**-24, 65504.0)  # positive numbers of float16
+LEAST_SCALE = 2.0**-14  # that float16 holds with all its digits
 
 
 class Table:
@@ -105,7 +109,8 @@ def stack_parts(
 
     dtype: as in `packed_format`; weight_format: what parts without blocks become.
     """
-    stored = [as_stored(part) for part in parts]
+    stored = [as_blocks(as_stored(part), dtype) for part in parts]
+    is_widened = any(made.data is not part.data for made, part in zip(stored, map(as_stored, parts), strict=True))
     has_int8_rows = rounds_rows and weight_format == "int8" and not any(part.quant_type for part in stored)
     is_made = weight_format in MAKERS and not has_int8_rows
     if is_made:
@@ -122,7 +127,7 @@ def stack_parts(
             add_part(matrix, part, first)
             first += part.shape[0]
         # Other formats were made here, or by `matrix_of`.
-        matrices.append(runner.pack(matrix, is_copy=weight_format != "plain" and not has_int8_rows))
+        matrices.append(runner.pack(matrix, is_copy=is_widened or (weight_format != "plain" and not has_int8_rows)))
     return matrices
 
 
@@ -142,10 +147,27 @@ def as_stored(tensor: Any) -> StoredTensor:
 def add_part(matrix: Matrix, part: StoredTensor, first: int) -> None:
     """Add the rows of a part from output `first` on."""
     if part.quant_type:
-        halves = [None if each is None else each.view(np.uint16) for each in (part.scales, part.mins)]
+        halves = [None if each is None else spread(each, part).view(np.uint16) for each in (part.scales, part.mins)]
         matrix.add_rows(part.data, first, part.shape[0], scales=halves[0], mins=halves[1])
     else:
         matrix.add_rows(part.data, first, part.shape[0], TYPES[part.dtype])
+
+
+def spread(halves: npt.NDArray[np.float16], part: StoredTensor) -> npt.NDArray[np.float16]:
+    """Scales or minima of groups, one for each block."""
+    return np.repeat(halves, math.prod(part.shape) // BLOCK // halves.size)
+
+
+def as_blocks(part: StoredTensor, dtype: str) -> StoredTensor:
+    """A tensor in a format that there are products for: FP8 is widened to `dtype`, the scales of int8 become float16."""
+    if part.quant_type not in ("FP8", "INT8") or part.scales is None:
+        return part
+    is_half = part.scales.min(initial=1.0) >= LEAST_SCALE and part.scales.max(initial=0.0) <= HALF_RANGE[1]
+    if part.quant_type == "INT8" and is_half:
+        return replace(part, quant_type="Q8_0", scales=part.scales.astype(np.float16))
+    values = FP8_VALUES[part.data] if part.quant_type == "FP8" else part.data.view(np.int8).astype(np.float32)
+    floats = (values.reshape(part.scales.size, -1) * part.scales.reshape(-1, 1)).reshape(part.shape)
+    return StoredTensor(part.shape, dtype, to_type(floats, dtype))
 
 
 def to_int8(part: StoredTensor) -> StoredTensor:
