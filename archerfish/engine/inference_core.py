@@ -19,7 +19,7 @@ from archerfish.kernels.formats import PLAIN, choose_format
 from archerfish.kernels.machine import fast_cpu_dtype
 from archerfish.kernels.ops import EncoderInputs, Pooling, Segments
 from archerfish.kernels.room import check_room
-from archerfish.kernels.select import choose_backend, choose_device, choose_dtype, choose_ops
+from archerfish.kernels.select import OpsBackend, choose_backend, choose_device, choose_dtype, choose_ops
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import ENCODERS, TokenBatch, encoder_class
 from archerfish.models.config import Config
@@ -187,20 +187,20 @@ def locate(config: EmbedConfig, hub: HubConfig, progress: Progress) -> Path:
     if dtype == "auto":
         dtype = fast_cpu_dtype() if config.dtype == "auto" else config.dtype
     source = resolve_model(config.model, hub, progress)
-    return ensure_converted(source, dtype=dtype, keep_quantized=reads_stored(config), hub=hub, progress=progress)
+    keeps_quantised = backend_of(config).keeps_quantised
+    return ensure_converted(source, dtype=dtype, keep_quantized=keeps_quantised, hub=hub, progress=progress)
 
 
-def reads_stored(config: EmbedConfig) -> bool:
-    """Whether the backend of an engine takes tensors as they are stored."""
+def backend_of(config: EmbedConfig) -> OpsBackend:
     device = choose_device(config.device).name
-    return choose_backend(device, choose_dtype(config.dtype, device)).reads_stored
+    return choose_backend(device, choose_dtype(config.dtype, device))
 
 
 def load_tensors(loader: WeightLoader, config: EmbedConfig) -> Mapping[str, Any]:
-    if not reads_stored(config):
-        return loader.load_weights()
-    remark_blocks(config.weights, loader.metadata.model_name, loader.metadata.quant_types)
-    return loader.load_stored()
+    backend = backend_of(config)
+    if backend.keeps_quantised:
+        remark_blocks(config.weights, loader.metadata.model_name, loader.metadata.quant_types)
+    return loader.load_stored() if backend.reads_stored else loader.load_weights(keeps_quantised=backend.keeps_quantised)
 
 
 def kind_of(path: Path) -> str:

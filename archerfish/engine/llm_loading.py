@@ -14,9 +14,10 @@ from archerfish.cache.radix import RadixCache
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.engine.drafting import MAX_CHUNK, ModelDrafter
 from archerfish.errors import ArcherfishError, InvalidOptionError
-from archerfish.kernels.formats import PLAIN, WeightFormat, choose_format
+from archerfish.kernels.formats import INT8, PLAIN, WeightFormat, choose_format
 from archerfish.kernels.recurrent import StateShape
 from archerfish.kernels.select import choose_backend, choose_device, choose_dtype, choose_ops, log_device
+from archerfish.kernels.stored import GPU_BITS, GPU_TYPES
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import MemoryShape, ModelAdapter, model_class
 from archerfish.models.config import Config
@@ -28,13 +29,13 @@ from archerfish.sched.drafts import MOST_DRAFTED, PromptLookup, Speculation
 from archerfish.sched.masks import MaskFinder
 from archerfish.sched.scheduler import Scheduler
 from archerfish.store.converter import ensure_converted
-from archerfish.store.format import TensorInfo, block_bytes
+from archerfish.store.format import TensorInfo, block_bytes, buffer_bytes
 from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import HUB_ID, ONLY_TOKENIZER, builtin_at, resolve_model
 from archerfish.text.text_tokenizer import find_text_tokenizer
 from archerfish.text.tokenizer import Tokenizer, read_settings
-from archerfish.types import Progress, no_progress
+from archerfish.types import DTYPE_BYTES, Progress, no_progress
 
 if TYPE_CHECKING:
     from archerfish.text.chat_template import ChatTemplate
@@ -161,23 +162,38 @@ def read_model_facts(config: EngineConfig, hub: HubConfig, progress: Progress, r
     else:
 
         def check(values: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> None:  # before a conversion, which takes minutes
-            found = block_bytes(tensors)
+            found = stored_bytes(tensors, values, device, dtype)
             check_memory(facts_of(config, device, dtype, source, source.name, values, {}, found, reserved_bytes), config)
 
-        is_kept = choose_backend(device, dtype).reads_stored
+        is_kept = choose_backend(device, dtype).keeps_quantised
         directory = ensure_converted(source, dtype=dtype, keep_quantized=is_kept, hub=hub, progress=progress, check=check)
         metadata = read_metadata(directory)
         builtin = builtin_at(source, hub)
         generation = {**(metadata.generation_config or {}), **(builtin.sampling if builtin else {})}
         kept = metadata.quant_types if is_kept else set()
-        stored_bytes = block_bytes(metadata.tensors) if is_kept else 0
+        found = stored_bytes(metadata.tensors, metadata.config, device, dtype) if is_kept else 0
         facts = facts_of(
-            config, device, dtype, directory, metadata.model_name, metadata.config, generation, stored_bytes, reserved_bytes
+            config, device, dtype, directory, metadata.model_name, metadata.config, generation, found, reserved_bytes
         )
         remark_blocks(config.weights, metadata.model_name, kept)
         kind = str(metadata.source.get("kind"))
     check_quantization(config.quantization, facts.config.values, kind, facts.name)
     return replace(facts, tokenizer_directory=locate_tokenizer(config.tokenizer, facts.directory, hub, progress))
+
+
+def stored_bytes(tensors: Sequence[TensorInfo], values: Mapping[str, Any], device: str, dtype: str) -> int:
+    """What weights take that stay quantised; 0 if none do. On a GPU lookup tables become plain."""
+    if device == "cpu" or not any(info.quantization for info in tensors):
+        return block_bytes(tensors)
+    config = Config(values)
+    tables, total = model_class(config).tables(config), 0
+    for info in tensors:
+        kind = info.quantization.quant_type if info.quantization else ""
+        if kind and (info.name in tables or kind not in GPU_TYPES):
+            total += info.num_params * DTYPE_BYTES[dtype]
+        else:
+            total += info.num_params * GPU_BITS[kind] // 8 if kind in GPU_BITS else sum(buffer_bytes(info))
+    return total
 
 
 def facts_of(
@@ -199,7 +215,8 @@ def facts_of(
     step_tokens = choose_step_tokens(config, device)
     vocab_size = adapter.vocab_size(model_config)
     work = work_bytes(shapes, vocab_size, step_tokens, config.max_num_seqs, dtype)
-    work += weight_format.work_bytes(shapes, dtype) + reserved_bytes
+    is_dequantised = bool(stored_bytes) and device != "cpu"
+    work += (INT8 if is_dequantised else weight_format).work_bytes(shapes, dtype) + reserved_bytes
     memory = plan_memory(config, adapter.memory_shape(model_config), device, dtype, weight_bytes, work, max_len=max_len)
     shown = name if Path(config.model).exists() else config.model
     stated = {} if config.generation_config == "none" else generation
@@ -266,7 +283,7 @@ def load_adapter(facts: ModelFacts, config: EngineConfig) -> ModelAdapter[Any]:
     def tensors() -> Mapping[str, Any]:
         if loader is None:
             return ops.random_weights(facts.adapter.dummy_shapes(facts.config))
-        return loader.load_stored() if ops.reads_stored else loader.load_weights()
+        return loader.load_stored() if ops.reads_stored else loader.load_weights(keeps_quantised=True)
 
     with ops.allocating(facts.name):
         # Nothing here holds the tensors: each is released when it is packed; in the native backend, when all are.

@@ -47,7 +47,7 @@ class WeightFormat(ABC):
 
     name: ClassVar[str]
     checkpoint: ClassVar[Mapping[str, TensorLayout]] = {"weight": TensorLayout()}  # tensors that are read from a checkpoint
-    memory: ClassVar[Mapping[str, TensorLayout]]  # tensors that are kept
+    memory: Mapping[str, TensorLayout]  # tensors that are kept
 
     def chosen(self, num_inputs: int, *, is_sensitive: bool = False) -> WeightFormat:
         """The format for a matrix of a model in this format: another one where this would cost too much, or cannot be."""
@@ -95,7 +95,7 @@ class Plain(WeightFormat):
     """A matrix of float32, float16 or bfloat16, as most checkpoints have it."""
 
     name = "plain"
-    memory: ClassVar[Mapping[str, TensorLayout]] = {"weight": TensorLayout()}
+    memory: Mapping[str, TensorLayout] = {"weight": TensorLayout()}
 
     def load(self, tensors: Tensors) -> Tensors:
         return tensors
@@ -115,7 +115,7 @@ class Int8Rows(WeightFormat):
     """
 
     name = "int8"
-    memory: ClassVar[Mapping[str, TensorLayout]] = {
+    memory: Mapping[str, TensorLayout] = {
         "weight": TensorLayout("int8"),
         "scales": TensorLayout("float32", ("outputs",)),
     }
@@ -124,10 +124,12 @@ class Int8Rows(WeightFormat):
         return PLAIN if num_inputs % BLOCK else self
 
     def load(self, tensors: Tensors) -> Tensors:
-        """A row of zeros stays zero; a row with NaN becomes NaN."""
+        """A row of zeros stays zero; a row with NaN becomes NaN. What a checkpoint has quantised stays as it is."""
         import torch
 
         weight = tensors["weight"]
+        if weight.dtype == torch.int8:
+            return tensors
         matrix = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
         scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
         size = max(1, PIECE_ELEMENTS // weight.shape[1])
@@ -147,7 +149,54 @@ class Int8Rows(WeightFormat):
         return torch.mul(matrix, scales.unsqueeze(1), out=torch.empty(matrix.shape, dtype=dtype, device=matrix.device))
 
 
-class Int4Groups(WeightFormat):
+class Fp8Rows(Int8Rows):
+    """Numbers of float8_e4m3fn with a float32 scale for each output, as checkpoints have them."""
+
+    name = "fp8"
+    memory: Mapping[str, TensorLayout] = {**Int8Rows.memory, "weight": TensorLayout("float8_e4m3fn")}
+
+    def load(self, tensors: Tensors) -> Tensors:
+        return tensors
+
+    def dequantise(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+        return (tensors["weight"].float() * tensors["scales"].unsqueeze(1)).to(dtype)
+
+
+class Groups(WeightFormat):
+    """Codes with a scale, and maybe a minimum, for each group of inputs.
+
+    Codes of 4 bits lie as in GGUF: of 32 inputs, the first 16 in the lower halves of 16 bytes. They count from 8 below zero
+    where there is no minimum, and from zero where there is one. Codes of 8 bits are int8 or float8_e4m3fn.
+    """
+
+    name = "groups"
+
+    def __init__(self, code_type: str, scale_type: str, group_size: int, *, has_mins: bool = False) -> None:
+        """code_type: uint8 for two codes of 4 bits, int8 or float8_e4m3fn."""
+        self.group_size, self.has_mins, self.is_packed = group_size, has_mins, code_type == "uint8"
+        scales = TensorLayout(scale_type, inputs_per_item=group_size)
+        self.memory = {"weight": TensorLayout(code_type, inputs_per_item=2 if self.is_packed else 1), "scales": scales}
+        if has_mins:
+            self.memory["mins"] = scales
+
+    def load(self, tensors: Tensors) -> Tensors:
+        return tensors
+
+    def dequantise(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+        import torch
+
+        codes = tensors["weight"]
+        scales = tensors["scales"].float().unsqueeze(2)
+        if self.is_packed:
+            packed = codes.view(len(codes), -1, BLOCK // 2)
+            codes = torch.cat((packed & LARGEST, packed >> 4), 2).view(torch.int8)
+            codes = codes if self.has_mins else codes - 8
+        grouped = codes.reshape(*scales.shape[:2], self.group_size).float()
+        found = torch.addcmul(tensors["mins"].float().unsqueeze(2), grouped, scales) if self.has_mins else grouped * scales
+        return found.flatten(1).to(dtype)
+
+
+class Int4Groups(Groups):
     """Numbers of 4 bits with a float16 scale and minimum for each 32 inputs, made from a plain matrix while it is loaded.
 
     Matrices whose inputs are no multiple of 32 stay plain. Those where 4 bits would cost most are int8: heads, and projections
@@ -155,11 +204,9 @@ class Int4Groups(WeightFormat):
     """
 
     name = "int4"
-    memory: ClassVar[Mapping[str, TensorLayout]] = {
-        "weight": TensorLayout("uint8", inputs_per_item=2),
-        "scales": TensorLayout("float16", inputs_per_item=BLOCK),
-        "mins": TensorLayout("float16", inputs_per_item=BLOCK),
-    }
+
+    def __init__(self) -> None:
+        super().__init__("uint8", "float16", BLOCK, has_mins=True)
 
     def chosen(self, num_inputs: int, *, is_sensitive: bool = False) -> WeightFormat:
         return INT8.chosen(num_inputs) if is_sensitive or num_inputs % BLOCK else self
@@ -171,17 +218,10 @@ class Int4Groups(WeightFormat):
         found = quantise_int4(weight.float().cpu().numpy())
         return {name: torch.from_numpy(each).to(weight.device) for name, each in zip(self.memory, found, strict=True)}
 
-    def dequantise(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
-        import torch
-
-        scales, mins = (tensors[name].float().unsqueeze(2) for name in ("scales", "mins"))
-        packed = tensors["weight"].view(*scales.shape[:2], BLOCK // 2)
-        codes = torch.cat((packed & LARGEST, packed >> 4), 2)
-        return torch.addcmul(mins, codes, scales, out=torch.empty(codes.shape, dtype=dtype, device=codes.device)).flatten(1)
-
 
 PLAIN = Plain()
 INT8 = Int8Rows()
+FP8 = Fp8Rows()
 FORMATS: dict[str, WeightFormat] = {"int8": INT8, "int4": Int4Groups()}  # by the name that the option `weights` has for them
 
 

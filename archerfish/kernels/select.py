@@ -30,6 +30,7 @@ class OpsBackend(NamedTuple):
     load: Callable[[str, str], Ops[Any]]  # (device, dtype)
     strength: str  # in one phrase, for people to read
     reads_stored: bool = False  # as `Ops.reads_stored`
+    keeps_quantised: bool = False  # multiplies with quantised matrices as they are stored
     has_int8_kv: bool = False  # keys and values may be int8
 
 
@@ -130,9 +131,11 @@ def loader(place: str) -> Callable[[str, str], Ops[Any]]:
 
 
 BACKENDS = [  # the fastest first
-    OpsBackend("torch + Triton", without_triton, loader("triton.ops:TritonOps"), "norms, rotary and attention in own kernels"),
+    OpsBackend("torch + Triton", without_triton, loader("triton.ops:TritonOps"), "norms, rotary and attention in own kernels",
+               keeps_quantised=True),
     OpsBackend(
-        "native", without_native, loader("native.ops:NativeOps"), "own kernels over tapes", reads_stored=True, has_int8_kv=True
+        "native", without_native, loader("native.ops:NativeOps"), "own kernels over tapes", reads_stored=True,
+        keeps_quantised=True, has_int8_kv=True,
     ),
     OpsBackend("torch reference", without_torch, loader("torch.reference:TorchOps"), "any device and type of torch"),
 ]

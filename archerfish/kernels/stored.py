@@ -12,6 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
+# Types that a GPU multiplies with, and bits of a number there, of those that are taken apart for it.
+GPU_BITS = {"Q4_K": 5, "Q6_K": 9}
+GPU_TYPES = {"Q4_0", "Q4_1", "Q8_0", "INT8", "FP8", *GPU_BITS}
 PIECE_SIZE = 1 << 18  # numbers that are rounded at a time, so that they stay in the processor's cache
 
 
@@ -70,8 +73,32 @@ class StoredTensor:
     mins: npt.NDArray[np.float16] | None = None
 
     def as_floats(self) -> Floats:
-        """The numbers in float32; a view where they are float32 already."""
-        if self.quant_type:
-            raise TypeError(f"A tensor in {self.quant_type} is not read as floats.")
-        found: Floats = widened(self.data).astype(np.float32, copy=False).reshape(self.shape)
+        """The numbers in float32, those of GGUF as its package has them; a view where they are float32 already."""
+        found = self._scaled() if self.quant_type else widened(self.data).astype(np.float32, copy=False)
+        return found.reshape(self.shape)
+
+    def _scaled(self) -> Floats:
+        kind, codes = self.quant_type, self.data
+        if self.scales is None:
+            import gguf
+
+            blocks = codes.reshape(*self.shape[:-1], -1)
+            return np.asarray(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind]), np.float32)
+        if kind == "FP8":
+            values = FP8_VALUES[codes]
+        elif kind in ("Q8_0", "INT8"):
+            values = codes.view(np.int8).astype(np.float32)
+        else:
+            codes = codes.reshape(-1, 16 if kind.startswith("Q4") else 20)
+            integers = np.concatenate([codes[:, -16:] & 15, codes[:, -16:] >> 4], axis=1)
+            if kind.startswith("Q5"):
+                integers |= np.unpackbits(np.ascontiguousarray(codes[:, :4]), axis=1, bitorder="little") << np.uint8(4)
+            values = integers.astype(np.float32)
+            if self.mins is None:
+                values -= np.float32(8 if kind == "Q4_0" else 16)
+        values = values.reshape(self.scales.size, -1)
+        values *= self.scales.astype(np.float32).reshape(-1, 1)
+        if self.mins is not None:
+            values += self.mins.astype(np.float32).reshape(-1, 1)
+        found: Floats = values
         return found

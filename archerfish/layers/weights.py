@@ -94,6 +94,7 @@ class NotedWeights(Weights[Any]):
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     num_bytes: dict[str, int] = field(default_factory=dict)  # in memory, by the name of a tensor or of a linear map
     tables: set[str] = field(default_factory=set)  # names of lookup tables, which a CPU reads from the mapped file
+    shared: set[str] = field(default_factory=set)  # those whose memory a linear map has, too
     products: list[tuple[str, ...]] = field(default_factory=list)  # the matrices that are stacked for each
 
     def has(self, name: str) -> bool:
@@ -112,7 +113,8 @@ class NotedWeights(Weights[Any]):
 
     def copied_bytes(self) -> dict[str, int]:
         """num_bytes without lookup tables: linear maps are packed, which copies them."""
-        return {name: num_bytes for name, num_bytes in self.num_bytes.items() if name not in self.tables}
+        mapped = self.tables - self.shared
+        return {name: num_bytes for name, num_bytes in self.num_bytes.items() if name not in mapped}
 
     def linear(self, names: str | tuple[str, ...], *sizes: Any, **options: Any) -> LinearWeight[Any]:
         self.products.append(tuple(f"{self.prefix}{name}.weight" for name in ([names] if isinstance(names, str) else names)))
@@ -129,7 +131,7 @@ class NotedWeights(Weights[Any]):
             chosen = self.weight_format.chosen(in_features, is_sensitive=True)
             self.num_bytes["tied head"] = chosen.num_bytes(out_features, in_features, self.dtype)
         else:  # the map and the table share their memory; a packed map has its own, in place of the table's
-            self.tables.clear()
+            self.shared.update(self.tables)
         return super().tied_linear(table, out_features, in_features)
 
     def _noted(self, name: str, shape: tuple[int, ...]) -> Any:

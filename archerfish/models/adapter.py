@@ -108,6 +108,11 @@ class ModelAdapter(ABC, Generic[T]):
         return noted.copied_bytes() if without_tables else noted.num_bytes
 
     @classmethod
+    def tables(cls, config: Config) -> set[str]:
+        """Names of its lookup tables."""
+        return cls._note_weights(config).tables
+
+    @classmethod
     def products(cls, config: Config) -> list[tuple[str, ...]]:
         """The matrices of each of its products, by the names of their tensors."""
         return cls._note_weights(config).products

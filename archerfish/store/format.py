@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from archerfish.kernels.stored import Floats
+
 ALIGNMENT_BYTES = 64
 ROW_GROUP_BYTES = 64 * 2**20
 MAX_DIMENSIONS = 16
@@ -356,35 +358,10 @@ def scales_of(row: Row) -> list[npt.NDArray[Any]]:
     return [numbers for numbers in (row.scales, row.zero_points, inside) if numbers is not None]
 
 
-def dequantize(row: Row) -> npt.NDArray[np.float32]:
-    """The float32 values of a quantised tensor in arrays: those of the package gguf bit for bit, several times as fast."""
-    import numpy as np
-
-    from archerfish.kernels.stored import FP8_VALUES
+def dequantize(row: Row) -> Floats:
+    """The float32 values of a quantised tensor in arrays."""
+    from archerfish.kernels.stored import StoredTensor
 
     assert row.info.quantization is not None
-    quant_type = row.info.quantization.quant_type
-    if quant_type in SUPER_SCALES:
-        import gguf
-
-        blocks = row.data.reshape(*row.info.shape[:-1], -1)
-        return np.asarray(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[quant_type]), np.float32)
-    if quant_type == "FP8":
-        values = FP8_VALUES[row.data]
-    elif quant_type in ("Q8_0", "INT8"):
-        values = row.data.view(np.int8).astype(np.float32)
-    else:
-        blocks = row.data.reshape(-1, INTEGER_BYTES[quant_type])
-        nibbles = blocks[:, -16:]
-        integers = np.concatenate([nibbles & 15, nibbles >> 4], axis=1)
-        if quant_type.startswith("Q5"):
-            integers |= np.unpackbits(np.ascontiguousarray(blocks[:, :4]), axis=1, bitorder="little") << np.uint8(4)
-        values = integers.astype(np.float32)
-        if row.zero_points is None:
-            values -= np.float32(8 if quant_type == "Q4_0" else 16)
-    values = values.reshape(len(row.scales), -1)
-    values *= row.scales.astype(np.float32)[:, None]
-    if row.zero_points is not None:
-        values += row.zero_points.astype(np.float32)[:, None]
-    result: npt.NDArray[np.float32] = values.reshape(row.info.shape)
-    return result
+    stored = StoredTensor(row.info.shape, "float32", row.data, row.info.quantization.quant_type, row.scales, row.zero_points)
+    return stored.as_floats()

@@ -89,7 +89,8 @@ class WeightLoader:
         info = self._row(name)[0]
         if info.quantization is None:
             raise UnknownLayerError(f"The tensor {name!r} of {self.directory} is not quantised.")
-        data, *scales = (np.frombuffer(buffer, np.uint8) for buffer in self.get_buffers(name) if buffer is not None)
+        spans, memory = filter(None, self._row(name)[1]), self._open_memory()
+        data, *scales = (np.frombuffer(memory, np.uint8, span.num_bytes, span.offset) for span in spans)
         num_groups, kind = info.num_params // info.quantization.group_size, scale_type(info.quantization.quant_type)
         return Row(info, data.reshape(num_groups, -1), *(each.view(kind) for each in scales))
 
@@ -122,9 +123,12 @@ class WeightLoader:
         """All tensors by name, as `get_stored` gives them."""
         return {name: self.get_stored(name) for name in self._rows}
 
-    def load_weights(self) -> dict[str, torch.Tensor]:
-        """All tensors by name, as `get_layer` gives them."""
-        return {name: self.get_layer(name) for name in self._rows}
+    def load_weights(self, *, keeps_quantised: bool = False) -> dict[str, Any]:
+        """All tensors by name, as `get_layer` gives them; keeps_quantised: quantised ones as `get_stored` does."""
+        return {
+            name: self.get_stored(name) if keeps_quantised and info.quantization is not None else self.get_layer(name)
+            for name, (info, _) in self._rows.items()
+        }
 
     def release(self, names: Iterable[str] | None = None) -> None:
         """Free the resident pages of some tensors (of all by default), for instance after they were packed for a backend.

@@ -12,8 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from archerfish import HubConfig, LLMEngine, SamplingParams
+from archerfish.engine import llm_loading
 from archerfish.errors import ArcherfishError, CorruptFileError, UnsupportedModelError, ValidationError
+from archerfish.kernels.select import OpsBackend
 from archerfish.kernels.stored import FP8_VALUES
+from archerfish.kernels.torch.reference import TorchOps
 from archerfish.store.converter import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.sources import open_source
@@ -93,9 +96,14 @@ def test_the_store_keeps_them(case: Case, tmp_path: Path) -> None:
             check_values(found, matrix, case)
 
 
-def test_an_engine_computes_with_them(case: Case, tmp_path: Path) -> None:
-    """Against the same model with plain numbers; products of 4 and 8 bits round activations on a CPU."""
-    packer, settings, _ = case
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_an_engine_computes_with_them(case: Case, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the same model with plain numbers; the native backend rounds activations in products of 4 and 8 bits."""
+    packer, settings, stored = case
+    if backend == "torch":
+        kept = OpsBackend("torch", lambda device, dtype: "", TorchOps, "", keeps_quantised=True)
+        monkeypatch.setattr(llm_loading, "choose_backend", lambda device, dtype: kept)
+        monkeypatch.setattr(llm_loading, "choose_ops", TorchOps)
     write_plain(tmp_path / "plain", write_quantised(tmp_path / "model", packer, settings))
     prompts = [[5, 6, 7, 8, 9], [40, 3] * 20]
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5, prompt_logprobs=1)
@@ -104,8 +112,10 @@ def test_an_engine_computes_with_them(case: Case, tmp_path: Path) -> None:
         options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1, "max_cache_tokens": 256}
         with LLMEngine(str(tmp_path / name), **options) as engine:
             outputs = engine.generate(prompts, params)
+            packed: Any = engine.runner.model.ops._linear_weights[0].get()
+            assert backend != "torch" or (packed.weight_format.name == "plain") == (name == "plain" or not stored)
         found.append(np.array([one.logprob for output in outputs for one in (output.prompt_logprobs or [])[1:]]))
-    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=0.15)
+    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=0.15 if backend == "native" else 0.02)
 
 
 def test_numbers_of_fp8() -> None:

@@ -18,7 +18,7 @@ from archerfish.kernels.int4 import BLOCK, quantise_int4
 from archerfish.kernels.native._native import Matrix
 from archerfish.kernels.native.recorder import Handle, Recorder, TapeRunner
 from archerfish.kernels.ops import Activation, PackedWeight
-from archerfish.kernels.stored import FP8_VALUES, StoredTensor, to_type
+from archerfish.kernels.stored import StoredTensor, to_type
 
 INT8_ROWS = "int8 rows"  # one scale for each output; rows of activations become bytes when they are multiplied
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
@@ -165,9 +165,7 @@ def as_blocks(part: StoredTensor, dtype: str) -> StoredTensor:
     is_half = part.scales.min(initial=1.0) >= LEAST_SCALE and part.scales.max(initial=0.0) <= HALF_RANGE[1]
     if part.quant_type == "INT8" and is_half:
         return replace(part, quant_type="Q8_0", scales=part.scales.astype(np.float16))
-    values = FP8_VALUES[part.data] if part.quant_type == "FP8" else part.data.view(np.int8).astype(np.float32)
-    floats = (values.reshape(part.scales.size, -1) * part.scales.reshape(-1, 1)).reshape(part.shape)
-    return StoredTensor(part.shape, dtype, to_type(floats, dtype))
+    return StoredTensor(part.shape, dtype, to_type(part.as_floats(), dtype))
 
 
 def to_int8(part: StoredTensor) -> StoredTensor:

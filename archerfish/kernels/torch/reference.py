@@ -37,6 +37,8 @@ from archerfish.kernels.ops import (
 )
 from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.sampling import Drawn, Logprobs, PoolStats, SamplingBatch, TokenCounts
+from archerfish.kernels.stored import StoredTensor
+from archerfish.kernels.torch.from_store import stored_parts
 from archerfish.kernels.torch.sampling import TorchSampling, sampling_batch
 from archerfish.kernels.torch.wkv import TorchRecurrentOps
 
@@ -90,12 +92,17 @@ class TorchOps(Ops[Tensor]):
         vector = weight.to(self.device, torch.float32)
         return vector + plus if plus else vector
 
-    def to_device(self, tensor: Tensor) -> Tensor:
+    def to_device(self, tensor: Tensor | StoredTensor) -> Tensor:
+        """A quantised tensor, such as a lookup table, becomes plain."""
+        if isinstance(tensor, StoredTensor):
+            return torch.from_numpy(tensor.as_floats()).to(self.torch_dtype).to(self.device)
         return tensor.to(self.device)
 
     def pack_linear(
-        self, parts: Sequence[Tensors], biases: Sequence[Tensor | None], weight_format: WeightFormat
+        self, parts: Sequence[Mapping[str, Any]], biases: Sequence[Tensor | None], weight_format: WeightFormat
     ) -> TorchWeight:
+        if any(isinstance(each, StoredTensor) for part in parts for each in part.values()):
+            weight_format, parts = stored_parts(parts)
         loaded = [weight_format.load({name: self.to_device(each) for name, each in part.items()}) for part in parts]
         given = [each for each in biases if each is not None]
         bias = None

@@ -36,6 +36,7 @@ from archerfish.kernels.ops import (
 )
 from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.sampling import SamplingBatch
+from archerfish.kernels.stored import StoredTensor
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight, pass_rows
 from archerfish.kernels.torch.sampling import sampling_batch
 from archerfish.kernels.triton import attention as triton_attention
@@ -181,8 +182,10 @@ class TritonOps(TorchOps):
             self._uploads = None
         then()
 
-    def to_device(self, tensor: Tensor) -> Tensor:
+    def to_device(self, tensor: Tensor | StoredTensor) -> Tensor:
         uploads = self._uploads
+        if isinstance(tensor, StoredTensor):
+            tensor = torch.from_numpy(tensor.as_floats()).to(self.torch_dtype)
         return super().to_device(tensor) if uploads is None or tensor.device.type != "cpu" else uploads.send(tensor)
 
     @cached_property
