@@ -62,6 +62,22 @@ built.append(build(multiply_parts_kernel, parts, {}, num_warps=tile.num_warps))
 for each in built:
     assert "wgmma.mma_async" in each.asm["ptx"] and "cp.async" in each.asm["ptx"]
 """
+GROUPS = """
+from archerfish.kernels.triton.group_products import multiply_groups_kernel
+
+flags = ("has_mins", "has_bias", "has_residual", "is_gated")
+fixed = {"width": 4096, "rows": 8, "outputs": 16, "is_early": True, "activation": "none", **dict.fromkeys(flags, False)}
+scales = {"scales": "fp16", "mins": "fp16"}
+for half in ("bf16", "fp16"):
+    for size, is_gated, has_mins in ((128, False, False), (128, True, True), (32, False, True)):
+        own = {"group_size": size, "part": size, "parts": 512 // size, "is_packed": True, "has_mins": has_mins}
+        built = build(multiply_groups_kernel, {**fixed, **own, "is_gated": is_gated}, {"codes": "u8", **scales}, half, 4)
+        assert "cp.async" in built.asm["ptx"] and "mma.sync" in built.asm["ptx"]
+        assert "cvt.rn.f32.s" not in built.asm["ptx"] and "cvt.rn.f32.u" not in built.asm["ptx"]  # conversions are slow
+    own = {"group_size": 128, "part": 128, "parts": 4, "is_packed": False}
+    for kind in ("i8", "fp8e4nv"):
+        build(multiply_groups_kernel, {**fixed, **own}, {"codes": kind, "scales": "fp32", "mins": "fp32"}, half, 4)
+"""
 NARROW_HEADS = """
 from archerfish.kernels.triton.attention import decode_kernel, shared_kernel
 from archerfish.kernels.triton.prefill import prefill_kernel
@@ -128,6 +144,7 @@ for half in ("bf16", "fp16"):
         pytest.param(PRODUCTS + NARROW_HEADS + MANY_ROWS, id="products and attention"),
         # Beside weights of half the size, rows in float32 are spread as others are.
         pytest.param(SUMS, id="sums in float32", marks=pytest.mark.slow),
+        pytest.param(GROUPS, id="weights in groups", marks=pytest.mark.slow),
     ],
 )
 def test_kernels_compile_for_a_hopper(script: str) -> None:

@@ -5,14 +5,16 @@ the way of weights onto the card."""
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
 
 import torch
 
-from archerfish.kernels.formats import Tensors, WeightFormat
+from archerfish.kernels.formats import Groups, Tensors, WeightFormat
 from archerfish.kernels.ops import Activation
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight
+from archerfish.kernels.triton.group_products import multiply_groups
 from archerfish.kernels.triton.launch import early_start
 from archerfish.kernels.triton.products import add_rows_kernel, multiply_rows_kernel, multiply_tiles_kernel, stream_kernel
 from archerfish.kernels.triton.tiles import AddTile, LinearTile, add_tile, cdiv, choose_tile, next_power_of_2, shared_bytes
@@ -23,36 +25,60 @@ PIECE_BYTES = 4 << 20  # of a copy on its way, of which every thread has two
 ROW_STEP = 64  # of outputs: with an odd number of them cuBLAS takes four to six times as long
 
 
-class RowsWeight(TorchWeight):
-    """A matrix as Triton's kernels read it: rows of one type, maybe with a float32 scale for each."""
+class FewRowsWeight(TorchWeight):
+    """A matrix that kernels of ours multiply with a few rows of activations."""
 
-    max_rows: int  # of activations, up to which Triton's kernels are quicker than cuBLAS with the dequantised matrix
-    tile: LinearTile | None = None  # instead of the chosen one, for tests and measurements
-
-    def __init__(self, ops: TorchOps, weight_format: WeightFormat, tensors: Tensors, bias: Tensor | None) -> None:
-        super().__init__(ops, weight_format, tensors, bias)
-        self.matrix, self.scales = tensors["weight"].contiguous(), tensors.get("scales")
+    max_rows: int  # of activations, up to which they are quicker than cuBLAS with the dequantised matrix
 
     def takes(self, x: Tensor) -> bool:
-        """Whether a product of these rows, which may be float32 until they are normalised, is for Triton's kernels."""
+        """Whether a product of these rows, which may be float32 until they are normalised, is for our kernels."""
         return 0 < len(x) <= self.max_rows and x.dtype in (self.ops.torch_dtype, torch.float32) and x.stride(-1) == 1
 
-    def tile_for(self, x: Tensor, *, is_gated: bool = False) -> LinearTile:
-        return self.tile or choose_tile(x, self.matrix, self.ops.torch_dtype, is_gated=is_gated)
+    @abstractmethod
+    def multiply_few(
+        self, x: Tensor, activation: Activation = "none", residual: Tensor | None = None, *, is_gated: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """As `linear`."""
 
     def multiply(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
         can_add = residual is None or (residual.dtype in (x.dtype, torch.float32) and residual.stride(-1) == 1)
         if x.dtype != self.ops.torch_dtype or not can_add:
             return super().multiply(x, activation, residual)
         if self.takes(x):
-            dtype = x.dtype if residual is None else residual.dtype
-            return linear(x, self, self.tile_for(x), activation=activation, residual=residual, dtype=dtype)
+            return self.multiply_few(x, activation, residual, dtype=x.dtype if residual is None else residual.dtype)
         if residual is None or self.bias is not None or activation != "none":
             return super().multiply(x, activation, residual)
+        return self.add_many(residual, x)
+
+    def add_many(self, total: Tensor, x: Tensor) -> Tensor:
+        return add_product(total, x, self.dequantised())
+
+
+class RowsWeight(FewRowsWeight):
+    """A matrix as Triton's kernels read it: rows of one type, maybe with a float32 scale for each."""
+
+    tile: LinearTile | None = None  # instead of the chosen one, for tests and measurements
+
+    def __init__(self, ops: TorchOps, weight_format: WeightFormat, tensors: Tensors, bias: Tensor | None) -> None:
+        super().__init__(ops, weight_format, tensors, bias)
+        self.matrix, self.scales = tensors["weight"].contiguous(), tensors.get("scales")
+
+    def tile_for(self, x: Tensor, *, is_gated: bool = False) -> LinearTile:
+        return self.tile or choose_tile(x, self.matrix, self.ops.torch_dtype, is_gated=is_gated)
+
+    def multiply_few(
+        self, x: Tensor, activation: Activation = "none", residual: Tensor | None = None, *, is_gated: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        tile = self.tile_for(x, is_gated=is_gated)
+        return linear(x, self, tile, activation=activation, residual=residual, is_gated=is_gated, dtype=dtype)
+
+    def add_many(self, total: Tensor, x: Tensor) -> Tensor:
         added = add_tile(len(x), self.matrix, x.element_size(), shared_bytes(x.device))
         if added and x.stride(-1) == 1:
-            return add_rows(residual, x, self, added)
-        return add_product(residual, x, self.dequantised())
+            return add_rows(total, x, self, added)
+        return super().add_many(total, x)
 
 
 class PlainRowsWeight(RowsWeight):
@@ -69,6 +95,22 @@ class Int8RowsWeight(RowsWeight):
     """int8 rows with their scales; cuBLAS would have to be given another type."""
 
     max_rows = 64
+
+
+class GroupsWeight(FewRowsWeight):
+    """Codes in groups of inputs."""
+
+    max_rows = 64
+
+    def multiply_few(
+        self, x: Tensor, activation: Activation = "none", residual: Tensor | None = None, *, is_gated: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        assert isinstance(self.weight_format, Groups)
+        return multiply_groups(
+            x, self.weight_format, self.tensors, self.bias, activation=activation, residual=residual, is_gated=is_gated,
+            dtype=dtype or x.dtype,
+        )
 
 
 def with_room(matrix: Tensor) -> Tensor:

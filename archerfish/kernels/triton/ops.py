@@ -46,7 +46,15 @@ from archerfish.kernels.triton import linear as triton_linear
 from archerfish.kernels.triton import norm as triton_norm
 from archerfish.kernels.triton.attention import attend_decodes, takes_new
 from archerfish.kernels.triton.compiling import CompileCounts
-from archerfish.kernels.triton.linear import Int8RowsWeight, PlainRowsWeight, RowsWeight, Uploads, filled_up
+from archerfish.kernels.triton.linear import (
+    FewRowsWeight,
+    GroupsWeight,
+    Int8RowsWeight,
+    PlainRowsWeight,
+    RowsWeight,
+    Uploads,
+    filled_up,
+)
 from archerfish.kernels.triton.plan import SHORT_ROWS, AttentionPlan, Tile, find_plan, to_device
 from archerfish.kernels.triton.prefill import attend_prefills
 from archerfish.kernels.triton.sampling import TritonSampling
@@ -123,7 +131,9 @@ class TritonOps(TorchOps):
 
     name = "torch + Triton"
     sampling_kind = TritonSampling
-    products: ClassVar[Mapping[str, type[TorchWeight]]] = {"plain": PlainRowsWeight, "int8": Int8RowsWeight}
+    products: ClassVar[Mapping[str, type[TorchWeight]]] = {
+        "plain": PlainRowsWeight, "int8": Int8RowsWeight, "fp8": Int8RowsWeight, "groups": GroupsWeight, "int4": GroupsWeight,
+    }  # fmt: skip
     max_recorded_head_dim = triton_attention.MAX_HEAD_DIM
 
     def __init__(self, device: str = "cuda", dtype: str = "bfloat16") -> None:
@@ -385,25 +395,24 @@ class TritonOps(TorchOps):
         gate: Activation | None = None,
     ) -> tuple[Tensor, Tensor]:
         packed = weight.get()
-        if not isinstance(packed, RowsWeight) or not packed.takes(x):
+        if not isinstance(packed, FewRowsWeight) or not packed.takes(x):
             return super().normed_linear(x, norm, eps, weight, residual=residual, gate=gate)
-        is_gated, total = gate is not None, x
-        tile = packed.tile_for(x, is_gated=is_gated)
-        is_fused = residual is None and not tile.is_dot and (tile.num_programs > 0 or x.shape[1] <= NORMED_WIDTH)
-        if not is_fused:
-            x, total = self.rms_norm(x, norm, eps, residual=residual)
-        y = triton_linear.linear(
-            x, packed, tile, activation=gate or "none", is_gated=is_gated, norm=norm if is_fused else None, eps=eps,
-            dtype=self.torch_dtype,
-        )
-        return y, total
+        is_gated, activation = gate is not None, gate or "none"
+        if isinstance(packed, RowsWeight) and residual is None:
+            tile = packed.tile_for(x, is_gated=is_gated)
+            if not tile.is_dot and (tile.num_programs > 0 or x.shape[1] <= NORMED_WIDTH):
+                return triton_linear.linear(
+                    x, packed, tile, activation=activation, is_gated=is_gated, norm=norm, eps=eps, dtype=self.torch_dtype
+                ), x
+        x, total = self.rms_norm(x, norm, eps, residual=residual)
+        return packed.multiply_few(x, activation, is_gated=is_gated, dtype=self.torch_dtype), total
 
     def logits(self, x: Tensor, head: LinearWeight[Tensor], *, softcap: float = 0.0) -> Tensor:
         packed = head.get()
-        if softcap or x.dtype != self.torch_dtype or not isinstance(packed, RowsWeight):
+        if softcap or x.dtype != self.torch_dtype or not isinstance(packed, FewRowsWeight):
             return super().logits(x, head, softcap=softcap)
         if packed.takes(x):
-            return triton_linear.linear(x, packed, packed.tile_for(x), dtype=torch.float32)
+            return packed.multiply_few(x, dtype=torch.float32)
         if packed.bias is not None or not x.is_cuda or x.dtype == torch.float32:
             return super().logits(x, head)
         matrix = packed.dequantised()  # float32 straight from the product

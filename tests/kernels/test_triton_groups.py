@@ -1,0 +1,85 @@
+"""Products with weights in groups in Triton against the reference, in every form in which a decoder asks for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.test_from_store import random_stored
+from tests.kernels.triton_support import DEVICE, HAS_CUDA, TYPES, assert_near, random, untraced
+
+from archerfish.kernels.ops import Activation, LinearWeight  # isort: skip
+from archerfish.kernels.torch.reference import TorchOps, TorchWeight  # isort: skip
+from archerfish.kernels.triton.linear import GroupsWeight, Int8RowsWeight  # isort: skip
+from archerfish.kernels.triton.ops import TritonOps  # isort: skip
+
+pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+Tensor = torch.Tensor
+KINDS = [("Q4_0", 32), ("Q4_0", 128), ("Q4_1", 64), ("Q4_K", 32), ("Q8_0", 32), ("Q6_K", 16), ("INT8", 128), ("Q4_0", 256)]
+if HAS_CUDA:  # the interpreter does not have FP8
+    KINDS += [("FP8", 128), ("FP8", 512), ("INT8", 512)]
+
+
+def weights(
+    kind: tuple[str, int], num_outputs: int, dtype: str, num_parts: int = 1, width: int = 512
+) -> tuple[LinearWeight[Tensor], LinearWeight[Tensor]]:
+    """A linear map for Triton in a type, and for the reference in float32."""
+    stored = [random_stored(kind[0], num_outputs, width, kind[1]) for _ in range(num_parts)]
+    parts: list[Any] = [{"weight": each} for each in stored]
+    biases = [random(num_outputs, dtype=dtype) for _ in stored]
+    ops, reference = TritonOps(DEVICE, dtype), TorchOps(DEVICE)
+    return ops.linear_weight(parts, biases), reference.linear_weight(parts, [bias.float() for bias in biases])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(("dtype", "num_rows"), [(dtype, num) for dtype in TYPES for num in (1, 3, 16, 64)])
+def test_linear(kind: tuple[str, int], dtype: str, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if dtype == "float32" and num_rows > 3:
+        pytest.skip("the tiles are those of other types")
+    ops, reference = TritonOps(DEVICE, dtype), TorchOps(DEVICE)
+    width = 512 if kind[1] == 512 else 768  # programs take 512 at a time
+    weight, wide = weights(kind, 22, dtype, width=width)
+    assert isinstance(weight.get(), GroupsWeight | Int8RowsWeight)
+    x, residual = random(num_rows, 1024, dtype=dtype)[:, :width] / 16, random(num_rows, 22)
+    expected = reference.linear(x.float(), wide), reference.linear(x.float(), wide, residual=residual)
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchWeight, "multiply", None)  # nothing is left to torch
+        found = ops.linear(x, weight), ops.linear(x, weight, residual=residual)
+    assert found[0].dtype == x.dtype and found[1].dtype == torch.float32
+    for own, other in zip(found, expected, strict=True):
+        assert_near(own, other, dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS[:4], ids=str)
+@pytest.mark.parametrize("gate", [None, "silu"])
+def test_normed_and_gated(kind: tuple[str, int], gate: Activation | None) -> None:
+    ops, reference = TritonOps(DEVICE, "float16"), TorchOps(DEVICE)
+    weight, wide = weights(kind, 24, "float16", num_parts=2)
+    x, other, norm = random(3, 512), random(3, 512), random(512) / 8
+    for before in (None, other):
+        y, total = ops.normed_linear(x, norm, 1e-3, weight, residual=before, gate=gate)
+        assert y.dtype == torch.float16 and y.shape == (3, 24 if gate else 48)
+        assert torch.equal(total, x if before is None else x + before)
+        assert_near(y, reference.normed_linear(total, norm, 1e-3, wide, gate=gate)[0], "float16")
+
+
+def test_many_rows_are_multiplied_by_torch() -> None:
+    ops, reference = TritonOps(DEVICE, "float16"), TorchOps(DEVICE)
+    weight, wide = weights(("Q4_1", 128), 22, "float16")
+    num_rows = GroupsWeight.max_rows + 1
+    x, residual = random(num_rows, 512, dtype="float16") / 8, random(num_rows, 22, dtype="float16")
+    assert_near(ops.linear(x, weight), reference.linear(x.float(), wide), "float16")
+    added = ops.linear(x, weight, residual=residual)
+    assert_near(added, reference.linear(x.float(), wide, residual=residual.float()), "float16")
+
+
+@pytest.mark.parametrize("num_rows", [2, 65])
+def test_logits(num_rows: int) -> None:
+    ops, reference = TritonOps(DEVICE, "float16"), TorchOps(DEVICE)
+    parts: list[Any] = [{"weight": random_stored("Q6_K", 40)}]
+    x = random(num_rows, 512, dtype="float16") / 80
+    found = ops.logits(x, ops.linear_weight(parts, [None]))
+    assert found.dtype == torch.float32
+    assert_near(found, reference.logits(x.float(), reference.linear_weight(parts, [None])), "float16")
