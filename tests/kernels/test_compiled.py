@@ -64,6 +64,8 @@ for each in built:
 """
 GROUPS = """
 from archerfish.kernels.triton.group_products import multiply_groups_kernel
+from archerfish.kernels.triton.norm import quantise_kernel
+from archerfish.kernels.triton.products import multiply_rows_kernel, multiply_tiles_kernel, stream_kernel
 
 flags = ("has_mins", "has_bias", "has_residual", "is_gated")
 fixed = {"width": 4096, "rows": 8, "outputs": 16, "is_early": True, "activation": "none", **dict.fromkeys(flags, False)}
@@ -77,6 +79,13 @@ for half in ("bf16", "fp16"):
     own = {"group_size": 128, "part": 128, "parts": 4, "is_packed": False}
     for kind in ("i8", "fp8e4nv"):
         build(multiply_groups_kernel, {**fixed, **own}, {"codes": kind, "scales": "fp32", "mins": "fp32"}, half, 4)
+    kinds, rows = {"weight": "fp8e4nv", "scales": "fp32"}, {"width": 500, "columns": 128, "activation": "none", "is_early": True}
+    rows |= dict.fromkeys(flags[1:], False) | {"is_normed": False, "num_pieces": 3}
+    build(multiply_rows_kernel, {**rows, "rows": 2, "outputs": 4}, kinds, half, 4)
+    tiles = {name: value for name, value in rows.items() if name not in ("is_normed", "num_pieces")}
+    build(multiply_tiles_kernel, {**tiles, "rows": 8, "outputs": 16, "parts": 4}, kinds, half, 4)
+    build(stream_kernel, {**rows, "outputs": 4, "columns": 512}, kinds, half, 4)
+    build(quantise_kernel, {"width": 500, "block": 512, "is_early": True}, {"out": "fp8e4nv", "scales": "fp32"}, half)
 """
 NARROW_HEADS = """
 from archerfish.kernels.triton.attention import decode_kernel, shared_kernel

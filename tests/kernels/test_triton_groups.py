@@ -12,7 +12,8 @@ from tests.kernels.triton_support import DEVICE, HAS_CUDA, TYPES, assert_near, r
 
 from archerfish.kernels.ops import Activation, LinearWeight  # isort: skip
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight  # isort: skip
-from archerfish.kernels.triton.linear import GroupsWeight, Int8RowsWeight  # isort: skip
+from archerfish.kernels.triton.linear import Fp8RowsWeight, GroupsWeight, Int8RowsWeight  # isort: skip
+from archerfish.kernels.triton.norm import quantise_rows  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -83,3 +84,19 @@ def test_logits(num_rows: int) -> None:
     found = ops.logits(x, ops.linear_weight(parts, [None]))
     assert found.dtype == torch.float32
     assert_near(found, reference.logits(x.float(), reference.linear_weight(parts, [None])), "float16")
+
+
+@pytest.mark.parametrize("num_outputs", [32, 22])
+def test_many_rows_become_fp8(num_outputs: int) -> None:
+    """Where the library multiplies with such a matrix; else the weights are widened."""
+    ops, weight = TritonOps(DEVICE, "bfloat16"), random_stored("FP8", num_outputs, 512, 512)
+    parts: list[Any] = [{"weight": weight}]
+    x, residual = random(20, 512, dtype="bfloat16"), random(20, num_outputs)
+    packed = ops.linear_weight(parts, [None])
+    assert isinstance(packed.get(), Fp8RowsWeight)
+    codes, scales = quantise_rows(x)
+    rows = codes.float() * scales if num_outputs % 16 == 0 else x.float()
+    assert_near(codes.float() * scales, x.float(), "bfloat16", factor=16)
+    expected = rows @ torch.from_numpy(weight.as_floats()).to(DEVICE).t()
+    assert_near(ops.linear(x, packed), expected, "bfloat16", factor=4)
+    assert_near(ops.linear(x, packed, residual=residual), expected + residual, "bfloat16", factor=4)

@@ -13,7 +13,8 @@ import torch
 
 from archerfish.kernels.formats import Groups, Tensors, WeightFormat
 from archerfish.kernels.ops import Activation
-from archerfish.kernels.torch.reference import TorchOps, TorchWeight
+from archerfish.kernels.torch.reference import ACTIVATIONS, TorchOps, TorchWeight
+from archerfish.kernels.triton import norm as triton_norm
 from archerfish.kernels.triton.group_products import multiply_groups
 from archerfish.kernels.triton.launch import early_start
 from archerfish.kernels.triton.products import add_rows_kernel, multiply_rows_kernel, multiply_tiles_kernel, stream_kernel
@@ -22,6 +23,7 @@ from archerfish.kernels.triton.tiles import AddTile, LinearTile, add_tile, cdiv,
 Tensor = torch.Tensor
 NUM_THREADS = 8  # of uploads
 PIECE_BYTES = 4 << 20  # of a copy on its way, of which every thread has two
+FP8_STEP = 16  # of the sizes of an FP8 matrix that the library multiplies with
 ROW_STEP = 64  # of outputs: with an odd number of them cuBLAS takes four to six times as long
 
 
@@ -48,10 +50,14 @@ class FewRowsWeight(TorchWeight):
         if self.takes(x):
             return self.multiply_few(x, activation, residual, dtype=x.dtype if residual is None else residual.dtype)
         if residual is None or self.bias is not None or activation != "none":
-            return super().multiply(x, activation, residual)
+            return self.multiply_many(x, activation, residual)
         return self.add_many(residual, x)
 
+    def multiply_many(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
+        return super().multiply(x, activation, residual)
+
     def add_many(self, total: Tensor, x: Tensor) -> Tensor:
+        """total + x @ matrix.T, maybe in total's memory."""
         return add_product(total, x, self.dequantised())
 
 
@@ -95,6 +101,28 @@ class Int8RowsWeight(RowsWeight):
     """int8 rows with their scales; cuBLAS would have to be given another type."""
 
     max_rows = 64
+
+
+class Fp8RowsWeight(Int8RowsWeight):
+    """FP8 rows with their scales. Many rows of activations become FP8, too, each with a scale of its own."""
+
+    max_rows = 16
+
+    def __init__(self, ops: TorchOps, weight_format: WeightFormat, tensors: Tensors, bias: Tensor | None) -> None:
+        super().__init__(ops, weight_format, tensors, bias)
+        self.is_narrow = any(size % FP8_STEP for size in self.matrix.shape)  # for the library's products
+
+    def multiply_many(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
+        if self.is_narrow or self.scales is None:
+            return super().multiply_many(x, activation, residual)
+        codes, scales = triton_norm.quantise_rows(x)
+        y = torch._scaled_mm(codes, self.matrix.t(), scales, self.scales.unsqueeze(0), out_dtype=x.dtype)
+        if self.bias is not None:
+            y += self.bias
+        return ACTIVATIONS[activation](y if residual is None else residual + y)
+
+    def add_many(self, total: Tensor, x: Tensor) -> Tensor:
+        return self.multiply_many(x, "none", total)
 
 
 class GroupsWeight(FewRowsWeight):

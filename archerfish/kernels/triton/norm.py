@@ -20,6 +20,7 @@ from archerfish.kernels.triton.tiles import cdiv, next_power_of_2
 Tensor = torch.Tensor
 MAX_WIDTH = 16384  # of a row that one program normalises
 GATED_BLOCK = 2048  # columns of a program
+FP8_LARGEST = 448.0
 ELEMENTS_PER_WARP = 1024
 FEW_TOKENS = 32  # up to which queries, keys and values have a program each
 
@@ -112,6 +113,34 @@ def gated(x: Tensor, is_silu: bool) -> Tensor:
             **early_start(x.device),
         )
     return out
+
+
+@triton.jit
+def quantise_kernel(x, out, scales, x_stride, width: tl.constexpr, block: tl.constexpr, is_early: tl.constexpr):
+    follow(is_early)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, block)
+    is_inside = columns < width
+    values = tl.load(x + row * x_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(values), 0)
+    scale = tl.where(largest > 0, largest / 448.0, 1.0)
+    tl.store(out + row * width + columns, (values / scale).to(out.dtype.element_ty), mask=is_inside)
+    tl.store(scales + row, scale)
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in FP8, and the (rows, 1) scale of each."""
+    (num_rows, width), block = x.shape, next_power_of_2(x.shape[1])
+    if not x.is_cuda or block > MAX_WIDTH:  # Triton's interpreter has no FP8
+        largest = x.float().abs().amax(1, keepdim=True)
+        scales = torch.where(largest > 0, largest / FP8_LARGEST, 1.0)
+        return (x.float() / scales).to(torch.float8_e4m3fn), scales
+    out = torch.empty((num_rows, width), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((num_rows, 1), dtype=torch.float32, device=x.device)
+    quantise_kernel[(num_rows,)](
+        x, out, scales, x.stride(0), width=width, block=block, num_warps=max(1, min(16, block // 512)), **early_start(x.device)
+    )
+    return out, scales
 
 
 @triton.jit

@@ -48,6 +48,7 @@ from archerfish.kernels.triton.attention import attend_decodes, takes_new
 from archerfish.kernels.triton.compiling import CompileCounts
 from archerfish.kernels.triton.linear import (
     FewRowsWeight,
+    Fp8RowsWeight,
     GroupsWeight,
     Int8RowsWeight,
     PlainRowsWeight,
@@ -132,7 +133,7 @@ class TritonOps(TorchOps):
     name = "torch + Triton"
     sampling_kind = TritonSampling
     products: ClassVar[Mapping[str, type[TorchWeight]]] = {
-        "plain": PlainRowsWeight, "int8": Int8RowsWeight, "fp8": Int8RowsWeight, "groups": GroupsWeight, "int4": GroupsWeight,
+        "plain": PlainRowsWeight, "int8": Int8RowsWeight, "fp8": Fp8RowsWeight, "groups": GroupsWeight, "int4": GroupsWeight,
     }  # fmt: skip
     max_recorded_head_dim = triton_attention.MAX_HEAD_DIM
 
