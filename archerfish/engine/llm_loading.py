@@ -17,7 +17,7 @@ from archerfish.errors import ArcherfishError, InvalidOptionError
 from archerfish.kernels.formats import INT8, PLAIN, WeightFormat, choose_format
 from archerfish.kernels.recurrent import StateShape
 from archerfish.kernels.select import choose_backend, choose_device, choose_dtype, choose_ops, log_device
-from archerfish.kernels.stored import GPU_BITS, GPU_TYPES
+from archerfish.kernels.stored import GPU_BITS, GPU_TYPES, random_stored
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import MemoryShape, ModelAdapter, model_class
 from archerfish.models.config import Config
@@ -33,6 +33,7 @@ from archerfish.store.format import TensorInfo, block_bytes, buffer_bytes
 from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import HUB_ID, ONLY_TOKENIZER, builtin_at, resolve_model
+from archerfish.store.quantised_source import stated_quantization
 from archerfish.text.text_tokenizer import find_text_tokenizer
 from archerfish.text.tokenizer import Tokenizer, read_settings
 from archerfish.types import DTYPE_BYTES, Progress, no_progress
@@ -157,7 +158,8 @@ def read_model_facts(config: EngineConfig, hub: HubConfig, progress: Progress, r
     source = resolve_model(config.model, hub, progress)
     if config.load_format == "dummy" and not is_converted(source):
         values, generation = (read_settings(source / file) for file in ("config.json", "generation_config.json"))
-        facts = facts_of(config, device, dtype, source, source.name, values, generation, reserved_bytes=reserved_bytes)
+        found = stored_bytes(dummy_infos(values), values, device, dtype) if choose_backend(device, dtype).keeps_quantised else 0
+        facts = facts_of(config, device, dtype, source, source.name, values, generation, found, reserved_bytes)
         kind = ""
     else:
 
@@ -179,6 +181,17 @@ def read_model_facts(config: EngineConfig, hub: HubConfig, progress: Progress, r
         kind = str(metadata.source.get("kind"))
     check_quantization(config.quantization, facts.config.values, kind, facts.name)
     return replace(facts, tokenizer_directory=locate_tokenizer(config.tokenizer, facts.directory, hub, progress))
+
+
+def dummy_infos(values: Mapping[str, Any]) -> list[TensorInfo]:
+    """The tensors of a model of which there is only a configuration, with matrices of layers quantised as that says."""
+    config, settings = Config(values), values.get("quantization_config") or {}
+    adapter = model_class(config)
+    matrices = {name for names in adapter.products(config) for name in names if settings and ".layers." in name}
+    return [
+        TensorInfo(name, "float32", shape, stated_quantization(settings, shape[1]) if name in matrices else None)
+        for name, shape in adapter.dummy_shapes(config).items()
+    ]
 
 
 def stored_bytes(tensors: Sequence[TensorInfo], values: Mapping[str, Any], device: str, dtype: str) -> int:
@@ -282,7 +295,10 @@ def load_adapter(facts: ModelFacts, config: EngineConfig) -> ModelAdapter[Any]:
 
     def tensors() -> Mapping[str, Any]:
         if loader is None:
-            return ops.random_weights(facts.adapter.dummy_shapes(facts.config))
+            infos = [info for info in dummy_infos(facts.config.values) if facts.stored_bytes]
+            kept = {info.name: random_stored(info.shape, *info.quantization[::2]) for info in infos if info.quantization}
+            shapes = facts.adapter.dummy_shapes(facts.config)
+            return {**ops.random_weights({name: shape for name, shape in shapes.items() if name not in kept}), **kept}
         return loader.load_stored() if ops.reads_stored else loader.load_weights(keeps_quantised=True)
 
     with ops.allocating(facts.name):

@@ -5,6 +5,7 @@ numpy has no bfloat16. Its bits lie in uint16, a type that no checkpoint has for
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ Floats = npt.NDArray[np.float32]
 # Types that a GPU multiplies with, and bits of a number there, of those that are taken apart for it.
 GPU_BITS = {"Q4_K": 5, "Q6_K": 9}
 GPU_TYPES = {"Q4_0", "Q4_1", "Q8_0", "INT8", "FP8", *GPU_BITS}
+RANDOM_BYTES = 1 << 24  # of codes, which are repeated
 PIECE_SIZE = 1 << 18  # numbers that are rounded at a time, so that they stay in the processor's cache
 
 
@@ -102,3 +104,15 @@ class StoredTensor:
             values += self.mins.astype(np.float32).reshape(-1, 1)
         found: Floats = values
         return found
+
+
+def random_stored(shape: tuple[int, ...], quant_type: str, group_size: int) -> StoredTensor:
+    """Small random numbers of a type that a GPU multiplies with, always the same ones."""
+    num_groups, is_packed = math.prod(shape) // group_size, quant_type.startswith("Q4")
+    codes = np.random.default_rng(0).integers(0, 256, min(RANDOM_BYTES, math.prod(shape)), dtype=np.uint8)
+    if quant_type == "FP8":
+        codes &= 0b1011_1111  # none is larger than 2
+    codes = np.resize(codes, (num_groups, group_size // (2 if is_packed else 1)))
+    scale, kind = 0.02 if quant_type == "FP8" else 0.005 if is_packed else 0.0003, "float16" if is_packed else "float32"
+    mins = np.full(num_groups, -8 * scale, np.float16) if quant_type == "Q4_1" else None
+    return StoredTensor(shape, "float32", codes, quant_type, np.full(num_groups, scale, kind), mins)

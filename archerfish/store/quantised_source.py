@@ -60,12 +60,17 @@ class Layout:
     @property
     def quant_type(self) -> str:
         """How the matrix is stored; empty: widened."""
-        num_inputs = self.shape[1]
-        if self.order is not None or num_inputs % GROUP_SIZE or self.group_size % GROUP_SIZE or num_inputs % self.group_size:
-            return ""
-        if self.bits == 4:
-            return "Q4_0" if self.is_symmetric else "Q4_1"
-        return "FP8" if self.is_float else "INT8" if self.is_symmetric else ""
+        sizes = self.shape[1], self.group_size, self.bits
+        return "" if self.order is not None else stored_type(*sizes, is_symmetric=self.is_symmetric, is_float=self.is_float)
+
+
+def stored_type(num_inputs: int, group_size: int, bits: int, *, is_symmetric: bool, is_float: bool = False) -> str:
+    """The type of `store/format.py` for a matrix; empty: there is none."""
+    if num_inputs % GROUP_SIZE or group_size % GROUP_SIZE or num_inputs % group_size:
+        return ""
+    if bits == 4:
+        return "Q4_0" if is_symmetric else "Q4_1"
+    return "FP8" if is_float else "INT8" if is_symmetric else ""
 
 
 Given = Mapping[str, SourceTensor]  # tensors of one matrix, by the last part of their names
@@ -149,6 +154,20 @@ def choose_reader(path: Path, settings: Mapping[str, Any]) -> tuple[Reader, tupl
 def groups_of(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     groups = settings.get("config_groups")
     return [each for each in groups.values() if isinstance(each, dict)] if isinstance(groups, dict) else []
+
+
+def stated_quantization(settings: Mapping[str, Any], num_inputs: int) -> Quantization | None:
+    """How matrices of so many inputs would be stored that settings describe; None: plain. For weights that are made up."""
+    method, weights = settings.get("quant_method"), next(iter(groups_of(settings)), {}).get("weights") or {}
+    is_float = method in ("fp8", "modelopt") or weights.get("type") == "float"
+    bits = 8 if is_float else int(weights.get("num_bits", settings.get("bits", settings.get("w_bit", 4))))
+    blocks = settings.get("weight_block_size") or weights.get("block_structure")
+    size = blocks[1] if blocks else weights.get("group_size", settings.get("group_size", settings.get("q_group_size")))
+    stated = settings.get("sym", True) if method == "gptq" else not settings.get("zero_point", method == "awq")
+    group_size = num_inputs if size in (None, -1) or size > num_inputs else int(size)
+    is_symmetric = bool(is_float or weights.get("symmetric", stated))
+    found = stored_type(num_inputs, group_size, bits, is_symmetric=is_symmetric, is_float=is_float)
+    return Quantization(found, 1, group_size) if found else None
 
 
 def source_tensor(name: str, layout: Layout) -> SourceTensor:

@@ -63,7 +63,7 @@ for each in built:
     assert "wgmma.mma_async" in each.asm["ptx"] and "cp.async" in each.asm["ptx"]
 """
 GROUPS = """
-from archerfish.kernels.triton.group_products import multiply_groups_kernel
+from archerfish.kernels.triton.group_products import multiply_groups_kernel, multiply_many_kernel
 from archerfish.kernels.triton.norm import quantise_kernel
 from archerfish.kernels.triton.products import multiply_rows_kernel, multiply_tiles_kernel, stream_kernel
 
@@ -76,10 +76,15 @@ for half in ("bf16", "fp16"):
         built = build(multiply_groups_kernel, {**fixed, **own, "is_gated": is_gated}, {"codes": "u8", **scales}, half, 4)
         assert "cp.async" in built.asm["ptx"] and "mma.sync" in built.asm["ptx"]
         assert "cvt.rn.f32.s" not in built.asm["ptx"] and "cvt.rn.f32.u" not in built.asm["ptx"]  # conversions are slow
+    many = {**fixed, "rows": 128, "outputs": 128, "group_size": 128, "part": 128, "is_packed": True}
+    del many["is_gated"]
+    built = build(multiply_many_kernel, many, {"codes": "u8", **scales}, half, 8)
+    assert "wgmma.mma_async" in built.asm["ptx"] and "st.shared" not in built.asm["ptx"]  # weights stay in registers
     own = {"group_size": 128, "part": 128, "parts": 4, "is_packed": False}
     for kind in ("i8", "fp8e4nv"):
         build(multiply_groups_kernel, {**fixed, **own}, {"codes": kind, "scales": "fp32", "mins": "fp32"}, half, 4)
-    kinds, rows = {"weight": "fp8e4nv", "scales": "fp32"}, {"width": 500, "columns": 128, "activation": "none", "is_early": True}
+    kinds = {"weight": "fp8e4nv", "scales": "fp32"}
+    rows = {"width": 500, "columns": 128, "activation": "none", "is_early": True}
     rows |= dict.fromkeys(flags[1:], False) | {"is_normed": False, "num_pieces": 3}
     build(multiply_rows_kernel, {**rows, "rows": 2, "outputs": 4}, kinds, half, 4)
     tiles = {name: value for name, value in rows.items() if name not in ("is_normed", "num_pieces")}

@@ -66,11 +66,13 @@ def test_normed_and_gated(kind: tuple[str, int], gate: Activation | None) -> Non
         assert_near(y, reference.normed_linear(total, norm, 1e-3, wide, gate=gate)[0], "float16")
 
 
-def test_many_rows_are_multiplied_by_torch() -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("num_rows", [GroupsWeight.max_rows + 1, GroupsWeight.many_rows + 1])
+def test_many_rows(num_rows: int, kind: tuple[str, int]) -> None:
+    """By our kernels, or by torch with the matrix that a kernel has dequantised."""
     ops, reference = TritonOps(DEVICE, "float16"), TorchOps(DEVICE)
-    weight, wide = weights(("Q4_1", 128), 22, "float16")
-    num_rows = GroupsWeight.max_rows + 1
-    x, residual = random(num_rows, 512, dtype="float16") / 8, random(num_rows, 22, dtype="float16")
+    weight, wide = weights(kind, 22, "float16")
+    x, residual = random(num_rows, 512, dtype="float16") / 64, random(num_rows, 22, dtype="float16")
     assert_near(ops.linear(x, weight), reference.linear(x.float(), wide), "float16")
     added = ops.linear(x, weight, residual=residual)
     assert_near(added, reference.linear(x.float(), wide, residual=residual.float()), "float16")

@@ -96,14 +96,18 @@ def test_the_store_keeps_them(case: Case, tmp_path: Path) -> None:
             check_values(found, matrix, case)
 
 
+def use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = OpsBackend("torch", lambda device, dtype: "", TorchOps, "", keeps_quantised=True)
+    monkeypatch.setattr(llm_loading, "choose_backend", lambda device, dtype: kept)
+    monkeypatch.setattr(llm_loading, "choose_ops", TorchOps)
+
+
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_an_engine_computes_with_them(case: Case, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the same model with plain numbers; the native backend rounds activations in products of 4 and 8 bits."""
     packer, settings, stored = case
     if backend == "torch":
-        kept = OpsBackend("torch", lambda device, dtype: "", TorchOps, "", keeps_quantised=True)
-        monkeypatch.setattr(llm_loading, "choose_backend", lambda device, dtype: kept)
-        monkeypatch.setattr(llm_loading, "choose_ops", TorchOps)
+        use_torch(monkeypatch)
     write_plain(tmp_path / "plain", write_quantised(tmp_path / "model", packer, settings))
     prompts = [[5, 6, 7, 8, 9], [40, 3] * 20]
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5, prompt_logprobs=1)
@@ -116,6 +120,20 @@ def test_an_engine_computes_with_them(case: Case, backend: str, tmp_path: Path, 
             assert backend != "torch" or (packed.weight_format.name == "plain") == (name == "plain" or not stored)
         found.append(np.array([one.logprob for output in outputs for one in (output.prompt_logprobs or [])[1:]]))
     np.testing.assert_allclose(found[1], found[0], rtol=0, atol=0.15 if backend == "native" else 0.02)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_made_up_weights_are_quantised_as_stated(
+    case: Case, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, settings, stored = case
+    if backend == "torch":
+        use_torch(monkeypatch)
+    (tmp_path / "config.json").write_text(json.dumps({**made.CONFIG, "quantization_config": settings}))
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1, "max_cache_tokens": 256}
+    with LLMEngine(str(tmp_path), load_format="dummy", **options) as engine:
+        assert bool(engine.facts.stored_bytes) == bool(stored or settings.get("desc_act"))
+        assert len(engine.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
 
 
 def test_numbers_of_fp8() -> None:

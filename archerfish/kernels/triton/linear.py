@@ -15,7 +15,7 @@ from archerfish.kernels.formats import Groups, Tensors, WeightFormat
 from archerfish.kernels.ops import Activation
 from archerfish.kernels.torch.reference import ACTIVATIONS, TorchOps, TorchWeight
 from archerfish.kernels.triton import norm as triton_norm
-from archerfish.kernels.triton.group_products import multiply_groups
+from archerfish.kernels.triton.group_products import FEW_ROWS, dequantise, multiply_groups
 from archerfish.kernels.triton.launch import early_start
 from archerfish.kernels.triton.products import add_rows_kernel, multiply_rows_kernel, multiply_tiles_kernel, stream_kernel
 from archerfish.kernels.triton.tiles import AddTile, LinearTile, add_tile, cdiv, choose_tile, next_power_of_2, shared_bytes
@@ -126,19 +126,34 @@ class Fp8RowsWeight(Int8RowsWeight):
 
 
 class GroupsWeight(FewRowsWeight):
-    """Codes in groups of inputs."""
+    """Codes in groups of inputs. Many rows are multiplied by our kernels, too; very many with the dequantised matrix."""
 
-    max_rows = 64
+    max_rows, many_rows = FEW_ROWS, 512
+
+    @property
+    def groups(self) -> Groups:
+        assert isinstance(self.weight_format, Groups)
+        return self.weight_format
 
     def multiply_few(
         self, x: Tensor, activation: Activation = "none", residual: Tensor | None = None, *, is_gated: bool = False,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        assert isinstance(self.weight_format, Groups)
         return multiply_groups(
-            x, self.weight_format, self.tensors, self.bias, activation=activation, residual=residual, is_gated=is_gated,
+            x, self.groups, self.tensors, self.bias, activation=activation, residual=residual, is_gated=is_gated,
             dtype=dtype or x.dtype,
         )
+
+    def multiply_many(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
+        if len(x) > self.many_rows or x.stride(-1) != 1:
+            return super().multiply_many(x, activation, residual)
+        return self.multiply_few(x, activation, residual, dtype=x.dtype if residual is None else residual.dtype)
+
+    def add_many(self, total: Tensor, x: Tensor) -> Tensor:
+        return self.multiply_many(x, "none", total) if len(x) <= self.many_rows else super().add_many(total, x)
+
+    def dequantised(self) -> Tensor:
+        return dequantise(self.groups, self.tensors, self.ops.torch_dtype)
 
 
 def with_room(matrix: Tensor) -> Tensor:
