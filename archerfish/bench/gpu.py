@@ -54,6 +54,21 @@ SHAPES |= {
         "num_attention_heads": 40, "tie_word_embeddings": False,
     },
 }  # fmt: skip
+PLAIN_SHAPES = tuple(SHAPES)
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+QUANTISED: dict[str, dict[str, Any]] = {  # quantization_config by the end of a shape's name
+    "w4a16": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False},
+    "fp8": {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"], "config_groups": {"group_0": {
+            "targets": ["Linear"], "weights": {**FP8, "strategy": "channel", "dynamic": False},
+            "input_activations": {**FP8, "strategy": "token", "dynamic": True},
+        }},
+    },
+}  # fmt: skip
+SHAPES |= {
+    f"{shape}-{kind}": {**SHAPES[shape], "quantization_config": settings}
+    for shape in ("qwen3-0.6b", "llama-3.1-8b") for kind, settings in QUANTISED.items()
+}  # fmt: skip
 VLLM = "vllm"
 COMMON = {
     "dtype": "bfloat16", "load_format": "dummy", "max_model_len": 8704, "max_num_seqs": 512, "gpu_memory_utilization": 0.85,
@@ -81,15 +96,19 @@ NUM_LONG, LONG_INPUT = 32, 8192
 FIRST_TOKEN = "one request, first token, ms"
 VLLM_RATIOS = {  # how many times vLLM's rate ours must be, in the order of the first PARTS
     "qwen3-0.6b": (1.15, 2.5, 1.0, 3.0), "llama-3.1-8b": (1.05, 1.25, 1.0, 1.6),
+    "llama-3.1-8b-w4a16": (1.0, 1.15), "llama-3.1-8b-fp8": (1.05, 1.0, 1.0),
 }  # fmt: skip
 GOALS = tuple(
     Goal(f"{shape}: {metric}", wanted, at_least=True, peers=(VLLM,))
     for shape, ratios in VLLM_RATIOS.items() for metric, wanted in zip(PARTS.values(), ratios, strict=False)
 ) + tuple(
     Goal(f"{shape}: {PARTS[part]}", wanted, at_least=True, peers=(VLLM,))
-    for shape in SHAPES for part, wanted in (("four", 1.3), ("sampled", 1.3), ("logprobs", 1.2), ("long", 1.1))
+    for shape in PLAIN_SHAPES for part, wanted in (("four", 1.3), ("sampled", 1.3), ("logprobs", 1.2), ("long", 1.1))
 ) + tuple(
-    Goal(f"{shape}: {PARTS['sampled']}", 0.9, at_least=True, over=f"{shape}: {PARTS['drawn']}") for shape in SHAPES
+    Goal(f"{shape}: {PARTS['sampled']}", 0.9, at_least=True, over=f"{shape}: {PARTS['drawn']}") for shape in PLAIN_SHAPES
+) + (
+    Goal("llama-3.1-8b-w4a16: one request, tokens/s", 500.0, at_least=True),
+    Goal(f"llama-3.1-8b-fp8: {PARTS['offline']}", 1.25, at_least=True, over=f"llama-3.1-8b: {PARTS['offline']}"),
 )  # fmt: skip
 STARTUP_GOALS = (Goal("qwen3-0.6b: second start, s", 8.0), Goal("llama-3.1-8b: second start, s", 15.0))
 MAX_TOKEN = 10000
@@ -212,7 +231,7 @@ def prepare(options: Namespace) -> tuple[list[str], list[str]]:
     """The shapes and the peers to measure. A machine without a GPU is refused, and a directory without vLLM."""
     from archerfish.kernels.select import choose_device
 
-    shapes = chosen("--shapes", options.shapes, SHAPES)
+    shapes = chosen("--shapes", options.shapes, SHAPES) if options.shapes else list(PLAIN_SHAPES)
     if options.vllm_path and not (Path(options.vllm_path) / "vllm" / "__init__.py").is_file():
         hint = "Give the directory that would be on PYTHONPATH."
         raise InvalidOptionError(f"{options.vllm_path} has no vllm package.", hint=hint)

@@ -84,7 +84,8 @@ AGAINST = Flag("--against", "a checkout of another version of archerfish, measur
 GENERATION = (rounds(5), NO_PEERS, AGAINST)
 RWKV_SHAPES = ("tiny", "0.1b", "0.4b")
 GPU = (
-    Flag("--shapes", "qwen3-0.6b, llama-3.1-8b, llama-3.2-1b, qwen3-4b, qwen3-14b (default: all)", metavar="A,B"),
+    Flag("--shapes", "qwen3-0.6b, llama-3.1-8b, llama-3.2-1b, qwen3-4b, qwen3-14b (default: all these); and the first two with "
+         "-w4a16 or -fp8 behind the name: quantised", metavar="A,B"),
     Flag("--vllm-path", "directory with vLLM (default: the installed one)", metavar="DIR"), NO_PEERS, AGAINST,
 )  # fmt: skip
 

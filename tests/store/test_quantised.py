@@ -62,6 +62,10 @@ def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
 
 
+# Engines over both backends; where formats differ only in how they are read, one will do.
+ENGINES = [(name, "native") for name in CASES] + [(name, "torch") for name in ("gptq", "awq", "w8a8", "ct-fp8", "fp8-blocks")]
+
+
 def check_values(found: made.Floats, meant: made.Floats, case: Case) -> None:
     _, settings, stored = case
     error = 0.0 if stored == "Q4_0" and settings["quant_method"] in ("gptq", "awq") else ERRORS[stored]
@@ -81,10 +85,9 @@ def test_matrices_mean_what_the_checkpoint_says(case: Case, tmp_path: Path) -> N
         check_values(found[name].load(), matrix, case)
 
 
-def test_the_store_keeps_them(case: Case, tmp_path: Path) -> None:
+def test_the_store_keeps_them(case: Case, hub: HubConfig, tmp_path: Path) -> None:
     packer, settings, stored = case
     meant = write_quantised(tmp_path / "model", packer, settings)
-    hub = HubConfig(cache_dir=str(tmp_path / "cache"))
     kept = ensure_converted(tmp_path / "model", dtype="float32", hub=hub, keep_quantized=True)
     wide = ensure_converted(tmp_path / "model", dtype="float32", hub=hub)
     assert kept != wide
@@ -102,31 +105,33 @@ def use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm_loading, "choose_ops", TorchOps)
 
 
-@pytest.mark.parametrize("backend", ["native", "torch"])
-def test_an_engine_computes_with_them(case: Case, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "backend"), ENGINES)
+def test_an_engine_computes_with_them(
+    name: str, backend: str, hub: HubConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against the same model with plain numbers; the native backend rounds activations in products of 4 and 8 bits."""
-    packer, settings, stored = case
+    packer, settings, stored = CASES[name]
     if backend == "torch":
         use_torch(monkeypatch)
     write_plain(tmp_path / "plain", write_quantised(tmp_path / "model", packer, settings))
     prompts = [[5, 6, 7, 8, 9], [40, 3] * 20]
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5, prompt_logprobs=1)
     found = []
-    for name in ("plain", "model"):
+    for folder in ("plain", "model"):
         options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1, "max_cache_tokens": 256}
-        with LLMEngine(str(tmp_path / name), **options) as engine:
+        with LLMEngine(str(tmp_path / folder), hub=hub, **options) as engine:
             outputs = engine.generate(prompts, params)
             packed: Any = engine.runner.model.ops._linear_weights[0].get()
-            assert backend != "torch" or (packed.weight_format.name == "plain") == (name == "plain" or not stored)
+            assert backend != "torch" or (packed.weight_format.name == "plain") == (folder == "plain" or not stored)
         found.append(np.array([one.logprob for output in outputs for one in (output.prompt_logprobs or [])[1:]]))
     np.testing.assert_allclose(found[1], found[0], rtol=0, atol=0.15 if backend == "native" else 0.02)
 
 
-@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize(("name", "backend"), ENGINES[-8:])
 def test_made_up_weights_are_quantised_as_stated(
-    case: Case, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, settings, stored = case
+    _, settings, stored = CASES[name]
     if backend == "torch":
         use_torch(monkeypatch)
     (tmp_path / "config.json").write_text(json.dumps({**made.CONFIG, "quantization_config": settings}))
@@ -190,11 +195,11 @@ BAD: dict[str, tuple[Packer, dict[str, Any], str, Any, type[ArcherfishError], st
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_damage_is_named_before_anything_is_allocated(name: str, tmp_path: Path) -> None:
+def test_damage_is_named_before_anything_is_allocated(name: str, hub: HubConfig, tmp_path: Path) -> None:
     packer, settings, part, change, kind, said = BAD[name]
     path = damaged(tmp_path / "model", packer, settings, part, change)
     with pytest.raises(kind, match=said) as caught:
-        LLMEngine(str(path), device="cpu", max_cache_tokens=256)
+        LLMEngine(str(path), hub=hub, device="cpu", max_cache_tokens=256)
     assert "down_proj" in str(caught.value)
 
 
