@@ -149,8 +149,8 @@ class EngineConfig(Options):
     dtype: str = option("auto", "Type of computation and of KV; auto: the fastest type of this machine.", choices=DTYPES)
     weights: str = option("auto", WEIGHTS)
     kv_dtype: str = option(
-        "auto", "Type of keys and values; auto: as `dtype`; int8: a byte a number, a scale for each token and head (CPU only).",
-        choices=("auto", "int8"),
+        "auto", "Type of keys and values; auto: as `dtype`. Of a byte: int8 with a scale for each token and head (CPU), fp8 "
+        "with a scale for each head (GPU).", choices=("auto", "int8", "fp8"),
     )
     generation_config: str = option(
         "auto", "Sampling parameters of requests that state none: auto: those of the model's generation_config.json; none: the "

@@ -280,6 +280,7 @@ def make_runner(
             is_deterministic=config.deterministic, num_threads=config.num_threads, executor=executor,
             max_tokens=facts.step_tokens, num_draft_tokens=0 if config.speculation == "off" else config.num_draft_tokens,
         )
+    runner.fit_kv_scales()
     described = facts.config.values, facts.dtype, facts.weight_format.name, facts.max_len, memory.block_size, config.kv_dtype
     runner.warm_up(repr(described), progress)
     return runner, replace(facts, memory=memory)

@@ -43,7 +43,7 @@ IGNORED = {
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_chunked_prefill": ((True,), "Long prompts are always computed in chunks; max_num_batched_tokens is their size."),
     "tokenizer_mode": (("auto", "fast", "hf"), "The Rust tokenizer of tokenizer.json is the only one."),
-    "kv_cache_dtype": (("auto", "int8"), "It takes one of: auto, int8 (on a CPU)."),
+    "kv_cache_dtype": (("auto", "int8", "fp8", "fp8_e4m3"), "It takes one of: auto, int8 (on a CPU), fp8 (on a GPU)."),
     "cpu_offload_gb": ((0,), "Weights lie on one device: choose a smaller model, or weights='int8'."),
     "pipeline_parallel_size": ((1,), "One device computes a model."),
     "data_parallel_size": ((1,), "Start one engine for each device."),
@@ -97,7 +97,7 @@ def read_options(given: Mapping[str, Any], hub: HubConfig | None) -> tuple[dict[
         if name in options:
             hub = hub.replace(**{target: str(options.pop(name))})
     if given.get("kv_cache_dtype") is not None:
-        options["kv_dtype"] = given["kv_cache_dtype"]
+        options["kv_dtype"] = str(given["kv_cache_dtype"]).removesuffix("_e4m3")
     if "speculative_config" in options:
         options |= read_speculation(options.pop("speculative_config"))
     if "dtype" in options:

@@ -116,6 +116,7 @@ class KVLayer(NamedTuple, Generic[T]):
 
     keys: T
     values: T
+    scales: T | None = None  # (2, num_kv_heads) float32: what keys and values in FP8 are to be multiplied with
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +187,7 @@ class Ops(ABC, Generic[T]):
     device: str
     dtype: str
     reads_stored: bool = False  # takes a checkpoint's tensors as `StoredTensor`, not as tensors of torch
-    kv_dtype: str = AUTO  # of new keys and values: int8, or the compute type
+    kv_dtype: str = AUTO  # of new keys and values: int8, fp8, or the compute type
     rounds_rows: bool = False  # with int8 matrices, what they are multiplied with may become bytes too, as encoders bear it
     is_deterministic: bool = False  # what a row of a product gives must not depend on how many rows there are
 
@@ -277,6 +278,10 @@ class Ops(ABC, Generic[T]):
     @abstractmethod
     def new_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVLayer[T]:
         """Memory for the blocks of one layer, in the type that kv_dtype says."""
+
+    def fit_kv_scales(self, layers: Sequence[KVLayer[T]], num_blocks: int) -> None:
+        """Set the scales of keys and values by those in the first blocks, which were stored with scales of 1."""
+        raise NotImplementedError
 
     @abstractmethod
     def copy_blocks(self, layers: Sequence[KVLayer[T]], pairs: Sequence[tuple[int, int]]) -> None:

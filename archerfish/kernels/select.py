@@ -31,7 +31,7 @@ class OpsBackend(NamedTuple):
     strength: str  # in one phrase, for people to read
     reads_stored: bool = False  # as `Ops.reads_stored`
     keeps_quantised: bool = False  # multiplies with quantised matrices as they are stored
-    has_int8_kv: bool = False  # keys and values may be int8
+    kv_types: tuple[str, ...] = ()  # that keys and values may have beside the compute type
 
 
 class FastPath(NamedTuple):
@@ -132,12 +132,13 @@ def loader(place: str) -> Callable[[str, str], Ops[Any]]:
 
 BACKENDS = [  # the fastest first
     OpsBackend("torch + Triton", without_triton, loader("triton.ops:TritonOps"), "norms, rotary and attention in own kernels",
-               keeps_quantised=True),
+               keeps_quantised=True, kv_types=("fp8",)),
     OpsBackend(
         "native", without_native, loader("native.ops:NativeOps"), "own kernels over tapes", reads_stored=True,
-        keeps_quantised=True, has_int8_kv=True,
+        keeps_quantised=True, kv_types=("int8",),
     ),
-    OpsBackend("torch reference", without_torch, loader("torch.reference:TorchOps"), "any device and type of torch"),
+    OpsBackend("torch reference", without_torch, loader("torch.reference:TorchOps"), "any device and type of torch",
+               kv_types=("fp8",)),
 ]
 
 

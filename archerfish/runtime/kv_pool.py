@@ -184,11 +184,13 @@ def bytes_per_block(config: EngineConfig, shape: MemoryShape, device: str, dtype
     if isinstance(shape, StateShape):
         raise InvalidOptionError("[engine] kv_dtype is for keys and values; this model has states.", hint="Leave it out.")
     backend = choose_backend(device, dtype)
-    if not backend.has_int8_kv:
+    if config.kv_dtype not in backend.kv_types:
+        hint = f"Leave it out; this backend has {', '.join(backend.kv_types)}." if backend.kv_types else "Leave it out."
         raise InvalidOptionError(
-            f"[engine] kv_dtype is int8, which the backend {backend.name!r} does not have.",
-            hint="Leave it out, or choose device=cpu, where the native backend has it (`archerfish doctor`).",
+            f"[engine] kv_dtype is {config.kv_dtype}, which the backend {backend.name!r} does not have.", hint=hint
         )
+    if config.kv_dtype == "fp8":
+        return shape.bytes_per_block(block_size, 1)
     return replace(shape, head_dim=shape.head_dim + KV_SCALE_BYTES).bytes_per_block(block_size, 1)
 
 

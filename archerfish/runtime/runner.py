@@ -30,6 +30,7 @@ from archerfish.step import NO_IDS, PENDING, StepInput, StepResult, TokenLogprob
 from archerfish.types import Progress, no_progress
 
 DECODE_TILE = 32  # rows of every decode pass in deterministic mode, filled up with rows that mean nothing
+CALIBRATED = 256  # tokens by which scales are set
 LOGPROB_ROWS = 64  # rows of prompt logits made at a time
 WARM_UPS = (  # new tokens and contexts of sequences: long prompts, short ones, and what stands after a long context
     [(256, 256)], [(20, 20)] * 8, [(1, 40), (2, 300)],
@@ -126,6 +127,18 @@ class ModelRunner(Generic[T]):
         if self._thread is not None:
             return self._thread.submit(lambda: self._start(step, work)())
         return QueuedStep(self._start(step, work))
+
+    def fit_kv_scales(self) -> None:
+        """Set the scales of keys and values in FP8 by those of made-up tokens, over blocks that are free."""
+        if not self.pool.has_keys or self.pool.layers[0].scales is None:
+            return
+        size, num = self.pool.block_size, min(CALIBRATED, self.model.max_len, self.pool.num_blocks * self.pool.block_size)
+        lens, blocks = np.array([num]), np.arange(-(-num // size))[None]
+        tokens = np.random.default_rng(0).integers(0, self.sampler.vocab_size, num)
+        with self.ops.computing():
+            batch = self.pool.pack_batch(self.ops, tokens, lens, np.zeros_like(lens), blocks, size)
+            self.model.forward(batch, self.pool.layers)
+            self.ops.fit_kv_scales(self.pool.layers, blocks.size)
 
     def warm_up(self, key: str = "", progress: Progress = no_progress) -> None:
         """Run each kind of step once, over blocks that are free. Before, what any step needs is compiled: `Ops.starting`."""

@@ -1,4 +1,4 @@
-"""int8 weights, and int8 keys and values."""
+"""int8 weights, and keys and values of a byte."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from archerfish import remarks
+from archerfish import SamplingParams, remarks
 from archerfish.cli import doctor
 from archerfish.config import EngineConfig, HubConfig
+from archerfish.engine import llm_loading
 from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.llm import LLM
 from archerfish.engine.llm_engine import LLMEngine
@@ -25,6 +26,7 @@ from archerfish.kernels.torch.reference import TorchOps
 from archerfish.models.adapter import KVShape
 from archerfish.models.config import Config
 from archerfish.models.rwkv7 import Rwkv7Model
+from archerfish.runtime import kv_pool
 from archerfish.runtime.kv_pool import plan_memory
 from archerfish.store.loader import WeightLoader
 from tests.engine.test_rwkv_engine import note_logits
@@ -150,31 +152,58 @@ def test_the_loss_of_a_trained_model_hardly_changes() -> None:
 SHAPE = KVShape(2, 2, 8)  # as the tiny Llama has it
 
 
-def make_int8_kv(model: Path, hub: HubConfig, **options: Any) -> LLMEngine:
-    return LLMEngine(tiny_config(model, kv_dtype="int8", **options), hub=hub)
+@pytest.fixture(params=["int8", "fp8"])
+def kv_dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """FP8 by torch, which means what a GPU computes."""
+    if request.param == "fp8":
+        reference = next(each for each in select.BACKENDS if each.name == "torch reference")
+        for module in (llm_loading, kv_pool):
+            monkeypatch.setattr(module, "choose_backend", lambda device, dtype: reference)
+        monkeypatch.setattr(llm_loading, "choose_ops", TorchOps)
+    return str(request.param)
 
 
-def test_tokens_do_not_depend_on_what_is_cached_or_beside(llama: Path, hub: HubConfig) -> None:
+def make_narrow_kv(model: Path, hub: HubConfig, kv_dtype: str, **options: Any) -> LLMEngine:
+    return LLMEngine(tiny_config(model, kv_dtype=kv_dtype, **options), hub=hub)
+
+
+def test_tokens_do_not_depend_on_what_is_cached_or_beside(llama: Path, hub: HubConfig, kv_dtype: str) -> None:
     """Red if scales are not copied with their block: prompts end inside of blocks that others go on from."""
     long, many = prompts(1, least=60)[0], prompts(6, seed=1)
     forked = [[*long[:num], 5, 6, 7] for num in (37, 40, 51)]
-    with make_int8_kv(llama, hub, enable_prefix_caching=False) as engine:
+    with make_narrow_kv(llama, hub, kv_dtype, enable_prefix_caching=False) as engine:
         expected = tokens(engine.generate([long, *forked, *many], greedy()))
-    with make_int8_kv(llama, hub) as engine:
+    with make_narrow_kv(llama, hub, kv_dtype) as engine:
         found = [engine.generate([prompt], greedy())[0] for prompt in [long, *forked]]
         assert [output.num_cached_tokens for output in found] == [0, 37, 40, 51]
         assert tokens(found) + tokens(engine.generate(many, greedy())) == expected
         check_memory(engine)
-    with make_int8_kv(llama, hub, max_cache_tokens=160, max_num_seqs=6) as engine:
+    with make_narrow_kv(llama, hub, kv_dtype, max_cache_tokens=160, max_num_seqs=6) as engine:
         assert tokens(engine.generate(many, greedy())) == expected[4:]
         assert engine.scheduler.stats().num_preemptions > 0
 
 
-def test_blocks_take_what_was_planned(llama: Path, hub: HubConfig) -> None:
-    with make_int8_kv(llama, hub) as engine:
+def test_blocks_take_what_was_planned(llama: Path, hub: HubConfig, kv_dtype: str) -> None:
+    with make_narrow_kv(llama, hub, kv_dtype) as engine:
         memory, layers = engine.facts.memory, engine.runner.pool.layers
-        assert memory.block_bytes == 2 * 2 * 2 * (8 + 4) * 16
+        assert memory.block_bytes == 2 * 2 * 2 * (8 + (4 if kv_dtype == "int8" else 0)) * 16
         assert sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) == memory.num_bytes
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8"], indirect=True)
+def test_scales_of_fp8_fit_what_comes(llama: Path, hub: HubConfig, kv_dtype: str) -> None:
+    """Scores of a prompt are near those with plain keys, whose numbers are small: without scales they would lose digits."""
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    with make_narrow_kv(llama, hub, "auto") as plain, make_narrow_kv(llama, hub, kv_dtype) as narrow:
+        found = [
+            [one.logprob for one in (engine.generate(prompts(1, least=50), params)[0].prompt_logprobs or [])[1:]]
+            for engine in (plain, narrow)
+        ]
+        layers = narrow.runner.pool.layers
+        largest = [float((layer[place].float().abs().amax((0, 1, 3)) / 448).max()) for layer in layers for place in range(2)]
+        assert all(layer.scales is not None and layer.scales.max() < 1 for layer in layers)
+    assert all(0.1 < each < 0.6 for each in largest)
+    assert found[1] == pytest.approx(found[0], abs=0.05) and found[1] != found[0]
 
 
 def test_what_has_no_int8_keys_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +212,7 @@ def test_what_has_no_int8_keys_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         plan_memory(config, StateShape(2, 2, 16), "cpu", "float32", 0)
     with pytest.raises(InvalidOptionError, match=r"'torch \+ Triton' does not have") as caught:
         plan_memory(config, SHAPE, "cuda", "bfloat16", 0)
-    assert "device=cpu" in str(caught.value.hint)
+    assert "this backend has fp8" in str(caught.value.hint)
     monkeypatch.setattr(select, "native_error", lambda: "it was not compiled")
     with pytest.raises(InvalidOptionError, match="'torch reference' does not have"):
         plan_memory(config, SHAPE, "cpu", "float32", 0)

@@ -111,6 +111,21 @@ for half in ("bf16", "fp32"):
         build(decode_kernel, {**heads, **extra, **decode, "is_split": is_split}, types | {"cos_sin": "fp32"}, half, 4)
     build(shared_kernel, {**heads, "group": 2, "rows": 16, "is_early": True}, types, half, 4)
 """
+FP8_KEYS = NARROW_HEADS.split("for half in")[0] + """
+from archerfish.kernels.triton.norm import store_kv_kernel
+from archerfish.kernels.triton.prefill import gather_kernel
+
+types |= {"keys": "fp8e4nv", "values": "fp8e4nv", "kv_scales": "fp32", "cos_sin": "fp32", "slots": "i64", "positions": "i64"}
+heads = {**heads, "head_dim": 64, "width": 64}
+build(prefill_kernel, {**heads, **extra, **prefill}, types, "bf16", 4)
+build(shared_kernel, {**heads, "group": 2, "rows": 16, "is_early": True}, types, "bf16", 4)
+new = {**heads, **extra, **decode, "is_split": True, "is_new": True, "is_rotated": True}
+build(decode_kernel, new, types, "bf16", 4)
+stored = {"block_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "half": 32, "q_rows": 4, "kv_rows": 2}
+stored |= {"half_block": 32, "rest_block": 0, "is_rotated": True, "has_q_norm": False, "has_k_norm": False, "is_early": True}
+build(store_kv_kernel, stored, types, "bf16")
+build(gather_kernel, {"block_size": 16, "row_width": 128, "width": 128, "many": 4}, types, "bf16", 4)
+"""
 SUMS = """
 from archerfish.kernels.triton.mixes import mix_rows_kernel, norm_shift_kernel
 from archerfish.kernels.triton.norm import lookup_kernel, rms_norm_kernel
@@ -158,7 +173,7 @@ for half in ("bf16", "fp16"):
         pytest.param(PRODUCTS + NARROW_HEADS + MANY_ROWS, id="products and attention"),
         # Beside weights of half the size, rows in float32 are spread as others are.
         pytest.param(SUMS, id="sums in float32", marks=pytest.mark.slow),
-        pytest.param(GROUPS, id="weights in groups", marks=pytest.mark.slow),
+        pytest.param(GROUPS + FP8_KEYS, id="weights in groups, keys in FP8", marks=pytest.mark.slow),
     ],
 )
 def test_kernels_compile_for_a_hopper(script: str) -> None:

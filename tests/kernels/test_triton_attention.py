@@ -402,3 +402,59 @@ def test_decodes_can_be_captured() -> None:
     found = out.clone()
     static = batch
     torch.testing.assert_close(found, step())
+
+
+def scaled(kv: KVLayer[Tensor]) -> KVLayer[Tensor]:
+    """The same keys and values in a narrow type, with a scale for each head. The interpreter has no FP8."""
+    scales = torch.rand(2, kv.keys.shape[2], device=DEVICE) / 8 + 0.03
+    kind = torch.float8_e4m3fn if HAS_CUDA else torch.float16
+    keys, values = ((memory.float() / scale[:, None]).to(kind) for memory, scale in zip(kv[:2], scales, strict=True))
+    return KVLayer(keys, values, scales)
+
+
+def widened(kv: KVLayer[Tensor]) -> KVLayer[Tensor]:
+    assert kv.scales is not None
+    keys, values = (memory.float() * scale[:, None] for memory, scale in zip(kv[:2], kv.scales, strict=True))
+    return KVLayer(keys, values)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("case", [ATTENTION[0], ATTENTION[3], ATTENTION[7], ATTENTION[12], ATTENTION[16]])
+def test_scaled_keys_and_values(case: Case, dtype: str) -> None:
+    ops = small_ops(dtype)
+    batch, kv = batch_over(ops, case.sequences, case.block_size, case.heads)
+    kv = scaled(kv)
+    q = random(len(batch.token_ids), case.heads.num_heads * case.heads.head_dim, dtype=dtype)
+    expected = TorchOps(DEVICE).paged_attention(q.float(), widened(kv), batch, case.heads)
+    assert_near(ops.paged_attention(q, kv, batch, case.heads), expected, dtype)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_scaled_shared_keys(num_splits: int) -> None:
+    heads, ops = HeadShape(4, 2, 32, 0.2), small_ops()
+    batch, kv = shared_batch(ops, (1, 20, 5, 3), 3, 8, heads)
+    kv = scaled(kv)
+    q = random(4, 128)
+    expected = TorchOps(DEVICE).paged_attention(q, widened(kv), batch, heads)
+    assert_near(ops.paged_attention(q, kv, sharing(batch, kv, 24, num_splits), heads), expected)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("new", [1, 3])
+def test_new_keys_are_scaled(num_splits: int, new: int) -> None:
+    """By the kernel of decodes, or by the one before attention."""
+    heads, ops = HeadShape(4, 2, 32, 0.2), small_ops()
+    sequences = ((1, 37), (new, 9))
+    batch, kv = batch_over(ops, sequences, 8, heads)
+    kv = scaled(kv)
+    wide = widened(kv)
+    if new == 1:
+        lengths = torch.tensor([37, 9], dtype=torch.int32, device=DEVICE)
+        find_plan.keep(AttentionPlan(lengths, lengths, lengths, num_splits=num_splits), batch)
+    rotation = Rotation(ops.rotary(np.random.default_rng(0).normal(size=(40, 32)).astype(np.float32), 32))
+    qkv = random(1 + new, 256)
+    out = ops.store_and_attend(qkv, kv, batch, heads, rotation)
+    expected = TorchOps(DEVICE).store_and_attend(qkv, wide, replace(batch), heads, rotation)
+    error = 40.0 if HAS_CUDA else 1.0
+    for found, wanted in ((out, expected), *zip(widened(kv)[:2], wide[:2], strict=True)):
+        assert_near(found, wanted, "float16", factor=error)

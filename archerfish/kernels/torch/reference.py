@@ -44,6 +44,8 @@ from archerfish.kernels.torch.wkv import TorchRecurrentOps
 
 Tensor = torch.Tensor
 DUMMY_SCALE = 0.02  # of random weights
+FP8, FP8_LARGEST = torch.float8_e4m3fn, 448.0
+FP8_HEADROOM = 4.0  # times the largest key or value that was seen when scales were set
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu,
     "relu_squared": lambda x: F.relu(x).square_(), "sigmoid": torch.sigmoid, "silu": F.silu, "tanh": torch.tanh,
@@ -153,6 +155,8 @@ class TorchOps(Ops[Tensor]):
 
     def new_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVLayer[Tensor]:
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        if self.kv_dtype == "fp8":
+            return self._new_fp8_layer(shape)
         if self.device == "cpu":  # memory that the system gives when it is first written to; torch.zeros would touch all of it
             num_bytes = math.prod(shape) * self.torch_dtype.itemsize
             keys, values = (torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(self.torch_dtype) for _ in range(2))
@@ -163,6 +167,20 @@ class TorchOps(Ops[Tensor]):
             raise OutOfMemoryError(f"The device has no memory for {num_blocks:,} blocks.") from error
         return KVLayer(keys, values)
 
+    def _new_fp8_layer(self, shape: tuple[int, ...]) -> KVLayer[Tensor]:
+        try:
+            keys, values = (torch.zeros(shape, dtype=torch.uint8, device=self.device).view(FP8) for _ in range(2))
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(f"The device has no memory for {shape[0]:,} blocks.") from error
+        return KVLayer(keys, values, torch.ones((2, shape[2]), device=self.device))
+
+    def fit_kv_scales(self, layers: Sequence[KVLayer[Tensor]], num_blocks: int) -> None:
+        for layer in layers:
+            assert layer.scales is not None
+            for memory, scales in zip(layer[:2], layer.scales, strict=True):
+                largest = memory[:num_blocks].float().abs().amax((0, 1, 3))
+                scales.copy_(torch.where(largest > 0, largest * FP8_HEADROOM / FP8_LARGEST, 1.0))
+
     def free_unused(self) -> None:
         if self.device == "cuda":
             torch.cuda.empty_cache()
@@ -171,6 +189,7 @@ class TorchOps(Ops[Tensor]):
         sources, targets = self.tensor(np.array(pairs, dtype=np.int64).T.copy())
         for layer in layers:
             for memory in (layer.keys, layer.values):
+                memory = memory.view(torch.uint8) if memory.dtype == FP8 else memory  # torch copies no FP8
                 memory.index_copy_(0, targets, memory.index_select(0, sources))
 
     def lookup(self, table: Tensor, ids: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -200,8 +219,12 @@ class TorchOps(Ops[Tensor]):
             q, k = rotate(q, cos_sin, rotary.rotary_dim), rotate(k, cos_sin, rotary.rotary_dim)
         slots = batch.slots[: batch.num_tokens]
         is_real = slots >= 0
-        for memory, new in ((kv.keys, k), (kv.values, v)):
-            memory.view(-1, *memory.shape[2:])[slots[is_real]] = new[: batch.num_tokens][is_real].to(memory.dtype)
+        for place, (memory, new) in enumerate(((kv.keys, k), (kv.values, v))):
+            new = new[: batch.num_tokens][is_real]
+            if kv.scales is not None:
+                scaled = (new.float() / kv.scales[place][:, None]).clamp(-FP8_LARGEST, FP8_LARGEST)
+                memory, new = memory.view(torch.uint8), scaled.to(FP8).view(torch.uint8)
+            memory.view(-1, *memory.shape[2:])[slots[is_real]] = new.to(memory.dtype)
         return q.to(self.torch_dtype).reshape(len(qkv), -1)
 
     def paged_attention(
@@ -213,11 +236,18 @@ class TorchOps(Ops[Tensor]):
         lengths = zip(batch.query_lens.tolist(), batch.context_lens.tolist(), strict=True)
         for table, (num_new, context_len) in zip(batch.block_tables, lengths, strict=True):
             blocks = table[: -(-context_len // batch.block_size)]
-            keys, values = (memory[blocks].flatten(0, 1)[:context_len] for memory in (kv.keys, kv.values))
+            keys, values = (self._read_kv(kv, place, blocks)[:context_len] for place in range(2))
             if num_new and context_len:  # else it is filling
                 out[start : start + num_new] = attend(q[start : start + num_new], keys, values, heads, mask)
             start += num_new
         return out
+
+    def _read_kv(self, kv: KVLayer[Tensor], place: int, blocks: Tensor) -> Tensor:
+        memory = (kv.keys, kv.values)[place]
+        if kv.scales is None:
+            return memory[blocks].flatten(0, 1)
+        codes = memory.view(torch.uint8)[blocks].view(FP8).flatten(0, 1).float()
+        return (codes * kv.scales[place][:, None]).to(self.torch_dtype)
 
     def gated(self, x: Tensor, activation: Activation) -> Tensor:
         gate, up = x.chunk(2, dim=-1)

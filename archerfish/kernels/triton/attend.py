@@ -4,6 +4,9 @@ Keys are taken in steps, and each step updates a running softmax. Under a block 
 left out: the mask is read for many steps at once, and the loop runs over the others, so that loads can be issued ahead as they
 are without a mask. A step of keys never crosses the border of two blocks of a mask.
 
+Keys and values in FP8 are taken as they are: the scale of keys is part of that of scores, and sums of values are scaled when
+they are finished.
+
 No `from __future__ import annotations` here: see `triton/norm.py`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -23,6 +26,17 @@ def start_softmax(rows: tl.constexpr, width: tl.constexpr):
     """An empty running softmax: the sum of weighted values, the highest score, the sum of weights."""
     top = tl.full((rows,), float("-inf"), tl.float32)
     return tl.zeros((rows, width), tl.float32), top, tl.zeros((rows,), tl.float32)
+
+
+@triton.jit
+def load_scales(kv_scales, kv_head, num_kv_heads):
+    """What keys and values of a head are to be multiplied with; 1 where they have no scales."""
+    key_scale = 1.0
+    value_scale = 1.0
+    if kv_scales is not None:
+        key_scale = tl.load(kv_scales + kv_head)
+        value_scale = tl.load(kv_scales + num_kv_heads + kv_head)
+    return key_scale, value_scale
 
 
 @triton.jit
@@ -61,7 +75,7 @@ def weigh_keys(
     may_see_none: a row may not have seen any key yet.
     """
     positions = start + tl.arange(0, step)
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+    scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
     if has_cap:  # cap * tanh(x), scale having brought 2 x log2(e)
         scores = cap * (1.0 - 2.0 / (tl.exp2(scores * scale) + 1.0))
         factor = 1.0
@@ -95,7 +109,7 @@ def take_loaded(
         query, key, top, query_positions, start, end, window, scale, cap, None, 0, 0, step, 0, 0, True, has_window,
         has_cap, True,
     )
-    acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
+    acc = tl.dot(weights.to(query.dtype), value.to(query.dtype), acc * shrink[:, None], input_precision="ieee")
     return acc, top, total * shrink + tl.sum(weights, 1)
 
 
@@ -121,7 +135,7 @@ def take_keys(
     total = total * shrink + tl.sum(weights, 1)
     if is_gathered:
         value = values.load([row + start, column])
-    acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
+    acc = tl.dot(weights.to(query.dtype), value.to(query.dtype), acc * shrink[:, None], input_precision="ieee")
     return acc, top, total
 
 

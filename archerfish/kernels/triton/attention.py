@@ -22,9 +22,17 @@ import triton.language as tl
 
 from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch, Rotation
 from archerfish.kernels.triton import plan as planning
-from archerfish.kernels.triton.attend import MASK_NUMBERS, attend, load_keys, score_scale, start_softmax, take_loaded
+from archerfish.kernels.triton.attend import (
+    MASK_NUMBERS,
+    attend,
+    load_keys,
+    load_scales,
+    score_scale,
+    start_softmax,
+    take_loaded,
+)
 from archerfish.kernels.triton.launch import early_start, follow
-from archerfish.kernels.triton.norm import load_heads, rotate_heads, rotation_factors
+from archerfish.kernels.triton.norm import load_heads, rotate_heads, rotation_factors, to_kv
 from archerfish.kernels.triton.plan import AttentionPlan, Tile, find_plan, lay_mask
 from archerfish.kernels.triton.tiles import cdiv, dot_block, next_power_of_2
 
@@ -65,7 +73,7 @@ def store_part(partials, levels, place, result, level, is_row, head_dim: tl.cons
 
 @triton.jit(do_not_specialize=["num_sequences", "num_parts"])
 def shared_kernel(
-    q, keys, values, table, context_lens, shared_len, partials, levels, scale, cap, num_sequences, num_parts,
+    q, keys, values, kv_scales, table, context_lens, shared_len, partials, levels, scale, cap, num_sequences, num_parts,
     q_stride, block_stride, token_stride, head_stride,
     block_size: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
     step: tl.constexpr, has_cap: tl.constexpr, is_early: tl.constexpr,
@@ -92,6 +100,7 @@ def shared_kernel(
     query_positions = tl.zeros((rows,), tl.int32) + end
     keys += kv_head * head_stride
     values += kv_head * head_stride
+    scale *= load_scales(kv_scales, kv_head, tl.num_programs(1))[0]
     middle = begin + (end - begin) // step * step  # whole steps need no mask
     acc, top, total = attend(
         query, acc, top, total, query_positions, keys, values, table, 0, 0, begin, middle, 0, scale, cap, block_stride,
@@ -131,16 +140,17 @@ def take_parts(
 
 @triton.jit
 def make_new(
-    q, key_offset, value_offset, keys, values, place, is_own, members, eps, factors,
+    q, key_offset, value_offset, keys, values, key_scale, value_scale, place, is_own, members, eps, factors,
     group: tl.constexpr, head_dim: tl.constexpr, has_q_norm: tl.constexpr, has_k_norm: tl.constexpr,
 ):
     """Queries, key and value of a new token for a KV head, from the product's output. Key and value are stored."""
     dims = tl.arange(0, head_dim)[None, :]
     queries = load_heads(q + members[:, None] * head_dim, (members < group)[:, None], head_dim)
     loaded = load_heads(q + key_offset, is_own, head_dim)
-    value = tl.load(q + key_offset + value_offset + dims, mask=is_own, other=0.0).to(values.dtype.element_ty)
+    value = tl.load(q + key_offset + value_offset + dims, mask=is_own, other=0.0).to(tl.float32)
+    value = to_kv(value / value_scale, values.dtype.element_ty)
     query = rotate_heads(queries, factors[0], eps, head_dim, has_q_norm).to(q.dtype.element_ty)
-    key = rotate_heads(loaded, factors[1], eps, head_dim, has_k_norm).to(keys.dtype.element_ty)
+    key = to_kv(rotate_heads(loaded, factors[1], eps, head_dim, has_k_norm) / key_scale, keys.dtype.element_ty)
     tl.store(keys + place + dims, key, mask=is_own)
     tl.store(values + place + dims, value, mask=is_own)
     return query, key, value
@@ -162,8 +172,8 @@ def take_key(query, acc, top, total, key, value, is_taken, scale, cap, has_cap: 
 
 @triton.jit(do_not_specialize=["num_splits", "num_shared_parts", "window", "table_stride", *MASK_NUMBERS])
 def decode_kernel(
-    q, keys, values, tables, context_lens, shared_len, out, partials, levels, shared_partials, shared_levels, scale, cap,
-    num_splits, num_shared_parts, window, q_stride, table_stride, block_stride, token_stride, head_stride,
+    q, keys, values, kv_scales, tables, context_lens, shared_len, out, partials, levels, shared_partials, shared_levels, scale,
+    cap, num_splits, num_shared_parts, window, q_stride, table_stride, block_stride, token_stride, head_stride,
     mask, num_mask_rows, num_mask_columns, cos_sin, q_norm, k_norm, eps, cos_sin_stride,
     block_size: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
     step: tl.constexpr, mask_size: tl.constexpr, mask_span: tl.constexpr, shared_step: tl.constexpr,
@@ -195,6 +205,8 @@ def decode_kernel(
     q += sequence * q_stride + kv_head * group * head_dim
     keys += kv_head * head_stride
     values += kv_head * head_stride
+    key_scale, value_scale = load_scales(kv_scales, kv_head, tl.num_programs(0))
+    scale *= key_scale
     acc, top, total = start_softmax(rows, width)
     last = tl.minimum(end, position) if is_new else end
     if is_new:
@@ -214,8 +226,8 @@ def decode_kernel(
     if is_new:
         query, key, value = make_new(
             q, (tl.num_programs(0) * group + kv_head - kv_head * group) * head_dim, tl.num_programs(0) * head_dim, keys, values,
-            block * block_stride + position % block_size * token_stride, is_own, members, eps, factors, group, head_dim,
-            has_q_norm, has_k_norm,
+            key_scale, value_scale, block * block_stride + position % block_size * token_stride, is_own, members, eps, factors,
+            group, head_dim, has_q_norm, has_k_norm,
         )
     else:
         query = tl.load(q + members[:, None] * head_dim + dims[None, :], mask=is_inside, other=0.0)
@@ -243,12 +255,13 @@ def decode_kernel(
         place = head_row * num_splits + split
         store_part(partials, levels, place, result, top + tl.log2(total), members < group, head_dim, width)
     else:
-        tl.store(out + head_row[:, None] * head_dim + dims[None, :], result.to(out.dtype.element_ty), mask=is_inside)
+        result = (result * value_scale).to(out.dtype.element_ty)
+        tl.store(out + head_row[:, None] * head_dim + dims[None, :], result, mask=is_inside)
 
 
 @triton.jit(do_not_specialize=["num_splits", "window"])
 def join_kernel(
-    partials, levels, context_lens, shared_len, out, num_splits, window,
+    partials, levels, kv_scales, context_lens, shared_len, out, num_splits, window, num_kv_heads,
     head_dim: tl.constexpr, width: tl.constexpr, step: tl.constexpr, most_splits: tl.constexpr, has_window: tl.constexpr,
     is_shared: tl.constexpr, is_early: tl.constexpr,
 ):
@@ -267,7 +280,8 @@ def join_kernel(
     is_inside = is_used[:, None] & (dims < head_dim)[None, :]
     parts = tl.load(partials + place[:, None] * head_dim + dims[None, :], mask=is_inside, other=0.0)
     total = tl.sum(weights, 0)
-    joined = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)
+    value_scale = load_scales(kv_scales, head * num_kv_heads // tl.num_programs(0), num_kv_heads)[1]
+    joined = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0) * value_scale
     tl.store(out + row * head_dim + dims, joined.to(out.dtype.element_ty), mask=dims < head_dim)
 
 
@@ -295,7 +309,7 @@ def attend_shared(
     partials, levels = plan.pair("shared parts", (*shape, head_dim), shape, torch.float32)
     scale, cap = score_scale(heads)
     shared_kernel[(num_tiles, heads.num_kv_heads, num_parts)](
-        q, kv.keys, kv.values, batch.block_tables, plan.context_lens, plan.shared_len, partials, levels, scale, cap, num,
+        q, *kv, batch.block_tables, plan.context_lens, plan.shared_len, partials, levels, scale, cap, num,
         num_parts, q.stride(0), *kv.keys.stride()[:3], block_size=batch.block_size, group=group, head_dim=head_dim,
         rows=tile.rows, width=dot_block(head_dim), step=tile.step, has_cap=heads.softcap > 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **early_start(q.device),
@@ -338,7 +352,7 @@ def attend_decodes(
     given = rotation or Rotation()
     table = plan.context_lens if given.rotary is None else given.rotary.cos_sin
     decode_kernel[(heads.num_kv_heads, num_splits, num)](
-        q, kv.keys, kv.values, batch.block_tables, plan.context_lens, shared_len, out, partials, levels, parts.partials,
+        q, *kv, batch.block_tables, plan.context_lens, shared_len, out, partials, levels, parts.partials,
         parts.levels, scale, cap, num_splits, parts.num_parts, heads.window, q.stride(0), batch.block_tables.stride(0),
         *kv.keys.stride()[:3], laid.visible, laid.num_rows, laid.num_columns, table,
         q if given.q_norm is None else given.q_norm, q if given.k_norm is None else given.k_norm, given.eps, table.stride(0),
@@ -352,7 +366,7 @@ def attend_decodes(
     )
     if is_split:
         join_kernel[(num_heads, num)](
-            partials, levels, plan.context_lens, shared_len, out, num_splits, heads.window, head_dim=head_dim, width=width,
-            step=tile.step, most_splits=next_power_of_2(num_splits), has_window=heads.window > 0,
-            is_shared=shared is not None, num_warps=4, **early_start(q.device),
+            partials, levels, kv.scales, plan.context_lens, shared_len, out, num_splits, heads.window, heads.num_kv_heads,
+            head_dim=head_dim, width=width, step=tile.step, most_splits=next_power_of_2(num_splits),
+            has_window=heads.window > 0, is_shared=shared is not None, num_warps=4, **early_start(q.device),
         )

@@ -144,8 +144,16 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
+def to_kv(values, kind: tl.constexpr):
+    """Keys or values in the type of their memory, which may end early."""
+    if kind == tl.float8e4nv:
+        values = tl.minimum(tl.maximum(values, -448.0), 448.0)
+    return values.to(kind)
+
+
+@triton.jit
 def move_heads(
-    source, target, target_stride, norm, cos, sin, eps, is_written,
+    source, target, target_stride, scales, norm, cos, sin, eps, is_written,
     num_heads: tl.constexpr, head_dim: tl.constexpr, half: tl.constexpr, rows: tl.constexpr, half_block: tl.constexpr,
     rest_block: tl.constexpr, is_rotated: tl.constexpr, is_normed: tl.constexpr,
 ):
@@ -172,11 +180,17 @@ def move_heads(
         rotated = low * cos - high * sin
         high = high * cos + low * sin
         low = rotated
-    kind = target.dtype.element_ty
-    tl.store(target + heads * target_stride + pair, low.to(kind), mask=is_pair & is_written)
-    tl.store(target + heads * target_stride + half + pair, high.to(kind), mask=is_pair & is_written)
+    kind: tl.constexpr = target.dtype.element_ty
+    if scales is not None:
+        own = tl.load(scales + heads, mask=heads < num_heads, other=1.0)
+        low /= own
+        high /= own
+        if rest_block > 0:
+            rest /= own
+    tl.store(target + heads * target_stride + pair, to_kv(low, kind), mask=is_pair & is_written)
+    tl.store(target + heads * target_stride + half + pair, to_kv(high, kind), mask=is_pair & is_written)
     if rest_block > 0:
-        tl.store(target + heads * target_stride + place, rest.to(kind), mask=is_rest & is_written)
+        tl.store(target + heads * target_stride + place, to_kv(rest, kind), mask=is_rest & is_written)
 
 
 @triton.jit
@@ -216,7 +230,7 @@ def rotate_heads(loaded, factors, eps, head_dim: tl.constexpr, is_normed: tl.con
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def store_kv_kernel(
-    qkv, q, keys, values, slots, positions, cos_sin, q_norm, k_norm, eps, num_tokens, qkv_stride, cos_sin_stride,
+    qkv, q, keys, values, kv_scales, slots, positions, cos_sin, q_norm, k_norm, eps, num_tokens, qkv_stride, cos_sin_stride,
     block_stride, token_stride, head_stride,
     block_size: tl.constexpr, num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, half: tl.constexpr,
     q_rows: tl.constexpr, kv_rows: tl.constexpr, half_block: tl.constexpr, rest_block: tl.constexpr,
@@ -237,7 +251,7 @@ def store_kv_kernel(
     part = tl.program_id(1)
     if (part == 0) | (tl.num_programs(1) == 1):
         move_heads(
-            source, q + token * num_heads * head_dim, head_dim, q_norm, cos, sin, eps, token >= 0,
+            source, q + token * num_heads * head_dim, head_dim, None, q_norm, cos, sin, eps, token >= 0,
             num_heads, head_dim, half, q_rows, half_block, rest_block, is_rotated, has_q_norm,
         )
     slot = tl.load(slots + token).to(tl.int64)
@@ -246,13 +260,14 @@ def store_kv_kernel(
     source += num_heads * head_dim
     if (part == 1) | (tl.num_programs(1) == 1):
         move_heads(
-            source, keys + place, head_stride, k_norm, cos, sin, eps, is_stored,
+            source, keys + place, head_stride, kv_scales, k_norm, cos, sin, eps, is_stored,
             num_kv_heads, head_dim, half, kv_rows, half_block, rest_block, is_rotated, has_k_norm,
         )
     source += num_kv_heads * head_dim
     if (part == 2) | (tl.num_programs(1) == 1):
+        value_scales = None if kv_scales is None else kv_scales + num_kv_heads
         move_heads(
-            source, values + place, head_stride, k_norm, cos, sin, eps, is_stored,
+            source, values + place, head_stride, value_scales, k_norm, cos, sin, eps, is_stored,
             num_kv_heads, head_dim, half, kv_rows, half_block, rest_block, False, False,
         )
 
@@ -271,7 +286,7 @@ def store_kv(
     q_rows = next_power_of_2(heads.num_heads)
     table = qkv if rotary is None else rotary.cos_sin
     store_kv_kernel[(len(qkv), 3 if len(qkv) <= FEW_TOKENS else 1)](
-        qkv, q, kv.keys, kv.values, batch.slots, batch.positions, table, qkv if q_norm is None else q_norm,
+        qkv, q, *kv, batch.slots, batch.positions, table, qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm, rotation.eps, batch.num_tokens, qkv.stride(0), table.stride(0),
         block_stride, token_stride, head_stride,
         block_size=batch.block_size, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=head_dim, half=half,

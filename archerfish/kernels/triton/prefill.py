@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch
 from archerfish.kernels.triton import plan as planning
-from archerfish.kernels.triton.attend import MASK_NUMBERS, attend, score_scale, start_softmax
+from archerfish.kernels.triton.attend import MASK_NUMBERS, attend, load_scales, score_scale, start_softmax
 from archerfish.kernels.triton.plan import AttentionPlan, Gathering, Tile, find_plan, lay_mask
 from archerfish.kernels.triton.tiles import dot_block, next_power_of_2
 
@@ -26,7 +26,7 @@ GATHERED_DIMS = (64, 128)  # of heads that the copy engine can load
 
 @triton.jit(do_not_specialize=["window", "table_stride", *MASK_NUMBERS])
 def prefill_kernel(
-    q, keys, values, tables, tile_sequences, tile_firsts, context_lens, query_starts, query_lens, key_starts, out,
+    q, keys, values, kv_scales, tables, tile_sequences, tile_firsts, context_lens, query_starts, query_lens, key_starts, out,
     scale, cap, window, q_stride, table_stride, block_stride, token_stride, head_stride,
     mask, num_mask_rows, num_mask_columns,
     block_size: tl.constexpr, num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr,
@@ -56,6 +56,8 @@ def prefill_kernel(
     end = tl.minimum(first_position + rows // group, num_keys)
     last_position = end - 1
     key_row = tl.load(key_starts + sequence)
+    key_scale, value_scale = load_scales(kv_scales, kv_head, num_kv_heads)
+    scale *= key_scale
     if not is_gathered:
         keys += kv_head * head_stride
         values += kv_head * head_stride
@@ -74,7 +76,7 @@ def prefill_kernel(
         cap, block_stride, token_stride, mask, num_mask_rows, num_mask_columns, first_position, last_position,
         block_size, head_dim, width, step, mask_size, mask_span, is_gathered, True, has_window, has_cap,
     )
-    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    result = acc / tl.where(total > 0.0, total, 1.0)[:, None] * value_scale
     target = (token * (num_kv_heads * group * head_dim) + column)[:, None] + dims[None, :]
     tl.store(out + target, result.to(out.dtype.element_ty), mask=is_inside)
 
@@ -97,12 +99,12 @@ def gather_kernel(
     rows = (tl.load(key_starts + sequence) + positions).to(tl.int64)[:, None] * row_width + columns
     key = tl.load(keys + places, mask=is_key[:, None] & is_inside, other=0.0)
     value = tl.load(values + places, mask=is_key[:, None] & is_inside, other=0.0)
-    tl.store(key_rows + rows, key, mask=is_inside)
-    tl.store(value_rows + rows, value, mask=is_inside)
+    tl.store(key_rows + rows, key.to(key_rows.dtype.element_ty), mask=is_inside)
+    tl.store(value_rows + rows, value.to(value_rows.dtype.element_ty), mask=is_inside)
 
 
 def gather(
-    kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, plan: AttentionPlan, step: int
+    kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, plan: AttentionPlan, step: int, dtype: torch.dtype
 ) -> tuple[Gathering, TensorDescriptor, TensorDescriptor]:
     """Copies of the keys and values of the sequences with several new tokens, for loads of `step` keys of one head."""
     gathering = plan.gathering
@@ -110,7 +112,7 @@ def gather(
         gathering = plan.gathering = planning.plan_gathering(batch, kv.keys.device)
     row_width = heads.num_kv_heads * heads.head_dim
     shape = (gathering.num_rows, row_width)
-    keys, values = plan.pair("gathered", shape, shape, kv.keys.dtype)
+    keys, values = plan.pair("gathered", shape, shape, dtype)
     gather_kernel[(len(gathering.sequences), planning.GATHER_STEP // GATHER_ROWS)](
         kv.keys, kv.values, batch.block_tables, gathering.sequences, gathering.firsts, plan.context_lens, gathering.starts,
         keys, values, batch.block_tables.stride(0), *kv.keys.stride()[:2], block_size=batch.block_size, row_width=row_width,
@@ -139,14 +141,14 @@ def attend_prefills(
     sequences, firsts = plan.tiles[num_queries]
     keys, values, key_starts = kv.keys, kv.values, plan.query_starts
     if is_gathered:
-        gathering, keys, values = gather(kv, batch, heads, plan, tile.step)
+        gathering, keys, values = gather(kv, batch, heads, plan, tile.step, q.dtype)
         key_starts = gathering.starts
     scale, cap = score_scale(heads)
     prefill_kernel[(len(sequences) * heads.num_kv_heads,)](
-        q, keys, values, batch.block_tables, sequences, firsts, plan.context_lens, plan.query_starts, plan.query_lens,
-        key_starts, out, scale, cap, heads.window, q.stride(0), batch.block_tables.stride(0), *kv.keys.stride()[:3],
-        laid.visible, laid.num_rows, laid.num_columns, block_size=batch.block_size, num_kv_heads=heads.num_kv_heads,
-        group=group, head_dim=heads.head_dim, rows=tile.rows, width=dot_block(heads.head_dim), step=tile.step,
-        mask_size=laid.size, mask_span=laid.span, is_gathered=is_gathered,
-        has_window=heads.window > 0, has_cap=heads.softcap > 0, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        q, keys, values, kv.scales, batch.block_tables, sequences, firsts, plan.context_lens, plan.query_starts,
+        plan.query_lens, key_starts, out, scale, cap, heads.window, q.stride(0), batch.block_tables.stride(0),
+        *kv.keys.stride()[:3], laid.visible, laid.num_rows, laid.num_columns, block_size=batch.block_size,
+        num_kv_heads=heads.num_kv_heads, group=group, head_dim=heads.head_dim, rows=tile.rows, width=dot_block(heads.head_dim),
+        step=tile.step, mask_size=laid.size, mask_span=laid.span, is_gathered=is_gathered, has_window=heads.window > 0,
+        has_cap=heads.softcap > 0, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )
