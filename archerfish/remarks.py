@@ -7,6 +7,8 @@ remarks of a request into the header `x-archerfish-remark`.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 logger = logging.getLogger("archerfish")
 _said: set[str] = set()  # options
@@ -17,6 +19,13 @@ def remark_blocks(weights: str, name: str, quant_types: set[str]) -> None:
     if quant_types and weights != "auto":
         stated = ", ".join(sorted(quant_types))
         remark("weights", f"weights={weights} leaves {name} as it is: it is quantised already ({stated}).")
+
+
+def remark_widened(name: str, config: Mapping[str, Any], quant_types: set[str]) -> None:
+    """Say that a quantised model takes the memory of a plain one, since its matrices have no form that is multiplied with."""
+    if config.get("quantization_config") and not quant_types:
+        text = "groups of inputs that do not follow one another (desc_act), or 8 bits with zero points"
+        remark("quantization", f"The weights of {name} are widened, and take the memory of plain ones: they have {text}.")
 
 
 def remark(option: str, text: str) -> None:

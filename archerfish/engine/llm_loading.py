@@ -22,7 +22,7 @@ from archerfish.layers.weights import Weights
 from archerfish.models.adapter import MemoryShape, ModelAdapter, model_class
 from archerfish.models.config import Config
 from archerfish.params import read_default_sampling
-from archerfish.remarks import remark_blocks
+from archerfish.remarks import remark_blocks, remark_widened
 from archerfish.runtime.kv_pool import MemoryPlan, allocate_pool, check_plan, plan_memory, work_bytes
 from archerfish.runtime.runner import ModelRunner
 from archerfish.sched.drafts import MOST_DRAFTED, PromptLookup, Speculation
@@ -178,6 +178,8 @@ def read_model_facts(config: EngineConfig, hub: HubConfig, progress: Progress, r
             config, device, dtype, directory, metadata.model_name, metadata.config, generation, found, reserved_bytes
         )
         remark_blocks(config.weights, metadata.model_name, kept)
+        if is_kept:
+            remark_widened(metadata.model_name, metadata.config, kept)
         kind = str(metadata.source.get("kind"))
     check_quantization(config.quantization, facts.config.values, kind, facts.name)
     return replace(facts, tokenizer_directory=locate_tokenizer(config.tokenizer, facts.directory, hub, progress))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from archerfish import HubConfig, LLMEngine, SamplingParams
+from archerfish import HubConfig, LLMEngine, SamplingParams, remarks
 from archerfish.engine import llm_loading
 from archerfish.errors import ArcherfishError, CorruptFileError, UnsupportedModelError, ValidationError
 from archerfish.kernels.select import OpsBackend
@@ -139,6 +139,16 @@ def test_made_up_weights_are_quantised_as_stated(
     with LLMEngine(str(tmp_path), load_format="dummy", **options) as engine:
         assert bool(engine.facts.stored_bytes) == bool(stored or settings.get("desc_act"))
         assert len(engine.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
+
+
+@pytest.mark.parametrize(("name", "is_widened"), [("gptq", False), ("gptq-order", True)])
+def test_widened_weights_are_remarked(
+    name: str, is_widened: bool, hub: HubConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    remarks._said.clear()
+    write_quantised(tmp_path / "model", *CASES[name][:2])
+    with LLMEngine(str(tmp_path / "model"), hub=hub, device="cpu", max_cache_tokens=256):
+        assert ("take the memory of plain ones" in caplog.text) == is_widened
 
 
 def test_numbers_of_fp8() -> None:
