@@ -10,7 +10,11 @@ import torch
 from tests.kernels.test_from_store import random_stored
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, TYPES, assert_near, random, untraced
 
+from archerfish.errors import InvalidOptionError  # isort: skip
+from archerfish.kernels.formats import PLAIN  # isort: skip
 from archerfish.kernels.ops import Activation, LinearWeight  # isort: skip
+from archerfish.kernels.stored import GPU_TYPES  # isort: skip
+from archerfish.kernels.torch.from_store import stored_parts  # isort: skip
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight  # isort: skip
 from archerfish.kernels.triton.linear import Fp8RowsWeight, GroupsWeight, Int8RowsWeight  # isort: skip
 from archerfish.kernels.triton.norm import quantise_rows  # isort: skip
@@ -102,3 +106,13 @@ def test_many_rows_become_fp8(num_outputs: int) -> None:
     expected = rows @ torch.from_numpy(weight.as_floats()).to(DEVICE).t()
     assert_near(ops.linear(x, packed), expected, "bfloat16", factor=4)
     assert_near(ops.linear(x, packed, residual=residual), expected + residual, "bfloat16", factor=4)
+
+
+def test_a_card_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    ops = TritonOps("cuda", "bfloat16")
+    assert ops.kept_types == GPU_TYPES - {"FP8"}
+    assert stored_parts([{"weight": random_stored("FP8")}], ops.kept_types)[0] is PLAIN
+    ops.kv_dtype = "fp8"
+    with pytest.raises(InvalidOptionError, match="this card does not have"):
+        ops.new_kv_layer(2, 16, 1, 16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,10 +23,13 @@ def groups(code_type: str, scale_type: str, group_size: int, has_mins: bool) -> 
     return Groups(code_type, scale_type, group_size, has_mins=has_mins)
 
 
-def stored_parts(parts: Sequence[Mapping[str, Any]]) -> tuple[WeightFormat, list[Mapping[str, Any]]]:
-    """The format of matrices that are stacked, some of which are quantised, and their tensors; plain where they differ."""
+def stored_parts(
+    parts: Sequence[Mapping[str, Any]], kept: Collection[str] = GPU_TYPES
+) -> tuple[WeightFormat, list[Mapping[str, Any]]]:
+    """The format of matrices that are stacked, some of which are quantised, and their tensors. They become plain where they
+    differ, and where their type is not one that is kept."""
     kinds = {part["weight"].quant_type if isinstance(part["weight"], StoredTensor) else "" for part in parts}
-    found = [from_store(part["weight"]) for part in parts] if kinds <= GPU_TYPES else []
+    found = [from_store(part["weight"]) for part in parts] if kinds <= set(kept) else []
     if len({weight_format for weight_format, _ in found}) == 1:
         return found[0][0], [tensors for _, tensors in found]
     return PLAIN, list(parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -37,7 +37,7 @@ from archerfish.kernels.ops import (
 )
 from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.sampling import Drawn, Logprobs, PoolStats, SamplingBatch, TokenCounts
-from archerfish.kernels.stored import StoredTensor
+from archerfish.kernels.stored import GPU_TYPES, StoredTensor
 from archerfish.kernels.torch.from_store import stored_parts
 from archerfish.kernels.torch.sampling import TorchSampling, sampling_batch
 from archerfish.kernels.torch.wkv import TorchRecurrentOps
@@ -75,6 +75,7 @@ class TorchOps(Ops[Tensor]):
     name = "torch reference"
     sampling_kind: ClassVar[type[TorchSampling]] = TorchSampling
     products: ClassVar[Mapping[str, type[TorchWeight]]] = {}  # by the name of a format; others are dequantised
+    kept_types: Collection[str] = GPU_TYPES  # of stored matrices that are multiplied with as they are
 
     def __init__(self, device: str = "cpu", dtype: str = "float32") -> None:
         super().__init__()
@@ -104,7 +105,7 @@ class TorchOps(Ops[Tensor]):
         self, parts: Sequence[Mapping[str, Any]], biases: Sequence[Tensor | None], weight_format: WeightFormat
     ) -> TorchWeight:
         if any(isinstance(each, StoredTensor) for part in parts for each in part.values()):
-            weight_format, parts = stored_parts(parts)
+            weight_format, parts = stored_parts(parts, self.kept_types)
         loaded = [weight_format.load({name: self.to_device(each) for name, each in part.items()}) for part in parts]
         given = [each for each in biases if each is not None]
         bias = None

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from archerfish.errors import OutOfMemoryError
+from archerfish.errors import InvalidOptionError, OutOfMemoryError
 from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input, PassSize
 from archerfish.kernels.ops import (
     Activation,
@@ -36,7 +36,7 @@ from archerfish.kernels.ops import (
 )
 from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.sampling import SamplingBatch
-from archerfish.kernels.stored import StoredTensor
+from archerfish.kernels.stored import GPU_TYPES, StoredTensor
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight, pass_rows
 from archerfish.kernels.torch.sampling import sampling_batch
 from archerfish.kernels.triton import attention as triton_attention
@@ -67,6 +67,7 @@ FLOAT32_WIDTH = 2048  # of models that add up their layers in float32; in wider 
 COPY_WORDS = 2048  # of 4 bytes that a program copies at a time
 TABLE_STEP = 256  # blocks of a list that are moved at a time
 WORD_BYTES = 4
+FP8_CAPABILITY = (8, 9)
 PINNED_BYTES = 1 << 18  # of a buffer that is used again for what is fetched
 EXPECTED_SHARE = 4  # one in so many of the decodes that a recorded pass over prompts has room for are there
 TYPES = {torch.float32: "<f4", torch.int64: "<i8"}  # by their names in CUDA's array interface
@@ -136,9 +137,12 @@ class TritonOps(TorchOps):
         "plain": PlainRowsWeight, "int8": Int8RowsWeight, "fp8": Fp8RowsWeight, "groups": GroupsWeight, "int4": GroupsWeight,
     }  # fmt: skip
     max_recorded_head_dim = triton_attention.MAX_HEAD_DIM
+    has_fp8 = True  # the card computes with FP8
 
     def __init__(self, device: str = "cuda", dtype: str = "bfloat16") -> None:
         super().__init__(device, dtype)
+        if device != "cpu" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+            self.has_fp8, self.kept_types = False, GPU_TYPES - {"FP8"}
         self.decode_tile: Tile | None = None  # instead of the chosen one, for tests and measurements
         self.prefill_tile: Tile | None = None
         self.encoder_tile: Tile | None = None
@@ -192,6 +196,11 @@ class TritonOps(TorchOps):
             self._uploads.close()
             self._uploads = None
         then()
+
+    def new_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVLayer[Tensor]:
+        if self.kv_dtype == "fp8" and not self.has_fp8:
+            raise InvalidOptionError("[engine] kv_dtype is fp8, which this card does not have.", hint="Leave it out.")
+        return super().new_kv_layer(num_blocks, block_size, num_kv_heads, head_dim)
 
     def to_device(self, tensor: Tensor | StoredTensor) -> Tensor:
         uploads = self._uploads
