@@ -9,9 +9,9 @@ from datetime import datetime
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output, seconds
 from archerfish.config import ConversionConfig, HubConfig
+from archerfish.engine.converter import ModelConverter
 from archerfish.engine.progress import size
 from archerfish.errors import InvalidInputError
-from archerfish.store.converter import ModelConverter
 from archerfish.store.names import list_models, remove_model, resolve_model
 
 
@@ -104,7 +104,7 @@ def run_convert(arguments: Namespace, out: Output) -> int:
         ("model", result.model_name),
         ("directory", result.output_dir),
         ("parameters", f"{result.total_parameters:,}"),
-        ("type", config.stored_dtype()),
+        ("type", config.stored_dtype() if config.weights == "auto" else f"{config.weights}; others {config.stored_dtype()}"),
         ("size", f"{result.file_size_mb:.1f} MB, {1 / result.compression_ratio:.2f} of the source"),
         ("validated", "yes" if result.validation_passed else "no (switched off)"),
         ("time", seconds(result.conversion_time_sec)),
