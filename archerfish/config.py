@@ -107,6 +107,18 @@ class ConversionConfig(Options):
         128, "Inputs that share a scale in int4, a multiple of 32; less where a matrix does not divide into such groups.",
         minimum=32, maximum=4096,
     )
+    method: str = option(
+        "rtn", "How matrices are quantised: rtn rounds each number; gptq (needs torch) rounds so that products with the inputs "
+        "of the calibration text change least.", choices=("rtn", "gptq"),
+    )
+    calibration: str = option(
+        "", "File with text to calibrate and measure with: plain text, or .jsonl with a `text` in each line; empty: the model "
+        "writes its own.",
+    )
+    report: bool = option(
+        True, "Measure what quantising cost, on a fifth of the text that calibration does not see, into quality.json; needs "
+        "torch, and for encoders a calibration file.",
+    )
     compression: str = option("lz4", "Compression of weights.parquet.", choices=COMPRESSIONS)
     keep_quantized: bool = option(
         False, "Keep GGUF matrices of types Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K quantised instead of widening "

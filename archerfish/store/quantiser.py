@@ -49,21 +49,28 @@ class Grid(NamedTuple):
         return found
 
 
-def find_grid(matrix: Floats, kind: Quantization) -> Grid:
-    """The grid with the least squared error that was found; of 8 bits one that ends at the largest number."""
+def find_grid(matrix: Floats, kind: Quantization, importance: Floats | None = None) -> Grid:
+    """The grid of 4 bits with the least squared error that was found; of 8 bits one that ends at the largest number.
+
+    importance: (inputs,), how much errors of each input weigh; None: all alike.
+    """
     groups = matrix.reshape(-1, kind.group_size)
     scales, mins = (np.zeros(len(groups), np.float32) for _ in range(2))
+    weighed = None if importance is None else importance.astype(np.float32).reshape(-1, kind.group_size)
     size = max(1, PIECE_NUMBERS // kind.group_size)
-    for piece in (slice(first, first + size) for first in range(0, len(groups), size)):
+    for first in range(0, len(groups), size):
+        piece = slice(first, first + size)
+        own = None if weighed is None else weighed[np.arange(first, first + len(groups[piece])) % len(weighed)]
         with np.errstate(all="ignore"):
             if kind.quant_type == "Q4_1":
-                scales[piece], mins[piece] = find_lines(np.ascontiguousarray(groups[piece].T))
+                columns = np.ascontiguousarray(groups[piece].T)
+                scales[piece], mins[piece] = find_lines(columns, None if own is None else np.ascontiguousarray(own.T))
             else:
-                scales[piece] = find_scales(groups[piece], kind.quant_type)
+                scales[piece] = find_scales(groups[piece], kind.quant_type, own)
     return Grid(kind, np.where(scales == 0, np.float32(1), scales), mins)  # a group of equal numbers has no steps
 
 
-def find_scales(groups: Floats, quant_type: str) -> Floats:
+def find_scales(groups: Floats, quant_type: str, importance: Floats | None = None) -> Floats:
     largest = np.abs(groups).max(1)
     if quant_type == "FP8":
         return np.asarray(largest / LARGEST_FP8, np.float32)
@@ -75,7 +82,8 @@ def find_scales(groups: Floats, quant_type: str) -> Floats:
     for top in TOP_CODES:
         scales = (largest / top).astype(np.float16).astype(np.float32)
         codes = np.clip(np.rint(groups / np.where(scales == 0, 1, scales)[:, None]), -8, 7)
-        error = np.square(codes * scales[:, None] - groups).sum(1)
+        errors = np.square(codes * scales[:, None] - groups)
+        error = (errors if importance is None else errors * importance).sum(1)
         best, found = np.minimum(best, error), np.where(error < best, scales, found)
     return found
 
