@@ -115,6 +115,11 @@ class ConversionConfig(Options):
         "", "File with text to calibrate and measure with: plain text, or .jsonl with a `text` in each line; empty: the model "
         "writes its own.",
     )
+    layout: str = option(
+        "store", "What is written: store is a directory of the Arrow store; gptq (int4) and compressed-tensors are checkpoints "
+        "that vLLM and transformers load, whose int4 groups have no minimum and whose heads stay plain.",
+        choices=("store", "gptq", "compressed-tensors"),
+    )
     report: bool = option(
         True, "Measure what quantising cost, on a fifth of the text that calibration does not see, into quality.json; needs "
         "torch, and for encoders a calibration file.",

@@ -20,7 +20,7 @@ from archerfish.store.source import ModelSource
 from archerfish.types import Progress
 
 TEXT_TOKENS = 512  # of one text at most
-NUM_TEXTS = 40  # of TEXT_TOKENS: 16,384 tokens to calibrate with, which suffices for matrices of a few thousand inputs
+NUM_TEXTS = 60  # of TEXT_TOKENS: 24,576 tokens to calibrate with, six for each input of a wide matrix
 HELD_OUT = 5  # every fifth text is kept for measuring
 MIN_TEXTS = 5
 MAX_FILE_BYTES = 64 << 20

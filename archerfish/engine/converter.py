@@ -6,14 +6,16 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from archerfish.config import ConversionConfig
 from archerfish.engine.calibration import Texts, find_texts
 from archerfish.errors import InvalidOptionError, UnsupportedModelError
 from archerfish.kernels.formats import INT8
@@ -24,12 +26,14 @@ from archerfish.layers.weights import NotedWeights
 from archerfish.models.adapter import ENCODERS, NoOps, encoder_class, model_class
 from archerfish.models.config import Config
 from archerfish.store import converter
+from archerfish.store.checkpoint_writer import WEIGHTS_NAME, write_checkpoint
 from archerfish.store.converter import fingerprint_parts
-from archerfish.store.files import file_lock, replace_file, write_errors
+from archerfish.store.files import file_lock, new_directory, replace_file, write_errors
 from archerfish.store.format import GROUP_SIZE, Quantization, dequantize
 from archerfish.store.loader import WeightLoader
 from archerfish.store.quantiser import quantise_source, rounded_row
 from archerfish.store.source import ModelSource
+from archerfish.store.sources import open_source
 from archerfish.types import Progress
 
 if TYPE_CHECKING:
@@ -48,13 +52,10 @@ class ModelConverter(converter.ModelConverter):
 
     def convert_source(self, source: ModelSource, name: str, target: Path, progress: Progress) -> converter.ConversionResult:
         config = self.config
+        check_choices(config, source)
         if config.weights == "auto":
-            if config.method != "rtn":
-                raise InvalidOptionError(f"[convert] method is {config.method}, but nothing is quantised.", hint="Set weights.")
             return super().convert_source(source, name, target, progress)
-        if config.group_size % GROUP_SIZE:
-            raise InvalidOptionError(f"[convert] group_size is {config.group_size}, not a multiple of {GROUP_SIZE}.")
-        wanted = choose_matrices(source, config.weights, config.group_size)
+        wanted = choose_matrices(source, config.weights, config.group_size, config.layout)
         with self._work_directory(source, target) as work:
             texts = self._find_texts(source, work, progress)
             quantise = rounded_row
@@ -64,16 +65,40 @@ class ModelConverter(converter.ModelConverter):
                 quantise_by_text(open_model(source, texts), texts.calibration, wanted, work, progress)
                 quantise = partial(kept_row, work)
             quantised = quantise_source(source, wanted, quantise, keep_others=config.keep_quantized)
-            result = super().convert_source(quantised, name, target, progress)
+            if config.layout == "store":
+                result = super().convert_source(quantised, name, target, progress)
+            else:
+                result = self._write_checkpoint(quantised, name, target, progress)
         if texts is None or not config.report:
             return result
         from archerfish.engine.quality import measure
 
-        with WeightLoader(target) as loader:
-            written = {name: partial(read_matrix, loader, name) for name in wanted}
+        with ExitStack() as stack:
+            written: dict[str, Callable[[], Floats]]
+            if config.layout == "store":
+                loader = stack.enter_context(WeightLoader(target))
+                written = {name: partial(read_matrix, loader, name) for name in wanted}
+            else:
+                found = {tensor.info.name: tensor for tensor in open_source(target).tensors}
+                written = {name: found[name].load for name in wanted}
             quality = {"text": texts.origin, **measure(open_model(source, texts), written, texts.held_out, progress)}
         replace_file(target / QUALITY_NAME, (json.dumps(quality, indent=1) + "\n").encode())
         return replace(result, quality=quality)
+
+    def _write_checkpoint(
+        self, source: ModelSource, name: str, target: Path, progress: Progress
+    ) -> converter.ConversionResult:
+        started = time.perf_counter()
+        with new_directory(target) as temporary:
+            write_checkpoint(temporary, source, self.config.layout, self.config.stored_dtype(), progress)
+        path = target / WEIGHTS_NAME
+        num_bytes = path.stat().st_size
+        return converter.ConversionResult(
+            success=True, model_name=name, output_dir=target, arrow_path=path, parquet_path=None, tokenizer_path=target,
+            metadata_path=target / "config.json", total_parameters=sum(tensor.info.num_params for tensor in source.tensors),
+            file_size_mb=num_bytes / 1e6, compression_ratio=source.num_bytes / num_bytes,
+            conversion_time_sec=time.perf_counter() - started, validation_passed=True,
+        )
 
     @contextmanager
     def _work_directory(self, source: ModelSource, target: Path) -> Iterator[Path]:
@@ -107,6 +132,22 @@ class ModelConverter(converter.ModelConverter):
         return find_texts(source, config.calibration, self.hub, work / "texts.npy", progress)
 
 
+def check_choices(config: ConversionConfig, source: ModelSource) -> None:
+    """Refuse options that exclude each other."""
+    for name, usual in (("method", "rtn"), ("layout", "store")):
+        if config.weights == "auto" and getattr(config, name) != usual:
+            message = f"[convert] {name} is {getattr(config, name)}, but nothing is quantised."
+            raise InvalidOptionError(message, hint="Say what to store with --weights.")
+    if config.group_size % GROUP_SIZE:
+        raise InvalidOptionError(f"[convert] group_size is {config.group_size}, not a multiple of {GROUP_SIZE}.")
+    if config.layout == "gptq" and config.weights != "int4":
+        hint = "Take --layout compressed-tensors."
+        raise InvalidOptionError(f"[convert] layout gptq holds int4, not {config.weights}.", hint=hint)
+    if config.layout != "store" and (config.keep_quantized or source.config.get("model_type") == "rwkv7"):
+        what = "other quantised matrices" if config.keep_quantized else "RWKV-7"
+        raise InvalidOptionError(f"[convert] layout {config.layout} cannot hold {what}.", hint="Write the store.")
+
+
 def open_model(source: ModelSource, texts: Texts) -> StreamedModel:
     from archerfish.engine.streamed_model import StreamedModel
 
@@ -136,10 +177,11 @@ def linear_maps(config: Config) -> set[str]:
     return {name for name, num_bytes in sizes.items() if noted.num_bytes[name] == num_bytes and name not in noted.tables}
 
 
-def choose_matrices(source: ModelSource, weights: str, group_size: int) -> dict[str, Quantization]:
+def choose_matrices(source: ModelSource, weights: str, group_size: int, layout: str = "store") -> dict[str, Quantization]:
     """How each matrix of a source is to be stored: linear maps as `weights` says. All groups of a model have one size.
 
-    Heads, which are in no layer, have at least 8 bits: their errors go straight into logits or scores.
+    Heads, which are in no layer, have at least 8 bits: their errors go straight into logits or scores. In other layouts than
+    the store's they are left out, and int4 has no minima: that is what all readers take.
     """
     maps = linear_maps(Config(source.config))
     ends = {name.partition(".")[2] for name in maps}  # a checkpoint without a head has no prefix
@@ -153,5 +195,7 @@ def choose_matrices(source: ModelSource, weights: str, group_size: int) -> dict[
     wanted = {}
     for info in found:
         kind = "int8" if weights == "int4" and info not in in_layers else weights
-        wanted[info.name] = Quantization(QUANT_TYPES[kind], 1, size if kind == "int4" else info.shape[1])
+        if layout == "store" or info in in_layers:
+            quant_type = "Q4_0" if kind == "int4" and layout != "store" else QUANT_TYPES[kind]
+            wanted[info.name] = Quantization(quant_type, 1, size if kind == "int4" else info.shape[1])
     return wanted
