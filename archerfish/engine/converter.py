@@ -111,8 +111,13 @@ class ModelConverter(converter.ModelConverter):
                 shutil.rmtree(work, ignore_errors=True)
                 work.mkdir(parents=True)
                 (work / "key").write_text(key, encoding="utf-8")
-            yield work
-            shutil.rmtree(work)
+            is_done = False
+            try:
+                yield work
+                is_done = True
+            finally:
+                if is_done or not any(work.glob("*.np[yz]")):
+                    shutil.rmtree(work)
 
     def _text_size(self) -> int:
         path = Path(self.config.calibration)

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import ValidationError
-from archerfish.store.converter import FLOAT_DTYPES, cast
-from archerfish.store.files import sync, write_file
+from archerfish.store.converter import FLOAT_DTYPES, SPARE_BYTES, cast
+from archerfish.store.files import check_free_space, sync, write_file
 from archerfish.store.format import GROUP_SIZE, ITEM_BYTES, Row, TensorInfo
 from archerfish.store.metadata import TOKENIZER_NAME
 from archerfish.store.source import DTYPE_CODES, ModelSource, SourceTensor
@@ -74,6 +74,7 @@ def write_tensors(path: Path, plan: list[tuple[SourceTensor, list[Part]]], progr
             name = f"{tensor.info.name.removesuffix('.weight')}.{part.suffix}" if part.suffix else tensor.info.name
             header[name] = {"dtype": CODES_OF_DTYPES[part.dtype], "shape": part.shape, "data_offsets": (position, end)}
             position = end
+    check_free_space(path.parent, position + SPARE_BYTES)
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
     with path.open("xb") as file:

@@ -61,6 +61,16 @@ def test_an_engine_runs_what_was_quantised(weights: str, kind: str, most: float,
     np.testing.assert_allclose(logprobs(tmp_path / "out"), logprobs(tmp_path / "plain"), rtol=0, atol=0.15)
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_real_model_still_knows_capitals(weights: str, tmp_path: Path) -> None:
+    config = ConversionConfig(weights=weights, write_parquet=False, report=False)
+    result = ModelConverter(config).convert("smollm2-135m-instruct", tmp_path / "out")
+    assert 100 < result.file_size_mb < 170
+    with LLMEngine(str(tmp_path / "out"), device="cpu", max_cache_tokens=256) as engine:
+        found = engine.generate("The capital of France is", SamplingParams(max_tokens=4, temperature=0.0))[0].text
+    assert "Paris" in found
+
+
 def test_groups_divide_the_inputs_of_all_matrices(tmp_path: Path) -> None:
     source = open_source(write_llama(tmp_path))
     sizes = {size: {each.group_size for each in choose_matrices(source, "int4", size).values()} for size in (32, 96, 256)}

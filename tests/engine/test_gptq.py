@@ -101,6 +101,7 @@ def test_encoders_are_measured_by_cosines(minilm_source: Path, tmp_path: Path) -
     assert 0.999 < found["cosine_least"] <= found["cosine_mean"] < 1 and found["rank_correlation"] > 0.9
     with pytest.raises(InvalidOptionError, match="an encoder cannot write its own text"):
         ModelConverter(ConversionConfig(weights="int4", method="gptq")).convert(minilm_source, tmp_path / "other")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "texts.jsonl"]
 
 
 @pytest.mark.parametrize(("content", "name", "kind", "said"), [
