@@ -105,7 +105,7 @@ class ModelConverter(converter.ModelConverter):
         """Where finished matrices are kept until all are. Those of another conversion are deleted."""
         target = target.absolute()
         work = target.with_name(f".{target.name}.quantising")
-        key = repr((fingerprint_parts(source.path), self.config.replace(overwrite=False, report=True), self._text_size()))
+        key = repr((fingerprint_parts(source.path), self.config.replace(overwrite=False, report=True), self._text_time()))
         with file_lock(work.with_name(f"{work.name}.lock"), target), write_errors(work):
             if not (work / "key").is_file() or (work / "key").read_text(encoding="utf-8") != key:
                 shutil.rmtree(work, ignore_errors=True)
@@ -119,9 +119,9 @@ class ModelConverter(converter.ModelConverter):
                 if is_done or not any(work.glob("*.np[yz]")):
                     shutil.rmtree(work)
 
-    def _text_size(self) -> int:
+    def _text_time(self) -> int:
         path = Path(self.config.calibration)
-        return path.stat().st_size if self.config.calibration and path.is_file() else 0
+        return path.stat().st_mtime_ns if self.config.calibration and path.is_file() else 0
 
     def _find_texts(self, source: ModelSource, work: Path, progress: Progress) -> Texts | None:
         """The calibration text; None where there is nothing to calibrate, and nothing to measure or to measure with."""

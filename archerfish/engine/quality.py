@@ -72,7 +72,7 @@ def compare_logits(model: StreamedModel, before: Tensor, after: Tensor, texts: S
         same = (right.argmax(1) == found.argmax(1)).sum()
         losses = [-each.gather(1, tokens).sum() for each in (right, found)]
         sums += [float(each) for each in (*losses, divergence, same)]
-    original, result, divergence, agreement = sums / len(rows)
+    original, result, divergence, agreement = (sums / len(rows)).tolist()
     return {
         "perplexity": math.exp(original), "perplexity_quantised": math.exp(result),
         "perplexity_change": math.expm1(result - original), "kl_divergence": divergence, "top1_agreement": agreement,
