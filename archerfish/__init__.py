@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from archerfish.engine.arrow_engine import ArrowEngine, RerankResult
     from archerfish.engine.async_engine import AsyncLLMEngine
     from archerfish.engine.beam_search import BeamSearchParams
+    from archerfish.engine.converter import ModelConverter
     from archerfish.engine.inference_core import InferenceCore
     from archerfish.engine.llm import LLM
     from archerfish.engine.llm_engine import LLMEngine
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from archerfish.observe.regression import RegressionDetector
     from archerfish.params import SamplingParams, Stage
     from archerfish.runtime.sampler import FastSampler
-    from archerfish.store.converter import ConversionResult, ModelConverter
+    from archerfish.store.converter import ConversionResult
     from archerfish.store.loader import WeightLoader
     from archerfish.text.tokenizer import FastTokenizer
     from archerfish.util import quantize_embeddings
@@ -53,6 +54,7 @@ _HOMES = {  # the public names of each module
     "engine.arrow_engine": ("ArrowEngine", "RerankResult"),
     "engine.async_engine": ("AsyncLLMEngine",),
     "engine.beam_search": ("BeamSearchParams",),
+    "engine.converter": ("ModelConverter",),
     "engine.inference_core": ("InferenceCore",),
     "engine.llm": ("LLM",),
     "engine.llm_engine": ("LLMEngine",),
@@ -68,7 +70,7 @@ _HOMES = {  # the public names of each module
     "observe.regression": ("RegressionDetector",),
     "params": ("SamplingParams", "Stage"),
     "runtime.sampler": ("FastSampler",),
-    "store.converter": ("ConversionResult", "ModelConverter"),
+    "store.converter": ("ConversionResult",),
     "store.loader": ("WeightLoader",),
     "text.tokenizer": ("FastTokenizer",),
     "util": ("quantize_embeddings",),

@@ -98,6 +98,32 @@ class ConversionConfig(Options):
 
     use_float16: bool = option(True, "Store weights as float16; false: as float32. `dtype` overrides this.")
     dtype: str = option("auto", "Type of stored weights; auto: as `use_float16` says.", choices=DTYPES)
+    weights: str = option(
+        "auto", "Quantise the matrices of linear maps: int8 and fp8 with a scale a row, int4 with a scale and a minimum for "
+        "each `group_size` inputs (heads as int8: their errors go straight into logits); auto: leave them in `dtype`.",
+        choices=("auto", "int8", "int4", "fp8"),
+    )
+    group_size: int = option(
+        128, "Inputs that share a scale in int4, a multiple of 32; less where a matrix does not divide into such groups.",
+        minimum=32, maximum=4096,
+    )
+    method: str = option(
+        "rtn", "How matrices are quantised: rtn rounds each number; gptq (needs torch) rounds so that products with the inputs "
+        "of the calibration text change least.", choices=("rtn", "gptq"),
+    )
+    calibration: str = option(
+        "", "File with text to calibrate and measure with: plain text, or .jsonl with a `text` in each line; empty: the model "
+        "writes its own.",
+    )
+    layout: str = option(
+        "store", "What is written: store is a directory of the Arrow store; gptq (int4) and compressed-tensors are checkpoints "
+        "that vLLM and transformers load, whose int4 groups have no minimum and whose heads stay plain.",
+        choices=("store", "gptq", "compressed-tensors"),
+    )
+    report: bool = option(
+        True, "Measure what quantising cost, on a fifth of the text that calibration does not see, into quality.json; needs "
+        "torch, and for encoders a calibration file.",
+    )
     compression: str = option("lz4", "Compression of weights.parquet.", choices=COMPRESSIONS)
     keep_quantized: bool = option(
         False, "Keep GGUF matrices of types Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K quantised instead of widening "

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from argparse import Namespace
 from datetime import datetime
+from typing import Any
 
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output, seconds
 from archerfish.config import ConversionConfig, HubConfig
+from archerfish.engine.converter import QUALITY_NAME, ModelConverter
 from archerfish.engine.progress import size
 from archerfish.errors import InvalidInputError
-from archerfish.store.converter import ModelConverter
 from archerfish.store.names import list_models, remove_model, resolve_model
 
 
@@ -104,10 +105,31 @@ def run_convert(arguments: Namespace, out: Output) -> int:
         ("model", result.model_name),
         ("directory", result.output_dir),
         ("parameters", f"{result.total_parameters:,}"),
-        ("type", config.stored_dtype()),
+        ("type", config.stored_dtype() if config.weights == "auto" else f"{config.weights}; others {config.stored_dtype()}"),
         ("size", f"{result.file_size_mb:.1f} MB, {1 / result.compression_ratio:.2f} of the source"),
         ("validated", "yes" if result.validation_passed else "no (switched off)"),
         ("time", seconds(result.conversion_time_sec)),
     ]
-    out.table("Converted", ("", "value"), rows)
+    out.table("Converted", ("", "value"), [*rows, *quality_rows(result.quality)])
     return 0
+
+
+def quality_rows(quality: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """What quantising cost, and the layer with the largest error."""
+    if quality is None:
+        return []
+    found = [("measured on", f"{quality['num_tokens']:,} tokens {quality['text']}")]
+    if "perplexity" in quality:
+        before, after, change = (quality[name] for name in ("perplexity", "perplexity_quantised", "perplexity_change"))
+        found += [
+            ("perplexity", f"{after:.3f}, of the original {before:.3f} ({change:+.2%})"),
+            ("KL divergence", f"{quality['kl_divergence']:.4f} nats a token"),
+            ("same token first", f"{quality['top1_agreement']:.1%}"),
+        ]
+    else:
+        found += [
+            ("cosine", f"{quality['cosine_mean']:.5f} on average, at least {quality['cosine_least']:.5f}"),
+            ("rank correlation", f"{quality['rank_correlation']:.5f} of the similarities of all pairs"),
+        ]
+    worst, error = max(((name, max(errors.values())) for name, errors in quality["layers"].items()), key=lambda pair: pair[1])
+    return [*found, ("largest error", f"{error:.2%} of a product in {worst}; all layers: {QUALITY_NAME}")]

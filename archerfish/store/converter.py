@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +51,7 @@ class ConversionResult:
     conversion_time_sec: float
     validation_passed: bool  # false only when validation was switched off
     error_message: str | None = None
+    quality: dict[str, Any] | None = None  # what quantising cost, where it was measured
 
 
 class ModelConverter:
@@ -83,24 +84,32 @@ class ModelConverter:
         check_output(target, overwrite=self.config.overwrite)
         source = open_source(path)
         check_hint(source, model_type)
+        result = self.convert_source(source, name, target, progress)
+        return replace(result, conversion_time_sec=time.perf_counter() - started)
+
+    def convert_source(self, source: ModelSource, name: str, target: Path, progress: Progress) -> ConversionResult:
+        """Write a source that is open. Quantising is for `engine/converter.py`, which knows the linear maps of models."""
+        started, config = time.perf_counter(), self.config
         infos = [self.stored_info(tensor) for tensor in source.tensors]
+        if config.weights != "auto" and not any(info.quantization for info in infos):
+            raise InvalidOptionError("This converter does not quantise.", hint="Use archerfish.ModelConverter.")
         largest = max(infos, key=lambda info: sum(buffer_bytes(info)))
         is_large = sum(buffer_bytes(largest)) >= LARGE_TENSOR_BYTES
-        if is_large and self.config.write_parquet:
+        if is_large and config.write_parquet:
             hint = "Convert with write_parquet=False: weights.arrow has no such limit."
             raise UnsupportedModelError(f"Parquet cannot hold the tensor {largest.name!r}: it has 2 GiB or more.", hint=hint)
         weights_bytes = sum(sum(buffer_bytes(info)) + HEADER_BYTES for info in infos)
-        check_free_space(target, (2 if self.config.write_parquet else 1) * weights_bytes + SPARE_BYTES)
+        check_free_space(target, (2 if config.write_parquet else 1) * weights_bytes + SPARE_BYTES)
         with new_directory(target) as temporary:
             metadata = self._write(source, infos, temporary, name, progress, is_large=is_large)
-        num_bytes = metadata.files[PARQUET_NAME if self.config.write_parquet else ARROW_NAME].num_bytes
+        num_bytes = metadata.files[PARQUET_NAME if config.write_parquet else ARROW_NAME].num_bytes
         return ConversionResult(
             success=True, model_name=name, output_dir=target, arrow_path=target / ARROW_NAME,
-            parquet_path=target / PARQUET_NAME if self.config.write_parquet else None,
+            parquet_path=target / PARQUET_NAME if config.write_parquet else None,
             tokenizer_path=target / TOKENIZER_NAME if (target / TOKENIZER_NAME).is_dir() else None,
             metadata_path=target / METADATA_NAME, total_parameters=metadata.total_parameters, file_size_mb=num_bytes / 1e6,
             compression_ratio=source.num_bytes / num_bytes, conversion_time_sec=time.perf_counter() - started,
-            validation_passed=self.config.validate_output,
+            validation_passed=config.validate_output,
         )
 
     def stored_info(self, tensor: SourceTensor) -> TensorInfo:
@@ -109,7 +118,8 @@ class ModelConverter:
         Vectors (norms, biases) stay float32: they take next to no room, and rounding them costs a third of the accuracy.
         """
         info, is_matrix = tensor.info, len(tensor.info.shape) > 1
-        if info.dtype not in FLOAT_DTYPES or (self.config.keep_quantized and info.quantization is not None and is_matrix):
+        is_kept = self.config.keep_quantized or self.config.weights != "auto"
+        if info.dtype not in FLOAT_DTYPES or (is_kept and info.quantization is not None and is_matrix):
             return info
         return TensorInfo(info.name, self.config.stored_dtype() if is_matrix else "float32", info.shape)
 

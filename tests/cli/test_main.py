@@ -19,6 +19,7 @@ from archerfish.cli import embed as embed_command
 from archerfish.cli import output
 from archerfish.cli.interrupts import exit_at_next_interrupt, interrupt_once, signals_to
 from archerfish.cli.main import main
+from archerfish.cli.models import quality_rows
 from archerfish.cli.options import as_flag
 from archerfish.cli.serve import MOST_USED
 from archerfish.cli.texts import gather_texts
@@ -217,6 +218,17 @@ def test_convert_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys:
     assert main([*arguments, "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["success"] is True and body["output_dir"] == str(tmp_path / "out")
+
+
+def test_convert_shows_what_quantising_cost() -> None:
+    quality = {
+        "text": "of a.txt", "num_tokens": 4096, "perplexity": 10.0, "perplexity_quantised": 10.2, "perplexity_change": 0.02,
+        "kl_divergence": 0.01, "top1_agreement": 0.953, "layers": {"layers.0": {"a": 0.01}, "layers.7": {"a": 0.034}},
+    }  # fmt: skip
+    rows = dict(quality_rows(quality))
+    assert rows["perplexity"] == "10.200, of the original 10.000 (+2.00%)"
+    assert rows["largest error"].startswith("3.40% of a product in layers.7")
+    assert quality_rows(None) == []
 
 
 def test_help_of_serve_shows_the_most_used_options_first(capsys: pytest.CaptureFixture[str]) -> None:
