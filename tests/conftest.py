@@ -74,6 +74,14 @@ def minilm() -> ArrowEngine:
     return ArrowEngine(MINILM)
 
 
+@pytest.fixture
+def own_cache(
+    minilm_source: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is converted goes into a cache of the test's own, even where nobody names one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
 @pytest.fixture(scope="session")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> HubConfig:
     """A cache of its own for models that tests make, which never reaches the network."""

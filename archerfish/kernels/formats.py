@@ -4,8 +4,8 @@ A format says which tensors a checkpoint has for a matrix, which tensors are kep
 Stacking and sizes follow from the layouts of these tensors. A backend multiplies with a format in a product of its own
 (`Ops.products`), or with the dequantised matrix where it has none. Nothing else asks which format a weight has.
 
-A format that is made while a model is loaded has a name for the option `weights`; a format that a checkpoint is stored in will
-be found from the checkpoint's config.json, under `weights="auto"`.
+A format that is made while a model is loaded has a name for the option `weights`; matrices that the store has quantised have
+theirs in spite of it.
 """
 
 from __future__ import annotations

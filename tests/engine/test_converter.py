@@ -41,6 +41,7 @@ def logprobs(model: Path) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 
 # Relative errors of normal numbers.
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(("weights", "kind", "most"), [("int8", "INT8", 0.01), ("int4", "Q4_1", 0.1), ("fp8", "FP8", 0.03)])
 def test_an_engine_runs_what_was_quantised(weights: str, kind: str, most: float, tmp_path: Path) -> None:
     source = write_llama(tmp_path / "source")
@@ -61,7 +62,7 @@ def test_an_engine_runs_what_was_quantised(weights: str, kind: str, most: float,
     np.testing.assert_allclose(logprobs(tmp_path / "out"), logprobs(tmp_path / "plain"), rtol=0, atol=0.15)
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("weights", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_a_real_model_still_knows_capitals(weights: str, tmp_path: Path) -> None:
     config = ConversionConfig(weights=weights, write_parquet=False, report=False)
     result = ModelConverter(config).convert("smollm2-135m-instruct", tmp_path / "out")

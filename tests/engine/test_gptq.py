@@ -22,6 +22,8 @@ from archerfish.store.sources import open_source
 from tests.engine.test_converter import write_llama
 from tests.models.decoding import KINDS, make, their_logits
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 GRIDS = [Quantization("Q4_1", 1, 64), Quantization("Q4_0", 1, 128), Quantization("INT8", 1, 256), Quantization("FP8", 1, 256)]
 
 

@@ -19,6 +19,8 @@ from archerfish.store.sources import open_source
 from tests.engine.test_converter import logprobs, write_llama
 from tests.store.quantised_models import MATRICES, Floats
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 MATRIX = "model.layers.1.mlp.down_proj"
 MODULES = {f"model.layers.{layer}.{name}" for layer in range(2) for name in MATRICES}
 LAYOUTS = [

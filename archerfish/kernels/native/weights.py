@@ -155,7 +155,8 @@ def add_part(matrix: Matrix, part: StoredTensor, first: int) -> None:
 
 def spread(halves: npt.NDArray[np.float16], part: StoredTensor) -> npt.NDArray[np.float16]:
     """Scales or minima of groups, one for each block."""
-    return np.repeat(halves, math.prod(part.shape) // BLOCK // halves.size)
+    num_blocks = math.prod(part.shape) // BLOCK
+    return np.repeat(halves, num_blocks // halves.size) if 0 < halves.size < num_blocks else halves
 
 
 def as_blocks(part: StoredTensor, dtype: str) -> StoredTensor:
