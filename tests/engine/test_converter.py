@@ -62,7 +62,8 @@ def test_an_engine_runs_what_was_quantised(weights: str, kind: str, most: float,
     np.testing.assert_allclose(logprobs(tmp_path / "out"), logprobs(tmp_path / "plain"), rtol=0, atol=0.15)
 
 
-@pytest.mark.parametrize("weights", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_real_model_still_knows_capitals(weights: str, tmp_path: Path) -> None:
     config = ConversionConfig(weights=weights, write_parquet=False, report=False)
     result = ModelConverter(config).convert("smollm2-135m-instruct", tmp_path / "out")

@@ -121,7 +121,7 @@ def test_vllms_option() -> None:
 
 
 @pytest.mark.parametrize("records", [False, True])
-@pytest.mark.parametrize("kind", ["same", "smaller", "rwkv"])
+@pytest.mark.parametrize("kind", ["same", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("smaller", "rwkv"))])
 def test_a_draft_model_changes_no_tokens(
     kind: str, records: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,10 +13,10 @@ pytest.importorskip("triton")
 ROUNDS = 9
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("int8", "gemma", "deterministic")]
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("rwkv", "encoders", "int8", "gemma", "deterministic")]
 
 
-@pytest.mark.parametrize("kind", ["llama", "rwkv", "encoders", *SLOW])
+@pytest.mark.parametrize("kind", ["llama", *SLOW])
 def test_requests_launch_nothing_that_was_not_rehearsed(kind: str, tmp_path: Path) -> None:
     """Red: a kernel that is specialised on a number which varies, or a way of sampling that `rehearsal.py` leaves out."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
