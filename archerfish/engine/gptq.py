@@ -15,11 +15,11 @@ import torch
 
 from archerfish.engine.streamed_model import StreamedModel, Unread
 from archerfish.kernels.ops import Ids
-from archerfish.kernels.stored import Floats
+from archerfish.kernels.stored import FP8_LARGEST, Floats
 from archerfish.kernels.torch.reference import Tensor
 from archerfish.store.files import sibling, sync
 from archerfish.store.format import Quantization, Row, TensorInfo, dequantize
-from archerfish.store.quantiser import CODE_RANGES, LARGEST_FP8, ZERO_CODES, Grid, find_grid, make_row, rounded_row
+from archerfish.store.quantiser import CODE_RANGES, ZERO_CODES, Grid, find_grid, make_row, rounded_row
 from archerfish.store.source import SourceTensor
 from archerfish.types import Progress
 
@@ -82,7 +82,7 @@ def kept_row(work: Path, tensor: SourceTensor, info: TensorInfo) -> Row:
 def points_of(steps: Tensor, quant_type: str) -> Tensor:
     """The nearest steps that codes stand for, as `Grid.nearest` finds them."""
     if quant_type == "FP8":
-        return steps.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn).float()
+        return steps.clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn).float()
     zero = ZERO_CODES[quant_type]
     return (steps.round() + zero).clamp(*CODE_RANGES[quant_type]) - zero
 

@@ -29,7 +29,7 @@ from archerfish.sched.drafts import MOST_DRAFTED, PromptLookup, Speculation
 from archerfish.sched.masks import MaskFinder
 from archerfish.sched.scheduler import Scheduler
 from archerfish.store.converter import ensure_converted
-from archerfish.store.format import TensorInfo, block_bytes, buffer_bytes
+from archerfish.store.format import Quantization, TensorInfo, block_bytes, buffer_bytes
 from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import HUB_ID, ONLY_TOKENIZER, builtin_at, resolve_model
@@ -65,6 +65,7 @@ class ModelFacts:
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # for requests that state no parameters
     tokenizer_directory: Path | None = None  # None: prompts are token ids
     stored_bytes: int = 0  # of weights that stay in the formats of their file; 0: they take what the model computes in
+    stored_types: frozenset[Quantization] = frozenset()  # of those
     draft: ModelFacts | None = None  # of the draft model
 
     @property
@@ -158,13 +159,14 @@ def read_model_facts(config: EngineConfig, hub: HubConfig, progress: Progress, r
     source = resolve_model(config.model, hub, progress)
     if config.load_format == "dummy" and not is_converted(source):
         values, generation = (read_settings(source / file) for file in ("config.json", "generation_config.json"))
-        found = stored_bytes(dummy_infos(values), values, device, dtype) if choose_backend(device, dtype).keeps_quantised else 0
+        infos: Sequence[TensorInfo] = dummy_infos(values)
+        found = quantised_bytes(infos, values, device, dtype) if choose_backend(device, dtype).keeps_quantised else 0
         facts = facts_of(config, device, dtype, source, source.name, values, generation, found, reserved_bytes)
         kind = ""
     else:
 
         def check(values: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> None:  # before a conversion, which takes minutes
-            found = stored_bytes(tensors, values, device, dtype)
+            found = quantised_bytes(tensors, values, device, dtype)
             check_memory(facts_of(config, device, dtype, source, source.name, values, {}, found, reserved_bytes), config)
 
         is_kept = choose_backend(device, dtype).keeps_quantised
@@ -172,17 +174,18 @@ def read_model_facts(config: EngineConfig, hub: HubConfig, progress: Progress, r
         metadata = read_metadata(directory)
         builtin = builtin_at(source, hub)
         generation = {**(metadata.generation_config or {}), **(builtin.sampling if builtin else {})}
-        kept = metadata.quant_types if is_kept else set()
-        found = stored_bytes(metadata.tensors, metadata.config, device, dtype) if is_kept else 0
-        facts = facts_of(
-            config, device, dtype, directory, metadata.model_name, metadata.config, generation, found, reserved_bytes
-        )
+        infos, kept = metadata.tensors, metadata.quant_types if is_kept else set()
+        found = quantised_bytes(metadata.tensors, metadata.config, device, dtype) if is_kept else 0
+        name, values = metadata.model_name, metadata.config
+        facts = facts_of(config, device, dtype, directory, name, values, generation, found, reserved_bytes)
         remark_blocks(config.weights, metadata.model_name, kept)
         if is_kept:
             remark_widened(metadata.model_name, metadata.config, kept)
         kind = str(metadata.source.get("kind"))
     check_quantization(config.quantization, facts.config.values, kind, facts.name)
-    return replace(facts, tokenizer_directory=locate_tokenizer(config.tokenizer, facts.directory, hub, progress))
+    types = frozenset(info.quantization for info in infos if info.quantization)
+    tokenizer = locate_tokenizer(config.tokenizer, facts.directory, hub, progress)
+    return replace(facts, tokenizer_directory=tokenizer, stored_types=types)
 
 
 def dummy_infos(values: Mapping[str, Any]) -> list[TensorInfo]:
@@ -196,7 +199,7 @@ def dummy_infos(values: Mapping[str, Any]) -> list[TensorInfo]:
     ]
 
 
-def stored_bytes(tensors: Sequence[TensorInfo], values: Mapping[str, Any], device: str, dtype: str) -> int:
+def quantised_bytes(tensors: Sequence[TensorInfo], values: Mapping[str, Any], device: str, dtype: str) -> int:
     """What weights take that stay quantised; 0 if none do. On a GPU lookup tables become plain."""
     if device == "cpu" or not any(info.quantization for info in tensors):
         return block_bytes(tensors)
@@ -283,7 +286,8 @@ def make_runner(
             max_tokens=facts.step_tokens, num_draft_tokens=0 if config.speculation == "off" else config.num_draft_tokens,
         )
     runner.fit_kv_scales()
-    described = facts.config.values, facts.dtype, facts.weight_format.name, facts.max_len, memory.block_size, config.kv_dtype
+    weights = facts.weight_format.name, sorted(facts.stored_types)  # files of one model may be quantised in several ways
+    described = facts.config.values, facts.dtype, weights, facts.max_len, memory.block_size, config.kv_dtype
     runner.warm_up(repr(described), progress)
     return runner, replace(facts, memory=memory)
 

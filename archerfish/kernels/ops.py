@@ -281,7 +281,7 @@ class Ops(ABC, Generic[T]):
 
     def fit_kv_scales(self, layers: Sequence[KVLayer[T]], num_blocks: int) -> None:
         """Set the scales of keys and values by those in the first blocks, which were stored with scales of 1."""
-        raise NotImplementedError
+        raise TypeError(f"Keys and values of the backend {self.name!r} have no scales.")
 
     @abstractmethod
     def copy_blocks(self, layers: Sequence[KVLayer[T]], pairs: Sequence[tuple[int, int]]) -> None:

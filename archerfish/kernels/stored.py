@@ -29,6 +29,7 @@ def read_fp8(codes: npt.NDArray[np.uint8]) -> Floats:
 
 
 FP8_VALUES = read_fp8(np.arange(256, dtype=np.uint8))
+FP8_LARGEST = float(np.nanmax(FP8_VALUES))
 
 
 def numpy_type(dtype: str) -> np.dtype[Any]:

@@ -16,12 +16,11 @@ import numpy.typing as npt
 from archerfish.errors import ValidationError
 from archerfish.kernels.formats import LARGEST_INT8
 from archerfish.kernels.int4 import LARGEST, find_lines
-from archerfish.kernels.stored import FP8_VALUES, Floats, widened
+from archerfish.kernels.stored import FP8_LARGEST, Floats, widened
 from archerfish.store.format import GROUP_SIZE, Quantization, Row, TensorInfo, dequantize
 from archerfish.store.source import ModelSource, SourceTensor
 
 Codes = npt.NDArray[np.uint8]
-LARGEST_FP8 = float(np.nanmax(FP8_VALUES))
 LEAST_NORMAL_FP8 = 2.0**-6
 HALF_RANGE = (2.0**-14, 65504.0)  # scales that float16 holds with all its digits
 # Symmetric grids of 4 bits: the code that a group's largest number gets. A smaller step clips it and rounds the others less.
@@ -73,7 +72,7 @@ def find_grid(matrix: Floats, kind: Quantization, importance: Floats | None = No
 def find_scales(groups: Floats, quant_type: str, importance: Floats | None = None) -> Floats:
     largest = np.abs(groups).max(1)
     if quant_type == "FP8":
-        return np.asarray(largest / LARGEST_FP8, np.float32)
+        return np.asarray(largest / FP8_LARGEST, np.float32)
     if quant_type == "INT8":
         scales = np.asarray(largest / LARGEST_INT8, np.float32)
         is_half = (scales >= HALF_RANGE[0]) & (scales <= HALF_RANGE[1])
@@ -90,7 +89,7 @@ def find_scales(groups: Floats, quant_type: str, importance: Floats | None = Non
 
 def to_fp8(numbers: Floats) -> Codes:
     """The nearest numbers of float8_e4m3fn, ties to even."""
-    sizes = np.abs(numbers).clip(0, LARGEST_FP8)
+    sizes = np.abs(numbers).clip(0, FP8_LARGEST)
     bits = sizes.view(np.uint32)
     normal = ((bits + ((bits >> 20 & 1) + 0x7FFFF)) >> 20) - (120 << 3)  # 3 bits of mantissa; exponents count from 7, not 127
     codes = np.where(sizes < LEAST_NORMAL_FP8, np.rint(sizes / LEAST_NORMAL_FP8 * 8), normal)
@@ -124,6 +123,10 @@ def rounded_row(tensor: SourceTensor, info: TensorInfo) -> Row:
     return make_row(info, matrix, find_grid(matrix, info.quantization))
 
 
+def load_dequantised(row: Callable[[], Row]) -> Floats:
+    return dequantize(row())
+
+
 def quantise_source(
     source: ModelSource, wanted: Mapping[str, Quantization],
     quantise: Callable[[SourceTensor, TensorInfo], Row] = rounded_row, *, keep_others: bool = False,
@@ -135,7 +138,7 @@ def quantise_source(
         if info.name in wanted:
             made = TensorInfo(info.name, "float32", info.shape, wanted[info.name])
             row = partial(quantise, tensor, made)
-            tensors.append(SourceTensor(made, lambda row=row: dequantize(row()), row))  # type: ignore[misc]
+            tensors.append(SourceTensor(made, partial(load_dequantised, row), row))
         else:
             tensors.append(tensor if keep_others else SourceTensor(info._replace(quantization=None), tensor.load))
     config = {name: value for name, value in source.config.items() if name not in ("quantization_config", "compression_config")}

@@ -11,8 +11,10 @@ import pytest
 from archerfish import ConversionConfig, ConversionResult, HubConfig, LLMEngine, ModelConverter, SamplingParams, WeightLoader
 from archerfish.engine.converter import choose_matrices
 from archerfish.errors import InvalidOptionError, UnsupportedModelError
+from archerfish.runtime.runner import ModelRunner
 from archerfish.store import converter
 from archerfish.store.sources import open_source
+from tests.calls import spy_on
 from tests.models.recurring import SIZES, blink_weights
 from tests.store import quantised_models as made
 from tests.store.models import write_model
@@ -60,6 +62,15 @@ def test_an_engine_runs_what_was_quantised(weights: str, kind: str, most: float,
         assert (most / 20 < error < most) if tensor.info.name in meant else error == 0
     made.write_plain(tmp_path / "plain", meant)
     np.testing.assert_allclose(logprobs(tmp_path / "out"), logprobs(tmp_path / "plain"), rtol=0, atol=0.15)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_files_of_one_model_have_lists_of_kernels_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, warm_up = write_llama(tmp_path / "source"), spy_on(monkeypatch, ModelRunner, "warm_up")
+    for weights in ("int8", "fp8", "int4"):
+        convert(source, tmp_path / weights, weights=weights, report=False)
+        LLMEngine(str(tmp_path / weights), device="cpu", dtype="float32", max_cache_tokens=256).close()
+    assert len({call.args[1] for call in warm_up.call_args_list}) == 3
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from archerfish import ArcherfishError, ConversionConfig, ConversionResult, HubConfig, ModelConverter
 from archerfish.engine import calibration, gptq
 from archerfish.engine.converter import choose_matrices
-from archerfish.engine.streamed_model import StreamedModel
+from archerfish.engine.streamed_model import StreamedModel, Unread
 from archerfish.errors import CorruptFileError, InvalidOptionError
 from archerfish.store.format import Quantization, TensorInfo, dequantize
 from archerfish.store.names import resolve_model
@@ -49,7 +50,12 @@ def test_streamed_models_compute_what_transformers_does(kind: str, tmp_path: Pat
     model = StreamedModel(open_source(tmp_path), "cpu", 60)
     texts = [np.random.default_rng(i).integers(3, KINDS[kind][1]["vocab_size"], length) for i, length in enumerate((20, 60))]
     seen: list[str] = []
-    hidden = model.hidden(texts, lambda parts, x, matrix: seen.extend(part.name for part in parts) or matrix)  # type: ignore[func-returns-value]
+
+    def note(parts: Sequence[Unread], x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        seen.extend(part.name for part in parts)
+        return matrix
+
+    hidden = model.hidden(texts, note)
     expected = torch.cat([their_logits(theirs, text.tolist()) for text in texts])
     torch.testing.assert_close(model.logits(hidden), expected, rtol=1e-3, atol=1e-3)
     assert set(seen) >= {name for name in choose_matrices(open_source(tmp_path), "int8", 32) if "layers" in name}

@@ -79,14 +79,14 @@ def test_where_tokens_cost_alike_many_are_proposed_at_once(is_flat: bool, first:
     assert draft.count == after
 
 
-def test_nothing_waits_for_a_token_where_proposals_would_not_pay() -> None:
+def test_nothing_waits_for_a_token_where_proposals_would_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     speculation = Speculation(OracleDrafter(), 4)
     for size in range(1, 10):
         for _ in range(3):
             speculation.times.add(size, float(size))
     world = World(speculation=speculation)
     (seq,) = world.add(9, 20)
-    speculation.times.add = lambda size, seconds: None  # type: ignore[method-assign]
+    monkeypatch.setattr(speculation.times, "add", lambda size, seconds: None)
     while len(world.outputs.get(seq.key, ())) < 20:
         world.step()
         assert seq.draft is not None and not seq.draft.tokens and seq.pending_limit

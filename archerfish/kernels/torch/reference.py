@@ -37,14 +37,14 @@ from archerfish.kernels.ops import (
 )
 from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.sampling import Drawn, Logprobs, PoolStats, SamplingBatch, TokenCounts
-from archerfish.kernels.stored import GPU_TYPES, StoredTensor
+from archerfish.kernels.stored import FP8_LARGEST, GPU_TYPES, StoredTensor
 from archerfish.kernels.torch.from_store import stored_parts
 from archerfish.kernels.torch.sampling import TorchSampling, sampling_batch
 from archerfish.kernels.torch.wkv import TorchRecurrentOps
 
 Tensor = torch.Tensor
 DUMMY_SCALE = 0.02  # of random weights
-FP8, FP8_LARGEST = torch.float8_e4m3fn, 448.0
+FP8 = torch.float8_e4m3fn
 FP8_HEADROOM = 4.0  # times the largest key or value that was seen when scales were set
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu,
@@ -220,8 +220,7 @@ class TorchOps(Ops[Tensor]):
             q, k = rotate(q, cos_sin, rotary.rotary_dim), rotate(k, cos_sin, rotary.rotary_dim)
         slots = batch.slots[: batch.num_tokens]
         is_real = slots >= 0
-        for place, (memory, new) in enumerate(((kv.keys, k), (kv.values, v))):
-            new = new[: batch.num_tokens][is_real]
+        for place, (memory, new) in enumerate(((kv.keys, k[: len(slots)][is_real]), (kv.values, v[: len(slots)][is_real]))):
             if kv.scales is not None:
                 scaled = (new.float() / kv.scales[place][:, None]).clamp(-FP8_LARGEST, FP8_LARGEST)
                 memory, new = memory.view(torch.uint8), scaled.to(FP8).view(torch.uint8)

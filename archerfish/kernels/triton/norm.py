@@ -14,13 +14,14 @@ import triton
 import triton.language as tl
 
 from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch, Rotation
+from archerfish.kernels.stored import FP8_LARGEST
 from archerfish.kernels.triton.launch import early_start, follow
 from archerfish.kernels.triton.tiles import cdiv, next_power_of_2
 
 Tensor = torch.Tensor
 MAX_WIDTH = 16384  # of a row that one program normalises
 GATED_BLOCK = 2048  # columns of a program
-FP8_LARGEST = 448.0
+FP8_MOST = tl.constexpr(FP8_LARGEST)
 ELEMENTS_PER_WARP = 1024
 FEW_TOKENS = 32  # up to which queries, keys and values have a program each
 
@@ -86,10 +87,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, dty
 
 
 @triton.jit
-def gated_kernel(
-    x, out, x_stride, width: tl.constexpr, block: tl.constexpr, is_silu: tl.constexpr, is_early: tl.constexpr
-):
-    follow(is_early)
+def gated_kernel(x, out, x_stride, width: tl.constexpr, block: tl.constexpr, is_silu: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     is_inside = columns < width
@@ -109,8 +107,7 @@ def gated(x: Tensor, is_silu: bool) -> Tensor:
     if num_rows:
         block = min(next_power_of_2(width), GATED_BLOCK)
         gated_kernel[(num_rows, cdiv(width, block))](
-            x, out, x.stride(0), width=width, block=block, is_silu=is_silu, num_warps=max(1, block // 512),
-            **early_start(x.device),
+            x, out, x.stride(0), width=width, block=block, is_silu=is_silu, num_warps=max(1, block // 512)
         )
     return out
 
@@ -123,7 +120,7 @@ def quantise_kernel(x, out, scales, x_stride, width: tl.constexpr, block: tl.con
     is_inside = columns < width
     values = tl.load(x + row * x_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(values), 0)
-    scale = tl.where(largest > 0, largest / 448.0, 1.0)
+    scale = tl.where(largest > 0, largest / FP8_MOST, 1.0)
     tl.store(out + row * width + columns, (values / scale).to(out.dtype.element_ty), mask=is_inside)
     tl.store(scales + row, scale)
 
@@ -147,7 +144,7 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def to_kv(values, kind: tl.constexpr):
     """Keys or values in the type of their memory, which may end early."""
     if kind == tl.float8e4nv:
-        values = tl.minimum(tl.maximum(values, -448.0), 448.0)
+        values = tl.minimum(tl.maximum(values, -FP8_MOST), FP8_MOST)
     return values.to(kind)
 
 
