@@ -98,6 +98,8 @@ class Archerfish(TextEngine):
     def run(self, prompts: list[list[int]], outputs: list[int], temperature: float, **others: Any) -> list[int]:
         params = [self.params(count, temperature, **others) for count in outputs]
         self.outputs = self.engine.generate(prompts, params)
+        for error in (each.error for output in self.outputs for each in output.outputs if each.error):
+            raise error
         return [len(output.token_ids) for output in self.outputs]
 
     def token_times(self, prompt: list[int], num_output: int, *, clear: bool = True) -> list[float]:

@@ -1,172 +1,235 @@
 """Products of activations with weights in groups (`formats.Groups`), on tensor cores.
 
-For few rows, a program has some outputs. It reads a part of the inputs at a time, of which all share a scale, and scales the
-sums of a part, not the weights: codes are whole numbers that every type holds exactly. For more rows, a program has a tile of
-rows and outputs, and weights are scaled before they are multiplied. For very many, `dequantise` makes a plain matrix.
+For few rows, a program has some outputs, and each of its warps some of the inputs. Sums are scaled, not weights: codes are whole
+numbers that every type holds exactly. For more rows, a program has a tile of rows and outputs, and weights are scaled before
+they are multiplied. For very many, `dequantise` makes a plain matrix.
 
-Codes of 4 bits become floats without a conversion, which would take longer than reading them: they are put into the lowest bits
-of a large number that is subtracted again.
+Codes of 4 bits are laid out anew for the card (`pack_codes`): of 128 inputs, a word of 16 bits has those that are 32 apart. So a
+tile of words goes into the tensor cores' registers as one of floats would, and there it becomes four tiles, two codes at a
+time, without a conversion: codes are put into the lowest bits of a large number, which is subtracted again.
 
 No `from __future__ import annotations` here: see `triton/norm.py`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from archerfish.kernels.formats import Groups, Tensors
+from archerfish.kernels.int4 import BLOCK
 from archerfish.kernels.ops import Activation
 from archerfish.kernels.triton.launch import early_start, follow
-from archerfish.kernels.triton.products import finish, load_addends
+from archerfish.kernels.triton.products import append, finish, load_addends
 from archerfish.kernels.triton.tiles import cdiv, next_power_of_2
 
 Tensor = torch.Tensor
-COLUMNS = 512  # of a program's inputs at a time
-WIDEST_PART = 128  # of them that share a scale
-NUM_WARPS, NUM_STAGES = 4, 4
+PLANES = 4  # codes in a word
+SPAN = PLANES * BLOCK  # inputs of the words of a group of 32 words
 FEW_ROWS = 64  # of activations
-MANY_TILE, MANY_WARPS, MANY_STAGES = (128, 128), 8, 3  # rows and outputs of a program
 DEQUANTISED_OUTPUTS = 32
-FEW_OUTPUTS = 4096  # of a product, up to which programs have 16 of them, and else 32
+
+
+class FewTile(NamedTuple):
+    """outputs: of a program. parts: of inputs that a program takes at a time."""
+
+    outputs: int
+    parts: int
+    num_warps: int
+    num_stages: int
+
+
+class ManyTile(NamedTuple):
+    """rows, outputs: of a program."""
+
+    rows: int
+    outputs: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.constexpr_function
+def pairs_code(plane, zero, is_bfloat):
+    """Two codes of a plane, in 16 bits each, as two floats less a zero: 0x4300 is 128, and 0x6400 is 1024 in float16."""
+    high, name = ("43", "bf16x2") if is_bfloat else ("64", "f16x2")
+    ones, large = ("0x3f803f80", "0xc30{0}c30{0}") if is_bfloat else ("0x3c003c00", "0xe40{0}e40{0}")
+    return f"""{{
+        .reg .b32 t, one, less;
+        mov.b32 one, {ones};
+        mov.b32 less, {large.format(zero)};
+        shr.u32 t, $1, {4 * plane};
+        lop3.b32 t, t, 0x000f000f, 0x{high}00{high}00, 0xea;
+        fma.rn.{name} $0, t, one, less;
+    }}"""
 
 
 @triton.jit
-def to_floats(codes, zero: tl.constexpr, kind: tl.constexpr):
-    """Codes from 0 to 15, less the one that stands for zero."""
-    if kind == tl.bfloat16:
-        found = (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - (128.0 + zero)
-    elif kind == tl.float16:
-        found = (codes.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + zero)
+def to_floats(given, plane: tl.constexpr, planes: tl.constexpr, has_mins: tl.constexpr, kind: tl.constexpr, in_pairs: tl.constexpr):
+    """Codes, or those of a plane of words, less the one that stands for zero."""
+    zero: tl.constexpr = 0 if has_mins else 8
+    if planes == 1:
+        found = given.to(kind)
+    elif in_pairs and kind == tl.bfloat16:
+        code: tl.constexpr = pairs_code(plane, zero, True)
+        found = tl.inline_asm_elementwise(code, "=r,r", [given], dtype=tl.bfloat16, is_pure=True, pack=2)
+    elif in_pairs and kind == tl.float16:
+        code: tl.constexpr = pairs_code(plane, zero, False)
+        found = tl.inline_asm_elementwise(code, "=r,r", [given], dtype=tl.float16, is_pure=True, pack=2)
     else:
-        found = codes.to(tl.float32) - zero
-    return found.to(kind)
+        found = ((given >> (4 * plane) & 15) - zero).to(kind)
+    return found
 
 
 @triton.jit
-def add_part(
-    acc, codes, scales, mins, lines, place, group, low, high, sums, line_bytes, num_groups,
-    is_packed: tl.constexpr, has_mins: tl.constexpr,
+def load_rows(x, first, row, num_rows, x_stride, width: tl.constexpr, size: tl.constexpr, planes: tl.constexpr, step: tl.constexpr):
+    """Of each part of the inputs, those of every plane as (parts, inputs, rows); zeros past the last row and input."""
+    made = ()
+    for plane in tl.static_range(planes):
+        place = first[:, None] + plane * size + tl.arange(0, size)[None, :]
+        mask = (row < num_rows)[None, None, :]
+        if width % step:
+            mask = mask & (place < width)[:, :, None]
+        made = append(made, tl.load(x + row[None, None, :] * x_stride + place[:, :, None], mask=mask, other=0.0))
+    return made
+
+
+@triton.jit
+def load_scales(
+    scales, lines, num_lines, first, width: tl.constexpr, group_size: tl.constexpr, size: tl.constexpr, planes: tl.constexpr,
+    per_scale: tl.constexpr,
 ):
-    """Parts of the inputs taken into the sums of (parts, outputs, rows)."""
-    given = tl.load(codes + lines[None, :, None] * line_bytes + place)
-    kind: tl.constexpr = low.dtype
-    if is_packed:
-        zero: tl.constexpr = 0.0 if has_mins else 8.0
-        found = tl.dot(to_floats(given & 15, zero, kind), low, input_precision="ieee")
-        found = tl.dot(to_floats(given >> 4, zero, kind), high, found, input_precision="ieee")
-    else:
-        found = tl.dot(given.to(kind), low, input_precision="ieee")
-    at = lines[None, :] * num_groups + group[:, None]
-    acc += found * tl.load(scales + at).to(tl.float32)[:, :, None]
+    """The scales of lines for parts of the inputs as in memory: one tile for every per_scale planes, which share it."""
+    made = ()
+    for plane in tl.static_range(0, planes, per_scale):
+        group = tl.minimum((first + plane * size) // group_size, width // group_size - 1)
+        made = append(made, tl.load(scales + group * num_lines + lines))
+    return made
+
+
+@triton.jit
+def split_scales(given, has_mins: tl.constexpr):
+    """Scales and minima in float32; no minima are zeros."""
     if has_mins:
-        acc += tl.load(mins + at).to(tl.float32)[:, :, None] * sums[:, None, :]
+        scale = (given & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        least = (given >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        scale, least = given, tl.zeros_like(given)
+    return scale, least
+
+
+@triton.jit
+def add_parts(
+    acc, codes, scales, lines, first, values, width: tl.constexpr, size: tl.constexpr, planes: tl.constexpr,
+    per_scale: tl.constexpr, has_mins: tl.constexpr, in_pairs: tl.constexpr,
+):
+    """Parts of the inputs taken into the sums of (parts, outputs, rows). scales: from `load_scales`."""
+    num_parts: tl.constexpr = (width + planes * size - 1) // (planes * size)
+    part = tl.minimum(first // (planes * size), num_parts - 1)  # past the end, rows are zeros
+    item = part[:, None, None] * size + tl.arange(0, size)[None, None, :]
+    given = tl.load(codes + lines[None, :, None] * (num_parts * size) + item)
+    found = acc
+    for plane in tl.static_range(planes):
+        weights = to_floats(given, plane, planes, has_mins, values[plane].dtype, in_pairs)
+        if plane % per_scale == 0:
+            found = tl.dot(weights, values[plane], input_precision="ieee")
+        else:
+            found = tl.dot(weights, values[plane], found, input_precision="ieee")
+        scale, least = split_scales(scales[plane // per_scale], has_mins)
+        if plane % per_scale == per_scale - 1:
+            acc += found * scale[:, :, None]
+        if has_mins:
+            acc += least[:, :, None] * tl.sum(values[plane].to(tl.float32), 1)[:, None, :]
     return acc
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def multiply_groups_kernel(
-    x, codes, scales, mins, bias, residual, out, num_rows, num_outputs, x_stride, residual_stride,
-    width: tl.constexpr, group_size: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, part: tl.constexpr,
-    parts: tl.constexpr, is_packed: tl.constexpr, has_mins: tl.constexpr, activation: tl.constexpr, has_bias: tl.constexpr,
-    has_residual: tl.constexpr, is_gated: tl.constexpr, is_early: tl.constexpr,
+def multiply_few_kernel(
+    x, codes, scales, bias, residual, out, num_rows, num_outputs, x_stride, residual_stride,
+    width: tl.constexpr, group_size: tl.constexpr, size: tl.constexpr, planes: tl.constexpr, per_scale: tl.constexpr,
+    rows: tl.constexpr, outputs: tl.constexpr, parts: tl.constexpr, has_mins: tl.constexpr, activation: tl.constexpr,
+    has_bias: tl.constexpr, has_residual: tl.constexpr, is_gated: tl.constexpr, in_pairs: tl.constexpr, is_early: tl.constexpr,
 ):
-    """Rows past the last are the last again, and are not written."""
     own = tl.program_id(0) * outputs + tl.arange(0, outputs)
     lines = tl.minimum(own, num_outputs - 1).to(tl.int64)
     up_lines = lines + num_outputs
-    row = tl.minimum(tl.arange(0, rows), num_rows - 1)
-    halves: tl.constexpr = 2 if is_packed else 1
-    item = tl.arange(0, part // halves)
-    column = item // 16 * 32 + item % 16 if is_packed else item  # the upper half of a byte stands for the input 16 further on
+    num_lines = num_outputs * 2 if is_gated else num_outputs
+    row = tl.arange(0, rows)
     follow(is_early)
     added, up_added = load_addends(
-        bias, residual + row[None, :] * residual_stride, lines[:, None], up_lines[:, None], has_bias, has_residual, is_gated
+        bias, residual + tl.minimum(row, num_rows - 1)[None, :] * residual_stride, lines[:, None], up_lines[:, None], has_bias,
+        has_residual, is_gated,
     )
     acc = tl.zeros((parts, outputs, rows), tl.float32)
     up_acc = tl.zeros((parts, outputs, rows), tl.float32)
-    num_groups: tl.constexpr = width // group_size
-    for start in range(0, width, part * parts):
-        first = start + tl.arange(0, parts) * part
-        is_inside = first < width
-        at = x + row[None, :, None] * x_stride + first[:, None, None] + column[None, None, :]
-        low = tl.load(at, mask=is_inside[:, None, None], other=0.0)
-        high = tl.load(at + 16, mask=is_inside[:, None, None], other=0.0) if is_packed else low
-        sums = tl.zeros((parts, rows), tl.float32)
-        if has_mins:
-            sums += tl.sum(low.to(tl.float32), 2)
-            if is_packed:
-                sums += tl.sum(high.to(tl.float32), 2)
-        low, high = tl.permute(low, (0, 2, 1)), tl.permute(high, (0, 2, 1))
-        first = tl.minimum(first, width - part)  # past the end, rows are zeros
-        place, group = first[:, None, None] // halves + item[None, None, :], first // group_size
-        acc = add_part(
-            acc, codes, scales, mins, lines, place, group, low, high, sums, width // halves, num_groups,
-            is_packed, has_mins,
-        )
+    span: tl.constexpr = planes * size
+    part = tl.arange(0, parts) * span
+    # Scales are loaded one round ahead: unlike codes and rows, they are not fetched in the background.
+    scale = load_scales(scales, lines[None, :], num_lines, part[:, None], width, group_size, size, planes, per_scale)
+    up_scale = scale
+    if is_gated:
+        up_scale = load_scales(scales, up_lines[None, :], num_lines, part[:, None], width, group_size, size, planes, per_scale)
+    for start in range(0, width, span * parts):
+        first = start + part
+        later = first[:, None] + span * parts
+        values = load_rows(x, first, row, num_rows, x_stride, width, size, planes, span * parts)
+        new = load_scales(scales, lines[None, :], num_lines, later, width, group_size, size, planes, per_scale)
+        acc = add_parts(acc, codes, scale, lines, first, values, width, size, planes, per_scale, has_mins, in_pairs)
+        scale = new
         if is_gated:
-            up_acc = add_part(
-                up_acc, codes, scales, mins, up_lines, place, group, low, high, sums, width // halves, num_groups,
-                is_packed, has_mins,
+            new = load_scales(scales, up_lines[None, :], num_lines, later, width, group_size, size, planes, per_scale)
+            up_acc = add_parts(
+                up_acc, codes, up_scale, up_lines, first, values, width, size, planes, per_scale, has_mins, in_pairs
             )
+            up_scale = new
     y = finish(tl.sum(acc, 0), tl.sum(up_acc, 0), added, up_added, activation, is_gated)
-    place = tl.arange(0, rows)[None, :]
-    mask = (place < num_rows) & (own < num_outputs)[:, None]
-    tl.store(out + place * num_outputs + own[:, None], y.to(out.dtype.element_ty), mask=mask)
+    mask = (row < num_rows)[None, :] & (own < num_outputs)[:, None]
+    tl.store(out + row[None, :] * num_outputs + own[:, None], y.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def load_scaled(
-    codes, scales, mins, lines, place, group, line_bytes, num_groups, is_packed: tl.constexpr, has_mins: tl.constexpr,
-    kind: tl.constexpr,
+def scaled(
+    given, scales, plane: tl.constexpr, planes: tl.constexpr, has_mins: tl.constexpr, kind: tl.constexpr, in_pairs: tl.constexpr
 ):
-    """Weights of (outputs, items): those of the lower and of the upper halves of bytes."""
-    given = tl.load(codes + lines[:, None] * line_bytes + place[None, :])
-    scale = tl.load(scales + lines * num_groups + group).to(tl.float32).to(kind)[:, None]
-    if is_packed:
-        zero: tl.constexpr = 0.0 if has_mins else 8.0
-        low = to_floats(given & 15, zero, kind) * scale
-        high = to_floats(given >> 4, zero, kind) * scale
-    else:
-        low = given.to(kind) * scale
-        high = low
+    """Weights of (outputs, inputs) from a tile of codes, or from a plane of words."""
+    scale, least = split_scales(scales, has_mins)
+    found = to_floats(given, plane, planes, has_mins, kind, in_pairs) * scale.to(kind)[:, None]
     if has_mins:
-        least = tl.load(mins + lines * num_groups + group).to(tl.float32).to(kind)[:, None]
-        low += least
-        high += least
-    return low.to(kind), high.to(kind)
+        found += least.to(kind)[:, None]
+    return found.to(kind)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_many_kernel(
-    x, codes, scales, mins, bias, residual, out, num_rows, num_outputs, x_stride, residual_stride,
-    width: tl.constexpr, group_size: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, part: tl.constexpr,
-    is_packed: tl.constexpr, has_mins: tl.constexpr, activation: tl.constexpr, has_bias: tl.constexpr,
-    has_residual: tl.constexpr, is_early: tl.constexpr,
+    x, codes, scales, bias, residual, out, num_rows, num_outputs, x_stride, residual_stride,
+    width: tl.constexpr, group_size: tl.constexpr, size: tl.constexpr, planes: tl.constexpr, per_scale: tl.constexpr,
+    rows: tl.constexpr, outputs: tl.constexpr, has_mins: tl.constexpr, activation: tl.constexpr, has_bias: tl.constexpr,
+    has_residual: tl.constexpr, in_pairs: tl.constexpr, is_early: tl.constexpr,
 ):
     """A tile of rows and outputs. Rows past the last are the last again, and are not written."""
     own = tl.program_id(0) * outputs + tl.arange(0, outputs)
     lines = tl.minimum(own, num_outputs - 1).to(tl.int64)
     place = tl.program_id(1) * rows + tl.arange(0, rows)
     row = tl.minimum(place, num_rows - 1).to(tl.int64)
-    halves: tl.constexpr = 2 if is_packed else 1
-    item = tl.arange(0, part // halves)
-    column = item // 16 * 32 + item % 16 if is_packed else item
-    num_groups: tl.constexpr = width // group_size
+    item = tl.arange(0, size)
+    span: tl.constexpr = planes * size
+    line_items: tl.constexpr = (width + span - 1) // span * size
     follow(is_early)
     acc = tl.zeros((outputs, rows), tl.float32)
-    for start in range(0, width, part):
-        at = x + row[None, :] * x_stride + start + column[:, None]
-        low, high = load_scaled(
-            codes, scales, mins, lines, start // halves + item, start // group_size, width // halves, num_groups, is_packed,
-            has_mins, x.dtype.element_ty,
-        )
-        acc = tl.dot(low, tl.load(at), acc, input_precision="ieee")
-        if is_packed:
-            acc = tl.dot(high, tl.load(at + 16), acc, input_precision="ieee")
+    for start in range(0, width, span):
+        given = tl.load(codes + lines[:, None] * line_items + start // planes + item[None, :])
+        scale = load_scales(scales, lines, num_outputs, start, width, group_size, size, planes, per_scale)
+        for plane in tl.static_range(planes):
+            column = start + plane * size + item
+            at = x + row[None, :] * x_stride + column[:, None]
+            if width % span:
+                values = tl.load(at, mask=(column < width)[:, None], other=0.0)
+            else:
+                values = tl.load(at)
+            weights = scaled(given, scale[plane // per_scale], plane, planes, has_mins, values.dtype, in_pairs)
+            acc = tl.dot(weights, values, acc, input_precision="ieee")
     added, _ = load_addends(
         bias, residual + row[None, :] * residual_stride, lines[:, None], lines[:, None], has_bias, has_residual, False
     )
@@ -177,67 +240,90 @@ def multiply_many_kernel(
 
 @triton.jit
 def dequantise_kernel(
-    codes, scales, mins, out, num_outputs, width: tl.constexpr, group_size: tl.constexpr, outputs: tl.constexpr,
-    part: tl.constexpr, is_packed: tl.constexpr, has_mins: tl.constexpr,
+    codes, scales, out, num_outputs, width: tl.constexpr, group_size: tl.constexpr, size: tl.constexpr,
+    planes: tl.constexpr, per_scale: tl.constexpr, outputs: tl.constexpr, has_mins: tl.constexpr, in_pairs: tl.constexpr,
 ):
     lines = tl.minimum(tl.program_id(0) * outputs + tl.arange(0, outputs), num_outputs - 1).to(tl.int64)
-    start = tl.program_id(1) * part
-    halves: tl.constexpr = 2 if is_packed else 1
-    item = tl.arange(0, part // halves)
-    column = item // 16 * 32 + item % 16 if is_packed else item
-    low, high = load_scaled(
-        codes, scales, mins, lines, start // halves + item, start // group_size, width // halves, width // group_size,
-        is_packed, has_mins, out.dtype.element_ty,
-    )
-    at = out + lines[:, None] * width + start + column[None, :]
-    tl.store(at, low)
-    if is_packed:
-        tl.store(at + 16, high)
+    part = tl.program_id(1)
+    span: tl.constexpr = planes * size
+    line_items: tl.constexpr = (width + span - 1) // span * size
+    item = tl.arange(0, size)
+    given = tl.load(codes + lines[:, None] * line_items + part * size + item[None, :])
+    scale = load_scales(scales, lines, num_outputs, part * span, width, group_size, size, planes, per_scale)
+    for plane in tl.static_range(planes):
+        weights = scaled(given, scale[plane // per_scale], plane, planes, has_mins, out.dtype.element_ty, in_pairs)
+        column = (part * span + plane * size + item)[None, :]
+        tl.store(out + lines[:, None] * width + column, weights, mask=column < width)
+
+
+def pack(weight_format: Groups, tensors: Tensors) -> dict[str, Tensor]:
+    """The tensors of a format as kernels read them: scales of a group together, in 32 bits, and codes of 4 bits in words."""
+    codes, scales = tensors["weight"], tensors["scales"].t().float().contiguous()
+    if weight_format.has_mins:  # both in float16
+        pairs = torch.stack((scales, tensors["mins"].t()), 2).half()
+        scales = pairs.contiguous().view(torch.int32).squeeze(2)
+    if weight_format.is_packed:
+        halves = codes.view(len(codes), -1, BLOCK // 2)
+        blocks = torch.cat((halves & 15, halves >> 4), 2)
+        blocks = torch.nn.functional.pad(blocks, (0, 0, 0, -blocks.shape[1] % PLANES)).view(len(codes), -1, PLANES, BLOCK)
+        words = blocks[:, :, 0].short()
+        for plane in range(1, PLANES):
+            words |= blocks[:, :, plane].short() << 4 * plane
+        codes = words.flatten(1)
+    return {"weight": codes.contiguous(), "scales": scales}
 
 
 def kernel_inputs(weight_format: Groups, tensors: Tensors) -> dict[str, Any]:
-    """What all kernels take."""
+    """What all kernels take. tensors: from `pack`."""
+    group_size = weight_format.group_size
+    size, planes = (BLOCK, PLANES) if weight_format.is_packed else (math.gcd(group_size, SPAN), 1)
     return {
-        "codes": tensors["weight"], "scales": tensors["scales"], "mins": tensors.get("mins", tensors["scales"]),
-        "group_size": weight_format.group_size, "part": math.gcd(weight_format.group_size, WIDEST_PART),
-        "is_packed": weight_format.is_packed, "has_mins": weight_format.has_mins,
+        "codes": tensors["weight"], "scales": tensors["scales"],
+        "width": len(tensors["scales"]) * group_size, "group_size": group_size, "has_mins": weight_format.has_mins,
+        "size": size, "planes": planes, "per_scale": math.gcd(group_size, size * planes) // size,
+        "in_pairs": tensors["weight"].is_cuda,
     }
 
 
 def dequantise(weight_format: Groups, tensors: Tensors, dtype: torch.dtype) -> Tensor:
     """As `Groups.dequantise`, in one pass."""
     given, num_outputs = kernel_inputs(weight_format, tensors), len(tensors["weight"])
-    width = tensors["scales"].shape[1] * weight_format.group_size
-    out = torch.empty((num_outputs, width), dtype=dtype, device=tensors["weight"].device)
-    dequantise_kernel[(cdiv(num_outputs, DEQUANTISED_OUTPUTS), width // given["part"])](
-        **given, out=out, num_outputs=num_outputs, width=width, outputs=DEQUANTISED_OUTPUTS, num_warps=NUM_WARPS
+    out = torch.empty((num_outputs, given["width"]), dtype=dtype, device=tensors["weight"].device)
+    num_parts = cdiv(given["width"], given["planes"] * given["size"])
+    dequantise_kernel[(cdiv(num_outputs, DEQUANTISED_OUTPUTS), num_parts)](
+        **given, out=out, num_outputs=num_outputs, outputs=DEQUANTISED_OUTPUTS, num_warps=4
     )
     return out
+
+
+def few_tile(num_rows: int, num_outputs: int, span: int) -> FewTile:
+    return FewTile(16 if num_outputs <= 4096 else 32, 512 // span, 4, 4)
+
+
+def many_tile(num_rows: int, num_outputs: int) -> ManyTile:
+    return ManyTile(128, 128, 8, 3)
 
 
 def multiply_groups(
     x: Tensor, weight_format: Groups, tensors: Tensors, bias: Tensor | None, *, activation: Activation, residual: Tensor | None,
     is_gated: bool = False, dtype: torch.dtype,
 ) -> Tensor:
-    """As `triton.linear.linear`; is_gated only for few rows."""
-    codes, (num_rows, width) = tensors["weight"], x.shape
-    num_outputs = len(codes) // 2 if is_gated else len(codes)
+    """As `triton.linear.linear`; is_gated only for few rows. tensors: from `pack`."""
+    num_rows, num_lines = len(x), len(tensors["weight"])
+    num_outputs = num_lines // 2 if is_gated else num_lines
     out = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
     given = kernel_inputs(weight_format, tensors) | {
         "x": x, "bias": x if bias is None else bias, "residual": x if residual is None else residual, "out": out,
-        "num_rows": num_rows, "num_outputs": num_outputs, "x_stride": x.stride(0), "width": width, "activation": activation,
+        "num_rows": num_rows, "num_outputs": num_outputs, "x_stride": x.stride(0), "activation": activation,
         "residual_stride": x.stride(0) if residual is None else residual.stride(0), "has_bias": bias is not None,
         "has_residual": residual is not None, **early_start(x.device),
     }
     if num_rows > FEW_ROWS:
-        rows, outputs = MANY_TILE
-        multiply_many_kernel[(cdiv(num_outputs, outputs), cdiv(num_rows, rows))](
-            **given, rows=rows, outputs=outputs, num_warps=MANY_WARPS, num_stages=MANY_STAGES
-        )
+        tile = many_tile(num_rows, num_outputs)
+        multiply_many_kernel[(cdiv(num_outputs, tile.outputs), cdiv(num_rows, tile.rows))](**given, **tile._asdict())
         return out
-    outputs = 16 if num_outputs <= FEW_OUTPUTS else 32
-    multiply_groups_kernel[(cdiv(num_outputs, outputs),)](
-        **given, rows=max(8, next_power_of_2(num_rows)), outputs=outputs, parts=COLUMNS // given["part"], is_gated=is_gated,
-        num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+    few = few_tile(num_rows, num_outputs, given["size"] * given["planes"])
+    multiply_few_kernel[(cdiv(num_outputs, few.outputs),)](
+        **given, rows=max(8, next_power_of_2(num_rows)), **few._asdict(), is_gated=is_gated
     )
     return out

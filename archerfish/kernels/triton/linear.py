@@ -15,7 +15,7 @@ from archerfish.kernels.formats import Groups, Tensors, WeightFormat
 from archerfish.kernels.ops import Activation
 from archerfish.kernels.torch.reference import ACTIVATIONS, TorchOps, TorchWeight
 from archerfish.kernels.triton import norm as triton_norm
-from archerfish.kernels.triton.group_products import FEW_ROWS, dequantise, multiply_groups
+from archerfish.kernels.triton.group_products import FEW_ROWS, dequantise, multiply_groups, pack
 from archerfish.kernels.triton.launch import early_start
 from archerfish.kernels.triton.products import add_rows_kernel, multiply_rows_kernel, multiply_tiles_kernel, stream_kernel
 from archerfish.kernels.triton.tiles import AddTile, LinearTile, add_tile, cdiv, choose_tile, next_power_of_2, shared_bytes
@@ -129,6 +129,10 @@ class GroupsWeight(FewRowsWeight):
     """Codes in groups of inputs. Many rows are multiplied by our kernels, too; very many with the dequantised matrix."""
 
     max_rows, many_rows = FEW_ROWS, 512
+
+    def __init__(self, ops: TorchOps, weight_format: WeightFormat, tensors: Tensors, bias: Tensor | None) -> None:
+        assert isinstance(weight_format, Groups)
+        super().__init__(ops, weight_format, pack(weight_format, tensors), bias)
 
     @property
     def groups(self) -> Groups:
