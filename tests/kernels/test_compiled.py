@@ -63,26 +63,30 @@ for each in built:
     assert "wgmma.mma_async" in each.asm["ptx"] and "cp.async" in each.asm["ptx"]
 """
 GROUPS = """
-from archerfish.kernels.triton.group_products import multiply_groups_kernel, multiply_many_kernel
-from archerfish.kernels.triton.norm import quantise_kernel
+from archerfish.kernels.triton.group_products import multiply_few_kernel, multiply_many_kernel
+from archerfish.kernels.triton.norm import add_scaled_kernel, gated_kernel, quantise_kernel, rms_norm_kernel
 from archerfish.kernels.triton.products import multiply_rows_kernel, multiply_tiles_kernel, stream_kernel
 
 flags = ("has_mins", "has_bias", "has_residual", "is_gated")
-fixed = {"width": 4096, "rows": 8, "outputs": 16, "is_early": True, "activation": "none", **dict.fromkeys(flags, False)}
-scales = {"scales": "fp16", "mins": "fp16"}
+fixed = {"width": 4096, "rows": 8, "outputs": 16, "is_early": True, "in_pairs": True, "activation": "none"}
+fixed |= dict.fromkeys(flags, False) | {"size": 32, "planes": 4}
 for half in ("bf16", "fp16"):
     for size, is_gated, has_mins in ((128, False, False), (128, True, True), (32, False, True)):
-        own = {"group_size": size, "part": size, "parts": 512 // size, "is_packed": True, "has_mins": has_mins}
-        built = build(multiply_groups_kernel, {**fixed, **own, "is_gated": is_gated}, {"codes": "u8", **scales}, half, 4)
+        own = {"group_size": size, "per_scale": size // 32, "parts": 4, "has_mins": has_mins, "is_gated": is_gated}
+        words = {"codes": "i16", "scales": "i32" if has_mins else "fp32"}
+        built = build(multiply_few_kernel, {**fixed, **own}, words, half, 4)
         assert "cp.async" in built.asm["ptx"] and "mma.sync" in built.asm["ptx"]
         assert "cvt.rn.f32.s" not in built.asm["ptx"] and "cvt.rn.f32.u" not in built.asm["ptx"]  # conversions are slow
-    many = {**fixed, "rows": 128, "outputs": 128, "group_size": 128, "part": 128, "is_packed": True}
-    del many["is_gated"]
-    built = build(multiply_many_kernel, many, {"codes": "u8", **scales}, half, 8)
-    assert "wgmma.mma_async" in built.asm["ptx"] and "st.shared" not in built.asm["ptx"]  # weights stay in registers
-    own = {"group_size": 128, "part": 128, "parts": 4, "is_packed": False}
+        many = {**fixed, **own, "rows": 128, "outputs": 128}
+        del many["is_gated"], many["parts"]
+        built = build(multiply_many_kernel, many, words, half, 8)
+        assert "wgmma.mma_async" in built.asm["ptx"]
+        loop = built.asm["ttgir"].split("scf.for")[1].split("scf.yield")[0]
+        assert "local_store" not in loop and "local_alloc" not in loop  # weights stay in registers
+        assert "pendings = 0" not in loop  # and are unpacked while the tensor cores are at work
+    own = {"group_size": 128, "size": 128, "planes": 1, "per_scale": 1, "parts": 4}
     for kind in ("i8", "fp8e4nv"):
-        build(multiply_groups_kernel, {**fixed, **own}, {"codes": kind, "scales": "fp32", "mins": "fp32"}, half, 4)
+        build(multiply_few_kernel, {**fixed, **own}, {"codes": kind, "scales": "fp32"}, half, 4)
     kinds = {"weight": "fp8e4nv", "scales": "fp32"}
     rows = {"width": 500, "columns": 128, "activation": "none", "is_early": True}
     rows |= dict.fromkeys(flags[1:], False) | {"is_normed": False, "num_pieces": 3}
@@ -90,7 +94,11 @@ for half in ("bf16", "fp16"):
     tiles = {name: value for name, value in rows.items() if name not in ("is_normed", "num_pieces")}
     build(multiply_tiles_kernel, {**tiles, "rows": 8, "outputs": 16, "parts": 4}, kinds, half, 4)
     build(stream_kernel, {**rows, "outputs": 4, "columns": 512}, kinds, half, 4)
-    build(quantise_kernel, {"width": 500, "block": 512, "is_early": True}, {"out": "fp8e4nv", "scales": "fp32"}, half)
+    row, fp8 = {"width": 500, "block": 512}, {"scales": "fp32", "row_scales": "fp32", "weight": "fp32"}
+    build(quantise_kernel, {**row, "is_early": True}, {"out": "fp8e4nv", **fp8}, half)
+    build(rms_norm_kernel, {**row, "is_early": True, "has_residual": True}, {"normed": "fp8e4nv", **fp8}, half)
+    build(gated_kernel, {**row, "is_silu": True}, fp8, half)
+    build(add_scaled_kernel, {**row, "is_early": True}, {"total": "fp32", "out": "fp32", **fp8}, half)
 """
 NARROW_HEADS = """
 from archerfish.kernels.triton.attention import decode_kernel, shared_kernel

@@ -16,15 +16,16 @@ from archerfish.kernels.ops import Activation, LinearWeight  # isort: skip
 from archerfish.kernels.stored import GPU_TYPES  # isort: skip
 from archerfish.kernels.torch.from_store import stored_parts  # isort: skip
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight  # isort: skip
-from archerfish.kernels.triton.linear import Fp8RowsWeight, GroupsWeight, Int8RowsWeight  # isort: skip
+from archerfish.kernels.triton.linear import MANY_ROWS, Fp8RowsWeight, GroupsWeight, Int8RowsWeight  # isort: skip
 from archerfish.kernels.triton.norm import quantise_rows  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 Tensor = torch.Tensor
 KINDS = [("Q4_0", 32), ("Q4_0", 128), ("Q4_1", 64), ("Q4_K", 32), ("Q8_0", 32), ("Q6_K", 16), ("INT8", 128), ("Q4_0", 256)]
+KINDS += [("INT8", 512)]
 if HAS_CUDA:  # the interpreter does not have FP8
-    KINDS += [("FP8", 128), ("FP8", 512), ("INT8", 512)]
+    KINDS += [("FP8", 128), ("FP8", 512)]
 
 
 def weights(
@@ -39,12 +40,12 @@ def weights(
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize(("dtype", "num_rows"), [(dtype, num) for dtype in TYPES for num in (3, 64)])
+@pytest.mark.parametrize(("dtype", "num_rows"), [(dtype, num) for dtype in TYPES for num in (1, 3, 64)])
 def test_linear(kind: tuple[str, int], dtype: str, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if dtype == "float32" and num_rows > 3:
         pytest.skip("the tiles are those of other types")
     ops, reference = TritonOps(DEVICE, dtype), TorchOps(DEVICE)
-    width = 512 if kind[1] == 512 else 768  # programs take 512 at a time
+    width = 512 if kind[1] == 512 else 576 if kind == ("Q4_0", 32) else 768  # programs take 128 or 512 at a time
     weight, wide = weights(kind, 22, dtype, width=width)
     packed = weight.get()
     assert isinstance(packed, GroupsWeight | Int8RowsWeight)
@@ -61,19 +62,20 @@ def test_linear(kind: tuple[str, int], dtype: str, num_rows: int, monkeypatch: p
 
 @pytest.mark.parametrize("kind", KINDS[:4], ids=str)
 @pytest.mark.parametrize("gate", [None, "silu"])
-def test_normed_and_gated(kind: tuple[str, int], gate: Activation | None) -> None:
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_normed_and_gated(num_rows: int, kind: tuple[str, int], gate: Activation | None) -> None:
     ops, reference = TritonOps(DEVICE, "float16"), TorchOps(DEVICE)
     weight, wide = weights(kind, 24, "float16", num_parts=2)
-    x, other, norm = random(3, 512), random(3, 512), random(512) / 8
+    x, other, norm = random(num_rows, 512), random(num_rows, 512), random(512) / 8
     for before in (None, other):
         y, total = ops.normed_linear(x, norm, 1e-3, weight, residual=before, gate=gate)
-        assert y.dtype == torch.float16 and y.shape == (3, 24 if gate else 48)
+        assert y.dtype == torch.float16 and y.shape == (num_rows, 24 if gate else 48)
         assert torch.equal(total, x if before is None else x + before)
         assert_near(y, reference.normed_linear(total, norm, 1e-3, wide, gate=gate)[0], "float16")
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("num_rows", [GroupsWeight.max_rows + 1, GroupsWeight.many_rows + 1])
+@pytest.mark.parametrize("num_rows", [Int8RowsWeight.max_rows + 1, MANY_ROWS + 1])
 def test_many_rows(num_rows: int, kind: tuple[str, int]) -> None:
     """By our kernels, or by torch with the matrix that a kernel has dequantised."""
     ops, reference = TritonOps(DEVICE, "float16"), TorchOps(DEVICE)
@@ -108,6 +110,23 @@ def test_many_rows_become_fp8(num_outputs: int) -> None:
     expected = rows @ torch.from_numpy(weight.as_floats()).to(DEVICE).t()
     assert_near(ops.linear(x, packed), expected, "bfloat16", factor=4)
     assert_near(ops.linear(x, packed, residual=residual), expected + residual, "bfloat16", factor=4)
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="the interpreter has no FP8")
+@pytest.mark.parametrize("gate", [None, "silu"])
+def test_norms_of_many_rows_give_fp8(gate: Activation | None) -> None:
+    ops, stored = TritonOps(DEVICE, "bfloat16"), [random_stored("FP8", 64, 512, 512) for _ in range(2)]
+    parts: list[Any] = [{"weight": each} for each in stored]
+    weight = ops.linear_weight(parts, [None, None])
+    x, other, norm = random(40, 512), random(40, 512), random(512) / 8
+    packed = weight.get()
+    assert isinstance(packed, Fp8RowsWeight) and packed.takes_normed(x, gate)
+    y, total = ops.normed_linear(x, norm, 1e-3, weight, residual=other, gate=gate)
+    assert torch.equal(total, x + other) and y.dtype == torch.bfloat16
+    codes, scales = quantise_rows(TorchOps(DEVICE).rms_norm(total, norm, 1e-3)[0])
+    matrix = torch.cat([torch.from_numpy(each.as_floats()) for each in stored]).to(DEVICE)
+    expected = codes.float() * scales @ matrix.t()
+    assert_near(y, TorchOps(DEVICE).gated(expected, gate) if gate else expected, "bfloat16", factor=4)
 
 
 def test_a_card_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:

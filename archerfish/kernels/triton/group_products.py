@@ -1,12 +1,12 @@
 """Products of activations with weights in groups (`formats.Groups`), on tensor cores.
 
-For few rows, a program has some outputs, and each of its warps some of the inputs. Sums are scaled, not weights: codes are whole
-numbers that every type holds exactly. For more rows, a program has a tile of rows and outputs, and weights are scaled before
-they are multiplied. For very many, `dequantise` makes a plain matrix.
+For few rows, a program has some outputs, and each of its warps some of the inputs. Sums are scaled, not weights: codes are
+whole numbers that every type holds exactly. For more rows, a program has a tile of rows and outputs, and weights are scaled
+before they are multiplied. For very many, `dequantise` makes a plain matrix.
 
-Codes of 4 bits are laid out anew for the card (`pack_codes`): of 128 inputs, a word of 16 bits has those that are 32 apart. So a
-tile of words goes into the tensor cores' registers as one of floats would, and there it becomes four tiles, two codes at a
-time, without a conversion: codes are put into the lowest bits of a large number, which is subtracted again.
+Codes of 4 bits are laid out anew for the card (`pack`): of 128 inputs, a word of 16 bits has those that are 32 apart. So a tile
+of words goes into the registers of the tensor cores as one of floats would, and there it becomes four tiles, its planes, two
+codes at a time and without a conversion: codes are put into the lowest bits of a large number, which is subtracted again.
 
 No `from __future__ import annotations` here: see `triton/norm.py`.
 """
@@ -24,12 +24,14 @@ from archerfish.kernels.int4 import BLOCK
 from archerfish.kernels.ops import Activation
 from archerfish.kernels.triton.launch import early_start, follow
 from archerfish.kernels.triton.products import append, finish, load_addends
-from archerfish.kernels.triton.tiles import cdiv, next_power_of_2
+from archerfish.kernels.triton.tiles import cdiv, next_power_of_2, shared_bytes
 
 Tensor = torch.Tensor
 PLANES = 4  # codes in a word
-SPAN = PLANES * BLOCK  # inputs of the words of a group of 32 words
-FEW_ROWS = 64  # of activations
+SPAN = PLANES * BLOCK  # inputs that 32 words stand for
+FEW_ROWS = 16  # of activations
+PROCESSORS = 132  # of the card that tiles are chosen for
+ENOUGH_PROGRAMS = 96
 DEQUANTISED_OUTPUTS = 32
 
 
@@ -51,23 +53,40 @@ class ManyTile(NamedTuple):
     num_stages: int
 
 
+MANY_TILES = (
+    ManyTile(256, 128, 8, 3), ManyTile(128, 128, 8, 3), ManyTile(128, 64, 4, 4), ManyTile(64, 128, 4, 3),
+    ManyTile(64, 64, 4, 4), ManyTile(32, 64, 4, 4), ManyTile(16, 64, 4, 5),
+)  # fmt: skip
+
+
 @triton.constexpr_function
 def pairs_code(plane, zero, is_bfloat):
-    """Two codes of a plane, in 16 bits each, as two floats less a zero: 0x4300 is 128, and 0x6400 is 1024 in float16."""
-    high, name = ("43", "bf16x2") if is_bfloat else ("64", "f16x2")
-    ones, large = ("0x3f803f80", "0xc30{0}c30{0}") if is_bfloat else ("0x3c003c00", "0xe40{0}e40{0}")
+    """Two codes of a plane, in 16 bits each, as two floats less a zero.
+
+    They are put into the lowest bits of 128 in bfloat16 (0x4300), or of 1024 in float16 (0x6400), which has room for codes
+    that are 16 times as large, too: these need not be moved.
+    """
+    shift, mask, high, factor = 4 * plane, "000f", "4300", "3f80"
+    less = "c308" if zero else "c300"
+    if not is_bfloat:
+        shift, high = plane // 2 * 8, "6400"
+        mask, factor = ("00f0", "2c00") if plane % 2 else ("000f", "3c00")
+        less = ("d480" if zero else "d400") if plane % 2 else ("e408" if zero else "e400")
+    name = "bf16x2" if is_bfloat else "f16x2"
     return f"""{{
-        .reg .b32 t, one, less;
-        mov.b32 one, {ones};
-        mov.b32 less, {large.format(zero)};
-        shr.u32 t, $1, {4 * plane};
-        lop3.b32 t, t, 0x000f000f, 0x{high}00{high}00, 0xea;
-        fma.rn.{name} $0, t, one, less;
+        .reg .b32 t, factor, less;
+        mov.b32 factor, 0x{factor}{factor};
+        mov.b32 less, 0x{less}{less};
+        shr.u32 t, $1, {shift};
+        lop3.b32 t, t, 0x{mask}{mask}, 0x{high}{high}, 0xea;
+        fma.rn.{name} $0, t, factor, less;
     }}"""
 
 
 @triton.jit
-def to_floats(given, plane: tl.constexpr, planes: tl.constexpr, has_mins: tl.constexpr, kind: tl.constexpr, in_pairs: tl.constexpr):
+def to_floats(
+    given, plane: tl.constexpr, planes: tl.constexpr, has_mins: tl.constexpr, kind: tl.constexpr, in_pairs: tl.constexpr
+):
     """Codes, or those of a plane of words, less the one that stands for zero."""
     zero: tl.constexpr = 0 if has_mins else 8
     if planes == 1:
@@ -76,15 +95,17 @@ def to_floats(given, plane: tl.constexpr, planes: tl.constexpr, has_mins: tl.con
         code: tl.constexpr = pairs_code(plane, zero, True)
         found = tl.inline_asm_elementwise(code, "=r,r", [given], dtype=tl.bfloat16, is_pure=True, pack=2)
     elif in_pairs and kind == tl.float16:
-        code: tl.constexpr = pairs_code(plane, zero, False)
-        found = tl.inline_asm_elementwise(code, "=r,r", [given], dtype=tl.float16, is_pure=True, pack=2)
+        half_code: tl.constexpr = pairs_code(plane, zero, False)
+        found = tl.inline_asm_elementwise(half_code, "=r,r", [given], dtype=tl.float16, is_pure=True, pack=2)
     else:
         found = ((given >> (4 * plane) & 15) - zero).to(kind)
     return found
 
 
 @triton.jit
-def load_rows(x, first, row, num_rows, x_stride, width: tl.constexpr, size: tl.constexpr, planes: tl.constexpr, step: tl.constexpr):
+def load_rows(
+    x, first, row, num_rows, x_stride, width: tl.constexpr, size: tl.constexpr, planes: tl.constexpr, step: tl.constexpr
+):
     """Of each part of the inputs, those of every plane as (parts, inputs, rows); zeros past the last row and input."""
     made = ()
     for plane in tl.static_range(planes):
@@ -201,6 +222,25 @@ def scaled(
     return found.to(kind)
 
 
+@triton.jit
+def load_weights(
+    codes, scales, lines, num_lines, start, width: tl.constexpr, group_size: tl.constexpr, size: tl.constexpr,
+    planes: tl.constexpr, per_scale: tl.constexpr, has_mins: tl.constexpr, kind: tl.constexpr, in_pairs: tl.constexpr,
+):
+    """Weights of (outputs, inputs) for the inputs from start on. Planes follow one another without leaving their registers."""
+    line_items: tl.constexpr = (width + planes * size - 1) // (planes * size) * size
+    given = tl.load(codes + lines[:, None] * line_items + start // planes + tl.arange(0, size)[None, :])
+    scale = load_scales(scales, lines, num_lines, start, width, group_size, size, planes, per_scale)
+    found = scaled(given, scale[0], 0, planes, has_mins, kind, in_pairs)
+    if planes == 4:
+        second = scaled(given, scale[1 // per_scale], 1, planes, has_mins, kind, in_pairs)
+        third = scaled(given, scale[2 // per_scale], 2, planes, has_mins, kind, in_pairs)
+        fourth = scaled(given, scale[3 // per_scale], 3, planes, has_mins, kind, in_pairs)
+        joined = tl.permute(tl.join(tl.join(found, third), tl.join(second, fourth)), (0, 2, 3, 1))
+        found = tl.reshape(joined, (lines.shape[0], planes * size))
+    return found
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_many_kernel(
     x, codes, scales, bias, residual, out, num_rows, num_outputs, x_stride, residual_stride,
@@ -213,23 +253,26 @@ def multiply_many_kernel(
     lines = tl.minimum(own, num_outputs - 1).to(tl.int64)
     place = tl.program_id(1) * rows + tl.arange(0, rows)
     row = tl.minimum(place, num_rows - 1).to(tl.int64)
-    item = tl.arange(0, size)
     span: tl.constexpr = planes * size
-    line_items: tl.constexpr = (width + span - 1) // span * size
+    is_whole: tl.constexpr = group_size == width and planes == 1  # one scale for each output
+    kind: tl.constexpr = x.dtype.element_ty
     follow(is_early)
     acc = tl.zeros((outputs, rows), tl.float32)
     for start in range(0, width, span):
-        given = tl.load(codes + lines[:, None] * line_items + start // planes + item[None, :])
-        scale = load_scales(scales, lines, num_outputs, start, width, group_size, size, planes, per_scale)
-        for plane in tl.static_range(planes):
-            column = start + plane * size + item
-            at = x + row[None, :] * x_stride + column[:, None]
-            if width % span:
-                values = tl.load(at, mask=(column < width)[:, None], other=0.0)
-            else:
-                values = tl.load(at)
-            weights = scaled(given, scale[plane // per_scale], plane, planes, has_mins, values.dtype, in_pairs)
-            acc = tl.dot(weights, values, acc, input_precision="ieee")
+        if is_whole:
+            weights = tl.load(codes + lines[:, None] * width + start + tl.arange(0, span)[None, :]).to(kind)
+        else:
+            weights = load_weights(
+                codes, scales, lines, num_outputs, start, width, group_size, size, planes, per_scale, has_mins, kind, in_pairs
+            )
+        column = start + tl.arange(0, span)[:, None]
+        if width % span:
+            values = tl.load(x + row[None, :] * x_stride + column, mask=column < width, other=0.0)
+        else:
+            values = tl.load(x + row[None, :] * x_stride + column)
+        acc = tl.dot(weights, values, acc, input_precision="ieee")
+    if is_whole:
+        acc *= tl.load(scales + lines)[:, None]
     added, _ = load_addends(
         bias, residual + row[None, :] * residual_stride, lines[:, None], lines[:, None], has_bias, has_residual, False
     )
@@ -244,16 +287,13 @@ def dequantise_kernel(
     planes: tl.constexpr, per_scale: tl.constexpr, outputs: tl.constexpr, has_mins: tl.constexpr, in_pairs: tl.constexpr,
 ):
     lines = tl.minimum(tl.program_id(0) * outputs + tl.arange(0, outputs), num_outputs - 1).to(tl.int64)
-    part = tl.program_id(1)
-    span: tl.constexpr = planes * size
-    line_items: tl.constexpr = (width + span - 1) // span * size
-    item = tl.arange(0, size)
-    given = tl.load(codes + lines[:, None] * line_items + part * size + item[None, :])
-    scale = load_scales(scales, lines, num_outputs, part * span, width, group_size, size, planes, per_scale)
-    for plane in tl.static_range(planes):
-        weights = scaled(given, scale[plane // per_scale], plane, planes, has_mins, out.dtype.element_ty, in_pairs)
-        column = (part * span + plane * size + item)[None, :]
-        tl.store(out + lines[:, None] * width + column, weights, mask=column < width)
+    start = tl.program_id(1) * planes * size
+    weights = load_weights(
+        codes, scales, lines, num_outputs, start, width, group_size, size, planes, per_scale, has_mins, out.dtype.element_ty,
+        in_pairs,
+    )
+    column = start + tl.arange(0, planes * size)[None, :]
+    tl.store(out + lines[:, None] * width + column, weights, mask=column < width)
 
 
 def pack(weight_format: Groups, tensors: Tensors) -> dict[str, Tensor]:
@@ -297,11 +337,21 @@ def dequantise(weight_format: Groups, tensors: Tensors, dtype: torch.dtype) -> T
 
 
 def few_tile(num_rows: int, num_outputs: int, span: int) -> FewTile:
-    return FewTile(16 if num_outputs <= 4096 else 32, 512 // span, 4, 4)
+    """Few programs have many warps, each with a part of the inputs, so that every processor has enough to read."""
+    num_tiles = cdiv(num_outputs, 32)
+    num_warps = 8 if num_tiles <= PROCESSORS else 4 if num_tiles <= 2 * PROCESSORS else 2
+    outputs = 16 if num_warps == 4 and num_rows == 1 else 32
+    return FewTile(outputs, max(1, num_warps * SPAN // span), num_warps, 3)
 
 
-def many_tile(num_rows: int, num_outputs: int) -> ManyTile:
-    return ManyTile(128, 128, 8, 3)
+def many_tile(num_rows: int, num_outputs: int, row_bytes: int, most_bytes: int) -> ManyTile:
+    """The largest tile of which there are enough. row_bytes: of activations and codes that a program has at a time."""
+    for tile in MANY_TILES:
+        num_programs = cdiv(num_rows, tile.rows) * cdiv(num_outputs, tile.outputs)
+        fits = tile.num_stages * tile.rows * row_bytes <= most_bytes
+        if tile.rows < 2 * num_rows and num_programs >= ENOUGH_PROGRAMS and fits:
+            return tile
+    return MANY_TILES[-1]
 
 
 def multiply_groups(
@@ -319,7 +369,8 @@ def multiply_groups(
         "has_residual": residual is not None, **early_start(x.device),
     }
     if num_rows > FEW_ROWS:
-        tile = many_tile(num_rows, num_outputs)
+        row_bytes = given["size"] * (given["planes"] * x.element_size() + (given["planes"] == 1))
+        tile = many_tile(num_rows, num_outputs, row_bytes, shared_bytes(x.device))
         multiply_many_kernel[(cdiv(num_outputs, tile.outputs), cdiv(num_rows, tile.rows))](**given, **tile._asdict())
         return out
     few = few_tile(num_rows, num_outputs, given["size"] * given["planes"])

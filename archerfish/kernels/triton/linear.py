@@ -23,7 +23,9 @@ from archerfish.kernels.triton.tiles import AddTile, LinearTile, add_tile, cdiv,
 Tensor = torch.Tensor
 NUM_THREADS = 8  # of uploads
 PIECE_BYTES = 4 << 20  # of a copy on its way, of which every thread has two
+MANY_ROWS = 512  # up to which quantised matrices are multiplied as they are
 FP8_STEP = 16  # of the sizes of an FP8 matrix that the library multiplies with
+GATES = (None, "silu", "gelu_tanh")  # that `triton_norm.gated` has
 ROW_STEP = 64  # of outputs: with an odd number of them cuBLAS takes four to six times as long
 
 
@@ -84,6 +86,10 @@ class RowsWeight(FewRowsWeight):
         added = add_tile(len(x), self.matrix, x.element_size(), shared_bytes(x.device))
         if added and x.stride(-1) == 1:
             return add_rows(total, x, self, added)
+        return self.add_wide(total, x)
+
+    def add_wide(self, total: Tensor, x: Tensor) -> Tensor:
+        """As `add_many`, for so many rows and outputs that `add_rows` is no quicker."""
         return super().add_many(total, x)
 
 
@@ -98,37 +104,79 @@ class PlainRowsWeight(RowsWeight):
 
 
 class Int8RowsWeight(RowsWeight):
-    """int8 rows with their scales; cuBLAS would have to be given another type."""
+    """int8 rows with their scales; cuBLAS would have to be given another type, so it is only for very many rows."""
 
     max_rows = 64
 
+    def multiply_many(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
+        if len(x) > MANY_ROWS or x.stride(-1) != 1 or self.scales is None:
+            return super().multiply_many(x, activation, residual)
+        whole = Groups(str(self.matrix.dtype).removeprefix("torch."), "float32", self.matrix.shape[1])
+        return multiply_groups(
+            x, whole, {"weight": self.matrix, "scales": self.scales.unsqueeze(0)}, self.bias, activation=activation,
+            residual=residual, dtype=x.dtype if residual is None else residual.dtype,
+        )
+
+    def add_wide(self, total: Tensor, x: Tensor) -> Tensor:
+        return self.multiply_many(x, "none", total) if len(x) <= MANY_ROWS else super().add_wide(total, x)
+
 
 class Fp8RowsWeight(Int8RowsWeight):
-    """FP8 rows with their scales. Many rows of activations become FP8, too, each with a scale of its own."""
+    """FP8 rows with their scales. More than one row of activations become FP8, too, each with a scale of its own.
 
-    max_rows = 16
+    The library is quicker where it need not apply scales, so these are left to a kernel that follows in any case.
+    """
+
+    max_rows = 1
 
     def __init__(self, ops: TorchOps, weight_format: WeightFormat, tensors: Tensors, bias: Tensor | None) -> None:
         super().__init__(ops, weight_format, tensors, bias)
+        assert self.scales is not None
+        self.column_scales, self.one = self.scales.unsqueeze(0), self.scales.new_ones(())
         self.is_narrow = any(size % FP8_STEP for size in self.matrix.shape)  # for the library's products
+        self.can_split = not self.is_narrow and bias is None and ops.torch_dtype == torch.bfloat16 and self.matrix.is_cuda
 
     def multiply_many(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
-        if self.is_narrow or self.scales is None:
-            return super().multiply_many(x, activation, residual)
-        codes, scales = triton_norm.quantise_rows(x)
-        y = torch._scaled_mm(codes, self.matrix.t(), scales, self.scales.unsqueeze(0), out_dtype=x.dtype)
+        if self.is_narrow:
+            return FewRowsWeight.multiply_many(self, x, activation, residual)
+        y = self.multiply_codes(*triton_norm.quantise_rows(x))
         if self.bias is not None:
             y += self.bias
         return ACTIVATIONS[activation](y if residual is None else residual + y)
 
+    def multiply_codes(self, codes: Tensor, scales: Tensor) -> Tensor:
+        dtype = self.ops.torch_dtype
+        return torch._scaled_mm(codes, self.matrix.t(), scales, self.column_scales, out_dtype=dtype, use_fast_accum=True)
+
+    def multiply_unscaled(self, codes: Tensor) -> Tensor:
+        """Codes with codes, whose sums float16 could not hold."""
+        return torch._scaled_mm(codes, self.matrix.t(), self.one, self.one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
     def add_many(self, total: Tensor, x: Tensor) -> Tensor:
-        return self.multiply_many(x, "none", total)
+        if not self.can_split:
+            return self.multiply_many(x, "none", total)
+        codes, scales = triton_norm.quantise_rows(x)
+        return triton_norm.add_scaled(total, self.multiply_unscaled(codes), scales, self.column_scales)
+
+    def takes_normed(self, x: Tensor, gate: Activation | None) -> bool:
+        """Whether `multiply_normed` takes rows."""
+        return self.can_split and gate in GATES and len(x) > 0 and x.shape[1] <= triton_norm.MAX_WIDTH
+
+    def multiply_normed(
+        self, x: Tensor, norm: Tensor, eps: float, residual: Tensor | None, gate: Activation | None
+    ) -> tuple[Tensor, Tensor]:
+        """As `Ops.normed_linear`."""
+        scales = triton_norm.new_scales(x)
+        codes, total = triton_norm.rms_norm(x, norm, eps, residual, torch.float8_e4m3fn, scales)
+        if gate is None:
+            return self.multiply_codes(codes, scales), total
+        return triton_norm.gated(self.multiply_unscaled(codes), gate == "silu", scales, self.column_scales), total
 
 
 class GroupsWeight(FewRowsWeight):
     """Codes in groups of inputs. Many rows are multiplied by our kernels, too; very many with the dequantised matrix."""
 
-    max_rows, many_rows = FEW_ROWS, 512
+    max_rows = FEW_ROWS
 
     def __init__(self, ops: TorchOps, weight_format: WeightFormat, tensors: Tensors, bias: Tensor | None) -> None:
         assert isinstance(weight_format, Groups)
@@ -149,12 +197,12 @@ class GroupsWeight(FewRowsWeight):
         )
 
     def multiply_many(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
-        if len(x) > self.many_rows or x.stride(-1) != 1:
+        if len(x) > MANY_ROWS or x.stride(-1) != 1:
             return super().multiply_many(x, activation, residual)
         return self.multiply_few(x, activation, residual, dtype=x.dtype if residual is None else residual.dtype)
 
     def add_many(self, total: Tensor, x: Tensor) -> Tensor:
-        return self.multiply_many(x, "none", total) if len(x) <= self.many_rows else super().add_many(total, x)
+        return self.multiply_many(x, "none", total) if len(x) <= MANY_ROWS else super().add_many(total, x)
 
     def dequantised(self) -> Tensor:
         return dequantise(self.groups, self.tensors, self.ops.torch_dtype)

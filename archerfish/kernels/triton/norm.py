@@ -51,8 +51,19 @@ def lookup(table: Tensor, ids: Tensor, scale: float) -> Tensor:
 
 
 @triton.jit
+def store_row(out, scales, row, columns, values, width: tl.constexpr):
+    """A row in the type of out: FP8 with a scale where there are scales."""
+    if scales is not None:
+        largest = tl.max(tl.abs(values), 0)
+        scale = tl.where(largest > 0, largest / FP8_MOST, 1.0)
+        values = values / scale
+        tl.store(scales + row, scale)
+    tl.store(out + row * width + columns, values.to(out.dtype.element_ty), mask=columns < width)
+
+
+@triton.jit
 def rms_norm_kernel(
-    x, residual, weight, normed, total, eps, x_stride, residual_stride,
+    x, residual, weight, normed, scales, total, eps, x_stride, residual_stride,
     width: tl.constexpr, block: tl.constexpr, has_residual: tl.constexpr, is_early: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -67,11 +78,13 @@ def rms_norm_kernel(
         tl.store(total + row * width + columns, values, mask=is_inside)
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    tl.store(normed + row * width + columns, (wide * scale * factors).to(normed.dtype.element_ty), mask=is_inside)
+    store_row(normed, scales, row, columns, wide * scale * factors, width)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`Ops.rms_norm` for rows of at most MAX_WIDTH, with a result of some type."""
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, dtype: torch.dtype, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`Ops.rms_norm` for rows of at most MAX_WIDTH, with a result of some type; scales: of rows in FP8, which are written."""
     num_rows, width = x.shape
     normed = torch.empty((num_rows, width), dtype=dtype, device=x.device)
     added = x if residual is None else residual
@@ -80,19 +93,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, dty
         return normed, total
     block = next_power_of_2(width)
     rms_norm_kernel[(num_rows,)](
-        x, added, weight, normed, total, eps, x.stride(0), added.stride(0), width=width, block=block,
+        x, added, weight, normed, scales, total, eps, x.stride(0), added.stride(0), width=width, block=block,
         has_residual=residual is not None, num_warps=max(1, min(16, block // 512)), **early_start(x.device),
     )
     return normed, total
 
 
 @triton.jit
-def gated_kernel(x, out, x_stride, width: tl.constexpr, block: tl.constexpr, is_silu: tl.constexpr):
+def gated_kernel(x, row_scales, scales, out, x_stride, width: tl.constexpr, block: tl.constexpr, is_silu: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     is_inside = columns < width
     gate = tl.load(x + row * x_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + width + columns, mask=is_inside, other=0.0).to(tl.float32)
+    if scales is not None:
+        scale = tl.load(row_scales + row)
+        gate *= scale * tl.load(scales + columns, mask=is_inside, other=0.0)
+        up *= scale * tl.load(scales + width + columns, mask=is_inside, other=0.0)
     if is_silu:
         slope = gate
     else:  # gelu: (1 + tanh(y)) / 2 is the logistic function of 2 y
@@ -100,14 +117,14 @@ def gated_kernel(x, out, x_stride, width: tl.constexpr, block: tl.constexpr, is_
     tl.store(out + row * width + columns, (gate / (1.0 + tl.exp(-slope)) * up).to(out.dtype.element_ty), mask=is_inside)
 
 
-def gated(x: Tensor, is_silu: bool) -> Tensor:
-    """`Ops.gated` with silu, or else with gelu_tanh."""
+def gated(x: Tensor, is_silu: bool, row_scales: Tensor | None = None, scales: Tensor | None = None) -> Tensor:
+    """`Ops.gated` with silu, or else with gelu_tanh. Scales of rows and of columns are applied to x first."""
     num_rows, width = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     if num_rows:
         block = min(next_power_of_2(width), GATED_BLOCK)
         gated_kernel[(num_rows, cdiv(width, block))](
-            x, out, x.stride(0), width=width, block=block, is_silu=is_silu, num_warps=max(1, block // 512)
+            x, row_scales, scales, out, x.stride(0), width=width, block=block, is_silu=is_silu, num_warps=max(1, block // 512)
         )
     return out
 
@@ -119,10 +136,7 @@ def quantise_kernel(x, out, scales, x_stride, width: tl.constexpr, block: tl.con
     columns = tl.arange(0, block)
     is_inside = columns < width
     values = tl.load(x + row * x_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(values), 0)
-    scale = tl.where(largest > 0, largest / FP8_MOST, 1.0)
-    tl.store(out + row * width + columns, (values / scale).to(out.dtype.element_ty), mask=is_inside)
-    tl.store(scales + row, scale)
+    store_row(out, scales, row, columns, values, width)
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,11 +147,41 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         scales = torch.where(largest > 0, largest / FP8_LARGEST, 1.0)
         return (x.float() / scales).to(torch.float8_e4m3fn), scales
     out = torch.empty((num_rows, width), dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((num_rows, 1), dtype=torch.float32, device=x.device)
+    scales = new_scales(x)
     quantise_kernel[(num_rows,)](
         x, out, scales, x.stride(0), width=width, block=block, num_warps=max(1, min(16, block // 512)), **early_start(x.device)
     )
     return out, scales
+
+
+def new_scales(x: Tensor) -> Tensor:
+    """Memory for a scale of each row."""
+    return torch.empty((len(x), 1), dtype=torch.float32, device=x.device)
+
+
+@triton.jit
+def add_scaled_kernel(
+    total, x, row_scales, scales, out, total_stride, width: tl.constexpr, block: tl.constexpr, is_early: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    is_inside = columns < width
+    factors = tl.load(scales + columns, mask=is_inside, other=0.0)
+    follow(is_early)
+    values = tl.load(x + row * width + columns, mask=is_inside, other=0.0).to(tl.float32) * tl.load(row_scales + row) * factors
+    values += tl.load(total + row * total_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + columns, values.to(out.dtype.element_ty), mask=is_inside)
+
+
+def add_scaled(total: Tensor, x: Tensor, row_scales: Tensor, scales: Tensor) -> Tensor:
+    """total + x with scales of rows and of columns."""
+    (num_rows, width), out = x.shape, torch.empty_like(x, dtype=total.dtype)
+    block = min(next_power_of_2(width), GATED_BLOCK)
+    add_scaled_kernel[(num_rows, cdiv(width, block))](
+        total, x, row_scales, scales, out, total.stride(0), width=width, block=block, num_warps=max(1, block // 512),
+        **early_start(x.device),
+    )
+    return out
 
 
 @triton.jit

@@ -406,6 +406,8 @@ class TritonOps(TorchOps):
     ) -> tuple[Tensor, Tensor]:
         packed = weight.get()
         if not isinstance(packed, FewRowsWeight) or not packed.takes(x):
+            if isinstance(packed, Fp8RowsWeight) and packed.takes_normed(x, gate) and self.can_normalise(x):
+                return packed.multiply_normed(x, norm, eps, residual, gate)
             return super().normed_linear(x, norm, eps, weight, residual=residual, gate=gate)
         is_gated, activation = gate is not None, gate or "none"
         if isinstance(packed, RowsWeight) and residual is None:
