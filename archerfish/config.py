@@ -109,7 +109,8 @@ class ConversionConfig(Options):
     )
     method: str = option(
         "rtn", "How matrices are quantised: rtn rounds each number; gptq (needs torch) rounds so that products with the inputs "
-        "of the calibration text change least.", choices=("rtn", "gptq"),
+        "of the calibration text change least; awq (int4, needs torch) rounds after it has scaled inputs that are large there.",
+        choices=("rtn", "gptq", "awq"),
     )
     calibration: str = option(
         "", "File with text to calibrate and measure with: plain text, or .jsonl with a `text` in each line; empty: the model "

@@ -64,6 +64,12 @@ class ModelConverter(converter.ModelConverter):
 
                 quantise_by_text(open_model(source, texts), texts.calibration, wanted, work, progress)
                 quantise = partial(kept_row, work)
+            elif config.method == "awq" and texts is not None:
+                from archerfish.engine.awq import scale_source, weighed_row
+
+                model = open_model(source, texts)
+                source, importances = scale_source(source, model, texts.calibration, wanted, work, progress)
+                quantise = partial(weighed_row, importances)
             quantised = quantise_source(source, wanted, quantise, keep_others=config.keep_quantized)
             if config.layout == "store":
                 result = super().convert_source(quantised, name, target, progress)
@@ -145,6 +151,8 @@ def check_choices(config: ConversionConfig, source: ModelSource) -> None:
             raise InvalidOptionError(message, hint="Say what to store with --weights.")
     if config.group_size % GROUP_SIZE:
         raise InvalidOptionError(f"[convert] group_size is {config.group_size}, not a multiple of {GROUP_SIZE}.")
+    if config.method == "awq" and config.weights != "int4":
+        raise InvalidOptionError(f"[convert] method awq is for int4, not {config.weights}.", hint="Take --method gptq.")
     if config.layout == "gptq" and config.weights != "int4":
         hint = "Take --layout compressed-tensors."
         raise InvalidOptionError(f"[convert] layout gptq holds int4, not {config.weights}.", hint=hint)
