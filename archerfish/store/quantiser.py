@@ -98,16 +98,17 @@ def to_fp8(numbers: Floats) -> Codes:
 
 def make_row(info: TensorInfo, matrix: Floats, grid: Grid) -> Row:
     """A matrix as it is stored, every number at the nearest point of the grid."""
-    if not (np.isfinite(grid.scales).all() and np.isfinite(grid.mins).all()):
+    codes, is_int4 = grid.nearest(matrix), grid.kind.quant_type.startswith("Q4")
+    with np.errstate(over="ignore"):
+        scales, mins = (each.astype(np.float16) if is_int4 else each for each in (grid.scales, grid.mins))
+    if not (np.isfinite(scales).all() and np.isfinite(mins).all()):
         raise ValidationError(
             f"The tensor {info.name!r} has numbers that {grid.kind.quant_type} cannot hold: NaN, infinite or too large."
         )
-    codes, is_int4 = grid.nearest(matrix), grid.kind.quant_type.startswith("Q4")
     if not is_int4:
-        return Row(info, codes, grid.scales)
+        return Row(info, codes, scales)
     blocks = codes.reshape(-1, GROUP_SIZE)
     packed = blocks[:, : GROUP_SIZE // 2] | blocks[:, GROUP_SIZE // 2 :] << 4
-    scales, mins = grid.scales.astype(np.float16), grid.mins.astype(np.float16)
     return Row(info, packed.reshape(len(scales), -1), scales, mins if grid.kind.quant_type == "Q4_1" else None)
 
 
