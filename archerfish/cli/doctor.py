@@ -68,8 +68,18 @@ class ModelSize:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes in memory on a CPU of a model with GGUF blocks, which stay as they are; 0: it has none."""
+        """Bytes in memory on a CPU of a model with quantised matrices, which stay so; 0: it has none."""
         return 0 if native_error() else block_bytes(self.tensors)
+
+    @property
+    def gpu_bytes(self) -> int:
+        """The same on a GPU."""
+        from archerfish.engine.llm_loading import quantised_bytes
+
+        try:
+            return quantised_bytes(self.tensors, self.config, "cuda", "bfloat16")
+        except UnsupportedModelError:
+            return 0
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes in memory in a type, or in a weight format with the rest in two bytes; 0: unknown for this model."""
@@ -254,7 +264,9 @@ def judge_model(found: ModelSize, ram: Memory, gpus: list[Card]) -> dict[str, An
     row |= {"cpu": text, "fits_cpu": {dtype: verdict == FITS for dtype, verdict in on_cpu.items()}}
     if gpus:
         roomiest = max(gpus, key=lambda gpu: gpu.free_bytes)
-        on_gpu = verdicts(("bfloat16", *formats), GPU_OVERHEAD_BYTES, roomiest.free_bytes, roomiest.total_bytes)
+        on_gpu = verdicts(
+            ("bfloat16", *formats), GPU_OVERHEAD_BYTES, roomiest.free_bytes, roomiest.total_bytes, found.gpu_bytes
+        )
         row["gpu"] = fits_in(on_gpu, "bfloat16", formats)
         row["fits_gpu"] = {dtype: verdict == FITS for dtype, verdict in on_gpu.items()}
     return row
@@ -283,7 +295,7 @@ def kv_tokens(found: ModelSize, device: str, dtype: str) -> int | None:
         shape = model_class(config).memory_shape(config)
         if not isinstance(shape, KVShape):
             return None
-        weight_bytes = (found.block_bytes if device == "cpu" else 0) or found.weight_bytes(dtype)
+        weight_bytes = (found.block_bytes if device == "cpu" else found.gpu_bytes) or found.weight_bytes(dtype)
         plan = plan_memory(EngineConfig(), shape, device, dtype, weight_bytes)
         check_plan(found.name, EngineConfig(), shape, device, plan)
         return plan.num_tokens

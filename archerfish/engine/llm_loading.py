@@ -17,7 +17,7 @@ from archerfish.errors import ArcherfishError, InvalidOptionError
 from archerfish.kernels.formats import INT8, PLAIN, WeightFormat, choose_format
 from archerfish.kernels.recurrent import StateShape
 from archerfish.kernels.select import choose_backend, choose_device, choose_dtype, choose_ops, log_device
-from archerfish.kernels.stored import GPU_BITS, GPU_TYPES, random_stored
+from archerfish.kernels.stored import GPU_BITS, GPU_GROUPS, GPU_SCALE_BYTES, random_stored
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import MemoryShape, ModelAdapter, model_class
 from archerfish.models.config import Config
@@ -200,17 +200,24 @@ def dummy_infos(values: Mapping[str, Any]) -> list[TensorInfo]:
 
 
 def quantised_bytes(tensors: Sequence[TensorInfo], values: Mapping[str, Any], device: str, dtype: str) -> int:
-    """What weights take that stay quantised; 0 if none do. On a GPU lookup tables become plain."""
+    """What weights take that stay quantised; 0 if none do. On a GPU lookup tables become plain, and matrices that are stacked
+    but quantised differently."""
     if device == "cpu" or not any(info.quantization for info in tensors):
         return block_bytes(tensors)
     config = Config(values)
-    tables, total = model_class(config).tables(config), 0
+    adapter, total = model_class(config), 0
+    kinds = {info.name: info.quantization for info in tensors}
+    mixed = {name for names in adapter.products(config) if len({kinds.get(name) for name in names}) > 1 for name in names}
+    plain = mixed | set(adapter.tables(config))
     for info in tensors:
-        kind = info.quantization.quant_type if info.quantization else ""
-        if kind and (info.name in tables or kind not in GPU_TYPES):
+        kind = info.quantization
+        if kind is None:
+            total += sum(buffer_bytes(info))
+        elif info.name in plain or kind.quant_type not in GPU_BITS:
             total += info.num_params * DTYPE_BYTES[dtype]
         else:
-            total += info.num_params * GPU_BITS[kind] // 8 if kind in GPU_BITS else sum(buffer_bytes(info))
+            num_groups = info.num_params // GPU_GROUPS.get(kind.quant_type, kind.group_size)
+            total += info.num_params * GPU_BITS[kind.quant_type] // 8 + num_groups * GPU_SCALE_BYTES
     return total
 
 

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
-# Types that a GPU multiplies with, and bits of a number there, of those that are taken apart for it.
-GPU_BITS = {"Q4_K": 5, "Q6_K": 9}
-GPU_TYPES = {"Q4_0", "Q4_1", "Q8_0", "INT8", "FP8", *GPU_BITS}
+GPU_BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q6_K": 8, "Q8_0": 8, "INT8": 8, "FP8": 8}  # of a code in a GPU's memory
+GPU_TYPES = set(GPU_BITS)  # that it multiplies with
+GPU_GROUPS = {"Q4_K": 32, "Q6_K": 16}  # numbers that share a scale there, where the type does not say
+GPU_SCALE_BYTES = 4  # of a scale, or of a scale and a minimum
 RANDOM_BYTES = 1 << 24  # of codes, which are repeated
 PIECE_SIZE = 1 << 18  # numbers that are rounded at a time, so that they stay in the processor's cache
 

@@ -77,17 +77,19 @@ def test_formats_of_layers() -> None:
 
 
 def test_files_are_judged_by_what_is_stored_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU blocks stay, and other types become the one that it computes in."""
+    """Blocks stay, with wider scales on a GPU, and other types become the one that is computed in."""
     pytest.importorskip("archerfish.kernels.native._native")
     monkeypatch.setattr(doctor, "fast_cpu_dtype", lambda: "bfloat16")
     monkeypatch.setattr(doctor, "CPU_OVERHEAD_BYTES", 0)
+    monkeypatch.setattr(doctor, "GPU_OVERHEAD_BYTES", 0)
+    monkeypatch.setattr(doctor, "kv_tokens", lambda *_: None)  # asks the card
     for kind, expected, num_bytes in (("F16", "bfloat16", 2.0), ("Q8_0", "Q8_0", 34 / 32)):
         file = write_gguf(tmp_path / f"{kind}.gguf", "llama", make_tensors("llama"), kind)
         found = doctor.measure(str(file), HubConfig())
         assert {name for counts in found.formats("bfloat16").values() for name in counts} == {expected}
         free = [int(found.num_parameters * each * num_bytes) for each in (0.9, 1.2)]
-        rows = [doctor.judge_model(found, Memory(GB, each), []) for each in free]
-        assert [row["fits_cpu"]["bfloat16"] for row in rows] == [False, True]
+        rows = [doctor.judge_model(found, Memory(GB, each), [Card("", GB, each)]) for each in free]
+        assert [row["fits_cpu"]["bfloat16"] for row in rows] == [row["fits_gpu"]["bfloat16"] for row in rows] == [False, True]
 
 
 def test_kv_tokens(model: Path) -> None:
