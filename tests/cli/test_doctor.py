@@ -77,7 +77,7 @@ def test_formats_of_layers() -> None:
 
 
 def test_files_are_judged_by_what_is_stored_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks stay, with wider scales on a GPU, and other types become the one that is computed in."""
+    """Blocks stay, on a GPU with wider scales and without those of tables; other types become the one that is computed in."""
     pytest.importorskip("archerfish.kernels.native._native")
     monkeypatch.setattr(doctor, "fast_cpu_dtype", lambda: "bfloat16")
     monkeypatch.setattr(doctor, "CPU_OVERHEAD_BYTES", 0)
@@ -88,7 +88,10 @@ def test_files_are_judged_by_what_is_stored_of_them(tmp_path: Path, monkeypatch:
         found = doctor.measure(str(file), HubConfig())
         assert {name for counts in found.formats("bfloat16").values() for name in counts} == {expected}
         free = [int(found.num_parameters * each * num_bytes) for each in (0.9, 1.2)]
-        rows = [doctor.judge_model(found, Memory(GB, each), [Card("", GB, each)]) for each in free]
+        on_gpu = found.gpu_bytes or found.weight_bytes("bfloat16")
+        assert found.block_bytes <= on_gpu <= found.weight_bytes("bfloat16")
+        cards = [Card("", GB, int(on_gpu * each)) for each in (0.9, 1.2)]
+        rows = [doctor.judge_model(found, Memory(GB, each), [card]) for each, card in zip(free, cards, strict=True)]
         assert [row["fits_cpu"]["bfloat16"] for row in rows] == [row["fits_gpu"]["bfloat16"] for row in rows] == [False, True]
 
 
