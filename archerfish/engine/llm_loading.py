@@ -33,7 +33,7 @@ from archerfish.store.format import Quantization, TensorInfo, block_bytes, buffe
 from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import HUB_ID, ONLY_TOKENIZER, builtin_at, resolve_model
-from archerfish.store.quantised_source import stated_quantization
+from archerfish.store.quantised_source import stated_quantization, states_int8_activations
 from archerfish.text.text_tokenizer import find_text_tokenizer
 from archerfish.text.tokenizer import Tokenizer, read_settings
 from archerfish.types import DTYPE_BYTES, Progress, no_progress
@@ -305,6 +305,7 @@ def load_adapter(facts: ModelFacts, config: EngineConfig) -> ModelAdapter[Any]:
     log_device(facts.name, config.device, facts.dtype)
     ops = choose_ops(facts.device, facts.dtype)
     ops.is_deterministic, ops.kv_dtype = config.deterministic, config.kv_dtype
+    ops.rounds_rows = states_int8_activations(facts.config.values)
     loader = None if config.load_format == "dummy" else WeightLoader(facts.directory)
 
     def tensors() -> Mapping[str, Any]:

@@ -188,7 +188,7 @@ class Ops(ABC, Generic[T]):
     dtype: str
     reads_stored: bool = False  # takes a checkpoint's tensors as `StoredTensor`, not as tensors of torch
     kv_dtype: str = AUTO  # of new keys and values: int8, fp8, or the compute type
-    rounds_rows: bool = False  # with int8 matrices, what they are multiplied with may become bytes too, as encoders bear it
+    rounds_rows: bool = False  # with int8 matrices, what they are multiplied with may become bytes too: encoders bear it
     is_deterministic: bool = False  # what a row of a product gives must not depend on how many rows there are
 
     def __init__(self) -> None:

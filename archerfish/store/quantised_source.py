@@ -170,6 +170,13 @@ def stated_quantization(settings: Mapping[str, Any], num_inputs: int) -> Quantiz
     return Quantization(found, 1, group_size) if found else None
 
 
+def states_int8_activations(config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint is made for activations that are int8, too."""
+    groups = groups_of(config.get("quantization_config") or {})
+    kinds = [group.get("input_activations") or {} for group in groups]
+    return bool(kinds) and all(kind.get("num_bits") == 8 and kind.get("type", "int") == "int" for kind in kinds)
+
+
 def source_tensor(name: str, layout: Layout) -> SourceTensor:
     info = TensorInfo(name, "float32", layout.shape)
     if not layout.quant_type:

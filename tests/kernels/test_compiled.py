@@ -98,7 +98,9 @@ for half in ("bf16", "fp16"):
     build(quantise_kernel, {**row, "is_early": True}, {"out": "fp8e4nv", **fp8}, half)
     build(rms_norm_kernel, {**row, "is_early": True, "has_residual": True}, {"normed": "fp8e4nv", **fp8}, half)
     build(gated_kernel, {**row, "is_silu": True}, fp8, half)
-    build(add_scaled_kernel, {**row, "is_early": True}, {"total": "fp32", "out": "fp32", **fp8}, half)
+    build(add_scaled_kernel, {**row, "is_early": True, "has_total": True}, {"total": "fp32", "out": "fp32", **fp8}, half)
+    build(add_scaled_kernel, {**row, "is_early": True, "has_total": False}, {"x": "i32", **fp8}, half)
+    build(quantise_kernel, {**row, "is_early": True}, {"out": "i8", **fp8}, half)
 """
 NARROW_HEADS = """
 from archerfish.kernels.triton.attention import decode_kernel, shared_kernel

@@ -16,7 +16,7 @@ from archerfish.kernels.ops import Activation, LinearWeight  # isort: skip
 from archerfish.kernels.stored import GPU_TYPES  # isort: skip
 from archerfish.kernels.torch.from_store import stored_parts  # isort: skip
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight  # isort: skip
-from archerfish.kernels.triton.linear import MANY_ROWS, Fp8RowsWeight, GroupsWeight, Int8RowsWeight  # isort: skip
+from archerfish.kernels.triton.linear import MANY_ROWS, ByteRowsWeight, GroupsWeight, Int8RowsWeight  # isort: skip
 from archerfish.kernels.triton.norm import quantise_rows  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
 
@@ -96,35 +96,41 @@ def test_logits(num_rows: int) -> None:
     assert_near(found, reference.logits(x.float(), reference.linear_weight(parts, [None])), "float16")
 
 
+BYTES = [pytest.param("FP8", marks=pytest.mark.skipif(not HAS_CUDA, reason="the interpreter has no FP8")), "INT8"]
+
+
+def bytes_weight(kind: str, num_outputs: int, num_parts: int = 1) -> tuple[TritonOps, LinearWeight[Tensor], Tensor]:
+    """A linear map of bytes for rows of bytes, and its matrix."""
+    ops, stored = TritonOps(DEVICE, "bfloat16"), [random_stored(kind, num_outputs, 512, 512) for _ in range(num_parts)]
+    ops.rounds_rows = True
+    parts: list[Any] = [{"weight": each} for each in stored]
+    weight = ops.linear_weight(parts, [None] * num_parts)
+    assert isinstance(weight.get(), ByteRowsWeight)
+    return ops, weight, torch.cat([torch.from_numpy(each.as_floats()) for each in stored]).to(DEVICE)
+
+
+@pytest.mark.parametrize("kind", ["FP8", "INT8"])
 @pytest.mark.parametrize("num_outputs", [32, 22])
-def test_many_rows_become_fp8(num_outputs: int) -> None:
+def test_many_rows_become_bytes(kind: str, num_outputs: int) -> None:
     """Where the library multiplies with such a matrix; else the weights are widened."""
-    ops, weight = TritonOps(DEVICE, "bfloat16"), random_stored("FP8", num_outputs, 512, 512)
-    parts: list[Any] = [{"weight": weight}]
+    ops, weight, matrix = bytes_weight(kind, num_outputs)
     x, residual = random(20, 512, dtype="bfloat16"), random(20, num_outputs)
-    packed = ops.linear_weight(parts, [None])
-    assert isinstance(packed.get(), Fp8RowsWeight)
-    codes, scales = quantise_rows(x)
+    codes, scales = quantise_rows(x, torch.int8 if kind == "INT8" else torch.float8_e4m3fn)
     rows = codes.float() * scales if num_outputs % 16 == 0 else x.float()
     assert_near(codes.float() * scales, x.float(), "bfloat16", factor=16)
-    expected = rows @ torch.from_numpy(weight.as_floats()).to(DEVICE).t()
-    assert_near(ops.linear(x, packed), expected, "bfloat16", factor=4)
-    assert_near(ops.linear(x, packed, residual=residual), expected + residual, "bfloat16", factor=4)
+    assert_near(ops.linear(x, weight), rows @ matrix.t(), "bfloat16", factor=4)
+    assert_near(ops.linear(x, weight, residual=residual), rows @ matrix.t() + residual, "bfloat16", factor=4)
 
 
-@pytest.mark.skipif(not HAS_CUDA, reason="the interpreter has no FP8")
+@pytest.mark.parametrize("kind", BYTES)
 @pytest.mark.parametrize("gate", [None, "silu"])
-def test_norms_of_many_rows_give_fp8(gate: Activation | None) -> None:
-    ops, stored = TritonOps(DEVICE, "bfloat16"), [random_stored("FP8", 64, 512, 512) for _ in range(2)]
-    parts: list[Any] = [{"weight": each} for each in stored]
-    weight = ops.linear_weight(parts, [None, None])
+def test_norms_of_many_rows_give_bytes(gate: Activation | None, kind: str) -> None:
+    ops, weight, matrix = bytes_weight(kind, 64, num_parts=2)
     x, other, norm = random(40, 512), random(40, 512), random(512) / 8
-    packed = weight.get()
-    assert isinstance(packed, Fp8RowsWeight) and packed.takes_normed(x, gate)
     y, total = ops.normed_linear(x, norm, 1e-3, weight, residual=other, gate=gate)
     assert torch.equal(total, x + other) and y.dtype == torch.bfloat16
-    codes, scales = quantise_rows(TorchOps(DEVICE).rms_norm(total, norm, 1e-3)[0])
-    matrix = torch.cat([torch.from_numpy(each.as_floats()) for each in stored]).to(DEVICE)
+    normed = TorchOps(DEVICE).rms_norm(total, norm, 1e-3)[0]
+    codes, scales = quantise_rows(normed, torch.int8 if kind == "INT8" else torch.float8_e4m3fn)
     expected = codes.float() * scales @ matrix.t()
     assert_near(y, TorchOps(DEVICE).gated(expected, gate) if gate else expected, "bfloat16", factor=4)
 

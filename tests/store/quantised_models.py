@@ -165,5 +165,6 @@ def compressed(form: str, **arguments: Any) -> tuple[Packer, dict[str, Any]]:
         packed = compressor.compress(state, scheme)
         return packed, compressor.decompress(packed, scheme)["weight"].float().numpy()
 
-    group = {"targets": ["Linear"], "weights": args.model_dump(mode="json"), "input_activations": None, "format": form}
+    int8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True} if form == "int-quantized" else None
+    group = {"targets": ["Linear"], "weights": args.model_dump(mode="json"), "input_activations": int8, "format": form}
     return pack, {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}

@@ -124,7 +124,9 @@ def test_an_engine_computes_with_them(
         options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1, "max_cache_tokens": 256}
         with LLMEngine(str(tmp_path / folder), hub=hub, **options) as engine:
             outputs = engine.generate(prompts, params)
-            packed: Any = engine.runner.model.ops._linear_weights[0].get()
+            ops = engine.runner.model.ops
+            assert ops.rounds_rows == (name == "w8a8" and folder == "model")
+            packed: Any = ops._linear_weights[0].get()
             assert backend != "torch" or (packed.weight_format.name == "plain") == (folder == "plain" or not stored)
         found.append(np.array([one.logprob for output in outputs for one in (output.prompt_logprobs or [])[1:]]))
     np.testing.assert_allclose(found[1], found[0], rtol=0, atol=0.15 if backend == "native" else 0.02)

@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812 (the name that every torch reader 
 
 from archerfish.errors import OutOfMemoryError
 from archerfish.kernels.decoding import FILLING_POSITION, NUM_INPUTS, ON_DEVICE, DecodeState, Input, PassSize
-from archerfish.kernels.formats import Tensors, WeightFormat
+from archerfish.kernels.formats import INT8, Tensors, WeightFormat
 from archerfish.kernels.machine import cpu
 from archerfish.kernels.ops import (
     Activation,
@@ -114,6 +114,8 @@ class TorchOps(Ops[Tensor]):
             stacked = [given[0].new_zeros(size) if each is None else each for size, each in zip(sizes, biases, strict=True)]
             bias = torch.cat(stacked).to(self.device, self.torch_dtype)
         product = self.products.get(weight_format.name, TorchWeight)
+        if weight_format is INT8 and self.rounds_rows:
+            product = self.products.get("int8 times int8", product)
         return product(self, weight_format, weight_format.stack(loaded), bias)
 
     def embed(self, tables: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -24,7 +24,6 @@ Tensor = torch.Tensor
 NUM_THREADS = 8  # of uploads
 PIECE_BYTES = 4 << 20  # of a copy on its way, of which every thread has two
 MANY_ROWS = 512  # up to which quantised matrices are multiplied as they are
-FP8_STEP = 16  # of the sizes of an FP8 matrix that the library multiplies with
 GATES = (None, "silu", "gelu_tanh")  # that `triton_norm.gated` has
 ROW_STEP = 64  # of outputs: with an odd number of them cuBLAS takes four to six times as long
 
@@ -121,42 +120,42 @@ class Int8RowsWeight(RowsWeight):
         return self.multiply_many(x, "none", total) if len(x) <= MANY_ROWS else super().add_wide(total, x)
 
 
-class Fp8RowsWeight(Int8RowsWeight):
-    """FP8 rows with their scales. More than one row of activations become FP8, too, each with a scale of its own.
+class ByteRowsWeight(Int8RowsWeight):
+    """Rows of bytes with their scales. Many rows of activations become bytes, too, each with a scale of its own.
 
     The library is quicker where it need not apply scales, so these are left to a kernel that follows in any case.
     """
 
-    max_rows = 1
+    size_step: ClassVar[int]  # of the sizes of matrices that the library multiplies with
 
     def __init__(self, ops: TorchOps, weight_format: WeightFormat, tensors: Tensors, bias: Tensor | None) -> None:
         super().__init__(ops, weight_format, tensors, bias)
         assert self.scales is not None
-        self.column_scales, self.one = self.scales.unsqueeze(0), self.scales.new_ones(())
-        self.is_narrow = any(size % FP8_STEP for size in self.matrix.shape)  # for the library's products
-        self.can_split = not self.is_narrow and bias is None and ops.torch_dtype == torch.bfloat16 and self.matrix.is_cuda
+        self.column_scales = self.scales.unsqueeze(0)
+        self.is_narrow = any(size % self.size_step for size in self.matrix.shape)  # for the library
+        self.can_split = not self.is_narrow and bias is None
+
+    @abstractmethod
+    def multiply_unscaled(self, codes: Tensor) -> Tensor:
+        """Codes with codes."""
+
+    def multiply_codes(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Rows of codes, with all scales."""
+        return triton_norm.add_scaled(None, self.multiply_unscaled(codes), scales, self.column_scales, self.ops.torch_dtype)
 
     def multiply_many(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
         if self.is_narrow:
             return FewRowsWeight.multiply_many(self, x, activation, residual)
-        y = self.multiply_codes(*triton_norm.quantise_rows(x))
+        y = self.multiply_codes(*triton_norm.quantise_rows(x, self.matrix.dtype))
         if self.bias is not None:
             y += self.bias
         return ACTIVATIONS[activation](y if residual is None else residual + y)
 
-    def multiply_codes(self, codes: Tensor, scales: Tensor) -> Tensor:
-        dtype = self.ops.torch_dtype
-        return torch._scaled_mm(codes, self.matrix.t(), scales, self.column_scales, out_dtype=dtype, use_fast_accum=True)
-
-    def multiply_unscaled(self, codes: Tensor) -> Tensor:
-        """Codes with codes, whose sums float16 could not hold."""
-        return torch._scaled_mm(codes, self.matrix.t(), self.one, self.one, out_dtype=torch.bfloat16, use_fast_accum=True)
-
     def add_many(self, total: Tensor, x: Tensor) -> Tensor:
         if not self.can_split:
             return self.multiply_many(x, "none", total)
-        codes, scales = triton_norm.quantise_rows(x)
-        return triton_norm.add_scaled(total, self.multiply_unscaled(codes), scales, self.column_scales)
+        codes, scales = triton_norm.quantise_rows(x, self.matrix.dtype)
+        return triton_norm.add_scaled(total, self.multiply_unscaled(codes), scales, self.column_scales, total.dtype)
 
     def takes_normed(self, x: Tensor, gate: Activation | None) -> bool:
         """Whether `multiply_normed` takes rows."""
@@ -167,10 +166,38 @@ class Fp8RowsWeight(Int8RowsWeight):
     ) -> tuple[Tensor, Tensor]:
         """As `Ops.normed_linear`."""
         scales = triton_norm.new_scales(x)
-        codes, total = triton_norm.rms_norm(x, norm, eps, residual, torch.float8_e4m3fn, scales)
+        codes, total = triton_norm.rms_norm(x, norm, eps, residual, self.matrix.dtype, scales)
         if gate is None:
             return self.multiply_codes(codes, scales), total
-        return triton_norm.gated(self.multiply_unscaled(codes), gate == "silu", scales, self.column_scales), total
+        y = self.multiply_unscaled(codes)
+        return triton_norm.gated(y, gate == "silu", scales, self.column_scales, self.ops.torch_dtype), total
+
+
+class Fp8RowsWeight(ByteRowsWeight):
+    """FP8 rows: two rows of activations are many."""
+
+    max_rows, size_step = 1, 16
+
+    def __init__(self, ops: TorchOps, weight_format: WeightFormat, tensors: Tensors, bias: Tensor | None) -> None:
+        super().__init__(ops, weight_format, tensors, bias)
+        self.one = self.column_scales.new_ones(())
+        self.can_split &= ops.torch_dtype == torch.bfloat16 and self.matrix.is_cuda  # float16 cannot hold sums of codes
+
+    def multiply_unscaled(self, codes: Tensor) -> Tensor:
+        return torch._scaled_mm(codes, self.matrix.t(), self.one, self.one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    def multiply_codes(self, codes: Tensor, scales: Tensor) -> Tensor:
+        dtype = self.ops.torch_dtype
+        return torch._scaled_mm(codes, self.matrix.t(), scales, self.column_scales, out_dtype=dtype, use_fast_accum=True)
+
+
+class Int8BothWeight(ByteRowsWeight):
+    """int8 rows of a checkpoint that is made for int8 activations. The library takes no fewer than 17 of them."""
+
+    max_rows, size_step = 16, 8
+
+    def multiply_unscaled(self, codes: Tensor) -> Tensor:
+        return torch._int_mm(codes, self.matrix.t())
 
 
 class GroupsWeight(FewRowsWeight):

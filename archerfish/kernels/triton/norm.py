@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from archerfish.kernels.formats import LARGEST_INT8
 from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch, Rotation
 from archerfish.kernels.stored import FP8_LARGEST
 from archerfish.kernels.triton.launch import early_start, follow
@@ -52,11 +53,14 @@ def lookup(table: Tensor, ids: Tensor, scale: float) -> Tensor:
 
 @triton.jit
 def store_row(out, scales, row, columns, values, width: tl.constexpr):
-    """A row in the type of out: FP8 with a scale where there are scales."""
+    """A row in the type of out: FP8 or int8 with a scale where there are scales."""
     if scales is not None:
+        most: tl.constexpr = 127.0 if out.dtype.element_ty == tl.int8 else FP8_MOST
         largest = tl.max(tl.abs(values), 0)
-        scale = tl.where(largest > 0, largest / FP8_MOST, 1.0)
+        scale = tl.where(largest > 0, largest / most, 1.0)
         values = values / scale
+        if out.dtype.element_ty == tl.int8:
+            values = tl.floor(values + 0.5)
         tl.store(scales + row, scale)
     tl.store(out + row * width + columns, values.to(out.dtype.element_ty), mask=columns < width)
 
@@ -84,7 +88,7 @@ def rms_norm_kernel(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, dtype: torch.dtype, scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`Ops.rms_norm` for rows of at most MAX_WIDTH, with a result of some type; scales: of rows in FP8, which are written."""
+    """`Ops.rms_norm` for rows of at most MAX_WIDTH, with a result of some type. scales: are written, for FP8 and int8."""
     num_rows, width = x.shape
     normed = torch.empty((num_rows, width), dtype=dtype, device=x.device)
     added = x if residual is None else residual
@@ -117,10 +121,12 @@ def gated_kernel(x, row_scales, scales, out, x_stride, width: tl.constexpr, bloc
     tl.store(out + row * width + columns, (gate / (1.0 + tl.exp(-slope)) * up).to(out.dtype.element_ty), mask=is_inside)
 
 
-def gated(x: Tensor, is_silu: bool, row_scales: Tensor | None = None, scales: Tensor | None = None) -> Tensor:
+def gated(
+    x: Tensor, is_silu: bool, row_scales: Tensor | None = None, scales: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
     """`Ops.gated` with silu, or else with gelu_tanh. Scales of rows and of columns are applied to x first."""
     num_rows, width = x.shape[0], x.shape[1] // 2
-    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    out = torch.empty((num_rows, width), dtype=dtype or x.dtype, device=x.device)
     if num_rows:
         block = min(next_power_of_2(width), GATED_BLOCK)
         gated_kernel[(num_rows, cdiv(width, block))](
@@ -139,14 +145,16 @@ def quantise_kernel(x, out, scales, x_stride, width: tl.constexpr, block: tl.con
     store_row(out, scales, row, columns, values, width)
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in FP8, and the (rows, 1) scale of each."""
+def quantise_rows(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+    """Rows in FP8 or int8, and the (rows, 1) scale of each."""
     (num_rows, width), block = x.shape, next_power_of_2(x.shape[1])
-    if not x.is_cuda or block > MAX_WIDTH:  # Triton's interpreter has no FP8
+    is_int8 = dtype == torch.int8
+    if not (x.is_cuda or is_int8) or block > MAX_WIDTH:  # Triton's interpreter has no FP8
         largest = x.float().abs().amax(1, keepdim=True)
-        scales = torch.where(largest > 0, largest / FP8_LARGEST, 1.0)
-        return (x.float() / scales).to(torch.float8_e4m3fn), scales
-    out = torch.empty((num_rows, width), dtype=torch.float8_e4m3fn, device=x.device)
+        scales = torch.where(largest > 0, largest / (LARGEST_INT8 if is_int8 else FP8_LARGEST), 1.0)
+        codes = x.float() / scales
+        return (codes.round() if is_int8 else codes).to(dtype), scales
+    out = torch.empty((num_rows, width), dtype=dtype, device=x.device)
     scales = new_scales(x)
     quantise_kernel[(num_rows,)](
         x, out, scales, x.stride(0), width=width, block=block, num_warps=max(1, min(16, block // 512)), **early_start(x.device)
@@ -161,7 +169,8 @@ def new_scales(x: Tensor) -> Tensor:
 
 @triton.jit
 def add_scaled_kernel(
-    total, x, row_scales, scales, out, total_stride, width: tl.constexpr, block: tl.constexpr, is_early: tl.constexpr
+    total, x, row_scales, scales, out, total_stride, width: tl.constexpr, block: tl.constexpr, has_total: tl.constexpr,
+    is_early: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
@@ -169,17 +178,18 @@ def add_scaled_kernel(
     factors = tl.load(scales + columns, mask=is_inside, other=0.0)
     follow(is_early)
     values = tl.load(x + row * width + columns, mask=is_inside, other=0.0).to(tl.float32) * tl.load(row_scales + row) * factors
-    values += tl.load(total + row * total_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
+    if has_total:
+        values += tl.load(total + row * total_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + columns, values.to(out.dtype.element_ty), mask=is_inside)
 
 
-def add_scaled(total: Tensor, x: Tensor, row_scales: Tensor, scales: Tensor) -> Tensor:
-    """total + x with scales of rows and of columns."""
-    (num_rows, width), out = x.shape, torch.empty_like(x, dtype=total.dtype)
-    block = min(next_power_of_2(width), GATED_BLOCK)
+def add_scaled(total: Tensor | None, x: Tensor, row_scales: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """x with scales of rows and of columns, added to total; in a type."""
+    (num_rows, width), out = x.shape, torch.empty_like(x, dtype=dtype)
+    block, given = min(next_power_of_2(width), GATED_BLOCK), x if total is None else total
     add_scaled_kernel[(num_rows, cdiv(width, block))](
-        total, x, row_scales, scales, out, total.stride(0), width=width, block=block, num_warps=max(1, block // 512),
-        **early_start(x.device),
+        given, x, row_scales, scales, out, given.stride(0), width=width, block=block, has_total=total is not None,
+        num_warps=max(1, block // 512), **early_start(x.device),
     )
     return out
 

@@ -47,9 +47,11 @@ from archerfish.kernels.triton import norm as triton_norm
 from archerfish.kernels.triton.attention import attend_decodes, takes_new
 from archerfish.kernels.triton.compiling import CompileCounts
 from archerfish.kernels.triton.linear import (
+    ByteRowsWeight,
     FewRowsWeight,
     Fp8RowsWeight,
     GroupsWeight,
+    Int8BothWeight,
     Int8RowsWeight,
     PlainRowsWeight,
     RowsWeight,
@@ -134,7 +136,8 @@ class TritonOps(TorchOps):
     name = "torch + Triton"
     sampling_kind = TritonSampling
     products: ClassVar[Mapping[str, type[TorchWeight]]] = {
-        "plain": PlainRowsWeight, "int8": Int8RowsWeight, "fp8": Fp8RowsWeight, "groups": GroupsWeight, "int4": GroupsWeight,
+        "plain": PlainRowsWeight, "int8": Int8RowsWeight, "int8 times int8": Int8BothWeight,
+        "fp8": Fp8RowsWeight, "groups": GroupsWeight, "int4": GroupsWeight,
     }  # fmt: skip
     max_recorded_head_dim = triton_attention.MAX_HEAD_DIM
     has_fp8 = True  # the card computes with FP8
@@ -406,7 +409,7 @@ class TritonOps(TorchOps):
     ) -> tuple[Tensor, Tensor]:
         packed = weight.get()
         if not isinstance(packed, FewRowsWeight) or not packed.takes(x):
-            if isinstance(packed, Fp8RowsWeight) and packed.takes_normed(x, gate) and self.can_normalise(x):
+            if isinstance(packed, ByteRowsWeight) and packed.takes_normed(x, gate) and self.can_normalise(x):
                 return packed.multiply_normed(x, norm, eps, residual, gate)
             return super().normed_linear(x, norm, eps, weight, residual=residual, gate=gate)
         is_gated, activation = gate is not None, gate or "none"
