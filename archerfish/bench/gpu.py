@@ -69,6 +69,8 @@ SHAPES |= {
     f"{shape}-{kind}": {**SHAPES[shape], "quantization_config": settings}
     for shape in ("qwen3-0.6b", "llama-3.1-8b") for kind, settings in QUANTISED.items()
 }  # fmt: skip
+KV_SHAPE = "llama-3.1-8b-kvfp8"  # keys and values in FP8
+SHAPES[KV_SHAPE] = SHAPES["llama-3.1-8b"]
 VLLM = "vllm"
 COMMON = {
     "dtype": "bfloat16", "load_format": "dummy", "max_model_len": 8704, "max_num_seqs": 512, "gpu_memory_utilization": 0.85,
@@ -84,15 +86,15 @@ PARTS = {
     "prefill": "64 prompts of 2048 tokens, tokens/s", "shared": "256 requests on a shared prefix of 3072 tokens, requests/s",
     "four": "4 sequences, tokens/s", "drawn": "128 sequences, temperature alone, tokens/s",
     "sampled": "128 sequences, penalties and cuts, tokens/s", "logprobs": "128 sequences, 5 logprobs, tokens/s",
-    "long": "32 prompts of 8192 tokens, 256 out, tokens/s",
+    "long": "32 prompts of 8192 tokens, 256 out, tokens/s", "contexts": "256 prompts of 2048 tokens, 256 out, tokens/s",
 }  # fmt: skip
-# What a part asks for beyond a temperature, of how many sequences.
-SAMPLING: dict[str, tuple[int, dict[str, Any]]] = {
-    "four": (4, {}), "drawn": (128, {}), "logprobs": (128, {"logprobs": 5}),
-    "sampled": (128, {"top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2}),
-}
-SAMPLED_INPUT, SAMPLED_OUTPUT = 128, 256  # tokens
-NUM_LONG, LONG_INPUT = 32, 8192
+# Prompts of a part, tokens of each, and what it asks for beyond a temperature.
+SAMPLING: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "four": (4, 128, {}), "drawn": (128, 128, {}), "logprobs": (128, 128, {"logprobs": 5}),
+    "sampled": (128, 128, {"top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2}),
+    "long": (32, 8192, {}), "contexts": (256, 2048, {}),
+}  # fmt: skip
+SAMPLED_OUTPUT = 256  # tokens
 FIRST_TOKEN = "one request, first token, ms"
 VLLM_RATIOS = {  # how many times vLLM's rate ours must be, in the order of the first PARTS
     "qwen3-0.6b": (1.15, 2.5, 1.0, 3.0), "llama-3.1-8b": (1.05, 1.25, 1.0, 1.6),
@@ -109,6 +111,7 @@ GOALS = tuple(
 ) + (
     Goal("llama-3.1-8b-w4a16: one request, tokens/s", 500.0, at_least=True),
     Goal(f"llama-3.1-8b-fp8: {PARTS['offline']}", 1.25, at_least=True, over=f"llama-3.1-8b: {PARTS['offline']}"),
+    Goal(f"{KV_SHAPE}: {PARTS['contexts']}", 1.15, at_least=True, over=f"llama-3.1-8b: {PARTS['contexts']}"),
 )  # fmt: skip
 STARTUP_GOALS = (Goal("qwen3-0.6b: second start, s", 8.0), Goal("llama-3.1-8b: second start, s", 15.0))
 MAX_TOKEN = 10000
@@ -123,7 +126,7 @@ def measure(options: Namespace) -> Found:
     for shape in shapes:
         for name in [*versions(options.against), *peers]:
             with EngineGroup() as group, model_directory(shape) as directory:
-                started = open_engine(group, name, directory, options)
+                started = open_engine(group, name, directory, options, kv_dtype="fp8" if shape == KV_SHAPE else "auto")
                 if started:
                     yield Measurement(f"{shape}: imports, s", started["import_s"], name)
                     yield Measurement(f"{shape}: start after imports, s", started["load_s"], name)
@@ -136,13 +139,16 @@ def measure(options: Namespace) -> Found:
 
 
 def open_engine(
-    group: EngineGroup, name: str, directory: Path, options: Namespace, *, load_format: str = "dummy",
+    group: EngineGroup, name: str, directory: Path, options: Namespace, *, load_format: str = "dummy", kv_dtype: str = "auto",
     environment: Mapping[str, str] | None = None,
 ) -> Any:  # fmt: skip
     given = {"model": str(directory), "load_format": load_format}
     if name == VLLM:
+        given["kv_cache_dtype"] = kv_dtype
         path = options.vllm_path and str(Path(options.vllm_path).absolute())
         return group.open(name, "Vllm", {"options": {**VLLM_OPTIONS, **given}}, path=path, environment=VLLM_ENVIRONMENT)
+    if kv_dtype != "auto":  # which older versions do not know
+        given["kv_dtype"] = kv_dtype
     path = versions(options.against)[name]
     return group.open(name, "Archerfish", {"options": {**OUR_OPTIONS, **given}}, path=path, environment=environment)
 
@@ -172,14 +178,11 @@ def run_parts(generate: Generate, parts: Iterable[str], number: int) -> Iterator
         generate(prompts=[[*prefix, 5]], outputs=[1], temperature=GREEDY)  # computes the prefix
         if seconds := generate(prompts=shared, outputs=[64] * 256, temperature=SAMPLED):
             yield PARTS["shared"], 256 / seconds
-    for part, (num, sampling) in SAMPLING.items():
-        work = {"prompts": [tokens(SAMPLED_INPUT) for _ in range(num)], "outputs": [SAMPLED_OUTPUT] * num}
-        if part in parts and (seconds := generate(**work, temperature=SAMPLED, **sampling)):
+    for part in (part for part in SAMPLING if part in parts):
+        (num, length, sampling), draw = SAMPLING[part], random.Random(f"{part} {number}")
+        work = {"prompts": [tokens(length) for _ in range(num)], "outputs": [SAMPLED_OUTPUT] * num}
+        if seconds := generate(**work, temperature=SAMPLED, **sampling):
             yield PARTS[part], num * SAMPLED_OUTPUT / seconds
-    if "long" in parts:
-        work = {"prompts": [tokens(LONG_INPUT) for _ in range(NUM_LONG)], "outputs": [SAMPLED_OUTPUT] * NUM_LONG}
-        if seconds := generate(**work, temperature=SAMPLED):
-            yield PARTS["long"], NUM_LONG * SAMPLED_OUTPUT / seconds
 
 
 def startup(options: Namespace) -> Found:
