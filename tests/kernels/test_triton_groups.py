@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.kernels.test_from_store import random_stored
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, TYPES, assert_near, random, untraced
+from tests.models.decoding import Driver, make
+from tests.models.recurring import SIZES, RecurrentDriver, read_rwkv7, write_checkpoint
 
 from archerfish.errors import InvalidOptionError  # isort: skip
 from archerfish.kernels.formats import PLAIN  # isort: skip
 from archerfish.kernels.ops import Activation, LinearWeight  # isort: skip
-from archerfish.kernels.stored import GPU_TYPES  # isort: skip
+from archerfish.kernels.stored import GPU_TYPES, StoredTensor  # isort: skip
 from archerfish.kernels.torch.from_store import stored_parts  # isort: skip
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight  # isort: skip
 from archerfish.kernels.triton.linear import MANY_ROWS, ByteRowsWeight, GroupsWeight, Int8RowsWeight  # isort: skip
 from archerfish.kernels.triton.norm import quantise_rows  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
+from archerfish.store.format import Quantization, TensorInfo  # isort: skip
+from archerfish.store.quantiser import find_grid, make_row  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 Tensor = torch.Tensor
@@ -133,6 +139,41 @@ def test_norms_of_many_rows_give_bytes(gate: Activation | None, kind: str) -> No
     codes, scales = quantise_rows(normed, torch.int8 if kind == "INT8" else torch.float8_e4m3fn)
     expected = codes.float() * scales @ matrix.t()
     assert_near(y, TorchOps(DEVICE).gated(expected, gate) if gate else expected, "bfloat16", factor=4)
+
+
+def stored_weights(weights: dict[str, Tensor], quant_type: str, group_size: int) -> dict[str, Any]:
+    """Weights of a model whose matrices in layers are quantised, where they can be."""
+    found: dict[str, Any] = dict(weights)
+    for name, tensor in weights.items():
+        width = tensor.shape[-1]
+        if tensor.dim() == 2 and ("layers." in name or "blocks." in name) and width % group_size == 0:
+            kind = Quantization(quant_type, 1, group_size if quant_type.startswith("Q4") else width)
+            matrix = tensor.float().numpy()
+            row = make_row(TensorInfo(name, "float32", tuple(matrix.shape), kind), matrix, find_grid(matrix, kind))
+            found[name] = StoredTensor(row.info.shape, "float32", row.data, quant_type, row.scales, row.zero_points)
+    return found
+
+
+@pytest.mark.parametrize(("model", "kind"), [
+    ("decoder", ("Q4_1", 32)), ("rwkv7", ("Q4_0", 64)),
+    *[pytest.param(model, kind, marks=pytest.mark.slow)
+      for model, kind in (("decoder", ("Q4_0", 64)), ("decoder", ("INT8", 32)), ("rwkv7", ("INT8", 32)))],
+])  # fmt: skip
+def test_models(model: str, kind: tuple[str, int], tmp_path: Path) -> None:
+    """Prompts, parts of prompts, decodes, and both beside one another."""
+    make_driver: Any = Driver if model == "decoder" else RecurrentDriver
+    if model == "decoder":
+        theirs, config = make("qwen3")
+        weights = {name: tensor.detach() for name, tensor in theirs.state_dict().items()}
+    else:
+        config, weights = read_rwkv7(write_checkpoint(SIZES["tiny"], tmp_path / "tiny.pth"))
+    tokens = np.random.default_rng(3).integers(3, 60, (2, 40)).tolist()
+    given = stored_weights(weights, *kind)
+    assert sum(isinstance(each, StoredTensor) for each in given.values()) >= 4
+    expected, ours = (make_driver(ops, given, config, tokens) for ops in (TorchOps(DEVICE), TritonOps(DEVICE, "float32")))
+    for work in ([(0, 20)], [(0, 1), (1, 17)], [(0, 1), (1, 1)], [(1, 1), (0, 6)]):
+        for found, right in zip(ours.step(work), expected.step(work), strict=True):
+            torch.testing.assert_close(found, right, atol=1e-3, rtol=1e-3)
 
 
 def test_a_card_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
