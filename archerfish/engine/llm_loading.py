@@ -146,10 +146,8 @@ def check_draft(facts: ModelFacts, draft: ModelFacts) -> None:
         is_same = size == theirs.vocab_size and all(ours.id_to_token(i) == theirs.id_to_token(i) for i in range(size))
     if not is_same:
         sizes = f"{draft.vocab_size:,} tokens, and {facts.name} {facts.vocab_size:,}"
-        raise InvalidOptionError(
-            f"[engine] draft_model: {draft.name} has another vocabulary than {facts.name} ({sizes}).",
-            hint="Give a smaller model of the same family: both must have the same tokens.",
-        )
+        message = f"[engine] draft_model: {draft.name} has another vocabulary than {facts.name} ({sizes})."
+        raise InvalidOptionError(message, hint="Give a smaller model of the same family: both must have the same tokens.")
 
 
 def read_model_facts(config: EngineConfig, hub: HubConfig, progress: Progress, reserved_bytes: int = 0) -> ModelFacts:
@@ -254,10 +252,8 @@ def check_quantization(wanted: str, values: Mapping[str, Any], source_kind: str,
     stated = values.get("quantization_config") or {}
     found = str(stated.get("quant_method") or ("gguf" if source_kind == "gguf" else "none"))
     if wanted.lower() not in ("", "none", found.lower()):
-        raise InvalidOptionError(
-            f"[engine] quantization is {wanted!r}, but the files of {name} say {found!r}.",
-            hint="Leave it out: the files decide. weights='int8' quantises the matrices while they are loaded.",
-        )
+        hint = "Leave it out: the files decide. weights='int8' quantises the matrices while they are loaded."
+        raise InvalidOptionError(f"[engine] quantization is {wanted!r}, but the files of {name} say {found!r}.", hint=hint)
 
 
 def locate_tokenizer(name: str, directory: Path, hub: HubConfig, progress: Progress) -> Path | None:

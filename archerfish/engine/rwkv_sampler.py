@@ -42,10 +42,8 @@ class RwkvSampler(Closing):
         num_known = self.engine.facts.vocab_size
         if num_known < VOCAB_SIZE:
             self.close()
-            raise UnsupportedModelError(
-                f"{self.engine.model_name} has {num_known:,} tokens; a TTS model of RWKV-7 has at least {VOCAB_SIZE:,}.",
-                hint="Give a TTS model.",
-            )
+            message = f"{self.engine.model_name} has {num_known:,} tokens; a TTS model of RWKV-7 has at least {VOCAB_SIZE:,}."
+            raise UnsupportedModelError(message, hint="Give a TTS model.")
         self._open: set[str] = set()  # ids of running requests
 
     @classmethod
@@ -168,10 +166,8 @@ class RwkvSampler(Closing):
         if config is not None and changes:
             raise InvalidInputError("Give an OptimizationConfig or options by name, not both.")
         if config is not None and not hasattr(config, "apply"):
-            raise InvalidInputError(
-                f"config must be an OptimizationConfig, not {type(config).__name__}.",
-                hint="Give one, or options by name, such as logits_cache_mib=32.",
-            )
+            hint = "Give one, or options by name, such as logits_cache_mib=32."
+            raise InvalidInputError(f"config must be an OptimizationConfig, not {type(config).__name__}.", hint=hint)
         return dict(config.apply(self.engine)) if config is not None else self.engine.configure(**changes)
 
     def close(self) -> None:

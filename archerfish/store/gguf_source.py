@@ -306,9 +306,8 @@ def make_tensor(path: Path, architecture: Architecture, config: Mapping[str, Any
     stem, _, suffix = BLOCK_NUMBER.sub("blk.#.", tensor.name).rpartition(".")
     target = architecture.tensors.get(stem)
     if target is None or suffix not in ("weight", "bias"):
-        raise UnsupportedModelError(
-            f"{path}: the tensor {tensor.name!r} is not known for the architecture {architecture.model_type!r}."
-        )
+        message = f"{path}: the tensor {tensor.name!r} is not known for the architecture {architecture.model_type!r}."
+        raise UnsupportedModelError(message)
     name = f"{target.replace('#', block[1]) if block else target}.{suffix}"
     order = row_order(path, config, name, int(tensor.shape[-1])) if architecture.permuted else None
     return read_tensor(path, tensor, name, order, minus_one=architecture.norm_plus_one and name.endswith("norm.weight"))

