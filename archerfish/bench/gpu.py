@@ -86,13 +86,13 @@ PARTS = {
     "sampled": "128 sequences, penalties and cuts, tokens/s", "logprobs": "128 sequences, 5 logprobs, tokens/s",
     "long": "32 prompts of 8192 tokens, 256 out, tokens/s",
 }  # fmt: skip
-# What a part asks for beyond a temperature, of how many sequences.
-SAMPLING: dict[str, tuple[int, dict[str, Any]]] = {
-    "four": (4, {}), "drawn": (128, {}), "logprobs": (128, {"logprobs": 5}),
-    "sampled": (128, {"top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2}),
+# Of the parts that draw: the number of sequences, the tokens of each prompt, and what is asked for beyond a temperature.
+SAMPLING: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "four": (4, 128, {}), "drawn": (128, 128, {}), "logprobs": (128, 128, {"logprobs": 5}),
+    "sampled": (128, 128, {"top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2}),
+    "long": (32, 8192, {}),
 }
-SAMPLED_INPUT, SAMPLED_OUTPUT = 128, 256  # tokens
-NUM_LONG, LONG_INPUT = 32, 8192
+SAMPLED_OUTPUT = 256  # tokens
 FIRST_TOKEN = "one request, first token, ms"
 VLLM_RATIOS = {  # how many times vLLM's rate ours must be, in the order of the first PARTS
     "qwen3-0.6b": (1.15, 2.5, 1.0, 3.0), "llama-3.1-8b": (1.05, 1.25, 1.0, 1.6),
@@ -172,14 +172,10 @@ def run_parts(generate: Generate, parts: Iterable[str], number: int) -> Iterator
         generate(prompts=[[*prefix, 5]], outputs=[1], temperature=GREEDY)  # computes the prefix
         if seconds := generate(prompts=shared, outputs=[64] * 256, temperature=SAMPLED):
             yield PARTS["shared"], 256 / seconds
-    for part, (num, sampling) in SAMPLING.items():
-        work = {"prompts": [tokens(SAMPLED_INPUT) for _ in range(num)], "outputs": [SAMPLED_OUTPUT] * num}
+    for part, (num, num_input, sampling) in SAMPLING.items():
+        work = {"prompts": [tokens(num_input) for _ in range(num)], "outputs": [SAMPLED_OUTPUT] * num}
         if part in parts and (seconds := generate(**work, temperature=SAMPLED, **sampling)):
             yield PARTS[part], num * SAMPLED_OUTPUT / seconds
-    if "long" in parts:
-        work = {"prompts": [tokens(LONG_INPUT) for _ in range(NUM_LONG)], "outputs": [SAMPLED_OUTPUT] * NUM_LONG}
-        if seconds := generate(**work, temperature=SAMPLED):
-            yield PARTS["long"], NUM_LONG * SAMPLED_OUTPUT / seconds
 
 
 def startup(options: Namespace) -> Found:
@@ -246,17 +242,3 @@ def model_directory(shape: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="archerfish-bench-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
         yield Path(folder)
-
-
-def write_served(shape: str, folder: Path) -> None:
-    """The configuration of a shape, and a tokenizer of which each token is a word: what servers need for random weights."""
-    words = {f"w{number}": number for number in range(SHAPES[shape]["vocab_size"])}
-    model = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in (
-        ("config.json", SHAPES[shape]), ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}),
-        ("tokenizer.json", {
-            "version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model,
-        }),
-    ):
-        (folder / name).write_text(json.dumps(content), encoding="utf-8")

@@ -371,7 +371,10 @@ class LLMEngine(Closing):
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """The model's own; an error says so where it has none."""
-        return self.facts.find_chat_template(self.tokenizer)
+        from archerfish.text.chat_template import ChatTemplate
+
+        facts = self.facts
+        return ChatTemplate.find(facts.tokenizer_directory or facts.directory, facts.name, self.tokenizer)
 
     def chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, *,

@@ -166,14 +166,9 @@ BLOCK_NUMBER = re.compile(r"^blk\.(\d+)\.")
 
 def make_config(architecture: Architecture, facts: GGUFFacts) -> dict[str, Any]:
     """config.json from the metadata of a GGUF file."""
-    config: dict[str, Any] = {
-        "architectures": [architecture.class_name],
-        "model_type": architecture.model_type,
-        **architecture.constants,
-    }
-    for key, target in architecture.keys.items():
-        if key in facts.fields:
-            config[target] = facts.fields[key]
+    stated = {target: facts.fields[key] for key, target in architecture.keys.items() if key in facts.fields}
+    names = {"architectures": [architecture.class_name], "model_type": architecture.model_type}
+    config: dict[str, Any] = {**names, **architecture.constants, **stated}
     for target in SHARED_KEYS.values():
         value = config.get(target)
         if type(value) is not int or value < 1:
