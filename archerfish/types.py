@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Self
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -12,3 +13,16 @@ Progress = Callable[[int, int, str], None]
 
 def no_progress(done: int, total: int, what: str) -> None:
     """A Progress that shows nothing."""
+
+
+class Closing:
+    """A context manager that closes itself at its end."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -35,7 +35,7 @@ from archerfish.bench.load import Load, Shape
 from archerfish.bench.report import OURS, Found, Goal, Measurement
 from archerfish.bench.rwkv import PACKAGE, random_prompts, stream_title, write_shape
 from archerfish.bench.serve import ServeBench, running
-from archerfish.bench.worker import PACKAGE_PATH, EngineGroup, chosen, versions
+from archerfish.bench.worker import PACKAGE_PATH, EngineGroup, chosen, rotated, versions
 from archerfish.config import EmbedConfig
 from archerfish.errors import InvalidOptionError, ServiceError
 from archerfish.kernels.machine import READ_PEAK, fast_cpu_dtype
@@ -364,9 +364,3 @@ def draw_sorted(row: Any, draw: np.random.Generator, temperature: float, top_k: 
     shares = weights / weights.sum()
     num_kept = int(shares.cumsum().searchsorted(top_p)) + 1
     return int(draw.choice(order[:num_kept], p=shares[:num_kept] / shares[:num_kept].sum()))
-
-
-def rotated(names: list[str], number: int) -> list[str]:
-    """The names, beginning with another one in every round."""
-    at = number % len(names) if names else 0
-    return names[at:] + names[:at]

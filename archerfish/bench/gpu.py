@@ -249,17 +249,3 @@ def model_directory(shape: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="archerfish-bench-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
         yield Path(folder)
-
-
-def write_served(shape: str, folder: Path) -> None:
-    """The configuration of a shape, and a tokenizer of which each token is a word: what servers need for random weights."""
-    words = {f"w{number}": number for number in range(SHAPES[shape]["vocab_size"])}
-    model = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in (
-        ("config.json", SHAPES[shape]), ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}),
-        ("tokenizer.json", {
-            "version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model,
-        }),
-    ):
-        (folder / name).write_text(json.dumps(content), encoding="utf-8")

@@ -26,7 +26,7 @@ import aiohttp
 from archerfish.bench.generate import open_ours
 from archerfish.bench.load import Dialect, Load, LoadDriver, Shape
 from archerfish.bench.report import OURS, Found, Goal, Measurement
-from archerfish.bench.worker import EngineGroup
+from archerfish.bench.worker import EngineGroup, rotated
 from archerfish.config import EngineConfig
 from archerfish.errors import InvalidOptionError, ServiceError, refuse_unknown
 
@@ -193,8 +193,7 @@ class ServeBench:
         for server in self.servers:
             self.drive(server, Load(load.shapes, concurrency=load.concurrency or 8, count=16, seed="warmup"))
         for number in range(self.options.rounds):
-            for place in range(len(self.servers)):
-                server = self.servers[(place + number) % len(self.servers)]
+            for server in rotated(self.servers, number):
                 found = self.drive(server, replace(load, seed=f"{title}:{number}"))
                 yield from measurements(title, server, found)
 

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from archerfish.bench.report import OURS
 from archerfish.errors import ServiceError, refuse_unknown
@@ -25,6 +25,7 @@ ENGINES_FILE = Path(__file__).with_name("engines.py")
 PACKAGE_PATH = str(Path(__file__).parents[2])
 TIMEOUT_S = 1800.0
 STOP_S = 5.0
+T = TypeVar("T")
 
 
 class WorkerError(Exception):
@@ -120,13 +121,17 @@ class EngineGroup(AbstractContextManager["EngineGroup"]):
 
     def names(self, rotation: int = 0) -> list[str]:
         """The engines that work, beginning with another one in every round, so that no engine is always first."""
-        names = list(self._workers)
-        at = rotation % len(names) if names else 0
-        return names[at:] + names[:at]
+        return rotated(list(self._workers), rotation)
 
     def __exit__(self, *_: object) -> None:
         while self._workers:
             self._workers.popitem()[1].close()
+
+
+def rotated(items: list[T], number: int) -> list[T]:
+    """The items, beginning with another one in every round."""
+    at = number % len(items) if items else 0
+    return items[at:] + items[:at]
 
 
 def versions(against: str) -> dict[str, str]:

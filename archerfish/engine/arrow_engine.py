@@ -11,39 +11,22 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from archerfish.background import finish_before_fork, in_background
 from archerfish.config import EmbedConfig, HubConfig
+from archerfish.engine import text_batches
 from archerfish.engine.inference_core import InferenceCore, Vectors, load_tensors, locate
 from archerfish.engine.progress import progress_bar
-from archerfish.engine.text_batches import (
-    EmbedInput,
-    all_values,
-    converted,
-    is_text,
-    one_or_all,
-    pack,
-    plan_batches,
-    remark_cuts,
-    remark_device,
-    windows,
-)
-from archerfish.errors import (
-    InputTooLargeError,
-    InvalidInputError,
-    InvalidOptionError,
-    StoppedError,
-    UnsupportedModelError,
-    did_you_mean,
-)
+from archerfish.engine.text_batches import EmbedInput, is_text, pack, plan_batches
+from archerfish.errors import InvalidInputError, InvalidOptionError, StoppedError, UnsupportedModelError, did_you_mean
 from archerfish.kernels.pool import ComputePool, compute_pool
 from archerfish.kernels.select import import_torch, log_device
 from archerfish.store.loader import WeightLoader
 from archerfish.text.tokenizer import FastTokenizer, Text, TokenizedText, are_strings, read_settings, stated_max_length
-from archerfish.types import Progress, no_progress
+from archerfish.types import Closing, Progress, no_progress
 from archerfish.util import Precision, is_vectors, similarities
 
 if TYPE_CHECKING:
@@ -63,7 +46,7 @@ class RerankResult:
     document: str
 
 
-class ArrowEngine:
+class ArrowEngine(Closing):
     """Embeds and reranks texts with the model of a converted directory.
 
     `model_path` is a converted directory, any other model that the store can convert (it is converted once, into the cache),
@@ -191,19 +174,19 @@ class ArrowEngine:
             raise InvalidInputError(f"output_value cannot be {output_value!r}.", hint=hint)
         if convert_to_tensor or not convert_to_numpy or output_value != "sentence_embedding":
             import_torch()
-        remark_device(device, self.core.device)
+        text_batches.remark_device(device, self.core.device)
         inputs, is_normal = self._prepare(many, prompt_name, prompt), normalize_embeddings or normalize
         with progress_bar("Encoding", show=show_progress if show_progress_bar is None else show_progress_bar) as progress:
             if output_value == "token_embeddings":
-                return one_or_all(texts, self._compute_tokens(inputs, batch_size)[0])
+                return text_batches.one_or_all(texts, self._compute_tokens(inputs, batch_size)[0])
             vectors = self._compute(inputs, batch_size, self._is_scaled(is_normal), progress)
         if truncate_dim := truncate_dim or self.truncate_dim:
             vectors = vectors[:, :truncate_dim]
             if is_normal:
                 vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         if output_value is None:
-            return one_or_all(texts, all_values(*self._compute_tokens(inputs, batch_size), vectors))
-        return one_or_all(texts, converted(vectors, precision, convert_to_tensor, convert_to_numpy))
+            return text_batches.one_or_all(texts, text_batches.all_values(*self._compute_tokens(inputs, batch_size), vectors))
+        return text_batches.one_or_all(texts, text_batches.converted(vectors, precision, convert_to_tensor, convert_to_numpy))
 
     def encode_query(self, *texts: Any, **options: Any) -> Any:
         """`encode` with the model's prompt for queries, if it has one."""
@@ -326,17 +309,10 @@ class ArrowEngine:
             return
         for index, text in enumerate(texts):
             name = f"{what.capitalize()} {index}"
-            if not isinstance(text, str):
-                if not self._is_token_ids(text):
-                    raise InvalidInputError(f"{name} must be a string, not {type(text).__name__}.")
-                continue
-            try:
-                num_bytes = len(text.encode())
-            except UnicodeEncodeError as error:
-                raise InvalidInputError(f"{name} holds half a character (lone surrogate) at position {error.start}.") from None
-            if num_bytes > limit:
-                hint = f"Split it, or raise max_text_bytes; the model reads the first {self._max_length} tokens in any case."
-                raise InputTooLargeError(f"{name} has {num_bytes:,} bytes; the limit is {limit:,}.", hint=hint)
+            if isinstance(text, str):
+                text_batches.check_text(text, name, limit, self._max_length)
+            elif not self._is_token_ids(text):
+                raise InvalidInputError(f"{name} must be a string, not {type(text).__name__}.")
 
     def _check_pairs(self, pairs: Sequence[Any], *, allows_texts: bool = False) -> None:
         for index, pair in enumerate(pairs):
@@ -364,12 +340,6 @@ class ArrowEngine:
         size = f"labels={core.config.num_labels}" if self.is_cross_encoder else f"dimension={self.get_embedding_dimension()}"
         about = f"device={core.device!r}, dtype={core.dtype!r}, {size}, max_seq_length={self._max_length}"
         return f"{type(self).__name__}({self.model_name!r}, {about})"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _is_token_ids(self, item: Any) -> bool:
         if not isinstance(item, list | tuple) or not item or not all(type(i) is int for i in item):
@@ -446,7 +416,7 @@ class ArrowEngine:
 
         self._check_open()
         tokenized = self._tokenize(inputs)
-        remark_cuts(self, tokenized)
+        text_batches.remark_cuts(self, tokenized)
         batches = plan_batches([len(text.token_ids) for text in tokenized], self._batch_tokens(batch_size))
         running = [self._pool.submit(self.core.run_tokens, pack([tokenized[i] for i in batch])) for batch in batches]
         found: dict[int, torch.Tensor] = {}
@@ -465,12 +435,12 @@ class ArrowEngine:
     def _stream(self, inputs: list[Any], max_tokens: int, normalize: bool) -> Iterator[Batch]:
         """Batches, in the order in which they end. At most two windows compute while the next one is tokenised."""
         running: deque[Future[Batch]] = deque()
-        pending = windows(inputs)
+        pending = text_batches.windows(inputs)
         window = next(pending, [])
         tokenized = self._tokenize([inputs[i] for i in window])
         try:
             while window:
-                remark_cuts(self, tokenized)
+                text_batches.remark_cuts(self, tokenized)
                 following = next(pending, [])
                 texts = [inputs[i] for i in following]
                 coming = in_background(partial(self._tokenize, texts), "tokenizer", daemon=True) if following else None

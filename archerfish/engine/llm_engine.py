@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from archerfish.cache.radix import CacheStats, HitRecord
 from archerfish.config import EngineConfig, HubConfig
@@ -32,7 +32,7 @@ from archerfish.sched.plan import Plan
 from archerfish.sequence import Delta, Namespace, Request, as_namespace
 from archerfish.step import StepResult
 from archerfish.text.grammar import GrammarCompiler
-from archerfish.types import Progress, no_progress
+from archerfish.types import Closing, Progress, no_progress
 
 if TYPE_CHECKING:
     from archerfish.text.chat_template import ChatTemplate
@@ -43,7 +43,7 @@ logger = logging.getLogger("archerfish.engine")
 MAX_KEPT_OUTPUTS = 4096  # results of add_request that were not fetched
 
 
-class LLMEngine:
+class LLMEngine(Closing):
     """Generation over paged KV or states with a prefix cache and continuous batching. Safe to use from several threads at once.
 
     executor: one thread that other engines compute in too. text_thread: one thread that text is made in; None: where one steps.
@@ -371,7 +371,10 @@ class LLMEngine:
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """The model's own; an error says so where it has none."""
-        return self.facts.find_chat_template(self.tokenizer)
+        from archerfish.text.chat_template import ChatTemplate
+
+        facts = self.facts
+        return ChatTemplate.find(facts.tokenizer_directory or facts.directory, facts.name, self.tokenizer)
 
     def chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, *,
@@ -492,9 +495,3 @@ class LLMEngine:
         facts = self.facts
         memory = f"states={facts.memory.num_blocks}" if facts.has_states else f"kv_tokens={facts.memory.num_tokens}"
         return f"{type(self).__name__}({facts.name!r}, device={facts.device!r}, dtype={facts.dtype!r}, {memory})"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

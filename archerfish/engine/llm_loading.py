@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from archerfish.cache.adaptive import LogitsCache
 from archerfish.cache.block_manager import BlockManager
@@ -37,9 +37,6 @@ from archerfish.store.quantised_source import stated_quantization, states_int8_a
 from archerfish.text.text_tokenizer import find_text_tokenizer
 from archerfish.text.tokenizer import Tokenizer, read_settings
 from archerfish.types import DTYPE_BYTES, Progress, no_progress
-
-if TYPE_CHECKING:
-    from archerfish.text.chat_template import ChatTemplate
 
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 16384
 DETERMINISTIC_CHUNK = 256
@@ -89,12 +86,6 @@ class ModelFacts:
             hint = "Give a tokenizer that was made for this model."
             raise InvalidOptionError(f"[engine] tokenizer: {self.tokenizer_directory.name} {why}.", hint=hint)
         return found
-
-    def find_chat_template(self, tokenizer: Tokenizer | None) -> ChatTemplate:
-        """The model's own; an error says so where it has none."""
-        from archerfish.text.chat_template import ChatTemplate
-
-        return ChatTemplate.find(self.tokenizer_directory or self.directory, self.name, tokenizer)
 
     @property
     def memory_shape(self) -> MemoryShape:
@@ -146,42 +137,41 @@ def check_draft(facts: ModelFacts, draft: ModelFacts) -> None:
         is_same = size == theirs.vocab_size and all(ours.id_to_token(i) == theirs.id_to_token(i) for i in range(size))
     if not is_same:
         sizes = f"{draft.vocab_size:,} tokens, and {facts.name} {facts.vocab_size:,}"
-        raise InvalidOptionError(
-            f"[engine] draft_model: {draft.name} has another vocabulary than {facts.name} ({sizes}).",
-            hint="Give a smaller model of the same family: both must have the same tokens.",
-        )
+        message = f"[engine] draft_model: {draft.name} has another vocabulary than {facts.name} ({sizes})."
+        raise InvalidOptionError(message, hint="Give a smaller model of the same family: both must have the same tokens.")
 
 
 def read_model_facts(config: EngineConfig, hub: HubConfig, progress: Progress, reserved_bytes: int = 0) -> ModelFacts:
     """Of one model. reserved_bytes: for other things than it."""
     device = choose_device(config.device).name
     dtype = choose_dtype(config.dtype, device)
-    source = resolve_model(config.model, hub, progress)
+    source, is_kept = resolve_model(config.model, hub, progress), choose_backend(device, dtype).keeps_quantised
+
+    def make_facts(
+        directory: Path, name: str, values: Mapping[str, Any], generation: Mapping[str, Any], tensors: Sequence[TensorInfo]
+    ) -> ModelFacts:
+        found = quantised_bytes(tensors, values, device, dtype) if is_kept else 0
+        return facts_of(config, device, dtype, directory, name, values, generation, found, reserved_bytes)
+
     if config.load_format == "dummy" and not is_converted(source):
         values, generation = (read_settings(source / file) for file in ("config.json", "generation_config.json"))
-        infos: Sequence[TensorInfo] = dummy_infos(values)
-        found = quantised_bytes(infos, values, device, dtype) if choose_backend(device, dtype).keeps_quantised else 0
-        facts = facts_of(config, device, dtype, source, source.name, values, generation, found, reserved_bytes)
-        kind = ""
+        infos, kind = dummy_infos(values), ""
+        facts = make_facts(source, source.name, values, generation, infos)
     else:
 
         def check(values: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> None:  # before a conversion, which takes minutes
-            found = quantised_bytes(tensors, values, device, dtype)
-            check_memory(facts_of(config, device, dtype, source, source.name, values, {}, found, reserved_bytes), config)
+            check_memory(make_facts(source, source.name, values, {}, tensors), config)
 
-        is_kept = choose_backend(device, dtype).keeps_quantised
         directory = ensure_converted(source, dtype=dtype, keep_quantized=is_kept, hub=hub, progress=progress, check=check)
         metadata = read_metadata(directory)
         builtin = builtin_at(source, hub)
         generation = {**(metadata.generation_config or {}), **(builtin.sampling if builtin else {})}
-        infos, kept = metadata.tensors, metadata.quant_types if is_kept else set()
-        found = quantised_bytes(metadata.tensors, metadata.config, device, dtype) if is_kept else 0
-        name, values = metadata.model_name, metadata.config
-        facts = facts_of(config, device, dtype, directory, name, values, generation, found, reserved_bytes)
-        remark_blocks(config.weights, metadata.model_name, kept)
+        name, infos, kind = metadata.model_name, list(metadata.tensors), str(metadata.source.get("kind"))
+        facts = make_facts(directory, name, metadata.config, generation, infos)
+        kept = metadata.quant_types if is_kept else set()
+        remark_blocks(config.weights, name, kept)
         if is_kept:
-            remark_widened(metadata.model_name, metadata.config, kept)
-        kind = str(metadata.source.get("kind"))
+            remark_widened(name, metadata.config, kept)
     check_quantization(config.quantization, facts.config.values, kind, facts.name)
     types = frozenset(info.quantization for info in infos if info.quantization)
     tokenizer = locate_tokenizer(config.tokenizer, facts.directory, hub, progress)
@@ -223,7 +213,7 @@ def quantised_bytes(tensors: Sequence[TensorInfo], values: Mapping[str, Any], de
 
 def facts_of(
     config: EngineConfig, device: str, dtype: str, directory: Path, name: str, values: Mapping[str, Any],
-    generation: Mapping[str, Any], stored_bytes: int = 0, reserved_bytes: int = 0,
+    generation: Mapping[str, Any], stored_bytes: int, reserved_bytes: int,
 ) -> ModelFacts:
     """stored_bytes: as in ModelFacts. reserved_bytes: for other things than this model."""
     model_config, weight_format = Config(values), choose_format(config.weights)
@@ -261,10 +251,8 @@ def check_quantization(wanted: str, values: Mapping[str, Any], source_kind: str,
     stated = values.get("quantization_config") or {}
     found = str(stated.get("quant_method") or ("gguf" if source_kind == "gguf" else "none"))
     if wanted.lower() not in ("", "none", found.lower()):
-        raise InvalidOptionError(
-            f"[engine] quantization is {wanted!r}, but the files of {name} say {found!r}.",
-            hint="Leave it out: the files decide. weights='int8' quantises the matrices while they are loaded.",
-        )
+        hint = "Leave it out: the files decide. weights='int8' quantises the matrices while they are loaded."
+        raise InvalidOptionError(f"[engine] quantization is {wanted!r}, but the files of {name} say {found!r}.", hint=hint)
 
 
 def locate_tokenizer(name: str, directory: Path, hub: HubConfig, progress: Progress) -> Path | None:

@@ -66,10 +66,8 @@ class RequestMaker:
         check_vocabulary(params, facts.vocab_size)
         token_ids = self.tokenize(prompt)
         if len(token_ids) >= facts.max_len:
-            raise InputTooLargeError(
-                f"The prompt has {len(token_ids):,} tokens; {facts.name} takes {facts.max_len:,}, output included.",
-                hint="Shorten it.",
-            )
+            message = f"The prompt has {len(token_ids):,} tokens; {facts.name} takes {facts.max_len:,}, output included."
+            raise InputTooLargeError(message, hint="Shorten it.")
         max_tokens, num_prompt = params.max_tokens, len(token_ids)
         room = max(1, (self._longest_unstated if max_tokens is None else self._longest) - num_prompt)
         if max_tokens is not None and max_tokens > room:
@@ -133,10 +131,8 @@ def check_options(given: Mapping[str, Any]) -> None:
     if type(priority) is not int:
         raise InvalidInputError(f"priority must be a whole number, not {priority!r}.", hint="Higher runs first; 0 is usual.")
     if deadline_s is not None and (not is_number(deadline_s) or not 0 <= deadline_s <= MAX_DEADLINE_S):
-        raise InvalidInputError(
-            f"deadline_s must be a number of seconds from 0 to {MAX_DEADLINE_S:,.0f}, not {deadline_s!r}.",
-            hint="None stands for no deadline.",
-        )
+        message = f"deadline_s must be a number of seconds from 0 to {MAX_DEADLINE_S:,.0f}, not {deadline_s!r}."
+        raise InvalidInputError(message, hint="None stands for no deadline.")
     if not isinstance(given.get("namespace", ""), str | Namespace):
         raise InvalidInputError(f"namespace must be a string or a Namespace, not {type(given['namespace']).__name__}.")
 
@@ -190,10 +186,8 @@ def read_token_ids(prompt: Sequence[int], vocab_size: int) -> array[int]:
         is_right = not packed or int(np.frombuffer(packed, dtype=np.uintc).max()) < vocab_size
     except TypeError:
         place, wrong = next((i, one) for i, one in enumerate(prompt) if not isinstance(one, int))
-        raise InvalidInputError(
-            f"A prompt must be a string or a list of token ids, but {wrong!r} stands at place {place} of this list.",
-            hint="Several prompts are a list of strings or of lists.",
-        ) from None
+        message = f"A prompt must be a string or a list of token ids, but {wrong!r} stands at place {place} of this list."
+        raise InvalidInputError(message, hint="Several prompts are a list of strings or of lists.") from None
     except OverflowError:
         is_right = False
     if not is_right:

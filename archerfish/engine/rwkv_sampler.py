@@ -19,6 +19,7 @@ from archerfish.engine.tts import VOCAB_SIZE, TTSRequest, TTSTokens, check_names
 from archerfish.errors import ArcherfishError, InvalidInputError, StoppedError, TooManyRequestsError, UnsupportedModelError
 from archerfish.runtime.host_sampling import sample_row
 from archerfish.sequence import Request
+from archerfish.types import Closing
 
 Piece = tuple[int, TTSTokens]  # the place of a request in its batch, and its new tokens
 
@@ -29,7 +30,7 @@ class EngineOptions(Protocol):
     def apply(self, engine: LLMEngine, /) -> Mapping[str, Any]: ...
 
 
-class RwkvSampler:
+class RwkvSampler(Closing):
     """Generates TTS tokens with an engine that is given, or with one made from a model's name, which `close` closes.
 
     Safe to use from several threads at once: their requests share the engine's steps.
@@ -41,10 +42,8 @@ class RwkvSampler:
         num_known = self.engine.facts.vocab_size
         if num_known < VOCAB_SIZE:
             self.close()
-            raise UnsupportedModelError(
-                f"{self.engine.model_name} has {num_known:,} tokens; a TTS model of RWKV-7 has at least {VOCAB_SIZE:,}.",
-                hint="Give a TTS model.",
-            )
+            message = f"{self.engine.model_name} has {num_known:,} tokens; a TTS model of RWKV-7 has at least {VOCAB_SIZE:,}."
+            raise UnsupportedModelError(message, hint="Give a TTS model.")
         self._open: set[str] = set()  # ids of running requests
 
     @classmethod
@@ -167,10 +166,8 @@ class RwkvSampler:
         if config is not None and changes:
             raise InvalidInputError("Give an OptimizationConfig or options by name, not both.")
         if config is not None and not hasattr(config, "apply"):
-            raise InvalidInputError(
-                f"config must be an OptimizationConfig, not {type(config).__name__}.",
-                hint="Give one, or options by name, such as logits_cache_mib=32.",
-            )
+            hint = "Give one, or options by name, such as logits_cache_mib=32."
+            raise InvalidInputError(f"config must be an OptimizationConfig, not {type(config).__name__}.", hint=hint)
         return dict(config.apply(self.engine)) if config is not None else self.engine.configure(**changes)
 
     def close(self) -> None:
@@ -180,12 +177,6 @@ class RwkvSampler:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.engine!r})"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
+from archerfish.errors import InputTooLargeError, InvalidInputError
 from archerfish.kernels.ops import Segments
 from archerfish.models.adapter import TokenBatch
 from archerfish.remarks import remark
@@ -56,6 +57,17 @@ def pack(texts: Sequence[TokenizedText]) -> TokenBatch:
     if any(text.type_ids is not None and text.type_ids.any() for text in texts):
         type_ids = np.concatenate([np.zeros_like(ids) if types is None else types for ids, types, _ in texts])
     return TokenBatch(token_ids, segments, type_ids)
+
+
+def check_text(text: str, name: str, max_bytes: int, max_tokens: int) -> None:
+    """Refuse a text that is too long, or that cannot be encoded."""
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(f"{name} holds half a character (lone surrogate) at position {error.start}.") from None
+    if num_bytes > max_bytes:
+        hint = f"Split it, or raise max_text_bytes; the model reads the first {max_tokens} tokens in any case."
+        raise InputTooLargeError(f"{name} has {num_bytes:,} bytes; the limit is {max_bytes:,}.", hint=hint)
 
 
 def is_text(item: EmbedInput | tuple[str, str]) -> TypeGuard[Text]:

@@ -123,10 +123,9 @@ class TTSRequest:
     def _fitted(self, num_semantic: int, room: int) -> int:
         if room >= num_semantic or (self.max_tokens is None and room > 0):
             return min(num_semantic, room)
-        raise InputTooLargeError(
-            f"The text leaves room for {max(room, 0):,} semantic tokens in this model; max_tokens is {num_semantic:,}.",
-            hint="Shorten the text" + (", or lower max_tokens." if self.max_tokens is not None else "."),
-        )
+        message = f"The text leaves room for {max(room, 0):,} semantic tokens in this model; max_tokens is {num_semantic:,}."
+        hint = "Shorten the text" + (", or lower max_tokens." if self.max_tokens is not None else ".")
+        raise InputTooLargeError(message, hint=hint)
 
 
 def check_names(names: Iterable[str]) -> None:

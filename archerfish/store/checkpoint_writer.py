@@ -42,9 +42,9 @@ def write_checkpoint(directory: Path, source: ModelSource, layout: str, dtype: s
     plain = sorted({t.info.name.removesuffix(".weight") for t in tensors if len(t.info.shape) > 1 and not t.info.quantization})
     settings = SETTINGS[layout](next(t.info for t in tensors if t.info.quantization), sorted({*plain, "lm_head"}))
     config = {**source.config, "torch_dtype": dtype, "quantization_config": settings}
-    write_file(directory / "config.json", (json.dumps(config, indent=1) + "\n").encode())
-    if source.generation_config:
-        write_file(directory / "generation_config.json", (json.dumps(source.generation_config, indent=1) + "\n").encode())
+    for name, values in (("config.json", config), ("generation_config.json", source.generation_config)):
+        if values:
+            write_file(directory / name, (json.dumps(values, indent=1) + "\n").encode())
     source.write_tokenizer(directory / TOKENIZER_NAME)
     for path in (directory / TOKENIZER_NAME).glob("*"):
         path.rename(directory / path.name)

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import io
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from archerfish.errors import WriteError
 from archerfish.types import Progress, no_progress
 
-HASH_CHUNK_BYTES = 4 * 2**20
+CHUNK_BYTES = 4 * 2**20  # that are read at a time
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a new file through to the disk."""
+def write_file(path: Path, data: bytes | IO[bytes]) -> None:
+    """Write a new file, from bytes or from an open file, through to the disk."""
     with path.open("xb") as file:
-        file.write(data)
+        shutil.copyfileobj(io.BytesIO(data) if isinstance(data, bytes) else data, file, CHUNK_BYTES)
         sync(file)
 
 
-def sync(file: BinaryIO) -> None:
+def sync(file: IO[bytes]) -> None:
     """Flush an open file to the disk."""
     file.flush()
     os.fsync(file.fileno())
@@ -47,7 +48,7 @@ def sha256_of(path: Path, progress: Progress = no_progress, what: str = "") -> s
     digest = hashlib.sha256()
     done = 0
     with path.open("rb") as file:
-        while chunk := file.read(HASH_CHUNK_BYTES):
+        while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
             done += len(chunk)
             progress(done, total, what)

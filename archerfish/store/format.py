@@ -74,12 +74,8 @@ class Span(NamedTuple):
     num_bytes: int
 
 
-class RowSpans(NamedTuple):
-    """Where the buffers of one row lie in weights.arrow."""
-
-    data: Span
-    scales: Span | None = None
-    zero_points: Span | None = None
+RowSpans = tuple[Span, ...]  # of the buffers that a row has: data, scales, zero points
+PlacedTensor = tuple[TensorInfo, RowSpans]
 
 
 def make_schema(*, large: bool = False) -> Any:
@@ -209,23 +205,24 @@ def read_parquet_rows(path: Path, infos: Iterable[TensorInfo]) -> Iterator[Row]:
         raise CorruptFileError(f"{path} has no tensor {missing.name!r}.")
 
 
-def read_arrow_rows(path: Path, memory: Any) -> list[tuple[TensorInfo, RowSpans]]:
+def read_arrow_rows(path: Path, memory: Any) -> list[PlacedTensor]:
     """The tensors of a mapped weights.arrow, and where their buffers lie, as Arrow itself reads them."""
     import pyarrow as pa
 
     whole = pa.py_buffer(memory)
-    found: list[tuple[TensorInfo, RowSpans]] = []
+    found: list[PlacedTensor] = []
 
-    def span_of(buffer: Any) -> Any:
-        return None if buffer is None else Span(buffer.address - whole.address if buffer.size else 0, buffer.size)
+    def span_of(buffer: Any) -> Span:
+        return Span(buffer.address - whole.address if buffer.size else 0, buffer.size)
 
     try:
         with pa.ipc.open_file(whole) as reader:
             for index in range(reader.num_record_batches):
                 batch = reader.get_batch(index)
                 batch.validate(full=True)
-                found += [(info, RowSpans(*map(span_of, buffers))) for info, *buffers in batch_rows(path, batch)]
-        if any(spans.data.offset % ALIGNMENT_BYTES for _, spans in found):
+                for info, *buffers in batch_rows(path, batch):
+                    found.append((info, tuple(span_of(buffer) for buffer in buffers if buffer is not None)))
+        if any(spans[0].offset % ALIGNMENT_BYTES for _, spans in found):
             raise CorruptFileError(f"{path} has a tensor that is not aligned to {ALIGNMENT_BYTES} bytes.")
     except (pa.ArrowException, OSError) as error:
         raise CorruptFileError(f"{path} is not a sound Arrow file: {first_line(error)}") from error
@@ -278,12 +275,12 @@ def make_info(
 
 def make_spans(numbers: list[int], info: TensorInfo, file_bytes: int, where: str) -> RowSpans:
     """Where a tensor lies. It must be inside the file, aligned, and as long as its shape and type say."""
-    spans = [Span(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
+    spans = tuple(Span(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True))
     is_inside = all(min(span) >= 0 and sum(span) <= file_bytes for span in spans)
     has_right_size = bool(spans) and [span.num_bytes for span in spans] == buffer_bytes(info)
     if not is_inside or not has_right_size or spans[0].offset % ALIGNMENT_BYTES:
         raise CorruptFileError(f"{where}: {info.name!r} cannot lie where its metadata say.")
-    return RowSpans(*spans)
+    return spans
 
 
 def first_line(error: BaseException) -> str:

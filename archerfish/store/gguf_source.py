@@ -166,14 +166,9 @@ BLOCK_NUMBER = re.compile(r"^blk\.(\d+)\.")
 
 def make_config(architecture: Architecture, facts: GGUFFacts) -> dict[str, Any]:
     """config.json from the metadata of a GGUF file."""
-    config: dict[str, Any] = {
-        "architectures": [architecture.class_name],
-        "model_type": architecture.model_type,
-        **architecture.constants,
-    }
-    for key, target in architecture.keys.items():
-        if key in facts.fields:
-            config[target] = facts.fields[key]
+    stated = {target: facts.fields[key] for key, target in architecture.keys.items() if key in facts.fields}
+    names = {"architectures": [architecture.class_name], "model_type": architecture.model_type}
+    config: dict[str, Any] = {**names, **architecture.constants, **stated}
     for target in SHARED_KEYS.values():
         value = config.get(target)
         if type(value) is not int or value < 1:
@@ -306,9 +301,8 @@ def make_tensor(path: Path, architecture: Architecture, config: Mapping[str, Any
     stem, _, suffix = BLOCK_NUMBER.sub("blk.#.", tensor.name).rpartition(".")
     target = architecture.tensors.get(stem)
     if target is None or suffix not in ("weight", "bias"):
-        raise UnsupportedModelError(
-            f"{path}: the tensor {tensor.name!r} is not known for the architecture {architecture.model_type!r}."
-        )
+        message = f"{path}: the tensor {tensor.name!r} is not known for the architecture {architecture.model_type!r}."
+        raise UnsupportedModelError(message)
     name = f"{target.replace('#', block[1]) if block else target}.{suffix}"
     order = row_order(path, config, name, int(tensor.shape[-1])) if architecture.permuted else None
     return read_tensor(path, tensor, name, order, minus_one=architecture.norm_plus_one and name.endswith("norm.weight"))

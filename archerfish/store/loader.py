@@ -9,22 +9,12 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from archerfish.config import HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnknownLayerError, did_you_mean
 from archerfish.store.files import file_lock, recover, replace_file, sha256_of, siblings, sync_directory, write_errors
-from archerfish.store.format import (
-    Row,
-    RowSpans,
-    TensorInfo,
-    arrow_writer,
-    dequantize,
-    read_arrow_rows,
-    read_parquet_rows,
-    scale_type,
-)
+from archerfish.store.format import PlacedTensor, Row, arrow_writer, dequantize, read_arrow_rows, read_parquet_rows, scale_type
 from archerfish.store.metadata import (
     ARROW_NAME,
     METADATA_NAME,
@@ -34,7 +24,7 @@ from archerfish.store.metadata import (
     StoreMetadata,
     read_metadata,
 )
-from archerfish.types import Progress, no_progress
+from archerfish.types import Closing, Progress, no_progress
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +32,7 @@ if TYPE_CHECKING:
     from archerfish.kernels.stored import StoredTensor
 
 
-class WeightLoader:
+class WeightLoader(Closing):
     """Opens a converted directory (or its weights.arrow or weights.parquet) and gives its tensors.
 
     Tensors are views of the mapped weights.arrow: nothing is read before it is used, and processes that open the same model
@@ -65,9 +55,7 @@ class WeightLoader:
         self.metadata, self.arrow_path = described, where / ARROW_NAME
         self.config = described.config
         self.tokenizer_path = self.directory / TOKENIZER_NAME  # does not exist for a model without a tokenizer
-        self._rows: dict[str, tuple[TensorInfo, RowSpans]] = {
-            info.name: (info, spans) for info, spans in zip(described.tensors, record.spans, strict=True)
-        }
+        self._rows = {info.name: (info, spans) for info, spans in zip(described.tensors, record.spans, strict=True)}
 
     def get_layer_names(self) -> list[str]:
         """Names of all tensors, in file order."""
@@ -79,18 +67,17 @@ class WeightLoader:
 
     def get_buffers(self, name: str) -> list[Any]:
         """The stored bytes of a tensor: memoryviews of data, scales and zero points, or None."""
-        view = memoryview(self._open_memory()).toreadonly()
-        return [None if span is None else view[span.offset : span.offset + span.num_bytes] for span in self._row(name)[1]]
+        view, (_, spans) = memoryview(self._open_memory()).toreadonly(), self._row(name)
+        return [*(view[offset : offset + num_bytes] for offset, num_bytes in spans), *[None] * (3 - len(spans))]
 
     def get_quantized(self, name: str) -> Row:
         """Integers, scales and zero points of a tensor that is stored quantised, as arrays over the mapping."""
         import numpy as np
 
-        info = self._row(name)[0]
+        info, spans = self._row(name)
         if info.quantization is None:
             raise UnknownLayerError(f"The tensor {name!r} of {self.directory} is not quantised.")
-        spans, memory = filter(None, self._row(name)[1]), self._open_memory()
-        data, *scales = (np.frombuffer(memory, np.uint8, span.num_bytes, span.offset) for span in spans)
+        data, *scales = (np.frombuffer(self._open_memory(), np.uint8, span.num_bytes, span.offset) for span in spans)
         num_groups, kind = info.num_params // info.quantization.group_size, scale_type(info.quantization.quant_type)
         return Row(info, data.reshape(num_groups, -1), *(each.view(kind) for each in scales))
 
@@ -116,7 +103,7 @@ class WeightLoader:
             return StoredTensor(info.shape, info.dtype, row.data, info.quantization.quant_type, row.scales, row.zero_points)
         if not info.num_params:
             return StoredTensor(info.shape, info.dtype, np.empty(info.shape, numpy_type(info.dtype)))
-        data = np.frombuffer(self._open_memory(), numpy_type(info.dtype), info.num_params, spans.data.offset)
+        data = np.frombuffer(self._open_memory(), numpy_type(info.dtype), info.num_params, spans[0].offset)
         return StoredTensor(info.shape, info.dtype, data.reshape(info.shape))
 
     def load_stored(self) -> dict[str, StoredTensor]:
@@ -140,7 +127,7 @@ class WeightLoader:
         if names is None:
             self._open_memory().madvise(mmap.MADV_DONTNEED)
         for name in names or ():
-            for offset, num_bytes in filter(None, self._row(name)[1]):
+            for offset, num_bytes in self._row(name)[1]:
                 begin = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
                 end = (offset + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
                 if begin < end:
@@ -165,13 +152,7 @@ class WeightLoader:
         """Release the mapping. It ends when its last tensor is freed."""
         self._memory = None  # mmap.close() would unmap the memory of tensors: torch holds no export of the buffer
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def _row(self, name: str) -> tuple[TensorInfo, RowSpans]:
+    def _row(self, name: str) -> PlacedTensor:
         try:
             return self._rows[name]
         except KeyError:
@@ -218,9 +199,9 @@ def map_any(path: Path) -> mmap.mmap:
         raise CorruptFileError(f"{path} cannot be read: {error.strerror}.", hint="Check its permissions.") from error
 
 
-def outside_crc32(memory: mmap.mmap, spans: Iterable[RowSpans]) -> int:
+def outside_crc32(memory: mmap.mmap, spans: Iterable[Iterable[tuple[int, int]]]) -> int:
     """CRC-32 of the bytes of a mapped file that lie in no tensor's buffers."""
-    inside = sorted(span for row in spans for span in row if span is not None and span.num_bytes)
+    inside = sorted(span for row in spans for span in row if span[1])
     crc = position = 0
     with memoryview(memory) as view:
         for offset, num_bytes in inside:

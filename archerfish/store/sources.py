@@ -103,9 +103,8 @@ def read_tensors(weights: Path) -> tuple[str, tuple[Path, ...], list[SourceTenso
     """Kind, files and tensors of a safetensors or torch source; `weights` may be the index of a sharded one."""
     suffix = Path(weights.name.removesuffix(".index.json")).suffix
     if suffix not in OPENERS:
-        raise UnsupportedModelError(
-            f"{weights} is not a supported kind of weight file.", hint="Supported: .safetensors, .pth, .pt, .bin, .gguf."
-        )
+        hint = "Supported: .safetensors, .pth, .pt, .bin, .gguf."
+        raise UnsupportedModelError(f"{weights} is not a supported kind of weight file.", hint=hint)
     kind, opener = OPENERS[suffix]
     if weights.suffix != ".json":
         return kind, (weights,), opener(weights)

@@ -78,10 +78,9 @@ class ChatTemplate:
         if not sources and isinstance(tokenizer, WorldTokenizer):
             return cls(PLAIN_TEMPLATE, special_tokens={"eos_token": END_NAME}, model_name=name, stops=PLAIN_STOPS)
         if not sources:
-            raise UnsupportedModelError(
-                f"{name} has no chat template: it completes texts and was not made for conversations.",
-                hint=f"Use generate() with a prompt of your own, or put a chat_template.jinja into {folder}.",
-            )
+            message = f"{name} has no chat template: it completes texts and was not made for conversations."
+            hint = f"Use generate() with a prompt of your own, or put a chat_template.jinja into {folder}."
+            raise UnsupportedModelError(message, hint=hint)
         names = read_settings(folder / "special_tokens_map.json")
         found = {role: text for role in ROLES if (text := token_name(role, settings, names)) is not None}
         return cls(sources, special_tokens=found, model_name=name)
@@ -327,17 +326,10 @@ def plain(value: Any, where: str, depth: int = 0) -> Any:
 
 def texts_in(value: Any) -> list[str]:
     """All strings in plain data, keys included."""
-    found: list[str] = []
-    left = [value]
-    while left:
-        item = left.pop()
-        if isinstance(item, str):
-            found.append(item)
-        elif isinstance(item, dict):
-            left += [*item, *item.values()]
-        elif isinstance(item, list):
-            left += item
-    return found
+    if isinstance(value, str):
+        return [value]
+    items = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for item in items for text in texts_in(item)]
 
 
 def marked_copy(value: Any, names: re.Pattern[str], mark: str) -> Any:

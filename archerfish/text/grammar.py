@@ -66,16 +66,13 @@ def read_vocabulary(tokenizer: Tokenizer | None, vocab_size: int, model_name: st
         raise InvalidInputError(f"{model_name} has no tokenizer, which a grammar needs.", hint="Leave out grammar.")
     ends = list(tokenizer.eos_token_ids)
     if not ends:
-        raise InvalidInputError(
-            f"{model_name} has no end token, with which a grammar ends a text.",
-            hint="State eos_token_id in its generation_config.json.",
-        )
+        hint = "State eos_token_id in its generation_config.json."
+        raise InvalidInputError(f"{model_name} has no end token, with which a grammar ends a text.", hint=hint)
     try:
         from llguidance import LLTokenizer, TokenizerWrapper
     except ImportError:
-        raise InvalidInputError(
-            "Grammars need the package llguidance, which is not installed here.", hint="pip install llguidance"
-        ) from None
+        hint = "pip install llguidance"
+        raise InvalidInputError("Grammars need the package llguidance, which is not installed here.", hint=hint) from None
     source = tokenizer.to_json() if isinstance(tokenizer, TextTokenizer) else TokenizerWrapper(ByteVocabulary(tokenizer))
     try:
         try:
@@ -83,9 +80,8 @@ def read_vocabulary(tokenizer: Tokenizer | None, vocab_size: int, model_name: st
         except ValueError:  # the model has fewer rows than its tokenizer has tokens
             return LLTokenizer(source, eos_token=ends)
     except Exception as error:
-        raise UnsupportedModelError(
-            f"Grammars cannot be used with the tokenizer of {model_name}: {error}.", hint="Leave out grammar."
-        ) from error
+        message = f"Grammars cannot be used with the tokenizer of {model_name}: {error}."
+        raise UnsupportedModelError(message, hint="Leave out grammar.") from error
 
 
 class ByteVocabulary:
@@ -167,10 +163,8 @@ class GrammarMatcher:
         stated = self._matcher.get_error()
         has_reason = stated and not stated.startswith("NoExtension")
         why = reason_of(stated) if has_reason else "no token of the vocabulary may follow"
-        return InvalidInputError(
-            f"The grammar came to a dead end after {self._num_taken} tokens: {why}.",
-            hint="The vocabulary cannot write what it asks for, or it is too complex: make it simpler.",
-        )
+        hint = "The vocabulary cannot write what it asks for, or it is too complex: make it simpler."
+        return InvalidInputError(f"The grammar came to a dead end after {self._num_taken} tokens: {why}.", hint=hint)
 
 
 def with_deep_stack(work: Callable[[], R]) -> R:

@@ -161,49 +161,37 @@ class StopStrings:
         """The text that may be shown. None is shown after a stop string, which `matched` then names."""
         if self.matched is not None:
             return ""
-        best: tuple[int, int] | None = None  # where a stop ends in `text`, and minus its length
-        for matcher in self._matchers:
-            end = matcher.feed(text)
-            if end is not None and (best is None or (end, -len(matcher.stop)) < best):
-                best, self.matched = (end, -len(matcher.stop)), matcher.stop
+        found = [(end, -len(one.stop), one.stop) for one in self._matchers if (end := one.feed(text)) is not None]
         text, num_before = self.held + text, len(self.held)
-        if best is not None:
-            end, minus_length = best
+        if found:
+            end, minus_length, self.matched = min(found)
             self.held = ""
             return text[: num_before + end + (0 if self._include else minus_length)]
-        num_kept = max(matcher.num_matched for matcher in self._matchers)
-        self.held = text[len(text) - num_kept :]
-        return text[: len(text) - num_kept]
+        num_shown = len(text) - max(matcher.num_matched for matcher in self._matchers)
+        self.held = text[num_shown:]
+        return text[:num_shown]
 
 
 class Matcher:
     """The longest beginning of one stop string with which the text so far ends (Knuth, Morris and Pratt)."""
 
     def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.num_matched = 0
-        self._fallback = [0] * len(stop)  # after i + 1 matched characters: the length of the next shorter match
-        for i in range(1, len(stop)):
-            length = self._fallback[i - 1]
-            while length and stop[i] != stop[length]:
-                length = self._fallback[length - 1]
-            self._fallback[i] = length + (stop[i] == stop[length])
+        self.stop, self.num_matched = stop, 0
+        self._shorter = [0]  # after i + 1 matched characters: the length of the next shorter match
+        for character in stop[1:]:
+            self._shorter.append(self._after(self._shorter[-1], character))
 
     def feed(self, text: str) -> int | None:
         """The position in `text` where the stop string first ends; None if it does not."""
-        stop, fallback, matched = self.stop, self._fallback, self.num_matched
-        place = 0
-        while place < len(text):
-            if not matched:
-                place = text.find(stop[0], place)
-                if place < 0:
-                    break
-            while matched and text[place] != stop[matched]:
-                matched = fallback[matched - 1]
-            matched += text[place] == stop[matched]
-            place += 1
-            if matched == len(stop):
-                self.num_matched = 0
-                return place
-        self.num_matched = matched
+        if not self.num_matched and self.stop[0] not in text:
+            return None
+        for end, character in enumerate(text, 1):
+            self.num_matched = self._after(self.num_matched, character)
+            if self.num_matched == len(self.stop):
+                return end
         return None
+
+    def _after(self, num_matched: int, character: str) -> int:
+        while num_matched and self.stop[num_matched] != character:
+            num_matched = self._shorter[num_matched - 1]
+        return num_matched + (self.stop[num_matched] == character)

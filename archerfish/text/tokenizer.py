@@ -108,11 +108,8 @@ class FastTokenizer:
 
     @property
     def pad_id(self) -> int:
-        for token in ("[PAD]", "<pad>"):
-            found = self._base.token_to_id(token)
-            if found is not None:
-                return int(found)
-        return 0
+        ids = (self._base.token_to_id(token) for token in ("[PAD]", "<pad>"))
+        return next((int(token_id) for token_id in ids if token_id is not None), 0)
 
     def _cutting_at(self, max_length: int) -> Any:
         """A tokenizer that truncates at max_length. Truncation is state of a Rust tokenizer, so each length has a copy."""

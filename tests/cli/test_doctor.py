@@ -232,6 +232,6 @@ def test_damaged_converted_directory_is_a_problem(tmp_path: Path) -> None:
     target = tmp_path / "converted"
     ModelConverter().convert(write_model(tmp_path / "source"), target)
     assert doctor.find_damage(str(target), Output(quiet=True)) == []
-    flip_byte(target / "weights.arrow", read_metadata(target).files["weights.arrow"].spans[0].data.offset)
+    flip_byte(target / "weights.arrow", read_metadata(target).files["weights.arrow"].spans[0][0].offset)
     [problem] = doctor.find_damage(str(target), Output(quiet=True))
     assert "weights.arrow" in problem

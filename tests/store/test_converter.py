@@ -234,7 +234,7 @@ def test_nan_and_overflow_are_refused(tmp_path: Path) -> None:
 def test_validation_finds_damage_after_writing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def damaged_record(path: Path) -> Any:
         record = loader.arrow_record(path)
-        flip_byte(path, record.spans[1].data.offset + 1)
+        flip_byte(path, record.spans[1][0].offset + 1)
         return record
 
     def damaged_rows(path: Path, infos: Any) -> Any:
