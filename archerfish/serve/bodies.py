@@ -141,10 +141,15 @@ class Body(BaseModel):
         return read({name: value for name, value in data.items() if name in cls.model_fields})
 
 
-class GenerationBody(Body):
-    """What the bodies of all routes that generate have."""
+class ModelBody(Body):
+    """A body that may name a model."""
 
     model: str | None = Field(None, description="Name of the served model; left out: the first that serves the route.")
+
+
+class GenerationBody(ModelBody):
+    """What the bodies of all routes that generate have."""
+
     priority: int = Field(0, ge=-(2**31), lt=2**31, description="Higher runs first.")
     deadline_s: float | None = Field(None, ge=0, le=MAX_DEADLINE_S, description="Seconds after which the request is given up.")
     stream: bool | None = False

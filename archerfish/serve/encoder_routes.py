@@ -19,7 +19,7 @@ from archerfish import __version__
 from archerfish.config import ServeConfig
 from archerfish.errors import InvalidInputError
 from archerfish.serve import answers, bodies, vector_routes
-from archerfish.serve.bodies import STRING, STRINGS, Body, checked
+from archerfish.serve.bodies import STRING, STRINGS, checked
 from archerfish.serve.catalog import ModelCard, read_metadata
 from archerfish.serve.errors import InvalidParameterError, Schema, json_response
 from archerfish.serve.generation import answer_head
@@ -47,13 +47,12 @@ def read_predict(value: Any, where: str) -> tuple[list[str | tuple[str, str]], b
     return found, is_batch
 
 
-class TEIBody(Body):
+class TEIBody(bodies.ModelBody):
     """What all of TEI's bodies have."""
 
     unsupported: ClassVar[bodies.Values] = {"truncation_direction": RIGHT}
 
     truncate: Truncate = True
-    model: str | None = None
 
 
 class TEIEmbedBody(TEIBody):
@@ -138,7 +137,8 @@ class TEIRoutes:
         if body.texts is None:
             return await self.vectors.rerank(request, body)
         pairs = [(body.query, text) for text in body.texts]
-        _, scores, _ = await self.vectors.scores(request, body.model, pairs, "texts", body.deadline_s, truncate=body.truncate)
+        options = {"deadline_s": body.deadline_s, "truncate": body.truncate}
+        _, scores, _ = await self.vectors.scores(request, body.model, pairs, "texts", **options)
         ranks = [TEIRank(place, float(scores[place])) for place in best_first(scores)]
         if body.return_text:
             for rank in ranks:
@@ -175,19 +175,17 @@ class TEIRoutes:
 # vLLM
 
 
-class ScoreBody(Body):
+class ScoreBody(bodies.ModelBody):
     """POST /score: one text with each of several, or as many texts as there are others."""
 
     text_1: Texts
     text_2: Texts
-    model: str | None = None
 
 
-class ClassifyBody(Body):
+class ClassifyBody(bodies.ModelBody):
     """POST /classify."""
 
     input: Texts
-    model: str | None = None
 
 
 class Scored(Schema, kw_only=True):

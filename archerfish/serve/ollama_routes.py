@@ -26,7 +26,7 @@ from archerfish.errors import InvalidInputError, UnsupportedModelError
 from archerfish.serve import bodies
 from archerfish.serve import generation as gen
 from archerfish.serve.answers import ChosenLogprob
-from archerfish.serve.bodies import UNUSED, Body, check_type, checked
+from archerfish.serve.bodies import UNUSED, check_type, checked
 from archerfish.serve.catalog import Catalog, ModelCard, ModelText, read_metadata
 from archerfish.serve.errors import PlainError, Schema, check_members, encode_json, failure_body, json_response
 from archerfish.serve.event_stream import EventStream, EventWriter
@@ -142,10 +142,17 @@ class OllamaGenerateBody(OllamaBody):
     raw: bool | None = Field(None, description="true: without the chat template.")
 
 
-class OllamaEmbedBody(Body):
+class OllamaEmbeddingsBody(bodies.ModelBody):
+    """POST /api/embeddings, the older form of /api/embed."""
+
+    prompt: str
+    options: dict[str, Any] | None = Field(None, description=UNUSED)
+    keep_alive: KeepAlive = Field(None, description=UNUSED)
+
+
+class OllamaEmbedBody(bodies.ModelBody):
     """POST /api/embed, in Ollama's form."""
 
-    model: str | None = None
     input: bodies.Prompts
     dimensions: int | None = Field(None, ge=1)
     truncate: Truncate = True
@@ -153,19 +160,9 @@ class OllamaEmbedBody(Body):
     keep_alive: KeepAlive = Field(None, description=UNUSED)
 
 
-class OllamaEmbeddingsBody(Body):
-    """POST /api/embeddings, the older form of /api/embed."""
-
-    model: str | None = None
-    prompt: str
-    options: dict[str, Any] | None = Field(None, description=UNUSED)
-    keep_alive: KeepAlive = Field(None, description=UNUSED)
-
-
-class OllamaShowBody(Body):
+class OllamaShowBody(bodies.ModelBody):
     """POST /api/show, in Ollama's form."""
 
-    model: str | None = None
     name: str | None = Field(None, description="Older name of model.")
     verbose: bool | None = Field(None, description=UNUSED)
 
