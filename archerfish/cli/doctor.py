@@ -43,7 +43,6 @@ from archerfish.types import DTYPE_BYTES
 
 FEATURES = (("AVX2", "avx2"), ("AVX-512", "avx512f"), ("AVX512-BF16", "avx512_bf16"), ("AMX", "amx_tile"))
 ARM_FEATURES = (("NEON", "asimd"), ("SVE", "sve"), ("BF16", "bf16"), ("I8MM", "i8mm"))
-MIN_PYTHON = (3, 11)
 COMPILERS = ("cc", "c++", "nvcc")
 PEERS = ("sentence-transformers", "onnxruntime", "openvino")
 # Memory besides the weights. CPU: Python, torch and batches (340-430 MB measured with MiniLM). GPU: context and workspaces.
@@ -122,8 +121,6 @@ def examine(hub: HubConfig, model: str, out: Output) -> dict[str, Any]:
     is_writable = os.access(existing, os.W_OK)
     missing = [package["name"] for package in packages if not package["version"] and not package["needed_for"]]
     problems = [f"The package {name} is missing: pip install {name}." for name in missing]
-    if sys.version_info < MIN_PYTHON:
-        problems.append(f"Python {'.'.join(map(str, MIN_PYTHON))} or newer is needed.")
     if not is_writable:
         problems.append(f"The cache directory {cache} cannot be written to: choose another with --cache-dir.")
     problems += find_damage(model, out)
@@ -167,10 +164,9 @@ def find_damage(model: str, out: Output) -> list[str]:
 
 def describe_cpu(processor: Cpu) -> dict[str, Any]:
     features = ARM_FEATURES if "asimd" in processor.flags else FEATURES
-    return {
-        "model": processor.model, "usable_cores": processor.num_cores, "total_cores": os.cpu_count() or 1,
-        "features": {name: flag in processor.flags for name, flag in features},
-    }  # fmt: skip
+    found = {name: flag in processor.flags for name, flag in features}
+    cores = {"usable_cores": processor.num_cores, "total_cores": os.cpu_count() or 1}
+    return {"model": processor.model, **cores, "features": found}
 
 
 def find_packages() -> list[dict[str, str]]:

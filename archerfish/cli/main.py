@@ -41,14 +41,14 @@ COMMANDS = (
     Command("chat", "chat", "talk to a model in the terminal", "[MESSAGE] "),
     Command("generate", "generate", "continue prompts", "[PROMPT ...] "),
     Command("embed", "embed", "turn texts into vectors", "[TEXT ...] "),
-    Command("tts", "tts", "turn texts into tokens of speech", "[TEXT ...] "),
+    Command("tts", "generate", "turn texts into tokens of speech", "[TEXT ...] "),
     Command("pull", "models", "download models, or list those on this machine", "[MODEL ...] "),
     Command("list", "models", "list the models on this machine: sizes, last use"),
     Command("rm", "models", "delete models from the cache", "MODEL ... "),
     Command("convert", "models", "convert a model into a directory of the Arrow store", "SOURCE OUTPUT_DIR "),
     Command("doctor", "doctor", "report what this machine has, which fast paths are on, and which models fit", "[MODEL] "),
-    Command("kernels export", "kernels", "compile the GPU kernels of a model and write them to a file", "MODEL FILE "),
-    Command("kernels import", "kernels", "read GPU kernels from such a file, which must be trusted like a program", "FILE "),
+    Command("kernels export", "models", "compile the GPU kernels of a model and write them to a file", "MODEL FILE "),
+    Command("kernels import", "models", "read GPU kernels from such a file, which must be trusted like a program", "FILE "),
     *(Command(f"bench {bench.name}", "bench", bench.summary, bench.usage) for bench in BENCHES),
 )
 DESCRIPTION = "archerfish: one small inference engine. `archerfish COMMAND --help` shows the options of a command."

@@ -13,8 +13,7 @@ from archerfish.errors import InvalidInputError
 from archerfish.serve import answers, bodies
 from archerfish.serve import generation as gen
 from archerfish.serve.errors import ANTHROPIC_PATH, AnthropicError, check_members, failure_body, json_response, named_event
-from archerfish.serve.event_stream import EventStream, EventWriter
-from archerfish.serve.http import BodyRoute
+from archerfish.serve.http import BodyRoute, EventStream, EventWriter
 
 EVENTS = (*answers.MESSAGE_EVENTS, AnthropicError)
 Block = answers.TextBlock | answers.ThinkingBlock | answers.ToolUseBlock

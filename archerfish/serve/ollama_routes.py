@@ -29,9 +29,8 @@ from archerfish.serve.answers import ChosenLogprob
 from archerfish.serve.bodies import UNUSED, check_type, checked
 from archerfish.serve.catalog import Catalog, ModelCard, ModelText, read_metadata
 from archerfish.serve.errors import PlainError, Schema, check_members, encode_json, failure_body, json_response
-from archerfish.serve.event_stream import EventStream, EventWriter
 from archerfish.serve.formats import response_grammar
-from archerfish.serve.http import BodyRoute
+from archerfish.serve.http import BodyRoute, EventStream, EventWriter
 from archerfish.serve.vector_routes import Truncate, VectorRoutes, encode_items
 
 API_VERSION = "0.12.0"  # of Ollama, whose API these routes follow: some clients refuse older ones
@@ -308,9 +307,6 @@ class OllamaAnswer(EventWriter):
             return self.finish(self.part(""))
         [choice] = self._generation.choices
         return self.finish(self.part(choice.text, choice.reasoning, choice.calls, choice.logprobs))
-
-    def start(self) -> bytes:
-        return b""
 
     def delta(self, delta: gen.ChoiceDelta) -> bytes:
         text, thinking = ("".join(part.text for part in delta.parts if part.kind == kind) for kind in ("text", "reasoning"))

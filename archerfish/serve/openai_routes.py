@@ -20,8 +20,7 @@ from archerfish.serve import generation as gen
 from archerfish.serve.bodies import IGNORED, UNUSED, Body, ConversationBody, Messages, Prompts, Stop, TextBody, Values, bounded
 from archerfish.serve.catalog import ModelText
 from archerfish.serve.errors import InvalidParameterError, UnsupportedParameterError, data_event, json_response, naming
-from archerfish.serve.event_stream import EventStream, EventWriter
-from archerfish.serve.http import BodyRoute
+from archerfish.serve.http import BodyRoute, EventStream, EventWriter
 from archerfish.serve.wire import Logprob
 from archerfish.text.tool_calls import ToolPiece
 

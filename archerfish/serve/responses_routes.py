@@ -15,8 +15,7 @@ from archerfish.serve import answers, bodies
 from archerfish.serve import generation as gen
 from archerfish.serve.bodies import UNUSED, bounded, check_text, checked
 from archerfish.serve.errors import Error, UnsupportedParameterError, failure_body, json_response, json_type, named_event
-from archerfish.serve.event_stream import EventStream, EventWriter
-from archerfish.serve.http import BodyRoute
+from archerfish.serve.http import BodyRoute, EventStream, EventWriter
 from archerfish.serve.wire import Logprob
 
 LOGPROBS = "message.output_text.logprobs"

@@ -19,8 +19,7 @@ from archerfish.serve.answers import Detokenized, Tokens, TTSAnswer
 from archerfish.serve.bodies import NULL, STRING, GenerationBody, Messages, Tools, bounded, checked
 from archerfish.serve.catalog import ContextLengthError, ModelCard, ModelText, in_thread
 from archerfish.serve.errors import InvalidParameterError, data_event, json_response, naming
-from archerfish.serve.event_stream import EventStream, EventWriter
-from archerfish.serve.http import BodyRoute
+from archerfish.serve.http import BodyRoute, EventStream, EventWriter
 from archerfish.serve.openai_routes import DONE, TemplateBody
 from archerfish.serve.wire import ExplainRequest
 
