@@ -43,8 +43,6 @@ from archerfish.types import DTYPE_BYTES
 
 FEATURES = (("AVX2", "avx2"), ("AVX-512", "avx512f"), ("AVX512-BF16", "avx512_bf16"), ("AMX", "amx_tile"))
 ARM_FEATURES = (("NEON", "asimd"), ("SVE", "sve"), ("BF16", "bf16"), ("I8MM", "i8mm"))
-COMPILERS = ("cc", "c++", "nvcc")
-PEERS = ("sentence-transformers", "onnxruntime", "openvino")
 # Memory besides the weights. CPU: Python, torch and batches (340-430 MB measured with MiniLM). GPU: context and workspaces.
 CPU_OVERHEAD_BYTES = 500_000_000
 GPU_OVERHEAD_BYTES = 1_000_000_000
@@ -135,7 +133,7 @@ def examine(hub: HubConfig, model: str, out: Output) -> dict[str, Any]:
         "cpu": describe_cpu(cpu()),
         "memory": dataclasses.asdict(ram),
         "gpus": [dataclasses.asdict(gpu) for gpu in gpus],
-        "compilers": {name: shutil.which(name) or "" for name in COMPILERS},
+        "compilers": {name: shutil.which(name) or "" for name in ("cc", "c++", "nvcc")},
         "packages": packages,
         "fast_paths": [{"name": path.name, "on": path.is_on, "reason": path.reason} for path in paths],
         "cache": {
@@ -184,7 +182,8 @@ def find_packages() -> list[dict[str, str]]:
         extra = re.search(r"extra == ['\"](\w+)['\"]", marker)
         if extra is None or extra[1] != "test":
             wanted.setdefault(re.split(r"[^\w.-]", name.strip(), maxsplit=1)[0], extra[1] if extra else "")
-    for name, needed_for in {**dict.fromkeys(PEERS, "bench"), "triton": "gpu kernels"}.items():
+    peers = dict.fromkeys(("sentence-transformers", "onnxruntime", "openvino"), "bench")
+    for name, needed_for in {**peers, "triton": "gpu kernels"}.items():
         wanted.setdefault(name, needed_for)
     found = []
     for name, needed_for in wanted.items():

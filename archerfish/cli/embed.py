@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 20
 MANY_TEXTS = 64  # with this many texts or more, a progress bar is shown
-TEXT_WIDTH = 48
 
 
 def add_embed_arguments(parser: Parser) -> None:
@@ -88,7 +87,7 @@ def run_embed(arguments: Namespace, out: Output) -> int:
 
 def show_table(out: Output, texts: list[str], vectors: Vectors, tokens: list[int], cosines: Vectors | None) -> None:
     """The first texts with the beginning of their vectors, or with their similarities."""
-    shown = [shorten(text, TEXT_WIDTH) for text in texts[:MAX_ROWS]]
+    shown = [shorten(text, width=48) for text in texts[:MAX_ROWS]]
     if cosines is not None:
         columns = [f"[{index}]" for index in range(len(shown))]
         rows = [(columns[i], text, *(f"{value:.3f}" for value in cosines[i, : len(shown)])) for i, text in enumerate(shown)]

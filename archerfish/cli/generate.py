@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from archerfish.params import SamplingParams
 
 DEFAULTS: dict[str, Any] = {"max_tokens": 128}
-TITLE_WIDTH = 72
 
 
 def add_generate_arguments(parser: Parser) -> None:
@@ -132,7 +131,7 @@ class Writer:
 
     def write(self, place: int) -> None:
         request, is_rich, lines = self.waiting[place], self.out.is_rich, list[str]()
-        title = shorten(printable(request.prompt or str(request.prompt_token_ids)), TITLE_WIDTH)
+        title = shorten(printable(request.prompt or str(request.prompt_token_ids)), width=72)
         for output in request.outputs:
             names = [f"prompt {place + 1} of {self.num_prompts}"] if self.num_prompts > 1 else []
             names += [f"answer {output.index + 1} of {len(request.outputs)}"] if len(request.outputs) > 1 else []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from archerfish import __version__
+from archerfish.background import signals_to
 from archerfish.bench.table import BENCHES
-from archerfish.cli.interrupts import EXIT_INTERRUPTED, interrupt_once, signals_to
+from archerfish.cli.interrupts import EXIT_INTERRUPTED, interrupt_once
 from archerfish.cli.options import COMMON_FLAGS, Parser, add_common, suggest_flag
 from archerfish.cli.output import Output, print_error
 from archerfish.errors import ArcherfishError, UnknownOptionError, did_you_mean
@@ -58,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. An error becomes a message; --debug shows its traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        with signals_to(interrupt_once):
+        with signals_to(interrupt_once, signal.SIGINT):
             code = dispatch(arguments)
         sys.stdout.flush()
         return code

@@ -72,17 +72,14 @@ def run_serve(arguments: Namespace, out: Output) -> int:
     embed, hub = section(EmbedConfig, arguments), section(HubConfig, arguments)
     for kind, (flag, owner) in MODEL_FLAGS.items():
         if service.kinds not in ("all", kind) and dest(owner, "model") in arguments:
-            raise InvalidOptionError(
-                f"{flag} names a model of {kind}, but only models of {service.kinds} are served (--kinds).",
-                hint=f"Name the model with {MODEL_FLAGS[service.kinds][0]}, or leave out --kinds.",
-            )
+            message = f"{flag} names a model of {kind}, but only models of {service.kinds} are served (--kinds)."
+            hint = f"Name the model with {MODEL_FLAGS[service.kinds][0]}, or leave out --kinds."
+            raise InvalidOptionError(message, hint=hint)
     try:
         from archerfish.serve.run import serve
     except ModuleNotFoundError as error:
-        raise MachineError(
-            f"The service needs the package {error.name}, which is not installed.",
-            hint="Run `pip install 'archerfish[serve]'`.",
-        ) from error
+        hint = "Run `pip install 'archerfish[serve]'`."
+        raise MachineError(f"The service needs the package {error.name}, which is not installed.", hint=hint) from error
     with ExitStack() as stack:
         progress = stack.enter_context(out.progress("Loading"))
 

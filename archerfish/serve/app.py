@@ -104,10 +104,8 @@ class FrontEndSync:
         try:
             async with asyncio.timeout(ANSWER_S):
                 found |= {metric.name: metric for metric in read_metrics(await self.query("metrics"))}
-        except TimeoutError:
-            is_up = False
-        except ArcherfishError as error:
-            if error.status != 503:
+        except (ArcherfishError, TimeoutError) as error:
+            if getattr(error, "status", 503) != 503:
                 raise
             is_up = False
         return [*gauges({"engine_up": is_up}), *found.values()]
@@ -232,13 +230,9 @@ def create_app(
     """
     config, registry, tenants = config or ServeConfig(), registry or MetricRegistry(), tenants or Tenants()
     catalog = Catalog(backend, credentials, accepts_any=config.accept_any_model)
-    results = ResultCache(
-        config.result_cache_mib << 20, config.result_cache_ttl_s, max_tenants=max(1, len(tenants.all())),
-        num_front_ends=config.num_front_ends,
-    )
-    texts = TextService(
-        catalog, results, config.keep_alive_s, config.max_output_tokens, has_reasoning=config.reasoning == "auto"
-    )
+    shares: dict[str, Any] = {"max_tenants": max(1, len(tenants.all())), "num_front_ends": config.num_front_ends}
+    results = ResultCache(config.result_cache_mib << 20, config.result_cache_ttl_s, **shares)
+    texts = TextService(catalog, results, config)
     share = FrontEndSync(catalog, registry, results)
 
     @asynccontextmanager
@@ -255,17 +249,12 @@ def create_app(
 
     vectors = VectorRoutes(catalog, config, registry)
     groups = (
-        OpenAIRoutes(texts, config), vectors, ResponsesRoutes(texts), MessagesRoutes(texts), TextRoutes(texts),
-        TTSRoutes(texts), OllamaRoutes(texts, vectors), CohereRoutes(vectors), TEIRoutes(vectors, config), VLLMRoutes(vectors),
+        OpenAIRoutes(texts), vectors, ResponsesRoutes(texts), MessagesRoutes(texts), TextRoutes(texts),
+        TTSRoutes(texts), OllamaRoutes(texts, vectors), CohereRoutes(vectors), TEIRoutes(vectors), VLLMRoutes(vectors),
         StateRoutes(catalog, results, share),
     )  # fmt: skip
-    middleware = Middleware(
-        RequestMiddleware, registry=registry, tenants=tenants, max_body_bytes=config.max_body_bytes,
-        has_access_log=config.access_log,
-    )
-    app = Starlette(
-        routes=[route for group in groups for route in group.routes], middleware=[middleware], exception_handlers=HANDLERS,
-        lifespan=lifespan,
-    )
+    routes = [route for group in groups for route in group.routes]
+    middleware = [Middleware(RequestMiddleware, registry, tenants, config)]
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS, lifespan=lifespan)
     app.router.redirect_slashes = False
     return app

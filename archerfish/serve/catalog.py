@@ -34,7 +34,6 @@ from archerfish.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Prompt = str | Sequence[dict[str, Any]]  # a text, or the messages of a conversation
-MAX_NAME = 200  # characters of an unknown model's name in a remark
 REFRESH_S = 1.0  # an unknown name makes the catalog ask for the models again, but not more often than this
 LONG_TEXT = 4096  # characters or tokens: work on more than this leaves the event loop
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -48,10 +47,8 @@ class ContextLengthError(InvalidInputError):
 
     def __init__(self, num_tokens: int, max_length: int, *, at_least: bool = False) -> None:
         found = f"at least {num_tokens:,}" if at_least else f"{num_tokens:,}"
-        super().__init__(
-            f"This model's maximum context length is {max_length:,} tokens, answer included; the prompt has {found}.",
-            hint="Shorten it.",
-        )
+        limit = f"This model's maximum context length is {max_length:,} tokens, answer included"
+        super().__init__(f"{limit}; the prompt has {found}.", hint="Shorten it.")
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -244,7 +241,7 @@ class Catalog:
         card = self._by_name.get(name) or self._by_name.get(name.removesuffix(":latest"))  # as Ollama's clients write names
         if card is None and self.accepts_any and request is not None:
             card = await self.find(None, *kinds)
-            request.state.remarks.append(f"the model {name[:MAX_NAME]!r} is not served here: {card.id} answers")
+            request.state.remarks.append(f"the model {name[:200]!r} is not served here: {card.id} answers")
         if card is None:
             raise unserved_model(name, [one for card in cards for one in (card.id, *card.served_names)])
         if kinds and card.kind not in kinds:
@@ -298,10 +295,10 @@ class Catalog:
 
     async def encode_charged(
         self, request: Request, text: ModelText, prompt: Prompt, param: str, options: Mapping[str, Any] | None = None,
-        answer_start: str = "", *, add_special_tokens: bool | None = None,
+        answer_start: str = "", **others: Any,
     ) -> list[int]:
         """`ModelText.encode`, whose tokens count against the limits of the caller."""
         taken = await self.charge(request, estimate_tokens(prompt_size(prompt, options or {})))
-        token_ids = await text.encode(prompt, param, options, answer_start, add_special_tokens=add_special_tokens)
+        token_ids = await text.encode(prompt, param, options, answer_start, **others)
         await self.charge(request, len(token_ids) - taken, is_spent=True)
         return token_ids

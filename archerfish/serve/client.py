@@ -339,6 +339,5 @@ def set_keys(opened: zmq.Socket[bytes], **keys: str) -> None:
             opened.setsockopt(getattr(zmq, name), key.encode("ascii"))
         except (zmq.ZMQError, UnicodeEncodeError):
             opened.close(0)
-            raise InvalidOptionError(
-                f"{name.lower()} is no CURVE key.", hint="Make a pair with zmq.curve_keypair(): 40 printable characters each."
-            ) from None
+            hint = "Make a pair with zmq.curve_keypair(): 40 printable characters each."
+            raise InvalidOptionError(f"{name.lower()} is no CURVE key.", hint=hint) from None

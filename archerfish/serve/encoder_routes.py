@@ -16,7 +16,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from archerfish import __version__
-from archerfish.config import ServeConfig
 from archerfish.errors import InvalidInputError
 from archerfish.serve import answers, bodies, vector_routes
 from archerfish.serve.bodies import STRING, STRINGS, checked
@@ -112,8 +111,8 @@ class TEIInfo(Schema, kw_only=True):
 class TEIRoutes:
     """TEI's routes over the vector routes."""
 
-    def __init__(self, vectors: VectorRoutes, config: ServeConfig) -> None:
-        self.vectors, self.config = vectors, config
+    def __init__(self, vectors: VectorRoutes) -> None:
+        self.vectors, self.config = vectors, vectors.config
         self.routes = [
             BodyRoute("/embed", self.embed, TEIEmbedBody, list[list[float]]),
             BodyRoute("/", self.embed, TEIEmbedBody, list[list[float]]),

@@ -23,6 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from archerfish.config import ServeConfig
 from archerfish.errors import ArcherfishError, CallerError, InputTooLargeError
 from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve.bodies import Body
@@ -78,11 +79,9 @@ class RequestMiddleware:
     `request.state.log` (`update` adds numbers), and `request.state.error`, are part of the request's line in the access log.
     """
 
-    def __init__(
-        self, app: ASGIApp, registry: MetricRegistry, tenants: Tenants, max_body_bytes: int, has_access_log: bool = True
-    ) -> None:
-        self.app, self.tenants, self.max_body_bytes = app, tenants, max_body_bytes
-        self.has_access_log = has_access_log
+    def __init__(self, app: ASGIApp, registry: MetricRegistry, tenants: Tenants, config: ServeConfig) -> None:
+        self.app, self.tenants = app, tenants
+        self.max_body_bytes, self.has_access_log = config.max_body_bytes, config.access_log
         self.requests = registry.counter("archerfish_requests_total", "Requests answered.", ("route", "status"))
         self.seconds = registry.histogram("archerfish_request_seconds", "Time from request to answer.", ("route",))
         self.running = registry.gauge("archerfish_requests_running", "Requests being answered.")
@@ -256,7 +255,7 @@ class EventWriter(Protocol):
 class EventStream:
     """A response of server-sent events. An error before the first event is an ordinary error response, later ones are events.
 
-    After `service.keep_alive_s` without an event, at the latest, a comment is sent, also before the first event; 0: never.
+    After `keep_alive_s` without an event, at the latest, a comment is sent, also before the first event; 0: never.
     """
 
     service: TextService
@@ -270,7 +269,7 @@ class EventStream:
     _comment: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer, has_begun, pause_s = self.writer, False, self.service.keep_alive_s / 2
+        writer, has_begun, pause_s = self.writer, False, self.service.config.keep_alive_s / 2
         if pause_s and writer.keep_alive:
             self._timer = asyncio.get_running_loop().call_later(pause_s, self._tick, send, pause_s)
         try:

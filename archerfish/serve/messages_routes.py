@@ -98,9 +98,7 @@ class CountBody(bodies.ToolBody):
     """POST /v1/messages/count_tokens."""
 
     format_param: ClassVar[str] = "output_config"
-    unsupported: ClassVar[bodies.Values] = {
-        "container": (), "mcp_servers": ([],), "thread": (),
-    }  # fmt: skip
+    unsupported: ClassVar[bodies.Values] = {"container": (), "mcp_servers": ([],), "thread": ()}
     ignored: ClassVar[bodies.Values] = {
         **bodies.IGNORED, "compaction": (), "context_management": (), "diagnostics": (), "fallback_credit_token": (),
         "fallbacks": ([],), "inference_geo": (), "service_tier": ("auto", "standard_only"), "speed": ("standard",),

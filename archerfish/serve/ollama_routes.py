@@ -35,9 +35,7 @@ from archerfish.serve.vector_routes import Truncate, VectorRoutes, encode_items
 
 API_VERSION = "0.12.0"  # of Ollama, whose API these routes follow: some clients refuse older ones
 RENAMED = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
-OPTIONS = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty", *RENAMED
-)  # fmt: skip
+OPTIONS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty", *RENAMED)
 MESSAGE_MEMBERS = ("role", "content", "tool_calls", "tool_name", "name", "tool_call_id", "thinking")
 NEVER = "2318-01-01T00:00:00Z"  # when a model is unloaded
 KeepAlive = float | str | None

@@ -12,7 +12,6 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from archerfish.config import ServeConfig
 from archerfish.errors import InputTooLargeError
 from archerfish.params import MAX_LOGPROBS, MAX_N
 from archerfish.serve import answers
@@ -162,8 +161,8 @@ class CompletionBody(ChoicesBody):
 class OpenAIRoutes:
     """Chat and completions."""
 
-    def __init__(self, service: gen.TextService, config: ServeConfig) -> None:
-        self.service, self.config = service, config
+    def __init__(self, service: gen.TextService) -> None:
+        self.service = service
         self.routes = [
             BodyRoute("/v1/chat/completions", self.chat, ChatBody, answers.ChatCompletion, [answers.ChatChunk]),
             BodyRoute("/v1/completions", self.completions, CompletionBody, answers.Completion, [answers.Completion]),
@@ -191,7 +190,7 @@ class OpenAIRoutes:
     async def completions(self, request: Request, body: CompletionBody) -> ASGIApp:
         """Texts that continue prompts."""
         text = await self.service.catalog.find_text(body.model, "generation", request=request)
-        num_choices, most = len(body.prompt) * (body.n or 1), self.config.max_texts_per_request
+        num_choices, most = len(body.prompt) * (body.n or 1), self.service.config.max_texts_per_request
         if num_choices > most:
             raise InputTooLargeError(f"The prompts make {num_choices:,} choices; a request takes at most {most:,}.")
         values, names = body.sampling()
@@ -220,11 +219,8 @@ class OpenAIRoutes:
             writer = CompletionEvents(answers.Completion(**head, choices=[]), generations, body, echoes)
             return EventStream(self.service, request, generations, writer)
         await self.service.complete(request, *generations)
-        choices = [
-            completion_choice(generation, choice, echo, body)
-            for generation, echo in zip(generations, echoes, strict=True)
-            for choice in generation.choices
-        ]
+        echoed = zip(generations, echoes, strict=True)
+        choices = [completion_choice(one, choice, echo, body) for one, echo in echoed for choice in one.choices]
         usage = gen.usage_of(generations, is_output_hidden=body.max_tokens == 0)
         return json_response(answers.Completion(**head, choices=choices, usage=usage))
 
@@ -245,12 +241,9 @@ def chat_choice(generation: gen.Generation, choice: gen.Choice, echo: str, has_r
         message.reasoning_content = choice.reasoning
     if choice.calls:
         message.content = message.content or None
-        message.tool_calls = [
-            answers.ToolCall(
-                id=call.id, type="function", function=answers.FunctionCall(name=call.name, arguments=call.arguments)
-            )
-            for call in choice.calls
-        ]
+        functions = [answers.FunctionCall(name=call.name, arguments=call.arguments) for call in choice.calls]
+        calls = zip(choice.calls, functions, strict=True)
+        message.tool_calls = [answers.ToolCall(id=call.id, type="function", function=function) for call, function in calls]
     logprobs = chat_logprobs(generation, choice.logprobs)
     return answers.ChatChoice(choice.index, message, logprobs, *ending(choice))
 

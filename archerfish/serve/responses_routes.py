@@ -70,9 +70,7 @@ class ResponsesBody(bodies.ConversationBody):
     """POST /v1/responses."""
 
     format_param: ClassVar[str] = "text"
-    unsupported: ClassVar[bodies.Values] = {
-        "background": (False,), "conversation": (), "image": (), "prompt": (),
-    }  # fmt: skip
+    unsupported: ClassVar[bodies.Values] = {"background": (False,), "conversation": (), "image": (), "prompt": ()}
     ignored: ClassVar[bodies.Values] = {
         **bodies.IGNORED, "access_programs": (), "context_management": (), "max_tool_calls": (), "truncation": ("disabled",),
     }  # fmt: skip

@@ -45,7 +45,6 @@ from archerfish.errors import CallerError, InvalidOptionError, UnknownOptionErro
 logger = logging.getLogger("archerfish.serve")
 T = TypeVar("T")
 
-KEY_PREFIX = "af-"
 KEY_BYTES = SALT_BYTES = DIGEST_BYTES = 32
 LEAST_KEY_CHARS = 20  # of keys that people choose themselves
 MAX_KEY_CHARS = 512  # longer ones are refused without hashing them
@@ -225,7 +224,7 @@ def add_key(path: str | Path, name: str, **limits: Any) -> str:
     place = Path(path).expanduser()
     text = _read_text(place) if place.exists() else f'salt = "{secrets.token_hex(SALT_BYTES)}"\n'
     data = _parse(text, str(place))
-    key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)  # it is shown once, because only its hash is stored
+    key = f"af-{secrets.token_urlsafe(KEY_BYTES)}"  # it is shown once, because only its hash is stored
     salt = _make_table(data, str(place)).salt
     entry = {"name": name, "key_hash": digest_of(key, salt).hex(), **limits}
     _make_table({**data, "tenant": [*data.get("tenant", []), entry]}, str(place))  # so that no faulty file is written

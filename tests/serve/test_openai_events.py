@@ -99,7 +99,7 @@ async def test_no_comment_is_sent_after_the_last_event() -> None:
     reader = Reader(create_app(FakeBackend(), ServeConfig()))
 
     class Ending:
-        keep_alive_s = 0.0
+        config = ServeConfig(keep_alive_s=0.0)
 
         async def run(self, *_: Any) -> AsyncIterator[list[Any]]:
             stream._is_quiet = True
