@@ -240,9 +240,8 @@ def judge_model(found: ModelSize, ram: Memory, gpus: list[Card]) -> dict[str, An
     def verdicts(dtypes: Iterable[str], more_bytes: int, available: int, total: int, blocks: int = 0) -> dict[str, str]:
         return {dtype: judge((blocks or weight_bytes[dtype]) + more_bytes, available, total) for dtype in dtypes}
 
-    on_cpu = verdicts(
-        (narrow, "float32", *formats), CPU_OVERHEAD_BYTES, ram.available_bytes, ram.total_bytes, found.block_bytes
-    )
+    dtypes, blocks = (narrow, "float32", *formats), found.block_bytes
+    on_cpu = verdicts(dtypes, CPU_OVERHEAD_BYTES, ram.available_bytes, ram.total_bytes, blocks)
     text = fits_in(on_cpu, narrow, formats)
     if on_cpu[narrow] == FITS:
         text = "fits in any type" if on_cpu["float32"] == FITS else f"fits in {narrow}, not in float32"

@@ -35,9 +35,8 @@ def add_embed_arguments(parser: Parser) -> None:
     parser.add_argument("--input", default="", metavar="FILE", help='a text per line, or .jsonl with "text"; - is stdin')
     parser.add_argument("--output", default="", metavar="FILE", help="write the vectors to FILE: .npy, .jsonl or .parquet")
     parser.add_argument("--similarity", action="store_true", help="show the cosine similarity of all pairs of texts")
-    parser.add_argument(
-        "--normalize", action=argparse.BooleanOptionalAction, default=None, help="vectors of length 1 (default: as the model)"
-    )
+    text = "vectors of length 1 (default: as the model)"
+    parser.add_argument("--normalize", action=argparse.BooleanOptionalAction, default=None, help=text)
     parser.add_argument("--prompt-name", default=None, metavar="NAME", help="prompt of the model to put before every text")
     add_options(parser, EmbedConfig, HubConfig)
 
@@ -57,9 +56,8 @@ def run_embed(arguments: Namespace, out: Output) -> int:
     with open_engine(config, hub, out) as engine:
         show_bar = len(texts) >= MANY_TEXTS and out.shows_progress
         started = time.perf_counter()
-        vectors = engine.encode(
-            texts, config.max_batch_size, show_bar, normalize=arguments.normalize, prompt_name=arguments.prompt_name
-        )
+        options = {"normalize": arguments.normalize, "prompt_name": arguments.prompt_name}
+        vectors = engine.encode(texts, config.max_batch_size, show_bar, **options)
         elapsed_s = time.perf_counter() - started
         if arguments.output:
             write_vectors(Path(arguments.output), texts, vectors)

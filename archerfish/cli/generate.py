@@ -32,9 +32,8 @@ DEFAULTS: dict[str, Any] = {"max_tokens": 128}
 
 def add_generate_arguments(parser: Parser) -> None:
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts; without any, standard input is one prompt")
-    parser.add_argument(
-        "--input", default="", metavar="FILE", help='file with a prompt per line, or .jsonl with "prompt"; - is standard input'
-    )
+    text = 'file with a prompt per line, or .jsonl with "prompt"; - is standard input'
+    parser.add_argument("--input", default="", metavar="FILE", help=text)
     add_sampling_flags(parser, **DEFAULTS)
     add_options(parser, EngineConfig, HubConfig)
 
@@ -152,20 +151,16 @@ class Writer:
 def as_json(request: RequestOutput) -> dict[str, Any]:
     outputs = []
     for output in request.outputs:
-        shown: dict[str, Any] = {
-            "text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-        }  # fmt: skip
+        names = ("text", "token_ids", "finish_reason", "stop_reason")
+        shown: dict[str, Any] = {name: getattr(output, name) for name in names}
         if output.logprobs is not None:
             shown["cumulative_logprob"] = output.cumulative_logprob
             shown["logprobs"] = [dataclasses.asdict(item) for item in output.logprobs]
         if output.error is not None:
             shown["error"] = str(output.error)
         outputs.append(shown)
-    found: dict[str, Any] = {
-        "prompt": request.prompt, "outputs": outputs, "num_cached_tokens": request.num_cached_tokens,
-        "metrics": dataclasses.asdict(request.metrics),
-    }  # fmt: skip
+    found: dict[str, Any] = {"prompt": request.prompt, "outputs": outputs, "num_cached_tokens": request.num_cached_tokens}
+    found["metrics"] = dataclasses.asdict(request.metrics)
     if request.prompt_logprobs is not None:
         found["prompt_logprobs"] = [dataclasses.asdict(item) for item in request.prompt_logprobs]
     return found
@@ -179,10 +174,8 @@ NUMBERS["max_tokens"] = "most semantic tokens; 50 are a second"
 
 def add_tts_arguments(parser: Parser) -> None:
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts to speak; without any, the lines of standard input")
-    parser.add_argument(
-        "--input", default="", metavar="FILE",
-        help='file with a text per line, or .jsonl with "text" and other fields of a request; - is standard input',
-    )  # fmt: skip
+    text = 'file with a text per line, or .jsonl with "text" and other fields of a request; - is standard input'
+    parser.add_argument("--input", default="", metavar="FILE", help=text)
     parser.add_argument("--reference", default="", metavar="FILE", help="speak with the voice of a line of this command")
     group = parser.add_argument_group("voice and sampling")
     for spec in dataclasses.fields(TTSRequest):
@@ -213,10 +206,8 @@ def run_tts(arguments: Namespace, out: Output) -> int:
         found = RwkvSampler(engine).generate_tts_tokens_batch(requests)
         elapsed_s = time.perf_counter() - started
     for request, tokens in zip(requests, found, strict=True):
-        shown = {
-            "text": request.get("text"), "global_tokens": tokens.global_tokens, "semantic_tokens": tokens.semantic_tokens,
-            "finish_reason": tokens.finish_reason, "seconds": tokens.seconds,
-        }  # fmt: skip
+        names = ("global_tokens", "semantic_tokens", "finish_reason", "seconds")
+        shown = {"text": request.get("text"), **{name: getattr(tokens, name) for name in names}}
         if tokens.error is not None:
             out.note(f"Failed: {tokens.error}")
             shown["error"] = str(tokens.error)

@@ -103,9 +103,8 @@ def add_convert_arguments(parser: Parser) -> None:
 def run_convert(arguments: Namespace, out: Output) -> int:
     config, hub = section(ConversionConfig, arguments), section(HubConfig, arguments)
     with out.progress("Converting") as progress:
-        result = ModelConverter(config, hub=hub).convert(
-            arguments.source, arguments.output_dir, model_type=arguments.model_type, progress=progress
-        )
+        source, target, kind = arguments.source, arguments.output_dir, arguments.model_type
+        result = ModelConverter(config, hub=hub).convert(source, target, model_type=kind, progress=progress)
     if out.as_json:
         out.result(dataclasses.asdict(result))
     rows = [

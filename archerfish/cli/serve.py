@@ -30,10 +30,8 @@ LIMITS = {
 def add_serve_arguments(parser: Parser) -> None:
     text = "model to serve: the same as --model, --embed-model or --rerank-model, whichever fits the model"
     parser.add_argument("models", nargs="*", metavar="MODEL", help=text)
-    repeatable = [dest(owner, "model") for _, owner in MODEL_FLAGS.values()]
-    add_options(
-        parser, ServeConfig, EngineConfig, EmbedConfig, HubConfig, first=MOST_USED, repeatable=[*repeatable, SERVED_NAME]
-    )
+    repeatable = [SERVED_NAME, *(dest(owner, "model") for _, owner in MODEL_FLAGS.values())]
+    add_options(parser, ServeConfig, EngineConfig, EmbedConfig, HubConfig, first=MOST_USED, repeatable=repeatable)
 
 
 def take_models(arguments: Namespace) -> list[ModelConfig]:

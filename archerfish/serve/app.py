@@ -75,10 +75,8 @@ class FrontEndSync:
     async def query(self, about: str) -> dict[str, Any]:
         """Ask the engine process for a report, and send it the state of this front end."""
         metrics = {metric.name: metric_values(metric) for metric in self.own_metrics()}
-        return await self._catalog.report(Query(
-            request_id="", about=about, credentials=self._catalog.credentials, source=self.source,
-            values=FrontEndState(metrics=metrics, version=self._version, options=self._options()),
-        ))  # fmt: skip
+        state = FrontEndState(metrics=metrics, version=self._version, options=self._options())
+        return await self._catalog.report(Query(request_id="", about=about, source=self.source, values=state))
 
     def _options(self) -> dict[str, Any]:
         return {"max_bytes": self._results.max_bytes, "ttl_seconds": self._results.ttl_seconds}
@@ -202,9 +200,7 @@ class StateRoutes:
         return json_response({**shown, "changed": {name: {"before": a, "now": b} for name, (a, b) in changed.items()}})
 
     async def _configure(self, card: ModelCard, changes: dict[str, Any]) -> RemoteEngine:
-        credentials = self.catalog.credentials
-        message = Configure(request_id="", model=card.id, options=changes, credentials=credentials)
-        return RemoteEngine(await self.catalog.report(message))
+        return RemoteEngine(await self.catalog.report(Configure(request_id="", model=card.id, options=changes)))
 
 
 class RemoteEngine:

@@ -211,14 +211,15 @@ class Catalog:
     async def cards(self) -> list[ModelCard]:
         return self._cards or await self._refresh()
 
-    async def report(self, message: Configure | ExplainRequest | Query) -> dict[str, Any]:
-        """The values of the engine process's answer."""
+    async def report(self, message: Charge | Configure | ExplainRequest | Query) -> dict[str, Any]:
+        """The values of the engine process's answer to a message, which is sent with the credentials of this front end."""
+        message.credentials = self.credentials
         answer = await self.backend.ask(message)
         assert isinstance(answer, Report)
         return answer.values
 
     async def _refresh(self) -> list[ModelCard]:
-        found = await self.report(Query(request_id="", about="models", credentials=self.credentials))
+        found = await self.report(Query(request_id="", about="models"))
         self._cards = msgspec.convert(found["models"], list[ModelCard])
         self._by_name = {name: card for card in reversed(self._cards) for name in names_of(card.id, card.aliases)}
         self._by_name |= {card.id: card for card in self._cards}  # a full name wins over the short name of another model
@@ -288,9 +289,7 @@ class Catalog:
         limit = tenant.tokens_per_minute if is_spent else tenant.requests_per_minute or tenant.tokens_per_minute
         if not limit or (is_spent and not num_tokens):
             return 0
-        message = Charge(request_id="", num_tokens=num_tokens, is_spent=is_spent, tenant=tenant.name)
-        message.credentials = self.credentials
-        await self.backend.ask(message)
+        await self.report(Charge(request_id="", num_tokens=num_tokens, is_spent=is_spent, tenant=tenant.name))
         return num_tokens
 
     async def encode_charged(

@@ -218,10 +218,8 @@ class Generation:
 def usage_of(generations: Sequence[Generation], *, is_output_hidden: bool = False) -> Usage:
     num_prompt = sum(len(generation.prompt_ids) for generation in generations)
     num_output = 0 if is_output_hidden else sum(generation.num_output for generation in generations)
-    return Usage(
-        prompt_tokens=num_prompt, completion_tokens=num_output, total_tokens=num_prompt + num_output,
-        prompt_tokens_details=CachedTokens(cached_tokens=sum(generation.num_cached for generation in generations)),
-    )
+    cached = CachedTokens(cached_tokens=sum(generation.num_cached for generation in generations))
+    return Usage(num_prompt, num_output, total_tokens=num_prompt + num_output, prompt_tokens_details=cached)
 
 
 def effort_values(effort: str) -> dict[str, Any]:

@@ -205,11 +205,9 @@ def message_end(choice: gen.Choice) -> answers.MessageEnd:
 
 
 def message_usage(generation: gen.Generation) -> answers.MessageUsage:
-    num_cached = generation.num_cached
-    return answers.MessageUsage(
-        input_tokens=len(generation.prompt_ids) - num_cached, cache_read_input_tokens=num_cached,
-        output_tokens=generation.num_output,
-    )
+    num_cached, num_output = generation.num_cached, generation.num_output
+    num_input = len(generation.prompt_ids) - num_cached
+    return answers.MessageUsage(input_tokens=num_input, cache_read_input_tokens=num_cached, output_tokens=num_output)
 
 
 class MessageEvents(EventWriter):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from msgspec import UNSET
@@ -178,7 +179,7 @@ class OpenAIRoutes:
         echo = last["content"] if body.echo and last["role"] == "assistant" else ""
         head = gen.answer_head("chatcmpl", generation.request.model)
         if body.stream:
-            writer = ChatEvents(answers.ChatChunk(**head, choices=[]), [generation], body, echo)
+            writer = ChatEvents(answers.ChatChunk(**head, choices=[]), [generation], body, [echo])
             return EventStream(self.service, request, [generation], writer)
         await self.service.complete(request, generation)
         choices = [chat_choice(generation, choice, echo, body.include_reasoning) for choice in generation.choices]
@@ -265,17 +266,20 @@ def prompt_logprobs(generation: gen.Generation) -> answers.PromptLogprobs:
     return shown
 
 
+@dataclass
 class ChunkEvents(EventWriter):
     """An answer in chunks of one choice each; the last one has no choice, and usage if the client asked for it."""
 
-    def __init__(
-        self, chunk: answers.ChatChunk | answers.Completion, generations: Sequence[gen.Generation],
-        body: ChatBody | CompletionBody,
-    ) -> None:
-        self._chunk, self._generations, self._is_hidden = chunk, generations, body.max_tokens == 0
-        options = body.stream_options
+    _chunk: answers.ChatChunk | answers.Completion
+    _generations: Sequence[gen.Generation]
+    _body: Any
+    _echoes: Sequence[str]  # the beginnings of the answers of each generation
+    _offsets: Counter[int] = field(default_factory=Counter)  # where the next token of a choice begins in its text
+
+    def __post_init__(self) -> None:
+        options, self._is_hidden = self._body.stream_options, self._body.max_tokens == 0
         if options is not None and options.include_usage:
-            chunk.usage = None
+            self._chunk.usage = None
         self._is_counting = options is not None and options.include_usage and options.continuous_usage_stats
 
     def write(self, *choices: Any) -> bytes:
@@ -302,19 +306,14 @@ class ChunkEvents(EventWriter):
 class ChatEvents(ChunkEvents):
     """The next message of a conversation in chunks."""
 
-    def __init__(self, chunk: answers.ChatChunk, generations: Sequence[gen.Generation], body: ChatBody, echo: str) -> None:
-        super().__init__(chunk, generations, body)
-        self._hidden, self._echo = () if body.include_reasoning else ("reasoning",), echo
-
     def start(self) -> bytes:
-        first = answers.ChatDelta(role="assistant", content=self._echo)
+        first = answers.ChatDelta(role="assistant", content=self._echoes[0])
         return self.write(*(answers.ChatChunkChoice(choice.index, first) for choice in self._generations[0].choices))
 
     def delta(self, delta: gen.ChoiceDelta) -> bytes:
-        choice, hidden = delta.choice, self._hidden
-        shown = [
-            answers.ChatChunkChoice(choice.index, self._part(choice, part)) for part in delta.parts if part.kind not in hidden
-        ]
+        choice = delta.choice
+        parts = [part for part in delta.parts if self._body.include_reasoning or part.kind != "reasoning"]
+        shown = [answers.ChatChunkChoice(choice.index, self._part(choice, part)) for part in parts]
         if delta.logprobs:
             shown = shown or [answers.ChatChunkChoice(choice.index, answers.ChatDelta(content=""))]
             shown[0].logprobs = chat_logprobs(self._generations[0], delta.logprobs)
@@ -387,13 +386,6 @@ def listed_logprobs(text: ModelText, logprobs: Sequence[tuple[Any, ...]], offset
 class CompletionEvents(ChunkEvents):
     """Texts that continue prompts, in chunks."""
 
-    def __init__(
-        self, chunk: answers.Completion, generations: Sequence[gen.Generation], body: CompletionBody, echoes: Sequence[str]
-    ) -> None:
-        super().__init__(chunk, generations, body)
-        self._has_ids, self._echoes = body.return_token_ids, echoes
-        self._offsets: Counter[int] = Counter()  # where the next token of a choice begins in its text
-
     def start(self) -> bytes:
         choices = zip(self._generations, self._echoes, strict=True)
         echoes = [(choice.place, echo) for generation, echo in choices for choice in generation.choices]
@@ -407,7 +399,7 @@ class CompletionEvents(ChunkEvents):
             self._offsets[choice.place] += sum(map(len, shown.logprobs.tokens))
         if delta.is_last:
             shown.finish_reason, shown.stop_reason = ending(choice)
-        if self._has_ids:
+        if self._body.return_token_ids:
             shown.token_ids = [] if self._is_hidden else delta.token_ids
         elif not delta.is_last and not shown.text and not delta.logprobs:
             return b""

@@ -107,14 +107,12 @@ class TextRoutes:
             with naming("prompt"):
                 text.check_ids(prompt)
             return prompt
-        adds_tokens = body.add_special_tokens
-        if messages is not None:
-            messages, options, start = body.conversation(messages)
-            options |= {"tools": body.tools} if body.tools else {}
-            return await self.catalog.encode_charged(
-                request, text, messages, "messages", options, start, add_special_tokens=adds_tokens
-            )
-        return await self.catalog.encode_charged(request, text, prompt or "", "prompt", add_special_tokens=adds_tokens)
+        others: dict[str, Any] = {"add_special_tokens": body.add_special_tokens}
+        if messages is None:
+            return await self.catalog.encode_charged(request, text, prompt or "", "prompt", **others)
+        messages, options, start = body.conversation(messages)
+        options |= {"tools": body.tools} if body.tools else {}
+        return await self.catalog.encode_charged(request, text, messages, "messages", options, start, **others)
 
 
 # TTS
