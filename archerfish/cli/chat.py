@@ -252,9 +252,8 @@ class Chat:
             self.out.note("There is no answer yet.")
             return
         rate = answer.num_tokens / max(answer.seconds, 1e-9)
-        rows: list[tuple[str, object]] = [
-            ("tokens", answer.num_tokens), ("time", seconds(answer.seconds)), ("tokens/s", f"{rate:.1f}"),
-        ]  # fmt: skip
+        rows: list[tuple[str, object]] = [("tokens", answer.num_tokens), ("time", seconds(answer.seconds))]
+        rows.append(("tokens/s", f"{rate:.1f}"))
         output = answer.output
         if output is not None:
             rows += [

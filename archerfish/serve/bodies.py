@@ -342,9 +342,8 @@ def template_tool(function: dict[str, Any], schema_name: str, where: str) -> dic
         kind = False if isinstance(schema, bool) else schema.get("type")
         if kind not in (None, "object"):
             found = f"type {kind!r}" if kind else "a boolean"
-            raise InvalidInputError(
-                f'{place} must be a schema of type "object", not {found}: a function has its arguments by name.'
-            )
+            reason = "a function has its arguments by name"
+            raise InvalidInputError(f'{place} must be a schema of type "object", not {found}: {reason}.')
     described = "" if description is None else check_text(description, f"{where}.description")
     parameters = schema or {"type": "object", "properties": {}}
     return {"type": "function", "function": {"name": name, "description": described, "parameters": parameters}}

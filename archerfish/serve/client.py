@@ -152,9 +152,8 @@ class AsyncClient:
         self._read()  # sending may have consumed the socket's signal that answers have come
 
     def _unavailable(self, message: str) -> Failed:
-        return Failed(
-            request_id="", code="unavailable", message=message, status=503, hint="Try again.", retry_after_s=self._retry_after_s
-        )
+        wait_s = self._retry_after_s
+        return Failed(request_id="", code="unavailable", message=message, status=503, hint="Try again.", retry_after_s=wait_s)
 
     # The connection
 

@@ -24,9 +24,8 @@ Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 def metric_values(metric: Metric) -> MetricValues:
-    return MetricValues(
-        kind=metric.kind, description=metric.description, label_names=metric.label_names, samples=metric.samples()
-    )
+    labels, samples = metric.label_names, metric.samples()
+    return MetricValues(kind=metric.kind, description=metric.description, label_names=labels, samples=samples)
 
 
 def read_metrics(values: Mapping[str, Any]) -> list[Metric]:

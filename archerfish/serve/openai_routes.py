@@ -211,9 +211,8 @@ class OpenAIRoutes:
                 with naming("prompt"):
                     text.check_ids(token_ids)
                     text.check_length(token_ids)
-            generations.append(self.service.prepare(
-                request, body, text, token_ids, params, names["grammar"], first_place=place * params.n
-            ))  # fmt: skip
+            format_param, first = names["grammar"], place * params.n
+            generations.append(self.service.prepare(request, body, text, token_ids, params, format_param, first_place=first))
         echoes = [echo_text(text, prompt) if body.echo else "" for prompt in body.prompt]
         head = gen.answer_head("cmpl", text.card.id)
         if body.stream:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import IO, Any, BinaryIO, Literal, TypeVar
 
 import msgspec
 
@@ -218,13 +218,13 @@ class KeptProcess:
             )  # fmt: skip
         assert process.stdin is not None and process.stdout is not None
         try:
-            report = self._configure(process)
+            report = self._configure(process, process.stdin, process.stdout)
             self.start_s = time.monotonic() - started_at
             self.num_starts += 1
             self.is_serving = True
             if not self._first_report.done():
                 self._first_report.set_result(report)
-            self._watch(process)
+            self._watch(process, process.stdout)
         except BaseException:
             process.kill()
             raise
@@ -237,27 +237,25 @@ class KeptProcess:
                 logger.error("The %s has died (%s) and is started again.", self.name, status_text(code))
             self.is_serving = False
 
-    def _configure(self, process: subprocess.Popen[bytes]) -> dict[str, str]:
+    def _configure(self, process: subprocess.Popen[bytes], stdin: IO[bytes], stdout: IO[bytes]) -> dict[str, str]:
         """Send the configuration and wait until the process serves."""
-        assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(msgspec.json.encode(self._config()) + b"\n")
-        line = process.stdout.readline()
+            stdin.write(msgspec.json.encode(self._config()) + b"\n")
+        line = stdout.readline()
         report = msgspec.json.decode(line, type=dict[str, str]) if line.startswith(b"{") else {}
         if "address" not in report:
             message = f"The {self.name} ended while it started, with {status_text(process.wait())}; its log says why."
             raise ProcessStartError(report.get("error", message), hint=report.get("hint", ""))
         return report
 
-    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, process: subprocess.Popen[bytes], stdout: IO[bytes]) -> None:
         """Return when the process has ended, or was killed because it hangs. This must work without a free file descriptor."""
-        assert process.stdout is not None
         stall, num_bytes = Stall(), 0
         timeout_ms = BEAT_S * 1000 if self._silence_s else None
         poller = select.poll()
-        poller.register(process.stdout, select.POLLIN)
+        poller.register(stdout, select.POLLIN)
         while True:
-            data = os.read(process.stdout.fileno(), 1 << 16) if poller.poll(timeout_ms) else None
+            data = os.read(stdout.fileno(), 1 << 16) if poller.poll(timeout_ms) else None
             if data == b"":
                 return
             num_bytes += len(data or b"")

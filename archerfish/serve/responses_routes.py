@@ -165,9 +165,8 @@ def status_of(choice: gen.Choice) -> answers.ItemStatus:
 
 
 def call_item(call: gen.PendingCall) -> answers.FunctionCallItem:
-    return answers.FunctionCallItem(
-        id=gen.new_id("fc"), call_id=call.id, name=call.name, arguments=call.arguments, status="completed"
-    )
+    item_id, name, arguments = gen.new_id("fc"), call.name, call.arguments
+    return answers.FunctionCallItem(id=item_id, call_id=call.id, name=name, arguments=arguments, status="completed")
 
 
 class ResponseEvents(EventWriter):

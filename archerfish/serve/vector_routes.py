@@ -124,10 +124,9 @@ class VectorRoutes:
     async def embeddings(self, request: Request, body: EmbeddingsBody) -> Response:
         """Vectors of texts."""
         card, rows, usage = await self.of_body(request, body)
-        cut, shown = set(request.state.truncated), shown_rows(rows, body.encoding_format)
-        data: Any = await encode_items(
-            answers.Embedding(index=index, embedding=row, truncated=index in cut or UNSET) for index, row in enumerate(shown)
-        )
+        cut, shown = set(request.state.truncated), enumerate(shown_rows(rows, body.encoding_format))
+        items = (answers.Embedding(index=index, embedding=row, truncated=index in cut or UNSET) for index, row in shown)
+        data: Any = await encode_items(items)
         return json_response(answers.Embeddings(data=data, model=card.id, usage=usage))
 
     async def rerank(self, request: Request, body: RerankBody) -> Response:
