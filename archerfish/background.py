@@ -1,11 +1,13 @@
-"""Work in a background thread, and values that are made when they are first needed."""
+"""Work in a background thread, values that are made when they are first needed, and handlers of signals."""
 
 from __future__ import annotations
 
 import os
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -73,3 +75,18 @@ def finish_before_fork(running: Future[R]) -> Future[R]:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=lambda: wait(list(_fork_waits_for)))
+
+
+@contextmanager
+def signals_to(handler: Callable[..., None], *numbers: int) -> Iterator[None]:
+    """Let `handler` handle these signals during the block, unless it sets another. Outside of the main thread, do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            if signal.getsignal(number) == handler:  # bound methods are equal, not identical
+                signal.signal(number, earlier)

@@ -9,9 +9,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from archerfish.background import signals_to
 from archerfish.bench.report import Baseline, BenchReport, Found, Goal, compare, format_number, read_breaches, write_json
 from archerfish.bench.table import BENCHES, Bench, Flag, load
-from archerfish.cli.interrupts import exit_tidily, signals_to
+from archerfish.cli.interrupts import exit_tidily
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output
 from archerfish.errors import MachineError
@@ -24,7 +25,6 @@ REPORT_FLAGS = (
     Flag("--baseline", f"compare with the baseline in FILE; exit with {EXIT_REGRESSION} when a figure is worse in three runs "
          "in a row (counted in FILE.breaches)", metavar="FILE"),
 )  # fmt: skip
-SHOWN_FLAGS = ("--json", "--quiet", "--debug")
 
 
 def add_bench_arguments(parser: Parser) -> None:
@@ -86,11 +86,9 @@ def finish(report: BenchReport, goals: Sequence[Goal], arguments: Namespace, out
 def bench_words(words: Sequence[str]) -> list[str]:
     """The words of the command that say what is measured."""
     with_value = [flag.name for flag in REPORT_FLAGS]
-    return [
-        word
-        for before, word in zip(("", *words), words, strict=False)
-        if before not in with_value and word.split("=")[0] not in (*with_value, *SHOWN_FLAGS)
-    ]
+    left_out = (*with_value, "--json", "--quiet", "--debug")
+    pairs = zip(("", *words), words, strict=False)
+    return [word for before, word in pairs if before not in with_value and word.split("=")[0] not in left_out]
 
 
 def show(report: BenchReport, goals: Sequence[Goal], machine: dict[str, str], out: Output) -> None:

@@ -6,6 +6,7 @@ Ctrl-c stops the answer. At the prompt, or when it is pressed twice, ctrl-c ends
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import threading
 import time
@@ -16,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from archerfish.background import signals_to
 from archerfish.cli.generate import open_engine
-from archerfish.cli.interrupts import exit_now, signals_to
+from archerfish.cli.interrupts import exit_now
 from archerfish.cli.options import Parser, add_options, add_sampling_flags, read_sampling_flags, section
 from archerfish.cli.output import Output, print_error, printable, seconds, styled
 from archerfish.config import EngineConfig, HubConfig
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from archerfish.params import SamplingParams
 
 DEFAULTS: dict[str, Any] = {"max_tokens": 1024, "temperature": 0.7, "top_p": 0.95}
-MAX_HISTORY_LINES = 1000
 COMMANDS = {
     "/help": "this list",
     "/reset": "start a new conversation with the same system message",
@@ -146,7 +147,7 @@ class Chat:
 
         self.history.append({"role": "user", "content": text})
         try:
-            with signals_to(on_interrupt):
+            with signals_to(on_interrupt, signal.SIGINT):
                 self._stream(answer, stop)
         except KeyboardInterrupt:  # outside of the main thread there is no signal handler
             answer.is_stopped = True
@@ -251,9 +252,8 @@ class Chat:
             self.out.note("There is no answer yet.")
             return
         rate = answer.num_tokens / max(answer.seconds, 1e-9)
-        rows: list[tuple[str, object]] = [
-            ("tokens", answer.num_tokens), ("time", seconds(answer.seconds)), ("tokens/s", f"{rate:.1f}"),
-        ]  # fmt: skip
+        rows: list[tuple[str, object]] = [("tokens", answer.num_tokens), ("time", seconds(answer.seconds))]
+        rows.append(("tokens/s", f"{rate:.1f}"))
         output = answer.output
         if output is not None:
             rows += [
@@ -298,7 +298,7 @@ def line_reader(hub: HubConfig) -> Iterator[ReadLine]:
     history = hub.cache_path() / "chat_history"
     with suppress(OSError):
         readline.read_history_file(history)
-    readline.set_history_length(MAX_HISTORY_LINES)
+    readline.set_history_length(1000)  # lines
 
     def read_line(prompt: str) -> str:
         # \001 and \002 mark characters that have no width for readline.
@@ -314,15 +314,13 @@ def line_reader(hub: HubConfig) -> Iterator[ReadLine]:
 
 # Markdown on a terminal while it is being generated
 
-FENCES = ("```", "~~~")
-
 
 def split_blocks(text: str) -> list[str]:
     """Text cut after its empty lines, except those within a fenced block of code. The last part is not finished yet."""
     blocks, is_code = [""], False
     for line in text.splitlines(keepends=True):
         blocks[-1] += line
-        is_code ^= line.lstrip().startswith(FENCES)
+        is_code ^= line.lstrip().startswith(("```", "~~~"))
         if not line.strip() and line.endswith("\n") and not is_code:
             blocks.append("")
     return blocks

@@ -43,9 +43,6 @@ from archerfish.types import DTYPE_BYTES
 
 FEATURES = (("AVX2", "avx2"), ("AVX-512", "avx512f"), ("AVX512-BF16", "avx512_bf16"), ("AMX", "amx_tile"))
 ARM_FEATURES = (("NEON", "asimd"), ("SVE", "sve"), ("BF16", "bf16"), ("I8MM", "i8mm"))
-MIN_PYTHON = (3, 11)
-COMPILERS = ("cc", "c++", "nvcc")
-PEERS = ("sentence-transformers", "onnxruntime", "openvino")
 # Memory besides the weights. CPU: Python, torch and batches (340-430 MB measured with MiniLM). GPU: context and workspaces.
 CPU_OVERHEAD_BYTES = 500_000_000
 GPU_OVERHEAD_BYTES = 1_000_000_000
@@ -132,8 +129,6 @@ def examine(hub: HubConfig, model: str, out: Output) -> dict[str, Any]:
     is_writable = os.access(existing, os.W_OK)
     missing = [package["name"] for package in packages if not package["version"] and not package["needed_for"]]
     problems = [f"The package {name} is missing: pip install {name}." for name in missing]
-    if sys.version_info < MIN_PYTHON:
-        problems.append(f"Python {'.'.join(map(str, MIN_PYTHON))} or newer is needed.")
     if not is_writable:
         problems.append(f"The cache directory {cache} cannot be written to: choose another with --cache-dir.")
     problems += find_damage(model, out)
@@ -148,7 +143,7 @@ def examine(hub: HubConfig, model: str, out: Output) -> dict[str, Any]:
         "cpu": describe_cpu(cpu()),
         "memory": dataclasses.asdict(ram),
         "gpus": [dataclasses.asdict(gpu) for gpu in gpus],
-        "compilers": {name: shutil.which(name) or "" for name in COMPILERS},
+        "compilers": {name: shutil.which(name) or "" for name in ("cc", "c++", "nvcc")},
         "packages": packages,
         "fast_paths": [{"name": path.name, "on": path.is_on, "reason": path.reason} for path in paths],
         "cache": {
@@ -177,10 +172,9 @@ def find_damage(model: str, out: Output) -> list[str]:
 
 def describe_cpu(processor: Cpu) -> dict[str, Any]:
     features = ARM_FEATURES if "asimd" in processor.flags else FEATURES
-    return {
-        "model": processor.model, "usable_cores": processor.num_cores, "total_cores": os.cpu_count() or 1,
-        "features": {name: flag in processor.flags for name, flag in features},
-    }  # fmt: skip
+    found = {name: flag in processor.flags for name, flag in features}
+    cores = {"usable_cores": processor.num_cores, "total_cores": os.cpu_count() or 1}
+    return {"model": processor.model, **cores, "features": found}
 
 
 def find_packages() -> list[dict[str, str]]:
@@ -198,7 +192,8 @@ def find_packages() -> list[dict[str, str]]:
         extra = re.search(r"extra == ['\"](\w+)['\"]", marker)
         if extra is None or extra[1] != "test":
             wanted.setdefault(re.split(r"[^\w.-]", name.strip(), maxsplit=1)[0], extra[1] if extra else "")
-    for name, needed_for in {**dict.fromkeys(PEERS, "bench"), "triton": "gpu kernels"}.items():
+    peers = dict.fromkeys(("sentence-transformers", "onnxruntime", "openvino"), "bench")
+    for name, needed_for in {**peers, "triton": "gpu kernels"}.items():
         wanted.setdefault(name, needed_for)
     found = []
     for name, needed_for in wanted.items():
@@ -255,9 +250,8 @@ def judge_model(found: ModelSize, ram: Memory, gpus: list[Card]) -> dict[str, An
     def verdicts(dtypes: Iterable[str], more_bytes: int, available: int, total: int, blocks: int = 0) -> dict[str, str]:
         return {dtype: judge((blocks or weight_bytes[dtype]) + more_bytes, available, total) for dtype in dtypes}
 
-    on_cpu = verdicts(
-        (narrow, "float32", *formats), CPU_OVERHEAD_BYTES, ram.available_bytes, ram.total_bytes, found.block_bytes
-    )
+    dtypes, blocks = (narrow, "float32", *formats), found.block_bytes
+    on_cpu = verdicts(dtypes, CPU_OVERHEAD_BYTES, ram.available_bytes, ram.total_bytes, blocks)
     text = fits_in(on_cpu, narrow, formats)
     if on_cpu[narrow] == FITS:
         text = "fits in any type" if on_cpu["float32"] == FITS else f"fits in {narrow}, not in float32"

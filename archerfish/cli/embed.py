@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 20
 MANY_TEXTS = 64  # with this many texts or more, a progress bar is shown
-TEXT_WIDTH = 48
 
 
 def add_embed_arguments(parser: Parser) -> None:
@@ -36,9 +35,8 @@ def add_embed_arguments(parser: Parser) -> None:
     parser.add_argument("--input", default="", metavar="FILE", help='a text per line, or .jsonl with "text"; - is stdin')
     parser.add_argument("--output", default="", metavar="FILE", help="write the vectors to FILE: .npy, .jsonl or .parquet")
     parser.add_argument("--similarity", action="store_true", help="show the cosine similarity of all pairs of texts")
-    parser.add_argument(
-        "--normalize", action=argparse.BooleanOptionalAction, default=None, help="vectors of length 1 (default: as the model)"
-    )
+    text = "vectors of length 1 (default: as the model)"
+    parser.add_argument("--normalize", action=argparse.BooleanOptionalAction, default=None, help=text)
     parser.add_argument("--prompt-name", default=None, metavar="NAME", help="prompt of the model to put before every text")
     add_options(parser, EmbedConfig, HubConfig)
 
@@ -58,9 +56,8 @@ def run_embed(arguments: Namespace, out: Output) -> int:
     with open_engine(config, hub, out) as engine:
         show_bar = len(texts) >= MANY_TEXTS and out.shows_progress
         started = time.perf_counter()
-        vectors = engine.encode(
-            texts, config.max_batch_size, show_bar, normalize=arguments.normalize, prompt_name=arguments.prompt_name
-        )
+        options = {"normalize": arguments.normalize, "prompt_name": arguments.prompt_name}
+        vectors = engine.encode(texts, config.max_batch_size, show_bar, **options)
         elapsed_s = time.perf_counter() - started
         if arguments.output:
             write_vectors(Path(arguments.output), texts, vectors)
@@ -88,7 +85,7 @@ def run_embed(arguments: Namespace, out: Output) -> int:
 
 def show_table(out: Output, texts: list[str], vectors: Vectors, tokens: list[int], cosines: Vectors | None) -> None:
     """The first texts with the beginning of their vectors, or with their similarities."""
-    shown = [shorten(text, TEXT_WIDTH) for text in texts[:MAX_ROWS]]
+    shown = [shorten(text, width=48) for text in texts[:MAX_ROWS]]
     if cosines is not None:
         columns = [f"[{index}]" for index in range(len(shown))]
         rows = [(columns[i], text, *(f"{value:.3f}" for value in cosines[i, : len(shown)])) for i, text in enumerate(shown)]

@@ -1,21 +1,25 @@
-"""`archerfish generate`: texts or JSON lines for prompts.
+"""`archerfish generate`: texts or JSON lines for prompts; `archerfish tts`: TTS tokens for texts, one JSON object per line.
 
-A single answer is shown while it is generated, several answers when each is finished.
+A single answer to a prompt is shown while it is generated, several answers when each is finished.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 import time
 from argparse import Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from archerfish.cli import options
 from archerfish.cli.options import Parser, add_options, add_sampling_flags, read_sampling_flags, section
 from archerfish.cli.output import Output, printable, seconds, styled
-from archerfish.cli.texts import gather_texts
+from archerfish.cli.texts import gather_entries, gather_texts, read_entries
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.engine.progress import shorten
+from archerfish.engine.tts import PROPERTIES, TTSRequest
 from archerfish.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -24,14 +28,12 @@ if TYPE_CHECKING:
     from archerfish.params import SamplingParams
 
 DEFAULTS: dict[str, Any] = {"max_tokens": 128}
-TITLE_WIDTH = 72
 
 
 def add_generate_arguments(parser: Parser) -> None:
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts; without any, standard input is one prompt")
-    parser.add_argument(
-        "--input", default="", metavar="FILE", help='file with a prompt per line, or .jsonl with "prompt"; - is standard input'
-    )
+    text = 'file with a prompt per line, or .jsonl with "prompt"; - is standard input'
+    parser.add_argument("--input", default="", metavar="FILE", help=text)
     add_sampling_flags(parser, **DEFAULTS)
     add_options(parser, EngineConfig, HubConfig)
 
@@ -128,7 +130,7 @@ class Writer:
 
     def write(self, place: int) -> None:
         request, is_rich, lines = self.waiting[place], self.out.is_rich, list[str]()
-        title = shorten(printable(request.prompt or str(request.prompt_token_ids)), TITLE_WIDTH)
+        title = shorten(printable(request.prompt or str(request.prompt_token_ids)), width=72)
         for output in request.outputs:
             names = [f"prompt {place + 1} of {self.num_prompts}"] if self.num_prompts > 1 else []
             names += [f"answer {output.index + 1} of {len(request.outputs)}"] if len(request.outputs) > 1 else []
@@ -149,20 +151,78 @@ class Writer:
 def as_json(request: RequestOutput) -> dict[str, Any]:
     outputs = []
     for output in request.outputs:
-        shown: dict[str, Any] = {
-            "text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-        }  # fmt: skip
+        names = ("text", "token_ids", "finish_reason", "stop_reason")
+        shown: dict[str, Any] = {name: getattr(output, name) for name in names}
         if output.logprobs is not None:
             shown["cumulative_logprob"] = output.cumulative_logprob
             shown["logprobs"] = [dataclasses.asdict(item) for item in output.logprobs]
         if output.error is not None:
             shown["error"] = str(output.error)
         outputs.append(shown)
-    found: dict[str, Any] = {
-        "prompt": request.prompt, "outputs": outputs, "num_cached_tokens": request.num_cached_tokens,
-        "metrics": dataclasses.asdict(request.metrics),
-    }  # fmt: skip
+    found: dict[str, Any] = {"prompt": request.prompt, "outputs": outputs, "num_cached_tokens": request.num_cached_tokens}
+    found["metrics"] = dataclasses.asdict(request.metrics)
     if request.prompt_logprobs is not None:
         found["prompt_logprobs"] = [dataclasses.asdict(item) for item in request.prompt_logprobs]
     return found
+
+
+# Speech
+
+NUMBERS = {name: options.SAMPLING[name] for name in ("temperature", "top_p", "top_k", "seed")}
+NUMBERS["max_tokens"] = "most semantic tokens; 50 are a second"
+
+
+def add_tts_arguments(parser: Parser) -> None:
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts to speak; without any, the lines of standard input")
+    text = 'file with a text per line, or .jsonl with "text" and other fields of a request; - is standard input'
+    parser.add_argument("--input", default="", metavar="FILE", help=text)
+    parser.add_argument("--reference", default="", metavar="FILE", help="speak with the voice of a line of this command")
+    group = parser.add_argument_group("voice and sampling")
+    for spec in dataclasses.fields(TTSRequest):
+        if spec.name in PROPERTIES:
+            text = f"one of {', '.join(PROPERTIES[spec.name])} (default: {spec.default})"
+            options.add_flag(group, f"tts.{spec.name}", spec.default, help=text, metavar="NAME")
+        elif spec.name in NUMBERS:
+            metavar, kind = ("X", float) if spec.name in ("temperature", "top_p") else ("N", int)
+            options.add_flag(group, f"tts.{spec.name}", spec.default, help=NUMBERS[spec.name], metavar=metavar, type=kind)
+    add_options(parser, EngineConfig, HubConfig)
+
+
+def run_tts(arguments: Namespace, out: Output) -> int:
+    from archerfish.engine.rwkv_sampler import RwkvSampler
+
+    config, hub = section(EngineConfig, arguments), section(HubConfig, arguments)
+    voice = options.values_of("tts.", arguments)
+    if arguments.reference:
+        voice |= read_voice(Path(arguments.reference))
+    TTSRequest(text="any", **voice)  # raises the errors that all requests would have, before the model is loaded
+    requests: list[dict[str, Any]] = []
+    for place, entry in gather_entries(arguments.texts, arguments.input):
+        if not isinstance(entry, str | dict):
+            raise InvalidInputError(f"{place} is not a JSON object.")
+        requests.append(voice | ({"text": entry} if isinstance(entry, str) else entry))
+    with open_engine(config, hub, out) as engine:
+        started = time.perf_counter()
+        found = RwkvSampler(engine).generate_tts_tokens_batch(requests)
+        elapsed_s = time.perf_counter() - started
+    for request, tokens in zip(requests, found, strict=True):
+        names = ("global_tokens", "semantic_tokens", "finish_reason", "seconds")
+        shown = {"text": request.get("text"), **{name: getattr(tokens, name) for name in names}}
+        if tokens.error is not None:
+            out.note(f"Failed: {tokens.error}")
+            shown["error"] = str(tokens.error)
+        out.result(shown)
+    spoken_s = sum(tokens.seconds for tokens in found)
+    out.note(f"{config.model}: {seconds(spoken_s)} of audio in {seconds(elapsed_s)}")
+    return 1 if any(tokens.error is not None for tokens in found) else 0
+
+
+def read_voice(path: Path) -> dict[str, Any]:
+    """The voice in the first line of a file."""
+    try:
+        _, line = next(read_entries(path))
+        entry = json.loads(line) if isinstance(line, str) else line
+        return {"ref_global_tokens": entry["global_tokens"], "ref_semantic_tokens": entry["semantic_tokens"]}
+    except (StopIteration, json.JSONDecodeError, TypeError, KeyError):
+        hint = "`archerfish tts` writes such lines."
+        raise InvalidInputError(f"{path} does not begin with global_tokens and semantic_tokens in JSON.", hint=hint) from None

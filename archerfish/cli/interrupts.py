@@ -6,25 +6,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import NoReturn
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-
-
-@contextmanager
-def signals_to(handler: Callable[..., None], number: int = signal.SIGINT) -> Iterator[None]:
-    """Let `handler` handle a signal during the block, unless it sets another. Outside of the main thread, do nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        if signal.getsignal(number) is handler:
-            signal.signal(number, before)
 
 
 def interrupt_once(*_: object) -> NoReturn:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from archerfish import __version__
+from archerfish.background import signals_to
 from archerfish.bench.table import BENCHES
-from archerfish.cli.interrupts import EXIT_INTERRUPTED, interrupt_once, signals_to
+from archerfish.cli.interrupts import EXIT_INTERRUPTED, interrupt_once
 from archerfish.cli.options import COMMON_FLAGS, Parser, add_common, suggest_flag
 from archerfish.cli.output import Output, print_error
 from archerfish.errors import ArcherfishError, UnknownOptionError, did_you_mean
@@ -41,14 +43,14 @@ COMMANDS = (
     Command("chat", "chat", "talk to a model in the terminal", "[MESSAGE] "),
     Command("generate", "generate", "continue prompts", "[PROMPT ...] "),
     Command("embed", "embed", "turn texts into vectors", "[TEXT ...] "),
-    Command("tts", "tts", "turn texts into tokens of speech", "[TEXT ...] "),
+    Command("tts", "generate", "turn texts into tokens of speech", "[TEXT ...] "),
     Command("pull", "models", "download models, or list those on this machine", "[MODEL ...] "),
     Command("list", "models", "list the models on this machine: sizes, last use"),
     Command("rm", "models", "delete models from the cache", "MODEL ... "),
     Command("convert", "models", "convert a model into a directory of the Arrow store", "SOURCE OUTPUT_DIR "),
     Command("doctor", "doctor", "report what this machine has, which fast paths are on, and which models fit", "[MODEL] "),
-    Command("kernels export", "kernels", "compile the GPU kernels of a model and write them to a file", "MODEL FILE "),
-    Command("kernels import", "kernels", "read GPU kernels from such a file, which must be trusted like a program", "FILE "),
+    Command("kernels export", "models", "compile the GPU kernels of a model and write them to a file", "MODEL FILE "),
+    Command("kernels import", "models", "read GPU kernels from such a file, which must be trusted like a program", "FILE "),
     *(Command(f"bench {bench.name}", "bench", bench.summary, bench.usage) for bench in BENCHES),
 )
 DESCRIPTION = "archerfish: one small inference engine. `archerfish COMMAND --help` shows the options of a command."
@@ -58,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. An error becomes a message; --debug shows its traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        with signals_to(interrupt_once):
+        with signals_to(interrupt_once, signal.SIGINT):
             code = dispatch(arguments)
         sys.stdout.flush()
         return code

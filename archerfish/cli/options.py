@@ -43,7 +43,6 @@ NO_FLAGS = (  # fields for programs only
     "structured_outputs", "guided_decoding", "bad_words", "allowed_token_ids", "logits_processors", "detokenize", "output_kind",
     "stages",
 )  # fmt: skip
-REPEATABLE = ("stop", "stop_token_ids", "logit_bias")
 
 
 class Parser(argparse.ArgumentParser):
@@ -151,7 +150,7 @@ def add_sampling_flags(parser: Parser, **defaults: Any) -> None:
         of_model = "what the model's files state, else " if spec.name in MODEL_DEFAULTS else ""
         shown = f" (default: {of_model}{default})" if type(default) in (int, float) else ""
         metavar, kind = VALUES.get(spec.name, ("X", float) if isinstance(spec.default, float) else ("N", int))
-        action = "append" if spec.name in REPEATABLE else "store"
+        action = "append" if spec.name in ("stop", "stop_token_ids", "logit_bias") else "store"
         text = SAMPLING[spec.name] + shown
         add_flag(group, f"sampling.{spec.name}", spec.default, help=text, metavar=metavar, type=kind, action=action)
 

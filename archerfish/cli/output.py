@@ -21,8 +21,7 @@ class Output:
     """Writes the result of a command to stdout and its remarks to stderr."""
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
-        self.as_json = as_json
-        self.quiet = quiet
+        self.as_json, self.quiet = as_json, quiet
 
     @property
     def is_rich(self) -> bool:

@@ -30,10 +30,8 @@ LIMITS = {
 def add_serve_arguments(parser: Parser) -> None:
     text = "model to serve: the same as --model, --embed-model or --rerank-model, whichever fits the model"
     parser.add_argument("models", nargs="*", metavar="MODEL", help=text)
-    repeatable = [dest(owner, "model") for _, owner in MODEL_FLAGS.values()]
-    add_options(
-        parser, ServeConfig, EngineConfig, EmbedConfig, HubConfig, first=MOST_USED, repeatable=[*repeatable, SERVED_NAME]
-    )
+    repeatable = [SERVED_NAME, *(dest(owner, "model") for _, owner in MODEL_FLAGS.values())]
+    add_options(parser, ServeConfig, EngineConfig, EmbedConfig, HubConfig, first=MOST_USED, repeatable=repeatable)
 
 
 def take_models(arguments: Namespace) -> list[ModelConfig]:
@@ -72,17 +70,14 @@ def run_serve(arguments: Namespace, out: Output) -> int:
     embed, hub = section(EmbedConfig, arguments), section(HubConfig, arguments)
     for kind, (flag, owner) in MODEL_FLAGS.items():
         if service.kinds not in ("all", kind) and dest(owner, "model") in arguments:
-            raise InvalidOptionError(
-                f"{flag} names a model of {kind}, but only models of {service.kinds} are served (--kinds).",
-                hint=f"Name the model with {MODEL_FLAGS[service.kinds][0]}, or leave out --kinds.",
-            )
+            message = f"{flag} names a model of {kind}, but only models of {service.kinds} are served (--kinds)."
+            hint = f"Name the model with {MODEL_FLAGS[service.kinds][0]}, or leave out --kinds."
+            raise InvalidOptionError(message, hint=hint)
     try:
         from archerfish.serve.run import serve
     except ModuleNotFoundError as error:
-        raise MachineError(
-            f"The service needs the package {error.name}, which is not installed.",
-            hint="Run `pip install 'archerfish[serve]'`.",
-        ) from error
+        hint = "Run `pip install 'archerfish[serve]'`."
+        raise MachineError(f"The service needs the package {error.name}, which is not installed.", hint=hint) from error
     with ExitStack() as stack:
         progress = stack.enter_context(out.progress("Loading"))
 

@@ -351,7 +351,7 @@ class MessageDelta(Schema, tag_field="type", tag="message_delta"):
 
 
 class MessageStop(Schema, tag_field="type", tag="message_stop"):
-    pass
+    """The last event."""
 
 
 MESSAGE_EVENTS = (MessageStart, ContentBlockStart, ContentBlockDelta, ContentBlockStop, MessageDelta, MessageStop)

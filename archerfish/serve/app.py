@@ -75,10 +75,8 @@ class FrontEndSync:
     async def query(self, about: str) -> dict[str, Any]:
         """Ask the engine process for a report, and send it the state of this front end."""
         metrics = {metric.name: metric_values(metric) for metric in self.own_metrics()}
-        return await self._catalog.report(Query(
-            request_id="", about=about, credentials=self._catalog.credentials, source=self.source,
-            values=FrontEndState(metrics=metrics, version=self._version, options=self._options()),
-        ))  # fmt: skip
+        state = FrontEndState(metrics=metrics, version=self._version, options=self._options())
+        return await self._catalog.report(Query(request_id="", about=about, source=self.source, values=state))
 
     def _options(self) -> dict[str, Any]:
         return {"max_bytes": self._results.max_bytes, "ttl_seconds": self._results.ttl_seconds}
@@ -104,10 +102,8 @@ class FrontEndSync:
         try:
             async with asyncio.timeout(ANSWER_S):
                 found |= {metric.name: metric for metric in read_metrics(await self.query("metrics"))}
-        except TimeoutError:
-            is_up = False
-        except ArcherfishError as error:
-            if error.status != 503:
+        except (ArcherfishError, TimeoutError) as error:
+            if getattr(error, "status", 503) != 503:
                 raise
             is_up = False
         return [*gauges({"engine_up": is_up}), *found.values()]
@@ -204,9 +200,7 @@ class StateRoutes:
         return json_response({**shown, "changed": {name: {"before": a, "now": b} for name, (a, b) in changed.items()}})
 
     async def _configure(self, card: ModelCard, changes: dict[str, Any]) -> RemoteEngine:
-        credentials = self.catalog.credentials
-        message = Configure(request_id="", model=card.id, options=changes, credentials=credentials)
-        return RemoteEngine(await self.catalog.report(message))
+        return RemoteEngine(await self.catalog.report(Configure(request_id="", model=card.id, options=changes)))
 
 
 class RemoteEngine:
@@ -232,13 +226,9 @@ def create_app(
     """
     config, registry, tenants = config or ServeConfig(), registry or MetricRegistry(), tenants or Tenants()
     catalog = Catalog(backend, credentials, accepts_any=config.accept_any_model)
-    results = ResultCache(
-        config.result_cache_mib << 20, config.result_cache_ttl_s, max_tenants=max(1, len(tenants.all())),
-        num_front_ends=config.num_front_ends,
-    )
-    texts = TextService(
-        catalog, results, config.keep_alive_s, config.max_output_tokens, has_reasoning=config.reasoning == "auto"
-    )
+    shares: dict[str, Any] = {"max_tenants": max(1, len(tenants.all())), "num_front_ends": config.num_front_ends}
+    results = ResultCache(config.result_cache_mib << 20, config.result_cache_ttl_s, **shares)
+    texts = TextService(catalog, results, config)
     share = FrontEndSync(catalog, registry, results)
 
     @asynccontextmanager
@@ -255,17 +245,12 @@ def create_app(
 
     vectors = VectorRoutes(catalog, config, registry)
     groups = (
-        OpenAIRoutes(texts, config), vectors, ResponsesRoutes(texts), MessagesRoutes(texts), TextRoutes(texts),
-        TTSRoutes(texts), OllamaRoutes(texts, vectors), CohereRoutes(vectors), TEIRoutes(vectors, config), VLLMRoutes(vectors),
+        OpenAIRoutes(texts), vectors, ResponsesRoutes(texts), MessagesRoutes(texts), TextRoutes(texts),
+        TTSRoutes(texts), OllamaRoutes(texts, vectors), CohereRoutes(vectors), TEIRoutes(vectors), VLLMRoutes(vectors),
         StateRoutes(catalog, results, share),
     )  # fmt: skip
-    middleware = Middleware(
-        RequestMiddleware, registry=registry, tenants=tenants, max_body_bytes=config.max_body_bytes,
-        has_access_log=config.access_log,
-    )
-    app = Starlette(
-        routes=[route for group in groups for route in group.routes], middleware=[middleware], exception_handlers=HANDLERS,
-        lifespan=lifespan,
-    )
+    routes = [route for group in groups for route in group.routes]
+    middleware = [Middleware(RequestMiddleware, registry, tenants, config)]
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS, lifespan=lifespan)
     app.router.redirect_slashes = False
     return app

@@ -10,28 +10,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    PlainValidator,
-    ValidationInfo,
-    WithJsonSchema,
-    model_validator,
-)  # fmt: skip
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PlainValidator, ValidationInfo, WithJsonSchema
 
 from archerfish.engine.request_maker import MAX_DEADLINE_S
 from archerfish.errors import InvalidInputError, did_you_mean
 from archerfish.params import MAX_LOGPROBS, MAX_SEED, MIN_SEED, SamplingParams, read_structured
-from archerfish.serve.errors import (
-    InvalidParameterError,
-    UnknownParameterError,
-    UnsupportedParameterError,
-    check_members,
-    json_type,
-    naming,
-)
+from archerfish.serve import errors
+from archerfish.serve.errors import InvalidParameterError, check_members, json_type, naming
 from archerfish.serve.formats import check_schema, nested_grammar, response_grammar
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -120,7 +106,7 @@ class Body(BaseModel):
     # Parameters that are accepted without an effect. A remark says so, unless the value is one that changes nothing.
     ignored: ClassVar[Values] = {}
 
-    @model_validator(mode="wrap")
+    @pydantic.model_validator(mode="wrap")
     @classmethod
     def _read_known(cls, data: Any, read: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         if not isinstance(data, dict):
@@ -130,21 +116,26 @@ class Body(BaseModel):
             accepted = cls.ignored.get(name, cls.unsupported.get(name))
             if accepted is None:
                 message = f"Unknown parameter {name!r}. {did_you_mean(name, cls.model_fields)}".strip()
-                raise UnknownParameterError(message, name)
+                raise errors.UnknownParameterError(message, name)
             if data[name] is None or data[name] in accepted:
                 continue
             if name in cls.unsupported:
-                raise UnsupportedParameterError(f"The parameter {name!r} is not supported here.", name)
+                raise errors.UnsupportedParameterError(f"The parameter {name!r} is not supported here.", name)
             unused.append(name)
         if unused and info.context is not None:
             info.context.append(without_effect(*sorted(unused)))
         return read({name: value for name, value in data.items() if name in cls.model_fields})
 
 
-class GenerationBody(Body):
-    """What the bodies of all routes that generate have."""
+class ModelBody(Body):
+    """A body that may name a model."""
 
     model: str | None = Field(None, description="Name of the served model; left out: the first that serves the route.")
+
+
+class GenerationBody(ModelBody):
+    """What the bodies of all routes that generate have."""
+
     priority: int = Field(0, ge=-(2**31), lt=2**31, description="Higher runs first.")
     deadline_s: float | None = Field(None, ge=0, le=MAX_DEADLINE_S, description="Seconds after which the request is given up.")
     stream: bool | None = False
@@ -351,9 +342,8 @@ def template_tool(function: dict[str, Any], schema_name: str, where: str) -> dic
         kind = False if isinstance(schema, bool) else schema.get("type")
         if kind not in (None, "object"):
             found = f"type {kind!r}" if kind else "a boolean"
-            raise InvalidInputError(
-                f'{place} must be a schema of type "object", not {found}: a function has its arguments by name.'
-            )
+            reason = "a function has its arguments by name"
+            raise InvalidInputError(f'{place} must be a schema of type "object", not {found}: {reason}.')
     described = "" if description is None else check_text(description, f"{where}.description")
     parameters = schema or {"type": "object", "properties": {}}
     return {"type": "function", "function": {"name": name, "description": described, "parameters": parameters}}

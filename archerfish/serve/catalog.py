@@ -34,7 +34,6 @@ from archerfish.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Prompt = str | Sequence[dict[str, Any]]  # a text, or the messages of a conversation
-MAX_NAME = 200  # characters of an unknown model's name in a remark
 REFRESH_S = 1.0  # an unknown name makes the catalog ask for the models again, but not more often than this
 LONG_TEXT = 4096  # characters or tokens: work on more than this leaves the event loop
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -48,10 +47,8 @@ class ContextLengthError(InvalidInputError):
 
     def __init__(self, num_tokens: int, max_length: int, *, at_least: bool = False) -> None:
         found = f"at least {num_tokens:,}" if at_least else f"{num_tokens:,}"
-        super().__init__(
-            f"This model's maximum context length is {max_length:,} tokens, answer included; the prompt has {found}.",
-            hint="Shorten it.",
-        )
+        limit = f"This model's maximum context length is {max_length:,} tokens, answer included"
+        super().__init__(f"{limit}; the prompt has {found}.", hint="Shorten it.")
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -214,14 +211,15 @@ class Catalog:
     async def cards(self) -> list[ModelCard]:
         return self._cards or await self._refresh()
 
-    async def report(self, message: Configure | ExplainRequest | Query) -> dict[str, Any]:
-        """The values of the engine process's answer."""
+    async def report(self, message: Charge | Configure | ExplainRequest | Query) -> dict[str, Any]:
+        """The values of the engine process's answer to a message, which is sent with the credentials of this front end."""
+        message.credentials = self.credentials
         answer = await self.backend.ask(message)
         assert isinstance(answer, Report)
         return answer.values
 
     async def _refresh(self) -> list[ModelCard]:
-        found = await self.report(Query(request_id="", about="models", credentials=self.credentials))
+        found = await self.report(Query(request_id="", about="models"))
         self._cards = msgspec.convert(found["models"], list[ModelCard])
         self._by_name = {name: card for card in reversed(self._cards) for name in names_of(card.id, card.aliases)}
         self._by_name |= {card.id: card for card in self._cards}  # a full name wins over the short name of another model
@@ -244,7 +242,7 @@ class Catalog:
         card = self._by_name.get(name) or self._by_name.get(name.removesuffix(":latest"))  # as Ollama's clients write names
         if card is None and self.accepts_any and request is not None:
             card = await self.find(None, *kinds)
-            request.state.remarks.append(f"the model {name[:MAX_NAME]!r} is not served here: {card.id} answers")
+            request.state.remarks.append(f"the model {name[:200]!r} is not served here: {card.id} answers")
         if card is None:
             raise unserved_model(name, [one for card in cards for one in (card.id, *card.served_names)])
         if kinds and card.kind not in kinds:
@@ -291,17 +289,15 @@ class Catalog:
         limit = tenant.tokens_per_minute if is_spent else tenant.requests_per_minute or tenant.tokens_per_minute
         if not limit or (is_spent and not num_tokens):
             return 0
-        message = Charge(request_id="", num_tokens=num_tokens, is_spent=is_spent, tenant=tenant.name)
-        message.credentials = self.credentials
-        await self.backend.ask(message)
+        await self.report(Charge(request_id="", num_tokens=num_tokens, is_spent=is_spent, tenant=tenant.name))
         return num_tokens
 
     async def encode_charged(
         self, request: Request, text: ModelText, prompt: Prompt, param: str, options: Mapping[str, Any] | None = None,
-        answer_start: str = "", *, add_special_tokens: bool | None = None,
+        answer_start: str = "", **others: Any,
     ) -> list[int]:
         """`ModelText.encode`, whose tokens count against the limits of the caller."""
         taken = await self.charge(request, estimate_tokens(prompt_size(prompt, options or {})))
-        token_ids = await text.encode(prompt, param, options, answer_start, add_special_tokens=add_special_tokens)
+        token_ids = await text.encode(prompt, param, options, answer_start, **others)
         await self.charge(request, len(token_ids) - taken, is_spent=True)
         return token_ids

@@ -152,9 +152,8 @@ class AsyncClient:
         self._read()  # sending may have consumed the socket's signal that answers have come
 
     def _unavailable(self, message: str) -> Failed:
-        return Failed(
-            request_id="", code="unavailable", message=message, status=503, hint="Try again.", retry_after_s=self._retry_after_s
-        )
+        wait_s = self._retry_after_s
+        return Failed(request_id="", code="unavailable", message=message, status=503, hint="Try again.", retry_after_s=wait_s)
 
     # The connection
 
@@ -339,6 +338,5 @@ def set_keys(opened: zmq.Socket[bytes], **keys: str) -> None:
             opened.setsockopt(getattr(zmq, name), key.encode("ascii"))
         except (zmq.ZMQError, UnicodeEncodeError):
             opened.close(0)
-            raise InvalidOptionError(
-                f"{name.lower()} is no CURVE key.", hint="Make a pair with zmq.curve_keypair(): 40 printable characters each."
-            ) from None
+            hint = "Make a pair with zmq.curve_keypair(): 40 printable characters each."
+            raise InvalidOptionError(f"{name.lower()} is no CURVE key.", hint=hint) from None

@@ -31,7 +31,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Job = tuple[Future[Any], Callable[[], Any]]
 NEW_JOBS, NEW_FACTOR = 64, 5  # the first jobs of a model may compile kernels and get this many times hang_s
-MIN_RETRY_AFTER_S = 1.0
 LONGEST_FACTOR = 4  # a job may take this many times as long as the longest job before it
 
 
@@ -286,7 +285,7 @@ class ModelHost:
         if getattr(error, "status", 500) in (429, 503):
             if wait_s is None and hosted is not None:
                 wait_s = hosted.controller.retry_after_s()
-            wait_s = max(MIN_RETRY_AFTER_S, wait_s or 0.0)
+            wait_s = max(1.0, wait_s or 0.0)
         self.answer(pending, Failed.of(pending.message.request_id, error, wait_s))
 
     def post(self, work: Callable[[], None]) -> None:

@@ -16,10 +16,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from archerfish import __version__
-from archerfish.config import ServeConfig
 from archerfish.errors import InvalidInputError
 from archerfish.serve import answers, bodies, vector_routes
-from archerfish.serve.bodies import STRING, STRINGS, Body, checked
+from archerfish.serve.bodies import STRING, STRINGS, checked
 from archerfish.serve.catalog import ModelCard, read_metadata
 from archerfish.serve.errors import InvalidParameterError, Schema, json_response
 from archerfish.serve.generation import answer_head
@@ -47,13 +46,12 @@ def read_predict(value: Any, where: str) -> tuple[list[str | tuple[str, str]], b
     return found, is_batch
 
 
-class TEIBody(Body):
+class TEIBody(bodies.ModelBody):
     """What all of TEI's bodies have."""
 
     unsupported: ClassVar[bodies.Values] = {"truncation_direction": RIGHT}
 
     truncate: Truncate = True
-    model: str | None = None
 
 
 class TEIEmbedBody(TEIBody):
@@ -113,8 +111,8 @@ class TEIInfo(Schema, kw_only=True):
 class TEIRoutes:
     """TEI's routes over the vector routes."""
 
-    def __init__(self, vectors: VectorRoutes, config: ServeConfig) -> None:
-        self.vectors, self.config = vectors, config
+    def __init__(self, vectors: VectorRoutes) -> None:
+        self.vectors, self.config = vectors, vectors.config
         self.routes = [
             BodyRoute("/embed", self.embed, TEIEmbedBody, list[list[float]]),
             BodyRoute("/", self.embed, TEIEmbedBody, list[list[float]]),
@@ -138,7 +136,8 @@ class TEIRoutes:
         if body.texts is None:
             return await self.vectors.rerank(request, body)
         pairs = [(body.query, text) for text in body.texts]
-        _, scores, _ = await self.vectors.scores(request, body.model, pairs, "texts", body.deadline_s, truncate=body.truncate)
+        options = {"deadline_s": body.deadline_s, "truncate": body.truncate}
+        _, scores, _ = await self.vectors.scores(request, body.model, pairs, "texts", **options)
         ranks = [TEIRank(place, float(scores[place])) for place in best_first(scores)]
         if body.return_text:
             for rank in ranks:
@@ -175,19 +174,17 @@ class TEIRoutes:
 # vLLM
 
 
-class ScoreBody(Body):
+class ScoreBody(bodies.ModelBody):
     """POST /score: one text with each of several, or as many texts as there are others."""
 
     text_1: Texts
     text_2: Texts
-    model: str | None = None
 
 
-class ClassifyBody(Body):
+class ClassifyBody(bodies.ModelBody):
     """POST /classify."""
 
     input: Texts
-    model: str | None = None
 
 
 class Scored(Schema, kw_only=True):

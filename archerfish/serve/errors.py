@@ -184,8 +184,7 @@ def failure_response(error: ArcherfishError, path: str) -> Response:
     return json_response(failure_body(error, path), error.status, error_headers(error))
 
 
-async def _on_our_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ArcherfishError)
+async def _on_our_error(request: Request, error: ArcherfishError) -> Response:
     request.state.error = error
     if error.status >= 500 and error.retry_after_s is None:
         logger.error("%s %r: %s", request.method, request.scope["path"], error)  # %r: a path may hold control characters
@@ -215,9 +214,8 @@ def short_value(value: Any) -> str:
     return json_type(value)
 
 
-async def _on_invalid_body(request: Request, error: Exception) -> Response:
+async def _on_invalid_body(request: Request, error: ValidationError) -> Response:
     """An answer about the first problem with a body."""
-    assert isinstance(error, ValidationError)
     problem = error.errors()[0]
     param = str(problem["loc"][0])
     place = param + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"][1:])
@@ -230,8 +228,7 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
     return await _on_our_error(request, InvalidParameterError(message, param))
 
 
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+async def _on_http_error(request: Request, error: HTTPException) -> Response:
     message, path = str(error.detail), request.scope["path"]
     headers = dict(error.headers or {})
     routes = [route for route in request.app.routes if isinstance(route, Route)]

@@ -185,7 +185,5 @@ class ToolUse:
             return error
         place = call_at(str(self.grammar["value"]), line)
         what = "The schema of a tool" if place is None else f"The schema of the tool {self.names[place]!r}"
-        return RemoteError(
-            f"{what} cannot be followed: {found['reason']}.", code=error.code, status=error.status, param="tools",
-            hint=UNFORCED,
-        )
+        message = f"{what} cannot be followed: {found['reason']}."
+        return RemoteError(message, code=error.code, status=error.status, param="tools", hint=UNFORCED)

@@ -17,14 +17,13 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
+from archerfish.background import signals_to
 from archerfish.config import ServeConfig
 from archerfish.serve import processes
 from archerfish.serve.app import create_app
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.http import Connection
 from archerfish.serve.tenants import Tenants
-
-DRAIN_POLL_S = 0.05
 
 
 class FrontServer(uvicorn.Server):
@@ -39,7 +38,7 @@ class FrontServer(uvicorn.Server):
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Handle signals as a normal end; uvicorn would raise them again afterwards."""
-        return processes.handling_signals(self.handle_exit)
+        return signals_to(self.handle_exit, signal.SIGINT, signal.SIGTERM)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.should_exit = True
@@ -69,7 +68,7 @@ class FrontServer(uvicorn.Server):
         while (state.connections or state.tasks) and loop.time() < end and not is_enough():
             for connection in list(state.connections):
                 connection.shutdown()  # now, or after its answer
-            await asyncio.sleep(DRAIN_POLL_S)
+            await asyncio.sleep(0.05)
 
 
 def make_server(app: ASGIApp, config: ServeConfig, on_ready: Callable[[], None] = lambda: None) -> FrontServer:

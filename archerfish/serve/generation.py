@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from archerfish.config import ServeConfig
 from archerfish.engine.request_maker import check_vocabulary
 from archerfish.errors import ArcherfishError, InvalidInputError, StoppedError
 from archerfish.params import SamplingParams, with_defaults
@@ -217,10 +218,8 @@ class Generation:
 def usage_of(generations: Sequence[Generation], *, is_output_hidden: bool = False) -> Usage:
     num_prompt = sum(len(generation.prompt_ids) for generation in generations)
     num_output = 0 if is_output_hidden else sum(generation.num_output for generation in generations)
-    return Usage(
-        prompt_tokens=num_prompt, completion_tokens=num_output, total_tokens=num_prompt + num_output,
-        prompt_tokens_details=CachedTokens(cached_tokens=sum(generation.num_cached for generation in generations)),
-    )
+    cached = CachedTokens(cached_tokens=sum(generation.num_cached for generation in generations))
+    return Usage(num_prompt, num_output, total_tokens=num_prompt + num_output, prompt_tokens_details=cached)
 
 
 def effort_values(effort: str) -> dict[str, Any]:
@@ -232,13 +231,8 @@ def effort_values(effort: str) -> dict[str, Any]:
 class TextService:
     """Makes requests to the engine out of bodies, and runs them."""
 
-    def __init__(
-        self, catalog: Catalog, results: ResultCache, keep_alive_s: float, max_output_tokens: int = 0, *,
-        has_reasoning: bool = True,
-    ) -> None:
-        """max_output_tokens: of all sequences of a request; 0: no limit. has_reasoning: split reasoning from answers."""
-        self.catalog, self.results, self.keep_alive_s = catalog, results, keep_alive_s
-        self.max_output_tokens, self.has_reasoning = max_output_tokens, has_reasoning
+    def __init__(self, catalog: Catalog, results: ResultCache, config: ServeConfig) -> None:
+        self.catalog, self.results, self.config = catalog, results, config
 
     def prepare(
         self, request: Request, body: GenerationBody, text: ModelText, prompt_ids: list[int], params: SamplingParams,
@@ -251,7 +245,7 @@ class TextService:
         """
         if params.stop and text.tokenizer is None:
             text.need_tokenizer("stop")
-        most, own, num_prompt = params.max_tokens, self.max_output_tokens // params.n, len(prompt_ids)
+        most, own, num_prompt = params.max_tokens, self.config.max_output_tokens // params.n, len(prompt_ids)
         room = max(1, (text.card.max_sequence or text.card.max_length) - num_prompt)
         limit = min(own or room, room)
         if most is not None and most > limit:
@@ -324,7 +318,7 @@ class TextService:
         if is_open and has_grammar:
             prompt_ids += tokenizer.encode(f"\n{CLOSE}\n\n", False)
             request.state.remarks.append("the answer has no reasoning, because its form is given")
-        return None if has_grammar or not self.has_reasoning or (answer_start and not is_open) else is_open
+        return None if has_grammar or self.config.reasoning != "auto" or (answer_start and not is_open) else is_open
 
     async def complete(self, request: Request, *generations: Generation) -> None:
         async for _ in self.run(request, *generations):

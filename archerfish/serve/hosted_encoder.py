@@ -100,11 +100,9 @@ class HostedEncoder:
             texts = self.engine.tokenize(inputs, prompt_name=getattr(request.message, "prompt_name", None))
             place = next((place for place, text in enumerate(texts) if text.is_cut), None)
             if place is not None and not getattr(request.message, "truncate", True):
-                most = f"{self.engine.get_max_seq_length():,} tokens, special ones included"
-                raise InvalidInputError(
-                    f"Text {place} has more than {most}, the limit of {self.name}.",
-                    hint="Shorten it, or leave out truncate: texts are cut then.",
-                )
+                most = f"{self.engine.get_max_seq_length():,} tokens, special ones included, the limit of {self.name}"
+                hint = "Shorten it, or leave out truncate: texts are cut then."
+                raise InvalidInputError(f"Text {place} has more than {most}.", hint=hint)
             encoding = EncodingRequest(request, texts, sum(len(text.token_ids) for text in texts), normalize, finish)
             return partial(self._enqueue, encoding, admitted)
 

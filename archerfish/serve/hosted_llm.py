@@ -104,13 +104,10 @@ class HostedLLM:
             )  # fmt: skip
         request.release = generation.release
         if ids is not None and len(ids) <= MAX_INLINE_TOKENS and not has_grammar:
-            self._start(self._prepare(generation), generation)
-            return
-
-        def read() -> Callable[[], None]:
-            return partial(self._start, self._prepare(generation), generation)
-
-        read_in_thread(self.host, request, read, self.host.compiler if has_grammar else None)
+            self._prepare(generation)()
+        else:
+            work = partial(self._prepare, generation)
+            read_in_thread(self.host, request, work, self.host.compiler if has_grammar else None)
 
     def _within_limit(self, params: SamplingParams) -> tuple[SamplingParams, list[str]]:
         """The parameters with max_tokens lowered to the server's limit of all n sequences together, and a remark about it.
@@ -124,8 +121,8 @@ class HostedLLM:
         remark = f"max_tokens was lowered from {params.max_tokens} to {limit}, the limit of this server"
         return params.lowered_to(limit), [] if params.max_tokens is None else [remark]
 
-    def _prepare(self, generation: HostedGeneration) -> Request:
-        """In any thread."""
+    def _prepare(self, generation: HostedGeneration) -> Callable[[], None]:
+        """Make a request to the engine, in any thread. Returns the function that starts it, for the loop."""
         message, request, params = generation.message, generation.request, generation.params
         given = [name for name in ("prompt", "token_ids", "messages") if getattr(message, name) is not None]
         if len(given) != 1:
@@ -141,11 +138,12 @@ class HostedLLM:
             prompt = self.engine.render_chat(message.messages, **message.template_options)
             params = self.engine.chat_template.stopping(params)
         assert prompt is not None
-        return self.engine.requests.make(
+        live = self.engine.requests.make(
             prompt, params, listener=generation.on_delta, wants_text=not message.wants_ids,
             request_id=f"host-{next(self._ids)}", priority=min(message.priority, request.tenant.max_priority),
             namespace=Namespace(request.tenant.name), deadline_s=request.left_s(self.host.clock()),
         )  # fmt: skip
+        return partial(self._start, live, generation)
 
     def _start(self, live: Request, generation: HostedGeneration) -> None:
         admitted = generation.admitted

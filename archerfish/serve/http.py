@@ -1,4 +1,6 @@
-"""What every HTTP request passes: limits of time and size, metrics, its tenant, the JSON in it, the watch for its client."""
+"""What every HTTP request passes: limits of time and size, metrics, its tenant, the JSON in it, the watch for its client; and
+answers as streams of events.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 from urllib.parse import quote
 
 from pydantic_core import from_json
@@ -19,12 +23,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from archerfish.config import ServeConfig
 from archerfish.errors import ArcherfishError, CallerError, InputTooLargeError
 from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve.bodies import Body
-from archerfish.serve.errors import BadJSONError, Schema, failure_response
+from archerfish.serve.errors import BadJSONError, Schema, data_event, failure_body, failure_response
+from archerfish.serve.generation import ChoiceDelta, Generation, TextService
 from archerfish.serve.tenants import ANONYMOUS, Tenants, bearer_key
 
+logger = logging.getLogger("archerfish.serve")
 access_logger = logging.getLogger("archerfish.access")
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/openapi.json", "/docs", "/version", "/favicon.ico"))  # need no key
 OPERATOR_PATHS = ("/metrics", "/stats", "/admin/")  # figures of all tenants, and options
@@ -72,11 +79,9 @@ class RequestMiddleware:
     `request.state.log` (`update` adds numbers), and `request.state.error`, are part of the request's line in the access log.
     """
 
-    def __init__(
-        self, app: ASGIApp, registry: MetricRegistry, tenants: Tenants, max_body_bytes: int, has_access_log: bool = True
-    ) -> None:
-        self.app, self.tenants, self.max_body_bytes = app, tenants, max_body_bytes
-        self.has_access_log = has_access_log
+    def __init__(self, app: ASGIApp, registry: MetricRegistry, tenants: Tenants, config: ServeConfig) -> None:
+        self.app, self.tenants = app, tenants
+        self.max_body_bytes, self.has_access_log = config.max_body_bytes, config.access_log
         self.requests = registry.counter("archerfish_requests_total", "Requests answered.", ("route", "status"))
         self.seconds = registry.histogram("archerfish_request_seconds", "Time from request to answer.", ("route",))
         self.running = registry.gauge("archerfish_requests_running", "Requests being answered.")
@@ -216,3 +221,96 @@ def read_json(body: bytes) -> Any:
         return from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise BadJSONError(f"The body is not valid JSON: {error}.") from None
+
+
+# Streams of events
+
+YIELD_BYTES = 64 << 10
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
+EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")
+]  # fmt: skip
+
+
+class EventWriter(Protocol):
+    """How a route writes an answer as events."""
+
+    headers: ClassVar[list[tuple[bytes, bytes]]] = EVENT_HEADERS
+    keep_alive: ClassVar[bytes] = KEEP_ALIVE  # empty: nothing is sent between events
+
+    def start(self) -> bytes:
+        """The events before the first delta, when it has come."""
+        return b""
+
+    def delta(self, delta: ChoiceDelta) -> bytes:
+        """The events of a delta; may be none."""
+
+    def end(self) -> bytes: ...
+
+    def error(self, error: Exception) -> bytes:
+        return data_event(failure_body(error))
+
+
+@dataclass
+class EventStream:
+    """A response of server-sent events. An error before the first event is an ordinary error response, later ones are events.
+
+    After `keep_alive_s` without an event, at the latest, a comment is sent, also before the first event; 0: never.
+    """
+
+    service: TextService
+    request: Request
+    generations: Sequence[Generation]
+    writer: EventWriter
+    _is_started: bool = False
+    _num_bytes: int = 0  # sent since other requests had their turn
+    _is_quiet: bool = False  # nothing was sent since the last tick of the timer
+    _timer: asyncio.TimerHandle | None = None
+    _comment: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer, has_begun, pause_s = self.writer, False, self.service.config.keep_alive_s / 2
+        if pause_s and writer.keep_alive:
+            self._timer = asyncio.get_running_loop().call_later(pause_s, self._tick, send, pause_s)
+        try:
+            async with aclosing(self.service.run(self.request, *self.generations)) as runs:
+                async for deltas in runs:
+                    written = []
+                    if deltas and not has_begun:
+                        has_begun = True
+                        written.append(writer.start())
+                    written += [writer.delta(delta) for delta in deltas]
+                    data = b"".join(written)
+                    if data:
+                        await self._write(send, data)
+            last = writer.end()
+        except Exception as error:
+            if not self._is_started:
+                raise
+            if not isinstance(error, ArcherfishError):
+                logger.exception("An answer broke off")
+            self.request.state.error = error
+            last = writer.error(error)
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+        if self._comment is not None:
+            await self._comment  # nothing may be sent after the last event
+        await self._write(send, last, is_last=True)
+
+    async def _write(self, send: Send, data: bytes, *, is_last: bool = False) -> None:
+        self._is_quiet = False
+        if not self._is_started:
+            self._is_started = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.writer.headers})
+        await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        self._num_bytes += len(data)
+        if self._num_bytes > YIELD_BYTES and not is_last:  # neither `send` nor a backend with waiting messages suspends
+            self._num_bytes = 0
+            await asyncio.sleep(0)
+
+    def _tick(self, send: Send, pause_s: float) -> None:
+        if self._is_quiet:
+            self._comment = asyncio.create_task(self._write(send, self.writer.keep_alive))
+        self._is_quiet = True
+        self._timer = asyncio.get_running_loop().call_later(pause_s, self._tick, send, pause_s)

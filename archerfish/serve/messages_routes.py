@@ -13,8 +13,7 @@ from archerfish.errors import InvalidInputError
 from archerfish.serve import answers, bodies
 from archerfish.serve import generation as gen
 from archerfish.serve.errors import ANTHROPIC_PATH, AnthropicError, check_members, failure_body, json_response, named_event
-from archerfish.serve.event_stream import EventStream, EventWriter
-from archerfish.serve.http import BodyRoute
+from archerfish.serve.http import BodyRoute, EventStream, EventWriter
 
 EVENTS = (*answers.MESSAGE_EVENTS, AnthropicError)
 Block = answers.TextBlock | answers.ThinkingBlock | answers.ToolUseBlock
@@ -99,9 +98,7 @@ class CountBody(bodies.ToolBody):
     """POST /v1/messages/count_tokens."""
 
     format_param: ClassVar[str] = "output_config"
-    unsupported: ClassVar[bodies.Values] = {
-        "container": (), "mcp_servers": ([],), "thread": (),
-    }  # fmt: skip
+    unsupported: ClassVar[bodies.Values] = {"container": (), "mcp_servers": ([],), "thread": ()}
     ignored: ClassVar[bodies.Values] = {
         **bodies.IGNORED, "compaction": (), "context_management": (), "diagnostics": (), "fallback_credit_token": (),
         "fallbacks": ([],), "inference_geo": (), "service_tier": ("auto", "standard_only"), "speed": ("standard",),
@@ -208,11 +205,9 @@ def message_end(choice: gen.Choice) -> answers.MessageEnd:
 
 
 def message_usage(generation: gen.Generation) -> answers.MessageUsage:
-    num_cached = generation.num_cached
-    return answers.MessageUsage(
-        input_tokens=len(generation.prompt_ids) - num_cached, cache_read_input_tokens=num_cached,
-        output_tokens=generation.num_output,
-    )
+    num_cached, num_output = generation.num_cached, generation.num_output
+    num_input = len(generation.prompt_ids) - num_cached
+    return answers.MessageUsage(input_tokens=num_input, cache_read_input_tokens=num_cached, output_tokens=num_output)
 
 
 class MessageEvents(EventWriter):

@@ -24,18 +24,14 @@ Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 def metric_values(metric: Metric) -> MetricValues:
-    return MetricValues(
-        kind=metric.kind, description=metric.description, label_names=metric.label_names, samples=metric.samples()
-    )
+    labels, samples = metric.label_names, metric.samples()
+    return MetricValues(kind=metric.kind, description=metric.description, label_names=labels, samples=samples)
 
 
 def read_metrics(values: Mapping[str, Any]) -> list[Metric]:
-    """The metrics of a Report about "metrics"."""
-    return [given_metric(name, one) for name, one in msgspec.convert(values, dict[str, MetricValues]).items()]
-
-
-def given_metric(name: str, values: MetricValues) -> Metric:
-    return GivenMetric(values.kind, name, values.description, values.label_names, values.samples)
+    """The metrics of a Report about "metrics", or of a front end."""
+    found = msgspec.convert(values, dict[str, MetricValues]).items()
+    return [GivenMetric(one.kind, name, one.description, one.label_names, one.samples) for name, one in found]
 
 
 def gauges(values: Mapping[str, float]) -> list[Metric]:
@@ -58,7 +54,7 @@ class FrontEndMetrics:
     def take(self, source: str, state: FrontEndState) -> None:
         """Take over the state of a front end. Its metrics count from its start."""
         self._last.pop(source, None)
-        self._last[source] = self._clock(), [given_metric(name, values) for name, values in state.metrics.items()]
+        self._last[source] = self._clock(), read_metrics(state.metrics)
         while len(self._last) > MAX_SOURCES:
             _, old = self._last.pop(next(iter(self._last)))
             self._past = merged([self._past, without_gauges(old)])

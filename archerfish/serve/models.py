@@ -39,7 +39,6 @@ GENERATION: tuple[str, ...] = ("generation",)
 VECTORS: tuple[str, ...] = ("embedding",)
 SCORES: tuple[str, ...] = ("cross-encoder", "embedding")
 MAX_WAITING = 1024  # requests for a model that is being loaded
-LOADING_RETRY_S = 5.0
 
 
 @dataclass(eq=False)
@@ -114,7 +113,7 @@ class ModelTable:
             entry.waiting = [one for one in entry.waiting if not one.is_over]
         if len(entry.waiting) >= MAX_WAITING:
             message = f"The model {entry.name} is being loaded, and {MAX_WAITING:,} requests wait for it."
-            raise BusyError(message, LOADING_RETRY_S)
+            raise BusyError(message, retry_after_s=5.0)
         entry.waiting.append(request)
         self._load(entry)
 

@@ -26,19 +26,16 @@ from archerfish.errors import InvalidInputError, UnsupportedModelError
 from archerfish.serve import bodies
 from archerfish.serve import generation as gen
 from archerfish.serve.answers import ChosenLogprob
-from archerfish.serve.bodies import UNUSED, Body, check_type, checked
+from archerfish.serve.bodies import UNUSED, check_type, checked
 from archerfish.serve.catalog import Catalog, ModelCard, ModelText, read_metadata
 from archerfish.serve.errors import PlainError, Schema, check_members, encode_json, failure_body, json_response
-from archerfish.serve.event_stream import EventStream, EventWriter
 from archerfish.serve.formats import response_grammar
-from archerfish.serve.http import BodyRoute
+from archerfish.serve.http import BodyRoute, EventStream, EventWriter
 from archerfish.serve.vector_routes import Truncate, VectorRoutes, encode_items
 
 API_VERSION = "0.12.0"  # of Ollama, whose API these routes follow: some clients refuse older ones
 RENAMED = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
-OPTIONS = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty", *RENAMED
-)  # fmt: skip
+OPTIONS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty", *RENAMED)
 MESSAGE_MEMBERS = ("role", "content", "tool_calls", "tool_name", "name", "tool_call_id", "thinking")
 NEVER = "2318-01-01T00:00:00Z"  # when a model is unloaded
 KeepAlive = float | str | None
@@ -142,10 +139,17 @@ class OllamaGenerateBody(OllamaBody):
     raw: bool | None = Field(None, description="true: without the chat template.")
 
 
-class OllamaEmbedBody(Body):
+class OllamaEmbeddingsBody(bodies.ModelBody):
+    """POST /api/embeddings, the older form of /api/embed."""
+
+    prompt: str
+    options: dict[str, Any] | None = Field(None, description=UNUSED)
+    keep_alive: KeepAlive = Field(None, description=UNUSED)
+
+
+class OllamaEmbedBody(bodies.ModelBody):
     """POST /api/embed, in Ollama's form."""
 
-    model: str | None = None
     input: bodies.Prompts
     dimensions: int | None = Field(None, ge=1)
     truncate: Truncate = True
@@ -153,19 +157,9 @@ class OllamaEmbedBody(Body):
     keep_alive: KeepAlive = Field(None, description=UNUSED)
 
 
-class OllamaEmbeddingsBody(Body):
-    """POST /api/embeddings, the older form of /api/embed."""
-
-    model: str | None = None
-    prompt: str
-    options: dict[str, Any] | None = Field(None, description=UNUSED)
-    keep_alive: KeepAlive = Field(None, description=UNUSED)
-
-
-class OllamaShowBody(Body):
+class OllamaShowBody(bodies.ModelBody):
     """POST /api/show, in Ollama's form."""
 
-    model: str | None = None
     name: str | None = Field(None, description="Older name of model.")
     verbose: bool | None = Field(None, description=UNUSED)
 
@@ -311,9 +305,6 @@ class OllamaAnswer(EventWriter):
             return self.finish(self.part(""))
         [choice] = self._generation.choices
         return self.finish(self.part(choice.text, choice.reasoning, choice.calls, choice.logprobs))
-
-    def start(self) -> bytes:
-        return b""
 
     def delta(self, delta: gen.ChoiceDelta) -> bytes:
         text, thinking = ("".join(part.text for part in delta.parts if part.kind == kind) for kind in ("text", "reasoning"))

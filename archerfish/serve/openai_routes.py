@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from msgspec import UNSET
@@ -12,7 +13,6 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from archerfish.config import ServeConfig
 from archerfish.errors import InputTooLargeError
 from archerfish.params import MAX_LOGPROBS, MAX_N
 from archerfish.serve import answers
@@ -20,8 +20,7 @@ from archerfish.serve import generation as gen
 from archerfish.serve.bodies import IGNORED, UNUSED, Body, ConversationBody, Messages, Prompts, Stop, TextBody, Values, bounded
 from archerfish.serve.catalog import ModelText
 from archerfish.serve.errors import InvalidParameterError, UnsupportedParameterError, data_event, json_response, naming
-from archerfish.serve.event_stream import EventStream, EventWriter
-from archerfish.serve.http import BodyRoute
+from archerfish.serve.http import BodyRoute, EventStream, EventWriter
 from archerfish.serve.wire import Logprob
 from archerfish.text.tool_calls import ToolPiece
 
@@ -163,8 +162,8 @@ class CompletionBody(ChoicesBody):
 class OpenAIRoutes:
     """Chat and completions."""
 
-    def __init__(self, service: gen.TextService, config: ServeConfig) -> None:
-        self.service, self.config = service, config
+    def __init__(self, service: gen.TextService) -> None:
+        self.service = service
         self.routes = [
             BodyRoute("/v1/chat/completions", self.chat, ChatBody, answers.ChatCompletion, [answers.ChatChunk]),
             BodyRoute("/v1/completions", self.completions, CompletionBody, answers.Completion, [answers.Completion]),
@@ -180,7 +179,7 @@ class OpenAIRoutes:
         echo = last["content"] if body.echo and last["role"] == "assistant" else ""
         head = gen.answer_head("chatcmpl", generation.request.model)
         if body.stream:
-            writer = ChatEvents(answers.ChatChunk(**head, choices=[]), [generation], body, echo)
+            writer = ChatEvents(answers.ChatChunk(**head, choices=[]), [generation], body, [echo])
             return EventStream(self.service, request, [generation], writer)
         await self.service.complete(request, generation)
         choices = [chat_choice(generation, choice, echo, body.include_reasoning) for choice in generation.choices]
@@ -192,7 +191,7 @@ class OpenAIRoutes:
     async def completions(self, request: Request, body: CompletionBody) -> ASGIApp:
         """Texts that continue prompts."""
         text = await self.service.catalog.find_text(body.model, "generation", request=request)
-        num_choices, most = len(body.prompt) * (body.n or 1), self.config.max_texts_per_request
+        num_choices, most = len(body.prompt) * (body.n or 1), self.service.config.max_texts_per_request
         if num_choices > most:
             raise InputTooLargeError(f"The prompts make {num_choices:,} choices; a request takes at most {most:,}.")
         values, names = body.sampling()
@@ -212,20 +211,16 @@ class OpenAIRoutes:
                 with naming("prompt"):
                     text.check_ids(token_ids)
                     text.check_length(token_ids)
-            generations.append(self.service.prepare(
-                request, body, text, token_ids, params, names["grammar"], first_place=place * params.n
-            ))  # fmt: skip
+            format_param, first = names["grammar"], place * params.n
+            generations.append(self.service.prepare(request, body, text, token_ids, params, format_param, first_place=first))
         echoes = [echo_text(text, prompt) if body.echo else "" for prompt in body.prompt]
         head = gen.answer_head("cmpl", text.card.id)
         if body.stream:
             writer = CompletionEvents(answers.Completion(**head, choices=[]), generations, body, echoes)
             return EventStream(self.service, request, generations, writer)
         await self.service.complete(request, *generations)
-        choices = [
-            completion_choice(generation, choice, echo, body)
-            for generation, echo in zip(generations, echoes, strict=True)
-            for choice in generation.choices
-        ]
+        echoed = zip(generations, echoes, strict=True)
+        choices = [completion_choice(one, choice, echo, body) for one, echo in echoed for choice in one.choices]
         usage = gen.usage_of(generations, is_output_hidden=body.max_tokens == 0)
         return json_response(answers.Completion(**head, choices=choices, usage=usage))
 
@@ -246,12 +241,9 @@ def chat_choice(generation: gen.Generation, choice: gen.Choice, echo: str, has_r
         message.reasoning_content = choice.reasoning
     if choice.calls:
         message.content = message.content or None
-        message.tool_calls = [
-            answers.ToolCall(
-                id=call.id, type="function", function=answers.FunctionCall(name=call.name, arguments=call.arguments)
-            )
-            for call in choice.calls
-        ]
+        functions = [answers.FunctionCall(name=call.name, arguments=call.arguments) for call in choice.calls]
+        calls = zip(choice.calls, functions, strict=True)
+        message.tool_calls = [answers.ToolCall(id=call.id, type="function", function=function) for call, function in calls]
     logprobs = chat_logprobs(generation, choice.logprobs)
     return answers.ChatChoice(choice.index, message, logprobs, *ending(choice))
 
@@ -273,17 +265,20 @@ def prompt_logprobs(generation: gen.Generation) -> answers.PromptLogprobs:
     return shown
 
 
+@dataclass
 class ChunkEvents(EventWriter):
     """An answer in chunks of one choice each; the last one has no choice, and usage if the client asked for it."""
 
-    def __init__(
-        self, chunk: answers.ChatChunk | answers.Completion, generations: Sequence[gen.Generation],
-        body: ChatBody | CompletionBody,
-    ) -> None:
-        self._chunk, self._generations, self._is_hidden = chunk, generations, body.max_tokens == 0
-        options = body.stream_options
+    _chunk: answers.ChatChunk | answers.Completion
+    _generations: Sequence[gen.Generation]
+    _body: Any
+    _echoes: Sequence[str]  # the beginnings of the answers of each generation
+    _offsets: Counter[int] = field(default_factory=Counter)  # where the next token of a choice begins in its text
+
+    def __post_init__(self) -> None:
+        options, self._is_hidden = self._body.stream_options, self._body.max_tokens == 0
         if options is not None and options.include_usage:
-            chunk.usage = None
+            self._chunk.usage = None
         self._is_counting = options is not None and options.include_usage and options.continuous_usage_stats
 
     def write(self, *choices: Any) -> bytes:
@@ -310,19 +305,14 @@ class ChunkEvents(EventWriter):
 class ChatEvents(ChunkEvents):
     """The next message of a conversation in chunks."""
 
-    def __init__(self, chunk: answers.ChatChunk, generations: Sequence[gen.Generation], body: ChatBody, echo: str) -> None:
-        super().__init__(chunk, generations, body)
-        self._hidden, self._echo = () if body.include_reasoning else ("reasoning",), echo
-
     def start(self) -> bytes:
-        first = answers.ChatDelta(role="assistant", content=self._echo)
+        first = answers.ChatDelta(role="assistant", content=self._echoes[0])
         return self.write(*(answers.ChatChunkChoice(choice.index, first) for choice in self._generations[0].choices))
 
     def delta(self, delta: gen.ChoiceDelta) -> bytes:
-        choice, hidden = delta.choice, self._hidden
-        shown = [
-            answers.ChatChunkChoice(choice.index, self._part(choice, part)) for part in delta.parts if part.kind not in hidden
-        ]
+        choice = delta.choice
+        parts = [part for part in delta.parts if self._body.include_reasoning or part.kind != "reasoning"]
+        shown = [answers.ChatChunkChoice(choice.index, self._part(choice, part)) for part in parts]
         if delta.logprobs:
             shown = shown or [answers.ChatChunkChoice(choice.index, answers.ChatDelta(content=""))]
             shown[0].logprobs = chat_logprobs(self._generations[0], delta.logprobs)
@@ -395,13 +385,6 @@ def listed_logprobs(text: ModelText, logprobs: Sequence[tuple[Any, ...]], offset
 class CompletionEvents(ChunkEvents):
     """Texts that continue prompts, in chunks."""
 
-    def __init__(
-        self, chunk: answers.Completion, generations: Sequence[gen.Generation], body: CompletionBody, echoes: Sequence[str]
-    ) -> None:
-        super().__init__(chunk, generations, body)
-        self._has_ids, self._echoes = body.return_token_ids, echoes
-        self._offsets: Counter[int] = Counter()  # where the next token of a choice begins in its text
-
     def start(self) -> bytes:
         choices = zip(self._generations, self._echoes, strict=True)
         echoes = [(choice.place, echo) for generation, echo in choices for choice in generation.choices]
@@ -415,7 +398,7 @@ class CompletionEvents(ChunkEvents):
             self._offsets[choice.place] += sum(map(len, shown.logprobs.tokens))
         if delta.is_last:
             shown.finish_reason, shown.stop_reason = ending(choice)
-        if self._has_ids:
+        if self._body.return_token_ids:
             shown.token_ids = [] if self._is_hidden else delta.token_ids
         elif not delta.is_last and not shown.text and not delta.logprobs:
             return b""

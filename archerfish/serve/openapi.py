@@ -29,8 +29,6 @@ GENERATING = (400, 401, 404, 413, 429, 503, 504)
 COMPUTING = (400, 401, 404, 413, 429, 503)
 OPERATING = (400, 401, 403, 404, 413, 503)
 FIGURES = (401, 403, 503)
-HTML = "text/html"
-NO_EVENTS: Mapping[str, Any] = {}
 OBJECT = dict[str, Any]  # figures or options by name
 PATH_MODEL = {"parameters": [{"name": "model_id", "in": "path", "required": True, "schema": STRING}]}
 QUERY_MODEL = {"parameters": [{"name": "model", "in": "query", "required": False, "schema": {"anyOf": [STRING, NULL]}}]}
@@ -46,7 +44,7 @@ ANSWERS: dict[tuple[str, str], tuple[Any, tuple[int, ...], dict[str, Any]]] = {
     ("get", "/ready"): (answers.Health, (), {}),
     ("get", "/stats"): (OBJECT, FIGURES, {}),
     ("get", "/metrics"): (METRICS, FIGURES, {}),
-    ("get", "/"): (HTML, (), {}),
+    ("get", "/"): ("text/html", (), {}),
     ("get", "/info"): (encoder_routes.TEIInfo, (400, 401, 503), {}),
     ("get", "/api/tags"): (ollama_routes.OllamaModels, (401, 503), {}),
     ("get", "/api/ps"): (ollama_routes.OllamaModels, (401, 503), {}),
@@ -72,7 +70,7 @@ def openapi_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
                 operation["requestBody"] = {"required": True, "content": json_content(route.body_type)}
             elif (method, path) in ANSWERS:
                 answer, errors, others = ANSWERS[method, path]
-                operation |= {**others, "responses": responses_of(path, answer, errors)}
+                operation |= {**others, "responses": responses_of(path, answer, errors, {})}
             else:
                 continue
             paths.setdefault(path, {})[method] = operation
@@ -92,7 +90,7 @@ def answer_schemas(types: set[Any]) -> dict[str, Any]:
     return schemas
 
 
-def responses_of(path: str, answer: Any, statuses: Iterable[int], events: Mapping[str, Any] = NO_EVENTS) -> dict[str, Any]:
+def responses_of(path: str, answer: Any, statuses: Iterable[int], events: Mapping[str, Any]) -> dict[str, Any]:
     """The responses of an operation. events: the content of its streams."""
     success = {**({answer: {"schema": STRING}} if isinstance(answer, str) else json_content(answer)), **events}
     error = json_content(error_type(path))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,7 +23,6 @@ Array = npt.NDArray[np.float64]
 Steps = deque[tuple[int, int, float]]  # prompt tokens, output tokens and seconds of each step
 MAX_RETRY_AFTER_S = 60.0
 OPEN_OUTPUT_TOKENS = 512  # output that is reserved for a request without max_tokens
-CHARACTERS_PER_TOKEN = 4  # of a text that has not been tokenised
 CROWDED_SHARE = 0.5  # of the queue: above it no tenant may hold more than its own share
 RECENT_STEPS = 16
 STEPS_KEPT = 64  # of each kind, to which step costs are fitted
@@ -78,13 +77,9 @@ class RateLimits:
         """Take one request and its tokens from a tenant's limits; nothing is taken if an error is raised."""
         per_minute = max(1.0, tenant.tokens_per_minute)
         if tenant.tokens_per_minute and num_tokens > per_minute:
-            raise OverLimitError(
-                f"The request may take about {num_tokens:,} tokens; {tenant.name!r} has {per_minute:,.0f} a minute.",
-                hint="Shorten the prompt or lower max_tokens.",
-            )
-        for kind, limit, amount in (
-            ("requests", tenant.requests_per_minute, 1), ("tokens", tenant.tokens_per_minute, num_tokens)
-        ):
+            message = f"The request may take about {num_tokens:,} tokens; {tenant.name!r} has {per_minute:,.0f} a minute."
+            raise OverLimitError(message, hint="Shorten the prompt or lower max_tokens.")
+        for kind, limit, amount in limits_of(tenant, 1, num_tokens):
             excess = self._debt(tenant.name, kind, limit) + amount - max(1.0, limit) if limit else 0.0
             if excess > 1e-9 * limit:
                 details = "" if kind == "requests" else f" This request may take about {amount:,} of them."
@@ -94,9 +89,7 @@ class RateLimits:
 
     def give_back(self, tenant: Tenant, num_tokens: int, num_requests: int = 0) -> None:
         """Return what was taken and not used. Negative numbers take more, even if the limits do not allow it."""
-        for kind, limit, amount in (
-            ("requests", tenant.requests_per_minute, num_requests), ("tokens", tenant.tokens_per_minute, num_tokens)
-        ):
+        for kind, limit, amount in limits_of(tenant, num_requests, num_tokens):
             if limit and amount:
                 debt, now = self._debt(tenant.name, kind, limit), self._clock()
                 if len(self._debts) >= MAX_KNOWN_DEBTS and (tenant.name, kind) not in self._debts:
@@ -106,6 +99,11 @@ class RateLimits:
     def _debt(self, name: str, kind: str, per_minute: float) -> float:
         debt, at = self._debts.get((name, kind), (0.0, 0.0))
         return max(0.0, debt - per_minute / 60 * (self._clock() - at))
+
+
+def limits_of(tenant: Tenant, num_requests: int, num_tokens: int) -> Iterable[tuple[str, float, int]]:
+    """What is limited, its limit per minute, and the amount of it."""
+    return ("requests", tenant.requests_per_minute, num_requests), ("tokens", tenant.tokens_per_minute, num_tokens)
 
 
 class BusyError(RefusedError):
@@ -217,8 +215,8 @@ def least_squares(rows: Array, wanted: Array) -> Array:
 
 
 def estimate_tokens(num_characters: int) -> int:
-    """Tokens of a text that has not been tokenised."""
-    return math.ceil(num_characters / CHARACTERS_PER_TOKEN)
+    """Tokens of a text that has not been tokenised, of four characters each."""
+    return math.ceil(num_characters / 4)
 
 
 # Admission
@@ -301,10 +299,8 @@ class OverloadController:
         max_output = num_sequences * (self.max_tokens if max_tokens is None else min(max_tokens, self.max_tokens))
         limit = self.max_output_tokens
         if limit and max_output > limit:
-            raise InputTooLargeError(
-                f"max_tokens, of all sequences together, is {max_output:,}; the limit is {limit:,}.",
-                hint="Lower max_tokens or n.",
-            )
+            message = f"max_tokens, of all sequences together, is {max_output:,}; the limit is {limit:,}."
+            raise InputTooLargeError(message, hint="Lower max_tokens or n.")
         if max_tokens is None:
             max_output = min(max_output, num_sequences * OPEN_OUTPUT_TOKENS)
         num_output = round(max_output * self._used_share)

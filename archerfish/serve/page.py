@@ -30,12 +30,7 @@ EXAMPLES: tuple[tuple[str, str, str, dict[str, Any] | None], ...] = (  # kinds o
     ("", "POST", "/tokenize", {"prompt": "An archerfish spits water."}),
     ("", "POST", "/detokenize", {"tokens": [1, 2, 3]}),
     ("generation", "POST", "/v1/cache/explain", {"prompt": "Once upon a time"}),
-    ("", "GET", "/v1/models", None),
-    ("", "GET", "/version", None),
-    ("", "GET", "/health", None),
-    ("", "GET", "/ready", None),
-    ("", "GET", "/stats", None),
-    ("", "GET", "/metrics", None),
+    *(("", "GET", path, None) for path in ("/v1/models", "/version", "/health", "/ready", "/stats", "/metrics")),
 )
 
 
@@ -60,10 +55,9 @@ def page(base_url: str, models: Sequence[Model]) -> str:
     for model in models:
         size = f", {model.dimension} dimensions" if model.dimension is not UNSET else ""
         shown.append(f"<b>{html.escape(model.id)}</b> ({model.kind}{size}, up to {model.max_length} tokens)")
-    routes = "".join(
-        f"<b>{method} {path}</b><pre>{html.escape(curl(base_url, method, path, body))}</pre>\n"
-        for method, path, body in examples(kinds)
-    )
+    routes = ""
+    for method, path, body in examples(kinds):
+        routes += f"<b>{method} {path}</b><pre>{html.escape(curl(base_url, method, path, body))}</pre>\n"
     most_tokens = min([MAX_TOKENS, *(model.max_length for model in models if model.kind == "generation")])
     return Template(asset("page.html")).substitute(
         models="<br>".join(shown), routes=routes, hide_chat="" if "generation" in kinds else "hidden",

@@ -17,14 +17,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any, BinaryIO, Literal, Self, TypeVar
+from typing import IO, Any, BinaryIO, Literal, TypeVar
 
 import msgspec
 
+from archerfish.background import signals_to
 from archerfish.config import EmbedConfig, EngineConfig
 from archerfish.errors import InvalidOptionError, MachineError, StoppedError
 from archerfish.serve.wire import Kind
@@ -38,7 +39,6 @@ FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.25, 15.0
 STEADY_S = 60.0  # a process that lived this long did not die of its start
 KILL_AFTER_S = 5.0  # added to the grace time of a process
 LAST_S = 1.0  # time for a killed process to end, and for a front end to send its last errors
-EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 # Configuration
@@ -95,10 +95,8 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
             if scheme not in ("ipc", "tcp", "inproc") or not rest:
                 raise InvalidOptionError(f"{address!r} is no address.", hint="Write ipc:///a/path or tcp://127.0.0.1:5555.")
             if scheme == "tcp" and not self.secret_key and not is_loopback(rest.rpartition(":")[0]):
-                raise InvalidOptionError(
-                    f"Other machines can reach {address}, but there are no CURVE keys.",
-                    hint="Give the ZMQ server keys ([serve] zmq_key_file), or listen on tcp://127.0.0.1.",
-                )
+                hint = "Give the ZMQ server keys ([serve] zmq_key_file), or listen on tcp://127.0.0.1."
+                raise InvalidOptionError(f"Other machines can reach {address}, but there are no CURVE keys.", hint=hint)
 
 
 class FrontConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,13 +218,13 @@ class KeptProcess:
             )  # fmt: skip
         assert process.stdin is not None and process.stdout is not None
         try:
-            report = self._configure(process)
+            report = self._configure(process, process.stdin, process.stdout)
             self.start_s = time.monotonic() - started_at
             self.num_starts += 1
             self.is_serving = True
             if not self._first_report.done():
                 self._first_report.set_result(report)
-            self._watch(process)
+            self._watch(process, process.stdout)
         except BaseException:
             process.kill()
             raise
@@ -239,27 +237,25 @@ class KeptProcess:
                 logger.error("The %s has died (%s) and is started again.", self.name, status_text(code))
             self.is_serving = False
 
-    def _configure(self, process: subprocess.Popen[bytes]) -> dict[str, str]:
+    def _configure(self, process: subprocess.Popen[bytes], stdin: IO[bytes], stdout: IO[bytes]) -> dict[str, str]:
         """Send the configuration and wait until the process serves."""
-        assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(msgspec.json.encode(self._config()) + b"\n")
-        line = process.stdout.readline()
+            stdin.write(msgspec.json.encode(self._config()) + b"\n")
+        line = stdout.readline()
         report = msgspec.json.decode(line, type=dict[str, str]) if line.startswith(b"{") else {}
         if "address" not in report:
             message = f"The {self.name} ended while it started, with {status_text(process.wait())}; its log says why."
             raise ProcessStartError(report.get("error", message), hint=report.get("hint", ""))
         return report
 
-    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, process: subprocess.Popen[bytes], stdout: IO[bytes]) -> None:
         """Return when the process has ended, or was killed because it hangs. This must work without a free file descriptor."""
-        assert process.stdout is not None
         stall, num_bytes = Stall(), 0
         timeout_ms = BEAT_S * 1000 if self._silence_s else None
         poller = select.poll()
-        poller.register(process.stdout, select.POLLIN)
+        poller.register(stdout, select.POLLIN)
         while True:
-            data = os.read(process.stdout.fileno(), 1 << 16) if poller.poll(timeout_ms) else None
+            data = os.read(stdout.fileno(), 1 << 16) if poller.poll(timeout_ms) else None
             if data == b"":
                 return
             num_bytes += len(data or b"")
@@ -304,18 +300,6 @@ class KeptProcess:
                 self.process.kill()
                 self.process.wait(LAST_S)
 
-    def __enter__(self) -> Self:
-        self.start()
-        try:
-            self.wait()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
 
 def engine_process(
     config: HostConfig, command: Sequence[str] = (sys.executable, "-m", "archerfish.serve.host"), **options: Any
@@ -359,20 +343,6 @@ def status_text(code: int) -> str:
 # Signals of the main process
 
 
-@contextlib.contextmanager
-def handling_signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call `handle` for SIGINT and SIGTERM during the block. Only the main thread gets signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def stop_on_signals(kill: Callable[[], None]) -> AbstractContextManager[None]:
     """Make the first SIGINT or SIGTERM raise an exception, so that the service stops in order.
 
@@ -388,9 +358,9 @@ def stop_on_signals(kill: Callable[[], None]) -> AbstractContextManager[None]:
         if number == signal.SIGINT:
             with contextlib.suppress(Exception):
                 kill()
-            os._exit(EXIT_INTERRUPTED)
+            os._exit(128 + number)
 
-    return handling_signals(handle)
+    return signals_to(handle, signal.SIGINT, signal.SIGTERM)
 
 
 # For the child itself

@@ -15,8 +15,7 @@ from archerfish.serve import answers, bodies
 from archerfish.serve import generation as gen
 from archerfish.serve.bodies import UNUSED, bounded, check_text, checked
 from archerfish.serve.errors import Error, UnsupportedParameterError, failure_body, json_response, json_type, named_event
-from archerfish.serve.event_stream import EventStream, EventWriter
-from archerfish.serve.http import BodyRoute
+from archerfish.serve.http import BodyRoute, EventStream, EventWriter
 from archerfish.serve.wire import Logprob
 
 LOGPROBS = "message.output_text.logprobs"
@@ -71,9 +70,7 @@ class ResponsesBody(bodies.ConversationBody):
     """POST /v1/responses."""
 
     format_param: ClassVar[str] = "text"
-    unsupported: ClassVar[bodies.Values] = {
-        "background": (False,), "conversation": (), "image": (), "prompt": (),
-    }  # fmt: skip
+    unsupported: ClassVar[bodies.Values] = {"background": (False,), "conversation": (), "image": (), "prompt": ()}
     ignored: ClassVar[bodies.Values] = {
         **bodies.IGNORED, "access_programs": (), "context_management": (), "max_tool_calls": (), "truncation": ("disabled",),
     }  # fmt: skip
@@ -168,9 +165,8 @@ def status_of(choice: gen.Choice) -> answers.ItemStatus:
 
 
 def call_item(call: gen.PendingCall) -> answers.FunctionCallItem:
-    return answers.FunctionCallItem(
-        id=gen.new_id("fc"), call_id=call.id, name=call.name, arguments=call.arguments, status="completed"
-    )
+    item_id, name, arguments = gen.new_id("fc"), call.name, call.arguments
+    return answers.FunctionCallItem(id=item_id, call_id=call.id, name=name, arguments=arguments, status="completed")
 
 
 class ResponseEvents(EventWriter):

@@ -15,11 +15,8 @@ from archerfish.errors import InvalidOptionError
 from archerfish.serve.wire import Chunk, Generated, GenerationRequest, WireOutput
 
 OVERHEAD_BYTES = 512  # of an entry beside its payload: key, entry, places in orders
-COMPLETE = ("stop", "length")
 # All else of a GenerationRequest may change the answer.
-NOT_PART_OF_THE_KEY = (
-    "v", "type", "request_id", "stream", "takes_bundles", "priority", "deadline_s", "credentials", "tenant"
-)  # fmt: skip
+NOT_PART_OF_THE_KEY = ("v", "type", "request_id", "stream", "takes_bundles", "priority", "deadline_s", "credentials", "tenant")
 Messages = AsyncGenerator[Chunk | Generated, None]
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
@@ -82,9 +79,8 @@ class ResultCache:
     def resize(self, max_bytes: int, ttl_seconds: float) -> None:
         """Change the limits. What does not fit any more is evicted."""
         if max_bytes < 0 or not ttl_seconds > 0:
-            raise InvalidOptionError(
-                f"Of a ResultCache max_bytes must be at least 0 and ttl_seconds above 0: {max_bytes}, {ttl_seconds}."
-            )
+            wanted = "max_bytes must be at least 0 and ttl_seconds above 0"
+            raise InvalidOptionError(f"Of a ResultCache {wanted}: {max_bytes}, {ttl_seconds}.")
         self.max_bytes, self.ttl_seconds = max_bytes, ttl_seconds
         if max_bytes == 0:
             self._caches.clear()
@@ -105,8 +101,8 @@ class ResultCache:
 
     def put(self, tenant: str, key: bytes, answer: Generated) -> bool:
         """Keep a whole answer if all of its outputs are complete. Returns whether it was kept."""
-        cache = self._cache(tenant)
-        if cache is None or not answer.outputs or any(output.finish_reason not in COMPLETE for output in answer.outputs):
+        cache, reasons = self._cache(tenant), {output.finish_reason for output in answer.outputs}
+        if cache is None or not reasons or not reasons <= {"stop", "length"}:
             return False
         kept = msgspec.structs.replace(answer, request_id="", metrics={}, num_cached_tokens=answer.num_prompt_tokens)
         payload = _encoder.encode(kept)

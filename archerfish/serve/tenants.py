@@ -45,7 +45,6 @@ from archerfish.errors import CallerError, InvalidOptionError, UnknownOptionErro
 logger = logging.getLogger("archerfish.serve")
 T = TypeVar("T")
 
-KEY_PREFIX = "af-"
 KEY_BYTES = SALT_BYTES = DIGEST_BYTES = 32
 LEAST_KEY_CHARS = 20  # of keys that people choose themselves
 MAX_KEY_CHARS = 512  # longer ones are refused without hashing them
@@ -123,9 +122,7 @@ class Tenants:
     def __init__(
         self, table: _KeyTable | None = None, path: Path | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._table = table
-        self._path = path
-        self._clock = clock
+        self._table, self._path, self._clock = table, path, clock
         self._looked_at = clock()
         self._stamp = _stamp(path) if path is not None else None
 
@@ -174,8 +171,7 @@ class Tenants:
 
     def find(self, key: str | None) -> Tenant:
         """The tenant of a key, or UnauthorizedError. On a server without keys: ANONYMOUS for any key."""
-        if self._path is not None:
-            self._reload_if_changed(self._path)
+        self._reload_if_changed()
         if self._table is None:
             return ANONYMOUS
         if not key:
@@ -187,15 +183,15 @@ class Tenants:
 
     def named(self, name: str) -> Tenant:
         """The tenant of a name, which a trusted process has sent; ANONYMOUS if there is none."""
-        if self._path is not None:
-            self._reload_if_changed(self._path)
+        self._reload_if_changed()
         return ANONYMOUS if self._table is None else self._table.by_name.get(name, ANONYMOUS)
 
     def all(self) -> list[Tenant]:
         return [ANONYMOUS] if self._table is None else list(self._table.by_name.values())
 
-    def _reload_if_changed(self, path: Path) -> None:
-        if self._clock() - self._looked_at < RELOAD_INTERVAL_S:
+    def _reload_if_changed(self) -> None:
+        path = self._path
+        if path is None or self._clock() - self._looked_at < RELOAD_INTERVAL_S:
             return
         self._looked_at, before, self._stamp = self._clock(), self._stamp, _stamp(path)
         if self._stamp == before:
@@ -225,7 +221,7 @@ def add_key(path: str | Path, name: str, **limits: Any) -> str:
     place = Path(path).expanduser()
     text = _read_text(place) if place.exists() else f'salt = "{secrets.token_hex(SALT_BYTES)}"\n'
     data = _parse(text, str(place))
-    key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)  # it is shown once, because only its hash is stored
+    key = f"af-{secrets.token_urlsafe(KEY_BYTES)}"  # it is shown once, because only its hash is stored
     salt = _make_table(data, str(place)).salt
     entry = {"name": name, "key_hash": digest_of(key, salt).hex(), **limits}
     _make_table({**data, "tenant": [*data.get("tenant", []), entry]}, str(place))  # so that no faulty file is written

@@ -16,11 +16,10 @@ from archerfish.errors import InvalidInputError
 from archerfish.serve import bodies
 from archerfish.serve import generation as gen
 from archerfish.serve.answers import Detokenized, Tokens, TTSAnswer
-from archerfish.serve.bodies import NULL, STRING, Body, GenerationBody, Messages, Tools, bounded, checked
+from archerfish.serve.bodies import NULL, STRING, GenerationBody, Messages, Tools, bounded, checked
 from archerfish.serve.catalog import ContextLengthError, ModelCard, ModelText, in_thread
 from archerfish.serve.errors import InvalidParameterError, data_event, json_response, naming
-from archerfish.serve.event_stream import EventStream, EventWriter
-from archerfish.serve.http import BodyRoute
+from archerfish.serve.http import BodyRoute, EventStream, EventWriter
 from archerfish.serve.openai_routes import DONE, TemplateBody
 from archerfish.serve.wire import ExplainRequest
 
@@ -33,10 +32,9 @@ def read_prompt(value: Any, where: str) -> Any:
     return value
 
 
-class ExplainBody(TemplateBody):
+class ExplainBody(TemplateBody, bodies.ModelBody):
     """POST /v1/cache/explain: a prompt in text or token ids, or the messages of a conversation."""
 
-    model: str | None = None
     prompt: Annotated[str | list[int] | None, checked(read_prompt, {"anyOf": [STRING, bodies.IDS, NULL]})] = None
     messages: Messages | None = None
     tools: Tools = Field([])
@@ -49,10 +47,9 @@ class TokenizeBody(ExplainBody):
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(bodies.ModelBody):
     """POST /detokenize, in vLLM's form."""
 
-    model: str | None = None
     tokens: list[Annotated[int, Field(ge=0, le=bodies.MAX_TOKEN_ID)]]
     skip_special_tokens: bool = False
 
@@ -110,14 +107,12 @@ class TextRoutes:
             with naming("prompt"):
                 text.check_ids(prompt)
             return prompt
-        adds_tokens = body.add_special_tokens
-        if messages is not None:
-            messages, options, start = body.conversation(messages)
-            options |= {"tools": body.tools} if body.tools else {}
-            return await self.catalog.encode_charged(
-                request, text, messages, "messages", options, start, add_special_tokens=adds_tokens
-            )
-        return await self.catalog.encode_charged(request, text, prompt or "", "prompt", add_special_tokens=adds_tokens)
+        others: dict[str, Any] = {"add_special_tokens": body.add_special_tokens}
+        if messages is None:
+            return await self.catalog.encode_charged(request, text, prompt or "", "prompt", **others)
+        messages, options, start = body.conversation(messages)
+        options |= {"tools": body.tools} if body.tools else {}
+        return await self.catalog.encode_charged(request, text, messages, "messages", options, start, **others)
 
 
 # TTS

@@ -19,13 +19,13 @@ from archerfish.config import ServeConfig
 from archerfish.errors import InputTooLargeError, InvalidInputError
 from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve import answers, bodies
-from archerfish.serve.bodies import STRING, STRINGS, UNUSED, Body, Values, check_items, check_text, checked
+from archerfish.serve.bodies import STRING, STRINGS, UNUSED, ModelBody, Values, check_items, check_text, checked
 from archerfish.serve.catalog import Catalog, ModelCard, read_metadata
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError, Schema, encode_json, json_response, short_value
 from archerfish.serve.generation import new_id
 from archerfish.serve.http import BodyRoute
-from archerfish.serve.wire import ClassifyRequest, EmbedRequest, ForVectors, Vectors
+from archerfish.serve.wire import ClassifyRequest, EmbedRequest, ForVectors, Kind, Vectors
 
 Array = npt.NDArray[np.float32]
 YIELD_ROWS = 16  # rows that are written as JSON before other requests run: a few milliseconds
@@ -36,9 +36,6 @@ PROMPTS = {
     **dict.fromkeys(("query", "search_query"), OF_QUERIES),
     **dict.fromkeys(("document", "passage", "search_document"), OF_DOCUMENTS),
 }
-Deadline = Annotated[
-    float | None, Field(gt=0, description="Seconds in which the answer is needed; a request that would be late is refused.")
-]
 
 
 def read_documents(value: Any, where: str) -> list[str]:
@@ -69,23 +66,29 @@ Texts = Annotated[str | list[str], checked(read_source, {"anyOf": [STRING, STRIN
 Documents = Annotated[list[str], checked(read_documents, {"type": "array", "minItems": 1, "items": DOCUMENT})]
 
 
-class EmbeddingsBody(Body):
+class VectorBody(ModelBody):
+    """What the bodies of these routes have in common."""
+
+    deadline_s: float | None = Field(
+        None, gt=0, description="Seconds in which the answer is needed; a request that would be late is refused."
+    )
+    truncate: Truncate = True
+
+
+class EmbeddingsBody(VectorBody):
     """POST /v1/embeddings, in OpenAI's form."""
 
     unsupported: ClassVar[Values] = {"truncate_prompt_tokens": (-1,)}  # -1: the model's length
 
     input: bodies.Prompts
-    model: str | None = Field(None, description="Name of the served model; left out: the first embedding model.")
     encoding_format: Literal["float", "base64"] = Field("float", description="base64: little-endian float32.")
     dimensions: int | None = Field(None, ge=1, description="Keep only the first so many dimensions, scaled to length 1.")
     prompt_name: str | None = Field(None, description="A prompt of the model's files, which is put before every text.")
     input_type: str | None = Field(None, description="What the texts are, as query or document; chooses the model's prompt.")
-    deadline_s: Deadline = None
-    truncate: Truncate = True
     user: str | None = Field(None, description=UNUSED)
 
 
-class RerankBody(Body):
+class RerankBody(VectorBody):
     """POST /v1/rerank, in the common form of Jina and Cohere."""
 
     unsupported: ClassVar[Values] = {
@@ -94,21 +97,15 @@ class RerankBody(Body):
 
     query: str
     documents: Documents
-    model: str | None = None
     top_n: int | None = Field(None, ge=1, description="Give only the best so many; left out: all.")
     return_documents: bool = Field(False, description="Repeat the text of each document in the answer.")
-    deadline_s: Deadline = None
-    truncate: Truncate = True
 
 
-class SimilarityBody(Body):
+class SimilarityBody(VectorBody):
     """POST /similarity: the cosine of one source with each sentence, or of each of several sources."""
 
     source: Texts
     sentences: list[str] = Field(min_length=1)
-    model: str | None = None
-    deadline_s: Deadline = None
-    truncate: Truncate = True
 
 
 class VectorRoutes:
@@ -127,18 +124,16 @@ class VectorRoutes:
     async def embeddings(self, request: Request, body: EmbeddingsBody) -> Response:
         """Vectors of texts."""
         card, rows, usage = await self.of_body(request, body)
-        cut, shown = set(request.state.truncated), shown_rows(rows, body.encoding_format)
-        data: Any = await encode_items(
-            answers.Embedding(index=index, embedding=row, truncated=index in cut or UNSET) for index, row in enumerate(shown)
-        )
+        cut, shown = set(request.state.truncated), enumerate(shown_rows(rows, body.encoding_format))
+        items = (answers.Embedding(index=index, embedding=row, truncated=index in cut or UNSET) for index, row in shown)
+        data: Any = await encode_items(items)
         return json_response(answers.Embeddings(data=data, model=card.id, usage=usage))
 
     async def rerank(self, request: Request, body: RerankBody) -> Response:
         """Documents by their relevance to a query, best first: by a cross-encoder where one is served, else by cosine."""
         pairs = [(body.query, document) for document in body.documents]
-        card, scores, usage = await self.scores(
-            request, body.model, pairs, "documents", body.deadline_s, truncate=body.truncate
-        )
+        options = {"deadline_s": body.deadline_s, "truncate": body.truncate}
+        card, scores, usage = await self.scores(request, body.model, pairs, "documents", **options)
         results = [answers.Ranked(index=i, relevance_score=float(scores[i])) for i in best_first(scores)[: body.top_n]]
         if body.return_documents:
             for result in results:
@@ -147,15 +142,14 @@ class VectorRoutes:
 
     async def similarity(self, request: Request, body: SimilarityBody) -> Response:
         """Cosines: a list for one source, a list per source for several."""
-        card = await self.catalog.find(body.model, "embedding", request=request)
-        sources = [body.source] if isinstance(body.source, str) else body.source
-        num_texts = len(sources) + len(body.sentences)
-        self.check_number(num_texts, "sentences")
-        rows, num_tokens = await self.embed(request, card, [*sources, *body.sentences], body.deadline_s, truncate=body.truncate)
-        cosines = rows[: len(sources)] @ rows[len(sources) :].T
         is_single = isinstance(body.source, str)
+        sources = [body.source] if isinstance(body.source, str) else body.source
+        texts = [*sources, *body.sentences]
+        card = await self.find(request, body.model, len(texts), "sentences", "embedding")
+        options = {"normalize": True, "deadline_s": body.deadline_s, "truncate": body.truncate}
+        rows, usage = await self.ask(request, card, EmbedRequest, len(texts), texts=texts, **options)
+        cosines = rows[: len(sources)] @ rows[len(sources) :].T
         shown: Any = cosines[0].tolist() if is_single else await encode_items(row.tolist() for row in cosines)
-        usage = self.usage(request, num_texts, num_tokens)
         return json_response(answers.Similarities(similarities=shown, model=card.id, usage=usage))
 
     async def of_body(self, request: Request, body: EmbeddingsBody) -> tuple[ModelCard, Array, answers.VectorUsage]:
@@ -166,20 +160,18 @@ class VectorRoutes:
 
     async def vectors(
         self, request: Request, model: str | None, texts: Sequence[str | list[int]], *, dimensions: int | None = None,
-        prompt_name: str | None = None, input_type: str | None = None, normalize: bool = True, deadline_s: float | None = None,
-        truncate: bool = True, param: str = "input",
+        prompt_name: str | None = None, input_type: str | None = None, normalize: bool = True, param: str = "input",
+        **options: Any,
     ) -> tuple[ModelCard, Array, answers.VectorUsage]:
-        """The vectors of texts. truncate: cut texts that are too long; false: refuse them. param: the route's name for them."""
-        card = await self.catalog.find(model, "embedding", request=request)
-        self.check_number(len(texts), param)
+        """The vectors of texts. param: the route's name for the texts. options: other fields of EmbedRequest."""
+        card = await self.find(request, model, len(texts), param, "embedding")
         if dimensions is not None and dimensions > card.dimension:
             raise InvalidParameterError(f"{card.id} has {card.dimension} dimensions, not {dimensions}.", "dimensions")
         if prompt_name is None and input_type is not None:
             prompt_name = find_prompt(request, card, input_type)
         try:
-            rows, num_tokens = await self.embed(
-                request, card, texts, deadline_s, prompt_name=prompt_name, normalize=normalize, truncate=truncate
-            )
+            options |= {"texts": texts, "prompt_name": prompt_name, "normalize": normalize}
+            rows, usage = await self.ask(request, card, EmbedRequest, len(texts), **options)
         except RemoteError as error:
             if error.code in (InvalidInputError.code, InputTooLargeError.code):
                 error.param = error.param or param
@@ -191,19 +183,18 @@ class VectorRoutes:
             if normalize:
                 norms = np.linalg.norm(rows, axis=1, keepdims=True)
                 rows = np.asarray(rows / np.maximum(norms, np.finfo(np.float32).tiny), np.float32)
-        return card, rows, self.usage(request, len(rows), num_tokens)
+        return card, rows, usage
 
     async def scores(
-        self, request: Request, model: str | None, pairs: Sequence[tuple[str, str]], param: str,
-        deadline_s: float | None = None, *, truncate: bool = True,
+        self, request: Request, model: str | None, pairs: Sequence[tuple[str, str]], param: str, **options: Any
     ) -> tuple[ModelCard, Array, answers.VectorUsage]:
-        """How well the second text of each pair fits the first: a cross-encoder's score, or a cosine."""
-        card = await self.catalog.find(model, "cross-encoder", "embedding", request=request)
-        self.check_number(len(pairs), param)
+        """How well the second text of each pair fits the first: a cross-encoder's score, or a cosine.
+
+        options: deadline_s and truncate of the request to the engine.
+        """
+        card = await self.find(request, model, len(pairs), param, "cross-encoder", "embedding")
         if card.kind == "cross-encoder":
-            address = self.catalog.address(request, card)
-            asked = ClassifyRequest(texts=list(pairs), deadline_s=deadline_s, truncate=truncate, **address)
-            rows, num_tokens = await self.ask(request, asked)
+            rows, usage = await self.ask(request, card, ClassifyRequest, len(pairs), texts=pairs, **options)
             if rows.shape[1] != 1:
                 message = f"{card.id} gives {rows.shape[1]} labels per pair; a score needs one. POST /classify gives all."
                 raise InvalidParameterError(message, "model")
@@ -211,9 +202,9 @@ class VectorRoutes:
         else:
             places = {text: place for place, text in enumerate(dict.fromkeys(pair[0] for pair in pairs))}
             texts = [*places, *(pair[1] for pair in pairs)]
-            rows, num_tokens = await self.embed(request, card, texts, deadline_s, truncate=truncate)
+            rows, usage = await self.ask(request, card, EmbedRequest, len(pairs), texts=texts, normalize=True, **options)
             scores = np.einsum("ij,ij->i", rows[[places[pair[0]] for pair in pairs]], rows[len(places) :])
-        return card, scores, self.usage(request, len(pairs), num_tokens)
+        return card, scores, usage
 
     async def classes(
         self, request: Request, model: str | None, texts: Sequence[str | tuple[str, str]], param: str, *,
@@ -221,52 +212,42 @@ class VectorRoutes:
     ) -> tuple[ModelCard, Array, answers.VectorUsage]:
         """The probability of every label, a row for each text or pair; is_raw: the model's own scores of several labels."""
         try:
-            card = await self.catalog.find(model, "cross-encoder", request=request)
+            card = await self.find(request, model, len(texts), param, "cross-encoder")
         except InvalidParameterError as error:
             error.hint = "Only a cross-encoder has labels and can classify texts; --rerank-model serves one."
             raise
-        self.check_number(len(texts), param)
-        address = self.catalog.address(request, card)
-        asked = ClassifyRequest(texts=list(texts), truncate=truncate, as_probabilities=not is_raw, **address)
-        rows, num_tokens = await self.ask(request, asked)
-        return card, rows, self.usage(request, len(texts), num_tokens)
-
-    async def embed(
-        self, request: Request, card: ModelCard, texts: Sequence[str | list[int]], deadline_s: float | None, *,
-        prompt_name: str | None = None, normalize: bool = True, truncate: bool = True,
-    ) -> tuple[Array, int]:
-        """Vectors, of length 1 if normalize is true, and the number of tokens."""
-        message = EmbedRequest(
-            texts=list(texts), normalize=normalize, prompt_name=prompt_name, truncate=truncate, deadline_s=deadline_s,
-            **self.catalog.address(request, card),
+        rows, usage = await self.ask(
+            request, card, ClassifyRequest, len(texts), texts=texts, truncate=truncate, as_probabilities=not is_raw
         )
-        return await self.ask(request, message)
+        return card, rows, usage
 
-    async def ask(self, request: Request, message: ForVectors) -> tuple[Array, int]:
-        """The rows that the backend computes, and the number of tokens. request.state.truncated: places of cut texts."""
-        answer = await self.catalog.backend.ask(message)
+    async def find(self, request: Request, model: str | None, num_texts: int, param: str, *kinds: Kind) -> ModelCard:
+        """The model for a request with so many texts in its parameter `param`."""
+        card, most = await self.catalog.find(model, *kinds, request=request), self.config.max_texts_per_request
+        if num_texts > most:
+            hint = "Send several requests: they share batches."
+            raise InputTooLargeError(f"{param} makes {num_texts} texts; a request takes at most {most}.", hint=hint)
+        return card
+
+    async def ask(
+        self, request: Request, card: ModelCard, kind: Callable[..., ForVectors], num_texts: int, **fields: Any
+    ) -> tuple[Array, answers.VectorUsage]:
+        """The rows that the backend computes for a message with these fields. num_texts: texts or pairs, as they are counted.
+
+        request.state.truncated: places of cut texts.
+        """
+        answer = await self.catalog.backend.ask(kind(**fields, **self.catalog.address(request, card)))
         assert isinstance(answer, Vectors)
-        request.state.log.update(prompt_tokens=answer.num_tokens, output_tokens=0)
+        num_tokens, route = answer.num_tokens, request.scope["path"]
+        request.state.log.update(prompt_tokens=num_tokens, output_tokens=0)
         request.state.truncated = answer.truncated
         if answer.truncated:
-            most = (await self.catalog.find(message.model)).max_length
-            request.state.remarks.append(f"texts cut to {most:,} tokens: {len(answer.truncated)}")
-        rows = np.frombuffer(answer.data, dtype="<f4").reshape(answer.num_rows, answer.num_columns)
-        return rows.astype(np.float32, copy=False), answer.num_tokens
-
-    def check_number(self, number: int, param: str) -> None:
-        if number > self.config.max_texts_per_request:
-            raise InputTooLargeError(
-                f"{param} makes {number} texts; a request takes at most {self.config.max_texts_per_request}.",
-                hint="Send several requests: they share batches.",
-            )
-
-    def usage(self, request: Request, num_texts: int, num_tokens: int) -> answers.VectorUsage:
-        route = request.scope["path"]
+            request.state.remarks.append(f"texts cut to {card.max_length:,} tokens: {len(answer.truncated)}")
         self.texts.add(num_texts, route=route)
         self.tokens.add(num_tokens, route=route)
-        truncated = bool(request.state.truncated) or UNSET
-        return answers.VectorUsage(prompt_tokens=num_tokens, total_tokens=num_tokens, truncated=truncated)
+        usage = answers.VectorUsage(num_tokens, num_tokens, truncated=bool(answer.truncated) or UNSET)
+        rows = np.frombuffer(answer.data, dtype="<f4").reshape(answer.num_rows, answer.num_columns)
+        return rows.astype(np.float32, copy=False), usage
 
 
 def best_first(scores: Array) -> list[int]:
@@ -329,13 +310,12 @@ ENCODERS: dict[EmbeddingType, Callable[[Array], Any]] = {
 }
 
 
-class CohereEmbedBody(Body):
+class CohereEmbedBody(ModelBody):
     """POST /v1/embed and /v2/embed, in Cohere's form."""
 
     unsupported: ClassVar[Values] = {"images": ([],), "inputs": ([],), "max_tokens": ()}
 
     texts: list[str] = Field(min_length=1)
-    model: str | None = None
     input_type: str | None = Field(None, description="search_query and search_document choose the model's prompt.")
     embedding_types: list[EmbeddingType] | None = Field(None, description="int8 and uint8: scaled for each vector.")
     output_dimension: int | None = Field(None, ge=1)

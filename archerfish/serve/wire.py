@@ -230,10 +230,8 @@ class Failed(Message, tag="failed", kw_only=True, omit_defaults=True):
         if not isinstance(error, ArcherfishError):
             message = "The engine failed on this request; its log says why."
             return cls(request_id=request_id, code=ArcherfishError.code, message=message)
-        return cls(
-            request_id=request_id, code=error.code, message=error.message, status=error.status, hint=error.hint or "",
-            param=error.param, retry_after_s=retry_after_s,
-        )
+        shown = {name: getattr(error, name) for name in ("code", "message", "status", "param")}
+        return cls(request_id=request_id, hint=error.hint or "", retry_after_s=retry_after_s, **shown)
 
 
 ForVectors = EmbedRequest | ScoreRequest | ClassifyRequest

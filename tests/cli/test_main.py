@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from archerfish import __version__, errors
+from archerfish.background import signals_to
 from archerfish.cli import embed as embed_command
 from archerfish.cli import output
-from archerfish.cli.interrupts import exit_at_next_interrupt, interrupt_once, signals_to
+from archerfish.cli.interrupts import exit_at_next_interrupt, interrupt_once
 from archerfish.cli.main import main
 from archerfish.cli.models import quality_rows
 from archerfish.cli.options import as_flag
@@ -278,13 +279,13 @@ def test_handler_is_restored_and_set_in_the_main_thread_only() -> None:
     before = signal.getsignal(signal.SIGINT)
 
     def enter() -> None:
-        with signals_to(interrupt_once):
+        with signals_to(interrupt_once, signal.SIGINT):
             exit_at_next_interrupt()
 
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGINT) is before
-    with signals_to(interrupt_once):
+    with signals_to(interrupt_once, signal.SIGINT):
         assert signal.getsignal(signal.SIGINT) is interrupt_once
     assert signal.getsignal(signal.SIGINT) is before

@@ -95,7 +95,7 @@ def test_remarks_become_one_header_of_plain_characters() -> None:
         Request(scope).state.remarks.extend(["one", "two\r\nX-Other: 1", "one", "\u00fcber"])
         await PlainTextResponse("done")(scope, receive, send)
 
-    app = RequestMiddleware(answer, MetricRegistry(), Tenants(), 1024)
+    app = RequestMiddleware(answer, MetricRegistry(), Tenants(), ServeConfig())
 
     async def main() -> Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:

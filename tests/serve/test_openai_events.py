@@ -20,8 +20,7 @@ from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve.app import create_app
 from archerfish.serve.bodies import Body
 from archerfish.serve.client import RemoteError
-from archerfish.serve.event_stream import KEEP_ALIVE, EventStream, EventWriter
-from archerfish.serve.http import BodyRoute
+from archerfish.serve.http import KEEP_ALIVE, BodyRoute, EventStream, EventWriter
 from archerfish.serve.wire import Chunk, GenerationRequest
 
 from .fake_backend import END, FakeBackend, events, ids, post, until
@@ -100,7 +99,7 @@ async def test_no_comment_is_sent_after_the_last_event() -> None:
     reader = Reader(create_app(FakeBackend(), ServeConfig()))
 
     class Ending:
-        keep_alive_s = 0.0
+        config = ServeConfig(keep_alive_s=0.0)
 
         async def run(self, *_: Any) -> AsyncIterator[list[Any]]:
             stream._is_quiet = True

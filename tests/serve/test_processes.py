@@ -58,6 +58,16 @@ def exists(pid: int) -> bool:
 
 
 @contextmanager
+def running(child: KeptProcess) -> Iterator[KeptProcess]:
+    child.start()
+    try:
+        child.wait()
+        yield child
+    finally:
+        child.stop()
+
+
+@contextmanager
 def serving(directory: Path, **options: Any) -> Iterator[tuple[KeptProcess, str]]:
     """An engine process and its address."""
     model = directory / "tiny"
@@ -69,7 +79,7 @@ def serving(directory: Path, **options: Any) -> Iterator[tuple[KeptProcess, str]
     }  # fmt: skip
     spec = ModelSpec(kind="generation", options=engine)
     config = HostConfig(address=f"ipc://{directory}/engine", models=(spec,), **options)
-    with engine_process(config) as child:
+    with running(engine_process(config)) as child:
         yield child, config.address
 
 
@@ -147,7 +157,7 @@ def test_engine_process_without_a_grace_time_ends_requests(tmp_path: Path) -> No
 def test_start_error_names_the_missing_model(tmp_path: Path) -> None:
     spec = ModelSpec(kind="generation", options={"model": str(tmp_path / "nothing")})
     config = HostConfig(address=f"ipc://{tmp_path}/engine", models=(spec,), hub={"offline": True})
-    with pytest.raises(ProcessStartError, match="nothing"), engine_process(config):
+    with pytest.raises(ProcessStartError, match="nothing"), running(engine_process(config)):
         pass
 
 
@@ -166,14 +176,14 @@ CONFIG = HostConfig(address="ipc:///nowhere", silence_s=10.0)
 
 @pytest.mark.parametrize("command", [("false",), (sys.executable, "-c", "print('hello')")])
 def test_early_end_is_a_start_error(command: tuple[str, ...]) -> None:
-    with pytest.raises(ProcessStartError, match="ended while it started"), engine_process(CONFIG, command=command):
+    with pytest.raises(ProcessStartError, match="ended while it started"), running(engine_process(CONFIG, command=command)):
         pass
 
 
 def test_silent_process_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(processes, "BEAT_S", 0.001)
     ticks = itertools.count()
-    with engine_process(CONFIG, command=COMMAND, clock=lambda: float(next(ticks))) as child:
+    with running(engine_process(CONFIG, command=COMMAND, clock=lambda: float(next(ticks)))) as child:
         pid = child.pid
         wait_for_start(child, 2)
     assert "sent no heartbeat" in caplog.text
@@ -202,7 +212,7 @@ def test_restart_waits_for_free_descriptors(monkeypatch: pytest.MonkeyPatch) -> 
     failed = threading.Event()
     monkeypatch.setattr(processes.logger, "error", lambda text, *_: failed.set() if "could not be started" in text else None)
     monkeypatch.setattr(processes, "backoff_s", lambda num_short_lives: 0.01)
-    with engine_process(CONFIG, command=COMMAND) as child:
+    with running(engine_process(CONFIG, command=COMMAND)) as child:
         with no_free_descriptors():
             os.kill(child.pid, signal.SIGKILL)
             assert failed.wait(LIMIT_S)  # a start needs more descriptors than the two that the old process has freed
@@ -224,7 +234,7 @@ def test_short_lives_are_followed_by_growing_pauses(monkeypatch: pytest.MonkeyPa
     report = "print('{\"address\": \"\"}')"
     child = engine_process(CONFIG, command=(sys.executable, "-S", "-c", report))
     monkeypatch.setattr(child, "_is_stopping", Stopping())
-    with child:
+    with running(child):
         assert enough.wait(LIMIT_S)
     assert waits == [0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0]
 
@@ -232,7 +242,7 @@ def test_short_lives_are_followed_by_growing_pauses(monkeypatch: pytest.MonkeyPa
 def test_no_process_is_started_after_the_stop() -> None:
     child = engine_process(CONFIG, command=COMMAND)
     child.terminate()
-    with pytest.raises(StoppedError), child:
+    with pytest.raises(StoppedError), running(child):
         pass
     assert child.process is None
 
@@ -243,7 +253,7 @@ DEAF = f"import signal\nfor one in (signal.SIGINT, signal.SIGTERM): signal.signa
 def test_process_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "KILL_AFTER_S", 0.1)
     config = HostConfig(address="ipc:///nowhere", grace_s=0.0)
-    with engine_process(config, command=(sys.executable, "-c", DEAF)) as child:
+    with running(engine_process(config, command=(sys.executable, "-c", DEAF))) as child:
         pass
     assert child.process is not None and child.process.returncode == -signal.SIGKILL
 
