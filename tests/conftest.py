@@ -75,9 +75,7 @@ def minilm() -> ArrowEngine:
 
 
 @pytest.fixture
-def own_cache(
-    minilm_source: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def own_cache(minilm_source: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is converted goes into a cache of the test's own, even where nobody names one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 

@@ -49,9 +49,7 @@ def test_table_has_medians_ranges_and_gains() -> None:
     report.add("a remark")
     columns, rows = report.table()
     assert columns == ["median (range)", "archerfish", "peer", "to peer"]
-    assert rows == [
-        ["load, ms", "20 (10-30)", "60", "3.00 x"], ["rate", "5", "-", ""], ["long, tokens/s", "5,000", "-", ""],
-    ]  # fmt: skip
+    assert rows == [["load, ms", "20 (10-30)", "60", "3.00 x"], ["rate", "5", "-", ""], ["long, tokens/s", "5,000", "-", ""]]
     whole = report.as_dict([Goal("load, ms", 25)])
     assert whole["notes"] == ["a remark"] and whole["targets"][0]["is_met"]
     assert whole["figures"]["load, ms"]["archerfish"]["samples"] == [10.0, 30.0, 20.0]

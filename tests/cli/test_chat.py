@@ -72,9 +72,7 @@ def roles(messages: list[dict[str, str]]) -> list[tuple[str, str]]:
 def test_conversation_history(engine: FakeLLM, talk: Callable[..., Any]) -> None:
     code, out, err = talk(["Hi", "", "and you?"], "--system", "Be kind.")
     assert code == 0 and out == "echo Hi\necho and you?\n" and "/help" in err
-    assert roles(engine.prompts[1]) == [
-        ("system", "Be kind."), ("user", "Hi"), ("assistant", "echo Hi"), ("user", "and you?"),
-    ]  # fmt: skip
+    assert roles(engine.prompts[1]) == [("system", "Be kind."), ("user", "Hi"), ("assistant", "echo Hi"), ("user", "and you?")]
     assert engine.is_closed and engine.params[0].temperature == 0.7
 
 

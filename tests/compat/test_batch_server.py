@@ -14,17 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from archerfish import errors
 from archerfish.compat.batch_processor import BatchProcessor
 from archerfish.compat.batch_server import BatchInferenceServer
-from archerfish.errors import (
-    CallerError,
-    InputTooLargeError,
-    InvalidInputError,
-    InvalidOptionError,
-    ModelError,
-    StoppedError,
-    TooManyRequestsError,
-)
+from archerfish.errors import CallerError, InvalidInputError, InvalidOptionError, ModelError, StoppedError, TooManyRequestsError
 from tests.engine.fakes import FakeEngine
 
 from .loops import LIMIT_S, in_loop, run, until
@@ -281,7 +274,7 @@ def test_a_bad_text_is_refused_when_it_is_added() -> None:
     processor = BatchProcessor(FakeEngine(max_text_bytes=3))
     with pytest.raises(InvalidInputError, match="not int"):
         processor.add(3)  # type: ignore[arg-type]
-    with pytest.raises(InputTooLargeError):
+    with pytest.raises(errors.InputTooLargeError):
         processor.add("abcd")
     assert len(processor) == 0
     with pytest.raises(InvalidOptionError):

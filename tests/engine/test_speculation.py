@@ -122,9 +122,7 @@ def test_vllms_option() -> None:
 
 @pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("kind", ["same", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("smaller", "rwkv"))])
-def test_a_draft_model_changes_no_tokens(
-    kind: str, records: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_model_changes_no_tokens(kind: str, records: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same weights as the model's accept nearly all of greedy proposals; others show that rejected ones leave no trace."""
     if records:
         monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))

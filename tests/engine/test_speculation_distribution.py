@@ -67,9 +67,7 @@ def exact_shares(engine: LLMEngine, params: SamplingParams) -> dict[tuple[int, .
 @pytest.mark.no_cover
 @pytest.mark.parametrize("is_broken", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_distribution_passes_chi_square(
-    kind: str, is_broken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_distribution_passes_chi_square(kind: str, is_broken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """is_broken: one that believes its proposals is found out."""
     params = SamplingParams(**KINDS[kind])
     each = [params.replace(seed=seed) for seed in range(NUM_DRAWS)]

@@ -13,18 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from archerfish import LLM, ArrowEngine, HubConfig, SamplingParams, remarks
+from archerfish import LLM, ArrowEngine, HubConfig, SamplingParams, errors, remarks
 from archerfish.engine.beam_search import BeamSearchParams
 from archerfish.engine.llm import EncoderLLM
 from archerfish.engine.vllm_options import EngineArgs
-from archerfish.errors import (
-    ArcherfishError,
-    InvalidInputError,
-    InvalidOptionError,
-    ModelNotFoundError,
-    StoppedError,
-    UnsupportedModelError,
-)
+from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError, StoppedError, UnsupportedModelError
 from archerfish.store.names import choose_files
 from tests.engine.tiny_llama import check_memory, greedy, save_tiny_llama, tiny_config
 from tests.text.tiny_tokenizers import byte_fallback, save_text_llama
@@ -108,7 +101,7 @@ def test_another_tokenizer_is_used(tmp_path: Path, directory: Path) -> None:
 def test_a_tokenizer_of_the_hub_comes_without_weights() -> None:
     files = ["config.json", "model.safetensors", "onnx/config.json", "tokenizer.json", "tokenizer_config.json"]
     assert choose_files("org/name", files, "tokenizer") == ["config.json", "tokenizer.json", "tokenizer_config.json"]
-    with pytest.raises(ModelNotFoundError, match="has no file 'tokenizer'"):
+    with pytest.raises(errors.ModelNotFoundError, match="has no file 'tokenizer'"):
         choose_files("org/name", files[:2], "tokenizer")
 
 

@@ -171,9 +171,7 @@ class LateOps(RecordingOps):
 
 
 @pytest.mark.parametrize("params", [GREEDY, replace(GREEDY, repetition_penalty=1.5), replace(GREEDY, logprobs=1)])
-def test_no_buffer_is_written_while_it_is_copied(
-    params: SamplingParams, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_buffer_is_written_while_it_is_copied(params: SamplingParams, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[LateOps] = []
 
     def choose(device: str, dtype: str) -> LateOps:

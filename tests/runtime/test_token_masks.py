@@ -75,9 +75,7 @@ def test_draws_are_those_of_the_reference_over_allowed_tokens(vocab_size: int, o
     num = 40
     logits = (rng.standard_normal((num, vocab_size)) * 3).astype(np.float32)
     lists = [sorted(rng.choice(vocab_size, rng.integers(1, vocab_size), replace=False).tolist()) for _ in range(num)]
-    sequences = [
-        sequence_with(row, Listed(lists[row]) if row % 4 else None, seed=row, **options) for row in range(num)
-    ]  # fmt: skip
+    sequences = [sequence_with(row, Listed(lists[row]) if row % 4 else None, seed=row, **options) for row in range(num)]
     sampled = draw(torch.from_numpy(logits), sequences)
     assert sampled.errors == {}
     for row, token in enumerate(sampled.tokens):

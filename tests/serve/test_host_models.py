@@ -15,6 +15,7 @@ import zmq
 
 from archerfish.errors import InvalidOptionError, MachineError
 from archerfish.params import SamplingParams
+from archerfish.serve import wire
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.compute import Lane
 from archerfish.serve.hosted_encoder import MIN_JOB_TOKENS, HostedEncoder
@@ -22,17 +23,7 @@ from archerfish.serve.metrics import read_metrics
 from archerfish.serve.models import GENERATION, SCORES, Hosted, ModelEntry
 from archerfish.serve.processes import BEAT_S
 from archerfish.serve.tenants import Tenants, add_key
-from archerfish.serve.wire import (
-    Configure,
-    EmbedRequest,
-    GenerationRequest,
-    Ping,
-    Pong,
-    Query,
-    ScoreRequest,
-    UnservedModelError,
-    Vectors,
-)
+from archerfish.serve.wire import Configure, EmbedRequest, GenerationRequest, Ping, Pong, Query, ScoreRequest, Vectors
 from tests.engine.tiny_llama import prompts
 
 from .hosting import LONG, FakeClock, WordEncoder, add_llm, failure, hold, llm_host, make_host, report_of, stats, talking, whole
@@ -290,7 +281,7 @@ def test_model_is_found_by_its_names_or_its_kind(tmp_path: Path) -> None:
         raise AssertionError("not to be loaded")
 
     table = make_host(tmp_path).models
-    with pytest.raises(UnservedModelError, match="No generation model"):
+    with pytest.raises(wire.UnservedModelError, match="No generation model"):
         table.find("", GENERATION)
     models = (("words", "embedding"), ("lab/writer", "generation"), ("writer", "generation"))
     table.entries += [ModelEntry(name, kind, never) for name, kind in models]

@@ -15,20 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from archerfish.errors import InputTooLargeError
-from archerfish.serve.overload import (
-    AdmittedRequest,
-    Backlog,
-    BusyError,
-    ImpossibleDeadlineError,
-    OverLimitError,
-    OverloadController,
-    RateLimitedError,
-    RateLimits,
-    RefusedError,
-    ShareUsedError,
-    StepCost,
-    TooLateError,
-)
+from archerfish.serve import overload
+from archerfish.serve.overload import AdmittedRequest, Backlog, BusyError, ImpossibleDeadlineError, OverloadController, StepCost
 from archerfish.serve.tenants import ANONYMOUS, Tenant
 
 from .hosting import FakeClock
@@ -40,7 +28,7 @@ GPU = (0.005, 0.00001, 0.00002)
 
 def make_controller(clock: FakeClock, order: Any = "arrival", max_running: int = 256, **limits: Any) -> OverloadController:
     return OverloadController(
-        rates=RateLimits(clock), max_running=max_running, max_tokens=8192, order=order, clock=clock, **limits
+        rates=overload.RateLimits(clock), max_running=max_running, max_tokens=8192, order=order, clock=clock, **limits
     )  # fmt: skip
 
 
@@ -101,7 +89,7 @@ class SimulatedEngine:
             if deadline_s is not None:
                 self.controller.check_deadline(deadline_s, 0, max_tokens or num_output)
             admitted = admit(self.controller, num_prompt, max_tokens or num_output, deadline_s=deadline_s)
-        except (RefusedError, ImpossibleDeadlineError):
+        except (overload.RefusedError, ImpossibleDeadlineError):
             self.num_refused += 1
             return None
         if not self.is_busy:
@@ -337,7 +325,7 @@ def test_tokens_are_settled_with_what_was_used() -> None:
     tenant = make_tenant("t", tokens_per_minute=100)
     controller = make_controller(FakeClock())
     request = admit(controller, 40, 50, tenant)
-    with pytest.raises(RateLimitedError):
+    with pytest.raises(overload.RateLimitedError):
         admit(controller, 5, 20, tenant)
     request.num_output_tokens = 10
     controller.end(request)
@@ -353,7 +341,7 @@ def test_refused_request_costs_no_tokens() -> None:
             admit(controller, tenant=tenant)
     controller.end(first)
     admit(controller, tenant=tenant)
-    with pytest.raises(OverLimitError):
+    with pytest.raises(overload.OverLimitError):
         admit(controller, 101, tenant=tenant)
 
 
@@ -363,7 +351,7 @@ def test_open_answer_reserves_few_tokens() -> None:
     for request in [admit(controller, 100, None, tenant) for _ in range(2)]:
         request.num_output_tokens = 1500
         controller.end(request)
-    with pytest.raises(RateLimitedError) as caught:  # 3,200 were used, which are paid for now
+    with pytest.raises(overload.RateLimitedError) as caught:  # 3,200 were used, which are paid for now
         admit(controller, 100, None, tenant)
     assert caught.value.retry_after_s == pytest.approx((3200 - 2000 + 612) * 60 / 2000)
 
@@ -393,7 +381,7 @@ def test_tenant_cannot_fill_the_queue() -> None:
     for _ in range(10):
         admit(controller, 1, tenant=flood)  # while no other tenant waits
     held = admit(controller, 1, tenant=heavy)
-    with pytest.raises(ShareUsedError, match="'flood' holds 10 places; its share is 4") as caught:
+    with pytest.raises(overload.ShareUsedError, match="'flood' holds 10 places; its share is 4") as caught:
         admit(controller, 1, tenant=flood)
     assert caught.value.status == 429
     admit(controller, 1, tenant=heavy)
@@ -419,10 +407,10 @@ def test_deadlines_of_a_busy_server() -> None:
     assert controller.estimate(ANONYMOUS, size) == pytest.approx((0.0, 2.6), rel=0.02)
     admit(controller, 500, 20, deadline_s=0.1)  # an idle server admits it: its prompt may be cached
     admit(controller, 500, 20, deadline_s=6.0)
-    with pytest.raises(TooLateError, match=r"expected in 3\.\d s, after the deadline of 3\.5 s") as caught:
+    with pytest.raises(overload.TooLateError, match=r"expected in 3\.\d s, after the deadline of 3\.5 s") as caught:
         admit(controller, 500, 20, deadline_s=3.5)
     assert caught.value.status == 503 and 0 < caught.value.retry_after_s <= 2
-    with pytest.raises(TooLateError, match=r"more than 2\.6 s, which it takes without a wait"):
+    with pytest.raises(overload.TooLateError, match=r"more than 2\.6 s, which it takes without a wait"):
         admit(controller, 500, 20, deadline_s=1.0)
 
 
@@ -515,7 +503,7 @@ def test_counts_balance(history: list[tuple[str, int, str]]) -> None:
         if action == "admit":
             try:
                 waiting.append(admit(controller, number, number, make_tenant(name), 1 + number % 3))
-            except RefusedError as error:
+            except overload.RefusedError as error:
                 assert error.retry_after_s >= 0
         elif action == "tokenize" and waiting:
             controller.set_prompt_tokens(waiting[number % len(waiting)], number)

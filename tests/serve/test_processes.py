@@ -25,17 +25,7 @@ from archerfish.config import ServeConfig
 from archerfish.errors import StoppedError
 from archerfish.serve import processes, run
 from archerfish.serve.client import AsyncClient, RemoteError
-from archerfish.serve.processes import (
-    FrontConfig,
-    HostConfig,
-    KeptProcess,
-    ModelSpec,
-    ProcessStartError,
-    engine_process,
-    front_process,
-    kill_all,
-    stop_on_signals,
-)
+from archerfish.serve.processes import FrontConfig, HostConfig, KeptProcess, ModelSpec, engine_process, front_process
 from archerfish.serve.wire import Generated, GenerationRequest, Ping, Pong
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.serve.client import PASS, WORDS, host_with
@@ -157,7 +147,7 @@ def test_engine_process_without_a_grace_time_ends_requests(tmp_path: Path) -> No
 def test_start_error_names_the_missing_model(tmp_path: Path) -> None:
     spec = ModelSpec(kind="generation", options={"model": str(tmp_path / "nothing")})
     config = HostConfig(address=f"ipc://{tmp_path}/engine", models=(spec,), hub={"offline": True})
-    with pytest.raises(ProcessStartError, match="nothing"), running(engine_process(config)):
+    with pytest.raises(processes.ProcessStartError, match="nothing"), running(engine_process(config)):
         pass
 
 
@@ -176,7 +166,7 @@ CONFIG = HostConfig(address="ipc:///nowhere", silence_s=10.0)
 
 @pytest.mark.parametrize("command", [("false",), (sys.executable, "-c", "print('hello')")])
 def test_early_end_is_a_start_error(command: tuple[str, ...]) -> None:
-    with pytest.raises(ProcessStartError, match="ended while it started"), running(engine_process(CONFIG, command=command)):
+    with pytest.raises(processes.ProcessStartError, match="ended while it started"), running(engine_process(CONFIG, command=command)):
         pass
 
 
@@ -272,7 +262,7 @@ def test_killed_front_ends_are_not_replaced(
         child.start()
         child.wait()
     with children[0]._lock:  # the thread that a signal interrupts may hold it
-        kill_all(children)
+        processes.kill_all(children)
     for child in children:
         child._thread.join(LIMIT_S)
         assert child.process is not None and child.process.returncode == code
@@ -377,7 +367,7 @@ def test_first_signal_raises_and_a_later_sigint_kills(first: int, code: int | No
     killed: list[str] = []
     monkeypatch.setattr("os._exit", leave)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with stop_on_signals(kill):
+    with processes.stop_on_signals(kill):
         with pytest.raises(KeyboardInterrupt if code is None else SystemExit) as raised:
             signal.raise_signal(first)
         assert getattr(raised.value, "code", None) == code
@@ -393,7 +383,7 @@ def test_signals_are_left_alone_in_other_threads() -> None:
     before, seen = signal.getsignal(signal.SIGINT), []
 
     def enter() -> None:
-        with stop_on_signals(lambda: None):
+        with processes.stop_on_signals(lambda: None):
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=enter)

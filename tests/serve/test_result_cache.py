@@ -18,16 +18,10 @@ from hypothesis import strategies as st
 from archerfish.errors import InvalidOptionError
 from archerfish.observe.metrics import MetricRegistry
 from archerfish.params import SamplingParams
+from archerfish.serve import result_cache
 from archerfish.serve.client import RemoteError
 from archerfish.serve.metrics import ALIVE_S, MAX_SOURCES, FrontEndMetrics, merged, metric_values
-from archerfish.serve.result_cache import (
-    NOT_PART_OF_THE_KEY,
-    OVERHEAD_BYTES,
-    CacheControl,
-    ResultCache,
-    key_of,
-    parse_cache_control,
-)
+from archerfish.serve.result_cache import OVERHEAD_BYTES, CacheControl, ResultCache, key_of, parse_cache_control
 from archerfish.serve.wire import Chunk, FrontEndState, Generated, GenerationRequest, WireOutput, decode_request, encode
 
 from .client import WORDS, app_of, client_of, host_with
@@ -94,7 +88,7 @@ def test_key_covers_every_field() -> None:
     values: dict[str, Any] = {"prompt": "p", "token_ids": [2], "wants_ids": False, "messages": [{}]}
     values |= {"template_options": {"a": 1}, "params": {}}
     for field in msgspec.structs.fields(GenerationRequest):
-        if field.encode_name in NOT_PART_OF_THE_KEY:
+        if field.encode_name in result_cache.NOT_PART_OF_THE_KEY:
             continue
         value = values.get(field.name, "x" if field.name == "model" else True)
         changed = request(**{field.name: value}) if field.name != "params" else request(params={"seed": 3})

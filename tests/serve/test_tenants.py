@@ -61,9 +61,7 @@ def test_keys_in_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("SERVICE_KEYS", f"alice={KEYS[0]}, operator={KEYS[1]}\n{KEYS[2]}")
     one, other = Tenants.from_file("env:SERVICE_KEYS"), Tenants.from_file("env:SERVICE_KEYS")
     found = [one.find(key) for key in KEYS]
-    assert [(tenant.name, tenant.is_operator) for tenant in found] == [
-        ("alice", False), ("operator", True), ("default", False),
-    ]  # fmt: skip
+    assert [(tenant.name, tenant.is_operator) for tenant in found] == [("alice", False), ("operator", True), ("default", False)]
     assert found[0] == other.find(KEYS[0])
     for empty in ("", " , "):
         monkeypatch.setenv("SERVICE_KEYS", empty)

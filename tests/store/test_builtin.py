@@ -26,16 +26,7 @@ from archerfish.config import HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnreachableError, WriteError
 from archerfish.store import names
 from archerfish.store.converter import ensure_converted
-from archerfish.store.names import (
-    BUILTIN_MODELS,
-    BuiltinModel,
-    choose_files,
-    list_models,
-    pip_error,
-    pull_builtin,
-    remove_model,
-    resolve_model,
-)
+from archerfish.store.names import BuiltinModel, choose_files, list_models, pull_builtin, remove_model, resolve_model
 from archerfish.types import Progress
 from tests.store.models import write_model
 
@@ -192,12 +183,12 @@ def test_offline_without_a_copy_is_refused(hub: HubConfig, monkeypatch: pytest.M
 
 
 def test_unknown_name_suggests_the_nearest(hub: HubConfig) -> None:
-    with pytest.raises(ModelNotFoundError, match="Did you mean 'all-minilm-l6-v2'"):
-        resolve_model("all-minilm-l6", hub)
-    with pytest.raises(ModelNotFoundError, match=r"no directory or file '\./nowhere'"):
-        resolve_model("./nowhere", hub)
-    with pytest.raises(ModelNotFoundError, match="no directory or file ''"):
-        resolve_model("", hub)
+    for name, said in (
+        ("all-minilm-l6", "Did you mean 'all-minilm-l6-v2'"), ("./nowhere", r"no directory or file '\./nowhere'"),
+        ("", "no directory or file ''"),
+    ):  # fmt: skip
+        with pytest.raises(ModelNotFoundError, match=said):
+            resolve_model(name, hub)
 
 
 def test_bundled_model_needs_no_network(hub: HubConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +209,7 @@ def test_bundled_model_needs_no_network(hub: HubConfig, monkeypatch: pytest.Monk
 
 
 def test_list_models(hub: HubConfig, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BUILTIN_MODELS, "fake-model", fake_model())
+    monkeypatch.setitem(names.BUILTIN_MODELS, "fake-model", fake_model())
     path = resolve_model("Fake-Model", hub)
     converted = hub.cache_path() / "converted" / "mine"
     converted.mkdir(parents=True)
@@ -234,7 +225,7 @@ def test_list_models(hub: HubConfig, index: Index, monkeypatch: pytest.MonkeyPat
 def test_models_have_names_in_the_list_and_can_be_removed(
     hub: HubConfig, index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(BUILTIN_MODELS, "fake-model", fake_model())
+    monkeypatch.setitem(names.BUILTIN_MODELS, "fake-model", fake_model())
     source = resolve_model("fake-model", hub)
     snapshot = names.hub_cache_path() / "models--org--some-name" / "snapshots" / "0a1b2c3d"
     write_model(snapshot)
@@ -254,7 +245,7 @@ def test_models_have_names_in_the_list_and_can_be_removed(
     assert len(remove_model("org/some-name", hub)) == 3
     assert not snapshot.exists() and [path.exists() for path in converted] == [False, False, True]
     remove_model("fake-model", hub)
-    assert not source.exists() and BUILTIN_MODELS["fake-model"].find(hub) is None
+    assert not source.exists() and names.BUILTIN_MODELS["fake-model"].find(hub) is None
     with pytest.raises(ModelNotFoundError, match="Did you mean 'mine'"):
         remove_model("mien", hub)
     with pytest.raises(ModelNotFoundError, match="'story-rwkv7'"):
@@ -274,7 +265,7 @@ def test_concurrent_callers_download_once(hub: HubConfig, index: Index) -> None:
 ])  # fmt: skip
 def test_pip_errors(output: str, message: str, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=message):
-        raise pip_error(fake_model(), output)
+        raise names.pip_error(fake_model(), output)
 
 
 def test_real_pip_with_local_wheels(hub: HubConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,18 +23,8 @@ from archerfish.store.format import INTEGER_BYTES, SUPER_SCALES
 from archerfish.store.gguf_source import ARCHITECTURES
 from archerfish.store.sources import open_source
 from archerfish.store.tokenizer_files import PRE_TOKENIZERS, WORD_MARK, make_tokenizer_files
-from tests.store.gguf_models import (
-    HEADS,
-    KV_HEADS,
-    MERGES,
-    NUM_LAYERS,
-    WIDTH,
-    byte_level_tokens,
-    make_tensors,
-    random_blocks,
-    write_blocks,
-    write_gguf,
-)
+from tests.store import gguf_models
+from tests.store.gguf_models import HEADS, KV_HEADS, MERGES, WIDTH, make_tensors, random_blocks, write_blocks, write_gguf
 from tests.store.models import convert
 
 ROUNDED_TYPES = ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
@@ -176,7 +166,7 @@ def test_gemma_norms_are_stored_without_plus_one(tmp_path: Path, architecture: s
 def test_configuration(tmp_path: Path) -> None:
     loader = convert(write_gguf(tmp_path / "m.gguf", "llama", make_tensors("llama")), tmp_path / "out", dtype="float32")
     expected = {
-        "model_type": "llama", "hidden_size": WIDTH, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": HEADS,
+        "model_type": "llama", "hidden_size": WIDTH, "num_hidden_layers": gguf_models.NUM_LAYERS, "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS, "rope_theta": 100000.0, "rms_norm_eps": 1e-05, "max_position_embeddings": 128,
         "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "attention_bias": False,
     }  # fmt: skip
@@ -260,7 +250,7 @@ TEXTS = [
 
 
 def byte_level_fields(pre: str, **changes: Any) -> dict[str, Any]:
-    tokens = byte_level_tokens()
+    tokens = gguf_models.byte_level_tokens()
     kinds = [3] * 3 + [1] * (len(tokens) - 3)
     fields: dict[str, Any] = {
         "model": "gpt2", "pre": pre, "tokens": tokens, "token_type": kinds, "merges": MERGES, "bos_token_id": 1,

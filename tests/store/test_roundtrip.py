@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,29 +152,23 @@ def test_incomplete_directories_are_refused(tmp_path: Path, source: Path, conver
 
 
 def test_flipped_byte_in_metadata_is_found(converted: Path) -> None:
-    path = converted / "metadata.json"
-    good = path.read_bytes()
-    for position in range(0, len(good), 7):
-        flip_byte(path, position)
-        with pytest.raises(CorruptFileError, match=r"metadata\.json"):
+    num_bytes = (converted / "metadata.json").stat().st_size
+    check_flipped_bytes(converted, "metadata.json", range(0, num_bytes, 7))
+
+
+def check_flipped_bytes(converted: Path, name: str, positions: Sequence[int]) -> None:
+    good = (converted / name).read_bytes()
+    for position in positions:
+        flip_byte(converted / name, position)
+        with pytest.raises(CorruptFileError, match=re.escape(name)):
             WeightLoader(converted)
-        path.write_bytes(good)
-    for num_bytes in (0, 1, len(good) // 2, len(good) - 1):
-        path.write_bytes(good[:num_bytes])
-        with pytest.raises(CorruptFileError, match=r"metadata\.json"):
-            WeightLoader(converted)
+        (converted / name).write_bytes(good)
 
 
 def test_flipped_byte_outside_tensors_is_found_on_open(converted: Path) -> None:
-    path = converted / "weights.arrow"
-    good = path.read_bytes()
-    spans = read_metadata(converted).files["weights.arrow"].spans
-    inside = {at for ((offset, num_bytes),) in spans for at in range(offset, offset + num_bytes)}
-    for position in [at for at in range(len(good)) if at not in inside][::41]:
-        flip_byte(path, position)
-        with pytest.raises(CorruptFileError, match=r"weights\.arrow"):
-            WeightLoader(converted)
-        path.write_bytes(good)
+    record = read_metadata(converted).files["weights.arrow"]
+    inside = {at for ((offset, num_bytes),) in record.spans for at in range(offset, offset + num_bytes)}
+    check_flipped_bytes(converted, "weights.arrow", [at for at in range(record.num_bytes) if at not in inside][::41])
 
 
 @pytest.mark.parametrize("name", ["weights.arrow", "weights.parquet", "tokenizer/tokenizer.json"])
@@ -186,10 +182,11 @@ def test_verify_checks_all_files(converted: Path, name: str) -> None:
     assert seen
 
 
-@pytest.mark.parametrize("num_bytes", [0, 6, 100, -1])
-def test_truncated_arrow_is_refused(converted: Path, num_bytes: int) -> None:
-    cut_off(converted / "weights.arrow", num_bytes)
-    with pytest.raises(CorruptFileError, match=r"weights\.arrow"):
+@pytest.mark.parametrize("num_bytes", [0, 1, 6, 100, -100, -1])
+@pytest.mark.parametrize("name", ["metadata.json", "weights.arrow"])
+def test_truncated_files_are_refused(converted: Path, name: str, num_bytes: int) -> None:
+    cut_off(converted / name, num_bytes)
+    with pytest.raises(CorruptFileError, match=re.escape(name)):
         WeightLoader(converted)
 
 

@@ -17,16 +17,7 @@ from archerfish.params import SamplingParams
 from archerfish.text import tool_calls
 from archerfish.text.chat_template import PLAIN_TEMPLATE, ChatTemplate, calls_in_words
 from archerfish.text.text_tokenizer import TextTokenizer
-from archerfish.text.tool_calls import (
-    STYLES,
-    ToolCallParser,
-    ToolPiece,
-    grammar_for_tools,
-    style_of,
-    tool_prompt,
-    tool_schemas,
-    written_calls,
-)
+from archerfish.text.tool_calls import STYLES, ToolCallParser, ToolPiece, grammar_for_tools, style_of, tool_prompt, tool_schemas
 from tests.text.test_chat_template import LLAMA3, MISTRAL, MISTRAL_TOKENS, QWEN
 from tests.text.tiny_tokenizers import byte_level, smollm2_directory
 
@@ -391,7 +382,7 @@ def test_a_call_without_a_name_error_names_the_place() -> None:
     st.text(min_size=1),
 )
 def test_written_calls_are_parsed_as_calls(arguments: dict[str, Any], name: str) -> None:
-    [text] = written_calls([{"function": {"name": name, "arguments": arguments}}], "")
+    [text] = tool_calls.written_calls([{"function": {"name": name, "arguments": arguments}}], "")
     parser = ToolCallParser("hermes", [{"name": name}])
     pieces = [*parser.feed(text), *parser.finish()]
     assert [(piece.kind, piece.index) for piece in pieces] == [("name", 0), ("arguments", 0)]
