@@ -166,7 +166,8 @@ CONFIG = HostConfig(address="ipc:///nowhere", silence_s=10.0)
 
 @pytest.mark.parametrize("command", [("false",), (sys.executable, "-c", "print('hello')")])
 def test_early_end_is_a_start_error(command: tuple[str, ...]) -> None:
-    with pytest.raises(processes.ProcessStartError, match="ended while it started"), running(engine_process(CONFIG, command=command)):
+    started = engine_process(CONFIG, command=command)
+    with pytest.raises(processes.ProcessStartError, match="ended while it started"), running(started):
         pass
 
 
