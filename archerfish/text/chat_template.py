@@ -326,10 +326,17 @@ def plain(value: Any, where: str, depth: int = 0) -> Any:
 
 def texts_in(value: Any) -> list[str]:
     """All strings in plain data, keys included."""
-    if isinstance(value, str):
-        return [value]
-    items = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [text for item in items for text in texts_in(item)]
+    found: list[str] = []
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            found.append(item)
+        elif isinstance(item, dict):
+            left += [*item, *item.values()]
+        elif isinstance(item, list):
+            left += item
+    return found
 
 
 def marked_copy(value: Any, names: re.Pattern[str], mark: str) -> Any:
