@@ -20,9 +20,11 @@ from archerfish.kernels.ops import Activation, LinearWeight  # isort: skip
 from archerfish.kernels.stored import GPU_TYPES, StoredTensor  # isort: skip
 from archerfish.kernels.torch.from_store import stored_parts  # isort: skip
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight  # isort: skip
+from archerfish.kernels.triton.group_products import few_tile, many_tile  # isort: skip
 from archerfish.kernels.triton.linear import MANY_ROWS, ByteRowsWeight, GroupsWeight, Int8RowsWeight  # isort: skip
 from archerfish.kernels.triton.norm import quantise_rows  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
+from archerfish.kernels.triton.tiles import SHARED_BYTES  # isort: skip
 from archerfish.store.format import Quantization, TensorInfo  # isort: skip
 from archerfish.store.quantiser import find_grid, make_row  # isort: skip
 
@@ -139,6 +141,14 @@ def test_norms_of_many_rows_give_bytes(gate: Activation | None, kind: str) -> No
     codes, scales = quantise_rows(normed, torch.int8 if kind == "INT8" else torch.float8_e4m3fn)
     expected = codes.float() * scales @ matrix.t()
     assert_near(y, TorchOps(DEVICE).gated(expected, gate) if gate else expected, "bfloat16", factor=4)
+
+
+def test_tiles_fit_into_a_card() -> None:
+    """Of the memory of a Hopper, and of a card with less than half of it."""
+    assert few_tile(16, 4096, 128, 2, SHARED_BYTES, is_gated=False).num_warps == 8
+    assert few_tile(16, 4096, 128, 4, SHARED_BYTES, is_gated=True).num_warps == 4
+    assert few_tile(16, 4096, 128, 2, 87_000, is_gated=False).num_warps == 4
+    assert many_tile(512, 28672, 256, SHARED_BYTES).rows == 256 and many_tile(512, 28672, 256, 87_000).rows == 64
 
 
 def stored_weights(weights: dict[str, Tensor], quant_type: str, group_size: int) -> dict[str, Any]:

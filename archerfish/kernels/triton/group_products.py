@@ -318,10 +318,9 @@ def kernel_inputs(weight_format: Groups, tensors: Tensors) -> dict[str, Any]:
     group_size = weight_format.group_size
     size, planes = (BLOCK, PLANES) if weight_format.is_packed else (math.gcd(group_size, SPAN), 1)
     return {
-        "codes": tensors["weight"], "scales": tensors["scales"],
-        "width": len(tensors["scales"]) * group_size, "group_size": group_size, "has_mins": weight_format.has_mins,
-        "size": size, "planes": planes, "per_scale": math.gcd(group_size, size * planes) // size,
-        "in_pairs": tensors["weight"].is_cuda,
+        "codes": tensors["weight"], "scales": tensors["scales"], "width": len(tensors["scales"]) * group_size,
+        "group_size": group_size, "size": size, "planes": planes, "per_scale": math.gcd(group_size, size * planes) // size,
+        "has_mins": weight_format.has_mins, "in_pairs": tensors["weight"].is_cuda,
     }
 
 
@@ -336,12 +335,23 @@ def dequantise(weight_format: Groups, tensors: Tensors, dtype: torch.dtype) -> T
     return out
 
 
-def few_tile(num_rows: int, num_outputs: int, span: int) -> FewTile:
-    """Few programs have many warps, each with a part of the inputs, so that every processor has enough to read."""
+def few_tile(num_rows: int, num_outputs: int, span: int, item_bytes: int, most_bytes: int, *, is_gated: bool) -> FewTile:
+    """Few programs have many warps, each with a part of the inputs, so that every processor has enough to read.
+
+    span: inputs of a part. item_bytes: of an activation. most_bytes: of two stages.
+    """
     num_tiles = cdiv(num_outputs, 32)
     num_warps = 8 if num_tiles <= PROCESSORS else 4 if num_tiles <= 2 * PROCESSORS else 2
     outputs = 16 if num_warps == 4 and num_rows == 1 else 32
+    column_bytes = few_rows(num_rows) * item_bytes + outputs * (2 if is_gated else 1)
+    while num_warps > 1 and 2 * num_warps * SPAN * column_bytes > most_bytes:
+        num_warps //= 2
     return FewTile(outputs, max(1, num_warps * SPAN // span), num_warps, 3)
+
+
+def few_rows(num_rows: int) -> int:
+    """Rows of a tile."""
+    return max(8, next_power_of_2(num_rows))
 
 
 def many_tile(num_rows: int, num_outputs: int, row_bytes: int, most_bytes: int) -> ManyTile:
@@ -373,8 +383,9 @@ def multiply_groups(
         tile = many_tile(num_rows, num_outputs, row_bytes, shared_bytes(x.device))
         multiply_many_kernel[(cdiv(num_outputs, tile.outputs), cdiv(num_rows, tile.rows))](**given, **tile._asdict())
         return out
-    few = few_tile(num_rows, num_outputs, given["size"] * given["planes"])
+    span, most_bytes = given["size"] * given["planes"], shared_bytes(x.device)
+    few = few_tile(num_rows, num_outputs, span, x.element_size(), most_bytes, is_gated=is_gated)
     multiply_few_kernel[(cdiv(num_outputs, few.outputs),)](
-        **given, rows=max(8, next_power_of_2(num_rows)), **few._asdict(), is_gated=is_gated
+        **given, rows=few_rows(num_rows), **few._asdict(), is_gated=is_gated
     )
     return out
