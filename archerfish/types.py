@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Self
 
@@ -15,11 +16,12 @@ def no_progress(done: int, total: int, what: str) -> None:
     """A Progress that shows nothing."""
 
 
-class Closing:
+class Closing(ABC):
     """A context manager that closes itself at its end."""
 
+    @abstractmethod
     def close(self) -> None:
-        raise NotImplementedError
+        """Free what it holds."""
 
     def __enter__(self) -> Self:
         return self

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from archerfish.engine.gptq import row_path, save_arrays
 from archerfish.engine.streamed_model import StreamedModel, Unread
 from archerfish.errors import UnsupportedModelError
 from archerfish.kernels.ops import Ids
@@ -54,10 +55,10 @@ def scale_source(
         progress(len(importances), len(wanted), f"looking at the inputs of {name}")
         before = producer(name)
         can_scale = sizes.get(before) == matrix.shape[1]  # not where several heads share an output of the one in front
-        if not (path := work / f"{name}.npz").is_file():
+        if not (path := row_path(work, name)).is_file():
             found = find_factors(matrix, x, wanted[name]) if can_scale else np.ones(matrix.shape[1], np.float32)
             importance = (x.square().mean(0).cpu().numpy() / np.square(found)).astype(np.float32)
-            np.savez(path, factors=found, importance=importance)
+            save_arrays(path, {"factors": found, "importance": importance})
         with np.load(path, allow_pickle=False) as kept:
             importances.update((part.name, kept["importance"]) for part in parts)
             if can_scale:
@@ -65,11 +66,10 @@ def scale_source(
                 divisors[before] = divisors[f"{before.removesuffix('weight')}bias"] = kept["factors"]
         return matrix
 
-    if getattr(model.model, "norm_plus", 0.0) == 0.0:
-        model.hidden(texts, on_product)
-    if not factors:
+    if getattr(model.model, "norm_plus", 0.0) != 0.0 or not any(producer(name) in sizes for name in wanted):
         message = f"[convert] method awq does not know what to scale in {model.config.model_type}."
         raise UnsupportedModelError(message, hint="Take --method gptq.")
+    model.hidden(texts, on_product)
     tensors = []
     for tensor in source.tensors:
         name, info = tensor.info.name, tensor.info._replace(dtype="float32", quantization=None)
@@ -81,8 +81,7 @@ def scale_source(
 
 def producer(name: str) -> str:
     """The name of the tensor whose outputs are the inputs of a matrix; empty where it is not known."""
-    ends = (end for end in PRODUCERS if name.endswith(f".{end}"))
-    end = next(ends, "")
+    end = next((end for end in PRODUCERS if name.endswith(f".{end}")), "")
     return name.removesuffix(end) + PRODUCERS[end] if end else ""
 
 
@@ -97,8 +96,7 @@ def find_factors(matrix: Tensor, x: Tensor, kind: Quantization) -> Floats:
         error = float((x @ (rounded(matrix * factors, kind) / factors).T - right).square().sum())
         if error < least:
             best, least = factors, error
-    found: Floats = best.cpu().numpy()
-    return found
+    return np.asarray(best.cpu(), np.float32)
 
 
 def rounded(matrix: Tensor, kind: Quantization) -> Tensor:

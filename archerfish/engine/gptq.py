@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,12 +58,16 @@ def save_rows(work: Path, infos: Sequence[TensorInfo], values: Floats, grid: Gri
         groups = slice(first * num_groups, last * num_groups)
         row = make_row(info, values[first:last], Grid(grid.kind, grid.scales[groups], grid.mins[groups]))
         buffers = {name: each for name, each in row._asdict().items() if name != "info" and each is not None}
-        path = row_path(work, info.name)
-        with (temporary := sibling(path, "tmp")).open("xb") as file:
-            np.savez(file, **buffers)
-            sync(file)
-        temporary.replace(path)
+        save_arrays(row_path(work, info.name), buffers)
         first = last
+
+
+def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
+    """Write a file whole, or not at all."""
+    with (temporary := sibling(path, "tmp")).open("xb") as file:
+        np.savez(file, **arrays)
+        sync(file)
+    temporary.replace(path)
 
 
 def row_path(work: Path, name: str) -> Path:

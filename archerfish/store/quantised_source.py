@@ -172,8 +172,7 @@ def stated_quantization(settings: Mapping[str, Any], num_inputs: int) -> Quantiz
 
 def states_int8_activations(config: Mapping[str, Any]) -> bool:
     """Whether a checkpoint is made for activations that are int8, too."""
-    groups = groups_of(config.get("quantization_config") or {})
-    kinds = [group.get("input_activations") or {} for group in groups]
+    kinds = [group.get("input_activations") or {} for group in groups_of(config.get("quantization_config") or {})]
     return bool(kinds) and all(kind.get("num_bits") == 8 and kind.get("type", "int") == "int" for kind in kinds)
 
 
