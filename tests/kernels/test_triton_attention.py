@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -458,3 +459,23 @@ def test_new_keys_are_scaled(num_splits: int, new: int) -> None:
     error = 40.0 if HAS_CUDA else 1.0
     for found, wanted in ((out, expected), *zip(widened(kv)[:2], wide[:2], strict=True)):
         assert_near(found, wanted, "float16", factor=error)
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="the interpreter has no FP8")
+@pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize("num", [1, 3, 8, 64, 110, 140, 256])
+def test_nothing_is_taken_that_other_kernels_left(num: int, is_new: bool) -> None:
+    """All tiles of decodes in FP8, after a product of NaN has filled the memory that warps share."""
+    heads, ops = HeadShape(32, 8, 128, 0.1), TritonOps(DEVICE, "bfloat16")
+    batch, kv = batch_over(ops, [(1, 131)] * num, 16, heads)
+    kv = scaled(kv)
+    rotation = Rotation(ops.rotary(np.random.default_rng(0).normal(size=(131, 128)).astype(np.float32), 128))
+    qkv = random(num, 48 * 128, dtype="bfloat16")
+    work = (qkv if is_new else qkv[:, : 32 * 128].contiguous(), kv, batch, heads)
+    run = partial(ops.store_and_attend, *work, rotation) if is_new else partial(ops.paged_attention, *work)
+    nothing = torch.full((4096, 4096), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    expected = run()
+    for _ in range(3):
+        _ = nothing @ nothing
+        torch.testing.assert_close(run(), expected)
+    assert expected.isfinite().all()
