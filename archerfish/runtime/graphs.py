@@ -7,6 +7,7 @@ models with keys.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter
@@ -39,6 +40,7 @@ SHARED_DRAFTS = 2  # sizes beyond that of a lone sequence's longest draft, for t
 MISSES = 8  # of a kind of passes before it is recorded among others' work: recording takes as long as running some
 NUM_BUFFERS = 8  # of the host; a step that needs one more waits until the oldest is copied
 K = TypeVar("K", bound=Hashable)
+logger = logging.getLogger("archerfish.runtime")
 
 
 class Kind(NamedTuple):
@@ -105,7 +107,8 @@ class RecordedPasses(ABC, Generic[T, K]):
             inputs = self.ops.tensor(self.empty_inputs(kind).copy())
             try:
                 repeat = self.ops.capture(lambda: self.compute(kind, inputs))
-            except Exception:  # such as a lack of memory: the pass can still be run
+            except Exception as error:  # such as a lack of memory: the pass can still be run
+                logger.warning("Steps of %s are launched kernel by kernel, since recording them failed: %s", kind, error)
                 repeat = None
             found = self._recorded[kind] = inputs, repeat or (lambda: self.compute(kind, inputs))
         return found
