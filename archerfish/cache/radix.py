@@ -17,15 +17,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from random import Random
 from typing import Any
-
-import numpy as np
 
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.check import check_cache
+from archerfish.cache.digest import ModelDigest, PathHash
 from archerfish.cache.eviction import FIFO, EvictionPolicy, eviction_policy
-from archerfish.cache.tree import TOKEN_BYTES, TOKEN_TYPE, HitRecord, Match, Node, Tree, common_length, first_token
+from archerfish.cache.tree import TOKEN_BYTES, HitRecord, Match, Node, Tree, common_length, first_token
 from archerfish.errors import InvalidInputError, InvariantError, StaleHandleError
 from archerfish.sequence import Namespace, RadixKey, as_namespace
 
@@ -34,29 +32,6 @@ __all__ = ["CacheStats", "HitRecord", "Match", "Node", "RadixCache", "RadixKey"]
 # Other adapters of a tenant that are searched to distinguish "adapter_differs" from "never_seen".
 MAX_ADAPTERS_COMPARED = 16
 STALE = "This cache handle is stale: its node was cleared or evicted."
-
-
-class PathHash:
-    """A 64-bit hash of a path that can be extended and does not depend on how the path is cut into nodes.
-
-    hash(tokens) = sum of (token + 1) * factor[position], modulo 2^64, with a random odd factor for every position.
-    """
-
-    def __init__(self) -> None:
-        self._random = Random(0x6172636865726669)
-        self._factors = self._draw(4096)
-
-    def extend(self, path_hash: int, position: int, data: bytes, start: int, count: int) -> int:
-        """The hash of a path of `position` tokens, then `count` tokens of `data` from token `start` on."""
-        end = position + count
-        while end > len(self._factors):
-            self._factors = np.concatenate([self._factors, self._draw(len(self._factors))])
-        tokens = np.frombuffer(data, TOKEN_TYPE, count, start * TOKEN_BYTES).astype(np.uint64)
-        tokens += np.uint64(1)
-        return (path_hash + int(tokens.dot(self._factors[position:end]))) & 0xFFFF_FFFF_FFFF_FFFF
-
-    def _draw(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        return np.frombuffer(self._random.randbytes(8 * count), np.uint64) | np.uint64(1)
 
 
 @dataclass(slots=True, frozen=True)
@@ -96,6 +71,7 @@ class RadixCache:
         self.whole_blocks = whole_blocks
         self.order: EvictionPolicy[Node] = eviction_policy(policy) if isinstance(policy, str) else policy
         self.num_evictable = 0  # blocks that evict() can bring back
+        self.digest: ModelDigest | None = None  # where the cached prefixes are published, if there are routers
         self._clock = clock
         self._on_drop = on_drop
         self._num_ghosts = num_ghosts
@@ -167,6 +143,9 @@ class RadixCache:
             parent, first, own = node, key.tokens[matched], list(blocks[matched // size : -(-length // size)])
             self.blocks.share(own)
             path_hash = self._path_hash.extend(parent.path_hash, matched, key.data, matched, length - matched)
+            if self.digest is not None:
+                added = self._path_hash.prefixes(parent.path_hash, matched, key.data, matched, length - matched)
+                self.digest.add(key.namespace, added)
             self._tick += 1
             edge, tick = key.data[matched * TOKEN_BYTES :], self._tick
             node = Node(tree, parent, edge, first, matched, length, own, path_hash, tick, tick)
@@ -249,8 +228,7 @@ class RadixCache:
                     if not node.children:
                         self.order.remove(node)
                 self.blocks.free(node.blocks)
-                if self._on_drop is not None:
-                    self._on_drop(node)
+                self._drop(node)
             tree.start_over()
 
     def set_policy(self, policy: str) -> None:
@@ -400,8 +378,14 @@ class RadixCache:
         tree.ghosts.move_to_end(ghost)
         if len(tree.ghosts) > self._num_ghosts:
             tree.ghosts.popitem(last=False)
+        self._drop(node)
         node.is_stale, node.parent = True, None
-        freed = self.blocks.free(node.blocks)
+        return self.blocks.free(node.blocks)
+
+    def _drop(self, node: Node) -> None:
+        """Tell others of a node that goes."""
+        if self.digest is not None and node.parent is not None:
+            hashes = self._path_hash.prefixes(node.parent.path_hash, node.start, node.edge, 0, node.num_tokens)
+            self.digest.remove(node.tree.namespace, hashes)
         if self._on_drop is not None:
             self._on_drop(node)
-        return freed

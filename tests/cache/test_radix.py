@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from archerfish.cache.block_manager import BlockManager
+from archerfish.cache.digest import PathHash
 from archerfish.cache.eviction import LFU
-from archerfish.cache.radix import HitRecord, Node, PathHash, RadixCache, RadixKey
+from archerfish.cache.radix import HitRecord, Node, RadixCache, RadixKey
 from archerfish.errors import InvalidInputError, InvalidOptionError, InvariantError, StaleHandleError
 from archerfish.sequence import Namespace, pack_tokens
 

@@ -1,0 +1,270 @@
+"""The choice of a replica for each request: where the first token is expected soonest."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from array import array
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from archerfish.cache.digest import DIGEST_TOKENS, PromptHashes
+from archerfish.errors import InvalidOptionError, did_you_mean
+from archerfish.route.prefixes import PrefixMap
+from archerfish.sequence import NO_NAMESPACE, Namespace
+
+Seconds = npt.NDArray[np.float64]
+USUAL_TOKEN_S = 1e-4  # of a prompt, before any replica has measured it
+EQUAL_S = 1e-3  # expected first tokens that differ by less count as equal
+NO_TOKENS = array("I")
+
+
+@dataclass(slots=True)
+class ReplicaLoad:
+    """What a replica reports of one of its models."""
+
+    prompt_token_s: float = 0.0  # time for a prompt token; 0: not measured yet
+    step_s: float = 0.0  # time of a step of the sequences that run now
+    num_running: int = 0  # sequences
+    num_waiting: int = 0
+    max_running: int = 0  # 0: no limit
+    slot_s: float = 0.0  # between two ends of sequences, while as many run as may
+    waiting_tokens: dict[str, int] = field(default_factory=dict)  # prompt tokens that are not computed yet, by tenant
+    is_fair: bool = False  # tenants take turns; otherwise the first to come is served first
+
+
+@dataclass(eq=False, slots=True)
+class Replica:
+    """A replica as a router knows it."""
+
+    name: str
+    index: int
+    loads: dict[str, ReplicaLoad] = field(default_factory=dict)  # by model
+    unreported: dict[int, Route] = field(default_factory=dict)  # requests that came after the last report, by number
+    num_live: int = 0  # requests of this router that are not over
+
+
+@dataclass(slots=True)
+class Route:
+    """The choice for one request, and the reasons for it."""
+
+    replica: Replica
+    model: str
+    tenant: str
+    num_tokens: int
+    num_cached: int  # tokens of the prompt that the replica is thought to have
+    expected_s: float  # until the first token
+    number: int = 0
+    sent_at: float = 0.0
+    hashes: Sequence[int] = ()  # of the prompt's prefixes
+    others: list[tuple[str, int, float]] = field(default_factory=list)  # name, cached tokens, expected seconds; best first
+
+    def explain(self) -> str:
+        """One sentence for people."""
+        text = f"{self.replica.name} has about {self.num_cached:,} of {self.num_tokens:,} tokens cached"
+        text += f" and its first token is expected after {1000 * self.expected_s:,.1f} ms"
+        if self.others:
+            name, num_cached, seconds = self.others[0]
+            text += f"; the next best, {name}, has {num_cached:,} and is expected after {1000 * seconds:,.1f} ms"
+        return f"{text}."
+
+
+@dataclass(slots=True)
+class Candidates:
+    """What a policy chooses from: an entry for every replica."""
+
+    expected_s: Seconds
+    num_live: Seconds  # requests that run or wait
+    number: int  # of this choice
+
+
+def by_first_token(found: Candidates) -> Seconds:
+    """The soonest first token; of equal ones the replica with the fewest requests."""
+    score: Seconds = np.floor(found.expected_s / EQUAL_S) + found.num_live / (1.0 + found.num_live.max())
+    return score
+
+
+def by_load(found: Candidates) -> Seconds:
+    """The fewest requests."""
+    return found.num_live
+
+
+def in_turn(found: Candidates) -> Seconds:
+    """Each replica after the other."""
+    return np.roll(np.arange(len(found.num_live), dtype=np.float64), found.number)
+
+
+def at_random(found: Candidates) -> Seconds:
+    return np.array([random.random() for _ in found.num_live])
+
+
+POLICIES: dict[str, Callable[[Candidates], Seconds]] = {
+    "cache-aware": by_first_token, "least-loaded": by_load, "round-robin": in_turn, "random": at_random,
+}  # fmt: skip
+
+
+class ModelLoads:
+    """The loads of one model on all replicas, with an element for each replica."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.measured_s, self.token_s, self.fixed_s, self.waiting, self.num_live, self.num_tenants = np.zeros((6, num_replicas))
+        self.is_fair = np.zeros(num_replicas, bool)
+        self.by_tenant: dict[str, Seconds] = {}  # waiting tokens
+
+    def update(self, replica: Replica, model: str) -> None:
+        """Count anew what waits on a replica: what it reported, and what was sent since."""
+        i, load = replica.index, replica.loads.get(model) or ReplicaLoad()
+        waiting, num_live = dict(load.waiting_tokens), load.num_running + load.num_waiting
+        for route in replica.unreported.values():
+            if route.model == model:
+                waiting[route.tenant] = waiting.get(route.tenant, 0) + route.num_tokens - route.num_cached
+                num_live += 1
+        num_over = max(0, num_live + 1 - load.max_running) if load.max_running else 0
+        self.num_live[i], self.fixed_s[i] = num_live, load.step_s + num_over * load.slot_s
+        self.is_fair[i], self.num_tenants[i], self.waiting[i] = load.is_fair, len(waiting), sum(waiting.values())
+        for tenant in self.by_tenant.keys() | waiting:
+            tokens = self.by_tenant.setdefault(tenant, np.zeros(len(self.waiting)))
+            tokens[i] = waiting.get(tenant, 0)
+            if not tokens.any():
+                del self.by_tenant[tenant]
+        if load.prompt_token_s != self.measured_s[i] or not self.token_s[i]:
+            self.measured_s[i] = load.prompt_token_s
+            measured = self.measured_s[self.measured_s > 0]
+            self.token_s = np.where(self.measured_s, self.measured_s, measured.mean() if len(measured) else USUAL_TOKEN_S)
+
+    def expected_s(self, tenant: str, new_tokens: Seconds) -> Seconds:
+        """Until the first token: the step that runs, the wait for a place, the prompts in front, the prompt itself.
+
+        Where tenants take turns, each other tenant delays a request by no more than its own tenant's tokens up to its end.
+        """
+        if not self.by_tenant:
+            return self.fixed_s + self.token_s * new_tokens
+        own = self.by_tenant.get(tenant, 0)
+        ahead, others = new_tokens + own, self.waiting - own
+        fair = np.minimum(others, ahead * (self.num_tenants - np.sign(own)))
+        found: Seconds = self.fixed_s + self.token_s * (ahead + np.where(self.is_fair, fair, others))
+        return found
+
+
+class Router:
+    """Chooses replicas. It knows what they report, and the requests that it has sent since. Not for several threads at once.
+
+    policy: a name of POLICIES, or a function of the candidates whose smallest value wins.
+    """
+
+    def __init__(
+        self, secret: bytes, *, policy: str | Callable[[Candidates], Seconds] = "cache-aware",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if isinstance(policy, str) and policy not in POLICIES:
+            raise InvalidOptionError(f"There is no routing policy {policy!r}.", hint=did_you_mean(policy, POLICIES))
+        self.replicas: list[Replica] = []  # a removed one stays here without a name until its place is taken
+        self._policy = POLICIES[policy] if isinstance(policy, str) else policy
+        self._prefixes, self._hashes, self._clock = PrefixMap(), PromptHashes(secret), clock
+        self._numbers = itertools.count()
+        self._models: dict[str, ModelLoads] = {}
+        self._barred: Seconds = np.zeros(0)  # infinity for replicas that take no requests, else 0
+
+    def add(self, name: str) -> Replica:
+        """A new replica. It gets requests after its first report."""
+        free = next((old.index for old in self.replicas if not old.name), len(self.replicas))
+        replica = Replica(name, free)
+        self.replicas[free : free + 1] = [replica]
+        if free == len(self._barred):
+            self._barred = np.append(self._barred, np.inf)
+            self._models.clear()  # made anew with room for it
+        return replica
+
+    def remove(self, replica: Replica) -> None:
+        self.lost(replica)
+        replica.name = ""
+
+    def lost(self, replica: Replica) -> None:
+        """The replica has gone, and its cache with it. It gets requests again after its next report."""
+        self._barred[replica.index] = np.inf
+        replica.unreported.clear()
+        self._take(replica, {})
+        self._prefixes.forget(replica.index)
+
+    def pause(self, replica: Replica) -> None:
+        """The replica gets no requests before its next report."""
+        self._barred[replica.index] = np.inf
+
+    def report(
+        self, replica: Replica, loads: dict[str, ReplicaLoad], changes: bytes = b"", *, begins_anew: bool = False,
+        asked_at: float | None = None,
+    ) -> None:
+        """Take over a report. asked_at: when it was asked for; the replica had received what was sent before that."""
+        known_until = self._clock() if asked_at is None else asked_at
+        replica.unreported = {n: route for n, route in replica.unreported.items() if route.sent_at >= known_until}
+        self._barred[replica.index] = 0
+        self._take(replica, loads)
+        self._prefixes.apply(replica.index, changes, begins_anew=begins_anew)
+
+    def choose(
+        self, model: str, tokens: array[int] = NO_TOKENS, namespace: Namespace = NO_NAMESPACE, *, num_tokens: int = 0,
+        without: Collection[Replica] = (), explains: bool = False,
+    ) -> Route | None:
+        """The replica for a request, or None if none is ready. Nothing changes until `sent`.
+
+        num_tokens: of a prompt whose tokens are not known here. without: replicas that are not to be chosen.
+        """
+        if not self.replicas:
+            return None
+        now, count = self._clock(), len(tokens) or num_tokens
+        hashes = self._hashes(tokens, model, namespace)
+        lengths = np.array(self._prefixes.lengths(hashes, len(self.replicas), now), np.float64)
+        cached = np.minimum(lengths * DIGEST_TOKENS, count)
+        loads, number = self._loads(model), next(self._numbers)
+        expected = loads.expected_s(namespace.tenant, count - cached)
+        scores = self._policy(Candidates(expected, loads.num_live, number)) + self._barred
+        for replica in without:
+            scores[replica.index] = np.inf
+        best = int(scores.argmin())
+        if scores[best] == np.inf:
+            return None
+        chosen = (self.replicas[best], model, namespace.tenant, count, int(cached[best]), float(expected[best]))
+        route = Route(*chosen, number, now, hashes)
+        if explains:
+            order = [i for i in scores.argsort(kind="stable").tolist() if i != best and scores[i] < np.inf]
+            route.others = [(self.replicas[i].name, int(cached[i]), float(expected[i])) for i in order]
+        return route
+
+    def sent(self, route: Route) -> None:
+        """The request goes to the replica that was chosen."""
+        replica, route.sent_at = route.replica, self._clock()
+        replica.unreported[route.number] = route
+        replica.num_live += 1
+        self._loads(route.model).update(replica, route.model)
+        self._prefixes.expect(replica.index, route.hashes, route.sent_at)
+
+    def ended(self, route: Route) -> None:
+        """The request is over, whatever its result."""
+        replica = route.replica
+        replica.num_live -= 1
+        if replica.unreported.pop(route.number, None) is not None:
+            self._loads(route.model).update(replica, route.model)
+
+    def _loads(self, model: str) -> ModelLoads:
+        found = self._models.get(model)
+        if found is None:
+            found = self._models[model] = ModelLoads(len(self.replicas))
+            for replica in self.replicas:
+                found.update(replica, model)
+        return found
+
+    def _take(self, replica: Replica, loads: dict[str, ReplicaLoad]) -> None:
+        names = replica.loads.keys() | loads.keys()
+        replica.loads = loads
+        for model in names:
+            self._loads(model).update(replica, model)
+
+
+def load_from(values: dict[str, Any]) -> ReplicaLoad:
+    """A load that was sent as plain data. Unknown members are left out, so that replicas may be newer."""
+    return ReplicaLoad(**{name: values[name] for name in ReplicaLoad.__slots__ if name in values})
