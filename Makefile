@@ -38,7 +38,7 @@ test-clients: $(VENV)/.test $(CLIENTS)/.ready models  ## a server, driven throug
 	$(if $(wildcard tests/clients),PYTHONPATH=$$(echo $(CLIENTS)/lib/python*/site-packages) $(BIN)/python -m pytest -m client tests/clients)
 
 test-deploy: $(VENV)/.test $(DEPLOY)/.ready models  ## the Helm chart and the images' file: schemas, and every command in them against a real server
-	PATH="$$PATH:$(CURDIR)/$(DEPLOY)/bin" PYTHONPATH=$$(echo $(DEPLOY)/lib/python*/site-packages) $(BIN)/python -m pytest -m cluster tests/deploy $(ARGS)
+	PATH="$$PATH:$(CURDIR)/$(DEPLOY)/bin" PYTHONPATH=$$(echo $(DEPLOY)/lib/python*/site-packages) $(BIN)/python -m pytest -m cluster tests/kubernetes $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

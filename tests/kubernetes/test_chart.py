@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from archerfish.config import HubConfig, ServeConfig, read_environment
+from archerfish.config import ServeConfig, read_environment
 from archerfish.serve import app, processes
 
 from .chart import NAME, ROOT, VARIANTS, of_kind, pods, read_images, render, run_helm, yaml
-from .schemas import SCHEMAS, SERVE_CONFIG
+from .schemas import SCHEMAS
 
 pytestmark = pytest.mark.cluster
 jsonschema: Any = pytest.importorskip("jsonschema")
@@ -83,11 +83,11 @@ def test_pods_have_what_they_name(variant: str) -> None:
             assert security["readOnlyRootFilesystem"] and not security["allowPrivilegeEscalation"]
             variables = {**read_images()["cpu"].env, **{one["name"]: one.get("value", "") for one in container["env"]}}
             options: dict[str, dict[str, Any]] = {**read_environment(variables)}
-            paths = [options["hub"]["cache_dir"], variables["HF_HOME"], variables["TRITON_CACHE_DIR"], variables["HOME"]]
+            paths = [variables["XDG_CACHE_HOME"], variables["TRITON_CACHE_DIR"], variables["HOME"]]
             files = [variables.get("ARCHERFISH_CONFIG"), options["serve"].get("api_keys_file")]
             for path in (*paths, *filter(None, files)):
                 assert any(f"{path}/".startswith(f"{mount}/") for mount in mounts), path
-            assert HubConfig(**options["hub"]) and ServeConfig(**options["serve"]).host == "0.0.0.0"
+            assert ServeConfig(**options["serve"]).host == "0.0.0.0"
         assert pod["enableServiceLinks"] is False
         assert [str(pod["securityContext"][name]) for name in ("runAsUser", "fsGroup")] == ["10001", "10001"]
 
@@ -144,9 +144,10 @@ def test_images_run_without_root_and_end_with_what_they_run() -> None:
     assert needed <= set(kept)
 
 
-def test_ray_runs_our_application() -> None:
-    ray = of_kind(render(VARIANTS["ray"]), "RayService")["spec"]
-    config = yaml.safe_load(ray["serveConfigV2"])
-    jsonschema.validate(config, SERVE_CONFIG)
-    [application] = config["applications"]
-    assert application["import_path"] == "archerfish.deploy.ray:app" and application["args"] == {"model": "story-rwkv7"}
+def test_ray_gets_the_applications_as_they_are_and_a_token() -> None:
+    manifests = render(VARIANTS["ray"])
+    ray = of_kind(manifests, "RayService")["spec"]
+    assert yaml.safe_load(ray["serveConfigV2"]) == {"applications": [{"name": "fish"}]}
+    assert ray["rayClusterConfig"]["authOptions"] == {"mode": "token"}
+    assert pods(manifests)[1]["spec"]["containers"][0]["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http"}
+    assert "--set-file" in run_helm("template", NAME, "deploy/helm", "--set", "ray.enabled=true").stderr

@@ -32,7 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "service": {"type": "LoadBalancer", "port": 443},
     },
 }  # fmt: skip
-VARIANTS["ray"] = {**VARIANTS["full"], "ray": {"enabled": True, "args": {"model": "story-rwkv7"}}}
+VARIANTS["ray"] = {**VARIANTS["full"], "ray": {"enabled": True, "serveConfig": "applications:\n- name: fish\n"}}
 
 
 def run_helm(*words: str, cwd: Path = ROOT, text: str = "") -> subprocess.CompletedProcess[str]:

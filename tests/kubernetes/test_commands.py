@@ -25,6 +25,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from archerfish.cli.main import COMMANDS
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.serve.tenants import add_key
 from tests.kernels.test_compiling import FOLDER, write_archive
@@ -45,8 +46,8 @@ def environment(directory: Path, port: int, container: dict[str, Any], image: Im
     """The variables of a container, with a port and directories of this machine."""
     given = {one["name"]: one["value"] for one in container.get("env", []) if "value" in one}
     own = {
-        "ARCHERFISH_SERVE_HOST": "127.0.0.1", "ARCHERFISH_SERVE_PORT": str(port), "HF_HOME": str(directory / "hub"),
-        "ARCHERFISH_HUB_CACHE_DIR": str(directory / "models"), "TRITON_CACHE_DIR": str(directory / "kernels"),
+        "ARCHERFISH_SERVE_HOST": "127.0.0.1", "ARCHERFISH_SERVE_PORT": str(port), "XDG_CACHE_HOME": str(directory),
+        "TRITON_CACHE_DIR": str(directory / "kernels"),
     }  # fmt: skip
     here = {"ARCHERFISH_CONFIG": directory / "archerfish.toml", "ARCHERFISH_SERVE_API_KEYS_FILE": directory / "keys.toml"}
     own |= {name: str(path) for name, path in here.items() if name in given}
@@ -109,7 +110,7 @@ class Pod:
         self.spec = pods(self.manifests)[0]["spec"]
         [self.container] = self.spec["containers"]
         (directory / "archerfish.toml").write_text(of_kind(self.manifests, "ConfigMap")["data"]["archerfish.toml"])
-        (directory / "models").symlink_to(HubConfig().cache_path())
+        (directory / "archerfish").symlink_to(HubConfig().cache_path())
         self.key = add_key(directory / "keys.toml", "alice", is_operator=True)
 
     def serving(self) -> contextlib.AbstractContextManager[Served]:
@@ -177,8 +178,7 @@ def test_init_containers_run(pod: Pod, tmp_path: Path) -> None:
 
 def test_default_models_are_pulled_and_are_those_of_the_service() -> None:
     spec = pods(render({}))[0]["spec"]
-    env = environment(Path("unused"), 1, spec["initContainers"][0])
-    del env["ARCHERFISH_HUB_CACHE_DIR"]  # where `make models` has put them
+    env = environment(HubConfig().cache_path().parent, 1, spec["initContainers"][0])  # where `make models` has put them
     done = run([*IMAGE.argv("ENTRYPOINT"), *spec["initContainers"][0]["args"]], env)
     assert done.returncode == 0, done.stderr
     assert spec["containers"][0]["args"][1:] == spec["initContainers"][0]["args"][1:]
@@ -194,7 +194,8 @@ def shell(tmp_path: Path) -> Path:
     (tmp_path / "deploy").symlink_to(ROOT / "deploy")
     [values] = VALUES
     (tmp_path / values.split()[1]).write_text(values)
-    add_key(tmp_path / "keys.toml", "alice")
+    (tmp_path / "archerfish.toml").write_text('[serve]\nhost = "0.0.0.0"\n')
+    (tmp_path / "service.yaml").write_text("applications: []\n")
     return tmp_path
 
 
@@ -234,18 +235,24 @@ def test_run_commands_of_the_page(line: str, tmp_path: Path) -> None:
         assert served.status("/health") == 200
 
 
-def test_other_commands_of_the_page(shell: Path) -> None:
-    create, rollout, label, keys = (
-        next(shlex.split(line) for line in LINES if line.startswith(start))
-        for start in ("kubectl create", "kubectl rollout", "kubectl label", "archerfish keys")
-    )
-    done = run(keys, dict(os.environ), shell)
+@pytest.mark.parametrize("line", [line for line in LINES if line.startswith("archerfish ")])
+def test_archerfish_commands_of_the_page(line: str, shell: Path) -> None:
+    command, _, file = line.partition(" > ")
+    if command.split()[1] not in {one.name.split()[0] for one in COMMANDS}:
+        pytest.skip("this archerfish has no such command")
+    done = run(shlex.split(command), dict(os.environ), shell)
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
+    assert not file or "applications" in yaml.safe_load(done.stdout)
+
+
+def test_kubectl_commands_of_the_page(shell: Path) -> None:
+    rollout, label, create = (shlex.split(line) for line in LINES if line.startswith("kubectl "))
+    (shell / "keys.toml").touch()
     values = yaml.safe_load((shell / "my-values.yaml").read_text())
     assert create[:5] == ["kubectl", "create", "secret", "generic", values["apiKeys"]["secret"]]
     [container] = pods(render(VARIANTS["full"]))[0]["spec"]["containers"]
     [path] = [one["value"] for one in container["env"] if "KEYS" in one["name"]]
-    assert create[5] == f"--from-file={keys[2]}" and Path(path).name == keys[2]
+    assert create[5] == f"--from-file={Path(path).name}" and "archerfish keys keys.toml " in PAGE
     assert rollout == ["kubectl", "rollout", "status", "deployment/archerfish"]
     name, _, value = label[-1].partition("=")
     [rule] = of_kind(render({}), "NetworkPolicy")["spec"]["ingress"]
@@ -253,4 +260,4 @@ def test_other_commands_of_the_page(shell: Path) -> None:
     if kubectl := shutil.which("kubectl"):  # without a cluster
         dry = [kubectl, *create[1:], "--dry-run=client", "--output=yaml"]
         done = subprocess.run(dry, cwd=shell, capture_output=True, text=True, check=False, timeout=LIMIT_S)
-        assert done.returncode == 0 and set(yaml.safe_load(done.stdout)["data"]) == {keys[2]}, done.stderr
+        assert done.returncode == 0 and list(yaml.safe_load(done.stdout)["data"]) == ["keys.toml"], done.stderr

@@ -1,6 +1,6 @@
 """Schemas of the resources that are not Kubernetes' own, as far as the chart uses them: other keys are refused.
 
-Written after the definitions of KEDA 2.17, the Prometheus operator 0.80 and KubeRay 1.4.
+Written after the definitions of KEDA 2.17, the Prometheus operator 0.80 and KubeRay 1.5.1.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SERVICE_MONITOR = record("selector endpoints", selector=record(matchLabels=TEXTS
 GROUP = {"rayStartParams": TEXTS, "template": record("spec", metadata=ANY, spec=ANY)}
 WORKERS = record("groupName template", **GROUP, groupName=TEXT, replicas=WHOLE, minReplicas=WHOLE, maxReplicas=WHOLE)
 CLUSTER = record(
-    "headGroupSpec", rayVersion=TEXT, enableInTreeAutoscaling=YES_OR_NO,
+    "headGroupSpec", rayVersion=TEXT, enableInTreeAutoscaling=YES_OR_NO, authOptions=record(mode=TEXT),
     headGroupSpec=record("template rayStartParams", **GROUP), workerGroupSpecs=several(WORKERS),
 )
 SCHEMAS = {
@@ -53,5 +53,3 @@ SCHEMAS = {
     "ServiceMonitor": resource("monitoring.coreos.com/v1", SERVICE_MONITOR),
     "RayService": resource("ray.io/v1", record("rayClusterConfig", serveConfigV2=TEXT, rayClusterConfig=CLUSTER)),
 }
-APPLICATION = record("name import_path", name=TEXT, import_path=TEXT, route_prefix=TEXT, args=ANY, runtime_env=ANY)
-SERVE_CONFIG = record("applications", applications=several(APPLICATION))
