@@ -30,7 +30,7 @@ from archerfish.config import EngineConfig, HubConfig
 from archerfish.serve.tenants import add_key
 from tests.kernels.test_compiling import FOLDER, write_archive
 
-from .chart import ROOT, VARIANTS, Image, of_kind, pods, read_images, read_manifests, render, run_helm, runnable, yaml
+from .chart import ROOT, VARIANTS, of_kind, pods, read_images, read_manifests, render, run_helm, runnable, yaml
 
 pytestmark = pytest.mark.cluster
 LIMIT_S = 120
@@ -42,7 +42,7 @@ VALUES = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
-def environment(directory: Path, port: int, container: dict[str, Any], image: Image = IMAGE) -> dict[str, str]:
+def environment(directory: Path, port: int, container: dict[str, Any]) -> dict[str, str]:
     """The variables of a container, with a port and directories of this machine."""
     given = {one["name"]: one["value"] for one in container.get("env", []) if "value" in one}
     own = {
@@ -51,7 +51,7 @@ def environment(directory: Path, port: int, container: dict[str, Any], image: Im
     }  # fmt: skip
     here = {"ARCHERFISH_CONFIG": directory / "archerfish.toml", "ARCHERFISH_SERVE_API_KEYS_FILE": directory / "keys.toml"}
     own |= {name: str(path) for name, path in here.items() if name in given}
-    return {**os.environ, **image.env, **given, **own, "PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}
+    return {**os.environ, **IMAGE.env, **given, **own, "PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}
 
 
 def run(argv: Sequence[str], env: dict[str, str], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -218,10 +218,11 @@ def test_helm_commands_of_the_page(line: str, shell: Path) -> None:
 def test_build_commands_of_the_page(line: str) -> None:
     words = shlex.split(line)[2:]
     options = list(zip(words[:-1:2], words[1:-1:2], strict=True))
-    image = read_images()[dict(options)["--target"]]
-    assert words[-1] == "." and (ROOT / dict(options)["--file"]).is_file()
-    assert {text.partition("=")[0] for name, text in options if name == "--build-arg"} <= {"EXTRAS", "PACKAGES", "BASE"}
-    assert image.words["ENTRYPOINT"] and {name for name, _ in options} <= {"--file", "--target", "--tag", "--build-arg"}
+    images = read_images()
+    known = {name for image in images.values() for name in image.arguments}
+    assert words[-1] == "." and (ROOT / dict(options)["--file"]).is_file() and dict(options)["--target"] in images
+    assert {text.partition("=")[0] for name, text in options if name == "--build-arg"} <= known
+    assert {name for name, _ in options} <= {"--file", "--target", "--tag", "--build-arg"}
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.startswith("docker run ")])
