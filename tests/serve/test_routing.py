@@ -248,10 +248,12 @@ def test_streams_end_with_an_error_in_the_shape_of_the_api_or_start_over_unseen(
     found = events(posted(replicas, {"prompt": "Hi", "stream": True}))
     assert [set(one) == {"error"} for one in found] == [False] * 3 + [True]
     assert found[-1]["error"]["code"] == "unavailable"
-    replicas = three()
-    replicas[0].fails = {0: GONE}
-    found = events(posted(replicas, {"prompt": "Hi", "stream": True}))
-    assert "".join(one["choices"][0]["text"] for one in found) == "Hello there"
+    for number, body in ((0, {}), (3, {"stop": ["Hello you"]})):  # the text is held back: it may become a stop string
+        replicas = three()
+        replicas[0].fails = {number: GONE}
+        found = events(posted(replicas, {"prompt": "Hi", "stream": True, **body}))
+        assert "".join(one["choices"][0]["text"] for one in found) == "Hello there"
+        assert sent(*replicas) == [1, 1, 0]
 
 
 def test_no_replica_left_is_a_503_with_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
