@@ -113,42 +113,69 @@ class ModelLoads:
 
     def __init__(self, num_replicas: int) -> None:
         self.measured_s, self.token_s, self.fixed_s, self.waiting, self.num_live, self.num_tenants = np.zeros((6, num_replicas))
-        self.is_fair = np.zeros(num_replicas, bool)
+        self.is_fair, self._num_fair = np.zeros(num_replicas, bool), 0
         self.by_tenant: dict[str, Seconds] = {}  # waiting tokens
+        self._holders: dict[str, int] = {}  # replicas on which a tenant waits
+        self._tenants: list[dict[str, int]] = [{} for _ in range(num_replicas)]  # waiting tokens by replica, none of them 0
 
     def update(self, replica: Replica, model: str) -> None:
         """Count anew what waits on a replica: what it reported, and what was sent since."""
         i, load = replica.index, replica.loads.get(model) or ReplicaLoad()
-        waiting, num_live = dict(load.waiting_tokens), load.num_running + load.num_waiting
-        for route in replica.unreported.values():
-            if route.model == model:
-                waiting[route.tenant] = waiting.get(route.tenant, 0) + route.num_tokens - route.num_cached
-                num_live += 1
-        num_over = max(0, num_live + 1 - load.max_running) if load.max_running else 0
-        self.num_live[i], self.fixed_s[i] = num_live, load.step_s + num_over * load.slot_s
-        self.is_fair[i], self.num_tenants[i], self.waiting[i] = load.is_fair, len(waiting), sum(waiting.values())
-        for tenant in self.by_tenant.keys() | waiting:
-            tokens = self.by_tenant.setdefault(tenant, np.zeros(len(self.waiting)))
-            tokens[i] = waiting.get(tenant, 0)
-            if not tokens.any():
-                del self.by_tenant[tenant]
+        self.num_live[i] = load.num_running + load.num_waiting
+        for tenant in list(self._tenants[i]):
+            self._set_tokens(i, tenant, load.waiting_tokens.get(tenant, 0))
+        for tenant in load.waiting_tokens.keys() - self._tenants[i].keys():
+            self._set_tokens(i, tenant, load.waiting_tokens[tenant])
+        self._num_fair += int(load.is_fair) - int(self.is_fair[i])
+        self.is_fair[i] = load.is_fair
         if load.prompt_token_s != self.measured_s[i] or not self.token_s[i]:
             self.measured_s[i] = load.prompt_token_s
             measured = self.measured_s[self.measured_s > 0]
             self.token_s = np.where(self.measured_s, self.measured_s, measured.mean() if len(measured) else USUAL_TOKEN_S)
+        self._set_fixed(i, load)
+        for route in replica.unreported.values():
+            if route.model == model:
+                self.count(route, 1)
+
+    def count(self, route: Route, change: int) -> None:
+        """A request was sent to a replica (1), or one that was sent after its last report is over (-1)."""
+        i, tenant = route.replica.index, route.tenant
+        self.num_live[i] += change
+        self._set_fixed(i, route.replica.loads.get(route.model) or ReplicaLoad())
+        self._set_tokens(i, tenant, self._tenants[i].get(tenant, 0) + change * (route.num_tokens - route.num_cached))
+
+    def _set_fixed(self, i: int, load: ReplicaLoad) -> None:
+        """The step that runs, and the wait for a place."""
+        num_over = max(0.0, self.num_live[i] + 1 - load.max_running) if load.max_running else 0
+        self.fixed_s[i] = load.step_s + num_over * load.slot_s
+
+    def _set_tokens(self, i: int, tenant: str, count: int) -> None:
+        tenants = self._tenants[i]
+        before = tenants.pop(tenant, 0)
+        if count:
+            tenants[tenant] = count
+        elif not before:
+            return
+        if tenant not in self.by_tenant:
+            self.by_tenant[tenant], self._holders[tenant] = np.zeros(len(self.waiting)), 0
+        self.by_tenant[tenant][i] = count
+        self.waiting[i] += count - before
+        self.num_tenants[i] = len(tenants)
+        self._holders[tenant] += (count > 0) - (before > 0)
+        if not self._holders[tenant]:
+            del self.by_tenant[tenant], self._holders[tenant]
 
     def expected_s(self, tenant: str, new_tokens: Seconds) -> Seconds:
         """Until the first token: the step that runs, the wait for a place, the prompts in front, the prompt itself.
 
         Where tenants take turns, each other tenant delays a request by no more than its own tenant's tokens up to its end.
         """
-        if not self.by_tenant:
-            return self.fixed_s + self.token_s * new_tokens
+        if not self._num_fair:
+            return self.fixed_s + self.token_s * (new_tokens + self.waiting)
         own = self.by_tenant.get(tenant, 0)
         ahead, others = new_tokens + own, self.waiting - own
         fair = np.minimum(others, ahead * (self.num_tenants - np.sign(own)))
-        found: Seconds = self.fixed_s + self.token_s * (ahead + np.where(self.is_fair, fair, others))
-        return found
+        return self.fixed_s + self.token_s * (ahead + np.where(self.is_fair, fair, others))
 
 
 class Router:
@@ -177,7 +204,7 @@ class Router:
         self.replicas[free : free + 1] = [replica]
         if free == len(self._barred):
             self._barred = np.append(self._barred, np.inf)
-            self._models.clear()  # made anew with room for it
+            self._models.clear()  # made anew with room for it, when a request comes
         return replica
 
     def remove(self, replica: Replica) -> None:
@@ -218,8 +245,7 @@ class Router:
             return None
         now, count = self._clock(), len(tokens) or num_tokens
         hashes = self._hashes(tokens, model, namespace)
-        lengths = np.array(self._prefixes.lengths(hashes, len(self.replicas), now), np.float64)
-        cached = np.minimum(lengths * DIGEST_TOKENS, count)
+        cached = self._prefixes.lengths(hashes, len(self.replicas), now) * DIGEST_TOKENS
         loads, number = self._loads(model), next(self._numbers)
         expected = loads.expected_s(namespace.tenant, count - cached)
         scores = self._policy(Candidates(expected, loads.num_live, number)) + self._barred
@@ -240,15 +266,14 @@ class Router:
         replica, route.sent_at = route.replica, self._clock()
         replica.unreported[route.number] = route
         replica.num_live += 1
-        self._loads(route.model).update(replica, route.model)
+        self._loads(route.model).count(route, 1)
         self._prefixes.expect(replica.index, route.hashes, route.sent_at)
 
     def ended(self, route: Route) -> None:
         """The request is over, whatever its result."""
-        replica = route.replica
-        replica.num_live -= 1
-        if replica.unreported.pop(route.number, None) is not None:
-            self._loads(route.model).update(replica, route.model)
+        route.replica.num_live -= 1
+        if route.replica.unreported.pop(route.number, None) is not None:
+            self._loads(route.model).count(route, -1)
 
     def _loads(self, model: str) -> ModelLoads:
         found = self._models.get(model)
@@ -261,8 +286,8 @@ class Router:
     def _take(self, replica: Replica, loads: dict[str, ReplicaLoad]) -> None:
         names = replica.loads.keys() | loads.keys()
         replica.loads = loads
-        for model in names:
-            self._loads(model).update(replica, model)
+        for model in names & self._models.keys():
+            self._models[model].update(replica, model)
 
 
 def load_from(values: dict[str, Any]) -> ReplicaLoad:
