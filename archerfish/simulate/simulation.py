@@ -50,7 +50,7 @@ class Setup:
     network_s: float = 0.002
     scheduling: str = "fcfs"
     failures: tuple[Failure, ...] = ()
-    scaler: Autoscaler | None = None
+    scale: tuple[int, int] = (0, 0)  # fewest and most replicas; 0: their number stays
     batches_steps: bool = True
     seed: int = 0
 
@@ -135,8 +135,8 @@ class Simulation:
             self._join(first_report_s=setup.report_s * number / setup.num_replicas)
         for failure in setup.failures:
             self.at(failure.at_s, self._fail, failure)
-        if setup.scaler is not None:
-            self.at(SCALE_S, self._scale, setup.scaler)
+        if setup.scale[1]:
+            self.at(SCALE_S, self._scale, Autoscaler(*setup.scale))
         self.at(0.0, self._sample)
         self.at(jobs[0].arrival.at_s, self._arrive, 0)
         for count in itertools.count():
