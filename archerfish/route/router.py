@@ -1,4 +1,4 @@
-"""The choice of a replica for each request: where the first token is expected soonest."""
+"""The choice of a replica for each request: where the first tokens are expected soonest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from archerfish.sequence import NO_NAMESPACE, Namespace
 
 Seconds = npt.NDArray[np.float64]
 USUAL_TOKEN_S = 1e-4  # of a prompt, before any replica has measured it
-EQUAL_S = 1e-3  # expected first tokens that differ by less count as equal
+EARLY_TOKENS = 10  # of an answer, for which a long step counts; so replicas with many long answers get fewer new ones
+EQUAL_S = 1e-3  # expected times that differ by less count as equal
 NO_TOKENS = array("I")
 
 
@@ -78,14 +79,16 @@ class Route:
 class Candidates:
     """What a policy chooses from: an entry for every replica."""
 
-    expected_s: Seconds
+    expected_s: Seconds  # until the first token
+    step_s: Seconds  # of the sequences that run
     num_live: Seconds  # requests that run or wait
     number: int  # of this choice
 
 
-def by_first_token(found: Candidates) -> Seconds:
-    """The soonest first token; of equal ones the replica with the fewest requests."""
-    score: Seconds = np.floor(found.expected_s / EQUAL_S) + found.num_live / (1.0 + found.num_live.max())
+def by_first_tokens(found: Candidates) -> Seconds:
+    """The soonest first tokens; of equal ones the replica with the fewest requests."""
+    early_s = found.expected_s + EARLY_TOKENS * found.step_s
+    score: Seconds = np.floor(early_s / EQUAL_S) + found.num_live / (1.0 + found.num_live.max())
     return score
 
 
@@ -104,7 +107,7 @@ def at_random(found: Candidates) -> Seconds:
 
 
 POLICIES: dict[str, Callable[[Candidates], Seconds]] = {
-    "cache-aware": by_first_token, "least-loaded": by_load, "round-robin": in_turn, "random": at_random,
+    "cache-aware": by_first_tokens, "least-loaded": by_load, "round-robin": in_turn, "random": at_random,
 }  # fmt: skip
 
 
@@ -112,7 +115,7 @@ class ModelLoads:
     """The loads of one model on all replicas, with an element for each replica."""
 
     def __init__(self, num_replicas: int) -> None:
-        self.measured_s, self.token_s, self.fixed_s, self.waiting, self.num_live, self.num_tenants = np.zeros((6, num_replicas))
+        self.measured_s, self.token_s, self.fixed_s, self.waiting, self.num_live, self.num_tenants, self.step_s = np.zeros((7, num_replicas))
         self.is_fair, self._num_fair = np.zeros(num_replicas, bool), 0
         self.by_tenant: dict[str, Seconds] = {}  # waiting tokens
         self._holders: dict[str, int] = {}  # replicas on which a tenant waits
@@ -147,6 +150,7 @@ class ModelLoads:
     def _set_fixed(self, i: int, load: ReplicaLoad) -> None:
         """The step that runs, and the wait for a place."""
         num_over = max(0.0, self.num_live[i] + 1 - load.max_running) if load.max_running else 0
+        self.step_s[i] = load.step_s
         self.fixed_s[i] = load.step_s + num_over * load.slot_s
 
     def _set_tokens(self, i: int, tenant: str, count: int) -> None:
@@ -248,7 +252,7 @@ class Router:
         cached = self._prefixes.lengths(hashes, len(self.replicas), now) * DIGEST_TOKENS
         loads, number = self._loads(model), next(self._numbers)
         expected = loads.expected_s(namespace.tenant, count - cached)
-        scores = self._policy(Candidates(expected, loads.num_live, number)) + self._barred
+        scores = self._policy(Candidates(expected, loads.step_s, loads.num_live, number)) + self._barred
         for replica in without:
             scores[replica.index] = np.inf
         best = int(scores.argmin())

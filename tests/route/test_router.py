@@ -79,6 +79,16 @@ def test_a_full_replica_waits_for_a_place() -> None:
         assert service.choose().replica.index == expected
 
 
+def test_long_answers_drive_new_requests_away() -> None:
+    """Red: only the first token counts, for which a replica full of long answers is as good as an idle one."""
+    service = Service(2)
+    service.cache(0, LONG[:64])
+    for step_s, expected in ((0.005, 0), (0.010, 1)):
+        service.report(0, num_running=50, step_s=step_s)
+        service.report(1, num_running=1, step_s=0.001)
+        assert service.choose().replica.index == expected
+
+
 def test_a_burst_of_one_prefix_goes_where_the_first_went_until_the_queue_is_longer() -> None:
     """Red: prompts that were sent but not reported count neither as cached nor as waiting."""
     service = Service(4)
