@@ -80,14 +80,19 @@ class Candidates:
     """What a policy chooses from: an entry for every replica."""
 
     expected_s: Seconds  # until the first token
+    new_s: Seconds  # of that time, for what is not cached of the prompt
     step_s: Seconds  # of the sequences that run
     num_live: Seconds  # requests that run or wait
     number: int  # of this choice
 
 
 def by_first_tokens(found: Candidates) -> Seconds:
-    """The soonest first tokens; of equal ones the replica with the fewest requests."""
-    early_s = found.expected_s + EARLY_TOKENS * found.step_s
+    """The soonest first tokens; of equal ones the replica with the fewest requests.
+
+    What is computed of the prompt counts twice: it takes the place of something else in the cache, which will be computed again.
+    Without that, requests that go elsewhere for a few milliseconds fill every cache with the same prefixes.
+    """
+    early_s = found.expected_s + found.new_s + EARLY_TOKENS * found.step_s
     score: Seconds = np.floor(early_s / EQUAL_S) + found.num_live / (1.0 + found.num_live.max())
     return score
 
@@ -252,7 +257,7 @@ class Router:
         cached = self._prefixes.lengths(hashes, len(self.replicas), now) * DIGEST_TOKENS
         loads, number = self._loads(model), next(self._numbers)
         expected = loads.expected_s(namespace.tenant, count - cached)
-        scores = self._policy(Candidates(expected, loads.step_s, loads.num_live, number)) + self._barred
+        scores = self._policy(Candidates(expected, loads.token_s * (count - cached), loads.step_s, loads.num_live, number)) + self._barred
         for replica in without:
             scores[replica.index] = np.inf
         best = int(scores.argmin())

@@ -31,6 +31,16 @@ class Pace:
         per_step = self.step_s + num_sequences * self.output_token_s + context * self.context_token_s
         return num_steps * per_step + self.context_token_s * num_sequences * num_steps * (num_steps - 1) / 2
 
+    def request_s(self, num_prompt: float, num_output: float, hit_rate: float = 0.0) -> float:
+        """An engine's time for one request, beside what every step takes: its prompt and each of its output tokens."""
+        context = num_prompt + num_output / 2
+        return num_prompt * (1 - hit_rate) * self.prompt_token_s + num_output * (self.output_token_s + context * self.context_token_s)
+
+    def mean_running(self, rate: float, num_prompt: float, num_output: float, hit_rate: float = 0.0) -> float:
+        """How many requests run at once at so many a second: Little's law, solved for the number; infinite above capacity."""
+        idle = 1 - rate * self.request_s(num_prompt, num_output, hit_rate)
+        return rate * num_output * self.step_s / idle if idle > 0 else float("inf")
+
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
