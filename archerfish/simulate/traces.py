@@ -17,9 +17,11 @@ from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import RadixCache, RadixKey
 from archerfish.errors import InvalidInputError, NotFoundError
 from archerfish.sequence import NO_NAMESPACE, Namespace, pack_tokens
+from archerfish.simulate.pace import BLOCK_TOKENS
 from archerfish.simulate.replica import ANSWER
 
 MOONCAKE_TOKENS = 512  # that one of the `hash_ids` of a Mooncake trace stands for
+EXAMPLE = '{"arrival_s": 0.5, "tenant": "a", "parts": [["system", 900], ["question", 80]], "output_tokens": 99}'
 ANSWER_PART = 0  # the number of the parts of a prompt that were answers before
 ANSWER_TOKEN_S = 0.02  # about, until the next turn is thought of
 BURST_S = 10.0  # from one burst to the next
@@ -57,8 +59,8 @@ def part_tokens(number: int, length: int) -> bytes:
 class Workload:
     """Conversations of several tenants. Lengths are means of log-normal distributions; a conversation has `turns` on average.
 
-    A tenant's prompts begin with one of its `system_prompts`; the first tenant is the most popular one (Zipf). burst: all of the
-    requests come in so small a part of the time.
+    A tenant's prompts begin with one of its `system_prompts`; the first tenant is the most popular one (Zipf). burst: of every
+    BURST_S seconds, all first turns come in this part, such as a quarter for 4.
     """
 
     rate: float = 10.0  # requests a second
@@ -116,7 +118,7 @@ def read_trace(path: Path) -> list[Arrival]:
         try:
             found.append(read_arrival(json.loads(line)))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            hint = 'A line is, for example, {"arrival_s": 0.5, "tenant": "a", "parts": [["system", 900], ["q1", 80]], "output_tokens": 99}.'
+            hint = f"A line is, for example, {EXAMPLE}."
             raise InvalidInputError(f"{path}, line {number}, is no request: {error!r}.", hint=hint) from None
     if not found:
         raise InvalidInputError(f"{path} has no requests.")
@@ -140,20 +142,20 @@ def read_arrival(line: dict[str, Any]) -> Arrival:
 
 def one_cache_hit_rate(trace: list[Arrival], num_tokens: int) -> float:
     """The share of prompt tokens that one cache of so many tokens would give, if each request ended before the next one came."""
-    blocks = BlockManager(num_tokens // 256 + 1, 256)
+    size = BLOCK_TOKENS
+    blocks = BlockManager(num_tokens // size + 1, size)
     cache = RadixCache(blocks, num_ghosts=0)
     for arrival in trace:
         prompt, namespace = arrival.prompt(), Namespace(arrival.tenant) if arrival.tenant else NO_NAMESPACE
         match = cache.match_prefix(RadixKey(prompt, namespace), limit=len(prompt) - 1)
         whole = RadixKey(prompt + array("I", [ANSWER]) * (arrival.output_tokens - 1), namespace)
-        wanted = -(-len(whole.tokens) // 256)
+        wanted = -(-len(whole.tokens) // size)
         cache.lock(match.node)
-        cache.evict(max(0, wanted - match.num_tokens // 256 - blocks.num_free))
-        shared = match.blocks[: match.num_tokens // 256]
+        cache.evict(max(0, wanted - match.num_tokens // size - blocks.num_free))
+        shared = match.blocks[: match.num_tokens // size]
         blocks.share(shared)
         own = blocks.allocate(wanted - len(shared))
         cache.insert(whole, shared + own, handle=match.node)
         cache.unlock(match.node)
         blocks.free(shared + own)
-    stats = cache.stats()
-    return stats.hit_rate
+    return cache.stats().hit_rate

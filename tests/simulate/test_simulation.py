@@ -72,16 +72,16 @@ def test_shared_prefixes_are_found_on_four_replicas_as_in_one_cache() -> None:
     sizes = {"system_prompts": 40, "system_tokens": 2000, "user_tokens": 20, "output_tokens": 10}
     trace = Workload(rate=60, seconds=10, tenants=1, turns=1, **sizes).arrivals()
     best = one_cache_hit_rate(trace, 4 * pace.kv_tokens)
-    rates = {policy: simulate(trace, Setup(pace, 4), policy)[1].figures()["hit rate"] for policy in POLICIES}
-    assert rates["cache-aware"] >= 0.9 * best
-    for policy in POLICIES[:3]:
-        assert 0.2 * best <= rates[policy] <= 0.4 * best
+    first, others = (simulate(trace, Setup(pace, 4), policy)[1].figures() for policy in ("cache-aware", "round-robin"))
+    assert first["hit rate"] >= 0.9 * best
+    assert 0.2 * best <= others["hit rate"] <= 0.4 * best
+    assert first["first token p50"] < 0.5 * others["first token p50"]
 
 
 def test_throughput_grows_with_replicas() -> None:
     """Red: the router sends too much to one replica. Both services get more than they can do."""
-    drawn = Workload(seconds=2, turns=1, system_tokens=500, output_tokens=50)
-    traces = {count: dataclasses.replace(drawn, rate=200 * count).arrivals() for count in (1, 4)}
+    drawn = Workload(seconds=1, turns=1, system_tokens=500, output_tokens=20)
+    traces = {count: dataclasses.replace(drawn, rate=300 * count).arrivals() for count in (1, 4)}
     rates = [simulate(trace, Setup(PACE, count))[1].figures()["requests/s"] for count, trace in traces.items()]
     assert rates[1] >= 0.9 * 4 * rates[0]
 
