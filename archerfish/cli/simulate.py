@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,8 +83,7 @@ def run_simulate(arguments: Namespace, out: Output) -> int:
     outcomes = []
     with out.progress("Simulating") as progress:
         for name in names:
-            show: Callable[[int, int], object] = lambda done, total, name=name: progress(done, total, name)  # type: ignore[misc]
-            outcomes.append(Simulation(trace, setup, name).run(show))
+            outcomes.append(Simulation(trace, setup, name).run(progress))
     found = {outcome.policy: outcome.figures() for outcome in outcomes}
     title = f"{len(trace):,} requests to {arguments.replicas:,} x {arguments.preset}"
     if arguments.plot:
@@ -101,7 +100,7 @@ def run_simulate(arguments: Namespace, out: Output) -> int:
     return 0
 
 
-def one_of(name: str, known: Sequence[str] | dict[str, object], option: str) -> str:
+def one_of(name: str, known: Collection[str], option: str) -> str:
     if name not in known:
         raise InvalidOptionError(f"{option} is {name!r}; there are: {', '.join(known)}.", hint=did_you_mean(name, known))
     return name

@@ -89,7 +89,7 @@ class Candidates:
 def by_first_tokens(found: Candidates) -> Seconds:
     """The soonest first tokens; of equal ones the replica with the fewest requests.
 
-    What is computed of the prompt counts twice: it takes the place of something else in the cache, which will be computed again.
+    What is computed of the prompt counts twice: it takes the place of another prefix in the cache, which is computed again.
     Without that, requests that go elsewhere for a few milliseconds fill every cache with the same prefixes.
     """
     early_s = found.expected_s + found.new_s + EARLY_TOKENS * found.step_s
@@ -120,7 +120,8 @@ class ModelLoads:
     """The loads of one model on all replicas, with an element for each replica."""
 
     def __init__(self, num_replicas: int) -> None:
-        self.measured_s, self.token_s, self.fixed_s, self.waiting, self.num_live, self.num_tenants, self.step_s = np.zeros((7, num_replicas))
+        self.measured_s, self.token_s, self.fixed_s, self.step_s = np.zeros((4, num_replicas))
+        self.waiting, self.num_live, self.num_tenants = np.zeros((3, num_replicas))
         self.is_fair, self._num_fair = np.zeros(num_replicas, bool), 0
         self.by_tenant: dict[str, Seconds] = {}  # waiting tokens
         self._holders: dict[str, int] = {}  # replicas on which a tenant waits
@@ -257,7 +258,8 @@ class Router:
         cached = self._prefixes.lengths(hashes, len(self.replicas), now) * DIGEST_TOKENS
         loads, number = self._loads(model), next(self._numbers)
         expected = loads.expected_s(namespace.tenant, count - cached)
-        scores = self._policy(Candidates(expected, loads.token_s * (count - cached), loads.step_s, loads.num_live, number)) + self._barred
+        found = Candidates(expected, loads.token_s * (count - cached), loads.step_s, loads.num_live, number)
+        scores = self._policy(found) + self._barred
         for replica in without:
             scores[replica.index] = np.inf
         best = int(scores.argmin())

@@ -19,7 +19,7 @@ class Autoscaler:
 
     least: int
     most: int
-    busy: float = 0.25  # of max_running: a step of a replica that is full takes several times as long as one of a single sequence
+    busy: float = 0.25  # of max_running: a step of a full replica takes several times as long as one of a single sequence
     target_wait_s: float = 0.5
     down_after_s: float = 60.0
     _wanted: deque[tuple[float, int]] = field(default_factory=deque)  # decisions of the last down_after_s

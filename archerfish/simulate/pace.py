@@ -11,7 +11,8 @@ KV_MEMORY_SHARE = 0.9  # of a GPU, for weights and KV (`gpu_memory_utilization`)
 
 @dataclass(frozen=True)
 class Pace:
-    """An engine: a step takes step_s + prompt tokens * prompt_token_s + decodes * output_token_s + their context * context_token_s.
+    """An engine. A step takes step_s, and prompt_token_s, output_token_s and context_token_s for every prompt token, decode, and
+    token of the context of decodes.
 
     Attention of prompts is part of prompt_token_s, which is measured with prompts of about 2,000 tokens.
     """
@@ -27,14 +28,15 @@ class Pace:
     max_model_len: int = 131_072
 
     def decode_s(self, num_sequences: int, context: int, num_steps: int = 1) -> float:
-        """So many steps in a row, each of which brings a token to each sequence. context: of all sequences, at the first step."""
+        """So many steps in a row, each of which brings a token to each sequence. context: of all, at the first step."""
         per_step = self.step_s + num_sequences * self.output_token_s + context * self.context_token_s
         return num_steps * per_step + self.context_token_s * num_sequences * num_steps * (num_steps - 1) / 2
 
     def request_s(self, num_prompt: float, num_output: float, hit_rate: float = 0.0) -> float:
         """An engine's time for one request, beside what every step takes: its prompt and each of its output tokens."""
         context = num_prompt + num_output / 2
-        return num_prompt * (1 - hit_rate) * self.prompt_token_s + num_output * (self.output_token_s + context * self.context_token_s)
+        output_token_s = self.output_token_s + context * self.context_token_s
+        return num_prompt * (1 - hit_rate) * self.prompt_token_s + num_output * output_token_s
 
     def mean_running(self, rate: float, num_prompt: float, num_output: float, hit_rate: float = 0.0) -> float:
         """How many requests run at once at so many a second: Little's law, solved for the number; infinite above capacity."""
@@ -74,7 +76,7 @@ def num_kv_tokens(memory_bytes: float, weight_bytes: float, token_bytes: int) ->
     return int((memory_bytes * KV_MEMORY_SHARE - weight_bytes) / token_bytes)
 
 
-# One H200 has 141 GB. docs/performance.md: "one request", "64 prompts of 2,048" and "128 sequences" give the first three numbers:
+# One H200 has 141 GB. docs/performance.md: "one request", "64 prompts of 2,048" and "128 sequences" give the first three:
 # a step of one sequence, the time of a prompt token, and what each of 128 sequences adds to a step. A token of context is its
 # KV, read at 92 % of 4.26 TB/s. start_s: the second start. The CPU: SmolLM2-135M, 1 and 32 sequences, on two Neoverse cores.
 KV_READ_S = 1 / (0.92 * 4.26e12)  # a byte

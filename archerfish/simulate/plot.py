@@ -20,7 +20,8 @@ def draw(outcomes: Sequence[Outcome], title: str) -> str:
     live = [[(at_s, float(count)) for at_s, count, _ in outcome.live] for outcome in outcomes]
     width, height = 2 * (WIDTH + LEFT) + 40, TOP + HEIGHT + 80
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
-             f'<style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/><text x="{LEFT}" y="20">{escape(title)}</text>',
+             f'<style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>',
+             f'<text x="{LEFT}" y="20">{escape(title)}</text>',
              panel(LEFT, first, "share of requests / seconds to the first token", is_log=True),
              panel(2 * LEFT + WIDTH, live, "requests in the system / seconds", is_log=False)]  # fmt: skip
     for number, outcome in enumerate(outcomes):
@@ -53,8 +54,7 @@ def panel(left: float, lines: Sequence[Line], caption: str, *, is_log: bool) -> 
     for x in marks:
         at, _, bottom = *place(x, 0).split(","), TOP + HEIGHT
         parts.append(f'<line class="grid" x1="{at}" y1="{TOP}" x2="{at}" y2="{bottom}"/>')
-        parts.append(f'<text x="{at}" y="{bottom + 16}" text-anchor="middle">{x:g}</text>' if is_log
-                     else f'<text x="{at}" y="{bottom + 16}" text-anchor="middle">{x:.3g}</text>')  # fmt: skip
+        parts.append(f'<text x="{at}" y="{bottom + 16}" text-anchor="middle">{x:.3g}</text>')
     for i in range(5):
         y = TOP + HEIGHT * (1 - i / 4)
         parts.append(f'<line class="grid" x1="{left}" y1="{y}" x2="{left + WIDTH}" y2="{y}"/>')

@@ -21,6 +21,7 @@ from archerfish.sequence import Sequence as TokenSequence
 from archerfish.simulate.pace import Pace
 from archerfish.simulate.replica import MODEL, PacedReplica
 from archerfish.simulate.traces import Arrival
+from archerfish.types import Progress, no_progress
 
 SECRET = b"simulation"
 DIGEST_BYTES_PER_S = 64_000
@@ -95,7 +96,8 @@ class Outcome:
             "first token p50": percentile(first, 0.5), "first token p90": percentile(first, 0.9),
             "first token p99": percentile(first, 0.99),
             "queue mean": statistics.fmean(job.admitted_s - job.arrival.at_s for job in done),
-            "latency mean": statistics.fmean(whole), "latency p50": percentile(whole, 0.5), "latency p99": percentile(whole, 0.99),
+            "latency mean": statistics.fmean(whole),
+            "latency p50": percentile(whole, 0.5), "latency p99": percentile(whole, 0.99),
             "hit rate": sum(job.num_cached for job in done) / prompt,
             "imbalance": max(self.busy_s) / (statistics.fmean(self.busy_s) or 1.0),
             "requests at once": self.mean_live, "retried": sum(job.num_tries > 1 for job in self.jobs),
@@ -128,7 +130,7 @@ class Simulation:
         self._num_ended = 0
         self._samples: list[tuple[float, int, int]] = []
 
-    def run(self, progress: Callable[[int, int], object] = lambda done, total: None) -> Outcome:
+    def run(self, progress: Progress = no_progress) -> Outcome:
         """Until the last request has ended."""
         began, setup, jobs = time.perf_counter(), self.setup, self.jobs
         for number in range(setup.num_replicas):
@@ -145,7 +147,7 @@ class Simulation:
             self.now, _, function, values = heapq.heappop(self._events)
             function(*values)
             if not count % 4096:
-                progress(self._num_ended, len(jobs))
+                progress(self._num_ended, len(jobs), self.policy)
         replica_s = self._replica_s + sum(self.now - one.began_s for one in self.replicas if one.is_up)
         return Outcome(
             self.policy, jobs, self.now, self._live_area / self.now, 1e6 * statistics.median(self._choice_s),

@@ -141,7 +141,7 @@ def read_arrival(line: dict[str, Any]) -> Arrival:
 
 
 def one_cache_hit_rate(trace: list[Arrival], num_tokens: int) -> float:
-    """The share of prompt tokens that one cache of so many tokens would give, if each request ended before the next one came."""
+    """The share of prompt tokens found in one cache of so many tokens, if each request ended before the next one came."""
     size = BLOCK_TOKENS
     blocks = BlockManager(num_tokens // size + 1, size)
     cache = RadixCache(blocks, num_ghosts=0)
