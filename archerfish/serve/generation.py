@@ -8,7 +8,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +38,7 @@ from archerfish.text.tool_calls import ToolCallParser, ToolPiece
 T = TypeVar("T")
 logger = logging.getLogger("archerfish.serve")
 DEFAULTS = {name: getattr(SamplingParams(), name) for name in SamplingParams.__dataclass_fields__ if name != "stop"}
+MAX_TRIES = 3  # of a request whose replica ends under it
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI writes this for a token that cannot come
 
 
@@ -161,12 +162,20 @@ class Generation:
     request: GenerationRequest
     params: SamplingParams
     prompt_ids: list[int]
-    choices: list[Choice]
+    new_choices: Callable[[], list[Choice]]
     format_param: str | None  # the parameter that states the format of the answer
     tool_use: ToolUse | None
     num_cached: int = 0
     prompt_logprobs: list[Logprob] | None = None
     metrics: dict[str, float] = field(default_factory=dict)  # of the engine, when all has come
+    choices: list[Choice] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget what has come."""
+        self.choices, self.num_cached, self.prompt_logprobs = self.new_choices(), 0, None
 
     @property
     def num_output(self) -> int:
@@ -260,14 +269,17 @@ class TextService:
             token_ids=prompt_ids, params=stated, stream=bool(body.stream or params.stop), wants_ids=True,
             priority=body.priority, deadline_s=body.deadline_s, **self.catalog.address(request, text.card),
         )
-        choices: list[Choice] = []
-        for index in range(params.n):
+
+        def new_choice(index: int) -> Choice:
             output_text = OutputText(text.tokenizer, prompt_ids, params)
             parser = None if tool_use is None else ToolCallParser(tool_use.style, tool_use.tools)
             has_one_call = tool_use is not None and tool_use.has_one_call
             thinking = None if is_thinking is None else ReasoningParser(is_thinking)
-            choices.append(Choice(index, first_place + index, output_text, parser, has_one_call, thinking))
-        return Generation(text, sent, params, prompt_ids, choices, format_param, tool_use)
+            return Choice(index, first_place + index, output_text, parser, has_one_call, thinking)
+
+        return Generation(
+            text, sent, params, prompt_ids, lambda: [new_choice(index) for index in range(params.n)], format_param, tool_use
+        )
 
     async def prepare_chat(
         self, request: Request, body: ToolBody, messages: Sequence[dict[str, Any]], param: str = "messages",
@@ -324,10 +336,29 @@ class TextService:
         async for _ in self.run(request, *generations):
             pass
 
-    async def run(self, request: Request, *generations: Generation) -> AsyncGenerator[list[ChoiceDelta], None]:
-        """Send requests to the engine, and yield what comes."""
+    async def run(
+        self, request: Request, *generations: Generation, is_shown: Callable[[], bool] = lambda: False
+    ) -> AsyncGenerator[list[ChoiceDelta], None]:
+        """Send requests to the engine, and yield what comes.
+
+        If their replica ends under them, they start over, unless the client was shown a part of what came.
+        """
+        for num_left in reversed(range(MAX_TRIES)):
+            try:
+                async with aclosing(self._run(request, *generations)) as runs:
+                    async for deltas in runs:
+                        yield deltas
+                return
+            except RemoteError as error:
+                has_come = any(generation.num_output for generation in generations)  # otherwise the backend has tried again
+                if not (error.is_lost and has_come and num_left) or is_shown():
+                    raise
+                for generation in generations:
+                    generation.start_over()
+
+    async def _run(self, request: Request, *generations: Generation) -> AsyncGenerator[list[ChoiceDelta], None]:
         if len(generations) > 1:
-            async with aclosing(merge([self.run(request, generation) for generation in generations])) as merged:
+            async with aclosing(merge([self._run(request, generation) for generation in generations])) as merged:
                 async for deltas in merged:
                     yield deltas
             return
