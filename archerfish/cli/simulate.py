@@ -80,10 +80,8 @@ def run_simulate(arguments: Namespace, out: Output) -> int:
         hint = "Give it more memory (--kv-tokens), or choose another --preset."
         raise InvalidInputError(f"A request has {longest:,} tokens; a replica holds {room:,}.", hint=hint)
     best = one_cache_hit_rate(trace, arguments.replicas * pace.kv_tokens)
-    outcomes = []
     with out.progress("Simulating") as progress:
-        for name in names:
-            outcomes.append(Simulation(trace, setup, name).run(progress))
+        outcomes = [Simulation(trace, setup, name).run(progress) for name in names]
     found = {outcome.policy: outcome.figures() for outcome in outcomes}
     title = f"{len(trace):,} requests to {arguments.replicas:,} x {arguments.preset}"
     if arguments.plot:

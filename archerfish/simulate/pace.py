@@ -11,8 +11,8 @@ KV_MEMORY_SHARE = 0.9  # of a GPU, for weights and KV (`gpu_memory_utilization`)
 
 @dataclass(frozen=True)
 class Pace:
-    """An engine. A step takes step_s, and prompt_token_s, output_token_s and context_token_s for every prompt token, decode, and
-    token of the context of decodes.
+    """An engine. A step takes step_s, and prompt_token_s, output_token_s and context_token_s for every prompt token, decode,
+    and token of the context of decodes.
 
     Attention of prompts is part of prompt_token_s, which is measured with prompts of about 2,000 tokens.
     """
