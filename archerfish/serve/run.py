@@ -65,7 +65,7 @@ def serve(
                     retry_after_s=max(1.0, *(engine.start_s for engine in engines)),
                 )
 
-wait_s = config.drain_s + config.grace_s
+            wait_s = config.drain_s + config.grace_s
             front_ends += [
                 front_process(front_config, listener.fileno(), grace_s=wait_s) for _ in range(config.num_front_ends)
             ]
