@@ -225,9 +225,9 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         if mode == Mode.DRAWN:
             sampling = replace(sampling, min_p=None, cuts=None)
         logits = self.model.logits(self.model.forward(batch, self.pool.layers))
-        drawn = self.ops.sample(logits, sampling)
+        drawn = self.ops.draw(logits, sampling)
         self.ops.keep_tokens(inputs, state, drawn.tokens)
-        if mode.num_top is None:
+        if mode.num_top is None or not self.ops.ranks.is_last:
             return logits, drawn.report
         return logits, self.ops.scored_report(drawn.report, self.ops.token_logprobs(logits, drawn.tokens, mode.num_top))
 
@@ -337,7 +337,7 @@ class PassGraphs(RecordedPasses[T, PassKind]):
         if not self.model.gives_kept_rows and batch.kept_rows is not None:
             hidden = self.ops.rows(hidden, batch.kept_rows)
         logits = self.model.logits(hidden)
-        drawn = self.ops.sample(logits, sampling)
+        drawn = self.ops.draw(logits, sampling)
         self.ops.keep_tokens(columns, state, drawn.tokens)
         return logits, drawn.report
 

@@ -344,7 +344,7 @@ class ModelRunner(Generic[T]):
         if num_sampled and is_kept and not one.scored and not self.is_deterministic:
             return [ops.first_rows(self._logits_of(batch), num_sampled)]
         hidden = self._hidden(batch)
-        for index, place in one.scored:
+        for index, place in one.scored if ops.ranks.is_last else ():
             num_top, next_tokens = step.scored[index]
             for first in range(0, len(next_tokens), LOGPROB_ROWS):
                 part = next_tokens[first : first + LOGPROB_ROWS].tolist()
