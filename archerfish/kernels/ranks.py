@@ -44,7 +44,7 @@ class Part:
         return Part(before + self.first, before + self.end, total)
 
 
-@dataclass
+@dataclass(eq=False)
 class Ranks:
     """One process, and what it exchanges with the others. This class is for a process alone, and for planning."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Generic
@@ -70,6 +71,21 @@ class QueuedStep:
 
 RunningStep = QueuedStep | Future[StepResult]  # a step that has been launched
 
+
+class Peers:
+    """The other processes that compute a model's steps, if there are any: here there are none."""
+
+    def send(self, step: StepInput | None) -> None:
+        """Have them compute a step, or use idle time."""
+
+    def guard(self) -> AbstractContextManager[object]:
+        """Around all that they do too. If it fails here, they wait for it or are out of step, and are ended."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """End them."""
+
+
 class ModelRunner(Generic[T]):
     """Runs steps of one model over one pool of blocks. executor: the one thread that CPU steps run in; None: one of its own."""
 
@@ -86,6 +102,7 @@ class ModelRunner(Generic[T]):
         }  # fmt: skip
         self.ops: Ops[T] = model.ops
         self.is_deterministic = is_deterministic
+        self.peers = Peers()
         self.sampler: FastSampler[T] = FastSampler(self.ops, vocab_size, max_num_seqs)
         self.num_forward_passes = 0
         self._tables = BlockTables(max_num_seqs)
@@ -112,6 +129,11 @@ class ModelRunner(Generic[T]):
 
     def launch(self, step: StepInput) -> RunningStep:
         """Start computing a step after all that was launched before."""
+        with self.peers.guard():
+            self.peers.send(step)
+            return self._launch(step)
+
+    def _launch(self, step: StepInput) -> RunningStep:
         self._tables.update(step)
         work: PreparedDecodes | list[Pass[T]]  # arrays of the host: they are made while the step before computes
         if self._graphs is not None:
@@ -125,8 +147,13 @@ class ModelRunner(Generic[T]):
                 bounds = [*range(0, step.num_decodes, DECODE_TILE), *range(step.num_decodes, num_computed), num_computed]
             work = [self._prepare_pass(step, first, end) for first, end in pairwise(bounds)]
         if self._thread is not None:
-            return self._thread.submit(lambda: self._start(step, work)())
-        return QueuedStep(self._start(step, work))
+            return self._thread.submit(self._guarded, lambda: self._start(step, work)())
+        finish = self._start(step, work)
+        return QueuedStep(lambda: self._guarded(finish))
+
+    def _guarded(self, work: Callable[[], StepResult]) -> StepResult:
+        with self.peers.guard():
+            return work()
 
     def fit_kv_scales(self) -> None:
         """Set the scales of keys and values in FP8 by those of made-up tokens, over blocks that are free."""
@@ -153,14 +180,16 @@ class ModelRunner(Generic[T]):
         zero, one = self.ops.tensor(first), self.ops.tensor(np.ones(1))
         for kind in WARM_UPS:
             logits = self.model.logits(self.ops.rows(self.model.forward(self.free_batch(kind), self.pool.layers), first))
-            self.ops.sample(logits, SamplingBatch())
-            self.ops.sample(logits, SamplingBatch(temperature=one, keys=zero, positions=zero))
+            if self.ops.ranks.is_last:
+                self.ops.sample(logits, SamplingBatch())
+                self.ops.sample(logits, SamplingBatch(temperature=one, keys=zero, positions=zero))
         for passes in (self._graphs, self._passes):
             if passes is not None:
                 passes.warm_up()
 
     def _rehearse(self) -> None:
-        rehearse(ModelRunner(self.model, self.pool, **self._options))
+        with self.ops.ranks.quiet():
+            rehearse(ModelRunner(self.model, self.pool, **self._options))
 
     def free_batch(self, sequences: SequenceOf[tuple[int, int]]) -> PagedBatch[T] | RecurrentBatch[T]:
         """Sequences of so many new tokens and so long a context each, over blocks that must be free."""
@@ -177,11 +206,13 @@ class ModelRunner(Generic[T]):
         """Do a piece of what later steps would have to do; False: nothing is left."""
         if self._graphs is None:
             return False
-        with self.ops.computing():
+        with self.peers.guard(), self.ops.computing():
+            self.peers.send(None)
             return self._graphs.record_next() or (self._passes is not None and self._passes.record_next())
 
     def close(self, *, waits: bool = True, keeps_model: bool = False) -> None:
         """End the thread and give the memory back. waits: until the thread has ended. keeps_model: all but the weights'."""
+        self.peers.close()
         if self._thread is not None and self._owns_thread:
             self._thread.shutdown(wait=waits)
         self._graphs = self._passes = None
