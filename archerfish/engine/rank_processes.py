@@ -1,11 +1,11 @@
-"""The processes of an engine whose model is divided: this one, which is rank 0 and plans, and one child for each other rank.
+"""The processes of an engine whose model is divided: this one, which is rank 0 and plans, and a child for each other rank.
 
-A child reads pickles from its standard input: a RankJob, then one StepInput for each step (None: use idle time). It computes what
+A child reads pickles from its standard input: a RankJob, then a StepInput for each step (None: use idle time). It computes what
 rank 0 computes, in the same order, so that exchanges meet. It ends when its input ends, and so never outlives its parent. On
-standard output it writes one pickle when it is ready to meet the others, and its error when it fails.
+standard output it writes a pickle when it is ready to meet the others, and its error when it fails.
 
-A rank that fails in a step leaves the others waiting or out of step. So the first failure ends all of them, and the engine refuses
-further work.
+A rank that fails in a step leaves the others waiting or out of step. So the first failure ends all of them, and the engine
+refuses further work.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ class RankProcesses(Peers):
                 ready.set()
         child.stdout.close()
         if not self._is_closed:
-            self.fail(error or DeviceError(f"Rank {rank} ended with {child.wait()}.", hint="Its log may say why."), is_cause=True)
+            unsaid = DeviceError(f"Rank {rank} ended with {child.wait()}.", hint="What it has printed may say why.")
+            self.fail(error or unsaid, is_cause=True)
         ready.set()
 
     def send(self, step: StepInput | None) -> None:
@@ -206,7 +207,7 @@ class RankProcesses(Peers):
 def start_runner(
     facts: ModelFacts, config: EngineConfig, hub: HubConfig, executor: Executor | None, progress: Progress
 ) -> tuple[ModelRunner[Any], ModelFacts, EngineConfig]:
-    """As `make_runner`, with the processes that compute together with this one, if there are to be any; and the options of each."""
+    """As `make_runner`, with the processes that compute together with this one, if any; and the options of each of them."""
     if config.num_ranks == 1:
         return *make_runner(facts, config, executor, progress=progress), config
     peers = RankProcesses(config, hub, facts)
@@ -251,7 +252,8 @@ def main() -> None:
         follow(runner, inbox)
     except BaseException as error:
         logger.exception("A rank failed.")
-        report(reports, error if isinstance(error, ArcherfishError) else DeviceError(f"{type(error).__name__}: {error}", hint=""))
+        is_ours = isinstance(error, ArcherfishError)
+        report(reports, error if is_ours else DeviceError(f"{type(error).__name__}: {error}", hint=""))
         os._exit(1)  # threads may wait for an exchange
     os._exit(0)
 

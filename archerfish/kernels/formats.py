@@ -57,7 +57,6 @@ class WeightFormat(ABC):
     name: ClassVar[str]
     checkpoint: ClassVar[Mapping[str, TensorLayout]] = {"weight": TensorLayout()}  # tensors that are read from a checkpoint
     memory: Mapping[str, TensorLayout]  # tensors that are kept
-    cut_inputs: int = 1  # the inputs of a part of a matrix that is made in this format are a multiple of so many
 
     def chosen(self, num_inputs: int, *, is_sensitive: bool = False) -> WeightFormat:
         """The format for a matrix of a model in this format: another one where this would cost too much, or cannot be."""
@@ -83,6 +82,11 @@ class WeightFormat(ABC):
     def work_bytes(self, shapes: Iterable[tuple[int, ...]], dtype: str) -> int:
         """Memory that a step takes to dequantise the largest of some matrices: the result, and a byte a number beside it."""
         return max(math.prod(shape) for shape in shapes) * (DTYPE_BYTES[dtype] + 1)
+
+    @property
+    def cut_inputs(self) -> int:
+        """The inputs of a part of a matrix are a multiple of so many."""
+        return math.lcm(*(layout.inputs_per_item for layout in (*self.memory.values(), *self.checkpoint.values())))
 
     def num_outputs(self, tensors: Tensors) -> int:
         name, layout = next((name, layout) for name, layout in self.memory.items() if "outputs" in layout.axes)
@@ -137,7 +141,7 @@ class Int8Rows(WeightFormat):
         "weight": TensorLayout("int8"),
         "scales": TensorLayout("float32", ("outputs",)),
     }
-    cut_inputs = BLOCK
+    cut_inputs = BLOCK  # the native backend has a scale for each
 
     def chosen(self, num_inputs: int, *, is_sensitive: bool = False) -> WeightFormat:
         return PLAIN if num_inputs % BLOCK else self
@@ -203,7 +207,6 @@ class Groups(WeightFormat):
         """code_type: uint8 for two codes of 4 bits, int8 or float8_e4m3fn."""
         self.group_size, self.has_mins, self.is_packed = group_size, has_mins, code_type == "uint8"
         scales = TensorLayout(scale_type, inputs_per_item=group_size)
-        self.cut_inputs = group_size
         self.memory = {"weight": TensorLayout(code_type, inputs_per_item=2 if self.is_packed else 1), "scales": scales}
         if has_mins:
             self.memory["mins"] = scales

@@ -382,17 +382,6 @@ class Ops(ABC, Generic[T]):
     def sample(self, logits: T, batch: SamplingBatch[T]) -> Drawn[T]:
         """One token for every row of float32 logits, which stay as they are; then the counts of penalised rows go up."""
 
-    def draw(self, logits: T, batch: SamplingBatch[T]) -> Drawn[T]:
-        """`sample` in the last stage, and the tokens of rank 0 on all ranks."""
-        from archerfish.kernels.sampling import Drawn
-
-        if self.ranks.is_last:
-            drawn = self.sample(logits, batch)
-        else:
-            report = self.ranks.none_chosen(logits.shape[0])
-            drawn = Drawn(report[0], report)
-        return drawn._replace(tokens=self.ranks.share(drawn.tokens))
-
     @abstractmethod
     def token_logprobs(self, logits: T, token_ids: T, num_top: int, *, rows: Ids | None = None) -> Logprobs[T]:
         """Log-softmax at one token of every row (or of some rows) of float32 logits, and at the num_top likeliest tokens."""

@@ -1,8 +1,8 @@
 """The processes that compute one model together, as one of them sees it.
 
-Tensor parallel ranks share every layer: each has some of the heads and of the hidden units, and a product whose inputs are split
-gives sums that are added up over the ranks. Pipeline stages have some of the layers each. The engine's process is rank 0. It is
-in the last stage, where tokens are sampled, and stages are numbered from the embedding on.
+Tensor parallel ranks share every layer: each has some of the heads and of the hidden units, and a product whose inputs are
+split gives sums that are added up over the ranks. Pipeline stages have some of the layers each. The engine's process is rank 0.
+It is in the last stage, where tokens are sampled, and stages are numbered from the embedding on.
 """
 
 from __future__ import annotations

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from archerfish.kernels.ranks import Part
+from archerfish.kernels.ranks import Part
 
 Floats = npt.NDArray[np.float32]
 GPU_BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q6_K": 8, "Q8_0": 8, "INT8": 8, "FP8": 8}  # of a code in a GPU's memory

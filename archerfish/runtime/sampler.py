@@ -169,7 +169,7 @@ class FastSampler(Generic[T]):
         nothing, and what is chosen comes from the last one.
         """
         if not self.ops.ranks.is_last:
-            tokens = self.ops.draw(logits, self._batch).tokens
+            tokens = sampling.draw(self.ops, logits, self._batch).tokens
             return tokens, lambda: Chosen([0] * len(rows), {}, {})
         if logits.shape[0] != len(rows) or logits.shape[1] != self.vocab_size:
             raise ArcherfishError(
@@ -181,7 +181,7 @@ class FastSampler(Generic[T]):
         if masks is not None:
             batch = dataclasses.replace(batch, masks=sampling.Masks(ops.tensor(masks[0]), ops.tensor(masks[1])))
         processed, failed = self._process(logits, rows, positions) if self._processors else (logits, {})
-        drawn = ops.draw(processed, batch)
+        drawn = sampling.draw(ops, processed, batch)
         fetch_report, fetch_scores = ops.fetch(drawn.report), None
         wanted = {i: self._num_top[row] for i, row in enumerate(rows.tolist()) if row in self._num_top} if self._num_top else {}
         if wanted:

@@ -92,4 +92,4 @@ class ThreadRanks(Ranks):
         return np.zeros((2, num_rows), dtype=np.int64)
 
     def least(self, number: int) -> int:
-        return min(self.world.all.exchange(self.rank, number))
+        return int(min(self.world.all.exchange(self.rank, number)))

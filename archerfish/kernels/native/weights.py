@@ -146,7 +146,8 @@ def as_stored(tensor: Any) -> StoredTensor:
 def add_part(matrix: Matrix, part: StoredTensor, first: int) -> None:
     """Add the rows of a part from output `first` on."""
     if part.quant_type:
-        halves = [None if each is None else np.ascontiguousarray(spread(each, part)).view(np.uint16) for each in (part.scales, part.mins)]
+        given = (None if each is None else np.ascontiguousarray(spread(each, part)) for each in (part.scales, part.mins))
+        halves = [None if each is None else each.view(np.uint16) for each in given]
         matrix.add_rows(np.ascontiguousarray(part.data), first, part.shape[0], scales=halves[0], mins=halves[1])
     else:
         matrix.add_rows(np.ascontiguousarray(part.data), first, part.shape[0], TYPES[part.dtype])

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import distributed
+import torch.distributed
 
 from archerfish.kernels.ranks import Part, Ranks
 
 TIMEOUT_S = 600.0  # of one exchange; some ranks may compile kernels while others wait
 LOOPBACK = "127.0.0.1"  # the address that gloo listens on
+distributed: Any = torch.distributed  # which exports less than it documents
 HOST_TYPES = (torch.float32, torch.int64)  # that gloo is given
 
 
@@ -29,7 +30,7 @@ def new_group(kind: str, store: Any, rank: int, size: int) -> Any:
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return distributed.ProcessGroupNCCL(store, rank, size, options)
-    gloo: Any = distributed.ProcessGroupGloo
+    gloo = distributed.ProcessGroupGloo
     chosen = gloo._Options()
     chosen._timeout, chosen._devices = timeout, [gloo.create_device(hostname=LOOPBACK)]
     return gloo(store, rank, size, chosen)
@@ -42,7 +43,7 @@ class TorchRanks(Ranks):
         """store: a file by which the ranks find each other, the same for all, which does not exist yet."""
         super().__init__(*self.place(rank, size, num_stages), records=kind == "nccl")
         self.device, self.is_numpy, self._is_quiet = device, is_numpy, False
-        files: Any = distributed.FileStore(str(store), size * num_stages)
+        files = distributed.FileStore(str(store), size * num_stages)
         self._rank = rank
         self._world = new_group(kind, distributed.PrefixStore("world", files), rank, size * num_stages)
         prefix = distributed.PrefixStore(f"stage {self.stage}", files)
