@@ -184,7 +184,7 @@ class RankProcesses(Peers):
         logger.error("A rank failed, and the others are ended: %s", error)
         for child in self._children:
             child.kill()
-        self.ranks.close()
+        self.ranks.abort()
 
     def close(self) -> None:
         if self._is_closed:
@@ -200,7 +200,6 @@ class RankProcesses(Peers):
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-        self.ranks.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
@@ -250,6 +249,7 @@ def main() -> None:
         report(reports, READY)
         runner, _ = make_runner(facts, job.config, ranks=job.connect(facts))
         follow(runner, inbox)
+        shutil.rmtree(Path(job.store).parent, ignore_errors=True)  # the parent may have been killed
     except BaseException as error:
         logger.exception("A rank failed.")
         is_ours = isinstance(error, ArcherfishError)

@@ -146,8 +146,8 @@ class Ranks:
         """The context in which nothing is exchanged, and results mean nothing."""
         yield
 
-    def close(self) -> None:
-        """End the connections, and exchanges that wait."""
+    def abort(self) -> None:
+        """End exchanges that wait for a rank which has ended; from any thread."""
 
 
 ALONE = Ranks()

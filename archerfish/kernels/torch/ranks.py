@@ -100,11 +100,10 @@ class TorchRanks(Ranks):
         yield
         self._is_quiet = False
 
-    def close(self) -> None:
-        for group in (self._stage, self._world):
-            if self.records and group is not None:
+    def abort(self) -> None:
+        for group in (self._stage, self._world) if self.records else ():  # gloo notices by itself
+            if group is not None:
                 group.abort()
-        self._stage = self._world = None
 
     def _as_tensor(self, x: Any) -> torch.Tensor:
         return torch.from_numpy(x) if isinstance(x, np.ndarray) else x
