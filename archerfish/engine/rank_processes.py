@@ -32,7 +32,7 @@ from archerfish.errors import ArcherfishError, DeviceError, InvalidOptionError, 
 from archerfish.kernels.machine import cpu
 from archerfish.kernels.ranks import Ranks
 from archerfish.kernels.select import choose_backend, import_torch
-from archerfish.runtime.runner import ModelRunner, Peers, RunningStep
+from archerfish.runtime.runner import ModelRunner, OtherRanks, RunningStep
 from archerfish.step import StepInput
 from archerfish.types import Progress, no_progress
 
@@ -93,7 +93,7 @@ def divided_config(config: EngineConfig, device: str) -> tuple[EngineConfig, str
     return config, "nccl" if each == 1 else "gloo", [cards[rank % len(cards)] for rank in range(num)]
 
 
-class RankProcesses(Peers):
+class RankProcesses(OtherRanks):
     """The children of an engine, and its connection with them, `ranks`."""
 
     def __init__(self, config: EngineConfig, hub: HubConfig, facts: ModelFacts) -> None:
@@ -159,17 +159,24 @@ class RankProcesses(Peers):
             child.stdin.write(data)
             child.stdin.flush()
 
+    @property
+    def problem(self) -> str:  # type: ignore[override]
+        return "" if self._error is None else f"the processes that compute a model have ended: {self._error}"
+
     @contextmanager
     def guard(self) -> Iterator[None]:
-        if self._error is not None or self._is_closed:
+        if self._error is not None:
             raise StoppedError(f"The processes that compute this model have ended: {self._error}", hint="Make a new engine.")
         try:
             yield
+        except StoppedError:  # from a guard within
+            raise
         except BaseException as error:
             self.fail(error)
             if self._error is error or not isinstance(error, Exception):
                 raise
-            raise StoppedError(f"A step failed, and with it the engine: {self._error}", hint="Make a new engine.") from error
+            message = f"Another rank failed, and with it the engine: {self._error}"
+            raise StoppedError(message, hint="Make a new engine.") from error
 
     def fail(self, error: BaseException, *, is_cause: bool = False) -> None:
         """End all. is_cause: it is what a child reports; else a child may have caused it, whose report is then on its way."""
@@ -209,15 +216,15 @@ def start_runner(
     """As `make_runner`, with the processes that compute together with this one, if any; and the options of each of them."""
     if config.num_ranks == 1:
         return *make_runner(facts, config, executor, progress=progress), config
-    peers = RankProcesses(config, hub, facts)
+    others = RankProcesses(config, hub, facts)
     try:
-        with peers.guard():
-            runner, facts = make_runner(facts, peers.config, executor, progress=progress, ranks=peers.ranks)
+        with others.guard():
+            runner, facts = make_runner(facts, others.config, executor, progress=progress, ranks=others.ranks)
     except BaseException:
-        peers.close()
+        others.close()
         raise
-    runner.peers = peers
-    return runner, facts, peers.config
+    runner.others = others
+    return runner, facts, others.config
 
 
 def for_others(step: StepInput) -> StepInput:

@@ -72,8 +72,10 @@ class QueuedStep:
 RunningStep = QueuedStep | Future[StepResult]  # a step that has been launched
 
 
-class Peers:
+class OtherRanks:
     """The other processes that compute a model's steps, if there are any: here there are none."""
+
+    problem: str = ""  # why no step can be computed any more
 
     def send(self, step: StepInput | None) -> None:
         """Have them compute a step, or use idle time."""
@@ -102,7 +104,7 @@ class ModelRunner(Generic[T]):
         }  # fmt: skip
         self.ops: Ops[T] = model.ops
         self.is_deterministic = is_deterministic
-        self.peers = Peers()
+        self.others = OtherRanks()
         self.sampler: FastSampler[T] = FastSampler(self.ops, vocab_size, max_num_seqs)
         self.num_forward_passes = 0
         self._tables = BlockTables(max_num_seqs)
@@ -129,8 +131,8 @@ class ModelRunner(Generic[T]):
 
     def launch(self, step: StepInput) -> RunningStep:
         """Start computing a step after all that was launched before."""
-        with self.peers.guard():
-            self.peers.send(step)
+        with self.others.guard():
+            self.others.send(step)
             return self._launch(step)
 
     def _launch(self, step: StepInput) -> RunningStep:
@@ -152,7 +154,7 @@ class ModelRunner(Generic[T]):
         return QueuedStep(lambda: self._guarded(finish))
 
     def _guarded(self, work: Callable[[], StepResult]) -> StepResult:
-        with self.peers.guard():
+        with self.others.guard():
             return work()
 
     def fit_kv_scales(self) -> None:
@@ -206,13 +208,13 @@ class ModelRunner(Generic[T]):
         """Do a piece of what later steps would have to do; False: nothing is left."""
         if self._graphs is None:
             return False
-        with self.peers.guard(), self.ops.computing():
-            self.peers.send(None)
+        with self.others.guard(), self.ops.computing():
+            self.others.send(None)
             return self._graphs.record_next() or (self._passes is not None and self._passes.record_next())
 
     def close(self, *, waits: bool = True, keeps_model: bool = False) -> None:
         """End the thread and give the memory back. waits: until the thread has ended. keeps_model: all but the weights'."""
-        self.peers.close()
+        self.others.close()
         if self._thread is not None and self._owns_thread:
             self._thread.shutdown(wait=waits)
         self._graphs = self._passes = None
