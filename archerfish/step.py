@@ -88,7 +88,8 @@ OTHERS = tuple(each.name for each in fields(StepInput) if each.type != "Ids")
 def unpack_step(lengths: list[int], data: bytes, others: dict[str, Any]) -> StepInput:
     """What `StepInput.__reduce__` has packed; the arrays can be written to."""
     parts = np.split(np.frombuffer(bytearray(data), dtype=np.int64), list(accumulate(lengths))[:-1])
-    return StepInput(**dict(zip(ARRAYS, parts, strict=True)), **{"step": 0, "num_decodes": 0, **others})
+    values: dict[str, Any] = {"step": 0, "num_decodes": 0, **others, **dict(zip(ARRAYS, parts, strict=True))}
+    return StepInput(**values)
 
 
 @dataclass(slots=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -18,17 +19,33 @@ R = TypeVar("R")
 TIMEOUT_S = 60.0
 
 
+class Turn:
+    """Only one thread computes at a time: Triton's interpreter knows one program."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    @contextmanager
+    def given_up(self) -> Iterator[None]:
+        self.lock.release()
+        try:
+            yield
+        finally:
+            self.lock.acquire()
+
+
 class Meeting:
     """Where some threads give one thing each, and each gets the things of all."""
 
-    def __init__(self, size: int) -> None:
-        self._barrier, self._given = threading.Barrier(size), [None] * size
+    def __init__(self, size: int, turn: Turn) -> None:
+        self._barrier, self._given, self._turn = threading.Barrier(size), [None] * size, turn
 
     def exchange(self, index: int, mine: Any) -> list[Any]:
         self._given[index] = mine
-        self._barrier.wait(TIMEOUT_S)
-        found = list(self._given)
-        self._barrier.wait(TIMEOUT_S)
+        with self._turn.given_up():
+            self._barrier.wait(TIMEOUT_S)
+            found = list(self._given)
+            self._barrier.wait(TIMEOUT_S)
         return found
 
     def abort(self) -> None:
@@ -40,7 +57,9 @@ class World:
 
     def __init__(self, size: int, num_stages: int) -> None:
         self.size, self.num_stages = size, num_stages
-        self.all, self.stages = Meeting(size * num_stages), [Meeting(size) for _ in range(num_stages)]
+        self.turn = Turn()
+        self.all = Meeting(size * num_stages, self.turn)
+        self.stages = [Meeting(size, self.turn) for _ in range(num_stages)]
         self.links: dict[tuple[int, int], SimpleQueue[Any]] = defaultdict(SimpleQueue)  # by the stage and index that receives
 
     def run(self, work: Callable[[Ranks], R]) -> list[R]:
@@ -48,7 +67,8 @@ class World:
 
         def begin(rank: int) -> R:
             try:
-                return work(ThreadRanks(self, rank))
+                with self.turn.lock:
+                    return work(ThreadRanks(self, rank))
             except BaseException:
                 for meeting in (self.all, *self.stages):
                     meeting.abort()
@@ -80,7 +100,8 @@ class ThreadRanks(Ranks):
             self.world.links[self.stage + 1, self.index].put(each)
 
     def receive(self, num_rows: int, width: int, dtype: str) -> Any:
-        found = self.world.links[self.stage, self.index].get(timeout=TIMEOUT_S)
+        with self.world.turn.given_up():
+            found = self.world.links[self.stage, self.index].get(timeout=TIMEOUT_S)
         assert tuple(found.shape) == (num_rows, width) and str(found.dtype).removeprefix("torch.") == dtype
         return found
 
