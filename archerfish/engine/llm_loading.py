@@ -74,8 +74,9 @@ class ModelFacts:
 
     @property
     def num_bytes(self) -> int:
-        """Of weights and of KV or states, those of a draft model included."""
-        return self.weight_bytes + self.memory.num_bytes + (0 if self.draft is None else self.draft.num_bytes)
+        """Of weights and of KV or states, those of a draft model and of ranks in the same memory included."""
+        num = self.ranks.size * self.ranks.num_stages if self.device == "cpu" else 1
+        return (self.weight_bytes + self.memory.num_bytes) * num + (0 if self.draft is None else self.draft.num_bytes)
 
     def find_tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, or the one that `tokenizer` names."""

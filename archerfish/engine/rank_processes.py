@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from archerfish.background import signals_to
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.engine.llm_loading import ModelFacts, make_runner, read_facts
 from archerfish.errors import ArcherfishError, DeviceError, InvalidOptionError, StoppedError
@@ -102,7 +103,7 @@ class RankProcesses(OtherRanks):
         self.config, kind, cards = divided_config(config, facts.device)
         self._error: BaseException | None = None
         self._is_closed = False
-        self._lock = threading.Lock()
+        self._lock, self._has_failed = threading.Lock(), threading.Event()
         self._directory = tempfile.mkdtemp(prefix="archerfish-ranks-")
         self.ranks = Ranks()
         first = RankJob(self.config, hub, 0, kind, f"{self._directory}/store")
@@ -148,10 +149,17 @@ class RankProcesses(OtherRanks):
             self.fail(error or unsaid, is_cause=True)
         ready.set()
 
-    def send(self, step: StepInput | None) -> None:
-        data = pickle.dumps(step if step is None else for_others(step), protocol=pickle.HIGHEST_PROTOCOL)
-        for child in self._children:
-            self._write(child, data)
+    @contextmanager
+    def launching(self, step: StepInput | None) -> Iterator[None]:
+        """Ctrl-c waits: a step that was sent must be launched here too."""
+        interrupts: list[int] = []
+        with signals_to(lambda number, _: interrupts.append(number), signal.SIGINT), self.guard():
+            data = pickle.dumps(step if step is None else for_others(step), protocol=pickle.HIGHEST_PROTOCOL)
+            for child in self._children:
+                self._write(child, data)
+            yield
+        if interrupts:
+            signal.raise_signal(signal.SIGINT)
 
     def _write(self, child: subprocess.Popen[bytes], data: bytes) -> None:
         assert child.stdin is not None
@@ -171,27 +179,27 @@ class RankProcesses(OtherRanks):
             yield
         except StoppedError:  # from a guard within
             raise
-        except BaseException as error:
+        except Exception as error:
             self.fail(error)
-            if self._error is error or not isinstance(error, Exception):
+            if self._error is error:
                 raise
             message = f"Another rank failed, and with it the engine: {self._error}"
             raise StoppedError(message, hint="Make a new engine.") from error
 
     def fail(self, error: BaseException, *, is_cause: bool = False) -> None:
-        """End all. is_cause: it is what a child reports; else a child may have caused it, whose report is then on its way."""
+        """End all ranks. is_cause: a child reports it; else a child may have caused it, and its report is on its way."""
         if not is_cause:
-            for child in self._children:
-                with suppress(subprocess.TimeoutExpired):
-                    child.wait(REPORT_S / len(self._children))
+            self._has_failed.wait(REPORT_S)
         with self._lock:
             if self._error is not None:
                 return
             self._error = error
+        self._has_failed.set()
         logger.error("A rank failed, and the others are ended: %s", error)
         for child in self._children:
             child.kill()
         self.ranks.abort()
+        shutil.rmtree(self._directory, ignore_errors=True)  # the process may end without `close`
 
     def close(self) -> None:
         if self._is_closed:

@@ -77,8 +77,9 @@ class OtherRanks:
 
     problem: str = ""  # why no step can be computed any more
 
-    def send(self, step: StepInput | None) -> None:
-        """Have them compute a step, or use idle time."""
+    def launching(self, step: StepInput | None) -> AbstractContextManager[object]:
+        """Have them compute a step, or use idle time, while this process begins to do the same."""
+        return nullcontext()
 
     def guard(self) -> AbstractContextManager[object]:
         """Around all that they do too. If it fails here, they wait for it or are out of step, and are ended."""
@@ -131,8 +132,7 @@ class ModelRunner(Generic[T]):
 
     def launch(self, step: StepInput) -> RunningStep:
         """Start computing a step after all that was launched before."""
-        with self.others.guard():
-            self.others.send(step)
+        with self.others.launching(step):
             return self._launch(step)
 
     def _launch(self, step: StepInput) -> RunningStep:
@@ -208,8 +208,7 @@ class ModelRunner(Generic[T]):
         """Do a piece of what later steps would have to do; False: nothing is left."""
         if self._graphs is None:
             return False
-        with self.others.guard(), self.ops.computing():
-            self.others.send(None)
+        with self.others.launching(None), self.ops.computing():
             return self._graphs.record_next() or (self._passes is not None and self._passes.record_next())
 
     def close(self, *, waits: bool = True, keeps_model: bool = False) -> None:
