@@ -194,11 +194,7 @@ class Ops(ABC, Generic[T]):
     rounds_rows: bool = False  # with int8 matrices, what they are multiplied with may become bytes too: encoders bear it
     is_deterministic: bool = False  # what a row of a product gives must not depend on how many rows there are
     ranks: Ranks = ALONE  # set before weights are taken
-
-    @property
-    def activation_dtype(self) -> str:
-        """The type of what products give."""
-        return self.dtype
+    activation_dtype: str = ""  # of what products give, where it is not `dtype`
 
     def __init__(self) -> None:
         self._linear_weights: list[LinearWeight[T]] = []
@@ -308,7 +304,7 @@ class Ops(ABC, Generic[T]):
 
     def sum_dtype(self, width: int) -> str:
         """The type of what `lookup` gives, to which layers add."""
-        return self.activation_dtype
+        return self.activation_dtype or self.dtype
 
     @abstractmethod
     def rotary(self, cos_sin: npt.NDArray[np.float32], rotary_dim: int) -> Rotary[T]:

@@ -77,7 +77,7 @@ class Rwkv7Model(ModelAdapter[T]):
             x = ops.lookup(self.embedding, batch.token_ids)
         else:
             x = ops.ranks.receive(num_rows, self.width, ops.sum_dtype(self.width))
-            first_value = ops.ranks.receive(num_rows, self.value_width, ops.activation_dtype)
+            first_value = ops.ranks.receive(num_rows, self.value_width, ops.activation_dtype or ops.dtype)
         last = self.blocks[-1] if ops.ranks.is_last else None
         for block, layer in zip(self.blocks, layers, strict=True):
             x, first_value = block(x, first_value, batch, layer, batch.kept_rows if block is last else None)
