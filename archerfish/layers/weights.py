@@ -71,12 +71,13 @@ class Weights(Generic[T]):
         stated = out_features if isinstance(out_features, tuple) else (out_features,)
         sizes, inputs = [Part.of(size) for size in stated], Part.of(in_features)
         if isinstance(names, str):
-            scopes, sizes = [self.scope(names)] * len(sizes), parts_within(sizes)
+            sizes = parts_within(sizes)
+            scopes = [self.scope(names)] * len(sizes)
         else:
             scopes, sizes = [self.scope(name) for name in names], sizes * (len(names) if len(sizes) == 1 else 1)
         weight_format = PLAIN if is_plain else self.format_of(scopes).chosen(inputs.total, is_sensitive=is_sensitive)
         parts, biases = list[Mapping[str, T]](), list[T | None]()
-        for scope, size in zip(scopes, sizes, strict=False):
+        for scope, size in zip(scopes, sizes, strict=True):
             parts.append(scope.matrix(weight_format, size, inputs))
             has_bias = bias or (bias is None and scope.has("bias"))
             biases.append(scope.numbers("bias", size) if has_bias and inputs.first == 0 else None)
