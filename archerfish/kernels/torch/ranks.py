@@ -97,8 +97,10 @@ class TorchRanks(Ranks):
     @contextmanager
     def quiet(self) -> Iterator[None]:
         self._is_quiet = True
-        yield
-        self._is_quiet = False
+        try:
+            yield
+        finally:
+            self._is_quiet = False
 
     def abort(self) -> None:
         for group in (self._stage, self._world) if self.records else ():  # gloo notices by itself
