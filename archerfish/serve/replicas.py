@@ -38,7 +38,7 @@ def replica_processes(host: HostConfig, count: int) -> list[KeptProcess]:
     if count == 1:
         return [engine_process(host)]
     devices = {choose_device(spec.options.get("device", "auto")).name for spec in host.models}
-    cores, cards = core_shares(usable_cores(), num_usable_cores(), count), list[str]()
+    cores, cards = core_shares(usable_cores(), count), list[str]()
     if "cuda" in devices:
         divided_over = [EngineConfig(**spec.options).num_ranks for spec in host.models if spec.kind == "generation"]
         cards = cards_of(count, max(divided_over, default=1))
@@ -53,9 +53,14 @@ def replica_processes(host: HostConfig, count: int) -> list[KeptProcess]:
     return found
 
 
-def core_shares(cores: Sequence[int], num_usable: int, count: int) -> list[list[int]]:
-    """The cores of each replica; none where a quota, not the cores, limits this process. num_usable: what the quota allows."""
-    if num_usable < len(cores):
+def can_bind() -> bool:
+    """Whether processes can be bound to cores, and the cores limit this process, not a quota."""
+    return hasattr(os, "sched_setaffinity") and num_usable_cores() >= len(usable_cores())
+
+
+def core_shares(cores: Sequence[int], count: int) -> list[list[int]]:
+    """The cores of each replica; none where they are not bound."""
+    if not can_bind():
         return [[]] * count
     if count > len(cores):
         return [[cores[number % len(cores)]] for number in range(count)]
@@ -79,7 +84,7 @@ def cards_of(count: int, num_each: int) -> list[str]:
 def divided(spec: ModelSpec, count: int, *, has_card: bool) -> dict[str, Any]:
     """The options of a model with a share of threads and memory."""
     options = dict(spec.options)
-    if not options.get("num_threads") and num_usable_cores() < len(usable_cores()):
+    if not options.get("num_threads") and not has_card and not can_bind():
         options["num_threads"] = max(1, num_usable_cores() // count)
     if spec.kind == "generation" and not has_card:
         engine = EngineConfig(**options)
