@@ -208,7 +208,10 @@ class EngineConfig(Options):
     memory_budget_gib: float = option(
         0.0, "Memory for KV blocks on a CPU, in GiB; 0: a quarter of what is free beside the weights, at most 4.", minimum=0
     )
-    tensor_parallel_size: int = option(1, "Only 1: start an engine for each device.", minimum=1, maximum=1)
+    tensor_parallel_size: int = option(1, "Processes that share every layer, with a card each.", minimum=1, maximum=64)
+    pipeline_parallel_size: int = option(
+        1, "Stages that have some of the layers each; every stage has `tensor_parallel_size` processes.", minimum=1, maximum=64
+    )
     gpu_memory_utilization: float = option(0.9, "Share of a GPU's memory for weights and KV.", minimum=0.05, maximum=1.0)
     enable_prefix_caching: bool = option(True, "Keep the KV of finished requests and reuse it for prompts that begin alike.")
     eviction_policy: str = option("lru", "Which cached blocks are evicted first: lru, lfu, fifo or another registered name.")
@@ -239,6 +242,11 @@ class EngineConfig(Options):
     pin_threads: bool = option(False, PIN_THREADS)
     seed: int = option(0, "Source of the seeds of requests without a seed; 0: a new one at each start.", minimum=0)
     max_prompt_bytes: int = option(4_000_000, "Refuse a prompt of more than this many bytes before tokenising it.", minimum=1)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -311,6 +319,11 @@ class ServeConfig(Options):
     hang_s: float = option(
         120.0, "The engine process is started again if a step takes longer; new and slow models get more.", minimum=1
     )
+    drain_s: float = option(
+        0.0, "Seconds after SIGTERM in which new requests are still taken, while `/ready` answers 503 and balancers move on.",
+        minimum=0,
+    )
+    grace_s: float = option(30.0, "Seconds that running requests then have to finish.", minimum=0)
     keep_alive_s: float = option(
         15.0, "Seconds without data after which a stream sends a comment, so that proxies keep it open; 0: never.", minimum=0
     )

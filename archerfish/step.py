@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -66,11 +67,29 @@ class StepInput:
     dropped: list[int] = field(default_factory=list)  # handles that no later step names
     returned: list[int] = field(default_factory=list)  # sequences whose logits the result holds
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle: all arrays in one piece, which takes a fifth of the time; it is sent to other ranks before every step."""
+        arrays = [getattr(self, name) for name in ARRAYS]
+        every = ((name, getattr(self, name)) for name in OTHERS)
+        others = {name: value for name, value in every if isinstance(value, np.ndarray) or value}
+        return unpack_step, ([len(array) for array in arrays], b"".join(array.tobytes() for array in arrays), others)
+
     @property
     def is_decode_only(self) -> bool:
         """Whether each sequence has one new token and gets one, and the step asks for nothing else."""
         asks_more = self.kept or self.returned or self.scored
         return self.num_decodes == len(self.rows) and not asks_more and bool((self.samples == 1).all())
+
+
+ARRAYS = tuple(each.name for each in fields(StepInput) if each.type == "Ids")
+OTHERS = tuple(each.name for each in fields(StepInput) if each.type != "Ids")
+
+
+def unpack_step(lengths: list[int], data: bytes, others: dict[str, Any]) -> StepInput:
+    """What `StepInput.__reduce__` has packed; the arrays can be written to."""
+    parts = np.split(np.frombuffer(bytearray(data), dtype=np.int64), list(accumulate(lengths))[:-1])
+    values: dict[str, Any] = {"step": 0, "num_decodes": 0, **others, **dict(zip(ARRAYS, parts, strict=True))}
+    return StepInput(**values)
 
 
 @dataclass(slots=True)

@@ -100,6 +100,8 @@ class LLM(LLMEngine):
         """
         if level not in (1, 2):
             raise InvalidInputError(f"level must be 1 (KV memory) or 2 (weights too), not {level!r}.")
+        if self.config.num_ranks > 1:
+            raise InvalidInputError("An engine of several processes cannot sleep.", hint="Close it, and make a new one.")
         with self._changed:
             self._check_usable()
             self._sleep_level = level

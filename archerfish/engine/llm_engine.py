@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from archerfish.cache.radix import CacheStats, HitRecord
 from archerfish.config import EngineConfig, HubConfig
-from archerfish.engine.llm_loading import check_changes, choose_step_tokens, make_runner, make_scheduler, read_facts
+from archerfish.engine.llm_loading import check_changes, choose_step_tokens, make_scheduler, read_facts
 from archerfish.engine.outputs import EngineStats, Listener, OutputCollector, RequestOutput, TextDelta, Watcher, split_reasoning
 from archerfish.engine.progress import progress_bar
+from archerfish.engine.rank_processes import start_runner
 from archerfish.engine.request_maker import RUNNING_OPTIONS, RequestMaker, change_running_options, is_token_ids
 from archerfish.engine.request_maker import Prompt as Prompt
 from archerfish.errors import InvalidInputError, NotFoundError, StoppedError
@@ -60,7 +61,7 @@ class LLMEngine(Closing):
         facts = read_facts(self.config, hub or HubConfig(), progress)
         self.model_name, self.tokenizer = facts.name, facts.find_tokenizer()
         self.grammars = GrammarCompiler(self.tokenizer, facts.vocab_size, facts.name)
-        self.runner, facts = make_runner(facts, self.config, executor, progress=progress)
+        self.runner, facts, self.config = start_runner(facts, self.config, hub or HubConfig(), executor, progress)
         self.runner.ops.pin_threads(self.config.pin_threads)
         self.facts, self._executor, self._text_thread = facts, executor, text_thread
         self.scheduler, self.logits_cache = make_scheduler(self.config, facts, self.runner, getattr(executor, "wake", None))

@@ -13,8 +13,9 @@ from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import RadixCache
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.engine.drafting import MAX_CHUNK, ModelDrafter
-from archerfish.errors import ArcherfishError, InvalidOptionError
+from archerfish.errors import ArcherfishError, InvalidOptionError, UnsupportedModelError
 from archerfish.kernels.formats import INT8, PLAIN, WeightFormat, choose_format
+from archerfish.kernels.ranks import ALONE, Ranks
 from archerfish.kernels.recurrent import StateShape
 from archerfish.kernels.select import choose_backend, choose_device, choose_dtype, choose_ops, log_device
 from archerfish.kernels.stored import GPU_BITS, GPU_GROUPS, GPU_SCALE_BYTES, random_stored
@@ -64,16 +65,18 @@ class ModelFacts:
     stored_bytes: int = 0  # of weights that stay in the formats of their file; 0: they take what the model computes in
     stored_types: frozenset[Quantization] = frozenset()  # of those
     draft: ModelFacts | None = None  # of the draft model
+    ranks: Ranks = ALONE  # the place of this process among those that compute the model
 
     @property
     def weight_bytes(self) -> int:
-        """What the weights take in memory."""
-        return self.stored_bytes or sum(self.adapter.tensor_bytes(self.config, self.dtype, self.weight_format).values())
+        """What this rank's weights take in memory."""
+        return self.stored_bytes or bytes_on(self.ranks, self.adapter, self.config, self.dtype, self.weight_format)
 
     @property
     def num_bytes(self) -> int:
-        """Of weights and of KV or states, those of a draft model included."""
-        return self.weight_bytes + self.memory.num_bytes + (0 if self.draft is None else self.draft.num_bytes)
+        """Of weights and of KV or states, those of a draft model and of ranks in the same memory included."""
+        num = self.ranks.size * self.ranks.num_stages if self.device == "cpu" else 1
+        return (self.weight_bytes + self.memory.num_bytes) * num + (0 if self.draft is None else self.draft.num_bytes)
 
     def find_tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, or the one that `tokenizer` names."""
@@ -89,7 +92,7 @@ class ModelFacts:
 
     @property
     def memory_shape(self) -> MemoryShape:
-        return self.adapter.memory_shape(self.config)
+        return shape_on(self.ranks, self.adapter, self.config)
 
     @property
     def has_states(self) -> bool:
@@ -108,10 +111,13 @@ class ModelFacts:
         return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)
 
 
-def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> ModelFacts:
-    """Find a model and its draft model, convert them if need be, and compute what will fit. Nothing is allocated."""
+def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress, *, rank: int = 0) -> ModelFacts:
+    """Find a model and its draft model, convert them if need be, and compute what will fit. Nothing is allocated.
+
+    rank: of this process, among those that compute the model together.
+    """
     if not config.draft_model:
-        return read_model_facts(config, hub, progress)
+        return read_model_facts(config, hub, progress, rank=rank)
     try:
         draft = read_model_facts(draft_config(config), hub, progress)
     except ArcherfishError as error:
@@ -141,8 +147,11 @@ def check_draft(facts: ModelFacts, draft: ModelFacts) -> None:
         raise InvalidOptionError(message, hint="Give a smaller model of the same family: both must have the same tokens.")
 
 
-def read_model_facts(config: EngineConfig, hub: HubConfig, progress: Progress, reserved_bytes: int = 0) -> ModelFacts:
+def read_model_facts(
+    config: EngineConfig, hub: HubConfig, progress: Progress, reserved_bytes: int = 0, *, rank: int = 0
+) -> ModelFacts:
     """Of one model. reserved_bytes: for other things than it."""
+    ranks = Ranks(*Ranks.place(rank, config.tensor_parallel_size, config.pipeline_parallel_size))
     device = choose_device(config.device).name
     dtype = choose_dtype(config.dtype, device)
     source, is_kept = resolve_model(config.model, hub, progress), choose_backend(device, dtype).keeps_quantised
@@ -151,7 +160,7 @@ def read_model_facts(config: EngineConfig, hub: HubConfig, progress: Progress, r
         directory: Path, name: str, values: Mapping[str, Any], generation: Mapping[str, Any], tensors: Sequence[TensorInfo]
     ) -> ModelFacts:
         found = quantised_bytes(tensors, values, device, dtype) if is_kept else 0
-        return facts_of(config, device, dtype, directory, name, values, generation, found, reserved_bytes)
+        return facts_of(config, ranks, device, dtype, directory, name, values, generation, found, reserved_bytes)
 
     if config.load_format == "dummy" and not is_converted(source):
         values, generation = (read_settings(source / file) for file in ("config.json", "generation_config.json"))
@@ -211,33 +220,51 @@ def quantised_bytes(tensors: Sequence[TensorInfo], values: Mapping[str, Any], de
     return total
 
 
+def shape_on(ranks: Ranks, adapter: type[ModelAdapter[Any]], config: Config) -> MemoryShape:
+    """What sequences keep on a rank."""
+    return adapter.memory_shape(config) if ranks.is_alone else adapter.memory_shape(config, ranks)
+
+
+def bytes_on(
+    ranks: Ranks, adapter: type[ModelAdapter[Any]], config: Config, dtype: str, weight_format: WeightFormat, **options: Any
+) -> int:
+    """What weights take in a rank's memory."""
+    return sum(adapter.tensor_bytes(config, dtype, weight_format, ranks=ranks, **options).values())
+
+
 def facts_of(
-    config: EngineConfig, device: str, dtype: str, directory: Path, name: str, values: Mapping[str, Any],
+    config: EngineConfig, ranks: Ranks, device: str, dtype: str, directory: Path, name: str, values: Mapping[str, Any],
     generation: Mapping[str, Any], stored_bytes: int, reserved_bytes: int,
 ) -> ModelFacts:
     """stored_bytes: as in ModelFacts. reserved_bytes: for other things than this model."""
     model_config, weight_format = Config(values), choose_format(config.weights)
     adapter = model_class(model_config)
+    if not ranks.is_alone and not adapter.can_divide:
+        hint = "Leave out tensor_parallel_size and pipeline_parallel_size, or set can_divide (docs/parallel.md)."
+        raise UnsupportedModelError(f"A model of type {model_config.model_type!r} cannot be divided over processes.", hint=hint)
     most = adapter.max_positions(model_config)
     if config.max_model_len > most:
         raise InvalidOptionError(f"[engine] max_model_len is {config.max_model_len}, but {name} has {most} positions.")
     max_len = config.max_model_len or most
     shapes = adapter.dummy_shapes(model_config).values()
     is_mapped = device == "cpu" and config.load_format != "dummy"
-    weight_bytes = stored_bytes or sum(
-        adapter.tensor_bytes(model_config, dtype, weight_format, without_tables=is_mapped).values()
-    )
+    weight_bytes = bytes_on(ranks, adapter, model_config, dtype, weight_format, without_tables=is_mapped)
+    if stored_bytes:
+        stored_bytes = stored_bytes * weight_bytes // bytes_on(
+            ALONE, adapter, model_config, dtype, weight_format, without_tables=is_mapped
+        )
+        weight_bytes = stored_bytes
     step_tokens = choose_step_tokens(config, device)
     vocab_size = adapter.vocab_size(model_config)
     work = work_bytes(shapes, vocab_size, step_tokens, config.max_num_seqs, dtype)
     is_dequantised = bool(stored_bytes) and device != "cpu"
     work += (INT8 if is_dequantised else weight_format).work_bytes(shapes, dtype) + reserved_bytes
-    memory = plan_memory(config, adapter.memory_shape(model_config), device, dtype, weight_bytes, work, max_len=max_len)
+    memory = plan_memory(config, shape_on(ranks, adapter, model_config), device, dtype, weight_bytes, work, max_len=max_len)
     shown = name if Path(config.model).exists() else config.model
     stated = {} if config.generation_config == "none" else generation
     return ModelFacts(
         directory, shown, model_config, generation, adapter, device, dtype, max_len, step_tokens, memory, vocab_size,
-        weight_format, read_default_sampling(stated, shown), stored_bytes=stored_bytes,
+        weight_format, read_default_sampling(stated, shown), stored_bytes=stored_bytes, ranks=ranks,
     )
 
 
@@ -266,14 +293,15 @@ def locate_tokenizer(name: str, directory: Path, hub: HubConfig, progress: Progr
 
 def make_runner(
     facts: ModelFacts, config: EngineConfig, executor: Executor | None = None, adapter: ModelAdapter[Any] | None = None,
-    progress: Progress = no_progress,
+    progress: Progress = no_progress, ranks: Ranks = ALONE,
 ) -> tuple[ModelRunner[Any], ModelFacts]:
     """A runner with weights and blocks, ready to compute, and the facts with the memory that it has.
 
-    adapter: the model with its weights; None: they are loaded.
+    adapter: the model with its weights; None: they are loaded. ranks: the connection with those that do the same.
     """
-    adapter = load_adapter(facts, config) if adapter is None else adapter
+    adapter = load_adapter(facts, config, ranks) if adapter is None else adapter
     pool, memory = allocate_pool(adapter.ops, facts.memory_shape, facts.memory)
+    memory = memory._replace(num_blocks=ranks.least(memory.num_blocks))
     with adapter.ops.allocating(f"{config.max_num_seqs} sequences"):
         runner = ModelRunner(
             adapter, pool, vocab_size=facts.vocab_size, max_num_seqs=config.max_num_seqs,
@@ -283,15 +311,17 @@ def make_runner(
     runner.fit_kv_scales()
     weights = facts.weight_format.name, sorted(facts.stored_types)  # files of one model may be quantised in several ways
     described = facts.config.values, facts.dtype, weights, facts.max_len, memory.block_size, config.kv_dtype
-    runner.warm_up(repr(described), progress)
+    place = (facts.ranks.index, facts.ranks.size, facts.ranks.stage, facts.ranks.num_stages)
+    runner.warm_up(repr(described if facts.ranks.is_alone else (*described, place)), progress)
     return runner, replace(facts, memory=memory)
 
 
-def load_adapter(facts: ModelFacts, config: EngineConfig) -> ModelAdapter[Any]:
+def load_adapter(facts: ModelFacts, config: EngineConfig, ranks: Ranks = ALONE) -> ModelAdapter[Any]:
     """The model with its weights, packed for the backend that this machine does fastest."""
     check_memory(facts, config)
     log_device(facts.name, config.device, facts.dtype)
     ops = choose_ops(facts.device, facts.dtype)
+    ops.ranks, ops.can_record = ranks, ops.can_record and ranks.records
     ops.is_deterministic, ops.kv_dtype = config.deterministic, config.kv_dtype
     ops.rounds_rows = states_int8_activations(facts.config.values)
     loader = None if config.load_format == "dummy" else WeightLoader(facts.directory)

@@ -65,7 +65,8 @@ class StreamedOps(TorchOps):
         return super().to_device(torch.from_numpy(np.array(tensor.load())) if isinstance(tensor, Unread) else tensor)
 
     def linear_weight(
-        self, parts: Sequence[Tensors], biases: Sequence[Tensor | None], weight_format: WeightFormat = PLAIN
+        self, parts: Sequence[Tensors], biases: Sequence[Tensor | None], weight_format: WeightFormat = PLAIN, *,
+        is_partial: bool = False,
     ) -> LinearWeight[Tensor]:
         return LinearWeight(lambda: StreamedWeight(self, parts, biases))
 

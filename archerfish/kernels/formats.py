@@ -13,10 +13,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from archerfish.errors import InvalidOptionError, did_you_mean
-from archerfish.kernels.int4 import BLOCK, LARGEST, quantise_int4
+from archerfish.kernels.int4 import LARGEST, quantise_int4
+from archerfish.kernels.ranks import Part
+from archerfish.kernels.stored import BLOCK, LARGEST_INT8, StoredTensor, to_int8
 from archerfish.types import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -26,7 +28,6 @@ Tensors = Mapping[str, "torch.Tensor"]  # the tensors of one matrix, by their na
 Axis = Literal["outputs", "inputs"]
 ITEM_BYTES = DTYPE_BYTES | {"int32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
 AUTO = "auto"
-LARGEST_INT8 = 127
 PIECE_ELEMENTS = 1 << 20  # weights that are converted at a time
 
 
@@ -40,6 +41,14 @@ class TensorLayout(NamedTuple):
     def shape(self, num_outputs: int, num_inputs: int) -> tuple[int, ...]:
         sizes = {"outputs": num_outputs, "inputs": -(-num_inputs // self.inputs_per_item)}
         return tuple(sizes[axis] for axis in self.axes)
+
+    def cut(self, tensor: Any, outputs: Part, inputs: Part) -> Any:
+        """What of a tensor belongs to a part of the matrix, over the same memory."""
+        per_item = self.inputs_per_item
+        places = {
+            "outputs": slice(outputs.first, outputs.end), "inputs": slice(inputs.first // per_item, -(-inputs.end // per_item)),
+        }  # fmt: skip
+        return tensor[tuple(places[axis] for axis in self.axes)]
 
 
 class WeightFormat(ABC):
@@ -74,9 +83,22 @@ class WeightFormat(ABC):
         """Memory that a step takes to dequantise the largest of some matrices: the result, and a byte a number beside it."""
         return max(math.prod(shape) for shape in shapes) * (DTYPE_BYTES[dtype] + 1)
 
+    @property
+    def cut_inputs(self) -> int:
+        """The inputs of a part of a matrix are a multiple of so many."""
+        return math.lcm(*(layout.inputs_per_item for layout in (*self.memory.values(), *self.checkpoint.values())))
+
     def num_outputs(self, tensors: Tensors) -> int:
         name, layout = next((name, layout) for name, layout in self.memory.items() if "outputs" in layout.axes)
         return tensors[name].shape[layout.axes.index("outputs")]
+
+    def cut(self, tensors: Mapping[str, Any], outputs: Part, inputs: Part) -> Mapping[str, Any]:
+        """A rank's part of a checkpoint's matrix. Nothing else of it is read, unless all of a row decides on its numbers."""
+        layouts = {**self.memory, **self.checkpoint}
+        return {
+            name: each.cut(outputs, inputs) if isinstance(each, StoredTensor) else layouts[name].cut(each, outputs, inputs)
+            for name, each in tensors.items()
+        }
 
     def stack(self, parts: Sequence[Tensors]) -> Tensors:
         """Matrices one below the other: their outputs follow one another. What all outputs share must be equal."""
@@ -119,9 +141,19 @@ class Int8Rows(WeightFormat):
         "weight": TensorLayout("int8"),
         "scales": TensorLayout("float32", ("outputs",)),
     }
+    cut_inputs = BLOCK  # the native backend has a scale for each
 
     def chosen(self, num_inputs: int, *, is_sensitive: bool = False) -> WeightFormat:
         return PLAIN if num_inputs % BLOCK else self
+
+    def cut(self, tensors: Mapping[str, Any], outputs: Part, inputs: Part) -> Mapping[str, Any]:
+        """Scales are those of whole rows."""
+        if not inputs.is_whole:
+            every = Part.of(inputs.total)
+            tensors, outputs = super().cut(tensors, outputs, every), Part.of(outputs.size)
+            weight = tensors["weight"]
+            tensors = {"weight": to_int8(weight)} if isinstance(weight, StoredTensor) else self.load(tensors)
+        return super().cut(tensors, outputs, inputs)
 
     def load(self, tensors: Tensors) -> Tensors:
         """A row of zeros stays zero; a row with NaN becomes NaN. What a checkpoint has quantised stays as it is."""

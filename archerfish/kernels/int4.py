@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from archerfish.kernels.stored import Floats, widened
+from archerfish.kernels.stored import BLOCK, Floats, widened
 
-BLOCK = 32  # inputs that share a scale
 LARGEST = 15
 Halves = npt.NDArray[np.float16]
 PIECE_BLOCKS = 1 << 13  # at a time, so that they stay in the processor's cache

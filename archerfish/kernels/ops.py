@@ -24,6 +24,7 @@ from archerfish.background import Lazy
 from archerfish.errors import DeviceError, InvalidInputError
 from archerfish.kernels.formats import AUTO, PLAIN, WeightFormat
 from archerfish.kernels.machine import trim_heap
+from archerfish.kernels.ranks import ALONE, Ranks
 from archerfish.types import Progress
 
 if TYPE_CHECKING:
@@ -179,6 +180,8 @@ class PackedWeight(ABC, Generic[T]):
 class LinearWeight(Lazy[PackedWeight[T]]):
     """A linear map, packed when first used."""
 
+    is_partial = False  # it takes some of the inputs: its results are to be added up over the ranks
+
 
 class Ops(ABC, Generic[T]):
     """Operations of one backend on one device, computing in one type."""
@@ -190,15 +193,19 @@ class Ops(ABC, Generic[T]):
     kv_dtype: str = AUTO  # of new keys and values: int8, fp8, or the compute type
     rounds_rows: bool = False  # with int8 matrices, what they are multiplied with may become bytes too: encoders bear it
     is_deterministic: bool = False  # what a row of a product gives must not depend on how many rows there are
+    ranks: Ranks = ALONE  # set before weights are taken
+    activation_dtype: str = ""  # of what products give, where it is not `dtype`
 
     def __init__(self) -> None:
         self._linear_weights: list[LinearWeight[T]] = []
 
     def linear_weight(
-        self, parts: Sequence[Mapping[str, T]], biases: Sequence[T | None], weight_format: WeightFormat = PLAIN
+        self, parts: Sequence[Mapping[str, T]], biases: Sequence[T | None], weight_format: WeightFormat = PLAIN, *,
+        is_partial: bool = False,
     ) -> LinearWeight[T]:
         """One or more matrices, stacked along their outputs, for `linear`. A part has a checkpoint's tensors of one matrix."""
         weight: LinearWeight[T] = LinearWeight(lambda: self.pack_linear(parts, biases, weight_format))
+        weight.is_partial = is_partial
         self._linear_weights.append(weight)
         return weight
 
@@ -249,6 +256,10 @@ class Ops(ABC, Generic[T]):
 
     def linear(self, x: T, weight: LinearWeight[T], *, activation: Activation = "none", residual: T | None = None) -> T:
         """activation(x @ weight.T + bias), or x @ weight.T + bias + residual, whose type and maybe memory the result has."""
+        if weight.is_partial:
+            assert activation == "none"
+            found: T = self.ranks.add_up(weight.get().multiply(x, activation, None), residual)
+            return found
         return weight.get().multiply(x, activation, residual)
 
     def linear_layer_norm(self, x: T, weight: LinearWeight[T], residual: T, norm: NormWeights[T]) -> T:
@@ -290,6 +301,10 @@ class Ops(ABC, Generic[T]):
     @abstractmethod
     def lookup(self, table: T, ids: T, *, scale: float = 1.0) -> T:
         """Rows of a table, times a factor, in the type in which layers add to them: the compute type, or float32."""
+
+    def sum_dtype(self, width: int) -> str:
+        """The type of what `lookup` gives, to which layers add."""
+        return self.activation_dtype or self.dtype
 
     @abstractmethod
     def rotary(self, cos_sin: npt.NDArray[np.float32], rotary_dim: int) -> Rotary[T]:

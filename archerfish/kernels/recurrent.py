@@ -28,14 +28,16 @@ class StateShape:
     num_layers: int
     num_heads: int
     head_dim: int
+    num_all_heads: int = 0  # of all ranks, each of which keeps the inputs of all; 0: there is one rank
 
     @property
     def width(self) -> int:
-        return self.num_heads * self.head_dim
+        """Of an input."""
+        return (self.num_all_heads or self.num_heads) * self.head_dim
 
     def bytes_per_block(self, block_size: int, item_bytes: int) -> int:
         """A block is one state for any number of tokens; matrices are float32, inputs of the compute type."""
-        return self.num_layers * (4 * self.width * self.head_dim + 2 * self.width * item_bytes)
+        return self.num_layers * (4 * self.num_heads * self.head_dim**2 + 2 * self.width * item_bytes)
 
 
 class StateLayer(NamedTuple, Generic[T]):

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from archerfish.kernels.ops import Ids, T
+from archerfish.kernels.ops import Ids, Ops, T
 
 A = TypeVar("A", bound=Any)  # an array of one dimension
 WORD = (1 << 64) - 1
@@ -106,6 +106,16 @@ class Drawn(NamedTuple, Generic[T]):
 
     tokens: T  # (rows,) int64
     report: T  # (2, rows) int64: the tokens again, and CHOSEN, NOT_FINITE or NONE_LEFT
+
+
+def draw(ops: Ops[T], logits: T, batch: SamplingBatch[T]) -> Drawn[T]:
+    """`Ops.sample` in the last stage, and the tokens of rank 0 on all ranks."""
+    if ops.ranks.is_last:
+        drawn = ops.sample(logits, batch)
+    else:
+        report = ops.ranks.none_chosen(logits.shape[0])
+        drawn = Drawn(report[0], report)
+    return drawn._replace(tokens=ops.ranks.share(drawn.tokens))
 
 
 class Logprobs(NamedTuple, Generic[T]):

@@ -12,12 +12,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from archerfish.kernels.ranks import Part
+
 Floats = npt.NDArray[np.float32]
 GPU_BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q6_K": 8, "Q8_0": 8, "INT8": 8, "FP8": 8}  # of a code in a GPU's memory
 GPU_TYPES = set(GPU_BITS)  # that it multiplies with
 GPU_GROUPS = {"Q4_K": 32, "Q6_K": 16}  # numbers that share a scale there, where the type does not say
 GPU_SCALE_BYTES = 4  # of a scale, or of a scale and a minimum
 RANDOM_BYTES = 1 << 24  # of codes, which are repeated
+HALF_RANGE = (2.0**-24, 65504.0)  # positive numbers of float16
+LARGEST_INT8 = 127
+BLOCK = 32  # numbers whose codes lie together
+SUPER_BLOCK = 256  # of GGUF's K types
 PIECE_SIZE = 1 << 18  # numbers that are rounded at a time, so that they stay in the processor's cache
 
 
@@ -76,6 +82,36 @@ class StoredTensor:
     scales: npt.NDArray[Any] | None = None  # one for each group of numbers
     mins: npt.NDArray[np.float16] | None = None
 
+    @property
+    def cut_inputs(self) -> int:
+        """The inputs of a part of this matrix are a multiple of so many, or its numbers become plain."""
+        if not self.quant_type:
+            return 1
+        if self.scales is None:
+            return SUPER_BLOCK
+        group_size = math.prod(self.shape) // self.scales.size
+        return BLOCK if group_size == self.shape[1] else group_size  # a scale for all of a row is that of any part of it
+
+    def cut(self, outputs: Part, inputs: Part) -> StoredTensor:
+        """A part of a matrix, over the same memory."""
+        rows, (num_rows, num_columns) = slice(outputs.first, outputs.end), self.shape
+        shape = outputs.size, inputs.size
+        if not self.quant_type:
+            columns = slice(inputs.first, inputs.end)
+            return StoredTensor(shape, self.dtype, self.data.reshape(self.shape)[rows, columns])
+        if any(place % self.cut_inputs for place in (inputs.first, inputs.end)):
+            whole = self.cut(outputs, Part.of(num_columns)).as_floats()
+            return StoredTensor(shape, "float32", whole[:, inputs.first : inputs.end])
+
+        def part(array: npt.NDArray[Any] | None) -> Any:
+            if array is None:
+                return None
+            lines = array.reshape(num_rows, -1)
+            first, end = (place * lines.shape[1] // num_columns for place in (inputs.first, inputs.end))
+            return lines[rows, first : max(end, first + 1)]
+
+        return StoredTensor(shape, self.dtype, part(self.data), self.quant_type, part(self.scales), part(self.mins))
+
     def as_floats(self) -> Floats:
         """The numbers in float32, those of GGUF as its package has them; a view where they are float32 already."""
         found = self._scaled() if self.quant_type else widened(self.data).astype(np.float32, copy=False)
@@ -106,6 +142,19 @@ class StoredTensor:
             values += self.mins.astype(np.float32).reshape(-1, 1)
         found: Floats = values
         return found
+
+
+def to_int8(part: StoredTensor) -> StoredTensor:
+    """Symmetric int8 with one scale for each output, as blocks that share it."""
+    if part.quant_type or part.shape[1] % BLOCK:
+        return part
+    rows = part.as_floats()
+    highest = np.abs(rows).max(axis=1, keepdims=True)
+    scales = np.where(highest == 0, 1.0, np.clip(highest / LARGEST_INT8, *HALF_RANGE)).astype(np.float16)
+    codes = np.rint(np.clip(rows / scales.astype(np.float32), -LARGEST_INT8, LARGEST_INT8))
+    codes = np.where(np.isnan(codes), 0, codes).astype(np.int8)  # the scale of such a row is NaN
+    repeated = np.ascontiguousarray(np.repeat(scales, part.shape[1] // BLOCK, axis=1))
+    return StoredTensor(part.shape, "float32", codes.view(np.uint8), "Q8_0", repeated)
 
 
 def random_stored(shape: tuple[int, ...], quant_type: str, group_size: int) -> StoredTensor:

@@ -35,13 +35,12 @@ class Attention(Generic[T]):
     ) -> None:
         """is_fused: the checkpoint itself has one tensor, qkv_proj. Biases as in `Weights.linear`, norms as in `Rotation`."""
         self.ops: Ops[T] = weights.ops
-        self.heads, self.rotation = heads, Rotation(rotary, q_norm, k_norm, eps)
-        queries, keys = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        if is_fused:
-            self.qkv = weights.linear("qkv_proj", queries + 2 * keys, width, bias=qkv_bias, is_sensitive=True)
-        else:
-            names, sizes = ("q_proj", "k_proj", "v_proj"), (queries, keys, keys)
-            self.qkv = weights.linear(names, sizes, width, bias=qkv_bias, is_sensitive=True)
+        queries, keys = self.ops.ranks.heads(heads.num_heads, heads.num_kv_heads)
+        self.heads = heads._replace(num_heads=queries.size, num_kv_heads=keys.size)
+        self.rotation = Rotation(rotary, q_norm, k_norm, eps)
+        queries, keys = queries.times(heads.head_dim), keys.times(heads.head_dim)
+        names = "qkv_proj" if is_fused else ("q_proj", "k_proj", "v_proj")
+        self.qkv = weights.linear(names, (queries, keys, keys), width, bias=qkv_bias, is_sensitive=True)
         self.out = weights.linear("o_proj", width, queries, bias=out_bias)
 
 
@@ -54,11 +53,11 @@ class GatedMLP(Generic[T]):
     ) -> None:
         """is_fused: the checkpoint itself has one tensor, gate_up_proj."""
         self.activation: Activation = activation
-        if is_fused:
-            self.gate_up = weights.linear("gate_up_proj", 2 * feed_forward, width, bias=bias)
-        else:
-            self.gate_up = weights.linear(("gate_proj", "up_proj"), feed_forward, width, bias=bias)
-        self.down = weights.linear("down_proj", width, feed_forward, bias=bias)
+        unit = weights.cut_inputs("down_proj", feed_forward)
+        hidden = weights.ops.ranks.part(feed_forward, unit, "hidden units")
+        names = "gate_up_proj" if is_fused else ("gate_proj", "up_proj")
+        self.gate_up = weights.linear(names, (hidden, hidden), width, bias=bias)
+        self.down = weights.linear("down_proj", width, hidden, bias=bias)
 
 
 class BlockNorms(NamedTuple, Generic[T]):

@@ -12,12 +12,19 @@ from typing import Any, Generic
 from archerfish.errors import TensorError, did_you_mean
 from archerfish.kernels.formats import PLAIN, WeightFormat
 from archerfish.kernels.ops import LinearWeight, NormWeights, Ops, T
+from archerfish.kernels.ranks import Part
+from archerfish.kernels.stored import StoredTensor
 from archerfish.types import DTYPE_BYTES
+
+Size = int | Part  # of which a rank has all, or a part
 
 
 @dataclass(frozen=True)
 class Weights(Generic[T]):
-    """The tensors of one model below a name prefix."""
+    """The tensors of one model below a name prefix.
+
+    Sizes are those of the checkpoint. Where one is a Part, the rank takes this part of the tensor and reads nothing else.
+    """
 
     source: Mapping[str, T]
     ops: Ops[T]
@@ -45,34 +52,45 @@ class Weights(Generic[T]):
     def table(self, name: str, rows: int, width: int) -> T:
         return self.ops.to_device(self.tensor(name, rows, width))
 
-    def vector(self, name: str, width: int, *, plus: float = 0.0) -> T:
-        return self.ops.vector(self.tensor(name, width), plus=plus)
+    def vector(self, name: str, width: Size, *, plus: float = 0.0) -> T:
+        return self.ops.vector(self.numbers(name, Part.of(width)), plus=plus)
 
     def layer_norm(self, name: str, width: int, eps: float) -> NormWeights[T]:
         return NormWeights(self.vector(f"{name}.weight", width), self.vector(f"{name}.bias", width), eps)
 
     def linear(
-        self, names: str | tuple[str, ...], out_features: int | tuple[int, ...], in_features: int, *, bias: bool | None = None,
-        is_plain: bool = False, is_sensitive: bool = False,
+        self, names: str | tuple[str, ...], out_features: Size | tuple[Size, ...], in_features: Size, *,
+        bias: bool | None = None, is_plain: bool = False, is_sensitive: bool = False,
     ) -> LinearWeight[T]:
         """A linear map, or several stacked into one product; a tuple gives each its own number of outputs.
 
-        bias says whether there must be one; None: where the weights have one. is_plain: in the plain format at all times.
-        is_sensitive: errors of its numbers weigh more than those of others.
+        One name with several sizes is one tensor that holds several maps. bias says whether there must be one; None: where the
+        weights have one. is_plain: in the plain format at all times. is_sensitive: errors of its numbers weigh more than those
+        of others. Of a map with a part of the inputs, each rank gives a part of the sums, and the first one adds the bias.
         """
-        scopes = [self.scope(name) for name in ([names] if isinstance(names, str) else names)]
-        sizes = (out_features,) * len(scopes) if isinstance(out_features, int) else out_features
-        weight_format = PLAIN if is_plain else self.format_of(scopes).chosen(in_features, is_sensitive=is_sensitive)
+        stated = out_features if isinstance(out_features, tuple) else (out_features,)
+        sizes, inputs = [Part.of(size) for size in stated], Part.of(in_features)
+        if isinstance(names, str):
+            sizes = parts_within(sizes)
+            scopes = [self.scope(names)] * len(sizes)
+        else:
+            scopes, sizes = [self.scope(name) for name in names], sizes * (len(names) if len(sizes) == 1 else 1)
+        weight_format = PLAIN if is_plain else self.format_of(scopes).chosen(inputs.total, is_sensitive=is_sensitive)
         parts, biases = list[Mapping[str, T]](), list[T | None]()
         for scope, size in zip(scopes, sizes, strict=True):
-            parts.append(scope.matrix(weight_format, size, in_features))
-            biases.append(scope.tensor("bias", size) if bias or (bias is None and scope.has("bias")) else None)
-        return self.ops.linear_weight(parts, biases, weight_format)
+            parts.append(scope.matrix(weight_format, size, inputs))
+            has_bias = bias or (bias is None and scope.has("bias"))
+            biases.append(scope.numbers("bias", size) if has_bias and inputs.first == 0 else None)
+        return self.ops.linear_weight(parts, biases, weight_format, is_partial=not inputs.is_whole)
 
-    def tied_linear(self, table: T, out_features: int, in_features: int) -> LinearWeight[T]:
-        """The linear map whose matrix is a lookup table."""
+    def tied_linear(self, table: T | None, out_features: Size, in_features: int, name: str = "") -> LinearWeight[T]:
+        """The linear map whose matrix is a lookup table. name: the table's, for ranks that take a part of it or that have no
+        table."""
         is_made = set(self.weight_format.checkpoint) == set(PLAIN.checkpoint)
         weight_format = self.weight_format.chosen(in_features, is_sensitive=True) if is_made else PLAIN
+        rows = Part.of(out_features)
+        if table is None or not rows.is_whole:
+            return self.ops.linear_weight([self.scope(name).matrix(PLAIN, rows, Part.of(in_features))], [None], weight_format)
         return self.ops.linear_weight([dict.fromkeys(PLAIN.checkpoint, table)], [None], weight_format)
 
     def format_of(self, scopes: list[Weights[T]]) -> WeightFormat:
@@ -80,10 +98,35 @@ class Weights(Generic[T]):
         is_stored = all(scope.has(name) for scope in scopes for name in self.weight_format.checkpoint)
         return self.weight_format if is_stored else PLAIN
 
-    def matrix(self, weight_format: WeightFormat, out_features: int, in_features: int) -> Mapping[str, T]:
+    def cut_inputs(self, name: str, in_features: int) -> int:
+        """What the inputs of a part of a matrix should be a multiple of."""
+        tensor = self.source.get(f"{self.prefix}{name}.weight")
+        own = tensor.cut_inputs if isinstance(tensor, StoredTensor) else 1
+        return max(own, self.format_of([self.scope(name)]).chosen(in_features).cut_inputs)
+
+    def numbers(self, name: str, part: Part) -> T:
+        """The checkpoint's tensor of one dimension."""
+        tensor: Any = self.tensor(name, part.total)
+        if part.is_whole:
+            return tensor  # type: ignore[no-any-return]
+        if isinstance(tensor, StoredTensor):
+            tensor = tensor.as_floats()
+        return tensor[part.first : part.end]  # type: ignore[no-any-return]
+
+    def matrix(self, weight_format: WeightFormat, outputs: Part, inputs: Part) -> Mapping[str, T]:
         """The checkpoint's tensors of one matrix."""
-        shapes = weight_format.shapes(out_features, in_features)
-        return {name: self.tensor(name, *shape) for name, shape in shapes.items()}
+        shapes = weight_format.shapes(outputs.total, inputs.total)
+        tensors = {name: self.tensor(name, *shape) for name, shape in shapes.items()}
+        return tensors if outputs.is_whole and inputs.is_whole else weight_format.cut(tensors, outputs, inputs)
+
+
+def parts_within(sizes: list[Part]) -> list[Part]:
+    """The rows of one tensor that holds several matrices one below the other."""
+    total, before, found = sum(size.total for size in sizes), 0, list[Part]()
+    for size in sizes:
+        found.append(size.within(before, total))
+        before += size.total
+    return [Part.of(total)] if all(size.is_whole for size in sizes) else found
 
 
 @dataclass(frozen=True)
@@ -120,19 +163,25 @@ class NotedWeights(Weights[Any]):
         self.products.append(tuple(f"{self.prefix}{name}.weight" for name in ([names] if isinstance(names, str) else names)))
         return super().linear(names, *sizes, **options)
 
-    def matrix(self, weight_format: WeightFormat, out_features: int, in_features: int) -> Mapping[str, Any]:
-        name = next(iter(weight_format.checkpoint))
-        self.num_bytes[f"{self.prefix}{name}"] = weight_format.num_bytes(out_features, in_features, self.dtype)
-        return {name: self._noted(name, shape) for name, shape in weight_format.shapes(out_features, in_features).items()}
+    def numbers(self, name: str, part: Part) -> Any:
+        return self.tensor(name, part.total)
 
-    def tied_linear(self, table: Any, out_features: int, in_features: int) -> LinearWeight[Any]:
+    def matrix(self, weight_format: WeightFormat, outputs: Part, inputs: Part) -> Mapping[str, Any]:
+        name = f"{self.prefix}{next(iter(weight_format.checkpoint))}"
+        num_bytes = weight_format.num_bytes(outputs.size, inputs.size, self.dtype)
+        self.num_bytes[name] = self.num_bytes.get(name, 0) + num_bytes  # several parts of one tensor
+        shapes = weight_format.shapes(outputs.total, inputs.total)
+        return {name: self._noted(name, shape) for name, shape in shapes.items()}
+
+    def tied_linear(self, table: Any, out_features: Size, in_features: int, name: str = "") -> LinearWeight[Any]:
+        rows = Part.of(out_features)
         self.products.append(tuple(self.tables))
-        if self.weight_format.memory != PLAIN.memory:
+        if self.weight_format.memory != PLAIN.memory or not rows.is_whole:
             chosen = self.weight_format.chosen(in_features, is_sensitive=True)
-            self.num_bytes["tied head"] = chosen.num_bytes(out_features, in_features, self.dtype)
+            self.num_bytes["tied head"] = chosen.num_bytes(rows.size, in_features, self.dtype)
         else:  # the map and the table share their memory; a packed map has its own, in place of the table's
             self.shared.update(self.tables)
-        return super().tied_linear(table, out_features, in_features)
+        return super().tied_linear(table, out_features, in_features, name)
 
     def _noted(self, name: str, shape: tuple[int, ...]) -> Any:
         self.shapes[f"{self.prefix}{name}"] = shape

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Generic, cast
 from archerfish.errors import UnsupportedModelError
 from archerfish.kernels.formats import PLAIN, WeightFormat
 from archerfish.kernels.ops import Ids, Ops, Segments, T
+from archerfish.kernels.ranks import ALONE, Ranks
 from archerfish.kernels.recurrent import StateShape
 from archerfish.layers.encoder import BlockShape, ClassifierHead
 from archerfish.layers.weights import NotedWeights, Weights
@@ -62,6 +63,7 @@ class ModelAdapter(ABC, Generic[T]):
     """
 
     gives_kept_rows: ClassVar[bool] = False  # `forward` heeds kept_rows of a batch
+    can_divide: ClassVar[bool] = False  # it takes the part of its weights that `ops.ranks` says
 
     def __init__(self, weights: Weights[T], config: Config, max_len: int) -> None:
         self.ops: Ops[T] = weights.ops
@@ -77,13 +79,19 @@ class ModelAdapter(ABC, Generic[T]):
 
     @abstractmethod
     def logits(self, hidden: T) -> T:
-        """float32 scores over the vocabulary for rows of hidden states."""
+        """float32 scores over the vocabulary for rows of hidden states; in a stage before the last one, these rows."""
+
+    def pass_on(self, batch: Any, *tensors: T) -> T:
+        """Give rows to the next stage; the first tensor's rows that are wanted of a pass, as `forward` has to give."""
+        self.ops.ranks.send(*tensors)
+        return tensors[0] if batch.kept_rows is None else self.ops.rows(tensors[0], batch.kept_rows)
 
     @classmethod
-    def memory_shape(cls, config: Config) -> MemoryShape:
-        """What its sequences keep; usually keys and values of all their tokens."""
+    def memory_shape(cls, config: Config, ranks: Ranks = ALONE) -> MemoryShape:
+        """What its sequences keep on a rank; usually keys and values of all their tokens."""
         heads = config.heads()
-        return KVShape(config.integer("num_hidden_layers"), heads.num_kv_heads, heads.head_dim)
+        num_kv_heads = ranks.heads(heads.num_heads, heads.num_kv_heads)[1].size
+        return KVShape(len(ranks.layers(config.integer("num_hidden_layers"))), num_kv_heads, heads.head_dim)
 
     @classmethod
     def vocab_size(cls, config: Config) -> int:
@@ -101,10 +109,11 @@ class ModelAdapter(ABC, Generic[T]):
 
     @classmethod
     def tensor_bytes(
-        cls, config: Config, dtype: str, weight_format: WeightFormat = PLAIN, *, without_tables: bool = False
+        cls, config: Config, dtype: str, weight_format: WeightFormat = PLAIN, *, without_tables: bool = False,
+        ranks: Ranks = ALONE,
     ) -> Mapping[str, int]:
-        """What each of its tensors takes in memory. without_tables: of those that are copied from a mapped file."""
-        noted = cls._note_weights(config, dtype, weight_format)
+        """What each of its tensors takes in a rank's memory. without_tables: of those that are copied from a mapped file."""
+        noted = cls._note_weights(config, dtype, weight_format, ranks)
         return noted.copied_bytes() if without_tables else noted.num_bytes
 
     @classmethod
@@ -118,14 +127,19 @@ class ModelAdapter(ABC, Generic[T]):
         return cls._note_weights(config).products
 
     @classmethod
-    def _note_weights(cls, config: Config, dtype: str = "float32", weight_format: WeightFormat = PLAIN) -> NotedWeights:
-        weights = NotedWeights({}, cast(Ops[Any], NoOps()), weight_format=weight_format, dtype=dtype)
+    def _note_weights(
+        cls, config: Config, dtype: str = "float32", weight_format: WeightFormat = PLAIN, ranks: Ranks = ALONE
+    ) -> NotedWeights:
+        weights = NotedWeights({}, cast(Ops[Any], NoOps(ranks)), weight_format=weight_format, dtype=dtype)
         cls(weights, config, max_len=1)
         return weights
 
 
 class NoOps:
     """Stands for a backend where nothing is computed: every operation gives None."""
+
+    def __init__(self, ranks: Ranks = ALONE) -> None:
+        self.ranks = ranks
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **options: None

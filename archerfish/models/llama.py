@@ -15,6 +15,7 @@ from archerfish.models.config import Config
 
 class LlamaModel(ModelAdapter[T]):
     gives_kept_rows: ClassVar[bool] = True
+    can_divide: ClassVar[bool] = True
     ties_embeddings: ClassVar[bool] = False  # where the configuration does not say
     norm_plus: ClassVar[float] = 0.0  # added to the stored weights of norms
     is_fused: ClassVar[bool] = False  # checkpoints have qkv_proj and gate_up_proj instead of their parts
@@ -30,23 +31,35 @@ class LlamaModel(ModelAdapter[T]):
         self.embedding_scale, self.logit_softcap = 1.0, 0.0
         self.rotaries: dict[tuple[str, float], Rotary[T]] = {}
         body = weights if weights.has("embed_tokens.weight") else weights.scope("model")
-        self.embedding = body.table("embed_tokens.weight", vocab_size, self.width)
-        self.blocks = [self.block(body.scope(f"layers.{i}"), i) for i in range(config.integer("num_hidden_layers"))]
-        self.norm = self.rms_norm(body, "norm")
+        ranks = self.ops.ranks
+        self.embedding = body.table("embed_tokens.weight", vocab_size, self.width) if ranks.is_first else None
+        self.blocks = [self.block(body.scope(f"layers.{i}"), i) for i in ranks.layers(config.integer("num_hidden_layers"))]
+        if not ranks.is_last:
+            return
+        self.norm, self.vocabulary = self.rms_norm(body, "norm"), ranks.part(vocab_size, what="tokens")
         if config.flag("tie_word_embeddings", self.ties_embeddings):
-            self.head = weights.tied_linear(self.embedding, vocab_size, self.width)
+            self.head = body.tied_linear(self.embedding, self.vocabulary, self.width, "embed_tokens")
         else:
-            self.head = weights.linear("lm_head", vocab_size, self.width, is_sensitive=True)
+            self.head = weights.linear("lm_head", self.vocabulary, self.width, is_sensitive=True)
 
     def forward(self, batch: PagedBatch[T], kv: Sequence[KVLayer[T]]) -> T:
-        x, residual = self.ops.lookup(self.embedding, batch.token_ids, scale=self.embedding_scale), None
-        last = self.blocks[-1]
+        ops, residual = self.ops, None
+        if self.embedding is not None:
+            x = ops.lookup(self.embedding, batch.token_ids, scale=self.embedding_scale)
+        else:
+            x = ops.ranks.receive(batch.token_ids.shape[0], self.width, ops.sum_dtype(self.width))
+        last = self.blocks[-1] if ops.ranks.is_last else None
         for block, memory in zip(self.blocks, kv, strict=True):
             x, residual = block(x, residual, batch, memory, batch.kept_rows if block is last else None)
-        return self.ops.rms_norm(x, self.norm.weight, self.norm.eps, residual=residual)[0]
+        if last is None:
+            return self.pass_on(batch, ops.ranks.add_residual(x, residual))
+        return ops.rms_norm(x, self.norm.weight, self.norm.eps, residual=residual)[0]
 
     def logits(self, hidden: T) -> T:
-        return self.ops.logits(hidden, self.head, softcap=self.logit_softcap)
+        if not self.ops.ranks.is_last:
+            return hidden
+        found: T = self.ops.ranks.join(self.ops.logits(hidden, self.head, softcap=self.logit_softcap), self.vocabulary)
+        return found
 
     def block(self, weights: Weights[T], layer: int) -> DecoderBlock[T]:
         attention, mlp = self.attention(weights.scope("self_attn"), layer), self.mlp(weights.scope("mlp"))

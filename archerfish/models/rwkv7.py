@@ -29,6 +29,7 @@ from typing import ClassVar, Generic
 
 from archerfish.errors import UnsupportedModelError
 from archerfish.kernels.ops import Activation, NormWeights, Ops, T
+from archerfish.kernels.ranks import ALONE, Part, Ranks
 from archerfish.kernels.recurrent import (
     BlockWeights,
     ChannelWeights,
@@ -55,32 +56,50 @@ UNBOUNDED = 1 << 20  # tokens: a state does not grow, so that a model's length i
 
 class Rwkv7Model(ModelAdapter[T]):
     gives_kept_rows: ClassVar[bool] = True
+    can_divide: ClassVar[bool] = True
 
     def __init__(self, weights: Weights[T], config: Config, max_len: int) -> None:
         super().__init__(weights, config, max_len)
         shape, vocab_size = self.memory_shape(config), self.vocab_size(config)
-        body = weights.scope("model")
-        self.embedding = body.table("embeddings.weight", vocab_size, shape.width)
-        self.blocks = [Rwkv7Block(body.scope(f"layers.{i}"), config, shape, i) for i in range(shape.num_layers)]
-        self.norm = body.layer_norm("norm", shape.width, config.number("norm_eps", NORM_EPS))
-        self.head = weights.linear("lm_head", vocab_size, shape.width, bias=False, is_sensitive=True)
+        body, ranks, self.width = weights.scope("model"), self.ops.ranks, shape.width
+        self.embedding = body.table("embeddings.weight", vocab_size, shape.width) if ranks.is_first else None
+        self.blocks = [Rwkv7Block(body.scope(f"layers.{i}"), config, shape, i) for i in ranks.layers(shape.num_layers)]
+        self.value_width = own_channels(ranks, shape).size
+        if ranks.is_last:
+            self.norm = body.layer_norm("norm", shape.width, config.number("norm_eps", NORM_EPS))
+            self.vocabulary = ranks.part(vocab_size, what="tokens")
+            self.head = weights.linear("lm_head", self.vocabulary, shape.width, bias=False, is_sensitive=True)
 
     def forward(self, batch: RecurrentBatch[T], layers: Sequence[StateLayer[T]]) -> T:
-        x, first_value = self.ops.lookup(self.embedding, batch.token_ids), None
-        last = self.blocks[-1]
+        ops, num_rows = self.ops, batch.token_ids.shape[0]
+        first_value: T | None = None
+        if self.embedding is not None:
+            x = ops.lookup(self.embedding, batch.token_ids)
+        else:
+            x = ops.ranks.receive(num_rows, self.width, ops.sum_dtype(self.width))
+            first_value = ops.ranks.receive(num_rows, self.value_width, ops.activation_dtype or ops.dtype)
+        last = self.blocks[-1] if ops.ranks.is_last else None
         for block, layer in zip(self.blocks, layers, strict=True):
             x, first_value = block(x, first_value, batch, layer, batch.kept_rows if block is last else None)
-        return self.ops.layer_norm(x, self.norm)
+        if last is None:
+            assert first_value is not None
+            return self.pass_on(batch, x, first_value)
+        return ops.layer_norm(x, self.norm)
 
     def logits(self, hidden: T) -> T:
-        return self.ops.logits(hidden, self.head)
+        if not self.ops.ranks.is_last:
+            return hidden
+        found: T = self.ops.ranks.join(self.ops.logits(hidden, self.head), self.vocabulary)
+        return found
 
     @classmethod
-    def memory_shape(cls, config: Config) -> StateShape:
+    def memory_shape(cls, config: Config, ranks: Ranks = ALONE) -> StateShape:
         width, head_dim = config.integer("hidden_size"), config.integer("head_dim", HEAD_DIM)
         if not head_dim or width % head_dim:
             raise UnsupportedModelError(f"A width of {width} does not divide into heads of {head_dim}.")
-        return StateShape(config.integer("num_hidden_layers"), width // head_dim, head_dim)
+        layers, num_heads = ranks.layers(config.integer("num_hidden_layers")), width // head_dim
+        own = ranks.heads(num_heads, num_heads)[0].size
+        return StateShape(len(layers), own, head_dim, num_heads if own < num_heads else 0)
 
     @classmethod
     def max_positions(cls, config: Config) -> int:
@@ -96,12 +115,13 @@ class Rwkv7Block(Generic[T]):
         eps = config.number("norm_eps", NORM_EPS)
         width, ffn = shape.width, weights.scope("ffn")
         feed_forward = config.integer("intermediate_size", 4 * width)
+        hidden = weights.ops.ranks.part(feed_forward, ffn.cut_inputs("value", feed_forward), "hidden units")
         time_norm, channel_norm = (weights.layer_norm(name, width, eps) for name in ("attn_norm", "ffn_norm"))
         self.weights = BlockWeights(
             time=time_weights(weights.scope("attn"), time_norm, config, shape, layer),
             channel=ChannelWeights(
-                norm=channel_norm, factor=ffn.vector("x_k", width), key=ffn.linear("key", feed_forward, width, bias=False),
-                value=ffn.linear("value", width, feed_forward, bias=False),
+                norm=channel_norm, factor=ffn.vector("x_k", width), key=ffn.linear("key", hidden, width, bias=False),
+                value=ffn.linear("value", width, hidden, bias=False),
             ),
         )
 
@@ -112,7 +132,8 @@ class Rwkv7Block(Generic[T]):
 
         kept_rows: the only rows of the sum that are wanted; the states are those of all rows.
         """
-        fused = self.recurrent.fused_block(x, first_value, self.weights, batch, layer) if kept_rows is None else None
+        can_fuse = kept_rows is None and self.ops.ranks.size == 1
+        fused = self.recurrent.fused_block(x, first_value, self.weights, batch, layer) if can_fuse else None
         if fused is None:
             x, value = self.mix_time(x, first_value, batch, layer)
             x = self.mix_channels(x, batch, layer, kept_rows)
@@ -148,27 +169,34 @@ class Rwkv7Block(Generic[T]):
         return self.ops.linear(self.ops.linear(x, weights.down, activation=weights.activation), weights.up)
 
 
+def own_channels(ranks: Ranks, shape: StateShape) -> Part:
+    """Those of a rank's heads."""
+    return ranks.heads(shape.num_heads, shape.num_heads)[0].times(shape.head_dim)
+
+
 def low_rank_weights(
-    weights: Weights[T], width: int, rank: int, *, activation: Activation = "none", bias: bool = True
+    weights: Weights[T], width: int, own: Part, rank: int, *, activation: Activation = "none", bias: bool = True
 ) -> LowRankWeights[T]:
     down = weights.linear("lora.0", rank, width, bias=False)
-    return LowRankWeights(down, weights.linear("lora.2", width, rank, bias=bias, is_plain=True), activation)
+    return LowRankWeights(down, weights.linear("lora.2", own, rank, bias=bias, is_plain=True), activation)
 
 
 def time_weights(weights: Weights[T], norm: NormWeights[T], config: Config, shape: StateShape, layer: int) -> TimeWeights[T]:
     width = shape.width
-    receptance, key, value, out = (weights.linear(f"{name}_proj", width, width, bias=False) for name in "rkvo")
+    own = own_channels(weights.ops.ranks, shape)
+    receptance, key, value = (weights.linear(f"{name}_proj", own, width, bias=False) for name in "rkv")
+    out = weights.linear("o_proj", width, own, bias=False)
     ranks = {name: config.integer(RANKS[name]) for name in ("wavg" if layer else "wag")}
     return TimeWeights(
         norm=norm, factors=weights.ops.concat([weights.vector(f"x_{name}", width) for name in MIXES]),
         receptance=receptance, key=key, value=value, out=out,
-        decay=low_rank_weights(weights.scope("w_lora"), width, ranks["w"], activation="tanh"),
-        rate=low_rank_weights(weights.scope("a_lora"), width, ranks["a"]),
-        gate=low_rank_weights(weights.scope("g_lora"), width, ranks["g"], activation="sigmoid", bias=False),
-        value_mix=low_rank_weights(weights.scope("v_lora"), width, ranks["v"]) if layer else None,
+        decay=low_rank_weights(weights.scope("w_lora"), width, own, ranks["w"], activation="tanh"),
+        rate=low_rank_weights(weights.scope("a_lora"), width, own, ranks["a"]),
+        gate=low_rank_weights(weights.scope("g_lora"), width, own, ranks["g"], activation="sigmoid", bias=False),
+        value_mix=low_rank_weights(weights.scope("v_lora"), width, own, ranks["v"]) if layer else None,
         heads=HeadWeights(
-            removal=weights.vector("k_k", width), replacement=weights.vector("k_a", width),
-            bonus=weights.vector("r_k", width), norm=weights.vector("g_norm.weight", width),
-            norm_bias=weights.vector("g_norm.bias", width), eps=HEAD_NORM_EPS,
+            removal=weights.vector("k_k", own), replacement=weights.vector("k_a", own),
+            bonus=weights.vector("r_k", own), norm=weights.vector("g_norm.weight", own),
+            norm_bias=weights.vector("g_norm.bias", own), eps=HEAD_NORM_EPS,
         ),
     )

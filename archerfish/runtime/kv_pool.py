@@ -206,8 +206,9 @@ def check_plan(model: str, config: EngineConfig, shape: MemoryShape, device: str
         ways += ["device=cpu"] if device == "cuda" else []
         is_wide = plan.work_bytes > plan.weight_bytes
         ways += [f"a max_num_seqs below {config.max_num_seqs}" if is_wide else "a smaller model"]
-    cache_bytes = plan.num_bytes + plan.block_bytes * isinstance(shape, StateShape)
-    check_room(model, device, {"weights": plan.weight_bytes, kind: cache_bytes, "buffers": plan.work_bytes}, ways, share=share)
+    cache_bytes, num = plan.num_bytes + plan.block_bytes * isinstance(shape, StateShape), ranks_in_memory(config, device)
+    needs = {"weights": plan.weight_bytes * num, kind: cache_bytes * num, "buffers": plan.work_bytes * num}
+    check_room(model, device, needs, ways, share=share)
 
 
 def num_blocks_of(config: EngineConfig, block_size: int, *, is_one_state: bool) -> int:
@@ -225,17 +226,22 @@ def num_blocks_of(config: EngineConfig, block_size: int, *, is_one_state: bool) 
     return num_blocks
 
 
+def ranks_in_memory(config: EngineConfig, device: str) -> int:
+    """How many ranks share the memory of a device. One that shares a card has a part of gpu_memory_utilization."""
+    return config.num_ranks if device == "cpu" else 1
+
+
 def memory_budget(config: EngineConfig, device: str, taken_bytes: int) -> tuple[float, str]:
     """Bytes for KV or states and what set them. taken_bytes: for all else."""
-    found = usable_memory(device, config.gpu_memory_utilization)
-    free, taken = found.available_bytes, f"less {size(taken_bytes)} for weights and work"
+    found, num = usable_memory(device, config.gpu_memory_utilization), ranks_in_memory(config, device)
+    free, taken = found.available_bytes // num, f"less {size(taken_bytes)} for weights and work"
     if device == "cuda":
         share = f"{config.gpu_memory_utilization:.0%} of {found.total_bytes / GIB:.0f} GiB"
         return free - taken_bytes, f"{share}, {taken}"
     if config.memory_budget_gib:
-        wanted = config.memory_budget_gib * GIB
+        wanted = config.memory_budget_gib * GIB / num
         if wanted > free:
             raise InvalidOptionError(f"[engine] memory_budget_gib is {config.memory_budget_gib:g}, but {size(free)} are free.")
         return wanted, f"memory_budget_gib = {config.memory_budget_gib:g}"
-    budget = min((free - taken_bytes) * CPU_SHARE, CPU_MOST_BYTES)
+    budget = min((free - taken_bytes) * CPU_SHARE, CPU_MOST_BYTES / num)
     return budget, f"a quarter of the {size(free)} that are free, {taken}, at most 4 GiB"

@@ -86,6 +86,8 @@ def make_step(
 def rehearse_sampling(runner: ModelRunner[T]) -> None:
     """Logits of some rows, chosen from and scored in every way."""
     ops, sampler = runner.ops, runner.sampler
+    if not ops.ranks.is_last:
+        return
     hidden = runner.model.forward(runner.free_batch([(1, 1)]), runner.pool.layers)
 
     def logits(num: int) -> T:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Generic
@@ -70,6 +71,24 @@ class QueuedStep:
 
 RunningStep = QueuedStep | Future[StepResult]  # a step that has been launched
 
+
+class OtherRanks:
+    """The other processes that compute a model's steps, if there are any: here there are none."""
+
+    problem: str = ""  # why no step can be computed any more
+
+    def launching(self, step: StepInput | None) -> AbstractContextManager[object]:
+        """Have them compute a step, or use idle time, while this process begins to do the same."""
+        return nullcontext()
+
+    def guard(self) -> AbstractContextManager[object]:
+        """Around all that they do too. If it fails here, they wait for it or are out of step, and are ended."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """End them."""
+
+
 class ModelRunner(Generic[T]):
     """Runs steps of one model over one pool of blocks. executor: the one thread that CPU steps run in; None: one of its own."""
 
@@ -86,6 +105,7 @@ class ModelRunner(Generic[T]):
         }  # fmt: skip
         self.ops: Ops[T] = model.ops
         self.is_deterministic = is_deterministic
+        self.others = OtherRanks()
         self.sampler: FastSampler[T] = FastSampler(self.ops, vocab_size, max_num_seqs)
         self.num_forward_passes = 0
         self._tables = BlockTables(max_num_seqs)
@@ -112,6 +132,10 @@ class ModelRunner(Generic[T]):
 
     def launch(self, step: StepInput) -> RunningStep:
         """Start computing a step after all that was launched before."""
+        with self.others.launching(step):
+            return self._launch(step)
+
+    def _launch(self, step: StepInput) -> RunningStep:
         self._tables.update(step)
         work: PreparedDecodes | list[Pass[T]]  # arrays of the host: they are made while the step before computes
         if self._graphs is not None:
@@ -125,8 +149,13 @@ class ModelRunner(Generic[T]):
                 bounds = [*range(0, step.num_decodes, DECODE_TILE), *range(step.num_decodes, num_computed), num_computed]
             work = [self._prepare_pass(step, first, end) for first, end in pairwise(bounds)]
         if self._thread is not None:
-            return self._thread.submit(lambda: self._start(step, work)())
-        return QueuedStep(self._start(step, work))
+            return self._thread.submit(self._guarded, lambda: self._start(step, work)())
+        finish = self._start(step, work)
+        return QueuedStep(lambda: self._guarded(finish))
+
+    def _guarded(self, work: Callable[[], StepResult]) -> StepResult:
+        with self.others.guard():
+            return work()
 
     def fit_kv_scales(self) -> None:
         """Set the scales of keys and values in FP8 by those of made-up tokens, over blocks that are free."""
@@ -153,14 +182,16 @@ class ModelRunner(Generic[T]):
         zero, one = self.ops.tensor(first), self.ops.tensor(np.ones(1))
         for kind in WARM_UPS:
             logits = self.model.logits(self.ops.rows(self.model.forward(self.free_batch(kind), self.pool.layers), first))
-            self.ops.sample(logits, SamplingBatch())
-            self.ops.sample(logits, SamplingBatch(temperature=one, keys=zero, positions=zero))
+            if self.ops.ranks.is_last:
+                self.ops.sample(logits, SamplingBatch())
+                self.ops.sample(logits, SamplingBatch(temperature=one, keys=zero, positions=zero))
         for passes in (self._graphs, self._passes):
             if passes is not None:
                 passes.warm_up()
 
     def _rehearse(self) -> None:
-        rehearse(ModelRunner(self.model, self.pool, **self._options))
+        with self.ops.ranks.quiet():
+            rehearse(ModelRunner(self.model, self.pool, **self._options))
 
     def free_batch(self, sequences: SequenceOf[tuple[int, int]]) -> PagedBatch[T] | RecurrentBatch[T]:
         """Sequences of so many new tokens and so long a context each, over blocks that must be free."""
@@ -177,11 +208,12 @@ class ModelRunner(Generic[T]):
         """Do a piece of what later steps would have to do; False: nothing is left."""
         if self._graphs is None:
             return False
-        with self.ops.computing():
+        with self.others.launching(None), self.ops.computing():
             return self._graphs.record_next() or (self._passes is not None and self._passes.record_next())
 
     def close(self, *, waits: bool = True, keeps_model: bool = False) -> None:
         """End the thread and give the memory back. waits: until the thread has ended. keeps_model: all but the weights'."""
+        self.others.close()
         if self._thread is not None and self._owns_thread:
             self._thread.shutdown(wait=waits)
         self._graphs = self._passes = None
@@ -344,7 +376,7 @@ class ModelRunner(Generic[T]):
         if num_sampled and is_kept and not one.scored and not self.is_deterministic:
             return [ops.first_rows(self._logits_of(batch), num_sampled)]
         hidden = self._hidden(batch)
-        for index, place in one.scored:
+        for index, place in one.scored if ops.ranks.is_last else ():
             num_top, next_tokens = step.scored[index]
             for first in range(0, len(next_tokens), LOGPROB_ROWS):
                 part = next_tokens[first : first + LOGPROB_ROWS].tolist()

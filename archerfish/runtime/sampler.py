@@ -165,8 +165,12 @@ class FastSampler(Generic[T]):
 
         rows[i]: the row whose parameters apply. positions[i]: the number of tokens before the one to choose. masks: which
         logits a grammar applies to, and the `bits` of `Masks`. drafts: of rows that stand here more than once, behind each of
-        their proposed tokens in turn. Nothing waits for the device.
+        their proposed tokens in turn. Nothing waits for the device. In a stage before the last one, logits are rows that mean
+        nothing, and what is chosen comes from the last one.
         """
+        if not self.ops.ranks.is_last:
+            tokens = sampling.draw(self.ops, logits, self._batch).tokens
+            return tokens, lambda: Chosen([0] * len(rows), {}, {})
         if logits.shape[0] != len(rows) or logits.shape[1] != self.vocab_size:
             raise ArcherfishError(
                 f"Logits of shape {tuple(logits.shape)} came for {len(rows)} sequences and {self.vocab_size} tokens."
@@ -177,7 +181,7 @@ class FastSampler(Generic[T]):
         if masks is not None:
             batch = dataclasses.replace(batch, masks=sampling.Masks(ops.tensor(masks[0]), ops.tensor(masks[1])))
         processed, failed = self._process(logits, rows, positions) if self._processors else (logits, {})
-        drawn = ops.sample(processed, batch)
+        drawn = sampling.draw(ops, processed, batch)
         fetch_report, fetch_scores = ops.fetch(drawn.report), None
         wanted = {i: self._num_top[row] for i, row in enumerate(rows.tolist()) if row in self._num_top} if self._num_top else {}
         if wanted:

@@ -196,14 +196,15 @@ class EngineHost(ModelHost):
 
     def _beat(self, now: float) -> None:
         """Report every BEAT_S that the loop runs, unless the compute thread hangs."""
-        self._next_beat = now + BEAT_S
+        self._next_beat, broken = now + BEAT_S, ""
         for hosted in self.models.loaded:
             if isinstance(hosted, HostedLLM):
                 hosted.read_weights()
+                broken = broken or hosted.engine.runner.others.problem
         has_work = any(hosted.has_work for hosted in self.models.loaded)
         problem = self.watch.check(now, has_work=has_work, is_loading=self.models.is_loading, num_moves=self._num_moves)
-        if problem:
-            logger.error("The engine process hangs: %s", problem)
+        if problem or broken:
+            logger.error("The engine process %s", f"hangs: {problem}" if problem else f"cannot go on: {broken}")
             self.on_hang()
         else:
             self.on_beat()

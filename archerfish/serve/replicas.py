@@ -38,7 +38,10 @@ def replica_processes(host: HostConfig, count: int) -> list[KeptProcess]:
     if count == 1:
         return [engine_process(host)]
     devices = {choose_device(spec.options.get("device", "auto")).name for spec in host.models}
-    cards, cores = cards_of(count) if "cuda" in devices else [], core_shares(usable_cores(), count)
+    cores, cards = core_shares(usable_cores(), count), list[str]()
+    if "cuda" in devices:
+        divided_over = [EngineConfig(**spec.options).num_ranks for spec in host.models if spec.kind == "generation"]
+        cards = cards_of(count, max(divided_over, default=1))
     models = tuple(msgspec.structs.replace(spec, options=divided(spec, count, has_card=bool(cards))) for spec in host.models)
     memory_gib = host.memory_gib if cards else host.memory_gib / count
     found = []
@@ -65,14 +68,17 @@ def core_shares(cores: Sequence[int], count: int) -> list[list[int]]:
     return [list(cores[begin:end]) for begin, end in itertools.pairwise(bounds)]
 
 
-def cards_of(count: int) -> list[str]:
-    """The card of each replica, as CUDA_VISIBLE_DEVICES names it."""
+def cards_of(count: int, num_each: int) -> list[str]:
+    """The cards of each replica, as CUDA_VISIBLE_DEVICES names them. num_each: processes that a model is divided over."""
     num_cards = import_torch("A card for each replica").cuda.device_count()
-    if num_cards < count:
-        message = f"[serve] replicas is {count}, but there are {num_cards} cards; each replica takes one."
-        raise InvalidOptionError(message, hint=f"Set replicas to {num_cards} at most, or device to cpu.")
+    if num_cards < count * num_each:
+        each = "one" if num_each == 1 else f"{num_each}, as many as its model is divided over"
+        message = f"[serve] replicas is {count}, but there are {num_cards} cards; each replica takes {each}."
+        hint = f"Set replicas to {num_cards // num_each} at most, or device to cpu." if num_cards >= num_each else None
+        raise InvalidOptionError(message, hint=hint)
     named = [name.strip() for name in os.environ.get(VISIBLE_CARDS, "").split(",") if name.strip()]
-    return (named or [str(number) for number in range(num_cards)])[:count]
+    names = named or [str(number) for number in range(num_cards)]
+    return [",".join(names[first : first + num_each]) for first in range(0, count * num_each, num_each)]
 
 
 def divided(spec: ModelSpec, count: int, *, has_card: bool) -> dict[str, Any]:

@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import ValidationError
-from archerfish.kernels.formats import LARGEST_INT8
 from archerfish.kernels.int4 import LARGEST, find_lines
-from archerfish.kernels.stored import FP8_LARGEST, Floats, widened
+from archerfish.kernels.stored import FP8_LARGEST, LARGEST_INT8, Floats, widened
 from archerfish.store.format import GROUP_SIZE, Quantization, Row, TensorInfo, dequantize
 from archerfish.store.source import ModelSource, SourceTensor
 

@@ -115,7 +115,8 @@ def test_loading_logs_the_device_and_why(llama: Path, caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(("options", "message"), [
     ({"max_model_len": 4096}, "has 256 positions"), ({"max_num_batched_tokens": 16}, "max_num_batched_tokens"),
     ({"eviction_policy": "lur"}, "lru"), ({"scheduling_policy": "fcsf"}, "fcfs"),
-    ({"tensor_parallel_size": 2}, "tensor_parallel_size cannot be 2. Only 1: start an engine"),
+    ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, but 4 heads that share 2 KV heads .* one of: 1, 2, 4"),
+    ({"pipeline_parallel_size": 3}, "this model has 2 layers"),
 ], ids=str)  # fmt: skip
 def test_impossible_options_are_refused(llama: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ArcherfishError, match=message):

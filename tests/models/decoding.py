@@ -110,7 +110,7 @@ class Driver(StepDriver):
         values = Config(config)
         architecture = model_class(values)
         self.model = architecture(Weights(weights, ops, weight_format=weight_format), values, max_len)
-        shape = architecture.memory_shape(values)
+        shape = architecture.memory_shape(values, ops.ranks)
         assert isinstance(shape, KVShape)
         per_sequence = -(-max_len // block_size)
         num_blocks = per_sequence * len(tokens) + 3

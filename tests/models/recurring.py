@@ -171,7 +171,7 @@ class RecurrentDriver(StepDriver):
         use_recurrent(self.model, self.recurrent)
         self.tokens = [list(each) for each in tokens]
         num_blocks = (len(tokens) + 2) * -(-len(tokens[0]) // block_size)
-        self.memory = self.recurrent.new_states(1 + num_blocks, Rwkv7Model.memory_shape(values))
+        self.memory = self.recurrent.new_states(1 + num_blocks, Rwkv7Model.memory_shape(values, ops.ranks))
         self.memory.wkv[1:] = float("nan")  # the contents of unwritten blocks must not matter
         self.memory.inputs[1:] = float("nan")
         self.layers = self.memory.layers

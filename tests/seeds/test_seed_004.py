@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from archerfish import LLM, ArrowEngine, BatchInferenceServer, SamplingParams
 from tests.engine.tiny_llama import prompts, save_tiny_llama, tiny_config
 
@@ -32,8 +34,9 @@ def test_batch_inference_server_runs_an_encoder(minilm: ArrowEngine) -> None:
     assert asyncio.run(main()) == (384,)
 
 
-def test_llm_as_in_vllm() -> None:
-    llm = LLM(model="story-rwkv7", tensor_parallel_size=1, gpu_memory_utilization=0.9, num_threads=1)
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_llm_as_in_vllm(size: int) -> None:
+    llm = LLM(model="story-rwkv7", tensor_parallel_size=size, gpu_memory_utilization=0.9, num_threads=1)
     sampling_params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=3)
     texts = ["Hello, my name is", "The capital of France is", "The future of AI is"]
     outputs = llm.generate(texts, sampling_params)

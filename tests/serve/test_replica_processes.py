@@ -80,7 +80,7 @@ def test_replicas_on_cores_share_memory(monkeypatch: pytest.MonkeyPatch) -> None
     assert config is HOST and not options
 
 
-def test_replicas_on_cards_take_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_have_cards_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = SimpleNamespace(cuda=SimpleNamespace(device_count=lambda: 2))
     monkeypatch.setattr(replicas, "choose_device", lambda wanted: SimpleNamespace(name="cuda"))
     monkeypatch.setattr(replicas, "import_torch", lambda what: torch)
@@ -92,6 +92,14 @@ def test_replicas_on_cards_take_one_each(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [options["environment"]["CUDA_VISIBLE_DEVICES"] for _, options in made(monkeypatch, HOST, 2)] == ["GPU-a", "5"]
     with pytest.raises(InvalidOptionError, match="replicas is 3, but there are 2 cards"):
         made(monkeypatch, HOST, 3)
+    torch.cuda.device_count = lambda: 5
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    divided = ModelSpec(kind="generation", options={**MODEL.options, "tensor_parallel_size": 2})
+    host = HostConfig(address="ipc:///a/engine", models=(divided, MODEL), routing_secret="secret")
+    assert [options["environment"]["CUDA_VISIBLE_DEVICES"] for _, options in made(monkeypatch, host, 2)] == ["0,1", "2,3"]
+    with pytest.raises(InvalidOptionError, match="each replica takes 2") as caught:
+        made(monkeypatch, host, 3)
+    assert "Set replicas to 2" in str(caught.value.hint)
 
 
 def test_options_of_replicas() -> None:

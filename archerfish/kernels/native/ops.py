@@ -60,6 +60,7 @@ class NativeOps(Ops[Any]):
 
     name = "native"
     reads_stored = True
+    activation_dtype = "float32"
 
     def __init__(self, device: str = "cpu", dtype: str = "float32", level: str = "") -> None:
         super().__init__()
@@ -111,7 +112,9 @@ class NativeOps(Ops[Any]):
         return lambda: x
 
     def replayed(self, call: Callable[[Any], Handle]) -> Callable[[Any], Handle]:
-        return Replayer(self.runner, call)
+        """Where ranks exchange something within a pass, each operation is a tape of its own."""
+        return Replayer(self.runner, call) if self.ranks.is_alone else call
+
 
     def recurrent(self) -> NativeRecurrentOps:
         return NativeRecurrentOps(self)

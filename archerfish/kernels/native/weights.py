@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import TensorError
-from archerfish.kernels.formats import LARGEST_INT8, Int4Groups, Int8Rows, Plain, WeightFormat
-from archerfish.kernels.int4 import BLOCK, quantise_int4
+from archerfish.kernels.formats import Int4Groups, Int8Rows, Plain, WeightFormat
+from archerfish.kernels.int4 import quantise_int4
 from archerfish.kernels.native._native import Matrix
 from archerfish.kernels.native.recorder import Handle, Recorder, TapeRunner
 from archerfish.kernels.ops import Activation, PackedWeight
-from archerfish.kernels.stored import StoredTensor, to_type
+from archerfish.kernels.stored import BLOCK, HALF_RANGE, StoredTensor, to_int8, to_type
 
 INT8_ROWS = "int8 rows"  # one scale for each output; rows of activations become bytes when they are multiplied
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
@@ -28,7 +28,6 @@ ACTIVATIONS: dict[Activation, int] = {
     "none": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu_squared": 4, "sigmoid": 5, "silu": 6, "tanh": 7,
 }
 GROUP = 16  # outputs that lie side by side
-HALF_RANGE = (2.0**-24, 65504.0)  # positive numbers of float16
 LEAST_SCALE = 2.0**-14  # that float16 holds with all its digits
 
 
@@ -147,10 +146,11 @@ def as_stored(tensor: Any) -> StoredTensor:
 def add_part(matrix: Matrix, part: StoredTensor, first: int) -> None:
     """Add the rows of a part from output `first` on."""
     if part.quant_type:
-        halves = [None if each is None else spread(each, part).view(np.uint16) for each in (part.scales, part.mins)]
-        matrix.add_rows(part.data, first, part.shape[0], scales=halves[0], mins=halves[1])
+        given = (None if each is None else np.ascontiguousarray(spread(each, part)) for each in (part.scales, part.mins))
+        halves = [None if each is None else each.view(np.uint16) for each in given]
+        matrix.add_rows(np.ascontiguousarray(part.data), first, part.shape[0], scales=halves[0], mins=halves[1])
     else:
-        matrix.add_rows(part.data, first, part.shape[0], TYPES[part.dtype])
+        matrix.add_rows(np.ascontiguousarray(part.data), first, part.shape[0], TYPES[part.dtype])
 
 
 def spread(halves: npt.NDArray[np.float16], part: StoredTensor) -> npt.NDArray[np.float16]:
@@ -167,19 +167,6 @@ def as_blocks(part: StoredTensor, dtype: str) -> StoredTensor:
     if part.quant_type == "INT8" and is_half:
         return replace(part, quant_type="Q8_0", scales=part.scales.astype(np.float16))
     return StoredTensor(part.shape, dtype, to_type(part.as_floats(), dtype))
-
-
-def to_int8(part: StoredTensor) -> StoredTensor:
-    """Symmetric int8 with one scale for each output, as blocks that share it."""
-    if part.quant_type or part.shape[1] % BLOCK:
-        return part
-    rows = part.as_floats()
-    highest = np.abs(rows).max(axis=1, keepdims=True)
-    scales = np.where(highest == 0, 1.0, np.clip(highest / LARGEST_INT8, *HALF_RANGE)).astype(np.float16)
-    codes = np.rint(np.clip(rows / scales.astype(np.float32), -LARGEST_INT8, LARGEST_INT8))
-    codes = np.where(np.isnan(codes), 0, codes).astype(np.int8)  # the scale of such a row is NaN
-    repeated = np.ascontiguousarray(np.repeat(scales, part.shape[1] // BLOCK, axis=1))
-    return StoredTensor(part.shape, "float32", codes.view(np.uint8), "Q8_0", repeated)
 
 
 def to_int4(part: StoredTensor) -> StoredTensor:

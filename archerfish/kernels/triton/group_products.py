@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 
 from archerfish.kernels.formats import Groups, Tensors
-from archerfish.kernels.int4 import BLOCK
 from archerfish.kernels.ops import Activation
+from archerfish.kernels.stored import BLOCK
 from archerfish.kernels.triton.launch import early_start, follow
 from archerfish.kernels.triton.products import append, finish, load_addends
 from archerfish.kernels.triton.tiles import cdiv, next_power_of_2, shared_bytes

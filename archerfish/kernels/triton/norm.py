@@ -13,9 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from archerfish.kernels.formats import LARGEST_INT8
 from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch, Rotation
-from archerfish.kernels.stored import FP8_LARGEST
+from archerfish.kernels.stored import FP8_LARGEST, LARGEST_INT8
 from archerfish.kernels.triton.launch import early_start, follow
 from archerfish.kernels.triton.tiles import cdiv, next_power_of_2
 

@@ -209,6 +209,7 @@ class TritonOps(TorchOps):
         uploads = self._uploads
         if isinstance(tensor, StoredTensor):
             tensor = torch.from_numpy(tensor.as_floats()).to(self.torch_dtype)
+        tensor = tensor.contiguous()  # a rank's part of a matrix may be some of its columns
         return super().to_device(tensor) if uploads is None or tensor.device.type != "cpu" else uploads.send(tensor)
 
     @cached_property
@@ -353,6 +354,9 @@ class TritonOps(TorchOps):
         if table.shape[1] > FLOAT32_WIDTH:
             return super().lookup(table, ids, scale=scale)
         return triton_norm.lookup(table, ids, scale)
+
+    def sum_dtype(self, width: int) -> str:
+        return "float32" if width <= FLOAT32_WIDTH else self.dtype
 
     def can_normalise(self, x: Tensor) -> bool:
         """Whether kernels take rows like these into a norm: they have the compute type, or float32."""

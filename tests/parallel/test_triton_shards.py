@@ -1,0 +1,20 @@
+"""Divided models over Triton kernels, in its interpreter or on a card, which the threads share."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels import triton_support  # isort: skip  (before triton is imported)
+from archerfish.kernels.triton.ops import TritonOps
+from tests.models.decoding import Driver, make, random_tokens
+from tests.parallel.test_shards import check
+
+DEVICE = "cuda" if triton_support.HAS_CUDA else "cpu"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "layout"), [("llama", (2, 1)), ("phi3", (2, 2)), ("gemma2", (1, 2))])
+def test_decoders_over_triton(kind: str, layout: tuple[int, int]) -> None:
+    model, config = make(kind)
+    weights = model.state_dict()
+    check(lambda: TritonOps(DEVICE, "float32"), layout, lambda ops: Driver(ops, weights, config, random_tokens(2)))
