@@ -309,7 +309,7 @@ def engine_process(
 
 
 def front_process(
-    config: Callable[[], FrontConfig], listener: int, command: Sequence[str] = (sys.executable, "-m", "archerfish.serve.front")
+    config: Callable[[], msgspec.Struct], listener: int, command: Sequence[str] = (sys.executable, "-m", "archerfish.serve.front")
 ) -> KeptProcess:
     """A front end that accepts connections from the socket with the file descriptor `listener`."""
     return KeptProcess("front end", command, config, force_signal=signal.SIGINT, pass_fds=(listener,))

@@ -1,0 +1,100 @@
+"""`python -m archerfish.deploy.front`: a front end on a node of a cluster.
+
+It is a child of a `FrontEnds` actor, from which it hears of replicas: each line of its standard input is a FrontState. Requests go
+straight to the replicas, over encrypted sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from archerfish.config import ServeConfig
+from archerfish.deploy.found import FoundReplica, FrontState, changes
+from archerfish.route.router import Router
+from archerfish.serve import processes
+from archerfish.serve.app import create_app
+from archerfish.serve.client import AsyncClient
+from archerfish.serve.front import make_server
+from archerfish.serve.routing import RoutedBackend
+from archerfish.serve.tenants import Tenants
+
+
+class ClusterFrontConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The configuration of a front end of a cluster. `serve` has the values of ServeConfig."""
+
+    serve: dict[str, Any]
+    listener: int  # file descriptor of the socket from which it accepts connections
+    credentials: str
+    routing_secret: str
+    own_keys: tuple[str, str]  # public and secret CURVE key
+    replicas: list[FoundReplica] = []
+
+
+class Follower:
+    """Keeps a backend's replicas equal to those that were found. `update` runs in the event loop."""
+
+    def __init__(self, backend: RoutedBackend, own_keys: tuple[str, str]) -> None:
+        self.known: list[FoundReplica] = []
+        self._backend, self._own_keys = backend, own_keys
+        self._removals: set[asyncio.Task[None]] = set()
+
+    def update(self, found: list[FoundReplica]) -> None:
+        added, removed = changes(self.known, found)
+        self.known = found
+        for one in removed:
+            task = asyncio.ensure_future(self._backend.remove(one.name))
+            self._removals.add(task)
+            task.add_done_callback(self._removals.discard)
+        for one in added:
+            self._backend.add(one.name, AsyncClient(one.address, server_key=one.public_key, own_keys=self._own_keys))
+
+
+def follow(lines: Iterable[bytes], update: Callable[[list[FoundReplica]], Any], on_end: Callable[[], Any]) -> None:
+    """Pass on the replicas of every line until the input ends."""
+    for line in lines:
+        update(msgspec.json.decode(line, type=FrontState).replicas)
+    on_end()
+
+
+def main() -> int:
+    """Serve until SIGTERM, or until the actor has ended."""
+    pipe = processes.open_report_pipe()
+    config = processes.read_config(ClusterFrontConfig)
+    serve, listener = ServeConfig(**config.serve), socket.socket(fileno=config.listener)
+    logging.basicConfig(level=serve.log_level.upper(), format="%(asctime)s front %(levelname)s %(message)s")
+    backend = RoutedBackend(Router(config.routing_secret.encode()), credentials=config.credentials)
+    app = create_app(backend, serve, credentials=config.credentials, tenants=Tenants.from_file(serve.api_keys_file))
+    follower = Follower(backend, config.own_keys)
+
+    def start() -> None:
+        """In the event loop, once the server accepts connections."""
+        loop = asyncio.get_running_loop()
+
+        def in_loop(function: Callable[..., Any], *arguments: Any) -> None:
+            loop.call_soon_threadsafe(function, *arguments)
+
+        def update(found: list[FoundReplica]) -> None:
+            in_loop(follower.update, found)
+
+        def stop() -> None:
+            server.should_exit = True
+
+        follower.update(config.replicas)
+        threading.Thread(target=follow, args=(sys.stdin.buffer, update, stop), name="archerfish-parent", daemon=True).start()
+        processes.send_report(pipe, {"address": str(listener.getsockname())})
+
+    server = make_server(app, serve, start)
+    server.run(sockets=[listener])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
