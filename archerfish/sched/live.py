@@ -15,6 +15,8 @@ from archerfish.errors import InvariantError
 from archerfish.sched.policy import SchedulingPolicy, queue_for
 from archerfish.sequence import Delta, FinishReason, Sequence, Status
 
+MAX_LOOKUPS = 64  # of prompts that wait, for one report
+
 
 @dataclass(slots=True)
 class SchedulerStats:
@@ -130,6 +132,26 @@ class LiveSequences:
     @property
     def num_available(self) -> int:
         return self.blocks.num_free + self.cache.num_evictable
+
+    def prompts_left(self) -> dict[str, int]:
+        """Prompt tokens that are still to be computed, by tenant.
+
+        What the cache has is looked up for the first MAX_LOOKUPS that wait, and taken to be as much for the others.
+        """
+        found: dict[str, int] = {}
+        num_tokens, num_left = 1, 1
+        running = ((seq, seq.num_prompt - seq.num_computed) for seq in self.prefilling)
+        waiting = ((seq, None) for seq in self.queue.entries if not seq.index)  # the others of a request share its prompt
+        for number, (seq, left) in enumerate(itertools.chain[tuple[Sequence, int | None]](running, waiting)):
+            request = seq.request
+            if left is None and number < MAX_LOOKUPS:
+                left = seq.num_prompt - self.cache.peek(RadixKey(request.prompt_token_ids, request.namespace))
+                num_tokens, num_left = num_tokens + seq.num_prompt, num_left + left
+            elif left is None:
+                left = seq.num_prompt * num_left // num_tokens
+            if left > 0:
+                found[request.namespace.tenant] = found.get(request.namespace.tenant, 0) + left
+        return found
 
     def num_missing(self, seq: Sequence, num_tokens: int) -> int:
         """Blocks that a sequence needs for so many tokens, less those that it holds."""

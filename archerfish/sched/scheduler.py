@@ -457,9 +457,8 @@ class Scheduler:
         """Counters since the start, and gauges now."""
         live = self._live
         return dataclasses.replace(
-            live.stats, queue_size=len(live.queued), queue_capacity=self.max_queue_size,
-            concurrent_requests=len(live.requests) - len(live.queued), num_waiting=self.num_waiting,
-            num_running=self.num_running,
+            live.stats, queue_size=len(live.queued), queue_capacity=self.max_queue_size, num_waiting=self.num_waiting,
+            concurrent_requests=len(live.requests) - len(live.queued), num_running=self.num_running,
         )
 
     def queue_status(self) -> dict[str, Any]:
@@ -472,6 +471,7 @@ class Scheduler:
         return {
             "queued_requests": len(live.queued), "capacity": self.max_queue_size, "live_requests": len(live.requests),
             "waiting": self.num_waiting, "running": self.num_running, "max_running": self.max_num_seqs, "tenants": tenants,
+            "prompt_tokens_left": live.prompts_left(),
         }
 
     def explain(self, token_ids: SequenceOf[int], namespace: Namespace) -> HitRecord:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from archerfish.cache.digest import PrefixDigest
 from archerfish.errors import ArcherfishError, TooManyRequestsError
 from archerfish.observe.metrics import MetricsCollector
 from archerfish.serve.overload import RateLimits, RefusedError
@@ -261,6 +262,7 @@ class ModelHost:
         self.config, self.clock, self.figures, self.rates = config, clock, MetricsCollector(), RateLimits(clock)
         is_private = not config.open_address and config.address.startswith(("ipc:", "inproc:"))
         self.callers = Callers(Tenants.from_file(config.api_keys_file), config.front_end_pass, is_private=is_private)
+        self.digest = PrefixDigest(config.routing_secret.encode()) if config.routing_secret else None
         self.waker = Waker()
         self.compute = ComputeThread(self.waker.wake, clock)
         self.reader: Executor = WakingExecutor("read", 2, self.waker)  # threads that tokenize

@@ -15,6 +15,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from archerfish.serve import wire
 from archerfish.serve.client import open_socket, set_keys
 from archerfish.serve.compute import HangWatch, ModelHost, PendingRequest, attempt
 from archerfish.serve.hosted_llm import HostedLLM
+from archerfish.serve.loads import LoadReports
 from archerfish.serve.metrics import FrontEndMetrics, gauges, metric_values
 from archerfish.serve.models import GENERATION, SCORES, VECTORS, Hosted, ModelTable, make_entry
 from archerfish.serve.processes import BEAT_S, HostConfig, open_report_pipe, read_config, send_report, watch_parent
@@ -138,6 +140,7 @@ class EngineHost(ModelHost):
         self.address, self.open_address = config.address, config.open_address
         self.front_end_metrics = FrontEndMetrics(clock)
         self.models = ModelTable(self)
+        self.loads = LoadReports(self.digest, clock)
         self.watch = HangWatch(self.compute, config.hang_s)
         self.on_beat: Callable[[], None] = lambda: None  # called every BEAT_S while the process works
         self.on_hang: Callable[[], None] = lambda: None  # called instead while it hangs
@@ -302,6 +305,8 @@ class EngineHost(ModelHost):
                 if self._stops_at is not None:
                     raise StoppedError("The engine is being stopped and takes no more requests.", hint="Try again.")
                 pending.tenant = self.callers.find(message.credentials, message.tenant)
+                if self.digest is not None and self.callers.is_front_end(message.credentials):
+                    pending.tenant = replace(pending.tenant, requests_per_minute=0, tokens_per_minute=0)  # it has counted them
                 kinds = KINDS.get(type(message), GENERATION)
                 self.models.submit(self.models.find(message.model, kinds), pending)
             elif isinstance(message, wire.Ping):
@@ -314,14 +319,14 @@ class EngineHost(ModelHost):
     def _report(self, message: wire.Configure | wire.Charge | wire.Query) -> dict[str, Any]:
         if isinstance(message, wire.Query) and message.about == "models":
             return {"models": [entry.card() for entry in self.models.entries]}
-        if isinstance(message, wire.Query) and message.about not in ("stats", "metrics", "options"):
-            hint = "Ask for models, stats, metrics or options."
+        if isinstance(message, wire.Query) and message.about not in ("stats", "metrics", "options", "load"):
+            hint = "Ask for models, stats, metrics, options or load."
             raise InvalidInputError(f"There is no report about {message.about!r}.", hint=hint)
         self.callers.check_operator(message.credentials)
         if isinstance(message, wire.Charge):
             tenant = self.callers.find(message.credentials, message.tenant)
             if message.is_spent:
-                self.rates.give_back(tenant, -message.num_tokens)
+                self.rates.give_back(tenant, -message.num_tokens, -message.num_requests)
             else:
                 self.rates.take(tenant, message.num_tokens)
             return {}
@@ -330,6 +335,8 @@ class EngineHost(ModelHost):
             if entry.hosted is None:
                 raise StoppedError(f"The model {entry.name} is not loaded.", hint="Send it a request first.")
             return entry.hosted.configure(message.options)
+        if message.about == "load":
+            return self.loads.report(message.since, self.models.entries, is_stopping=self._stops_at is not None)
         if message.source:
             self.front_end_metrics.take(message.source, message.values)
         if message.about == "options":
@@ -342,7 +349,9 @@ class EngineHost(ModelHost):
         }  # fmt: skip
         if message.about == "stats":
             return {"models": models, "host": host}
-        metrics = [*self.front_end_metrics.metrics(), *self.figures.metrics(models), *gauges(host)]
+        shared, own = self.front_end_metrics.metrics(), [*self.figures.metrics(models), *gauges(host)]
+        # A router asks all replicas for their own metrics, and one of them for those of the front ends.
+        metrics = [*shared, *own] if self.digest is None else shared if message.source else own
         return {metric.name: metric_values(metric) for metric in metrics}
 
     def _check_health(self, pending: PendingRequest, message: wire.Ping) -> None:

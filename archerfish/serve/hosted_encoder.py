@@ -16,6 +16,7 @@ from archerfish.config import ServeConfig
 from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.text_batches import softmax
 from archerfish.errors import InvalidInputError, UnknownOptionError, UnsupportedModelError
+from archerfish.route.router import ReplicaLoad
 from archerfish.serve.compute import Lane, ModelHost, PendingRequest, read_in_thread
 from archerfish.serve.overload import AdmittedRequest, OverloadController, StepCost, TooLateError, estimate_tokens
 from archerfish.serve.wire import ClassifyRequest, EmbedRequest, ScoreRequest, Vectors
@@ -276,6 +277,19 @@ class HostedEncoder:
         changed = ServeConfig(**{**values, **options})
         self.latency_s, self.controller.max_queued = changed.latency_budget_ms / 1000, changed.max_queue_texts
         return {name: getattr(changed, name) for name in values}
+
+    def load(self) -> ReplicaLoad:
+        """For routers. The tokens of texts are those of prompts."""
+        waiting: dict[str, int] = {}
+        for one in self._queue:
+            tenant, num_left = one.request.tenant.name, len(one.texts) - one.num_taken
+            waiting[tenant] = waiting.get(tenant, 0) + one.num_tokens * num_left // len(one.texts)
+        token_s = self._job_cost.mean_prompt_token_s(0)
+        return ReplicaLoad(
+            prompt_token_s=token_s, step_s=self.lane.last_s if self._running is not None else 0.0, waiting_tokens=waiting,
+            num_running=len(self._running[0]) if self._running is not None else 0, is_fair=True,
+            num_waiting=sum(len(one.texts) - one.num_taken for one in self._queue),
+        )  # fmt: skip
 
     def stats(self) -> dict[str, Any]:
         return {

@@ -15,9 +15,11 @@ from archerfish.engine.outputs import RequestOutput, TextDelta, engine_counts
 from archerfish.engine.tts import VOCAB_SIZE
 from archerfish.errors import ArcherfishError, InvalidInputError, StoppedError
 from archerfish.params import SamplingParams
+from archerfish.route.router import ReplicaLoad
 from archerfish.sched.policy import FairShare
 from archerfish.sequence import Namespace, Request
 from archerfish.serve.compute import Lane, ModelHost, PendingRequest, read_in_thread
+from archerfish.serve.loads import SlotTimer
 from archerfish.serve.overload import AdmittedRequest, OverloadController, estimate_tokens
 from archerfish.serve.tenants import ANONYMOUS
 from archerfish.serve.wire import Chunk, ExplainRequest, Generated, GenerationRequest, Report, WireOutput
@@ -47,6 +49,7 @@ class HostedLLM:
         )  # fmt: skip
         self._ids = itertools.count()
         self._num_output_tokens = 0
+        self.slots = SlotTimer()
         self.deltas: list[tuple[HostedGeneration, TextDelta]] | None = None  # of the current `advance`
         self.read_weights()
 
@@ -217,6 +220,17 @@ class HostedLLM:
         self.controller.max_queued = self.engine.config.max_queue_size
         return changed
 
+    def load(self) -> ReplicaLoad:
+        """For routers."""
+        status, controller = self.engine.queue_status(), self.controller
+        num_admitted = controller.queue.num_sequences + sum(one.size.num_sequences for one in controller.running)
+        return ReplicaLoad(
+            prompt_token_s=controller.cost.mean_prompt_token_s(status["running"]), slot_s=self.slots.mean_s,
+            step_s=controller.cost.step_s(status["running"]), num_running=status["running"],
+            num_waiting=max(status["waiting"], round(num_admitted) - status["running"]), max_running=status["max_running"],
+            waiting_tokens=status["prompt_tokens_left"], is_fair=controller.order == "fair-share",
+        )  # fmt: skip
+
     def stats(self) -> dict[str, Any]:
         return {
             **engine_counts(self.engine), "admission": self.controller.stats(),
@@ -244,6 +258,7 @@ class HostedGeneration:
             self.model.engine.abort(self.live.request_id)
         if self.admitted is not None:
             self.model.controller.end(self.admitted)
+            self.model.slots.ended(self.model.host.clock(), self.params.n, self.model.engine.scheduler.num_waiting > 0)
 
     def on_delta(self, delta: TextDelta) -> None:
         """In the loop, or in the thread that makes text."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from archerfish.background import in_background
+from archerfish.cache.digest import ModelDigest
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig
 from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.inference_core import locate
@@ -139,6 +140,8 @@ class ModelTable:
     def _set_loaded(self, entry: ModelEntry, hosted: Hosted) -> None:
         self.loaded.append(hosted)
         entry.hosted, entry.error = hosted, None
+        if self._host.digest is not None and isinstance(hosted, HostedLLM):
+            hosted.engine.scheduler.cache.digest = ModelDigest(self._host.digest, entry.name)
         entry.kind = hosted.kind
         entry.num_bytes = num_bytes_of(hosted)
         entry.known = hosted.card()
@@ -197,6 +200,8 @@ class ModelTable:
             return False
         entry, hosted = min(idle, key=lambda one: one[0].last_used)
         logger.info("The model %s is unloaded because memory is short.", entry.name)
+        if isinstance(hosted, HostedLLM):
+            hosted.engine.scheduler.cache.clear()  # and what was published of it
         hosted.engine.close()
         self._host.compute.remove(hosted.lane)
         self.loaded.remove(hosted)

@@ -184,6 +184,10 @@ class StepCost:
         num_steps = max(1.0, num_tokens / self.largest_prompt_step)
         return prompt_token_s * num_tokens + num_steps * (step_s + output_token_s * num_running)
 
+    def mean_prompt_token_s(self, num_running: float) -> float:
+        """A prompt token with its share of a step; 0 before the first."""
+        return self.prompt_s(self.largest_prompt_step, num_running) / max(1, self.largest_prompt_step)
+
     @property
     def largest_prompt_step(self) -> int:
         return max((step[0] for step in list(self._with_prompt)), default=0)

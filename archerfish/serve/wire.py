@@ -99,7 +99,8 @@ class Charge(Message, tag="charge", kw_only=True, omit_defaults=True):
     """Count a request that needed no model against the limits of a tenant; the answer is a Report. For front ends."""
 
     num_tokens: int = 0
-    is_spent: bool = False  # True: only count tokens that were used already, or give them back if negative; never refuse
+    num_requests: int = 0  # with is_spent
+    is_spent: bool = False  # True: only count what was used already, or give it back if negative; never refuse
     credentials: str = ""
     tenant: str = ""
 
@@ -128,9 +129,10 @@ class FrontEndState(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Query(Message, tag="query", kw_only=True, omit_defaults=True):
-    """Ask for a Report about "models", "stats", "metrics" or "options" (the options that front ends share)."""
+    """Ask for a Report about "models", "stats", "metrics", "options" (that front ends share) or "load" (for routers)."""
 
     about: str = "stats"
+    since: int = 0  # the version of the prefix digest that a router has
     credentials: str = ""
     source: str = ""  # a unique name of the front end that asks
     values: FrontEndState = msgspec.field(default_factory=FrontEndState)
@@ -209,9 +211,10 @@ class Report(Message, tag="report", kw_only=True, omit_defaults=True):
 
 
 class Pong(Message, tag="pong", kw_only=True, omit_defaults=True):
-    """The answer to a Ping. seconds: the duration of the probe."""
+    """The answer to a Ping. seconds: the duration of the probe. failing: replicas that made no step, with the reasons."""
 
     seconds: float = 0.0
+    failing: dict[str, str] = {}
 
 
 class Failed(Message, tag="failed", kw_only=True, omit_defaults=True):

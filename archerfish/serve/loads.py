@@ -1,0 +1,74 @@
+"""What an engine process reports to routers: the load of its models, and the changes of its prefix digest."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from archerfish.cache.digest import HASH_BYTES, PrefixDigest
+from archerfish.route.router import ReplicaLoad
+
+MAX_CHANGES_BYTES, CHANGES_BYTES_PER_S = 32 << 10, 60_000  # of a digest: in one answer, and in all answers together
+LOAD_S = 3.0  # about what loading a model takes: one that has it loaded is preferred until its queue is as long
+SLOTS_KEPT = 64
+
+
+class SlotTimer:
+    """The time between two ends of sequences, while others wait for their places."""
+
+    def __init__(self) -> None:
+        self._ends: deque[float] = deque(maxlen=SLOTS_KEPT)
+        self.mean_s = 0.0
+
+    def ended(self, now: float, num_sequences: int, is_full: bool) -> None:
+        if not is_full:
+            self._ends.clear()
+            return
+        self._ends.extend([now] * num_sequences)
+        if self._ends[-1] > self._ends[0]:
+            self.mean_s = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+
+
+class Loaded(Protocol):
+    """A loaded model."""
+
+    def load(self) -> ReplicaLoad: ...
+
+
+class Entry(Protocol):
+    """A model of the process."""
+
+    name: str
+    waiting: list[Any]
+
+    @property
+    def hosted(self) -> Loaded | None: ...
+
+
+class LoadReports:
+    """Makes the answers to routers. All front ends together get at most CHANGES_BYTES_PER_S of the digest."""
+
+    def __init__(self, digest: PrefixDigest | None, clock: Callable[[], float]) -> None:
+        self._digest, self._clock = digest, clock
+        self._room, self._answered_at = float(MAX_CHANGES_BYTES), clock()
+        self.started_at = time.time()
+
+    def report(self, since: int, entries: Sequence[Entry], *, is_stopping: bool) -> dict[str, Any]:
+        """since: the version of the digest that the router has."""
+        loads = {
+            entry.name: asdict(ReplicaLoad(step_s=LOAD_S, num_waiting=len(entry.waiting)) if entry.hosted is None
+                               else entry.hosted.load())
+            for entry in entries
+        }  # fmt: skip
+        found = {"loads": loads, "is_stopping": is_stopping, "started_at": self.started_at}
+        if self._digest is None:
+            return found
+        now = self._clock()
+        self._room = min(MAX_CHANGES_BYTES, self._room + CHANGES_BYTES_PER_S * (now - self._answered_at))
+        self._answered_at = now
+        version, changes, begins_anew = self._digest.changes(since, int(self._room) // HASH_BYTES * HASH_BYTES)
+        self._room -= len(changes)
+        return {**found, "version": version, "changes": changes, "begins_anew": begins_anew}
