@@ -98,8 +98,8 @@ class RoutedBackend:
     async def remove(self, name: str) -> None:
         """Send nothing new to a replica, wait for its running requests, and disconnect."""
         one = self.connections.pop(name)
+        self.router.pause(one.replica)  # at once: its connection is not found any more
         await stop_task(one.following)
-        self.router.pause(one.replica)
         while one.replica.num_live and one.client.is_connected:
             await asyncio.sleep(POLL_S)
         await one.client.close()
