@@ -44,8 +44,13 @@ def run_deploy(arguments: Namespace, out: Output) -> int:
             out.line(line)
             sys.stdout.flush()
 
+        shown = [""]
+
         def show(text: str) -> None:
-            progress(text, 0, 0)
+            progress(0, 0, text)
+            if text != shown[0] and not out.shows_progress:
+                out.note(text)
+            shown[0] = text
 
         if arguments.stop:
             cluster.Cluster(settings.deploy.address, cluster_token()).stop(settings.deploy.name, show)

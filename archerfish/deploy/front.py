@@ -17,11 +17,10 @@ from typing import Any
 import msgspec
 
 from archerfish.config import ServeConfig
-from archerfish.deploy.found import FoundReplica, FrontState, changes
+from archerfish.deploy.found import Follower, FoundReplica, FrontState
 from archerfish.route.router import Router
 from archerfish.serve import processes
 from archerfish.serve.app import create_app
-from archerfish.serve.client import AsyncClient
 from archerfish.serve.front import make_server
 from archerfish.serve.routing import RoutedBackend
 from archerfish.serve.tenants import Tenants
@@ -38,25 +37,6 @@ class ClusterFrontConfig(msgspec.Struct, frozen=True, kw_only=True):
     replicas: list[FoundReplica] = []
 
 
-class Follower:
-    """Keeps a backend's replicas equal to those that were found. `update` runs in the event loop."""
-
-    def __init__(self, backend: RoutedBackend, own_keys: tuple[str, str]) -> None:
-        self.known: list[FoundReplica] = []
-        self._backend, self._own_keys = backend, own_keys
-        self._removals: set[asyncio.Task[None]] = set()
-
-    def update(self, found: list[FoundReplica]) -> None:
-        added, removed = changes(self.known, found)
-        self.known = found
-        for one in removed:
-            task = asyncio.ensure_future(self._backend.remove(one.name))
-            self._removals.add(task)
-            task.add_done_callback(self._removals.discard)
-        for one in added:
-            self._backend.add(one.name, AsyncClient(one.address, server_key=one.public_key, own_keys=self._own_keys))
-
-
 def follow(lines: Iterable[bytes], update: Callable[[list[FoundReplica]], Any], on_end: Callable[[], Any]) -> None:
     """Pass on the replicas of every line until the input ends."""
     for line in lines:
@@ -70,9 +50,10 @@ def main() -> int:
     config = processes.read_config(ClusterFrontConfig)
     serve, listener = ServeConfig(**config.serve), socket.socket(fileno=config.listener)
     logging.basicConfig(level=serve.log_level.upper(), format="%(asctime)s front %(levelname)s %(message)s")
-    backend = RoutedBackend(Router(config.routing_secret.encode()), credentials=config.credentials)
-    app = create_app(backend, serve, credentials=config.credentials, tenants=Tenants.from_file(serve.api_keys_file))
-    follower = Follower(backend, config.own_keys)
+    tenants = Tenants.from_file(serve.api_keys_file)
+    backend = RoutedBackend(Router(config.routing_secret.encode()), credentials=config.credentials, tenants=tenants)
+    app = create_app(backend, serve, credentials=config.credentials, tenants=tenants)
+    follower = Follower(backend, config.own_keys, app.state.catalog.expire)
 
     def start() -> None:
         """In the event loop, once the server accepts connections."""

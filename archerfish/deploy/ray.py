@@ -99,6 +99,7 @@ class EngineReplica:
         secrets = service_secrets(settings)
         public, secret = (key.decode() for key in zmq.curve_keypair())
         address = f"tcp://{free_address(ray.util.get_node_ip_address())}"
+        bind_to_node(ray.util.get_node_ip_address())
         self._specs, self._hub = settings.specs(), settings.hub
         fetch_models(self._specs, self._hub, no_progress)
         config = msgspec.structs.replace(
@@ -134,7 +135,7 @@ class EngineReplica:
 
     async def generate(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """For callers through a handle, with `options(stream=True)`. request: the fields of a GenerationRequest (docs/wire.md)."""
-        message = msgspec.convert({**request, "request_id": ""}, GenerationRequest)
+        message = msgspec.convert({**request, "request_id": "", "credentials": self._pass}, GenerationRequest)
         async for part in self._client.generate(message):
             yield msgspec.to_builtins(part)
 
@@ -154,8 +155,11 @@ class FrontEnds:
     """The front ends of a node: an actor of Ray that keeps their processes and tells them which replicas run."""
 
     def __init__(self, args: dict[str, Any]) -> None:
+        import ray
+
         settings = Settings.read(args)
         secrets = service_secrets(settings)
+        bind_to_node(ray.util.get_node_ip_address())
         self._app = app_names(settings.deploy.name)[0]
         self._found: list[FoundReplica] = []
         self._fetched: set[bytes] = set()
@@ -230,6 +234,15 @@ def service_secrets(settings: Settings) -> ServiceSecrets:
         hint = "Start Ray on every node with RAY_AUTH_MODE=token and the same token (docs/ray.md)."
         raise MachineError("Ray's authentication is off: whoever reaches the cluster may run programs on it.", hint=hint)
     return ServiceSecrets.derive(cluster_token(), settings.deploy.name)
+
+
+def bind_to_node(host: str) -> None:
+    """Make Ray's port of this replica for calls between deployments, which opens later, listen at the node's address alone."""
+    from ray.serve._private import replica
+
+    add_port = replica.add_port_to_grpc_server
+    node = f"[{host}]" if ":" in host else host
+    replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", node))
 
 
 def free_address(host: str) -> str:
