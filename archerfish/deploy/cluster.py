@@ -24,12 +24,14 @@ from urllib.parse import urlsplit
 from archerfish.deploy.secrets import TOKEN, TOKEN_PATH, cluster_token, default_token_path, make_token
 from archerfish.deploy.settings import FRONT_ENDS, Settings, app_names, serve_config
 from archerfish.errors import MachineError
-from archerfish.serve.processes import GRACE_S, is_loopback
+from archerfish.serve.processes import GRACE_S, is_loopback, stop_on_signals
+from archerfish.serve.run import wait_for_signal
 
 PATH = "/api/serve/applications/"
 POLL_S = 0.5
 ANSWER_S = 60.0  # the first deployment starts Ray Serve
 START_S = 120.0
+OBJECT_STORE_BYTES = 100_000_000  # nothing of ours is in it
 END_S = GRACE_S + 30.0
 FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 
@@ -119,8 +121,7 @@ def deploy(settings: Settings, show: Callable[[str], None], announce: Callable[[
             raise
         with local_ray(settings, show) as cluster:
             announce(bring_up(cluster, settings, show, "Ctrl+C stops it, and Ray"))
-            with contextlib.suppress(KeyboardInterrupt, SystemExit):
-                signal.pause()
+            wait_for_signal()
             announce("Stopping: running requests are finished. Ctrl+C ends it at once.")
             cluster.stop(settings.deploy.name, show)
         return
@@ -154,16 +155,17 @@ def local_ray(settings: Settings, show: Callable[[str], None]) -> Iterator[Clust
     command = [
         sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats", "--port=0",
         f"--node-ip-address={host}", f"--dashboard-host={host}", f"--dashboard-port={address.port or 8265}",
-        "--include-dashboard=true", "--ray-client-server-port=0",
+        "--include-dashboard=true", f"--object-store-memory={OBJECT_STORE_BYTES}",
     ]  # fmt: skip
     with tempfile.TemporaryFile() as log:
         environ = {**os.environ, "RAY_AUTH_MODE": "token", "PYTHONUNBUFFERED": "1"}
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, process_group=0)
-        try:
-            show("Starting Ray")
-            yield wait_for_ray(process, Cluster(settings.deploy.address, cluster_token()), log)
-        finally:
-            end_group(process)
+        with stop_on_signals(lambda: os.killpg(process.pid, signal.SIGKILL)):
+            try:
+                show("Starting Ray")
+                yield wait_for_ray(process, Cluster(settings.deploy.address, cluster_token()), log)
+            finally:
+                end_group(process)
 
 
 def wait_for_ray(process: subprocess.Popen[bytes], cluster: Cluster, log: Any) -> Cluster:
@@ -175,8 +177,8 @@ def wait_for_ray(process: subprocess.Popen[bytes], cluster: Cluster, log: Any) -
         except NoClusterError:
             if process.poll() is not None or time.monotonic() > end:
                 log.seek(0)
-                text = log.read().decode("utf-8", "replace")[-2000:]
-                raise MachineError(f"Ray could not be started:\n{text}") from None
+                lines = log.read().decode("utf-8", "replace").strip().splitlines()
+                raise MachineError("Ray could not be started:\n" + "\n".join(lines[-5:])) from None
         time.sleep(POLL_S)
 
 

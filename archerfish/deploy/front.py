@@ -69,7 +69,8 @@ def main() -> int:
             server.should_exit = True
 
         follower.update(config.replicas)
-        threading.Thread(target=follow, args=(sys.stdin.buffer, update, stop), name="archerfish-parent", daemon=True).start()
+        lines = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115  # a buffer's lock could not be taken at the end
+        threading.Thread(target=follow, args=(lines, update, stop), name="archerfish-parent", daemon=True).start()
         processes.send_report(pipe, {"address": str(listener.getsockname())})
 
     server = make_server(app, serve, start)

@@ -41,6 +41,7 @@ logger = logging.getLogger("archerfish.serve")
 FIND_S = 1.0  # between two questions for the running replicas
 ANSWER_S = 5.0  # for an answer of Ray or of an engine process
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 5.0, 30.0
+QUIET = {"enable_access_log": False}  # of calls through handles, as the question for the running replicas
 SHUTDOWN_S = processes.GRACE_S + processes.KILL_AFTER_S + 5.0
 
 
@@ -54,7 +55,7 @@ def app(args: dict[str, Any]) -> Any:
     deploy = settings.deploy
     targets = {"target_wait_s": deploy.target_wait_s, "target_use": deploy.target_use}
     deployment = serve.deployment(EngineReplica).options(
-        name=ENGINES, max_ongoing_requests=1_000, graceful_shutdown_timeout_s=SHUTDOWN_S,
+        name=ENGINES, logging_config=QUIET, max_ongoing_requests=1_000, graceful_shutdown_timeout_s=SHUTDOWN_S,
         ray_actor_options={"num_cpus": deploy.cpus, "num_gpus": deploy.gpus},
         health_check_period_s=HEALTH_PERIOD_S, health_check_timeout_s=HEALTH_TIMEOUT_S,
         max_surge_percent=1 if deploy.surge else 0,  # rounded up: one replica
@@ -82,7 +83,7 @@ def front_ends(args: dict[str, Any]) -> Any:
         policy=AutoscalingPolicy(policy_function="archerfish.deploy.scaling:nodes_policy"),
     )  # fmt: skip
     deployment = serve.deployment(FrontEnds).options(
-        name=FRONT_ENDS, max_replicas_per_node=1, ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=SHUTDOWN_S,
+        name=FRONT_ENDS, logging_config=QUIET, max_replicas_per_node=1, ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=SHUTDOWN_S,
         health_check_period_s=HEALTH_PERIOD_S, **({"num_replicas": number} if number else {"autoscaling_config": scaling}),
     )  # fmt: skip
     return deployment.bind(args)
