@@ -275,6 +275,9 @@ class ServeConfig(Options):
     num_front_ends: int = option(
         1, "Processes that speak HTTP; one is enough for some thousand tokens a second.", minimum=1, maximum=64
     )
+    replicas: int = option(
+        1, "Engine processes that share the requests; each has a card, or a share of the cores.", minimum=1, maximum=64
+    )
     api_keys_file: str = option(
         "", "File with hashed API keys and limits of tenants, or env:NAME for a variable with its contents; empty: no keys."
     )

@@ -454,6 +454,12 @@ class Version(Schema):
 class Health(Schema, kw_only=True):
     status: Literal["ok"] = "ok"
     seconds: float
+    failing: dict[str, str] | UnsetType = UNSET  # replicas, with the reasons; at least one works
+
+
+class Restarting(Schema, kw_only=True):
+    status: Literal["restarting"] = "restarting"
+    replicas: int
 
 
 class Failing(Schema, kw_only=True):

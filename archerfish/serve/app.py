@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import os
 import secrets
+import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -20,9 +22,9 @@ from starlette.routing import Route
 from archerfish import __version__
 from archerfish.compat.optimization import OptimizationConfig
 from archerfish.config import EngineConfig, ServeConfig
-from archerfish.errors import ArcherfishError, StoppedError
+from archerfish.errors import ArcherfishError, InvalidInputError, StoppedError
 from archerfish.observe.metrics import GivenMetric, Metric, MetricRegistry, Sample
-from archerfish.serve.answers import Failing, Health, Models, Version
+from archerfish.serve.answers import Failing, Health, Models, Restarting, Version
 from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import AsyncClient, Backend
 from archerfish.serve.encoder_routes import TEIRoutes, VLLMRoutes
@@ -38,6 +40,7 @@ from archerfish.serve.overload import retry_after
 from archerfish.serve.page import asset, docs_page, page
 from archerfish.serve.responses_routes import ResponsesRoutes
 from archerfish.serve.result_cache import ResultCache
+from archerfish.serve.routing import RoutedBackend
 from archerfish.serve.tenants import Tenants
 from archerfish.serve.token_routes import TextRoutes, TTSRoutes
 from archerfish.serve.vector_routes import CohereRoutes, VectorRoutes
@@ -118,13 +121,15 @@ class FrontEndSync:
 class StateRoutes:
     """Models, health, figures, the web page, and options for operators."""
 
-    def __init__(self, catalog: Catalog, results: ResultCache, share: FrontEndSync) -> None:
-        self.catalog, self.results, self.share = catalog, results, share
+    def __init__(self, catalog: Catalog, results: ResultCache, share: FrontEndSync, num_replicas: int) -> None:
+        """num_replicas: those that the parent of this process keeps."""
+        self.catalog, self.results, self.share, self.num_replicas = catalog, results, share, num_replicas
         self.routes = [
             Route("/v1/models", self.models), Route("/v1/models/{model_id:path}", self.model), Route("/health", self.health),
             Route("/ready", self.ready), Route("/stats", self.stats), Route("/metrics", self.metrics), Route("/", self.index),
             Route("/openapi.json", self.openapi), Route("/docs", self.docs), Route("/version", self.version),
             Route("/favicon.ico", self.icon), Route("/admin/optimization", self.optimization, methods=["GET", "PATCH"]),
+            Route("/admin/restart", self.restart, methods=["POST"]),
         ]  # fmt: skip
 
     async def models(self, request: Request) -> Response:
@@ -154,7 +159,7 @@ class StateRoutes:
             return json_response(Failing(reason=reason), 503, {"Retry-After": wait})
         assert isinstance(answer, Pong)
         seconds = answer.seconds if probe is not None else time.perf_counter() - began
-        return json_response(Health(seconds=round(seconds, 6)))
+        return json_response(Health(seconds=round(seconds, 6), failing=answer.failing or msgspec.UNSET))
 
     async def stats(self, request: Request) -> Response:
         """Figures of the engines and their caches."""
@@ -184,6 +189,14 @@ class StateRoutes:
     async def icon(self, request: Request) -> Response:
         """The picture of the pages."""
         return Response(asset("favicon.svg"), media_type="image/svg+xml", headers={"Cache-Control": "max-age=86400"})
+
+    async def restart(self, request: Request) -> Response:
+        """Restart the replicas of this machine one after another, without losing a request."""
+        if self.num_replicas < 2:
+            hint = "Serve with --replicas 2 or more, or stop the server and start it again."
+            raise InvalidInputError("One replica is not restarted: requests would be refused meanwhile.", hint=hint)
+        os.kill(os.getppid(), signal.SIGHUP)  # the main process
+        return json_response(Restarting(replicas=self.num_replicas), 202)
 
     async def optimization(self, request: Request) -> Response:
         """The options in force; PATCH changes some, by either of their names, and the answer has both values of those too."""
@@ -234,20 +247,22 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         sync = asyncio.create_task(share.run()) if config.num_front_ends > 1 else None
+        if isinstance(backend, RoutedBackend):
+            backend.start()
         try:
             yield
         finally:
             if sync is not None:
                 sync.cancel()
                 await asyncio.wait([sync])
-            if isinstance(backend, AsyncClient):
+            if isinstance(backend, AsyncClient | RoutedBackend):
                 await backend.close(StoppedError(STOPPED, hint="Send the request again."))
 
     vectors = VectorRoutes(catalog, config, registry)
     groups = (
         OpenAIRoutes(texts), vectors, ResponsesRoutes(texts), MessagesRoutes(texts), TextRoutes(texts),
         TTSRoutes(texts), OllamaRoutes(texts, vectors), CohereRoutes(vectors), TEIRoutes(vectors), VLLMRoutes(vectors),
-        StateRoutes(catalog, results, share),
+        StateRoutes(catalog, results, share, config.replicas),
     )  # fmt: skip
     routes = [route for group in groups for route in group.routes]
     middleware = [Middleware(RequestMiddleware, registry, tenants, config)]

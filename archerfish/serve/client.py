@@ -59,6 +59,11 @@ class RemoteError(ArcherfishError):
         fields = ("message", "code", "status", "hint", "param", "retry_after_s")
         return cls(**{name: getattr(failed, name) for name in fields})
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the engine process did not take the request, or ended under it: another process may answer it."""
+        return self.code in ("unavailable", StoppedError.code)
+
 
 class Backend(Protocol):
     """An engine as a front end sees it: an AsyncClient, or a fake in tests."""

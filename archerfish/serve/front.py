@@ -19,10 +19,14 @@ from starlette.types import ASGIApp
 
 from archerfish.background import signals_to
 from archerfish.config import ServeConfig
+from archerfish.observe.metrics import MetricRegistry
+from archerfish.route.router import Router
 from archerfish.serve import processes
 from archerfish.serve.app import create_app
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.http import Connection
+from archerfish.serve.replicas import replica_name
+from archerfish.serve.routing import RoutedBackend
 from archerfish.serve.tenants import Tenants
 
 
@@ -85,14 +89,28 @@ def is_no_cancellation(record: logging.LogRecord) -> bool:
     return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
+def make_backend(config: processes.FrontConfig, tenants: Tenants, registry: MetricRegistry) -> AsyncClient | RoutedBackend:
+    """A client of the engine process; of several replicas, a backend that chooses one for each request."""
+    clients = [AsyncClient(address, retry_after_s=config.retry_after_s) for address in config.addresses]
+    if len(clients) == 1:
+        return clients[0]
+    backend = RoutedBackend(
+        Router(config.routing_secret.encode()), credentials=config.credentials, tenants=tenants, registry=registry,
+        retry_after_s=config.retry_after_s,
+    )  # fmt: skip
+    for number, client in enumerate(clients):
+        backend.add(replica_name(number), client)
+    return backend
+
+
 def main() -> int:
     """Serve until SIGTERM, or until the main process has ended."""
     pipe = processes.open_report_pipe()
     config = processes.read_config(processes.FrontConfig)
     logging.basicConfig(level=config.serve["log_level"].upper(), format="%(asctime)s front %(levelname)s %(message)s")
     serve, listener = ServeConfig(**config.serve), socket.socket(fileno=config.listener)
-    backend = AsyncClient(config.address, retry_after_s=config.retry_after_s)
-    app = create_app(backend, serve, credentials=config.credentials, tenants=Tenants.from_file(serve.api_keys_file))
+    tenants, registry = Tenants.from_file(serve.api_keys_file), MetricRegistry()
+    app = create_app(make_backend(config, tenants, registry), serve, registry, credentials=config.credentials, tenants=tenants)
     server = make_server(app, serve, lambda: processes.send_report(pipe, {"address": str(listener.getsockname())}))
 
     def stop() -> None:

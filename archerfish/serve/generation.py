@@ -8,7 +8,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +38,7 @@ from archerfish.text.tool_calls import ToolCallParser, ToolPiece
 T = TypeVar("T")
 logger = logging.getLogger("archerfish.serve")
 DEFAULTS = {name: getattr(SamplingParams(), name) for name in SamplingParams.__dataclass_fields__ if name != "stop"}
+MAX_TRIES = 3  # of a request whose replica ends under it
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI writes this for a token that cannot come
 
 
@@ -161,12 +162,20 @@ class Generation:
     request: GenerationRequest
     params: SamplingParams
     prompt_ids: list[int]
-    choices: list[Choice]
+    new_choices: Callable[[], list[Choice]]
     format_param: str | None  # the parameter that states the format of the answer
     tool_use: ToolUse | None
     num_cached: int = 0
     prompt_logprobs: list[Logprob] | None = None
     metrics: dict[str, float] = field(default_factory=dict)  # of the engine, when all has come
+    choices: list[Choice] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget what has come."""
+        self.choices, self.num_cached, self.prompt_logprobs = self.new_choices(), 0, None
 
     @property
     def num_output(self) -> int:
@@ -260,14 +269,17 @@ class TextService:
             token_ids=prompt_ids, params=stated, stream=bool(body.stream or params.stop), wants_ids=True,
             priority=body.priority, deadline_s=body.deadline_s, **self.catalog.address(request, text.card),
         )
-        choices: list[Choice] = []
-        for index in range(params.n):
+
+        def new_choice(index: int) -> Choice:
             output_text = OutputText(text.tokenizer, prompt_ids, params)
             parser = None if tool_use is None else ToolCallParser(tool_use.style, tool_use.tools)
             has_one_call = tool_use is not None and tool_use.has_one_call
             thinking = None if is_thinking is None else ReasoningParser(is_thinking)
-            choices.append(Choice(index, first_place + index, output_text, parser, has_one_call, thinking))
-        return Generation(text, sent, params, prompt_ids, choices, format_param, tool_use)
+            return Choice(index, first_place + index, output_text, parser, has_one_call, thinking)
+
+        return Generation(
+            text, sent, params, prompt_ids, lambda: [new_choice(index) for index in range(params.n)], format_param, tool_use
+        )
 
     async def prepare_chat(
         self, request: Request, body: ToolBody, messages: Sequence[dict[str, Any]], param: str = "messages",
@@ -321,8 +333,17 @@ class TextService:
         return None if has_grammar or self.config.reasoning != "auto" or (answer_start and not is_open) else is_open
 
     async def complete(self, request: Request, *generations: Generation) -> None:
-        async for _ in self.run(request, *generations):
-            pass
+        """Send requests to the engine, and wait for all that comes. They start over if their replica ends under them."""
+        for num_left in reversed(range(MAX_TRIES)):
+            try:
+                async for _ in self.run(request, *generations):
+                    pass
+                return
+            except RemoteError as error:
+                if not (error.is_lost and num_left and any(generation.num_output for generation in generations)):
+                    raise
+                for generation in generations:
+                    generation.start_over()
 
     async def run(self, request: Request, *generations: Generation) -> AsyncGenerator[list[ChoiceDelta], None]:
         """Send requests to the engine, and yield what comes."""

@@ -389,8 +389,8 @@ def main() -> int:
     """Read the configuration, load the models, report the address, and serve."""
     pipe = open_report_pipe()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores belong to the compute thread
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     config = read_config(HostConfig)
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {config.name} %(levelname)s %(message)s")
 
     def end() -> None:
         host.stop(0)

@@ -51,6 +51,7 @@ ANSWERS: dict[tuple[str, str], tuple[Any, tuple[int, ...], dict[str, Any]]] = {
     ("get", "/api/version"): (ollama_routes.OllamaVersion, (401,), {}),
     ("get", "/admin/optimization"): (OBJECT, OPERATING, QUERY_MODEL),
     ("patch", "/admin/optimization"): (OBJECT, OPERATING, QUERY_MODEL | OPTIONS_BODY),
+    ("post", "/admin/restart"): (answers.Restarting, OPERATING, {}),
 }
 
 

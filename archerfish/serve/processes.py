@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from types import FrameType
@@ -83,6 +83,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queue_texts: int = 8192
     max_message_bytes: int = 64 << 20
     memory_gib: float = 0.0  # limit for all loaded models together; 0: no limit
+    name: str = "engine"  # in the log
     grace_s: float = GRACE_S
     hang_s: float = 120.0  # a longer job counts as hung, unless its model is new or has needed a quarter of that before
     silence_s: float = 60.0  # a process without a heartbeat for so long counts as hung
@@ -103,8 +104,9 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
 class FrontConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of a front end. `serve` has the values of ServeConfig."""
 
-    address: str  # of the engine process
+    addresses: tuple[str, ...]  # of the engine process, or of all replicas
     credentials: str
+    routing_secret: str = ""
     serve: dict[str, Any] = {}
     retry_after_s: float = 1.0
     listener: int = -1  # file descriptor of the socket from which it accepts connections
@@ -152,25 +154,26 @@ class KeptProcess:
     """Starts a child process, starts it again when it dies or hangs, and stops it.
 
     `config` is called for every start, after the child was launched. With `silence_s`, a child without a heartbeat for so long
-    is killed. `force_signal` ends the child at once.
+    is killed. `force_signal` ends the child at once. cores: on which it runs; (): as this process.
     """
 
     def __init__(
         self, name: str, command: Sequence[str], config: Callable[[], msgspec.Struct], *, grace_s: float = GRACE_S,
-        silence_s: float = 0.0, force_signal: int = signal.SIGKILL, pass_fds: Sequence[int] = (),
-        clock: Callable[[], float] = time.monotonic,
+        silence_s: float = 0.0, force_signal: int = signal.SIGKILL, pass_fds: Sequence[int] = (), cores: Collection[int] = (),
+        environment: Mapping[str, str] | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self.process: subprocess.Popen[bytes] | None = None
         self.is_serving = False
-        self.num_starts = 0
+        self.num_starts = self.num_failed_starts = 0
         self.start_s = 0.0  # duration of the last start
-        self._command, self._config, self._pass_fds = command, config, pass_fds
+        self._command, self._config, self._pass_fds, self._cores = command, config, pass_fds, cores
+        self._environment = {**os.environ, **environment} if environment else None
         self._grace_s, self._silence_s, self._force_signal = grace_s, silence_s, force_signal
         self._clock = clock
         self._first_report: Future[dict[str, str]] = Future()
         self._is_stopping = threading.Event()
-        self._is_killed = False
+        self._is_killed = self._is_replaced = False
         self._lock = threading.Lock()  # for the launch of a process and the decision to launch no more
         self._thread = threading.Thread(target=self._keep, name=f"archerfish-{name.replace(' ', '-')}", daemon=True)
 
@@ -188,34 +191,38 @@ class KeptProcess:
 
     def _keep(self) -> None:
         num_short_lives = 0
-        while not self._is_ending:
+        if self._cores:
+            os.sched_setaffinity(0, self._cores)  # of this thread, which the child inherits
+        while not self.is_ending:
             started_at = self._clock()
             try:
                 self._run()
             except Exception as error:
+                self.num_failed_starts += 1
                 if not self._first_report.done():
                     self._first_report.set_exception(error)
                     return
-                if not self._is_ending:
+                if not self.is_ending:
                     logger.error("The %s could not be started: %s", self.name, error)
-            num_short_lives = 0 if self._clock() - started_at > STEADY_S else num_short_lives + 1
-            self._is_stopping.wait(0.0 if self._is_ending else backoff_s(num_short_lives))
+            is_steady, self._is_replaced = self._is_replaced or self._clock() - started_at > STEADY_S, False
+            num_short_lives = 0 if is_steady else num_short_lives + 1
+            self._is_stopping.wait(0.0 if self.is_ending else backoff_s(num_short_lives))
         if not self._first_report.done():
             self._first_report.set_exception(StoppedError(f"The {self.name} was stopped before it served."))
 
     @property
-    def _is_ending(self) -> bool:
+    def is_ending(self) -> bool:
         return self._is_killed or self._is_stopping.is_set()
 
     def _run(self) -> None:
         """Run one process from its start to its end."""
         started_at = time.monotonic()
         with self._lock:
-            if self._is_ending:
+            if self.is_ending:
                 return
             process = self.process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, pass_fds=self._pass_fds,
-                process_group=0,
+                process_group=0, env=self._environment,
             )  # fmt: skip
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -234,7 +241,7 @@ class KeptProcess:
             for pipe in (process.stdin, process.stdout):
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
-            if self.is_serving and not self._is_ending:
+            if self.is_serving and not self.is_ending and not self._is_replaced:
                 logger.error("The %s has died (%s) and is started again.", self.name, status_text(code))
             self.is_serving = False
 
@@ -261,7 +268,7 @@ class KeptProcess:
                 return
             num_bytes += len(data or b"")
             silent_s = stall.check(self._clock(), num_bytes)
-            if self._silence_s and silent_s > self._silence_s and not self._is_ending:
+            if self._silence_s and silent_s > self._silence_s and not self.is_ending:
                 logger.error("The %s sent no heartbeat for %.0f s and is killed.", self.name, silent_s)
                 process.kill()
                 return
@@ -273,15 +280,31 @@ class KeptProcess:
                 self.process.terminate()  # once: a second signal may hit a process that handles none any more
             self._is_stopping.set()
 
+    def _wait_for_end(self, process: subprocess.Popen[bytes]) -> None:
+        try:
+            process.wait(self._grace_s + KILL_AFTER_S)
+        except subprocess.TimeoutExpired:
+            logger.error("The %s did not end within its grace time and is killed.", self.name)
+            process.kill()
+
+    def replace(self) -> bool:
+        """Let the process finish its work and start another. True once that one serves; false if it does not, or at the end."""
+        with self._lock:
+            process, num_before = self.process, self.num_starts + self.num_failed_starts
+            if process is None or self.is_ending:
+                return False
+            self._is_replaced = True
+            process.terminate()
+        self._wait_for_end(process)
+        while not self.is_ending and self.num_starts + self.num_failed_starts == num_before:
+            self._is_stopping.wait(0.05)
+        return self.is_serving
+
     def stop(self) -> None:
         """Let the process finish its work and wait until it has ended. It is killed after its grace time."""
         self.terminate()
         if self.process is not None:
-            try:
-                self.process.wait(self._grace_s + KILL_AFTER_S)
-            except subprocess.TimeoutExpired:
-                logger.error("The %s did not end within its grace time and is killed.", self.name)
-                self.process.kill()
+            self._wait_for_end(self.process)
         if self._thread.is_alive():
             self._thread.join()
 
@@ -306,7 +329,8 @@ def engine_process(
     config: HostConfig, command: Sequence[str] = (sys.executable, "-m", "archerfish.serve.host"), **options: Any
 ) -> KeptProcess:
     """options: others of KeptProcess."""
-    return KeptProcess("engine process", command, lambda: config, grace_s=config.grace_s, silence_s=config.silence_s, **options)
+    name = "engine process" if config.name == HostConfig.name else f"engine process {config.name}"
+    return KeptProcess(name, command, lambda: config, grace_s=config.grace_s, silence_s=config.silence_s, **options)
 
 
 def front_process(

@@ -35,7 +35,6 @@ SILENCE_S = 2.0  # a replica that owes a report for so long gets no requests
 WAIT_S = 5.0  # that a request waits while no replica is ready
 ANSWER_S = 5.0  # limit for the answers of single replicas about themselves
 MAX_TRIES = 3  # replicas that may be lost under one request, which may be the reason
-GONE = ("unavailable", "stopped")  # codes of a replica that did not take or not finish a request
 FULL = ("overloaded", "queue_share_used", "deadline_unreachable", "too_many_requests")  # another one may have room
 READY, STOPPING, LATE, AWAY = "ready", "stopping", "late", "away"
 
@@ -215,11 +214,11 @@ class RoutedBackend:
                             yield part
                     return
                 except RemoteError as error:
-                    is_refused = not has_begun and error.code in (*GONE, *FULL)
+                    is_refused = not has_begun and (error.is_lost or error.code in FULL)
                     tried.append(route.replica)
                     if not self._may_go_on(error, one, is_refused=is_refused, tried=tried, num_lost=num_lost):
                         raise
-                    num_lost += error.code in GONE
+                    num_lost += error.is_lost
                 finally:
                     self.router.ended(route)
                     self._serving.pop(message.request_id, None)
@@ -242,7 +241,7 @@ class RoutedBackend:
         """Whether another replica is tried: after the loss of up to MAX_TRIES, and once where a queue is full."""
         if self._closed is not None or not is_refused:
             return False
-        if error.code in GONE:
+        if error.is_lost:
             self.router.pause(one.replica)  # until its next report
         elif len(tried) > num_lost + 1 or self.router.choose("", without=tried) is None:
             return False
@@ -295,7 +294,7 @@ class RoutedBackend:
                 try:
                     return await one.client.ask(message)
                 except RemoteError as error:
-                    if error.code not in GONE:
+                    if not error.is_lost:
                         raise
                     self._set_state(one, LATE, error.message)
         raise self._unavailable()

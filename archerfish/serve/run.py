@@ -23,7 +23,8 @@ from archerfish.errors import InvalidOptionError, MachineError
 from archerfish.kernels.select import choose_device
 from archerfish.serve import processes
 from archerfish.serve.page import curl, examples
-from archerfish.serve.processes import FrontConfig, HostConfig, KeptProcess, ModelSpec, engine_process, front_process
+from archerfish.serve.processes import FrontConfig, HostConfig, KeptProcess, ModelSpec, front_process
+from archerfish.serve.replicas import RollingRestart, replica_processes
 from archerfish.serve.tenants import Tenants
 from archerfish.store.names import STORY_MODEL
 from archerfish.types import Progress, no_progress
@@ -56,16 +57,15 @@ def serve(
         host = host_config(config, specs, hub, f"ipc://{directory}/engine")
         with processes.stop_on_signals(kill), bind(config) as listener:
             kinds = fetch_models(specs, hub, progress)
-            engine_child = engine_process(host)
+            engines += replica_processes(host, config.replicas)
 
             def front_config() -> FrontConfig:
-                address = engine_child.wait()["address"]
                 return FrontConfig(
-                    address=address, credentials=host.front_end_pass, serve=dataclasses.asdict(config),
-                    retry_after_s=max(1.0, engine_child.start_s), listener=listener.fileno(),
+                    addresses=tuple(engine.wait()["address"] for engine in engines), credentials=host.front_end_pass,
+                    routing_secret=host.routing_secret, serve=dataclasses.asdict(config), listener=listener.fileno(),
+                    retry_after_s=max(1.0, *(engine.start_s for engine in engines)),
                 )
 
-            engines.append(engine_child)
             front_ends += [front_process(front_config, listener.fileno()) for _ in range(config.num_front_ends)]
             try:
                 for child in (*engines, *front_ends):
@@ -73,7 +73,8 @@ def serve(
                 for child in (*engines, *front_ends):
                     child.wait()
                 announce(ready_text(url_of(listener), specs, config, kinds))
-                wait_for_signal()
+                with RollingRestart(engines).on_signal():
+                    wait_for_signal()
                 with contextlib.suppress(OSError):  # the reader of the output may be gone
                     announce(STOPPING)
             finally:
@@ -96,9 +97,12 @@ def host_config(config: ServeConfig, models: tuple[ModelSpec, ...], hub: HubConf
         raise InvalidOptionError("[serve] zmq_address needs a port, which stays the same when the engine process is restarted.")
     if secret_key and not config.zmq_address.startswith("tcp:"):
         raise InvalidOptionError("[serve] zmq_key_file is given, but zmq_address is no tcp:// address.")
+    if config.replicas > 1 and config.zmq_address:
+        raise InvalidOptionError("[serve] zmq_address cannot be served by several replicas.", hint="Set replicas to 1.")
     return HostConfig(
         address=address, open_address=config.zmq_address, models=models, hub=dataclasses.asdict(hub),
         front_end_pass=secrets.token_urlsafe(32), secret_key=secret_key,
+        routing_secret=secrets.token_urlsafe(32) if config.replicas > 1 else "",
         client_keys=tuple(key.strip() for key in config.zmq_client_keys.split(",") if key.strip()),
         max_queue_texts=config.max_queue_texts, latency_budget_ms=config.latency_budget_ms, api_keys_file=config.api_keys_file,
         admission={name: getattr(config, name) for name in ("max_wait_s", "max_prompt_tokens", "max_output_tokens")},
@@ -218,6 +222,8 @@ def ready_text(url: str, models: tuple[ModelSpec, ...], config: ServeConfig, kin
     lines = [f"archerfish serves {shown} at {url} (Ctrl+C stops it)", f"Computing on {' and '.join(devices)}.", ""]
     if not config.api_keys_file and not processes.is_loopback(config.host):
         lines.insert(1, "Anyone who reaches this address may use it: there are no API keys ([serve] api_keys_file).")
+    if config.replicas > 1:
+        lines[1] = f"{lines[1][:-1]}, by {config.replicas} replicas."
     if config.zmq_address:
         lines.insert(1, f"ZMQ clients connect to {config.zmq_address}.")
     first = examples(kinds)[0]

@@ -258,7 +258,7 @@ def test_killed_front_ends_are_not_replaced(
 ) -> None:
     monkeypatch.setattr(processes, "LAST_S", last_s)
     command = (sys.executable, "-c", script)
-    children = [front_process(lambda: FrontConfig(address="x", credentials=""), 0, command) for _ in range(2)]
+    children = [front_process(lambda: FrontConfig(addresses=("x",), credentials=""), 0, command) for _ in range(2)]
     for child in children:
         child.start()
         child.wait()
@@ -305,7 +305,7 @@ def get(address: tuple[str, int], route: str) -> int:
 @contextmanager
 def front_ends(directory: Path, number: int) -> Iterator[tuple[list[KeptProcess], tuple[str, int]]]:
     with host_with(directory, WordEncoder(WORDS)) as host, run.bind(ServeConfig(**QUIET)) as listener:
-        config = FrontConfig(address=host.address, credentials=PASS, serve=QUIET, listener=listener.fileno())
+        config = FrontConfig(addresses=(host.address,), credentials=PASS, serve=QUIET, listener=listener.fileno())
         children = [front_process(lambda: config, listener.fileno()) for _ in range(number)]
         try:
             for child in children:

@@ -1,0 +1,111 @@
+"""The replicas of one machine: what each of them gets of it, and how they are restarted one after another."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import msgspec
+
+from archerfish.background import signals_to
+from archerfish.config import EngineConfig
+from archerfish.errors import InvalidOptionError
+from archerfish.kernels.machine import memory, num_usable_cores, usable_cores
+from archerfish.kernels.room import GIB
+from archerfish.kernels.select import choose_device, import_torch
+from archerfish.runtime.kv_pool import CPU_MOST_BYTES, CPU_SHARE
+from archerfish.serve.processes import HostConfig, KeptProcess, ModelSpec, engine_process
+
+logger = logging.getLogger("archerfish.serve")
+VISIBLE_CARDS = "CUDA_VISIBLE_DEVICES"
+SETTLE_S = 1.0  # after the start of a replica: the front ends must know of it before the next one is stopped
+
+
+def replica_name(number: int) -> str:
+    return f"replica-{number}"
+
+
+def replica_processes(host: HostConfig, count: int) -> list[KeptProcess]:
+    """The engine processes of a service. host: the configuration of one that has the whole machine."""
+    if count == 1:
+        return [engine_process(host)]
+    devices = {choose_device(spec.options.get("device", "auto")).name for spec in host.models}
+    cards, cores = cards_of(count) if "cuda" in devices else [], core_shares(usable_cores(), num_usable_cores(), count)
+    models = tuple(msgspec.structs.replace(spec, options=divided(spec, count, has_card=bool(cards))) for spec in host.models)
+    memory_gib = host.memory_gib if cards else host.memory_gib / count
+    found = []
+    for number in range(count):
+        name = replica_name(number)
+        own = msgspec.structs.replace(host, name=name, address=f"{host.address}-{number}", models=models, memory_gib=memory_gib)
+        options: dict[str, Any] = {"environment": {VISIBLE_CARDS: cards[number]}} if cards else {"cores": cores[number]}
+        found.append(engine_process(own, **options))
+    return found
+
+
+def core_shares(cores: Sequence[int], num_usable: int, count: int) -> list[list[int]]:
+    """The cores of each replica; none where a quota, not the cores, limits this process. num_usable: what the quota allows."""
+    if num_usable < len(cores):
+        return [[]] * count
+    if count > len(cores):
+        return [[cores[number % len(cores)]] for number in range(count)]
+    bounds = [number * len(cores) // count for number in range(count + 1)]
+    return [list(cores[begin:end]) for begin, end in itertools.pairwise(bounds)]
+
+
+def cards_of(count: int) -> list[str]:
+    """The card of each replica, as CUDA_VISIBLE_DEVICES names it."""
+    num_cards = import_torch("A card for each replica").cuda.device_count()
+    if num_cards < count:
+        message = f"[serve] replicas is {count}, but there are {num_cards} cards; each replica takes one."
+        raise InvalidOptionError(message, hint=f"Set replicas to {num_cards} at most, or device to cpu.")
+    named = [name.strip() for name in os.environ.get(VISIBLE_CARDS, "").split(",") if name.strip()]
+    return (named or [str(number) for number in range(num_cards)])[:count]
+
+
+def divided(spec: ModelSpec, count: int, *, has_card: bool) -> dict[str, Any]:
+    """The options of a model with a share of threads and memory."""
+    options = dict(spec.options)
+    if not options.get("num_threads") and num_usable_cores() < len(usable_cores()):
+        options["num_threads"] = max(1, num_usable_cores() // count)
+    if spec.kind == "generation" and not has_card:
+        engine = EngineConfig(**options)
+        usual_gib = min(CPU_SHARE * memory().available_bytes, CPU_MOST_BYTES) / GIB
+        if engine.memory_budget_gib or not engine.max_cache_tokens:
+            engine = engine.replace(memory_budget_gib=(engine.memory_budget_gib or usual_gib) / count)
+        options = dataclasses.asdict(engine)
+    return options
+
+
+class RollingRestart:
+    """Restarts replicas one after another when SIGHUP comes. A new one serves before the next one is stopped."""
+
+    def __init__(self, replicas: Sequence[KeptProcess]) -> None:
+        self._replicas = replicas
+        self._is_asked = threading.Event()
+        if len(replicas) > 1:
+            threading.Thread(target=self._run, name="archerfish-restart", daemon=True).start()
+
+    def on_signal(self) -> AbstractContextManager[None]:
+        """One replica leaves SIGHUP as it is: it ends the service."""
+        return signals_to(lambda *_: self._is_asked.set(), *([signal.SIGHUP] if len(self._replicas) > 1 else []))
+
+    def _run(self) -> None:
+        while True:
+            self._is_asked.wait()
+            logger.warning("All %d replicas are restarted, one after another.", len(self._replicas))
+            for number, replica in enumerate(self._replicas, 1):
+                if not replica.replace():
+                    if not replica.is_ending:
+                        logger.error("The %s does not serve after its restart; the others are left as they are.", replica.name)
+                    break
+                logger.warning("The %s was restarted (%d of %d).", replica.name, number, len(self._replicas))
+                time.sleep(SETTLE_S)
+            self._is_asked.clear()
