@@ -18,6 +18,7 @@ import msgspec
 
 from archerfish.config import ServeConfig
 from archerfish.deploy.found import Follower, FoundReplica, FrontState
+from archerfish.observe.metrics import MetricRegistry
 from archerfish.route.router import Router
 from archerfish.serve import processes
 from archerfish.serve.app import create_app
@@ -50,9 +51,10 @@ def main() -> int:
     config = processes.read_config(ClusterFrontConfig)
     serve, listener = ServeConfig(**config.serve), socket.socket(fileno=config.listener)
     logging.basicConfig(level=serve.log_level.upper(), format="%(asctime)s front %(levelname)s %(message)s")
-    tenants = Tenants.from_file(serve.api_keys_file)
-    backend = RoutedBackend(Router(config.routing_secret.encode()), credentials=config.credentials, tenants=tenants)
-    app = create_app(backend, serve, credentials=config.credentials, tenants=tenants)
+    tenants, registry = Tenants.from_file(serve.api_keys_file), MetricRegistry()
+    router = Router(config.routing_secret.encode())
+    backend = RoutedBackend(router, credentials=config.credentials, tenants=tenants, registry=registry)
+    app = create_app(backend, serve, registry, credentials=config.credentials, tenants=tenants)
     follower = Follower(backend, config.own_keys, app.state.catalog.expire)
 
     def start() -> None:

@@ -56,6 +56,8 @@ class Settings:
             raise InvalidOptionError("No model is served.", hint="Name one in [engine] model, [embed] model or [[models]].")
         if not self.serve.port:
             raise InvalidOptionError("[serve] port cannot be 0 on a cluster.", hint="Choose a port that is free on every node.")
+        if self.serve.replicas > 1:
+            raise InvalidOptionError("[serve] replicas are those of one machine.", hint="Write [deploy] min_replicas and max_replicas.")
         if self.serve.zmq_address:
             raise InvalidOptionError("[serve] zmq_address does not work on a cluster: engine processes have addresses of their own.")
 
