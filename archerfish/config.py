@@ -329,18 +329,18 @@ class DeployConfig(Options):
 
     name: str = option("archerfish", "Name of the service on the cluster.")
     address: str = option(
-        "http://127.0.0.1:8265", "Ray's dashboard, which takes deployments. If nothing answers on this machine, Ray is started here."
+        "http://127.0.0.1:8265", "Ray's dashboard, which takes deployments; if it is of this machine and does not answer, Ray is "
+        "started."
     )
     min_replicas: int = option(1, "Fewest engine processes.", minimum=1)
     max_replicas: int = option(1, "Most engine processes.", minimum=1)
     cpus: float = option(1.0, "CPU cores of a replica; it computes with so many threads.", minimum=0)
     gpus: float = option(0.0, "GPUs of a replica.", minimum=0)
     front_ends: int = option(0, "Nodes that accept HTTP, at [serve] host and port; 0: every node.", minimum=0)
-    target_wait_s: float = option(
-        1.0, "Expected wait for a first token at which replicas are added.", minimum=0.001
-    )
+    target_wait_s: float = option(1.0, "Expected wait for a first token at which replicas are added.", minimum=0.001)
     target_use: float = option(
-        0.8, "Share of a replica's KV memory and of `max_num_seqs` in use at which replicas are added.", minimum=0.05, maximum=1.0
+        0.8, "Share of a replica's KV memory and of `max_num_seqs` in use at which replicas are added.", minimum=0.05,
+        maximum=1.0,
     )
     upscale_delay_s: float = option(10.0, "Replicas are added after more are needed for so long.", minimum=0)
     downscale_delay_s: float = option(300.0, "Replicas are removed after fewer are needed for so long.", minimum=0)

@@ -13,9 +13,10 @@ from archerfish.errors import MachineError
 
 
 def add_deploy_arguments(parser: Parser) -> None:
-    parser.add_argument("file", nargs="?", metavar="CONFIG", help="TOML file, as `archerfish serve --config` takes it, with [deploy]")
+    text = "TOML file, as `archerfish serve --config` takes it, with [deploy]"
+    parser.add_argument("file", nargs="?", metavar="CONFIG", help=text)
     parser.add_argument("--yaml", action="store_true", help="only print what `serve deploy` takes")
-    parser.add_argument("--stop", action="store_true", help="remove the service from the cluster; its running requests are finished")
+    parser.add_argument("--stop", action="store_true", help="remove the service; its running requests are finished")
     add_options(parser, DeployConfig)
 
 

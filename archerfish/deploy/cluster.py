@@ -1,4 +1,4 @@
-"""`archerfish deploy ray` itself: gives a service to a Ray cluster, by the interface that `serve deploy` uses, and waits for it.
+"""`archerfish deploy ray` itself: gives a service to a Ray cluster, as `serve deploy` does, and waits for it.
 
 This process does not join the cluster and does not import ray.
 """
@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
-from archerfish.deploy.secrets import TOKEN, TOKEN_PATH, cluster_token, default_token_path, make_token
+from archerfish.deploy.secrets import TOKEN, TOKEN_PATH, cluster_token, has_token, make_token
 from archerfish.deploy.settings import FRONT_ENDS, Settings, app_names, serve_config
 from archerfish.errors import MachineError
 from archerfish.serve.processes import GRACE_S, is_loopback, stop_on_signals
@@ -55,9 +55,10 @@ class Cluster:
                 return json.loads(answer.read() or b"{}")  # type: ignore[no-any-return]
         except urllib.error.HTTPError as error:
             text = error.read().decode("utf-8", "replace")[:1000]
-            hint = f"It must be the same in {TOKEN}, or in the file that {TOKEN_PATH} names." if error.code in (401, 403) else ""
-            what = "does not take the token" if error.code in (401, 403) else f"answers with status {error.code}: {text}"
-            raise MachineError(f"The Ray cluster at {self.address} {what}.", hint=hint) from error
+            if error.code not in (401, 403):
+                raise MachineError(f"The Ray cluster at {self.address} answers with status {error.code}: {text}") from error
+            hint = f"Give the one of the cluster in {TOKEN}, or in the file that {TOKEN_PATH} names."
+            raise MachineError(f"The Ray cluster at {self.address} does not take the token.", hint=hint) from error
         except (OSError, ValueError) as error:
             hint = "Start Ray there (docs/ray.md), or give the address of its dashboard: [deploy] address."
             raise NoClusterError(f"No Ray cluster answers at {self.address}: {error}.", hint=hint) from error
@@ -130,8 +131,7 @@ def deploy(settings: Settings, show: Callable[[str], None], announce: Callable[[
 
 def may_start(error: MachineError, address: str) -> bool:
     """Whether there is no cluster yet, and it is this machine that was named."""
-    is_new = isinstance(error, NoClusterError) or not (os.environ.get(TOKEN) or os.environ.get(TOKEN_PATH) or default_token_path().exists())
-    return is_new and is_loopback(urlsplit(address).hostname or "")
+    return (isinstance(error, NoClusterError) or not has_token()) and is_loopback(urlsplit(address).hostname or "")
 
 
 def bring_up(cluster: Cluster, settings: Settings, show: Callable[[str], None], how_to_stop: str) -> str:
@@ -149,7 +149,7 @@ def local_ray(settings: Settings, show: Callable[[str], None]) -> Iterator[Clust
     if find_spec("ray") is None:
         raise MachineError("No Ray cluster runs, and ray is not installed.", hint="Run `pip install 'archerfish[ray]'`.")
     address = urlsplit(settings.deploy.address)
-    if not (os.environ.get(TOKEN) or os.environ.get(TOKEN_PATH) or default_token_path().exists()):
+    if not has_token():
         make_token()
     host = str(address.hostname)
     command = [

@@ -13,7 +13,7 @@ from archerfish.serve.routing import RoutedBackend
 
 
 class FoundReplica(msgspec.Struct, frozen=True):
-    """An engine host that runs. Equal means the same process at the same address."""
+    """An engine host that runs. Its name, address and key stay the same as long as its actor lives."""
 
     name: str
     address: str
@@ -27,9 +27,9 @@ class FrontState(msgspec.Struct):
 
 
 def changes(known: Iterable[FoundReplica], found: Iterable[FoundReplica]) -> tuple[list[FoundReplica], list[FoundReplica]]:
-    """Which replicas are new, and which have gone. One that has moved is both."""
-    before, after = set(known), set(found)
-    return sorted(after - before, key=lambda one: one.name), sorted(before - after, key=lambda one: one.name)
+    """Which replicas are new, and which have gone."""
+    before, after = {one.name: one for one in known}, {one.name: one for one in found}
+    return [after[name] for name in after if name not in before], [before[name] for name in before if name not in after]
 
 
 def read_found(answers: Iterable[Any]) -> list[FoundReplica]:

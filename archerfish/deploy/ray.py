@@ -83,8 +83,9 @@ def front_ends(args: dict[str, Any]) -> Any:
         policy=AutoscalingPolicy(policy_function="archerfish.deploy.scaling:nodes_policy"),
     )  # fmt: skip
     deployment = serve.deployment(FrontEnds).options(
-        name=FRONT_ENDS, logging_config=QUIET, max_replicas_per_node=1, ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=SHUTDOWN_S,
-        health_check_period_s=HEALTH_PERIOD_S, **({"num_replicas": number} if number else {"autoscaling_config": scaling}),
+        name=FRONT_ENDS, logging_config=QUIET, max_replicas_per_node=1, ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=SHUTDOWN_S, health_check_period_s=HEALTH_PERIOD_S,
+        **({"num_replicas": number} if number else {"autoscaling_config": scaling}),
     )  # fmt: skip
     return deployment.bind(args)
 
@@ -117,9 +118,8 @@ class EngineReplica:
 
     async def describe(self) -> dict[str, Any]:
         """For front ends: where the engine process is, and which models their tokenizers belong to."""
-        return {
-            **msgspec.to_builtins(self._found), "models": msgspec.to_builtins(self._specs), "hub": dataclasses.asdict(self._hub),
-        }  # fmt: skip
+        models = {"models": msgspec.to_builtins(self._specs), "hub": dataclasses.asdict(self._hub)}
+        return {**msgspec.to_builtins(self._found), **models}
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """For `CacheAwareRouter`, of callers through a handle."""
@@ -135,7 +135,7 @@ class EngineReplica:
         await self._client.ask(Ping(request_id="", probe=""), HEALTH_TIMEOUT_S / 2)
 
     async def generate(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """For callers through a handle, with `options(stream=True)`. request: the fields of a GenerationRequest (docs/wire.md)."""
+        """For callers through a handle, with `options(stream=True)`. request: fields of a GenerationRequest (docs/wire.md)."""
         message = msgspec.convert({**request, "request_id": "", "credentials": self._pass}, GenerationRequest)
         async for part in self._client.generate(message):
             yield msgspec.to_builtins(part)
@@ -215,10 +215,10 @@ class FrontEnds:
     def _tell(self) -> None:
         """Tell every child what it does not know yet; one that was started again knows nothing."""
         for number, child in enumerate(self._children):
-            state = (child.pid, self._found)
-            if child.is_serving and self._told.get(number) != state and child.process is not None and child.process.stdin is not None:
+            state, process = (child.pid, self._found), child.process
+            if child.is_serving and self._told.get(number) != state and process is not None and process.stdin is not None:
                 with contextlib.suppress(OSError):  # it has just died
-                    child.process.stdin.write(msgspec.json.encode(FrontState(self._found)) + b"\n")
+                    process.stdin.write(msgspec.json.encode(FrontState(self._found)) + b"\n")
                     self._told[number] = state
 
     async def __del__(self) -> None:

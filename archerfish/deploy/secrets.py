@@ -42,12 +42,16 @@ def cluster_token(environ: Mapping[str, str] = os.environ) -> str:
     return text.strip()
 
 
+def has_token(environ: Mapping[str, str] = os.environ) -> bool:
+    return bool(environ.get(TOKEN) or environ.get(TOKEN_PATH) or default_token_path().exists())
+
+
 def make_token() -> None:
     """Write a new token to where Ray looks for one. Only this user can read it."""
     path = default_token_path()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(secrets.token_hex(32))
+    path.touch(mode=0o600, exist_ok=False)
+    path.write_text(secrets.token_hex(32), encoding="utf-8")
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,8 +65,10 @@ class ServiceSecrets:
 
     @classmethod
     def derive(cls, token: str, service: str) -> ServiceSecrets:
+        key = blake2b(token.encode()).digest()
+
         def secret(purpose: str) -> bytes:
-            return blake2b(f"archerfish\0{service}\0{purpose}".encode(), key=blake2b(token.encode()).digest(), digest_size=32).digest()
+            return blake2b(f"archerfish\0{service}\0{purpose}".encode(), key=key, digest_size=32).digest()
 
         curve = z85.encode(secret("front end key"))
         public = zmq.curve_public(curve)

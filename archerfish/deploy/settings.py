@@ -57,9 +57,10 @@ class Settings:
         if not self.serve.port:
             raise InvalidOptionError("[serve] port cannot be 0 on a cluster.", hint="Choose a port that is free on every node.")
         if self.serve.replicas > 1:
-            raise InvalidOptionError("[serve] replicas are those of one machine.", hint="Write [deploy] min_replicas and max_replicas.")
+            hint = "Write [deploy] min_replicas and max_replicas."
+            raise InvalidOptionError("[serve] replicas are those of one machine.", hint=hint)
         if self.serve.zmq_address:
-            raise InvalidOptionError("[serve] zmq_address does not work on a cluster: engine processes have addresses of their own.")
+            raise InvalidOptionError("[serve] zmq_address is not for a cluster, whose engine processes have addresses of their own.")
 
 
 def changed(options: Any) -> dict[str, Any]:
@@ -76,14 +77,14 @@ def app_names(service: str) -> tuple[str, str]:
 
 def serve_config(settings: Settings) -> dict[str, Any]:
     """What `serve deploy` takes. No HTTP proxy of Ray's is started: our front ends are the way in."""
-    engines, front_ends = app_names(settings.deploy.name)
+    parts = zip(app_names(settings.deploy.name), ("app", "front_ends"), (settings.args(*SECTIONS), settings.front_args()), strict=True)
     return {
         "proxy_location": "Disabled",
         "applications": [
-            {"name": engines, "import_path": "archerfish.deploy.ray:app", "route_prefix": None, "args": settings.args(*SECTIONS)},
-            {"name": front_ends, "import_path": "archerfish.deploy.ray:front_ends", "route_prefix": None, "args": settings.front_args()},
+            {"name": name, "import_path": f"archerfish.deploy.ray:{builder}", "route_prefix": None, "args": args}
+            for name, builder, args in parts
         ],
-    }
+    }  # fmt: skip
 
 
 def to_yaml(config: dict[str, Any]) -> str:

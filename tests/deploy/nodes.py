@@ -30,7 +30,8 @@ def why_not() -> str:
         return "network namespaces need root and the command ip"
     name = f"fish{os.getpid()}-try"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
-    bridge = subprocess.run(["ip", "-n", name, "link", "add", "br0", "type", "bridge"], capture_output=True, text=True, check=False)
+    command = ["ip", "-n", name, "link", "add", "br0", "type", "bridge"]
+    bridge = subprocess.run(command, capture_output=True, text=True, check=False)
     subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
     return f"no network namespaces here: {made.stderr}{bridge.stderr}" if made.returncode or bridge.returncode else ""
 
@@ -58,8 +59,8 @@ class Nodes:
         self.token.write_text(os.urandom(16).hex())
         self.environ = {
             **os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token), "RAY_USAGE_STATS_ENABLED": "0",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]), "PYTHONUNBUFFERED": "1",
-            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]),
+            "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
 
     def __enter__(self) -> Self:
@@ -126,7 +127,7 @@ class Nodes:
 
     def start_ray(self) -> None:
         """The head on node 1, and two others."""
-        own = ["-m", "ray.scripts.scripts", "start", "--num-cpus=4", "--num-gpus=0", f"--object-store-memory={MEMORY}", "--disable-usage-stats"]
+        own = ["-m", "ray.scripts.scripts", "start", "--num-cpus=4", "--num-gpus=0", f"--object-store-memory={MEMORY}"]
         head = ["--head", "--port=6379", f"--dashboard-host={self.addresses[1]}", f"--temp-dir={self.directory}/ray"]
         self.run(1, *own, *head, f"--node-ip-address={self.addresses[1]}")
         for number in (2, 3):  # one after another: nodes on one machine name their sockets by what is there
