@@ -329,8 +329,7 @@ class DeployConfig(Options):
 
     name: str = option("archerfish", "Name of the service on the cluster.")
     address: str = option(
-        "http://127.0.0.1:8265", "Ray's dashboard, which takes deployments; if it is of this machine and does not answer, Ray is "
-        "started."
+        "http://127.0.0.1:8265", "Ray's dashboard, which takes deployments; where none answers on this machine, Ray is started."
     )
     min_replicas: int = option(1, "Fewest engine processes.", minimum=1)
     max_replicas: int = option(1, "Most engine processes.", minimum=1)

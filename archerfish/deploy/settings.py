@@ -40,7 +40,7 @@ class Settings:
     def args(self, *sections: type[Options]) -> dict[str, Any]:
         """The tables of the TOML file, without what has its default value."""
         found = {one.section: changed(getattr(self, one.section)) for one in sections}
-        tables = {name: values for name, values in found.items() if values}
+        tables: dict[str, Any] = {name: values for name, values in found.items() if values}
         if EngineConfig in sections and self.models:
             tables["models"] = [changed(model) | dict(model.options) for model in self.models]
         return tables
@@ -60,7 +60,7 @@ class Settings:
             hint = "Write [deploy] min_replicas and max_replicas."
             raise InvalidOptionError("[serve] replicas are those of one machine.", hint=hint)
         if self.serve.zmq_address:
-            raise InvalidOptionError("[serve] zmq_address is not for a cluster, whose engine processes have addresses of their own.")
+            raise InvalidOptionError("[serve] zmq_address is not for a cluster: engine processes have their own addresses.")
 
 
 def changed(options: Any) -> dict[str, Any]:
@@ -77,14 +77,12 @@ def app_names(service: str) -> tuple[str, str]:
 
 def serve_config(settings: Settings) -> dict[str, Any]:
     """What `serve deploy` takes. No HTTP proxy of Ray's is started: our front ends are the way in."""
-    parts = zip(app_names(settings.deploy.name), ("app", "front_ends"), (settings.args(*SECTIONS), settings.front_args()), strict=True)
-    return {
-        "proxy_location": "Disabled",
-        "applications": [
-            {"name": name, "import_path": f"archerfish.deploy.ray:{builder}", "route_prefix": None, "args": args}
-            for name, builder, args in parts
-        ],
-    }  # fmt: skip
+    args = {"app": settings.args(*SECTIONS), "front_ends": settings.front_args()}
+    applications = [
+        {"name": name, "import_path": f"archerfish.deploy.ray:{builder}", "route_prefix": None, "args": args[builder]}
+        for name, builder in zip(app_names(settings.deploy.name), args, strict=True)
+    ]
+    return {"proxy_location": "Disabled", "applications": applications}
 
 
 def to_yaml(config: dict[str, Any]) -> str:

@@ -85,4 +85,5 @@ def handle(number: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"load": load, "prompts": prompts, "handle": handle}[sys.argv[1]](*sys.argv[2:])))
+    programs: dict[str, Callable[..., dict[str, Any]]] = {"load": load, "prompts": prompts, "handle": handle}
+    print(json.dumps(programs[sys.argv[1]](*sys.argv[2:])))
