@@ -136,6 +136,9 @@ BENCHES = (
         Flag("--steps", "steps to measure (default: 2000)", 2000),
         Flag("--nodes", "largest tree, in nodes (default: 1000000)", 10**6),
     ), goals="scheduler:GOALS"),
+    Bench("replicas", "measure routing over paced engine processes: throughput, hit rates, costs", "replicas:measure", (
+        rounds(5), Flag("--only", "parts to run: throughput, prefixes, router, digest (default: all)", metavar="A,B"),
+    ), goals="replicas:GOALS"),
     Bench("cpu", "measure everything on the CPU against the peers that are installed, in one run", "cpu:measure", (
         rounds(5), Flag("--engines", "only these engines (default: all that are installed)", metavar="A,B"),
         Flag("--only", "parts to run: decode, prefill, batch, start, http, embed, rwkv, draw, drafts (default: all)",

@@ -333,22 +333,32 @@ class TextService:
         return None if has_grammar or self.config.reasoning != "auto" or (answer_start and not is_open) else is_open
 
     async def complete(self, request: Request, *generations: Generation) -> None:
-        """Send requests to the engine, and wait for all that comes. They start over if their replica ends under them."""
+        async for _ in self.run(request, *generations):
+            pass
+
+    async def run(
+        self, request: Request, *generations: Generation, is_shown: Callable[[], bool] = lambda: False
+    ) -> AsyncGenerator[list[ChoiceDelta], None]:
+        """Send requests to the engine, and yield what comes.
+
+        If their replica ends under them, they start over, unless the client was shown a part of what came.
+        """
         for num_left in reversed(range(MAX_TRIES)):
             try:
-                async for _ in self.run(request, *generations):
-                    pass
+                async with aclosing(self._run(request, *generations)) as runs:
+                    async for deltas in runs:
+                        yield deltas
                 return
             except RemoteError as error:
-                if not (error.is_lost and num_left and any(generation.num_output for generation in generations)):
+                has_come = any(generation.num_output for generation in generations)  # otherwise the backend has tried again
+                if not (error.is_lost and has_come and num_left) or is_shown():
                     raise
                 for generation in generations:
                     generation.start_over()
 
-    async def run(self, request: Request, *generations: Generation) -> AsyncGenerator[list[ChoiceDelta], None]:
-        """Send requests to the engine, and yield what comes."""
+    async def _run(self, request: Request, *generations: Generation) -> AsyncGenerator[list[ChoiceDelta], None]:
         if len(generations) > 1:
-            async with aclosing(merge([self.run(request, generation) for generation in generations])) as merged:
+            async with aclosing(merge([self._run(request, generation) for generation in generations])) as merged:
                 async for deltas in merged:
                     yield deltas
             return

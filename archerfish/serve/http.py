@@ -273,7 +273,8 @@ class EventStream:
         if pause_s and writer.keep_alive:
             self._timer = asyncio.get_running_loop().call_later(pause_s, self._tick, send, pause_s)
         try:
-            async with aclosing(self.service.run(self.request, *self.generations)) as runs:
+            runs = self.service.run(self.request, *self.generations, is_shown=lambda: self._is_started)
+            async with aclosing(runs):
                 async for deltas in runs:
                     written = []
                     if deltas and not has_begun:

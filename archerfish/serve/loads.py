@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from archerfish.cache.digest import HASH_BYTES, PrefixDigest
 from archerfish.route.router import ReplicaLoad
 
-MAX_CHANGES_BYTES, CHANGES_BYTES_PER_S = 32 << 10, 60_000  # of a digest: in one answer, and in all answers together
+MAX_CHANGES_BYTES, CHANGES_BYTES_PER_S = 16 << 10, 45_000  # of a digest: in one answer, and in all answers together
 LOAD_S = 3.0  # about what loading a model takes: one that has it loaded is preferred until its queue is as long
 SLOTS_KEPT = 64
 

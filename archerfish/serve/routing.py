@@ -97,7 +97,7 @@ class RoutedBackend:
     async def remove(self, name: str) -> None:
         """Send nothing new to a replica, wait for its running requests, and disconnect."""
         one = self.connections.pop(name)
-        self.router.pause(one.replica)  # at once: its connection is not found any more
+        self.router.pause(one.replica)
         await stop_task(one.following)
         while one.replica.num_live and one.client.is_connected:
             await asyncio.sleep(POLL_S)
@@ -239,11 +239,11 @@ class RoutedBackend:
         self, error: RemoteError, one: Connection, *, is_refused: bool, tried: list[Replica], num_lost: int
     ) -> bool:
         """Whether another replica is tried: after the loss of up to MAX_TRIES, and once where a queue is full."""
-        if self._closed is not None or not is_refused:
-            return False
         if error.is_lost:
             self.router.pause(one.replica)  # until its next report
-        elif len(tried) > num_lost + 1 or self.router.choose("", without=tried) is None:
+        if self._closed is not None or not is_refused:
+            return False
+        if not error.is_lost and (len(tried) > num_lost + 1 or self.router.choose("", without=tried) is None):
             return False
         self._num_retried.add(reason=error.code)
         return num_lost + 1 < MAX_TRIES
@@ -292,7 +292,7 @@ class RoutedBackend:
                     await asyncio.wait_for(self._changed.wait(), WAIT_S)
             for one in self.ready():
                 try:
-                    return await one.client.ask(message)
+                    return await one.client.ask(message, SILENCE_S)
                 except RemoteError as error:
                     if not error.is_lost:
                         raise
@@ -308,7 +308,7 @@ class RoutedBackend:
     # All replicas
 
     async def _ask_all(self, message: Question) -> list[tuple[Connection, Any]]:
-        """The answers of all replicas that answer in time; an error if none does."""
+        """The answers of all replicas that report and answer in time; an error if none does."""
 
         async def ask(one: Connection) -> Answer | ArcherfishError:
             try:
@@ -316,7 +316,7 @@ class RoutedBackend:
             except ArcherfishError as error:
                 return error
 
-        asked = list(self.connections.values())
+        asked = [one for one in self.connections.values() if one.state in (READY, STOPPING)]
         answers = list(zip(asked, await asyncio.gather(*map(ask, asked)), strict=True))
         failed = [answer for _, answer in answers if isinstance(answer, ArcherfishError)]
         for error in failed:

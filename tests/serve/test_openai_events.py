@@ -101,7 +101,7 @@ async def test_no_comment_is_sent_after_the_last_event() -> None:
     class Ending:
         config = ServeConfig(keep_alive_s=0.0)
 
-        async def run(self, *_: Any) -> AsyncIterator[list[Any]]:
+        async def run(self, *_: Any, **options: Any) -> AsyncIterator[list[Any]]:
             stream._is_quiet = True
             stream._tick(reader.send, 60.0)
             yield []
