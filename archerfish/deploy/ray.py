@@ -16,6 +16,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -42,6 +43,7 @@ FIND_S = 1.0  # between two questions for the running replicas
 ANSWER_S = 5.0  # for an answer of Ray or of an engine process
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 5.0, 30.0
 QUIET = {"enable_access_log": False}  # of calls through handles, as the question for the running replicas
+RESTART_S = 30.0  # that an engine process may take to start again, beside three times its first start
 SHUTDOWN_S = processes.GRACE_S + processes.KILL_AFTER_S + 5.0
 
 
@@ -112,6 +114,7 @@ class EngineReplica:
         self._process = engine_process(config)
         self._process.start()
         self._process.wait()
+        self._healthy_at = time.monotonic()
         name = serve.get_replica_context().replica_id.unique_id
         self._found, self._pass = FoundReplica(name, address, public), secrets.front_end_pass
         self._client = AsyncClient(address, server_key=public, own_keys=(secrets.public_key, secrets.secret_key))
@@ -131,8 +134,13 @@ class EngineReplica:
         return replica_use(map(load_from, loads.values()), (model.get("kv_usage", 0.0) for model in stats.values()))
 
     async def check_health(self) -> None:
-        """Raise an error if no step succeeds. The actor itself starts an engine process again; Ray replaces the replica."""
+        """Raise an error if no step succeeds: Ray replaces the replica. An engine process that dies is started again here."""
+        process = self._process
+        most_s = RESTART_S + 3 * process.start_s
+        if not process.is_serving and not process.num_failed_starts and time.monotonic() - self._healthy_at < most_s:
+            return
         await self._client.ask(Ping(request_id="", probe=""), HEALTH_TIMEOUT_S / 2)
+        self._healthy_at = time.monotonic()
 
     async def generate(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """For callers through a handle, with `options(stream=True)`. request: fields of a GenerationRequest (docs/wire.md)."""

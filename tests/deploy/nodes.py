@@ -137,9 +137,12 @@ class Nodes:
         """The addresses at which processes of a module listen on a node."""
         command = ["ip", "netns", "exec", self.names[number], "ss", "-Hltnp"]
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        return [line.split()[3] for line in lines if any(f"pid={pid}," in line for pid in self.running(number, module))]
+
+    def running(self, number: int, module: str) -> list[int]:
+        """The processes of a module on a node."""
         commands = {pid: Path(f"/proc/{pid}/cmdline") for pid in self.pids(number)}
-        own = [pid for pid, file in commands.items() if file.exists() and module in file.read_text()]
-        return [line.split()[3] for line in lines if any(f"pid={pid}," in line for pid in own)]
+        return [pid for pid, file in commands.items() if file.exists() and module in file.read_text()]
 
 
 def ip(*arguments: str) -> None:

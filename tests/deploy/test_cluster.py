@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -154,6 +156,17 @@ def test_requests_go_where_their_prefix_is_cached(nodes: Nodes) -> None:
         assert sum(number >= 64 for number in cached) >= 0.9 * len(cached)
     after = sent_requests(nodes)
     assert sum(after[name] > before[name] for name in before) >= 2  # not all at one replica
+
+
+def test_engine_process_killed(nodes: Nodes) -> None:
+    """Red: requests that are lost with an engine process, or a replica that Ray replaces while it starts another."""
+    before = ready(nodes, 3)
+    killed = [pid for number in (1, 2, 3) for pid in nodes.running(number, "archerfish.serve.host")][0]
+    with under_load(nodes, 4) as result:
+        os.kill(killed, signal.SIGKILL)
+        wait_for("loss", lambda: not ready(nodes, 3), LONG_S)
+        assert wait_for("other engine process", lambda: ready(nodes, 3), LONG_S) == before
+    assert result["answered"] > 0 and not result["failed"]
 
 
 def test_node_killed(nodes: Nodes) -> None:
