@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from archerfish.deploy.secrets import ServiceSecrets
 from tests.deploy.nodes import ROOT, Nodes, wait_for, why_not
 
 pytestmark = pytest.mark.cluster
@@ -161,7 +162,7 @@ def test_requests_go_where_their_prefix_is_cached(nodes: Nodes) -> None:
 def test_engine_process_killed(nodes: Nodes) -> None:
     """Red: requests that are lost with an engine process, or a replica that Ray replaces while it starts another."""
     before = ready(nodes, 3)
-    killed = [pid for number in (1, 2, 3) for pid in nodes.running(number, "archerfish.serve.host")][0]
+    killed = next(pid for number in (1, 2, 3) for pid in nodes.running(number, "archerfish.serve.host"))
     with under_load(nodes, 4) as result:
         os.kill(killed, signal.SIGKILL)
         wait_for("loss", lambda: not ready(nodes, 3), LONG_S)
@@ -179,6 +180,14 @@ def test_node_killed(nodes: Nodes) -> None:
     assert set(before) & set(names)  # the others went on
 
 
-def test_stop(nodes: Nodes) -> None:
+def test_stop_and_what_the_logs_say(nodes: Nodes) -> None:
+    """Red: a service that goes on after `--stop`; a secret in a log, or in what Ray keeps of a deployment."""
+    token = nodes.token.read_text()
+    secrets = [token, *vars(ServiceSecrets.derive(token, "archerfish")).values()]
+    kept = nodes.run(1, "-m", "ray.serve.scripts", "config", "-a", "http://10.86.0.1:8265")
+    assert "story-rwkv7" in kept
     archerfish(nodes, str(nodes.directory / "service.toml"), "--stop")
     assert fetch(nodes, f"{URLS[0]}/ready") is None
+    logs = [path.read_text(errors="replace") for path in (nodes.directory / "ray").glob("session_2*/logs/**/*") if path.is_file()]
+    assert len(logs) > 10
+    assert not [secret for secret in secrets if any(secret in text for text in [kept, *logs])]
