@@ -34,11 +34,11 @@ from archerfish.serve.wire import Generated, GenerationRequest
 from archerfish.store.names import STORY_MODEL
 
 Prompts = list[list[int]]
-NUM_REPLICAS, STEP_S, TOKEN_S = (2, 8), 0.04, 20e-6
+NUM_REPLICAS, LONG_STEPS = (2, 8), (0.04, 20e-6)  # seconds of a step, and of each of its tokens
 PER_REPLICA, PROMPT_TOKENS, OUTPUT_TOKENS, NUM_ROUNDS = 8, 64, 32, 3  # requests at once, and how often
 # Shared prefixes: together two and a half times what a replica holds, and less than four of them hold.
 NUM_GROUPS, PREFIX_TOKENS, SUFFIX_TOKENS, ANSWER_TOKENS, NUM_SHARED, AT_ONCE = 40, 512, 64, 8, 800, 16
-CACHE_TOKENS, NUM_SHARING = 8192, 4
+CACHE_TOKENS, NUM_SHARING, STEPS = 8192, 4, (0.01, 50e-6)  # about a model of 8B on an H200
 BLOCK = 64
 ROUTED, ROUTED_TOKENS, NUM_ROUTED = 64, 1024, 2000
 NUM_NODES, CHANGES_PER_S, NUM_ROUTERS, POLLS_PER_S = 100_000, 500, 2, 4
@@ -53,7 +53,7 @@ GOALS = (
 class Replicas:
     """Paced engine processes that serve."""
 
-    def __init__(self, stack: ExitStack, count: int, cache_tokens: int) -> None:
+    def __init__(self, stack: ExitStack, count: int, pace: tuple[float, float], cache_tokens: int = CACHE_TOKENS) -> None:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="archerfish-"))
         self.secret = secrets.token_urlsafe(16)
         options = EngineConfig(
@@ -61,7 +61,7 @@ class Replicas:
             max_num_seqs=64,
         )  # fmt: skip
         spec = ModelSpec(kind="generation", options={name: getattr(options, name) for name in options.names()})
-        command = (sys.executable, "-m", "archerfish.bench.paced", str(STEP_S), str(TOKEN_S))
+        command = (sys.executable, "-m", "archerfish.bench.paced", *map(str, pace))
         self.processes: list[KeptProcess] = []
         stack.callback(stop_all, self.processes)
         for number in range(count):
@@ -119,7 +119,7 @@ def throughput(count: int, rounds: int) -> Found:
     """Output tokens a second of some replicas, whose processes take turns with those of one."""
     rng, at_once = Random(count), PER_REPLICA * count
     with ExitStack() as stack:
-        replicas, one = Replicas(stack, count, CACHE_TOKENS), Replicas(stack, 1, CACHE_TOKENS)
+        replicas, one = Replicas(stack, count, LONG_STEPS), Replicas(stack, 1, LONG_STEPS)
         for number in range(rounds + 1):
             rates = []
             for served, num_at_once in ((replicas, at_once), (one, PER_REPLICA)):
@@ -135,7 +135,7 @@ def throughput(count: int, rounds: int) -> Found:
 def shared_prefixes(rounds: int) -> Found:
     """The share of prompt tokens that were cached, in the second half of the requests."""
     with ExitStack() as stack:
-        four, big = Replicas(stack, NUM_SHARING, CACHE_TOKENS), Replicas(stack, 1, NUM_SHARING * CACHE_TOKENS)
+        four, big = Replicas(stack, NUM_SHARING, STEPS), Replicas(stack, 1, STEPS, NUM_SHARING * CACHE_TOKENS)
         for number in range(rounds):
             rng = Random(number)
             prefixes = [random_prompt(rng, PREFIX_TOKENS) for _ in range(NUM_GROUPS)]

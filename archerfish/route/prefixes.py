@@ -47,6 +47,11 @@ class PrefixMap:
         if hashes:
             self._expiring.append((now + EXPECTED_S, replica, hashes))
 
+    def expect_no_more(self, replica: int, hashes: Sequence[int]) -> None:
+        """What the replica has of these is published by now."""
+        for one in hashes:
+            clear_bit(self._expected, one, 1 << replica)
+
     def lengths(self, hashes: Sequence[int], num_replicas: int, now: float) -> list[int]:
         """How many of the hashes each replica has, from the first one on without a gap."""
         while self._expiring and self._expiring[0][0] <= now:

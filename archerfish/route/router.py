@@ -47,6 +47,7 @@ class Replica:
     loads: dict[str, ReplicaLoad] = field(default_factory=dict)  # by model
     unreported: dict[int, Route] = field(default_factory=dict)  # requests that came after the last report, by number
     num_live: int = 0  # requests of this router that are not over
+    unpublished: list[tuple[float, Sequence[int]]] = field(default_factory=list)  # hashes of requests that ended, and when
 
 
 @dataclass(slots=True)
@@ -188,6 +189,7 @@ class Router:
         """The replica has gone, and its cache with it. It gets requests again after its next report."""
         self._barred[replica.index] = np.inf
         replica.unreported.clear()
+        replica.unpublished.clear()
         self._take(replica, {})
         self._prefixes.forget(replica.index)
 
@@ -205,6 +207,12 @@ class Router:
         self._barred[replica.index] = 0
         self._take(replica, loads)
         self._prefixes.apply(replica.index, changes, begins_anew=begins_anew)
+        unpublished, replica.unpublished = replica.unpublished, []
+        for ended in unpublished:  # what has not been published now was not cached, or is not any more
+            if ended[0] < known_until:
+                self._prefixes.expect_no_more(replica.index, ended[1])
+            else:
+                replica.unpublished.append(ended)
 
     def choose(
         self, model: str, tokens: array[int] = NO_TOKENS, namespace: Namespace = NO_NAMESPACE, *, num_tokens: int = 0,
@@ -247,6 +255,7 @@ class Router:
         """The request is over, whatever its result."""
         replica = route.replica
         replica.num_live -= 1
+        replica.unpublished.append((self._clock(), route.hashes))
         if replica.unreported.pop(route.number, None) is not None:
             self._loads(route.model).update(replica, route.model)
 

@@ -30,7 +30,8 @@ from archerfish.serve.overload import OPEN_OUTPUT_TOKENS, estimate_tokens
 from archerfish.serve.tenants import Tenants
 
 logger = logging.getLogger("archerfish.serve")
-POLL_S = 0.25  # between two reports of a replica
+POLL_S, IDLE_POLL_S = 0.05, 0.25  # between two reports of a replica: while requests run, and while none does
+MAX_REPORTS_PER_S = 320  # of all replicas together, of which each costs about 0.2 ms
 SILENCE_S = 2.0  # a replica that owes a report for so long gets no requests
 WAIT_S = 5.0  # that a request waits while no replica is ready
 ANSWER_S = 5.0  # limit for the answers of single replicas about themselves
@@ -127,7 +128,8 @@ class RoutedBackend:
             except Exception:
                 logger.exception("The report of %s cannot be read", one.name)
                 self._set_state(one, LATE, "Its report cannot be read.")
-            await asyncio.sleep(POLL_S)
+            is_busy = any(other.replica.num_live for other in self.connections.values())
+            await asyncio.sleep(max(POLL_S, len(self.connections) / MAX_REPORTS_PER_S) if is_busy else IDLE_POLL_S)
 
     def _take(self, one: Connection, values: dict[str, Any], asked_at: float) -> None:
         one.started_at, one.version = values["started_at"], values.get("version", 0)

@@ -113,6 +113,17 @@ def test_reports_replace_what_was_sent_before_they_were_asked_for() -> None:
     assert (first.replica.num_live, first.replica.unreported) == (0, {})
 
 
+def test_a_prompt_counts_as_cached_where_it_was_sent_until_a_report_after_its_end() -> None:
+    service = Service(1)
+    route = service.send()
+    service.now = 1.0
+    service.router.ended(route)
+    service.now = 2.0
+    for asked_at, expected in ((0.5, 1024), (1.5, 0)):  # the second report does not have it: it was evicted
+        service.router.report(route.replica, {}, asked_at=asked_at)
+        assert service.choose().num_cached == expected
+
+
 def test_tenants_wait_for_their_share_only() -> None:
     """A tenant's flood on the replica that has another's prefix does not drive that one away, if tenants take turns."""
     service = Service(2)

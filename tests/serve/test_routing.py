@@ -72,7 +72,8 @@ class FakeReplica(FakeBackend):
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "POLL_S", 0.001)
+    for name, value in {"POLL_S": 0.001, "IDLE_POLL_S": 0.001, "MAX_REPORTS_PER_S": 10_000}.items():
+        monkeypatch.setattr(routing, name, value)
 
 
 @asynccontextmanager
