@@ -12,6 +12,7 @@ MODELS := all-minilm-l6-v2 smollm2-135m-instruct
 WORKERS ?= 2
 CLIENTS ?= .venv-clients
 CLUSTER ?= .venv-cluster
+DEPLOY ?= .venv-deploy
 NODE_CLIENTS := ai@6.0.326 @ai-sdk/openai-compatible@2.0.87 zod@4.6.7
 .DEFAULT_GOAL := help
 
@@ -39,6 +40,9 @@ test-clients: $(VENV)/.test $(CLIENTS)/.ready models  ## a server, driven throug
 
 test-cluster: $(VENV)/.test $(CLUSTER)/.ready models  ## the service on a Ray cluster of three nodes in network namespaces (as root)
 	PYTHONPATH=$$(realpath $(CLUSTER)/lib/python*/site-packages) $(BIN)/python -m pytest -m cluster tests/deploy $(ARGS)
+
+test-deploy: $(VENV)/.test $(DEPLOY)/.ready models  ## the Helm chart and the images' file: schemas, and every command in them against a real server
+	PATH="$$PATH:$(CURDIR)/$(DEPLOY)/bin" PYTHONPATH=$$(echo $(DEPLOY)/lib/python*/site-packages) $(BIN)/python -m pytest -m cluster tests/kubernetes $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -93,7 +97,13 @@ $(CLUSTER)/.ready: constraints-ray.txt pyproject.toml | $(VENV)/bin/python
 	@$(CLUSTER)/bin/python $(INSTALL) --constraint constraints.txt --constraint constraints-ray.txt 'ray[serve]' $(SHOWN)
 	@touch $@
 
-clean:  ## remove the environment and caches of tools (models stay)
-	rm -rf $(VENV) $(CLIENTS) $(CLUSTER) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist *.egg-info
+$(DEPLOY)/.ready: deploy/requirements.txt | $(VENV)/bin/python
+	@echo "Installing the validators into $(DEPLOY) (once)"
+	$(BIN)/python -m venv $(DEPLOY)
+	@$(DEPLOY)/bin/python $(INSTALL) --requirement $< $(SHOWN)
+	@touch $@
 
-.PHONY: help serve test coverage test-slow test-sanitizers test-clients test-cluster lint types lines bench docs models pins clean
+clean:  ## remove the environment and caches of tools (models stay)
+	rm -rf $(VENV) $(CLIENTS) $(CLUSTER) $(DEPLOY) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist *.egg-info
+
+.PHONY: help serve test coverage test-slow test-sanitizers test-clients test-cluster test-deploy lint types lines bench docs models pins clean

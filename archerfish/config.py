@@ -311,6 +311,11 @@ class ServeConfig(Options):
     hang_s: float = option(
         120.0, "The engine process is started again if a step takes longer; new and slow models get more.", minimum=1
     )
+    drain_s: float = option(
+        0.0, "Seconds after SIGTERM in which new requests are still taken, while `/ready` answers 503 and balancers move on.",
+        minimum=0,
+    )
+    grace_s: float = option(30.0, "Seconds that running requests then have to finish.", minimum=0)
     keep_alive_s: float = option(
         15.0, "Seconds without data after which a stream sends a comment, so that proxies keep it open; 0: never.", minimum=0
     )

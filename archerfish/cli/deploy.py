@@ -54,7 +54,7 @@ def run_deploy(arguments: Namespace, out: Output) -> int:
             shown[0] = text
 
         if arguments.stop:
-            cluster.Cluster(settings.deploy.address, cluster_token()).stop(settings.deploy.name, show)
+            cluster.Cluster(settings.deploy.address, cluster_token()).stop(settings, show)
             announce(f"{settings.deploy.name} has been stopped.")
         else:
             cluster.deploy(settings, show, announce)

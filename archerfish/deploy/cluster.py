@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from archerfish.deploy.secrets import TOKEN, TOKEN_PATH, cluster_token, has_token, make_token
 from archerfish.deploy.settings import FRONT_ENDS, Settings, app_names, serve_config
 from archerfish.errors import MachineError
-from archerfish.serve.processes import GRACE_S, is_loopback, stop_on_signals
+from archerfish.serve.processes import is_loopback, stop_on_signals
 from archerfish.serve.run import wait_for_signal
 
 PATH = "/api/serve/applications/"
@@ -32,7 +32,7 @@ POLL_S = 0.5
 ANSWER_S = 60.0  # the first deployment starts Ray Serve
 START_S = 120.0
 OBJECT_STORE_BYTES = 100_000_000  # nothing of ours is in it
-END_S = GRACE_S + 30.0
+END_S = 60.0  # in addition to the grace time
 FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 
 
@@ -87,9 +87,10 @@ class Cluster:
             show(", ".join(f"{name} is {one['status'].lower()}{counts(one)}" for name, one in found.items()) or "starting")
             time.sleep(POLL_S)
 
-    def stop(self, service: str, show: Callable[[str], None]) -> None:
+    def stop(self, settings: Settings, show: Callable[[str], None]) -> None:
         """Remove a service and wait until its requests have ended."""
-        names, end = app_names(service), time.monotonic() + END_S
+        names = app_names(settings.deploy.name)
+        end = time.monotonic() + settings.serve.drain_s + settings.serve.grace_s + END_S
         self.deploy({"applications": []}, without=names)
         while (left := sorted(self.applications().keys() & set(names))) and time.monotonic() < end:
             show(f"{' and '.join(left)} end")
@@ -124,7 +125,7 @@ def deploy(settings: Settings, show: Callable[[str], None], announce: Callable[[
             announce(bring_up(cluster, settings, show, "Ctrl+C stops it, and Ray"))
             wait_for_signal()
             announce("Stopping: running requests are finished. Ctrl+C ends it at once.")
-            cluster.stop(settings.deploy.name, show)
+            cluster.stop(settings, show)
         return
     announce(bring_up(cluster, settings, show, "`archerfish deploy ray --stop` with the same configuration stops it"))
 

@@ -44,7 +44,7 @@ ANSWER_S = 5.0  # for an answer of Ray or of an engine process
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 5.0, 30.0
 QUIET = {"enable_access_log": False}  # of calls through handles, as the question for the running replicas
 RESTART_S = 30.0  # that an engine process may take to start again, beside three times its first start
-SHUTDOWN_S = processes.GRACE_S + processes.KILL_AFTER_S + 5.0
+SHUTDOWN_S = processes.KILL_AFTER_S + 5.0  # in addition to the grace time
 
 
 def app(args: dict[str, Any]) -> Any:
@@ -57,7 +57,8 @@ def app(args: dict[str, Any]) -> Any:
     deploy = settings.deploy
     targets = {"target_wait_s": deploy.target_wait_s, "target_use": deploy.target_use}
     deployment = serve.deployment(EngineReplica).options(
-        name=ENGINES, logging_config=QUIET, max_ongoing_requests=1_000, graceful_shutdown_timeout_s=SHUTDOWN_S,
+        name=ENGINES, logging_config=QUIET, max_ongoing_requests=1_000,
+        graceful_shutdown_timeout_s=settings.serve.grace_s + SHUTDOWN_S,
         ray_actor_options={"num_cpus": deploy.cpus, "num_gpus": deploy.gpus},
         health_check_period_s=HEALTH_PERIOD_S, health_check_timeout_s=HEALTH_TIMEOUT_S,
         max_surge_percent=1 if deploy.surge else 0,  # rounded up: one replica
@@ -79,14 +80,15 @@ def front_ends(args: dict[str, Any]) -> Any:
     from ray import serve
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
-    number = Settings.read(args).deploy.front_ends
+    settings = Settings.read(args)
+    number, serving = settings.deploy.front_ends, settings.serve
     scaling = AutoscalingConfig(
         min_replicas=1, max_replicas=10_000, upscale_delay_s=1.0, downscale_delay_s=5.0,
         policy=AutoscalingPolicy(policy_function="archerfish.deploy.scaling:nodes_policy"),
     )  # fmt: skip
     deployment = serve.deployment(FrontEnds).options(
         name=FRONT_ENDS, logging_config=QUIET, max_replicas_per_node=1, ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=SHUTDOWN_S, health_check_period_s=HEALTH_PERIOD_S,
+        graceful_shutdown_timeout_s=serving.drain_s + serving.grace_s + SHUTDOWN_S, health_check_period_s=HEALTH_PERIOD_S,
         **({"num_replicas": number} if number else {"autoscaling_config": scaling}),
     )  # fmt: skip
     return deployment.bind(args)
@@ -184,7 +186,9 @@ class FrontEnds:
 
         command = (sys.executable, "-m", "archerfish.deploy.front")
         descriptor = self._listener.fileno()
-        self._children = [front_process(config, descriptor, command) for _ in range(settings.serve.num_front_ends)]
+        grace_s = settings.serve.drain_s + settings.serve.grace_s
+        number = settings.serve.num_front_ends
+        self._children = [front_process(config, descriptor, command, grace_s=grace_s) for _ in range(number)]
         for child in self._children:
             child.start()
         for child in self._children:

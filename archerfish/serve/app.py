@@ -145,7 +145,10 @@ class StateRoutes:
         return await self._ping("")
 
     async def ready(self, request: Request) -> Response:
-        """Whether the engine process takes requests."""
+        """Whether new requests should be sent here: the engine process takes them, and the service is not being stopped."""
+        if request.app.state.is_stopping:
+            stopping = Failing(reason="the service is being stopped")
+            return json_response(stopping, 503, {"Retry-After": retry_after(RETRY_AFTER_S)})
         return await self._ping(None)
 
     async def _ping(self, probe: str | None) -> Response:
@@ -269,4 +272,5 @@ def create_app(
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS, lifespan=lifespan)
     app.router.redirect_slashes = False
     app.state.catalog = catalog
+    app.state.is_stopping = False
     return app

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from types import FrameType
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.applications import Starlette
 
 from archerfish.background import signals_to
 from archerfish.config import ServeConfig
@@ -33,20 +36,30 @@ from archerfish.serve.tenants import Tenants
 class FrontServer(uvicorn.Server):
     """uvicorn's server with another end: running requests are finished, or their clients get an error.
 
-    SIGTERM begins the end. SIGINT cuts it short. `on_ready` is called once the server accepts connections.
+    SIGTERM begins the end: `on_stop` is called, and requests are taken for `drain_s` more. Those that run then have `grace_s`.
+    SIGINT cuts it short. `on_ready` is called once the server accepts connections.
     """
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, on_ready: Callable[[], None] = lambda: None, on_stop: Callable[[], None] = lambda: None,
+        *, drain_s: float = 0.0, grace_s: float = processes.GRACE_S,
+    ) -> None:
         super().__init__(config)
-        self.on_ready = on_ready
+        self.on_ready, self.on_stop, self.drain_s, self.grace_s = on_ready, on_stop, drain_s, grace_s
+        self.closes_at = math.inf  # by time.monotonic
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Handle signals as a normal end; uvicorn would raise them again afterwards."""
         return signals_to(self.handle_exit, signal.SIGINT, signal.SIGTERM)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.should_exit = True
         self.force_exit = self.force_exit or sig == signal.SIGINT
+        self.should_exit = self.should_exit or self.force_exit or not self.drain_s
+        self.closes_at = min(self.closes_at, time.monotonic() + self.drain_s)
+        self.on_stop()
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or time.monotonic() >= self.closes_at
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
@@ -56,7 +69,7 @@ class FrontServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for one in (*self.servers, *(sockets or ())):
             one.close()
-        await self._drain(processes.GRACE_S, lambda: self.force_exit)
+        await self._drain(self.grace_s, lambda: self.force_exit)
         await self.lifespan.shutdown()  # requests that still wait for the engine fail now
         await self._drain(processes.LAST_S)
         for connection in list(self.server_state.connections):
@@ -75,13 +88,14 @@ class FrontServer(uvicorn.Server):
             await asyncio.sleep(0.05)
 
 
-def make_server(app: ASGIApp, config: ServeConfig, on_ready: Callable[[], None] = lambda: None) -> FrontServer:
-    """A server for an app, with uvloop if it is installed."""
+def make_server(app: Starlette, config: ServeConfig, on_ready: Callable[[], None] = lambda: None) -> FrontServer:
+    """A server for an app of `create_app`, with uvloop if it is installed."""
     settings = uvicorn.Config(
         app, log_level=config.log_level, access_log=False, lifespan="on", http=Connection, ws="none", server_header=False
     )
     logging.getLogger("uvicorn.error").addFilter(is_no_cancellation)
-    return FrontServer(settings, on_ready)
+    on_stop = partial(setattr, app.state, "is_stopping", True)
+    return FrontServer(settings, on_ready, on_stop, drain_s=config.drain_s, grace_s=config.grace_s)
 
 
 def is_no_cancellation(record: logging.LogRecord) -> bool:

@@ -97,11 +97,13 @@ class RequestMiddleware:
         async def send_noted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, headers = message["status"], []
                 if state["remarks"]:
                     text = "; ".join(dict.fromkeys(state["remarks"])).encode("ascii", "backslashreplace").decode()
-                    remark = REMARK_HEADER, NOT_IN_HEADERS.sub("?", text)[:MAX_REMARK].encode()
-                    message["headers"] = [*message.get("headers", ()), remark]  # streams share their list of headers
+                    headers.append((REMARK_HEADER, NOT_IN_HEADERS.sub("?", text)[:MAX_REMARK].encode()))
+                if scope["app"].state.is_stopping:
+                    headers.append((b"connection", b"close"))  # the client's next request goes elsewhere
+                message["headers"] = [*message.get("headers", ()), *headers]  # streams share their list of headers
             await send(message)
 
         async def receive_bounded() -> Message:

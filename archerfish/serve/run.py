@@ -30,7 +30,6 @@ from archerfish.store.names import STORY_MODEL
 from archerfish.types import Progress, no_progress
 
 logger = logging.getLogger("archerfish.serve")
-STOPPING = f"Stopping: running requests have {processes.GRACE_S:.0f} s to finish, new ones are refused. Ctrl+C ends it at once."
 STORY_BLOCK, STORY_TOKENS = 64, 32_768  # the states of so many tokens take 200 MB
 UNREAD_S = 60  # a client that reads nothing of its answer for so long is disconnected
 
@@ -66,7 +65,10 @@ def serve(
                     retry_after_s=max(1.0, *(engine.start_s for engine in engines)),
                 )
 
-            front_ends += [front_process(front_config, listener.fileno()) for _ in range(config.num_front_ends)]
+            wait_s = config.drain_s + config.grace_s
+            front_ends += [
+                front_process(front_config, listener.fileno(), grace_s=wait_s) for _ in range(config.num_front_ends)
+            ]
             try:
                 for child in (*engines, *front_ends):
                     child.start()
@@ -76,13 +78,19 @@ def serve(
                 with RollingRestart(engines).on_signal():
                     wait_for_signal()
                 with contextlib.suppress(OSError):  # the reader of the output may be gone
-                    announce(STOPPING)
+                    announce(stopping_text(config))
             finally:
                 listener.close()
                 processes.stop_all(front_ends)
                 processes.stop_all(engines)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def stopping_text(config: ServeConfig) -> str:
+    drain = f"requests are taken for {config.drain_s:g} s more while /ready answers 503; then " if config.drain_s else ""
+    end = f"running requests have {config.grace_s:g} s to finish, new ones are refused"
+    return f"Stopping: {drain}{end}. Ctrl+C ends it at once."
 
 
 def wait_for_signal() -> None:
@@ -106,7 +114,7 @@ def host_config(config: ServeConfig, models: tuple[ModelSpec, ...], hub: HubConf
         client_keys=tuple(key.strip() for key in config.zmq_client_keys.split(",") if key.strip()),
         max_queue_texts=config.max_queue_texts, latency_budget_ms=config.latency_budget_ms, api_keys_file=config.api_keys_file,
         admission={name: getattr(config, name) for name in ("max_wait_s", "max_prompt_tokens", "max_output_tokens")},
-        memory_gib=config.memory_gib, hang_s=config.hang_s,
+        memory_gib=config.memory_gib, hang_s=config.hang_s, grace_s=config.grace_s,
     )  # fmt: skip
 
 

@@ -242,7 +242,7 @@ def test_deploying_waits_and_leaves_others_alone(ray: tuple[Ray, str], monkeypat
     assert [one["name"] for one in state.puts[0]["applications"]] == ["theirs", "archerfish-engines", "archerfish-front-ends"]
     assert "archerfish-engines is deploying (1 running)" in shown[0]
     assert len(said) == 1 and "story-rwkv7 at http://10.0.0.7:8000" in said[0]
-    Cluster(address, TOKEN).stop("archerfish", shown.append)
+    Cluster(address, TOKEN).stop(service, shown.append)
     assert [one["name"] for one in state.puts[1]["applications"]] == ["theirs"]
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -95,7 +97,9 @@ def test_remarks_become_one_header_of_plain_characters() -> None:
         Request(scope).state.remarks.extend(["one", "two\r\nX-Other: 1", "one", "\u00fcber"])
         await PlainTextResponse("done")(scope, receive, send)
 
-    app = RequestMiddleware(answer, MetricRegistry(), Tenants(), ServeConfig())
+    app = Starlette(middleware=[Middleware(RequestMiddleware, MetricRegistry(), Tenants(), ServeConfig())])
+    app.mount("/", answer)
+    app.state.is_stopping = False
 
     async def main() -> Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:

@@ -182,7 +182,7 @@ class Parts:
         self.engines.append(FakeChild("engine", self.calls, config))
         return self.engines[-1]
 
-    def front_end(self, config: Callable[[], FrontConfig], listener: int) -> FakeChild:
+    def front_end(self, config: Callable[[], FrontConfig], listener: int, *, grace_s: float) -> FakeChild:
         self.front_ends.append(FakeChild("front end", self.calls, config))
         return self.front_ends[-1]
 
@@ -219,13 +219,13 @@ def test_serve_starts_and_stops_all_processes(parts: Parts, tmp_path: Path, monk
     assert (front.address, front.credentials, front.retry_after_s) == ("ipc:///nowhere", host.front_end_pass, 3.5)
     assert front.serve == dataclasses.asdict(config)
     assert parts.calls == ["start engine", *["start front end"] * 2, *["stop front end"] * 2, "stop engine"]
-    assert texts[1:] == [run.STOPPING]
+    assert texts[1:] == [run.stopping_text(config)]
     assert not Path(host.address.removeprefix("ipc://")).parent.exists()
 
 
 def test_service_stops_in_order_with_a_broken_pipe(parts: Parts) -> None:
     def announce(text: str) -> None:
-        if text == run.STOPPING:
+        if text.startswith("Stopping: "):
             raise BrokenPipeError
 
     run.serve(ServeConfig(port=0, kinds="generation"), ENGINE, announce=announce)
@@ -378,15 +378,23 @@ class Service:
 
 
 def test_whole_service_leaves_nothing_behind(tmp_path: Path) -> None:
-    with Service(tmp_path, "--num-front-ends", "2", "--log-level", "error") as service:
+    with Service(tmp_path, "--num-front-ends", "2", "--log-level", "error", "--drain-s", "600") as service:
         assert [path.name.startswith("archerfish-") for path in service.scratch.iterdir()] == [True]
         body = {"messages": [{"role": "user", "content": "the cats"}], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
         answer = json.load(service.post("/v1/chat/completions", body))
         assert (answer["model"], answer["usage"]["completion_tokens"]) == ("tiny", 4)
         assert answer["choices"][0]["finish_reason"] == "length"
         assert service.is_healthy()
-        service.process.terminate()
-        service.read_until("Stopping: ")
+        with httpx.Client(base_url=f"http://{service.address}:{service.port}", timeout=LIMIT_S) as client:
+            assert client.get("/ready").status_code == 200
+            service.process.terminate()
+            assert "600 s more while /ready answers 503" in service.read_until("Stopping: ")
+            while client.get("/ready").status_code == 200:
+                pass
+            assert json.load(service.post("/v1/chat/completions", body))["usage"]["completion_tokens"] == 4
+        for pid, command in service.children().items():
+            if "serve.front" in command:
+                os.kill(pid, signal.SIGINT)  # the drain is over
         service.check_end(0)
         assert not {"ERROR", "Traceback"} & set(service.log.read_text().split())
 

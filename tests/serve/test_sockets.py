@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import math
 import signal
 import socket
 import threading
@@ -282,10 +283,10 @@ def check_error_event(path: str, rest: str) -> None:
 
 @pytest.mark.parametrize("cut", ["at a second signal", "when the grace is over"])
 def test_stopped_streams_get_an_error_event(
-    cut: str, served: Running, monkeypatch: pytest.MonkeyPatch, warnings: Warnings
+    cut: str, served: Running, warnings: Warnings
 ) -> None:
     if cut == "when the grace is over":
-        monkeypatch.setattr("archerfish.serve.processes.GRACE_S", 0.3)
+        served.server.grace_s = 0.3
     connections = {path: served.post(path, body) for path, body in STREAMS.items()}
     streams = {path: connection.getresponse() for path, connection in connections.items()}
     for answer in streams.values():
@@ -348,6 +349,33 @@ def test_sigterm_stops_and_sigint_forces() -> None:
     for number, is_forced in ((signal.SIGTERM, False), (signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGTERM, True)):
         server.handle_exit(number, None)
         assert (server.should_exit, server.force_exit) == (True, is_forced)
+    server = front.FrontServer(uvicorn.Config(lambda: None), drain_s=NEVER)
+    for number, is_over in ((signal.SIGTERM, False), (signal.SIGTERM, False), (signal.SIGINT, True)):
+        server.handle_exit(number, None)
+        assert (server.should_exit, server.force_exit) == (is_over, is_over)
+
+
+def test_requests_are_taken_until_the_drain_is_over(served: Running) -> None:
+    """Red: a listener that is closed at SIGTERM, /ready that stays 200, connections that balancers keep."""
+    served.server.drain_s = NEVER
+    kept = http.client.HTTPConnection(*served.address, timeout=LIMIT_S)
+    for is_stopping in (False, True):
+        kept.request("GET", "/ready")
+        answer = kept.getresponse()
+        assert (answer.status, answer.getheader("connection")) == ((503, "close") if is_stopping else (200, None))
+        assert b"being stopped" in answer.read() or not is_stopping
+        if not is_stopping:
+            served.server.handle_exit(signal.SIGTERM, None)
+    assert served.server.closes_at < math.inf and not served.server.should_exit
+    body = {**STREAMS["/v1/completions"], "max_tokens": 200}
+    answer = served.post("/v1/completions", body).getresponse()  # a new connection
+    assert answer.getheader("connection") == "close" and answer.readline().startswith(b"data: ")
+    assert served.post("/health", {}).getresponse().status == 405
+    served.server.closes_at = 0.0
+    assert answer.read().endswith(b"data: [DONE]\n\n")
+    served.join()
+    with pytest.raises(ConnectionRefusedError):
+        served.post("/v1/completions", body)
 
 
 def test_requests_finish_within_the_grace_time(served: Running) -> None:
