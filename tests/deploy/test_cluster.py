@@ -188,6 +188,7 @@ def test_stop_and_what_the_logs_say(nodes: Nodes) -> None:
     assert "story-rwkv7" in kept
     archerfish(nodes, str(nodes.directory / "service.toml"), "--stop")
     assert fetch(nodes, f"{URLS[0]}/ready") is None
-    logs = [path.read_text(errors="replace") for path in (nodes.directory / "ray").glob("session_2*/logs/**/*") if path.is_file()]
+    files = (nodes.directory / "ray").glob("session_2*/logs/**/*")
+    logs = [path.read_text(errors="replace") for path in files if path.is_file()]
     assert len(logs) > 10
     assert not [secret for secret in secrets if any(secret in text for text in [kept, *logs])]
