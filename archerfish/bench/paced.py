@@ -28,7 +28,7 @@ def main(step_s: float, token_s: float) -> int:
 
         return runner._thread.submit(run)
 
-    ModelRunner.launch = launch  # type: ignore[method-assign]
+    ModelRunner.launch = launch  # type: ignore[method-assign,assignment]
     return host.main()
 
 

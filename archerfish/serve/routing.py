@@ -189,8 +189,8 @@ class RoutedBackend:
         if isinstance(message, wire.Ping):
             return await self._ping(message)
         if isinstance(message, wire.Configure):
-            answers: list[Answer] = [answer for _, answer in await self._ask_all(message)]
-            return answers[0]
+            found: list[Answer] = [answer for _, answer in await self._ask_all(message)]
+            return found[0]
         if isinstance(message, wire.Query) and message.about in ("stats", "metrics"):
             return await (self._stats if message.about == "stats" else self._metrics)(message)
         return await self._ask_ledger(message)

@@ -156,7 +156,7 @@ def test_start_error_names_the_missing_model(tmp_path: Path) -> None:
 CHILD = """
 import json, sys
 config = json.loads(sys.stdin.readline())
-print(json.dumps({"address": config["address"]}), flush=True)
+print(json.dumps({"address": config.get("address", "")}), flush=True)
 print(flush=True)
 sys.stdin.read()
 """

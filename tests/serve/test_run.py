@@ -194,7 +194,7 @@ class Parts:
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
     made = Parts()
-    monkeypatch.setattr(run, "engine_process", made.engine)
+    monkeypatch.setattr("archerfish.serve.replicas.engine_process", made.engine)
     monkeypatch.setattr(run, "front_process", made.front_end)
     monkeypatch.setattr(run, "fetch_models", made.fetch)
     monkeypatch.setattr(run, "wait_for_signal", lambda: None)
@@ -216,7 +216,7 @@ def test_serve_starts_and_stops_all_processes(parts: Parts, tmp_path: Path, monk
     assert len(host.front_end_pass) >= 32 and host.front_end_pass not in texts[0]
     assert parts.fetched == [(host.models, HubConfig(offline=True), no_progress)]
     front = settings[0]
-    assert (front.address, front.credentials, front.retry_after_s) == ("ipc:///nowhere", host.front_end_pass, 3.5)
+    assert (front.addresses, front.credentials, front.retry_after_s) == (("ipc:///nowhere",), host.front_end_pass, 3.5)
     assert front.serve == dataclasses.asdict(config)
     assert parts.calls == ["start engine", *["start front end"] * 2, *["stop front end"] * 2, "stop engine"]
     assert texts[1:] == [run.stopping_text(config)]
