@@ -204,7 +204,7 @@ class FrontEnds:
         """Ask Ray for the running replicas, until the end."""
         from ray import serve
 
-        handle = serve.get_deployment_handle(ENGINES, self._app)
+        handle, told = serve.get_deployment_handle(ENGINES, self._app), ""
         while not self._is_over.wait(FIND_S):
             try:
                 answers = handle.broadcast("describe").results(timeout_s=ANSWER_S, return_exceptions=True)
@@ -213,8 +213,12 @@ class FrontEnds:
                     if isinstance(answer, dict):
                         self._fetch(answer)
                 self._found = found
-            except Exception as error:  # none runs, or Ray's controller is away: what is known stays
-                logger.debug("The replicas could not be found: %s", error)
+                problem = ""
+            except Exception as error:  # none runs, Ray's controller is away, a model cannot be fetched: what is known stays
+                problem = str(error)
+            if problem and problem != told:
+                logger.warning("The replicas of %s cannot be found: %s", self._app, problem)
+            told = problem
             self._tell()
 
     def _fetch(self, answer: Any) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PROMPTS = [" ".join(f"{word} {i}" for i in range(60)) for word in ("fish", "boat", "reef", "tide", "gull")]
+PROMPTS = [" ".join(f"{word} {i}" for i in range(60)) for word in ("fish", "boat", "reef", "tide", "gull", "sand", "wave", "crab")]
 LONGEST_S = 240.0
 
 
@@ -50,21 +50,22 @@ def load(url: str, workers: str, file: str) -> dict[str, Any]:
     return {"answered": answered[0], "failed": failed}
 
 
-def rounds(number: str, complete: Callable[[int, str], int]) -> dict[str, Any]:
+def rounds(number: str, complete: Callable[[int, str, int], int]) -> dict[str, Any]:
     """How many tokens of the prompts were cached in the rounds after the first, one after another."""
-    first = [threading.Thread(target=complete, args=(0, prompt)) for prompt in PROMPTS]  # at once, so that replicas share them
+    # All at once with long answers, so that replicas share them.
+    first = [threading.Thread(target=complete, args=(0, prompt, 300)) for prompt in PROMPTS]
     for thread in first:
         thread.start()
     for thread in first:
         thread.join()
     time.sleep(1.5)  # front ends hear of what is cached a few times a second
-    places = [(turn + index, prompt) for turn in range(1, int(number)) for index, prompt in enumerate(PROMPTS)]
+    places = [(turn + index, prompt, 2) for turn in range(1, int(number)) for index, prompt in enumerate(PROMPTS)]
     return {"cached": [complete(*place) for place in places]}
 
 
 def prompts(number: str, *urls: str) -> dict[str, Any]:
-    def complete(turn: int, prompt: str) -> int:
-        usage = post(urls[turn % len(urls)], {"prompt": prompt, "max_tokens": 2})["usage"]
+    def complete(turn: int, prompt: str, max_tokens: int) -> int:
+        usage = post(urls[turn % len(urls)], {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True})["usage"]
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
     return rounds(number, complete)
@@ -77,8 +78,9 @@ def handle(number: str) -> dict[str, Any]:
     ray.init(address="auto", log_to_driver=False)
     engines = serve.get_deployment_handle("engines", "archerfish-engines").options(stream=True)
 
-    def complete(turn: int, prompt: str) -> int:
-        parts = [*engines.generate.remote({"prompt": prompt, "params": {"max_tokens": 2}, "stream": True})]
+    def complete(turn: int, prompt: str, max_tokens: int) -> int:
+        params = {"max_tokens": max_tokens, "ignore_eos": True}
+        parts = [*engines.generate.remote({"prompt": prompt, "params": params, "stream": True})]
         return int(parts[-1].get("num_cached_tokens", 0))
 
     return rounds(number, complete)
