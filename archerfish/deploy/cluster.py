@@ -79,9 +79,10 @@ class Cluster:
             found = {name: one for name, one in self.applications().items() if name in names}
             for name, one in found.items():
                 if one["status"] in FAILED:
-                    reasons = [one["message"], *(part["message"] for part in one["deployments"].values())]
+                    messages = [one["message"], *(part["message"] for part in one["deployments"].values())]
+                    reasons = dict.fromkeys(text.strip().splitlines()[-1] for text in messages if text.strip())  # of tracebacks
                     hint = f"The logs of Ray say more; `serve status` too. `archerfish deploy ray --stop` removes {name}."
-                    raise MachineError(f"{name} could not be deployed: {' '.join(filter(None, reasons))}", hint=hint)
+                    raise MachineError(f"{name} could not be deployed: {' '.join(reasons)}", hint=hint)
             if len(found) == len(names) and all(one["status"] == "RUNNING" for one in found.values()):
                 return found
             show(", ".join(f"{name} is {one['status'].lower()}{counts(one)}" for name, one in found.items()) or "starting")

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PROMPTS = [" ".join(f"{word} {i}" for i in range(60)) for word in ("fish", "boat", "reef", "tide", "gull", "sand", "wave", "crab")]
+WORDS = "fish boat reef tide gull sand wave crab".split()
+PROMPTS = [" ".join(f"{word} {number}" for number in range(60)) for word in WORDS]
 LONGEST_S = 240.0
 
 

@@ -191,7 +191,7 @@ class Ray:
     def put(self, body: dict[str, Any]) -> None:
         self.puts.append(body)
         replicas = [{"state": "RUNNING", "node_ip": "10.0.0.7"}]
-        parts = {"front-ends": {"replicas": replicas, "message": "no such model"}}
+        parts = {"front-ends": {"replicas": replicas, "message": "Traceback:\n  line 1\nno such model\n"}}
         self.apps = {
             one["name"]: {"deployed_app_config": one, "deployments": parts, "message": ""} for one in body["applications"]
         }  # fmt: skip
