@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-WORDS = "fish boat reef tide gull sand wave crab".split()
+WORDS = ["fish", "boat", "reef", "tide", "gull", "sand", "wave", "crab"]
 PROMPTS = [" ".join(f"{word} {number}" for number in range(60)) for word in WORDS]
 LONGEST_S = 240.0
 
