@@ -38,7 +38,7 @@ def replica_processes(host: HostConfig, count: int) -> list[KeptProcess]:
     if count == 1:
         return [engine_process(host)]
     devices = {choose_device(spec.options.get("device", "auto")).name for spec in host.models}
-    cards, cores = cards_of(count) if "cuda" in devices else [], core_shares(usable_cores(), num_usable_cores(), count)
+    cards, cores = cards_of(count) if "cuda" in devices else [], core_shares(usable_cores(), count)
     models = tuple(msgspec.structs.replace(spec, options=divided(spec, count, has_card=bool(cards))) for spec in host.models)
     memory_gib = host.memory_gib if cards else host.memory_gib / count
     found = []
@@ -50,9 +50,14 @@ def replica_processes(host: HostConfig, count: int) -> list[KeptProcess]:
     return found
 
 
-def core_shares(cores: Sequence[int], num_usable: int, count: int) -> list[list[int]]:
-    """The cores of each replica; none where a quota, not the cores, limits this process. num_usable: what the quota allows."""
-    if num_usable < len(cores):
+def can_bind() -> bool:
+    """Whether processes can be bound to cores, and the cores limit this process, not a quota."""
+    return hasattr(os, "sched_setaffinity") and num_usable_cores() >= len(usable_cores())
+
+
+def core_shares(cores: Sequence[int], count: int) -> list[list[int]]:
+    """The cores of each replica; none where they are not bound."""
+    if not can_bind():
         return [[]] * count
     if count > len(cores):
         return [[cores[number % len(cores)]] for number in range(count)]
@@ -73,7 +78,7 @@ def cards_of(count: int) -> list[str]:
 def divided(spec: ModelSpec, count: int, *, has_card: bool) -> dict[str, Any]:
     """The options of a model with a share of threads and memory."""
     options = dict(spec.options)
-    if not options.get("num_threads") and num_usable_cores() < len(usable_cores()):
+    if not options.get("num_threads") and not has_card and not can_bind():
         options["num_threads"] = max(1, num_usable_cores() // count)
     if spec.kind == "generation" and not has_card:
         engine = EngineConfig(**options)

@@ -31,7 +31,7 @@ from archerfish.serve.tenants import Tenants
 
 logger = logging.getLogger("archerfish.serve")
 POLL_S, IDLE_POLL_S = 0.05, 0.25  # between two reports of a replica: while requests run, and while none does
-MAX_REPORTS_PER_S = 320  # of all replicas together, of which each costs about 0.2 ms
+MAX_REPORTS_PER_S = 200  # of all replicas together, of which each costs about 0.3 ms
 SILENCE_S = 2.0  # a replica that owes a report for so long gets no requests
 WAIT_S = 5.0  # that a request waits while no replica is ready
 ANSWER_S = 5.0  # limit for the answers of single replicas about themselves
@@ -207,7 +207,7 @@ class RoutedBackend:
         try:
             while True:
                 route = await self._choose(message, tokens, num_tokens, tried)
-                one, has_begun = self._sent(route), False
+                one, has_begun, is_refused = self._sent(route), False, False
                 self._serving[message.request_id] = one.client
                 try:
                     async with contextlib.aclosing(one.client.generate(within(message, self._clock() - began))) as parts:

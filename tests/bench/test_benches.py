@@ -14,7 +14,7 @@ from unittest.mock import MagicMock, call
 import numpy as np
 import pytest
 
-from archerfish.bench import cpu, cpu_peers, embed, engines, generate, gpu, kernels, rwkv, scheduler, store
+from archerfish.bench import cpu, cpu_peers, embed, engines, generate, gpu, kernels, replicas, rwkv, scheduler, store
 from archerfish.bench.report import BenchReport, Found
 from archerfish.bench.worker import EngineGroup, WorkerError
 from archerfish.cli.main import main
@@ -259,6 +259,27 @@ def test_gpu_benches_refuse_wrong_options_and_machines(tmp_path: Path, monkeypat
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for words in (["gpu", "--no-peers"], ["startup"], ["kernels"]):
         assert main(["bench", *words]) == 5
+
+
+def test_replicas_bench_measures_router_and_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ROUTED": 3, "ROUTED_TOKENS": 128, "NUM_ROUTED": 4, "NUM_NODES": 1000, "CHANGES_PER_S": 8}.items():
+        monkeypatch.setattr(replicas, name, value)
+    report = report_of(replicas.measure(Namespace(only="router,digest", rounds=2)))
+    values = {metric.rpartition(": ")[2]: samples["archerfish"] for metric, samples in report.samples.items()}
+    assert len(values["a request p50, us"]) == 2
+    assert 0 < values["most bytes in a second"][0] < 64_000
+    assert values["bytes in a second once known"] == [2 * 8 * 8]  # two routers
+    with pytest.raises(UnknownOptionError, match="part"):
+        list(replicas.measure(Namespace(only="routers", rounds=1)))
+
+
+@pytest.mark.slow
+def test_replicas_bench_runs_paced_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"NUM_SHARED": 40, "NUM_REPLICAS": (2,), "NUM_ROUNDS": 1, "OUTPUT_TOKENS": 4}.items():
+        monkeypatch.setattr(replicas, name, value)
+    report = report_of(replicas.measure(Namespace(only="prefixes,throughput", rounds=1)))
+    assert report.samples["2 replicas: throughput / that of one"]["archerfish"][0] > 0
+    assert report.samples["shared prefixes, one cache: hit rate"]["archerfish"][0] > 0
 
 
 def test_scheduler_and_cache_costs_have_the_trees_that_they_name(monkeypatch: pytest.MonkeyPatch) -> None:

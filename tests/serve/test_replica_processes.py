@@ -40,8 +40,14 @@ HOST = HostConfig(address="ipc:///a/engine", models=(MODEL,), memory_gib=6.0, ro
         ([0, 1, 2, 3], 2, 2, [[], []]),  # a quota: which cores are free is not known
     ],
 )  # fmt: skip
-def test_cores_are_shared(cores: list[int], num_usable: int, count: int, expected: list[list[int]]) -> None:
-    assert core_shares(cores, num_usable, count) == expected
+def test_cores_are_shared(
+    monkeypatch: pytest.MonkeyPatch, cores: list[int], num_usable: int, count: int, expected: list[list[int]]
+) -> None:
+    monkeypatch.setattr(replicas, "usable_cores", lambda: cores)
+    monkeypatch.setattr(replicas, "num_usable_cores", lambda: num_usable)
+    assert core_shares(cores, count) == expected
+    monkeypatch.delattr(os, "sched_setaffinity")  # as on macOS
+    assert core_shares(cores, count) == [[]] * count
 
 
 def made(monkeypatch: pytest.MonkeyPatch, host: HostConfig, count: int) -> list[tuple[HostConfig, dict[str, Any]]]:

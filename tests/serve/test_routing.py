@@ -372,6 +372,11 @@ def test_limits_are_counted_by_the_oldest_replica(tmp_path: Any) -> None:
                 await parts_of(backend, tenant="acme", params=params)
             await until(lambda: len(charges(second)) == 4)
             assert (charges(second)[-1].num_tokens, charges(second)[-1].num_requests) == (-23, -1)
+            first.fails, second.fails = {0: GONE}, {}
+            await parts_of(backend, tenant="acme", params=params)  # the second try has brought 12 tokens
+            await until(lambda: len(charges(second)) == 6)
+            assert (charges(second)[-1].num_tokens, charges(second)[-1].num_requests) == (15 - 23, 0)
+            first.fails, first.is_stopping = {}, False
             second.ask_error = RemoteError("Too many.", code="rate_limit_exceeded", status=429)
             num_sent = sum(sent(*replicas))
             with pytest.raises(RemoteError, match="Too many"):
