@@ -28,7 +28,7 @@ LAYERS = [
     {"compat"},
     {"serve"},
     {"deploy"},
-    {"bench"},
+    {"bench", "simulate"},
     {"cli"},
     {"__main__"},
 ]
@@ -38,7 +38,7 @@ EXTRA_RULES: dict[str, set[str]] = {
     "config": {"errors"}, "background": set(), "observe": {"types"}, "params": {"errors", "remarks"}, "remarks": set(),
     "step": {"params"}, "sequence": {"errors", "params", "step"},
 }
-TORCH_FREE = {"models", "layers", "cache", "sched", "route", "config", "types", "errors", "observe"}
+TORCH_FREE = {"models", "layers", "cache", "sched", "route", "simulate", "config", "types", "errors", "observe"}
 WEB = {"fastapi", "starlette", "uvicorn", "uvloop", "pydantic", "prometheus_client", "msgspec", "zmq"}
 
 

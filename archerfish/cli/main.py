@@ -52,6 +52,7 @@ COMMANDS = (
     Command("doctor", "doctor", "report what this machine has, which fast paths are on, and which models fit", "[MODEL] "),
     Command("kernels export", "models", "compile the GPU kernels of a model and write them to a file", "MODEL FILE "),
     Command("kernels import", "models", "read GPU kernels from such a file, which must be trusted like a program", "FILE "),
+    Command("simulate", "simulate", "compare routing policies over many replicas in virtual time"),
     *(Command(f"bench {bench.name}", "bench", bench.summary, bench.usage) for bench in BENCHES),
 )
 DESCRIPTION = "archerfish: one small inference engine. `archerfish COMMAND --help` shows the options of a command."

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from archerfish.cache.digest import read_changes
 
 EXPECTED_S = 10.0  # a prompt that was sent to a replica counts as cached there for so long, unless the replica publishes it
@@ -52,27 +55,22 @@ class PrefixMap:
         for one in hashes:
             clear_bit(self._expected, one, 1 << replica)
 
-    def lengths(self, hashes: Sequence[int], num_replicas: int, now: float) -> list[int]:
+    def lengths(self, hashes: Sequence[int], num_replicas: int, now: float) -> npt.NDArray[np.float64]:
         """How many of the hashes each replica has, from the first one on without a gap."""
         while self._expiring and self._expiring[0][0] <= now:
             _, replica, old = self._expiring.popleft()
             for one in old:
                 clear_bit(self._expected, one, 1 << replica)
-        found, left = [0] * num_replicas, (1 << num_replicas) - 1
-        for length, one in enumerate(hashes):
-            having = (self._published.get(one, 0) | self._expected.get(one, 0)) & left
-            lost, left = left & ~having, having
-            while lost and length:
-                replica = lost.bit_length() - 1
-                found[replica] = length
-                lost ^= 1 << replica
-            if not left:
-                return found
-        while left:
-            replica = left.bit_length() - 1
-            found[replica] = len(hashes)
-            left ^= 1 << replica
-        return found
+        published, expected, size = self._published, self._expected, -(-num_replicas // 8)
+        having, rows = (1 << num_replicas) - 1, []
+        for one in hashes:
+            having &= published.get(one, 0) | expected.get(one, 0)
+            if not having:
+                break
+            rows.append(having.to_bytes(size, "little"))
+        bytes_ = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), size)
+        bits = np.unpackbits(bytes_, axis=1, count=num_replicas, bitorder="little")
+        return np.add.reduce(bits, axis=0, dtype=np.float64)  # type: ignore[no-any-return]
 
 
 def clear_bit(table: dict[int, int], key: int, bit: int) -> None:

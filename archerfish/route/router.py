@@ -1,4 +1,4 @@
-"""The choice of a replica for each request: where the first token is expected soonest."""
+"""The choice of a replica for each request: where the first tokens are expected soonest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from archerfish.sequence import NO_NAMESPACE, Namespace
 
 Seconds = npt.NDArray[np.float64]
 USUAL_TOKEN_S = 1e-4  # of a prompt, before any replica has measured it
-EQUAL_S = 1e-3  # expected first tokens that differ by less count as equal
+EARLY_TOKENS = 10  # of an answer, for which a long step counts; so replicas with many long answers get fewer new ones
+EQUAL_S = 1e-3  # expected times that differ by less count as equal
 NO_TOKENS = array("I")
 
 
@@ -79,14 +80,21 @@ class Route:
 class Candidates:
     """What a policy chooses from: an entry for every replica."""
 
-    expected_s: Seconds
+    expected_s: Seconds  # until the first token
+    new_s: Seconds  # of that time, for what is not cached of the prompt
+    step_s: Seconds  # of the sequences that run
     num_live: Seconds  # requests that run or wait
     number: int  # of this choice
 
 
-def by_first_token(found: Candidates) -> Seconds:
-    """The soonest first token; of equal ones the replica with the fewest requests."""
-    score: Seconds = np.floor(found.expected_s / EQUAL_S) + found.num_live / (1.0 + found.num_live.max())
+def by_first_tokens(found: Candidates) -> Seconds:
+    """The soonest first tokens; of equal ones the replica with the fewest requests.
+
+    What is computed of the prompt counts twice: it takes the place of another prefix in the cache, which is computed again.
+    Without that, requests that go elsewhere for a few milliseconds fill every cache with the same prefixes.
+    """
+    early_s = found.expected_s + found.new_s + EARLY_TOKENS * found.step_s
+    score: Seconds = np.floor(early_s / EQUAL_S) + found.num_live / (1.0 + found.num_live.max())
     return score
 
 
@@ -105,7 +113,7 @@ def at_random(found: Candidates) -> Seconds:
 
 
 POLICIES: dict[str, Callable[[Candidates], Seconds]] = {
-    "cache-aware": by_first_token, "least-loaded": by_load, "round-robin": in_turn, "random": at_random,
+    "cache-aware": by_first_tokens, "least-loaded": by_load, "round-robin": in_turn, "random": at_random,
 }  # fmt: skip
 
 
@@ -113,43 +121,72 @@ class ModelLoads:
     """The loads of one model on all replicas, with an element for each replica."""
 
     def __init__(self, num_replicas: int) -> None:
-        self.measured_s, self.token_s, self.fixed_s, self.waiting, self.num_live, self.num_tenants = np.zeros((6, num_replicas))
-        self.is_fair = np.zeros(num_replicas, bool)
+        self.measured_s, self.token_s, self.fixed_s, self.step_s = np.zeros((4, num_replicas))
+        self.waiting, self.num_live, self.num_tenants = np.zeros((3, num_replicas))
+        self.is_fair, self._num_fair = np.zeros(num_replicas, bool), 0
         self.by_tenant: dict[str, Seconds] = {}  # waiting tokens
+        self._holders: dict[str, int] = {}  # replicas on which a tenant waits
+        self._tenants: list[dict[str, int]] = [{} for _ in range(num_replicas)]  # waiting tokens by replica, none of them 0
 
     def update(self, replica: Replica, model: str) -> None:
         """Count anew what waits on a replica: what it reported, and what was sent since."""
         i, load = replica.index, replica.loads.get(model) or ReplicaLoad()
-        waiting, num_live = dict(load.waiting_tokens), load.num_running + load.num_waiting
-        for route in replica.unreported.values():
-            if route.model == model:
-                waiting[route.tenant] = waiting.get(route.tenant, 0) + route.num_tokens - route.num_cached
-                num_live += 1
-        num_over = max(0, num_live + 1 - load.max_running) if load.max_running else 0
-        self.num_live[i], self.fixed_s[i] = num_live, load.step_s + num_over * load.slot_s
-        self.is_fair[i], self.num_tenants[i], self.waiting[i] = load.is_fair, len(waiting), sum(waiting.values())
-        for tenant in self.by_tenant.keys() | waiting:
-            tokens = self.by_tenant.setdefault(tenant, np.zeros(len(self.waiting)))
-            tokens[i] = waiting.get(tenant, 0)
-            if not tokens.any():
-                del self.by_tenant[tenant]
+        self.num_live[i] = load.num_running + load.num_waiting
+        for tenant in list(self._tenants[i]):
+            self._set_tokens(i, tenant, load.waiting_tokens.get(tenant, 0))
+        for tenant in load.waiting_tokens.keys() - self._tenants[i].keys():
+            self._set_tokens(i, tenant, load.waiting_tokens[tenant])
+        self._num_fair += int(load.is_fair) - int(self.is_fair[i])
+        self.is_fair[i] = load.is_fair
         if load.prompt_token_s != self.measured_s[i] or not self.token_s[i]:
             self.measured_s[i] = load.prompt_token_s
             measured = self.measured_s[self.measured_s > 0]
             self.token_s = np.where(self.measured_s, self.measured_s, measured.mean() if len(measured) else USUAL_TOKEN_S)
+        self._set_fixed(i, load)
+        for route in replica.unreported.values():
+            if route.model == model:
+                self.count(route, 1)
+
+    def count(self, route: Route, change: int) -> None:
+        """A request was sent to a replica (1), or one that was sent after its last report is over (-1)."""
+        i, tenant = route.replica.index, route.tenant
+        self.num_live[i] += change
+        self._set_fixed(i, route.replica.loads.get(route.model) or ReplicaLoad())
+        self._set_tokens(i, tenant, self._tenants[i].get(tenant, 0) + change * (route.num_tokens - route.num_cached))
+
+    def _set_fixed(self, i: int, load: ReplicaLoad) -> None:
+        """The step that runs, and the wait for a place."""
+        num_over = max(0.0, self.num_live[i] + 1 - load.max_running) if load.max_running else 0
+        self.step_s[i] = load.step_s
+        self.fixed_s[i] = load.step_s + num_over * load.slot_s
+
+    def _set_tokens(self, i: int, tenant: str, count: int) -> None:
+        tenants = self._tenants[i]
+        before = tenants.pop(tenant, 0)
+        if count:
+            tenants[tenant] = count
+        elif not before:
+            return
+        if tenant not in self.by_tenant:
+            self.by_tenant[tenant], self._holders[tenant] = np.zeros(len(self.waiting)), 0
+        self.by_tenant[tenant][i] = count
+        self.waiting[i] += count - before
+        self.num_tenants[i] = len(tenants)
+        self._holders[tenant] += (count > 0) - (before > 0)
+        if not self._holders[tenant]:
+            del self.by_tenant[tenant], self._holders[tenant]
 
     def expected_s(self, tenant: str, new_tokens: Seconds) -> Seconds:
         """Until the first token: the step that runs, the wait for a place, the prompts in front, the prompt itself.
 
         Where tenants take turns, each other tenant delays a request by no more than its own tenant's tokens up to its end.
         """
-        if not self.by_tenant:
-            return self.fixed_s + self.token_s * new_tokens
+        if not self._num_fair:
+            return self.fixed_s + self.token_s * (new_tokens + self.waiting)
         own = self.by_tenant.get(tenant, 0)
         ahead, others = new_tokens + own, self.waiting - own
         fair = np.minimum(others, ahead * (self.num_tenants - np.sign(own)))
-        found: Seconds = self.fixed_s + self.token_s * (ahead + np.where(self.is_fair, fair, others))
-        return found
+        return self.fixed_s + self.token_s * (ahead + np.where(self.is_fair, fair, others))
 
 
 class Router:
@@ -178,7 +215,7 @@ class Router:
         self.replicas[free : free + 1] = [replica]
         if free == len(self._barred):
             self._barred = np.append(self._barred, np.inf)
-            self._models.clear()  # made anew with room for it
+            self._models.clear()  # made anew with room for it, when a request comes
         return replica
 
     def remove(self, replica: Replica) -> None:
@@ -226,11 +263,11 @@ class Router:
             return None
         now, count = self._clock(), len(tokens) or num_tokens
         hashes = self._hashes(tokens, model, namespace)
-        lengths = np.array(self._prefixes.lengths(hashes, len(self.replicas), now), np.float64)
-        cached = np.minimum(lengths * DIGEST_TOKENS, count)
+        cached = self._prefixes.lengths(hashes, len(self.replicas), now) * DIGEST_TOKENS
         loads, number = self._loads(model), next(self._numbers)
         expected = loads.expected_s(namespace.tenant, count - cached)
-        scores = self._policy(Candidates(expected, loads.num_live, number)) + self._barred
+        found = Candidates(expected, loads.token_s * (count - cached), loads.step_s, loads.num_live, number)
+        scores = self._policy(found) + self._barred
         for replica in without:
             scores[replica.index] = np.inf
         best = int(scores.argmin())
@@ -248,7 +285,7 @@ class Router:
         replica, route.sent_at = route.replica, self._clock()
         replica.unreported[route.number] = route
         replica.num_live += 1
-        self._loads(route.model).update(replica, route.model)
+        self._loads(route.model).count(route, 1)
         self._prefixes.expect(replica.index, route.hashes, route.sent_at)
 
     def ended(self, route: Route) -> None:
@@ -257,7 +294,7 @@ class Router:
         replica.num_live -= 1
         replica.unpublished.append((self._clock(), route.hashes))
         if replica.unreported.pop(route.number, None) is not None:
-            self._loads(route.model).update(replica, route.model)
+            self._loads(route.model).count(route, -1)
 
     def _loads(self, model: str) -> ModelLoads:
         found = self._models.get(model)
@@ -270,8 +307,8 @@ class Router:
     def _take(self, replica: Replica, loads: dict[str, ReplicaLoad]) -> None:
         names = replica.loads.keys() | loads.keys()
         replica.loads = loads
-        for model in names:
-            self._loads(model).update(replica, model)
+        for model in names & self._models.keys():
+            self._models[model].update(replica, model)
 
 
 def load_from(values: dict[str, Any]) -> ReplicaLoad:
