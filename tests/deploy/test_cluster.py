@@ -87,11 +87,6 @@ def read(output: str) -> dict[str, Any]:
     return found
 
 
-def sent_requests(nodes: Nodes) -> dict[str, int]:
-    """By replica, those of the first front end."""
-    return {name: one["sent_requests"] for name, one in fetch(nodes, f"{URLS[0]}/stats")["replicas"].items()}
-
-
 @contextmanager
 def under_load(nodes: Nodes, workers: int) -> Iterator[dict[str, Any]]:
     """Clients of the first front end. Afterwards, what became of their requests."""
@@ -151,12 +146,9 @@ def test_rolling_update_loses_nothing(nodes: Nodes) -> None:
 
 def test_requests_go_where_their_prefix_is_cached(nodes: Nodes) -> None:
     """Red: replicas in turn, of which a third has a prompt; a router of Ray that knows no caches."""
-    before = sent_requests(nodes)
     for arguments in (("prompts", "4", *URLS), ("handle", "3")):
         cached = read(nodes.run(1, LOAD, *arguments))["cached"]
         assert sum(number >= 64 for number in cached) >= 0.9 * len(cached)
-    after = sent_requests(nodes)
-    assert sum(after[name] > before[name] for name in before) >= 2  # not all at one replica
 
 
 def test_engine_process_killed(nodes: Nodes) -> None:
