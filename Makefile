@@ -11,6 +11,7 @@ SHELL := bash
 MODELS := all-minilm-l6-v2 smollm2-135m-instruct
 WORKERS ?= 2
 CLIENTS ?= .venv-clients
+CLUSTER ?= .venv-cluster
 DEPLOY ?= .venv-deploy
 NODE_CLIENTS := ai@6.0.326 @ai-sdk/openai-compatible@2.0.87 zod@4.6.7
 .DEFAULT_GOAL := help
@@ -36,6 +37,9 @@ test-slow: $(VENV)/.test models  ## the long tests too
 test-clients: $(VENV)/.test $(CLIENTS)/.ready models  ## a server, driven through other projects' clients: a table (ARGS="--only llm")
 	$(CLIENTS)/bin/python -m scripts.clients --archerfish $(BIN)/archerfish $(ARGS)
 	$(if $(wildcard tests/clients),PYTHONPATH=$$(echo $(CLIENTS)/lib/python*/site-packages) $(BIN)/python -m pytest -m client tests/clients)
+
+test-cluster: $(VENV)/.test $(CLUSTER)/.ready models  ## the service on a Ray cluster of three nodes in network namespaces (as root)
+	PYTHONPATH=$$(realpath $(CLUSTER)/lib/python*/site-packages) $(BIN)/python -m pytest -m cluster tests/deploy $(ARGS)
 
 test-deploy: $(VENV)/.test $(DEPLOY)/.ready models  ## the Helm chart and the images' file: schemas, and every command in them against a real server
 	PATH="$$PATH:$(CURDIR)/$(DEPLOY)/bin" PYTHONPATH=$$(echo $(DEPLOY)/lib/python*/site-packages) $(BIN)/python -m pytest -m cluster tests/kubernetes $(ARGS)
@@ -87,6 +91,12 @@ $(CLIENTS)/.ready: scripts/clients/requirements.txt | $(VENV)/bin/python
 	  || echo "npm could not install the Vercel AI SDK: its rows will be skipped"
 	@touch $@
 
+$(CLUSTER)/.ready: constraints-ray.txt pyproject.toml | $(VENV)/bin/python
+	@echo "Installing Ray into $(CLUSTER) (once; a few minutes)"
+	$(BIN)/python -m venv $(CLUSTER)
+	@$(CLUSTER)/bin/python $(INSTALL) --constraint constraints.txt --constraint constraints-ray.txt 'ray[serve]' $(SHOWN)
+	@touch $@
+
 $(DEPLOY)/.ready: deploy/requirements.txt | $(VENV)/bin/python
 	@echo "Installing the validators into $(DEPLOY) (once)"
 	$(BIN)/python -m venv $(DEPLOY)
@@ -94,6 +104,6 @@ $(DEPLOY)/.ready: deploy/requirements.txt | $(VENV)/bin/python
 	@touch $@
 
 clean:  ## remove the environment and caches of tools (models stay)
-	rm -rf $(VENV) $(CLIENTS) $(DEPLOY) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist *.egg-info
+	rm -rf $(VENV) $(CLIENTS) $(CLUSTER) $(DEPLOY) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist *.egg-info
 
-.PHONY: help serve test coverage test-slow test-sanitizers test-clients test-deploy lint types lines bench docs models pins clean
+.PHONY: help serve test coverage test-slow test-sanitizers test-clients test-cluster test-deploy lint types lines bench docs models pins clean

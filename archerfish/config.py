@@ -335,6 +335,38 @@ class ServeConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeployConfig(Options):
+    """The service on a Ray cluster."""
+
+    section: ClassVar[str] = "deploy"
+
+    name: str = option("archerfish", "Name of the service on the cluster.")
+    address: str = option(
+        "http://127.0.0.1:8265", "Ray's dashboard, which takes deployments; where none answers on this machine, Ray is started."
+    )
+    min_replicas: int = option(1, "Fewest engine processes.", minimum=1)
+    max_replicas: int = option(1, "Most engine processes.", minimum=1)
+    cpus: float = option(1.0, "CPU cores of a replica; it computes with so many threads.", minimum=0)
+    gpus: float = option(0.0, "GPUs of a replica.", minimum=0)
+    front_ends: int = option(0, "Nodes that accept HTTP, at [serve] host and port; 0: every node.", minimum=0)
+    target_wait_s: float = option(1.0, "Expected wait for a first token at which replicas are added.", minimum=0.001)
+    target_use: float = option(
+        0.8, "Share of a replica's KV memory and of `max_num_seqs` in use at which replicas are added.", minimum=0.05,
+        maximum=1.0,
+    )
+    upscale_delay_s: float = option(10.0, "Replicas are added after more are needed for so long.", minimum=0)
+    downscale_delay_s: float = option(300.0, "Replicas are removed after fewer are needed for so long.", minimum=0)
+    surge: bool = option(
+        True, "An update starts a new replica before it ends an old one. Needs room for one more; without it, off."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_replicas < self.min_replicas:
+            object.__setattr__(self, "max_replicas", self.min_replicas)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """One more model to serve: a table `[[models]]` of the TOML file. Its options override those of [engine] or [embed]."""
 
@@ -359,7 +391,7 @@ class ModelConfig:
         return cls(**given, options=options)
 
 
-SECTIONS: tuple[type[Options], ...] = (HubConfig, ConversionConfig, EmbedConfig, EngineConfig, ServeConfig)
+SECTIONS: tuple[type[Options], ...] = (HubConfig, ConversionConfig, EmbedConfig, EngineConfig, ServeConfig, DeployConfig)
 T = TypeVar("T", bound=Options)
 
 

@@ -40,6 +40,7 @@ class Command:
 COMMANDS = (
     Command("serve", "serve", "serve chat, completions, embeddings and reranking over HTTP", "[MODEL ...] "),
     Command("keys", "serve", "make an API key for a tenant of the service", "FILE TENANT "),
+    Command("deploy ray", "deploy", "serve on a Ray cluster, or on a Ray of this machine", "[CONFIG] "),
     Command("chat", "chat", "talk to a model in the terminal", "[MESSAGE] "),
     Command("generate", "generate", "continue prompts", "[PROMPT ...] "),
     Command("embed", "embed", "turn texts into vectors", "[TEXT ...] "),

@@ -271,5 +271,6 @@ def create_app(
     middleware = [Middleware(RequestMiddleware, registry, tenants, config)]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS, lifespan=lifespan)
     app.router.redirect_slashes = False
+    app.state.catalog = catalog
     app.state.is_stopping = False
     return app

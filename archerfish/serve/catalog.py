@@ -211,6 +211,10 @@ class Catalog:
     async def cards(self) -> list[ModelCard]:
         return self._cards or await self._refresh()
 
+    def expire(self) -> None:
+        """The engine processes have changed: the models are asked for again when they are needed."""
+        self._cards = []
+
     async def report(self, message: Charge | Configure | ExplainRequest | Query) -> dict[str, Any]:
         """The values of the engine process's answer to a message, which is sent with the credentials of this front end."""
         message.credentials = self.credentials

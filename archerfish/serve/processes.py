@@ -334,8 +334,8 @@ def engine_process(
 
 
 def front_process(
-    config: Callable[[], FrontConfig], listener: int, command: Sequence[str] = (sys.executable, "-m", "archerfish.serve.front"),
-    *, grace_s: float = GRACE_S,
+    config: Callable[[], msgspec.Struct], listener: int,
+    command: Sequence[str] = (sys.executable, "-m", "archerfish.serve.front"), *, grace_s: float = GRACE_S,
 ) -> KeptProcess:
     """A front end that accepts connections from the socket with the file descriptor `listener`."""
     return KeptProcess("front end", command, config, grace_s=grace_s, force_signal=signal.SIGINT, pass_fds=(listener,))
