@@ -26,11 +26,11 @@ import zmq
 from archerfish.config import HubConfig
 from archerfish.deploy.found import FoundReplica, FrontState, read_found
 from archerfish.deploy.front import ClusterFrontConfig
-from archerfish.deploy.scaling import replica_use
 from archerfish.deploy.secrets import ServiceSecrets, cluster_token
 from archerfish.deploy.settings import ENGINES, FRONT_ENDS, Settings, app_names
 from archerfish.errors import MachineError, StoppedError
 from archerfish.route.router import load_from
+from archerfish.route.scaling import replica_use
 from archerfish.serve import processes
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.processes import ModelSpec, engine_process, front_process

@@ -1,42 +1,11 @@
-"""How many replicas a service needs, from what its replicas report. Ray's controller calls `ScalingPolicy`."""
+"""The autoscaling policies that Ray's controller calls."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from archerfish.route.router import USUAL_TOKEN_S, ReplicaLoad
-
-ROOM = 1.1  # replicas are added only when more than this times the targets is reached
-SPARE = 1.25  # replicas are removed only if those that stay could take so much more
-MAX_GROWTH = 2  # times as many replicas in one decision
-
-
-def replica_use(loads: Iterable[ReplicaLoad], kv_usages: Iterable[float]) -> dict[str, float]:
-    """What a replica reports to the autoscaler: the expected wait of a new request, and the share of it that is in use."""
-    waits, shares = [0.0], [0.0, *kv_usages]
-    for load in loads:
-        num_live = load.num_running + load.num_waiting
-        num_over = max(0, num_live + 1 - load.max_running) if load.max_running else 0
-        tokens_s = (load.prompt_token_s or USUAL_TOKEN_S) * sum(load.waiting_tokens.values())
-        waits.append(load.step_s + num_over * load.slot_s + tokens_s)
-        shares.append(num_live / load.max_running if load.max_running else 0.0)
-    return {"wait_s": max(waits), "use": max(shares)}
-
-
-def desired_replicas(pressures: Sequence[float], current: int) -> int:
-    """How many replicas are needed.
-
-    pressures: of each replica that reports, its load as a multiple of what a replica should have. current: the number of
-    replicas that was decided last; some may still start.
-    """
-    total = sum(pressures)
-    if not pressures or len(pressures) < current:  # replicas that start will take a part
-        return current
-    if total > ROOM * current:
-        return min(math.ceil(total), MAX_GROWTH * current)
-    return max(1, min(current, math.ceil(SPARE * total)))
+from archerfish.route.scaling import desired_replicas
 
 
 class ScalingPolicy:

@@ -37,6 +37,7 @@ class ReplicaLoad:
     slot_s: float = 0.0  # between two ends of sequences, while as many run as may
     waiting_tokens: dict[str, int] = field(default_factory=dict)  # prompt tokens that are not computed yet, by tenant
     is_fair: bool = False  # tenants take turns; otherwise the first to come is served first
+    cache_use: float = 0.0  # share of the KV memory that is not free: cached contexts and those of running sequences
 
 
 @dataclass(eq=False, slots=True)
@@ -81,7 +82,7 @@ class Candidates:
     """What a policy chooses from: an entry for every replica."""
 
     expected_s: Seconds  # until the first token
-    new_s: Seconds  # of that time, for what is not cached of the prompt
+    displaced_s: Seconds  # of computing again what the new part of the prompt displaces from the cache
     step_s: Seconds  # of the sequences that run
     num_live: Seconds  # requests that run or wait
     number: int  # of this choice
@@ -90,10 +91,10 @@ class Candidates:
 def by_first_tokens(found: Candidates) -> Seconds:
     """The soonest first tokens; of equal ones the replica with the fewest requests.
 
-    What is computed of the prompt counts twice: it takes the place of another prefix in the cache, which is computed again.
-    Without that, requests that go elsewhere for a few milliseconds fill every cache with the same prefixes.
+    Where the cache is full, what is computed of the prompt takes the place of another prefix, which is computed again. Without
+    that, requests that go elsewhere for a few milliseconds fill every cache with the same prefixes.
     """
-    early_s = found.expected_s + found.new_s + EARLY_TOKENS * found.step_s
+    early_s = found.expected_s + found.displaced_s + EARLY_TOKENS * found.step_s
     score: Seconds = np.floor(early_s / EQUAL_S) + found.num_live / (1.0 + found.num_live.max())
     return score
 
@@ -121,7 +122,7 @@ class ModelLoads:
     """The loads of one model on all replicas, with an element for each replica."""
 
     def __init__(self, num_replicas: int) -> None:
-        self.measured_s, self.token_s, self.fixed_s, self.step_s = np.zeros((4, num_replicas))
+        self.measured_s, self.token_s, self.fixed_s, self.step_s, self.cache_use = np.zeros((5, num_replicas))
         self.waiting, self.num_live, self.num_tenants = np.zeros((3, num_replicas))
         self.is_fair, self._num_fair = np.zeros(num_replicas, bool), 0
         self.by_tenant: dict[str, Seconds] = {}  # waiting tokens
@@ -137,11 +138,11 @@ class ModelLoads:
         for tenant in load.waiting_tokens.keys() - self._tenants[i].keys():
             self._set_tokens(i, tenant, load.waiting_tokens[tenant])
         self._num_fair += int(load.is_fair) - int(self.is_fair[i])
-        self.is_fair[i] = load.is_fair
+        self.is_fair[i], self.cache_use[i] = load.is_fair, load.cache_use
         if load.prompt_token_s != self.measured_s[i] or not self.token_s[i]:
             self.measured_s[i] = load.prompt_token_s
             measured = self.measured_s[self.measured_s > 0]
-            self.token_s = np.where(self.measured_s, self.measured_s, measured.mean() if len(measured) else USUAL_TOKEN_S)
+            self.token_s = np.where(self.measured_s, self.measured_s, measured.min() if len(measured) else USUAL_TOKEN_S)
         self._set_fixed(i, load)
         for route in replica.unreported.values():
             if route.model == model:
@@ -265,8 +266,10 @@ class Router:
         hashes = self._hashes(tokens, model, namespace)
         cached = self._prefixes.lengths(hashes, len(self.replicas), now) * DIGEST_TOKENS
         loads, number = self._loads(model), next(self._numbers)
-        expected = loads.expected_s(namespace.tenant, count - cached)
-        found = Candidates(expected, loads.token_s * (count - cached), loads.step_s, loads.num_live, number)
+        new_tokens = count - cached
+        expected = loads.expected_s(namespace.tenant, new_tokens)
+        displaced = loads.token_s * loads.cache_use * new_tokens
+        found = Candidates(expected, displaced, loads.step_s, loads.num_live, number)
         scores = self._policy(found) + self._barred
         for replica in without:
             scores[replica.index] = np.inf

@@ -471,7 +471,7 @@ class Scheduler:
         return {
             "queued_requests": len(live.queued), "capacity": self.max_queue_size, "live_requests": len(live.requests),
             "waiting": self.num_waiting, "running": self.num_running, "max_running": self.max_num_seqs, "tenants": tenants,
-            "prompt_tokens_left": live.prompts_left(),
+            "prompt_tokens_left": live.prompts_left(), "cache_use": 1 - live.blocks.num_free / live.blocks.num_total,
         }
 
     def explain(self, token_ids: SequenceOf[int], namespace: Namespace) -> HitRecord:

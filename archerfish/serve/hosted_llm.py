@@ -229,6 +229,7 @@ class HostedLLM:
             step_s=controller.cost.step_s(status["running"]), num_running=status["running"],
             num_waiting=max(status["waiting"], round(num_admitted) - status["running"]), max_running=status["max_running"],
             waiting_tokens=status["prompt_tokens_left"], is_fair=controller.order == "fair-share",
+            cache_use=status["cache_use"],
         )  # fmt: skip
 
     def stats(self) -> dict[str, Any]:

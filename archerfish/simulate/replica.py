@@ -133,6 +133,7 @@ class PacedReplica:
         return ReplicaLoad(
             self.pace.prompt_token_s, step_s, self.scheduler.num_running, self.scheduler.num_waiting, self.pace.max_num_seqs,
             mean_tokens * step_s / self.pace.max_num_seqs, self.scheduler.waiting_tokens(), self.policy == "fair-share",
+            self.scheduler.queue_status()["cache_use"],
         )
 
     def _step(self) -> None:

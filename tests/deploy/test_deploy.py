@@ -21,11 +21,12 @@ from archerfish.deploy import cluster
 from archerfish.deploy.cluster import Cluster, NoClusterError
 from archerfish.deploy.found import Follower, FoundReplica, FrontState, changes, read_found
 from archerfish.deploy.front import follow
-from archerfish.deploy.scaling import ScalingPolicy, desired_replicas, replica_use
+from archerfish.deploy.scaling import ScalingPolicy
 from archerfish.deploy.secrets import ServiceSecrets, cluster_token, default_token_path, make_token
 from archerfish.deploy.settings import Settings, serve_config
 from archerfish.errors import InvalidOptionError, MachineError
 from archerfish.route.router import ReplicaLoad
+from archerfish.route.scaling import desired_replicas, replica_use
 from archerfish.serve.client import AsyncClient
 
 A, B = (FoundReplica(name, f"tcp://10.0.0.{name}:1", "key") for name in "12")

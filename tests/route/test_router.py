@@ -19,7 +19,7 @@ LONG = pack_tokens(range(1024))
 
 
 class Service:
-    """A router over replicas that measure 1 ms for each token of a prompt."""
+    """A router over replicas that measure 1 ms for each token of a prompt, and whose caches are full."""
 
     def __init__(self, num_replicas: int = 3, policy: str = "cache-aware") -> None:
         self.now = 0.0
@@ -35,7 +35,7 @@ class Service:
 
     def report(self, index: int, asked_at: float | None = None, **load: object) -> None:
         _, data, begins_anew = self.digests[index].changes(0, 1 << 20)
-        loads = {MODEL: ReplicaLoad(**{"prompt_token_s": 0.001, **load})}  # type: ignore[arg-type]
+        loads = {MODEL: ReplicaLoad(**{"prompt_token_s": 0.001, "cache_use": 1.0, **load})}  # type: ignore[arg-type]
         self.router.report(self.replicas[index], loads, data, begins_anew=begins_anew, asked_at=asked_at)
 
     def choose(self, tokens: array[int] = LONG, namespace: Namespace = TENANT, **options: object) -> Route:
@@ -70,6 +70,17 @@ def test_a_queue_that_takes_longer_than_twice_what_the_prefix_saves_loses() -> N
     assert service.choose().replica.index == 0
     service.report(0, waiting_tokens={"one": 2100})
     assert service.choose().replica.index == 1
+
+
+def test_new_prompts_go_where_the_cache_has_room() -> None:
+    """Red: idle replicas whose measurements differ a little, of which one gets everything until its cache is full."""
+    service = Service(2)
+    service.report(0, prompt_token_s=0.0008)
+    service.report(1, cache_use=0.2)
+    assert service.choose().replica.index == 1
+    service.cache(0, LONG)
+    service.report(0, prompt_token_s=0.0008)
+    assert service.choose().replica.index == 0
 
 
 def test_a_full_replica_waits_for_a_place() -> None:

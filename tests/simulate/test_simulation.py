@@ -122,7 +122,7 @@ def test_replicas_follow_the_load() -> None:
 
 
 def test_autoscaler_goes_up_at_once_and_down_late() -> None:
-    scaler = Autoscaler(1, 8, busy=0.5, target_wait_s=1.0, down_after_s=10.0)
+    scaler = Autoscaler(1, 8, target_use=0.5, down_after_s=10.0)
     idle = ReplicaLoad(0.001, max_running=10)
     busy = dataclasses.replace(idle, num_running=10)
     assert scaler.desired(0.0, [busy, busy]) == 4
