@@ -24,6 +24,7 @@ Hashes = npt.NDArray[np.uint64]
 DIGEST_TOKENS = 64  # prefixes are published at multiples of so many tokens
 HASH_BYTES = 8
 LEAST_COMPACTED = 4096  # changes, below which a log is never shortened
+ONE, HALF_WORD = np.uint64(1), np.uint64(32)
 NO_HASHES: Hashes = np.zeros(0, np.uint64)
 
 
@@ -53,9 +54,9 @@ class PathHash:
         end = position + count
         while end > len(self._factors):
             self._factors = np.concatenate([self._factors, self._draw(len(self._factors))])
-        tokens = np.frombuffer(data, TOKEN_TYPE, count, start * TOKEN_BYTES).astype(np.uint64)
-        tokens += np.uint64(1)
-        return np.multiply(tokens, self._factors[position:end], out=tokens)
+        terms: Hashes = np.add(np.frombuffer(data, TOKEN_TYPE, count, start * TOKEN_BYTES), ONE, dtype=np.uint64)
+        terms *= self._factors[position:end]
+        return terms
 
     def _draw(self, count: int) -> Hashes:
         return np.frombuffer(self._random.randbytes(8 * count), np.uint64) | np.uint64(1)
@@ -73,10 +74,9 @@ def keyed(hashes: Hashes, secret: bytes, model: str, namespace: Namespace) -> Ha
     """What is published for hashes of paths. The lowest bit is set."""
     first, second = salts(secret, model, namespace)
     mixed = (hashes ^ first) * second
-    mixed ^= mixed >> np.uint64(32)
-    mixed *= np.uint64(0x9E3779B97F4A7C15)
-    mixed ^= mixed >> np.uint64(29)
-    return mixed | np.uint64(1)
+    mixed ^= mixed >> HALF_WORD
+    mixed |= ONE
+    return mixed
 
 
 class PromptHashes:

@@ -61,16 +61,28 @@ class PrefixMap:
             _, replica, old = self._expiring.popleft()
             for one in old:
                 clear_bit(self._expected, one, 1 << replica)
-        published, expected, size = self._published, self._expected, -(-num_replicas // 8)
-        having, rows = (1 << num_replicas) - 1, []
-        for one in hashes:
-            having &= published.get(one, 0) | expected.get(one, 0)
-            if not having:
-                break
-            rows.append(having.to_bytes(size, "little"))
-        bytes_ = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), size)
-        bits = np.unpackbits(bytes_, axis=1, count=num_replicas, bitorder="little")
-        return np.add.reduce(bits, axis=0, dtype=np.float64)  # type: ignore[no-any-return]
+        published, expected, found = self._published, self._expected, np.zeros(num_replicas)
+        having = everyone = (1 << num_replicas) - 1
+        for length, one in enumerate(hashes):
+            still = (published.get(one, 0) | expected.get(one, 0)) & having
+            if still != having:
+                if length:
+                    found[bits_of(having ^ still)] = length
+                having = still
+                if not still:
+                    return found
+        if hashes and having:
+            found[... if having == everyone else bits_of(having)] = len(hashes)
+        return found
+
+
+def bits_of(number: int) -> list[int]:
+    """The places of the bits that are set."""
+    found = []
+    while number:
+        found.append(number.bit_length() - 1)
+        number ^= 1 << found[-1]
+    return found
 
 
 def clear_bit(table: dict[int, int], key: int, bit: int) -> None:

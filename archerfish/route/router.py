@@ -22,6 +22,7 @@ Seconds = npt.NDArray[np.float64]
 USUAL_TOKEN_S = 1e-4  # of a prompt, before any replica has measured it
 EARLY_TOKENS = 10  # of an answer, for which a long step counts; so replicas with many long answers get fewer new ones
 EQUAL_S = 1e-3  # expected times that differ by less count as equal
+MOST_LIVE = 1e6  # requests at a replica
 NO_TOKENS = array("I")
 
 
@@ -95,7 +96,7 @@ def by_first_tokens(found: Candidates) -> Seconds:
     that, requests that go elsewhere for a few milliseconds fill every cache with the same prefixes.
     """
     early_s = found.expected_s + found.displaced_s + EARLY_TOKENS * found.step_s
-    score: Seconds = np.floor(early_s / EQUAL_S) + found.num_live / (1.0 + found.num_live.max())
+    score: Seconds = early_s // EQUAL_S + found.num_live / MOST_LIVE
     return score
 
 
@@ -122,7 +123,7 @@ class ModelLoads:
     """The loads of one model on all replicas, with an element for each replica."""
 
     def __init__(self, num_replicas: int) -> None:
-        self.measured_s, self.token_s, self.fixed_s, self.step_s, self.cache_use = np.zeros((5, num_replicas))
+        self.measured_s, self.token_s, self.displaced_s, self.fixed_s, self.step_s = np.zeros((5, num_replicas))
         self.waiting, self.num_live, self.num_tenants = np.zeros((3, num_replicas))
         self.is_fair, self._num_fair = np.zeros(num_replicas, bool), 0
         self.by_tenant: dict[str, Seconds] = {}  # waiting tokens
@@ -138,11 +139,12 @@ class ModelLoads:
         for tenant in load.waiting_tokens.keys() - self._tenants[i].keys():
             self._set_tokens(i, tenant, load.waiting_tokens[tenant])
         self._num_fair += int(load.is_fair) - int(self.is_fair[i])
-        self.is_fair[i], self.cache_use[i] = load.is_fair, load.cache_use
+        self.is_fair[i] = load.is_fair
         if load.prompt_token_s != self.measured_s[i] or not self.token_s[i]:
             self.measured_s[i] = load.prompt_token_s
             measured = self.measured_s[self.measured_s > 0]
             self.token_s = np.where(self.measured_s, self.measured_s, measured.min() if len(measured) else USUAL_TOKEN_S)
+        self.displaced_s[i] = self.token_s[i] * load.cache_use
         self._set_fixed(i, load)
         for route in replica.unreported.values():
             if route.model == model:
@@ -268,8 +270,7 @@ class Router:
         loads, number = self._loads(model), next(self._numbers)
         new_tokens = count - cached
         expected = loads.expected_s(namespace.tenant, new_tokens)
-        displaced = loads.token_s * loads.cache_use * new_tokens
-        found = Candidates(expected, displaced, loads.step_s, loads.num_live, number)
+        found = Candidates(expected, loads.displaced_s * new_tokens, loads.step_s, loads.num_live, number)
         scores = self._policy(found) + self._barred
         for replica in without:
             scores[replica.index] = np.inf
