@@ -40,6 +40,10 @@ class ReplicaLoad:
     is_fair: bool = False  # tenants take turns; otherwise the first to come is served first
     cache_use: float = 0.0  # share of the KV memory that is not free: cached contexts and those of running sequences
 
+    @property
+    def num_live(self) -> int:
+        return self.num_running + self.num_waiting
+
 
 @dataclass(eq=False, slots=True)
 class Replica:
@@ -123,8 +127,9 @@ class ModelLoads:
     """The loads of one model on all replicas, with an element for each replica."""
 
     def __init__(self, num_replicas: int) -> None:
-        self.measured_s, self.token_s, self.displaced_s, self.fixed_s, self.step_s = np.zeros((5, num_replicas))
+        self.measured_s, self.token_s, self.cache_use, self.fixed_s, self.step_s = np.zeros((5, num_replicas))
         self.waiting, self.num_live, self.num_tenants = np.zeros((3, num_replicas))
+        self.absent = np.zeros(num_replicas)  # infinity where the model is not served, else 0
         self.is_fair, self._num_fair = np.zeros(num_replicas, bool), 0
         self.by_tenant: dict[str, Seconds] = {}  # waiting tokens
         self._holders: dict[str, int] = {}  # replicas on which a tenant waits
@@ -133,19 +138,19 @@ class ModelLoads:
     def update(self, replica: Replica, model: str) -> None:
         """Count anew what waits on a replica: what it reported, and what was sent since."""
         i, load = replica.index, replica.loads.get(model) or ReplicaLoad()
-        self.num_live[i] = load.num_running + load.num_waiting
+        self.num_live[i] = load.num_live
         for tenant in list(self._tenants[i]):
             self._set_tokens(i, tenant, load.waiting_tokens.get(tenant, 0))
         for tenant in load.waiting_tokens.keys() - self._tenants[i].keys():
             self._set_tokens(i, tenant, load.waiting_tokens[tenant])
         self._num_fair += int(load.is_fair) - int(self.is_fair[i])
-        self.is_fair[i] = load.is_fair
+        self.is_fair[i], self.cache_use[i] = load.is_fair, load.cache_use
+        self.absent[i] = 0 if model in replica.loads else np.inf
         if load.prompt_token_s != self.measured_s[i] or not self.token_s[i]:
             self.measured_s[i] = load.prompt_token_s
             measured = self.measured_s[self.measured_s > 0]
             self.token_s = np.where(self.measured_s, self.measured_s, measured.min() if len(measured) else USUAL_TOKEN_S)
-        self.displaced_s[i] = self.token_s[i] * load.cache_use
-        self._set_fixed(i, load)
+        self._set_fixed(replica, model)
         for route in replica.unreported.values():
             if route.model == model:
                 self.count(route, 1)
@@ -154,14 +159,16 @@ class ModelLoads:
         """A request was sent to a replica (1), or one that was sent after its last report is over (-1)."""
         i, tenant = route.replica.index, route.tenant
         self.num_live[i] += change
-        self._set_fixed(i, route.replica.loads.get(route.model) or ReplicaLoad())
+        self._set_fixed(route.replica, route.model)
         self._set_tokens(i, tenant, self._tenants[i].get(tenant, 0) + change * (route.num_tokens - route.num_cached))
 
-    def _set_fixed(self, i: int, load: ReplicaLoad) -> None:
-        """The step that runs, and the wait for a place."""
+    def _set_fixed(self, replica: Replica, model: str) -> None:
+        """The step that runs, a step of each other model, with which steps take turns, and the wait for a place."""
+        i, load = replica.index, replica.loads.get(model) or ReplicaLoad()
+        others_s = sum(each.step_s for name, each in replica.loads.items() if name != model and each.num_live)
         num_over = max(0.0, self.num_live[i] + 1 - load.max_running) if load.max_running else 0
-        self.step_s[i] = load.step_s
-        self.fixed_s[i] = load.step_s + num_over * load.slot_s
+        self.step_s[i] = load.step_s + others_s
+        self.fixed_s[i] = self.step_s[i] + num_over * load.slot_s
 
     def _set_tokens(self, i: int, tenant: str, count: int) -> None:
         tenants = self._tenants[i]
@@ -270,8 +277,11 @@ class Router:
         loads, number = self._loads(model), next(self._numbers)
         new_tokens = count - cached
         expected = loads.expected_s(namespace.tenant, new_tokens)
-        found = Candidates(expected, loads.displaced_s * new_tokens, loads.step_s, loads.num_live, number)
-        scores = self._policy(found) + self._barred
+        displaced = loads.token_s * loads.cache_use * new_tokens
+        scores = self._policy(Candidates(expected, displaced, loads.step_s, loads.num_live, number)) + self._barred
+        serving = scores + loads.absent
+        if serving.min() < np.inf:  # otherwise any of them says that there is no such model
+            scores = serving
         for replica in without:
             scores[replica.index] = np.inf
         best = int(scores.argmin())
@@ -309,10 +319,9 @@ class Router:
         return found
 
     def _take(self, replica: Replica, loads: dict[str, ReplicaLoad]) -> None:
-        names = replica.loads.keys() | loads.keys()
         replica.loads = loads
-        for model in names & self._models.keys():
-            self._models[model].update(replica, model)
+        for model, known in self._models.items():
+            known.update(replica, model)
 
 
 def load_from(values: dict[str, Any]) -> ReplicaLoad:

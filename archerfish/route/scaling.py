@@ -15,18 +15,18 @@ MAX_GROWTH = 2  # times as many replicas in one decision
 
 
 def replica_use(loads: Iterable[ReplicaLoad], kv_usages: Iterable[float] = ()) -> dict[str, float]:
-    """The expected wait of a new request at a replica, and the share of the replica that is in use.
+    """The expected wait of a new request at a replica, whose models take turns, and the share of the replica that is in use.
 
     kv_usages: shares of the KV memory of its models that running sequences hold.
     """
-    waits, shares = [0.0], [0.0, *kv_usages]
+    wait_s, shares = 0.0, [0.0, *kv_usages]
     for load in loads:
-        num_live = load.num_running + load.num_waiting
-        num_over = max(0, num_live + 1 - load.max_running) if load.max_running else 0
-        tokens_s = (load.prompt_token_s or USUAL_TOKEN_S) * sum(load.waiting_tokens.values())
-        waits.append(load.step_s + num_over * load.slot_s + tokens_s)
-        shares.append(num_live / load.max_running if load.max_running else 0.0)
-    return {"wait_s": max(waits), "use": max(shares)}
+        if load.num_live:  # an idle model has a step to wait for only if it must be loaded, which more replicas do not change
+            num_over = max(0, load.num_live + 1 - load.max_running) if load.max_running else 0
+            tokens_s = (load.prompt_token_s or USUAL_TOKEN_S) * sum(load.waiting_tokens.values())
+            wait_s += load.step_s + num_over * load.slot_s + tokens_s
+            shares.append(load.num_live / load.max_running if load.max_running else 0.0)
+    return {"wait_s": wait_s, "use": max(shares)}
 
 
 def desired_replicas(pressures: Sequence[float], current: int) -> int:
@@ -36,10 +36,10 @@ def desired_replicas(pressures: Sequence[float], current: int) -> int:
     replicas that was decided last; some may still start.
     """
     total = sum(pressures)
-    if not pressures or len(pressures) < current:  # replicas that start will take a part
+    if not pressures:
         return current
-    if total > ROOM * current:
-        return min(math.ceil(total), MAX_GROWTH * current)
+    if total > ROOM * current:  # replicas that start will take a part
+        return current if len(pressures) < current else min(math.ceil(total), MAX_GROWTH * current)
     return max(1, min(current, math.ceil(SPARE * total)))
 
 

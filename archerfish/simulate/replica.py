@@ -9,7 +9,7 @@ import numpy as np
 
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.digest import ModelDigest, PrefixDigest
-from archerfish.cache.radix import RadixCache, RadixKey
+from archerfish.cache.radix import RadixCache
 from archerfish.route.router import Replica, ReplicaLoad
 from archerfish.sched.plan import Plan
 from archerfish.sched.scheduler import Scheduler
@@ -55,14 +55,6 @@ class PacedScheduler(Scheduler):
     def decodes(self) -> tuple[int, int]:
         """Running sequences that are caught up, and their context."""
         return len(self._live.decoding), sum(seq.num_computed for seq in self._live.decoding)
-
-    def waiting_tokens(self) -> dict[str, int]:
-        """Prompt tokens that are not computed yet and not known to be cached, by tenant."""
-        found: dict[str, int] = {}
-        for seq in (*self._live.prefilling, *self._live.queue.entries):
-            missing = len(seq.tokens) - max(seq.num_computed, seq.num_cached)
-            found[seq.request.namespace.tenant] = found.get(seq.request.namespace.tenant, 0) + missing
-        return found
 
 
 class PacedReplica:
@@ -116,7 +108,6 @@ class PacedReplica:
             self._generation += 1
             self._at(self._decodes.end_s(count), self._end_decodes, self._generation, count)
         (seq,) = self.scheduler.add(request)
-        seq.num_cached = self.cache.peek(RadixKey(request.prompt_token_ids, request.namespace))  # an estimate, until it runs
         self.is_changed = True
         if self._plan is None and self._decodes is None:
             self._step()
@@ -126,14 +117,14 @@ class PacedReplica:
         """What routers are told of the model."""
         if self._decodes is not None:
             self._take_steps(self._decodes.num_done(self._clock()))
-        num_decodes, context = self.scheduler.decodes
-        step_s = self.pace.decode_s(num_decodes, context) if self.scheduler.num_running else 0.0
+        status, (num_decodes, context) = self.scheduler.queue_status(), self.scheduler.decodes
+        step_s = self.pace.decode_s(num_decodes, context) if status["running"] else 0.0
         mean_tokens = self._ended_tokens / max(1, self._ended)
         self.is_changed = self.scheduler.has_work
         return ReplicaLoad(
-            self.pace.prompt_token_s, step_s, self.scheduler.num_running, self.scheduler.num_waiting, self.pace.max_num_seqs,
-            mean_tokens * step_s / self.pace.max_num_seqs, self.scheduler.waiting_tokens(), self.policy == "fair-share",
-            self.scheduler.queue_status()["cache_use"],
+            self.pace.prompt_token_s, step_s, status["running"], status["waiting"], self.pace.max_num_seqs,
+            mean_tokens * step_s / self.pace.max_num_seqs, status["prompt_tokens_left"], self.policy == "fair-share",
+            status["cache_use"],
         )
 
     def _step(self) -> None:

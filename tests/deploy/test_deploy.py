@@ -38,7 +38,7 @@ TOKEN = "a token of a cluster"
 
 @pytest.mark.parametrize(("pressures", "current", "wanted"), [
     ([0.5], 1, 1), ([1.05], 1, 1), ([1.5], 1, 2), ([9.0], 1, 2), ([1.4, 1.4], 2, 3), ([3.0], 2, 2), ([], 3, 3),
-    ([0.0, 0.0, 0.0], 3, 1), ([0.5, 0.5, 0.5], 3, 2), ([0.7, 0.7, 0.7], 3, 3), ([0.0], 1, 1),
+    ([0.0] * 5, 8, 1), ([0.0, 0.0, 0.0], 3, 1), ([0.5, 0.5, 0.5], 3, 2), ([0.7, 0.7, 0.7], 3, 3), ([0.0], 1, 1),
 ])  # fmt: skip
 def test_desired_replicas(pressures: list[float], current: int, wanted: int) -> None:
     """Red: growth without a limit, or by replicas that do not start to take a part yet; a service that swings."""
@@ -50,6 +50,7 @@ def test_use_of_a_replica() -> None:
     queue = ReplicaLoad(prompt_token_s=0.01, step_s=0.5, num_running=4, num_waiting=1, max_running=4, slot_s=1.0)
     queue.waiting_tokens["a"] = 50
     assert replica_use([ReplicaLoad(), queue], [0.2]) == {"wait_s": pytest.approx(0.5 + 2 * 1.0 + 0.5), "use": 1.25}
+    assert replica_use([ReplicaLoad(step_s=3.0)]) == {"wait_s": 0.0, "use": 0.0}  # an idle model that is not loaded
     assert replica_use([], [0.9]) == {"wait_s": 0.0, "use": 0.9}
 
 

@@ -72,6 +72,26 @@ def test_a_queue_that_takes_longer_than_twice_what_the_prefix_saves_loses() -> N
     assert service.choose().replica.index == 1
 
 
+def test_replicas_without_the_model_are_left_out() -> None:
+    """Red: a replica that does not serve the model yet looks idle, as in an update that adds one."""
+    service = Service(2)
+    new = {MODEL: ReplicaLoad(0.001), "new": ReplicaLoad(0.001, num_running=9, step_s=0.1)}
+    service.router.report(service.replicas[1], new)
+    for name, wanted in (("new", 1), ("nobody's", 0)):
+        route = service.router.choose(name, LONG, TENANT)
+        assert route is not None and route.replica.index == wanted
+
+
+def test_work_of_other_models_counts() -> None:
+    service = Service(2)
+    busy = {MODEL: ReplicaLoad(0.001, cache_use=1.0), "encoder": ReplicaLoad(step_s=0.05, num_waiting=3)}
+    service.router.report(service.replicas[0], busy)
+    assert service.choose().replica.index == 1
+    busy["encoder"] = ReplicaLoad(step_s=0.05)
+    service.router.report(service.replicas[0], busy)
+    assert service.choose().replica.index == 0
+
+
 def test_new_prompts_go_where_the_cache_has_room() -> None:
     """Red: idle replicas whose measurements differ a little, of which one gets everything until its cache is full."""
     service = Service(2)

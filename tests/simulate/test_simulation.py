@@ -128,7 +128,7 @@ def test_autoscaler_goes_up_at_once_and_down_late() -> None:
     assert scaler.desired(0.0, [busy, busy]) == 4
     assert scaler.desired(9.0, [idle] * 4) == 4
     assert scaler.desired(11.0, [idle] * 4) == 1
-    assert scaler.desired(12.0, [dataclasses.replace(idle, waiting_tokens={"": 3000})] * 2) == 4  # at most twice as many
+    assert scaler.desired(12.0, [dataclasses.replace(idle, num_waiting=1, waiting_tokens={"": 3000})] * 2) == 4  # at most twice
     assert scaler.desired(12.0, [busy] * 20) == 8
     assert Autoscaler(2, 8).desired(0.0, []) == 2
 
