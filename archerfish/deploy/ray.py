@@ -116,7 +116,7 @@ class EngineReplica:
         self._process = engine_process(config)
         self._process.start()
         self._process.wait()
-        self._healthy_at = time.monotonic()
+        self._healthy_at, self._failed_before = time.monotonic(), self._process.num_failed_starts
         name = serve.get_replica_context().replica_id.unique_id
         self._found, self._pass = FoundReplica(name, address, public), secrets.front_end_pass
         self._client = AsyncClient(address, server_key=public, own_keys=(secrets.public_key, secrets.secret_key))
@@ -137,12 +137,12 @@ class EngineReplica:
 
     async def check_health(self) -> None:
         """Raise an error if no step succeeds: Ray replaces the replica. An engine process that dies is started again here."""
-        process = self._process
-        most_s = RESTART_S + 3 * process.start_s
-        if not process.is_serving and not process.num_failed_starts and time.monotonic() - self._healthy_at < most_s:
+        process, num_failed = self._process, self._process.num_failed_starts
+        may_start = num_failed == self._failed_before and time.monotonic() - self._healthy_at < RESTART_S + 3 * process.start_s
+        if may_start and not process.is_serving:
             return
         await self._client.ask(Ping(request_id="", probe=""), HEALTH_TIMEOUT_S / 2)
-        self._healthy_at = time.monotonic()
+        self._healthy_at, self._failed_before = time.monotonic(), num_failed
 
     async def generate(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """For callers through a handle, with `options(stream=True)`. request: fields of a GenerationRequest (docs/wire.md)."""
@@ -151,7 +151,8 @@ class EngineReplica:
             yield msgspec.to_builtins(part)
 
     async def _report(self, about: str, name: str) -> dict[str, Any]:
-        report = await self._client.ask(Query(request_id="", about=about, credentials=self._pass), ANSWER_S)
+        query = Query(request_id="", about=about, since=-1, credentials=self._pass)  # -1: without a digest of the cache
+        report = await self._client.ask(query, ANSWER_S)
         assert isinstance(report, Report)
         return report.values[name]  # type: ignore[no-any-return]
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,13 +22,15 @@ from archerfish.deploy import cluster
 from archerfish.deploy.cluster import Cluster, NoClusterError
 from archerfish.deploy.found import Follower, FoundReplica, FrontState, changes, read_found
 from archerfish.deploy.front import follow
+from archerfish.deploy.ray import EngineReplica
 from archerfish.deploy.scaling import ScalingPolicy
 from archerfish.deploy.secrets import ServiceSecrets, cluster_token, default_token_path, make_token
 from archerfish.deploy.settings import Settings, serve_config
-from archerfish.errors import InvalidOptionError, MachineError
+from archerfish.errors import InvalidOptionError, MachineError, StoppedError
 from archerfish.route.router import ReplicaLoad
 from archerfish.route.scaling import desired_replicas, replica_use
 from archerfish.serve.client import AsyncClient
+from archerfish.serve.wire import Report
 
 A, B = (FoundReplica(name, f"tcp://10.0.0.{name}:1", "key") for name in "12")
 TOKEN = "a token of a cluster"
@@ -62,6 +65,48 @@ def test_scaling_policy_reads_what_replicas_report() -> None:
     assert decide(wait_s={"a": 4.0, "b": 2.0, "gone": 100.0}) == 3
     assert decide(wait_s={"a": 0.0, "b": 0.0}, use={"a": 1.0, "b": 0.9}) == 4
     assert decide(wait_s={"a": 0.1, "b": 0.1}, use={"a": 0.1, "b": 0.0}) == 1
+
+
+class Replica(EngineReplica):
+    """An actor that Ray has not started. process: a stand-in. answer: for every question; none: an error."""
+
+    def __init__(self, answer: dict[str, Any] | None = None, process: Any = None) -> None:
+        self._client, self._process, self._pass = self, process, "pass"  # type: ignore[assignment]
+        self._healthy_at, self._failed_before = time.monotonic(), 0
+        self.answer, self.asked = answer, list[Any]()
+
+    async def ask(self, message: Any, timeout_s: float) -> Report:
+        self.asked.append(message)
+        if self.answer is None:
+            raise StoppedError("Away.")
+        return Report(request_id="", values=self.answer)
+
+    def __del__(self) -> None:  # type: ignore[override]
+        pass
+
+
+def test_autoscaler_asks_for_no_digest() -> None:
+    """Red: a replica that packs its whole cache once a second, to be thrown away."""
+    replica = Replica({"loads": {"m": {"num_running": 1, "max_running": 4}}, "models": {"m": {"kv_usage": 0.5}}})
+    assert asyncio.run(replica.record_autoscaling_stats()) == {"wait_s": 0.0, "use": 0.5}
+    assert {query.about: query.since for query in replica.asked} == {"load": -1, "stats": -1}
+
+
+def test_health_is_judged_by_what_failed_since_it_was_good() -> None:
+    """Red: a replica that one failed start, long ago, makes unhealthy at its next crash; one that never recovers and stays."""
+    process = SimpleNamespace(is_serving=False, num_failed_starts=0, start_s=1.0)
+    replica = Replica(process=process)
+    asyncio.run(replica.check_health())  # it starts again
+    process.num_failed_starts = 1
+    with pytest.raises(StoppedError):
+        asyncio.run(replica.check_health())
+    replica.answer, process.is_serving = {}, True
+    asyncio.run(replica.check_health())
+    replica.answer, process.is_serving = None, False
+    asyncio.run(replica.check_health())
+    replica._healthy_at -= 1_000
+    with pytest.raises(StoppedError):
+        asyncio.run(replica.check_health())
 
 
 # What is deployed
