@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -27,8 +29,9 @@ from archerfish.deploy.scaling import ScalingPolicy
 from archerfish.deploy.secrets import ServiceSecrets, cluster_token, default_token_path, make_token
 from archerfish.deploy.settings import Settings, serve_config
 from archerfish.errors import InvalidOptionError, MachineError, StoppedError
-from archerfish.route.router import ReplicaLoad
+from archerfish.route.router import ReplicaLoad, Router
 from archerfish.route.scaling import desired_replicas, replica_use
+from archerfish.serve.catalog import ModelCard
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.wire import Report
 
@@ -222,6 +225,37 @@ def test_front_end_reads_its_input_to_the_end() -> None:
     lines = [msgspec.json.encode(FrontState(one)) + b"\n" for one in ([A], [A, B])]
     follow(lines, heard.append, lambda: heard.append("end"))
     assert heard == [[A], [A, B], "end"]
+
+
+def test_loads_rank_replicas_where_a_model_has_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: calls through a handle that go to any replica, with a traceback each, where the model's files are not."""
+    kinds = {name: type(name, (), {}) for name in ("PendingRequest", "ReplicaID", "RequestRouter", "RunningReplica")}
+    for name, values in (("ray", {}), ("ray.serve", {}), ("ray.serve.request_router", kinds)):
+        module = ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "archerfish.deploy.ray_router", raising=False)
+    router = importlib.import_module("archerfish.deploy.ray_router").CacheAwareRouter()
+    del sys.modules["archerfish.deploy.ray_router"]
+    card = ModelCard(id="m", kind="generation", max_length=100)
+
+    class NoFiles:
+        async def find(self, *_: Any) -> ModelCard:
+            return card
+
+        async def text_of(self, _: ModelCard) -> Any:
+            raise FileNotFoundError("tokenizer.json")
+
+    router._catalog, router._policy, router._chosen = NoFiles(), Router(b"secret"), {}
+    for name, num_running in (("1", 9), ("2", 0), ("3", 4)):
+        loads = {"m": ReplicaLoad(prompt_token_s=0.01, step_s=0.01 * num_running, num_running=num_running)}
+        router._policy.report(router._policy.add(name), loads)
+    replicas = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in "123"]
+    request = {"prompt": "four and four", "params": {"max_tokens": 4}}
+    pending = SimpleNamespace(args=[request], kwargs={}, metadata=SimpleNamespace(internal_request_id="id"))
+    ranks = asyncio.run(router.choose_replicas(replicas, pending))
+    assert [one.replica_id.unique_id for rank in ranks for one in rank] == ["2", "3", "1"]
+    assert len(ranks) == 3 and router._chosen["id"].num_tokens == 4
 
 
 # The command
