@@ -34,6 +34,7 @@ from archerfish.route.scaling import replica_use
 from archerfish.serve import processes
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.processes import ModelSpec, engine_process, front_process
+from archerfish.serve.replicas import with_threads
 from archerfish.serve.run import bind, fetch_models, host_config
 from archerfish.serve.wire import GenerationRequest, Ping, Query, Report
 from archerfish.types import no_progress
@@ -106,10 +107,11 @@ class EngineReplica:
         public, secret = (key.decode() for key in zmq.curve_keypair())
         address = f"tcp://{free_address(ray.util.get_node_ip_address())}"
         bind_to_node(ray.util.get_node_ip_address())
-        self._specs, self._hub = settings.specs(), settings.hub
+        self._specs, self._hub, num_cores = settings.specs(), settings.hub, int(settings.deploy.cpus)
         fetch_models(self._specs, self._hub, no_progress)
+        specs = tuple(msgspec.structs.replace(spec, options=with_threads(spec, num_cores)) for spec in self._specs)
         config = msgspec.structs.replace(
-            host_config(settings.serve, with_threads(self._specs, int(settings.deploy.cpus)), settings.hub, "ipc://unused"),
+            host_config(settings.serve, specs, settings.hub, "ipc://unused"),
             address=address, secret_key=secret, client_keys=(secrets.public_key,), front_end_pass=secrets.front_end_pass,
             routing_secret=secrets.routing_secret,
         )  # fmt: skip
@@ -270,9 +272,3 @@ def free_address(host: str) -> str:
         probe.bind((host, 0))
         port = probe.getsockname()[1]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def with_threads(specs: tuple[ModelSpec, ...], num_threads: int) -> tuple[ModelSpec, ...]:
-    """Models that compute with the replica's cores, unless they have a number of threads of their own."""
-    options = [{**spec.options, "num_threads": spec.options.get("num_threads") or num_threads} for spec in specs]
-    return tuple(msgspec.structs.replace(spec, options=one) for spec, one in zip(specs, options, strict=True))

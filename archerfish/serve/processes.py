@@ -61,6 +61,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         usual = EngineConfig.model if self.kind == "generation" else EmbedConfig.model
         return str(self.options.get("model", usual))
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute it together."""
+        return EngineConfig(**self.options).num_ranks if self.kind == "generation" else 1
+
 
 class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of an engine process.

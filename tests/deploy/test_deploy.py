@@ -142,6 +142,7 @@ def test_engine_options_leave_front_ends_alone() -> None:
     ({"serve": {"kinds": "generation", "port": 0}}, "port"), ({"serve": {"replicas": 2}}, "min_replicas"),
     ({"serve": {"zmq_address": "tcp://127.0.0.1:5555"}}, "zmq_address"), ({"egnine": {}}, "egnine"),
     ({"deploy": {"max_replica": 1}}, "max_replicas"),
+    ({"engine": {"tensor_parallel_size": 4}, "deploy": {"gpus": 2}}, "gpus is 2, but a model is divided over 4"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused(tables: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidOptionError) as raised:
