@@ -85,11 +85,11 @@ class TorchRanks(Ranks):
         options.rootRank = options.rootTensor = 0
         return tokens if self._is_quiet else self._exchange(tokens, lambda all_: self._world.broadcast([all_], options))
 
-    def none_chosen(self, num_rows: int) -> Any:
+    def empty_report(self, num_rows: int) -> Any:
         found = torch.zeros(2, num_rows, dtype=torch.int64, device=self.device)
         return found.numpy() if self.is_numpy else found
 
-    def least(self, number: int) -> int:
+    def min_over_ranks(self, number: int) -> int:
         options = distributed.AllreduceOptions()
         options.reduceOp = distributed.ReduceOp.MIN
         found = torch.tensor([number], device=self.device if self.records else "cpu")
