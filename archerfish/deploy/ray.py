@@ -24,8 +24,7 @@ import msgspec
 import zmq
 
 from archerfish.config import HubConfig
-from archerfish.deploy.found import FoundReplica, FrontState, read_found
-from archerfish.deploy.front import ClusterFrontConfig
+from archerfish.deploy.discovery import FoundReplica, read_replicas
 from archerfish.deploy.secrets import ServiceSecrets, cluster_token
 from archerfish.deploy.settings import ENGINES, FRONT_ENDS, Settings, app_names
 from archerfish.errors import MachineError, StoppedError
@@ -33,7 +32,7 @@ from archerfish.route.router import load_from
 from archerfish.route.scaling import replica_use
 from archerfish.serve import processes
 from archerfish.serve.client import AsyncClient
-from archerfish.serve.processes import ModelSpec, engine_process, front_process
+from archerfish.serve.processes import FrontConfig, ModelSpec, engine_process, front_process
 from archerfish.serve.replicas import with_threads
 from archerfish.serve.run import bind, fetch_models, host_config
 from archerfish.serve.wire import GenerationRequest, Ping, Query, Report
@@ -166,7 +165,7 @@ class EngineReplica:
 
 
 class FrontEnds:
-    """The front ends of a node: an actor of Ray that keeps their processes and tells them which replicas run."""
+    """The front ends of a node: an actor of Ray that keeps their processes and sends them the replicas that run."""
 
     def __init__(self, args: dict[str, Any]) -> None:
         import ray
@@ -177,12 +176,12 @@ class FrontEnds:
         self._app = app_names(settings.deploy.name)[0]
         self._found: list[FoundReplica] = []
         self._fetched: set[bytes] = set()
-        self._told: dict[int, tuple[int, list[FoundReplica]]] = {}  # each child: its process id, and what it knows
+        self._sent: dict[int, tuple[int, list[FoundReplica]]] = {}  # each child: its process id, and what it was sent
         self._is_over = threading.Event()
         self._listener = bind(settings.serve)
 
-        def config() -> ClusterFrontConfig:
-            return ClusterFrontConfig(
+        def config() -> FrontConfig:
+            return FrontConfig(
                 serve=dataclasses.asdict(settings.serve), listener=self._listener.fileno(), credentials=secrets.front_end_pass,
                 routing_secret=secrets.routing_secret, own_keys=(secrets.public_key, secrets.secret_key),
             )  # fmt: skip
@@ -207,11 +206,11 @@ class FrontEnds:
         """Ask Ray for the running replicas, until the end."""
         from ray import serve
 
-        handle, told = serve.get_deployment_handle(ENGINES, self._app), ""
+        handle, logged = serve.get_deployment_handle(ENGINES, self._app), ""
         while not self._is_over.wait(FIND_S):
             try:
                 answers = handle.broadcast("describe").results(timeout_s=ANSWER_S, return_exceptions=True)
-                found = read_found(answers)
+                found = read_replicas(answers)
                 for answer in answers:
                     if isinstance(answer, dict):
                         self._fetch(answer)
@@ -219,10 +218,10 @@ class FrontEnds:
                 problem = ""
             except Exception as error:  # none runs, Ray's controller is away, a model cannot be fetched: what is known stays
                 problem = str(error)
-            if problem and problem != told:
+            if problem and problem != logged:
                 logger.warning("The replicas of %s cannot be found: %s", self._app, problem)
-            told = problem
-            self._tell()
+            logged = problem
+            self._send()
 
     def _fetch(self, answer: Any) -> None:
         """Have the files of a replica's models on this node too: front ends turn texts into tokens."""
@@ -231,14 +230,14 @@ class FrontEnds:
             fetch_models(msgspec.convert(answer["models"], tuple[ModelSpec, ...]), HubConfig(**answer["hub"]), no_progress)
             self._fetched.add(key)
 
-    def _tell(self) -> None:
-        """Tell every child what it does not know yet; one that was started again knows nothing."""
+    def _send(self) -> None:
+        """Send every child what it does not know yet; one that was started again knows nothing."""
         for number, child in enumerate(self._children):
             state, process = (child.pid, self._found), child.process
-            if child.is_serving and self._told.get(number) != state and process is not None and process.stdin is not None:
+            if child.is_serving and self._sent.get(number) != state and process is not None and process.stdin is not None:
                 with contextlib.suppress(OSError):  # it has just died
-                    process.stdin.write(msgspec.json.encode(FrontState(self._found)) + b"\n")
-                    self._told[number] = state
+                    process.stdin.write(msgspec.json.encode(self._found) + b"\n")
+                    self._sent[number] = state
 
     async def __del__(self) -> None:
         """Ray calls this when the front end is to end: running requests are finished."""

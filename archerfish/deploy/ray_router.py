@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from archerfish.deploy.found import Follower, FoundReplica
+from archerfish.deploy.discovery import Follower, FoundReplica
 from archerfish.deploy.secrets import ServiceSecrets, cluster_token
 from archerfish.route.router import Route, Router
 from archerfish.sequence import Namespace, pack_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import json
 import stat
@@ -15,15 +16,16 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 import zmq
 
 from archerfish.cli.main import main
+from archerfish.config import ServeConfig
 from archerfish.deploy import cluster
 from archerfish.deploy.cluster import Cluster, NoClusterError
-from archerfish.deploy.found import Follower, FoundReplica, FrontState, changes, read_found
-from archerfish.deploy.front import follow
+from archerfish.deploy.discovery import Follower, FoundReplica, changes, read_replicas
 from archerfish.deploy.ray import EngineReplica
 from archerfish.deploy.scaling import ScalingPolicy
 from archerfish.deploy.secrets import ServiceSecrets, cluster_token, default_token_path, make_token
@@ -33,6 +35,8 @@ from archerfish.route.router import ReplicaLoad, Router
 from archerfish.route.scaling import desired_replicas, replica_use
 from archerfish.serve.catalog import ModelCard
 from archerfish.serve.client import AsyncClient
+from archerfish.serve.processes import FrontConfig, front_process
+from archerfish.serve.run import bind, url_of
 from archerfish.serve.wire import Report
 
 A, B = (FoundReplica(name, f"tcp://10.0.0.{name}:1", "key") for name in "12")
@@ -196,7 +200,7 @@ def test_changes_of_replicas() -> None:
     assert changes([], [A, B]) == ([A, B], [])
     assert changes([A, B], [B]) == ([], [A])
     assert changes([A], [B]) == ([B], [A])
-    assert read_found([{**msgspec.to_builtins(B), "models": []}, OSError(), msgspec.to_builtins(A)]) == [A, B]
+    assert read_replicas([{**msgspec.to_builtins(B), "models": []}, OSError(), msgspec.to_builtins(A)]) == [A, B]
 
 
 def test_follower_keeps_the_backend_up_to_date() -> None:
@@ -221,11 +225,31 @@ def test_follower_keeps_the_backend_up_to_date() -> None:
     assert log == ["+1 tcp://10.0.0.1:1", "changed", "+2 tcp://10.0.0.2:1", "changed", "changed", "-1", "changed"]
 
 
-def test_front_end_reads_its_input_to_the_end() -> None:
-    heard: list[Any] = []
-    lines = [msgspec.json.encode(FrontState(one)) + b"\n" for one in ([A], [A, B])]
-    follow(lines, heard.append, lambda: heard.append("end"))
-    assert heard == [[A], [A, B], "end"]
+def test_front_end_learns_of_replicas_from_its_input() -> None:
+    """Red: a front end that does not follow what the actor sends, or that outlives it."""
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    found = [FoundReplica(name, f"tcp://127.0.0.1:{number}", public) for number, name in ((9, "left"), (19, "right"))]
+    config = ServeConfig(host="127.0.0.1", port=0)
+    with bind(config) as listener:
+        given = FrontConfig(
+            own_keys=(public, secret), credentials="pass", routing_secret="secret", serve=dataclasses.asdict(config),
+            listener=listener.fileno(),
+        )  # fmt: skip
+        child = front_process(lambda: given, listener.fileno(), (sys.executable, "-m", "archerfish.deploy.front"))
+        child.start()
+        try:
+            child.wait()
+            process = child.process
+            assert process is not None and process.stdin is not None
+            for replicas in (found, found[1:]):
+                process.stdin.write(msgspec.json.encode(replicas) + b"\n")
+                # a front end without a ready replica names those that it knows
+                texts = (httpx.get(f"{url_of(listener)}/stats", timeout=30).text for _ in range(1_000))
+                assert any([one for one in found if f"{one.name}: " in text] == replicas for text in texts)
+            process.stdin.close()
+            assert process.wait(30) == 0
+        finally:
+            child.stop()
 
 
 def test_loads_rank_replicas_where_a_model_has_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
