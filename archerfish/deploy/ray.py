@@ -63,8 +63,8 @@ def app(args: dict[str, Any]) -> Any:
         health_check_period_s=HEALTH_PERIOD_S, health_check_timeout_s=HEALTH_TIMEOUT_S,
         max_surge_percent=1 if deploy.surge else 0,  # rounded up: one replica
         autoscaling_config=AutoscalingConfig(
-            min_replicas=deploy.min_replicas, max_replicas=deploy.max_replicas, metrics_interval_s=1.0, look_back_period_s=5.0,
-            upscale_delay_s=deploy.upscale_delay_s, downscale_delay_s=deploy.downscale_delay_s,
+            min_replicas=deploy.min_replicas, max_replicas=deploy.max_replicas or deploy.min_replicas, metrics_interval_s=1.0,
+            look_back_period_s=5.0, upscale_delay_s=deploy.upscale_delay_s, downscale_delay_s=deploy.downscale_delay_s,
             policy=AutoscalingPolicy(policy_function="archerfish.deploy.scaling:ScalingPolicy", policy_kwargs=targets),
         ),
         request_router_config=RequestRouterConfig(

@@ -125,7 +125,7 @@ def settings(**tables: Any) -> Settings:
 
 def test_args_are_the_configuration() -> None:
     """Red: an option that is lost on its way to the cluster."""
-    tables = {"models": [{"model": "other", "max_num_seqs": 3, "loads": "idle"}], "deploy": {"max_replicas": 3, "gpus": 1.0}}
+    tables = {"models": [{"model": "other", "max_num_seqs": 3, "loads": "idle"}], "deploy": {"min_replicas": 3, "gpus": 1.0}}
     given = settings(**tables)
     engines, front_ends = serve_config(given)["applications"]
     assert Settings.read(json.loads(json.dumps(engines["args"]))) == given
@@ -146,6 +146,7 @@ def test_engine_options_leave_front_ends_alone() -> None:
     ({"serve": {"kinds": "generation", "port": 0}}, "port"), ({"serve": {"replicas": 2}}, "min_replicas"),
     ({"serve": {"zmq_address": "tcp://127.0.0.1:5555"}}, "zmq_address"), ({"egnine": {}}, "egnine"),
     ({"deploy": {"max_replica": 1}}, "max_replicas"),
+    ({"deploy": {"min_replicas": 3, "max_replicas": 2}}, "max_replicas is 2, less than min_replicas, which is 3"),
     ({"engine": {"tensor_parallel_size": 4}, "deploy": {"gpus": 2}}, "gpus is 2, but a model is divided over 4"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused(tables: dict[str, Any], message: str) -> None:
