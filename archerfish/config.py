@@ -345,7 +345,7 @@ class DeployConfig(Options):
         "http://127.0.0.1:8265", "Ray's dashboard, which takes deployments; where none answers on this machine, Ray is started."
     )
     min_replicas: int = option(1, "Fewest engine processes.", minimum=1)
-    max_replicas: int = option(1, "Most engine processes.", minimum=1)
+    max_replicas: int = option(0, "Most engine processes; 0: as many as the fewest.", minimum=0)
     cpus: float = option(1.0, "CPU cores of a replica; it computes with so many threads.", minimum=0)
     gpus: float = option(0.0, "GPUs of a replica.", minimum=0)
     front_ends: int = option(0, "Nodes that accept HTTP, at [serve] host and port; 0: every node.", minimum=0)
@@ -362,8 +362,9 @@ class DeployConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_replicas < self.min_replicas:
-            object.__setattr__(self, "max_replicas", self.min_replicas)
+        if 0 < self.max_replicas < self.min_replicas:
+            message = f"[deploy] max_replicas is {self.max_replicas}, less than min_replicas, which is {self.min_replicas}."
+            raise InvalidOptionError(message, hint="Leave max_replicas out for a fixed number of replicas.")
 
 
 @dataclass(frozen=True, kw_only=True)

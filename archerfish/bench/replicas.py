@@ -75,7 +75,7 @@ class Replicas:
 
     @asynccontextmanager
     async def backend(self, policy: str = "cache-aware") -> AsyncIterator[RoutedBackend]:
-        """A backend that has heard of all replicas."""
+        """A backend to which all replicas have reported."""
         backend = RoutedBackend(Router(self.secret.encode(), policy=policy), credentials=self.secret)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(backend.close)

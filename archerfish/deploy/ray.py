@@ -24,8 +24,7 @@ import msgspec
 import zmq
 
 from archerfish.config import HubConfig
-from archerfish.deploy.found import FoundReplica, FrontState, read_found
-from archerfish.deploy.front import ClusterFrontConfig
+from archerfish.deploy.discovery import FoundReplica, read_replicas
 from archerfish.deploy.secrets import ServiceSecrets, cluster_token
 from archerfish.deploy.settings import ENGINES, FRONT_ENDS, Settings, app_names
 from archerfish.errors import MachineError, StoppedError
@@ -33,7 +32,8 @@ from archerfish.route.router import load_from
 from archerfish.route.scaling import replica_use
 from archerfish.serve import processes
 from archerfish.serve.client import AsyncClient
-from archerfish.serve.processes import ModelSpec, engine_process, front_process
+from archerfish.serve.processes import FrontConfig, ModelSpec, engine_process, front_process
+from archerfish.serve.replicas import with_threads
 from archerfish.serve.run import bind, fetch_models, host_config
 from archerfish.serve.wire import GenerationRequest, Ping, Query, Report
 from archerfish.types import no_progress
@@ -63,8 +63,8 @@ def app(args: dict[str, Any]) -> Any:
         health_check_period_s=HEALTH_PERIOD_S, health_check_timeout_s=HEALTH_TIMEOUT_S,
         max_surge_percent=1 if deploy.surge else 0,  # rounded up: one replica
         autoscaling_config=AutoscalingConfig(
-            min_replicas=deploy.min_replicas, max_replicas=deploy.max_replicas, metrics_interval_s=1.0, look_back_period_s=5.0,
-            upscale_delay_s=deploy.upscale_delay_s, downscale_delay_s=deploy.downscale_delay_s,
+            min_replicas=deploy.min_replicas, max_replicas=deploy.max_replicas or deploy.min_replicas, metrics_interval_s=1.0,
+            look_back_period_s=5.0, upscale_delay_s=deploy.upscale_delay_s, downscale_delay_s=deploy.downscale_delay_s,
             policy=AutoscalingPolicy(policy_function="archerfish.deploy.scaling:ScalingPolicy", policy_kwargs=targets),
         ),
         request_router_config=RequestRouterConfig(
@@ -106,17 +106,18 @@ class EngineReplica:
         public, secret = (key.decode() for key in zmq.curve_keypair())
         address = f"tcp://{free_address(ray.util.get_node_ip_address())}"
         bind_to_node(ray.util.get_node_ip_address())
-        self._specs, self._hub = settings.specs(), settings.hub
+        self._specs, self._hub, num_cores = settings.specs(), settings.hub, int(settings.deploy.cpus)
         fetch_models(self._specs, self._hub, no_progress)
+        specs = tuple(msgspec.structs.replace(spec, options=with_threads(spec, num_cores)) for spec in self._specs)
         config = msgspec.structs.replace(
-            host_config(settings.serve, with_threads(self._specs, int(settings.deploy.cpus)), settings.hub, "ipc://unused"),
+            host_config(settings.serve, specs, settings.hub, "ipc://unused"),
             address=address, secret_key=secret, client_keys=(secrets.public_key,), front_end_pass=secrets.front_end_pass,
             routing_secret=secrets.routing_secret,
         )  # fmt: skip
         self._process = engine_process(config)
         self._process.start()
         self._process.wait()
-        self._healthy_at = time.monotonic()
+        self._healthy_at, self._failed_before = time.monotonic(), self._process.num_failed_starts
         name = serve.get_replica_context().replica_id.unique_id
         self._found, self._pass = FoundReplica(name, address, public), secrets.front_end_pass
         self._client = AsyncClient(address, server_key=public, own_keys=(secrets.public_key, secrets.secret_key))
@@ -137,12 +138,12 @@ class EngineReplica:
 
     async def check_health(self) -> None:
         """Raise an error if no step succeeds: Ray replaces the replica. An engine process that dies is started again here."""
-        process = self._process
-        most_s = RESTART_S + 3 * process.start_s
-        if not process.is_serving and not process.num_failed_starts and time.monotonic() - self._healthy_at < most_s:
+        process, num_failed = self._process, self._process.num_failed_starts
+        may_start = num_failed == self._failed_before and time.monotonic() - self._healthy_at < RESTART_S + 3 * process.start_s
+        if may_start and not process.is_serving:
             return
         await self._client.ask(Ping(request_id="", probe=""), HEALTH_TIMEOUT_S / 2)
-        self._healthy_at = time.monotonic()
+        self._healthy_at, self._failed_before = time.monotonic(), num_failed
 
     async def generate(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """For callers through a handle, with `options(stream=True)`. request: fields of a GenerationRequest (docs/wire.md)."""
@@ -151,7 +152,8 @@ class EngineReplica:
             yield msgspec.to_builtins(part)
 
     async def _report(self, about: str, name: str) -> dict[str, Any]:
-        report = await self._client.ask(Query(request_id="", about=about, credentials=self._pass), ANSWER_S)
+        query = Query(request_id="", about=about, since=-1, credentials=self._pass)  # -1: without a digest of the cache
+        report = await self._client.ask(query, ANSWER_S)
         assert isinstance(report, Report)
         return report.values[name]  # type: ignore[no-any-return]
 
@@ -163,7 +165,7 @@ class EngineReplica:
 
 
 class FrontEnds:
-    """The front ends of a node: an actor of Ray that keeps their processes and tells them which replicas run."""
+    """The front ends of a node: an actor of Ray that keeps their processes and sends them the replicas that run."""
 
     def __init__(self, args: dict[str, Any]) -> None:
         import ray
@@ -174,12 +176,12 @@ class FrontEnds:
         self._app = app_names(settings.deploy.name)[0]
         self._found: list[FoundReplica] = []
         self._fetched: set[bytes] = set()
-        self._told: dict[int, tuple[int, list[FoundReplica]]] = {}  # each child: its process id, and what it knows
+        self._sent: dict[int, tuple[int, list[FoundReplica]]] = {}  # each child: its process id, and what it was sent
         self._is_over = threading.Event()
         self._listener = bind(settings.serve)
 
-        def config() -> ClusterFrontConfig:
-            return ClusterFrontConfig(
+        def config() -> FrontConfig:
+            return FrontConfig(
                 serve=dataclasses.asdict(settings.serve), listener=self._listener.fileno(), credentials=secrets.front_end_pass,
                 routing_secret=secrets.routing_secret, own_keys=(secrets.public_key, secrets.secret_key),
             )  # fmt: skip
@@ -204,11 +206,11 @@ class FrontEnds:
         """Ask Ray for the running replicas, until the end."""
         from ray import serve
 
-        handle, told = serve.get_deployment_handle(ENGINES, self._app), ""
+        handle, logged = serve.get_deployment_handle(ENGINES, self._app), ""
         while not self._is_over.wait(FIND_S):
             try:
                 answers = handle.broadcast("describe").results(timeout_s=ANSWER_S, return_exceptions=True)
-                found = read_found(answers)
+                found = read_replicas(answers)
                 for answer in answers:
                     if isinstance(answer, dict):
                         self._fetch(answer)
@@ -216,10 +218,10 @@ class FrontEnds:
                 problem = ""
             except Exception as error:  # none runs, Ray's controller is away, a model cannot be fetched: what is known stays
                 problem = str(error)
-            if problem and problem != told:
+            if problem and problem != logged:
                 logger.warning("The replicas of %s cannot be found: %s", self._app, problem)
-            told = problem
-            self._tell()
+            logged = problem
+            self._send()
 
     def _fetch(self, answer: Any) -> None:
         """Have the files of a replica's models on this node too: front ends turn texts into tokens."""
@@ -228,14 +230,14 @@ class FrontEnds:
             fetch_models(msgspec.convert(answer["models"], tuple[ModelSpec, ...]), HubConfig(**answer["hub"]), no_progress)
             self._fetched.add(key)
 
-    def _tell(self) -> None:
-        """Tell every child what it does not know yet; one that was started again knows nothing."""
+    def _send(self) -> None:
+        """Send every child what it does not know yet; one that was started again knows nothing."""
         for number, child in enumerate(self._children):
             state, process = (child.pid, self._found), child.process
-            if child.is_serving and self._told.get(number) != state and process is not None and process.stdin is not None:
+            if child.is_serving and self._sent.get(number) != state and process is not None and process.stdin is not None:
                 with contextlib.suppress(OSError):  # it has just died
-                    process.stdin.write(msgspec.json.encode(FrontState(self._found)) + b"\n")
-                    self._told[number] = state
+                    process.stdin.write(msgspec.json.encode(self._found) + b"\n")
+                    self._sent[number] = state
 
     async def __del__(self) -> None:
         """Ray calls this when the front end is to end: running requests are finished."""
@@ -269,9 +271,3 @@ def free_address(host: str) -> str:
         probe.bind((host, 0))
         port = probe.getsockname()[1]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def with_threads(specs: tuple[ModelSpec, ...], num_threads: int) -> tuple[ModelSpec, ...]:
-    """Models that compute with the replica's cores, unless they have a number of threads of their own."""
-    options = [{**spec.options, "num_threads": spec.options.get("num_threads") or num_threads} for spec in specs]
-    return tuple(msgspec.structs.replace(spec, options=one) for spec, one in zip(specs, options, strict=True))

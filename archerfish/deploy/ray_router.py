@@ -13,13 +13,15 @@ from typing import Any
 import msgspec
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from archerfish.deploy.found import Follower, FoundReplica
+from archerfish.deploy.discovery import Follower, FoundReplica
 from archerfish.deploy.secrets import ServiceSecrets, cluster_token
 from archerfish.route.router import Route, Router
 from archerfish.sequence import Namespace, pack_tokens
 from archerfish.serve.catalog import Catalog
+from archerfish.serve.overload import estimate_tokens
 from archerfish.serve.routing import RoutedBackend
 from archerfish.serve.wire import GenerationRequest
+from archerfish.text.chat_template import texts_in
 
 logger = logging.getLogger("archerfish.serve")
 MAX_ROUTES = 10_000  # of requests that Ray has not sent yet
@@ -63,15 +65,17 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]  # ray is not insta
         return [*ranks, [*left.values()]] if left else ranks
 
     async def _route(self, pending: PendingRequest) -> Route | None:
-        given = next((one for one in (*pending.args, *pending.kwargs.values()) if isinstance(one, dict)), {})
-        request = msgspec.convert({**given, "request_id": ""}, GenerationRequest)
+        fields = next((one for one in (*pending.args, *pending.kwargs.values()) if isinstance(one, dict)), {})
+        request = msgspec.convert({**fields, "request_id": ""}, GenerationRequest)
         card = await self._catalog.find(request.model or None, "generation")
-        tokens = request.token_ids or []
+        tokens, given = request.token_ids or [], request.prompt if request.prompt is not None else request.messages or ""
         if not tokens:
-            text = await self._catalog.text_of(card)
-            prompt = request.prompt if request.prompt is not None else request.messages or ""
-            tokens = await text.encode(prompt, "prompt", request.template_options)
-        return self._policy.choose(card.id, pack_tokens(tokens), Namespace(request.tenant), explains=True)
+            try:
+                tokens = await (await self._catalog.text_of(card)).encode(given, "prompt", request.template_options)
+            except Exception:  # the files are missing, or the replica will refuse the request
+                logger.debug("The tokens of a request for %s are not known here", card.id, exc_info=True)
+        estimate, namespace = estimate_tokens(sum(map(len, texts_in(given)))), Namespace(request.tenant)
+        return self._policy.choose(card.id, pack_tokens(tokens), namespace, num_tokens=estimate, explains=True)
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         key = pending_request.metadata.internal_request_id

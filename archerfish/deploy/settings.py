@@ -54,6 +54,10 @@ class Settings:
         """Refuse what cannot work on a cluster."""
         if not self.specs():
             raise InvalidOptionError("No model is served.", hint="Name one in [engine] model, [embed] model or [[models]].")
+        num_ranks, gpus = max(spec.num_ranks for spec in self.specs()), self.deploy.gpus
+        if 0 < gpus < num_ranks:
+            message = f"[deploy] gpus is {gpus:g}, but a model is divided over {num_ranks} processes."
+            raise InvalidOptionError(message, hint=f"Set gpus to {num_ranks}, or to 0 for CPU cores.")
         if not self.serve.port:
             raise InvalidOptionError("[serve] port cannot be 0 on a cluster.", hint="Choose a port that is free on every node.")
         if self.serve.replicas > 1:

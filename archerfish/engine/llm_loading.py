@@ -301,7 +301,7 @@ def make_runner(
     """
     adapter = load_adapter(facts, config, ranks) if adapter is None else adapter
     pool, memory = allocate_pool(adapter.ops, facts.memory_shape, facts.memory)
-    memory = memory._replace(num_blocks=ranks.least(memory.num_blocks))
+    memory = memory._replace(num_blocks=ranks.min_over_ranks(memory.num_blocks))
     with adapter.ops.allocating(f"{config.max_num_seqs} sequences"):
         runner = ModelRunner(
             adapter, pool, vocab_size=facts.vocab_size, max_num_seqs=config.max_num_seqs,

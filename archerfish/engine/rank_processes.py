@@ -145,8 +145,8 @@ class RankProcesses(OtherRanks):
                 ready.set()
         child.stdout.close()
         if not self._is_closed:
-            unsaid = DeviceError(f"Rank {rank} ended with {child.wait()}.", hint="What it has printed may say why.")
-            self.fail(error or unsaid, is_cause=True)
+            unreported_error = DeviceError(f"Rank {rank} ended with {child.wait()}.", hint="What it has printed may say why.")
+            self.fail(error or unreported_error, is_cause=True)
         ready.set()
 
     @contextmanager

@@ -133,11 +133,11 @@ class Ranks:
         """The tokens that rank 0 has chosen, on all ranks, in the memory of those given."""
         return tokens
 
-    def none_chosen(self, num_rows: int) -> Any:
+    def empty_report(self, num_rows: int) -> Any:
         """(2, rows) int64 zeros: the report of a stage that samples nothing."""
         raise TypeError("This rank samples.")
 
-    def least(self, number: int) -> int:
+    def min_over_ranks(self, number: int) -> int:
         """The least of all ranks' numbers."""
         return number
 

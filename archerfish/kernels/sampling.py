@@ -113,7 +113,7 @@ def draw(ops: Ops[T], logits: T, batch: SamplingBatch[T]) -> Drawn[T]:
     if ops.ranks.is_last:
         drawn = ops.sample(logits, batch)
     else:
-        report = ops.ranks.none_chosen(logits.shape[0])
+        report = ops.ranks.empty_report(logits.shape[0])
         drawn = Drawn(report[0], report)
     return drawn._replace(tokens=ops.ranks.share(drawn.tokens))
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -117,20 +118,23 @@ def make_backend(config: processes.FrontConfig, tenants: Tenants, registry: Metr
     return backend
 
 
-def main() -> int:
-    """Serve until SIGTERM, or until the main process has ended."""
+def main(follow: Callable[[Starlette, processes.FrontConfig], Callable[[bytes], None]] | None = None) -> int:
+    """Serve until SIGTERM, or until the main process has ended. follow: returns what takes the lines that this one sends."""
     pipe = processes.open_report_pipe()
     config = processes.read_config(processes.FrontConfig)
-    logging.basicConfig(level=config.serve["log_level"].upper(), format="%(asctime)s front %(levelname)s %(message)s")
     serve, listener = ServeConfig(**config.serve), socket.socket(fileno=config.listener)
+    logging.basicConfig(level=serve.log_level.upper(), format="%(asctime)s front %(levelname)s %(message)s")
     tenants, registry = Tenants.from_file(serve.api_keys_file), MetricRegistry()
     app = create_app(make_backend(config, tenants, registry), serve, registry, credentials=config.credentials, tenants=tenants)
-    server = make_server(app, serve, lambda: processes.send_report(pipe, {"address": str(listener.getsockname())}))
 
-    def stop() -> None:
-        server.should_exit = True
+    def start() -> None:
+        """In the event loop, once the server accepts connections."""
+        in_loop: Callable[..., Any] = asyncio.get_running_loop().call_soon_threadsafe
+        on_line = partial(in_loop, follow(app, config)) if follow else None
+        processes.watch_parent(partial(setattr, server, "should_exit", True), on_line)
+        processes.send_report(pipe, {"address": str(listener.getsockname())})
 
-    processes.watch_parent(stop)
+    server = make_server(app, serve, start)
     server.run(sockets=[listener])
     return 0
 

@@ -61,6 +61,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         usual = EngineConfig.model if self.kind == "generation" else EmbedConfig.model
         return str(self.options.get("model", usual))
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute it together."""
+        return EngineConfig(**self.options).num_ranks if self.kind == "generation" else 1
+
 
 class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of an engine process.
@@ -102,9 +107,14 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrontConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The configuration of a front end. `serve` has the values of ServeConfig."""
+    """The configuration of a front end. `serve` has the values of ServeConfig.
 
-    addresses: tuple[str, ...]  # of the engine process, or of all replicas
+    addresses: of the engine process, or of all replicas; none on a cluster, where a front end learns of them and connects with
+    `own_keys`, a public and a secret CURVE key.
+    """
+
+    addresses: tuple[str, ...] = ()
+    own_keys: tuple[str, str] = ("", "")
     credentials: str
     routing_secret: str = ""
     serve: dict[str, Any] = {}
@@ -407,12 +417,13 @@ def read_config(kind: type[T]) -> T:
     return msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
 
 
-def watch_parent(on_end: Callable[[], None]) -> None:
-    """Call `on_end` in a thread when the main process has ended."""
+def watch_parent(on_end: Callable[[], Any], on_line: Callable[[bytes], Any] | None = None) -> None:
+    """Call `on_end` in a thread when the main process has ended, and `on_line` with each line that it sends before."""
 
     def watch() -> None:
-        while os.read(0, 4096):
-            pass
+        for line in open(0, "rb", buffering=0, closefd=False):  # noqa: SIM115  # a buffer's lock could not be taken at the end
+            if on_line is not None:
+                on_line(line)
         on_end()
 
     threading.Thread(target=watch, name="archerfish-parent", daemon=True).start()

@@ -40,8 +40,7 @@ def replica_processes(host: HostConfig, count: int) -> list[KeptProcess]:
     devices = {choose_device(spec.options.get("device", "auto")).name for spec in host.models}
     cores, cards = core_shares(usable_cores(), count), list[str]()
     if "cuda" in devices:
-        divided_over = [EngineConfig(**spec.options).num_ranks for spec in host.models if spec.kind == "generation"]
-        cards = cards_of(count, max(divided_over, default=1))
+        cards = cards_of(count, max(spec.num_ranks for spec in host.models))
     models = tuple(msgspec.structs.replace(spec, options=divided(spec, count, has_card=bool(cards))) for spec in host.models)
     memory_gib = host.memory_gib if cards else host.memory_gib / count
     found = []
@@ -81,11 +80,15 @@ def cards_of(count: int, num_each: int) -> list[str]:
     return [",".join(names[first : first + num_each]) for first in range(0, count * num_each, num_each)]
 
 
+def with_threads(spec: ModelSpec, num_cores: int) -> dict[str, Any]:
+    """The options of a model that computes with so many cores, or with the threads that it states. 0: with all cores."""
+    share = num_cores and max(1, num_cores // spec.num_ranks)
+    return {**spec.options, "num_threads": spec.options.get("num_threads") or share}
+
+
 def divided(spec: ModelSpec, count: int, *, has_card: bool) -> dict[str, Any]:
     """The options of a model with a share of threads and memory."""
-    options = dict(spec.options)
-    if not options.get("num_threads") and not has_card and not can_bind():
-        options["num_threads"] = max(1, num_usable_cores() // count)
+    options = dict(spec.options) if has_card or can_bind() else with_threads(spec, max(1, num_usable_cores() // count))
     if spec.kind == "generation" and not has_card:
         engine = EngineConfig(**options)
         usual_gib = min(CPU_SHARE * memory().available_bytes, CPU_MOST_BYTES) / GIB

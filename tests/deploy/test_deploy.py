@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import importlib
 import json
 import stat
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 import zmq
 
 from archerfish.cli.main import main
+from archerfish.config import ServeConfig
 from archerfish.deploy import cluster
 from archerfish.deploy.cluster import Cluster, NoClusterError
-from archerfish.deploy.found import Follower, FoundReplica, FrontState, changes, read_found
-from archerfish.deploy.front import follow
+from archerfish.deploy.discovery import Follower, FoundReplica, changes, read_replicas
+from archerfish.deploy.ray import EngineReplica
 from archerfish.deploy.scaling import ScalingPolicy
 from archerfish.deploy.secrets import ServiceSecrets, cluster_token, default_token_path, make_token
 from archerfish.deploy.settings import Settings, serve_config
-from archerfish.errors import InvalidOptionError, MachineError
-from archerfish.route.router import ReplicaLoad
+from archerfish.errors import InvalidOptionError, MachineError, StoppedError
+from archerfish.route.router import ReplicaLoad, Router
 from archerfish.route.scaling import desired_replicas, replica_use
+from archerfish.serve.catalog import ModelCard
 from archerfish.serve.client import AsyncClient
+from archerfish.serve.processes import FrontConfig, front_process
+from archerfish.serve.run import bind, url_of
+from archerfish.serve.wire import Report
 
 A, B = (FoundReplica(name, f"tcp://10.0.0.{name}:1", "key") for name in "12")
 TOKEN = "a token of a cluster"
@@ -65,6 +75,48 @@ def test_scaling_policy_reads_what_replicas_report() -> None:
     assert decide(wait_s={"a": 0.1, "b": 0.1}, use={"a": 0.1, "b": 0.0}) == 1
 
 
+class Replica(EngineReplica):
+    """An actor that Ray has not started. process: a stand-in. answer: for every question; none: an error."""
+
+    def __init__(self, answer: dict[str, Any] | None = None, process: Any = None) -> None:
+        self._client, self._process, self._pass = self, process, "pass"  # type: ignore[assignment]
+        self._healthy_at, self._failed_before = time.monotonic(), 0
+        self.answer, self.asked = answer, list[Any]()
+
+    async def ask(self, message: Any, timeout_s: float) -> Report:
+        self.asked.append(message)
+        if self.answer is None:
+            raise StoppedError("Away.")
+        return Report(request_id="", values=self.answer)
+
+    def __del__(self) -> None:  # type: ignore[override]
+        pass
+
+
+def test_autoscaler_asks_for_no_digest() -> None:
+    """Red: a replica that packs its whole cache once a second, to be thrown away."""
+    replica = Replica({"loads": {"m": {"num_running": 1, "max_running": 4}}, "models": {"m": {"kv_usage": 0.5}}})
+    assert asyncio.run(replica.record_autoscaling_stats()) == {"wait_s": 0.0, "use": 0.5}
+    assert {query.about: query.since for query in replica.asked} == {"load": -1, "stats": -1}
+
+
+def test_health_is_judged_by_what_failed_since_it_was_good() -> None:
+    """Red: a replica that one failed start, long ago, makes unhealthy at its next crash; one that never recovers and stays."""
+    process = SimpleNamespace(is_serving=False, num_failed_starts=0, start_s=1.0)
+    replica = Replica(process=process)
+    asyncio.run(replica.check_health())  # it starts again
+    process.num_failed_starts = 1
+    with pytest.raises(StoppedError):
+        asyncio.run(replica.check_health())
+    replica.answer, process.is_serving = {}, True
+    asyncio.run(replica.check_health())
+    replica.answer, process.is_serving = None, False
+    asyncio.run(replica.check_health())
+    replica._healthy_at -= 1_000
+    with pytest.raises(StoppedError):
+        asyncio.run(replica.check_health())
+
+
 # What is deployed
 
 
@@ -74,7 +126,7 @@ def settings(**tables: Any) -> Settings:
 
 def test_args_are_the_configuration() -> None:
     """Red: an option that is lost on its way to the cluster."""
-    tables = {"models": [{"model": "other", "max_num_seqs": 3, "loads": "idle"}], "deploy": {"max_replicas": 3, "gpus": 1.0}}
+    tables = {"models": [{"model": "other", "max_num_seqs": 3, "loads": "idle"}], "deploy": {"min_replicas": 3, "gpus": 1.0}}
     given = settings(**tables)
     engines, front_ends = serve_config(given)["applications"]
     assert Settings.read(json.loads(json.dumps(engines["args"]))) == given
@@ -95,6 +147,8 @@ def test_engine_options_leave_front_ends_alone() -> None:
     ({"serve": {"kinds": "generation", "port": 0}}, "port"), ({"serve": {"replicas": 2}}, "min_replicas"),
     ({"serve": {"zmq_address": "tcp://127.0.0.1:5555"}}, "zmq_address"), ({"egnine": {}}, "egnine"),
     ({"deploy": {"max_replica": 1}}, "max_replicas"),
+    ({"deploy": {"min_replicas": 3, "max_replicas": 2}}, "max_replicas is 2, less than min_replicas, which is 3"),
+    ({"engine": {"tensor_parallel_size": 4}, "deploy": {"gpus": 2}}, "gpus is 2, but a model is divided over 4"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused(tables: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidOptionError) as raised:
@@ -148,7 +202,7 @@ def test_changes_of_replicas() -> None:
     assert changes([], [A, B]) == ([A, B], [])
     assert changes([A, B], [B]) == ([], [A])
     assert changes([A], [B]) == ([B], [A])
-    assert read_found([{**msgspec.to_builtins(B), "models": []}, OSError(), msgspec.to_builtins(A)]) == [A, B]
+    assert read_replicas([{**msgspec.to_builtins(B), "models": []}, OSError(), msgspec.to_builtins(A)]) == [A, B]
 
 
 def test_follower_keeps_the_backend_up_to_date() -> None:
@@ -173,11 +227,62 @@ def test_follower_keeps_the_backend_up_to_date() -> None:
     assert log == ["+1 tcp://10.0.0.1:1", "changed", "+2 tcp://10.0.0.2:1", "changed", "changed", "-1", "changed"]
 
 
-def test_front_end_reads_its_input_to_the_end() -> None:
-    heard: list[Any] = []
-    lines = [msgspec.json.encode(FrontState(one)) + b"\n" for one in ([A], [A, B])]
-    follow(lines, heard.append, lambda: heard.append("end"))
-    assert heard == [[A], [A, B], "end"]
+def test_front_end_learns_of_replicas_from_its_input() -> None:
+    """Red: a front end that does not follow what the actor sends, or that outlives it."""
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    found = [FoundReplica(name, f"tcp://127.0.0.1:{number}", public) for number, name in ((9, "left"), (19, "right"))]
+    config = ServeConfig(host="127.0.0.1", port=0)
+    with bind(config) as listener:
+        given = FrontConfig(
+            own_keys=(public, secret), credentials="pass", routing_secret="secret", serve=dataclasses.asdict(config),
+            listener=listener.fileno(),
+        )  # fmt: skip
+        child = front_process(lambda: given, listener.fileno(), (sys.executable, "-m", "archerfish.deploy.front"))
+        child.start()
+        try:
+            child.wait()
+            process = child.process
+            assert process is not None and process.stdin is not None
+            for replicas in (found, found[1:]):
+                process.stdin.write(msgspec.json.encode(replicas) + b"\n")
+                # a front end without a ready replica names those that it knows
+                texts = (httpx.get(f"{url_of(listener)}/stats", timeout=30).text for _ in range(1_000))
+                assert any([one for one in found if f"{one.name}: " in text] == replicas for text in texts)
+            process.stdin.close()
+            assert process.wait(30) == 0
+        finally:
+            child.stop()
+
+
+def test_loads_rank_replicas_where_a_model_has_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: calls through a handle that go to any replica, with a traceback each, where the model's files are not."""
+    kinds = {name: type(name, (), {}) for name in ("PendingRequest", "ReplicaID", "RequestRouter", "RunningReplica")}
+    for name, values in (("ray", {}), ("ray.serve", {}), ("ray.serve.request_router", kinds)):
+        module = ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "archerfish.deploy.ray_router", raising=False)
+    router = importlib.import_module("archerfish.deploy.ray_router").CacheAwareRouter()
+    del sys.modules["archerfish.deploy.ray_router"]
+    card = ModelCard(id="m", kind="generation", max_length=100)
+
+    class NoFiles:
+        async def find(self, *_: Any) -> ModelCard:
+            return card
+
+        async def text_of(self, _: ModelCard) -> Any:
+            raise FileNotFoundError("tokenizer.json")
+
+    router._catalog, router._policy, router._chosen = NoFiles(), Router(b"secret"), {}
+    for name, num_running in (("1", 9), ("2", 0), ("3", 4)):
+        loads = {"m": ReplicaLoad(prompt_token_s=0.01, step_s=0.01 * num_running, num_running=num_running)}
+        router._policy.report(router._policy.add(name), loads)
+    replicas = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in "123"]
+    request = {"prompt": "four and four", "params": {"max_tokens": 4}}
+    pending = SimpleNamespace(args=[request], kwargs={}, metadata=SimpleNamespace(internal_request_id="id"))
+    ranks = asyncio.run(router.choose_replicas(replicas, pending))
+    assert [one.replica_id.unique_id for rank in ranks for one in rank] == ["2", "3", "1"]
+    assert len(ranks) == 3 and router._chosen["id"].num_tokens == 4
 
 
 # The command

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from archerfish.errors import InvalidOptionError
 from archerfish.kernels.formats import PLAIN, WeightFormat, choose_format
 from archerfish.kernels.ranks import Part, Ranks
 from archerfish.kernels.stored import StoredTensor
+from archerfish.kernels.torch import ranks as torch_ranks
 from archerfish.models.adapter import KVShape
 from archerfish.models.config import Config
 from archerfish.models.llama import LlamaModel
@@ -127,3 +130,19 @@ def test_functions_of_the_user_stay_on_rank_0() -> None:
     assert sent.mask_bits.tolist() == [[1, 1]] and sent.masked == [0] and sent.num_decodes == 2
     assert all(getattr(sent, name).tolist() == [0, 1] for name in ("rows", "starts", "counts", "samples", "adapters", "tokens"))
     assert for_others(replace(step, entries=entries[:1])).entries == entries[:1]
+
+
+def test_nccl_meets_on_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: a socket that other machines can reach, or an interface that the user chose and that is not used."""
+
+    class Group:
+        Options = SimpleNamespace
+
+        def __init__(self, *_: Any) -> None:
+            self.interface = os.environ["NCCL_SOCKET_IFNAME"]
+
+    monkeypatch.setattr(torch_ranks, "distributed", SimpleNamespace(ProcessGroupNCCL=Group))
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    assert torch_ranks.new_group("nccl", None, 0, 2).interface == "eth0"
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    assert torch_ranks.new_group("nccl", None, 0, 2).interface == "lo"

@@ -109,8 +109,8 @@ class ThreadRanks(Ranks):
         tokens[:] = self.world.all.exchange(self.rank, tokens)[0]
         return tokens
 
-    def none_chosen(self, num_rows: int) -> Any:
+    def empty_report(self, num_rows: int) -> Any:
         return np.zeros((2, num_rows), dtype=np.int64)
 
-    def least(self, number: int) -> int:
+    def min_over_ranks(self, number: int) -> int:
         return int(min(self.world.all.exchange(self.rank, number)))

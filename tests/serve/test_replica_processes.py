@@ -76,6 +76,9 @@ def test_replicas_on_cores_share_memory(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(replicas, "usable_cores", lambda: list(range(16)))
     monkeypatch.setattr(replicas, "num_usable_cores", lambda: 4)
     assert made(monkeypatch, HOST, 2)[0][0].models[0].options["num_threads"] == 2
+    ranks = ModelSpec(kind="generation", options={"tensor_parallel_size": 2})  # each computes with so many threads
+    assert made(monkeypatch, HostConfig(address="ipc:///a", models=(ranks,)), 2)[0][0].models[0].options["num_threads"] == 1
+    assert [replicas.with_threads(ranks, number)["num_threads"] for number in (0, 1, 2, 9)] == [0, 1, 1, 4]
     [(config, options)] = made(monkeypatch, HOST, 1)
     assert config is HOST and not options
 

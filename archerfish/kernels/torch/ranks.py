@@ -5,6 +5,7 @@ The groups belong to an engine and not to the process, so that there may be seve
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,6 +28,7 @@ def new_group(kind: str, store: Any, rank: int, size: int) -> Any:
     """A group of processes. kind: nccl or gloo."""
     timeout = timedelta(seconds=TIMEOUT_S)
     if kind == "nccl":
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # where NCCL's ranks meet, as gloo's; not tried on cards yet
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return distributed.ProcessGroupNCCL(store, rank, size, options)
@@ -83,11 +85,11 @@ class TorchRanks(Ranks):
         options.rootRank = options.rootTensor = 0
         return tokens if self._is_quiet else self._exchange(tokens, lambda all_: self._world.broadcast([all_], options))
 
-    def none_chosen(self, num_rows: int) -> Any:
+    def empty_report(self, num_rows: int) -> Any:
         found = torch.zeros(2, num_rows, dtype=torch.int64, device=self.device)
         return found.numpy() if self.is_numpy else found
 
-    def least(self, number: int) -> int:
+    def min_over_ranks(self, number: int) -> int:
         options = distributed.AllreduceOptions()
         options.reduceOp = distributed.ReduceOp.MIN
         found = torch.tensor([number], device=self.device if self.records else "cpu")

@@ -20,19 +20,13 @@ class FoundReplica(msgspec.Struct, frozen=True):
     public_key: str
 
 
-class FrontState(msgspec.Struct):
-    """What a front end gets as a line of its standard input, whenever it changes."""
-
-    replicas: list[FoundReplica]
-
-
 def changes(known: Iterable[FoundReplica], found: Iterable[FoundReplica]) -> tuple[list[FoundReplica], list[FoundReplica]]:
     """Which replicas are new, and which have gone."""
     before, after = {one.name: one for one in known}, {one.name: one for one in found}
     return [after[name] for name in after if name not in before], [before[name] for name in before if name not in after]
 
 
-def read_found(answers: Iterable[Any]) -> list[FoundReplica]:
+def read_replicas(answers: Iterable[Any]) -> list[FoundReplica]:
     """The replicas of the answers to a broadcast. A replica that could not answer has an exception there and is left out."""
     found = [msgspec.convert(answer, FoundReplica) for answer in answers if isinstance(answer, dict)]
     return sorted(found, key=lambda one: one.name)
