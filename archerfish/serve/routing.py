@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import secrets
 import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
@@ -72,6 +73,7 @@ class RoutedBackend:
         self.router = router
         self.connections: dict[str, Connection] = {}
         self._credentials, self._tenants = credentials, tenants or Tenants()
+        self._source = secrets.token_hex(8)
         self._retry_after_s, self._clock = retry_after_s, clock
         self._changed = asyncio.Event()
         self._serving: dict[str, AsyncClient] = {}  # by request_id
@@ -118,7 +120,9 @@ class RoutedBackend:
         """Keep up with the reports of a replica."""
         while True:
             asked_at = self._clock()
-            query = wire.Query(request_id="", about="load", since=one.version, credentials=self._credentials)
+            query = wire.Query(
+                request_id="", about="load", since=one.version, source=self._source, credentials=self._credentials
+            )
             try:
                 answer = await one.client.ask(query, SILENCE_S)
                 assert isinstance(answer, wire.Report)

@@ -39,6 +39,7 @@ class FakeReplica(FakeBackend):
         self.loads: dict[str, Any] = {MODEL: {"prompt_token_s": 0.001}}
         self.metrics: dict[str, Any] = {}
         self.num_reports = 0
+        self.askers: set[str] = set()
         self.is_closed = False
 
     async def generate(self, request: wire.GenerationRequest) -> AsyncGenerator[Part, None]:
@@ -58,6 +59,7 @@ class FakeReplica(FakeBackend):
             return await super().ask(message)
         await asyncio.sleep(0)
         self.num_reports += 1
+        self.askers.add(message.source)
         if self.report_error is not None:
             raise self.report_error
         values = {"loads": self.loads, "is_stopping": self.is_stopping, "started_at": self.started_at}
@@ -283,6 +285,7 @@ def test_only_replicas_that_report_get_requests(monkeypatch: pytest.MonkeyPatch)
             await reported(*replicas)
             await parts_of(backend)
             assert sent(*replicas) == [1, 0, 1]
+            assert len(first.askers | second.askers) == 1 and all(first.askers)  # replicas know their front ends apart
 
     asyncio.run(main())
 
