@@ -206,7 +206,7 @@ class RoutedBackend:
     async def _send(
         self, message: wire.GenerationRequest | wire.ForVectors, tokens: array[int], num_tokens: int, num_output: int
     ) -> AsyncGenerator[Any, None]:
-        began, tried, num_lost, num_used, is_refused = self._clock(), list[Replica](), 0, 0, False
+        began, tried, num_lost, num_used, is_refused = self._clock(), list[Replica](), 0, 0, True
         charged = await self._charge(message, num_tokens + num_output)
         try:
             while True:

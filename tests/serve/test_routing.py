@@ -392,6 +392,33 @@ def test_limits_are_counted_by_the_oldest_replica(tmp_path: Any) -> None:
     asyncio.run(main())
 
 
+def test_request_that_reached_no_replica_is_given_back_whole(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: a tenant that pays for a request which waited in vain, or whose client left before it was sent."""
+    add_key(tmp_path / "keys", "acme", tokens_per_minute=1000)
+
+    async def main() -> None:
+        replica = FakeReplica(0)
+        async with routed(replica, tenants=Tenants.from_file(tmp_path / "keys")) as backend:
+            choosing = asyncio.Event()
+
+            def choose_none(*_: Any, **__: Any) -> None:
+                choosing.set()
+
+            monkeypatch.setattr(backend.router, "choose", choose_none)
+            waiting = asyncio.create_task(parts_of(backend, tenant="acme", params={"max_tokens": 20}))
+            await choosing.wait()
+            waiting.cancel()
+            await until(lambda: len(charges(replica)) == 2)
+            monkeypatch.setattr(routing, "WAIT_S", 0.0)
+            with pytest.raises(RemoteError, match="No replica"):
+                await parts_of(backend, tenant="acme", params={"max_tokens": 20})
+            await until(lambda: len(charges(replica)) == 4)
+            assert [(one.num_tokens, one.num_requests) for one in charges(replica)[1::2]] == [(-23, -1)] * 2
+            assert sent(replica) == [0]
+
+    asyncio.run(main())
+
+
 # All replicas
 
 
