@@ -249,7 +249,7 @@ class RoutedBackend:
             self.router.pause(one.replica)  # until its next report
         if self._closed is not None or not is_refused:
             return False
-        if not error.is_lost and (len(tried) > num_lost + 1 or self.router.choose("", without=tried) is None):
+        if not error.is_lost and (len(tried) > num_lost + 1 or all(other.replica in tried for other in self.ready())):
             return False
         self._num_retried.add(reason=error.code)
         return num_lost + 1 < MAX_TRIES
