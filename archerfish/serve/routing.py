@@ -14,14 +14,14 @@ import secrets
 import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from archerfish.errors import ArcherfishError, StoppedError
-from archerfish.observe.metrics import GivenMetric, Metric, MetricRegistry, Sample
+from archerfish.observe.metrics import GivenMetric, Metric, MetricRegistry
 from archerfish.route.router import NO_TOKENS, Replica, Route, Router, load_from
 from archerfish.sequence import Namespace, pack_tokens
 from archerfish.serve import wire
@@ -361,7 +361,7 @@ class RoutedBackend:
         return wire.Report(request_id=message.request_id, values={"replicas": found})
 
     async def _metrics(self, message: wire.Query) -> Answer:
-        """Counters and histograms of all replicas together, their gauges one by one, and the metrics of the front ends."""
+        """The metrics of each replica, and those of all front ends together."""
         shared = await self._ask_ledger(message)
         assert isinstance(shared, wire.Report)
         own = await self._ask_all(wire.Query(request_id="", about="metrics", credentials=self._credentials))
@@ -385,11 +385,11 @@ def num_output_tokens(part: Any) -> int:
 
 
 def labelled(name: str, metrics: Iterable[Metric]) -> list[Metric]:
-    """Metrics of a replica: gauges get its name as a label."""
+    """Metrics of a replica, with its name as a label."""
     return [
-        metric if metric.kind != "gauge" else GivenMetric(
-            "gauge", metric.name, metric.description, (*metric.label_names, "replica"),
-            [Sample((*sample.labels, name), sample.value) for sample in metric.samples()],
+        GivenMetric(
+            metric.kind, metric.name, metric.description, (*metric.label_names, "replica"),
+            [replace(sample, labels=(*sample.labels, name)) for sample in metric.samples()],
         )
         for metric in metrics
     ]  # fmt: skip

@@ -422,7 +422,9 @@ def test_request_that_reached_no_replica_is_given_back_whole(tmp_path: Any, monk
 # All replicas
 
 
-def test_counters_are_summed_and_gauges_labelled() -> None:
+def test_metrics_have_the_name_of_their_replica() -> None:
+    """Red: a sum over replicas, which falls when one of them answers too late, as if it had been restarted."""
+
     async def main() -> None:
         replicas = three()[:2]
         for number, replica in enumerate(replicas, 1):
@@ -437,10 +439,10 @@ def test_counters_are_summed_and_gauges_labelled() -> None:
             assert isinstance(report, wire.Report)
             metrics = {metric.name: metric.samples() for metric in read_metrics(report.values)}
             found = {name: {sample.labels: sample for sample in samples} for name, samples in metrics.items()}
-            assert found["done"]["m",].value == 3.0
-            running = {labels: one.value for labels, one in found["running"].items()}
-            assert running == {("m", "replica-0"): 1, ("m", "replica-1"): 2}
-            assert found["seconds"][()].buckets == ((0.1, 3), (1.0, 4))
+            for name in ("done", "running"):
+                values = {labels: one.value for labels, one in found[name].items()}
+                assert values == {("m", "replica-0"): 1, ("m", "replica-1"): 2}
+            assert found["seconds"]["replica-1",] == Sample(("replica-1",), 1.0, 2, ((0.1, 2), (1.0, 2)))
             assert set(found["archerfish_replica_up"]) == {("replica-0",), ("replica-1",)}
         sources = [one.source for replica in replicas for one in replica.asked if isinstance(one, wire.Query)]
         assert sorted(sources) == ["", "", "front"]  # the front ends' own metrics are counted once
