@@ -193,7 +193,7 @@ class RoutedBackend:
         if isinstance(message, wire.Ping):
             return await self._ping(message)
         if isinstance(message, wire.Configure):
-            found: list[Answer] = [answer for _, answer in await self._ask_all(message)]
+            found: list[Answer] = [answer for _, answer in await self._ask_all(message, needs_all=bool(message.options))]
             return found[0]
         if isinstance(message, wire.Query) and message.about in ("stats", "metrics"):
             return await (self._stats if message.about == "stats" else self._metrics)(message)
@@ -313,8 +313,8 @@ class RoutedBackend:
 
     # All replicas
 
-    async def _ask_all(self, message: Question) -> list[tuple[Connection, Any]]:
-        """The answers of all replicas that report and answer in time; an error if none does."""
+    async def _ask_all(self, message: Question, *, needs_all: bool = False) -> list[tuple[Connection, Any]]:
+        """The answers of all replicas that report and answer in time; an error if none does, or with needs_all one does not."""
 
         async def ask(one: Connection) -> Answer | ArcherfishError:
             try:
@@ -324,12 +324,19 @@ class RoutedBackend:
 
         asked = [one for one in self.connections.values() if one.state in (READY, STOPPING)]
         answers = list(zip(asked, await asyncio.gather(*map(ask, asked)), strict=True))
-        failed = [answer for _, answer in answers if isinstance(answer, ArcherfishError)]
-        for error in failed:
+        failed = {one.name: answer for one, answer in answers if isinstance(answer, ArcherfishError)}
+        for error in failed.values():
             if len(failed) == len(answers) or getattr(error, "status", 503) < 500:
                 raise error
         if not answers:
             raise self._unavailable()
+        problems = {one.name: one.problem for one in self.connections.values() if one not in asked} | failed
+        if needs_all and problems:
+            raise RemoteError(
+                f"Not all replicas took the change ({'; '.join(f'{name}: {why}' for name, why in problems.items())}).",
+                code="unavailable", status=503, retry_after_s=self._retry_after_s,
+                hint="Send it again when GET /stats shows all replicas as ready.",
+            )  # fmt: skip
         return [(one, answer) for one, answer in answers if not isinstance(answer, ArcherfishError)]
 
     async def _explain(self, message: wire.ExplainRequest) -> Answer:

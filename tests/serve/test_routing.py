@@ -465,8 +465,20 @@ def test_health_options_and_statistics_of_all_replicas() -> None:
             with pytest.raises(RemoteError, match="hangs"):
                 await backend.ask(wire.Ping(request_id="p", probe=""))
             first.ask_error = second.ask_error = None
-            await backend.ask(wire.Configure(request_id="c", options={"max_queue_size": 7}))
-            assert (first.config.max_queue_size, second.config.max_queue_size) == (7, 7)
+            change = wire.Configure(request_id="c", options={"max_queue_size": 7})
+            for third.report_error, second.ask_error, problem in (
+                (GONE, None, "replica-2: It has gone"), (None, RemoteError("It hangs.", status=503), "replica-1: It hangs"),
+            ):  # fmt: skip
+                await reported(*replicas)
+                with pytest.raises(RemoteError, match=f"Not all replicas took the change .{problem}") as caught:
+                    await backend.ask(change)
+                assert caught.value.status == 503
+                assert isinstance(await backend.ask(wire.Configure(request_id="c")), wire.Report)  # only asks
+            second.ask_error = None
+            await backend.ask(change)
+            assert {one.config.max_queue_size for one in replicas} == {7}
+            third.report_error = GONE
+            await reported(*replicas)
             first.ask_error = RemoteError("No.", code="invalid_option", status=400)
             with pytest.raises(RemoteError, match="No"):
                 await backend.ask(wire.Configure(request_id="c", options={}))
