@@ -86,7 +86,8 @@ def divided(spec: ModelSpec, count: int, *, has_card: bool) -> dict[str, Any]:
     """The options of a model with a share of threads and memory."""
     options = dict(spec.options)
     if not options.get("num_threads") and not has_card and not can_bind():
-        options["num_threads"] = max(1, num_usable_cores() // count)
+        num_ranks = EngineConfig(**options).num_ranks if spec.kind == "generation" else 1
+        options["num_threads"] = max(1, num_usable_cores() // count // num_ranks)
     if spec.kind == "generation" and not has_card:
         engine = EngineConfig(**options)
         usual_gib = min(CPU_SHARE * memory().available_bytes, CPU_MOST_BYTES) / GIB

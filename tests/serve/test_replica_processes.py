@@ -75,7 +75,10 @@ def test_replicas_on_cores_share_memory(monkeypatch: pytest.MonkeyPatch) -> None
         assert EngineConfig(**config.models[0].options).memory_budget_gib == expected
     monkeypatch.setattr(replicas, "usable_cores", lambda: list(range(16)))
     monkeypatch.setattr(replicas, "num_usable_cores", lambda: 4)
-    assert made(monkeypatch, HOST, 2)[0][0].models[0].options["num_threads"] == 2
+    for given, expected in (({}, 2), ({"tensor_parallel_size": 2}, 1)):  # each rank has so many threads
+        spec = ModelSpec(kind="generation", options={**MODEL.options, **given})
+        [(config, _), _] = made(monkeypatch, HostConfig(address="ipc:///a", models=(spec,)), 2)
+        assert config.models[0].options["num_threads"] == expected
     [(config, options)] = made(monkeypatch, HOST, 1)
     assert config is HOST and not options
 
