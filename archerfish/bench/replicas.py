@@ -46,7 +46,8 @@ GOALS = (
     Goal("2 replicas: throughput / that of one", 1.8, at_least=True),
     Goal("8 replicas: throughput / that of one", 7.2, at_least=True),
     Goal("shared prefixes, cache-aware: hits / those of one cache", 0.9, at_least=True),
-    Goal("router, 64 replicas: a request p50, us", 50), Goal("digest of 100,000 nodes: most bytes in a second", 64_000),
+    Goal("router, 64 replicas: a request p50, us", 50),
+    Goal("digest of 100,000 nodes: most bytes in a second to a router", 64_000),
 )  # fmt: skip
 
 
@@ -182,26 +183,27 @@ def router_cost(rounds: int) -> Iterator[Measurement]:
 
 
 def digest_bytes() -> Iterator[Measurement]:
-    """What a replica with a large tree sends in a second, while routers that know nothing catch up and prefixes come and go."""
+    """What a replica with a large tree sends to a router, while routers that know nothing catch up and prefixes come and go."""
     now, rng, digest, path_hash = 0.0, Random(0), PrefixDigest(b"secret"), PathHash()
     tokens = pack_tokens(rng.choices(range(1 << 16), k=DIGEST_TOKENS * NUM_NODES))
     digest.add(path_hash.prefixes(0, 0, tokens.tobytes(), 0, len(tokens)), "model", NO_NAMESPACE)
     reports, since, in_second = LoadReports(digest, lambda: now), [0] * NUM_ROUTERS, list[int]()
     caught_up_s = 0.0
     while len(in_second) < 60:
-        num_bytes = 0
+        num_bytes = [0] * NUM_ROUTERS
         for _ in range(POLLS_PER_S):
             new = pack_tokens(rng.choices(range(1 << 16), k=DIGEST_TOKENS * CHANGES_PER_S // POLLS_PER_S))
             digest.add(path_hash.prefixes(0, 0, new.tobytes(), 0, len(new)), "model", NO_NAMESPACE)
             for router in range(NUM_ROUTERS):
-                report = reports.report(since[router], (), is_stopping=False)
-                since[router], num_bytes = report["version"], num_bytes + len(report["changes"])
+                report = reports.report(since[router], (), str(router), is_stopping=False)
+                since[router] = report["version"]
+                num_bytes[router] += len(report["changes"])
             now += 1 / POLLS_PER_S
-        in_second.append(num_bytes)
+        in_second.append(max(num_bytes))
         if not caught_up_s and max(since) - min(since) == 0 and digest.changes(since[0], 8)[1] == b"":
             caught_up_s = now
-    yield Measurement("digest of 100,000 nodes: most bytes in a second", max(in_second))
-    yield Measurement("digest of 100,000 nodes: bytes in a second once known", in_second[-1])
+    yield Measurement("digest of 100,000 nodes: most bytes in a second to a router", max(in_second))
+    yield Measurement("digest of 100,000 nodes: bytes in a second to a router that knows it", in_second[-1])
     yield Measurement("digest of 100,000 nodes: until two routers know it, s", caught_up_s)
 
 

@@ -337,7 +337,7 @@ class EngineHost(ModelHost):
                 raise StoppedError(f"The model {entry.name} is not loaded.", hint="Send it a request first.")
             return entry.hosted.configure(message.options)
         if message.about == "load":
-            return self.loads.report(message.since, self.models.entries, is_stopping=self._stops_at is not None)
+            return self.loads.report(message.since, self.models.entries, message.source, is_stopping=self._stops_at is not None)
         if message.source:
             self.front_end_metrics.take(message.source, message.values)
         if message.about == "options":

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any, Protocol
 
 from archerfish.cache.digest import HASH_BYTES, PrefixDigest
 from archerfish.route.router import ReplicaLoad
 
-MAX_CHANGES_BYTES, CHANGES_BYTES_PER_S = 16 << 10, 45_000  # of a digest: in one answer, and in all answers together
+MAX_CHANGES_BYTES, CHANGES_BYTES_PER_S = 16 << 10, 45_000  # of a digest: in one answer, and in all answers to one front end
+NO_DIGEST = -1  # asked for instead of a version
+MAX_ASKERS = 1024  # front ends that are remembered
 LOAD_S = 3.0  # about what loading a model takes: one that has it loaded is preferred until its queue is as long
 SLOTS_KEPT = 64
 
@@ -49,26 +50,27 @@ class Entry(Protocol):
 
 
 class LoadReports:
-    """Makes the answers to routers. All front ends together get at most CHANGES_BYTES_PER_S of the digest."""
+    """Makes the answers to routers. Each front end gets at most CHANGES_BYTES_PER_S of the digest."""
 
     def __init__(self, digest: PrefixDigest | None, clock: Callable[[], float]) -> None:
         self._digest, self._clock = digest, clock
-        self._room, self._answered_at = float(MAX_CHANGES_BYTES), clock()
+        self._rooms: dict[str, tuple[float, float]] = {}  # by front end: bytes left, and when it asked
         self.started_at = time.time()
 
-    def report(self, since: int, entries: Sequence[Entry], *, is_stopping: bool) -> dict[str, Any]:
-        """since: the version of the digest that the router has."""
+    def report(self, since: int, entries: Sequence[Entry], source: str = "", *, is_stopping: bool) -> dict[str, Any]:
+        """since: the version of the digest that the router has, or NO_DIGEST. source: a unique name of the front end."""
         loads = {
-            entry.name: asdict(ReplicaLoad(step_s=LOAD_S, num_waiting=len(entry.waiting)) if entry.hosted is None
-                               else entry.hosted.load())
-            for entry in entries
-        }  # fmt: skip
+            one.name: ReplicaLoad(step_s=LOAD_S, num_waiting=len(one.waiting)) if one.hosted is None else one.hosted.load()
+            for one in entries
+        }
         found = {"loads": loads, "is_stopping": is_stopping, "started_at": self.started_at}
-        if self._digest is None:
+        if self._digest is None or since == NO_DIGEST:
             return found
         now = self._clock()
-        self._room = min(MAX_CHANGES_BYTES, self._room + CHANGES_BYTES_PER_S * (now - self._answered_at))
-        self._answered_at = now
-        version, changes, begins_anew = self._digest.changes(since, int(self._room) // HASH_BYTES * HASH_BYTES)
-        self._room -= len(changes)
+        room, asked_at = self._rooms.pop(source, (MAX_CHANGES_BYTES, now))
+        room = min(MAX_CHANGES_BYTES, room + CHANGES_BYTES_PER_S * (now - asked_at))
+        version, changes, begins_anew = self._digest.changes(since, int(room) // HASH_BYTES * HASH_BYTES)
+        self._rooms[source] = room - len(changes), now
+        if len(self._rooms) > MAX_ASKERS:
+            del self._rooms[next(iter(self._rooms))]
         return {**found, "version": version, "changes": changes, "begins_anew": begins_anew}

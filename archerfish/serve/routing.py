@@ -10,17 +10,18 @@ import asyncio
 import contextlib
 import logging
 import math
+import secrets
 import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from archerfish.errors import ArcherfishError, StoppedError
-from archerfish.observe.metrics import GivenMetric, Metric, MetricRegistry, Sample
+from archerfish.observe.metrics import GivenMetric, Metric, MetricRegistry
 from archerfish.route.router import NO_TOKENS, Replica, Route, Router, load_from
 from archerfish.sequence import Namespace, pack_tokens
 from archerfish.serve import wire
@@ -72,6 +73,7 @@ class RoutedBackend:
         self.router = router
         self.connections: dict[str, Connection] = {}
         self._credentials, self._tenants = credentials, tenants or Tenants()
+        self._source = secrets.token_hex(8)
         self._retry_after_s, self._clock = retry_after_s, clock
         self._changed = asyncio.Event()
         self._serving: dict[str, AsyncClient] = {}  # by request_id
@@ -118,7 +120,9 @@ class RoutedBackend:
         """Keep up with the reports of a replica."""
         while True:
             asked_at = self._clock()
-            query = wire.Query(request_id="", about="load", since=one.version, credentials=self._credentials)
+            query = wire.Query(
+                request_id="", about="load", since=one.version, source=self._source, credentials=self._credentials
+            )
             try:
                 answer = await one.client.ask(query, SILENCE_S)
                 assert isinstance(answer, wire.Report)
@@ -189,7 +193,7 @@ class RoutedBackend:
         if isinstance(message, wire.Ping):
             return await self._ping(message)
         if isinstance(message, wire.Configure):
-            found: list[Answer] = [answer for _, answer in await self._ask_all(message)]
+            found: list[Answer] = [answer for _, answer in await self._ask_all(message, needs_all=bool(message.options))]
             return found[0]
         if isinstance(message, wire.Query) and message.about in ("stats", "metrics"):
             return await (self._stats if message.about == "stats" else self._metrics)(message)
@@ -202,7 +206,7 @@ class RoutedBackend:
     async def _send(
         self, message: wire.GenerationRequest | wire.ForVectors, tokens: array[int], num_tokens: int, num_output: int
     ) -> AsyncGenerator[Any, None]:
-        began, tried, num_lost, num_used, is_refused = self._clock(), list[Replica](), 0, 0, False
+        began, tried, num_lost, num_used, is_refused = self._clock(), list[Replica](), 0, 0, True
         charged = await self._charge(message, num_tokens + num_output)
         try:
             while True:
@@ -245,7 +249,7 @@ class RoutedBackend:
             self.router.pause(one.replica)  # until its next report
         if self._closed is not None or not is_refused:
             return False
-        if not error.is_lost and (len(tried) > num_lost + 1 or self.router.choose("", without=tried) is None):
+        if not error.is_lost and (len(tried) > num_lost + 1 or all(other.replica in tried for other in self.ready())):
             return False
         self._num_retried.add(reason=error.code)
         return num_lost + 1 < MAX_TRIES
@@ -309,8 +313,8 @@ class RoutedBackend:
 
     # All replicas
 
-    async def _ask_all(self, message: Question) -> list[tuple[Connection, Any]]:
-        """The answers of all replicas that report and answer in time; an error if none does."""
+    async def _ask_all(self, message: Question, *, needs_all: bool = False) -> list[tuple[Connection, Any]]:
+        """The answers of all replicas that report and answer in time; an error if none does, or with needs_all one does not."""
 
         async def ask(one: Connection) -> Answer | ArcherfishError:
             try:
@@ -320,12 +324,19 @@ class RoutedBackend:
 
         asked = [one for one in self.connections.values() if one.state in (READY, STOPPING)]
         answers = list(zip(asked, await asyncio.gather(*map(ask, asked)), strict=True))
-        failed = [answer for _, answer in answers if isinstance(answer, ArcherfishError)]
-        for error in failed:
+        failed = {one.name: answer for one, answer in answers if isinstance(answer, ArcherfishError)}
+        for error in failed.values():
             if len(failed) == len(answers) or getattr(error, "status", 503) < 500:
                 raise error
         if not answers:
             raise self._unavailable()
+        problems = {one.name: one.problem for one in self.connections.values() if one not in asked} | failed
+        if needs_all and problems:
+            raise RemoteError(
+                f"Not all replicas took the change ({'; '.join(f'{name}: {why}' for name, why in problems.items())}).",
+                code="unavailable", status=503, retry_after_s=self._retry_after_s,
+                hint="Send it again when GET /stats shows all replicas as ready.",
+            )  # fmt: skip
         return [(one, answer) for one, answer in answers if not isinstance(answer, ArcherfishError)]
 
     async def _explain(self, message: wire.ExplainRequest) -> Answer:
@@ -357,7 +368,7 @@ class RoutedBackend:
         return wire.Report(request_id=message.request_id, values={"replicas": found})
 
     async def _metrics(self, message: wire.Query) -> Answer:
-        """Counters and histograms of all replicas together, their gauges one by one, and the metrics of the front ends."""
+        """The metrics of each replica, and those of all front ends together."""
         shared = await self._ask_ledger(message)
         assert isinstance(shared, wire.Report)
         own = await self._ask_all(wire.Query(request_id="", about="metrics", credentials=self._credentials))
@@ -381,11 +392,11 @@ def num_output_tokens(part: Any) -> int:
 
 
 def labelled(name: str, metrics: Iterable[Metric]) -> list[Metric]:
-    """Metrics of a replica: gauges get its name as a label."""
+    """Metrics of a replica, with its name as a label."""
     return [
-        metric if metric.kind != "gauge" else GivenMetric(
-            "gauge", metric.name, metric.description, (*metric.label_names, "replica"),
-            [Sample((*sample.labels, name), sample.value) for sample in metric.samples()],
+        GivenMetric(
+            metric.kind, metric.name, metric.description, (*metric.label_names, "replica"),
+            [replace(sample, labels=(*sample.labels, name)) for sample in metric.samples()],
         )
         for metric in metrics
     ]  # fmt: skip

@@ -132,7 +132,7 @@ class Query(Message, tag="query", kw_only=True, omit_defaults=True):
     """Ask for a Report about "models", "stats", "metrics", "options" (that front ends share) or "load" (for routers)."""
 
     about: str = "stats"
-    since: int = 0  # the version of the prefix digest that a router has
+    since: int = 0  # the version of the prefix digest that a router has; -1: it wants no digest
     credentials: str = ""
     source: str = ""  # a unique name of the front end that asks
     values: FrontEndState = msgspec.field(default_factory=FrontEndState)

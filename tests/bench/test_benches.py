@@ -267,8 +267,8 @@ def test_replicas_bench_measures_router_and_digests(monkeypatch: pytest.MonkeyPa
     report = report_of(replicas.measure(Namespace(only="router,digest", rounds=2)))
     values = {metric.rpartition(": ")[2]: samples["archerfish"] for metric, samples in report.samples.items()}
     assert len(values["a request p50, us"]) == 2
-    assert 0 < values["most bytes in a second"][0] < 64_000
-    assert values["bytes in a second once known"] == [2 * 8 * 8]  # two routers
+    assert 0 < values["most bytes in a second to a router"][0] < 64_000
+    assert values["bytes in a second to a router that knows it"] == [8 * 8]
     with pytest.raises(UnknownOptionError, match="part"):
         list(replicas.measure(Namespace(only="routers", rounds=1)))
 

@@ -141,6 +141,7 @@ def test_probes_and_metrics_are_those_of_the_service(pod: Pod) -> None:
     used = [re.findall(r"\b(?:vllm:|archerfish_)\w+", query) for query in queries]
     assert all(used) and {name for names in used for name in names} <= exported
     assert all('{namespace="lab", service="fish"}' in query for query in queries)
+    assert all(re.match(r"sum\(|histogram_quantile\(0.95, sum by \(le\)", query) for query in queries)
 
 
 @pytest.mark.slow

@@ -135,31 +135,61 @@ def test_replaced_process_serves_again_without_a_pause(caplog: pytest.LogCapture
     assert not child.replace() and "has died" not in caplog.text
 
 
-def test_rolling_restart_goes_on_only_while_replicas_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "SETTLE_S", 0.0)
+class Kept:
+    """Writes its name into `order` when it is restarted. num_away: so many looks at it find that it does not serve."""
+
+    is_ending = False
+
+    def __init__(self, name: str, order: list[str], *, num_away: int = 0, serves: bool = True) -> None:
+        self.name, self.order, self.num_away, self.serves = name, order, num_away, serves
+        self.gate = threading.Event()
+        self.gate.set()
+        self.is_asked = threading.Event()
+
+    @property
+    def is_serving(self) -> bool:
+        self.num_away -= 1
+        return self.num_away < 0
+
+    def replace(self) -> bool:
+        self.is_asked.set()
+        assert self.gate.wait(60)
+        self.order.append(self.name)
+        return self.serves
+
+
+async def until_in(caplog: pytest.LogCaptureFixture, text: str, count: int = 1) -> None:
+    async with asyncio.timeout(60):
+        while caplog.text.count(text) < count:
+            await asyncio.sleep(0.001)
+
+
+def test_rolling_restart_stops_a_replica_only_while_all_others_serve(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(replicas, "SETTLE_S", 0.001)
     order: list[str] = []
-    is_done = threading.Event()
-
-    class Kept:
-        is_ending = False
-
-        def __init__(self, name: str, serves: bool) -> None:
-            self.name, self.serves = name, serves
-
-        def replace(self) -> bool:
-            order.append(self.name)
-            if not self.serves or self.name == "c":
-                is_done.set()
-            return self.serves
-
-    for serves, expected in ((True, ["a", "b", "c"]), (False, ["a", "b"])):
-        order.clear()
-        is_done.clear()
-        kept: Any = [Kept("a", True), Kept("b", serves), Kept("c", True)]
-        with RollingRestart(kept).on_signal():
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert is_done.wait(60)
-        assert order == expected
+    kept: Any = [Kept("a", order), Kept("b", order), Kept("c", order, num_away=5)]
+    with RollingRestart(kept).on_signal():
+        os.kill(os.getpid(), signal.SIGHUP)
+        asyncio.run(until_in(caplog, "The c was restarted (3 of 3)"))
+        assert order == ["a", "b", "c"] and "it waits for: c." in caplog.text
+        kept[1].gate.clear()
+        kept[1].is_asked.clear()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert kept[1].is_asked.wait(60)
+        os.kill(os.getpid(), signal.SIGHUP)  # in the middle of a restart: it is followed by another one
+        kept[1].gate.set()
+        asyncio.run(until_in(caplog, "The c was restarted (3 of 3)", 3))
+        assert order == ["a", "b", "c"] * 3
+        kept[1].serves = False
+        os.kill(os.getpid(), signal.SIGHUP)
+        asyncio.run(until_in(caplog, "The restart ends at the b"))
+        monkeypatch.setattr(replicas, "WAIT_S", 0.01)
+        kept[1].num_away = 1 << 30
+        os.kill(os.getpid(), signal.SIGHUP)
+        asyncio.run(until_in(caplog, "The restart ends at the a"))
+        assert order == [*"abcabcabc", "a", "b"]
     before = signal.getsignal(signal.SIGHUP)
     with RollingRestart(kept[:1]).on_signal():
         assert signal.getsignal(signal.SIGHUP) == before

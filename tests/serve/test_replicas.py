@@ -14,8 +14,9 @@ import pytest
 from archerfish.cache.digest import PathHash, PrefixDigest, keyed
 from archerfish.route.router import Router
 from archerfish.sequence import Namespace, pack_tokens
+from archerfish.serve import loads
 from archerfish.serve.client import AsyncClient, RemoteError
-from archerfish.serve.loads import CHANGES_BYTES_PER_S, MAX_CHANGES_BYTES, LoadReports, SlotTimer
+from archerfish.serve.loads import CHANGES_BYTES_PER_S, MAX_CHANGES_BYTES, NO_DIGEST, LoadReports, SlotTimer
 from archerfish.serve.routing import RoutedBackend
 from archerfish.serve.tenants import Tenants, add_key
 from archerfish.serve.wire import EmbedRequest, ExplainRequest, Generated, GenerationRequest, Query, Report, Vectors
@@ -188,23 +189,32 @@ def test_unloaded_model_takes_its_prefixes_back(tmp_path: Path) -> None:
     assert len(host.digest) == 0
 
 
-def test_digest_bytes_are_limited_for_all_routers_together() -> None:
-    clock, digest = FakeClock(), PrefixDigest(b"secret")
-    tokens = pack_tokens(Random(1).choices(range(1000), k=64 * 10_000))
+def test_digest_bytes_are_limited_for_each_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: routers that share a limit, and so know the digest later the more of them there are; a load alone that spends it."""
+    digest, num_hashes = PrefixDigest(b"secret"), 10_000
+    tokens = pack_tokens(Random(1).choices(range(1000), k=64 * num_hashes))
     digest.add(PathHash().prefixes(0, 0, tokens.tobytes(), 0, len(tokens)), "model", Namespace())
-    reports, since, num_bytes, began = LoadReports(digest, clock), [0, 0], 0, clock.now
-    is_complete = [False, False]
-    while not all(is_complete):
-        for router in (0, 1):
-            report = reports.report(since[router], (), is_stopping=False)
-            since[router], size = report["version"], len(report["changes"])
-            assert size <= MAX_CHANGES_BYTES
-            num_bytes += size
-            is_complete[router] = since[router] == digest.changes(0, 1 << 30)[0]
-        clock.now += 0.25
-    assert num_bytes == 2 * 8 * 10_000
-    assert num_bytes <= MAX_CHANGES_BYTES + CHANGES_BYTES_PER_S * (clock.now - began)
+    times = []
+    for count in (1, 40):
+        clock = FakeClock()
+        reports, since, num_bytes, began = LoadReports(digest, clock), [0] * count, 0, clock.now
+        while any(version != digest.changes(0, 1 << 30)[0] for version in since):
+            clock.now += 0.05
+            for router in range(count):
+                assert "changes" not in reports.report(NO_DIGEST, (), str(router), is_stopping=False)
+                report = reports.report(since[router], (), str(router), is_stopping=False)
+                since[router], size = report["version"], len(report["changes"])
+                assert size <= MAX_CHANGES_BYTES
+                num_bytes += size
+        assert num_bytes == count * 8 * num_hashes
+        assert num_bytes <= count * (MAX_CHANGES_BYTES + CHANGES_BYTES_PER_S * (clock.now - began))
+        times.append(clock.now - began)
+    assert times[0] == times[1]
     assert CHANGES_BYTES_PER_S + MAX_CHANGES_BYTES < 64_000  # in any second
+    monkeypatch.setattr(loads, "MAX_ASKERS", 2)
+    reports = LoadReports(digest, clock)
+    sizes = [len(reports.report(0, (), asker, is_stopping=False)["changes"]) for asker in "abbcbab"]
+    assert sizes == [MAX_CHANGES_BYTES, MAX_CHANGES_BYTES, 0, MAX_CHANGES_BYTES, 0, MAX_CHANGES_BYTES, 0]  # a was forgotten
     idle = LoadReports(None, clock).report(0, (), is_stopping=True)
     assert idle["is_stopping"] and "changes" not in idle  # a process without routers
 

@@ -39,6 +39,7 @@ class FakeReplica(FakeBackend):
         self.loads: dict[str, Any] = {MODEL: {"prompt_token_s": 0.001}}
         self.metrics: dict[str, Any] = {}
         self.num_reports = 0
+        self.askers: set[str] = set()
         self.is_closed = False
 
     async def generate(self, request: wire.GenerationRequest) -> AsyncGenerator[Part, None]:
@@ -58,6 +59,7 @@ class FakeReplica(FakeBackend):
             return await super().ask(message)
         await asyncio.sleep(0)
         self.num_reports += 1
+        self.askers.add(message.source)
         if self.report_error is not None:
             raise self.report_error
         values = {"loads": self.loads, "is_stopping": self.is_stopping, "started_at": self.started_at}
@@ -283,6 +285,7 @@ def test_only_replicas_that_report_get_requests(monkeypatch: pytest.MonkeyPatch)
             await reported(*replicas)
             await parts_of(backend)
             assert sent(*replicas) == [1, 0, 1]
+            assert len(first.askers | second.askers) == 1 and all(first.askers)  # replicas know their front ends apart
 
     asyncio.run(main())
 
@@ -389,10 +392,39 @@ def test_limits_are_counted_by_the_oldest_replica(tmp_path: Any) -> None:
     asyncio.run(main())
 
 
+def test_request_that_reached_no_replica_is_given_back_whole(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: a tenant that pays for a request which waited in vain, or whose client left before it was sent."""
+    add_key(tmp_path / "keys", "acme", tokens_per_minute=1000)
+
+    async def main() -> None:
+        replica = FakeReplica(0)
+        async with routed(replica, tenants=Tenants.from_file(tmp_path / "keys")) as backend:
+            choosing = asyncio.Event()
+
+            def choose_none(*_: Any, **__: Any) -> None:
+                choosing.set()
+
+            monkeypatch.setattr(backend.router, "choose", choose_none)
+            waiting = asyncio.create_task(parts_of(backend, tenant="acme", params={"max_tokens": 20}))
+            await choosing.wait()
+            waiting.cancel()
+            await until(lambda: len(charges(replica)) == 2)
+            monkeypatch.setattr(routing, "WAIT_S", 0.0)
+            with pytest.raises(RemoteError, match="No replica"):
+                await parts_of(backend, tenant="acme", params={"max_tokens": 20})
+            await until(lambda: len(charges(replica)) == 4)
+            assert [(one.num_tokens, one.num_requests) for one in charges(replica)[1::2]] == [(-23, -1)] * 2
+            assert sent(replica) == [0]
+
+    asyncio.run(main())
+
+
 # All replicas
 
 
-def test_counters_are_summed_and_gauges_labelled() -> None:
+def test_metrics_have_the_name_of_their_replica() -> None:
+    """Red: a sum over replicas, which falls when one of them answers too late, as if it had been restarted."""
+
     async def main() -> None:
         replicas = three()[:2]
         for number, replica in enumerate(replicas, 1):
@@ -407,10 +439,10 @@ def test_counters_are_summed_and_gauges_labelled() -> None:
             assert isinstance(report, wire.Report)
             metrics = {metric.name: metric.samples() for metric in read_metrics(report.values)}
             found = {name: {sample.labels: sample for sample in samples} for name, samples in metrics.items()}
-            assert found["done"]["m",].value == 3.0
-            running = {labels: one.value for labels, one in found["running"].items()}
-            assert running == {("m", "replica-0"): 1, ("m", "replica-1"): 2}
-            assert found["seconds"][()].buckets == ((0.1, 3), (1.0, 4))
+            for name in ("done", "running"):
+                values = {labels: one.value for labels, one in found[name].items()}
+                assert values == {("m", "replica-0"): 1, ("m", "replica-1"): 2}
+            assert found["seconds"]["replica-1",] == Sample(("replica-1",), 1.0, 2, ((0.1, 2), (1.0, 2)))
             assert set(found["archerfish_replica_up"]) == {("replica-0",), ("replica-1",)}
         sources = [one.source for replica in replicas for one in replica.asked if isinstance(one, wire.Query)]
         assert sorted(sources) == ["", "", "front"]  # the front ends' own metrics are counted once
@@ -433,8 +465,20 @@ def test_health_options_and_statistics_of_all_replicas() -> None:
             with pytest.raises(RemoteError, match="hangs"):
                 await backend.ask(wire.Ping(request_id="p", probe=""))
             first.ask_error = second.ask_error = None
-            await backend.ask(wire.Configure(request_id="c", options={"max_queue_size": 7}))
-            assert (first.config.max_queue_size, second.config.max_queue_size) == (7, 7)
+            change = wire.Configure(request_id="c", options={"max_queue_size": 7})
+            for third.report_error, second.ask_error, problem in (
+                (GONE, None, "replica-2: It has gone"), (None, RemoteError("It hangs.", status=503), "replica-1: It hangs"),
+            ):  # fmt: skip
+                await reported(*replicas)
+                with pytest.raises(RemoteError, match=f"Not all replicas took the change .{problem}") as caught:
+                    await backend.ask(change)
+                assert caught.value.status == 503
+                assert isinstance(await backend.ask(wire.Configure(request_id="c")), wire.Report)  # only asks
+            second.ask_error = None
+            await backend.ask(change)
+            assert {one.config.max_queue_size for one in replicas} == {7}
+            third.report_error = GONE
+            await reported(*replicas)
             first.ask_error = RemoteError("No.", code="invalid_option", status=400)
             with pytest.raises(RemoteError, match="No"):
                 await backend.ask(wire.Configure(request_id="c", options={}))
