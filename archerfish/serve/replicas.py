@@ -26,8 +26,8 @@ from archerfish.serve.processes import HostConfig, KeptProcess, ModelSpec, engin
 
 logger = logging.getLogger("archerfish.serve")
 VISIBLE_CARDS = "CUDA_VISIBLE_DEVICES"
-SETTLE_S = 1.0  # for which all others have served when a replica is stopped: the front ends know of them then
-WAIT_S = 600.0  # until all others serve, before one is stopped
+SETTLE_S = 1.0  # for which all have served when one is stopped: the front ends know of them then
+WAIT_S = 600.0  # until all serve, before one is stopped
 
 
 def replica_name(number: int) -> str:
@@ -100,7 +100,7 @@ def divided(spec: ModelSpec, count: int, *, has_card: bool) -> dict[str, Any]:
 
 
 class RollingRestart:
-    """Restarts replicas one after another when SIGHUP comes. Each is stopped only while all others serve."""
+    """Restarts replicas one after another when SIGHUP comes. Each is stopped only while all of them serve."""
 
     def __init__(self, replicas: Sequence[KeptProcess]) -> None:
         self._replicas = replicas
@@ -118,21 +118,21 @@ class RollingRestart:
             self._is_asked.clear()  # another signal from here on asks for another restart
             logger.warning("All %d replicas are restarted, one after another.", len(self._replicas))
             for number, replica in enumerate(self._replicas, 1):
-                if not (self._others_serve(replica) and replica.replace()):
+                if not (self._all_serve(replica) and replica.replace()):
                     if not replica.is_ending:
                         logger.error("The restart ends at the %s: not all replicas serve.", replica.name)
                     break
                 logger.warning("The %s was restarted (%d of %d).", replica.name, number, len(self._replicas))
 
-    def _others_serve(self, replica: KeptProcess) -> bool:
-        """Wait until all others have served for SETTLE_S. False if they do not within WAIT_S, or at the end of the service."""
-        others, end, told = [one for one in self._replicas if one is not replica], time.monotonic() + WAIT_S, ""
+    def _all_serve(self, replica: KeptProcess) -> bool:
+        """Wait until all have served for SETTLE_S. False if they do not within WAIT_S, or at the end of the service."""
+        end, told = time.monotonic() + WAIT_S, ""
         while time.monotonic() < end and not replica.is_ending:
-            away = ", ".join(one.name for one in others if not one.is_serving)
+            away = ", ".join(one.name for one in self._replicas if not one.is_serving)
             time.sleep(SETTLE_S)
-            if not away and all(one.is_serving for one in others):
+            if not away and all(one.is_serving for one in self._replicas):
                 return True
             if away not in ("", told):
-                logger.warning("The %s is restarted when all others serve; it waits for: %s.", replica.name, away)
+                logger.warning("The %s is restarted when all replicas serve; it waits for: %s.", replica.name, away)
                 told = away
         return False

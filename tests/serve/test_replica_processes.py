@@ -164,7 +164,7 @@ async def until_in(caplog: pytest.LogCaptureFixture, text: str, count: int = 1) 
             await asyncio.sleep(0.001)
 
 
-def test_rolling_restart_stops_a_replica_only_while_all_others_serve(
+def test_rolling_restart_stops_a_replica_only_while_all_serve(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(replicas, "SETTLE_S", 0.001)
