@@ -55,6 +55,8 @@ def run_simulate(arguments: Namespace, out: Output) -> int:
     from archerfish.simulate.simulation import Failure, Setup, Simulation
     from archerfish.simulate.traces import Workload, one_cache_hit_rate, read_trace
 
+    if arguments.plot and not Path(arguments.plot).absolute().parent.is_dir():
+        raise InvalidOptionError(f"--plot is {arguments.plot!r}, in a directory that does not exist.", hint="Make it first.")
     names = POLICY_NAMES if arguments.policy == "all" else arguments.policy.split(",")
     for name in names:
         one_of(name, (*POLICY_NAMES, "all"), "--policy")
@@ -63,6 +65,10 @@ def run_simulate(arguments: Namespace, out: Output) -> int:
         pace = replace(pace, kv_tokens=arguments.kv_tokens)
     failures = tuple(Failure(at_s, int(count), down_s) for at_s, count, down_s in
                      (read_numbers("--fail", text, 3) for text in arguments.fail))  # fmt: skip
+    for failure in failures:
+        if not 1 <= failure.count <= arguments.replicas:
+            message = f"--fail asks to lose {failure.count} of {arguments.replicas} replicas."
+            raise InvalidOptionError(message, hint=f"For example --fail {EXAMPLES['--fail']}.")
     least, most = read_numbers("--scale", arguments.scale, 2) if arguments.scale else (0.0, 0.0)
     setup = Setup(
         pace, arguments.replicas, arguments.routers, arguments.report, failures=failures, scale=(int(least), int(most)),
@@ -100,7 +106,7 @@ def run_simulate(arguments: Namespace, out: Output) -> int:
 
 def one_of(name: str, known: Collection[str], option: str) -> str:
     if name not in known:
-        raise InvalidOptionError(f"{option} is {name!r}; there are: {', '.join(known)}.", hint=did_you_mean(name, known))
+        raise InvalidOptionError(f"{option} {name!r} is not known.", hint=did_you_mean(name, known))
     return name
 
 

@@ -40,8 +40,10 @@ from archerfish.types import Progress, no_progress
 PACKAGE_PATH = str(Path(__file__).parents[2])
 MAIN = "from archerfish.engine.rank_processes import main; main()"
 READY = "ready"
+CONNECT_S = 60  # in which the ranks meet, when all of them are ready
 STOP_S = 5.0  # in which a child ends after its input has ended
 REPORT_S = 2.0  # in which the error of a child comes after others have noticed its end
+AFTERWARDS = "Make a new engine; a service does so by itself, so that a request can be sent again."
 logger = logging.getLogger("archerfish.engine")
 
 
@@ -174,7 +176,7 @@ class RankProcesses(OtherRanks):
     @contextmanager
     def guard(self) -> Iterator[None]:
         if self._error is not None:
-            raise StoppedError(f"The processes that compute this model have ended: {self._error}", hint="Make a new engine.")
+            raise StoppedError(f"The processes that compute this model have ended: {self._error}", hint=AFTERWARDS)
         try:
             yield
         except StoppedError:  # from a guard within
@@ -184,7 +186,7 @@ class RankProcesses(OtherRanks):
             if self._error is error:
                 raise
             message = f"Another rank failed, and with it the engine: {self._error}"
-            raise StoppedError(message, hint="Make a new engine.") from error
+            raise StoppedError(message, hint=AFTERWARDS) from error
 
     def fail(self, error: BaseException, *, is_cause: bool = False) -> None:
         """End all ranks. is_cause: a child reports it; else a child may have caused it, and its report is on its way."""
@@ -262,7 +264,10 @@ def main() -> None:
         facts = read_facts(job.config, job.hub, no_progress, rank=job.rank)
         import_torch("A rank")
         report(reports, READY)
-        runner, _ = make_runner(facts, job.config, ranks=job.connect(facts))
+        signal.alarm(CONNECT_S)  # ends this process if its parent has gone: gloo waits with the interpreter's lock
+        ranks = job.connect(facts)
+        signal.alarm(0)
+        runner, _ = make_runner(facts, job.config, ranks=ranks)
         follow(runner, inbox)
         shutil.rmtree(Path(job.store).parent, ignore_errors=True)  # the parent may have been killed
     except BaseException as error:

@@ -414,7 +414,10 @@ def send_report(pipe: BinaryIO, report: dict[str, str]) -> None:
 
 
 def read_config(kind: type[T]) -> T:
-    return msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
+    line = sys.stdin.buffer.readline()
+    if not line:
+        sys.exit(1)  # the main process has ended
+    return msgspec.json.decode(line, type=kind)
 
 
 def watch_parent(on_end: Callable[[], Any], on_line: Callable[[bytes], Any] | None = None) -> None:

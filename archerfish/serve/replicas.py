@@ -42,6 +42,8 @@ def replica_processes(host: HostConfig, count: int) -> list[KeptProcess]:
     cores, cards = core_shares(usable_cores(), count), list[str]()
     if "cuda" in devices:
         cards = cards_of(count, max(spec.num_ranks for spec in host.models))
+    elif count > len(usable_cores()):
+        logger.warning("%d replicas share %d cores: more than one on a core makes nothing faster.", count, len(usable_cores()))
     models = tuple(msgspec.structs.replace(spec, options=divided(spec, count, has_card=bool(cards))) for spec in host.models)
     memory_gib = host.memory_gib if cards else host.memory_gib / count
     found = []

@@ -148,7 +148,7 @@ class RoutedBackend:
 
     def _set_state(self, one: Connection, state: str, problem: str = "") -> None:
         if state != one.state:
-            logger.info("%s is %s%s", one.name, state, f": {problem}" if problem else "")
+            logger.info("%s is %s%s", one.name, state, f": {problem}" if problem and state == LATE else "")
         if state == AWAY and one.state != AWAY:
             one.version = 0
             self.router.lost(one.replica)

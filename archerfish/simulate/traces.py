@@ -117,7 +117,7 @@ def read_trace(path: Path) -> list[Arrival]:
     for number, line in enumerate(lines, 1):
         try:
             found.append(read_arrival(json.loads(line)))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, InvalidInputError) as error:
             hint = f"A line is, for example, {EXAMPLE}."
             raise InvalidInputError(f"{path}, line {number}, is no request: {error!r}.", hint=hint) from None
     if not found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 
 from archerfish import LLM, LLMEngine, SamplingParams
+from archerfish.config import HubConfig
+from archerfish.engine.rank_processes import READY, RankJob
 from archerfish.errors import DeviceError, InvalidInputError, StoppedError
 from tests.engine.tiny_llama import greedy, prompts, save_tiny_llama, tiny_config, tokens
 from tests.engine.tiny_rwkv import save_tiny_rwkv
@@ -126,3 +129,18 @@ def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
     )
     out, _ = parent.communicate(timeout=120)  # until the child, which has the same standard error, has ended too
     assert parent.returncode == -signal.SIGKILL and out and not Path(out.strip()).exists()
+
+
+@pytest.mark.slow
+def test_a_rank_whose_parent_has_gone_does_not_wait_for_the_others(tmp_path: Path) -> None:
+    """Red: a child that outlives its parent, because it looks at its input only when it has met the other ranks."""
+    config = tiny_config(save_tiny_llama(tmp_path), tensor_parallel_size=2).replace(device="cpu")
+    code = "from archerfish.engine import rank_processes as ranks; ranks.CONNECT_S = 2; ranks.main()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin is not None and child.stdout is not None
+    child.stdin.write(pickle.dumps(RankJob(config, HubConfig(), 1, "gloo", str(tmp_path / "store"))))
+    child.stdin.flush()
+    assert pickle.load(child.stdout) == READY
+    child.stdin.close()
+    assert child.wait(60) == -signal.SIGALRM
+    child.stdout.close()
