@@ -15,7 +15,6 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -24,7 +23,7 @@ from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from archerfish.background import signals_to
 from archerfish.config import EngineConfig, HubConfig
@@ -36,6 +35,9 @@ from archerfish.kernels.select import choose_backend, import_torch
 from archerfish.runtime.runner import ModelRunner, OtherRanks, RunningStep
 from archerfish.step import StepInput
 from archerfish.types import Progress, no_progress
+
+if TYPE_CHECKING:
+    import subprocess  # imported where it is used: every engine imports this module
 
 PACKAGE_PATH = str(Path(__file__).parents[2])
 MAIN = "from archerfish.engine.rank_processes import main; main()"
@@ -123,6 +125,8 @@ class RankProcesses(OtherRanks):
             raise
 
     def _start(self, job: RankJob, card: str | None) -> None:
+        import subprocess
+
         paths = os.pathsep.join(filter(None, (PACKAGE_PATH, os.environ.get("PYTHONPATH", ""))))
         variables = {**os.environ, "PYTHONPATH": paths} | ({} if card is None else {"CUDA_VISIBLE_DEVICES": card})
         child = subprocess.Popen(
@@ -206,6 +210,8 @@ class RankProcesses(OtherRanks):
     def close(self) -> None:
         if self._is_closed:
             return
+        import subprocess
+
         self._is_closed = True
         for child in self._children:
             assert child.stdin is not None
