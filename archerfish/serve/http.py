@@ -265,6 +265,7 @@ class EventStream:
     generations: Sequence[Generation]
     writer: EventWriter
     _is_started: bool = False
+    _is_shown: bool = False  # something other than comments was sent
     _num_bytes: int = 0  # sent since other requests had their turn
     _is_quiet: bool = False  # nothing was sent since the last tick of the timer
     _timer: asyncio.TimerHandle | None = None
@@ -275,7 +276,7 @@ class EventStream:
         if pause_s and writer.keep_alive:
             self._timer = asyncio.get_running_loop().call_later(pause_s, self._tick, send, pause_s)
         try:
-            runs = self.service.run(self.request, *self.generations, is_shown=lambda: self._is_started)
+            runs = self.service.run(self.request, *self.generations, is_shown=lambda: self._is_shown)
             async with aclosing(runs):
                 async for deltas in runs:
                     written = []
@@ -285,6 +286,7 @@ class EventStream:
                     written += [writer.delta(delta) for delta in deltas]
                     data = b"".join(written)
                     if data:
+                        self._is_shown = True
                         await self._write(send, data)
             last = writer.end()
         except Exception as error:
