@@ -59,7 +59,7 @@ def rounds(number: str, complete: Callable[[int, str, int], int]) -> dict[str, A
         thread.start()
     for thread in first:
         thread.join()
-    time.sleep(1.5)  # front ends hear of what is cached a few times a second
+    time.sleep(1.5)  # front ends learn what is cached a few times a second
     places = [(turn + index, prompt, 2) for turn in range(1, int(number)) for index, prompt in enumerate(PROMPTS)]
     return {"cached": [complete(*place) for place in places]}
 
