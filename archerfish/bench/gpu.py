@@ -86,7 +86,7 @@ PARTS = {
     "prefill": "64 prompts of 2048 tokens, tokens/s", "shared": "256 requests on a shared prefix of 3072 tokens, requests/s",
     "four": "4 sequences, tokens/s", "drawn": "128 sequences, temperature alone, tokens/s",
     "sampled": "128 sequences, penalties and cuts, tokens/s", "logprobs": "128 sequences, 5 logprobs, tokens/s",
-    "long": "32 prompts of 8192 tokens, 256 out, tokens/s", "contexts": "256 prompts of 2048 tokens, 256 out, tokens/s",
+    "long": "32 prompts of 8192 tokens, 256 out, tokens/s", "contexts": "256 prompts of 2048 tokens, 512 out, tokens/s",
 }  # fmt: skip
 # Prompts of a part, tokens of each, and what it asks for beyond a temperature.
 SAMPLING: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -94,7 +94,7 @@ SAMPLING: dict[str, tuple[int, int, dict[str, Any]]] = {
     "sampled": (128, 128, {"top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2}),
     "long": (32, 8192, {}), "contexts": (256, 2048, {}),
 }  # fmt: skip
-SAMPLED_OUTPUT = 256  # tokens
+OUTPUT = dict.fromkeys(SAMPLING, 256) | {"contexts": 512}  # tokens; of fewer, prompts would take most of the time
 FIRST_TOKEN = "one request, first token, ms"
 VLLM_RATIOS = {  # how many times vLLM's rate ours must be, in the order of the first PARTS
     "qwen3-0.6b": (1.15, 2.5, 1.0, 3.0), "llama-3.1-8b": (1.05, 1.25, 1.0, 1.6),
@@ -180,9 +180,9 @@ def run_parts(generate: Generate, parts: Iterable[str], number: int) -> Iterator
             yield PARTS["shared"], 256 / seconds
     for part in (part for part in SAMPLING if part in parts):
         (num, length, sampling), draw = SAMPLING[part], random.Random(f"{part} {number}")
-        work = {"prompts": [tokens(length) for _ in range(num)], "outputs": [SAMPLED_OUTPUT] * num}
+        work = {"prompts": [tokens(length) for _ in range(num)], "outputs": [OUTPUT[part]] * num}
         if seconds := generate(**work, temperature=SAMPLED, **sampling):
-            yield PARTS[part], num * SAMPLED_OUTPUT / seconds
+            yield PARTS[part], num * OUTPUT[part] / seconds
 
 
 def startup(options: Namespace) -> Found:

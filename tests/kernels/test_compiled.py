@@ -113,7 +113,7 @@ numbers = ("table", "tables", "tile_sequences", "tile_firsts", "context_lens", "
 types = dict.fromkeys((*numbers, "shared_len"), "i32")
 types |= dict.fromkeys(("partials", "levels", "shared_partials", "shared_levels"), "fp32")
 prefill = {"num_kv_heads": 2, "group": 2, "rows": 32, "is_gathered": False}
-flags = ("is_shared", "is_new", "is_rotated", "has_q_norm", "has_k_norm")
+flags = ("is_shared", "is_new", "is_rotated", "has_q_norm", "has_k_norm", "is_paired")
 decode = {"group": 2, "rows": 16, "shared_step": 16, "parts_at_once": 4, "is_early": True} | dict.fromkeys(flags, False)
 for half in ("bf16", "fp32"):
     build(prefill_kernel, {**heads, **extra, **prefill}, types, half, 4)
@@ -130,7 +130,9 @@ heads = {**heads, "head_dim": 64, "width": 64}
 build(prefill_kernel, {**heads, **extra, **prefill}, types, "bf16", 4)
 build(shared_kernel, {**heads, "group": 2, "rows": 16, "is_early": True}, types, "bf16", 4)
 new = {**heads, **extra, **decode, "is_split": True, "is_new": True, "is_rotated": True}
-build(decode_kernel, new, types, "bf16", 4)
+for is_paired in (False, True):
+    built = build(decode_kernel, {**new, "is_paired": is_paired}, types, "bf16", 4)
+    assert ("cvt.rn.bf16" in built.asm["ptx"]) != is_paired
 stored = {"block_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "half": 32, "q_rows": 4, "kv_rows": 2}
 stored |= {"half_block": 32, "rest_block": 0, "is_rotated": True, "has_q_norm": False, "has_k_norm": False, "is_early": True}
 build(store_kv_kernel, stored, types, "bf16")

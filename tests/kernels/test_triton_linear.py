@@ -336,3 +336,19 @@ def test_shapes_of_models(num_outputs: int, width: int, num_rows: int) -> None:
         found.append((y, reference.normed_linear(residual.float(), norm, 1e-5, wide, gate=gate)[0]))
     for y, expected in found:
         assert float((y - expected).norm() / expected.norm()) < 0.01
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="streams are CUDA's")
+def test_an_upload_waits_for_work_that_reads_the_same_memory() -> None:
+    """The allocator gives out memory of freed tensors that queued work still reads."""
+    before = torch.ones(1 << 20, device=DEVICE)
+    uploads = triton_linear.Uploads("cuda")
+    try:
+        torch.cuda._sleep(1 << 30)  # half a second of the card
+        copied, place = before.clone(), before.data_ptr()
+        del before
+        sent = uploads.send(torch.zeros(1 << 20))
+    finally:
+        uploads.close()
+    assert sent.data_ptr() == place
+    assert bool((copied == 1).all()) and bool((sent == 0).all())

@@ -7,7 +7,7 @@ import pytest
 from tests.kernels import triton_support  # isort: skip  (before triton is imported)
 from archerfish.kernels.triton.ops import TritonOps
 from tests.models.decoding import Driver, make, random_tokens
-from tests.parallel.test_shards import check
+from tests.parallel.test_shards import Rwkv, check, rwkv, rwkv_driver  # noqa: F401 (rwkv is a fixture)
 
 DEVICE = "cuda" if triton_support.HAS_CUDA else "cpu"
 
@@ -18,3 +18,9 @@ def test_decoders_over_triton(kind: str, layout: tuple[int, int]) -> None:
     model, config = make(kind)
     weights = model.state_dict()
     check(lambda: TritonOps(DEVICE, "float32"), layout, lambda ops: Driver(ops, weights, config, random_tokens(2)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2), (2, 2)])
+def test_rwkv7_over_triton(rwkv: Rwkv, layout: tuple[int, int]) -> None:  # noqa: F811
+    check(lambda: TritonOps(DEVICE, "float32"), layout, rwkv_driver(rwkv))

@@ -61,9 +61,14 @@ def load_keys(
     rows = blocks * block_stride + (positions % block_size) * token_stride
     places = rows[:, None] + dims[None, :]
     if is_paired:
-        key = tl.load(keys + places, mask=is_loaded, other=0.0)
-        words = values.to(tl.pointer_type(tl.int16), bitcast=True) + (rows // 2)[:, None] + tl.arange(0, width // 2)[None, :]
-        value = tl.load(words, mask=is_key[:, None], other=0)
+        values = values.to(tl.pointer_type(tl.int16), bitcast=True)
+        value_places = (rows // 2)[:, None] + tl.arange(0, width // 2)[None, :]
+        if is_masked:
+            key = tl.load(keys + places, mask=is_loaded, other=0.0)
+            value = tl.load(values + value_places, mask=is_key[:, None], other=0)
+        else:
+            key = tl.load(keys + places)
+            value = tl.load(values + value_places)
     elif is_masked or width > head_dim:
         key = tl.load(keys + places, mask=is_loaded, other=0.0)
         value = tl.load(values + places, mask=is_loaded, other=0.0)
@@ -143,12 +148,12 @@ def unpack_code(place):
 @triton.jit
 def take_pairs(
     query, even_acc, odd_acc, top, total, key, words, query_positions, start, end, window, scale, cap,
-    step: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr,
+    step: tl.constexpr, is_masked: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr,
 ):
     """As `take_loaded`, with words of two FP8 values, and sums divided into even and odd dimensions."""
     weights, shrink, top = weigh_keys(
-        query, key, top, query_positions, start, end, window, scale, cap, None, 0, 0, step, 0, 0, True, has_window, has_cap,
-        True,
+        query, key, top, query_positions, start, end, window, scale, cap, None, 0, 0, step, 0, 0, is_masked, has_window,
+        has_cap, True,
     )
     total = total * shrink + tl.sum(weights, 1)
     weights = weights.to(tl.float16)

@@ -248,17 +248,20 @@ def decode_kernel(
         if is_new and is_split:
             even_acc, odd_acc, top, total = take_pairs(
                 halves, even_acc, odd_acc, top, total, first_keys, first_values, query_positions, begin, last, window, scale,
-                cap, step, has_window, has_cap,
+                cap, step, True, has_window, has_cap,
             )
             begin += step
-        for start in range(begin, last, step):
-            next_keys, next_values = load_keys(
-                keys, values, table, start, last, block_stride, token_stride, block_size, head_dim, width, step, True, True
-            )
-            even_acc, odd_acc, top, total = take_pairs(
-                halves, even_acc, odd_acc, top, total, next_keys, next_values, query_positions, start, last, window, scale,
-                cap, step, has_window, has_cap,
-            )
+        middle = begin if has_window else begin + tl.maximum(last - begin, 0) // step * step  # whole steps need no mask
+        for is_rest in tl.static_range(2):
+            for start in range(middle if is_rest else begin, last if is_rest else middle, step):
+                next_keys, next_values = load_keys(
+                    keys, values, table, start, last, block_stride, token_stride, block_size, head_dim, width, step,
+                    is_rest == 1, True,
+                )
+                even_acc, odd_acc, top, total = take_pairs(
+                    halves, even_acc, odd_acc, top, total, next_keys, next_values, query_positions, start, last, window,
+                    scale, cap, step, is_rest == 1, has_window, has_cap,
+                )
         acc = tl.reshape(tl.join(even_acc, odd_acc), (rows, width))
     else:
         if is_new and is_split:
@@ -374,6 +377,8 @@ def attend_decodes(
     parts = shared or SharedParts(partials, levels, num_parts=0, step=tile.step)
     scale, cap = score_scale(heads)
     width = dot_block(head_dim)
+    is_paired = q.is_cuda and kv.keys.dtype == torch.float8_e4m3fn and q.dtype != torch.float32
+    is_paired = is_paired and mask is None and width == head_dim
     given = rotation or Rotation()
     table = plan.context_lens if given.rotary is None else given.rotary.cos_sin
     decode_kernel[(heads.num_kv_heads, num_splits, num)](
@@ -387,7 +392,7 @@ def attend_decodes(
         parts_at_once=PARTS_AT_ONCE, has_window=heads.window > 0, has_cap=heads.softcap > 0, is_split=is_split,
         is_shared=shared is not None, is_new=rotation is not None, is_rotated=given.rotary is not None,
         has_q_norm=given.q_norm is not None, has_k_norm=given.k_norm is not None,
-        is_paired=q.is_cuda and kv.keys.dtype == torch.float8_e4m3fn and mask is None and width == head_dim, num_warps=tile.num_warps,
+        is_paired=is_paired, num_warps=tile.num_warps,
         num_stages=tile.num_stages, **early_start(q.device),
     )
     if is_split:

@@ -325,10 +325,12 @@ class Uploads:
     def send(self, tensor: Tensor) -> Tensor:
         """A tensor of the host on the device."""
         target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        is_ours = torch.cuda.Event()  # the target may lie where an earlier tensor did, which queued work still reads
+        is_ours.record()
         source, flat = tensor.reshape(-1), target.view(-1)
         step = max(1, PIECE_BYTES // tensor.element_size())
         copies: list[Future[torch.cuda.Event]] = [
-            self._threads.submit(self._copy, source[first : first + step], flat[first : first + step])
+            self._threads.submit(self._copy, source[first : first + step], flat[first : first + step], is_ours)
             for first in range(0, source.numel(), step)
         ]
         for copy in copies:
@@ -347,13 +349,14 @@ class Uploads:
             (torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2)
         ]
 
-    def _copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event:
+    def _copy(self, source: Tensor, target: Tensor, is_ours: torch.cuda.Event) -> torch.cuda.Event:
         own = self._own
         own.buffers.reverse()
         buffer, is_free = cast(tuple[Tensor, torch.cuda.Event], own.buffers[0])
         is_free.synchronize()
         pinned = buffer[: target.nbytes].view(target.dtype)
         pinned.copy_(source)
+        own.stream.wait_event(is_ours)
         with torch.cuda.stream(own.stream):
             target.copy_(pinned, non_blocking=True)
             is_free.record()

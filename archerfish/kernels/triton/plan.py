@@ -154,17 +154,16 @@ class Tile:
 def decode_tile(
     heads: HeadShape, dtype: torch.dtype, num_sequences: int, is_split: bool, *, is_narrow: bool = False
 ) -> Tile:
-    """What was quickest for contexts of 200 to 3500 keys on a Hopper. is_narrow: keys are in FP8.
+    """What was quickest for contexts of 200 to 8000 keys on a Hopper. is_narrow: keys are in FP8.
 
     One warp alone took FP8 that was never loaded, which was NaN where another kernel's data lay (Triton 3.6).
     """
-    if is_narrow:
-        tile = decode_tile(heads, dtype, num_sequences, is_split)
-        return replace(tile, num_warps=max(2, tile.num_warps))
     rows = max(MIN_ROWS, next_power_of_2(heads.num_heads // heads.num_kv_heads))
     num_programs = num_sequences * heads.num_kv_heads
     if dtype == torch.float32 or heads.head_dim > 128:
         return Tile(rows, 32, 4, 2)
+    if is_narrow:
+        return Tile(rows, 128, 2, 2) if rows == MIN_ROWS and not is_split else Tile(rows, 128 if rows == MIN_ROWS else 64, 4, 3)
     if is_split and num_programs < HALF_BUSY:
         if num_programs < LONE_DECODE:
             return Tile(rows, 16, 1, 3)
