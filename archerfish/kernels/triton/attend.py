@@ -127,12 +127,6 @@ def take_loaded(
     return acc, top, total * shrink + tl.sum(weights, 1)
 
 
-@triton.jit
-def split_pairs(rows):
-    """The even and the odd columns."""
-    return tl.split(tl.reshape(rows, (rows.shape[0], rows.shape[1] // 2, 2)))
-
-
 @triton.constexpr_function
 def unpack_code(place):
     """The first or second FP8 number of two words, as two numbers in float16."""
@@ -164,6 +158,36 @@ def take_pairs(
     even_acc = tl.dot(weights, even, even_acc * shrink[:, None])
     odd_acc = tl.dot(weights, odd, odd_acc * shrink[:, None])
     return even_acc, odd_acc, top, total
+
+
+@triton.jit
+def attend_pairs(
+    query, acc, top, total, first_keys, first_values, query_positions, keys, values, table, begin, end, window, scale, cap,
+    block_stride, token_stride,
+    block_size: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr, step: tl.constexpr, has_first: tl.constexpr,
+    has_window: tl.constexpr, has_cap: tl.constexpr,
+):
+    """As `attend`, over FP8 keys and values, whose first step may be loaded already; there may be none."""
+    query = query.to(tl.float16)
+    even_acc, odd_acc = tl.split(tl.reshape(acc, (acc.shape[0], width // 2, 2)))
+    if has_first:
+        even_acc, odd_acc, top, total = take_pairs(
+            query, even_acc, odd_acc, top, total, first_keys, first_values, query_positions, begin, end, window, scale, cap,
+            step, True, has_window, has_cap,
+        )
+        begin += step
+    middle = begin if has_window else begin + tl.maximum(end - begin, 0) // step * step  # whole steps need no mask
+    for is_rest in tl.static_range(2):
+        for start in range(middle if is_rest else begin, end if is_rest else middle, step):
+            key, value = load_keys(
+                keys, values, table, start, end, block_stride, token_stride, block_size, head_dim, width, step, is_rest == 1,
+                True,
+            )
+            even_acc, odd_acc, top, total = take_pairs(
+                query, even_acc, odd_acc, top, total, key, value, query_positions, start, end, window, scale, cap, step,
+                is_rest == 1, has_window, has_cap,
+            )
+    return tl.reshape(tl.join(even_acc, odd_acc), (acc.shape[0], width)), top, total
 
 
 @triton.jit

@@ -25,13 +25,12 @@ from archerfish.kernels.triton import plan as planning
 from archerfish.kernels.triton.attend import (
     MASK_NUMBERS,
     attend,
+    attend_pairs,
     load_keys,
     load_scales,
     score_scale,
-    split_pairs,
     start_softmax,
     take_loaded,
-    take_pairs,
 )
 from archerfish.kernels.triton.launch import early_start, follow
 from archerfish.kernels.triton.norm import load_heads, rotate_heads, rotation_factors, to_kv
@@ -189,9 +188,7 @@ def decode_kernel(
 
     Everything that does not come from the product in front is loaded before that ends: in a split decode, the first keys too.
     """
-    kv_head = tl.program_id(0)
-    split = tl.program_id(1)
-    sequence = tl.program_id(2).to(tl.int64)
+    kv_head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     context_len, first, num_keys = cut_keys(context_lens, sequence, shared_len, num_splits, window, step, has_window, is_shared)
     begin = first + split * num_keys
     end = tl.minimum(begin + num_keys, context_len)
@@ -199,8 +196,7 @@ def decode_kernel(
         if (begin >= end) & (split > 0):
             return
 
-    members = tl.arange(0, rows)
-    dims = tl.arange(0, width)
+    members, dims = tl.arange(0, rows), tl.arange(0, width)
     is_inside = (members < group)[:, None] & (dims < head_dim)[None, :]
     head_row = (sequence * tl.num_programs(0) + kv_head) * group + members
     position = context_len - 1
@@ -221,6 +217,7 @@ def decode_kernel(
         )
         is_own = (begin <= position) & (position < end)
         block = tl.load(table + position // block_size, mask=is_own, other=0).to(tl.int64)
+    first_keys, first_values = None, None
     if is_new and is_split:
         first_keys, first_values = load_keys(
             keys, values, table, begin, last, block_stride, token_stride, block_size, head_dim, width, step, True,
@@ -243,26 +240,10 @@ def decode_kernel(
             head_dim, width, parts_at_once,
         )
     if is_paired:
-        halves = query.to(tl.float16)
-        even_acc, odd_acc = split_pairs(acc)
-        if is_new and is_split:
-            even_acc, odd_acc, top, total = take_pairs(
-                halves, even_acc, odd_acc, top, total, first_keys, first_values, query_positions, begin, last, window, scale,
-                cap, step, True, has_window, has_cap,
-            )
-            begin += step
-        middle = begin if has_window else begin + tl.maximum(last - begin, 0) // step * step  # whole steps need no mask
-        for is_rest in tl.static_range(2):
-            for start in range(middle if is_rest else begin, last if is_rest else middle, step):
-                next_keys, next_values = load_keys(
-                    keys, values, table, start, last, block_stride, token_stride, block_size, head_dim, width, step,
-                    is_rest == 1, True,
-                )
-                even_acc, odd_acc, top, total = take_pairs(
-                    halves, even_acc, odd_acc, top, total, next_keys, next_values, query_positions, start, last, window,
-                    scale, cap, step, is_rest == 1, has_window, has_cap,
-                )
-        acc = tl.reshape(tl.join(even_acc, odd_acc), (rows, width))
+        acc, top, total = attend_pairs(
+            query, acc, top, total, first_keys, first_values, query_positions, keys, values, table, begin, last, window, scale,
+            cap, block_stride, token_stride, block_size, head_dim, width, step, is_new and is_split, has_window, has_cap,
+        )
     else:
         if is_new and is_split:
             acc, top, total = take_loaded(
@@ -279,8 +260,7 @@ def decode_kernel(
         acc, top, total = take_key(query, acc, top, total, key, value, is_own, scale, cap, has_cap)
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     if is_split:
-        place = head_row * num_splits + split
-        store_part(partials, levels, place, result, top + tl.log2(total), members < group, head_dim, width)
+        store_part(partials, levels, head_row * num_splits + split, result, top + tl.log2(total), members < group, head_dim, width)
     else:
         result = (result * value_scale).to(out.dtype.element_ty)
         tl.store(out + head_row[:, None] * head_dim + dims[None, :], result, mask=is_inside)
