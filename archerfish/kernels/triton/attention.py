@@ -260,7 +260,9 @@ def decode_kernel(
         acc, top, total = take_key(query, acc, top, total, key, value, is_own, scale, cap, has_cap)
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     if is_split:
-        store_part(partials, levels, head_row * num_splits + split, result, top + tl.log2(total), members < group, head_dim, width)
+        store_part(
+            partials, levels, head_row * num_splits + split, result, top + tl.log2(total), members < group, head_dim, width
+        )
     else:
         result = (result * value_scale).to(out.dtype.element_ty)
         tl.store(out + head_row[:, None] * head_dim + dims[None, :], result, mask=is_inside)
