@@ -5,6 +5,7 @@ Host arrays travel through pinned memory, so that no operation waits for the dev
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
+import ctypes
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -226,7 +227,11 @@ class TritonOps(TorchOps):
         with torch.cuda.stream(stream):
             call()
             stream.synchronize()
-            graph.capture_begin(pool=memory, capture_error_mode="thread_local")
+            try:
+                graph.capture_begin(pool=memory, capture_error_mode="thread_local")
+            except RuntimeError:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))  # torch ends the process when it deletes such a graph
+                raise
             try:
                 result = call()
             finally:
