@@ -40,7 +40,8 @@ Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
 def add_top_arguments(parser: Parser) -> None:
-    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", metavar="URL", help="server (default: %(default)s)")
+    default = "http://127.0.0.1:8000"
+    parser.add_argument("url", nargs="?", default=default, metavar="URL", help=f"server (default: {default})")
     parser.add_argument("--once", action="store_true", help="print one frame and end")
     parser.add_argument("--interval", type=float, default=1.0, metavar="X", help="seconds between two frames (default: 1)")
     parser.add_argument("--api-key-env", default="", metavar="VARIABLE", help="environment variable that holds an API key")
@@ -136,12 +137,12 @@ class Server:
             if error.code in (429, 503) and told:
                 raise ServiceError(f"{self.url}: {told}") from error
             raise self._not_ours() from error
+        except (http.client.InvalidURL, ValueError) as error:
+            raise InvalidInputError(f"{self.url} is not an HTTP address: {error}.") from error
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
             hint = "Start one with `archerfish serve`, or give the address of one that runs."
             raise UnreachableError(f"No server answers at {self.url}: {reason}.", hint=hint) from error
-        except ValueError as error:  # of the address
-            raise InvalidInputError(f"{self.url} is not an HTTP address: {error}.") from error
 
 
 def read_message(body: bytes) -> str:
