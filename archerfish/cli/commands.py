@@ -72,8 +72,8 @@ COMMANDS = (
     Command("simulate", "simulate", MEASURE, "compare routing policies over many replicas in virtual time", "", (
         "archerfish simulate --replicas 8 --rate 100 --seconds 10",)),
     *(Command(f"bench {bench.name}", "bench", MEASURE, bench.summary, bench.usage) for bench in BENCHES),
-    Command("doctor", "doctor", OTHER, "report what this machine has, which fast paths are on, and which models fit", "[MODEL] ", (
-        "archerfish doctor", "archerfish doctor story-rwkv7 --json")),
+    Command("doctor", "doctor", OTHER, "report what this machine has, which fast paths are on, and which models fit",
+            "[MODEL] ", ("archerfish doctor", "archerfish doctor story-rwkv7 --json")),
     Command("completion", "completion", OTHER, "print what a shell needs to complete command lines", "SHELL ", (
         "archerfish completion bash > ~/.local/share/bash-completion/completions/archerfish",
         "archerfish completion zsh > ~/.zfunc/_archerfish    # with fpath+=~/.zfunc before compinit in ~/.zshrc",

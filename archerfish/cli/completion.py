@@ -61,12 +61,13 @@ def bash() -> str:
         name = shlex.quote(command.name)
         found = list(choices_of(command))
         flags.append(f"    {name}) flags={shlex.quote(' '.join(flag for one in found for flag in one.flags))} ;;")
-        words += [f"    {name}) words={shlex.quote(' '.join(one.values))} ;;" for one in found if not one.flags and one.values][:1]
+        listed = next((one.values for one in found if not one.flags and one.values), ())
+        words += [f"    {name}) words={shlex.quote(' '.join(listed))} ;;"]
         for one in found:
             if one.takes_value and one.flags:
                 pattern = "|".join(shlex.quote(f"{command.name} {flag}") for flag in one.flags)
-                listed = shlex.quote(" ".join(one.values) + (" @files" if one.is_path else ""))
-                values.append(f"    {pattern}) values={listed} ;;")
+                text = " ".join(one.values) + (" @files" if one.is_path else "")
+                values.append(f"    {pattern}) values={shlex.quote(text)} ;;")
     return BASH.format(
         commands=shlex.quote(" ".join(dict.fromkeys(command.name.split()[0] for command in COMMANDS))), flags="\n".join(flags),
         common=shlex.quote(" ".join(COMMON_FLAGS)), values="\n".join(values), words="\n".join(words),

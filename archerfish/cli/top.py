@@ -35,6 +35,7 @@ COLUMNS = (
     "model", "replica", "tokens/s", "running", "waiting", "first token p50", "p99", "gap p50", "p99 ", "KV use", "hit rate",
     "state",
 )  # fmt: skip
+TEXT_COLUMNS = ("model", "replica", "state", "code")
 Key = tuple[str, str]  # model and replica
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 
@@ -101,7 +102,8 @@ class Server:
         self._version = self._version or str(self._json("/version").get("version", ""))
         found: dict[str, Any] = stats.get("replicas") or {"": stats}
         try:
-            engines = {(model, name): figures for name, one in found.items() for model, figures in one.get("models", {}).items()}
+            of_models = {name: one.get("models", {}) for name, one in found.items()}
+            engines = {(model, name): figures for name, models in of_models.items() for model, figures in models.items()}
             if "models" not in stats and "replicas" not in stats:
                 raise KeyError("models")
             replicas = {name: str(one.get("state", "ready")) for name, one in found.items() if name}
@@ -198,7 +200,7 @@ def frame_of(kept: deque[Snapshot]) -> Frame:
     rows = [row_of(key, last, before, oldest) for key in sorted(last.engines)]
     seen = {name for _, name in last.engines}
     rows += [{"model": "", "replica": name, "state": state} for name, state in last.replicas.items() if name not in seen]
-    refusals = []
+    refusals: list[dict[str, Any]] = []
     for labels, count in last.samples.get(REFUSED, []):
         new = count - sum(value for given, value in oldest.samples.get(REFUSED, []) if given == labels)
         refusals.append({**labels, "count": count, "last_minute": max(0.0, new)})
@@ -210,7 +212,8 @@ def row_of(key: Key, last: Snapshot, before: Snapshot | None, oldest: Snapshot) 
     """The figures of one model on one replica; None: unknown, or nothing happened."""
     now, is_text = last.engines[key], "num_running" in last.engines[key]
     counted = "total_tokens_generated" if is_text else "num_tokens"
-    row: dict[str, Any] = {"model": key[0], "replica": key[1], "state": last.replicas.get(key[1], "ready"), "tokens_per_s": None}
+    state = last.replicas.get(key[1], "ready")
+    row: dict[str, Any] = {"model": key[0], "replica": key[1], "state": state, "tokens_per_s": None}
     if before is not None and key in before.engines and last.at_s > before.at_s:
         row["tokens_per_s"] = grown(now, before.engines[key], counted) / (last.at_s - before.at_s)
     row |= {"running": now.get("num_running"), "waiting": now.get("num_waiting", now.get("queue_texts"))}
@@ -296,7 +299,7 @@ def print_frame(frame: Frame, out: Output) -> None:
     if out.as_json:
         out.result(vars(frame))
     for heading, columns, rows in tables(frame):
-        out.table(heading, columns, rows, numbers=[name for name in columns if name not in ("model", "replica", "state", "code")])
+        out.table(heading, columns, rows, numbers=[name for name in columns if name not in TEXT_COLUMNS])
     if frame.problem:
         out.note(frame.problem)
     sys.stdout.flush()
@@ -311,7 +314,7 @@ def draw(frame: Frame) -> Group:
     for heading, columns, rows in tables(frame):
         table = Table(title=heading, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
         for name in columns:
-            is_text = name in ("model", "replica", "state", "code")
+            is_text = name in TEXT_COLUMNS
             table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
         for row in rows:
             table.add_row(*map(Text, row))

@@ -244,7 +244,9 @@ def test_help_of_serve_shows_the_most_used_options_first(capsys: pytest.CaptureF
     assert "--embed-model" in first and first.count("\n  --") == len(MOST_USED) and "--zmq-address" in rest
 
 
-@pytest.mark.parametrize(("module", "package"), [("zmq", "archerfish[serve]"), ("torch", "archerfish[torch]"), ("rich", "rich")])
+@pytest.mark.parametrize(
+    ("module", "package"), [("zmq", "archerfish[serve]"), ("torch", "archerfish[torch]"), ("rich", "rich")]
+)
 def test_missing_package_names_its_extra(
     module: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

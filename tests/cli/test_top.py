@@ -114,7 +114,7 @@ def test_one_frame_of_replicas(
     url, answers = server
     one = {"state": "ready", "models": {"m": engine(5)}}
     answers["/stats"] = 200, {"replicas": {"replica-0": one, "replica-1": {"state": "away", "problem": "it died"}}}
-    monkeypatch.setattr(top.time, "sleep", lambda _: None)
+    monkeypatch.setattr("time.sleep", lambda _: None)
     assert main(["top", f"{url}/v1", "--once", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["url"], found["version"]) == (url, "1.2")
@@ -144,7 +144,7 @@ def test_keys_and_a_server_that_is_not_there(
 ) -> None:
     url, answers = server
     answers |= {"key": (200, ""), "/stats": (200, {"models": {}})}
-    monkeypatch.setattr(top.time, "sleep", lambda _: None)
+    monkeypatch.setattr("time.sleep", lambda _: None)
     monkeypatch.setenv("MY_KEY", "good")
     assert main(["top", url, "--once", "--api-key-env", "MY_KEY"]) == 0
     assert main(["top", url, "--once"]) == 2 and "a key is needed" in capsys.readouterr().err
