@@ -84,7 +84,7 @@ def test_speculation_and_availability() -> None:
 
 def test_policies_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (policy, eviction):
-        monkeypatch.setattr(module, "_POLICIES", dict(module._POLICIES))  # type: ignore[attr-defined]
+        monkeypatch.setattr(module, "_POLICIES", dict(module._POLICIES))
     page = (ROOT / "docs" / "add-a-policy.md").read_text(encoding="utf-8")
     code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     found: dict[str, Any] = {}
