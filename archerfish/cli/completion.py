@@ -14,7 +14,7 @@ from archerfish.cli.options import COMMON_FLAGS, Parser
 from archerfish.cli.output import Output
 from archerfish.store.names import BUILTIN_MODELS
 
-PATHS = {"FILE", "DIR", "SOURCE", "OUTPUT_DIR", "CONFIG", "TEXT"}  # names of values that may be paths of files
+PATHS = {"FILE", "DIR", "SOURCE", "OUTPUT_DIR", "CONFIG", "MODEL"}  # names of values that may be paths of files
 
 
 @dataclass(frozen=True)
@@ -48,67 +48,8 @@ def choices_of(command: Command) -> Iterator[Choice]:
             listed = tuple(BUILTIN_MODELS)
         takes_value = action.nargs != 0 and not isinstance(action, argparse.BooleanOptionalAction)
         text = re.sub(r"\s+", " ", str(action.help or "").replace("%%", "%")).split(" (default")[0].split(". ")[0].rstrip(".")
-        is_path = metavar in PATHS or metavar == "MODEL" or action.dest.endswith(("file", "dir", ".model"))
+        is_path = metavar in PATHS or action.dest.endswith(("file", "dir", "model"))
         yield Choice(tuple(action.option_strings), text, takes_value, listed, is_path)
-
-
-# bash
-
-
-def bash() -> str:
-    flags, values, words = [], [], []
-    for command in COMMANDS:
-        name = shlex.quote(command.name)
-        found = list(choices_of(command))
-        flags.append(f"    {name}) flags={shlex.quote(' '.join(flag for one in found for flag in one.flags))} ;;")
-        listed = next((one.values for one in found if not one.flags and one.values), ())
-        words += [f"    {name}) words={shlex.quote(' '.join(listed))} ;;"]
-        for one in found:
-            if one.takes_value and one.flags:
-                pattern = "|".join(shlex.quote(f"{command.name} {flag}") for flag in one.flags)
-                text = " ".join(one.values) + (" @files" if one.is_path else "")
-                values.append(f"    {pattern}) values={shlex.quote(text)} ;;")
-    return BASH.format(
-        commands=shlex.quote(" ".join(dict.fromkeys(command.name.split()[0] for command in COMMANDS))), flags="\n".join(flags),
-        common=shlex.quote(" ".join(COMMON_FLAGS)), values="\n".join(values), words="\n".join(words),
-        seconds="\n".join(f"    {first}) seconds='{names}' ;;" for first, names in families().items()),
-    )  # fmt: skip
-
-
-BASH = """# bash completion of archerfish, made by `archerfish completion bash`
-_archerfish() {{
-  local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}} name= seconds= flags= words= values=none at=1
-  COMPREPLY=()
-  while ((at < COMP_CWORD)) && [[ ${{COMP_WORDS[at]}} == -* ]]; do ((at++)); done
-  ((at < COMP_CWORD)) && name=${{COMP_WORDS[at]}}
-  case $name in
-{seconds}
-  esac
-  if [[ $seconds ]]; then
-    if ((at + 1 >= COMP_CWORD)); then COMPREPLY=($(compgen -W "$seconds --help" -- "$cur")); return; fi
-    name="$name ${{COMP_WORDS[at+1]}}"
-  fi
-  if [[ ! $name ]]; then COMPREPLY=($(compgen -W {commands}" "{common} -- "$cur")); return; fi
-  case "$name $prev" in
-{values}
-  esac
-  if [[ $values != none ]]; then
-    [[ $values == *@files ]] && compopt -o filenames; [[ $values == *@files ]] && COMPREPLY=($(compgen -f -- "$cur"))
-    COMPREPLY+=($(compgen -W "${{values%@files}}" -- "$cur"))
-    return
-  fi
-  case $name in
-{flags}
-  esac
-  if [[ $cur == -* ]]; then COMPREPLY=($(compgen -W "$flags" -- "$cur")); return; fi
-  case $name in
-{words}
-  esac
-  compopt -o filenames
-  COMPREPLY=($(compgen -W "$words" -- "$cur") $(compgen -f -- "$cur"))
-}}
-complete -F _archerfish archerfish
-"""
 
 
 def families() -> dict[str, str]:
@@ -121,6 +62,44 @@ def families() -> dict[str, str]:
     return {first: " ".join(rest) for first, rest in found.items()}
 
 
+# bash
+
+
+def bash() -> str:
+    """What can follow, by the command and the word before; "@files" at its end stands for files."""
+    known = {"": " ".join(dict.fromkeys([*(command.name.split()[0] for command in COMMANDS), *COMMON_FLAGS])), **families()}
+    for command in COMMANDS:
+        found = list(choices_of(command))
+        known[command.name] = " ".join(flag for one in found for flag in one.flags)
+        for one in reversed(found):
+            values = " ".join(one.values) + (" @files" if one.is_path else "")
+            known |= {f"{command.name} {flag}": values for flag in one.flags or ("",) if one.takes_value}
+    table = "\n".join(f"    {shlex.quote(key)}) found={shlex.quote(text)} ;;" for key, text in known.items())
+    return BASH.replace("TABLE", table).replace("FAMILIES", "|".join(families()))
+
+
+BASH = """# bash completion of archerfish, made by `archerfish completion bash`
+_archerfish_known() {
+  case $1 in
+TABLE
+    *) return 1 ;;
+  esac
+}
+_archerfish() {
+  local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} name= found= at=1
+  while ((at < COMP_CWORD)) && [[ ${COMP_WORDS[at]} == -* ]]; do ((at++)); done
+  if ((at < COMP_CWORD)); then name=${COMP_WORDS[at]}; fi
+  case $name in FAMILIES) if ((at + 1 < COMP_CWORD)); then name="$name ${COMP_WORDS[at+1]}"; fi ;; esac
+  COMPREPLY=()
+  if [[ $cur == -* ]]; then _archerfish_known "$name"
+  else _archerfish_known "$name $prev" || _archerfish_known "$name " || _archerfish_known "$name"; fi
+  if [[ $found == *@files ]]; then compopt -o filenames; COMPREPLY=($(compgen -f -- "$cur")); fi
+  COMPREPLY+=($(compgen -W "${found%@files}" -- "$cur"))
+}
+complete -F _archerfish archerfish
+"""
+
+
 # zsh
 
 
@@ -129,30 +108,27 @@ def zsh() -> str:
     for command in COMMANDS:
         specs = []
         for one in choices_of(command):
-            action = f"({' '.join(one.values)})" if one.values and not one.is_path else "_files" if one.is_path else " "
             text = re.sub(r"([\[\]:\\])", r"\\\1", one.description)
-            if not one.flags:
-                specs.append(f"*:{text}:" + (f'{{compadd {" ".join(one.values)}; _files}}' if one.values else "_files"))
-            value = f":value:{action}" if one.takes_value else ""
-            if one.values and one.is_path and one.flags:
-                value = f':value:{{compadd {" ".join(one.values)}; _files}}'
-            specs += [f"*{flag}[{text}]{value}" for flag in one.flags]
-        lines = " \\\n        ".join(map(shlex.quote, specs))
-        cases.append(f"    {shlex.quote(command.name)}) _arguments -s \\\n        {lines} ;;")
-    described = " ".join(shlex.quote(f"{c.name.split()[0]}:{c.summary}") for c in COMMANDS if " " not in c.name)
-    families_ = "\n".join(f"    {first}) seconds=({names}) ;;" for first, names in families().items())
-    return ZSH.format(commands=f"{described} {' '.join(families())}", seconds=families_, cases="\n".join(cases))
+            words = " ".join(one.values)
+            value = f"{{{f'compadd {words}; ' if words else ''}_files}}" if one.is_path else f"({words})" if words else " "
+            specs += [f"*{flag}[{text}]" + (f":value:{value}" if one.takes_value else "") for flag in one.flags]
+            specs += [] if one.flags else [f"*:{text}:{value}"]
+        cases.append(f"    {shlex.quote(command.name)}) _arguments -s {' '.join(map(shlex.quote, specs))} ;;")
+    described = " ".join(shlex.quote(f"{c.name}:{c.summary}") for c in COMMANDS if " " not in c.name)
+    seconds = "\n".join(f"    {first}) seconds=({names}) ;;" for first, names in families().items())
+    parts = {"COMMANDS": f"{described} {' '.join(families())}", "SECONDS": seconds, "CASES": "\n".join(cases)}
+    return re.sub("COMMANDS|SECONDS|CASES", lambda found: parts[found[0]], ZSH)
 
 
 ZSH = """#compdef archerfish
 # zsh completion of archerfish, made by `archerfish completion zsh`
-_archerfish() {{
+_archerfish() {
   local name; local -a commands seconds
-  commands=({commands})
+  commands=(COMMANDS)
   if (( CURRENT == 2 )); then _describe command commands; return; fi
   name=$words[2]
   case $name in
-{seconds}
+SECONDS
   esac
   if (( $#seconds )); then
     if (( CURRENT == 3 )); then compadd -- $seconds; return; fi
@@ -161,9 +137,9 @@ _archerfish() {{
   fi
   shift words; (( CURRENT-- ))
   case $name in
-{cases}
+CASES
   esac
-}}
+}
 if [ "$funcstack[1]" = "_archerfish" ]; then _archerfish "$@"; else compdef _archerfish archerfish; fi
 """
 
@@ -182,7 +158,7 @@ def fish() -> str:
             lines.append(f"complete -c archerfish -n '__archerfish_is' -a {command.name} -d {fish_quote(command.summary)}")
         for one in choices_of(command):
             values = f" -a {fish_quote(' '.join(one.values))}" if one.values else ""
-            files = " -F" if one.is_path or not one.flags else ""
+            files = " -F" if one.is_path else ""
             value = f" -r{files or ' -f'}{values}" if one.takes_value else ""
             names = "".join(f" -l {flag[2:]}" if flag.startswith("--") else f" -s {flag[1:]}" for flag in one.flags)
             lines.append(f"{when}{names}{value if one.flags else files + values} -d {fish_quote(one.description)}")

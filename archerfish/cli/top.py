@@ -12,13 +12,13 @@ import urllib.error
 import urllib.request
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from archerfish.cli.options import Parser
-from archerfish.cli.output import Output, printable, seconds
+from archerfish.cli.output import Output, make_table, printable, seconds
 from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError, ServiceError, UnreachableError
 
 if TYPE_CHECKING:
@@ -32,10 +32,8 @@ ENCODE, REFUSED = "encode_seconds", "refused_requests_total"
 SAMPLE = re.compile(r"^(?:archerfish_|vllm:)(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 COLUMNS = (
-    "model", "replica", "tokens/s", "running", "waiting", "first token p50", "p99", "gap p50", "p99 ", "KV use", "hit rate",
-    "state",
+    "model", "replica", "tokens/s", "running", "waiting", "TTFT p50", "p99", "gap p50", "p99 ", "KV use", "hit rate", "state",
 )  # fmt: skip
-TEXT_COLUMNS = ("model", "replica", "state", "code")
 Key = tuple[str, str]  # model and replica
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 
@@ -285,7 +283,8 @@ def tables(frame: Frame) -> Iterable[tuple[str, tuple[str, ...], list[list[str]]
         names = ("tokens_per_s", "running", "waiting")
         sums = {name: sum(row.get(name) or 0 for row in frame.rows) for name in names}
         rows.append(cells({"model": "all", "replica": "", "state": "", **sums}))
-    yield title(frame), COLUMNS, rows
+    shown = [place for place in range(len(COLUMNS)) if place == 0 or any(row[place] != "-" for row in rows)]
+    yield title(frame), tuple(COLUMNS[place] for place in shown), [[row[place] for place in shown] for row in rows]
     if frame.refusals:
         lines = [
             [printable(one.get("code", "")), printable(one.get("model_name", "")), one.get("replica", "-"),
@@ -299,7 +298,7 @@ def print_frame(frame: Frame, out: Output) -> None:
     if out.as_json:
         out.result(vars(frame))
     for heading, columns, rows in tables(frame):
-        out.table(heading, columns, rows, numbers=[name for name in columns if name not in TEXT_COLUMNS])
+        out.table(heading, columns, rows, numbers=numbers_of(columns))
     if frame.problem:
         out.note(frame.problem)
     sys.stdout.flush()
@@ -307,16 +306,11 @@ def print_frame(frame: Frame, out: Output) -> None:
 
 def draw(frame: Frame) -> Group:
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    parts: list[Any] = [Text(frame.problem, style="bold red")] if frame.problem else []
-    for heading, columns, rows in tables(frame):
-        table = Table(title=heading, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
-        for name in columns:
-            is_text = name in TEXT_COLUMNS
-            table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
-        for row in rows:
-            table.add_row(*map(Text, row))
-        parts += [table, Text()]
-    return Group(*parts, Text("ctrl-c ends", style="dim"))
+    drawn = [make_table(heading, columns, rows, numbers_of(columns)) for heading, columns, rows in tables(frame)]
+    return Group(Text(frame.problem, style="bold red"), *drawn, Text("ctrl-c ends", style="dim"))
+
+
+def numbers_of(columns: Sequence[str]) -> list[str]:
+    return [name for name in columns if name not in ("model", "replica", "state", "code")]

@@ -67,7 +67,7 @@ def test_zsh_is_told_commands_and_flags(scripts: dict[str, str], tmp_path: Path)
     """With stand-ins for zsh's functions that show what they are given."""
     assert {"serve", "bench", "completion"} <= complete("zsh", scripts["zsh"], "archerfish se", tmp_path)
     given = complete("zsh", scripts["zsh"], "archerfish bench embed --", tmp_path)
-    assert "*--output[write the report as JSON to FILE]:value:_files" in given
+    assert "*--output[write the report as JSON to FILE]:value:{_files}" in given
     given = complete("zsh", scripts["zsh"], "archerfish serve --", tmp_path)
     assert any(one.startswith("*--device[") and one.endswith(":value:(cpu cuda mps auto)") for one in given)
 
