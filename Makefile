@@ -65,7 +65,7 @@ docs-site: $(DOCS)/.ready  ## the documents as a site on http://127.0.0.1:8001
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve --dev-addr 127.0.0.1:8001 $(ARGS)
 
 docs-check: $(DOCS)/.ready  ## build the site in build/site; fails at a broken link or anchor, or a page that asks another host
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 	$(DOCS)/bin/python -m scripts.check_site build/site
 
 models: $(VENV)/.serve

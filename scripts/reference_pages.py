@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import archerfish
-from archerfish.config import Options
+from archerfish.config import SECTIONS, Options
 from archerfish.serve.app import create_app
 from archerfish.serve.client import Backend
 from archerfish.serve.openapi import openapi_document
@@ -97,7 +97,7 @@ def python_page() -> str:
         lines += ["", f"## {name}", ""]
         lines += [f"`{name}{signature(found)}`", ""] if callable(found) else []
         lines.append(summary(found))
-        if inspect.isclass(found) and issubclass(found, Options):
+        if found in SECTIONS:
             lines += ["", f"Options: [\\[{found.section}\\]](options.md#{found.section}-{name.lower()})."]
         elif inspect.isclass(found):
             bases = [base.__name__ for base in found.__mro__[1:] if is_public(base)]
