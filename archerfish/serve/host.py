@@ -25,6 +25,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from archerfish.config import HubConfig
 from archerfish.errors import ArcherfishError, InvalidInputError, MachineError, StoppedError
+from archerfish.kernels.select import choose_device
 from archerfish.serve import wire
 from archerfish.serve.client import open_socket, set_keys
 from archerfish.serve.compute import HangWatch, ModelHost, PendingRequest, attempt
@@ -40,6 +41,7 @@ IDLE_POLL_MS = 1000
 FRESH_S = 1.0  # a step this recent proves that a model works
 LAST_S = 5.0  # the process may take this long to end after its parent
 EXIT_HUNG = 75
+NICENESS = 5  # of a process that computes on the cores: front ends, which take little of them, answer before requests are late
 KINDS = {wire.EmbedRequest: VECTORS, wire.ScoreRequest: SCORES, wire.ClassifyRequest: ("cross-encoder",)}  # of models
 
 
@@ -403,6 +405,8 @@ def main() -> int:
             os.write(pipe.fileno(), b"\n")
 
     try:
+        if all(choose_device(spec.options.get("device", "auto")).name == "cpu" for spec in config.models):
+            os.nice(NICENESS)
         host = EngineHost(config)
         watch_parent(end)
         host.load_models()

@@ -23,8 +23,10 @@ import pytest
 
 from archerfish.config import ServeConfig
 from archerfish.errors import StoppedError
+from archerfish.kernels.select import choose_device
 from archerfish.serve import processes, run
 from archerfish.serve.client import AsyncClient, RemoteError
+from archerfish.serve.host import NICENESS
 from archerfish.serve.processes import FrontConfig, HostConfig, KeptProcess, ModelSpec, engine_process, front_process
 from archerfish.serve.wire import Generated, GenerationRequest, Ping, Pong
 from tests.engine.tiny_llama import save_tiny_llama
@@ -127,6 +129,8 @@ def test_killed_engine_is_restarted_and_stops_with_a_grace_time(tmp_path: Path, 
     with serving(tmp_path) as (child, address):
         pids = [asyncio.run(kill(child, address, 2 + i)) for i in range(num_kills)]
         pids.append(child.pid)
+        niceness = NICENESS if choose_device("auto").name == "cpu" else 0
+        assert os.getpriority(os.PRIO_PROCESS, child.pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + niceness)
         for answer in asyncio.run(answers_during_a_stop(child, address, LONG)):
             assert isinstance(answer, list) and isinstance(answer[-1], Generated)
             assert answer[-1].num_output_tokens == LONG["max_tokens"]

@@ -5,7 +5,8 @@ left out: the mask is read for many steps at once, and the loop runs over the ot
 are without a mask. A step of keys never crosses the border of two blocks of a mask.
 
 Keys and values in FP8 are taken as they are: the scale of keys is part of that of scores, and sums of values are scaled when
-they are finished.
+they are finished. Decodes compute with them in float16, which is one instruction for two numbers, and load two values as one
+word: single bytes would be read one by one from shared memory. Sums over even and odd dimensions are then kept apart.
 
 No `from __future__ import annotations` here: see `triton/norm.py`.
 """
@@ -42,9 +43,12 @@ def load_scales(kv_scales, kv_head, num_kv_heads):
 @triton.jit
 def load_keys(
     keys, values, table, start, end, block_stride, token_stride, block_size: tl.constexpr, head_dim: tl.constexpr,
-    width: tl.constexpr, step: tl.constexpr, is_masked: tl.constexpr,
+    width: tl.constexpr, step: tl.constexpr, is_masked: tl.constexpr, is_paired: tl.constexpr,
 ):
-    """One step of keys and values from their blocks; with is_masked, those from `end` on are zeros."""
+    """One step of keys and values from their blocks; with is_masked, those from `end` on are zeros.
+
+    is_paired: values come as words of two; every dimension is there.
+    """
     dims = tl.arange(0, width)
     positions = start + tl.arange(0, step)
     is_key = positions < end
@@ -54,8 +58,13 @@ def load_keys(
     else:
         blocks = tl.load(table + positions // block_size).to(tl.int64)
         is_loaded = (dims < head_dim)[None, :]
-    places = (blocks * block_stride + (positions % block_size) * token_stride)[:, None] + dims[None, :]
-    if is_masked or width > head_dim:
+    rows = blocks * block_stride + (positions % block_size) * token_stride
+    places = rows[:, None] + dims[None, :]
+    if is_paired:
+        key = tl.load(keys + places, mask=is_loaded, other=0.0)
+        words = values.to(tl.pointer_type(tl.int16), bitcast=True) + (rows // 2)[:, None] + tl.arange(0, width // 2)[None, :]
+        value = tl.load(words, mask=is_key[:, None], other=0)
+    elif is_masked or width > head_dim:
         key = tl.load(keys + places, mask=is_loaded, other=0.0)
         value = tl.load(values + places, mask=is_loaded, other=0.0)
     else:
@@ -114,6 +123,45 @@ def take_loaded(
 
 
 @triton.jit
+def split_pairs(rows):
+    """The even and the odd columns."""
+    return tl.split(tl.reshape(rows, (rows.shape[0], rows.shape[1] // 2, 2)))
+
+
+@triton.constexpr_function
+def unpack_code(place):
+    """The first or second FP8 number of two words, as two numbers in float16."""
+    return f"""{{
+        .reg .b32 bytes;
+        .reg .b16 pair, rest;
+        prmt.b32 bytes, $1, 0, 0x{"0031" if place else "0020"};
+        mov.b32 {{pair, rest}}, bytes;
+        cvt.rn.f16x2.e4m3x2 $0, pair;
+    }}"""
+
+
+@triton.jit
+def take_pairs(
+    query, even_acc, odd_acc, top, total, key, words, query_positions, start, end, window, scale, cap,
+    step: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr,
+):
+    """As `take_loaded`, with words of two FP8 values, and sums divided into even and odd dimensions."""
+    weights, shrink, top = weigh_keys(
+        query, key, top, query_positions, start, end, window, scale, cap, None, 0, 0, step, 0, 0, True, has_window, has_cap,
+        True,
+    )
+    total = total * shrink + tl.sum(weights, 1)
+    weights = weights.to(tl.float16)
+    first_code: tl.constexpr = unpack_code(0)
+    second_code: tl.constexpr = unpack_code(1)
+    even = tl.inline_asm_elementwise(first_code, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
+    odd = tl.inline_asm_elementwise(second_code, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
+    even_acc = tl.dot(weights, even, even_acc * shrink[:, None])
+    odd_acc = tl.dot(weights, odd, odd_acc * shrink[:, None])
+    return even_acc, odd_acc, top, total
+
+
+@triton.jit
 def take_keys(
     query, acc, top, total, query_positions, keys, values, table, row, column, start, end, window, scale, cap, block_stride,
     token_stride, mask, num_mask_rows, num_mask_columns,
@@ -126,7 +174,8 @@ def take_keys(
         key = keys.load([row + start, column])
     else:
         key, value = load_keys(
-            keys, values, table, start, end, block_stride, token_stride, block_size, head_dim, width, step, is_masked
+            keys, values, table, start, end, block_stride, token_stride, block_size, head_dim, width, step, is_masked,
+            False,
         )
     weights, shrink, top = weigh_keys(
         query, key, top, query_positions, start, end, window, scale, cap, mask, num_mask_rows, num_mask_columns, step,

@@ -28,8 +28,10 @@ from archerfish.kernels.triton.attend import (
     load_keys,
     load_scales,
     score_scale,
+    split_pairs,
     start_softmax,
     take_loaded,
+    take_pairs,
 )
 from archerfish.kernels.triton.launch import early_start, follow
 from archerfish.kernels.triton.norm import load_heads, rotate_heads, rotation_factors, to_kv
@@ -179,9 +181,11 @@ def decode_kernel(
     step: tl.constexpr, mask_size: tl.constexpr, mask_span: tl.constexpr, shared_step: tl.constexpr,
     parts_at_once: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr, is_split: tl.constexpr,
     is_shared: tl.constexpr, is_new: tl.constexpr, is_rotated: tl.constexpr, has_q_norm: tl.constexpr,
-    has_k_norm: tl.constexpr, is_early: tl.constexpr,
+    has_k_norm: tl.constexpr, is_paired: tl.constexpr, is_early: tl.constexpr,
 ):
-    """is_new: q is the product's output, with queries, keys and values; the new key is not in its block yet.
+    """is_paired: keys and values are FP8, and values are loaded as words of two.
+
+    is_new: q is the product's output, with queries, keys and values; the new key is not in its block yet.
 
     Everything that does not come from the product in front is loaded before that ends: in a split decode, the first keys too.
     """
@@ -219,7 +223,8 @@ def decode_kernel(
         block = tl.load(table + position // block_size, mask=is_own, other=0).to(tl.int64)
     if is_new and is_split:
         first_keys, first_values = load_keys(
-            keys, values, table, begin, last, block_stride, token_stride, block_size, head_dim, width, step, True
+            keys, values, table, begin, last, block_stride, token_stride, block_size, head_dim, width, step, True,
+            is_paired,
         )
     follow(is_early)
 
@@ -237,17 +242,36 @@ def decode_kernel(
             tl.where((split == 0) & (begin < end), tl.cdiv(first, part_len(first, num_shared_parts, shared_step)), 0),
             head_dim, width, parts_at_once,
         )
-    if is_new and is_split:
-        acc, top, total = take_loaded(
-            query, acc, top, total, first_keys, first_values, query_positions, begin, last, window, scale, cap, step,
-            has_window, has_cap,
+    if is_paired:
+        halves = query.to(tl.float16)
+        even_acc, odd_acc = split_pairs(acc)
+        if is_new and is_split:
+            even_acc, odd_acc, top, total = take_pairs(
+                halves, even_acc, odd_acc, top, total, first_keys, first_values, query_positions, begin, last, window, scale,
+                cap, step, has_window, has_cap,
+            )
+            begin += step
+        for start in range(begin, last, step):
+            next_keys, next_values = load_keys(
+                keys, values, table, start, last, block_stride, token_stride, block_size, head_dim, width, step, True, True
+            )
+            even_acc, odd_acc, top, total = take_pairs(
+                halves, even_acc, odd_acc, top, total, next_keys, next_values, query_positions, start, last, window, scale,
+                cap, step, has_window, has_cap,
+            )
+        acc = tl.reshape(tl.join(even_acc, odd_acc), (rows, width))
+    else:
+        if is_new and is_split:
+            acc, top, total = take_loaded(
+                query, acc, top, total, first_keys, first_values, query_positions, begin, last, window, scale, cap, step,
+                has_window, has_cap,
+            )
+            begin += step
+        acc, top, total = attend(
+            query, acc, top, total, query_positions, keys, values, table, 0, 0, begin, last, window, scale, cap,
+            block_stride, token_stride, mask, num_mask_rows, num_mask_columns, position, position, block_size,
+            head_dim, width, step, mask_size, mask_span, False, True, has_window, has_cap,
         )
-        begin += step
-    acc, top, total = attend(
-        query, acc, top, total, query_positions, keys, values, table, 0, 0, begin, last, window, scale, cap,
-        block_stride, token_stride, mask, num_mask_rows, num_mask_columns, position, position, block_size,
-        head_dim, width, step, mask_size, mask_span, False, True, has_window, has_cap,
-    )
     if is_new:
         acc, top, total = take_key(query, acc, top, total, key, value, is_own, scale, cap, has_cap)
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -362,7 +386,8 @@ def attend_decodes(
         mask_size=laid.size, mask_span=laid.span, shared_step=parts.step,
         parts_at_once=PARTS_AT_ONCE, has_window=heads.window > 0, has_cap=heads.softcap > 0, is_split=is_split,
         is_shared=shared is not None, is_new=rotation is not None, is_rotated=given.rotary is not None,
-        has_q_norm=given.q_norm is not None, has_k_norm=given.k_norm is not None, num_warps=tile.num_warps,
+        has_q_norm=given.q_norm is not None, has_k_norm=given.k_norm is not None,
+        is_paired=q.is_cuda and kv.keys.dtype == torch.float8_e4m3fn and mask is None and width == head_dim, num_warps=tile.num_warps,
         num_stages=tile.num_stages, **early_start(q.device),
     )
     if is_split:
