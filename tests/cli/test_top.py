@@ -100,7 +100,7 @@ def server() -> Iterator[tuple[str, dict[str, tuple[int, Any]]]]:
             pass
 
     made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=made.serve_forever)
+    thread = threading.Thread(target=made.serve_forever, args=(0.01,))
     thread.start()
     yield f"http://127.0.0.1:{made.server_port}", answers
     made.shutdown()
