@@ -13,6 +13,7 @@ WORKERS ?= 2
 CLIENTS ?= .venv-clients
 CLUSTER ?= .venv-cluster
 DEPLOY ?= .venv-deploy
+DOCS ?= .venv-docs
 NODE_CLIENTS := ai@6.0.326 @ai-sdk/openai-compatible@2.0.87 zod@4.6.7
 .DEFAULT_GOAL := help
 
@@ -56,8 +57,16 @@ lines: $(VENV)/.test  ## count lines of code by folder; fails above the limits o
 bench: $(VENV)/.test models  ## compare with sentence-transformers (and others that are installed)
 	$(BIN)/archerfish bench embed $(ARGS)
 
-docs: $(VENV)/.test  ## write docs/options.md from the declarations
+docs: $(VENV)/.test  ## write docs/options.md, routes.md and python.md from declarations, types and docstrings
 	$(BIN)/python -m scripts.options_page
+	$(BIN)/python -m scripts.reference_pages
+
+docs-site: $(DOCS)/.ready  ## the documents as a site on http://127.0.0.1:8001
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve --dev-addr 127.0.0.1:8001 $(ARGS)
+
+docs-check: $(DOCS)/.ready  ## build the site in build/site; fails at a broken link or anchor, or a page that asks another host
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	$(DOCS)/bin/python -m scripts.check_site build/site
 
 models: $(VENV)/.serve
 	@$(BIN)/archerfish pull $(MODELS)
@@ -103,7 +112,13 @@ $(DEPLOY)/.ready: deploy/requirements.txt | $(VENV)/bin/python
 	@$(DEPLOY)/bin/python $(INSTALL) --requirement $< $(SHOWN)
 	@touch $@
 
-clean:  ## remove the environment and caches of tools (models stay)
-	rm -rf $(VENV) $(CLIENTS) $(CLUSTER) $(DEPLOY) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist *.egg-info
+$(DOCS)/.ready: scripts/docs_requirements.txt | $(VENV)/bin/python
+	@echo "Installing what makes the site into $(DOCS) (once)"
+	$(BIN)/python -m venv $(DOCS)
+	@$(DOCS)/bin/python $(INSTALL) --requirement $< $(SHOWN)
+	@touch $@
 
-.PHONY: help serve test coverage test-slow test-sanitizers test-clients test-cluster test-deploy lint types lines bench docs models pins clean
+clean:  ## remove the environment and caches of tools (models stay)
+	rm -rf $(VENV) $(CLIENTS) $(CLUSTER) $(DEPLOY) $(DOCS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist *.egg-info
+
+.PHONY: help serve test coverage test-slow test-sanitizers test-clients test-cluster test-deploy lint types lines bench docs docs-site docs-check models pins clean

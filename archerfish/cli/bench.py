@@ -15,7 +15,6 @@ from archerfish.bench.table import BENCHES, Bench, Flag, load
 from archerfish.cli.interrupts import exit_tidily
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output
-from archerfish.errors import MachineError
 
 EXIT_REGRESSION = 7
 REPORT_FLAGS = (
@@ -43,21 +42,15 @@ def run_bench(arguments: Namespace, out: Output) -> int:
         Baseline.read(Path(arguments.baseline))
         read_breaches(Path(arguments.baseline))
     report = BenchReport(bench.name)
-    try:
-        goals: Sequence[Goal] = load(bench.goals)
-        measuring: closing[Found] = closing(load(bench.function)(arguments))
-        with out.progress("Measuring") as progress, signals_to(exit_tidily, signal.SIGTERM), measuring as measured:
-            for number, found in enumerate(measured):
-                report.add(found)
-                shown = found if isinstance(found, str) else f"{found.engine}: {found.metric} = {format_number(found.value)}"
-                progress(number + 1, 0, shown)
-                if not out.shows_progress:
-                    out.note(shown)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("archerfish"):
-            raise
-        hint = "Run `pip install 'archerfish[bench]'`."
-        raise MachineError(f"This bench needs the package {error.name}, which is not installed.", hint=hint) from error
+    goals: Sequence[Goal] = load(bench.goals)
+    measuring: closing[Found] = closing(load(bench.function)(arguments))
+    with out.progress("Measuring") as progress, signals_to(exit_tidily, signal.SIGTERM), measuring as measured:
+        for number, found in enumerate(measured):
+            report.add(found)
+            shown = found if isinstance(found, str) else f"{found.engine}: {found.metric} = {format_number(found.value)}"
+            progress(number + 1, 0, shown)
+            if not out.shows_progress:
+                out.note(shown)
     holders = [*(getattr(arguments, cls.section) for cls in bench.sections), arguments]
     report.model = Path(next(filter(None, (getattr(holder, "model", "") for holder in holders)), "")).name
     return finish(report, goals, arguments, out)

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output
 from archerfish.config import DeployConfig, EmbedConfig, EngineConfig, HubConfig, ServeConfig, read_models
-from archerfish.errors import MachineError
 
 
 def add_deploy_arguments(parser: Parser) -> None:
@@ -21,14 +20,11 @@ def add_deploy_arguments(parser: Parser) -> None:
 
 
 def run_deploy(arguments: Namespace, out: Output) -> int:
+    from archerfish.deploy import cluster
+    from archerfish.deploy.secrets import cluster_token
+    from archerfish.deploy.settings import Settings, serve_config, to_yaml
+
     arguments.config = arguments.file or arguments.config
-    try:
-        from archerfish.deploy import cluster
-        from archerfish.deploy.secrets import cluster_token
-        from archerfish.deploy.settings import Settings, serve_config, to_yaml
-    except ModuleNotFoundError as error:
-        hint = "Run `pip install 'archerfish[serve]'`; on the nodes `pip install 'archerfish[serve,ray]'`."
-        raise MachineError(f"A deployment needs the package {error.name}, which is not installed.", hint=hint) from error
     settings = Settings(
         deploy=section(DeployConfig, arguments), serve=section(ServeConfig, arguments), engine=section(EngineConfig, arguments),
         embed=section(EmbedConfig, arguments), hub=section(HubConfig, arguments), models=read_models(arguments.config),

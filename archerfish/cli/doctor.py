@@ -7,12 +7,10 @@ torch's files say what it was built with, the driver knows the cards. So whether
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import os
 import platform
 import re
 import shutil
-import sys
 from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,12 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from archerfish import __version__
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output
 from archerfish.config import ConversionConfig, EngineConfig, HubConfig
 from archerfish.engine.progress import size
 from archerfish.errors import ArcherfishError, DeviceError, ModelError, UnreachableError, UnsupportedModelError
+from archerfish.kernels.build import build_info, package_version, requirements
 from archerfish.kernels.cards import Card, find_cards
 from archerfish.kernels.formats import FORMATS, choose_format
 from archerfish.kernels.machine import Cpu, Memory, cpu, fast_cpu_dtype, memory
@@ -137,8 +135,9 @@ def examine(hub: HubConfig, model: str, out: Output) -> dict[str, Any]:
     sizes += [measure(model, hub)] if model else []
     cached = [found for found in list_models(hub) if found.path is not None]
     return {
-        "archerfish": __version__,
-        "python": ".".join(map(str, sys.version_info[:3])),
+        "archerfish": build_info()["version"],
+        "build": build_info(),
+        "python": build_info()["python"],
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "cpu": describe_cpu(cpu()),
         "memory": dataclasses.asdict(ram),
@@ -183,26 +182,12 @@ def find_packages() -> list[dict[str, str]]:
     version: empty when it is not installed; needed_for: the extra that needs it, empty when archerfish always needs it.
     """
     wanted: dict[str, str] = {}
-    try:
-        required = importlib.metadata.requires("archerfish") or []
-    except importlib.metadata.PackageNotFoundError:  # only on PYTHONPATH
-        required = []
-    for requirement in required:
-        name, _, marker = requirement.partition(";")
-        extra = re.search(r"extra == ['\"](\w+)['\"]", marker)
-        if extra is None or extra[1] != "test":
-            wanted.setdefault(re.split(r"[^\w.-]", name.strip(), maxsplit=1)[0], extra[1] if extra else "")
+    for name, extra in requirements():
+        wanted.setdefault(name, extra)
     peers = dict.fromkeys(("sentence-transformers", "onnxruntime", "openvino"), "bench")
     for name, needed_for in {**peers, "triton": "gpu kernels"}.items():
         wanted.setdefault(name, needed_for)
-    found = []
-    for name, needed_for in wanted.items():
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            version = ""
-        found.append({"name": name, "version": version, "needed_for": needed_for})
-    return found
+    return [{"name": name, "version": package_version(name), "needed_for": extra} for name, extra in wanted.items()]
 
 
 def measure(name: str, hub: HubConfig) -> ModelSize:
@@ -338,13 +323,15 @@ def show(report: dict[str, Any], out: Output) -> None:
 
 def describe_machine(report: dict[str, Any]) -> list[tuple[str, str]]:
     processor, ram = report["cpu"], report["memory"]
+    commit = f" (commit {report['build']['commit']})" if report["build"]["commit"] else ""
     limit = f" (limited by the {ram['limited_by']})" if ram["limited_by"] else ""
     gpus = "; ".join(f"{g['name']}, {size(g['free_bytes'])} of {size(g['total_bytes'])} free" for g in report["gpus"])
     return [
-        ("archerfish", f"{report['archerfish']}, Python {report['python']}, {report['system']}"),
+        ("archerfish", f"{report['archerfish']}{commit}, Python {report['python']}, {report['system']}"),
         ("processor", processor["model"]),
         ("cores", f"{processor['usable_cores']} usable of {processor['total_cores']}"),
         ("instructions", ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in processor["features"].items())),
+        ("native kernels", report["build"]["instructions"] or "not compiled"),
         ("memory", f"{size(ram['available_bytes'])} available of {size(ram['total_bytes'])}{limit}"),
         ("measured", ", ".join(f"{rate:,.1f} {name}" for name, rate in report["peaks"].items()) or "-"),
         ("GPU", gpus or "none that torch computes on"),

@@ -1,61 +1,24 @@
-"""The command line: finds the command, parses its flags, and turns every error into a message and an exit code.
-
-A command NAME has two functions in its module: `add_NAME_arguments(parser)` and `run_NAME(arguments, out) -> exit code`.
-Only the module of the given command is imported.
-"""
+"""The command line: finds the command, parses its flags, and turns every error into a message and an exit code."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from archerfish import __version__
 from archerfish.background import signals_to
-from archerfish.bench.table import BENCHES
+from archerfish.cli.commands import COMMANDS, Command, make_parser, overview
 from archerfish.cli.interrupts import EXIT_INTERRUPTED, interrupt_once
-from archerfish.cli.options import COMMON_FLAGS, Parser, add_common, suggest_flag
+from archerfish.cli.options import COMMON_FLAGS, Parser, show_version, suggest_flag
 from archerfish.cli.output import Output, print_error
-from archerfish.errors import ArcherfishError, UnknownOptionError, did_you_mean
+from archerfish.errors import ArcherfishError, MachineError, UnknownOptionError, did_you_mean
 
 EXIT_BROKEN_PIPE = 141
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command and where its code is."""
-
-    name: str
-    module: str
-    summary: str
-    usage: str = ""
-
-
-COMMANDS = (
-    Command("serve", "serve", "serve chat, completions, embeddings and reranking over HTTP", "[MODEL ...] "),
-    Command("keys", "serve", "make an API key for a tenant of the service", "FILE TENANT "),
-    Command("deploy ray", "deploy", "serve on a Ray cluster, or on a Ray of this machine", "[CONFIG] "),
-    Command("chat", "chat", "talk to a model in the terminal", "[MESSAGE] "),
-    Command("generate", "generate", "continue prompts", "[PROMPT ...] "),
-    Command("embed", "embed", "turn texts into vectors", "[TEXT ...] "),
-    Command("tts", "generate", "turn texts into tokens of speech", "[TEXT ...] "),
-    Command("pull", "models", "download models, or list those on this machine", "[MODEL ...] "),
-    Command("list", "models", "list the models on this machine: sizes, last use"),
-    Command("rm", "models", "delete models from the cache", "MODEL ... "),
-    Command("convert", "models", "convert a model into a directory of the Arrow store", "SOURCE OUTPUT_DIR "),
-    Command("doctor", "doctor", "report what this machine has, which fast paths are on, and which models fit", "[MODEL] "),
-    Command("kernels export", "models", "compile the GPU kernels of a model and write them to a file", "MODEL FILE "),
-    Command("kernels import", "models", "read GPU kernels from such a file, which must be trusted like a program", "FILE "),
-    Command("simulate", "simulate", "compare routing policies over many replicas in virtual time"),
-    *(Command(f"bench {bench.name}", "bench", bench.summary, bench.usage) for bench in BENCHES),
-)
-DESCRIPTION = "archerfish: one small inference engine. `archerfish COMMAND --help` shows the options of a command."
+PACKAGES = {"zmq": "pyzmq", "sentence_transformers": "sentence-transformers"}  # modules with another name than their package
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,20 +37,32 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except Exception as error:  # a short message instead of a traceback
+        told = as_ours(error)
         if "--debug" in arguments:
             traceback.print_exc()
-        hint = "This is a bug in archerfish: please report it. --debug shows the traceback."
-        unexpected = ArcherfishError(f"Unexpected {type(error).__name__}: {error}", hint=hint)
-        told = error if isinstance(error, ArcherfishError) else unexpected
         print_error(told, as_json="--json" in arguments)
         return told.exit_code
+
+
+def as_ours(error: Exception) -> ArcherfishError:
+    """The error as one of archerfish's. Of a missing package it says which extra brings it."""
+    from archerfish.kernels.build import requirements
+
+    if isinstance(error, ArcherfishError):
+        return error
+    package = PACKAGES.get(str(error.name), str(error.name)) if isinstance(error, ModuleNotFoundError) else ""
+    extra = next((extra for name, extra in requirements() if package == name), None) if package else None
+    if extra is not None:
+        hint = f"Run `pip install '{f'archerfish[{extra}]' if extra else package}'`."
+        return MachineError(f"This needs the package {package}, which is not installed.", hint=hint)
+    hint = "This is a bug in archerfish: please report it. --debug shows the traceback."
+    return ArcherfishError(f"Unexpected {type(error).__name__}: {error}", hint=hint)
 
 
 def dispatch(arguments: list[str]) -> int:
     leading, rest = split_leading(arguments)
     if "--version" in leading:
-        sys.stdout.write(f"archerfish {__version__}\n")
-        return 0
+        return show_version(as_json="--json" in leading)
     if "--help" in leading or "-h" in leading or not rest:
         sys.stdout.write(overview())
         return 0
@@ -96,24 +71,14 @@ def dispatch(arguments: list[str]) -> int:
         sys.stdout.write(overview(rest[0], family))
         return 0
     command, rest = find_command(rest)
-    name, module = command.name.split()[0], importlib.import_module(f"archerfish.cli.{command.module}")
     parser = make_parser(command)
-    getattr(module, f"add_{name}_arguments")(parser)
-    add_common(parser)
     try:
         parsed = parser.parse([*leading, *rest])
     except SystemExit as stop:  # argparse raises it after --help and --version
         return int(stop.code or 0)
     parsed.words = rest
-    code: int = getattr(module, f"run_{name}")(parsed, Output(as_json=parsed.json, quiet=parsed.quiet))
+    code: int = getattr(command.code, f"run_{command.name.split()[0]}")(parsed, Output(as_json=parsed.json, quiet=parsed.quiet))
     return code
-
-
-def make_parser(command: Command) -> Parser:
-    usage = f"archerfish {command.name} {command.usage}[options]"
-    description = f"{command.summary[0].upper()}{command.summary[1:]}."
-    epilog = "Options of a [section] are also environment variables (ARCHERFISH_SECTION_NAME) and keys of the TOML file."
-    return Parser(prog=f"archerfish {command.name}", usage=usage, description=description, epilog=epilog)
 
 
 def split_leading(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -149,14 +114,3 @@ def find_command(words: list[str]) -> tuple[Command, list[str]]:
         hint = f"There are: {', '.join(f'`archerfish {name}`' for name in family)}."
         raise UnknownOptionError(f"`archerfish {words[0]}` needs the name of what to run.", hint=hint)
     raise UnknownOptionError(f"There is no command {words[0]!r}.", hint=did_you_mean(words[0], known))
-
-
-def overview(name: str = "COMMAND", listed: Sequence[Command] = COMMANDS) -> str:
-    """All commands, or those that begin with one word."""
-    width = max(len(command.name) for command in listed) + 2
-    commands = "".join(f"  {command.name:<{width}}{command.summary}\n" for command in listed)
-    return (
-        f"usage: archerfish {name} [options]\n\n{DESCRIPTION}\n\ncommands:\n{commands}\n"
-        "everywhere: --config FILE, --json, --quiet, --debug, --version, --help\n"
-        "Every option is also an environment variable and a key of the TOML file; see docs/options.md.\n"
-    )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from archerfish import __version__
 from archerfish.config import Options, resolve
 from archerfish.errors import InvalidOptionError, UnknownOptionError, did_you_mean
 from archerfish.params import MODEL_DEFAULTS, SamplingParams, with_defaults
@@ -88,7 +88,28 @@ def add_common(parser: Parser) -> None:
     group.add_argument("--json", action="store_true", help="print JSON for machines")
     group.add_argument("--quiet", action="store_true", help="no progress bars and no remarks")
     group.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    group.add_argument("--version", action="version", version=f"archerfish {__version__}", help="show the version")
+    group.add_argument("--version", action=VersionAction, nargs=0, help="show the version and what was built")
+
+
+class VersionAction(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, found: argparse.Namespace, *_: object) -> None:
+        show_version(as_json=found.json)
+        parser.exit()
+
+
+def show_version(*, as_json: bool = False) -> int:
+    """Write the version and build; the first two words are the program and its version."""
+    from archerfish.kernels.build import build_info
+
+    found = build_info()
+    lines = [
+        f"archerfish {found['version']}" + (f" (commit {found['commit']})" if found["commit"] else ""),
+        f"native kernels: {found['instructions'] or 'not compiled'}",
+        f"torch: {found['torch'] or 'not installed'}",
+        f"Python {found['python']}, {found['system']}",
+    ]
+    sys.stdout.write((json.dumps(found) if as_json else "\n".join(lines)) + "\n")
+    return 0
 
 
 def add_options(parser: Parser, *sections: type[Options], first: Sequence[str] = (), repeatable: Sequence[str] = ()) -> None:

@@ -7,11 +7,14 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from archerfish.engine.progress import progress_bar
 from archerfish.errors import ArcherfishError
 from archerfish.types import Progress
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # control characters except tab and line feed
 STYLES = {"good": "32", "bad": "31", "dim": "2", "bold": "1", "error": "1;31"}
@@ -59,7 +62,9 @@ class Output:
             return
         texts = [[str(cell) for cell in row] for row in rows]
         if self.is_rich:
-            draw_table(title, columns, texts, numbers)
+            from rich.console import Console
+
+            Console().print(make_table(title, columns, texts, numbers))
             return
         all_rows = [list(columns), *texts]
         widths = [max(map(len, cells)) for cells in zip(*all_rows, strict=True)]
@@ -83,9 +88,8 @@ def styled(text: str, style: str) -> str:
     return f"\x1b[{STYLES[style]}m{text}\x1b[0m"
 
 
-def draw_table(title: str, columns: Sequence[str], rows: list[list[str]], numbers: Sequence[str]) -> None:
+def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str]) -> Table:
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -95,7 +99,7 @@ def draw_table(title: str, columns: Sequence[str], rows: list[list[str]], number
         table.add_column(name, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number or index == 0)
     for row in rows:
         table.add_row(*(Text(cell, style=cell_style(cell)) for cell in row))
-    Console().print(table)
+    return table
 
 
 def cell_style(cell: str) -> str:

@@ -10,7 +10,7 @@ from archerfish.cli.interrupts import exit_at_next_interrupt
 from archerfish.cli.options import Parser, add_options, as_flag, dest, section
 from archerfish.cli.output import Output
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ModelConfig, ServeConfig, read_models
-from archerfish.errors import InvalidOptionError, MachineError
+from archerfish.errors import InvalidOptionError
 
 # Kinds of models: the flag that names one, and the section of its options.
 MODEL_FLAGS = {"generation": ("--model", EngineConfig), "embedding": ("--embed-model", EmbedConfig)}
@@ -73,11 +73,8 @@ def run_serve(arguments: Namespace, out: Output) -> int:
             message = f"{flag} names a model of {kind}, but only models of {service.kinds} are served (--kinds)."
             hint = f"Name the model with {MODEL_FLAGS[service.kinds][0]}, or leave out --kinds."
             raise InvalidOptionError(message, hint=hint)
-    try:
-        from archerfish.serve.run import serve
-    except ModuleNotFoundError as error:
-        hint = "Run `pip install 'archerfish[serve]'`."
-        raise MachineError(f"The service needs the package {error.name}, which is not installed.", hint=hint) from error
+    from archerfish.serve.run import serve
+
     with ExitStack() as stack:
         progress = stack.enter_context(out.progress("Loading"))
 

@@ -166,10 +166,6 @@ def fast_paths() -> list[FastPath]:
     _, without_cuda = find_cards()
     device, dtype = ("cpu", choose_dtype("auto", "cpu")) if without_cuda else ("cuda", "bfloat16")
     paths = [FastPath("CUDA", not without_cuda, without_cuda or "products by torch")]
-    if not native_error():
-        from archerfish.kernels.native._native import levels
-
-        paths.append(FastPath("instructions", True, f"{levels()[-1]} of {', '.join(levels())}"))
     for backend in BACKENDS:
         why_not = backend.why_not(device, dtype)
         paths.append(FastPath(f"backend {backend.name}", not why_not, why_not or backend.strength))

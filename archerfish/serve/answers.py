@@ -449,6 +449,11 @@ class Models(Schema, kw_only=True):
 
 class Version(Schema):
     version: str
+    commit: str  # empty: unknown
+    instructions: str  # of the native kernels; empty: they were not compiled
+    torch: str  # empty: it is not installed
+    python: str
+    system: str
 
 
 class Health(Schema, kw_only=True):

@@ -19,10 +19,10 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from archerfish import __version__
 from archerfish.compat.optimization import OptimizationConfig
 from archerfish.config import EngineConfig, ServeConfig
 from archerfish.errors import ArcherfishError, InvalidInputError, StoppedError
+from archerfish.kernels.build import build_info
 from archerfish.observe.metrics import GivenMetric, Metric, MetricRegistry, Sample
 from archerfish.serve.answers import Failing, Health, Models, Restarting, Version
 from archerfish.serve.catalog import Catalog, ModelCard
@@ -186,8 +186,8 @@ class StateRoutes:
         return HTMLResponse(docs_page(openapi_document(request.app.routes)))
 
     async def version(self, request: Request) -> Response:
-        """The version of archerfish."""
-        return json_response(Version(version=__version__))
+        """Version and build of archerfish."""
+        return json_response(Version(**await asyncio.to_thread(build_info)))
 
     async def icon(self, request: Request) -> Response:
         """The picture of the pages."""

@@ -71,7 +71,7 @@ def read_vocabulary(tokenizer: Tokenizer | None, vocab_size: int, model_name: st
     try:
         from llguidance import LLTokenizer, TokenizerWrapper
     except ImportError:
-        hint = "pip install llguidance"
+        hint = "Run `pip install 'archerfish[grammar]'`."
         raise InvalidInputError("Grammars need the package llguidance, which is not installed here.", hint=hint) from None
     source = tokenizer.to_json() if isinstance(tokenizer, TextTokenizer) else TokenizerWrapper(ByteVocabulary(tokenizer))
     try:

@@ -25,6 +25,7 @@ from archerfish.cli.options import as_flag
 from archerfish.cli.serve import MOST_USED
 from archerfish.cli.texts import gather_texts
 from archerfish.engine import progress
+from archerfish.kernels.build import build_info, commit
 from tests.engine.fakes import FakeEngine
 
 
@@ -113,7 +114,11 @@ def test_wrong_arguments_get_a_hint(
 
 def test_version_and_overviews(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == main(["embed", "--version"]) == 0
-    assert capsys.readouterr().out == f"archerfish {__version__}\n" * 2
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith(f"archerfish {__version__}") and shown[:4] == shown[4:]
+    assert shown[1].startswith("native kernels: ") and shown[2].startswith("torch: ")
+    assert main(["--json", "--version"]) == main(["embed", "--json", "--version"]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [build_info()] * 2
     assert main([]) == 0
     assert "bench embed" in capsys.readouterr().out
     assert main(["bench", "--help"]) == 0
@@ -237,6 +242,31 @@ def test_help_of_serve_shows_the_most_used_options_first(capsys: pytest.CaptureF
     first, _, rest = capsys.readouterr().out.partition("The HTTP service [serve]")
     assert all(f"\n  {as_flag(name.partition('.')[2])} " in first for name in MOST_USED if name != "embed.model")
     assert "--embed-model" in first and first.count("\n  --") == len(MOST_USED) and "--zmq-address" in rest
+
+
+@pytest.mark.parametrize(
+    ("module", "package"), [("zmq", "archerfish[serve]"), ("torch", "archerfish[torch]"), ("rich", "rich")]
+)
+def test_missing_package_names_its_extra(
+    module: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail_with(monkeypatch, ModuleNotFoundError(f"No module named {module!r}", name=module))
+    assert main(["embed", "x"]) == errors.MachineError.exit_code
+    assert f"Run `pip install '{package}'`." in capsys.readouterr().err
+    fail_with(monkeypatch, ModuleNotFoundError("No module named 'of_ours'", name="of_ours"))
+    assert main(["embed", "x"]) == 1 and "bug" in capsys.readouterr().err
+
+
+def test_commit_of_a_package_and_of_a_clone(tmp_path: Path) -> None:
+    package = tmp_path / "clone" / "package"
+    package.mkdir(parents=True)
+    assert commit(package) == ""
+    git = ["git", "-C", str(package.parent), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run([*git, *words], check=True)
+    assert len(commit(package)) >= 7
+    (package / "commit.txt").write_text("0123abc\n")
+    assert commit(package) == "0123abc"
 
 
 # A second ctrl-c on the command line: the process ends at once, with status 130, without a word

@@ -16,7 +16,7 @@ import pytest
 from msgspec.structs import replace
 from starlette.applications import Starlette
 
-from archerfish import __version__
+from archerfish.kernels.build import build_info
 from archerfish.serve.answers import Model
 from archerfish.serve.app import create_app
 from archerfish.serve.client import RemoteError
@@ -146,7 +146,7 @@ async def test_docs_show_routes_and_their_parameters() -> None:
     async with client_of(create_app(FakeBackend())) as client:
         paths = (await client.get("/openapi.json")).json()["paths"]
         docs, icon = await client.get("/docs"), await client.get("/favicon.ico")
-        assert (await client.get("/version")).json() == {"version": __version__}
+        assert (await client.get("/version")).json() == build_info()
     Parts(docs.text)
     for path, operations in paths.items():
         assert all(f"<b>{method.upper()}</b> {path}</code>" in docs.text for method in operations)
