@@ -174,8 +174,8 @@ class PerformanceMonitor:
         for model, watched in self._watched.items():
             figures = found[model] = {}
             for short, name in LATENCIES.items():
-                if histograms[name].count(model_name=model):
-                    seconds = histograms[name].percentiles(PERCENTS, model_name=model)
+                if histograms[name].count(model_name=model, tenant=""):
+                    seconds = histograms[name].percentiles(PERCENTS, model_name=model, tenant="")
                     figures |= {f"{short}_p{percent}_ms": s * 1000 for percent, s in zip(PERCENTS, seconds, strict=True)}
             counts = watched.counts()
             figures |= rates(watched.first, counts, now - watched.since) | ratios(watched.first, counts)
@@ -242,7 +242,10 @@ class WatchedLLM:
         if result is not None:
             self._last_tokens.pop(request_id, None)
             spent, reasons = result.metrics, [output.finish_reason for output in result.outputs]
-            self._collector.ended(model, spent.queue_ms, spent.prefill_ms, spent.decode_ms, reasons)
+            self._collector.ended(
+                model, spent.queue_ms, spent.prefill_ms, spent.decode_ms, reasons,
+                num_prompt_tokens=spent.num_prompt_tokens, num_output_tokens=spent.num_output_tokens,
+            )  # fmt: skip
 
     def counts(self) -> Counts:
         return engine_counts(self.engine)

@@ -32,7 +32,7 @@ from archerfish.serve.errors import HANDLERS, RETRY_AFTER_S, json_response
 from archerfish.serve.generation import TextService
 from archerfish.serve.http import RequestMiddleware, read_json
 from archerfish.serve.messages_routes import MessagesRoutes
-from archerfish.serve.metrics import CONTENT_TYPE, exposition, gauges, metric_values, read_metrics
+from archerfish.serve.metrics import CONTENT_TYPE, exposition, metric_values, process_metrics, read_metrics
 from archerfish.serve.ollama_routes import OllamaRoutes
 from archerfish.serve.openai_routes import OpenAIRoutes
 from archerfish.serve.openapi import openapi_document
@@ -43,6 +43,7 @@ from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.routing import RoutedBackend
 from archerfish.serve.tenants import Tenants
 from archerfish.serve.token_routes import TextRoutes, TTSRoutes
+from archerfish.serve.tracing import make_tracer
 from archerfish.serve.vector_routes import CohereRoutes, VectorRoutes
 from archerfish.serve.wire import Configure, FrontEndState, Ping, Pong, Query
 
@@ -109,7 +110,7 @@ class FrontEndSync:
             if getattr(error, "status", 503) != 503:
                 raise
             is_up = False
-        return [*gauges({"engine_up": is_up}), *found.values()]
+        return [*process_metrics({"engine_up": is_up}), *found.values()]
 
     async def run(self) -> None:
         while True:
@@ -245,7 +246,7 @@ def create_app(
     shares: dict[str, Any] = {"max_tenants": max(1, len(tenants.all())), "num_front_ends": config.num_front_ends}
     results = ResultCache(config.result_cache_mib << 20, config.result_cache_ttl_s, **shares)
     texts = TextService(catalog, results, config)
-    share = FrontEndSync(catalog, registry, results)
+    share, tracer = FrontEndSync(catalog, registry, results), make_tracer(config.otlp_endpoint)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -260,6 +261,8 @@ def create_app(
                 await asyncio.wait([sync])
             if isinstance(backend, AsyncClient | RoutedBackend):
                 await backend.close(StoppedError(STOPPED, hint="Send the request again."))
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
 
     vectors = VectorRoutes(catalog, config, registry)
     groups = (
@@ -268,7 +271,7 @@ def create_app(
         StateRoutes(catalog, results, share, config.replicas),
     )  # fmt: skip
     routes = [route for group in groups for route in group.routes]
-    middleware = [Middleware(RequestMiddleware, registry, tenants, config)]
+    middleware = [Middleware(RequestMiddleware, registry, tenants, config, tracer)]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS, lifespan=lifespan)
     app.router.redirect_slashes = False
     app.state.catalog = catalog

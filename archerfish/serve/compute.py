@@ -282,7 +282,7 @@ class ModelHost:
             logger.error("A request failed.", exc_info=error)
         hosted = None if pending.model_entry is None else pending.model_entry.hosted
         if hosted is not None and isinstance(error, RefusedError | TooManyRequestsError):
-            self.figures.refused(hosted.name, error.code)
+            self.figures.refused(hosted.name, error.code, self.figures.tenant_label(pending.tenant.name))
         wait_s: float | None = getattr(error, "retry_after_s", None)
         if getattr(error, "status", 500) in (429, 503):
             if wait_s is None and hosted is not None:

@@ -30,7 +30,8 @@ from archerfish.serve.client import open_socket, set_keys
 from archerfish.serve.compute import HangWatch, ModelHost, PendingRequest, attempt
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.loads import LoadReports
-from archerfish.serve.metrics import FrontEndMetrics, gauges, metric_values
+from archerfish.serve.logs import set_up_log
+from archerfish.serve.metrics import FrontEndMetrics, metric_values, process_metrics
 from archerfish.serve.models import GENERATION, SCORES, VECTORS, Hosted, ModelTable, make_entry
 from archerfish.serve.processes import BEAT_S, HostConfig, open_report_pipe, read_config, send_report, watch_parent
 
@@ -350,7 +351,7 @@ class EngineHost(ModelHost):
         }  # fmt: skip
         if message.about == "stats":
             return {"models": models, "host": host}
-        shared, own = self.front_end_metrics.metrics(), [*self.figures.metrics(models), *gauges(host)]
+        shared, own = self.front_end_metrics.metrics(), [*self.figures.metrics(models), *process_metrics(host)]
         # A router asks all replicas for their own metrics, and one of them for those of the front ends.
         metrics = [*shared, *own] if self.digest is None else shared if message.source else own
         return {metric.name: metric_values(metric) for metric in metrics}
@@ -391,7 +392,7 @@ def main() -> int:
     pipe = open_report_pipe()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores belong to the compute thread
     config = read_config(HostConfig)
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {config.name} %(levelname)s %(message)s")
+    set_up_log(config.name, config.log_format)
 
     def end() -> None:
         host.stop(0)

@@ -11,7 +11,7 @@ from typing import Any
 from archerfish.config import EngineConfig
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.llm_loading import ModelFacts
-from archerfish.engine.outputs import RequestOutput, TextDelta, engine_counts
+from archerfish.engine.outputs import OutputCollector, RequestMetrics, RequestOutput, TextDelta, engine_counts, request_metrics
 from archerfish.engine.tts import VOCAB_SIZE
 from archerfish.errors import ArcherfishError, InvalidInputError, StoppedError
 from archerfish.params import SamplingParams
@@ -48,9 +48,11 @@ class HostedLLM:
             max_queued=engine.config.max_queue_size, **host.config.admission,
         )  # fmt: skip
         self._ids = itertools.count()
-        self._num_output_tokens = 0
+        self._tokens_done = (0, 0)
+        self._sent_at = 0.0  # when the last step was sent
         self.slots = SlotTimer()
         self.deltas: list[tuple[HostedGeneration, TextDelta]] | None = None  # of the current `advance`
+        self._gaps: dict[str, TokenGaps] = {}  # by label of tenants
         self.read_weights()
 
     def read_weights(self) -> None:
@@ -94,7 +96,8 @@ class HostedLLM:
         is_limited = request.on_end is None and self.controller.max_output_tokens
         params, remarks = self._within_limit(params) if is_limited else (params, [])
         ids, has_grammar = message.token_ids, params.grammar is not None
-        generation = HostedGeneration(self, request, message, params, remarks)
+        label = self.host.figures.tenant_label(request.tenant.name) if request.on_end is None else ""
+        generation = HostedGeneration(self, request, message, params, label, self.gaps_of(label), remarks)
         if request.on_end is None:  # no health check; before any work is spent on the text
             if message.deadline_s is not None and message.deadline_s > 0:
                 self.controller.check_deadline(message.deadline_s, 0, params.max_tokens)
@@ -192,28 +195,48 @@ class HostedLLM:
             if deltas:
                 self._send(deltas)
         if has_moved:
-            num_prompt, num_output = self.engine.scheduler.tokens_done
-            if num_output != self._num_output_tokens:  # a step has succeeded; on a GPU it was no job of the lane
-                self._num_output_tokens, self.lane.last_done = num_output, self.host.clock()
+            before, (num_prompt, num_output) = self._tokens_done, self.engine.scheduler.tokens_done
+            if (num_prompt, num_output) != before:
+                self._tokens_done = num_prompt, num_output
+                self.host.figures.step(self.name, num_prompt + num_output - sum(before))
+                if num_output != before[1]:  # a step has succeeded; on a GPU it was no job of the lane
+                    self.lane.last_done = self.host.clock()
             self.controller.observe(num_prompt, num_output)
         return has_moved
 
     def _send(self, deltas: list[tuple[HostedGeneration, TextDelta]]) -> None:
-        """Send everything that a step brought, with one look at the clock and one lock."""
-        now, gaps, answer = self.host.clock(), list[float](), self.host.answer
+        """Send everything that a step brought, with one look at the clock.
+
+        Times between tokens are counted by tenant. Most are the same: the time since the step before.
+        """
+        now, before, answer, figures = self.host.clock(), self._sent_at, self.host.answer, self.host.figures
+        self._sent_at = now
         for generation, delta in deltas:
             last, admitted = generation.last_token_at, generation.admitted
             is_plain = last and admitted is not None and generation.message.stream
             if not is_plain or delta.finish_reason is not None or delta.logprobs is not None:
-                generation.send(delta, now, gaps)
+                generation.send(delta, now)
             elif not generation.request.is_over:  # most tokens: as `send`, at a third of the cost
                 assert admitted is not None
                 admitted.num_output_tokens += len(delta.token_ids)
-                gaps.append(now - last)
+                if last in (before, now):  # now: another sequence of the same request
+                    generation.gaps.num_steps += 1
+                else:
+                    generation.gaps.others.append(now - last)
                 generation.last_token_at = now
                 chunk = Chunk(request_id=generation.message.request_id, index=delta.index, token_ids=delta.token_ids)
                 answer(generation.request, chunk)
-        self.host.figures.gaps(self.name, gaps)
+        for label, gaps in self._gaps.items():
+            if gaps.num_steps:
+                figures.gaps(self.name, (now - before,), label, times=gaps.num_steps)
+                gaps.num_steps = 0
+            if gaps.others:
+                figures.gaps(self.name, gaps.others, label)
+                gaps.others.clear()
+
+    def gaps_of(self, label: str) -> TokenGaps:
+        """Where the times between tokens of a tenant are counted."""
+        return self._gaps.setdefault(label, TokenGaps())
 
     def configure(self, options: dict[str, Any]) -> dict[str, Any]:
         changed = self.engine.configure(**options)
@@ -240,6 +263,14 @@ class HostedLLM:
 
 
 @dataclass(eq=False, slots=True)
+class TokenGaps:
+    """Times between tokens of one tenant, since they were last counted."""
+
+    num_steps: int = 0  # of these the time is that between the last two steps
+    others: list[float] = field(default_factory=list)  # seconds
+
+
+@dataclass(eq=False, slots=True)
 class HostedGeneration:
     """One generation request: turns what the engine brings into the answers that its client asked for."""
 
@@ -247,6 +278,8 @@ class HostedGeneration:
     request: PendingRequest
     message: GenerationRequest
     params: SamplingParams
+    label: str  # of its tenant, in metrics
+    gaps: TokenGaps
     remarks: list[str] = field(default_factory=list)
     live: Request | None = None
     admitted: AdmittedRequest | None = None  # None for a health check
@@ -267,26 +300,23 @@ class HostedGeneration:
         if deltas is not None and self.is_sent_by_loop:
             deltas.append((self, delta))
         else:
-            gaps: list[float] = []
-            self.send(delta, self.model.host.clock(), gaps)
-            self.model.host.figures.gaps(self.model.name, gaps)
+            self.send(delta, self.model.host.clock())
 
-    def send(self, delta: TextDelta, now: float, gaps: list[float]) -> None:
-        """Answer with new tokens. gaps: gets the seconds since the tokens before."""
+    def send(self, delta: TextDelta, now: float) -> None:
+        """Answer with new tokens."""
         request, message, model, admitted = self.request, self.message, self.model, self.admitted
         if request.is_over:
+            if delta.output is not None:
+                self._count(delta.output)
             return
         is_first = not self.last_token_at
+        times = self._times() if is_first else None
         if delta.token_ids and admitted is not None:
             admitted.num_output_tokens += len(delta.token_ids)
-            if not is_first:
-                gaps.append(now - self.last_token_at)
+            if times is None:
+                model.host.figures.gaps(model.name, (now - self.last_token_at,), self.label)
             else:
-                model.host.figures.first_token(model.name, now - request.arrived)
-                if self.is_sent_by_loop:
-                    model.controller.start(admitted)
-                else:
-                    model.host.post(partial(model.controller.start, admitted))
+                self._begin(admitted, times)
             self.last_token_at = now
         if message.stream:
             chunk = Chunk(
@@ -297,18 +327,44 @@ class HostedGeneration:
                 chunk.logprobs = as_tuples(delta.logprobs)
             if is_first and self.live is not None and 0 in self.live.collector.sequences:
                 chunk.num_cached_tokens = self.live.collector.sequences[0].num_cached
+            if times is not None and (delta.token_ids or delta.finish_reason is not None):
+                chunk.metrics = {"queue_ms": times.queue_ms, "prefill_ms": times.prefill_ms}
             if delta.finish_reason == "deadline" and not self.last_token_at:
                 chunk.retry_after_s = model.controller.retry_after_s()
             model.host.answer(request, chunk)
         if delta.output is not None:
             self._end(delta.output)
 
+    def _begin(self, admitted: AdmittedRequest, times: RequestMetrics) -> None:
+        """The first token has come."""
+        model = self.model
+        model.host.figures.first_token(model.name, times.ttft_ms / 1000, self.label)
+        if self.is_sent_by_loop:
+            model.controller.start(admitted)
+        else:
+            model.host.post(partial(model.controller.start, admitted))
+
+    def _times(self) -> RequestMetrics:
+        """So far; the collector lets go of the sequences when all of them have ended."""
+        assert self.live is not None
+        collector: OutputCollector = self.live.collector
+        return request_metrics(list(collector.sequences.values())) if collector.result is None else collector.result.metrics
+
+    def _count(self, result: RequestOutput) -> None:
+        """Record the times of a request that has ended, whatever ended it."""
+        if self.admitted is not None:
+            times = result.metrics
+            self.model.host.figures.ended(
+                self.model.name, times.queue_ms, times.prefill_ms, times.decode_ms,
+                [output.finish_reason for output in result.outputs], self.label,
+                num_prompt_tokens=times.num_prompt_tokens, num_output_tokens=times.num_output_tokens,
+            )  # fmt: skip
+
     def _end(self, result: RequestOutput) -> None:
-        reasons, times = [output.finish_reason for output in result.outputs], result.metrics
-        message, host = self.message, self.model.host
+        reasons, message, host = [output.finish_reason for output in result.outputs], self.message, self.model.host
+        self._count(result)
         if self.admitted is not None:
             self.admitted.is_complete = reasons[0] in ("stop", "length")
-            host.figures.ended(self.model.name, times.queue_ms, times.prefill_ms, times.decode_ms, reasons)
         if "error" in reasons:
             error = next((output.error for output in result.outputs if output.error is not None), None)
             host.fail(self.request, error or RuntimeError("a sequence ended with an error"))

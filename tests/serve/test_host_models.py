@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from archerfish.errors import InvalidOptionError, MachineError
+from archerfish.observe.metrics import ENDS
 from archerfish.params import SamplingParams
 from archerfish.serve import wire
 from archerfish.serve.client import AsyncClient
@@ -166,8 +167,8 @@ async def test_sequence_ended_by_the_client_counts_as_stopped(tmp_path: Path) ->
                 client.end_sequence(str(number), 0)
             await parts.aclose()
         metrics = read_metrics(await report_of(client, Query(request_id="", about="metrics")))
-        [ended] = [metric for metric in metrics if metric.name == "vllm:request_success"]
-        assert [(one.labels, one.value) for one in ended.samples()] == [(("tiny", "stop"), 1)]
+        [ended] = [metric for metric in metrics if metric.name == ENDS]
+        assert [(one.labels, one.value) for one in ended.samples()] == [(("tiny", "", "abort"), 1), (("tiny", "", "stop"), 1)]
     assert engine.scheduler.stats().aborted_requests == 1
     assert engine.scheduler.stats().num_running == 0
 
