@@ -44,6 +44,9 @@ test-cluster: $(VENV)/.test $(CLUSTER)/.ready models  ## the service on a Ray cl
 test-deploy: $(VENV)/.test $(DEPLOY)/.ready models  ## the Helm chart and the images' file: schemas, and every command in them against a real server
 	PATH="$$PATH:$(CURDIR)/$(DEPLOY)/bin" PYTHONPATH=$$(echo $(DEPLOY)/lib/python*/site-packages) $(BIN)/python -m pytest -m cluster tests/kubernetes $(ARGS)
 
+test-monitor: $(VENV)/.test models  ## a real Prometheus (Debian's package prometheus) on a server under load: metrics, dashboard, alerts
+	$(BIN)/python -m pytest -m monitor tests/monitor $(ARGS)
+
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 
@@ -56,8 +59,9 @@ lines: $(VENV)/.test  ## count lines of code by folder; fails above the limits o
 bench: $(VENV)/.test models  ## compare with sentence-transformers (and others that are installed)
 	$(BIN)/archerfish bench embed $(ARGS)
 
-docs: $(VENV)/.test  ## write docs/options.md from the declarations
+docs: $(VENV)/.test  ## write docs/options.md and the table of docs/metrics.md from the declarations
 	$(BIN)/python -m scripts.options_page
+	$(BIN)/python -m scripts.metrics_page
 
 models: $(VENV)/.serve
 	@$(BIN)/archerfish pull $(MODELS)
@@ -106,4 +110,4 @@ $(DEPLOY)/.ready: deploy/requirements.txt | $(VENV)/bin/python
 clean:  ## remove the environment and caches of tools (models stay)
 	rm -rf $(VENV) $(CLIENTS) $(CLUSTER) $(DEPLOY) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist *.egg-info
 
-.PHONY: help serve test coverage test-slow test-sanitizers test-clients test-cluster test-deploy lint types lines bench docs models pins clean
+.PHONY: help serve test coverage test-slow test-sanitizers test-clients test-cluster test-deploy test-monitor lint types lines bench docs models pins clean

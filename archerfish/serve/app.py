@@ -51,9 +51,12 @@ HEALTH_TIMEOUT_S = 10.0
 STOPPED = "The service was stopped before the answer was complete."
 SHARE_S = 1.0  # between two messages of a front end, if there are several
 ANSWER_S = 5.0  # limit for the engine process's answer to a request of `/metrics`
-CACHE_COUNTERS = {"hits": "Answers from it.", "misses": "Lookups without an answer.", "evictions": "Answers removed for room.",
-                  "expirations": "Answers removed for age.", "refusals": "Answers not kept."}  # fmt: skip
-CACHE_GAUGES = {"entries": "Answers in it.", "bytes": "Their size."}
+CACHE_COUNTERS = {
+    "hits": "Answers from the result cache.", "misses": "Lookups in the result cache without an answer.",
+    "evictions": "Cached answers removed for room.", "expirations": "Cached answers removed for age.",
+    "refusals": "Answers not kept in the result cache.",
+}  # fmt: skip
+CACHE_GAUGES = {"entries": "Answers in the result cache.", "bytes": "Size of the answers in the result cache."}
 
 
 class FrontEndSync:
@@ -71,7 +74,7 @@ class FrontEndSync:
     def own_metrics(self) -> list[Metric]:
         totals = self._results.totals()
         cache = [
-            GivenMetric(kind, f"archerfish_result_cache_{name}", f"Result cache: {text}", (), [Sample((), float(totals[name]))])
+            GivenMetric(kind, f"archerfish_result_cache_{name}", text, (), [Sample((), float(totals[name]))])
             for kind, texts in (("counter", CACHE_COUNTERS), ("gauge", CACHE_GAUGES)) for name, text in texts.items()
         ]  # fmt: skip
         return [*self._registry, *cache]

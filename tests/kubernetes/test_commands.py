@@ -30,7 +30,7 @@ from archerfish.config import EngineConfig, HubConfig
 from archerfish.serve.tenants import add_key
 from tests.kernels.test_compiling import FOLDER, write_archive
 
-from .chart import ROOT, VARIANTS, of_kind, pods, read_images, read_manifests, render, run_helm, runnable, yaml
+from .chart import NAME, ROOT, VARIANTS, of_kind, pods, read_images, read_manifests, render, run_helm, runnable, yaml
 
 pytestmark = pytest.mark.cluster
 LIMIT_S = 120
@@ -109,7 +109,8 @@ class Pod:
         self.directory = directory
         self.spec = pods(self.manifests)[0]["spec"]
         [self.container] = self.spec["containers"]
-        (directory / "archerfish.toml").write_text(of_kind(self.manifests, "ConfigMap")["data"]["archerfish.toml"])
+        [config] = [one for one in self.manifests if one["kind"] == "ConfigMap" and one["metadata"]["name"] == NAME]
+        (directory / "archerfish.toml").write_text(config["data"]["archerfish.toml"])
         (directory / "archerfish").symlink_to(HubConfig().cache_path())
         self.key = add_key(directory / "keys.toml", "alice", is_operator=True)
 
