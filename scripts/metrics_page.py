@@ -1,5 +1,6 @@
-"""Writes the table of docs/metrics.md from the declarations of the metrics: `make docs`. With --check, it tells whether the table
-is up to date.
+"""Writes the table of docs/metrics.md from the declarations of the metrics: `make docs`.
+
+With --check, it tells whether the table is up to date.
 """
 
 from __future__ import annotations
