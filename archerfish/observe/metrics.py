@@ -163,9 +163,12 @@ class Histogram(Metric):
         self.window, self.bounds = window, bounds
         self._series: dict[Labels, _Series] = {}
 
-    def observe(self, *values: float, times: int = 1, **labels: str) -> None:
-        """Count values, each so many times, all under one lock."""
-        key = tuple(labels.values()) if tuple(labels) == self.label_names else self._key(labels)
+    def observe(self, *values: float, **labels: str) -> None:
+        """Count values, all under one lock."""
+        self.record(self._key(labels), values)
+
+    def record(self, key: Labels, values: Sequence[float], times: int = 1) -> None:
+        """Count values, each so many times. key: the values of the labels, in the order of label_names."""
         with self._lock:
             series = self._series.get(key)
             if series is None:
@@ -174,7 +177,7 @@ class Histogram(Metric):
                 series.counts[bisect.bisect_left(self.bounds, value)] += times
                 series.total += value * times
             if self.window:
-                series.recent.extend(values * times)
+                series.recent.extend([*values] * times)
 
     def count(self, **labels: str) -> int:
         key = self._key(labels)
@@ -263,12 +266,12 @@ class MetricsCollector:
 
     def first_token(self, model: str, seconds: float, tenant: str = "") -> None:
         """Record the time from arrival to the first token."""
-        self._histograms[TTFT].observe(seconds, model_name=model, tenant=tenant)
+        self._histograms[TTFT].record((model, tenant), (seconds,))
 
     def gaps(self, model: str, seconds: Sequence[float], tenant: str = "", *, times: int = 1) -> None:
         """Record times between tokens, each so many times, all under one lock."""
         if seconds:
-            self._histograms[GAPS].observe(*seconds, times=times, model_name=model, tenant=tenant)
+            self._histograms[GAPS].record((model, tenant), seconds, times)
 
     def ended(
         self, model: str, queue_ms: float, prefill_ms: float, decode_ms: float, finish_reasons: Sequence[str | None],
@@ -280,16 +283,16 @@ class MetricsCollector:
             WHOLE: (queue_ms + prefill_ms + decode_ms) / 1000, PROMPT: num_prompt_tokens, OUTPUT: num_output_tokens,
         }  # fmt: skip
         for name, value in values.items():
-            self._histograms[name].observe(value, model_name=model, tenant=tenant)
+            self._histograms[name].record((model, tenant), (value,))
         for reason in finish_reasons:
             self._ends.add(model_name=model, tenant=tenant, finished_reason=str(reason))
 
     def step(self, model: str, num_tokens: int) -> None:
         """Record the tokens of a step."""
-        self._histograms[STEP].observe(num_tokens, model_name=model)
+        self._histograms[STEP].record((model,), (num_tokens,))
 
     def embedded(self, model: str, seconds: float, tenant: str = "") -> None:
-        self._histograms[ENCODE].observe(seconds, model_name=model, tenant=tenant)
+        self._histograms[ENCODE].record((model, tenant), (seconds,))
 
     def refused(self, model: str, code: str, tenant: str = "") -> None:
         self._refusals.add(model_name=model, tenant=tenant, code=code)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -49,10 +51,10 @@ class HostedLLM:
         )  # fmt: skip
         self._ids = itertools.count()
         self._tokens_done = (0, 0)
-        self._sent_at = 0.0  # when the last step was sent
+        self._sent_at = math.nan  # when the last step was sent
         self.slots = SlotTimer()
         self.deltas: list[tuple[HostedGeneration, TextDelta]] | None = None  # of the current `advance`
-        self._gaps: dict[str, TokenGaps] = {}  # by label of tenants
+        self._labels: set[str] = set()  # of tenants, in metrics
         self.read_weights()
 
     def read_weights(self) -> None:
@@ -97,7 +99,9 @@ class HostedLLM:
         params, remarks = self._within_limit(params) if is_limited else (params, [])
         ids, has_grammar = message.token_ids, params.grammar is not None
         label = self.host.figures.tenant_label(request.tenant.name) if request.on_end is None else ""
-        generation = HostedGeneration(self, request, message, params, label, self.gaps_of(label), remarks)
+        if label:
+            self._labels.add(label)
+        generation = HostedGeneration(self, request, message, params, label, remarks)
         if request.on_end is None:  # no health check; before any work is spent on the text
             if message.deadline_s is not None and message.deadline_s > 0:
                 self.controller.check_deadline(message.deadline_s, 0, params.max_tokens)
@@ -205,38 +209,31 @@ class HostedLLM:
         return has_moved
 
     def _send(self, deltas: list[tuple[HostedGeneration, TextDelta]]) -> None:
-        """Send everything that a step brought, with one look at the clock.
-
-        Times between tokens are counted by tenant. Most are the same: the time since the step before.
+        """Send everything that a step brought, with one look at the clock. Most are tokens of streams that had one in the step
+        before: the time between is counted once for all of a tenant's.
         """
-        now, before, answer, figures = self.host.clock(), self._sent_at, self.host.answer, self.host.figures
-        self._sent_at = now
+        now, before, answer = self.host.clock(), self._sent_at, self.host.answer
+        self._sent_at, apart = now, list[str]()
         for generation, delta in deltas:
-            last, admitted = generation.last_token_at, generation.admitted
-            is_plain = last and admitted is not None and generation.message.stream
-            if not is_plain or delta.finish_reason is not None or delta.logprobs is not None:
-                generation.send(delta, now)
-            elif not generation.request.is_over:  # most tokens: as `send`, at a third of the cost
+            admitted, request, message = generation.admitted, generation.request, generation.message
+            is_plain = generation.last_token_at == before and admitted is not None and message.stream and not request.is_over
+            if is_plain and delta.finish_reason is None and delta.logprobs is None:  # as `send`, at a third of the cost
                 assert admitted is not None
                 admitted.num_output_tokens += len(delta.token_ids)
-                if last in (before, now):  # now: another sequence of the same request
-                    generation.gaps.num_steps += 1
-                else:
-                    generation.gaps.others.append(now - last)
                 generation.last_token_at = now
-                chunk = Chunk(request_id=generation.message.request_id, index=delta.index, token_ids=delta.token_ids)
-                answer(generation.request, chunk)
-        for label, gaps in self._gaps.items():
-            if gaps.num_steps:
-                figures.gaps(self.name, (now - before,), label, times=gaps.num_steps)
-                gaps.num_steps = 0
-            if gaps.others:
-                figures.gaps(self.name, gaps.others, label)
-                gaps.others.clear()
-
-    def gaps_of(self, label: str) -> TokenGaps:
-        """Where the times between tokens of a tenant are counted."""
-        return self._gaps.setdefault(label, TokenGaps())
+                answer(request, Chunk(request_id=message.request_id, index=delta.index, token_ids=delta.token_ids))
+            else:
+                apart.append(generation.label)
+                generation.send(delta, now)
+        if len(self._labels) <= 1:
+            counts = {deltas[0][0].label: len(deltas) - len(apart)}
+        else:
+            counts = Counter(generation.label for generation, _ in deltas)
+            for label in apart:
+                counts[label] -= 1
+        for label, count in counts.items():
+            if count:
+                self.host.figures.gaps(self.name, (now - before,), label, times=count)
 
     def configure(self, options: dict[str, Any]) -> dict[str, Any]:
         changed = self.engine.configure(**options)
@@ -263,14 +260,6 @@ class HostedLLM:
 
 
 @dataclass(eq=False, slots=True)
-class TokenGaps:
-    """Times between tokens of one tenant, since they were last counted."""
-
-    num_steps: int = 0  # of these the time is that between the last two steps
-    others: list[float] = field(default_factory=list)  # seconds
-
-
-@dataclass(eq=False, slots=True)
 class HostedGeneration:
     """One generation request: turns what the engine brings into the answers that its client asked for."""
 
@@ -279,7 +268,6 @@ class HostedGeneration:
     message: GenerationRequest
     params: SamplingParams
     label: str  # of its tenant, in metrics
-    gaps: TokenGaps
     remarks: list[str] = field(default_factory=list)
     live: Request | None = None
     admitted: AdmittedRequest | None = None  # None for a health check
@@ -313,10 +301,10 @@ class HostedGeneration:
         times = self._times() if is_first else None
         if delta.token_ids and admitted is not None:
             admitted.num_output_tokens += len(delta.token_ids)
-            if times is None:
-                model.host.figures.gaps(model.name, (now - self.last_token_at,), self.label)
-            else:
+            if times is not None:
                 self._begin(admitted, times)
+            elif now > self.last_token_at:  # else another sequence of the request has had one in this step
+                model.host.figures.gaps(model.name, (now - self.last_token_at,), self.label)
             self.last_token_at = now
         if message.stream:
             chunk = Chunk(

@@ -33,7 +33,9 @@ def test_requests_are_their_rate_times_their_latency(arrivals: list[Arrival], st
         max_model_len=64, clock=lambda: now,
     )  # fmt: skip
     loop, collector = FakeLoop(scheduler, FakeRunner(NUM_BLOCKS, BLOCK_SIZE), depth), MetricsCollector()
-    due, aborts, place = [], {}, 0
+    due: list[tuple[int, Request]] = []
+    aborts: dict[int, list[str]] = {}
+    place = 0
     for number, (gap, num_prompt, num_output, lifetime) in enumerate(arrivals):
         place += gap
         due.append((place, Request(f"{number}", [number + 1] * num_prompt, SamplingParams(max_tokens=num_output), num_output)))
@@ -61,4 +63,4 @@ def test_requests_are_their_rate_times_their_latency(arrivals: list[Arrival], st
     assert area / interval == pytest.approx(rate * latency)
     assert whole.value == pytest.approx(queue.value + prefill.value + decode.value)
     if not scheduler.stats().num_preemptions:
-        assert (waiting, running) == (pytest.approx(queue.value), pytest.approx(prefill.value + decode.value))
+        assert [waiting, running] == pytest.approx([queue.value, prefill.value + decode.value])

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from archerfish.observe.metrics import TTFT
 from archerfish.serve.logs import JSONFormatter
 from scripts import metrics_page
 
-from .client import host_with, serving, until
+from .client import WORDS, host_with, serving, until
 from .hosting import WordEncoder
-from .test_app import EMBEDDINGS, WORDS
 
 pytestmark = pytest.mark.anyio
 PHASES = ("queue_ms", "prefill_ms", "decode_ms", "network_ms")
-TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+TEXT, EMBEDDINGS = "/v1/completions", "/v1/embeddings"
 KINDS: list[dict[str, Any]] = [
     {}, {"stream": True}, {"n": 3, "seed": 4}, {"stream": True, "ignore_eos": True}, {"logprobs": 2}, {"stop": ["a", "e"]}
 ]  # fmt: skip
@@ -79,10 +79,10 @@ async def test_parts_of_a_stream_that_is_broken_off_add_up(tmp_path: Path, caplo
     async with serving(host) as client:
         body = {"prompt": "the cats", "max_tokens": 4000, "ignore_eos": True, "stream": True}
         asked = asyncio.create_task(client.post(TEXT, json=body))
-        await until(lambda: host.figures.histograms["archerfish_time_to_first_token_seconds"].samples())
+        await until(lambda: bool(host.figures.histograms[TTFT].samples()))
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
-        await until(lambda: members_of(caplog))
+        await until(lambda: bool(members_of(caplog)))
         [line] = [line for line in members_of(caplog) if line["route"] == TEXT]
         while not (found := await totals(client)).get("request_success_total"):
             await asyncio.sleep(0)

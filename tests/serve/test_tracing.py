@@ -22,8 +22,7 @@ from archerfish.serve import tracing
 from archerfish.serve.client import RemoteError
 
 from .client import LIMIT_S, app_of, host_with, running
-from .fake_backend import FakeBackend
-from .test_defaults import CHAT, HI, TEXT, post
+from .fake_backend import CHAT, HI, TEXT, FakeBackend, post
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PHASES = ["read", "queue", "prefill", "decode", "write"]
