@@ -17,14 +17,14 @@ import numpy as np
 from archerfish.bench.report import Found, Measurement
 from archerfish.config import EngineConfig
 from archerfish.engine.llm_engine import LLMEngine
-from archerfish.engine.outputs import TextDelta
 from archerfish.observe.metrics import MetricsCollector
 from archerfish.serve import wire
 from archerfish.serve.compute import Lane
 from archerfish.serve.host import EngineHost
-from archerfish.serve.hosted_llm import HostedGeneration, HostedLLM
+from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.models import Hosted, ModelEntry
 from archerfish.serve.processes import HostConfig
+from archerfish.serve.wire import Chunk
 from archerfish.step import StepInput, StepResult
 
 STREAMS, STEPS, TURNS, TOKEN = 256, 10, 30, 7
@@ -43,20 +43,23 @@ class NoMetrics(MetricsCollector):
     def first_token(self, *_: Any) -> None: ...
 
 
-def send_uncounted(hosted: HostedLLM, deltas: list[tuple[HostedGeneration, TextDelta]]) -> None:
+def send_uncounted(hosted: HostedLLM) -> None:
     """HostedLLM._send without looking at times between tokens."""
     now, answer = hosted.host.clock(), hosted.host.answer
     hosted._sent_at = now
-    for generation, delta in deltas:
-        admitted, request, message = generation.admitted, generation.request, generation.message
-        is_plain = generation.last_token_at and admitted is not None and message.stream and not request.is_over
-        if is_plain and delta.finish_reason is None and delta.logprobs is None:
-            assert admitted is not None
-            admitted.num_output_tokens += len(delta.token_ids)
-            generation.last_token_at = now
-            answer(request, wire.Chunk(request_id=message.request_id, index=delta.index, token_ids=delta.token_ids))
-        else:
-            generation.send(delta, now)
+    for batch in hosted.batches.values():
+        deltas = batch[:]
+        batch.clear()
+        for generation, delta in deltas:
+            admitted, request, message = generation.admitted, generation.request, generation.message
+            is_plain = generation.last_token_at > 0.0 and admitted is not None and message.stream
+            if is_plain and not request.is_over and delta.finish_reason is None and delta.logprobs is None:
+                assert admitted is not None
+                admitted.num_output_tokens += len(delta.token_ids)
+                generation.last_token_at = now
+                answer(request, Chunk(request_id=message.request_id, index=delta.index, token_ids=delta.token_ids))
+            else:
+                generation.send(delta, now)
 
 
 class SilentHost(EngineHost):

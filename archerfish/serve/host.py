@@ -314,11 +314,11 @@ class EngineHost(ModelHost):
             elif isinstance(message, wire.Ping):
                 self._check_health(pending, message)
             else:
-                self.answer(pending, wire.Report(request_id=message.request_id, values=self._report(message)))
+                self.answer(pending, wire.Report(request_id=message.request_id, values=self._report(pending, message)))
         except Exception as error:
             self.fail(pending, error)
 
-    def _report(self, message: wire.Configure | wire.Charge | wire.Query) -> dict[str, Any]:
+    def _report(self, pending: PendingRequest, message: wire.Configure | wire.Charge | wire.Query) -> dict[str, Any]:
         if isinstance(message, wire.Query) and message.about == "models":
             return {"models": [entry.card() for entry in self.models.entries]}
         if isinstance(message, wire.Query) and message.about not in ("stats", "metrics", "options", "load"):
@@ -326,7 +326,7 @@ class EngineHost(ModelHost):
             raise InvalidInputError(f"There is no report about {message.about!r}.", hint=hint)
         self.callers.check_operator(message.credentials)
         if isinstance(message, wire.Charge):
-            tenant = self.callers.find(message.credentials, message.tenant)
+            tenant = pending.tenant = self.callers.find(message.credentials, message.tenant)
             if message.is_spent:
                 self.rates.give_back(tenant, -message.num_tokens, -message.num_requests)
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -35,6 +35,8 @@ METRICS = (
     "num_accepted_tokens",
 )
 
+Batch = list[tuple["HostedGeneration", TextDelta]]
+
 
 class HostedLLM:
     """An LLMEngine that answers requests of an engine process."""
@@ -53,8 +55,8 @@ class HostedLLM:
         self._tokens_done = (0, 0)
         self._sent_at = math.nan  # when the last step was sent
         self.slots = SlotTimer()
-        self.deltas: list[tuple[HostedGeneration, TextDelta]] | None = None  # of the current `advance`
-        self._labels: set[str] = set()  # of tenants, in metrics
+        self.is_advancing = False
+        self.batches: defaultdict[str, Batch] = defaultdict(list)  # of the current `advance`, by label of tenants in metrics
         self.read_weights()
 
     def read_weights(self) -> None:
@@ -99,9 +101,7 @@ class HostedLLM:
         params, remarks = self._within_limit(params) if is_limited else (params, [])
         ids, has_grammar = message.token_ids, params.grammar is not None
         label = self.host.figures.tenant_label(request.tenant.name) if request.on_end is None else ""
-        if label:
-            self._labels.add(label)
-        generation = HostedGeneration(self, request, message, params, label, remarks)
+        generation = HostedGeneration(self, request, message, params, label, self.batches[label], remarks)
         if request.on_end is None:  # no health check; before any work is spent on the text
             if message.deadline_s is not None and message.deadline_s > 0:
                 self.controller.check_deadline(message.deadline_s, 0, params.max_tokens)
@@ -191,13 +191,12 @@ class HostedLLM:
 
     def advance(self) -> bool:
         """Launch and collect steps; whether there was anything to do."""
-        deltas = self.deltas = []
+        self.is_advancing = True
         try:
             has_moved = self.engine.advance()
         finally:
-            self.deltas = None
-            if deltas:
-                self._send(deltas)
+            self.is_advancing = False
+            self._send()
         if has_moved:
             before, (num_prompt, num_output) = self._tokens_done, self.engine.scheduler.tokens_done
             if (num_prompt, num_output) != before:
@@ -208,31 +207,30 @@ class HostedLLM:
             self.controller.observe(num_prompt, num_output)
         return has_moved
 
-    def _send(self, deltas: list[tuple[HostedGeneration, TextDelta]]) -> None:
+    def _send(self) -> None:
         """Send everything that a step brought, with one look at the clock. Most are tokens of streams that had one in the step
         before: the time between is counted once for all of a tenant's.
         """
+        batches = [(label, batch) for label, batch in self.batches.items() if batch]
+        if not batches:
+            return
         now, before, answer = self.host.clock(), self._sent_at, self.host.answer
-        self._sent_at, apart = now, list[str]()
-        for generation, delta in deltas:
-            admitted, request, message = generation.admitted, generation.request, generation.message
-            is_plain = generation.last_token_at == before and admitted is not None and message.stream and not request.is_over
-            if is_plain and delta.finish_reason is None and delta.logprobs is None:  # as `send`, at a third of the cost
-                assert admitted is not None
-                admitted.num_output_tokens += len(delta.token_ids)
-                generation.last_token_at = now
-                answer(request, Chunk(request_id=message.request_id, index=delta.index, token_ids=delta.token_ids))
-            else:
-                apart.append(generation.label)
-                generation.send(delta, now)
-        if len(self._labels) <= 1:
-            counts = {deltas[0][0].label: len(deltas) - len(apart)}
-        else:
-            counts = Counter(generation.label for generation, _ in deltas)
-            for label in apart:
-                counts[label] -= 1
-        for label, count in counts.items():
-            if count:
+        self._sent_at = now
+        for label, batch in batches:
+            deltas, num_apart = batch[:], 0
+            batch.clear()
+            for generation, delta in deltas:
+                admitted, request, message = generation.admitted, generation.request, generation.message
+                is_plain = generation.last_token_at == before and admitted is not None and message.stream
+                if is_plain and not request.is_over and delta.finish_reason is None and delta.logprobs is None:
+                    assert admitted is not None  # as `HostedGeneration.send`, at a third of the cost
+                    admitted.num_output_tokens += len(delta.token_ids)
+                    generation.last_token_at = now
+                    answer(request, Chunk(request_id=message.request_id, index=delta.index, token_ids=delta.token_ids))
+                else:
+                    num_apart += 1
+                    generation.send(delta, now)
+            if count := len(deltas) - num_apart:
                 self.host.figures.gaps(self.name, (now - before,), label, times=count)
 
     def configure(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -268,6 +266,7 @@ class HostedGeneration:
     message: GenerationRequest
     params: SamplingParams
     label: str  # of its tenant, in metrics
+    batch: Batch  # of the model, for this label
     remarks: list[str] = field(default_factory=list)
     live: Request | None = None
     admitted: AdmittedRequest | None = None  # None for a health check
@@ -284,9 +283,8 @@ class HostedGeneration:
 
     def on_delta(self, delta: TextDelta) -> None:
         """In the loop, or in the thread that makes text."""
-        deltas = self.model.deltas
-        if deltas is not None and self.is_sent_by_loop:
-            deltas.append((self, delta))
+        if self.is_sent_by_loop and self.model.is_advancing:
+            self.batch.append((self, delta))
         else:
             self.send(delta, self.model.host.clock())
 
