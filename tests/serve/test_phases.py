@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,14 @@ def test_every_metric_has_a_text_and_no_name_twice() -> None:
     found = metrics_page.declared()
     assert all(metric.description.endswith(".") for metric in found)
     assert len({metrics_page.shown_name(metric) for metric in found}) == len(found) and "opentelemetry.sdk" not in sys.modules
+
+
+def test_dashboard_alerts_and_chart_name_metrics_that_there_are() -> None:
+    """Red: a metric that was renamed and is still asked for."""
+    parts = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("",), "gauge": ("",)}
+    known = {metrics_page.shown_name(one) + part for one in metrics_page.declared() for part in parts[one.kind]}
+    deploy = metrics_page.PAGE.parents[1] / "deploy"
+    places = ("grafana/archerfish.json", "prometheus/alerts.yml")
+    for place in places:
+        named = set(re.findall(r"\barcherfish_\w+", (deploy / place).read_text()))
+        assert len(named) > 8 and named <= known, named - known
