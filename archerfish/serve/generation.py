@@ -410,8 +410,9 @@ class TextService:
         if reasons := [*reasons, *(choice.finish_reason for choice in choices if choice.finish_reason)]:
             log["finish_reason"] = ",".join(dict.fromkeys(reasons))
         if self.config.log_prompts and generation.text.tokenizer is not None:
-            log["prompt"] = generation.text.tokenizer.decode(generation.prompt_ids, skip_special_tokens=False)
-            log["output"] = "\n".join(choice.text for choice in choices)
+            tokenizer = generation.text.tokenizer
+            log.setdefault("prompts", []).append(tokenizer.decode(generation.prompt_ids, skip_special_tokens=False))
+            log.setdefault("outputs", []).extend(choice.text for choice in choices)
 
 
 async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:

@@ -43,7 +43,7 @@ ENDPOINT = record(
 )
 ALERT = record("alert expr", alert=TEXT, expr=TEXT, labels=TEXTS, annotations=TEXTS, **{"for": TEXT})
 RULE_GROUPS = record("groups", groups=several(record("name rules", name=TEXT, rules=several(ALERT))))
-SERVICE_MONITOR = record("selector endpoints", selector=record(matchLabels=TEXTS), endpoints=several(ENDPOINT))
+SERVICE_MONITOR = record("selector endpoints", jobLabel=TEXT, selector=record(matchLabels=TEXTS), endpoints=several(ENDPOINT))
 GROUP = {"rayStartParams": TEXTS, "template": record("spec", metadata=ANY, spec=ANY)}
 WORKERS = record("groupName template", **GROUP, groupName=TEXT, replicas=WHOLE, minReplicas=WHOLE, maxReplicas=WHOLE)
 CLUSTER = record(

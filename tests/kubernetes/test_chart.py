@@ -100,6 +100,8 @@ def test_dashboard_and_alerts_are_those_of_the_repository() -> None:
     assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
     alerts = (ROOT / "deploy" / "prometheus" / "alerts.yml").read_text()
     assert of_kind(manifests, "PrometheusRule")["spec"] == yaml.safe_load(alerts)
+    job = of_kind(manifests, "Service")["metadata"]["labels"][of_kind(manifests, "ServiceMonitor")["spec"]["jobLabel"]]
+    assert "archerfish" in job and 'job=~".*archerfish.*"' in alerts
 
 
 def test_selectors_and_ports_agree() -> None:

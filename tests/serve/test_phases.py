@@ -102,7 +102,7 @@ async def test_a_line_of_json_has_no_prompt_unless_asked(tmp_path: Path, caplog:
         assert line["id"] == answer.headers["x-request-id"] == "mine-1"
         assert (line["process"], line["level"]) == ("front", "info")
         assert ("the cats" in json.dumps(line)) is asks
-        assert line.get("output") == (answer.json()["choices"][0]["text"] if asks else None)
+        assert line.get("outputs") == ([answer.json()["choices"][0]["text"]] if asks else None)
 
 
 async def test_an_id_that_is_no_plain_word_is_replaced() -> None:
