@@ -13,6 +13,7 @@ WORKERS ?= 2
 CLIENTS ?= .venv-clients
 CLUSTER ?= .venv-cluster
 DEPLOY ?= .venv-deploy
+MONITOR ?= .venv-monitor
 NODE_CLIENTS := ai@6.0.326 @ai-sdk/openai-compatible@2.0.87 zod@4.6.7
 .DEFAULT_GOAL := help
 
@@ -44,8 +45,8 @@ test-cluster: $(VENV)/.test $(CLUSTER)/.ready models  ## the service on a Ray cl
 test-deploy: $(VENV)/.test $(DEPLOY)/.ready models  ## the Helm chart and the images' file: schemas, and every command in them against a real server
 	PATH="$$PATH:$(CURDIR)/$(DEPLOY)/bin" PYTHONPATH=$$(echo $(DEPLOY)/lib/python*/site-packages) $(BIN)/python -m pytest -m cluster tests/kubernetes $(ARGS)
 
-test-monitor: $(VENV)/.test models  ## a real Prometheus (Debian's package prometheus) on a server under load: metrics, dashboard, alerts
-	$(BIN)/python -m pytest -m monitor tests/monitor $(ARGS)
+test-monitor: $(VENV)/.test $(MONITOR)/.ready models  ## a real Prometheus (Debian's package prometheus) and a collector on a server under load
+	PYTHONPATH=$$(echo $(MONITOR)/lib/python*/site-packages) $(BIN)/python -m pytest -m monitor tests/monitor $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -107,7 +108,13 @@ $(DEPLOY)/.ready: deploy/requirements.txt | $(VENV)/bin/python
 	@$(DEPLOY)/bin/python $(INSTALL) --requirement $< $(SHOWN)
 	@touch $@
 
+$(MONITOR)/.ready: Makefile | $(VENV)/bin/python
+	@echo "Installing a collector of traces into $(MONITOR) (once)"
+	$(BIN)/python -m venv $(MONITOR)
+	@$(MONITOR)/bin/python $(INSTALL) rotel==0.0.1a15 $(SHOWN)
+	@touch $@
+
 clean:  ## remove the environment and caches of tools (models stay)
-	rm -rf $(VENV) $(CLIENTS) $(CLUSTER) $(DEPLOY) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist *.egg-info
+	rm -rf $(VENV) $(CLIENTS) $(CLUSTER) $(DEPLOY) $(MONITOR) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist *.egg-info
 
 .PHONY: help serve test coverage test-slow test-sanitizers test-clients test-cluster test-deploy test-monitor lint types lines bench docs models pins clean

@@ -5,6 +5,7 @@ Run with `make test-monitor`; needs Debian's package `prometheus`.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -120,7 +121,25 @@ def traces() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, traces: Collector) -> Iterator[Server]:
+def endpoint(traces: Collector) -> Iterator[str]:
+    """A real collector (rotel), which passes on what it gets; without its package, the one of the test."""
+    spec = importlib.util.find_spec("rotel")
+    if spec is None or spec.origin is None:
+        yield traces.url
+        return
+    url, command = f"127.0.0.1:{free_port()}", [str(Path(spec.origin).with_name("rotel-agent")), "start", "--exporter", "otlp"]
+    command += ["--otlp-http-endpoint", url, "--otlp-grpc-endpoint", f"127.0.0.1:{free_port()}"]
+    command += ["--otlp-exporter-protocol", "http", "--otlp-exporter-endpoint", traces.url]
+    agent = subprocess.Popen(command)
+    try:
+        yield f"http://{url}"
+    finally:
+        agent.terminate()
+        agent.wait(LIMIT_S)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, endpoint: str) -> Iterator[Server]:
     program = shutil.which("prometheus") or pytest.skip("Prometheus is not installed")
     folder, port, other = tmp_path_factory.mktemp("prometheus"), free_port(), free_port()
     key = add_key(folder / "keys.toml", "alice", is_operator=True)
@@ -133,7 +152,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, traces: Collector) -> Itera
     (folder / "prometheus.yml").write_text(json.dumps(config))
     serve = [
         sys.executable, "-m", "archerfish", "serve", "--port", str(port), "--replicas", "2", "--model", "smollm2-135m-instruct",
-        "--api-keys-file", str(folder / "keys.toml"), "--log-format", "json", "--otlp-endpoint", traces.url,
+        "--api-keys-file", str(folder / "keys.toml"), "--log-format", "json", "--otlp-endpoint", endpoint,
     ]  # fmt: skip
     scrape = [
         program, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
