@@ -174,8 +174,8 @@ class PerformanceMonitor:
         for model, watched in self._watched.items():
             figures = found[model] = {}
             for short, name in LATENCIES.items():
-                if histograms[name].count(model_name=model, tenant=""):
-                    seconds = histograms[name].percentiles(PERCENTS, model_name=model, tenant="")
+                if histograms[name].count(model_name=model):
+                    seconds = histograms[name].percentiles(PERCENTS, model_name=model)
                     figures |= {f"{short}_p{percent}_ms": s * 1000 for percent, s in zip(PERCENTS, seconds, strict=True)}
             counts = watched.counts()
             figures |= rates(watched.first, counts, now - watched.since) | ratios(watched.first, counts)

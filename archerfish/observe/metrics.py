@@ -92,6 +92,13 @@ class Metric(ABC):
             raise ValueError(f"The metric {self.name} has the labels {self.label_names}, not {tuple(labels)}.")
         return tuple(labels[name] for name in self.label_names)
 
+    def _chooser(self, labels: dict[str, str]) -> Callable[[Labels], bool]:
+        """Whether a key has these labels; those that are not given may have any value."""
+        if not labels.keys() <= set(self.label_names):
+            raise ValueError(f"The metric {self.name} has the labels {self.label_names}, not {tuple(labels)}.")
+        wanted = [(self.label_names.index(name), value) for name, value in labels.items()]
+        return lambda key: all(key[place] == value for place, value in wanted)
+
     @abstractmethod
     def samples(self) -> list[Sample]:
         """A consistent copy of the current state."""
@@ -103,9 +110,10 @@ class _Number(Metric):
         self._values: dict[Labels, float] = {}
 
     def value(self, **labels: str) -> float:
-        key = self._key(labels)
+        """The sum over all samples with these labels."""
+        has_labels = self._chooser(labels)
         with self._lock:
-            return self._values.get(key, 0.0)
+            return sum(value for key, value in self._values.items() if has_labels(key))
 
     def samples(self) -> list[Sample]:
         with self._lock:
@@ -180,15 +188,20 @@ class Histogram(Metric):
                 series.recent.extend([*values] * times)
 
     def count(self, **labels: str) -> int:
-        key = self._key(labels)
+        return sum(self.counts(**labels))
+
+    def counts(self, **labels: str) -> list[int]:
+        """Values in each bucket, those above all bounds last; the sums over all series with these labels."""
+        has_labels = self._chooser(labels)
         with self._lock:
-            return sum(self._series[key].counts) if key in self._series else 0
+            found = [series.counts for key, series in self._series.items() if has_labels(key)]
+            return [sum(bucket) for bucket in zip(*found, strict=True)] if found else [0] * (len(self.bounds) + 1)
 
     def percentiles(self, percents: Sequence[float], **labels: str) -> list[float]:
-        """Exact percentiles (nearest rank) of the values in the window; nan if it is empty."""
-        key = self._key(labels)
+        """Exact percentiles (nearest rank) of the values in the window of all series with these labels; nan if it is empty."""
+        has_labels = self._chooser(labels)
         with self._lock:
-            ordered = sorted(self._series[key].recent) if key in self._series else []
+            ordered = sorted(value for key, series in self._series.items() if has_labels(key) for value in series.recent)
         size = len(ordered)
         return [ordered[max(0, math.ceil(percent * size / 100) - 1)] if ordered else math.nan for percent in percents]
 

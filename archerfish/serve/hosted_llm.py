@@ -301,7 +301,7 @@ class HostedGeneration:
             admitted.num_output_tokens += len(delta.token_ids)
             if times is not None:
                 self._begin(admitted, times)
-            elif now > self.last_token_at:  # else another sequence of the request has had one in this step
+            elif now > self.last_token_at or self.params.n == 1:  # else one of several sequences
                 model.host.figures.gaps(model.name, (now - self.last_token_at,), self.label)
             self.last_token_at = now
         if message.stream:

@@ -30,7 +30,7 @@ def test_latencies_rates_and_hits_of_requests(engine: LLMEngine) -> None:
         now = 102.0
         outputs = engine.generate(many, GREEDY)
         figures = monitor.figures()[engine.model_name]
-    histograms, label = monitor.collector.histograms, {"model_name": engine.model_name, "tenant": ""}
+    histograms, label = monitor.collector.histograms, {"model_name": engine.model_name}
     assert [histograms[name].count(**label) for name in (TTFT, WHOLE, GAPS)] == [8, 8, 8 * 5]
     assert (figures["generated_tok_s"], figures["completed_req_s"]) == (8 * 6 / 2, 8 / 2)
     cached, total = sum(output.num_cached_tokens for output in outputs), sum(map(len, many))
@@ -47,12 +47,12 @@ def test_latencies_rates_and_hits_of_requests(engine: LLMEngine) -> None:
 def test_each_request_has_at_most_one_first_token(engine: LLMEngine) -> None:
     monitor = PerformanceMonitor(engine)
     assert engine.abort(engine.add_request(prompts(1)[0], GREEDY))
-    histograms, label = monitor.collector.histograms, {"model_name": engine.model_name, "tenant": ""}
+    histograms, label = monitor.collector.histograms, {"model_name": engine.model_name}
     assert histograms[TTFT].count(**label) == 0
     engine.generate(prompts(1), GREEDY.replace(n=3, temperature=1.0))
     assert [histograms[name].count(**label) for name in (TTFT, GAPS)] == [1, 3 * 5]
     ends = monitor.collector.counters[ENDS]
-    assert ends.value(model_name=engine.model_name, tenant="", finished_reason="abort") == 1
+    assert ends.value(model_name=engine.model_name, finished_reason="abort") == 1
 
 
 def test_a_real_time_monitor_gives_rates_since_the_reading_before(engine: LLMEngine) -> None:
@@ -129,7 +129,7 @@ def test_an_encoder_can_be_watched(minilm: ArrowEngine) -> None:
         page = exposition(monitor.metrics()).decode()
         assert f'archerfish_encoded_texts_total{{model_name="{minilm.model_name}"}} 4.0' in page
     minilm.encode("more")
-    assert monitor.collector.histograms[ENCODE].count(model_name=minilm.model_name, tenant="") == 2
+    assert monitor.collector.histograms[ENCODE].count(model_name=minilm.model_name) == 2
 
 
 # test_real_time

@@ -68,11 +68,22 @@ def test_what_happens_is_in_the_histograms_and_counters() -> None:
     collector.ended("m", 100, 200, 300, ["stop", "length"])
     collector.refused("m", "overloaded")
     histograms = collector.histograms  # gaps that wait are taken in before anybody looks
-    assert histograms["archerfish_inter_token_latency_seconds"].percentiles([100], model_name="m", tenant="") == [0.03]
-    assert histograms[TTFT].count(model_name="m", tenant="") == 1
+    assert histograms["archerfish_inter_token_latency_seconds"].percentiles([100], model_name="m") == [0.03]
+    assert histograms[TTFT].count(model_name="m") == 1
     assert histograms[WHOLE].samples()[0].value == pytest.approx(0.6)
-    assert collector.counters["archerfish_request_success"].value(model_name="m", tenant="", finished_reason="length") == 1
-    assert collector.counters["archerfish_refused_requests"].value(model_name="m", tenant="", code="overloaded") == 1
+    assert collector.counters["archerfish_request_success"].value(model_name="m", finished_reason="length") == 1
+    assert collector.counters["archerfish_refused_requests"].value(model_name="m", code="overloaded") == 1
+
+
+def test_labels_that_are_not_given_may_have_any_value() -> None:
+    collector = MetricsCollector(window=10)
+    for model, tenant, seconds in (("m", "a", 0.2), ("m", "b", 0.4), ("n", "a", 9.0)):
+        collector.first_token(model, seconds, tenant)
+    histogram = collector.histograms[TTFT]
+    assert (histogram.count(model_name="m"), histogram.count(model_name="m", tenant="b"), histogram.count()) == (2, 1, 3)
+    assert histogram.percentiles([100], model_name="m") == [0.4] and sum(histogram.counts(tenant="a")) == 2
+    with pytest.raises(ValueError, match="not \\('replica',\\)"):
+        histogram.count(replica="0")
 
 
 def test_only_the_first_tenants_have_labels_of_their_own() -> None:

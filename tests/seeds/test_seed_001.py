@@ -120,8 +120,8 @@ def test_metrics_collector() -> None:
     collector = MetricsCollector()
     collector.first_token("model", 0.5)
     collector.refused("model", "overloaded")
-    assert collector.histograms["archerfish_time_to_first_token_seconds"].count(model_name="model", tenant="") == 1
-    assert collector.counters["archerfish_refused_requests"].value(model_name="model", tenant="", code="overloaded") == 1
+    assert collector.histograms["archerfish_time_to_first_token_seconds"].count(model_name="model") == 1
+    assert collector.counters["archerfish_refused_requests"].value(model_name="model", code="overloaded") == 1
 
 
 def test_benchmark(sampler: RwkvSampler) -> None:
