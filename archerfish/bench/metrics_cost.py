@@ -131,3 +131,5 @@ def metrics_cost(config: EngineConfig, rounds: int) -> Found:
             yield Measurement(f"overhead: step of {STREAMS} streams, us", statistics.median(turn[True] for turn in turns))
             share = statistics.median(turn[True] / turn[False] for turn in turns) - 1
             yield Measurement("overhead: metrics, share of a step", share)
+        host.stop(0)
+        host.run()  # closes what it has

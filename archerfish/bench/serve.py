@@ -295,7 +295,6 @@ def service_engine(options: Namespace) -> tuple[EngineConfig, list[str]]:
 def overhead(options: Namespace) -> Found:
     """What metrics add to a step, and what HTTP and ZMQ add to a streamed chat, against the same model without a server."""
     engine, flags = service_engine(options)
-    yield from metrics_cost(engine, options.rounds)
     with EngineGroup() as group, own_server(options, *flags) as server:
         open_ours(group, Namespace(engine=engine, against=""))
         asyncio.run(server.wait())
@@ -312,6 +311,7 @@ def overhead(options: Namespace) -> Found:
                 yield Measurement("overhead: first token over HTTP, ms", served_ms)
                 yield Measurement("overhead: added to the first token, ms", served_ms - inside_ms)
         connection.close()
+    yield from metrics_cost(engine, options.rounds)
 
 
 def first_text_s(connection: http.client.HTTPConnection, model: str, content: str) -> float:
