@@ -14,6 +14,7 @@ CLIENTS ?= .venv-clients
 CLUSTER ?= .venv-cluster
 DEPLOY ?= .venv-deploy
 DOCS ?= .venv-docs
+MONITOR ?= .venv-monitor
 NODE_CLIENTS := ai@6.0.326 @ai-sdk/openai-compatible@2.0.87 zod@4.6.7
 .DEFAULT_GOAL := help
 
@@ -45,6 +46,9 @@ test-cluster: $(VENV)/.test $(CLUSTER)/.ready models  ## the service on a Ray cl
 test-deploy: $(VENV)/.test $(DEPLOY)/.ready models  ## the Helm chart and the images' file: schemas, and every command in them against a real server
 	PATH="$$PATH:$(CURDIR)/$(DEPLOY)/bin" PYTHONPATH=$$(echo $(DEPLOY)/lib/python*/site-packages) $(BIN)/python -m pytest -m cluster tests/kubernetes $(ARGS)
 
+test-monitor: $(VENV)/.test $(MONITOR)/.ready models  ## a real Prometheus (Debian's package prometheus) and a collector on a server under load
+	PYTHONPATH=$$(echo $(MONITOR)/lib/python*/site-packages) $(BIN)/python -m pytest -m monitor tests/monitor $(ARGS)
+
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 
@@ -57,8 +61,9 @@ lines: $(VENV)/.test  ## count lines of code by folder; fails above the limits o
 bench: $(VENV)/.test models  ## compare with sentence-transformers (and others that are installed)
 	$(BIN)/archerfish bench embed $(ARGS)
 
-docs: $(VENV)/.test  ## write docs/options.md, routes.md and python.md from declarations, types and docstrings
+docs: $(VENV)/.test  ## write options.md, routes.md, python.md and the table of metrics.md in docs/ from declarations and docstrings
 	$(BIN)/python -m scripts.options_page
+	$(BIN)/python -m scripts.metrics_page
 	$(BIN)/python -m scripts.reference_pages
 
 docs-site: $(DOCS)/.ready  ## the documents as a site on http://127.0.0.1:8001
@@ -118,7 +123,13 @@ $(DOCS)/.ready: scripts/docs_requirements.txt | $(VENV)/bin/python
 	@$(DOCS)/bin/python $(INSTALL) --requirement $< $(SHOWN)
 	@touch $@
 
-clean:  ## remove the environment and caches of tools (models stay)
-	rm -rf $(VENV) $(CLIENTS) $(CLUSTER) $(DEPLOY) $(DOCS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist *.egg-info
+$(MONITOR)/.ready: Makefile | $(VENV)/bin/python
+	@echo "Installing a collector of traces into $(MONITOR) (once)"
+	$(BIN)/python -m venv $(MONITOR)
+	@$(MONITOR)/bin/python $(INSTALL) rotel==0.0.1a15 $(SHOWN)
+	@touch $@
 
-.PHONY: help serve test coverage test-slow test-sanitizers test-clients test-cluster test-deploy lint types lines bench docs docs-site docs-check models pins clean
+clean:  ## remove the environment and caches of tools (models stay)
+	rm -rf $(VENV) $(CLIENTS) $(CLUSTER) $(DEPLOY) $(DOCS) $(MONITOR) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist *.egg-info
+
+.PHONY: help serve test coverage test-slow test-sanitizers test-clients test-cluster test-deploy test-monitor lint types lines bench docs docs-site docs-check models pins clean

@@ -331,7 +331,12 @@ class ServeConfig(Options):
     max_texts_per_request: int = option(2048, "Most texts in one request.", minimum=1)
     max_body_bytes: int = option(32_000_000, "Refuse a request body of more than this many bytes.", minimum=1024)
     access_log: bool = option(True, "Log a line for every request, refused ones too.")
+    log_format: str = option("pretty", "Log lines for people, or a JSON object a line.", choices=("pretty", "json"))
+    log_prompts: bool = option(False, "Log prompts and answers of text generation too, in the lines of requests.")
     log_level: str = option("info", "Least level of log messages.", choices=("debug", "info", "warning", "error"))
+    otlp_endpoint: str = option(
+        "", "Collector that gets traces, by OTLP over HTTP, as `http://127.0.0.1:4318`; empty: as OTEL_EXPORTER_OTLP_ENDPOINT."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

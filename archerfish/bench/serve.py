@@ -25,6 +25,7 @@ import aiohttp
 
 from archerfish.bench.generate import open_ours
 from archerfish.bench.load import Dialect, Load, LoadDriver, Shape
+from archerfish.bench.metrics_cost import metrics_cost
 from archerfish.bench.report import OURS, Found, Goal, Measurement
 from archerfish.bench.worker import EngineGroup, rotated
 from archerfish.config import EngineConfig
@@ -51,6 +52,7 @@ GOALS = (
     Goal("overload*: unanswered", 0), Goal("overload*: goodput / capacity", 0.8, at_least=True),
     Goal("overload*: growth of memory, share", 0.05), Goal("overload*: capacity after / before", 0.9, at_least=True),
     Goal("disconnect: * afterwards", 0), Goal("overhead: added to the first token, ms", 3.0),
+    Goal("overhead: metrics, share of a step", 0.01),
     Goal("streams, * at once: first token p50, ms", 1 / 0.7, at_least=True, peers=("vllm",)),
     Goal("frontends: * front end*: tokens/s", 0.9, at_least=True, over="frontends: in process: tokens/s"),
 )  # fmt: skip
@@ -291,7 +293,7 @@ def service_engine(options: Namespace) -> tuple[EngineConfig, list[str]]:
 
 
 def overhead(options: Namespace) -> Found:
-    """What HTTP and ZMQ add to a streamed chat, against the same model in a process without a server, in turns."""
+    """What metrics add to a step, and what HTTP and ZMQ add to a streamed chat, against the same model without a server."""
     engine, flags = service_engine(options)
     with EngineGroup() as group, own_server(options, *flags) as server:
         open_ours(group, Namespace(engine=engine, against=""))
@@ -309,6 +311,7 @@ def overhead(options: Namespace) -> Found:
                 yield Measurement("overhead: first token over HTTP, ms", served_ms)
                 yield Measurement("overhead: added to the first token, ms", served_ms - inside_ms)
         connection.close()
+    yield from metrics_cost(engine, options.rounds)
 
 
 def first_text_s(connection: http.client.HTTPConnection, model: str, content: str) -> float:

@@ -242,7 +242,10 @@ class WatchedLLM:
         if result is not None:
             self._last_tokens.pop(request_id, None)
             spent, reasons = result.metrics, [output.finish_reason for output in result.outputs]
-            self._collector.ended(model, spent.queue_ms, spent.prefill_ms, spent.decode_ms, reasons)
+            self._collector.ended(
+                model, spent.queue_ms, spent.prefill_ms, spent.decode_ms, reasons,
+                num_prompt_tokens=spent.num_prompt_tokens, num_output_tokens=spent.num_output_tokens,
+            )  # fmt: skip
 
     def counts(self) -> Counts:
         return engine_counts(self.engine)

@@ -1,6 +1,6 @@
 """Counters, gauges and histograms with labels, safe to use from any thread; `serve` exposes them to Prometheus.
 
-MetricsCollector has those of engines, by the names that a server exposes (vLLM's where it has them).
+MetricsCollector has those of engines. Their names are "archerfish_" and vLLM's name where the meaning is the same.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ from typing import Any, ClassVar, Literal, TypeVar
 Kind = Literal["counter", "gauge", "histogram"]
 Labels = tuple[str, ...]
 
-SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+SECONDS_BUCKETS = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0
+)  # fmt: skip
+TOKEN_BUCKETS = (*(float(factor * 10**power) for power in range(5) for factor in (1, 2, 5)), 100_000.0)
+MAX_TENANTS = 32  # with a label of their own; later ones share OTHER_TENANTS
+OTHER_TENANTS = "other"
 
-LABEL = ("model_name",)
+LABEL, LABELS = ("model_name",), ("model_name", "tenant")
 GAUGES = {  # the key in a model's stats, and a description
-    "vllm:num_requests_running": ("num_running", "Running sequences."),
-    "vllm:num_requests_waiting": ("num_waiting", "Waiting sequences."),
-    "vllm:kv_cache_usage_perc": ("kv_usage", "Share of the KV blocks that running sequences hold; 1 is all."),
+    "archerfish_num_requests_running": ("num_running", "Running sequences."),
+    "archerfish_num_requests_waiting": ("num_waiting", "Waiting sequences."),
+    "archerfish_kv_cache_usage_perc": ("kv_usage", "Share of the KV blocks that running sequences hold; 1 is all."),
 }
 COUNTERS = {
-    "vllm:num_preemptions": ("num_preemptions", "Sequences whose blocks were taken for others."),
-    "vllm:spec_decode_num_drafts": ("num_drafts", "Steps of sequences that verified proposed tokens."),
-    "vllm:spec_decode_num_draft_tokens": ("num_draft_tokens", "Proposed tokens."),
-    "vllm:spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Proposed tokens that were accepted."),
-    "vllm:generation_tokens": ("total_tokens_generated", "Generated tokens."),
-    "vllm:prompt_tokens": ("num_prompt_tokens", "Prompt tokens of admitted requests."),
-    "vllm:prefix_cache_queries": ("num_prompt_tokens", "Prompt tokens looked up in the prefix cache."),
-    "vllm:prefix_cache_hits": ("cache_hits", "Prompt tokens found in the prefix cache."),
-    "archerfish_completed_requests": ("completed_requests", "Requests that ended without an error."),
-    "archerfish_failed_requests": ("failed_requests", "Requests that ended with an error or at their deadline."),
-    "archerfish_aborted_requests": ("aborted_requests", "Requests that were aborted."),
+    "archerfish_num_preemptions": ("num_preemptions", "Sequences whose blocks were taken for others."),
+    "archerfish_spec_decode_num_drafts": ("num_drafts", "Steps of sequences that verified proposed tokens."),
+    "archerfish_spec_decode_num_draft_tokens": ("num_draft_tokens", "Proposed tokens."),
+    "archerfish_spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Proposed tokens that were accepted."),
+    "archerfish_generation_tokens": ("total_tokens_generated", "Generated tokens."),
+    "archerfish_prompt_tokens": ("num_prompt_tokens", "Prompt tokens of admitted requests."),
+    "archerfish_prefix_cache_queries": ("num_prompt_tokens", "Prompt tokens looked up in the prefix cache."),
+    "archerfish_prefix_cache_hits": ("cache_hits", "Prompt tokens found in the prefix cache."),
     "archerfish_steps": ("num_steps", "Planned steps."),
     "archerfish_kernels_compiled_at_start": ("kernels_compiled_at_start", "Kernels compiled before the model was ready."),
     "archerfish_kernels_compiled_late": ("kernels_compiled_late", "Kernels compiled later, while requests may have waited."),
@@ -47,14 +49,21 @@ COUNTERS = {
     "archerfish_jobs": ("jobs", "Jobs of the compute thread."),
     "archerfish_busy_seconds": ("busy_s", "Busy seconds of the compute thread."),
 }
-TTFT, GAPS, WHOLE = "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds"
-QUEUE, PREFILL = "vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds"
-DECODE, ENCODE = "vllm:request_decode_time_seconds", "archerfish_encode_seconds"
+TTFT, GAPS = "archerfish_time_to_first_token_seconds", "archerfish_inter_token_latency_seconds"
+WHOLE, QUEUE = "archerfish_e2e_request_latency_seconds", "archerfish_request_queue_time_seconds"
+PREFILL, DECODE = "archerfish_request_prefill_time_seconds", "archerfish_request_decode_time_seconds"
+PROMPT, OUTPUT = "archerfish_request_prompt_tokens", "archerfish_request_generation_tokens"
+ENCODE, STEP = "archerfish_encode_seconds", "archerfish_iteration_tokens"
+ENDS, REFUSALS = "archerfish_request_success", "archerfish_refused_requests"
 HISTOGRAMS = {
     TTFT: "From arrival to the first token.", GAPS: "From one token of a request to the next.",
-    WHOLE: "From arrival to the end.", QUEUE: "From arrival to admission.", PREFILL: "From admission to the first token.",
-    DECODE: "From the first token to the end.", ENCODE: "From the arrival of texts to their vectors.",
+    WHOLE: "From arrival to the end: queue, prefill and decode.", QUEUE: "From arrival to admission.",
+    PREFILL: "From admission to the first token.", DECODE: "From the first token to the end.",
+    ENCODE: "From the arrival of texts to their vectors.",
+    PROMPT: "Prompt tokens of a request.", OUTPUT: "Generated tokens of a request.",
+    STEP: "Prompt and output tokens of a step.",
 }  # fmt: skip
+IN_TOKENS = (PROMPT, OUTPUT, STEP)
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,13 @@ class Metric(ABC):
             raise ValueError(f"The metric {self.name} has the labels {self.label_names}, not {tuple(labels)}.")
         return tuple(labels[name] for name in self.label_names)
 
+    def _chooser(self, labels: dict[str, str]) -> Callable[[Labels], bool]:
+        """Whether a key has these labels; those that are not given may have any value."""
+        if not labels.keys() <= set(self.label_names):
+            raise ValueError(f"The metric {self.name} has the labels {self.label_names}, not {tuple(labels)}.")
+        wanted = [(self.label_names.index(name), value) for name, value in labels.items()]
+        return lambda key: all(key[place] == value for place, value in wanted)
+
     @abstractmethod
     def samples(self) -> list[Sample]:
         """A consistent copy of the current state."""
@@ -94,9 +110,10 @@ class _Number(Metric):
         self._values: dict[Labels, float] = {}
 
     def value(self, **labels: str) -> float:
-        key = self._key(labels)
+        """The sum over all samples with these labels."""
+        has_labels = self._chooser(labels)
         with self._lock:
-            return self._values.get(key, 0.0)
+            return sum(value for key, value in self._values.items() if has_labels(key))
 
     def samples(self) -> list[Sample]:
         with self._lock:
@@ -135,45 +152,56 @@ class GivenMetric(Metric):
 
 
 class _Series:
-    def __init__(self, window: int) -> None:
-        self.counts = [0] * (len(SECONDS_BUCKETS) + 1)
+    def __init__(self, num_buckets: int, window: int) -> None:
+        self.counts = [0] * (num_buckets + 1)
         self.total = 0.0
         self.recent: deque[float] = deque(maxlen=window)
 
 
 class Histogram(Metric):
-    """Counts of seconds in fixed buckets; the last bucket has no upper bound. window: values kept for `percentiles`."""
+    """Counts of values in fixed buckets; the last bucket has no upper bound. window: values kept for `percentiles`."""
 
     kind = "histogram"
 
-    def __init__(self, name: str, description: str = "", label_names: Sequence[str] = (), window: int = 0) -> None:
+    def __init__(
+        self, name: str, description: str = "", label_names: Sequence[str] = (), window: int = 0,
+        bounds: tuple[float, ...] = SECONDS_BUCKETS,
+    ) -> None:
         super().__init__(name, description, label_names)
-        self.window = window
+        self.window, self.bounds = window, bounds
         self._series: dict[Labels, _Series] = {}
 
     def observe(self, *values: float, **labels: str) -> None:
         """Count values, all under one lock."""
-        key = tuple(labels.values()) if tuple(labels) == self.label_names else self._key(labels)
+        self.record(self._key(labels), values)
+
+    def record(self, key: Labels, values: Sequence[float], times: int = 1) -> None:
+        """Count values, each so many times. key: the values of the labels, in the order of label_names."""
         with self._lock:
             series = self._series.get(key)
             if series is None:
-                series = self._series[key] = _Series(self.window)
+                series = self._series[key] = _Series(len(self.bounds), self.window)
             for value in values:
-                series.counts[bisect.bisect_left(SECONDS_BUCKETS, value)] += 1
-                series.total += value
+                series.counts[bisect.bisect_left(self.bounds, value)] += times
+                series.total += value * times
             if self.window:
-                series.recent.extend(values)
+                series.recent.extend([*values] * times)
 
     def count(self, **labels: str) -> int:
-        key = self._key(labels)
+        return sum(self.counts(**labels))
+
+    def counts(self, **labels: str) -> list[int]:
+        """Values in each bucket, those above all bounds last; the sums over all series with these labels."""
+        has_labels = self._chooser(labels)
         with self._lock:
-            return sum(self._series[key].counts) if key in self._series else 0
+            found = [series.counts for key, series in self._series.items() if has_labels(key)]
+            return [sum(bucket) for bucket in zip(*found, strict=True)] if found else [0] * (len(self.bounds) + 1)
 
     def percentiles(self, percents: Sequence[float], **labels: str) -> list[float]:
-        """Exact percentiles (nearest rank) of the values in the window; nan if it is empty."""
-        key = self._key(labels)
+        """Exact percentiles (nearest rank) of the values in the window of all series with these labels; nan if it is empty."""
+        has_labels = self._chooser(labels)
         with self._lock:
-            ordered = sorted(self._series[key].recent) if key in self._series else []
+            ordered = sorted(value for key, series in self._series.items() if has_labels(key) for value in series.recent)
         size = len(ordered)
         return [ordered[max(0, math.ceil(percent * size / 100) - 1)] if ordered else math.nan for percent in percents]
 
@@ -183,7 +211,7 @@ class Histogram(Metric):
         found = []
         for key, counts, total in copies:
             cumulative = list(accumulate(counts))
-            found.append(Sample(key, total, cumulative[-1], tuple(zip((*SECONDS_BUCKETS, math.inf), cumulative, strict=True))))
+            found.append(Sample(key, total, cumulative[-1], tuple(zip((*self.bounds, math.inf), cumulative, strict=True))))
         return found
 
 
@@ -207,8 +235,11 @@ class MetricRegistry:
     def gauge(self, name: str, description: str = "", label_names: Sequence[str] = ()) -> Gauge:
         return self._get(Gauge(name, description, label_names))
 
-    def histogram(self, name: str, description: str = "", label_names: Sequence[str] = (), window: int = 0) -> Histogram:
-        return self._get(Histogram(name, description, label_names, window))
+    def histogram(
+        self, name: str, description: str = "", label_names: Sequence[str] = (), window: int = 0,
+        bounds: tuple[float, ...] = SECONDS_BUCKETS,
+    ) -> Histogram:
+        return self._get(Histogram(name, description, label_names, window, bounds))
 
     def _get(self, wanted: M) -> M:
         with self._lock:
@@ -219,43 +250,65 @@ class MetricRegistry:
 
 
 class MetricsCollector:
-    """Histograms and counters by model; safe to use from any thread.
+    """Histograms and counters by model and tenant; safe to use from any thread.
 
     Counts that engines keep themselves are passed to `metrics`. window: values that histograms keep for exact percentiles.
+    tenant: "" where there are no API keys; `tenant_label` bounds how many there are.
     """
 
     def __init__(self, *, window: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = MetricRegistry()
         self.start_time = clock()
-        self._histograms = {name: self.registry.histogram(name, text, LABEL, window) for name, text in HISTOGRAMS.items()}
+        self._tenants: set[str] = set()
+        self._lock = threading.Lock()
+        self._histograms: dict[str, Histogram] = {}
+        for name, text in HISTOGRAMS.items():
+            bounds = TOKEN_BUCKETS if name in IN_TOKENS else SECONDS_BUCKETS
+            self._histograms[name] = self.registry.histogram(name, text, LABEL if name == STEP else LABELS, window, bounds)
         counter = self.registry.counter
-        self._ends = counter("vllm:request_success", "Sequences by what ended them.", (*LABEL, "finished_reason"))
-        self._refusals = counter("archerfish_refused_requests", "Requests refused, by the code they got.", (*LABEL, "code"))
+        self._ends = counter(ENDS, "Sequences by what ended them.", (*LABELS, "finished_reason"))
+        self._refusals = counter(REFUSALS, "Requests refused, by the code they got.", (*LABELS, "code"))
 
-    def first_token(self, model: str, seconds: float) -> None:
+    def tenant_label(self, name: str) -> str:
+        """The label of a tenant: its name for the first MAX_TENANTS that are asked for, OTHER_TENANTS for later ones."""
+        with self._lock:
+            if name not in self._tenants and len(self._tenants) >= MAX_TENANTS:
+                return OTHER_TENANTS
+            self._tenants.add(name)
+            return name
+
+    def first_token(self, model: str, seconds: float, tenant: str = "") -> None:
         """Record the time from arrival to the first token."""
-        self._histograms[TTFT].observe(seconds, model_name=model)
+        self._histograms[TTFT].record((model, tenant), (seconds,))
 
-    def gaps(self, model: str, seconds: Sequence[float]) -> None:
-        """Record times between tokens, all under one lock."""
+    def gaps(self, model: str, seconds: Sequence[float], tenant: str = "", *, times: int = 1) -> None:
+        """Record times between tokens, each so many times, all under one lock."""
         if seconds:
-            self._histograms[GAPS].observe(*seconds, model_name=model)
+            self._histograms[GAPS].record((model, tenant), seconds, times)
 
     def ended(
-        self, model: str, queue_ms: float, prefill_ms: float, decode_ms: float, finish_reasons: Sequence[str | None]
+        self, model: str, queue_ms: float, prefill_ms: float, decode_ms: float, finish_reasons: Sequence[str | None],
+        tenant: str = "", *, num_prompt_tokens: int = 0, num_output_tokens: int = 0,
     ) -> None:
-        """Record the durations of an ended request and the finish reason of each output."""
-        spent_ms = {QUEUE: queue_ms, PREFILL: prefill_ms, DECODE: decode_ms, WHOLE: queue_ms + prefill_ms + decode_ms}
-        for name, ms in spent_ms.items():
-            self._histograms[name].observe(ms / 1000, model_name=model)
+        """Record the durations and tokens of an ended request and the finish reason of each output."""
+        values = {
+            QUEUE: queue_ms / 1000, PREFILL: prefill_ms / 1000, DECODE: decode_ms / 1000,
+            WHOLE: (queue_ms + prefill_ms + decode_ms) / 1000, PROMPT: num_prompt_tokens, OUTPUT: num_output_tokens,
+        }  # fmt: skip
+        for name, value in values.items():
+            self._histograms[name].record((model, tenant), (value,))
         for reason in finish_reasons:
-            self._ends.add(model_name=model, finished_reason=str(reason))
+            self._ends.add(model_name=model, tenant=tenant, finished_reason=str(reason))
 
-    def embedded(self, model: str, seconds: float) -> None:
-        self._histograms[ENCODE].observe(seconds, model_name=model)
+    def step(self, model: str, num_tokens: int) -> None:
+        """Record the tokens of a step."""
+        self._histograms[STEP].record((model,), (num_tokens,))
 
-    def refused(self, model: str, code: str) -> None:
-        self._refusals.add(model_name=model, code=code)
+    def embedded(self, model: str, seconds: float, tenant: str = "") -> None:
+        self._histograms[ENCODE].record((model, tenant), (seconds,))
+
+    def refused(self, model: str, code: str, tenant: str = "") -> None:
+        self._refusals.add(model_name=model, tenant=tenant, code=code)
 
     @property
     def histograms(self) -> dict[str, Histogram]:

@@ -32,7 +32,7 @@ from archerfish.serve.errors import HANDLERS, RETRY_AFTER_S, json_response
 from archerfish.serve.generation import TextService
 from archerfish.serve.http import RequestMiddleware, read_json
 from archerfish.serve.messages_routes import MessagesRoutes
-from archerfish.serve.metrics import CONTENT_TYPE, exposition, gauges, metric_values, read_metrics
+from archerfish.serve.metrics import CONTENT_TYPE, exposition, metric_values, process_metrics, read_metrics
 from archerfish.serve.ollama_routes import OllamaRoutes
 from archerfish.serve.openai_routes import OpenAIRoutes
 from archerfish.serve.openapi import openapi_document
@@ -43,6 +43,7 @@ from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.routing import RoutedBackend
 from archerfish.serve.tenants import Tenants
 from archerfish.serve.token_routes import TextRoutes, TTSRoutes
+from archerfish.serve.tracing import make_tracer
 from archerfish.serve.vector_routes import CohereRoutes, VectorRoutes
 from archerfish.serve.wire import Configure, FrontEndState, Ping, Pong, Query
 
@@ -50,9 +51,12 @@ HEALTH_TIMEOUT_S = 10.0
 STOPPED = "The service was stopped before the answer was complete."
 SHARE_S = 1.0  # between two messages of a front end, if there are several
 ANSWER_S = 5.0  # limit for the engine process's answer to a request of `/metrics`
-CACHE_COUNTERS = {"hits": "Answers from it.", "misses": "Lookups without an answer.", "evictions": "Answers removed for room.",
-                  "expirations": "Answers removed for age.", "refusals": "Answers not kept."}  # fmt: skip
-CACHE_GAUGES = {"entries": "Answers in it.", "bytes": "Their size."}
+CACHE_COUNTERS = {
+    "hits": "Answers from the result cache.", "misses": "Lookups in the result cache without an answer.",
+    "evictions": "Cached answers removed for room.", "expirations": "Cached answers removed for age.",
+    "refusals": "Answers not kept in the result cache.",
+}  # fmt: skip
+CACHE_GAUGES = {"entries": "Answers in the result cache.", "bytes": "Size of the answers in the result cache."}
 
 
 class FrontEndSync:
@@ -70,7 +74,7 @@ class FrontEndSync:
     def own_metrics(self) -> list[Metric]:
         totals = self._results.totals()
         cache = [
-            GivenMetric(kind, f"archerfish_result_cache_{name}", f"Result cache: {text}", (), [Sample((), float(totals[name]))])
+            GivenMetric(kind, f"archerfish_result_cache_{name}", text, (), [Sample((), float(totals[name]))])
             for kind, texts in (("counter", CACHE_COUNTERS), ("gauge", CACHE_GAUGES)) for name, text in texts.items()
         ]  # fmt: skip
         return [*self._registry, *cache]
@@ -109,7 +113,7 @@ class FrontEndSync:
             if getattr(error, "status", 503) != 503:
                 raise
             is_up = False
-        return [*gauges({"engine_up": is_up}), *found.values()]
+        return [*process_metrics({"engine_up": is_up}), *found.values()]
 
     async def run(self) -> None:
         while True:
@@ -245,7 +249,7 @@ def create_app(
     shares: dict[str, Any] = {"max_tenants": max(1, len(tenants.all())), "num_front_ends": config.num_front_ends}
     results = ResultCache(config.result_cache_mib << 20, config.result_cache_ttl_s, **shares)
     texts = TextService(catalog, results, config)
-    share = FrontEndSync(catalog, registry, results)
+    share, tracer = FrontEndSync(catalog, registry, results), make_tracer(config.otlp_endpoint)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -260,6 +264,8 @@ def create_app(
                 await asyncio.wait([sync])
             if isinstance(backend, AsyncClient | RoutedBackend):
                 await backend.close(StoppedError(STOPPED, hint="Send the request again."))
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
 
     vectors = VectorRoutes(catalog, config, registry)
     groups = (
@@ -268,7 +274,7 @@ def create_app(
         StateRoutes(catalog, results, share, config.replicas),
     )  # fmt: skip
     routes = [route for group in groups for route in group.routes]
-    middleware = [Middleware(RequestMiddleware, registry, tenants, config)]
+    middleware = [Middleware(RequestMiddleware, registry, tenants, config, tracer)]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS, lifespan=lifespan)
     app.router.redirect_slashes = False
     app.state.catalog = catalog

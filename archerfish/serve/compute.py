@@ -281,8 +281,9 @@ class ModelHost:
         if not isinstance(error, ArcherfishError):
             logger.error("A request failed.", exc_info=error)
         hosted = None if pending.model_entry is None else pending.model_entry.hosted
-        if hosted is not None and isinstance(error, RefusedError | TooManyRequestsError):
-            self.figures.refused(hosted.name, error.code)
+        if isinstance(error, RefusedError | TooManyRequestsError):  # without a model: at the limits of a tenant
+            model = "" if hosted is None else hosted.name
+            self.figures.refused(model, error.code, self.figures.tenant_label(pending.tenant.name))
         wait_s: float | None = getattr(error, "retry_after_s", None)
         if getattr(error, "status", 500) in (429, 503):
             if wait_s is None and hosted is not None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.config import LOGGING_CONFIG
 
 from archerfish.background import signals_to
 from archerfish.config import ServeConfig
@@ -29,6 +30,7 @@ from archerfish.serve import processes
 from archerfish.serve.app import create_app
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.http import Connection
+from archerfish.serve.logs import set_up_log
 from archerfish.serve.replicas import replica_name
 from archerfish.serve.routing import RoutedBackend
 from archerfish.serve.tenants import Tenants
@@ -92,8 +94,9 @@ class FrontServer(uvicorn.Server):
 def make_server(app: Starlette, config: ServeConfig, on_ready: Callable[[], None] = lambda: None) -> FrontServer:
     """A server for an app of `create_app`, with uvloop if it is installed."""
     settings = uvicorn.Config(
-        app, log_level=config.log_level, access_log=False, lifespan="on", http=Connection, ws="none", server_header=False
-    )
+        app, log_level=config.log_level, access_log=False, lifespan="on", http=Connection, ws="none", server_header=False,
+        log_config=None if config.log_format == "json" else LOGGING_CONFIG,
+    )  # fmt: skip
     logging.getLogger("uvicorn.error").addFilter(is_no_cancellation)
     on_stop = partial(setattr, app.state, "is_stopping", True)
     return FrontServer(settings, on_ready, on_stop, drain_s=config.drain_s, grace_s=config.grace_s)
@@ -123,7 +126,7 @@ def main(follow: Callable[[Starlette, processes.FrontConfig], Callable[[bytes], 
     pipe = processes.open_report_pipe()
     config = processes.read_config(processes.FrontConfig)
     serve, listener = ServeConfig(**config.serve), socket.socket(fileno=config.listener)
-    logging.basicConfig(level=serve.log_level.upper(), format="%(asctime)s front %(levelname)s %(message)s")
+    set_up_log("front", serve.log_format, serve.log_level)
     tenants, registry = Tenants.from_file(serve.api_keys_file), MetricRegistry()
     app = create_app(make_backend(config, tenants, registry), serve, registry, credentials=config.credentials, tenants=tenants)
 

@@ -27,6 +27,7 @@ from archerfish.serve.catalog import Catalog, ModelCard, ModelText, in_thread
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError, naming
 from archerfish.serve.formats import ToolUse, is_best_effort
+from archerfish.serve.logs import EngineTimes
 from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Logprob, WireOutput
 from archerfish.text.json_schema import rewrite_schema
@@ -168,6 +169,7 @@ class Generation:
     num_cached: int = 0
     prompt_logprobs: list[Logprob] | None = None
     metrics: dict[str, float] = field(default_factory=dict)  # of the engine, when all has come
+    times: EngineTimes = field(default_factory=EngineTimes)
     choices: list[Choice] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -176,6 +178,7 @@ class Generation:
     def start_over(self) -> None:
         """Forget what has come."""
         self.choices, self.num_cached, self.prompt_logprobs = self.new_choices(), 0, None
+        self.times = EngineTimes(time.monotonic())
 
     @property
     def num_output(self) -> int:
@@ -370,9 +373,11 @@ class TextService:
             messages = self.results.generate(backend.generate, generation.request, control)
         else:
             messages = backend.generate(generation.request)
+        generation.times.sent_at = time.monotonic()
         try:
             async with aclosing(messages):
                 async for message in messages:
+                    generation.times.received(message.metrics)
                     if isinstance(message, Chunk):
                         deltas = generation.add(message)
                     else:
@@ -392,8 +397,22 @@ class TextService:
                 error.param = error.param or generation.format_param
             raise error from None
         finally:
-            num_output = sum(len(choice.token_ids) for choice in choices)
-            request.state.log.update(prompt_tokens=len(generation.prompt_ids), output_tokens=num_output)
+            self._note(request, generation)
+
+    def _note(self, request: Request, generation: Generation) -> None:
+        """Put what came of a request into its line in the log."""
+        log, choices = request.state.log, generation.choices
+        log.update(
+            prompt_tokens=len(generation.prompt_ids), output_tokens=generation.num_output, cached_tokens=generation.num_cached
+        )
+        request.state.engine_times.append(generation.times)
+        reasons = [log["finish_reason"]] if log["finish_reason"] else []
+        if reasons := [*reasons, *(choice.finish_reason for choice in choices if choice.finish_reason)]:
+            log["finish_reason"] = ",".join(dict.fromkeys(reasons))
+        if self.config.log_prompts and generation.text.tokenizer is not None:
+            tokenizer = generation.text.tokenizer
+            log.setdefault("prompts", []).append(tokenizer.decode(generation.prompt_ids, skip_special_tokens=False))
+            log.setdefault("outputs", []).extend(choice.text for choice in choices)
 
 
 async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:

@@ -31,7 +31,8 @@ from archerfish.serve.client import open_socket, set_keys
 from archerfish.serve.compute import HangWatch, ModelHost, PendingRequest, attempt
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.loads import LoadReports
-from archerfish.serve.metrics import FrontEndMetrics, gauges, metric_values
+from archerfish.serve.logs import set_up_log
+from archerfish.serve.metrics import FrontEndMetrics, metric_values, process_metrics
 from archerfish.serve.models import GENERATION, SCORES, VECTORS, Hosted, ModelTable, make_entry
 from archerfish.serve.processes import BEAT_S, HostConfig, open_report_pipe, read_config, send_report, watch_parent
 
@@ -315,11 +316,11 @@ class EngineHost(ModelHost):
             elif isinstance(message, wire.Ping):
                 self._check_health(pending, message)
             else:
-                self.answer(pending, wire.Report(request_id=message.request_id, values=self._report(message)))
+                self.answer(pending, wire.Report(request_id=message.request_id, values=self._report(pending, message)))
         except Exception as error:
             self.fail(pending, error)
 
-    def _report(self, message: wire.Configure | wire.Charge | wire.Query) -> dict[str, Any]:
+    def _report(self, pending: PendingRequest, message: wire.Configure | wire.Charge | wire.Query) -> dict[str, Any]:
         if isinstance(message, wire.Query) and message.about == "models":
             return {"models": [entry.card() for entry in self.models.entries]}
         if isinstance(message, wire.Query) and message.about not in ("stats", "metrics", "options", "load"):
@@ -327,7 +328,7 @@ class EngineHost(ModelHost):
             raise InvalidInputError(f"There is no report about {message.about!r}.", hint=hint)
         self.callers.check_operator(message.credentials)
         if isinstance(message, wire.Charge):
-            tenant = self.callers.find(message.credentials, message.tenant)
+            tenant = pending.tenant = self.callers.find(message.credentials, message.tenant)
             if message.is_spent:
                 self.rates.give_back(tenant, -message.num_tokens, -message.num_requests)
             else:
@@ -352,7 +353,7 @@ class EngineHost(ModelHost):
         }  # fmt: skip
         if message.about == "stats":
             return {"models": models, "host": host}
-        shared, own = self.front_end_metrics.metrics(), [*self.figures.metrics(models), *gauges(host)]
+        shared, own = self.front_end_metrics.metrics(), [*self.figures.metrics(models), *process_metrics(host)]
         # A router asks all replicas for their own metrics, and one of them for those of the front ends.
         metrics = [*shared, *own] if self.digest is None else shared if message.source else own
         return {metric.name: metric_values(metric) for metric in metrics}
@@ -393,7 +394,7 @@ def main() -> int:
     pipe = open_report_pipe()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores belong to the compute thread
     config = read_config(HostConfig)
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {config.name} %(levelname)s %(message)s")
+    set_up_log(config.name, config.log_format)
 
     def end() -> None:
         host.stop(0)

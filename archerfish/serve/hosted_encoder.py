@@ -249,7 +249,8 @@ class HostedEncoder:
             except Exception as error:
                 self._host.fail(request, error)
                 continue
-            self._host.figures.embedded(self.name, self._clock() - request.arrived)
+            figures = self._host.figures
+            figures.embedded(self.name, self._clock() - request.arrived, figures.tenant_label(request.tenant.name))
             self._host.answer(request, Vectors(
                 request_id=request.message.request_id, model=self.name, num_rows=found.shape[0], num_columns=found.shape[1],
                 data=found.tobytes(), num_tokens=encoding.num_tokens,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -11,7 +13,7 @@ from typing import Any
 from archerfish.config import EngineConfig
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.llm_loading import ModelFacts
-from archerfish.engine.outputs import RequestOutput, TextDelta, engine_counts
+from archerfish.engine.outputs import OutputCollector, RequestMetrics, RequestOutput, TextDelta, engine_counts, request_metrics
 from archerfish.engine.tts import VOCAB_SIZE
 from archerfish.errors import ArcherfishError, InvalidInputError, StoppedError
 from archerfish.params import SamplingParams
@@ -33,6 +35,8 @@ METRICS = (
     "num_accepted_tokens",
 )
 
+Batch = list[tuple["HostedGeneration", TextDelta]]
+
 
 class HostedLLM:
     """An LLMEngine that answers requests of an engine process."""
@@ -48,9 +52,11 @@ class HostedLLM:
             max_queued=engine.config.max_queue_size, **host.config.admission,
         )  # fmt: skip
         self._ids = itertools.count()
-        self._num_output_tokens = 0
+        self._tokens_done = (0, 0)
+        self._sent_at = math.nan  # when the last step was sent
         self.slots = SlotTimer()
-        self.deltas: list[tuple[HostedGeneration, TextDelta]] | None = None  # of the current `advance`
+        self.is_advancing = False
+        self.batches: defaultdict[str, Batch] = defaultdict(list)  # of the current `advance`, by label of tenants in metrics
         self.read_weights()
 
     def read_weights(self) -> None:
@@ -94,7 +100,8 @@ class HostedLLM:
         is_limited = request.on_end is None and self.controller.max_output_tokens
         params, remarks = self._within_limit(params) if is_limited else (params, [])
         ids, has_grammar = message.token_ids, params.grammar is not None
-        generation = HostedGeneration(self, request, message, params, remarks)
+        label = self.host.figures.tenant_label(request.tenant.name) if request.on_end is None else ""
+        generation = HostedGeneration(self, request, message, params, label, self.batches[label], remarks)
         if request.on_end is None:  # no health check; before any work is spent on the text
             if message.deadline_s is not None and message.deadline_s > 0:
                 self.controller.check_deadline(message.deadline_s, 0, params.max_tokens)
@@ -184,36 +191,47 @@ class HostedLLM:
 
     def advance(self) -> bool:
         """Launch and collect steps; whether there was anything to do."""
-        deltas = self.deltas = []
+        self.is_advancing = True
         try:
             has_moved = self.engine.advance()
         finally:
-            self.deltas = None
-            if deltas:
-                self._send(deltas)
+            self.is_advancing = False
+            self._send()
         if has_moved:
-            num_prompt, num_output = self.engine.scheduler.tokens_done
-            if num_output != self._num_output_tokens:  # a step has succeeded; on a GPU it was no job of the lane
-                self._num_output_tokens, self.lane.last_done = num_output, self.host.clock()
+            before, (num_prompt, num_output) = self._tokens_done, self.engine.scheduler.tokens_done
+            if (num_prompt, num_output) != before:
+                self._tokens_done = num_prompt, num_output
+                self.host.figures.step(self.name, num_prompt + num_output - sum(before))
+                if num_output != before[1]:  # a step has succeeded; on a GPU it was no job of the lane
+                    self.lane.last_done = self.host.clock()
             self.controller.observe(num_prompt, num_output)
         return has_moved
 
-    def _send(self, deltas: list[tuple[HostedGeneration, TextDelta]]) -> None:
-        """Send everything that a step brought, with one look at the clock and one lock."""
-        now, gaps, answer = self.host.clock(), list[float](), self.host.answer
-        for generation, delta in deltas:
-            last, admitted = generation.last_token_at, generation.admitted
-            is_plain = last and admitted is not None and generation.message.stream
-            if not is_plain or delta.finish_reason is not None or delta.logprobs is not None:
-                generation.send(delta, now, gaps)
-            elif not generation.request.is_over:  # most tokens: as `send`, at a third of the cost
-                assert admitted is not None
-                admitted.num_output_tokens += len(delta.token_ids)
-                gaps.append(now - last)
-                generation.last_token_at = now
-                chunk = Chunk(request_id=generation.message.request_id, index=delta.index, token_ids=delta.token_ids)
-                answer(generation.request, chunk)
-        self.host.figures.gaps(self.name, gaps)
+    def _send(self) -> None:
+        """Send everything that a step brought, with one look at the clock. Most are tokens of streams that had one in the step
+        before: the time between is counted once for all of a tenant's.
+        """
+        batches = [(label, batch) for label, batch in self.batches.items() if batch]
+        if not batches:
+            return
+        now, before, answer = self.host.clock(), self._sent_at, self.host.answer
+        self._sent_at = now
+        for label, batch in batches:
+            deltas, num_apart = batch[:], 0
+            batch.clear()
+            for generation, delta in deltas:
+                admitted, request, message = generation.admitted, generation.request, generation.message
+                is_plain = generation.last_token_at == before and admitted is not None and message.stream
+                if is_plain and not request.is_over and delta.finish_reason is None and delta.logprobs is None:
+                    assert admitted is not None  # as `HostedGeneration.send`, at a third of the cost
+                    admitted.num_output_tokens += len(delta.token_ids)
+                    generation.last_token_at = now
+                    answer(request, Chunk(request_id=message.request_id, index=delta.index, token_ids=delta.token_ids))
+                else:
+                    num_apart += 1
+                    generation.send(delta, now)
+            if count := len(deltas) - num_apart:
+                self.host.figures.gaps(self.name, (now - before,), label, times=count)
 
     def configure(self, options: dict[str, Any]) -> dict[str, Any]:
         changed = self.engine.configure(**options)
@@ -247,6 +265,8 @@ class HostedGeneration:
     request: PendingRequest
     message: GenerationRequest
     params: SamplingParams
+    label: str  # of its tenant, in metrics
+    batch: Batch  # of the model, for this label
     remarks: list[str] = field(default_factory=list)
     live: Request | None = None
     admitted: AdmittedRequest | None = None  # None for a health check
@@ -263,30 +283,26 @@ class HostedGeneration:
 
     def on_delta(self, delta: TextDelta) -> None:
         """In the loop, or in the thread that makes text."""
-        deltas = self.model.deltas
-        if deltas is not None and self.is_sent_by_loop:
-            deltas.append((self, delta))
+        if self.is_sent_by_loop and self.model.is_advancing:
+            self.batch.append((self, delta))
         else:
-            gaps: list[float] = []
-            self.send(delta, self.model.host.clock(), gaps)
-            self.model.host.figures.gaps(self.model.name, gaps)
+            self.send(delta, self.model.host.clock())
 
-    def send(self, delta: TextDelta, now: float, gaps: list[float]) -> None:
-        """Answer with new tokens. gaps: gets the seconds since the tokens before."""
+    def send(self, delta: TextDelta, now: float) -> None:
+        """Answer with new tokens."""
         request, message, model, admitted = self.request, self.message, self.model, self.admitted
         if request.is_over:
+            if delta.output is not None:
+                self._count(delta.output)
             return
         is_first = not self.last_token_at
+        times = self._times() if is_first else None
         if delta.token_ids and admitted is not None:
             admitted.num_output_tokens += len(delta.token_ids)
-            if not is_first:
-                gaps.append(now - self.last_token_at)
-            else:
-                model.host.figures.first_token(model.name, now - request.arrived)
-                if self.is_sent_by_loop:
-                    model.controller.start(admitted)
-                else:
-                    model.host.post(partial(model.controller.start, admitted))
+            if times is not None:
+                self._begin(admitted, times)
+            elif now > self.last_token_at or self.params.n == 1:  # else one of several sequences
+                model.host.figures.gaps(model.name, (now - self.last_token_at,), self.label)
             self.last_token_at = now
         if message.stream:
             chunk = Chunk(
@@ -297,18 +313,44 @@ class HostedGeneration:
                 chunk.logprobs = as_tuples(delta.logprobs)
             if is_first and self.live is not None and 0 in self.live.collector.sequences:
                 chunk.num_cached_tokens = self.live.collector.sequences[0].num_cached
+            if times is not None and (delta.token_ids or delta.finish_reason is not None):
+                chunk.metrics = {"queue_ms": times.queue_ms, "prefill_ms": times.prefill_ms}
             if delta.finish_reason == "deadline" and not self.last_token_at:
                 chunk.retry_after_s = model.controller.retry_after_s()
             model.host.answer(request, chunk)
         if delta.output is not None:
             self._end(delta.output)
 
+    def _begin(self, admitted: AdmittedRequest, times: RequestMetrics) -> None:
+        """The first token has come."""
+        model = self.model
+        model.host.figures.first_token(model.name, times.ttft_ms / 1000, self.label)
+        if self.is_sent_by_loop:
+            model.controller.start(admitted)
+        else:
+            model.host.post(partial(model.controller.start, admitted))
+
+    def _times(self) -> RequestMetrics:
+        """So far; the collector lets go of the sequences when all of them have ended."""
+        assert self.live is not None
+        collector: OutputCollector = self.live.collector
+        return request_metrics(list(collector.sequences.values())) if collector.result is None else collector.result.metrics
+
+    def _count(self, result: RequestOutput) -> None:
+        """Record the times of a request that has ended, whatever ended it."""
+        if self.admitted is not None:
+            times = result.metrics
+            self.model.host.figures.ended(
+                self.model.name, times.queue_ms, times.prefill_ms, times.decode_ms,
+                [output.finish_reason for output in result.outputs], self.label,
+                num_prompt_tokens=times.num_prompt_tokens, num_output_tokens=times.num_output_tokens,
+            )  # fmt: skip
+
     def _end(self, result: RequestOutput) -> None:
-        reasons, times = [output.finish_reason for output in result.outputs], result.metrics
-        message, host = self.message, self.model.host
+        reasons, message, host = [output.finish_reason for output in result.outputs], self.message, self.model.host
+        self._count(result)
         if self.admitted is not None:
             self.admitted.is_complete = reasons[0] in ("stop", "length")
-            host.figures.ended(self.model.name, times.queue_ms, times.prefill_ms, times.decode_ms, reasons)
         if "error" in reasons:
             error = next((output.error for output in result.outputs if output.error is not None), None)
             host.fail(self.request, error or RuntimeError("a sequence ended with an error"))

@@ -5,16 +5,15 @@ answers as streams of events.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
-from urllib.parse import quote
 
 from pydantic_core import from_json
 from starlette.datastructures import Headers
@@ -29,10 +28,11 @@ from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve.bodies import Body
 from archerfish.serve.errors import BadJSONError, Schema, data_event, failure_body, failure_response
 from archerfish.serve.generation import ChoiceDelta, Generation, TextService
+from archerfish.serve.logs import last_times, log_request, request_members
 from archerfish.serve.tenants import ANONYMOUS, Tenants, bearer_key
+from archerfish.serve.tracing import Tracer
 
 logger = logging.getLogger("archerfish.serve")
-access_logger = logging.getLogger("archerfish.access")
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/openapi.json", "/docs", "/version", "/favicon.ico"))  # need no key
 OPERATOR_PATHS = ("/metrics", "/stats", "/admin/")  # figures of all tenants, and options
 CLIENT_GONE = 499  # the status that nginx logs for a client that closed its connection before the answer
@@ -41,7 +41,9 @@ JSON_TYPE = re.compile(r"application/(.*\+)?json")
 REMARK_HEADER, MAX_REMARK = b"x-archerfish-remark", 1000
 NOT_IN_HEADERS = re.compile(r"[^\x20-\x7e]")
 REQUEST_S = 60.0  # a request must arrive completely within this time
-MAX_REASON = 200  # characters of an error message, or of a path, in the access log
+REQUEST_ID_HEADER = b"x-request-id"
+GIVEN_ID = re.compile(r"[\w.:+/=@-]{1,128}", re.ASCII)  # of a client
+NETWORK = "archerfish_request_network_time_seconds"
 REQUEST_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -76,28 +78,32 @@ class RequestMiddleware:
 
     Bodies of more than `max_body_bytes` are refused, whether they state their length or not. Paths that are not a route are
     counted as "other". What bodies and routes append to `request.state.remarks` is sent in REMARK_HEADER; what they put into
-    `request.state.log` (`update` adds numbers), and `request.state.error`, are part of the request's line in the access log.
+    `request.state.log` (`update` adds numbers), `request.state.engine_times`, and `request.state.error`, are part of the
+    request's line in the log, and of its trace. REQUEST_ID_HEADER has the id that the client gave the request, or a new one.
     """
 
-    def __init__(self, app: ASGIApp, registry: MetricRegistry, tenants: Tenants, config: ServeConfig) -> None:
-        self.app, self.tenants = app, tenants
+    def __init__(
+        self, app: ASGIApp, registry: MetricRegistry, tenants: Tenants, config: ServeConfig, tracer: Tracer | None = None
+    ) -> None:
+        self.app, self.tenants, self.tracer = app, tenants, tracer
         self.max_body_bytes, self.has_access_log = config.max_body_bytes, config.access_log
         self.requests = registry.counter("archerfish_requests_total", "Requests answered.", ("route", "status"))
         self.seconds = registry.histogram("archerfish_request_seconds", "Time from request to answer.", ("route",))
+        self.network = registry.histogram(NETWORK, "Time outside of the engine: front end and transport.", ("route",))
         self.running = registry.gauge("archerfish_requests_running", "Requests being answered.")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        status, num_bytes, began = 0, 0, time.perf_counter()
+        status, num_bytes, began = 0, 0, time.monotonic()
         state = scope["state"] = {**scope.get("state", {}), "tenant": None, "remarks": [], "log": Counter(), "error": None}
-        state["truncated"] = []
+        state["truncated"], state["engine_times"], state["request_id"] = [], [], request_id_of(scope)
 
         async def send_noted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                status, headers = message["status"], []
+                status, headers = message["status"], [(REQUEST_ID_HEADER, state["request_id"].encode())]
                 if state["remarks"]:
                     text = "; ".join(dict.fromkeys(state["remarks"])).encode("ascii", "backslashreplace").decode()
                     headers.append((REMARK_HEADER, NOT_IN_HEADERS.sub("?", text)[:MAX_REMARK].encode()))
@@ -125,12 +131,22 @@ class RequestMiddleware:
             raise
         finally:
             self.running.add(-1)
-            route = getattr(scope.get("route"), "path", "other")
-            self.requests.add(route=route, status=str(status or 500))
-            seconds = time.perf_counter() - began
-            self.seconds.observe(seconds, route=route)
+            self._record(scope, status or 500, began)
+
+    def _record(self, scope: Scope, status: int, began: float) -> None:
+        """Count a request that is over, and write its line and its trace."""
+        ended, route = time.monotonic(), getattr(scope.get("route"), "path", "other")
+        self.requests.add(route=route, status=str(status))
+        self.seconds.observe(ended - began, route=route)
+        times = last_times(scope)
+        if times is not None and (phases := times.phases_ms()):
+            self.network.observe(ended - began - sum(phases.values()) / 1000, route=route)
+        if self.has_access_log or self.tracer is not None:
+            members = request_members(scope, status, ended - began)
             if self.has_access_log:
-                access_logger.info("%s", access_line(scope, status or 500, seconds))
+                log_request(members)
+            if self.tracer is not None:
+                self.tracer.record(scope, members, began, ended)
 
     def _refusal(self, scope: Scope) -> ASGIApp | None:
         """The answer to a request with a wrong key or too large a body. Notes the tenant of other requests in their scope."""
@@ -155,17 +171,10 @@ class RequestMiddleware:
         return InputTooLargeError(f"The request body has more than {self.max_body_bytes} bytes.")
 
 
-def access_line(scope: Scope, status: int, seconds: float) -> str:
-    """A request in a line: its path, the status, who asked for what, and why it failed. Callers' characters are escaped."""
-    state = scope["state"]
-    tenant, error, reason = state["tenant"], state["error"], ""
-    members = {"tenant": "-" if tenant is None else tenant.name, **state["log"], "ms": round(1000 * seconds)}
-    if error is not None:
-        members["code"] = error if isinstance(error, str) else getattr(error, "code", type(error).__name__)
-        if isinstance(error, ArcherfishError):
-            reason = f" reason={json.dumps(error.message[:MAX_REASON])}"
-    shown = [f"{name}={quote(str(value)[:MAX_REASON], '/:')}" for name, value in members.items()]
-    return f"{scope['method']} {quote(scope['path'][:MAX_REASON])} {status} {' '.join(shown)}{reason}"
+def request_id_of(scope: Scope) -> str:
+    """The id that the client gave its request, if it is a plain word, or a new one."""
+    given = next((value.decode("latin-1") for name, value in scope["headers"] if name == REQUEST_ID_HEADER), "")
+    return given if GIVEN_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
 
 class BodyRoute(Route):

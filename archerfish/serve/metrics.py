@@ -11,7 +11,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from archerfish.observe.metrics import GivenMetric, Metric, Sample
+from archerfish.observe.metrics import GivenMetric, Kind, Metric, Sample
 from archerfish.serve.wire import FrontEndState, MetricValues
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -34,8 +34,24 @@ def read_metrics(values: Mapping[str, Any]) -> list[Metric]:
     return [GivenMetric(one.kind, name, one.description, one.label_names, one.samples) for name, one in found]
 
 
-def gauges(values: Mapping[str, float]) -> list[Metric]:
-    return [GivenMetric("gauge", f"archerfish_{name}", "", (), [Sample((), float(value))]) for name, value in values.items()]
+GIVEN: dict[str, tuple[Kind, str]] = {  # of processes, by the names in `/stats`
+    "engine_up": ("gauge", "Whether the engine process answers."),
+    "replica_up": ("gauge", "Whether a replica takes requests."),
+    "clients": ("gauge", "Clients of the engine process with requests."),
+    "live_requests": ("gauge", "Requests of the engine process that have not ended."),
+    "lost_clients": ("counter", "Clients that went away before their requests had ended."),
+    "loaded_models": ("gauge", "Loaded models."),
+    "unloaded_models": ("counter", "Models that were unloaded to make room."),
+    "job_seconds": ("gauge", "Seconds for which the current job of the compute thread has been running; 0 without one."),
+}
+
+
+def process_metrics(values: Mapping[str, float]) -> list[Metric]:
+    """The metrics of GIVEN with these values."""
+    return [
+        GivenMetric(GIVEN[name][0], f"archerfish_{name}", GIVEN[name][1], (), [Sample((), float(value))])
+        for name, value in values.items()
+    ]
 
 
 # Of several front ends

@@ -89,6 +89,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_message_bytes: int = 64 << 20
     memory_gib: float = 0.0  # limit for all loaded models together; 0: no limit
     name: str = "engine"  # in the log
+    log_format: str = "pretty"  # as [serve] log_format
     grace_s: float = GRACE_S
     hang_s: float = 120.0  # a longer job counts as hung, unless its model is new or has needed a quarter of that before
     silence_s: float = 60.0  # a process without a heartbeat for so long counts as hung

@@ -26,7 +26,7 @@ from archerfish.route.router import NO_TOKENS, Replica, Route, Router, load_from
 from archerfish.sequence import Namespace, pack_tokens
 from archerfish.serve import wire
 from archerfish.serve.client import Answer, AsyncClient, Part, Question, RemoteError
-from archerfish.serve.metrics import gauges, merged, metric_values, read_metrics
+from archerfish.serve.metrics import merged, metric_values, process_metrics, read_metrics
 from archerfish.serve.overload import OPEN_OUTPUT_TOKENS, estimate_tokens
 from archerfish.serve.tenants import Tenants
 
@@ -372,7 +372,7 @@ class RoutedBackend:
         shared = await self._ask_ledger(message)
         assert isinstance(shared, wire.Report)
         own = await self._ask_all(wire.Query(request_id="", about="metrics", credentials=self._credentials))
-        up = [labelled(one.name, gauges({"replica_up": one.state == READY})) for one in self.connections.values()]
+        up = [labelled(one.name, process_metrics({"replica_up": one.state == READY})) for one in self.connections.values()]
         parts = [labelled(one.name, read_metrics(answer.values)) for one, answer in own]
         values = {metric.name: metric_values(metric) for metric in merged([*parts, *up])}
         return wire.Report(request_id=message.request_id, values={**shared.values, **values})

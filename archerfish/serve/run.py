@@ -22,10 +22,12 @@ from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ModelConfig,
 from archerfish.errors import InvalidOptionError, MachineError
 from archerfish.kernels.select import choose_device
 from archerfish.serve import processes
+from archerfish.serve.logs import set_up_log
 from archerfish.serve.page import curl, examples
 from archerfish.serve.processes import FrontConfig, HostConfig, KeptProcess, ModelSpec, front_process
 from archerfish.serve.replicas import RollingRestart, replica_processes
 from archerfish.serve.tenants import Tenants
+from archerfish.serve.tracing import needs_tracing
 from archerfish.store.names import STORY_MODEL
 from archerfish.types import Progress, no_progress
 
@@ -42,7 +44,10 @@ def serve(
     """Serve until SIGINT or SIGTERM. models: see `models_of`. announce: gets the texts for the user instead of print."""
     config, hub, announce = serve or ServeConfig(), hub or HubConfig(), announce or partial(print, flush=True)
     specs = models_of(config, engine or EngineConfig(), embed or EmbedConfig(), models)
+    if config.log_format == "json":
+        set_up_log("main", config.log_format, config.log_level)
     Tenants.from_file(config.api_keys_file)  # errors in the configuration should show before the models are loaded
+    needs_tracing(config.otlp_endpoint)
     front_ends: list[KeptProcess] = []
     engines: list[KeptProcess] = []
     directory = tempfile.mkdtemp(prefix="archerfish-")  # mode 0700: no other user can connect to the socket in it
@@ -114,7 +119,7 @@ def host_config(config: ServeConfig, models: tuple[ModelSpec, ...], hub: HubConf
         client_keys=tuple(key.strip() for key in config.zmq_client_keys.split(",") if key.strip()),
         max_queue_texts=config.max_queue_texts, latency_budget_ms=config.latency_budget_ms, api_keys_file=config.api_keys_file,
         admission={name: getattr(config, name) for name in ("max_wait_s", "max_prompt_tokens", "max_output_tokens")},
-        memory_gib=config.memory_gib, hang_s=config.hang_s, grace_s=config.grace_s,
+        memory_gib=config.memory_gib, hang_s=config.hang_s, grace_s=config.grace_s, log_format=config.log_format,
     )  # fmt: skip
 
 

@@ -157,6 +157,7 @@ class Chunk(Message, tag="chunk", kw_only=True, omit_defaults=True):
     stop_reason: str | int | None = None
     logprobs: list[Logprob] | None = None
     num_cached_tokens: int = 0  # tokens of the prompt, in the first chunk of a request
+    metrics: dict[str, float] = {}  # in the first chunk of a request: queue_ms and prefill_ms
     retry_after_s: float | None = None  # if the deadline came before the first token
 
 

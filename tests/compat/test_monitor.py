@@ -13,7 +13,7 @@ import pytest
 from archerfish import ArrowEngine, AsyncLLMEngine, LLMEngine
 from archerfish.compat.monitor import MetricEvent, PerformanceMonitor, RealTimeMonitor
 from archerfish.errors import InvalidInputError, NotFoundError
-from archerfish.observe.metrics import ENCODE, GAPS, TTFT, WHOLE
+from archerfish.observe.metrics import ENCODE, ENDS, GAPS, TTFT, WHOLE
 from archerfish.serve.metrics import exposition
 from tests.compat.loops import in_loop
 from tests.engine.tiny_llama import greedy, prompts
@@ -51,7 +51,7 @@ def test_each_request_has_at_most_one_first_token(engine: LLMEngine) -> None:
     assert histograms[TTFT].count(**label) == 0
     engine.generate(prompts(1), GREEDY.replace(n=3, temperature=1.0))
     assert [histograms[name].count(**label) for name in (TTFT, GAPS)] == [1, 3 * 5]
-    ends = monitor.collector.counters["vllm:request_success"]
+    ends = monitor.collector.counters[ENDS]
     assert ends.value(model_name=engine.model_name, finished_reason="abort") == 1
 
 
@@ -74,8 +74,8 @@ def test_metrics_have_the_names_of_a_server(engine: LLMEngine) -> None:
     page = exposition(monitor.metrics()).decode()
     label = f'{{model_name="{engine.model_name}"}}'
     for line in (
-        f"vllm:generation_tokens_total{label} 12.0", f"vllm:e2e_request_latency_seconds_count{label} 2.0",
-        f"archerfish_completed_requests_total{label} 2.0", f"vllm:num_requests_running{label} 0.0",
+        f"archerfish_generation_tokens_total{label} 12.0", f"archerfish_num_requests_running{label} 0.0",
+        f'archerfish_e2e_request_latency_seconds_count{label[:-1]},tenant=""}} 2.0',
     ):  # fmt: skip
         assert line in page.splitlines()
     names = [line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")]

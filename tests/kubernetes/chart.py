@@ -29,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "kernelArchive": "/models/kernels.tar.gz", "apiKeys": {"secret": "keys", "metricsSecret": "prometheus"},
         "pod": {"nodeSelector": {"card": "h200"}, "tolerations": [{"operator": "Exists"}], "runtimeClassName": "nvidia"},
         "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}}, "autoscaling": {"enabled": True},
+        "dashboard": {"enabled": True}, "alerts": {"enabled": True, "labels": {"release": "prometheus"}},
         "service": {"type": "LoadBalancer", "port": 443},
     },
 }  # fmt: skip

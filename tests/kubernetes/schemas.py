@@ -41,7 +41,9 @@ SCALED_OBJECT = record(
 ENDPOINT = record(
     port=TEXT, path=TEXT, interval=TEXT, authorization=record(type=TEXT, credentials=record("name key", name=TEXT, key=TEXT))
 )
-SERVICE_MONITOR = record("selector endpoints", selector=record(matchLabels=TEXTS), endpoints=several(ENDPOINT))
+ALERT = record("alert expr", alert=TEXT, expr=TEXT, labels=TEXTS, annotations=TEXTS, **{"for": TEXT})
+RULE_GROUPS = record("groups", groups=several(record("name rules", name=TEXT, rules=several(ALERT))))
+SERVICE_MONITOR = record("selector endpoints", jobLabel=TEXT, selector=record(matchLabels=TEXTS), endpoints=several(ENDPOINT))
 GROUP = {"rayStartParams": TEXTS, "template": record("spec", metadata=ANY, spec=ANY)}
 WORKERS = record("groupName template", **GROUP, groupName=TEXT, replicas=WHOLE, minReplicas=WHOLE, maxReplicas=WHOLE)
 CLUSTER = record(
@@ -51,5 +53,6 @@ CLUSTER = record(
 SCHEMAS = {
     "ScaledObject": resource("keda.sh/v1alpha1", SCALED_OBJECT),
     "ServiceMonitor": resource("monitoring.coreos.com/v1", SERVICE_MONITOR),
+    "PrometheusRule": resource("monitoring.coreos.com/v1", RULE_GROUPS),
     "RayService": resource("ray.io/v1", record("rayClusterConfig", serveConfigV2=TEXT, rayClusterConfig=CLUSTER)),
 }

@@ -37,7 +37,8 @@ def test_manifests_are_valid(variant: str) -> None:
     manifests = render(VARIANTS[variant])
     for manifest in manifests:
         check(manifest)
-    common = {"full": {"ConfigMap", "PersistentVolumeClaim"}, "ray": {"ConfigMap", "PersistentVolumeClaim", "RayService"}}
+    full = {"ConfigMap", "PersistentVolumeClaim", "PrometheusRule"}
+    common = {"full": full, "ray": {*full, "RayService"}}
     kinds = {"Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"}
     more = {"default": kinds, "full": {*kinds, "ServiceMonitor", "ScaledObject"}, "ray": set()}
     assert {manifest["kind"] for manifest in manifests} == common.get(variant, set()) | more[variant]
@@ -90,6 +91,17 @@ def test_pods_have_what_they_name(variant: str) -> None:
             assert ServeConfig(**options["serve"]).host == "0.0.0.0"
         assert pod["enableServiceLinks"] is False
         assert [str(pod["securityContext"][name]) for name in ("runAsUser", "fsGroup")] == ["10001", "10001"]
+
+
+def test_dashboard_and_alerts_are_those_of_the_repository() -> None:
+    manifests = render(VARIANTS["full"])
+    [dashboard] = [one for one in manifests if one["metadata"]["name"] == f"{NAME}-dashboard"]
+    assert dashboard["data"]["archerfish.json"] == (ROOT / "deploy" / "grafana" / "archerfish.json").read_text()
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+    alerts = (ROOT / "deploy" / "prometheus" / "alerts.yml").read_text()
+    assert of_kind(manifests, "PrometheusRule")["spec"] == yaml.safe_load(alerts)
+    job = of_kind(manifests, "Service")["metadata"]["labels"][of_kind(manifests, "ServiceMonitor")["spec"]["jobLabel"]]
+    assert "archerfish" in job and 'job=~".*archerfish.*"' in alerts
 
 
 def test_selectors_and_ports_agree() -> None:

@@ -30,7 +30,7 @@ from archerfish.config import EngineConfig, HubConfig
 from archerfish.serve.tenants import add_key
 from tests.kernels.test_compiling import FOLDER, write_archive
 
-from .chart import ROOT, VARIANTS, of_kind, pods, read_images, read_manifests, render, run_helm, runnable, yaml
+from .chart import NAME, ROOT, VARIANTS, of_kind, pods, read_images, read_manifests, render, run_helm, runnable, yaml
 
 pytestmark = pytest.mark.cluster
 LIMIT_S = 120
@@ -109,7 +109,8 @@ class Pod:
         self.directory = directory
         self.spec = pods(self.manifests)[0]["spec"]
         [self.container] = self.spec["containers"]
-        (directory / "archerfish.toml").write_text(of_kind(self.manifests, "ConfigMap")["data"]["archerfish.toml"])
+        [config] = [one for one in self.manifests if one["kind"] == "ConfigMap" and one["metadata"]["name"] == NAME]
+        (directory / "archerfish.toml").write_text(config["data"]["archerfish.toml"])
         (directory / "archerfish").symlink_to(HubConfig().cache_path())
         self.key = add_key(directory / "keys.toml", "alice", is_operator=True)
 
@@ -138,7 +139,7 @@ def test_probes_and_metrics_are_those_of_the_service(pod: Pod) -> None:
         exported = {sample.name for family in families for sample in family.samples}
     assert run(check, served.env).returncode != 0
     queries = [one["metadata"]["query"] for one in of_kind(pod.manifests, "ScaledObject")["spec"]["triggers"]]
-    used = [re.findall(r"\b(?:vllm:|archerfish_)\w+", query) for query in queries]
+    used = [re.findall(r"\barcherfish_\w+", query) for query in queries]
     assert all(used) and {name for names in used for name in names} <= exported
     assert all('{namespace="lab", service="fish"}' in query for query in queries)
     assert all(re.match(r"sum\(|histogram_quantile\(0.95, sum by \(le\)", query) for query in queries)

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from archerfish.observe.metrics import GAPS, SECONDS_BUCKETS, TTFT, WHOLE, Histogram, MetricRegistry, MetricsCollector
+from archerfish.observe.metrics import MAX_TENANTS, SECONDS_BUCKETS, TTFT, WHOLE, Histogram, MetricRegistry, MetricsCollector
 
 
 def test_counter_counts_by_label_and_refuses_to_shrink() -> None:
@@ -30,7 +30,7 @@ def test_histogram_buckets_are_cumulative_and_inclusive() -> None:
     times = MetricRegistry().histogram("times")
     times.observe(10, 30, 30, 31, 100)
     (sample,) = times.samples()
-    assert sample.buckets[-5:] == ((5, 0), (10, 1), (30, 3), (60, 4), (math.inf, 5))
+    assert sample.buckets[-7:] == ((5, 0), (10, 1), (30, 3), (60, 4), (120, 5), (300, 5), (math.inf, 5))
     assert [bound for bound, _ in sample.buckets[:-1]] == sorted(SECONDS_BUCKETS)
     assert (sample.count, sample.value) == (5, 201) and times.count() == 5
 
@@ -68,19 +68,37 @@ def test_what_happens_is_in_the_histograms_and_counters() -> None:
     collector.ended("m", 100, 200, 300, ["stop", "length"])
     collector.refused("m", "overloaded")
     histograms = collector.histograms  # gaps that wait are taken in before anybody looks
-    assert histograms[GAPS].percentiles([100], model_name="m") == [0.03]
+    assert histograms["archerfish_inter_token_latency_seconds"].percentiles([100], model_name="m") == [0.03]
     assert histograms[TTFT].count(model_name="m") == 1
     assert histograms[WHOLE].samples()[0].value == pytest.approx(0.6)
-    assert collector.counters["vllm:request_success"].value(model_name="m", finished_reason="length") == 1
+    assert collector.counters["archerfish_request_success"].value(model_name="m", finished_reason="length") == 1
     assert collector.counters["archerfish_refused_requests"].value(model_name="m", code="overloaded") == 1
+
+
+def test_labels_that_are_not_given_may_have_any_value() -> None:
+    collector = MetricsCollector(window=10)
+    for model, tenant, seconds in (("m", "a", 0.2), ("m", "b", 0.4), ("n", "a", 9.0)):
+        collector.first_token(model, seconds, tenant)
+    histogram = collector.histograms[TTFT]
+    assert (histogram.count(model_name="m"), histogram.count(model_name="m", tenant="b"), histogram.count()) == (2, 1, 3)
+    assert histogram.percentiles([100], model_name="m") == [0.4] and sum(histogram.counts(tenant="a")) == 2
+    with pytest.raises(ValueError, match="not \\('replica',\\)"):
+        histogram.count(replica="0")
+
+
+def test_only_the_first_tenants_have_labels_of_their_own() -> None:
+    collector = MetricsCollector()
+    labels = [collector.tenant_label(f"t{number}") for number in range(MAX_TENANTS + 3)]
+    assert labels == [*(f"t{number}" for number in range(MAX_TENANTS)), *["other"] * 3]
+    assert collector.tenant_label("t0") == "t0" and collector.tenant_label("t40") == "other"
 
 
 def test_counts_of_engines_are_read_and_not_counted_again() -> None:
     found = {metric.name: metric for metric in MetricsCollector().metrics({"m": {"num_running": 3, "num_steps": 7}})}
     assert len(found) == len(MetricsCollector().metrics())
-    assert (found["vllm:num_requests_running"].kind, found["archerfish_steps"].kind) == ("gauge", "counter")
+    assert (found["archerfish_num_requests_running"].kind, found["archerfish_steps"].kind) == ("gauge", "counter")
     assert [(sample.labels, sample.value) for sample in found["archerfish_steps"].samples()] == [(("m",), 7.0)]
-    assert found["vllm:num_preemptions"].samples() == []
+    assert found["archerfish_num_preemptions"].samples() == []
 
 
 def test_percentiles_are_exact_over_the_window() -> None:

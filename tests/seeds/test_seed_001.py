@@ -120,7 +120,7 @@ def test_metrics_collector() -> None:
     collector = MetricsCollector()
     collector.first_token("model", 0.5)
     collector.refused("model", "overloaded")
-    assert collector.histograms["vllm:time_to_first_token_seconds"].count(model_name="model") == 1
+    assert collector.histograms["archerfish_time_to_first_token_seconds"].count(model_name="model") == 1
     assert collector.counters["archerfish_refused_requests"].value(model_name="model", code="overloaded") == 1
 
 

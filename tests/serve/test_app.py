@@ -172,7 +172,7 @@ async def test_full_queue_gives_503_with_retry_after(tmp_path: Path) -> None:
             assert error_of(refused)["code"] == "overloaded"
             assert error_of(refused)["type"] == "server_error"
         lines = (await client.get("/metrics")).text.splitlines()
-        assert 'archerfish_refused_requests_total{code="overloaded",model_name="fake/words"} 2.0' in lines
+        assert 'archerfish_refused_requests_total{code="overloaded",model_name="fake/words",tenant=""} 2.0' in lines
         assert 'archerfish_requests_total{route="/v1/embeddings",status="503"} 1.0' in lines
         encoder.gate.set()
         assert [answer.status_code for answer in await asyncio.gather(first, waiting)] == [200, 200]
@@ -341,24 +341,24 @@ async def test_metrics_include_front_end_and_engine(tmp_path: Path) -> None:
             "# TYPE archerfish_requests_total counter",
             "archerfish_requests_running 1.0",
             'archerfish_encoded_texts_total{model_name="fake/words"} 2.0',
-            'archerfish_encode_seconds_count{model_name="fake/words"} 1.0',
-            'vllm:generation_tokens_total{model_name="tiny"} 8.0',
-            'vllm:time_to_first_token_seconds_count{model_name="tiny"} 2.0',
-            'vllm:inter_token_latency_seconds_count{model_name="tiny"} 6.0',
-            'vllm:request_success_total{finished_reason="length",model_name="tiny"} 2.0',
-            'vllm:num_requests_running{model_name="tiny"} 0.0',
-            'vllm:num_requests_waiting{model_name="tiny"} 0.0',
-            'vllm:kv_cache_usage_perc{model_name="tiny"} 0.0',
-            'vllm:num_preemptions_total{model_name="tiny"} 0.0',
-            'vllm:prompt_tokens_total{model_name="tiny"} 184.0',
-            'vllm:request_queue_time_seconds_count{model_name="tiny"} 2.0',
-            'vllm:request_prefill_time_seconds_count{model_name="tiny"} 2.0',
-            'vllm:request_decode_time_seconds_count{model_name="tiny"} 2.0',
+            'archerfish_encode_seconds_count{model_name="fake/words",tenant=""} 1.0',
+            'archerfish_generation_tokens_total{model_name="tiny"} 8.0',
+            'archerfish_time_to_first_token_seconds_count{model_name="tiny",tenant=""} 2.0',
+            'archerfish_inter_token_latency_seconds_count{model_name="tiny",tenant=""} 6.0',
+            'archerfish_request_success_total{finished_reason="length",model_name="tiny",tenant=""} 2.0',
+            'archerfish_num_requests_running{model_name="tiny"} 0.0',
+            'archerfish_num_requests_waiting{model_name="tiny"} 0.0',
+            'archerfish_kv_cache_usage_perc{model_name="tiny"} 0.0',
+            'archerfish_num_preemptions_total{model_name="tiny"} 0.0',
+            'archerfish_prompt_tokens_total{model_name="tiny"} 184.0',
+            'archerfish_request_queue_time_seconds_count{model_name="tiny",tenant=""} 2.0',
+            'archerfish_request_prefill_time_seconds_count{model_name="tiny",tenant=""} 2.0',
+            'archerfish_request_decode_time_seconds_count{model_name="tiny",tenant=""} 2.0',
             'archerfish_encoded_tokens_total{model_name="fake/words"} 3.0',
             "archerfish_loaded_models 2.0",
         ):
             assert line in lines, answer.text
-        assert 'vllm:prefix_cache_hits_total{model_name="tiny"} 0.0' not in lines
+        assert 'archerfish_prefix_cache_hits_total{model_name="tiny"} 0.0' not in lines
         names = [family.name for family in text_string_to_metric_families(answer.text)]
         assert len(names) == len(set(names))
 

@@ -184,7 +184,8 @@ def test_an_answer_has_a_line_with_its_tokens(caplog: pytest.LogCaptureFixture, 
     body = {"prompt": ["Hi", "Hello"], "max_tokens": 3, "stream": stream}
     assert post(FakeBackend(), TEXT, body, app=keyed_app).status_code == 200
     [line] = lines(caplog)
-    assert line.startswith(f"POST {TEXT} 200 tenant=acme model={MODEL} prompt_tokens=7 output_tokens=6 ms=")
+    counts = "prompt_tokens=7 output_tokens=6 cached_tokens=6 finish_reason=length"
+    assert line.startswith(f"POST {TEXT} 200 tenant=acme model={MODEL} {counts} ms=")
     assert post(FakeBackend(), "/v1/rerank", {"query": "a", "documents": ["b", "c"]}).status_code == 200
     [line] = lines(caplog)
     assert line.startswith("POST /v1/rerank 200 tenant=anonymous model=lab/vectors prompt_tokens=3 output_tokens=0 ms=")

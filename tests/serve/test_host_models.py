@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from archerfish.errors import InvalidOptionError, MachineError
+from archerfish.observe.metrics import ENDS
 from archerfish.params import SamplingParams
 from archerfish.serve import wire
 from archerfish.serve.client import AsyncClient
@@ -23,7 +24,7 @@ from archerfish.serve.metrics import read_metrics
 from archerfish.serve.models import GENERATION, SCORES, Hosted, ModelEntry
 from archerfish.serve.processes import BEAT_S
 from archerfish.serve.tenants import Tenants, add_key
-from archerfish.serve.wire import Configure, EmbedRequest, GenerationRequest, Ping, Pong, Query, ScoreRequest, Vectors
+from archerfish.serve.wire import Charge, Configure, EmbedRequest, GenerationRequest, Ping, Pong, Query, ScoreRequest, Vectors
 from tests.engine.tiny_llama import prompts
 
 from .hosting import LONG, FakeClock, WordEncoder, add_llm, failure, hold, llm_host, make_host, report_of, stats, talking, whole
@@ -166,10 +167,23 @@ async def test_sequence_ended_by_the_client_counts_as_stopped(tmp_path: Path) ->
                 client.end_sequence(str(number), 0)
             await parts.aclose()
         metrics = read_metrics(await report_of(client, Query(request_id="", about="metrics")))
-        [ended] = [metric for metric in metrics if metric.name == "vllm:request_success"]
-        assert [(one.labels, one.value) for one in ended.samples()] == [(("tiny", "stop"), 1)]
+        [ended] = [metric for metric in metrics if metric.name == ENDS]
+        assert [(one.labels, one.value) for one in ended.samples()] == [(("tiny", "", "abort"), 1), (("tiny", "", "stop"), 1)]
     assert engine.scheduler.stats().aborted_requests == 1
     assert engine.scheduler.stats().num_running == 0
+
+
+async def test_refusals_at_the_limits_of_a_tenant_are_counted(tmp_path: Path) -> None:
+    """Front ends of several replicas ask for them apart from any model."""
+    keys_file = tmp_path / "keys.toml"
+    add_key(keys_file, "alice", requests_per_minute=1)
+    host = make_host(tmp_path, api_keys_file=str(keys_file), front_end_pass="pass")
+    async with talking(host) as client:
+        charge = Charge(request_id="", credentials="pass", tenant="alice", num_tokens=1)
+        await client.ask(charge)
+        assert (await failure(client, charge)).code == "rate_limit_exceeded"
+    [refused] = host.figures.counters["archerfish_refused_requests"].samples()
+    assert (refused.labels, refused.value) == (("", "alice", "rate_limit_exceeded"), 1)
 
 
 async def test_options_change_while_requests_run(tmp_path: Path) -> None:
