@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from archerfish.cli.main import COMMANDS, main
+from archerfish.cli.commands import COMMANDS
+from archerfish.cli.main import main
 from archerfish.cli.options import Parser, add_common, add_options, section
 from archerfish.cli.serve import LIMITS
 from archerfish.config import (

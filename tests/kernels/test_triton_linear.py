@@ -344,7 +344,8 @@ def test_an_upload_waits_for_work_that_reads_the_same_memory() -> None:
     before = torch.ones(1 << 20, device=DEVICE)
     uploads = triton_linear.Uploads("cuda")
     try:
-        torch.cuda._sleep(1 << 30)  # half a second of the card
+        sleep: Any = torch.cuda._sleep
+        sleep(1 << 30)  # half a second of the card
         copied, place = before.clone(), before.data_ptr()
         del before
         sent = uploads.send(torch.zeros(1 << 20))

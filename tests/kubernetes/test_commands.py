@@ -25,7 +25,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from archerfish.cli.main import COMMANDS
+from archerfish.cli.commands import COMMANDS
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.serve.tenants import add_key
 from tests.kernels.test_compiling import FOLDER, write_archive

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from archerfish.cli.main import find_command, make_parser
+from archerfish.cli.commands import make_parser
+from archerfish.cli.main import find_command
 from archerfish.cli.options import add_common
 from archerfish.cli.serve import add_serve_arguments, take_models
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ModelConfig, ServeConfig, read_models
