@@ -8,16 +8,28 @@ namespace {
 constexpr int kAhead = 8;  // rows or keys that are fetched before they are used
 constexpr int kDirectRows = 8;  // up to which keys and values are not gathered
 
-INLINE void turn_head(float* head, const KVStore& args, const float* norm, const float* cos_sin) {
+INLINE float norm_factor(const float* x, int width, float eps) {
+  Floats squares = {};
+  float rest = 0;
+  int i = 0;
+  for (; i + kLanes <= width; i += kLanes) { Floats v = load(x + i); squares += v * v; }
+  for (; i < width; i++) rest += x[i] * x[i];
+  return 1.0f / std::sqrt((sum(squares) + rest) / float(width) + eps);
+}
+
+// factor: of the norm; 0: that of this head.
+INLINE void turn_head(float* head, const KVStore& args, const float* norm, float factor, const float* cos_sin) {
   const int dim = args.head_dim, half = args.rotary_dim / 2;
   if (norm) {
-    Floats squares = {};
-    each(dim, head, head, [&](Floats v, int64_t) { squares += v * v; return v; });
-    const float factor = 1.0f / std::sqrt(sum(squares) / float(dim) + args.eps);
+    if (factor == 0) factor = norm_factor(head, dim, args.eps);
     each(dim, head, head, [&](Floats v, int64_t i) { return v * factor * load_some(norm + i, dim - i); });
   }
   if (!half) return;
   int i = 0;
+  for (; args.is_interleaved && i < half; i++) {
+    float a = head[2 * i], b = head[2 * i + 1], c = cos_sin[i], s = cos_sin[half + i];
+    head[2 * i] = a * c - b * s, head[2 * i + 1] = b * c + a * s;
+  }
   for (; i + kLanes <= half; i += kLanes) {
     Floats a = load(head + i), b = load(head + half + i), c = load(cos_sin + i), s = load(cos_sin + half + i);
     store(head + i, a * c - b * s), store(head + half + i, b * c + a * s);
@@ -389,11 +401,14 @@ void store_kv(const KVStore& args, const Task& task) {
       const float* from = args.qkv + row * width;
       const float* cos_sin = args.rotary_dim ? args.cos_sin + args.positions[row] * args.rotary_dim : nullptr;
       memcpy(args.q + row * queries, from, size_t(queries) * 4);
-      for (int h = 0; h < args.num_heads; h++) turn_head(args.q + row * queries + h * dim, args, args.q_norm, cos_sin);
+      const float q_factor = args.is_q_norm_whole ? norm_factor(from, int(queries), args.eps) : 0;
+      const float k_factor = args.is_k_norm_whole ? norm_factor(from + queries, int(keys), args.eps) : 0;
+      for (int h = 0; h < args.num_heads; h++)
+        turn_head(args.q + row * queries + h * dim, args, args.q_norm + (q_factor > 0 ? h * dim : 0), q_factor, cos_sin);
       if (args.slots[row] < 0) continue;
       for (int h = 0; h < args.num_kv_heads; h++) {
         memcpy(head, from + queries + h * dim, size_t(dim) * 4);
-        turn_head(head, args, args.k_norm, cos_sin);
+        turn_head(head, args, args.k_norm + (k_factor > 0 ? h * dim : 0), k_factor, cos_sin);
         const int64_t at = (args.slots[row] * args.num_kv_heads + h) * head_stride(args.type, dim);
         if (args.type == Type::kByte) {
           store_bytes(head, dim, static_cast<int8_t*>(args.keys) + at);

@@ -86,7 +86,7 @@ struct Norm {
   const float* x;
   const float* before;  // added first; or null
   float* total;         // the sum, if wanted
-  const float* weight;
+  const float* weight;  // null: out is the sum
   const float* bias;    // of a layer norm; null: an RMS norm
   float eps;
   int64_t num_rows, width;
@@ -115,6 +115,8 @@ struct KVStore {
   const float* cos_sin;                               // (positions, rotary_dim)
   const float* q_norm;
   const float* k_norm;
+  bool is_q_norm_whole, is_k_norm_whole;  // all heads are normalised together
+  bool is_interleaved;                    // neighbours are rotated together, not halves
   float eps;
   const int64_t* positions;
   const int64_t* slots;

@@ -34,10 +34,10 @@ void add_linear(Tape& tape, const OwnedMatrix& matrix, int x, int out, int64_t f
   }, [=](const Sizes& sizes) { return linear_shared_bytes(*packed, sizes.of(rows)); }, linear_own_bytes(matrix));
 }
 
-void add_norm(Tape& tape, int x, int before, int total, Array weight, std::optional<Array> bias, float eps, int out) {
+void add_norm(Tape& tape, int x, int before, int total, std::optional<Array> weight, std::optional<Array> bias, float eps, int64_t width,
+              int out) {
   Rows rows = tape.rows_of(out);
   const float *w = floats(weight), *b = floats(bias);
-  int64_t width = int64_t(weight.shape(0));
   tape.add({x, before, total, out}, [=](const Frame& frame, const Task& task) {
     frame.kernels->norm(Norm{frame.at(x), frame.at(before), frame.at(total), w, b, eps, frame.sizes.of(rows), width, frame.at(out)}, task);
   });
@@ -65,11 +65,13 @@ void check_head(int head_dim) {
 }
 
 void add_store_kv(Tape& tape, int qkv, int q, std::vector<int> heads, std::optional<Array> cos_sin, int rotary_dim,
-                  std::optional<Array> q_norm, std::optional<Array> k_norm, float eps, WritableArray keys, WritableArray values, int type) {
+                  std::optional<Array> q_norm, std::optional<Array> k_norm, float eps, WritableArray keys, WritableArray values, int type, bool is_interleaved) {
   check_head(heads[2]);
   KVStore args{};
   args.num_heads = heads[0], args.num_kv_heads = heads[1], args.head_dim = heads[2], args.rotary_dim = rotary_dim;
   args.cos_sin = floats(cos_sin), args.q_norm = floats(q_norm), args.k_norm = floats(k_norm), args.eps = eps;
+  auto is_whole = [&](const std::optional<Array>& norm) { return norm && int(norm->shape(0)) > args.head_dim; };
+  args.is_q_norm_whole = is_whole(q_norm), args.is_k_norm_whole = is_whole(k_norm), args.is_interleaved = is_interleaved;
   args.type = Type(type), args.keys = keys.data(), args.values = values.data();
   tape.add({qkv, q}, [=](const Frame& frame, const Task& task) {
     KVStore mine = args;
@@ -208,13 +210,13 @@ NB_MODULE(_native, m) {
       .def("linear", &add_linear, "matrix"_a, "x"_a, "out"_a, "first"_a, "width"_a, "activation"_a = 0, "is_gated"_a = false, "residual"_a = -1,
            "softcap"_a = 0.0f, "norm"_a.noconvert() = nb::none(), "eps"_a = 0.0f, "before"_a = -1, "total"_a = -1, "is_deterministic"_a = false, nb::keep_alive<1, 2>(),
            nb::keep_alive<1, 11>())
-      .def("norm", &add_norm, "x"_a, "before"_a, "total"_a, "weight"_a.noconvert(), "bias"_a.noconvert().none(), "eps"_a, "out"_a, nb::keep_alive<1, 5>(),
-           nb::keep_alive<1, 6>())
+      .def("norm", &add_norm, "x"_a, "before"_a, "total"_a, "weight"_a.noconvert().none(), "bias"_a.noconvert().none(), "eps"_a, "width"_a, "out"_a,
+           nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>())
       .def("tables", &add_tables, "tables"_a.noconvert(), "types"_a, "inputs"_a, "offsets"_a, "packed"_a.none(), "scale"_a, "width"_a, "out"_a,
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 6>())
       .def("store_kv", &add_store_kv, "qkv"_a, "q"_a, "heads"_a, "cos_sin"_a.noconvert().none(), "rotary_dim"_a, "q_norm"_a.noconvert().none(),
-           "k_norm"_a.noconvert().none(), "eps"_a, "keys"_a.noconvert(), "values"_a.noconvert(), "type"_a, nb::keep_alive<1, 5>(), nb::keep_alive<1, 7>(),
-           nb::keep_alive<1, 8>(), nb::keep_alive<1, 10>(), nb::keep_alive<1, 11>())
+           "k_norm"_a.noconvert().none(), "eps"_a, "keys"_a.noconvert(), "values"_a.noconvert(), "type"_a, "is_interleaved"_a = false,
+           nb::keep_alive<1, 5>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 10>(), nb::keep_alive<1, 11>())
       .def("attend", &add_attend, "q"_a, "out"_a, "heads"_a, "scale"_a, "window"_a, "softcap"_a, "keys"_a.noconvert().none(), "values"_a.noconvert().none(),
            "type"_a, "bias"_a, "is_exact"_a, nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>())
       .def("gated", &add_gated, "x"_a, "width"_a, "activation"_a, "out"_a)

@@ -64,6 +64,7 @@ void norm(const Norm& args, const Task& task) {
         total += v, squares += v * v;
         return v;
       });
+      if (!args.weight) continue;
       if (args.total) memcpy(args.total + row * width, out, size_t(width) * 4);
       float mean = 0, variance = sum(squares) / float(width);
       if (args.bias) {

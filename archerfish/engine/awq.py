@@ -19,6 +19,7 @@ from archerfish.errors import UnsupportedModelError
 from archerfish.kernels.ops import Ids
 from archerfish.kernels.stored import Floats
 from archerfish.kernels.torch.reference import Tensor
+from archerfish.models.llama import LlamaModel
 from archerfish.store.format import Quantization, Row, TensorInfo
 from archerfish.store.quantiser import find_grid, make_row, read_floats
 from archerfish.store.source import ModelSource, SourceTensor
@@ -66,7 +67,9 @@ def scale_source(
                 divisors[before] = divisors[f"{before.removesuffix('weight')}bias"] = kept["factors"]
         return matrix
 
-    if getattr(model.model, "norm_plus", 0.0) != 0.0 or not any(producer(name) in sizes for name in wanted):
+    is_known = getattr(model.model, "norm_plus", 0.0) == 0.0
+    is_known &= getattr(model.model, "norm_names", LlamaModel.norm_names)[:2] == LlamaModel.norm_names  # each for one product
+    if not is_known or not any(producer(name) in sizes for name in wanted):
         message = f"[convert] method awq does not know what to scale in {model.config.model_type}."
         raise UnsupportedModelError(message, hint="Take --method gptq.")
     model.hidden(texts, on_product)

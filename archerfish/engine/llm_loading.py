@@ -35,6 +35,7 @@ from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import HUB_ID, ONLY_TOKENIZER, builtin_at, resolve_model
 from archerfish.store.quantised_source import stated_quantization, states_int8_activations
+from archerfish.store.text_parts import text_config
 from archerfish.text.text_tokenizer import find_text_tokenizer
 from archerfish.text.tokenizer import Tokenizer, read_settings
 from archerfish.types import DTYPE_BYTES, Progress, no_progress
@@ -164,6 +165,7 @@ def read_model_facts(
 
     if config.load_format == "dummy" and not is_converted(source):
         values, generation = (read_settings(source / file) for file in ("config.json", "generation_config.json"))
+        values = text_config(values)
         infos, kind = dummy_infos(values), ""
         facts = make_facts(source, source.name, values, generation, infos)
     else:

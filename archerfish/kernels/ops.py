@@ -124,15 +124,20 @@ class KVLayer(NamedTuple, Generic[T]):
 class Rotary(Generic[T]):
     """Rotary embedding as a table: (positions, rotary_dim) float32, cosines in the first half of a row, sines in the second.
 
-    The first rotary_dim of each head's dimensions are rotated, dimension i together with i + rotary_dim / 2.
+    The first rotary_dim of each head's dimensions are rotated: dimension i together with i + rotary_dim / 2, or neighbours
+    together where it is interleaved.
     """
 
     cos_sin: T
     rotary_dim: int
+    is_interleaved: bool = False
 
 
 class Rotation(NamedTuple, Generic[T]):
-    """How a layer's queries and keys become what attention takes: each head RMS-normalised, and then rotated."""
+    """How a layer's queries and keys become what attention takes: each head RMS-normalised, and then rotated.
+
+    A norm with the factors of several heads normalises these together.
+    """
 
     rotary: Rotary[T] | None = None
     q_norm: T | None = None
@@ -237,8 +242,8 @@ class Ops(ABC, Generic[T]):
         """A tensor of a checkpoint on the device, in its stored type."""
 
     @abstractmethod
-    def vector(self, weight: T, *, plus: float = 0.0) -> T:
-        """A small parameter (norm weight, bias) on the device in float32, with a number added to it."""
+    def vector(self, weight: T, *, plus: float = 0.0, times: float = 1.0) -> T:
+        """A small parameter (norm weight, bias) on the device in float32, with a number added to it, and then multiplied."""
 
     @abstractmethod
     def pack_linear(
@@ -307,13 +312,17 @@ class Ops(ABC, Generic[T]):
         return self.activation_dtype or self.dtype
 
     @abstractmethod
-    def rotary(self, cos_sin: npt.NDArray[np.float32], rotary_dim: int) -> Rotary[T]:
+    def rotary(self, cos_sin: npt.NDArray[np.float32], rotary_dim: int, *, is_interleaved: bool = False) -> Rotary[T]:
         """A table of the host on the device."""
 
     @abstractmethod
     def rms_norm(self, x: T, weight: T, eps: float, *, residual: T | None = None) -> tuple[T, T]:
         """With s = x + residual (or x): RMS normalisation of s over the last axis, computed in float32, given in the compute
         type; and s itself, in the wider of their types."""
+
+    @abstractmethod
+    def add(self, x: T, residual: T) -> T:
+        """The sum, in the wider of their types."""
 
     @abstractmethod
     def store_kv(self, qkv: T, kv: KVLayer[T], batch: PagedBatch[T], heads: HeadShape, rotation: Rotation[T]) -> T:

@@ -6,23 +6,88 @@ A linear map stands at the beginning and at the end of attention and of feed-for
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, NamedTuple
 
-from archerfish.kernels.ops import Activation, HeadShape, KVLayer, Ops, PagedBatch, Rotary, Rotation, T
+import numpy as np
+
+from archerfish.kernels.ops import (
+    Activation,
+    HeadShape,
+    KVLayer,
+    LinearWeight,
+    NormWeights,
+    Ops,
+    PagedBatch,
+    Rotary,
+    Rotation,
+    T,
+)
 from archerfish.layers.weights import Weights
 
 
-class RMSNorm(Generic[T]):
-    """plus is added to the stored weight: Gemma keeps it as a difference from 1."""
+class Norm(ABC, Generic[T]):
+    """What stands in front of a product, or behind one."""
 
-    def __init__(self, weights: Weights[T], name: str, width: int, eps: float, plus: float = 0.0) -> None:
-        self.ops: Ops[T] = weights.ops
-        self.weight, self.eps = weights.vector(f"{name}.weight", width, plus=plus), eps
+    ops: Ops[T]
 
+    @abstractmethod
     def __call__(self, x: T, residual: T | None = None) -> tuple[T, T]:
         """The normalised sum of x and residual, and the sum."""
+
+    def linear(
+        self, x: T, weight: LinearWeight[T], *, residual: T | None = None, gate: Activation | None = None
+    ) -> tuple[T, T]:
+        """A product with the normalised sum of x and residual, gated where a gate is given; and the sum."""
+        x, total = self(x, residual)
+        x = self.ops.linear(x, weight)
+        return x if gate is None else self.ops.gated(x, gate), total
+
+
+class RMSNorm(Norm[T]):
+    """plus is added to the stored weight: Gemma keeps it as a difference from 1. times: a factor of the result."""
+
+    def __init__(
+        self, weights: Weights[T], name: str, width: int, eps: float, plus: float = 0.0, times: float = 1.0
+    ) -> None:
+        self.ops: Ops[T] = weights.ops
+        self.weight, self.eps = weights.vector(f"{name}.weight", width, plus=plus, times=times), eps
+
+    def __call__(self, x: T, residual: T | None = None) -> tuple[T, T]:
         return self.ops.rms_norm(x, self.weight, self.eps, residual=residual)
+
+    def linear(
+        self, x: T, weight: LinearWeight[T], *, residual: T | None = None, gate: Activation | None = None
+    ) -> tuple[T, T]:
+        return self.ops.normed_linear(x, self.weight, self.eps, weight, residual=residual, gate=gate)
+
+
+class LayerNorm(Norm[T]):
+    """With a bias, or without one. times: a factor of the result."""
+
+    def __init__(
+        self, weights: Weights[T], name: str, width: int, eps: float, *, has_bias: bool, times: float = 1.0
+    ) -> None:
+        self.ops: Ops[T] = weights.ops
+        weight = weights.vector(f"{name}.weight", width, times=times)
+        bias = weights.vector(f"{name}.bias", width, times=times) if has_bias else self.ops.tensor(np.zeros(width, np.float32))
+        self.norm = NormWeights(weight, bias, eps)
+
+    def __call__(self, x: T, residual: T | None = None) -> tuple[T, T]:
+        total = x if residual is None else self.ops.add(x, residual)
+        return self.ops.layer_norm(total, self.norm), total
+
+
+class NoNorm(Norm[T]):
+    """In place of a norm that an architecture does not have."""
+
+    def __init__(self, ops: Ops[T]) -> None:
+        self.ops: Ops[T] = ops
+
+    def __call__(self, x: T, residual: T | None = None) -> tuple[T, T]:
+        total = x if residual is None else self.ops.add(x, residual)
+        return total, total
 
 
 class Attention(Generic[T]):
@@ -44,7 +109,17 @@ class Attention(Generic[T]):
         self.out = weights.linear("o_proj", width, queries, bias=out_bias)
 
 
-class GatedMLP(Generic[T]):
+class MLP(ABC, Generic[T]):
+    """A feed-forward of two products, of which one gives the hidden units and `down` takes them."""
+
+    down: LinearWeight[T]
+
+    @abstractmethod
+    def hidden(self, norm: Norm[T], x: T, residual: T | None) -> tuple[T, T]:
+        """The hidden units of the normalised sum of x and residual, and the sum."""
+
+
+class GatedMLP(MLP[T]):
     """down(activation(gate(x)) * up(x)), gate and up in one product."""
 
     def __init__(
@@ -59,14 +134,34 @@ class GatedMLP(Generic[T]):
         self.gate_up = weights.linear(names, (hidden, hidden), width, bias=bias)
         self.down = weights.linear("down_proj", width, hidden, bias=bias)
 
+    def hidden(self, norm: Norm[T], x: T, residual: T | None) -> tuple[T, T]:
+        return norm.linear(x, self.gate_up, residual=residual, gate=self.activation)
+
+
+class PlainMLP(MLP[T]):
+    """down(activation(up(x))), as in GPT-2, whose names for them these are."""
+
+    def __init__(
+        self, weights: Weights[T], width: int, feed_forward: int, activation: Activation, *, bias: bool | None = None
+    ) -> None:
+        self.ops: Ops[T] = weights.ops
+        self.activation: Activation = activation
+        hidden = weights.ops.ranks.part(feed_forward, weights.cut_inputs("c_proj", feed_forward), "hidden units")
+        self.up = weights.linear("c_fc", hidden, width, bias=bias)
+        self.down = weights.linear("c_proj", width, hidden, bias=bias)
+
+    def hidden(self, norm: Norm[T], x: T, residual: T | None) -> tuple[T, T]:
+        x, total = norm(x, residual)
+        return self.ops.linear(x, self.up, activation=self.activation), total
+
 
 class BlockNorms(NamedTuple, Generic[T]):
     """Norms before attention and feed-forward, and after them in architectures that have those."""
 
-    before_attention: RMSNorm[T]
-    before_mlp: RMSNorm[T]
-    after_attention: RMSNorm[T] | None = None
-    after_mlp: RMSNorm[T] | None = None
+    before_attention: Norm[T]
+    before_mlp: Norm[T]
+    after_attention: Norm[T] | None = None
+    after_mlp: Norm[T] | None = None
 
 
 class DecoderBlock(Generic[T]):
@@ -76,7 +171,7 @@ class DecoderBlock(Generic[T]):
     norm. Any other feed-forward is a function of the normalised input.
     """
 
-    def __init__(self, attention: Attention[T], mlp: GatedMLP[T] | Callable[[T], T], norms: BlockNorms[T]) -> None:
+    def __init__(self, attention: Attention[T], mlp: MLP[T] | Callable[[T], T], norms: BlockNorms[T]) -> None:
         self.ops: Ops[T] = attention.ops
         self.attention, self.mlp, self.norms = attention, mlp, norms
 
@@ -85,8 +180,7 @@ class DecoderBlock(Generic[T]):
     ) -> tuple[T, T | None]:
         """kept_rows: all that is wanted of the result, where only keys and values of the others matter."""
         ops, norms, attention, mlp = self.ops, self.norms, self.attention, self.mlp
-        norm = norms.before_attention
-        x, total = ops.normed_linear(x, norm.weight, norm.eps, attention.qkv, residual=residual)
+        x, total = norms.before_attention.linear(x, attention.qkv, residual=residual)
         x = ops.store_and_attend(x, kv, batch, attention.heads, attention.rotation)
         if kept_rows is not None:
             x, total = ops.rows(x, kept_rows), ops.rows(total, kept_rows)
@@ -94,12 +188,11 @@ class DecoderBlock(Generic[T]):
             x, residual = ops.linear(x, attention.out, residual=total), None
         else:
             x, residual = norms.after_attention(ops.linear(x, attention.out))[0], total
-        norm = norms.before_mlp
-        if not isinstance(mlp, GatedMLP):
-            x, total = norm(x, residual)
+        if not isinstance(mlp, MLP):
+            x, total = norms.before_mlp(x, residual)
             x = mlp(x)
         else:
-            x, total = ops.normed_linear(x, norm.weight, norm.eps, mlp.gate_up, residual=residual, gate=mlp.activation)
+            x, total = mlp.hidden(norms.before_mlp, x, residual)
             if norms.after_mlp is None:
                 return ops.linear(x, mlp.down, residual=total), None
             x = ops.linear(x, mlp.down)

@@ -52,8 +52,8 @@ class Weights(Generic[T]):
     def table(self, name: str, rows: int, width: int) -> T:
         return self.ops.to_device(self.tensor(name, rows, width))
 
-    def vector(self, name: str, width: Size, *, plus: float = 0.0) -> T:
-        return self.ops.vector(self.numbers(name, Part.of(width)), plus=plus)
+    def vector(self, name: str, width: Size, *, plus: float = 0.0, times: float = 1.0) -> T:
+        return self.ops.vector(self.numbers(name, Part.of(width)), plus=plus, times=times)
 
     def layer_norm(self, name: str, width: int, eps: float) -> NormWeights[T]:
         return NormWeights(self.vector(f"{name}.weight", width), self.vector(f"{name}.bias", width), eps)

@@ -89,7 +89,8 @@ class Config:
         num_layers = self.integer("num_hidden_layers")
         stated = self.values.get("layer_types")
         if stated is None:
-            is_full = [default_period == 0 or (i + 1) % default_period == 0 for i in range(num_layers)]
+            period = self.integer("sliding_window_pattern", default_period) if default_period else 0
+            is_full = [period == 0 or (i + 1) % period == 0 for i in range(num_layers)]
             return ["full_attention" if full else "sliding_attention" for full in is_full]
         if not isinstance(stated, list) or len(stated) != num_layers or set(stated) - {"full_attention", "sliding_attention"}:
             raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""Gemma 2 and the text model of Gemma 3."""
+"""Gemma, Gemma 2 and the text model of Gemma 3."""
 
 from __future__ import annotations
 
@@ -8,40 +8,43 @@ from typing import ClassVar
 
 from archerfish.errors import UnsupportedModelError
 from archerfish.kernels.ops import HeadShape, T
-from archerfish.layers.decoder import BlockNorms, GatedMLP
+from archerfish.layers.decoder import GatedMLP
 from archerfish.layers.rotary import RotaryConfig, read_rotary
 from archerfish.layers.weights import Weights
 from archerfish.models.config import Config
 from archerfish.models.llama import LlamaModel
 
 
-class Gemma2Model(LlamaModel[T]):
-    """Llama with norms before and after attention and feed-forward, windows in every other layer, capped scores and logits."""
+class GemmaModel(LlamaModel[T]):
+    """Llama with scaled embeddings, another activation, and norms whose weights are differences from 1."""
 
     ties_embeddings = True
     norm_plus = 1.0
-    score_cap: ClassVar[float] = 50.0  # these three where the configuration does not say
-    logit_cap: ClassVar[float] = 30.0
-    full_period: ClassVar[int] = 2  # every so many layers one sees everything
 
     def __init__(self, weights: Weights[T], config: Config, max_len: int) -> None:
         if config.flag("use_bidirectional_attention"):
             raise UnsupportedModelError("A Gemma that sees both directions (use_bidirectional_attention) cannot generate.")
         super().__init__(weights, config, max_len)
         self.embedding_scale = self.width**0.5
-        self.logit_softcap = config.limit("final_logit_softcapping", self.logit_cap)
 
     def mlp(self, weights: Weights[T]) -> GatedMLP[T]:
         activation = self.config.activation("hidden_activation", "gelu_pytorch_tanh")
         return GatedMLP(weights, self.width, self.config.integer("intermediate_size"), activation)
 
-    def norms(self, weights: Weights[T]) -> BlockNorms[T]:
-        return BlockNorms(
-            before_attention=self.rms_norm(weights, "input_layernorm"),
-            before_mlp=self.rms_norm(weights, "pre_feedforward_layernorm"),
-            after_attention=self.rms_norm(weights, "post_attention_layernorm"),
-            after_mlp=self.rms_norm(weights, "post_feedforward_layernorm"),
-        )
+
+class Gemma2Model(GemmaModel[T]):
+    """Gemma with norms before and after attention and feed-forward, windows in every other layer, capped scores and logits."""
+
+    norm_names = (
+        "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm",
+    )
+    score_cap: ClassVar[float] = 50.0  # these two where the configuration does not say
+    logit_cap: ClassVar[float] = 30.0
+    full_period = 2
+
+    def __init__(self, weights: Weights[T], config: Config, max_len: int) -> None:
+        super().__init__(weights, config, max_len)
+        self.logit_softcap = config.limit("final_logit_softcapping", self.logit_cap)
 
     def heads(self, layer: int) -> HeadShape:
         return self.config.heads(
@@ -49,25 +52,13 @@ class Gemma2Model(LlamaModel[T]):
             scale=self.config.number("query_pre_attn_scalar", 256) ** -0.5,
         )
 
-    def window(self, layer: int) -> int:
-        is_sliding = self.layer_type(self.config, layer) == "sliding_attention"
-        return int(self.config.limit("sliding_window", self.default_window)) if is_sliding else 0
-
-    @classmethod
-    def layer_type(cls, config: Config, layer: int) -> str:
-        return config.layer_types(cls.full_period)[layer]
-
 
 class Gemma3Model(Gemma2Model[T]):
     """Gemma 2 with normalised queries and keys instead of caps, and another rotary base in layers with a window."""
 
     has_head_norms = True
-    score_cap = 0.0
-    logit_cap = 0.0
-
-    @classmethod
-    def layer_type(cls, config: Config, layer: int) -> str:
-        return config.layer_types(config.integer("sliding_window_pattern", 6))[layer]
+    score_cap = logit_cap = 0.0
+    full_period = 6
 
     @classmethod
     def rotary_config(cls, config: Config, layer: int) -> RotaryConfig:

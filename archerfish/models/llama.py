@@ -1,16 +1,26 @@
-"""Llama 2 and 3, SmolLM2, and the decoders that differ from them in little: Mistral, Qwen2, Qwen3 and Phi-3."""
+"""Llama 2 and 3, SmolLM2, and the decoders that differ from them in little."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch, Rotary, T
-from archerfish.layers.decoder import Attention, BlockNorms, DecoderBlock, GatedMLP, RMSNorm
+from archerfish.layers.decoder import MLP, Attention, BlockNorms, DecoderBlock, GatedMLP, NoNorm, Norm, RMSNorm
 from archerfish.layers.rotary import RotaryConfig, read_rotary, rotary_table
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import ModelAdapter
 from archerfish.models.config import Config
+
+NO_FULL_LAYER = 1 << 30  # a full_period longer than any model
+
+
+class Biases(NamedTuple):
+    """Whether the products of a block have biases; None: where the weights have them."""
+
+    qkv: bool | None
+    out: bool | None
+    mlp: bool | None
 
 
 class LlamaModel(ModelAdapter[T]):
@@ -18,11 +28,15 @@ class LlamaModel(ModelAdapter[T]):
     can_divide: ClassVar[bool] = True
     ties_embeddings: ClassVar[bool] = False  # where the configuration does not say
     norm_plus: ClassVar[float] = 0.0  # added to the stored weights of norms
-    is_fused: ClassVar[bool] = False  # checkpoints have qkv_proj and gate_up_proj instead of their parts
+    norm_names: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")  # as in BlockNorms; empty: none
+    has_fused_qkv: ClassVar[bool] = False  # checkpoints have qkv_proj instead of its parts
+    has_fused_gate: ClassVar[bool] = False  # checkpoints have gate_up_proj instead of its parts
     has_qkv_bias: ClassVar[bool] = False  # independent of the configuration
     has_head_norms: ClassVar[bool] = False  # each head of queries and keys is normalised
+    is_interleaved: ClassVar[bool] = False  # neighbouring dimensions of a head are rotated together
     eps: ClassVar[float] = 1e-6  # of norms, where the configuration does not say
-    has_window: ClassVar[bool] = False  # the configuration's sliding_window holds for all layers
+    theta: ClassVar[float] = 10_000.0  # base of the rotary embedding, where the configuration does not say
+    full_period: ClassVar[int] = 0  # every so many layers one sees everything, the others a window; 0: all see everything
     default_window: ClassVar[float] = 4096.0  # of a sliding window in tokens, where the configuration does not say
 
     def __init__(self, weights: Weights[T], config: Config, max_len: int) -> None:
@@ -36,7 +50,8 @@ class LlamaModel(ModelAdapter[T]):
         self.blocks = [self.block(body.scope(f"layers.{i}"), i) for i in ranks.layers(config.integer("num_hidden_layers"))]
         if not ranks.is_last:
             return
-        self.norm, self.vocabulary = self.rms_norm(body, "norm"), ranks.part(vocab_size, what="tokens")
+        self.norm = self.make_norm(body, "norm", times=self.logit_scale())
+        self.vocabulary = ranks.part(vocab_size, what="tokens")
         if config.flag("tie_word_embeddings", self.ties_embeddings):
             self.head = body.tied_linear(self.embedding, self.vocabulary, self.width, "embed_tokens")
         else:
@@ -45,7 +60,7 @@ class LlamaModel(ModelAdapter[T]):
     def forward(self, batch: PagedBatch[T], kv: Sequence[KVLayer[T]]) -> T:
         ops, residual = self.ops, None
         if self.embedding is not None:
-            x = ops.lookup(self.embedding, batch.token_ids, scale=self.embedding_scale)
+            x = self.embed(self.embedding, batch)
         else:
             x = ops.ranks.receive(batch.token_ids.shape[0], self.width, ops.sum_dtype(self.width))
         last = self.blocks[-1] if ops.ranks.is_last else None
@@ -53,7 +68,10 @@ class LlamaModel(ModelAdapter[T]):
             x, residual = block(x, residual, batch, memory, batch.kept_rows if block is last else None)
         if last is None:
             return self.pass_on(batch, ops.ranks.add_residual(x, residual))
-        return ops.rms_norm(x, self.norm.weight, self.norm.eps, residual=residual)[0]
+        return self.norm(x, residual)[0]
+
+    def embed(self, table: T, batch: PagedBatch[T]) -> T:
+        return self.ops.lookup(table, batch.token_ids, scale=self.embedding_scale)
 
     def logits(self, hidden: T) -> T:
         if not self.ops.ranks.is_last:
@@ -61,49 +79,72 @@ class LlamaModel(ModelAdapter[T]):
         found: T = self.ops.ranks.join(self.ops.logits(hidden, self.head, softcap=self.logit_softcap), self.vocabulary)
         return found
 
+    def logit_scale(self) -> float:
+        """A factor of the logits, which the last norm applies."""
+        return 1.0
+
     def block(self, weights: Weights[T], layer: int) -> DecoderBlock[T]:
         attention, mlp = self.attention(weights.scope("self_attn"), layer), self.mlp(weights.scope("mlp"))
         return DecoderBlock(attention, mlp, self.norms(weights))
 
     def attention(self, weights: Weights[T], layer: int) -> Attention[T]:
-        bias, heads = self.config.flag("attention_bias") or None, self.heads(layer)
-        names = ("q_norm", "k_norm") if self.has_head_norms else ()
-        norms = {name: weights.vector(f"{name}.weight", heads.head_dim, plus=self.norm_plus) for name in names}
+        heads, biases = self.heads(layer), self.biases()
+        q_norm, k_norm = self.query_norms(weights, heads)
         return Attention(
-            weights, self.width, heads, self.rotary(layer), is_fused=self.is_fused, qkv_bias=self.has_qkv_bias or bias,
-            out_bias=bias, eps=self.config.number("rms_norm_eps", self.eps), **norms,
+            weights, self.width, heads, self.rotary(layer), is_fused=self.has_fused_qkv, qkv_bias=biases.qkv,
+            out_bias=biases.out, q_norm=q_norm, k_norm=k_norm, eps=self.config.number("rms_norm_eps", self.eps),
         )
 
-    def mlp(self, weights: Weights[T]) -> GatedMLP[T] | Callable[[T], T]:
+    def query_norms(self, weights: Weights[T], heads: HeadShape) -> tuple[T | None, T | None]:
+        """Norms of queries and keys, as in `Rotation`."""
+        if not self.has_head_norms:
+            return None, None
+        q_norm, k_norm = (
+            weights.vector(f"{name}.weight", heads.head_dim, plus=self.norm_plus) for name in ("q_norm", "k_norm")
+        )
+        return q_norm, k_norm
+
+    def mlp(self, weights: Weights[T]) -> MLP[T] | Callable[[T], T]:
         return GatedMLP(
             weights, self.width, self.config.integer("intermediate_size"), self.config.activation("hidden_act", "silu"),
-            is_fused=self.is_fused, bias=self.config.flag("mlp_bias") or None,
+            is_fused=self.has_fused_gate, bias=self.biases().mlp,
         )
 
-    def norms(self, weights: Weights[T]) -> BlockNorms[T]:
-        return BlockNorms(self.rms_norm(weights, "input_layernorm"), self.rms_norm(weights, "post_attention_layernorm"))
+    def biases(self) -> Biases:
+        stated = self.config.flag("attention_bias") or None
+        return Biases(self.has_qkv_bias or stated, stated, self.config.flag("mlp_bias") or None)
 
-    def rms_norm(self, weights: Weights[T], name: str) -> RMSNorm[T]:
-        return RMSNorm(weights, name, self.width, self.config.number("rms_norm_eps", self.eps), self.norm_plus)
+    def norms(self, weights: Weights[T]) -> BlockNorms[T]:
+        return BlockNorms(*(self.make_norm(weights, name) if name else NoNorm(self.ops) for name in self.norm_names))
+
+    def make_norm(self, weights: Weights[T], name: str, times: float = 1.0) -> Norm[T]:
+        """times: a factor of its result."""
+        return RMSNorm(weights, name, self.width, self.config.number("rms_norm_eps", self.eps), self.norm_plus, times)
 
     def heads(self, layer: int) -> HeadShape:
         return self.config.heads(window=self.window(layer))
 
     def window(self, layer: int) -> int:
         """Sliding window of a layer in tokens; 0: none."""
-        return int(self.config.limit("sliding_window", self.default_window)) if self.has_window else 0
+        is_sliding = self.layer_type(self.config, layer) == "sliding_attention"
+        return int(self.config.limit("sliding_window", self.default_window)) if is_sliding else 0
 
-    def rotary(self, layer: int) -> Rotary[T]:
-        """Layers with the same configuration share a table."""
+    @classmethod
+    def layer_type(cls, config: Config, layer: int) -> str:
+        return config.layer_types(cls.full_period)[layer]
+
+    def rotary(self, layer: int) -> Rotary[T] | None:
+        """Layers with the same configuration share a table; None: without a rotary embedding."""
         config = self.rotary_config(self.config, layer)
         key = (config.rope_type, config.theta)
         if key not in self.rotaries:
-            self.rotaries[key] = self.ops.rotary(*rotary_table(config, self.config.heads().head_dim, self.max_len))
+            table, dim = rotary_table(config, self.config.heads().head_dim, self.max_len)
+            self.rotaries[key] = self.ops.rotary(table, dim, is_interleaved=self.is_interleaved)
         return self.rotaries[key]
 
     @classmethod
     def rotary_config(cls, config: Config, layer: int) -> RotaryConfig:
-        return read_rotary(config.values)
+        return read_rotary(config.values, theta=cls.theta)
 
     @classmethod
     def max_positions(cls, config: Config) -> int:
@@ -111,13 +152,26 @@ class LlamaModel(ModelAdapter[T]):
 
 
 class MistralModel(LlamaModel[T]):
-    has_window = True
+    """Mistral, and Ministral, whose configuration says which layers have a window."""
+
+    full_period = NO_FULL_LAYER
+
+
+class Ministral3Model(MistralModel[T]):
+    """Beyond the length of training its queries grow with their positions, which is not supported."""
+
+    @classmethod
+    def max_positions(cls, config: Config) -> int:
+        rotary = cls.rotary_config(config, 0)
+        return rotary.original_max_positions if rotary.parameters.get("llama_4_scaling_beta") else rotary.longest
 
 
 class Phi3Model(LlamaModel[T]):
-    is_fused = True
+    """Phi-3 and Phi-4."""
+
+    has_fused_qkv = has_fused_gate = True
     eps = 1e-5
-    has_window = True
+    full_period = NO_FULL_LAYER
     default_window = 0.0
 
 
@@ -140,3 +194,71 @@ class Qwen2Model(LlamaModel[T]):
 class Qwen3Model(Qwen2Model[T]):
     has_qkv_bias = False
     has_head_norms = True
+
+
+class SmolLM3Model(LlamaModel[T]):
+    """Llama without a rotary embedding in every fourth layer, or in those that the configuration names."""
+
+    theta = 2_000_000.0
+    ties_embeddings = True
+
+    def has_rotary(self, layer: int) -> bool:
+        period = self.config.integer("no_rope_layer_interval", 4)
+        stated = self.config.values.get("no_rope_layers")  # 1 for a layer that has one
+        return bool(stated[layer]) if isinstance(stated, list) and layer < len(stated) else (layer + 1) % period != 0
+
+    def rotary(self, layer: int) -> Rotary[T] | None:
+        return super().rotary(layer) if self.has_rotary(layer) else None
+
+    def window(self, layer: int) -> int:
+        if not self.config.flag("use_sliding_window"):
+            return 0
+        stated = self.config.values.get("layer_types")
+        is_sliding = stated[layer] == "sliding_attention" if isinstance(stated, list) else not self.has_rotary(layer)
+        return int(self.config.limit("sliding_window")) if is_sliding else 0
+
+
+class GraniteModel(LlamaModel[T]):
+    """Llama with factors of embeddings, of what blocks add, of scores and of logits.
+
+    The sum that runs through the layers is kept divided by the factor of what is added to it, which norms take away again.
+    """
+
+    def __init__(self, weights: Weights[T], config: Config, max_len: int) -> None:
+        super().__init__(weights, config, max_len)
+        self.embedding_scale = config.number("embedding_multiplier", 1.0) / self.residual_scale(config)
+
+    @staticmethod
+    def residual_scale(config: Config) -> float:
+        return config.number("residual_multiplier", 1.0)
+
+    def make_norm(self, weights: Weights[T], name: str, times: float = 1.0) -> Norm[T]:
+        eps = self.config.number("rms_norm_eps", self.eps) / self.residual_scale(self.config) ** 2
+        return RMSNorm(weights, name, self.width, eps, times=times)
+
+    def logit_scale(self) -> float:
+        return 1.0 / self.config.number("logits_scaling", 1.0)
+
+    def heads(self, layer: int) -> HeadShape:
+        return self.config.heads(scale=self.config.number("attention_multiplier", 1.0))
+
+
+class GlmModel(LlamaModel[T]):
+    """GLM-4 of 2024: part of each head rotated by neighbours, gate and up in one tensor."""
+
+    is_interleaved = has_fused_gate = True
+    eps = 1.5625e-7
+
+    def biases(self) -> Biases:
+        return super().biases()._replace(out=None)
+
+    @classmethod
+    def rotary_config(cls, config: Config, layer: int) -> RotaryConfig:
+        return read_rotary({"partial_rotary_factor": 0.5, **config.values})
+
+
+class Glm4Model(GlmModel[T]):
+    """GLM-4 of 2025: with norms behind attention and feed-forward too."""
+
+    eps = 1e-5
+    norm_names = ("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm")

@@ -27,6 +27,7 @@ from archerfish.store.metadata import is_converted
 from archerfish.store.quantised_source import read_quantised, read_settings
 from archerfish.store.rwkv_source import read_rwkv_gguf, read_rwkv_tensors
 from archerfish.store.source import ModelSource, SourceTensor, optional_json, read_embedding, read_modules, source_info
+from archerfish.store.text_parts import text_model
 from archerfish.store.tokenizer_files import write_tokenizer_files
 
 # In order of preference: a directory often has the same weights in several formats.
@@ -66,10 +67,11 @@ def open_source(path: Path) -> ModelSource:
     kept = tuple(tensor for tensor in tensors if not BUFFERS.search(tensor.info.name))
     if not kept:
         raise CorruptFileError(f"{path} has no tensors.")
+    values, parts = text_model(config or {}, kept)
     if config is None and weights.suffix != ".pth":
         raise CorruptFileError(f"{directory} has no config.json.", hint="Give the directory that holds the whole model.")
     return ModelSource(
-        kind=kind, path=path, files=files, config={**cross_encoder_settings(root), **(config or {})}, tensors=kept,
+        kind=kind, path=path, files=files, config={**cross_encoder_settings(root), **values}, tensors=tuple(parts),
         write_tokenizer=functools.partial(write_tokenizer_files, directory), embedding=read_embedding(root),
         generation_config=optional_json(directory / "generation_config.json"),
         skipped=tuple(tensor.info.name for tensor in tensors if BUFFERS.search(tensor.info.name)),

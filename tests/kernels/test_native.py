@@ -269,14 +269,16 @@ def kv_case(
 
 
 @pytest.mark.parametrize("dtype", KV_TYPES)
-@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize("normed", ["", "heads", "all"])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (64, 0), (80, 20), (24, 24), (10, 6)])
-def test_store_kv(head_dim: int, rotary_dim: int, has_norms: bool, dtype: str, level: str) -> None:
+def test_store_kv(head_dim: int, rotary_dim: int, normed: str, dtype: str, level: str) -> None:
+    """With norms of all heads together, neighbours are rotated together."""
     heads, reference = HeadShape(6, 2, head_dim, 0.1), TorchOps()
     ops, batch, kv = kv_case(dtype, level, [(1, 5), (3, 9), (4, 4)], 4, heads)
     before, expected_kv = wide_layer(kv), wide_layer(kv)
-    rotary = reference.rotary(random(9, rotary_dim).numpy(), rotary_dim) if rotary_dim else None
-    q_norm, k_norm = (random(head_dim), random(head_dim)) if has_norms else (None, None)
+    table = random(9, rotary_dim).numpy()
+    rotary = reference.rotary(table, rotary_dim, is_interleaved=normed == "all") if rotary_dim else None
+    q_norm, k_norm = (random(head_dim * (num if normed == "all" else 1)) if normed else None for num in heads[:2])
     qkv, rotation = random(8, 10 * head_dim), Rotation(rotary, q_norm, k_norm, 1e-3)
     unstored = ops.store_kv(qkv, kv, replace(batch, slots=torch.full_like(batch.slots, -1)), heads, rotation)
     found = wide_layer(kv)

@@ -18,22 +18,26 @@ pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  #
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "rotary_dim", "is_normed", "block_size"),
+    ("num_heads", "num_kv_heads", "head_dim", "rotary_dim", "normed", "block_size", "is_interleaved"),
     [
-        (4, 2, 64, 64, False, 16), (6, 2, 128, 128, True, 1), (3, 3, 96, 96, True, 4), (8, 1, 64, 16, False, 64),
-        (4, 4, 80, 20, True, 16), (9, 3, 64, 0, True, 16), (2, 1, 16, 0, False, 256),
+        (4, 2, 64, 64, "", 16, False), (6, 2, 128, 128, "heads", 1, False), (3, 3, 96, 96, "heads", 4, True),
+        (8, 1, 64, 16, "", 64, True), (4, 4, 80, 20, "heads", 16, False), (9, 3, 64, 0, "heads", 16, False),
+        (2, 1, 16, 0, "", 256, False), (3, 3, 80, 20, "all", 16, False), (6, 2, 64, 64, "all", 4, True),
     ],
 )
 def test_store_kv(
-    num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int, is_normed: bool, block_size: int, dtype: str
+    num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int, normed: str, block_size: int, is_interleaved: bool,
+    dtype: str,
 ) -> None:
     heads = HeadShape(num_heads, num_kv_heads, head_dim, 1.0)
     ops, reference = TritonOps(DEVICE, dtype), TorchOps(DEVICE)
     batch, kv = batch_over(ops, ((1, 5), (1, 30), (3, 9), (4, 4)), block_size, heads, num_rows=11)
     wide = in_float32(kv)
     table = np.random.default_rng(0).normal(size=(30, max(rotary_dim, 1))).astype(np.float32)
-    norms = (random(head_dim), random(head_dim)) if is_normed else (None, None)
-    rotation = Rotation(ops.rotary(table, rotary_dim) if rotary_dim else None, norms[0], norms[1], 1e-3)
+    sizes = (head_dim * num_heads, head_dim * num_kv_heads) if normed == "all" else (head_dim, head_dim)
+    norms = [random(size) if normed else None for size in sizes]
+    rotary = ops.rotary(table, rotary_dim, is_interleaved=is_interleaved) if rotary_dim else None
+    rotation = Rotation(rotary, norms[0], norms[1], 1e-3)
     qkv = random(11, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     q = ops.store_kv(qkv, kv, batch, heads, rotation)
     expected = reference.store_kv(qkv.float(), wide, batch, heads, rotation)

@@ -36,6 +36,8 @@ LONGROPE = {
 ALTERNATING = {
     "layer_types": ["sliding_attention", "full_attention"] * 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
 }
+FULL_SLIDING = {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
+COHERE = {name: value for name, value in SIZES.items() if name != "rms_norm_eps"}
 GEMMA = {**SIZES, "head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 11, "num_hidden_layers": 4}
 
 
@@ -67,6 +69,41 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-scaled": ("Gemma3", {**GEMMA, **ALTERNATING}),
     "phi3": ("Phi3", {**SIZES, "sliding_window": 13}),
     "phi3-partial": ("Phi3", {**SIZES, "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+    "gemma": ("Gemma", {**SIZES, "head_dim": 24}),
+    "smollm3": ("SmolLM3", {**SIZES, "num_hidden_layers": 4}),
+    "smollm3-window": ("SmolLM3", {
+        **SIZES, "no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 9, "tie_word_embeddings": False,
+    }),
+    "ministral": ("Ministral", {**SIZES, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] + ["sliding_attention"]}),
+    "ministral3": ("Ministral3", {**SIZES, "head_dim": 24, "max_position_embeddings": 256, "rope_parameters": {
+        **YARN, "rope_theta": 1e4, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }}),
+    "granite": ("Granite", {
+        **SIZES, "embedding_multiplier": 6.0, "residual_multiplier": 0.22, "attention_multiplier": 0.15, "logits_scaling": 7.0,
+    }),
+    "granite-tied": ("Granite", {**SIZES, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "glm": ("Glm", {**SIZES, "head_dim": 24, "attention_bias": True}),
+    "glm4": ("Glm4", {**SIZES, "head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+    "olmo2": ("Olmo2", {**SIZES, "num_attention_heads": 8}),
+    "olmo3": ("Olmo3", {**SIZES, "num_hidden_layers": 5, "sliding_window": 9}),
+    "olmo3-yarn": ("Olmo3", {**SIZES, "sliding_window": 9, "num_key_value_heads": 4, **FULL_SLIDING, "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}, "full_attention": {**YARN, "rope_theta": 5e5},
+    }}),
+    "exaone4": ("Exaone4", {**SIZES, "num_hidden_layers": 4, "sliding_window": 9, "sliding_window_pattern": 4}),
+    "exaone4-full": ("Exaone4", {**SIZES, "sliding_window": None, "tie_word_embeddings": True}),
+    "cohere": ("Cohere", {**COHERE, "logit_scale": 0.3, "attention_bias": True}),
+    "cohere-untied": ("Cohere", {**COHERE, "tie_word_embeddings": False}),
+    "cohere2": ("Cohere2", {**COHERE, "num_hidden_layers": 5, "sliding_window": 9}),
+    "starcoder2": ("Starcoder2", {**COHERE, "sliding_window": 9}),
+    "starcoder2-plain": ("Starcoder2", {**COHERE, "use_bias": False, "tie_word_embeddings": False}),
+    "gpt2": ("GPT2", {
+        "vocab_size": 97, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "bos_token_id": 2, "eos_token_id": 1,
+    }),
+    "phi4-mini": ("Phi3", {
+        **SIZES, "rope_parameters": {**LONGROPE, **{name: [1.5] * 4 for name in ("short_factor", "long_factor")},
+        "partial_rotary_factor": 0.5}, "original_max_position_embeddings": 64, "tie_word_embeddings": True,
+    }),
     "phi3-longrope": ("Phi3", {**SIZES, "rope_parameters": LONGROPE, "original_max_position_embeddings": 64}),
 }  # fmt: skip
 

@@ -62,14 +62,16 @@ class Tape:
         residual: int = -1, softcap: float = 0.0, norm: Floats | None = None, eps: float = 0.0, before: int = -1,
         total: int = -1, is_deterministic: bool = False,
     ) -> None: ...
-    def norm(self, x: int, before: int, total: int, weight: Floats, bias: Floats | None, eps: float, out: int) -> None: ...
+    def norm(
+        self, x: int, before: int, total: int, weight: Floats | None, bias: Floats | None, eps: float, width: int, out: int
+    ) -> None: ...
     def tables(
         self, tables: Sequence[Array], types: Sequence[int], inputs: Sequence[int], offsets: Sequence[int],
         packed: Matrix | None, scale: float, width: int, out: int,
     ) -> None: ...
     def store_kv(
         self, qkv: int, q: int, heads: Sequence[int], cos_sin: Floats | None, rotary_dim: int, q_norm: Floats | None,
-        k_norm: Floats | None, eps: float, keys: Array, values: Array, type: int,
+        k_norm: Floats | None, eps: float, keys: Array, values: Array, type: int, is_interleaved: bool = False,
     ) -> None: ...
     def attend(
         self, q: int, out: int, heads: Sequence[int], scale: float, window: int, softcap: float, keys: Array | None,

@@ -132,8 +132,8 @@ class NativeOps(Ops[Any]):
             self._tables[key] = Table(*stack_parts([tensor], self.runner, self.dtype))
         return self._tables[key]
 
-    def vector(self, weight: Handle, *, plus: float = 0.0) -> Handle:
-        return np.ascontiguousarray(as_stored(weight).as_floats() + np.float32(plus))
+    def vector(self, weight: Handle, *, plus: float = 0.0, times: float = 1.0) -> Handle:
+        return np.ascontiguousarray((as_stored(weight).as_floats() + np.float32(plus)) * np.float32(times))
 
     def pack_linear(
         self, parts: Sequence[Mapping[str, Handle]], biases: Sequence[Handle | None], weight_format: WeightFormat
@@ -209,12 +209,14 @@ class NativeOps(Ops[Any]):
     def lookup(self, table: Handle, ids: Handle, *, scale: float = 1.0) -> Handle:
         return self._look_up((table,), (ids,), scale)
 
-    def _norm(self, x: Handle, before: Handle | None, weight: Handle, bias: Handle | None, eps: float) -> tuple[Handle, Handle]:
-        recorder = self.runner.current()
-        out = recorder.like(x, x.shape[1])
-        total = x if before is None else recorder.like(x, x.shape[1])
-        place = -1 if before is None else recorder(total)
-        recorder.tape.norm(recorder(x), recorder(before), place, weight, bias, eps, recorder(out))
+    def _norm(
+        self, x: Handle, before: Handle | None, weight: Handle | None, bias: Handle | None, eps: float
+    ) -> tuple[Handle, Handle]:
+        recorder, width = self.runner.current(), x.shape[1]
+        out = recorder.like(x, width)
+        total = x if before is None or weight is None else recorder.like(x, width)
+        place = -1 if total is x else recorder(total)
+        recorder.tape.norm(recorder(x), recorder(before), place, weight, bias, eps, width, recorder(out))
         self.runner.finish(recorder)
         return out, total
 
@@ -223,6 +225,9 @@ class NativeOps(Ops[Any]):
 
     def rms_norm(self, x: Handle, weight: Handle, eps: float, *, residual: Handle | None = None) -> tuple[Handle, Handle]:
         return self._norm(x, residual, weight, None, eps)
+
+    def add(self, x: Handle, residual: Handle) -> Handle:
+        return self._norm(x, residual, None, None, 0.0)[0]
 
     def normed_linear(
         self, x: Handle, norm: Handle, eps: float, weight: LinearWeight[Handle], *, residual: Handle | None = None,
@@ -273,8 +278,8 @@ class NativeOps(Ops[Any]):
     def relative_bias(self, table: Handle, buckets: Ids) -> Handle:
         return np.ascontiguousarray(as_stored(table).as_floats()[buckets].transpose(2, 0, 1), dtype=np.float32)
 
-    def rotary(self, cos_sin: npt.NDArray[np.float32], rotary_dim: int) -> Rotary[Handle]:
-        return Rotary(np.ascontiguousarray(cos_sin), rotary_dim)
+    def rotary(self, cos_sin: npt.NDArray[np.float32], rotary_dim: int, *, is_interleaved: bool = False) -> Rotary[Handle]:
+        return Rotary(np.ascontiguousarray(cos_sin), rotary_dim, is_interleaved)
 
     def new_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVLayer[Handle]:
         is_int8, dtype = self.kv_dtype == "int8", "float32" if self.dtype == "float32" else "uint16"
@@ -303,7 +308,7 @@ class NativeOps(Ops[Any]):
         recorder.tape.store_kv(
             recorder(qkv), recorder(q), [heads.num_heads, heads.num_kv_heads, heads.head_dim],
             None if rotary is None else rotary.cos_sin, 0 if rotary is None else rotary.rotary_dim, rotation.q_norm,
-            rotation.k_norm, rotation.eps, kv.keys, kv.values, self._kv_type(kv),
+            rotation.k_norm, rotation.eps, kv.keys, kv.values, self._kv_type(kv), rotary is not None and rotary.is_interleaved,
         )
         self.runner.finish(recorder)
         return q

@@ -281,7 +281,10 @@ def symbolic(batch: Any) -> Any:
     if hasattr(batch, "segments"):
         names["segments"] = RecordedSegments(Value(Rows.TOKENS, 1, source=Input.POSITIONS))
         names["type_ids"] = None if batch.type_ids is None else Value(Rows.TOKENS, 1, source=Input.TYPE_IDS)
-    elif batch.kept_rows is not None:
-        names["kept_rows"] = Value(Rows.KEPT, 1, source=Input.KEPT_ROWS)
+    else:
+        if hasattr(batch, "block_tables"):
+            names["positions"] = Value(Rows.TOKENS, 1, source=Input.POSITIONS)
+        if batch.kept_rows is not None:
+            names["kept_rows"] = Value(Rows.KEPT, 1, source=Input.KEPT_ROWS)
     return dataclasses.replace(batch, **names)
 

@@ -91,9 +91,9 @@ class TorchOps(Ops[Tensor]):
         array: npt.NDArray[np.float32] = x.float().cpu().numpy()
         return array
 
-    def vector(self, weight: Tensor, *, plus: float = 0.0) -> Tensor:
+    def vector(self, weight: Tensor, *, plus: float = 0.0, times: float = 1.0) -> Tensor:
         vector = weight.to(self.device, torch.float32)
-        return vector + plus if plus else vector
+        return vector if (plus, times) == (0.0, 1.0) else (vector + plus) * times
 
     def to_device(self, tensor: Tensor | StoredTensor) -> Tensor:
         """A quantised tensor, such as a lookup table, becomes plain."""
@@ -199,12 +199,15 @@ class TorchOps(Ops[Tensor]):
         rows = F.embedding(ids, table).to(self.torch_dtype)
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=self.torch_dtype, device=self.device)
 
-    def rotary(self, cos_sin: npt.NDArray[np.float32], rotary_dim: int) -> Rotary[Tensor]:
-        return Rotary(torch.from_numpy(cos_sin).to(self.device), rotary_dim)
+    def rotary(self, cos_sin: npt.NDArray[np.float32], rotary_dim: int, *, is_interleaved: bool = False) -> Rotary[Tensor]:
+        return Rotary(torch.from_numpy(cos_sin).to(self.device), rotary_dim, is_interleaved)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         total = x if residual is None else x + residual
         return F.rms_norm(total.float(), weight.shape, weight, eps).to(self.torch_dtype), total
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return x + residual
 
     def store_kv(
         self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotation: Rotation[Tensor]
@@ -214,12 +217,12 @@ class TorchOps(Ops[Tensor]):
         )
         rotary, q_norm, k_norm = rotation.rotary, rotation.q_norm, rotation.k_norm
         if q_norm is not None:
-            q = F.rms_norm(q.float(), q_norm.shape, q_norm, rotation.eps)
+            q = F.rms_norm(q.float().reshape(len(q), -1, len(q_norm)), q_norm.shape, q_norm, rotation.eps).view(q.shape)
         if k_norm is not None:
-            k = F.rms_norm(k.float(), k_norm.shape, k_norm, rotation.eps)
+            k = F.rms_norm(k.float().reshape(len(k), -1, len(k_norm)), k_norm.shape, k_norm, rotation.eps).view(k.shape)
         if rotary is not None:
             cos_sin = rotary.cos_sin[batch.positions]
-            q, k = rotate(q, cos_sin, rotary.rotary_dim), rotate(k, cos_sin, rotary.rotary_dim)
+            q, k = (rotate(x, cos_sin, rotary.rotary_dim, is_interleaved=rotary.is_interleaved) for x in (q, k))
         slots = batch.slots[: batch.num_tokens]
         is_real = slots >= 0
         for place, (memory, new) in enumerate(((kv.keys, k[: len(slots)][is_real]), (kv.values, v[: len(slots)][is_real]))):
@@ -390,9 +393,13 @@ def pass_rows(
     ), columns, chosen
 
 
-def rotate(x: Tensor, cos_sin: Tensor, rotary_dim: int) -> Tensor:
+def rotate(x: Tensor, cos_sin: Tensor, rotary_dim: int, *, is_interleaved: bool = False) -> Tensor:
     """x: (tokens, heads, head_dim), cos_sin: (tokens, rotary_dim); in float32."""
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
+    if is_interleaved:
+        first, second = x[..., :rotary_dim].float().unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+        return torch.cat((turned, x[..., rotary_dim:].float()), dim=-1)
     first, second, rest = x.float().tensor_split((rotary_dim // 2, rotary_dim), dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 

@@ -327,8 +327,11 @@ def attend_shared(
 
 
 def takes_new(batch: PagedBatch[Tensor], heads: HeadShape, rotation: Rotation[Tensor]) -> bool:
-    """Whether `attend_decodes` can store the new keys and values: only decodes, no shared keys, whole heads rotated."""
-    is_whole = rotation.rotary is None or rotation.rotary.rotary_dim == heads.head_dim
+    """Whether `attend_decodes` can store the new keys and values: only decodes, no shared keys, whole heads rotated by their
+    halves, norms of single heads."""
+    rotary, norms = rotation.rotary, (rotation.q_norm, rotation.k_norm)
+    is_whole = rotary is None or (rotary.rotary_dim == heads.head_dim and not rotary.is_interleaved)
+    is_whole &= all(norm is None or len(norm) == heads.head_dim for norm in norms)
     is_power = heads.head_dim <= MAX_HEAD_DIM and heads.head_dim == next_power_of_2(heads.head_dim) >= MIN_HEAD_DIM
     if not (is_whole and is_power and 0 < batch.num_decodes == len(batch.query_lens)):
         return False

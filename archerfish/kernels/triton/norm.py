@@ -205,27 +205,37 @@ def to_kv(values, kind: tl.constexpr):
 def move_heads(
     source, target, target_stride, scales, norm, cos, sin, eps, is_written,
     num_heads: tl.constexpr, head_dim: tl.constexpr, half: tl.constexpr, rows: tl.constexpr, half_block: tl.constexpr,
-    rest_block: tl.constexpr, is_rotated: tl.constexpr, is_normed: tl.constexpr,
+    rest_block: tl.constexpr, is_rotated: tl.constexpr, norm_dim: tl.constexpr, is_interleaved: tl.constexpr,
 ):
-    """Heads that lie one after the other at source, to target with a stride between them."""
+    """Heads that lie one after the other at source, to target with a stride between them.
+
+    norm_dim: factors of the norm, of one head or of all; 0: none.
+    """
     heads = tl.arange(0, rows)[:, None]
     pair = tl.arange(0, half_block)[None, :]
     is_pair = (heads < num_heads) & (pair < half)
-    low = tl.load(source + heads * head_dim + pair, mask=is_pair, other=0.0).to(tl.float32)
-    high = tl.load(source + heads * head_dim + half + pair, mask=is_pair, other=0.0).to(tl.float32)
+    first = 2 * pair if is_interleaved else pair
+    second = first + 1 if is_interleaved else half + pair
+    low = tl.load(source + heads * head_dim + first, mask=is_pair, other=0.0).to(tl.float32)
+    high = tl.load(source + heads * head_dim + second, mask=is_pair, other=0.0).to(tl.float32)
     if rest_block > 0:
         place = 2 * half + tl.arange(0, rest_block)[None, :]
         is_rest = (heads < num_heads) & (place < head_dim)
         rest = tl.load(source + heads * head_dim + place, mask=is_rest, other=0.0).to(tl.float32)
-    if is_normed:
+    if norm_dim > 0:
         squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
         if rest_block > 0:
             squares += tl.sum(rest * rest, 1)
-        scale = tl.rsqrt(squares / head_dim + eps)[:, None]
-        low = low * scale * tl.load(norm + pair, mask=pair < half, other=0.0)
-        high = high * scale * tl.load(norm + half + pair, mask=pair < half, other=0.0)
+        if norm_dim > head_dim:
+            squares = tl.zeros((rows,), tl.float32) + tl.sum(squares, 0)
+            norm += heads * head_dim
+        scale = tl.rsqrt(squares / norm_dim + eps)[:, None]
+        is_factor = is_pair if norm_dim > head_dim else pair < half
+        low = low * scale * tl.load(norm + first, mask=is_factor, other=0.0)
+        high = high * scale * tl.load(norm + second, mask=is_factor, other=0.0)
         if rest_block > 0:
-            rest = rest * scale * tl.load(norm + place, mask=place < head_dim, other=0.0)
+            is_factor = is_rest if norm_dim > head_dim else place < head_dim
+            rest = rest * scale * tl.load(norm + place, mask=is_factor, other=0.0)
     if is_rotated:
         rotated = low * cos - high * sin
         high = high * cos + low * sin
@@ -237,8 +247,8 @@ def move_heads(
         high /= own
         if rest_block > 0:
             rest /= own
-    tl.store(target + heads * target_stride + pair, to_kv(low, kind), mask=is_pair & is_written)
-    tl.store(target + heads * target_stride + half + pair, to_kv(high, kind), mask=is_pair & is_written)
+    tl.store(target + heads * target_stride + first, to_kv(low, kind), mask=is_pair & is_written)
+    tl.store(target + heads * target_stride + second, to_kv(high, kind), mask=is_pair & is_written)
     if rest_block > 0:
         tl.store(target + heads * target_stride + place, to_kv(rest, kind), mask=is_rest & is_written)
 
@@ -284,7 +294,7 @@ def store_kv_kernel(
     block_stride, token_stride, head_stride,
     block_size: tl.constexpr, num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, half: tl.constexpr,
     q_rows: tl.constexpr, kv_rows: tl.constexpr, half_block: tl.constexpr, rest_block: tl.constexpr,
-    is_rotated: tl.constexpr, has_q_norm: tl.constexpr, has_k_norm: tl.constexpr,
+    is_rotated: tl.constexpr, q_norm_dim: tl.constexpr, k_norm_dim: tl.constexpr, is_interleaved: tl.constexpr,
     is_early: tl.constexpr,
 ):
     follow(is_early)
@@ -302,7 +312,7 @@ def store_kv_kernel(
     if (part == 0) | (tl.num_programs(1) == 1):
         move_heads(
             source, q + token * num_heads * head_dim, head_dim, None, q_norm, cos, sin, eps, token >= 0,
-            num_heads, head_dim, half, q_rows, half_block, rest_block, is_rotated, has_q_norm,
+            num_heads, head_dim, half, q_rows, half_block, rest_block, is_rotated, q_norm_dim, is_interleaved,
         )
     slot = tl.load(slots + token).to(tl.int64)
     is_stored = (token < num_tokens) & (slot >= 0)
@@ -311,14 +321,14 @@ def store_kv_kernel(
     if (part == 1) | (tl.num_programs(1) == 1):
         move_heads(
             source, keys + place, head_stride, kv_scales, k_norm, cos, sin, eps, is_stored,
-            num_kv_heads, head_dim, half, kv_rows, half_block, rest_block, is_rotated, has_k_norm,
+            num_kv_heads, head_dim, half, kv_rows, half_block, rest_block, is_rotated, k_norm_dim, is_interleaved,
         )
     source += num_kv_heads * head_dim
     if (part == 2) | (tl.num_programs(1) == 1):
         value_scales = None if kv_scales is None else kv_scales + num_kv_heads
         move_heads(
             source, values + place, head_stride, value_scales, k_norm, cos, sin, eps, is_stored,
-            num_kv_heads, head_dim, half, kv_rows, half_block, rest_block, False, False,
+            num_kv_heads, head_dim, half, kv_rows, half_block, rest_block, False, 0, False,
         )
 
 
@@ -342,7 +352,8 @@ def store_kv(
         block_size=batch.block_size, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=head_dim, half=half,
         q_rows=q_rows, kv_rows=next_power_of_2(heads.num_kv_heads), half_block=next_power_of_2(half),
         rest_block=next_power_of_2(rest) if rest else 0, is_rotated=rotary is not None,
-        has_q_norm=q_norm is not None, has_k_norm=k_norm is not None,
+        q_norm_dim=0 if q_norm is None else len(q_norm), k_norm_dim=0 if k_norm is None else len(k_norm),
+        is_interleaved=rotary is not None and rotary.is_interleaved,
         num_warps=max(1, min(8, next_power_of_2(q_rows * head_dim) // ELEMENTS_PER_WARP)), **early_start(qkv.device),
     )
     return q

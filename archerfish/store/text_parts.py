@@ -1,0 +1,96 @@
+"""Checkpoints under other names: models that also take images, of which the text part is kept, and GPT-2.
+
+Settings and tensors get the names that models of text alone have, so that nothing else needs to know of the others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from archerfish.errors import UnsupportedModelError
+from archerfish.store.source import SourceTensor
+
+# The model_type of text parts, and what their configurations leave out. Empty: as text_config says.
+TEXT_PARTS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+    "qwen2_5_vl": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+    "qwen3_vl": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+    "mistral3": {},
+    "gemma3": {
+        "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "vocab_size": 262_208, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
+    },
+}  # fmt: skip
+TEXT_PREFIX = re.compile(r"^(language_model\.model|model\.language_model|language_model(?=\.lm_head))\.")
+TEXT_TENSOR = re.compile(r"^(model\.(embed_tokens|layers|norm)|lm_head)\.")
+QUANTIZATION = ("quantization_config", "compression_config")
+
+GPT2_KEYS = {
+    "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings", "activation_function": "hidden_act", "layer_norm_epsilon": "norm_epsilon",
+}  # fmt: skip
+GPT2_TENSORS = {
+    "wte": "embed_tokens", "wpe": "embed_positions", "ln_f": "norm", "ln_1": "input_layernorm",
+    "ln_2": "post_attention_layernorm", "attn.c_attn": "self_attn.qkv_proj", "attn.c_proj": "self_attn.o_proj",
+    "mlp.c_fc": "mlp.c_fc", "mlp.c_proj": "mlp.c_proj",
+}  # fmt: skip
+GPT2_TENSOR = re.compile(r"^(?:transformer\.)?(?:h\.(\d+)\.)?(\w+(?:\.\w+)?)\.(weight|bias)$")
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with the settings of the text part at its top, under the usual names."""
+    kind, values = config.get("model_type"), dict(config)
+    if kind == "gpt2":
+        values |= {name: config[own] for own, name in GPT2_KEYS.items() if own in config}
+        return values | {"intermediate_size": config.get("n_inner") or 4 * values.get("hidden_size", 0)}
+    if kind not in TEXT_PARTS:
+        return values
+    nested, known = config.get("text_config") or {}, TEXT_PARTS[kind]
+    values = {name: value for name, value in values.items() if not name.endswith("_config") or name in QUANTIZATION}
+    values = known | values | {name: value for name, value in nested.items() if value is not None}
+    values |= {name: known[name] for name in ("model_type", "architectures") if name in known}
+    for name in ("rope_scaling", "rope_parameters"):  # positions of text are the same in all three parts of a head
+        if isinstance(values.get(name), Mapping):
+            values[name] = {key: "default" if each == "mrope" else each for key, each in values[name].items()}
+    return values
+
+
+def text_model(config: Mapping[str, Any], tensors: Iterable[SourceTensor]) -> tuple[dict[str, Any], list[SourceTensor]]:
+    """Settings and tensors of the text part."""
+    values, kind = text_config(config), config.get("model_type")
+    rename = gpt2_tensor if kind == "gpt2" else text_tensor if kind in TEXT_PARTS else None
+    if rename is None:
+        return values, list(tensors)
+    found = [tensor for tensor in map(rename, tensors) if tensor is not None]
+    if kind in TEXT_PARTS:
+        values["tie_word_embeddings"] = all(tensor.info.name != "lm_head.weight" for tensor in found)
+    return values, found
+
+
+def text_tensor(tensor: SourceTensor) -> SourceTensor | None:
+    """A tensor without its prefix; None for those of the other parts."""
+    name = TEXT_PREFIX.sub(lambda found: "" if found[1] == "language_model" else "model.", tensor.info.name)
+    return tensor._replace(info=tensor.info._replace(name=name)) if TEXT_TENSOR.match(name) else None
+
+
+def gpt2_tensor(tensor: SourceTensor) -> SourceTensor | None:
+    """A tensor of GPT-2, whose matrices have (inputs, outputs); None for its constants, and the head, which is the embedding."""
+    info, found = tensor.info, GPT2_TENSOR.match(tensor.info.name)
+    target = GPT2_TENSORS.get(found[2]) if found else None
+    if found is None or target is None:
+        return None
+    name = f"model.{f'layers.{found[1]}.' if found[1] else ''}{target}.{found[3]}"
+    if len(info.shape) < 2 or not found[1]:
+        return tensor._replace(info=info._replace(name=name))
+    if info.quantization is not None:
+        raise UnsupportedModelError(f"{info.name!r} is quantised, which is not supported in GPT-2.", hint="Take the original model.")
+    return SourceTensor(info._replace(name=name, shape=info.shape[::-1]), transposed(tensor.load))
+
+
+def transposed(load: Callable[[], npt.NDArray[Any]]) -> Callable[[], npt.NDArray[Any]]:
+    return lambda: np.ascontiguousarray(load().T)
