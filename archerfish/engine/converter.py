@@ -156,8 +156,9 @@ def check_choices(config: ConversionConfig, source: ModelSource) -> None:
     if config.layout == "gptq" and config.weights != "int4":
         hint = "Take --layout compressed-tensors."
         raise InvalidOptionError(f"[convert] layout gptq holds int4, not {config.weights}.", hint=hint)
-    if config.layout != "store" and (config.keep_quantized or source.config.get("model_type") in ("rwkv7", "gpt2")):
-        what = "other quantised matrices" if config.keep_quantized else "RWKV-7"
+    kind = {"rwkv7": "RWKV-7", "gpt2": "GPT-2"}.get(source.config.get("model_type", ""))
+    if config.layout != "store" and (config.keep_quantized or kind):
+        what = "other quantised matrices" if config.keep_quantized else kind
         raise InvalidOptionError(f"[convert] layout {config.layout} cannot hold {what}.", hint="Write the store.")
 
 

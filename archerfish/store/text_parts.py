@@ -15,16 +15,13 @@ import numpy.typing as npt
 from archerfish.errors import UnsupportedModelError
 from archerfish.store.source import SourceTensor
 
-# The model_type of text parts, and what their configurations leave out. Empty: as text_config says.
-TEXT_PARTS: dict[str, dict[str, Any]] = {
-    "qwen2_vl": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
-    "qwen2_5_vl": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
-    "qwen3_vl": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
-    "mistral3": {},
-    "gemma3": {
-        "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "vocab_size": 262_208, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
-    },
+# The model_type of the text part, empty: as text_config says; and what text_config may leave out.
+TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_vl": ("qwen2", {}), "qwen2_5_vl": ("qwen2", {}), "qwen3_vl": ("qwen3", {}), "mistral3": ("", {}),
+    "gemma3": ("gemma3_text", {
+        "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "max_position_embeddings": 131_072,
+    }),
 }  # fmt: skip
 TEXT_PREFIX = re.compile(r"^(language_model\.model|model\.language_model|language_model(?=\.lm_head))\.")
 TEXT_TENSOR = re.compile(r"^(model\.(embed_tokens|layers|norm)|lm_head)\.")
@@ -50,10 +47,11 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         return values | {"intermediate_size": config.get("n_inner") or 4 * values.get("hidden_size", 0)}
     if kind not in TEXT_PARTS:
         return values
-    nested, known = config.get("text_config") or {}, TEXT_PARTS[kind]
+    nested, (text_type, defaults) = config.get("text_config") or {}, TEXT_PARTS[kind]
     values = {name: value for name, value in values.items() if not name.endswith("_config") or name in QUANTIZATION}
-    values = known | values | {name: value for name, value in nested.items() if value is not None}
-    values |= {name: known[name] for name in ("model_type", "architectures") if name in known}
+    values = defaults | values | {name: value for name, value in nested.items() if value is not None}
+    text_type = text_type or str(nested.get("model_type", "mistral"))
+    values |= {"model_type": text_type, "architectures": [f"{text_type.removesuffix('_text').capitalize()}ForCausalLM"]}
     for name in ("rope_scaling", "rope_parameters"):  # positions of text are the same in all three parts of a head
         if isinstance(values.get(name), Mapping):
             values[name] = {key: "default" if each == "mrope" else each for key, each in values[name].items()}

@@ -16,6 +16,9 @@ from archerfish.layers.weights import Weights
 from archerfish.models.adapter import KVShape, model_class
 from archerfish.models.config import Config
 from archerfish.runtime.batch import build_batch
+from archerfish.store.format import TensorInfo
+from archerfish.store.source import SourceTensor
+from archerfish.store.text_parts import text_model
 from tests.models.recurring import StepDriver
 
 LENGTH = 60  # of every test sequence: the base of dynamic rotary embeddings depends on it
@@ -74,7 +77,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3-window": ("SmolLM3", {
         **SIZES, "no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 9, "tie_word_embeddings": False,
     }),
-    "ministral": ("Ministral", {**SIZES, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] + ["sliding_attention"]}),
+    "ministral": ("Ministral", {**SIZES, "head_dim": 24, "sliding_window": 9, **FULL_SLIDING}),
     "ministral3": ("Ministral3", {**SIZES, "head_dim": 24, "max_position_embeddings": 256, "rope_parameters": {
         **YARN, "rope_theta": 1e4, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
         "mscale_all_dim": 1.0,
@@ -91,7 +94,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}, "full_attention": {**YARN, "rope_theta": 5e5},
     }}),
     "exaone4": ("Exaone4", {**SIZES, "num_hidden_layers": 4, "sliding_window": 9, "sliding_window_pattern": 4}),
-    "exaone4-full": ("Exaone4", {**SIZES, "sliding_window": None, "tie_word_embeddings": True}),
+    "exaone4-full": ("Exaone4", {**SIZES, "sliding_window": None, "tie_word_embeddings": True, "layer_types": ["full_attention"] * 3}),
     "cohere": ("Cohere", {**COHERE, "logit_scale": 0.3, "attention_bias": True}),
     "cohere-untied": ("Cohere", {**COHERE, "tie_word_embeddings": False}),
     "cohere2": ("Cohere2", {**COHERE, "num_hidden_layers": 5, "sliding_window": 9}),
@@ -119,10 +122,16 @@ def make_model(family: str, sizes: Mapping[str, Any]) -> tuple[Any, dict[str, An
     torch.manual_seed(1)
     name = "Gemma3Text" if family == "Gemma3" else family
     config = getattr(transformers, f"{name}Config")(**sizes, attn_implementation="eager")
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(config).eval()
     for parameter in model.parameters():  # the default initialisation is too small to show a wrong formula
         torch.nn.init.normal_(parameter, std=0.2)
-    return model, config.to_dict()
+    values = config.to_dict()
+    if family == "GPT2":  # whose tensors get other names and layouts when they are read
+        tensors = [SourceTensor(TensorInfo(n, "float32", tuple(t.shape)), t.numpy) for n, t in model.state_dict().items()]
+        values, found = text_model(values, tensors)
+        weights = {tensor.info.name: torch.from_numpy(tensor.load()) for tensor in found}
+        model.state_dict = lambda: weights
+    return model, values
 
 
 def random_tokens(num: int, vocab_size: int = 97) -> list[list[int]]:

@@ -30,6 +30,9 @@ STEPS = [
 ]  # fmt: skip
 
 
+LONGEST = {"phi3-longrope": 64, "phi4-mini": 64, "ministral3": 64, "llama-dynamic": 32}
+
+
 def check(driver: Driver, model: Any) -> None:
     driver.check(STEPS, [their_logits(model, tokens) for tokens in driver.tokens])
     assert driver.num_computed == [LENGTH] * 4
@@ -126,11 +129,13 @@ def test_facts_that_are_known_before_loading(kind: str) -> None:
     if config.get("tie_word_embeddings"):
         theirs.pop("lm_head.weight", None)
     assert ours == theirs
-    attention = model.model.layers[0].self_attn
-    kv_shape = KVShape(config["num_hidden_layers"], config["num_key_value_heads"], attention.head_dim)
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    kv_shape = KVShape(
+        config["num_hidden_layers"], config.get("num_key_value_heads", config["num_attention_heads"]), head_dim
+    )
     assert architecture.memory_shape(values) == kv_shape
     assert architecture.vocab_size(values) == 97
-    assert architecture.max_positions(values) == {"phi3-longrope": 64, "llama-dynamic": 32}.get(kind, 128)
+    assert architecture.max_positions(values) == LONGEST.get(kind, 128)
 
 
 def test_the_longest_context_of_yarn_follows_from_its_factor() -> None:
