@@ -45,6 +45,24 @@ PHI3_TENSORS = {
     **{name: target for name, target in DECODER_TENSORS.items() if name != "blk.#.ffn_gate"},
     **layer_tensors("model.layers", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
 }
+OLMO_TENSORS = {
+    **DECODER_TENSORS, **HEAD_NORM_TENSORS,
+    **layer_tensors("model.layers", {
+        "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
+    }),
+}  # fmt: skip
+GLM4_TENSORS = {
+    **DECODER_TENSORS,
+    **layer_tensors("model.layers", {
+        "ffn_up": "mlp.gate_up_proj", "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
+    }),
+}  # fmt: skip
+GPT2_TENSORS = {
+    **DECODER_TENSORS, "position_embd": "model.embed_positions",
+    **layer_tensors("model.layers", {
+        "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj",
+    }),
+}  # fmt: skip
 BERT_TENSORS = {
     "token_embd": "embeddings.word_embeddings", "token_types": "embeddings.token_type_embeddings",
     "position_embd": "embeddings.position_embeddings", "token_embd_norm": "embeddings.LayerNorm",
@@ -65,8 +83,15 @@ DECODER_KEYS = {
     **SHARED_KEYS, "context_length": "max_position_embeddings", "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps", "attention.key_length": "head_dim", "rope.freq_base": "rope_theta",
 }  # fmt: skip
+WINDOW_KEYS = {**DECODER_KEYS, "attention.sliding_window": "sliding_window"}
+COHERE_KEYS = {**WINDOW_KEYS, "attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"}
+GRANITE_KEYS = {
+    **DECODER_KEYS, "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+}  # fmt: skip
+GPT2_KEYS = {**DECODER_KEYS, "attention.layer_norm_epsilon": "norm_epsilon"}
 GEMMA_KEYS = {
-    **DECODER_KEYS, "attention.sliding_window": "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping",
+    **WINDOW_KEYS, "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }  # fmt: skip
 PHI3_KEYS = {**DECODER_KEYS, "rope.scaling.original_context_length": "original_max_position_embeddings"}
@@ -136,6 +161,37 @@ def finish_phi3(config: dict[str, Any], facts: GGUFFacts) -> None:
         config["rope_scaling"] = {"type": "longrope", "rope_type": "longrope", "long_factor": long, "short_factor": short}
 
 
+def finish_windows(config: dict[str, Any], facts: GGUFFacts) -> None:
+    finish_llama(config, facts)
+    pattern = facts.fields.get("attention.sliding_window_pattern")
+    config.setdefault("sliding_window", None)
+    if isinstance(pattern, list):
+        config["layer_types"] = ["sliding_attention" if each else "full_attention" for each in pattern]
+    elif isinstance(pattern, int) and pattern > 0:
+        config["sliding_window_pattern"] = pattern
+    if config["model_type"] == "olmo2" and config["sliding_window"]:
+        config |= {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"]}
+
+
+def finish_glm4(config: dict[str, Any], facts: GGUFFacts) -> None:
+    if "rope.dimension_sections" in facts.fields:
+        raise UnsupportedModelError(f"{facts.name} is the text part of a GLM-4V, which is not supported.")
+    finish_llama(config, facts)
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    config["partial_rotary_factor"] = facts.fields.get("rope.dimension_count", head_dim // 2) / head_dim
+
+
+def finish_gpt2(config: dict[str, Any], facts: GGUFFacts) -> None:
+    config["use_bias"] = "blk.0.attn_output.bias" in facts.shapes
+
+
+def finish_mistral3(config: dict[str, Any], facts: GGUFFacts) -> None:
+    finish_llama(config, facts)
+    beta, mscale = (facts.fields.get(key) for key in ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"))
+    if config.get("rope_scaling") is not None and mscale:
+        config["rope_scaling"] |= {"mscale": 1.0, "mscale_all_dim": mscale, "llama_4_scaling_beta": beta}
+
+
 def finish_bert(config: dict[str, Any], facts: GGUFFacts) -> None:
     config["max_position_embeddings"] = facts.shapes.get("position_embd.weight", (facts.fields.get("context_length", 512),))[0]
     config["type_vocab_size"] = facts.shapes.get("token_types.weight", (2,))[0]
@@ -145,6 +201,28 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", "LlamaForCausalLM", DECODER_TENSORS, DECODER_KEYS, permuted=True, finish=finish_llama),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", DECODER_TENSORS, DECODER_KEYS),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {**DECODER_TENSORS, **HEAD_NORM_TENSORS}, DECODER_KEYS),
+    "qwen2vl": Architecture("qwen2", "Qwen2ForCausalLM", DECODER_TENSORS, DECODER_KEYS),
+    "qwen3vl": Architecture("qwen3", "Qwen3ForCausalLM", {**DECODER_TENSORS, **HEAD_NORM_TENSORS}, DECODER_KEYS),
+    "mistral3": Architecture(
+        "ministral3", "Ministral3ForCausalLM", DECODER_TENSORS, DECODER_KEYS, {"hidden_act": "silu", "sliding_window": None},
+        permuted=True, finish=finish_mistral3,
+    ),
+    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", DECODER_TENSORS, DECODER_KEYS, permuted=True, finish=finish_llama),
+    "granite": Architecture("granite", "GraniteForCausalLM", DECODER_TENSORS, GRANITE_KEYS, permuted=True, finish=finish_llama),
+    "glm4": Architecture("glm4", "Glm4ForCausalLM", GLM4_TENSORS, DECODER_KEYS, finish=finish_glm4),
+    "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", OLMO_TENSORS, WINDOW_KEYS, finish=finish_windows),
+    "exaone4": Architecture("exaone4", "Exaone4ForCausalLM", OLMO_TENSORS, WINDOW_KEYS, finish=finish_windows),
+    "command-r": Architecture("cohere", "CohereForCausalLM", DECODER_TENSORS, COHERE_KEYS),
+    "cohere2": Architecture("cohere2", "Cohere2ForCausalLM", DECODER_TENSORS, COHERE_KEYS, finish=finish_windows),
+    "starcoder2": Architecture(  # its files do not say that the model has a window
+        "starcoder2", "Starcoder2ForCausalLM", GPT2_TENSORS, GPT2_KEYS,
+        {"hidden_act": "gelu_pytorch_tanh", "sliding_window": 4096}, finish=finish_gpt2,
+    ),
+    "gpt2": Architecture("gpt2", "GPT2LMHeadModel", GPT2_TENSORS, GPT2_KEYS, {"hidden_act": "gelu_new"}, finish=finish_gpt2),
+    "gemma": Architecture(
+        "gemma", "GemmaForCausalLM", DECODER_TENSORS, DECODER_KEYS, {"hidden_activation": "gelu_pytorch_tanh"},
+        norm_plus_one=True,
+    ),
     "gemma2": Architecture(
         "gemma2", "Gemma2ForCausalLM", GEMMA_TENSORS, GEMMA_KEYS,
         {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}, norm_plus_one=True, finish=finish_gemma,
@@ -179,7 +257,7 @@ def make_config(architecture: Architecture, facts: GGUFFacts) -> dict[str, Any]:
     if embedding is None or len(embedding) != 2 or embedding[1] != config["hidden_size"]:
         raise CorruptFileError(f"{facts.name}: token_embd.weight is missing or has the shape {embedding}.")
     config["vocab_size"] = embedding[0]
-    if architecture.class_name.endswith("ForCausalLM"):
+    if architecture.model_type != "bert":
         config.setdefault("num_key_value_heads", config["num_attention_heads"])
         config["tie_word_embeddings"] = "output.weight" not in facts.shapes
     for role in ("bos", "eos", "pad"):
@@ -198,7 +276,8 @@ def add_rope_scaling(config: dict[str, Any], facts: GGUFFacts) -> None:
         config["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     elif kind == "yarn":
         original = facts.fields.get("rope.scaling.original_context_length")
-        config["rope_scaling"] = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        betas = {f"beta_{end}": facts.fields.get(f"rope.scaling.yarn_beta_{end}") for end in ("fast", "slow")}
+        config["rope_scaling"] = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **betas}
     elif kind not in (None, "none", "linear", "longrope"):
         raise UnsupportedModelError(f"{facts.name} has the rotary scaling {kind!r}, which is not supported.")
 

@@ -150,6 +150,11 @@ LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+TEKKEN_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 @dataclass(frozen=True)
@@ -164,11 +169,12 @@ class PreTokenizer:
 
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
-    **dict.fromkeys(("gpt-2", "gpt2", "default"), PreTokenizer()),
+    **dict.fromkeys(("gpt-2", "gpt2", "default", "olmo", "exaone4"), PreTokenizer()),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), PreTokenizer(single_digits=True)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), PreTokenizer(LLAMA3_SPLIT, ignore_merges=True, add_bos=True)),
     "smaug-bpe": PreTokenizer(LLAMA3_SPLIT, ignore_merges=True),
-    "dbrx": PreTokenizer(LLAMA3_SPLIT),
+    **dict.fromkeys(("dbrx", "glm4", "chatglm-bpe"), PreTokenizer(LLAMA3_SPLIT)),
+    "tekken": PreTokenizer(TEKKEN_SPLIT, ignore_merges=True, add_bos=True),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), PreTokenizer(QWEN2_SPLIT, nfc=True)),
     "stablelm2": PreTokenizer(QWEN2_SPLIT),
 }

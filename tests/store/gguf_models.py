@@ -120,6 +120,72 @@ def write_gguf(
     return finish(writer, path)
 
 
+# What llama.cpp's converter does to tensors and settings of a family.
+PERMUTED = ("mistral3", "smollm3", "granite")  # rows of queries and keys
+LAYER_NORMS = ("command-r", "cohere2", "starcoder2", "gpt2")
+SETTINGS = {
+    "logit_scale": "add_logit_scale", "logits_scaling": "add_logit_scale", "attention_multiplier": "add_attention_scale",
+    "embedding_multiplier": "add_embedding_scale", "residual_multiplier": "add_residual_scale",
+}  # fmt: skip
+
+
+def write_family(path: Path, architecture: str, model: Any, config: dict[str, Any]) -> Path:
+    """A model of transformers as llama.cpp's converter writes it, without a tokenizer."""
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    num_layers, num_heads = config["num_hidden_layers"], config["num_attention_heads"]
+    num_kv_heads = config.get("num_key_value_heads", num_heads)
+    head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
+    rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(num_layers)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(num_heads)
+    if architecture != "gpt2":
+        writer.add_head_count_kv(num_kv_heads)
+        writer.add_rope_freq_base(rope["rope_theta"])
+    if architecture not in ("granite", "gpt2", "starcoder2"):
+        writer.add_key_length(head_dim)
+    if architecture in LAYER_NORMS:
+        writer.add_layer_norm_eps(config.get("layer_norm_eps") or config["norm_epsilon"])
+    else:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    for name, method in SETTINGS.items():
+        if name in config:
+            getattr(writer, method)(config[name])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope.get("llama_4_scaling_beta"):
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if config.get("sliding_window") and architecture in ("olmo2", "exaone4", "cohere2"):
+        writer.add_sliding_window(config["sliding_window"])
+        if architecture != "cohere2":
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if architecture == "glm4":
+        writer.add_rope_dimension_count(head_dim // 2)
+    names = gguf.get_tensor_name_map(kind, num_layers)
+    for name, tensor in type(model).state_dict(model).items():
+        if name == "lm_head.weight" and config.get("tie_word_embeddings", True):
+            continue
+        array = tensor.numpy()
+        if architecture == "gpt2" and tensor.dim() == 2 and ".h." in name:
+            array = array.T
+        if architecture in PERMUTED and ("q_proj" in name or "k_proj" in name):
+            num = num_heads if "q_proj" in name else num_kv_heads
+            array = array.reshape(num, 2, len(array) // num // 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+        if architecture == "gemma" and name.endswith("norm.weight"):
+            array = array + 1
+        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert target is not None, name
+        writer.add_tensor(target, np.ascontiguousarray(array))
+    return finish(writer, path)
+
+
 def random_blocks(quant_type: str, num_rows: int, width: int, seed: int = 0) -> npt.NDArray[np.uint8]:
     """Blocks of a K type with any codes and small scales."""
     random, num_blocks = np.random.default_rng(seed), num_rows * width // SUPER_GROUP_SIZE

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from archerfish.config import HubConfig
 from archerfish.errors import CorruptFileError, UnsupportedModelError, ValidationError
+from archerfish.kernels.torch.reference import TorchOps
 from archerfish.layers.weights import NotedWeights
 from archerfish.models.adapter import NoOps, encoder_class, model_class
 from archerfish.models.config import Config
@@ -23,8 +24,19 @@ from archerfish.store.format import INTEGER_BYTES, SUPER_SCALES
 from archerfish.store.gguf_source import ARCHITECTURES
 from archerfish.store.sources import open_source
 from archerfish.store.tokenizer_files import PRE_TOKENIZERS, WORD_MARK, make_tokenizer_files
+from tests.models.decoding import LENGTH, Driver, make, random_tokens, their_logits
 from tests.store import gguf_models
-from tests.store.gguf_models import HEADS, KV_HEADS, MERGES, WIDTH, make_tensors, random_blocks, write_blocks, write_gguf
+from tests.store.gguf_models import (
+    HEADS,
+    KV_HEADS,
+    MERGES,
+    WIDTH,
+    make_tensors,
+    random_blocks,
+    write_blocks,
+    write_family,
+    write_gguf,
+)
 from tests.store.models import convert
 
 ROUNDED_TYPES = ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
@@ -140,7 +152,27 @@ def test_other_block_types_are_stored_dequantised(tmp_path: Path, quant_type: st
     assert np.array_equal(loader.get_layer("model.embed_tokens.weight").numpy(), gguf.quants.dequantize(blocks, kind))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+# Architectures whose files are made of transformers' models, and these.
+FAMILIES = {
+    "qwen2vl": ["qwen2"], "qwen3vl": ["qwen3"], "mistral3": ["mistral", "ministral3"], "smollm3": ["smollm3"],
+    "granite": ["granite", "granite-tied"], "glm4": ["glm4"], "olmo2": ["olmo2", "olmo3", "olmo3-yarn"], "exaone4": ["exaone4"],
+    "command-r": ["cohere-plain"], "cohere2": ["cohere2"], "starcoder2": ["starcoder2-plain"], "gpt2": ["gpt2"],
+    "gemma": ["gemma"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "kind"), [(each, kind) for each, kinds in FAMILIES.items() for kind in kinds])
+def test_logits_of_families_equal_transformers(tmp_path: Path, architecture: str, kind: str) -> None:
+    """Red if a name, a key or an order of rows is not that of llama.cpp's converter, whose names the gguf package has."""
+    model, config = make(kind)
+    source = open_source(write_family(tmp_path / "m.gguf", architecture, model, config))
+    weights = {tensor.info.name: torch.from_numpy(np.array(tensor.load())) for tensor in source.tensors}
+    driver = Driver(TorchOps(), weights, source.config, random_tokens(1))
+    expected = their_logits(model, driver.tokens[0])
+    torch.testing.assert_close(driver.step([(0, LENGTH)])[0], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES.keys() - FAMILIES.keys())
 def test_names_and_shapes_are_those_of_the_model(tmp_path: Path, architecture: str) -> None:
     source = open_source(write_gguf(tmp_path / "m.gguf", architecture, make_tensors(architecture)))
     found = {tensor.info.name: tensor.info.shape for tensor in source.tensors}

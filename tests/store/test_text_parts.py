@@ -1,0 +1,123 @@
+"""Models that also take images, saved by transformers: their text part is read, and its logits are the whole model's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from archerfish.config import HubConfig
+from archerfish.engine.llm_loading import dummy_infos
+from archerfish.errors import UnsupportedModelError
+from archerfish.kernels.torch.reference import TorchOps
+from archerfish.store import WeightLoader, ensure_converted
+from archerfish.store.sources import open_source
+from archerfish.store.text_parts import text_config
+from tests.models.decoding import GEMMA, LENGTH, SIZES, YARN, Driver, make, random_tokens, their_logits
+
+TEXT = {**SIZES, "head_dim": 16}
+MROPE = {"rope_type": "default", "rope_theta": 1e5, "mrope_section": [2, 3, 3]}
+VISION: dict[str, dict[str, Any]] = {
+    "gemma3": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28},
+    "mistral3": {
+        "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "head_dim": 8,
+    },
+    "qwen2_vl": {"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2},
+    "qwen2_5_vl": {"depth": 1, "hidden_size": 16, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 16},
+    "qwen3_vl": {
+        "depth": 1, "hidden_size": 16, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 16,
+        "deepstack_visual_indexes": [0],
+    },
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("Gemma3", {**GEMMA, "num_hidden_layers": 7}),
+    "mistral3": ("Mistral3", {**TEXT, "model_type": "mistral", "sliding_window": None, "tie_word_embeddings": False}),
+    "ministral3": ("Mistral3", {
+        **TEXT, "model_type": "ministral3",
+        "rope_parameters": {**YARN, "rope_theta": 1e4, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1},
+    }),
+    "qwen2_vl": ("Qwen2VL", {**SIZES, "rope_parameters": MROPE}),
+    "qwen2_5_vl": ("Qwen2_5_VL", {**SIZES, "rope_parameters": MROPE, "tie_word_embeddings": True}),
+    "qwen3_vl": ("Qwen3VL", {**TEXT, "rope_parameters": {**MROPE, "mrope_interleaved": True}}),
+}  # fmt: skip
+
+
+def make_whole(kind: str) -> Any:
+    family, text = MODELS[kind]
+    torch.manual_seed(1)
+    config_class = getattr(transformers, f"{family}Config")
+    vision = VISION[config_class.model_type]
+    tie = {"tie_word_embeddings": text.get("tie_word_embeddings", kind == "gemma3")}
+    config = config_class(text_config=text, vision_config=vision, **tie, attn_implementation="eager")
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+    for name, parameter in model.named_parameters():
+        if "vis" not in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def rename(directory: Path, old: str, new: str) -> None:
+    path = directory / "model.safetensors"
+    save_file({name.replace(old, new): tensor for name, tensor in load_file(path).items()}, path)
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+@pytest.mark.parametrize("kind", MODELS)
+def test_logits_of_the_text_part(tmp_path: Path, kind: str, is_older: bool) -> None:
+    """Names and settings as transformers 5 saves them, and as the published files have them."""
+    model = make_whole(kind)
+    model.save_pretrained(tmp_path / "m")
+    names = load_file(tmp_path / "m" / "model.safetensors").keys()
+    qwen = kind.startswith(("qwen2",))
+    if is_older and qwen:
+        rename(tmp_path / "m", "model.language_model.", "model.")
+        config = json.loads((tmp_path / "m" / "config.json").read_text())
+        flat = {**config, **config.pop("text_config"), "model_type": config["model_type"], "rope_theta": 1e5}
+        flat["rope_scaling"] = {"type": "mrope", "mrope_section": flat.pop("rope_parameters")["mrope_section"]}
+        flat.pop("text_config")
+        (tmp_path / "m" / "config.json").write_text(json.dumps(flat))
+    elif is_older and any(name.startswith("language_model.model.") for name in names):
+        rename(tmp_path / "m", "language_model.model.", "model.language_model.")
+    directory = ensure_converted(tmp_path / "m", dtype="float32", hub=HubConfig(cache_dir=str(tmp_path / "cache")))
+    loader = WeightLoader(directory)
+    driver = Driver(TorchOps(), loader.load_weights(), loader.config, random_tokens(1))
+    expected = their_logits(model, driver.tokens[0])
+    torch.testing.assert_close(driver.step([(0, LENGTH)])[0], expected, atol=1e-4, rtol=1e-4)
+    assert not any("vis" in name for name in loader.get_layer_names())
+    stated = text_config(json.loads((tmp_path / "m" / "config.json").read_text()))
+    assert {info.name for info in dummy_infos(stated)} <= set(loader.get_layer_names())
+
+
+def test_gpt2_as_it_was_published(tmp_path: Path) -> None:
+    """Names without a prefix, and constants among the tensors."""
+    model, _ = make("gpt2")
+    model.config.save_pretrained(tmp_path)
+    weights = {name.removeprefix("transformer."): t for name, t in type(model).state_dict(model).items() if "lm_head" not in name}
+    weights["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, tmp_path / "model.safetensors")
+    source = open_source(tmp_path)
+    found = {tensor.info.name: torch.from_numpy(np.array(tensor.load())) for tensor in source.tensors}
+    driver = Driver(TorchOps(), found, source.config, random_tokens(1))
+    expected = their_logits(model, driver.tokens[0])
+    torch.testing.assert_close(driver.step([(0, LENGTH)])[0], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_what_a_small_configuration_leaves_out() -> None:
+    """The published Gemma 3 of 4B names four settings of its text part; the others are those of transformers."""
+    small = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    ours = text_config({"model_type": "gemma3", "text_config": {**small, "model_type": "gemma3_text"}})
+    theirs = transformers.Gemma3TextConfig(**small).to_dict()
+    names = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "model_type")
+    assert {name: ours[name] for name in names} == {name: theirs[name] for name in names}
+
+
+def test_unknown_parts_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="'llava'"):
+        dummy_infos(text_config({"model_type": "llava", "text_config": {"model_type": "llama"}}))
