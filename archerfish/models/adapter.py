@@ -6,6 +6,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, ClassVar, Generic, cast
 
 from archerfish.errors import UnsupportedModelError
@@ -50,6 +51,17 @@ ENCODERS: dict[str, str | type[Any]] = {
     "camembert": "archerfish.models.bert:RobertaEncoder",
     "mpnet": "archerfish.models.bert:MPNetEncoder",
 }
+# Of architectures that are not supported: what is nearest by structure where the name does not say so, and those whose layers
+# keep both keys and recurrent states.
+NEAREST = {
+    "apertus": "qwen3", "arcee": "llama", "baichuan": "llama", "bloom": "gpt2", "ernie4_5": "glm", "falcon": "cohere",
+    "gptj": "cohere", "gpt_neox": "starcoder2", "helium": "glm", "internlm2": "llama", "minicpm": "granite", "mpt": "gpt2",
+    "nemotron": "starcoder2", "olmo": "llama", "opt": "gpt2", "phi": "cohere", "seed_oss": "qwen2", "stablelm": "starcoder2",
+}  # fmt: skip
+HYBRIDS = frozenset({
+    "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid",
+    "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "zamba", "zamba2",
+})  # fmt: skip
 ENTRY_POINTS = "archerfish.models"  # the group; an entry point's name is a model_type, its value an adapter class
 
 
@@ -231,8 +243,12 @@ def model_class(config: Config) -> type[ModelAdapter[Any]]:
         if not isinstance(loaded, type) or not issubclass(loaded, ModelAdapter):
             raise UnsupportedModelError(f"{about} no ModelAdapter class.")
         return loaded
-    hint = architecture_hint(config.model_type, [*MODELS, *installed])
-    if config.model_type.startswith("rwkv"):
+    hint, text = architecture_hint(config.model_type, [*MODELS, *installed]), config.values.get("text_config")
+    if config.model_type in HYBRIDS:
+        hint = "Some of its layers keep keys, others a recurrent state; here all layers of a model keep the same."
+    elif isinstance(text, Mapping) and text.get("model_type") in MODELS:
+        hint = f"Its text part is of type {text['model_type']!r}, which is supported where it is saved alone. {hint}"
+    elif config.model_type.startswith("rwkv"):
         hint = "Of the RWKV family only RWKV-7 is supported."
     elif config.model_type in ENCODERS:
         hint = "It embeds texts or ranks them: ArrowEngine and `archerfish embed` take it."
@@ -251,7 +267,7 @@ def encoder_class(config: Config) -> type[Encoder[Any]]:
 
 
 def architecture_hint(model_type: str, known: Iterable[str]) -> str:
-    """A name that differs in spelling alone, else all of them: qwen3 cannot stand for qwen3_moe, which reads alike."""
+    """A name that differs in spelling alone; else the nearest one, by structure or by how its family is called, and all."""
 
     def letters(name: str) -> str:
         return "".join(filter(str.isalnum, name)).lower()
@@ -260,7 +276,10 @@ def architecture_hint(model_type: str, known: Iterable[str]) -> str:
     same = [name for name in names if letters(name) == letters(model_type)]
     if same:
         return f"Did you mean {same[0]!r}?"
-    return f"Supported: {', '.join(names)}. docs/add-a-model.md shows how an architecture is added."
+    family = [name for name in names if letters(model_type).startswith("".join(takewhile(str.isalpha, name)) or "?")]
+    nearest = NEAREST.get(model_type) or (family[-1] if family else None)
+    found = f"The nearest that is supported is {nearest!r}. " if nearest in names else ""
+    return f"{found}docs/add-a-model.md shows how an architecture is added. Supported: {', '.join(names)}."
 
 
 def class_of(found: str | type[Any]) -> type[Any]:

@@ -64,6 +64,8 @@ def text_model(config: Mapping[str, Any], tensors: Iterable[SourceTensor]) -> tu
     rename = gpt2_tensor if kind == "gpt2" else text_tensor if kind in TEXT_PARTS else None
     if rename is None:
         return values, list(tensors)
+    if kind == "gpt2" and any(config.get(name) for name in QUANTIZATION):
+        raise UnsupportedModelError("Quantised checkpoints of GPT-2 are not supported.", hint="Take the original model.")
     found = [tensor for tensor in map(rename, tensors) if tensor is not None]
     if kind in TEXT_PARTS:
         values["tie_word_embeddings"] = all(tensor.info.name != "lm_head.weight" for tensor in found)
@@ -77,7 +79,7 @@ def text_tensor(tensor: SourceTensor) -> SourceTensor | None:
 
 
 def gpt2_tensor(tensor: SourceTensor) -> SourceTensor | None:
-    """A tensor of GPT-2, whose matrices have (inputs, outputs); None for its constants, and the head, which is the embedding."""
+    """A tensor of GPT-2, whose matrices have (inputs, outputs); None for its constants and the head, which is the embedding."""
     info, found = tensor.info, GPT2_TENSOR.match(tensor.info.name)
     target = GPT2_TENSORS.get(found[2]) if found else None
     if found is None or target is None:
@@ -85,8 +87,6 @@ def gpt2_tensor(tensor: SourceTensor) -> SourceTensor | None:
     name = f"model.{f'layers.{found[1]}.' if found[1] else ''}{target}.{found[3]}"
     if len(info.shape) < 2 or not found[1]:
         return tensor._replace(info=info._replace(name=name))
-    if info.quantization is not None:
-        raise UnsupportedModelError(f"{info.name!r} is quantised, which is not supported in GPT-2.", hint="Take the original model.")
     return SourceTensor(info._replace(name=name, shape=info.shape[::-1]), transposed(tensor.load))
 
 

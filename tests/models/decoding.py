@@ -94,7 +94,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}, "full_attention": {**YARN, "rope_theta": 5e5},
     }}),
     "exaone4": ("Exaone4", {**SIZES, "num_hidden_layers": 4, "sliding_window": 9, "sliding_window_pattern": 4}),
-    "exaone4-full": ("Exaone4", {**SIZES, "sliding_window": None, "tie_word_embeddings": True, "layer_types": ["full_attention"] * 3}),
+    "exaone4-full": ("Exaone4", {
+        **SIZES, "sliding_window": None, "tie_word_embeddings": True, "layer_types": ["full_attention"] * 3,
+    }),
     "cohere": ("Cohere", {**COHERE, "logit_scale": 0.3, "attention_bias": True}),
     "cohere-plain": ("Cohere", COHERE),
     "cohere-untied": ("Cohere", {**COHERE, "tie_word_embeddings": False}),

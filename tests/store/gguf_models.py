@@ -132,19 +132,28 @@ SETTINGS = {
 def write_family(path: Path, architecture: str, model: Any, config: dict[str, Any]) -> Path:
     """A model of transformers as llama.cpp's converter writes it, without a tokenizer."""
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    num_layers, num_heads = config["num_hidden_layers"], config["num_attention_heads"]
-    num_kv_heads = config.get("num_key_value_heads", num_heads)
-    head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
-    rope = config.get("rope_parameters") or {}
-    rope = rope.get("full_attention", rope)
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(num_layers)
+    add_settings(writer, architecture, config)
+    names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
+    for name, tensor in type(model).state_dict(model).items():
+        if name != "lm_head.weight" or not config.get("tie_word_embeddings", True):
+            target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            assert target is not None, name
+            writer.add_tensor(target, np.ascontiguousarray(as_converted(architecture, config, name, tensor.numpy())))
+    return finish(writer, path)
+
+
+def add_settings(writer: Any, architecture: str, config: dict[str, Any]) -> None:
+    heads, rope = config["num_attention_heads"], config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(num_heads)
+    writer.add_head_count(heads)
     if architecture != "gpt2":
-        writer.add_head_count_kv(num_kv_heads)
+        writer.add_head_count_kv(config["num_key_value_heads"])
         writer.add_rope_freq_base(rope["rope_theta"])
     if architecture not in ("granite", "gpt2", "starcoder2"):
         writer.add_key_length(head_dim)
@@ -155,6 +164,12 @@ def write_family(path: Path, architecture: str, model: Any, config: dict[str, An
     for name, method in SETTINGS.items():
         if name in config:
             getattr(writer, method)(config[name])
+    if architecture == "glm4":
+        writer.add_rope_dimension_count(head_dim // 2)
+    if config.get("sliding_window") and architecture in ("olmo2", "exaone4", "cohere2"):
+        writer.add_sliding_window(config["sliding_window"])
+        if architecture != "cohere2":
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -162,28 +177,16 @@ def write_family(path: Path, architecture: str, model: Any, config: dict[str, An
     if rope.get("llama_4_scaling_beta"):
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
-    if config.get("sliding_window") and architecture in ("olmo2", "exaone4", "cohere2"):
-        writer.add_sliding_window(config["sliding_window"])
-        if architecture != "cohere2":
-            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
-    if architecture == "glm4":
-        writer.add_rope_dimension_count(head_dim // 2)
-    names = gguf.get_tensor_name_map(kind, num_layers)
-    for name, tensor in type(model).state_dict(model).items():
-        if name == "lm_head.weight" and config.get("tie_word_embeddings", True):
-            continue
-        array = tensor.numpy()
-        if architecture == "gpt2" and tensor.dim() == 2 and ".h." in name:
-            array = array.T
-        if architecture in PERMUTED and ("q_proj" in name or "k_proj" in name):
-            num = num_heads if "q_proj" in name else num_kv_heads
-            array = array.reshape(num, 2, len(array) // num // 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
-        if architecture == "gemma" and name.endswith("norm.weight"):
-            array = array + 1
-        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert target is not None, name
-        writer.add_tensor(target, np.ascontiguousarray(array))
-    return finish(writer, path)
+
+
+def as_converted(architecture: str, config: dict[str, Any], name: str, array: Array) -> Array:
+    """A tensor of transformers in the order in which GGUF has it."""
+    if architecture == "gpt2" and array.ndim == 2 and ".h." in name:
+        return array.T
+    if architecture in PERMUTED and ("q_proj" in name or "k_proj" in name):
+        num = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+        return array.reshape(num, 2, len(array) // num // 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+    return array + 1 if architecture == "gemma" and name.endswith("norm.weight") else array
 
 
 def random_blocks(quant_type: str, num_rows: int, width: int, seed: int = 0) -> npt.NDArray[np.uint8]:
