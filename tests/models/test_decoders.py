@@ -58,7 +58,7 @@ def test_odd_block_sizes_and_deterministic_batches(kind: str, options: dict[str,
     check(Driver(native_ops(), model.state_dict(), config, random_tokens(4), **options), model)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gemma3", "phi3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gemma3", "phi3", "granite", "olmo3", "cohere2", "gpt2"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_close(kind: str, backend: Backend, dtype: str) -> None:
@@ -71,7 +71,9 @@ def test_half_precision_is_close(kind: str, backend: Backend, dtype: str) -> Non
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3", "phi3"])
+@pytest.mark.parametrize("kind", [
+    "llama", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3", "phi3", "glm4", "olmo3", "cohere2", "starcoder2-plain",
+])  # fmt: skip
 def test_int8_weights_equal_the_dequantised_model(kind: str, backend: Backend) -> None:
     int8 = choose_format("int8")
     model, config = make(kind)
@@ -91,7 +93,10 @@ def test_int8_weights_equal_the_dequantised_model(kind: str, backend: Backend) -
 
 @pytest.mark.parametrize(
     "kind",
-    ["llama", "llama-linear", "llama-llama3", "llama-yarn", "qwen2-window", "gemma3", "gemma3-scaled", "phi3-partial"],
+    [
+        "llama", "llama-linear", "llama-llama3", "llama-yarn", "qwen2-window", "gemma3", "gemma3-scaled", "phi3-partial", "glm4",
+        "olmo3-yarn", "cohere2", "smollm3-window",
+    ],
 )
 def test_configurations_in_the_form_before_transformers_5(kind: str) -> None:
     model, config = make(kind)
@@ -106,7 +111,9 @@ def older_form(config: dict[str, Any]) -> dict[str, Any]:
         values["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         values["sliding_window_pattern"] = config["layer_types"].index("full_attention") + 1
         values["head_dim"] = config["head_dim"]
-        rope = dict(rope["full_attention"])
+    if config["model_type"] == "olmo3":
+        values["layer_types"] = config["layer_types"]
+    rope = dict(rope.get("full_attention", rope))
     values["rope_theta"] = rope.pop("rope_theta")
     values["partial_rotary_factor"] = rope.pop("partial_rotary_factor", None)
     values["rope_scaling"] = None if rope.get("rope_type") == "default" else {**rope, "type": rope["rope_type"]}
@@ -217,7 +224,7 @@ def check_kept(plain: StepDriver, kept: StepDriver) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["llama", "llama-biases", "qwen3", "gemma2", "phi3"])
+@pytest.mark.parametrize("kind", ["llama", "llama-biases", "qwen3", "gemma2", "phi3", "olmo3", "cohere2", "gpt2"])
 def test_kept_rows(kind: str, backend: Backend) -> None:
     model, config = make(kind)
     plain, kept = (Driver(backend(), model.state_dict(), config, random_tokens(2)) for _ in range(2))
