@@ -23,7 +23,8 @@ Reader = Generator[None, str, T]  # takes one character after the other
 UNFORCED = 'Leave that out of the schema, or let the model choose: tool_choice "auto".'
 MAX_HELD = 1 << 16  # characters that are held back because they may become a call
 ARGUMENTS = ("arguments", "parameters")
-USUAL_KEYS = ("name", *ARGUMENTS, "type", "id")
+NAMES = ("name", "tool_name")
+USUAL_KEYS = (*NAMES, *ARGUMENTS, "type", "id", "tool_call_id")
 SCALAR = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_")
 CLOSERS = {"{": "}", "[": "]"}
 
@@ -35,6 +36,7 @@ class Style:
     mark: str  # before calls
     end: str = ""  # after calls
     separator: str = ""  # between calls without a mark
+    name: str = "name"
     arguments: str = "arguments"
     is_list: bool = False  # calls are in a list
     line: str = ""  # between the marks and the calls
@@ -44,6 +46,8 @@ STYLES = {
     "hermes": Style("<tool_call>", "</tool_call>", line="\n"),
     "llama3": Style("<|python_tag|>", separator=";", arguments="parameters"),
     "mistral": Style("[TOOL_CALLS]", is_list=True),
+    "granite": Style("<|tool_call|>", is_list=True),
+    "cohere": Style("<|START_ACTION|>", "<|END_ACTION|>", name="tool_name", arguments="parameters", is_list=True),
 }
 PROMPTED_STYLE = "hermes"  # for models whose chat template does not read tools
 
@@ -218,7 +222,7 @@ class ToolCallParser:
                 after = yield from follow_value(character, self._add_arguments if self._is_begun else text.append)
             else:
                 after = yield from follow_value(character, text.append)
-                if key == "name" and not self._is_begun:
+                if key in NAMES and not self._is_begun:
                     name = read_string("".join(text))
                     if name is None or (self._names and name not in self._names):
                         raise NotACallError
@@ -401,11 +405,11 @@ def grammar_for_tools(
         if remarks is not None:
             remarks += [f"the tool {name!r}: {remark}" for remark in ignored]
         if has_answer and not written.end and not written.is_list:  # which only a parser of JSON can tell from an answer
-            members = {"name": {"const": name}, written.arguments: {**schema, "$defs": {}}}
+            members = {written.name: {"const": name}, written.arguments: {**schema, "$defs": {}}}
             call = {"type": "object", "properties": members, "required": list(members), "additionalProperties": False}
             rules.append(f"call_{place}: {json_rule({**call, '$defs': schema.get('$defs', {})})}")
             continue
-        before = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{written.arguments}": '
+        before = f'{{"{written.name}": {json.dumps(name, ensure_ascii=False)}, "{written.arguments}": '
         rules += [f'call_{place}: {json.dumps(before)} arguments_{place} "}}"', f"arguments_{place}: {json_rule(schema)}"]
     if answer is not None and has_answer:
         rules.append(f"answer: {json_rule(rewrite_schema(answer)[0])}")
@@ -430,9 +434,9 @@ def shape_of(style: Style, is_parallel: bool, tokenizer: Tokenizer | None) -> st
     """The right side of the grammar's first rule: how an answer is made of calls."""
     special = {} if tokenizer is None else {name: token_id for token_id, name in tokenizer.special_tokens.items()}
     if style.is_list:
-        mark = f"<[{special[style.mark]}]> " if style.mark in special else ""
         calls = '"[" call (", " call)* "]"' if is_parallel else '"[" call "]"'
-        return mark + calls
+        before, after = (f"<[{special[text]}]>" if text in special else "" for text in (style.mark, style.end))
+        return f"{before} {calls} {after}".strip()
     if not style.end:  # Llama 3 uses its mark for code and writes calls without a mark
         return f"call ({json.dumps(style.separator + ' ')} call)*" if is_parallel else "call"
     mark, end = (f"<[{special[text]}]>" if text in special else json.dumps(text) for text in (style.mark, style.end))

@@ -33,6 +33,7 @@ TOOLS: list[dict[str, Any]] = [
 ]
 CALL = '{"name": "weather", "arguments": {"city": "Rome", "days": 3}}'
 ARGUMENTS = '{"city": "Rome", "days": 3}'
+COHERE_CALL = f'{{"tool_call_id": "0", "tool_name": "weather", "parameters": {ARGUMENTS}}}'
 Joined = list[tuple[str, int, str]]
 
 
@@ -77,6 +78,9 @@ def call(name: str, arguments: str, index: int = 0) -> Joined:
     ("mistral", f"Hm[TOOL_CALLS][{CALL},{CALL}]",
      [("text", -1, "Hm"), *call("weather", ARGUMENTS), *call("weather", ARGUMENTS, 1)]),
     ("mistral", f"[{CALL}]", call("weather", ARGUMENTS)),
+    ("granite", f"<|tool_call|>[{CALL}, {CALL}]", call("weather", ARGUMENTS) + call("weather", ARGUMENTS, 1)),
+    ("cohere", f'Hm<|START_ACTION|>[\n    {COHERE_CALL}\n]<|END_ACTION|>', [("text", -1, "Hm"), *call("weather", ARGUMENTS)]),
+    ("cohere", f"[{COHERE_CALL}]", call("weather", ARGUMENTS)),
 ])  # fmt: skip
 def test_calls(style: str, text: str, expected: Joined) -> None:
     assert parse(style, text) == expected
@@ -170,11 +174,11 @@ def test_random_calls_are_found(
     written = STYLES[style]
     bodies = [json.dumps(arguments, ensure_ascii=ascii_only, indent=indent) for _, arguments in every]
     calls = [
-        f'{{"name": {json.dumps(name)}, "{written.arguments}": {body}}}'
+        f'{{"{written.name}": {json.dumps(name)}, "{written.arguments}": {body}}}'
         for (name, _), body in zip(every, bodies, strict=True)
     ]  # fmt: skip
     listed = f"[{', '.join(calls)}]"
-    text = f"{written.mark}{listed}" if written.is_list else "\n".join(f"{written.mark}{one}{written.end}" for one in calls)
+    text = f"{written.mark}{listed}{written.end}" if written.is_list else "\n".join(f"{written.mark}{one}{written.end}" for one in calls)
     expected = [piece for index, (name, _) in enumerate(every) for piece in call(name, bodies[index], index)]
     found = parse(style, f"x{before}{text}\n", tools=())
     assert found[0] == ("text", -1, f"x{before}") and found[1:] == expected
@@ -182,7 +186,8 @@ def test_random_calls_are_found(
 
 @pytest.mark.parametrize(("template", "expected"), [
     ("... '<tool_call>\\n' ...", "hermes"), ("", "hermes"), ("{{ '[TOOL_CALLS] [' }}", "mistral"),
-    ("{{- '<|python_tag|>' }}", "llama3"), ("Environment: ipython", "llama3"), ("<|im_start|>", "hermes"),
+    ("{{- '<|python_tag|>' }}", "llama3"), ("respond only with <|tool_call|> followed", "granite"),
+    ("{{ '<|START_ACTION|>' }}", "cohere"), ("Environment: ipython", "llama3"), ("<|im_start|>", "hermes"),
 ])  # fmt: skip
 def test_styles_are_guessed(template: str, expected: str) -> None:
     assert style_of(template) == expected
