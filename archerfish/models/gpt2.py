@@ -40,7 +40,7 @@ class Gpt2Model(Starcoder2Model[T]):
         self.positions = weights.scope("model").table("embed_positions.weight", num_positions, self.width)
 
     def embed(self, table: T, batch: PagedBatch[T]) -> T:
-        return self.ops.embed((table, self.positions), (batch.token_ids, batch.positions))
+        return self.ops.add(self.ops.lookup(table, batch.token_ids), self.ops.lookup(self.positions, batch.positions))
 
     def rotary(self, layer: int) -> Rotary[T] | None:
         return None

@@ -34,7 +34,10 @@ def test_products_change_less_where_some_inputs_are_large(quant_type: str) -> No
     assert errors[0] < 0.7 * errors[1]
 
 
-@pytest.mark.parametrize("kind", ["llama-biases", "qwen3", "phi3"])
+IS_OTHER = ("phi3", "glm4", "starcoder2")  # whose up_proj is half of a matrix, or has another name
+
+
+@pytest.mark.parametrize("kind", ["llama-biases", "qwen3", "phi3", "granite", "glm4", "starcoder2"])
 def test_the_scaled_model_is_the_same_model(kind: str, tmp_path: Path) -> None:
     make(kind)[0].save_pretrained(tmp_path)
     source = open_source(tmp_path)
@@ -45,16 +48,17 @@ def test_the_scaled_model_is_the_same_model(kind: str, tmp_path: Path) -> None:
     assert set(importances) == {name for name in wanted if "layers" in name}
     changed = {own.info.name for own, other in zip(found.tensors, source.tensors, strict=True) if own is not other}
     assert any(name.endswith("input_layernorm.weight") for name in changed)
-    assert any(name.endswith("down_proj.weight") for name in changed) == (kind != "phi3")  # whose up_proj is half of a matrix
+    assert any(name.endswith("down_proj.weight") for name in changed) == (kind not in IS_OTHER)
     hidden = [each.hidden(texts, lambda parts, x, matrix: matrix) for each in (model, StreamedModel(found, "cpu", 60))]
     torch.testing.assert_close(hidden[1], hidden[0], rtol=1e-3, atol=1e-3)
 
 
-def test_models_whose_norms_it_does_not_know_are_refused(tmp_path: Path) -> None:
-    make("gemma2")[0].save_pretrained(tmp_path)
+@pytest.mark.parametrize("kind", ["gemma2", "olmo2", "cohere"])
+def test_models_whose_norms_it_does_not_know_are_refused(kind: str, tmp_path: Path) -> None:
+    make(kind)[0].save_pretrained(tmp_path)
     source = open_source(tmp_path)
     wanted = choose_matrices(source, "int4", 32)
-    with pytest.raises(UnsupportedModelError, match="gemma2") as raised:
+    with pytest.raises(UnsupportedModelError, match=kind) as raised:
         awq.scale_source(source, StreamedModel(source, "cpu", 60), [], wanted, tmp_path, lambda *_: None)
     assert "gptq" in str(raised.value.hint)
 

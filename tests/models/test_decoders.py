@@ -94,8 +94,8 @@ def test_int8_weights_equal_the_dequantised_model(kind: str, backend: Backend) -
 @pytest.mark.parametrize(
     "kind",
     [
-        "llama", "llama-linear", "llama-llama3", "llama-yarn", "qwen2-window", "gemma3", "gemma3-scaled", "phi3-partial", "glm4",
-        "olmo3-yarn", "cohere2", "smollm3-window",
+        "llama", "llama-linear", "llama-llama3", "llama-yarn", "qwen2-window", "gemma3", "gemma3-scaled", "phi3-partial",
+        "glm4", "olmo3-yarn", "cohere2", "smollm3-window",
     ],
 )
 def test_configurations_in_the_form_before_transformers_5(kind: str) -> None:

@@ -112,7 +112,7 @@ def test_gpt2_as_it_was_published(tmp_path: Path) -> None:
 
 def test_what_a_small_configuration_leaves_out() -> None:
     """The published Gemma 3 of 4B names four settings of its text part; the others are those of transformers."""
-    small = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    small: dict[str, Any] = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
     ours = text_config({"model_type": "gemma3", "text_config": {**small, "model_type": "gemma3_text"}})
     theirs = transformers.Gemma3TextConfig(**small).to_dict()
     names = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "model_type")

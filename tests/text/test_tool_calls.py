@@ -178,7 +178,7 @@ def test_random_calls_are_found(
         for (name, _), body in zip(every, bodies, strict=True)
     ]  # fmt: skip
     listed = f"[{', '.join(calls)}]"
-    text = f"{written.mark}{listed}{written.end}" if written.is_list else "\n".join(f"{written.mark}{one}{written.end}" for one in calls)
+    text = "\n".join(f"{written.mark}{one}{written.end}" for one in ([listed] if written.is_list else calls))
     expected = [piece for index, (name, _) in enumerate(every) for piece in call(name, bodies[index], index)]
     found = parse(style, f"x{before}{text}\n", tools=())
     assert found[0] == ("text", -1, f"x{before}") and found[1:] == expected

@@ -397,7 +397,7 @@ def rotate(x: Tensor, cos_sin: Tensor, rotary_dim: int, *, is_interleaved: bool 
     """x: (tokens, heads, head_dim), cos_sin: (tokens, rotary_dim); in float32."""
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     if is_interleaved:
-        first, second = x[..., :rotary_dim].float().unflatten(-1, (-1, 2)).unbind(-1)
+        first, second = x[..., :rotary_dim].float().reshape(*x.shape[:-1], -1, 2).unbind(-1)
         turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
         return torch.cat((turned, x[..., rotary_dim:].float()), dim=-1)
     first, second, rest = x.float().tensor_split((rotary_dim // 2, rotary_dim), dim=-1)
