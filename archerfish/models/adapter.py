@@ -26,6 +26,9 @@ MODELS: dict[str, str | type[Any]] = {
     "gemma2": "archerfish.models.gemma:Gemma2Model",
     "gemma3_text": "archerfish.models.gemma:Gemma3Model",
     "phi3": "archerfish.models.llama:Phi3Model",
+    "mixtral": "archerfish.models.experts:MixtralModel",
+    "qwen2_moe": "archerfish.models.experts:Qwen2MoeModel",
+    "qwen3_moe": "archerfish.models.experts:Qwen3MoeModel",
     "rwkv7": "archerfish.models.rwkv7:Rwkv7Model",
 }
 ENCODERS: dict[str, str | type[Any]] = {

@@ -62,6 +62,14 @@ class Tape:
         residual: int = -1, softcap: float = 0.0, norm: Floats | None = None, eps: float = 0.0, before: int = -1,
         total: int = -1, is_deterministic: bool = False,
     ) -> None: ...
+    def route(
+        self, logits: int, sizes: Sequence[int], is_sigmoid: bool, is_normed: bool, scale: float, bias: Floats | None, ids: int,
+        weights: int, order: int,
+    ) -> None: ...
+    def experts(
+        self, matrix: Matrix, x: int, sizes: Sequence[int], ids: int, order: int, activation: int, weights: int, logits: int,
+        shared: int, is_deterministic: bool, out: int,
+    ) -> None: ...
     def norm(self, x: int, before: int, total: int, weight: Floats, bias: Floats | None, eps: float, out: int) -> None: ...
     def tables(
         self, tables: Sequence[Array], types: Sequence[int], inputs: Sequence[int], offsets: Sequence[int],
