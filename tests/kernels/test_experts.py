@@ -1,0 +1,103 @@
+"""Mixtures of experts against a loop over rows, by every backend: red if a row has another expert, weight, order or place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from archerfish.kernels.experts import Routing
+from archerfish.kernels.formats import PLAIN, WeightFormat, choose_format
+from archerfish.kernels.ops import LinearWeight
+from archerfish.kernels.torch.reference import ACTIVATIONS, TorchOps
+from tests.kernels.native_support import LEVELS, native_ops
+from tests.kernels.triton_support import DEVICE, TYPES, TritonOps, assert_near, untraced
+
+Tensor = torch.Tensor
+WIDTH, HIDDEN = 96, 48
+ROUTINGS: dict[str, Routing[Any]] = {
+    "softmax": Routing(8, 3), "normed": Routing(5, 2, is_normed=True, scale=1.5), "one": Routing(4, 1), "every": Routing(3, 3),
+    "sigmoid": Routing(8, 2, is_sigmoid=True, is_normed=True, scale=2.0, bias=torch.linspace(0.0, 0.9, 8).flip(0)),
+}
+LOGITS: dict[str, Callable[[Tensor], Tensor]] = {  # how they become others
+    "random": lambda logits: logits, "on one expert": lambda logits: logits + 100 * torch.eye(logits.shape[1])[2],
+    "some experts empty": lambda logits: logits - 100 * (torch.arange(logits.shape[1]) % 2),
+}
+
+
+def expected(
+    x: Tensor, logits: Tensor, routing: Routing[Any], gate_up: Tensor, down: Tensor, shared: Tensor | None = None
+) -> Tensor:
+    """Row by row, expert by expert."""
+    rows = []
+    for i, row in enumerate(x):
+        given = logits[i, : routing.num_experts]
+        scores = torch.sigmoid(given) if routing.is_sigmoid else torch.exp(given - given.max())
+        if not routing.is_sigmoid:
+            scores = scores / scores.sum()
+        compared = scores if routing.bias is None else scores + routing.bias
+        chosen = sorted(range(routing.num_experts), key=lambda e: -float(compared[e]))[: routing.num_chosen]
+        factor = routing.scale / (sum(float(scores[e]) for e in chosen) if routing.is_normed else 1.0)
+        total = torch.zeros(x.shape[1])
+        for e in chosen:
+            gate, up = (gate_up[e] @ row).chunk(2)
+            total += factor * scores[e] * (down[e] @ (ACTIVATIONS["silu"](gate) * up))
+        if shared is not None:
+            total += shared[i] * (torch.sigmoid(logits[i, -1]) if logits.shape[1] > routing.num_experts else 1.0)
+        rows.append(total)
+    return torch.stack(rows) if rows else torch.zeros_like(x)
+
+
+def make(routing: Routing[Any], num_rows: int, *, has_gate: bool = False) -> tuple[Tensor, ...]:
+    num = routing.num_experts
+    return (
+        torch.randn(num_rows, WIDTH), torch.randn(num_rows, num + has_gate), torch.randn(num, 2 * HIDDEN, WIDTH) / 6,
+        torch.randn(num, WIDTH, HIDDEN) / 4, torch.randn(num_rows, WIDTH),
+    )
+
+
+def packed(ops: Any, matrices: Tensor, weight_format: WeightFormat = PLAIN) -> LinearWeight[Any]:
+    """As one stack, or as a tensor for each expert."""
+    parts = [{"weight": each} for each in ([matrices.flatten(0, 1)] if len(matrices) % 2 else matrices)]
+    return ops.linear_weight(parts, [None] * len(parts), weight_format)  # type: ignore[no-any-return]
+
+
+def run(ops: Any, routing: Routing[Any], x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, **options: Any) -> Tensor:
+    weight_format = options.pop("weight_format", PLAIN)
+    first, second = packed(ops, gate_up, weight_format), packed(ops, down, weight_format)
+    return ops.experts(x, logits, routing, first, second, "silu", **options)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("level", ["reference", *LEVELS])
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_on_the_cpu(kind: str, level: str) -> None:
+    routing, ops = ROUTINGS[kind], TorchOps() if level == "reference" else native_ops(level=level)
+    if routing.bias is not None and level != "reference":
+        routing = routing._replace(bias=routing.bias.numpy())
+    for num_rows in (1, 2, 7, 60, 0):
+        for change in LOGITS.values():
+            x, logits, gate_up, down, shared = make(routing, num_rows, has_gate=num_rows == 7)
+            logits = change(logits)
+            given = {"shared": shared if num_rows in (2, 7) else None}
+            right = expected(x, logits, ROUTINGS[kind], gate_up, down, **given)
+            torch.testing.assert_close(run(ops, routing, x, logits, gate_up, down, **given), right, atol=2e-4, rtol=1e-4)
+
+
+@untraced
+@pytest.mark.parametrize("dtype", TYPES[:2])
+@pytest.mark.parametrize(("kind", "num_rows"), [
+    ("softmax", 1), ("softmax", 23), ("normed", 70), ("one", 9), ("every", 2), ("sigmoid", 40), ("sigmoid", 1),
+])  # fmt: skip
+def test_triton(kind: str, num_rows: int, dtype: str) -> None:
+    routing, ops = ROUTINGS[kind], TritonOps(DEVICE, dtype)
+    change = list(LOGITS.values())[num_rows % len(LOGITS)]
+    x, logits, gate_up, down, shared = make(routing, num_rows, has_gate=num_rows in (1, 9))
+    x, gate_up, down, shared = (each.to(getattr(torch, dtype)) for each in (x, gate_up, down, shared))
+    right = expected(x.float(), change(logits), routing, gate_up.float(), down.float(), shared.float())
+    found = run(
+        ops, routing._replace(bias=None if routing.bias is None else routing.bias.to(DEVICE)), x.to(DEVICE), change(logits).to(DEVICE),
+        gate_up, down, shared=shared.to(DEVICE),
+    )
+    assert_near(found.cpu(), right, dtype, factor=4)
