@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 ROUNDS = 9
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("rwkv", "encoders", "int8", "gemma", "deterministic")]
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("rwkv", "encoders", "int8", "experts", "gemma", "deterministic")]
 
 
 @pytest.mark.parametrize("kind", ["llama", *SLOW])
