@@ -11,12 +11,13 @@ import torch
 from archerfish.kernels.experts import Routing
 from archerfish.kernels.formats import PLAIN, WeightFormat, choose_format
 from archerfish.kernels.ops import LinearWeight
+from archerfish.kernels.stored import StoredTensor, random_stored
 from archerfish.kernels.torch.reference import ACTIVATIONS, TorchOps
 from tests.kernels.native_support import LEVELS, native_ops
+from tests.kernels.test_native import FORMATS, make_matrix, tolerance
 from tests.kernels.triton_support import DEVICE, TYPES, TritonOps, assert_near, untraced
 
 Tensor = torch.Tensor
-WIDTH, HIDDEN = 96, 48
 ROUTINGS: dict[str, Routing[Any]] = {
     "softmax": Routing(8, 3), "normed": Routing(5, 2, is_normed=True, scale=1.5), "one": Routing(4, 1), "every": Routing(3, 3),
     "sigmoid": Routing(8, 2, is_sigmoid=True, is_normed=True, scale=2.0, bias=torch.linspace(0.0, 0.9, 8).flip(0)),
@@ -50,11 +51,14 @@ def expected(
     return torch.stack(rows) if rows else torch.zeros_like(x)
 
 
-def make(routing: Routing[Any], num_rows: int, *, has_gate: bool = False) -> tuple[Tensor, ...]:
+def make(
+    routing: Routing[Any], num_rows: int, *, has_gate: bool = False, width: int = 96, hidden: int = 48
+) -> tuple[Tensor, ...]:
+    """Rows, logits, weights of both products, shared rows."""
     num = routing.num_experts
     return (
-        torch.randn(num_rows, WIDTH), torch.randn(num_rows, num + has_gate), torch.randn(num, 2 * HIDDEN, WIDTH) / 6,
-        torch.randn(num, WIDTH, HIDDEN) / 4, torch.randn(num_rows, WIDTH),
+        torch.randn(num_rows, width), torch.randn(num_rows, num + has_gate), torch.randn(num, 2 * hidden, width) / 6,
+        torch.randn(num, width, hidden) / 4, torch.randn(num_rows, width),
     )
 
 
@@ -101,3 +105,45 @@ def test_triton(kind: str, num_rows: int, dtype: str) -> None:
         gate_up, down, shared=shared.to(DEVICE),
     )
     assert_near(found.cpu(), right, dtype, factor=4)
+
+
+def as_matrices(ops: Any, stored: list[StoredTensor], weight_format: WeightFormat = PLAIN) -> LinearWeight[Any]:
+    return ops.linear_weight([{"weight": each} for each in stored], [None] * len(stored), weight_format)  # type: ignore[no-any-return]
+
+
+@untraced
+@pytest.mark.parametrize("num_rows", [1, 20])
+@pytest.mark.parametrize("kind", [("Q4_0", 128), ("Q4_1", 32), ("INT8", 16), ("INT8", 128), ("FP8", 128), ("int8", 0), ("int4", 0)])
+def test_formats_on_triton(kind: tuple[str, int], num_rows: int) -> None:
+    """Codes of 4 and 8 bits in groups, with and without minima, and rows with a scale."""
+    routing, (name, group_size), hidden = ROUTINGS["softmax"], kind, 64
+    x, logits, gate_up, down, _ = make(routing, num_rows, width=128, hidden=hidden)
+    if group_size:
+        shapes = [each.shape[1:] for each in (gate_up, down)]
+        stored = [[random_stored(tuple(shape), name, min(group_size, shape[1])) for _ in range(8)] for shape in shapes]
+        wide = [torch.stack([torch.from_numpy(each.as_floats()) for each in half]) for half in stored]
+        first, second = (as_matrices(TritonOps(DEVICE, "float32"), half) for half in stored)
+    else:
+        made = choose_format(name)
+        wide = [made.dequantise(made.load({"weight": each.flatten(0, 1)}), torch.float32).view(each.shape) for each in (gate_up, down)]
+        first, second = (packed(TritonOps(DEVICE, "float32"), each, made) for each in (gate_up, down))
+    found = TritonOps(DEVICE, "float32").experts(x.to(DEVICE), logits.to(DEVICE), routing, first, second, "silu")
+    assert_near(found.cpu(), expected(x, logits, routing, *wide), factor=8)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", [*FORMATS, "int8", "int4"])
+def test_formats_on_the_cpu(name: str, level: str) -> None:
+    routing, size = ROUTINGS["softmax"], 256
+    made = choose_format(name) if name in ("int8", "int4") else None
+    held = [[make_matrix("float32" if made else name, rows, size, seed) for seed in range(8)] for rows in (2 * size, size)]
+    wide = [torch.stack([torch.from_numpy(numbers) for _, numbers in half]) for half in held]
+    if made:
+        wide = [torch.stack([made.dequantise(made.load({"weight": each}), torch.float32) for each in half]) for half in wide]
+    ops = native_ops(dtype=name if name in ("float16", "bfloat16") else "float32", level=level)
+    weights = [as_matrices(ops, [each for each, _ in half], made or PLAIN) for half in held]
+    for num_rows in (1, 90):
+        x, logits = torch.randn(num_rows, size), torch.randn(num_rows, routing.num_experts)
+        found = ops.experts(x, logits, routing, *weights, "silu")
+        right = expected(x, logits, routing, *wide)
+        assert (found - right).norm() < (0.012 if made else 2 * tolerance(name, 90, level)) * right.norm()
