@@ -42,6 +42,8 @@ class MixtureOfExperts(Generic[T]):
                 f"Experts take {width} numbers and have {hidden} hidden units, which are not multiples of {UNIT}.",
                 hint="No published mixture of experts has such sizes; docs/add-a-model.md shows how to write your own layer.",
             )
+        if not 0 < routing.num_chosen <= routing.num_experts:
+            raise UnsupportedModelError(f"A row cannot choose {routing.num_chosen} of {routing.num_experts} experts.")
         experts, logits = weights.scope("experts"), routing.num_experts
         self.router = (
             weights.linear((router, shared_gate), (logits, 1), width, is_plain=True) if shared_gate
