@@ -38,7 +38,7 @@ ALTERNATING = {
 }
 GEMMA = {**SIZES, "head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 11, "num_hidden_layers": 4}
 
-EXPERTS = {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+EXPERTS = {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
 
 
 def llama(**rope: Any) -> tuple[str, dict[str, Any]]:

@@ -57,13 +57,13 @@ def some_slow(kinds: list[str], layouts: list[tuple[int, int]], quick: set[tuple
 
 FAMILIES = [
     "llama", "llama-tied", "llama-biases", "llama-multi-head", "llama-one-kv-head", "qwen2", "qwen3", "mistral-window",
-    "gemma2", "gemma3", "phi3",
+    "gemma2", "gemma3", "phi3", "qwen2-moe", "mixtral",
 ]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("kind", "layout"), some_slow(FAMILIES, LAYOUTS, {
-    ("llama-biases", (4, 1)), ("phi3", (2, 2)), ("gemma2", (1, 2)),
+    ("llama-biases", (4, 1)), ("phi3", (2, 2)), ("gemma2", (1, 2)), ("qwen2-moe", (2, 1)),
 }))  # fmt: skip
 def test_decoders(kind: str, layout: tuple[int, int], backend: Backend) -> None:
     model, config = make(kind)
