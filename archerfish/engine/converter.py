@@ -136,7 +136,7 @@ class ModelConverter(converter.ModelConverter):
         is_encoder = Config(source.config).model_type in ENCODERS
         if Config(source.config).integer("num_experts_per_tok", 0):
             if is_calibrated:
-                message = f"[convert] method {config.method}: which experts a text reaches decides on their inputs; many have none."
+                message = f"[convert] method {config.method}: a text reaches only some experts, and says nothing of the others."
                 raise InvalidOptionError(message, hint="Leave --method out: each matrix is then rounded by itself.")
             return None
         can_measure = find_spec("torch") is not None and (bool(config.calibration) or not is_encoder)

@@ -11,8 +11,6 @@ from archerfish.kernels.ops import Activation, Ops, T
 from archerfish.layers.decoder import GatedMLP
 from archerfish.layers.weights import Weights
 
-UNIT = 16  # hidden units that backends keep together
-
 
 class ExpertNames(NamedTuple):
     """Of the matrices of each expert in a checkpoint."""
@@ -20,6 +18,10 @@ class ExpertNames(NamedTuple):
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+
+
+UNIT = 16  # hidden units that backends keep together
+USUAL_NAMES = ExpertNames()
 
 
 class MixtureOfExperts(Generic[T]):
@@ -31,7 +33,7 @@ class MixtureOfExperts(Generic[T]):
 
     def __init__(
         self, weights: Weights[T], width: int, hidden: int, activation: Activation, routing: Routing[T], *,
-        names: ExpertNames = ExpertNames(), router: str = "gate", shared: GatedMLP[T] | None = None, shared_gate: str = "",
+        names: ExpertNames = USUAL_NAMES, router: str = "gate", shared: GatedMLP[T] | None = None, shared_gate: str = "",
     ) -> None:  # fmt: skip
         """shared_gate: the map to the logit that says how much of `shared` a row has; empty: all of it."""
         self.ops: Ops[T] = weights.ops

@@ -110,7 +110,7 @@ class Weights(Generic[T]):
         given, count = ([stacked], len(names)) if self.has(stacked) else ([f"{name}.weight" for name in names], 1)
         num_rows = num_experts * count * size.total
         stacks: list[Any] = [self.tensor(name, num_experts, count * size.total, inputs.total) for name in given]
-        flat = [
+        flat: list[Any] = [
             replace(stack, shape=(num_rows, inputs.total)) if isinstance(stack, StoredTensor) else stack.reshape(num_rows, -1)
             for stack in stacks
         ]

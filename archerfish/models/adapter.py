@@ -40,7 +40,7 @@ ENCODERS: dict[str, str | type[Any]] = {
     "mpnet": "archerfish.models.bert:MPNetEncoder",
 }
 REFUSED = {  # what is missing for a model_type
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32"), "It attends over compressed keys (MLA), which are not supported."),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "It attends over compressed keys (MLA), which are not supported."),
     "gpt_oss": "It has attention sinks, which are not supported.",
 }  # fmt: skip
 ENTRY_POINTS = "archerfish.models"  # the group; an entry point's name is a model_type, its value an adapter class

@@ -7,7 +7,7 @@ from typing import ClassVar
 from archerfish.kernels.experts import Routing
 from archerfish.kernels.ops import T
 from archerfish.layers.decoder import DecoderBlock, GatedMLP
-from archerfish.layers.experts import ExpertNames, MixtureOfExperts
+from archerfish.layers.experts import USUAL_NAMES, ExpertNames, MixtureOfExperts
 from archerfish.layers.weights import Weights
 from archerfish.models.llama import LlamaModel, Qwen2Model, Qwen3Model
 
@@ -15,7 +15,7 @@ from archerfish.models.llama import LlamaModel, Qwen2Model, Qwen3Model
 class ExpertModel(LlamaModel[T]):
     """Some layers, or all, have experts instead of one feed-forward."""
 
-    expert_names: ClassVar[ExpertNames] = ExpertNames()
+    expert_names: ClassVar[ExpertNames] = USUAL_NAMES
 
     def block(self, weights: Weights[T], layer: int) -> DecoderBlock[T]:
         if not self.has_experts(layer):

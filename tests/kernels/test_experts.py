@@ -100,20 +100,28 @@ def test_triton(kind: str, num_rows: int, dtype: str) -> None:
     x, logits, gate_up, down, shared = make(routing, num_rows, has_gate=num_rows in (1, 9))
     x, gate_up, down, shared = (each.to(getattr(torch, dtype)) for each in (x, gate_up, down, shared))
     right = expected(x.float(), change(logits), routing, gate_up.float(), down.float(), shared.float())
-    found = run(
-        ops, routing._replace(bias=None if routing.bias is None else routing.bias.to(DEVICE)), x.to(DEVICE), change(logits).to(DEVICE),
-        gate_up, down, shared=shared.to(DEVICE),
-    )
+    here = routing._replace(bias=None if routing.bias is None else routing.bias.to(DEVICE))
+    found = run(ops, here, x.to(DEVICE), change(logits).to(DEVICE), gate_up, down, shared=shared.to(DEVICE))
     assert_near(found.cpu(), right, dtype, factor=4)
 
 
 def as_matrices(ops: Any, stored: list[StoredTensor], weight_format: WeightFormat = PLAIN) -> LinearWeight[Any]:
-    return ops.linear_weight([{"weight": each} for each in stored], [None] * len(stored), weight_format)  # type: ignore[no-any-return]
+    parts = [{"weight": each} for each in stored]
+    return ops.linear_weight(parts, [None] * len(parts), weight_format)  # type: ignore[no-any-return]
+
+
+KINDS = [("Q4_0", 128), ("Q4_1", 32), ("INT8", 16), ("INT8", 128), ("FP8", 128), ("int8", 0), ("int4", 0)]
+
+
+def rounded(weight_format: WeightFormat, matrices: Tensor) -> Tensor:
+    """The numbers of a format that are meant."""
+    made = weight_format.load({"weight": matrices.flatten(0, 1)})
+    return weight_format.dequantise(made, torch.float32).view(matrices.shape)
 
 
 @untraced
 @pytest.mark.parametrize("num_rows", [1, 20])
-@pytest.mark.parametrize("kind", [("Q4_0", 128), ("Q4_1", 32), ("INT8", 16), ("INT8", 128), ("FP8", 128), ("int8", 0), ("int4", 0)])
+@pytest.mark.parametrize("kind", KINDS)
 def test_formats_on_triton(kind: tuple[str, int], num_rows: int) -> None:
     """Codes of 4 and 8 bits in groups, with and without minima, and rows with a scale."""
     routing, (name, group_size), hidden = ROUTINGS["softmax"], kind, 64
@@ -125,7 +133,7 @@ def test_formats_on_triton(kind: tuple[str, int], num_rows: int) -> None:
         first, second = (as_matrices(TritonOps(DEVICE, "float32"), half) for half in stored)
     else:
         made = choose_format(name)
-        wide = [made.dequantise(made.load({"weight": each.flatten(0, 1)}), torch.float32).view(each.shape) for each in (gate_up, down)]
+        wide = [rounded(made, each) for each in (gate_up, down)]
         first, second = (packed(TritonOps(DEVICE, "float32"), each, made) for each in (gate_up, down))
     found = TritonOps(DEVICE, "float32").experts(x.to(DEVICE), logits.to(DEVICE), routing, first, second, "silu")
     assert_near(found.cpu(), expected(x, logits, routing, *wide), factor=8)
@@ -139,7 +147,7 @@ def test_formats_on_the_cpu(name: str, level: str) -> None:
     held = [[make_matrix("float32" if made else name, rows, size, seed) for seed in range(8)] for rows in (2 * size, size)]
     wide = [torch.stack([torch.from_numpy(numbers) for _, numbers in half]) for half in held]
     if made:
-        wide = [torch.stack([made.dequantise(made.load({"weight": each}), torch.float32) for each in half]) for half in wide]
+        wide = [rounded(made, each) for each in wide]
     ops = native_ops(dtype=name if name in ("float16", "bfloat16") else "float32", level=level)
     weights = [as_matrices(ops, [each for each, _ in half], made or PLAIN) for half in held]
     for num_rows in (1, 90):

@@ -156,8 +156,10 @@ def test_names_and_shapes_are_those_of_the_model(tmp_path: Path, architecture: s
     for name in [name for name in found if ".experts." in name]:  # whose shapes are noted as transformers has them
         scope, _, which = name.removesuffix(".weight").rpartition(".")
         num, rows, width = found.pop(name)
-        if which != "up_proj":
-            found[f"{scope}.{which}" if which == "down_proj" else f"{scope}.gate_up_proj"] = (num, rows * (1 + (which == "gate_proj")), width)
+        if which == "down_proj":
+            found[f"{scope}.down_proj"] = (num, rows, width)
+        elif which == "gate_proj":
+            found[f"{scope}.gate_up_proj"] = (num, 2 * rows, width)
     assert found == weights.shapes
 
 

@@ -264,7 +264,7 @@ class TorchOps(Ops[Tensor]):
         ids, weights = choose_experts(logits, routing)
         first, second = (self._matrices(weight, num_experts) for weight in (gate_up, down))
         total = torch.zeros_like(x, dtype=torch.float32)
-        for expert in ids.unique().tolist():
+        for expert in set(ids.flatten().tolist()):
             rows, places = (ids == expert).nonzero(as_tuple=True)
             y = F.linear(self.gated(F.linear(x[rows], first[expert]), activation), second[expert])
             total.index_add_(0, rows, y * weights[rows, places].unsqueeze(1))
@@ -276,7 +276,8 @@ class TorchOps(Ops[Tensor]):
         """Those of a linear map for each expert: (experts, outputs, inputs)."""
         packed = weight.get()
         assert isinstance(packed, TorchWeight)
-        return packed.dequantised().unflatten(0, (num, -1))
+        matrix = packed.dequantised()
+        return matrix.view(num, -1, matrix.shape[1])
 
     def rows(self, x: Tensor, indices: Ids | Tensor) -> Tensor:
         return x.index_select(0, self.tensor(indices))

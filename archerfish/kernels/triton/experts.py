@@ -1,4 +1,4 @@
-"""Mixtures of experts on a GPU: `route_kernel` chooses, `multiply_experts_kernel` computes products, `add_up_kernel` adds them up.
+"""Mixtures of experts on a GPU: `route_kernel` chooses, `multiply_experts_kernel` multiplies, `add_up_kernel` adds up.
 
 A place is a row's choice of one expert. Places are put in order by expert, each expert's filled up to whole tiles of rows, so
 that a program has a tile of rows of one expert. All of this happens on the device in arrays whose sizes follow from the number
@@ -70,8 +70,8 @@ def put_in_order(
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def route_kernel(
-    logits, bias, ids, weights, counts, order, tile_experts, num_rows, num_tiles, stride, scale, num_experts: tl.constexpr,
-    experts: tl.constexpr, num_chosen: tl.constexpr, slots: tl.constexpr, rows: tl.constexpr, tile_rows: tl.constexpr,
+    logits, bias, ids, weights, counts, order, tile_experts, num_rows, num_tiles, logit_stride, scale,
+    num_experts: tl.constexpr, experts: tl.constexpr, num_chosen: tl.constexpr, slots: tl.constexpr, rows: tl.constexpr, tile_rows: tl.constexpr,
     is_sigmoid: tl.constexpr, is_normed: tl.constexpr, has_bias: tl.constexpr, is_alone: tl.constexpr, is_early: tl.constexpr,
 ):
     """The experts of some rows and their weights; and the order of places, if this program is alone, else their counts."""
@@ -81,7 +81,8 @@ def route_kernel(
     known = expert < num_experts
     follow(is_early)
     held = tl.minimum(row, num_rows - 1)
-    given = tl.load(logits + held[:, None] * stride + expert[None, :], mask=known[None, :], other=float("-inf")).to(tl.float32)
+    lines = logits + held[:, None] * logit_stride
+    given = tl.load(lines + expert[None, :], mask=known[None, :], other=float("-inf")).to(tl.float32)
     if is_sigmoid:
         scores = 1.0 / (1.0 + tl.exp(-given))
     else:
@@ -196,11 +197,10 @@ def multiply_experts_kernel(
                     in_pairs,
                 )
                 up_acc = tl.dot(weights, values, up_acc, input_precision="ieee")
-        if group_size == 0:
-            if scales is not None:
-                acc *= tl.load(scales + lines)[:, None]
-                if is_gated:
-                    up_acc *= tl.load(scales + up_lines)[:, None]
+        if group_size == 0 and scales is not None:
+            acc *= tl.load(scales + lines)[:, None]
+            if is_gated:
+                up_acc *= tl.load(scales + up_lines)[:, None]
         y = finish(acc, up_acc, 0.0, 0.0, activation, is_gated)
         target = out + place.to(tl.int64)[None, :] * num_outputs + own[:, None]
         tl.store(target, y.to(out.dtype.element_ty), mask=is_row[None, :] & (own < num_outputs)[:, None])
@@ -208,7 +208,7 @@ def multiply_experts_kernel(
 
 @triton.jit
 def add_up_kernel(
-    y, weights, shared, logits, out, stride, width: tl.constexpr, num_chosen: tl.constexpr, columns: tl.constexpr,
+    y, weights, shared, logits, out, logit_stride, width: tl.constexpr, num_chosen: tl.constexpr, columns: tl.constexpr,
     gate: tl.constexpr, has_shared: tl.constexpr, is_early: tl.constexpr,
 ):
     """The weighted sum of a row's places. gate: the logit that says how much of the shared row is added; 0: all of it."""
@@ -220,7 +220,7 @@ def add_up_kernel(
     if has_shared:
         total = tl.load(shared + row * width + column, mask=is_inside, other=0.0).to(tl.float32)
         if gate:
-            total /= 1.0 + tl.exp(-tl.load(logits + row * stride + gate).to(tl.float32))
+            total /= 1.0 + tl.exp(-tl.load(logits + row * logit_stride + gate).to(tl.float32))
     for k in tl.static_range(num_chosen):
         given = tl.load(y + (row * num_chosen + k) * width + column, mask=is_inside, other=0.0)
         total += tl.load(weights + row * num_chosen + k) * given.to(tl.float32)
@@ -284,9 +284,9 @@ def route(logits: Tensor, routing: Routing[Tensor], tile_rows: int) -> tuple[Ten
         "num_chosen": num_chosen, "slots": slots, "rows": rows, "num_warps": 8, **early_start(device),
     }
     route_kernel[(num_programs,)](
-        logits, logits if routing.bias is None else routing.bias, ids, weights, counts, order, tiles, stride=logits.stride(0),
-        scale=routing.scale, is_sigmoid=routing.is_sigmoid, is_normed=routing.is_normed, has_bias=routing.bias is not None,
-        tile_rows=0 if is_lone else tile_rows, is_alone=num_programs == 1, **given,
+        logits, logits if routing.bias is None else routing.bias, ids, weights, counts, order, tiles,
+        logit_stride=logits.stride(0), scale=routing.scale, is_sigmoid=routing.is_sigmoid, is_normed=routing.is_normed,
+        has_bias=routing.bias is not None, tile_rows=0 if is_lone else tile_rows, is_alone=num_programs == 1, **given,
     )
     if num_programs > 1:
         order_kernel[(num_programs,)](
@@ -302,9 +302,8 @@ def compute_experts(
     """As `Ops.experts`. is_deterministic: tiles do not follow from the number of rows."""
     num_rows, width = x.shape
     num_experts, num_places = routing.num_experts, num_rows * routing.num_chosen
-    first, second = (
-        choose_tile(1 if is_deterministic else num_rows, routing, x.element_size(), is_gated=is_gated) for is_gated in (True, False)
-    )
+    usual = 1 if is_deterministic else num_rows
+    first, second = (choose_tile(usual, routing, x.element_size(), is_gated=is_gated) for is_gated in (True, False))
     weights, tiles, order = route(logits, routing, first.rows)
     hidden = multiply(x, gate_up, first, tiles, order, num_places, num_experts, activation=activation, is_gated=True)
     y = multiply(hidden, down, second, tiles, order, num_places, num_experts)
