@@ -82,6 +82,33 @@ struct Linear {
   int64_t out_width;                // numbers of a row of out and of residual
 };
 
+// How rows choose experts, and the weights of these.
+struct Route {
+  const float* logits;
+  int64_t num_rows, num_logits, num_experts, num_chosen;  // num_logits: numbers of a row, one for each expert first
+  bool is_sigmoid, is_normed;  // scores by logistic functions instead of a softmax; weights of a row add up to `scale`
+  float scale;
+  const float* bias;           // added to scores that are compared; or null
+  int32_t* ids;                // (rows, chosen)
+  float* weights;              // (rows, chosen)
+  int32_t* order;              // the places of `ids`, by expert
+};
+
+// Products of rows with a matrix of each expert that they chose. Without weights: the gated first product, whose rows lie in the
+// order of `order`. With weights: the second one of such rows, added up for each row.
+struct Experts {
+  const Matrix* matrix;  // those of all experts, one below the other
+  int64_t num_experts, num_rows, num_chosen, num_logits;
+  const float* x;
+  const int32_t *ids, *order;
+  const float* weights = nullptr;
+  const float* logits = nullptr;  // the number behind those of experts, if there is one, says how much of `shared` is added
+  const float* shared = nullptr;  // rows to be added; or null
+  Activation activation = Activation::kNone;
+  bool is_deterministic = false;
+  float* out;
+};
+
 struct Norm {
   const float* x;
   const float* before;  // added first; or null
@@ -213,6 +240,8 @@ struct ScoreRow {  // log-probabilities of a token and of the likeliest ones
 struct Kernels {
   const char* name;
   void (*linear)(const Linear&, const Task&);
+  void (*route)(const Route&, const Task&);
+  void (*experts)(const Experts&, const Task&);
   void (*norm)(const Norm&, const Task&);
   void (*tables)(const Tables&, const Task&);
   void (*gated)(const float* x, int64_t num_rows, int64_t width, Activation, float* out, const Task&);
@@ -234,6 +263,13 @@ ALWAYS_INLINE int64_t linear_shared_bytes(const Matrix& matrix, int64_t num_rows
 ALWAYS_INLINE int64_t linear_panel_bytes(const Matrix& matrix) { return (matrix.num_inputs + kBlock) * kGroup * 4; }
 ALWAYS_INLINE int64_t linear_own_bytes(const Matrix& matrix) {
   return 2 * kRowsAtOnce * kGroup * 4 + 2 * linear_panel_bytes(matrix) + 2 * linear_shared_bytes(matrix, kFewRows);
+}
+ALWAYS_INLINE int64_t expert_run_bytes(int64_t num_experts) { return (num_experts + 2) * kLine; }
+ALWAYS_INLINE int64_t experts_own_bytes(const Matrix& matrix, int64_t num_experts) {
+  return expert_run_bytes(num_experts) + 2 * kRowsAtOnce * kGroup * 4 + 2 * linear_panel_bytes(matrix);
+}
+ALWAYS_INLINE int64_t experts_shared_bytes(const Matrix& matrix, int64_t num_places, int64_t num_experts) {
+  return linear_shared_bytes(matrix, num_places + 8 * (num_places < num_experts ? num_places : num_experts));
 }
 ALWAYS_INLINE int64_t attend_own_bytes(const Attend& args) {  // queries, their sums, scores, weights, and a chunk's keys and values
   const int64_t dim = args.head_dim + kBlock;

@@ -1,6 +1,7 @@
 // All kernels of one level: this file is compiled once for each, with that level's instructions.
 #include "attention.cpp"
 #include "linear.cpp"
+#include "experts.cpp"
 #include "rows.cpp"
 #include "sample.cpp"
 #include "wkv.cpp"
@@ -11,7 +12,7 @@
 namespace archerfish::LEVEL {
 
 extern const Kernels kernels;
-const Kernels kernels = {NAME_OF(LEVEL), linear, norm, tables, gated, store_kv, attend, pool, normalize, unpack,
+const Kernels kernels = {NAME_OF(LEVEL), linear, route, experts, norm, tables, gated, store_kv, attend, pool, normalize, unpack,
                          shift, mix_heads, sample, score};
 
 }  // namespace archerfish::LEVEL

@@ -147,6 +147,7 @@ INLINE const uint8_t* wide_panel(const uint8_t* group, int64_t num_inputs, char*
 // Rows of x in the form in which a product takes them.
 struct Prepared {
   const float* floats = nullptr;
+  float* rows = nullptr;  // room for floats
   ByteBlock* bytes = nullptr;
   uint16_t* wide = nullptr;
   float* factors = nullptr;  // of wide rows
@@ -268,37 +269,45 @@ INLINE void finish_tile(const Linear& args, const float* factors, int64_t row, i
   }
 }
 
+// Room for rows in the form in which products take them.
+Prepared lay_rows(const Matrix& matrix, bool has_wide, int64_t num_rows, char* memory) {
+  const int64_t filled_rows = (num_rows + 15) / 16 * 16;
+  Prepared x;
+  if (has_wide) {
+    x.wide = reinterpret_cast<uint16_t*>(memory);
+    x.factors = reinterpret_cast<float*>(memory + filled_rows * wide_inputs(matrix.num_inputs) * 2);
+  } else if (matrix.format == Format::kInt8) {
+    x.encoded = reinterpret_cast<uint8_t*>(memory);
+    x.codes = reinterpret_cast<ByteCode*>(memory + filled_rows * byte_inputs(matrix.num_inputs));
+  } else if (!is_plain(matrix.format)) {
+    x.bytes = reinterpret_cast<ByteBlock*>(memory);
+  } else {
+    x.rows = reinterpret_cast<float*>(memory), x.floats = x.rows;
+  }
+  return x;
+}
+
+void put_row(const Prepared& x, int64_t width, int64_t row, const float* from) {
+  if (x.bytes) quantise(from, width / kBlock, x.bytes + row / kTile * (width / kBlock), int(row % kTile));
+  else if (x.encoded) x.codes[row] = encode_row(from, width, x.encoded + row * byte_inputs(width));
+  else if (x.wide) x.factors[row] = widen_row(from, width, x.wide + row * wide_inputs(width));
+  else if (from != x.rows + row * width) memcpy(x.rows + row * width, from, size_t(width) * 4);
+}
+
 // Few rows: each thread makes its own; many: the threads share the work.
 Prepared prepare_rows(const Linear& args, const Task& task, char* own) {
   const Matrix& matrix = *args.matrix;
-  const int64_t width = matrix.num_inputs, num_blocks = width / kBlock, wide_width = wide_inputs(width);
-  const bool is_shared = args.num_rows > kFewRows, has_wide = is_wide(args), is_encoded = matrix.format == Format::kInt8;
-  const bool has_bytes = !has_wide && !is_encoded && !is_plain(matrix.format), has_floats = !has_wide && !is_encoded && !has_bytes;
-  const int64_t filled_rows = (args.num_rows + 15) / 16 * 16;
-  Prepared x;
-  x.floats = args.x;
-  if (has_floats && !args.norm) return x;
-  char* memory = is_shared ? task.shared : own;
-  float* line = reinterpret_cast<float*>(own + linear_shared_bytes(matrix, kFewRows));
-  float* rows = reinterpret_cast<float*>(memory);
-  if (has_wide) {
-    x.wide = reinterpret_cast<uint16_t*>(memory);
-    x.factors = reinterpret_cast<float*>(memory + filled_rows * wide_width * 2);
-  } else if (is_encoded) {
-    x.encoded = reinterpret_cast<uint8_t*>(memory);
-    x.codes = reinterpret_cast<ByteCode*>(memory + filled_rows * byte_inputs(width));
-  } else if (has_bytes) {
-    x.bytes = reinterpret_cast<ByteBlock*>(memory);
-  } else {
-    x.floats = rows;
+  const int64_t width = matrix.num_inputs;
+  const bool is_shared = args.num_rows > kFewRows;
+  Prepared x = lay_rows(matrix, is_wide(args), args.num_rows, is_shared ? task.shared : own);
+  if (x.rows && !args.norm) {
+    x.floats = args.x;
+    return x;
   }
+  float* line = reinterpret_cast<float*>(own + linear_shared_bytes(matrix, kFewRows));
   auto prepare = [&](int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; row++) {
-      const float* from = prepare_row(args, row, is_shared || task.thread == 0, has_floats ? rows + row * width : line);
-      if (has_bytes) quantise(from, num_blocks, x.bytes + row / kTile * num_blocks, int(row % kTile));
-      if (is_encoded) x.codes[row] = encode_row(from, width, x.encoded + row * byte_inputs(width));
-      if (has_wide) x.factors[row] = widen_row(from, width, x.wide + row * wide_width);
-    }
+    for (int64_t row = first; row < last; row++)
+      put_row(x, width, row, prepare_row(args, row, is_shared || task.thread == 0, x.rows ? x.rows + row * width : line));
   };
   if (is_shared) task.share(0, args.num_rows, 4, prepare), task.wait();
   else prepare(0, args.num_rows);

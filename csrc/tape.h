@@ -52,6 +52,7 @@ struct Frame {
   std::vector<Memory> own;
 
   float* at(int value) const { return value < 0 ? nullptr : reinterpret_cast<float*>(places[size_t(value)]); }
+  int32_t* ints(int value) const { return reinterpret_cast<int32_t*>(at(value)); }
   const int64_t* input(Input which) const { return inputs[int(which)]; }
 };
 

@@ -69,6 +69,12 @@ SHAPES |= {
     f"{shape}-{kind}": {**SHAPES[shape], "quantization_config": settings}
     for shape in ("qwen3-0.6b", "llama-3.1-8b") for kind, settings in QUANTISED.items()
 }  # fmt: skip
+SHAPES["qwen3-30b-a3b"] = {
+    **SHAPES["qwen3-0.6b"], "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+    "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
+}  # fmt: skip
 KV_SHAPE = "llama-3.1-8b-kvfp8"  # keys and values in FP8
 SHAPES[KV_SHAPE] = SHAPES["llama-3.1-8b"]
 VLLM = "vllm"
@@ -99,6 +105,7 @@ FIRST_TOKEN = "one request, first token, ms"
 VLLM_RATIOS = {  # how many times vLLM's rate ours must be, in the order of the first PARTS
     "qwen3-0.6b": (1.15, 2.5, 1.0, 3.0), "llama-3.1-8b": (1.05, 1.25, 1.0, 1.6),
     "llama-3.1-8b-w4a16": (1.0, 1.15), "llama-3.1-8b-fp8": (1.05, 1.0, 1.0),
+    "qwen3-30b-a3b": (1.05, 1.05),
 }  # fmt: skip
 GOALS = tuple(
     Goal(f"{shape}: {metric}", wanted, at_least=True, peers=(VLLM,))

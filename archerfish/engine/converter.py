@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 QUALITY_NAME = "quality.json"
 IN_LAYER = re.compile(r"\.\d+\.")
+EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.\d+\.(\w+)\.weight$")
 QUANT_TYPES = {"int8": "INT8", "int4": "Q4_1", "fp8": "FP8"}
 
 
@@ -133,6 +134,11 @@ class ModelConverter(converter.ModelConverter):
         """The calibration text; None where there is nothing to calibrate, and nothing to measure or to measure with."""
         config, is_calibrated = self.config, self.config.method != "rtn"
         is_encoder = Config(source.config).model_type in ENCODERS
+        if Config(source.config).integer("num_experts_per_tok", 0):
+            if is_calibrated:
+                message = f"[convert] method {config.method}: a text reaches only some experts, and says nothing of the others."
+                raise InvalidOptionError(message, hint="Leave --method out: each matrix is then rounded by itself.")
+            return None
         can_measure = find_spec("torch") is not None and (bool(config.calibration) or not is_encoder)
         if not is_calibrated and not (config.report and can_measure):
             return None
@@ -187,8 +193,16 @@ def linear_maps(config: Config) -> set[str]:
             encoder.head(noted, config)
     else:
         model_class(config)(noted, config, max_len=1)
-    sizes = {name: INT8.num_bytes(*shape, "float32") for name, shape in noted.shapes.items() if len(shape) == 2}
+    sizes = {
+        name: INT8.num_bytes(math.prod(shape[:-1]), shape[-1], "float32")
+        for name, shape in noted.shapes.items() if len(shape) > 1
+    }  # fmt: skip
     return {name for name, num_bytes in sizes.items() if noted.num_bytes[name] == num_bytes and name not in noted.tables}
+
+
+def noted_name(name: str) -> str:
+    """The name under which a model notes a matrix: that of the stack, where it is one of an expert."""
+    return EXPERT.sub(lambda found: f"mlp.experts.{'down' if found[1] in ('down_proj', 'w2') else 'gate_up'}_proj", name)
 
 
 def choose_matrices(source: ModelSource, weights: str, group_size: int, layout: str = "store") -> dict[str, Quantization]:
@@ -200,16 +214,19 @@ def choose_matrices(source: ModelSource, weights: str, group_size: int, layout: 
     maps = linear_maps(Config(source.config))
     ends = {name.partition(".")[2] for name in maps}  # a checkpoint without a head has no prefix
     infos = [tensor.info for tensor in source.tensors]
-    in_layers = [info for info in infos if IN_LAYER.search(f".{info.name}") and info.name in maps | ends]
+    in_layers = [info for info in infos if IN_LAYER.search(f".{info.name}") and noted_name(info.name) in maps | ends]
     found = in_layers + [info for info in infos if info.name in maps and info not in in_layers]
     if not in_layers:
         hint = "Convert it without --weights."
         raise UnsupportedModelError(f"{source.path} has no linear map with a multiple of {GROUP_SIZE} inputs.", hint=hint)
-    size = math.gcd(group_size, *(info.shape[1] for info in in_layers))
+    if layout != "store" and any(len(info.shape) > 2 for info in in_layers):
+        hint = "Take a checkpoint with a tensor for each expert, or write the store."
+        raise UnsupportedModelError(f"{source.path} has stacks of experts, which {layout} does not hold quantised.", hint=hint)
+    size = math.gcd(group_size, *(info.shape[-1] for info in in_layers))
     wanted = {}
     for info in found:
         kind = "int8" if weights == "int4" and info not in in_layers else weights
         if layout == "store" or info in in_layers:
             quant_type = "Q4_0" if kind == "int4" and layout != "store" else QUANT_TYPES[kind]
-            wanted[info.name] = Quantization(quant_type, 1, size if kind == "int4" else info.shape[1])
+            wanted[info.name] = Quantization(quant_type, len(info.shape) - 1, size if kind == "int4" else info.shape[-1])
     return wanted

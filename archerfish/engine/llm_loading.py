@@ -195,7 +195,7 @@ def dummy_infos(values: Mapping[str, Any]) -> list[TensorInfo]:
     adapter = model_class(config)
     matrices = {name for names in adapter.products(config) for name in names if settings and ".layers." in name}
     return [
-        TensorInfo(name, "float32", shape, stated_quantization(settings, shape[1]) if name in matrices else None)
+        TensorInfo(name, "float32", shape, stated_quantization(settings, shape[-1]) if name in matrices else None)
         for name, shape in adapter.dummy_shapes(config).items()
     ]
 
@@ -258,9 +258,11 @@ def facts_of(
         weight_bytes = stored_bytes
     step_tokens = choose_step_tokens(config, device)
     vocab_size = adapter.vocab_size(model_config)
-    work = work_bytes(shapes, vocab_size, step_tokens, config.max_num_seqs, dtype)
+    num_chosen = model_config.integer("num_experts_per_tok", 0)
+    work = work_bytes(shapes, vocab_size, step_tokens, config.max_num_seqs, dtype, num_chosen)
     is_dequantised = bool(stored_bytes) and device != "cpu"
-    work += (INT8 if is_dequantised else weight_format).work_bytes(shapes, dtype) + reserved_bytes
+    matrices = [shape for shape in shapes if len(shape) == 2]  # stacks of them are never dequantised
+    work += (INT8 if is_dequantised else weight_format).work_bytes(matrices, dtype) + reserved_bytes
     memory = plan_memory(config, shape_on(ranks, adapter, model_config), device, dtype, weight_bytes, work, max_len=max_len)
     shown = name if Path(config.model).exists() else config.model
     stated = {} if config.generation_config == "none" else generation

@@ -29,6 +29,8 @@ from archerfish.types import Progress
 
 if TYPE_CHECKING:
     from archerfish.kernels.decoding import DecodeState, PassSize
+    from archerfish.kernels.encoding import EncoderInputs
+    from archerfish.kernels.experts import Routing
     from archerfish.kernels.recurrent import RecurrentOps
     from archerfish.kernels.sampling import Drawn, Logprobs, PoolStats, SamplingBatch, TokenCounts
 
@@ -69,18 +71,6 @@ class Segments:
     @property
     def num_tokens(self) -> int:
         return int(self.starts[-1])
-
-
-class EncoderInputs(ABC, Generic[T]):
-    """Memory of the device for the inputs of passes that are recorded: room for some tokens, filled anew for each pass."""
-
-    token_ids: T
-    type_ids: T
-    segments: Segments  # its positions lie on the device too
-
-    @abstractmethod
-    def fill(self, token_ids: Ids, segments: Segments, type_ids: Ids | None) -> bool:
-        """Send a batch's inputs, whose sequences become the first ones here; False, and nothing sent, where they do not fit."""
 
 
 class HeadShape(NamedTuple):
@@ -344,6 +334,14 @@ class Ops(ABC, Generic[T]):
     @abstractmethod
     def gated(self, x: T, activation: Activation) -> T:
         """activation(first half of the last axis) * second half."""
+
+    @abstractmethod
+    def experts(
+        self, x: T, logits: T, routing: Routing[T], gate_up: LinearWeight[T], down: LinearWeight[T], activation: Activation, *,
+        shared: T | None = None,
+    ) -> T:
+        """The weighted sum of what the experts that a row chooses make of it: down(gated(gate_up(x))). A weight has a map for
+        each expert, one below the other. shared: rows that are added, times sigmoid(last logit) where logits have one more."""
 
     def normed_linear(
         self, x: T, norm: T, eps: float, weight: LinearWeight[T], *, residual: T | None = None, gate: Activation | None = None

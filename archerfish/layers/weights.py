@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Generic
 
@@ -82,6 +82,44 @@ class Weights(Generic[T]):
             has_bias = bias or (bias is None and scope.has("bias"))
             biases.append(scope.numbers("bias", size) if has_bias and inputs.first == 0 else None)
         return self.ops.linear_weight(parts, biases, weight_format, is_partial=not inputs.is_whole)
+
+    def experts(
+        self, names: tuple[str, ...], stacked: str, num_experts: int, out_features: Size, in_features: Size
+    ) -> LinearWeight[T]:
+        """A linear map for each expert, one below the other, of one or more matrices of so many outputs.
+
+        A checkpoint has each expert's matrices ("3.up_proj.weight"), or the matrices of a name for all experts
+        ("up_proj.weight", in GGUF), or everything in one tensor, which `stacked` names.
+        """
+        size, inputs = Part.of(out_features), Part.of(in_features)
+        if self.has(stacked) or self.has(f"{names[0]}.weight"):
+            weight_format = self.weight_format.chosen(inputs.total)
+            parts = self._cut_experts(names, stacked, weight_format, num_experts, size, inputs)
+        else:
+            scopes = [self.scope(f"{expert}.{name}") for expert in range(num_experts) for name in names]
+            weight_format = self.format_of(scopes).chosen(inputs.total)
+            parts = [scope.matrix(weight_format, size, inputs) for scope in scopes]
+        return self.ops.linear_weight(parts, [None] * len(parts), weight_format, is_partial=not inputs.is_whole)
+
+    def _cut_experts(
+        self, names: tuple[str, ...], stacked: str, weight_format: WeightFormat, num_experts: int, size: Part, inputs: Part
+    ) -> list[Mapping[str, T]]:
+        """The matrices of each expert, over the memory of tensors that hold those of all; all as one if they lie so."""
+        if set(weight_format.checkpoint) != set(PLAIN.checkpoint):
+            raise TensorError(f"{self.prefix}{stacked}: the format {weight_format.name!r} has no stacks of matrices.")
+        given, count = ([stacked], len(names)) if self.has(stacked) else ([f"{name}.weight" for name in names], 1)
+        num_rows = num_experts * count * size.total
+        stacks: list[Any] = [self.tensor(name, num_experts, count * size.total, inputs.total) for name in given]
+        flat: list[Any] = [
+            replace(stack, shape=(num_rows, inputs.total)) if isinstance(stack, StoredTensor) else stack.reshape(num_rows, -1)
+            for stack in stacks
+        ]
+        if len(flat) == 1 and size.is_whole and inputs.is_whole:
+            return [{"weight": flat[0]}]
+        return [
+            weight_format.cut({"weight": matrices}, size.within((expert * count + place) * size.total, num_rows), inputs)
+            for expert in range(num_experts) for matrices in flat for place in range(count)
+        ]  # fmt: skip
 
     def tied_linear(self, table: T | None, out_features: Size, in_features: int, name: str = "") -> LinearWeight[T]:
         """The linear map whose matrix is a lookup table. name: the table's, for ranks that take a part of it or that have no
@@ -162,6 +200,16 @@ class NotedWeights(Weights[Any]):
     def linear(self, names: str | tuple[str, ...], *sizes: Any, **options: Any) -> LinearWeight[Any]:
         self.products.append(tuple(f"{self.prefix}{name}.weight" for name in ([names] if isinstance(names, str) else names)))
         return super().linear(names, *sizes, **options)
+
+    def experts(
+        self, names: tuple[str, ...], stacked: str, num_experts: int, out_features: Size, in_features: Size
+    ) -> LinearWeight[Any]:
+        size, inputs = Part.of(out_features), Part.of(in_features)
+        weight_format, num_outputs = self.weight_format.chosen(inputs.total), num_experts * len(names)
+        self.products.append((f"{self.prefix}{stacked}",))
+        self.num_bytes[f"{self.prefix}{stacked}"] = weight_format.num_bytes(num_outputs * size.size, inputs.size, self.dtype)
+        self._noted(stacked, (num_experts, len(names) * size.total, inputs.total))
+        return self.ops.linear_weight([], [], weight_format, is_partial=not inputs.is_whole)
 
     def numbers(self, name: str, part: Part) -> Any:
         return self.tensor(name, part.total)

@@ -41,6 +41,9 @@ MODELS: dict[str, str | type[Any]] = {
     "gemma2": "archerfish.models.gemma:Gemma2Model",
     "gemma3_text": "archerfish.models.gemma:Gemma3Model",
     "phi3": "archerfish.models.llama:Phi3Model",
+    "mixtral": "archerfish.models.experts:MixtralModel",
+    "qwen2_moe": "archerfish.models.experts:Qwen2MoeModel",
+    "qwen3_moe": "archerfish.models.experts:Qwen3MoeModel",
     "rwkv7": "archerfish.models.rwkv7:Rwkv7Model",
 }
 ENCODERS: dict[str, str | type[Any]] = {
@@ -62,6 +65,10 @@ HYBRIDS = frozenset({
     "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid",
     "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "zamba", "zamba2",
 })  # fmt: skip
+REFUSED = {  # what is missing for a model_type
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "It attends over compressed keys (MLA), which are not supported."),
+    "gpt_oss": "It has attention sinks, which are not supported.",
+}  # fmt: skip
 ENTRY_POINTS = "archerfish.models"  # the group; an entry point's name is a model_type, its value an adapter class
 
 
@@ -244,7 +251,9 @@ def model_class(config: Config) -> type[ModelAdapter[Any]]:
             raise UnsupportedModelError(f"{about} no ModelAdapter class.")
         return loaded
     hint, text = architecture_hint(config.model_type, [*MODELS, *installed]), config.values.get("text_config")
-    if config.model_type in HYBRIDS:
+    if config.model_type in REFUSED:
+        hint = REFUSED[config.model_type]
+    elif config.model_type in HYBRIDS:
         hint = "Some of its layers keep keys, others a recurrent state; here all layers of a model keep the same."
     elif isinstance(text, Mapping) and text.get("model_type") in MODELS:
         hint = f"Its text part is of type {text['model_type']!r}, which is supported where it is saved alone. {hint}"

@@ -114,9 +114,15 @@ class MemoryPlan(NamedTuple):
         return self.num_blocks * self.block_bytes
 
 
-def work_bytes(shapes: Collection[tuple[int, ...]], vocab_size: int, step_tokens: int, max_num_seqs: int, dtype: str) -> int:
-    """What the tensors of the largest step take: activations of its tokens, and logits of all sequences."""
+def work_bytes(
+    shapes: Collection[tuple[int, ...]], vocab_size: int, step_tokens: int, max_num_seqs: int, dtype: str, num_chosen: int = 0
+) -> int:
+    """What the tensors of the largest step take: activations of its tokens, and logits of all sequences.
+
+    num_chosen: experts of a token, whose matrices are stacked.
+    """
     widths = [shape[0] for shape in shapes if len(shape) == 2 and shape[0] != vocab_size]
+    widths += [num_chosen * shape[1] // 2 for shape in shapes if len(shape) == 3]
     inputs = [shape[1] for shape in shapes if len(shape) == 2 and shape[0] == vocab_size]
     per_token = (4 * max(widths, default=0) + 8 * min(inputs, default=0)) * DTYPE_BYTES[dtype]
     logits = vocab_size * (4 + DTYPE_BYTES[dtype])

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 EVERY_NUMBER = 16  # of sequences, up to which each number is tried; beyond it those that are recorded
 NUMBERS = sorted({2**power + more for power in range(9) for more in (0, 1)})  # of rows: no tile changes elsewhere
+LONG = 2**11 + 1  # tokens of a pass: with more of them no tile of experts changes
 SAMPLED = (1, 4, 17, 65)  # rows of logits: by a kernel or by cuBLAS, in any format of weights
 CONTEXT = 40  # tokens before a decode's
 GREEDY, DRAWN = SamplingParams(temperature=0.0), SamplingParams()
@@ -63,6 +64,7 @@ def list_steps(runner: ModelRunner[Any]) -> Iterator[StepInput]:
             yield make_step(runner, [(num, start)], kept=[(0, 0)], dropped=[0])
         if num <= most:
             yield make_step(runner, [(min(2, max_len), min(8, max_len - 2))] * num)
+    yield make_step(runner, [(min(LONG, max_len), 0)] * min(most, -(-LONG // max_len)))
 
 
 def make_step(

@@ -34,6 +34,16 @@ DECODER_TENSORS = {
     }),
 }  # fmt: skip
 HEAD_NORM_TENSORS = layer_tensors("model.layers", {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"})
+def expert_tensors(gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> dict[str, str]:
+    """The router, the stacked matrices of all experts, and what all rows have beside them."""
+    return layer_tensors("model.layers", {
+        "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": f"mlp.experts.{gate}", "ffn_up_exps": f"mlp.experts.{up}",
+        "ffn_down_exps": f"mlp.experts.{down}", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    })  # fmt: skip
+
+
 GEMMA_TENSORS = {
     **DECODER_TENSORS,
     **layer_tensors("model.layers", {
@@ -90,6 +100,11 @@ GRANITE_KEYS = {
     "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
 }  # fmt: skip
 GPT2_KEYS = {**DECODER_KEYS, "attention.layer_norm_epsilon": "norm_epsilon"}
+EXPERT_KEYS = {
+    **DECODER_KEYS, "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}  # fmt: skip
 GEMMA_KEYS = {
     **WINDOW_KEYS, "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -128,6 +143,9 @@ class GGUFFacts:
 def finish_llama(config: dict[str, Any], facts: GGUFFacts) -> None:
     """GGUF keeps only the factors of Llama 3's rotary scaling, which are compared with those that Llama 3 computes."""
     config["attention_bias"] = "blk.0.attn_q.bias" in facts.shapes
+    if "expert_count" in facts.fields:
+        config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+        config |= {"num_local_experts": facts.fields["expert_count"], "num_experts_per_tok": facts.fields["expert_used_count"]}
     factors = facts.constants.get("rope_freqs.weight")
     if factors is None:
         return
@@ -198,7 +216,10 @@ def finish_bert(config: dict[str, Any], facts: GGUFFacts) -> None:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("llama", "LlamaForCausalLM", DECODER_TENSORS, DECODER_KEYS, permuted=True, finish=finish_llama),
+    "llama": Architecture(
+        "llama", "LlamaForCausalLM", {**DECODER_TENSORS, **expert_tensors("w1", "w3", "w2")}, DECODER_KEYS, permuted=True,
+        finish=finish_llama,
+    ),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", DECODER_TENSORS, DECODER_KEYS),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {**DECODER_TENSORS, **HEAD_NORM_TENSORS}, DECODER_KEYS),
     "qwen2vl": Architecture("qwen2", "Qwen2ForCausalLM", DECODER_TENSORS, DECODER_KEYS),
@@ -222,6 +243,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": Architecture(
         "gemma", "GemmaForCausalLM", DECODER_TENSORS, DECODER_KEYS, {"hidden_activation": "gelu_pytorch_tanh"},
         norm_plus_one=True,
+    ),
+    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", {**DECODER_TENSORS, **expert_tensors()}, EXPERT_KEYS),
+    "qwen3moe": Architecture(
+        "qwen3_moe", "Qwen3MoeForCausalLM", {**DECODER_TENSORS, **HEAD_NORM_TENSORS, **expert_tensors()}, EXPERT_KEYS,
+        {"hidden_act": "silu", "norm_topk_prob": True},
     ),
     "gemma2": Architecture(
         "gemma2", "Gemma2ForCausalLM", GEMMA_TENSORS, GEMMA_KEYS,
@@ -408,6 +434,8 @@ def read_tensor(
     import gguf
 
     kind, shape = tensor.tensor_type.name, tensor.shape.tolist()[::-1]
+    if name.endswith("shared_expert_gate.weight"):  # a vector in GGUF
+        shape = [1, *shape[-1:]]
     info = source_info(path, name, "float32" if minus_one else DTYPE_CODES.get(kind, "float32"), shape)
     info = info._replace(quantization=None if minus_one else make_quantization(kind, len(shape) - 1))
     if info.quantization is None and kind not in DTYPE_CODES:

@@ -7,14 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from archerfish import ConversionConfig, ConversionResult, HubConfig, LLMEngine, ModelConverter, SamplingParams, WeightLoader
 from archerfish.engine.converter import choose_matrices
 from archerfish.errors import InvalidOptionError, UnsupportedModelError
+from archerfish.kernels.torch.reference import TorchOps
 from archerfish.runtime.runner import ModelRunner
 from archerfish.store import converter
 from archerfish.store.sources import open_source
 from tests.calls import spy_on
+from tests.kernels.native_support import native_ops
+from tests.models.decoding import Driver, make, random_tokens
 from tests.models.recurring import SIZES, blink_weights
 from tests.store import quantised_models as made
 from tests.store.models import write_model
@@ -62,6 +67,34 @@ def test_an_engine_runs_what_was_quantised(weights: str, kind: str, most: float,
         assert (most / 20 < error < most) if tensor.info.name in meant else error == 0
     made.write_plain(tmp_path / "plain", meant)
     np.testing.assert_allclose(logprobs(tmp_path / "out"), logprobs(tmp_path / "plain"), rtol=0, atol=0.15)
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_experts_are_quantised(is_stacked: bool, tmp_path: Path) -> None:
+    """As tensors of their own, which is how transformers writes them, and in stacks; routers are not."""
+    model, config = make("qwen3-moe")
+    source = tmp_path / "source"
+    model.save_pretrained(source)
+    if is_stacked:
+        save_file(model.state_dict(), source / "model.safetensors")
+    convert(source, tmp_path / "out", weights="int4", report=False)
+    with WeightLoader(tmp_path / "out") as loader:
+        kinds = {info.name: info.quantization for info in loader.metadata.tensors if ".mlp." in info.name}
+        meant = {name: loader.get_layer(name) for name in loader.get_layer_names()}
+        experts = [name for name in kinds if ".experts." in name]
+        assert len(experts) == (4 if is_stacked else 48)
+        assert {name for name, kind in kinds.items() if kind is None} == {f"model.layers.{i}.mlp.gate.weight" for i in (0, 2)}
+        expected, found = (
+            torch.cat(Driver(ops, weights, config, random_tokens(1)).step([(0, 20)]))
+            for ops, weights in ((TorchOps(), meant), (native_ops(), loader.load_stored()))
+        )
+    assert (found - expected).norm() < 1e-3 * expected.norm()
+    with pytest.raises(InvalidOptionError, match="reaches only some experts"):
+        convert(source, tmp_path / "other", weights="int4", method="gptq")
+    if is_stacked:
+        with pytest.raises(UnsupportedModelError, match="stacks of experts"):
+            convert(source, tmp_path / "other", weights="int4", layout="gptq", report=False)
 
 
 @pytest.mark.usefixtures("own_cache")

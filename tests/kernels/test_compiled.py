@@ -102,6 +102,26 @@ for half in ("bf16", "fp16"):
     build(add_scaled_kernel, {**row, "is_early": True, "has_total": False}, {"x": "i32", **fp8}, half)
     build(quantise_kernel, {**row, "is_early": True}, {"out": "i8", **fp8}, half)
 """
+EXPERTS = """
+from archerfish.kernels.triton.experts import add_up_kernel, choose_tile, multiply_experts_kernel, order_kernel, route_kernel
+from archerfish.kernels.experts import Routing
+
+kinds = {name: "i32" for name in ("ids", "order", "tile_experts", "counts")} | {"weights": "fp32", "bias": "fp32"}
+routed = {"num_experts": 60, "experts": 64, "num_chosen": 4, "slots": 4, "rows": 16, "tile_rows": 16, "is_early": True}
+flags = {"is_sigmoid": True, "is_normed": True, "has_bias": True, "is_alone": True}
+build(route_kernel, {**routed, **flags}, kinds, num_warps=8)
+build(order_kernel, routed, kinds, num_warps=8)
+summed = {"width": 2048, "num_chosen": 4, "columns": 1024, "gate": 60, "has_shared": True, "is_early": True}
+build(add_up_kernel, summed, kinds, num_warps=4)
+tile = choose_tile(4096, Routing(60, 4), 2, is_gated=True)
+fixed = {"width": 2048, "per_row": 4, "rows": tile.rows, "outputs": tile.outputs, "activation": "silu", "is_gated": True}
+fixed |= {"is_lone": False, "in_pairs": True, "is_early": True, "has_mins": False}
+plain = {"group_size": 0, "size": tile.columns, "planes": 1, "per_scale": 1}
+words = {"group_size": 128, "size": 32, "planes": 4, "per_scale": 4}
+for own, types in ((plain, {}), (plain, {"codes": "i8", "scales": "fp32"}), (words, {"codes": "i16", "scales": "fp32"})):
+    built = build(multiply_experts_kernel, {**fixed, **own}, kinds | types, num_warps=tile.num_warps)
+    assert "wgmma.mma_async" in built.asm["ptx"] and "cp.async" in built.asm["ptx"]
+"""
 NARROW_HEADS = """
 from archerfish.kernels.triton.attention import decode_kernel, shared_kernel
 from archerfish.kernels.triton.prefill import prefill_kernel
@@ -185,6 +205,7 @@ for half in ("bf16", "fp16"):
         pytest.param(PRODUCTS + NARROW_HEADS + MANY_ROWS, id="products and attention"),
         # Beside weights of half the size, rows in float32 are spread as others are.
         pytest.param(SUMS, id="sums in float32", marks=pytest.mark.slow),
+        pytest.param(EXPERTS, id="experts", marks=pytest.mark.slow),
         pytest.param(GROUPS + FP8_KEYS, id="weights in groups, keys in FP8", marks=pytest.mark.slow),
     ],
 )

@@ -43,6 +43,8 @@ FULL_SLIDING = {"layer_types": ["full_attention", "sliding_attention", "sliding_
 COHERE = {name: value for name, value in SIZES.items() if name != "rms_norm_eps"}
 GEMMA = {**SIZES, "head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 11, "num_hidden_layers": 4}
 
+EXPERTS = {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+
 
 def llama(**rope: Any) -> tuple[str, dict[str, Any]]:
     return "Llama", {**SIZES, "rope_parameters": {"rope_theta": 1000.0, **rope}}
@@ -110,6 +112,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         **SIZES, "rope_parameters": {**LONGROPE, **{name: [1.5] * 4 for name in ("short_factor", "long_factor")},
         "partial_rotary_factor": 0.5}, "original_max_position_embeddings": 64, "tie_word_embeddings": True,
     }),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 64, "decoder_sparse_step": 2}),
+    "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 5, "sliding_window": 7}),
     "phi3-longrope": ("Phi3", {**SIZES, "rope_parameters": LONGROPE, "original_max_position_embeddings": 64}),
 }  # fmt: skip
 

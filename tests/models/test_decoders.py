@@ -73,6 +73,7 @@ def test_half_precision_is_close(kind: str, backend: Backend, dtype: str) -> Non
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", [
     "llama", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3", "phi3", "glm4", "olmo3", "cohere2", "starcoder2-plain",
+    "qwen2-moe",
 ])  # fmt: skip
 def test_int8_weights_equal_the_dequantised_model(kind: str, backend: Backend) -> None:
     int8 = choose_format("int8")
@@ -81,7 +82,8 @@ def test_int8_weights_equal_the_dequantised_model(kind: str, backend: Backend) -
     embedding = weights["model.embed_tokens.weight"]
     head = weights["lm_head.weight"]  # a tied head is quantised, its table is not
     wide = {
-        name: int8.dequantise(int8.load({"weight": each}), torch.float32) if each.dim() == 2 and each is not embedding else each
+        name: int8.dequantise(int8.load({"weight": each.flatten(0, -2)}), torch.float32).view(each.shape)
+        if each.dim() > 1 and each is not embedding and not is_router(name) else each
         for name, each in (weights | {"lm_head.weight": head.clone()}).items()
     }
     tokens, work = random_tokens(2), [(0, 20), (1, 7)]
@@ -89,6 +91,27 @@ def test_int8_weights_equal_the_dequantised_model(kind: str, backend: Backend) -
     found = Driver(backend(), weights, config, tokens, weight_format=int8).step(work)
     error = (torch.cat(found) - torch.cat(expected)).norm() / torch.cat(expected).norm()
     assert error < (1e-4 if backend is TorchOps else 0.04)  # activations of native products have 8 bits, too
+
+
+def is_router(name: str) -> bool:
+    return name.endswith((".gate.weight", "_gate.weight"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["qwen3-moe", "mixtral"])
+def test_checkpoints_with_a_tensor_for_each_expert(kind: str, backend: Backend) -> None:
+    model, config = make(kind)
+    names = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    weights = dict[str, torch.Tensor]()
+    for name, tensor in model.state_dict().items():
+        stem = name.replace(".mlp.", ".block_sparse_moe.") if kind == "mixtral" else name
+        if tensor.dim() < 3:
+            weights[stem] = tensor
+            continue
+        scope, _, which = stem.rpartition(".")
+        parts = zip(names[:2], tensor.chunk(2, 1), strict=True) if which == "gate_up_proj" else [(names[2], tensor)]
+        weights |= {f"{scope}.{i}.{part}.weight": each for part, stack in parts for i, each in enumerate(stack)}
+    check(Driver(backend(), weights, config, random_tokens(4)), model)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +184,9 @@ def test_the_longest_context_of_yarn_follows_from_its_factor() -> None:
     ("llama", {"model_type": "dbrx"}, "'dbrx'. docs/add-a-model.md"),
     ("llama", {"model_type": "llava", "text_config": {"model_type": "llama"}}, "'llama', which is supported where it is saved"),
     ("cohere", {"use_qk_norm": True}, "use_qk_norm"), ("gpt2", {"scale_attn_weights": False}, "scale_attn"),
+    ("llama", {"model_type": "deepseek_v3"}, "compressed keys"), ("llama", {"model_type": "gpt_oss"}, "attention sinks"),
+    ("qwen3-moe", {"moe_intermediate_size": 24}, "multiples of 16"),
+    ("qwen3-moe", {"num_experts_per_tok": 9}, "9 of 8 experts"),
     ("llama", {"model_type": "bert"}, "ArrowEngine and `archerfish embed` take it"),
     ("llama", {"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "'mrope' is not supported"),
     ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "'linear' needs .*'factor', but has None"),
@@ -224,7 +250,7 @@ def check_kept(plain: StepDriver, kept: StepDriver) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["llama", "llama-biases", "qwen3", "gemma2", "phi3", "olmo3", "cohere2", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "llama-biases", "qwen3", "gemma2", "phi3", "olmo3", "cohere2", "gpt2", "qwen2-moe"])
 def test_kept_rows(kind: str, backend: Backend) -> None:
     model, config = make(kind)
     plain, kept = (Driver(backend(), model.state_dict(), config, random_tokens(2)) for _ in range(2))

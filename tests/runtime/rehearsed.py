@@ -38,10 +38,15 @@ from tests.engine.tiny_rwkv import save_tiny_rwkv
 WIDE = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 200}
 WINDOW = {**WIDE, "model_type": "gemma2", "sliding_window": 64, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0}
 WINDOW |= {"final_logit_softcapping": 5.0, "hidden_activation": "gelu_pytorch_tanh"}
+EXPERTS = {
+    **WIDE, "model_type": "qwen2_moe", "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 64, "max_position_embeddings": 3000,
+}  # fmt: skip
 Model = tuple[Callable[..., Path], dict[str, Any], dict[str, Any]]
 MODELS: dict[str, Model] = {  # how its files are made, what is changed in its configuration, and options of the engine
     "llama": (save_tiny_llama, {**WIDE, "max_position_embeddings": 2048}, {"speculation": "ngram"}),
     "int8": (save_tiny_llama, {**WIDE, "vocab_size": 193, "attention_bias": True}, {"weights": "int8", "max_num_seqs": 70}),
+    "experts": (save_tiny_llama, EXPERTS, {"max_num_seqs": 70}),
     "gemma": (save_tiny_llama, {**WINDOW, "max_position_embeddings": 1024}, {"max_num_seqs": 33}),
     "deterministic": (save_tiny_llama, {**WIDE, "max_position_embeddings": 512}, {"deterministic": True}),
     "rwkv": (save_tiny_rwkv, {"max_position_embeddings": 512}, {"block_size": 16}),

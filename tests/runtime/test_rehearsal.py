@@ -13,7 +13,8 @@ pytest.importorskip("triton")
 ROUNDS = 9
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("rwkv", "encoders", "int8", "gemma", "deterministic")]
+KINDS = ("rwkv", "encoders", "int8", "experts", "gemma", "deterministic")
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 
 
 @pytest.mark.parametrize("kind", ["llama", *SLOW])

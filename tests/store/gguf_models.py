@@ -12,6 +12,7 @@ import numpy.typing as npt
 from archerfish.store.format import INTEGER_BYTES, SUPER_GROUP_SIZE, SUPER_SCALES
 
 WIDTH, HEADS, KV_HEADS, FFN, NUM_LAYERS = 64, 4, 2, 96, 2
+EXPERTS, EXPERT_FFN = 5, 32
 HEAD_DIM = WIDTH // HEADS
 BYTES = [chr(code) for code in [*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 324)]]
 WORDS = ["Ġh", "el", "lo", "Ġhel", "Ġhello", "12", "hi"]
@@ -41,11 +42,18 @@ def layer_shapes(architecture: str) -> dict[str, tuple[int, ...]]:
     else:
         shapes |= {"attn_q.weight": (WIDTH, WIDTH), "attn_k.weight": (kv_width, WIDTH), "attn_v.weight": (kv_width, WIDTH)}
         shapes["ffn_gate.weight"] = (FFN, WIDTH)
-    if architecture == "qwen2":
+    if architecture.startswith("qwen2"):
         shapes |= {"attn_q.bias": (WIDTH,), "attn_k.bias": (kv_width,), "attn_v.bias": (kv_width,)}
+    if architecture.endswith("moe"):
+        del shapes["ffn_up.weight"], shapes["ffn_down.weight"], shapes["ffn_gate.weight"]
+        shapes |= {"ffn_gate_inp.weight": (EXPERTS, WIDTH), "ffn_down_exps.weight": (EXPERTS, WIDTH, EXPERT_FFN)}
+        shapes |= dict.fromkeys(("ffn_gate_exps.weight", "ffn_up_exps.weight"), (EXPERTS, EXPERT_FFN, WIDTH))
+    if architecture == "qwen2moe":
+        shapes |= {"ffn_gate_inp_shexp.weight": (WIDTH,), "ffn_down_shexp.weight": (WIDTH, FFN)}
+        shapes |= dict.fromkeys(("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), (FFN, WIDTH))
     if architecture.startswith("gemma"):
         shapes |= {"post_attention_norm.weight": (WIDTH,), "post_ffw_norm.weight": (WIDTH,)}
-    if architecture in ("qwen3", "gemma3"):
+    if architecture in ("qwen3", "qwen3moe", "gemma3"):
         shapes |= {"attn_q_norm.weight": (HEAD_DIM,), "attn_k_norm.weight": (HEAD_DIM,)}
     return shapes
 
@@ -66,7 +74,7 @@ def make_tensors(architecture: str, *, num_tokens: int = NUM_TOKENS, seed: int =
         shapes |= {"token_embd_norm.weight": (WIDTH,), "token_embd_norm.bias": (WIDTH,)}
     else:
         shapes["output_norm.weight"] = (WIDTH,)
-    if architecture in ("qwen3", "phi3"):
+    if architecture in ("qwen3", "qwen2moe", "qwen3moe", "phi3"):
         shapes["output.weight"] = (num_tokens, WIDTH)
     per_layer = bert_layer_shapes() if architecture == "bert" else layer_shapes(architecture)
     for layer in range(NUM_LAYERS):
@@ -91,7 +99,7 @@ def write_gguf(
     path: Path, architecture: str, tensors: dict[str, Array], quant_type: str = "F32", *,
     tokenizer: Any = add_byte_level_tokenizer, extra: dict[str, float | int | str] | None = None,
 ) -> Path:
-    """Write tensors; two-dimensional ones in `quant_type`, the others as F32."""
+    """Write tensors; matrices in `quant_type`, the others as F32."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(NUM_LAYERS)
     writer.add_context_length(128)
@@ -104,8 +112,13 @@ def write_gguf(
         writer.add_head_count_kv(KV_HEADS)
         writer.add_layer_norm_rms_eps(1e-5)
         writer.add_rope_freq_base(100000.0)
-    if architecture.startswith("gemma") or architecture == "qwen3":
+    if architecture.startswith("gemma") or architecture.startswith("qwen3"):
         writer.add_key_length(HEAD_DIM)
+    if architecture.endswith("moe"):
+        writer.add_expert_count(EXPERTS)
+        writer.add_expert_used_count(2)
+        writer.add_expert_feed_forward_length(EXPERT_FFN)
+        writer.add_expert_shared_feed_forward_length(FFN)
     adders: dict[type, Any] = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}
     for key, value in (extra or {}).items():
         adders[type(value)](key, value)
@@ -113,7 +126,7 @@ def write_gguf(
         tokenizer(writer)
     kind = gguf.GGMLQuantizationType[quant_type]
     for name, array in tensors.items():
-        if array.ndim == 2 and quant_type != "F32":
+        if array.ndim > 1 and quant_type != "F32":
             writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, array)

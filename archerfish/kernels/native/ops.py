@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import DeviceError
+from archerfish.kernels.experts import Routing
 from archerfish.kernels.formats import WeightFormat
 from archerfish.kernels.machine import cpu, usable_cores
 from archerfish.kernels.native._native import Level, all_threads
@@ -29,7 +30,16 @@ from archerfish.kernels.native.recorder import (
 )
 from archerfish.kernels.native.recurrent import NativeRecurrentOps
 from archerfish.kernels.native.sampling import NativeSampling
-from archerfish.kernels.native.weights import ACTIVATIONS, TYPES, NativeWeight, Table, as_stored, matrix_of, stack_parts
+from archerfish.kernels.native.weights import (
+    ACTIVATIONS,
+    TYPES,
+    NativeWeight,
+    Table,
+    as_stored,
+    expert_matrix,
+    matrix_of,
+    stack_parts,
+)
 from archerfish.kernels.ops import (
     KV_SCALE_BYTES,
     Activation,
@@ -247,6 +257,31 @@ class NativeOps(Ops[Any]):
         recorder, width = self.runner.current(), x.shape[1] // 2
         out = recorder.like(x, width)
         recorder.tape.gated(recorder(x), width, ACTIVATIONS[activation], recorder(out))
+        self.runner.finish(recorder)
+        return out
+
+    def experts(
+        self, x: Handle, logits: Handle, routing: Routing[Handle], gate_up: LinearWeight[Handle], down: LinearWeight[Handle],
+        activation: Activation, *, shared: Handle | None = None,
+    ) -> Handle:
+        recorder, num_chosen = self.runner.current(), routing.num_chosen
+        first, second = (expert_matrix(weight) for weight in (gate_up, down))
+        sizes = [logits.shape[1], routing.num_experts, num_chosen]
+        ids, weights, order = (recorder.like(x, num_chosen) for _ in range(3))  # numbers of 4 bytes
+        hidden, out = recorder.like(x, num_chosen * second.num_inputs), recorder.like(x, x.shape[1])
+        recorder.tape.route(
+            recorder(logits), sizes, routing.is_sigmoid, routing.is_normed, routing.scale, routing.bias, recorder(ids),
+            recorder(weights), recorder(order),
+        )
+        chosen: dict[str, Any] = {"sizes": sizes, "ids": recorder(ids), "order": recorder(order), "is_deterministic": self.is_deterministic}
+        recorder.tape.experts(
+            first, recorder(x), activation=ACTIVATIONS[activation], weights=-1, logits=-1, shared=-1, out=recorder(hidden),
+            **chosen,
+        )
+        recorder.tape.experts(
+            second, recorder(hidden), activation=0, weights=recorder(weights), logits=recorder(logits), shared=recorder(shared),
+            out=recorder(out), **chosen,
+        )
         self.runner.finish(recorder)
         return out
 

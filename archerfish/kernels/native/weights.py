@@ -17,7 +17,7 @@ from archerfish.kernels.formats import Int4Groups, Int8Rows, Plain, WeightFormat
 from archerfish.kernels.int4 import quantise_int4
 from archerfish.kernels.native._native import Matrix
 from archerfish.kernels.native.recorder import Handle, Recorder, TapeRunner
-from archerfish.kernels.ops import Activation, PackedWeight
+from archerfish.kernels.ops import Activation, LinearWeight, PackedWeight
 from archerfish.kernels.stored import BLOCK, HALF_RANGE, StoredTensor, to_int8, to_type
 
 INT8_ROWS = "int8 rows"  # one scale for each output; rows of activations become bytes when they are multiplied
@@ -78,6 +78,18 @@ class NativeWeight(PackedWeight[Any]):
             eps=eps, before=recorder(before), total=-1 if before is None else recorder(total),
         )
         return out, total
+
+
+def expert_matrix(weight: LinearWeight[Any]) -> Matrix:
+    """The matrices of all experts, which have one format."""
+    packed = weight.get()
+    assert isinstance(packed, NativeWeight)
+    if len(packed.matrices) > 1:
+        raise TensorError(
+            f"The matrices of experts are stored in several formats ({packed.format_name}), but one product has one format.",
+            hint="Convert the model again without --keep-quantized, or take a file whose experts have one type.",
+        )
+    return packed.matrices[0]
 
 
 def matrix_of(part: Mapping[str, Handle], weight_format: WeightFormat) -> Handle:

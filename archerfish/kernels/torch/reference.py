@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812 (the name that every torch reader 
 
 from archerfish.errors import OutOfMemoryError
 from archerfish.kernels.decoding import FILLING_POSITION, NUM_INPUTS, ON_DEVICE, DecodeState, Input, PassSize
+from archerfish.kernels.experts import Routing
 from archerfish.kernels.formats import INT8, Tensors, WeightFormat
 from archerfish.kernels.machine import cpu
 from archerfish.kernels.ops import (
@@ -258,6 +259,29 @@ class TorchOps(Ops[Tensor]):
         gate, up = x.chunk(2, dim=-1)
         return ACTIVATIONS[activation](gate) * up
 
+    def experts(
+        self, x: Tensor, logits: Tensor, routing: Routing[Tensor], gate_up: LinearWeight[Tensor], down: LinearWeight[Tensor],
+        activation: Activation, *, shared: Tensor | None = None,
+    ) -> Tensor:
+        num_experts = routing.num_experts
+        ids, weights = choose_experts(logits, routing)
+        first, second = (self._matrices(weight, num_experts) for weight in (gate_up, down))
+        total = torch.zeros_like(x, dtype=torch.float32)
+        for expert in set(ids.flatten().tolist()):
+            rows, places = (ids == expert).nonzero(as_tuple=True)
+            y = F.linear(self.gated(F.linear(x[rows], first[expert]), activation), second[expert])
+            total.index_add_(0, rows, y * weights[rows, places].unsqueeze(1))
+        if shared is not None:
+            total += shared if logits.shape[1] == num_experts else shared * logits[:, num_experts:].float().sigmoid()
+        return total.to(self.torch_dtype)
+
+    def _matrices(self, weight: LinearWeight[Tensor], num: int) -> Tensor:
+        """Those of a linear map for each expert: (experts, outputs, inputs)."""
+        packed = weight.get()
+        assert isinstance(packed, TorchWeight)
+        matrix = packed.dequantised()
+        return matrix.view(num, -1, matrix.shape[1])
+
     def rows(self, x: Tensor, indices: Ids | Tensor) -> Tensor:
         return x.index_select(0, self.tensor(indices))
 
@@ -391,6 +415,17 @@ def pass_rows(
         slots=torch.where(is_real, slots, -1), block_tables=tables, block_size=block_size,
         kept_rows=None if keeps_all else (ends - 1).clamp_min(0),
     ), columns, chosen
+
+
+def choose_experts(logits: Tensor, routing: Routing[Tensor]) -> tuple[Tensor, Tensor]:
+    """The experts of each row and their weights, in float32: (rows, chosen) each."""
+    given = logits[:, : routing.num_experts].float()
+    scores = given.sigmoid() if routing.is_sigmoid else given.softmax(1)
+    ids = (scores if routing.bias is None else scores + routing.bias).topk(routing.num_chosen, 1).indices
+    weights = scores.gather(1, ids)
+    if routing.is_normed:
+        weights = weights / weights.sum(1, keepdim=True)
+    return ids, weights * routing.scale
 
 
 def rotate(x: Tensor, cos_sin: Tensor, rotary_dim: int, *, is_interleaved: bool = False) -> Tensor:

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from archerfish.errors import InvalidOptionError, OutOfMemoryError
 from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input, PassSize
+from archerfish.kernels.experts import Routing
 from archerfish.kernels.ops import (
     Activation,
     BlockMask,
@@ -47,6 +48,7 @@ from archerfish.kernels.triton import linear as triton_linear
 from archerfish.kernels.triton import norm as triton_norm
 from archerfish.kernels.triton.attention import attend_decodes, takes_new
 from archerfish.kernels.triton.compiling import CompileCounts
+from archerfish.kernels.triton.experts import compute_experts
 from archerfish.kernels.triton.linear import (
     ByteRowsWeight,
     FewRowsWeight,
@@ -409,6 +411,16 @@ class TritonOps(TorchOps):
         if activation not in ("silu", "gelu_tanh"):
             return super().gated(x, activation)
         return triton_norm.gated(x, activation == "silu")
+
+    def experts(
+        self, x: Tensor, logits: Tensor, routing: Routing[Tensor], gate_up: LinearWeight[Tensor], down: LinearWeight[Tensor],
+        activation: Activation, *, shared: Tensor | None = None,
+    ) -> Tensor:
+        first, second = cast(TorchWeight, gate_up.get()), cast(TorchWeight, down.get())
+        return compute_experts(
+            x.to(self.torch_dtype).contiguous(), logits, routing, first, second, activation, shared,
+            is_deterministic=self.is_deterministic,
+        )
 
     # Products with few rows
 
