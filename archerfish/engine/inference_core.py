@@ -6,6 +6,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
@@ -17,7 +18,8 @@ from archerfish.config import EmbedConfig, HubConfig
 from archerfish.errors import StoppedError, UnsupportedModelError
 from archerfish.kernels.formats import PLAIN, choose_format
 from archerfish.kernels.machine import fast_cpu_dtype
-from archerfish.kernels.ops import EncoderInputs, Pooling, Segments
+from archerfish.kernels.decoding import EncoderInputs
+from archerfish.kernels.ops import Pooling, Segments
 from archerfish.kernels.room import check_room
 from archerfish.kernels.select import OpsBackend, choose_backend, choose_device, choose_dtype, choose_ops
 from archerfish.layers.weights import Weights
@@ -55,6 +57,7 @@ class InferenceCore:
     ) -> None:
         """`config` is the model's config.json, or the metadata of a converted model, which also states the pooling."""
         stated: Mapping[str, Any] = config.get("embedding") or {}
+        is_stated = bool(stated or pooling)
         pooling = pooling or str(stated.get("pooling_mode", "mean"))
         if pooling not in get_args(Pooling):
             raise UnsupportedModelError(f"Unknown pooling {pooling!r}.", hint=f"Known: {', '.join(get_args(Pooling))}.")
@@ -64,7 +67,7 @@ class InferenceCore:
         self.ops = choose_ops(self.device, self.dtype)
         self.ops.rounds_rows = True
         self.pooling = cast(Pooling, pooling)
-        architecture = encoder_class(self.config)
+        architecture = encoder_class(self.config, embeds=is_stated)
         chosen = choose_format(weight_format)
         self._format = chosen.name
         num_bytes = architecture.copied_bytes(self.config, self.dtype, chosen, with_tables=self.device != "cpu")
@@ -77,7 +80,7 @@ class InferenceCore:
             self.head = architecture.head(everything, self.config) if self.config.is_classifier else None
         self.is_closed = False
         self.max_positions = architecture.max_positions(self.config)
-        self.dimension = self.encoder.shape.width
+        self.dimension = architecture.width(self.config)
         self._recorded: dict[tuple[int, bool, bool], RecordedPass] = {}
         self._replayed = {
             is_scaled: self.ops.replayed(partial(self._compute, normalize=is_scaled)) for is_scaled in (False, True)
@@ -107,11 +110,11 @@ class InferenceCore:
             for normalize in (False, True):
                 for num in REHEARSED_TOKENS:
                     ids = np.zeros(min(num, self.max_positions), dtype=np.int64)
-                    for types in (None, ids):
+                    for types in (ids,) if self.encoder.needs_types else (None, ids):
                         self._compute(TokenBatch(ids, Segments((len(ids),)), types), normalize)
                 for num in RECORDED_TOKENS if self.encoder.is_recordable else ():
                     inputs: Any = self.ops.encoder_inputs(num)
-                    for types in (None, inputs.type_ids):
+                    for types in (inputs.type_ids,) if self.encoder.needs_types else (None, inputs.type_ids):
                         self._compute(TokenBatch(inputs.token_ids, inputs.segments, types), normalize)
 
     def run(self, batch: TokenBatch, *, normalize: bool = False) -> Vectors:
@@ -121,12 +124,18 @@ class InferenceCore:
     def run_tokens(self, batch: TokenBatch) -> Vectors:
         """One vector per token."""
         with self.ops.computing():
-            return self.ops.to_numpy(self.encoder.forward(batch))[: len(batch.token_ids)]  # a backend may add empty rows
+            hidden = self.encoder.forward(self._with_types(batch))
+            return self.ops.to_numpy(hidden)[: len(batch.token_ids)]  # a backend may add empty rows
+
+    def _with_types(self, batch: TokenBatch) -> TokenBatch:
+        is_complete = batch.type_ids is not None or not self.encoder.needs_types
+        return batch if is_complete else replace(batch, type_ids=np.zeros_like(batch.token_ids))
 
     def start(self, batch: TokenBatch, *, normalize: bool = False) -> Callable[[], Vectors]:
         """Begin what `run` does; calling the result waits for the vectors. On a CPU they are computed at once."""
         if self.is_closed:
             raise StoppedError("This model has been closed.", hint="Load it again.")
+        batch = self._with_types(batch)
         with self.ops.computing():
             if not self.ops.is_async:
                 is_replayed = self.encoder.is_recordable
@@ -139,7 +148,7 @@ class InferenceCore:
         """Rows in float32."""
         hidden = self.encoder.forward(batch)
         if self.head is not None:
-            return self.head(self.ops.pool(hidden, batch.segments, "cls"))
+            return self.head(self.ops.pool(hidden, batch.segments, self.head.pooling))
         pooled = self.ops.pool(hidden, batch.segments, self.pooling)
         return self.ops.normalize(pooled) if normalize else pooled
 

@@ -10,10 +10,11 @@ sequences: `PassSize` says how many there is room for. What is left over is comp
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from enum import IntEnum
 from typing import Generic, NamedTuple
 
-from archerfish.kernels.ops import T
+from archerfish.kernels.ops import Ids, Segments, T
 from archerfish.kernels.sampling import TokenCounts
 
 FILLING_POSITION = -1
@@ -74,3 +75,15 @@ class DecodeState(NamedTuple, Generic[T]):
     last_tokens: T  # (rows + 1,) int64: the token that was sampled last
     tables: T  # (rows + 1, most blocks) int32: their blocks
     counts: TokenCounts[T] | None = None  # of their tokens, once there is a sequence with penalties
+
+
+class EncoderInputs(ABC, Generic[T]):
+    """Memory of the device for the inputs of passes that are recorded: room for some tokens, filled anew for each pass."""
+
+    token_ids: T
+    type_ids: T
+    segments: Segments  # its positions lie on the device too
+
+    @abstractmethod
+    def fill(self, token_ids: Ids, segments: Segments, type_ids: Ids | None) -> bool:
+        """Send a batch's inputs, whose sequences become the first ones here; False, and nothing sent, where they do not fit."""

@@ -35,7 +35,14 @@ ENCODERS: dict[str, str | type[Any]] = {
     "xlm-roberta": "archerfish.models.bert:RobertaEncoder",
     "camembert": "archerfish.models.bert:RobertaEncoder",
     "mpnet": "archerfish.models.bert:MPNetEncoder",
+    "modernbert": "archerfish.models.rotary_encoders:ModernBertEncoder",
+    "nomic_bert": "archerfish.models.rotary_encoders:NomicEncoder",
+    "gte": "archerfish.models.rotary_encoders:GteEncoder",
+    "new": "archerfish.models.rotary_encoders:NewEncoder",
+    "jina_embeddings_v3": "archerfish.models.rotary_encoders:JinaEncoder",
+    "eurobert": "archerfish.models.decoder_encoder:EuroBertEncoder",
 }
+DECODER_ENCODER = "archerfish.models.decoder_encoder:DecoderEncoder"
 ENTRY_POINTS = "archerfish.models"  # the group; an entry point's name is a model_type, its value an adapter class
 
 
@@ -152,6 +159,7 @@ class TokenBatch:
     token_ids: Ids
     segments: Segments
     type_ids: Ids | None = None
+    kept_rows: ClassVar[None] = None  # decoders ask
 
 
 class Encoder(ABC, Generic[T]):
@@ -161,6 +169,7 @@ class Encoder(ABC, Generic[T]):
     # What its configuration calls width, heads, feed-forward width and activation.
     shape_names: ClassVar[tuple[str, str, str, str]] = ("hidden_size", "num_attention_heads", "intermediate_size", "hidden_act")
     is_recordable: ClassVar[bool] = False  # forward sends ids by `ops.tensor` and reads nothing else of a batch on the host
+    needs_types = False  # batches must have type_ids
 
     def __init__(self, weights: Weights[T], config: Config) -> None:
         self.ops: Ops[T] = weights.ops
@@ -190,6 +199,11 @@ class Encoder(ABC, Generic[T]):
         return config.block_shape(*cls.shape_names)
 
     @classmethod
+    def width(cls, config: Config) -> int:
+        """Of hidden states."""
+        return cls.block_shape(config).width
+
+    @classmethod
     def max_positions(cls, config: Config) -> int:
         """Longest sequence that its position table allows."""
         return config.integer("max_position_embeddings")
@@ -201,6 +215,15 @@ def register_model(model_type: str, adapter: type[ModelAdapter[Any]]) -> None:
 
 
 def model_class(config: Config) -> type[ModelAdapter[Any]]:
+    """The class of a model that generates text; one that cannot is refused."""
+    found = find_model(config)
+    if not config.is_causal:
+        hint = "It embeds texts: ArrowEngine and `archerfish embed` take it."
+        raise UnsupportedModelError(f"This {config.model_type} sees both directions, so it cannot generate text.", hint=hint)
+    return found
+
+
+def find_model(config: Config) -> type[ModelAdapter[Any]]:
     """The class for a configuration: a registered one, else an installed package's; an unknown one is refused."""
     if config.model_type in MODELS:
         return class_of(MODELS[config.model_type])
@@ -225,18 +248,26 @@ def model_class(config: Config) -> type[ModelAdapter[Any]]:
     raise UnsupportedModelError(f"No text generation model for model_type {config.model_type!r}.", hint=hint)
 
 
-def encoder_class(config: Config) -> type[Encoder[Any]]:
-    """The class for a configuration; an unknown architecture is refused with the known ones."""
+def encoder_class(config: Config, *, embeds: bool = False) -> type[Encoder[Any]]:
+    """The class for a configuration; an unknown architecture is refused with the known ones.
+
+    embeds: the model's files say how it embeds texts, as decoders' must.
+    """
     found = ENCODERS.get(config.model_type)
+    if found is None and config.model_type in MODELS:
+        if embeds or config.is_classifier or not config.is_causal:
+            return class_of(DECODER_ENCODER)
+        hint = "It writes text: LLMEngine and `archerfish generate` take it. To embed, it needs a modules.json: docs/embed.md."
+        raise UnsupportedModelError(f"No encoder for model_type {config.model_type!r}.", hint=hint)
     if found is None:
-        hint = architecture_hint(config.model_type, ENCODERS)
-        if config.model_type in MODELS:
-            hint = "It writes text: LLMEngine and `archerfish generate` take it."
+        hint = architecture_hint(config.model_type, ENCODERS, "docs/embed.md says what embeds texts, CONTRIBUTING.md how one is added")
         raise UnsupportedModelError(f"No encoder for model_type {config.model_type!r}.", hint=hint)
     return class_of(found)
 
 
-def architecture_hint(model_type: str, known: Iterable[str]) -> str:
+def architecture_hint(
+    model_type: str, known: Iterable[str], page: str = "docs/add-a-model.md shows how an architecture is added"
+) -> str:
     """A name that differs in spelling alone, else all of them: qwen3 cannot stand for qwen3_moe, which reads alike."""
 
     def letters(name: str) -> str:
@@ -246,7 +277,7 @@ def architecture_hint(model_type: str, known: Iterable[str]) -> str:
     same = [name for name in names if letters(name) == letters(model_type)]
     if same:
         return f"Did you mean {same[0]!r}?"
-    return f"Supported: {', '.join(names)}. docs/add-a-model.md shows how an architecture is added."
+    return f"Supported: {', '.join(names)}. {page}."
 
 
 def class_of(found: str | type[Any]) -> type[Any]:

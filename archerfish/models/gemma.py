@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from archerfish.errors import UnsupportedModelError
 from archerfish.kernels.ops import HeadShape, T
 from archerfish.layers.decoder import BlockNorms, GatedMLP
 from archerfish.layers.rotary import RotaryConfig, read_rotary
@@ -25,8 +24,6 @@ class Gemma2Model(LlamaModel[T]):
     full_period: ClassVar[int] = 2  # every so many layers one sees everything
 
     def __init__(self, weights: Weights[T], config: Config, max_len: int) -> None:
-        if config.flag("use_bidirectional_attention"):
-            raise UnsupportedModelError("A Gemma that sees both directions (use_bidirectional_attention) cannot generate.")
         super().__init__(weights, config, max_len)
         self.embedding_scale = self.width**0.5
         self.logit_softcap = config.limit("final_logit_softcapping", self.logit_cap)
@@ -50,8 +47,10 @@ class Gemma2Model(LlamaModel[T]):
         )
 
     def window(self, layer: int) -> int:
-        is_sliding = self.layer_type(self.config, layer) == "sliding_attention"
-        return int(self.config.limit("sliding_window", self.default_window)) if is_sliding else 0
+        if self.layer_type(self.config, layer) != "sliding_attention":
+            return 0
+        stated = int(self.config.limit("sliding_window", self.default_window))
+        return stated if self.config.is_causal else stated // 2 + 1  # one that reaches to both sides is stated as their sum
 
     @classmethod
     def layer_type(cls, config: Config, layer: int) -> str:

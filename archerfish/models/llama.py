@@ -37,6 +37,8 @@ class LlamaModel(ModelAdapter[T]):
         if not ranks.is_last:
             return
         self.norm, self.vocabulary = self.rms_norm(body, "norm"), ranks.part(vocab_size, what="tokens")
+        if not weights.takes_head:
+            return
         if config.flag("tie_word_embeddings", self.ties_embeddings):
             self.head = body.tied_linear(self.embedding, self.vocabulary, self.width, "embed_tokens")
         else:
