@@ -18,9 +18,10 @@ import numpy as np
 from archerfish.background import finish_before_fork, in_background
 from archerfish.config import EmbedConfig, HubConfig
 from archerfish.engine import text_batches
-from archerfish.engine.inference_core import InferenceCore, Vectors, load_tensors, locate
+from archerfish.engine.inference_core import InferenceCore, Output, Vectors, load_tensors, locate
 from archerfish.engine.progress import progress_bar
 from archerfish.engine.text_batches import EmbedInput, is_text, pack, plan_batches
+from archerfish.engine.token_vectors import TokenVectors, compute_token_vectors, scores_of
 from archerfish.errors import InvalidInputError, InvalidOptionError, StoppedError, UnsupportedModelError, did_you_mean
 from archerfish.kernels.pool import ComputePool, compute_pool
 from archerfish.kernels.select import import_torch, log_device
@@ -104,10 +105,11 @@ class ArrowEngine(Closing):
         self._uses_types = has_table and (names is None or "token_type_ids" in names)
         self.watcher: Callable[[int, float], None] | None = None  # called with a number of texts and their seconds
         self._loader.check_tokenizer()
-        self._is_closed, self._packed = False, finish_before_fork(self._pool.submit(self._pack_and_release))
+        self._is_closed, self._packed = False, finish_before_fork(self.pool.submit(self._pack_and_release))
 
     @property
-    def _pool(self) -> ComputePool:
+    def pool(self) -> ComputePool:
+        """Where passes are computed."""
         return compute_pool(self.core.device, self.config.num_threads)  # not kept: a forked process has a pool of its own
 
     def _pack_and_release(self) -> None:
@@ -152,11 +154,15 @@ class ArrowEngine(Closing):
         output_value: str | None = "sentence_embedding", precision: Precision = "float32", convert_to_numpy: bool = True,
         convert_to_tensor: bool = False, device: Any = None, normalize_embeddings: bool = False,
         truncate_dim: int | None = None, show_progress_bar: bool | None = None, pool: Any = None, chunk_size: int | None = None,
+        output: Output | None = None,
     ) -> Any:
         """Vectors of texts: (dim,) for one string, (n, dim) float32 for a list, in its order.
 
         The list may be any iterable: an array, a series, a generator. A text may also be a list of token ids, special tokens
         included. batch_size bounds a forward pass, in units of 32 tokens. normalize=None follows the model's files.
+
+        output="sparse" gives a SparseVector for each text, "multi_vector" an array of (tokens, dim), of models that have them.
+        Without it a model gives what it is made for.
 
         The other arguments are those of sentence-transformers. prompt is put before every text; prompt_name names one of the
         model's prompts. normalize_embeddings=False means: as the model's files say. truncate_dim keeps the first numbers.
@@ -175,6 +181,11 @@ class ArrowEngine(Closing):
         if convert_to_tensor or not convert_to_numpy or output_value != "sentence_embedding":
             import_torch()
         text_batches.remark_device(device, self.core.device)
+        if (output := output or self.core.output) != "dense":
+            tokenized = self._tokenize(self._prepare(many, prompt_name, prompt))
+            text_batches.remark_cuts(self, tokenized)
+            rows = self.compute_tokens(tokenized, output, batch_size=batch_size, is_query=prompt_name == "query")
+            return text_batches.one_or_all(texts, rows)
         inputs, is_normal = self._prepare(many, prompt_name, prompt), normalize_embeddings or normalize
         with progress_bar("Encoding", show=show_progress if show_progress_bar is None else show_progress_bar) as progress:
             if output_value == "token_embeddings":
@@ -219,6 +230,8 @@ class ArrowEngine(Closing):
         if is_vectors(a) or is_vectors(b):
             raise InvalidInputError("similarity() takes texts or vectors, not both.", hint="Encode the texts first.")
         left, right = ([x] if isinstance(x, str) else list(x) for x in (a, b))
+        if self.core.output != "dense":
+            return scores_of(self.encode(left, prompt_name="query"), self.encode(right))
         vectors = self.encode([*left, *right], self.config.max_batch_size, normalize=True)
         return vectors[: len(left)] @ vectors[len(left) :].T
 
@@ -264,13 +277,25 @@ class ArrowEngine(Closing):
         self.check_texts(texts)
         return self._tokenize(self._prepare(texts, prompt_name))
 
+    def compute_tokens(
+        self, texts: Sequence[TokenizedText], output: Output, *, batch_size: int | None = None, is_query: bool = False
+    ) -> TokenVectors:
+        """Sparse vectors or vectors of tokens, of tokenised texts."""
+        self._check_open()
+        if output not in self.core.outputs:
+            hint = f"It has: {', '.join(self.core.outputs)}."
+            raise UnsupportedModelError(f"{self.model_name} has no {output} vectors.", hint=hint)
+        max_tokens = self._batch_tokens(batch_size or self.config.max_batch_size)
+        is_normal = self.core.output == "dense" or self._is_scaled(None)
+        return compute_token_vectors(self, texts, max_tokens, output, normalize=is_normal, is_query=is_query)
+
     def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = None) -> Vectors:
         """(n, dim) vectors of tokenised texts, or (n, labels) scores of tokenised pairs, in their order."""
         self._check_open()
         started = time.perf_counter()
         max_tokens = self._batch_tokens(self.config.max_batch_size)
-        batches = plan_batches([len(text.token_ids) for text in texts], max_tokens, self._pool.num_workers)
-        start = self._pool.run if len(batches) == 1 else self._pool.submit
+        batches = plan_batches([len(text.token_ids) for text in texts], max_tokens, self.pool.num_workers)
+        start = self.pool.run if len(batches) == 1 else self.pool.submit
         running = [start(self._run, batch, [texts[i] for i in batch], self._is_scaled(normalize)) for batch in batches]
         finished = (batch.result() if isinstance(batch, Future) else batch for batch in running)
         return self._collect(len(texts), finished, started, len(texts))
@@ -418,7 +443,7 @@ class ArrowEngine(Closing):
         tokenized = self._tokenize(inputs)
         text_batches.remark_cuts(self, tokenized)
         batches = plan_batches([len(text.token_ids) for text in tokenized], self._batch_tokens(batch_size))
-        running = [self._pool.submit(self.core.run_tokens, pack([tokenized[i] for i in batch])) for batch in batches]
+        running = [self.pool.submit(self.core.run_tokens, pack([tokenized[i] for i in batch])) for batch in batches]
         found: dict[int, torch.Tensor] = {}
         for batch, rows in zip(batches, running, strict=True):
             parts = torch.split(torch.from_numpy(rows.result()), [len(tokenized[i].token_ids) for i in batch])
@@ -444,14 +469,14 @@ class ArrowEngine(Closing):
                 following = next(pending, [])
                 texts = [inputs[i] for i in following]
                 coming = in_background(partial(self._tokenize, texts), "tokenizer", daemon=True) if following else None
-                batches = plan_batches([len(t.token_ids) for t in tokenized], max_tokens, self._pool.num_workers)
+                batches = plan_batches([len(t.token_ids) for t in tokenized], max_tokens, self.pool.num_workers)
                 num_earlier = len(running)
                 if len(batches) == 1 and len(window) == len(inputs):
-                    yield self._pool.run(self._run, window, tokenized, normalize)
+                    yield self.pool.run(self._run, window, tokenized, normalize)
                     return
                 for batch in batches:
                     places, batch_texts = [window[i] for i in batch], [tokenized[i] for i in batch]
-                    running.append(self._pool.submit(self._run, places, batch_texts, normalize))
+                    running.append(self.pool.submit(self._run, places, batch_texts, normalize))
                 for _ in range(num_earlier):
                     yield running.popleft().result()
                 window, tokenized = following, coming.result() if coming else []

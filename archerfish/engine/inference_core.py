@@ -9,34 +9,36 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from archerfish.config import EmbedConfig, HubConfig
 from archerfish.errors import StoppedError, UnsupportedModelError
+from archerfish.kernels.decoding import EncoderInputs
 from archerfish.kernels.formats import PLAIN, choose_format
 from archerfish.kernels.machine import fast_cpu_dtype
-from archerfish.kernels.decoding import EncoderInputs
-from archerfish.kernels.ops import Pooling, Segments
+from archerfish.kernels.ops import Activation, LinearWeight, Pooling, Segments
 from archerfish.kernels.room import check_room
 from archerfish.kernels.select import OpsBackend, choose_backend, choose_device, choose_dtype, choose_ops
+from archerfish.layers.encoder import MaskedHead
 from archerfish.layers.weights import Weights
-from archerfish.models.adapter import ENCODERS, TokenBatch, encoder_class
+from archerfish.models.adapter import ENCODERS, MODELS, Encoder, TokenBatch, encoder_class
 from archerfish.models.config import Config
 from archerfish.remarks import remark_blocks
 from archerfish.store.converter import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import resolve_model
-from archerfish.store.source import optional_json
+from archerfish.store.source import cross_encoder_settings, optional_json, read_embedding, transformer_directory
 from archerfish.types import Progress
 
 if TYPE_CHECKING:
     import torch
 
 Vectors = npt.NDArray[np.float32]
+Output = Literal["dense", "sparse", "multi_vector"]
 RECORDED_TOKENS = (16, 32, 64, 128, 256, 512, 1024)  # sizes of the recorded passes, where the backend can record
 REHEARSED_TOKENS = (1, 2, *(2**power + more for power in range(2, 9) for more in (0, 1)))  # no kernel changes elsewhere
 
@@ -46,6 +48,47 @@ class RecordedPass(NamedTuple):
 
     inputs: EncoderInputs[Any]
     repeat: Callable[[], Any]
+
+
+class OutputLayers(NamedTuple):
+    """What comes between hidden states and vectors."""
+
+    dimension: int
+    layers: tuple[tuple[LinearWeight[Any], Activation], ...] = ()
+    is_of_tokens: bool = False  # a row for each token, not for each text
+    masked: MaskedHead[Any] | None = None
+    num_logs: int = 0  # how often a row becomes log(1 + row), what is below 0 being 0
+
+
+def read_outputs(
+    weights: Weights[Any], architecture: type[Encoder[Any]], config: Config, stated: Mapping[str, Any]
+) -> dict[Output, OutputLayers]:
+    """What a model gives, that which it is made for first."""
+    width, made_for = architecture.width(config), stated.get("output", "dense")
+    if config.is_classifier:
+        return {"dense": OutputLayers(width)}
+    if made_for == "sparse":
+        splade = stated["splade"]
+        if splade["pooling_strategy"] != "max" or splade["activation_function"] not in ("relu", "log1p_relu"):
+            raise UnsupportedModelError(f"SPLADE with {splade} is not supported.", hint="pooling_strategy 'max' is.")
+        head, num_logs = architecture.masked_head(weights, config), 1 + (splade["activation_function"] == "log1p_relu")
+        return {"sparse": OutputLayers(config.integer("vocab_size"), (), False, head, num_logs)}
+    layers: list[tuple[LinearWeight[Any], Activation]] = []
+    size = width
+    for layer in stated.get("layers") or ():
+        if layer["activation"] not in get_args(Activation):
+            raise UnsupportedModelError(f"The activation {layer['activation']!r} of {layer['name']} is not supported.")
+        inputs, size = layer["sizes"]
+        layers.append((weights.linear(f"{layer['name']}.linear", size, inputs), layer["activation"]))
+    if made_for == "multi_vector":
+        return {"multi_vector": OutputLayers(size, tuple(layers), True)}
+    found: dict[Output, OutputLayers] = {"dense": OutputLayers(size, tuple(layers))}
+    if weights.has("sparse_linear.weight"):
+        found["sparse"] = OutputLayers(1, ((weights.linear("sparse_linear", 1, width), "relu"),), True)
+    if weights.has("colbert_linear.weight"):
+        size = int(weights.source["colbert_linear.weight"].shape[0])
+        found["multi_vector"] = OutputLayers(size, ((weights.linear("colbert_linear", size, width), "none"),), True)
+    return found
 
 
 class InferenceCore:
@@ -78,13 +121,16 @@ class InferenceCore:
         with self.ops.allocating("The model"):
             self.encoder = architecture(everything.scope(architecture.prefix) if has_prefix else everything, self.config)
             self.head = architecture.head(everything, self.config) if self.config.is_classifier else None
+            self.outputs = read_outputs(everything, architecture, self.config, stated)
+        self.output = next(iter(self.outputs))
         self.is_closed = False
         self.max_positions = architecture.max_positions(self.config)
-        self.dimension = architecture.width(self.config)
-        self._recorded: dict[tuple[int, bool, bool], RecordedPass] = {}
+        self.dimension = self.outputs[self.output].dimension
+        self._recorded: dict[tuple[Any, ...], RecordedPass] = {}
         self._replayed = {
-            is_scaled: self.ops.replayed(partial(self._compute, normalize=is_scaled)) for is_scaled in (False, True)
-        }
+            (output, is_scaled): self.ops.replayed(partial(self._compute, normalize=is_scaled, output=output))
+            for output in self.outputs for is_scaled in (False, True)
+        }  # fmt: skip
         self._recording = threading.Lock()  # held from filling the inputs until the results are being copied to the host
 
     def close(self) -> None:
@@ -111,11 +157,13 @@ class InferenceCore:
                 for num in REHEARSED_TOKENS:
                     ids = np.zeros(min(num, self.max_positions), dtype=np.int64)
                     for types in (ids,) if self.encoder.needs_types else (None, ids):
-                        self._compute(TokenBatch(ids, Segments((len(ids),)), types), normalize)
+                        for output in self.outputs:
+                            self._compute(TokenBatch(ids, Segments((len(ids),)), types), normalize, output)
                 for num in RECORDED_TOKENS if self.encoder.is_recordable else ():
                     inputs: Any = self.ops.encoder_inputs(num)
                     for types in (inputs.type_ids,) if self.encoder.needs_types else (None, inputs.type_ids):
-                        self._compute(TokenBatch(inputs.token_ids, inputs.segments, types), normalize)
+                        for output in self.outputs:
+                            self._compute(TokenBatch(inputs.token_ids, inputs.segments, types), normalize, output)
 
     def run(self, batch: TokenBatch, *, normalize: bool = False) -> Vectors:
         """One vector per sequence; for a cross-encoder one row of raw scores per sequence."""
@@ -131,48 +179,65 @@ class InferenceCore:
         is_complete = batch.type_ids is not None or not self.encoder.needs_types
         return batch if is_complete else replace(batch, type_ids=np.zeros_like(batch.token_ids))
 
-    def start(self, batch: TokenBatch, *, normalize: bool = False) -> Callable[[], Vectors]:
+    def start(self, batch: TokenBatch, *, normalize: bool = False, output: Output | None = None) -> Callable[[], Vectors]:
         """Begin what `run` does; calling the result waits for the vectors. On a CPU they are computed at once."""
         if self.is_closed:
             raise StoppedError("This model has been closed.", hint="Load it again.")
-        batch = self._with_types(batch)
+        batch, output = self._with_types(batch), output or self.output
         with self.ops.computing():
             if not self.ops.is_async:
                 is_replayed = self.encoder.is_recordable
-                found = self._replayed[normalize](batch) if is_replayed else self._compute(batch, normalize)
-                vectors = self.ops.to_numpy(found)
-                return lambda: vectors
-            return self._repeat(batch, normalize) or self.ops.fetch(self._compute(batch, normalize))
+                rows = self._replayed[output, normalize](batch) if is_replayed else self._compute(batch, normalize, output)
+                found = self._finish(self.ops.to_numpy(rows), output)
+                return lambda: found
+            fetched = self._repeat(batch, normalize, output) or self.ops.fetch(self._compute(batch, normalize, output))
+            return lambda: self._finish(fetched(), output)
 
-    def _compute(self, batch: TokenBatch, normalize: bool) -> Any:
-        """Rows in float32."""
+    def _compute(self, batch: TokenBatch, normalize: bool, output: Output) -> Any:
+        """Rows in float32: of sequences, or of tokens."""
         hidden = self.encoder.forward(batch)
         if self.head is not None:
             return self.head(self.ops.pool(hidden, batch.segments, self.head.pooling))
-        pooled = self.ops.pool(hidden, batch.segments, self.pooling)
-        return self.ops.normalize(pooled) if normalize else pooled
+        found = self.outputs[output]
+        if not found.is_of_tokens and found.masked is None:
+            hidden = self.ops.pool(hidden, batch.segments, self.pooling)
+        for layer, activation in found.layers:
+            hidden = self.ops.linear(hidden, layer, activation=activation)
+        if found.masked is not None:
+            return self.ops.pool(found.masked(hidden), batch.segments, "max")
+        return self.ops.normalize(hidden) if normalize and output != "sparse" else hidden
 
-    def _repeat(self, batch: TokenBatch, normalize: bool) -> Callable[[], Vectors] | None:
+    def _finish(self, rows: Vectors, output: Output) -> Vectors:
+        """What is left to do on the host."""
+        if self.head is not None:
+            has_two = len(self.config.score_token_ids) == 2
+            return rows[:, :1] - rows[:, 1:] if has_two else rows
+        for _ in range(self.outputs[output].num_logs):
+            rows = np.log1p(np.maximum(rows, 0.0))
+        return rows
+
+    def _repeat(self, batch: TokenBatch, normalize: bool, output: Output) -> Callable[[], Vectors] | None:
         """A small batch by a recorded pass, which costs the host a tenth of the work; None if no recorded pass fits."""
         num_tokens, num_rows = len(batch.token_ids), len(batch.segments.lengths)
         if num_tokens > RECORDED_TOKENS[-1] or not self.encoder.is_recordable:
             return None
-        key = (RECORDED_TOKENS[bisect_left(RECORDED_TOKENS, num_tokens)], batch.type_ids is not None, normalize)
+        num_rows = num_tokens if self.outputs[output].is_of_tokens else num_rows
+        key = (RECORDED_TOKENS[bisect_left(RECORDED_TOKENS, num_tokens)], batch.type_ids is not None, normalize, output)
         with self._recording:
             recorded = self._recorded.get(key) or self._record(*key)
             if recorded is None or not recorded.inputs.fill(batch.token_ids, batch.segments, batch.type_ids):
                 return None
             return self.ops.fetch(self.ops.first_rows(recorded.repeat(), num_rows))
 
-    def _record(self, num_tokens: int, has_types: bool, normalize: bool) -> RecordedPass | None:
+    def _record(self, num_tokens: int, has_types: bool, normalize: bool, output: Output) -> RecordedPass | None:
         inputs: Any = self.ops.encoder_inputs(num_tokens)
         if inputs is None:
             return None
         batch = TokenBatch(inputs.token_ids, inputs.segments, inputs.type_ids if has_types else None)
-        repeat = self.ops.capture(lambda: self._compute(batch, normalize))
+        repeat = self.ops.capture(lambda: self._compute(batch, normalize, output))
         if repeat is None:
             return None
-        recorded = self._recorded[num_tokens, has_types, normalize] = RecordedPass(inputs, repeat)
+        recorded = self._recorded[num_tokens, has_types, normalize, output] = RecordedPass(inputs, repeat)
         return recorded
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
@@ -214,12 +279,19 @@ def load_tensors(loader: WeightLoader, config: EmbedConfig) -> Mapping[str, Any]
 
 def kind_of(path: Path) -> str:
     """What the model of a directory or file is for: generation, embedding or cross-encoder, as its configuration says."""
-    stated = read_metadata(path).config if is_converted(path) else optional_json(path / "config.json")
+    if is_converted(path):
+        metadata = read_metadata(path)
+        stated, embedding = metadata.config, metadata.embedding
+    else:
+        directory = transformer_directory(path) if path.is_dir() else path
+        stated, embedding = optional_json(directory / "config.json") or {}, read_embedding(path) if path.is_dir() else None
+        stated = {**stated, **cross_encoder_settings(path)} if stated else {}
     if not stated:
         from archerfish.store.sources import open_source
 
-        stated = open_source(path).config
+        source = open_source(path)
+        stated, embedding = source.config, source.embedding
     config = Config(stated)
-    if config.model_type not in ENCODERS:
-        return "generation"
-    return "cross-encoder" if config.is_classifier else "embedding"
+    if config.is_classifier and config.model_type in (*ENCODERS, *MODELS):
+        return "cross-encoder"
+    return "embedding" if config.model_type in ENCODERS or embedding is not None or not config.is_causal else "generation"

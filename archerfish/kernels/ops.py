@@ -263,8 +263,8 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def attention(self, qkv: T, segments: Segments, heads: HeadShape, *, bias: T | None = None) -> T:
-        """Attention within each sequence. qkv: (tokens, (heads + 2 kv_heads) * head_dim); bias: (heads, longest, longest), added
-        to scores."""
+        """Attention within each sequence. qkv: (tokens, (heads + 2 kv_heads) * head_dim); bias: (heads, longest, longest),
+        added to scores."""
 
     @abstractmethod
     def relative_bias(self, table: T, buckets: Ids) -> T:

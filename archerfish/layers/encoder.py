@@ -82,10 +82,12 @@ class PreNormBlock(EncoderBlock[T]):
     """Self-attention and feed-forward of normalised inputs, each added to the sum that runs through the layers."""
 
     def __init__(
-        self, weights: Weights[T], shape: BlockShape, names: BlockNames, rotary: Rotary[T] | None, window: int, *, is_first: bool
+        self, weights: Weights[T], shape: BlockShape, names: BlockNames, rotary: Rotary[T] | None, window: int, *,
+        is_first: bool,
     ) -> None:
         """is_first: it has no norm in front, because the embeddings are normalised."""
-        super().__init__(weights, shape, names._replace(attention_norm=names.output_norm) if is_first else names, rotary, window)
+        names = names._replace(attention_norm=names.output_norm) if is_first else names
+        super().__init__(weights, shape, names, rotary, window)
         self.is_first = is_first
 
     def __call__(self, x: T, segments: Segments, bias: T | None = None) -> T:
@@ -110,14 +112,16 @@ class ClassifierHead(Generic[T]):
     """Scores from one row for each sequence: one dense layer with an activation and maybe a norm, then one per label."""
 
     def __init__(
-        self, weights: Weights[T], dense: str, out: str, width: int, num_labels: int, activation: Activation, *,
+        self, weights: Weights[T], dense: str, out: str, width: int, labels: int | tuple[Part, ...], activation: Activation, *,
         norm: NormWeights[T] | None = None, pooling: Pooling = "cls",
     ) -> None:
-        """dense: empty where there is no such layer. pooling: what becomes the row."""
+        """dense: empty where there is no such layer. labels: how many, or which rows of a larger matrix. pooling: what becomes
+        the row."""
         self.ops, self.pooling = weights.ops, pooling
         self.dense = weights.linear(dense, width, width) if dense else None
         self.norm = norm
-        self.out = weights.linear(out, num_labels, width, is_sensitive=True)
+        names = out if isinstance(labels, int) else (out,) * len(labels)
+        self.out = weights.linear(names, labels, width, is_sensitive=True)
         self.activation: Activation = activation
 
     def __call__(self, x: T) -> T:
@@ -125,4 +129,23 @@ class ClassifierHead(Generic[T]):
             x = self.ops.linear(x, self.dense, activation=self.activation)
         if self.norm is not None:
             x = self.ops.layer_norm(x, self.norm)
+        return self.ops.logits(x, self.out)
+
+
+class MaskedHead(Generic[T]):
+    """Scores over the vocabulary for each token, as for a word that was masked."""
+
+    def __init__(
+        self, weights: Weights[T], names: tuple[str, ...], shape: BlockShape, table: str, vocab_size: int
+    ) -> None:
+        """names: of the dense layer, its norm, the map onto the vocabulary (whose matrix may be the lookup table), its bias."""
+        self.ops: Ops[T] = weights.ops
+        self.activation: Activation = shape.activation
+        dense, norm, out, bias = names
+        self.dense = weights.linear(dense, shape.width, shape.width)
+        self.norm = weights.layer_norm(norm, shape.width, shape.eps, has_bias=shape.has_norm_bias)
+        self.out = weights.vocabulary(out if weights.has(f"{out}.weight") else table, bias, vocab_size, shape.width)
+
+    def __call__(self, x: T) -> T:
+        x = self.ops.layer_norm(self.ops.linear(x, self.dense, activation=self.activation), self.norm)
         return self.ops.logits(x, self.out)

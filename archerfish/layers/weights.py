@@ -97,6 +97,12 @@ class Weights(Generic[T]):
             return self.ops.linear_weight([self.scope(name).matrix(PLAIN, rows, Part.of(in_features))], [None], weight_format)
         return self.ops.linear_weight([dict.fromkeys(PLAIN.checkpoint, table)], [None], weight_format)
 
+    def vocabulary(self, name: str, bias: str, vocab_size: int, width: int) -> LinearWeight[T]:
+        """The map of an encoder onto its vocabulary, which has a bias elsewhere if at all."""
+        part = Part.of(vocab_size)
+        given = self.numbers(bias, part) if self.has(bias) else None
+        return self.ops.linear_weight([self.scope(name).matrix(PLAIN, part, Part.of(width))], [given])
+
     def format_of(self, scopes: list[Weights[T]]) -> WeightFormat:
         """The model's format, or the plain one for matrices that a checkpoint has kept out of it."""
         is_stored = all(scope.has(name) for scope in scopes for name in self.weight_format.checkpoint)

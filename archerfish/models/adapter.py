@@ -13,7 +13,7 @@ from archerfish.kernels.formats import PLAIN, WeightFormat
 from archerfish.kernels.ops import Ids, Ops, Segments, T
 from archerfish.kernels.ranks import ALONE, Ranks
 from archerfish.kernels.recurrent import StateShape
-from archerfish.layers.encoder import BlockShape, ClassifierHead
+from archerfish.layers.encoder import BlockShape, ClassifierHead, MaskedHead
 from archerfish.layers.weights import NotedWeights, Weights
 from archerfish.models.config import Config
 
@@ -169,6 +169,8 @@ class Encoder(ABC, Generic[T]):
     # What its configuration calls width, heads, feed-forward width and activation.
     shape_names: ClassVar[tuple[str, str, str, str]] = ("hidden_size", "num_attention_heads", "intermediate_size", "hidden_act")
     is_recordable: ClassVar[bool] = False  # forward sends ids by `ops.tensor` and reads nothing else of a batch on the host
+    masked_parts: ClassVar[tuple[str, ...]] = ()  # of `masked_head`
+    table_name: ClassVar[str] = "embeddings.word_embeddings"
     needs_types = False  # batches must have type_ids
 
     def __init__(self, weights: Weights[T], config: Config) -> None:
@@ -184,6 +186,14 @@ class Encoder(ABC, Generic[T]):
     @abstractmethod
     def head(cls, weights: Weights[T], config: Config) -> ClassifierHead[T]:
         """The head of its sequence classification checkpoints."""
+
+    @classmethod
+    def masked_head(cls, weights: Weights[T], config: Config) -> MaskedHead[T]:
+        """The head of its checkpoints that fill masks, from which SPLADE is made."""
+        if not cls.masked_parts:
+            raise UnsupportedModelError(f"Sparse vectors of a {config.model_type} (SPLADE) are not supported.")
+        table, shape = f"{cls.prefix}.{cls.table_name}", cls.block_shape(config)
+        return MaskedHead(weights, cls.masked_parts, shape, table, config.integer("vocab_size"))
 
     @classmethod
     def copied_bytes(cls, config: Config, dtype: str, weight_format: WeightFormat, *, with_tables: bool) -> int:
@@ -260,7 +270,8 @@ def encoder_class(config: Config, *, embeds: bool = False) -> type[Encoder[Any]]
         hint = "It writes text: LLMEngine and `archerfish generate` take it. To embed, it needs a modules.json: docs/embed.md."
         raise UnsupportedModelError(f"No encoder for model_type {config.model_type!r}.", hint=hint)
     if found is None:
-        hint = architecture_hint(config.model_type, ENCODERS, "docs/embed.md says what embeds texts, CONTRIBUTING.md how one is added")
+        page = "docs/embed.md lists what embeds texts, CONTRIBUTING.md shows how an architecture is added"
+        hint = architecture_hint(config.model_type, ENCODERS, page)
         raise UnsupportedModelError(f"No encoder for model_type {config.model_type!r}.", hint=hint)
     return class_of(found)
 

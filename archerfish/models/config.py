@@ -56,10 +56,18 @@ class Config:
 
     @property
     def is_classifier(self) -> bool:
-        return any("ForSequenceClassification" in str(name) for name in self.values.get("architectures") or [])
+        names = self.values.get("architectures") or []
+        return bool(self.score_token_ids) or any("ForSequenceClassification" in str(name) for name in names)
+
+    @property
+    def score_token_ids(self) -> list[int]:
+        """Of a decoder that ranks: the tokens whose logits make its score, "yes" and maybe "no"."""
+        return list(self.values.get("score_token_ids") or [])
 
     @property
     def num_labels(self) -> int:
+        if self.score_token_ids:
+            return 1
         labels = self.values.get("id2label")
         return len(labels) if isinstance(labels, dict) and labels else self.integer("num_labels", 2)
 

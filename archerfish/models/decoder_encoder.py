@@ -7,6 +7,7 @@ from typing import Any
 
 from archerfish.errors import UnsupportedModelError
 from archerfish.kernels.ops import T
+from archerfish.kernels.ranks import Part
 from archerfish.layers.encoder import ClassifierHead
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import Encoder, KVShape, ModelAdapter, TokenBatch, find_model
@@ -39,7 +40,15 @@ class DecoderEncoder(Encoder[T]):
 
     @classmethod
     def head(cls, weights: Weights[T], config: Config) -> ClassifierHead[T]:
-        return ClassifierHead(weights, "", "score", cls.width(config), config.num_labels, "none", pooling="lasttoken")
+        """One layer from the last token; its rows may be those of some tokens in the map onto the vocabulary."""
+        names = [name for name in ("lm_head", "model.embed_tokens", "embed_tokens") if weights.has(f"{name}.weight")]
+        vocab_size, out = config.integer("vocab_size"), "score"
+        sizes: int | tuple[Part, ...] = config.num_labels
+        if ids := config.score_token_ids:
+            is_tied, out = config.flag("tie_word_embeddings"), names[0] if names else "lm_head"
+            out = names[-1] if is_tied and names else out
+            sizes = tuple(Part(token_id, token_id + 1, vocab_size) for token_id in ids)
+        return ClassifierHead(weights, "", out, cls.width(config), sizes, "none", pooling="lasttoken")
 
     @classmethod
     def width(cls, config: Config) -> int:
@@ -64,6 +73,6 @@ class EuroBertEncoder(DecoderEncoder[T]):
     def head(cls, weights: Weights[T], config: Config) -> ClassifierHead[T]:
         pooling = {"bos": "cls", "mean": "mean"}.get(str(config.values.get("classifier_pooling")))
         if pooling is None:
-            raise UnsupportedModelError("Of EuroBERT's classifiers, those with classifier_pooling 'bos' or 'mean' are supported.")
+            raise UnsupportedModelError("EuroBERT classifies here with classifier_pooling 'bos' or 'mean' alone.")
         width = cls.width(config)
         return ClassifierHead(weights, "dense", "classifier", width, config.num_labels, "gelu", pooling=pooling)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 
 from archerfish.errors import UnsupportedModelError
-from archerfish.kernels.ops import Activation, Pooling, Rotary, T
+from archerfish.kernels.ops import Pooling, Rotary, T
 from archerfish.layers.encoder import BlockNames, BlockShape, ClassifierHead, EncoderBlock, PreNormBlock
 from archerfish.layers.rotary import RotaryConfig, read_rotary, rotary_table
 from archerfish.layers.weights import Weights
@@ -103,8 +102,9 @@ class NomicEncoder(RotaryEncoder[T]):
     )
     theta = 1000.0
     own_settings: ClassVar[dict[str, str]] = {
-        "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_inner": "intermediate_size", "n_layer": "num_hidden_layers",
-        "n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps", "rotary_emb_base": "rope_theta",
+        "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_inner": "intermediate_size",
+        "n_layer": "num_hidden_layers", "n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps",
+        "rotary_emb_base": "rope_theta",
     }  # fmt: skip
 
     @classmethod
@@ -112,8 +112,9 @@ class NomicEncoder(RotaryEncoder[T]):
         if "n_embd" not in config.values:
             return config
         refuse(config, {
-            "activation_function": "swiglu", "prenorm": False, "use_rms_norm": False, "rotary_emb_fraction": 1.0, "num_experts": 0,
-            "rotary_emb_interleaved": False, "rotary_scaling_factor": None, "rotary_emb_scale_base": None, "parallel_block": False,
+            "activation_function": "swiglu", "prenorm": False, "use_rms_norm": False, "rotary_emb_fraction": 1.0,
+            "rotary_emb_interleaved": False, "rotary_scaling_factor": None, "rotary_emb_scale_base": None,
+            "parallel_block": False, "num_experts": 0,
         })  # fmt: skip
         renamed = {new: config.values[old] for old, new in cls.own_settings.items() if config.values.get(old) is not None}
         return Config({**config.values, **renamed, "hidden_act": "silu"})
@@ -131,6 +132,7 @@ class GteEncoder(RotaryEncoder[T]):
     own_layers = "encoder.layer"
     own_norm = "embeddings.LayerNorm"
     theta = 160_000.0
+    masked_parts = ("lm_head.dense", "lm_head.norm", "lm_head.decoder", "lm_head.decoder.bias")
 
 
 class NewEncoder(GteEncoder[T]):
@@ -172,6 +174,8 @@ class ModernBertEncoder(Encoder[T]):
         query="attn.Wqkv", key="attn.Wqkv", value="attn.Wqkv", attention_out="attn.Wo", attention_norm="attn_norm",
         up="mlp.Wi", down="mlp.Wo", output_norm="mlp_norm", gate="mlp.Wi",
     )
+    masked_parts = ("head.dense", "head.norm", "decoder", "decoder.bias")
+    table_name = "embeddings.tok_embeddings"
     thetas: ClassVar[dict[str, tuple[str, float]]] = {
         "full_attention": ("global_rope_theta", 160_000.0), "sliding_attention": ("local_rope_theta", 10_000.0),
     }  # fmt: skip

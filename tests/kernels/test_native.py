@@ -14,10 +14,10 @@ import torch
 
 from archerfish.kernels.formats import FORMATS as MADE
 from archerfish.kernels.ops import (
+    KV_SCALE_BYTES,
     Activation,
     HeadShape,
     KVLayer,
-    KV_SCALE_BYTES,
     NormWeights,
     PagedBatch,
     Pooling,

@@ -32,7 +32,7 @@ TOKENS_PER_SEQUENCE = 4  # on average, at least, or a captured pass has no room 
 
 
 @triton.jit(do_not_specialize=["bias_head_stride", "bias_row_stride", "window"])
-def attention_kernel(
+def attention_kernel(  # noqa: PLR0915 (one loop)
     qkv, starts, tile_sequences, tile_firsts, bias, out, scale, cap, window, qkv_stride, bias_head_stride, bias_row_stride,
     num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
     step: tl.constexpr, has_bias: tl.constexpr, is_causal: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr,
