@@ -124,6 +124,11 @@ class ArrowEngine(Closing):
         return FastTokenizer(self.directory / "tokenizer", self._max_length)
 
     @property
+    def outputs(self) -> tuple[str, ...]:
+        """Kinds of vectors that the model gives, that which it is made for first."""
+        return tuple(self.core.outputs)
+
+    @property
     def is_cross_encoder(self) -> bool:
         return self.core.head is not None
 
@@ -266,6 +271,20 @@ class ArrowEngine(Closing):
             scores = self._compute([(a, b) for a, b in pairs], batch_size, False, progress, is_raw=is_raw)
         return scores[:, 0] if scores.shape[1] == 1 else scores
 
+    @property
+    def labels(self) -> list[str]:
+        """The names of a classifier's labels."""
+        names = self.core.config.values.get("id2label") or {}
+        return [str(names.get(str(i), f"LABEL_{i}")) for i in range(self.core.config.num_labels)]
+
+    def classify(self, texts: Sequence[EmbedInput | tuple[str, str]], *, is_raw: bool = False) -> Vectors:
+        """Probabilities of a classifier's `labels` for texts or pairs, (n, labels). is_raw: its own scores, such as rewards."""
+        if not self.is_cross_encoder:
+            raise UnsupportedModelError(f"{self.model_name} has no labels: it embeds texts.", hint="Use encode().")
+        self._check_pairs(texts, allows_texts=True)
+        rows = self.compute(self._tokenize(texts), is_raw=is_raw)
+        return rows if is_raw or self.has_sigmoid else text_batches.softmax(rows)
+
     def tokenize(self, texts: Sequence[EmbedInput | tuple[str, str]], *, prompt_name: str | None = None) -> list[TokenizedText]:
         """Check and tokenise texts, lists of ids, or a cross-encoder's texts and pairs.
 
@@ -289,8 +308,9 @@ class ArrowEngine(Closing):
         is_normal = self.core.output == "dense" or self._is_scaled(None)
         return compute_token_vectors(self, texts, max_tokens, output, normalize=is_normal, is_query=is_query)
 
-    def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = None) -> Vectors:
-        """(n, dim) vectors of tokenised texts, or (n, labels) scores of tokenised pairs, in their order."""
+    def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = None, *, is_raw: bool = False) -> Vectors:
+        """(n, dim) vectors of tokenised texts, or (n, labels) scores of tokenised pairs, in their order. is_raw: scores
+        without activation."""
         self._check_open()
         started = time.perf_counter()
         max_tokens = self._batch_tokens(self.config.max_batch_size)
@@ -298,7 +318,7 @@ class ArrowEngine(Closing):
         start = self.pool.run if len(batches) == 1 else self.pool.submit
         running = [start(self._run, batch, [texts[i] for i in batch], self._is_scaled(normalize)) for batch in batches]
         finished = (batch.result() if isinstance(batch, Future) else batch for batch in running)
-        return self._collect(len(texts), finished, started, len(texts))
+        return self._collect(len(texts), finished, started, len(texts), is_raw=is_raw)
 
     def _is_scaled(self, normalize: bool | None) -> bool:
         stated = bool(self.embedding.get("normalize", False)) if normalize is None else normalize
@@ -336,7 +356,7 @@ class ArrowEngine(Closing):
             name = f"{what.capitalize()} {index}"
             if isinstance(text, str):
                 text_batches.check_text(text, name, limit, self._max_length)
-            elif not self._is_token_ids(text):
+            elif not text_batches.is_token_ids(text, self.core.config.integer("vocab_size")):
                 raise InvalidInputError(f"{name} must be a string, not {type(text).__name__}.")
 
     def _check_pairs(self, pairs: Sequence[Any], *, allows_texts: bool = False) -> None:
@@ -365,19 +385,6 @@ class ArrowEngine(Closing):
         size = f"labels={core.config.num_labels}" if self.is_cross_encoder else f"dimension={self.get_embedding_dimension()}"
         about = f"device={core.device!r}, dtype={core.dtype!r}, {size}, max_seq_length={self._max_length}"
         return f"{type(self).__name__}({self.model_name!r}, {about})"
-
-    def _is_token_ids(self, item: Any) -> bool:
-        if not isinstance(item, list | tuple) or not item or not all(type(i) is int for i in item):
-            return False
-        vocab_size = self.core.config.integer("vocab_size")
-        for token_id in item:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidInputError(
-                    f"Token id {token_id} is outside of the vocabulary of {vocab_size}.",
-                    hint="Token ids must be those of this model's tokenizer. langchain's OpenAIEmbeddings sends another's, "
-                    "unless it has check_embedding_ctx_length=False.",
-                )
-        return True
 
     def _prepare(self, texts: Sequence[Any], prompt_name: str | None = None, prompt: str | None = None) -> list[Any]:
         """Texts as the model wants them, and token ids as tuples."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -60,33 +60,50 @@ class OutputLayers(NamedTuple):
     num_logs: int = 0  # how often a row becomes log(1 + row), what is below 0 being 0
 
 
+def output_sizes(
+    architecture: type[Encoder[Any]], config: Config, stated: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
+) -> dict[Output, int]:
+    """The kinds of vectors that a model gives and their lengths, that which it is made for first."""
+    size, made_for = architecture.width(config), stated.get("output", "dense")
+    if config.is_classifier:
+        return {"dense": size}
+    if made_for == "sparse":
+        return {"sparse": config.integer("vocab_size")}
+    size = ([layer["sizes"][1] for layer in stated.get("layers") or ()] or [size])[-1]
+    if made_for == "multi_vector":
+        return {"multi_vector": size}
+    found: dict[Output, int] = {"dense": size}
+    if "sparse_linear.weight" in shapes:
+        found["sparse"] = config.integer("vocab_size")
+    if "colbert_linear.weight" in shapes:
+        found["multi_vector"] = shapes["colbert_linear.weight"][0]
+    return found
+
+
 def read_outputs(
     weights: Weights[Any], architecture: type[Encoder[Any]], config: Config, stated: Mapping[str, Any]
 ) -> dict[Output, OutputLayers]:
-    """What a model gives, that which it is made for first."""
+    """The layers of each kind of vectors."""
     width, made_for = architecture.width(config), stated.get("output", "dense")
-    if config.is_classifier:
-        return {"dense": OutputLayers(width)}
-    if made_for == "sparse":
+    sizes = output_sizes(architecture, config, stated, {name: each.shape for name, each in weights.source.items()})
+    if made_for == "sparse" and not config.is_classifier:
         splade = stated["splade"]
         if splade["pooling_strategy"] != "max" or splade["activation_function"] not in ("relu", "log1p_relu"):
             raise UnsupportedModelError(f"SPLADE with {splade} is not supported.", hint="pooling_strategy 'max' is.")
-        head, num_logs = architecture.masked_head(weights, config), 1 + (splade["activation_function"] == "log1p_relu")
-        return {"sparse": OutputLayers(config.integer("vocab_size"), (), False, head, num_logs)}
+        num_logs = 1 + (splade["activation_function"] == "log1p_relu")
+        return {"sparse": OutputLayers(sizes["sparse"], masked=architecture.masked_head(weights, config), num_logs=num_logs)}
     layers: list[tuple[LinearWeight[Any], Activation]] = []
-    size = width
     for layer in stated.get("layers") or ():
         if layer["activation"] not in get_args(Activation):
             raise UnsupportedModelError(f"The activation {layer['activation']!r} of {layer['name']} is not supported.")
         inputs, size = layer["sizes"]
         layers.append((weights.linear(f"{layer['name']}.linear", size, inputs), layer["activation"]))
-    if made_for == "multi_vector":
-        return {"multi_vector": OutputLayers(size, tuple(layers), True)}
-    found: dict[Output, OutputLayers] = {"dense": OutputLayers(size, tuple(layers))}
-    if weights.has("sparse_linear.weight"):
-        found["sparse"] = OutputLayers(1, ((weights.linear("sparse_linear", 1, width), "relu"),), True)
-    if weights.has("colbert_linear.weight"):
-        size = int(weights.source["colbert_linear.weight"].shape[0])
+    first: Output = next(iter(sizes))
+    found = {first: OutputLayers(sizes[first], tuple(layers), is_of_tokens=first == "multi_vector")}
+    if "sparse" in sizes:
+        found["sparse"] = OutputLayers(sizes["sparse"], ((weights.linear("sparse_linear", 1, width), "relu"),), True)
+    if first == "dense" and "multi_vector" in sizes:
+        size = sizes["multi_vector"]
         found["multi_vector"] = OutputLayers(size, ((weights.linear("colbert_linear", size, width), "none"),), True)
     return found
 

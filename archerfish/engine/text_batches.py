@@ -70,6 +70,20 @@ def check_text(text: str, name: str, max_bytes: int, max_tokens: int) -> None:
         raise InputTooLargeError(f"{name} has {num_bytes:,} bytes; the limit is {max_bytes:,}.", hint=hint)
 
 
+def is_token_ids(item: Any, vocab_size: int) -> bool:
+    """Whether an input is a list of token ids. Ids outside of the vocabulary are refused."""
+    if not isinstance(item, list | tuple) or not item or not all(type(i) is int for i in item):
+        return False
+    for token_id in item:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidInputError(
+                f"Token id {token_id} is outside of the vocabulary of {vocab_size}.",
+                hint="Token ids must be those of this model's tokenizer. langchain's OpenAIEmbeddings sends another's, "
+                "unless it has check_embedding_ctx_length=False.",
+            )
+    return True
+
+
 def is_text(item: EmbedInput | tuple[str, str]) -> TypeGuard[Text]:
     """Whether an input is a text or a pair of texts, and not token ids."""
     return isinstance(item, str) or isinstance(item[0], str)

@@ -32,7 +32,7 @@ class SparseVector(NamedTuple):
         return float(self.weights[own] @ other.weights[others])
 
 
-TokenVectors = list[SparseVector] | list["Vectors"]
+TokenVectors = list["SparseVector | Vectors"]
 
 
 def compute_token_vectors(
@@ -64,6 +64,18 @@ def compute_token_vectors(
     return [vectors[i] for i in range(len(texts))]
 
 
+def as_rows(vectors: SparseVector | Vectors) -> Vectors:
+    """Rows of numbers: of a sparse vector, token ids and weights."""
+    if not isinstance(vectors, SparseVector):
+        return vectors
+    return np.stack([vectors.token_ids.astype(np.float32), vectors.weights], axis=1)
+
+
+def from_rows(rows: Vectors, output: str) -> SparseVector | Vectors:
+    """What `as_rows` was given."""
+    return SparseVector(rows[:, 0].astype(np.int64), rows[:, 1]) if output == "sparse" else rows
+
+
 def nonzero(row: Vectors) -> SparseVector:
     places = np.flatnonzero(row)
     return SparseVector(places.astype(np.int64), row[places])
@@ -86,8 +98,12 @@ def skipped_tokens(engine: ArrowEngine, *, is_query: bool) -> list[int]:
     return engine.tokenizer.ids_of(engine.embedding.get("skiplist_words") or [])
 
 
-def scores_of(left: TokenVectors, right: TokenVectors) -> Vectors:
+def score_of(a: Any, b: Any) -> float:
+    return a.dot(b) if isinstance(a, SparseVector) else float((a @ b.T).max(1).sum())
+
+
+def scores_of(left: Sequence[SparseVector | Vectors], right: Sequence[SparseVector | Vectors]) -> Vectors:
     """Of each text of a list with each of another: dot products, or for several vectors a text MaxSim, which is the sum over
     the first's tokens of the best dot product."""
-    scores = [[a.dot(b) if isinstance(a, SparseVector) else float((a @ b.T).max(1).sum()) for b in right] for a in left]
+    scores = [[score_of(a, b) for b in right] for a in left]
     return np.array(scores, np.float32).reshape(len(left), len(right))

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from archerfish.errors import UnsupportedModelError
-from archerfish.kernels.ops import T
+from archerfish.kernels.ops import Pooling, T
 from archerfish.kernels.ranks import Part
 from archerfish.layers.encoder import ClassifierHead
 from archerfish.layers.weights import Weights
@@ -31,8 +31,9 @@ class DecoderEncoder(Encoder[T]):
         self.layers = [None] * shape.num_layers
 
     def forward(self, batch: TokenBatch) -> T:
-        on_device: Any = self.ops.tensor(batch.token_ids)  # type: ignore[arg-type]  # ids of the host, or symbols of them
-        return self.model.forward(replace(batch, token_ids=on_device), self.layers)
+        on_device: Any = self.ops.tensor(batch.token_ids)
+        found: T = self.model.forward(replace(batch, token_ids=on_device), self.layers)
+        return found
 
     @classmethod
     def adapter(cls, config: Config) -> type[ModelAdapter[Any]]:
@@ -71,7 +72,8 @@ class EuroBertEncoder(DecoderEncoder[T]):
 
     @classmethod
     def head(cls, weights: Weights[T], config: Config) -> ClassifierHead[T]:
-        pooling = {"bos": "cls", "mean": "mean"}.get(str(config.values.get("classifier_pooling")))
+        poolings: dict[str, Pooling] = {"bos": "cls", "mean": "mean"}
+        pooling = poolings.get(str(config.values.get("classifier_pooling")))
         if pooling is None:
             raise UnsupportedModelError("EuroBERT classifies here with classifier_pooling 'bos' or 'mean' alone.")
         width = cls.width(config)

@@ -51,10 +51,10 @@ class RotaryEncoder(Encoder[T]):
 
     def forward(self, batch: TokenBatch) -> T:
         ops = self.ops
-        tables, ids = (self.words,), (ops.tensor(batch.token_ids),)
+        tables, ids = [self.words], [ops.tensor(batch.token_ids)]
         if self.needs_types:
             types = np.zeros_like(batch.token_ids) if batch.type_ids is None else batch.type_ids
-            tables, ids = (self.words, self.types), (*ids, ops.tensor(types))
+            tables, ids = [self.words, self.types], [*ids, ops.tensor(types)]
         x = ops.layer_norm(ops.embed(tables, ids), self.norm)
         for block in self.blocks:
             x = block(x, batch.segments)

@@ -58,6 +58,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     kind: Kind
     max_length: int
     dimension: int = 0
+    outputs: tuple[str, ...] = ("dense",)  # kinds of vectors, that which it is made for first
     directory: str = ""
     aliases: tuple[str, ...] = ()
     vocab_size: int = 0

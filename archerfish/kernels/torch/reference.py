@@ -146,7 +146,7 @@ class TorchOps(Ops[Tensor]):
 
     def attention(self, qkv: Tensor, segments: Segments, heads: HeadShape, *, bias: Tensor | None = None) -> Tensor:
         parts: list[Tensor] = []
-        start, sizes = 0, (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
+        start, sizes = 0, [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
         for length, group in groupby(segments.lengths):  # neighbours of equal length share a call
             num_rows = len(list(group))
             end = start + length * num_rows
@@ -157,9 +157,9 @@ class TorchOps(Ops[Tensor]):
             if bias is not None:
                 mask = bias[:, :length, :length].to(qkv.dtype)
             if heads.softcap:
-                parts += [attend(q.flatten(1), k, v, heads) for q, k, v in (row.split(sizes, dim=1) for row in rows)]
+                parts += [attend(q.flatten(1), k, v, heads) for q, k, v in (torch.split(row, sizes, 1) for row in rows)]
                 continue
-            q, k, v = rows.transpose(1, 2).split(sizes, dim=1)
+            q, k, v = torch.split(rows.transpose(1, 2), sizes, 1)
             is_grouped = heads.num_kv_heads != heads.num_heads
             found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=heads.scale, enable_gqa=is_grouped)
             parts.append(found.transpose(1, 2).reshape(length * num_rows, -1))
