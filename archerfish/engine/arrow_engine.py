@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +19,13 @@ from archerfish.config import EmbedConfig, HubConfig
 from archerfish.engine import text_batches
 from archerfish.engine.inference_core import InferenceCore, Output, Vectors, load_tensors, locate
 from archerfish.engine.progress import progress_bar
-from archerfish.engine.text_batches import EmbedInput, is_text, pack, plan_batches
+from archerfish.engine.text_batches import EmbedInput, RerankResult, is_text, pack, plan_batches
 from archerfish.engine.token_vectors import TokenVectors, compute_token_vectors, scores_of
 from archerfish.errors import InvalidInputError, InvalidOptionError, StoppedError, UnsupportedModelError, did_you_mean
 from archerfish.kernels.pool import ComputePool, compute_pool
 from archerfish.kernels.select import import_torch, log_device
 from archerfish.store.loader import WeightLoader
+from archerfish.text.pair_prompt import PairPrompt
 from archerfish.text.tokenizer import FastTokenizer, Text, TokenizedText, are_strings, read_settings, stated_max_length
 from archerfish.types import Closing, Progress, no_progress
 from archerfish.util import Precision, is_vectors, similarities
@@ -36,15 +36,6 @@ if TYPE_CHECKING:
 TOKENS_PER_TEXT = 32  # of one unit of batch_size
 GPU_BATCH_FACTOR = 64  # tokens of a pass on a GPU, in passes on a core
 Batch = tuple[list[int], Callable[[], Vectors]]  # places of a pass's texts, and a function that waits for their vectors
-
-
-@dataclass(frozen=True)
-class RerankResult:
-    """One document of a reranking: where it stood in the list, and how relevant it is."""
-
-    index: int
-    score: float
-    document: str
 
 
 class ArrowEngine(Closing):
@@ -122,6 +113,11 @@ class ArrowEngine(Closing):
     @cached_property
     def tokenizer(self) -> FastTokenizer:
         return FastTokenizer(self.directory / "tokenizer", self._max_length)
+
+    @cached_property
+    def pair_prompt(self) -> PairPrompt:
+        """Of a decoder that ranks by the logits of tokens."""
+        return PairPrompt(self.directory, self.core.config.values)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -415,6 +411,9 @@ class ArrowEngine(Closing):
         return scores
 
     def _tokenize(self, inputs: Sequence[EmbedInput | tuple[str, str]]) -> list[TokenizedText]:
+        if self.core.config.score_token_ids:
+            pairs = [item if isinstance(item, tuple) else ("", item) for item in inputs]
+            return self.pair_prompt.tokenize(pairs, self._max_length)
         texts: Sequence[Text] = inputs if are_strings(inputs) else [item for item in inputs if is_text(item)]
         tokenized = self.tokenizer.tokenize(texts, self._max_length)
         if not self._uses_types:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
@@ -24,6 +25,15 @@ if TYPE_CHECKING:
 FIRST_WINDOW, WINDOW = 256, 2048  # texts that are tokenised before the first pass, and while passes run
 SMALL_BATCH = 128  # tokens; a smaller pass mostly reads weights
 EmbedInput = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class RerankResult:
+    """One document of a reranking: where it stood in the list, and how relevant it is."""
+
+    index: int
+    score: float
+    document: str
 
 
 def plan_batches(lengths: Sequence[int], max_tokens: int, num_workers: int = 1) -> list[list[int]]:

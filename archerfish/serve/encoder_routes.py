@@ -235,7 +235,7 @@ class Scored(Schema, kw_only=True):
 class Pooled(Schema, kw_only=True):
     index: int
     object: Literal["pooling"] = "pooling"
-    data: list[float] | list[list[float]] | list[SparseValue] | str
+    data: list[float | list[float] | SparseValue] | str
 
 
 class Classified(Schema):
@@ -308,8 +308,10 @@ class VLLMRoutes:
             card, rows, usage = await self.vectors.of_body(request, body)
             shown: Any = enumerate(vector_routes.shown_rows(rows, body.encoding_format, body.output_dtype))
         else:
-            options: dict[str, Any] = {"prompt_name": body.prompt_name, "truncate": body.truncate, "deadline_s": body.deadline_s}
-            card, found, usage = await self.vectors.token_vectors(request, body.model, body.input, output, **options)
+            card, found, usage = await self.vectors.token_vectors(
+                request, body.model, body.input, output, prompt_name=body.prompt_name, truncate=body.truncate,
+                deadline_s=body.deadline_s,
+            )
             shown = enumerate(map(shown_tokens, found))
         data: Any = await encode_items(Pooled(index=index, data=row) for index, row in shown)
         return json_response(Pooling(**answer_head("pool", card.id), data=data, usage=usage))

@@ -166,7 +166,12 @@ def cross_encoder_settings(root: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for module in read_modules(root).of("LogitScore"):
         ids = [module.config.get(name) for name in ("true_token_id", "false_token_id")]
-        found["score_token_ids"] = [token_id for token_id in ids if token_id is not None]
+        prompts, name = settings.get("prompts") or {}, settings.get("default_prompt_name")
+        read = optional_json(transformer_directory(root) / "sentence_bert_config.json") or {}
+        found |= {
+            "score_token_ids": [token_id for token_id in ids if token_id is not None], "score_prompt": prompts.get(name) or "",
+            "score_options": (read.get("processing_kwargs") or {}).get("chat_template") or {},
+        }
     if settings.get("model_type") == "CrossEncoder" and settings.get("activation_fn") is not None:
         found["sentence_transformers"] = {"activation_fn": settings["activation_fn"]}
     return found

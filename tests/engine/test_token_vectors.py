@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
+from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
 from sentence_transformers.base.modules import Dense
+from sentence_transformers.cross_encoder.modules import LogitScore
 from sentence_transformers.sentence_transformer import modules
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 
 from archerfish import ArrowEngine, HubConfig
+from archerfish.engine.inference_core import kind_of
 from archerfish.errors import UnsupportedModelError
 
 TEXTS = ["the cat sat on a mat .", "", "fish spits water at flies , far away", "the dog " * 40, "red blue green " * 3]
@@ -108,3 +110,30 @@ def test_all_three_kinds_of_vectors(tiny_model: Any, hub: HubConfig) -> None:
         assert weights.as_dict() == pytest.approx(expected, abs=2e-5)
         np.testing.assert_allclose(vectors, rows.numpy(), atol=2e-5)
     assert engine.encode(TEXTS).shape == (5, 32)
+
+
+TEMPLATE = """{%- for m in messages if m.role == 'system' %}the {{ m.content }} {% endfor -%}
+cat {{ (messages | selectattr('role', 'eq', 'query') | first).content }} dog \
+{{ (messages | selectattr('role', 'eq', 'document') | first).content }} red blue"""
+
+
+@pytest.mark.parametrize("has_false", [True, False])
+@pytest.mark.parametrize("prompt", ["", "green"])
+def test_decoders_that_rank_by_logits(has_false: bool, prompt: str, tiny_model: Any, hub: HubConfig, tmp_path: Path) -> None:
+    """As Qwen3-Reranker: the score is the logit of one token less that of another."""
+    config = {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "tie_word_embeddings": has_false}
+    base = tiny_model("Qwen3", head="ForCausalLM", config=config)
+    (base / "chat_template.jinja").write_text(TEMPLATE)
+    transformer = modules.Transformer(str(base), transformer_task="text-generation", max_seq_length=40)
+    transformer.tokenizer.padding_side = "left"
+    parts = [transformer, LogitScore(9, 12 if has_false else None)]
+    named = {"prompts": {"instruct": prompt}, "default_prompt_name": "instruct"} if prompt else {}
+    peer: Peer = CrossEncoder(modules=parts, device="cpu", **named)
+    engine = open_both(peer, tmp_path / "model", hub)
+    short = [text for text in TEXTS if len(text) < 60]
+    pairs = [(a, b) for a in short for b in short]
+    np.testing.assert_allclose(engine.score_pairs(pairs), peer.predict(pairs), atol=2e-5)
+    assert engine.rerank(short[0], short[1:])[0].index == peer.rank(short[0], short[1:])[0]["corpus_id"]
+    cut = engine.pair_prompt.tokenize([("the cat", "the dog " * 40)], 24)[0]  # the end of the template stays
+    assert cut.is_cut and len(cut.token_ids) == 24 and engine.tokenizer.decode(cut.token_ids[-3:].tolist()) == "dog red blue"
+    assert kind_of(tmp_path / "model") == "cross-encoder"
