@@ -25,13 +25,14 @@ from archerfish.errors import InvalidInputError, InvalidOptionError, StoppedErro
 from archerfish.kernels.pool import ComputePool, compute_pool
 from archerfish.kernels.select import import_torch, log_device
 from archerfish.store.loader import WeightLoader
-from archerfish.text.pair_prompt import PairPrompt
 from archerfish.text.tokenizer import FastTokenizer, Text, TokenizedText, are_strings, read_settings, stated_max_length
 from archerfish.types import Closing, Progress, no_progress
 from archerfish.util import Precision, is_vectors, similarities
 
 if TYPE_CHECKING:
     import torch
+
+    from archerfish.text.pair_prompt import PairPrompt
 
 TOKENS_PER_TEXT = 32  # of one unit of batch_size
 GPU_BATCH_FACTOR = 64  # tokens of a pass on a GPU, in passes on a core
@@ -117,6 +118,8 @@ class ArrowEngine(Closing):
     @cached_property
     def pair_prompt(self) -> PairPrompt:
         """Of a decoder that ranks by the logits of tokens."""
+        from archerfish.text.pair_prompt import PairPrompt
+
         return PairPrompt(self.directory, self.core.config.values)
 
     @property

@@ -166,7 +166,7 @@ class RandomWeights(Weights[Tensor]):
         return kept
 
 
-def make_core(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, ops: TorchOps | None, **options: Any) -> InferenceCore:
+def make_core(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, ops: TorchOps | None, **stated: Any) -> InferenceCore:
     """A core on given ops, with weights that are the same for the same configuration; None: on the CPU as users get it."""
     known = Config(config)
     weights = RandomWeights({}, TorchOps())
@@ -176,7 +176,7 @@ def make_core(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, ops: Torc
     with monkeypatch.context() as patch:
         if ops is not None:
             patch.setattr(inference_core, "choose_ops", lambda device, dtype: ops)
-        return InferenceCore(dict(weights.source), config, "cpu", dtype="float32", **options)
+        return InferenceCore(dict(weights.source), {"config": config, "embedding": stated}, "cpu", dtype="float32")
 
 
 def batch_of(lengths: tuple[int, ...], vocab_size: int = 60, *, has_types: bool = False) -> TokenBatch:
@@ -194,11 +194,12 @@ def test_encoders(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_allclose(core.run(batch_of((7, 1, 20)), normalize=True), expected, atol=1e-4)
 
 
-def test_recorded_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "output"), [("roberta", "dense"), ("modernbert", "multi_vector")])
+def test_recorded_passes(kind: str, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any batch that fits is given to the recorded pass of its size, and its rows are those of a computed one."""
     ops = TritonOps(DEVICE, "float32")
-    config = {**SIZES, "model_type": "roberta", "num_hidden_layers": 1}  # whose positions do not begin at 0
-    core, plain = make_core(config, monkeypatch, ops), make_core(config, monkeypatch, None)
+    config = {**CONFIGS[kind], "model_type": kind, "num_hidden_layers": 1}
+    core, plain = (make_core(config, monkeypatch, each, output=output) for each in (ops, None))
     capture = Mock(side_effect=lambda call: call)
     if not HAS_CUDA:
         monkeypatch.setattr(ops, "is_async", True)
@@ -207,7 +208,7 @@ def test_recorded_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = [core.start(batch_of(lengths)) for lengths in lists]
     for lengths, wait in zip(lists, waiting, strict=True):
         np.testing.assert_allclose(wait(), plain.run(batch_of(lengths)), atol=2e-4, rtol=1e-4)
-    assert set(core._recorded) == {(16, False, False), (32, False, False)}
+    assert set(core._recorded) == {(16, False, False, output), (32, False, False, output)}
     assert HAS_CUDA or capture.call_count == 2
     crowd = batch_of((1,) * 9)  # more sequences than there is room for
     np.testing.assert_allclose(core.run(crowd), plain.run(crowd), atol=2e-4, rtol=1e-4)
@@ -226,7 +227,7 @@ def test_recorded_scores_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
         found = core.run(batch)
         assert found.shape == (3, 2)
         np.testing.assert_allclose(found, plain.run(batch), atol=2e-4, rtol=1e-4)
-    assert set(core._recorded) == {(16, True, False), (16, False, False)}
+    assert set(core._recorded) == {(16, has_types, False, "dense") for has_types in (True, False)}
 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:

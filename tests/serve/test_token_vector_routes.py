@@ -93,4 +93,4 @@ async def test_labels_and_rewards_of_a_decoder(num_labels: int, tiny_model: Any,
         expected = powers / powers.sum(1, keepdims=True) if num_labels > 1 else 1 / (1 + np.exp(-raw))
         np.testing.assert_allclose([row["probs"] for row in scaled["data"]], expected, atol=1e-5)
         assert scaled["data"][0]["label"] == engine.labels[int(np.argmax(expected[0]))]
-    np.testing.assert_allclose(engine.classify(TEXTS), expected, atol=1e-5)
+        np.testing.assert_allclose(engine.classify(TEXTS), expected, atol=1e-5)
