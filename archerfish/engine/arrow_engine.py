@@ -299,10 +299,7 @@ class ArrowEngine(Closing):
         self, texts: Sequence[TokenizedText], output: Output, *, batch_size: int | None = None, is_query: bool = False
     ) -> TokenVectors:
         """Sparse vectors or vectors of tokens, of tokenised texts."""
-        self._check_open()
-        if output not in self.core.outputs:
-            hint = f"It has: {', '.join(self.core.outputs)}."
-            raise UnsupportedModelError(f"{self.model_name} has no {output} vectors.", hint=hint)
+        self._check_open(output)
         max_tokens = self._batch_tokens(batch_size or self.config.max_batch_size)
         is_normal = self.core.output == "dense" or self._is_scaled(None)
         return compute_token_vectors(self, texts, max_tokens, output, normalize=is_normal, is_query=is_query)
@@ -366,9 +363,11 @@ class ArrowEngine(Closing):
         for side in (0, 1):
             self.check_texts([pair if isinstance(pair, str) else pair[side] for pair in pairs], "pair")
 
-    def _check_open(self) -> None:
+    def _check_open(self, output: Output = "dense") -> None:
         if self._is_closed:
             raise StoppedError("This ArrowEngine has been closed.", hint="Make a new one.")
+        if output not in self.core.outputs:
+            raise UnsupportedModelError(f"{self.model_name} has no {output} vectors.", hint=f"It has: {', '.join(self.outputs)}.")
 
     def close(self) -> None:
         """Refuse further work and give the memory back."""

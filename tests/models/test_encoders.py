@@ -15,6 +15,7 @@ from archerfish.errors import UnsupportedModelError
 from archerfish.kernels.formats import choose_format
 from archerfish.kernels.ops import Segments
 from archerfish.kernels.torch.reference import TorchOps
+from archerfish.layers.rotary import read_rotary, rotary_table
 from archerfish.models.adapter import TokenBatch
 
 LENGTHS = (7, 1, 19, 33, 7, 60, 4)
@@ -116,6 +117,42 @@ def test_classifier_scores_equal_transformers(kind: str, num_labels: int) -> Non
     with torch.inference_mode():
         theirs = torch.cat([model(**row).logits for row in each_sequence(batch)])
     np.testing.assert_allclose(core.run(batch), theirs.numpy(), atol=2e-4, rtol=1e-3)
+
+
+OWN_NOMIC = {
+    "model_type": "nomic_bert", "vocab_size": 120, "type_vocab_size": 2, "n_embd": 48, "n_head": 4, "n_inner": 80, "n_layer": 3,
+    "n_positions": 70, "layer_norm_epsilon": 1e-12, "rotary_emb_base": 1000, "activation_function": "swiglu",
+    "rotary_emb_fraction": 1.0, "num_experts": 0,
+}  # fmt: skip
+NOMIC_NAMES = {
+    "self_attn.o_proj": "attn.out_proj", "mlp.up_proj": "mlp.fc11", "mlp.gate_proj": "mlp.fc12", "mlp.down_proj": "mlp.fc2",
+    "post_attention_layernorm": "norm1", "post_mlp_layernorm": "norm2", "embeddings.LayerNorm": "emb_ln",
+    "layers.": "encoder.layers.",
+}  # fmt: skip
+
+
+def test_files_of_nomics_own_code() -> None:
+    model, _ = make("nomic", "Model")
+    weights = {name: each for name, each in model.state_dict().items() if "self_attn" not in name or "o_proj" in name}
+    for i, layer in enumerate(model.layers):
+        parts = (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+        weights[f"layers.{i}.attn.Wqkv.weight"] = torch.cat([part.weight for part in parts]).detach()
+    for name, own in NOMIC_NAMES.items():
+        weights = {key.replace(name, own): each for key, each in weights.items()}
+    batch = batch_of(120, types=True)
+    found = InferenceCore(weights, OWN_NOMIC, dtype="float32").run(batch)
+    expected = InferenceCore(model.state_dict(), model.config.to_dict(), dtype="float32").run(batch)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    with pytest.raises(UnsupportedModelError, match="num_experts = 8"):
+        InferenceCore(weights, {**OWN_NOMIC, "num_experts": 8})
+
+
+def test_rotary_scaling_of_gte() -> None:
+    """TEI's rule: a larger base, and all frequencies divided by the factor to the power of 2 / dim."""
+    values = {"rope_theta": 500.0, "rope_scaling": {"type": "ntk", "factor": 4.0}, "max_position_embeddings": 9}
+    table, _ = rotary_table(read_rotary(values), 8, 9)
+    frequencies = np.array([2000.0 ** -(i / 8) / 4**0.25 for i in (0, 2, 4, 6)])
+    np.testing.assert_allclose(table[:, :4], np.cos(np.arange(9)[:, None] * frequencies), atol=1e-5)
 
 
 def test_longest_mpnet_distances_fall_into_transformers_buckets() -> None:
