@@ -100,7 +100,8 @@ __all__ = [
     "PerformanceTarget", "PoolStats", "PoolingRequestOutput", "PrefetchConfig", "RealTimeMonitor", "RegressionDetector",
     "RequestOutput", "RerankResult", "RwkvSampler", "SamplingConfig", "SamplingMetrics", "SamplingParams",
     "SentenceTransformer", "ServeConfig", "SparseVector", "Stage", "StreamingInference", "TTSRequest", "TTSTokens", "TestCase",
-    "TextDelta", "WeightLoader", "quantize_embeddings", "register_model", "run_benchmark", "sample_optimized", "sample_with_cache",
+    "TextDelta", "WeightLoader", "quantize_embeddings", "register_model", "run_benchmark", "sample_optimized",
+    "sample_with_cache",
 ]
 
 

@@ -367,7 +367,8 @@ class ArrowEngine(Closing):
         if self._is_closed:
             raise StoppedError("This ArrowEngine has been closed.", hint="Make a new one.")
         if output not in self.core.outputs:
-            raise UnsupportedModelError(f"{self.model_name} has no {output} vectors.", hint=f"It has: {', '.join(self.outputs)}.")
+            hint = f"It has: {', '.join(self.outputs)}."
+            raise UnsupportedModelError(f"{self.model_name} has no {output} vectors.", hint=hint)
 
     def close(self) -> None:
         """Refuse further work and give the memory back."""
