@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from archerfish.compat.sampling import LogitsView, SamplingConfig, sample_optimized, sample_with_cache
     from archerfish.compat.streaming import InferenceRequest, PrefetchConfig, StreamingInference
     from archerfish.config import ConversionConfig, EmbedConfig, EngineConfig, HubConfig, ServeConfig
-    from archerfish.engine.arrow_engine import ArrowEngine, RerankResult
+    from archerfish.engine.arrow_engine import ArrowEngine
     from archerfish.engine.async_engine import AsyncLLMEngine
     from archerfish.engine.beam_search import BeamSearchParams
     from archerfish.engine.converter import ModelConverter
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from archerfish.engine.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput, TextDelta
     from archerfish.engine.rwkv_sampler import RwkvSampler
     from archerfish.engine.sentence_transformer import CrossEncoder, SentenceTransformer
+    from archerfish.engine.text_batches import RerankResult
+    from archerfish.engine.token_vectors import SparseVector
     from archerfish.engine.tts import TTSRequest, TTSTokens
     from archerfish.engine.vllm_options import AsyncEngineArgs, EngineArgs
     from archerfish.errors import ArcherfishError
@@ -51,7 +53,7 @@ _HOMES = {  # the public names of each module
     "compat.sampling": ("LogitsView", "SamplingConfig", "sample_optimized", "sample_with_cache"),
     "compat.streaming": ("InferenceRequest", "PrefetchConfig", "StreamingInference"),
     "config": ("ConversionConfig", "EmbedConfig", "EngineConfig", "HubConfig", "ServeConfig"),
-    "engine.arrow_engine": ("ArrowEngine", "RerankResult"),
+    "engine.arrow_engine": ("ArrowEngine",),
     "engine.async_engine": ("AsyncLLMEngine",),
     "engine.beam_search": ("BeamSearchParams",),
     "engine.converter": ("ModelConverter",),
@@ -61,6 +63,8 @@ _HOMES = {  # the public names of each module
     "engine.outputs": ("CompletionOutput", "PoolingRequestOutput", "RequestOutput", "TextDelta"),
     "engine.rwkv_sampler": ("RwkvSampler",),
     "engine.sentence_transformer": ("CrossEncoder", "SentenceTransformer"),
+    "engine.text_batches": ("RerankResult",),
+    "engine.token_vectors": ("SparseVector",),
     "engine.tts": ("TTSRequest", "TTSTokens"),
     "engine.vllm_options": ("AsyncEngineArgs", "EngineArgs"),
     "errors": ("ArcherfishError",),
@@ -95,8 +99,9 @@ __all__ = [
     "MetricEvent", "MetricsCollector", "ModelAdapter", "ModelConverter", "OptimizationConfig", "PerformanceMonitor",
     "PerformanceTarget", "PoolStats", "PoolingRequestOutput", "PrefetchConfig", "RealTimeMonitor", "RegressionDetector",
     "RequestOutput", "RerankResult", "RwkvSampler", "SamplingConfig", "SamplingMetrics", "SamplingParams",
-    "SentenceTransformer", "ServeConfig", "Stage", "StreamingInference", "TTSRequest", "TTSTokens", "TestCase", "TextDelta",
-    "WeightLoader", "quantize_embeddings", "register_model", "run_benchmark", "sample_optimized", "sample_with_cache",
+    "SentenceTransformer", "ServeConfig", "SparseVector", "Stage", "StreamingInference", "TTSRequest", "TTSTokens", "TestCase",
+    "TextDelta", "WeightLoader", "quantize_embeddings", "register_model", "run_benchmark", "sample_optimized",
+    "sample_with_cache",
 ]
 
 

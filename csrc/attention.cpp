@@ -293,10 +293,9 @@ INLINE void weigh(const Attend& args, const Tile& tile, int r, int64_t first, in
   uint16_t* weights = work.weights + r * wide_inputs(count);
   const float* bias = tile.bias[r] ? tile.bias[r] + first : nullptr;
   int64_t from = 0, to = count;
-  if (args.context_lens) {
-    to = at_least(0, at_most(count, tile.positions[r] - first + 1));
-    if (args.window) from = at_most(count, at_least(0, tile.positions[r] - args.window + 1 - first));
-  }
+  if (args.is_causal || args.window)
+    to = at_least(0, at_most(count, tile.positions[r] - first + (args.is_causal ? 1 : args.window)));
+  if (args.window) from = at_most(count, at_least(0, tile.positions[r] - args.window + 1 - first));
   if (from > 0 || to < last || bias || args.softcap != 0) {
     Ints counting;
     for (int l = 0; l < kLanes; l++) counting[l] = l;
@@ -348,7 +347,7 @@ void attend_tile(const Attend& args, const Tile& tile, int64_t sequence, int kv_
   }
   const bool is_direct = tile.num_rows <= kDirectRows && dim % kGroup == 0;
   int64_t first = 0, places[kChunk];
-  if (args.context_lens && args.window) first = at_least(0, tile.positions[0] - args.window + 1) / kChunk * kChunk;
+  if (args.window) first = at_least(0, tile.positions[0] - args.window + 1) / kChunk * kChunk;
   for (; first < num_keys; first += kChunk) {
     const int64_t count = at_most(kChunk, num_keys - first);
     find_keys(args, sequence, kv_head, first, count, places);
@@ -400,9 +399,17 @@ void store_kv(const KVStore& args, const Task& task) {
     for (int64_t row = first; row < last; row++) {
       const float* from = args.qkv + row * width;
       const float* cos_sin = args.rotary_dim ? args.cos_sin + args.positions[row] * args.rotary_dim : nullptr;
-      memcpy(args.q + row * queries, from, size_t(queries) * 4);
       const float q_factor = args.is_q_norm_whole ? norm_factor(from, int(queries), args.eps) : 0;
       const float k_factor = args.is_k_norm_whole ? norm_factor(from + queries, int(keys), args.eps) : 0;
+      if (!args.keys) {
+        float* own = args.q + row * width;
+        for (int h = 0; h < args.num_heads; h++)
+          turn_head(own + h * dim, args, args.q_norm + (q_factor > 0 ? h * dim : 0), q_factor, cos_sin);
+        for (int h = 0; h < args.num_kv_heads; h++)
+          turn_head(own + queries + h * dim, args, args.k_norm + (k_factor > 0 ? h * dim : 0), k_factor, cos_sin);
+        continue;
+      }
+      memcpy(args.q + row * queries, from, size_t(queries) * 4);
       for (int h = 0; h < args.num_heads; h++)
         turn_head(args.q + row * queries + h * dim, args, args.q_norm + (q_factor > 0 ? h * dim : 0), q_factor, cos_sin);
       if (args.slots[row] < 0) continue;
@@ -457,7 +464,9 @@ void attend(const Attend& args, const Task& task) {
           tile.out[r] = args.out + ((begin + t) * args.num_heads + head) * dim;
           tile.bias[r] = args.bias ? args.bias + (int64_t(head) * args.bias_size + t) * args.bias_size : nullptr;
         }
-      const int64_t num_keys = args.context_lens ? tile.positions[tile.num_rows - 1] + 1 : num_new;
+      int64_t num_keys = context;
+      if (args.is_causal || args.window)
+        num_keys = at_most(num_keys, tile.positions[tile.num_rows - 1] + (args.is_causal ? 1 : args.window));
       const bool is_wide = can_be_wide && tile.num_rows > kDirectRows;
       with_type(args.type, [&](auto type) {
         constexpr Type T = decltype(type)::value;

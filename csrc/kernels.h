@@ -148,17 +148,17 @@ struct KVStore {
   const int64_t* positions;
   const int64_t* slots;
   Type type;
-  void* keys;
+  void* keys;  // null: nothing is stored, and queries and keys are turned where they lie: q is qkv then
   void* values;
   float* q;
 };
 
-// Attention of packed sequences over blocks of keys and values, or over each other where there are no blocks.
+// Attention of packed sequences over blocks of keys and values, or within each where there are no blocks.
 struct Attend {
   const float* q;  // rows of `q_stride` numbers
   int64_t q_stride, num_sequences;
   const int64_t* starts;        // (sequences + 1) where each sequence's rows begin
-  const int64_t* context_lens;  // null: as many keys as rows, all of which every row sees
+  const int64_t* context_lens;  // null: as many keys as rows
   const int64_t* block_tables;
   int64_t table_width, block_size;
   const void* keys;
@@ -166,6 +166,7 @@ struct Attend {
   int64_t key_stride;  // numbers from one key to the next
   Type type;
   bool is_exact;       // no products in 16 bits
+  bool is_causal;      // a row sees no keys behind its own; a window reaches to both sides otherwise
   int num_heads, num_kv_heads, head_dim, window;
   float scale, softcap;
   const float* bias;  // (heads, bias_size, bias_size), or null

@@ -91,14 +91,15 @@ void check_head(int head_dim) {
 }
 
 void add_store_kv(Tape& tape, int qkv, int q, std::vector<int> heads, std::optional<Array> cos_sin, int rotary_dim,
-                  std::optional<Array> q_norm, std::optional<Array> k_norm, float eps, WritableArray keys, WritableArray values, int type, bool is_interleaved) {
+                  std::optional<Array> q_norm, std::optional<Array> k_norm, float eps, std::optional<WritableArray> keys,
+                  std::optional<WritableArray> values, int type, bool is_interleaved) {
   check_head(heads[2]);
   KVStore args{};
   args.num_heads = heads[0], args.num_kv_heads = heads[1], args.head_dim = heads[2], args.rotary_dim = rotary_dim;
   args.cos_sin = floats(cos_sin), args.q_norm = floats(q_norm), args.k_norm = floats(k_norm), args.eps = eps;
   auto is_whole = [&](const std::optional<Array>& norm) { return norm && int(norm->shape(0)) > args.head_dim; };
   args.is_q_norm_whole = is_whole(q_norm), args.is_k_norm_whole = is_whole(k_norm), args.is_interleaved = is_interleaved;
-  args.type = Type(type), args.keys = keys.data(), args.values = values.data();
+  args.type = Type(type), args.keys = keys ? keys->data() : nullptr, args.values = values ? values->data() : nullptr;
   tape.add({qkv, q}, [=](const Frame& frame, const Task& task) {
     KVStore mine = args;
     mine.qkv = frame.at(qkv), mine.q = frame.at(q), mine.num_rows = frame.sizes.of(Rows::kTokens);
@@ -108,14 +109,15 @@ void add_store_kv(Tape& tape, int qkv, int q, std::vector<int> heads, std::optio
 }
 
 void add_attend(Tape& tape, int q, int out, std::vector<int> heads, float scale, int window, float softcap, std::optional<Array> keys,
-                std::optional<Array> values, int type, int bias, bool is_exact) {
+                std::optional<Array> values, int type, int bias, bool is_exact, bool is_causal) {
   check_head(heads[2]);
   Attend args{};
   args.num_heads = heads[0], args.num_kv_heads = heads[1], args.head_dim = heads[2];
-  args.scale = scale, args.window = window, args.softcap = softcap, args.type = Type(type), args.is_exact = is_exact;
-  const int64_t width = int64_t(args.num_heads) * args.head_dim;
+  args.scale = scale, args.window = window, args.softcap = softcap, args.type = Type(type), args.is_exact = is_exact, args.is_causal = is_causal;
+  const int64_t width = int64_t(args.num_heads) * args.head_dim, kv_width = int64_t(args.num_kv_heads) * args.head_dim;
   args.keys = address(keys), args.values = address(values);
-  args.q_stride = keys ? width : 3 * width, args.key_stride = keys ? args.num_kv_heads * head_stride(args.type, args.head_dim) : 3 * width;
+  args.q_stride = keys ? width : width + 2 * kv_width;
+  args.key_stride = keys ? args.num_kv_heads * head_stride(args.type, args.head_dim) : args.q_stride;
   tape.add({q, bias, out}, [=](const Frame& frame, const Task& task) {
     Attend mine = args;
     mine.q = frame.at(q), mine.out = frame.at(out), mine.num_sequences = frame.sizes.of(Rows::kSequences);
@@ -124,7 +126,7 @@ void add_attend(Tape& tape, int q, int out, std::vector<int> heads, float scale,
       mine.context_lens = frame.input(Input::kContextLens), mine.block_tables = frame.input(Input::kBlockTables);
       mine.table_width = frame.sizes.table_width, mine.block_size = frame.sizes.block_size;
     } else {
-      mine.keys = mine.q + width, mine.values = mine.q + 2 * width;
+      mine.keys = mine.q + width, mine.values = mine.q + width + kv_width;
     }
     mine.bias = frame.at(bias), mine.bias_size = frame.sizes.table_width;
     frame.kernels->attend(mine, task);
@@ -245,10 +247,10 @@ NB_MODULE(_native, m) {
       .def("tables", &add_tables, "tables"_a.noconvert(), "types"_a, "inputs"_a, "offsets"_a, "packed"_a.none(), "scale"_a, "width"_a, "out"_a,
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 6>())
       .def("store_kv", &add_store_kv, "qkv"_a, "q"_a, "heads"_a, "cos_sin"_a.noconvert().none(), "rotary_dim"_a, "q_norm"_a.noconvert().none(),
-           "k_norm"_a.noconvert().none(), "eps"_a, "keys"_a.noconvert(), "values"_a.noconvert(), "type"_a, "is_interleaved"_a = false,
+           "k_norm"_a.noconvert().none(), "eps"_a, "keys"_a.noconvert().none(), "values"_a.noconvert().none(), "type"_a, "is_interleaved"_a = false,
            nb::keep_alive<1, 5>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 10>(), nb::keep_alive<1, 11>())
       .def("attend", &add_attend, "q"_a, "out"_a, "heads"_a, "scale"_a, "window"_a, "softcap"_a, "keys"_a.noconvert().none(), "values"_a.noconvert().none(),
-           "type"_a, "bias"_a, "is_exact"_a, nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>())
+           "type"_a, "bias"_a, "is_exact"_a, "is_causal"_a, nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>())
       .def("gated", &add_gated, "x"_a, "width"_a, "activation"_a, "out"_a)
       .def("kept_rows", &add_kept_rows, "x"_a, "row_bytes"_a, "out"_a)
       .def("copy", &add_copy, "x"_a, "out"_a, "row_bytes"_a)

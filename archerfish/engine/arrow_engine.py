@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +17,10 @@ import numpy as np
 from archerfish.background import finish_before_fork, in_background
 from archerfish.config import EmbedConfig, HubConfig
 from archerfish.engine import text_batches
-from archerfish.engine.inference_core import InferenceCore, Vectors, load_tensors, locate
+from archerfish.engine.inference_core import InferenceCore, Output, Vectors, load_tensors, locate
 from archerfish.engine.progress import progress_bar
-from archerfish.engine.text_batches import EmbedInput, is_text, pack, plan_batches
+from archerfish.engine.text_batches import EmbedInput, RerankResult, is_text, pack, plan_batches
+from archerfish.engine.token_vectors import TokenVectors, compute_token_vectors, scores_of
 from archerfish.errors import InvalidInputError, InvalidOptionError, StoppedError, UnsupportedModelError, did_you_mean
 from archerfish.kernels.pool import ComputePool, compute_pool
 from archerfish.kernels.select import import_torch, log_device
@@ -32,18 +32,11 @@ from archerfish.util import Precision, is_vectors, similarities
 if TYPE_CHECKING:
     import torch
 
+    from archerfish.text.pair_prompt import PairPrompt
+
 TOKENS_PER_TEXT = 32  # of one unit of batch_size
 GPU_BATCH_FACTOR = 64  # tokens of a pass on a GPU, in passes on a core
 Batch = tuple[list[int], Callable[[], Vectors]]  # places of a pass's texts, and a function that waits for their vectors
-
-
-@dataclass(frozen=True)
-class RerankResult:
-    """One document of a reranking: where it stood in the list, and how relevant it is."""
-
-    index: int
-    score: float
-    document: str
 
 
 class ArrowEngine(Closing):
@@ -104,10 +97,11 @@ class ArrowEngine(Closing):
         self._uses_types = has_table and (names is None or "token_type_ids" in names)
         self.watcher: Callable[[int, float], None] | None = None  # called with a number of texts and their seconds
         self._loader.check_tokenizer()
-        self._is_closed, self._packed = False, finish_before_fork(self._pool.submit(self._pack_and_release))
+        self._is_closed, self._packed = False, finish_before_fork(self.pool.submit(self._pack_and_release))
 
     @property
-    def _pool(self) -> ComputePool:
+    def pool(self) -> ComputePool:
+        """Where passes are computed."""
         return compute_pool(self.core.device, self.config.num_threads)  # not kept: a forked process has a pool of its own
 
     def _pack_and_release(self) -> None:
@@ -120,6 +114,18 @@ class ArrowEngine(Closing):
     @cached_property
     def tokenizer(self) -> FastTokenizer:
         return FastTokenizer(self.directory / "tokenizer", self._max_length)
+
+    @cached_property
+    def pair_prompt(self) -> PairPrompt:
+        """Of a decoder that ranks by the logits of tokens."""
+        from archerfish.text.pair_prompt import PairPrompt
+
+        return PairPrompt(self.directory, self.core.config.values)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Kinds of vectors that the model gives, that which it is made for first."""
+        return tuple(self.core.outputs)
 
     @property
     def is_cross_encoder(self) -> bool:
@@ -152,11 +158,15 @@ class ArrowEngine(Closing):
         output_value: str | None = "sentence_embedding", precision: Precision = "float32", convert_to_numpy: bool = True,
         convert_to_tensor: bool = False, device: Any = None, normalize_embeddings: bool = False,
         truncate_dim: int | None = None, show_progress_bar: bool | None = None, pool: Any = None, chunk_size: int | None = None,
+        output: Output | None = None,
     ) -> Any:
         """Vectors of texts: (dim,) for one string, (n, dim) float32 for a list, in its order.
 
         The list may be any iterable: an array, a series, a generator. A text may also be a list of token ids, special tokens
         included. batch_size bounds a forward pass, in units of 32 tokens. normalize=None follows the model's files.
+
+        output="sparse" gives a SparseVector for each text, "multi_vector" an array of (tokens, dim), of models that have them.
+        Without it a model gives what it is made for.
 
         The other arguments are those of sentence-transformers. prompt is put before every text; prompt_name names one of the
         model's prompts. normalize_embeddings=False means: as the model's files say. truncate_dim keeps the first numbers.
@@ -175,6 +185,11 @@ class ArrowEngine(Closing):
         if convert_to_tensor or not convert_to_numpy or output_value != "sentence_embedding":
             import_torch()
         text_batches.remark_device(device, self.core.device)
+        if (output := output or self.core.output) != "dense":
+            tokenized = self._tokenize(self._prepare(many, prompt_name, prompt))
+            text_batches.remark_cuts(self, tokenized)
+            rows = self.compute_tokens(tokenized, output, batch_size=batch_size, is_query=prompt_name == "query")
+            return text_batches.one_or_all(texts, rows)
         inputs, is_normal = self._prepare(many, prompt_name, prompt), normalize_embeddings or normalize
         with progress_bar("Encoding", show=show_progress if show_progress_bar is None else show_progress_bar) as progress:
             if output_value == "token_embeddings":
@@ -219,6 +234,8 @@ class ArrowEngine(Closing):
         if is_vectors(a) or is_vectors(b):
             raise InvalidInputError("similarity() takes texts or vectors, not both.", hint="Encode the texts first.")
         left, right = ([x] if isinstance(x, str) else list(x) for x in (a, b))
+        if self.core.output != "dense":
+            return scores_of(self.encode(left, prompt_name="query"), self.encode(right))
         vectors = self.encode([*left, *right], self.config.max_batch_size, normalize=True)
         return vectors[: len(left)] @ vectors[len(left) :].T
 
@@ -253,6 +270,20 @@ class ArrowEngine(Closing):
             scores = self._compute([(a, b) for a, b in pairs], batch_size, False, progress, is_raw=is_raw)
         return scores[:, 0] if scores.shape[1] == 1 else scores
 
+    @property
+    def labels(self) -> list[str]:
+        """The names of a classifier's labels."""
+        names = self.core.config.values.get("id2label") or {}
+        return [str(names.get(str(i), f"LABEL_{i}")) for i in range(self.core.config.num_labels)]
+
+    def classify(self, texts: Sequence[EmbedInput | tuple[str, str]], *, is_raw: bool = False) -> Vectors:
+        """Probabilities of a classifier's `labels` for texts or pairs, (n, labels). is_raw: its own scores, such as rewards."""
+        if not self.is_cross_encoder:
+            raise UnsupportedModelError(f"{self.model_name} has no labels: it embeds texts.", hint="Use encode().")
+        self._check_pairs(texts, allows_texts=True)
+        rows = self.compute(self._tokenize(texts), is_raw=is_raw)
+        return rows if is_raw or self.has_sigmoid else text_batches.softmax(rows)
+
     def tokenize(self, texts: Sequence[EmbedInput | tuple[str, str]], *, prompt_name: str | None = None) -> list[TokenizedText]:
         """Check and tokenise texts, lists of ids, or a cross-encoder's texts and pairs.
 
@@ -264,16 +295,26 @@ class ArrowEngine(Closing):
         self.check_texts(texts)
         return self._tokenize(self._prepare(texts, prompt_name))
 
-    def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = None) -> Vectors:
-        """(n, dim) vectors of tokenised texts, or (n, labels) scores of tokenised pairs, in their order."""
+    def compute_tokens(
+        self, texts: Sequence[TokenizedText], output: Output, *, batch_size: int | None = None, is_query: bool = False
+    ) -> TokenVectors:
+        """Sparse vectors or vectors of tokens, of tokenised texts."""
+        self._check_open(output)
+        max_tokens = self._batch_tokens(batch_size or self.config.max_batch_size)
+        is_normal = self.core.output == "dense" or self._is_scaled(None)
+        return compute_token_vectors(self, texts, max_tokens, output, normalize=is_normal, is_query=is_query)
+
+    def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = None, *, is_raw: bool = False) -> Vectors:
+        """(n, dim) vectors of tokenised texts, or (n, labels) scores of tokenised pairs, in their order. is_raw: scores
+        without activation."""
         self._check_open()
         started = time.perf_counter()
         max_tokens = self._batch_tokens(self.config.max_batch_size)
-        batches = plan_batches([len(text.token_ids) for text in texts], max_tokens, self._pool.num_workers)
-        start = self._pool.run if len(batches) == 1 else self._pool.submit
+        batches = plan_batches([len(text.token_ids) for text in texts], max_tokens, self.pool.num_workers)
+        start = self.pool.run if len(batches) == 1 else self.pool.submit
         running = [start(self._run, batch, [texts[i] for i in batch], self._is_scaled(normalize)) for batch in batches]
         finished = (batch.result() if isinstance(batch, Future) else batch for batch in running)
-        return self._collect(len(texts), finished, started, len(texts))
+        return self._collect(len(texts), finished, started, len(texts), is_raw=is_raw)
 
     def _is_scaled(self, normalize: bool | None) -> bool:
         stated = bool(self.embedding.get("normalize", False)) if normalize is None else normalize
@@ -311,7 +352,7 @@ class ArrowEngine(Closing):
             name = f"{what.capitalize()} {index}"
             if isinstance(text, str):
                 text_batches.check_text(text, name, limit, self._max_length)
-            elif not self._is_token_ids(text):
+            elif not text_batches.is_token_ids(text, self.core.config.integer("vocab_size")):
                 raise InvalidInputError(f"{name} must be a string, not {type(text).__name__}.")
 
     def _check_pairs(self, pairs: Sequence[Any], *, allows_texts: bool = False) -> None:
@@ -322,9 +363,12 @@ class ArrowEngine(Closing):
         for side in (0, 1):
             self.check_texts([pair if isinstance(pair, str) else pair[side] for pair in pairs], "pair")
 
-    def _check_open(self) -> None:
+    def _check_open(self, output: Output = "dense") -> None:
         if self._is_closed:
             raise StoppedError("This ArrowEngine has been closed.", hint="Make a new one.")
+        if output not in self.core.outputs:
+            hint = f"It has: {', '.join(self.outputs)}."
+            raise UnsupportedModelError(f"{self.model_name} has no {output} vectors.", hint=hint)
 
     def close(self) -> None:
         """Refuse further work and give the memory back."""
@@ -340,19 +384,6 @@ class ArrowEngine(Closing):
         size = f"labels={core.config.num_labels}" if self.is_cross_encoder else f"dimension={self.get_embedding_dimension()}"
         about = f"device={core.device!r}, dtype={core.dtype!r}, {size}, max_seq_length={self._max_length}"
         return f"{type(self).__name__}({self.model_name!r}, {about})"
-
-    def _is_token_ids(self, item: Any) -> bool:
-        if not isinstance(item, list | tuple) or not item or not all(type(i) is int for i in item):
-            return False
-        vocab_size = self.core.config.integer("vocab_size")
-        for token_id in item:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidInputError(
-                    f"Token id {token_id} is outside of the vocabulary of {vocab_size}.",
-                    hint="Token ids must be those of this model's tokenizer. langchain's OpenAIEmbeddings sends another's, "
-                    "unless it has check_embedding_ctx_length=False.",
-                )
-        return True
 
     def _prepare(self, texts: Sequence[Any], prompt_name: str | None = None, prompt: str | None = None) -> list[Any]:
         """Texts as the model wants them, and token ids as tuples."""
@@ -383,6 +414,9 @@ class ArrowEngine(Closing):
         return scores
 
     def _tokenize(self, inputs: Sequence[EmbedInput | tuple[str, str]]) -> list[TokenizedText]:
+        if self.core.config.score_token_ids:
+            pairs = [item if isinstance(item, tuple) else ("", item) for item in inputs]
+            return self.pair_prompt.tokenize(pairs, self._max_length)
         texts: Sequence[Text] = inputs if are_strings(inputs) else [item for item in inputs if is_text(item)]
         tokenized = self.tokenizer.tokenize(texts, self._max_length)
         if not self._uses_types:
@@ -418,7 +452,7 @@ class ArrowEngine(Closing):
         tokenized = self._tokenize(inputs)
         text_batches.remark_cuts(self, tokenized)
         batches = plan_batches([len(text.token_ids) for text in tokenized], self._batch_tokens(batch_size))
-        running = [self._pool.submit(self.core.run_tokens, pack([tokenized[i] for i in batch])) for batch in batches]
+        running = [self.pool.submit(self.core.run_tokens, pack([tokenized[i] for i in batch])) for batch in batches]
         found: dict[int, torch.Tensor] = {}
         for batch, rows in zip(batches, running, strict=True):
             parts = torch.split(torch.from_numpy(rows.result()), [len(tokenized[i].token_ids) for i in batch])
@@ -444,14 +478,14 @@ class ArrowEngine(Closing):
                 following = next(pending, [])
                 texts = [inputs[i] for i in following]
                 coming = in_background(partial(self._tokenize, texts), "tokenizer", daemon=True) if following else None
-                batches = plan_batches([len(t.token_ids) for t in tokenized], max_tokens, self._pool.num_workers)
+                batches = plan_batches([len(t.token_ids) for t in tokenized], max_tokens, self.pool.num_workers)
                 num_earlier = len(running)
                 if len(batches) == 1 and len(window) == len(inputs):
-                    yield self._pool.run(self._run, window, tokenized, normalize)
+                    yield self.pool.run(self._run, window, tokenized, normalize)
                     return
                 for batch in batches:
                     places, batch_texts = [window[i] for i in batch], [tokenized[i] for i in batch]
-                    running.append(self._pool.submit(self._run, places, batch_texts, normalize))
+                    running.append(self.pool.submit(self._run, places, batch_texts, normalize))
                 for _ in range(num_earlier):
                     yield running.popleft().result()
                 window, tokenized = following, coming.result() if coming else []

@@ -23,7 +23,7 @@ from archerfish.kernels.ops import Ops
 from archerfish.kernels.select import choose_device, import_torch
 from archerfish.kernels.stored import Floats
 from archerfish.layers.weights import NotedWeights
-from archerfish.models.adapter import ENCODERS, NoOps, encoder_class, model_class
+from archerfish.models.adapter import ENCODERS, NoOps, encoder_class, find_model
 from archerfish.models.config import Config
 from archerfish.store import converter
 from archerfish.store.checkpoint_writer import WEIGHTS_NAME, write_checkpoint
@@ -192,7 +192,7 @@ def linear_maps(config: Config) -> set[str]:
         if config.is_classifier:
             encoder.head(noted, config)
     else:
-        model_class(config)(noted, config, max_len=1)
+        find_model(config)(noted, config, max_len=1)
     sizes = {
         name: INT8.num_bytes(math.prod(shape[:-1]), shape[-1], "float32")
         for name, shape in noted.shapes.items() if len(shape) > 1

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -18,24 +19,26 @@ from archerfish.errors import StoppedError, UnsupportedModelError
 from archerfish.kernels.encoding import EncoderInputs
 from archerfish.kernels.formats import PLAIN, choose_format
 from archerfish.kernels.machine import fast_cpu_dtype
-from archerfish.kernels.ops import Pooling, Segments
+from archerfish.kernels.ops import Activation, LinearWeight, Pooling, Segments
 from archerfish.kernels.room import check_room
 from archerfish.kernels.select import OpsBackend, choose_backend, choose_device, choose_dtype, choose_ops
+from archerfish.layers.encoder import MaskedHead
 from archerfish.layers.weights import Weights
-from archerfish.models.adapter import ENCODERS, TokenBatch, encoder_class
+from archerfish.models.adapter import ENCODERS, MODELS, Encoder, TokenBatch, encoder_class
 from archerfish.models.config import Config
 from archerfish.remarks import remark_blocks
 from archerfish.store.converter import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import resolve_model
-from archerfish.store.source import optional_json
+from archerfish.store.source import cross_encoder_settings, optional_json, read_embedding, transformer_directory
 from archerfish.types import Progress
 
 if TYPE_CHECKING:
     import torch
 
 Vectors = npt.NDArray[np.float32]
+Output = Literal["dense", "sparse", "multi_vector"]
 RECORDED_TOKENS = (16, 32, 64, 128, 256, 512, 1024)  # sizes of the recorded passes, where the backend can record
 REHEARSED_TOKENS = (1, 2, *(2**power + more for power in range(2, 9) for more in (0, 1)))  # no kernel changes elsewhere
 
@@ -47,6 +50,64 @@ class RecordedPass(NamedTuple):
     repeat: Callable[[], Any]
 
 
+class OutputLayers(NamedTuple):
+    """What comes between hidden states and vectors."""
+
+    dimension: int
+    layers: tuple[tuple[LinearWeight[Any], Activation], ...] = ()
+    is_of_tokens: bool = False  # a row for each token, not for each text
+    masked: MaskedHead[Any] | None = None
+    num_logs: int = 0  # how often a row becomes log(1 + row), what is below 0 being 0
+
+
+def output_sizes(
+    architecture: type[Encoder[Any]], config: Config, stated: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
+) -> dict[Output, int]:
+    """The kinds of vectors that a model gives and their lengths, that which it is made for first."""
+    size, made_for = architecture.width(config), stated.get("output", "dense")
+    if config.is_classifier:
+        return {"dense": size}
+    if made_for == "sparse":
+        return {"sparse": config.integer("vocab_size")}
+    size = ([layer["sizes"][1] for layer in stated.get("layers") or ()] or [size])[-1]
+    if made_for == "multi_vector":
+        return {"multi_vector": size}
+    found: dict[Output, int] = {"dense": size}
+    if "sparse_linear.weight" in shapes:
+        found["sparse"] = config.integer("vocab_size")
+    if "colbert_linear.weight" in shapes:
+        found["multi_vector"] = shapes["colbert_linear.weight"][0]
+    return found
+
+
+def read_outputs(
+    weights: Weights[Any], architecture: type[Encoder[Any]], config: Config, stated: Mapping[str, Any]
+) -> dict[Output, OutputLayers]:
+    """The layers of each kind of vectors."""
+    width, made_for = architecture.width(config), stated.get("output", "dense")
+    sizes = output_sizes(architecture, config, stated, {name: each.shape for name, each in weights.source.items()})
+    if made_for == "sparse" and not config.is_classifier:
+        splade = stated["splade"]
+        if splade["pooling_strategy"] != "max" or splade["activation_function"] not in ("relu", "log1p_relu"):
+            raise UnsupportedModelError(f"SPLADE with {splade} is not supported.", hint="pooling_strategy 'max' is.")
+        num_logs = 1 + (splade["activation_function"] == "log1p_relu")
+        return {"sparse": OutputLayers(sizes["sparse"], masked=architecture.masked_head(weights, config), num_logs=num_logs)}
+    layers: list[tuple[LinearWeight[Any], Activation]] = []
+    for layer in stated.get("layers") or ():
+        if layer["activation"] not in get_args(Activation):
+            raise UnsupportedModelError(f"The activation {layer['activation']!r} of {layer['name']} is not supported.")
+        inputs, size = layer["sizes"]
+        layers.append((weights.linear(f"{layer['name']}.linear", size, inputs), layer["activation"]))
+    first: Output = next(iter(sizes))
+    found = {first: OutputLayers(sizes[first], tuple(layers), is_of_tokens=first == "multi_vector")}
+    if "sparse" in sizes:
+        found["sparse"] = OutputLayers(sizes["sparse"], ((weights.linear("sparse_linear", 1, width), "relu"),), True)
+    if first == "dense" and "multi_vector" in sizes:
+        size = sizes["multi_vector"]
+        found["multi_vector"] = OutputLayers(size, ((weights.linear("colbert_linear", size, width), "none"),), True)
+    return found
+
+
 class InferenceCore:
     """One encoder on one device. `run` takes packed batches, `forward` padded ones as other libraries use them."""
 
@@ -56,6 +117,7 @@ class InferenceCore:
     ) -> None:
         """`config` is the model's config.json, or the metadata of a converted model, which also states the pooling."""
         stated: Mapping[str, Any] = config.get("embedding") or {}
+        is_stated = bool(stated or pooling)
         pooling = pooling or str(stated.get("pooling_mode", "mean"))
         if pooling not in get_args(Pooling):
             raise UnsupportedModelError(f"Unknown pooling {pooling!r}.", hint=f"Known: {', '.join(get_args(Pooling))}.")
@@ -65,7 +127,7 @@ class InferenceCore:
         self.ops = choose_ops(self.device, self.dtype)
         self.ops.rounds_rows = True
         self.pooling = cast(Pooling, pooling)
-        architecture = encoder_class(self.config)
+        architecture = encoder_class(self.config, embeds=is_stated)
         chosen = choose_format(weight_format)
         self._format = chosen.name
         num_bytes = architecture.copied_bytes(self.config, self.dtype, chosen, with_tables=self.device != "cpu")
@@ -76,13 +138,16 @@ class InferenceCore:
         with self.ops.allocating("The model"):
             self.encoder = architecture(everything.scope(architecture.prefix) if has_prefix else everything, self.config)
             self.head = architecture.head(everything, self.config) if self.config.is_classifier else None
+            self.outputs = read_outputs(everything, architecture, self.config, stated)
+        self.output = next(iter(self.outputs))
         self.is_closed = False
         self.max_positions = architecture.max_positions(self.config)
-        self.dimension = self.encoder.shape.width
-        self._recorded: dict[tuple[int, bool, bool], RecordedPass] = {}
+        self.dimension = self.outputs[self.output].dimension
+        self._recorded: dict[tuple[Any, ...], RecordedPass] = {}
         self._replayed = {
-            is_scaled: self.ops.replayed(partial(self._compute, normalize=is_scaled)) for is_scaled in (False, True)
-        }
+            (output, is_scaled): self.ops.replayed(partial(self._compute, normalize=is_scaled, output=output))
+            for output in self.outputs for is_scaled in (False, True)
+        }  # fmt: skip
         self._recording = threading.Lock()  # held from filling the inputs until the results are being copied to the host
 
     def close(self) -> None:
@@ -108,12 +173,14 @@ class InferenceCore:
             for normalize in (False, True):
                 for num in REHEARSED_TOKENS:
                     ids = np.zeros(min(num, self.max_positions), dtype=np.int64)
-                    for types in (None, ids):
-                        self._compute(TokenBatch(ids, Segments((len(ids),)), types), normalize)
+                    for types in (ids,) if self.encoder.needs_types else (None, ids):
+                        for output in self.outputs:
+                            self._compute(TokenBatch(ids, Segments((len(ids),)), types), normalize, output)
                 for num in RECORDED_TOKENS if self.encoder.is_recordable else ():
                     inputs: Any = self.ops.encoder_inputs(num)
-                    for types in (None, inputs.type_ids):
-                        self._compute(TokenBatch(inputs.token_ids, inputs.segments, types), normalize)
+                    for types in (inputs.type_ids,) if self.encoder.needs_types else (None, inputs.type_ids):
+                        for output in self.outputs:
+                            self._compute(TokenBatch(inputs.token_ids, inputs.segments, types), normalize, output)
 
     def run(self, batch: TokenBatch, *, normalize: bool = False) -> Vectors:
         """One vector per sequence; for a cross-encoder one row of raw scores per sequence."""
@@ -122,49 +189,72 @@ class InferenceCore:
     def run_tokens(self, batch: TokenBatch) -> Vectors:
         """One vector per token."""
         with self.ops.computing():
-            return self.ops.to_numpy(self.encoder.forward(batch))[: len(batch.token_ids)]  # a backend may add empty rows
+            hidden = self.encoder.forward(self._with_types(batch))
+            return self.ops.to_numpy(hidden)[: len(batch.token_ids)]  # a backend may add empty rows
 
-    def start(self, batch: TokenBatch, *, normalize: bool = False) -> Callable[[], Vectors]:
+    def _with_types(self, batch: TokenBatch) -> TokenBatch:
+        is_complete = batch.type_ids is not None or not self.encoder.needs_types
+        return batch if is_complete else replace(batch, type_ids=np.zeros_like(batch.token_ids))
+
+    def start(self, batch: TokenBatch, *, normalize: bool = False, output: Output | None = None) -> Callable[[], Vectors]:
         """Begin what `run` does; calling the result waits for the vectors. On a CPU they are computed at once."""
         if self.is_closed:
             raise StoppedError("This model has been closed.", hint="Load it again.")
+        batch, output = self._with_types(batch), output or self.output
         with self.ops.computing():
             if not self.ops.is_async:
                 is_replayed = self.encoder.is_recordable
-                found = self._replayed[normalize](batch) if is_replayed else self._compute(batch, normalize)
-                vectors = self.ops.to_numpy(found)
-                return lambda: vectors
-            return self._repeat(batch, normalize) or self.ops.fetch(self._compute(batch, normalize))
+                rows = self._replayed[output, normalize](batch) if is_replayed else self._compute(batch, normalize, output)
+                found = self._finish(self.ops.to_numpy(rows), output)
+                return lambda: found
+            fetched = self._repeat(batch, normalize, output) or self.ops.fetch(self._compute(batch, normalize, output))
+            return lambda: self._finish(fetched(), output)
 
-    def _compute(self, batch: TokenBatch, normalize: bool) -> Any:
-        """Rows in float32."""
+    def _compute(self, batch: TokenBatch, normalize: bool, output: Output) -> Any:
+        """Rows in float32: of sequences, or of tokens."""
         hidden = self.encoder.forward(batch)
         if self.head is not None:
-            return self.head(self.ops.pool(hidden, batch.segments, "cls"))
-        pooled = self.ops.pool(hidden, batch.segments, self.pooling)
-        return self.ops.normalize(pooled) if normalize else pooled
+            return self.head(self.ops.pool(hidden, batch.segments, self.head.pooling))
+        found = self.outputs[output]
+        if not found.is_of_tokens and found.masked is None:
+            hidden = self.ops.pool(hidden, batch.segments, self.pooling)
+        for layer, activation in found.layers:
+            hidden = self.ops.linear(hidden, layer, activation=activation)
+        if found.masked is not None:
+            return self.ops.pool(found.masked(hidden), batch.segments, "max")
+        return self.ops.normalize(hidden) if normalize and output != "sparse" else hidden
 
-    def _repeat(self, batch: TokenBatch, normalize: bool) -> Callable[[], Vectors] | None:
+    def _finish(self, rows: Vectors, output: Output) -> Vectors:
+        """What is left to do on the host."""
+        if self.head is not None:
+            has_two = len(self.config.score_token_ids) == 2
+            return rows[:, :1] - rows[:, 1:] if has_two else rows
+        for _ in range(self.outputs[output].num_logs):
+            rows = np.log1p(np.maximum(rows, 0.0))
+        return rows
+
+    def _repeat(self, batch: TokenBatch, normalize: bool, output: Output) -> Callable[[], Vectors] | None:
         """A small batch by a recorded pass, which costs the host a tenth of the work; None if no recorded pass fits."""
         num_tokens, num_rows = len(batch.token_ids), len(batch.segments.lengths)
         if num_tokens > RECORDED_TOKENS[-1] or not self.encoder.is_recordable:
             return None
-        key = (RECORDED_TOKENS[bisect_left(RECORDED_TOKENS, num_tokens)], batch.type_ids is not None, normalize)
+        num_rows = num_tokens if self.outputs[output].is_of_tokens else num_rows
+        key = (RECORDED_TOKENS[bisect_left(RECORDED_TOKENS, num_tokens)], batch.type_ids is not None, normalize, output)
         with self._recording:
             recorded = self._recorded.get(key) or self._record(*key)
             if recorded is None or not recorded.inputs.fill(batch.token_ids, batch.segments, batch.type_ids):
                 return None
             return self.ops.fetch(self.ops.first_rows(recorded.repeat(), num_rows))
 
-    def _record(self, num_tokens: int, has_types: bool, normalize: bool) -> RecordedPass | None:
+    def _record(self, num_tokens: int, has_types: bool, normalize: bool, output: Output) -> RecordedPass | None:
         inputs: Any = self.ops.encoder_inputs(num_tokens)
         if inputs is None:
             return None
         batch = TokenBatch(inputs.token_ids, inputs.segments, inputs.type_ids if has_types else None)
-        repeat = self.ops.capture(lambda: self._compute(batch, normalize))
+        repeat = self.ops.capture(lambda: self._compute(batch, normalize, output))
         if repeat is None:
             return None
-        recorded = self._recorded[num_tokens, has_types, normalize] = RecordedPass(inputs, repeat)
+        recorded = self._recorded[num_tokens, has_types, normalize, output] = RecordedPass(inputs, repeat)
         return recorded
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
@@ -206,12 +296,19 @@ def load_tensors(loader: WeightLoader, config: EmbedConfig) -> Mapping[str, Any]
 
 def kind_of(path: Path) -> str:
     """What the model of a directory or file is for: generation, embedding or cross-encoder, as its configuration says."""
-    stated = read_metadata(path).config if is_converted(path) else optional_json(path / "config.json")
+    if is_converted(path):
+        metadata = read_metadata(path)
+        stated, embedding = metadata.config, metadata.embedding
+    else:
+        directory = transformer_directory(path) if path.is_dir() else path
+        stated, embedding = optional_json(directory / "config.json") or {}, read_embedding(path) if path.is_dir() else None
+        stated = {**stated, **cross_encoder_settings(path)} if stated else {}
     if not stated:
         from archerfish.store.sources import open_source
 
-        stated = open_source(path).config
+        source = open_source(path)
+        stated, embedding = source.config, source.embedding
     config = Config(stated)
-    if config.model_type not in ENCODERS:
-        return "generation"
-    return "cross-encoder" if config.is_classifier else "embedding"
+    if config.is_classifier and config.model_type in (*ENCODERS, *MODELS):
+        return "cross-encoder"
+    return "embedding" if config.model_type in ENCODERS or embedding is not None or not config.is_causal else "generation"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
@@ -24,6 +25,15 @@ if TYPE_CHECKING:
 FIRST_WINDOW, WINDOW = 256, 2048  # texts that are tokenised before the first pass, and while passes run
 SMALL_BATCH = 128  # tokens; a smaller pass mostly reads weights
 EmbedInput = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class RerankResult:
+    """One document of a reranking: where it stood in the list, and how relevant it is."""
+
+    index: int
+    score: float
+    document: str
 
 
 def plan_batches(lengths: Sequence[int], max_tokens: int, num_workers: int = 1) -> list[list[int]]:
@@ -68,6 +78,20 @@ def check_text(text: str, name: str, max_bytes: int, max_tokens: int) -> None:
     if num_bytes > max_bytes:
         hint = f"Split it, or raise max_text_bytes; the model reads the first {max_tokens} tokens in any case."
         raise InputTooLargeError(f"{name} has {num_bytes:,} bytes; the limit is {max_bytes:,}.", hint=hint)
+
+
+def is_token_ids(item: Any, vocab_size: int) -> bool:
+    """Whether an input is a list of token ids. Ids outside of the vocabulary are refused."""
+    if not isinstance(item, list | tuple) or not item or not all(type(i) is int for i in item):
+        return False
+    for token_id in item:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidInputError(
+                f"Token id {token_id} is outside of the vocabulary of {vocab_size}.",
+                hint="Token ids must be those of this model's tokenizer. langchain's OpenAIEmbeddings sends another's, "
+                "unless it has check_embedding_ctx_length=False.",
+            )
+    return True
 
 
 def is_text(item: EmbedInput | tuple[str, str]) -> TypeGuard[Text]:

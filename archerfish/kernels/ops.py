@@ -80,8 +80,9 @@ class HeadShape(NamedTuple):
     num_kv_heads: int
     head_dim: int
     scale: float  # of the scores, usually head_dim ** -0.5
-    window: int = 0  # a token sees itself and the window - 1 before it; 0: all before it
+    window: int = 0  # a token sees itself and the window - 1 before it, and after it unless causal; 0: all
     softcap: float = 0.0  # scores become softcap * tanh(scores / softcap); 0: off
+    is_causal: bool = True  # a token sees none after it; over blocks it is always so
 
 
 @dataclass(frozen=True)
@@ -264,8 +265,13 @@ class Ops(ABC, Generic[T]):
         return self.layer_norm(total, norm)
 
     @abstractmethod
-    def attention(self, qkv: T, segments: Segments, num_heads: int, *, bias: T | None = None) -> T:
-        """Full attention within each sequence. qkv: (tokens, 3 * width); bias: (heads, longest, longest), added to scores."""
+    def rotated(self, qkv: T, positions: T, heads: HeadShape, rotation: Rotation[T]) -> T:
+        """What `attention` takes, its queries and keys normalised and rotated; it may have the memory of qkv."""
+
+    @abstractmethod
+    def attention(self, qkv: T, segments: Segments, heads: HeadShape, *, bias: T | None = None) -> T:
+        """Attention within each sequence. qkv: (tokens, (heads + 2 kv_heads) * head_dim); bias: (heads, longest, longest),
+        added to scores."""
 
     @abstractmethod
     def relative_bias(self, table: T, buckets: Ids) -> T:
@@ -325,8 +331,12 @@ class Ops(ABC, Generic[T]):
     ) -> T:
         """Causal attention of the new tokens over their sequences' blocks: (tokens, heads * head_dim)."""
 
-    def store_and_attend(self, qkv: T, kv: KVLayer[T], batch: PagedBatch[T], heads: HeadShape, rotation: Rotation[T]) -> T:
-        """`store_kv`, and `paged_attention` of what it gives."""
+    def store_and_attend(self, qkv: T, kv: KVLayer[T] | None, batch: Any, heads: HeadShape, rotation: Rotation[T]) -> T:
+        """`store_kv`, and `paged_attention` of what it gives. Without kv, the batch has whole sequences, of which nothing is
+        stored: `rotated` and `attention`."""
+        if kv is None:
+            turned = self.rotated(qkv, self.tensor(batch.segments.positions), heads, rotation)
+            return self.attention(turned, batch.segments, heads)
         q = self.store_kv(qkv, kv, batch, heads, rotation)
         del qkv  # its memory goes back before attention asks for some
         return self.paged_attention(q, kv, batch, heads)

@@ -95,6 +95,14 @@ def linear(config: RotaryConfig, dim: int, max_len: int) -> tuple[Floats, float]
     return 1.0 / powers(config.theta, dim) / np.float32(config.number("factor")), 1.0
 
 
+def ntk(config: RotaryConfig, dim: int, max_len: int) -> tuple[Floats, float]:
+    """As in GTE's own code: one base for all lengths."""
+    if config.parameters.get("mixed_b") is not None:
+        raise UnsupportedModelError("Rotary type 'ntk' with 'mixed_b' is not supported.")
+    factor = config.number("factor")
+    return 1.0 / powers(config.theta * factor, dim) / np.float32(factor ** (2 / dim)), 1.0
+
+
 def dynamic(config: RotaryConfig, dim: int, max_len: int) -> tuple[Floats, float]:
     factor, most = config.number("factor"), config.max_positions
     growth = factor * max(max_len, most) / most - (factor - 1.0)
@@ -154,4 +162,6 @@ def longrope(config: RotaryConfig, dim: int, max_len: int) -> tuple[Floats, floa
     return 1.0 / (factors * powers(config.theta, dim)), config.number("attention_factor", inferred)
 
 
-FREQUENCIES = {"default": default, "linear": linear, "dynamic": dynamic, "llama3": llama3, "yarn": yarn, "longrope": longrope}
+FREQUENCIES = {
+    "default": default, "linear": linear, "ntk": ntk, "dynamic": dynamic, "llama3": llama3, "yarn": yarn, "longrope": longrope,
+}

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Generic
 
+import numpy as np
+
 from archerfish.errors import TensorError, did_you_mean
 from archerfish.kernels.formats import PLAIN, WeightFormat
 from archerfish.kernels.ops import LinearWeight, NormWeights, Ops, T
@@ -30,6 +32,7 @@ class Weights(Generic[T]):
     ops: Ops[T]
     prefix: str = ""
     weight_format: WeightFormat = PLAIN  # of linear maps
+    takes_head: bool = True  # False: of a decoder that embeds texts, and so needs no scores over the vocabulary
 
     def scope(self, name: str) -> Weights[T]:
         scoped = copy(self)  # much quicker than `replace`
@@ -55,8 +58,9 @@ class Weights(Generic[T]):
     def vector(self, name: str, width: Size, *, plus: float = 0.0, times: float = 1.0) -> T:
         return self.ops.vector(self.numbers(name, Part.of(width)), plus=plus, times=times)
 
-    def layer_norm(self, name: str, width: int, eps: float) -> NormWeights[T]:
-        return NormWeights(self.vector(f"{name}.weight", width), self.vector(f"{name}.bias", width), eps)
+    def layer_norm(self, name: str, width: int, eps: float, *, has_bias: bool = True) -> NormWeights[T]:
+        bias = self.vector(f"{name}.bias", width) if has_bias else self.ops.tensor(np.zeros(width, np.float32))
+        return NormWeights(self.vector(f"{name}.weight", width), bias, eps)
 
     def linear(
         self, names: str | tuple[str, ...], out_features: Size | tuple[Size, ...], in_features: Size, *,
@@ -130,6 +134,12 @@ class Weights(Generic[T]):
         if table is None or not rows.is_whole:
             return self.ops.linear_weight([self.scope(name).matrix(PLAIN, rows, Part.of(in_features))], [None], weight_format)
         return self.ops.linear_weight([dict.fromkeys(PLAIN.checkpoint, table)], [None], weight_format)
+
+    def vocabulary(self, name: str, bias: str, vocab_size: int, width: int) -> LinearWeight[T]:
+        """The map of an encoder onto its vocabulary, which has a bias elsewhere if at all."""
+        part = Part.of(vocab_size)
+        given = self.numbers(bias, part) if self.has(bias) else None
+        return self.ops.linear_weight([self.scope(name).matrix(PLAIN, part, Part.of(width))], [given])
 
     def format_of(self, scopes: list[Weights[T]]) -> WeightFormat:
         """The model's format, or the plain one for matrices that a checkpoint has kept out of it."""

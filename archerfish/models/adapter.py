@@ -14,7 +14,7 @@ from archerfish.kernels.formats import PLAIN, WeightFormat
 from archerfish.kernels.ops import Ids, Ops, Segments, T
 from archerfish.kernels.ranks import ALONE, Ranks
 from archerfish.kernels.recurrent import StateShape
-from archerfish.layers.encoder import BlockShape, ClassifierHead
+from archerfish.layers.encoder import BlockShape, ClassifierHead, MaskedHead
 from archerfish.layers.weights import NotedWeights, Weights
 from archerfish.models.config import Config
 
@@ -53,6 +53,12 @@ ENCODERS: dict[str, str | type[Any]] = {
     "xlm-roberta": "archerfish.models.bert:RobertaEncoder",
     "camembert": "archerfish.models.bert:RobertaEncoder",
     "mpnet": "archerfish.models.bert:MPNetEncoder",
+    "modernbert": "archerfish.models.rotary_encoders:ModernBertEncoder",
+    "nomic_bert": "archerfish.models.rotary_encoders:NomicEncoder",
+    "gte": "archerfish.models.rotary_encoders:GteEncoder",
+    "new": "archerfish.models.rotary_encoders:NewEncoder",
+    "jina_embeddings_v3": "archerfish.models.rotary_encoders:JinaEncoder",
+    "eurobert": "archerfish.models.decoder_encoder:EuroBertEncoder",
 }
 # Of architectures that are not supported: what is nearest by structure where the name does not say so, and those whose layers
 # keep both keys and recurrent states.
@@ -69,6 +75,7 @@ REFUSED = {  # what is missing for a model_type
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "It attends over compressed keys (MLA), which are not supported."),
     "gpt_oss": "It has attention sinks, which are not supported.",
 }  # fmt: skip
+DECODER_ENCODER = "archerfish.models.decoder_encoder:DecoderEncoder"
 ENTRY_POINTS = "archerfish.models"  # the group; an entry point's name is a model_type, its value an adapter class
 
 
@@ -185,6 +192,7 @@ class TokenBatch:
     token_ids: Ids
     segments: Segments
     type_ids: Ids | None = None
+    kept_rows: ClassVar[None] = None  # decoders ask
 
 
 class Encoder(ABC, Generic[T]):
@@ -194,6 +202,9 @@ class Encoder(ABC, Generic[T]):
     # What its configuration calls width, heads, feed-forward width and activation.
     shape_names: ClassVar[tuple[str, str, str, str]] = ("hidden_size", "num_attention_heads", "intermediate_size", "hidden_act")
     is_recordable: ClassVar[bool] = False  # forward sends ids by `ops.tensor` and reads nothing else of a batch on the host
+    masked_parts: ClassVar[tuple[str, ...]] = ()  # of `masked_head`
+    table_name: ClassVar[str] = "embeddings.word_embeddings"
+    needs_types = False  # batches must have type_ids
 
     def __init__(self, weights: Weights[T], config: Config) -> None:
         self.ops: Ops[T] = weights.ops
@@ -210,6 +221,14 @@ class Encoder(ABC, Generic[T]):
         """The head of its sequence classification checkpoints."""
 
     @classmethod
+    def masked_head(cls, weights: Weights[T], config: Config) -> MaskedHead[T]:
+        """The head of its checkpoints that fill masks, from which SPLADE is made."""
+        if not cls.masked_parts:
+            raise UnsupportedModelError(f"Sparse vectors of a {config.model_type} (SPLADE) are not supported.")
+        table, shape = f"{cls.prefix}.{cls.table_name}", cls.block_shape(config)
+        return MaskedHead(weights, cls.masked_parts, shape, table, config.integer("vocab_size"))
+
+    @classmethod
     def copied_bytes(cls, config: Config, dtype: str, weight_format: WeightFormat, *, with_tables: bool) -> int:
         """Memory of its weights. with_tables: whether lookup tables are copied from the mapped file too."""
         noted = NotedWeights({}, cast(Ops[Any], NoOps()), weight_format=weight_format, dtype=dtype)
@@ -223,6 +242,11 @@ class Encoder(ABC, Generic[T]):
         return config.block_shape(*cls.shape_names)
 
     @classmethod
+    def width(cls, config: Config) -> int:
+        """Of hidden states."""
+        return cls.block_shape(config).width
+
+    @classmethod
     def max_positions(cls, config: Config) -> int:
         """Longest sequence that its position table allows."""
         return config.integer("max_position_embeddings")
@@ -234,6 +258,15 @@ def register_model(model_type: str, adapter: type[ModelAdapter[Any]]) -> None:
 
 
 def model_class(config: Config) -> type[ModelAdapter[Any]]:
+    """The class of a model that generates text; one that cannot is refused."""
+    found = find_model(config)
+    if not config.is_causal:
+        hint = "It embeds texts: ArrowEngine and `archerfish embed` take it."
+        raise UnsupportedModelError(f"This {config.model_type} sees both directions, so it cannot generate text.", hint=hint)
+    return found
+
+
+def find_model(config: Config) -> type[ModelAdapter[Any]]:
     """The class for a configuration: a registered one, else an installed package's; an unknown one is refused."""
     if config.model_type in MODELS:
         return class_of(MODELS[config.model_type])
@@ -264,18 +297,27 @@ def model_class(config: Config) -> type[ModelAdapter[Any]]:
     raise UnsupportedModelError(f"No text generation model for model_type {config.model_type!r}.", hint=hint)
 
 
-def encoder_class(config: Config) -> type[Encoder[Any]]:
-    """The class for a configuration; an unknown architecture is refused with the known ones."""
+def encoder_class(config: Config, *, embeds: bool = False) -> type[Encoder[Any]]:
+    """The class for a configuration; an unknown architecture is refused with the known ones.
+
+    embeds: the model's files say how it embeds texts, as decoders' must.
+    """
     found = ENCODERS.get(config.model_type)
+    if found is None and config.model_type in MODELS:
+        if embeds or config.is_classifier or not config.is_causal:
+            return class_of(DECODER_ENCODER)
+        hint = "It writes text: LLMEngine and `archerfish generate` take it. To embed, it needs a modules.json: docs/embed.md."
+        raise UnsupportedModelError(f"No encoder for model_type {config.model_type!r}.", hint=hint)
     if found is None:
-        hint = architecture_hint(config.model_type, ENCODERS)
-        if config.model_type in MODELS:
-            hint = "It writes text: LLMEngine and `archerfish generate` take it."
+        page = "docs/embed.md lists what embeds texts, CONTRIBUTING.md shows how an architecture is added"
+        hint = architecture_hint(config.model_type, ENCODERS, page)
         raise UnsupportedModelError(f"No encoder for model_type {config.model_type!r}.", hint=hint)
     return class_of(found)
 
 
-def architecture_hint(model_type: str, known: Iterable[str]) -> str:
+def architecture_hint(
+    model_type: str, known: Iterable[str], page: str = "docs/add-a-model.md shows how an architecture is added"
+) -> str:
     """A name that differs in spelling alone; else the nearest one, by structure or by how its family is called, and all."""
 
     def letters(name: str) -> str:
@@ -288,7 +330,7 @@ def architecture_hint(model_type: str, known: Iterable[str]) -> str:
     family = [name for name in names if letters(model_type).startswith("".join(takewhile(str.isalpha, name)) or "?")]
     nearest = NEAREST.get(model_type) or (family[-1] if family else None)
     found = f"The nearest that is supported is {nearest!r}. " if nearest in names else ""
-    return f"{found}docs/add-a-model.md shows how an architecture is added. Supported: {', '.join(names)}."
+    return f"{found}{page}. Supported: {', '.join(names)}."
 
 
 def class_of(found: str | type[Any]) -> type[Any]:

@@ -30,11 +30,18 @@ class BertEncoder(Encoder[T]):
     has_types: ClassVar[bool] = True  # tokens have a type: first or second text
     counts_from_padding: ClassVar[bool] = False  # positions count from the padding id on
     head_parts: ClassVar[tuple[str, str, Activation]] = ("bert.pooler.dense", "classifier", "tanh")  # of a classifier
+    masked_parts = (
+        "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.decoder",
+        "cls.predictions.bias",
+    )
 
     def __init__(self, weights: Weights[T], config: Config) -> None:
         super().__init__(weights, config)
         if config.values.get("position_embedding_type", "absolute") != "absolute":
-            raise UnsupportedModelError(f"Only absolute positions are supported for {config.model_type}.")
+            hint = None
+            if "lora_adaptations" in config.values:
+                hint = "Of Jina v3, take a copy that transformers wrote (jina_embeddings_v3): docs/embed.md."
+            raise UnsupportedModelError(f"Only absolute positions are supported for {config.model_type}.", hint=hint)
         ops, shape, num_positions = self.ops, self.shape, config.integer("max_position_embeddings")
         embeddings = weights.scope("embeddings")
         self.words = embeddings.table("word_embeddings.weight", config.integer("vocab_size"), shape.width)
@@ -84,6 +91,7 @@ class RobertaEncoder(BertEncoder[T]):
     prefix = "roberta"
     counts_from_padding = True
     head_parts = ("classifier.dense", "classifier.out_proj", "tanh")
+    masked_parts = ("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias")
 
 
 class DistilBertEncoder(BertEncoder[T]):
@@ -98,6 +106,7 @@ class DistilBertEncoder(BertEncoder[T]):
     shape_names = ("dim", "n_heads", "hidden_dim", "activation")
     has_types = False
     head_parts = ("pre_classifier", "classifier", "relu")
+    masked_parts = ("vocab_transform", "vocab_layer_norm", "vocab_projector", "vocab_projector.bias")
 
 
 class MPNetEncoder(RobertaEncoder[T]):

@@ -56,12 +56,25 @@ class Config:
 
     @property
     def is_classifier(self) -> bool:
-        return any("ForSequenceClassification" in str(name) for name in self.values.get("architectures") or [])
+        names = self.values.get("architectures") or []
+        return bool(self.score_token_ids) or any("ForSequenceClassification" in str(name) for name in names)
+
+    @property
+    def score_token_ids(self) -> list[int]:
+        """Of a decoder that ranks: the tokens whose logits make its score, "yes" and maybe "no"."""
+        return list(self.values.get("score_token_ids") or [])
 
     @property
     def num_labels(self) -> int:
+        if self.score_token_ids:
+            return 1
         labels = self.values.get("id2label")
         return len(labels) if isinstance(labels, dict) and labels else self.integer("num_labels", 2)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a token of a decoder sees none after it, as generating needs."""
+        return self.flag("is_causal", True) and not self.flag("use_bidirectional_attention")
 
     def block_shape(self, width: str, heads: str, feed_forward: str, activation: str) -> BlockShape:
         """Shape of an encoder's block, from the values of these names."""
@@ -82,7 +95,8 @@ class Config:
         head_dim = self.integer("head_dim", width // num_heads)
         if not head_dim:
             raise UnsupportedModelError(f"A width of {width} leaves nothing for each of {num_heads} heads.")
-        return HeadShape(num_heads, num_kv_heads, head_dim, head_dim**-0.5 if scale is None else scale, window, softcap)
+        scale = head_dim**-0.5 if scale is None else scale
+        return HeadShape(num_heads, num_kv_heads, head_dim, scale, window, softcap, self.is_causal)
 
     def layer_types(self, default_period: int = 0) -> list[str]:
         """sliding_attention or full_attention of each layer; unstated: every default_period-th is full, or all with 0."""

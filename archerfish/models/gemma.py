@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from archerfish.errors import UnsupportedModelError
 from archerfish.kernels.ops import HeadShape, T
 from archerfish.layers.decoder import GatedMLP
 from archerfish.layers.rotary import RotaryConfig, read_rotary
@@ -22,8 +21,6 @@ class GemmaModel(LlamaModel[T]):
     norm_plus = 1.0
 
     def __init__(self, weights: Weights[T], config: Config, max_len: int) -> None:
-        if config.flag("use_bidirectional_attention"):
-            raise UnsupportedModelError("A Gemma that sees both directions (use_bidirectional_attention) cannot generate.")
         super().__init__(weights, config, max_len)
         self.embedding_scale = self.width**0.5
 
@@ -51,6 +48,12 @@ class Gemma2Model(GemmaModel[T]):
             window=self.window(layer), softcap=self.config.limit("attn_logit_softcapping", self.score_cap),
             scale=self.config.number("query_pre_attn_scalar", 256) ** -0.5,
         )
+
+    def window(self, layer: int) -> int:
+        if self.layer_type(self.config, layer) != "sliding_attention":
+            return 0
+        stated = int(self.config.limit("sliding_window", self.default_window))
+        return stated if self.config.is_causal else stated // 2 + 1  # one that reaches to both sides is stated as their sum
 
 
 class Gemma3Model(Gemma2Model[T]):

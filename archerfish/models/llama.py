@@ -52,6 +52,8 @@ class LlamaModel(ModelAdapter[T]):
             return
         self.norm = self.make_norm(body, "norm", times=self.logit_scale())
         self.vocabulary = ranks.part(vocab_size, what="tokens")
+        if not weights.takes_head:
+            return
         if config.flag("tie_word_embeddings", self.ties_embeddings):
             self.head = body.tied_linear(self.embedding, self.vocabulary, self.width, "embed_tokens")
         else:

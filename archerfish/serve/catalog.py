@@ -66,6 +66,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     is_tts: bool = False  # it generates tokens of speech and no text
     served_names: tuple[str, ...] = ()  # aliases that are listed
     default_sampling: dict[str, Any] = {}  # of requests that state none
+    outputs: tuple[str, ...] = ("dense",)  # kinds of vectors, that which it is made for first
 
 
 class ModelText:

@@ -1,7 +1,7 @@
 """Routes of other servers for encoders: those of text-embeddings-inference (TEI) and of vLLM.
 
-TEI: /embed, /rerank, /predict and /info. A POST to / is one to /embed, as huggingface_hub's clients send it. /rerank takes the
-bodies of Jina and Cohere too. vLLM: /score, /v1/score, /pooling and /classify.
+TEI: /embed, /embed_sparse, /embed_all, /rerank, /predict and /info. A POST to / is one to /embed, as huggingface_hub's clients
+send it. /rerank takes the bodies of Jina and Cohere too. vLLM: /score, /v1/score, /pooling, /classify and /v1/classify.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from archerfish import __version__
+from archerfish.engine.token_vectors import SparseVector
 from archerfish.errors import InvalidInputError
 from archerfish.serve import answers, bodies, vector_routes
 from archerfish.serve.bodies import STRING, STRINGS, checked
@@ -63,6 +64,13 @@ class TEIEmbedBody(TEIBody):
     dimensions: int | None = Field(None, ge=1)
 
 
+class TEISparseBody(TEIBody):
+    """POST /embed_sparse and /embed_all, in TEI's form."""
+
+    inputs: bodies.Prompts
+    prompt_name: str | None = None
+
+
 class TEIPredictBody(TEIBody):
     """POST /predict, in TEI's form."""
 
@@ -94,6 +102,13 @@ class TEILabel(Schema):
     label: str
 
 
+class SparseValue(Schema):
+    """A token of the vocabulary, and its weight in a text."""
+
+    index: int
+    value: float
+
+
 class TEIInfo(Schema, kw_only=True):
     model_id: str
     model_sha: str | None = None
@@ -116,6 +131,8 @@ class TEIRoutes:
         self.routes = [
             BodyRoute("/embed", self.embed, TEIEmbedBody, list[list[float]]),
             BodyRoute("/", self.embed, TEIEmbedBody, list[list[float]]),
+            BodyRoute("/embed_sparse", self.embed_sparse, TEISparseBody, list[list[SparseValue]]),
+            BodyRoute("/embed_all", self.embed_all, TEISparseBody, list[list[list[float]]]),
             BodyRoute("/rerank", self.rerank, AnyRerankBody, answers.Ranking | list[TEIRank]),
             BodyRoute("/predict", self.predict, TEIPredictBody, list[TEILabel | list[TEILabel]]),
             Route("/info", self.info),
@@ -128,6 +145,19 @@ class TEIRoutes:
             normalize=body.normalize is not False, truncate=body.truncate, param="inputs",
         )
         return json_response(await encode_items(row.tolist() for row in rows))
+
+    async def embed_sparse(self, request: Request, body: TEISparseBody) -> Response:
+        """Sparse vectors of texts: tokens of the vocabulary and their weights."""
+        return await self._token_vectors(request, body, "sparse")
+
+    async def embed_all(self, request: Request, body: TEISparseBody) -> Response:
+        """Several vectors for each text, one for each of its tokens, of a late-interaction model."""
+        return await self._token_vectors(request, body, "multi_vector")
+
+    async def _token_vectors(self, request: Request, body: TEISparseBody, output: str) -> Response:
+        options: dict[str, Any] = {"prompt_name": body.prompt_name, "truncate": body.truncate}
+        _, found, _ = await self.vectors.token_vectors(request, body.model, body.inputs, output, "inputs", **options)
+        return json_response(await encode_items(map(shown_tokens, found)))
 
     async def rerank(self, request: Request, body: AnyRerankBody) -> Response:
         """Documents by their relevance to a query, best first."""
@@ -185,6 +215,15 @@ class ClassifyBody(bodies.ModelBody):
     """POST /classify."""
 
     input: Texts
+    use_activation: bool | None = Field(None, description="false: the model's own scores, such as rewards.")
+
+
+class PoolingBody(vector_routes.EmbeddingsBody):
+    """POST /pooling."""
+
+    task: Literal["embed", "token_embed", "sparse"] | None = Field(
+        None, description="One vector for each text, one for each token, or weights of tokens; left out: what the model is for."
+    )
 
 
 class Scored(Schema, kw_only=True):
@@ -196,7 +235,7 @@ class Scored(Schema, kw_only=True):
 class Pooled(Schema, kw_only=True):
     index: int
     object: Literal["pooling"] = "pooling"
-    data: list[float] | str
+    data: list[float | list[float] | SparseValue] | str
 
 
 class Classified(Schema):
@@ -223,6 +262,15 @@ class Classes(VectorList, kw_only=True):
     data: list[Classified]
 
 
+OUTPUTS = {"embed": "dense", "token_embed": "multi_vector", "sparse": "sparse"}  # by the name of a task
+
+
+def shown_tokens(found: SparseVector | vector_routes.Array) -> list[Any]:
+    if not isinstance(found, SparseVector):
+        return list(found.tolist())
+    return [SparseValue(token_id, weight) for token_id, weight in found.as_dict().items()]
+
+
 def labels_of(card: ModelCard, number: int) -> list[str]:
     """The names of a model's labels."""
     names = (read_metadata(card.directory).get("config") or {}).get("id2label") or {}
@@ -236,8 +284,9 @@ class VLLMRoutes:
         self.vectors = vectors
         self.routes = [
             BodyRoute("/score", self.score, ScoreBody, Scores), BodyRoute("/v1/score", self.score, ScoreBody, Scores),
-            BodyRoute("/pooling", self.pooling, vector_routes.EmbeddingsBody, Pooling),
+            BodyRoute("/pooling", self.pooling, PoolingBody, Pooling),
             BodyRoute("/classify", self.classify, ClassifyBody, Classes),
+            BodyRoute("/v1/classify", self.classify, ClassifyBody, Classes),
         ]  # fmt: skip
 
     async def score(self, request: Request, body: ScoreBody) -> Response:
@@ -251,17 +300,28 @@ class VLLMRoutes:
         data = [Scored(index=index, score=float(score)) for index, score in enumerate(scores)]
         return json_response(Scores(**answer_head("score", card.id), data=data, usage=usage))
 
-    async def pooling(self, request: Request, body: vector_routes.EmbeddingsBody) -> Response:
-        """Vectors of texts."""
-        card, rows, usage = await self.vectors.of_body(request, body)
-        shown = enumerate(vector_routes.shown_rows(rows, body.encoding_format))
+    async def pooling(self, request: Request, body: PoolingBody) -> Response:
+        """Vectors of texts, of tokens, or weights of tokens."""
+        card = await self.vectors.catalog.find(body.model, "embedding", request=request)
+        output = OUTPUTS[body.task] if body.task else card.outputs[0]
+        if output == "dense":
+            card, rows, usage = await self.vectors.of_body(request, body)
+            shown: Any = enumerate(vector_routes.shown_rows(rows, body.encoding_format, body.output_dtype))
+        else:
+            card, found, usage = await self.vectors.token_vectors(
+                request, body.model, body.input, output, prompt_name=body.prompt_name, truncate=body.truncate,
+                deadline_s=body.deadline_s,
+            )
+            shown = enumerate(map(shown_tokens, found))
         data: Any = await encode_items(Pooled(index=index, data=row) for index, row in shown)
         return json_response(Pooling(**answer_head("pool", card.id), data=data, usage=usage))
 
     async def classify(self, request: Request, body: ClassifyBody) -> Response:
         """The label of each text, with the probabilities of all labels."""
-        texts = [body.input] if isinstance(body.input, str) else body.input
-        card, rows, usage = await self.vectors.classes(request, body.model, texts, "input")
+        texts, is_raw = [body.input] if isinstance(body.input, str) else body.input, body.use_activation is False
+        card, rows, usage = await self.vectors.classes(
+            request, body.model, texts, "input", is_raw=is_raw, is_final=is_raw
+        )
         labels = labels_of(card, rows.shape[1])
         data = [Classified(index, labels[int(np.argmax(row))], row.tolist(), len(labels)) for index, row in enumerate(rows)]
         return json_response(Classes(**answer_head("classify", card.id), data=data, usage=usage))

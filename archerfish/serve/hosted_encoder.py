@@ -15,6 +15,7 @@ import numpy.typing as npt
 from archerfish.config import ServeConfig
 from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.text_batches import softmax
+from archerfish.engine.token_vectors import as_rows
 from archerfish.errors import InvalidInputError, UnknownOptionError, UnsupportedModelError
 from archerfish.route.router import ReplicaLoad
 from archerfish.serve.compute import Lane, ModelHost, PendingRequest, read_in_thread
@@ -37,9 +38,9 @@ class EncodingRequest:
     request: PendingRequest
     texts: list[TokenizedText]
     num_tokens: int
-    normalize: bool | None
+    options: dict[str, Any]  # of the engine's method; requests that share a job have the same
     finish: Callable[[Array], Array]
-    rows: Array | None = None
+    rows: Array | list[Array] | None = None
     num_taken: int = 0  # texts that jobs have taken
     num_done: int = 0
     is_alone: bool = False  # after a job that it shared with others has failed
@@ -63,24 +64,27 @@ class HostedEncoder:
             rates=host.rates, max_queued=host.config.max_queue_texts, max_wait_s=host.config.admission.get("max_wait_s", 0.0),
             order="round-robin", clock=host.clock,
         )  # fmt: skip
+        self.outputs: tuple[str, ...] = getattr(engine, "outputs", ("dense",))
         self.latency_s = host.config.latency_budget_ms / 1000
         self.job_tokens = FIRST_JOB_TOKENS
         self.num_texts = self.num_tokens = 0  # computed
         self._host, self._clock = host, host.clock
         self._queue: deque[EncodingRequest] = deque()  # requests with texts that no job has taken
-        self._running: tuple[Job, Future[Array]] | None = None
+        self._running: tuple[Job, Future[Array | list[Array]]] | None = None
         self._job_cost = StepCost()  # of jobs alone; the controller's includes the waits for other models
         self.has_work = False  # whether requests wait or are computed
 
     def card(self) -> dict[str, Any]:
         directory = str(getattr(self.engine, "directory", ""))
         shown = {"kind": self.kind, "max_length": self.engine.get_max_seq_length(), "directory": directory}
-        return shown if self.kind == "cross-encoder" else {**shown, "dimension": self.engine.get_embedding_dimension()}
+        if self.kind == "cross-encoder":
+            return shown
+        return {**shown, "dimension": self.engine.get_embedding_dimension(), "outputs": self.outputs}
 
     # Requests
 
     def submit(self, request: PendingRequest) -> None:
-        inputs, normalize, finish = self._read(request.message)
+        inputs, options, finish = self._read(request.message)
         texts = [text for one in inputs for text in (one if isinstance(one, tuple) else (one,))]  # both texts of a pair
         num_ids = sum(len(text) for text in texts if isinstance(text, list))
         num_characters = sum(len(text) for text in texts if isinstance(text, str))
@@ -104,7 +108,7 @@ class HostedEncoder:
                 most = f"{self.engine.get_max_seq_length():,} tokens, special ones included, the limit of {self.name}"
                 hint = "Shorten it, or leave out truncate: texts are cut then."
                 raise InvalidInputError(f"Text {place} has more than {most}.", hint=hint)
-            encoding = EncodingRequest(request, texts, sum(len(text.token_ids) for text in texts), normalize, finish)
+            encoding = EncodingRequest(request, texts, sum(len(text.token_ids) for text in texts), options, finish)
             return partial(self._enqueue, encoding, admitted)
 
         if num_characters + num_ids <= MAX_INLINE_SIZE:
@@ -112,24 +116,30 @@ class HostedEncoder:
         else:
             read_in_thread(self._host, request, read)
 
-    def _read(self, message: Any) -> tuple[list[Any], bool | None, Callable[[Array], Array]]:
-        """The inputs of a request, whether to normalise their rows, and how to turn rows into the answer."""
+    def _read(self, message: Any) -> tuple[list[Any], dict[str, Any], Callable[[Array], Array]]:
+        """The inputs of a request, how to compute them, and how to turn rows into the answer."""
         if isinstance(message, EmbedRequest):
             if self.kind == "cross-encoder":
                 raise InvalidInputError(f"{self.name} is a cross-encoder: it scores pairs.", hint="Name an embedding model.")
-            return list(message.texts), message.normalize, lambda rows: rows
+            if message.output not in self.outputs:
+                hint = f"It has {' and '.join(self.outputs)} ones: POST /pooling gives them."
+                raise InvalidInputError(f"{self.name} has no {message.output} vectors.", hint=hint)
+            if message.output == "dense":
+                return list(message.texts), {"normalize": message.normalize}, lambda rows: rows
+            options = {"output": message.output, "is_query": message.prompt_name == "query"}
+            return list(message.texts), options, lambda rows: rows
         if isinstance(message, ClassifyRequest):
             if self.kind != "cross-encoder":
                 raise InvalidInputError(f"{self.name} has no labels: it embeds texts.", hint="Name a cross-encoder.")
-            is_final = self.engine.has_sigmoid or not message.as_probabilities
-            return list(message.texts), None, (lambda rows: rows) if is_final else softmax
+            is_final = self.engine.has_sigmoid or not message.as_probabilities or message.is_raw
+            return list(message.texts), {"is_raw": True} if message.is_raw else {}, (lambda rows: rows) if is_final else softmax
         if not isinstance(message, ScoreRequest):
             raise InvalidInputError(f"{self.name} generates no text; it has vectors.", hint="Name a generation model.")
         if not message.documents:
-            return [], True, lambda rows: rows
+            return [], {}, lambda rows: rows
         if self.kind == "cross-encoder":
-            return [(message.query, document) for document in message.documents], None, self._check_one_label
-        return [message.query, *message.documents], True, lambda rows: rows[1:] @ rows[:1].T
+            return [(message.query, document) for document in message.documents], {}, self._check_one_label
+        return [message.query, *message.documents], {"normalize": True}, lambda rows: rows[1:] @ rows[:1].T
 
     def _check_one_label(self, rows: Array) -> Array:
         if rows.shape[1] != 1:
@@ -153,14 +163,14 @@ class HostedEncoder:
         if self.kind == "cross-encoder":
             request.message = ScoreRequest(request_id="", query="health", documents=["health"])
         else:
-            request.message = EmbedRequest(request_id="", texts=["health"])
+            request.message = EmbedRequest(request_id="", texts=["health"], output=self.outputs[0])
         self.submit(request)
 
     # Jobs
 
     def advance(self) -> bool:
         """Collect the job that is done and start the next; whether there was anything to do."""
-        computed: tuple[Job, Array] | None = None
+        computed: tuple[Job, Array | list[Array]] | None = None
         has_moved = False
         if self._running is not None and self._running[1].done():
             (job, future), self._running, has_moved = self._running, None, True
@@ -180,7 +190,7 @@ class HostedEncoder:
             if self._queue:
                 job, has_moved = self._next_job(), True
                 texts = [encoding.texts[index] for encoding, index in job]
-                self._running = job, self.lane.submit(self.engine.compute, texts, job[0][0].normalize)
+                self._running = job, self.lane.submit(partial(self._compute, texts, **job[0][0].options))
         if computed is not None:
             self._take_rows(*computed)  # while the next job is computed
         self.has_work = self._running is not None or bool(self._queue)
@@ -222,7 +232,7 @@ class HostedEncoder:
             if job and size > room:
                 break
             queue.popleft()
-            if encoding is not first and (encoding.is_alone or first.is_alone or encoding.normalize is not first.normalize):
+            if encoding is not first and (encoding.is_alone or first.is_alone or encoding.options != first.options):
                 skipped.append(encoding)
                 continue
             job.append((encoding, encoding.num_taken))
@@ -233,19 +243,27 @@ class HostedEncoder:
         queue.extendleft(reversed(skipped))
         return job
 
-    def _take_rows(self, job: Job, rows: Array) -> None:
+    def _compute(self, texts: list[TokenizedText], **options: Any) -> Array | list[Array]:
+        if "output" not in options:
+            return self.engine.compute(texts, **options)
+        return [as_rows(vectors) for vectors in self.engine.compute_tokens(texts, **options)]
+
+    def _take_rows(self, job: Job, rows: Array | list[Array]) -> None:
         for row, (encoding, index) in zip(rows, job, strict=True):
             if encoding.request.is_over:
                 continue
             if encoding.rows is None:
-                encoding.rows = np.empty((len(encoding.texts), rows.shape[1]), np.float32)
+                num, is_several = len(encoding.texts), isinstance(rows, list)
+                encoding.rows = [row] * num if is_several else np.empty((num, len(row)), np.float32)
             encoding.rows[index] = row
             encoding.num_done += 1
             if encoding.num_done < len(encoding.texts):
                 continue
-            request = encoding.request
+            request, given = encoding.request, encoding.rows
+            row_counts = list(map(len, given)) if isinstance(given, list) else []
             try:
-                found = np.ascontiguousarray(encoding.finish(encoding.rows), dtype="<f4")
+                all_rows = np.concatenate(given) if isinstance(given, list) else given
+                found = np.ascontiguousarray(encoding.finish(all_rows), dtype="<f4")
             except Exception as error:
                 self._host.fail(request, error)
                 continue
@@ -253,7 +271,7 @@ class HostedEncoder:
             figures.embedded(self.name, self._clock() - request.arrived, figures.tenant_label(request.tenant.name))
             self._host.answer(request, Vectors(
                 request_id=request.message.request_id, model=self.name, num_rows=found.shape[0], num_columns=found.shape[1],
-                data=found.tobytes(), num_tokens=encoding.num_tokens,
+                data=found.tobytes(), num_tokens=encoding.num_tokens, row_counts=row_counts,
                 truncated=[place for place, text in enumerate(encoding.texts) if text.is_cut],
             ))  # fmt: skip
 

@@ -16,7 +16,7 @@ from archerfish.background import in_background
 from archerfish.cache.digest import ModelDigest
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig
 from archerfish.engine.arrow_engine import ArrowEngine
-from archerfish.engine.inference_core import locate
+from archerfish.engine.inference_core import locate, output_sizes
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.llm_loading import read_facts
 from archerfish.engine.progress import progress_bar
@@ -229,7 +229,9 @@ def make_entry(spec: ModelSpec, hub: HubConfig, host: ModelHost) -> ModelEntry:
             raise InvalidInputError(f"{hosted.name} is no {spec.kind} model.", hint=f"Its kind is {hosted.kind!r}.")
         lane.submit(encoder.core.ops.start_thread, config.num_threads).result()
         warm = ("warm", "up") if encoder.is_cross_encoder else "warm up"
-        lane.submit(encoder.compute, encoder.tokenize([warm])).result()
+        tokenized, is_dense = encoder.tokenize([warm]), encoder.core.output == "dense"
+        compute: Any = encoder.compute if is_dense else partial(encoder.compute_tokens, output=encoder.core.output)
+        lane.submit(compute, tokenized).result()
         return hosted
 
     name = Path(spec.model).name if Path(spec.model).exists() else spec.model
@@ -255,13 +257,15 @@ def describe(spec: ModelSpec, hub: HubConfig) -> tuple[dict[str, Any], int]:
     directory = locate(config, hub, no_progress)
     metadata = read_metadata(directory)
     values = Config(metadata.config)
-    architecture = encoder_class(values)
+    embedding = metadata.embedding or {}
+    architecture = encoder_class(values, embeds=bool(embedding))
     most = architecture.max_positions(values)
-    stated = (metadata.embedding or {}).get("max_seq_length")
-    stated = stated or stated_max_length(read_settings(directory / "tokenizer" / "tokenizer_config.json"))
+    settings = read_settings(directory / "tokenizer" / "tokenizer_config.json")
+    stated = embedding.get("max_seq_length") or stated_max_length(settings)
     card = {"max_length": config.max_length or min(most, stated or most), "directory": str(directory)}
     if spec.kind == "embedding":
-        card["dimension"] = architecture.block_shape(values).width
+        outputs = output_sizes(architecture, values, embedding, {info.name: info.shape for info in metadata.tensors})
+        card |= {"dimension": next(iter(outputs.values())), "outputs": tuple(outputs)}
     return card, arrow_bytes(directory)
 
 

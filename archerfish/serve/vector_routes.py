@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from archerfish.config import ServeConfig
+from archerfish.engine.token_vectors import SparseVector, from_rows, scores_of
 from archerfish.errors import InputTooLargeError, InvalidInputError
 from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve import answers, bodies
@@ -28,6 +29,7 @@ from archerfish.serve.http import BodyRoute
 from archerfish.serve.wire import ClassifyRequest, EmbedRequest, ForVectors, Kind, Vectors
 
 Array = npt.NDArray[np.float32]
+NumberType = Literal["float", "int8", "uint8", "binary", "ubinary"]
 YIELD_ROWS = 16  # rows that are written as JSON before other requests run: a few milliseconds
 DOCUMENT = {"anyOf": [STRING, {"type": "object", "properties": {"text": STRING}, "required": ["text"]}]}
 OF_QUERIES, OF_DOCUMENTS = ("query", "search_query"), ("document", "passage", "corpus", "search_document")
@@ -85,6 +87,7 @@ class EmbeddingsBody(VectorBody):
     dimensions: int | None = Field(None, ge=1, description="Keep only the first so many dimensions, scaled to length 1.")
     prompt_name: str | None = Field(None, description="A prompt of the model's files, which is put before every text.")
     input_type: str | None = Field(None, description="What the texts are, as query or document; chooses the model's prompt.")
+    output_dtype: NumberType = Field("float", description="Numbers of the vectors; int8 and uint8: scaled for each vector.")
     user: str | None = Field(None, description=UNUSED)
 
 
@@ -124,7 +127,7 @@ class VectorRoutes:
     async def embeddings(self, request: Request, body: EmbeddingsBody) -> Response:
         """Vectors of texts."""
         card, rows, usage = await self.of_body(request, body)
-        cut, shown = set(request.state.truncated), enumerate(shown_rows(rows, body.encoding_format))
+        cut, shown = set(request.state.truncated), enumerate(shown_rows(rows, body.encoding_format, body.output_dtype))
         items = (answers.Embedding(index=index, embedding=row, truncated=index in cut or UNSET) for index, row in shown)
         data: Any = await encode_items(items)
         return json_response(answers.Embeddings(data=data, model=card.id, usage=usage))
@@ -185,6 +188,19 @@ class VectorRoutes:
                 rows = np.asarray(rows / np.maximum(norms, np.finfo(np.float32).tiny), np.float32)
         return card, rows, usage
 
+    async def token_vectors(
+        self, request: Request, model: str | None, texts: Sequence[str | list[int]], output: str = "", param: str = "input",
+        **options: Any,
+    ) -> tuple[ModelCard, list[SparseVector | Array], answers.VectorUsage]:
+        """Sparse vectors of texts, or several for each. output: as in EmbedRequest; empty: what the model is made for."""
+        card = await self.find(request, model, len(texts), param, "embedding")
+        output = output or card.outputs[0]
+        if output not in card.outputs or output == "dense":
+            raise InvalidParameterError(f"{card.id} has {' and '.join(card.outputs)} vectors, not {output} ones.", "model")
+        rows, usage = await self.ask(request, card, EmbedRequest, len(texts), texts=texts, output=output, **options)
+        parts = np.split(rows, np.cumsum(request.state.row_counts)[:-1])
+        return card, [from_rows(part, output) for part in parts], usage
+
     async def scores(
         self, request: Request, model: str | None, pairs: Sequence[tuple[str, str]], param: str, **options: Any
     ) -> tuple[ModelCard, Array, answers.VectorUsage]:
@@ -193,7 +209,11 @@ class VectorRoutes:
         options: deadline_s and truncate of the request to the engine.
         """
         card = await self.find(request, model, len(pairs), param, "cross-encoder", "embedding")
-        if card.kind == "cross-encoder":
+        if card.outputs[0] != "dense":
+            _, left, _ = await self.token_vectors(request, model, [a for a, _ in pairs], prompt_name="query", **options)
+            _, right, usage = await self.token_vectors(request, model, [b for _, b in pairs], **options)
+            scores = np.concatenate([scores_of([a], [b])[0] for a, b in zip(left, right, strict=True)])
+        elif card.kind == "cross-encoder":
             rows, usage = await self.ask(request, card, ClassifyRequest, len(pairs), texts=pairs, **options)
             if rows.shape[1] != 1:
                 message = f"{card.id} gives {rows.shape[1]} labels per pair; a score needs one. POST /classify gives all."
@@ -208,16 +228,18 @@ class VectorRoutes:
 
     async def classes(
         self, request: Request, model: str | None, texts: Sequence[str | tuple[str, str]], param: str, *,
-        is_raw: bool = False, truncate: bool = True,
+        is_raw: bool = False, is_final: bool = False, truncate: bool = True,
     ) -> tuple[ModelCard, Array, answers.VectorUsage]:
-        """The probability of every label, a row for each text or pair; is_raw: the model's own scores of several labels."""
+        """The probability of every label, a row for each text or pair; is_raw: the model's own scores of several labels;
+        is_final: of one label, too."""
         try:
             card = await self.find(request, model, len(texts), param, "cross-encoder")
         except InvalidParameterError as error:
             error.hint = "Only a cross-encoder has labels and can classify texts; --rerank-model serves one."
             raise
         rows, usage = await self.ask(
-            request, card, ClassifyRequest, len(texts), texts=texts, truncate=truncate, as_probabilities=not is_raw
+            request, card, ClassifyRequest, len(texts), texts=texts, truncate=truncate, as_probabilities=not is_raw,
+            is_raw=is_final,
         )
         return card, rows, usage
 
@@ -240,7 +262,7 @@ class VectorRoutes:
         assert isinstance(answer, Vectors)
         num_tokens, route = answer.num_tokens, request.scope["path"]
         request.state.log.update(prompt_tokens=num_tokens, output_tokens=0)
-        request.state.truncated = answer.truncated
+        request.state.truncated, request.state.row_counts = answer.truncated, answer.row_counts
         if answer.truncated:
             request.state.remarks.append(f"texts cut to {card.max_length:,} tokens: {len(answer.truncated)}")
         self.texts.add(num_texts, route=route)
@@ -255,13 +277,29 @@ def best_first(scores: Array) -> list[int]:
     return [int(place) for place in np.argsort(-scores, kind="stable")]
 
 
-def shown_rows(rows: Array, encoding_format: str) -> Iterator[list[float] | str]:
+def shown_rows(rows: Array, encoding_format: str, number_type: NumberType = "float") -> Iterator[list[float] | str]:
     """Rows as lists, or as text for base64."""
-    return map(as_base64, rows) if encoding_format == "base64" else (row.tolist() for row in rows)
+    numbers = map(NUMBERS[number_type], rows)
+    return map(as_base64, numbers) if encoding_format == "base64" else (row.tolist() for row in numbers)
 
 
-def as_base64(row: Array) -> str:
-    return base64.b64encode(row.astype("<f4").tobytes()).decode()
+def as_base64(numbers: npt.NDArray[Any]) -> str:
+    return base64.b64encode(numbers.tobytes()).decode()
+
+
+def to_int8(row: Array) -> npt.NDArray[Any]:
+    """Whole numbers whose largest one is 127: the cosines of vectors stay about the same."""
+    largest = float(np.abs(row).max()) or 1.0
+    return np.round(row * (127 / largest)).astype(np.int8)
+
+
+NUMBERS: dict[NumberType, Callable[[Array], npt.NDArray[Any]]] = {
+    "float": lambda row: row.astype("<f4"),
+    "int8": to_int8,
+    "uint8": lambda row: (to_int8(row).astype(np.int16) + 128).astype(np.uint8),
+    "binary": lambda row: (np.packbits(row > 0).astype(np.int16) - 128).astype(np.int8),
+    "ubinary": lambda row: np.packbits(row > 0),
+}
 
 
 def find_prompt(request: Request, card: ModelCard, input_type: str) -> str | None:
@@ -294,20 +332,8 @@ async def encode_items(items: Iterable[Any]) -> list[msgspec.Raw]:
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 
 
-def to_int8(row: Array) -> Any:
-    """Whole numbers whose largest one is 127: the cosines of vectors stay about the same."""
-    largest = float(np.abs(row).max()) or 1.0
-    return np.round(row * (127 / largest)).astype(np.int8)
-
-
-ENCODERS: dict[EmbeddingType, Callable[[Array], Any]] = {
-    "float": lambda row: row.tolist(),
-    "int8": lambda row: to_int8(row).tolist(),
-    "uint8": lambda row: (to_int8(row).astype(np.int16) + 128).tolist(),
-    "binary": lambda row: (np.packbits(row > 0).astype(np.int16) - 128).tolist(),
-    "ubinary": lambda row: np.packbits(row > 0).tolist(),
-    "base64": as_base64,
-}
+def shown_as(rows: Array, kind: EmbeddingType) -> Iterator[list[float] | str]:
+    return shown_rows(rows, "base64") if kind == "base64" else shown_rows(rows, "float", kind)
 
 
 class CohereEmbedBody(ModelBody):
@@ -366,7 +392,7 @@ class CohereRoutes:
         version = request.scope["path"][2]
         meta = CohereMeta(api_version={"version": version}, billed_units=CohereUnits(usage.prompt_tokens))
         types = body.embedding_types or ["float"]
-        shown: Any = {kind: await encode_items(map(ENCODERS[kind], rows)) for kind in dict.fromkeys(types)}
+        shown: Any = {kind: await encode_items(shown_as(rows, kind)) for kind in dict.fromkeys(types)}
         if version == "1" and body.embedding_types is None:
             return json_response(CohereFloats(embeddings=shown["float"], texts=body.texts, meta=meta))
         return json_response(CohereByType(embeddings=shown, texts=body.texts, meta=meta))

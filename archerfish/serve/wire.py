@@ -62,6 +62,7 @@ class EmbedRequest(ModelRequest, tag="embed", kw_only=True, omit_defaults=True):
     normalize: bool | None = None  # None: as the model's files say
     truncate: bool = True  # cut texts that are longer than the model takes; false: refuse them
     prompt_name: str | None = None  # a prompt of the model, which is put before every text; None: the model's default, if any
+    output: str = "dense"  # or sparse: rows of a token id and its weight; or multi_vector: a row for each token
 
 
 class ScoreRequest(ModelRequest, tag="score", kw_only=True, omit_defaults=True):
@@ -78,6 +79,7 @@ class ClassifyRequest(ModelRequest, tag="classify", kw_only=True, omit_defaults=
     texts: list[str | tuple[str, str]]
     truncate: bool = True
     as_probabilities: bool = False  # a softmax over several labels, unless the model has a sigmoid for each
+    is_raw: bool = False  # without the sigmoid, too
 
 
 class ExplainRequest(ModelRequest, tag="explain", kw_only=True, omit_defaults=True):
@@ -202,6 +204,7 @@ class Vectors(Message, tag="vectors", kw_only=True, omit_defaults=True):
     num_columns: int = 1
     data: bytes = b""
     num_tokens: int = 0
+    row_counts: list[int] = []  # rows of each text, where these are not one
     truncated: list[int] = []  # places of texts that were cut; of documents, 0 is the query where the model embeds it
 
 

@@ -309,10 +309,10 @@ def add_rope_scaling(config: dict[str, Any], facts: GGUFFacts) -> None:
 
 
 def read_embedding_settings(architecture: Architecture, facts: GGUFFacts) -> dict[str, Any] | None:
-    """The `embedding` entry of metadata.json for an encoder."""
-    if architecture.model_type != "bert":
+    """The `embedding` entry of metadata.json for an encoder, or for a decoder that states its pooling."""
+    kind = facts.fields.get("pooling_type", 1 if architecture.model_type == "bert" else None)
+    if kind is None:
         return None
-    kind = facts.fields.get("pooling_type", 1)
     if kind not in POOLING_TYPES:
         raise UnsupportedModelError(f"{facts.name} has the pooling type {kind!r}, which is not supported.")
     pooling, settings = {"pooling_mode": POOLING_TYPES[kind]}, {"max_seq_length": facts.fields.get("context_length")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,9 @@ class SourceTensor(NamedTuple):
     info: TensorInfo
     load: Callable[[], npt.NDArray[Any]]
     load_quantized: Callable[[], Row] | None = None  # if info.quantization is set
+
+    def renamed(self, name: str) -> SourceTensor:
+        return self._replace(info=self.info._replace(name=name))
 
 
 class ModelSource(NamedTuple):
@@ -69,9 +73,14 @@ LEGACY_POOLING = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }  # fmt: skip
-EMBEDDING_MODEL = "SentenceTransformer"
+EMBEDDING_MODELS = ("SentenceTransformer", "SparseEncoder", "MultiVectorEncoder")
 WORLD_NAME = "rwkv_vocab_v20230424.txt"  # the vocabulary of RWKV models
-MODULES = ("Transformer", "Pooling", "Normalize")
+# Modules of sentence-transformers in the order of their pipeline, and what comes out.
+PIPELINES = {
+    "dense": r"\w*Transformer( Pooling( Dense)*( Normalize)?)?", "sparse": r"\w*Transformer SpladePooling",
+    "multi_vector": r"\w*Transformer( Dense)*( MultiVectorMask)?( Normalize)?", "score": r"\w*Transformer LogitScore",
+}  # fmt: skip
+LINEAR_FILES = ("sparse_linear.pt", "colbert_linear.pt")  # of BGE-M3, beside its weights
 
 
 def read_json(path: Path, kind: type = dict) -> Any:
@@ -102,38 +111,115 @@ def token_name(role: str, *sources: Mapping[str, Any]) -> str | None:
     return None
 
 
-def read_modules(root: Path) -> dict[str, Path]:
-    """Kind and directory of each module of a sentence-transformers model; empty when there is no modules.json."""
+class Module(NamedTuple):
+    """A part of a sentence-transformers model."""
+
+    kind: str
+    path: Path
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return optional_json(self.path / "config.json") or {}
+
+
+class Pipeline(NamedTuple):
+    """The modules of a sentence-transformers model; none where there is no modules.json."""
+
+    modules: tuple[Module, ...]
+    output: str  # a key of PIPELINES
+
+    def of(self, kind: str) -> list[Module]:
+        return [module for module in self.modules if module.kind == kind]
+
+
+def read_modules(root: Path) -> Pipeline:
     path = root / "modules.json"
     if not path.is_file():
-        return {}
-    entries = read_json(path, list)
-    modules: dict[str, Path] = {}
-    for entry in entries:
+        return Pipeline((), "dense")
+    modules = []
+    for entry in read_json(path, list):
         kind, folder = (entry.get("type"), entry.get("path")) if isinstance(entry, dict) else (None, None)
         if not isinstance(kind, str) or not isinstance(folder, str) or ".." in Path(folder).parts or Path(folder).is_absolute():
             raise CorruptFileError(f"{path} describes a module without a type and a path below it.")
-        modules[kind.rpartition(".")[2]] = root / folder
-    if len(modules) != len(entries) or tuple(modules) not in (MODULES[:1], MODULES[:2], MODULES):
-        found, hint = ", ".join(modules), f"Supported: {', '.join(MODULES)}, in this order."
-        raise UnsupportedModelError(f"{root} has sentence-transformers modules that are not supported: {found}.", hint=hint)
-    return modules
+        modules.append(Module(kind.rpartition(".")[2], root / folder))
+    kinds = " ".join(module.kind for module in modules)
+    output = next((output for output, pattern in PIPELINES.items() if re.fullmatch(pattern, kinds)), None)
+    if output is None:
+        hint = "docs/embed.md lists those that are."
+        raise UnsupportedModelError(f"{root} has sentence-transformers modules that are not supported: {kinds}.", hint=hint)
+    return Pipeline(tuple(modules), output)
+
+
+def transformer_directory(root: Path) -> Path:
+    """Where the model's own files lie."""
+    modules = read_modules(root).modules
+    return modules[0].path if modules else root
+
+
+def cross_encoder_settings(root: Path) -> dict[str, Any]:
+    """A cross-encoder's activation as version 4 of sentence-transformers kept it in config.json, and the tokens whose logits
+    make a score.
+
+    Version 5 keeps the activation in config_sentence_transformers.json.
+    """
+    settings = optional_json(root / "config_sentence_transformers.json") or {}
+    found: dict[str, Any] = {}
+    for module in read_modules(root).of("LogitScore"):
+        ids = [module.config.get(name) for name in ("true_token_id", "false_token_id")]
+        prompts, name = settings.get("prompts") or {}, settings.get("default_prompt_name")
+        read = optional_json(transformer_directory(root) / "sentence_bert_config.json") or {}
+        found |= {
+            "score_token_ids": [token_id for token_id in ids if token_id is not None], "score_prompt": prompts.get(name) or "",
+            "score_options": (read.get("processing_kwargs") or {}).get("chat_template") or {},
+        }
+    if settings.get("model_type") == "CrossEncoder" and settings.get("activation_fn") is not None:
+        found["sentence_transformers"] = {"activation_fn": settings["activation_fn"]}
+    return found
 
 
 def read_embedding(root: Path) -> dict[str, Any] | None:
     """Pooling, normalisation, lengths and prompts of a sentence-transformers model; None when the files describe none."""
-    modules = read_modules(root)
-    transformer = modules.get("Transformer", root)
-    pooling = modules.get("Pooling", root / "1_Pooling") / "config.json"
+    pipeline = read_modules(root)
+    modules = pipeline.modules
+    transformer = modules[0].path if modules else root
+    pooling = next((module.path for module in pipeline.of("Pooling")), root / "1_Pooling") / "config.json"
     settings = next((read_json(path) for path in sorted(transformer.glob("sentence_*_config.json"))), None)
     prompts = optional_json(root / "config_sentence_transformers.json")
     if not modules and settings is None and prompts is None and not pooling.is_file():
         return None
-    if prompts is not None and prompts.get("model_type", EMBEDDING_MODEL) != EMBEDDING_MODEL:
+    is_other = prompts is not None and prompts.get("model_type", EMBEDDING_MODELS[0]) not in EMBEDDING_MODELS
+    if is_other or pipeline.output == "score":
         return None
-    pooling_config = read_json(pooling) if "Pooling" in modules else optional_json(pooling)
-    normalize = "Normalize" in modules if modules else (root / "2_Normalize").is_dir()
-    return make_embedding(root, pooling_config or {}, settings or {}, prompts or {}, normalize=normalize)
+    pooling_config = read_json(pooling) if pipeline.of("Pooling") else optional_json(pooling)
+    normalize = bool(pipeline.of("Normalize")) if modules else (root / "2_Normalize").is_dir()
+    return {
+        **make_embedding(root, pooling_config or {}, settings or {}, prompts or {}, normalize=normalize),
+        **read_parts(root, pipeline, settings or {}),
+    }
+
+
+def read_parts(root: Path, pipeline: Pipeline, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What comes behind the transformer, besides pooling and normalisation."""
+    if settings.get("query_expansion"):
+        raise UnsupportedModelError(f"{root} fills queries up with mask tokens (query_expansion), which is not supported.")
+    layers = []
+    for module in pipeline.of("Dense"):
+        config = module.config
+        activation = str(config.get("activation_function", "Tanh")).rpartition(".")[2].lower().replace("identity", "none")
+        if config.get("use_residual"):
+            raise UnsupportedModelError(f"{root} has a Dense module with use_residual, which is not supported.")
+        sizes = config.get("in_features"), config.get("out_features")
+        layers.append({"name": module.path.name, "sizes": sizes, "activation": activation})
+    found: dict[str, Any] = {"layers": layers} if layers else {}
+    if pipeline.output != "dense":
+        found["output"] = pipeline.output
+    for module in pipeline.of("SpladePooling"):
+        found |= {"splade": {"activation_function": "relu", "pooling_strategy": "max", **module.config}}
+    for module in pipeline.of("MultiVectorMask"):
+        if module.config.get("keep_only_token_ids"):
+            raise UnsupportedModelError(f"{root} keeps the vectors of images alone (keep_only_token_ids): it reads no texts.")
+        found |= {name: module.config.get(name) for name in ("skiplist_words", "skiplist_tasks")}
+    return found
 
 
 def make_embedding(

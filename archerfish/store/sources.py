@@ -10,7 +10,7 @@ import functools
 import json
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,17 @@ from archerfish.store.loader import map_any
 from archerfish.store.metadata import is_converted
 from archerfish.store.quantised_source import read_quantised, read_settings
 from archerfish.store.rwkv_source import read_rwkv_gguf, read_rwkv_tensors
-from archerfish.store.source import ModelSource, SourceTensor, optional_json, read_embedding, read_modules, source_info
+from archerfish.store.source import (
+    LINEAR_FILES,
+    ModelSource,
+    SourceTensor,
+    cross_encoder_settings,
+    optional_json,
+    read_embedding,
+    read_modules,
+    source_info,
+    transformer_directory,
+)
 from archerfish.store.text_parts import text_model
 from archerfish.store.tokenizer_files import write_tokenizer_files
 
@@ -52,7 +62,7 @@ def open_source(path: Path) -> ModelSource:
     if is_converted(path):
         raise UnsupportedModelError(f"{path} is already converted.", hint="Open it with WeightLoader, or give its source.")
     root = path if path.is_dir() else path.parent
-    directory = read_modules(root).get("Transformer", root) if path.is_dir() else root
+    directory = transformer_directory(root) if path.is_dir() else root
     weights = find_weights(directory) if path.is_dir() else path
     if weights.suffix == ".gguf":
         fields, arrays = read_gguf(weights)
@@ -61,6 +71,9 @@ def open_source(path: Path) -> ModelSource:
     config = optional_json(directory / "config.json")
     settings = read_settings(path, config or {})
     kind, files, found = read_tensors(weights)
+    for prefix, file in added_files(root if path.is_dir() else None):
+        added = read_tensors(file)[2]
+        files, found = (*files, file), [*found, *(tensor.renamed(f"{prefix}.{tensor.info.name}") for tensor in added)]
     tensors = read_quantised(path, settings, found)
     if any(RWKV_TENSOR.match(tensor.info.name) for tensor in tensors):
         return read_rwkv_tensors(path, weights, kind, files, tensors)
@@ -78,15 +91,11 @@ def open_source(path: Path) -> ModelSource:
     )
 
 
-def cross_encoder_settings(root: Path) -> dict[str, Any]:
-    """A cross-encoder's activation as version 4 of sentence-transformers kept it in config.json.
-
-    Version 5 keeps it in config_sentence_transformers.json.
-    """
-    settings = optional_json(root / "config_sentence_transformers.json") or {}
-    if settings.get("model_type") != "CrossEncoder" or settings.get("activation_fn") is None:
-        return {}
-    return {"sentence_transformers": {"activation_fn": settings["activation_fn"]}}
+def added_files(root: Path | None) -> Iterator[tuple[str, Path]]:
+    """Files of weights behind the transformer's, and what their tensors' names begin with."""
+    if root is not None:
+        yield from ((module.path.name, find_weights(module.path)) for module in read_modules(root).of("Dense"))
+        yield from ((Path(name).stem, root / name) for name in LINEAR_FILES if (root / name).is_file())
 
 
 def find_weights(directory: Path) -> Path:

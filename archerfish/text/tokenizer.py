@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
@@ -13,7 +14,7 @@ import numpy as np
 from archerfish.errors import CorruptFileError, InvalidInputError
 from archerfish.kernels.ops import Ids
 from archerfish.kernels.select import import_torch
-from archerfish.store.source import optional_json
+from archerfish.store.source import optional_json, token_name
 from archerfish.text.chunks import ChunkTokenizer
 
 if TYPE_CHECKING:
@@ -71,7 +72,9 @@ class FastTokenizer:
     """The tokenizer.json of a model directory, without the padding and truncation that some files state."""
 
     def __init__(self, tokenizer_path: str | Path, max_length: int = 512) -> None:
-        self._base: RustTokenizer = open_tokenizer(find_tokenizer(Path(tokenizer_path)))
+        file = find_tokenizer(Path(tokenizer_path))
+        self._base: RustTokenizer = open_tokenizer(file)
+        add_end(self._base, read_settings(file.parent / "tokenizer_config.json"))
         self.max_length = max_length
         self._base.enable_truncation(max_length)
         self._by_length: dict[int, RustTokenizer] = {self.max_length: self._base}
@@ -110,6 +113,16 @@ class FastTokenizer:
     def pad_id(self) -> int:
         ids = (self._base.token_to_id(token) for token in ("[PAD]", "<pad>"))
         return next((int(token_id) for token_id in ids if token_id is not None), 0)
+
+    @cached_property
+    def special_ids(self) -> list[int]:
+        """Tokens that are no part of a text."""
+        return [token_id for token_id, token in self._base.get_added_tokens_decoder().items() if token.special]
+
+    def ids_of(self, tokens: Sequence[str]) -> list[int]:
+        """Ids of those tokens that the vocabulary has."""
+        ids = map(self._base.token_to_id, tokens)
+        return [int(token_id) for token_id in ids if token_id is not None]
 
     def _cutting_at(self, max_length: int) -> Any:
         """A tokenizer that truncates at max_length. Truncation is state of a Rust tokenizer, so each length has a copy."""
@@ -160,6 +173,23 @@ def open_tokenizer(file: Path) -> RustTokenizer:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
+
+
+def add_end(tokenizer: RustTokenizer, settings: dict[str, Any]) -> None:
+    """Have the end token behind each text if tokenizer_config.json asks for it and tokenizer.json does not add it."""
+    name, own = token_name("eos_token", settings), tokenizer.encode("").ids
+    end = None if name is None or settings.get("add_eos_token") is not True else tokenizer.token_to_id(name)
+    if end is None or own[-1:] == [end]:
+        return
+    from tokenizers import processors
+
+    special = [*dict.fromkeys(own), end]
+    names = [str(tokenizer.id_to_token(token_id)) for token_id in special]
+    first = " ".join(f"{each}:0" for each in names[:-1])
+    single, second = f"{first} $A:0 {names[-1]}:0".strip(), first.replace(":0", ":1")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, pair=f"{single} {second} $B:1 {names[-1]}:1", special_tokens=list(zip(names, special, strict=True))
+    )
 
 
 def find_tokenizer(path: Path) -> Path:

@@ -179,7 +179,7 @@ def test_gpu_parts_draw_the_same_prompts_whichever_run() -> None:
 
     assert [metric for metric, _ in gpu.run_parts(generated, gpu.SAMPLING, 1)] == [gpu.PARTS[part] for part in gpu.SAMPLING]
     found = [(len(prompts), len(prompts[0]), outputs[0]) for prompts, outputs, _ in asked]
-    assert found == [(4, 128, 256), *[(128, 128, 256)] * 3, (32, 8192, 256), (256, 2048, 256)]
+    assert found == [(4, 128, 256), *[(128, 128, 256)] * 3, (32, 8192, 256), (256, 2048, 512)]
     long = asked[4]
     asked.clear()
     assert [metric for metric, _ in gpu.run_parts(generated, ["long"], 1)] == [gpu.PARTS["long"]] and asked == [long]

@@ -14,12 +14,16 @@ from archerfish import ArrowEngine, HubConfig
 from archerfish.errors import InvalidInputError, UnsupportedModelError
 
 TEXTS = ["the cat sat on a mat .", "", "fish spits water at flies , far away", "中国", "the dog " * 40, "red blue green " * 3]
+SPECIAL = {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3, "mask_token_id": 4}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Bert": {},
     "DistilBert": {},
     "Roberta": {"type_vocab_size": 1, "pad_token_id": 0, "max_position_embeddings": 42},
     "XLMRoberta": {"type_vocab_size": 1, "pad_token_id": 0, "max_position_embeddings": 42},
     "MPNet": {"pad_token_id": 1},
+    "ModernBert": {"local_attention": 8, **SPECIAL}, "NomicBert": {}, "Gte": {},
+    "EuroBert": {"classifier_pooling": "mean", **SPECIAL},
+    "Qwen3": {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}, "Mistral": {"num_key_value_heads": 2},
 }
 
 
@@ -42,7 +46,7 @@ def test_poolings_end_to_end(mode: str, tiny_model: Any, hub: HubConfig) -> None
     check_vectors(tiny_model(pooling_mode=mode), hub)
 
 
-@pytest.mark.parametrize("family", ["Bert", "Roberta", "DistilBert"])
+@pytest.mark.parametrize("family", ["Bert", "Roberta", "DistilBert", "ModernBert", "Gte", "Qwen3"])
 @pytest.mark.parametrize("num_labels", [1, 3])
 def test_cross_encoders(family: str, num_labels: int, tiny_model: Any, hub: HubConfig) -> None:
     config = {**FAMILIES[family], "num_labels": num_labels}

@@ -21,6 +21,7 @@ from archerfish.kernels.ops import (
     NormWeights,
     PagedBatch,
     Pooling,
+    Rotary,
     Rotation,
     Segments,
 )
@@ -344,15 +345,34 @@ def test_attention_over_long_contexts(level: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize(("num_heads", "head_dim"), [(4, 16), (1, 80), (3, 10)])
-def test_attention_of_encoders(num_heads: int, head_dim: int, has_bias: bool, dtype: str, level: str) -> None:
+@pytest.mark.parametrize("heads", [
+    HeadShape(4, 4, 16, 0.25, is_causal=False), HeadShape(1, 1, 80, 0.11, is_causal=False), HeadShape(3, 3, 10, 0.3),
+    HeadShape(4, 2, 16, 0.25, window=20), HeadShape(6, 2, 16, 0.25, window=20, is_causal=False),
+    HeadShape(2, 1, 64, 0.125, softcap=2.0), HeadShape(1, 1, 16, 0.25, window=1, is_causal=False),
+])  # fmt: skip
+def test_attention_of_whole_texts(heads: HeadShape, has_bias: bool, dtype: str, level: str) -> None:
     ops, segments = native_ops("cpu", dtype, level), Segments((7, 1, 70, 33, 129, 2))
-    qkv, bias = random(segments.num_tokens, 3 * num_heads * head_dim), random(num_heads, 129, 129) if has_bias else None
-    expected = TorchOps().attention(qkv, segments, num_heads, bias=bias)
+    if has_bias and (heads.is_causal or heads.window):
+        pytest.skip("no model has a bias and a mask")
+    qkv = random(segments.num_tokens, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim)
+    bias = random(heads.num_heads, 129, 129) if has_bias else None
+    expected = TorchOps().attention(qkv, segments, heads, bias=bias)
     most = TOLERANCE["float32" if dtype == "float32" else "bfloat16"]
-    assert_near(ops.attention(qkv, segments, num_heads, bias=bias), expected, most)
+    assert_near(ops.attention(qkv, segments, heads, bias=bias), expected, most)
     ops.inner.is_deterministic = True
-    torch.testing.assert_close(ops.attention(qkv, segments, num_heads, bias=bias), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(ops.attention(qkv, segments, heads, bias=bias), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("heads", "rotary_dim", "has_norms"), [
+    (HeadShape(4, 2, 16, 0.25), 16, True), (HeadShape(3, 1, 10, 0.25), 6, False), (HeadShape(2, 2, 64, 0.25), 0, True),
+])  # fmt: skip
+def test_rotated(heads: HeadShape, rotary_dim: int, has_norms: bool, level: str) -> None:
+    positions = Segments((7, 1, 70)).positions
+    qkv, norms = random(78, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim), random(2, heads.head_dim)
+    rotary = Rotary(random(70, rotary_dim), rotary_dim) if rotary_dim else None
+    rotation = Rotation(rotary, *((norms[0], norms[1]) if has_norms else (None, None)), 1e-5)
+    expected = TorchOps().rotated(qkv, torch.from_numpy(positions), heads, rotation)
+    torch.testing.assert_close(native_ops(level=level).rotated(qkv, positions, heads, rotation), expected)
 
 
 class Layer:

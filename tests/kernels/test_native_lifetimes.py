@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from archerfish.kernels.ops import Segments
+from archerfish.kernels.ops import HeadShape, Segments
 from archerfish.kernels.stored import StoredTensor
 from tests.kernels.native_support import LEVELS, NativeOps
 
@@ -96,4 +96,4 @@ def test_numbers_that_are_none_stay_so(level: str) -> None:
 
 def test_heads_that_are_too_large_are_refused() -> None:
     with pytest.raises(ValueError, match="more dimensions than attention takes"):
-        NativeOps().attention(np.zeros((2, 3 * 2048), dtype=np.float32), Segments((2,)), 1)
+        NativeOps().attention(np.zeros((2, 3 * 2048), dtype=np.float32), Segments((2,)), HeadShape(1, 1, 2048, 1.0))

@@ -16,7 +16,7 @@ from archerfish.engine import inference_core  # isort: skip (triton must be told
 from archerfish.errors import UnreachableError  # isort: skip
 from archerfish.store.names import resolve_model  # isort: skip
 from archerfish.engine.inference_core import RECORDED_TOKENS, InferenceCore  # isort: skip
-from archerfish.kernels.ops import NormWeights, Pooling, Segments  # isort: skip
+from archerfish.kernels.ops import HeadShape, NormWeights, Pooling, Rotary, Rotation, Segments  # isort: skip
 from archerfish.kernels.torch.reference import TorchOps  # isort: skip
 from archerfish.kernels.triton.encoder import FixedInputs, lay_out  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
@@ -28,7 +28,12 @@ from archerfish.models.adapter import TokenBatch, encoder_class  # isort: skip
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
 Tensor = torch.Tensor
 LENGTHS = (7, 1, 19, 33, 16, 17)
-SHAPES = [(2, 32, False), (2, 64, True), (3, 12, True), (1, 80, False)]  # heads, head_dim, bias
+SHAPES = [  # heads, and whether there is a bias
+    (HeadShape(2, 2, 32, 0.2, is_causal=False), False), (HeadShape(2, 2, 64, 0.125, is_causal=False), True),
+    (HeadShape(3, 3, 12, 0.3, is_causal=False), True), (HeadShape(1, 1, 80, 0.11, is_causal=False), False),
+    (HeadShape(4, 2, 32, 0.2), False), (HeadShape(2, 1, 64, 0.125, window=5, softcap=2.0), False),
+    (HeadShape(2, 1, 32, 0.2, window=6, is_causal=False), False),
+]  # fmt: skip
 SIZES: dict[str, Any] = {
     "hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 80, "vocab_size": 60, "num_hidden_layers": 2,
     "max_position_embeddings": 70, "hidden_act": "gelu", "layer_norm_eps": 1e-5, "type_vocab_size": 2, "pad_token_id": 1,
@@ -37,22 +42,33 @@ DISTIL = {"dim": 48, "n_heads": 4, "hidden_dim": 80, "n_layers": 2, "activation"
 CONFIGS: dict[str, dict[str, Any]] = {
     "bert": SIZES, "roberta": SIZES, "distilbert": {**SIZES, **DISTIL},
     "mpnet": {**SIZES, "relative_attention_num_buckets": 32},
+    "modernbert": {**SIZES, "hidden_activation": "gelu", "local_attention": 12}, "gte": SIZES,
+    "qwen3": {**SIZES, "num_key_value_heads": 2, "head_dim": 12, "hidden_act": "silu", "is_causal": False},
 }
 
 
 @pytest.mark.parametrize(("shape", "tile", "dtype"), combine(SHAPES, [None, Tile(16, 16, 1, 1), Tile(32, 16, 2, 1)], TYPES))
-def test_attention(shape: tuple[int, int, bool], tile: Tile | None, dtype: str) -> None:
-    num_heads, head_dim, has_bias = shape
+def test_attention(shape: tuple[HeadShape, bool], tile: Tile | None, dtype: str) -> None:
+    heads, has_bias = shape
     ops = TritonOps(DEVICE, dtype)
     ops.encoder_tile = tile
     segments = Segments(LENGTHS)
-    qkv = random(segments.num_tokens, 3 * num_heads * head_dim, dtype=dtype)
-    bias = random(num_heads, max(LENGTHS), max(LENGTHS), dtype=dtype) if has_bias else None
-    out = ops.attention(qkv, segments, num_heads, bias=bias)
+    qkv = random(segments.num_tokens, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim, dtype=dtype)
+    bias = random(heads.num_heads, max(LENGTHS), max(LENGTHS), dtype=dtype) if has_bias else None
+    out = ops.attention(qkv, segments, heads, bias=bias)
     wide = None if bias is None else bias.float()
-    expected = TorchOps(DEVICE).attention(qkv.float(), Segments(LENGTHS), num_heads, bias=wide)
+    expected = TorchOps(DEVICE).attention(qkv.float(), Segments(LENGTHS), heads, bias=wide)
     assert out.dtype == qkv.dtype
     assert_near(out, expected, dtype)
+
+
+@pytest.mark.parametrize("rotary_dim", [16, 6, 0])
+def test_rotated(rotary_dim: int) -> None:
+    heads, positions = HeadShape(4, 2, 16, 0.25), torch.from_numpy(Segments(LENGTHS).positions).to(DEVICE)
+    qkv, norms = random(len(positions), 8 * 16), random(2, 16)
+    rotation = Rotation(Rotary(random(40, rotary_dim), rotary_dim) if rotary_dim else None, norms[0], norms[1], 1e-5)
+    expected = TorchOps(DEVICE).rotated(qkv, positions, heads, rotation)
+    assert_near(TritonOps(DEVICE, "float32").rotated(qkv, positions, heads, rotation), expected, "float32")
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="too long for the interpreter")
@@ -60,21 +76,22 @@ def test_attention(shape: tuple[int, int, bool], tile: Tile | None, dtype: str) 
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(12, 32), (12, 64), (16, 64), (4, 128), (2, 256), (3, 96)])
 @pytest.mark.parametrize("lengths", [(512, 300, 129, 128, 64, 63, 1), (10,) * 500, (128,) * 40, (24,) * 60])
 def test_attention_of_real_sizes(lengths: tuple[int, ...], num_heads: int, head_dim: int, dtype: str) -> None:
+    heads = HeadShape(num_heads, num_heads, head_dim, head_dim**-0.5, is_causal=False)
     qkv = random(sum(lengths), 3 * num_heads * head_dim, dtype=dtype)
     for bias in (None, random(num_heads, max(lengths), max(lengths), dtype=dtype)):
-        out = TritonOps(DEVICE, dtype).attention(qkv, Segments(lengths), num_heads, bias=bias)
+        out = TritonOps(DEVICE, dtype).attention(qkv, Segments(lengths), heads, bias=bias)
         wide = None if bias is None else bias.double()
-        expected = TorchOps(DEVICE, "float64").attention(qkv.double(), Segments(lengths), num_heads, bias=wide)
+        expected = TorchOps(DEVICE, "float64").attention(qkv.double(), Segments(lengths), heads, bias=wide)
         torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 def test_a_neighbour_full_of_nan_does_not_spread() -> None:
     segments = Segments((5, 20, 3))
     qkv = random(28, 3 * 32)
-    ops = TritonOps(DEVICE, "float32")
-    expected = ops.attention(qkv, segments, 2)
+    ops, heads = TritonOps(DEVICE, "float32"), HeadShape(2, 2, 16, 0.25, is_causal=False)
+    expected = ops.attention(qkv, segments, heads)
     qkv[5:25] = float("nan")
-    out = ops.attention(qkv, segments, 2)
+    out = ops.attention(qkv, segments, heads)
     assert torch.equal(out[:5], expected[:5])
     assert torch.equal(out[25:], expected[25:])
     for mode in get_args(Pooling):
@@ -149,7 +166,7 @@ class RandomWeights(Weights[Tensor]):
         return kept
 
 
-def make_core(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, ops: TorchOps | None, **options: Any) -> InferenceCore:
+def make_core(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, ops: TorchOps | None, **stated: Any) -> InferenceCore:
     """A core on given ops, with weights that are the same for the same configuration; None: on the CPU as users get it."""
     known = Config(config)
     weights = RandomWeights({}, TorchOps())
@@ -159,7 +176,7 @@ def make_core(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, ops: Torc
     with monkeypatch.context() as patch:
         if ops is not None:
             patch.setattr(inference_core, "choose_ops", lambda device, dtype: ops)
-        return InferenceCore(dict(weights.source), config, "cpu", dtype="float32", **options)
+        return InferenceCore(dict(weights.source), {"config": config, "embedding": stated}, "cpu", dtype="float32")
 
 
 def batch_of(lengths: tuple[int, ...], vocab_size: int = 60, *, has_types: bool = False) -> TokenBatch:
@@ -177,11 +194,12 @@ def test_encoders(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_allclose(core.run(batch_of((7, 1, 20)), normalize=True), expected, atol=1e-4)
 
 
-def test_recorded_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "output"), [("roberta", "dense"), ("modernbert", "multi_vector")])
+def test_recorded_passes(kind: str, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any batch that fits is given to the recorded pass of its size, and its rows are those of a computed one."""
     ops = TritonOps(DEVICE, "float32")
-    config = {**SIZES, "model_type": "roberta", "num_hidden_layers": 1}  # whose positions do not begin at 0
-    core, plain = make_core(config, monkeypatch, ops), make_core(config, monkeypatch, None)
+    config = {**CONFIGS[kind], "model_type": kind, "num_hidden_layers": 1}
+    core, plain = (make_core(config, monkeypatch, each, output=output) for each in (ops, None))
     capture = Mock(side_effect=lambda call: call)
     if not HAS_CUDA:
         monkeypatch.setattr(ops, "is_async", True)
@@ -190,7 +208,7 @@ def test_recorded_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = [core.start(batch_of(lengths)) for lengths in lists]
     for lengths, wait in zip(lists, waiting, strict=True):
         np.testing.assert_allclose(wait(), plain.run(batch_of(lengths)), atol=2e-4, rtol=1e-4)
-    assert set(core._recorded) == {(16, False, False), (32, False, False)}
+    assert set(core._recorded) == {(16, False, False, output), (32, False, False, output)}
     assert HAS_CUDA or capture.call_count == 2
     crowd = batch_of((1,) * 9)  # more sequences than there is room for
     np.testing.assert_allclose(core.run(crowd), plain.run(crowd), atol=2e-4, rtol=1e-4)
@@ -209,7 +227,7 @@ def test_recorded_scores_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
         found = core.run(batch)
         assert found.shape == (3, 2)
         np.testing.assert_allclose(found, plain.run(batch), atol=2e-4, rtol=1e-4)
-    assert set(core._recorded) == {(16, True, False), (16, False, False)}
+    assert set(core._recorded) == {(16, has_types, False, "dense") for has_types in (True, False)}
 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:

@@ -9,16 +9,21 @@ import pytest
 import torch
 import transformers
 
+from archerfish.engine import inference_core
 from archerfish.engine.inference_core import InferenceCore
 from archerfish.errors import UnsupportedModelError
 from archerfish.kernels.formats import choose_format
 from archerfish.kernels.ops import Segments
+from archerfish.kernels.torch.reference import TorchOps
+from archerfish.layers.rotary import read_rotary, rotary_table
 from archerfish.models.adapter import TokenBatch
 
 LENGTHS = (7, 1, 19, 33, 7, 60, 4)
 COMMON = {"vocab_size": 120, "num_hidden_layers": 3, "max_position_embeddings": 70}
 SIZES = {"hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 80, **COMMON}
 DISTIL = {"dim": 48, "n_heads": 4, "hidden_dim": 80, "n_layers": 3, "vocab_size": 120, "max_position_embeddings": 70}
+MODERN = {"local_attention": 12, "num_hidden_layers": 4, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}
+DECODER = {**SIZES, "num_key_value_heads": 2, "head_dim": 12, "pad_token_id": 0}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", {**SIZES, "hidden_act": "gelu"}),
     "bert-gelu-new": ("Bert", {**SIZES, "hidden_act": "gelu_new"}),
@@ -26,6 +31,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "xlm-roberta": ("XLMRoberta", {**SIZES, "type_vocab_size": 1, "pad_token_id": 1, "layer_norm_eps": 1e-5}),
     "distilbert": ("DistilBert", DISTIL),
     "mpnet": ("MPNet", {**SIZES, "relative_attention_num_buckets": 32, "pad_token_id": 1}),
+    "modernbert": ("ModernBert", {**SIZES, **MODERN}),
+    "modernbert-biases": ("ModernBert", {**SIZES, **MODERN, "norm_bias": True, "attention_bias": True, "mlp_bias": True}),
+    "nomic": ("NomicBert", {**SIZES, "hidden_act": "silu"}),
+    "gte": ("Gte", {**SIZES, "hidden_act": "gelu", "pad_token_id": 1}),
+    "gte-no-types": ("Gte", {**SIZES, "type_vocab_size": 0, "pad_token_id": 1}),
+    "jina-v3": ("JinaEmbeddingsV3", {**SIZES, "type_vocab_size": 1, "pad_token_id": 1}),
+    "eurobert": ("EuroBert", {**SIZES, "pad_token_id": 1, "classifier_pooling": "mean", "num_key_value_heads": 2}),
+    "qwen3": ("Qwen3", DECODER), "qwen2": ("Qwen2", DECODER), "mistral": ("Mistral", {**DECODER, "sliding_window": 9}),
+    "gemma2": ("Gemma2", {**DECODER, "sliding_window": 9, "attn_logit_softcapping": 3.0}),
+    "gemma3-both-ways": ("Gemma3Text", {**DECODER, "sliding_window": 16, "use_bidirectional_attention": True}),
+    "qwen2-both-ways": ("Qwen2", {**DECODER, "is_causal": False}),
 }
 
 
@@ -61,14 +77,19 @@ def each_sequence(batch: TokenBatch) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_hidden_states_equal_transformers(kind: str) -> None:
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_hidden_states_equal_transformers(kind: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, config = make(kind, "Model")
-    core = InferenceCore(model.state_dict(), config, dtype="float32")
+    if backend == "torch":
+        monkeypatch.setattr(inference_core, "choose_ops", lambda *_: TorchOps())
+    core = InferenceCore(model.state_dict(), config, dtype="float32", pooling="lasttoken")
     batch = batch_of(config["vocab_size"], types=kind.startswith("bert"))
     ours = core.ops.to_numpy(core.encoder.forward(batch))
     with torch.inference_mode():
-        theirs = torch.cat([model(**row).last_hidden_state[0] for row in each_sequence(batch)])
-    torch.testing.assert_close(torch.from_numpy(ours), theirs, atol=1e-4, rtol=1e-4)
+        theirs = [model(**row).last_hidden_state[0] for row in each_sequence(batch)]
+    torch.testing.assert_close(torch.from_numpy(ours), torch.cat(theirs), atol=1e-4, rtol=1e-4)
+    last = torch.stack([rows[-1] for rows in theirs])
+    torch.testing.assert_close(torch.from_numpy(core.run(batch)), last, atol=1e-4, rtol=1e-4)  # as it is replayed
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,12 +103,12 @@ def test_int8_weights_equal_the_dequantised_model(kind: str) -> None:
         for name, each in weights.items()
     }  # fmt: skip
     batch = batch_of(config["vocab_size"])
-    expected = InferenceCore(wide, config, dtype="float32").run(batch)
-    found = InferenceCore(weights, config, dtype="float32", weight_format="int8").run(batch)
+    expected = InferenceCore(wide, config, dtype="float32", pooling="mean").run(batch)
+    found = InferenceCore(weights, config, dtype="float32", pooling="mean", weight_format="int8").run(batch)
     assert np.linalg.norm(found - expected) < 0.04 * np.linalg.norm(expected)  # activations have 8 bits, too
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta", "distilbert", "mpnet"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "both-ways" not in kind])
 @pytest.mark.parametrize("num_labels", [1, 3])
 def test_classifier_scores_equal_transformers(kind: str, num_labels: int) -> None:
     model, config = make(kind, "ForSequenceClassification", num_labels=num_labels)
@@ -96,6 +117,42 @@ def test_classifier_scores_equal_transformers(kind: str, num_labels: int) -> Non
     with torch.inference_mode():
         theirs = torch.cat([model(**row).logits for row in each_sequence(batch)])
     np.testing.assert_allclose(core.run(batch), theirs.numpy(), atol=2e-4, rtol=1e-3)
+
+
+OWN_NOMIC = {
+    "model_type": "nomic_bert", "vocab_size": 120, "type_vocab_size": 2, "n_embd": 48, "n_head": 4, "n_inner": 80, "n_layer": 3,
+    "n_positions": 70, "layer_norm_epsilon": 1e-12, "rotary_emb_base": 1000, "activation_function": "swiglu",
+    "rotary_emb_fraction": 1.0, "num_experts": 0,
+}  # fmt: skip
+NOMIC_NAMES = {
+    "self_attn.o_proj": "attn.out_proj", "mlp.up_proj": "mlp.fc11", "mlp.gate_proj": "mlp.fc12", "mlp.down_proj": "mlp.fc2",
+    "post_attention_layernorm": "norm1", "post_mlp_layernorm": "norm2", "embeddings.LayerNorm": "emb_ln",
+    "layers.": "encoder.layers.",
+}  # fmt: skip
+
+
+def test_files_of_nomics_own_code() -> None:
+    model, _ = make("nomic", "Model")
+    weights = {name: each for name, each in model.state_dict().items() if "self_attn" not in name or "o_proj" in name}
+    for i, layer in enumerate(model.layers):
+        parts = (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+        weights[f"layers.{i}.attn.Wqkv.weight"] = torch.cat([part.weight for part in parts]).detach()
+    for name, own in NOMIC_NAMES.items():
+        weights = {key.replace(name, own): each for key, each in weights.items()}
+    batch = batch_of(120, types=True)
+    found = InferenceCore(weights, OWN_NOMIC, dtype="float32").run(batch)
+    expected = InferenceCore(model.state_dict(), model.config.to_dict(), dtype="float32").run(batch)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    with pytest.raises(UnsupportedModelError, match="num_experts = 8"):
+        InferenceCore(weights, {**OWN_NOMIC, "num_experts": 8})
+
+
+def test_rotary_scaling_of_gte() -> None:
+    """TEI's rule: a larger base, and all frequencies divided by the factor to the power of 2 / dim."""
+    values = {"rope_theta": 500.0, "rope_scaling": {"type": "ntk", "factor": 4.0}, "max_position_embeddings": 9}
+    table, _ = rotary_table(read_rotary(values), 8, 9)
+    frequencies = np.array([2000.0 ** -(i / 8) / 4**0.25 for i in (0, 2, 4, 6)])
+    np.testing.assert_allclose(table[:, :4], np.cos(np.arange(9)[:, None] * frequencies), atol=1e-5)
 
 
 def test_longest_mpnet_distances_fall_into_transformers_buckets() -> None:
@@ -136,14 +193,14 @@ def test_forward_drops_masked_tokens() -> None:
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"pooling": "median"}, "median"), ({"model_type": "xlm_roberta"}, "Did you mean 'xlm-roberta'"),
-    ({"model_type": "deberta"}, "'deberta'. Supported: bert, .*docs/add-a-model.md"), ({"hidden_act": "swoosh"}, "swoosh"),
+    ({"model_type": "deberta"}, "'deberta'. Supported: bert, .*docs/embed.md"), ({"hidden_act": "swoosh"}, "swoosh"),
     ({"model_type": "rwkv7"}, "LLMEngine and `archerfish generate` take it"), ({"num_attention_heads": 5}, "5 heads"),
     ({"hidden_size": "big"}, "hidden_size"), ({"position_embedding_type": "relative_key"}, "absolute"),
 ])  # fmt: skip
 def test_configurations_that_cannot_run_are_refused(change: dict[str, Any], message: str) -> None:
     model, config = make("bert", "Model")
     with pytest.raises(UnsupportedModelError, match=message):
-        InferenceCore(model.state_dict(), {**config, **change}, pooling=change.get("pooling", "mean"))
+        InferenceCore(model.state_dict(), {**config, **change}, pooling=change.get("pooling"))
 
 
 def test_an_architecture_can_be_added_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,7 @@ import pytest
 
 from archerfish.cli.commands import make_parser
 from archerfish.cli.main import find_command
-from archerfish.cli.options import add_common
-from archerfish.cli.serve import add_serve_arguments, take_models
+from archerfish.cli.serve import take_models
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ModelConfig, ServeConfig, read_models
 from archerfish.errors import InvalidOptionError, ModelNotFoundError, UnknownOptionError
 from archerfish.kernels import room
@@ -339,8 +338,6 @@ def test_repeated_flags_name_more_models(tmp_path: Path) -> None:
     config_file.write_text('[[models]]\nmodel = "pairs"\nkind = "cross-encoder"\nnum_threads = 2\n')
     flags = ["--model", "a", "--model", "b", "--embed-model", "c", "--config", str(config_file)]
     parser = make_parser(find_command(["serve"])[0])
-    add_serve_arguments(parser)
-    add_common(parser)
     arguments = parser.parse(flags)
     models = take_models(arguments)
     assert models == [ModelConfig(model="b"), ModelConfig(model="pairs", kind="cross-encoder", options={"num_threads": 2})]

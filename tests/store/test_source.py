@@ -78,8 +78,8 @@ def test_transformer_in_a_subdirectory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kinds", "pooling", "error", "message"),
     [
-        (["Transformer", "Pooling", "Dense"], {}, UnsupportedModelError, "Dense"),
-        (["Pooling", "Transformer"], {}, UnsupportedModelError, "Pooling, Transformer"),
+        (["Transformer", "Pooling", "LSTM"], {}, UnsupportedModelError, "Pooling LSTM. docs/embed.md"),
+        (["Pooling", "Transformer"], {}, UnsupportedModelError, "Pooling Transformer"),
         (["Transformer", "Pooling"], None, CorruptFileError, "1_Pooling"),
         (["Transformer", "Pooling"], {"pooling_mode": ["cls", "mean"]}, UnsupportedModelError, "'cls', 'mean'"),
         (["Transformer", "Pooling"], {"pooling_mode": "median"}, UnsupportedModelError, "median"),

@@ -125,7 +125,6 @@ class NativeOps(Ops[Any]):
         """Where ranks exchange something within a pass, each operation is a tape of its own."""
         return Replayer(self.runner, call) if self.ranks.is_alone else call
 
-
     def recurrent(self) -> NativeRecurrentOps:
         return NativeRecurrentOps(self)
 
@@ -297,18 +296,18 @@ class NativeOps(Ops[Any]):
         recorder.tape.attend(
             recorder(q), recorder(out), shape, heads.scale, heads.window, heads.softcap, keys, values,
             TYPES["float32"] if kv is None else self._kv_type(kv), recorder(bias),
-            is_exact=self.is_deterministic or self.dtype == "float32",
+            is_exact=self.is_deterministic or self.dtype == "float32", is_causal=heads.is_causal or kv is not None,
         )
         self.runner.finish(recorder)
         return out
 
-    def attention(self, qkv: Handle, segments: Segments, num_heads: int, *, bias: Handle | None = None) -> Handle:
-        recorder, dim = self.runner.current(), qkv.shape[1] // (3 * num_heads)
+    def attention(self, qkv: Handle, segments: Segments, heads: HeadShape, *, bias: Handle | None = None) -> Handle:
+        recorder = self.runner.current()
         assert recorder.is_eager or bias is None
         if recorder.is_eager:
             set_segments(recorder.step, segments)
             recorder.step.sizes[3] = 0 if bias is None else bias.shape[1]
-        return self._attend(recorder, qkv, HeadShape(num_heads, num_heads, dim, dim**-0.5), None, bias)
+        return self._attend(recorder, qkv, heads, None, bias)
 
     def relative_bias(self, table: Handle, buckets: Ids) -> Handle:
         return np.ascontiguousarray(as_stored(table).as_floats()[buckets].transpose(2, 0, 1), dtype=np.float32)
@@ -339,14 +338,29 @@ class NativeOps(Ops[Any]):
             set_batch(recorder.step, batch)
         q = recorder.like(qkv, heads.num_heads * heads.head_dim)
         recorder.step.sizes[Rows.TOKENS] = batch.num_tokens if recorder.is_eager else 0
+        self._turn(recorder, qkv, q, heads, rotation, kv)
+        return q
+
+    def _turn(
+        self, recorder: Recorder, qkv: Handle, q: Handle, heads: HeadShape, rotation: Rotation[Handle],
+        kv: KVLayer[Handle] | None,
+    ) -> None:
         rotary = rotation.rotary
+        memory = (None, None, TYPES["float32"]) if kv is None else (kv.keys, kv.values, self._kv_type(kv))
         recorder.tape.store_kv(
             recorder(qkv), recorder(q), [heads.num_heads, heads.num_kv_heads, heads.head_dim],
             None if rotary is None else rotary.cos_sin, 0 if rotary is None else rotary.rotary_dim, rotation.q_norm,
-            rotation.k_norm, rotation.eps, kv.keys, kv.values, self._kv_type(kv), rotary is not None and rotary.is_interleaved,
+            rotation.k_norm, rotation.eps, *memory, rotary is not None and rotary.is_interleaved,
         )
         self.runner.finish(recorder)
-        return q
+
+    def rotated(self, qkv: Handle, positions: Handle, heads: HeadShape, rotation: Rotation[Handle]) -> Handle:
+        recorder = self.runner.current()
+        if recorder.is_eager:
+            recorder.step.set(Input.POSITIONS, positions)
+            recorder.step.sizes[Rows.TOKENS] = len(positions)
+        self._turn(recorder, qkv, qkv, heads, rotation, None)
+        return qkv
 
     def paged_attention(
         self, q: Handle, kv: KVLayer[Handle], batch: PagedBatch[Handle], heads: HeadShape, *,

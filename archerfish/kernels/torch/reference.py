@@ -128,16 +128,42 @@ class TorchOps(Ops[Tensor]):
     def layer_norm(self, x: Tensor, norm: NormWeights[Tensor]) -> Tensor:
         return F.layer_norm(x.float(), norm.weight.shape, norm.weight, norm.bias, norm.eps).to(self.torch_dtype)
 
-    def attention(self, qkv: Tensor, segments: Segments, num_heads: int, *, bias: Tensor | None = None) -> Tensor:
+    def rotated(self, qkv: Tensor, positions: Tensor, heads: HeadShape, rotation: Rotation[Tensor]) -> Tensor:
+        num_turned = heads.num_heads + heads.num_kv_heads
+        q, k, v = qkv.view(len(qkv), -1, heads.head_dim).tensor_split((heads.num_heads, num_turned), dim=1)
+        return torch.cat((*self._turn(q, k, positions, rotation), v), dim=1).to(self.torch_dtype).view(len(qkv), -1)
+
+    def _turn(self, q: Tensor, k: Tensor, positions: Tensor, rotation: Rotation[Tensor]) -> tuple[Tensor, Tensor]:
+        """Queries and keys, (tokens, heads, head_dim), normalised and rotated."""
+        rotary, q_norm, k_norm = rotation.rotary, rotation.q_norm, rotation.k_norm
+        if q_norm is not None:
+            q = F.rms_norm(q.float().reshape(len(q), -1, len(q_norm)), q_norm.shape, q_norm, rotation.eps).view(q.shape)
+        if k_norm is not None:
+            k = F.rms_norm(k.float().reshape(len(k), -1, len(k_norm)), k_norm.shape, k_norm, rotation.eps).view(k.shape)
+        if rotary is not None:
+            cos_sin = rotary.cos_sin[positions]
+            q, k = (rotate(x, cos_sin, rotary.rotary_dim, is_interleaved=rotary.is_interleaved) for x in (q, k))
+        return q, k
+
+    def attention(self, qkv: Tensor, segments: Segments, heads: HeadShape, *, bias: Tensor | None = None) -> Tensor:
         parts: list[Tensor] = []
-        start = 0
+        start, sizes = 0, [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
         for length, group in groupby(segments.lengths):  # neighbours of equal length share a call
             num_rows = len(list(group))
             end = start + length * num_rows
-            q, k, v = split_heads(qkv[start:end], num_rows, num_heads)
-            mask = None if bias is None else bias[:, :length, :length].to(q.dtype)
-            parts.append(join_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)))
-            start = end
+            rows = qkv[start:end].view(num_rows, length, -1, heads.head_dim)
+            start, mask = end, None
+            if heads.is_causal or heads.window:
+                mask = visible(length, length, heads.window, qkv.device, is_causal=heads.is_causal)
+            if bias is not None:
+                mask = bias[:, :length, :length].to(qkv.dtype)
+            if heads.softcap:
+                parts += [attend(q.flatten(1), k, v, heads) for q, k, v in (torch.split(row, sizes, 1) for row in rows)]
+                continue
+            q, k, v = torch.split(rows.transpose(1, 2), sizes, 1)
+            is_grouped = heads.num_kv_heads != heads.num_heads
+            found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=heads.scale, enable_gqa=is_grouped)
+            parts.append(found.transpose(1, 2).reshape(length * num_rows, -1))
         return torch.cat(parts)
 
     def relative_bias(self, table: Tensor, buckets: Ids) -> Tensor:
@@ -216,14 +242,7 @@ class TorchOps(Ops[Tensor]):
         q, k, v = qkv.view(len(qkv), -1, heads.head_dim).tensor_split(
             (heads.num_heads, heads.num_heads + heads.num_kv_heads), dim=1
         )
-        rotary, q_norm, k_norm = rotation.rotary, rotation.q_norm, rotation.k_norm
-        if q_norm is not None:
-            q = F.rms_norm(q.float().reshape(len(q), -1, len(q_norm)), q_norm.shape, q_norm, rotation.eps).view(q.shape)
-        if k_norm is not None:
-            k = F.rms_norm(k.float().reshape(len(k), -1, len(k_norm)), k_norm.shape, k_norm, rotation.eps).view(k.shape)
-        if rotary is not None:
-            cos_sin = rotary.cos_sin[batch.positions]
-            q, k = (rotate(x, cos_sin, rotary.rotary_dim, is_interleaved=rotary.is_interleaved) for x in (q, k))
+        q, k = self._turn(q, k, batch.positions, rotation)
         slots = batch.slots[: batch.num_tokens]
         is_real = slots >= 0
         for place, (memory, new) in enumerate(((kv.keys, k[: len(slots)][is_real]), (kv.values, v[: len(slots)][is_real]))):
@@ -440,36 +459,30 @@ def rotate(x: Tensor, cos_sin: Tensor, rotary_dim: int, *, is_interleaved: bool 
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, heads: HeadShape, mask: BlockMask[Tensor] | None = None) -> Tensor:
-    """Causal attention of a sequence's last tokens: q (new, heads * head_dim), keys and values (all, kv_heads, head_dim)."""
+    """Attention of a sequence's last tokens: q (new, heads * head_dim), keys and values (all, kv_heads, head_dim)."""
     num_new, num_all = len(q), len(keys)
     grouped = q.view(num_new, heads.num_kv_heads, -1, heads.head_dim).float()
     scores = torch.einsum("qhgd,khd->hgqk", grouped, keys.float()) * heads.scale
     if heads.softcap:
         scores = heads.softcap * torch.tanh(scores / heads.softcap)
-    scores.masked_fill_(~visible(num_new, num_all, heads.window, q.device, mask), float("-inf"))
+    seen = visible(num_new, num_all, heads.window, q.device, mask, is_causal=heads.is_causal)
+    scores.masked_fill_(~seen, float("-inf"))
     return torch.einsum("hgqk,khd->qhgd", scores.softmax(dim=-1), values.float()).reshape(num_new, -1).to(q.dtype)
 
 
-def visible(num_new: int, num_all: int, window: int, device: torch.device, mask: BlockMask[Tensor] | None = None) -> Tensor:
+def visible(
+    num_new: int, num_all: int, window: int, device: torch.device, mask: BlockMask[Tensor] | None = None, *,
+    is_causal: bool = True,
+) -> Tensor:
     """(new, all): which keys each of a sequence's last tokens sees."""
     query = torch.arange(num_all - num_new, num_all, device=device).unsqueeze(1)
     key = torch.arange(num_all, device=device)
-    seen = (key <= query) & (key > query - window) if window else key <= query
+    seen = (key <= query) if is_causal else torch.ones_like(query + key, dtype=torch.bool)
+    if window:
+        seen = seen & (key > query - window) & (key < query + window)
     if mask is None:
         return seen
     row, column = query // mask.size, key // mask.size
     num_rows, num_columns = mask.visible.shape
     listed = mask.visible.bool()[row.clamp_max(num_rows - 1), column.clamp_max(num_columns - 1)]
     return seen & (listed | (row == column))
-
-
-def split_heads(qkv: Tensor, rows: int, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(rows * n, 3 * width) as three views (rows, heads, n, head width)."""
-    q, k, v = qkv.view(rows, qkv.shape[0] // rows, 3, num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-    return q, k, v
-
-
-def join_heads(x: Tensor) -> Tensor:
-    """(rows, heads, n, head width) as (rows * n, width)."""
-    rows, heads, n, width = x.shape
-    return x.transpose(1, 2).reshape(rows * n, heads * width)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from archerfish.kernels.encoding import EncoderInputs
-from archerfish.kernels.ops import Ids, NormWeights, Pooling, Segments
+from archerfish.kernels.ops import HeadShape, Ids, NormWeights, Pooling, Segments
 from archerfish.kernels.triton.plan import Tile, cut, send_pieces
 from archerfish.kernels.triton.tiles import cdiv, dot_block, next_power_of_2
 
@@ -31,11 +31,11 @@ POOL_COLUMNS, POOL_ROWS = 128, 16  # of a step of pooling
 TOKENS_PER_SEQUENCE = 4  # on average, at least, or a captured pass has no room for the sequences
 
 
-@triton.jit(do_not_specialize=["bias_head_stride", "bias_row_stride"])
-def attention_kernel(
-    qkv, starts, tile_sequences, tile_firsts, bias, out, scale, qkv_stride, bias_head_stride, bias_row_stride,
-    num_heads: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr, step: tl.constexpr,
-    has_bias: tl.constexpr,
+@triton.jit(do_not_specialize=["bias_head_stride", "bias_row_stride", "window"])
+def attention_kernel(  # noqa: PLR0915 (one loop)
+    qkv, starts, tile_sequences, tile_firsts, bias, out, scale, cap, window, qkv_stride, bias_head_stride, bias_row_stride,
+    num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
+    step: tl.constexpr, has_bias: tl.constexpr, is_causal: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr,
 ):
     tile = tl.program_id(0) // num_heads
     head = tl.program_id(0) % num_heads
@@ -48,27 +48,48 @@ def attention_kernel(
     queries = first + tl.arange(0, rows)
     dims = tl.arange(0, width)
     is_query = (queries < length)[:, None] & (dims < head_dim)[None, :]
-    source = qkv + begin * qkv_stride + head * head_dim
-    query = tl.load(source + queries.to(tl.int64)[:, None] * qkv_stride + dims[None, :], mask=is_query, other=0.0)
+    source = qkv + begin * qkv_stride
+    query_place = queries.to(tl.int64)[:, None] * qkv_stride + dims[None, :]
+    query = tl.load(source + head * head_dim + query_place, mask=is_query, other=0.0)
+    source += (num_heads + head // (num_heads // num_kv_heads)) * head_dim
     acc = tl.zeros((rows, width), tl.float32)
     top = tl.full((rows,), float("-inf"), tl.float32)
     total = tl.zeros((rows,), tl.float32)
-    for start in range(0, length, step):
+    first_key = 0
+    end = length
+    if has_window:
+        first_key = tl.maximum(first - window + 1, 0) // step * step
+        end = tl.minimum(end, first + rows + window - 1)
+    if is_causal:
+        end = tl.minimum(end, first + rows)
+    for start in range(first_key, end, step):
         keys = start + tl.arange(0, step)
         is_key = keys < length
         is_loaded = is_key[:, None] & (dims < head_dim)[None, :]
         places = keys.to(tl.int64)[:, None] * qkv_stride + dims[None, :]
-        key = tl.load(source + num_heads * head_dim + places, mask=is_loaded, other=0.0)
-        value = tl.load(source + 2 * num_heads * head_dim + places, mask=is_loaded, other=0.0)
+        key = tl.load(source + places, mask=is_loaded, other=0.0)
+        value = tl.load(source + num_kv_heads * head_dim + places, mask=is_loaded, other=0.0)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if has_cap:  # cap * tanh(scores / cap)
+            scores = cap * (2.0 / (1.0 + tl.exp2(-2.8853900817779268 * scores / cap)) - 1.0)
         if has_bias:
             row = bias + head.to(tl.int64) * bias_head_stride + queries.to(tl.int64)[:, None] * bias_row_stride
             is_pair = (queries < length)[:, None] & is_key[None, :]
             scores += tl.load(row + keys[None, :], mask=is_pair, other=0.0).to(tl.float32) * 1.4426950408889634
-        scores = tl.where(is_key[None, :], scores, float("-inf"))
+        distance = keys[None, :] - queries[:, None]
+        is_seen = is_key[None, :]
+        if is_causal:
+            is_seen = is_seen & (distance <= 0)
+        if has_window:
+            is_seen = is_seen & (distance < window) & (distance > -window)
+        scores = tl.where(is_seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
+        if has_window:  # a query may see none of the keys so far
+            base = tl.where(new_top > float("-inf"), new_top, 0.0)
+        else:
+            base = new_top
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(weights, 1)
         acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
         top = new_top
@@ -246,18 +267,18 @@ class FixedInputs(EncoderInputs[Tensor]):
         return True
 
 
-def attention(qkv: Tensor, segments: Segments, num_heads: int, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
+def attention(qkv: Tensor, segments: Segments, heads: HeadShape, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
     """`Ops.attention` for heads of at most MAX_HEAD_DIM."""
-    width = qkv.shape[1] // 3
-    head_dim = width // num_heads
+    head_dim = heads.head_dim
     layout = lay_out(segments, qkv.device, tile.rows if tile else 0)
     tile = tile or choose_tile(layout.rows, head_dim, qkv.dtype)
-    out = torch.empty((len(qkv), width), dtype=qkv.dtype, device=qkv.device)
+    out = torch.empty((len(qkv), heads.num_heads * head_dim), dtype=qkv.dtype, device=qkv.device)
     strides = (0, 0) if bias is None else bias.stride()[:2]
-    attention_kernel[(len(layout.tile_firsts) * num_heads,)](
+    attention_kernel[(len(layout.tile_firsts) * heads.num_heads,)](
         qkv, layout.starts, layout.tile_sequences, layout.tile_firsts, qkv if bias is None else bias, out,
-        LOG2_E * head_dim**-0.5, qkv.stride(0), *strides, num_heads=num_heads, head_dim=head_dim, rows=layout.rows,
-        width=dot_block(head_dim), step=tile.step, has_bias=bias is not None,
+        LOG2_E * heads.scale, LOG2_E * heads.softcap, heads.window, qkv.stride(0), *strides, num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads, head_dim=head_dim, rows=layout.rows, width=dot_block(head_dim), step=tile.step,
+        has_bias=bias is not None, is_causal=heads.is_causal, has_window=heads.window > 0, has_cap=heads.softcap > 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )
     return out

@@ -396,10 +396,10 @@ class TritonOps(TorchOps):
         return out
 
     def store_and_attend(
-        self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotation: Rotation[Tensor]
+        self, qkv: Tensor, kv: KVLayer[Tensor] | None, batch: Any, heads: HeadShape, rotation: Rotation[Tensor]
     ) -> Tensor:
         """In one kernel where all sequences have one new token."""
-        if not takes_new(batch, heads, rotation):
+        if kv is None or not takes_new(batch, heads, rotation):
             return super().store_and_attend(qkv, kv, batch, heads, rotation)
         out = torch.empty((len(qkv), heads.num_heads * heads.head_dim), dtype=qkv.dtype, device=qkv.device)
         attend_decodes(qkv, kv, batch, heads, out, self.num_processors, self.decode_tile, rotation=rotation)
@@ -475,10 +475,13 @@ class TritonOps(TorchOps):
             return super().linear_layer_norm(x, weight, residual, norm)
         return triton_encoder.layer_norm(self.linear(x, weight), norm, self.torch_dtype, residual)
 
-    def attention(self, qkv: Tensor, segments: Segments, num_heads: int, *, bias: Tensor | None = None) -> Tensor:
-        if qkv.shape[1] > 3 * num_heads * triton_encoder.MAX_HEAD_DIM:
-            return super().attention(qkv, segments, num_heads, bias=bias)
-        return triton_encoder.attention(qkv, segments, num_heads, bias, self.encoder_tile)
+    def rotated(self, qkv: Tensor, positions: Tensor, heads: HeadShape, rotation: Rotation[Tensor]) -> Tensor:
+        return triton_norm.rotated(qkv, positions, heads, rotation)
+
+    def attention(self, qkv: Tensor, segments: Segments, heads: HeadShape, *, bias: Tensor | None = None) -> Tensor:
+        if heads.head_dim > triton_encoder.MAX_HEAD_DIM:
+            return super().attention(qkv, segments, heads, bias=bias)
+        return triton_encoder.attention(qkv, segments, heads, bias, self.encoder_tile)
 
     def pool(self, x: Tensor, segments: Segments, mode: Pooling) -> Tensor:
         return triton_encoder.pool(x, segments, mode)
