@@ -52,16 +52,12 @@ class GatedMLP(Generic[T]):
         is_fused: bool = False, bias: bool | None = None,
     ) -> None:
         """is_fused: the checkpoint itself has one tensor, gate_up_proj."""
-        self.ops: Ops[T] = weights.ops
         self.activation: Activation = activation
         unit = weights.cut_inputs("down_proj", feed_forward)
         hidden = weights.ops.ranks.part(feed_forward, unit, "hidden units")
         names = "gate_up_proj" if is_fused else ("gate_proj", "up_proj")
         self.gate_up = weights.linear(names, (hidden, hidden), width, bias=bias)
         self.down = weights.linear("down_proj", width, hidden, bias=bias)
-
-    def __call__(self, x: T) -> T:
-        return self.ops.linear(self.ops.gated(self.ops.linear(x, self.gate_up), self.activation), self.down)
 
 
 class BlockNorms(NamedTuple, Generic[T]):

@@ -39,11 +39,11 @@ ENCODERS: dict[str, str | type[Any]] = {
     "camembert": "archerfish.models.bert:RobertaEncoder",
     "mpnet": "archerfish.models.bert:MPNetEncoder",
 }
+ENTRY_POINTS = "archerfish.models"  # the group; an entry point's name is a model_type, its value an adapter class
 REFUSED = {  # what is missing for a model_type
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "It attends over compressed keys (MLA), which are not supported."),
     "gpt_oss": "It has attention sinks, which are not supported.",
 }  # fmt: skip
-ENTRY_POINTS = "archerfish.models"  # the group; an entry point's name is a model_type, its value an adapter class
 
 
 @dataclass(frozen=True)
@@ -225,11 +225,11 @@ def model_class(config: Config) -> type[ModelAdapter[Any]]:
             raise UnsupportedModelError(f"{about} no ModelAdapter class.")
         return loaded
     hint = architecture_hint(config.model_type, [*MODELS, *installed])
-    hint = REFUSED.get(config.model_type, hint)
     if config.model_type.startswith("rwkv"):
         hint = "Of the RWKV family only RWKV-7 is supported."
     elif config.model_type in ENCODERS:
         hint = "It embeds texts or ranks them: ArrowEngine and `archerfish embed` take it."
+    hint = REFUSED.get(config.model_type, hint)
     raise UnsupportedModelError(f"No text generation model for model_type {config.model_type!r}.", hint=hint)
 
 

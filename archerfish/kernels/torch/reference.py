@@ -414,17 +414,6 @@ def pass_rows(
     ), columns, chosen
 
 
-def choose_experts(logits: Tensor, routing: Routing[Tensor]) -> tuple[Tensor, Tensor]:
-    """The experts of each row and their weights, in float32: (rows, chosen) each."""
-    given = logits[:, : routing.num_experts].float()
-    scores = given.sigmoid() if routing.is_sigmoid else given.softmax(1)
-    ids = (scores if routing.bias is None else scores + routing.bias).topk(routing.num_chosen, 1).indices
-    weights = scores.gather(1, ids)
-    if routing.is_normed:
-        weights = weights / weights.sum(1, keepdim=True)
-    return ids, weights * routing.scale
-
-
 def rotate(x: Tensor, cos_sin: Tensor, rotary_dim: int) -> Tensor:
     """x: (tokens, heads, head_dim), cos_sin: (tokens, rotary_dim); in float32."""
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
@@ -454,6 +443,17 @@ def visible(num_new: int, num_all: int, window: int, device: torch.device, mask:
     num_rows, num_columns = mask.visible.shape
     listed = mask.visible.bool()[row.clamp_max(num_rows - 1), column.clamp_max(num_columns - 1)]
     return seen & (listed | (row == column))
+
+
+def choose_experts(logits: Tensor, routing: Routing[Tensor]) -> tuple[Tensor, Tensor]:
+    """The experts of each row and their weights, in float32: (rows, chosen) each."""
+    given = logits[:, : routing.num_experts].float()
+    scores = given.sigmoid() if routing.is_sigmoid else given.softmax(1)
+    ids = (scores if routing.bias is None else scores + routing.bias).topk(routing.num_chosen, 1).indices
+    weights = scores.gather(1, ids)
+    if routing.is_normed:
+        weights = weights / weights.sum(1, keepdim=True)
+    return ids, weights * routing.scale
 
 
 def split_heads(qkv: Tensor, rows: int, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
