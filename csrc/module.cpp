@@ -34,32 +34,6 @@ void add_linear(Tape& tape, const OwnedMatrix& matrix, int x, int out, int64_t f
   }, [=](const Sizes& sizes) { return linear_shared_bytes(*packed, sizes.of(rows)); }, linear_own_bytes(matrix));
 }
 
-void add_route(Tape& tape, int logits, std::vector<int64_t> sizes, bool is_sigmoid, bool is_normed, float scale,
-               std::optional<Array> bias, int ids, int weights, int order) {
-  Rows rows = tape.rows_of(ids);
-  const float* added = floats(bias);
-  tape.add({logits, ids, weights, order}, [=](const Frame& frame, const Task& task) {
-    Route args{frame.at(logits), frame.sizes.of(rows), sizes[0], sizes[1], sizes[2], is_sigmoid, is_normed, scale, added,
-               frame.ints(ids), frame.at(weights), frame.ints(order)};
-    frame.kernels->route(args, task);
-  }, nullptr, expert_run_bytes(sizes[1]));
-}
-
-void add_experts(Tape& tape, const OwnedMatrix& matrix, int x, std::vector<int64_t> sizes, int ids, int order, int activation, int weights,
-                 int logits, int shared, bool is_deterministic, int out) {
-  Rows rows = tape.rows_of(out);
-  const Matrix* packed = &matrix;
-  tape.add({x, ids, order, weights, logits, shared, out}, [=](const Frame& frame, const Task& task) {
-    Experts args{};
-    args.matrix = packed, args.num_rows = frame.sizes.of(rows), args.x = frame.at(x), args.ids = frame.ints(ids), args.order = frame.ints(order);
-    args.num_logits = sizes[0], args.num_experts = sizes[1], args.num_chosen = sizes[2], args.activation = Activation(activation);
-    args.weights = frame.at(weights), args.logits = frame.at(logits), args.shared = frame.at(shared);
-    args.is_deterministic = is_deterministic, args.out = frame.at(out);
-    frame.kernels->experts(args, task);
-  }, [=](const Sizes& given) { return experts_shared_bytes(*packed, given.of(rows) * sizes[2], sizes[1]); },
-     experts_own_bytes(matrix, sizes[1]));
-}
-
 void add_norm(Tape& tape, int x, int before, int total, std::optional<Array> weight, std::optional<Array> bias, float eps, int64_t width,
               int out) {
   Rows rows = tape.rows_of(out);
@@ -138,6 +112,32 @@ void add_gated(Tape& tape, int x, int64_t width, int activation, int out) {
   tape.add({x, out}, [=](const Frame& frame, const Task& task) {
     frame.kernels->gated(frame.at(x), frame.sizes.of(rows), width, Activation(activation), frame.at(out), task);
   });
+}
+
+void add_route(Tape& tape, int logits, std::vector<int64_t> sizes, bool is_sigmoid, bool is_normed, float scale,
+               std::optional<Array> bias, int ids, int weights, int order) {
+  Rows rows = tape.rows_of(ids);
+  const float* added = floats(bias);
+  tape.add({logits, ids, weights, order}, [=](const Frame& frame, const Task& task) {
+    Route args{frame.at(logits), frame.sizes.of(rows), sizes[0], sizes[1], sizes[2], is_sigmoid, is_normed, scale, added,
+               frame.ints(ids), frame.at(weights), frame.ints(order)};
+    frame.kernels->route(args, task);
+  }, nullptr, expert_run_bytes(sizes[1]));
+}
+
+void add_experts(Tape& tape, const OwnedMatrix& matrix, int x, std::vector<int64_t> sizes, int ids, int order, int activation, int weights,
+                 int logits, int shared, bool is_deterministic, int out) {
+  Rows rows = tape.rows_of(out);
+  const Matrix* packed = &matrix;
+  tape.add({x, ids, order, weights, logits, shared, out}, [=](const Frame& frame, const Task& task) {
+    Experts args{};
+    args.matrix = packed, args.num_rows = frame.sizes.of(rows), args.x = frame.at(x), args.ids = frame.ints(ids), args.order = frame.ints(order);
+    args.num_logits = sizes[0], args.num_experts = sizes[1], args.num_chosen = sizes[2], args.activation = Activation(activation);
+    args.weights = frame.at(weights), args.logits = frame.at(logits), args.shared = frame.at(shared);
+    args.is_deterministic = is_deterministic, args.out = frame.at(out);
+    frame.kernels->experts(args, task);
+  }, [=](const Sizes& given) { return experts_shared_bytes(*packed, given.of(rows) * sizes[2], sizes[1]); },
+     experts_own_bytes(matrix, sizes[1]));
 }
 
 void add_kept_rows(Tape& tape, int x, int64_t row_bytes, int out) {
@@ -238,10 +238,6 @@ NB_MODULE(_native, m) {
       .def("linear", &add_linear, "matrix"_a, "x"_a, "out"_a, "first"_a, "width"_a, "activation"_a = 0, "is_gated"_a = false, "residual"_a = -1,
            "softcap"_a = 0.0f, "norm"_a.noconvert() = nb::none(), "eps"_a = 0.0f, "before"_a = -1, "total"_a = -1, "is_deterministic"_a = false, nb::keep_alive<1, 2>(),
            nb::keep_alive<1, 11>())
-      .def("route", &add_route, "logits"_a, "sizes"_a, "is_sigmoid"_a, "is_normed"_a, "scale"_a, "bias"_a.noconvert().none(), "ids"_a, "weights"_a,
-           "order"_a, nb::keep_alive<1, 7>())
-      .def("experts", &add_experts, "matrix"_a, "x"_a, "sizes"_a, "ids"_a, "order"_a, "activation"_a, "weights"_a, "logits"_a, "shared"_a,
-           "is_deterministic"_a, "out"_a, nb::keep_alive<1, 2>())
       .def("norm", &add_norm, "x"_a, "before"_a, "total"_a, "weight"_a.noconvert().none(), "bias"_a.noconvert().none(), "eps"_a, "width"_a, "out"_a,
            nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>())
       .def("tables", &add_tables, "tables"_a.noconvert(), "types"_a, "inputs"_a, "offsets"_a, "packed"_a.none(), "scale"_a, "width"_a, "out"_a,
@@ -252,6 +248,10 @@ NB_MODULE(_native, m) {
       .def("attend", &add_attend, "q"_a, "out"_a, "heads"_a, "scale"_a, "window"_a, "softcap"_a, "keys"_a.noconvert().none(), "values"_a.noconvert().none(),
            "type"_a, "bias"_a, "is_exact"_a, "is_causal"_a, nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>())
       .def("gated", &add_gated, "x"_a, "width"_a, "activation"_a, "out"_a)
+      .def("route", &add_route, "logits"_a, "sizes"_a, "is_sigmoid"_a, "is_normed"_a, "scale"_a, "bias"_a.noconvert().none(), "ids"_a, "weights"_a,
+           "order"_a, nb::keep_alive<1, 7>())
+      .def("experts", &add_experts, "matrix"_a, "x"_a, "sizes"_a, "ids"_a, "order"_a, "activation"_a, "weights"_a, "logits"_a, "shared"_a,
+           "is_deterministic"_a, "out"_a, nb::keep_alive<1, 2>())
       .def("kept_rows", &add_kept_rows, "x"_a, "row_bytes"_a, "out"_a)
       .def("copy", &add_copy, "x"_a, "out"_a, "row_bytes"_a)
       .def("pool", &add_pool, "x"_a, "width"_a, "mode"_a, "out"_a)

@@ -127,7 +127,6 @@ class GatedMLP(MLP[T]):
         is_fused: bool = False, bias: bool | None = None,
     ) -> None:
         """is_fused: the checkpoint itself has one tensor, gate_up_proj."""
-        self.ops: Ops[T] = weights.ops
         self.activation: Activation = activation
         unit = weights.cut_inputs("down_proj", feed_forward)
         hidden = weights.ops.ranks.part(feed_forward, unit, "hidden units")
@@ -137,9 +136,6 @@ class GatedMLP(MLP[T]):
 
     def hidden(self, norm: Norm[T], x: T, residual: T | None) -> tuple[T, T]:
         return norm.linear(x, self.gate_up, residual=residual, gate=self.activation)
-
-    def __call__(self, x: T) -> T:
-        return self.ops.linear(self.ops.gated(self.ops.linear(x, self.gate_up), self.activation), self.down)
 
 
 class PlainMLP(MLP[T]):

@@ -57,8 +57,9 @@ class MixtureOfExperts(Generic[T]):
         self.down = experts.experts((names.down,), "down_proj", logits, width, part)
 
     def __call__(self, x: T) -> T:
-        ops = self.ops
-        shared = None if self.shared is None else self.shared(x)
+        ops, shared = self.ops, None
+        if self.shared is not None:
+            shared = ops.linear(ops.gated(ops.linear(x, self.shared.gate_up), self.shared.activation), self.shared.down)
         logits = ops.linear(x, self.router)
         if not self.down.is_partial:
             return ops.experts(x, logits, self.routing, self.gate_up, self.down, self.activation, shared=shared)

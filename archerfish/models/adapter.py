@@ -284,9 +284,7 @@ def find_model(config: Config) -> type[ModelAdapter[Any]]:
             raise UnsupportedModelError(f"{about} no ModelAdapter class.")
         return loaded
     hint, text = architecture_hint(config.model_type, [*MODELS, *installed]), config.values.get("text_config")
-    if config.model_type in REFUSED:
-        hint = REFUSED[config.model_type]
-    elif config.model_type in HYBRIDS:
+    if config.model_type in HYBRIDS:
         hint = "Some of its layers keep keys, others a recurrent state; here all layers of a model keep the same."
     elif isinstance(text, Mapping) and text.get("model_type") in MODELS:
         hint = f"Its text part is of type {text['model_type']!r}, which is supported where it is saved alone. {hint}"
@@ -294,6 +292,7 @@ def find_model(config: Config) -> type[ModelAdapter[Any]]:
         hint = "Of the RWKV family only RWKV-7 is supported."
     elif config.model_type in ENCODERS:
         hint = "It embeds texts or ranks them: ArrowEngine and `archerfish embed` take it."
+    hint = REFUSED.get(config.model_type, hint)
     raise UnsupportedModelError(f"No text generation model for model_type {config.model_type!r}.", hint=hint)
 
 

@@ -9,7 +9,7 @@ from archerfish.kernels.ops import T
 from archerfish.layers.decoder import DecoderBlock, GatedMLP
 from archerfish.layers.experts import USUAL_NAMES, ExpertNames, MixtureOfExperts
 from archerfish.layers.weights import Weights
-from archerfish.models.llama import LlamaModel, Qwen2Model, Qwen3Model
+from archerfish.models.llama import LlamaModel, MistralModel, Qwen2Model, Qwen3Model
 
 
 class ExpertModel(LlamaModel[T]):
@@ -43,9 +43,8 @@ class ExpertModel(LlamaModel[T]):
         return Routing(num_experts, num_chosen, is_normed=config.flag("norm_topk_prob"))
 
 
-class MixtralModel(ExpertModel[T]):
+class MixtralModel(ExpertModel[T], MistralModel[T]):
     eps = 1e-5
-    has_window = True
     default_window = 0.0
     expert_names = ExpertNames("w1", "w3", "w2")
 

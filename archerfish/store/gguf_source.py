@@ -100,16 +100,16 @@ GRANITE_KEYS = {
     "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
 }  # fmt: skip
 GPT2_KEYS = {**DECODER_KEYS, "attention.layer_norm_epsilon": "norm_epsilon"}
-EXPERT_KEYS = {
-    **DECODER_KEYS, "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-}  # fmt: skip
 GEMMA_KEYS = {
     **WINDOW_KEYS, "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }  # fmt: skip
 PHI3_KEYS = {**DECODER_KEYS, "rope.scaling.original_context_length": "original_max_position_embeddings"}
+EXPERT_KEYS = {
+    **DECODER_KEYS, "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}  # fmt: skip
 SAMPLING_KEYS = {  # general.sampling.*, as generation_config.json names them
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"
 }  # fmt: skip
@@ -244,11 +244,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         "gemma", "GemmaForCausalLM", DECODER_TENSORS, DECODER_KEYS, {"hidden_activation": "gelu_pytorch_tanh"},
         norm_plus_one=True,
     ),
-    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", {**DECODER_TENSORS, **expert_tensors()}, EXPERT_KEYS),
-    "qwen3moe": Architecture(
-        "qwen3_moe", "Qwen3MoeForCausalLM", {**DECODER_TENSORS, **HEAD_NORM_TENSORS, **expert_tensors()}, EXPERT_KEYS,
-        {"hidden_act": "silu", "norm_topk_prob": True},
-    ),
     "gemma2": Architecture(
         "gemma2", "Gemma2ForCausalLM", GEMMA_TENSORS, GEMMA_KEYS,
         {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}, norm_plus_one=True, finish=finish_gemma,
@@ -259,6 +254,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         norm_plus_one=True, finish=finish_gemma,
     ),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", PHI3_TENSORS, PHI3_KEYS, finish=finish_phi3),
+    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", {**DECODER_TENSORS, **expert_tensors()}, EXPERT_KEYS),
+    "qwen3moe": Architecture(
+        "qwen3_moe", "Qwen3MoeForCausalLM", {**DECODER_TENSORS, **HEAD_NORM_TENSORS, **expert_tensors()}, EXPERT_KEYS,
+        {"hidden_act": "silu", "norm_topk_prob": True},
+    ),
     "bert": Architecture(
         "bert", "BertModel", BERT_TENSORS, BERT_KEYS, {"hidden_act": "gelu", "position_embedding_type": "absolute"},
         finish=finish_bert,

@@ -85,9 +85,9 @@ def test_experts_are_quantised(is_stacked: bool, tmp_path: Path) -> None:
         experts = [name for name in kinds if ".experts." in name]
         assert len(experts) == (4 if is_stacked else 48)
         assert {name for name, kind in kinds.items() if kind is None} == {f"model.layers.{i}.mlp.gate.weight" for i in (0, 2)}
+        backends: list[tuple[Any, Any]] = [(TorchOps(), meant), (native_ops(), loader.load_stored())]
         expected, found = (
-            torch.cat(Driver(ops, weights, config, random_tokens(1)).step([(0, 20)]))
-            for ops, weights in ((TorchOps(), meant), (native_ops(), loader.load_stored()))
+            torch.cat(Driver(ops, weights, config, random_tokens(1)).step([(0, 20)])) for ops, weights in backends
         )
     assert (found - expected).norm() < 1e-3 * expected.norm()
     with pytest.raises(InvalidOptionError, match="reaches only some experts"):

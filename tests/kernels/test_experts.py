@@ -15,7 +15,9 @@ from archerfish.kernels.stored import StoredTensor, random_stored
 from archerfish.kernels.torch.reference import ACTIVATIONS, TorchOps
 from tests.kernels.native_support import LEVELS, native_ops
 from tests.kernels.test_native import FORMATS, make_matrix, tolerance
-from tests.kernels.triton_support import DEVICE, TYPES, TritonOps, assert_near, untraced
+from tests.kernels.triton_support import DEVICE, TYPES, assert_near, untraced
+
+from archerfish.kernels.triton.ops import TritonOps  # isort: skip
 
 Tensor = torch.Tensor
 ROUTINGS: dict[str, Routing[Any]] = {

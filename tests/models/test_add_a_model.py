@@ -54,6 +54,15 @@ def test_the_llama_variant(page: dict[str, Any]) -> None:
     assert set(page["OtterModel"].dummy_shapes(Config(config))) == set(model.state_dict())
 
 
+def test_the_mixture_of_experts(page: dict[str, Any]) -> None:
+    """A Mixtral is one that says so in its configuration."""
+    model, config = make_model("Mixtral", {**SIZES, "num_local_experts": 4})
+    config = {**config, "model_type": "otter_moe", "norm_topk_prob": True}
+    driver = Driver(native_ops(), model.state_dict(), config, random_tokens(1))
+    assert type(driver.model) is page["OtterMoeModel"]
+    torch.testing.assert_close(run(driver), their_logits(model, driver.tokens[0]), atol=1e-4, rtol=1e-4)
+
+
 def test_the_decoder_from_nothing(page: dict[str, Any]) -> None:
     """Against the parts of a Llama: one norm in all blocks, and angles of 0 where there is no rotary embedding."""
     model, config = make_model("Llama", SIZES)

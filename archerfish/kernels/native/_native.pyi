@@ -65,14 +65,6 @@ class Tape:
     def norm(
         self, x: int, before: int, total: int, weight: Floats | None, bias: Floats | None, eps: float, width: int, out: int
     ) -> None: ...
-    def route(
-        self, logits: int, sizes: Sequence[int], is_sigmoid: bool, is_normed: bool, scale: float, bias: Floats | None, ids: int,
-        weights: int, order: int,
-    ) -> None: ...
-    def experts(
-        self, matrix: Matrix, x: int, sizes: Sequence[int], ids: int, order: int, activation: int, weights: int, logits: int,
-        shared: int, is_deterministic: bool, out: int,
-    ) -> None: ...
     def tables(
         self, tables: Sequence[Array], types: Sequence[int], inputs: Sequence[int], offsets: Sequence[int],
         packed: Matrix | None, scale: float, width: int, out: int,
@@ -84,6 +76,14 @@ class Tape:
     def attend(
         self, q: int, out: int, heads: Sequence[int], scale: float, window: int, softcap: float, keys: Array | None,
         values: Array | None, type: int, bias: int, is_exact: bool, is_causal: bool,
+    ) -> None: ...
+    def route(
+        self, logits: int, sizes: Sequence[int], is_sigmoid: bool, is_normed: bool, scale: float, bias: Floats | None, ids: int,
+        weights: int, order: int,
+    ) -> None: ...
+    def experts(
+        self, matrix: Matrix, x: int, sizes: Sequence[int], ids: int, order: int, activation: int, weights: int, logits: int,
+        shared: int, is_deterministic: bool, out: int,
     ) -> None: ...
     def gated(self, x: int, width: int, activation: int, out: int) -> None: ...
     def kept_rows(self, x: int, row_bytes: int, out: int) -> None: ...

@@ -272,7 +272,9 @@ class NativeOps(Ops[Any]):
             recorder(logits), sizes, routing.is_sigmoid, routing.is_normed, routing.scale, routing.bias, recorder(ids),
             recorder(weights), recorder(order),
         )
-        chosen: dict[str, Any] = {"sizes": sizes, "ids": recorder(ids), "order": recorder(order), "is_deterministic": self.is_deterministic}
+        chosen: dict[str, Any] = {
+            "sizes": sizes, "ids": recorder(ids), "order": recorder(order), "is_deterministic": self.is_deterministic
+        }  # fmt: skip
         recorder.tape.experts(
             first, recorder(x), activation=ACTIVATIONS[activation], weights=-1, logits=-1, shared=-1, out=recorder(hidden),
             **chosen,

@@ -436,17 +436,6 @@ def pass_rows(
     ), columns, chosen
 
 
-def choose_experts(logits: Tensor, routing: Routing[Tensor]) -> tuple[Tensor, Tensor]:
-    """The experts of each row and their weights, in float32: (rows, chosen) each."""
-    given = logits[:, : routing.num_experts].float()
-    scores = given.sigmoid() if routing.is_sigmoid else given.softmax(1)
-    ids = (scores if routing.bias is None else scores + routing.bias).topk(routing.num_chosen, 1).indices
-    weights = scores.gather(1, ids)
-    if routing.is_normed:
-        weights = weights / weights.sum(1, keepdim=True)
-    return ids, weights * routing.scale
-
-
 def rotate(x: Tensor, cos_sin: Tensor, rotary_dim: int, *, is_interleaved: bool = False) -> Tensor:
     """x: (tokens, heads, head_dim), cos_sin: (tokens, rotary_dim); in float32."""
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
@@ -486,3 +475,14 @@ def visible(
     num_rows, num_columns = mask.visible.shape
     listed = mask.visible.bool()[row.clamp_max(num_rows - 1), column.clamp_max(num_columns - 1)]
     return seen & (listed | (row == column))
+
+
+def choose_experts(logits: Tensor, routing: Routing[Tensor]) -> tuple[Tensor, Tensor]:
+    """The experts of each row and their weights, in float32: (rows, chosen) each."""
+    given = logits[:, : routing.num_experts].float()
+    scores = given.sigmoid() if routing.is_sigmoid else given.softmax(1)
+    ids = (scores if routing.bias is None else scores + routing.bias).topk(routing.num_chosen, 1).indices
+    weights = scores.gather(1, ids)
+    if routing.is_normed:
+        weights = weights / weights.sum(1, keepdim=True)
+    return ids, weights * routing.scale

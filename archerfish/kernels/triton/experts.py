@@ -71,7 +71,8 @@ def put_in_order(
 @triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def route_kernel(
     logits, bias, ids, weights, counts, order, tile_experts, num_rows, num_tiles, logit_stride, scale,
-    num_experts: tl.constexpr, experts: tl.constexpr, num_chosen: tl.constexpr, slots: tl.constexpr, rows: tl.constexpr, tile_rows: tl.constexpr,
+    num_experts: tl.constexpr, experts: tl.constexpr, num_chosen: tl.constexpr, slots: tl.constexpr, rows: tl.constexpr,
+    tile_rows: tl.constexpr,
     is_sigmoid: tl.constexpr, is_normed: tl.constexpr, has_bias: tl.constexpr, is_alone: tl.constexpr, is_early: tl.constexpr,
 ):
     """The experts of some rows and their weights; and the order of places, if this program is alone, else their counts."""
