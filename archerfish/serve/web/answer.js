@@ -89,10 +89,10 @@ export function statistics({usage, firstMs, totalMs, finish, isStopped, remark})
     const seconds = (totalMs - firstMs) / 1000;
     if (usage.output > 1 && seconds > 0) told.push(`${((usage.output - 1) / seconds).toFixed(1)} tokens/s`);
   }
-  if (firstMs !== undefined) told.push(`first token after ${firstMs < 1000 ? `${firstMs.toFixed(0)} ms` : `${(firstMs / 1000).toFixed(1)} s`}`);
-  if (usage) told.push(`${usage.cached} of ${usage.prompt} prompt tokens from the cache`);
+  if (firstMs !== undefined) told.push(`first after ${firstMs < 1000 ? `${firstMs.toFixed(0)} ms` : `${(firstMs / 1000).toFixed(1)} s`}`);
+  if (usage) told.push(`${usage.cached} of ${usage.prompt} prompt tokens cached`);
   if (isStopped) told.push("stopped");
-  else if (finish === "length") told.push("cut off at the limit of tokens");
+  else if (finish === "length") told.push("cut off");
   if (remark) told.push(remark);
   return told;
 }

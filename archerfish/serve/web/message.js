@@ -53,7 +53,7 @@ export class MessageView {
     let text = this.node.content, problem = null;
     try { text = JSON.stringify(JSON.parse(text), null, 2); } catch (error) { problem = error.message; }
     this.content.replaceChildren(codeBlock({lang: "json", children: [text]}),
-      el("p", {class: problem ? "badge bad" : "badge good"}, problem ? `Not valid JSON: ${problem}` : "Valid JSON"));
+      el("p", {class: problem ? "badge bad" : "badge good"}, !problem ? "Valid JSON" : this.node.finish === "length" ? "Cut off before the end of the JSON" : `Not valid JSON: ${problem}`));
   }
 
   showReasoning(isRunning) {
