@@ -64,7 +64,8 @@ CASES = (
     ("**open and *half", "<p>**open and *half</p>"),
     (r"\*no\* \\ \a 2\. x", r"<p>*no* \ \a 2. x</p>"),
     ("`a*b*` ``a`b`` ` `` ` `open", "<p><code>a*b*</code> <code>a`b</code> <code>``</code> `open</p>"),
-    ("[t](https://a.b/c?d=e \"title\") [x](mailto:a@b.c)", '<p><a href="https://a.b/c?d=e">t</a> <a href="mailto:a@b.c">x</a></p>'),
+    ("[t](https://a.b/c?d=e \"title\") [x](mailto:a@b.c)",
+     '<p><a href="https://a.b/c?d=e">t</a> <a href="mailto:a@b.c">x</a></p>'),
     ("[*t*](http://a.b/(c)) [no](ftp://a.b) [no]",
      '<p><a href="http://a.b/(c)"><em>t</em></a> <span>no</span> [no]</p>'),
     ("![alt](https://a.b/c.png)", '<p><a href="https://a.b/c.png">alt</a></p>'),
@@ -87,7 +88,8 @@ CASES = (
     ("> - a\nlazy\n\nout", "<blockquote><ul><li>a<br></br>lazy</li></ul></blockquote><p>out</p>"),
     ("| a | b |\n|:--|--:|\n| 1 | `x|y` |\n| 2 |\n\nout",
      '<table><thead><tr><th align="left">a</th><th align="right">b</th></tr></thead><tbody><tr><td align="left">1</td>'
-     '<td align="right"><code>x|y</code></td></tr><tr><td align="left">2</td><td align="right"></td></tr></tbody></table><p>out</p>'),
+     '<td align="right"><code>x|y</code></td></tr><tr><td align="left">2</td><td align="right"></td></tr>'
+     "</tbody></table><p>out</p>"),
     ("text\na|b\n-|-\n1\\|2|3",
      "<p>text</p><table><thead><tr><th>a</th><th>b</th></tr></thead>"
      "<tbody><tr><td>1|2</td><td>3</td></tr></tbody></table>"),
@@ -154,7 +156,8 @@ const refused = ["{", "{}", ...broken].map((one) => {
   try { importText(one, []); return "taken"; } catch (error) { return error.message; }
 });
 console.log(JSON.stringify({paths, title: made.title, siblings: siblingsOf(made, second).map(({content}) => content),
-  to: pathTo(made, next.id).map(({content}) => content), isSame: exportText([again]) === text, isCopy: copy.id !== made.id, refused}));
+  to: pathTo(made, next.id).map(({content}) => content),
+  isSame: exportText([again]) === text, isCopy: copy.id !== made.id, refused}));
 """
 
 

@@ -87,7 +87,7 @@ export function statistics({usage, firstMs, totalMs, finish, isStopped, remark})
   if (usage) {
     told.push(`${usage.output} ${usage.output === 1 ? "token" : "tokens"}`);
     const seconds = (totalMs - firstMs) / 1000;
-    if (usage.output > 1 && seconds > 0) told.push(`${((usage.output - 1) / seconds).toFixed(1)} tokens/s`);
+    if (usage.output > 1 && seconds > 0.02) told.push(`${((usage.output - 1) / seconds).toFixed(1)} tokens/s`);
   }
   if (firstMs !== undefined) told.push(`first after ${firstMs < 1000 ? `${firstMs.toFixed(0)} ms` : `${(firstMs / 1000).toFixed(1)} s`}`);
   if (usage) told.push(`${usage.cached} of ${usage.prompt} prompt tokens cached`);

@@ -38,12 +38,13 @@ class Chat {
     this.panel = new Panel(this);
     const models = app.models.filter((model) => model.kind === "generation");
     this.model = el("select", {"aria-label": "Model", onchange: () => this.chooseModel()}, models.map(({id}) => el("option", null, id)));
+    this.title = el("h1", {class: "unseen"});
     this.messages = el("div", {class: "messages", role: "log", "aria-label": "Messages"});
     this.thread = el("div", {class: "thread", tabindex: "-1", onscroll: () => this.onScroll()}, this.messages);
     this.down = iconButton("down", "To the end", () => this.scrollDown(true), {class: "plain down", hidden: true});
     this.element = el("div", {class: "chat"}, this.sidebar.element,
       el("div", {class: "talk"},
-        el("div", {class: "talk-head"}, iconButton("menu", "Conversations", () => this.toggleSidebar()), this.model,
+        el("div", {class: "talk-head"}, this.title, iconButton("menu", "Conversations", () => this.toggleSidebar()), this.model,
           el("span", {class: "space"}), iconButton("sliders", "Settings and playground", () => this.togglePanel(), {"aria-expanded": "false"})),
         this.thread, this.down, this.composer()),
       this.panel.element);
@@ -230,6 +231,7 @@ class Chat {
       if (this.messages.children[at] !== view.element) this.messages.insertBefore(view.element, this.messages.children[at] ?? null);
       view.update(node === running);
     });
+    this.title.textContent = this.conversation.title;
     this.showMarks();
     this.sidebar.update();
     this.scrollDown();

@@ -159,7 +159,7 @@ export class MessageView {
 export function greeting(model, suggestions, onchoose) {
   return el("div", {class: "greeting"},
     el("img", {src: "/favicon.ico", alt: "", width: "56", height: "56"}),
-    el("h1", null, "What shall we talk about?"),
+    el("h2", null, "What shall we talk about?"),
     el("p", {class: "note"}, `${model} answers from this server. Conversations stay in this browser.`),
     el("div", {class: "suggestions"}, suggestions.map((text) => el("button", {type: "button", onclick: () => onchoose(text)}, icon("chat"), text))));
 }
