@@ -13,7 +13,7 @@ from archerfish.serve.app import create_app
 from archerfish.serve.client import RemoteError
 from archerfish.serve.tenants import Tenants
 from archerfish.serve.wire import GenerationRequest
-from tests.serve.client import LIMIT_S, running
+from tests.serve.client import running
 from tests.serve.fake_backend import FakeBackend, fake_app
 from tests.serve.test_reasoning import ANSWER, QWEN, thinker
 
@@ -56,7 +56,8 @@ def test_answer_streams_and_regenerates_from_the_cache(chromium: Any, real: str)
         chat.wait()
         assert len(body.inner_text()) > len(early)
         first, [stats] = chat.texts(), chat.page.locator(".message.assistant .stats").all_inner_texts()
-        assert re.fullmatch(r"24 tokens · [\d.]+ tokens/s · first after [\d.]+ m?s · 0 of \d+ prompt tokens cached · cut off", stats)
+        told = r"24 tokens · [\d.]+ tokens/s · first after [\d.]+ m?s · 0 of \d+ prompt tokens cached · cut off"
+        assert re.fullmatch(told, stats)
         chat.button("Another answer").click()
         expect(chat.page.locator(".turner span")).to_have_text("2/2")
         chat.wait()
@@ -192,7 +193,8 @@ def test_markdown(chat: Chat, backend: FakeBackend) -> None:
     chat.say("Tell")
     shown = chat.page.locator(".message.assistant .markdown")
     for selector, text in (
-        ("h1", "Fish"), ("em", "swim"), ("strong", "spit"), ("del", "walk"), ("p code", "swim()"), ("ol > li ul li", "in mangroves"),
+        ("h1", "Fish"), ("em", "swim"), ("strong", "spit"), ("del", "walk"), ("p code", "swim()"),
+        ("ol > li ul li", "in mangroves"),
         ("a[href='https://fish.example/trout']", "Trout"), ("th >> nth=1", "water"), ("td.to-right", "fresh"),
         ("blockquote p", "Quoted."), ("pre code", 'print("<b>fish</b>")'), (".code-head span", "python"),
     ):  # fmt: skip
@@ -235,7 +237,7 @@ def test_settings_are_sent_if_they_are_set(chat: Chat, backend: FakeBackend) -> 
     body = request.value.post_data_json
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
     set_here = {"temperature": 0.5, "top_k": 7, "seed": 3, "max_tokens": 5, "stop": ["END", "STOP"]}
-    assert {name: value for name, value in body.items() if name not in ("model", "messages", "stream", "stream_options")} == set_here
+    assert {name: body[name] for name in body.keys() - {"model", "messages", "stream", "stream_options"}} == set_here
     page.get_by_label("top_k", exact=True).fill("1.5")
     page.get_by_label("top_k", exact=True).blur()
     expect(page.get_by_text("Not a whole number.")).to_be_visible()
@@ -297,23 +299,23 @@ def test_error_is_shown_in_place(chat: Chat, backend: FakeBackend) -> None:
 
 def test_api_key(chromium: Any, backend: FakeBackend) -> None:
     key = "alice-" + "0123456789" * 3
-    with running(create_app(backend, credentials="pass", tenants=Tenants.from_text(f"alice={key}"))) as served:
-        with visiting(chromium, served.url) as chat:
-            page = chat.page
-            page.goto(served.url)
-            field = page.get_by_role("dialog").get_by_label("API key", exact=True)
-            field.fill("wrong")
-            chat.button("Use").click()
-            expect(page.get_by_role("dialog").get_by_label("API key", exact=True)).to_have_value("wrong")
-            field.fill(key)
-            page.get_by_label("Remember it in this browser").check()
-            chat.button("Use").click()
-            page.locator(FIELD).wait_for(timeout=1000 * LIMIT_S)
-            chat.say("Hi")
-            assert chat.texts() == ["Hello there"]
-            page.reload()
-            page.locator(FIELD).wait_for()
-            assert page.evaluate("[localStorage, sessionStorage].map((one) => one.getItem('archerfish.key'))") == [key, None]
+    app = create_app(backend, credentials="pass", tenants=Tenants.from_text(f"alice={key}"))
+    with running(app) as served, visiting(chromium, served.url) as chat:
+        page = chat.page
+        page.goto(served.url)
+        field = page.get_by_role("dialog").get_by_label("API key", exact=True)
+        field.fill("wrong")
+        chat.button("Use").click()
+        expect(page.get_by_role("dialog").get_by_label("API key", exact=True)).to_have_value("wrong")
+        field.fill(key)
+        page.get_by_label("Remember it in this browser").check()
+        chat.button("Use").click()
+        page.locator(FIELD).wait_for()
+        chat.say("Hi")
+        assert chat.texts() == ["Hello there"]
+        page.reload()
+        page.locator(FIELD).wait_for()
+        assert page.evaluate("[localStorage, sessionStorage].map((one) => one.getItem('archerfish.key'))") == [key, None]
 
 
 def test_without_a_model_for_chats(chromium: Any, backend: FakeBackend) -> None:
