@@ -36,7 +36,9 @@ def test_wheel_and_sdist_install_with_pip_alone(tmp_path: Path) -> None:
     run(tmp_path / "builder/bin/python", "-m", "build", "--outdir", tmp_path / "dist", source, cwd=tmp_path)
     [wheel], [sdist] = (tmp_path / "dist").glob("*.whl"), (tmp_path / "dist").glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as file:
-        tops = {name.split("/")[0] for name in file.namelist()}
+        names = set(file.namelist())
+    tops = {name.split("/")[0] for name in names}
+    assert {f"archerfish/serve/web/{path.name}" for path in (ROOT / "archerfish/serve/web").iterdir()} <= names
     assert tops == {"archerfish", f"archerfish-{__version__}.dist-info"}
     for package in (wheel, sdist):
         check_install(package, tmp_path / package.name.rpartition(".")[2])
