@@ -45,6 +45,7 @@ from archerfish.serve.tenants import Tenants
 from archerfish.serve.token_routes import TextRoutes, TTSRoutes
 from archerfish.serve.tracing import make_tracer
 from archerfish.serve.vector_routes import CohereRoutes, VectorRoutes
+from archerfish.serve.view_routes import ViewRoutes
 from archerfish.serve.wire import Configure, FrontEndState, Ping, Pong, Query
 
 HEALTH_TIMEOUT_S = 10.0
@@ -271,7 +272,7 @@ def create_app(
     groups = (
         OpenAIRoutes(texts), vectors, ResponsesRoutes(texts), MessagesRoutes(texts), TextRoutes(texts),
         TTSRoutes(texts), OllamaRoutes(texts, vectors), CohereRoutes(vectors), TEIRoutes(vectors), VLLMRoutes(vectors),
-        StateRoutes(catalog, results, share, config.replicas),
+        ViewRoutes(catalog), StateRoutes(catalog, results, share, config.replicas),
     )  # fmt: skip
     routes = [route for group in groups for route in group.routes]
     middleware = [Middleware(RequestMiddleware, registry, tenants, config, tracer)]
