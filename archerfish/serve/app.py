@@ -14,9 +14,10 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from archerfish.compat.optimization import OptimizationConfig
@@ -37,11 +38,11 @@ from archerfish.serve.ollama_routes import OllamaRoutes
 from archerfish.serve.openai_routes import OpenAIRoutes
 from archerfish.serve.openapi import openapi_document
 from archerfish.serve.overload import retry_after
-from archerfish.serve.page import asset, docs_page, page
+from archerfish.serve.page import Asset, asset_response, assets, docs_page, page_data
 from archerfish.serve.responses_routes import ResponsesRoutes
 from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.routing import RoutedBackend
-from archerfish.serve.tenants import Tenants
+from archerfish.serve.tenants import ANONYMOUS, Tenants
 from archerfish.serve.token_routes import TextRoutes, TTSRoutes
 from archerfish.serve.tracing import make_tracer
 from archerfish.serve.vector_routes import CohereRoutes, VectorRoutes
@@ -126,14 +127,18 @@ class FrontEndSync:
 class StateRoutes:
     """Models, health, figures, the web page, and options for operators."""
 
-    def __init__(self, catalog: Catalog, results: ResultCache, share: FrontEndSync, num_replicas: int) -> None:
-        """num_replicas: those that the parent of this process keeps."""
+    def __init__(
+        self, catalog: Catalog, results: ResultCache, share: FrontEndSync, num_replicas: int, *, has_keys: bool
+    ) -> None:
+        """num_replicas: those that the parent of this process keeps. has_keys: whether the service asks for API keys."""
         self.catalog, self.results, self.share, self.num_replicas = catalog, results, share, num_replicas
+        self.has_keys = has_keys
         self.routes = [
             Route("/v1/models", self.models), Route("/v1/models/{model_id:path}", self.model), Route("/health", self.health),
             Route("/ready", self.ready), Route("/stats", self.stats), Route("/metrics", self.metrics), Route("/", self.index),
             Route("/openapi.json", self.openapi), Route("/docs", self.docs), Route("/version", self.version),
-            Route("/favicon.ico", self.icon), Route("/admin/optimization", self.optimization, methods=["GET", "PATCH"]),
+            Route("/favicon.ico", self.icon), Route("/web/{name}", self.file),
+            Route("/admin/optimization", self.optimization, methods=["GET", "PATCH"]),
             Route("/admin/restart", self.restart, methods=["POST"]),
         ]  # fmt: skip
 
@@ -179,8 +184,15 @@ class StateRoutes:
 
     async def index(self, request: Request) -> Response:
         """The web page."""
-        models = [self.catalog.describe(card) for card in await self.catalog.cards()]
-        return HTMLResponse(page(str(request.base_url).rstrip("/"), models))
+        return asset_response(request, assets()["index.html"])
+
+    async def file(self, request: Request) -> Response:
+        """A file of the web page."""
+        name = request.path_params["name"]
+        found = page_data(has_keys=self.has_keys) if name == "data.json" else assets().get(name)
+        if found is None:
+            raise HTTPException(404)
+        return asset_response(request, found)
 
     async def openapi(self, request: Request) -> Response:
         """The OpenAPI document."""
@@ -188,7 +200,8 @@ class StateRoutes:
 
     async def docs(self, request: Request) -> Response:
         """The routes and their parameters as a web page."""
-        return HTMLResponse(docs_page(openapi_document(request.app.routes)))
+        page = docs_page(openapi_document(request.app.routes))
+        return asset_response(request, Asset.of("docs.html", page.encode()))
 
     async def version(self, request: Request) -> Response:
         """Version and build of archerfish."""
@@ -196,7 +209,7 @@ class StateRoutes:
 
     async def icon(self, request: Request) -> Response:
         """The picture of the pages."""
-        return Response(asset("favicon.svg"), media_type="image/svg+xml", headers={"Cache-Control": "max-age=86400"})
+        return asset_response(request, assets()["favicon.svg"])
 
     async def restart(self, request: Request) -> Response:
         """Restart the replicas of this machine one after another, without losing a request."""
@@ -272,7 +285,7 @@ def create_app(
     groups = (
         OpenAIRoutes(texts), vectors, ResponsesRoutes(texts), MessagesRoutes(texts), TextRoutes(texts),
         TTSRoutes(texts), OllamaRoutes(texts, vectors), CohereRoutes(vectors), TEIRoutes(vectors), VLLMRoutes(vectors),
-        ViewRoutes(catalog), StateRoutes(catalog, results, share, config.replicas),
+        ViewRoutes(catalog), StateRoutes(catalog, results, share, config.replicas, has_keys=ANONYMOUS not in tenants.all()),
     )  # fmt: skip
     routes = [route for group in groups for route in group.routes]
     middleware = [Middleware(RequestMiddleware, registry, tenants, config, tracer)]

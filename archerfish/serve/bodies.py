@@ -139,9 +139,11 @@ class GenerationBody(ModelBody):
     priority: int = Field(0, ge=-(2**31), lt=2**31, description="Higher runs first.")
     deadline_s: float | None = Field(None, ge=0, le=MAX_DEADLINE_S, description="Seconds after which the request is given up.")
     stream: bool | None = False
-    temperature: float | None = bounded(minimum=0, maximum=100)
-    top_p: float | None = bounded(exclusiveMinimum=0, maximum=1)
-    top_k: int | None = bounded(minimum=-1)
+    temperature: float | None = bounded(description="0: the most likely token; higher: more variety.", minimum=0, maximum=100)
+    top_p: float | None = bounded(
+        description="Draw from the likeliest tokens that together have this probability.", exclusiveMinimum=0, maximum=1
+    )
+    top_k: int | None = bounded(description="Draw from so many of the likeliest tokens; 0 or -1: all.", minimum=-1)
     seed: int | None = bounded(minimum=MIN_SEED, maximum=MAX_SEED - 1, description="Left out or -1: a new one each time.")
 
 
@@ -182,23 +184,29 @@ class TextBody(GenerationBody):
     format_param: ClassVar[str] = "response_format"  # the route's own parameter for the format of an answer
     ignored: ClassVar[Values] = IGNORED
 
-    min_p: float | None = bounded(minimum=0, maximum=1)
-    presence_penalty: float | None = bounded(minimum=-100, maximum=100)
-    frequency_penalty: float | None = bounded(minimum=-100, maximum=100)
-    repetition_penalty: float | None = bounded(minimum=0.01, maximum=100)
-    min_tokens: int | None = bounded(minimum=0)
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    speculate: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    logit_bias: dict[str, float] | None = None
+    min_p: float | None = bounded(
+        description="Leave out tokens less likely than this share of the likeliest.", minimum=0, maximum=1
+    )
+    presence_penalty: float | None = bounded(description="Subtracted once from tokens of the answer.", minimum=-100, maximum=100)
+    frequency_penalty: float | None = bounded(
+        description="Subtracted for each time that a token is in the answer.", minimum=-100, maximum=100
+    )
+    repetition_penalty: float | None = bounded(
+        description="Above 1: tokens of prompt and answer become less likely.", minimum=0.01, maximum=100
+    )
+    min_tokens: int | None = bounded(description="End tokens and stops have no effect before.", minimum=0)
+    stop_token_ids: list[int] | None = Field(None, description="Tokens that end the answer.")
+    ignore_eos: bool | None = Field(None, description="true: go on after the model's end token.")
+    skip_special_tokens: bool | None = Field(None, description="false: special tokens are part of the text.")
+    speculate: bool | None = Field(None, description="false: propose no tokens; the answer is the same.")
+    include_stop_str_in_output: bool | None = Field(None, description="true: the stop string ends the text.")
+    logit_bias: dict[str, float] | None = Field(None, description="Added to the logits of tokens, by their ids.")
     bad_words: list[str] | None = Field(None, description="Words that the answer must not contain.")
     allowed_token_ids: list[int] | None = Field(None, description="The only tokens that may be drawn.")
     guided_json: Annotated[Any, one_of(OBJECT, STRING)] = Field(None, description="A JSON schema that the answer follows.")
-    guided_regex: str | None = None
+    guided_regex: str | None = Field(None, description="A regular expression that the answer matches.")
     guided_grammar: str | None = Field(None, description="A grammar in Lark's notation.")
-    guided_choice: list[str] | None = None
+    guided_choice: list[str] | None = Field(None, description="The answer is one of these.")
     structured_outputs: dict[str, Any] | None = Field(None, description="vLLM's form: json, regex, choice or grammar.")
 
     @classmethod

@@ -152,7 +152,8 @@ class RequestMiddleware:
         """The answer to a request with a wrong key or too large a body. Notes the tenant of other requests in their scope."""
         headers, path, tenant = Headers(scope=scope), scope["path"], ANONYMOUS
         try:
-            if path not in OPEN_PATHS or scope["method"] not in ("GET", "HEAD"):
+            is_open = path in OPEN_PATHS or path.startswith("/web/")
+            if not is_open or scope["method"] not in ("GET", "HEAD"):
                 tenant = self.tenants.find(bearer_key(headers.get("authorization"), headers.get("x-api-key")))
                 if path.startswith(OPERATOR_PATHS):
                     tenant.require_operator()

@@ -43,8 +43,8 @@ class StreamOptions(Body):
 class ChoicesBody(TextBody):
     """What chat and completions have in common."""
 
-    n: int | None = bounded(minimum=1, maximum=MAX_N)
-    stop: Stop = None
+    n: int | None = bounded(description="So many answers.", minimum=1, maximum=MAX_N)
+    stop: Stop = Field(None, description="Strings that end the answer.")
     prompt_logprobs: int | None = bounded(minimum=0, maximum=MAX_LOGPROBS)
     response_format: dict[str, Any] | None = None
     stream_options: StreamOptions | None = None
@@ -105,7 +105,7 @@ class ChatBody(TemplateBody, ConversationBody, ChoicesBody):
     ignored: ClassVar[Values] = {**IGNORED, "reasoning": ()}
 
     messages: Messages
-    max_tokens: int | None = bounded(minimum=1)
+    max_tokens: int | None = bounded(description="At most so many tokens; left out: as many as fit.", minimum=1)
     max_completion_tokens: int | None = bounded(description="OpenAI's newer name of max_tokens.", minimum=1)
     logprobs: bool | None = None
     reasoning_effort: str | None = Field(None, description="For chat templates that read it; none: without reasoning.")

@@ -1,69 +1,73 @@
-"""The web pages: `/` with what is served, a chat and examples of calls; `/docs` with all routes. No assets from elsewhere."""
+"""The web page at `/`, its files below `/web/`, and the page of all routes at `/docs`."""
 
 from __future__ import annotations
 
+import hashlib
 import html
 import json
-import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
 from string import Template
-from typing import Any
+from typing import Any, NamedTuple
 
-from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
 
-from archerfish.serve.answers import Model
+from archerfish.serve.calls import ADDRESS, EXAMPLES, curl, python
+from archerfish.serve.openai_routes import ChatBody
 
-CHAT = {"messages": [{"role": "user", "content": "What does an archerfish do?"}], "max_tokens": 64}
-RANK = {"query": "fish that shoot", "documents": ["Archerfish hunt insects.", "Bread needs yeast."]}
-MAX_TOKENS = 512  # of an answer in the page's chat
-EXAMPLES: tuple[tuple[str, str, str, dict[str, Any] | None], ...] = (  # kinds of models, method, path, body
-    ("generation", "POST", "/v1/chat/completions", CHAT),
-    ("generation", "POST", "/v1/completions", {"prompt": "Once upon a time", "max_tokens": 32}),
-    ("generation", "POST", "/v1/responses", {"input": "What does an archerfish do?", "max_output_tokens": 64}),
-    ("generation", "POST", "/v1/messages", CHAT),
-    ("tts", "POST", "/v1/tts/tokens", {"text": "An archerfish spits water.", "gender": "female"}),
-    ("embedding", "POST", "/v1/embeddings", {"input": ["An archerfish spits water.", "射水鱼"]}),
-    ("embedding cross-encoder", "POST", "/v1/rerank", RANK),
-    ("embedding", "POST", "/similarity", {"source": "A fish.", "sentences": ["An animal that swims.", "A loaf of bread."]}),
-    ("", "POST", "/tokenize", {"prompt": "An archerfish spits water."}),
-    ("", "POST", "/detokenize", {"tokens": [1, 2, 3]}),
-    ("generation", "POST", "/v1/cache/explain", {"prompt": "Once upon a time"}),
-    ("generation", "GET", "/v1/cache/view", None),
-    *(("", "GET", path, None) for path in ("/v1/models", "/version", "/health", "/ready", "/stats", "/metrics")),
+TYPES = {
+    "html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml", "json": "application/json",
+}  # fmt: skip
+# Nothing but the files of this server: no inline scripts and styles, no other hosts, and no frames around the page.
+CONTENT_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+PAGE_HEADERS = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
 
-def curl(base_url: str, method: str, path: str, body: dict[str, Any] | None, *, has_keys: bool = False) -> str:
-    """The shell command of one call."""
-    key = " -H 'Authorization: Bearer YOUR-KEY'" if has_keys else ""
-    if method == "GET":
-        return f"curl {base_url}{path}{key}"
-    data = shlex.quote(json.dumps(body, ensure_ascii=False))
-    return f"curl {base_url}{path} -H 'Content-Type: application/json'{key} \\\n  -d {data}"
+class Asset(NamedTuple):
+    """A file of the page."""
+
+    media_type: str
+    data: bytes
+    etag: str
+
+    @classmethod
+    def of(cls, name: str, data: bytes) -> Asset:
+        return cls(TYPES[name.rpartition(".")[2]], data, f'"{hashlib.sha256(data).hexdigest()[:20]}"')
 
 
-def examples(kinds: set[str]) -> list[tuple[str, str, dict[str, Any] | None]]:
-    """Calls that a service with models of these kinds answers, the most interesting first."""
-    return [(method, path, body) for needed, method, path, body in EXAMPLES if not needed or kinds & set(needed.split())]
+@cache
+def assets() -> dict[str, Asset]:
+    """The files of the page by their names."""
+    found = [file for file in (files("archerfish.serve") / "web").iterdir() if file.name.rpartition(".")[2] in TYPES]
+    return {file.name: Asset.of(file.name, file.read_bytes()) for file in found}
 
 
-def page(base_url: str, models: Sequence[Model]) -> str:
-    """The page of a server at `base_url`."""
-    kinds: set[str] = {model.kind for model in models}
-    shown = []
-    for model in models:
-        size = f", {model.dimension} dimensions" if model.dimension is not UNSET else ""
-        shown.append(f"<b>{html.escape(model.id)}</b> ({model.kind}{size}, up to {model.max_length} tokens)")
-    routes = ""
-    for method, path, body in examples(kinds):
-        routes += f"<b>{method} {path}</b><pre>{html.escape(curl(base_url, method, path, body))}</pre>\n"
-    most_tokens = min([MAX_TOKENS, *(model.max_length for model in models if model.kind == "generation")])
-    return Template(asset("page.html")).substitute(
-        models="<br>".join(shown), routes=routes, hide_chat="" if "generation" in kinds else "hidden",
-        hide_compare="" if "embedding" in kinds else "hidden", most_tokens=most_tokens,
-    )
+@cache
+def page_data(*, has_keys: bool) -> Asset:
+    """What the page needs to know of the service: the parameters of a chat, and an example of each route."""
+    calls = [
+        {"kinds": kinds.split(), "method": method, "path": path, "python": python(method, path, body, has_keys=has_keys),
+         "curl": curl(ADDRESS, method, path, body, has_keys=has_keys)}
+        for kinds, method, path, body in EXAMPLES
+    ]  # fmt: skip
+    parameters = ChatBody.model_json_schema()["properties"]
+    return Asset.of("data.json", json.dumps({"calls": calls, "parameters": parameters}, ensure_ascii=False).encode())
+
+
+def asset_response(request: Request, asset: Asset) -> Response:
+    """A file, or 304 for a browser that has it."""
+    headers = {**PAGE_HEADERS, "ETag": asset.etag}
+    if asset.media_type == TYPES["html"]:
+        headers["Content-Security-Policy"] = CONTENT_POLICY
+    if asset.etag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    return Response(asset.data, headers=headers, media_type=asset.media_type)
 
 
 def docs_page(document: dict[str, Any]) -> str:
@@ -75,7 +79,8 @@ def docs_page(document: dict[str, Any]) -> str:
             rows = "".join(parameter_rows(document, operation))
             table = f"<table>{rows}</table>"
             shown.append(f"<details><summary>{head}</summary>{table}</details>" if rows else f"<p>{head}</p>")
-    return Template(asset("docs.html")).substitute(version=html.escape(document["info"]["version"]), routes="\n".join(shown))
+    template = Template(assets()["docs.html"].data.decode())
+    return template.substitute(version=html.escape(document["info"]["version"]), routes="\n".join(shown))
 
 
 def parameter_rows(document: dict[str, Any], operation: dict[str, Any]) -> Iterator[str]:
@@ -94,9 +99,3 @@ def type_of(schema: dict[str, Any]) -> str:
     inner = [type_of(one) for one in schema.get("anyOf", ()) if one != {"type": "null"}]
     kind = "object" if "$ref" in schema else "any of a list" if "enum" in schema else schema.get("type", "any")
     return " or ".join(dict.fromkeys(inner)) if inner else html.escape(str(kind))
-
-
-@cache
-def asset(name: str) -> str:
-    """The text of a file beside this one."""
-    return (files("archerfish.serve") / name).read_text(encoding="utf-8")

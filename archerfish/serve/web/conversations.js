@@ -1,0 +1,100 @@
+// A conversation is a tree of messages: an edit or another answer begins a branch beside the one before.
+//
+// {id, title, created, updated, settings, nodes: {id: node}, picked: {parent: child}}; a node is {id, parent, role, content, ...}.
+
+const FORMAT = "archerfish-conversations";
+const ROLES = ["user", "assistant", "tool"];
+const ROOT = "root";
+
+export function newId() {
+  return Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+export function newConversation(settings) {
+  return {id: newId(), title: "New chat", created: Date.now(), updated: Date.now(), settings, nodes: {}, picked: {}};
+}
+
+const childrenOf = (conversation, parent) => Object.values(conversation.nodes).filter((node) => node.parent === parent);
+
+/** The messages that are shown: from the first one along the picked branches. */
+export function pathOf(conversation) {
+  const path = [];
+  for (let parent = null; ;) {
+    const children = childrenOf(conversation, parent);
+    if (!children.length) return path;
+    const picked = conversation.picked[parent ?? ROOT];
+    const next = children.find((child) => child.id === picked) ?? children.at(-1);
+    path.push(next);
+    parent = next.id;
+  }
+}
+
+/** The messages from the first one to a node. */
+export function pathTo(conversation, id) {
+  const path = [];
+  for (let node = conversation.nodes[id]; node; node = conversation.nodes[node.parent]) path.unshift(node);
+  return path;
+}
+
+export function addNode(conversation, parent, values) {
+  const node = {id: newId(), parent, created: Date.now(), content: "", ...values};
+  conversation.nodes[node.id] = node;
+  pick(conversation, node);
+  if (node.role === "user" && !parent && !conversation.isNamed) conversation.title = titleOf(node.content);
+  return node;
+}
+
+function titleOf(text) {
+  const line = text.trim().replace(/\s+/g, " ");
+  return line.length > 60 ? `${line.slice(0, 57)}...` : line || "New chat";
+}
+
+export function pick(conversation, node) {
+  conversation.picked[node.parent ?? ROOT] = node.id;
+  conversation.updated = Date.now();
+}
+
+/** The branches that a message is one of. */
+export function siblingsOf(conversation, node) {
+  return childrenOf(conversation, node.parent);
+}
+
+// Files
+
+export function exportText(conversations) {
+  return JSON.stringify({format: FORMAT, version: 1, conversations}, null, 1);
+}
+
+/** The conversations of a file. Those whose ids are taken get new ones. */
+export function importText(text, takenIds) {
+  let data;
+  try { data = JSON.parse(text); } catch { throw new Error("The file is not JSON."); }
+  if (data?.format !== FORMAT || !Array.isArray(data.conversations)) throw new Error("The file holds no conversations of archerfish.");
+  return data.conversations.map((given) => {
+    const id = typeof given?.id === "string" && !takenIds.includes(given.id) ? given.id : newId();
+    return {...checked(given), id};
+  });
+}
+
+function checked(given) {
+  const nodes = given?.nodes;
+  const isWhole = nodes && typeof nodes === "object" && Object.entries(nodes).every(([id, node]) => (
+    node?.id === id && ROLES.includes(node.role) && typeof node.content === "string" && reaches(nodes, node)));
+  if (!isWhole) throw new Error("The file has a conversation that is not whole.");
+  const {title, created, updated, settings, picked, isNamed} = given;
+  return {
+    title: String(title ?? "Imported"), created: Number(created) || Date.now(), updated: Number(updated) || Date.now(), nodes,
+    settings: settings && typeof settings === "object" ? settings : {}, picked: picked && typeof picked === "object" ? picked : {},
+    ...(isNamed === true && {isNamed}),
+  };
+}
+
+/** Whether the parents of a node lead to the root. */
+function reaches(nodes, node) {
+  const seen = new Set();
+  for (let at = node; at.parent !== null; at = nodes[at.parent]) {
+    if (seen.has(at.id) || !nodes[at.parent]) return false;
+    seen.add(at.id);
+  }
+  return true;
+}
