@@ -12,14 +12,13 @@ import numpy as np
 
 from archerfish.cache.tree import TOKEN_BYTES, Node, Tree
 from archerfish.sched.live import LiveSequences
-from archerfish.sequence import Sequence
 
 MAX_NODES = 120  # of the tree that are shown
 MAX_LOOKED_AT = 1000  # nodes, to choose these from
 MAX_CHILDREN = 128  # of one node that are looked at: the oldest and the newest ones
 MAX_TREES = 16  # of one tenant: its adapters
 MAX_PREVIEW = 48  # tokens of a node
-MAX_MAPPED = 8192  # blocks of a pool that is shown in the order of memory
+MAX_MAPPED = 16_384  # blocks of a pool that is shown in the order of memory
 KINDS = ("free", "cached", "running")  # of blocks in memory, by their numbers in `_map`
 Run = tuple[str, int]  # so many blocks, one after another, of one kind
 

@@ -310,7 +310,10 @@ class HostedGeneration:
         if self.is_sent_by_loop and self.model.is_advancing:
             self.batch.append((self, delta))
         else:
-            self.send(delta, self.model.host.clock())
+            now = self.model.host.clock()
+            if self.admitted is not None:
+                self.model.history.recent[self.label].tokens(now, len(delta.token_ids))
+            self.send(delta, now)
 
     def send(self, delta: TextDelta, now: float) -> None:
         """Answer with new tokens."""
@@ -328,8 +331,6 @@ class HostedGeneration:
             elif now > self.last_token_at or self.params.n == 1:  # else one of several sequences
                 model.host.figures.gaps(model.name, (now - self.last_token_at,), self.label)
                 model.history.recent[self.label].gaps(now, now - self.last_token_at)
-            if not self.is_sent_by_loop:
-                model.history.recent[self.label].tokens(now, len(delta.token_ids))
             self.last_token_at = now
         if message.stream:
             chunk = Chunk(

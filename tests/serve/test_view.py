@@ -19,7 +19,7 @@ from .client import error_of, host_with, serving
 from .hosting import GREEDY, LONG, WordEncoder, add_llm, failure, llm_host, talking
 
 pytestmark = pytest.mark.anyio
-RWKV = {"load_format": "dummy", "dtype": "float32", "memory_budget_gib": 0.05, "max_num_seqs": 8, "block_size": 16}
+RWKV: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "memory_budget_gib": 0.05, "block_size": 16}
 PROMPT = "the same words of a prompt, long enough for several blocks of the cache: 0123456789 0123456789"
 
 

@@ -49,12 +49,15 @@ export function cellSize(total, most) {
 }
 
 export function cosine(a, b) {
-  let dot = 0, aa = 0, bb = 0;
-  for (let i = 0; i < a.length; i++) { dot += a[i] * b[i]; aa += a[i] * a[i]; bb += b[i] * b[i]; }
-  return aa && bb ? dot / Math.sqrt(aa * bb) : 0;
+  const lengths = Math.sqrt(dot(a, a) * dot(b, b));
+  return lengths ? dot(a, b) / lengths : 0;
 }
 
-const dot = (a, b) => a.reduce((sum, value, place) => sum + value * b[place], 0);
+function dot(a, b) {
+  let sum = 0;
+  for (let i = 0; i < a.length; i++) sum += a[i] * b[i];
+  return sum;
+}
 
 function normalised(vector) {
   const length = Math.sqrt(dot(vector, vector));
@@ -120,5 +123,7 @@ export function duration(seconds) {
   return seconds < 100 ? `${seconds.toPrecision(3)} s` : seconds < 7200 ? `${Math.round(seconds / 60)} min` : `${Math.round(seconds / 3600)} h`;
 }
 
-export const percent = (share) => share === null || share === undefined ? "\u2013" : `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
+export const ago = (seconds) => `${seconds < 60 ? `${seconds.toFixed(seconds < 10 ? 1 : 0)} s` : duration(Math.max(100, seconds))} ago`;
+
+export const percent = (share) => share === null || share === undefined ? "\u2013" : `${(100 * share).toFixed(share && share < 0.1 ? 1 : 0)} %`;
 export const count = (number) => number.toLocaleString("en-US");
