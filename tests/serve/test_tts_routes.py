@@ -15,11 +15,11 @@ from archerfish.engine.tts import VOCAB_SIZE
 from archerfish.params import SamplingParams
 from archerfish.serve import hosted_llm
 from archerfish.serve.app import create_app
+from archerfish.serve.calls import EXAMPLES
 from archerfish.serve.compute import Lane
 from archerfish.serve.host import EngineHost
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.models import Hosted, ModelEntry
-from archerfish.serve.page import EXAMPLES
 from tests.engine.test_tts import BAD, REFERENCE, VOICE
 from tests.engine.tiny_rwkv import rwkv_config, save_tiny_rwkv
 
@@ -120,14 +120,13 @@ def test_wrong_value_names_its_parameter(values: dict[str, Any], said: str) -> N
         assert said in error["message"] or "must be" in error["message"]
 
 
-async def test_page_of_a_tts_service_has_no_chat(model: Path, tmp_path: Path) -> None:
+async def test_tts_service_takes_no_chats(model: Path, tmp_path: Path) -> None:
     host = host_with(tmp_path)
     add_speaker(host, model)
 
     async with serving(host) as client:
         [shown] = (await client.get("/v1/models")).json()["data"]
         assert (shown["id"], shown["kind"]) == ("speaker", "tts")
-        assert "curl http://test/v1/tts/tokens" in (await client.get("/")).text
         body = next(body for _, _, path, body in EXAMPLES if path == ROUTE)
         assert (await client.post(ROUTE, json={**(body or {}), "max_tokens": 3})).status_code == 200
         refused = error_of(await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]}))

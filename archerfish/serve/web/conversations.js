@@ -72,7 +72,7 @@ export function importText(text, takenIds) {
   if (data?.format !== FORMAT || !Array.isArray(data.conversations)) throw new Error("The file holds no conversations of archerfish.");
   return data.conversations.map((given) => {
     const id = typeof given?.id === "string" && !takenIds.includes(given.id) ? given.id : newId();
-    return {...checked(given), id};
+    return {id, ...checked(given)};
   });
 }
 
@@ -83,8 +83,8 @@ function checked(given) {
   if (!isWhole) throw new Error("The file has a conversation that is not whole.");
   const {title, created, updated, settings, picked, isNamed} = given;
   return {
-    title: String(title ?? "Imported"), created: Number(created) || Date.now(), updated: Number(updated) || Date.now(), nodes,
-    settings: settings && typeof settings === "object" ? settings : {}, picked: picked && typeof picked === "object" ? picked : {},
+    title: String(title ?? "Imported"), created: Number(created) || Date.now(), updated: Number(updated) || Date.now(),
+    settings: settings && typeof settings === "object" ? settings : {}, nodes, picked: picked && typeof picked === "object" ? picked : {},
     ...(isNamed === true && {isNamed}),
   };
 }
