@@ -10,6 +10,7 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 MODELS := all-minilm-l6-v2 smollm2-135m-instruct
 WORKERS ?= 2
+BROWSER ?= .venv-browser
 CLIENTS ?= .venv-clients
 CLUSTER ?= .venv-cluster
 DEPLOY ?= .venv-deploy
@@ -48,6 +49,9 @@ test-deploy: $(VENV)/.test $(DEPLOY)/.ready models  ## the Helm chart and the im
 
 test-monitor: $(VENV)/.test $(MONITOR)/.ready models  ## a real Prometheus (Debian's package prometheus) and a collector on a server under load
 	PYTHONPATH=$$(echo $(MONITOR)/lib/python*/site-packages) $(BIN)/python -m pytest -m monitor tests/monitor $(ARGS)
+
+test-browser: $(VENV)/.test $(BROWSER)/.ready models  ## the web page in Chromium (Debian's package chromium, which root installs with it)
+	PYTHONPATH=$$(echo $(BROWSER)/lib/python*/site-packages) $(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -129,7 +133,17 @@ $(MONITOR)/.ready: Makefile | $(VENV)/bin/python
 	@$(MONITOR)/bin/python $(INSTALL) rotel==0.0.1a15 $(SHOWN)
 	@touch $@
 
-clean:  ## remove the environment and caches of tools (models stay)
-	rm -rf $(VENV) $(CLIENTS) $(CLUSTER) $(DEPLOY) $(DOCS) $(MONITOR) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist *.egg-info
+$(BROWSER)/.ready: Makefile | $(VENV)/bin/python
+	@command -v chromium > /dev/null || { test $$(id -u) = 0 && apt-get update -qq && apt-get install -y -qq chromium; } \
+	  || { echo "These tests need Chromium at /usr/bin/chromium: as root, apt-get install chromium." >&2; exit 1; }
+	@echo "Installing what drives Chromium into $(BROWSER) (once)"
+	$(BIN)/python -m venv $(BROWSER)
+	@$(BROWSER)/bin/python $(INSTALL) playwright==1.65.2 $(SHOWN)
+	@npm install --silent --no-audit --no-fund --no-save --prefix $(BROWSER) axe-core@4.14.0 \
+	  || echo "npm could not install axe-core: its test will be skipped"
+	@touch $@
 
-.PHONY: help serve test coverage test-slow test-sanitizers test-clients test-cluster test-deploy test-monitor lint types lines bench docs docs-site docs-check models pins clean
+clean:  ## remove the environment and caches of tools (models stay)
+	rm -rf $(VENV) $(BROWSER) $(CLIENTS) $(CLUSTER) $(DEPLOY) $(DOCS) $(MONITOR) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist *.egg-info
+
+.PHONY: help serve test coverage test-slow test-sanitizers test-browser test-clients test-cluster test-deploy test-monitor lint types lines bench docs docs-site docs-check models pins clean

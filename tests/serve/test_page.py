@@ -11,7 +11,6 @@ from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
 
-import httpx
 import pytest
 
 from archerfish.kernels.build import build_info
@@ -28,7 +27,9 @@ from .hosting import WordEncoder
 pytestmark = pytest.mark.anyio
 WEB = Path(str(files("archerfish.serve") / "web"))
 MAX_BYTES = 300_000  # of all that the page loads
-TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml", ".json": "application/json"}
+TYPES = {
+    ".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml", ".json": "application/json",
+}  # fmt: skip
 
 
 class Parts(HTMLParser):

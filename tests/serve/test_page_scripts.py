@@ -24,8 +24,9 @@ const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").repl
 const html = (node) => {
   if (typeof node === "string") return escaped(node);
   const {tag, children, isClosed, ...others} = node;
-  const given = Object.entries(others).filter(([, value]) => value !== "" && value !== undefined).map(([name, value]) => ` ${name}="${value}"`);
-  return `<${tag}${given.join("")}>${children.map(html).join("")}</${tag}>`;
+  const given = Object.entries(others).filter(([, value]) => value !== "" && value !== undefined);
+  const told = given.map(([name, value]) => ` ${name}="${value}"`);
+  return `<${tag}${told.join("")}>${children.map(html).join("")}</${tag}>`;
 };
 const walk = (node) => (typeof node === "string" ? [] : [[node.tag, node.href ?? null], ...node.children.flatMap(walk)]);
 const whole = (text) => parse(text).map(({node}) => JSON.stringify(node));
@@ -54,16 +55,21 @@ CASES = (
     ("# One #\n###### Six\n####### no", "<h1>One</h1><h6>Six</h6><p>####### no</p>"),
     ("#no\nA\n===\nB\n---", "<h1>#no<br></br>A</h1><h2>B</h2>"),
     ("---\n***\n_ _ _", "<hr></hr><hr></hr><hr></hr>"),
-    ("*em* _em_ **st** __st__ ***both*** ~~del~~", "<p><em>em</em> <em>em</em> <strong>st</strong> <strong>st</strong> <em><strong>both</strong></em> <del>del</del></p>"),
+    ("*em* _em_ **st** __st__ ***both*** ~~del~~",
+     "<p><em>em</em> <em>em</em> <strong>st</strong> <strong>st</strong> <em><strong>both</strong></em> "
+     "<del>del</del></p>"),
     ("snake_case_name 2 * 3 * 4 **", "<p>snake_case_name 2 * 3 * 4 **</p>"),
-    ("**a *b* c** *a **b** c*", "<p><strong>a <em>b</em> c</strong> <em>a <strong>b</strong> c</em></p>"),
+    ("**a *b* c** *a **b** c*",
+     "<p><strong>a <em>b</em> c</strong> <em>a <strong>b</strong> c</em></p>"),
     ("**open and *half", "<p>**open and *half</p>"),
     (r"\*no\* \\ \a 2\. x", r"<p>*no* \ \a 2. x</p>"),
     ("`a*b*` ``a`b`` ` `` ` `open", "<p><code>a*b*</code> <code>a`b</code> <code>``</code> `open</p>"),
     ("[t](https://a.b/c?d=e \"title\") [x](mailto:a@b.c)", '<p><a href="https://a.b/c?d=e">t</a> <a href="mailto:a@b.c">x</a></p>'),
-    ("[*t*](http://a.b/(c)) [no](ftp://a.b) [no]", '<p><a href="http://a.b/(c)"><em>t</em></a> <span>no</span> [no]</p>'),
+    ("[*t*](http://a.b/(c)) [no](ftp://a.b) [no]",
+     '<p><a href="http://a.b/(c)"><em>t</em></a> <span>no</span> [no]</p>'),
     ("![alt](https://a.b/c.png)", '<p><a href="https://a.b/c.png">alt</a></p>'),
-    ("See https://a.b/c_d_e), <https://f.g>.", '<p>See <a href="https://a.b/c_d_e">https://a.b/c_d_e</a>), <a href="https://f.g/">https://f.g</a>.</p>'),
+    ("See https://a.b/c_d_e), <https://f.g>.",
+     '<p>See <a href="https://a.b/c_d_e">https://a.b/c_d_e</a>), <a href="https://f.g/">https://f.g</a>.</p>'),
     ("a <b>x</b> &amp; &lt;i&gt; &copy;", "<p>a &lt;b&gt;x&lt;/b&gt; &amp; &lt;i&gt; &amp;copy;</p>"),
     ("```py\nx = 1\n\n  y\n```\nafter", '<pre lang="py">x = 1\n\n  y</pre><p>after</p>'),
     ("~~~\n```\n~~~", "<pre>```</pre>"),
@@ -82,12 +88,17 @@ CASES = (
     ("| a | b |\n|:--|--:|\n| 1 | `x|y` |\n| 2 |\n\nout",
      '<table><thead><tr><th align="left">a</th><th align="right">b</th></tr></thead><tbody><tr><td align="left">1</td>'
      '<td align="right"><code>x|y</code></td></tr><tr><td align="left">2</td><td align="right"></td></tr></tbody></table><p>out</p>'),
-    ("text\na|b\n-|-\n1\\|2|3", "<p>text</p><table><thead><tr><th>a</th><th>b</th></tr></thead><tbody><tr><td>1|2</td><td>3</td></tr></tbody></table>"),
+    ("text\na|b\n-|-\n1\\|2|3",
+     "<p>text</p><table><thead><tr><th>a</th><th>b</th></tr></thead>"
+     "<tbody><tr><td>1|2</td><td>3</td></tr></tbody></table>"),
     ("a | b\nno table", "<p>a | b<br></br>no table</p>"),
     ("\u4e2d\u6587**\u7c97\u4f53**\u3002", "<p>\u4e2d\u6587<strong>\u7c97\u4f53</strong>\u3002</p>"),
     ("a\r\nb", "<p>a<br></br>b</p>"), ("", ""), ("\n \n", ""),
 )  # fmt: skip
-LARGE = ("*a " * 20_000, "[" * 20_000, "[a](" * 8_000, "`" * 3 + "a``b" * 8_000, "> " * 5_000 + "x", "*_" * 10_000, "- " * 3_000 + "x", "~~a" * 9_000, "<" * 20_000)
+LARGE = (
+    "*a " * 20_000, "[" * 20_000, "[a](" * 8_000, "`" * 3 + "a``b" * 8_000, "> " * 5_000 + "x", "*_" * 10_000,
+    "- " * 3_000 + "x", "~~a" * 9_000, "<" * 20_000,
+)  # fmt: skip
 
 
 def run_module(source: str, given: Any, tmp_path: Path) -> Any:
@@ -129,16 +140,17 @@ def test_long_texts_are_read_in_linear_time(tmp_path: Path) -> None:
 TREES = """
 import {addNode, exportText, importText, newConversation, pathOf, pathTo, pick, siblingsOf} from "./conversations.js";
 const made = newConversation({model: "m"});
-const ask = addNode(made, null, {role: "user", content: "One"}), first = addNode(made, ask.id, {role: "assistant", content: "1"});
-const second = addNode(made, ask.id, {role: "assistant", content: "2"}), next = addNode(made, second.id, {role: "user", content: "More"});
-const edited = addNode(made, null, {role: "user", content: "Uno"});
+const add = (parent, role, content) => addNode(made, parent, {role, content});
+const ask = add(null, "user", "One"), first = add(ask.id, "assistant", "1"), second = add(ask.id, "assistant", "2");
+const next = add(second.id, "user", "More"), edited = add(null, "user", "Uno");
 const shown = () => pathOf(made).map(({content}) => content);
 const paths = [shown()];
 pick(made, ask); paths.push(shown());
 pick(made, first); paths.push(shown());
 pick(made, second); paths.push(shown());
 const text = exportText([made]), [again] = importText(text, []), [copy] = importText(text, [made.id]);
-const refused = ["{", "{}", text.replace(ask.id, "gone"), text.replace('"role": "user"', '"role": "system"')].map((one) => {
+const broken = [text.replace(ask.id, "gone"), text.replace('"role": "user"', '"role": "system"')];
+const refused = ["{", "{}", ...broken].map((one) => {
   try { importText(one, []); return "taken"; } catch (error) { return error.message; }
 });
 console.log(JSON.stringify({paths, title: made.title, siblings: siblingsOf(made, second).map(({content}) => content),
