@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,10 +10,10 @@ import numpy as np
 import pytest
 
 from archerfish.serve.calls import RANK
-from tests.browser.conftest import expect, sync_api, visiting
+from tests.browser.conftest import Chat, expect, visiting
+from tests.browser.test_look import AXE, check
 
 pytestmark = pytest.mark.browser
-AXE = Path('/tmp/ev/npm/package/axe.min.js')
 PHONE = {"width": 360, "height": 640}
 LINES = ["An archerfish spits water.", "A fish shoots at flies.", "Bread needs yeast.", "Yeast makes dough rise."]
 WRITER, VECTORS = "smollm2-135m-instruct", "all-minilm-l6-v2"
@@ -33,12 +32,9 @@ def fill_and_run(page: Any, panel: str, label: str, lines: list[str]) -> None:
     page.locator(".job:visible button.primary").click()
 
 
-def check_axe(page: Any, where: str) -> None:
+def check_axe(visit: Chat, where: str) -> None:
     if AXE.is_file():
-        page.evaluate(AXE.read_text() + "; undefined")
-        found = page.evaluate("axe.run(document)")["violations"]
-        told = [(one["id"], [node["html"][:200] for node in one["nodes"]][:3]) for one in found]
-        assert not told, (where, told)
+        check(visit, where)
 
 
 def check_width(page: Any) -> None:
@@ -56,21 +52,22 @@ def test_texts(visit: Any, real: str) -> None:
     expected = (rows @ rows.T).ravel()
     shown = [float(text) for text in cells.all_inner_texts()]
     np.testing.assert_allclose(shown, expected, atol=0.011)  # two decimals, and batches of other sizes
-    np.testing.assert_allclose([float(one) for one in cells.evaluate_all("(all) => all.map((one) => one.dataset.value)")], expected, atol=5e-3)
+    exact = cells.evaluate_all("(all) => all.map((one) => Number(one.dataset.value))")
+    np.testing.assert_allclose(exact, expected, atol=5e-3)
     shares = cells.evaluate_all("(all) => all.map((one) => Number(one.style.getPropertyValue('--share')))")
     others = [i for i in range(16) if i % 5]
     assert np.argmax(expected[others]) == np.argmax(np.array(shares)[others]) and max(shares) == 1
-    check_axe(page, "compare")
+    check_axe(visit, "compare")
 
-    fill_and_run(page, "Rerank", "Documents, one a line", RANK["documents"])
+    page.get_by_text("Rerank", exact=True).first.click()
     page.get_by_label("Query").fill(RANK["query"])
-    page.locator(".job:visible button.primary").click()
+    fill_and_run(page, "Rerank", "Documents, one a line", RANK["documents"])
     ranks = page.locator(".ranks li")
     expect(ranks).to_have_count(len(RANK["documents"]))
     results = httpx.post(f"{real}/v1/rerank", json={"model": VECTORS, **RANK}, timeout=60).json()["results"]
     expect(ranks.first.locator(".text")).to_have_text(RANK["documents"][results[0]["index"]])
     expect(ranks.first.locator(".score")).to_have_text(f"{results[0]['relevance_score']:.3f}")
-    check_axe(page, "rerank")
+    check_axe(visit, "rerank")
     page.set_viewport_size(PHONE)
     check_width(page)
 
@@ -80,7 +77,8 @@ def test_map_of_a_file(visit: Any) -> None:
     fill_and_run(page, "Map", "Lines to map", LINES[:2])
     expect(page.locator(".job:visible .error")).to_contain_text("at least three lines")
     lines = [f"{LINES[number % 4]} Number {number}." for number in range(150)]  # several requests
-    page.locator("input[type=file]").set_input_files({"name": "lines.txt", "mimeType": "text/plain", "buffer": "\n".join(lines).encode()})
+    file = {"name": "lines.txt", "mimeType": "text/plain", "buffer": "\n".join(lines).encode()}
+    page.locator(".texts input[type=file]").set_input_files(file)
     expect(page.get_by_label("Lines to map")).to_have_value("\n".join(lines))
     page.locator(".job:visible button.primary").click()
     canvas = page.locator("canvas.points")
@@ -91,7 +89,7 @@ def test_map_of_a_file(visit: Any) -> None:
     expect(page.locator(".line")).to_have_text(lines[0])
     page.keyboard.press("ArrowLeft")
     expect(page.locator(".line")).to_have_text(lines[-1])
-    check_axe(page, "map")
+    check_axe(visit, "map")
     page.set_viewport_size(PHONE)
     check_width(page)
 
@@ -129,7 +127,7 @@ def test_engine_moves_under_load_and_says_why_requests_hit(visit: Any, real: str
     page.locator(".tree button", has_text="The museum of fish").first.click()
     expect(page.locator(".node pre")).to_contain_text("The museum of fish is open every day")
     expect(page.locator(".node dl")).to_contain_text("Hits")
-    check_axe(page, "engine")
+    check_axe(visit, "engine")
     page.set_viewport_size(PHONE)
     check_width(page)
 
@@ -139,10 +137,11 @@ def test_engine_view_recovers_by_itself(chromium: Any, real: str) -> None:
     with visiting(chromium, real) as visit:
         page = visit.page
         asked: list[str] = []
-        page.route("**/v1/cache/view*", lambda route: (asked.append("lost"), route.fulfill(status=503, json={"error": {"message": "The engine is away."}})))
+        away = {"error": {"message": "The engine is away."}}
+        page.route("**/v1/cache/view*", lambda route: route.fulfill(status=503, json=away))
         visit.open("engine")
         expect(page.locator(".problem-line")).to_contain_text("The engine is away.")
-        check_axe(page, "away")
+        check_axe(visit, "away")
         page.unroute("**/v1/cache/view*")
         expect(page.locator(".engine .badge.good")).to_have_text("live")
         expect(page.locator(".problem-line")).to_be_hidden()

@@ -45,9 +45,8 @@ def test_pca_is_that_of_a_decomposition(tmp_path: Path) -> None:
     signs = np.sign((points * expected).sum(0))
     np.testing.assert_allclose(points * signs, expected, atol=1e-2)
     np.testing.assert_allclose(found["shares"], (strengths**2 / (strengths**2).sum())[:3], rtol=1e-4)
-    assert run("[charts.pca([[1, 1], [1, 1]], 3).points, charts.pca([[2], [4]], 2).points.map((one) => one.map(Math.abs))]", 0, tmp_path) == [
-        [[0, 0, 0], [0, 0, 0]], [[1, 0], [1, 0]],
-    ]  # fmt: skip
+    few = "[charts.pca([[1, 1], [1, 1]], 3).points, charts.pca([[2], [4]], 2).points.map((one) => one.map(Math.abs))]"
+    assert run(few, 0, tmp_path) == [[[0, 0, 0], [0, 0, 0]], [[1, 0], [1, 0]]]
 
 
 def test_similarities_are_cosines(tmp_path: Path) -> None:
@@ -65,9 +64,10 @@ def test_similarities_are_cosines(tmp_path: Path) -> None:
     ("given.map((total) => charts.cellSize(total, 2048))", [1, 2048, 2049, 9000, 1_000_000], [1, 1, 2, 8, 512]),
     ("charts.linePath(given, 30, 10)", [0, 1, None, 2], "M0.0 10.0L10.0 5.0M30.0 0.0"),
     ("charts.linePath(given, 30, 10, 4)", [0, 0], "M20.0 10.0L30.0 10.0"),
-    ("given.map(charts.duration)", [None, 0.00012, 0.0123, 0.5, 3, 150, 9000], ["–", "0.12 ms", "12 ms", "500 ms", "3.00 s", "3 min", "3 h"]),
+    ("given.map(charts.duration)", [None, 0.00012, 0.0123, 0.5, 3, 150, 9000],
+     ["\N{EN DASH}", "0.12 ms", "12 ms", "500 ms", "3.00 s", "3 min", "3 h"]),
     ("given.map(charts.ago)", [0, 9.94, 59.4, 61], ["0.0 s ago", "9.9 s ago", "59 s ago", "2 min ago"]),
-    ("given.map(charts.percent)", [None, 0, 0.004, 0.5, 1], ["–", "0 %", "0.4 %", "50 %", "100 %"]),
+    ("given.map(charts.percent)", [None, 0, 0.004, 0.5, 1], ["\N{EN DASH}", "0 %", "0.4 %", "50 %", "100 %"]),
     ("charts.linesOf(given, 2)", " a \r\n\n b\nc", ["a", "b"]),
     ("charts.batches(given, 2)", [1, 2, 3], [[1, 2], [3]]),
     ("given.map((one) => charts.scaled(...one))", [[5, 0, 10], [-1, 0, 10], [3, 3, 3]], [0.5, 0, 0.5]),

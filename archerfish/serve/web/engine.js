@@ -66,8 +66,8 @@ export async function mount(section, given) {
     models: el("select", {"aria-label": "Model", onchange: (event) => { model = event.target.value; restart(); }},
       models.map((one) => el("option", {value: one.id, selected: one.id === model}, one.id))),
     replicas: el("select", {"aria-label": "Replica", hidden: true, onchange: (event) => { replica = event.target.value; redraw(); }}),
-    figures: FIGURES.map(([title]) => figureCard(title)), body: el("div", {class: "engine-body"}),
-    map: el("canvas", {role: "img", class: "map"}), legend: el("ul", {class: "legend"}), mapNote: el("p", {class: "note"}),
+    figures: FIGURES.map(([title]) => figureCard(title)), body: el("div", {class: "engine-body", hidden: true}),
+    map: el("canvas", {role: "img", class: "map", "aria-label": "Blocks of memory"}), legend: el("ul", {class: "legend"}), mapNote: el("p", {class: "note"}),
     tree: el("ul", {class: "tree"}), treeNote: el("p", {class: "note"}), node: el("div", {class: "node", "aria-live": "polite"}),
     requests: el("tbody"), requestsNote: el("p", {class: "note"}),
     table: el("div", {class: "wide", tabindex: "0", role: "region", "aria-label": "Last requests"}),
@@ -159,6 +159,7 @@ function redraw() {
   const names = views.map((view) => view.replica);
   if (!names.includes(replica)) replica = names[0] ?? "";
   const view = views.find((one) => one.replica === replica);
+  parts.body.hidden = !view;
   if (!view) return;
   parts.replicas.hidden = names.length < 2;
   if ([...parts.replicas.options].map((one) => one.value).join("\n") !== names.join("\n")) {
