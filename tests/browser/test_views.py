@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -26,7 +27,7 @@ def visit(request: pytest.FixtureRequest, chromium: Any, real: str) -> Any:
         yield made
 
 
-def fill_and_run(page: Any, panel: str, label: str, lines: list[str]) -> None:
+def fill_and_run(page: Any, panel: str, label: str, lines: Sequence[str]) -> None:
     page.get_by_text(panel, exact=True).first.click()
     page.get_by_label(label).fill("\n".join(lines))
     page.locator(".job:visible button.primary").click()

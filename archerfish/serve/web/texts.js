@@ -144,20 +144,24 @@ function mapPanel() {
     pen.scale(ratio, ratio);
     pen.font = "12px system-ui, sans-serif";
     const [from, to, text] = ["accent", "warn", "muted"].map(color);
-    places.forEach((place) => { [place.left, place.top] = [14 + place.x * (width - 28 - (isLabelled ? 150 : 0)), 14 + place.y * (height - 28)]; });
+    places.forEach((place) => { [place.left, place.top] = [14 + place.x * (width - 28 - (isLabelled ? 175 : 0)), 14 + place.y * (height - 28)]; });
     for (const [number, place] of places.entries()) {
-      pen.globalAlpha = chosen < 0 || chosen === number ? 0.9 : 0.45;
-      pen.fillStyle = from;
-      const draws = (alpha, fill) => { pen.globalAlpha = alpha; pen.fillStyle = fill; pen.beginPath(); pen.arc(place.left, place.top, radius, 0, 7); pen.fill(); };
-      draws(pen.globalAlpha, from);
-      draws(pen.globalAlpha * place.z, to);
+      const strength = chosen < 0 || chosen === number ? 0.9 : 0.45;
+      for (const [alpha, fill] of [[strength, from], [strength * place.z, to]]) {
+        pen.globalAlpha = alpha;
+        pen.fillStyle = fill;
+        pen.beginPath();
+        pen.arc(place.left, place.top, radius, 0, 7);
+        pen.fill();
+      }
     }
     pen.globalAlpha = 1;
     pen.fillStyle = text;
     const taken = [];
     for (const [number, place] of isLabelled ? places.entries() : []) {
-      const box = [place.left + 8, place.top - 7, 150, 14];
-      if (taken.some(([x, y]) => Math.abs(x - box[0]) < 140 && Math.abs(y - box[1]) < 13)) continue;
+      const box = [place.left + 8, place.top - 7];
+      if (taken.some(([x, y]) => Math.abs(x - box[0]) < 165 && Math.abs(y - box[1]) < 13)) continue;
+      if (places.some((other) => other.left > box[0] && other.left < box[0] + 165 && Math.abs(other.top - place.top) < 9)) continue;
       taken.push(box);
       pen.fillText(lines[number].length > 26 ? `${lines[number].slice(0, 25)}\u2026` : lines[number], box[0], place.top + 4);
     }
