@@ -72,6 +72,11 @@ class BlockManager:
             raise InvalidInputError(f"There is no block {block}: blocks are 0 to {self.num_total - 1}.")
         return self._refs[block]
 
+    @property
+    def ref_counts(self) -> list[int]:
+        """How many own each block; not to be changed."""
+        return self._refs
+
     def get_physical_blocks(self, logical: Iterable[int]) -> list[int]:
         """The places in the pool of blocks that `allocate` gave: these are numbered by their place, so they are the same."""
         physical = list(logical)

@@ -20,24 +20,26 @@ def check_cache(
     num_leaves = found_evictable = 0
     holder: dict[int, Node] = {}  # the topmost node that has the block
     for tree in trees:
-        num_nodes = num_tokens = evictable_tokens = 0
+        num_nodes = num_tokens = evictable_tokens = num_blocks = evictable_blocks = 0
         for node in tree.nodes():
             _check_node(node, blocks.block_size, extend_hash)
             _check_holders(node, holder, blocks.block_size)
             cached.update(node.blocks)
             num_nodes += 1
             num_tokens += node.num_tokens
+            num_blocks += node.num_own_blocks
             if not node.lock_count:
                 evictable_tokens += node.num_tokens
-                found_evictable += node.num_own_blocks
+                evictable_blocks += node.num_own_blocks
             is_unlocked_leaf = not node.lock_count and not node.children
             num_leaves += is_unlocked_leaf
             require((node in order) == is_unlocked_leaf, f"{node!r} is in the eviction order iff it is an unlocked leaf")
         locks = sum(child.lock_count for child in tree.root.children.values())
         require(locks <= tree.root.lock_count, "the root has its children's locks")
-        counted = (num_nodes, num_tokens, evictable_tokens)
-        kept = (tree.num_nodes, tree.num_tokens, tree.evictable_tokens)
-        require(counted == kept, f"nodes, tokens, evictable tokens are {counted}, kept as {kept}")
+        found_evictable += evictable_blocks
+        counted = (num_nodes, num_tokens, evictable_tokens, num_blocks, evictable_blocks)
+        kept = (tree.num_nodes, tree.num_tokens, tree.evictable_tokens, tree.num_blocks, tree.evictable_blocks)
+        require(counted == kept, f"nodes, tokens and blocks, all and evictable ones, are {counted}, kept as {kept}")
     require(len(order) == num_leaves, f"the eviction order has {len(order)} nodes for {num_leaves} unlocked leaves")
     require(found_evictable == num_evictable, f"{found_evictable} blocks are evictable, kept as {num_evictable}")
     _check_references(blocks, cached, owned)

@@ -159,7 +159,9 @@ class RadixCache:
             tree.num_nodes += 1
             tree.num_tokens += length - matched
             tree.evictable_tokens += length - matched
-            self.num_evictable += len(own) - node.shares_first
+            self.num_evictable += node.num_own_blocks
+            tree.num_blocks += node.num_own_blocks
+            tree.evictable_blocks += node.num_own_blocks
             tree.ghosts.pop((parent.path_hash, first), None)
             self.order.add(node)
         if node.parent is not None:
@@ -177,7 +179,9 @@ class RadixCache:
         current: Node | None = node
         while current is not None:
             if not current.lock_count:
-                self.num_evictable -= len(current.blocks) - current.shares_first
+                num_blocks = len(current.blocks) - current.shares_first
+                self.num_evictable -= num_blocks
+                current.tree.evictable_blocks -= num_blocks
                 current.tree.evictable_tokens -= current.end - current.start
             current.lock_count += 1
             current = current.parent
@@ -189,12 +193,15 @@ class RadixCache:
         if not node.lock_count:
             raise InvariantError(f"{node!r} is unlocked but was not locked.")
         self._tick += 1
+        now = self._clock()
         current: Node | None = node
         while current is not None:
             current.lock_count -= 1
-            current.last_access = self._tick
+            current.last_access, current.used_at = self._tick, now
             if not current.lock_count:
-                self.num_evictable += len(current.blocks) - current.shares_first
+                num_blocks = len(current.blocks) - current.shares_first
+                self.num_evictable += num_blocks
+                current.tree.evictable_blocks += num_blocks
                 current.tree.evictable_tokens += current.end - current.start
             current = current.parent
         if not node.lock_count and not node.children and node.parent is not None:
@@ -256,6 +263,9 @@ class RadixCache:
             node_count=sum(t.num_nodes for t in trees), utilization=cached / capacity,
         )
 
+    def trees_of_tenant(self, tenant: str) -> list[Tree]:
+        return self._trees_of_tenant.get(tenant, [])
+
     def check(self, owned: Iterable[Iterable[int]] | None = None) -> None:
         """Raise InvariantError unless the books balance; exactly so with `owned`, the block lists of all sequences."""
         check_cache(self.blocks, list(self._trees.values()), self.order, self.num_evictable, self._path_hash.extend, owned)
@@ -305,7 +315,7 @@ class RadixCache:
         if evicted_at is not None:
             record.reason, record.evicted_seconds_ago = "evicted", self._clock() - evicted_at
             return
-        others = self._trees_of_tenant.get(tree.namespace.tenant, [])[-MAX_ADAPTERS_COMPARED:]
+        others = self.trees_of_tenant(tree.namespace.tenant)[-MAX_ADAPTERS_COMPARED:]
         if any(other is not tree and self._descend(other, key, matched + 1)[1] > matched for other in others):
             record.reason = "adapter_differs"
 
@@ -326,10 +336,10 @@ class RadixCache:
 
     def _touch(self, node: Node, num_hits: int = 0) -> None:
         self._tick += 1
-        tick = self._tick
+        tick, now = self._tick, self._clock()
         current = node
         while current.parent is not None:
-            current.last_access = tick
+            current.last_access, current.used_at = tick, now
             current.num_hits += num_hits
             current = current.parent
         if not node.lock_count and not node.children:
@@ -346,7 +356,7 @@ class RadixCache:
         above = node.blocks[: -(-cut // size) - first]
         upper = Node(
             node.tree, parent, edge, node.first_token, node.start, cut, above, path_hash, node.created, node.last_access,
-            node.num_hits, node.shares_first, node.lock_count,
+            node.num_hits, node.shares_first, node.lock_count, used_at=node.used_at,
         )
         parent.children[node.first_token] = upper
 
@@ -368,6 +378,8 @@ class RadixCache:
         if not parent.children and not parent.lock_count and parent.parent is not None:
             self.order.add(parent)
         self.num_evictable -= node.num_own_blocks
+        tree.evictable_blocks -= node.num_own_blocks
+        tree.num_blocks -= node.num_own_blocks
         tree.evictable_tokens -= node.num_tokens
         tree.num_nodes -= 1
         tree.num_tokens -= node.num_tokens

@@ -52,6 +52,7 @@ class Node:
     shares_first: bool = False
     lock_count: int = 0  # locks on this node and below it
     is_stale: bool = False  # evicted, or its namespace cleared, since it was handed out
+    used_at: float = 0.0  # when it was last matched, extended or unlocked, in seconds on the cache's clock
     children: dict[int, Node] = field(default_factory=dict)
 
     @property
@@ -86,6 +87,7 @@ class Tree:
     def start_over(self) -> None:
         self.root = Node(self, None, b"", -1, 0, 0, [], 0)
         self.num_nodes = self.num_tokens = self.evictable_tokens = 0
+        self.num_blocks = self.evictable_blocks = 0  # evictable: no running sequence needs them
         self.ghosts.clear()
 
     def nodes(self) -> Iterator[Node]:

@@ -73,8 +73,7 @@ class LLMEngine(Closing):
         self._lock = threading.RLock()  # over the scheduler and the tables above; never held while a step computes
         self._in_flight: deque[tuple[Plan, RunningStep]] = deque()  # steps that are launched and not yet committed
         self._changed = threading.Condition(self._lock)  # notified after every step and every submission
-        self._is_stepping, self._has_idle_work = False, True
-        self._is_closed, self._process = False, os.getpid()
+        self._is_stepping, self._has_idle_work, self._is_closed, self._process = False, True, False, os.getpid()
         if "torch" in sys.modules:
             gc.collect()  # its import leaves frames behind that refer to this engine
         gc.freeze()  # what was loaded stays: collections that come in the middle of steps need not look at it
@@ -186,10 +185,9 @@ class LLMEngine(Closing):
             self._in_flight.append((plan, self.runner.launch(plan.input)))
         except BaseException as error:  # the plan is open: whatever ended its launch must end it too
             failed: Future[StepResult] = Future()
-            is_ordinary = isinstance(error, Exception)
-            failed.set_exception(error if is_ordinary else StoppedError("The step was interrupted."))
+            failed.set_exception(error if isinstance(error, Exception) else StoppedError("The step was interrupted."))
             self._in_flight.append((plan, failed))
-            if not is_ordinary:
+            if not isinstance(error, Exception):
                 raise
         return True
 
@@ -460,6 +458,10 @@ class LLMEngine(Closing):
             self.config = config
         return {name: getattr(config, name) for name in RUNNING_OPTIONS}
 
+    def cache_view(self, tenant: str, *, sees_all: bool) -> dict[str, Any]:
+        with self._lock:
+            return self.scheduler.view(tenant, sees_all=sees_all)
+
     def queue_status(self) -> dict[str, Any]:
         with self._lock:
             return self.scheduler.queue_status()
@@ -493,6 +495,6 @@ class LLMEngine(Closing):
             gc.unfreeze()
 
     def __repr__(self) -> str:
-        facts = self.facts
-        memory = f"states={facts.memory.num_blocks}" if facts.has_states else f"kv_tokens={facts.memory.num_tokens}"
-        return f"{type(self).__name__}({facts.name!r}, device={facts.device!r}, dtype={facts.dtype!r}, {memory})"
+        name, facts, memory = type(self).__name__, self.facts, self.facts.memory
+        room = f"states={memory.num_blocks}" if facts.has_states else f"kv_tokens={memory.num_tokens}"
+        return f"{name}({facts.name!r}, device={facts.device!r}, dtype={facts.dtype!r}, {room})"

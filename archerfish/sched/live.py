@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from archerfish.cache.adaptive import CacheKey, LogitsCache, state_hash_of
@@ -132,6 +132,31 @@ class LiveSequences:
     @property
     def num_available(self) -> int:
         return self.blocks.num_free + self.cache.num_evictable
+
+    @property
+    def num_needed(self) -> int:
+        """Blocks that neither are free nor can be evicted."""
+        return self.blocks.num_total - self.num_available
+
+    def holders(self) -> Iterator[Sequence]:
+        """The sequences that hold blocks."""
+        return itertools.chain(self.prefilling, self.decoding, self.leaving)
+
+    def num_shared_blocks(self, seq: Sequence) -> int:
+        """How many of a sequence's blocks, the first ones, are those of the tree that it keeps from being evicted."""
+        node = seq.node
+        if node.is_stale or not node.blocks:
+            return 0
+        last = -(-node.end // self._block_size) - 1
+        return last + 1 if seq.blocks[last : last + 1] == node.blocks[-1:] else int(node.end // self._block_size)
+
+    def counts_by_tenant(self) -> dict[str, dict[str, int]]:
+        """Sequences that wait, and that run."""
+        tenants: dict[str, dict[str, int]] = {}
+        for seq in self.order:
+            counts = tenants.setdefault(seq.request.namespace.tenant, {"waiting": 0, "running": 0})
+            counts["running" if seq.status is Status.RUNNING else "waiting"] += 1
+        return tenants
 
     def prompts_left(self) -> dict[str, int]:
         """Prompt tokens that are still to be computed, by tenant.

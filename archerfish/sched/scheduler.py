@@ -27,6 +27,7 @@ from archerfish.sched.live import LiveSequences, SchedulerStats
 from archerfish.sched.masks import MaskFinder
 from archerfish.sched.plan import Plan, PlanBuilder, PromptPlanner, check_step_tokens
 from archerfish.sched.policy import SchedulingPolicy, scheduling_policy
+from archerfish.sched.view import cache_view
 from archerfish.sequence import Delta, FinishReason, Namespace, Request, Sequence, Status
 from archerfish.step import MOST_PENALISED_DRAFTS, StepResult
 
@@ -464,15 +465,15 @@ class Scheduler:
     def queue_status(self) -> dict[str, Any]:
         """What waits and what runs: requests in the queue and its capacity, sequences in all and for each tenant."""
         live = self._live
-        tenants: dict[str, dict[str, int]] = {}
-        for seq in live.order:
-            counts = tenants.setdefault(seq.request.namespace.tenant, {"waiting": 0, "running": 0})
-            counts["running" if seq.status is Status.RUNNING else "waiting"] += 1
         return {
             "queued_requests": len(live.queued), "capacity": self.max_queue_size, "live_requests": len(live.requests),
-            "waiting": self.num_waiting, "running": self.num_running, "max_running": self.max_num_seqs, "tenants": tenants,
-            "prompt_tokens_left": live.prompts_left(), "cache_use": 1 - live.blocks.num_free / live.blocks.num_total,
+            "waiting": self.num_waiting, "running": self.num_running, "max_running": self.max_num_seqs,
+            "tenants": live.counts_by_tenant(), "prompt_tokens_left": live.prompts_left(),
+            "cache_use": 1 - live.blocks.num_free / live.blocks.num_total,
         }
+
+    def view(self, tenant: str, *, sees_all: bool) -> dict[str, Any]:
+        return cache_view(self._live, tenant, self.clock(), sees_all=sees_all)
 
     def explain(self, token_ids: SequenceOf[int], namespace: Namespace) -> HitRecord:
         """What the cache would do for a prompt if it were admitted now, and why; changes nothing."""
@@ -495,6 +496,5 @@ class Scheduler:
 
     def owned_blocks(self) -> list[list[int]]:
         """The blocks of every sequence that holds some, and those that open steps copy from: for RadixCache.check."""
-        holders = itertools.chain(self._live.prefilling, self._live.decoding, self._live.leaving)
-        blocks = [[*seq.blocks, *(seq.draft.states if seq.draft is not None else ())] for seq in holders]
+        blocks = [[*seq.blocks, *(seq.draft.states if seq.draft is not None else ())] for seq in self._live.holders()]
         return blocks + [list(step.copied_blocks) for step in self._open.values()]

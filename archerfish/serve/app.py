@@ -46,6 +46,7 @@ from archerfish.serve.tenants import ANONYMOUS, Tenants
 from archerfish.serve.token_routes import TextRoutes, TTSRoutes
 from archerfish.serve.tracing import make_tracer
 from archerfish.serve.vector_routes import CohereRoutes, VectorRoutes
+from archerfish.serve.view_routes import ViewRoutes
 from archerfish.serve.wire import Configure, FrontEndState, Ping, Pong, Query
 
 HEALTH_TIMEOUT_S = 10.0
@@ -284,7 +285,7 @@ def create_app(
     groups = (
         OpenAIRoutes(texts), vectors, ResponsesRoutes(texts), MessagesRoutes(texts), TextRoutes(texts),
         TTSRoutes(texts), OllamaRoutes(texts, vectors), CohereRoutes(vectors), TEIRoutes(vectors), VLLMRoutes(vectors),
-        StateRoutes(catalog, results, share, config.replicas, has_keys=ANONYMOUS not in tenants.all()),
+        ViewRoutes(catalog), StateRoutes(catalog, results, share, config.replicas, has_keys=ANONYMOUS not in tenants.all()),
     )  # fmt: skip
     routes = [route for group in groups for route in group.routes]
     middleware = [Middleware(RequestMiddleware, registry, tenants, config, tracer)]

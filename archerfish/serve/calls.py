@@ -20,6 +20,7 @@ EXAMPLES: tuple[tuple[str, str, str, dict[str, Any] | None], ...] = (  # kinds o
     ("", "POST", "/tokenize", {"prompt": "An archerfish spits water."}),
     ("", "POST", "/detokenize", {"tokens": [1, 2, 3]}),
     ("generation", "POST", "/v1/cache/explain", {"prompt": "Once upon a time"}),
+    ("generation", "GET", "/v1/cache/view", None),
     *(("", "GET", path, None) for path in ("/v1/models", "/version", "/health", "/ready", "/stats", "/metrics")),
 )
 

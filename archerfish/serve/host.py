@@ -323,9 +323,15 @@ class EngineHost(ModelHost):
     def _report(self, pending: PendingRequest, message: wire.Configure | wire.Charge | wire.Query) -> dict[str, Any]:
         if isinstance(message, wire.Query) and message.about == "models":
             return {"models": [entry.card() for entry in self.models.entries]}
-        if isinstance(message, wire.Query) and message.about not in ("stats", "metrics", "options", "load"):
-            hint = "Ask for models, stats, metrics, options or load."
+        if isinstance(message, wire.Query) and message.about not in ("stats", "metrics", "options", "load", "view"):
+            hint = "Ask for models, stats, metrics, options, load or view."
             raise InvalidInputError(f"There is no report about {message.about!r}.", hint=hint)
+        if isinstance(message, wire.Query) and message.about == "view":
+            tenant = self.callers.find(message.credentials, message.tenant)
+            hosted = self._loaded(message.model, GENERATION)
+            if not isinstance(hosted, HostedLLM):
+                raise InvalidInputError(f"{message.model} generates no text; it has no cache.", hint="Name another model.")
+            return hosted.view(tenant.name, sees_all=tenant.is_operator and (self.callers.tenants.has_keys or not tenant.name))
         self.callers.check_operator(message.credentials)
         if isinstance(message, wire.Charge):
             tenant = pending.tenant = self.callers.find(message.credentials, message.tenant)
@@ -335,10 +341,7 @@ class EngineHost(ModelHost):
                 self.rates.take(tenant, message.num_tokens)
             return {}
         if isinstance(message, wire.Configure):
-            entry = self.models.find(message.model, (*GENERATION, *SCORES))
-            if entry.hosted is None:
-                raise StoppedError(f"The model {entry.name} is not loaded.", hint="Send it a request first.")
-            return entry.hosted.configure(message.options)
+            return self._loaded(message.model, (*GENERATION, *SCORES)).configure(message.options)
         if message.about == "load":
             return self.loads.report(message.since, self.models.entries, message.source, is_stopping=self._stops_at is not None)
         if message.source:
@@ -357,6 +360,12 @@ class EngineHost(ModelHost):
         # A router asks all replicas for their own metrics, and one of them for those of the front ends.
         metrics = [*shared, *own] if self.digest is None else shared if message.source else own
         return {metric.name: metric_values(metric) for metric in metrics}
+
+    def _loaded(self, name: str, kinds: tuple[str, ...]) -> Hosted:
+        entry = self.models.find(name, kinds)
+        if entry.hosted is None:
+            raise StoppedError(f"The model {entry.name} is not loaded.", hint="Send it a request first.")
+        return entry.hosted
 
     def _check_health(self, pending: PendingRequest, message: wire.Ping) -> None:
         """Answer a Ping. With a probe, the answer comes after a real step of every loaded model that has made none recently."""

@@ -21,6 +21,7 @@ from archerfish.route.router import ReplicaLoad
 from archerfish.sched.policy import FairShare
 from archerfish.sequence import Namespace, Request
 from archerfish.serve.compute import Lane, ModelHost, PendingRequest, read_in_thread
+from archerfish.serve.history import History
 from archerfish.serve.loads import SlotTimer
 from archerfish.serve.overload import AdmittedRequest, OverloadController, estimate_tokens
 from archerfish.serve.tenants import ANONYMOUS
@@ -29,6 +30,7 @@ from archerfish.step import TokenLogprobs
 
 PROBE_TENANT = replace(ANONYMOUS, name="\0probe")  # no other tenant can have this name
 MAX_INLINE_TOKENS = 8192  # the loop itself reads a prompt of up to so many ids
+VIEW_S, MAX_VIEWS = 0.2, 64  # how long a tenant's view is kept, and how many are
 RESERVED_TEMPLATE_OPTIONS = ("self", "tokenizer", "messages")
 METRICS = (
     "queue_ms", "prefill_ms", "decode_ms", "ttft_ms", "tokens_per_second", "num_preemptions", "num_draft_tokens",
@@ -54,7 +56,8 @@ class HostedLLM:
         self._ids = itertools.count()
         self._tokens_done = (0, 0)
         self._sent_at = math.nan  # when the last step was sent
-        self.slots = SlotTimer()
+        self.slots, self.history = SlotTimer(), History(host.clock)
+        self._views: dict[tuple[str, bool], tuple[float, dict[str, Any]]] = {}  # the last ones, by tenant
         self.is_advancing = False
         self.batches: defaultdict[str, Batch] = defaultdict(list)  # of the current `advance`, by label of tenants in metrics
         self.read_weights()
@@ -215,6 +218,7 @@ class HostedLLM:
         if not batches:
             return
         now, before, answer = self.host.clock(), self._sent_at, self.host.answer
+        drafts = self.engine.scheduler.speculation is not None  # a delta may have several tokens
         self._sent_at = now
         for label, batch in batches:
             deltas, num_apart = batch[:], 0
@@ -230,8 +234,11 @@ class HostedLLM:
                 else:
                     num_apart += 1
                     generation.send(delta, now)
+            recent = self.history.recent[label]
+            recent.tokens(now, sum(len(delta.token_ids) for _, delta in deltas) if drafts else len(deltas))
             if count := len(deltas) - num_apart:
                 self.host.figures.gaps(self.name, (now - before,), label, times=count)
+                recent.gaps(now, now - before, count)
 
     def configure(self, options: dict[str, Any]) -> dict[str, Any]:
         changed = self.engine.configure(**options)
@@ -249,6 +256,23 @@ class HostedLLM:
             waiting_tokens=status["prompt_tokens_left"], is_fair=controller.order == "fair-share",
             cache_use=status["cache_use"],
         )  # fmt: skip
+
+    def view(self, tenant: str, *, sees_all: bool) -> dict[str, Any]:
+        """For the live view of a tenant; at most one in VIEW_S is made, whoever asks how often."""
+        now, key = self.host.clock(), (tenant, sees_all)
+        made_at, found = self._views.pop(key, (-math.inf, {}))
+        if now - made_at >= VIEW_S:
+            made_at, requests = now, self.history.requests(tenant)
+            num_drafts = sum(one["draft_tokens"] for one in requests)
+            found = {
+                **self.engine.cache_view(tenant, sees_all=sees_all), **self.history.figures(tenant, sees_all=sees_all),
+                "acceptance": sum(one["accepted_tokens"] for one in requests) / num_drafts if num_drafts else None,
+                "requests": requests,
+            }  # fmt: skip
+        self._views[key] = made_at, found
+        if len(self._views) > MAX_VIEWS:
+            del self._views[next(iter(self._views))]
+        return found
 
     def stats(self) -> dict[str, Any]:
         return {
@@ -286,7 +310,10 @@ class HostedGeneration:
         if self.is_sent_by_loop and self.model.is_advancing:
             self.batch.append((self, delta))
         else:
-            self.send(delta, self.model.host.clock())
+            now = self.model.host.clock()
+            if self.admitted is not None:
+                self.model.history.recent[self.label].tokens(now, len(delta.token_ids))
+            self.send(delta, now)
 
     def send(self, delta: TextDelta, now: float) -> None:
         """Answer with new tokens."""
@@ -303,6 +330,7 @@ class HostedGeneration:
                 self._begin(admitted, times)
             elif now > self.last_token_at or self.params.n == 1:  # else one of several sequences
                 model.host.figures.gaps(model.name, (now - self.last_token_at,), self.label)
+                model.history.recent[self.label].gaps(now, now - self.last_token_at)
             self.last_token_at = now
         if message.stream:
             chunk = Chunk(
@@ -325,6 +353,7 @@ class HostedGeneration:
         """The first token has come."""
         model = self.model
         model.host.figures.first_token(model.name, times.ttft_ms / 1000, self.label)
+        model.history.recent[self.label].first_token(model.host.clock(), times.ttft_ms / 1000)
         if self.is_sent_by_loop:
             model.controller.start(admitted)
         else:
@@ -340,6 +369,7 @@ class HostedGeneration:
         """Record the times of a request that has ended, whatever ended it."""
         if self.admitted is not None:
             times = result.metrics
+            self.model.history.ended(self.request.tenant.name, result)
             self.model.host.figures.ended(
                 self.model.name, times.queue_ms, times.prefill_ms, times.decode_ms,
                 [output.finish_reason for output in result.outputs], self.label,

@@ -11,7 +11,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.routing import BaseRoute, Route
 
 from archerfish import __version__
-from archerfish.serve import answers, encoder_routes, ollama_routes
+from archerfish.serve import answers, encoder_routes, ollama_routes, view_routes
 from archerfish.serve.bodies import NULL, STRING
 from archerfish.serve.errors import AnthropicError, Error, PlainError, error_type
 from archerfish.serve.http import BodyRoute
@@ -44,6 +44,7 @@ ANSWERS: dict[tuple[str, str], tuple[Any, tuple[int, ...], dict[str, Any]]] = {
     ("get", "/ready"): (answers.Health, (), {}),
     ("get", "/stats"): (OBJECT, FIGURES, {}),
     ("get", "/metrics"): (METRICS, FIGURES, {}),
+    ("get", "/v1/cache/view"): (view_routes.CacheView, (400, 401, 404, 503), QUERY_MODEL),
     ("get", "/"): ("text/html", (), {}),
     ("get", "/info"): (encoder_routes.TEIInfo, (400, 401, 503), {}),
     ("get", "/api/tags"): (ollama_routes.OllamaModels, (401, 503), {}),

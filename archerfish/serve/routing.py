@@ -195,8 +195,9 @@ class RoutedBackend:
         if isinstance(message, wire.Configure):
             found: list[Answer] = [answer for _, answer in await self._ask_all(message, needs_all=bool(message.options))]
             return found[0]
-        if isinstance(message, wire.Query) and message.about in ("stats", "metrics"):
-            return await (self._stats if message.about == "stats" else self._metrics)(message)
+        if isinstance(message, wire.Query) and message.about in ("stats", "metrics", "view"):
+            ask = {"stats": self._stats, "metrics": self._metrics, "view": self._view}[message.about]
+            return await ask(message)
         return await self._ask_ledger(message)
 
     def end_sequence(self, request_id: str, index: int) -> None:
@@ -366,6 +367,10 @@ class RoutedBackend:
             for one in self.connections.values()
         }  # fmt: skip
         return wire.Report(request_id=message.request_id, values={"replicas": found})
+
+    async def _view(self, message: wire.Query) -> Answer:
+        views = {one.name: answer.values for one, answer in await self._ask_all(message)}
+        return wire.Report(request_id=message.request_id, values={"replicas": views})
 
     async def _metrics(self, message: wire.Query) -> Answer:
         """The metrics of each replica, and those of all front ends together."""

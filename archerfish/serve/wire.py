@@ -131,9 +131,13 @@ class FrontEndState(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Query(Message, tag="query", kw_only=True, omit_defaults=True):
-    """Ask for a Report about "models", "stats", "metrics", "options" (that front ends share) or "load" (for routers)."""
+    """Ask for a Report about "models", "stats", "metrics", "options" (that front ends share), "load" (for routers) or "view"
+    (what a tenant may see of a model and its cache).
+    """
 
     about: str = "stats"
+    model: str = ""  # of a view
+    tenant: str = ""  # of a view; only a front end may name it
     since: int = 0  # the version of the prefix digest that a router has; -1: it wants no digest
     credentials: str = ""
     source: str = ""  # a unique name of the front end that asks

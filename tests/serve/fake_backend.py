@@ -37,6 +37,12 @@ TEMPLATE = (
     "{% for call in message.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments | tojson }}]{% endfor %}"
     "<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
+EMPTY_VIEW = {
+    "blocks": {"total": 64, "block_tokens": 16, "order": "memory", "runs": [("free", 64)]}, "nodes": [], "num_nodes": 0,
+    "requests": [], "num_running": 0, "num_waiting": 0, "tokens_per_second": 0.0, "ttft_p50_s": None, "ttft_p99_s": None,
+    "inter_token_p50_s": None, "inter_token_p99_s": None, "kv_usage": 0.0, "cached_tokens": 0, "computed_tokens": 0,
+    "acceptance": None,
+}  # fmt: skip
 Logprob = tuple[int, float, int, list[tuple[int, float]]]
 
 
@@ -186,7 +192,7 @@ class FakeBackend:
 
     def _report(self, about: str) -> dict[str, Any]:
         if about != "models":
-            return {}
+            return dict(EMPTY_VIEW) if about == "view" else {}
         if self.cards is not None:
             return {"models": self.cards}
         card = {"id": MODEL, "kind": "generation", "directory": str(self.directory), "max_length": self.max_length}

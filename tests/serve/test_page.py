@@ -125,7 +125,7 @@ async def test_parameters_of_the_page_are_those_of_the_route() -> None:
         assert told["temperature"]["maximum"] == 100
 
 
-OF_TEXTS = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/cache/explain"}
+OF_TEXTS = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/cache/explain", "/v1/cache/view"}
 OF_VECTORS = {"/v1/embeddings", "/similarity"}
 
 

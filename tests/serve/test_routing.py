@@ -66,7 +66,9 @@ class FakeReplica(FakeBackend):
         return wire.Report(request_id="", values=values)
 
     def _report(self, about: str) -> dict[str, Any]:
-        return self.metrics if about == "metrics" else {"seen": self.started_at} if about == "stats" else super()._report(about)
+        if about in ("stats", "view"):
+            return {"seen": self.started_at}
+        return self.metrics if about == "metrics" else super()._report(about)
 
     async def close(self, reason: Any = None) -> None:
         self.is_closed = True
@@ -488,6 +490,20 @@ def test_health_options_and_statistics_of_all_replicas() -> None:
             states = {name: one["state"] for name, one in report.values["replicas"].items()}
             assert states == {"replica-0": "ready", "replica-1": "ready", "replica-2": "late"}
             assert report.values["replicas"]["replica-1"]["seen"] == 1.0
+
+    asyncio.run(main())
+
+
+def test_view_has_every_replica_that_answers() -> None:
+    async def main() -> None:
+        first, second, third = replicas = three()
+        async with routed(*replicas) as backend:
+            third.report_error = GONE
+            await reported(*replicas)
+            report = await backend.ask(wire.Query(request_id="", about="view", model=MODEL, tenant="acme"))
+            assert isinstance(report, wire.Report)
+            assert report.values == {"replicas": {"replica-0": {"seen": 0.0}, "replica-1": {"seen": 1.0}}}
+            assert {one.asked[-1].tenant for one in (first, second)} == {"acme"}
 
     asyncio.run(main())
 

@@ -49,12 +49,13 @@ REQUESTS: list[tuple[str, str, dict[str, Any] | None]] = [
     ("POST", "/detokenize", {"model": "tiny", "tokens": [5, 6]}),
     ("POST", "/v1/completions", {**COMPLETION, "max_tokens": 100_000}),
     ("POST", "/v1/completions", {**COMPLETION, "model": "other"}),
-    *(("GET", path, None) for path in ("/v1/models", "/v1/models/tiny", "/health", "/ready", "/")),
+    *(("GET", path, None) for path in ("/v1/cache/view", "/v1/models", "/v1/models/tiny", "/health", "/ready", "/")),
     *(("GET", path, None) for path in ("/metrics", "/stats", "/admin/optimization")),
 ]
 # What differs from run to run with nobody else there: times, and what is drawn at random.
 VARYING = re.compile(
-    r'"(?:id|created|created_at|completed_at|seconds|item_id)":\s*(?:"[^"]*"|[\d.e+-]+)|(?:chatcmpl|cmpl|resp|msg)[-_][0-9a-f]+'
+    r'"(?:id|created|created_at|completed_at|seconds|item_id|tokens_per_second|age_s|ended_s_ago|(?:queue|prefill|decode)_ms'
+    r'|(?:ttft|inter_token)_p\d+_s)":\s*(?:"[^"]*"|[\d.e+-]+)|(?:chatcmpl|cmpl|resp|msg)[-_][0-9a-f]+'
 )
 VARYING_HEADERS = ("date", "x-request-id")
 EVERYONE = ("alice", "bob", "operator")
@@ -72,7 +73,7 @@ async def look(client: httpx.AsyncClient, key: str) -> Seen:
     for method, path, body in REQUESTS:
         answer = await client.request(method, path, json=body, headers={"Authorization": f"Bearer {key}"})
         headers = {name: value for name, value in answer.headers.items() if name not in VARYING_HEADERS}
-        if '"seconds"' in answer.text:
+        if '"seconds"' in answer.text or '"age_s"' in answer.text:
             del headers["content-length"]
         seen.append((f"{method} {path}", answer.status_code, headers, VARYING.sub("~", answer.text)))
     return seen
@@ -154,6 +155,27 @@ async def test_operator_figures_include_all_tenants(stack: Stack) -> None:
         assert alone["operator"][place][3] != both["operator"][place][3]
         is_by_tenant = REQUESTS[place][1] == "/metrics"  # which only operators may read
         assert bool(re.search("alice|bob", both["operator"][place][3])) is is_by_tenant
+
+
+async def test_view_shows_only_the_own_prefixes_and_requests(stack: Stack) -> None:
+    """The operator is told of the blocks of others; nobody of their prompts, and tenants not even whether there are any."""
+    runs = {one: await stack.run(one) for one in ("bob", "operator")} | {"all": await stack.run(*EVERYONE)}
+    place = next(place for place, (_, path, _) in enumerate(REQUESTS) if path == "/v1/cache/view")
+
+    def view(run: str, caller: str) -> dict[str, Any]:
+        text = re.sub(r"~,?", "", runs[run].seen[caller][place][3])
+        [found] = json.loads(re.sub(r",(?=[}\]])", "", text))["replicas"]
+        return dict(found)
+
+    for caller in ("bob", "operator"):
+        alone, both = view(caller, caller), view("all", caller)
+        assert alone["nodes"] == both["nodes"] and alone["num_nodes"] > 3
+        assert alone["requests"] == both["requests"] and {one["reason"] for one in both["requests"]} >= {"never_seen", "full"}
+    assert {kind for kind, _ in view("all", "bob")["blocks"]["runs"]} == {"cached", "hidden"}
+    cached = dict(view("operator", "operator")["blocks"]["runs"])["cached"]
+    blocks = dict(view("all", "operator")["blocks"]["runs"])
+    assert blocks["cached"] == cached and blocks["others"] == 2 * cached  # the others asked the same before
+    assert view("all", "operator")["cached_tokens"] == 3 * view("operator", "operator")["cached_tokens"]
 
 
 # Limits and deadlines of requests that generate nothing
