@@ -183,12 +183,13 @@ def add_end(tokenizer: RustTokenizer, settings: dict[str, Any]) -> None:
         return
     from tokenizers import processors
 
-    special = [*dict.fromkeys(own), end]
-    names = [str(tokenizer.id_to_token(token_id)) for token_id in special]
-    first = " ".join(f"{each}:0" for each in names[:-1])
-    single, second = f"{first} $A:0 {names[-1]}:0".strip(), first.replace(":0", ":1")
+    first = token_name("bos_token", settings) if settings.get("add_bos_token") is True else None
+    begin = [tokenizer.token_to_id(first)] if first is not None and not own else own
+    tokens = [(str(tokenizer.id_to_token(token_id)), token_id) for token_id in (*begin, end)]
+    one, two = ([f"{token}:{kind}" for token, _ in tokens] for kind in (0, 1))
+    single, pair = [*one[:-1], "$A:0", one[-1]], [*two[:-1], "$B:1", two[-1]]
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=single, pair=f"{single} {second} $B:1 {names[-1]}:1", special_tokens=list(zip(names, special, strict=True))
+        single=" ".join(single), pair=" ".join([*single, *pair]), special_tokens=list(dict.fromkeys(tokens))
     )
 
 

@@ -104,3 +104,21 @@ def test_reference_backend_reads_every_storage_type(storage: str, tiny_model: An
         weight = blocks[0].up.get().tensors["weight"]
         assert str(weight.dtype) == f"torch.{storage}"
         assert (engine.encode(TEXTS) * expected).sum(1).min() > 0.9999
+
+
+@pytest.mark.parametrize("has_bos", [False, True])
+def test_end_tokens_that_only_the_tokenizer_config_asks_for(has_bos: bool, tiny_model: Any, hub: HubConfig) -> None:
+    """As in e5-mistral, whose vector is that of the end token. Version 5 of transformers leaves such tokens out."""
+    path = tiny_model("Qwen3", config=FAMILIES["Qwen3"], pooling_mode="lasttoken")
+    file, settings = path / "tokenizer.json", path / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "post_processor": None}))
+    added = {"add_eos_token": True, "eos_token": "[SEP]", "add_bos_token": has_bos, "bos_token": "[CLS]"}
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **added}))
+    engine = ArrowEngine(path, dtype="float32", hub=hub)
+    begin, end, *words = engine.tokenizer.ids_of(["[CLS]", "[SEP]", "the", "cat"])
+    first = [begin] if has_bos else []
+    texts = ["the cat", ("the", "cat"), "the " * 90]
+    short, pair, long = (text.token_ids.tolist() for text in engine.tokenizer.tokenize(texts))
+    assert short == [*first, *words, end] and long == [*first, *[words[0]] * (23 - len(first)), end]
+    assert pair == [*first, words[0], end, *first, words[1], end]
+    np.testing.assert_allclose(engine.encode("the cat"), engine.encode([short])[0], atol=1e-6)

@@ -370,7 +370,7 @@ def test_rotated(heads: HeadShape, rotary_dim: int, has_norms: bool, level: str)
     positions = Segments((7, 1, 70)).positions
     qkv, norms = random(78, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim), random(2, heads.head_dim)
     rotary = Rotary(random(70, rotary_dim), rotary_dim) if rotary_dim else None
-    rotation = Rotation(rotary, *((norms[0], norms[1]) if has_norms else (None, None)), 1e-5)
+    rotation = Rotation(rotary, norms[0] if has_norms else None, norms[1] if has_norms else None, 1e-5)
     expected = TorchOps().rotated(qkv, torch.from_numpy(positions), heads, rotation)
     torch.testing.assert_close(native_ops(level=level).rotated(qkv, positions, heads, rotation), expected)
 

@@ -21,7 +21,7 @@ XLM = {"type_vocab_size": 1, "pad_token_id": 0, "max_position_embeddings": 42}
 
 
 @pytest.fixture
-def three(tiny_model: Any, hub: HubConfig) -> ArrowEngine:
+def three(tiny_model: Any, hub: HubConfig) -> Any:
     """As BGE-M3, with one vector, sparse vectors and vectors of tokens."""
     path = tiny_model("XLMRoberta", config=XLM)
     torch.manual_seed(5)
@@ -30,7 +30,7 @@ def three(tiny_model: Any, hub: HubConfig) -> ArrowEngine:
     return ArrowEngine(path, dtype="float32", hub=hub)
 
 
-async def test_kinds_of_vectors(three: ArrowEngine, tmp_path: Path) -> None:
+async def test_kinds_of_vectors(three: Any, tmp_path: Path) -> None:
     sparse, several = (three.encode(TEXTS, output=output) for output in ("sparse", "multi_vector"))
     async with serving(host_with(tmp_path, three)) as client:
         found = await asked(client, "/embed_sparse", inputs=TEXTS)
@@ -46,7 +46,7 @@ async def test_kinds_of_vectors(three: ArrowEngine, tmp_path: Path) -> None:
         np.testing.assert_allclose([row["data"] for row in dense["data"]], three.encode(TEXTS), atol=1e-5)
 
 
-async def test_numbers_of_vectors(three: ArrowEngine, tmp_path: Path) -> None:
+async def test_numbers_of_vectors(three: Any, tmp_path: Path) -> None:
     vectors = three.encode(TEXTS)
     async with serving(host_with(tmp_path, three)) as client:
         for kind in ("binary", "ubinary"):
@@ -69,7 +69,7 @@ async def test_late_interaction_ranks(tiny_model: Any, hub: HubConfig, tmp_path:
     torch.manual_seed(1)
     peer: Any = MultiVectorEncoder(str(tiny_model().parent / "base"), device="cpu")
     peer.save(str(tmp_path / "model"))
-    engine = ArrowEngine(tmp_path / "model", dtype="float32", hub=hub)
+    engine: Any = ArrowEngine(tmp_path / "model", dtype="float32", hub=hub)
     expected = peer.similarity(peer.encode_query(TEXTS[:1]), peer.encode_document(TEXTS))[0].tolist()
     async with serving(host_with(tmp_path, engine)) as client:
         ranks = await asked(client, "/v1/rerank", query=TEXTS[0], documents=TEXTS)
@@ -83,7 +83,7 @@ async def test_late_interaction_ranks(tiny_model: Any, hub: HubConfig, tmp_path:
 async def test_labels_and_rewards_of_a_decoder(num_labels: int, tiny_model: Any, hub: HubConfig, tmp_path: Path) -> None:
     sizes = {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "num_labels": num_labels}
     path = tiny_model("Qwen2", head="ForSequenceClassification", config=sizes)
-    engine = ArrowEngine(path, dtype="float32", hub=hub)
+    engine: Any = ArrowEngine(path, dtype="float32", hub=hub)
     raw = engine.classify(TEXTS, is_raw=True)
     async with serving(host_with(tmp_path, engine)) as client:
         plain = await asked(client, "/v1/classify", input=TEXTS, use_activation=False)

@@ -1,0 +1,51 @@
+"""Mixtures of experts in Triton: red if a row has another expert, weight, order or place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from archerfish.kernels.formats import choose_format
+from archerfish.kernels.stored import random_stored
+from tests.kernels.expert_cases import LOGITS, ROUTINGS, as_matrices, expected, make, packed, rounded, run
+from tests.kernels.triton_support import DEVICE, TYPES, assert_near, untraced
+
+from archerfish.kernels.triton.ops import TritonOps  # isort: skip
+
+KINDS = [("Q4_0", 128), ("Q4_1", 32), ("INT8", 16), ("INT8", 128), ("FP8", 128), ("int8", 0), ("int4", 0)]
+
+
+@untraced
+@pytest.mark.parametrize("dtype", TYPES[:2])
+@pytest.mark.parametrize(("kind", "num_rows"), [
+    ("softmax", 1), ("softmax", 23), ("normed", 70), ("one", 9), ("every", 2), ("sigmoid", 40), ("sigmoid", 1),
+])  # fmt: skip
+def test_triton(kind: str, num_rows: int, dtype: str) -> None:
+    routing, ops = ROUTINGS[kind], TritonOps(DEVICE, dtype)
+    change = list(LOGITS.values())[num_rows % len(LOGITS)]
+    x, logits, gate_up, down, shared = make(routing, num_rows, has_gate=num_rows in (1, 9))
+    x, gate_up, down, shared = (each.to(getattr(torch, dtype)) for each in (x, gate_up, down, shared))
+    right = expected(x.float(), change(logits), routing, gate_up.float(), down.float(), shared.float())
+    here = routing._replace(bias=None if routing.bias is None else routing.bias.to(DEVICE))
+    found = run(ops, here, x.to(DEVICE), change(logits).to(DEVICE), gate_up, down, shared=shared.to(DEVICE))
+    assert_near(found.cpu(), right, dtype, factor=4)
+
+
+@untraced
+@pytest.mark.parametrize("num_rows", [1, 20])
+@pytest.mark.parametrize("kind", KINDS)
+def test_formats_on_triton(kind: tuple[str, int], num_rows: int) -> None:
+    """Codes of 4 and 8 bits in groups, with and without minima, and rows with a scale."""
+    routing, (name, group_size), hidden = ROUTINGS["softmax"], kind, 64
+    x, logits, gate_up, down, _ = make(routing, num_rows, width=128, hidden=hidden)
+    if group_size:
+        shapes = [each.shape[1:] for each in (gate_up, down)]
+        stored = [[random_stored(tuple(shape), name, min(group_size, shape[1])) for _ in range(8)] for shape in shapes]
+        wide = [torch.stack([torch.from_numpy(each.as_floats()) for each in half]) for half in stored]
+        first, second = (as_matrices(TritonOps(DEVICE, "float32"), half) for half in stored)
+    else:
+        made = choose_format(name)
+        wide = [rounded(made, each) for each in (gate_up, down)]
+        first, second = (packed(TritonOps(DEVICE, "float32"), each, made) for each in (gate_up, down))
+    found = TritonOps(DEVICE, "float32").experts(x.to(DEVICE), logits.to(DEVICE), routing, first, second, "silu")
+    assert_near(found.cpu(), expected(x, logits, routing, *wide), factor=8)
