@@ -237,6 +237,15 @@ class EngineConfig(Options):
         "proposes tokens for up to 8 sequences, and keeps up to 16384 tokens of them."
     )
     num_draft_tokens: int = option(15, "Most tokens that are proposed at once; measured speed decides.", minimum=1, maximum=31)
+    enable_lora: bool = option(False, "Serve LoRA adapters beside the model; their slots take memory of the device.")
+    max_loras: int = option(8, "Adapters on the device, for requests that run at once.", minimum=1, maximum=512)
+    max_lora_rank: int = option(16, "Highest rank of an adapter; memory is taken for all slots at this rank.", minimum=1, maximum=256)
+    max_cpu_loras: int = option(0, "Adapters in the machine's memory; 0: four times `max_loras`.", minimum=0)
+    lora_modules: str = option("", "Adapters to load at the start: name=path, separated by commas.")
+    lora_dir: str = option(
+        "", "Directory of adapters: a request that names one of its directories has it loaded, and `/v1/load_lora_adapter` "
+        "takes paths within it; empty: none."
+    )
     deterministic: bool = option(False, "Make the logits of a request independent of other requests, bit for bit; slower.")
     num_threads: int = option(0, NUM_THREADS, minimum=0, maximum=1024)
     pin_threads: bool = option(False, PIN_THREADS)
@@ -253,6 +262,11 @@ class EngineConfig(Options):
         if self.max_batch_size:
             object.__setattr__(self, "max_num_seqs", self.max_batch_size)
             object.__setattr__(self, "max_batch_size", 0)
+        if (self.lora_modules or self.lora_dir) and not self.enable_lora:
+            raise InvalidOptionError("[engine] lora_modules and lora_dir need enable_lora.", hint="Set enable_lora.")
+        if self.enable_lora and self.num_ranks > 1:
+            hint = "Leave out tensor_parallel_size and pipeline_parallel_size, or merge the adapter into the model."
+            raise InvalidOptionError("[engine] enable_lora: a model that is divided over processes takes no adapters.", hint=hint)
         if self.draft_model and self.speculation == "off":
             object.__setattr__(self, "speculation", "draft")
         if (self.speculation == "draft") != bool(self.draft_model):

@@ -1,6 +1,7 @@
 // All kernels of one level: this file is compiled once for each, with that level's instructions.
 #include "attention.cpp"
 #include "linear.cpp"
+#include "lora.cpp"
 #include "rows.cpp"
 #include "sample.cpp"
 #include "wkv.cpp"
@@ -12,6 +13,6 @@ namespace archerfish::LEVEL {
 
 extern const Kernels kernels;
 const Kernels kernels = {NAME_OF(LEVEL), linear, norm, tables, gated, store_kv, attend, pool, normalize, unpack,
-                         shift, mix_heads, sample, score};
+                         shift, mix_heads, sample, score, lora};
 
 }  // namespace archerfish::LEVEL

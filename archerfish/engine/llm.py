@@ -118,6 +118,8 @@ class LLM(LLMEngine):
             adapter = self.runner.model if self._sleep_level == 1 else None
             self.runner, self.facts = make_runner(self.facts, self.config, self._executor, adapter)
             self.scheduler.speculation = make_speculation(self.config, self.facts, self.runner)
+            if self.adapters is not None:
+                self.adapters.attach(self.runner.ops)
             self._sleep_level, self._has_idle_work = 0, True
 
     def is_sleeping(self) -> bool:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from archerfish.cache.radix import CacheStats, HitRecord
 from archerfish.config import EngineConfig, HubConfig
+from archerfish.engine.adapters import AdapterLibrary
 from archerfish.engine.llm_loading import check_changes, choose_step_tokens, make_scheduler, read_facts
 from archerfish.engine.outputs import EngineStats, Listener, OutputCollector, RequestOutput, TextDelta, Watcher, split_reasoning
 from archerfish.engine.progress import progress_bar
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 OnResult = Callable[[int, RequestOutput], None]
 logger = logging.getLogger("archerfish.engine")
+ADAPTER_WAIT_S = 0.05  # after which masks of grammars are looked at again
 MAX_KEPT_OUTPUTS = 4096  # results of add_request that were not fetched
 
 
@@ -64,15 +66,21 @@ class LLMEngine(Closing):
         self.runner, facts, self.config = start_runner(facts, self.config, hub or HubConfig(), executor, progress)
         self.runner.ops.pin_threads(self.config.pin_threads)
         self.facts, self._executor, self._text_thread = facts, executor, text_thread
-        self.scheduler, self.logits_cache = make_scheduler(self.config, facts, self.runner, getattr(executor, "wake", None))
-        self.requests = RequestMaker(facts, self.config, self.tokenizer, self.grammars, self.scheduler.clock)
+        self._lock = threading.RLock()  # over the scheduler and the tables below; never held while a step computes
+        self._changed = threading.Condition(self._lock)  # notified after every step and every submission
+        self._wake: Callable[[], None] | None = getattr(executor, "wake", None)
+        self.adapters: AdapterLibrary | None = None
+        if self.config.enable_lora:
+            self.adapters = AdapterLibrary(self.config, self.runner.ops, self._lock, self._adapter_came)
+        self.scheduler, self.logits_cache = make_scheduler(
+            self.config, facts, self.runner, self._wake, None if self.adapters is None else self.adapters.slots
+        )
+        self.requests = RequestMaker(facts, self.config, self.tokenizer, self.grammars, self.scheduler.clock, self.adapters)
         self._live: dict[str, Request] = {}  # by id
         self._num_ended = 0
         self.watcher: Watcher | None = None  # called with every delta, after its text was made
         self._kept: OrderedDict[str, RequestOutput] = OrderedDict()
-        self._lock = threading.RLock()  # over the scheduler and the tables above; never held while a step computes
         self._in_flight: deque[tuple[Plan, RunningStep]] = deque()  # steps that are launched and not yet committed
-        self._changed = threading.Condition(self._lock)  # notified after every step and every submission
         self._is_stepping, self._has_idle_work = False, True
         self._is_closed, self._process = False, os.getpid()
         if "torch" in sys.modules:
@@ -134,9 +142,20 @@ class LLMEngine(Closing):
         depth = self.config.pipeline_depth
         ended = self._collect_down_to(depth)  # more are open only where ctrl-c came between
         is_launched = self._launch_next()
-        if not is_launched and not self._in_flight:
+        if not is_launched and not self._in_flight and not self._wait_for_adapter():
             self.scheduler.wait()
         return ended + self._collect_down_to(depth if is_launched else 0)
+
+    def _wait_for_adapter(self) -> bool:
+        """Whether adapters are on their way to their slots; if so, after one has come, something was submitted, or a while."""
+        with self._changed:
+            is_loading = self.adapters is not None and self.adapters.slots.is_loading
+            return is_loading and (self._changed.wait(ADAPTER_WAIT_S) or True)
+
+    def _adapter_came(self) -> None:
+        self._changed.notify_all()
+        if self._wake is not None:
+            self._wake()
 
     def advance(self) -> bool:
         """Do as much of `step` as needs no waiting for a thread that computes; whether that was anything."""
@@ -475,6 +494,8 @@ class LLMEngine(Closing):
         if self._text_thread is not None:
             self._text_thread.submit(self._deliver).result()
         self.scheduler.close()
+        if self.adapters is not None:
+            self.adapters.close()
         self.runner.close()
         gc.unfreeze()
         with self._changed:

@@ -12,6 +12,7 @@ import numpy as np
 
 from archerfish.cache.eviction import eviction_policy
 from archerfish.config import EngineConfig
+from archerfish.engine.adapters import NOT_ENABLED, AdapterLibrary, with_adapter
 from archerfish.engine.outputs import Listener, OutputCollector
 from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, UnknownOptionError, refuse_unknown
 from archerfish.params import SamplingParams, is_number
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 MAX_DEADLINE_S = 1e9  # thirty years
-REQUEST_OPTIONS = {"request_id", "priority", "deadline_s", "namespace", "wants_logits"}
+REQUEST_OPTIONS = {"request_id", "priority", "deadline_s", "namespace", "wants_logits", "adapter", "lora_request"}
 SAMPLING_HINTS = dict.fromkeys(SamplingParams.__dataclass_fields__, "Put it into SamplingParams.")
 RUNNING_OPTIONS = (  # those of a model that can be changed while it serves
     "enable_prefix_caching", "eviction_policy", "logits_cache_mib", "logits_cache_ttl_s", "max_num_batched_tokens",
@@ -38,8 +39,9 @@ class RequestMaker:
 
     def __init__(
         self, facts: ModelFacts, config: EngineConfig, tokenizer: Tokenizer | None, grammars: GrammarCompiler,
-        clock: Callable[[], float],
+        clock: Callable[[], float], adapters: AdapterLibrary | None = None,
     ) -> None:
+        self.adapters = adapters
         self.facts, self.tokenizer, self.grammars = facts, tokenizer, grammars
         self.max_prompt_bytes = config.max_prompt_bytes
         self.default_params = SamplingParams(**facts.default_sampling)
@@ -88,10 +90,20 @@ class RequestMaker:
             needs_host_token=grammar is not None or bool(params.logits_processors), grammar=grammar,
             wants_logits=options.get("wants_logits", False),
         )
+        wanted = options.get("adapter") or options.get("lora_request")
+        if wanted:
+            self._adapt(request, wanted)
         text = prompt if isinstance(prompt, str) else None
         tokenizer = self.tokenizer if params.detokenize and (wants_text or params.stop) else None
         request.collector = OutputCollector(request, text, tokenizer, listener, is_kept=is_kept)
         return request
+
+    def _adapt(self, request: Request, wanted: Any) -> None:
+        """Give a request its adapter."""
+        if self.adapters is None:
+            raise InvalidInputError(f"{self.facts.name} was started without adapters.", hint=NOT_ENABLED)
+        adapter = self.adapters.for_request(wanted)
+        request.adapter, request.namespace = adapter.number, with_adapter(request.namespace, adapter)
 
     def _grammar(self, params: SamplingParams) -> TokenGrammar | None:
         """What rules tokens out: the grammar of a request, and its other limits."""

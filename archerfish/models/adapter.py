@@ -127,6 +127,11 @@ class ModelAdapter(ABC, Generic[T]):
         return cls._note_weights(config).products
 
     @classmethod
+    def adapter_numbers(cls, config: Config) -> int:
+        """Numbers of an adapter of rank 1 for all its linear maps."""
+        return sum(cls._note_weights(config).low_rank)
+
+    @classmethod
     def _note_weights(
         cls, config: Config, dtype: str = "float32", weight_format: WeightFormat = PLAIN, ranks: Ranks = ALONE
     ) -> NotedWeights:
@@ -137,6 +142,8 @@ class ModelAdapter(ABC, Generic[T]):
 
 class NoOps:
     """Stands for a backend where nothing is computed: every operation gives None."""
+
+    adapters = None
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
         self.ranks = ranks

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the name that every torch reader expects)
 
 from archerfish.errors import OutOfMemoryError
+from archerfish.kernels.adapters import Adapters
 from archerfish.kernels.decoding import FILLING_POSITION, NUM_INPUTS, ON_DEVICE, DecodeState, Input, PassSize
 from archerfish.kernels.formats import INT8, Tensors, WeightFormat
 from archerfish.kernels.machine import cpu
@@ -117,6 +118,11 @@ class TorchOps(Ops[Tensor]):
         if weight_format is INT8 and self.rounds_rows:
             product = self.products.get("int8 times int8", product)
         return product(self, weight_format, weight_format.stack(loaded), bias)
+
+    def new_adapters(self, num_slots: int, max_rank: int) -> Adapters[Tensor]:
+        from archerfish.kernels.torch.adapters import TorchAdapters
+
+        return TorchAdapters(self, num_slots, max_rank)
 
     def embed(self, tables: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
         total = F.embedding(ids[0], tables[0]).float()

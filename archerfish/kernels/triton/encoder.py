@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from archerfish.kernels.ops import EncoderInputs, Ids, NormWeights, Pooling, Segments
+from archerfish.kernels.encoding import EncoderInputs
+from archerfish.kernels.ops import Ids, NormWeights, Pooling, Segments
 from archerfish.kernels.triton.plan import Tile, cut, send_pieces
 from archerfish.kernels.triton.tiles import cdiv, dot_block, next_power_of_2
 
