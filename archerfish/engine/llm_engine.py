@@ -24,7 +24,7 @@ from archerfish.engine.llm_loading import check_changes, choose_step_tokens, mak
 from archerfish.engine.outputs import EngineStats, Listener, OutputCollector, RequestOutput, TextDelta, Watcher, split_reasoning
 from archerfish.engine.progress import progress_bar
 from archerfish.engine.rank_processes import start_runner
-from archerfish.engine.request_maker import RUNNING_OPTIONS, RequestMaker, change_running_options, is_token_ids
+from archerfish.engine.request_maker import RUNNING_OPTIONS, RequestMaker, change_running_options
 from archerfish.engine.request_maker import Prompt as Prompt
 from archerfish.errors import InvalidInputError, NotFoundError, StoppedError
 from archerfish.kernels.sampling import PoolStats
@@ -92,16 +92,16 @@ class LLMEngine(Closing):
     def add_request(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None,
         priority: int = 0, deadline_s: float | None = None, namespace: Namespace | str = "", wants_logits: bool = False,
-        listener: Listener | None = None,
+        adapter: str | None = None, listener: Listener | None = None,
     ) -> str:
         """Queue a request and return its id. It runs while a thread steps or waits; `get_output` has its result.
 
         deadline_s: seconds from now after which it ends. namespace: it shares cached contexts only within this. wants_logits:
-        the result has those of the token after the prompt.
+        the result has those of the token after the prompt. adapter: the name of a LoRA adapter.
         """
         request = self.requests.make(
             prompt, sampling_params, listener=listener, is_kept=True, request_id=request_id, priority=priority,
-            deadline_s=deadline_s, namespace=namespace, wants_logits=wants_logits,
+            deadline_s=deadline_s, namespace=namespace, wants_logits=wants_logits, adapter=adapter,
         )
         self.submit(request)
         return request.request_id
@@ -311,15 +311,7 @@ class LLMEngine(Closing):
         All prompts are checked before the first one runs. sampling_params is one for all or one for each. on_result is called
         with the place of a prompt and its result when it ends.
         """
-        if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-            raise InvalidInputError(f"Expected a prompt or a list of prompts, not {type(prompts).__name__}.")
-        many: list[Any] = [prompts] if isinstance(prompts, str) or is_token_ids(prompts) else list(prompts)
-        each: list[Any] = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params] * len(many)
-        if len(each) != len(many):
-            raise InvalidInputError(f"There are {len(many)} prompts, but {len(each)} sampling parameters.")
-        if len(many) > 1 and request_options.get("request_id") is not None:
-            raise InvalidInputError(f"request_id names one request, but there are {len(many)} prompts.", hint="Leave it out.")
-        requests = [self.requests.make(prompt, p, **request_options) for prompt, p in zip(many, each, strict=True)]
+        requests = self.requests.make_many(prompts, sampling_params, **request_options)
         for request in requests:
             self.scheduler.check(request)
         with progress_bar("Generating", show=show_progress) as progress:

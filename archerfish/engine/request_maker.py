@@ -98,6 +98,27 @@ class RequestMaker:
         request.collector = OutputCollector(request, text, tokenizer, listener, is_kept=is_kept)
         return request
 
+    def make_many(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, **options: Any
+    ) -> list[Request]:
+        """Requests of one prompt or of several, with the same parameters and options; parameters and adapters may be lists."""
+        if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+            raise InvalidInputError(f"Expected a prompt or a list of prompts, not {type(prompts).__name__}.")
+        many: list[Any] = [prompts] if isinstance(prompts, str) or is_token_ids(prompts) else list(prompts)
+        each: list[Any] = list(params) if isinstance(params, Sequence) else [params] * len(many)
+        if len(each) != len(many):
+            raise InvalidInputError(f"There are {len(many)} prompts, but {len(each)} sampling parameters.")
+        if len(many) > 1 and options.get("request_id") is not None:
+            raise InvalidInputError(f"request_id names one request, but there are {len(many)} prompts.", hint="Leave it out.")
+        given = options.pop("lora_request", None)
+        adapters: list[Any] = list(given) if isinstance(given, list | tuple) else [given] * len(many)
+        if len(adapters) != len(many):
+            raise InvalidInputError(f"There are {len(many)} prompts, but {len(adapters)} adapters (lora_request).")
+        return [
+            self.make(prompt, one, lora_request=adapter, **options)
+            for prompt, one, adapter in zip(many, each, adapters, strict=True)
+        ]
+
     def _adapt(self, request: Request, wanted: Any) -> None:
         """Give a request its adapter."""
         if self.adapters is None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
+from safetensors.torch import save_file
 
 from archerfish.store.adapters import Adapter, MapShape, read_adapter
 
@@ -26,6 +28,15 @@ def add_adapter(model: Any, directory: Path, *, seed: int = 0, **options: Any) -
             torch.nn.init.normal_(parameter, std=0.3)
     adapted.save_pretrained(str(directory), save_embedding_layers=False)
     return adapted.eval()
+
+
+def save_adapter(directory: Path, tensors: Mapping[str, torch.Tensor], **config: Any) -> Path:
+    """The files of an adapter, with any tensors and any configuration."""
+    directory.mkdir(exist_ok=True)
+    stated = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": list(LINEAR), **config}
+    (directory / "adapter_config.json").write_text(json.dumps(stated))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "adapter_model.safetensors")
+    return directory
 
 
 def fill_slots(ops: Any, paths: Sequence[Path]) -> list[Adapter]:
