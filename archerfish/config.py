@@ -239,7 +239,7 @@ class EngineConfig(Options):
     num_draft_tokens: int = option(15, "Most tokens that are proposed at once; measured speed decides.", minimum=1, maximum=31)
     enable_lora: bool = option(False, "Serve LoRA adapters beside the model; their slots take memory of the device.")
     max_loras: int = option(8, "Adapters on the device, for requests that run at once.", minimum=1, maximum=512)
-    max_lora_rank: int = option(16, "Highest rank of an adapter; memory is taken for all slots at this rank.", minimum=1, maximum=256)
+    max_lora_rank: int = option(16, "Highest rank of an adapter; all slots have room for it.", minimum=1, maximum=256)
     max_cpu_loras: int = option(0, "Adapters in the machine's memory; 0: four times `max_loras`.", minimum=0)
     lora_modules: str = option("", "Adapters to load at the start: name=path, separated by commas.")
     lora_dir: str = option(
@@ -265,8 +265,8 @@ class EngineConfig(Options):
         if (self.lora_modules or self.lora_dir) and not self.enable_lora:
             raise InvalidOptionError("[engine] lora_modules and lora_dir need enable_lora.", hint="Set enable_lora.")
         if self.enable_lora and self.num_ranks > 1:
-            hint = "Leave out tensor_parallel_size and pipeline_parallel_size, or merge the adapter into the model."
-            raise InvalidOptionError("[engine] enable_lora: a model that is divided over processes takes no adapters.", hint=hint)
+            hint = "Merge the adapter into the model (archerfish convert --merge), or use one process."
+            raise InvalidOptionError("[engine] enable_lora: a model of several processes takes no adapters.", hint=hint)
         if self.draft_model and self.speculation == "off":
             object.__setattr__(self, "speculation", "draft")
         if (self.speculation == "draft") != bool(self.draft_model):
@@ -315,6 +315,9 @@ class ServeConfig(Options):
     )
     max_wait_s: float = option(
         60.0, "Refuse a request that would wait longer than this before it runs; 0: no limit.", minimum=0
+    )
+    allow_lora_updates: bool = option(
+        False, "Take `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`; where there are keys, from operators alone."
     )
     max_prompt_tokens: int = option(0, "Refuse longer prompts; 0: as the model takes.", minimum=0)
     max_output_tokens: int = option(0, "Lower max_tokens to this, of all n together; 0: as the model takes.", minimum=0)

@@ -157,9 +157,9 @@ class Sequence:
     the next token."""
 
     __slots__ = (
-        "adapter_slot", "blocks", "draft", "error", "finish_reason", "hit", "index", "leader", "logits_handle", "mask", "matcher", "node",
-        "num_cached", "num_computed", "num_emitted", "num_in_flight", "num_pending", "num_preemptions", "num_prompt",
-        "num_reported", "num_sent", "num_waits", "pending_limit", "request", "row", "status", "times", "tokens",
+        "adapter_slot", "blocks", "draft", "error", "finish_reason", "hit", "index", "leader", "logits_handle", "mask",
+        "matcher", "node", "num_cached", "num_computed", "num_emitted", "num_in_flight", "num_pending", "num_preemptions",
+        "num_prompt", "num_reported", "num_sent", "num_waits", "pending_limit", "request", "row", "status", "times", "tokens",
     )
 
     def __init__(self, request: Request, index: int = 0) -> None:

@@ -1,7 +1,7 @@
 """LoRA adapters by name: what requests may name, what lies in the machine's memory, and what goes to the device.
 
-An adapter's content has a number, under which the scheduler gives it a slot, and a digest, which separates its cached contexts from
-those of others. A name that is loaded again with other content gets another number and digest: requests that run keep theirs.
+An adapter's content has a number, under which the scheduler gives it a slot, and a digest, which separates its cached contexts
+from those of others. A name that is loaded again with other content gets others: requests that run keep theirs.
 """
 
 from __future__ import annotations
@@ -97,11 +97,12 @@ class AdapterLibrary:
         logger.info("Adapter %s: rank %d, %d linear maps, %s.", name, adapter.rank, len(adapter.matrices), path)
         return found
 
-    def unload(self, name: str) -> None:
+    def unload(self, name: str) -> LoadedAdapter:
         """Requests may not name it any more; those that run with it go on."""
         with self._lock:
-            self.find(name, on_demand=False)
+            found = self.find(name, on_demand=False)
             del self._names[name]
+            return found
 
     def find(self, name: str, *, on_demand: bool = True) -> LoadedAdapter:
         """The adapter of a name; on_demand: one that lies in lora_dir is loaded."""
@@ -113,9 +114,8 @@ class AdapterLibrary:
             raise NotFoundError(f"There is no adapter {name!r}.", hint=did_you_mean(name, self._names))
         return self.load(name, path)
 
-    def knows(self, name: str) -> bool:
-        """Whether `find` would look at an adapter of this name."""
-        return name in self._names or self._on_demand(name) is not None
+    def is_loaded(self, name: str) -> bool:
+        return name in self._names
 
     def list(self) -> list[LoadedAdapter]:
         """All that are loaded, by name."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from archerfish.cache.radix import CacheStats, HitRecord
 from archerfish.config import EngineConfig, HubConfig
-from archerfish.engine.adapters import AdapterLibrary
+from archerfish.engine.adapters import AdapterLibrary, with_adapter
 from archerfish.engine.llm_loading import check_changes, choose_step_tokens, make_scheduler, read_facts
 from archerfish.engine.outputs import EngineStats, Listener, OutputCollector, RequestOutput, TextDelta, Watcher, split_reasoning
 from archerfish.engine.progress import progress_bar
@@ -431,11 +431,12 @@ class LLMEngine(Closing):
 
     # Looking in
 
-    def explain(self, prompt: Prompt, namespace: Namespace | str = "") -> HitRecord:
+    def explain(self, prompt: Prompt, namespace: Namespace | str = "", adapter: str = "") -> HitRecord:
         """What the cache would do for a prompt now, and why; changes nothing."""
-        token_ids = self.requests.tokenize(prompt)
+        token_ids, where = self.requests.tokenize(prompt), as_namespace(namespace)
+        where = with_adapter(where, self.requests.adapter(adapter)) if adapter else where
         with self._lock:
-            return self.scheduler.explain(token_ids, as_namespace(namespace))
+            return self.scheduler.explain(token_ids, where)
 
     def engine_stats(self) -> EngineStats:
         with self._lock:

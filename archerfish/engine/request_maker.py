@@ -12,7 +12,7 @@ import numpy as np
 
 from archerfish.cache.eviction import eviction_policy
 from archerfish.config import EngineConfig
-from archerfish.engine.adapters import NOT_ENABLED, AdapterLibrary, with_adapter
+from archerfish.engine.adapters import NOT_ENABLED, AdapterLibrary, LoadedAdapter, with_adapter
 from archerfish.engine.outputs import Listener, OutputCollector
 from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, UnknownOptionError, refuse_unknown
 from archerfish.params import SamplingParams, is_number
@@ -92,7 +92,8 @@ class RequestMaker:
         )
         wanted = options.get("adapter") or options.get("lora_request")
         if wanted:
-            self._adapt(request, wanted)
+            adapter = self.adapter(wanted)
+            request.adapter, request.namespace = adapter.number, with_adapter(request.namespace, adapter)
         text = prompt if isinstance(prompt, str) else None
         tokenizer = self.tokenizer if params.detokenize and (wants_text or params.stop) else None
         request.collector = OutputCollector(request, text, tokenizer, listener, is_kept=is_kept)
@@ -119,12 +120,11 @@ class RequestMaker:
             for prompt, one, adapter in zip(many, each, adapters, strict=True)
         ]
 
-    def _adapt(self, request: Request, wanted: Any) -> None:
-        """Give a request its adapter."""
+    def adapter(self, wanted: Any) -> LoadedAdapter:
+        """The adapter that a request names."""
         if self.adapters is None:
             raise InvalidInputError(f"{self.facts.name} was started without adapters.", hint=NOT_ENABLED)
-        adapter = self.adapters.for_request(wanted)
-        request.adapter, request.namespace = adapter.number, with_adapter(request.namespace, adapter)
+        return self.adapters.for_request(wanted)
 
     def _grammar(self, params: SamplingParams) -> TokenGrammar | None:
         """What rules tokens out: the grammar of a request, and its other limits."""

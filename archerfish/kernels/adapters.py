@@ -73,7 +73,9 @@ class Adapters(ABC, Generic[T]):
         self.lookup: AdapterTable[T] | None = None  # of the embedding
         self.rows: T | None = None
 
-    def add_product(self, names: Sequence[str], sizes: Sequence[int], inputs: int, *, is_lookup: bool = False) -> AdapterTable[T]:
+    def add_product(
+        self, names: Sequence[str], sizes: Sequence[int], inputs: int, *, is_lookup: bool = False
+    ) -> AdapterTable[T]:
         """Room beside the maps of these names, which are stacked."""
         table = self.new_table(tuple(sizes), inputs, is_lookup)
         self.maps |= {plain_name(name): AdaptedMap(table, part, inputs) for part, name in enumerate(names)}

@@ -449,8 +449,8 @@ class Ops(ABC, Generic[T]):
         return None
 
     def starting(self, key: str, rehearse: Callable[[], None], progress: Progress) -> AbstractContextManager[None]:
-        """Around the first steps of a model; after it the model is ready. A backend that compiles kernels first compiles all those
-        that `rehearse` launches, in which nothing is computed. key: what decides which these are, besides device and package."""
+        """Around the first steps of a model; after it the model is ready. A backend that compiles kernels compiles all that
+        `rehearse` launches first, in which nothing is computed. key: what decides which these are, besides device and package."""
         return nullcontext()
 
     def compile_counts(self) -> Mapping[str, int]:

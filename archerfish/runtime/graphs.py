@@ -291,7 +291,7 @@ class PassGraphs(RecordedPasses[T, PassKind]):
     def __init__(self, decodes: DecodeGraphs[T], max_tokens: int, num_draft_tokens: int = 0) -> None:
         """decodes: recorded steps without prompts; both use its tables of blocks. max_tokens: of a step. num_draft_tokens: most
         tokens that are proposed for a sequence."""
-        self.decodes, num_rows = decodes, decodes.sizes[-1]
+        self.decodes, self.ops, num_rows = decodes, decodes.ops, decodes.sizes[-1]
         model = decodes.model
         most = min(max_tokens, MOST_WORK // model.config.integer("hidden_size") ** 2)
         self.token_sizes = PASS_TOKENS[: bisect_left(PASS_TOKENS, most) + 1]

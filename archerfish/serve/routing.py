@@ -192,8 +192,9 @@ class RoutedBackend:
             return await self._explain(message)
         if isinstance(message, wire.Ping):
             return await self._ping(message)
-        if isinstance(message, wire.Configure):
-            found: list[Answer] = [answer for _, answer in await self._ask_all(message, needs_all=bool(message.options))]
+        if isinstance(message, wire.Configure | wire.ChangeAdapter):
+            needs_all = isinstance(message, wire.ChangeAdapter) or bool(message.options)
+            found: list[Answer] = [answer for _, answer in await self._ask_all(message, needs_all=needs_all)]
             return found[0]
         if isinstance(message, wire.Query) and message.about in ("stats", "metrics"):
             return await (self._stats if message.about == "stats" else self._metrics)(message)
@@ -258,7 +259,7 @@ class RoutedBackend:
         self, message: wire.ModelRequest, tokens: array[int], num_tokens: int, tried: Iterable[Replica] = (), **options: Any
     ) -> Route:
         """The replica for a request. While none is ready, it is waited for."""
-        choose = partial(self.router.choose, message.model, tokens, Namespace(message.tenant), num_tokens=num_tokens, **options)
+        choose = partial(self.router.choose, message.model, tokens, namespace_of(message), num_tokens=num_tokens, **options)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WAIT_S):
                 while self._closed is None:
@@ -376,6 +377,10 @@ class RoutedBackend:
         parts = [labelled(one.name, read_metrics(answer.values)) for one, answer in own]
         values = {metric.name: metric_values(metric) for metric in merged([*parts, *up])}
         return wire.Report(request_id=message.request_id, values={**shared.values, **values})
+
+
+def namespace_of(message: wire.ModelRequest) -> Namespace:
+    return Namespace(message.tenant, getattr(message, "adapter_digest", ""))
 
 
 def within(message: Any, passed_s: float) -> Any:

@@ -101,7 +101,7 @@ def find_adapter(path: Path) -> Path:
     if not found or found[0].suffix not in (".safetensors", ".bin"):
         raise AdapterError(f"{path} has no {' and no '.join(FILES)}.", hint="Save the adapter with PEFT's save_pretrained.")
     if not (found[0].parent / CONFIG).is_file():
-        raise AdapterError(f"{found[0].parent} has no {CONFIG}, which states rank and scale.", hint="Copy it beside the weights.")
+        raise AdapterError(f"{found[0].parent} has no {CONFIG}, which states rank and scale.", hint="Copy it there.")
     return found[0]
 
 
@@ -161,12 +161,12 @@ def check_targets(path: Path, config: Mapping[str, Any], found: Mapping[str, Any
     """The file must have each linear map that its configuration names, and no other."""
     missing = next((name for name in maps if name not in found and is_target(config, name)), None)
     if missing is not None:
-        raise AdapterError(
-            f"{path}: {CONFIG} says that {missing} was adapted, but the file has no tensors of it.", hint="The file is not complete."
-        )
+        message = f"{path}: {CONFIG} says that {missing} was adapted, but the file has no tensors of it."
+        raise AdapterError(message, hint="The file is not complete.")
     extra = next((name for name in found if not is_target(config, name)), None)
     if extra is not None:
-        raise AdapterError(f"{path}: the file has tensors of {extra}, which {CONFIG} does not name.", hint="Its files do not belong together.")
+        message = f"{path}: the file has tensors of {extra}, which {CONFIG} does not name."
+        raise AdapterError(message, hint="Its files do not belong together.")
 
 
 def is_target(config: Mapping[str, Any], name: str) -> bool:
@@ -211,9 +211,9 @@ def read_matrix(path: Path, tensor: SourceTensor, shape: tuple[int, int], base: 
     if tuple(info.shape) != shape:
         made = f" The adapter was made for {base}." if base else ""
         hint = f"It belongs to another model, or {CONFIG} states another rank.{made}"
-        raise AdapterError(f"{path}: {info.name!r} has shape {tuple(info.shape)}; with this model it must be {shape}.", hint=hint)
+        raise AdapterError(f"{path}: {info.name!r} has shape {tuple(info.shape)}; for this model it must be {shape}.", hint=hint)
     if not info.dtype.startswith(("float", "bfloat")) or info.dtype.startswith("float8"):
-        raise AdapterError(f"{path}: {info.name!r} has the type {info.dtype}, which is not supported.", hint="Save it as float32.")
+        raise AdapterError(f"{path}: {info.name!r} has the type {info.dtype}.", hint="Save it as float32, float16 or bfloat16.")
     floats = np.ascontiguousarray(widened(tensor.load()), np.float32).reshape(shape)
     if not np.isfinite(floats).all():
         raise AdapterError(f"{path}: {info.name!r} has numbers that are not finite.", hint="The training has diverged.")

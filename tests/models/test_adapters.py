@@ -16,8 +16,9 @@ from archerfish.kernels.formats import choose_format
 from archerfish.kernels.torch.reference import TorchOps
 from tests.kernels.native_support import LEVELS, native_ops
 from tests.models import recurring
+from tests.models.adapter_files import fill_slots, save_adapter, with_slots
 from tests.models.decoding import Driver, make, random_tokens, their_logits
-from tests.models.peft_adapters import FUSED, add_adapter, fill_slots, save_adapter, with_slots
+from tests.models.peft_adapters import FUSED, add_adapter
 from tests.models.recurring import RecurrentDriver
 from tests.models.test_decoders import STEPS
 

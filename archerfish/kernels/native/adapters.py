@@ -57,9 +57,8 @@ class NativeAdapters(Adapters[Handle]):
             recorder.step.set(Input.TOKEN_IDS, np.ascontiguousarray(x) if table.is_lookup else None)
         width = 1 if table.is_lookup else len(table.sizes) * self.max_rank
         inner = recorder.like(y, width)
-        recorder.tape.lora(
-            recorder(y), -1 if table.is_lookup else recorder(x), recorder(inner), table.down, table.up, table.ranks, table.sizes,
-            table.is_lookup, ACTIVATIONS[activation], softcap, scale,
-        )
+        values = recorder(y), -1 if table.is_lookup else recorder(x), recorder(inner)
+        after = ACTIVATIONS[activation], softcap, scale
+        recorder.tape.lora(*values, table.down, table.up, table.ranks, table.sizes, table.is_lookup, *after)
         self.runner.finish(recorder)
         return y

@@ -21,15 +21,17 @@ class TorchAdapters(Adapters[Tensor]):
         self.device, self.dtype = ops.device, ops.torch_dtype
 
     def new_table(self, sizes: tuple[int, ...], inputs: int, is_lookup: bool) -> AdapterTable[Tensor]:
-        most, rank = self.max_rank, self.max_rank * len(sizes)
+        num, most = self.num_slots, self.max_rank
+        shape = (num, inputs, most) if is_lookup else (num, most * len(sizes), inputs)
         try:
-            down = torch.zeros((self.num_slots, *((inputs, most) if is_lookup else (rank, inputs))), dtype=self.dtype, device=self.device)
-            up = torch.zeros((self.num_slots, sum(sizes), most), dtype=self.dtype, device=self.device)
+            down, up = (self._zeros(each, self.dtype) for each in (shape, (num, sum(sizes), most)))
         except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(
-                f"The device has no memory for {self.num_slots} adapters of rank {most}.", hint="Lower max_loras or max_lora_rank."
-            ) from error
-        return AdapterTable(down, up, torch.zeros(self.num_slots, dtype=torch.int32, device=self.device), sizes, is_lookup)
+            hint = "Lower max_loras or max_lora_rank."
+            raise OutOfMemoryError(f"The device has no memory for {num} adapters of rank {most}.", hint=hint) from error
+        return AdapterTable(down, up, self._zeros((num,), torch.int32), sizes, is_lookup)
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def read_rows(self, inputs: Tensor, size: PassSize | None) -> None:
         if size is None:
