@@ -29,7 +29,6 @@ NUM_THREADS = "CPU cores to use; 0: all that others leave to this process."
 PIN_THREADS = "Bind each CPU thread that helps a pass to a core of its own (Linux)."
 DEVICE = "Where to compute; auto: on a CUDA card if there is one, else on the CPU."
 COMPRESSIONS = ("lz4", "zstd", "snappy", "gzip", "none")
-MODEL_KINDS = ("generation", "embedding", "cross-encoder")
 LOADS = ("start", "idle", "demand")
 SHAPE_HINT = "Leave it out: the model's files state it. Write max_cache_tokens for the size of the KV cache."
 TRUE_WORDS = ("1", "true", "yes", "on")
@@ -389,31 +388,6 @@ class DeployConfig(Options):
             raise InvalidOptionError(message, hint="Leave max_replicas out for a fixed number of replicas.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """One more model to serve: a table `[[models]]` of the TOML file. Its options override those of [engine] or [embed]."""
-
-    model: str
-    kind: str = "generation"
-    loads: str = ""  # empty: as [serve] loads says
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, values: Any, where: str) -> ModelConfig:
-        """A table of the TOML file, whose keys are model, kind, loads and the options of EngineConfig or EmbedConfig."""
-        if not isinstance(values, dict) or not isinstance(values.get("model"), str):
-            raise InvalidOptionError(f"Every [[models]] table of {where} needs the name of a model: model = \"...\".")
-        options = dict(values)
-        given = {name: options.pop(name) for name in ("model", "kind", "loads") if name in options}
-        for name, choices in (("kind", MODEL_KINDS), ("loads", LOADS)):
-            if given.get(name, choices[0]) not in choices:
-                hint = f"It takes one of: {', '.join(choices)}."
-                raise InvalidOptionError(f"[[models]] {name} cannot be {given[name]!r}.", hint=hint)
-        owner = EngineConfig if given.get("kind", "generation") == "generation" else EmbedConfig
-        refuse_unknown(options, ["kind", "loads", *owner.names()], f"key in [[models]] of {where}")
-        return cls(**given, options=options)
-
-
 SECTIONS: tuple[type[Options], ...] = (HubConfig, ConversionConfig, EmbedConfig, EngineConfig, ServeConfig, DeployConfig)
 T = TypeVar("T", bound=Options)
 
@@ -483,15 +457,6 @@ def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
             raise InvalidOptionError(f"In {path}, {section!r} must be a section: [{section}].")
         refuse_unknown(values, by_section[section].names(), f"key in [{section}] of {path}", by_section[section].hints)
     return data
-
-
-def read_models(config_file: str | Path = "") -> list[ModelConfig]:
-    """The [[models]] tables of the TOML file, if there is one."""
-    path = config_file or os.environ.get(CONFIG_ENV, "")
-    found = parse_toml(path).get("models", []) if path else []
-    if not isinstance(found, list):
-        raise InvalidOptionError(f"In {path}, 'models' must be a list of tables: [[models]].")
-    return [ModelConfig.read(values, str(path)) for values in found]
 
 
 def parse_toml(path: str | Path) -> dict[str, Any]:

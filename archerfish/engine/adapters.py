@@ -11,7 +11,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from archerfish.sequence import Namespace
 from archerfish.store.adapters import Adapter, AdapterError, MapShape, read_adapter
 
 logger = logging.getLogger("archerfish.engine")
+WAIT_S = 0.05  # after which masks of grammars are looked at again
 NOT_ENABLED = "Start with enable_lora=True (--enable-lora)."
 
 
@@ -52,13 +52,13 @@ class LoadedAdapter:
 class AdapterLibrary:
     """The adapters of one engine. Safe to use from several threads.
 
-    lock: over the scheduler. on_change: called under it when an adapter has come into its slot.
+    changed: over the lock of the scheduler; notified when an adapter has come into its slot, as `wake` is called then.
     """
 
     def __init__(
-        self, config: EngineConfig, ops: Ops[Any], lock: AbstractContextManager[Any], on_change: Callable[[], None]
+        self, config: EngineConfig, ops: Ops[Any], changed: threading.Condition, wake: Callable[[], None] | None
     ) -> None:
-        self.config, self._scheduler_lock, self._on_change = config, lock, on_change
+        self.config, self._changed, self._wake = config, changed, wake
         self.slots = AdapterSlots(config.max_loras, self._begin_load)
         self.attach(ops)
         self._names: dict[str, LoadedAdapter] = {}
@@ -69,6 +69,18 @@ class AdapterLibrary:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="archerfish-adapters")
         for name, path in lora_modules(config):
             self.load(name, path)
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, ops: Ops[Any], changed: threading.Condition, wake: Callable[[], None] | None
+    ) -> AdapterLibrary | None:
+        """None where adapters are not enabled."""
+        return cls(config, ops, changed, wake) if config.enable_lora else None
+
+    def wait(self) -> bool:
+        """Whether adapters are on their way to their slots; if so, after one has come, something was submitted, or a while."""
+        with self._changed:
+            return self.slots.is_loading and (self._changed.wait(WAIT_S) or True)
 
     def attach(self, ops: Ops[Any]) -> None:
         """Use the slots of a backend, which are empty."""
@@ -92,7 +104,7 @@ class AdapterLibrary:
             found = LoadedAdapter(name, str(path), number, adapter.digest, adapter.rank, adapter.num_bytes)
             self._names[name] = self._files[number] = found
             self._keep(number, adapter)
-        with self._scheduler_lock:
+        with self._changed:
             self.slots.forget_error(number)
         logger.info("Adapter %s: rank %d, %d linear maps, %s.", name, adapter.rank, len(adapter.matrices), path)
         return found
@@ -180,12 +192,14 @@ class AdapterLibrary:
             self._device.fill(slot, adapter.matrices)
         except BaseException as raised:
             error = raised
-        with self._scheduler_lock:
+        with self._changed:
             if error is None:
                 self.slots.loaded(number)
             else:
                 self.slots.failed(number, error)
-            self._on_change()
+            self._changed.notify_all()
+        if self._wake is not None:
+            self._wake()
 
     def close(self) -> None:
         """End the thread."""

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 OnResult = Callable[[int, RequestOutput], None]
 logger = logging.getLogger("archerfish.engine")
-ADAPTER_WAIT_S = 0.05  # after which masks of grammars are looked at again
 MAX_KEPT_OUTPUTS = 4096  # results of add_request that were not fetched
 
 
@@ -68,13 +67,10 @@ class LLMEngine(Closing):
         self.facts, self._executor, self._text_thread = facts, executor, text_thread
         self._lock = threading.RLock()  # over the scheduler and the tables below; never held while a step computes
         self._changed = threading.Condition(self._lock)  # notified after every step and every submission
-        self._wake: Callable[[], None] | None = getattr(executor, "wake", None)
-        self.adapters: AdapterLibrary | None = None
-        if self.config.enable_lora:
-            self.adapters = AdapterLibrary(self.config, self.runner.ops, self._lock, self._adapter_came)
-        self.scheduler, self.logits_cache = make_scheduler(
-            self.config, facts, self.runner, self._wake, None if self.adapters is None else self.adapters.slots
-        )
+        wake = getattr(executor, "wake", None)
+        self.adapters = AdapterLibrary.of(self.config, self.runner.ops, self._changed, wake)
+        slots = None if self.adapters is None else self.adapters.slots
+        self.scheduler, self.logits_cache = make_scheduler(self.config, facts, self.runner, wake, slots)
         self.requests = RequestMaker(facts, self.config, self.tokenizer, self.grammars, self.scheduler.clock, self.adapters)
         self._live: dict[str, Request] = {}  # by id
         self._num_ended = 0
@@ -142,20 +138,9 @@ class LLMEngine(Closing):
         depth = self.config.pipeline_depth
         ended = self._collect_down_to(depth)  # more are open only where ctrl-c came between
         is_launched = self._launch_next()
-        if not is_launched and not self._in_flight and not self._wait_for_adapter():
+        if not is_launched and not self._in_flight and not (self.adapters is not None and self.adapters.wait()):
             self.scheduler.wait()
         return ended + self._collect_down_to(depth if is_launched else 0)
-
-    def _wait_for_adapter(self) -> bool:
-        """Whether adapters are on their way to their slots; if so, after one has come, something was submitted, or a while."""
-        with self._changed:
-            is_loading = self.adapters is not None and self.adapters.slots.is_loading
-            return is_loading and (self._changed.wait(ADAPTER_WAIT_S) or True)
-
-    def _adapter_came(self) -> None:
-        self._changed.notify_all()
-        if self._wake is not None:
-            self._wake()
 
     def advance(self) -> bool:
         """Do as much of `step` as needs no waiting for a thread that computes; whether that was anything."""

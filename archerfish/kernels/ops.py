@@ -450,7 +450,7 @@ class Ops(ABC, Generic[T]):
 
     def starting(self, key: str, rehearse: Callable[[], None], progress: Progress) -> AbstractContextManager[None]:
         """Around the first steps of a model; after it the model is ready. A backend that compiles kernels compiles all that
-        `rehearse` launches first, in which nothing is computed. key: what decides which these are, besides device and package."""
+        `rehearse` launches before, computing nothing. key: what decides which these are, besides device and package."""
         return nullcontext()
 
     def compile_counts(self) -> Mapping[str, int]:

@@ -60,7 +60,7 @@ class Scheduler:
         check_step_tokens(max_num_batched_tokens, max_num_seqs, fixed_chunk)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_queue_size, self.max_requests = max_queue_size, max_requests
-        self.max_model_len, self.fixed_chunk = max_model_len, fixed_chunk
+        self.max_model_len, self.fixed_chunk, self.clock = max_model_len, fixed_chunk, clock
         self.policy = scheduling_policy(policy) if isinstance(policy, str) else policy
         self.blocks, self.cache = blocks, cache
         self.masks = masks or MaskFinder(0)
@@ -71,13 +71,11 @@ class Scheduler:
             fixed_chunk=fixed_chunk, logits_row_bytes=logits_row_bytes, clock=clock, adapters=adapters,
         )
         self._prompts = PromptPlanner(self._live, fixed_chunk, max_model_len)
-        self.clock = clock
         self._arrivals = itertools.count()
         self._deadlines: list[tuple[float, int, Request]] = []
         self._open: dict[int, OpenStep] = {}
-        self._next_step = 0
+        self._next_step, self._last_commit = 0, 0.0
         self._last_decodes: Plan | None = None  # the last plan, if it had decodes only
-        self._last_commit = 0.0
         self.tokens_done = 0, 0  # tokens of prompts that were computed, and tokens that came out, since the start
 
     def resize(self, max_num_batched_tokens: int, max_queue_size: int) -> None:

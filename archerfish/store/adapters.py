@@ -211,7 +211,7 @@ def read_matrix(path: Path, tensor: SourceTensor, shape: tuple[int, int], base: 
     if tuple(info.shape) != shape:
         made = f" The adapter was made for {base}." if base else ""
         hint = f"It belongs to another model, or {CONFIG} states another rank.{made}"
-        raise AdapterError(f"{path}: {info.name!r} has shape {tuple(info.shape)}; for this model it must be {shape}.", hint=hint)
+        raise AdapterError(f"{path}: {info.name!r} has shape {tuple(info.shape)}; this model needs {shape}.", hint=hint)
     if not info.dtype.startswith(("float", "bfloat")) or info.dtype.startswith("float8"):
         raise AdapterError(f"{path}: {info.name!r} has the type {info.dtype}.", hint="Save it as float32, float16 or bfloat16.")
     floats = np.ascontiguousarray(widened(tensor.load()), np.float32).reshape(shape)

@@ -44,7 +44,9 @@ def with_slots(ops: Any, num_slots: int = 3, max_rank: int = 8) -> Any:
     return ops
 
 
-def random_adapter(directory: Path, shapes: Mapping[str, tuple[int, int]], seed: int = 0, std: float = 0.3, **config: Any) -> Path:
+def random_adapter(
+    directory: Path, shapes: Mapping[str, tuple[int, int]], seed: int = 0, std: float = 0.3, **config: Any
+) -> Path:
     """An adapter for linear maps of these names, with outputs and inputs."""
     random, rank, tensors = torch.Generator().manual_seed(seed), config.get("r", 4), dict[str, torch.Tensor]()
     for name, (outputs, inputs) in shapes.items():
