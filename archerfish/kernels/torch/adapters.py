@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from archerfish.errors import OutOfMemoryError
 from archerfish.kernels.adapters import Adapters, AdapterTable, LowRank
 from archerfish.kernels.decoding import NUM_INPUTS, Input, PassSize
 from archerfish.kernels.ops import Activation
-from archerfish.kernels.torch.reference import ACTIVATIONS, TorchOps
+from archerfish.kernels.torch.activations import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from archerfish.kernels.torch.reference import TorchOps
 
 Tensor = torch.Tensor
 

@@ -16,8 +16,8 @@ import triton.language as tl
 
 from archerfish.kernels.adapters import AdapterTable
 from archerfish.kernels.ops import Activation
+from archerfish.kernels.torch.activations import ACTIVATIONS
 from archerfish.kernels.torch.adapters import TorchAdapters
-from archerfish.kernels.torch.reference import ACTIVATIONS
 from archerfish.kernels.triton.tiles import cdiv, dot_block
 
 Tensor = torch.Tensor
