@@ -124,6 +124,7 @@ class ConversionConfig(Options):
         True, "Measure what quantising cost, on a fifth of the text that calibration does not see, into quality.json; needs "
         "torch, and for encoders a calibration file.",
     )
+    merge: str = option("", "Directory of a LoRA adapter that PEFT saved, which becomes part of the matrices; empty: none.")
     compression: str = option("lz4", "Compression of weights.parquet.", choices=COMPRESSIONS)
     keep_quantized: bool = option(
         False, "Keep GGUF matrices of types Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K quantised instead of widening "

@@ -261,7 +261,8 @@ def facts_of(
     is_dequantised = bool(stored_bytes) and device != "cpu"
     if config.enable_lora:
         item_bytes = DTYPE_BYTES["float32" if device == "cpu" else dtype]
-        work += config.max_loras * config.max_lora_rank * adapter.adapter_numbers(model_config) * item_bytes
+        num_each = sum(outputs + inputs for outputs, inputs, _ in adapter.adapted(model_config).values())  # of rank 1
+        work += config.max_loras * config.max_lora_rank * num_each * item_bytes
     work += (INT8 if is_dequantised else weight_format).work_bytes(shapes, dtype) + reserved_bytes
     memory = plan_memory(config, shape_on(ranks, adapter, model_config), device, dtype, weight_bytes, work, max_len=max_len)
     shown = name if Path(config.model).exists() else config.model

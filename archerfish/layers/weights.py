@@ -157,7 +157,8 @@ class NotedWeights(Weights[Any]):
     tables: set[str] = field(default_factory=set)  # names of lookup tables, which a CPU reads from the mapped file
     shared: set[str] = field(default_factory=set)  # those whose memory a linear map has, too
     products: list[tuple[str, ...]] = field(default_factory=list)  # the matrices that are stacked for each
-    low_rank: list[int] = field(default_factory=list)  # numbers of an adapter of rank 1, for each product and table
+    adapted: dict[str, tuple[int, int, bool]] = field(default_factory=dict)  # of what adapters may add to: outputs, inputs, and
+    # whether it is a lookup table
 
     def has(self, name: str) -> bool:
         return False
@@ -171,7 +172,8 @@ class NotedWeights(Weights[Any]):
 
     def table(self, name: str, rows: int, width: int, *, adapts: bool = False) -> Any:
         self.tables.add(f"{self.prefix}{name}")
-        self.low_rank.append((rows + width) * adapts)
+        if adapts:
+            self.adapted[f"{self.prefix}{name}".removesuffix(".weight")] = width, rows, True
         return super().table(name, rows, width, adapts=adapts)
 
     def copied_bytes(self) -> dict[str, int]:
@@ -184,7 +186,7 @@ class NotedWeights(Weights[Any]):
         return super().linear(names, *sizes, **options)
 
     def _adapted(self, weight: Any, names: Sequence[str], sizes: Sequence[Part], inputs: Part) -> Any:
-        self.low_rank.append(inputs.size * len(sizes) + sum(size.size for size in sizes))
+        self.adapted.update((name, (size.size, inputs.size, False)) for name, size in zip(names, sizes, strict=True))
         return weight
 
     def numbers(self, name: str, part: Part) -> Any:

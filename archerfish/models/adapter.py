@@ -127,9 +127,9 @@ class ModelAdapter(ABC, Generic[T]):
         return cls._note_weights(config).products
 
     @classmethod
-    def adapter_numbers(cls, config: Config) -> int:
-        """Numbers of an adapter of rank 1 for all its linear maps."""
-        return sum(cls._note_weights(config).low_rank)
+    def adapted(cls, config: Config) -> dict[str, tuple[int, int, bool]]:
+        """Outputs and inputs of all that adapters may add to, and whether it is a lookup table, by name."""
+        return cls._note_weights(config).adapted
 
     @classmethod
     def _note_weights(

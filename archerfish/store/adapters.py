@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import numpy as np
 from archerfish.errors import CallerError, did_you_mean
 from archerfish.kernels.adapters import Floats, LowRank, plain_name
 from archerfish.kernels.stored import widened
-from archerfish.store.source import SourceTensor, read_json
+from archerfish.store.source import ModelSource, SourceTensor, read_json
 from archerfish.store.sources import open_safetensors, open_torch
 
 CONFIG, FILES = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
@@ -220,7 +221,25 @@ def read_matrix(path: Path, tensor: SourceTensor, shape: tuple[int, int], base: 
     return floats
 
 
-def iterate_deltas(adapter: Adapter) -> Iterator[tuple[str, Floats]]:
-    """What each linear map changes by, (outputs, inputs), of an embedding (rows, width)."""
-    for name, pair in adapter.matrices.items():
-        yield name, pair.up @ pair.down
+def merged_source(source: ModelSource, path: Path, maps: Mapping[str, MapShape]) -> ModelSource:
+    """A source whose matrices have an adapter in them. maps: of the model, by the names of its tensors without `.weight`."""
+    shapes = {plain_name(name): shape for name, shape in maps.items()}
+    adapter = read_adapter(path, shapes)
+    found = {plain_name(tensor.info.name.removesuffix(".weight")): tensor.info.name for tensor in source.tensors}
+    for name in adapter.matrices:
+        if name not in found or (shapes[name].is_lookup and HEAD not in found):
+            hint = "Serve the adapter beside the model, where the embedding stays as it is."
+            raise AdapterError(f"{path}: {name} cannot be merged: it shares its matrix with another map.", hint=hint)
+
+    def merged(tensor: SourceTensor, pair: LowRank, *, is_lookup: bool) -> Floats:
+        delta = pair.up @ pair.down
+        return widened(tensor.load()).astype(np.float32) + (delta.T if is_lookup else delta)
+
+    tensors = []
+    for tensor in source.tensors:
+        name = plain_name(tensor.info.name.removesuffix(".weight"))
+        if name in adapter.matrices:
+            load = partial(merged, tensor, adapter.matrices[name], is_lookup=shapes[name].is_lookup)
+            tensor = SourceTensor(tensor.info._replace(dtype="float32", quantization=None), load)
+        tensors.append(tensor)
+    return source._replace(tensors=tuple(tensors))
