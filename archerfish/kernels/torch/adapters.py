@@ -68,7 +68,7 @@ class TorchAdapters(Adapters[Tensor]):
     ) -> Tensor:
         assert self.rows is not None
         slots, ranks = self.rows[: len(y)].cpu(), table.ranks.tolist()
-        for slot in slots.unique().tolist():
+        for slot in sorted(set(slots.tolist())):
             if slot == 0 or not ranks[slot - 1]:
                 continue
             rank, rows = ranks[slot - 1], torch.nonzero(slots == slot)[:, 0].to(y.device)
