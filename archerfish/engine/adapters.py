@@ -126,6 +126,13 @@ class AdapterLibrary:
             raise NotFoundError(f"There is no adapter {name!r}.", hint=did_you_mean(name, self._names))
         return self.load(name, path)
 
+    def request(self, name: str) -> bool:
+        """Whether an adapter is in a slot; if not, it comes into one as soon as one is free."""
+        number = self.find(name).number
+        with self._changed:
+            self.slots.begin_plan()
+            return self.slots.is_ready(number)
+
     def is_loaded(self, name: str) -> bool:
         return name in self._names
 
