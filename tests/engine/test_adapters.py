@@ -70,11 +70,8 @@ def engine(places: Path) -> Iterator[LLMEngine]:
 
 def run(engine: LLMEngine, work: list[tuple[list[int], str]], num: int = 8) -> list[list[int]]:
     """Greedy answers to prompts with adapters, all together."""
-    ids = [engine.add_request(prompt, greedy(num), **({"adapter": name} if name else {})) for prompt, name in work]
-    while any(engine.get_output(each) is None for each in ids):
-        engine.step()
-    engine.settle()
-    return tokens([engine.get_output(each) for each in ids])  # type: ignore[list-item]
+    prompts_of, names = map(list, zip(*work, strict=True))
+    return tokens(engine.generate(prompts_of, greedy(num), lora_request=[name or None for name in names]))
 
 
 def test_mixed_batches_equal_peft(engine: LLMEngine, adapted: dict[str, Any]) -> None:
@@ -138,7 +135,7 @@ def test_requests_from_several_threads_while_adapters_change(engine: LLMEngine, 
     def ask(place: int) -> None:
         for i in range(place, len(work), 3):
             prompt, name = work[i]
-            found = engine.generate(prompt, greedy(5), **({"adapter": name} if name else {}))
+            found = engine.generate(prompt, greedy(5), adapter=name)
             results[i] = tokens(found)[0] == expected(adapted[name], prompt, 5)
 
     threads = [threading.Thread(target=ask, args=(place,)) for place in range(3)]

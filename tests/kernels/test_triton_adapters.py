@@ -29,7 +29,8 @@ def both(dtype: str, *products: tuple[tuple[int, ...], int], max_rank: int = 20,
             for name, one in adapters.maps.items():
                 shapes = (rank, one.inputs), (one.outputs, rank)
                 if slot != 3 or not name.endswith(".1"):
-                    matrices[name] = LowRank(*(random.standard_normal(shape, np.float32) / 4 for shape in shapes))
+                    down, up = (np.float32(0.25) * random.standard_normal(shape, np.float32) for shape in shapes)
+                    matrices[name] = LowRank(down, up)
             adapters.fill(slot, matrices)
         made.append(adapters)
     return made

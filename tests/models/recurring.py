@@ -153,7 +153,7 @@ class StepDriver:
             num_rows = len(work) if keeps_last else batch.num_tokens
             if self.slots is not None:
                 rows = batch.adapters if batch.kept_rows is None else batch.adapters[batch.kept_rows]
-                inner = getattr(self.ops, "inner", self.ops)
+                inner: Any = getattr(self.ops, "inner", self.ops)
                 inner.adapters.rows = rows.numpy() if inner is not self.ops else rows
             logits: Tensor = self.model.logits(self.ops.rows(hidden, np.arange(num_rows)))
         return list(logits.split_with_sizes([1 if keeps_last else count for _, count in work]))

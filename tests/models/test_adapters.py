@@ -96,7 +96,7 @@ def test_rwkv7_equals_a_merged_checkpoint(backend: Backend, tmp_path: Path) -> N
     tokens = recurring.random_tokens(size, 3, 100)
     names = [name.removesuffix(".weight") for name, tensor in weights.items() if tensor.dim() == 2 and "embeddings" not in name]
     random = torch.Generator().manual_seed(0)
-    merged, tensors = dict(weights), {}
+    merged, tensors = dict(weights), dict[str, torch.Tensor]()
     for name in names:
         down = torch.randn(3, weights[f"{name}.weight"].shape[1], generator=random) * 0.1
         up = torch.randn(weights[f"{name}.weight"].shape[0], 3, generator=random) * 0.1

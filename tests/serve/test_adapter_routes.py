@@ -35,7 +35,7 @@ async def service(place: Path, keys: Path | None = None, **options: Any) -> Asyn
             (place / "lora").mkdir(exist_ok=True)
             random_adapter(place / "lora" / name, SHAPES, seed, std=2.0)
     host = make_host(place, front_end_pass=PASS, api_keys_file=str(keys or ""))
-    loras = {"max_loras": 1, "lora_dir": str(place / "lora"), "lora_modules": f"one={place / 'lora' / 'one'}"}
+    loras: dict[str, Any] = {"max_loras": 1, "lora_dir": str(place / "lora"), "lora_modules": f"one={place / 'lora' / 'one'}"}
     add_llm(host, place, has_text=True, max_len=192, enable_lora=True, **loras)
     (place / "tiny" / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     tenants = None if keys is None else Tenants.from_file(keys)
@@ -116,7 +116,7 @@ async def test_updates_are_off_unless_allowed(tmp_path: Path) -> None:
 
 async def test_tenants_see_only_adapters_that_they_may_use(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
-    every = {"alice": {}, "bob": {"adapters": ["two"]}, "boss": {"is_operator": True}}
+    every: dict[str, dict[str, Any]] = {"alice": {}, "bob": {"adapters": ["two"]}, "boss": {"is_operator": True}}
     headers = {name: {"Authorization": f"Bearer {add_key(keys, name, **more)}"} for name, more in every.items()}
     async with service(tmp_path, keys) as client:
         assert await names(client, headers=headers["alice"]) == ["tiny", "one"]
