@@ -88,6 +88,12 @@ class AdapterLibrary:
         self._device: Adapters[Any] = ops.adapters
         self.slots.clear()
 
+    def detach(self) -> None:
+        """Let the memory of slots go with the weights, until `attach`."""
+        self._thread.submit(lambda: None).result()  # what was on its way has come
+        self.slots.clear()
+        vars(self).pop("_device", None)
+
     def load(self, name: str, path: str | Path, *, in_place: bool = False) -> LoadedAdapter:
         """Read and check an adapter; from now on requests may name it. in_place: in place of the one of this name."""
         if not isinstance(name, str) or not name.strip():

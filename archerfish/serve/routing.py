@@ -193,7 +193,7 @@ class RoutedBackend:
         if isinstance(message, wire.Ping):
             return await self._ping(message)
         if isinstance(message, wire.Configure | wire.ChangeAdapter):
-            needs_all = isinstance(message, wire.ChangeAdapter) or bool(message.options)
+            needs_all = bool(message.options) if isinstance(message, wire.Configure) else message.action != "find"
             found: list[Answer] = [answer for _, answer in await self._ask_all(message, needs_all=needs_all)]
             return found[0]
         if isinstance(message, wire.Query) and message.about in ("stats", "metrics"):

@@ -8,12 +8,17 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
-from archerfish.serve.tenants import Tenants, add_key
+from archerfish.sequence import Namespace
+from archerfish.serve.routing import namespace_of
+from archerfish.serve.tenants import ANONYMOUS, Tenants, add_key
+from archerfish.serve.wire import GenerationRequest
+from archerfish.store.adapters import MapShape, read_adapter
 from tests.models.adapter_files import random_adapter
 
 from .client import PASS, error_of, serving
@@ -105,6 +110,18 @@ async def test_load_unload_and_reload(tmp_path: Path) -> None:
         assert taken.status_code == 400 and "name of a model" in error_of(taken)["message"]
         for name in ("../lora/one", "lora/one", "nothing"):
             assert (await client.post("/v1/completions", json={**ASK, "model": name})).status_code == 404
+
+
+async def test_routers_look_for_contexts_of_the_content(tmp_path: Path) -> None:
+    """What a router hashes for a request is what the engine keeps its context under."""
+    async with service(tmp_path) as client:
+        catalog = client._transport.app.state.catalog  # type: ignore[attr-defined]
+        card = await catalog.find("one", "generation")
+        request = SimpleNamespace(state=SimpleNamespace(tenant=ANONYMOUS, log={}))
+        sent = GenerationRequest(**catalog.address(request, card))
+        assert (sent.model, sent.adapter) == ("tiny", "one")
+        maps = {name.removeprefix("model."): MapShape(*shape) for name, shape in SHAPES.items()}
+        assert namespace_of(sent) == Namespace("", read_adapter(tmp_path / "lora" / "one", maps).digest)
 
 
 async def test_updates_are_off_unless_allowed(tmp_path: Path) -> None:
