@@ -237,7 +237,7 @@ class EngineConfig(Options):
         "proposes tokens for up to 8 sequences, and keeps up to 16384 tokens of them."
     )
     num_draft_tokens: int = option(15, "Most tokens that are proposed at once; measured speed decides.", minimum=1, maximum=31)
-    enable_lora: bool = option(False, "Serve LoRA adapters beside the model; their slots take memory of the device.")
+    enable_lora: bool = option(False, "Serve LoRA adapters beside the model; `lora_modules` and `lora_dir` imply it.")
     max_loras: int = option(8, "Adapters on the device, for requests that run at once.", minimum=1, maximum=512)
     max_lora_rank: int = option(16, "Highest rank of an adapter; all slots have room for it.", minimum=1, maximum=256)
     max_cpu_loras: int = option(0, "Adapters in the machine's memory; 0: four times `max_loras`.", minimum=0)
@@ -262,8 +262,8 @@ class EngineConfig(Options):
         if self.max_batch_size:
             object.__setattr__(self, "max_num_seqs", self.max_batch_size)
             object.__setattr__(self, "max_batch_size", 0)
-        if (self.lora_modules or self.lora_dir) and not self.enable_lora:
-            raise InvalidOptionError("[engine] lora_modules and lora_dir need enable_lora.", hint="Set enable_lora.")
+        if self.lora_modules or self.lora_dir:
+            object.__setattr__(self, "enable_lora", True)
         if self.enable_lora and self.num_ranks > 1:
             hint = "Merge the adapter into the model (archerfish convert --merge), or use one process."
             raise InvalidOptionError("[engine] enable_lora: a model of several processes takes no adapters.", hint=hint)
