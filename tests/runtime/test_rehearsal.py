@@ -13,7 +13,8 @@ pytest.importorskip("triton")
 ROUNDS = 9
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("rwkv", "encoders", "int8", "gemma", "deterministic")]
+MORE = "rwkv", "encoders", "int8", "gemma", "deterministic", "adapters"
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in MORE]
 
 
 @pytest.mark.parametrize("kind", ["llama", *SLOW])
