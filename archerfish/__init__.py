@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from archerfish.compat.sampling import LogitsView, SamplingConfig, sample_optimized, sample_with_cache
     from archerfish.compat.streaming import InferenceRequest, PrefetchConfig, StreamingInference
     from archerfish.config import ConversionConfig, EmbedConfig, EngineConfig, HubConfig, ServeConfig
+    from archerfish.engine.adapters import LoRARequest
     from archerfish.engine.arrow_engine import ArrowEngine
     from archerfish.engine.async_engine import AsyncLLMEngine
     from archerfish.engine.beam_search import BeamSearchParams
@@ -53,6 +54,7 @@ _HOMES = {  # the public names of each module
     "compat.sampling": ("LogitsView", "SamplingConfig", "sample_optimized", "sample_with_cache"),
     "compat.streaming": ("InferenceRequest", "PrefetchConfig", "StreamingInference"),
     "config": ("ConversionConfig", "EmbedConfig", "EngineConfig", "HubConfig", "ServeConfig"),
+    "engine.adapters": ("LoRARequest",),
     "engine.arrow_engine": ("ArrowEngine",),
     "engine.async_engine": ("AsyncLLMEngine",),
     "engine.beam_search": ("BeamSearchParams",),
@@ -95,7 +97,7 @@ __all__ = [
     "LLM", "AdaptiveCache", "ArcherfishError", "ArrowEngine", "AsyncEngineArgs", "AsyncLLMEngine", "BatchInferenceServer",
     "BatchProcessor", "BeamSearchParams", "BenchmarkConfig", "BufferPool", "CacheKey", "CompletionOutput",
     "ConversionConfig", "ConversionResult", "CrossEncoder", "EmbedConfig", "EngineArgs", "EngineConfig", "FastSampler",
-    "FastTokenizer", "HubConfig", "InferenceCore", "InferenceRequest", "LLMEngine", "LogitsCache", "LogitsView",
+    "FastTokenizer", "HubConfig", "InferenceCore", "InferenceRequest", "LLMEngine", "LoRARequest", "LogitsCache", "LogitsView",
     "MetricEvent", "MetricsCollector", "ModelAdapter", "ModelConverter", "OptimizationConfig", "PerformanceMonitor",
     "PerformanceTarget", "PoolStats", "PoolingRequestOutput", "PrefetchConfig", "RealTimeMonitor", "RegressionDetector",
     "RequestOutput", "RerankResult", "RwkvSampler", "SamplingConfig", "SamplingMetrics", "SamplingParams",

@@ -29,7 +29,6 @@ NUM_THREADS = "CPU cores to use; 0: all that others leave to this process."
 PIN_THREADS = "Bind each CPU thread that helps a pass to a core of its own (Linux)."
 DEVICE = "Where to compute; auto: on a CUDA card if there is one, else on the CPU."
 COMPRESSIONS = ("lz4", "zstd", "snappy", "gzip", "none")
-MODEL_KINDS = ("generation", "embedding", "cross-encoder")
 LOADS = ("start", "idle", "demand")
 SHAPE_HINT = "Leave it out: the model's files state it. Write max_cache_tokens for the size of the KV cache."
 TRUE_WORDS = ("1", "true", "yes", "on")
@@ -125,6 +124,7 @@ class ConversionConfig(Options):
         True, "Measure what quantising cost, on a fifth of the text that calibration does not see, into quality.json; needs "
         "torch, and for encoders a calibration file.",
     )
+    merge: str = option("", "Directory of a LoRA adapter that PEFT saved, which becomes part of the matrices; empty: none.")
     compression: str = option("lz4", "Compression of weights.parquet.", choices=COMPRESSIONS)
     keep_quantized: bool = option(
         False, "Keep GGUF matrices of types Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K quantised instead of widening "
@@ -237,6 +237,15 @@ class EngineConfig(Options):
         "proposes tokens for up to 8 sequences, and keeps up to 16384 tokens of them."
     )
     num_draft_tokens: int = option(15, "Most tokens that are proposed at once; measured speed decides.", minimum=1, maximum=31)
+    enable_lora: bool = option(False, "Serve LoRA adapters beside the model; `lora_modules` and `lora_dir` imply it.")
+    max_loras: int = option(8, "Adapters on the device, for requests that run at once.", minimum=1, maximum=512)
+    max_lora_rank: int = option(16, "Highest rank of an adapter; all slots have room for it.", minimum=1, maximum=256)
+    max_cpu_loras: int = option(0, "Adapters in the machine's memory; 0: four times `max_loras`.", minimum=0)
+    lora_modules: str = option("", "Adapters to load at the start: name=path, separated by commas.")
+    lora_dir: str = option(
+        "", "Directory of adapters: a request that names one of its directories has it loaded, and `/v1/load_lora_adapter` "
+        "takes paths within it; empty: none."
+    )
     deterministic: bool = option(False, "Make the logits of a request independent of other requests, bit for bit; slower.")
     num_threads: int = option(0, NUM_THREADS, minimum=0, maximum=1024)
     pin_threads: bool = option(False, PIN_THREADS)
@@ -253,6 +262,11 @@ class EngineConfig(Options):
         if self.max_batch_size:
             object.__setattr__(self, "max_num_seqs", self.max_batch_size)
             object.__setattr__(self, "max_batch_size", 0)
+        if self.lora_modules or self.lora_dir:
+            object.__setattr__(self, "enable_lora", True)
+        if self.enable_lora and self.num_ranks > 1:
+            hint = "Merge the adapter into the model (archerfish convert --merge), or use one process."
+            raise InvalidOptionError("[engine] enable_lora: a model of several processes takes no adapters.", hint=hint)
         if self.draft_model and self.speculation == "off":
             object.__setattr__(self, "speculation", "draft")
         if (self.speculation == "draft") != bool(self.draft_model):
@@ -301,6 +315,9 @@ class ServeConfig(Options):
     )
     max_wait_s: float = option(
         60.0, "Refuse a request that would wait longer than this before it runs; 0: no limit.", minimum=0
+    )
+    allow_lora_updates: bool = option(
+        False, "Take `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`; where there are keys, from operators alone."
     )
     max_prompt_tokens: int = option(0, "Refuse longer prompts; 0: as the model takes.", minimum=0)
     max_output_tokens: int = option(0, "Lower max_tokens to this, of all n together; 0: as the model takes.", minimum=0)
@@ -372,31 +389,6 @@ class DeployConfig(Options):
             raise InvalidOptionError(message, hint="Leave max_replicas out for a fixed number of replicas.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """One more model to serve: a table `[[models]]` of the TOML file. Its options override those of [engine] or [embed]."""
-
-    model: str
-    kind: str = "generation"
-    loads: str = ""  # empty: as [serve] loads says
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, values: Any, where: str) -> ModelConfig:
-        """A table of the TOML file, whose keys are model, kind, loads and the options of EngineConfig or EmbedConfig."""
-        if not isinstance(values, dict) or not isinstance(values.get("model"), str):
-            raise InvalidOptionError(f"Every [[models]] table of {where} needs the name of a model: model = \"...\".")
-        options = dict(values)
-        given = {name: options.pop(name) for name in ("model", "kind", "loads") if name in options}
-        for name, choices in (("kind", MODEL_KINDS), ("loads", LOADS)):
-            if given.get(name, choices[0]) not in choices:
-                hint = f"It takes one of: {', '.join(choices)}."
-                raise InvalidOptionError(f"[[models]] {name} cannot be {given[name]!r}.", hint=hint)
-        owner = EngineConfig if given.get("kind", "generation") == "generation" else EmbedConfig
-        refuse_unknown(options, ["kind", "loads", *owner.names()], f"key in [[models]] of {where}")
-        return cls(**given, options=options)
-
-
 SECTIONS: tuple[type[Options], ...] = (HubConfig, ConversionConfig, EmbedConfig, EngineConfig, ServeConfig, DeployConfig)
 T = TypeVar("T", bound=Options)
 
@@ -466,15 +458,6 @@ def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
             raise InvalidOptionError(f"In {path}, {section!r} must be a section: [{section}].")
         refuse_unknown(values, by_section[section].names(), f"key in [{section}] of {path}", by_section[section].hints)
     return data
-
-
-def read_models(config_file: str | Path = "") -> list[ModelConfig]:
-    """The [[models]] tables of the TOML file, if there is one."""
-    path = config_file or os.environ.get(CONFIG_ENV, "")
-    found = parse_toml(path).get("models", []) if path else []
-    if not isinstance(found, list):
-        raise InvalidOptionError(f"In {path}, 'models' must be a list of tables: [[models]].")
-    return [ModelConfig.read(values, str(path)) for values in found]
 
 
 def parse_toml(path: str | Path) -> dict[str, Any]:

@@ -115,7 +115,7 @@ class Request:
     needs_host_token: bool = False  # the next token must be known on the host before the following step (grammars)
     grammar: TokenGrammar | None = None  # of params.grammar; asks for needs_host_token
     wants_logits: bool = False  # the first delta of the first sequence brings those of the token after the prompt
-    adapter: int = 0  # number of the LoRA adapter; 0: none
+    adapter: int = 0  # number of the LoRA adapter, whose content the namespace names; 0: none
     collector: Any = None  # the engine's OutputCollector of its text and tokens
 
 
@@ -157,9 +157,9 @@ class Sequence:
     the next token."""
 
     __slots__ = (
-        "blocks", "draft", "error", "finish_reason", "hit", "index", "leader", "logits_handle", "mask", "matcher", "node",
-        "num_cached", "num_computed", "num_emitted", "num_in_flight", "num_pending", "num_preemptions", "num_prompt",
-        "num_reported", "num_sent", "num_waits", "pending_limit", "request", "row", "status", "times", "tokens",
+        "adapter_slot", "blocks", "draft", "error", "finish_reason", "hit", "index", "leader", "logits_handle", "mask",
+        "matcher", "node", "num_cached", "num_computed", "num_emitted", "num_in_flight", "num_pending", "num_preemptions",
+        "num_prompt", "num_reported", "num_sent", "num_waits", "pending_limit", "request", "row", "status", "times", "tokens",
     )
 
     def __init__(self, request: Request, index: int = 0) -> None:
@@ -182,6 +182,7 @@ class Sequence:
         self.blocks: list[int] = []  # physical block of each logical one
         self.num_sent = 0  # how many of them the runner knows
         self.row = -1  # its place in the runner's buffers while running
+        self.adapter_slot = 0  # that of its request's adapter while it has a row; 0: none
         self.node: Any = None  # the cache node that it locks
         self.hit: Any = None  # the HitRecord of its first admission
         self.logits_handle = 0  # under which the runner keeps the logits of its last token; 0: they must be computed

@@ -47,7 +47,7 @@ class StepInput:
     starts: Ids
     counts: Ids
     samples: Ids  # how many tokens each sequence gets, sampled behind its last new tokens
-    adapters: Ids  # the LoRA adapter of each sequence; 0: none
+    adapters: Ids  # the slot of the LoRA adapter of each sequence; 0: none
     tokens: Ids  # the new tokens of all sequences, one sequence after the other; PENDING where the step before samples it
     num_decodes: int  # leading sequences with one new token
     block_rows: Ids = field(default_factory=NO_IDS.view)  # new blocks: block_ids[j] is block block_places[j] of a row

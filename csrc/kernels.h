@@ -109,6 +109,24 @@ struct Experts {
   float* out;
 };
 
+// What adapters add to a product's results: softcap(activation(y + scale * B (A x))), by the slot of each row.
+constexpr int kMostParts = 4;
+struct Lora {
+  float* y;
+  const float* x;
+  int64_t num_rows, num_inputs, num_outputs;
+  const int64_t* ids = nullptr;   // of a lookup: what is looked up in `down`, (slots, inputs, most rank); x means nothing
+  const int64_t* slots;           // of each row, or of each row of the pass, from 1; 0: none
+  const int64_t* kept = nullptr;  // the row of the pass that each row is; null: the same one
+  const float* down;              // (slots, parts * most rank, inputs)
+  const float* up;                // (slots, most rank, outputs)
+  const int64_t* ranks;           // of the slots
+  int64_t max_rank, num_parts, sizes[kMostParts];
+  float* inner;                   // A x: (rows, parts * most rank)
+  Activation activation = Activation::kNone;
+  float softcap = 0, scale = 1;
+};
+
 struct Norm {
   const float* x;
   const float* before;  // added first; or null
@@ -255,6 +273,7 @@ struct Kernels {
   void (*mix_heads)(const MixHeads&, const Task&);
   void (*sample)(const SampleRow*, int64_t num_rows, int64_t* tokens, int64_t* outcomes, const Task&);
   void (*score)(const ScoreRow*, int64_t num_rows, const Task&);
+  void (*lora)(const Lora&, const Task&);
 };
 
 // Memory that operations need, in bytes, for all threads and for each.

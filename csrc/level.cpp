@@ -2,6 +2,7 @@
 #include "attention.cpp"
 #include "linear.cpp"
 #include "experts.cpp"
+#include "lora.cpp"
 #include "rows.cpp"
 #include "sample.cpp"
 #include "wkv.cpp"
@@ -13,6 +14,6 @@ namespace archerfish::LEVEL {
 
 extern const Kernels kernels;
 const Kernels kernels = {NAME_OF(LEVEL), linear, route, experts, norm, tables, gated, store_kv, attend, pool, normalize, unpack,
-                         shift, mix_heads, sample, score};
+                         shift, mix_heads, sample, score, lora};
 
 }  // namespace archerfish::LEVEL

@@ -34,6 +34,27 @@ void add_linear(Tape& tape, const OwnedMatrix& matrix, int x, int out, int64_t f
   }, [=](const Sizes& sizes) { return linear_shared_bytes(*packed, sizes.of(rows)); }, linear_own_bytes(matrix));
 }
 
+// inner: memory for A x, a row of it for each row. is_lookup: what is looked up are the tokens of the pass. scalars: activation,
+// softcap and scale.
+void add_lora(Tape& tape, int y, int x, int inner, Array down, Array up, Array ranks, std::vector<int64_t> sizes, bool is_lookup,
+              int activation, float softcap, float scale) {
+  if (sizes.size() > size_t(kMostParts)) throw nb::value_error("A product with adapters has too many parts.");
+  Lora args{};
+  args.down = static_cast<const float*>(down.data()), args.up = static_cast<const float*>(up.data());
+  args.ranks = static_cast<const int64_t*>(ranks.data()), args.max_rank = int64_t(up.shape(1)), args.num_outputs = int64_t(up.shape(2));
+  args.num_inputs = int64_t(down.shape(is_lookup ? 1 : 2)), args.num_parts = int64_t(sizes.size());
+  std::copy(sizes.begin(), sizes.end(), args.sizes);
+  args.activation = Activation(activation), args.softcap = softcap, args.scale = scale;
+  Rows rows = tape.rows_of(y);
+  tape.add({y, x, inner}, [=](const Frame& frame, const Task& task) {
+    Lora mine = args;
+    mine.y = frame.at(y), mine.x = frame.at(x), mine.inner = frame.at(inner), mine.num_rows = frame.sizes.of(rows);
+    mine.slots = frame.input(Input::kAdapters), mine.ids = is_lookup ? frame.input(Input::kTokenIds) : nullptr;
+    mine.kept = rows == Rows::kKept ? frame.input(Input::kKeptRows) : nullptr;
+    frame.kernels->lora(mine, task);
+  });
+}
+
 void add_norm(Tape& tape, int x, int before, int total, std::optional<Array> weight, std::optional<Array> bias, float eps, int64_t width,
               int out) {
   Rows rows = tape.rows_of(out);
@@ -238,6 +259,8 @@ NB_MODULE(_native, m) {
       .def("linear", &add_linear, "matrix"_a, "x"_a, "out"_a, "first"_a, "width"_a, "activation"_a = 0, "is_gated"_a = false, "residual"_a = -1,
            "softcap"_a = 0.0f, "norm"_a.noconvert() = nb::none(), "eps"_a = 0.0f, "before"_a = -1, "total"_a = -1, "is_deterministic"_a = false, nb::keep_alive<1, 2>(),
            nb::keep_alive<1, 11>())
+      .def("lora", &add_lora, "y"_a, "x"_a, "inner"_a, "down"_a.noconvert(), "up"_a.noconvert(), "ranks"_a.noconvert(), "sizes"_a, "is_lookup"_a,
+           "activation"_a, "softcap"_a, "scale"_a, nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>())
       .def("norm", &add_norm, "x"_a, "before"_a, "total"_a, "weight"_a.noconvert().none(), "bias"_a.noconvert().none(), "eps"_a, "width"_a, "out"_a,
            nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>())
       .def("tables", &add_tables, "tables"_a.noconvert(), "types"_a, "inputs"_a, "offsets"_a, "packed"_a.none(), "scale"_a, "width"_a, "out"_a,

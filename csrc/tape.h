@@ -17,7 +17,7 @@ namespace archerfish {
 enum class Rows : int { kTokens, kKept, kSequences, kCount };
 enum class Input : int {
   kTokenIds, kPositions, kSlots, kBlockTables, kStarts, kContextLens, kKeptRows, kTypeIds, kPrevious, kSources, kTargets,
-  kPieceStarts, kFirstPieces, kCount
+  kPieceStarts, kFirstPieces, kAdapters, kCount
 };
 
 struct Sizes {

@@ -154,6 +154,12 @@ BENCHES = (
     Bench("startup", "measure the time from starting a process to its first token on a GPU", "gpu:startup", (
         *GPU, Flag("--scratch", "where the weights are written, once (default: the cache)", metavar="DIR"),
     ), (HubConfig,), "gpu:STARTUP_GOALS"),
+    Bench("adapters", "measure requests spread over LoRA adapters against requests without one", "adapters:measure", (
+        Flag("--adapters", "LoRA adapters (default: 32)", 32), Flag("--rank", "of each (default: 16)", 16),
+        Flag("--requests", "requests at once (default: 64)", 64), Flag("--prompt-tokens", "of each request (default: 64)", 64),
+        Flag("--output-tokens", "of each request (default: 32)", 32), rounds(3),
+        Flag("--shape", "random weights of a shape of `bench gpu`, such as llama-3.1-8b (default: those of --model)"),
+    ), (EngineConfig,), "adapters:GOALS"),
     Bench("kernels", "measure the GPU kernels against the card's limits and against PyTorch", "kernels:measure"),
     Bench("serve", "load servers over HTTP, ours and others side by side", "serve:measure", SERVE,
           goals="serve:GOALS", usage="[SCENARIO ...] "),

@@ -64,7 +64,8 @@ COMMANDS = (
     Command("list", "models", MODELS, "list the models on this machine: sizes, last use"),
     Command("rm", "models", MODELS, "delete models from the cache", "MODEL ... ", ("archerfish rm smollm2-135m-instruct",)),
     Command("convert", "models", MODELS, "convert a model into a directory of the Arrow store", "SOURCE OUTPUT_DIR ", (
-        "archerfish convert all-minilm-l6-v2 minilm-arrow", "archerfish convert story-rwkv7 story-int8 --weights int8")),
+        "archerfish convert all-minilm-l6-v2 minilm-arrow", "archerfish convert story-rwkv7 story-int8 --weights int8",
+        "archerfish convert Qwen/Qwen3-0.6B merged --merge my-lora --dtype bfloat16")),
     Command("kernels export", "models", MODELS, "compile the GPU kernels of a model and write them to a file", "MODEL FILE ", (
         "archerfish kernels export Qwen/Qwen3-8B kernels.tar.gz",)),
     Command("kernels import", "models", MODELS, "read GPU kernels from such a file, which must be trusted like a program",

@@ -8,7 +8,8 @@ from contextlib import ExitStack
 
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output
-from archerfish.config import DeployConfig, EmbedConfig, EngineConfig, HubConfig, ServeConfig, read_models
+from archerfish.config import DeployConfig, EmbedConfig, EngineConfig, HubConfig, ServeConfig
+from archerfish.serve.model_tables import read_models
 
 
 def add_deploy_arguments(parser: Parser) -> None:

@@ -9,8 +9,9 @@ from contextlib import ExitStack
 from archerfish.cli.interrupts import exit_at_next_interrupt
 from archerfish.cli.options import Parser, add_options, as_flag, dest, section
 from archerfish.cli.output import Output
-from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ModelConfig, ServeConfig, read_models
+from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
 from archerfish.errors import InvalidOptionError
+from archerfish.serve.model_tables import ModelConfig, read_models
 
 # Kinds of models: the flag that names one, and the section of its options.
 MODEL_FLAGS = {"generation": ("--model", EngineConfig), "embedding": ("--embed-model", EmbedConfig)}

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from archerfish.config import DeployConfig, EmbedConfig, EngineConfig, HubConfig, ModelConfig, Options, ServeConfig
+from archerfish.config import DeployConfig, EmbedConfig, EngineConfig, HubConfig, Options, ServeConfig
 from archerfish.errors import InvalidOptionError, refuse_unknown
+from archerfish.serve.model_tables import ModelConfig
 from archerfish.serve.processes import ModelSpec
 from archerfish.serve.run import models_of
 

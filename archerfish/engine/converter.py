@@ -26,6 +26,7 @@ from archerfish.layers.weights import NotedWeights
 from archerfish.models.adapter import ENCODERS, NoOps, encoder_class, find_model
 from archerfish.models.config import Config
 from archerfish.store import converter
+from archerfish.store.adapters import MapShape, merged_source
 from archerfish.store.checkpoint_writer import WEIGHTS_NAME, write_checkpoint
 from archerfish.store.converter import fingerprint_parts
 from archerfish.store.files import file_lock, new_directory, replace_file, write_errors
@@ -54,6 +55,10 @@ class ModelConverter(converter.ModelConverter):
     def convert_source(self, source: ModelSource, name: str, target: Path, progress: Progress) -> converter.ConversionResult:
         config = self.config
         check_choices(config, source)
+        if config.merge:
+            values = Config(source.config)
+            maps = {name: MapShape(*shape) for name, shape in find_model(values).adapted(values).items()}
+            source = merged_source(source, Path(config.merge).expanduser(), maps)
         if config.weights == "auto":
             return super().convert_source(source, name, target, progress)
         wanted = choose_matrices(source, config.weights, config.group_size, config.layout)

@@ -110,6 +110,8 @@ class LLM(LLMEngine):
         self.scheduler.cache.clear()
         self.scheduler.close()
         self.runner.close(keeps_model=level == 1)
+        if self.adapters is not None and level == 2:
+            self.adapters.detach()
         free_memory()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -118,6 +120,8 @@ class LLM(LLMEngine):
             adapter = self.runner.model if self._sleep_level == 1 else None
             self.runner, self.facts = make_runner(self.facts, self.config, self._executor, adapter)
             self.scheduler.speculation = make_speculation(self.config, self.facts, self.runner)
+            if self.adapters is not None and self._sleep_level == 2:
+                self.adapters.attach(self.runner.ops)
             self._sleep_level, self._has_idle_work = 0, True
 
     def is_sleeping(self) -> bool:

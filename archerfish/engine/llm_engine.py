@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from archerfish.cache.radix import CacheStats, HitRecord
 from archerfish.config import EngineConfig, HubConfig
+from archerfish.engine.adapters import AdapterLibrary, with_adapter
 from archerfish.engine.llm_loading import check_changes, choose_step_tokens, make_scheduler, read_facts
 from archerfish.engine.outputs import EngineStats, Listener, OutputCollector, RequestOutput, TextDelta, Watcher, split_reasoning
 from archerfish.engine.progress import progress_bar
 from archerfish.engine.rank_processes import start_runner
-from archerfish.engine.request_maker import RUNNING_OPTIONS, RequestMaker, change_running_options, is_token_ids
+from archerfish.engine.request_maker import RUNNING_OPTIONS, RequestMaker, change_running_options
 from archerfish.engine.request_maker import Prompt as Prompt
 from archerfish.errors import InvalidInputError, NotFoundError, StoppedError
 from archerfish.kernels.sampling import PoolStats
@@ -64,15 +65,18 @@ class LLMEngine(Closing):
         self.runner, facts, self.config = start_runner(facts, self.config, hub or HubConfig(), executor, progress)
         self.runner.ops.pin_threads(self.config.pin_threads)
         self.facts, self._executor, self._text_thread = facts, executor, text_thread
-        self.scheduler, self.logits_cache = make_scheduler(self.config, facts, self.runner, getattr(executor, "wake", None))
-        self.requests = RequestMaker(facts, self.config, self.tokenizer, self.grammars, self.scheduler.clock)
+        self._lock = threading.RLock()  # over the scheduler and the tables below; never held while a step computes
+        self._changed = threading.Condition(self._lock)  # notified after every step and every submission
+        wake = getattr(executor, "wake", None)
+        self.adapters = AdapterLibrary.of(self.config, self.runner.ops, self._changed, wake)
+        slots = None if self.adapters is None else self.adapters.slots
+        self.scheduler, self.logits_cache = make_scheduler(self.config, facts, self.runner, wake, slots)
+        self.requests = RequestMaker(facts, self.config, self.tokenizer, self.grammars, self.scheduler.clock, self.adapters)
         self._live: dict[str, Request] = {}  # by id
         self._num_ended = 0
         self.watcher: Watcher | None = None  # called with every delta, after its text was made
         self._kept: OrderedDict[str, RequestOutput] = OrderedDict()
-        self._lock = threading.RLock()  # over the scheduler and the tables above; never held while a step computes
         self._in_flight: deque[tuple[Plan, RunningStep]] = deque()  # steps that are launched and not yet committed
-        self._changed = threading.Condition(self._lock)  # notified after every step and every submission
         self._is_stepping, self._has_idle_work, self._is_closed, self._process = False, True, False, os.getpid()
         if "torch" in sys.modules:
             gc.collect()  # its import leaves frames behind that refer to this engine
@@ -83,16 +87,16 @@ class LLMEngine(Closing):
     def add_request(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None,
         priority: int = 0, deadline_s: float | None = None, namespace: Namespace | str = "", wants_logits: bool = False,
-        listener: Listener | None = None,
+        adapter: str | None = None, listener: Listener | None = None,
     ) -> str:
         """Queue a request and return its id. It runs while a thread steps or waits; `get_output` has its result.
 
         deadline_s: seconds from now after which it ends. namespace: it shares cached contexts only within this. wants_logits:
-        the result has those of the token after the prompt.
+        the result has those of the token after the prompt. adapter: the name of a LoRA adapter.
         """
         request = self.requests.make(
             prompt, sampling_params, listener=listener, is_kept=True, request_id=request_id, priority=priority,
-            deadline_s=deadline_s, namespace=namespace, wants_logits=wants_logits,
+            deadline_s=deadline_s, namespace=namespace, wants_logits=wants_logits, adapter=adapter,
         )
         self.submit(request)
         return request.request_id
@@ -133,7 +137,7 @@ class LLMEngine(Closing):
         depth = self.config.pipeline_depth
         ended = self._collect_down_to(depth)  # more are open only where ctrl-c came between
         is_launched = self._launch_next()
-        if not is_launched and not self._in_flight:
+        if not is_launched and not self._in_flight and not (self.adapters is not None and self.adapters.wait()):
             self.scheduler.wait()
         return ended + self._collect_down_to(depth if is_launched else 0)
 
@@ -290,15 +294,7 @@ class LLMEngine(Closing):
         All prompts are checked before the first one runs. sampling_params is one for all or one for each. on_result is called
         with the place of a prompt and its result when it ends.
         """
-        if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-            raise InvalidInputError(f"Expected a prompt or a list of prompts, not {type(prompts).__name__}.")
-        many: list[Any] = [prompts] if isinstance(prompts, str) or is_token_ids(prompts) else list(prompts)
-        each: list[Any] = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params] * len(many)
-        if len(each) != len(many):
-            raise InvalidInputError(f"There are {len(many)} prompts, but {len(each)} sampling parameters.")
-        if len(many) > 1 and request_options.get("request_id") is not None:
-            raise InvalidInputError(f"request_id names one request, but there are {len(many)} prompts.", hint="Leave it out.")
-        requests = [self.requests.make(prompt, p, **request_options) for prompt, p in zip(many, each, strict=True)]
+        requests = self.requests.make_many(prompts, sampling_params, **request_options)
         for request in requests:
             self.scheduler.check(request)
         with progress_bar("Generating", show=show_progress) as progress:
@@ -418,11 +414,12 @@ class LLMEngine(Closing):
 
     # Looking in
 
-    def explain(self, prompt: Prompt, namespace: Namespace | str = "") -> HitRecord:
+    def explain(self, prompt: Prompt, namespace: Namespace | str = "", adapter: str = "") -> HitRecord:
         """What the cache would do for a prompt now, and why; changes nothing."""
-        token_ids = self.requests.tokenize(prompt)
+        token_ids, where = self.requests.tokenize(prompt), as_namespace(namespace)
+        where = with_adapter(where, self.requests.adapter(adapter)) if adapter else where
         with self._lock:
-            return self.scheduler.explain(token_ids, as_namespace(namespace))
+            return self.scheduler.explain(token_ids, where)
 
     def engine_stats(self) -> EngineStats:
         with self._lock:
@@ -477,6 +474,8 @@ class LLMEngine(Closing):
         if self._text_thread is not None:
             self._text_thread.submit(self._deliver).result()
         self.scheduler.close()
+        if self.adapters is not None:
+            self.adapters.close()
         self.runner.close()
         gc.unfreeze()
         with self._changed:

@@ -26,6 +26,7 @@ from archerfish.params import read_default_sampling
 from archerfish.remarks import remark_blocks, remark_widened
 from archerfish.runtime.kv_pool import MemoryPlan, allocate_pool, check_plan, plan_memory, work_bytes
 from archerfish.runtime.runner import ModelRunner
+from archerfish.sched.adapters import AdapterSlots
 from archerfish.sched.drafts import MOST_DRAFTED, PromptLookup, Speculation
 from archerfish.sched.masks import MaskFinder
 from archerfish.sched.scheduler import Scheduler
@@ -261,6 +262,10 @@ def facts_of(
     num_chosen = model_config.integer("num_experts_per_tok", 0)
     work = work_bytes(shapes, vocab_size, step_tokens, config.max_num_seqs, dtype, num_chosen)
     is_dequantised = bool(stored_bytes) and device != "cpu"
+    if config.enable_lora:
+        item_bytes = DTYPE_BYTES["float32" if device == "cpu" else dtype]
+        num_each = sum(outputs + inputs for outputs, inputs, _ in adapter.adapted(model_config).values())  # of rank 1
+        work += config.max_loras * config.max_lora_rank * num_each * item_bytes
     matrices = [shape for shape in shapes if len(shape) == 2]  # stacks of them are never dequantised
     work += (INT8 if is_dequantised else weight_format).work_bytes(matrices, dtype) + reserved_bytes
     memory = plan_memory(config, shape_on(ranks, adapter, model_config), device, dtype, weight_bytes, work, max_len=max_len)
@@ -314,7 +319,8 @@ def make_runner(
         )
     runner.fit_kv_scales()
     weights = facts.weight_format.name, sorted(facts.stored_types)  # files of one model may be quantised in several ways
-    described = facts.config.values, facts.dtype, weights, facts.max_len, memory.block_size, config.kv_dtype
+    described: tuple[Any, ...] = (facts.config.values, facts.dtype, weights, facts.max_len, memory.block_size, config.kv_dtype)
+    described += (config.max_loras, config.max_lora_rank) if config.enable_lora else ()
     place = (facts.ranks.index, facts.ranks.size, facts.ranks.stage, facts.ranks.num_stages)
     runner.warm_up(repr(described if facts.ranks.is_alone else (*described, place)), progress)
     return runner, replace(facts, memory=memory)
@@ -328,6 +334,8 @@ def load_adapter(facts: ModelFacts, config: EngineConfig, ranks: Ranks = ALONE) 
     ops.ranks, ops.can_record = ranks, ops.can_record and ranks.records
     ops.is_deterministic, ops.kv_dtype = config.deterministic, config.kv_dtype
     ops.rounds_rows = states_int8_activations(facts.config.values)
+    if config.enable_lora:
+        ops.adapters = ops.new_adapters(config.max_loras, config.max_lora_rank)
     loader = None if config.load_format == "dummy" else WeightLoader(facts.directory)
 
     def tensors() -> Mapping[str, Any]:
@@ -346,7 +354,8 @@ def load_adapter(facts: ModelFacts, config: EngineConfig, ranks: Ranks = ALONE) 
 
 
 def make_scheduler(
-    config: EngineConfig, facts: ModelFacts, runner: ModelRunner[Any], wake: Callable[[], None] | None = None
+    config: EngineConfig, facts: ModelFacts, runner: ModelRunner[Any], wake: Callable[[], None] | None = None,
+    adapters: AdapterSlots | None = None,
 ) -> tuple[Scheduler, LogitsCache]:
     """The scheduler over the model's memory, and the cache of logits beside it. wake: called when a grammar's mask is done."""
     blocks = BlockManager(facts.memory.num_blocks, facts.memory.block_size)
@@ -361,7 +370,7 @@ def make_scheduler(
         policy=config.scheduling_policy, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=facts.step_tokens,
         max_queue_size=config.max_queue_size, max_model_len=facts.max_len, max_requests=config.max_concurrent_requests,
         fixed_chunk=DETERMINISTIC_CHUNK if config.deterministic else 0, masks=MaskFinder(facts.vocab_size, wake),
-        logits_row_bytes=4 * facts.vocab_size, speculation=make_speculation(config, facts, runner),
+        logits_row_bytes=4 * facts.vocab_size, speculation=make_speculation(config, facts, runner), adapters=adapters,
     )
     return scheduler, logits
 
@@ -387,7 +396,8 @@ def draft_config(config: EngineConfig) -> EngineConfig:
     return config.replace(
         model=config.draft_model, draft_model="", speculation="off", max_num_seqs=MAX_DRAFTED, max_model_len=0, block_size=0,
         max_cache_tokens=min(DRAFT_CACHE_TOKENS, config.max_cache_tokens or DRAFT_CACHE_TOKENS), max_num_batched_tokens=0,
-        tokenizer="", quantization="", kv_dtype="auto", enable_prefix_caching=True,
+        tokenizer="", quantization="", kv_dtype="auto", enable_prefix_caching=True, enable_lora=False, lora_modules="",
+        lora_dir="",
     )
 
 

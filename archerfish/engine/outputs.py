@@ -281,5 +281,6 @@ def engine_counts(engine: LLMEngine) -> dict[str, Any]:
         "logits_cache_hits": logits.hits, "logits_cache_misses": logits.misses,
         "num_blocks": blocks.num_total, "num_blocks_in_use": num_used, "kv_usage": num_used / blocks.num_total,
         **engine.runner.ops.compile_counts(),
+        **({} if scheduler.adapters is None else {"adapter_loads": scheduler.adapters.num_loads}),
         "kv_bytes_held": (blocks.num_total - blocks.num_free) * (engine.facts.memory.num_bytes / blocks.num_total),
     }  # fmt: skip

@@ -12,6 +12,7 @@ import numpy as np
 
 from archerfish.cache.eviction import eviction_policy
 from archerfish.config import EngineConfig
+from archerfish.engine.adapters import NOT_ENABLED, AdapterLibrary, LoadedAdapter, with_adapter
 from archerfish.engine.outputs import Listener, OutputCollector
 from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, UnknownOptionError, refuse_unknown
 from archerfish.params import SamplingParams, is_number
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 MAX_DEADLINE_S = 1e9  # thirty years
-REQUEST_OPTIONS = {"request_id", "priority", "deadline_s", "namespace", "wants_logits"}
+REQUEST_OPTIONS = {"request_id", "priority", "deadline_s", "namespace", "wants_logits", "adapter", "lora_request"}
 SAMPLING_HINTS = dict.fromkeys(SamplingParams.__dataclass_fields__, "Put it into SamplingParams.")
 RUNNING_OPTIONS = (  # those of a model that can be changed while it serves
     "enable_prefix_caching", "eviction_policy", "logits_cache_mib", "logits_cache_ttl_s", "max_num_batched_tokens",
@@ -38,8 +39,9 @@ class RequestMaker:
 
     def __init__(
         self, facts: ModelFacts, config: EngineConfig, tokenizer: Tokenizer | None, grammars: GrammarCompiler,
-        clock: Callable[[], float],
+        clock: Callable[[], float], adapters: AdapterLibrary | None = None,
     ) -> None:
+        self.adapters = adapters
         self.facts, self.tokenizer, self.grammars = facts, tokenizer, grammars
         self.max_prompt_bytes = config.max_prompt_bytes
         self.default_params = SamplingParams(**facts.default_sampling)
@@ -88,10 +90,41 @@ class RequestMaker:
             needs_host_token=grammar is not None or bool(params.logits_processors), grammar=grammar,
             wants_logits=options.get("wants_logits", False),
         )
+        wanted = options.get("adapter") or options.get("lora_request")
+        if wanted:
+            adapter = self.adapter(wanted)
+            request.adapter, request.namespace = adapter.number, with_adapter(request.namespace, adapter)
         text = prompt if isinstance(prompt, str) else None
         tokenizer = self.tokenizer if params.detokenize and (wants_text or params.stop) else None
         request.collector = OutputCollector(request, text, tokenizer, listener, is_kept=is_kept)
         return request
+
+    def make_many(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, **options: Any
+    ) -> list[Request]:
+        """Requests of one prompt or of several, with the same parameters and options; parameters and adapters may be lists."""
+        if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+            raise InvalidInputError(f"Expected a prompt or a list of prompts, not {type(prompts).__name__}.")
+        many: list[Any] = [prompts] if isinstance(prompts, str) or is_token_ids(prompts) else list(prompts)
+        each: list[Any] = list(params) if isinstance(params, Sequence) else [params] * len(many)
+        if len(each) != len(many):
+            raise InvalidInputError(f"There are {len(many)} prompts, but {len(each)} sampling parameters.")
+        if len(many) > 1 and options.get("request_id") is not None:
+            raise InvalidInputError(f"request_id names one request, but there are {len(many)} prompts.", hint="Leave it out.")
+        given = options.pop("lora_request", None)
+        adapters: list[Any] = list(given) if isinstance(given, list | tuple) else [given] * len(many)
+        if len(adapters) != len(many):
+            raise InvalidInputError(f"There are {len(many)} prompts, but {len(adapters)} adapters (lora_request).")
+        return [
+            self.make(prompt, one, lora_request=adapter, **options)
+            for prompt, one, adapter in zip(many, each, adapters, strict=True)
+        ]
+
+    def adapter(self, wanted: Any) -> LoadedAdapter:
+        """The adapter that a request names."""
+        if self.adapters is None:
+            raise InvalidInputError(f"{self.facts.name} was started without adapters.", hint=NOT_ENABLED)
+        return self.adapters.for_request(wanted)
 
     def _grammar(self, params: SamplingParams) -> TokenGrammar | None:
         """What rules tokens out: the grammar of a request, and its other limits."""

@@ -46,7 +46,6 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "kv_cache_dtype": (("auto", "int8", "fp8", "fp8_e4m3"), "It takes one of: auto, int8 (on a CPU), fp8 (on a GPU)."),
     "cpu_offload_gb": ((0,), "Weights lie on one device: choose a smaller model, or weights='int8'."),
     "data_parallel_size": ((1,), "Start one engine for each device."),
-    "enable_lora": ((False,), "Merge the adapter into the model before it is loaded."),
     "logits_processors": (([], ()), "Give functions to SamplingParams(logits_processors=...)."),
     "hf_overrides": (({},), "Change the model's config.json, or max_model_len."),
     "rope_scaling": (({},), "Change the model's config.json."),

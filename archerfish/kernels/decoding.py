@@ -31,18 +31,19 @@ class Input(IntEnum):
     COUNT = BLOCK  # of a pass over prompts: the number of new tokens, the last of which has the position
     NUM_SHARED = 4  # for models with keys, in the first column: tokens whose keys all sequences have in the same blocks
     SOURCE = NUM_SHARED  # for models with states: the block of the state before the token, or NO_BLOCK
-    KEY = 5  # this and all that follow are as in SamplingBatch
-    IS_GREEDY = 6
-    TOP_K = 7
-    FIRST = 8  # of the range of tokens; so are the next two
-    END = 9
-    OFFSET = 10
-    TEMPERATURE = 11
-    TOP_P = 12
-    MIN_P = 13
-    REPETITION = 14  # penalties, of sequences that count their tokens in DecodeState
-    PRESENCE = 15
-    FREQUENCY = 16
+    ADAPTER = 5  # the slot of its adapter, or 0
+    KEY = 6  # this and all that follow are as in SamplingBatch
+    IS_GREEDY = 7
+    TOP_K = 8
+    FIRST = 9  # of the range of tokens; so are the next two
+    END = 10
+    OFFSET = 11
+    TEMPERATURE = 12
+    TOP_P = 13
+    MIN_P = 14
+    REPETITION = 15  # penalties, of sequences that count their tokens in DecodeState
+    PRESENCE = 16
+    FREQUENCY = 17
 
 
 NUM_INPUTS, FIRST_FLOAT = len(Input), Input.TEMPERATURE

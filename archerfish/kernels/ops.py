@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ from archerfish.kernels.ranks import ALONE, Ranks
 from archerfish.types import Progress
 
 if TYPE_CHECKING:
+    from archerfish.kernels.adapters import Adapters, AdapterTable
     from archerfish.kernels.decoding import DecodeState, PassSize
     from archerfish.kernels.encoding import EncoderInputs
     from archerfish.kernels.experts import Routing
@@ -155,6 +156,7 @@ class PagedBatch(Generic[T]):
     is_deterministic: bool = False  # a sequence's numbers must not depend on the others in the batch
     num_shared: int = 0  # leading tokens whose keys all decodes have in the same blocks, as far as is known
     kept_rows: T | None = None  # those of the hidden states that are wanted; None: all
+    adapters: T | None = None  # (tokens,): the slot of each token's adapter, 0 for none; None: no token has one
 
 
 class NormWeights(NamedTuple, Generic[T]):
@@ -177,6 +179,7 @@ class LinearWeight(Lazy[PackedWeight[T]]):
     """A linear map, packed when first used."""
 
     is_partial = False  # it takes some of the inputs: its results are to be added up over the ranks
+    adapter: AdapterTable[T] | None = None  # what adapters add to its results
 
 
 class Ops(ABC, Generic[T]):
@@ -191,6 +194,7 @@ class Ops(ABC, Generic[T]):
     is_deterministic: bool = False  # what a row of a product gives must not depend on how many rows there are
     ranks: Ranks = ALONE  # set before weights are taken
     activation_dtype: str = ""  # of what products give, where it is not `dtype`
+    adapters: Adapters[T] | None = None  # made before weights are taken, if there are to be some
 
     def __init__(self) -> None:
         self._linear_weights: list[LinearWeight[T]] = []
@@ -200,10 +204,9 @@ class Ops(ABC, Generic[T]):
         is_partial: bool = False,
     ) -> LinearWeight[T]:
         """One or more matrices, stacked along their outputs, for `linear`. A part has a checkpoint's tensors of one matrix."""
-        weight: LinearWeight[T] = LinearWeight(lambda: self.pack_linear(parts, biases, weight_format))
-        weight.is_partial = is_partial
-        self._linear_weights.append(weight)
-        return weight
+        self._linear_weights.append(LinearWeight(lambda: self.pack_linear(parts, biases, weight_format)))
+        self._linear_weights[-1].is_partial = is_partial
+        return self._linear_weights[-1]
 
     def prepare(self, then: Callable[[], None] = lambda: None) -> None:
         """Pack all weights now instead of at their first use, maybe in the background. Safe while other threads compute.
@@ -252,11 +255,21 @@ class Ops(ABC, Generic[T]):
 
     def linear(self, x: T, weight: LinearWeight[T], *, activation: Activation = "none", residual: T | None = None) -> T:
         """activation(x @ weight.T + bias), or x @ weight.T + bias + residual, whose type and maybe memory the result has."""
-        if weight.is_partial:
-            assert activation == "none"
-            found: T = self.ranks.add_up(weight.get().multiply(x, activation, None), residual)
-            return found
-        return weight.get().multiply(x, activation, residual)
+        table = self.adapted(weight)
+        if table is not None and self.adapters is not None:
+            return self.adapters.add(weight.get().multiply(x, "none", residual), x, table, activation=activation)
+        if not weight.is_partial:
+            return weight.get().multiply(x, activation, residual)
+        assert activation == "none"
+        return cast(T, self.ranks.add_up(weight.get().multiply(x, activation, None), residual))
+
+    def adapted(self, weight: LinearWeight[T]) -> AdapterTable[T] | None:
+        """What adapters add to this product of the pass; nothing is fused with it then. None: nothing."""
+        return None if self.adapters is None or self.adapters.rows is None else weight.adapter
+
+    def new_adapters(self, num_slots: int, max_rank: int) -> Adapters[T]:
+        """Slots for adapters, beside the linear maps that are made after `adapters` is set to them."""
+        raise DeviceError(f"The backend {self.name!r} has no adapters.", hint="Leave out enable_lora.")
 
     def linear_layer_norm(self, x: T, weight: LinearWeight[T], residual: T, norm: NormWeights[T]) -> T:
         """layer_norm of x @ weight.T + bias + residual."""
@@ -365,6 +378,12 @@ class Ops(ABC, Generic[T]):
     def rows(self, x: T, indices: Ids | T) -> T:
         """Rows of x, in its type, at indices of the host or the device."""
 
+    def keep_rows(self, kept: T, *tensors: T) -> tuple[T, ...]:
+        """`rows` of each tensor, with which alone the pass goes on."""
+        if self.adapters is not None:
+            self.adapters.keep(self.rows, kept)
+        return tuple(self.rows(each, kept) for each in tensors)
+
     @abstractmethod
     def first_rows(self, x: T, num_rows: int) -> T:
         """The first rows of x, sharing its memory."""
@@ -424,17 +443,15 @@ class Ops(ABC, Generic[T]):
     def decode_batch(
         self, inputs: T, state: DecodeState[T], block_size: int, *, is_shared: bool
     ) -> tuple[PagedBatch[T], SamplingBatch[T]]:
-        """What inputs say, for a model and for `sample`; the blocks in them go into the tables.
-
-        is_shared: keys that all sequences share are to be read once for all.
-        """
+        """What inputs say, for a model and for `sample`; the blocks in them go into the tables. is_shared: keys that all
+        sequences share are to be read once for all."""
         raise self._records_nothing()
 
     def pass_batch(
         self, inputs: T, size: PassSize, state: DecodeState[T], block_size: int, *, keeps_all: bool
     ) -> tuple[PagedBatch[T], SamplingBatch[T], T]:
-        """What inputs of a pass over prompts say, for a model and for `sample`, and the columns of the tokens to choose. Blocks
-        come from the tables. keeps_all: there is one to choose behind every row, not only behind the last of each column."""
+        """What inputs of a pass over prompts say, for a model and for `sample`, and the columns of the tokens to choose: with
+        keeps_all behind every row, else behind the last of each column. Blocks come from the tables."""
         raise self._records_nothing()
 
     def scored_report(self, report: T, scores: Logprobs[T]) -> T:
@@ -450,9 +467,7 @@ class Ops(ABC, Generic[T]):
 
     def replayed(self, call: Callable[[Any], T]) -> Callable[[Any], T]:
         """A function of a batch that may be recorded when it is first called, and replayed with other batches afterwards.
-
-        It must depend on nothing but the arrays of the batch, and on whether each of them is there.
-        """
+        It must depend on nothing but the arrays of the batch, and on whether each of them is there."""
         return call
 
     can_record: bool = False  # `capture` records work
@@ -462,11 +477,8 @@ class Ops(ABC, Generic[T]):
         return None
 
     def starting(self, key: str, rehearse: Callable[[], None], progress: Progress) -> AbstractContextManager[None]:
-        """Around the first steps of a model; after it the model is ready.
-
-        A backend that compiles kernels first compiles all those that `rehearse` launches, in which nothing is computed. key:
-        what decides which these are, besides the device and this package.
-        """
+        """Around the first steps of a model; after it the model is ready. A backend that compiles kernels compiles all that
+        `rehearse` launches before, computing nothing. key: what decides which these are, besides device and package."""
         return nullcontext()
 
     def compile_counts(self) -> Mapping[str, int]:

@@ -80,6 +80,7 @@ class RecurrentBatch(Generic[T]):
     first_pieces: T  # (sequences + 1,): where each sequence's pieces begin; the last is their number
     is_deterministic: bool = False  # a sequence's numbers must not depend on the others, nor on how its prompt was cut up
     kept_rows: T | None = None  # those of the hidden states that are wanted; None: all
+    adapters: T | None = None  # as in PagedBatch
 
     @property
     def num_sequences(self) -> int:

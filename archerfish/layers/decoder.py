@@ -183,7 +183,7 @@ class DecoderBlock(Generic[T]):
         x, total = norms.before_attention.linear(x, attention.qkv, residual=residual)
         x = ops.store_and_attend(x, kv, batch, attention.heads, attention.rotation)
         if kept_rows is not None:
-            x, total = ops.rows(x, kept_rows), ops.rows(total, kept_rows)
+            x, total = ops.keep_rows(kept_rows, x, total)
         if norms.after_attention is None:
             x, residual = ops.linear(x, attention.out, residual=total), None
         else:

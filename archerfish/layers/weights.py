@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -52,7 +52,11 @@ class Weights(Generic[T]):
             raise TensorError(f"Tensor {full!r} has shape {tuple(tensor.shape)}, but the configuration asks for {shape}.")
         return tensor
 
-    def table(self, name: str, rows: int, width: int) -> T:
+    def table(self, name: str, rows: int, width: int, *, adapts: bool = False) -> T:
+        """A lookup table. adapts: adapters may add to it, by `Adapters.add_to_lookup`."""
+        if adapts and self.ops.adapters is not None:
+            names = [f"{self.prefix}{name}".removesuffix(".weight")]
+            self.ops.adapters.lookup = self.ops.adapters.add_product(names, [width], rows, is_lookup=True)
         return self.ops.to_device(self.tensor(name, rows, width))
 
     def vector(self, name: str, width: Size, *, plus: float = 0.0, times: float = 1.0) -> T:
@@ -85,7 +89,18 @@ class Weights(Generic[T]):
             parts.append(scope.matrix(weight_format, size, inputs))
             has_bias = bias or (bias is None and scope.has("bias"))
             biases.append(scope.numbers("bias", size) if has_bias and inputs.first == 0 else None)
-        return self.ops.linear_weight(parts, biases, weight_format, is_partial=not inputs.is_whole)
+        return self._adapted(
+            self.ops.linear_weight(parts, biases, weight_format, is_partial=not inputs.is_whole),
+            [scope.prefix.removesuffix(".") for scope in scopes], sizes, inputs,
+        )
+
+    def _adapted(
+        self, weight: LinearWeight[T], names: Sequence[str], sizes: Sequence[Part], inputs: Part
+    ) -> LinearWeight[T]:
+        """A linear map with room for adapters, if there may be some."""
+        if self.ops.adapters is not None:
+            weight.adapter = self.ops.adapters.add_product(names, [size.size for size in sizes], inputs.size)
+        return weight
 
     def experts(
         self, names: tuple[str, ...], stacked: str, num_experts: int, out_features: Size, in_features: Size
@@ -132,8 +147,11 @@ class Weights(Generic[T]):
         weight_format = self.weight_format.chosen(in_features, is_sensitive=True) if is_made else PLAIN
         rows = Part.of(out_features)
         if table is None or not rows.is_whole:
-            return self.ops.linear_weight([self.scope(name).matrix(PLAIN, rows, Part.of(in_features))], [None], weight_format)
-        return self.ops.linear_weight([dict.fromkeys(PLAIN.checkpoint, table)], [None], weight_format)
+            matrix = self.scope(name).matrix(PLAIN, rows, Part.of(in_features))
+        else:
+            matrix = dict.fromkeys(PLAIN.checkpoint, table)
+        weight = self.ops.linear_weight([matrix], [None], weight_format)
+        return self._adapted(weight, ["lm_head"], [rows], Part.of(in_features))
 
     def vocabulary(self, name: str, bias: str, vocab_size: int, width: int) -> LinearWeight[T]:
         """The map of an encoder onto its vocabulary, which has a bias elsewhere if at all."""
@@ -187,6 +205,8 @@ class NotedWeights(Weights[Any]):
     tables: set[str] = field(default_factory=set)  # names of lookup tables, which a CPU reads from the mapped file
     shared: set[str] = field(default_factory=set)  # those whose memory a linear map has, too
     products: list[tuple[str, ...]] = field(default_factory=list)  # the matrices that are stacked for each
+    adapted: dict[str, tuple[int, int, bool]] = field(default_factory=dict)  # of what adapters may add to: outputs, inputs, and
+    # whether it is a lookup table
 
     def has(self, name: str) -> bool:
         return False
@@ -198,9 +218,11 @@ class NotedWeights(Weights[Any]):
         self.num_bytes[f"{self.prefix}{name}"] = math.prod(shape) * DTYPE_BYTES[self.dtype]
         return self._noted(name, shape)
 
-    def table(self, name: str, rows: int, width: int) -> Any:
+    def table(self, name: str, rows: int, width: int, *, adapts: bool = False) -> Any:
         self.tables.add(f"{self.prefix}{name}")
-        return super().table(name, rows, width)
+        if adapts:
+            self.adapted[f"{self.prefix}{name}".removesuffix(".weight")] = width, rows, True
+        return super().table(name, rows, width, adapts=adapts)
 
     def copied_bytes(self) -> dict[str, int]:
         """num_bytes without lookup tables: linear maps are packed, which copies them."""
@@ -220,6 +242,10 @@ class NotedWeights(Weights[Any]):
         self.num_bytes[f"{self.prefix}{stacked}"] = weight_format.num_bytes(num_outputs * size.size, inputs.size, self.dtype)
         self._noted(stacked, (num_experts, len(names) * size.total, inputs.total))
         return self.ops.linear_weight([], [], weight_format, is_partial=not inputs.is_whole)
+
+    def _adapted(self, weight: Any, names: Sequence[str], sizes: Sequence[Part], inputs: Part) -> Any:
+        self.adapted.update((name, (size.size, inputs.size, False)) for name, size in zip(names, sizes, strict=True))
+        return weight
 
     def numbers(self, name: str, part: Part) -> Any:
         return self.tensor(name, part.total)

@@ -167,6 +167,11 @@ class ModelAdapter(ABC, Generic[T]):
         return cls._note_weights(config).products
 
     @classmethod
+    def adapted(cls, config: Config) -> dict[str, tuple[int, int, bool]]:
+        """Outputs and inputs of all that adapters may add to, and whether it is a lookup table, by name."""
+        return cls._note_weights(config).adapted
+
+    @classmethod
     def _note_weights(
         cls, config: Config, dtype: str = "float32", weight_format: WeightFormat = PLAIN, ranks: Ranks = ALONE
     ) -> NotedWeights:
@@ -177,6 +182,8 @@ class ModelAdapter(ABC, Generic[T]):
 
 class NoOps:
     """Stands for a backend where nothing is computed: every operation gives None."""
+
+    adapters = None
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
         self.ranks = ranks

@@ -46,7 +46,7 @@ class LlamaModel(ModelAdapter[T]):
         self.rotaries: dict[tuple[str, float], Rotary[T]] = {}
         body = weights if weights.has("embed_tokens.weight") else weights.scope("model")
         ranks = self.ops.ranks
-        self.embedding = body.table("embed_tokens.weight", vocab_size, self.width) if ranks.is_first else None
+        self.embedding = body.table("embed_tokens.weight", vocab_size, self.width, adapts=True) if ranks.is_first else None
         self.blocks = [self.block(body.scope(f"layers.{i}"), i) for i in ranks.layers(config.integer("num_hidden_layers"))]
         if not ranks.is_last:
             return
@@ -63,6 +63,8 @@ class LlamaModel(ModelAdapter[T]):
         ops, residual = self.ops, None
         if self.embedding is not None:
             x = self.embed(self.embedding, batch)
+            if ops.adapters is not None:
+                x = ops.adapters.add_to_lookup(x, batch.token_ids, self.embedding_scale)
         else:
             x = ops.ranks.receive(batch.token_ids.shape[0], self.width, ops.sum_dtype(self.width))
         last = self.blocks[-1] if ops.ranks.is_last else None

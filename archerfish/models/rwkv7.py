@@ -132,7 +132,7 @@ class Rwkv7Block(Generic[T]):
 
         kept_rows: the only rows of the sum that are wanted; the states are those of all rows.
         """
-        can_fuse = kept_rows is None and self.ops.ranks.size == 1
+        can_fuse = kept_rows is None and self.ops.ranks.size == 1 and self.ops.adapted(self.weights.time.out) is None
         fused = self.recurrent.fused_block(x, first_value, self.weights, batch, layer) if can_fuse else None
         if fused is None:
             x, value = self.mix_time(x, first_value, batch, layer)
@@ -162,7 +162,7 @@ class Rwkv7Block(Generic[T]):
         h = ops.layer_norm(x, weights.norm)
         (k,) = self.recurrent.shift(h, layer.channel_input, batch, weights.factor)
         if kept_rows is not None:
-            k, x = ops.rows(k, kept_rows), ops.rows(x, kept_rows)
+            k, x = ops.keep_rows(kept_rows, k, x)
         return ops.linear(ops.linear(k, weights.key, activation="relu_squared"), weights.value, residual=x)
 
     def low_rank(self, x: T, weights: LowRankWeights[T]) -> T:

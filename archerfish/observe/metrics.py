@@ -41,6 +41,7 @@ COUNTERS = {
     "archerfish_prompt_tokens": ("num_prompt_tokens", "Prompt tokens of admitted requests."),
     "archerfish_prefix_cache_queries": ("num_prompt_tokens", "Prompt tokens looked up in the prefix cache."),
     "archerfish_prefix_cache_hits": ("cache_hits", "Prompt tokens found in the prefix cache."),
+    "archerfish_adapter_loads": ("adapter_loads", "LoRA adapters that were put into a slot of the device."),
     "archerfish_steps": ("num_steps", "Planned steps."),
     "archerfish_kernels_compiled_at_start": ("kernels_compiled_at_start", "Kernels compiled before the model was ready."),
     "archerfish_kernels_compiled_late": ("kernels_compiled_late", "Kernels compiled later, while requests may have waited."),
@@ -54,7 +55,7 @@ WHOLE, QUEUE = "archerfish_e2e_request_latency_seconds", "archerfish_request_que
 PREFILL, DECODE = "archerfish_request_prefill_time_seconds", "archerfish_request_decode_time_seconds"
 PROMPT, OUTPUT = "archerfish_request_prompt_tokens", "archerfish_request_generation_tokens"
 ENCODE, STEP = "archerfish_encode_seconds", "archerfish_iteration_tokens"
-ENDS, REFUSALS = "archerfish_request_success", "archerfish_refused_requests"
+ENDS, REFUSALS, ADAPTERS = "archerfish_request_success", "archerfish_refused_requests", "archerfish_adapter_requests"
 HISTOGRAMS = {
     TTFT: "From arrival to the first token.", GAPS: "From one token of a request to the next.",
     WHOLE: "From arrival to the end: queue, prefill and decode.", QUEUE: "From arrival to admission.",
@@ -260,6 +261,7 @@ class MetricsCollector:
         self.registry = MetricRegistry()
         self.start_time = clock()
         self._tenants: set[str] = set()
+        self._adapter_names: set[str] = set()
         self._lock = threading.Lock()
         self._histograms: dict[str, Histogram] = {}
         for name, text in HISTOGRAMS.items():
@@ -267,15 +269,23 @@ class MetricsCollector:
             self._histograms[name] = self.registry.histogram(name, text, LABEL if name == STEP else LABELS, window, bounds)
         counter = self.registry.counter
         self._ends = counter(ENDS, "Sequences by what ended them.", (*LABELS, "finished_reason"))
+        self._adapters = counter(ADAPTERS, "Requests with a LoRA adapter.", ("model_name", "adapter"))
         self._refusals = counter(REFUSALS, "Requests refused, by the code they got.", (*LABELS, "code"))
 
     def tenant_label(self, name: str) -> str:
         """The label of a tenant: its name for the first MAX_TENANTS that are asked for, OTHER_TENANTS for later ones."""
+        return self._label(self._tenants, name)
+
+    def _label(self, known: set[str], name: str) -> str:
         with self._lock:
-            if name not in self._tenants and len(self._tenants) >= MAX_TENANTS:
+            if name not in known and len(known) >= MAX_TENANTS:
                 return OTHER_TENANTS
-            self._tenants.add(name)
+            known.add(name)
             return name
+
+    def adapter_request(self, model: str, adapter: str) -> None:
+        """Count a request; adapters have labels as tenants have."""
+        self._adapters.add(model_name=model, adapter=self._label(self._adapter_names, adapter))
 
     def first_token(self, model: str, seconds: float, tenant: str = "") -> None:
         """Record the time from arrival to the first token."""

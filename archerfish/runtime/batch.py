@@ -59,13 +59,13 @@ def at_least_one(ops: Ops[T], rows: Ids) -> T:
 
 def pack_batch(
     ops: Ops[T], token_ids: Ids, query_lens: Ids, starts: Ids, block_tables: Ids, block_size: int, *,
-    is_deterministic: bool = False, num_rows: int = 0, kept_rows: Ids | None = None,
+    is_deterministic: bool = False, num_rows: int = 0, kept_rows: Ids | None = None, adapters: Ids | None = None,
 ) -> PagedBatch[T]:
     """The batch of sequences over KV blocks: token_ids (tokens,), query_lens, starts (sequences,), block_tables (sequences,
     most blocks of any).
 
     Sequences with one new token must stand first. num_rows: of the batch's tensors; 0: as many as tokens. kept_rows: as in
-    `PagedBatch`.
+    `PagedBatch`. adapters: of each sequence, the slot of its adapter, or 0.
     """
     num_decodes, num_tokens = int(np.count_nonzero(query_lens == 1)), len(token_ids)
     assert (query_lens[:num_decodes] == 1).all(), "sequences with one new token must stand first"
@@ -84,13 +84,14 @@ def pack_batch(
         block_tables=ops.tensor(block_tables), block_size=block_size, is_deterministic=is_deterministic,
         num_shared=find_shared(block_tables[:num_decodes], block_size) if ops.is_async else 0,
         kept_rows=None if kept_rows is None else at_least_one(ops, kept_rows),
+        adapters=adapters_of_tokens(ops, adapters, query_lens, num_rows),
     )
 
 
 def pack_recurrent_batch(
     ops: Ops[T], token_ids: Ids, query_lens: Ids, begins: Ids, tables: Ids, block_size: int, *,
     is_deterministic: bool = False, num_rows: int = 0, kept_rows: Ids | None = None,
-    states: Mapping[int, Sequence[int]] | None = None,
+    states: Mapping[int, Sequence[int]] | None = None, adapters: Ids | None = None,
 ) -> RecurrentBatch[T]:
     """The batch of sequences whose blocks hold a state each; the arrays are those of `pack_batch`.
 
@@ -125,7 +126,17 @@ def pack_recurrent_batch(
         token_ids=ops.tensor(rows[0]), previous=ops.tensor(rows[1]), sources=ops.tensor(sources), targets=ops.tensor(targets),
         starts=ops.tensor(piece_starts), first_pieces=ops.tensor(first_pieces), is_deterministic=is_deterministic,
         kept_rows=None if kept_rows is None else at_least_one(ops, kept_rows),
+        adapters=adapters_of_tokens(ops, adapters, query_lens, num_rows or num_tokens),
     )
+
+
+def adapters_of_tokens(ops: Ops[T], adapters: Ids | None, query_lens: Ids, num_rows: int) -> T | None:
+    """The slots of sequences, for each of their tokens and for the filling behind them."""
+    if adapters is None:
+        return None
+    rows = np.zeros(num_rows, dtype=np.int64)
+    rows[: query_lens.sum()] = np.repeat(adapters, query_lens)
+    return ops.tensor(rows)
 
 
 def build_batch(

@@ -50,6 +50,7 @@ class Kind(NamedTuple):
     size: int
     is_shared: bool = False  # sequences have keys in common
     mode: Mode = Mode.DRAWN
+    has_adapters: bool = False  # of some sequences
 
 
 class Recorded(NamedTuple, Generic[T]):
@@ -81,6 +82,17 @@ class RecordedPasses(ABC, Generic[T, K]):
     @abstractmethod
     def compute(self, kind: K, inputs: T) -> tuple[T, T]:
         """What is recorded: a pass that reads its inputs where they lie, and gives logits and a report."""
+
+    @property
+    def adapted(self) -> tuple[bool, ...]:
+        """Kinds of passes: without adapters, and with some if there can be some."""
+        return (False,) if self.ops.adapters is None else (False, True)
+
+    def _read_adapters(self, inputs: T, size: PassSize | None, has_adapters: bool) -> None:
+        if self.ops.adapters is not None:
+            self.ops.adapters.rows = None
+            if has_adapters:
+                self.ops.adapters.read_rows(inputs, size)
 
     def run_each(self) -> None:
         """Run a pass of each kind, without recording it."""
@@ -131,6 +143,7 @@ class PreparedDecodes(NamedTuple):
     num_shared: int
     unknown: Ids  # rows whose blocks the device does not know
     tables: Ids  # and their blocks
+    has_adapters: bool
 
 
 class DecodeGraphs(RecordedPasses[T, Kind]):
@@ -175,8 +188,8 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         sizes = self.sizes[::-1]
         shared = [size for size in sizes if size >= MIN_SHARED_SEQUENCES and self.pool.has_keys]
         return [
-            [Kind(size, is_shared, mode) for size in (shared if is_shared else sizes)]
-            for mode in (Mode.DRAWN, Mode.CUT) for is_shared in (False, True)
+            [Kind(size, is_shared, mode, has_adapters) for size in (shared if is_shared else sizes)]
+            for has_adapters in self.adapted for mode in (Mode.DRAWN, Mode.CUT) for is_shared in (False, True)
         ] + [[Kind(sizes[0], mode=mode)] for mode in (Mode.PENALISED, Mode.SCORED, Mode.MANY_SCORED)]
 
     def prepare(self, step: StepInput, tables: BlockTables) -> PreparedDecodes:
@@ -196,7 +209,8 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         else:
             before = tables.at(rows, np.maximum(positions - 1, 0) // self.pool.block_size)
             words[Input.SOURCE, :num] = np.where(positions > 0, before, NO_BLOCK)
-        return PreparedDecodes(words, order, rows, int(num_shared), unknown, tables.of(unknown))
+        words[Input.ADAPTER, :num] = step.adapters[order]
+        return PreparedDecodes(words, order, rows, int(num_shared), unknown, tables.of(unknown), bool(step.adapters.any()))
 
     def find_unknown(self, rows: Ids, num_blocks: Ids) -> Ids:
         """The rows of which the device knows fewer blocks than that. The caller tells it, so that it counts as known."""
@@ -210,7 +224,7 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
             self.ops.set_tables(self.state, prepared.unknown, prepared.tables)
         needs = self.sampler.write_inputs(prepared.words, prepared.rows)
         mode = Mode.of(needs)
-        kind = Kind(prepared.words.shape[1], prepared.num_shared > 0, mode)
+        kind = Kind(prepared.words.shape[1], prepared.num_shared > 0, mode, prepared.has_adapters)
         return Recorded(*self._repeat(kind, prepared.words), needs & mode.lacks != 0)
 
     def empty_inputs(self, kind: Kind) -> Ids:
@@ -225,6 +239,7 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         batch, sampling = self.pool.decode_batch(inputs, state, is_shared=kind.is_shared)
         if mode == Mode.DRAWN:
             sampling = replace(sampling, min_p=None, cuts=None)
+        self._read_adapters(inputs, None, kind.has_adapters)
         logits = self.model.logits(self.model.forward(batch, self.pool.layers))
         drawn = draw(self.ops, logits, sampling)
         self.ops.keep_tokens(inputs, state, drawn.tokens)
@@ -247,6 +262,7 @@ class PassKind(NamedTuple):
     num_decodes: int  # for how many there is room
     num_tokens: int  # of prompts
     is_draft: bool = False  # logits behind every token are wanted, not only behind each sequence's last
+    has_adapters: bool = False  # of some sequences
 
     @property
     def size(self) -> PassSize:
@@ -275,7 +291,7 @@ class PassGraphs(RecordedPasses[T, PassKind]):
     def __init__(self, decodes: DecodeGraphs[T], max_tokens: int, num_draft_tokens: int = 0) -> None:
         """decodes: recorded steps without prompts; both use its tables of blocks. max_tokens: of a step. num_draft_tokens: most
         tokens that are proposed for a sequence."""
-        self.decodes, num_rows = decodes, decodes.sizes[-1]
+        self.decodes, self.ops, num_rows = decodes, decodes.ops, decodes.sizes[-1]
         model = decodes.model
         most = min(max_tokens, MOST_WORK // model.config.integer("hidden_size") ** 2)
         self.token_sizes = PASS_TOKENS[: bisect_left(PASS_TOKENS, most) + 1]
@@ -290,6 +306,7 @@ class PassGraphs(RecordedPasses[T, PassKind]):
         asks for, or because it is one of the first of its kind and not recorded yet."""
         num_decodes, num = step.num_decodes, int(np.count_nonzero(step.counts))
         kind = self._kind_of(num_decodes, num - num_decodes, len(step.tokens) - num_decodes, bool((step.samples > 1).any()))
+        kind = None if kind is None else kind._replace(has_adapters=bool(step.adapters[:num].any()))
         if kind is None or step.scored:
             return None
         if kind not in self._recorded and self._missed[kind] < MISSES:
@@ -302,6 +319,7 @@ class PassGraphs(RecordedPasses[T, PassKind]):
         own = prepared.at(np.arange(num))
         columns[Input.ROW, own], columns[Input.POSITION, own], columns[Input.COUNT, own] = rows, last, step.counts[:num]
         tokens[prepared.at(np.arange(len(step.tokens)))] = step.tokens
+        columns[Input.ADAPTER, own] = step.adapters[:num]
         return prepared
 
     def start(self, prepared: PreparedPass) -> Recorded[T]:
@@ -322,7 +340,10 @@ class PassGraphs(RecordedPasses[T, PassKind]):
 
     def kinds(self) -> Iterable[PassKind]:
         sizes = [(size, False) for size in reversed(self.token_sizes)] + [(size, True) for size in reversed(self.draft_sizes)]
-        return [PassKind(num_decodes, *size) for size in sizes for num_decodes in reversed(self.decode_sizes)]
+        return [
+            PassKind(num_decodes, *size, has_adapters) for has_adapters in self.adapted for size in sizes
+            for num_decodes in reversed(self.decode_sizes)
+        ]
 
     def empty_inputs(self, kind: PassKind) -> Ids:
         words = self._buffer(kind.size.num_words)
@@ -334,9 +355,10 @@ class PassGraphs(RecordedPasses[T, PassKind]):
     def compute(self, kind: PassKind, inputs: T) -> tuple[T, T]:
         state, block_size = self.decodes.state, self.pool.block_size
         batch, sampling, columns = self.ops.pass_batch(inputs, kind.size, state, block_size, keeps_all=kind.is_draft)
+        self._read_adapters(inputs, kind.size, kind.has_adapters)
         hidden = self.model.forward(batch, self.pool.layers)
         if not self.model.gives_kept_rows and batch.kept_rows is not None:
-            hidden = self.ops.rows(hidden, batch.kept_rows)
+            (hidden,) = self.ops.keep_rows(batch.kept_rows, hidden)
         logits = self.model.logits(hidden)
         drawn = draw(self.ops, logits, sampling)
         self.ops.keep_tokens(columns, state, drawn.tokens)

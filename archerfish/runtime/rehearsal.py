@@ -43,7 +43,8 @@ def rehearse(runner: ModelRunner[Any]) -> None:
                 passes.run_each()
         runner._passes = None  # the first step of a kind is not recorded
         for step in list_steps(runner):
-            runner.launch(step).result()
+            for slot in (0,) if runner.ops.adapters is None else (0, 1):
+                runner.launch(replace(step, adapters=step.adapters + slot)).result()
         rehearse_sampling(runner)
         for num in (1, 2) if runner.pool.has_keys else ():
             runner.ops.copy_blocks(runner.pool.layers, [(0, 0)] * num)

@@ -112,8 +112,8 @@ class ModelRunner(Generic[T]):
         self._logits: dict[int, T] = {}  # rows of logits by their handle
         self._graphs: DecodeGraphs[T] | None = None
         self._passes: PassGraphs[T] | None = None
-        self._hidden: Callable[[Any], T] = self.ops.replayed(lambda batch: model.forward(batch, pool.layers))
-        self._logits_of: Callable[[Any], T] = self.ops.replayed(lambda batch: model.logits(model.forward(batch, pool.layers)))
+        self._hidden: Callable[[Any], T] = self.ops.replayed(lambda batch: forward(model, batch, pool))
+        self._logits_of: Callable[[Any], T] = self.ops.replayed(lambda batch: model.logits(forward(model, batch, pool)))
         self._thread: Executor | None = None
         self._owns_thread = executor is None
         if self.ops.can_record and not is_deterministic and pool.records_decodes:
@@ -166,7 +166,7 @@ class ModelRunner(Generic[T]):
         tokens = np.random.default_rng(0).integers(0, self.sampler.vocab_size, num)
         with self.ops.computing():
             batch = self.pool.pack_batch(self.ops, tokens, lens, np.zeros_like(lens), blocks, size)
-            self.model.forward(batch, self.pool.layers)
+            forward(self.model, batch, self.pool)
             self.ops.fit_kv_scales(self.pool.layers, blocks.size)
 
     def warm_up(self, key: str = "", progress: Progress = no_progress) -> None:
@@ -181,7 +181,7 @@ class ModelRunner(Generic[T]):
         first = np.zeros(1, dtype=np.int64)
         zero, one = self.ops.tensor(first), self.ops.tensor(np.ones(1))
         for kind in WARM_UPS:
-            logits = self.model.logits(self.ops.rows(self.model.forward(self.free_batch(kind), self.pool.layers), first))
+            logits = self.model.logits(self.ops.rows(forward(self.model, self.free_batch(kind), self.pool), first))
             if self.ops.ranks.is_last:
                 self.ops.sample(logits, SamplingBatch())
                 self.ops.sample(logits, SamplingBatch(temperature=one, keys=zero, positions=zero))
@@ -241,6 +241,10 @@ class ModelRunner(Generic[T]):
         scored = [(index, int(begins[index - first])) for index in step.scored if first <= index < end]
         is_decode = end <= step.num_decodes
         states = {index - first: blocks for index, blocks in step.states if first <= index < end}
+        more: dict[str, Any] = {"states": states} if states else {}
+        adapters = step.adapters[first:end]
+        if self.ops.adapters is not None and (self.is_deterministic or adapters.any()):  # else products are fused with others
+            more["adapters"] = adapters
         batch: PagedBatch[T] | RecurrentBatch[T] | PreparedPass | None = None
         if self._passes is not None:
             batch = self._passes.prepare(step, self._tables)
@@ -249,7 +253,7 @@ class ModelRunner(Generic[T]):
             batch = self.pool.pack_batch(
                 self.ops, tokens, counts, starts, self._tables.of(rows), self.pool.block_size,
                 is_deterministic=self.is_deterministic, num_rows=DECODE_TILE if self.is_deterministic and is_decode else 0,
-                kept_rows=None if keeps_all else places, **({"states": states} if states else {}),
+                kept_rows=None if keeps_all else places, **more,
             )
         return Pass(batch, num_tokens, is_decode, pending, pending_rows, sampled, places, nth, scored)
 
@@ -381,12 +385,26 @@ class ModelRunner(Generic[T]):
             for first in range(0, len(next_tokens), LOGPROB_ROWS):
                 part = next_tokens[first : first + LOGPROB_ROWS].tolist()
                 rows = np.arange(place + first, place + first + len(part))
-                scores.append((index, prompt_logprobs(ops, self.model.logits(ops.rows(hidden, rows)), part, num_top)))
+                scores.append((index, prompt_logprobs(ops, self._logits_at(batch, hidden, rows), part, num_top)))
         if not num_sampled:
             return []
         if self.is_deterministic and one.is_decode:
-            return [ops.rows(self.model.logits(hidden), one.sampled_places)]  # always DECODE_TILE rows
-        return [self.model.logits(ops.rows(hidden, one.sampled_places))]
+            every = np.arange(hidden.shape[0])  # always DECODE_TILE rows
+            return [ops.rows(self._logits_at(batch, hidden, every), one.sampled_places)]
+        return [self._logits_at(batch, hidden, one.sampled_places)]
+
+    def _logits_at(self, batch: PagedBatch[T] | RecurrentBatch[T], hidden: T, rows: Ids) -> T:
+        """Logits of some of the rows of a pass."""
+        if self.ops.adapters is not None:
+            self.ops.adapters.rows = None if batch.adapters is None else self.ops.rows(batch.adapters, rows)
+        return self.model.logits(self.ops.rows(hidden, rows))
+
+
+def forward(model: ModelAdapter[T], batch: PagedBatch[T] | RecurrentBatch[T], pool: MemoryPool[T]) -> T:
+    """Hidden states of a pass, whose rows have the adapters that the batch says."""
+    if model.ops.adapters is not None:
+        model.ops.adapters.rows = batch.adapters
+    return model.forward(batch, pool.layers)
 
 
 def no_tokens(step: StepInput) -> Ids:

@@ -12,6 +12,7 @@ from archerfish.cache.adaptive import CacheKey, LogitsCache, state_hash_of
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import Node, RadixCache, RadixKey
 from archerfish.errors import InvariantError
+from archerfish.sched.adapters import AdapterSlots
 from archerfish.sched.policy import SchedulingPolicy, queue_for
 from archerfish.sequence import Delta, FinishReason, Sequence, Status
 
@@ -85,8 +86,10 @@ class LiveSequences:
     def __init__(
         self, blocks: BlockManager, cache: RadixCache, logits_cache: LogitsCache | None, policy: SchedulingPolicy, *,
         model_state_hash: str, max_num_seqs: int, fixed_chunk: int, logits_row_bytes: int, clock: Callable[[], float],
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self.blocks, self.cache, self.policy = blocks, cache, policy
+        self.adapters = adapters
         self.queue = queue_for(policy)
         self.prefilling: dict[Sequence, None] = {}  # running, with tokens to catch up on, by admission
         self.decoding: dict[Sequence, None] = {}  # running, caught up
@@ -261,6 +264,8 @@ class LiveSequences:
         """
         self.queue.remove(seq)
         seq.row = heapq.heappop(self.rows)
+        if seq.request.adapter and self.adapters is not None:
+            seq.adapter_slot = self.adapters.enter(seq.request.adapter)
         seq.status = Status.RUNNING
         self.prefilling[seq] = None
         num_full, rest = divmod(found.num_tokens, self._block_size)
@@ -379,6 +384,9 @@ class LiveSequences:
         self.leaving.pop(seq, None)
         heapq.heappush(self.rows, seq.row)
         seq.row = -1
+        if seq.adapter_slot and self.adapters is not None:
+            self.adapters.leave(seq.request.adapter)
+            seq.adapter_slot = 0
         if seq.status is Status.WAITING:
             self.queue.push(seq, self.order[seq])
 

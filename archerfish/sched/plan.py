@@ -104,7 +104,7 @@ class PlanBuilder:
                 made = StepInput(
                     step, np.array([seq.row for seq in sequences], np.int64),
                     np.array([seq.num_computed - 1 for seq in sequences], np.int64), counts, counts,
-                    np.array([seq.request.adapter for seq in sequences], np.int64), tokens, num,
+                    np.array([seq.adapter_slot for seq in sequences], np.int64), tokens, num,
                 )
             plan = Plan(made, sequences, 0)
         made = plan.input
@@ -143,7 +143,7 @@ class PlanBuilder:
                 parts.append(seq.draft.tokens)
         made = StepInput(
             step, np.array([seq.row for seq in sequences], np.int64), np.array(starts, np.int64), np.array(counts, np.int64),
-            np.array(samples, np.int64), np.array([seq.request.adapter for seq in sequences], np.int64),
+            np.array(samples, np.int64), np.array([seq.adapter_slot for seq in sequences], np.int64),
             np.concatenate([tokens, *parts], dtype=np.int64), counts.count(1),
             entries=[entry_of(seq) for seq in self.started],
         )
@@ -213,6 +213,8 @@ class PromptPlanner:
         if len(candidates) > 1:
             candidates = self._order(candidates, builder.budget)
         can_admit = True
+        if live.adapters is not None:
+            live.adapters.begin_plan()
         for seq in candidates:
             if builder.budget < least:
                 break
@@ -270,7 +272,8 @@ class PromptPlanner:
                 return 0
 
     def _must_wait(self, seq: Sequence) -> bool:
-        """Whether a waiting sequence needs its mask, or what another sequence is computing; one with a failed grammar ends.
+        """Whether a waiting sequence needs its mask, its adapter, or what another sequence is computing; one whose grammar or
+        adapter failed ends.
 
         Of many prompts that begin alike and arrive together, one is computed and the others take its KV from the cache: a
         sequence waits if a leader will have at least half of what it must compute.
@@ -281,6 +284,13 @@ class PromptPlanner:
                 return True
             if seq.mask.error is not None:
                 live.end(seq, "error", error=seq.mask.error)
+                return True
+        if seq.request.adapter and live.adapters is not None:
+            error = live.adapters.error_of(seq.request.adapter)
+            if error is not None:
+                live.end(seq, "error", error=error)
+                return True
+            if not live.adapters.is_ready(seq.request.adapter):
                 return True
         if not live.cache.is_enabled:
             return False

@@ -22,6 +22,7 @@ from archerfish.cache.adaptive import LogitsCache
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import HitRecord, RadixCache, RadixKey
 from archerfish.errors import InputTooLargeError, InvalidInputError, InvariantError, TooManyRequestsError
+from archerfish.sched.adapters import AdapterSlots
 from archerfish.sched.drafts import Speculation
 from archerfish.sched.live import LiveSequences, SchedulerStats
 from archerfish.sched.masks import MaskFinder
@@ -54,29 +55,28 @@ class Scheduler:
         self, *, blocks: BlockManager, cache: RadixCache, logits_cache: LogitsCache | None = None, model_state_hash: str = "",
         policy: SchedulingPolicy | str = "fcfs", max_num_seqs: int, max_num_batched_tokens: int, max_queue_size: int,
         max_model_len: int, max_requests: int = 0, fixed_chunk: int = 0, masks: MaskFinder | None = None,
-        logits_row_bytes: int = 0, speculation: Speculation | None = None, clock: Callable[[], float] = time.monotonic,
+        logits_row_bytes: int = 0, speculation: Speculation | None = None, adapters: AdapterSlots | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_step_tokens(max_num_batched_tokens, max_num_seqs, fixed_chunk)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_queue_size, self.max_requests = max_queue_size, max_requests
-        self.max_model_len, self.fixed_chunk = max_model_len, fixed_chunk
+        self.max_model_len, self.fixed_chunk, self.clock = max_model_len, fixed_chunk, clock
         self.policy = scheduling_policy(policy) if isinstance(policy, str) else policy
         self.blocks, self.cache = blocks, cache
         self.masks = masks or MaskFinder(0)
-        self.speculation = speculation
+        self.speculation, self.adapters = speculation, adapters
         self.policy.bind(clock, lambda request: cache.peek(RadixKey(request.prompt_token_ids, request.namespace)))
         self._live = LiveSequences(
             blocks, cache, logits_cache, self.policy, model_state_hash=model_state_hash, max_num_seqs=max_num_seqs,
-            fixed_chunk=fixed_chunk, logits_row_bytes=logits_row_bytes, clock=clock,
+            fixed_chunk=fixed_chunk, logits_row_bytes=logits_row_bytes, clock=clock, adapters=adapters,
         )
         self._prompts = PromptPlanner(self._live, fixed_chunk, max_model_len)
-        self.clock = clock
         self._arrivals = itertools.count()
         self._deadlines: list[tuple[float, int, Request]] = []
         self._open: dict[int, OpenStep] = {}
-        self._next_step = 0
+        self._next_step, self._last_commit = 0, 0.0
         self._last_decodes: Plan | None = None  # the last plan, if it had decodes only
-        self._last_commit = 0.0
         self.tokens_done = 0, 0  # tokens of prompts that were computed, and tokens that came out, since the start
 
     def resize(self, max_num_batched_tokens: int, max_queue_size: int) -> None:

@@ -439,12 +439,20 @@ class Model(Schema, kw_only=True):
     max_length: int
     dimension: int | UnsetType = UNSET
     default_sampling: dict[str, Any] | UnsetType = UNSET
-    root: str | UnsetType = UNSET  # the model that this is another name of
+    root: str | UnsetType = UNSET  # the model that this is another name of; of an adapter, its path
+    parent: str | UnsetType = UNSET  # of an adapter: its model
 
 
 class Models(Schema, kw_only=True):
     object: Literal["list"] = "list"
     data: list[Model]
+
+
+class AdapterChanged(Schema, kw_only=True):
+    status: Literal["loaded", "unloaded"]
+    lora_name: str
+    root: str | UnsetType = UNSET  # its path
+    rank: int | UnsetType = UNSET
 
 
 class Version(Schema):

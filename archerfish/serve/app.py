@@ -25,6 +25,7 @@ from archerfish.config import EngineConfig, ServeConfig
 from archerfish.errors import ArcherfishError, InvalidInputError, StoppedError
 from archerfish.kernels.build import build_info
 from archerfish.observe.metrics import GivenMetric, Metric, MetricRegistry, Sample
+from archerfish.serve.adapter_routes import AdapterRoutes
 from archerfish.serve.answers import Failing, Health, Models, Restarting, Version
 from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import AsyncClient, Backend
@@ -47,7 +48,7 @@ from archerfish.serve.token_routes import TextRoutes, TTSRoutes
 from archerfish.serve.tracing import make_tracer
 from archerfish.serve.vector_routes import CohereRoutes, VectorRoutes
 from archerfish.serve.view_routes import ViewRoutes
-from archerfish.serve.wire import Configure, FrontEndState, Ping, Pong, Query
+from archerfish.serve.wire import Configure, FrontEndState, Ping, Pong, Query, unserved_model
 
 HEALTH_TIMEOUT_S = 10.0
 STOPPED = "The service was stopped before the answer was complete."
@@ -121,6 +122,7 @@ class FrontEndSync:
         while True:
             with contextlib.suppress(ArcherfishError):
                 await self.sync()
+            self._catalog.expire_adapters()
             await asyncio.sleep(SHARE_S)
 
 
@@ -144,11 +146,15 @@ class StateRoutes:
 
     async def models(self, request: Request) -> Response:
         """The models that are served."""
-        return json_response(Models(data=await self.catalog.listed()))
+        return json_response(Models(data=await self.catalog.listed(request.state.tenant)))
 
     async def model(self, request: Request) -> Response:
         """One model."""
-        return json_response(self.catalog.describe(await self.catalog.find(request.path_params["model_id"])))
+        name = request.path_params["model_id"]
+        card = await self.catalog.find(name)
+        if card.adapter is not None and not request.state.tenant.may_use(card.id):
+            raise unserved_model(name, [])
+        return json_response(self.catalog.describe(card))
 
     async def health(self, request: Request) -> Response:
         """Whether a computation succeeds now."""
@@ -285,7 +291,8 @@ def create_app(
     groups = (
         OpenAIRoutes(texts), vectors, ResponsesRoutes(texts), MessagesRoutes(texts), TextRoutes(texts),
         TTSRoutes(texts), OllamaRoutes(texts, vectors), CohereRoutes(vectors), TEIRoutes(vectors), VLLMRoutes(vectors),
-        ViewRoutes(catalog), StateRoutes(catalog, results, share, config.replicas, has_keys=ANONYMOUS not in tenants.all()),
+        AdapterRoutes(catalog, config), ViewRoutes(catalog),
+        StateRoutes(catalog, results, share, config.replicas, has_keys=ANONYMOUS not in tenants.all()),
     )  # fmt: skip
     routes = [route for group in groups for route in group.routes]
     middleware = [Middleware(RequestMiddleware, registry, tenants, config, tracer)]

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,14 +20,24 @@ from starlette.requests import Request
 from archerfish.background import Lazy
 from archerfish.engine.request_maker import check_prompt_bytes, read_token_ids
 from archerfish.engine.tts import VOCAB_SIZE
-from archerfish.errors import InvalidInputError, UnsupportedModelError
+from archerfish.errors import InvalidInputError, NotFoundError, UnsupportedModelError
 from archerfish.serve.answers import Model
 from archerfish.serve.bodies import MAX_TOKEN_ID
-from archerfish.serve.client import Backend
+from archerfish.serve.client import Backend, RemoteError
 from archerfish.serve.errors import InvalidParameterError, naming
 from archerfish.serve.overload import estimate_tokens
 from archerfish.serve.tenants import ANONYMOUS, Tenant
-from archerfish.serve.wire import Charge, Configure, ExplainRequest, Kind, Query, Report, names_of, unserved_model
+from archerfish.serve.wire import (
+    ChangeAdapter,
+    Charge,
+    Configure,
+    ExplainRequest,
+    Kind,
+    Query,
+    Report,
+    names_of,
+    unserved_model,
+)
 from archerfish.text.chat_template import ChatTemplate, texts_in
 from archerfish.text.reasoning import has_reasoning
 from archerfish.text.text_tokenizer import find_text_tokenizer
@@ -51,6 +62,14 @@ class ContextLengthError(InvalidInputError):
         super().__init__(f"{limit}; the prompt has {found}.", hint="Shorten it.")
 
 
+class AdapterCard(msgspec.Struct, frozen=True):
+    """What the engine process says of a LoRA adapter."""
+
+    name: str
+    path: str
+    digest: str
+
+
 class ModelCard(msgspec.Struct, frozen=True):
     """What the engine process says of a model."""
 
@@ -67,6 +86,15 @@ class ModelCard(msgspec.Struct, frozen=True):
     served_names: tuple[str, ...] = ()  # aliases that are listed
     default_sampling: dict[str, Any] = {}  # of requests that state none
     outputs: tuple[str, ...] = ("dense",)  # kinds of vectors, that which it is made for first
+    adapters: tuple[AdapterCard, ...] | None = None  # of the model; None: it takes none
+    finds_adapters: bool = False  # unknown names may be adapters
+    parent: str = ""  # of an adapter: the model
+    adapter: AdapterCard | None = None
+
+    def with_adapter(self, adapter: AdapterCard) -> ModelCard:
+        """The model with an adapter, under the adapter's name."""
+        changes: dict[str, Any] = {"aliases": (), "served_names": (), "adapters": None}
+        return msgspec.structs.replace(self, id=adapter.name, parent=self.id, adapter=adapter, **changes)
 
 
 class ModelText:
@@ -204,9 +232,11 @@ class Catalog:
         """The members of a message that name a request, its model and its tenant."""
         tenant = request.state.tenant
         request.state.log["model"] = card.id
+        adapter = card.adapter
+        named = {} if adapter is None else {"adapter": adapter.name, "adapter_digest": adapter.digest}
         return {
-            "request_id": f"r{next(self._ids)}", "model": card.id, "credentials": self.credentials,
-            "tenant": "" if tenant is ANONYMOUS else tenant.name,
+            "request_id": f"r{next(self._ids)}", "model": card.parent or card.id, "credentials": self.credentials,
+            "tenant": "" if tenant is ANONYMOUS else tenant.name, **named,
         }  # fmt: skip
 
     async def cards(self) -> list[ModelCard]:
@@ -216,7 +246,12 @@ class Catalog:
         """The engine processes have changed: the models are asked for again when they are needed."""
         self._cards = []
 
-    async def report(self, message: Charge | Configure | ExplainRequest | Query) -> dict[str, Any]:
+    def expire_adapters(self) -> None:
+        """Another front end may have changed adapters."""
+        if any(card.adapters is not None for card in self._cards):
+            self.expire()
+
+    async def report(self, message: ChangeAdapter | Charge | Configure | ExplainRequest | Query) -> dict[str, Any]:
         """The values of the engine process's answer to a message, which is sent with the credentials of this front end."""
         message.credentials = self.credentials
         answer = await self.backend.ask(message)
@@ -226,7 +261,10 @@ class Catalog:
     async def _refresh(self) -> list[ModelCard]:
         found = await self.report(Query(request_id="", about="models"))
         self._cards = msgspec.convert(found["models"], list[ModelCard])
-        self._by_name = {name: card for card in reversed(self._cards) for name in names_of(card.id, card.aliases)}
+        self._by_name = {
+            one.name: card.with_adapter(one) for card in reversed(self._cards) for one in reversed(card.adapters or ())
+        }
+        self._by_name |= {name: card for card in reversed(self._cards) for name in names_of(card.id, card.aliases)}
         self._by_name |= {card.id: card for card in self._cards}  # a full name wins over the short name of another model
         self._asked_at = self._clock()
         return self._cards
@@ -245,6 +283,11 @@ class Catalog:
         if name.removesuffix(":latest") not in self._by_name and self._clock() - self._asked_at >= REFRESH_S:
             cards = await self._refresh()
         card = self._by_name.get(name) or self._by_name.get(name.removesuffix(":latest"))  # as Ollama's clients write names
+        tenant: Tenant | None = None if request is None else request.state.tenant
+        if card is None and (tenant is None or tenant.may_use(name)):
+            card = await self._find_adapter(name)
+        if card is not None and tenant is not None and card.adapter is not None and not tenant.may_use(card.id):
+            card = None  # it looks as if it were not here
         if card is None and self.accepts_any and request is not None:
             card = await self.find(None, *kinds)
             request.state.remarks.append(f"the model {name[:200]!r} is not served here: {card.id} answers")
@@ -254,12 +297,34 @@ class Catalog:
             raise InvalidParameterError(f"The model {name!r} does not serve this route; see GET /v1/models.", "model")
         return card
 
+    async def _find_adapter(self, name: str) -> ModelCard | None:
+        """An adapter that lies in the directory of a model's adapters, which is loaded."""
+        for card in self._cards:
+            if card.finds_adapters:
+                try:
+                    await self.report(ChangeAdapter(request_id="", model=card.id, name=name))
+                except RemoteError as error:
+                    if error.code != NotFoundError.code:
+                        raise
+                    continue
+                await self._refresh()
+                return self._by_name.get(name)
+        return None
+
+    async def is_model(self, name: str) -> bool:
+        """Whether a name is one of a model, and not of an adapter."""
+        return any(name in names_of(card.id, card.aliases) for card in await self.cards())
+
     async def find_text(self, name: str | None, *kinds: Kind, request: Request | None = None) -> ModelText:
         card = await self.find(name, *kinds, request=request)
-        found = self._texts.get(card.id)
+        found = self._texts.get(card.id) if card.adapter is None else None
         return found if found is not None and found.card == card else await self.text_of(card)
 
     async def text_of(self, card: ModelCard) -> ModelText:
+        if card.adapter is not None:
+            text = copy(await self.find_text(card.parent))
+            text.card = card
+            return text
         async with self._opening:
             found = self._texts.get(card.id)
             if found is None or found.card != card:
@@ -273,14 +338,18 @@ class Catalog:
             shown.dimension = card.dimension
         elif card.kind == "generation" and not card.is_tts:
             shown.default_sampling = card.default_sampling
+        if card.adapter is not None:
+            shown.root, shown.parent = card.adapter.path, card.parent
         return shown
 
-    async def listed(self) -> list[Model]:
-        """All models by all their public names."""
+    async def listed(self, tenant: Tenant = ANONYMOUS) -> list[Model]:
+        """All models by all their public names, with the adapters that a tenant may use."""
         found: list[Model] = []
         for card in await self.cards():
             shown = self.describe(card)
             found += [shown, *(msgspec.structs.replace(shown, id=name, root=card.id) for name in card.served_names)]
+            adapters = (one for one in card.adapters or () if tenant.may_use(one.name))
+            found += [self.describe(card.with_adapter(one)) for one in adapters]
         return found
 
     # Work of a front end without a model counts against the limits of tenants too.

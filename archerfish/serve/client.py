@@ -32,7 +32,9 @@ from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionE
 from archerfish.serve import wire
 from archerfish.serve.wire import Chunk, Failed, Generated, GenerationRequest
 
-Question = wire.ForVectors | wire.ExplainRequest | wire.Configure | wire.Charge | wire.Query | wire.Ping
+Question = (
+    wire.ForVectors | wire.ExplainRequest | wire.Configure | wire.ChangeAdapter | wire.Charge | wire.Query | wire.Ping
+)
 Answer = wire.Vectors | wire.Report | wire.Pong
 Part = Chunk | Generated
 T = TypeVar("T")

@@ -313,6 +313,9 @@ class EngineHost(ModelHost):
                     pending.tenant = replace(pending.tenant, requests_per_minute=0, tokens_per_minute=0)  # it has counted them
                 kinds = KINDS.get(type(message), GENERATION)
                 self.models.submit(self.models.find(message.model, kinds), pending)
+            elif isinstance(message, wire.ChangeAdapter):
+                self.callers.check_operator(message.credentials)
+                self.models.change_adapter(pending, message)
             elif isinstance(message, wire.Ping):
                 self._check_health(pending, message)
             else:

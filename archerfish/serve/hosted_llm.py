@@ -11,11 +11,12 @@ from functools import partial
 from typing import Any
 
 from archerfish.config import EngineConfig
+from archerfish.engine.adapters import NOT_ENABLED
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.llm_loading import ModelFacts
 from archerfish.engine.outputs import OutputCollector, RequestMetrics, RequestOutput, TextDelta, engine_counts, request_metrics
 from archerfish.engine.tts import VOCAB_SIZE
-from archerfish.errors import ArcherfishError, InvalidInputError, StoppedError
+from archerfish.errors import ArcherfishError, InvalidInputError, NotFoundError, StoppedError
 from archerfish.params import SamplingParams
 from archerfish.route.router import ReplicaLoad
 from archerfish.sched.policy import FairShare
@@ -24,8 +25,8 @@ from archerfish.serve.compute import Lane, ModelHost, PendingRequest, read_in_th
 from archerfish.serve.history import History
 from archerfish.serve.loads import SlotTimer
 from archerfish.serve.overload import AdmittedRequest, OverloadController, estimate_tokens
-from archerfish.serve.tenants import ANONYMOUS
-from archerfish.serve.wire import Chunk, ExplainRequest, Generated, GenerationRequest, Report, WireOutput
+from archerfish.serve.tenants import ANONYMOUS, Tenant
+from archerfish.serve.wire import ChangeAdapter, Chunk, ExplainRequest, Generated, GenerationRequest, Report, WireOutput
 from archerfish.step import TokenLogprobs
 
 PROBE_TENANT = replace(ANONYMOUS, name="\0probe")  # no other tenant can have this name
@@ -80,6 +81,31 @@ class HostedLLM:
             "has_chat_template": self._has_chat_template(), **memory,
         }  # fmt: skip
 
+    def adapters(self) -> dict[str, Any]:
+        """The part of the card that changes."""
+        library = self.engine.adapters
+        if library is None:
+            return {}
+        cards = [{"name": one.name, "path": one.path, "digest": one.digest} for one in library.list()]
+        return {"adapters": cards, "finds_adapters": bool(library.config.lora_dir)}
+
+    def change_adapter(self, request: PendingRequest, message: ChangeAdapter) -> None:
+        library = self.engine.adapters
+        if library is None:
+            raise InvalidInputError(f"{self.name} was started without adapters.", hint=NOT_ENABLED)
+
+        def change() -> Callable[[], None]:
+            if message.action == "load":
+                found = library.load(message.name, library.allowed_path(message.path), in_place=message.in_place)
+            elif message.action == "unload":
+                found = library.unload(message.name)
+            else:
+                found = library.find(message.name)
+            report = Report(request_id=message.request_id, values=asdict(found))
+            return partial(self.host.answer, request, report)
+
+        read_in_thread(self.host, request, change)
+
     def _has_chat_template(self) -> bool:
         try:
             return self.engine.tokenizer is not None and self.engine.chat_template is not None
@@ -103,6 +129,7 @@ class HostedLLM:
         is_limited = request.on_end is None and self.controller.max_output_tokens
         params, remarks = self._within_limit(params) if is_limited else (params, [])
         ids, has_grammar = message.token_ids, params.grammar is not None
+        is_at_hand = self._check_adapter(request.tenant, message.adapter)
         label = self.host.figures.tenant_label(request.tenant.name) if request.on_end is None else ""
         generation = HostedGeneration(self, request, message, params, label, self.batches[label], remarks)
         if request.on_end is None:  # no health check; before any work is spent on the text
@@ -116,11 +143,19 @@ class HostedLLM:
                 deadline_s=left_s if left_s and left_s > 0 else None,
             )  # fmt: skip
         request.release = generation.release
-        if ids is not None and len(ids) <= MAX_INLINE_TOKENS and not has_grammar:
+        if message.adapter:
+            self.host.figures.adapter_request(self.name, message.adapter)
+        if ids is not None and len(ids) <= MAX_INLINE_TOKENS and not has_grammar and is_at_hand:
             self._prepare(generation)()
         else:
             work = partial(self._prepare, generation)
             read_in_thread(self.host, request, work, self.host.compiler if has_grammar else None)
+
+    def _check_adapter(self, tenant: Tenant, adapter: str) -> bool:
+        """Whether an adapter, or none, is loaded; refuses one that the tenant may not use, as if it were not here."""
+        if not tenant.may_use(adapter):
+            raise NotFoundError(f"There is no adapter {adapter!r}.")
+        return not adapter or (self.engine.adapters is not None and self.engine.adapters.is_loaded(adapter))
 
     def _within_limit(self, params: SamplingParams) -> tuple[SamplingParams, list[str]]:
         """The parameters with max_tokens lowered to the server's limit of all n sequences together, and a remark about it.
@@ -154,7 +189,7 @@ class HostedLLM:
         live = self.engine.requests.make(
             prompt, params, listener=generation.on_delta, wants_text=not message.wants_ids,
             request_id=f"host-{next(self._ids)}", priority=min(message.priority, request.tenant.max_priority),
-            namespace=Namespace(request.tenant.name), deadline_s=request.left_s(self.host.clock()),
+            namespace=Namespace(request.tenant.name), deadline_s=request.left_s(self.host.clock()), adapter=message.adapter,
         )  # fmt: skip
         return partial(self._start, live, generation)
 
@@ -179,12 +214,13 @@ class HostedLLM:
         self.submit(request)
 
     def _explain(self, request: PendingRequest, message: ExplainRequest) -> None:
-        prompt = message.prompt if message.prompt is not None else message.token_ids
+        prompt, adapter = message.prompt if message.prompt is not None else message.token_ids, message.adapter
+        self._check_adapter(request.tenant, adapter)
         if prompt is None or (message.prompt is not None and message.token_ids is not None):
             raise InvalidInputError("Give one of prompt and token_ids.")
 
         def read() -> Callable[[], None]:
-            record = self.engine.explain(prompt, Namespace(request.tenant.name))
+            record = self.engine.explain(prompt, Namespace(request.tenant.name), adapter)
             report = Report(request_id=message.request_id, values={**asdict(record), "text": record.explain()})
             return partial(self.host.answer, request, report)
 
@@ -390,9 +426,9 @@ class HostedGeneration:
             host.fail(self.request, stopped)
             return
         answer = Generated(
-            request_id=message.request_id, model=self.model.name, num_prompt_tokens=len(result.prompt_token_ids),
-            num_output_tokens=result.metrics.num_output_tokens, num_cached_tokens=result.num_cached_tokens,
-            metrics={name: getattr(result.metrics, name) for name in METRICS}, remarks=self.remarks,
+            request_id=message.request_id, model=message.adapter or self.model.name, remarks=self.remarks,
+            num_prompt_tokens=len(result.prompt_token_ids), num_output_tokens=result.metrics.num_output_tokens,
+            num_cached_tokens=result.num_cached_tokens, metrics={name: getattr(result.metrics, name) for name in METRICS},
         )
         for output in result.outputs:
             shown = WireOutput(

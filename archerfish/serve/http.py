@@ -34,7 +34,9 @@ from archerfish.serve.tracing import Tracer
 
 logger = logging.getLogger("archerfish.serve")
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/openapi.json", "/docs", "/version", "/favicon.ico"))  # need no key
-OPERATOR_PATHS = ("/metrics", "/stats", "/admin/")  # figures of all tenants, and options
+OPERATOR_PATHS = (  # figures of all tenants, options, and what changes the service for all
+    "/metrics", "/stats", "/admin/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+)  # fmt: skip
 CLIENT_GONE = 499  # the status that nginx logs for a client that closed its connection before the answer
 UNSTATED = ("", "application/x-www-form-urlencoded")  # the second is curl's for any data
 JSON_TYPE = re.compile(r"application/(.*\+)?json")

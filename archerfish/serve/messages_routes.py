@@ -172,7 +172,7 @@ class MessagesRoutes:
         await self.service.complete(request, generation)
         [choice] = generation.choices
         end, usage = message_end(choice), message_usage(generation)
-        head: dict[str, Any] = {"id": gen.new_id("msg"), "model": generation.request.model}
+        head: dict[str, Any] = {"id": gen.new_id("msg"), "model": generation.text.card.id}
         return json_response(answers.MessageObject(**head, content=content_blocks(choice), usage=usage, **asdict(end)))
 
     async def count_tokens(self, request: Request, body: CountBody) -> ASGIApp:
@@ -221,7 +221,7 @@ class MessageEvents(EventWriter):
     def start(self) -> bytes:
         usage = message_usage(self._generation)
         usage.output_tokens = 0
-        message = answers.MessageObject(id=gen.new_id("msg"), model=self._generation.request.model, usage=usage)
+        message = answers.MessageObject(id=gen.new_id("msg"), model=self._generation.text.card.id, usage=usage)
         return named_event(answers.MessageStart(message=message))
 
     def delta(self, delta: gen.ChoiceDelta) -> bytes:

@@ -20,7 +20,7 @@ from archerfish.engine.inference_core import locate, output_sizes
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.llm_loading import read_facts
 from archerfish.engine.progress import progress_bar
-from archerfish.errors import InvalidInputError, OutOfMemoryError, ServiceError
+from archerfish.errors import InvalidInputError, OutOfMemoryError, ServiceError, StoppedError
 from archerfish.kernels.machine import free_memory
 from archerfish.models.adapter import encoder_class
 from archerfish.models.config import Config
@@ -29,7 +29,7 @@ from archerfish.serve.hosted_encoder import HostedEncoder
 from archerfish.serve.hosted_llm import HostedLLM, card_of
 from archerfish.serve.overload import BusyError
 from archerfish.serve.processes import ModelSpec
-from archerfish.serve.wire import UnservedModelError, names_of, unserved_model
+from archerfish.serve.wire import ChangeAdapter, UnservedModelError, names_of, unserved_model
 from archerfish.store.metadata import ARROW_NAME, read_metadata
 from archerfish.text.tokenizer import read_settings, stated_max_length
 from archerfish.types import no_progress
@@ -64,6 +64,8 @@ class ModelEntry:
     def card(self) -> dict[str, Any]:
         shown = {"id": self.name, "kind": self.kind, "max_length": 0, "aliases": list(self.aliases)}
         shown |= {"served_names": list(self.served_names)}
+        if isinstance(self.hosted, HostedLLM):
+            shown |= self.hosted.adapters()
         return {**shown, **self.known, "is_loaded": self.hosted is not None}
 
 
@@ -101,6 +103,13 @@ class ModelTable:
             if not found:
                 raise unserved_model(name, [entry.name for entry in self.entries])
         return min(found, key=itemgetter(0))[1]  # a full alias wins over the short name of another model
+
+    def change_adapter(self, request: PendingRequest, message: ChangeAdapter) -> None:
+        """Load or unload an adapter of a model, in another thread."""
+        entry = self.find(message.model, GENERATION)
+        if not isinstance(entry.hosted, HostedLLM):
+            raise StoppedError(f"The model {entry.name} is not loaded.", hint="Send it a request first.")
+        entry.hosted.change_adapter(request, message)
 
     def submit(self, entry: ModelEntry, request: PendingRequest) -> None:
         """Pass a request to a model, which is loaded first if necessary."""

@@ -373,7 +373,7 @@ class OllamaRoutes:
         return json_response(OllamaAnswer(body.model or card.id, None, is_chat=is_chat).whole())
 
     async def _answer(self, request: Request, body: OllamaBody, generation: gen.Generation, *, is_chat: bool) -> ASGIApp:
-        answer = OllamaAnswer(body.model or generation.request.model, generation, is_chat=is_chat)
+        answer = OllamaAnswer(body.model or generation.text.card.id, generation, is_chat=is_chat)
         if body.stream is not False:
             return EventStream(self.service, request, [generation], answer)
         await self.service.complete(request, generation)

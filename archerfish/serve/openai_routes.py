@@ -177,7 +177,7 @@ class OpenAIRoutes:
         )
         last = body.messages[-1]
         echo = last["content"] if body.echo and last["role"] == "assistant" else ""
-        head = gen.answer_head("chatcmpl", generation.request.model)
+        head = gen.answer_head("chatcmpl", generation.text.card.id)
         if body.stream:
             writer = ChatEvents(answers.ChatChunk(**head, choices=[]), [generation], body, [echo])
             return EventStream(self.service, request, [generation], writer)

@@ -14,7 +14,7 @@ from archerfish import __version__
 from archerfish.serve import answers, encoder_routes, ollama_routes, view_routes
 from archerfish.serve.bodies import NULL, STRING
 from archerfish.serve.errors import AnthropicError, Error, PlainError, error_type
-from archerfish.serve.http import BodyRoute
+from archerfish.serve.http import OPERATOR_PATHS, BodyRoute
 from archerfish.serve.metrics import CONTENT_TYPE as METRICS
 
 PREFIX = "#/components/schemas/"
@@ -67,7 +67,7 @@ def openapi_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
         for method in sorted(name.lower() for name in route.methods or ()):
             operation: dict[str, Any] = {"summary": str(route.endpoint.__doc__).partition("\n")[0]}
             if isinstance(route, BodyRoute):
-                statuses = GENERATING if route.events else COMPUTING
+                statuses = OPERATING if path.startswith(OPERATOR_PATHS) else GENERATING if route.events else COMPUTING
                 operation["responses"] = responses_of(path, route.answer, statuses, event_content(route))
                 operation["requestBody"] = {"required": True, "content": json_content(route.body_type)}
             elif (method, path) in ANSWERS:

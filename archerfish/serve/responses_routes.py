@@ -138,7 +138,7 @@ def empty_response(body: ResponsesBody, generation: gen.Generation) -> answers.R
     choice = body.tool_choice or "auto"
     return answers.ResponseObject(
         id=gen.new_id("resp"), created_at=int(time.time()), instructions=body.instructions,
-        max_output_tokens=body.max_output_tokens, model=generation.request.model,
+        max_output_tokens=body.max_output_tokens, model=generation.text.card.id,
         parallel_tool_calls=body.parallel_tool_calls is not False, temperature=generation.params.temperature,
         text=body.text or {"format": {"type": "text"}}, top_p=generation.params.top_p,
         tool_choice={"type": "function", "name": choice[1:]} if choice[0] == "=" else choice,

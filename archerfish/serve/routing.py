@@ -192,8 +192,9 @@ class RoutedBackend:
             return await self._explain(message)
         if isinstance(message, wire.Ping):
             return await self._ping(message)
-        if isinstance(message, wire.Configure):
-            found: list[Answer] = [answer for _, answer in await self._ask_all(message, needs_all=bool(message.options))]
+        if isinstance(message, wire.Configure | wire.ChangeAdapter):
+            needs_all = bool(message.options) if isinstance(message, wire.Configure) else message.action != "find"
+            found: list[Answer] = [answer for _, answer in await self._ask_all(message, needs_all=needs_all)]
             return found[0]
         if isinstance(message, wire.Query) and message.about in ("stats", "metrics", "view"):
             ask = {"stats": self._stats, "metrics": self._metrics, "view": self._view}[message.about]
@@ -259,7 +260,7 @@ class RoutedBackend:
         self, message: wire.ModelRequest, tokens: array[int], num_tokens: int, tried: Iterable[Replica] = (), **options: Any
     ) -> Route:
         """The replica for a request. While none is ready, it is waited for."""
-        choose = partial(self.router.choose, message.model, tokens, Namespace(message.tenant), num_tokens=num_tokens, **options)
+        choose = partial(self.router.choose, message.model, tokens, namespace_of(message), num_tokens=num_tokens, **options)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WAIT_S):
                 while self._closed is None:
@@ -381,6 +382,10 @@ class RoutedBackend:
         parts = [labelled(one.name, read_metrics(answer.values)) for one, answer in own]
         values = {metric.name: metric_values(metric) for metric in merged([*parts, *up])}
         return wire.Report(request_id=message.request_id, values={**shared.values, **values})
+
+
+def namespace_of(message: wire.ModelRequest) -> Namespace:
+    return Namespace(message.tenant, getattr(message, "adapter_digest", ""))
 
 
 def within(message: Any, passed_s: float) -> Any:

@@ -18,12 +18,13 @@ from typing import Any
 import msgspec
 import zmq.auth
 
-from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ModelConfig, ServeConfig
+from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
 from archerfish.errors import InvalidOptionError, MachineError
 from archerfish.kernels.select import choose_device
 from archerfish.serve import processes
 from archerfish.serve.calls import curl, examples
 from archerfish.serve.logs import set_up_log
+from archerfish.serve.model_tables import ModelConfig
 from archerfish.serve.processes import FrontConfig, HostConfig, KeptProcess, ModelSpec, front_process
 from archerfish.serve.replicas import RollingRestart, replica_processes
 from archerfish.serve.tenants import Tenants

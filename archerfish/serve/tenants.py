@@ -12,6 +12,7 @@ A file of keys is TOML; `archerfish keys` (`add_key`) creates and extends it:
     weight = 2.0
     max_priority = 1
     is_operator = false
+    adapters = ["legal", "support"]    # LoRA adapters that it may use; left out: all
 
     [[tenant]]                          # a second key of the same tenant, to replace the first one gradually
     name = "alice"
@@ -87,6 +88,10 @@ class Tenant:
     weight: Annotated[float, msgspec.Meta(gt=0, le=1e12)] = 1.0  # its share of the batch, relative to the weights of the others
     max_priority: int = 0  # higher priorities are lowered to this
     is_operator: bool = False  # whether it may use the admin routes
+    adapters: tuple[str, ...] | None = None  # LoRA adapters that it may use; None: all
+
+    def may_use(self, adapter: str) -> bool:
+        return not adapter or self.adapters is None or adapter in self.adapters
 
     def require_operator(self) -> None:
         if not self.is_operator:

@@ -53,6 +53,8 @@ class GenerationRequest(ModelRequest, tag="generate", kw_only=True, omit_default
     wants_ids: bool = False  # True: the answers have token ids and no text
     takes_bundles: bool = False  # True: answers of several requests may come as one Bundle
     priority: int = 0
+    adapter: str = ""  # the name of a LoRA adapter of the model
+    adapter_digest: str = ""  # of its content, as the model's card has it: routers and caches of answers go by it
 
 
 class EmbedRequest(ModelRequest, tag="embed", kw_only=True, omit_defaults=True):
@@ -87,6 +89,8 @@ class ExplainRequest(ModelRequest, tag="explain", kw_only=True, omit_defaults=Tr
 
     prompt: str | None = None
     token_ids: list[int] | None = None
+    adapter: str = ""  # as in GenerationRequest
+    adapter_digest: str = ""
 
 
 class Configure(Message, tag="configure", kw_only=True, omit_defaults=True):
@@ -94,6 +98,18 @@ class Configure(Message, tag="configure", kw_only=True, omit_defaults=True):
 
     model: str = ""
     options: dict[str, Any] = {}
+    credentials: str = ""
+
+
+class ChangeAdapter(Message, tag="adapter", kw_only=True, omit_defaults=True):
+    """Load or unload a LoRA adapter of a model, or find one by name in lora_dir; the answer is a Report. For front ends and
+    operators."""
+
+    model: str = ""
+    name: str = ""
+    action: Literal["load", "unload", "find"] = "find"
+    path: str = ""  # within lora_dir
+    in_place: bool = False  # in place of another of this name
     credentials: str = ""
 
 
@@ -213,7 +229,7 @@ class Vectors(Message, tag="vectors", kw_only=True, omit_defaults=True):
 
 
 class Report(Message, tag="report", kw_only=True, omit_defaults=True):
-    """The answer to a Query, an ExplainRequest, a Configure or a Charge."""
+    """The answer to a Query, an ExplainRequest, a Configure, a ChangeAdapter or a Charge."""
 
     values: dict[str, Any] = {}
 
@@ -246,7 +262,7 @@ class Failed(Message, tag="failed", kw_only=True, omit_defaults=True):
 
 
 ForVectors = EmbedRequest | ScoreRequest | ClassifyRequest
-FromClient = GenerationRequest | ForVectors | ExplainRequest | Configure | Charge | Cancel | Query | Ping
+FromClient = GenerationRequest | ForVectors | ExplainRequest | Configure | ChangeAdapter | Charge | Cancel | Query | Ping
 FromEngine = Chunk | Generated | Bundle | Vectors | Report | Pong | Failed
 M = TypeVar("M", FromClient, FromEngine)
 

@@ -21,12 +21,12 @@ from archerfish.config import (
     EmbedConfig,
     EngineConfig,
     HubConfig,
-    ModelConfig,
     Options,
     ServeConfig,
     env_name,
 )
 from archerfish.errors import InvalidOptionError, UnknownOptionError
+from archerfish.serve.model_tables import ModelConfig
 from archerfish.serve.tenants import Tenant, Tenants
 from scripts import options_page
 

@@ -56,7 +56,7 @@ def test_options_without_effect_are_accepted_with_one_remark_each(
 
 
 @pytest.mark.parametrize(("option", "said"), [
-    ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype cannot be 'fp4'.*auto, int8"), ({"enable_lora": True}, "enable_lora .* Merge"),
+    ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype cannot be 'fp4'.*auto, int8"),
     ({"enable_chunked_prefill": False}, "enable_chunked_prefill cannot be False. .*max_num_batched_tokens"),
     ({"tokenizer_mode": "slow"}, "tokenizer_mode"), ({"cpu_offload_gb": 4}, "cpu_offload_gb"),
     ({"quantization": "awq"}, "quantization is 'awq', but the files of .* say 'none'.*weights='int8'"),

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archerfish.kernels.ops import Activation, HeadShape, KVLayer, Rotation
-from archerfish.kernels.torch.reference import ACTIVATIONS, TorchOps
+from archerfish.kernels.torch.activations import ACTIVATIONS
+from archerfish.kernels.torch.reference import TorchOps
 from tests.kernels.native_support import native_ops
 from tests.kernels.paged import CPU_TYPES as TYPES
 from tests.kernels.paged import batch_over, check_copied_blocks, random

@@ -117,11 +117,17 @@ class StepDriver:
     block_size: int
     tokens: list[list[int]]
     num_computed: list[int]
+    slots: Sequence[int] | None = None  # of the adapter of each sequence
 
     @cached_property
     def forward(self) -> Callable[[Any], Any]:
         """As a runner calls it: recorded where the backend records."""
-        return self.ops.replayed(lambda batch: self.model.forward(batch, self.layers))
+        return self.ops.replayed(self._forward)
+
+    def _forward(self, batch: Any) -> Any:
+        if self.ops.adapters is not None:
+            self.ops.adapters.rows = batch.adapters
+        return self.model.forward(batch, self.layers)
 
     def build(self, **inputs: Any) -> Any:
         """A batch of the model's kind."""
@@ -140,10 +146,15 @@ class StepDriver:
         batch = self.build(
             tokens=new, starts=starts, blocks=[self.blocks_of(i) for i, _ in work], block_size=self.block_size,
             kept_rows=np.cumsum([count for _, count in work]) - 1 if keeps_last else None,
+            **({} if self.slots is None else {"adapters": np.array([self.slots[i] for i, _ in work])}),
         )
         with torch.inference_mode():
             hidden = self.forward(batch)
             num_rows = len(work) if keeps_last else batch.num_tokens
+            if self.slots is not None:
+                rows = batch.adapters if batch.kept_rows is None else batch.adapters[batch.kept_rows]
+                inner: Any = getattr(self.ops, "inner", self.ops)
+                inner.adapters.rows = rows.numpy() if inner is not self.ops else rows
             logits: Tensor = self.model.logits(self.ops.rows(hidden, np.arange(num_rows)))
         return list(logits.split_with_sizes([1 if keeps_last else count for _, count in work]))
 

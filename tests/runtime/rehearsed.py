@@ -34,6 +34,7 @@ from archerfish.models.config import Config
 from archerfish.types import Progress, no_progress
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.engine.tiny_rwkv import save_tiny_rwkv
+from tests.models.adapter_files import random_adapter
 
 WIDE = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 200}
 WINDOW = {**WIDE, "model_type": "gemma2", "sliding_window": 64, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0}
@@ -50,6 +51,7 @@ MODELS: dict[str, Model] = {  # how its files are made, what is changed in its c
     "gemma": (save_tiny_llama, {**WINDOW, "max_position_embeddings": 1024}, {"max_num_seqs": 33}),
     "deterministic": (save_tiny_llama, {**WIDE, "max_position_embeddings": 512}, {"deterministic": True}),
     "rwkv": (save_tiny_rwkv, {"max_position_embeddings": 512}, {"block_size": 16}),
+    "adapters": (save_tiny_llama, {**WIDE, "max_position_embeddings": 512}, {"enable_lora": True, "max_loras": 2}),
 }
 BERT: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 60,
@@ -108,14 +110,26 @@ def generate(kind: str, directory: str, num_rounds: int) -> None:
     llm_loading.choose_ops = NotedOps  # type: ignore[attr-defined]
     random = np.random.default_rng(1)
     with LLMEngine(str(save(Path(directory), **changes)), **{**OPTIONS, **options}) as engine:
-        most = engine.facts.max_len - 20
+        most, names = engine.facts.max_len - 20, list[Any]([None])
+        if engine.adapters is not None:
+            names += load_adapters(engine, Path(directory))
         for number in range(num_rounds):
             num = int(random.integers(1, (4, 12, 90)[number % 3]))
             shared = [7] * int(random.choice([0, 0, 20, min(600, most - 60)]))
             lengths = random.integers(1, max(2, (60, most - len(shared))[number % 2]), num)
             prompts = [shared + random.integers(0, 90, length).tolist() for length in lengths]
             is_plain = random.random() < 0.4
-            engine.generate(prompts, [GREEDY if is_plain else random_params(random) for _ in prompts])
+            params = [GREEDY if is_plain else random_params(random) for _ in prompts]
+            engine.generate(prompts, params, lora_request=[names[random.integers(len(names))] for _ in prompts])
+
+
+def load_adapters(engine: LLMEngine, directory: Path) -> list[Any]:
+    assert engine.adapters is not None and engine.runner.ops.adapters is not None
+    maps = engine.runner.ops.adapters.maps
+    shapes = {name: (one.outputs, one.inputs) for name, one in maps.items() if not one.table.is_lookup}
+    for name in ("a", "b", "c"):
+        engine.adapters.load(name, random_adapter(directory / name, shapes, ord(name), target_modules=list(shapes)))
+    return ["a", "b", "c"]
 
 
 class Zeros(Weights[torch.Tensor]):

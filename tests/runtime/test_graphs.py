@@ -26,6 +26,7 @@ from archerfish.runtime.sampler import CUT, MANY_SCORES, PENALTY, SCORES, SPECIA
 from archerfish.step import RowEntry, StepInput
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.engine.tiny_rwkv import save_tiny_rwkv
+from tests.models.adapter_files import random_adapter
 from tests.runtime.conftest import RecordingOps
 
 USUAL: dict[str, Any] = {"dtype": "float32", "load_format": "dummy", "num_threads": 1}
@@ -76,6 +77,39 @@ def test_tokens_are_the_same(model: Path, params: SamplingParams, monkeypatch: p
     assert generate(model, params, monkeypatch, records=True) == plain
     assert generate(model, params, monkeypatch, records=True, has_cache=False) == plain
     assert len({tuple(tokens) for tokens in plain}) > 3
+
+
+@pytest.mark.parametrize("kind", ["model", "rwkv"])
+def test_adapters_in_recorded_passes(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Sequences of two adapters and of none, in steps of decodes, of prompts, and of drafts; then some that have none."""
+    model, found = request.getfixturevalue(kind), []
+    for records in (False, True):
+        ops = RecordingOps if records else TorchOps
+        monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype, ops=ops: ops(device, dtype))
+        with LLMEngine(
+            str(model), **USUAL, max_cache_tokens=1024, max_num_seqs=10, enable_lora=True, max_loras=2, speculation="ngram"
+        ) as engine:
+            assert engine.adapters is not None
+            shapes = {name: (one.outputs, one.inputs) for name, one in maps_of(engine).items() if not one.table.is_lookup}
+            for name in ("a", "b"):
+                engine.adapters.load(name, random_adapter(tmp_path / name, shapes, ord(name), target_modules=list(shapes)))
+            work = [PROMPTS[i] * 2 for i in range(9)]
+            params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=12)
+            mixed = [[None, "a", "b"][i % 3] for i in range(9)]
+            rounds = [engine.generate(work, params, lora_request=each) for each in (mixed, [None] * 9)]
+            found.append([output.token_ids for outputs in rounds for output in outputs])
+            graphs = engine.runner._graphs
+            if graphs is not None:
+                assert {kind.has_adapters for kind in graphs._recorded} == {True, False}
+    assert found[0] == found[1]
+    assert found[0][1] != found[0][10], "the adapter changes nothing"
+
+
+def maps_of(engine: LLMEngine) -> Any:
+    assert engine.runner.ops.adapters is not None
+    return engine.runner.ops.adapters.maps
 
 
 @pytest.mark.parametrize(("kind", "max_cache_tokens"), [("model", 160), ("rwkv", 80)])

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 ROUNDS = 9
 
 
-KINDS = ("rwkv", "encoders", "int8", "experts", "gemma", "deterministic")
+KINDS = ("rwkv", "encoders", "int8", "experts", "gemma", "deterministic", "adapters")
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 
 

@@ -271,6 +271,7 @@ def test_document_has_the_answers_of_every_route() -> None:
 
 
 LEAST: dict[str, dict[str, Any]] = {
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "a"}, "/v1/unload_lora_adapter": {"lora_name": "a"},
     "/v1/chat/completions": {"messages": HI}, "/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"},
     "/v1/messages": {"messages": HI, "max_tokens": 1}, "/v1/messages/count_tokens": {"messages": HI},
     "/v1/embeddings": {"input": "a"}, "/v1/rerank": {"query": "a", "documents": ["b"]},

@@ -15,7 +15,7 @@ import pytest
 from archerfish.cli.commands import make_parser
 from archerfish.cli.main import find_command
 from archerfish.cli.serve import take_models
-from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ModelConfig, ServeConfig, read_models
+from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
 from archerfish.errors import InvalidOptionError, ModelNotFoundError, UnknownOptionError
 from archerfish.kernels import room
 from archerfish.kernels.machine import Memory
@@ -23,6 +23,7 @@ from archerfish.serve import run
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.hosted_encoder import MAX_INLINE_SIZE
 from archerfish.serve.hosted_llm import HostedLLM
+from archerfish.serve.model_tables import ModelConfig, read_models
 from archerfish.serve.models import describe
 from archerfish.serve.processes import ModelSpec
 from archerfish.serve.wire import EmbedRequest, GenerationRequest, Ping, Vectors

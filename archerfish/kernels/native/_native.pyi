@@ -62,6 +62,10 @@ class Tape:
         residual: int = -1, softcap: float = 0.0, norm: Floats | None = None, eps: float = 0.0, before: int = -1,
         total: int = -1, is_deterministic: bool = False,
     ) -> None: ...
+    def lora(
+        self, y: int, x: int, inner: int, down: Array, up: Array, ranks: Array, sizes: Sequence[int], is_lookup: bool,
+        activation: int, softcap: float, scale: float,
+    ) -> None: ...
     def norm(
         self, x: int, before: int, total: int, weight: Floats | None, bias: Floats | None, eps: float, width: int, out: int
     ) -> None: ...

@@ -17,6 +17,7 @@ from archerfish.kernels.experts import Routing
 from archerfish.kernels.formats import WeightFormat
 from archerfish.kernels.machine import cpu, usable_cores
 from archerfish.kernels.native._native import Level, all_threads
+from archerfish.kernels.native.adapters import NativeAdapters
 from archerfish.kernels.native.recorder import (
     Handle,
     Input,
@@ -124,6 +125,9 @@ class NativeOps(Ops[Any]):
     def replayed(self, call: Callable[[Any], Handle]) -> Callable[[Any], Handle]:
         """Where ranks exchange something within a pass, each operation is a tape of its own."""
         return Replayer(self.runner, call) if self.ranks.is_alone else call
+
+    def new_adapters(self, num_slots: int, max_rank: int) -> NativeAdapters:
+        return NativeAdapters(self, num_slots, max_rank)
 
     def recurrent(self) -> NativeRecurrentOps:
         return NativeRecurrentOps(self)
@@ -242,6 +246,8 @@ class NativeOps(Ops[Any]):
         self, x: Handle, norm: Handle, eps: float, weight: LinearWeight[Handle], *, residual: Handle | None = None,
         gate: Activation | None = None,
     ) -> tuple[Handle, Handle]:
+        if self.adapted(weight) is not None:
+            return super().normed_linear(x, norm, eps, weight, residual=residual, gate=gate)
         packed = weight.get()
         assert isinstance(packed, NativeWeight)
         y, total = packed.multiply_normed(x, norm, eps, residual, gate)
@@ -250,6 +256,9 @@ class NativeOps(Ops[Any]):
     def logits(self, x: Handle, head: LinearWeight[Handle], *, softcap: float = 0.0) -> Handle:
         packed = head.get()
         assert isinstance(packed, NativeWeight)
+        table = self.adapted(head)
+        if table is not None and self.adapters is not None:
+            return self.adapters.add(packed.multiply(x, "none", None), x, table, softcap=softcap)
         return packed.multiply(x, "none", None, softcap=softcap)
 
     def gated(self, x: Handle, activation: Activation) -> Handle:

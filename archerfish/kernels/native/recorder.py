@@ -50,6 +50,7 @@ class Input(IntEnum):
     TARGETS = 10
     PIECE_STARTS = 11
     FIRST_PIECES = 12
+    ADAPTERS = 13
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,7 +244,7 @@ def read_batch(batch: Any) -> tuple[StepArrays, tuple[bool, ...]]:
         step.set(Input.TYPE_IDS, batch.type_ids)
         return step, (batch.type_ids is not None,)
     set_batch(step, batch)
-    return step, (batch.kept_rows is not None,)
+    return step, (batch.kept_rows is not None, batch.adapters is not None)
 
 
 def set_segments(step: StepArrays, segments: Any) -> None:
@@ -254,6 +255,7 @@ def set_segments(step: StepArrays, segments: Any) -> None:
 def set_batch(step: StepArrays, batch: Any) -> None:
     """The numbers of a PagedBatch or a RecurrentBatch."""
     step.set(Input.KEPT_ROWS, batch.kept_rows)
+    step.set(Input.ADAPTERS, batch.adapters)
     step.sizes[Rows.KEPT] = 0 if batch.kept_rows is None else len(batch.kept_rows)
     step.sizes[Rows.SEQUENCES] = len(batch.query_lens)
     if hasattr(batch, "block_tables"):
@@ -286,5 +288,7 @@ def symbolic(batch: Any) -> Any:
             names["positions"] = Value(Rows.TOKENS, 1, source=Input.POSITIONS)
         if batch.kept_rows is not None:
             names["kept_rows"] = Value(Rows.KEPT, 1, source=Input.KEPT_ROWS)
+        if batch.adapters is not None:
+            names["adapters"] = Value(Rows.TOKENS, 1, source=Input.ADAPTERS)
     return dataclasses.replace(batch, **names)
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the name that every torch reader expects)
 
 from archerfish.errors import OutOfMemoryError
+from archerfish.kernels.adapters import Adapters
 from archerfish.kernels.decoding import FILLING_POSITION, NUM_INPUTS, ON_DEVICE, DecodeState, Input, PassSize
 from archerfish.kernels.experts import Routing
 from archerfish.kernels.formats import INT8, Tensors, WeightFormat
@@ -39,6 +39,8 @@ from archerfish.kernels.ops import (
 from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.sampling import Drawn, Logprobs, PoolStats, SamplingBatch, TokenCounts
 from archerfish.kernels.stored import FP8_LARGEST, GPU_TYPES, StoredTensor
+from archerfish.kernels.torch.activations import ACTIVATIONS
+from archerfish.kernels.torch.adapters import TorchAdapters
 from archerfish.kernels.torch.from_store import stored_parts
 from archerfish.kernels.torch.sampling import TorchSampling, sampling_batch
 from archerfish.kernels.torch.wkv import TorchRecurrentOps
@@ -47,10 +49,6 @@ Tensor = torch.Tensor
 DUMMY_SCALE = 0.02  # of random weights
 FP8 = torch.float8_e4m3fn
 FP8_HEADROOM = 4.0  # times the largest key or value that was seen when scales were set
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "none": lambda x: x, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu,
-    "relu_squared": lambda x: F.relu(x).square_(), "sigmoid": torch.sigmoid, "silu": F.silu, "tanh": torch.tanh,
-}
 
 
 class TorchWeight(PackedWeight[Tensor]):
@@ -118,6 +116,9 @@ class TorchOps(Ops[Tensor]):
         if weight_format is INT8 and self.rounds_rows:
             product = self.products.get("int8 times int8", product)
         return product(self, weight_format, weight_format.stack(loaded), bias)
+
+    def new_adapters(self, num_slots: int, max_rank: int) -> Adapters[Tensor]:
+        return TorchAdapters(self, num_slots, max_rank)
 
     def embed(self, tables: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
         total = F.embedding(ids[0], tables[0]).float()

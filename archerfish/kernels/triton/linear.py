@@ -13,7 +13,8 @@ import torch
 
 from archerfish.kernels.formats import Groups, Tensors, WeightFormat
 from archerfish.kernels.ops import Activation
-from archerfish.kernels.torch.reference import ACTIVATIONS, TorchOps, TorchWeight
+from archerfish.kernels.torch.activations import ACTIVATIONS
+from archerfish.kernels.torch.reference import TorchOps, TorchWeight
 from archerfish.kernels.triton import norm as triton_norm
 from archerfish.kernels.triton.group_products import FEW_ROWS, dequantise, multiply_groups, pack
 from archerfish.kernels.triton.launch import early_start

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from archerfish.errors import InvalidOptionError, OutOfMemoryError
+from archerfish.kernels.adapters import Adapters
 from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input, PassSize
 from archerfish.kernels.experts import Routing
 from archerfish.kernels.ops import (
@@ -327,6 +328,11 @@ class TritonOps(TorchOps):
     def keep_tokens(self, inputs: Tensor, state: DecodeState[Tensor], tokens: Tensor) -> None:
         state.last_tokens.scatter_(0, inputs[Input.ROW], tokens)
 
+    def new_adapters(self, num_slots: int, max_rank: int) -> Adapters[Tensor]:
+        from archerfish.kernels.triton.adapters import TritonAdapters
+
+        return TritonAdapters(self, num_slots, max_rank)
+
     def recurrent(self) -> RecurrentOps[Tensor]:
         from archerfish.kernels.triton.recurrent import TritonRecurrentOps
 
@@ -428,6 +434,8 @@ class TritonOps(TorchOps):
         self, x: Tensor, norm: Tensor, eps: float, weight: LinearWeight[Tensor], *, residual: Tensor | None = None,
         gate: Activation | None = None,
     ) -> tuple[Tensor, Tensor]:
+        if self.adapted(weight) is not None:
+            return super().normed_linear(x, norm, eps, weight, residual=residual, gate=gate)
         packed = weight.get()
         if not isinstance(packed, FewRowsWeight) or not packed.takes(x):
             if isinstance(packed, ByteRowsWeight) and packed.takes_normed(x, gate) and self.can_normalise(x):
@@ -445,7 +453,8 @@ class TritonOps(TorchOps):
 
     def logits(self, x: Tensor, head: LinearWeight[Tensor], *, softcap: float = 0.0) -> Tensor:
         packed = head.get()
-        if softcap or x.dtype != self.torch_dtype or not isinstance(packed, FewRowsWeight):
+        is_adapted = self.adapted(head) is not None
+        if is_adapted or softcap or x.dtype != self.torch_dtype or not isinstance(packed, FewRowsWeight):
             return super().logits(x, head, softcap=softcap)
         if packed.takes(x):
             return packed.multiply_few(x, dtype=torch.float32)

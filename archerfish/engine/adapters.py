@@ -1,0 +1,235 @@
+"""LoRA adapters by name: what requests may name, what lies in the machine's memory, and what goes to the device.
+
+An adapter's content has a number, under which the scheduler gives it a slot, and a digest, which separates its cached contexts
+from those of others. A name that is loaded again with other content gets others: requests that run keep theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from archerfish.config import EngineConfig
+from archerfish.errors import InvalidInputError, InvalidOptionError, NotFoundError, did_you_mean
+from archerfish.kernels.adapters import Adapters
+from archerfish.kernels.ops import Ops
+from archerfish.sched.adapters import AdapterSlots
+from archerfish.sequence import Namespace
+from archerfish.store.adapters import Adapter, AdapterError, MapShape, read_adapter
+
+logger = logging.getLogger("archerfish.engine")
+WAIT_S = 0.05  # after which masks of grammars are looked at again
+NOT_ENABLED = "Start with enable_lora=True (--enable-lora)."
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """The adapter of a request by name and path, as vLLM has it. lora_int_id has no effect: the content is what counts."""
+
+    lora_name: str
+    lora_int_id: int = 0
+    lora_path: str = ""
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """What a name stands for."""
+
+    name: str
+    path: str
+    number: int
+    digest: str
+    rank: int
+    num_bytes: int  # in the machine's memory
+
+
+class AdapterLibrary:
+    """The adapters of one engine. Safe to use from several threads.
+
+    changed: over the lock of the scheduler; notified when an adapter has come into its slot, as `wake` is called then.
+    """
+
+    def __init__(
+        self, config: EngineConfig, ops: Ops[Any], changed: threading.Condition, wake: Callable[[], None] | None
+    ) -> None:
+        self.config, self._changed, self._wake = config, changed, wake
+        self.slots = AdapterSlots(config.max_loras, self._begin_load)
+        self.attach(ops)
+        self._names: dict[str, LoadedAdapter] = {}
+        self._files: dict[int, LoadedAdapter] = {}  # by number: where its content can be read again
+        self._numbers: dict[str, int] = {}  # by digest
+        self._content: OrderedDict[int, Adapter] = OrderedDict()  # in the machine's memory, the one used longest ago first
+        self._lock = threading.RLock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="archerfish-adapters")
+        for name, path in lora_modules(config):
+            self.load(name, path)
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, ops: Ops[Any], changed: threading.Condition, wake: Callable[[], None] | None
+    ) -> AdapterLibrary | None:
+        """None where adapters are not enabled."""
+        return cls(config, ops, changed, wake) if config.enable_lora else None
+
+    def wait(self) -> bool:
+        """Whether adapters are on their way to their slots; if so, after one has come, something was submitted, or a while."""
+        with self._changed:
+            return self.slots.is_loading and (self._changed.wait(WAIT_S) or True)
+
+    def attach(self, ops: Ops[Any]) -> None:
+        """Use the slots of a backend, which are empty."""
+        assert ops.adapters is not None
+        self._device: Adapters[Any] = ops.adapters
+        self.slots.clear()
+
+    def detach(self) -> None:
+        """Let the memory of slots go with the weights, until `attach`."""
+        self._thread.submit(lambda: None).result()  # what was on its way has come
+        self.slots.clear()
+        vars(self).pop("_device", None)
+
+    def load(self, name: str, path: str | Path, *, in_place: bool = False) -> LoadedAdapter:
+        """Read and check an adapter; from now on requests may name it. in_place: in place of the one of this name."""
+        if not isinstance(name, str) or not name.strip():
+            raise InvalidInputError(f"An adapter needs a name, not {name!r}.")
+        known = self._names.get(name)
+        if known is not None and not in_place:
+            if known.path == str(path):
+                return known
+            hint = "Unload it first, or load it in place (load_inplace)."
+            raise InvalidInputError(f"There is an adapter {name!r} already, of {known.path}.", hint=hint)
+        adapter = self._read(Path(path).expanduser())
+        with self._lock:
+            number = self._numbers.setdefault(adapter.digest, len(self._numbers) + 1)
+            found = LoadedAdapter(name, str(path), number, adapter.digest, adapter.rank, adapter.num_bytes)
+            self._names[name] = self._files[number] = found
+            self._keep(number, adapter)
+        with self._changed:
+            self.slots.forget_error(number)
+        logger.info("Adapter %s: rank %d, %d linear maps, %s.", name, adapter.rank, len(adapter.matrices), path)
+        return found
+
+    def unload(self, name: str) -> LoadedAdapter:
+        """Requests may not name it any more; those that run with it go on."""
+        with self._lock:
+            found = self.find(name, on_demand=False)
+            del self._names[name]
+            return found
+
+    def find(self, name: str, *, on_demand: bool = True) -> LoadedAdapter:
+        """The adapter of a name; on_demand: one that lies in lora_dir is loaded."""
+        found = self._names.get(name)
+        if found is not None:
+            return found
+        path = self._on_demand(name) if on_demand else None
+        if path is None:
+            raise NotFoundError(f"There is no adapter {name!r}.", hint=did_you_mean(name, self._names))
+        return self.load(name, path)
+
+    def request(self, name: str) -> bool:
+        """Whether an adapter is in a slot; if not, it comes into one as soon as one is free."""
+        number = self.find(name).number
+        with self._changed:
+            self.slots.begin_plan()
+            return self.slots.is_ready(number)
+
+    def is_loaded(self, name: str) -> bool:
+        return name in self._names
+
+    def list(self) -> list[LoadedAdapter]:
+        """All that are loaded, by name."""
+        with self._lock:
+            return [self._names[name] for name in sorted(self._names)]
+
+    def for_request(self, wanted: Any) -> LoadedAdapter:
+        """The adapter of a request: by name, or as a LoRARequest of ours or of vLLM, which is loaded where it is new."""
+        if isinstance(wanted, str):
+            return self.find(wanted)
+        name, path = getattr(wanted, "lora_name", None), getattr(wanted, "lora_path", None)
+        if not isinstance(name, str):
+            raise InvalidInputError(f"The adapter of a request must be a name or a LoRARequest, not {type(wanted).__name__}.")
+        return self.load(name, path, in_place=True) if path and not self._is_known(name, path) else self.find(name)
+
+    def allowed_path(self, path: str) -> Path:
+        """A path that comes from outside: it must lie in lora_dir."""
+        allowed = self.config.lora_dir
+        if not allowed:
+            raise AdapterError("Adapters are loaded from no directory.", hint="Start with lora_dir (--lora-dir).")
+        root = Path(allowed).expanduser().resolve()
+        found = (root / Path(path).expanduser()).resolve()
+        if root not in found.parents:
+            raise AdapterError(f"{path} lies outside of the directory of adapters.", hint="Give a path within lora_dir.")
+        return found
+
+    def _is_known(self, name: str, path: str) -> bool:
+        return name in self._names and self._names[name].path == str(path)
+
+    def _on_demand(self, name: str) -> Path | None:
+        is_plain = name == Path(name).name and name not in ("", ".", "..") and "\\" not in name and "\0" not in name
+        if not self.config.lora_dir or not is_plain:
+            return None
+        path = self.allowed_path(name)
+        return path if path.is_dir() else None
+
+    def _read(self, path: Path) -> Adapter:
+        maps = {name: MapShape(one.outputs, one.inputs, one.table.is_lookup) for name, one in self._device.maps.items()}
+        return read_adapter(path, maps, max_rank=self._device.max_rank)
+
+    def _keep(self, number: int, adapter: Adapter) -> None:
+        with self._lock:
+            self._content[number] = adapter
+            self._content.move_to_end(number)
+            while len(self._content) > max(1, self.config.max_cpu_loras or 4 * self.config.max_loras):
+                self._content.popitem(last=False)
+
+    def _begin_load(self, number: int, slot: int) -> None:
+        self._thread.submit(self._load_slot, number, slot)
+
+    def _load_slot(self, number: int, slot: int) -> None:
+        """Put an adapter into a slot, in a thread of its own: steps go on meanwhile."""
+        error: BaseException | None = None
+        try:
+            with self._lock:
+                adapter, file = self._content.get(number), self._files[number]
+            if adapter is None:
+                adapter = self._read(Path(file.path).expanduser())
+                if adapter.digest != file.digest:
+                    raise AdapterError(f"{file.path} has changed since {file.name} was loaded.", hint="Load it again in place.")
+            self._keep(number, adapter)
+            self._device.fill(slot, adapter.matrices)
+        except BaseException as raised:
+            error = raised
+        with self._changed:
+            if error is None:
+                self.slots.loaded(number)
+            else:
+                self.slots.failed(number, error)
+            self._changed.notify_all()
+        if self._wake is not None:
+            self._wake()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=True)
+
+
+def with_adapter(namespace: Namespace, adapter: LoadedAdapter) -> Namespace:
+    """The namespace of a request's cached contexts: they are those of an adapter's content, whatever its name."""
+    return namespace._replace(adapter=f"{namespace.adapter}+{adapter.digest}" if namespace.adapter else adapter.digest)
+
+
+def lora_modules(config: EngineConfig) -> list[tuple[str, str]]:
+    """Names and paths of the option."""
+    found = []
+    for entry in filter(None, (part.strip() for part in config.lora_modules.split(","))):
+        name, _, path = entry.partition("=")
+        if not name or not path:
+            raise InvalidOptionError(f"[engine] lora_modules: {entry!r} is not name=path.", hint="Separate several by commas.")
+        found.append((name, path))
+    return found

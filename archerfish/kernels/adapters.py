@@ -1,0 +1,136 @@
+"""Low-rank adapters (LoRA) beside the linear maps of a model: y + B (A x), with matrices A and B of the row's adapter.
+
+A device has room for some adapters at a time, in slots. A row of a pass names its slot, from 1 on; 0: it has no adapter. So one
+product serves rows of many adapters and of none, whatever the format of the map's own matrix. What an adapter's scale is, has
+been multiplied into its B.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from archerfish.errors import DeviceError
+from archerfish.kernels.ops import Activation, Ids, T
+
+if TYPE_CHECKING:
+    from archerfish.kernels.decoding import PassSize
+
+Floats = npt.NDArray[np.float32]
+
+
+class LowRank(NamedTuple):
+    """An adapter's matrices for one linear map: A, (rank, inputs), and B with the scale in it, (outputs, rank)."""
+
+    down: Floats
+    up: Floats
+
+
+@dataclass(eq=False)
+class AdapterTable(Generic[T]):
+    """Memory of all slots for one product, which may be of several maps that are stacked along their outputs.
+
+    Each of these parts has an A of its own. Of a lookup table, what A gives is looked up as well.
+    """
+
+    down: T  # (slots, parts * most rank, inputs); of a lookup table (slots, inputs, most rank)
+    up: T  # (slots, outputs, most rank); native: (slots, most rank, outputs)
+    ranks: T  # (slots,) integers: the highest rank of the slot's adapter here; 0: it leaves this product alone
+    sizes: tuple[int, ...]  # outputs of each part
+    is_lookup: bool = False
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """Where the outputs of each part begin and end."""
+        ends = np.cumsum(self.sizes).tolist()
+        return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+class AdaptedMap(NamedTuple):
+    """Where the additions to a linear map of a checkpoint lie."""
+
+    table: AdapterTable[Any]
+    part: int
+    inputs: int
+
+    @property
+    def outputs(self) -> int:
+        return self.table.sizes[self.part]
+
+
+class Adapters(ABC, Generic[T]):
+    """The slots of one backend. `rows` is set by who computes a pass: the slot of each of its rows, None where none has one."""
+
+    def __init__(self, num_slots: int, max_rank: int) -> None:
+        self.num_slots, self.max_rank = num_slots, max_rank
+        self.maps: dict[str, AdaptedMap] = {}  # by the name of the map in checkpoints: see `plain_name`
+        self.lookup: AdapterTable[T] | None = None  # of the embedding
+        self.rows: T | None = None
+
+    def add_product(
+        self, names: Sequence[str], sizes: Sequence[int], inputs: int, *, is_lookup: bool = False
+    ) -> AdapterTable[T]:
+        """Room beside the maps of these names, which are stacked."""
+        table = self.new_table(tuple(sizes), inputs, is_lookup)
+        self.maps |= {plain_name(name): AdaptedMap(table, part, inputs) for part, name in enumerate(names)}
+        return table
+
+    def fill(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
+        """Put an adapter into a slot that no row uses, whose number is from 1 on; products that it lacks stay as they are.
+
+        Steps may be computed by another thread meanwhile.
+        """
+        with self.filling():
+            for table in {id(each.table): each.table for each in self.maps.values()}.values():
+                self.clear(table, slot - 1)
+            for name, one in matrices.items():
+                self.write(self.maps[name].table, self.maps[name].part, slot - 1, one)
+
+    def filling(self) -> AbstractContextManager[object]:
+        """Around all that `fill` writes, which is there when this ends."""
+        return nullcontext()
+
+    def add_to_lookup(self, y: T, ids: T, scale: float) -> T:
+        """Rows of the embedding, times a factor, with the additions of their adapters."""
+        return y if self.rows is None or self.lookup is None else self.add(y, ids, self.lookup, scale=scale)
+
+    def read_rows(self, inputs: T, size: PassSize | None) -> None:
+        """Set `rows` by what the host sent for a recorded pass over prompts, or, with None, for a step of decodes."""
+        raise DeviceError("This backend records no steps.")
+
+    @abstractmethod
+    def new_table(self, sizes: tuple[int, ...], inputs: int, is_lookup: bool) -> AdapterTable[T]:
+        """Room in all slots, with ranks of 0."""
+
+    @abstractmethod
+    def clear(self, table: AdapterTable[T], place: int) -> None:
+        """Nothing is added for rows of a place, which is counted from 0."""
+
+    @abstractmethod
+    def write(self, table: AdapterTable[T], part: int, place: int, matrices: LowRank) -> None:
+        """Put matrices into a place that was cleared."""
+
+    @abstractmethod
+    def add(
+        self, y: T, x: T, table: AdapterTable[T], *, activation: Activation = "none", softcap: float = 0.0, scale: float = 1.0
+    ) -> T:
+        """activation(y + scale * B (A x)) for all rows, softcap as in `Ops.logits`; may use y's memory. x: of a lookup, ids."""
+
+    def keep(self, take: Callable[[T, Ids | T], T], indices: Ids | T) -> None:
+        """The pass goes on with some of its rows."""
+        if self.rows is not None:
+            self.rows = take(self.rows, indices)
+
+
+def plain_name(name: str) -> str:
+    """The name of a module without what stands in front of a text model's: checkpoints of one model differ in that."""
+    parts = name.split(".")
+    while parts[0] in ("model", "language_model", "base_model") and len(parts) > 1:
+        parts = parts[1:]
+    return ".".join(parts)

@@ -1,0 +1,177 @@
+"""Adapters on a GPU: rows are sorted by slot and cut into chunks of one slot each. A kernel multiplies each chunk with its A, a
+second one adds what B makes of that. Which rows belong to which chunk follows on the device, once for a pass, so that one
+recording serves any mix of adapters; programs without a chunk end at once.
+
+No `from __future__ import annotations` here: see `triton/norm.py`.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from archerfish.kernels.adapters import AdapterTable
+from archerfish.kernels.ops import Activation
+from archerfish.kernels.torch.activations import ACTIVATIONS
+from archerfish.kernels.torch.adapters import TorchAdapters
+from archerfish.kernels.triton.tiles import cdiv, dot_block
+
+Tensor = torch.Tensor
+FEW_ROWS, FEW, MANY = 512, 16, 64  # rows of a pass, and rows of a chunk up to so many and beyond
+SPLIT_COLUMNS, MAX_SPLITS = 1024, 8  # inputs that a program multiplies with A, and most parts of them
+COLUMNS, OUTPUTS = 128, 128  # read at a time, and of a program
+MAX_PARTS = 4
+
+
+@triton.jit(do_not_specialize=["num_rows", "x_stride"])
+def shrink_kernel(
+    x, down, ranks, order, chunk_slots, chunk_firsts, chunk_counts, inner, num_rows, x_stride, width: tl.constexpr,
+    max_rank: tl.constexpr, num_inner: tl.constexpr, split: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
+    columns: tl.constexpr,
+):
+    """inner: (splits, rows, parts * most rank)"""
+    slot = tl.load(chunk_slots + tl.program_id(0))
+    if slot == 0:
+        return
+    rank = tl.load(ranks + slot - 1)
+    if rank == 0:
+        return
+    places = tl.arange(0, rows)
+    is_row = places < tl.load(chunk_counts + tl.program_id(0))
+    row = tl.load(order + tl.load(chunk_firsts + tl.program_id(0)) + places, mask=is_row, other=0)
+    number = tl.program_id(1) * block + tl.arange(0, block)
+    is_number = (number < num_inner) & (number % max_rank < rank)
+    lines = down + (slot - 1).to(tl.int64) * num_inner * width + number[:, None] * width
+    total = tl.zeros((rows, block), dtype=tl.float32)
+    first = tl.program_id(2) * split
+    for start in range(first, tl.minimum(first + split, width), columns):
+        column = start + tl.arange(0, columns)
+        is_column = column < width
+        a = tl.load(lines + column[None, :], mask=is_number[:, None] & is_column[None, :], other=0.0)
+        values = tl.load(x + row[:, None] * x_stride + column[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0)
+        total += tl.dot(values.to(a.dtype), tl.trans(a), input_precision="ieee")
+    place = (tl.program_id(2) * num_rows + row)[:, None] * num_inner + number[None, :]
+    tl.store(inner + place, total, mask=is_row[:, None] & (number < num_inner)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows", "y_stride", "scale"])
+def expand_kernel(
+    y, inner, up, ranks, order, chunk_slots, chunk_firsts, chunk_counts, num_rows, y_stride, scale, end0: tl.constexpr,
+    end1: tl.constexpr, end2: tl.constexpr, outputs: tl.constexpr, max_rank: tl.constexpr, num_inner: tl.constexpr,
+    num_splits: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, tile: tl.constexpr,
+):
+    """end0, end1, end2: where the outputs of the first parts end."""
+    slot = tl.load(chunk_slots + tl.program_id(0))
+    if slot == 0:
+        return
+    rank = tl.load(ranks + slot - 1)
+    if rank == 0:
+        return
+    last0 = (end0 + tile - 1) // tile  # tiles up to the end of each part: none of them has outputs of two
+    last1 = last0 + (end1 - end0 + tile - 1) // tile
+    last2 = last1 + (end2 - end1 + tile - 1) // tile
+    program = tl.program_id(1)
+    part = (program >= last0).to(tl.int32) + (program >= last1).to(tl.int32) + (program >= last2).to(tl.int32)
+    begin = tl.where(part == 0, 0, tl.where(part == 1, end0, tl.where(part == 2, end1, end2)))
+    end = tl.where(part == 0, end0, tl.where(part == 1, end1, tl.where(part == 2, end2, outputs)))
+    before = tl.where(part == 0, 0, tl.where(part == 1, last0, tl.where(part == 2, last1, last2)))
+    places = tl.arange(0, rows)
+    is_row = places < tl.load(chunk_counts + tl.program_id(0))
+    row = tl.load(order + tl.load(chunk_firsts + tl.program_id(0)) + places, mask=is_row, other=0)
+    number = tl.arange(0, block)
+    total = tl.zeros((rows, block), dtype=tl.float32)
+    for i in tl.static_range(num_splits):
+        place = (i * num_rows + row)[:, None] * num_inner + (part * max_rank + number)[None, :]
+        total += tl.load(inner + place, mask=is_row[:, None] & (number < rank)[None, :], other=0.0)
+    output = begin + (program - before) * tile + tl.arange(0, tile)
+    lines = up + ((slot - 1).to(tl.int64) * outputs + output) * max_rank
+    b = tl.load(lines[:, None] + number[None, :], mask=(output < end)[:, None] & (number < rank)[None, :], other=0.0)
+    added = tl.dot(total.to(b.dtype), tl.trans(b), input_precision="ieee") * scale
+    target = y + row[:, None] * y_stride + output[None, :]
+    mask = is_row[:, None] & (output < end)[None, :]
+    tl.store(target, (tl.load(target, mask=mask, other=0.0).to(tl.float32) + added).to(y.dtype.element_ty), mask=mask)
+
+
+class Chunks(NamedTuple):
+    """Rows of a pass by slot."""
+
+    order: Tensor  # rows, those of a slot one after the other
+    slots: Tensor  # of each chunk; 0: there is no such chunk
+    firsts: Tensor  # where a chunk's rows begin in `order`
+    counts: Tensor  # how many it has
+    size: int  # at most
+
+
+def find_chunks(rows: Tensor, num_slots: int) -> Chunks:
+    """By operations whose shapes follow from the number of rows alone."""
+    num = len(rows)
+    size = FEW if num <= FEW_ROWS else MANY
+    counts = rows.new_zeros(num_slots + 1).scatter_add_(0, rows, torch.ones_like(rows))
+    numbers = (counts + size - 1) // size
+    numbers[0] = 0
+    ends, row_ends = numbers.cumsum(0), counts.cumsum(0)
+    chunk = torch.arange(num // size + min(num_slots, num), device=rows.device)
+    slots = torch.searchsorted(ends, chunk, right=True)
+    is_chunk = slots <= num_slots
+    slots = slots.clamp_max_(num_slots)
+    nth = (chunk - (ends - numbers)[slots]) * size
+    firsts, left = (row_ends - counts)[slots] + nth, counts[slots] - nth
+    return Chunks(rows.argsort(stable=True), slots * is_chunk, firsts, left.clamp(0, size), size)
+
+
+class TritonAdapters(TorchAdapters):
+    """Adapters of all rows together."""
+
+    _found: tuple[Tensor, Chunks] | None = None  # the rows of the pass, and their chunks
+
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        if self.device == "cpu":
+            yield
+            return
+        stream = torch.cuda.Stream(self.device)  # beside the steps, of which none reads what is written
+        with torch.cuda.stream(stream), torch.inference_mode():
+            yield
+        stream.synchronize()
+
+    def _chunks(self) -> Chunks:
+        assert self.rows is not None
+        if self._found is None or self._found[0] is not self.rows:
+            self._found = self.rows, find_chunks(self.rows, self.num_slots)
+        return self._found[1]
+
+    def add(
+        self, y: Tensor, x: Tensor, table: AdapterTable[Tensor], *, activation: Activation = "none", softcap: float = 0.0,
+        scale: float = 1.0,
+    ) -> Tensor:
+        assert self.rows is not None
+        if len(table.sizes) > MAX_PARTS:
+            return super().add(y, x, table, activation=activation, softcap=softcap, scale=scale)
+        num, chunks, most = len(self.rows), self._chunks(), self.max_rank
+        y = y if y.stride(-1) == 1 else y.contiguous()
+        order = chunks.order, chunks.slots, chunks.firsts, chunks.counts
+        num_inner, block = most * len(table.sizes), dot_block(most)
+        if table.is_lookup:
+            inner = table.down[(self.rows - 1).clamp_min(0), x].float()[None]
+        else:
+            x, width = x if x.stride(-1) == 1 else x.contiguous(), x.shape[1]
+            num_splits = min(MAX_SPLITS, cdiv(width, SPLIT_COLUMNS))
+            split = cdiv(cdiv(width, num_splits), COLUMNS) * COLUMNS
+            inner = torch.empty((cdiv(width, split), num, num_inner), device=x.device)
+            shrink_kernel[(len(chunks.slots), cdiv(num_inner, block), len(inner))](
+                x, table.down, table.ranks, *order, inner, num, x.stride(0), width=width, max_rank=most, num_inner=num_inner,
+                split=split, rows=chunks.size, block=block, columns=COLUMNS, num_warps=4,
+            )
+        outputs = sum(table.sizes)
+        ends = [end for _, end in table.bounds][:-1] + [outputs] * (MAX_PARTS - len(table.sizes))
+        expand_kernel[(len(chunks.slots), sum(cdiv(size, OUTPUTS) for size in table.sizes))](
+            y, inner, table.up, table.ranks, *order, num, y.stride(0), scale, end0=ends[0], end1=ends[1], end2=ends[2],
+            outputs=outputs, max_rank=most, num_inner=num_inner, num_splits=len(inner), rows=chunks.size, block=block,
+            tile=OUTPUTS, num_warps=4,
+        )
+        y = ACTIVATIONS[activation](y)
+        return softcap * torch.tanh(y / softcap) if softcap else y

@@ -1,0 +1,245 @@
+"""LoRA adapters as PEFT saves them: adapter_config.json beside adapter_model.safetensors or .bin.
+
+Everything is checked against the model before anything is used, and what cannot be computed is refused by its name in the
+configuration, with what to do instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from archerfish.errors import CallerError, did_you_mean
+from archerfish.kernels.adapters import Floats, LowRank, plain_name
+from archerfish.kernels.stored import widened
+from archerfish.store.source import ModelSource, SourceTensor, read_json
+from archerfish.store.sources import open_safetensors, open_torch
+
+CONFIG, FILES = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
+MAX_RANK = 256
+MERGE = "Merge it into the model with PEFT (merge_and_unload), and serve the merged model."
+REFUSED = {  # options of PEFT that change the result in ways that are not computed here
+    "use_dora": MERGE, "modules_to_save": f"It has whole matrices. {MERGE}", "lora_bias": MERGE, "layer_replication": MERGE,
+    "target_parameters": MERGE, "trainable_token_indices": MERGE, "use_qalora": MERGE, "arrow_config": MERGE,
+    "alora_invocation_tokens": "Activated LoRA begins within a prompt, which is not supported.",
+}
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # initialisations that change the model's own matrices
+PART = re.compile(r"^(?P<module>.+)\.(?:lora_(?P<side>[AB])(?:\.\w+)?\.weight|lora_embedding_(?P<lookup>[AB])(?:\.\w+)?)$")
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+HEAD = "lm_head"
+
+
+class AdapterError(CallerError):
+    """An adapter that cannot be used with this model."""
+
+    code = "invalid_adapter"
+
+
+class MapShape(NamedTuple):
+    """A linear map of a model, or its embedding."""
+
+    outputs: int
+    inputs: int
+    is_lookup: bool = False
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that fits a model: the additions to each linear map that it changes, by `plain_name`."""
+
+    path: Path
+    rank: int  # the highest
+    matrices: Mapping[str, LowRank]
+    digest: str  # of what it computes: two files of one content have the same
+    base: str = ""  # the model that it was made for, as its configuration says
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.nbytes for pair in self.matrices.values() for each in pair)
+
+
+def read_adapter(path: Path, maps: Mapping[str, MapShape], *, max_rank: int = MAX_RANK) -> Adapter:
+    """Read an adapter's directory, or its weights beside their configuration, for a model with these linear maps."""
+    weights = find_adapter(path)
+    config = read_json(weights.parent / CONFIG)
+    check_config(path, config)
+    tensors = open_safetensors(weights) if weights.suffix == ".safetensors" else open_torch(weights)
+    base = str(config.get("base_model_name_or_path") or "")
+    found = match_tensors(path, tensors, maps, base)
+    check_targets(path, config, found, maps)
+    digest, matrices = hashlib.blake2b(digest_size=16), dict[str, LowRank]()
+    highest = 0
+    for name in sorted(found):
+        rank, scale = rank_and_scale(config, name)
+        highest = max(highest, rank)
+        if rank > max_rank:
+            hint = f"Start with max_lora_rank={rank} or more." if rank <= MAX_RANK else MERGE
+            raise AdapterError(f"{path}: {name} has rank {rank}, and the highest is {max_rank}.", hint=hint)
+        shape = maps[name]
+        pair = found[name]
+        down = read_matrix(path, pair["A"], (rank, shape.inputs), base)
+        up = read_matrix(path, pair["B"], (shape.outputs, rank), base) * np.float32(scale)
+        matrices[name] = LowRank(down, up)
+        digest.update(f"{name} {down.shape} {up.shape}".encode())
+        digest.update(down.tobytes())
+        digest.update(up.tobytes())
+    return Adapter(path, highest, matrices, digest.hexdigest(), base)
+
+
+def find_adapter(path: Path) -> Path:
+    """The file with an adapter's weights, beside which its configuration lies."""
+    if not path.exists():
+        raise AdapterError(f"There is no adapter at {path}.", hint="Give the directory that PEFT saved it in.")
+    found = [path] if path.is_file() else [path / name for name in FILES if (path / name).is_file()]
+    if not found or found[0].suffix not in (".safetensors", ".bin"):
+        raise AdapterError(f"{path} has no {' and no '.join(FILES)}.", hint="Save the adapter with PEFT's save_pretrained.")
+    if not (found[0].parent / CONFIG).is_file():
+        raise AdapterError(f"{found[0].parent} has no {CONFIG}, which states rank and scale.", hint="Copy it there.")
+    return found[0]
+
+
+def check_config(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse what is no LoRA, or a kind of it that is not computed here."""
+    kind = str(config.get("peft_type", "")).upper()
+    if kind != "LORA":
+        raise AdapterError(f"{path} is a PEFT adapter of type {kind or 'unknown'}; only LORA is supported.", hint=MERGE)
+    for name, hint in REFUSED.items():
+        if config.get(name):
+            raise AdapterError(f"{path} was made with {name}={config[name]!r}, which is not supported.", hint=hint)
+    if config.get("bias", "none") != "none":
+        raise AdapterError(f"{path} was made with bias={config['bias']!r}: it has biases of the model.", hint=MERGE)
+    start = str(config.get("init_lora_weights", ""))
+    if start.lower().startswith(CHANGES_BASE):
+        hint = "Save it with path_initial_model_for_weight_conversion, which makes it a plain LoRA."
+        raise AdapterError(f"{path} was made with init_lora_weights={start!r}, which changes the base model too.", hint=hint)
+    for name, kinds in (("r", int), ("lora_alpha", (int, float))):
+        if not isinstance(config.get(name), kinds) or isinstance(config[name], bool) or config[name] <= 0:
+            raise AdapterError(f"{path}: {CONFIG} has {name}={config.get(name)!r}, which is not a positive number.")
+
+
+def match_tensors(
+    path: Path, tensors: list[SourceTensor], maps: Mapping[str, MapShape], base: str
+) -> dict[str, dict[str, SourceTensor]]:
+    """A and B of each linear map. Every tensor of the file must belong to one."""
+    found: dict[str, dict[str, SourceTensor]] = {}
+    for tensor in tensors:
+        full = tensor.info.name
+        match = PART.match(full)
+        if match is None:
+            if full.endswith((".base_layer.weight", ".embed_tokens.weight", "lm_head.weight")):
+                hint = "It has a whole matrix of the model, as PEFT saves it with save_embedding_layers. Save it without."
+                raise AdapterError(f"{path}: the tensor {full!r} is no part of a LoRA.", hint=hint)
+            raise AdapterError(f"{path}: the tensor {full!r} is no part of a LoRA.", hint=MERGE)
+        name, is_lookup = plain_name(match["module"]), match["lookup"] is not None
+        if name not in maps or maps[name].is_lookup != is_lookup:
+            made = f" It was made for {base}." if base else ""
+            raise AdapterError(
+                f"{path}: the model has no {'embedding' if is_lookup else 'linear map'} {name!r} that takes adapters.{made}",
+                hint=did_you_mean(name, maps, most=0) or "Serve the model that the adapter was made for.",
+            )
+        pair = found.setdefault(name, {})
+        side = match["side"] or match["lookup"]
+        if side in pair:
+            raise AdapterError(f"{path}: {name} has two matrices {side}: {pair[side].info.name!r} and {full!r}.")
+        pair[side] = tensor
+    for name, pair in found.items():
+        if len(pair) < 2:
+            raise AdapterError(f"{path}: {name} has no matrix {'B' if 'A' in pair else 'A'}.", hint="The file is not complete.")
+    if not found:
+        raise AdapterError(f"{path} has no tensors.", hint="Save the adapter with PEFT's save_pretrained.")
+    return found
+
+
+def check_targets(path: Path, config: Mapping[str, Any], found: Mapping[str, Any], maps: Mapping[str, MapShape]) -> None:
+    """The file must have each linear map that its configuration names, and no other."""
+    missing = next((name for name in maps if name not in found and is_target(config, name)), None)
+    if missing is not None:
+        message = f"{path}: {CONFIG} says that {missing} was adapted, but the file has no tensors of it."
+        raise AdapterError(message, hint="The file is not complete.")
+    extra = next((name for name in found if not is_target(config, name)), None)
+    if extra is not None:
+        message = f"{path}: the file has tensors of {extra}, which {CONFIG} does not name."
+        raise AdapterError(message, hint="Its files do not belong together.")
+
+
+def is_target(config: Mapping[str, Any], name: str) -> bool:
+    """Whether a configuration names a linear map; of those that name none, whatever the file has counts."""
+    targets, excluded = config.get("target_modules"), config.get("exclude_modules") or ()
+    layers, layer = config.get("layers_to_transform"), LAYER.search(name)
+    if layers is not None and layer is not None and int(layer[1]) not in ([layers] if isinstance(layers, int) else layers):
+        return False
+    if is_named(excluded, name):
+        return False
+    if targets == "all-linear":
+        return layer is not None
+    return is_named(targets or (), name)
+
+
+def is_named(targets: Any, name: str) -> bool:
+    """Whether a regular expression matches the whole name, or one of some names is the end of it."""
+    if isinstance(targets, str):
+        return any(re.fullmatch(targets, f"{front}{name}") is not None for front in ("", "model.", "model.language_model."))
+    return any(name == one or name.endswith(f".{one}") or plain_name(one) == name for one in targets)
+
+
+def rank_and_scale(config: Mapping[str, Any], name: str) -> tuple[int, float]:
+    """Of a linear map, where patterns may state others than the usual ones."""
+    rank = int(by_pattern(config.get("rank_pattern"), name, config["r"]))
+    alpha = float(by_pattern(config.get("alpha_pattern"), name, config["lora_alpha"]))
+    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def by_pattern(patterns: Any, name: str, usual: float) -> float:
+    """The value of the first pattern that is the end of a name."""
+    fronts = [f"{front}{name}" for front in ("", "model.")]
+    for pattern, value in (patterns or {}).items():
+        if any(re.match(rf"(.*\.)?({pattern})$", full) for full in fronts):
+            return float(value)
+    return usual
+
+
+def read_matrix(path: Path, tensor: SourceTensor, shape: tuple[int, int], base: str) -> Floats:
+    """A tensor in float32, whose shape and numbers are as they must be."""
+    info = tensor.info
+    if tuple(info.shape) != shape:
+        made = f" The adapter was made for {base}." if base else ""
+        hint = f"It belongs to another model, or {CONFIG} states another rank.{made}"
+        raise AdapterError(f"{path}: {info.name!r} has shape {tuple(info.shape)}; this model needs {shape}.", hint=hint)
+    if not info.dtype.startswith(("float", "bfloat")) or info.dtype.startswith("float8"):
+        raise AdapterError(f"{path}: {info.name!r} has the type {info.dtype}.", hint="Save it as float32, float16 or bfloat16.")
+    floats = np.ascontiguousarray(widened(tensor.load()), np.float32).reshape(shape)
+    if not np.isfinite(floats).all():
+        raise AdapterError(f"{path}: {info.name!r} has numbers that are not finite.", hint="The training has diverged.")
+    return floats
+
+
+def merged_source(source: ModelSource, path: Path, maps: Mapping[str, MapShape]) -> ModelSource:
+    """A source whose matrices have an adapter in them. maps: of the model, by the names of its tensors without `.weight`."""
+    shapes = {plain_name(name): shape for name, shape in maps.items()}
+    adapter = read_adapter(path, shapes)
+    found = {plain_name(tensor.info.name.removesuffix(".weight")): tensor.info.name for tensor in source.tensors}
+    for name in adapter.matrices:
+        if name not in found or (shapes[name].is_lookup and HEAD not in found):
+            hint = "Serve the adapter beside the model, where the embedding stays as it is."
+            raise AdapterError(f"{path}: {name} cannot be merged: it shares its matrix with another map.", hint=hint)
+
+    def merged(tensor: SourceTensor, pair: LowRank, *, is_lookup: bool) -> Floats:
+        delta = pair.up @ pair.down
+        return widened(tensor.load()).astype(np.float32) + (delta.T if is_lookup else delta)
+
+    tensors = []
+    for tensor in source.tensors:
+        name = plain_name(tensor.info.name.removesuffix(".weight"))
+        if name in adapter.matrices:
+            load = partial(merged, tensor, adapter.matrices[name], is_lookup=shapes[name].is_lookup)
+            tensor = SourceTensor(tensor.info._replace(dtype="float32", quantization=None), load)
+        tensors.append(tensor)
+    return source._replace(tensors=tuple(tensors))

@@ -1,0 +1,195 @@
+"""Adapters in the engine: answers equal PEFT's whatever runs beside them, slots are shared, contexts kept apart by content."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("peft")
+
+from archerfish import LLM, LLMEngine, LoRARequest
+from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError, NotFoundError
+from tests.engine.tiny_llama import check_memory, greedy, prompts, tokens
+from tests.models.decoding import make
+from tests.models.peft_adapters import add_adapter
+
+NUM = 6  # adapters
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "device": "cpu", "max_cache_tokens": 4096, "max_num_seqs": 8, "num_threads": 1, "enable_lora": True,
+    "max_lora_rank": 8, "tokenizer": "none",
+}
+TARGETS = [["q_proj", "v_proj"], ["embed_tokens", "lm_head", "o_proj"], "all-linear"]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and adapters beside it."""
+    root = tmp_path_factory.mktemp("adapters")
+    model, _ = make("llama")
+    model.save_pretrained(root / "model")
+    for i in range(NUM):
+        add_adapter(model, root / "lora" / f"a{i}", seed=i, target_modules=TARGETS[i % 3], r=4 + i % 3)
+    return root
+
+
+@pytest.fixture(scope="module")
+def adapted(places: Path) -> dict[str, Any]:
+    """What PEFT computes."""
+    import peft
+
+    model, _ = make("llama")
+    found = {f"a{i}": peft.PeftModel.from_pretrained(copy.deepcopy(model), str(places / "lora" / f"a{i}")) for i in range(NUM)}
+    return {"": model, **found}
+
+
+def expected(model: Any, prompt: list[int], num: int) -> list[int]:
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(num):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.fixture
+def engine(places: Path) -> Iterator[LLMEngine]:
+    with LLMEngine(str(places / "model"), **OPTIONS, max_loras=2, lora_dir=str(places / "lora")) as made:
+        yield made
+        check_memory(made)
+        assert made.adapters is not None
+        made.adapters.slots.check()
+
+
+def run(engine: LLMEngine, work: list[tuple[list[int], str]], num: int = 8) -> list[list[int]]:
+    """Greedy answers to prompts with adapters, all together."""
+    prompts_of, names = map(list, zip(*work, strict=True))
+    return tokens(engine.generate(prompts_of, greedy(num), lora_request=[name or None for name in names]))
+
+
+def test_mixed_batches_equal_peft(engine: LLMEngine, adapted: dict[str, Any]) -> None:
+    """More adapters than slots, and none: those without a slot wait for one, and all are answered as if they were alone."""
+    work = [(prompt, list(adapted)[i % (NUM + 1)]) for i, prompt in enumerate(prompts(14, most=20))]
+    answers = [expected(adapted[name], prompt, 5) for prompt, name in work]
+    assert run(engine, work, 5) == answers
+    assert engine.adapters is not None and engine.adapters.slots.num_loads >= NUM
+    assert run(engine, work, 5) == answers, "from the cache"
+
+
+def test_contexts_are_kept_apart_by_content(engine: LLMEngine, places: Path, adapted: dict[str, Any], tmp_path: Path) -> None:
+    library, prompt = engine.adapters, prompts(1, least=40, most=40)[0]
+    assert library is not None
+    shutil.copytree(places / "lora" / "a0", tmp_path / "x")
+    library.load("x", tmp_path / "x")
+    first = library.load("same", places / "lora" / "a0")
+    assert library.find("x").number == first.number
+
+    def cached(name: str) -> int:
+        output = engine.generate(prompt, greedy(4), adapter=name)[0]
+        assert output.token_ids == expected(adapted[{"x": "a0", "same": "a0", "y": "a1"}.get(name, name)], prompt, 4)
+        return output.num_cached_tokens
+
+    assert cached("x") == 0 and cached("same") > 30, "one content under two names shares"
+    assert cached("a1") == 0 and cached("") == 0, "others do not"
+    assert cached("a1") > 30
+    for file in (places / "lora" / "a1").iterdir():
+        shutil.copy(file, tmp_path / "x" / file.name)
+    with pytest.raises(InvalidInputError, match="There is an adapter 'x' already"):
+        library.load("x", places / "lora" / "a1")
+    library.load("x", tmp_path / "x", in_place=True)
+    output = engine.generate(prompt, greedy(4), adapter="x")[0]
+    assert output.token_ids == expected(adapted["a1"], prompt, 4), "a name that was loaded again never reuses old contexts"
+    library.unload("x")
+    with pytest.raises(NotFoundError, match="no adapter 'x'"):
+        engine.generate(prompt, greedy(4), adapter="x")
+
+
+def test_an_adapter_that_has_gone_ends_its_requests_alone(engine: LLMEngine, places: Path, tmp_path: Path) -> None:
+    """Its content left the machine's memory before it came to the device, and its file is another by now."""
+    library = engine.adapters
+    assert library is not None
+    shutil.copytree(places / "lora" / "a0", tmp_path / "x")
+    library.load("x", tmp_path / "x")
+    library._content.clear()
+    shutil.copy(places / "lora" / "a3" / "adapter_model.safetensors", tmp_path / "x")
+    ids = [engine.add_request([5, 6, 7], greedy(4), adapter=name) for name in ("x", "a1")]
+    while any(engine.get_output(each) is None for each in ids):
+        engine.step()
+    outputs = [engine.get_output(each) for each in ids]
+    assert [output and output.finish_reason for output in outputs] == ["error", "length"]
+    library.load("x", tmp_path / "x", in_place=True)
+    assert engine.generate([5, 6, 7], greedy(4), adapter="x")[0].finish_reason == "length"
+
+
+def test_requests_from_several_threads_while_adapters_change(engine: LLMEngine, adapted: dict[str, Any]) -> None:
+    rng, results = np.random.default_rng(3), dict[int, bool]()
+    work = [(rng.integers(3, 90, 9).tolist(), list(adapted)[int(rng.integers(0, NUM + 1))]) for _ in range(24)]
+
+    def ask(place: int) -> None:
+        for i in range(place, len(work), 3):
+            prompt, name = work[i]
+            found = engine.generate(prompt, greedy(5), adapter=name)
+            results[i] = tokens(found)[0] == expected(adapted[name], prompt, 5)
+
+    threads = [threading.Thread(target=ask, args=(place,)) for place in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == dict.fromkeys(range(len(work)), True)
+
+
+@pytest.mark.parametrize("options", [{"deterministic": True}, {"speculation": "ngram"}, {"max_num_batched_tokens": 24}])
+def test_other_modes(places: Path, adapted: dict[str, Any], options: dict[str, Any]) -> None:
+    work = [([7, 8, 9, 10] * 8, name) for name in ("a0", "", "a2")]
+    with LLMEngine(str(places / "model"), **{**OPTIONS, **options}, lora_dir=str(places / "lora")) as engine:
+        assert run(engine, work, 10) == [expected(adapted[name], prompt, 10) for prompt, name in work]
+
+
+def test_names_of_vllm(places: Path, adapted: dict[str, Any]) -> None:
+    """LLM(enable_lora=True) and LoRARequest; one for all prompts or one for each."""
+    options = {name: value for name, value in OPTIONS.items() if name != "tokenizer"}
+    with LLM(str(places / "model"), **options, skip_tokenizer_init=True, max_loras=1) as llm:
+        requests = [LoRARequest(f"a{i}", i + 1, str(places / "lora" / f"a{i}")) for i in range(2)]
+        many: list[Any] = prompts(2, most=9)
+        found = tokens(llm.generate(many, greedy(4), lora_request=[requests[0], None]))
+        assert found == [expected(adapted["a0"], many[0], 4), expected(adapted[""], many[1], 4)]
+        assert tokens(llm.generate(many, greedy(4), lora_request=requests[1])) == [expected(adapted["a1"], p, 4) for p in many]
+        llm.sleep(2)
+        llm.wake_up()
+        assert tokens(llm.generate(many, greedy(4), lora_request=requests[1])) == [expected(adapted["a1"], p, 4) for p in many]
+
+
+def test_paths_and_options_that_are_refused(places: Path, engine: LLMEngine, tmp_path: Path) -> None:
+    library = engine.adapters
+    assert library is not None
+    (tmp_path / "outside").mkdir()
+    for path in ("../model", "/etc", "a0/../../model", "."):
+        with pytest.raises(ArcherfishError, match="outside of the directory of adapters"):
+            library.allowed_path(path)
+    for name in ("../lora/a0", "..", "a0/../a0", "", "nowhere"):
+        with pytest.raises((NotFoundError, InvalidInputError)):
+            library.find(name)
+    for options in ({"tensor_parallel_size": 2}, {"lora_modules": "a0"}):
+        with pytest.raises(InvalidOptionError):
+            LLMEngine(str(places / "model"), **{**OPTIONS, **options})
+    with LLMEngine(str(places / "model"), **{**OPTIONS, "enable_lora": False}) as plain:
+        assert plain.runner.ops.adapters is None
+        with pytest.raises(InvalidInputError, match="was started without adapters") as caught:
+            plain.generate([3], adapter="a0")
+        assert "enable_lora" in str(caught.value.hint)
+
+
+def test_the_start_refuses_a_wrong_adapter(places: Path, tmp_path: Path) -> None:
+    shutil.copytree(places / "lora" / "a0", tmp_path / "x")
+    config = json.loads((tmp_path / "x" / "adapter_config.json").read_text())
+    (tmp_path / "x" / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    with pytest.raises(ArcherfishError, match="use_dora"):
+        LLMEngine(str(places / "model"), **OPTIONS, lora_modules=f"x={tmp_path / 'x'}")

@@ -1,0 +1,151 @@
+"""LoRA adapters over HTTP: named as models on every route, loaded and unloaded, found on demand, and hidden from who may not
+use them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from archerfish.sequence import Namespace
+from archerfish.serve.routing import namespace_of
+from archerfish.serve.tenants import ANONYMOUS, Tenants, add_key
+from archerfish.serve.wire import GenerationRequest
+from archerfish.store.adapters import MapShape, read_adapter
+from tests.models.adapter_files import random_adapter
+
+from .client import PASS, error_of, serving
+from .fake_backend import TEMPLATE
+from .hosting import add_llm, make_host
+
+pytestmark = pytest.mark.anyio
+SHAPES = {f"model.layers.{i}.self_attn.{name}": (rows, 32) for i in (0, 1) for name, rows in (("q_proj", 32), ("v_proj", 16))}
+PROMPT = "the cat sat on the mat and on the mat and on the mat"
+ASK: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+@asynccontextmanager
+async def service(place: Path, keys: Path | None = None, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A tiny Llama with adapters `one` and `two` in its directory, the first of which is loaded."""
+    for seed, name in enumerate(("one", "two"), 1):
+        if not (place / "lora" / name).exists():
+            (place / "lora").mkdir(exist_ok=True)
+            random_adapter(place / "lora" / name, SHAPES, seed, std=2.0)
+    host = make_host(place, front_end_pass=PASS, api_keys_file=str(keys or ""))
+    loras: dict[str, Any] = {"max_loras": 1, "lora_dir": str(place / "lora"), "lora_modules": f"one={place / 'lora' / 'one'}"}
+    add_llm(host, place, has_text=True, max_len=192, enable_lora=True, **loras)
+    (place / "tiny" / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    tenants = None if keys is None else Tenants.from_file(keys)
+    async with serving(host, tenants=tenants, **{"allow_lora_updates": True, **options}) as client:
+        yield client
+
+
+async def text(client: httpx.AsyncClient, model: str, **options: Any) -> str:
+    answer = await client.post("/v1/completions", json={**ASK, "model": model}, **options)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == model
+    return str(answer.json()["choices"][0]["text"])
+
+
+async def names(client: httpx.AsyncClient, **options: Any) -> list[str]:
+    return [model["id"] for model in (await client.get("/v1/models", **options)).json()["data"]]
+
+
+async def test_an_adapter_is_a_model_on_every_route(tmp_path: Path) -> None:
+    async with service(tmp_path) as client:
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [(model["id"], model.get("parent"), model.get("root")) for model in listed] == [
+            ("tiny", None, None), ("one", "tiny", str(tmp_path / "lora" / "one"))
+        ]  # fmt: skip
+        assert (await client.get("/v1/models/one")).json()["parent"] == "tiny"
+        found = {model: await text(client, model) for model in ("tiny", "one")}
+        assert found["tiny"] != found["one"] == await text(client, "one")
+        messages = [{"role": "user", "content": "Hello"}]
+        for path, body in (
+            ("/v1/chat/completions", {"messages": messages}), ("/v1/responses", {"input": "Hello"}),
+            ("/v1/messages", {"messages": messages, "max_tokens": 16}), ("/api/chat", {"messages": messages, "stream": False}),
+        ):
+            answers = [await client.post(path, json={**body, "model": model}) for model in ("one", "tiny")]
+            assert [answer.json()["model"] for answer in answers] == ["one", "tiny"], answers[0].text
+        asked = [{"model": model, "prompt": PROMPT} for model in ("one", "tiny", "two")]
+        explained = [(await client.post("/v1/cache/explain", json=body)).json() for body in asked]
+        assert [one["reason"] for one in explained][2] == "adapter_differs" and explained[0]["reason"] != "adapter_differs"
+        metrics = (await client.get("/metrics")).text
+        assert 'archerfish_adapter_requests_total{adapter="one",model_name="tiny"}' in metrics
+        assert 'archerfish_adapter_loads_total{model_name="tiny"}' in metrics
+
+
+async def test_load_unload_and_reload(tmp_path: Path) -> None:
+    async with service(tmp_path) as client:
+        base, one, two = [await text(client, model) for model in ("tiny", "one", "two")]
+        assert len({base, one, two}) == 3
+        assert await names(client) == ["tiny", "one", "two"], "an unknown name was found in the directory"
+        shutil.copytree(tmp_path / "lora" / "one", tmp_path / "lora" / "copy")
+        loaded = await client.post(LOAD, json={"lora_name": "mine", "lora_path": "copy"})
+        assert loaded.status_code == 200 and loaded.json()["rank"] == 4, loaded.text
+        assert await text(client, "mine") == one
+        again = await client.post(LOAD, json={"lora_name": "mine", "lora_path": "two"})
+        assert again.status_code == 400 and "mine" in error_of(again)["message"]
+        again = await client.post(LOAD, json={"lora_name": "mine", "lora_path": "two", "load_inplace": True})
+        assert again.status_code == 200
+        assert await text(client, "mine") == two, "no context of the old content"
+        assert (await client.post(UNLOAD, json={"lora_name": "mine"})).json()["status"] == "unloaded"
+        gone = await client.post("/v1/completions", json={**ASK, "model": "mine"})
+        assert gone.status_code == 404 and error_of(gone)["code"] == "model_not_found"
+        assert (await client.post(UNLOAD, json={"lora_name": "mine"})).status_code == 404
+        for path, message in (
+            ("../tiny", "outside of the directory"), ("/etc", "outside of the directory"), ("nothing", "no adapter at"),
+        ):
+            refused = await client.post(LOAD, json={"lora_name": "x", "lora_path": path})
+            assert refused.status_code == 400 and message in error_of(refused)["message"], refused.text
+        taken = await client.post(LOAD, json={"lora_name": "tiny", "lora_path": "two"})
+        assert taken.status_code == 400 and "name of a model" in error_of(taken)["message"]
+        for name in ("../lora/one", "lora/one", "nothing"):
+            assert (await client.post("/v1/completions", json={**ASK, "model": name})).status_code == 404
+
+
+async def test_routers_look_for_contexts_of_the_content(tmp_path: Path) -> None:
+    """What a router hashes for a request is what the engine keeps its context under."""
+    async with service(tmp_path) as client:
+        catalog = client._transport.app.state.catalog  # type: ignore[attr-defined]
+        card = await catalog.find("one", "generation")
+        request = SimpleNamespace(state=SimpleNamespace(tenant=ANONYMOUS, log={}))
+        sent = GenerationRequest(**catalog.address(request, card))
+        assert (sent.model, sent.adapter) == ("tiny", "one")
+        maps = {name.removeprefix("model."): MapShape(*shape) for name, shape in SHAPES.items()}
+        assert namespace_of(sent) == Namespace("", read_adapter(tmp_path / "lora" / "one", maps).digest)
+
+
+async def test_updates_are_off_unless_allowed(tmp_path: Path) -> None:
+    async with service(tmp_path, allow_lora_updates=False) as client:
+        refused = await client.post(LOAD, json={"lora_name": "mine", "lora_path": "two"})
+        assert refused.status_code == 403 and error_of(refused)["code"] == "lora_updates_disabled"
+        assert "--allow-lora-updates" in error_of(refused)["message"]
+
+
+async def test_tenants_see_only_adapters_that_they_may_use(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    every: dict[str, dict[str, Any]] = {"alice": {}, "bob": {"adapters": ["two"]}, "boss": {"is_operator": True}}
+    headers = {name: {"Authorization": f"Bearer {add_key(keys, name, **more)}"} for name, more in every.items()}
+    async with service(tmp_path, keys) as client:
+        assert await names(client, headers=headers["alice"]) == ["tiny", "one"]
+        assert await names(client, headers=headers["bob"]) == ["tiny"]
+        await text(client, "one", headers=headers["alice"])
+        hidden = await client.post("/v1/completions", json={**ASK, "model": "one"}, headers=headers["bob"])
+        unknown = await client.post("/v1/completions", json={**ASK, "model": "eno"}, headers=headers["bob"])
+        assert hidden.status_code == unknown.status_code == 404
+        assert error_of(hidden)["message"].replace("one", "eno") == error_of(unknown)["message"], "as if it were not here"
+        assert (await client.get("/v1/models/one", headers=headers["bob"])).status_code == 404
+        await text(client, "two", headers=headers["bob"])
+        refused = await client.post(LOAD, json={"lora_name": "x", "lora_path": "two"}, headers=headers["alice"])
+        assert refused.status_code == 403 and error_of(refused)["code"] == "not_an_operator"
+        allowed = await client.post(LOAD, json={"lora_name": "x", "lora_path": "two"}, headers=headers["boss"])
+        assert allowed.status_code == 200

@@ -1,0 +1,156 @@
+"""Files of adapters: what they may hold, and what is refused with its reason before anything changes; merging into a store."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from archerfish import LLMEngine, ModelConverter
+from archerfish.config import ConversionConfig
+from archerfish.errors import ArcherfishError
+from archerfish.store.adapters import MapShape, read_adapter
+from tests.engine.tiny_llama import greedy, prompts, tokens
+from tests.models.adapter_files import random_adapter, save_adapter
+from tests.models.decoding import make
+
+MAPS = {f"layers.{i}.self_attn.{name}": MapShape(12, 8) for i in range(2) for name in ("q_proj", "v_proj")}
+MAPS |= {"lm_head": MapShape(30, 8), "embed_tokens": MapShape(8, 30, is_lookup=True)}
+FRONT = "base_model.model.model."
+
+
+def tensors_of(*names: str, rank: int = 4) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    found = {}
+    for name in names:
+        found[f"{FRONT}{name}.lora_A.weight"] = torch.randn(rank, MAPS[name].inputs)
+        found[f"{FRONT}{name}.lora_B.weight"] = torch.randn(MAPS[name].outputs, rank)
+    return found
+
+
+def every(name: str = "q_proj") -> dict[str, torch.Tensor]:
+    return tensors_of(*(each for each in MAPS if each.endswith(name)))
+
+
+Q = {"target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize(("config", "scale"), [
+    ({}, 2.0), ({"use_rslora": True}, 4.0), ({"lora_alpha": 2}, 0.5), ({"alpha_pattern": {"q_proj": 4}}, 1.0),
+    ({"target_modules": ".*q_proj"}, 2.0), ({"target_modules": [f"layers.{i}.self_attn.q_proj" for i in (0, 1)]}, 2.0),
+    ({"r": 7, "rank_pattern": {r"layers\.\d\.self_attn\.q_proj": 4}}, 2.0), ({"fan_in_fan_out": True}, 2.0),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["safetensors", "bin", "file"])
+def test_scales_and_files(tmp_path: Path, config: dict[str, Any], scale: float, kind: str) -> None:
+    path = save_adapter(tmp_path / "x", every(), **{**Q, **config})
+    if kind == "bin":
+        (path / "adapter_model.safetensors").unlink()
+        torch.save(every(), path / "adapter_model.bin")
+    found = read_adapter(path / "adapter_model.safetensors" if kind == "file" else path, MAPS)
+    assert set(found.matrices) == {name for name in MAPS if "q_proj" in name} and found.rank == 4
+    name = "layers.1.self_attn.q_proj"
+    np.testing.assert_allclose(found.matrices[name].down, every()[f"{FRONT}{name}.lora_A.weight"].numpy())
+    np.testing.assert_allclose(found.matrices[name].up, scale * every()[f"{FRONT}{name}.lora_B.weight"].numpy(), rtol=1e-6)
+
+
+def test_digest_is_of_what_is_computed(tmp_path: Path) -> None:
+    """The same content in another type of file is the same; another scale is not."""
+    first = read_adapter(save_adapter(tmp_path / "a", every(), **Q), MAPS)
+    renamed = {name.replace("base_model.model.model.", "base_model.model."): each for name, each in every().items()}
+    assert read_adapter(save_adapter(tmp_path / "b", renamed, **Q), MAPS).digest == first.digest
+    assert read_adapter(save_adapter(tmp_path / "c", every(), lora_alpha=9, **Q), MAPS).digest != first.digest
+
+
+def changed(name: str, tensor: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    found = {**every(), **({} if tensor is None else {f"{FRONT}{name}": tensor})}
+    if tensor is None:
+        del found[f"{FRONT}{name}"]
+    return found
+
+
+NAME = "layers.0.self_attn.q_proj"
+REFUSED: list[tuple[dict[str, Any], dict[str, torch.Tensor], str]] = [
+    ({"use_dora": True}, every(), "use_dora"), ({"bias": "all"}, every(), "bias='all'"),
+    ({"modules_to_save": ["lm_head"]}, every(), "modules_to_save"), ({"lora_bias": True}, every(), "lora_bias"),
+    ({"alora_invocation_tokens": [5]}, every(), "alora_invocation"), ({"target_parameters": ["x"]}, every(), "target_param"),
+    ({"layer_replication": [[0, 1]]}, every(), "layer_replication"),
+    ({"trainable_token_indices": [3]}, every(), "trainable_token_indices"), ({"peft_type": "LOHA"}, every(), "type LOHA"),
+    ({"init_lora_weights": "pissa_niter_4"}, every(), "changes the base model"), ({"r": 0}, every(), "r=0"),
+    ({"r": 5}, every(), r"has shape \(4, 8\); this model needs \(5, 8\)"), ({}, {}, "has no tensors"),
+    ({"r": 9}, every(), "has rank 9, and the highest is 8"),
+    ({}, changed(f"{NAME}.lora_B.weight", None), "has no matrix B"),
+    ({}, changed(f"{NAME}.lora_A.weight", torch.full((4, 8), float("nan"))), "not finite"),
+    ({}, changed(f"{NAME}.lora_A.weight", torch.zeros(4, 9)), r"\(4, 9\)"),
+    ({}, changed(f"{NAME}.lora_A.weight", torch.zeros(4, 8, dtype=torch.int64)), "type int64"),
+    ({}, {**every(), **tensors_of(f"{NAME[:-6]}v_proj")}, "which adapter_config.json does not name"),
+    ({}, tensors_of(NAME), "says that layers.1.self_attn.q_proj was adapted"),
+    ({}, changed("layers.7.self_attn.q_proj.lora_A.weight", torch.zeros(4, 8)), "no linear map 'layers.7.self_attn.q_proj'"),
+    ({}, changed(f"{NAME}.lora_magnitude_vector", torch.zeros(12)), "is no part of a LoRA"),
+    ({}, changed("lm_head.weight", torch.zeros(30, 8)), "is no part of a LoRA"),
+    ({}, changed("embed_tokens.lora_A.weight", torch.zeros(4, 30)), "no linear map 'embed_tokens'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "tensors", "message"), REFUSED, ids=[entry[2][:30] for entry in REFUSED])
+def test_what_is_refused(tmp_path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], message: str) -> None:
+    path = save_adapter(tmp_path / "x", tensors, base_model_name_or_path="org/base", **{**Q, **config})
+    with pytest.raises(ArcherfishError, match=message):
+        read_adapter(path, MAPS, max_rank=8)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return print, ("unpickled",)
+
+
+def test_files_that_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save_adapter(tmp_path / "x", every(), **Q)
+    (path / "adapter_model.safetensors").write_bytes(b"{}")
+    with pytest.raises(ArcherfishError, match="not a sound safetensors file"):
+        read_adapter(path, MAPS)
+    (path / "adapter_model.safetensors").unlink()
+    with pytest.raises(ArcherfishError, match=r"has no adapter_model.safetensors"):
+        read_adapter(path, MAPS)
+    torch.save({"x": Evil()}, path / "adapter_model.bin")
+    with pytest.raises(ArcherfishError, match=r"holds more than tensors|not a sound torch"):
+        read_adapter(path, MAPS)
+    assert "unpickled" not in capsys.readouterr().out
+    (path / "adapter_config.json").unlink()
+    with pytest.raises(ArcherfishError, match=r"has no adapter_config\.json"):
+        read_adapter(path, MAPS)
+    with pytest.raises(ArcherfishError, match="no adapter at"):
+        read_adapter(tmp_path / "nowhere", MAPS)
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_a_merged_store_answers_as_the_adapter_does(tmp_path: Path, weights: str) -> None:
+    model, _ = make("llama")
+    model.save_pretrained(tmp_path / "model")
+    shapes = {f"model.layers.{i}.{name}": shape for i in range(3) for name, shape in (
+        ("self_attn.q_proj", (64, 64)), ("self_attn.v_proj", (32, 64)), ("mlp.down_proj", (64, 96)))}  # fmt: skip
+    path = random_adapter(tmp_path / "lora", shapes, r=3)
+    convert = ModelConverter(ConversionConfig(dtype="float32", merge=str(path), weights=weights, report=False))
+    assert convert.convert(tmp_path / "model", tmp_path / "merged").validation_passed
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_cache_tokens": 1024, "num_threads": 1}
+    many = prompts(4, most=12)
+    with LLMEngine(str(tmp_path / "merged"), **options) as engine:
+        merged = tokens(engine.generate(many, greedy(8)))
+    with LLMEngine(str(tmp_path / "model"), **options, enable_lora=True, lora_modules=f"x={path}") as engine:
+        assert tokens(engine.generate(many, greedy(8))) != tokens(engine.generate(many, greedy(8), adapter="x"))
+        if weights == "auto":
+            assert tokens(engine.generate(many, greedy(8), adapter="x")) == merged
+    metadata = json.loads((tmp_path / "merged" / "metadata.json").read_text())
+    assert metadata["model_name"]
+
+
+def test_a_tied_head_cannot_be_merged(tmp_path: Path) -> None:
+    model, _ = make("llama-tied")
+    model.save_pretrained(tmp_path / "model")
+    path = random_adapter(tmp_path / "lora", {"lm_head": (97, 64)})
+    with pytest.raises(ArcherfishError, match="lm_head cannot be merged"):
+        ModelConverter(ConversionConfig(merge=str(path))).convert(tmp_path / "model", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
