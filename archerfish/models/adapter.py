@@ -40,6 +40,7 @@ MODELS: dict[str, str | type[Any]] = {
     "gemma": "archerfish.models.gemma:GemmaModel",
     "gemma2": "archerfish.models.gemma:Gemma2Model",
     "gemma3_text": "archerfish.models.gemma:Gemma3Model",
+    "olmoe": "archerfish.models.experts:OlmoeModel",
     "phi3": "archerfish.models.llama:Phi3Model",
     "mixtral": "archerfish.models.experts:MixtralModel",
     "qwen2_moe": "archerfish.models.experts:Qwen2MoeModel",

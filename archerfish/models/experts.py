@@ -1,15 +1,18 @@
-"""Decoders whose feed-forwards are mixtures of experts: Mixtral, Qwen2-MoE and Qwen3-MoE."""
+"""Decoders whose feed-forwards are mixtures of experts: Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
+from archerfish.errors import UnsupportedModelError
 from archerfish.kernels.experts import Routing
 from archerfish.kernels.ops import T
 from archerfish.layers.decoder import DecoderBlock, GatedMLP
 from archerfish.layers.experts import USUAL_NAMES, ExpertNames, MixtureOfExperts
 from archerfish.layers.weights import Weights
+from archerfish.models.config import Config
 from archerfish.models.llama import LlamaModel, MistralModel, Qwen2Model, Qwen3Model
+from archerfish.models.olmo import Olmo2Model
 
 
 class ExpertModel(LlamaModel[T]):
@@ -55,6 +58,20 @@ class MixtralModel(ExpertModel[T], MistralModel[T]):
             weights.scope(name), self.width, self.config.integer("intermediate_size"),
             self.config.activation("hidden_act", "silu"), self.routing()._replace(is_normed=True), names=self.expert_names,
         )
+
+
+class OlmoeModel(ExpertModel[T], Olmo2Model[T]):
+    """All heads of queries, and all of keys, are normalised together."""
+
+    norm_names = LlamaModel.norm_names
+
+    def __init__(self, weights: Weights[T], config: Config, max_len: int) -> None:
+        if config.values.get("clip_qkv") is not None:
+            raise UnsupportedModelError("Clipped queries, keys and values (clip_qkv) are not supported.")
+        super().__init__(weights, config, max_len)
+
+    def hidden_units(self) -> int:
+        return self.config.integer("intermediate_size")
 
 
 class Qwen3MoeModel(ExpertModel[T], Qwen3Model[T]):

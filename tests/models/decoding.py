@@ -113,6 +113,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "partial_rotary_factor": 0.5}, "original_max_position_embeddings": 64, "tie_word_embeddings": True,
     }),
     "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "olmoe": ("Olmoe", {**SIZES, "num_experts": 8, "num_experts_per_tok": 3}),
     "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 64, "decoder_sparse_step": 2}),
     "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 5, "sliding_window": 7}),
     "phi3-longrope": ("Phi3", {**SIZES, "rope_parameters": LONGROPE, "original_max_position_embeddings": 64}),

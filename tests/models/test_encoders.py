@@ -193,7 +193,7 @@ def test_forward_drops_masked_tokens() -> None:
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"pooling": "median"}, "median"), ({"model_type": "xlm_roberta"}, "Did you mean 'xlm-roberta'"),
-    ({"model_type": "deberta"}, "'deberta'. Supported: bert, .*docs/embed.md"), ({"hidden_act": "swoosh"}, "swoosh"),
+    ({"model_type": "deberta"}, "'deberta'. docs/embed.md .*Supported: bert, "), ({"hidden_act": "swoosh"}, "swoosh"),
     ({"model_type": "rwkv7"}, "LLMEngine and `archerfish generate` take it"), ({"num_attention_heads": 5}, "5 heads"),
     ({"hidden_size": "big"}, "hidden_size"), ({"position_embedding_type": "relative_key"}, "absolute"),
 ])  # fmt: skip
