@@ -173,7 +173,7 @@ def test_logits_of_families_equal_transformers(tmp_path: Path, architecture: str
     torch.testing.assert_close(driver.step([(0, LENGTH)])[0], expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES.keys() - FAMILIES.keys())
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in FAMILIES])
 def test_names_and_shapes_are_those_of_the_model(tmp_path: Path, architecture: str) -> None:
     source = open_source(write_gguf(tmp_path / "m.gguf", architecture, make_tensors(architecture)))
     found = {tensor.info.name: tensor.info.shape for tensor in source.tensors}
