@@ -254,7 +254,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         norm_plus_one=True, finish=finish_gemma,
     ),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", PHI3_TENSORS, PHI3_KEYS, finish=finish_phi3),
-    "olmoe": Architecture("olmoe", "OlmoeForCausalLM", {**DECODER_TENSORS, **HEAD_NORM_TENSORS, **expert_tensors()}, EXPERT_KEYS),
+    "olmoe": Architecture(
+        "olmoe", "OlmoeForCausalLM", {**DECODER_TENSORS, **HEAD_NORM_TENSORS, **expert_tensors()}, EXPERT_KEYS
+    ),
     "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", {**DECODER_TENSORS, **expert_tensors()}, EXPERT_KEYS),
     "qwen3moe": Architecture(
         "qwen3_moe", "Qwen3MoeForCausalLM", {**DECODER_TENSORS, **HEAD_NORM_TENSORS, **expert_tensors()}, EXPERT_KEYS,
