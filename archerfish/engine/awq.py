@@ -16,7 +16,7 @@ import torch
 from archerfish.engine.gptq import row_path, save_arrays
 from archerfish.engine.streamed_model import StreamedModel, Unread
 from archerfish.errors import UnsupportedModelError
-from archerfish.kernels.ops import Ids
+from archerfish.kernels.batches import Ids
 from archerfish.kernels.stored import Floats
 from archerfish.kernels.torch.reference import Tensor
 from archerfish.models.llama import LlamaModel

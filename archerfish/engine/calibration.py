@@ -12,7 +12,7 @@ import numpy as np
 
 from archerfish.config import HubConfig
 from archerfish.errors import CorruptFileError, InvalidOptionError, ModelNotFoundError
-from archerfish.kernels.ops import Ids
+from archerfish.kernels.batches import Ids
 from archerfish.models.adapter import ENCODERS, encoder_class, model_class
 from archerfish.models.config import Config
 from archerfish.store.metadata import TOKENIZER_NAME

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from archerfish.engine.streamed_model import StreamedModel, Unread
-from archerfish.kernels.ops import Ids
+from archerfish.kernels.batches import Ids
 from archerfish.kernels.stored import FP8_LARGEST, Floats
 from archerfish.kernels.torch.reference import Tensor
 from archerfish.store.files import sibling, sync

@@ -16,10 +16,11 @@ import numpy.typing as npt
 
 from archerfish.config import EmbedConfig, HubConfig
 from archerfish.errors import StoppedError, UnsupportedModelError
+from archerfish.kernels.batches import Segments
 from archerfish.kernels.encoding import EncoderInputs
 from archerfish.kernels.formats import PLAIN, choose_format
 from archerfish.kernels.machine import fast_cpu_dtype
-from archerfish.kernels.ops import Activation, LinearWeight, Pooling, Segments
+from archerfish.kernels.ops import Activation, LinearWeight, Pooling
 from archerfish.kernels.room import check_room
 from archerfish.kernels.select import OpsBackend, choose_backend, choose_device, choose_dtype, choose_ops
 from archerfish.layers.encoder import MaskedHead

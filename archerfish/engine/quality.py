@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from archerfish.engine.streamed_model import StreamedModel, Unread
-from archerfish.kernels.ops import Ids
+from archerfish.kernels.batches import Ids
 from archerfish.kernels.stored import Floats
 from archerfish.kernels.torch.reference import Tensor
 from archerfish.types import Progress

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from archerfish.kernels.batches import Ids, Segments
 from archerfish.kernels.formats import PLAIN, Tensors, WeightFormat
-from archerfish.kernels.ops import Activation, Ids, LinearWeight, PackedWeight, Segments
+from archerfish.kernels.ops import Activation, LinearWeight, PackedWeight
 from archerfish.kernels.stored import Floats
 from archerfish.kernels.torch.reference import Tensor, TorchOps
 from archerfish.layers.weights import Weights

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 
 from archerfish.errors import InputTooLargeError, InvalidInputError
-from archerfish.kernels.ops import Segments
+from archerfish.kernels.batches import Segments
 from archerfish.models.adapter import TokenBatch
 from archerfish.remarks import remark
 from archerfish.text.tokenizer import Text, TokenizedText, are_strings

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from archerfish.engine.text_batches import pack, plan_batches
-from archerfish.kernels.ops import Ids
+from archerfish.kernels.batches import Ids
 from archerfish.text.tokenizer import TokenizedText
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import DeviceError
-from archerfish.kernels.ops import Activation, Ids, T
+from archerfish.kernels.batches import Ids, T
+from archerfish.kernels.ops import Activation
 
 if TYPE_CHECKING:
     from archerfish.kernels.decoding import PassSize

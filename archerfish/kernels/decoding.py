@@ -13,7 +13,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Generic, NamedTuple
 
-from archerfish.kernels.ops import T
+from archerfish.kernels.batches import T
 from archerfish.kernels.sampling import TokenCounts
 
 FILLING_POSITION = -1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Generic
 
-from archerfish.kernels.ops import Ids, Segments, T
+from archerfish.kernels.batches import Ids, Segments, T
 
 
 class EncoderInputs(ABC, Generic[T]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Generic, NamedTuple
 
-from archerfish.kernels.ops import T
+from archerfish.kernels.batches import T
 
 
 class Routing(NamedTuple, Generic[T]):

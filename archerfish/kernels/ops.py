@@ -14,14 +14,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from archerfish.background import Lazy
-from archerfish.errors import DeviceError, InvalidInputError
+from archerfish.errors import DeviceError
+from archerfish.kernels.batches import BlockMask, Ids, Segments, T
 from archerfish.kernels.formats import AUTO, PLAIN, WeightFormat
 from archerfish.kernels.machine import trim_heap
 from archerfish.kernels.ranks import ALONE, Ranks
@@ -37,41 +37,10 @@ if TYPE_CHECKING:
 
 Activation = Literal["none", "gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid", "silu", "tanh"]
 Pooling = Literal["mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens"]  # as sentence-transformers names them
-Ids = npt.NDArray[np.int64]
 KV_SCALE_BYTES = 4  # of a head of int8 keys or values
-MASK_STEP = 16  # tokens that a mask's blocks are a multiple of
 
 
-class Handle(Protocol):
-    """All that a model may ask of a tensor."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-
-
-T = TypeVar("T", bound=Handle)
 R = TypeVar("R")
-
-
-@dataclass(frozen=True)
-class Segments:
-    """Lengths of the sequences of a packed batch, in order; every length is at least 1."""
-
-    lengths: tuple[int, ...]
-
-    @cached_property
-    def starts(self) -> Ids:
-        """Where each sequence begins; one more entry than sequences, the last being the number of tokens."""
-        return np.concatenate(([0], np.cumsum(self.lengths))).astype(np.int64)
-
-    @cached_property
-    def positions(self) -> Ids:
-        """Position of every token within its sequence, from 0."""
-        return np.arange(self.num_tokens, dtype=np.int64) - np.repeat(self.starts[:-1], self.lengths)
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.starts[-1])
 
 
 class HeadShape(NamedTuple):
@@ -84,21 +53,6 @@ class HeadShape(NamedTuple):
     window: int = 0  # a token sees itself and the window - 1 before it, and after it unless causal; 0: all
     softcap: float = 0.0  # scores become softcap * tanh(scores / softcap); 0: off
     is_causal: bool = True  # a token sees none after it; over blocks it is always so
-
-
-@dataclass(frozen=True)
-class BlockMask(Generic[T]):
-    """Which blocks of keys the queries of a block see, by positions in a sequence. Causality and a window hold as well.
-
-    Every query always sees its own block. Blocks past the last row or column are like that row or column.
-    """
-
-    size: int  # tokens of a block of queries or keys, a multiple of MASK_STEP
-    visible: T  # (blocks of queries, blocks of keys) booleans or integers on the device, read anew by each call
-
-    def __post_init__(self) -> None:
-        if self.size <= 0 or self.size % MASK_STEP:
-            raise InvalidInputError(f"A mask has blocks of {self.size} tokens, which is not a multiple of {MASK_STEP}.")
 
 
 class KVLayer(NamedTuple, Generic[T]):

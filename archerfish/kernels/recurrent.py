@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple
 
 from archerfish.errors import DeviceError
+from archerfish.kernels.batches import Ids, T
 from archerfish.kernels.decoding import DecodeState
-from archerfish.kernels.ops import Activation, Ids, LinearWeight, NormWeights, T
+from archerfish.kernels.ops import Activation, LinearWeight, NormWeights
 from archerfish.kernels.sampling import SamplingBatch
 
 EMPTY_SLOT = 0

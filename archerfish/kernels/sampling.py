@@ -19,7 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from archerfish.kernels.ops import Ids, Ops, T
+from archerfish.kernels.batches import Ids, T
+from archerfish.kernels.ops import Ops
 
 A = TypeVar("A", bound=Any)  # an array of one dimension
 WORD = (1 << 64) - 1

@@ -12,18 +12,8 @@ from typing import Generic, NamedTuple
 
 import numpy as np
 
-from archerfish.kernels.ops import (
-    Activation,
-    HeadShape,
-    KVLayer,
-    LinearWeight,
-    NormWeights,
-    Ops,
-    PagedBatch,
-    Rotary,
-    Rotation,
-    T,
-)
+from archerfish.kernels.batches import T
+from archerfish.kernels.ops import Activation, HeadShape, KVLayer, LinearWeight, NormWeights, Ops, PagedBatch, Rotary, Rotation
 from archerfish.layers.weights import Weights
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Generic, NamedTuple
 
-from archerfish.kernels.ops import Activation, HeadShape, LinearWeight, NormWeights, Ops, Pooling, Rotary, Rotation, Segments, T
+from archerfish.kernels.batches import Segments, T
+from archerfish.kernels.ops import Activation, HeadShape, LinearWeight, NormWeights, Ops, Pooling, Rotary, Rotation
 from archerfish.kernels.ranks import Part
 from archerfish.layers.weights import Weights
 

@@ -6,8 +6,9 @@ import math
 from typing import Generic, NamedTuple
 
 from archerfish.errors import UnsupportedModelError
+from archerfish.kernels.batches import T
 from archerfish.kernels.experts import Routing
-from archerfish.kernels.ops import Activation, Ops, T
+from archerfish.kernels.ops import Activation, Ops
 from archerfish.layers.decoder import GatedMLP
 from archerfish.layers.weights import Weights
 

@@ -12,8 +12,9 @@ from typing import Any, Generic
 import numpy as np
 
 from archerfish.errors import TensorError, did_you_mean
+from archerfish.kernels.batches import T
 from archerfish.kernels.formats import PLAIN, WeightFormat
-from archerfish.kernels.ops import LinearWeight, NormWeights, Ops, T
+from archerfish.kernels.ops import LinearWeight, NormWeights, Ops
 from archerfish.kernels.ranks import Part
 from archerfish.kernels.stored import StoredTensor
 from archerfish.types import DTYPE_BYTES

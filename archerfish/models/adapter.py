@@ -10,8 +10,9 @@ from itertools import takewhile
 from typing import Any, ClassVar, Generic, cast
 
 from archerfish.errors import UnsupportedModelError
+from archerfish.kernels.batches import Ids, Segments, T
 from archerfish.kernels.formats import PLAIN, WeightFormat
-from archerfish.kernels.ops import Ids, Ops, Segments, T
+from archerfish.kernels.ops import Ops
 from archerfish.kernels.ranks import ALONE, Ranks
 from archerfish.kernels.recurrent import StateShape
 from archerfish.layers.encoder import BlockShape, ClassifierHead, MaskedHead

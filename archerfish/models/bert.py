@@ -8,7 +8,8 @@ from typing import ClassVar
 import numpy as np
 
 from archerfish.errors import UnsupportedModelError
-from archerfish.kernels.ops import Activation, Ids, T
+from archerfish.kernels.batches import Ids, T
+from archerfish.kernels.ops import Activation
 from archerfish.layers.encoder import BlockNames, ClassifierHead, EncoderBlock
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import Encoder, TokenBatch

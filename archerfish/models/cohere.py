@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from archerfish.errors import UnsupportedModelError
-from archerfish.kernels.ops import KVLayer, PagedBatch, Rotary, T
+from archerfish.kernels.batches import T
+from archerfish.kernels.ops import KVLayer, PagedBatch, Rotary
 from archerfish.layers.decoder import MLP, BlockNorms, DecoderBlock, LayerNorm, NoNorm, Norm
 from archerfish.layers.weights import Weights
 from archerfish.models.config import Config

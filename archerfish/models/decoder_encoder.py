@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from archerfish.errors import UnsupportedModelError
-from archerfish.kernels.ops import Pooling, T
+from archerfish.kernels.batches import T
+from archerfish.kernels.ops import Pooling
 from archerfish.kernels.ranks import Part
 from archerfish.layers.encoder import ClassifierHead
 from archerfish.layers.weights import Weights

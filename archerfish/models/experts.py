@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from archerfish.errors import UnsupportedModelError
+from archerfish.kernels.batches import T
 from archerfish.kernels.experts import Routing
-from archerfish.kernels.ops import T
 from archerfish.layers.decoder import DecoderBlock, GatedMLP
 from archerfish.layers.experts import USUAL_NAMES, ExpertNames, MixtureOfExperts
 from archerfish.layers.weights import Weights

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from archerfish.kernels.ops import HeadShape, T
+from archerfish.kernels.batches import T
+from archerfish.kernels.ops import HeadShape
 from archerfish.layers.decoder import GatedMLP
 from archerfish.layers.rotary import RotaryConfig, read_rotary
 from archerfish.layers.weights import Weights

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from archerfish.errors import UnsupportedModelError
-from archerfish.kernels.ops import PagedBatch, Rotary, T
+from archerfish.kernels.batches import T
+from archerfish.kernels.ops import PagedBatch, Rotary
 from archerfish.layers.decoder import LayerNorm, Norm, PlainMLP
 from archerfish.layers.weights import Weights
 from archerfish.models.config import Config

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
-from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch, Rotary, T
+from archerfish.kernels.batches import T
+from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch, Rotary
 from archerfish.layers.decoder import MLP, Attention, BlockNorms, DecoderBlock, GatedMLP, NoNorm, Norm, RMSNorm
 from archerfish.layers.rotary import RotaryConfig, read_rotary, rotary_table
 from archerfish.layers.weights import Weights

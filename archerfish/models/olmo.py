@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from archerfish.kernels.ops import HeadShape, Rotary, T
+from archerfish.kernels.batches import T
+from archerfish.kernels.ops import HeadShape, Rotary
 from archerfish.layers.rotary import RotaryConfig, read_rotary
 from archerfish.layers.weights import Weights
 from archerfish.models.config import Config
@@ -18,7 +19,7 @@ class Olmo2Model(LlamaModel[T]):
     """All heads of queries, and all of keys, are normalised together."""
 
     can_divide: ClassVar[bool] = False
-    norm_names = NORMS_BEHIND
+    norm_names: ClassVar[tuple[str, ...]] = NORMS_BEHIND
     eps = 1e-5
 
     def query_norms(self, weights: Weights[T], heads: HeadShape) -> tuple[T | None, T | None]:

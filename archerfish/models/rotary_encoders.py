@@ -7,7 +7,8 @@ from typing import ClassVar
 import numpy as np
 
 from archerfish.errors import UnsupportedModelError
-from archerfish.kernels.ops import Pooling, Rotary, T
+from archerfish.kernels.batches import T
+from archerfish.kernels.ops import Pooling, Rotary
 from archerfish.layers.encoder import BlockNames, BlockShape, ClassifierHead, EncoderBlock, PreNormBlock
 from archerfish.layers.rotary import RotaryConfig, read_rotary, rotary_table
 from archerfish.layers.weights import Weights

@@ -28,7 +28,8 @@ from collections.abc import Sequence
 from typing import ClassVar, Generic
 
 from archerfish.errors import UnsupportedModelError
-from archerfish.kernels.ops import Activation, NormWeights, Ops, T
+from archerfish.kernels.batches import T
+from archerfish.kernels.ops import Activation, NormWeights, Ops
 from archerfish.kernels.ranks import ALONE, Part, Ranks
 from archerfish.kernels.recurrent import (
     BlockWeights,

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from archerfish.kernels.ops import Ids, Ops, PagedBatch, T
+from archerfish.kernels.batches import Ids, T
+from archerfish.kernels.ops import Ops, PagedBatch
 from archerfish.kernels.recurrent import EMPTY_SLOT, FIRST_SLOT, RecurrentBatch
 from archerfish.step import StepInput
 

@@ -19,8 +19,9 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from archerfish.kernels.batches import Ids, T
 from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, NUM_INPUTS, Input, PassSize
-from archerfish.kernels.ops import Ids, Ops, T
+from archerfish.kernels.ops import Ops
 from archerfish.kernels.sampling import draw
 from archerfish.models.adapter import ModelAdapter
 from archerfish.runtime.batch import MIN_SHARED_SEQUENCES, BlockTables, find_shared

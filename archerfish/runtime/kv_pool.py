@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Generic, NamedTuple
 
 from archerfish.config import EngineConfig
 from archerfish.errors import DeviceError, InvalidOptionError, OutOfMemoryError
+from archerfish.kernels.batches import T
 from archerfish.kernels.decoding import DecodeState
-from archerfish.kernels.ops import KV_SCALE_BYTES, KVLayer, Ops, T
+from archerfish.kernels.ops import KV_SCALE_BYTES, KVLayer, Ops
 from archerfish.kernels.recurrent import FIRST_SLOT, StateShape
 from archerfish.kernels.room import GIB, check_room, size, usable_memory
 from archerfish.kernels.sampling import SamplingBatch

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from archerfish.kernels.ops import T
+from archerfish.kernels.batches import T
 from archerfish.params import SamplingParams, Stage
 from archerfish.runtime.batch import MIN_SHARED_SEQUENCES, MIN_SHARED_TOKENS
 from archerfish.runtime.graphs import list_sizes

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.background import Lazy
-from archerfish.kernels.ops import Ids, Ops, PagedBatch, T
+from archerfish.kernels.batches import Ids, T
+from archerfish.kernels.ops import Ops, PagedBatch
 from archerfish.kernels.recurrent import RecurrentBatch
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.models.adapter import ModelAdapter

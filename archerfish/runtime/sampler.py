@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from archerfish.errors import ArcherfishError
 from archerfish.kernels import sampling
+from archerfish.kernels.batches import Ids, T
 from archerfish.kernels.decoding import FIRST_FLOAT, NUM_INPUTS, Input
-from archerfish.kernels.ops import Ids, Ops, T
+from archerfish.kernels.ops import Ops
 from archerfish.observe.metrics import SamplingMetrics
 from archerfish.params import Stage
 from archerfish.runtime.host_sampling import failure

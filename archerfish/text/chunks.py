@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from archerfish.kernels.ops import Ids
+from archerfish.kernels.batches import Ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer

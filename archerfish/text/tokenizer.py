@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 import numpy as np
 
 from archerfish.errors import CorruptFileError, InvalidInputError
-from archerfish.kernels.ops import Ids
+from archerfish.kernels.batches import Ids
 from archerfish.kernels.select import import_torch
 from archerfish.store.source import optional_json, token_name
 from archerfish.text.chunks import ChunkTokenizer

@@ -117,7 +117,7 @@ def test_end_tokens_that_only_the_tokenizer_config_asks_for(has_bos: bool, tiny_
     engine = ArrowEngine(path, dtype="float32", hub=hub)
     begin, end, *words = engine.tokenizer.ids_of(["[CLS]", "[SEP]", "the", "cat"])
     first = [begin] if has_bos else []
-    texts = ["the cat", ("the", "cat"), "the " * 90]
+    texts: list[str | tuple[str, str]] = ["the cat", ("the", "cat"), "the " * 90]
     short, pair, long = (text.token_ids.tolist() for text in engine.tokenizer.tokenize(texts))
     assert short == [*first, *words, end] and long == [*first, *[words[0]] * (23 - len(first)), end]
     assert pair == [*first, words[0], end, *first, words[1], end]

@@ -11,7 +11,7 @@ from archerfish.kernels.experts import Routing
 from archerfish.kernels.formats import PLAIN, WeightFormat
 from archerfish.kernels.ops import LinearWeight
 from archerfish.kernels.stored import StoredTensor
-from archerfish.kernels.torch.reference import ACTIVATIONS
+from archerfish.kernels.torch.activations import ACTIVATIONS
 
 Tensor = torch.Tensor
 ROUTINGS: dict[str, Routing[Any]] = {

@@ -12,7 +12,9 @@ from tests.kernels.triton_support import DEVICE, HAS_CUDA, TYPES, batch_over, co
 
 from tests.kernels.triton_support import assert_near, captured, expect_attention, small_ops  # isort: skip
 from archerfish.errors import DeviceError, InvalidInputError  # isort: skip (triton must be told to interpret first)
-from archerfish.kernels.ops import BlockMask, HeadShape  # isort: skip
+from archerfish.kernels.batches import BlockMask
+
+from archerfish.kernels.ops import HeadShape  # isort: skip
 from archerfish.kernels.torch.reference import visible  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
 from archerfish.kernels.triton.plan import AttentionPlan, Tile, find_plan, lay_mask  # isort: skip

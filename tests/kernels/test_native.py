@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from archerfish.kernels.batches import Segments
 from archerfish.kernels.formats import FORMATS as MADE
 from archerfish.kernels.ops import (
     KV_SCALE_BYTES,
@@ -23,7 +24,6 @@ from archerfish.kernels.ops import (
     Pooling,
     Rotary,
     Rotation,
-    Segments,
 )
 from archerfish.kernels.pool import set_pass_threads
 from archerfish.kernels.stored import StoredTensor, to_type, widened

@@ -10,7 +10,8 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from archerfish.kernels.ops import HeadShape, Segments
+from archerfish.kernels.batches import Segments
+from archerfish.kernels.ops import HeadShape
 from archerfish.kernels.stored import StoredTensor
 from tests.kernels.native_support import LEVELS, NativeOps
 

@@ -16,7 +16,8 @@ from archerfish.engine import inference_core  # isort: skip (triton must be told
 from archerfish.errors import UnreachableError  # isort: skip
 from archerfish.store.names import resolve_model  # isort: skip
 from archerfish.engine.inference_core import RECORDED_TOKENS, InferenceCore  # isort: skip
-from archerfish.kernels.ops import HeadShape, NormWeights, Pooling, Rotary, Rotation, Segments  # isort: skip
+from archerfish.kernels.batches import Segments  # isort: skip
+from archerfish.kernels.ops import HeadShape, NormWeights, Pooling, Rotary, Rotation  # isort: skip
 from archerfish.kernels.torch.reference import TorchOps  # isort: skip
 from archerfish.kernels.triton.encoder import FixedInputs, lay_out  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip

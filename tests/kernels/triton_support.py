@@ -73,7 +73,8 @@ if not HAS_CUDA:
     patch_once_a_kernel()
     describe_types_when_asked()
 
-from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch  # noqa: E402
+from archerfish.kernels.batches import BlockMask  # noqa: E402
+from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch  # noqa: E402
 from archerfish.kernels.torch.reference import TorchOps  # noqa: E402
 from archerfish.kernels.triton.ops import TritonOps  # noqa: E402
 from archerfish.kernels.triton.plan import Tile  # noqa: E402

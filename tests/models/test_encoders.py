@@ -12,8 +12,8 @@ import transformers
 from archerfish.engine import inference_core
 from archerfish.engine.inference_core import InferenceCore
 from archerfish.errors import UnsupportedModelError
+from archerfish.kernels.batches import Segments
 from archerfish.kernels.formats import choose_format
-from archerfish.kernels.ops import Segments
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.layers.rotary import read_rotary, rotary_table
 from archerfish.models.adapter import TokenBatch

@@ -22,7 +22,7 @@ from triton.runtime import driver
 from archerfish import LLMEngine, SamplingParams
 from archerfish.engine import inference_core, llm_loading
 from archerfish.engine.inference_core import InferenceCore
-from archerfish.kernels.ops import Segments
+from archerfish.kernels.batches import Segments
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.kernels.triton import compiling
 from archerfish.kernels.triton.compile_worker import Job

@@ -17,8 +17,8 @@ import torch
 
 from archerfish import LLMEngine, SamplingParams
 from archerfish.engine import llm_loading
+from archerfish.kernels.batches import Ids
 from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, Input
-from archerfish.kernels.ops import Ids
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.runtime.graphs import NUM_BUFFERS, DecodeGraphs, Kind, PassGraphs, list_sizes
 from archerfish.runtime.runner import RunningStep

@@ -14,7 +14,7 @@ import torch
 
 from archerfish import LLMEngine, SamplingParams
 from archerfish.engine import llm_loading
-from archerfish.kernels.ops import Ids
+from archerfish.kernels.batches import Ids
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.runtime.graphs import MISSES, NUM_BUFFERS, PassGraphs, PassKind
 from tests.calls import spy_on

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import DeviceError
+from archerfish.kernels.batches import BlockMask, Ids, Segments
 from archerfish.kernels.experts import Routing
 from archerfish.kernels.formats import WeightFormat
 from archerfish.kernels.machine import cpu, usable_cores
@@ -44,9 +45,7 @@ from archerfish.kernels.native.weights import (
 from archerfish.kernels.ops import (
     KV_SCALE_BYTES,
     Activation,
-    BlockMask,
     HeadShape,
-    Ids,
     KVLayer,
     LinearWeight,
     NormWeights,
@@ -55,7 +54,6 @@ from archerfish.kernels.ops import (
     Pooling,
     Rotary,
     Rotation,
-    Segments,
 )
 from archerfish.kernels.pool import set_pass_threads
 from archerfish.kernels.sampling import Drawn, Logprobs, PoolStats, SamplingBatch, TokenCounts
@@ -357,11 +355,11 @@ class NativeOps(Ops[Any]):
         kv: KVLayer[Handle] | None,
     ) -> None:
         rotary = rotation.rotary
-        memory = (None, None, TYPES["float32"]) if kv is None else (kv.keys, kv.values, self._kv_type(kv))
+        keys, values, kind = (None, None, TYPES["float32"]) if kv is None else (kv.keys, kv.values, self._kv_type(kv))
         recorder.tape.store_kv(
             recorder(qkv), recorder(q), [heads.num_heads, heads.num_kv_heads, heads.head_dim],
             None if rotary is None else rotary.cos_sin, 0 if rotary is None else rotary.rotary_dim, rotation.q_norm,
-            rotation.k_norm, rotation.eps, *memory, rotary is not None and rotary.is_interleaved,
+            rotation.k_norm, rotation.eps, keys, values, kind, rotary is not None and rotary.is_interleaved,
         )
         self.runner.finish(recorder)
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from archerfish.kernels.batches import Ids
 from archerfish.kernels.native._native import Sampler
 from archerfish.kernels.native.recorder import TapeRunner
-from archerfish.kernels.ops import Ids
 from archerfish.kernels.sampling import Drawn, Logprobs, Penalties, PoolStats, SamplingBatch, TokenCounts
 
 Array = npt.NDArray[Any]

@@ -16,15 +16,14 @@ import torch.nn.functional as F  # noqa: N812 (the name that every torch reader 
 
 from archerfish.errors import OutOfMemoryError
 from archerfish.kernels.adapters import Adapters
+from archerfish.kernels.batches import BlockMask, Ids, Segments
 from archerfish.kernels.decoding import FILLING_POSITION, NUM_INPUTS, ON_DEVICE, DecodeState, Input, PassSize
 from archerfish.kernels.experts import Routing
 from archerfish.kernels.formats import INT8, Tensors, WeightFormat
 from archerfish.kernels.machine import cpu
 from archerfish.kernels.ops import (
     Activation,
-    BlockMask,
     HeadShape,
-    Ids,
     KVLayer,
     LinearWeight,
     NormWeights,
@@ -34,7 +33,6 @@ from archerfish.kernels.ops import (
     Pooling,
     Rotary,
     Rotation,
-    Segments,
 )
 from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.sampling import Drawn, Logprobs, PoolStats, SamplingBatch, TokenCounts

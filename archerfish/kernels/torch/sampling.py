@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import pad
 
 from archerfish.kernels import sampling
+from archerfish.kernels.batches import Ids
 from archerfish.kernels.decoding import FIRST_FLOAT, DecodeState, Input
-from archerfish.kernels.ops import Ids
 from archerfish.kernels.sampling import BufferPool, Cuts, Drawn, Logprobs, Masks, Penalties, Ranges, SamplingBatch
 
 Tensor = torch.Tensor

@@ -20,7 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch, Rotation
+from archerfish.kernels.batches import BlockMask
+from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch, Rotation
 from archerfish.kernels.triton import plan as planning
 from archerfish.kernels.triton.attend import (
     MASK_NUMBERS,

@@ -16,8 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
+from archerfish.kernels.batches import Ids, Segments
 from archerfish.kernels.encoding import EncoderInputs
-from archerfish.kernels.ops import HeadShape, Ids, NormWeights, Pooling, Segments
+from archerfish.kernels.ops import HeadShape, NormWeights, Pooling
 from archerfish.kernels.triton.plan import Tile, cut, send_pieces
 from archerfish.kernels.triton.tiles import cdiv, dot_block, next_power_of_2
 

@@ -21,22 +21,10 @@ import triton.language as tl
 
 from archerfish.errors import InvalidOptionError, OutOfMemoryError
 from archerfish.kernels.adapters import Adapters
+from archerfish.kernels.batches import BlockMask, Ids, Segments
 from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input, PassSize
 from archerfish.kernels.experts import Routing
-from archerfish.kernels.ops import (
-    Activation,
-    BlockMask,
-    HeadShape,
-    Ids,
-    KVLayer,
-    LinearWeight,
-    NormWeights,
-    PagedBatch,
-    Pooling,
-    R,
-    Rotation,
-    Segments,
-)
+from archerfish.kernels.ops import Activation, HeadShape, KVLayer, LinearWeight, NormWeights, PagedBatch, Pooling, R, Rotation
 from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.kernels.stored import GPU_TYPES, StoredTensor

@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 
 from archerfish.background import WeakCache
-from archerfish.kernels.ops import BlockMask, HeadShape, Ids, PagedBatch
+from archerfish.kernels.batches import BlockMask, Ids
+from archerfish.kernels.ops import HeadShape, PagedBatch
 from archerfish.kernels.triton.tiles import next_power_of_2
 
 Tensor = torch.Tensor

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch
+from archerfish.kernels.batches import BlockMask
+from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch
 from archerfish.kernels.triton import plan as planning
 from archerfish.kernels.triton.attend import MASK_NUMBERS, attend, load_scales, score_scale, start_softmax
 from archerfish.kernels.triton.plan import AttentionPlan, Gathering, Tile, find_plan, lay_mask

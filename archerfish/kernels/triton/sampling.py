@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from archerfish.kernels import sampling
-from archerfish.kernels.ops import Ids
+from archerfish.kernels.batches import Ids
 from archerfish.kernels.sampling import TOP_K_OFF, Logprobs, Masks, Penalties, SamplingBatch
 from archerfish.kernels.torch.sampling import TorchSampling
 from archerfish.kernels.triton import scores
