@@ -21,7 +21,6 @@ from archerfish.errors import CallerError, did_you_mean
 from archerfish.kernels.adapters import Floats, LowRank, plain_name
 from archerfish.kernels.stored import widened
 from archerfish.store.source import ModelSource, SourceTensor, read_json
-from archerfish.store.sources import open_safetensors, open_torch
 
 CONFIG, FILES = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 MAX_RANK = 256
@@ -68,6 +67,8 @@ class Adapter:
 
 def read_adapter(path: Path, maps: Mapping[str, MapShape], *, max_rank: int = MAX_RANK) -> Adapter:
     """Read an adapter's directory, or its weights beside their configuration, for a model with these linear maps."""
+    from archerfish.store.sources import open_safetensors, open_torch  # which a start without adapters need not import
+
     weights = find_adapter(path)
     config = read_json(weights.parent / CONFIG)
     check_config(path, config)
