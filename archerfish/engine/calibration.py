@@ -13,7 +13,7 @@ import numpy as np
 from archerfish.config import HubConfig
 from archerfish.errors import CorruptFileError, InvalidOptionError, ModelNotFoundError
 from archerfish.kernels.batches import Ids
-from archerfish.models.adapter import ENCODERS, encoder_class, model_class
+from archerfish.models.adapter import encoder_class, is_encoder, model_class
 from archerfish.models.config import Config
 from archerfish.store.metadata import TOKENIZER_NAME
 from archerfish.store.source import ModelSource
@@ -79,7 +79,7 @@ def read_tokens(source: ModelSource, texts: Sequence[str]) -> list[Ids]:
     config = Config(source.config)
     with TemporaryDirectory() as folder:
         source.write_tokenizer(Path(folder) / TOKENIZER_NAME)
-        if config.model_type in ENCODERS:
+        if is_encoder(config):
             length = min(TEXT_TOKENS, encoder_class(config).max_positions(config))
             lines = [line for line in (texts[0].splitlines() if len(texts) == 1 else texts) if line.strip()]
             return [text.token_ids for text in FastTokenizer(Path(folder) / TOKENIZER_NAME, length).tokenize(lines)]

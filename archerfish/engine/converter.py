@@ -23,7 +23,7 @@ from archerfish.kernels.ops import Ops
 from archerfish.kernels.select import choose_device, import_torch
 from archerfish.kernels.stored import Floats
 from archerfish.layers.weights import NotedWeights
-from archerfish.models.adapter import ENCODERS, NoOps, encoder_class, find_model
+from archerfish.models.adapter import ENCODERS, NoOps, encoder_class, find_model, is_encoder
 from archerfish.models.config import Config
 from archerfish.store import converter
 from archerfish.store.adapters import MapShape, merged_source
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 QUALITY_NAME = "quality.json"
 IN_LAYER = re.compile(r"\.\d+\.")
-EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.\d+\.(\w+)\.weight$")
+EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(?:\d+\.)?(\w+)\.weight$")
 QUANT_TYPES = {"int8": "INT8", "int4": "Q4_1", "fp8": "FP8"}
 
 
@@ -138,17 +138,17 @@ class ModelConverter(converter.ModelConverter):
     def _find_texts(self, source: ModelSource, work: Path, progress: Progress) -> Texts | None:
         """The calibration text; None where there is nothing to calibrate, and nothing to measure or to measure with."""
         config, is_calibrated = self.config, self.config.method != "rtn"
-        is_encoder = Config(source.config).model_type in ENCODERS
+        embeds = is_encoder(Config(source.config))
         if Config(source.config).integer("num_experts_per_tok", 0):
             if is_calibrated:
                 message = f"[convert] method {config.method}: a text reaches only some experts, and says nothing of the others."
                 raise InvalidOptionError(message, hint="Leave --method out: each matrix is then rounded by itself.")
             return None
-        can_measure = find_spec("torch") is not None and (bool(config.calibration) or not is_encoder)
+        can_measure = find_spec("torch") is not None and (bool(config.calibration) or not embeds)
         if not is_calibrated and not (config.report and can_measure):
             return None
         import_torch(f"The method {config.method}")
-        if is_encoder and not config.calibration:
+        if embeds and not config.calibration:
             hint = "Give a file of texts with --calibration, or leave --method out."
             raise InvalidOptionError(f"[convert] method {config.method}: an encoder cannot write its own text.", hint=hint)
         return find_texts(source, config.calibration, self.hub, work / "texts.npy", progress)

@@ -20,7 +20,7 @@ from archerfish.kernels.ops import Activation, LinearWeight, PackedWeight
 from archerfish.kernels.stored import Floats
 from archerfish.kernels.torch.reference import Tensor, TorchOps
 from archerfish.layers.weights import Weights
-from archerfish.models.adapter import ENCODERS, Encoder, KVShape, ModelAdapter, TokenBatch, encoder_class, model_class
+from archerfish.models.adapter import Encoder, KVShape, ModelAdapter, TokenBatch, encoder_class, is_encoder, model_class
 from archerfish.models.config import Config
 from archerfish.runtime.batch import build_batch
 from archerfish.runtime.kv_pool import KVCachePool, StatePool
@@ -87,7 +87,7 @@ class StreamedModel:
 
     def _build(self, tensors: Mapping[str, Any], max_len: int) -> Encoder[Tensor] | ModelAdapter[Tensor]:
         weights = Weights(tensors, self.ops)
-        if self.config.model_type not in ENCODERS:
+        if not is_encoder(self.config):
             return model_class(self.config)(weights, self.config, max_len)
         kind = encoder_class(self.config)
         has_prefix = any(name.startswith(f"{kind.prefix}.") for name in tensors)

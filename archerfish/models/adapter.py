@@ -203,6 +203,10 @@ class TokenBatch:
     type_ids: Ids | None = None
     kept_rows: ClassVar[None] = None  # decoders ask
 
+    @property
+    def positions(self) -> Ids:
+        return self.segments.positions
+
 
 class Encoder(ABC, Generic[T]):
     """One architecture. A subclass reads its configuration and weights in `__init__` and computes in `forward`."""
@@ -303,6 +307,11 @@ def find_model(config: Config) -> type[ModelAdapter[Any]]:
         hint = "It embeds texts or ranks them: ArrowEngine and `archerfish embed` take it."
     hint = REFUSED.get(config.model_type, hint)
     raise UnsupportedModelError(f"No text generation model for model_type {config.model_type!r}.", hint=hint)
+
+
+def is_encoder(config: Config) -> bool:
+    """Whether it can only embed or rank: an encoder, or a decoder that sees both directions."""
+    return config.model_type in ENCODERS or not config.is_causal
 
 
 def encoder_class(config: Config, *, embeds: bool = False) -> type[Encoder[Any]]:

@@ -41,7 +41,8 @@ class Gpt2Model(Starcoder2Model[T]):
         self.positions = weights.scope("model").table("embed_positions.weight", num_positions, self.width)
 
     def embed(self, table: T, batch: PagedBatch[T]) -> T:
-        return self.ops.add(self.ops.lookup(table, batch.token_ids), self.ops.lookup(self.positions, batch.positions))
+        positions = self.ops.lookup(self.positions, self.ops.tensor(batch.positions))
+        return self.ops.add(self.ops.lookup(table, batch.token_ids), positions)
 
     def rotary(self, layer: int) -> Rotary[T] | None:
         return None

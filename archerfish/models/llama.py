@@ -51,7 +51,8 @@ class LlamaModel(ModelAdapter[T]):
         self.blocks = [self.block(body.scope(f"layers.{i}"), i) for i in ranks.layers(config.integer("num_hidden_layers"))]
         if not ranks.is_last:
             return
-        self.norm = self.make_norm(body, "norm", times=self.logit_scale())
+        gives_logits = weights.takes_head or bool(config.score_token_ids)
+        self.norm = self.make_norm(body, "norm", times=self.logit_scale() if gives_logits else 1.0)
         self.vocabulary = ranks.part(vocab_size, what="tokens")
         if not weights.takes_head:
             return

@@ -308,8 +308,11 @@ class VLLMRoutes:
             card, rows, usage = await self.vectors.of_body(request, body)
             shown: Any = enumerate(vector_routes.shown_rows(rows, body.encoding_format, body.output_dtype))
         else:
+            name = body.prompt_name
+            if name is None and body.input_type:
+                name = vector_routes.find_prompt(request, card, body.input_type)
             card, found, usage = await self.vectors.token_vectors(
-                request, body.model, body.input, output, prompt_name=body.prompt_name, truncate=body.truncate,
+                request, body.model, body.input, output, prompt_name=name, truncate=body.truncate,
                 deadline_s=body.deadline_s,
             )
             shown = enumerate(map(shown_tokens, found))

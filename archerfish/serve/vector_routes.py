@@ -210,9 +210,10 @@ class VectorRoutes:
         """
         card = await self.find(request, model, len(pairs), param, "cross-encoder", "embedding")
         if card.outputs[0] != "dense":
-            _, left, _ = await self.token_vectors(request, model, [a for a, _ in pairs], prompt_name="query", **options)
+            places = {text: place for place, text in enumerate(dict.fromkeys(text for text, _ in pairs))}
+            _, left, _ = await self.token_vectors(request, model, list(places), prompt_name="query", **options)
             _, right, usage = await self.token_vectors(request, model, [b for _, b in pairs], **options)
-            scores = np.concatenate([scores_of([a], [b])[0] for a, b in zip(left, right, strict=True)])
+            scores = np.concatenate([scores_of([left[places[a]]], [b])[0] for (a, _), b in zip(pairs, right, strict=True)])
         elif card.kind == "cross-encoder":
             rows, usage = await self.ask(request, card, ClassifyRequest, len(pairs), texts=pairs, **options)
             if rows.shape[1] != 1:

@@ -144,7 +144,7 @@ def match_tensors(
             made = f" It was made for {base}." if base else ""
             raise AdapterError(
                 f"{path}: the model has no {'embedding' if is_lookup else 'linear map'} {name!r} that takes adapters.{made}",
-                hint=did_you_mean(name, maps, most=0) or "Serve the model that the adapter was made for.",
+                hint=MERGE if is_apart(name) else did_you_mean(name, maps, most=0) or "Serve the model that it was made for.",
             )
         pair = found.setdefault(name, {})
         side = match["side"] or match["lookup"]
@@ -159,10 +159,15 @@ def match_tensors(
     return found
 
 
+def is_apart(name: str) -> bool:
+    """Whether a linear map is one of an expert or of GPT-2, which take no adapters."""
+    return ".experts." in name or name.startswith(("transformer.h.", "h."))
+
+
 def check_targets(path: Path, config: Mapping[str, Any], found: Mapping[str, Any], maps: Mapping[str, MapShape]) -> None:
     """The file must have each linear map that its configuration names, and no other."""
     missing = next((name for name in maps if name not in found and is_target(config, name)), None)
-    if missing is not None:
+    if missing is not None and config.get("target_modules") != "all-linear":  # PEFT leaves routers of experts out
         message = f"{path}: {CONFIG} says that {missing} was adapted, but the file has no tensors of it."
         raise AdapterError(message, hint="The file is not complete.")
     extra = next((name for name in found if not is_target(config, name)), None)

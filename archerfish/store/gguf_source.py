@@ -34,6 +34,8 @@ DECODER_TENSORS = {
     }),
 }  # fmt: skip
 HEAD_NORM_TENSORS = layer_tensors("model.layers", {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"})
+
+
 def expert_tensors(gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> dict[str, str]:
     """The router, the stacked matrices of all experts, and what all rows have beside them."""
     return layer_tensors("model.layers", {
@@ -143,7 +145,7 @@ class GGUFFacts:
 def finish_llama(config: dict[str, Any], facts: GGUFFacts) -> None:
     """GGUF keeps only the factors of Llama 3's rotary scaling, which are compared with those that Llama 3 computes."""
     config["attention_bias"] = "blk.0.attn_q.bias" in facts.shapes
-    if "expert_count" in facts.fields:
+    if config["model_type"] == "llama" and facts.fields.get("expert_count"):
         config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
         config |= {"num_local_experts": facts.fields["expert_count"], "num_experts_per_tok": facts.fields["expert_used_count"]}
     factors = facts.constants.get("rope_freqs.weight")

@@ -63,11 +63,15 @@ def test_attention(shape: tuple[HeadShape, bool], tile: Tile | None, dtype: str)
     assert_near(out, expected, dtype)
 
 
-@pytest.mark.parametrize("rotary_dim", [16, 6, 0])
-def test_rotated(rotary_dim: int) -> None:
+@pytest.mark.parametrize(("rotary_dim", "is_interleaved", "normed"), [
+    (16, False, 1), (6, False, 1), (0, False, 1), (16, True, 1), (6, True, 4), (16, False, 4),
+])  # fmt: skip
+def test_rotated(rotary_dim: int, is_interleaved: bool, normed: int) -> None:
+    """normed: heads of queries whose norm is one; of keys half as many."""
     heads, positions = HeadShape(4, 2, 16, 0.25), torch.from_numpy(Segments(LENGTHS).positions).to(DEVICE)
-    qkv, norms = random(len(positions), 8 * 16), random(2, 16)
-    rotation = Rotation(Rotary(random(40, rotary_dim), rotary_dim) if rotary_dim else None, norms[0], norms[1], 1e-5)
+    qkv, norms = random(len(positions), 8 * 16), [random(1, num * 16)[0] for num in (normed, max(1, normed // 2))]
+    rotary = Rotary(random(40, rotary_dim), rotary_dim, is_interleaved) if rotary_dim else None
+    rotation = Rotation(rotary, norms[0], norms[1], 1e-5)
     expected = TorchOps(DEVICE).rotated(qkv, positions, heads, rotation)
     assert_near(TritonOps(DEVICE, "float32").rotated(qkv, positions, heads, rotation), expected, "float32")
 

@@ -93,7 +93,7 @@ class Passes:
                 num_decodes, place = sum(end - start == 1 for _, start, end in spans), size.num_decodes
                 own = [i if i < num_decodes else i - num_decodes + size.num_decodes for i in range(len(spans))]
                 for column, (row, start, end) in zip(own, spans, strict=True):
-                    columns[: Input.KEY, column] = 0, row, end - 1, end - start, 0
+                    columns[: Input.KEY, column] = 0, row, end - 1, end - start, 0, 0
                     if column < size.num_decodes:
                         tokens[column], state.last_tokens[row] = ON_DEVICE, TOKENS[row][start]
                     else:

@@ -46,8 +46,9 @@ def layer_shapes(architecture: str) -> dict[str, tuple[int, ...]]:
         shapes |= {"attn_q.bias": (WIDTH,), "attn_k.bias": (kv_width,), "attn_v.bias": (kv_width,)}
     if architecture.endswith("moe"):
         del shapes["ffn_up.weight"], shapes["ffn_down.weight"], shapes["ffn_gate.weight"]
-        shapes |= {"ffn_gate_inp.weight": (EXPERTS, WIDTH), "ffn_down_exps.weight": (EXPERTS, WIDTH, EXPERT_FFN)}
-        shapes |= dict.fromkeys(("ffn_gate_exps.weight", "ffn_up_exps.weight"), (EXPERTS, EXPERT_FFN, WIDTH))
+        hidden = FFN if architecture == "olmoe" else EXPERT_FFN
+        shapes |= {"ffn_gate_inp.weight": (EXPERTS, WIDTH), "ffn_down_exps.weight": (EXPERTS, WIDTH, hidden)}
+        shapes |= dict.fromkeys(("ffn_gate_exps.weight", "ffn_up_exps.weight"), (EXPERTS, hidden, WIDTH))
     if architecture == "qwen2moe":
         shapes |= {"ffn_gate_inp_shexp.weight": (WIDTH,), "ffn_down_shexp.weight": (WIDTH, FFN)}
         shapes |= dict.fromkeys(("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), (FFN, WIDTH))
@@ -55,6 +56,8 @@ def layer_shapes(architecture: str) -> dict[str, tuple[int, ...]]:
         shapes |= {"post_attention_norm.weight": (WIDTH,), "post_ffw_norm.weight": (WIDTH,)}
     if architecture in ("qwen3", "qwen3moe", "gemma3"):
         shapes |= {"attn_q_norm.weight": (HEAD_DIM,), "attn_k_norm.weight": (HEAD_DIM,)}
+    if architecture == "olmoe":
+        shapes |= {"attn_q_norm.weight": (WIDTH,), "attn_k_norm.weight": (kv_width,)}
     return shapes
 
 
@@ -117,7 +120,8 @@ def write_gguf(
     if architecture.endswith("moe"):
         writer.add_expert_count(EXPERTS)
         writer.add_expert_used_count(2)
-        writer.add_expert_feed_forward_length(EXPERT_FFN)
+        if architecture != "olmoe":  # whose files have the length of experts as that of feed-forwards
+            writer.add_expert_feed_forward_length(EXPERT_FFN)
         writer.add_expert_shared_feed_forward_length(FFN)
     adders: dict[type, Any] = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}
     for key, value in (extra or {}).items():

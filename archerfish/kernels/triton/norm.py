@@ -364,7 +364,7 @@ def turn_kernel(
     qkv, positions, cos_sin, q_norm, k_norm, eps, qkv_stride, cos_sin_stride,
     num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, half: tl.constexpr, q_rows: tl.constexpr,
     kv_rows: tl.constexpr, half_block: tl.constexpr, rest_block: tl.constexpr, is_rotated: tl.constexpr,
-    has_q_norm: tl.constexpr, has_k_norm: tl.constexpr,
+    q_norm_dim: tl.constexpr, k_norm_dim: tl.constexpr, is_interleaved: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, half_block)[None, :]
@@ -378,12 +378,12 @@ def turn_kernel(
     source = qkv + token * qkv_stride
     move_heads(
         source, source, head_dim, None, q_norm, cos, sin, eps, token >= 0,
-        num_heads, head_dim, half, q_rows, half_block, rest_block, is_rotated, has_q_norm,
+        num_heads, head_dim, half, q_rows, half_block, rest_block, is_rotated, q_norm_dim, is_interleaved,
     )
     source += num_heads * head_dim
     move_heads(
         source, source, head_dim, None, k_norm, cos, sin, eps, token >= 0,
-        num_kv_heads, head_dim, half, kv_rows, half_block, rest_block, is_rotated, has_k_norm,
+        num_kv_heads, head_dim, half, kv_rows, half_block, rest_block, is_rotated, k_norm_dim, is_interleaved,
     )
 
 
@@ -397,7 +397,9 @@ def rotated(qkv: Tensor, positions: Tensor, heads: HeadShape, rotation: Rotation
         qkv, positions, table, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, rotation.eps,
         qkv.stride(0), table.stride(0), num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=head_dim,
         half=half, q_rows=q_rows, kv_rows=next_power_of_2(heads.num_kv_heads), half_block=next_power_of_2(half),
-        rest_block=next_power_of_2(rest) if rest else 0, is_rotated=rotary is not None, has_q_norm=q_norm is not None,
-        has_k_norm=k_norm is not None, num_warps=max(1, min(8, next_power_of_2(q_rows * head_dim) // ELEMENTS_PER_WARP)),
+        rest_block=next_power_of_2(rest) if rest else 0, is_rotated=rotary is not None,
+        q_norm_dim=0 if q_norm is None else len(q_norm), k_norm_dim=0 if k_norm is None else len(k_norm),
+        is_interleaved=rotary is not None and rotary.is_interleaved,
+        num_warps=max(1, min(8, next_power_of_2(q_rows * head_dim) // ELEMENTS_PER_WARP)),
     )
     return qkv
