@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from archerfish.config import EngineConfig
-from archerfish.errors import InvalidInputError, InvalidOptionError, NotFoundError, did_you_mean
+from archerfish.errors import InvalidInputError, InvalidOptionError, NotFoundError
 from archerfish.kernels.adapters import Adapters
 from archerfish.kernels.ops import Ops
 from archerfish.sched.adapters import AdapterSlots
@@ -129,7 +129,7 @@ class AdapterLibrary:
             return found
         path = self._on_demand(name) if on_demand else None
         if path is None:
-            raise NotFoundError(f"There is no adapter {name!r}.", hint=did_you_mean(name, self._names))
+            raise NotFoundError(f"There is no adapter {name!r}.")
         return self.load(name, path)
 
     def request(self, name: str) -> bool:

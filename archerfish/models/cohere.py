@@ -22,7 +22,7 @@ class ParallelBlock(DecoderBlock[T]):
         normed, total = self.norms.before_attention(x, residual)
         x = ops.store_and_attend(ops.linear(normed, attention.qkv), kv, batch, attention.heads, attention.rotation)
         if kept_rows is not None:
-            x, normed, total = (ops.rows(each, kept_rows) for each in (x, normed, total))
+            x, normed, total = ops.keep_rows(kept_rows, x, normed, total)
         total = ops.linear(x, attention.out, residual=total)
         return ops.linear(mlp.hidden(NoNorm(ops), normed, None)[0], mlp.down, residual=total), None
 

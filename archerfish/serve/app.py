@@ -48,7 +48,7 @@ from archerfish.serve.token_routes import TextRoutes, TTSRoutes
 from archerfish.serve.tracing import make_tracer
 from archerfish.serve.vector_routes import CohereRoutes, VectorRoutes
 from archerfish.serve.view_routes import ViewRoutes
-from archerfish.serve.wire import Configure, FrontEndState, Ping, Pong, Query, unserved_model
+from archerfish.serve.wire import Configure, FrontEndState, Ping, Pong, Query
 
 HEALTH_TIMEOUT_S = 10.0
 STOPPED = "The service was stopped before the answer was complete."
@@ -150,10 +150,7 @@ class StateRoutes:
 
     async def model(self, request: Request) -> Response:
         """One model."""
-        name = request.path_params["model_id"]
-        card = await self.catalog.find(name)
-        if card.adapter is not None and not request.state.tenant.may_use(card.id):
-            raise unserved_model(name, [])
+        card = await self.catalog.find(request.path_params["model_id"], request=request)
         return json_response(self.catalog.describe(card))
 
     async def health(self, request: Request) -> Response:

@@ -272,7 +272,8 @@ class Catalog:
     async def find(self, name: str | None, *kinds: Kind, request: Request | None = None) -> ModelCard:
         """The model of a name, of one of these kinds if any are given. Without a name: the first model of the first kind.
 
-        request: one that another model than the named one may answer, if the server is told so; it gets a remark then.
+        request: that of a tenant, who finds no adapters but those that it may use. If the server is told so, another model
+        than the named one answers it, if kinds are given; it gets a remark then.
         """
         cards = self._cards or await self._refresh()
         if name is None:
@@ -288,7 +289,7 @@ class Catalog:
             card = await self._find_adapter(name)
         if card is not None and tenant is not None and card.adapter is not None and not tenant.may_use(card.id):
             card = None  # it looks as if it were not here
-        if card is None and self.accepts_any and request is not None:
+        if card is None and self.accepts_any and kinds and request is not None:
             card = await self.find(None, *kinds)
             request.state.remarks.append(f"the model {name[:200]!r} is not served here: {card.id} answers")
         if card is None:

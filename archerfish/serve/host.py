@@ -325,7 +325,8 @@ class EngineHost(ModelHost):
 
     def _report(self, pending: PendingRequest, message: wire.Configure | wire.Charge | wire.Query) -> dict[str, Any]:
         if isinstance(message, wire.Query) and message.about == "models":
-            return {"models": [entry.card() for entry in self.models.entries]}
+            is_operator = self.callers.is_operator(message.credentials)
+            return {"models": [entry.card(with_adapters=is_operator) for entry in self.models.entries]}
         if isinstance(message, wire.Query) and message.about not in ("stats", "metrics", "options", "load", "view"):
             hint = "Ask for models, stats, metrics, options, load or view."
             raise InvalidInputError(f"There is no report about {message.about!r}.", hint=hint)

@@ -61,10 +61,10 @@ class ModelEntry:
     num_bytes: int = 0  # that it takes, or would take
     known: dict[str, Any] = field(default_factory=dict)  # of its card: as its files say, then as it said when loaded
 
-    def card(self) -> dict[str, Any]:
+    def card(self, *, with_adapters: bool) -> dict[str, Any]:
         shown = {"id": self.name, "kind": self.kind, "max_length": 0, "aliases": list(self.aliases)}
         shown |= {"served_names": list(self.served_names)}
-        if isinstance(self.hosted, HostedLLM):
+        if with_adapters and isinstance(self.hosted, HostedLLM):
             shown |= self.hosted.adapters()
         return {**shown, **self.known, "is_loaded": self.hosted is not None}
 

@@ -334,7 +334,11 @@ class Callers:
         key = credentials.encode(errors="surrogatepass")
         return replace(ANONYMOUS, name=hashlib.sha256(key).hexdigest()[:32] if key else "")
 
+    def is_operator(self, credentials: str) -> bool:
+        """Whether the sender is one. On a private socket without a pass, every peer is."""
+        return self._is_private or self.is_front_end(credentials)
+
     def check_operator(self, credentials: str) -> None:
-        """Raise NotAllowedError unless the sender is an operator. On a private socket without a pass, every peer is one."""
-        if not self._is_private and not self.is_front_end(credentials):
+        """Raise NotAllowedError unless the sender is an operator."""
+        if not self.is_operator(credentials):
             raise NotAllowedError("Only front ends and operators may do this.", hint="Send the pass as credentials.")

@@ -161,7 +161,7 @@ class TTSRoutes:
 
     async def tokens(self, request: Request, body: TTSBody) -> ASGIApp:
         """Global (speaker) and semantic (audio) tokens of a text."""
-        text = await self.service.catalog.text_of(await self._find_card(body.model))
+        text = await self.service.catalog.text_of(await self._find_card(request, body.model))
         tts_request = body.tts_request()
         max_length, num_bytes = text.card.max_length, len(tts_request.text.encode(errors="replace"))
         with naming("text"):
@@ -184,10 +184,10 @@ class TTSRoutes:
             finish_reason=choice.finish_reason, usage=gen.usage_of([generation]),
         ))  # fmt: skip
 
-    async def _find_card(self, name: str | None) -> ModelCard:
+    async def _find_card(self, request: Request, name: str | None) -> ModelCard:
         """The model that a request names, or the first TTS model."""
         catalog = self.service.catalog
-        cards = await catalog.cards() if name is None else [await catalog.find(name, "generation")]
+        cards = await catalog.cards() if name is None else [await catalog.find(name, "generation", request=request)]
         able = [card for card in cards if card.kind == "generation" and card.vocab_size >= tts.VOCAB_SIZE]
         if not able:
             problem = "No TTS model is served here" if name is None else f"The model {name!r} has no TTS vocabulary"

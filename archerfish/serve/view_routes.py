@@ -95,9 +95,10 @@ class ViewRoutes:
 
     async def view(self, request: Request) -> Response:
         """Memory, cached prefixes, last requests and figures of a model, as far as they are the caller's."""
-        text = await self.catalog.find_text(request.query_params.get("model"), "generation")
-        message = Query(about="view", **self.catalog.address(request, text.card))
-        found = await self.catalog.report(message)
+        text = await self.catalog.find_text(request.query_params.get("model"), "generation", request=request)
+        address = self.catalog.address(request, text.card)
+        given = {name: address[name] for name in ("request_id", "model", "credentials", "tenant")}  # a view is no adapter's
+        found = await self.catalog.report(Query(about="view", **given))
         views = found.get("replicas", {"": found})
 
         def answer() -> Response:

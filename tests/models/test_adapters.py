@@ -4,6 +4,7 @@ or the place of an activation differs."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ KINDS: dict[str, list[dict[str, Any]]] = {  # of each model, the adapters of its
     "phi3": [{"target_modules": list(FUSED)}, {"target_modules": ["qkv_proj"], "r": 2}],
     "gemma2": [{"target_modules": ["embed_tokens", "lm_head", "down_proj"]}, {}],
     "gemma3": [{}, {"target_modules": ["embed_tokens", "o_proj"]}],
+    "cohere": [{}, {"target_modules": ["o_proj", "up_proj", "down_proj"], "r": 2}],
 }
 
 
@@ -51,13 +53,16 @@ def test_logits_equal_peft(kind: str, backend: Backend, tmp_path: Path) -> None:
     driver.check(STEPS, expected, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_levels_and_kept_rows(level: str, tmp_path: Path) -> None:
+LEVEL_CASES = [(kind, partial(native_ops, level=level)) for kind in ("gemma2", "cohere") for level in LEVELS]
+
+
+@pytest.mark.parametrize(("kind", "backend"), [*LEVEL_CASES, ("gemma2", TorchOps), ("cohere", TorchOps)])
+def test_levels_and_kept_rows(kind: str, backend: Backend, tmp_path: Path) -> None:
     """At each level of instructions, of rows that are kept in the last layer as well, and where all rows are kept."""
-    model, config = make("gemma2")
-    for i, options in enumerate(KINDS["gemma2"]):
+    model, config = make(kind)
+    for i, options in enumerate(KINDS[kind]):
         add_adapter(model, tmp_path / str(i), seed=i, **options)
-    plain, kept = (Driver(with_slots(native_ops(level=level)), model.state_dict(), config, random_tokens(3)) for _ in range(2))
+    plain, kept = (Driver(with_slots(backend()), model.state_dict(), config, random_tokens(3)) for _ in range(2))
     for driver in (plain, kept):
         fill_slots(driver.ops, [tmp_path / "0", tmp_path / "1"])
         driver.slots = [1, 0, 2]

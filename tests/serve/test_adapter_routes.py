@@ -17,7 +17,7 @@ import pytest
 from archerfish.sequence import Namespace
 from archerfish.serve.routing import namespace_of
 from archerfish.serve.tenants import ANONYMOUS, Tenants, add_key
-from archerfish.serve.wire import GenerationRequest
+from archerfish.serve.wire import GenerationRequest, Query
 from archerfish.store.adapters import MapShape, read_adapter
 from tests.models.adapter_files import random_adapter
 
@@ -57,6 +57,17 @@ async def text(client: httpx.AsyncClient, model: str, **options: Any) -> str:
 
 async def names(client: httpx.AsyncClient, **options: Any) -> list[str]:
     return [model["id"] for model in (await client.get("/v1/models", **options)).json()["data"]]
+
+
+async def ask(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any] | None, model: str, headers: dict[str, str]
+) -> httpx.Response:
+    """A request that names a model in its body, in its query or in its path."""
+    if body is not None:
+        return await client.post(path, json={**body, "model": model}, headers=headers)
+    if path == "/v1/models":
+        return await client.get(f"{path}/{model}", headers=headers)
+    return await client.get(path, params={"model": model}, headers=headers)
 
 
 async def test_an_adapter_is_a_model_on_every_route(tmp_path: Path) -> None:
@@ -117,6 +128,9 @@ async def test_routers_look_for_contexts_of_the_content(tmp_path: Path) -> None:
     async with service(tmp_path) as client:
         catalog = client._transport.app.state.catalog  # type: ignore[attr-defined]
         card = await catalog.find("one", "generation")
+        for credentials, is_shown in ((PASS, True), ("", False), ("a key", False)):
+            [shown] = (await catalog.backend.ask(Query(request_id="", about="models", credentials=credentials))).values["models"]
+            assert ("adapters" in shown, "finds_adapters" in shown) == (is_shown, is_shown), "for front ends alone"
         request = SimpleNamespace(state=SimpleNamespace(tenant=ANONYMOUS, log={}))
         sent = GenerationRequest(**catalog.address(request, card))
         assert (sent.model, sent.adapter) == ("tiny", "one")
@@ -133,17 +147,24 @@ async def test_updates_are_off_unless_allowed(tmp_path: Path) -> None:
 
 async def test_tenants_see_only_adapters_that_they_may_use(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
-    every: dict[str, dict[str, Any]] = {"alice": {}, "bob": {"adapters": ["two"]}, "boss": {"is_operator": True}}
+    every: dict[str, dict[str, Any]] = {
+        "alice": {}, "bob": {"adapters": ["two"]}, "carl": {"adapters": ["one"]}, "boss": {"is_operator": True}
+    }  # fmt: skip
     headers = {name: {"Authorization": f"Bearer {add_key(keys, name, **more)}"} for name, more in every.items()}
     async with service(tmp_path, keys) as client:
         assert await names(client, headers=headers["alice"]) == ["tiny", "one"]
         assert await names(client, headers=headers["bob"]) == ["tiny"]
         await text(client, "one", headers=headers["alice"])
-        hidden = await client.post("/v1/completions", json={**ASK, "model": "one"}, headers=headers["bob"])
-        unknown = await client.post("/v1/completions", json={**ASK, "model": "eno"}, headers=headers["bob"])
-        assert hidden.status_code == unknown.status_code == 404
-        assert error_of(hidden)["message"].replace("one", "eno") == error_of(unknown)["message"], "as if it were not here"
-        assert (await client.get("/v1/models/one", headers=headers["bob"])).status_code == 404
+        for path, body in (
+            ("/v1/completions", ASK), ("/v1/tts/tokens", {"text": "a"}), ("/v1/cache/view", None), ("/v1/models", None),
+        ):  # fmt: skip
+            for tenant, hidden in (("bob", "one"), ("carl", "two")):
+                answers = [await ask(client, path, body, name, headers[tenant]) for name in (hidden, "eno")]
+                assert [answer.status_code for answer in answers] == [404, 404], "as if it were not here"
+                found, unknown = [error_of(answer)["message"] for answer in answers]
+                assert found.replace(hidden, "eno") == unknown
+        assert await names(client, headers=headers["alice"]) == ["tiny", "one"], "what is hidden is not loaded either"
+        assert (await ask(client, "/v1/cache/view", None, "one", headers["alice"])).json()["model"] == "one"
         await text(client, "two", headers=headers["bob"])
         refused = await client.post(LOAD, json={"lora_name": "x", "lora_path": "two"}, headers=headers["alice"])
         assert refused.status_code == 403 and error_of(refused)["code"] == "not_an_operator"

@@ -68,7 +68,7 @@ def test_first_model_gets_the_served_names() -> None:
         assert first.served_names == ("gpt-4o", "lab/b") and not any(spec.served_names for spec in others)
         assert "archerfish serves gpt-4o" in run.ready_text("http://x", (first, *others), ServeConfig(), {"embedding"})
     entry = make_entry(msgspec.structs.replace(first, loads="start"), HubConfig(), cast(Any, None))
-    card = entry.card()
+    card = entry.card(with_adapters=True)
     assert card["id"] == "gpt-4o" and card["served_names"] == ["lab/b"]
     assert set(card["aliases"]) == {"lab/b", first.model}
 
