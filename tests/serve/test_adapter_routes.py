@@ -129,7 +129,8 @@ async def test_routers_look_for_contexts_of_the_content(tmp_path: Path) -> None:
         catalog = client._transport.app.state.catalog  # type: ignore[attr-defined]
         card = await catalog.find("one", "generation")
         for credentials, is_shown in ((PASS, True), ("", False), ("a key", False)):
-            [shown] = (await catalog.backend.ask(Query(request_id="", about="models", credentials=credentials))).values["models"]
+            query = Query(request_id="", about="models", credentials=credentials)
+            [shown] = (await catalog.backend.ask(query)).values["models"]
             assert ("adapters" in shown, "finds_adapters" in shown) == (is_shown, is_shown), "for front ends alone"
         request = SimpleNamespace(state=SimpleNamespace(tenant=ANONYMOUS, log={}))
         sent = GenerationRequest(**catalog.address(request, card))
