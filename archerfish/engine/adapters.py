@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from archerfish.config import EngineConfig
-from archerfish.errors import InvalidInputError, InvalidOptionError, NotFoundError
+from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError, NotFoundError
 from archerfish.kernels.adapters import Adapters
 from archerfish.kernels.ops import Ops
 from archerfish.sched.adapters import AdapterSlots
@@ -25,6 +25,7 @@ from archerfish.store.adapters import Adapter, AdapterError, MapShape, read_adap
 
 logger = logging.getLogger("archerfish.engine")
 WAIT_S = 0.05  # after which masks of grammars are looked at again
+MOST_BYTES = 255  # of the name of a file
 NOT_ENABLED = "Start with enable_lora=True (--enable-lora)."
 
 
@@ -62,7 +63,7 @@ class AdapterLibrary:
         self.slots = AdapterSlots(config.max_loras, self._begin_load)
         self.attach(ops)
         self._names: dict[str, LoadedAdapter] = {}
-        self._files: dict[int, LoadedAdapter] = {}  # by number: where its content can be read again
+        self._files: dict[int, dict[str, LoadedAdapter]] = {}  # by number and path: where its content can be read again
         self._numbers: dict[str, int] = {}  # by digest
         self._content: OrderedDict[int, Adapter] = OrderedDict()  # in the machine's memory, the one used longest ago first
         self._lock = threading.RLock()
@@ -98,7 +99,7 @@ class AdapterLibrary:
         """Read and check an adapter; from now on requests may name it. in_place: in place of the one of this name."""
         if not isinstance(name, str) or not name.strip():
             raise InvalidInputError(f"An adapter needs a name, not {name!r}.")
-        known = self._names.get(name)
+        known = self._known(name)
         if known is not None and not in_place:
             if known.path == str(path):
                 return known
@@ -108,7 +109,7 @@ class AdapterLibrary:
         with self._lock:
             number = self._numbers.setdefault(adapter.digest, len(self._numbers) + 1)
             found = LoadedAdapter(name, str(path), number, adapter.digest, adapter.rank, adapter.num_bytes)
-            self._names[name] = self._files[number] = found
+            self._names[name] = self._files.setdefault(number, {})[found.path] = found
             self._keep(number, adapter)
         with self._changed:
             self.slots.forget_error(number)
@@ -124,7 +125,7 @@ class AdapterLibrary:
 
     def find(self, name: str, *, on_demand: bool = True) -> LoadedAdapter:
         """The adapter of a name; on_demand: one that lies in lora_dir is loaded."""
-        found = self._names.get(name)
+        found = self._known(name)
         if found is not None:
             return found
         path = self._on_demand(name) if on_demand else None
@@ -162,17 +163,27 @@ class AdapterLibrary:
         if not allowed:
             raise AdapterError("Adapters are loaded from no directory.", hint="Start with lora_dir (--lora-dir).")
         root = Path(allowed).expanduser().resolve()
-        found = (root / Path(path).expanduser()).resolve()
+        try:
+            found = (root / path).resolve()
+            found.is_dir()
+        except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, characters that no name has
+            raise AdapterError(f"{path!r} cannot be read as a path: {error}.", hint="Give a path within lora_dir.") from error
         if root not in found.parents:
             raise AdapterError(f"{path} lies outside of the directory of adapters.", hint="Give a path within lora_dir.")
+        return found
+
+    def _known(self, name: str) -> LoadedAdapter | None:
+        found = self._names.get(name)
+        if found is not None:
+            self.slots.forget_error(found.number)  # whoever names it tries again
         return found
 
     def _is_known(self, name: str, path: str) -> bool:
         return name in self._names and self._names[name].path == str(path)
 
     def _on_demand(self, name: str) -> Path | None:
-        is_plain = name == Path(name).name and name not in ("", ".", "..") and "\\" not in name and "\0" not in name
-        if not self.config.lora_dir or not is_plain:
+        is_plain = name == Path(name).name and name not in ("", ".", "..") and name.isprintable() and "\\" not in name
+        if not self.config.lora_dir or not is_plain or name.startswith("~") or len(name.encode()) > MOST_BYTES:
             return None
         path = self.allowed_path(name)
         return path if path.is_dir() else None
@@ -180,6 +191,19 @@ class AdapterLibrary:
     def _read(self, path: Path) -> Adapter:
         maps = {name: MapShape(one.outputs, one.inputs, one.table.is_lookup) for name, one in self._device.maps.items()}
         return read_adapter(path, maps, max_rank=self._device.max_rank)
+
+    def _read_again(self, files: list[LoadedAdapter]) -> Adapter:
+        """From the first of the paths with one content that still has it."""
+        for file in files:
+            try:
+                adapter = self._read(Path(file.path).expanduser())
+                if adapter.digest == file.digest:
+                    return adapter
+                raise AdapterError(f"{file.path} has changed since {file.name} was loaded.", hint="Load it again in place.")
+            except (ArcherfishError, OSError):
+                if file is files[-1]:
+                    raise
+        raise AssertionError
 
     def _keep(self, number: int, adapter: Adapter) -> None:
         with self._lock:
@@ -196,11 +220,8 @@ class AdapterLibrary:
         error: BaseException | None = None
         try:
             with self._lock:
-                adapter, file = self._content.get(number), self._files[number]
-            if adapter is None:
-                adapter = self._read(Path(file.path).expanduser())
-                if adapter.digest != file.digest:
-                    raise AdapterError(f"{file.path} has changed since {file.name} was loaded.", hint="Load it again in place.")
+                adapter, files = self._content.get(number), list(self._files[number].values())
+            adapter = adapter or self._read_again(files)
             self._keep(number, adapter)
             self._device.fill(slot, adapter.matrices)
         except BaseException as raised:

@@ -251,6 +251,11 @@ class Catalog:
         if any(card.adapters is not None for card in self._cards):
             self.expire()
 
+    def compare_content(self, known: str, used: str) -> None:
+        """An answer has come. If its adapter had another content than the one that is known here, the models are asked for."""
+        if known != used:
+            self.expire()
+
     async def report(self, message: ChangeAdapter | Charge | Configure | ExplainRequest | Query) -> dict[str, Any]:
         """The values of the engine process's answer to a message, which is sent with the credentials of this front end."""
         message.credentials = self.credentials

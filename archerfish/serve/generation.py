@@ -381,6 +381,7 @@ class TextService:
                     if isinstance(message, Chunk):
                         deltas = generation.add(message)
                     else:
+                        self.catalog.compare_content(generation.request.adapter_digest, message.adapter_digest)
                         num_tokens = sum(len(output.token_ids) for output in message.outputs)
                         deltas = await in_thread(partial(generation.add, message), num_tokens)
                     for delta in deltas:

@@ -429,6 +429,7 @@ class HostedGeneration:
             request_id=message.request_id, model=message.adapter or self.model.name, remarks=self.remarks,
             num_prompt_tokens=len(result.prompt_token_ids), num_output_tokens=result.metrics.num_output_tokens,
             num_cached_tokens=result.num_cached_tokens, metrics={name: getattr(result.metrics, name) for name in METRICS},
+            adapter_digest="" if self.live is None else self.live.namespace.adapter,
         )
         for output in result.outputs:
             shown = WireOutput(

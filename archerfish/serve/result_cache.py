@@ -140,7 +140,7 @@ class ResultCache:
                         output.logprobs = output.logprobs or []
                         output.logprobs += message.logprobs
                     output.finish_reason, output.stop_reason = message.finish_reason, message.stop_reason
-                elif key is not None and control.may_store:
+                elif key is not None and control.may_store and message.adapter_digest == request.adapter_digest:
                     whole = message.outputs or [recorded[index] for index in sorted(recorded)]
                     self.put(request.tenant, key, msgspec.structs.replace(message, outputs=whole))
                 yield message

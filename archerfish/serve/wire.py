@@ -208,6 +208,7 @@ class Generated(Message, tag="generated", kw_only=True, omit_defaults=True):
     retry_after_s: float | None = None  # if the deadline came before the first token
     remarks: list[str] = []  # what was done otherwise than the client asked
     metrics: dict[str, float] = {}  # those of METRICS in `hosted_llm.py`
+    adapter_digest: str = ""  # of the adapter that made it
 
 
 class Bundle(Message, tag="bundle", kw_only=True, omit_defaults=True):

@@ -124,8 +124,27 @@ def test_an_adapter_that_has_gone_ends_its_requests_alone(engine: LLMEngine, pla
         engine.step()
     outputs = [engine.get_output(each) for each in ids]
     assert [output and output.finish_reason for output in outputs] == ["error", "length"]
-    library.load("x", tmp_path / "x", in_place=True)
-    assert engine.generate([5, 6, 7], greedy(4), adapter="x")[0].finish_reason == "length"
+    shutil.copy(places / "lora" / "a0" / "adapter_model.safetensors", tmp_path / "x")
+    assert engine.generate([5, 6, 7], greedy(4), adapter="x")[0].finish_reason == "length", "whoever names it tries again"
+
+
+def test_content_is_read_again_from_where_it_still_lies(engine: LLMEngine, places: Path, tmp_path: Path) -> None:
+    """Of two names with one content, one's file has gone and another's has changed."""
+    library = engine.adapters
+    assert library is not None
+    for name in ("x", "y", "z"):
+        shutil.copytree(places / "lora" / "a0", tmp_path / name)
+        library.load(name, tmp_path / name)
+    library._content.clear()
+    shutil.rmtree(tmp_path / "x")
+    shutil.copy(places / "lora" / "a3" / "adapter_model.safetensors", tmp_path / "z")
+    assert [engine.generate([5, 6, 7], greedy(4), adapter=name)[0].finish_reason for name in "xz"] == ["length"] * 2
+    library._content.clear()
+    library.slots.clear()
+    shutil.rmtree(tmp_path / "y")
+    assert engine.generate([5, 6, 7], greedy(4), adapter="x")[0].finish_reason == "error"
+    shutil.copytree(places / "lora" / "a0", tmp_path / "x")
+    assert engine.generate([5, 6, 7], greedy(4), adapter="y")[0].finish_reason == "length"
 
 
 def test_requests_from_several_threads_while_adapters_change(engine: LLMEngine, adapted: dict[str, Any]) -> None:
@@ -174,8 +193,12 @@ def test_paths_and_options_that_are_refused(places: Path, engine: LLMEngine, tmp
     for path in ("../model", "/etc", "a0/../../model", "."):
         with pytest.raises(ArcherfishError, match="outside of the directory of adapters"):
             library.allowed_path(path)
-    for name in ("../lora/a0", "..", "a0/../a0", "", "nowhere"):
-        with pytest.raises((NotFoundError, InvalidInputError)):
+    for path in ("x" * 300, "a\0b", "\ud800"):
+        with pytest.raises(ArcherfishError, match="cannot be read as a path"):
+            library.allowed_path(path)
+    assert library.allowed_path("~nobody/x") == places / "lora" / "~nobody" / "x", "no home of a user"
+    for name in ("../lora/a0", "..", "a0/../a0", "", "nowhere", "~nobody", "~", "x" * 256, "\u00e9" * 128, "a\0", "\ud800"):
+        with pytest.raises(NotFoundError):
             library.find(name)
     for options in ({"tensor_parallel_size": 2}, {"lora_modules": "a0"}):
         with pytest.raises(InvalidOptionError):

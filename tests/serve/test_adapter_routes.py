@@ -17,7 +17,7 @@ import pytest
 from archerfish.sequence import Namespace
 from archerfish.serve.routing import namespace_of
 from archerfish.serve.tenants import ANONYMOUS, Tenants, add_key
-from archerfish.serve.wire import GenerationRequest, Query
+from archerfish.serve.wire import ChangeAdapter, GenerationRequest, Query
 from archerfish.store.adapters import MapShape, read_adapter
 from tests.models.adapter_files import random_adapter
 
@@ -119,7 +119,7 @@ async def test_load_unload_and_reload(tmp_path: Path) -> None:
             assert refused.status_code == 400 and message in error_of(refused)["message"], refused.text
         taken = await client.post(LOAD, json={"lora_name": "tiny", "lora_path": "two"})
         assert taken.status_code == 400 and "name of a model" in error_of(taken)["message"]
-        for name in ("../lora/one", "lora/one", "nothing"):
+        for name in ("../lora/one", "lora/one", "nothing", "~nobody", "x" * 256):
             assert (await client.post("/v1/completions", json={**ASK, "model": name})).status_code == 404
 
 
@@ -129,13 +129,27 @@ async def test_routers_look_for_contexts_of_the_content(tmp_path: Path) -> None:
         catalog = client._transport.app.state.catalog  # type: ignore[attr-defined]
         card = await catalog.find("one", "generation")
         for credentials, is_shown in ((PASS, True), ("", False), ("a key", False)):
-            [shown] = (await catalog.backend.ask(Query(request_id="", about="models", credentials=credentials))).values["models"]
+            query = Query(request_id="", about="models", credentials=credentials)
+            [shown] = (await catalog.backend.ask(query)).values["models"]
             assert ("adapters" in shown, "finds_adapters" in shown) == (is_shown, is_shown), "for front ends alone"
         request = SimpleNamespace(state=SimpleNamespace(tenant=ANONYMOUS, log={}))
         sent = GenerationRequest(**catalog.address(request, card))
         assert (sent.model, sent.adapter) == ("tiny", "one")
         maps = {name.removeprefix("model."): MapShape(*shape) for name, shape in SHAPES.items()}
         assert namespace_of(sent) == Namespace("", read_adapter(tmp_path / "lora" / "one", maps).digest)
+
+
+async def test_answers_of_another_content_are_not_kept(tmp_path: Path) -> None:
+    """An adapter is loaded in place while this front end still knows the old content under its name."""
+    async with service(tmp_path, result_cache_mib=1) as client:
+        catalog = client._transport.app.state.catalog  # type: ignore[attr-defined]
+        one, two = [await text(client, model, headers={"Cache-Control": "no-store"}) for model in ("one", "two")]
+        for path, expected, num_hits in (("two", two, 0), ("one", one, 0), ("one", one, 1)):
+            change = ChangeAdapter(request_id="", model="tiny", name="one", action="load", path=path, in_place=True)
+            await catalog.report(change)
+            assert await text(client, "one") == expected
+            metrics = (await client.get("/metrics")).text
+            assert f"archerfish_result_cache_hits_total {num_hits}" in metrics, path
 
 
 async def test_updates_are_off_unless_allowed(tmp_path: Path) -> None:
