@@ -157,9 +157,14 @@ def test_export_and_import(chat: Chat, tmp_path: Path) -> None:
     page.set_input_files("input[type=file]", tmp_path / "before.json")
     expect(page.locator(".turner span")).to_have_text("2/2")
     assert export("after.json") == before
-    (tmp_path / "broken.json").write_text("{}")
-    page.set_input_files("input[type=file]", tmp_path / "broken.json")
-    expect(page.get_by_role("dialog")).to_contain_text("The file holds no conversations")
+    spoiled = json.dumps(before).replace('"role": "assistant"', '"role": "assistant", "calls": "x"')
+    for text, told in (("{}", "The file holds no conversations"), (spoiled, "a conversation that is not whole")):
+        (tmp_path / "broken.json").write_text(text)
+        page.set_input_files("input[type=file]", tmp_path / "broken.json")
+        expect(page.get_by_role("dialog")).to_contain_text(told)
+        chat.button("Close").click()
+    page.reload()
+    expect(page.locator(".turner span")).to_have_text("2/2")
 
 
 def test_model_output_is_never_html(chat: Chat, backend: FakeBackend) -> None:
