@@ -40,6 +40,11 @@ Some *swim*, some **spit** and ~~walk~~ `swim()`:
 print("<b>fish</b>")
 ```
 """
+WATCH = """window.seen = [];  // lengths of an answer while it can be stopped
+new MutationObserver(() => {
+  const bodies = [...document.querySelectorAll('.message.assistant .body')];
+  if (bodies.length && document.querySelector('.composer [aria-label=Stop]')) seen.push(bodies.at(-1).innerText.length);
+}).observe(document.querySelector('.messages'), {childList: true, subtree: true, characterData: true}); undefined"""
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
@@ -48,13 +53,10 @@ def test_answer_streams_and_regenerates_from_the_cache(chromium: Any, real: str)
     with visiting(chromium, real) as chat:
         chat.open().set(max_tokens=24, temperature=0.7)
         chat.page.select_option("select[aria-label=Model]", SMOLLM2)
-        chat.send("Name three fish that live in rivers, please.")
-        body = chat.page.locator(".message.assistant .body").last
-        expect(body).not_to_be_empty()
-        expect(chat.button("Stop")).to_be_visible()
-        early = body.inner_text()
-        chat.wait()
-        assert len(body.inner_text()) > len(early)
+        chat.page.evaluate(WATCH)
+        chat.send("Name three fish that live in rivers, please.").wait()
+        expect(chat.page.locator(".stats").last).to_contain_text("cut off")
+        assert len({length for length in chat.page.evaluate("seen") if length}) > 1
         first, [stats] = chat.texts(), chat.page.locator(".message.assistant .stats").all_inner_texts()
         told = r"24 tokens · [\d.]+ tokens/s · first after [\d.]+ m?s · 0 of \d+ prompt tokens cached · cut off"
         assert re.fullmatch(told, stats)
@@ -157,9 +159,14 @@ def test_export_and_import(chat: Chat, tmp_path: Path) -> None:
     page.set_input_files("input[type=file]", tmp_path / "before.json")
     expect(page.locator(".turner span")).to_have_text("2/2")
     assert export("after.json") == before
-    (tmp_path / "broken.json").write_text("{}")
-    page.set_input_files("input[type=file]", tmp_path / "broken.json")
-    expect(page.get_by_role("dialog")).to_contain_text("The file holds no conversations")
+    spoiled = json.dumps(before).replace('"role": "assistant"', '"role": "assistant", "calls": "x"')
+    for text, told in (("{}", "The file holds no conversations"), (spoiled, "a conversation that is not whole")):
+        (tmp_path / "broken.json").write_text(text)
+        page.set_input_files("input[type=file]", tmp_path / "broken.json")
+        expect(page.get_by_role("dialog")).to_contain_text(told)
+        chat.button("Close").click()
+    page.reload()
+    expect(page.locator(".turner span")).to_have_text("2/2")
 
 
 def test_model_output_is_never_html(chat: Chat, backend: FakeBackend) -> None:

@@ -281,7 +281,8 @@ LEAST: dict[str, dict[str, Any]] = {
     "/v1/embed": {"texts": ["a"]}, "/v2/embed": {"texts": ["a"]}, "/v2/rerank": {"query": "a", "documents": ["b"]},
     "/rerank": {"query": "a", "texts": ["b"]}, "/embed": {"inputs": "a"}, "/": {"inputs": "a"}, "/predict": {"inputs": "a"},
     "/score": {"text_1": "a", "text_2": "b"}, "/v1/score": {"text_1": "a", "text_2": "b"}, "/pooling": {"input": "a"},
-    "/classify": {"input": "a"},
+    "/classify": {"input": "a"}, "/v1/classify": {"input": "a"}, "/embed_sparse": {"inputs": "a"},
+    "/embed_all": {"inputs": "a"},
 }  # fmt: skip
 
 

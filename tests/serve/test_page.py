@@ -145,7 +145,7 @@ def test_examples_fit_the_models(kinds: set[str], first: str, absent: set[str]) 
 # Routes for the clients of other servers, which the page does not show.
 OTHER_SERVERS = (
     "/", "/embed", "/info", "/predict", "/rerank", "/v2/rerank", "/v1/embed", "/v2/embed", "/score", "/v1/score", "/pooling",
-    "/classify",
+    "/classify", "/v1/classify", "/embed_sparse", "/embed_all", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
 )  # fmt: skip
 
 

@@ -85,12 +85,12 @@ class Chat {
     const {settings} = conversation;
     if (!models.includes(settings.model)) settings.model = this.app.model("generation").id;
     this.model.value = settings.model;
-    store.remember("open", conversation.id);
     this.element.classList.remove("with-sidebar");
     this.views.clear();
     this.messages.replaceChildren();
     this.panel.update();
     this.render();
+    store.remember("open", conversation.id);
     this.scrollDown(true);
     this.field.focus({preventScroll: true});
   }

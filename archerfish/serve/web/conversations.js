@@ -76,17 +76,45 @@ export function importText(text, takenIds) {
   });
 }
 
+// Kinds of values in a file: each gives a copy of the members that it knows, and throws at a value of another kind.
+const plain = (type) => (value) => (typeof value === type ? value : refuse());
+const TEXT = plain("string"), NUMBER = plain("number"), FLAG = plain("boolean");
+const maybe = (read) => (value) => (value === undefined ? undefined : read(value));
+const list = (read) => (value) => (Array.isArray(value) ? value.map((one) => read(one)) : refuse());
+const pair = (first, second) => (value) => (Array.isArray(value) && value.length === 2 ? [first(value[0]), second(value[1])] : refuse());
+const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+const map = (read) => (value) => (
+  isObject(value) ? Object.fromEntries(Object.entries(value).map(([name, one]) => [name, read(one)])) : refuse());
+const record = (kinds) => (value) => {
+  if (!isObject(value)) refuse();
+  const names = new Set([...Object.keys(value), ...Object.keys(kinds)].filter((name) => Object.hasOwn(kinds, name)));
+  return Object.fromEntries([...names].map((name) => [name, kinds[name](value[name])]).filter(([, one]) => one !== undefined));
+};
+const USAGE = record({prompt: NUMBER, output: NUMBER, cached: NUMBER});
+const NODE = record({
+  id: TEXT, parent: (value) => (value === null ? null : TEXT(value)), created: maybe(NUMBER), content: TEXT,
+  role: (value) => (ROLES.includes(value) ? value : refuse()), isJson: maybe(FLAG), model: maybe(TEXT), callId: maybe(TEXT), reasoning: maybe(TEXT),
+  calls: maybe(list(record({id: TEXT, name: TEXT, text: TEXT}))), usage: maybe(USAGE), finish: maybe(TEXT), isStopped: maybe(FLAG), remark: maybe(TEXT),
+  tokens: maybe(list(record({bytes: list(NUMBER), logprob: NUMBER, top: list(pair(TEXT, NUMBER))}))), firstMs: maybe(NUMBER), totalMs: maybe(NUMBER),
+  error: maybe(record({message: TEXT, hint: TEXT, status: NUMBER})),
+});
+const SETTINGS = record({
+  model: maybe(TEXT), system: maybe(TEXT), params: maybe(map((value) => value)), tokens: maybe(FLAG),
+  format: maybe(record({isOn: FLAG, text: TEXT})), tools: maybe(record({isOn: FLAG, text: TEXT, choice: maybe(TEXT)})),
+});
+const CONVERSATION = record({
+  title: (value = "Imported") => TEXT(value), created: (value) => Number(value) || Date.now(), updated: (value) => Number(value) || Date.now(),
+  settings: (value = {}) => SETTINGS(value), nodes: map(NODE), picked: (value = {}) => map(TEXT)(value), isNamed: maybe(FLAG),
+});
+
+function refuse() {
+  throw new Error("The file has a conversation that is not whole.");
+}
+
 function checked(given) {
-  const nodes = given?.nodes;
-  const isWhole = nodes && typeof nodes === "object" && Object.entries(nodes).every(([id, node]) => (
-    node?.id === id && ROLES.includes(node.role) && typeof node.content === "string" && reaches(nodes, node)));
-  if (!isWhole) throw new Error("The file has a conversation that is not whole.");
-  const {title, created, updated, settings, picked, isNamed} = given;
-  return {
-    title: String(title ?? "Imported"), created: Number(created) || Date.now(), updated: Number(updated) || Date.now(),
-    settings: settings && typeof settings === "object" ? settings : {}, nodes, picked: picked && typeof picked === "object" ? picked : {},
-    ...(isNamed === true && {isNamed}),
-  };
+  const conversation = CONVERSATION(given), {nodes} = conversation;
+  if (!Object.entries(nodes).every(([id, node]) => node.id === id && reaches(nodes, node))) refuse();
+  return conversation;
 }
 
 /** Whether the parents of a node lead to the root. */

@@ -80,7 +80,7 @@ class Inline {
       while (text[close] === "`") close++;
       if (close - start === length) {
         const inner = text.slice(end, start).replace(/\n/g, " ");
-        const isPadded = /^ .*[^ ].* $|^ [^ ] $/.test(inner);
+        const isPadded = inner.length > 2 && inner.startsWith(" ") && inner.endsWith(" ") && inner.trim() !== "";
         this.parts.push({tag: "code", children: [isPadded ? inner.slice(1, -1) : inner]});
         this.at = close;
         return;
@@ -94,7 +94,7 @@ class Inline {
 
   lineBreak() {
     const last = this.parts.length - 1;
-    if (typeof this.parts[last] === "string") this.parts[last] = this.parts[last].replace(/ +$/, "");
+    if (typeof this.parts[last] === "string") this.parts[last] = this.parts[last].trimEnd();
     this.parts.push({tag: "br", children: []});
     this.at++;
     while (this.text[this.at] === " ") this.at++;

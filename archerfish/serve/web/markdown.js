@@ -2,13 +2,14 @@
 
 import {parseInline} from "./inline.js";
 
-const FENCE = /^( {0,3})(`{3,}|~{3,})[ \t]*([^`]*)$/;
-const HEADING = /^ {0,3}(#{1,6})(?:[ \t]+(.*?))?(?:[ \t]+#+)?[ \t]*$/;
+const FENCE = /^( {0,3})(`{3,}|~{3,}(?!~))([^`]*)$/;
+const HEADING = /^ {0,3}(#{1,6})(?:[ \t](.*))?$/;
 const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?:([ \t]+)(.*)|$)/;
-const DELIMITERS = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
+const DELIMITERS = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*(?:\|[ \t]*)?$/;
 const MAX_DEPTH = 30; // of lists and quotes in each other; deeper ones are text
+const MAX_COLUMNS = 100; // of a table: a short row is filled up to them
 
 /** The top-level blocks of a text, each with the offset at which it starts. A text that grows changes its last block alone. */
 export function parse(text) {
@@ -62,7 +63,14 @@ function readIndented(lines, start) {
 
 function readHeading(lines, start) {
   const found = HEADING.exec(lines[start]);
-  return found && {node: {tag: `h${found[1].length}`, children: parseInline(found[2] ?? "")}, end: start + 1};
+  return found && {node: {tag: `h${found[1].length}`, children: parseInline(withoutSigns((found[2] ?? "").trim()))}, end: start + 1};
+}
+
+/** The text of a heading without the number signs that close it. */
+function withoutSigns(text) {
+  let end = text.length;
+  while (text[end - 1] === "#") end--;
+  return end === 0 || text[end - 1] === " " || text[end - 1] === "\t" ? text.slice(0, end).trimEnd() : text;
 }
 
 function readRule(lines, start) {
@@ -142,8 +150,9 @@ function cellsOf(line) {
 }
 
 function isTable(lines, at) {
-  return at + 1 < lines.length && lines[at].includes("|") && DELIMITERS.test(lines[at + 1])
-    && cellsOf(lines[at]).length === cellsOf(lines[at + 1]).length;
+  if (at + 1 >= lines.length || !lines[at].includes("|") || !DELIMITERS.test(lines[at + 1])) return false;
+  const numColumns = cellsOf(lines[at]).length;
+  return numColumns <= MAX_COLUMNS && numColumns === cellsOf(lines[at + 1]).length;
 }
 
 function readTable(lines, start) {

@@ -44,8 +44,8 @@ export function readValue(type, text) {
 
 function textOf(type, value) {
   if (value === undefined) return "";
-  if (type === "strings") return [value].flat().join("\n");
-  return type === "json" ? JSON.stringify(value) : String(value);
+  const shown = (one) => (type !== "json" && typeof one === "string" ? one : JSON.stringify(one));
+  return type === "strings" ? [value].flat().map(shown).join("\n") : shown(value);
 }
 
 export class Panel {
