@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,7 +192,7 @@ class AdapterLibrary:
         maps = {name: MapShape(one.outputs, one.inputs, one.table.is_lookup) for name, one in self._device.maps.items()}
         return read_adapter(path, maps, max_rank=self._device.max_rank)
 
-    def _read_again(self, files: list[LoadedAdapter]) -> Adapter:
+    def _read_again(self, files: Sequence[LoadedAdapter]) -> Adapter:
         """From the first of the paths with one content that still has it."""
         for file in files:
             try:
