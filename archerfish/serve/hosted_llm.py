@@ -104,7 +104,7 @@ class HostedLLM:
             report = Report(request_id=message.request_id, values=asdict(found))
             return partial(self.host.answer, request, report)
 
-        read_in_thread(self.host, request, change)
+        read_in_thread(self.host, request, change, self.host.loader)
 
     def _has_chat_template(self) -> bool:
         try:
@@ -149,7 +149,8 @@ class HostedLLM:
             self._prepare(generation)()
         else:
             work = partial(self._prepare, generation)
-            read_in_thread(self.host, request, work, self.host.compiler if has_grammar else None)
+            others = self.host.compiler if has_grammar else None
+            read_in_thread(self.host, request, work, others if is_at_hand else self.host.loader)
 
     def _check_adapter(self, tenant: Tenant, adapter: str) -> bool:
         """Whether an adapter, or none, is loaded; refuses one that the tenant may not use, as if it were not here."""
@@ -215,7 +216,7 @@ class HostedLLM:
 
     def _explain(self, request: PendingRequest, message: ExplainRequest) -> None:
         prompt, adapter = message.prompt if message.prompt is not None else message.token_ids, message.adapter
-        self._check_adapter(request.tenant, adapter)
+        is_at_hand = self._check_adapter(request.tenant, adapter)
         if prompt is None or (message.prompt is not None and message.token_ids is not None):
             raise InvalidInputError("Give one of prompt and token_ids.")
 
@@ -224,7 +225,7 @@ class HostedLLM:
             report = Report(request_id=message.request_id, values={**asdict(record), "text": record.explain()})
             return partial(self.host.answer, request, report)
 
-        read_in_thread(self.host, request, read)
+        read_in_thread(self.host, request, read, None if is_at_hand else self.host.loader)
 
     # Steps
 

@@ -3,8 +3,10 @@ use them."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from archerfish.engine.adapters import AdapterLibrary
 from archerfish.sequence import Namespace
 from archerfish.serve.routing import namespace_of
 from archerfish.serve.tenants import ANONYMOUS, Tenants, add_key
@@ -21,7 +24,7 @@ from archerfish.serve.wire import ChangeAdapter, GenerationRequest, Query
 from archerfish.store.adapters import MapShape, read_adapter
 from tests.models.adapter_files import random_adapter
 
-from .client import PASS, error_of, serving
+from .client import LIMIT_S, PASS, error_of, serving
 from .fake_backend import TEMPLATE
 from .hosting import add_llm, make_host
 
@@ -137,6 +140,22 @@ async def test_routers_look_for_contexts_of_the_content(tmp_path: Path) -> None:
         assert (sent.model, sent.adapter) == ("tiny", "one")
         maps = {name.removeprefix("model."): MapShape(*shape) for name, shape in SHAPES.items()}
         assert namespace_of(sent) == Namespace("", read_adapter(tmp_path / "lora" / "one", maps).digest)
+
+
+async def test_texts_are_read_while_adapters_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, read = threading.Event(), AdapterLibrary._read
+    async with service(tmp_path) as client:
+        monkeypatch.setattr(AdapterLibrary, "_read", lambda *args: gate.wait(LIMIT_S) and read(*args))
+        bodies = [{"lora_name": name, "lora_path": "two"} for name in ("a", "b")]
+        others = [client.post(LOAD, json=body) for body in bodies]
+        tasks = [asyncio.create_task(each) for each in (*others, text(client, "two"), text(client, "one"))]
+        try:
+            assert await tasks[-1], "the one that is loaded"
+            assert not any(task.done() for task in tasks[:-1])
+        finally:
+            gate.set()
+            await asyncio.gather(*tasks)
+        assert tasks[0].result().status_code == 200, tasks[0].result().text
 
 
 async def test_answers_of_another_content_are_not_kept(tmp_path: Path) -> None:
