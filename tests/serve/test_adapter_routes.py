@@ -26,7 +26,7 @@ from tests.models.adapter_files import random_adapter
 
 from .client import LIMIT_S, PASS, error_of, serving
 from .fake_backend import TEMPLATE
-from .hosting import add_llm, make_host
+from .hosting import add_llm, make_host, whole
 
 pytestmark = pytest.mark.anyio
 SHAPES = {f"model.layers.{i}.self_attn.{name}": (rows, 32) for i in (0, 1) for name, rows in (("q_proj", 32), ("v_proj", 16))}
@@ -145,17 +145,16 @@ async def test_routers_look_for_contexts_of_the_content(tmp_path: Path) -> None:
 async def test_texts_are_read_while_adapters_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, read = threading.Event(), AdapterLibrary._read
     async with service(tmp_path) as client:
+        catalog = client._transport.app.state.catalog  # type: ignore[attr-defined]
         monkeypatch.setattr(AdapterLibrary, "_read", lambda *args: gate.wait(LIMIT_S) and read(*args))
-        bodies = [{"lora_name": name, "lora_path": "two"} for name in ("a", "b")]
-        others = [client.post(LOAD, json=body) for body in bodies]
-        tasks = [asyncio.create_task(each) for each in (*others, text(client, "two"), text(client, "one"))]
-        try:
-            assert await tasks[-1], "the one that is loaded"
-            assert not any(task.done() for task in tasks[:-1])
-        finally:
-            gate.set()
-            await asyncio.gather(*tasks)
-        assert tasks[0].result().status_code == 200, tasks[0].result().text
+        changes = [ChangeAdapter(request_id=each, model="tiny", name=each, action="load", path="two") for each in "ab"]
+        tasks = [asyncio.create_task(catalog.report(change)) for change in changes]
+        await asyncio.sleep(0)  # they are sent before
+        answered = asyncio.create_task(whole(catalog.backend, prompt=PROMPT, adapter="one", credentials=PASS))
+        await asyncio.wait([answered, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        assert answered.done() and not any(task.done() for task in tasks)
+        gate.set()
+        assert [values["name"] for values in await asyncio.gather(*tasks)] == ["a", "b"]
 
 
 async def test_answers_of_another_content_are_not_kept(tmp_path: Path) -> None:
