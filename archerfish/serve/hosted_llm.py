@@ -143,8 +143,6 @@ class HostedLLM:
                 deadline_s=left_s if left_s and left_s > 0 else None,
             )  # fmt: skip
         request.release = generation.release
-        if message.adapter:
-            self.host.figures.adapter_request(self.name, message.adapter)
         if ids is not None and len(ids) <= MAX_INLINE_TOKENS and not has_grammar and is_at_hand:
             self._prepare(generation)()
         else:
@@ -201,6 +199,8 @@ class HostedLLM:
         if admitted is not None and generation.message.token_ids is None:  # the length was estimated
             self.controller.set_prompt_tokens(admitted, len(live.prompt_token_ids))
         self.engine.submit(live)
+        if generation.message.adapter:
+            self.host.figures.adapter_request(self.name, generation.message.adapter)
         generation.live = live
         generation.is_sent_by_loop = not live.collector.has_text
         generation.request.end_sequence = partial(self.engine.abort, live.request_id)

@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("peft")
 
 from archerfish import LLM, LLMEngine, LoRARequest
-from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError, NotFoundError
+from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError, NotFoundError, StoppedError
 from archerfish.sched.plan import MAX_OVERTAKEN
 from tests.engine.tiny_llama import check_memory, greedy, prompts, tokens
 from tests.models.decoding import make
@@ -201,6 +201,9 @@ def test_names_of_vllm(places: Path, adapted: dict[str, Any]) -> None:
         assert found == [expected(adapted["a0"], many[0], 4), expected(adapted[""], many[1], 4)]
         assert tokens(llm.generate(many, greedy(4), lora_request=requests[1])) == [expected(adapted["a1"], p, 4) for p in many]
         llm.sleep(2)
+        for request in (requests[1], LoRARequest("a2", 3, str(places / "lora" / "a2"))):
+            with pytest.raises(StoppedError, match="sleeps"):
+                llm.generate(many, greedy(4), lora_request=request)
         llm.wake_up()
         assert tokens(llm.generate(many, greedy(4), lora_request=requests[1])) == [expected(adapted["a1"], p, 4) for p in many]
 

@@ -18,6 +18,7 @@ import pytest
 
 from archerfish.engine.adapters import AdapterLibrary
 from archerfish.sequence import Namespace
+from archerfish.serve.client import RemoteError
 from archerfish.serve.routing import namespace_of
 from archerfish.serve.tenants import ANONYMOUS, Tenants, add_key
 from archerfish.serve.wire import ChangeAdapter, GenerationRequest, Query
@@ -95,6 +96,10 @@ async def test_an_adapter_is_a_model_on_every_route(tmp_path: Path) -> None:
         metrics = (await client.get("/metrics")).text
         assert 'archerfish_adapter_requests_total{adapter="one",model_name="tiny"}' in metrics
         assert 'archerfish_adapter_loads_total{model_name="tiny"}' in metrics
+        backend = client._transport.app.state.catalog.backend  # type: ignore[attr-defined]
+        with pytest.raises(RemoteError, match="no adapter"):
+            await whole(backend, prompt=PROMPT, adapter="nothing", credentials=PASS)
+        assert 'adapter="nothing"' not in (await client.get("/metrics")).text, "a name that is none is not counted"
 
 
 async def test_load_unload_and_reload(tmp_path: Path) -> None:
