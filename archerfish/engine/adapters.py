@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from archerfish.config import EngineConfig
-from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError, NotFoundError
+from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError, NotFoundError, StoppedError
 from archerfish.kernels.adapters import Adapters
 from archerfish.kernels.ops import Ops
 from archerfish.sched.adapters import AdapterSlots
@@ -86,14 +86,14 @@ class AdapterLibrary:
     def attach(self, ops: Ops[Any]) -> None:
         """Use the slots of a backend, which are empty."""
         assert ops.adapters is not None
-        self._device: Adapters[Any] = ops.adapters
+        self._device: Adapters[Any] | None = ops.adapters
         self.slots.clear()
 
     def detach(self) -> None:
         """Let the memory of slots go with the weights, until `attach`."""
         self._thread.submit(lambda: None).result()  # what was on its way has come
         self.slots.clear()
-        vars(self).pop("_device", None)
+        self._device = None
 
     def load(self, name: str, path: str | Path, *, in_place: bool = False) -> LoadedAdapter:
         """Read and check an adapter; from now on requests may name it. in_place: in place of the one of this name."""
@@ -189,10 +189,13 @@ class AdapterLibrary:
         return path if path.is_dir() else None
 
     def _read(self, path: Path) -> Adapter:
-        maps = {name: MapShape(one.outputs, one.inputs, one.table.is_lookup) for name, one in self._device.maps.items()}
-        return read_adapter(path, maps, max_rank=self._device.max_rank)
+        device = self._device
+        if device is None:
+            raise StoppedError("A model that sleeps reads no adapters.", hint="Call wake_up() first.")
+        maps = {name: MapShape(one.outputs, one.inputs, one.table.is_lookup) for name, one in device.maps.items()}
+        return read_adapter(path, maps, max_rank=device.max_rank)
 
-    def _read_again(self, files: list[LoadedAdapter]) -> Adapter:
+    def _read_again(self, files: Sequence[LoadedAdapter]) -> Adapter:
         """From the first of the paths with one content that still has it."""
         for file in files:
             try:
@@ -223,6 +226,7 @@ class AdapterLibrary:
                 adapter, files = self._content.get(number), list(self._files[number].values())
             adapter = adapter or self._read_again(files)
             self._keep(number, adapter)
+            assert self._device is not None  # `detach` waits for this thread
             self._device.fill(slot, adapter.matrices)
         except BaseException as raised:
             error = raised

@@ -36,6 +36,7 @@ class AdapterSlots:
     _free: deque[Slot] = field(default_factory=deque)
     _errors: dict[int, BaseException] = field(default_factory=dict)  # of adapters that could not be loaded
     _misses: Counter[int] = field(default_factory=Counter)  # plans in which an adapter found no slot
+    _missing: set[int] = field(default_factory=set)  # adapters that found no slot in this plan
     _is_draining: bool = False  # in this plan, no sequence begins with the first of those that hold slots
 
     def __post_init__(self) -> None:
@@ -49,6 +50,11 @@ class AdapterSlots:
     def begin_plan(self) -> None:
         """`is_ready` is asked next for waiting sequences in their order."""
         self._is_draining = False
+        self._missing.clear()
+
+    def is_here(self, adapter: int) -> bool:
+        """Whether an adapter is in its slot, or could not be loaded; asking changes nothing."""
+        return adapter in self._errors or (adapter in self._held and self._held[adapter].is_ready)
 
     def is_ready(self, adapter: int) -> bool:
         """Whether a sequence can begin with an adapter now; if not, the adapter is loaded as soon as there is a slot."""
@@ -57,7 +63,8 @@ class AdapterSlots:
             return slot.is_ready and not (self._is_draining and adapter == next(iter(self._held)))
         slot = self._take_slot()
         if slot is None:
-            self._misses[adapter] += 1
+            self._misses[adapter] += adapter not in self._missing
+            self._missing.add(adapter)
             self._is_draining |= self._misses[adapter] > MOST_MISSES
             return False
         del self._misses[adapter]

@@ -205,7 +205,7 @@ class PromptPlanner:
         candidates = list(live.prefilling)
         if live.rows and (not builder.is_pressed or live.is_empty):
             limit = MAX_OVERTAKEN + len(live.rows)
-            candidates += itertools.islice(live.queue.ordered(live.num_available, limit), limit)
+            candidates += self._waiting(limit)
         if self.tokens_per_s:
             is_shared = bool(builder.sequences) or len(candidates) > 1
             most = int(self.tokens_per_s * (SHARED_STEP_S if is_shared else LONE_STEP_S))
@@ -226,6 +226,22 @@ class PromptPlanner:
                     live.decoding[seq] = None
             elif can_admit and seq in live.queue.entries and not self._must_wait(seq):
                 can_admit = bool(live.rows) and (not builder.is_pressed or live.is_empty) and self._try_admit(seq, builder, now)
+
+    def _waiting(self, limit: int) -> list[Sequence]:
+        """The first waiting sequences. Of those whose adapter is not there only the first is among them, beyond the limit."""
+        live, found, asked = self.live, list[Sequence](), set[int]()
+        if live.adapters is None:
+            return list(itertools.islice(live.queue.ordered(live.num_available, limit), limit))
+        for seq in live.queue.ordered(live.num_available, len(live.queue.entries)):
+            adapter = seq.request.adapter
+            if adapter in asked:
+                continue
+            found.append(seq)
+            if adapter and not live.adapters.is_here(adapter):
+                asked.add(adapter)
+            elif len(found) - len(asked) >= limit:
+                break
+        return found
 
     def _order(self, sequences: list[Sequence], budget: int) -> list[Sequence]:
         """Sequences in the order in which they get their tokens. None overtakes another while there are enough for all."""

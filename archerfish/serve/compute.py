@@ -267,6 +267,7 @@ class ModelHost:
         self.compute = ComputeThread(self.waker.wake, clock)
         self.reader: Executor = WakingExecutor("read", 2, self.waker)  # threads that tokenize
         self.compiler: Executor = WakingExecutor("grammars", 2, self.waker)  # they compile grammars, which may take seconds
+        self.loader: Executor = WakingExecutor("load", 1, self.waker)  # the thread that reads adapters
         self.writer: Executor = WakingExecutor("write", 1, self.waker)  # the thread that makes text of tokens
         self._posted: deque[Callable[[], None]] = deque()
         self._outbox: deque[tuple[PendingRequest, Message]] = deque()

@@ -225,7 +225,7 @@ class EngineHost(ModelHost):
         self._flush()
         for hosted in self.models.loaded:
             hosted.engine.close()
-        for threads in (self.reader, self.compiler, self.writer):
+        for threads in (self.reader, self.compiler, self.loader, self.writer):
             threads.shutdown()
         self.compute.close()
         self._listener.close(1000)
@@ -335,7 +335,7 @@ class EngineHost(ModelHost):
             hosted = self._loaded(message.model, GENERATION)
             if not isinstance(hosted, HostedLLM):
                 raise InvalidInputError(f"{message.model} generates no text; it has no cache.", hint="Name another model.")
-            return hosted.view(tenant.name, sees_all=tenant.is_operator and (self.callers.tenants.has_keys or not tenant.name))
+            return hosted.view(tenant.name, sees_all=self.callers.sees_all(tenant))
         self.callers.check_operator(message.credentials)
         if isinstance(message, wire.Charge):
             tenant = pending.tenant = self.callers.find(message.credentials, message.tenant)

@@ -104,7 +104,7 @@ class HostedLLM:
             report = Report(request_id=message.request_id, values=asdict(found))
             return partial(self.host.answer, request, report)
 
-        read_in_thread(self.host, request, change)
+        read_in_thread(self.host, request, change, self.host.loader)
 
     def _has_chat_template(self) -> bool:
         try:
@@ -143,13 +143,12 @@ class HostedLLM:
                 deadline_s=left_s if left_s and left_s > 0 else None,
             )  # fmt: skip
         request.release = generation.release
-        if message.adapter:
-            self.host.figures.adapter_request(self.name, message.adapter)
         if ids is not None and len(ids) <= MAX_INLINE_TOKENS and not has_grammar and is_at_hand:
             self._prepare(generation)()
         else:
             work = partial(self._prepare, generation)
-            read_in_thread(self.host, request, work, self.host.compiler if has_grammar else None)
+            others = self.host.compiler if has_grammar else None
+            read_in_thread(self.host, request, work, others if is_at_hand else self.host.loader)
 
     def _check_adapter(self, tenant: Tenant, adapter: str) -> bool:
         """Whether an adapter, or none, is loaded; refuses one that the tenant may not use, as if it were not here."""
@@ -200,6 +199,8 @@ class HostedLLM:
         if admitted is not None and generation.message.token_ids is None:  # the length was estimated
             self.controller.set_prompt_tokens(admitted, len(live.prompt_token_ids))
         self.engine.submit(live)
+        if generation.message.adapter:
+            self.host.figures.adapter_request(self.name, generation.message.adapter)
         generation.live = live
         generation.is_sent_by_loop = not live.collector.has_text
         generation.request.end_sequence = partial(self.engine.abort, live.request_id)
@@ -215,7 +216,7 @@ class HostedLLM:
 
     def _explain(self, request: PendingRequest, message: ExplainRequest) -> None:
         prompt, adapter = message.prompt if message.prompt is not None else message.token_ids, message.adapter
-        self._check_adapter(request.tenant, adapter)
+        is_at_hand = self._check_adapter(request.tenant, adapter)
         if prompt is None or (message.prompt is not None and message.token_ids is not None):
             raise InvalidInputError("Give one of prompt and token_ids.")
 
@@ -224,7 +225,7 @@ class HostedLLM:
             report = Report(request_id=message.request_id, values={**asdict(record), "text": record.explain()})
             return partial(self.host.answer, request, report)
 
-        read_in_thread(self.host, request, read)
+        read_in_thread(self.host, request, read, None if is_at_hand else self.host.loader)
 
     # Steps
 

@@ -36,6 +36,7 @@ MAX_REPORTS_PER_S = 200  # of all replicas together, of which each costs about 0
 SILENCE_S = 2.0  # a replica that owes a report for so long gets no requests
 WAIT_S = 5.0  # that a request waits while no replica is ready
 ANSWER_S = 5.0  # limit for the answers of single replicas about themselves
+LOAD_S = 120.0  # the same while they read an adapter
 MAX_TRIES = 3  # replicas that may be lost under one request, which may be the reason
 FULL = ("overloaded", "queue_share_used", "deadline_unreachable", "too_many_requests")  # another one may have room
 READY, STOPPING, LATE, AWAY = "ready", "stopping", "late", "away"
@@ -320,7 +321,7 @@ class RoutedBackend:
 
         async def ask(one: Connection) -> Answer | ArcherfishError:
             try:
-                return await one.client.ask(message, ANSWER_S)
+                return await one.client.ask(message, LOAD_S if isinstance(message, wire.ChangeAdapter) else ANSWER_S)
             except ArcherfishError as error:
                 return error
 

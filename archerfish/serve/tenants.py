@@ -334,6 +334,11 @@ class Callers:
         key = credentials.encode(errors="surrogatepass")
         return replace(ANONYMOUS, name=hashlib.sha256(key).hexdigest()[:32] if key else "")
 
+    def sees_all(self, tenant: Tenant) -> bool:
+        """Whether it is a known operator, or without API keys the tenant of those that sent none."""
+        is_known = self.tenants.named(tenant.name) is not ANONYMOUS if self.tenants.has_keys else not tenant.name
+        return is_known and tenant.is_operator
+
     def is_operator(self, credentials: str) -> bool:
         """Whether the sender is one. On a private socket without a pass, every peer is."""
         return self._is_private or self.is_front_end(credentials)

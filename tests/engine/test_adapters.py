@@ -17,7 +17,8 @@ import torch
 pytest.importorskip("peft")
 
 from archerfish import LLM, LLMEngine, LoRARequest
-from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError, NotFoundError
+from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError, NotFoundError, StoppedError
+from archerfish.sched.plan import MAX_OVERTAKEN
 from tests.engine.tiny_llama import check_memory, greedy, prompts, tokens
 from tests.models.decoding import make
 from tests.models.peft_adapters import add_adapter
@@ -128,6 +129,24 @@ def test_an_adapter_that_has_gone_ends_its_requests_alone(engine: LLMEngine, pla
     assert engine.generate([5, 6, 7], greedy(4), adapter="x")[0].finish_reason == "length", "whoever names it tries again"
 
 
+def test_those_that_wait_for_a_slot_leave_room_for_others(places: Path, adapted: dict[str, Any]) -> None:
+    """However many wait for the adapter that has no slot, a request behind them that needs none begins at once."""
+    with LLMEngine(str(places / "model"), **OPTIONS, max_loras=1, lora_dir=str(places / "lora")) as engine:
+        first = engine.add_request([5, 6, 7], greedy(50), adapter="a0")
+        while engine.scheduler.tokens_done[1] == 0:
+            engine.step()
+        many = prompts(2 * MAX_OVERTAKEN, most=5)
+        waiting = [engine.add_request(prompt, greedy(2), adapter="a1") for prompt in many]
+        plain = engine.add_request([8, 9, 10], greedy(4))
+        while engine.get_output(plain) is None:
+            engine.step()
+            assert engine.get_output(first) is None
+        while any(engine.get_output(each) is None for each in waiting):
+            engine.step()
+        last: Any = engine.get_output(waiting[-1])
+        assert last.token_ids == expected(adapted["a1"], many[-1], 2)
+
+
 def test_content_is_read_again_from_where_it_still_lies(engine: LLMEngine, places: Path, tmp_path: Path) -> None:
     """Of two names with one content, one's file has gone and another's has changed."""
     library = engine.adapters
@@ -182,6 +201,9 @@ def test_names_of_vllm(places: Path, adapted: dict[str, Any]) -> None:
         assert found == [expected(adapted["a0"], many[0], 4), expected(adapted[""], many[1], 4)]
         assert tokens(llm.generate(many, greedy(4), lora_request=requests[1])) == [expected(adapted["a1"], p, 4) for p in many]
         llm.sleep(2)
+        for request in (requests[1], LoRARequest("a2", 3, str(places / "lora" / "a2"))):
+            with pytest.raises(StoppedError, match="sleeps"):
+                llm.generate(many, greedy(4), lora_request=request)
         llm.wake_up()
         assert tokens(llm.generate(many, greedy(4), lora_request=requests[1])) == [expected(adapted["a1"], p, 4) for p in many]
 

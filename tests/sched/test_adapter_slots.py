@@ -105,6 +105,17 @@ def test_an_adapter_without_end_makes_room() -> None:
     pytest.fail("it waits for ever")
 
 
+def test_many_sequences_of_a_plan_miss_once() -> None:
+    slots = AdapterSlots(1, lambda adapter, slot: None)
+    slots.is_ready(1)
+    slots.loaded(1)
+    slots.enter(1)
+    for plan in range(MOST_MISSES + 1):
+        slots.begin_plan()
+        assert not any(slots.is_ready(2) for _ in range(3 * MOST_MISSES))
+        assert slots.is_ready(1) == (plan < MOST_MISSES)
+
+
 def test_a_broken_table_is_noticed() -> None:
     slots = AdapterSlots(2, lambda adapter, slot: None)
     slots._free.pop()

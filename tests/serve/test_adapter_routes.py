@@ -3,8 +3,10 @@ use them."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,16 +16,18 @@ from typing import Any
 import httpx
 import pytest
 
+from archerfish.engine.adapters import AdapterLibrary
 from archerfish.sequence import Namespace
+from archerfish.serve.client import RemoteError
 from archerfish.serve.routing import namespace_of
 from archerfish.serve.tenants import ANONYMOUS, Tenants, add_key
 from archerfish.serve.wire import ChangeAdapter, GenerationRequest, Query
 from archerfish.store.adapters import MapShape, read_adapter
 from tests.models.adapter_files import random_adapter
 
-from .client import PASS, error_of, serving
+from .client import LIMIT_S, PASS, error_of, serving
 from .fake_backend import TEMPLATE
-from .hosting import add_llm, make_host
+from .hosting import add_llm, make_host, whole
 
 pytestmark = pytest.mark.anyio
 SHAPES = {f"model.layers.{i}.self_attn.{name}": (rows, 32) for i in (0, 1) for name, rows in (("q_proj", 32), ("v_proj", 16))}
@@ -92,6 +96,10 @@ async def test_an_adapter_is_a_model_on_every_route(tmp_path: Path) -> None:
         metrics = (await client.get("/metrics")).text
         assert 'archerfish_adapter_requests_total{adapter="one",model_name="tiny"}' in metrics
         assert 'archerfish_adapter_loads_total{model_name="tiny"}' in metrics
+        backend = client._transport.app.state.catalog.backend  # type: ignore[attr-defined]
+        with pytest.raises(RemoteError, match="no adapter"):
+            await whole(backend, prompt=PROMPT, adapter="nothing", credentials=PASS)
+        assert 'adapter="nothing"' not in (await client.get("/metrics")).text, "a name that is none is not counted"
 
 
 async def test_load_unload_and_reload(tmp_path: Path) -> None:
@@ -137,6 +145,21 @@ async def test_routers_look_for_contexts_of_the_content(tmp_path: Path) -> None:
         assert (sent.model, sent.adapter) == ("tiny", "one")
         maps = {name.removeprefix("model."): MapShape(*shape) for name, shape in SHAPES.items()}
         assert namespace_of(sent) == Namespace("", read_adapter(tmp_path / "lora" / "one", maps).digest)
+
+
+async def test_texts_are_read_while_adapters_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, read = threading.Event(), AdapterLibrary._read
+    async with service(tmp_path) as client:
+        catalog = client._transport.app.state.catalog  # type: ignore[attr-defined]
+        monkeypatch.setattr(AdapterLibrary, "_read", lambda *args: gate.wait(LIMIT_S) and read(*args))
+        changes = [ChangeAdapter(request_id=each, model="tiny", name=each, action="load", path="two") for each in "ab"]
+        tasks = [asyncio.create_task(catalog.report(change)) for change in changes]
+        await asyncio.sleep(0)  # they are sent before
+        answered = asyncio.create_task(whole(catalog.backend, prompt=PROMPT, adapter="one", credentials=PASS))
+        await asyncio.wait([answered, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        assert answered.done() and not any(task.done() for task in tasks)
+        gate.set()
+        assert [values["name"] for values in await asyncio.gather(*tasks)] == ["a", "b"]
 
 
 async def test_answers_of_another_content_are_not_kept(tmp_path: Path) -> None:

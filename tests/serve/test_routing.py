@@ -508,6 +508,24 @@ def test_view_has_every_replica_that_answers() -> None:
     asyncio.run(main())
 
 
+def test_replicas_have_time_to_read_an_adapter() -> None:
+    limits: list[float | None] = []
+
+    class Loading(FakeReplica):
+        async def ask(self, message: Question, timeout_s: float | None = None) -> Answer:
+            if not isinstance(message, wire.ChangeAdapter):
+                return await super().ask(message, timeout_s)
+            limits.append(timeout_s)
+            return wire.Report(request_id="")
+
+    async def main() -> None:
+        async with routed(Loading(0), Loading(1)) as backend:
+            await backend.ask(wire.ChangeAdapter(request_id="", name="one", action="load"))
+            assert len(limits) == 2 and all(one and one > 10 * routing.ANSWER_S for one in limits)
+
+    asyncio.run(main())
+
+
 def test_explain_asks_the_replica_that_would_be_chosen_and_says_why() -> None:
     async def main() -> None:
         replicas = three()

@@ -12,10 +12,11 @@ import pytest
 
 from archerfish.engine.outputs import RequestMetrics
 from archerfish.serve.history import MAX_REQUESTS, History
+from archerfish.serve.tenants import add_key
 from archerfish.serve.wire import Query
 from tests.engine.tiny_rwkv import save_tiny_rwkv
 
-from .client import error_of, host_with, serving
+from .client import PASS, error_of, host_with, serving
 from .hosting import GREEDY, LONG, WordEncoder, add_llm, failure, llm_host, talking
 
 pytestmark = pytest.mark.anyio
@@ -123,6 +124,18 @@ async def test_view_over_the_wire_needs_no_operator(tmp_path: Path) -> None:
         assert dict(answer.values["blocks"]["runs"]) == {"hidden": answer.values["blocks"]["total"]}
         refused = await failure(client, Query(request_id="", about="view", tenant="alice", credentials="a key"))
         assert refused.code == "not_allowed"
+
+
+async def test_only_known_operators_see_all(tmp_path: Path) -> None:
+    """A name that a front end sends, and that the file of keys has no longer, is nobody's."""
+    keys = tmp_path / "keys.toml"
+    for name, is_operator in (("alice", False), ("boss", True)):
+        add_key(keys, name, is_operator=is_operator)
+    host = host_with(tmp_path, llm={}, api_keys_file=str(keys))
+    async with talking(host) as client:
+        for name, kind in (("boss", "free"), ("alice", "hidden"), ("gone", "hidden"), ("", "hidden")):
+            answer: Any = await client.ask(Query(request_id="", about="view", tenant=name, credentials=PASS))
+            assert list(dict(answer.values["blocks"]["runs"])) == [kind], name
 
 
 def test_requests_are_bounded_and_mixed_figures_are_nobodys() -> None:
