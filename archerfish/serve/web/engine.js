@@ -233,7 +233,8 @@ function drawTree(view) {
 function treeRow({node, depth, key}, longest) {
   const tokens = node.end - node.start, bar = el("span", {class: `bar ${node.locks ? "running" : node.hits ? "hit" : ""}`});
   bar.style.width = `${Math.max(2, Math.round((36 * tokens) / longest))}px`;
-  const facts = [`${count(tokens)} tokens`, node.hits ? `${count(node.hits)} ${node.hits === 1 ? "hit" : "hits"}` : "", node.locks ? "in use" : ""];
+  const told = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
+  const facts = [told(tokens, "token"), node.hits ? told(node.hits, "hit") : "", node.locks ? "in use" : ""];
   const button = el("button", {
     type: "button", "data-key": key, "aria-pressed": String(key === selected),
     onclick: () => { selected = selected === key ? null : key; shownNodes = ""; redraw(); },
