@@ -90,6 +90,6 @@ def longest_gap(engine: LLMEngine, names: list[str], num_steps: int = 200) -> fl
             gaps.append(now - last)
         last = now
         if names and number % 5 == 0 and engine.adapters is not None:
-            engine.adapters.request(names[number // 5 % len(names)])
+            engine.adapters.preload(names[number // 5 % len(names)])
     return max(gaps)
 

@@ -133,7 +133,7 @@ class AdapterLibrary:
             raise NotFoundError(f"There is no adapter {name!r}.")
         return self.load(name, path)
 
-    def request(self, name: str) -> bool:
+    def preload(self, name: str) -> bool:
         """Whether an adapter is in a slot; if not, it comes into one as soon as one is free."""
         number = self.find(name).number
         with self._changed:

@@ -1,8 +1,7 @@
 """Low-rank adapters (LoRA) beside the linear maps of a model: y + B (A x), with matrices A and B of the row's adapter.
 
 A device has room for some adapters at a time, in slots. A row of a pass names its slot, from 1 on; 0: it has no adapter. So one
-product serves rows of many adapters and of none, whatever the format of the map's own matrix. What an adapter's scale is, has
-been multiplied into its B.
+product serves rows of many adapters and of none, whatever the format of the map's own matrix. B includes the adapter's scale.
 """
 
 from __future__ import annotations

@@ -308,6 +308,10 @@ class VLLMRoutes:
             card, rows, usage = await self.vectors.of_body(request, body)
             shown: Any = enumerate(vector_routes.shown_rows(rows, body.encoding_format, body.output_dtype))
         else:
+            for option in ("dimensions", "encoding_format", "output_dtype"):
+                if getattr(body, option) != type(body).model_fields[option].default:
+                    message = f"{option} is for one vector a text; {card.id} gives {output.replace('_', '-')} vectors here."
+                    raise InvalidParameterError(message, option)
             name = body.prompt_name
             if name is None and body.input_type:
                 name = vector_routes.find_prompt(request, card, body.input_type)

@@ -41,6 +41,8 @@ async def test_kinds_of_vectors(three: Any, tmp_path: Path) -> None:
         tokens = await asked(client, "/pooling", input=TEXTS, task="token_embed")
         for row, expected in zip(tokens["data"], several, strict=True):
             np.testing.assert_allclose(row["data"], expected, atol=1e-5)
+        for option in ({"dimensions": 8}, {"encoding_format": "base64"}, {"output_dtype": "int8"}):
+            assert "one vector a text" in await refused(client, "/pooling", input=TEXTS, task="sparse", **option)
         assert await asked(client, "/embed_all", inputs=TEXTS) == [row["data"] for row in tokens["data"]]
         dense = await asked(client, "/pooling", input=TEXTS)
         np.testing.assert_allclose([row["data"] for row in dense["data"]], three.encode(TEXTS), atol=1e-5)
