@@ -1,4 +1,4 @@
-"""`archerfish bench adapters`: requests spread over many LoRA adapters, against the same requests without one."""
+"""`archerfish bench adapters`: requests spread over many LoRA adapters, against the same without one, and against vLLM."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import json
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from archerfish.bench.gpu import model_directory
-from archerfish.bench.report import Found, Goal, Measurement
+from archerfish.bench.gpu import VLLM, model_directory, open_vllm, vllm_peers
+from archerfish.bench.report import OURS, Found, Goal, Measurement
+from archerfish.bench.worker import EngineGroup
 from archerfish.engine.llm_engine import LLMEngine
+from archerfish.kernels.machine import free_memory
 from archerfish.params import SamplingParams
 
 LAYERS = ".layers."  # what adapters change: all linear maps but the head
@@ -24,11 +27,13 @@ GAP, LOADING = "longest gap between steps, ms", "longest gap while adapters are 
 GOALS = (
     Goal(f"{SPREAD}, tokens/s", 0.85, at_least=True, over=f"{WITHOUT}, tokens/s"),
     Goal(f"{NONE}, tokens/s", 0.97, at_least=True, over=f"{WITHOUT}, tokens/s"),
+    Goal(f"{SPREAD}, tokens/s", 1.2, at_least=True, peers=(VLLM,)),
 )
 
 
 def measure(options: Namespace) -> Found:
-    """The engine without slots for adapters first, then one with slots."""
+    """The engine without slots for adapters first, then one with slots; then vLLM, which needs the card for itself."""
+    peers = vllm_peers(options)
     with ExitStack() as stack:
         config = options.engine
         if options.shape:
@@ -36,15 +41,25 @@ def measure(options: Namespace) -> Found:
         config = config.replace(enable_prefix_caching=False)
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="archerfish-adapters-")))
         with LLMEngine(config) as engine:
-            yield from throughput(engine, options, WITHOUT, [])
-        with LLMEngine(config.replace(enable_lora=True, max_loras=options.adapters, max_lora_rank=options.rank)) as engine:
+            yield from throughput(partial(own_seconds, engine, []), options, WITHOUT)
+        slots = {"enable_lora": True, "max_loras": options.adapters, "max_lora_rank": options.rank}
+        with LLMEngine(config.replace(**slots)) as engine:
             names = write_adapters(engine, place, options.adapters, options.rank)
-            yield from throughput(engine, options, NONE, [])
-            yield from throughput(engine, options, SPREAD, names)
-        with LLMEngine(config.replace(enable_lora=True, max_loras=2, max_lora_rank=options.rank)) as engine:
+            yield from throughput(partial(own_seconds, engine, []), options, NONE)
+            yield from throughput(partial(own_seconds, engine, names), options, SPREAD)
+        with LLMEngine(config.replace(**slots | {"max_loras": 2})) as engine:
             names = write_adapters(engine, place, min(8, options.adapters), options.rank)
             for metric, loads in ((GAP, False), (LOADING, True)):
                 yield Measurement(metric, 1000 * longest_gap(engine, names if loads else []))
+        del engine
+        free_memory()
+        given = {"model": config.model, "load_format": config.load_format, "enable_prefix_caching": False}
+        folders = [str(place / f"{i}-{options.rank}") for i in range(options.adapters)]
+        if peers:
+            with EngineGroup() as group:
+                open_vllm(group, options, {**given, **slots})
+                yield from throughput(partial(group.call, VLLM, "generate", adapters=folders), options, SPREAD, VLLM)
+                yield from group.notes
 
 
 def write_adapters(engine: LLMEngine, place: Path, number: int, rank: int) -> list[str]:
@@ -53,7 +68,8 @@ def write_adapters(engine: LLMEngine, place: Path, number: int, rank: int) -> li
 
     assert engine.adapters is not None and engine.runner.ops.adapters is not None
     maps = {name: one for name, one in engine.runner.ops.adapters.maps.items() if LAYERS in f".{name}"}
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(maps)}
+    targets = sorted({name.rpartition(".")[2] for name in maps})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
     for i in range(number):
         draw, folder, tensors = np.random.default_rng(i), place / f"{i}-{rank}", dict[str, Any]()
         if not folder.exists():
@@ -68,17 +84,25 @@ def write_adapters(engine: LLMEngine, place: Path, number: int, rank: int) -> li
     return [f"adapter-{i}" for i in range(number)]
 
 
-def throughput(engine: LLMEngine, options: Namespace, what: str, names: list[str]) -> Iterator[Measurement]:
+def own_seconds(engine: LLMEngine, names: list[str], *, prompts: list[list[int]], outputs: list[int]) -> float:
+    """The seconds that prompts take, with the adapters in turns."""
+    params = [SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0) for count in outputs]
+    adapters = [names[i % len(names)] if names else None for i in range(len(prompts))]
+    began = time.perf_counter()
+    engine.generate(prompts, params, lora_request=adapters)
+    return time.perf_counter() - began
+
+
+def throughput(
+    seconds: Callable[..., float | None], options: Namespace, what: str, engine: str = OURS
+) -> Iterator[Measurement]:
     draw = np.random.default_rng(0)
-    prompts = [draw.integers(3, 1000, options.prompt_tokens).tolist() for _ in range(options.requests)]
-    chosen = [names[i % len(names)] if names else None for i in range(options.requests)]
-    params = SamplingParams(max_tokens=options.output_tokens, ignore_eos=True, temperature=0.0)
+    outputs = [options.output_tokens] * options.requests
+    prompts = [draw.integers(3, 1000, options.prompt_tokens).tolist() for _ in outputs]
     for number in range(options.rounds + 1):
-        began = time.perf_counter()
-        engine.generate(prompts, params, lora_request=chosen)
-        seconds = time.perf_counter() - began
-        if number:  # the first one puts adapters into slots, and compiles
-            yield Measurement(f"{what}, tokens/s", options.requests * options.output_tokens / seconds)
+        taken = seconds(prompts=prompts, outputs=outputs)
+        if number and taken:  # the first one puts adapters into slots, and compiles
+            yield Measurement(f"{what}, tokens/s", sum(outputs) / taken, engine)
 
 
 def longest_gap(engine: LLMEngine, names: list[str], num_steps: int = 200) -> float:

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -302,10 +302,19 @@ class Vllm(TextEngine):
     def load(self) -> None:
         self.engine = self.package.LLM(**self.options)
 
-    def run(self, prompts: list[list[int]], outputs: list[int], temperature: float, **others: Any) -> list[int]:
+    def run(
+        self, prompts: list[list[int]], outputs: list[int], temperature: float, adapters: Sequence[str] = (), **others: Any
+    ) -> list[int]:
+        """adapters: directories with LoRA adapters, which the prompts take in turns."""
         make = partial(self.package.SamplingParams, temperature=temperature, ignore_eos=True, detokenize=False, **others)
         params = [make(max_tokens=count) for count in outputs]
-        found = self.engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        loras = None
+        if adapters:
+            lora = importlib.import_module("vllm.lora.request").LoRARequest
+            known = [lora(folder, number, folder) for number, folder in enumerate(adapters, 1)]
+            loras = [known[i % len(known)] for i in range(len(prompts))]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        found = self.engine.generate(inputs, params, use_tqdm=False, lora_request=loras)
         return [len(output.outputs[0].token_ids) for output in found]
 
 

@@ -65,6 +65,7 @@ QUANTISED: dict[str, dict[str, Any]] = {  # quantization_config by the end of a 
         }},
     },
 }  # fmt: skip
+STORED = {"w4a16": "int4", "fp8": "fp8"}  # how our converter names them
 SHAPES |= {
     f"{shape}-{kind}": {**SHAPES[shape], "quantization_config": settings}
     for shape in ("qwen3-0.6b", "llama-3.1-8b") for kind, settings in QUANTISED.items()
@@ -120,7 +121,11 @@ GOALS = tuple(
     Goal(f"llama-3.1-8b-fp8: {PARTS['offline']}", 1.25, at_least=True, over=f"llama-3.1-8b: {PARTS['offline']}"),
     Goal(f"{KV_SHAPE}: {PARTS['contexts']}", 1.15, at_least=True, over=f"llama-3.1-8b: {PARTS['contexts']}"),
 )  # fmt: skip
-STARTUP_GOALS = (Goal("qwen3-0.6b: second start, s", 8.0), Goal("llama-3.1-8b: second start, s", 15.0))
+STARTUP_GOALS = (
+    Goal("qwen3-0.6b: second start, s", 8.0), Goal("llama-3.1-8b: second start, s", 15.0),
+    *(Goal(f"{shape}-{kind}: second start, s", 1.0, over=f"{shape}: second start, s")
+      for shape in ("qwen3-0.6b", "llama-3.1-8b") for kind in QUANTISED),
+)  # fmt: skip
 MAX_TOKEN = 10000
 SAMPLED, GREEDY = 0.6, 0.0  # temperatures
 Generate = Callable[..., float | None]  # prompts, outputs, temperature and other sampling parameters to seconds
@@ -151,13 +156,16 @@ def open_engine(
 ) -> Any:  # fmt: skip
     given = {"model": str(directory), "load_format": load_format}
     if name == VLLM:
-        given["kv_cache_dtype"] = kv_dtype
-        path = options.vllm_path and str(Path(options.vllm_path).absolute())
-        return group.open(name, "Vllm", {"options": {**VLLM_OPTIONS, **given}}, path=path, environment=VLLM_ENVIRONMENT)
+        return open_vllm(group, options, {**given, "kv_cache_dtype": kv_dtype})
     if kv_dtype != "auto":  # which older versions do not know
         given["kv_dtype"] = kv_dtype
     path = versions(options.against)[name]
     return group.open(name, "Archerfish", {"options": {**OUR_OPTIONS, **given}}, path=path, environment=environment)
+
+
+def open_vllm(group: EngineGroup, options: Namespace, given: Mapping[str, Any]) -> Any:
+    path = options.vllm_path and str(Path(options.vllm_path).absolute())
+    return group.open(VLLM, "Vllm", {"options": {**VLLM_OPTIONS, **given}}, path=path, environment=VLLM_ENVIRONMENT)
 
 
 def run_parts(generate: Generate, parts: Iterable[str], number: int) -> Iterator[tuple[str, float]]:
@@ -213,7 +221,7 @@ def startup(options: Namespace) -> Found:
 
 
 def random_store(shape: str, folder: Path) -> Path:
-    """A converted directory with random weights of a shape, written once."""
+    """A converted directory with random weights of a shape, written once; quantised as the end of its name says."""
     import torch
     from safetensors.torch import save_file
 
@@ -221,18 +229,22 @@ def random_store(shape: str, folder: Path) -> Path:
     from archerfish.models.adapter import model_class
     from archerfish.models.config import Config
 
-    target = folder / f"{shape}-bfloat16-random"
+    target, kind = folder / f"{shape}-bfloat16-random", next((kind for kind in QUANTISED if shape.endswith(f"-{kind}")), "")
+    values = SHAPES[shape.removesuffix(f"-{kind}")]
     if not (target / "weights.arrow").is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        config = Config(SHAPES[shape])
+        config = Config(values)
         with tempfile.TemporaryDirectory(prefix="archerfish-", dir=folder) as source:
             tensors = {
                 name: torch.randn(size, dtype=torch.bfloat16) * 0.02
                 for name, size in model_class(config).dummy_shapes(config).items()
             }
             save_file(tensors, Path(source) / "model.safetensors")
-            (Path(source) / "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
-            wanted = ConversionConfig(dtype="bfloat16", write_parquet=False, validate_output=False, overwrite=True)
+            (Path(source) / "config.json").write_text(json.dumps(values), encoding="utf-8")
+            wanted = ConversionConfig(
+                dtype="bfloat16", weights=STORED.get(kind, "auto"), write_parquet=False, validate_output=False, report=False,
+                overwrite=True,
+            )
             ModelConverter(wanted).convert(source, target)
     return target
 
@@ -242,12 +254,17 @@ def prepare(options: Namespace) -> tuple[list[str], list[str]]:
     from archerfish.kernels.select import choose_device
 
     shapes = chosen("--shapes", options.shapes, SHAPES) if options.shapes else list(PLAIN_SHAPES)
+    choose_device("cuda")
+    return shapes, vllm_peers(options)
+
+
+def vllm_peers(options: Namespace) -> list[str]:
+    """vLLM, where it is installed or a directory with it is given, unless no peers are wanted."""
     if options.vllm_path and not (Path(options.vllm_path) / "vllm" / "__init__.py").is_file():
         hint = "Give the directory that would be on PYTHONPATH."
         raise InvalidOptionError(f"{options.vllm_path} has no vllm package.", hint=hint)
-    choose_device("cuda")
     has_vllm = options.vllm_path or importlib.util.find_spec("vllm") is not None
-    return shapes, [VLLM] if has_vllm and not options.no_peers else []
+    return [VLLM] if has_vllm and not options.no_peers else []
 
 
 @contextmanager

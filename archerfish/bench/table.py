@@ -81,12 +81,13 @@ def rounds(default: int) -> Flag:
 
 NO_PEERS = Flag("--no-peers", "measure archerfish alone", False)
 AGAINST = Flag("--against", "a checkout of another version of archerfish, measured in the same rounds", metavar="DIR")
+VLLM_PATH = Flag("--vllm-path", "directory with vLLM (default: the installed one)", metavar="DIR")
 GENERATION = (rounds(5), NO_PEERS, AGAINST)
 RWKV_SHAPES = ("tiny", "0.1b", "0.4b")
 GPU = (
     Flag("--shapes", "qwen3-0.6b, llama-3.1-8b, llama-3.2-1b, qwen3-4b, qwen3-14b (default: all these); and the first two with "
          "-w4a16 or -fp8 behind the name: quantised", metavar="A,B"),
-    Flag("--vllm-path", "directory with vLLM (default: the installed one)", metavar="DIR"), NO_PEERS, AGAINST,
+    VLLM_PATH, NO_PEERS, AGAINST,
 )  # fmt: skip
 
 
@@ -154,11 +155,12 @@ BENCHES = (
     Bench("startup", "measure the time from starting a process to its first token on a GPU", "gpu:startup", (
         *GPU, Flag("--scratch", "where the weights are written, once (default: the cache)", metavar="DIR"),
     ), (HubConfig,), "gpu:STARTUP_GOALS"),
-    Bench("adapters", "measure requests spread over LoRA adapters against requests without one", "adapters:measure", (
+    Bench("adapters", "measure requests spread over LoRA adapters against none, and against vLLM", "adapters:measure", (
         Flag("--adapters", "LoRA adapters (default: 32)", 32), Flag("--rank", "of each (default: 16)", 16),
         Flag("--requests", "requests at once (default: 64)", 64), Flag("--prompt-tokens", "of each request (default: 64)", 64),
         Flag("--output-tokens", "of each request (default: 32)", 32), rounds(3),
         Flag("--shape", "random weights of a shape of `bench gpu`, such as llama-3.1-8b (default: those of --model)"),
+        VLLM_PATH, NO_PEERS,
     ), (EngineConfig,), "adapters:GOALS"),
     Bench("kernels", "measure the GPU kernels against the card's limits and against PyTorch", "kernels:measure"),
     Bench("serve", "load servers over HTTP, ours and others side by side", "serve:measure", SERVE,

@@ -34,13 +34,14 @@ class GivenTokens:
     """Sequences over shuffled blocks, in memory that is NaN wherever nothing has been written.
 
     The keys of the first num_shared tokens, which all sequences must have in common, are computed once, by the first.
+    slots: of the adapter of each sequence.
     """
 
     def __init__(
         self, ops: TorchOps, weights: Mapping[str, Tensor], config: Mapping[str, Any], tokens: Sequence[Sequence[int]], *,
-        num_shared: int = 0,
+        num_shared: int = 0, slots: Sequence[int] | None = None,
     ) -> None:
-        self.ops, self.tokens, self.num_shared = ops, tokens, num_shared
+        self.ops, self.tokens, self.num_shared, self.slots = ops, tokens, num_shared, slots
         values = Config(config)
         self.model = model_class(values)(Weights(weights, ops), values, max(map(len, tokens)))
         ops.prepare()
@@ -59,6 +60,7 @@ class GivenTokens:
             own[: num_shared // BLOCK_SIZE] = self.blocks[0][: num_shared // BLOCK_SIZE]
         self.num_computed = [num_shared if i else 0 for i in range(len(tokens))]
         self._decode: Callable[[], Tensor] | None = None
+        self._state: Any = None  # which the recorded step reads
 
     def compute(self, work: Sequence[tuple[int, int]], *, has_logits: bool = True) -> Tensor | None:
         """One pass over (sequence, number of tokens), those with one token first: logits of all its tokens, in order."""
@@ -68,7 +70,10 @@ class GivenTokens:
             self.num_computed[i] += count
         blocks = [self.blocks[i][: -(-self.num_computed[i] // BLOCK_SIZE)] for i, _ in work]
         with torch.inference_mode():
-            batch = build_batch(self.ops, tokens=new, starts=starts, blocks=blocks, block_size=BLOCK_SIZE)
+            adapters = None if self.slots is None else np.array([self.slots[i] for i, _ in work])
+            batch = build_batch(self.ops, tokens=new, starts=starts, blocks=blocks, block_size=BLOCK_SIZE, adapters=adapters)
+            if self.ops.adapters is not None:
+                self.ops.adapters.rows = batch.adapters
             hidden = self.model.forward(batch, self.kv)
             return self.model.logits(hidden[: batch.num_tokens]) if has_logits else None
 
@@ -89,14 +94,17 @@ class GivenTokens:
     def _record(self, size: int) -> Callable[[], Tensor]:
         ops, num = self.ops, len(self.tokens)
         tables = pad_tables(self.blocks)
-        state = ops.new_decode_state(num, tables.shape[1])
+        state = self._state = ops.new_decode_state(num, tables.shape[1])
         ops.set_tables(state, np.arange(num), tables)
         words = ops.host_buffer(NUM_INPUTS * size).reshape(NUM_INPUTS, size)
         words[Input.ROW], words[Input.POSITION] = num, FILLING_POSITION
+        words[Input.ADAPTER, :num] = self.slots or 0
         inputs = ops.tensor(words.copy())
 
         def step() -> Tensor:
             batch, _ = ops.decode_batch(inputs, state, BLOCK_SIZE, is_shared=self.num_shared > 0)
+            if ops.adapters is not None:
+                ops.adapters.read_rows(inputs, None)
             logits: Tensor = self.model.logits(self.model.forward(batch, self.kv))
             return logits
 

@@ -136,7 +136,11 @@ class GraphOnAFullCard(torch.cuda.CUDAGraph):
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
         self.taken = torch.empty(free - MIB, dtype=torch.uint8, device="cuda")
-        super().capture_begin(*args, **options)
+        try:
+            super().capture_begin(*args, **options)
+        except RuntimeError:
+            del self.taken
+            raise
 
     def capture_end(self) -> None:
         try:

@@ -112,7 +112,7 @@ def find_chunks(rows: Tensor, num_slots: int) -> Chunks:
     size = FEW if num <= FEW_ROWS else MANY
     counts = rows.new_zeros(num_slots + 1).scatter_add_(0, rows, torch.ones_like(rows))
     numbers = (counts + size - 1) // size
-    numbers[0] = 0
+    numbers[:1].zero_()  # `numbers[0] = 0` would copy from the host, which no recording may
     ends, row_ends = numbers.cumsum(0), counts.cumsum(0)
     chunk = torch.arange(num // size + min(num_slots, num), device=rows.device)
     slots = torch.searchsorted(ends, chunk, right=True)

@@ -25,6 +25,7 @@ Tensor = torch.Tensor
 NUM_THREADS = 8  # of uploads
 PIECE_BYTES = 4 << 20  # of a copy on its way, of which every thread has two
 MANY_ROWS = 512  # up to which quantised matrices are multiplied as they are
+MIN_SPAN = 16  # inputs that tensor cores take at a time, at least
 GATES = (None, "silu", "gelu_tanh")  # that `triton_norm.gated` has
 ROW_STEP = 64  # of outputs: with an odd number of them cuBLAS takes four to six times as long
 
@@ -109,7 +110,7 @@ class Int8RowsWeight(RowsWeight):
     max_rows = 64
 
     def multiply_many(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
-        if len(x) > MANY_ROWS or x.stride(-1) != 1 or self.scales is None:
+        if len(x) > MANY_ROWS or x.stride(-1) != 1 or self.scales is None or x.shape[1] % MIN_SPAN:
             return super().multiply_many(x, activation, residual)
         whole = Groups(str(self.matrix.dtype).removeprefix("torch."), "float32", self.matrix.shape[1])
         return multiply_groups(
