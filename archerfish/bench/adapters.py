@@ -35,10 +35,10 @@ def measure(options: Namespace) -> Found:
     """The engine without slots for adapters first, then one with slots; then vLLM, which needs the card for itself."""
     peers = vllm_peers(options)
     with ExitStack() as stack:
-        config = options.engine
         if options.shape:
-            config = config.replace(model=str(stack.enter_context(model_directory(options.shape))), load_format="dummy")
-        config = config.replace(enable_prefix_caching=False)
+            model = str(stack.enter_context(model_directory(options.shape)))
+            options.engine = options.engine.replace(model=model, load_format="dummy")
+        config = options.engine.replace(enable_prefix_caching=False)
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="archerfish-adapters-")))
         with LLMEngine(config) as engine:
             yield from throughput(partial(own_seconds, engine, []), options, WITHOUT)

@@ -254,8 +254,9 @@ def prepare(options: Namespace) -> tuple[list[str], list[str]]:
     from archerfish.kernels.select import choose_device
 
     shapes = chosen("--shapes", options.shapes, SHAPES) if options.shapes else list(PLAIN_SHAPES)
+    peers = vllm_peers(options)
     choose_device("cuda")
-    return shapes, vllm_peers(options)
+    return shapes, peers
 
 
 def vllm_peers(options: Namespace) -> list[str]:
@@ -271,5 +272,7 @@ def vllm_peers(options: Namespace) -> list[str]:
 def model_directory(shape: str) -> Iterator[Path]:
     """A directory with the configuration of a shape and nothing else."""
     with tempfile.TemporaryDirectory(prefix="archerfish-bench-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
-        yield Path(folder)
+        directory = Path(folder) / shape
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
+        yield directory
