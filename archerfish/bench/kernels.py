@@ -17,6 +17,9 @@ import numpy as np
 import torch
 
 from archerfish.bench.report import Found, Measurement
+from archerfish.kernels.adapters import LowRank
+from archerfish.kernels.experts import Routing
+from archerfish.kernels.formats import PLAIN
 from archerfish.kernels.ops import HeadShape, KVLayer, Ops, PagedBatch, Rotation
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.kernels.select import choose_device
@@ -29,6 +32,7 @@ Tensor = torch.Tensor
 COPY_BYTES_PER_S, BF16_FLOPS = 4.26e12, 785e12  # measured on an H200
 TOKENS, WIDTH, FEED_FORWARD, BLOCK_SIZE = 8192, 4096, 14336, 16
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
+EXPERT_WIDTH, EXPERT_UNITS, NUM_ADAPTERS, RANK = 2048, 768, 32, 16
 SAMPLES, VOCAB_SIZE, TEMPERATURE = 256, 151936, 0.8
 CACHE_BYTES, MAX_LAYERS = 200_000_000, 40  # layers of a decode: together more than the card's cache holds
 Call = Callable[[], object]
@@ -52,7 +56,7 @@ def measure(options: Namespace) -> Found:
     torch.manual_seed(0)
     ops = TritonOps("cuda", "bfloat16")
     with torch.inference_mode():
-        for cases in (elementwise, stores, decodes, prefills, draws):
+        for cases in (elementwise, stores, decodes, prefills, experts, additions, draws):
             for case in cases(ops):
                 us = median_us(case.calls)
                 yield Measurement(f"{case.name}, us", us)
@@ -160,6 +164,46 @@ def prefills(ops: TritonOps) -> Iterator[Case]:
     q = random(num * length, NUM_HEADS * HEAD_DIM)
     flops = num * NUM_HEADS * 4 * HEAD_DIM * length * (length + 1) / 2
     yield Case(f"prefill attention, {num} x {length}", [partial(ops.paged_attention, q, kv, batch, heads)], flops=flops)
+
+
+def experts(ops: TritonOps) -> Iterator[Case]:
+    """Those of a layer of Qwen3-30B-A3B, more than the card's cache holds."""
+    routing: Routing[Tensor] = Routing(128, 8, is_normed=True)
+    gate_up, down = (
+        ops.linear_weight([{"weight": random(routing.num_experts * outputs, width) / 64}], [None], PLAIN)
+        for outputs, width in ((2 * EXPERT_UNITS, EXPERT_WIDTH), (EXPERT_WIDTH, EXPERT_UNITS))
+    )
+    for num in (1, 16, 64, 256, 2048, TOKENS):
+        inputs = [(random(num, EXPERT_WIDTH), random(num, routing.num_experts)) for _ in range(4)]
+        num_used = sum(len(set(logits.topk(routing.num_chosen).indices.flatten().tolist())) for _, logits in inputs) / len(inputs)
+        calls = [partial(ops.experts, x, logits, routing, gate_up, down, "silu") for x, logits in inputs]
+        numbers = 3 * EXPERT_UNITS * EXPERT_WIDTH  # of an expert
+        yield Case(f"{routing.num_chosen} of {routing.num_experts} experts, {num} rows", calls,
+                   num_bytes=2 * num_used * numbers + 2 * inputs[0][0].nbytes,
+                   flops=2 * num * routing.num_chosen * numbers)  # fmt: skip
+
+
+def additions(ops: TritonOps) -> Iterator[Case]:
+    """What 32 adapters of rank 16 add to the products of a layer of Llama-3.1-8B."""
+    adapters = ops.new_adapters(NUM_ADAPTERS, RANK)
+    kv = NUM_KV_HEADS * HEAD_DIM
+    products = {"qkv": ((WIDTH, kv, kv), WIDTH), "out": ((WIDTH,), WIDTH), "gate and up": ((FEED_FORWARD,) * 2, WIDTH),
+                "down": ((WIDTH,), FEED_FORWARD)}  # fmt: skip
+    tables = {
+        name: adapters.add_product([f"{name}.{i}" for i in range(len(sizes))], sizes, inputs)
+        for name, (sizes, inputs) in products.items()
+    }
+    for slot in range(1, NUM_ADAPTERS + 1):
+        shapes = {name: ((RANK, one.inputs), (one.outputs, RANK)) for name, one in adapters.maps.items()}
+        adapters.fill(slot, {
+            name: LowRank(np.ones(down, np.float32), np.ones(up, np.float32)) for name, (down, up) in shapes.items()
+        })
+    for num in (32, SAMPLES, TOKENS):
+        adapters.rows = torch.arange(num, device="cuda") % NUM_ADAPTERS + 1
+        for name, (sizes, width) in products.items():
+            x, y, table = random(num, width), random(num, sum(sizes)), tables[name]
+            yield Case(f"adapters of {name}, {num} rows", [partial(adapters.add, y, x, table)] * 4,
+                       num_bytes=x.nbytes + 2 * y.nbytes + table.down.nbytes + table.up.nbytes)  # fmt: skip
 
 
 def draws(ops: TritonOps) -> Iterator[Case]:

@@ -18,11 +18,13 @@ from archerfish.kernels.adapters import AdapterTable
 from archerfish.kernels.ops import Activation
 from archerfish.kernels.torch.activations import ACTIVATIONS
 from archerfish.kernels.torch.adapters import TorchAdapters
-from archerfish.kernels.triton.tiles import cdiv, dot_block
+from archerfish.kernels.triton.launch import early_start, follow
+from archerfish.kernels.triton.tiles import cdiv, dot_block, shared_bytes
 
 Tensor = torch.Tensor
 FEW_ROWS, FEW, MANY = 512, 16, 64  # rows of a pass, and rows of a chunk up to so many and beyond
 SPLIT_COLUMNS, MAX_SPLITS = 1024, 8  # inputs that a program multiplies with A, and most parts of them
+MOST_INNER = 64  # numbers that a program makes of a row: the more, the less often the row is read
 COLUMNS, OUTPUTS = 128, 128  # read at a time, and of a program
 MAX_PARTS = 4
 
@@ -31,9 +33,10 @@ MAX_PARTS = 4
 def shrink_kernel(
     x, down, ranks, order, chunk_slots, chunk_firsts, chunk_counts, inner, num_rows, x_stride, width: tl.constexpr,
     max_rank: tl.constexpr, num_inner: tl.constexpr, split: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
-    columns: tl.constexpr,
+    columns: tl.constexpr, is_early: tl.constexpr,
 ):
     """inner: (splits, rows, parts * most rank)"""
+    follow(is_early)
     slot = tl.load(chunk_slots + tl.program_id(0))
     if slot == 0:
         return
@@ -62,9 +65,10 @@ def shrink_kernel(
 def expand_kernel(
     y, inner, up, ranks, order, chunk_slots, chunk_firsts, chunk_counts, num_rows, y_stride, scale, end0: tl.constexpr,
     end1: tl.constexpr, end2: tl.constexpr, outputs: tl.constexpr, max_rank: tl.constexpr, num_inner: tl.constexpr,
-    num_splits: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, tile: tl.constexpr,
+    num_splits: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, tile: tl.constexpr, is_early: tl.constexpr,
 ):
     """end0, end1, end2: where the outputs of the first parts end."""
+    follow(is_early)
     slot = tl.load(chunk_slots + tl.program_id(0))
     if slot == 0:
         return
@@ -155,23 +159,26 @@ class TritonAdapters(TorchAdapters):
         y = y if y.stride(-1) == 1 else y.contiguous()
         order = chunks.order, chunks.slots, chunks.firsts, chunks.counts
         num_inner, block = most * len(table.sizes), dot_block(most)
+        inner_block = dot_block(min(MOST_INNER, num_inner))
         if table.is_lookup:
             inner = table.down[(self.rows - 1).clamp_min(0), x].float()[None]
         else:
             x, width = x if x.stride(-1) == 1 else x.contiguous(), x.shape[1]
             num_splits = min(MAX_SPLITS, cdiv(width, SPLIT_COLUMNS))
             split = cdiv(cdiv(width, num_splits), COLUMNS) * COLUMNS
+            stage_bytes = (chunks.size + inner_block) * COLUMNS * x.element_size()
             inner = torch.empty((cdiv(width, split), num, num_inner), device=x.device)
-            shrink_kernel[(len(chunks.slots), cdiv(num_inner, block), len(inner))](
+            shrink_kernel[(len(chunks.slots), cdiv(num_inner, inner_block), len(inner))](
                 x, table.down, table.ranks, *order, inner, num, x.stride(0), width=width, max_rank=most, num_inner=num_inner,
-                split=split, rows=chunks.size, block=block, columns=COLUMNS, num_warps=4,
+                split=split, rows=chunks.size, block=inner_block, columns=COLUMNS, num_warps=4,
+                num_stages=min(3, shared_bytes(x.device) // stage_bytes), **early_start(x.device),
             )
         outputs = sum(table.sizes)
         ends = [end for _, end in table.bounds][:-1] + [outputs] * (MAX_PARTS - len(table.sizes))
         expand_kernel[(len(chunks.slots), sum(cdiv(size, OUTPUTS) for size in table.sizes))](
             y, inner, table.up, table.ranks, *order, num, y.stride(0), scale, end0=ends[0], end1=ends[1], end2=ends[2],
             outputs=outputs, max_rank=most, num_inner=num_inner, num_splits=len(inner), rows=chunks.size, block=block,
-            tile=OUTPUTS, num_warps=4,
+            tile=OUTPUTS, num_warps=4, **early_start(y.device),
         )
         y = ACTIVATIONS[activation](y)
         return softcap * torch.tanh(y / softcap) if softcap else y
