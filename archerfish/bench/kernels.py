@@ -175,7 +175,8 @@ def experts(ops: TritonOps) -> Iterator[Case]:
     )
     for num in (1, 16, 64, 256, 2048, TOKENS):
         inputs = [(random(num, EXPERT_WIDTH), random(num, routing.num_experts)) for _ in range(4)]
-        num_used = sum(len(set(logits.topk(routing.num_chosen).indices.flatten().tolist())) for _, logits in inputs) / len(inputs)
+        chosen = [logits.topk(routing.num_chosen).indices.flatten().tolist() for _, logits in inputs]
+        num_used = sum(len(set(each)) for each in chosen) / len(chosen)
         calls = [partial(ops.experts, x, logits, routing, gate_up, down, "silu") for x, logits in inputs]
         numbers = 3 * EXPERT_UNITS * EXPERT_WIDTH  # of an expert
         yield Case(f"{routing.num_chosen} of {routing.num_experts} experts, {num} rows", calls,
