@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from archerfish.background import signals_to
-from archerfish.cli.generate import open_engine
+from archerfish.cli.generate import add_adapter_flag, find_adapter, open_engine
 from archerfish.cli.interrupts import exit_now
 from archerfish.cli.options import Parser, add_options, add_sampling_flags, read_sampling_flags, section
 from archerfish.cli.output import Output, print_error, printable, seconds, styled
@@ -52,6 +52,7 @@ def add_chat_arguments(parser: Parser) -> None:
     parser.add_argument("message", nargs="?", default="", metavar="MESSAGE", help="a first message")
     parser.add_argument("--system", default="", metavar="TEXT", help="a system message")
     parser.add_argument("--plain", action="store_true", help="show answers as they are, without drawing their Markdown")
+    add_adapter_flag(parser)
     add_sampling_flags(parser, **DEFAULTS)
     add_options(parser, EngineConfig, HubConfig)
 
@@ -65,12 +66,13 @@ def run_chat(arguments: Namespace, out: Output) -> int:
 
         def open_model(name: str) -> tuple[LLMEngine, SamplingParams]:
             """The engine of a model, in place of the one before, and how its answers are drawn."""
-            engine = open_engine(config.replace(model=name), hub, out)
+            engine = open_engine(config.replace(model=name), hub, out, arguments.adapter)
             stack.close()
             stack.enter_context(engine)
             return engine, read_sampling_flags(arguments, **{**DEFAULTS, **engine.facts.default_sampling})
 
         chat = Chat(*open_model(config.model), out, read_line, open_model, system=arguments.system)
+        chat.adapter = find_adapter(arguments.adapter)
         chat.draws_markdown = out.is_rich and not arguments.plain
         chat.run(arguments.message)
     return 0
@@ -99,6 +101,7 @@ class Chat:
     read_line: ReadLine
     open_model: Callable[[str], tuple[LLMEngine, SamplingParams]]
     system: str = ""
+    adapter: Any = None
     draws_markdown: bool = False
     history: list[dict[str, str]] = field(default_factory=list)
     last: ChatAnswer | None = None
@@ -167,7 +170,7 @@ class Chat:
         engine, markdown = self.engine, None
         prompt = engine.render_chat(self.messages)
         parser = None if self.params.grammar else answer_parser(engine.tokenizer, engine.chat_template, prompt)
-        stream: Any = engine.stream(prompt, engine.chat_template.stopping(self.params))
+        stream: Any = engine.stream(prompt, engine.chat_template.stopping(self.params), lora_request=self.adapter)
         try:
             for delta in stream:
                 is_last = delta.finish_reason is not None

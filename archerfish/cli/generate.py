@@ -23,6 +23,7 @@ from archerfish.engine.tts import PROPERTIES, TTSRequest
 from archerfish.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    from archerfish.engine.adapters import LoRARequest
     from archerfish.engine.llm_engine import LLMEngine
     from archerfish.engine.outputs import RequestOutput
     from archerfish.params import SamplingParams
@@ -34,8 +35,14 @@ def add_generate_arguments(parser: Parser) -> None:
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts; without any, standard input is one prompt")
     text = 'file with a prompt per line, or .jsonl with "prompt"; - is standard input'
     parser.add_argument("--input", default="", metavar="FILE", help=text)
+    add_adapter_flag(parser)
     add_sampling_flags(parser, **DEFAULTS)
     add_options(parser, EngineConfig, HubConfig)
+
+
+def add_adapter_flag(parser: Parser) -> None:
+    text = "directory of a LoRA adapter that changes the model, or the name of one of --lora-modules"
+    parser.add_argument("--adapter", default="", metavar="ADAPTER", help=text)
 
 
 def run_generate(arguments: Namespace, out: Output) -> int:
@@ -44,13 +51,14 @@ def run_generate(arguments: Namespace, out: Output) -> int:
     prompts = gather_prompts(arguments.prompts, arguments.input)
     if (params.logprobs is not None or params.prompt_logprobs is not None) and not out.as_json:
         out.note("Log-probabilities are only in the JSON output: add --json.")
-    with open_engine(config, hub, out) as engine:
+    with open_engine(config, hub, out, arguments.adapter) as engine:
         params = read_sampling_flags(arguments, **{**DEFAULTS, **engine.facts.default_sampling})
+        adapter = find_adapter(arguments.adapter)
         started = time.perf_counter()
         if len(prompts) == 1 and params.n == 1 and not out.as_json:
-            outputs = stream_one(engine, prompts[0], params, out)
+            outputs = stream_one(engine, prompts[0], params, out, adapter)
         else:
-            outputs = generate_all(engine, prompts, params, out)
+            outputs = generate_all(engine, prompts, params, out, adapter)
         elapsed_s = time.perf_counter() - started
     num_tokens = sum(len(output.token_ids) for request in outputs for output in request.outputs)
     num_prompt = sum(len(request.prompt_token_ids) for request in outputs)
@@ -66,11 +74,24 @@ def run_generate(arguments: Namespace, out: Output) -> int:
     return 1 if failed else 0
 
 
-def open_engine(config: EngineConfig, hub: HubConfig, out: Output) -> LLMEngine:
+def open_engine(config: EngineConfig, hub: HubConfig, out: Output, adapter: str = "") -> LLMEngine:
+    """adapter: of --adapter."""
     from archerfish.engine.llm_engine import LLMEngine
 
+    if adapter:
+        config = config.replace(enable_lora=True)
+    elif config.lora_modules:
+        out.note("Adapters are loaded, but none is used: add --adapter NAME.")
     with out.progress(f"Loading {config.model}") as progress:
         return LLMEngine(config, hub=hub, progress=progress)
+
+
+def find_adapter(adapter: str) -> LoRARequest | str | None:
+    """What a request takes for the value of --adapter."""
+    from archerfish.engine.adapters import LoRARequest
+
+    path = Path(adapter).expanduser()
+    return LoRARequest(path.resolve().name, lora_path=str(path)) if adapter and path.is_dir() else adapter or None
 
 
 def gather_prompts(given: list[str], input_file: str) -> list[str]:
@@ -87,12 +108,12 @@ def gather_prompts(given: list[str], input_file: str) -> list[str]:
     return prompts
 
 
-def stream_one(engine: LLMEngine, prompt: str, params: SamplingParams, out: Output) -> list[RequestOutput]:
+def stream_one(engine: LLMEngine, prompt: str, params: SamplingParams, out: Output, adapter: Any) -> list[RequestOutput]:
     """Show one answer while it is generated. After ctrl-c its text so far is complete on the screen."""
     result: list[RequestOutput] = []
     is_begun = False
     try:
-        for delta in engine.stream(prompt, params):
+        for delta in engine.stream(prompt, params, lora_request=adapter):
             is_begun = True
             sys.stdout.write(printable(delta.text) if out.is_rich else delta.text)
             sys.stdout.flush()
@@ -103,11 +124,15 @@ def stream_one(engine: LLMEngine, prompt: str, params: SamplingParams, out: Outp
     return result
 
 
-def generate_all(engine: LLMEngine, prompts: list[str], params: SamplingParams, out: Output) -> list[RequestOutput]:
+def generate_all(
+    engine: LLMEngine, prompts: list[str], params: SamplingParams, out: Output, adapter: Any
+) -> list[RequestOutput]:
     """Write several answers. After ctrl-c or an error, those that are finished are still written."""
     writer = Writer(out, len(prompts))
     try:
-        return engine.generate(prompts, params, show_progress=out.shows_progress, on_result=writer.add)
+        return engine.generate(
+            prompts, params, show_progress=out.shows_progress, on_result=writer.add, lora_request=adapter
+        )
     finally:
         for place in sorted(writer.waiting):  # also when an earlier prompt has no result
             writer.write(place)

@@ -27,6 +27,7 @@ class FakeLLM:
         self.num_aborted = 0
         self.is_closed = False
         self.models: list[str] = []  # names with which it was opened
+        self.adapters: list[Any] = []  # of requests
         self.facts = SimpleNamespace(default_sampling={})
         self.error: Exception | None = None
         self.tokenizer: Any = None
@@ -35,8 +36,9 @@ class FakeLLM:
 
     def generate(
         self, prompts: Sequence[str], params: SamplingParams, *, show_progress: bool = False,
-        on_result: Callable[[int, RequestOutput], None] = lambda place, result: None,
+        on_result: Callable[[int, RequestOutput], None] = lambda place, result: None, lora_request: Any = None,
     ) -> list[RequestOutput]:
+        self.adapters.append(lora_request)
         results: dict[int, RequestOutput] = {}
         for place in reversed(range(len(prompts))):
             self.on_word(place)
@@ -44,7 +46,8 @@ class FakeLLM:
             on_result(place, results[place])
         return [results[place] for place in range(len(prompts))]
 
-    def stream(self, prompt: str, params: SamplingParams) -> Iterator[TextDelta]:
+    def stream(self, prompt: str, params: SamplingParams, lora_request: Any = None) -> Iterator[TextDelta]:
+        self.adapters.append(lora_request)
         if self.error is not None:
             raise self.error
         result = self._result(prompt, params)

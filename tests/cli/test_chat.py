@@ -29,7 +29,7 @@ Typed = list[str | type[BaseException]]
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
     fake = FakeLLM()
-    def open_engine(config: EngineConfig, hub: HubConfig, out: Output) -> FakeLLM:
+    def open_engine(config: EngineConfig, hub: HubConfig, out: Output, adapter: str = "") -> FakeLLM:
         if config.model == "missing":
             raise ModelNotFoundError("There is no model 'missing'.")
         fake.models.append(config.model)
@@ -63,6 +63,11 @@ def talk(engine: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         return code, shown.out, shown.err
 
     return run
+
+
+def test_an_adapter_answers(talk: Callable[..., Any], engine: FakeLLM) -> None:
+    assert talk(["hello"], "--lora-modules", "mine=/adapters/mine", "--adapter", "mine")[0] == 0
+    assert engine.adapters == ["mine"]
 
 
 def roles(messages: list[dict[str, str]]) -> list[tuple[str, str]]:

@@ -21,12 +21,13 @@ from archerfish.errors import DeviceError
 from archerfish.params import SamplingParams
 from tests.cli.fake_llm import FakeLLM
 from tests.engine.tiny_rwkv import save_tiny_rwkv
+from tests.models.adapter_files import random_adapter
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
     fake = FakeLLM()
-    monkeypatch.setattr(generate, "open_engine", lambda config, hub, out: fake)
+    monkeypatch.setattr(generate, "open_engine", lambda config, hub, out, adapter="": fake)
     return fake
 
 
@@ -44,6 +45,20 @@ def test_flags_win_over_the_defaults_of_the_model(engine: FakeLLM) -> None:
     for flags in ([], ["--temperature", "0.5"], ["--n", "2"]):
         assert main(["generate", "one", "--quiet", *flags]) == 0
     assert [(params.temperature, params.top_k) for params in engine.params] == [(0.0, 7), (0.5, 7), (1.0, 7)]
+
+
+def test_adapters_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By directory, and by a name of --lora-modules; one that is loaded and not used is remarked."""
+    folder = random_adapter(tmp_path / "much", {f"model.layers.{i}.mlp.gate_proj": (1536, 576) for i in range(30)}, std=0.1)
+    modules = ["--lora-modules", f"mine={folder}"]
+    texts, remarks = [], []
+    for flags in ([], modules, ["--adapter", str(folder)], [*modules, "--adapter", "mine"]):
+        assert main(["generate", "Once upon a time", "--max-tokens", "6", "--temperature", "0", "--dtype", "float32", *flags]) == 0
+        shown = capsys.readouterr()
+        texts.append(shown.out)
+        remarks.append("none is used: add --adapter" in shown.err)
+    assert texts[0] == texts[1] != texts[2] == texts[3] and remarks == [False, True, False, False]
+    assert main(["generate", "Once", "--adapter", "other"]) == 3 and "no adapter 'other'" in capsys.readouterr().err
 
 
 def test_headings_of_several_answers(
