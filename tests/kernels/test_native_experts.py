@@ -7,7 +7,7 @@ import torch
 
 from archerfish.kernels.formats import PLAIN, choose_format
 from archerfish.kernels.torch.reference import TorchOps
-from tests.kernels.expert_cases import LOGITS, ROUTINGS, as_matrices, expected, make, rounded, run
+from tests.kernels.expert_cases import LOGITS, ROUTINGS, as_matrices, check_biases, expected, make, rounded, run
 from tests.kernels.native_support import LEVELS, native_ops
 from tests.kernels.test_native import FORMATS, make_matrix, tolerance
 
@@ -44,3 +44,9 @@ def test_formats_on_the_cpu(name: str, level: str) -> None:
         found = ops.experts(x, logits, routing, *weights, "silu")
         right = expected(x, logits, routing, *wide)
         assert (found - right).norm() < (0.02 if made else 2 * tolerance(name, 90, level)) * right.norm()
+
+
+@pytest.mark.parametrize("level", ["reference", *LEVELS])
+def test_biases_on_the_cpu(level: str) -> None:
+    for num_rows in (1, 60):
+        check_biases(TorchOps() if level == "reference" else native_ops(level=level), num_rows)

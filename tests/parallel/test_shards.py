@@ -58,13 +58,14 @@ def some_slow(kinds: list[str], layouts: list[tuple[int, int]], quick: set[tuple
 FAMILIES = [
     "llama", "llama-tied", "llama-biases", "llama-multi-head", "llama-one-kv-head", "qwen2", "qwen3", "mistral-window",
     "gemma2", "gemma3", "phi3", "granite-tied", "glm4", "exaone4", "cohere2", "starcoder2", "gpt2", "qwen2-moe", "mixtral",
+    "gpt-oss",
 ]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("kind", "layout"), some_slow(FAMILIES, LAYOUTS, {
     ("llama-biases", (4, 1)), ("phi3", (2, 2)), ("gemma2", (1, 2)), ("cohere2", (2, 2)),
-    ("gpt2", (2, 2)), ("qwen2-moe", (2, 1)),
+    ("gpt2", (2, 2)), ("qwen2-moe", (2, 1)), ("gpt-oss", (2, 1)),
 }))  # fmt: skip
 def test_decoders(kind: str, layout: tuple[int, int], backend: Backend) -> None:
     model, config = make(kind)
@@ -119,7 +120,7 @@ def test_formats_of_rwkv7(rwkv: Rwkv, kind: str, layout: tuple[int, int]) -> Non
     check(TorchOps, layout, rwkv_driver(rwkv, choose_format(kind)))
 
 
-STORED = ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "FP8", "INT8"]
+STORED = ["Q8_0", "Q4_0", "Q4_1", "MXFP4", "Q4_K", "Q6_K", "FP8", "INT8"]
 
 
 def stored_weights(weights: Mapping[str, torch.Tensor], kind: str, group_size: int) -> dict[str, Any]:
