@@ -89,7 +89,7 @@ for half in ("bf16", "fp16"):
         build(multiply_few_kernel, {**fixed, **own}, {"codes": kind, "scales": "fp32"}, half, 4)
     kinds = {"weight": "fp8e4nv", "scales": "fp32"}
     rows = {"width": 500, "columns": 128, "activation": "none", "is_early": True}
-    rows |= dict.fromkeys(flags[1:], False) | {"is_normed": False, "num_pieces": 3}
+    rows |= dict.fromkeys(flags, False) | {"is_normed": False, "num_pieces": 3}
     build(multiply_rows_kernel, {**rows, "rows": 2, "outputs": 4}, kinds, half, 4)
     tiles = {name: value for name, value in rows.items() if name not in ("is_normed", "num_pieces")}
     build(multiply_tiles_kernel, {**tiles, "rows": 8, "outputs": 16, "parts": 4}, kinds, half, 4)

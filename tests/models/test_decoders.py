@@ -134,6 +134,8 @@ def older_form(config: dict[str, Any]) -> dict[str, Any]:
         values["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         values["sliding_window_pattern"] = config["layer_types"].index("full_attention") + 1
         values["head_dim"] = config["head_dim"]
+    if config["model_type"] == "gpt_oss":
+        values["head_dim"] = config["head_dim"]
     if config["model_type"] == "olmo3":
         values["layer_types"] = config["layer_types"]
     rope = dict(rope.get("full_attention", rope))
