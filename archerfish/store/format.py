@@ -344,8 +344,8 @@ def split_blocks(info: TensorInfo, blocks: npt.NDArray[np.uint8]) -> Row:
     quant_type = info.quantization.quant_type
     header_bytes = 1 if quant_type == "MXFP4" else 2 * num_scales(quant_type)
     rows = np.ascontiguousarray(blocks).reshape(-1, header_bytes + INTEGER_BYTES[quant_type])
-    header = np.ascontiguousarray(rows[:, :header_bytes])
-    header = mxfp4_scales(info.name, header) if quant_type == "MXFP4" else header.view(np.float16)
+    stored = np.ascontiguousarray(rows[:, :header_bytes])
+    header = mxfp4_scales(info.name, stored) if quant_type == "MXFP4" else stored.view(np.float16)
     return Row(info, np.ascontiguousarray(rows[:, header_bytes:]), *map(np.ascontiguousarray, header.T))
 
 

@@ -25,7 +25,7 @@ LOGITS: dict[str, Callable[[Tensor], Tensor]] = {  # how they become others
 
 
 def expected(
-    x: Tensor, logits: Tensor, routing: Routing[Any], gate_up: Tensor, down: Tensor, shared: Tensor | None = None,
+    x: Tensor, logits: Tensor, routing: Routing[Any], gate_up: Tensor, down: Tensor, shared: Tensor | None = None, *,
     biases: Sequence[Tensor] = (),
 ) -> Tensor:
     """Row by row, expert by expert. biases: of gate_up and down, for the gates of gpt-oss."""

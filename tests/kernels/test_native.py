@@ -329,7 +329,7 @@ def test_attention_over_blocks(heads: HeadShape, block_size: int, dtype: str, le
     sequences = [(1, 1), (1, 64), (1, 200), (9, 9), (65, 65), (40, 131), (2, 70)]
     ops, batch, kv = kv_case(dtype, level, sequences, block_size, heads)
     q = random(batch.num_tokens, heads.num_heads * heads.head_dim)
-    options = {"sinks": 3 * random(heads.num_heads) if block_size == 16 else None}
+    options: dict[str, Any] = {"sinks": 3 * random(heads.num_heads) if block_size == 16 else None}
     expected = TorchOps().paged_attention(q, wide_layer(kv), batch, heads, **options)
     error = TOLERANCE["float32" if dtype == "float32" else "bfloat16"]
     assert_near(ops.paged_attention(q, kv, batch, heads, **options), expected, error)
@@ -358,7 +358,7 @@ def test_attention_of_whole_texts(heads: HeadShape, has_bias: bool, dtype: str, 
         pytest.skip("no model has a bias and a mask")
     qkv = random(segments.num_tokens, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim)
     bias = random(heads.num_heads, 129, 129) if has_bias else None
-    options = {"bias": bias, "sinks": None if has_bias else 3 * random(heads.num_heads)}
+    options: dict[str, Any] = {"bias": bias, "sinks": None if has_bias else 3 * random(heads.num_heads)}
     expected = TorchOps().attention(qkv, segments, heads, **options)
     most = TOLERANCE["float32" if dtype == "float32" else "bfloat16"]
     assert_near(ops.attention(qkv, segments, heads, **options), expected, most)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -22,7 +24,7 @@ def test_on_the_cpu(kind: str, level: str) -> None:
         for change in LOGITS.values():
             x, logits, gate_up, down, shared = make(routing, num_rows, has_gate=num_rows == 7)
             logits = change(logits)
-            given = {"shared": shared if num_rows in (2, 7) else None}
+            given: dict[str, Any] = {"shared": shared if num_rows in (2, 7) else None}
             right = expected(x, logits, ROUTINGS[kind], gate_up, down, **given)
             torch.testing.assert_close(run(ops, routing, x, logits, gate_up, down, **given), right, atol=2e-4, rtol=1e-4)
 

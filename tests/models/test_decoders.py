@@ -58,7 +58,9 @@ def test_odd_block_sizes_and_deterministic_batches(kind: str, options: dict[str,
     check(Driver(native_ops(), model.state_dict(), config, random_tokens(4), **options), model)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gemma3", "phi3", "granite", "olmo3", "cohere2", "gpt2"])
+@pytest.mark.parametrize("kind", [
+    "llama", "qwen3", "gemma2", "gemma3", "phi3", "granite", "olmo3", "cohere2", "gpt2", "gpt-oss",
+])  # fmt: skip
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_close(kind: str, backend: Backend, dtype: str) -> None:

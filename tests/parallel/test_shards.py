@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -154,3 +155,23 @@ def test_formats_of_the_store(kind: str, group_size: int, layout: tuple[int, int
     tolerance = ROUNDED if backend is native_ops else 1e-3 if kind.endswith("_K") else 1e-4
     for own in found[: layout[0]]:
         assert float((own - expected).norm() / expected.norm()) < tolerance
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stacks_of_the_store(backend: Backend) -> None:
+    """Three blocks of hidden units between two ranks: a part that did not end with a block would become plain."""
+    model, config = make("gpt-oss")
+    weights: dict[str, Any] = dict(model.state_dict())
+    for name in [name for name in weights if name.endswith("_proj")]:
+        stored = random_stored("MXFP4", math.prod(weights[name].shape[:2]), weights[name].shape[2])
+        weights[name] = replace(stored, shape=tuple(weights[name].shape))
+
+    def logits(ops: Any) -> torch.Tensor:
+        driver = Driver(ops, weights, config, random_tokens(2))
+        if backend is TorchOps:
+            assert driver.model.blocks[0].mlp.down.get().weight_format.name == "groups"
+        return torch.cat(logits_of(driver))
+
+    expected = logits(backend())
+    for own in World(2, 1).run(lambda ranks: logits(on_rank(backend, ranks))):
+        assert float((own - expected).norm() / expected.norm()) < (ROUNDED if backend is native_ops else 1e-4)

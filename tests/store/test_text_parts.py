@@ -137,8 +137,9 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
     loaders = [convert(tmp_path / "m", tmp_path / str(keep), dtype="float32", keep_quantized=keep) for keep in (False, True)]
     assert [loader.metadata.quant_types for loader in loaders] == [set(), {"MXFP4"}]
     weights = loaders[0].load_weights(), loaders[1].load_weights(keeps_quantised=True), loaders[1].load_stored()
-    for given, backend, error in zip(weights, (TorchOps, TorchOps, native_ops), (1e-5, 1e-5, 5e-3), strict=True):
-        found = Driver(backend(), cast(Any, given), loaders[1].config, tokens).step([(0, LENGTH)])[0]
+    backends: list[Any] = [TorchOps(), TorchOps(), native_ops()]
+    for given, ops, error in zip(weights, backends, (1e-5, 1e-5, 5e-3), strict=True):
+        found = Driver(ops, cast(Any, given), loaders[1].config, tokens).step([(0, LENGTH)])[0]
         assert (found - expected).norm() < error * expected.norm()
     stated = {info.name: info for info in dummy_infos(json.loads((tmp_path / "m" / "config.json").read_text()))}
     kept = {info.name: info for info in loaders[1].metadata.tensors}
