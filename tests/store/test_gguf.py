@@ -335,6 +335,8 @@ def test_byte_level_pre_tokenizers() -> None:
     assert llama.encode("12 hello").tokens == ["<|im_start|>", "12", "Ġhello"]
     pieces = llama.pre_tokenizer.pre_tokenize_str("12345 I'LL\n\n x")
     assert [piece for piece, _ in pieces] == ["123", "45", "ĠI", "'LL", "ĊĊ", "Ġx"]
+    pieces = build(byte_level_fields("gpt-4o")).pre_tokenizer.pre_tokenize_str("I'LL 1234 camelCase's")
+    assert [piece for piece, _ in pieces] == ["I'LL", "Ġ", "123", "4", "Ġcamel", "Case's"]
 
 
 def test_bos_and_eos_are_added_as_the_file_says() -> None:
