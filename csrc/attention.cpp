@@ -57,6 +57,7 @@ struct Tile {
   const float* rows[kQueries];
   float* out[kQueries];
   const float* bias[kQueries];  // from key 0 on; or null
+  float sinks[kQueries];        // -inf: none
 };
 
 struct Work {  // memory of a thread
@@ -343,7 +344,7 @@ void attend_tile(const Attend& args, const Tile& tile, int64_t sequence, int kv_
     if constexpr (kIsWide) work.factors[r] = widen_row(tile.rows[r], dim, work.wide_queries + r * wide_inputs(dim));
     else memcpy(work.queries + r * dim, tile.rows[r], size_t(dim) * 4);
     memset(work.totals + r * dim, 0, size_t(dim) * 4);
-    work.highest[r] = -INFINITY, work.sums[r] = 0;
+    work.highest[r] = tile.sinks[r], work.sums[r] = tile.sinks[r] > -INFINITY ? 1.0f : 0.0f;
   }
   const bool is_direct = tile.num_rows <= kDirectRows && dim % kGroup == 0;
   int64_t first = 0, places[kChunk];
@@ -463,6 +464,7 @@ void attend(const Attend& args, const Task& task) {
           tile.rows[r] = args.q + (begin + t) * args.q_stride + head * dim;
           tile.out[r] = args.out + ((begin + t) * args.num_heads + head) * dim;
           tile.bias[r] = args.bias ? args.bias + (int64_t(head) * args.bias_size + t) * args.bias_size : nullptr;
+          tile.sinks[r] = args.sinks ? args.sinks[head] : -INFINITY;
         }
       int64_t num_keys = context;
       if (args.is_causal || args.window)

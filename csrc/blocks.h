@@ -14,11 +14,14 @@ template <Format F>
 struct Layout {
   static constexpr int kBits = bits_of(F), kNumScales = num_scales(F);
   static constexpr bool kIsSuper = is_super(F), kHasMin = has_min(F);
-  static constexpr int kOffset = F == Format::kQ4_0 ? 8 : F == Format::kQ5_0 ? 16 : F == Format::kQ6_K ? 32 : 0;
+  static constexpr int kOffset = F == Format::kQ4_0 ? 8 : F == Format::kQ5_0 ? 16 : F == Format::kQ6_K ? 32 : F == Format::kMxfp4 ? 12 : 0;
   static constexpr int kStart = F == Format::kQ8_0 ? kSignedShift : kOffset;  // times the sum of activations: in the products
   static constexpr int64_t kScaleBytes = scale_bytes(F), kBlockBytes = block_bytes(F), kHeaderBytes = header_bytes(F);
   static constexpr int64_t kSuperBytes = kHeaderBytes + kSuper * kBlockBytes;
 };
+
+// Twice the numbers of float4_e2m1, and 12 more.
+alignas(16) constexpr uint8_t kFp4Codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 // Weights as they lie in the file's blocks, unpacked in registers.
 template <Format F>
@@ -44,6 +47,7 @@ struct Packed {
     if constexpr (L::kBits == 8) return load_words(codes + j * kWordBytes);
     Words w = load_words(codes + (j & 3) * kWordBytes);
     w = j < 4 ? w & all_words(0x0f0f0f0fu) : (Words)((Bytes)w >> 4);
+    if constexpr (F == Format::kMxfp4) return look_up(kFp4Codes, w);
     if constexpr (L::kBits == 5) w |= ((load_words(codes + 4 * kWordBytes) >> j) & all_words(0x01010101u)) << 4;
     if constexpr (L::kBits == 6) w |= ((load_words(codes + (4 + j / 4) * kWordBytes) >> (2 * (j & 3))) & all_words(0x03030303u)) << 4;
     return w;

@@ -19,8 +19,8 @@ constexpr int kMostHeadDim = 1024;
 constexpr int kChunk = 64;       // keys that a tile takes at a time
 
 enum class Type : int { kFloat, kHalf, kBfloat, kByte };  // kByte: int8, of keys and values alone
-enum class Activation : int { kNone, kGelu, kGeluTanh, kRelu, kReluSquared, kSigmoid, kSilu, kTanh };
-enum class Format : int { kFloat, kHalf, kBfloat, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kInt8 };
+enum class Activation : int { kNone, kGelu, kGeluTanh, kRelu, kReluSquared, kSigmoid, kSilu, kTanh, kSwigluOai };
+enum class Format : int { kFloat, kHalf, kBfloat, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kInt8, kMxfp4 };
 enum class Pooling : int { kMean, kFirst, kLast, kMax, kSqrt };
 
 // A matrix of (outputs, inputs), packed by `pack_rows`: groups of 16 outputs, one after the other.
@@ -189,6 +189,7 @@ struct Attend {
   float scale, softcap;
   const float* bias;  // (heads, bias_size, bias_size), or null
   int64_t bias_size;
+  const float* sinks;  // of each head, a score without a value; or null
   float* out;
 };
 

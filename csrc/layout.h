@@ -53,6 +53,7 @@ ALWAYS_INLINE void with_format(Format format, F call) {
     case Format::kQ5_K: return call(std::integral_constant<Format, Format::kQ5_K>{});
     case Format::kQ6_K: return call(std::integral_constant<Format, Format::kQ6_K>{});
     case Format::kInt8: return call(std::integral_constant<Format, Format::kInt8>{});
+    case Format::kMxfp4: return call(std::integral_constant<Format, Format::kMxfp4>{});
   }
 }
 

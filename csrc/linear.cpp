@@ -257,7 +257,7 @@ INLINE void finish_tile(const Linear& args, const float* factors, int64_t row, i
   with_activation(args.activation, [&](auto activation) {
     for (int64_t i = 0; i < size; i += kLanes) store(tile + i, activate(decltype(activation)::value, load(tile + i)));
   });
-  if (up) for (int64_t i = 0; i < size; i += kLanes) store(tile + i, load(tile + i) * load(up + i));
+  if (up) for (int64_t i = 0; i < size; i += kLanes) store(tile + i, load(tile + i) * gated_factor(args.activation, load(up + i)));
   for (int64_t r = 0; r < num_rows; r++, tile += kGroup) {
     const int64_t place = (row + r) * args.out_width + first;
     for (int64_t lane = 0; lane < count; lane += kLanes) {

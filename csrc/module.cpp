@@ -104,13 +104,13 @@ void add_store_kv(Tape& tape, int qkv, int q, std::vector<int> heads, std::optio
 }
 
 void add_attend(Tape& tape, int q, int out, std::vector<int> heads, float scale, int window, float softcap, std::optional<Array> keys,
-                std::optional<Array> values, int type, int bias, bool is_exact, bool is_causal) {
+                std::optional<Array> values, int type, int bias, bool is_exact, bool is_causal, std::optional<Array> sinks) {
   check_head(heads[2]);
   Attend args{};
   args.num_heads = heads[0], args.num_kv_heads = heads[1], args.head_dim = heads[2];
   args.scale = scale, args.window = window, args.softcap = softcap, args.type = Type(type), args.is_exact = is_exact, args.is_causal = is_causal;
   const int64_t width = int64_t(args.num_heads) * args.head_dim, kv_width = int64_t(args.num_kv_heads) * args.head_dim;
-  args.keys = address(keys), args.values = address(values);
+  args.keys = address(keys), args.values = address(values), args.sinks = floats(sinks);
   args.q_stride = keys ? width : width + 2 * kv_width;
   args.key_stride = keys ? args.num_kv_heads * head_stride(args.type, args.head_dim) : args.q_stride;
   tape.add({q, bias, out}, [=](const Frame& frame, const Task& task) {
@@ -269,7 +269,8 @@ NB_MODULE(_native, m) {
            "k_norm"_a.noconvert().none(), "eps"_a, "keys"_a.noconvert().none(), "values"_a.noconvert().none(), "type"_a, "is_interleaved"_a = false,
            nb::keep_alive<1, 5>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 10>(), nb::keep_alive<1, 11>())
       .def("attend", &add_attend, "q"_a, "out"_a, "heads"_a, "scale"_a, "window"_a, "softcap"_a, "keys"_a.noconvert().none(), "values"_a.noconvert().none(),
-           "type"_a, "bias"_a, "is_exact"_a, "is_causal"_a, nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>())
+           "type"_a, "bias"_a, "is_exact"_a, "is_causal"_a, "sinks"_a.noconvert() = nb::none(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(),
+           nb::keep_alive<1, 14>())
       .def("gated", &add_gated, "x"_a, "width"_a, "activation"_a, "out"_a)
       .def("route", &add_route, "logits"_a, "sizes"_a, "is_sigmoid"_a, "is_normed"_a, "scale"_a, "bias"_a.noconvert().none(), "ids"_a, "weights"_a,
            "order"_a, nb::keep_alive<1, 7>())

@@ -135,6 +135,7 @@ void pack_blocks(Format format, int64_t num_inputs, const SourceRows& rows, int6
     case Format::kQ4_1: return pack_blocks_as<Format::kQ4_1>(num_inputs, rows, begin, end, out);
     case Format::kQ5_0: return pack_blocks_as<Format::kQ5_0>(num_inputs, rows, begin, end, out);
     case Format::kQ5_1: return pack_blocks_as<Format::kQ5_1>(num_inputs, rows, begin, end, out);
+    case Format::kMxfp4: return pack_blocks_as<Format::kMxfp4>(num_inputs, rows, begin, end, out);
     default: return pack_blocks_as<Format::kQ8_0>(num_inputs, rows, begin, end, out);
   }
 }

@@ -116,7 +116,7 @@ void gated(const float* x, int64_t num_rows, int64_t width, Activation activatio
     for (int64_t row = first; row < last; row++) {
       const float* up = x + row * 2 * width + width;
       each(width, x + row * 2 * width, out + row * width,
-           [&](Floats v, int64_t i) { return activate(activation, v) * load_some(up + i, width - i); });
+           [&](Floats v, int64_t i) { return activate(activation, v) * gated_factor(activation, load_some(up + i, width - i)); });
     }
   });
 }

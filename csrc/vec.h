@@ -217,6 +217,22 @@ INLINE void write_as(Type type, void* memory, int64_t place, float x) {
   }
 }
 
+// The bytes of a table at places below 16.
+INLINE Words look_up(const uint8_t (&table)[16], Words places) {
+#if defined(__AVX512BW__)
+  return (Words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), (__m512i)places);
+#elif defined(__AVX2__)
+  return (Words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), (__m256i)places);
+#elif defined(__aarch64__)
+  return (Words)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)places);
+#else
+  uint8_t bytes[kVectorBytes];
+  memcpy(bytes, &places, sizeof bytes);
+  for (uint8_t& byte : bytes) byte = table[byte];
+  return load_words(bytes);
+#endif
+}
+
 // ---- products of bytes: each 4-byte lane of `sums` gets the sum of its four products ----
 // weights: 0 to 63 in `dot_small`, any int8 in `dot_signed`, whose result has 128 * (sum of b) in it where kSignedShift is 128.
 #if defined(__AVX512VNNI__)
@@ -316,6 +332,7 @@ INLINE Floats gelu(Floats x) {  // the error function as a polynomial: absolute 
   p = p * v + 0.282727569f;
   return 0.5f * x * (1.0f + p * c);
 }
+constexpr float kSwigluLimit = 7;
 INLINE Floats activate(Activation activation, Floats x) {
   switch (activation) {
     case Activation::kGelu: return gelu(x);
@@ -326,8 +343,14 @@ INLINE Floats activate(Activation activation, Floats x) {
     case Activation::kSigmoid: return sigmoid(x);
     case Activation::kSilu: return x * sigmoid(x);
     case Activation::kTanh: return hyperbolic_tangent(x);
+    case Activation::kSwigluOai: x = smaller(all(kSwigluLimit), x); return x * sigmoid(1.702f * x);
     default: return x;
   }
+}
+
+// What a gate is multiplied with.
+INLINE Floats gated_factor(Activation activation, Floats up) {
+  return activation == Activation::kSwigluOai ? larger(all(-kSwigluLimit), smaller(all(kSwigluLimit), up)) + 1.0f : up;
 }
 
 // Calls with an activation that is known when compiled.
@@ -342,6 +365,7 @@ INLINE void with_activation(Activation activation, F call) {
     case Activation::kSigmoid: return call(std::integral_constant<Activation, Activation::kSigmoid>{});
     case Activation::kSilu: return call(std::integral_constant<Activation, Activation::kSilu>{});
     case Activation::kTanh: return call(std::integral_constant<Activation, Activation::kTanh>{});
+    case Activation::kSwigluOai: return call(std::integral_constant<Activation, Activation::kSwigluOai>{});
   }
 }
 

@@ -196,7 +196,7 @@ def dummy_infos(values: Mapping[str, Any]) -> list[TensorInfo]:
     adapter = model_class(config)
     matrices = {name for names in adapter.products(config) for name in names if settings and ".layers." in name}
     return [
-        TensorInfo(name, "float32", shape, stated_quantization(settings, shape[-1]) if name in matrices else None)
+        TensorInfo(name, "float32", shape, stated_quantization(settings, name, shape) if name in matrices else None)
         for name, shape in adapter.dummy_shapes(config).items()
     ]
 

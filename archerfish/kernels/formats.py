@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from archerfish.errors import InvalidOptionError, did_you_mean
 from archerfish.kernels.int4 import LARGEST, quantise_int4
 from archerfish.kernels.ranks import Part
-from archerfish.kernels.stored import BLOCK, LARGEST_INT8, StoredTensor, to_int8
+from archerfish.kernels.stored import BLOCK, FP4_VALUES, LARGEST_INT8, StoredTensor, to_int8
 from archerfish.types import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[str, "torch.Tensor"]  # the tensors of one matrix, by their names in a format
 Axis = Literal["outputs", "inputs"]
+Coding = Literal["signed", "mins", "mxfp4"]  # what codes of 4 bits stand for; "mins": groups have minima
 ITEM_BYTES = DTYPE_BYTES | {"int32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
 AUTO = "auto"
 PIECE_ELEMENTS = 1 << 20  # weights that are converted at a time
@@ -197,18 +198,19 @@ class Fp8Rows(Int8Rows):
 class Groups(WeightFormat):
     """Codes with a scale, and maybe a minimum, for each group of inputs.
 
-    Codes of 4 bits lie as in GGUF: of 32 inputs, the first 16 in the lower halves of 16 bytes. They count from 8 below zero
-    where there is no minimum, and from zero where there is one. Codes of 8 bits are int8 or float8_e4m3fn.
+    Codes of 4 bits lie as in GGUF: of 32 inputs, the first 16 in the lower halves of 16 bytes. Those of MXFP4 stand for
+    `stored.FP4_VALUES`; others count from 8 below zero where there is no minimum, and from zero where there is one. Codes of 8
+    bits are int8 or float8_e4m3fn.
     """
 
     name = "groups"
 
-    def __init__(self, code_type: str, scale_type: str, group_size: int, *, has_mins: bool = False) -> None:
+    def __init__(self, code_type: str, scale_type: str, group_size: int, coding: Coding = "signed") -> None:
         """code_type: uint8 for two codes of 4 bits, int8 or float8_e4m3fn."""
-        self.group_size, self.has_mins, self.is_packed = group_size, has_mins, code_type == "uint8"
+        self.group_size, self.coding, self.is_packed = group_size, coding, code_type == "uint8"
         scales = TensorLayout(scale_type, inputs_per_item=group_size)
         self.memory = {"weight": TensorLayout(code_type, inputs_per_item=2 if self.is_packed else 1), "scales": scales}
-        if has_mins:
+        if coding == "mins":
             self.memory["mins"] = scales
 
     def load(self, tensors: Tensors) -> Tensors:
@@ -222,9 +224,12 @@ class Groups(WeightFormat):
         if self.is_packed:
             packed = codes.view(len(codes), -1, BLOCK // 2)
             codes = torch.cat((packed & LARGEST, packed >> 4), 2).view(torch.int8)
-            codes = codes if self.has_mins else codes - 8
+            if self.coding == "mxfp4":
+                codes = torch.from_numpy(FP4_VALUES).to(codes.device)[codes.int()]
+            elif self.coding == "signed":
+                codes = codes - 8
         grouped = codes.reshape(*scales.shape[:2], self.group_size).float()
-        found = torch.addcmul(tensors["mins"].float().unsqueeze(2), grouped, scales) if self.has_mins else grouped * scales
+        found = torch.addcmul(tensors["mins"].float().unsqueeze(2), grouped, scales) if "mins" in tensors else grouped * scales
         return found.flatten(1).to(dtype)
 
 
@@ -238,7 +243,7 @@ class Int4Groups(Groups):
     name = "int4"
 
     def __init__(self) -> None:
-        super().__init__("uint8", "float16", BLOCK, has_mins=True)
+        super().__init__("uint8", "float16", BLOCK, "mins")
 
     def chosen(self, num_inputs: int, *, is_sensitive: bool = False) -> WeightFormat:
         return INT8.chosen(num_inputs) if is_sensitive or num_inputs % BLOCK else self

@@ -35,7 +35,10 @@ if TYPE_CHECKING:
     from archerfish.kernels.recurrent import RecurrentOps
     from archerfish.kernels.sampling import Drawn, Logprobs, PoolStats, SamplingBatch, TokenCounts
 
-Activation = Literal["none", "gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid", "silu", "tanh"]
+# swiglu_oai is gate * sigmoid(SWIGLU_ALPHA * gate) of a gate of at most SWIGLU_LIMIT. What it is multiplied with is kept within
+# -SWIGLU_LIMIT and SWIGLU_LIMIT, and 1 is added.
+Activation = Literal["none", "gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid", "silu", "tanh", "swiglu_oai"]
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
 Pooling = Literal["mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens"]  # as sentence-transformers names them
 KV_SCALE_BYTES = 4  # of a head of int8 keys or values
 
@@ -236,9 +239,11 @@ class Ops(ABC, Generic[T]):
         """What `attention` takes, its queries and keys normalised and rotated; it may have the memory of qkv."""
 
     @abstractmethod
-    def attention(self, qkv: T, segments: Segments, heads: HeadShape, *, bias: T | None = None) -> T:
+    def attention(
+        self, qkv: T, segments: Segments, heads: HeadShape, *, bias: T | None = None, sinks: T | None = None
+    ) -> T:
         """Attention within each sequence. qkv: (tokens, (heads + 2 kv_heads) * head_dim); bias: (heads, longest, longest),
-        added to scores."""
+        added to scores. sinks: (heads,) float32, a score for each head that takes part in the softmax and has no value."""
 
     @abstractmethod
     def relative_bias(self, table: T, buckets: Ids) -> T:
@@ -294,23 +299,26 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def paged_attention(
-        self, q: T, kv: KVLayer[T], batch: PagedBatch[T], heads: HeadShape, *, mask: BlockMask[T] | None = None
+        self, q: T, kv: KVLayer[T], batch: PagedBatch[T], heads: HeadShape, *, mask: BlockMask[T] | None = None,
+        sinks: T | None = None,
     ) -> T:
         """Causal attention of the new tokens over their sequences' blocks: (tokens, heads * head_dim)."""
 
-    def store_and_attend(self, qkv: T, kv: KVLayer[T] | None, batch: Any, heads: HeadShape, rotation: Rotation[T]) -> T:
+    def store_and_attend(
+        self, qkv: T, kv: KVLayer[T] | None, batch: Any, heads: HeadShape, rotation: Rotation[T], *, sinks: T | None = None
+    ) -> T:
         """`store_kv`, and `paged_attention` of what it gives. Without kv, the batch has whole sequences, of which nothing is
         stored: `rotated` and `attention`."""
         if kv is None:
             turned = self.rotated(qkv, self.tensor(batch.segments.positions), heads, rotation)
-            return self.attention(turned, batch.segments, heads)
+            return self.attention(turned, batch.segments, heads, sinks=sinks)
         q = self.store_kv(qkv, kv, batch, heads, rotation)
         del qkv  # its memory goes back before attention asks for some
-        return self.paged_attention(q, kv, batch, heads)
+        return self.paged_attention(q, kv, batch, heads, sinks=sinks)
 
     @abstractmethod
     def gated(self, x: T, activation: Activation) -> T:
-        """activation(first half of the last axis) * second half."""
+        """activation(first half of the last axis) * second half, which `Activation` may change."""
 
     @abstractmethod
     def experts(

@@ -15,7 +15,8 @@ import numpy.typing as npt
 from archerfish.kernels.ranks import Part
 
 Floats = npt.NDArray[np.float32]
-GPU_BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q6_K": 8, "Q8_0": 8, "INT8": 8, "FP8": 8}  # of a code in a GPU's memory
+# Bits of a code in a GPU's memory.
+GPU_BITS = {"Q4_0": 4, "Q4_1": 4, "MXFP4": 4, "Q4_K": 4, "Q6_K": 8, "Q8_0": 8, "INT8": 8, "FP8": 8}
 GPU_TYPES = set(GPU_BITS)  # that it multiplies with
 GPU_GROUPS = {"Q4_K": 32, "Q6_K": 16}  # numbers that share a scale there, where the type does not say
 GPU_SCALE_BYTES = 4  # of a scale, or of a scale and a minimum
@@ -37,6 +38,7 @@ def read_fp8(codes: npt.NDArray[np.uint8]) -> Floats:
 
 FP8_VALUES = read_fp8(np.arange(256, dtype=np.uint8))
 FP8_LARGEST = float(np.nanmax(FP8_VALUES))
+FP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)  # twice float4_e2m1's
 
 
 def numpy_type(dtype: str) -> np.dtype[Any]:
@@ -129,12 +131,12 @@ class StoredTensor:
         elif kind in ("Q8_0", "INT8"):
             values = codes.view(np.int8).astype(np.float32)
         else:
-            codes = codes.reshape(-1, 16 if kind.startswith("Q4") else 20)
+            codes = codes.reshape(-1, 20 if kind.startswith("Q5") else 16)
             integers = np.concatenate([codes[:, -16:] & 15, codes[:, -16:] >> 4], axis=1)
             if kind.startswith("Q5"):
                 integers |= np.unpackbits(np.ascontiguousarray(codes[:, :4]), axis=1, bitorder="little") << np.uint8(4)
-            values = integers.astype(np.float32)
-            if self.mins is None:
+            values = FP4_VALUES[integers] if kind == "MXFP4" else integers.astype(np.float32)
+            if kind in ("Q4_0", "Q5_0"):
                 values -= np.float32(8 if kind == "Q4_0" else 16)
         values = values.reshape(self.scales.size, -1)
         values *= self.scales.astype(np.float32).reshape(-1, 1)
@@ -159,7 +161,7 @@ def to_int8(part: StoredTensor) -> StoredTensor:
 
 def random_stored(shape: tuple[int, ...], quant_type: str, group_size: int) -> StoredTensor:
     """Small random numbers of a type that a GPU multiplies with, always the same ones."""
-    num_groups, is_packed = math.prod(shape) // group_size, quant_type.startswith("Q4")
+    num_groups, is_packed = math.prod(shape) // group_size, GPU_BITS[quant_type] == 4
     codes = np.random.default_rng(0).integers(0, 256, min(RANDOM_BYTES, math.prod(shape)), dtype=np.uint8)
     if quant_type == "FP8":
         codes &= 0b1011_1111  # none is larger than 2

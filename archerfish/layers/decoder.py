@@ -86,13 +86,15 @@ class Attention(Generic[T]):
     def __init__(
         self, weights: Weights[T], width: int, heads: HeadShape, rotary: Rotary[T] | None, *,
         is_fused: bool = False, qkv_bias: bool | None = None, out_bias: bool | None = None, q_norm: T | None = None,
-        k_norm: T | None = None, eps: float = 0.0,
+        k_norm: T | None = None, eps: float = 0.0, has_sinks: bool = False,
     ) -> None:
-        """is_fused: the checkpoint itself has one tensor, qkv_proj. Biases as in `Weights.linear`, norms as in `Rotation`."""
+        """is_fused: the checkpoint itself has one tensor, qkv_proj. Biases as in `Weights.linear`, norms as in `Rotation`,
+        sinks as in `Ops.attention`."""
         self.ops: Ops[T] = weights.ops
         queries, keys = self.ops.ranks.heads(heads.num_heads, heads.num_kv_heads)
         self.heads = heads._replace(num_heads=queries.size, num_kv_heads=keys.size)
         self.rotation = Rotation(rotary, q_norm, k_norm, eps)
+        self.sinks = weights.vector("sinks", queries) if has_sinks else None
         queries, keys = queries.times(heads.head_dim), keys.times(heads.head_dim)
         names = "qkv_proj" if is_fused else ("q_proj", "k_proj", "v_proj")
         self.qkv = weights.linear(names, (queries, keys, keys), width, bias=qkv_bias, is_sensitive=True)
@@ -171,7 +173,7 @@ class DecoderBlock(Generic[T]):
         """kept_rows: all that is wanted of the result, where only keys and values of the others matter."""
         ops, norms, attention, mlp = self.ops, self.norms, self.attention, self.mlp
         x, total = norms.before_attention.linear(x, attention.qkv, residual=residual)
-        x = ops.store_and_attend(x, kv, batch, attention.heads, attention.rotation)
+        x = ops.store_and_attend(x, kv, batch, attention.heads, attention.rotation, sinks=attention.sinks)
         if kept_rows is not None:
             x, total = ops.keep_rows(kept_rows, x, total)
         if norms.after_attention is None:

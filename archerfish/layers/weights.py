@@ -104,12 +104,13 @@ class Weights(Generic[T]):
         return weight
 
     def experts(
-        self, names: tuple[str, ...], stacked: str, num_experts: int, out_features: Size, in_features: Size
+        self, names: tuple[str, ...], stacked: str, num_experts: int, out_features: Size, in_features: Size, *,
+        has_biases: bool = False,
     ) -> LinearWeight[T]:
         """A linear map for each expert, one below the other, of one or more matrices of so many outputs.
 
         A checkpoint has each expert's matrices ("3.up_proj.weight"), or the matrices of a name for all experts
-        ("up_proj.weight", in GGUF), or everything in one tensor, which `stacked` names.
+        ("up_proj.weight", in GGUF), or everything in one tensor, which `stacked` names. Biases are stacked in the same way.
         """
         size, inputs = Part.of(out_features), Part.of(in_features)
         if self.has(stacked) or self.has(f"{names[0]}.weight"):
@@ -119,7 +120,24 @@ class Weights(Generic[T]):
             scopes = [self.scope(f"{expert}.{name}") for expert in range(num_experts) for name in names]
             weight_format = self.format_of(scopes).chosen(inputs.total)
             parts = [scope.matrix(weight_format, size, inputs) for scope in scopes]
-        return self.ops.linear_weight(parts, [None] * len(parts), weight_format, is_partial=not inputs.is_whole)
+        biases: Sequence[T | None] = [None] * len(parts)
+        if has_biases and inputs.first == 0:
+            biases = self._expert_biases(names, stacked, num_experts, size, len(parts))
+        return self.ops.linear_weight(parts, biases, weight_format, is_partial=not inputs.is_whole)
+
+    def _expert_biases(
+        self, names: tuple[str, ...], stacked: str, num_experts: int, size: Part, num_parts: int
+    ) -> list[T | None]:
+        """Those of each matrix of an expert, or of all as one."""
+        is_one = self.has(f"{stacked}_bias")
+        given = {f"{stacked}_bias": len(names)} if is_one else {f"{name}.bias": 1 for name in names}
+        found: list[Any] = []
+        for name, count in given.items():
+            tensor: Any = self.tensor(name, num_experts, count * size.total)
+            tensor = tensor.as_floats() if isinstance(tensor, StoredTensor) else tensor
+            found.append(tensor.reshape(num_experts, count, size.total)[..., size.first : size.end])
+        ordered = [each[expert, place] for expert in range(num_experts) for each in found for place in range(each.shape[1])]
+        return [found[0].reshape(-1)] if num_parts == 1 else ordered
 
     def _cut_experts(
         self, names: tuple[str, ...], stacked: str, weight_format: WeightFormat, num_experts: int, size: Part, inputs: Part
@@ -167,7 +185,8 @@ class Weights(Generic[T]):
 
     def cut_inputs(self, name: str, in_features: int) -> int:
         """What the inputs of a part of a matrix should be a multiple of."""
-        tensor = self.source.get(f"{self.prefix}{name}.weight")
+        full = f"{self.prefix}{name}"
+        tensor = self.source.get(f"{full}.weight", self.source.get(full))  # a stack has no ".weight" behind its name
         own = tensor.cut_inputs if isinstance(tensor, StoredTensor) else 1
         return max(own, self.format_of([self.scope(name)]).chosen(in_features).cut_inputs)
 
@@ -235,9 +254,12 @@ class NotedWeights(Weights[Any]):
         return super().linear(names, *sizes, **options)
 
     def experts(
-        self, names: tuple[str, ...], stacked: str, num_experts: int, out_features: Size, in_features: Size
+        self, names: tuple[str, ...], stacked: str, num_experts: int, out_features: Size, in_features: Size, *,
+        has_biases: bool = False,
     ) -> LinearWeight[Any]:
         size, inputs = Part.of(out_features), Part.of(in_features)
+        if has_biases:
+            self.tensor(f"{stacked}_bias", num_experts, len(names) * size.total)
         weight_format, num_outputs = self.weight_format.chosen(inputs.total), num_experts * len(names)
         self.products.append((f"{self.prefix}{stacked}",))
         self.num_bytes[f"{self.prefix}{stacked}"] = weight_format.num_bytes(num_outputs * size.size, inputs.size, self.dtype)

@@ -44,6 +44,7 @@ MODELS: dict[str, str | type[Any]] = {
     "olmoe": "archerfish.models.experts:OlmoeModel",
     "phi3": "archerfish.models.llama:Phi3Model",
     "mixtral": "archerfish.models.experts:MixtralModel",
+    "gpt_oss": "archerfish.models.experts:GptOssModel",
     "qwen2_moe": "archerfish.models.experts:Qwen2MoeModel",
     "qwen3_moe": "archerfish.models.experts:Qwen3MoeModel",
     "rwkv7": "archerfish.models.rwkv7:Rwkv7Model",
@@ -75,8 +76,7 @@ HYBRIDS = frozenset({
 })  # fmt: skip
 REFUSED = {  # what is missing for a model_type
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "It attends over compressed keys (MLA), which are not supported."),
-    "gpt_oss": "It has attention sinks, which are not supported.",
-}  # fmt: skip
+}
 DECODER_ENCODER = "archerfish.models.decoder_encoder:DecoderEncoder"
 ENTRY_POINTS = "archerfish.models"  # the group; an entry point's name is a model_type, its value an adapter class
 

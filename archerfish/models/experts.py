@@ -1,4 +1,4 @@
-"""Decoders whose feed-forwards are mixtures of experts: Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE."""
+"""Decoders whose feed-forwards are mixtures of experts: Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE and gpt-oss."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import ClassVar
 from archerfish.errors import UnsupportedModelError
 from archerfish.kernels.batches import T
 from archerfish.kernels.experts import Routing
+from archerfish.kernels.ops import SWIGLU_ALPHA, SWIGLU_LIMIT
 from archerfish.layers.decoder import DecoderBlock, GatedMLP
 from archerfish.layers.experts import USUAL_NAMES, ExpertNames, MixtureOfExperts
 from archerfish.layers.weights import Weights
 from archerfish.models.config import Config
-from archerfish.models.llama import LlamaModel, MistralModel, Qwen2Model, Qwen3Model
+from archerfish.models.llama import Biases, LlamaModel, MistralModel, Qwen2Model, Qwen3Model
 from archerfish.models.olmo import Olmo2Model
 
 
@@ -96,4 +97,31 @@ class Qwen2MoeModel(Qwen3MoeModel[T], Qwen2Model[T]):
         shared = GatedMLP(body.scope("shared_expert"), self.width, size, activation)
         return MixtureOfExperts(
             body, self.width, self.hidden_units(), activation, self.routing(), shared=shared, shared_gate="shared_expert_gate"
+        )
+
+
+class GptOssModel(ExpertModel[T]):
+    """Every other layer has a window, all have sinks and biases. `store/text_parts.py` reads the experts of its checkpoints."""
+
+    has_sinks = True
+    full_period = 2
+    default_window = 128.0
+    eps = 1e-5
+    theta = 150_000.0
+
+    def biases(self) -> Biases:
+        has_biases = self.config.flag("attention_bias", True)
+        return Biases(has_biases, has_biases, None)
+
+    def experts(self, weights: Weights[T]) -> MixtureOfExperts[T]:
+        config = self.config
+        gate = config.number("swiglu_alpha", SWIGLU_ALPHA), config.number("swiglu_limit", SWIGLU_LIMIT)
+        if gate != (SWIGLU_ALPHA, SWIGLU_LIMIT):
+            raise UnsupportedModelError(
+                f"Experts with swiglu_alpha {gate[0]} and swiglu_limit {gate[1]} are not supported.",
+                hint=f"Expected {SWIGLU_ALPHA} and {SWIGLU_LIMIT}, as published gpt-oss models have.",
+            )
+        return MixtureOfExperts(
+            weights.scope("mlp"), self.width, config.integer("intermediate_size"), "swiglu_oai",
+            self.routing()._replace(is_normed=True), router="router", has_biases=True,
         )

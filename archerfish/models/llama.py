@@ -34,6 +34,7 @@ class LlamaModel(ModelAdapter[T]):
     has_fused_gate: ClassVar[bool] = False  # checkpoints have gate_up_proj instead of its parts
     has_qkv_bias: ClassVar[bool] = False  # independent of the configuration
     has_head_norms: ClassVar[bool] = False  # each head of queries and keys is normalised
+    has_sinks: ClassVar[bool] = False  # a learnt score of each head takes part in the softmax
     is_interleaved: ClassVar[bool] = False  # neighbouring dimensions of a head are rotated together
     eps: ClassVar[float] = 1e-6  # of norms, where the configuration does not say
     theta: ClassVar[float] = 10_000.0  # base of the rotary embedding, where the configuration does not say
@@ -99,6 +100,7 @@ class LlamaModel(ModelAdapter[T]):
         return Attention(
             weights, self.width, heads, self.rotary(layer), is_fused=self.has_fused_qkv, qkv_bias=biases.qkv,
             out_bias=biases.out, q_norm=q_norm, k_norm=k_norm, eps=self.config.number("rms_norm_eps", self.eps),
+            has_sinks=self.has_sinks,
         )
 
     def query_norms(self, weights: Weights[T], heads: HeadShape) -> tuple[T | None, T | None]:

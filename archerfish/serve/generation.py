@@ -32,7 +32,7 @@ from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Logprob, WireOutput
 from archerfish.text.json_schema import rewrite_schema
 from archerfish.text.output_text import OutputText
-from archerfish.text.reasoning import CLOSE, TAIL_TOKENS, ReasoningParser, ends_inside
+from archerfish.text.reasoning import CLOSE, TAIL_TOKENS, ReasoningParser, ends_inside, marks_of
 from archerfish.text.tokenizer import Tokenizer
 from archerfish.text.tool_calls import ToolCallParser, ToolPiece
 
@@ -277,7 +277,9 @@ class TextService:
             output_text = OutputText(text.tokenizer, prompt_ids, params)
             parser = None if tool_use is None else ToolCallParser(tool_use.style, tool_use.tools)
             has_one_call = tool_use is not None and tool_use.has_one_call
-            thinking = None if is_thinking is None else ReasoningParser(is_thinking)
+            thinking = None
+            if is_thinking is not None and text.tokenizer is not None:
+                thinking = ReasoningParser(is_thinking, marks_of(text.tokenizer))
             return Choice(index, first_place + index, output_text, parser, has_one_call, thinking)
 
         return Generation(

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from archerfish.errors import CorruptFileError
+from archerfish.errors import CorruptFileError, ValidationError
 from archerfish.store.files import sync
 
 if TYPE_CHECKING:
@@ -292,11 +292,14 @@ def first_line(error: BaseException) -> str:
 # axis. `data` keeps each block's integer bytes as GGUF packs them (Q4: low nibbles are values 0-15, high nibbles 16-31;
 # Q5: four bytes of high bits, then Q4; Q8: 32 int8), `scales` is one float16 per group, and `zero_points`, for the _1 types,
 # one float16 minimum per group. In GGUF a group is a block; other checkpoints have larger ones. Of the K types, `data` keeps
-# whole blocks of 256 values, and there are no other buffers. INT8 and FP8 are bytes with one float32 scale per group.
+# whole blocks of 256 values, and there are no other buffers. INT8 and FP8 are bytes with one float32 scale per group. MXFP4 has
+# half of its scales, as float16.
 INTEGER_BYTES = {
-    "Q4_0": 16, "Q4_1": 16, "Q5_0": 20, "Q5_1": 20, "Q8_0": 32, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "INT8": 32, "FP8": 32,
+    "Q4_0": 16, "Q4_1": 16, "MXFP4": 16, "Q5_0": 20, "Q5_1": 20, "Q8_0": 32, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "INT8": 32,
+    "FP8": 32,
 }  # of one block in `data`
 SUPER_SCALES = {"Q4_K": slice(0, 4), "Q5_K": slice(0, 4), "Q6_K": slice(208, 210)}  # where a block has its float16 numbers
+MOST_EXPONENT = 127 + 16  # of a scale of MXFP4, of which float16 holds half
 GROUPED_TYPES = ("Q4_0", "Q4_1", "Q8_0", "INT8", "FP8")  # whose groups may have several blocks
 
 
@@ -339,10 +342,20 @@ def split_blocks(info: TensorInfo, blocks: npt.NDArray[np.uint8]) -> Row:
 
     assert info.quantization is not None
     quant_type = info.quantization.quant_type
-    header_bytes = 2 * num_scales(quant_type)
+    header_bytes = 1 if quant_type == "MXFP4" else 2 * num_scales(quant_type)
     rows = np.ascontiguousarray(blocks).reshape(-1, header_bytes + INTEGER_BYTES[quant_type])
-    header = np.ascontiguousarray(rows[:, :header_bytes]).view(np.float16)
+    stored = np.ascontiguousarray(rows[:, :header_bytes])
+    header = mxfp4_scales(info.name, stored) if quant_type == "MXFP4" else stored.view(np.float16)
     return Row(info, np.ascontiguousarray(rows[:, header_bytes:]), *map(np.ascontiguousarray, header.T))
+
+
+def mxfp4_scales(name: str, exponents: npt.NDArray[np.uint8]) -> npt.NDArray[np.float16]:
+    """Half of the scales of MXFP4, which are powers of 2 with 127 added to their exponents. Those below 2 ** -23 become 0."""
+    import numpy as np
+
+    if exponents.max(initial=0) > MOST_EXPONENT:
+        raise ValidationError(f"The tensor {name!r} has a scale of MXFP4 that is NaN, or more than float16 can hold twice.")
+    return np.ldexp(np.float32(1), exponents.astype(np.int32) - 128).astype(np.float16)
 
 
 def scales_of(row: Row) -> list[npt.NDArray[Any]]:

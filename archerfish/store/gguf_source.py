@@ -75,6 +75,12 @@ GPT2_TENSORS = {
         "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj",
     }),
 }  # fmt: skip
+GPT_OSS_TENSORS = {
+    **DECODER_TENSORS, **expert_tensors(),
+    **layer_tensors("model.layers", {
+        "post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks", "ffn_gate_inp": "mlp.router",
+    }),
+}  # fmt: skip
 BERT_TENSORS = {
     "token_embd": "embeddings.word_embeddings", "token_types": "embeddings.token_type_embeddings",
     "position_embd": "embeddings.position_embeddings", "token_embd_norm": "embeddings.LayerNorm",
@@ -193,6 +199,11 @@ def finish_windows(config: dict[str, Any], facts: GGUFFacts) -> None:
         config |= {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"]}
 
 
+def finish_gpt_oss(config: dict[str, Any], facts: GGUFFacts) -> None:
+    if "rope_scaling" in config:
+        config["rope_scaling"]["truncate"] = False
+
+
 def finish_glm4(config: dict[str, Any], facts: GGUFFacts) -> None:
     if "rope.dimension_sections" in facts.fields:
         raise UnsupportedModelError(f"{facts.name} is the text part of a GLM-4V, which is not supported.")
@@ -263,6 +274,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3moe": Architecture(
         "qwen3_moe", "Qwen3MoeForCausalLM", {**DECODER_TENSORS, **HEAD_NORM_TENSORS, **expert_tensors()}, EXPERT_KEYS,
         {"hidden_act": "silu", "norm_topk_prob": True},
+    ),
+    "gpt-oss": Architecture(
+        "gpt_oss", "GptOssForCausalLM", GPT_OSS_TENSORS, {**EXPERT_KEYS, **WINDOW_KEYS}, finish=finish_gpt_oss
     ),
     "bert": Architecture(
         "bert", "BertModel", BERT_TENSORS, BERT_KEYS, {"hidden_act": "gelu", "position_embedding_type": "absolute"},
@@ -413,7 +427,7 @@ def make_tensor(path: Path, architecture: Architecture, config: Mapping[str, Any
     if target is None or suffix not in ("weight", "bias"):
         message = f"{path}: the tensor {tensor.name!r} is not known for the architecture {architecture.model_type!r}."
         raise UnsupportedModelError(message)
-    name = f"{target.replace('#', block[1]) if block else target}.{suffix}"
+    name = f"{target.replace('#', block[1]) if block else target}.{suffix}".replace(".sinks.weight", ".sinks")
     order = row_order(path, config, name, int(tensor.shape[-1])) if architecture.permuted else None
     return read_tensor(path, tensor, name, order, minus_one=architecture.norm_plus_one and name.endswith("norm.weight"))
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from archerfish.errors import CorruptFileError, UnsupportedModelError, ValidationError
 from archerfish.kernels.stored import FP8_VALUES, Floats, widened
-from archerfish.store.format import GROUP_SIZE, Quantization, Row, TensorInfo, dequantize
+from archerfish.store.format import GROUP_SIZE, Quantization, Row, TensorInfo, dequantize, make_quantization
 from archerfish.store.source import SourceTensor
 
 Codes = npt.NDArray[np.uint8]
@@ -82,6 +82,8 @@ def read_settings(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     settings = config.get("quantization_config") or config.get("compression_config") or {}
     if not isinstance(settings, dict):
         raise CorruptFileError(f"{path}: quantization_config is not an object.")
+    if settings.get("quant_method") == "mxfp4" and config.get("model_type") == "gpt_oss":
+        return {}  # `text_parts.py` reads its experts
     if settings:
         choose_reader(path, settings)
     return settings
@@ -156,8 +158,11 @@ def groups_of(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [each for each in groups.values() if isinstance(each, dict)] if isinstance(groups, dict) else []
 
 
-def stated_quantization(settings: Mapping[str, Any], num_inputs: int) -> Quantization | None:
-    """How matrices of so many inputs would be stored that settings describe; None: plain. For weights that are made up."""
+def stated_quantization(settings: Mapping[str, Any], name: str, shape: Sequence[int]) -> Quantization | None:
+    """How a matrix would be stored that settings describe; None: plain. For weights that are made up."""
+    num_inputs, axis = shape[-1], len(shape) - 1
+    if settings.get("quant_method") == "mxfp4":
+        return make_quantization("MXFP4", axis) if ".experts." in name else None
     method, weights = settings.get("quant_method"), next(iter(groups_of(settings)), {}).get("weights") or {}
     is_float = method in ("fp8", "modelopt") or weights.get("type") == "float"
     bits = 8 if is_float else int(weights.get("num_bits", settings.get("bits", settings.get("w_bit", 4))))
@@ -167,7 +172,7 @@ def stated_quantization(settings: Mapping[str, Any], num_inputs: int) -> Quantiz
     group_size = num_inputs if size in (None, -1) or size > num_inputs else int(size)
     is_symmetric = bool(is_float or weights.get("symmetric", stated))
     found = stored_type(num_inputs, group_size, bits, is_symmetric=is_symmetric, is_float=is_float)
-    return Quantization(found, 1, group_size) if found else None
+    return Quantization(found, axis, group_size) if found else None
 
 
 def states_int8_activations(config: Mapping[str, Any]) -> bool:

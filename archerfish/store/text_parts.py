@@ -1,4 +1,4 @@
-"""Checkpoints under other names: models that also take images, of which the text part is kept, and GPT-2.
+"""Checkpoints under other names: models that also take images, of which the text part is kept, GPT-2 and gpt-oss.
 
 Settings and tensors get the names that models of text alone have, so that nothing else needs to know of the others.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from archerfish.errors import UnsupportedModelError
+from archerfish.errors import CorruptFileError, UnsupportedModelError
+from archerfish.store.format import GROUP_SIZE, Row, TensorInfo, dequantize, make_quantization, mxfp4_scales
 from archerfish.store.source import SourceTensor
 
 # The model_type of the text part, empty: as text_config says; and what text_config may leave out.
@@ -26,6 +28,7 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
 TEXT_PREFIX = re.compile(r"^(language_model\.model|model\.language_model|language_model(?=\.lm_head))\.")
 TEXT_TENSOR = re.compile(r"^(model\.(embed_tokens|layers|norm)|lm_head)\.")
 QUANTIZATION = ("quantization_config", "compression_config")
+Arrange = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
 
 GPT2_KEYS = {
     "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
@@ -61,6 +64,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def text_model(config: Mapping[str, Any], tensors: Iterable[SourceTensor]) -> tuple[dict[str, Any], list[SourceTensor]]:
     """Settings and tensors of the text part."""
     values, kind = text_config(config), config.get("model_type")
+    if kind == "gpt_oss":
+        return values, gpt_oss_tensors(tensors)
     rename = gpt2_tensor if kind == "gpt2" else text_tensor if kind in TEXT_PARTS else None
     if rename is None:
         return values, list(tensors)
@@ -92,3 +97,50 @@ def gpt2_tensor(tensor: SourceTensor) -> SourceTensor | None:
 
 def transposed(load: Callable[[], npt.NDArray[Any]]) -> Callable[[], npt.NDArray[Any]]:
     return lambda: np.ascontiguousarray(load().T)
+
+
+def gpt_oss_tensors(tensors: Iterable[SourceTensor]) -> list[SourceTensor]:
+    """Those of gpt-oss with stacks of (outputs, inputs), where all gates of an expert come first. They may be in MXFP4."""
+    given, found = {tensor.info.name: tensor for tensor in tensors}, list[SourceTensor]()
+    for name, tensor in given.items():
+        stem, _, kind = name.rpartition("_")
+        is_expert = ".mlp.experts." in name
+        arrange: Arrange = gates_first if "gate_up_proj" in name else np.ascontiguousarray
+        if is_expert and kind == "blocks":
+            found.append(mxfp4_tensor(stem, tensor, given.get(f"{stem}_scales"), arrange))
+        elif is_expert and kind == "bias":
+            found.append(tensor._replace(load=partial(arranged, tensor, arrange)))
+        elif is_expert and kind == "proj":
+            shape = (tensor.info.shape[0], *tensor.info.shape[:0:-1])
+            load = partial(arranged, tensor, arrange, is_transposed=True)
+            found.append(SourceTensor(tensor.info._replace(shape=shape), load))
+        elif not is_expert or kind != "scales":
+            found.append(tensor)
+    return found
+
+
+def arranged(tensor: SourceTensor, arrange: Arrange, *, is_transposed: bool = False) -> npt.NDArray[Any]:
+    array = tensor.load()
+    return arrange(array.swapaxes(1, 2) if is_transposed else array)
+
+
+def gates_first(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The outputs of each expert, which are gates and others by turns."""
+    return np.concatenate((array[:, ::2], array[:, 1::2]), axis=1)
+
+
+def mxfp4_tensor(name: str, blocks: SourceTensor, scales: SourceTensor | None, arrange: Arrange) -> SourceTensor:
+    """A stack of matrices. blocks: (experts, outputs, blocks of inputs, 16 bytes of two codes, the lower one first); scales:
+    an exponent for each block."""
+    shape = blocks.info.shape
+    if scales is None or len(shape) != 4 or shape[3] != GROUP_SIZE // 2 or scales.info.shape != shape[:3]:
+        found = f"{name}_blocks has the shape {shape} and {name}_scales {scales and scales.info.shape}"
+        raise CorruptFileError(f"{found}: expected one scale for each block of {GROUP_SIZE // 2} bytes.")
+    info = TensorInfo(name, "float32", (*shape[:2], shape[2] * GROUP_SIZE), make_quantization("MXFP4", 2))
+
+    def load() -> Row:
+        packed = arrange(blocks.load())
+        codes = np.stack((packed & 15, packed >> 4), axis=-1).reshape(-1, 2, GROUP_SIZE // 2)
+        return Row(info, codes[:, 0] | codes[:, 1] << 4, mxfp4_scales(name, arrange(scales.load())).reshape(-1))
+
+    return SourceTensor(info, lambda: dequantize(load()), load)

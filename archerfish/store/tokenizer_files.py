@@ -155,6 +155,9 @@ TEKKEN_SPLIT = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+GPT4O_SPLIT = TEKKEN_SPLIT.replace(r"\p{M}]+|", rf"\p{{M}}]+{ENDINGS}|").replace(r"\p{M}]*|", rf"\p{{M}}]*{ENDINGS}|")
+GPT4O_SPLIT = GPT4O_SPLIT.replace(r"\p{N}|", r"\p{N}{1,3}|")
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("dbrx", "glm4", "chatglm-bpe"), PreTokenizer(LLAMA3_SPLIT)),
     "tekken": PreTokenizer(TEKKEN_SPLIT, ignore_merges=True, add_bos=True),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), PreTokenizer(QWEN2_SPLIT, nfc=True)),
-    "stablelm2": PreTokenizer(QWEN2_SPLIT),
+    "stablelm2": PreTokenizer(QWEN2_SPLIT), "gpt-4o": PreTokenizer(GPT4O_SPLIT),
 }
 
 

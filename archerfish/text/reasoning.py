@@ -1,9 +1,9 @@
-"""Reasoning: what a model thinks, between <think> and </think>, before what it answers."""
+"""Reasoning: what a model thinks before what it answers, between <think> and </think> or in a channel of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from archerfish.text.tokenizer import Tokenizer
 
@@ -11,12 +11,29 @@ if TYPE_CHECKING:
     from archerfish.text.chat_template import ChatTemplate
 
 OPEN, CLOSE = "<think>", "</think>"
+CHANNEL = "<|channel|>"  # before the name of a channel, in gpt-oss's vocabulary
 TAIL_TOKENS = 16  # at the end of a prompt that may hold an open mark: a mark and a line break, also one token a character
+
+
+class Marks(NamedTuple):
+    """What stands around reasoning in an answer, and what an answer without it begins with."""
+
+    open: str = OPEN
+    close: str = CLOSE
+    none: str = ""
+
+
+THINK = Marks()
+CHANNELS = Marks("analysis", "assistantfinal", "final")  # what is left of channels and turns without special tokens
+
+
+def marks_of(tokenizer: Tokenizer) -> Marks:
+    return THINK if tokenizer.token_to_id(CHANNEL) is None else CHANNELS
 
 
 def has_reasoning(tokenizer: Tokenizer, template: ChatTemplate) -> bool:
     """Whether a model may write its reasoning between marks, by its vocabulary or its chat template."""
-    has_token = tokenizer.token_to_id(CLOSE) is not None
+    has_token = any(tokenizer.token_to_id(name) is not None for name in (CLOSE, CHANNEL))
     return has_token or any(mark in source for source in template.sources.values() for mark in (OPEN, CLOSE))
 
 
@@ -31,7 +48,8 @@ def answer_parser(tokenizer: Tokenizer | None, template: ChatTemplate, prompt_id
     """The parser of an answer to a rendered conversation; None for models without reasoning."""
     if tokenizer is None or not has_reasoning(tokenizer, template):
         return None
-    return ReasoningParser(ends_inside(tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False), ""))
+    is_open = ends_inside(tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False), "")
+    return ReasoningParser(is_open, marks_of(tokenizer))
 
 
 class ReasoningParser:
@@ -41,28 +59,31 @@ class ReasoningParser:
     space around it is dropped.
     """
 
-    def __init__(self, is_open: bool) -> None:
-        self._mark = CLOSE if is_open else OPEN  # the mark to find next; empty: only text follows
+    def __init__(self, is_open: bool, marks: Marks = THINK) -> None:
+        self._marks = marks
+        self._mark = marks.close if is_open else marks.open  # the mark to find next; empty: only text follows
         self._held = ""  # what may be part of a mark, or white space beside one
         self._is_start = True  # nothing visible has come since the last mark
 
     def feed(self, text: str, is_last: bool = False) -> tuple[str, str]:
         """The reasoning and the text that can be shown now."""
-        held, reasoning = self._held + text, ""
-        if self._mark == OPEN:
+        held, reasoning, (opening, closing, none) = self._held + text, "", self._marks
+        if self._mark == opening:
             visible = held.lstrip()
-            if visible.startswith(OPEN):
-                self._mark, held = CLOSE, visible.removeprefix(OPEN)
-            elif is_last or not OPEN.startswith(visible):
+            if visible.startswith(opening):
+                self._mark, held = closing, visible.removeprefix(opening)
+            elif none and visible.startswith(none):
+                self._mark, held = "", visible.removeprefix(none)
+            elif is_last or not (opening.startswith(visible) or none.startswith(visible)):
                 self._mark, self._is_start = "", False
             else:
                 self._held = held
                 return "", ""
-        if self._mark == CLOSE:
+        if self._mark == closing:
             held = held.lstrip() if self._is_start else held
-            reasoning, mark, rest = held.partition(CLOSE)
+            reasoning, mark, rest = held.partition(closing)
             if not mark and not is_last:
-                num_held = max(n for n in range(len(CLOSE)) if held.endswith(CLOSE[:n]))
+                num_held = max(n for n in range(len(closing)) if held.endswith(closing[:n]))
                 reasoning, rest = held[: len(held) - num_held], held[len(held) - num_held :]
             self._held = reasoning[len(reasoning.rstrip()) :] + rest
             reasoning = reasoning.rstrip()

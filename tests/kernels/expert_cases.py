@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,10 @@ LOGITS: dict[str, Callable[[Tensor], Tensor]] = {  # how they become others
 
 
 def expected(
-    x: Tensor, logits: Tensor, routing: Routing[Any], gate_up: Tensor, down: Tensor, shared: Tensor | None = None
+    x: Tensor, logits: Tensor, routing: Routing[Any], gate_up: Tensor, down: Tensor, shared: Tensor | None = None, *,
+    biases: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Row by row, expert by expert."""
+    """Row by row, expert by expert. biases: of gate_up and down, for the gates of gpt-oss."""
     rows = []
     for i, row in enumerate(x):
         given = logits[i, : routing.num_experts]
@@ -39,8 +40,12 @@ def expected(
         factor = routing.scale / (sum(float(scores[e]) for e in chosen) if routing.is_normed else 1.0)
         total = torch.zeros(x.shape[1])
         for e in chosen:
-            gate, up = (gate_up[e] @ row).chunk(2)
-            total += factor * scores[e] * (down[e] @ (ACTIVATIONS["silu"](gate) * up))
+            gate, up = (gate_up[e] @ row + (biases[0][e] if biases else 0.0)).chunk(2)
+            hidden = ACTIVATIONS["silu"](gate) * up
+            if biases:
+                gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+                hidden = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            total += factor * scores[e] * (down[e] @ hidden + (biases[1][e] if biases else 0.0))
         if shared is not None:
             total += shared[i] * (torch.sigmoid(logits[i, -1]) if logits.shape[1] > routing.num_experts else 1.0)
         rows.append(total)
@@ -79,3 +84,15 @@ def rounded(weight_format: WeightFormat, matrices: Tensor) -> Tensor:
     """The numbers of a format that are meant."""
     made = weight_format.load({"weight": matrices.flatten(0, 1)})
     return weight_format.dequantise(made, torch.float32).view(matrices.shape)
+
+
+def check_biases(ops: Any, num_rows: int) -> None:
+    """Biases of each expert, and gates and others that are clamped. Matrices are one stack, and a tensor for each expert."""
+    routing = ROUTINGS["normed"]
+    x, logits, gate_up, down, _ = make(routing, num_rows)
+    biases = 5 * torch.randn(gate_up.shape[:2]), torch.randn(down.shape[:2])
+    first = ops.linear_weight([{"weight": gate_up.flatten(0, 1)}], [biases[0].flatten()])
+    second = ops.linear_weight([{"weight": each} for each in down], list(biases[1]))
+    given = [ops.tensor(each) for each in (x, logits)]
+    found = ops.experts(*given, routing, first, second, "swiglu_oai").cpu()
+    torch.testing.assert_close(found, expected(x, logits, routing, gate_up, down, biases=biases), atol=1e-3, rtol=1e-3)

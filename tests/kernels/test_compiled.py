@@ -22,7 +22,7 @@ FACTORS = ("norm", "norm_bias", "factors")
 
 def build(kernel, fixed, types, other="bf16", num_warps=1):
     names = kernel.arg_names
-    fixed = {name: None for name in names if name.endswith("scales") and name not in types} | fixed
+    fixed = {name: None for name in names if name.endswith(("scales", "sinks")) and name not in types} | fixed
     known = {name: "i32" for name in names if name.startswith("num_") or name.endswith("_stride")}
     known |= {name: "*fp32" for name in FACTORS} | SCALARS | {name: f"*{kind}" for name, kind in types.items()}
     signature = {name: "constexpr" if name in fixed else known.get(name, f"*{other}") for name in names}
@@ -67,13 +67,13 @@ from archerfish.kernels.triton.group_products import multiply_few_kernel, multip
 from archerfish.kernels.triton.norm import add_scaled_kernel, gated_kernel, quantise_kernel, rms_norm_kernel
 from archerfish.kernels.triton.products import multiply_rows_kernel, multiply_tiles_kernel, stream_kernel
 
-flags = ("has_mins", "has_bias", "has_residual", "is_gated")
+flags = ("has_bias", "has_residual", "is_gated")
 fixed = {"width": 4096, "rows": 8, "outputs": 16, "is_early": True, "in_pairs": True, "activation": "none"}
-fixed |= dict.fromkeys(flags, False) | {"size": 32, "planes": 4}
+fixed |= dict.fromkeys(flags, False) | {"size": 32, "planes": 4, "coding": "signed"}
 for half in ("bf16", "fp16"):
-    for size, is_gated, has_mins in ((128, False, False), (128, True, True), (32, False, True)):
-        own = {"group_size": size, "per_scale": size // 32, "parts": 4, "has_mins": has_mins, "is_gated": is_gated}
-        words = {"codes": "i16", "scales": "i32" if has_mins else "fp32"}
+    for size, is_gated, coding in ((128, False, "signed"), (128, True, "mins"), (32, False, "mins"), (32, True, "mxfp4")):
+        own = {"group_size": size, "per_scale": size // 32, "parts": 4, "coding": coding, "is_gated": is_gated}
+        words = {"codes": "i16", "scales": "i32" if coding == "mins" else "fp32"}
         built = build(multiply_few_kernel, {**fixed, **own}, words, half, 4)
         assert "cp.async" in built.asm["ptx"] and "mma.sync" in built.asm["ptx"]
         assert "cvt.rn.f32.s" not in built.asm["ptx"] and "cvt.rn.f32.u" not in built.asm["ptx"]  # conversions are slow
@@ -89,7 +89,7 @@ for half in ("bf16", "fp16"):
         build(multiply_few_kernel, {**fixed, **own}, {"codes": kind, "scales": "fp32"}, half, 4)
     kinds = {"weight": "fp8e4nv", "scales": "fp32"}
     rows = {"width": 500, "columns": 128, "activation": "none", "is_early": True}
-    rows |= dict.fromkeys(flags[1:], False) | {"is_normed": False, "num_pieces": 3}
+    rows |= dict.fromkeys(flags, False) | {"is_normed": False, "num_pieces": 3}
     build(multiply_rows_kernel, {**rows, "rows": 2, "outputs": 4}, kinds, half, 4)
     tiles = {name: value for name, value in rows.items() if name not in ("is_normed", "num_pieces")}
     build(multiply_tiles_kernel, {**tiles, "rows": 8, "outputs": 16, "parts": 4}, kinds, half, 4)
@@ -115,10 +115,12 @@ summed = {"width": 2048, "num_chosen": 4, "columns": 1024, "gate": 60, "has_shar
 build(add_up_kernel, summed, kinds, num_warps=4)
 tile = choose_tile(4096, Routing(60, 4), 2, is_gated=True)
 fixed = {"width": 2048, "per_row": 4, "rows": tile.rows, "outputs": tile.outputs, "activation": "silu", "is_gated": True}
-fixed |= {"is_lone": False, "in_pairs": True, "is_early": True, "has_mins": False}
+fixed |= {"is_lone": False, "in_pairs": True, "is_early": True, "coding": "signed", "has_bias": False}
 plain = {"group_size": 0, "size": tile.columns, "planes": 1, "per_scale": 1}
 words = {"group_size": 128, "size": 32, "planes": 4, "per_scale": 4}
-for own, types in ((plain, {}), (plain, {"codes": "i8", "scales": "fp32"}), (words, {"codes": "i16", "scales": "fp32"})):
+packed, biased = {"codes": "i16", "scales": "fp32"}, {"coding": "mxfp4", "activation": "swiglu_oai", "has_bias": True}
+fp4 = {**words, "group_size": 32, "per_scale": 1, **biased}
+for own, types in ((plain, {}), (plain, {"codes": "i8", "scales": "fp32"}), (words, packed), (fp4, packed)):
     built = build(multiply_experts_kernel, {**fixed, **own}, kinds | types, num_warps=tile.num_warps)
     assert "wgmma.mma_async" in built.asm["ptx"] and "cp.async" in built.asm["ptx"]
 """
@@ -149,6 +151,8 @@ types |= {"keys": "fp8e4nv", "values": "fp8e4nv", "kv_scales": "fp32", "cos_sin"
 heads = {**heads, "head_dim": 64, "width": 64}
 build(prefill_kernel, {**heads, **extra, **prefill}, types, "bf16", 4)
 build(shared_kernel, {**heads, "group": 2, "rows": 16, "is_early": True}, types, "bf16", 4)
+types["sinks"] = "fp32"
+build(prefill_kernel, {**heads, **extra, **prefill}, types, "bf16", 4)
 new = {**heads, **extra, **decode, "is_split": True, "is_new": True, "is_rotated": True}
 for is_paired in (False, True):
     built = build(decode_kernel, {**new, "is_paired": is_paired}, types, "bf16", 4)

@@ -329,10 +329,12 @@ def test_attention_over_blocks(heads: HeadShape, block_size: int, dtype: str, le
     sequences = [(1, 1), (1, 64), (1, 200), (9, 9), (65, 65), (40, 131), (2, 70)]
     ops, batch, kv = kv_case(dtype, level, sequences, block_size, heads)
     q = random(batch.num_tokens, heads.num_heads * heads.head_dim)
-    expected = TorchOps().paged_attention(q, wide_layer(kv), batch, heads)
-    assert_near(ops.paged_attention(q, kv, batch, heads), expected, TOLERANCE["float32" if dtype == "float32" else "bfloat16"])
+    options: dict[str, Any] = {"sinks": 3 * random(heads.num_heads) if block_size == 16 else None}
+    expected = TorchOps().paged_attention(q, wide_layer(kv), batch, heads, **options)
+    error = TOLERANCE["float32" if dtype == "float32" else "bfloat16"]
+    assert_near(ops.paged_attention(q, kv, batch, heads, **options), expected, error)
     ops.inner.is_deterministic = True  # no products in 16 bits
-    torch.testing.assert_close(ops.paged_attention(q, kv, batch, heads), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(ops.paged_attention(q, kv, batch, heads, **options), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_attention_over_long_contexts(level: str) -> None:
@@ -356,11 +358,12 @@ def test_attention_of_whole_texts(heads: HeadShape, has_bias: bool, dtype: str, 
         pytest.skip("no model has a bias and a mask")
     qkv = random(segments.num_tokens, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim)
     bias = random(heads.num_heads, 129, 129) if has_bias else None
-    expected = TorchOps().attention(qkv, segments, heads, bias=bias)
+    options: dict[str, Any] = {"bias": bias, "sinks": None if has_bias else 3 * random(heads.num_heads)}
+    expected = TorchOps().attention(qkv, segments, heads, **options)
     most = TOLERANCE["float32" if dtype == "float32" else "bfloat16"]
-    assert_near(ops.attention(qkv, segments, heads, bias=bias), expected, most)
+    assert_near(ops.attention(qkv, segments, heads, **options), expected, most)
     ops.inner.is_deterministic = True
-    torch.testing.assert_close(ops.attention(qkv, segments, heads, bias=bias), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(ops.attention(qkv, segments, heads, **options), expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("heads", "rotary_dim", "has_norms"), [

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from archerfish.kernels.formats import PLAIN, choose_format
 from archerfish.kernels.torch.reference import TorchOps
-from tests.kernels.expert_cases import LOGITS, ROUTINGS, as_matrices, expected, make, rounded, run
+from tests.kernels.expert_cases import LOGITS, ROUTINGS, as_matrices, check_biases, expected, make, rounded, run
 from tests.kernels.native_support import LEVELS, native_ops
 from tests.kernels.test_native import FORMATS, make_matrix, tolerance
 
@@ -22,7 +24,7 @@ def test_on_the_cpu(kind: str, level: str) -> None:
         for change in LOGITS.values():
             x, logits, gate_up, down, shared = make(routing, num_rows, has_gate=num_rows == 7)
             logits = change(logits)
-            given = {"shared": shared if num_rows in (2, 7) else None}
+            given: dict[str, Any] = {"shared": shared if num_rows in (2, 7) else None}
             right = expected(x, logits, ROUTINGS[kind], gate_up, down, **given)
             torch.testing.assert_close(run(ops, routing, x, logits, gate_up, down, **given), right, atol=2e-4, rtol=1e-4)
 
@@ -44,3 +46,9 @@ def test_formats_on_the_cpu(name: str, level: str) -> None:
         found = ops.experts(x, logits, routing, *weights, "silu")
         right = expected(x, logits, routing, *wide)
         assert (found - right).norm() < (0.02 if made else 2 * tolerance(name, 90, level)) * right.norm()
+
+
+@pytest.mark.parametrize("level", ["reference", *LEVELS])
+def test_biases_on_the_cpu(level: str) -> None:
+    for num_rows in (1, 60):
+        check_biases(TorchOps() if level == "reference" else native_ops(level=level), num_rows)

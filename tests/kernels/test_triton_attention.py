@@ -346,6 +346,28 @@ def test_new_keys(shape: tuple[HeadShape, bool, bool, int], num_splits: int, dty
         assert_near(found, wanted, dtype, factor=2)
 
 
+@pytest.mark.parametrize(("heads", "num_splits", "dtype"), combine([
+    HeadShape(6, 2, 32, 0.2), HeadShape(4, 1, 64, 0.125, window=10), HeadShape(3, 1, 16, 0.25, softcap=2.0),
+], [1, 3], TYPES))  # fmt: skip
+def test_sinks(heads: HeadShape, num_splits: int, dtype: str) -> None:
+    """Beside prompts, over shared keys, and with keys that are stored on the way."""
+    ops, sinks, width = small_ops(dtype), 3 * random(heads.num_heads), heads.num_heads * heads.head_dim
+    batch, kv = batch_over(ops, MIXED, 16, heads)
+    q = random(len(batch.token_ids), width, dtype=dtype)
+    expected = expect_attention(q, kv, batch, heads, sinks=sinks)
+    assert_near(ops.paged_attention(q, kv, batch, heads, sinks=sinks), expected, dtype)
+    batch, kv = shared_batch(ops, (37, 1, 90), 3, 8, heads)
+    expected = expect_attention(q[:3], kv, batch, heads, sinks=sinks)
+    for num_shared in (0, 0 if heads.window else 24):
+        shared = sharing(batch, kv, num_shared, num_splits)
+        assert_near(ops.paged_attention(q[:3], kv, shared, heads, sinks=sinks), expected, dtype)
+    qkv = random(3, width + 2 * heads.num_kv_heads * heads.head_dim, dtype=dtype)
+    lengths = torch.from_numpy(batch.context_lens).to(DEVICE, torch.int32)
+    expected = TorchOps(DEVICE).store_and_attend(qkv.float(), in_float32(kv), replace(batch), heads, Rotation(), sinks=sinks)
+    find_plan.keep(AttentionPlan(lengths, lengths, lengths, num_splits=num_splits), batch)
+    assert_near(ops.store_and_attend(qkv, kv, batch, heads, Rotation(), sinks=sinks), expected, dtype)
+
+
 def test_filling_stores_nothing() -> None:
     heads = HeadShape(2, 1, 16, 0.25)
     ops = TritonOps(DEVICE, "float32")

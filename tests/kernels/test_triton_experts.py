@@ -7,12 +7,12 @@ import torch
 
 from archerfish.kernels.formats import choose_format
 from archerfish.kernels.stored import random_stored
-from tests.kernels.expert_cases import LOGITS, ROUTINGS, as_matrices, expected, make, packed, rounded, run
+from tests.kernels.expert_cases import LOGITS, ROUTINGS, as_matrices, check_biases, expected, make, packed, rounded, run
 from tests.kernels.triton_support import DEVICE, TYPES, assert_near, untraced
 
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
 
-KINDS = [("Q4_0", 128), ("Q4_1", 32), ("INT8", 16), ("INT8", 128), ("FP8", 128), ("int8", 0), ("int4", 0)]
+KINDS = [("Q4_0", 128), ("Q4_1", 32), ("MXFP4", 32), ("INT8", 16), ("INT8", 128), ("FP8", 128), ("int8", 0), ("int4", 0)]
 
 
 @untraced
@@ -49,3 +49,9 @@ def test_formats_on_triton(kind: tuple[str, int], num_rows: int) -> None:
         first, second = (packed(TritonOps(DEVICE, "float32"), each, made) for each in (gate_up, down))
     found = TritonOps(DEVICE, "float32").experts(x.to(DEVICE), logits.to(DEVICE), routing, first, second, "silu")
     assert_near(found.cpu(), expected(x, logits, routing, *wide), factor=8)
+
+
+@untraced
+@pytest.mark.parametrize("num_rows", [1, 20])
+def test_biases_on_triton(num_rows: int) -> None:
+    check_biases(TritonOps(DEVICE, "float32"), num_rows)

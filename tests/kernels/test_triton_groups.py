@@ -31,7 +31,7 @@ from archerfish.store.quantiser import find_grid, make_row  # isort: skip
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 Tensor = torch.Tensor
 KINDS = [("Q4_0", 32), ("Q4_0", 128), ("Q4_1", 64), ("Q4_K", 32), ("Q8_0", 32), ("Q6_K", 16), ("INT8", 128), ("Q4_0", 256)]
-KINDS += [("INT8", 512)]
+KINDS += [("INT8", 512), ("MXFP4", 32)]
 if HAS_CUDA:  # the interpreter does not have FP8
     KINDS += [("FP8", 128), ("FP8", 512)]
 

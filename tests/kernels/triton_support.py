@@ -109,10 +109,11 @@ def in_float32(kv: KVLayer[Tensor]) -> KVLayer[Tensor]:
 
 
 def expect_attention(
-    q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, mask: BlockMask[Tensor] | None = None
+    q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, mask: BlockMask[Tensor] | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """By the reference, in float32."""
-    return TorchOps(DEVICE).paged_attention(q.float(), in_float32(kv), batch, heads, mask=mask)
+    return TorchOps(DEVICE).paged_attention(q.float(), in_float32(kv), batch, heads, mask=mask, sinks=sinks)
 
 
 def assert_near(found: Tensor, expected: Tensor, dtype: str = "float32", *, factor: float = 1.0) -> None:

@@ -116,6 +116,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("Olmoe", {**SIZES, "num_experts": 8, "num_experts_per_tok": 3}),
     "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 64, "decoder_sparse_step": 2}),
     "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 5, "sliding_window": 7}),
+    "gpt-oss": ("GptOss", {
+        **SIZES, "head_dim": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "num_hidden_layers": 4,
+        "rope_parameters": {**YARN, "rope_theta": 150000.0, "beta_fast": 8.0, "beta_slow": 2.0, "truncate": False},
+    }),
     "phi3-longrope": ("Phi3", {**SIZES, "rope_parameters": LONGROPE, "original_max_position_embeddings": 64}),
 }  # fmt: skip
 
@@ -132,10 +136,10 @@ def make_model(family: str, sizes: Mapping[str, Any]) -> tuple[Any, dict[str, An
     name = "Gemma3Text" if family == "Gemma3" else family
     config = getattr(transformers, f"{name}Config")(**sizes, attn_implementation="eager")
     model = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(config).eval()
-    for parameter in model.parameters():  # the default initialisation is too small to show a wrong formula
-        torch.nn.init.normal_(parameter, std=0.2)
+    for name, parameter in model.named_parameters():  # the default initialisation is too small to show a wrong formula
+        torch.nn.init.normal_(parameter, std=5.0 if name.endswith(("sinks", "gate_up_proj_bias")) else 0.2)
     values = config.to_dict()
-    if family == "GPT2":  # whose tensors get other names and layouts when they are read
+    if family in ("GPT2", "GptOss"):  # whose tensors get other names and layouts when they are read
         tensors = [SourceTensor(TensorInfo(n, "float32", tuple(t.shape)), t.numpy) for n, t in model.state_dict().items()]
         values, found = text_model(values, tensors)
         weights = {tensor.info.name: torch.from_numpy(tensor.load()) for tensor in found}

@@ -58,7 +58,9 @@ def test_odd_block_sizes_and_deterministic_batches(kind: str, options: dict[str,
     check(Driver(native_ops(), model.state_dict(), config, random_tokens(4), **options), model)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gemma3", "phi3", "granite", "olmo3", "cohere2", "gpt2"])
+@pytest.mark.parametrize("kind", [
+    "llama", "qwen3", "gemma2", "gemma3", "phi3", "granite", "olmo3", "cohere2", "gpt2", "gpt-oss",
+])  # fmt: skip
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_close(kind: str, backend: Backend, dtype: str) -> None:
@@ -118,7 +120,7 @@ def test_checkpoints_with_a_tensor_for_each_expert(kind: str, backend: Backend) 
     "kind",
     [
         "llama", "llama-linear", "llama-llama3", "llama-yarn", "qwen2-window", "gemma3", "gemma3-scaled", "phi3-partial",
-        "glm4", "olmo3-yarn", "cohere2", "smollm3-window",
+        "glm4", "olmo3-yarn", "cohere2", "smollm3-window", "gpt-oss",
     ],
 )
 def test_configurations_in_the_form_before_transformers_5(kind: str) -> None:
@@ -133,6 +135,8 @@ def older_form(config: dict[str, Any]) -> dict[str, Any]:
     if config["model_type"] == "gemma3_text":
         values["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         values["sliding_window_pattern"] = config["layer_types"].index("full_attention") + 1
+        values["head_dim"] = config["head_dim"]
+    if config["model_type"] == "gpt_oss":
         values["head_dim"] = config["head_dim"]
     if config["model_type"] == "olmo3":
         values["layer_types"] = config["layer_types"]
@@ -184,7 +188,7 @@ def test_the_longest_context_of_yarn_follows_from_its_factor() -> None:
     ("llama", {"model_type": "dbrx"}, "'dbrx'. docs/add-a-model.md"),
     ("llama", {"model_type": "llava", "text_config": {"model_type": "llama"}}, "'llama', which is supported where it is saved"),
     ("cohere", {"use_qk_norm": True}, "use_qk_norm"), ("gpt2", {"scale_attn_weights": False}, "scale_attn"),
-    ("llama", {"model_type": "deepseek_v3"}, "compressed keys"), ("llama", {"model_type": "gpt_oss"}, "attention sinks"),
+    ("llama", {"model_type": "deepseek_v3"}, "compressed keys"), ("gpt-oss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0"),
     ("qwen3-moe", {"moe_intermediate_size": 24}, "multiples of 16"),
     ("qwen3-moe", {"num_experts_per_tok": 9}, "9 of 8 experts"),
     ("llama", {"model_type": "bert"}, "ArrowEngine and `archerfish embed` take it"),
@@ -250,7 +254,7 @@ def check_kept(plain: StepDriver, kept: StepDriver) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["llama", "llama-biases", "qwen3", "gemma2", "phi3", "olmo3", "cohere2", "gpt2", "qwen2-moe"])
+@pytest.mark.parametrize("kind", ["llama", "llama-biases", "qwen3", "gemma2", "phi3", "olmo3", "cohere2", "gpt2", "gpt-oss"])
 def test_kept_rows(kind: str, backend: Backend) -> None:
     model, config = make(kind)
     plain, kept = (Driver(backend(), model.state_dict(), config, random_tokens(2)) for _ in range(2))

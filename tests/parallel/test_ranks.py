@@ -92,7 +92,7 @@ def test_a_part_of_a_matrix_means_a_part_of_its_numbers(weight_format: WeightFor
         torch.testing.assert_close(found, whole[outputs.first : outputs.end, inputs.first : inputs.end], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "FP8", "INT8", ""])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "MXFP4", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "FP8", "INT8", ""])
 @pytest.mark.parametrize("group_size", [32, 128, 512])
 @pytest.mark.parametrize("inputs", [INPUTS, Part(64, 192, 512), Part(0, 480, 512)], ids=lambda part: f"{part.first}-{part.end}")
 def test_parts_of_stored_matrices(kind: str, group_size: int, inputs: Part) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -58,13 +59,14 @@ def some_slow(kinds: list[str], layouts: list[tuple[int, int]], quick: set[tuple
 FAMILIES = [
     "llama", "llama-tied", "llama-biases", "llama-multi-head", "llama-one-kv-head", "qwen2", "qwen3", "mistral-window",
     "gemma2", "gemma3", "phi3", "granite-tied", "glm4", "exaone4", "cohere2", "starcoder2", "gpt2", "qwen2-moe", "mixtral",
+    "gpt-oss",
 ]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("kind", "layout"), some_slow(FAMILIES, LAYOUTS, {
     ("llama-biases", (4, 1)), ("phi3", (2, 2)), ("gemma2", (1, 2)), ("cohere2", (2, 2)),
-    ("gpt2", (2, 2)), ("qwen2-moe", (2, 1)),
+    ("gpt2", (2, 2)), ("qwen2-moe", (2, 1)), ("gpt-oss", (2, 1)),
 }))  # fmt: skip
 def test_decoders(kind: str, layout: tuple[int, int], backend: Backend) -> None:
     model, config = make(kind)
@@ -119,7 +121,7 @@ def test_formats_of_rwkv7(rwkv: Rwkv, kind: str, layout: tuple[int, int]) -> Non
     check(TorchOps, layout, rwkv_driver(rwkv, choose_format(kind)))
 
 
-STORED = ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "FP8", "INT8"]
+STORED = ["Q8_0", "Q4_0", "Q4_1", "MXFP4", "Q4_K", "Q6_K", "FP8", "INT8"]
 
 
 def stored_weights(weights: Mapping[str, torch.Tensor], kind: str, group_size: int) -> dict[str, Any]:
@@ -153,3 +155,23 @@ def test_formats_of_the_store(kind: str, group_size: int, layout: tuple[int, int
     tolerance = ROUNDED if backend is native_ops else 1e-3 if kind.endswith("_K") else 1e-4
     for own in found[: layout[0]]:
         assert float((own - expected).norm() / expected.norm()) < tolerance
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stacks_of_the_store(backend: Backend) -> None:
+    """Three blocks of hidden units between two ranks: a part that did not end with a block would become plain."""
+    model, config = make("gpt-oss")
+    weights: dict[str, Any] = dict(model.state_dict())
+    for name in [name for name in weights if name.endswith("_proj")]:
+        stored = random_stored("MXFP4", math.prod(weights[name].shape[:2]), weights[name].shape[2])
+        weights[name] = replace(stored, shape=tuple(weights[name].shape))
+
+    def logits(ops: Any) -> torch.Tensor:
+        driver = Driver(ops, weights, config, random_tokens(2))
+        if backend is TorchOps:
+            assert driver.model.blocks[0].mlp.down.get().weight_format.name == "groups"
+        return torch.cat(logits_of(driver))
+
+    expected = logits(backend())
+    for own in World(2, 1).run(lambda ranks: logits(on_rank(backend, ranks))):
+        assert float((own - expected).norm() / expected.norm()) < (ROUNDED if backend is native_ops else 1e-4)

@@ -23,7 +23,7 @@ def test_decoders_over_triton(kind: str, layout: tuple[int, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["olmo3", "cohere2", "glm4", "starcoder2", "gpt2"])
+@pytest.mark.parametrize("kind", ["olmo3", "cohere2", "glm4", "starcoder2", "gpt2", "gpt-oss"])
 def test_families_over_triton(kind: str) -> None:
     """Norms of all heads, neighbours that are rotated together, layer norms and positions: none of them divided."""
     model, config = make(kind)

@@ -151,13 +151,35 @@ def write_family(path: Path, architecture: str, model: Any, config: dict[str, An
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     writer = gguf.GGUFWriter(path, architecture)
     add_settings(writer, architecture, config)
+    if architecture == "gpt-oss":
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_rope_scaling_yarn_beta_fast(config["rope_parameters"]["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(config["rope_parameters"]["beta_slow"])
     names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
-    for name, tensor in type(model).state_dict(model).items():
+    given = type(model).state_dict(model)
+    for name, tensor in (split_experts(given) if architecture == "gpt-oss" else given).items():
         if name != "lm_head.weight" or not config.get("tie_word_embeddings", True):
             target = names.get_name(name, try_suffixes=(".weight", ".bias"))
             assert target is not None, name
             writer.add_tensor(target, np.ascontiguousarray(as_converted(architecture, config, name, tensor.numpy())))
     return finish(writer, path)
+
+
+def split_experts(weights: dict[str, Any]) -> dict[str, Any]:
+    """The stacks of gpt-oss with (outputs, inputs), gates apart from the others."""
+    found: dict[str, Any] = {}
+    for name, tensor in weights.items():
+        scope, _, which = name.rpartition(".")
+        if which == "sinks":
+            found[f"{name}.weight"] = tensor
+        elif not scope.endswith(".experts"):
+            found[name] = tensor
+        else:
+            end, turned = (".bias", tensor) if which.endswith("_bias") else (".weight", tensor.mT)
+            parts = {"down_proj": turned} if "down" in which else {"gate_proj": turned[:, ::2], "up_proj": turned[:, 1::2]}
+            found |= {f"{scope}.{part}{end}": each for part, each in parts.items()}
+    return found
 
 
 def add_settings(writer: Any, architecture: str, config: dict[str, Any]) -> None:
@@ -183,9 +205,9 @@ def add_settings(writer: Any, architecture: str, config: dict[str, Any]) -> None
             getattr(writer, method)(config[name])
     if architecture == "glm4":
         writer.add_rope_dimension_count(head_dim // 2)
-    if config.get("sliding_window") and architecture in ("olmo2", "exaone4", "cohere2"):
+    if config.get("sliding_window") and architecture in ("olmo2", "exaone4", "cohere2", "gpt-oss"):
         writer.add_sliding_window(config["sliding_window"])
-        if architecture != "cohere2":
+        if architecture not in ("cohere2", "gpt-oss"):
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from archerfish.config import HubConfig
 from archerfish.engine.llm_loading import dummy_infos
-from archerfish.errors import UnsupportedModelError
+from archerfish.errors import ArcherfishError, UnsupportedModelError
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.store import WeightLoader, ensure_converted
 from archerfish.store.sources import open_source
 from archerfish.store.text_parts import text_config
-from tests.models.decoding import GEMMA, LENGTH, SIZES, YARN, Driver, make, random_tokens, their_logits
+from tests.kernels.native_support import native_ops
+from tests.models.decoding import GEMMA, KINDS, LENGTH, SIZES, YARN, Driver, make, make_model, random_tokens, their_logits
+from tests.store.models import convert
 
 TEXT = {**SIZES, "head_dim": 16}
 MROPE = {"rope_type": "default", "rope_theta": 1e5, "mrope_section": [2, 3, 3]}
@@ -108,6 +111,53 @@ def test_gpt2_as_it_was_published(tmp_path: Path) -> None:
     driver = Driver(TorchOps(), found, source.config, random_tokens(1))
     expected = their_logits(model, driver.tokens[0])
     torch.testing.assert_close(driver.step([(0, LENGTH)])[0], expected, atol=1e-4, rtol=1e-4)
+
+
+def write_gpt_oss(directory: Path) -> Any:
+    """A model whose experts are in MXFP4, as published ones are, and the model with their numbers as transformers has them."""
+    model, config = make_model(*KINDS["gpt-oss"])
+    weights, draw = dict(type(model).state_dict(model)), np.random.default_rng(0)
+    for name in [name for name in weights if name.endswith("_proj")]:
+        num, inputs, outputs = weights.pop(name).shape
+        codes = draw.integers(0, 256, (num, outputs, inputs // 32, 16), dtype=np.uint8)
+        weights[f"{name}_blocks"] = blocks = torch.from_numpy(codes)
+        weights[f"{name}_scales"] = scales = torch.from_numpy(draw.integers(121, 125, codes.shape[:3], dtype=np.uint8))
+        model.get_parameter(name).data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    directory.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, directory / "model.safetensors")
+    stated = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]}
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": stated}))
+    return model
+
+
+def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
+    """Numbers are transformers', whether they are widened or multiplied as they are stored."""
+    model, tokens = write_gpt_oss(tmp_path / "m"), random_tokens(1)
+    expected = their_logits(model, tokens[0])
+    loaders = [convert(tmp_path / "m", tmp_path / str(keep), dtype="float32", keep_quantized=keep) for keep in (False, True)]
+    assert [loader.metadata.quant_types for loader in loaders] == [set(), {"MXFP4"}]
+    weights = loaders[0].load_weights(), loaders[1].load_weights(keeps_quantised=True), loaders[1].load_stored()
+    backends: list[Any] = [TorchOps(), TorchOps(), native_ops()]
+    for given, ops, error in zip(weights, backends, (1e-5, 1e-5, 5e-3), strict=True):
+        found = Driver(ops, cast(Any, given), loaders[1].config, tokens).step([(0, LENGTH)])[0]
+        assert (found - expected).norm() < error * expected.norm()
+    stated = {info.name: info for info in dummy_infos(json.loads((tmp_path / "m" / "config.json").read_text()))}
+    kept = {info.name: info for info in loaders[1].metadata.tensors}
+    assert {name: info[2:] for name, info in stated.items()} == {name: info[2:] for name, info in kept.items()}
+
+
+@pytest.mark.parametrize(("part", "change", "message"), [
+    ("scales", None, "one scale for each block"), ("blocks", lambda x: x[..., :8], "one scale for each block"),
+    ("scales", lambda x: x.fill_(255), "NaN, or more"),
+], ids=str)  # fmt: skip
+def test_damaged_mxfp4_is_refused(tmp_path: Path, part: str, change: Any, message: str) -> None:
+    write_gpt_oss(tmp_path / "m")
+    path = tmp_path / "m" / "model.safetensors"
+    tensors, name = load_file(path), f"model.layers.1.mlp.experts.down_proj_{part}"
+    tensor = tensors.pop(name)
+    save_file(tensors if change is None else {**tensors, name: change(tensor).contiguous()}, path)
+    with pytest.raises(ArcherfishError, match=rf"layers\.1\.mlp\.experts\.down_proj.*{message}"):
+        convert(tmp_path / "m", tmp_path / "out", keep_quantized=True)
 
 
 def test_what_a_small_configuration_leaves_out() -> None:

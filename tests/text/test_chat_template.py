@@ -84,14 +84,74 @@ MISTRAL = """{%- macro turn(text) -%}[INST] {{ text }} [/INST]{%- endmacro -%}
 {% else %}{{ ' %s%s' % (message['content'], eos_token) }}{% endif %}
 {% endfor %}"""
 MISTRAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
-TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "qwen": QWEN, "mistral": MISTRAL}
+# As gpt-oss has them: channels, and types of tools by a macro that calls itself.
+HARMONY = """{%- macro kind(spec) -%}
+    {%- if spec.type == "array" -%}{{- kind(spec["items"]) + "[]" -}}
+    {%- elif spec.enum is defined -%}{{- '"' + spec.enum | join('" | "') + '"' -}}
+    {%- elif spec.type == "object" and spec.properties -%}
+        {{- "{\\n" }}
+        {%- for name, inner in spec.properties.items() %}
+            {{- name + ("" if name in (spec.required or []) else "?") + ": " + kind(inner) + ",\\n" }}
+        {%- endfor %}
+        {{- "}" -}}
+    {%- else -%}{{- spec.type if spec.type is string else "any" -}}{%- endif -%}
+{%- endmacro -%}
+{%- if reasoning_effort is not defined %}{%- set reasoning_effort = "medium" %}{%- endif %}
+{{- "<|start|>system<|message|>Current date: " + strftime_now("%Y-%m-%d") + "\\n\\nReasoning: " + reasoning_effort }}
+{{- "\\n\\n# Valid channels: analysis, commentary, final.<|end|>" }}
+{%- set rest, orders = messages, "" %}
+{%- if messages[0].role in ("system", "developer") %}{%- set rest, orders = messages[1:], messages[0].content %}{%- endif %}
+{%- if orders or tools %}
+    {{- "<|start|>developer<|message|># Instructions\\n\\n" + orders }}
+    {%- if tools %}
+        {{- "# Tools\\n\\nnamespace functions {\\n\\n" }}
+        {%- for tool in tools %}{%- set tool = tool.function %}
+            {{- "// " + (tool.description or "") + "\\ntype " + tool.name }}
+            {{- " = (_: " + kind(tool.parameters) + ") => any;\\n\\n" }}
+        {%- endfor %}
+        {{- "} // namespace functions" }}
+    {%- endif %}
+    {{- "<|end|>" }}
+{%- endif %}
+{%- set last = namespace(name=none) %}
+{%- for message in rest %}
+    {%- if message.role == "assistant" and "tool_calls" in message %}
+        {%- set call = message.tool_calls[0].function %}
+        {%- if message.thinking %}
+            {{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}
+        {%- endif %}
+        {{- "<|start|>assistant to=functions." + call.name + "<|channel|>commentary json<|message|>" }}
+        {{- call.arguments | tojson + "<|call|>" }}
+        {%- set last.name = call.name %}
+    {%- elif message.role == "assistant" %}
+        {{- "<|start|>assistant<|channel|>final<|message|>" + message.content }}
+        {{- "<|return|>" if loop.last and not add_generation_prompt else "<|end|>" }}
+    {%- elif message.role == "tool" %}
+        {%- if last.name is none %}{{- raise_exception("No call stands before this result.") }}{%- endif %}
+        {{- "<|start|>functions." + last.name + " to=assistant<|channel|>commentary<|message|>" + message.content | tojson }}
+        {{- "<|end|>" }}
+    {%- else %}
+        {{- "<|start|>user<|message|>" + message.content + "<|end|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- "<|start|>assistant" }}{%- endif %}"""
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "qwen": QWEN, "mistral": MISTRAL, "harmony": HARMONY}
 TURNS = [
     {"role": "user", "content": "  Hi <b>there</b> & 'you' 🚀\n"},
     {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello!"},
     {"role": "user", "content": "What's 2+2?"},
 ]
+CALLED: list[dict[str, Any]] = [
+    {"role": "user", "content": "How warm is it?"},
+    {"role": "assistant", "content": "", "thinking": "I ask f.", "tool_calls": [
+        {"type": "function", "function": {"name": "f", "arguments": {"city": "Łódź"}}},
+    ]},
+    {"role": "tool", "content": "21 °C"}, {"role": "assistant", "content": "It has 21 °C."},
+]  # fmt: skip
 SYSTEM = {"role": "system", "content": "Be brief. "}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "ü": ["<", 1.5, None]}}}]
+PLACES = {"type": "array", "items": {"type": "object", "properties": {"x": {"type": "number"}, "kind": {"enum": ["a", "b"]}}}}
+TYPED = {"type": "object", "properties": {"city": {"type": "string"}, "places": PLACES}, "required": ["city"]}
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +172,9 @@ def test_smollm2_as_transformers(peer: Any, smollm2: TextTokenizer, system: bool
     assert template.encode(smollm2, messages, add_generation_prompt=prompted) == ids
 
 
-@pytest.mark.parametrize(("name", "tools"), [*((name, None) for name in TEMPLATES), ("llama3", TOOLS), ("qwen", TOOLS)])
+@pytest.mark.parametrize(
+    ("name", "tools"), [*((name, None) for name in TEMPLATES), *((name, TOOLS) for name in ("llama3", "qwen", "harmony"))]
+)
 @pytest.mark.parametrize("prompted", [True, False])
 def test_common_templates_as_transformers(peer: Any, name: str, tools: Any, prompted: bool) -> None:
     messages = TURNS if name == "mistral" else [SYSTEM, *TURNS]
@@ -121,6 +183,17 @@ def test_common_templates_as_transformers(peer: Any, name: str, tools: Any, prom
     options = {"tools": tools, "add_generation_prompt": prompted, "enable_thinking": False}
     wanted = peer.apply_chat_template(messages, chat_template=TEMPLATES[name], tokenize=False, **options)
     assert template.render(messages, **options) == wanted
+
+
+@pytest.mark.parametrize("prompted", [True, False])
+def test_harmony_as_transformers(peer: Any, prompted: bool) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "description": "Warmth.", "parameters": TYPED}}]
+    options: dict[str, Any] = {"tools": tools, "add_generation_prompt": prompted, "reasoning_effort": "high"}
+    wanted = peer.apply_chat_template(CALLED, chat_template=HARMONY, tokenize=False, **options)
+    assert ChatTemplate(HARMONY).render(CALLED, **options) == wanted
+    assert "places?: {\nx?: number,\nkind?: \"a\" | \"b\",\n}[]" in wanted and "Reasoning: high" in wanted
+    with pytest.raises(InvalidInputError, match="No call stands before"):
+        ChatTemplate(HARMONY).render([CALLED[0], CALLED[2]], tools=tools)
 
 
 def test_a_refusal_of_the_template_is_an_input_error() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archerfish.text.reasoning import ReasoningParser, ends_inside
+from archerfish.text.chat_template import ChatTemplate
+from archerfish.text.reasoning import CHANNELS, THINK, Marks, ReasoningParser, ends_inside, has_reasoning, marks_of
 
 CASES = [
     (False, "<think>\nHm, 2.\n</think>\n\nIt is 2.\n", "Hm, 2.", "It is 2.\n"), (True, "\nHm.\n</think>\n\nYes", "Hm.", "Yes"),
@@ -17,10 +20,14 @@ CASES = [
     (False, "<thi", "", "<thi"), (False, "\n\n", "", "\n\n"), (True, "</think>Yes", "", "Yes"),
     (False, "<think>\n\n</think>\n\nYes", "", "Yes"),
 ]  # fmt: skip
+CHANNEL_CASES = [
+    ("analysisWe add.assistantfinalIt is 2.", "We add.", "It is 2."), ("finalIt is 2.", "", "It is 2."), ("fin", "", "fin"),
+    ("analysisWe assist", "We assist", ""), ("Yes, final", "", "Yes, final"), ("anal", "", "anal"),
+]  # fmt: skip
 
 
-def split(text: str, is_open: bool, cuts: list[int]) -> tuple[str, str]:
-    parser, places = ReasoningParser(is_open), [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+def split(text: str, is_open: bool, cuts: list[int], marks: Marks = THINK) -> tuple[str, str]:
+    parser, places = ReasoningParser(is_open, marks), [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [parser.feed(text[start:end]) for start, end in pairwise(places)]
     pieces.append(parser.feed("", is_last=True))
     return "".join(piece[0] for piece in pieces), "".join(piece[1] for piece in pieces)
@@ -31,6 +38,18 @@ def split(text: str, is_open: bool, cuts: list[int]) -> tuple[str, str]:
 def test_split_answers(is_open: bool, text: str, reasoning: str, answer: str, size: int) -> None:
     found = split(text, is_open, list(range(0, len(text), size)))
     assert found == (reasoning, answer)
+
+
+@pytest.mark.parametrize(("text", "reasoning", "answer"), CHANNEL_CASES)
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_channels(text: str, reasoning: str, answer: str, size: int) -> None:
+    assert split(text, False, list(range(0, len(text), size)), CHANNELS) == (reasoning, answer)
+
+
+@pytest.mark.parametrize(("token", "marks"), [("<|channel|>", CHANNELS), ("</think>", THINK)])
+def test_the_vocabulary_says_which_marks_there_are(token: str, marks: Marks) -> None:
+    tokenizer: Any = SimpleNamespace(token_to_id={token: 5}.get)
+    assert marks_of(tokenizer) == marks and has_reasoning(tokenizer, ChatTemplate("x"))
 
 
 @given(st.lists(st.sampled_from(["<think>", "</think>", "</", "<", "a", " ", "\n"])).map("".join), st.booleans(),

@@ -79,7 +79,7 @@ class Tape:
     ) -> None: ...
     def attend(
         self, q: int, out: int, heads: Sequence[int], scale: float, window: int, softcap: float, keys: Array | None,
-        values: Array | None, type: int, bias: int, is_exact: bool, is_causal: bool,
+        values: Array | None, type: int, bias: int, is_exact: bool, is_causal: bool, sinks: Floats | None = None,
     ) -> None: ...
     def route(
         self, logits: int, sizes: Sequence[int], is_sigmoid: bool, is_normed: bool, scale: float, bias: Floats | None, ids: int,

@@ -296,7 +296,8 @@ class NativeOps(Ops[Any]):
     # Attention
 
     def _attend(
-        self, recorder: Recorder, q: Handle, heads: HeadShape, kv: KVLayer[Handle] | None, bias: Handle | None = None
+        self, recorder: Recorder, q: Handle, heads: HeadShape, kv: KVLayer[Handle] | None, bias: Handle | None,
+        sinks: Handle | None,
     ) -> Handle:
         width = heads.num_heads * heads.head_dim
         out = recorder.like(q, width)
@@ -306,17 +307,20 @@ class NativeOps(Ops[Any]):
             recorder(q), recorder(out), shape, heads.scale, heads.window, heads.softcap, keys, values,
             TYPES["float32"] if kv is None else self._kv_type(kv), recorder(bias),
             is_exact=self.is_deterministic or self.dtype == "float32", is_causal=heads.is_causal or kv is not None,
+            sinks=sinks,
         )
         self.runner.finish(recorder)
         return out
 
-    def attention(self, qkv: Handle, segments: Segments, heads: HeadShape, *, bias: Handle | None = None) -> Handle:
+    def attention(
+        self, qkv: Handle, segments: Segments, heads: HeadShape, *, bias: Handle | None = None, sinks: Handle | None = None
+    ) -> Handle:
         recorder = self.runner.current()
         assert recorder.is_eager or bias is None
         if recorder.is_eager:
             set_segments(recorder.step, segments)
             recorder.step.sizes[3] = 0 if bias is None else bias.shape[1]
-        return self._attend(recorder, qkv, heads, None, bias)
+        return self._attend(recorder, qkv, heads, None, bias, sinks)
 
     def relative_bias(self, table: Handle, buckets: Ids) -> Handle:
         return np.ascontiguousarray(as_stored(table).as_floats()[buckets].transpose(2, 0, 1), dtype=np.float32)
@@ -373,14 +377,14 @@ class NativeOps(Ops[Any]):
 
     def paged_attention(
         self, q: Handle, kv: KVLayer[Handle], batch: PagedBatch[Handle], heads: HeadShape, *,
-        mask: BlockMask[Handle] | None = None,
+        mask: BlockMask[Handle] | None = None, sinks: Handle | None = None,
     ) -> Handle:
         if mask is not None:
             raise DeviceError("The native CPU backend has no block masks.", hint="Use the backend 'torch reference'.")
         recorder = self.runner.current()
         if recorder.is_eager:
             set_batch(recorder.step, batch)
-        return self._attend(recorder, q, heads, kv)
+        return self._attend(recorder, q, heads, kv, None, sinks)
 
     # Encoders
 

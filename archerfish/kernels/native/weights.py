@@ -22,10 +22,13 @@ from archerfish.kernels.stored import BLOCK, HALF_RANGE, StoredTensor, to_int8, 
 
 INT8_ROWS = "int8 rows"  # one scale for each output; rows of activations become bytes when they are multiplied
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
-FORMATS = TYPES | {"Q4_0": 3, "Q4_1": 4, "Q5_0": 5, "Q5_1": 6, "Q8_0": 7, "Q4_K": 8, "Q5_K": 9, "Q6_K": 10, INT8_ROWS: 11}
+FORMATS = TYPES | {
+    "Q4_0": 3, "Q4_1": 4, "Q5_0": 5, "Q5_1": 6, "Q8_0": 7, "Q4_K": 8, "Q5_K": 9, "Q6_K": 10, INT8_ROWS: 11, "MXFP4": 12,
+}  # fmt: skip
 FORMAT_NAMES = {number: name for name, number in FORMATS.items()}
 ACTIVATIONS: dict[Activation, int] = {
     "none": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu_squared": 4, "sigmoid": 5, "silu": 6, "tanh": 7,
+    "swiglu_oai": 8,
 }
 GROUP = 16  # outputs that lie side by side
 LEAST_SCALE = 2.0**-14  # that float16 holds with all its digits

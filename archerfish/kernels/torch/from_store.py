@@ -10,17 +10,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from archerfish.kernels.formats import FP8, INT8, PLAIN, Groups, Tensors, WeightFormat
-from archerfish.kernels.stored import GPU_TYPES, StoredTensor
+from archerfish.kernels.formats import FP8, INT8, PLAIN, Coding, Groups, Tensors, WeightFormat
+from archerfish.kernels.stored import GPU_BITS, GPU_TYPES, StoredTensor
 
 Bytes = npt.NDArray[np.uint8]
 SUPER_SIZE = 256  # numbers of a block of GGUF's K types
 
 
 @cache
-def groups(code_type: str, scale_type: str, group_size: int, has_mins: bool) -> Groups:
+def groups(code_type: str, scale_type: str, group_size: int, coding: Coding) -> Groups:
     """Equal formats are one object, so that matrices in them can be stacked."""
-    return Groups(code_type, scale_type, group_size, has_mins=has_mins)
+    return Groups(code_type, scale_type, group_size, coding)
 
 
 def stored_parts(
@@ -44,7 +44,7 @@ def from_store(stored: StoredTensor) -> tuple[WeightFormat, Tensors]:
     elif kind == "Q6_K":
         codes, scales = split_q6_k(codes)
     assert scales is not None
-    code_type = "uint8" if kind.startswith("Q4") else "float8_e4m3fn" if kind == "FP8" else "int8"
+    code_type = "uint8" if GPU_BITS[kind] == 4 else "float8_e4m3fn" if kind == "FP8" else "int8"
     found = {
         "weight": torch.from_numpy(codes.reshape(num_outputs, -1).view(np.uint8)).view(getattr(torch, code_type)),
         "scales": torch.from_numpy(scales.reshape(num_outputs, -1)),
@@ -54,7 +54,8 @@ def from_store(stored: StoredTensor) -> tuple[WeightFormat, Tensors]:
     if found["scales"].shape[1] == 1 and mins is None and found["scales"].dtype == torch.float32:
         return (FP8 if kind == "FP8" else INT8), {**found, "scales": found["scales"].flatten()}
     group_size = num_inputs // found["scales"].shape[1]
-    return groups(code_type, str(scales.dtype), group_size, mins is not None), found
+    coding: Coding = "mxfp4" if kind == "MXFP4" else "signed" if mins is None else "mins"
+    return groups(code_type, str(scales.dtype), group_size, coding), found
 
 
 def split_q4_k(blocks: Bytes) -> tuple[Bytes, npt.NDArray[np.float16], npt.NDArray[np.float16]]:

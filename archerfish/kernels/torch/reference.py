@@ -37,7 +37,7 @@ from archerfish.kernels.ops import (
 from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.sampling import Drawn, Logprobs, PoolStats, SamplingBatch, TokenCounts
 from archerfish.kernels.stored import FP8_LARGEST, GPU_TYPES, StoredTensor
-from archerfish.kernels.torch.activations import ACTIVATIONS
+from archerfish.kernels.torch.activations import ACTIVATIONS, gated
 from archerfish.kernels.torch.adapters import TorchAdapters
 from archerfish.kernels.torch.from_store import stored_parts
 from archerfish.kernels.torch.sampling import TorchSampling, sampling_batch
@@ -144,7 +144,9 @@ class TorchOps(Ops[Tensor]):
             q, k = (rotate(x, cos_sin, rotary.rotary_dim, is_interleaved=rotary.is_interleaved) for x in (q, k))
         return q, k
 
-    def attention(self, qkv: Tensor, segments: Segments, heads: HeadShape, *, bias: Tensor | None = None) -> Tensor:
+    def attention(
+        self, qkv: Tensor, segments: Segments, heads: HeadShape, *, bias: Tensor | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         parts: list[Tensor] = []
         start, sizes = 0, [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
         for length, group in groupby(segments.lengths):  # neighbours of equal length share a call
@@ -156,8 +158,9 @@ class TorchOps(Ops[Tensor]):
                 mask = visible(length, length, heads.window, qkv.device, is_causal=heads.is_causal)
             if bias is not None:
                 mask = bias[:, :length, :length].to(qkv.dtype)
-            if heads.softcap:
-                parts += [attend(q.flatten(1), k, v, heads) for q, k, v in (torch.split(row, sizes, 1) for row in rows)]
+            if heads.softcap or sinks is not None:
+                each = (torch.split(row, sizes, 1) for row in rows)
+                parts += [attend(q.flatten(1), k, v, heads, sinks=sinks) for q, k, v in each]
                 continue
             q, k, v = torch.split(rows.transpose(1, 2), sizes, 1)
             is_grouped = heads.num_kv_heads != heads.num_heads
@@ -253,7 +256,7 @@ class TorchOps(Ops[Tensor]):
 
     def paged_attention(
         self, q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, *,
-        mask: BlockMask[Tensor] | None = None,
+        mask: BlockMask[Tensor] | None = None, sinks: Tensor | None = None,
     ) -> Tensor:
         out = torch.zeros_like(q)
         start = 0
@@ -262,7 +265,7 @@ class TorchOps(Ops[Tensor]):
             blocks = table[: -(-context_len // batch.block_size)]
             keys, values = (self._read_kv(kv, place, blocks)[:context_len] for place in range(2))
             if num_new and context_len:  # else it is filling
-                out[start : start + num_new] = attend(q[start : start + num_new], keys, values, heads, mask)
+                out[start : start + num_new] = attend(q[start : start + num_new], keys, values, heads, mask, sinks)
             start += num_new
         return out
 
@@ -275,7 +278,7 @@ class TorchOps(Ops[Tensor]):
 
     def gated(self, x: Tensor, activation: Activation) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
-        return ACTIVATIONS[activation](gate) * up
+        return gated(gate, up, activation)
 
     def experts(
         self, x: Tensor, logits: Tensor, routing: Routing[Tensor], gate_up: LinearWeight[Tensor], down: LinearWeight[Tensor],
@@ -283,22 +286,23 @@ class TorchOps(Ops[Tensor]):
     ) -> Tensor:
         num_experts = routing.num_experts
         ids, weights = choose_experts(logits, routing)
-        first, second = (self._matrices(weight, num_experts) for weight in (gate_up, down))
+        first, second = (self._products(weight, num_experts) for weight in (gate_up, down))
         total = torch.zeros_like(x, dtype=torch.float32)
         for expert in set(ids.flatten().tolist()):
             rows, places = (ids == expert).nonzero(as_tuple=True)
-            y = F.linear(self.gated(F.linear(x[rows], first[expert]), activation), second[expert])
+            y = second(self.gated(first(x[rows], expert), activation), expert)
             total.index_add_(0, rows, y * weights[rows, places].unsqueeze(1))
         if shared is not None:
             total += shared if logits.shape[1] == num_experts else shared * logits[:, num_experts:].float().sigmoid()
         return total.to(self.torch_dtype)
 
-    def _matrices(self, weight: LinearWeight[Tensor], num: int) -> Tensor:
-        """Those of a linear map for each expert: (experts, outputs, inputs)."""
+    def _products(self, weight: LinearWeight[Tensor], num: int) -> Callable[[Tensor, int], Tensor]:
+        """The products of rows with an expert's matrix."""
         packed = weight.get()
         assert isinstance(packed, TorchWeight)
-        matrix = packed.dequantised()
-        return matrix.view(num, -1, matrix.shape[1])
+        matrices = packed.dequantised().chunk(num)
+        biases: Sequence[Tensor | None] = [None] * num if packed.bias is None else packed.bias.chunk(num)
+        return lambda x, expert: F.linear(x, matrices[expert], biases[expert])
 
     def rows(self, x: Tensor, indices: Ids | Tensor) -> Tensor:
         return x.index_select(0, self.tensor(indices))
@@ -446,7 +450,10 @@ def rotate(x: Tensor, cos_sin: Tensor, rotary_dim: int, *, is_interleaved: bool 
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, heads: HeadShape, mask: BlockMask[Tensor] | None = None) -> Tensor:
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, heads: HeadShape, mask: BlockMask[Tensor] | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention of a sequence's last tokens: q (new, heads * head_dim), keys and values (all, kv_heads, head_dim)."""
     num_new, num_all = len(q), len(keys)
     grouped = q.view(num_new, heads.num_kv_heads, -1, heads.head_dim).float()
@@ -455,7 +462,10 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, heads: HeadShape, mask: Bloc
         scores = heads.softcap * torch.tanh(scores / heads.softcap)
     seen = visible(num_new, num_all, heads.window, q.device, mask, is_causal=heads.is_causal)
     scores.masked_fill_(~seen, float("-inf"))
-    return torch.einsum("hgqk,khd->qhgd", scores.softmax(dim=-1), values.float()).reshape(num_new, -1).to(q.dtype)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(heads.num_kv_heads, -1, 1, 1).expand(-1, -1, num_new, 1)), dim=-1)
+    weights = scores.softmax(dim=-1)[..., :num_all]
+    return torch.einsum("hgqk,khd->qhgd", weights, values.float()).reshape(num_new, -1).to(q.dtype)
 
 
 def visible(

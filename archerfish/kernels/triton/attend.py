@@ -17,7 +17,7 @@ import triton.language as tl
 
 from archerfish.kernels.ops import HeadShape
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 MASK_NUMBERS = ("num_mask_rows", "num_mask_columns")
 STEPS_AT_ONCE = tl.constexpr(32)  # steps that a mask is read for at a time, each a bit of a word
 
@@ -27,6 +27,17 @@ def start_softmax(rows: tl.constexpr, width: tl.constexpr):
     """An empty running softmax: the sum of weighted values, the highest score, the sum of weights."""
     top = tl.full((rows,), float("-inf"), tl.float32)
     return tl.zeros((rows, width), tl.float32), top, tl.zeros((rows,), tl.float32)
+
+
+@triton.jit
+def sink_softmax(sinks, heads, is_row, is_first, width: tl.constexpr):
+    """A running softmax that begins with the sinks of its rows' heads, if there are some and this is the first part."""
+    acc, top, total = start_softmax(is_row.shape[0], width)
+    if sinks is not None:
+        is_taken = is_row & is_first
+        top = tl.load(sinks + heads, mask=is_taken, other=float("-inf")).to(tl.float32) * LOG2_E
+        total = is_taken.to(tl.float32)
+    return acc, top, total
 
 
 @triton.jit
@@ -276,5 +287,5 @@ def attend(
 def score_scale(heads: HeadShape) -> tuple[float, float]:
     """The factor of query-key products and the cap of scores, for `attend`."""
     if heads.softcap:
-        return 2 * LOG2_E * heads.scale / heads.softcap, LOG2_E * heads.softcap
-    return LOG2_E * heads.scale, 0.0
+        return 2 * LOG2_E.value * heads.scale / heads.softcap, LOG2_E.value * heads.softcap
+    return LOG2_E.value * heads.scale, 0.0

@@ -30,6 +30,7 @@ from archerfish.kernels.triton.attend import (
     load_keys,
     load_scales,
     score_scale,
+    sink_softmax,
     start_softmax,
     take_loaded,
 )
@@ -176,7 +177,7 @@ def take_key(query, acc, top, total, key, value, is_taken, scale, cap, has_cap: 
 def decode_kernel(
     q, keys, values, kv_scales, tables, context_lens, shared_len, out, partials, levels, shared_partials, shared_levels, scale,
     cap, num_splits, num_shared_parts, window, q_stride, table_stride, block_stride, token_stride, head_stride,
-    mask, num_mask_rows, num_mask_columns, cos_sin, q_norm, k_norm, eps, cos_sin_stride,
+    mask, num_mask_rows, num_mask_columns, cos_sin, q_norm, k_norm, eps, cos_sin_stride, sinks,
     block_size: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
     step: tl.constexpr, mask_size: tl.constexpr, mask_span: tl.constexpr, shared_step: tl.constexpr,
     parts_at_once: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr, is_split: tl.constexpr,
@@ -208,7 +209,7 @@ def decode_kernel(
     values += kv_head * head_stride
     key_scale, value_scale = load_scales(kv_scales, kv_head, tl.num_programs(0))
     scale *= key_scale
-    acc, top, total = start_softmax(rows, width)
+    acc, top, total = sink_softmax(sinks, kv_head * group + members, members < group, split == 0, width)
     last = tl.minimum(end, position) if is_new else end
     if is_new:
         rotary_row = cos_sin + tl.maximum(position, 0).to(tl.int64) * cos_sin_stride
@@ -342,6 +343,7 @@ def takes_new(batch: PagedBatch[Tensor], heads: HeadShape, rotation: Rotation[Te
 def attend_decodes(
     q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, out: Tensor, num_processors: int,
     tile: Tile | None = None, mask: BlockMask[Tensor] | None = None, rotation: Rotation[Tensor] | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Rows of out for the sequences with one new token.
 
@@ -372,7 +374,7 @@ def attend_decodes(
         parts.levels, scale, cap, num_splits, parts.num_parts, heads.window, q.stride(0), batch.block_tables.stride(0),
         *kv.keys.stride()[:3], laid.visible, laid.num_rows, laid.num_columns, table,
         q if given.q_norm is None else given.q_norm, q if given.k_norm is None else given.k_norm, given.eps, table.stride(0),
-        block_size=batch.block_size,
+        sinks, block_size=batch.block_size,
         group=num_heads // heads.num_kv_heads, head_dim=head_dim, rows=tile.rows, width=width, step=tile.step,
         mask_size=laid.size, mask_span=laid.span, shared_step=parts.step,
         parts_at_once=PARTS_AT_ONCE, has_window=heads.window > 0, has_cap=heads.softcap > 0, is_split=is_split,

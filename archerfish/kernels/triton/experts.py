@@ -22,7 +22,7 @@ from archerfish.kernels.torch.reference import TorchWeight
 from archerfish.kernels.triton.group_products import kernel_inputs, load_weights
 from archerfish.kernels.triton.launch import early_start, follow
 from archerfish.kernels.triton.linear import GroupsWeight, RowsWeight
-from archerfish.kernels.triton.products import finish, load_piece
+from archerfish.kernels.triton.products import finish, load_addends, load_piece
 from archerfish.kernels.triton.tiles import cdiv, next_power_of_2, shared_bytes
 
 Tensor = torch.Tensor
@@ -149,12 +149,12 @@ def order_kernel(
 @triton.jit
 def load_tile(
     codes, scales, lines, num_lines, start, width: tl.constexpr, group_size: tl.constexpr, size: tl.constexpr,
-    planes: tl.constexpr, per_scale: tl.constexpr, has_mins: tl.constexpr, kind: tl.constexpr, in_pairs: tl.constexpr,
+    planes: tl.constexpr, per_scale: tl.constexpr, coding: tl.constexpr, kind: tl.constexpr, in_pairs: tl.constexpr,
 ):
     """(outputs, inputs) of weights; group_size 0: rows of numbers, whose scales come later."""
     if group_size:
         found = load_weights(
-            codes, scales, lines, num_lines, start, width, group_size, size, planes, per_scale, has_mins, kind, in_pairs
+            codes, scales, lines, num_lines, start, width, group_size, size, planes, per_scale, coding, kind, in_pairs
         )
     else:
         found = load_piece(codes + lines[:, None] * width, start + tl.arange(0, size)[None, :], width, size).to(kind)
@@ -163,10 +163,10 @@ def load_tile(
 
 @triton.jit(do_not_specialize=["num_places"])
 def multiply_experts_kernel(
-    x, codes, scales, tile_experts, order, out, num_places, num_outputs, num_lines, x_stride, width: tl.constexpr,
-    group_size: tl.constexpr, size: tl.constexpr, planes: tl.constexpr, per_scale: tl.constexpr, has_mins: tl.constexpr,
+    x, codes, scales, bias, tile_experts, order, out, num_places, num_outputs, num_lines, x_stride, width: tl.constexpr,
+    group_size: tl.constexpr, size: tl.constexpr, planes: tl.constexpr, per_scale: tl.constexpr, coding: tl.constexpr,
     per_row: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, activation: tl.constexpr, is_gated: tl.constexpr,
-    is_lone: tl.constexpr, in_pairs: tl.constexpr, is_early: tl.constexpr,
+    is_lone: tl.constexpr, in_pairs: tl.constexpr, is_early: tl.constexpr, has_bias: tl.constexpr,
 ):
     """A tile of rows of one expert, and of its outputs, which are written to their places. per_row: places of a row of x."""
     tile = tl.program_id(1)
@@ -189,12 +189,12 @@ def multiply_experts_kernel(
         for start in range(0, width, span):
             values = tl.trans(load_piece(x + row[:, None] * x_stride, start + tl.arange(0, span)[None, :], width, span))
             weights = load_tile(
-                codes, scales, lines, num_lines, start, width, group_size, size, planes, per_scale, has_mins, kind, in_pairs
+                codes, scales, lines, num_lines, start, width, group_size, size, planes, per_scale, coding, kind, in_pairs
             )
             acc = tl.dot(weights, values, acc, input_precision="ieee")
             if is_gated:
                 weights = load_tile(
-                    codes, scales, up_lines, num_lines, start, width, group_size, size, planes, per_scale, has_mins, kind,
+                    codes, scales, up_lines, num_lines, start, width, group_size, size, planes, per_scale, coding, kind,
                     in_pairs,
                 )
                 up_acc = tl.dot(weights, values, up_acc, input_precision="ieee")
@@ -202,7 +202,8 @@ def multiply_experts_kernel(
             acc *= tl.load(scales + lines)[:, None]
             if is_gated:
                 up_acc *= tl.load(scales + up_lines)[:, None]
-        y = finish(acc, up_acc, 0.0, 0.0, activation, is_gated)
+        added, up_added = load_addends(bias, bias, lines[:, None], up_lines[:, None], has_bias, False, is_gated)
+        y = finish(acc, up_acc, added, up_added, activation, is_gated)
         target = out + place.to(tl.int64)[None, :] * num_outputs + own[:, None]
         tl.store(target, y.to(out.dtype.element_ty), mask=is_row[None, :] & (own < num_outputs)[:, None])
 
@@ -244,7 +245,7 @@ def multiply(
     activation: Activation = "none", is_gated: bool = False,
 ) -> Tensor:
     """(places, outputs): each place's row of x, of which several places may have the same, times its expert's matrix."""
-    plain: dict[str, Any] = {"group_size": 0, "size": tile.columns, "planes": 1, "per_scale": 1, "has_mins": False}
+    plain: dict[str, Any] = {"group_size": 0, "size": tile.columns, "planes": 1, "per_scale": 1, "coding": "signed"}
     if isinstance(packed, GroupsWeight):
         given = kernel_inputs(packed.groups, packed.tensors)
         num_lines = len(given["codes"])
@@ -257,7 +258,8 @@ def multiply(
     stage_bytes = (tile.rows + tile.outputs * (2 if is_gated else 1)) * given["size"] * given["planes"] * x.element_size()
     num_tiles = len(tile_experts)
     multiply_experts_kernel[(cdiv(num_outputs, tile.outputs), num_tiles)](
-        x=x, tile_experts=tile_experts, order=order, out=out, num_places=num_places, num_outputs=num_outputs,
+        x=x, bias=x if packed.bias is None else packed.bias, has_bias=packed.bias is not None, tile_experts=tile_experts,
+        order=order, out=out, num_places=num_places, num_outputs=num_outputs,
         num_lines=num_lines, x_stride=x.stride(0), per_row=num_places // len(x), rows=tile.rows, outputs=tile.outputs,
         activation=activation, is_gated=is_gated, is_lone=order is tile_experts, num_warps=tile.num_warps,
         num_stages=max(1, min(tile.num_stages, shared_bytes(x.device) // stage_bytes)), **given, **early_start(x.device),

@@ -60,12 +60,27 @@ MANY_TILES = (
 
 
 @triton.constexpr_function
-def pairs_code(plane, zero, is_bfloat):
+def pairs_code(plane, coding, is_bfloat):
     """Two codes of a plane, in 16 bits each, as two floats less a zero.
 
     They are put into the lowest bits of 128 in bfloat16 (0x4300), or of 1024 in float16 (0x6400), which has room for codes
-    that are 16 times as large, too: these need not be moved.
+    that are 16 times as large, too: these need not be moved. Those of MXFP4 are moved to where a float has its sign, the lowest
+    bits of its exponent and the highest of its mantissa.
     """
+    zero = coding == "signed"
+    if coding == "mxfp4":
+        place, mask, factor = (6, "01c0", "7f00") if is_bfloat else (9, "0e00", "7800")
+        move = f"shl.b32 t, $1, {place - 4 * plane}" if place >= 4 * plane else f"shr.u32 t, $1, {4 * plane - place}"
+        return f"""{{
+            .reg .b32 t, sign, factor, less;
+            mov.b32 factor, 0x{factor}{factor};
+            mov.b32 less, 0;
+            {move};
+            shl.b32 sign, $1, {12 - 4 * plane};
+            and.b32 t, t, 0x{mask}{mask};
+            lop3.b32 t, sign, 0x80008000, t, 0xea;
+            fma.rn.{"bf16x2" if is_bfloat else "f16x2"} $0, t, factor, less;
+        }}"""
     shift, mask, high, factor = 4 * plane, "000f", "4300", "3f80"
     less = "c308" if zero else "c300"
     if not is_bfloat:
@@ -85,20 +100,26 @@ def pairs_code(plane, zero, is_bfloat):
 
 @triton.jit
 def to_floats(
-    given, plane: tl.constexpr, planes: tl.constexpr, has_mins: tl.constexpr, kind: tl.constexpr, in_pairs: tl.constexpr
+    given, plane: tl.constexpr, planes: tl.constexpr, coding: tl.constexpr, kind: tl.constexpr, in_pairs: tl.constexpr
 ):
-    """Codes, or those of a plane of words, less the one that stands for zero."""
-    zero: tl.constexpr = 0 if has_mins else 8
+    """Codes, or the numbers of those of a plane of words. coding: as in `Groups`."""
     if planes == 1:
         found = given.to(kind)
     elif in_pairs and kind == tl.bfloat16:
-        code: tl.constexpr = pairs_code(plane, zero, True)
+        code: tl.constexpr = pairs_code(plane, coding, True)
         found = tl.inline_asm_elementwise(code, "=r,r", [given], dtype=tl.bfloat16, is_pure=True, pack=2)
     elif in_pairs and kind == tl.float16:
-        half_code: tl.constexpr = pairs_code(plane, zero, False)
+        half_code: tl.constexpr = pairs_code(plane, coding, False)
         found = tl.inline_asm_elementwise(half_code, "=r,r", [given], dtype=tl.float16, is_pure=True, pack=2)
     else:
-        found = ((given >> (4 * plane) & 15) - zero).to(kind)
+        found = given >> (4 * plane) & 15
+        if coding == "mxfp4":
+            low = found & 7
+            low = tl.where(low < 2, low, (2 + (low & 1)) << tl.maximum((low >> 1) - 1, 0))
+            found = tl.where(found < 8, low, -low)
+        elif coding == "signed":
+            found = found - 8
+        found = found.to(kind)
     return found
 
 
@@ -131,9 +152,9 @@ def load_scales(
 
 
 @triton.jit
-def split_scales(given, has_mins: tl.constexpr):
+def split_scales(given, coding: tl.constexpr):
     """Scales and minima in float32; no minima are zeros."""
-    if has_mins:
+    if coding == "mins":
         scale = (given & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         least = (given >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
@@ -144,7 +165,7 @@ def split_scales(given, has_mins: tl.constexpr):
 @triton.jit
 def add_parts(
     acc, codes, scales, lines, first, values, width: tl.constexpr, size: tl.constexpr, planes: tl.constexpr,
-    per_scale: tl.constexpr, has_mins: tl.constexpr, in_pairs: tl.constexpr,
+    per_scale: tl.constexpr, coding: tl.constexpr, in_pairs: tl.constexpr,
 ):
     """Parts of the inputs taken into the sums of (parts, outputs, rows). scales: from `load_scales`."""
     num_parts: tl.constexpr = (width + planes * size - 1) // (planes * size)
@@ -153,15 +174,15 @@ def add_parts(
     given = tl.load(codes + lines[None, :, None] * (num_parts * size) + item)
     found = acc
     for plane in tl.static_range(planes):
-        weights = to_floats(given, plane, planes, has_mins, values[plane].dtype, in_pairs)
+        weights = to_floats(given, plane, planes, coding, values[plane].dtype, in_pairs)
         if plane % per_scale == 0:
             found = tl.dot(weights, values[plane], input_precision="ieee")
         else:
             found = tl.dot(weights, values[plane], found, input_precision="ieee")
-        scale, least = split_scales(scales[plane // per_scale], has_mins)
+        scale, least = split_scales(scales[plane // per_scale], coding)
         if plane % per_scale == per_scale - 1:
             acc += found * scale[:, :, None]
-        if has_mins:
+        if coding == "mins":
             acc += least[:, :, None] * tl.sum(values[plane].to(tl.float32), 1)[:, None, :]
     return acc
 
@@ -170,7 +191,7 @@ def add_parts(
 def multiply_few_kernel(
     x, codes, scales, bias, residual, out, num_rows, num_outputs, x_stride, residual_stride,
     width: tl.constexpr, group_size: tl.constexpr, size: tl.constexpr, planes: tl.constexpr, per_scale: tl.constexpr,
-    rows: tl.constexpr, outputs: tl.constexpr, parts: tl.constexpr, has_mins: tl.constexpr, activation: tl.constexpr,
+    rows: tl.constexpr, outputs: tl.constexpr, parts: tl.constexpr, coding: tl.constexpr, activation: tl.constexpr,
     has_bias: tl.constexpr, has_residual: tl.constexpr, is_gated: tl.constexpr, in_pairs: tl.constexpr, is_early: tl.constexpr,
 ):
     own = tl.program_id(0) * outputs + tl.arange(0, outputs)
@@ -197,12 +218,12 @@ def multiply_few_kernel(
         later = first[:, None] + span * parts
         values = load_rows(x, first, row, num_rows, x_stride, width, size, planes, span * parts)
         new = load_scales(scales, lines[None, :], num_lines, later, width, group_size, size, planes, per_scale)
-        acc = add_parts(acc, codes, scale, lines, first, values, width, size, planes, per_scale, has_mins, in_pairs)
+        acc = add_parts(acc, codes, scale, lines, first, values, width, size, planes, per_scale, coding, in_pairs)
         scale = new
         if is_gated:
             new = load_scales(scales, up_lines[None, :], num_lines, later, width, group_size, size, planes, per_scale)
             up_acc = add_parts(
-                up_acc, codes, up_scale, up_lines, first, values, width, size, planes, per_scale, has_mins, in_pairs
+                up_acc, codes, up_scale, up_lines, first, values, width, size, planes, per_scale, coding, in_pairs
             )
             up_scale = new
     y = finish(tl.sum(acc, 0), tl.sum(up_acc, 0), added, up_added, activation, is_gated)
@@ -212,12 +233,12 @@ def multiply_few_kernel(
 
 @triton.jit
 def scaled(
-    given, scales, plane: tl.constexpr, planes: tl.constexpr, has_mins: tl.constexpr, kind: tl.constexpr, in_pairs: tl.constexpr
+    given, scales, plane: tl.constexpr, planes: tl.constexpr, coding: tl.constexpr, kind: tl.constexpr, in_pairs: tl.constexpr
 ):
     """Weights of (outputs, inputs) from a tile of codes, or from a plane of words."""
-    scale, least = split_scales(scales, has_mins)
-    found = to_floats(given, plane, planes, has_mins, kind, in_pairs) * scale.to(kind)[:, None]
-    if has_mins:
+    scale, least = split_scales(scales, coding)
+    found = to_floats(given, plane, planes, coding, kind, in_pairs) * scale.to(kind)[:, None]
+    if coding == "mins":
         found += least.to(kind)[:, None]
     return found.to(kind)
 
@@ -225,17 +246,17 @@ def scaled(
 @triton.jit
 def load_weights(
     codes, scales, lines, num_lines, start, width: tl.constexpr, group_size: tl.constexpr, size: tl.constexpr,
-    planes: tl.constexpr, per_scale: tl.constexpr, has_mins: tl.constexpr, kind: tl.constexpr, in_pairs: tl.constexpr,
+    planes: tl.constexpr, per_scale: tl.constexpr, coding: tl.constexpr, kind: tl.constexpr, in_pairs: tl.constexpr,
 ):
     """Weights of (outputs, inputs) for the inputs from start on. Planes follow one another without leaving their registers."""
     line_items: tl.constexpr = (width + planes * size - 1) // (planes * size) * size
     given = tl.load(codes + lines[:, None] * line_items + start // planes + tl.arange(0, size)[None, :])
     scale = load_scales(scales, lines, num_lines, start, width, group_size, size, planes, per_scale)
-    found = scaled(given, scale[0], 0, planes, has_mins, kind, in_pairs)
+    found = scaled(given, scale[0], 0, planes, coding, kind, in_pairs)
     if planes == 4:
-        second = scaled(given, scale[1 // per_scale], 1, planes, has_mins, kind, in_pairs)
-        third = scaled(given, scale[2 // per_scale], 2, planes, has_mins, kind, in_pairs)
-        fourth = scaled(given, scale[3 // per_scale], 3, planes, has_mins, kind, in_pairs)
+        second = scaled(given, scale[1 // per_scale], 1, planes, coding, kind, in_pairs)
+        third = scaled(given, scale[2 // per_scale], 2, planes, coding, kind, in_pairs)
+        fourth = scaled(given, scale[3 // per_scale], 3, planes, coding, kind, in_pairs)
         joined = tl.permute(tl.join(tl.join(found, third), tl.join(second, fourth)), (0, 2, 3, 1))
         found = tl.reshape(joined, (lines.shape[0], planes * size))
     return found
@@ -245,7 +266,7 @@ def load_weights(
 def multiply_many_kernel(
     x, codes, scales, bias, residual, out, num_rows, num_outputs, x_stride, residual_stride,
     width: tl.constexpr, group_size: tl.constexpr, size: tl.constexpr, planes: tl.constexpr, per_scale: tl.constexpr,
-    rows: tl.constexpr, outputs: tl.constexpr, has_mins: tl.constexpr, activation: tl.constexpr, has_bias: tl.constexpr,
+    rows: tl.constexpr, outputs: tl.constexpr, coding: tl.constexpr, activation: tl.constexpr, has_bias: tl.constexpr,
     has_residual: tl.constexpr, in_pairs: tl.constexpr, is_early: tl.constexpr,
 ):
     """A tile of rows and outputs. Rows past the last are the last again, and are not written."""
@@ -263,7 +284,7 @@ def multiply_many_kernel(
             weights = tl.load(codes + lines[:, None] * width + start + tl.arange(0, span)[None, :]).to(kind)
         else:
             weights = load_weights(
-                codes, scales, lines, num_outputs, start, width, group_size, size, planes, per_scale, has_mins, kind, in_pairs
+                codes, scales, lines, num_outputs, start, width, group_size, size, planes, per_scale, coding, kind, in_pairs
             )
         column = start + tl.arange(0, span)[:, None]
         if width % span:
@@ -284,12 +305,12 @@ def multiply_many_kernel(
 @triton.jit
 def dequantise_kernel(
     codes, scales, out, num_outputs, width: tl.constexpr, group_size: tl.constexpr, size: tl.constexpr,
-    planes: tl.constexpr, per_scale: tl.constexpr, outputs: tl.constexpr, has_mins: tl.constexpr, in_pairs: tl.constexpr,
+    planes: tl.constexpr, per_scale: tl.constexpr, outputs: tl.constexpr, coding: tl.constexpr, in_pairs: tl.constexpr,
 ):
     lines = tl.minimum(tl.program_id(0) * outputs + tl.arange(0, outputs), num_outputs - 1).to(tl.int64)
     start = tl.program_id(1) * planes * size
     weights = load_weights(
-        codes, scales, lines, num_outputs, start, width, group_size, size, planes, per_scale, has_mins, out.dtype.element_ty,
+        codes, scales, lines, num_outputs, start, width, group_size, size, planes, per_scale, coding, out.dtype.element_ty,
         in_pairs,
     )
     column = start + tl.arange(0, planes * size)[None, :]
@@ -299,7 +320,7 @@ def dequantise_kernel(
 def pack(weight_format: Groups, tensors: Tensors) -> dict[str, Tensor]:
     """The tensors of a format as kernels read them: scales of a group together, in 32 bits, and codes of 4 bits in words."""
     codes, scales = tensors["weight"], tensors["scales"].t().float().contiguous()
-    if weight_format.has_mins:  # both in float16
+    if weight_format.coding == "mins":  # both in float16
         pairs = torch.stack((scales, tensors["mins"].t()), 2).half()
         scales = pairs.contiguous().view(torch.int32).squeeze(2)
     if weight_format.is_packed:
@@ -320,7 +341,7 @@ def kernel_inputs(weight_format: Groups, tensors: Tensors) -> dict[str, Any]:
     return {
         "codes": tensors["weight"], "scales": tensors["scales"], "width": len(tensors["scales"]) * group_size,
         "group_size": group_size, "size": size, "planes": planes, "per_scale": math.gcd(group_size, size * planes) // size,
-        "has_mins": weight_format.has_mins, "in_pairs": tensors["weight"].is_cuda,
+        "coding": weight_format.coding, "in_pairs": tensors["weight"].is_cuda,
     }
 
 

@@ -376,27 +376,28 @@ class TritonOps(TorchOps):
 
     def paged_attention(
         self, q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, *,
-        mask: BlockMask[Tensor] | None = None,
+        mask: BlockMask[Tensor] | None = None, sinks: Tensor | None = None,
     ) -> Tensor:
         if heads.head_dim > triton_attention.MAX_HEAD_DIM:
-            return super().paged_attention(q, kv, batch, heads, mask=mask)
+            return super().paged_attention(q, kv, batch, heads, mask=mask, sinks=sinks)
         out = torch.empty((len(q), q.shape[1]), dtype=q.dtype, device=q.device)
         if batch.num_decodes:
-            attend_decodes(q, kv, batch, heads, out, self.num_processors, self.decode_tile, mask)
+            attend_decodes(q, kv, batch, heads, out, self.num_processors, self.decode_tile, mask, sinks=sinks)
         if batch.num_decodes < len(batch.query_lens):
-            attend_prefills(q, kv, batch, heads, out, self.prefill_tile, mask)
+            attend_prefills(q, kv, batch, heads, out, self.prefill_tile, mask, sinks)
         if batch.num_tokens < len(q):
             out[batch.num_tokens :] = 0
         return out
 
     def store_and_attend(
-        self, qkv: Tensor, kv: KVLayer[Tensor] | None, batch: Any, heads: HeadShape, rotation: Rotation[Tensor]
+        self, qkv: Tensor, kv: KVLayer[Tensor] | None, batch: Any, heads: HeadShape, rotation: Rotation[Tensor], *,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """In one kernel where all sequences have one new token."""
         if kv is None or not takes_new(batch, heads, rotation):
-            return super().store_and_attend(qkv, kv, batch, heads, rotation)
+            return super().store_and_attend(qkv, kv, batch, heads, rotation, sinks=sinks)
         out = torch.empty((len(qkv), heads.num_heads * heads.head_dim), dtype=qkv.dtype, device=qkv.device)
-        attend_decodes(qkv, kv, batch, heads, out, self.num_processors, self.decode_tile, rotation=rotation)
+        attend_decodes(qkv, kv, batch, heads, out, self.num_processors, self.decode_tile, None, rotation, sinks)
         if batch.num_tokens < len(qkv):
             out[batch.num_tokens :] = 0
         return out
@@ -475,9 +476,11 @@ class TritonOps(TorchOps):
     def rotated(self, qkv: Tensor, positions: Tensor, heads: HeadShape, rotation: Rotation[Tensor]) -> Tensor:
         return triton_norm.rotated(qkv, positions, heads, rotation)
 
-    def attention(self, qkv: Tensor, segments: Segments, heads: HeadShape, *, bias: Tensor | None = None) -> Tensor:
-        if heads.head_dim > triton_encoder.MAX_HEAD_DIM:
-            return super().attention(qkv, segments, heads, bias=bias)
+    def attention(
+        self, qkv: Tensor, segments: Segments, heads: HeadShape, *, bias: Tensor | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        if heads.head_dim > triton_encoder.MAX_HEAD_DIM or sinks is not None:
+            return super().attention(qkv, segments, heads, bias=bias, sinks=sinks)
         return triton_encoder.attention(qkv, segments, heads, bias, self.encoder_tile)
 
     def pool(self, x: Tensor, segments: Segments, mode: Pooling) -> Tensor:

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from archerfish.kernels.batches import BlockMask
 from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch
 from archerfish.kernels.triton import plan as planning
-from archerfish.kernels.triton.attend import MASK_NUMBERS, attend, load_scales, score_scale, start_softmax
+from archerfish.kernels.triton.attend import MASK_NUMBERS, attend, load_scales, score_scale, sink_softmax
 from archerfish.kernels.triton.plan import AttentionPlan, Gathering, Tile, find_plan, lay_mask
 from archerfish.kernels.triton.tiles import dot_block, next_power_of_2
 
@@ -29,7 +29,7 @@ GATHERED_DIMS = (64, 128)  # of heads that the copy engine can load
 def prefill_kernel(
     q, keys, values, kv_scales, tables, tile_sequences, tile_firsts, context_lens, query_starts, query_lens, key_starts, out,
     scale, cap, window, q_stride, table_stride, block_stride, token_stride, head_stride,
-    mask, num_mask_rows, num_mask_columns,
+    mask, num_mask_rows, num_mask_columns, sinks,
     block_size: tl.constexpr, num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr,
     width: tl.constexpr, step: tl.constexpr, mask_size: tl.constexpr, mask_span: tl.constexpr,
     is_gathered: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr,
@@ -52,7 +52,7 @@ def prefill_kernel(
     query = tl.load(q + (token * q_stride + column)[:, None] + dims[None, :], mask=is_inside, other=0.0)
     query_positions = first_position + members // group
 
-    acc, top, total = start_softmax(rows, width)
+    acc, top, total = sink_softmax(sinks, kv_head * group + members % group, is_row, True, width)
     num_keys = tl.where(first_query < query_len, context_len, 0)  # none for a tile without real tokens
     end = tl.minimum(first_position + rows // group, num_keys)
     last_position = end - 1
@@ -125,7 +125,7 @@ def gather(
 
 def attend_prefills(
     q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, out: Tensor, tile: Tile | None = None,
-    mask: BlockMask[Tensor] | None = None,
+    mask: BlockMask[Tensor] | None = None, sinks: Tensor | None = None,
 ) -> None:
     """Rows of out for the sequences with several new tokens."""
     plan = find_plan(batch)
@@ -148,7 +148,7 @@ def attend_prefills(
     prefill_kernel[(len(sequences) * heads.num_kv_heads,)](
         q, keys, values, kv.scales, batch.block_tables, sequences, firsts, plan.context_lens, plan.query_starts,
         plan.query_lens, key_starts, out, scale, cap, heads.window, q.stride(0), batch.block_tables.stride(0),
-        *kv.keys.stride()[:3], laid.visible, laid.num_rows, laid.num_columns, block_size=batch.block_size,
+        *kv.keys.stride()[:3], laid.visible, laid.num_rows, laid.num_columns, sinks, block_size=batch.block_size,
         num_kv_heads=heads.num_kv_heads, group=group, head_dim=heads.head_dim, rows=tile.rows, width=dot_block(heads.head_dim),
         step=tile.step, mask_size=laid.size, mask_span=laid.span, is_gathered=is_gathered, has_window=heads.window > 0,
         has_cap=heads.softcap > 0, num_warps=tile.num_warps, num_stages=tile.num_stages,

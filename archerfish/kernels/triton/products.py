@@ -16,7 +16,10 @@ No `from __future__ import annotations` here: see `triton/norm.py`.
 import triton
 import triton.language as tl
 
+from archerfish.kernels import ops
 from archerfish.kernels.triton.launch import fetch_early, follow
+
+SWIGLU_LIMIT, SWIGLU_ALPHA = tl.constexpr(ops.SWIGLU_LIMIT), tl.constexpr(ops.SWIGLU_ALPHA)
 
 
 @triton.jit
@@ -34,6 +37,9 @@ def activate(x, activation: tl.constexpr):
         x = 1.0 / (1.0 + tl.exp(-x))
     elif activation == "silu":
         x = x / (1.0 + tl.exp(-x))
+    elif activation == "swiglu_oai":
+        x = tl.minimum(x, SWIGLU_LIMIT, tl.PropagateNan.ALL)
+        x = x / (1.0 + tl.exp(-SWIGLU_ALPHA * x))
     elif activation == "tanh":
         x = 2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0
     return x
@@ -70,7 +76,10 @@ def finish(y, up, added, up_added, activation: tl.constexpr, is_gated: tl.conste
     """All that follows a product; up counts only with is_gated."""
     y = activate(y + added, activation)
     if is_gated:
-        y *= up + up_added
+        up += up_added
+        if activation == "swiglu_oai":
+            up = tl.clamp(up, -SWIGLU_LIMIT, SWIGLU_LIMIT, tl.PropagateNan.ALL) + 1.0
+        y *= up
     return y
 
 
