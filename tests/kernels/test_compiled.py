@@ -156,9 +156,10 @@ build(prefill_kernel, {**heads, **extra, **prefill}, types, "bf16", 4)
 new = {**heads, **extra, **decode, "is_split": True, "is_new": True, "is_rotated": True}
 for is_paired in (False, True):
     built = build(decode_kernel, {**new, "is_paired": is_paired}, types, "bf16", 4)
-    assert ("cvt.rn.bf16" in built.asm["ptx"]) != is_paired
+    assert ("cvt.bf16.f16" in built.asm["ptx"]) != is_paired  # what is loaded need not become bfloat16
 stored = {"block_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "half": 32, "q_rows": 4, "kv_rows": 2}
-stored |= {"half_block": 32, "rest_block": 0, "is_rotated": True, "has_q_norm": False, "has_k_norm": False, "is_early": True}
+stored |= {"half_block": 32, "rest_block": 0, "is_rotated": True, "q_norm_dim": 0, "k_norm_dim": 0, "is_interleaved": False}
+stored["is_early"] = True
 build(store_kv_kernel, stored, types, "bf16")
 build(gather_kernel, {"block_size": 16, "row_width": 128, "width": 128, "many": 4}, types, "bf16", 4)
 """
