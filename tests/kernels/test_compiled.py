@@ -113,7 +113,7 @@ build(route_kernel, {**routed, **flags}, kinds, num_warps=8)
 build(order_kernel, routed, kinds, num_warps=8)
 summed = {"width": 2048, "num_chosen": 4, "columns": 1024, "gate": 60, "has_shared": True, "is_early": True}
 build(add_up_kernel, summed, kinds, num_warps=4)
-tile = choose_tile(4096, Routing(60, 4), 2, is_gated=True)
+tile, small = (choose_tile(num_rows, Routing(60, 4), 2, is_gated=True) for num_rows in (4096, 128))
 fixed = {"width": 2048, "per_row": 4, "rows": tile.rows, "outputs": tile.outputs, "activation": "silu", "is_gated": True}
 fixed |= {"is_lone": False, "in_pairs": True, "is_early": True, "coding": "signed", "has_bias": False}
 plain = {"group_size": 0, "size": tile.columns, "planes": 1, "per_scale": 1}
@@ -123,6 +123,8 @@ fp4 = {**words, "group_size": 32, "per_scale": 1, **biased}
 for own, types in ((plain, {}), (plain, {"codes": "i8", "scales": "fp32"}), (words, packed), (fp4, packed)):
     built = build(multiply_experts_kernel, {**fixed, **own}, kinds | types, num_warps=tile.num_warps)
     assert "wgmma.mma_async" in built.asm["ptx"] and "cp.async" in built.asm["ptx"]
+few = {**fixed, **plain, "rows": small.rows, "outputs": small.outputs, "size": small.columns}
+assert small.rows == 32 and "wgmma.mma_async" in build(multiply_experts_kernel, few, kinds, num_warps=4).asm["ptx"]
 """
 NARROW_HEADS = """
 from archerfish.kernels.triton.attention import decode_kernel, shared_kernel
@@ -142,6 +144,16 @@ for half in ("bf16", "fp32"):
     for is_split in (False, True):
         build(decode_kernel, {**heads, **extra, **decode, "is_split": is_split}, types | {"cos_sin": "fp32"}, half, 4)
     build(shared_kernel, {**heads, "group": 2, "rows": 16, "is_early": True}, types, half, 4)
+"""
+ADAPTERS = """
+from archerfish.kernels.triton.adapters import expand_kernel, shrink_kernel
+
+kinds = {name: "i64" for name in ("order", "chunk_slots", "chunk_firsts", "chunk_counts")} | {"ranks": "i32", "inner": "fp32"}
+for rank in (16, 256):
+    both = {"max_rank": rank, "num_inner": 3 * rank, "rows": 64, "is_early": True}
+    down = build(shrink_kernel, {**both, "width": 4096, "split": 1024, "block": 64, "columns": 128}, kinds)
+    up = {"end0": 4096, "end1": 5120, "end2": 6144, "outputs": 6144, "num_splits": 4, "block": rank, "tile": 128, "span": 1024}
+    assert max(each.metadata.shared for each in (down, build(expand_kernel, {**both, **up}, kinds))) < 100_000
 """
 FP8_KEYS = NARROW_HEADS.split("for half in")[0] + """
 from archerfish.kernels.triton.norm import store_kv_kernel
@@ -210,7 +222,7 @@ for half in ("bf16", "fp16"):
         pytest.param(PRODUCTS + NARROW_HEADS + MANY_ROWS, id="products and attention"),
         # Beside weights of half the size, rows in float32 are spread as others are.
         pytest.param(SUMS, id="sums in float32", marks=pytest.mark.slow),
-        pytest.param(EXPERTS, id="experts", marks=pytest.mark.slow),
+        pytest.param(EXPERTS + ADAPTERS, id="experts and adapters", marks=pytest.mark.slow),
         pytest.param(GROUPS + FP8_KEYS, id="weights in groups, keys in FP8", marks=pytest.mark.slow),
     ],
 )

@@ -60,6 +60,14 @@ def test_additions(dtype: str, sizes: tuple[int, ...], inputs: int, num_rows: in
     torch.testing.assert_close(found[1], found[0], atol=atol, rtol=rtol)
 
 
+@pytest.mark.parametrize("enough", [1, 12])
+def test_programs_with_several_tiles_of_outputs(enough: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from archerfish.kernels.triton import adapters as triton_adapters
+
+    monkeypatch.setattr(triton_adapters, "ENOUGH_PROGRAMS", enough)
+    test_additions("float32", (500, 200, 130), 40, 17)
+
+
 def test_lookups() -> None:
     found, ids = [], torch.tensor([5, 0, 9, 5], device=DEVICE)
     for adapters in both("float32", ((70,), 10), is_lookup=True):

@@ -19,14 +19,27 @@ from archerfish.kernels.ops import Activation
 from archerfish.kernels.torch.activations import ACTIVATIONS
 from archerfish.kernels.torch.adapters import TorchAdapters
 from archerfish.kernels.triton.launch import early_start, follow
-from archerfish.kernels.triton.tiles import cdiv, dot_block, shared_bytes
+from archerfish.kernels.triton.tiles import cdiv, dot_block, next_power_of_2, shared_bytes
 
 Tensor = torch.Tensor
 FEW_ROWS, FEW, MANY = 512, 16, 64  # rows of a pass, and rows of a chunk up to so many and beyond
 SPLIT_COLUMNS, MAX_SPLITS = 1024, 8  # inputs that a program multiplies with A, and most parts of them
 MOST_INNER = 64  # numbers that a program makes of a row: the more, the less often the row is read
 COLUMNS, OUTPUTS = 128, 128  # read at a time, and of a program
+ENOUGH_PROGRAMS, MAX_TILES = 1024, 8  # beyond so many, a program has several tiles of outputs, and at most so many
 MAX_PARTS = 4
+
+
+@triton.jit
+def load_chunk(order, chunk_slots, chunk_firsts, chunk_counts, ranks, rows: tl.constexpr):
+    """Slot and rank of a program's chunk, its rows, and which of them there are. What does not depend on other loads comes
+    first: the chain of loads is most of the time of a pass with few rows."""
+    chunk, places = tl.program_id(0), tl.arange(0, rows)
+    slot = tl.load(chunk_slots + chunk)
+    first = tl.load(chunk_firsts + chunk)
+    is_row = places < tl.load(chunk_counts + chunk)
+    rank = tl.load(ranks + tl.maximum(slot, 1) - 1)
+    return slot, tl.where(slot > 0, rank, 0), tl.load(order + first + places, mask=is_row, other=0), is_row
 
 
 @triton.jit(do_not_specialize=["num_rows", "x_stride"])
@@ -37,15 +50,9 @@ def shrink_kernel(
 ):
     """inner: (splits, rows, parts * most rank)"""
     follow(is_early)
-    slot = tl.load(chunk_slots + tl.program_id(0))
-    if slot == 0:
-        return
-    rank = tl.load(ranks + slot - 1)
+    slot, rank, row, is_row = load_chunk(order, chunk_slots, chunk_firsts, chunk_counts, ranks, rows)
     if rank == 0:
         return
-    places = tl.arange(0, rows)
-    is_row = places < tl.load(chunk_counts + tl.program_id(0))
-    row = tl.load(order + tl.load(chunk_firsts + tl.program_id(0)) + places, mask=is_row, other=0)
     number = tl.program_id(1) * block + tl.arange(0, block)
     is_number = (number < num_inner) & (number % max_rank < rank)
     lines = down + (slot - 1).to(tl.int64) * num_inner * width + number[:, None] * width
@@ -65,39 +72,36 @@ def shrink_kernel(
 def expand_kernel(
     y, inner, up, ranks, order, chunk_slots, chunk_firsts, chunk_counts, num_rows, y_stride, scale, end0: tl.constexpr,
     end1: tl.constexpr, end2: tl.constexpr, outputs: tl.constexpr, max_rank: tl.constexpr, num_inner: tl.constexpr,
-    num_splits: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, tile: tl.constexpr, is_early: tl.constexpr,
+    num_splits: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, tile: tl.constexpr, span: tl.constexpr,
+    is_early: tl.constexpr,
 ):
     """end0, end1, end2: where the outputs of the first parts end."""
     follow(is_early)
-    slot = tl.load(chunk_slots + tl.program_id(0))
-    if slot == 0:
-        return
-    rank = tl.load(ranks + slot - 1)
+    slot, rank, row, is_row = load_chunk(order, chunk_slots, chunk_firsts, chunk_counts, ranks, rows)
     if rank == 0:
         return
-    last0 = (end0 + tile - 1) // tile  # tiles up to the end of each part: none of them has outputs of two
-    last1 = last0 + (end1 - end0 + tile - 1) // tile
-    last2 = last1 + (end2 - end1 + tile - 1) // tile
+    last0 = (end0 + span - 1) // span  # programs up to the end of each part: none of them has outputs of two
+    last1 = last0 + (end1 - end0 + span - 1) // span
+    last2 = last1 + (end2 - end1 + span - 1) // span
     program = tl.program_id(1)
     part = (program >= last0).to(tl.int32) + (program >= last1).to(tl.int32) + (program >= last2).to(tl.int32)
     begin = tl.where(part == 0, 0, tl.where(part == 1, end0, tl.where(part == 2, end1, end2)))
     end = tl.where(part == 0, end0, tl.where(part == 1, end1, tl.where(part == 2, end2, outputs)))
     before = tl.where(part == 0, 0, tl.where(part == 1, last0, tl.where(part == 2, last1, last2)))
-    places = tl.arange(0, rows)
-    is_row = places < tl.load(chunk_counts + tl.program_id(0))
-    row = tl.load(order + tl.load(chunk_firsts + tl.program_id(0)) + places, mask=is_row, other=0)
     number = tl.arange(0, block)
     total = tl.zeros((rows, block), dtype=tl.float32)
     for i in tl.static_range(num_splits):
         place = (i * num_rows + row)[:, None] * num_inner + (part * max_rank + number)[None, :]
         total += tl.load(inner + place, mask=is_row[:, None] & (number < rank)[None, :], other=0.0)
-    output = begin + (program - before) * tile + tl.arange(0, tile)
-    lines = up + ((slot - 1).to(tl.int64) * outputs + output) * max_rank
-    b = tl.load(lines[:, None] + number[None, :], mask=(output < end)[:, None] & (number < rank)[None, :], other=0.0)
-    added = tl.dot(total.to(b.dtype), tl.trans(b), input_precision="ieee") * scale
-    target = y + row[:, None] * y_stride + output[None, :]
-    mask = is_row[:, None] & (output < end)[None, :]
-    tl.store(target, (tl.load(target, mask=mask, other=0.0).to(tl.float32) + added).to(y.dtype.element_ty), mask=mask)
+    for offset in range(0, span, tile):
+        output = begin + (program - before) * span + offset + tl.arange(0, tile)
+        lines = up + ((slot - 1).to(tl.int64) * outputs + output) * max_rank
+        target = y + row[:, None] * y_stride + output[None, :]
+        mask = is_row[:, None] & (output < end)[None, :]
+        given = tl.load(target, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(lines[:, None] + number[None, :], mask=(output < end)[:, None] & (number < rank)[None, :], other=0.0)
+        added = tl.dot(total.to(b.dtype), tl.trans(b), input_precision="ieee") * scale
+        tl.store(target, (given + added).to(y.dtype.element_ty), mask=mask)
 
 
 class Chunks(NamedTuple):
@@ -175,10 +179,12 @@ class TritonAdapters(TorchAdapters):
             )
         outputs = sum(table.sizes)
         ends = [end for _, end in table.bounds][:-1] + [outputs] * (MAX_PARTS - len(table.sizes))
-        expand_kernel[(len(chunks.slots), sum(cdiv(size, OUTPUTS) for size in table.sizes))](
+        num_tiles = len(chunks.slots) * cdiv(outputs, OUTPUTS)
+        span = OUTPUTS * min(MAX_TILES, next_power_of_2(max(1, num_tiles // ENOUGH_PROGRAMS)))
+        expand_kernel[(len(chunks.slots), sum(cdiv(size, span) for size in table.sizes))](
             y, inner, table.up, table.ranks, *order, num, y.stride(0), scale, end0=ends[0], end1=ends[1], end2=ends[2],
             outputs=outputs, max_rank=most, num_inner=num_inner, num_splits=len(inner), rows=chunks.size, block=block,
-            tile=OUTPUTS, num_warps=4, **early_start(y.device),
+            tile=OUTPUTS, span=span, num_warps=4, **early_start(y.device),
         )
         y = ACTIVATIONS[activation](y)
         return softcap * torch.tanh(y / softcap) if softcap else y

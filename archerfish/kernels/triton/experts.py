@@ -235,9 +235,9 @@ def choose_tile(num_rows: int, routing: Routing[Tensor], element_bytes: int, *, 
     halves = 2 if is_gated else 1
     if num_rows > MANY_ROWS:
         return ExpertTile(128, 128, 128 // element_bytes, 8, 3)
-    if usual > 16:
-        return ExpertTile(64, 128 // halves, 128 // element_bytes, 4, 4)
-    return ExpertTile(32 if usual > 4 else 16, 64 // halves, 256 // element_bytes, 4, 4)
+    if usual > 4:  # fewer outputs would read rows from the card's cache more often than it can give them
+        return ExpertTile(64 if usual > 16 else 32, 128 // halves, 128 // element_bytes, 4, 4)
+    return ExpertTile(16, 64 // halves, 256 // element_bytes, 4, 4)
 
 
 def multiply(
