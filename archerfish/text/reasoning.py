@@ -16,15 +16,20 @@ TAIL_TOKENS = 16  # at the end of a prompt that may hold an open mark: a mark an
 
 
 class Marks(NamedTuple):
-    """What stands around reasoning in an answer, and what an answer without it begins with."""
+    """What stands around reasoning in an answer, and what an answer without it begins with.
+
+    call: what stands between reasoning and a call of a tool; its second part is text.
+    """
 
     open: str = OPEN
     close: str = CLOSE
     none: str = ""
+    call: tuple[str, str] = ("", "")
 
 
 THINK = Marks()
-CHANNELS = Marks("analysis", "assistantfinal", "final")  # what is left of channels and turns without special tokens
+# What is left of channels and turns without special tokens. Tools are called in the channel commentary.
+CHANNELS = Marks("analysis", "assistantfinal", "final", ("assistant", "commentary"))
 
 
 def marks_of(tokenizer: Tokenizer) -> Marks:
@@ -67,7 +72,7 @@ class ReasoningParser:
 
     def feed(self, text: str, is_last: bool = False) -> tuple[str, str]:
         """The reasoning and the text that can be shown now."""
-        held, reasoning, (opening, closing, none) = self._held + text, "", self._marks
+        held, reasoning, (opening, closing, none, call) = self._held + text, "", self._marks
         if self._mark == opening:
             visible = held.lstrip()
             if visible.startswith(opening):
@@ -81,9 +86,11 @@ class ReasoningParser:
                 return "", ""
         if self._mark == closing:
             held = held.lstrip() if self._is_start else held
-            reasoning, mark, rest = held.partition(closing)
+            marks = [closing, "".join(call)] if call[1] else [closing]
+            place, mark = min(((held.find(mark), mark) for mark in marks if mark in held), default=(len(held), ""))
+            reasoning, rest = held[:place], (call[1] if mark in marks[1:] else "") + held[place + len(mark) :]
             if not mark and not is_last:
-                num_held = max(n for n in range(len(closing)) if held.endswith(closing[:n]))
+                num_held = max(n for mark in marks for n in range(len(mark)) if held.endswith(mark[:n]))
                 reasoning, rest = held[: len(held) - num_held], held[len(held) - num_held :]
             self._held = reasoning[len(reasoning.rstrip()) :] + rest
             reasoning = reasoning.rstrip()

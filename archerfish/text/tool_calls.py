@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 from archerfish.errors import InvalidInputError, did_you_mean
 from archerfish.text.grammar import JSON_OPTIONS
 from archerfish.text.json_schema import rewrite_schema
+from archerfish.text.reasoning import CHANNEL
 from archerfish.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -40,6 +41,8 @@ class Style:
     arguments: str = "arguments"
     is_list: bool = False  # calls are in a list
     line: str = ""  # between the marks and the calls
+    sign: str = ""  # in chat templates, where that is not the mark
+    is_named: bool = False  # the name stands behind the mark, and the arguments alone are JSON
 
 
 STYLES = {
@@ -47,8 +50,10 @@ STYLES = {
     "llama3": Style("<|python_tag|>", separator=";", arguments="parameters"),
     "mistral": Style("[TOOL_CALLS]", is_list=True),
     "granite": Style("<|tool_call|>", is_list=True),
+    "harmony": Style("commentary to=functions.", sign=CHANNEL, is_named=True),  # gpt-oss; special tokens are not in the text
     "cohere": Style("<|START_ACTION|>", "<|END_ACTION|>", name="tool_name", arguments="parameters", is_list=True),
 }
+HARMONY_CALL = ("<|channel|>", "<|constrain|>", "<|message|>", "<|call|>")  # special tokens of a call
 PROMPTED_STYLE = "hermes"  # for models whose chat template does not read tools
 
 
@@ -190,6 +195,9 @@ class ToolCallParser:
 
     def _read_calls(self) -> Reader[None]:
         """Read what follows a mark: a call, or a list of calls."""
+        if self._style.is_named and self._mark:
+            yield from self._read_named()
+            return
         character = yield from next_visible()
         is_list = character == "["
         if is_list:
@@ -202,6 +210,20 @@ class ToolCallParser:
                 break
             character = yield from next_visible()
         raise NotACallError
+
+    def _read_named(self) -> Reader[None]:
+        """Read a name, what says how the arguments are written, and the arguments."""
+        words = ""
+        while (character := (yield)) != "{":
+            words += character
+        known = sorted(self._names, key=len, reverse=True) or words.split()[:1]
+        name = next((name for name in known if words.startswith((f"{name} ", f"{name}<")) or words == name), None)
+        if name is None:
+            raise NotACallError
+        self._begin_call(name)
+        yield from follow_value(character, self._add_arguments)
+        self._held.clear()
+        self._is_begun = False
 
     def _read_call(self) -> Reader[None]:
         """Read an object after its opening brace. A call is reported when its name is known and its arguments begin.
@@ -323,7 +345,7 @@ def read_string(text: str) -> str | None:
 def style_of(chat_template: str) -> str:
     """The style of a model's calls, by the marks in its chat template, else "hermes"."""
     for name, style in STYLES.items():
-        if style.mark in chat_template:
+        if (style.sign or style.mark) in chat_template:
             return name
     return "llama3" if "Environment: ipython" in chat_template else "hermes"
 
@@ -404,10 +426,14 @@ def grammar_for_tools(
             raise InvalidInputError(message, hint=UNFORCED) from None
         if remarks is not None:
             remarks += [f"the tool {name!r}: {remark}" for remark in ignored]
-        if has_answer and not written.end and not written.is_list:  # which only a parser of JSON can tell from an answer
+        is_told = written.end or written.is_list or written.is_named
+        if has_answer and not is_told:  # only a parser of JSON can tell it from an answer
             members = {written.name: {"const": name}, written.arguments: {**schema, "$defs": {}}}
             call = {"type": "object", "properties": members, "required": list(members), "additionalProperties": False}
             rules.append(f"call_{place}: {json_rule({**call, '$defs': schema.get('$defs', {})})}")
+            continue
+        if written.is_named:
+            rules += [f"call_{place}: {named_call(written, name, place, tokenizer)}", f"arguments_{place}: {json_rule(schema)}"]
             continue
         before = f'{{"{written.name}": {json.dumps(name, ensure_ascii=False)}, "{written.arguments}": '
         rules += [f'call_{place}: {json.dumps(before)} arguments_{place} "}}"', f"arguments_{place}: {json_rule(schema)}"]
@@ -428,6 +454,13 @@ def call_at(grammar: str, line: int) -> int | None:
     if found is None:
         return None if any(one.startswith("call_1: ") for one in lines) else 0
     return int(found[1])
+
+
+def named_call(style: Style, name: str, place: int, tokenizer: Tokenizer | None) -> str:
+    """The rule of a call whose name stands behind the mark."""
+    ids = {text: token_id for token_id, text in tokenizer.special_tokens.items()} if tokenizer is not None else {}
+    channel, constrain, message, end = (f"<[{ids[text]}]> " if text in ids else "" for text in HARMONY_CALL)
+    return f'{channel}{json.dumps(f"{style.mark}{name} ")} {constrain}"json" {message}arguments_{place} {end}'.rstrip()
 
 
 def shape_of(style: Style, is_parallel: bool, tokenizer: Tokenizer | None) -> str:

@@ -23,6 +23,8 @@ CASES = [
 CHANNEL_CASES = [
     ("analysisWe add.assistantfinalIt is 2.", "We add.", "It is 2."), ("finalIt is 2.", "", "It is 2."), ("fin", "", "fin"),
     ("analysisWe assist", "We assist", ""), ("Yes, final", "", "Yes, final"), ("anal", "", "anal"),
+    ("analysisWe ask.assistantcommentary to=functions.f json{}", "We ask.", "commentary to=functions.f json{}"),
+    ("commentary to=functions.f {}", "", "commentary to=functions.f {}"), ("analysisWe.assistantcomm", "We.assistantcomm", ""),
 ]  # fmt: skip
 
 

@@ -74,6 +74,9 @@ def call(name: str, arguments: str, index: int = 0) -> Joined:
     ("llama3", '<|python_tag|>{"type": "function", "name": "time", "parameters": {}}', call("time", "{}")),
     ("llama3", '{"name": "time", "parameters": {}}; {"name": "time", "parameters": {"a": 1}}',
      call("time", "{}") + call("time", '{"a": 1}', 1)),
+    ("harmony", f"commentary to=functions.weather json{ARGUMENTS}", call("weather", ARGUMENTS)),
+    ("harmony", f"commentary to=functions.weather {ARGUMENTS[:-3]}", call("weather", ARGUMENTS[:-3])),
+    ("harmony", "commentary to=functions.other json{}", [("text", -1, "commentary to=functions.other json{}")]),
     ("mistral", f"[TOOL_CALLS] [{CALL}]", call("weather", ARGUMENTS)),
     ("mistral", f"Hm[TOOL_CALLS][{CALL},{CALL}]",
      [("text", -1, "Hm"), *call("weather", ARGUMENTS), *call("weather", ARGUMENTS, 1)]),
@@ -165,7 +168,8 @@ OBJECTS = st.dictionaries(st.text(), VALUES, max_size=4)
 
 @pytest.mark.no_cover
 @given(
-    style=st.sampled_from(sorted(STYLES)), every=st.lists(st.tuples(st.text(min_size=1), OBJECTS), min_size=1, max_size=3),
+    style=st.sampled_from(sorted(name for name, style in STYLES.items() if not style.is_named)),
+    every=st.lists(st.tuples(st.text(min_size=1), OBJECTS), min_size=1, max_size=3),
     before=st.text(alphabet="ab <[{\n", max_size=6), ascii_only=st.booleans(), indent=st.sampled_from([None, 2]),
 )
 def test_random_calls_are_found(
@@ -186,7 +190,8 @@ def test_random_calls_are_found(
 
 @pytest.mark.parametrize(("template", "expected"), [
     ("... '<tool_call>\\n' ...", "hermes"), ("", "hermes"), ("{{ '[TOOL_CALLS] [' }}", "mistral"),
-    ("{{- '<|python_tag|>' }}", "llama3"), ("respond only with <|tool_call|> followed", "granite"),
+    ("{{- '<|python_tag|>' }}", "llama3"),
+    ("<|channel|>analysis", "harmony"), ("respond only with <|tool_call|> followed", "granite"),
     ("{{ '<|START_ACTION|>' }}", "cohere"), ("Environment: ipython", "llama3"), ("<|im_start|>", "hermes"),
 ])  # fmt: skip
 def test_styles_are_guessed(template: str, expected: str) -> None:
@@ -226,6 +231,10 @@ def test_a_mark_that_is_a_special_token(tmp_path: Path) -> None:
     tokenizer.special_tokens[300] = "[TOOL_CALLS]"
     forced = grammar_for_tools("mistral", TOOLS, "required", tokenizer=tokenizer)
     assert forced is not None and forced["value"].startswith('start: calls\ncalls: <[300]> "["')
+    tokenizer.special_tokens |= {301: "<|channel|>", 302: "<|constrain|>", 303: "<|message|>", 304: "<|call|>"}
+    forced = grammar_for_tools("harmony", TOOLS[:1], "required", tokenizer=tokenizer)
+    words = 'call_0: <[301]> "commentary to=functions.weather " <[302]> "json" <[303]> arguments_0 <[304]>\n'
+    assert forced is not None and words in forced["value"]
 
 
 @pytest.mark.parametrize(("tools", "choice", "why"), [
