@@ -106,7 +106,7 @@ def theirs(rust: Tokenizer, texts: list[str], max_length: int = 256) -> list[lis
     return [encoding.ids for encoding in rust.encode_batch(texts)]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(texts=TEXTS, max_length=st.sampled_from(MAX_LENGTHS))
 def test_the_same_ids_as_the_rust_tokenizer(both: tuple[FastTokenizer, Tokenizer], texts: list[str], max_length: int) -> None:
     """Red if a text is cut where a neighbour matters, if an added token is overlooked, or if the end is cut elsewhere."""
