@@ -15,7 +15,8 @@ def quicken() -> None:
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     core: Any = importlib.import_module("triton.language.core")
     describe_when_asked(core)
-    find_types_once(interpreter)
+    find, seen = interpreter._get_np_dtype, dict[str, Any]()  # types of pointers have no hash, but names
+    interpreter._get_np_dtype = lambda of: seen[name] if (name := of.scalar.name) in seen else seen.setdefault(name, find(of))
     # The checks cost eight operations for each of integers, and assert nothing unless `debug` is set.
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     broadcast_where_shapes_differ(interpreter.interpreter_semantic)
@@ -59,18 +60,6 @@ def describe_when_asked(core: Any) -> None:
     core.tensor.__init__ = make_tensor
     core.tensor.shape = property(lambda self: shape_of(numbers_of(self)))
     core.tensor.numel = property(lambda self: constant(count(numbers_of(self))))
-
-
-def find_types_once(interpreter: Any) -> None:
-    original, found = interpreter._get_np_dtype, dict[str, Any]()
-
-    def find(of: Any) -> Any:
-        name = of.scalar.name
-        if name not in found:
-            found[name] = original(of.scalar)
-        return found[name]
-
-    interpreter._get_np_dtype = find
 
 
 def broadcast_where_shapes_differ(semantic: Any) -> None:
