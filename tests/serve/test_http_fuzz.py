@@ -238,7 +238,7 @@ OPERATIONS = [f"{method.upper()} {path}" for path, operations in DOCUMENT["paths
 def operations() -> dict[str, Any]:
     import schemathesis
 
-    schema = schemathesis.openapi.from_asgi("/openapi.json", APP)
+    schema: Any = schemathesis.openapi.from_asgi("/openapi.json", APP)
     return {found.ok().label: (found.ok(), schema.config) for found in schema.get_all_operations()}
 
 
