@@ -16,6 +16,8 @@ CLUSTER ?= .venv-cluster
 DEPLOY ?= .venv-deploy
 DOCS ?= .venv-docs
 MONITOR ?= .venv-monitor
+# Plugins that tests use, and not those that others bring. Compiled files are kept, for the processes that tests start.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --disable-plugin-autoload -p xdist -p anyio -p hypothesispytest
 NODE_CLIENTS := ai@6.0.326 @ai-sdk/openai-compatible@2.0.87 zod@4.6.7
 .DEFAULT_GOAL := help
 
@@ -26,13 +28,13 @@ serve: $(VENV)/.serve models  ## run the service on 127.0.0.1:8000 (options: mak
 	$(BIN)/archerfish serve $(ARGS)
 
 test: $(VENV)/.test models lint types lines  ## what CI runs first: style, types, layers, tests (make test WORKERS=4)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+	$(PYTEST) --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 test-sanitizers: $(VENV)/.test models  ## the native kernels again, compiled with checks of their memory accesses and arithmetic
 	scripts/sanitizers/run $(BIN)/python --numprocesses $(WORKERS) $(ARGS)
 
 coverage: $(VENV)/.test models  ## the tests again, and which lines they run
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --cov --cov-report=term:skip-covered $(ARGS)
+	$(PYTEST) -p pytest_cov --numprocesses $(WORKERS) --dist worksteal --cov --cov-report=term:skip-covered $(ARGS)
 
 test-slow: $(VENV)/.test models  ## the long tests too
 	$(BIN)/python -m pytest -m 'slow or not slow' $(ARGS)

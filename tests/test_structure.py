@@ -51,8 +51,9 @@ def imports(path: Path) -> tuple[set[str], set[str]]:
     """Modules that one imports, also inside of functions; and without what it imports for types alone, with their names."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for_types = {
-        id(inner) for node in ast.walk(tree) for inner in ast.walk(node)
+        id(inner) for node in ast.walk(tree)
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
     }  # fmt: skip
     every: set[str] = set()
     needed: set[str] = set()

@@ -55,6 +55,7 @@ class LLMEngine(Closing):
         self, model: str | EngineConfig | None = None, *, hub: HubConfig | None = None, progress: Progress = no_progress,
         executor: Executor | None = None, text_thread: Executor | None = None, **options: Any,
     ) -> None:
+        imports_torch = "torch" not in sys.modules
         if isinstance(model, EngineConfig):
             self.config = model.replace(**options) if options else model
         else:
@@ -78,7 +79,7 @@ class LLMEngine(Closing):
         self._kept: OrderedDict[str, RequestOutput] = OrderedDict()
         self._in_flight: deque[tuple[Plan, RunningStep]] = deque()  # steps that are launched and not yet committed
         self._is_stepping, self._has_idle_work, self._is_closed, self._process = False, True, False, os.getpid()
-        if "torch" in sys.modules:
+        if imports_torch and "torch" in sys.modules:
             gc.collect()  # its import leaves frames behind that refer to this engine
         gc.freeze()  # what was loaded stays: collections that come in the middle of steps need not look at it
 

@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("peft")
-
 from archerfish import LLM, LLMEngine, LoRARequest
 from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError, NotFoundError, StoppedError
 from archerfish.sched.plan import MAX_OVERTAKEN

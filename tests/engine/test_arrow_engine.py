@@ -37,8 +37,8 @@ def their_vectors(peer: SentenceTransformer) -> Any:
 
 
 @pytest.mark.parametrize(("options", "least"), [
-    ({"dtype": "float32"}, 0.999999), ({"dtype": "bfloat16"}, 0.9999), ({"dtype": "float16"}, 0.9999),
-    ({"storage_dtype": "float32"}, 0.9999), ({"storage_dtype": "bfloat16"}, 0.9999), ({"storage_dtype": "float16"}, 0.9999),
+    ({"dtype": "float32", "storage_dtype": "float32"}, 0.999999), ({"dtype": "bfloat16", "storage_dtype": "float16"}, 0.9999),
+    ({"dtype": "float16", "storage_dtype": "bfloat16"}, 0.9999),
 ], ids=str)
 def test_same_vectors_as_sentence_transformers(their_vectors: Any, options: dict[str, Any], least: float) -> None:
     ours = ArrowEngine("all-minilm-l6-v2", **options).encode(TEXTS)

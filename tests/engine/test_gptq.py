@@ -17,11 +17,11 @@ from archerfish.engine.converter import choose_matrices
 from archerfish.engine.streamed_model import StreamedModel, Unread
 from archerfish.errors import CorruptFileError, InvalidOptionError
 from archerfish.store.format import Quantization, TensorInfo, dequantize
-from archerfish.store.names import resolve_model
 from archerfish.store.quantiser import find_grid, make_row
 from archerfish.store.sources import open_source
 from tests.engine.test_converter import write_llama
 from tests.models.decoding import KINDS, make, their_logits
+from tests.text.tiny_tokenizers import byte_fallback
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -122,6 +122,6 @@ def test_texts_that_cannot_be_used_are_refused(
 ) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
-    source = open_source(resolve_model("smollm2-135m-instruct", HubConfig()))
+    byte_fallback(write_llama(tmp_path / "model"))
     with pytest.raises(kind, match=said):
-        calibration.find_texts(source, str(tmp_path / name), hub, tmp_path / "kept", lambda *_: None)
+        calibration.find_texts(open_source(tmp_path / "model"), str(tmp_path / name), hub, tmp_path / "kept", lambda *_: None)

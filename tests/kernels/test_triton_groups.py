@@ -174,6 +174,7 @@ def test_models(model: str, kind: tuple[str, int], tmp_path: Path) -> None:
     make_driver: Any = Driver if model == "decoder" else RecurrentDriver
     if model == "decoder":
         theirs, config = make("qwen3")
+        config = {**config, "num_hidden_layers": 2, "layer_types": None}
         weights = {name: tensor.detach() for name, tensor in theirs.state_dict().items()}
     else:
         config, weights = read_rwkv7(write_checkpoint(SIZES["tiny"], tmp_path / "tiny.pth"))
@@ -181,7 +182,7 @@ def test_models(model: str, kind: tuple[str, int], tmp_path: Path) -> None:
     given = stored_weights(weights, *kind)
     assert sum(isinstance(each, StoredTensor) for each in given.values()) >= 4
     expected, ours = (make_driver(ops, given, config, tokens) for ops in (TorchOps(DEVICE), TritonOps(DEVICE, "float32")))
-    for work in ([(0, 20)], [(0, 1), (1, 17)], [(0, 1), (1, 1)], [(1, 1), (0, 6)]):
+    for work in ([(0, 20)], [(0, 1), (1, 5)], [(1, 1), (0, 2)]):
         for found, right in zip(ours.step(work), expected.step(work), strict=True):
             torch.testing.assert_close(found, right, atol=1e-3, rtol=1e-3)
 

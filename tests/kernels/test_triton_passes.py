@@ -32,10 +32,10 @@ TOKENS = [[3 + (7 * i + i * i + 5 * row) % 90 for i in range(110)] for row in ra
 Spans = list[tuple[int, int, int]]  # row, begin and end of the new tokens of sequences, decodes first
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16, "num_hidden_layers": 1},
     "windowed": {
         "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 9, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 16,
+        "num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 1,
     },
 }  # fmt: skip
 

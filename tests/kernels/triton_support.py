@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Sequence
 from itertools import combinations, product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+from tests.kernels.interpreter import quicken
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
@@ -20,58 +20,8 @@ if not HAS_CUDA and "Interpreted" not in type(triton.language.sum).__name__:
     pytest.skip("triton was imported before it was told to interpret", allow_module_level=True)
 
 
-def teach_interpreter_new_numpy() -> None:
-    """Its scalars are arrays of one element, which numpy 2.5 no longer takes for numbers."""
-    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
-    original = interpreter._patch_lang_tensor
-
-    def patch(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch
-
-
-def patch_once_a_kernel() -> None:
-    """The interpreter redefines the language at every call of a function inside of a kernel, which was half of its time."""
-    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
-    original = interpreter._patch_lang
-    everything = SimpleNamespace(__globals__={"tl": triton.language, "core": triton.language.core})
-    interpreter._patch_lang = lambda fn: original(everything)
-    interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
-
-
-def describe_types_when_asked() -> None:
-    """The interpreter writes out the type of every shape and makes a table of numpy's at every look: a third of its time."""
-    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
-    core: Any = triton.language.core
-
-    def make(self: Any, args: Sequence[Any], stated: Any = None) -> None:
-        self.values = list(args)
-        self._type = stated if stated is None or isinstance(stated, core.tuple_type) else core.tuple_type(stated)
-
-    def find_type(self: Any) -> Any:
-        if self._type is None:
-            self._type = core._type_for_tuple_values(self.values)
-        return self._type
-
-    core.tuple.__init__ = make
-    core.tuple.type = property(find_type, lambda self, value: setattr(self, "_type", value))
-    original, found = interpreter._get_np_dtype, dict[str, Any]()
-
-    def find_numpy_type(of: Any) -> Any:
-        name = of.scalar.name
-        if name not in found:
-            found[name] = original(of.scalar)
-        return found[name]
-
-    interpreter._get_np_dtype = find_numpy_type
-
-
 if not HAS_CUDA:
-    teach_interpreter_new_numpy()
-    patch_once_a_kernel()
-    describe_types_when_asked()
+    quicken()
 
 from archerfish.kernels.batches import BlockMask  # noqa: E402
 from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch  # noqa: E402

@@ -6,7 +6,6 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 
 from tests.models.adapter_files import LINEAR
@@ -16,6 +15,8 @@ FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 def add_adapter(model: Any, directory: Path, *, seed: int = 0, **options: Any) -> Any:
     """A copy of a model with a random adapter, which is saved as PEFT saves it."""
+    import peft  # which takes seconds
+
     torch.manual_seed(seed)
     config = peft.LoraConfig(**{"r": 4, "lora_alpha": 7, "target_modules": list(LINEAR), **options})
     adapted = peft.get_peft_model(copy.deepcopy(model), config)

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("peft")
-
 from archerfish.kernels.formats import choose_format
 from archerfish.kernels.torch.reference import TorchOps
 from tests.kernels.native_support import LEVELS, native_ops

@@ -56,7 +56,7 @@ def generate(
     """Tokens of the first prompts, of different numbers; twice, the second time out of the cache."""
     ops = RecordingOps if records else TorchOps
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: ops(device, dtype))
-    prompts, each = PROMPTS[:num_prompts], [replace(params, max_tokens=8 + 3 * i) for i in range(num_prompts)]
+    prompts, each = PROMPTS[:num_prompts], [replace(params, max_tokens=6 + 2 * i) for i in range(num_prompts)]
     with LLMEngine(
         str(model), **USUAL, max_cache_tokens=max_cache_tokens, block_size=4, max_num_seqs=10, enable_prefix_caching=has_cache
     ) as engine:

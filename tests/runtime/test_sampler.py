@@ -14,14 +14,11 @@ from archerfish.kernels.torch.sampling import uniforms
 from archerfish.runtime.sampler import FastSampler, prompt_logprobs
 from archerfish.sched.plan import entry_of
 from archerfish.sequence import Sequence
+from tests.kernels.sampling_cases import MIXED
 from tests.runtime.sampling_reference import sample, sample_sequences, sequence_of
 
 Sampler = FastSampler[torch.Tensor]
 VOCAB = 640
-MIXED: list[dict[str, Any]] = [
-    {"temperature": 0}, {}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.1, "temperature": 0.6}, {"top_k": 300, "top_p": 0.95},
-    {"repetition_penalty": 1.4, "frequency_penalty": 0.3}, {"logit_bias": {3: 4.0}, "min_tokens": 9, "logprobs": 2},
-]  # fmt: skip
 
 
 def test_uniform_numbers_are_those_of_the_definition() -> None:

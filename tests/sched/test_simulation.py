@@ -115,7 +115,7 @@ class Simulation:
 
 
 ALL_POLICIES = ["fcfs", "priority", "fair-share", "longest-prefix-first", "deadline"]
-FEW = 350  # requests
+FEW = 250  # requests
 CASES = [
     ("fcfs", 0, False, FEW), ("fcfs", 1, False, FEW), ("fair-share", 1, False, FEW), ("longest-prefix-first", 1, False, FEW),
     ("fcfs", 0, True, FEW), ("fcfs", 1, True, FEW),

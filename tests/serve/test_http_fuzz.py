@@ -10,23 +10,14 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from pydantic import ValidationError
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    negative_data_rejection,
-    response_headers_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-    unsupported_method,
-)
 from starlette.applications import Starlette
 from starlette.types import Message
 
@@ -237,29 +228,51 @@ def test_many_fuzzed_requests(tmp_path: Path, seed: int) -> None:
 # The OpenAPI document
 
 
-# Not among them: that valid data is accepted. Models, templates and grammars have rules that no schema can state.
-CHECKS = [
-    not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance,
-    response_headers_conformance, negative_data_rejection, unsupported_method,
-]  # fmt: skip
 GENERATED = [phase for phase in Phase if phase != Phase.explicit]  # the explicit ones are those of the short test
 APP = create_app(FakeBackend())
 DOCUMENT = openapi_document(APP.routes)
-schema = schemathesis.openapi.from_asgi("/openapi.json", APP)
+OPERATIONS = [f"{method.upper()} {path}" for path, operations in DOCUMENT["paths"].items() for method in operations]
+
+
+@cache
+def operations() -> dict[str, Any]:
+    import schemathesis
+
+    schema: Any = schemathesis.openapi.from_asgi("/openapi.json", APP)
+    return {found.ok().label: (found.ok(), schema.config) for found in schema.get_all_operations()}
+
+
+def check_operation(label: str, **options: Any) -> None:
+    """As `schema.parametrize` does it, but cases are made when the test runs, not when any worker collects tests."""
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.generation.feedback import NO_FEEDBACK
+    from schemathesis.pytest._test_builder import build_operation_test
+    from schemathesis.specs.openapi import checks
+
+    # Not among them: that valid data is accepted. Models, templates and grammars have rules that no schema can state.
+    chosen = [
+        not_a_server_error, checks.status_code_conformance, checks.content_type_conformance, checks.response_schema_conformance,
+        checks.response_headers_conformance, checks.negative_data_rejection, checks.unsupported_method,
+    ]  # fmt: skip
+
+    @settings(deadline=None, suppress_health_check=list(HealthCheck), **options)
+    def validate(case: Any) -> None:
+        case.call_and_validate(checks=chosen)
+
+    operation, config = operations()[label]
+    build_operation_test(config=config, operation=operation, test_func=validate, given_kwargs={}, feedback=NO_FEEDBACK)()
 
 
 @pytest.mark.no_cover
-@schema.parametrize()
-@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
-def test_answers_match_the_document(case: schemathesis.Case[Any]) -> None:
-    case.call_and_validate(checks=CHECKS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_answers_match_the_document(operation: str) -> None:
+    check_operation(operation, max_examples=3)
 
 
 @pytest.mark.slow
-@schema.parametrize()
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), phases=GENERATED)
-def test_many_answers_match_the_document(case: schemathesis.Case[Any]) -> None:
-    case.call_and_validate(checks=CHECKS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_many_answers_match_the_document(operation: str) -> None:
+    check_operation(operation, max_examples=200, phases=GENERATED)
 
 
 def test_document_has_the_answers_of_every_route() -> None:
