@@ -14,17 +14,13 @@ from typing import Any
 import numpy as np
 
 from archerfish.bench.gpu import model_directory
-from archerfish.bench.report import Found, Goal, Measurement
+from archerfish.bench.report import Found, Measurement
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.params import SamplingParams
 
 LAYERS = ".layers."  # what adapters change: all linear maps but the head
 WITHOUT, NONE, SPREAD = "without slots", "slots, no adapter", "spread over adapters"
 GAP, LOADING = "longest gap between steps, ms", "longest gap while adapters are loaded, ms"
-GOALS = (
-    Goal(f"{SPREAD}, tokens/s", 0.85, at_least=True, over=f"{WITHOUT}, tokens/s"),
-    Goal(f"{NONE}, tokens/s", 0.97, at_least=True, over=f"{WITHOUT}, tokens/s"),
-)
 
 
 def measure(options: Namespace) -> Found:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from archerfish.bench.report import OURS, Found, Goal, Measurement
+from archerfish.bench.report import OURS, Found, Measurement
 from archerfish.bench.words import random_text
 from archerfish.bench.worker import EngineGroup, chosen, versions
 from archerfish.observe.summary import percentile
@@ -42,18 +42,6 @@ SETTLE_S = 0.2  # until the threads of the engine before have gone to sleep
 MIN_SECONDS, NUM_CALLS = 1.0, 200  # of one measurement
 NUM_SPECIAL = 2  # tokens that the tokenizer adds to a text
 Launch = Callable[[str], Any]
-SENTENCE_TRANSFORMERS = ("st-float32", "st-bfloat16")
-GOALS = (
-    Goal("load after imports, ms", 10, at_least=True, peers=SENTENCE_TRANSFORMERS),
-    Goal("imports, s", 2, at_least=True, peers=SENTENCE_TRANSFORMERS),
-    Goal("10 tokens, texts/s", 2, at_least=True, peers=SENTENCE_TRANSFORMERS),
-    Goal("128 tokens, texts/s", 2, at_least=True, peers=SENTENCE_TRANSFORMERS),
-    Goal("5-256 tokens, texts/s", 3, at_least=True, peers=SENTENCE_TRANSFORMERS),
-    Goal("load after imports, ms", 100),
-    Goal("one text p50, ms", 5),
-    Goal("peak growth in that call, MB", 200),
-    Goal("smallest cosine with st-float32", 0.9999, at_least=True),
-)
 
 
 def measure(options: Namespace) -> Found:
