@@ -46,16 +46,8 @@ TEXT_MODEL, EMBEDDING_MODEL = "smollm2-135m-instruct", "all-minilm-l6-v2"
 PARTS = ("decode", "prefill", "batch", "start", "http", "embed", "rwkv", "draw", "drafts")
 LLAMA, VLLM, SORTED, OURS_INT8 = "llama.cpp", "vllm", "numpy sort", "archerfish-int8"
 PEERS_FILE, PACED_FILE = (Path(__file__).with_name(name) for name in ("cpu_peers.py", "drafts.py"))
-EXPORTED = ("onnx", "transformers")  # what exporting needs
-# Of each peer: its class, the class's own arguments, and the packages that it needs.
-EMBEDDERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    OURS_INT8: ("ArcherfishVectors", {"options": asdict(EmbedConfig(device="cpu", weights="int8"))}, ()),
-    "st-float32": ("SentenceTransformers", {}, ("sentence_transformers",)),
-    "onnx-float32": ("OnnxRuntime", {"precision": "float32"}, ("onnxruntime", *EXPORTED)),
-    "onnx-int8": ("OnnxRuntime", {"precision": "int8"}, ("onnxruntime", *EXPORTED)),
-    "openvino-float32": ("OpenVino", {"precision": "float32"}, ("openvino", *EXPORTED)),
-    "openvino-default": ("OpenVino", {"precision": "default"}, ("openvino", *EXPORTED)),
-    "openvino-int8": ("OpenVino", {"precision": "int8"}, ("openvino", "nncf", *EXPORTED)),
+EMBEDDERS: dict[str, embed.Peer] = {
+    OURS_INT8: ("ArcherfishVectors", {"options": asdict(EmbedConfig(device="cpu", weights="int8"))}, ()), **embed.PEERS,
 }
 PEERS = {
     LLAMA: ("LlamaCpp", {}, ("llama_cpp",)), VLLM: ("Vllm", {}, ("vllm",)), **EMBEDDERS,
@@ -128,8 +120,7 @@ class CpuBench:
         if name in self.ours:
             group.open(name, engine, ours, path=self.ours[name])
         else:
-            peer, arguments, _ = PEERS[name]
-            group.open(name, peer, theirs | arguments, file=PEERS_FILE if hasattr(cpu_peers, peer) else None)
+            embed.open_peer(group, name, PEERS[name], theirs)
 
     def open_text(self, group: EngineGroup, name: str) -> None:
         options = {"model": str(self.text_file), **OUR_OPTIONS}

@@ -324,13 +324,13 @@ def test_embed_measures_engines_and_their_agreement(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(engines, "SentenceTransformers", FakeReference)
     set_sizes(monkeypatch, embed, SETTLE_S=0.0, MIN_SECONDS=0.0, NUM_CALLS=2)
     monkeypatch.setattr("archerfish.store.names.resolve_model", lambda name, hub: tmp_path)
-    monkeypatch.setitem(embed.PEERS, "openvino", ({}, ("no_such_package",)))
+    monkeypatch.setitem(embed.PEERS, "openvino-int8", ("OpenVino", {}, ("no_such_package",)))
     options = Namespace(
-        engines="archerfish,st-float32,openvino", rounds=2, documents=20, against="", embed=EmbedConfig(), hub=HubConfig()
+        engines="archerfish,st-float32,openvino-int8", rounds=2, documents=20, against="", embed=EmbedConfig(), hub=HubConfig()
     )
     report = report_of(embed.measure(options))
     assert report.engines == ["archerfish", "st-float32"]
-    assert report.notes == ["openvino was not measured: not installed: no_such_package"]
+    assert report.notes == ["openvino-int8 was not measured: not installed: no_such_package"]
     cosine, texts = report.summary("smallest cosine with st-float32"), report.summary("128 tokens, texts/s", "st-float32")
     assert cosine and cosine.median == pytest.approx(1) and texts and texts.rounds == 2
     assert {"imports, s", "one text p99, ms", "20 documents in one call, s", "resident after work, MB"} < set(report.samples)
