@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from archerfish.bench import cpu_peers, embed
+from archerfish.bench import embed
 from archerfish.bench.drafts import write_shapes
 from archerfish.bench.engines import timed
 from archerfish.bench.gpu import VLLM_ENVIRONMENT, VLLM_OPTIONS

@@ -117,8 +117,8 @@ def run_benchmark(config: EngineConfig, benchmark: BenchmarkConfig) -> tuple[dic
         for limit, figure in FIGURES.items():
             name, wanted = f"{case.name}: {figure}", getattr(case.expected_performance, limit)
             if wanted is not None:
-                value = summaries[name].median if name in summaries else None
-                verdicts.append(TargetResult(name, wanted, limit.startswith("min_"), value))
+                median = summaries[name].median if name in summaries else None
+                verdicts.append(TargetResult(name, wanted, limit.startswith("min_"), median))
     return summaries, verdicts
 
 
