@@ -25,7 +25,6 @@ import aiohttp
 
 from archerfish.bench.generate import open_ours
 from archerfish.bench.load import Dialect, Load, LoadDriver, Shape
-from archerfish.bench.metrics_cost import metrics_cost
 from archerfish.bench.report import OURS, Found, Measurement
 from archerfish.bench.worker import EngineGroup, rotated
 from archerfish.config import EngineConfig
@@ -282,7 +281,7 @@ def service_engine(options: Namespace) -> tuple[EngineConfig, list[str]]:
 
 
 def overhead(options: Namespace) -> Found:
-    """What metrics add to a step, and what HTTP and ZMQ add to a streamed chat, against the same model without a server."""
+    """What HTTP and ZMQ add to a streamed chat, against the same model without a server."""
     engine, flags = service_engine(options)
     with EngineGroup() as group, own_server(options, *flags) as server:
         open_ours(group, Namespace(engine=engine, against=""))
@@ -300,7 +299,6 @@ def overhead(options: Namespace) -> Found:
                 yield Measurement("overhead: first token over HTTP, ms", served_ms)
                 yield Measurement("overhead: added to the first token, ms", served_ms - inside_ms)
         connection.close()
-    yield from metrics_cost(engine, options.rounds)
 
 
 def first_text_s(connection: http.client.HTTPConnection, model: str, content: str) -> float:

@@ -11,9 +11,9 @@ from archerfish.cache.radix import RadixCache
 from archerfish.engine.outputs import request_metrics
 from archerfish.observe.metrics import DECODE, PREFILL, QUEUE, WHOLE, MetricsCollector
 from archerfish.params import SamplingParams
-from archerfish.sched.fakes import FakeLoop, FakeRunner
 from archerfish.sched.scheduler import Scheduler
 from archerfish.sequence import Request
+from tests.sched.fakes import FakeLoop, FakeRunner
 
 NUM_BLOCKS, BLOCK_SIZE = 24, 4
 Arrival = tuple[int, int, int, int]  # steps after the one before, prompt tokens, output tokens, steps until an abort (0: none)

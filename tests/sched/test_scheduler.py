@@ -8,10 +8,10 @@ import pytest
 from archerfish.bench.scheduler import step_times_us
 from archerfish.cache.radix import RadixKey
 from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, InvariantError, TooManyRequestsError
-from archerfish.sched.fakes import expected_output
 from archerfish.sequence import Status
 from archerfish.step import StepResult
 from tests.calls import num_calls
+from tests.sched.fakes import expected_output
 from tests.sched.worlds import DEPTHS, VOCAB, World, commit, counts, plan
 
 # What is accepted

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from archerfish.sched.fakes import FakeRunner
 from archerfish.sched.plan import Plan
 from archerfish.sequence import Sequence
 from archerfish.step import StepResult
+from tests.sched.fakes import FakeRunner
 from tests.sched.worlds import DEPTHS, VOCAB, World, commit, plan
 
 

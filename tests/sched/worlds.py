@@ -13,11 +13,11 @@ from archerfish.cache.adaptive import LogitsCache
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import RadixCache
 from archerfish.params import SamplingParams
-from archerfish.sched.fakes import FakeLoop, FakeRunner, FakeStateRunner, expected_output, fake_logits, fake_token
 from archerfish.sched.plan import Plan
 from archerfish.sched.policy import SchedulingPolicy
 from archerfish.sched.scheduler import Scheduler
 from archerfish.sequence import Delta, Namespace, Request, Sequence
+from tests.sched.fakes import FakeLoop, FakeRunner, FakeStateRunner, expected_output, fake_logits, fake_token
 
 VOCAB = 50
 

@@ -1,4 +1,4 @@
-"""A runner without a model or a device, for tests and for trying a scheduling policy."""
+"""A runner without a model or a device."""
 
 from __future__ import annotations
 
