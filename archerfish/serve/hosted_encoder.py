@@ -17,6 +17,7 @@ from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.text_batches import softmax
 from archerfish.engine.token_vectors import as_rows
 from archerfish.errors import InvalidInputError, UnknownOptionError
+from archerfish.observe.recent import RecentFigures, figures
 from archerfish.route.router import ReplicaLoad
 from archerfish.serve.compute import Lane, ModelHost, PendingRequest, read_in_thread
 from archerfish.serve.overload import AdmittedRequest, OverloadController, StepCost, TooLateError, estimate_tokens
@@ -68,6 +69,7 @@ class HostedEncoder:
         self.latency_s = host.config.latency_budget_ms / 1000
         self.job_tokens = FIRST_JOB_TOKENS
         self.num_texts = self.num_tokens = 0  # computed
+        self.recent = RecentFigures()  # the first token of a request stands for its vectors
         self._host, self._clock = host, host.clock
         self._queue: deque[EncodingRequest] = deque()  # requests with texts that no job has taken
         self._running: tuple[Job, Future[Array | list[Array]]] | None = None
@@ -252,8 +254,10 @@ class HostedEncoder:
             row_counts = list(map(len, given)) if isinstance(given, list) else []
             found = np.concatenate(given) if isinstance(given, list) else given
             found = np.ascontiguousarray(softmax(found) if encoding.as_probabilities else found, dtype="<f4")
-            figures = self._host.figures
-            figures.embedded(self.name, self._clock() - request.arrived, figures.tenant_label(request.tenant.name))
+            now, collector = self._clock(), self._host.figures
+            collector.embedded(self.name, now - request.arrived, collector.tenant_label(request.tenant.name))
+            self.recent.first_token(now, now - request.arrived)
+            self.recent.tokens(now, encoding.num_tokens)
             self._host.answer(request, Vectors(
                 request_id=request.message.request_id, model=self.name, num_rows=found.shape[0], num_columns=found.shape[1],
                 data=found.tobytes(), num_tokens=encoding.num_tokens, row_counts=row_counts,
@@ -296,10 +300,11 @@ class HostedEncoder:
         )  # fmt: skip
 
     def stats(self) -> dict[str, Any]:
+        now = self._clock()
         return {
             "queue_texts": self.controller.queue.num_places, "queue_capacity": self.controller.max_queued,
             "num_texts": self.num_texts, "num_tokens": self.num_tokens,
-            "tokens_per_second": self._job_cost.tokens_per_s()[0], "job_tokens": self.job_tokens,
+            "job_tokens": self.job_tokens, **figures(self.recent.since(now), now),
             "drain_seconds": self.controller.drain_s(), "jobs": self.lane.num_done, "busy_s": self.lane.busy_s,
             **self.engine.core.ops.compile_counts(),
         }  # fmt: skip
