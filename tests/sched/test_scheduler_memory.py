@@ -223,7 +223,7 @@ def test_what_is_cached_is_evicted_before_anybody_is_preempted() -> None:
 @DEPTHS
 def test_fixed_chunks_end_at_multiples_whatever_else_runs(depth: int) -> None:
     world = World(fixed_chunk=8, depth=depth, max_num_batched_tokens=20, num_blocks=16)
-    world.runner = world.loop.runner = runner = Recorder(16, 4, vocab_size=VOCAB)
+    world.runner = runner = Recorder(16, 4, vocab_size=VOCAB)
     sequences = [world.add(length, max_tokens=20)[0] for length in (30, 17, 8, 21, 5)]
     world.run()
     assert world.scheduler.stats().num_preemptions > 0

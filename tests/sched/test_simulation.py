@@ -74,7 +74,7 @@ class Simulation:
 
     def fail(self) -> None:
         world = self.world
-        plan = world.loop.in_flight.popleft()[0] if world.loop.in_flight else world.scheduler.plan()
+        plan = world.in_flight.popleft()[0] if world.in_flight else world.scheduler.plan()
         if plan is not None:
             world.runner.spoil(plan)
             world.scheduler.fail(plan, RuntimeError("a step that raised"))

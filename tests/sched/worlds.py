@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from collections import deque
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -17,7 +18,8 @@ from archerfish.sched.plan import Plan
 from archerfish.sched.policy import SchedulingPolicy
 from archerfish.sched.scheduler import Scheduler
 from archerfish.sequence import Delta, Namespace, Request, Sequence
-from tests.sched.fakes import FakeLoop, FakeRunner, FakeStateRunner, expected_output, fake_logits, fake_token
+from archerfish.step import StepResult
+from tests.sched.fakes import FakeRunner, FakeStateRunner, expected_output, fake_logits, fake_token
 
 VOCAB = 50
 
@@ -95,7 +97,8 @@ class World:
         )
         runner = FakeStateRunner if has_states else FakeRunner
         self.runner: FakeRunner = runner(num_blocks, block_size, vocab_size=VOCAB)
-        self.loop = FakeLoop(self.scheduler, self.runner, depth)
+        self.depth = depth  # steps in flight while the next is planned
+        self.in_flight: deque[tuple[Plan, StepResult]] = deque()
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.ends: dict[tuple[str, int], str] = {}
         self.order_of_ends: list[str] = []
@@ -116,7 +119,17 @@ class World:
         return self.scheduler.add(request)
 
     def step(self) -> list[Delta]:
-        deltas = self.loop.step()
+        """One plan, and the commit of the step that is due."""
+        plan = self.scheduler.plan()
+        if plan is None and not self.in_flight:
+            self.scheduler.wait()
+            plan = self.scheduler.plan()
+        assert plan is not None or self.in_flight or not self.scheduler.has_work, "there is work but no plan"
+        if plan is not None:
+            self.in_flight.append((plan, self.runner.execute(plan)))
+        if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
+            self.scheduler.commit(*self.in_flight.popleft())
+        deltas = self.scheduler.take_deltas()
         self.take(deltas)
         return deltas
 
