@@ -12,7 +12,7 @@ from archerfish.sched.plan import Plan
 from archerfish.sequence import FinishReason, Request, Sequence
 from archerfish.step import PENDING, RowEntry, StepInput, StepResult, TokenLogprobs
 
-EMPTY = -1
+EMPTY, VOCAB = -1, 50
 
 
 def fake_logits(tokens: Iterable[int]) -> int:
@@ -20,17 +20,17 @@ def fake_logits(tokens: Iterable[int]) -> int:
     return zlib.crc32(array("I", tokens).tobytes())
 
 
-def fake_token(logits: int, seed: int, index: int, vocab_size: int) -> int:
+def fake_token(logits: int, seed: int, index: int) -> int:
     """The token that follows: it depends on every token before it, on the seed, and on which of the request's n this is."""
-    return zlib.crc32(b"%d %d %d" % (logits, seed, index)) % vocab_size
+    return zlib.crc32(b"%d %d %d" % (logits, seed, index)) % VOCAB
 
 
-def expected_output(request: Request, index: int = 0, vocab_size: int = 1000) -> tuple[list[int], FinishReason]:
+def expected_output(request: Request, index: int = 0) -> tuple[list[int], FinishReason]:
     """What a request must give, whatever else runs and however it is scheduled."""
     tokens = list(request.prompt_token_ids)
     num_prompt = len(tokens)
     while True:
-        tokens.append(fake_token(fake_logits(tokens), request.seed, index, vocab_size))
+        tokens.append(fake_token(fake_logits(tokens), request.seed, index))
         num_output = len(tokens) - num_prompt
         if tokens[-1] in request.stop_token_ids and num_output > request.params.min_tokens:
             return tokens[num_prompt:], "stop"
@@ -43,8 +43,7 @@ class FakeRunner:
 
     _replaces_blocks = False  # a row may get another block for one that it has
 
-    def __init__(self, num_blocks: int, block_size: int, *, vocab_size: int = 1000) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_forward_tokens = 0
         self._block_size = block_size
         self._memory = [[EMPTY] * block_size for _ in range(num_blocks)]
@@ -132,7 +131,7 @@ class FakeRunner:
         num_samples = int(step.samples[index])
         for nth in range(num_samples):
             seen = context[: len(context) + 1 - num_samples + nth]
-            result.tokens[index, nth] = token = fake_token(fake_logits(seen), entry.seed, entry.index, self.vocab_size)
+            result.tokens[index, nth] = token = fake_token(fake_logits(seen), entry.seed, entry.index)
         self._sampled[row] = len(context), token
         for kept_index, handle in step.kept:
             if kept_index == index:
@@ -168,8 +167,8 @@ class FakeStateRunner(FakeRunner):
 
     _replaces_blocks = True
 
-    def __init__(self, num_blocks: int, block_size: int, *, vocab_size: int = 1000) -> None:
-        super().__init__(num_blocks, block_size, vocab_size=vocab_size)
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
         self._states: list[list[int] | None] = [None] * num_blocks
         self._kept: dict[int, list[int]] = {}  # of the step: by row, blocks for the states behind each new token
 

@@ -8,14 +8,14 @@ from archerfish.sched.plan import Plan
 from archerfish.sequence import Sequence
 from archerfish.step import StepResult
 from tests.sched.fakes import FakeRunner
-from tests.sched.worlds import DEPTHS, VOCAB, World, commit, plan
+from tests.sched.worlds import DEPTHS, World, commit, plan
 
 
 class Recorder(FakeRunner):
     """Remembers which tokens of each sequence were computed together."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, vocab_size: int) -> None:
-        super().__init__(num_blocks, block_size, vocab_size=vocab_size)
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
         self.parts: dict[Sequence, list[tuple[int, int]]] = {}
 
     def execute(self, plan: Plan) -> StepResult:
@@ -223,7 +223,7 @@ def test_what_is_cached_is_evicted_before_anybody_is_preempted() -> None:
 @DEPTHS
 def test_fixed_chunks_end_at_multiples_whatever_else_runs(depth: int) -> None:
     world = World(fixed_chunk=8, depth=depth, max_num_batched_tokens=20, num_blocks=16)
-    world.runner = runner = Recorder(16, 4, vocab_size=VOCAB)
+    world.runner = runner = Recorder(16, 4)
     sequences = [world.add(length, max_tokens=20)[0] for length in (30, 17, 8, 21, 5)]
     world.run()
     assert world.scheduler.stats().num_preemptions > 0

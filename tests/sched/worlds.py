@@ -19,9 +19,7 @@ from archerfish.sched.policy import SchedulingPolicy
 from archerfish.sched.scheduler import Scheduler
 from archerfish.sequence import Delta, Namespace, Request, Sequence
 from archerfish.step import StepResult
-from tests.sched.fakes import FakeRunner, FakeStateRunner, expected_output, fake_logits, fake_token
-
-VOCAB = 50
+from tests.sched.fakes import VOCAB, FakeRunner, FakeStateRunner, expected_output, fake_logits, fake_token
 
 
 class OracleDrafter:
@@ -30,7 +28,7 @@ class OracleDrafter:
     def propose(self, tokens: array[int], count: int, *, is_bold: bool) -> list[int]:
         context = tokens.tolist()
         for _ in range(count):
-            token = fake_token(fake_logits(context), 0, 0, VOCAB)
+            token = fake_token(fake_logits(context), 0, 0)
             context.append((token + (fake_logits(context) % 5 == 0)) % VOCAB)
         return context[len(tokens) :]
 
@@ -95,8 +93,7 @@ class World:
             blocks=self.blocks, cache=self.cache, logits_cache=self.logits_cache, model_state_hash="model", policy=policy,
             clock=lambda: self.now, logits_row_bytes=64, **settings,
         )
-        runner = FakeStateRunner if has_states else FakeRunner
-        self.runner: FakeRunner = runner(num_blocks, block_size, vocab_size=VOCAB)
+        self.runner: FakeRunner = (FakeStateRunner if has_states else FakeRunner)(num_blocks, block_size)
         self.depth = depth  # steps in flight while the next is planned
         self.in_flight: deque[tuple[Plan, StepResult]] = deque()
         self.outputs: dict[tuple[str, int], list[int]] = {}
@@ -118,16 +115,22 @@ class World:
         )
         return self.scheduler.add(request)
 
-    def step(self) -> list[Delta]:
-        """One plan, and the commit of the step that is due."""
+    def launch(self) -> bool:
+        """Plan and execute a step, if there is anything to do."""
         plan = self.scheduler.plan()
         if plan is None and not self.in_flight:
             self.scheduler.wait()
             plan = self.scheduler.plan()
         assert plan is not None or self.in_flight or not self.scheduler.has_work, "there is work but no plan"
         if plan is not None:
+            assert len(plan.input.tokens) <= self.scheduler.max_num_batched_tokens
+            assert len(plan.sequences) <= self.scheduler.max_num_seqs
             self.in_flight.append((plan, self.runner.execute(plan)))
-        if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
+        return plan is not None
+
+    def step(self) -> list[Delta]:
+        """One plan, and the commit of the step that is due."""
+        if (not self.launch() and self.in_flight) or len(self.in_flight) > self.depth:
             self.scheduler.commit(*self.in_flight.popleft())
         deltas = self.scheduler.take_deltas()
         self.take(deltas)
@@ -166,13 +169,13 @@ class World:
 
     def check_output(self, seq: Sequence) -> None:
         """The whole output of a sequence that was left to end by itself."""
-        tokens, reason = expected_output(seq.request, seq.index, VOCAB)
+        tokens, reason = expected_output(seq.request, seq.index)
         assert self.outputs[seq.key] == tokens
         assert self.ends[seq.key] == reason
 
     def check_prefix(self, seq: Sequence) -> None:
         """What an interrupted sequence has given is the beginning of what it would have given."""
-        tokens, _ = expected_output(seq.request, seq.index, VOCAB)
+        tokens, _ = expected_output(seq.request, seq.index)
         output = self.outputs.get(seq.key, [])
         assert output == tokens[: len(output)]
 
