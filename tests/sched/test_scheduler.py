@@ -228,7 +228,7 @@ def test_abort_at_any_moment(depth: int, num_steps: int) -> None:
     assert not world.scheduler.abort("unknown")
     world.run()
     assert world.ends[seq.key] == "abort"
-    world.check_prefix(seq)
+    world.check_end(seq)
     world.check_output(other)
 
 

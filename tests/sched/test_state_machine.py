@@ -105,9 +105,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.in_flight)
     @rule()
     def step_fails(self) -> None:
-        plan, _ = self.in_flight.popleft()
-        self.w.runner.spoil(plan)
-        self.w.scheduler.fail(plan, RuntimeError("all"))
+        self.w.fail(self.in_flight.popleft()[0])
         self.w.take(self.w.scheduler.take_deltas())
 
     @precondition(lambda self: self.sequences)
@@ -137,21 +135,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if self.world is None:
             return
-        for _ in range(5000):
-            if not self.w.scheduler.has_work:
-                break
-            self.go_on(1, 0)
-        self.w.take(self.w.scheduler.take_deltas())
-        assert not self.w.scheduler.has_work and not self.w.scheduler.owned_blocks()
-        self.w.check()
-        self.w.check_nothing_is_held()
+        self.w.run()
         self.tally["histories"] += 1
         for seq in self.sequences:
             self.tally[self.w.ends[seq.key]] += 1
-            if self.w.ends[seq.key] == "length":
-                self.w.check_output(seq)
-            else:
-                self.w.check_prefix(seq)
+            self.w.check_end(seq)
 
 
 CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]

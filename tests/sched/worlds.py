@@ -173,11 +173,17 @@ class World:
         assert self.outputs[seq.key] == tokens
         assert self.ends[seq.key] == reason
 
-    def check_prefix(self, seq: Sequence) -> None:
-        """What an interrupted sequence has given is the beginning of what it would have given."""
-        tokens, _ = expected_output(seq.request, seq.index)
+    def check_end(self, seq: Sequence) -> None:
+        """The whole output of a sequence, or of one that was interrupted, the beginning of what it would have given."""
+        tokens, reason = expected_output(seq.request, seq.index)
         output = self.outputs.get(seq.key, [])
         assert output == tokens[: len(output)]
+        assert self.ends[seq.key] != "length" or (len(output), reason) == (len(tokens), "length")
+
+    def fail(self, made: Plan) -> None:
+        """A step breaks off."""
+        self.runner.spoil(made)
+        self.scheduler.fail(made, RuntimeError("a step that raised"))
 
 
 def plan(world: World) -> Plan:
