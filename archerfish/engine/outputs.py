@@ -243,7 +243,7 @@ class OutputCollector:
 
 @dataclass(slots=True)
 class EngineStats(SchedulerStats):
-    """Counts since an engine was made, and its current state."""
+    """Counts since an engine was made, its current state, and (MEANS) times of a sequence on average."""
 
     cache_hits: int = 0  # prompt tokens that were in the cache
     cache_misses: int = 0
@@ -253,14 +253,18 @@ class EngineStats(SchedulerStats):
         return cls(**asdict(counted), cache_hits=cache.hits, cache_misses=cache.misses)
 
 
+MEANS = ("avg_queue_time_ms", "avg_prefill_time_ms", "avg_decode_time_ms")
+
+
 def engine_counts(engine: LLMEngine) -> dict[str, Any]:
     """Counts since the engine was made and its current state, by the names of `observe.metrics`."""
     scheduler = engine.scheduler
-    cached, logits = engine.cache_stats(), engine.logits_cache.get_stats()
+    stats, cached, logits = engine.engine_stats(), engine.cache_stats(), engine.logits_cache.get_stats()
     blocks = scheduler.blocks
     num_used = blocks.num_total - blocks.num_free - scheduler.cache.num_evictable
     return {
-        **asdict(engine.engine_stats()), "cache": asdict(cached), "num_prompt_tokens": cached.hits + cached.misses,
+        **asdict(stats), **{name: getattr(stats, name) for name in MEANS}, "cache": asdict(cached),
+        "num_prompt_tokens": cached.hits + cached.misses,
         "logits_cache_hits": logits.hits, "logits_cache_misses": logits.misses,
         "num_blocks": blocks.num_total, "num_blocks_in_use": num_used, "kv_usage": num_used / blocks.num_total,
         **engine.runner.ops.compile_counts(),
