@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from archerfish.bench.gpu import VLLM, model_directory, open_vllm, vllm_peers
-from archerfish.bench.report import OURS, Found, Goal, Measurement
+from archerfish.bench.report import OURS, Found, Measurement
 from archerfish.bench.worker import EngineGroup
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.kernels.machine import free_memory
@@ -24,11 +24,6 @@ from archerfish.params import SamplingParams
 LAYERS = ".layers."  # what adapters change: all linear maps but the head
 WITHOUT, NONE, SPREAD = "without slots", "slots, no adapter", "spread over adapters"
 GAP, LOADING = "longest gap between steps, ms", "longest gap while adapters are loaded, ms"
-GOALS = (
-    Goal(f"{SPREAD}, tokens/s", 0.85, at_least=True, over=f"{WITHOUT}, tokens/s"),
-    Goal(f"{NONE}, tokens/s", 0.97, at_least=True, over=f"{WITHOUT}, tokens/s"),
-    Goal(f"{SPREAD}, tokens/s", 1.2, at_least=True, peers=(VLLM,)),
-)
 
 
 def measure(options: Namespace) -> Found:

@@ -27,12 +27,12 @@ from typing import Any
 
 import numpy as np
 
-from archerfish.bench import cpu_peers, embed
+from archerfish.bench import embed
 from archerfish.bench.drafts import write_shapes
 from archerfish.bench.engines import timed
 from archerfish.bench.gpu import VLLM_ENVIRONMENT, VLLM_OPTIONS
 from archerfish.bench.load import Load, Shape
-from archerfish.bench.report import OURS, Found, Goal, Measurement
+from archerfish.bench.report import OURS, Found, Measurement
 from archerfish.bench.rwkv import PACKAGE, random_prompts, stream_title, write_shape
 from archerfish.bench.serve import ServeBench, running
 from archerfish.bench.worker import PACKAGE_PATH, EngineGroup, chosen, rotated, versions
@@ -46,22 +46,13 @@ TEXT_MODEL, EMBEDDING_MODEL = "smollm2-135m-instruct", "all-minilm-l6-v2"
 PARTS = ("decode", "prefill", "batch", "start", "http", "embed", "rwkv", "draw", "drafts")
 LLAMA, VLLM, SORTED, OURS_INT8 = "llama.cpp", "vllm", "numpy sort", "archerfish-int8"
 PEERS_FILE, PACED_FILE = (Path(__file__).with_name(name) for name in ("cpu_peers.py", "drafts.py"))
-EXPORTED = ("onnx", "transformers")  # what exporting needs
-# Of each peer: its class, the class's own arguments, and the packages that it needs.
-EMBEDDERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    OURS_INT8: ("ArcherfishVectors", {"options": asdict(EmbedConfig(device="cpu", weights="int8"))}, ()),
-    "st-float32": ("SentenceTransformers", {}, ("sentence_transformers",)),
-    "onnx-float32": ("OnnxRuntime", {"precision": "float32"}, ("onnxruntime", *EXPORTED)),
-    "onnx-int8": ("OnnxRuntime", {"precision": "int8"}, ("onnxruntime", *EXPORTED)),
-    "openvino-float32": ("OpenVino", {"precision": "float32"}, ("openvino", *EXPORTED)),
-    "openvino-default": ("OpenVino", {"precision": "default"}, ("openvino", *EXPORTED)),
-    "openvino-int8": ("OpenVino", {"precision": "int8"}, ("openvino", "nncf", *EXPORTED)),
+EMBEDDERS: dict[str, embed.Peer] = {
+    OURS_INT8: ("ArcherfishVectors", {"options": asdict(EmbedConfig(device="cpu", weights="int8"))}, ()), **embed.PEERS,
 }
 PEERS = {
     LLAMA: ("LlamaCpp", {}, ("llama_cpp",)), VLLM: ("Vllm", {}, ("vllm",)), **EMBEDDERS,
     PACKAGE: ("RwkvPackage", {}, ("rwkv",)), SORTED: ("", {}, ()),
 }  # fmt: skip
-TEXT_PEERS = (LLAMA, VLLM)
 OUR_OPTIONS: dict[str, Any] = {"device": "cpu"}
 PROMPT_TOKENS, PREFILL_TOKENS, MAX_TOKEN = 4, 512, 10_000  # short prompts: a rate is the difference of two times
 DECODES = {1: ("decode, tokens/s", 128), 8: ("8 sequences, tokens/s", 64), 32: ("32 sequences, tokens/s", 64)}  # tokens of each
@@ -72,41 +63,15 @@ EMBED_WORKLOADS, NUM_TEXTS = ("128 tokens, texts/s", "5-256 tokens, texts/s"), 6
 RWKV_SHAPES, RWKV_STREAMS, RWKV_OUTPUT = ("0.1b", "0.4b"), 32, 24
 DRAW_LOGITS, NUM_DRAWS = 50_000, 200
 DRAW_OPTIONS: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
-# Chats whose answers repeat much of the question, and do not; and how many times as fast speculation is to make them.
-DRAFTED = {
-    "edit of code": ("Add a comment to this code and print the whole code:\n\n", 1.8),
-    "story": ("Write a story about a dragon who learns to sail.", 0.97),
+DRAFTED = {  # chats whose answers repeat much of the question, and do not
+    "edit of code": "Add a comment to this code and print the whole code:\n\n",
+    "story": "Write a story about a dragon who learns to sail.",
 }
 EDITED_FILE, EDITED_CHARACTERS, DRAFTED_OUTPUT = Path(bisect.__file__), 2500, 200
 DRAFTED_RATE = "{}: {}, tokens/s"
-PACED, PACED_SHARE, PACED_GAIN, PACED_OUTPUT = "draft model (paced, {:.0%} right)", 0.7, 1.4, 100
+PACED, PACED_SHARE, PACED_OUTPUT = "draft model (paced, 70% right)", 0.7, 100
 FULL_BATCH, FULL_BATCH_OUTPUT = 64, 48  # sequences, and tokens of each
 HOW = {False: "one by one", True: "with speculation"}
-EXACT = tuple(name for name in EMBEDDERS if not name.endswith("int8"))  # peers whose vectors are as good as ours
-FASTER = {  # than peers, by what is measured
-    "prefill, tokens/s": 1.5, "decode, tokens/s": 1.2, "8 sequences, tokens/s": 2.0, "32 sequences, tokens/s": 2.0,
-    "process to first token, s": 1.0, **{f"{CHATS_TITLE}: {figure}": 2.0 for figure in CHAT_FIGURES[:2]},
-}
-GOALS = (
-    *(Goal(metric, factor, at_least=True, peers=TEXT_PEERS) for metric, factor in FASTER.items()),
-    Goal("decode, share of the limit", 0.6, at_least=True),
-    *(Goal(f"embed, {metric}", factor, at_least=True, peers=EXACT) for metric, factor in (
-        (EMBED_WORKLOADS[0], 1.5), (EMBED_WORKLOADS[1], 2.5), ("one text p50, ms", 1.5),
-    )),
-    Goal("process to first vector, s", 10.0, at_least=True, peers=("st-float32",)),
-    Goal("embed, smallest cosine with st-float32", 0.9999, at_least=True),
-    *(Goal(f"rwkv {shape}, one stream, tokens/s", 5.0, at_least=True, peers=(PACKAGE,)) for shape in RWKV_SHAPES),
-    Goal(f"rwkv 0.1b, {RWKV_STREAMS} streams, tokens/s", 8.0, at_least=True, over="rwkv 0.1b, one stream, tokens/s"),
-    *(
-        Goal(DRAFTED_RATE.format(title, HOW[True]), wanted, at_least=True, over=DRAFTED_RATE.format(title, HOW[False]))
-        for title, wanted in (
-            *((title, wanted) for title, (_, wanted) in DRAFTED.items()),
-            (PACED.format(PACED_SHARE), PACED_GAIN), (f"{FULL_BATCH} sequences", 0.97),
-        )
-    ),
-    Goal("one draw, us", 5.0, at_least=True, peers=(SORTED,)),
-    Goal("one draw, us", 80.0),
-)  # fmt: skip
 
 
 def measure(options: Namespace) -> Found:
@@ -155,8 +120,7 @@ class CpuBench:
         if name in self.ours:
             group.open(name, engine, ours, path=self.ours[name])
         else:
-            peer, arguments, _ = PEERS[name]
-            group.open(name, peer, theirs | arguments, file=PEERS_FILE if hasattr(cpu_peers, peer) else None)
+            embed.open_peer(group, name, PEERS[name], theirs)
 
     def open_text(self, group: EngineGroup, name: str) -> None:
         options = {"model": str(self.text_file), **OUR_OPTIONS}
@@ -305,7 +269,7 @@ class CpuBench:
         with EngineGroup() as group:
             for name in self.ours:
                 self.open(group, name, "Archerfish", {"options": {**options, "speculation": "ngram"}}, {})
-            for number, (title, (question, _)), name in product(range(-1, self.options.rounds), DRAFTED.items(), self.ours):
+            for number, (title, question), name in product(range(-1, self.options.rounds), DRAFTED.items(), self.ours):
                 content = question + (code[:EDITED_CHARACTERS] if question.endswith("\n") else "")
                 for speculate in HOW:
                     found = group.call(name, "answer", content=content, num_output=DRAFTED_OUTPUT, speculate=speculate)
@@ -322,7 +286,6 @@ class CpuBench:
 
     def paced_drafts(self) -> Found:
         """One sequence with a draft model of a tenth of the model's size."""
-        title = PACED.format(PACED_SHARE)
         with tempfile.TemporaryDirectory(prefix="archerfish-") as scratch, EngineGroup() as group:
             options = {**write_shapes(Path(scratch)), **OUR_OPTIONS, "max_cache_tokens": 4096}
             for name, path in self.ours.items():
@@ -330,9 +293,9 @@ class CpuBench:
             for number, name, speculate in product(range(-1, self.options.rounds), self.ours, HOW):
                 found = group.call(name, "decode", num_output=PACED_OUTPUT, speculate=speculate)
                 if found and number >= 0:
-                    yield Measurement(DRAFTED_RATE.format(title, HOW[speculate]), found["rate"], name)
+                    yield Measurement(DRAFTED_RATE.format(PACED, HOW[speculate]), found["rate"], name)
                     if found["proposed"]:
-                        yield Measurement(f"{title}: share accepted", found["accepted"] / found["proposed"], name)
+                        yield Measurement(f"{PACED}: share accepted", found["accepted"] / found["proposed"], name)
 
     def draw(self) -> Found:
         """One token out of many, with top-k and top-p."""

@@ -11,21 +11,27 @@ import random
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from archerfish.bench.report import OURS, Found, Goal, Measurement
+from archerfish.bench import cpu_peers
+from archerfish.bench.report import OURS, Found, Measurement
 from archerfish.bench.words import random_text
 from archerfish.bench.worker import EngineGroup, chosen, versions
 from archerfish.observe.summary import percentile
 
-# Name of a peer: what it gives to engines.SentenceTransformers, and the packages that it needs.
-PEERS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
-    "st-float32": ({}, ("sentence_transformers",)),
-    "st-bfloat16": ({"dtype": "bfloat16"}, ("sentence_transformers",)),
-    "onnx": ({"backend": "onnx"}, ("onnxruntime", "optimum", "sentence_transformers")),
-    "openvino": ({"backend": "openvino"}, ("openvino", "optimum", "sentence_transformers")),
+EXPORTED = ("onnx", "transformers")  # what exporting needs
+Peer = tuple[str, dict[str, Any], tuple[str, ...]]  # its class, the class's own arguments, and the packages that it needs
+PEERS: dict[str, Peer] = {
+    "st-float32": ("SentenceTransformers", {}, ("sentence_transformers",)),
+    "st-bfloat16": ("SentenceTransformers", {"dtype": "bfloat16"}, ("sentence_transformers",)),
+    "onnx-float32": ("OnnxRuntime", {"precision": "float32"}, ("onnxruntime", *EXPORTED)),
+    "onnx-int8": ("OnnxRuntime", {"precision": "int8"}, ("onnxruntime", *EXPORTED)),
+    "openvino-float32": ("OpenVino", {"precision": "float32"}, ("openvino", *EXPORTED)),
+    "openvino-default": ("OpenVino", {"precision": "default"}, ("openvino", *EXPORTED)),
+    "openvino-int8": ("OpenVino", {"precision": "int8"}, ("openvino", "nncf", *EXPORTED)),
 }
 REFERENCE = "st-float32"
 WORKLOADS = {"10 tokens, texts/s": (1024, 10, 10), "128 tokens, texts/s": (256, 128, 128),
@@ -42,18 +48,6 @@ SETTLE_S = 0.2  # until the threads of the engine before have gone to sleep
 MIN_SECONDS, NUM_CALLS = 1.0, 200  # of one measurement
 NUM_SPECIAL = 2  # tokens that the tokenizer adds to a text
 Launch = Callable[[str], Any]
-SENTENCE_TRANSFORMERS = ("st-float32", "st-bfloat16")
-GOALS = (
-    Goal("load after imports, ms", 10, at_least=True, peers=SENTENCE_TRANSFORMERS),
-    Goal("imports, s", 2, at_least=True, peers=SENTENCE_TRANSFORMERS),
-    Goal("10 tokens, texts/s", 2, at_least=True, peers=SENTENCE_TRANSFORMERS),
-    Goal("128 tokens, texts/s", 2, at_least=True, peers=SENTENCE_TRANSFORMERS),
-    Goal("5-256 tokens, texts/s", 3, at_least=True, peers=SENTENCE_TRANSFORMERS),
-    Goal("load after imports, ms", 100),
-    Goal("one text p50, ms", 5),
-    Goal("peak growth in that call, MB", 200),
-    Goal("smallest cosine with st-float32", 0.9999, at_least=True),
-)
 
 
 def measure(options: Namespace) -> Found:
@@ -61,7 +55,8 @@ def measure(options: Namespace) -> Found:
     from archerfish.store.names import resolve_model
 
     options.embed = options.embed.replace(device=choose_device(options.embed.device).name)  # peers know no "auto"
-    names = chosen("--engines", options.engines, [OURS, *PEERS])
+    peers = [name for name, peer in PEERS.items() if options.embed.device == "cpu" or not hasattr(cpu_peers, peer[0])]
+    names = chosen("--engines", options.engines, [OURS, *peers])
     source = resolve_model(options.embed.model, options.hub)
     texts = make_texts(options.embed.device)
     given = {"cache_dir": str(options.hub.cache_path()), "options": dataclasses.asdict(options.embed)}
@@ -70,11 +65,11 @@ def measure(options: Namespace) -> Found:
 
         def launch(name: str) -> Any:
             if name in PEERS:
-                return group.open(name, "SentenceTransformers", arguments | PEERS[name][0])
+                return open_peer(group, name, PEERS[name], arguments)
             return group.open(name, "ArcherfishEmbeddings", arguments, path=versions(options.against)[name])
 
         for name in [*names, *(name for name in versions(options.against) if name != OURS)]:
-            _, needed = PEERS.get(name, ({}, ()))
+            needed = PEERS[name][2] if name in PEERS else ()
             if absent := [module for module in needed if importlib.util.find_spec(module) is None]:
                 yield f"{name} was not measured: not installed: {', '.join(absent)}"
             else:
@@ -84,6 +79,12 @@ def measure(options: Namespace) -> Found:
         yield from measure_work(group, texts, options)
         yield from measure_documents(group, launch, options)
         yield from group.notes
+
+
+def open_peer(group: EngineGroup, name: str, peer: Peer, arguments: dict[str, Any]) -> Any:
+    """Start a peer, whose class is in engines.py or cpu_peers.py."""
+    engine, own, _ = peer
+    return group.open(name, engine, arguments | own, file=Path(cpu_peers.__file__) if hasattr(cpu_peers, engine) else None)
 
 
 def measure_starts(group: EngineGroup, launch: Launch, rounds: int) -> Iterator[Measurement]:

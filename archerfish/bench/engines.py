@@ -446,23 +446,22 @@ class ArcherfishVectors(ArcherfishEmbeddings):
 
 
 class SentenceTransformers(EmbeddingEngine):
-    """sentence-transformers, on one of its backends. ONNX Runtime and OpenVINO choose the type themselves."""
+    """sentence-transformers."""
 
     modules = ("sentence_transformers",)
     batch_sizes = (32, 64, 128)
 
-    def __init__(self, *, dtype: str = "float32", backend: Any = "torch", **arguments: Any) -> None:
+    def __init__(self, *, dtype: str = "float32", **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.dtype, self.backend = dtype, backend
+        self.dtype = dtype
 
     def load(self) -> None:
         import torch
 
         if self.options["num_threads"]:
             torch.set_num_threads(self.options["num_threads"])
-        given = {"dtype": getattr(torch, self.dtype)} if self.backend == "torch" else {}
-        device = self.options["device"]
-        self.model = self.package.SentenceTransformer(self.source, device=device, model_kwargs=given, backend=self.backend)
+        given = {"dtype": getattr(torch, self.dtype)}
+        self.model = self.package.SentenceTransformer(self.source, device=self.options["device"], model_kwargs=given)
 
     def encode(self, texts: list[str], batch_size: int) -> Any:
         import numpy as np

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from archerfish.bench.report import OURS, Found, Goal, Measurement
+from archerfish.bench.report import OURS, Found, Measurement
 from archerfish.bench.worker import EngineGroup, versions
 from archerfish.config import EngineConfig
 from archerfish.observe.summary import percentile
@@ -22,21 +22,6 @@ SHARED_TOKENS, OWN_TOKENS, PREFIX_OUTPUT, PREFIX_REQUESTS = 800, 200, 16, 64
 LATENCY_PROMPTS = (16, 128, 512, 1024)
 LATENCY_OUTPUT = 64
 Job = tuple[list[int], int]  # prompt, number of output tokens
-
-THROUGHPUT_GOALS = (
-    *(
-        Goal(f"continuous, {batch} sequences, tokens/s", wanted, at_least=True, over=f"static, {batch} sequences, tokens/s")
-        for batch, wanted in {8: 1.8, 16: 1.8, 32: 2.0, 64: 2.5}.items()
-    ),
-    Goal(f"continuous, {PEER_BATCH} sequences, tokens/s", 2.0, at_least=True, peers=("transformers",)),
-    Goal("* sequences, utilisation", 0.9, at_least=True),
-)
-PREFIX_GOALS = (
-    Goal("cache on, requests/s", 2.5, at_least=True, over="cache off, requests/s"),
-    Goal("requests, hit rate", 0.8, at_least=True),
-    Goal("first token, full hit, ms", 0.15, over="first token, miss, ms"),
-    Goal("forward passes of an exact repeat", 0),
-)
 
 
 def open_ours(group: EngineGroup, options: Namespace, suffix: str = "", **changes: Any) -> dict[str, dict[str, Any]]:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from archerfish.bench.report import Found, Goal, Measurement
+from archerfish.bench.report import Found, Measurement
 from archerfish.bench.worker import EngineGroup, chosen, versions
 from archerfish.errors import InvalidOptionError
 
@@ -103,29 +103,6 @@ SAMPLING: dict[str, tuple[int, int, dict[str, Any]]] = {
 }  # fmt: skip
 OUTPUT = dict.fromkeys(SAMPLING, 256) | {"contexts": 512}  # tokens; of fewer, prompts would take most of the time
 FIRST_TOKEN = "one request, first token, ms"
-VLLM_RATIOS = {  # how many times vLLM's rate ours must be, in the order of the first PARTS
-    "qwen3-0.6b": (1.15, 2.5, 1.0, 3.0), "llama-3.1-8b": (1.05, 1.25, 1.0, 1.6),
-    "llama-3.1-8b-w4a16": (1.0, 1.15), "llama-3.1-8b-fp8": (1.05, 1.0, 1.0),
-    "qwen3-30b-a3b": (1.05, 1.05),
-}  # fmt: skip
-GOALS = tuple(
-    Goal(f"{shape}: {metric}", wanted, at_least=True, peers=(VLLM,))
-    for shape, ratios in VLLM_RATIOS.items() for metric, wanted in zip(PARTS.values(), ratios, strict=False)
-) + tuple(
-    Goal(f"{shape}: {PARTS[part]}", wanted, at_least=True, peers=(VLLM,))
-    for shape in PLAIN_SHAPES for part, wanted in (("four", 1.3), ("sampled", 1.3), ("logprobs", 1.2), ("long", 1.1))
-) + tuple(
-    Goal(f"{shape}: {PARTS['sampled']}", 0.9, at_least=True, over=f"{shape}: {PARTS['drawn']}") for shape in PLAIN_SHAPES
-) + (
-    Goal("llama-3.1-8b-w4a16: one request, tokens/s", 500.0, at_least=True),
-    Goal(f"llama-3.1-8b-fp8: {PARTS['offline']}", 1.25, at_least=True, over=f"llama-3.1-8b: {PARTS['offline']}"),
-    Goal(f"{KV_SHAPE}: {PARTS['contexts']}", 1.15, at_least=True, over=f"llama-3.1-8b: {PARTS['contexts']}"),
-)  # fmt: skip
-STARTUP_GOALS = (
-    Goal("qwen3-0.6b: second start, s", 8.0), Goal("llama-3.1-8b: second start, s", 15.0),
-    *(Goal(f"{shape}-{kind}: second start, s", 1.0, over=f"{shape}: second start, s")
-      for shape in ("qwen3-0.6b", "llama-3.1-8b") for kind in QUANTISED),
-)  # fmt: skip
 MAX_TOKEN = 10000
 SAMPLED, GREEDY = 0.6, 0.0  # temperatures
 Generate = Callable[..., float | None]  # prompts, outputs, temperature and other sampling parameters to seconds

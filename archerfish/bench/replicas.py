@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager
 from random import Random
 from typing import Any
 
-from archerfish.bench.report import Found, Goal, Measurement
+from archerfish.bench.report import Found, Measurement
 from archerfish.cache.digest import DIGEST_TOKENS, PathHash, PrefixDigest
 from archerfish.config import EngineConfig
 from archerfish.errors import refuse_unknown
@@ -42,13 +42,6 @@ CACHE_TOKENS, NUM_SHARING, STEPS = 8192, 4, (0.01, 50e-6)  # about a model of 8B
 BLOCK = 64
 ROUTED, ROUTED_TOKENS, NUM_ROUTED = 64, 1024, 2000
 NUM_NODES, CHANGES_PER_S, NUM_ROUTERS, POLLS_PER_S = 100_000, 500, 2, 4
-GOALS = (
-    Goal("2 replicas: throughput / that of one", 1.8, at_least=True),
-    Goal("8 replicas: throughput / that of one", 7.2, at_least=True),
-    Goal("shared prefixes, cache-aware: hits / those of one cache", 0.9, at_least=True),
-    Goal("router, 64 replicas: a request p50, us", 50),
-    Goal("digest of 100,000 nodes: most bytes in a second to a router", 64_000),
-)  # fmt: skip
 
 
 class Replicas:

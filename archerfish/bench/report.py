@@ -1,4 +1,4 @@
-"""The report of a bench: medians of samples by metric and engine, ratios to peers, targets, and the machine; and baselines.
+"""The report of a bench: medians of samples by metric and engine, ratios to peers, and the machine; and baselines.
 
 The name of a metric ends with its unit ("first token, ms", "one stream, tokens/s"); the unit says which direction is worse.
 A baseline is a file with our medians of one run, which later runs are compared with. A second file, FILE.breaches, counts how
@@ -11,17 +11,16 @@ import importlib.metadata
 import json
 import math
 import platform
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from archerfish.errors import InvalidInputError, InvalidOptionError, NotFoundError
 from archerfish.kernels.machine import cpu
 from archerfish.observe.regression import Direction, RegressionDetector, worse_when
-from archerfish.observe.summary import Summary, Target, TargetResult, summarize
+from archerfish.observe.summary import Summary, summarize
 from archerfish.store.files import replace_file, write_errors
 
 OURS = "archerfish"
@@ -33,7 +32,6 @@ DIRECTIONS: dict[str, Direction] = {
     "*, real-time factor": "higher", "*, streams in real time": "lower", "*unanswered": "higher",
     "*not answered": "higher", "*": "neither",
 }  # fmt: skip
-NO_GOALS = ()
 MACHINE_KEYS = ("cpu", "cores", "gpu")  # figures of different ones are not comparable
 READ_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError)
 
@@ -48,21 +46,6 @@ class Measurement:
 
 
 Found = Generator[Measurement | str, None, None]  # a string is a note, such as a peer that could not be measured
-
-
-@dataclass(frozen=True)
-class Goal:
-    """A target of a bench.
-
-    The value is the median of our metric; with `over`, divided by that of another metric of ours; with `peers`, how many
-    times better it is than the best of these engines. A pattern in `metric` stands for every metric that it fits.
-    """
-
-    metric: str
-    wanted: float
-    at_least: bool = False
-    over: str = ""
-    peers: Sequence[str] = ()
 
 
 @dataclass
@@ -105,24 +88,6 @@ class BenchReport:
             return None
         return own.median / best if direction == "lower" else best / own.median
 
-    def judge(self, goals: Iterable[Goal]) -> list[TargetResult]:
-        """The goals of all metrics that were measured."""
-        found = []
-        for goal in goals:
-            other = self.summary(goal.over) if goal.over else None
-            for metric in (name for name in self.samples if fnmatchcase(name, goal.metric)):
-                own, title = self.summary(metric), metric
-                value = own.median if own else None
-                if goal.peers:
-                    peers = [peer for peer in goal.peers if self.summary(metric, peer)]
-                    title, value = f"{metric}: times {' or '.join(peers)}", self.gain(metric, peers)
-                elif goal.over:
-                    title = f"{metric} / {goal.over}"
-                    value = own.median / other.median if own and other and other.median else None
-                if value is not None:
-                    found.append(Target(title, goal.wanted, goal.at_least).judge(value))
-        return found
-
     def table(self) -> tuple[list[str], list[list[str]]]:
         """A row for every metric: each engine's median and range, then how many times better ours is than each peer."""
         engines, peers = self.engines, self.engines[1:]
@@ -133,14 +98,13 @@ class BenchReport:
             rows.append([metric, *cells, *("" if gain is None else f"{gain:.2f} x" for gain in gains)])
         return ["median (range)", *engines, *(f"to {peer}" for peer in peers)], rows
 
-    def as_dict(self, goals: Iterable[Goal] = ()) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         figures = {
             metric: {engine: {**asdict(summarize(values)), "samples": values} for engine, values in by_engine.items()}
             for metric, by_engine in self.samples.items()
         }
         return {
             "bench": self.bench, "model": self.model, "machine": machine(), "figures": figures, "notes": self.notes,
-            "targets": [result.as_dict() for result in self.judge(goals)],
         }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from archerfish.bench.generate import open_ours, run_continuous
-from archerfish.bench.report import OURS, Found, Goal, Measurement
+from archerfish.bench.report import OURS, Found, Measurement
 from archerfish.bench.worker import EngineGroup
 from archerfish.config import EngineConfig
 from archerfish.errors import UnsupportedModelError
@@ -30,18 +30,6 @@ TEXT = "The archerfish spits a jet of water at an insect above the surface, and 
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 STRATEGIES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 PACKAGE, PLAIN = "package rwkv", f"{OURS} without states"
-RWKV_GOALS = (
-    Goal(f"{NUM_STREAMS} streams, tokens/s", 8.0, at_least=True, over="one stream, tokens/s"),
-    Goal("states kept, requests/s", 5.0, at_least=True, over="no states kept, requests/s"),
-    Goal("requests with the same tokens, share", 1.0, at_least=True),
-)
-TTS_GOALS = (  # of the shape 0.4b on a GPU
-    Goal("one stream, real-time factor", 0.05),
-    Goal("1000 at once, streams in real time", 1000.0, at_least=True),
-    Goal("one stream, tokens/s", 3.0, at_least=True, peers=(PACKAGE,)),
-    Goal("one stream, share of the limit", 0.4, at_least=True),
-    Goal("64 streams, share of the limit", 0.42, at_least=True),
-)
 
 
 def write_shape(name: str, directory: Path, vocab_size: int = VOCAB_SIZE) -> Path:

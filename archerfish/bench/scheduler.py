@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from archerfish.bench.report import Found, Goal, Measurement
+from archerfish.bench.report import Found, Measurement
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import RadixCache, RadixKey
 from archerfish.errors import InvalidOptionError
@@ -29,7 +29,6 @@ BLOCK_SIZE, TOKEN = 16, 7
 NUM_NODES = (10**3, 10**4, 10**5, 10**6)
 LENGTHS = (256, 1024, 4096, 16384, 65536)
 PROMPT_TOKENS, NUM_PROMPTS, NUM_SAMPLES = 1024, 50, 1000
-GOALS = (Goal("plan and commit p99, us", 1000),)
 
 
 def measure(options: Namespace) -> Found:

@@ -25,8 +25,7 @@ import aiohttp
 
 from archerfish.bench.generate import open_ours
 from archerfish.bench.load import Dialect, Load, LoadDriver, Shape
-from archerfish.bench.metrics_cost import metrics_cost
-from archerfish.bench.report import OURS, Found, Goal, Measurement
+from archerfish.bench.report import OURS, Found, Measurement
 from archerfish.bench.worker import EngineGroup, rotated
 from archerfish.config import EngineConfig
 from archerfish.errors import InvalidOptionError, ServiceError, refuse_unknown
@@ -45,17 +44,6 @@ SMALL_MODEL = "story-rwkv7"  # of the scenarios that measure the service and not
 OVERHEAD_ANSWERS = 20
 STREAMS, STREAM_TOKENS, FRONT_ENDS = 256, 32, (1, 2)
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-GOALS = (
-    Goal("chat8: end to end p50, ms", 500), Goal("chat8: end to end p99, ms", 2000), Goal("chat8: not answered", 0),
-    Goal("embed, 8 at once: requests/s", 100, at_least=True), Goal("embed, 8 at once: end to end p99, ms", 200),
-    Goal("embed, 100 arrivals/s: end to end p99, ms", 200),
-    Goal("overload*: unanswered", 0), Goal("overload*: goodput / capacity", 0.8, at_least=True),
-    Goal("overload*: growth of memory, share", 0.05), Goal("overload*: capacity after / before", 0.9, at_least=True),
-    Goal("disconnect: * afterwards", 0), Goal("overhead: added to the first token, ms", 3.0),
-    Goal("overhead: metrics, share of a step", 0.01),
-    Goal("streams, * at once: first token p50, ms", 1 / 0.7, at_least=True, peers=("vllm",)),
-    Goal("frontends: * front end*: tokens/s", 0.9, at_least=True, over="frontends: in process: tokens/s"),
-)  # fmt: skip
 
 
 class Server:
@@ -293,7 +281,7 @@ def service_engine(options: Namespace) -> tuple[EngineConfig, list[str]]:
 
 
 def overhead(options: Namespace) -> Found:
-    """What metrics add to a step, and what HTTP and ZMQ add to a streamed chat, against the same model without a server."""
+    """What HTTP and ZMQ add to a streamed chat, against the same model without a server."""
     engine, flags = service_engine(options)
     with EngineGroup() as group, own_server(options, *flags) as server:
         open_ours(group, Namespace(engine=engine, against=""))
@@ -311,7 +299,6 @@ def overhead(options: Namespace) -> Found:
                 yield Measurement("overhead: first token over HTTP, ms", served_ms)
                 yield Measurement("overhead: added to the first token, ms", served_ms - inside_ms)
         connection.close()
-    yield from metrics_cost(engine, options.rounds)
 
 
 def first_text_s(connection: http.client.HTTPConnection, model: str, content: str) -> float:

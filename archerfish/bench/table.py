@@ -1,4 +1,4 @@
-"""The table of benches: a name, a summary, options, the function that measures, and the targets.
+"""The table of benches: a name, a summary, options, and the function that measures.
 
 A function takes the options as a Namespace, in which a section of options (`engine`, `embed`, `hub`) is one object, and
 yields measurements and notes. Its module is imported when the bench runs.
@@ -58,19 +58,18 @@ class Flag:
 
 @dataclass(frozen=True)
 class Bench:
-    """One entry of the table. function and goals: "module:name" below archerfish.bench."""
+    """One entry of the table. function: "module:name" below archerfish.bench."""
 
     name: str
     summary: str
     function: str
     flags: tuple[Flag, ...] = ()
     sections: tuple[type[Options], ...] = ()
-    goals: str = "report:NO_GOALS"
     usage: str = ""
 
 
 def load(place: str) -> Any:
-    """The function or the goals at a place such as "embed:measure"."""
+    """The function at a place such as "embed:measure"."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(f"archerfish.bench.{module}"), name)
 
@@ -118,53 +117,52 @@ BENCHES = (
     Bench("embed", "measure embeddings against the peers that are installed", "embed:measure", (
         rounds(5), Flag("--engines", "only these engines (default: all that are installed)", metavar="A,B"),
         Flag("--documents", "documents in one call (default: 10000)", 10_000), AGAINST,
-    ), (EmbedConfig, HubConfig), "embed:GOALS"),
+    ), (EmbedConfig, HubConfig)),
     Bench("throughput", "measure continuous against static batching, and against peers", "generate:throughput", (
         Flag("--batches", "numbers of sequences at once (default: 8,16,32,64)", (8, 16, 32, 64)), *GENERATION,
-    ), (EngineConfig,), "generate:THROUGHPUT_GOALS"),
+    ), (EngineConfig,)),
     Bench("latency", "measure first tokens and gaps between tokens, one request at a time", "generate:latency",
           GENERATION, (EngineConfig,)),
     Bench("prefix", "measure what the prefix cache gives on prompts that begin alike", "generate:prefix", GENERATION,
-          (EngineConfig,), "generate:PREFIX_GOALS"),
+          (EngineConfig,)),
     Bench("rwkv", "measure an RWKV model: many streams, states kept of prompts that begin alike", "rwkv:rwkv", (
         rwkv_shape("0.1b"), *GENERATION,
-    ), (EngineConfig,), "rwkv:RWKV_GOALS"),
+    ), (EngineConfig,)),
     Bench("tts", "measure an RWKV-7 TTS model: streams in real time, with the package rwkv beside it", "rwkv:tts", (
         rwkv_shape("0.4b"), Flag("--streams", "streams at once (default: 1,64,1000)", (1, 64, 1000)), *GENERATION,
-    ), (EngineConfig,), "rwkv:TTS_GOALS"),
+    ), (EngineConfig,)),
     Bench("scheduler", "measure what planning a step and keeping the cache cost, without a model", "scheduler:measure", (
         Flag("--sequences", "running sequences (default: 256)", 256),
         Flag("--steps", "steps to measure (default: 2000)", 2000),
         Flag("--nodes", "largest tree, in nodes (default: 1000000)", 10**6),
-    ), goals="scheduler:GOALS"),
+    )),
     Bench("replicas", "measure routing over paced engine processes: throughput, hit rates, costs", "replicas:measure", (
         rounds(5), Flag("--only", "parts to run: throughput, prefixes, router, digest (default: all)", metavar="A,B"),
-    ), goals="replicas:GOALS"),
+    )),
     Bench("cpu", "measure everything on the CPU against the peers that are installed, in one run", "cpu:measure", (
         rounds(5), Flag("--engines", "only these engines (default: all that are installed)", metavar="A,B"),
         Flag("--only", "parts to run: decode, prefill, batch, start, http, embed, rwkv, draw, drafts (default: all)",
              metavar="A,B"),
         Flag("--llama-server", "llama.cpp's server (default: llama-server, else that of llama-cpp-python)", metavar="FILE"),
         AGAINST,
-    ), (HubConfig,), "cpu:GOALS"),
+    ), (HubConfig,)),
     Bench("gpu", "measure generation on a GPU, against vLLM where it is there", "gpu:measure", (
         Flag("--repeats", "repeats of every measurement (default: 3)", 3),
         Flag("--only", "parts to run: offline, bs1, prefill, shared, four, drawn, sampled, logprobs, long (default: all)",
              metavar="A,B"), *GPU,
-    ), goals="gpu:GOALS"),
+    )),
     Bench("startup", "measure the time from starting a process to its first token on a GPU", "gpu:startup", (
         *GPU, Flag("--scratch", "where the weights are written, once (default: the cache)", metavar="DIR"),
-    ), (HubConfig,), "gpu:STARTUP_GOALS"),
+    ), (HubConfig,)),
     Bench("adapters", "measure requests spread over LoRA adapters against none, and against vLLM", "adapters:measure", (
         Flag("--adapters", "LoRA adapters (default: 32)", 32), Flag("--rank", "of each (default: 16)", 16),
         Flag("--requests", "requests at once (default: 64)", 64), Flag("--prompt-tokens", "of each request (default: 64)", 64),
         Flag("--output-tokens", "of each request (default: 32)", 32), rounds(3),
         Flag("--shape", "random weights of a shape of `bench gpu`, such as llama-3.1-8b (default: those of --model)"),
         VLLM_PATH, NO_PEERS,
-    ), (EngineConfig,), "adapters:GOALS"),
+    ), (EngineConfig,)),
     Bench("kernels", "measure the GPU kernels against the card's limits and against PyTorch", "kernels:measure"),
-    Bench("serve", "load servers over HTTP, ours and others side by side", "serve:measure", SERVE,
-          goals="serve:GOALS", usage="[SCENARIO ...] "),
+    Bench("serve", "load servers over HTTP, ours and others side by side", "serve:measure", SERVE, usage="[SCENARIO ...] "),
     Bench("store", "measure opening and converting weights", "store:measure", (
         Flag("--model", "the model whose weights are used", EmbedConfig().model, "MODEL"), rounds(5),
     ), (HubConfig,)),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from archerfish.background import signals_to
-from archerfish.bench.report import Baseline, BenchReport, Found, Goal, compare, format_number, read_breaches, write_json
+from archerfish.bench.report import Baseline, BenchReport, Found, compare, format_number, read_breaches, write_json
 from archerfish.bench.table import BENCHES, Bench, Flag, load
 from archerfish.cli.interrupts import exit_tidily
 from archerfish.cli.options import Parser, add_options, section
@@ -42,7 +42,6 @@ def run_bench(arguments: Namespace, out: Output) -> int:
         Baseline.read(Path(arguments.baseline))
         read_breaches(Path(arguments.baseline))
     report = BenchReport(bench.name)
-    goals: Sequence[Goal] = load(bench.goals)
     measuring: closing[Found] = closing(load(bench.function)(arguments))
     with out.progress("Measuring") as progress, signals_to(exit_tidily, signal.SIGTERM), measuring as measured:
         for number, found in enumerate(measured):
@@ -53,13 +52,13 @@ def run_bench(arguments: Namespace, out: Output) -> int:
                 out.note(shown)
     holders = [*(getattr(arguments, cls.section) for cls in bench.sections), arguments]
     report.model = Path(next(filter(None, (getattr(holder, "model", "") for holder in holders)), "")).name
-    return finish(report, goals, arguments, out)
+    return finish(report, arguments, out)
 
 
-def finish(report: BenchReport, goals: Sequence[Goal], arguments: Namespace, out: Output) -> int:
+def finish(report: BenchReport, arguments: Namespace, out: Output) -> int:
     """Show the report, write it where it is wanted, compare it with a baseline and save one; returns the exit code."""
-    whole = report.as_dict(goals)
-    show(report, goals, whole["machine"], out)
+    whole = report.as_dict()
+    show(report, whole["machine"], out)
     try:
         if arguments.baseline:
             whole["compared"] = compare(Path(arguments.baseline), Baseline.of(report), arguments.tolerance)
@@ -84,18 +83,13 @@ def bench_words(words: Sequence[str]) -> list[str]:
     return [word for before, word in pairs if before not in with_value and word.split("=")[0] not in left_out]
 
 
-def show(report: BenchReport, goals: Sequence[Goal], machine: dict[str, str], out: Output) -> None:
+def show(report: BenchReport, machine: dict[str, str], out: Output) -> None:
     where = f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, {machine['date']}"
     out.line(f"{report.bench}{f' of {report.model}' if report.model else ''} on {where}", "bold")
     columns, rows = report.table()
     out.table("", columns, rows, numbers=columns[1:])
     for note in report.notes:
         out.line(note)
-    judged = report.judge(goals)
-    if judged:
-        cells = [(one.name, format_number(one.value or 0.0), str(one.target), one.verdict) for one in judged]
-        out.line()
-        out.table("Targets", ("target", "measured", "wanted", ""), cells, numbers=("measured",))
 
 
 def show_comparison(compared: dict[str, Any], out: Output) -> None:

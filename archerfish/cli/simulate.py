@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from archerfish.bench.table import Flag
+from archerfish.bench.worker import chosen
 from archerfish.cli.options import Parser
 from archerfish.cli.output import Output
-from archerfish.errors import InvalidInputError, InvalidOptionError, did_you_mean
+from archerfish.errors import InvalidInputError, InvalidOptionError
 from archerfish.store.files import replace_file, write_errors
 
 POLICY_NAMES = ("random", "round-robin", "least-loaded", "cache-aware")
 FLAGS = (
     Flag("--replicas", "replicas at the start (default: 8)", 8),
     Flag("--policy", "all, or routing policies: random, round-robin, least-loaded, cache-aware (default: all)", "all", "A,B"),
-    Flag("--preset", "what a replica is: h200-8b, h200-0.6b or cpu-135m (default: h200-8b)", "h200-8b", "NAME"),
+    Flag("--preset", "what a replica is (default: h200-8b)", "h200-8b", choices=("h200-8b", "h200-0.6b", "cpu-135m")),
     Flag("--kv-tokens", "tokens whose KV a replica holds (default: of the preset)", 0, minimum=0),
     Flag("--trace", "requests from FILE, one JSON object a line (default: drawn at random)", metavar="FILE"),
     Flag("--rate", "requests a second (default: 50)", 50.0, minimum=0.001),
@@ -57,10 +57,8 @@ def run_simulate(arguments: Namespace, out: Output) -> int:
 
     if arguments.plot and not Path(arguments.plot).absolute().parent.is_dir():
         raise InvalidOptionError(f"--plot is {arguments.plot!r}, in a directory that does not exist.", hint="Make it first.")
-    names = POLICY_NAMES if arguments.policy == "all" else arguments.policy.split(",")
-    for name in names:
-        one_of(name, (*POLICY_NAMES, "all"), "--policy")
-    pace = PRESETS[one_of(arguments.preset, PRESETS, "--preset")]
+    names = chosen("--policy", "" if arguments.policy == "all" else arguments.policy, POLICY_NAMES)
+    pace = PRESETS[arguments.preset]
     if arguments.kv_tokens:
         pace = replace(pace, kv_tokens=arguments.kv_tokens)
     failures = tuple(Failure(at_s, int(count), down_s) for at_s, count, down_s in
@@ -74,9 +72,7 @@ def run_simulate(arguments: Namespace, out: Output) -> int:
         pace, arguments.replicas, arguments.routers, arguments.report, failures=failures, scale=(int(least), int(most)),
         seed=arguments.seed,
     )
-    fields = ("rate", "seconds", "tenants", "system_prompts", "system_tokens", "user_tokens", "output_tokens", "turns", "burst",
-              "seed")  # fmt: skip
-    drawn = Workload(**{name: getattr(arguments, name) for name in fields})
+    drawn = Workload(**{spec.name: getattr(arguments, spec.name) for spec in fields(Workload) if hasattr(arguments, spec.name)})
     trace = read_trace(Path(arguments.trace)) if arguments.trace else drawn.arrivals()
     if not trace:
         raise InvalidInputError("No request comes.", hint="Raise --rate or --seconds.")
@@ -102,12 +98,6 @@ def run_simulate(arguments: Namespace, out: Output) -> int:
     seconds = ", ".join(f"{outcome.real_s:.1f}" for outcome in outcomes)
     out.line(f"One cache as large as all together would give a hit rate of {best:.3f}. Simulated in {seconds} s.")
     return 0
-
-
-def one_of(name: str, known: Collection[str], option: str) -> str:
-    if name not in known:
-        raise InvalidOptionError(f"{option} {name!r} is not known.", hint=did_you_mean(name, known))
-    return name
 
 
 def read_numbers(option: str, text: str, count: int) -> list[float]:

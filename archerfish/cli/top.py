@@ -1,4 +1,4 @@
-"""`archerfish top`: a live view of a running server, from its routes /stats and /metrics."""
+"""`archerfish top`: a live view of a running server, from its routes /stats and /metrics (for refusals)."""
 
 from __future__ import annotations
 
@@ -25,17 +25,14 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 TIMEOUT_S = 10.0
-WINDOW_S = 60.0  # of percentiles and hit rates
-# Names of metrics without the prefix "archerfish_" or "vllm:".
-FIRST_TOKEN, GAP = "time_to_first_token_seconds", "inter_token_latency_seconds"
-ENCODE, REFUSED = "encode_seconds", "refused_requests_total"
-SAMPLE = re.compile(r"^(?:archerfish_|vllm:)(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+WINDOW_S = 60.0  # of hit rates and refusals
+REFUSED = re.compile(r"^(?:archerfish_|vllm:)refused_requests_total\{(.*)\} (\S+)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 COLUMNS = (
     "model", "replica", "tokens/s", "running", "waiting", "TTFT p50", "p99", "gap p50", "p99 ", "KV use", "hit rate", "state",
 )  # fmt: skip
 Key = tuple[str, str]  # model and replica
-Samples = dict[str, list[tuple[dict[str, str], float]]]
+Counts = list[tuple[dict[str, str], float]]  # with their labels
 
 
 def add_top_arguments(parser: Parser) -> None:
@@ -82,7 +79,7 @@ class Snapshot:
     at_s: float
     engines: dict[Key, dict[str, Any]]
     replicas: dict[str, str]  # states
-    samples: Samples
+    refusals: Counts
 
 
 class Server:
@@ -107,8 +104,8 @@ class Server:
             replicas = {name: str(one.get("state", "ready")) for name, one in found.items() if name}
         except (AttributeError, KeyError) as error:
             raise self._not_ours() from error
-        samples = read_samples(self._get("/metrics").decode(errors="replace"))
-        return Snapshot(self.url, self._version, at_s, engines, replicas, samples)
+        refusals = read_refusals(self._get("/metrics").decode(errors="replace"))
+        return Snapshot(self.url, self._version, at_s, engines, replicas, refusals)
 
     def _not_ours(self) -> InvalidInputError:
         return InvalidInputError(f"What answers at {self.url} is not an archerfish server.", hint="Give the address of one.")
@@ -153,16 +150,15 @@ def read_message(body: bytes) -> str:
         return ""
 
 
-def read_samples(text: str) -> Samples:
-    """Values of Prometheus' text format by name, with their labels."""
-    found: Samples = {}
-    for name, labels, value in SAMPLE.findall(text):
-        unescaped = {label: re.sub(r"\\(.)", r"\1", given) for label, given in LABEL.findall(labels)}
-        found.setdefault(name, []).append((unescaped, float(value)))
-    return found
+def read_refusals(text: str) -> Counts:
+    """Counts of refused requests in Prometheus' text format."""
+    return [
+        ({label: re.sub(r"\\(.)", r"\1", given) for label, given in LABEL.findall(labels)}, float(value))
+        for labels, value in REFUSED.findall(text)
+    ]
 
 
-# Figures between two snapshots
+# Figures, some of them between two snapshots
 
 
 @dataclass(frozen=True)
@@ -194,36 +190,33 @@ def watch(snapshot: Callable[[], Snapshot], interval_s: float, sleep: Callable[[
 
 
 def frame_of(kept: deque[Snapshot]) -> Frame:
-    last, before, oldest = kept[-1], kept[-2] if len(kept) > 1 else None, kept[0]
-    rows = [row_of(key, last, before, oldest) for key in sorted(last.engines)]
+    last, oldest = kept[-1], kept[0]
+    rows = [row_of(key, last, oldest) for key in sorted(last.engines)]
     seen = {name for _, name in last.engines}
     rows += [{"model": "", "replica": name, "state": state} for name, state in last.replicas.items() if name not in seen]
     refusals: list[dict[str, Any]] = []
-    for labels, count in last.samples.get(REFUSED, []):
-        new = count - sum(value for given, value in oldest.samples.get(REFUSED, []) if given == labels)
+    for labels, count in last.refusals:
+        new = count - sum(value for given, value in oldest.refusals if given == labels)
         refusals.append({**labels, "count": count, "last_minute": max(0.0, new)})
     refusals.sort(key=lambda one: (-one["last_minute"], -one["count"]))
     return Frame(last.url, last.version, rows, refusals)
 
 
-def row_of(key: Key, last: Snapshot, before: Snapshot | None, oldest: Snapshot) -> dict[str, Any]:
+def row_of(key: Key, last: Snapshot, oldest: Snapshot) -> dict[str, Any]:
     """The figures of one model on one replica; None: unknown, or nothing happened."""
-    now, is_text = last.engines[key], "num_running" in last.engines[key]
-    counted = "total_tokens_generated" if is_text else "num_tokens"
-    state = last.replicas.get(key[1], "ready")
-    row: dict[str, Any] = {"model": key[0], "replica": key[1], "state": state, "tokens_per_s": None}
-    if before is not None and key in before.engines and last.at_s > before.at_s:
-        row["tokens_per_s"] = grown(now, before.engines[key], counted) / (last.at_s - before.at_s)
-    row |= {"running": now.get("num_running"), "waiting": now.get("num_waiting", now.get("queue_texts"))}
-    for name, metric in (("first_token", FIRST_TOKEN if is_text else ENCODE), ("gap", GAP)):
-        for percent in (50, 99):
-            row[f"{name}_p{percent}_s"] = percentile(buckets(key, last, metric), buckets(key, oldest, metric), percent / 100)
+    now = last.engines[key]
+    row = {
+        "model": key[0], "replica": key[1], "state": last.replicas.get(key[1], "ready"),
+        "tokens_per_s": now.get("tokens_per_second"), "running": now.get("num_running"),
+        "waiting": now.get("num_waiting", now.get("queue_texts")), "kv_usage": now.get("kv_usage"),
+    }  # fmt: skip
+    for name, stated in (("first_token", "ttft"), ("gap", "inter_token")):
+        row |= {f"{name}_p{percent}_s": now.get(f"{stated}_p{percent}_s") for percent in (50, 99)}
     past = oldest.engines.get(key, {})
     hits, misses = grown(now, past, "cache_hits"), grown(now, past, "cache_misses")
     if not hits + misses:  # nothing new: since the start
         hits, misses = now.get("cache_hits", 0), now.get("cache_misses", 0)
     row["hit_rate"] = hits / (hits + misses) if hits + misses else None
-    row["kv_usage"] = now.get("kv_usage")
     return row
 
 
@@ -231,30 +224,6 @@ def grown(now: Mapping[str, Any], past: Mapping[str, Any], name: str) -> float:
     """How much a counter grew; one that became smaller began again at 0."""
     value, before = float(now.get(name, 0)), float(past.get(name, 0))
     return value - before if value >= before else value
-
-
-def buckets(key: Key, snapshot: Snapshot, metric: str) -> dict[float, float]:
-    """Counts up to each bound of a histogram, added up over all other labels."""
-    found: dict[float, float] = {}
-    for labels, value in snapshot.samples.get(f"{metric}_bucket", []):
-        if (labels.get("model_name"), labels.get("replica", "")) == key:
-            bound = float(labels["le"])
-            found[bound] = found.get(bound, 0) + value
-    return dict(sorted(found.items()))
-
-
-def percentile(now: dict[float, float], past: dict[float, float], share: float) -> float | None:
-    """A percentile of what was counted since, or of all if that is nothing, interpolated in its bucket as Prometheus does."""
-    counts = {bound: count - past.get(bound, 0) for bound, count in now.items()}
-    if not counts or min(counts.values()) < 0 or max(counts.values()) == 0:
-        counts = now
-    total = max(counts.values(), default=0)
-    low, below = 0.0, 0.0
-    for bound, count in counts.items() if total else ():
-        if count >= share * total:
-            return low if bound == float("inf") else low + (bound - low) * (share * total - below) / (count - below)
-        low, below = bound, count
-    return None
 
 
 # On the screen

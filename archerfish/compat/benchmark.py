@@ -13,7 +13,7 @@ from itertools import pairwise
 from archerfish.config import EngineConfig
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import InvalidInputError, ServiceError
-from archerfish.observe.summary import Summary, Target, TargetResult, percentile, summarize
+from archerfish.observe.summary import Summary, percentile, summarize
 from archerfish.params import SamplingParams
 
 FIGURES = {  # the figure that each limit of a PerformanceTarget is about
@@ -34,12 +34,21 @@ class PerformanceTarget:
     max_first_token_ms: float | None = None
     max_gap_ms: float | None = None  # between tokens, 99th percentile
 
-    def targets(self) -> list[Target]:
-        limits = {figure: (name, getattr(self, name)) for name, figure in FIGURES.items()}
-        return [
-            Target(figure, wanted, at_least=name.startswith("min_"))
-            for figure, (name, wanted) in limits.items() if wanted is not None
-        ]  # fmt: skip
+
+@dataclass(frozen=True)
+class TargetResult:
+    """A limit of a case and the median that was measured; the value is None where nothing was measured."""
+
+    name: str
+    wanted: float
+    at_least: bool
+    value: float | None
+
+    @property
+    def verdict(self) -> str:
+        if self.value is None:
+            return "not measured"
+        return "met" if (self.value >= self.wanted if self.at_least else self.value <= self.wanted) else "not met"
 
 
 @dataclass(frozen=True)
@@ -105,10 +114,11 @@ def run_benchmark(config: EngineConfig, benchmark: BenchmarkConfig) -> tuple[dic
     summaries = {name: summarize(values) for name, values in samples.items()}
     verdicts = []
     for case in benchmark.test_cases:
-        for target in case.expected_performance.targets():
-            name = f"{case.name}: {target.name}"
-            median = summaries[name].median if name in summaries else None
-            verdicts.append(Target(name, target.wanted, target.at_least).judge(median))
+        for limit, figure in FIGURES.items():
+            name, wanted = f"{case.name}: {figure}", getattr(case.expected_performance, limit)
+            if wanted is not None:
+                median = summaries[name].median if name in summaries else None
+                verdicts.append(TargetResult(name, wanted, limit.startswith("min_"), median))
     return summaries, verdicts
 
 

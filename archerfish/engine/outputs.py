@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from archerfish.cache.radix import CacheStats
@@ -242,42 +242,29 @@ class OutputCollector:
 
 
 @dataclass(slots=True)
-class EngineStats:
-    """Counts since an engine was made, and its current state. Times are means over completed requests."""
+class EngineStats(SchedulerStats):
+    """Counts since an engine was made, its current state, and (MEANS) times of a sequence on average."""
 
-    total_requests: int = 0
-    completed_requests: int = 0
-    failed_requests: int = 0
-    aborted_requests: int = 0
-    total_tokens_generated: int = 0
-    avg_queue_time_ms: float = 0.0
-    avg_prefill_time_ms: float = 0.0
-    avg_decode_time_ms: float = 0.0
-    queue_size: int = 0
-    queue_capacity: int = 0
-    concurrent_requests: int = 0
     cache_hits: int = 0  # prompt tokens that were in the cache
     cache_misses: int = 0
 
     @classmethod
     def of(cls, counted: SchedulerStats, cache: CacheStats) -> Self:
-        same = {spec.name: getattr(counted, spec.name) for spec in fields(cls) if hasattr(counted, spec.name)}
-        return cls(**same, cache_hits=cache.hits, cache_misses=cache.misses)
+        return cls(**asdict(counted), cache_hits=cache.hits, cache_misses=cache.misses)
+
+
+MEANS = ("avg_queue_time_ms", "avg_prefill_time_ms", "avg_decode_time_ms")
 
 
 def engine_counts(engine: LLMEngine) -> dict[str, Any]:
     """Counts since the engine was made and its current state, by the names of `observe.metrics`."""
     scheduler = engine.scheduler
-    counted, cached, logits = scheduler.stats(), engine.cache_stats(), engine.logits_cache.get_stats()
+    stats, cached, logits = engine.engine_stats(), engine.cache_stats(), engine.logits_cache.get_stats()
     blocks = scheduler.blocks
     num_used = blocks.num_total - blocks.num_free - scheduler.cache.num_evictable
     return {
-        **asdict(engine.engine_stats()), "cache": asdict(cached), "num_prompt_tokens": cached.hits + cached.misses,
-        "refused_requests": counted.refused_requests, "num_preemptions": counted.num_preemptions,
-        "num_drafts": counted.num_drafts, "num_draft_tokens": counted.num_draft_tokens,
-        "num_accepted_tokens": counted.num_accepted_tokens, "num_steps": counted.num_steps,
-        "num_running": counted.num_running, "num_waiting": counted.num_waiting,
-        "prefill_tokens_computed": counted.prefill_tokens_computed, "cached_logits_used": counted.cached_logits_used,
+        **asdict(stats), **{name: getattr(stats, name) for name in MEANS}, "cache": asdict(cached),
+        "num_prompt_tokens": cached.hits + cached.misses,
         "logits_cache_hits": logits.hits, "logits_cache_misses": logits.misses,
         "num_blocks": blocks.num_total, "num_blocks_in_use": num_used, "kv_usage": num_used / blocks.num_total,
         **engine.runner.ops.compile_counts(),

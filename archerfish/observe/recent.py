@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 WINDOW_S, RATE_S = 60, 3
+PERCENTS = (50, 99)
 STEPS_PER_E = 20  # durations are kept as the nearest power of e ** (1 / STEPS_PER_E)
 
 
@@ -74,3 +75,12 @@ def percentiles(
                 found.append(math.exp(key / STEPS_PER_E))
                 break
     return found
+
+
+def figures(slots: Sequence[Slot], now: float) -> dict[str, float | None]:
+    first, gaps = percentiles(slots, lambda slot: slot.first, PERCENTS), percentiles(slots, lambda slot: slot.gaps, PERCENTS)
+    return {
+        "tokens_per_second": round(tokens_per_second(slots, now), 2),
+        **{f"ttft_p{percent}_s": value for percent, value in zip(PERCENTS, first, strict=True)},
+        **{f"inter_token_p{percent}_s": value for percent, value in zip(PERCENTS, gaps, strict=True)},
+    }

@@ -8,11 +8,10 @@ from typing import Any
 
 from archerfish.engine.outputs import RequestOutput
 from archerfish.observe.metrics import OTHER_TENANTS
-from archerfish.observe.recent import RecentFigures, percentiles, tokens_per_second
+from archerfish.observe.recent import RecentFigures, figures
 
 MAX_REQUESTS = 30  # of a tenant
 MAX_TENANTS = 256  # whose requests are kept; those of the tenant that was quiet for longest go first
-PERCENTS = (50, 99)
 
 
 class History:
@@ -52,10 +51,4 @@ class History:
         now, is_mixed = self._clock(), tenant == OTHER_TENANTS
         labels = [one for one in [*self.recent] if sees_all or (one == tenant and not is_mixed)]
         slots = [slot for one in labels for slot in self.recent[one].since(now)]
-        ttft = percentiles(slots, lambda slot: slot.first, PERCENTS)
-        gaps = percentiles(slots, lambda slot: slot.gaps, PERCENTS)
-        return {
-            "tokens_per_second": round(tokens_per_second(slots, now), 2),
-            **{f"ttft_p{percent}_s": value for percent, value in zip(PERCENTS, ttft, strict=True)},
-            **{f"inter_token_p{percent}_s": value for percent, value in zip(PERCENTS, gaps, strict=True)},
-        }
+        return figures(slots, now)

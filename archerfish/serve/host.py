@@ -33,7 +33,7 @@ from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.loads import LoadReports
 from archerfish.serve.logs import set_up_log
 from archerfish.serve.metrics import FrontEndMetrics, metric_values, process_metrics
-from archerfish.serve.models import GENERATION, SCORES, VECTORS, Hosted, ModelTable, make_entry
+from archerfish.serve.models import ENCODERS, GENERATION, VECTORS, Hosted, ModelTable, make_entry
 from archerfish.serve.processes import BEAT_S, HostConfig, open_report_pipe, read_config, send_report, watch_parent
 
 logger = logging.getLogger("archerfish.serve")
@@ -43,7 +43,7 @@ FRESH_S = 1.0  # a step this recent proves that a model works
 LAST_S = 5.0  # the process may take this long to end after its parent
 EXIT_HUNG = 75
 NICENESS = 5  # of a process that computes on the cores: front ends, which take little of them, answer before requests are late
-KINDS = {wire.EmbedRequest: VECTORS, wire.ScoreRequest: SCORES, wire.ClassifyRequest: ("cross-encoder",)}  # of models
+KINDS = {wire.EmbedRequest: VECTORS, wire.ClassifyRequest: ("cross-encoder",)}  # of models
 
 
 class Listener:
@@ -345,7 +345,7 @@ class EngineHost(ModelHost):
                 self.rates.take(tenant, message.num_tokens)
             return {}
         if isinstance(message, wire.Configure):
-            return self._loaded(message.model, (*GENERATION, *SCORES)).configure(message.options)
+            return self._loaded(message.model, (*GENERATION, *ENCODERS)).configure(message.options)
         if message.about == "load":
             return self.loads.report(message.since, self.models.entries, message.source, is_stopping=self._stops_at is not None)
         if message.source:

@@ -16,11 +16,12 @@ from archerfish.config import ServeConfig
 from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.text_batches import softmax
 from archerfish.engine.token_vectors import as_rows
-from archerfish.errors import InvalidInputError, UnknownOptionError, UnsupportedModelError
+from archerfish.errors import InvalidInputError, UnknownOptionError
+from archerfish.observe.recent import RecentFigures, figures
 from archerfish.route.router import ReplicaLoad
 from archerfish.serve.compute import Lane, ModelHost, PendingRequest, read_in_thread
 from archerfish.serve.overload import AdmittedRequest, OverloadController, StepCost, TooLateError, estimate_tokens
-from archerfish.serve.wire import ClassifyRequest, EmbedRequest, ScoreRequest, Vectors
+from archerfish.serve.wire import ClassifyRequest, EmbedRequest, Vectors
 from archerfish.text.tokenizer import TokenizedText
 
 Array = npt.NDArray[np.float32]
@@ -39,7 +40,7 @@ class EncodingRequest:
     texts: list[TokenizedText]
     num_tokens: int
     options: dict[str, Any]  # of the engine's method; requests that share a job have the same
-    finish: Callable[[Array], Array]
+    as_probabilities: bool  # a softmax over the labels
     rows: Array | list[Array] | None = None
     num_taken: int = 0  # texts that jobs have taken
     num_done: int = 0
@@ -68,6 +69,7 @@ class HostedEncoder:
         self.latency_s = host.config.latency_budget_ms / 1000
         self.job_tokens = FIRST_JOB_TOKENS
         self.num_texts = self.num_tokens = 0  # computed
+        self.recent = RecentFigures()  # the first token of a request stands for its vectors
         self._host, self._clock = host, host.clock
         self._queue: deque[EncodingRequest] = deque()  # requests with texts that no job has taken
         self._running: tuple[Job, Future[Array | list[Array]]] | None = None
@@ -84,7 +86,7 @@ class HostedEncoder:
     # Requests
 
     def submit(self, request: PendingRequest) -> None:
-        inputs, options, finish = self._read(request.message)
+        inputs, options, as_probabilities = self._read(request.message)
         texts = [text for one in inputs for text in (one if isinstance(one, tuple) else (one,))]  # both texts of a pair
         num_ids = sum(len(text) for text in texts if isinstance(text, list))
         num_characters = sum(len(text) for text in texts if isinstance(text, str))
@@ -108,7 +110,8 @@ class HostedEncoder:
                 most = f"{self.engine.get_max_seq_length():,} tokens, special ones included, the limit of {self.name}"
                 hint = "Shorten it, or leave out truncate: texts are cut then."
                 raise InvalidInputError(f"Text {place} has more than {most}.", hint=hint)
-            encoding = EncodingRequest(request, texts, sum(len(text.token_ids) for text in texts), options, finish)
+            num_tokens = sum(len(text.token_ids) for text in texts)
+            encoding = EncodingRequest(request, texts, num_tokens, options, as_probabilities)
             return partial(self._enqueue, encoding, admitted)
 
         if num_characters + num_ids <= MAX_INLINE_SIZE:
@@ -116,8 +119,8 @@ class HostedEncoder:
         else:
             read_in_thread(self._host, request, read)
 
-    def _read(self, message: Any) -> tuple[list[Any], dict[str, Any], Callable[[Array], Array]]:
-        """The inputs of a request, how to compute them, and how to turn rows into the answer."""
+    def _read(self, message: Any) -> tuple[list[Any], dict[str, Any], bool]:
+        """The inputs of a request, how to compute them, and whether a softmax comes after that."""
         if isinstance(message, EmbedRequest):
             if self.kind == "cross-encoder":
                 raise InvalidInputError(f"{self.name} is a cross-encoder: it scores pairs.", hint="Name an embedding model.")
@@ -125,26 +128,14 @@ class HostedEncoder:
                 hint = f"It has {' and '.join(self.outputs)} ones: POST /pooling gives them."
                 raise InvalidInputError(f"{self.name} has no {message.output} vectors.", hint=hint)
             if message.output == "dense":
-                return list(message.texts), {"normalize": message.normalize}, lambda rows: rows
-            options = {"output": message.output, "is_query": message.prompt_name == "query"}
-            return list(message.texts), options, lambda rows: rows
-        if isinstance(message, ClassifyRequest):
-            if self.kind != "cross-encoder":
-                raise InvalidInputError(f"{self.name} has no labels: it embeds texts.", hint="Name a cross-encoder.")
-            is_final = self.engine.has_sigmoid or not message.as_probabilities or message.is_raw
-            return list(message.texts), {"is_raw": True} if message.is_raw else {}, (lambda rows: rows) if is_final else softmax
-        if not isinstance(message, ScoreRequest):
+                return list(message.texts), {"normalize": message.normalize}, False
+            return list(message.texts), {"output": message.output, "is_query": message.prompt_name == "query"}, False
+        if not isinstance(message, ClassifyRequest):
             raise InvalidInputError(f"{self.name} generates no text; it has vectors.", hint="Name a generation model.")
-        if not message.documents:
-            return [], {}, lambda rows: rows
-        if self.kind == "cross-encoder":
-            return [(message.query, document) for document in message.documents], {}, self._check_one_label
-        return [message.query, *message.documents], {"normalize": True}, lambda rows: rows[1:] @ rows[:1].T
-
-    def _check_one_label(self, rows: Array) -> Array:
-        if rows.shape[1] != 1:
-            raise UnsupportedModelError(f"{self.name} gives {rows.shape[1]} labels per pair; ranking needs one.")
-        return rows
+        if self.kind != "cross-encoder":
+            raise InvalidInputError(f"{self.name} has no labels: it embeds texts.", hint="Name a cross-encoder.")
+        as_probabilities = message.as_probabilities and not message.is_raw and not self.engine.has_sigmoid
+        return list(message.texts), {"is_raw": True} if message.is_raw else {}, as_probabilities
 
     def _enqueue(self, encoding: EncodingRequest, admitted: AdmittedRequest | None) -> None:
         if admitted is not None:
@@ -161,7 +152,7 @@ class HostedEncoder:
     def probe(self, request: PendingRequest) -> None:
         """Answer after a real pass over one word."""
         if self.kind == "cross-encoder":
-            request.message = ScoreRequest(request_id="", query="health", documents=["health"])
+            request.message = ClassifyRequest(request_id="", texts=[("health", "health")])
         else:
             request.message = EmbedRequest(request_id="", texts=["health"], output=self.outputs[0])
         self.submit(request)
@@ -261,14 +252,12 @@ class HostedEncoder:
                 continue
             request, given = encoding.request, encoding.rows
             row_counts = list(map(len, given)) if isinstance(given, list) else []
-            try:
-                all_rows = np.concatenate(given) if isinstance(given, list) else given
-                found = np.ascontiguousarray(encoding.finish(all_rows), dtype="<f4")
-            except Exception as error:
-                self._host.fail(request, error)
-                continue
-            figures = self._host.figures
-            figures.embedded(self.name, self._clock() - request.arrived, figures.tenant_label(request.tenant.name))
+            found = np.concatenate(given) if isinstance(given, list) else given
+            found = np.ascontiguousarray(softmax(found) if encoding.as_probabilities else found, dtype="<f4")
+            now, collector = self._clock(), self._host.figures
+            collector.embedded(self.name, now - request.arrived, collector.tenant_label(request.tenant.name))
+            self.recent.first_token(now, now - request.arrived)
+            self.recent.tokens(now, encoding.num_tokens)
             self._host.answer(request, Vectors(
                 request_id=request.message.request_id, model=self.name, num_rows=found.shape[0], num_columns=found.shape[1],
                 data=found.tobytes(), num_tokens=encoding.num_tokens, row_counts=row_counts,
@@ -311,10 +300,11 @@ class HostedEncoder:
         )  # fmt: skip
 
     def stats(self) -> dict[str, Any]:
+        now = self._clock()
         return {
             "queue_texts": self.controller.queue.num_places, "queue_capacity": self.controller.max_queued,
             "num_texts": self.num_texts, "num_tokens": self.num_tokens,
-            "tokens_per_second": self._job_cost.tokens_per_s()[0], "job_tokens": self.job_tokens,
+            "job_tokens": self.job_tokens, **figures(self.recent.since(now), now),
             "drain_seconds": self.controller.drain_s(), "jobs": self.lane.num_done, "busy_s": self.lane.busy_s,
             **self.engine.core.ops.compile_counts(),
         }  # fmt: skip

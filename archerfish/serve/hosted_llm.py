@@ -314,7 +314,7 @@ class HostedLLM:
     def stats(self) -> dict[str, Any]:
         return {
             **engine_counts(self.engine), "admission": self.controller.stats(),
-            "jobs": self.lane.num_done, "busy_s": self.lane.busy_s,
+            "jobs": self.lane.num_done, "busy_s": self.lane.busy_s, **self.history.figures("", sees_all=True),
         }  # fmt: skip
 
 

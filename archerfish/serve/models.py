@@ -38,7 +38,7 @@ logger = logging.getLogger("archerfish.serve")
 Hosted = HostedLLM | HostedEncoder
 GENERATION: tuple[str, ...] = ("generation",)
 VECTORS: tuple[str, ...] = ("embedding",)
-SCORES: tuple[str, ...] = ("cross-encoder", "embedding")
+ENCODERS: tuple[str, ...] = ("cross-encoder", "embedding")
 MAX_WAITING = 1024  # requests for a model that is being loaded
 
 

@@ -184,9 +184,8 @@ class RoutedBackend:
 
     async def ask(self, message: Question) -> Answer:
         if isinstance(message, wire.ForVectors):
-            texts = [message.query, *message.documents] if isinstance(message, wire.ScoreRequest) else message.texts
-            num_tokens = sum(len(one) if isinstance(one, list) else estimate_tokens(len("".join(one))) for one in texts)
-            async with contextlib.aclosing(self._send(message, NO_TOKENS, num_tokens, 0)) as answers:
+            sizes = (len(one) if isinstance(one, list) else estimate_tokens(len("".join(one))) for one in message.texts)
+            async with contextlib.aclosing(self._send(message, NO_TOKENS, sum(sizes), 0)) as answers:
                 answer: Answer = await anext(answers)
                 return answer
         if isinstance(message, wire.ExplainRequest):

@@ -67,14 +67,6 @@ class EmbedRequest(ModelRequest, tag="embed", kw_only=True, omit_defaults=True):
     output: str = "dense"  # or sparse: rows of a token id and its weight; or multi_vector: a row for each token
 
 
-class ScoreRequest(ModelRequest, tag="score", kw_only=True, omit_defaults=True):
-    """Score how well documents answer a query."""
-
-    query: str
-    documents: list[str]
-    truncate: bool = True  # as in EmbedRequest, for a query together with a document
-
-
 class ClassifyRequest(ModelRequest, tag="classify", kw_only=True, omit_defaults=True):
     """Compute the scores of a cross-encoder's labels, a row for each text or pair of texts."""
 
@@ -218,7 +210,7 @@ class Bundle(Message, tag="bundle", kw_only=True, omit_defaults=True):
 
 
 class Vectors(Message, tag="vectors", kw_only=True, omit_defaults=True):
-    """Rows of little-endian float32: the answer to an EmbedRequest, a ScoreRequest or a ClassifyRequest."""
+    """Rows of little-endian float32: the answer to an EmbedRequest or a ClassifyRequest."""
 
     model: str = ""
     num_rows: int = 0
@@ -226,7 +218,7 @@ class Vectors(Message, tag="vectors", kw_only=True, omit_defaults=True):
     data: bytes = b""
     num_tokens: int = 0
     row_counts: list[int] = []  # rows of each text, where these are not one
-    truncated: list[int] = []  # places of texts that were cut; of documents, 0 is the query where the model embeds it
+    truncated: list[int] = []  # places of texts that were cut
 
 
 class Report(Message, tag="report", kw_only=True, omit_defaults=True):
@@ -262,7 +254,7 @@ class Failed(Message, tag="failed", kw_only=True, omit_defaults=True):
         return cls(request_id=request_id, hint=error.hint or "", retry_after_s=retry_after_s, **shown)
 
 
-ForVectors = EmbedRequest | ScoreRequest | ClassifyRequest
+ForVectors = EmbedRequest | ClassifyRequest
 FromClient = GenerationRequest | ForVectors | ExplainRequest | Configure | ChangeAdapter | Charge | Cancel | Query | Ping
 FromEngine = Chunk | Generated | Bundle | Vectors | Report | Pong | Failed
 M = TypeVar("M", FromClient, FromEngine)

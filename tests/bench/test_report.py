@@ -1,23 +1,22 @@
-"""Reports, goals, baselines, and the command line around them."""
+"""Reports, baselines, and the command line around them."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from archerfish.bench.report import DIRECTIONS, Baseline, BenchReport, Goal, Measurement, breaches_path, compare
+from archerfish.bench.report import DIRECTIONS, Baseline, BenchReport, Measurement, breaches_path, compare
 from archerfish.bench.table import BENCHES, Flag, load
 from archerfish.cli.bench import EXIT_REGRESSION
 from archerfish.cli.main import main
 from archerfish.cli.options import Parser
 from archerfish.errors import InvalidInputError, InvalidOptionError, NotFoundError
 from archerfish.observe.regression import worse_when
-from archerfish.observe.summary import Summary, Target, percentile, summarize
+from archerfish.observe.summary import Summary, percentile, summarize
 
 MACHINE = {"cpu": "slow", "cores": 2}
 BENCH = ["bench", "scheduler", "--sequences", "4", "--steps", "4", "--nodes", "1000"]
@@ -35,14 +34,6 @@ def test_percentile_is_the_smallest_sample_that_the_share_does_not_exceed() -> N
     assert summarize([5, 1, 3]) == Summary(3, 1, 5, 3)
 
 
-def test_targets_are_met_missed_or_not_measured() -> None:
-    most, least = Target("p99, ms", 200), Target("rate", 2.5, at_least=True)
-    assert [most.judge(value).is_met for value in (200, 201, None, math.nan)] == [True, False, None, None]
-    assert [least.judge(value).verdict for value in (2.5, 2.4, None)] == ["met", "not met", "not measured"]
-    assert (str(most), str(least)) == ("at most 200", "at least 2.5")
-    assert most.judge(1).as_dict() == {"name": "p99, ms", "wanted": 200, "at_least": False, "value": 1, "is_met": True}
-
-
 def test_table_has_medians_ranges_and_gains() -> None:
     report = report_of(("load, ms", 10.0), ("load, ms", 30.0), ("load, ms", 20.0), ("load, ms", 60.0, "peer"), ("rate", 5.0))
     report.add(Measurement("long, tokens/s", 5000.0))
@@ -50,26 +41,10 @@ def test_table_has_medians_ranges_and_gains() -> None:
     columns, rows = report.table()
     assert columns == ["median (range)", "archerfish", "peer", "to peer"]
     assert rows == [["load, ms", "20 (10-30)", "60", "3.00 x"], ["rate", "5", "-", ""], ["long, tokens/s", "5,000", "-", ""]]
-    whole = report.as_dict([Goal("load, ms", 25)])
-    assert whole["notes"] == ["a remark"] and whole["targets"][0]["is_met"]
+    whole = report.as_dict()
+    assert whole["notes"] == ["a remark"]
     assert whole["figures"]["load, ms"]["archerfish"]["samples"] == [10.0, 30.0, 20.0]
     assert json.loads(json.dumps(whole)) == whole
-
-
-def test_goals_are_values_ratios_of_metrics_or_gains_over_the_best_peer() -> None:
-    report = report_of(
-        ("many, tokens/s", 80.0), ("one, tokens/s", 10.0), ("first, ms", 2.0),
-        ("first, ms", 6.0, "slow"), ("first, ms", 4.0, "fast"), ("many, tokens/s", 100.0, "fast"),
-    )  # fmt: skip
-    goals = [
-        Goal("many, tokens/s", 8, at_least=True, over="one, tokens/s"), Goal("first, ms", 1),
-        Goal("first, ms", 3, at_least=True, peers=("slow", "fast", "absent")), Goal("*, tokens/s", 50, at_least=True),
-        Goal("many, tokens/s", 1, at_least=True, over="absent"), Goal("absent", 1), Goal("one, tokens/s", 1, peers=("fast",)),
-    ]  # fmt: skip
-    assert [(result.name, result.value, result.is_met) for result in report.judge(goals)] == [
-        ("many, tokens/s / one, tokens/s", 8, True), ("first, ms", 2, False), ("first, ms: times slow or fast", 2, False),
-        ("many, tokens/s", 80, True), ("one, tokens/s", 10, False),
-    ]  # fmt: skip
 
 
 def test_first_engine_counts_as_ours_where_none_has_our_name() -> None:
@@ -77,7 +52,6 @@ def test_first_engine_counts_as_ours_where_none_has_our_name() -> None:
     assert report.engines == ["mine", "other"] and report.gain("load, ms", ["other"]) == 4
     assert list(Baseline.of(report).metrics.values()) == [Summary(2, 2, 2, 1)]
     assert BenchReport("empty").own_summaries() == {} and BenchReport("empty").table() == (["median (range)"], [])
-    assert BenchReport("empty").as_dict([Goal("a", 1.0, over="b")])["targets"] == []  # such as of servers that do not answer
 
 
 @pytest.mark.parametrize(("metric", "direction"), [
@@ -199,10 +173,10 @@ def test_baseline_alone_selects_its_bench(
     assert "bench 'warmth'" in capsys.readouterr().err and len(seen) == 2
 
 
-def test_every_bench_has_its_function_and_goals() -> None:
+def test_every_bench_has_its_function() -> None:
     for bench in BENCHES:
         if bench.name != "serve":  # which needs an optional package
-            assert callable(load(bench.function)) and all(isinstance(goal, Goal) for goal in load(bench.goals))
+            assert callable(load(bench.function))
 
 
 @pytest.mark.parametrize(

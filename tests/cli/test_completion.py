@@ -5,12 +5,13 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from archerfish.cli.commands import COMMANDS, EXIT_CODES, Command, make_parser
-from archerfish.cli.completion import SHELLS, choices_of
+from archerfish.cli.completion import FILES, SHELLS, candidates, choices_of
 from archerfish.cli.main import main
 from archerfish.errors import ArcherfishError
 
@@ -19,57 +20,47 @@ LINES = {
     "archerfish se": {"serve"}, "archerfish bench thr": {"throughput"}, "archerfish bench embed --outp": {"--output"},
     "archerfish serve --device c": {"cpu", "cuda"}, "archerfish chat --model st": {"story-rwkv7"},
     "archerfish serve --embed-mod": {"--embed-model"}, "archerfish generate --input no": {"notes.jsonl"},
-    "archerfish serve --port ": set[str](), "archerfish deploy ": {"ray", "--help"},
+    "archerfish serve --port ": set[str](), "archerfish deploy ": {"ray"},
 }  # fmt: skip
-BASH = """
+OURS = f'archerfish() {{ {sys.executable} -m archerfish "$@"; }}\n'
+BASH = OURS + """
 compopt() { :; }  # only while a shell completes
 . ./script
 COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _archerfish
 printf '%s\\n' "${COMPREPLY[@]}"
 """
-ZSH = """
-_describe() { local -a given=(${(P)2}); print -l ${given%%:*}; }
-_arguments() { shift; print -l "$@"; }
+ZSH = OURS + """
+_describe() { print -l -- ${${(P)2}%%:*}; }
+_files() { print -l -- $words[CURRENT]*(N); }
 compdef() { :; }
 . ./script
 words=("$@") CURRENT=$#; _archerfish
 """
 
 
-@pytest.fixture(scope="module")
-def scripts() -> dict[str, str]:
-    return {name: make() for name, make in SHELLS.items()}
-
-
-def complete(shell: str, script: str, line: str, where: Path) -> set[str]:
-    (where / "script").write_text(script, encoding="utf-8")
-    (where / "notes.jsonl").touch()
-    if shell == "fish":
-        words = [shell, "--no-config", "-c", f"source ./script; complete -C {shlex.quote(line)}"]
-    else:
-        words = [shell, "--norc" if shell == "bash" else "-f", "-c", BASH if shell == "bash" else ZSH, shell]
-        words += [*shlex.split(line), ""] if line.endswith(" ") else shlex.split(line)
-    done = subprocess.run(words, cwd=where, capture_output=True, text=True, check=True, timeout=60)
-    assert not done.stderr
-    return {found.split("\t")[0] for found in done.stdout.splitlines()} - {""}
-
-
-@pytest.mark.parametrize("shell", ["bash", "fish"])
-def test_lines_are_completed(shell: str, scripts: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("shell", SHELLS)
+def test_lines_are_completed(shell: str, tmp_path: Path) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
+    (tmp_path / "script").write_text(SHELLS[shell], encoding="utf-8")
+    (tmp_path / "notes.jsonl").touch()
     for line, expected in LINES.items():
-        assert complete(shell, scripts[shell], line, tmp_path) - {"--help"} == expected - {"--help"}, line
+        if shell == "fish":
+            ours = f"function archerfish; {sys.executable} -m archerfish $argv; end"
+            words = [shell, "--no-config", "-c", f"{ours}; source ./script; complete -C {shlex.quote(line)}"]
+        else:
+            words = [shell, "--norc" if shell == "bash" else "-f", "-c", BASH if shell == "bash" else ZSH, shell]
+            words += [*shlex.split(line), ""] if line.endswith(" ") else shlex.split(line)
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+        assert not done.stderr
+        assert {found.split("\t")[0] for found in done.stdout.splitlines()} - {"", "--help", "script"} == expected, line
 
 
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
-def test_zsh_is_told_commands_and_flags(scripts: dict[str, str], tmp_path: Path) -> None:
-    """With stand-ins for zsh's functions that show what they are given."""
-    assert {"serve", "bench", "completion"} <= complete("zsh", scripts["zsh"], "archerfish se", tmp_path)
-    given = complete("zsh", scripts["zsh"], "archerfish bench embed --", tmp_path)
-    assert "*--output[write the report as JSON to FILE]:value:{_files}" in given
-    given = complete("zsh", scripts["zsh"], "archerfish serve --", tmp_path)
-    assert any(one.startswith("*--device[") and one.endswith(":value:(cpu cuda mps auto)") for one in given)
+def test_what_may_follow_has_descriptions() -> None:
+    assert candidates(["se"]) == {"serve": "serve chat, completions, embeddings and reranking over HTTP"}
+    assert candidates(["serve", "--model", "st"]) == {"story-rwkv7": "", FILES: ""}
+    assert {"bench": "", "top": "watch a running server"}.items() < candidates([""]).items()
+    assert candidates(["--qui"]) == {"--quiet": ""} and candidates(["no-command", ""]) == {}
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
@@ -77,7 +68,7 @@ def test_help_and_completion_know_the_same(command: Command) -> None:
     parser = make_parser(command)
     shown = parser.format_help()
     assert EXIT_CODES in shown and all(example in shown for example in command.examples)
-    found = list(choices_of(command))
+    found = choices_of(command)
     assert {flag for one in found for flag in one.flags} == set(parser.flags()) | {"-h"}
     assert all(one.description for one in found)
 

@@ -9,29 +9,22 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from archerfish.cli import top
 from archerfish.cli.main import main
 from archerfish.errors import UnreachableError
 
 
-def engine(num_tokens: int, **figures: Any) -> dict[str, Any]:
-    return {"total_tokens_generated": num_tokens, "num_running": 2, "num_waiting": 1, "kv_usage": 0.25, **figures}
+def engine(**figures: Any) -> dict[str, Any]:
+    return {"tokens_per_second": 25.0, "num_running": 2, "num_waiting": 1, "kv_usage": 0.25, "ttft_p50_s": 0.15, **figures}
 
 
-def samples(*seconds: float, refused: int = 0, prefix: str = "vllm:") -> top.Samples:
+def snapshot(at_s: float, engines: dict[str, dict[str, Any]], refused: int = 0, prefix: str = "vllm:") -> top.Snapshot:
     registry = CollectorRegistry()
-    bounds = [0.1, 0.2, 0.4]
-    first = Histogram(f"{prefix}time_to_first_token_seconds", "", ["model_name"], buckets=bounds, registry=registry)
-    for value in seconds:
-        first.labels("m").observe(value)
-    Counter("archerfish_refused_requests", "", ["model_name", "code"], registry=registry).labels('m"\\', "busy").inc(refused)
-    return top.read_samples(generate_latest(registry).decode())
-
-
-def snapshot(at_s: float, found: top.Samples, **engines: dict[str, Any]) -> top.Snapshot:
-    return top.Snapshot("http://here", "1", at_s, {("m", name): one for name, one in engines.items()}, {}, found)
+    Counter(f"{prefix}refused_requests", "", ["model_name", "code"], registry=registry).labels('m"\\', "busy").inc(refused)
+    refusals = top.read_refusals(generate_latest(registry).decode())
+    return top.Snapshot("http://here", "1", at_s, {("m", name): one for name, one in engines.items()}, {}, refusals)
 
 
 def frames(*snapshots: top.Snapshot | UnreachableError) -> list[top.Frame]:
@@ -48,38 +41,31 @@ def frames(*snapshots: top.Snapshot | UnreachableError) -> list[top.Frame]:
 
 
 @pytest.mark.parametrize("prefix", ["vllm:", "archerfish_"])
-def test_figures_of_the_last_interval_and_minute(prefix: str) -> None:
-    before = snapshot(10.0, samples(0.3, 0.3, prefix=prefix), **{"": engine(100, cache_hits=0, cache_misses=50)})
-    counted = samples(0.3, 0.3, 0.15, 0.15, refused=3, prefix=prefix)
-    after = snapshot(12.0, counted, **{"": engine(150, cache_hits=30, cache_misses=60)})
-    first, second = frames(before, after)
-    assert first.rows[0]["tokens_per_s"] is None and first.rows[0]["first_token_p50_s"] == pytest.approx(0.3)
+def test_figures_of_the_last_minute(prefix: str) -> None:
+    before = snapshot(10.0, {"": engine(cache_hits=0, cache_misses=50)}, prefix=prefix)
+    [_, second] = frames(before, snapshot(12.0, {"": engine(cache_hits=30, cache_misses=60)}, 3, prefix))
     [row] = second.rows
     assert (row["tokens_per_s"], row["running"], row["waiting"], row["kv_usage"]) == (25.0, 2, 1, 0.25)
-    assert row["first_token_p50_s"] == pytest.approx(0.15) and row["first_token_p99_s"] == pytest.approx(0.199)
-    assert row["hit_rate"] == 0.75 and row["gap_p50_s"] is None
+    assert (row["first_token_p50_s"], row["gap_p50_s"], row["hit_rate"]) == (0.15, None, 0.75)
     assert second.refusals == [{"model_name": 'm"\\', "code": "busy", "count": 3.0, "last_minute": 3.0}]
 
 
 def test_restarted_replica_and_a_server_that_is_away() -> None:
-    """Red if a counter that begins again gives a negative rate, or if the view ends while a server restarts."""
-    before, after = (snapshot(at, {}, a=engine(num), b=engine(100)) for at, num in ((0.0, 100), (1.0, 7)))
+    """Red if a counter that begins again gives a wrong rate, or if the view ends while a server restarts."""
+    before, after = (
+        snapshot(at, {"a": engine(cache_hits=num, cache_misses=num), "b": engine()}) for at, num in ((0.0, 100), (1.0, 7))
+    )
     _, away, back = frames(before, UnreachableError("No server"), after)
     assert away.problem.startswith("No server") and not back.problem
-    assert [row["tokens_per_s"] for row in back.rows] == [7.0, 0.0]
-    [(_, columns, rows)] = top.tables(back)
+    assert [row["hit_rate"] for row in back.rows] == [0.5, None]
+    (_, columns, rows), *_ = top.tables(back)
     assert len(rows) == 3 and rows[2][0] == "all" and rows[2][columns.index("running")] == "4"
 
 
 def test_only_the_last_minute_counts() -> None:
     hits = {0: 0, 50: 100, 120: 200}  # by time
-    reports = [snapshot(at, {}, **{"": engine(0, cache_hits=num, cache_misses=100)}) for at, num in hits.items()]
+    reports = [snapshot(at, {"": engine(cache_hits=num, cache_misses=100)}) for at, num in hits.items()]
     assert [frame.rows[0]["hit_rate"] for frame in frames(*reports)] == [0.0, 1.0, 1.0]
-
-
-def test_percentile_beyond_the_last_bound() -> None:
-    assert top.percentile({0.1: 1, 0.2: 1, float("inf"): 4}, {}, 0.99) == 0.2
-    assert top.percentile({}, {}, 0.5) is None
 
 
 @pytest.fixture
@@ -112,7 +98,7 @@ def test_one_frame_of_replicas(
     server: tuple[str, dict[str, tuple[int, Any]]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, answers = server
-    one = {"state": "ready", "models": {"m": engine(5)}}
+    one = {"state": "ready", "models": {"m": engine()}}
     answers["/stats"] = 200, {"replicas": {"replica-0": one, "replica-1": {"state": "away", "problem": "it died"}}}
     monkeypatch.setattr("time.sleep", lambda _: None)
     assert main(["top", f"{url}/v1", "--once", "--json"]) == 0

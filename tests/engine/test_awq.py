@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from unittest.mock import DEFAULT, MagicMock
 
 import numpy as np
 import pytest
@@ -70,21 +70,14 @@ def test_converting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ConversionConfig(dtype="float32", write_parquet=False, group_size=32, method="awq", weights="int4")
     with pytest.raises(InvalidOptionError, match="awq is for int4"):
         ModelConverter(config.replace(weights="int8")).convert(source, tmp_path / "out")
-    made, find_factors = list[int](), awq.find_factors
-
-    def counted(*args: Any) -> Any:
-        made.append(1)
-        if len(made) == 3:
-            raise KeyboardInterrupt
-        return find_factors(*args)
-
+    counted = MagicMock(wraps=awq.find_factors, side_effect=[DEFAULT, DEFAULT, KeyboardInterrupt, *[DEFAULT] * 99])
     monkeypatch.setattr(awq, "find_factors", counted)
     with pytest.raises(KeyboardInterrupt):
         ModelConverter(config).convert(source, tmp_path / "out")
     result = ModelConverter(config).convert(source, tmp_path / "out")
-    first_run = len(made)
+    first_run = counted.call_count
     ModelConverter(config).convert(source, tmp_path / "again")
-    assert first_run == 1 + len(made) - first_run  # only the third was begun twice
+    assert first_run == 1 + counted.call_count - first_run  # only the third was begun twice
     assert (tmp_path / "out" / "weights.arrow").read_bytes() == (tmp_path / "again" / "weights.arrow").read_bytes()
     assert result.quality is not None
     errors = [error for layer in result.quality["layers"].values() for error in layer.values()]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, MagicMock
 
 import numpy as np
 import pytest
@@ -73,15 +74,8 @@ def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stopped_conversion_goes_on_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, made = write_llama(tmp_path / "source"), list[int]()
-
-    def counted(*args: Any) -> Any:
-        made.append(1)
-        if len(made) == 5:
-            raise KeyboardInterrupt
-        return original(*args)
-
-    original = gptq.gptq
+    source = write_llama(tmp_path / "source")
+    counted = MagicMock(wraps=gptq.gptq, side_effect=[*[DEFAULT] * 4, KeyboardInterrupt, *[DEFAULT] * 4])
     monkeypatch.setattr(gptq, "gptq", counted)
     with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / "out", method="gptq")
@@ -89,7 +83,7 @@ def test_a_stopped_conversion_goes_on_and_reports(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patch:  # nor is text written anew
         patch.setattr(calibration, "write_tokens", None)
         found = convert(source, tmp_path / "out", method="gptq")
-    assert len(made) == 1 + 8  # two layers of four products; the fifth was begun twice
+    assert counted.call_count == 1 + 8  # two layers of four products; the fifth was begun twice
     rounded = convert(source, tmp_path / "rounded")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rounded", "source"]
     assert found.quality and rounded.quality and found.quality["text"] == "that the model wrote itself"

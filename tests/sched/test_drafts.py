@@ -177,8 +177,7 @@ def test_a_sequence_that_is_aborted_while_proposals_are_verified_leaves_right_st
         world.scheduler.abort(seq.request.request_id)
         if fails:
             world.runner.execute(made)
-            world.runner.spoil(made)
-            world.scheduler.fail(made, RuntimeError("all"))
+            world.fail(made)
         else:
             commit(world, made)
         world.check_nothing_is_held()

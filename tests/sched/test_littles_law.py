@@ -6,16 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archerfish.cache.block_manager import BlockManager
-from archerfish.cache.radix import RadixCache
 from archerfish.engine.outputs import request_metrics
 from archerfish.observe.metrics import DECODE, PREFILL, QUEUE, WHOLE, MetricsCollector
 from archerfish.params import SamplingParams
-from archerfish.sched.fakes import FakeLoop, FakeRunner
-from archerfish.sched.scheduler import Scheduler
 from archerfish.sequence import Request
+from tests.sched.worlds import World
 
-NUM_BLOCKS, BLOCK_SIZE = 24, 4
 Arrival = tuple[int, int, int, int]  # steps after the one before, prompt tokens, output tokens, steps until an abort (0: none)
 arrivals = st.lists(
     st.tuples(st.integers(0, 4), st.integers(1, 20), st.integers(1, 12), st.integers(0, 30)), min_size=1, max_size=25
@@ -26,13 +22,8 @@ arrivals = st.lists(
 @given(arrivals=arrivals, step_ms=st.lists(st.integers(1, 500), min_size=1, max_size=7), depth=st.integers(0, 1))
 def test_requests_are_their_rate_times_their_latency(arrivals: list[Arrival], step_ms: list[int], depth: int) -> None:
     """Red: a phase that is left out or counted twice, a request without its times, a gauge that forgets preempted ones."""
-    now = 100.0
-    blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
-    scheduler = Scheduler(
-        blocks=blocks, cache=RadixCache(blocks), max_num_seqs=4, max_num_batched_tokens=16, max_queue_size=100,
-        max_model_len=64, clock=lambda: now,
-    )  # fmt: skip
-    loop, collector = FakeLoop(scheduler, FakeRunner(NUM_BLOCKS, BLOCK_SIZE), depth), MetricsCollector()
+    world, collector = World(num_blocks=24, depth=depth, max_num_seqs=4, max_num_batched_tokens=16), MetricsCollector()
+    scheduler = world.scheduler
     due: list[tuple[int, Request]] = []
     aborts: dict[int, list[str]] = {}
     place = 0
@@ -41,7 +32,7 @@ def test_requests_are_their_rate_times_their_latency(arrivals: list[Arrival], st
         due.append((place, Request(f"{number}", [number + 1] * num_prompt, SamplingParams(max_tokens=num_output), num_output)))
         if lifetime:
             aborts.setdefault(place + lifetime, []).append(f"{number}")
-    began, area, running, waiting, step = now, 0.0, 0.0, 0.0, 0
+    began, area, running, waiting, step = world.now, 0.0, 0.0, 0.0, 0
     while due or scheduler.has_work:
         while due and due[0][0] <= step:
             scheduler.add(due.pop(0)[1])
@@ -50,14 +41,14 @@ def test_requests_are_their_rate_times_their_latency(arrivals: list[Arrival], st
         stats, seconds = scheduler.stats(), step_ms[step % len(step_ms)] / 1000
         area += (stats.num_running + stats.num_waiting) * seconds
         waiting, running = waiting + stats.num_waiting * seconds, running + stats.num_running * seconds
-        now += seconds
-        for delta in [*scheduler.take_deltas(), *loop.step()]:
+        world.now += seconds
+        for delta in [*scheduler.take_deltas(), *world.step()]:
             if delta.finish_reason is not None:
                 times = request_metrics([delta.sequence])
                 collector.ended("m", times.queue_ms, times.prefill_ms, times.decode_ms, [delta.finish_reason])
         step += 1
     whole, queue, prefill, decode = (collector.histograms[name].samples()[0] for name in (WHOLE, QUEUE, PREFILL, DECODE))
-    interval = now - began
+    interval = world.now - began
     rate, latency = len(arrivals) / interval, whole.value / whole.count
     assert whole.count == len(arrivals)
     assert area / interval == pytest.approx(rate * latency)

@@ -8,11 +8,11 @@ import pytest
 from archerfish.bench.scheduler import step_times_us
 from archerfish.cache.radix import RadixKey
 from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, InvariantError, TooManyRequestsError
-from archerfish.sched.fakes import expected_output
 from archerfish.sequence import Status
 from archerfish.step import StepResult
 from tests.calls import num_calls
-from tests.sched.worlds import DEPTHS, VOCAB, World, commit, counts, plan
+from tests.sched.fakes import expected_output
+from tests.sched.worlds import DEPTHS, World, commit, counts, plan
 
 # What is accepted
 
@@ -189,7 +189,7 @@ def test_blocks_are_taken_only_as_tokens_need_them() -> None:
 def test_a_stop_token_ends_a_sequence_after_min_tokens() -> None:
     world = World()
     (probe,) = world.add([1, 2, 3], max_tokens=8)
-    tokens, _ = expected_output(probe.request, 0, VOCAB)
+    tokens, _ = expected_output(probe.request)
     (first,) = world.add([1, 2, 3], max_tokens=8, stop=[tokens[3]])
     (second,) = world.add([1, 2, 3], max_tokens=8, stop=tokens, params={"min_tokens": 3})
     world.run()
@@ -228,7 +228,7 @@ def test_abort_at_any_moment(depth: int, num_steps: int) -> None:
     assert not world.scheduler.abort("unknown")
     world.run()
     assert world.ends[seq.key] == "abort"
-    world.check_prefix(seq)
+    world.check_end(seq)
     world.check_output(other)
 
 

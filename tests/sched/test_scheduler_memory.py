@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 
-from archerfish.sched.fakes import FakeRunner
 from archerfish.sched.plan import Plan
 from archerfish.sequence import Sequence
 from archerfish.step import StepResult
-from tests.sched.worlds import DEPTHS, VOCAB, World, commit, plan
+from tests.sched.worlds import DEPTHS, World, commit, plan
 
 
-class Recorder(FakeRunner):
-    """Remembers which tokens of each sequence were computed together."""
-
-    def __init__(self, num_blocks: int, block_size: int, *, vocab_size: int) -> None:
-        super().__init__(num_blocks, block_size, vocab_size=vocab_size)
-        self.parts: dict[Sequence, list[tuple[int, int]]] = {}
-
-    def execute(self, plan: Plan) -> StepResult:
-        for seq, start, count in zip(plan.sequences, plan.input.starts.tolist(), plan.input.counts.tolist(), strict=True):
-            self.parts.setdefault(seq, []).append((start, start + count))
-        return super().execute(plan)
+def told_logprobs(world: World, seq: Sequence) -> list[int]:
+    """The tokens of a prompt with logprobs, as they are reported."""
+    told: list[int] = []
+    while seq.finish_reason is None:
+        for delta in world.step():
+            told += [entry.token_id for entry in delta.prompt_logprobs or () if delta.sequence is seq]
+    world.run()
+    return told
 
 
 # The cache
@@ -75,12 +73,7 @@ def test_prompt_logprobs_are_computed_in_full_and_reported_once() -> None:
     world.add(prompt)
     world.run()
     (seq,) = world.add(prompt, max_tokens=2, params={"prompt_logprobs": 0})
-    told: list[int] = []
-    while seq.finish_reason is None:
-        for delta in world.step():
-            told += [entry.token_id for entry in delta.prompt_logprobs or ()]
-    assert told == prompt[1:] and seq.num_cached == 0
-    world.run()
+    assert told_logprobs(world, seq) == prompt[1:] and seq.num_cached == 0
 
 
 def test_prompt_logprobs_are_reported_once_despite_a_preemption() -> None:
@@ -88,13 +81,7 @@ def test_prompt_logprobs_are_reported_once_despite_a_preemption() -> None:
     world.add(8, max_tokens=30, priority=1)
     world.step()
     (seq,) = world.add(30, max_tokens=2, params={"prompt_logprobs": 0})
-    told: list[int] = []
-    while seq.finish_reason is None:
-        for delta in world.step():
-            if delta.sequence is seq:
-                told += [entry.token_id for entry in delta.prompt_logprobs or ()]
-    assert told == list(seq.request.prompt_token_ids[1:])
-    world.run()
+    assert told_logprobs(world, seq) == list(seq.request.prompt_token_ids[1:])
 
 
 @DEPTHS
@@ -221,16 +208,24 @@ def test_what_is_cached_is_evicted_before_anybody_is_preempted() -> None:
 
 
 @DEPTHS
-def test_fixed_chunks_end_at_multiples_whatever_else_runs(depth: int) -> None:
+def test_fixed_chunks_end_at_multiples_whatever_else_runs(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(fixed_chunk=8, depth=depth, max_num_batched_tokens=20, num_blocks=16)
-    world.runner = world.loop.runner = runner = Recorder(16, 4, vocab_size=VOCAB)
+    parts: dict[Sequence, list[tuple[int, int]]] = defaultdict(list)  # tokens of each that were computed together
+    execute = world.runner.execute
+
+    def record(plan: Plan) -> StepResult:
+        for seq, start, count in zip(plan.sequences, plan.input.starts.tolist(), plan.input.counts.tolist(), strict=True):
+            parts[seq].append((start, start + count))
+        return execute(plan)
+
+    monkeypatch.setattr(world.runner, "execute", record)
     sequences = [world.add(length, max_tokens=20)[0] for length in (30, 17, 8, 21, 5)]
     world.run()
     assert world.scheduler.stats().num_preemptions > 0
     for seq in sequences:
         world.check_output(seq)
-        assert runner.parts[seq]
-        for start, end in runner.parts[seq]:
+        assert parts[seq]
+        for start, end in parts[seq]:
             if start < seq.num_prompt:
                 assert start % 8 == 0 and (end == seq.num_prompt or end == start + 8)
             else:

@@ -74,10 +74,9 @@ class Simulation:
 
     def fail(self) -> None:
         world = self.world
-        plan = world.loop.in_flight.popleft()[0] if world.loop.in_flight else world.scheduler.plan()
+        plan = world.in_flight.popleft()[0] if world.in_flight else world.scheduler.plan()
         if plan is not None:
-            world.runner.spoil(plan)
-            world.scheduler.fail(plan, RuntimeError("a step that raised"))
+            world.fail(plan)
 
     def _count(self, deltas: list[Delta]) -> None:
         self.tally.num_operations += len(deltas) + 1
@@ -103,10 +102,7 @@ class Simulation:
         world, tally = self.world, self.tally
         assert len(world.ends) == len(tally.sequences)
         for seq in tally.sequences:
-            if world.ends[seq.key] in ("length", "stop") and len(world.outputs[seq.key]) == seq.request.max_tokens:
-                world.check_output(seq)
-            else:
-                world.check_prefix(seq)
+            world.check_end(seq)
         stats = world.scheduler.stats()
         assert stats.num_preemptions > 0 and stats.cached_logits_used > 0 and world.cache.stats().evictions > 0
         assert stats.completed_requests + stats.failed_requests + stats.aborted_requests == stats.total_requests

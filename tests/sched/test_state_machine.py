@@ -27,12 +27,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.world: World | None = None
         self.sequences: list[Sequence] = []
-        self.in_flight: deque[tuple[Plan, StepResult]] = deque()
 
     @property
     def w(self) -> World:
         assert self.world is not None
         return self.world
+
+    @property
+    def in_flight(self) -> deque[tuple[Plan, StepResult]]:
+        return self.w.in_flight
 
     @initialize(
         block_size=st.sampled_from([1, 2, 3, 4, 16]), num_tokens=st.integers(48, 160), policy=st.sampled_from(POLICIES),
@@ -72,16 +75,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.in_flight) < 2)
     @rule()
     def plan(self) -> None:
-        plan = self.w.scheduler.plan()
-        if plan is None and not self.in_flight:
-            self.w.scheduler.wait()
-            plan = self.w.scheduler.plan()
-        if plan is not None:
-            assert len(plan.input.tokens) <= self.w.scheduler.max_num_batched_tokens
-            assert len(plan.sequences) <= self.w.scheduler.max_num_seqs
-            self.in_flight.append((plan, self.w.runner.execute(plan)))
-        else:
-            assert self.in_flight or not self.w.scheduler.has_work, "there is work but no plan"
+        self.w.launch()
         self.w.take(self.w.scheduler.take_deltas())
 
     @precondition(lambda self: self.in_flight)
@@ -111,9 +105,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.in_flight)
     @rule()
     def step_fails(self) -> None:
-        plan, _ = self.in_flight.popleft()
-        self.w.runner.spoil(plan)
-        self.w.scheduler.fail(plan, RuntimeError("all"))
+        self.w.fail(self.in_flight.popleft()[0])
         self.w.take(self.w.scheduler.take_deltas())
 
     @precondition(lambda self: self.sequences)
@@ -143,21 +135,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if self.world is None:
             return
-        for _ in range(5000):
-            if not self.w.scheduler.has_work:
-                break
-            self.go_on(1, 0)
-        self.w.take(self.w.scheduler.take_deltas())
-        assert not self.w.scheduler.has_work and not self.w.scheduler.owned_blocks()
-        self.w.check()
-        self.w.check_nothing_is_held()
+        self.w.run()
         self.tally["histories"] += 1
         for seq in self.sequences:
             self.tally[self.w.ends[seq.key]] += 1
-            if self.w.ends[seq.key] == "length":
-                self.w.check_output(seq)
-            else:
-                self.w.check_prefix(seq)
+            self.w.check_end(seq)
 
 
 CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from collections import deque
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -13,13 +14,12 @@ from archerfish.cache.adaptive import LogitsCache
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import RadixCache
 from archerfish.params import SamplingParams
-from archerfish.sched.fakes import FakeLoop, FakeRunner, FakeStateRunner, expected_output, fake_logits, fake_token
 from archerfish.sched.plan import Plan
 from archerfish.sched.policy import SchedulingPolicy
 from archerfish.sched.scheduler import Scheduler
 from archerfish.sequence import Delta, Namespace, Request, Sequence
-
-VOCAB = 50
+from archerfish.step import StepResult
+from tests.sched.fakes import VOCAB, FakeRunner, FakeStateRunner, expected_output, fake_logits, fake_token
 
 
 class OracleDrafter:
@@ -28,7 +28,7 @@ class OracleDrafter:
     def propose(self, tokens: array[int], count: int, *, is_bold: bool) -> list[int]:
         context = tokens.tolist()
         for _ in range(count):
-            token = fake_token(fake_logits(context), 0, 0, VOCAB)
+            token = fake_token(fake_logits(context), 0, 0)
             context.append((token + (fake_logits(context) % 5 == 0)) % VOCAB)
         return context[len(tokens) :]
 
@@ -93,9 +93,9 @@ class World:
             blocks=self.blocks, cache=self.cache, logits_cache=self.logits_cache, model_state_hash="model", policy=policy,
             clock=lambda: self.now, logits_row_bytes=64, **settings,
         )
-        runner = FakeStateRunner if has_states else FakeRunner
-        self.runner: FakeRunner = runner(num_blocks, block_size, vocab_size=VOCAB)
-        self.loop = FakeLoop(self.scheduler, self.runner, depth)
+        self.runner: FakeRunner = (FakeStateRunner if has_states else FakeRunner)(num_blocks, block_size)
+        self.depth = depth  # steps in flight while the next is planned
+        self.in_flight: deque[tuple[Plan, StepResult]] = deque()
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.ends: dict[tuple[str, int], str] = {}
         self.order_of_ends: list[str] = []
@@ -115,8 +115,24 @@ class World:
         )
         return self.scheduler.add(request)
 
+    def launch(self) -> bool:
+        """Plan and execute a step, if there is anything to do."""
+        plan = self.scheduler.plan()
+        if plan is None and not self.in_flight:
+            self.scheduler.wait()
+            plan = self.scheduler.plan()
+        assert plan is not None or self.in_flight or not self.scheduler.has_work, "there is work but no plan"
+        if plan is not None:
+            assert len(plan.input.tokens) <= self.scheduler.max_num_batched_tokens
+            assert len(plan.sequences) <= self.scheduler.max_num_seqs
+            self.in_flight.append((plan, self.runner.execute(plan)))
+        return plan is not None
+
     def step(self) -> list[Delta]:
-        deltas = self.loop.step()
+        """One plan, and the commit of the step that is due."""
+        if (not self.launch() and self.in_flight) or len(self.in_flight) > self.depth:
+            self.scheduler.commit(*self.in_flight.popleft())
+        deltas = self.scheduler.take_deltas()
         self.take(deltas)
         return deltas
 
@@ -153,15 +169,21 @@ class World:
 
     def check_output(self, seq: Sequence) -> None:
         """The whole output of a sequence that was left to end by itself."""
-        tokens, reason = expected_output(seq.request, seq.index, VOCAB)
+        tokens, reason = expected_output(seq.request, seq.index)
         assert self.outputs[seq.key] == tokens
         assert self.ends[seq.key] == reason
 
-    def check_prefix(self, seq: Sequence) -> None:
-        """What an interrupted sequence has given is the beginning of what it would have given."""
-        tokens, _ = expected_output(seq.request, seq.index, VOCAB)
+    def check_end(self, seq: Sequence) -> None:
+        """The whole output of a sequence, or of one that was interrupted, the beginning of what it would have given."""
+        tokens, reason = expected_output(seq.request, seq.index)
         output = self.outputs.get(seq.key, [])
         assert output == tokens[: len(output)]
+        assert self.ends[seq.key] != "length" or (len(output), reason) == (len(tokens), "length")
+
+    def fail(self, made: Plan) -> None:
+        """A step breaks off."""
+        self.runner.spoil(made)
+        self.scheduler.fail(made, RuntimeError("a step that raised"))
 
 
 def plan(world: World) -> Plan:

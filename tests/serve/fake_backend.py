@@ -176,11 +176,10 @@ class FakeBackend:
             values = {name: getattr(self.config, name) for name in RUNNING_OPTIONS}
             return wire.Report(request_id=message.request_id, values=values)
         if isinstance(message, wire.ForVectors):
-            texts = message.documents if isinstance(message, wire.ScoreRequest) else message.texts
-            rows = np.full((len(texts), 4 if isinstance(message, wire.EmbedRequest) else 1), 0.5, "<f4")
+            rows = np.full((len(message.texts), 4 if isinstance(message, wire.EmbedRequest) else 1), 0.5, "<f4")
             return wire.Vectors(
                 request_id=message.request_id, num_rows=rows.shape[0], num_columns=rows.shape[1], data=rows.tobytes(),
-                num_tokens=len(texts),
+                num_tokens=len(message.texts),
             )
         assert isinstance(message, wire.ExplainRequest)
         assert message.token_ids is not None

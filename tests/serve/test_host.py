@@ -244,7 +244,7 @@ BAD_REQUESTS: list[tuple[Any, int]] = [
     (wire.EmbedRequest(request_id="", model="tiny", texts=["a"]), 400),
     (wire.EmbedRequest(request_id="", model="words", texts=["unreadable"]), 400),
     (wire.EmbedRequest(request_id="", model="pairs", texts=["a"]), 400),
-    (wire.ScoreRequest(request_id="", model="tiny", query="a", documents=["b"]), 400),
+    (wire.ClassifyRequest(request_id="", model="tiny", texts=["a"]), 400),
     (wire.ExplainRequest(request_id="", model="words", token_ids=[1]), 400),
     (wire.ExplainRequest(request_id="", model="tiny"), 400),
     (wire.Query(request_id="", about="secrets"), 400),

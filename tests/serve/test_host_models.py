@@ -21,10 +21,10 @@ from archerfish.serve.client import AsyncClient
 from archerfish.serve.compute import Lane
 from archerfish.serve.hosted_encoder import MIN_JOB_TOKENS, HostedEncoder
 from archerfish.serve.metrics import read_metrics
-from archerfish.serve.models import GENERATION, SCORES, Hosted, ModelEntry
+from archerfish.serve.models import ENCODERS, GENERATION, Hosted, ModelEntry
 from archerfish.serve.processes import BEAT_S
 from archerfish.serve.tenants import Tenants, add_key
-from archerfish.serve.wire import Charge, Configure, EmbedRequest, GenerationRequest, Ping, Pong, Query, ScoreRequest, Vectors
+from archerfish.serve.wire import Charge, Configure, EmbedRequest, GenerationRequest, Ping, Pong, Query, Vectors
 from tests.engine.tiny_llama import prompts
 
 from .hosting import LONG, FakeClock, WordEncoder, add_llm, failure, hold, llm_host, make_host, report_of, stats, talking, whole
@@ -37,10 +37,9 @@ pytestmark = pytest.mark.anyio
 async def test_empty_lists_have_no_rows(tmp_path: Path) -> None:
     host = make_host(tmp_path, WordEncoder())
     async with talking(host) as client:
-        for empty in (EmbedRequest(request_id="", texts=[]), ScoreRequest(request_id="", query="a", documents=[])):
-            answer = await client.ask(empty)
-            assert isinstance(answer, Vectors)
-            assert (answer.num_rows, answer.data) == (0, b"")
+        answer = await client.ask(EmbedRequest(request_id="", texts=[]))
+        assert isinstance(answer, Vectors)
+        assert (answer.num_rows, answer.data) == (0, b"")
 
 
 async def test_short_requests_pass_long_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,4 +299,4 @@ def test_model_is_found_by_its_names_or_its_kind(tmp_path: Path) -> None:
     models = (("words", "embedding"), ("lab/writer", "generation"), ("writer", "generation"))
     table.entries += [ModelEntry(name, kind, never) for name, kind in models]
     assert table.find("writer", GENERATION).name == "writer"  # not the short name of another
-    assert [table.find("", kinds).name for kinds in (GENERATION, SCORES)] == ["lab/writer", "words"]
+    assert [table.find("", kinds).name for kinds in (GENERATION, ENCODERS)] == ["lab/writer", "words"]

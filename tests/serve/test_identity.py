@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from archerfish.config import EngineConfig
 from archerfish.serve.app import create_app
 from archerfish.serve.tenants import Tenants
-from archerfish.serve.wire import EmbedRequest, ExplainRequest, ScoreRequest
+from archerfish.serve.wire import ClassifyRequest, EmbedRequest, ExplainRequest
 
 from .client import PASS, client_of, error_of
 from .fake_backend import MODEL, FakeBackend
@@ -34,7 +34,7 @@ POSTS: list[tuple[str, dict[str, Any]]] = [
 
 def callers(backend: FakeBackend) -> set[tuple[str, str]]:
     """Tenant and credentials of the requests since the last call."""
-    owned = [one for one in backend.asked if isinstance(one, EmbedRequest | ScoreRequest | ExplainRequest)]
+    owned = [one for one in backend.asked if isinstance(one, EmbedRequest | ClassifyRequest | ExplainRequest)]
     found = {(one.tenant, one.credentials) for one in [*backend.requests, *owned]}
     backend.requests.clear()
     backend.asked.clear()

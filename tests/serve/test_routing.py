@@ -213,11 +213,10 @@ def test_vectors_are_routed_and_sent_again(monkeypatch: pytest.MonkeyPatch) -> N
             for message in (
                 wire.EmbedRequest(request_id="v", texts=["a", [1, 2]]),
                 wire.ClassifyRequest(request_id="v", texts=[("a", "b")]),
-                wire.ScoreRequest(request_id="v", query="a", documents=["b"]),
             ):  # fmt: skip
                 answer = await backend.ask(message)
                 assert isinstance(answer, wire.Vectors)
-            assert len(replicas[1].asked) == 3
+            assert len(replicas[1].asked) == 2
 
     asyncio.run(main())
 

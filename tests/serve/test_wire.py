@@ -169,7 +169,7 @@ def fuzzed(count: int, seed: int) -> list[list[bytes]]:
             wire.GenerationRequest(request_id="2", messages=[{"role": "user", "content": "a"}], template_options={"tools": []}),
             wire.GenerationRequest(request_id="3", prompt="text", params={"logit_bias": {"1": 2}, "stop": ["a"], "n": 2}),
             wire.EmbedRequest(request_id="4", texts=["a", [1, 2]], normalize=True),
-            wire.ScoreRequest(request_id="5", query="q", documents=["d"]),
+            wire.ClassifyRequest(request_id="5", texts=["q", ("q", "d")]),
             wire.ExplainRequest(request_id="6", token_ids=[1]), wire.Configure(request_id="7", options={"max_queue_size": 9}),
             wire.Cancel(request_id="1"), wire.Query(request_id="8", about="models"), wire.Ping(request_id="9", probe=""),
         )

@@ -1,21 +1,18 @@
-"""A runner without a model or a device, for tests and for trying a scheduling policy."""
+"""A runner without a model or a device."""
 
 from __future__ import annotations
 
 import zlib
 from array import array
-from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
 
-from archerfish.errors import InvariantError
 from archerfish.sched.plan import Plan
-from archerfish.sched.scheduler import Scheduler
-from archerfish.sequence import Delta, FinishReason, Request, Sequence
+from archerfish.sequence import FinishReason, Request, Sequence
 from archerfish.step import PENDING, RowEntry, StepInput, StepResult, TokenLogprobs
 
-EMPTY = -1
+EMPTY, VOCAB = -1, 50
 
 
 def fake_logits(tokens: Iterable[int]) -> int:
@@ -23,17 +20,17 @@ def fake_logits(tokens: Iterable[int]) -> int:
     return zlib.crc32(array("I", tokens).tobytes())
 
 
-def fake_token(logits: int, seed: int, index: int, vocab_size: int) -> int:
+def fake_token(logits: int, seed: int, index: int) -> int:
     """The token that follows: it depends on every token before it, on the seed, and on which of the request's n this is."""
-    return zlib.crc32(b"%d %d %d" % (logits, seed, index)) % vocab_size
+    return zlib.crc32(b"%d %d %d" % (logits, seed, index)) % VOCAB
 
 
-def expected_output(request: Request, index: int = 0, vocab_size: int = 1000) -> tuple[list[int], FinishReason]:
+def expected_output(request: Request, index: int = 0) -> tuple[list[int], FinishReason]:
     """What a request must give, whatever else runs and however it is scheduled."""
     tokens = list(request.prompt_token_ids)
     num_prompt = len(tokens)
     while True:
-        tokens.append(fake_token(fake_logits(tokens), request.seed, index, vocab_size))
+        tokens.append(fake_token(fake_logits(tokens), request.seed, index))
         num_output = len(tokens) - num_prompt
         if tokens[-1] in request.stop_token_ids and num_output > request.params.min_tokens:
             return tokens[num_prompt:], "stop"
@@ -46,8 +43,7 @@ class FakeRunner:
 
     _replaces_blocks = False  # a row may get another block for one that it has
 
-    def __init__(self, num_blocks: int, block_size: int, *, vocab_size: int = 1000) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_forward_tokens = 0
         self._block_size = block_size
         self._memory = [[EMPTY] * block_size for _ in range(num_blocks)]
@@ -99,7 +95,7 @@ class FakeRunner:
         new = zip(step.block_rows.tolist(), step.block_places.tolist(), step.block_ids.tolist(), strict=True)
         for row, place, block in new:
             del self._blocks[row][place if self._replaces_blocks else len(self._blocks[row]) :]
-            _demand(len(self._blocks[row]) == place, f"row {row}: block {place} follows {len(self._blocks[row])} blocks")
+            assert len(self._blocks[row]) == place, f"row {row}: block {place} follows {len(self._blocks[row])} blocks"
             self._blocks[row].append(block)
 
     def _spans(self, step: StepInput) -> list[tuple[int, int, int]]:
@@ -108,15 +104,15 @@ class FakeRunner:
     def _write(self, seq: Sequence, start: int, new: list[int]) -> list[int]:
         """Put the new tokens into the blocks; the whole context up to them."""
         end, size, blocks = start + len(new), self._block_size, self._blocks[seq.row]
-        _demand(blocks == seq.blocks, f"{seq.key}: blocks {blocks} in place of {seq.blocks}")
-        _demand(len(blocks) * size >= end, f"{seq.key}: {len(blocks)} blocks for {end} tokens")
+        assert blocks == seq.blocks, f"{seq.key}: blocks {blocks} in place of {seq.blocks}"
+        assert len(blocks) * size >= end, f"{seq.key}: {len(blocks)} blocks for {end} tokens"
         tokens = seq.tokens[:end].tolist()
         tokens += new[len(tokens) - start :] if PENDING not in new else []  # proposed ones
         if new and new[-1] == PENDING:
             position, new[-1] = self._sampled[seq.row]
-            _demand(position == end - 1, f"{seq.key}: no token for position {end - 1}")
+            assert position == end - 1, f"{seq.key}: no token for position {end - 1}"
             tokens += new[-1:] if len(tokens) < end else []
-        _demand(tokens[start:] == new, f"{seq.key}: tokens {new} in place of {tokens[start:]}")
+        assert tokens[start:] == new, f"{seq.key}: tokens {new} in place of {tokens[start:]}"
         for position in range(start, end):
             self._memory[blocks[position // size]][position % size] = tokens[position]
         return tokens
@@ -131,11 +127,11 @@ class FakeRunner:
         logits = fake_logits(context)
         if not step.counts[index]:
             kept = self._logits[dict(step.reused)[index]]
-            _demand(kept == logits, f"row {row}: kept logits of another context")
+            assert kept == logits, f"row {row}: kept logits of another context"
         num_samples = int(step.samples[index])
         for nth in range(num_samples):
             seen = context[: len(context) + 1 - num_samples + nth]
-            result.tokens[index, nth] = token = fake_token(fake_logits(seen), entry.seed, entry.index, self.vocab_size)
+            result.tokens[index, nth] = token = fake_token(fake_logits(seen), entry.seed, entry.index)
         self._sampled[row] = len(context), token
         for kept_index, handle in step.kept:
             if kept_index == index:
@@ -148,21 +144,21 @@ class FakeRunner:
 
     def _check_context(self, seq: Sequence, context: list[int]) -> None:
         seen = [token for block in seq.blocks[: -(-len(context) // self._block_size)] for token in self._memory[block]]
-        _demand(seen[: len(context)] == context, f"{seq.key}: its blocks hold another context")
+        assert seen[: len(context)] == context, f"{seq.key}: its blocks hold another context"
 
     def _check_shape(self, plan: Plan) -> None:
         step = plan.input
         rows, counts = step.rows.tolist(), step.counts.tolist()
-        _demand(rows == [seq.row for seq in plan.sequences], f"rows {rows}")
-        _demand(len(set(rows)) == len(rows) and min(rows) >= 0, f"rows {rows}")
+        assert rows == [seq.row for seq in plan.sequences], f"rows {rows}"
+        assert len(set(rows)) == len(rows) and min(rows) >= 0, f"rows {rows}"
         kinds = [0 if count == 1 else 1 if count else 2 for count in counts]
-        _demand(kinds == sorted(kinds) and kinds.count(0) == step.num_decodes, f"order of {counts}")
-        _demand(sum(counts) == len(step.tokens), f"{len(step.tokens)} tokens in {counts}")
+        assert kinds == sorted(kinds) and kinds.count(0) == step.num_decodes, f"order of {counts}"
+        assert sum(counts) == len(step.tokens), f"{len(step.tokens)} tokens in {counts}"
         size = self._block_size
         written: set[int] = set()
         for row, start, count in self._spans(step):
             mine = set(self._blocks[row][start // size : -(-(start + count) // size)]) if count else set()
-            _demand(not mine & written, f"row {row} writes a block that another writes")
+            assert not mine & written, f"row {row} writes a block that another writes"
             written |= mine
 
 
@@ -171,13 +167,13 @@ class FakeStateRunner(FakeRunner):
 
     _replaces_blocks = True
 
-    def __init__(self, num_blocks: int, block_size: int, *, vocab_size: int = 1000) -> None:
-        super().__init__(num_blocks, block_size, vocab_size=vocab_size)
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
         self._states: list[list[int] | None] = [None] * num_blocks
         self._kept: dict[int, list[int]] = {}  # of the step: by row, blocks for the states behind each new token
 
     def execute(self, plan: Plan) -> StepResult:
-        _demand(not plan.input.copies, f"states are copied: {plan.input.copies}")
+        assert not plan.input.copies, f"states are copied: {plan.input.copies}"
         self._kept = {int(plan.input.rows[index]): blocks for index, blocks in plan.input.states}
         return super().execute(plan)
 
@@ -195,51 +191,14 @@ class FakeStateRunner(FakeRunner):
         size, count, kept = self._block_size, len(new), self._kept.get(seq.row)
         tokens = super()._write(seq, start, new) if kept is None else [*seq.tokens[:start], *new]
         if start and count:
-            _demand(self._states[seq.blocks[(start - 1) // size]] == tokens[:start], f"{seq.key}: no state at {start}")
+            assert self._states[seq.blocks[(start - 1) // size]] == tokens[:start], f"{seq.key}: no state at {start}"
         ends = [*range(start - start % size + size, start + count, size), start + count] if count else []
         blocks = [(end, seq.blocks[(end - 1) // size]) for end in ends] if kept is None else list(enumerate(kept, start + 1))
-        _demand(not count or blocks[-1][0] == start + count, f"{seq.key}: blocks {blocks} for tokens up to {start + count}")
+        assert not count or blocks[-1][0] == start + count, f"{seq.key}: blocks {blocks} for tokens up to {start + count}"
         for end, block in blocks:
             self._states[block] = tokens[:end]
         return tokens
 
     def _check_context(self, seq: Sequence, context: list[int]) -> None:
         block = self._kept[seq.row][-1] if seq.row in self._kept else seq.blocks[(len(context) - 1) // self._block_size]
-        _demand(self._states[block] == context, f"{seq.key}: another state")
-
-
-class FakeLoop:
-    """Plan, execute, commit, with `depth` steps in flight while the next is planned."""
-
-    def __init__(self, scheduler: Scheduler, runner: FakeRunner, depth: int = 0) -> None:
-        self.scheduler = scheduler
-        self.runner = runner
-        self.depth = depth
-        self.in_flight: deque[tuple[Plan, StepResult]] = deque()
-
-    def step(self) -> list[Delta]:
-        """One plan, and the commit of the step that is due."""
-        plan = self.scheduler.plan()
-        if plan is None and not self.in_flight:
-            self.scheduler.wait()
-            plan = self.scheduler.plan()
-        _demand(plan is not None or bool(self.in_flight) or not self.scheduler.has_work, "there is work but no plan")
-        if plan is not None:
-            self.in_flight.append((plan, self.runner.execute(plan)))
-        if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
-            self.scheduler.commit(*self.in_flight.popleft())
-        return self.scheduler.take_deltas()
-
-    def run(self, max_steps: int = 100_000) -> list[Delta]:
-        """Until nothing is left to do."""
-        deltas: list[Delta] = []
-        for _ in range(max_steps):
-            if not self.scheduler.has_work:
-                return deltas + self.scheduler.take_deltas()
-            deltas += self.step()
-        raise InvariantError(f"Not done after {max_steps} steps.")
-
-
-def _demand(holds: bool, what: str) -> None:
-    if not holds:
-        raise InvariantError(f"Fake runner: {what}.")
+        assert self._states[block] == context, f"{seq.key}: another state"

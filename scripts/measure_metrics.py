@@ -1,4 +1,6 @@
-"""What metrics cost a step of an engine process at 256 streams, which counts and does not count in turns.
+"""Measures what metrics cost a step of an engine process at 256 streams, which counts and does not count in turns.
+
+    python -m scripts.measure_metrics [ROUNDS]
 
 Its engine plans, commits, delivers and encodes as any other, but nothing is computed: every step gives the same token at once.
 """
@@ -6,15 +8,16 @@ Its engine plans, commits, delivers and encodes as any other, but nothing is com
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from archerfish.bench.report import Found, Measurement
 from archerfish.config import EngineConfig
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.observe.metrics import MetricsCollector
@@ -28,8 +31,9 @@ from archerfish.serve.wire import Chunk
 from archerfish.step import StepInput, StepResult
 
 STREAMS, STEPS, TURNS, TOKEN = 256, 10, 30, 7
-ROOM: dict[str, Any] = {
-    "max_num_seqs": STREAMS, "block_size": 64, "max_cache_tokens": 2 * STREAMS * STEPS * TURNS, "enable_prefix_caching": False
+ENGINE: dict[str, Any] = {
+    "model": "story-rwkv7", "num_threads": 1, "max_num_seqs": STREAMS, "block_size": 64, "enable_prefix_caching": False,
+    "max_cache_tokens": 2 * STREAMS * STEPS * TURNS,
 }  # fmt: skip
 
 
@@ -112,11 +116,11 @@ def launch(step: StepInput) -> Future[StepResult]:
     return done
 
 
-def metrics_cost(config: EngineConfig, rounds: int) -> Found:
-    """In each round the microseconds of a step with metrics, and what they add to one without: medians of turns."""
+def metrics_cost(config: EngineConfig, rounds: int) -> Iterator[tuple[float, float]]:
+    """In each round the microseconds of a step with metrics, and the share that they add to one without: medians of turns."""
     with tempfile.TemporaryDirectory() as folder:
         host = SilentHost(HostConfig(address=f"ipc://{folder}/engine"))
-        hosted, counting, not_counting = host.load(config.replace(**ROOM)), host.figures, NoMetrics()
+        hosted, counting, not_counting = host.load(config), host.figures, NoMetrics()
         send = hosted._send
 
         def step_us(counts: bool) -> float:
@@ -128,8 +132,16 @@ def metrics_cost(config: EngineConfig, rounds: int) -> Found:
             host.begin()
             turns = [{counts: step_us(counts) for counts in ((True, False), (False, True))[turn % 2]} for turn in range(TURNS)]
             host.end()
-            yield Measurement(f"overhead: step of {STREAMS} streams, us", statistics.median(turn[True] for turn in turns))
             share = statistics.median(turn[True] / turn[False] for turn in turns) - 1
-            yield Measurement("overhead: metrics, share of a step", share)
+            yield statistics.median(turn[True] for turn in turns), share
         host.stop(0)
         host.run()  # closes what it has
+
+
+def main() -> None:
+    for step_us, share in metrics_cost(EngineConfig(**ENGINE), int(sys.argv[1]) if sys.argv[1:] else 5):
+        print(f"a step of {STREAMS} streams: {step_us:.0f} us, of which metrics {share:.2%}")
+
+
+if __name__ == "__main__":
+    main()
