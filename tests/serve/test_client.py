@@ -118,7 +118,7 @@ async def test_leaving_cancels_the_request(address: str, start: Start, way: str)
             await stream.aclose()
         elif way == "timeout":
             with pytest.raises(RemoteError, match="has not answered"):
-                await client.ask(wire.Query(request_id="7"), timeout_s=0.01)
+                await client.ask(wire.Query(request_id="7"), timeout_s=0.2)
         else:
             work: Any = client.ask(wire.Query(request_id="7")) if way == "ask" else texts_of(client, "", "7")
             task = asyncio.create_task(work)
@@ -127,8 +127,8 @@ async def test_leaving_cancels_the_request(address: str, start: Start, way: str)
             with pytest.raises(asyncio.CancelledError):
                 await task
             engine.has_received.release()
-        for _ in range(2):
-            await asyncio.to_thread(engine.has_received.acquire)
+        for _ in range(2):  # what was never sent is never received
+            assert await asyncio.to_thread(engine.has_received.acquire, timeout=60)
         assert engine.received[-1] == wire.Cancel(v=1, request_id="7")
 
 
