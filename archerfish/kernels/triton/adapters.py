@@ -42,7 +42,7 @@ def load_chunk(order, chunk_slots, chunk_firsts, chunk_counts, ranks, rows: tl.c
     return slot, tl.where(slot > 0, rank, 0), tl.load(order + first + places, mask=is_row, other=0), is_row
 
 
-@triton.jit(do_not_specialize=["num_rows", "x_stride"])
+@triton.jit(do_not_specialize=["num_rows"])
 def shrink_kernel(
     x, down, ranks, order, chunk_slots, chunk_firsts, chunk_counts, inner, num_rows, x_stride, width: tl.constexpr,
     max_rank: tl.constexpr, num_inner: tl.constexpr, split: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
@@ -68,21 +68,22 @@ def shrink_kernel(
     tl.store(inner + place, total, mask=is_row[:, None] & (number < num_inner)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "y_stride", "scale"])
+@triton.jit(do_not_specialize=["num_rows", "num_tiles", "scale"])
 def expand_kernel(
-    y, inner, up, ranks, order, chunk_slots, chunk_firsts, chunk_counts, num_rows, y_stride, scale, end0: tl.constexpr,
-    end1: tl.constexpr, end2: tl.constexpr, outputs: tl.constexpr, max_rank: tl.constexpr, num_inner: tl.constexpr,
-    num_splits: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, tile: tl.constexpr, span: tl.constexpr,
+    y, inner, up, ranks, order, chunk_slots, chunk_firsts, chunk_counts, num_rows, num_tiles, y_stride, scale,
+    end0: tl.constexpr, end1: tl.constexpr, end2: tl.constexpr, outputs: tl.constexpr, max_rank: tl.constexpr,
+    num_inner: tl.constexpr, num_splits: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, tile: tl.constexpr,
     is_early: tl.constexpr,
 ):
-    """end0, end1, end2: where the outputs of the first parts end."""
+    """end0, end1, end2: where the outputs of the first parts end. num_tiles: of outputs, of a program."""
     follow(is_early)
     slot, rank, row, is_row = load_chunk(order, chunk_slots, chunk_firsts, chunk_counts, ranks, rows)
     if rank == 0:
         return
-    last0 = (end0 + span - 1) // span  # programs up to the end of each part: none of them has outputs of two
-    last1 = last0 + (end1 - end0 + span - 1) // span
-    last2 = last1 + (end2 - end1 + span - 1) // span
+    num_each = num_tiles * tile
+    last0 = (end0 + num_each - 1) // num_each  # programs up to the end of each part: none of them has outputs of two
+    last1 = last0 + (end1 - end0 + num_each - 1) // num_each
+    last2 = last1 + (end2 - end1 + num_each - 1) // num_each
     program = tl.program_id(1)
     part = (program >= last0).to(tl.int32) + (program >= last1).to(tl.int32) + (program >= last2).to(tl.int32)
     begin = tl.where(part == 0, 0, tl.where(part == 1, end0, tl.where(part == 2, end1, end2)))
@@ -92,14 +93,15 @@ def expand_kernel(
     total = tl.zeros((rows, block), dtype=tl.float32)
     for i in tl.static_range(num_splits):
         place = (i * num_rows + row)[:, None] * num_inner + (part * max_rank + number)[None, :]
-        total += tl.load(inner + place, mask=is_row[:, None] & (number < rank)[None, :], other=0.0)
-    for offset in range(0, span, tile):
-        output = begin + (program - before) * span + offset + tl.arange(0, tile)
+        total += tl.load(inner + place, mask=is_row[:, None] & (number < max_rank)[None, :], other=0.0)
+    for offset in range(0, num_each, tile):
+        output = begin + (program - before) * num_each + offset + tl.arange(0, tile)
         lines = up + ((slot - 1).to(tl.int64) * outputs + output) * max_rank
         target = y + row[:, None] * y_stride + output[None, :]
         mask = is_row[:, None] & (output < end)[None, :]
         given = tl.load(target, mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(lines[:, None] + number[None, :], mask=(output < end)[:, None] & (number < rank)[None, :], other=0.0)
+        is_inside = (output < end)[:, None] & (number < max_rank)[None, :]  # what is beyond the rank is 0
+        b = tl.load(lines[:, None] + number[None, :], mask=is_inside, other=0.0)
         added = tl.dot(total.to(b.dtype), tl.trans(b), input_precision="ieee") * scale
         tl.store(target, (given + added).to(y.dtype.element_ty), mask=mask)
 
@@ -129,6 +131,10 @@ def find_chunks(rows: Tensor, num_slots: int) -> Chunks:
     nth = (chunk - (ends - numbers)[slots]) * size
     firsts, left = (row_ends - counts)[slots] + nth, counts[slots] - nth
     return Chunks(rows.argsort(stable=True), slots * is_chunk, firsts, left.clamp(0, size), size)
+
+
+def most_stages(x: Tensor, stage_bytes: int) -> int:
+    return max(1, min(3, shared_bytes(x.device) // stage_bytes))
 
 
 class TritonAdapters(TorchAdapters):
@@ -175,16 +181,17 @@ class TritonAdapters(TorchAdapters):
             shrink_kernel[(len(chunks.slots), cdiv(num_inner, inner_block), len(inner))](
                 x, table.down, table.ranks, *order, inner, num, x.stride(0), width=width, max_rank=most, num_inner=num_inner,
                 split=split, rows=chunks.size, block=inner_block, columns=COLUMNS, num_warps=4,
-                num_stages=min(3, shared_bytes(x.device) // stage_bytes), **early_start(x.device),
+                num_stages=most_stages(x, stage_bytes), **early_start(x.device),
             )
         outputs = sum(table.sizes)
         ends = [end for _, end in table.bounds][:-1] + [outputs] * (MAX_PARTS - len(table.sizes))
-        num_tiles = len(chunks.slots) * cdiv(outputs, OUTPUTS)
-        span = OUTPUTS * min(MAX_TILES, next_power_of_2(max(1, num_tiles // ENOUGH_PROGRAMS)))
-        expand_kernel[(len(chunks.slots), sum(cdiv(size, span) for size in table.sizes))](
-            y, inner, table.up, table.ranks, *order, num, y.stride(0), scale, end0=ends[0], end1=ends[1], end2=ends[2],
-            outputs=outputs, max_rank=most, num_inner=num_inner, num_splits=len(inner), rows=chunks.size, block=block,
-            tile=OUTPUTS, span=span, num_warps=4, **early_start(y.device),
+        many = len(chunks.slots) * cdiv(outputs, OUTPUTS) // ENOUGH_PROGRAMS
+        num_tiles = min(MAX_TILES, next_power_of_2(max(1, many)))
+        stage_bytes = OUTPUTS * (chunks.size * y.element_size() + block * table.up.element_size())
+        expand_kernel[(len(chunks.slots), sum(cdiv(size, num_tiles * OUTPUTS) for size in table.sizes))](
+            y, inner, table.up, table.ranks, *order, num, num_tiles, y.stride(0), scale, end0=ends[0], end1=ends[1],
+            end2=ends[2], outputs=outputs, max_rank=most, num_inner=num_inner, num_splits=len(inner), rows=chunks.size,
+            block=block, tile=OUTPUTS, num_warps=4, num_stages=most_stages(y, stage_bytes), **early_start(y.device),
         )
         y = ACTIVATIONS[activation](y)
         return softcap * torch.tanh(y / softcap) if softcap else y
