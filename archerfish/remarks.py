@@ -18,7 +18,7 @@ def remark_blocks(weights: str, name: str, quant_types: set[str]) -> None:
     """Say that the option `weights` has no effect on a model whose matrices stay in the blocks that they are stored in."""
     if quant_types and weights != "auto":
         stated = ", ".join(sorted(quant_types))
-        remark("weights", f"weights={weights} leaves {name} as it is: it is quantised already ({stated}).")
+        remark("weights", f"weights={weights} leaves the matrices of {name} that are quantised already as they are ({stated}).")
 
 
 def remark_widened(name: str, config: Mapping[str, Any], quant_types: set[str]) -> None:

@@ -66,13 +66,14 @@ def run_chat(arguments: Namespace, out: Output) -> int:
 
         def open_model(name: str) -> tuple[LLMEngine, SamplingParams]:
             """The engine of a model, in place of the one before, and how its answers are drawn."""
-            engine = open_engine(config.replace(model=name), hub, out, arguments.adapter)
+            adapter = arguments.adapter if name == config.model else ""
+            engine = open_engine(config.replace(model=name), hub, out, adapter)
             stack.close()
             stack.enter_context(engine)
             return engine, read_sampling_flags(arguments, **{**DEFAULTS, **engine.facts.default_sampling})
 
-        chat = Chat(*open_model(config.model), out, read_line, open_model, system=arguments.system)
-        chat.adapter = find_adapter(arguments.adapter)
+        chat = Chat(*open_model(config.model), out, read_line, open_model, config.model, system=arguments.system)
+        chat.adapters = {config.model: find_adapter(arguments.adapter, config)}
         chat.draws_markdown = out.is_rich and not arguments.plain
         chat.run(arguments.message)
     return 0
@@ -100,8 +101,9 @@ class Chat:
     out: Output
     read_line: ReadLine
     open_model: Callable[[str], tuple[LLMEngine, SamplingParams]]
+    model: str
     system: str = ""
-    adapter: Any = None
+    adapters: dict[str, Any] = field(default_factory=dict)  # of the model for which --adapter is meant
     draws_markdown: bool = False
     history: list[dict[str, str]] = field(default_factory=list)
     last: ChatAnswer | None = None
@@ -170,7 +172,8 @@ class Chat:
         engine, markdown = self.engine, None
         prompt = engine.render_chat(self.messages)
         parser = None if self.params.grammar else answer_parser(engine.tokenizer, engine.chat_template, prompt)
-        stream: Any = engine.stream(prompt, engine.chat_template.stopping(self.params), lora_request=self.adapter)
+        params, adapter = engine.chat_template.stopping(self.params), self.adapters.get(self.model)
+        stream: Any = engine.stream(prompt, params, lora_request=adapter)
         try:
             for delta in stream:
                 is_last = delta.finish_reason is not None
@@ -232,6 +235,7 @@ class Chat:
             case "/model":
                 if rest:
                     self.engine, self.params = self.open_model(rest)
+                    self.model = rest
                 self.out.note(f"{self.engine.model_name} answers.")
             case "/stats":
                 self.show_stats()

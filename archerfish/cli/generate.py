@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import time
 from argparse import Namespace
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +55,7 @@ def run_generate(arguments: Namespace, out: Output) -> int:
         out.note("Log-probabilities are only in the JSON output: add --json.")
     with open_engine(config, hub, out, arguments.adapter) as engine:
         params = read_sampling_flags(arguments, **{**DEFAULTS, **engine.facts.default_sampling})
-        adapter = find_adapter(arguments.adapter)
+        adapter = find_adapter(arguments.adapter, config)
         started = time.perf_counter()
         if len(prompts) == 1 and params.n == 1 and not out.as_json:
             outputs = stream_one(engine, prompts[0], params, out, adapter)
@@ -82,16 +84,22 @@ def open_engine(config: EngineConfig, hub: HubConfig, out: Output, adapter: str 
         config = config.replace(enable_lora=True)
     elif config.lora_modules:
         out.note("Adapters are loaded, but none is used: add --adapter NAME.")
-    with out.progress(f"Loading {config.model}") as progress:
-        return LLMEngine(config, hub=hub, progress=progress)
+    with out.progress(f"Loading {config.model}") as progress, ExitStack() as stack:
+        engine = stack.enter_context(LLMEngine(config, hub=hub, progress=progress))
+        if adapter and engine.adapters is not None:  # a wrong one is an error now, not with the first answer
+            engine.adapters.for_request(find_adapter(adapter, config))
+        stack.pop_all()
+        return engine
 
 
-def find_adapter(adapter: str) -> LoRARequest | str | None:
-    """What a request takes for the value of --adapter."""
-    from archerfish.engine.adapters import LoRARequest
+def find_adapter(adapter: str, config: EngineConfig) -> LoRARequest | str | None:
+    """What a request takes for the value of --adapter: a name of --lora-modules before a path."""
+    from archerfish.engine.adapters import LoRARequest, lora_modules
 
     path = Path(adapter).expanduser()
-    return LoRARequest(path.resolve().name, lora_path=str(path)) if adapter and path.is_dir() else adapter or None
+    if not adapter or adapter in dict(lora_modules(config)) or not (path.exists() or os.sep in adapter):
+        return adapter or None
+    return LoRARequest(path.resolve().name or "adapter", lora_path=str(path))
 
 
 def gather_prompts(given: list[str], input_file: str) -> list[str]:

@@ -288,6 +288,8 @@ def read_message(message: Any, where: str, names: dict[str, str]) -> dict[str, A
         found_message["tool_calls"] = calls
     if role == "assistant" and (thoughts := [message[name] for name in REASONING_MEMBERS if message.get(name)]):
         found_message["reasoning_content"] = check_text(thoughts[0], f"{where}.{REASONING_MEMBERS[0]}")
+        if not text:  # gpt-oss's template has its own name for it, and takes one of both
+            found_message["thinking"] = found_message["reasoning_content"]
     if isinstance(message.get("name"), str):
         found_message["name"] = message["name"]
     if role == "tool":

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -32,7 +32,7 @@ from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Logprob, WireOutput
 from archerfish.text.json_schema import rewrite_schema
 from archerfish.text.output_text import OutputText
-from archerfish.text.reasoning import CLOSE, TAIL_TOKENS, ReasoningParser, ends_inside, marks_of
+from archerfish.text.reasoning import CHANNEL, CLOSE, FINAL, TAIL_TOKENS, AnswerParser, ends_inside, parser_for
 from archerfish.text.tokenizer import Tokenizer
 from archerfish.text.tool_calls import ToolCallParser, ToolPiece
 
@@ -93,7 +93,7 @@ class Choice:
     output_text: OutputText
     parser: ToolCallParser | None  # where tools may be called
     has_one_call: bool  # drop later ones
-    thinking: ReasoningParser | None = None  # where there may be reasoning
+    thinking: AnswerParser | None = None  # where there may be reasoning
     reasonings: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -279,7 +279,7 @@ class TextService:
             has_one_call = tool_use is not None and tool_use.has_one_call
             thinking = None
             if is_thinking is not None and text.tokenizer is not None:
-                thinking = ReasoningParser(is_thinking, marks_of(text.tokenizer))
+                thinking = parser_for(text.tokenizer, is_thinking)
             return Choice(index, first_place + index, output_text, parser, has_one_call, thinking)
 
         return Generation(
@@ -323,19 +323,26 @@ class TextService:
             request.state.remarks.append(f"{effort_param} has no effect: the chat template of {text.card.id} does not read it")
         is_thinking = None
         if text.has_reasoning and text.tokenizer is not None:
-            is_thinking = self._begin_thinking(request, text.tokenizer, prompt_ids, answer_start, "grammar" in values)
+            calls = tool_use is not None and tool_use.grammar is not None
+            form: Literal["", "calls", "answer"] = "" if "grammar" not in values else "calls" if calls else "answer"
+            is_thinking = self._begin_thinking(request, text.tokenizer, prompt_ids, answer_start, form)
         return self.prepare(request, body, text, prompt_ids, params, names["grammar"], tool_use, is_thinking=is_thinking)
 
     def _begin_thinking(
-        self, request: Request, tokenizer: Tokenizer, prompt_ids: list[int], answer_start: str, has_grammar: bool
+        self, request: Request, tokenizer: Tokenizer, prompt_ids: list[int], answer_start: str,
+        form: Literal["", "calls", "answer"],
     ) -> bool | None:
-        """Whether the answer begins inside of reasoning; None: it has none. A grammar holds from the first token, so that
-        reasoning which the template has opened is closed first."""
+        """Whether the answer begins inside of reasoning; None: it has none.
+
+        form: what a grammar gives the form of, which it does from the first token. Then reasoning that the template has opened
+        is closed first, and the channel of answers is entered, where there are channels.
+        """
         is_open = ends_inside(tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False), answer_start)
-        if is_open and has_grammar:
-            prompt_ids += tokenizer.encode(f"\n{CLOSE}\n\n", False)
+        enters_channel = form == "answer" and tokenizer.token_to_id(CHANNEL) is not None
+        if (is_open and form) or enters_channel:
+            prompt_ids += tokenizer.encode(FINAL if enters_channel else f"\n{CLOSE}\n\n", False)
             request.state.remarks.append("the answer has no reasoning, because its form is given")
-        return None if has_grammar or self.config.reasoning != "auto" or (answer_start and not is_open) else is_open
+        return None if form or self.config.reasoning != "auto" or (answer_start and not is_open) else is_open
 
     async def complete(self, request: Request, *generations: Generation) -> None:
         async for _ in self.run(request, *generations):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from archerfish.errors import CallerError, did_you_mean
+from archerfish.errors import CallerError, CorruptFileError, did_you_mean
 from archerfish.kernels.adapters import Floats, LowRank, plain_name
 from archerfish.kernels.stored import widened
 from archerfish.store.source import ModelSource, SourceTensor, read_json
@@ -70,9 +70,12 @@ def read_adapter(path: Path, maps: Mapping[str, MapShape], *, max_rank: int = MA
     from archerfish.store.sources import open_safetensors, open_torch  # which a start without adapters need not import
 
     weights = find_adapter(path)
-    config = read_json(weights.parent / CONFIG)
+    try:
+        config = read_json(weights.parent / CONFIG)
+        tensors = open_safetensors(weights) if weights.suffix == ".safetensors" else open_torch(weights)
+    except CorruptFileError as error:
+        raise AdapterError(error.message, hint="Copy or save the adapter again.") from error
     check_config(path, config)
-    tensors = open_safetensors(weights) if weights.suffix == ".safetensors" else open_torch(weights)
     base = str(config.get("base_model_name_or_path") or "")
     found = match_tensors(path, tensors, maps, base)
     check_targets(path, config, found, maps)

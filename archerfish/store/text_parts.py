@@ -105,6 +105,11 @@ def gpt_oss_tensors(tensors: Iterable[SourceTensor]) -> list[SourceTensor]:
     for name, tensor in given.items():
         stem, _, kind = name.rpartition("_")
         is_expert = ".mlp.experts." in name
+        num_axes = {"proj": 3, "bias": 2}.get(kind) if is_expert else None
+        if num_axes and len(tensor.info.shape) != num_axes:
+            raise CorruptFileError(f"{name} has the shape {tensor.info.shape}: expected {num_axes} axes.")
+        if is_expert and kind == "proj" and f"{name}_blocks" in given:
+            raise CorruptFileError(f"There are both {name} and {name}_blocks.")
         arrange: Arrange = gates_first if "gate_up_proj" in name else np.ascontiguousarray
         if is_expert and kind == "blocks":
             found.append(mxfp4_tensor(stem, tensor, given.get(f"{stem}_scales"), arrange))
@@ -133,6 +138,9 @@ def mxfp4_tensor(name: str, blocks: SourceTensor, scales: SourceTensor | None, a
     """A stack of matrices. blocks: (experts, outputs, blocks of inputs, 16 bytes of two codes, the lower one first); scales:
     an exponent for each block."""
     shape = blocks.info.shape
+    types = [tensor.info.dtype for tensor in (blocks, scales) if tensor is not None]
+    if set(types) != {"uint8"}:
+        raise CorruptFileError(f"{name}_blocks and {name}_scales must be of type uint8, not {' and '.join(types)}.")
     if scales is None or len(shape) != 4 or shape[3] != GROUP_SIZE // 2 or scales.info.shape != shape[:3]:
         found = f"{name}_blocks has the shape {shape} and {name}_scales {scales and scales.info.shape}"
         raise CorruptFileError(f"{found}: expected one scale for each block of {GROUP_SIZE // 2} bytes.")

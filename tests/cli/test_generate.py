@@ -47,7 +47,7 @@ def test_flags_win_over_the_defaults_of_the_model(engine: FakeLLM) -> None:
     assert [(params.temperature, params.top_k) for params in engine.params] == [(0.0, 7), (0.5, 7), (1.0, 7)]
 
 
-def test_adapters_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """By directory, and by a name of --lora-modules; one that is loaded and not used is remarked."""
     folder = random_adapter(tmp_path / "much", {f"model.layers.{i}.mlp.gate_proj": (1536, 576) for i in range(30)}, std=0.1)
     modules = ["--lora-modules", f"mine={folder}"]
@@ -59,6 +59,11 @@ def test_adapters_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         remarks.append("none is used: add --adapter" in shown.err)
     assert texts[0] == texts[1] != texts[2] == texts[3] and remarks == [False, True, False, False]
     assert main(["generate", "Once", "--adapter", "other"]) == 3 and "no adapter 'other'" in capsys.readouterr().err
+    (tmp_path / "mine").mkdir()  # not what the name stands for
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", "Once upon a", "--max-tokens", "6", "--dtype", "float32", *modules, "--adapter", "mine"]) == 0
+    (folder / "adapter_config.json").write_text("{")
+    assert main(["chat", "hello", "--adapter", str(folder)]) == 2 and "Copy or save the adapter" in capsys.readouterr().err
 
 
 def test_headings_of_several_answers(

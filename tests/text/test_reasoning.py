@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from archerfish.text.chat_template import ChatTemplate
-from archerfish.text.reasoning import CHANNELS, THINK, Marks, ReasoningParser, ends_inside, has_reasoning, marks_of
+from archerfish.text.reasoning import ChannelParser, ReasoningParser, ends_inside, has_reasoning, parser_for
 
 CASES = [
     (False, "<think>\nHm, 2.\n</think>\n\nIt is 2.\n", "Hm, 2.", "It is 2.\n"), (True, "\nHm.\n</think>\n\nYes", "Hm.", "Yes"),
@@ -24,14 +24,18 @@ CHANNEL_CASES = [
     ("analysisWe add.assistantfinalIt is 2.", "We add.", "It is 2."), ("finalIt is 2.", "", "It is 2."), ("fin", "", "fin"),
     ("analysisWe assist", "We assist", ""), ("Yes, final", "", "Yes, final"), ("anal", "", "anal"),
     ("analysisWe ask.assistantcommentary to=functions.f json{}", "We ask.", "commentary to=functions.f json{}"),
-    ("commentary to=functions.f {}", "", "commentary to=functions.f {}"), ("analysisWe.assistantcomm", "We.assistantcomm", ""),
+    ("analysisWe ask.assistant to=functions.fcommentary json{}", "We ask.", "commentary to=functions.f json{}"),
+    (" to=functions.fcommentary {}", "", "commentary to=functions.f {}"), ("analysisWe.assistantcomm", "We.assistantcomm", ""),
+    ("analysis to=functions.f {}", "", "commentary to=functions.f {}"), ("commentaryHm.assistantfinalHi", "", "Hm.Hi"),
+    ("analysisA.assistantcommentaryI look.assistantcommentary to=functions.f{}", "A.", "I look.commentary to=functions.f{}"),
+    ("An assistant there", "", "An assistant there"),
 ]  # fmt: skip
 
 
-def split(text: str, is_open: bool, cuts: list[int], marks: Marks = THINK) -> tuple[str, str]:
-    parser, places = ReasoningParser(is_open, marks), [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [parser.feed(text[start:end]) for start, end in pairwise(places)]
-    pieces.append(parser.feed("", is_last=True))
+def split(text: str, is_open: bool, cuts: list[int], parser: ChannelParser | None = None) -> tuple[str, str]:
+    used, places = parser or ReasoningParser(is_open), [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [used.feed(text[start:end]) for start, end in pairwise(places)]
+    pieces.append(used.feed("", is_last=True))
     return "".join(piece[0] for piece in pieces), "".join(piece[1] for piece in pieces)
 
 
@@ -45,13 +49,13 @@ def test_split_answers(is_open: bool, text: str, reasoning: str, answer: str, si
 @pytest.mark.parametrize(("text", "reasoning", "answer"), CHANNEL_CASES)
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_channels(text: str, reasoning: str, answer: str, size: int) -> None:
-    assert split(text, False, list(range(0, len(text), size)), CHANNELS) == (reasoning, answer)
+    assert split(text, False, list(range(0, len(text), size)), ChannelParser()) == (reasoning, answer)
 
 
-@pytest.mark.parametrize(("token", "marks"), [("<|channel|>", CHANNELS), ("</think>", THINK)])
-def test_the_vocabulary_says_which_marks_there_are(token: str, marks: Marks) -> None:
+@pytest.mark.parametrize(("token", "kind"), [("<|channel|>", ChannelParser), ("</think>", ReasoningParser)])
+def test_the_vocabulary_says_which_parser_there_is(token: str, kind: type) -> None:
     tokenizer: Any = SimpleNamespace(token_to_id={token: 5}.get)
-    assert marks_of(tokenizer) == marks and has_reasoning(tokenizer, ChatTemplate("x"))
+    assert type(parser_for(tokenizer, False)) is kind and has_reasoning(tokenizer, ChatTemplate("x"))
 
 
 @given(st.lists(st.sampled_from(["<think>", "</think>", "</", "<", "a", " ", "\n"])).map("".join), st.booleans(),
