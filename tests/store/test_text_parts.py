@@ -146,11 +146,18 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
     assert {name: info[2:] for name, info in stated.items()} == {name: info[2:] for name, info in kept.items()}
 
 
-@pytest.mark.parametrize(("part", "change", "message"), [
-    ("scales", None, "one scale for each block"), ("blocks", lambda x: x[..., :8], "one scale for each block"),
-    ("scales", lambda x: x.fill_(255), "NaN, or more"),
-], ids=str)  # fmt: skip
-def test_damaged_mxfp4_is_refused(tmp_path: Path, part: str, change: Any, message: str) -> None:
+DAMAGES: dict[str, tuple[str, Any, str]] = {
+    "no scales": ("scales", None, "must be of type uint8|one scale for each block"),
+    "short blocks": ("blocks", lambda x: x[..., :8], "one scale for each block"),
+    "NaN": ("scales", lambda x: x.fill_(255), "NaN, or more"),
+    "another type": ("blocks", lambda x: x.view(torch.int8), "must be of type uint8, not int8 and uint8"),
+    "an axis too few": ("bias", lambda x: x[0], "expected 2 axes"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_mxfp4_is_refused(tmp_path: Path, damage: str) -> None:
+    part, change, message = DAMAGES[damage]
     write_gpt_oss(tmp_path / "m")
     path = tmp_path / "m" / "model.safetensors"
     tensors, name = load_file(path), f"model.layers.1.mlp.experts.down_proj_{part}"
