@@ -284,7 +284,7 @@ class Engine(FakeLLM):
         {closing}
 
 engine = Engine(lambda number: {word} if number == 1 else None)
-{command}.open_engine = lambda config, hub, out: engine
+{command}.open_engine = lambda config, hub, out, adapter="": engine
 atexit.register(lambda: {ending})
 sys.exit(main(["{command}", "a b c"]))
 """

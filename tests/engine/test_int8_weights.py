@@ -122,7 +122,7 @@ def test_a_remark_says_that_blocks_of_a_file_stay(
     monkeypatch.setattr(remarks, "_said", set())
     file = write_gguf(tmp_path / "m.gguf", kind, make_tensors(kind), "Q8_0")
     engine(str(file), device="cpu", weights="int8", hub=hub).close()
-    assert "weights=int8 leaves m as it is: it is quantised already (Q8_0)." in caplog.messages
+    assert "weights=int8 leaves the matrices of m that are quantised already as they are (Q8_0)." in caplog.messages
 
 
 def loss_of(engine: LLM, weight_format: WeightFormat, text: str) -> tuple[float, torch.Tensor]:

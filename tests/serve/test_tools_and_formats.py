@@ -345,7 +345,8 @@ def test_every_style_allows_a_call_or_the_form(style: str) -> None:
     grammar = grammar_for_tools(style, TOOLS, "auto", is_parallel=True, answer=SCHEMA)
     call = '{"name": "weather", "arguments": {"city": "Rome"}}'
     parameters = call.replace("arguments", "parameters")
-    apart = {"hermes": CALL, "llama3": parameters, "cohere": f"[{parameters.replace('name', 'tool_name')}]"}
+    apart = {"hermes": CALL, "llama3": parameters, "cohere": f"[{parameters.replace('name', 'tool_name')}]",
+             "harmony": 'commentary to=functions.weather json{"city": "Rome"}'}  # fmt: skip
     written = apart.get(style, f"[{call}]")
     assert grammar is not None
     assert texts_allowed({"grammar": grammar}, FORM, written, "{}", "Hello") == [True, True, False, False]
