@@ -15,7 +15,7 @@ from archerfish.errors import TensorError, did_you_mean
 from archerfish.kernels.batches import T
 from archerfish.kernels.formats import PLAIN, WeightFormat
 from archerfish.kernels.ops import LinearWeight, NormWeights, Ops
-from archerfish.kernels.ranks import Part
+from archerfish.kernels.ranks import ALONE, Part, Ranks
 from archerfish.kernels.stored import StoredTensor
 from archerfish.types import DTYPE_BYTES
 
@@ -215,10 +215,24 @@ def parts_within(sizes: list[Part]) -> list[Part]:
     return [Part.of(total)] if all(size.is_whole for size in sizes) else found
 
 
+class NoOps:
+    """Stands for a backend where nothing is computed: every operation gives None."""
+
+    adapters = None
+
+    def __init__(self, ranks: Ranks = ALONE) -> None:
+        self.ranks = ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **options: None
+
+
 @dataclass(frozen=True)
 class NotedWeights(Weights[Any]):
     """Weights without tensors: a model that is built over them leaves the names, shapes and sizes of its tensors here."""
 
+    source: Mapping[str, Any] = field(default_factory=dict)
+    ops: Any = field(default_factory=NoOps)
     dtype: str = "float32"
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     num_bytes: dict[str, int] = field(default_factory=dict)  # in memory, by the name of a tensor or of a linear map
@@ -244,10 +258,10 @@ class NotedWeights(Weights[Any]):
             self.adapted[f"{self.prefix}{name}".removesuffix(".weight")] = width, rows, True
         return super().table(name, rows, width, adapts=adapts)
 
-    def copied_bytes(self) -> dict[str, int]:
-        """num_bytes without lookup tables: linear maps are packed, which copies them."""
-        mapped = self.tables - self.shared
-        return {name: num_bytes for name, num_bytes in self.num_bytes.items() if name not in mapped}
+    def total_bytes(self, *, with_tables: bool = True) -> int:
+        """Memory that they take. with_tables: whether lookup tables are copied from the mapped file, as linear maps are."""
+        mapped = set() if with_tables else self.tables - self.shared
+        return sum(num_bytes for name, num_bytes in self.num_bytes.items() if name not in mapped)
 
     def linear(self, names: str | tuple[str, ...], *sizes: Any, **options: Any) -> LinearWeight[Any]:
         self.products.append(tuple(f"{self.prefix}{name}.weight" for name in ([names] if isinstance(names, str) else names)))

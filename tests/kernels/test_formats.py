@@ -127,10 +127,10 @@ def test_sizes_of_a_model_are_known_before_it_is_loaded(kind: str, made: WeightF
     loaded = model_class(config)(Weights(model.state_dict(), ops, weight_format=made), config, 64)
     packed = [weight.get() for weight in ops._linear_weights]
     linear = sum(tensor.nbytes for each in packed if isinstance(each, TorchWeight) for tensor in each.tensors.values())
-    sizes = type(loaded).tensor_bytes(config, "float32", made)
+    sizes = type(loaded).noted(config, "float32", made).num_bytes
     is_other = [name for name in sizes if "norm" in name or "embed" in name or name.endswith("bias")]
     assert sum(size for name, size in sizes.items() if name not in is_other) == linear
-    assert sum(type(loaded).tensor_bytes(config, "float32").values()) > sum(sizes.values())
+    assert type(loaded).noted(config).total_bytes() > sum(sizes.values())
 
 
 @settings(max_examples=60, deadline=None)

@@ -158,7 +158,7 @@ def test_facts_that_are_known_before_loading(kind: str) -> None:
     model, config = make(kind)
     values = Config(config)
     architecture = model_class(values)
-    ours = dict(architecture.dummy_shapes(values))
+    ours = architecture.noted(values).shapes
     theirs = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if config.get("tie_word_embeddings"):
         theirs.pop("lm_head.weight", None)

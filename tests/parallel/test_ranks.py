@@ -73,8 +73,8 @@ def test_memory_of_a_rank() -> None:
     whole, half = Rwkv7Model.memory_shape(rwkv), Rwkv7Model.memory_shape(rwkv, Ranks(1, 2))
     assert (half.num_heads, half.width) == (1, whole.width) and half.bytes_per_block(1, 4) < whole.bytes_per_block(1, 4)
     for adapter, config in ((LlamaModel, llama), (Rwkv7Model, rwkv)):
-        every = sum(adapter.tensor_bytes(config, "float32").values())
-        parts = [sum(adapter.tensor_bytes(config, "float32", ranks=Ranks(index, 2)).values()) for index in range(2)]
+        every = adapter.noted(config).total_bytes()
+        parts = [adapter.noted(config, ranks=Ranks(index, 2)).total_bytes() for index in range(2)]
         assert max(parts) < every < sum(parts) < 1.5 * every  # norms, tables and narrow ends of low ranks are on both
 
 
