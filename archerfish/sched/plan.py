@@ -93,20 +93,12 @@ class PlanBuilder:
         tokens: Ids = np.full(num, PENDING, dtype=np.int64)
         if self.has_known_tokens:
             tokens[:] = [seq.tokens[-1] if seq.num_pending == 1 else PENDING for seq in sequences]
-        if self.chunks:
-            plan = self._build_mixed(step, tokens, handles)
+        if before is not None and before.sequences == sequences and not self.chunks:  # only positions and tokens change
+            same = before.input
+            step_input = StepInput(step, same.rows, same.starts + 1, same.counts, same.counts, same.adapters, tokens, num)
+            plan = Plan(step_input, sequences, 0)
         else:
-            if before is not None and before.sequences == sequences:  # the usual step: only positions and tokens change
-                same = before.input
-                made = StepInput(step, same.rows, same.starts + 1, same.counts, same.counts, same.adapters, tokens, num)
-            else:
-                counts = np.ones(num, dtype=np.int64)
-                made = StepInput(
-                    step, np.array([seq.row for seq in sequences], np.int64),
-                    np.array([seq.num_computed - 1 for seq in sequences], np.int64), counts, counts,
-                    np.array([seq.adapter_slot for seq in sequences], np.int64), tokens, num,
-                )
-            plan = Plan(made, sequences, 0)
+            plan = self._build_anew(step, tokens, handles)
         made = plan.input
         made.copies = self.copies
         if self.grown or self.chunks:  # the blocks that the runner does not know yet
@@ -126,7 +118,7 @@ class PlanBuilder:
             made.mask_bits = np.concatenate([mask.bits[: made.samples[i]] for i, mask in masks]) if masks else None
         return plan
 
-    def _build_mixed(self, step: int, tokens: Ids, handles: Iterator[int] | None) -> Plan:
+    def _build_anew(self, step: int, tokens: Ids, handles: Iterator[int] | None) -> Plan:
         chunks = [chunk for chunk in self.chunks if chunk[2] == 1]  # one new token first, then more, then none
         chunks += [chunk for chunk in self.chunks if chunk[2] > 1]
         chunks += [chunk for chunk in self.chunks if not chunk[2]]
