@@ -84,8 +84,8 @@ class Weights(Generic[T]):
             scopes = [self.scope(names)] * len(sizes)
         else:
             scopes, sizes = [self.scope(name) for name in names], sizes * (len(names) if len(sizes) == 1 else 1)
-        weight_format = PLAIN if is_plain else self.format_of(scopes).chosen(inputs.total, is_sensitive=is_sensitive)
-        parts, biases = list[Mapping[str, T]](), list[T | None]()
+        weight_format = PLAIN if is_plain else self.weight_format.chosen(inputs.total, is_sensitive=is_sensitive)
+        parts, biases = list[T](), list[T | None]()
         for scope, size in zip(scopes, sizes, strict=True):
             parts.append(scope.matrix(weight_format, size, inputs))
             has_bias = bias or (bias is None and scope.has("bias"))
@@ -113,12 +113,11 @@ class Weights(Generic[T]):
         ("up_proj.weight", in GGUF), or everything in one tensor, which `stacked` names. Biases are stacked in the same way.
         """
         size, inputs = Part.of(out_features), Part.of(in_features)
+        weight_format = self.weight_format.chosen(inputs.total)
         if self.has(stacked) or self.has(f"{names[0]}.weight"):
-            weight_format = self.weight_format.chosen(inputs.total)
             parts = self._cut_experts(names, stacked, weight_format, num_experts, size, inputs)
         else:
             scopes = [self.scope(f"{expert}.{name}") for expert in range(num_experts) for name in names]
-            weight_format = self.format_of(scopes).chosen(inputs.total)
             parts = [scope.matrix(weight_format, size, inputs) for scope in scopes]
         biases: Sequence[T | None] = [None] * len(parts)
         if has_biases and inputs.first == 0:
@@ -141,10 +140,8 @@ class Weights(Generic[T]):
 
     def _cut_experts(
         self, names: tuple[str, ...], stacked: str, weight_format: WeightFormat, num_experts: int, size: Part, inputs: Part
-    ) -> list[Mapping[str, T]]:
+    ) -> list[T]:
         """The matrices of each expert, over the memory of tensors that hold those of all; all as one if they lie so."""
-        if set(weight_format.checkpoint) != set(PLAIN.checkpoint):
-            raise TensorError(f"{self.prefix}{stacked}: the format {weight_format.name!r} has no stacks of matrices.")
         given, count = ([stacked], len(names)) if self.has(stacked) else ([f"{name}.weight" for name in names], 1)
         num_rows = num_experts * count * size.total
         stacks: list[Any] = [self.tensor(name, num_experts, count * size.total, inputs.total) for name in given]
@@ -153,23 +150,19 @@ class Weights(Generic[T]):
             for stack in stacks
         ]
         if len(flat) == 1 and size.is_whole and inputs.is_whole:
-            return [{"weight": flat[0]}]
+            return flat
         return [
-            weight_format.cut({"weight": matrices}, size.within((expert * count + place) * size.total, num_rows), inputs)
+            weight_format.cut(matrices, size.within((expert * count + place) * size.total, num_rows), inputs)
             for expert in range(num_experts) for matrices in flat for place in range(count)
         ]  # fmt: skip
 
     def tied_linear(self, table: T | None, out_features: Size, in_features: int, name: str = "") -> LinearWeight[T]:
         """The linear map whose matrix is a lookup table. name: the table's, for ranks that take a part of it or that have no
         table."""
-        is_made = set(self.weight_format.checkpoint) == set(PLAIN.checkpoint)
-        weight_format = self.weight_format.chosen(in_features, is_sensitive=True) if is_made else PLAIN
-        rows = Part.of(out_features)
+        weight_format, rows = self.weight_format.chosen(in_features, is_sensitive=True), Part.of(out_features)
         if table is None or not rows.is_whole:
-            matrix = self.scope(name).matrix(PLAIN, rows, Part.of(in_features))
-        else:
-            matrix = dict.fromkeys(PLAIN.checkpoint, table)
-        weight = self.ops.linear_weight([matrix], [None], weight_format)
+            table = self.scope(name).matrix(PLAIN, rows, Part.of(in_features))
+        weight = self.ops.linear_weight([table], [None], weight_format)
         return self._adapted(weight, ["lm_head"], [rows], Part.of(in_features))
 
     def vocabulary(self, name: str, bias: str, vocab_size: int, width: int) -> LinearWeight[T]:
@@ -178,17 +171,12 @@ class Weights(Generic[T]):
         given = self.numbers(bias, part) if self.has(bias) else None
         return self.ops.linear_weight([self.scope(name).matrix(PLAIN, part, Part.of(width))], [given])
 
-    def format_of(self, scopes: list[Weights[T]]) -> WeightFormat:
-        """The model's format, or the plain one for matrices that a checkpoint has kept out of it."""
-        is_stored = all(scope.has(name) for scope in scopes for name in self.weight_format.checkpoint)
-        return self.weight_format if is_stored else PLAIN
-
     def cut_inputs(self, name: str, in_features: int) -> int:
         """What the inputs of a part of a matrix should be a multiple of."""
         full = f"{self.prefix}{name}"
         tensor = self.source.get(f"{full}.weight", self.source.get(full))  # a stack has no ".weight" behind its name
         own = tensor.cut_inputs if isinstance(tensor, StoredTensor) else 1
-        return max(own, self.format_of([self.scope(name)]).chosen(in_features).cut_inputs)
+        return max(own, self.weight_format.chosen(in_features).cut_inputs)
 
     def numbers(self, name: str, part: Part) -> T:
         """The checkpoint's tensor of one dimension."""
@@ -199,11 +187,10 @@ class Weights(Generic[T]):
             tensor = tensor.as_floats()
         return tensor[part.first : part.end]  # type: ignore[no-any-return]
 
-    def matrix(self, weight_format: WeightFormat, outputs: Part, inputs: Part) -> Mapping[str, T]:
-        """The checkpoint's tensors of one matrix."""
-        shapes = weight_format.shapes(outputs.total, inputs.total)
-        tensors = {name: self.tensor(name, *shape) for name, shape in shapes.items()}
-        return tensors if outputs.is_whole and inputs.is_whole else weight_format.cut(tensors, outputs, inputs)
+    def matrix(self, weight_format: WeightFormat, outputs: Part, inputs: Part) -> T:
+        """The checkpoint's matrix, or a rank's part of it."""
+        tensor = self.tensor("weight", outputs.total, inputs.total)
+        return tensor if outputs.is_whole and inputs.is_whole else weight_format.cut(tensor, outputs, inputs)
 
 
 def parts_within(sizes: list[Part]) -> list[Part]:
@@ -245,9 +232,6 @@ class NotedWeights(Weights[Any]):
     def has(self, name: str) -> bool:
         return False
 
-    def format_of(self, scopes: list[Weights[Any]]) -> WeightFormat:
-        return self.weight_format
-
     def tensor(self, name: str, *shape: int) -> Any:
         self.num_bytes[f"{self.prefix}{name}"] = math.prod(shape) * DTYPE_BYTES[self.dtype]
         return self._noted(name, shape)
@@ -270,7 +254,7 @@ class NotedWeights(Weights[Any]):
     def experts(
         self, names: tuple[str, ...], stacked: str, num_experts: int, out_features: Size, in_features: Size, *,
         has_biases: bool = False,
-    ) -> LinearWeight[Any]:
+    ) -> Any:
         size, inputs = Part.of(out_features), Part.of(in_features)
         if has_biases:
             self.tensor(f"{stacked}_bias", num_experts, len(names) * size.total)
@@ -287,12 +271,11 @@ class NotedWeights(Weights[Any]):
     def numbers(self, name: str, part: Part) -> Any:
         return self.tensor(name, part.total)
 
-    def matrix(self, weight_format: WeightFormat, outputs: Part, inputs: Part) -> Mapping[str, Any]:
-        name = f"{self.prefix}{next(iter(weight_format.checkpoint))}"
+    def matrix(self, weight_format: WeightFormat, outputs: Part, inputs: Part) -> Any:
+        name = f"{self.prefix}weight"
         num_bytes = weight_format.num_bytes(outputs.size, inputs.size, self.dtype)
         self.num_bytes[name] = self.num_bytes.get(name, 0) + num_bytes  # several parts of one tensor
-        shapes = weight_format.shapes(outputs.total, inputs.total)
-        return {name: self._noted(name, shape) for name, shape in shapes.items()}
+        return self._noted("weight", (outputs.total, inputs.total))
 
     def tied_linear(self, table: Any, out_features: Size, in_features: int, name: str = "") -> LinearWeight[Any]:
         rows = Part.of(out_features)

@@ -84,7 +84,7 @@ def test_int8_weights_equal_the_dequantised_model(kind: str, backend: Backend) -
     embedding = weights["model.embed_tokens.weight"]
     head = weights["lm_head.weight"]  # a tied head is quantised, its table is not
     wide = {
-        name: int8.dequantise(int8.load({"weight": each.flatten(0, -2)}), torch.float32).view(each.shape)
+        name: int8.dequantise(int8.load(each.flatten(0, -2)), torch.float32).view(each.shape)
         if each.dim() > 1 and each is not embedding and not is_router(name) else each
         for name, each in (weights | {"lm_head.weight": head.clone()}).items()
     }

@@ -24,15 +24,15 @@ def groups(code_type: str, scale_type: str, group_size: int, coding: Coding) -> 
 
 
 def stored_parts(
-    parts: Sequence[Mapping[str, Any]], kept: Collection[str] = GPU_TYPES
+    parts: Sequence[Any], kept: Collection[str] = GPU_TYPES
 ) -> tuple[WeightFormat, list[Mapping[str, Any]]]:
     """The format of matrices that are stacked, some of which are quantised, and their tensors. They become plain where they
     differ, and where their type is not one that is kept."""
-    kinds = {part["weight"].quant_type if isinstance(part["weight"], StoredTensor) else "" for part in parts}
-    found = [from_store(part["weight"]) for part in parts] if kinds <= set(kept) else []
+    kinds = {part.quant_type if isinstance(part, StoredTensor) else "" for part in parts}
+    found = [from_store(part) for part in parts] if kinds <= set(kept) else []
     if len({weight_format for weight_format, _ in found}) == 1:
         return found[0][0], [tensors for _, tensors in found]
-    return PLAIN, list(parts)
+    return PLAIN, [{"weight": part} for part in parts]
 
 
 def from_store(stored: StoredTensor) -> tuple[WeightFormat, Tensors]:

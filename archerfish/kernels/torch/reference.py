@@ -99,11 +99,13 @@ class TorchOps(Ops[Tensor]):
         return tensor.to(self.device)
 
     def pack_linear(
-        self, parts: Sequence[Mapping[str, Any]], biases: Sequence[Tensor | None], weight_format: WeightFormat
+        self, parts: Sequence[Any], biases: Sequence[Tensor | None], weight_format: WeightFormat
     ) -> TorchWeight:
-        if any(isinstance(each, StoredTensor) for part in parts for each in part.values()):
-            weight_format, parts = stored_parts(parts, self.kept_types)
-        loaded = [weight_format.load({name: self.to_device(each) for name, each in part.items()}) for part in parts]
+        if any(isinstance(part, StoredTensor) for part in parts):
+            weight_format, found = stored_parts(parts, self.kept_types)
+            loaded: list[Tensors] = [{name: self.to_device(each) for name, each in part.items()} for part in found]
+        else:
+            loaded = [weight_format.load(self.to_device(part)) for part in parts]
         given = [each for each in biases if each is not None]
         bias = None
         if given:  # a missing one counts as zeros unless all are missing
