@@ -63,9 +63,12 @@ class Weights(Generic[T]):
     def vector(self, name: str, width: Size, *, plus: float = 0.0, times: float = 1.0) -> T:
         return self.ops.vector(self.numbers(name, Part.of(width)), plus=plus, times=times)
 
-    def layer_norm(self, name: str, width: int, eps: float, *, has_bias: bool = True) -> NormWeights[T]:
-        bias = self.vector(f"{name}.bias", width) if has_bias else self.ops.tensor(np.zeros(width, np.float32))
-        return NormWeights(self.vector(f"{name}.weight", width), bias, eps)
+    def layer_norm(
+        self, name: str, width: int, eps: float, *, has_bias: bool = True, times: float = 1.0
+    ) -> NormWeights[T]:
+        """times: a factor of its result."""
+        bias = self.vector(f"{name}.bias", width, times=times) if has_bias else self.ops.tensor(np.zeros(width, np.float32))
+        return NormWeights(self.vector(f"{name}.weight", width, times=times), bias, eps)
 
     def linear(
         self, names: str | tuple[str, ...], out_features: Size | tuple[Size, ...], in_features: Size, *,

@@ -11,10 +11,9 @@ import numpy.typing as npt
 import torch
 
 from archerfish.kernels.formats import FP8, INT8, PLAIN, Coding, Groups, Tensors, WeightFormat
-from archerfish.kernels.stored import GPU_BITS, GPU_TYPES, StoredTensor
+from archerfish.kernels.stored import GPU_BITS, GPU_TYPES, SUPER_BLOCK, StoredTensor
 
 Bytes = npt.NDArray[np.uint8]
-SUPER_SIZE = 256  # numbers of a block of GGUF's K types
 
 
 @cache
@@ -78,5 +77,5 @@ def split_q6_k(blocks: Bytes) -> tuple[Bytes, npt.NDArray[np.float16]]:
     tops = high >> np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 1, 4, 1) & 3
     codes = (nibbles | tops << 4).astype(np.int8) - 32
     scales = blocks[:, 192:208].view(np.int8) * np.ascontiguousarray(blocks[:, 208:]).view(np.float16).astype(np.float32)
-    return codes.reshape(-1, SUPER_SIZE).view(np.uint8), scales.astype(np.float16)
+    return codes.reshape(-1, SUPER_BLOCK).view(np.uint8), scales.astype(np.float16)
 
