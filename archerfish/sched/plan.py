@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import InvalidOptionError, InvariantError
-from archerfish.sched.live import Found, LiveSequences
+from archerfish.sched.live import LiveSequences
 from archerfish.sequence import Sequence
 from archerfish.step import PENDING, Ids, RowEntry, StepInput
 
@@ -333,10 +333,10 @@ class PromptPlanner:
             root = found.node.tree.root  # a lone sequence fits into the empty pool: what it matched is in its way
             live.cache.lock(root)
             live.cache.unlock(found.node)
-            found = Found(0, [], root)
+            found.num_tokens, found.blocks, found.node, seq.logits_handle = 0, [], root, 0
         builder.copies += live.start(seq, found, now)
         builder.started.append(seq)
-        count = 0 if found.logits_handle else self._next_chunk(seq, builder.budget)
+        count = 0 if seq.logits_handle else self._next_chunk(seq, builder.budget)
         missing = -(-(found.num_tokens + count) // size) - len(seq.blocks)
         if missing > 0 and not live.grow(seq, missing):
             raise InvariantError(f"{missing} blocks were counted as available and are not.")
