@@ -62,25 +62,22 @@ class PlanBuilder:
 
     def add_draft(self, seq: Sequence, num_proposed: int) -> None:
         """A decode that verifies so many proposed tokens."""
-        count = 1 + num_proposed
-        self.chunks.append((seq, seq.num_computed, count, count))
-        self.num_verified += count
-        seq.num_computed += count
-        seq.num_pending += count
-        seq.num_in_flight += 1
-        self.budget -= count
+        self.num_verified += 1 + num_proposed
+        self._add(seq, 1 + num_proposed, 1 + num_proposed)
 
     def add_chunk(self, seq: Sequence, count: int) -> bool:
         """True if the sequence is caught up with this, and gets a token."""
-        start = seq.num_computed
-        is_sampled = start + count == len(seq.tokens)
-        self.chunks.append((seq, start, count, is_sampled))
+        is_sampled = seq.num_computed + count == len(seq.tokens)
+        self._add(seq, count, int(is_sampled))
+        return is_sampled
+
+    def _add(self, seq: Sequence, count: int, num_samples: int) -> None:
+        self.chunks.append((seq, seq.num_computed, count, num_samples))
         self.has_masks |= seq.mask is not None
         seq.num_computed += count
-        seq.num_pending += is_sampled
+        seq.num_pending += num_samples
         seq.num_in_flight += 1
         self.budget -= count
-        return is_sampled
 
     def build(self, step: int, before: Plan | None, handles: Iterator[int] | None) -> Plan | None:
         """The plan, or None if there is nothing to compute.
@@ -126,7 +123,7 @@ class PlanBuilder:
         sequences = [*self.sequences, *(chunk[0] for chunk in chunks)]
         starts = [seq.num_computed - 1 for seq in self.sequences] + [chunk[1] for chunk in chunks]
         counts = [1] * num_decodes + [chunk[2] for chunk in chunks]
-        samples = [1] * num_decodes + [int(chunk[3]) for chunk in chunks]
+        samples = [1] * num_decodes + [chunk[3] for chunk in chunks]
         parts: list[npt.ArrayLike] = []
         for seq, start, count, _ in chunks:
             if count:
