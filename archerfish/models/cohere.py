@@ -57,4 +57,4 @@ class Cohere2Model(CohereModel[T]):
     theta = 10_000.0
 
     def rotary(self, layer: int) -> Rotary[T] | None:
-        return super().rotary(layer) if self.layer_type(self.config, layer) == "sliding_attention" else None
+        return super().rotary(layer) if self.is_sliding(layer) else None
