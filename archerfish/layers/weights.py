@@ -232,9 +232,6 @@ class NotedWeights(Weights[Any]):
     adapted: dict[str, tuple[int, int, bool]] = field(default_factory=dict)  # of what adapters may add to: outputs, inputs, and
     # whether it is a lookup table
 
-    def has(self, name: str) -> bool:
-        return False
-
     def tensor(self, name: str, *shape: int) -> Any:
         self.num_bytes[f"{self.prefix}{name}"] = math.prod(shape) * DTYPE_BYTES[self.dtype]
         return self._noted(name, shape)
