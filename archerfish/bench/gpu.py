@@ -214,7 +214,7 @@ def random_store(shape: str, folder: Path) -> Path:
         with tempfile.TemporaryDirectory(prefix="archerfish-", dir=folder) as source:
             tensors = {
                 name: torch.randn(size, dtype=torch.bfloat16) * 0.02
-                for name, size in model_class(config).dummy_shapes(config).items()
+                for name, size in model_class(config).noted(config).shapes.items()
             }
             save_file(tensors, Path(source) / "model.safetensors")
             (Path(source) / "config.json").write_text(json.dumps(values), encoding="utf-8")

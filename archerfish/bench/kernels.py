@@ -170,7 +170,7 @@ def experts(ops: TritonOps) -> Iterator[Case]:
     """Those of a layer of Qwen3-30B-A3B, more than the card's cache holds."""
     routing: Routing[Tensor] = Routing(128, 8, is_normed=True)
     gate_up, down = (
-        ops.linear_weight([{"weight": random(routing.num_experts * outputs, width) / 64}], [None], PLAIN)
+        ops.linear_weight([random(routing.num_experts * outputs, width) / 64], [None], PLAIN)
         for outputs, width in ((2 * EXPERT_UNITS, EXPERT_WIDTH), (EXPERT_WIDTH, EXPERT_UNITS))
     )
     for num in (1, 16, 64, 256, 2048, TOKENS):

@@ -51,16 +51,15 @@ class AdaptiveCache(Generic[K, V]):
 
     def __init__(
         self, max_bytes: int, ttl_seconds: float, *, window_size: int = 256, min_hit_rate: float = 0.05,
-        is_cacheable: Callable[[K], bool] | None = None, clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """is_cacheable: which keys may be kept; None: all."""
         if window_size < 1 or not 0 <= min_hit_rate <= 1:
             raise InvalidOptionError(
                 f"window_size must be at least 1 and min_hit_rate from 0 to 1: {window_size}, {min_hit_rate}."
             )
         self.min_hit_rate = min_hit_rate
         self._set_limits(max_bytes, ttl_seconds)
-        self._is_cacheable, self._clock = is_cacheable, clock
+        self._clock = clock
         self._window: deque[bool] = deque(maxlen=window_size)  # whether each of the last lookups found something
         self._num_window_hits = 0
         self._num_missed_kept = 4 * window_size
@@ -128,8 +127,6 @@ class AdaptiveCache(Generic[K, V]):
 
     def should_cache(self, key: K) -> bool:
         """Whether a value of this key, which `get` has just not found, is worth keeping."""
-        if self._is_cacheable is not None and not self._is_cacheable(key):
-            return False
         return not self.is_of_little_use or self._missed.get(hash(key), 0) > 1
 
     def insert(self, key: K, value: V, num_bytes: int) -> bool:

@@ -150,12 +150,10 @@ class ModelDigest:
         self._digest, self._model = digest, model
 
     def add(self, namespace: Namespace, hashes: Hashes) -> None:
-        if len(hashes):
-            self._digest.add(hashes, self._model, namespace)
+        self._digest.add(hashes, self._model, namespace)
 
     def remove(self, namespace: Namespace, hashes: Hashes) -> None:
-        if len(hashes):
-            self._digest.remove(hashes, self._model, namespace)
+        self._digest.remove(hashes, self._model, namespace)
 
 
 def read_changes(data: bytes) -> Iterable[tuple[int, bool]]:

@@ -102,36 +102,23 @@ class LFU(EvictionPolicy[N]):
 
     def __init__(self) -> None:
         self._buckets: list[LRU[N]] = [LRU() for _ in range(self.MAX_COUNT + 1)]
-        self._used = 0  # bit i: bucket i is not empty
-        self._bucket_of: dict[N, int] = {}
+        self._bucket_of: dict[N, LRU[N]] = {}
 
     def add(self, node: N) -> None:
-        count = min(node.num_hits, self.MAX_COUNT)
-        self._buckets[count].add(node)
-        self._bucket_of[node] = count
-        self._used |= 1 << count
+        self._bucket_of[node] = bucket = self._buckets[min(node.num_hits, self.MAX_COUNT)]
+        bucket.add(node)
 
     def touch(self, node: N) -> None:
         self.remove(node)
         self.add(node)
 
     def remove(self, node: N) -> None:
-        count = self._bucket_of.pop(node)
-        self._buckets[count].remove(node)
-        self._mark(count)
+        self._bucket_of.pop(node).remove(node)
 
     def pop(self) -> N:
-        if not self._used:
-            raise KeyError("the order is empty")
-        count = (self._used & -self._used).bit_length() - 1
-        node = self._buckets[count].pop()
+        node = next(filter(len, self._buckets), self._buckets[0]).pop()
         del self._bucket_of[node]
-        self._mark(count)
         return node
-
-    def _mark(self, count: int) -> None:
-        if not len(self._buckets[count]):
-            self._used &= ~(1 << count)
 
     def __len__(self) -> int:
         return len(self._bucket_of)

@@ -158,10 +158,8 @@ class RadixCache:
             parent.children[first] = node
             tree.num_nodes += 1
             tree.num_tokens += length - matched
-            tree.evictable_tokens += length - matched
-            self.num_evictable += node.num_own_blocks
             tree.num_blocks += node.num_own_blocks
-            tree.evictable_blocks += node.num_own_blocks
+            self._count_evictable(node, 1)
             tree.ghosts.pop((parent.path_hash, first), None)
             self.order.add(node)
         if node.parent is not None:
@@ -179,10 +177,7 @@ class RadixCache:
         current: Node | None = node
         while current is not None:
             if not current.lock_count:
-                num_blocks = len(current.blocks) - current.shares_first
-                self.num_evictable -= num_blocks
-                current.tree.evictable_blocks -= num_blocks
-                current.tree.evictable_tokens -= current.end - current.start
+                self._count_evictable(current, -1)
             current.lock_count += 1
             current = current.parent
 
@@ -199,10 +194,7 @@ class RadixCache:
             current.lock_count -= 1
             current.last_access, current.used_at = self._tick, now
             if not current.lock_count:
-                num_blocks = len(current.blocks) - current.shares_first
-                self.num_evictable += num_blocks
-                current.tree.evictable_blocks += num_blocks
-                current.tree.evictable_tokens += current.end - current.start
+                self._count_evictable(current, 1)
             current = current.parent
         if not node.lock_count and not node.children and node.parent is not None:
             self.order.add(node)
@@ -334,6 +326,13 @@ class RadixCache:
             return child, matched + common_length(data, matched, child.edge, min(child.end, limit) - matched)
         return node, matched
 
+    def _count_evictable(self, node: Node, sign: int) -> None:
+        """No running sequence needs a node any more; with a sign of -1, one does, or it goes."""
+        num_blocks = sign * node.num_own_blocks
+        self.num_evictable += num_blocks
+        node.tree.evictable_blocks += num_blocks
+        node.tree.evictable_tokens += sign * node.num_tokens
+
     def _touch(self, node: Node, num_hits: int = 0) -> None:
         self._tick += 1
         tick, now = self._tick, self._clock()
@@ -377,10 +376,8 @@ class RadixCache:
         del parent.children[node.first_token]
         if not parent.children and not parent.lock_count and parent.parent is not None:
             self.order.add(parent)
-        self.num_evictable -= node.num_own_blocks
-        tree.evictable_blocks -= node.num_own_blocks
+        self._count_evictable(node, -1)
         tree.num_blocks -= node.num_own_blocks
-        tree.evictable_tokens -= node.num_tokens
         tree.num_nodes -= 1
         tree.num_tokens -= node.num_tokens
         tree.evictions += 1

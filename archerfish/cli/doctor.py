@@ -82,7 +82,7 @@ class ModelSize:
             return self.num_parameters * DTYPE_BYTES[dtype]
         config = Config(self.config)
         try:
-            return sum(model_class(config).tensor_bytes(config, "bfloat16", choose_format(dtype)).values())
+            return model_class(config).noted(config, "bfloat16", choose_format(dtype)).total_bytes()
         except UnsupportedModelError:
             return 0
 
@@ -93,7 +93,7 @@ class ModelSize:
         stored = {info.name: info.quantization.quant_type if info.quantization else info.dtype for info in self.tensors}
         found: dict[str, Counter[str]] = defaultdict(Counter)
         try:
-            for names in model_class(Config(self.config)).products(Config(self.config)) if stored else []:
+            for names in model_class(Config(self.config)).noted(Config(self.config)).products if stored else []:
                 kinds = [stored.get(name) or stored[name.removeprefix("model.")] for name in names]
                 kind = ", ".join(re.sub(r"^(model\.)?(layers\.\d+\.)?|\.weight$", "", name) for name in names)
                 found[kind][joined_formats(packed_format(each, dtype) for each in kinds)] += 1

@@ -13,17 +13,15 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from archerfish.config import ConversionConfig
 from archerfish.engine.calibration import Texts, find_texts
 from archerfish.errors import InvalidOptionError, UnsupportedModelError
 from archerfish.kernels.formats import INT8
-from archerfish.kernels.ops import Ops
 from archerfish.kernels.select import choose_device, import_torch
 from archerfish.kernels.stored import Floats
-from archerfish.layers.weights import NotedWeights
-from archerfish.models.adapter import ENCODERS, NoOps, encoder_class, find_model, is_encoder
+from archerfish.models.adapter import ENCODERS, encoder_class, find_model, is_encoder
 from archerfish.models.config import Config
 from archerfish.store import converter
 from archerfish.store.adapters import MapShape, merged_source
@@ -57,7 +55,7 @@ class ModelConverter(converter.ModelConverter):
         check_choices(config, source)
         if config.merge:
             values = Config(source.config)
-            maps = {name: MapShape(*shape) for name, shape in find_model(values).adapted(values).items()}
+            maps = {name: MapShape(*shape) for name, shape in find_model(values).noted(values).adapted.items()}
             source = merged_source(source, Path(config.merge).expanduser(), maps)
         if config.weights == "auto":
             return super().convert_source(source, name, target, progress)
@@ -190,14 +188,8 @@ def linear_maps(config: Config) -> set[str]:
     Lookup tables are left out, also those that are heads as well, matrices that the model keeps plain, and those whose inputs
     are no multiple of 32.
     """
-    noted = NotedWeights({}, cast(Ops[Any], NoOps()), weight_format=INT8)
-    if config.model_type in ENCODERS:
-        encoder = encoder_class(config)
-        encoder(noted.scope(encoder.prefix), config)
-        if config.is_classifier:
-            encoder.head(noted, config)
-    else:
-        find_model(config)(noted, config, max_len=1)
+    architecture = encoder_class(config) if config.model_type in ENCODERS else find_model(config)
+    noted = architecture.noted(config, weight_format=INT8)
     sizes = {
         name: INT8.num_bytes(math.prod(shape[:-1]), shape[-1], "float32")
         for name, shape in noted.shapes.items() if len(shape) > 1

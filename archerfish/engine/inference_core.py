@@ -131,7 +131,7 @@ class InferenceCore:
         architecture = encoder_class(self.config, embeds=is_stated)
         chosen = choose_format(weight_format)
         self._format = chosen.name
-        num_bytes = architecture.copied_bytes(self.config, self.dtype, chosen, with_tables=self.device != "cpu")
+        num_bytes = architecture.noted(self.config, self.dtype, chosen).total_bytes(with_tables=self.device != "cpu")
         ways_out = [*(["weights=int8"] if chosen is PLAIN else []), "a smaller model"]
         check_room("The model", self.device, {"weights": num_bytes}, ways_out)
         everything = Weights(weights, self.ops, weight_format=chosen)

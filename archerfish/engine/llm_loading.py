@@ -72,7 +72,7 @@ class ModelFacts:
     @property
     def weight_bytes(self) -> int:
         """What this rank's weights take in memory."""
-        return self.stored_bytes or bytes_on(self.ranks, self.adapter, self.config, self.dtype, self.weight_format)
+        return self.stored_bytes or self.adapter.noted(self.config, self.dtype, self.weight_format, self.ranks).total_bytes()
 
     @property
     def num_bytes(self) -> int:
@@ -193,11 +193,11 @@ def read_model_facts(
 def dummy_infos(values: Mapping[str, Any]) -> list[TensorInfo]:
     """The tensors of a model of which there is only a configuration, with matrices of layers quantised as that says."""
     config, settings = Config(values), values.get("quantization_config") or {}
-    adapter = model_class(config)
-    matrices = {name for names in adapter.products(config) for name in names if settings and ".layers." in name}
+    noted = model_class(config).noted(config)
+    matrices = {name for names in noted.products for name in names if settings and ".layers." in name}
     return [
         TensorInfo(name, "float32", shape, stated_quantization(settings, name, shape) if name in matrices else None)
-        for name, shape in adapter.dummy_shapes(config).items()
+        for name, shape in noted.shapes.items()
     ]
 
 
@@ -206,11 +206,11 @@ def quantised_bytes(tensors: Sequence[TensorInfo], values: Mapping[str, Any], de
     but quantised differently."""
     if device == "cpu" or not any(info.quantization for info in tensors):
         return block_bytes(tensors)
-    config = Config(values)
-    adapter, total = model_class(config), 0
+    config, total = Config(values), 0
+    noted = model_class(config).noted(config)
     kinds = {info.name: info.quantization for info in tensors}
-    mixed = {name for names in adapter.products(config) if len({kinds.get(name) for name in names}) > 1 for name in names}
-    plain = mixed | set(adapter.tables(config))
+    mixed = {name for names in noted.products if len({kinds.get(name) for name in names}) > 1 for name in names}
+    plain = mixed | noted.tables
     for info in tensors:
         kind = info.quantization
         if kind is None:
@@ -228,13 +228,6 @@ def shape_on(ranks: Ranks, adapter: type[ModelAdapter[Any]], config: Config) -> 
     return adapter.memory_shape(config) if ranks.is_alone else adapter.memory_shape(config, ranks)
 
 
-def bytes_on(
-    ranks: Ranks, adapter: type[ModelAdapter[Any]], config: Config, dtype: str, weight_format: WeightFormat, **options: Any
-) -> int:
-    """What weights take in a rank's memory."""
-    return sum(adapter.tensor_bytes(config, dtype, weight_format, ranks=ranks, **options).values())
-
-
 def facts_of(
     config: EngineConfig, ranks: Ranks, device: str, dtype: str, directory: Path, name: str, values: Mapping[str, Any],
     generation: Mapping[str, Any], stored_bytes: int, reserved_bytes: int,
@@ -249,14 +242,13 @@ def facts_of(
     if config.max_model_len > most:
         raise InvalidOptionError(f"[engine] max_model_len is {config.max_model_len}, but {name} has {most} positions.")
     max_len = config.max_model_len or most
-    shapes = adapter.dummy_shapes(model_config).values()
+    whole = adapter.noted(model_config, dtype, weight_format)
+    shapes = whole.shapes.values()
     is_mapped = device == "cpu" and config.load_format != "dummy"
-    weight_bytes = bytes_on(ranks, adapter, model_config, dtype, weight_format, without_tables=is_mapped)
+    own = whole if ranks.is_alone else adapter.noted(model_config, dtype, weight_format, ranks)
+    weight_bytes = own.total_bytes(with_tables=not is_mapped)
     if stored_bytes:
-        stored_bytes = stored_bytes * weight_bytes // bytes_on(
-            ALONE, adapter, model_config, dtype, weight_format, without_tables=is_mapped
-        )
-        weight_bytes = stored_bytes
+        weight_bytes = stored_bytes = stored_bytes * weight_bytes // whole.total_bytes(with_tables=not is_mapped)
     step_tokens = choose_step_tokens(config, device)
     vocab_size = adapter.vocab_size(model_config)
     num_chosen = model_config.integer("num_experts_per_tok", 0)
@@ -264,7 +256,7 @@ def facts_of(
     is_dequantised = bool(stored_bytes) and device != "cpu"
     if config.enable_lora:
         item_bytes = DTYPE_BYTES["float32" if device == "cpu" else dtype]
-        num_each = sum(outputs + inputs for outputs, inputs, _ in adapter.adapted(model_config).values())  # of rank 1
+        num_each = sum(outputs + inputs for outputs, inputs, _ in whole.adapted.values())  # of rank 1
         work += config.max_loras * config.max_lora_rank * num_each * item_bytes
     matrices = [shape for shape in shapes if len(shape) == 2]  # stacks of them are never dequantised
     work += (INT8 if is_dequantised else weight_format).work_bytes(matrices, dtype) + reserved_bytes
@@ -342,7 +334,7 @@ def load_adapter(facts: ModelFacts, config: EngineConfig, ranks: Ranks = ALONE) 
         if loader is None:
             infos = [info for info in dummy_infos(facts.config.values) if facts.stored_bytes]
             kept = {info.name: random_stored(info.shape, *info.quantization[::2]) for info in infos if info.quantization}
-            shapes = facts.adapter.dummy_shapes(facts.config)
+            shapes = facts.adapter.noted(facts.config).shapes
             return {**ops.random_weights({name: shape for name, shape in shapes.items() if name not in kept}), **kept}
         return loader.load_stored() if ops.reads_stored else loader.load_weights(keeps_quantised=True)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from archerfish.kernels.batches import Ids, Segments
-from archerfish.kernels.formats import PLAIN, Tensors, WeightFormat
+from archerfish.kernels.formats import PLAIN, WeightFormat
 from archerfish.kernels.ops import Activation, LinearWeight, PackedWeight
 from archerfish.kernels.stored import Floats
 from archerfish.kernels.torch.reference import Tensor, TorchOps
@@ -44,12 +44,12 @@ OnProduct = Callable[[Sequence[Unread], Tensor, Tensor], Tensor]
 class StreamedWeight(PackedWeight[Tensor]):
     """A product whose matrices are read for each use."""
 
-    def __init__(self, ops: StreamedOps, parts: Sequence[Tensors], biases: Sequence[Tensor | None]) -> None:
+    def __init__(self, ops: StreamedOps, parts: Sequence[Any], biases: Sequence[Tensor | None]) -> None:
         self.ops, self.parts, self.biases = ops, parts, biases
 
     def multiply(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
         packed = self.ops.pack_linear(self.parts, self.biases, PLAIN)
-        matrices: list[Any] = [part["weight"] for part in self.parts]
+        matrices: list[Any] = list(self.parts)
         if all(isinstance(each, Unread) for each in matrices):  # a tied head has the table itself
             packed.tensors = {"weight": self.ops.on_product(matrices, x, packed.tensors["weight"])}
         return packed.multiply(x, activation, residual)
@@ -66,7 +66,7 @@ class StreamedOps(TorchOps):
         return super().to_device(torch.from_numpy(np.array(tensor.load())) if isinstance(tensor, Unread) else tensor)
 
     def linear_weight(
-        self, parts: Sequence[Tensors], biases: Sequence[Tensor | None], weight_format: WeightFormat = PLAIN, *,
+        self, parts: Sequence[Any], biases: Sequence[Tensor | None], weight_format: WeightFormat = PLAIN, *,
         is_partial: bool = False,
     ) -> LinearWeight[Tensor]:
         return LinearWeight(lambda: StreamedWeight(self, parts, biases))

@@ -1,8 +1,8 @@
 """Weight formats: everything about how the matrix of a linear map is stored, one object per format.
 
-A format says which tensors a checkpoint has for a matrix, which tensors are kept in memory, and what they mean (`dequantise`).
-Stacking and sizes follow from the layouts of these tensors. A backend multiplies with a format in a product of its own
-(`Ops.products`), or with the dequantised matrix where it has none. Nothing else asks which format a weight has.
+A format says which tensors are kept in memory for a matrix of a checkpoint, and what they mean (`dequantise`). Stacking and
+sizes follow from the layouts of these tensors. A backend multiplies with a format in a product of its own (`Ops.products`), or
+with the dequantised matrix where it has none. Nothing else asks which format a weight has.
 
 A format that is made while a model is loaded has a name for the option `weights`; matrices that the store has quantised have
 theirs in spite of it.
@@ -43,37 +43,24 @@ class TensorLayout(NamedTuple):
         sizes = {"outputs": num_outputs, "inputs": -(-num_inputs // self.inputs_per_item)}
         return tuple(sizes[axis] for axis in self.axes)
 
-    def cut(self, tensor: Any, outputs: Part, inputs: Part) -> Any:
-        """What of a tensor belongs to a part of the matrix, over the same memory."""
-        per_item = self.inputs_per_item
-        places = {
-            "outputs": slice(outputs.first, outputs.end), "inputs": slice(inputs.first // per_item, -(-inputs.end // per_item)),
-        }  # fmt: skip
-        return tensor[tuple(places[axis] for axis in self.axes)]
-
 
 class WeightFormat(ABC):
     """One way to store the matrices of linear maps."""
 
     name: ClassVar[str]
-    checkpoint: ClassVar[Mapping[str, TensorLayout]] = {"weight": TensorLayout()}  # tensors that are read from a checkpoint
     memory: Mapping[str, TensorLayout]  # tensors that are kept
 
     def chosen(self, num_inputs: int, *, is_sensitive: bool = False) -> WeightFormat:
         """The format for a matrix of a model in this format: another one where this would cost too much, or cannot be."""
         return self
 
-    @abstractmethod
-    def load(self, tensors: Tensors) -> Tensors:
-        """The tensors in memory from those of a checkpoint, on the device of these."""
+    def load(self, weight: torch.Tensor) -> Tensors:
+        """The tensors in memory from a plain matrix, on its device."""
+        return {"weight": weight}
 
     @abstractmethod
     def dequantise(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         """The (outputs, inputs) matrix that the tensors in memory stand for: the reference for every product."""
-
-    def shapes(self, num_outputs: int, num_inputs: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the checkpoint's tensors for a matrix."""
-        return {name: layout.shape(num_outputs, num_inputs) for name, layout in self.checkpoint.items()}
 
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: str) -> int:
         """Memory that a matrix takes in a model that computes in dtype."""
@@ -87,19 +74,17 @@ class WeightFormat(ABC):
     @property
     def cut_inputs(self) -> int:
         """The inputs of a part of a matrix are a multiple of so many."""
-        return math.lcm(*(layout.inputs_per_item for layout in (*self.memory.values(), *self.checkpoint.values())))
+        return math.lcm(*(layout.inputs_per_item for layout in self.memory.values()))
 
     def num_outputs(self, tensors: Tensors) -> int:
         name, layout = next((name, layout) for name, layout in self.memory.items() if "outputs" in layout.axes)
         return tensors[name].shape[layout.axes.index("outputs")]
 
-    def cut(self, tensors: Mapping[str, Any], outputs: Part, inputs: Part) -> Mapping[str, Any]:
+    def cut(self, weight: Any, outputs: Part, inputs: Part) -> Any:
         """A rank's part of a checkpoint's matrix. Nothing else of it is read, unless all of a row decides on its numbers."""
-        layouts = {**self.memory, **self.checkpoint}
-        return {
-            name: each.cut(outputs, inputs) if isinstance(each, StoredTensor) else layouts[name].cut(each, outputs, inputs)
-            for name, each in tensors.items()
-        }
+        if isinstance(weight, StoredTensor):
+            return weight.cut(outputs, inputs)
+        return weight[outputs.first : outputs.end, inputs.first : inputs.end]
 
     def stack(self, parts: Sequence[Tensors]) -> Tensors:
         """Matrices one below the other: their outputs follow one another. What all outputs share must be equal."""
@@ -119,9 +104,6 @@ class Plain(WeightFormat):
 
     name = "plain"
     memory: Mapping[str, TensorLayout] = {"weight": TensorLayout()}
-
-    def load(self, tensors: Tensors) -> Tensors:
-        return tensors
 
     def dequantise(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         return tensors["weight"].to(dtype)
@@ -147,22 +129,22 @@ class Int8Rows(WeightFormat):
     def chosen(self, num_inputs: int, *, is_sensitive: bool = False) -> WeightFormat:
         return PLAIN if num_inputs % BLOCK else self
 
-    def cut(self, tensors: Mapping[str, Any], outputs: Part, inputs: Part) -> Mapping[str, Any]:
+    def cut(self, weight: Any, outputs: Part, inputs: Part) -> Any:
         """Scales are those of whole rows."""
-        if not inputs.is_whole:
-            every = Part.of(inputs.total)
-            tensors, outputs = super().cut(tensors, outputs, every), Part.of(outputs.size)
-            weight = tensors["weight"]
-            tensors = {"weight": to_int8(weight)} if isinstance(weight, StoredTensor) else self.load(tensors)
-        return super().cut(tensors, outputs, inputs)
+        if inputs.is_whole:
+            return super().cut(weight, outputs, inputs)
+        rows = super().cut(weight, outputs, Part.of(inputs.total))
+        if isinstance(rows, StoredTensor):
+            rows = to_int8(rows)
+        else:
+            codes, scales = (each.cpu().numpy() for each in self.load(rows).values())
+            rows = StoredTensor(codes.shape, "float32", codes, "INT8", scales[:, None])
+        return rows.cut(Part.of(outputs.size), inputs)
 
-    def load(self, tensors: Tensors) -> Tensors:
-        """A row of zeros stays zero; a row with NaN becomes NaN. What a checkpoint has quantised stays as it is."""
+    def load(self, weight: torch.Tensor) -> Tensors:
+        """A row of zeros stays zero; a row with NaN becomes NaN."""
         import torch
 
-        weight = tensors["weight"]
-        if weight.dtype == torch.int8:
-            return tensors
         matrix = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
         scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
         size = max(1, PIECE_ELEMENTS // weight.shape[1])
@@ -188,9 +170,6 @@ class Fp8Rows(Int8Rows):
     name = "fp8"
     memory: Mapping[str, TensorLayout] = {**Int8Rows.memory, "weight": TensorLayout("float8_e4m3fn")}
 
-    def load(self, tensors: Tensors) -> Tensors:
-        return tensors
-
     def dequantise(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         return (tensors["weight"].float() * tensors["scales"].unsqueeze(1)).to(dtype)
 
@@ -212,9 +191,6 @@ class Groups(WeightFormat):
         self.memory = {"weight": TensorLayout(code_type, inputs_per_item=2 if self.is_packed else 1), "scales": scales}
         if coding == "mins":
             self.memory["mins"] = scales
-
-    def load(self, tensors: Tensors) -> Tensors:
-        return tensors
 
     def dequantise(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         import torch
@@ -248,10 +224,9 @@ class Int4Groups(Groups):
     def chosen(self, num_inputs: int, *, is_sensitive: bool = False) -> WeightFormat:
         return INT8.chosen(num_inputs) if is_sensitive or num_inputs % BLOCK else self
 
-    def load(self, tensors: Tensors) -> Tensors:
+    def load(self, weight: torch.Tensor) -> Tensors:
         import torch
 
-        weight = tensors["weight"]
         found = quantise_int4(weight.float().cpu().numpy())
         return {name: torch.from_numpy(each).to(weight.device) for name, each in zip(self.memory, found, strict=True)}
 
@@ -260,11 +235,6 @@ PLAIN = Plain()
 INT8 = Int8Rows()
 FP8 = Fp8Rows()
 FORMATS: dict[str, WeightFormat] = {"int8": INT8, "int4": Int4Groups()}  # by the name that the option `weights` has for them
-
-
-def register_format(weight_format: WeightFormat) -> None:
-    """Add a format, or replace the one of the same name."""
-    FORMATS[weight_format.name] = weight_format
 
 
 def choose_format(name: str) -> WeightFormat:

@@ -157,10 +157,9 @@ class Ops(ABC, Generic[T]):
         self._linear_weights: list[LinearWeight[T]] = []
 
     def linear_weight(
-        self, parts: Sequence[Mapping[str, T]], biases: Sequence[T | None], weight_format: WeightFormat = PLAIN, *,
-        is_partial: bool = False,
+        self, parts: Sequence[T], biases: Sequence[T | None], weight_format: WeightFormat = PLAIN, *, is_partial: bool = False
     ) -> LinearWeight[T]:
-        """One or more matrices, stacked along their outputs, for `linear`. A part has a checkpoint's tensors of one matrix."""
+        """One or more matrices of a checkpoint, stacked along their outputs, for `linear`."""
         self._linear_weights.append(LinearWeight(lambda: self.pack_linear(parts, biases, weight_format)))
         self._linear_weights[-1].is_partial = is_partial
         return self._linear_weights[-1]
@@ -197,9 +196,7 @@ class Ops(ABC, Generic[T]):
         """A small parameter (norm weight, bias) on the device in float32, with a number added to it, and then multiplied."""
 
     @abstractmethod
-    def pack_linear(
-        self, parts: Sequence[Mapping[str, T]], biases: Sequence[T | None], weight_format: WeightFormat
-    ) -> PackedWeight[T]:
+    def pack_linear(self, parts: Sequence[T], biases: Sequence[T | None], weight_format: WeightFormat) -> PackedWeight[T]:
         """Stacked weights and biases in the form that `linear` multiplies with."""
 
     @abstractmethod

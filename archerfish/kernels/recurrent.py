@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 from archerfish.errors import DeviceError
 from archerfish.kernels.batches import Ids, T
@@ -157,8 +157,16 @@ class RecurrentOps(ABC, Generic[T]):
     """Operations on states. The `Ops` of a backend gives them."""
 
     @abstractmethod
+    def empty(self, shape: tuple[int, ...], *, is_input: bool) -> T:
+        """Memory with any contents: of inputs, or of matrices in float32."""
+
     def new_states(self, num_slots: int, shape: StateShape) -> StateMemory[T]:
         """Memory for num_slots slots. Slot 0 is the empty state; the others are not initialised."""
+        layers, heads, dim = shape.num_layers, shape.num_heads, shape.head_dim
+        wkv: Any = self.empty((num_slots, layers, heads, dim, dim), is_input=False)
+        inputs: Any = self.empty((num_slots, layers, 2, shape.width), is_input=True)
+        wkv[EMPTY_SLOT] = inputs[EMPTY_SLOT] = 0
+        return StateMemory(wkv, inputs, tuple(StateLayer(wkv[:, i], inputs[:, i, 0], inputs[:, i, 1]) for i in range(layers)))
 
     @abstractmethod
     def shift(self, x: T, inputs: T, batch: RecurrentBatch[T], factors: T) -> tuple[T, ...]:

@@ -147,7 +147,7 @@ class StoredTensor:
 
 
 def to_int8(part: StoredTensor) -> StoredTensor:
-    """Symmetric int8 with one scale for each output, as blocks that share it."""
+    """Symmetric int8 with one scale for each output."""
     if part.quant_type or part.shape[1] % BLOCK:
         return part
     rows = part.as_floats()
@@ -155,8 +155,7 @@ def to_int8(part: StoredTensor) -> StoredTensor:
     scales = np.where(highest == 0, 1.0, np.clip(highest / LARGEST_INT8, *HALF_RANGE)).astype(np.float16)
     codes = np.rint(np.clip(rows / scales.astype(np.float32), -LARGEST_INT8, LARGEST_INT8))
     codes = np.where(np.isnan(codes), 0, codes).astype(np.int8)  # the scale of such a row is NaN
-    repeated = np.ascontiguousarray(np.repeat(scales, part.shape[1] // BLOCK, axis=1))
-    return StoredTensor(part.shape, "float32", codes.view(np.uint8), "Q8_0", repeated)
+    return StoredTensor(part.shape, "float32", codes.view(np.uint8), "Q8_0", scales)
 
 
 def random_stored(shape: tuple[int, ...], quant_type: str, group_size: int) -> StoredTensor:

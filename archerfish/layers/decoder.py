@@ -10,8 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, NamedTuple
 
-import numpy as np
-
 from archerfish.kernels.batches import T
 from archerfish.kernels.ops import Activation, HeadShape, KVLayer, LinearWeight, NormWeights, Ops, PagedBatch, Rotary, Rotation
 from archerfish.layers.weights import Weights
@@ -54,15 +52,8 @@ class RMSNorm(Norm[T]):
 
 
 class LayerNorm(Norm[T]):
-    """With a bias, or without one. times: a factor of the result."""
-
-    def __init__(
-        self, weights: Weights[T], name: str, width: int, eps: float, *, has_bias: bool, times: float = 1.0
-    ) -> None:
-        self.ops: Ops[T] = weights.ops
-        weight = weights.vector(f"{name}.weight", width, times=times)
-        bias = weights.vector(f"{name}.bias", width, times=times) if has_bias else self.ops.tensor(np.zeros(width, np.float32))
-        self.norm = NormWeights(weight, bias, eps)
+    def __init__(self, ops: Ops[T], norm: NormWeights[T]) -> None:
+        self.ops, self.norm = ops, norm
 
     def __call__(self, x: T, residual: T | None = None) -> tuple[T, T]:
         total = x if residual is None else self.ops.add(x, residual)

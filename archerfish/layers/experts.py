@@ -64,11 +64,7 @@ class MixtureOfExperts(Generic[T]):
         if self.shared is not None:
             shared = ops.linear(ops.gated(ops.linear(x, self.shared.gate_up), self.shared.activation), self.shared.down)
         logits = ops.linear(x, self.router)
-        if not self.down.is_partial:
-            return ops.experts(x, logits, self.routing, self.gate_up, self.down, self.activation, shared=shared)
-        if ops.ranks.index:  # the shared rows are the same on all ranks: the first adds them
+        if self.down.is_partial and ops.ranks.index:  # the shared rows are the same on all ranks: the first adds them
             shared = None
-        found: T = ops.ranks.add_up(
-            ops.experts(x, logits, self.routing, self.gate_up, self.down, self.activation, shared=shared)
-        )
-        return found
+        found = ops.experts(x, logits, self.routing, self.gate_up, self.down, self.activation, shared=shared)
+        return ops.ranks.add_up(found) if self.down.is_partial else found

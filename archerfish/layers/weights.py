@@ -15,7 +15,7 @@ from archerfish.errors import TensorError, did_you_mean
 from archerfish.kernels.batches import T
 from archerfish.kernels.formats import PLAIN, WeightFormat
 from archerfish.kernels.ops import LinearWeight, NormWeights, Ops
-from archerfish.kernels.ranks import Part
+from archerfish.kernels.ranks import ALONE, Part, Ranks
 from archerfish.kernels.stored import StoredTensor
 from archerfish.types import DTYPE_BYTES
 
@@ -63,9 +63,12 @@ class Weights(Generic[T]):
     def vector(self, name: str, width: Size, *, plus: float = 0.0, times: float = 1.0) -> T:
         return self.ops.vector(self.numbers(name, Part.of(width)), plus=plus, times=times)
 
-    def layer_norm(self, name: str, width: int, eps: float, *, has_bias: bool = True) -> NormWeights[T]:
-        bias = self.vector(f"{name}.bias", width) if has_bias else self.ops.tensor(np.zeros(width, np.float32))
-        return NormWeights(self.vector(f"{name}.weight", width), bias, eps)
+    def layer_norm(
+        self, name: str, width: int, eps: float, *, has_bias: bool = True, times: float = 1.0
+    ) -> NormWeights[T]:
+        """times: a factor of its result."""
+        bias = self.vector(f"{name}.bias", width, times=times) if has_bias else self.ops.tensor(np.zeros(width, np.float32))
+        return NormWeights(self.vector(f"{name}.weight", width, times=times), bias, eps)
 
     def linear(
         self, names: str | tuple[str, ...], out_features: Size | tuple[Size, ...], in_features: Size, *,
@@ -84,8 +87,8 @@ class Weights(Generic[T]):
             scopes = [self.scope(names)] * len(sizes)
         else:
             scopes, sizes = [self.scope(name) for name in names], sizes * (len(names) if len(sizes) == 1 else 1)
-        weight_format = PLAIN if is_plain else self.format_of(scopes).chosen(inputs.total, is_sensitive=is_sensitive)
-        parts, biases = list[Mapping[str, T]](), list[T | None]()
+        weight_format = PLAIN if is_plain else self.weight_format.chosen(inputs.total, is_sensitive=is_sensitive)
+        parts, biases = list[T](), list[T | None]()
         for scope, size in zip(scopes, sizes, strict=True):
             parts.append(scope.matrix(weight_format, size, inputs))
             has_bias = bias or (bias is None and scope.has("bias"))
@@ -113,12 +116,11 @@ class Weights(Generic[T]):
         ("up_proj.weight", in GGUF), or everything in one tensor, which `stacked` names. Biases are stacked in the same way.
         """
         size, inputs = Part.of(out_features), Part.of(in_features)
+        weight_format = self.weight_format.chosen(inputs.total)
         if self.has(stacked) or self.has(f"{names[0]}.weight"):
-            weight_format = self.weight_format.chosen(inputs.total)
             parts = self._cut_experts(names, stacked, weight_format, num_experts, size, inputs)
         else:
             scopes = [self.scope(f"{expert}.{name}") for expert in range(num_experts) for name in names]
-            weight_format = self.format_of(scopes).chosen(inputs.total)
             parts = [scope.matrix(weight_format, size, inputs) for scope in scopes]
         biases: Sequence[T | None] = [None] * len(parts)
         if has_biases and inputs.first == 0:
@@ -141,10 +143,8 @@ class Weights(Generic[T]):
 
     def _cut_experts(
         self, names: tuple[str, ...], stacked: str, weight_format: WeightFormat, num_experts: int, size: Part, inputs: Part
-    ) -> list[Mapping[str, T]]:
+    ) -> list[T]:
         """The matrices of each expert, over the memory of tensors that hold those of all; all as one if they lie so."""
-        if set(weight_format.checkpoint) != set(PLAIN.checkpoint):
-            raise TensorError(f"{self.prefix}{stacked}: the format {weight_format.name!r} has no stacks of matrices.")
         given, count = ([stacked], len(names)) if self.has(stacked) else ([f"{name}.weight" for name in names], 1)
         num_rows = num_experts * count * size.total
         stacks: list[Any] = [self.tensor(name, num_experts, count * size.total, inputs.total) for name in given]
@@ -153,23 +153,19 @@ class Weights(Generic[T]):
             for stack in stacks
         ]
         if len(flat) == 1 and size.is_whole and inputs.is_whole:
-            return [{"weight": flat[0]}]
+            return flat
         return [
-            weight_format.cut({"weight": matrices}, size.within((expert * count + place) * size.total, num_rows), inputs)
+            weight_format.cut(matrices, size.within((expert * count + place) * size.total, num_rows), inputs)
             for expert in range(num_experts) for matrices in flat for place in range(count)
         ]  # fmt: skip
 
     def tied_linear(self, table: T | None, out_features: Size, in_features: int, name: str = "") -> LinearWeight[T]:
         """The linear map whose matrix is a lookup table. name: the table's, for ranks that take a part of it or that have no
         table."""
-        is_made = set(self.weight_format.checkpoint) == set(PLAIN.checkpoint)
-        weight_format = self.weight_format.chosen(in_features, is_sensitive=True) if is_made else PLAIN
-        rows = Part.of(out_features)
+        weight_format, rows = self.weight_format.chosen(in_features, is_sensitive=True), Part.of(out_features)
         if table is None or not rows.is_whole:
-            matrix = self.scope(name).matrix(PLAIN, rows, Part.of(in_features))
-        else:
-            matrix = dict.fromkeys(PLAIN.checkpoint, table)
-        weight = self.ops.linear_weight([matrix], [None], weight_format)
+            table = self.scope(name).matrix(PLAIN, rows, Part.of(in_features))
+        weight = self.ops.linear_weight([table], [None], weight_format)
         return self._adapted(weight, ["lm_head"], [rows], Part.of(in_features))
 
     def vocabulary(self, name: str, bias: str, vocab_size: int, width: int) -> LinearWeight[T]:
@@ -178,17 +174,12 @@ class Weights(Generic[T]):
         given = self.numbers(bias, part) if self.has(bias) else None
         return self.ops.linear_weight([self.scope(name).matrix(PLAIN, part, Part.of(width))], [given])
 
-    def format_of(self, scopes: list[Weights[T]]) -> WeightFormat:
-        """The model's format, or the plain one for matrices that a checkpoint has kept out of it."""
-        is_stored = all(scope.has(name) for scope in scopes for name in self.weight_format.checkpoint)
-        return self.weight_format if is_stored else PLAIN
-
     def cut_inputs(self, name: str, in_features: int) -> int:
         """What the inputs of a part of a matrix should be a multiple of."""
         full = f"{self.prefix}{name}"
         tensor = self.source.get(f"{full}.weight", self.source.get(full))  # a stack has no ".weight" behind its name
         own = tensor.cut_inputs if isinstance(tensor, StoredTensor) else 1
-        return max(own, self.format_of([self.scope(name)]).chosen(in_features).cut_inputs)
+        return max(own, self.weight_format.chosen(in_features).cut_inputs)
 
     def numbers(self, name: str, part: Part) -> T:
         """The checkpoint's tensor of one dimension."""
@@ -199,11 +190,10 @@ class Weights(Generic[T]):
             tensor = tensor.as_floats()
         return tensor[part.first : part.end]  # type: ignore[no-any-return]
 
-    def matrix(self, weight_format: WeightFormat, outputs: Part, inputs: Part) -> Mapping[str, T]:
-        """The checkpoint's tensors of one matrix."""
-        shapes = weight_format.shapes(outputs.total, inputs.total)
-        tensors = {name: self.tensor(name, *shape) for name, shape in shapes.items()}
-        return tensors if outputs.is_whole and inputs.is_whole else weight_format.cut(tensors, outputs, inputs)
+    def matrix(self, weight_format: WeightFormat, outputs: Part, inputs: Part) -> T:
+        """The checkpoint's matrix, or a rank's part of it."""
+        tensor = self.tensor("weight", outputs.total, inputs.total)
+        return tensor if outputs.is_whole and inputs.is_whole else weight_format.cut(tensor, outputs, inputs)
 
 
 def parts_within(sizes: list[Part]) -> list[Part]:
@@ -215,10 +205,24 @@ def parts_within(sizes: list[Part]) -> list[Part]:
     return [Part.of(total)] if all(size.is_whole for size in sizes) else found
 
 
+class NoOps:
+    """Stands for a backend where nothing is computed: every operation gives None."""
+
+    adapters = None
+
+    def __init__(self, ranks: Ranks = ALONE) -> None:
+        self.ranks = ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **options: None
+
+
 @dataclass(frozen=True)
 class NotedWeights(Weights[Any]):
     """Weights without tensors: a model that is built over them leaves the names, shapes and sizes of its tensors here."""
 
+    source: Mapping[str, Any] = field(default_factory=dict)
+    ops: Any = field(default_factory=NoOps)
     dtype: str = "float32"
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     num_bytes: dict[str, int] = field(default_factory=dict)  # in memory, by the name of a tensor or of a linear map
@@ -227,12 +231,6 @@ class NotedWeights(Weights[Any]):
     products: list[tuple[str, ...]] = field(default_factory=list)  # the matrices that are stacked for each
     adapted: dict[str, tuple[int, int, bool]] = field(default_factory=dict)  # of what adapters may add to: outputs, inputs, and
     # whether it is a lookup table
-
-    def has(self, name: str) -> bool:
-        return False
-
-    def format_of(self, scopes: list[Weights[Any]]) -> WeightFormat:
-        return self.weight_format
 
     def tensor(self, name: str, *shape: int) -> Any:
         self.num_bytes[f"{self.prefix}{name}"] = math.prod(shape) * DTYPE_BYTES[self.dtype]
@@ -244,10 +242,10 @@ class NotedWeights(Weights[Any]):
             self.adapted[f"{self.prefix}{name}".removesuffix(".weight")] = width, rows, True
         return super().table(name, rows, width, adapts=adapts)
 
-    def copied_bytes(self) -> dict[str, int]:
-        """num_bytes without lookup tables: linear maps are packed, which copies them."""
-        mapped = self.tables - self.shared
-        return {name: num_bytes for name, num_bytes in self.num_bytes.items() if name not in mapped}
+    def total_bytes(self, *, with_tables: bool = True) -> int:
+        """Memory that they take. with_tables: whether lookup tables are copied from the mapped file, as linear maps are."""
+        mapped = set() if with_tables else self.tables - self.shared
+        return sum(num_bytes for name, num_bytes in self.num_bytes.items() if name not in mapped)
 
     def linear(self, names: str | tuple[str, ...], *sizes: Any, **options: Any) -> LinearWeight[Any]:
         self.products.append(tuple(f"{self.prefix}{name}.weight" for name in ([names] if isinstance(names, str) else names)))
@@ -256,7 +254,7 @@ class NotedWeights(Weights[Any]):
     def experts(
         self, names: tuple[str, ...], stacked: str, num_experts: int, out_features: Size, in_features: Size, *,
         has_biases: bool = False,
-    ) -> LinearWeight[Any]:
+    ) -> Any:
         size, inputs = Part.of(out_features), Part.of(in_features)
         if has_biases:
             self.tensor(f"{stacked}_bias", num_experts, len(names) * size.total)
@@ -273,12 +271,11 @@ class NotedWeights(Weights[Any]):
     def numbers(self, name: str, part: Part) -> Any:
         return self.tensor(name, part.total)
 
-    def matrix(self, weight_format: WeightFormat, outputs: Part, inputs: Part) -> Mapping[str, Any]:
-        name = f"{self.prefix}{next(iter(weight_format.checkpoint))}"
+    def matrix(self, weight_format: WeightFormat, outputs: Part, inputs: Part) -> Any:
+        name = f"{self.prefix}weight"
         num_bytes = weight_format.num_bytes(outputs.size, inputs.size, self.dtype)
         self.num_bytes[name] = self.num_bytes.get(name, 0) + num_bytes  # several parts of one tensor
-        shapes = weight_format.shapes(outputs.total, inputs.total)
-        return {name: self._noted(name, shape) for name, shape in shapes.items()}
+        return self._noted("weight", (outputs.total, inputs.total))
 
     def tied_linear(self, table: Any, out_features: Size, in_features: int, name: str = "") -> LinearWeight[Any]:
         rows = Part.of(out_features)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, ClassVar, Generic, cast
+from typing import Any, ClassVar, Generic
 
 from archerfish.errors import UnsupportedModelError
 from archerfish.kernels.batches import Ids, Segments, T
@@ -16,7 +16,7 @@ from archerfish.kernels.ops import Ops
 from archerfish.kernels.ranks import ALONE, Ranks
 from archerfish.kernels.recurrent import StateShape
 from archerfish.layers.encoder import BlockShape, ClassifierHead, MaskedHead
-from archerfish.layers.weights import NotedWeights, Weights
+from archerfish.layers.weights import NoOps, NotedWeights, Weights
 from archerfish.models.config import Config
 
 # By the `model_type` of a config.json: a class, or "module:class" of one that is not imported yet.
@@ -145,53 +145,13 @@ class ModelAdapter(ABC, Generic[T]):
         return config.integer("max_position_embeddings")
 
     @classmethod
-    def dummy_shapes(cls, config: Config) -> Mapping[str, tuple[int, ...]]:
-        """Names and shapes of all its tensors, found by building it over weights that are not there."""
-        return cls._note_weights(config).shapes
-
-    @classmethod
-    def tensor_bytes(
-        cls, config: Config, dtype: str, weight_format: WeightFormat = PLAIN, *, without_tables: bool = False,
-        ranks: Ranks = ALONE,
-    ) -> Mapping[str, int]:
-        """What each of its tensors takes in a rank's memory. without_tables: of those that are copied from a mapped file."""
-        noted = cls._note_weights(config, dtype, weight_format, ranks)
-        return noted.copied_bytes() if without_tables else noted.num_bytes
-
-    @classmethod
-    def tables(cls, config: Config) -> set[str]:
-        """Names of its lookup tables."""
-        return cls._note_weights(config).tables
-
-    @classmethod
-    def products(cls, config: Config) -> list[tuple[str, ...]]:
-        """The matrices of each of its products, by the names of their tensors."""
-        return cls._note_weights(config).products
-
-    @classmethod
-    def adapted(cls, config: Config) -> dict[str, tuple[int, int, bool]]:
-        """Outputs and inputs of all that adapters may add to, and whether it is a lookup table, by name."""
-        return cls._note_weights(config).adapted
-
-    @classmethod
-    def _note_weights(
+    def noted(
         cls, config: Config, dtype: str = "float32", weight_format: WeightFormat = PLAIN, ranks: Ranks = ALONE
     ) -> NotedWeights:
-        weights = NotedWeights({}, cast(Ops[Any], NoOps(ranks)), weight_format=weight_format, dtype=dtype)
+        """Names, shapes and sizes of its tensors on a rank, found by building it over weights that are not there."""
+        weights = NotedWeights(ops=NoOps(ranks), weight_format=weight_format, dtype=dtype)
         cls(weights, config, max_len=1)
         return weights
-
-
-class NoOps:
-    """Stands for a backend where nothing is computed: every operation gives None."""
-
-    adapters = None
-
-    def __init__(self, ranks: Ranks = ALONE) -> None:
-        self.ranks = ranks
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **options: None
 
 
 @dataclass(frozen=True)
@@ -242,13 +202,13 @@ class Encoder(ABC, Generic[T]):
         return MaskedHead(weights, cls.masked_parts, shape, table, config.integer("vocab_size"))
 
     @classmethod
-    def copied_bytes(cls, config: Config, dtype: str, weight_format: WeightFormat, *, with_tables: bool) -> int:
-        """Memory of its weights. with_tables: whether lookup tables are copied from the mapped file too."""
-        noted = NotedWeights({}, cast(Ops[Any], NoOps()), weight_format=weight_format, dtype=dtype)
-        cls(noted, config)
+    def noted(cls, config: Config, dtype: str = "float32", weight_format: WeightFormat = PLAIN) -> NotedWeights:
+        """As `ModelAdapter.noted`, with a classifier's head."""
+        weights = NotedWeights(weight_format=weight_format, dtype=dtype)
+        cls(weights.scope(cls.prefix) if cls.prefix else weights, config)
         if config.is_classifier:
-            cls.head(noted, config)
-        return sum((noted.num_bytes if with_tables else noted.copied_bytes()).values())
+            cls.head(weights, config)
+        return weights
 
     @classmethod
     def block_shape(cls, config: Config) -> BlockShape:

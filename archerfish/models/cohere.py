@@ -44,7 +44,7 @@ class CohereModel(LlamaModel[T]):
 
     def make_norm(self, weights: Weights[T], name: str, times: float = 1.0) -> Norm[T]:
         eps = self.config.number("layer_norm_eps", 1e-5)
-        return LayerNorm(weights, name, self.width, eps, has_bias=False, times=times)
+        return LayerNorm(self.ops, weights.layer_norm(name, self.width, eps, has_bias=False, times=times))
 
     def logit_scale(self) -> float:
         return self.config.number("logit_scale", 0.0625)
@@ -57,4 +57,4 @@ class Cohere2Model(CohereModel[T]):
     theta = 10_000.0
 
     def rotary(self, layer: int) -> Rotary[T] | None:
-        return super().rotary(layer) if self.layer_type(self.config, layer) == "sliding_attention" else None
+        return super().rotary(layer) if self.is_sliding(layer) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from archerfish.errors import UnsupportedModelError
 from archerfish.kernels.batches import T
@@ -20,6 +20,8 @@ class ExpertModel(LlamaModel[T]):
     """Some layers, or all, have experts instead of one feed-forward."""
 
     expert_names: ClassVar[ExpertNames] = USUAL_NAMES
+    size_name: ClassVar[str] = "moe_intermediate_size"  # what the configuration calls the hidden units of an expert
+    is_normed: ClassVar[bool] = False  # the weights of a row's experts are normed, whatever the configuration says
 
     def block(self, weights: Weights[T], layer: int) -> DecoderBlock[T]:
         if not self.has_experts(layer):
@@ -30,49 +32,43 @@ class ExpertModel(LlamaModel[T]):
         return True
 
     def experts(self, weights: Weights[T]) -> MixtureOfExperts[T]:
-        """weights: of a layer."""
+        """weights: of a layer; published checkpoints of Mixtral have the experts in block_sparse_moe, others in mlp."""
+        name = "block_sparse_moe" if weights.has("block_sparse_moe.gate.weight") else "mlp"
+        options = {"activation": self.config.activation("hidden_act", "silu"), **self.expert_options(weights)}
+        size = self.config.integer(self.size_name)
         return MixtureOfExperts(
-            weights.scope("mlp"), self.width, self.hidden_units(), self.config.activation("hidden_act", "silu"), self.routing(),
-            names=self.expert_names,
+            weights.scope(name), self.width, size, routing=self.routing(), names=self.expert_names, **options
         )
 
-    def hidden_units(self) -> int:
-        """Of an expert."""
-        return self.config.integer("moe_intermediate_size")
+    def expert_options(self, weights: Weights[T]) -> dict[str, Any]:
+        """Arguments of `MixtureOfExperts` beside the usual ones. weights: of a layer."""
+        return {}
 
     def routing(self) -> Routing[T]:
         config = self.config
         num_experts = config.integer("num_experts", config.integer("num_local_experts", 0))
-        num_chosen = config.integer("num_experts_per_tok")
-        return Routing(num_experts, num_chosen, is_normed=config.flag("norm_topk_prob"))
+        is_normed = self.is_normed or config.flag("norm_topk_prob")
+        return Routing(num_experts, config.integer("num_experts_per_tok"), is_normed=is_normed)
 
 
 class MixtralModel(ExpertModel[T], MistralModel[T]):
     eps = 1e-5
     default_window = 0.0
     expert_names = ExpertNames("w1", "w3", "w2")
-
-    def experts(self, weights: Weights[T]) -> MixtureOfExperts[T]:
-        """Published checkpoints have the experts in block_sparse_moe, those of transformers 5 in mlp."""
-        name = "block_sparse_moe" if weights.has("block_sparse_moe.gate.weight") else "mlp"
-        return MixtureOfExperts(
-            weights.scope(name), self.width, self.config.integer("intermediate_size"),
-            self.config.activation("hidden_act", "silu"), self.routing()._replace(is_normed=True), names=self.expert_names,
-        )
+    size_name = "intermediate_size"
+    is_normed = True
 
 
 class OlmoeModel(ExpertModel[T], Olmo2Model[T]):
     """All heads of queries, and all of keys, are normalised together."""
 
     norm_names = LlamaModel.norm_names
+    size_name = "intermediate_size"
 
     def __init__(self, weights: Weights[T], config: Config, max_len: int) -> None:
         if config.values.get("clip_qkv") is not None:
             raise UnsupportedModelError("Clipped queries, keys and values (clip_qkv) are not supported.")
         super().__init__(weights, config, max_len)
-
-    def hidden_units(self) -> int:
-        return self.config.integer("intermediate_size")
 
 
 class Qwen3MoeModel(ExpertModel[T], Qwen3Model[T]):
@@ -90,14 +86,10 @@ class Qwen2MoeModel(Qwen3MoeModel[T], Qwen2Model[T]):
     has_qkv_bias = True
     has_head_norms = False
 
-    def experts(self, weights: Weights[T]) -> MixtureOfExperts[T]:
-        activation = self.config.activation("hidden_act", "silu")
-        size = self.config.integer("shared_expert_intermediate_size")
-        body = weights.scope("mlp")
-        shared = GatedMLP(body.scope("shared_expert"), self.width, size, activation)
-        return MixtureOfExperts(
-            body, self.width, self.hidden_units(), activation, self.routing(), shared=shared, shared_gate="shared_expert_gate"
-        )
+    def expert_options(self, weights: Weights[T]) -> dict[str, Any]:
+        size, activation = self.config.integer("shared_expert_intermediate_size"), self.config.activation("hidden_act", "silu")
+        shared = GatedMLP(weights.scope("mlp.shared_expert"), self.width, size, activation)
+        return {"shared": shared, "shared_gate": "shared_expert_gate"}
 
 
 class GptOssModel(ExpertModel[T]):
@@ -108,12 +100,14 @@ class GptOssModel(ExpertModel[T]):
     default_window = 128.0
     eps = 1e-5
     theta = 150_000.0
+    size_name = "intermediate_size"
+    is_normed = True
 
     def biases(self) -> Biases:
         has_biases = self.config.flag("attention_bias", True)
         return Biases(has_biases, has_biases, None)
 
-    def experts(self, weights: Weights[T]) -> MixtureOfExperts[T]:
+    def expert_options(self, weights: Weights[T]) -> dict[str, Any]:
         config = self.config
         gate = config.number("swiglu_alpha", SWIGLU_ALPHA), config.number("swiglu_limit", SWIGLU_LIMIT)
         if gate != (SWIGLU_ALPHA, SWIGLU_LIMIT):
@@ -121,7 +115,4 @@ class GptOssModel(ExpertModel[T]):
                 f"Experts with swiglu_alpha {gate[0]} and swiglu_limit {gate[1]} are not supported.",
                 hint=f"Expected {SWIGLU_ALPHA} and {SWIGLU_LIMIT}, as published gpt-oss models have.",
             )
-        return MixtureOfExperts(
-            weights.scope("mlp"), self.width, config.integer("intermediate_size"), "swiglu_oai",
-            self.routing()._replace(is_normed=True), router="router", has_biases=True,
-        )
+        return {"activation": "swiglu_oai", "router": "router", "has_biases": True}

@@ -51,10 +51,8 @@ class Gemma2Model(GemmaModel[T]):
         )
 
     def window(self, layer: int) -> int:
-        if self.layer_type(self.config, layer) != "sliding_attention":
-            return 0
-        stated = int(self.config.limit("sliding_window", self.default_window))
-        return stated if self.config.is_causal else stated // 2 + 1  # one that reaches to both sides is stated as their sum
+        stated = super().window(layer)  # one that reaches to both sides is stated as their sum
+        return stated // 2 + 1 if stated and not self.config.is_causal else stated
 
 
 class Gemma3Model(Gemma2Model[T]):

@@ -24,7 +24,8 @@ class Starcoder2Model(LlamaModel[T]):
         return Biases(*[self.config.flag("use_bias", default=True) or None] * 3)
 
     def make_norm(self, weights: Weights[T], name: str, times: float = 1.0) -> Norm[T]:
-        return LayerNorm(weights, name, self.width, self.config.number("norm_epsilon", 1e-5), has_bias=True, times=times)
+        eps = self.config.number("norm_epsilon", 1e-5)
+        return LayerNorm(self.ops, weights.layer_norm(name, self.width, eps, times=times))
 
 
 class Gpt2Model(Starcoder2Model[T]):

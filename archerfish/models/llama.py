@@ -134,8 +134,10 @@ class LlamaModel(ModelAdapter[T]):
 
     def window(self, layer: int) -> int:
         """Sliding window of a layer in tokens; 0: none."""
-        is_sliding = self.layer_type(self.config, layer) == "sliding_attention"
-        return int(self.config.limit("sliding_window", self.default_window)) if is_sliding else 0
+        return int(self.config.limit("sliding_window", self.default_window)) if self.is_sliding(layer) else 0
+
+    def is_sliding(self, layer: int) -> bool:
+        return self.layer_type(self.config, layer) == "sliding_attention"
 
     @classmethod
     def layer_type(cls, config: Config, layer: int) -> str:
@@ -188,15 +190,13 @@ class Qwen2Model(LlamaModel[T]):
 
     has_qkv_bias = True
 
-    def window(self, layer: int) -> int:
+    def is_sliding(self, layer: int) -> bool:
         config = self.config
         if not config.flag("use_sliding_window"):
-            return 0
+            return False
         if config.values.get("layer_types") is None:
-            is_sliding = layer >= config.integer("max_window_layers", 28)
-        else:
-            is_sliding = config.layer_types()[layer] == "sliding_attention"
-        return int(config.limit("sliding_window", self.default_window)) if is_sliding else 0
+            return layer >= config.integer("max_window_layers", 28)
+        return super().is_sliding(layer)
 
 
 class Qwen3Model(Qwen2Model[T]):
@@ -209,6 +209,7 @@ class SmolLM3Model(LlamaModel[T]):
 
     theta = 2_000_000.0
     ties_embeddings = True
+    default_window = 0.0
 
     def has_rotary(self, layer: int) -> bool:
         period = self.config.integer("no_rope_layer_interval", 4)
@@ -218,12 +219,10 @@ class SmolLM3Model(LlamaModel[T]):
     def rotary(self, layer: int) -> Rotary[T] | None:
         return super().rotary(layer) if self.has_rotary(layer) else None
 
-    def window(self, layer: int) -> int:
-        if not self.config.flag("use_sliding_window"):
-            return 0
-        stated = self.config.values.get("layer_types")
-        is_sliding = stated[layer] == "sliding_attention" if isinstance(stated, list) else not self.has_rotary(layer)
-        return int(self.config.limit("sliding_window")) if is_sliding else 0
+    def is_sliding(self, layer: int) -> bool:
+        is_stated = self.config.values.get("layer_types") is not None
+        is_sliding = super().is_sliding(layer) if is_stated else not self.has_rotary(layer)
+        return is_sliding and self.config.flag("use_sliding_window")
 
 
 class GraniteModel(LlamaModel[T]):

@@ -50,9 +50,7 @@ class Exaone4Model(LlamaModel[T]):
     has_head_norms = True
     eps = 1e-5
     full_period = 4
-
-    def window(self, layer: int) -> int:
-        return super().window(layer) if self.config.limit("sliding_window") else 0
+    default_window = 0.0
 
     def rotary(self, layer: int) -> Rotary[T] | None:
         return super().rotary(layer) if self.window(layer) or not self.config.limit("sliding_window") else None

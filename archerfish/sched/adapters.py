@@ -112,11 +112,6 @@ class AdapterSlots:
     def is_loading(self) -> bool:
         return any(not slot.is_ready for slot in self._held.values())
 
-    @property
-    def resident(self) -> list[int]:
-        """Adapters that are in slots."""
-        return [adapter for adapter, slot in self._held.items() if slot.is_ready]
-
     def check(self) -> None:
         """Free and held slots are all slots, each once, and those in use are ready."""
         numbers = sorted(slot.number for slot in (*self._free, *self._held.values()))

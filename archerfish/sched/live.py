@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from archerfish.cache.adaptive import CacheKey, LogitsCache, state_hash_of
 from archerfish.cache.block_manager import BlockManager
-from archerfish.cache.radix import Node, RadixCache, RadixKey
+from archerfish.cache.radix import Match, RadixCache, RadixKey
 from archerfish.errors import InvariantError
 from archerfish.sched.adapters import AdapterSlots
 from archerfish.sched.policy import SchedulingPolicy, queue_for
@@ -60,16 +60,6 @@ class SchedulerStats:
     @property
     def avg_decode_time_ms(self) -> float:
         return 1e3 * self.decode_seconds / max(1, self.num_decoded)
-
-
-@dataclass(slots=True)
-class Found:
-    """What the cache has for a sequence that is to be admitted."""
-
-    num_tokens: int
-    blocks: list[int]
-    node: Node  # ends where the tokens end; locked
-    logits_handle: int = 0  # of kept logits; if there are some, num_tokens is all of the sequence
 
 
 class LiveSequences:
@@ -228,8 +218,9 @@ class LiveSequences:
 
     # Changes
 
-    def look_up(self, seq: Sequence) -> Found:
-        """The longest prefix that may be taken from the cache, locked."""
+    def look_up(self, seq: Sequence) -> Match:
+        """The longest prefix that may be taken from the cache, whose node ends with it and is locked. Where logits were kept
+        too, it is all of the sequence, which has their handle then."""
         request, num_known = seq.request, len(seq.tokens)
         key = RadixKey(seq.tokens, request.namespace)
         limit = num_known - 1
@@ -244,20 +235,21 @@ class LiveSequences:
         match = self.cache.match_prefix(key, limit=limit, counts=seq.hit is None)
         if not seq.num_preemptions:
             seq.hit = match.record
-        num_tokens, node = match.num_tokens, match.node
-        if num_tokens < num_known:
+        if match.num_tokens < num_known:
             handle = 0
-            num_tokens -= num_tokens % self._match_step
-        if num_tokens < node.end:  # cut the node there, so that no more is locked than is used
-            node = self.cache.insert(RadixKey(seq.tokens[:num_tokens], request.namespace), match.blocks, handle=node)
-        self.cache.lock(node)
-        return Found(num_tokens, match.blocks, node, handle)
+            match.num_tokens -= match.num_tokens % self._match_step
+        if match.num_tokens < match.node.end:  # cut the node there, so that no more is locked than is used
+            key = RadixKey(seq.tokens[: match.num_tokens], request.namespace)
+            match.node = self.cache.insert(key, match.blocks, handle=match.node)
+        self.cache.lock(match.node)
+        seq.logits_handle = handle
+        return match
 
     def logits_key(self, key: RadixKey) -> CacheKey:
         """The key of the logits behind all tokens of another key."""
         return CacheKey(key, len(key.tokens), state_hash_of(self._model_state_hash, key.namespace))
 
-    def start(self, seq: Sequence, found: Found, now: float) -> list[tuple[int, int]]:
+    def start(self, seq: Sequence, found: Match, now: float) -> list[tuple[int, int]]:
         """A waiting sequence runs, with what was found. Returns the block to copy, (from, to), where that ends inside one.
 
         The source of the copy gets one more owner: free it when the step is done. One block must be available.
@@ -269,7 +261,7 @@ class LiveSequences:
         seq.status = Status.RUNNING
         self.prefilling[seq] = None
         num_full, rest = divmod(found.num_tokens, self._block_size)
-        seq.node, seq.logits_handle = found.node, found.logits_handle
+        seq.node = found.node
         seq.num_computed = found.num_tokens
         seq.blocks = found.blocks[:num_full]
         self.blocks.share(seq.blocks)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import InvalidOptionError, InvariantError
-from archerfish.sched.live import Found, LiveSequences
+from archerfish.sched.live import LiveSequences
 from archerfish.sequence import Sequence
 from archerfish.step import PENDING, Ids, RowEntry, StepInput
 
@@ -62,25 +62,22 @@ class PlanBuilder:
 
     def add_draft(self, seq: Sequence, num_proposed: int) -> None:
         """A decode that verifies so many proposed tokens."""
-        count = 1 + num_proposed
-        self.chunks.append((seq, seq.num_computed, count, count))
-        self.num_verified += count
-        seq.num_computed += count
-        seq.num_pending += count
-        seq.num_in_flight += 1
-        self.budget -= count
+        self.num_verified += 1 + num_proposed
+        self._add(seq, 1 + num_proposed, 1 + num_proposed)
 
     def add_chunk(self, seq: Sequence, count: int) -> bool:
         """True if the sequence is caught up with this, and gets a token."""
-        start = seq.num_computed
-        is_sampled = start + count == len(seq.tokens)
-        self.chunks.append((seq, start, count, is_sampled))
+        is_sampled = seq.num_computed + count == len(seq.tokens)
+        self._add(seq, count, int(is_sampled))
+        return is_sampled
+
+    def _add(self, seq: Sequence, count: int, num_samples: int) -> None:
+        self.chunks.append((seq, seq.num_computed, count, num_samples))
         self.has_masks |= seq.mask is not None
         seq.num_computed += count
-        seq.num_pending += is_sampled
+        seq.num_pending += num_samples
         seq.num_in_flight += 1
         self.budget -= count
-        return is_sampled
 
     def build(self, step: int, before: Plan | None, handles: Iterator[int] | None) -> Plan | None:
         """The plan, or None if there is nothing to compute.
@@ -93,20 +90,12 @@ class PlanBuilder:
         tokens: Ids = np.full(num, PENDING, dtype=np.int64)
         if self.has_known_tokens:
             tokens[:] = [seq.tokens[-1] if seq.num_pending == 1 else PENDING for seq in sequences]
-        if self.chunks:
-            plan = self._build_mixed(step, tokens, handles)
+        if before is not None and before.sequences == sequences and not self.chunks:  # only positions and tokens change
+            same = before.input
+            step_input = StepInput(step, same.rows, same.starts + 1, same.counts, same.counts, same.adapters, tokens, num)
+            plan = Plan(step_input, sequences, 0)
         else:
-            if before is not None and before.sequences == sequences:  # the usual step: only positions and tokens change
-                same = before.input
-                made = StepInput(step, same.rows, same.starts + 1, same.counts, same.counts, same.adapters, tokens, num)
-            else:
-                counts = np.ones(num, dtype=np.int64)
-                made = StepInput(
-                    step, np.array([seq.row for seq in sequences], np.int64),
-                    np.array([seq.num_computed - 1 for seq in sequences], np.int64), counts, counts,
-                    np.array([seq.adapter_slot for seq in sequences], np.int64), tokens, num,
-                )
-            plan = Plan(made, sequences, 0)
+            plan = self._build_anew(step, tokens, handles)
         made = plan.input
         made.copies = self.copies
         if self.grown or self.chunks:  # the blocks that the runner does not know yet
@@ -126,7 +115,7 @@ class PlanBuilder:
             made.mask_bits = np.concatenate([mask.bits[: made.samples[i]] for i, mask in masks]) if masks else None
         return plan
 
-    def _build_mixed(self, step: int, tokens: Ids, handles: Iterator[int] | None) -> Plan:
+    def _build_anew(self, step: int, tokens: Ids, handles: Iterator[int] | None) -> Plan:
         chunks = [chunk for chunk in self.chunks if chunk[2] == 1]  # one new token first, then more, then none
         chunks += [chunk for chunk in self.chunks if chunk[2] > 1]
         chunks += [chunk for chunk in self.chunks if not chunk[2]]
@@ -134,7 +123,7 @@ class PlanBuilder:
         sequences = [*self.sequences, *(chunk[0] for chunk in chunks)]
         starts = [seq.num_computed - 1 for seq in self.sequences] + [chunk[1] for chunk in chunks]
         counts = [1] * num_decodes + [chunk[2] for chunk in chunks]
-        samples = [1] * num_decodes + [int(chunk[3]) for chunk in chunks]
+        samples = [1] * num_decodes + [chunk[3] for chunk in chunks]
         parts: list[npt.ArrayLike] = []
         for seq, start, count, _ in chunks:
             if count:
@@ -341,10 +330,10 @@ class PromptPlanner:
             root = found.node.tree.root  # a lone sequence fits into the empty pool: what it matched is in its way
             live.cache.lock(root)
             live.cache.unlock(found.node)
-            found = Found(0, [], root)
+            found.num_tokens, found.blocks, found.node, seq.logits_handle = 0, [], root, 0
         builder.copies += live.start(seq, found, now)
         builder.started.append(seq)
-        count = 0 if found.logits_handle else self._next_chunk(seq, builder.budget)
+        count = 0 if seq.logits_handle else self._next_chunk(seq, builder.budget)
         missing = -(-(found.num_tokens + count) // size) - len(seq.blocks)
         if missing > 0 and not live.grow(seq, missing):
             raise InvariantError(f"{missing} blocks were counted as available and are not.")

@@ -64,7 +64,7 @@ def test_formats_of_layers() -> None:
         "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
         "vocab_size": 100, "max_position_embeddings": 128, "tie_word_embeddings": True,
     }
-    shapes = LlamaModel.dummy_shapes(Config(llama))
+    shapes = LlamaModel.noted(Config(llama)).shapes
     blocks = {name: Quantization("Q4_0", 1, 32) for name in shapes if "mlp" in name or "layers.1.self_attn.q" in name}
     tensors = [TensorInfo(name, "float32", shape, blocks.get(name)) for name, shape in shapes.items()]
     found = doctor.ModelSize("tiny", 1000, 4000, config=llama, tensors=tensors).formats("bfloat16")

@@ -83,7 +83,8 @@ def test_weights_are_counted_as_they_are_and_stand_in_memory_once(dtype: str, ti
         packed: list[Any] = [weight.get() for weight in engine.runner.ops._linear_weights]
         int8 = [matrix.num_bytes for each in packed if each.format_name == "Q8_0" for matrix in each.matrices]
         assert num_int8 <= sum(int8) <= 1.12 * num_int8  # with a scale for each block of 32, and 16 outputs at a time
-    assert Rwkv7Model.tensor_bytes(Config(config), dtype) == {name: each.numel() * item_bytes for name, each in stored.items()}
+    noted = Rwkv7Model.noted(Config(config), dtype)
+    assert noted.num_bytes == {name: each.numel() * item_bytes for name, each in stored.items()}
 
 
 def test_a_model_that_fits_in_int8_alone_is_told_so(tiny: Path) -> None:

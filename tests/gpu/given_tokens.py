@@ -27,7 +27,7 @@ needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 
 def random_weights(config: Mapping[str, Any]) -> Mapping[str, Tensor]:
     values = Config(config)
-    return TorchOps(DEVICE, DTYPE).random_weights(model_class(values).dummy_shapes(values))
+    return TorchOps(DEVICE, DTYPE).random_weights(model_class(values).noted(values).shapes)
 
 
 class GivenTokens:

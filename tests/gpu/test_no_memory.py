@@ -6,7 +6,7 @@ import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +18,6 @@ from archerfish.engine.outputs import RequestOutput
 from archerfish.errors import OutOfMemoryError
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.layers.weights import NotedWeights
-from archerfish.models.adapter import NoOps
 from archerfish.models.bert import BertEncoder
 from archerfish.models.config import Config
 from archerfish.runtime.graphs import DecodeGraphs
@@ -168,7 +167,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, HubConfig]:
 
     where = tmp_path_factory.mktemp("bert")
     (where / "config.json").write_text(json.dumps(WIDE))
-    weights = NotedWeights({}, cast(Any, NoOps()))
+    weights = NotedWeights()
     BertEncoder(weights, Config(WIDE))
     save_file(dict(TorchOps().random_weights(weights.shapes)), where / "model.safetensors")
     vocabulary = {"[UNK]": 0, **{f"w{i}": i for i in range(1, 200)}}

@@ -65,7 +65,7 @@ def make(
 
 def packed(ops: Any, matrices: Tensor, weight_format: WeightFormat = PLAIN) -> LinearWeight[Any]:
     """As one stack, or as a tensor for each expert."""
-    parts = [{"weight": each} for each in ([matrices.flatten(0, 1)] if len(matrices) % 2 else matrices)]
+    parts = [matrices.flatten(0, 1)] if len(matrices) % 2 else list(matrices)
     return ops.linear_weight(parts, [None] * len(parts), weight_format)  # type: ignore[no-any-return]
 
 
@@ -76,13 +76,12 @@ def run(ops: Any, routing: Routing[Any], x: Tensor, logits: Tensor, gate_up: Ten
 
 
 def as_matrices(ops: Any, stored: list[StoredTensor], weight_format: WeightFormat = PLAIN) -> LinearWeight[Any]:
-    parts = [{"weight": each} for each in stored]
-    return ops.linear_weight(parts, [None] * len(parts), weight_format)  # type: ignore[no-any-return]
+    return ops.linear_weight(stored, [None] * len(stored), weight_format)  # type: ignore[no-any-return]
 
 
 def rounded(weight_format: WeightFormat, matrices: Tensor) -> Tensor:
     """The numbers of a format that are meant."""
-    made = weight_format.load({"weight": matrices.flatten(0, 1)})
+    made = weight_format.load(matrices.flatten(0, 1))
     return weight_format.dequantise(made, torch.float32).view(matrices.shape)
 
 
@@ -91,8 +90,8 @@ def check_biases(ops: Any, num_rows: int) -> None:
     routing = ROUTINGS["normed"]
     x, logits, gate_up, down, _ = make(routing, num_rows)
     biases = 5 * torch.randn(gate_up.shape[:2]), torch.randn(down.shape[:2])
-    first = ops.linear_weight([{"weight": gate_up.flatten(0, 1)}], [biases[0].flatten()])
-    second = ops.linear_weight([{"weight": each} for each in down], list(biases[1]))
+    first = ops.linear_weight([gate_up.flatten(0, 1)], [biases[0].flatten()])
+    second = ops.linear_weight(list(down), list(biases[1]))
     given = [ops.tensor(each) for each in (x, logits)]
     found = ops.experts(*given, routing, first, second, "swiglu_oai").cpu()
     torch.testing.assert_close(found, expected(x, logits, routing, gate_up, down, biases=biases), atol=1e-3, rtol=1e-3)

@@ -161,7 +161,7 @@ def test_gated(backend: Backend, activation: Activation) -> None:
 def test_logits_are_float32_and_capped(backend: Backend, num_rows: int) -> None:
     ops = backend(dtype=TYPES[-1])
     x, weight = random(num_rows, 32, dtype=activation_type(backend, TYPES[-1])), random(50, 32, dtype=TYPES[-1])
-    head = ops.linear_weight([{"weight": weight}], [None])
+    head = ops.linear_weight([weight], [None])
     plain, capped = ops.logits(x, head), ops.logits(x, head, softcap=2.0)
     assert plain.dtype == capped.dtype == torch.float32
     torch.testing.assert_close(plain, x.float() @ weight.float().T, atol=0.1, rtol=0.02)

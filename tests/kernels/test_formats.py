@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, get_args
+from collections.abc import Callable
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from archerfish.errors import InvalidOptionError
 from archerfish.kernels import formats, int4
-from archerfish.kernels.formats import PLAIN, Int8Rows, TensorLayout, Tensors, WeightFormat, choose_format
+from archerfish.kernels.formats import PLAIN, Int8Rows, WeightFormat, choose_format
 from archerfish.kernels.ops import Activation, LinearWeight
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight
 from archerfish.layers.weights import Weights
@@ -31,37 +31,14 @@ NATIVE_TOLERANCE = 0.012  # scales of int8 have 16 bits, products of many rows, 
 SIZES = [(40, 64), (37, 100), (3, 33), (130, 192)]  # what has no blocks of 32 inputs stays plain in the native backend
 
 
-class PackageFormat(WeightFormat):
-    """A format as a package might add it: two numbers in a byte, a scale for every 16 inputs, as the checkpoint has them."""
-
-    name = "int4-groups"
-    checkpoint: ClassVar[Mapping[str, TensorLayout]] = {
-        "packed": TensorLayout("uint8", inputs_per_item=2), "scales": TensorLayout("float32", inputs_per_item=16),
-    }
-    memory = checkpoint
-
-    def load(self, tensors: Tensors) -> Tensors:
-        return tensors
-
-    def dequantise(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
-        packed = tensors["packed"]
-        numbers = torch.stack((packed & 15, packed >> 4), -1).flatten(1).float() - 8
-        return (numbers * tensors["scales"].repeat_interleave(16, 1)).to(dtype)
-
-
-def int4_tensors(num_outputs: int, num_inputs: int) -> dict[str, Tensor]:
-    packed = torch.randint(0, 256, (num_outputs, num_inputs // 2), dtype=torch.uint8)
-    return {"packed": packed, "scales": torch.rand(num_outputs, num_inputs // 16) * 0.05}
-
-
 def linear_weights(
     ops: Any, num_outputs: int, width: int, dtype: str = "float32", *, has_bias: bool = False
 ) -> tuple[LinearWeight[Tensor], LinearWeight[Tensor]]:
     """In int8 for a backend, and for the reference in float32."""
     weight = (torch.randn(num_outputs, width) * width**-0.5).to(getattr(torch, dtype))
     bias = torch.randn(num_outputs).to(weight.dtype) if has_bias else None
-    wide = TorchOps().linear_weight([{"weight": weight}], [None if bias is None else bias.float()], INT8)
-    return ops.linear_weight([{"weight": weight}], [bias], INT8), wide
+    wide = TorchOps().linear_weight([weight], [None if bias is None else bias.float()], INT8)
+    return ops.linear_weight([weight], [bias], INT8), wide
 
 
 def check(y: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -76,46 +53,15 @@ def test_option_names_a_format() -> None:
     assert "int8" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("weight_format", [PLAIN, INT8, INT4, PackageFormat()])
+@pytest.mark.parametrize("weight_format", [PLAIN, INT8, INT4])
 def test_stacking_commutes_with_dequantising(weight_format: WeightFormat) -> None:
-    is_int4 = weight_format.name == "int4-groups"
-    parts = [weight_format.load(int4_tensors(num, 128) if is_int4 else {"weight": torch.randn(num, 128)}) for num in (24, 40)]
+    parts = [weight_format.load(torch.randn(num, 128)) for num in (24, 40)]
     wide = [weight_format.dequantise(part, torch.float32) for part in parts]
     stacked = weight_format.stack(parts)
     assert weight_format.num_outputs(stacked) == 64
     assert torch.equal(weight_format.dequantise(stacked, torch.float32), torch.cat(wide))
     held = sum(tensor.nbytes for tensor in stacked.values())
     assert weight_format.num_bytes(64, 128, "float32") == held
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_backend_without_a_product_for_a_format_dequantises(backend: Backend) -> None:
-    made, tensors, ops = PackageFormat(), int4_tensors(40, 64), backend()
-    x = torch.randn(3, 64)
-    weight = ops.linear_weight([tensors], [None], made)
-    weight.get()
-    assert backend is TorchOps or not ops.inner.runner._unpacked  # else all dequantised matrices would be held at once
-    y = ops.linear(x, weight)
-    torch.testing.assert_close(y, x @ made.dequantise(tensors, torch.float32).T, atol=1e-5, rtol=1e-5)
-
-
-def test_model_in_a_format_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpoint keeps some matrices out of the format; those are plain."""
-    monkeypatch.setattr(formats, "FORMATS", dict(formats.FORMATS))
-    formats.register_format(PackageFormat())
-    int4 = choose_format("int4-groups")
-    model, config = make("llama")
-    packed: dict[str, Tensor] = {}
-    wide = dict(model.state_dict())
-    for name in [name for name in wide if "mlp" in name and wide[name].dim() == 2]:
-        tensors = int4_tensors(*wide[name].shape)
-        packed |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in tensors.items()}
-        wide[name] = int4.dequantise(tensors, torch.float32)
-    kept = {name: tensor for name, tensor in wide.items() if name.replace("weight", "packed") not in packed}
-    tokens = random_tokens(2)
-    expected = Driver(TorchOps(), wide, config, tokens).step([(0, 9), (1, 5)])
-    found = Driver(native_ops(), kept | packed, config, tokens, weight_format=int4).step([(0, 9), (1, 5)])
-    torch.testing.assert_close(torch.cat(found), torch.cat(expected), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("made", [INT8, INT4])
@@ -127,10 +73,10 @@ def test_sizes_of_a_model_are_known_before_it_is_loaded(kind: str, made: WeightF
     loaded = model_class(config)(Weights(model.state_dict(), ops, weight_format=made), config, 64)
     packed = [weight.get() for weight in ops._linear_weights]
     linear = sum(tensor.nbytes for each in packed if isinstance(each, TorchWeight) for tensor in each.tensors.values())
-    sizes = type(loaded).tensor_bytes(config, "float32", made)
+    sizes = type(loaded).noted(config, "float32", made).num_bytes
     is_other = [name for name in sizes if "norm" in name or "embed" in name or name.endswith("bias")]
     assert sum(size for name, size in sizes.items() if name not in is_other) == linear
-    assert sum(type(loaded).tensor_bytes(config, "float32").values()) > sum(sizes.values())
+    assert type(loaded).noted(config).total_bytes() > sum(sizes.values())
 
 
 @settings(max_examples=60, deadline=None)
@@ -142,14 +88,14 @@ def test_int8_is_off_by_half_a_step_at_most(num_rows: int, width: int, seed: int
     torch.manual_seed(seed)
     weight = (torch.randn(num_rows, width) * (1.0 if dtype == "float16" else scale)).to(getattr(torch, dtype))
     weight[::3] = 0.0
-    tensors = INT8.load({"weight": weight})
+    tensors = INT8.load(weight)
     matrix, scales = tensors["weight"], tensors["scales"]
     assert (matrix.dtype, scales.dtype, matrix.shape, scales.shape) == (torch.int8, torch.float32, weight.shape, (num_rows,))
     wide = INT8.dequantise(tensors, torch.float32)
     assert bool(((wide - weight.float()).abs() <= 0.5001 * scales[:, None]).all())
     assert not wide[::3].any()
     assert bool(((matrix.abs().amax(1) == 127) | (weight == 0).all(1)).all())
-    again = INT8.load({"weight": wide})  # what int8 can hold stays as it is
+    again = INT8.load(wide)  # what int8 can hold stays as it is
     assert torch.equal(again["weight"], matrix)
     torch.testing.assert_close(again["scales"], scales, rtol=1e-6, atol=0.0)
 
@@ -157,10 +103,10 @@ def test_int8_is_off_by_half_a_step_at_most(num_rows: int, width: int, seed: int
 @pytest.mark.parametrize("weight_format", [INT8, INT4])
 def test_numbers_do_not_depend_on_the_pieces_of_loading(weight_format: WeightFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(150, 32).bfloat16()
-    whole = weight_format.load({"weight": weight})
+    whole = weight_format.load(weight)
     monkeypatch.setattr(formats, "PIECE_ELEMENTS", 100)
     monkeypatch.setattr(int4, "PIECE_BLOCKS", 7)
-    for name, tensor in weight_format.load({"weight": weight}).items():
+    for name, tensor in weight_format.load(weight).items():
         assert torch.equal(tensor, whole[name])
 
 
@@ -171,7 +117,7 @@ def test_int4_is_nearer_than_equal_steps(num_rows: int, num_blocks: int, seed: i
     torch.manual_seed(seed)
     weight = (torch.randn(num_rows, 32 * num_blocks) + mean) * scale
     weight[::3, :32] = scale
-    wide, blocks = INT4.dequantise(INT4.load({"weight": weight}), torch.float32), weight.view(num_rows, num_blocks, 32)
+    wide, blocks = INT4.dequantise(INT4.load(weight), torch.float32), weight.view(num_rows, num_blocks, 32)
     low = blocks.amin(2, keepdim=True)
     step = ((blocks.amax(2, keepdim=True) - low) / 15).half().float()
     low = low.half().float()
@@ -201,7 +147,7 @@ def test_nan_of_a_weight_is_not_hidden(backend: Backend, weight_format: WeightFo
     weight = torch.randn(2, 64)
     weight[1, 3] = float("nan")
     ops = backend()
-    y = ops.linear(torch.ones(1, 64), ops.linear_weight([{"weight": weight}], [None], weight_format))
+    y = ops.linear(torch.ones(1, 64), ops.linear_weight([weight], [None], weight_format))
     assert y.isnan().tolist() == [[False, True]]
 
 
@@ -210,7 +156,7 @@ def test_nan_of_a_weight_is_not_hidden(backend: Backend, weight_format: WeightFo
 def test_int8_rows_of_any_size(backend: Backend, scale: float) -> None:
     """Scales of 16 bits end at 6e-8 and at 65,504."""
     ops, weight = backend(), torch.randn(8, 64) * scale
-    y = ops.linear(torch.ones(1, 64), ops.linear_weight([{"weight": weight}], [None], INT8))
+    y = ops.linear(torch.ones(1, 64), ops.linear_weight([weight], [None], INT8))
     torch.testing.assert_close(y, weight.sum(1)[None], atol=64 * max(6e-8, 0.01 * scale), rtol=0.0)
 
 
@@ -241,7 +187,7 @@ def test_activations_of_int8_products(activation: Activation, dtype: str) -> Non
 def test_sums_of_integers_do_not_leave_the_range_of_float16(backend: Backend) -> None:
     """127 * 127 * 64 is beyond it; the outputs are not."""
     ops = backend(dtype="float16")
-    weight = ops.linear_weight([{"weight": torch.full((8, 64), 1e-3)}], [None], INT8)
+    weight = ops.linear_weight([torch.full((8, 64), 1e-3)], [None], INT8)
     x = torch.full((2, 64), 127.0)
     y = ops.linear(x.half() if backend is TorchOps else x, weight)
     torch.testing.assert_close(y.float(), torch.full((2, 8), 8.128), rtol=2e-3, atol=0.0)

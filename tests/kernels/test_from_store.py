@@ -49,12 +49,12 @@ def test_they_mean_the_same(quant_type: str, group_size: int) -> None:
 
 def test_equal_formats_are_stacked_and_others_become_plain() -> None:
     first, second, other = random_stored("Q4_1"), random_stored("Q4_1", 10), random_stored("Q6_K")
-    weight_format, same = stored_parts([{"weight": first}, {"weight": second}])
+    weight_format, same = stored_parts([first, second])
     assert isinstance(weight_format, Groups) and weight_format.num_outputs(weight_format.stack(same)) == 16
     ops, x = TorchOps(), torch.randn(3, 512)
     for each in ([first, second], [first, other], [random_stored("Q5_0"), second]):
         expected = torch.cat([x @ torch.from_numpy(part.as_floats()).t() for part in each], 1)
-        parts: list[Any] = [{"weight": part} for part in each]
+        parts: list[Any] = list(each)
         found = ops.linear(x, ops.linear_weight(parts, [None, None]))
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-3)
 

@@ -106,7 +106,7 @@ SHAPES = [(name, 512) for name in FORMATS] + [(name, 33) for name in PLAIN] + [(
 def test_products(name: str, num_inputs: int, level: str) -> None:
     ops = NativeOps("cpu", name if name in PLAIN else "float32", level)
     stored, wide = make_matrix(name, 53, num_inputs)
-    weight = ops.linear_weight([{"weight": stored}], [None])
+    weight = ops.linear_weight([stored], [None])
     for num_rows in ROWS:
         x = random(num_rows, num_inputs).numpy()
         assert_near(ops.linear(x, weight), x.astype(np.float64) @ wide.T.astype(np.float64), tolerance(name, num_rows, level))
@@ -121,8 +121,8 @@ def test_products_with_weights_that_are_made(name: str, num_outputs: int, num_in
     ops.rounds_rows = name == INT8_ROWS
     parts = [make_matrix(dtype, num_outputs, num_inputs, seed)[0] for seed in range(2)]
     tensors = [torch.from_numpy(np.array(widened(each.data), dtype=np.float32)) for each in parts]
-    wide = torch.cat([made.dequantise(made.load({"weight": each}), torch.float32) for each in tensors]).numpy()
-    weight = ops.linear_weight([{"weight": each} for each in parts], [None] * 2, made)
+    wide = torch.cat([made.dequantise(made.load(each), torch.float32) for each in tensors]).numpy()
+    weight = ops.linear_weight(parts, [None] * 2, made)
     for num_rows in ROWS:
         x = random(num_rows, num_inputs).numpy()
         assert_near(ops.linear(x, weight), x.astype(np.float64) @ wide.T.astype(np.float64), MADE_TOLERANCE)
@@ -132,7 +132,7 @@ def test_products_with_weights_that_are_made(name: str, num_outputs: int, num_in
 def test_a_row_of_a_deterministic_product_does_not_depend_on_others(name: str, level: str) -> None:
     ops = NativeOps("cpu", name if name in PLAIN else "float32", level)
     ops.is_deterministic = True
-    weight = ops.linear_weight([{"weight": make_matrix(name, 53, 512)[0]}], [None])
+    weight = ops.linear_weight([make_matrix(name, 53, 512)[0]], [None])
     x = random(130, 512).numpy()
     expected = ops.linear(x, weight)
     for num_rows in ROWS:
@@ -148,14 +148,14 @@ def test_rows_of_bytes(level: str) -> None:
     sizes = np.array([1e-10, 1, 1e10, 0, 3], dtype=np.float32)
     x[:5] *= sizes[:, None]
     x[5, 3], x[6, 99], x[7] = np.nan, np.inf, np.abs(x[7])
-    weight = ops.linear_weight([{"weight": rows}], [None], MADE["int8"])
+    weight = ops.linear_weight([rows], [None], MADE["int8"])
     found = ops.linear(x, weight)
     assert np.isnan(found[5:7]).all() and np.isnan(found[:, 5]).all()
     is_good = ~np.isin(np.arange(130), (5, 6))
     for row in (0, 1, 2, 3, 4, 7, 129):
         assert_near(np.delete(found[row], (4, 5)), np.delete(rows, (4, 5), axis=0) @ x[row], 0.02)
         assert abs(found[row, 4] - rows[4] @ x[row]) <= 0.01 * np.linalg.norm(rows[4]) * np.linalg.norm(x[row])
-    blocks: Any = ops.linear_weight([{"weight": make_matrix("Q4_1", 20, 96)[0]}], [None], MADE["int8"])
+    blocks: Any = ops.linear_weight([make_matrix("Q4_1", 20, 96)[0]], [None], MADE["int8"])
     assert blocks.get().format_name == "Q4_1"  # they stay as they are
     for num_rows in ROWS:  # a row does not depend on others
         some = ops.linear(x[:num_rows], weight)
@@ -166,7 +166,7 @@ def test_rows_of_bytes(level: str) -> None:
 def test_parts_in_several_formats_stay_in_them(name: str) -> None:
     parts = [make_matrix(name, 20, 256), make_matrix("float32", 7, 256), make_matrix("Q6_K", 33, 256)]
     ops = NativeOps()
-    weight: Any = ops.linear_weight([{"weight": stored} for stored, _ in parts], [None] * 3)
+    weight: Any = ops.linear_weight([stored for stored, _ in parts], [None] * 3)
     x = random(6, 256).numpy()
     assert_near(ops.linear(x, weight), x @ np.concatenate([wide for _, wide in parts]).T, TOLERANCE["Q6_K"])
     assert weight.get().format_name == f"{name} + float32 + Q6_K"
@@ -183,8 +183,8 @@ def test_what_is_done_with_a_product(name: str, second: str, num_rows: int, leve
     x, before, residual = random(num_rows, 256), random(num_rows, 256), random(num_rows, 64)
     for sizes in ((32, 32), (32, 18)):  # a gate of the latter has outputs that are no multiple of 16
         made = [make_matrix(kind, num, 256, seed=num) for kind, num in zip((name, second), sizes, strict=True)]
-        ours = ops.linear_weight([{"weight": stored} for stored, _ in made], [bias, None])
-        theirs = reference.linear_weight([{"weight": torch.from_numpy(wide)} for _, wide in made], [bias, None])
+        ours = ops.linear_weight([stored for stored, _ in made], [bias, None])
+        theirs = reference.linear_weight([torch.from_numpy(wide) for _, wide in made], [bias, None])
 
         def check(method: str, *args: Any, ours: Any = ours, theirs: Any = theirs, **options: Any) -> None:
             found, expected = (
@@ -383,7 +383,7 @@ class Layer:
 
     def __init__(self, ops: NativeOps, heads: HeadShape, kv: KVLayer[Any]) -> None:
         def linear(name: str, num_outputs: int, num_inputs: int) -> Any:
-            return ops.linear_weight([{"weight": make_matrix(name, num_outputs, num_inputs)[0]}], [None])
+            return ops.linear_weight([make_matrix(name, num_outputs, num_inputs)[0]], [None])
 
         self.ops, self.heads, self.kv = ops, heads, kv
         self.table, self.norm = ops.to_device(make_matrix("Q8_0", 40, 64)[0]), random(64).numpy()

@@ -126,8 +126,8 @@ def test_layer_norm(width: int, dtype: str) -> None:
         assert_near(out, expected, dtype)
     matrix, shift, x = random(width, 24, dtype=dtype) / 24, random(width, dtype=dtype), random(7, 24, dtype=dtype)
     residual = random(7, width, dtype=dtype)
-    out = ops.linear_layer_norm(x, ops.linear_weight([{"weight": matrix}], [shift]), residual, norm)
-    wide = reference.linear_weight([{"weight": matrix.float()}], [shift.float()])
+    out = ops.linear_layer_norm(x, ops.linear_weight([matrix], [shift]), residual, norm)
+    wide = reference.linear_weight([matrix.float()], [shift.float()])
     expected = reference.linear_layer_norm(x.float(), wide, residual.float(), norm)
     assert out.dtype == ops.torch_dtype
     assert_near(out, expected, dtype, factor=2)

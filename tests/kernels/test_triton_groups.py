@@ -41,7 +41,7 @@ def weights(
 ) -> tuple[LinearWeight[Tensor], LinearWeight[Tensor]]:
     """A linear map for Triton in a type, and for the reference in float32."""
     stored = [random_stored(kind[0], num_outputs, width, kind[1]) for _ in range(num_parts)]
-    parts: list[Any] = [{"weight": each} for each in stored]
+    parts: list[Any] = list(stored)
     biases = [random(num_outputs, dtype=dtype) for _ in stored]
     ops, reference = TritonOps(DEVICE, dtype), TorchOps(DEVICE)
     return ops.linear_weight(parts, biases), reference.linear_weight(parts, [bias.float() for bias in biases])
@@ -97,7 +97,7 @@ def test_many_rows(num_rows: int, kind: tuple[str, int]) -> None:
 @pytest.mark.parametrize("num_rows", [2, 65])
 def test_logits(num_rows: int) -> None:
     ops, reference = TritonOps(DEVICE, "float16"), TorchOps(DEVICE)
-    parts: list[Any] = [{"weight": random_stored("Q6_K", 40)}]
+    parts: list[Any] = [random_stored("Q6_K", 40)]
     x = random(num_rows, 512, dtype="float16") / 80
     found = ops.logits(x, ops.linear_weight(parts, [None]))
     assert found.dtype == torch.float32
@@ -111,7 +111,7 @@ def bytes_weight(kind: str, num_outputs: int, num_parts: int = 1) -> tuple[Trito
     """A linear map of bytes for rows of bytes, and its matrix."""
     ops, stored = TritonOps(DEVICE, "bfloat16"), [random_stored(kind, num_outputs, 512, 512) for _ in range(num_parts)]
     ops.rounds_rows = True
-    parts: list[Any] = [{"weight": each} for each in stored]
+    parts: list[Any] = list(stored)
     weight = ops.linear_weight(parts, [None] * num_parts)
     assert isinstance(weight.get(), ByteRowsWeight)
     return ops, weight, torch.cat([torch.from_numpy(each.as_floats()) for each in stored]).to(DEVICE)
@@ -191,7 +191,7 @@ def test_a_card_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     ops = TritonOps("cuda", "bfloat16")
     assert ops.kept_types == GPU_TYPES - {"FP8"}
-    assert stored_parts([{"weight": random_stored("FP8")}], ops.kept_types)[0] is PLAIN
+    assert stored_parts([random_stored("FP8")], ops.kept_types)[0] is PLAIN
     ops.kv_dtype = "fp8"
     with pytest.raises(InvalidOptionError, match="this card does not have"):
         ops.new_kv_layer(2, 16, 1, 16)

@@ -39,8 +39,8 @@ def weights(
     """Of a linear map for Triton in a type, and of the same numbers for the reference in float32."""
     weight = random(num_outputs, width, dtype=dtype) * width**-0.5
     bias = random(num_outputs, dtype=dtype) if has_bias else None
-    wide = TorchOps(DEVICE).linear_weight([{"weight": weight}], [None if bias is None else bias.float()], weight_format)
-    return TritonOps(DEVICE, dtype).linear_weight([{"weight": weight}], [bias], weight_format), wide
+    wide = TorchOps(DEVICE).linear_weight([weight], [None if bias is None else bias.float()], weight_format)
+    return TritonOps(DEVICE, dtype).linear_weight([weight], [bias], weight_format), wide
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_the_norm_sees_the_rounded_sum() -> None:
     """In float16, 2048 + 1 is 2048: the halves of the row are equal after it, and cancel."""
     signs = torch.tensor([1.0] * 16 + [-1.0] * 16, device=DEVICE)
     ops, ones = TritonOps(DEVICE, "float16"), torch.ones(32, device=DEVICE)
-    weight = ops.linear_weight([{"weight": signs.expand(8, 32).half().contiguous()}], [None])
+    weight = ops.linear_weight([signs.expand(8, 32).half().contiguous()], [None])
     x, residual = (2048 * ones[None]).half(), (signs[None] > 0).half()
     y, total = ops.normed_linear(x, ones, 0.0, weight, residual=residual)
     assert torch.equal(total, x)
@@ -198,7 +198,7 @@ def test_odd_numbers_of_outputs_are_padded() -> None:
 
 
 def packed_matrix(matrix: Tensor) -> Tensor:
-    packed = TritonOps(DEVICE, "float16").linear_weight([{"weight": matrix}], [None]).get()
+    packed = TritonOps(DEVICE, "float16").linear_weight([matrix], [None]).get()
     assert isinstance(packed, RowsWeight)
     return packed.matrix
 

@@ -242,7 +242,7 @@ def test_layers_whose_weights_differ_are_not_fused(
         owners: list[Any] = [decodes.model.blocks[1].weights]
         for part in names[:-1]:
             owners.append(getattr(owners[-1], part))
-        changed: Any = decodes.ops.linear_weight([{"weight": weight}], [None], weight_format)
+        changed: Any = decodes.ops.linear_weight([weight], [None], weight_format)
         for owner, part in zip(owners[:0:-1], names[:0:-1], strict=True):
             changed = owner._replace(**{part: changed})
         object.__setattr__(owners[0], names[0], changed)

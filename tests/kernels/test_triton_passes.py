@@ -51,7 +51,7 @@ class Passes:
 
     def __init__(self, changes: dict[str, Any], ops: TorchOps) -> None:
         self.ops, values = ops, Config({**TINY, **changes})
-        weights = self.ops.random_weights(model_class(values).dummy_shapes(values))
+        weights = self.ops.random_weights(model_class(values).noted(values).shapes)
         self.model = model_class(values)(Weights(weights, self.ops), values, BLOCK_SIZE * MAX_BLOCKS)
         self.ops.prepare()
         shape: Any = self.model.memory_shape(values)

@@ -51,7 +51,7 @@ def test_the_llama_variant(page: dict[str, Any]) -> None:
     driver = Driver(native_ops(), model.state_dict(), config, random_tokens(1))
     assert type(driver.model) is page["OtterModel"]
     torch.testing.assert_close(run(driver), their_logits(model, driver.tokens[0]), atol=1e-4, rtol=1e-4)
-    assert set(page["OtterModel"].dummy_shapes(Config(config))) == set(model.state_dict())
+    assert set(page["OtterModel"].noted(Config(config)).shapes) == set(model.state_dict())
 
 
 def test_the_mixture_of_experts(page: dict[str, Any]) -> None:

@@ -91,7 +91,7 @@ def test_int8_weights_equal_the_dequantised_model(kind: str, backend: Backend) -
     embedding = weights["model.embed_tokens.weight"]
     head = weights["lm_head.weight"]  # a tied head is quantised, its table is not
     wide = {
-        name: int8.dequantise(int8.load({"weight": each.flatten(0, -2)}), torch.float32).view(each.shape)
+        name: int8.dequantise(int8.load(each.flatten(0, -2)), torch.float32).view(each.shape)
         if each.dim() > 1 and each is not embedding and not is_router(name) else each
         for name, each in (weights | {"lm_head.weight": head.clone()}).items()
     }
@@ -165,7 +165,7 @@ def test_facts_that_are_known_before_loading(kind: str) -> None:
     model, config = make(kind)
     values = Config(config)
     architecture = model_class(values)
-    ours = dict(architecture.dummy_shapes(values))
+    ours = architecture.noted(values).shapes
     theirs = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if config.get("tie_word_embeddings"):
         theirs.pop("lm_head.weight", None)

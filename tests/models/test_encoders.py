@@ -101,7 +101,7 @@ def test_int8_weights_equal_the_dequantised_model(kind: str) -> None:
     weights = {name: each for name, each in model.state_dict().items() if "pooler" not in name}
     wide = {
         name: each if each.dim() != 2 or "embeddings" in name or "relative" in name
-        else int8.dequantise(int8.load({"weight": each}), torch.float32)
+        else int8.dequantise(int8.load(each), torch.float32)
         for name, each in weights.items()
     }  # fmt: skip
     batch = batch_of(config["vocab_size"])

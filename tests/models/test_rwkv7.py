@@ -97,7 +97,7 @@ def test_a_width_that_makes_no_heads(width: int) -> None:
 
 def test_shapes_are_known_without_weights(directory: Path) -> None:
     config, weights = read_rwkv7(checkpoint(directory, "tiny"))
-    shapes = Rwkv7Model.dummy_shapes(Config(config))
+    shapes = Rwkv7Model.noted(Config(config)).shapes
     assert shapes == {name: tuple(tensor.shape) for name, tensor in weights.items()}
     assert Rwkv7Model.memory_shape(Config(config)) == StateShape(2, 2, 64)
     assert StateShape(24, 16, 64).bytes_per_block(256, 2) == 24 * (16 * 64 * 64 * 4 + 2 * 1024 * 2)

@@ -25,7 +25,6 @@ from archerfish.models.rwkv7 import Rwkv7Model
 from archerfish.params import SamplingParams
 from archerfish.step import RowEntry, StepInput
 from tests.engine import tiny_llama, tiny_rwkv
-from tests.kernels.test_formats import PackageFormat, int4_tensors
 from tests.kernels.test_from_store import random_stored
 
 
@@ -73,22 +72,25 @@ def test_memory_of_a_rank() -> None:
     whole, half = Rwkv7Model.memory_shape(rwkv), Rwkv7Model.memory_shape(rwkv, Ranks(1, 2))
     assert (half.num_heads, half.width) == (1, whole.width) and half.bytes_per_block(1, 4) < whole.bytes_per_block(1, 4)
     for adapter, config in ((LlamaModel, llama), (Rwkv7Model, rwkv)):
-        every = sum(adapter.tensor_bytes(config, "float32").values())
-        parts = [sum(adapter.tensor_bytes(config, "float32", ranks=Ranks(index, 2)).values()) for index in range(2)]
+        every = adapter.noted(config).total_bytes()
+        parts = [adapter.noted(config, ranks=Ranks(index, 2)).total_bytes() for index in range(2)]
         assert max(parts) < every < sum(parts) < 1.5 * every  # norms, tables and narrow ends of low ranks are on both
 
 
 OUTPUTS, INPUTS = Part(3, 8, 12), Part(256, 512, 512)
-FORMATS: list[WeightFormat] = [PLAIN, choose_format("int8"), choose_format("int4"), PackageFormat()]
+FORMATS: list[WeightFormat] = [PLAIN, choose_format("int8"), choose_format("int4")]
 
 
 @pytest.mark.parametrize("weight_format", FORMATS, ids=lambda each: each.name)
 def test_a_part_of_a_matrix_means_a_part_of_its_numbers(weight_format: WeightFormat) -> None:
-    tensors = int4_tensors(12, 512) if "packed" in weight_format.checkpoint else {"weight": torch.randn(12, 512)}
-    whole = weight_format.dequantise(weight_format.load(tensors), torch.float32)
+    weight = torch.randn(12, 512)
+    whole = weight_format.dequantise(weight_format.load(weight), torch.float32)
     for outputs, inputs in ((OUTPUTS, Part.of(512)), (Part.of(12), INPUTS), (OUTPUTS, INPUTS)):
-        part = {name: torch.clone(each) for name, each in weight_format.cut(tensors, outputs, inputs).items()}
-        found = weight_format.dequantise(weight_format.load(part), torch.float32)
+        part = weight_format.cut(weight, outputs, inputs)
+        if isinstance(part, StoredTensor):  # all of a row decides on its numbers
+            found = torch.from_numpy(part.as_floats())
+        else:
+            found = weight_format.dequantise(weight_format.load(part.clone()), torch.float32)
         torch.testing.assert_close(found, whole[outputs.first : outputs.end, inputs.first : inputs.end], rtol=0, atol=0)
 
 

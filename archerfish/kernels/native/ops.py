@@ -39,7 +39,6 @@ from archerfish.kernels.native.weights import (
     Table,
     as_stored,
     expert_matrix,
-    matrix_of,
     stack_parts,
 )
 from archerfish.kernels.ops import (
@@ -147,13 +146,12 @@ class NativeOps(Ops[Any]):
         return np.ascontiguousarray((as_stored(weight).as_floats() + np.float32(plus)) * np.float32(times))
 
     def pack_linear(
-        self, parts: Sequence[Mapping[str, Handle]], biases: Sequence[Handle | None], weight_format: WeightFormat
+        self, parts: Sequence[Handle], biases: Sequence[Handle | None], weight_format: WeightFormat
     ) -> NativeWeight:
-        weights = [matrix_of(part, weight_format) for part in parts]
-        tied = [each.matrix for each in weights if isinstance(each, Table)]
-        matrices = tied or stack_parts(weights, self.runner, self.dtype, weight_format.name, rounds_rows=self.rounds_rows)
+        tied = [each.matrix for each in parts if isinstance(each, Table)]
+        matrices = tied or stack_parts(parts, self.runner, self.dtype, weight_format.name, rounds_rows=self.rounds_rows)
         if any(bias is not None for bias in biases):
-            sizes = [weight.shape[0] for weight in weights]
+            sizes = [part.shape[0] for part in parts]
             given = [
                 np.zeros(size, dtype=np.float32) if bias is None else self.vector(bias)
                 for size, bias in zip(sizes, biases, strict=True)

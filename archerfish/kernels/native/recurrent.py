@@ -15,14 +15,10 @@ from archerfish.errors import OutOfMemoryError
 from archerfish.kernels.native._native import mix_heads, shift
 from archerfish.kernels.native.recorder import Handle, Recorder, set_batch
 from archerfish.kernels.recurrent import (
-    EMPTY_SLOT,
     HeadInputs,
     HeadWeights,
     RecurrentBatch,
     RecurrentOps,
-    StateLayer,
-    StateMemory,
-    StateShape,
 )
 
 if TYPE_CHECKING:
@@ -37,17 +33,15 @@ class NativeRecurrentOps(RecurrentOps[Handle]):
     def __init__(self, ops: NativeOps) -> None:
         self.ops, self.runner = ops, ops.runner
 
-    def new_states(self, num_slots: int, shape: StateShape) -> StateMemory[Handle]:
-        layers, heads, dim = shape.num_layers, shape.num_heads, shape.head_dim
+    def empty(self, shape: tuple[int, ...], *, is_input: bool) -> npt.NDArray[np.float32]:
+        """It begins with a cache line."""
+        num_bytes = 4 * math.prod(shape)
         try:
-            wkv = aligned_empty((num_slots, layers, heads, dim, dim))  # pages come when they are written
-            inputs = aligned_empty((num_slots, layers, 2, shape.width))
+            memory = np.empty(num_bytes + LINE_BYTES, dtype=np.uint8)  # pages come when they are written
         except MemoryError as error:
-            raise OutOfMemoryError(f"The machine has no memory for {num_slots:,} state slots.") from error
-        for memory in (wkv, inputs):
-            memory[EMPTY_SLOT] = 0
-        views = tuple(StateLayer(wkv[:, i], inputs[:, i, 0], inputs[:, i, 1]) for i in range(layers))
-        return StateMemory(wkv, inputs, views)
+            raise OutOfMemoryError(f"The machine has no memory for {shape[0]:,} state slots.") from error
+        first = -memory.ctypes.data % LINE_BYTES
+        return memory[first : first + num_bytes].view(np.float32).reshape(shape)
 
     def shift(self, x: Handle, inputs: Handle, batch: RecurrentBatch[Handle], factors: Handle) -> tuple[Handle, ...]:
         recorder, width = self._recorder(batch), x.shape[1]
@@ -74,10 +68,3 @@ class NativeRecurrentOps(RecurrentOps[Handle]):
         if recorder.is_eager:
             set_batch(recorder.step, batch)
         return recorder
-
-def aligned_empty(shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """Memory that begins with a cache line."""
-    num_bytes = 4 * math.prod(shape)
-    memory = np.empty(num_bytes + LINE_BYTES, dtype=np.uint8)
-    first = -memory.ctypes.data % LINE_BYTES
-    return memory[first : first + num_bytes].view(np.float32).reshape(shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import TensorError
-from archerfish.kernels.formats import Int4Groups, Int8Rows, Plain, WeightFormat
 from archerfish.kernels.int4 import quantise_int4
 from archerfish.kernels.native._native import Matrix
 from archerfish.kernels.native.recorder import Handle, Recorder, TapeRunner
@@ -95,17 +94,6 @@ def expert_matrix(weight: LinearWeight[Any]) -> Matrix:
     return packed.matrices[0]
 
 
-def matrix_of(part: Mapping[str, Handle], weight_format: WeightFormat) -> Handle:
-    """A part's matrix as the checkpoint has it; in a format that there are no products for, dequantised."""
-    if isinstance(weight_format, (Plain, Int8Rows, Int4Groups)):
-        return part["weight"]
-    import torch
-
-    stored = {name: as_stored(tensor) for name, tensor in part.items()}
-    tensors = {name: torch.from_numpy(np.array(each.data)).view(getattr(torch, each.dtype)) for name, each in stored.items()}
-    return weight_format.dequantise(weight_format.load(tensors), torch.float32)
-
-
 def packed_format(stored: str, dtype: str) -> str:
     """The format in which rows are multiplied that are stored in another; dtype: what float32 becomes."""
     return dtype if stored == "float32" else stored
@@ -140,7 +128,7 @@ def stack_parts(
         for part in same:
             add_part(matrix, part, first)
             first += part.shape[0]
-        # Other formats were made here, or by `matrix_of`.
+        # Other formats were made here.
         matrices.append(runner.pack(matrix, is_copy=is_widened or (weight_format != "plain" and not has_int8_rows)))
     return matrices
 

@@ -11,10 +11,9 @@ import numpy.typing as npt
 import torch
 
 from archerfish.kernels.formats import FP8, INT8, PLAIN, Coding, Groups, Tensors, WeightFormat
-from archerfish.kernels.stored import GPU_BITS, GPU_TYPES, StoredTensor
+from archerfish.kernels.stored import GPU_BITS, GPU_TYPES, SUPER_BLOCK, StoredTensor
 
 Bytes = npt.NDArray[np.uint8]
-SUPER_SIZE = 256  # numbers of a block of GGUF's K types
 
 
 @cache
@@ -24,15 +23,15 @@ def groups(code_type: str, scale_type: str, group_size: int, coding: Coding) -> 
 
 
 def stored_parts(
-    parts: Sequence[Mapping[str, Any]], kept: Collection[str] = GPU_TYPES
+    parts: Sequence[Any], kept: Collection[str] = GPU_TYPES
 ) -> tuple[WeightFormat, list[Mapping[str, Any]]]:
     """The format of matrices that are stacked, some of which are quantised, and their tensors. They become plain where they
     differ, and where their type is not one that is kept."""
-    kinds = {part["weight"].quant_type if isinstance(part["weight"], StoredTensor) else "" for part in parts}
-    found = [from_store(part["weight"]) for part in parts] if kinds <= set(kept) else []
+    kinds = {part.quant_type if isinstance(part, StoredTensor) else "" for part in parts}
+    found = [from_store(part) for part in parts] if kinds <= set(kept) else []
     if len({weight_format for weight_format, _ in found}) == 1:
         return found[0][0], [tensors for _, tensors in found]
-    return PLAIN, list(parts)
+    return PLAIN, [{"weight": part} for part in parts]
 
 
 def from_store(stored: StoredTensor) -> tuple[WeightFormat, Tensors]:
@@ -78,5 +77,5 @@ def split_q6_k(blocks: Bytes) -> tuple[Bytes, npt.NDArray[np.float16]]:
     tops = high >> np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 1, 4, 1) & 3
     codes = (nibbles | tops << 4).astype(np.int8) - 32
     scales = blocks[:, 192:208].view(np.int8) * np.ascontiguousarray(blocks[:, 208:]).view(np.float16).astype(np.float32)
-    return codes.reshape(-1, SUPER_SIZE).view(np.uint8), scales.astype(np.float16)
+    return codes.reshape(-1, SUPER_BLOCK).view(np.uint8), scales.astype(np.float16)
 

@@ -99,11 +99,13 @@ class TorchOps(Ops[Tensor]):
         return tensor.to(self.device)
 
     def pack_linear(
-        self, parts: Sequence[Mapping[str, Any]], biases: Sequence[Tensor | None], weight_format: WeightFormat
+        self, parts: Sequence[Any], biases: Sequence[Tensor | None], weight_format: WeightFormat
     ) -> TorchWeight:
-        if any(isinstance(each, StoredTensor) for part in parts for each in part.values()):
-            weight_format, parts = stored_parts(parts, self.kept_types)
-        loaded = [weight_format.load({name: self.to_device(each) for name, each in part.items()}) for part in parts]
+        if any(isinstance(part, StoredTensor) for part in parts):
+            weight_format, found = stored_parts(parts, self.kept_types)
+            loaded: list[Tensors] = [{name: self.to_device(each) for name, each in part.items()} for part in found]
+        else:
+            loaded = [weight_format.load(self.to_device(part)) for part in parts]
         given = [each for each in biases if each is not None]
         bias = None
         if given:  # a missing one counts as zeros unless all are missing
@@ -186,25 +188,19 @@ class TorchOps(Ops[Tensor]):
         return F.normalize(x.float(), dim=-1)
 
     def new_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVLayer[Tensor]:
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        if self.kv_dtype == "fp8":
-            return self._new_fp8_layer(shape)
-        if self.device == "cpu":  # memory that the system gives when it is first written to; torch.zeros would touch all of it
-            num_bytes = math.prod(shape) * self.torch_dtype.itemsize
-            keys, values = (torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(self.torch_dtype) for _ in range(2))
-            return KVLayer(keys.view(shape), values.view(shape))
+        shape, is_fp8 = (num_blocks, block_size, num_kv_heads, head_dim), self.kv_dtype == "fp8"
+        dtype = FP8 if is_fp8 else self.torch_dtype
+        num_bytes = math.prod(shape) * dtype.itemsize
+
+        def memory() -> Tensor:
+            if self.device == "cpu":  # the system gives it when it is first written to; torch.zeros would touch all of it
+                return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device).view(dtype).view(shape)
+
         try:
-            keys, values = (torch.zeros(shape, dtype=self.torch_dtype, device=self.device) for _ in range(2))
+            return KVLayer(memory(), memory(), torch.ones((2, num_kv_heads), device=self.device) if is_fp8 else None)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(f"The device has no memory for {num_blocks:,} blocks.") from error
-        return KVLayer(keys, values)
-
-    def _new_fp8_layer(self, shape: tuple[int, ...]) -> KVLayer[Tensor]:
-        try:
-            keys, values = (torch.zeros(shape, dtype=torch.uint8, device=self.device).view(FP8) for _ in range(2))
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(f"The device has no memory for {shape[0]:,} blocks.") from error
-        return KVLayer(keys, values, torch.ones((2, shape[2]), device=self.device))
 
     def fit_kv_scales(self, layers: Sequence[KVLayer[Tensor]], num_blocks: int) -> None:
         for layer in layers:

@@ -15,7 +15,6 @@ from archerfish.kernels.sampling import BufferPool, Cuts, Drawn, Logprobs, Masks
 
 Tensor = torch.Tensor
 BLOCK = 32  # tokens
-LOW_HALF = (1 << 32) - 1
 NO_SLOTS: Ids = np.zeros(0, dtype=np.int64)  # on the host, of rows that the device alone knows
 
 
@@ -57,22 +56,10 @@ class TorchSampling:
 
     def token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int, rows: Ids | None) -> Logprobs[Tensor]:
         """As `Ops.token_logprobs`."""
-        try:
-            if rows is not None:
-                part = self._buffer(len(rows), logits.shape[1])
-                logits = torch.index_select(logits, 0, torch.from_numpy(rows).to(logits.device), out=part)
-            x = self._adjusted(logits, SamplingBatch())
-            peaks = torch.amax(x.view(len(x), -1, BLOCK), -1, out=self._buffer(len(x), x.shape[1] // BLOCK))  # of every block
-            highest = peaks.amax(-1)
-            weights = torch.sub(x, highest[:, None], out=self._buffer(*x.shape)).exp_()
-            base = (highest.double() + self._block_sums(weights).sum(-1, dtype=torch.float64).log())[:, None]
-            own = x.gather(1, token_ids[:, None])
-            ranks = self._block_sums(torch.gt(x, own, out=weights)).sum(-1).long() + 1
-            top, top_ids = self._candidates(x, peaks, torch.arange(len(x), device=x.device), min(num_top, logits.shape[1]))
-        finally:
-            self.buffers.give_back(*self._borrowed)
-            self._borrowed.clear()
-        return Logprobs((own.double() - base)[:, 0], ranks, top_ids, top.double() - base)
+        x = logits if rows is None else logits[torch.from_numpy(rows).to(logits.device)]
+        own, base = x.gather(1, token_ids[:, None]), x.double().logsumexp(-1, keepdim=True)
+        top, top_ids = (each[:, :num_top] for each in x.sort(dim=-1, descending=True, stable=True))
+        return Logprobs((own.double() - base)[:, 0], (x > own).sum(-1) + 1, top_ids, top.double() - base)
 
     def _adjusted(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Tensor:
         """Logits after bias, bans, masks, ranges and penalties.
@@ -122,24 +109,6 @@ class TorchSampling:
             logits = logits - penalties.frequency.float()[:, None] * num_output
         x[penalties.rows, : counts.shape[1]] = logits
 
-    def _block_sums(self, weights: Tensor) -> Tensor:
-        blocks = weights.view(weights.shape[0], -1, BLOCK)
-        return torch.sum(blocks, -1, out=self._buffer(*blocks.shape[:2]))
-
-    def _candidates(self, x: Tensor, peaks: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens of some rows, in order: logits and ids, (rows, count) each."""
-        width = x.shape[1]
-        if count * BLOCK * 2 <= width:
-            blocks = order_keys(peaks[rows], torch.arange(peaks.shape[1], device=x.device))
-            chosen = blocks.topk(count, largest=False).values & LOW_HALF
-            ids = chosen[:, :, None] * BLOCK + torch.arange(BLOCK, device=x.device)
-            keys = order_keys(x.view(x.shape[0], -1, BLOCK)[rows[:, None], chosen], ids).view(len(rows), -1)
-        else:
-            keys = order_keys(x[rows], torch.arange(width, device=x.device))
-        keys = keys.topk(count, largest=False).values  # in ascending order
-        ordered = ~(keys >> 32).to(torch.int32)
-        return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32), keys & LOW_HALF
-
 
 def draw(x: Tensor, highest: Tensor, temperature: Tensor, batch: SamplingBatch[Tensor]) -> Tensor:
     """A token for each row of adjusted logits; any token where the highest is not finite."""
@@ -162,13 +131,6 @@ def pick(sums: Tensor, numbers: Tensor) -> Tensor:
     total = sums[:, -1:].contiguous()
     found = torch.searchsorted(sums, numbers[:, None] * total, right=True)
     return torch.minimum(found, torch.searchsorted(sums, total)).clamp_max_(sums.shape[1] - 1)[:, 0]  # the clamp is for NaN
-
-
-def order_keys(logits: Tensor, ids: Tensor) -> Tensor:
-    """64-bit keys that stand in ascending order of falling logit, then rising id; the id is the lower half."""
-    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
-    ordered = ~(bits ^ ((bits >> 31) & 0x7FFFFFFF))
-    return ordered.to(torch.int64).bitwise_left_shift_(32).bitwise_or_(ids)
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:

@@ -17,15 +17,11 @@ import torch.nn.functional as F  # noqa: N812
 from archerfish.errors import OutOfMemoryError
 from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input
 from archerfish.kernels.recurrent import (
-    EMPTY_SLOT,
     FIRST_SLOT,
     HeadInputs,
     HeadWeights,
     RecurrentBatch,
     RecurrentOps,
-    StateLayer,
-    StateMemory,
-    StateShape,
 )
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.kernels.torch.sampling import sampling_batch
@@ -71,17 +67,12 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
     def __init__(self, ops: TorchOps) -> None:
         self.ops: TorchOps = ops
 
-    def new_states(self, num_slots: int, shape: StateShape) -> StateMemory[Tensor]:
-        layers, heads, dim = shape.num_layers, shape.num_heads, shape.head_dim
+    def empty(self, shape: tuple[int, ...], *, is_input: bool) -> Tensor:
+        dtype = self.ops.torch_dtype if is_input else torch.float32
         try:
-            wkv = torch.empty(num_slots, layers, heads, dim, dim, device=self.ops.device)  # pages come when they are written
-            inputs = torch.empty(num_slots, layers, 2, shape.width, dtype=self.ops.torch_dtype, device=self.ops.device)
+            return torch.empty(shape, dtype=dtype, device=self.ops.device)  # pages come when they are written
         except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(f"The device has no memory for {num_slots:,} state slots.") from error
-        for memory in (wkv, inputs):
-            memory[EMPTY_SLOT].zero_()
-        views = tuple(StateLayer(wkv[:, i], inputs[:, i, 0], inputs[:, i, 1]) for i in range(layers))
-        return StateMemory(wkv, inputs, views)
+            raise OutOfMemoryError(f"The device has no memory for {shape[0]:,} state slots.") from error
 
     def shift(self, x: Tensor, inputs: Tensor, batch: RecurrentBatch[Tensor], factors: Tensor) -> tuple[Tensor, ...]:
         heads = batch.first_pieces[:-1]
