@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from archerfish.errors import DeviceError
 from archerfish.kernels.batches import Ids, T
-from archerfish.kernels.ops import Activation, Ops
+from archerfish.kernels.ops import Activation
 
 if TYPE_CHECKING:
     from archerfish.kernels.decoding import PassSize
@@ -40,7 +40,7 @@ class AdapterTable(Generic[T]):
     """
 
     down: T  # (slots, parts * most rank, inputs); of a lookup table (slots, inputs, most rank)
-    up: T  # (slots, outputs, most rank)
+    up: T  # (slots, outputs, most rank); native: (slots, most rank, outputs)
     ranks: T  # (slots,) integers: the highest rank of the slot's adapter here; 0: it leaves this product alone
     sizes: tuple[int, ...]  # outputs of each part
     is_lookup: bool = False
@@ -67,8 +67,8 @@ class AdaptedMap(NamedTuple):
 class Adapters(ABC, Generic[T]):
     """The slots of one backend. `rows` is set by who computes a pass: the slot of each of its rows, None where none has one."""
 
-    def __init__(self, ops: Ops[T], num_slots: int, max_rank: int) -> None:
-        self.ops, self.num_slots, self.max_rank = ops, num_slots, max_rank
+    def __init__(self, num_slots: int, max_rank: int) -> None:
+        self.num_slots, self.max_rank = num_slots, max_rank
         self.maps: dict[str, AdaptedMap] = {}  # by the name of the map in checkpoints: see `plain_name`
         self.lookup: AdapterTable[T] | None = None  # of the embedding
         self.rows: T | None = None
@@ -108,22 +108,13 @@ class Adapters(ABC, Generic[T]):
     def new_table(self, sizes: tuple[int, ...], inputs: int, is_lookup: bool) -> AdapterTable[T]:
         """Room in all slots, with ranks of 0."""
 
-    def clear(self, table: AdapterTable[Any], place: int) -> None:
+    @abstractmethod
+    def clear(self, table: AdapterTable[T], place: int) -> None:
         """Nothing is added for rows of a place, which is counted from 0."""
-        if table.ranks[place]:  # else its memory may never have been touched
-            table.ranks[place] = 0
-            table.up[place] = 0
 
-    def write(self, table: AdapterTable[Any], part: int, place: int, matrices: LowRank) -> None:
+    @abstractmethod
+    def write(self, table: AdapterTable[T], part: int, place: int, matrices: LowRank) -> None:
         """Put matrices into a place that was cleared."""
-        down: Any = self.ops.tensor(matrices.down)
-        rank, first = len(down), part * self.max_rank
-        if table.is_lookup:
-            table.down[place, :, :rank] = down.T
-        else:
-            table.down[place, first : first + rank] = down
-        table.up[place, slice(*table.bounds[part]), :rank] = self.ops.tensor(matrices.up)
-        table.ranks[place] = max(int(table.ranks[place]), rank)
 
     @abstractmethod
     def add(

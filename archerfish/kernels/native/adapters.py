@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from archerfish.kernels.adapters import Adapters, AdapterTable
+from archerfish.kernels.adapters import Adapters, AdapterTable, LowRank
 from archerfish.kernels.native.recorder import Handle, Input, Value
 from archerfish.kernels.native.weights import ACTIVATIONS
 from archerfish.kernels.ops import Activation
@@ -21,14 +21,27 @@ class NativeAdapters(Adapters[Handle]):
     """A step of a tape for each product. Memory is taken from the system when an adapter is written into it."""
 
     def __init__(self, ops: NativeOps, num_slots: int, max_rank: int) -> None:
-        super().__init__(ops, num_slots, max_rank)
+        super().__init__(num_slots, max_rank)
         self.runner = ops.runner
 
     def new_table(self, sizes: tuple[int, ...], inputs: int, is_lookup: bool) -> AdapterTable[Handle]:
         most = self.max_rank
         down = (self.num_slots, inputs, most) if is_lookup else (self.num_slots, most * len(sizes), inputs)
         up, ranks = np.zeros((self.num_slots, most, sum(sizes)), np.float32), np.zeros(self.num_slots, np.int64)
-        return AdapterTable(np.zeros(down, np.float32), up.swapaxes(1, 2), ranks, sizes, is_lookup)
+        return AdapterTable(np.zeros(down, np.float32), up, ranks, sizes, is_lookup)
+
+    def clear(self, table: AdapterTable[Handle], place: int) -> None:
+        if table.ranks[place]:
+            table.ranks[place], table.up[place] = 0, 0
+
+    def write(self, table: AdapterTable[Handle], part: int, place: int, matrices: LowRank) -> None:
+        rank, first = len(matrices.down), part * self.max_rank
+        if table.is_lookup:
+            table.down[place, :, :rank] = matrices.down.T
+        else:
+            table.down[place, first : first + rank] = matrices.down
+        table.up[place, :rank, slice(*table.bounds[part])] = matrices.up.T
+        table.ranks[place] = max(table.ranks[place], rank)
 
     def keep(self, take: Callable[..., Handle], indices: Handle) -> None:
         if not isinstance(self.rows, Value):  # a recorded step finds the kept rows itself
@@ -46,6 +59,6 @@ class NativeAdapters(Adapters[Handle]):
         inner = recorder.like(y, width)
         values = recorder(y), -1 if table.is_lookup else recorder(x), recorder(inner)
         after = ACTIVATIONS[activation], softcap, scale
-        recorder.tape.lora(*values, table.down, table.up.swapaxes(1, 2), table.ranks, table.sizes, table.is_lookup, *after)
+        recorder.tape.lora(*values, table.down, table.up, table.ranks, table.sizes, table.is_lookup, *after)
         self.runner.finish(recorder)
         return y

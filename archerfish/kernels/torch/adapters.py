@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from archerfish.errors import OutOfMemoryError
-from archerfish.kernels.adapters import Adapters, AdapterTable
+from archerfish.kernels.adapters import Adapters, AdapterTable, LowRank
 from archerfish.kernels.decoding import NUM_INPUTS, Input, PassSize
 from archerfish.kernels.ops import Activation
 from archerfish.kernels.torch.activations import ACTIVATIONS
@@ -22,7 +22,7 @@ class TorchAdapters(Adapters[Tensor]):
     """Adapters one by one, over the rows that each of them has."""
 
     def __init__(self, ops: TorchOps, num_slots: int, max_rank: int) -> None:
-        super().__init__(ops, num_slots, max_rank)
+        super().__init__(num_slots, max_rank)
         self.device, self.dtype = ops.device, ops.torch_dtype
 
     def new_table(self, sizes: tuple[int, ...], inputs: int, is_lookup: bool) -> AdapterTable[Tensor]:
@@ -47,6 +47,20 @@ class TorchAdapters(Adapters[Tensor]):
         ends, counting = columns[Input.COUNT].cumsum(0), torch.arange(size.num_rows, device=inputs.device)
         owner = torch.searchsorted(ends, counting, right=True).clamp_max_(num - 1)
         self.rows = torch.where(counting < ends[-1], columns[Input.ADAPTER][owner], 0)
+
+    def clear(self, table: AdapterTable[Tensor], place: int) -> None:
+        table.ranks[place] = 0
+        table.up[place] = 0
+
+    def write(self, table: AdapterTable[Tensor], part: int, place: int, matrices: LowRank) -> None:
+        rank, first = len(matrices.down), part * self.max_rank
+        down = torch.from_numpy(matrices.down).to(self.device)
+        if table.is_lookup:
+            table.down[place, :, :rank] = down.t()
+        else:
+            table.down[place, first : first + rank] = down
+        table.up[place, slice(*table.bounds[part]), :rank] = torch.from_numpy(matrices.up).to(self.device)
+        table.ranks[place] = torch.clamp(table.ranks[place], min=rank)
 
     def add(
         self, y: Tensor, x: Tensor, table: AdapterTable[Tensor], *, activation: Activation = "none", softcap: float = 0.0,
