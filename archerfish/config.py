@@ -127,8 +127,8 @@ class ConversionConfig(Options):
     merge: str = option("", "Directory of a LoRA adapter that PEFT saved, which becomes part of the matrices; empty: none.")
     compression: str = option("lz4", "Compression of weights.parquet.", choices=COMPRESSIONS)
     keep_quantized: bool = option(
-        False, "Keep GGUF matrices of types Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, Q4_K, Q5_K and Q6_K quantised instead of "
-        "widening them to `dtype`.",
+        False, "Keep matrices of GGUF types Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4 (gpt-oss's safetensors, too), Q4_K, Q5_K and "
+        "Q6_K quantised instead of widening them to `dtype`.",
     )
     validate_output: bool = option(True, "Compare every written tensor with its source before the directory appears.")
     write_parquet: bool = option(True, "Write weights.parquet (interchange) beside weights.arrow (mapping).")
