@@ -46,6 +46,7 @@ COMMANDS = {
 }
 ENDS = {"abort": "(stopped)", "length": "(stopped at --max-tokens)"}  # remarks, by the reason of an end
 ReadLine = Callable[[str], str]
+Opened = tuple["LLMEngine", "SamplingParams", Any]  # an engine, how its answers are drawn, and its adapter
 
 
 def add_chat_arguments(parser: Parser) -> None:
@@ -64,16 +65,16 @@ def run_chat(arguments: Namespace, out: Output) -> int:
         raise InvalidOptionError("A chat has one answer to each message.", hint="Leave --n at 1.")
     with ExitStack() as stack, line_reader(hub) as read_line:
 
-        def open_model(name: str) -> tuple[LLMEngine, SamplingParams]:
-            """The engine of a model, in place of the one before, and how its answers are drawn."""
-            adapter = arguments.adapter if name == config.model else ""
+        def open_model(name: str) -> Opened:
+            """The engine of a model, in place of the one before."""
+            adapter = arguments.adapter if name == config.model else ""  # which fits no other model
             engine = open_engine(config.replace(model=name), hub, out, adapter)
             stack.close()
             stack.enter_context(engine)
-            return engine, read_sampling_flags(arguments, **{**DEFAULTS, **engine.facts.default_sampling})
+            params = read_sampling_flags(arguments, **{**DEFAULTS, **engine.facts.default_sampling})
+            return engine, params, find_adapter(adapter, config)
 
-        chat = Chat(*open_model(config.model), out, read_line, open_model, config.model, system=arguments.system)
-        chat.adapters = {config.model: find_adapter(arguments.adapter, config)}
+        chat = Chat(*open_model(config.model), out, read_line, open_model, system=arguments.system)
         chat.draws_markdown = out.is_rich and not arguments.plain
         chat.run(arguments.message)
     return 0
@@ -98,12 +99,11 @@ class Chat:
 
     engine: LLMEngine
     params: SamplingParams
+    adapter: Any  # of --adapter, as requests take it
     out: Output
     read_line: ReadLine
-    open_model: Callable[[str], tuple[LLMEngine, SamplingParams]]
-    model: str
+    open_model: Callable[[str], Opened]
     system: str = ""
-    adapters: dict[str, Any] = field(default_factory=dict)  # of the model for which --adapter is meant
     draws_markdown: bool = False
     history: list[dict[str, str]] = field(default_factory=list)
     last: ChatAnswer | None = None
@@ -172,8 +172,7 @@ class Chat:
         engine, markdown = self.engine, None
         prompt = engine.render_chat(self.messages)
         parser = None if self.params.grammar else answer_parser(engine.tokenizer, engine.chat_template, prompt)
-        params, adapter = engine.chat_template.stopping(self.params), self.adapters.get(self.model)
-        stream: Any = engine.stream(prompt, params, lora_request=adapter)
+        stream: Any = engine.stream(prompt, engine.chat_template.stopping(self.params), lora_request=self.adapter)
         try:
             for delta in stream:
                 is_last = delta.finish_reason is not None
@@ -234,8 +233,7 @@ class Chat:
                 self.retry()
             case "/model":
                 if rest:
-                    self.engine, self.params = self.open_model(rest)
-                    self.model = rest
+                    self.engine, self.params, self.adapter = self.open_model(rest)
                 self.out.note(f"{self.engine.model_name} answers.")
             case "/stats":
                 self.show_stats()

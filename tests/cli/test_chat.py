@@ -66,8 +66,9 @@ def talk(engine: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 def test_an_adapter_answers(talk: Callable[..., Any], engine: FakeLLM) -> None:
-    assert talk(["hello"], "--lora-modules", "mine=/adapters/mine", "--adapter", "mine")[0] == 0
-    assert engine.adapters == ["mine"]
+    typed: Typed = ["hello", "/model other", "hello"]
+    assert talk(typed, "--lora-modules", "mine=/adapters/mine", "--adapter", "mine")[0] == 0
+    assert engine.adapters == ["mine", None]  # it fits no other model
 
 
 def roles(messages: list[dict[str, str]]) -> list[tuple[str, str]]:

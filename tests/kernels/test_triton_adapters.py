@@ -46,6 +46,11 @@ def table_of(adapters: Any, name: str = "p0.0") -> Any:
 def test_additions(dtype: str, sizes: tuple[int, ...], inputs: int, num_rows: int) -> None:
     if num_rows > 17 and (inputs > 300 or dtype == "float32"):
         pytest.skip("the interpreter is slow")
+    check_additions(dtype, sizes, inputs, num_rows)
+
+
+def check_additions(dtype: str, sizes: tuple[int, ...], inputs: int, num_rows: int) -> None:
+    """Several adapters and rows without one, against the reference."""
     found, random = [], torch.Generator(DEVICE).manual_seed(1)
     dtype_of = getattr(torch, dtype)
     x = torch.randn(num_rows, inputs, generator=random, device=DEVICE).to(dtype_of)
@@ -65,7 +70,7 @@ def test_programs_with_several_tiles_of_outputs(enough: int, monkeypatch: pytest
     from archerfish.kernels.triton import adapters as triton_adapters
 
     monkeypatch.setattr(triton_adapters, "ENOUGH_PROGRAMS", enough)
-    test_additions("float32", (500, 200, 130), 40, 17)
+    check_additions("float32", (500, 200, 130), 40, 17)
 
 
 def test_lookups() -> None:

@@ -13,6 +13,7 @@ import openai
 import pytest
 from anthropic.types import ThinkingBlock
 from starlette.applications import Starlette
+from tokenizers import Tokenizer
 
 from archerfish.config import ServeConfig
 from archerfish.serve.app import create_app
@@ -137,6 +138,26 @@ def test_given_form_has_no_reasoning(backend: FakeBackend) -> None:
     assert message_of(answer)["content"] == "[1]" and "reasoning_content" not in message_of(answer)
     assert prompt_of(backend).endswith("assistant\n<think>\n\n</think>\n\n" if is_opened else "assistant\n")
     assert (REMARK in answer.headers) == is_opened
+
+
+def test_channels_of_gpt_oss(tmp_path: Path) -> None:
+    """A given form is an answer in its own channel, and earlier reasoning before a call has the template's name."""
+    template = TEMPLATE.replace("{{ message.content }}", "{% if message.thinking %}({{ message.thinking }}){% endif %}"
+                                "{{ message.content }}")  # fmt: skip
+    backend = thinker(tmp_path, template, "analysisTwo.assistantfinalFour.")
+    tokenizer = Tokenizer.from_file(str(backend.directory / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|channel|>", "<|message|>"])
+    tokenizer.save(str(backend.directory / "tokenizer.json"))
+    message = message_of(post(backend, CHAT, {"messages": HI, "max_tokens": 99}))
+    assert (message["reasoning_content"], message["content"]) == ("Two.", "Four.")
+    backend.reply = "[1]"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    called = {"role": "assistant", "content": None, "reasoning_content": "2+2", "tool_calls": [call]}
+    earlier = [*HI, called, {"role": "tool", "tool_call_id": "1", "content": "4"}]
+    answer = post(backend, CHAT, {"messages": earlier, "guided_regex": r"\[1\]"})
+    assert message_of(answer)["content"] == "[1]" and REMARK in answer.headers and "(2+2)" in prompt_of(backend)
+    channel, message_mark = (tokenizer.token_to_id(name) for name in ("<|channel|>", "<|message|>"))
+    assert (backend.requests[-1].token_ids or [])[-7:] == [channel, *map(ord, "final"), message_mark]
 
 
 def test_models_without_reasoning_keep_marks() -> None:
