@@ -14,13 +14,12 @@ weights. `unlock` of one does nothing, so that a sequence that ran through a cle
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from archerfish.cache.block_manager import BlockManager
-from archerfish.cache.check import check_cache
 from archerfish.cache.digest import ModelDigest, PathHash
 from archerfish.cache.eviction import FIFO, EvictionPolicy, eviction_policy
 from archerfish.cache.tree import TOKEN_BYTES, HitRecord, Match, Node, Tree, common_length, first_token
@@ -257,10 +256,6 @@ class RadixCache:
 
     def trees_of_tenant(self, tenant: str) -> list[Tree]:
         return self._trees_of_tenant.get(tenant, [])
-
-    def check(self, owned: Iterable[Iterable[int]] | None = None) -> None:
-        """Raise InvariantError unless the books balance; exactly so with `owned`, the block lists of all sequences."""
-        check_cache(self.blocks, list(self._trees.values()), self.order, self.num_evictable, self._path_hash.extend, owned)
 
     # Inside
 

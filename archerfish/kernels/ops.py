@@ -317,6 +317,10 @@ class Ops(ABC, Generic[T]):
     def gated(self, x: T, activation: Activation) -> T:
         """activation(first half of the last axis) * second half, which `Activation` may change."""
 
+    def gated_linear(self, x: T, weight: LinearWeight[T], gate: Activation) -> T:
+        """linear, then gated."""
+        return self.gated(self.linear(x, weight), gate)
+
     @abstractmethod
     def experts(
         self, x: T, logits: T, routing: Routing[T], gate_up: LinearWeight[T], down: LinearWeight[T], activation: Activation, *,
@@ -330,8 +334,7 @@ class Ops(ABC, Generic[T]):
     ) -> tuple[T, T]:
         """rms_norm by the factors in norm, then linear, then gated where a gate is given; and the sum that rms_norm gives."""
         x, total = self.rms_norm(x, norm, eps, residual=residual)
-        x = self.linear(x, weight)
-        return x if gate is None else self.gated(x, gate), total
+        return self.linear(x, weight) if gate is None else self.gated_linear(x, weight, gate), total
 
     @abstractmethod
     def rows(self, x: T, indices: Ids | T) -> T:

@@ -29,8 +29,7 @@ class Norm(ABC, Generic[T]):
     ) -> tuple[T, T]:
         """A product with the normalised sum of x and residual, gated where a gate is given; and the sum."""
         x, total = self(x, residual)
-        x = self.ops.linear(x, weight)
-        return x if gate is None else self.ops.gated(x, gate), total
+        return self.ops.linear(x, weight) if gate is None else self.ops.gated_linear(x, weight, gate), total
 
 
 class RMSNorm(Norm[T]):

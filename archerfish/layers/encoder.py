@@ -70,7 +70,7 @@ class EncoderBlock(Generic[T]):
     def spread(self, x: T) -> T:
         """The inputs of the last product."""
         if self.is_gated:
-            return self.ops.gated(self.ops.linear(x, self.up), self.shape.activation)
+            return self.ops.gated_linear(x, self.up, self.shape.activation)
         return self.ops.linear(x, self.up, activation=self.shape.activation)
 
     def __call__(self, x: T, segments: Segments, bias: T | None = None) -> T:

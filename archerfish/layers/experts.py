@@ -62,7 +62,7 @@ class MixtureOfExperts(Generic[T]):
     def __call__(self, x: T) -> T:
         ops, shared = self.ops, None
         if self.shared is not None:
-            shared = ops.linear(ops.gated(ops.linear(x, self.shared.gate_up), self.shared.activation), self.shared.down)
+            shared = ops.linear(ops.gated_linear(x, self.shared.gate_up, self.shared.activation), self.shared.down)
         logits = ops.linear(x, self.router)
         if self.down.is_partial and ops.ranks.index:  # the shared rows are the same on all ranks: the first adds them
             shared = None

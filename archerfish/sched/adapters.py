@@ -10,8 +10,6 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from archerfish.errors import InvariantError
-
 MOST_MISSES = 64  # plans in which an adapter finds no slot, before another one's is kept free of further sequences for it
 
 
@@ -111,10 +109,3 @@ class AdapterSlots:
     @property
     def is_loading(self) -> bool:
         return any(not slot.is_ready for slot in self._held.values())
-
-    def check(self) -> None:
-        """Free and held slots are all slots, each once, and those in use are ready."""
-        numbers = sorted(slot.number for slot in (*self._free, *self._held.values()))
-        is_right = all(slot.num_users >= 0 and (slot.is_ready or not slot.num_users) for slot in self._held.values())
-        if numbers != list(range(1, self.num_slots + 1)) or not is_right:
-            raise InvariantError(f"The slots of adapters are {self._held} and {self._free}.")

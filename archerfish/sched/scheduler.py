@@ -493,8 +493,3 @@ class Scheduler:
         """Give the memory of a draft model back."""
         if self.speculation is not None and self.speculation.model is not None:
             self.speculation.model.close()
-
-    def owned_blocks(self) -> list[list[int]]:
-        """The blocks of every sequence that holds some, and those that open steps copy from: for RadixCache.check."""
-        blocks = [[*seq.blocks, *(seq.draft.states if seq.draft is not None else ())] for seq in self._live.holders()]
-        return blocks + [list(step.copied_blocks) for step in self._open.values()]

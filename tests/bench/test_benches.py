@@ -21,6 +21,7 @@ from archerfish.cli.main import main
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig
 from archerfish.errors import InvalidOptionError, UnknownOptionError, UnsupportedModelError
 from archerfish.kernels.torch.reference import TorchOps
+from tests.cache.invariants import check_cache
 from tests.engine.tiny_llama import VOCAB, tiny_config
 from tests.store.models import write_model
 
@@ -284,7 +285,7 @@ def test_replicas_bench_runs_paced_engines(monkeypatch: pytest.MonkeyPatch) -> N
 def test_scheduler_and_cache_costs_have_the_trees_that_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for size in (1, 1000, 1001, 2500):
         cache = scheduler.filled_cache(size, 3)
-        cache.check([])
+        check_cache(cache, [])
         assert cache.stats().node_count == size and cache.blocks.num_free == 3
     monkeypatch.setattr(scheduler, "LENGTHS", (64,))
     report = report_of(scheduler.measure(Namespace(sequences=4, steps=4, nodes=1000)))

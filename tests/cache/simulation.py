@@ -8,6 +8,7 @@ from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import Match, Node, RadixCache, RadixKey
 from archerfish.errors import StaleHandleError
 from archerfish.sequence import Namespace
+from tests.cache.invariants import check_cache
 
 NAMESPACES = [Namespace(), Namespace("a"), Namespace("a", "lora"), Namespace("b")]
 
@@ -68,7 +69,7 @@ class Simulation:
 
     def check(self) -> None:
         """Every invariant, and the contents of every block of every node and sequence."""
-        self.cache.check([sequence.blocks for sequence in self.running])
+        check_cache(self.cache, [sequence.blocks for sequence in self.running])
         for namespace, tree in self.cache._trees.items():
             stack = [(child, list[int](), list[int]()) for child in tree.root.children.values()]
             while stack:

@@ -16,12 +16,13 @@ from archerfish.compat.optimization import OptimizationConfig
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import InvalidOptionError, TooManyRequestsError, UnknownOptionError
 from archerfish.serve.result_cache import ResultCache
+from tests.cache.invariants import check_cache, owned_blocks
 from tests.engine.tiny_llama import greedy, prompts, tiny_config, tokens
 
 
 def check_memory(engine: LLMEngine) -> None:
     scheduler = engine.scheduler
-    scheduler.cache.check(scheduler.owned_blocks())
+    check_cache(scheduler.cache, owned_blocks(scheduler))
     assert scheduler.blocks.num_free + scheduler.cache.num_evictable <= scheduler.blocks.num_total
 
 
@@ -167,7 +168,7 @@ def test_running_requests_survive_every_change(llama: Path, steps_between: int) 
         results = [engine.get_output(name) for name in names]
         assert [result.token_ids for result in results if result is not None] == expected
         assert num_changes > len(SETTINGS)
-        engine.scheduler.cache.check([])
+        check_cache(engine.scheduler.cache, [])
 
 
 def test_options_change_while_another_thread_computes(engine: LLMEngine) -> None:
@@ -190,4 +191,4 @@ def test_options_change_while_another_thread_computes(engine: LLMEngine) -> None
         finally:
             is_done.set()
     assert found == expected and changing.result() > 0
-    engine.scheduler.cache.check([])
+    check_cache(engine.scheduler.cache, [])

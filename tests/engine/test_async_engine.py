@@ -11,6 +11,7 @@ from archerfish.engine.async_engine import AsyncLLMEngine
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.vllm_options import AsyncEngineArgs
 from archerfish.errors import InvalidInputError, StoppedError
+from tests.cache.invariants import check_cache
 from tests.compat.loops import in_loop
 from tests.engine.tiny_llama import greedy, prompts, tokens
 
@@ -44,7 +45,7 @@ async def test_leaving_a_stream_aborts_its_request(engine: LLMEngine) -> None:
     assert len(other.token_ids) == 8
     assert engine.queue_status()["running"] == 0
     await served.close()
-    engine.scheduler.cache.check([])
+    check_cache(engine.scheduler.cache, [])
 
 
 @in_loop
@@ -107,7 +108,7 @@ async def test_closing_aborts_only_what_came_through_it(engine: LLMEngine) -> No
         engine.step()
     output = engine.get_output(own)
     assert output is not None and len(output.token_ids) == 100
-    engine.scheduler.cache.check([])
+    check_cache(engine.scheduler.cache, [])
 
 
 @in_loop

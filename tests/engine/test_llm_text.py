@@ -12,6 +12,7 @@ import torch
 from archerfish import LLMEngine, SamplingParams
 from archerfish.errors import InvalidInputError
 from archerfish.store.loader import WeightLoader
+from tests.cache.invariants import check_cache
 
 MODEL = "smollm2-135m-instruct"
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
@@ -53,7 +54,7 @@ def test_a_stop_string_ends_the_text_before_it(engine: LLMEngine) -> None:
     kept = engine.generate("Once upon a time", greedy(6, stop=stop, include_stop_str_in_output=True))[0]
     assert kept.text == free[: free.index(stop)] + stop
     assert not engine.has_work
-    engine.scheduler.cache.check([])
+    check_cache(engine.scheduler.cache, [])
 
 
 def test_the_second_turn_of_a_chat_hits_the_first(engine: LLMEngine) -> None:

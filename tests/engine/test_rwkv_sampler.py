@@ -17,6 +17,7 @@ from archerfish import EngineConfig, LLMEngine, PerformanceMonitor, RwkvSampler,
 from archerfish.compat.optimization import OptimizationConfig
 from archerfish.engine.tts import EOS, GLOBAL_OFFSET, PROPERTIES, TAG_1, VOCAB_SIZE
 from archerfish.kernels.torch import reference
+from tests.cache.invariants import check_cache, owned_blocks
 from tests.engine.test_tts import BAD, REFERENCE, VOICE
 from tests.engine.tiny_llama import save_tiny_llama, tiny_config
 from tests.engine.tiny_rwkv import rwkv_config, save_tiny_rwkv
@@ -50,7 +51,7 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         engine: LLMEngine = request.getfixturevalue("sampler").engine
         engine.settle()
         assert not engine.has_work and not request.getfixturevalue("sampler")._open
-        engine.scheduler.cache.check(engine.scheduler.owned_blocks())
+        check_cache(engine.scheduler.cache, owned_blocks(engine.scheduler))
 
 
 def requests(num: int, **options: Any) -> list[TTSRequest]:

@@ -12,6 +12,7 @@ from archerfish.config import EngineConfig
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import RequestOutput
 from archerfish.params import SamplingParams
+from tests.cache.invariants import check_cache
 
 VOCAB = 96
 TINY = {
@@ -50,6 +51,6 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 def check_memory(engine: LLMEngine) -> None:
     """No block may be in use when nothing runs."""
-    engine.scheduler.cache.check([])
+    check_cache(engine.scheduler.cache, [])
     blocks = engine.scheduler.blocks
     assert blocks.num_free + engine.scheduler.cache.num_evictable == blocks.num_total

@@ -92,6 +92,6 @@ def check_biases(ops: Any, num_rows: int) -> None:
     biases = 5 * torch.randn(gate_up.shape[:2]), torch.randn(down.shape[:2])
     first = ops.linear_weight([gate_up.flatten(0, 1)], [biases[0].flatten()])
     second = ops.linear_weight(list(down), list(biases[1]))
-    given = [ops.tensor(each) for each in (x, logits)]
+    given = [ops.tensor(each.numpy()) for each in (x, logits)]
     found = ops.experts(*given, routing, first, second, "swiglu_oai").cpu()
     torch.testing.assert_close(found, expected(x, logits, routing, gate_up, down, biases=biases), atol=1e-3, rtol=1e-3)

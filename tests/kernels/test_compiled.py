@@ -106,11 +106,11 @@ EXPERTS = """
 from archerfish.kernels.triton.experts import add_up_kernel, choose_tile, multiply_experts_kernel, order_kernel, route_kernel
 from archerfish.kernels.experts import Routing
 
-kinds = {name: "i32" for name in ("ids", "order", "tile_experts", "counts")} | {"weights": "fp32", "bias": "fp32"}
-routed = {"num_experts": 60, "experts": 64, "num_chosen": 4, "slots": 4, "rows": 16, "tile_rows": 16, "is_early": True}
-flags = {"is_sigmoid": True, "is_normed": True, "has_bias": True, "is_alone": True}
-build(route_kernel, {**routed, **flags}, kinds, num_warps=8)
-build(order_kernel, routed, kinds, num_warps=8)
+kinds = {name: "i32" for name in ("ids", "order", "tile_experts", "counts", "nths")} | {"weights": "fp32", "bias": "fp32"}
+routed = {"num_experts": 60, "experts": 64, "is_early": True}
+flags = {"is_sigmoid": True, "is_normed": True, "has_bias": True, "is_lone": False}
+build(route_kernel, {**routed, **flags, "num_chosen": 4, "slots": 4, "rows": 16}, kinds, num_warps=4)
+build(order_kernel, {**routed, "places": 128, "tiles": 64, "tile_rows": 16}, kinds, num_warps=8)
 summed = {"width": 2048, "num_chosen": 4, "columns": 1024, "gate": 60, "has_shared": True, "is_early": True}
 build(add_up_kernel, summed, kinds, num_warps=4)
 tile, small = (choose_tile(num_rows, Routing(60, 4), 2, is_gated=True) for num_rows in (4096, 128))
@@ -152,8 +152,10 @@ kinds = {name: "i64" for name in ("order", "chunk_slots", "chunk_firsts", "chunk
 for rank in (16, 256):
     both = {"max_rank": rank, "num_inner": 3 * rank, "rows": 64, "is_early": True}
     down = build(shrink_kernel, {**both, "width": 4096, "split": 1024, "block": 64, "columns": 128}, kinds)
-    up = {"end0": 4096, "end1": 5120, "end2": 6144, "outputs": 6144, "num_splits": 4, "block": rank, "tile": 128}
-    for each in (down, build(expand_kernel, {**both, **up}, kinds)):
+    up = {"outputs": 6144, "num_splits": 4, "block": rank, "tile": 128}
+    stacked = {**both, **up, "gate": "none", "end0": 4096, "end1": 5120, "end2": 6144}
+    gated = {**both, **up, "gate": "silu", "end0": 3072, "end1": 6144, "end2": 6144, "num_inner": 2 * rank}
+    for each in (down, *(build(expand_kernel, every, kinds) for every in (stacked, gated))):
         assert each.metadata.shared < 200_000 and ".b16" not in "".join(
             line for line in each.asm["ptx"].splitlines() if "ld.global" in line or "st.global" in line
         )

@@ -10,8 +10,11 @@ import torch
 
 from archerfish.kernels.adapters import Adapters, LowRank
 from archerfish.kernels.decoding import NUM_INPUTS, Input, PassSize
+from archerfish.kernels.ops import Activation
 from archerfish.kernels.torch.reference import TorchOps
 from tests.kernels.triton_support import DEVICE
+
+from archerfish.kernels.triton.adapters import TritonAdapters  # isort: skip
 
 
 def both(dtype: str, *products: tuple[tuple[int, ...], int], max_rank: int = 20, num_slots: int = 4, **more: Any) -> list[Any]:
@@ -71,6 +74,24 @@ def test_programs_with_several_tiles_of_outputs(enough: int, monkeypatch: pytest
 
     monkeypatch.setattr(triton_adapters, "ENOUGH_PROGRAMS", enough)
     check_additions("float32", (500, 200, 130), 40, 17)
+
+
+@pytest.mark.parametrize(("dtype", "num_rows", "gate"), [
+    ("float32", 17, "silu"), ("float16", 40, "gelu_tanh"), ("float32", 1, "silu"),
+])  # fmt: skip
+def test_gated_additions(dtype: str, num_rows: int, gate: Activation) -> None:
+    """Two parts and the gate behind them in one kernel, of rows with an adapter and without one."""
+    found, random = [], torch.Generator(DEVICE).manual_seed(1)
+    x, y = (torch.randn(num_rows, width, generator=random, device=DEVICE).to(getattr(torch, dtype)) for width in (300, 340))
+    rows = torch.randint(0, 5, (num_rows,), generator=random, device=DEVICE)
+    for adapters in both(dtype, ((170, 170), 300)):
+        adapters.rows, table = rows, table_of(adapters)
+        if isinstance(adapters, TritonAdapters):
+            found.append(adapters.add_gated(y, x, table, gate))
+        else:
+            found.append(TorchOps(DEVICE, dtype).gated(adapters.add(y.clone(), x, table), gate))
+    tolerance = 1e-4 if dtype == "float32" else 0.05
+    torch.testing.assert_close(found[1], found[0], atol=tolerance, rtol=tolerance)
 
 
 def test_lookups() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from archerfish.kernels.experts import Routing
 from archerfish.kernels.formats import choose_format
 from archerfish.kernels.stored import random_stored
 from tests.kernels.expert_cases import LOGITS, ROUTINGS, as_matrices, check_biases, expected, make, packed, rounded, run
 from tests.kernels.triton_support import DEVICE, TYPES, assert_near, untraced
 
+from archerfish.kernels.triton.experts import route  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
 
 KINDS = [("Q4_0", 128), ("Q4_1", 32), ("MXFP4", 32), ("INT8", 16), ("INT8", 128), ("FP8", 128), ("int8", 0), ("int4", 0)]
@@ -55,3 +57,21 @@ def test_formats_on_triton(kind: tuple[str, int], num_rows: int) -> None:
 @pytest.mark.parametrize("num_rows", [1, 20])
 def test_biases_on_triton(num_rows: int) -> None:
     check_biases(TritonOps(DEVICE, "float32"), num_rows)
+
+
+@pytest.mark.parametrize("tile_rows", [16, 64])
+@pytest.mark.parametrize(("num_rows", "num_experts", "num_chosen"), [(2, 3, 3), (33, 200, 5), (700, 6, 2)])
+def test_order_of_places(num_rows: int, num_experts: int, num_chosen: int, tile_rows: int) -> None:
+    """Each place is once in a tile of its expert; what a tile has beyond them is no place, and tiles beyond are no expert's."""
+    routing, num_places = Routing[torch.Tensor](num_experts, num_chosen), num_rows * num_chosen
+    logits = torch.randn(num_rows, num_experts, generator=torch.Generator().manual_seed(num_rows))
+    logits[:, 0] += 3  # one expert has most rows
+    _, tiles, order = (each.cpu() for each in route(logits.to(DEVICE), routing, tile_rows))
+    chosen = logits.topk(num_chosen).indices.flatten()
+    is_used = tiles >= 0
+    rows = order.view(-1, tile_rows)[is_used]
+    owners = tiles[is_used][:, None].expand_as(rows)[rows < num_places]
+    places = rows[rows < num_places].long()
+    assert sorted(places.tolist()) == list(range(num_places)) and (rows <= num_places).all()
+    assert torch.equal(chosen[places], owners.long()), "a place lies with another expert"
+    assert is_used.sum() == (-(-chosen.bincount(minlength=num_experts) // tile_rows)).sum()

@@ -10,6 +10,7 @@ import pytest
 
 from archerfish.sched import view as views
 from archerfish.sequence import Sequence
+from tests.cache.invariants import owned_blocks
 from tests.sched.worlds import World
 
 Classes = dict[int, tuple[str, set[str]]]  # of each block: its kind, and the tenants that have it
@@ -60,7 +61,7 @@ def check_views(world: World, *, is_cleared: bool = False) -> None:
     whole = world.scheduler.view("", sees_all=True)
     counts_of(whole)
     kinds = [kind for kind, count in whole["blocks"]["runs"] for _ in range(count)]
-    held = set().union(*world.scheduler.owned_blocks()) - found.keys()  # sources of copies, after a clear
+    held = set().union(*owned_blocks(world.scheduler)) - found.keys()  # sources of copies, after a clear
     assert whole["blocks"]["order"] == "memory"
     assert all(kinds[block] == "free" for block in range(len(kinds)) if block not in found and block not in held)
     assert is_cleared or all(kinds[block] == kind for block, (kind, _) in found.items())

@@ -19,6 +19,7 @@ from archerfish.sched.policy import SchedulingPolicy
 from archerfish.sched.scheduler import Scheduler
 from archerfish.sequence import Delta, Namespace, Request, Sequence
 from archerfish.step import StepResult
+from tests.cache.invariants import check_cache, owned_blocks
 from tests.sched.fakes import VOCAB, FakeRunner, FakeStateRunner, expected_output, fake_logits, fake_token
 
 
@@ -153,7 +154,7 @@ class World:
         assert not self.scheduler.has_work
         self.take(self.scheduler.take_deltas())
         self.check()
-        assert not self.scheduler.owned_blocks()
+        assert not owned_blocks(self.scheduler)
         self.check_nothing_is_held()
 
     def check_nothing_is_held(self) -> None:
@@ -165,7 +166,7 @@ class World:
 
     def check(self) -> None:
         """The books balance: free + cached + owned = total, and no block has an owner that is not known."""
-        self.cache.check(self.scheduler.owned_blocks())
+        check_cache(self.cache, owned_blocks(self.scheduler))
 
     def check_output(self, seq: Sequence) -> None:
         """The whole output of a sequence that was left to end by itself."""

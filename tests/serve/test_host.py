@@ -17,6 +17,7 @@ from archerfish.sched.masks import PendingMask
 from archerfish.serve import wire
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.tenants import add_key
+from tests.cache.invariants import check_cache
 from tests.engine.tiny_llama import prompts
 
 from .hosting import ENDLESS, GREEDY, LONG, Raw, WordEncoder, failure, llm_host, make_host, stats, talking, until_free, whole
@@ -134,7 +135,7 @@ async def test_closing_a_stream_frees_its_blocks(tmp_path: Path) -> None:
         found = await until_free(client)
         assert found["models"]["tiny"]["aborted_requests"] == 3
         assert found["host"]["live_requests"] == 1  # the query itself
-    engine.scheduler.cache.check([])
+    check_cache(engine.scheduler.cache, [])
 
 
 async def test_request_cancelled_before_tokenizing_never_runs(tmp_path: Path) -> None:
@@ -171,7 +172,7 @@ async def test_disconnected_client_frees_its_blocks(tmp_path: Path, is_streamed:
             pass
         found = await until_free(client)
         assert found["models"]["tiny"]["aborted_requests"] == 4
-    engine.scheduler.cache.check([])
+    check_cache(engine.scheduler.cache, [])
 
 
 async def test_slow_grammars_do_not_delay_other_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from archerfish.serve.models import ENCODERS, GENERATION, Hosted, ModelEntry
 from archerfish.serve.processes import BEAT_S
 from archerfish.serve.tenants import Tenants, add_key
 from archerfish.serve.wire import Charge, Configure, EmbedRequest, GenerationRequest, Ping, Pong, Query, Vectors
+from tests.cache.invariants import check_cache
 from tests.engine.tiny_llama import prompts
 
 from .hosting import LONG, FakeClock, WordEncoder, add_llm, failure, hold, llm_host, make_host, report_of, stats, talking, whole
@@ -204,7 +205,7 @@ async def test_options_change_while_requests_run(tmp_path: Path) -> None:
         values = await report_of(client, Configure(request_id="", model="words", options={"latency_budget_ms": 20}))
         assert values["latency_budget_ms"] == 20
     assert engine.scheduler.max_queue_size == 7
-    engine.scheduler.cache.check([])
+    check_cache(engine.scheduler.cache, [])
 
 
 async def test_fair_share_weights_follow_the_file_of_keys(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from archerfish.route.scaling import Autoscaler
 from archerfish.simulate.pace import PRESETS, Decodes
 from archerfish.simulate.simulation import Failure, Outcome, Setup, Simulation
 from archerfish.simulate.traces import Arrival, Workload, one_cache_hit_rate
+from tests.cache.invariants import check_cache, owned_blocks
 
 PACE = PRESETS["h200-8b"]
 SMALL = dataclasses.replace(PACE, kv_tokens=60_000, start_s=2.0)  # evicts, and starts soon
@@ -26,7 +27,7 @@ def simulate(trace: list[Arrival], setup: Setup, policy: str = "cache-aware") ->
     for replica in simulation.replicas:
         if replica.is_up:
             assert not replica.scheduler.has_work
-            replica.cache.check(replica.scheduler.owned_blocks())
+            check_cache(replica.cache, owned_blocks(replica.scheduler))
     assert sum(len(handle.unreported) + handle.num_live for one in simulation.replicas for handle in one.handles) == 0
     times = [job.end_s - job.arrival.at_s for job in outcome.jobs]
     arrivals_per_s, mean_s = len(times) / outcome.end_s, sum(times) / len(times)

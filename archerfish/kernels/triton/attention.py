@@ -356,7 +356,7 @@ def attend_decodes(
     if batch.is_deterministic:
         num_splits = FIXED_SPLITS
     is_split = num_splits > 1
-    tile = tile or planning.decode_tile(heads, q.dtype, num_expected, is_split, is_narrow=kv.scales is not None)
+    tile = tile or planning.decode_tile(heads, q.dtype, num_expected, is_split, num_processors, is_narrow=kv.scales is not None)
     tile, laid = lay_mask(mask, tile, 1, plan.context_lens)
     shape = (num, num_heads, num_splits) if is_split else (1, 1, 1)
     partials, levels = plan.pair("parts", (*shape, head_dim), shape, torch.float32)

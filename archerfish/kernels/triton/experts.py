@@ -1,9 +1,10 @@
 """Mixtures of experts on a GPU: `route_kernel` chooses, `multiply_experts_kernel` multiplies, `add_up_kernel` adds up.
 
-A place is a row's choice of one expert. Places are put in order by expert, each expert's filled up to whole tiles of rows, so
-that a program has a tile of rows of one expert. All of this happens on the device in arrays whose sizes follow from the number
-of rows alone: it can be recorded. A lone row has a tile for each expert that it chose, and nothing is put in order. Programs
-beyond the tiles that are needed end at once.
+A place is a row's choice of one expert. `order_kernel` puts places in order by expert, each expert's filled up to whole tiles
+of rows, so that a program has a tile of rows of one expert. Which row of its expert's tiles a place is may differ from run to
+run, what is computed of it does not. All of this happens on the device in arrays whose sizes follow from the number of rows
+alone: it can be recorded. A lone row has a tile for each expert that it chose, and nothing is put in order. Programs beyond the
+tiles that are needed end at once.
 
 Weights are plain, rows with a scale each, or in groups (`group_products.py`).
 No `from __future__ import annotations` here: see `triton/norm.py`.
@@ -26,9 +27,9 @@ from archerfish.kernels.triton.products import finish, load_addends, load_piece
 from archerfish.kernels.triton.tiles import cdiv, next_power_of_2, shared_bytes
 
 Tensor = torch.Tensor
-MANY_ROWS = 2048  # of activations, beyond which tiles are the largest
-ROUTED_NUMBERS = 1 << 14  # places times experts, of a program that puts places in order
-ROUTED_ROWS = 64
+MANY_ROWS = 1024  # of activations, beyond which tiles are the largest
+ROUTED_NUMBERS, ROUTED_ROWS = 1 << 11, 16  # logits and rows of a program that chooses, at most
+ORDERED, OWNED = 128, 64  # places that a program puts in order, and tiles whose experts it says
 ADDED_COLUMNS = 1024
 
 
@@ -42,40 +43,13 @@ class ExpertTile(NamedTuple):
     num_stages: int
 
 
-@triton.jit
-def find_places(ids, num_experts: tl.constexpr, experts: tl.constexpr):
-    """(places, experts): 1 where a place is of an expert. ids of places that do not count are no expert's."""
-    return (ids[:, None] == tl.arange(0, experts)[None, :]).to(tl.int32)
-
-
-@triton.jit
-def put_in_order(
-    order, tile_experts, hits, place, num_places, before, total, num_tiles, is_first, experts: tl.constexpr,
-    tile_rows: tl.constexpr,
-):
-    """Write the places of a program in order. before, total: places of each expert, of earlier programs and of all."""
-    tiles = (total + tile_rows - 1) // tile_rows
-    ends = tl.cumsum(tiles, 0)
-    starts = (ends - tiles) * tile_rows
-    position = starts[None, :] + before[None, :] + tl.cumsum(hits, 0) - hits
-    tl.store(order + tl.sum(position * hits, 1), place, mask=tl.sum(hits, 1) > 0)
-    if is_first:
-        filled = (starts + total)[:, None] + tl.arange(0, tile_rows)[None, :]
-        tl.store(order + filled, tl.zeros_like(filled) + num_places, mask=filled < (ends * tile_rows)[:, None])
-        for first in range(0, num_tiles, 64):
-            tile = first + tl.arange(0, 64)
-            owner = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), 1)
-            tl.store(tile_experts + tile, tl.where(owner < experts, owner, -1), mask=tile < num_tiles)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
+@triton.jit(do_not_specialize=["num_rows"])
 def route_kernel(
-    logits, bias, ids, weights, counts, order, tile_experts, num_rows, num_tiles, logit_stride, scale,
-    num_experts: tl.constexpr, experts: tl.constexpr, num_chosen: tl.constexpr, slots: tl.constexpr, rows: tl.constexpr,
-    tile_rows: tl.constexpr,
-    is_sigmoid: tl.constexpr, is_normed: tl.constexpr, has_bias: tl.constexpr, is_alone: tl.constexpr, is_early: tl.constexpr,
+    logits, bias, ids, weights, counts, nths, num_rows, logit_stride, scale, num_experts: tl.constexpr, experts: tl.constexpr,
+    num_chosen: tl.constexpr, slots: tl.constexpr, rows: tl.constexpr, is_sigmoid: tl.constexpr, is_normed: tl.constexpr,
+    has_bias: tl.constexpr, is_lone: tl.constexpr, is_early: tl.constexpr,
 ):
-    """The experts of some rows and their weights; and the order of places, if this program is alone, else their counts."""
+    """The experts of some rows and their weights; and of how many places of its expert each is ahead, in any order."""
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     expert = tl.arange(0, experts)
     slot = tl.arange(0, slots)
@@ -108,42 +82,34 @@ def route_kernel(
     is_real = (row < num_rows)[:, None] & (slot < num_chosen)[None, :]
     tl.store(ids + place, found, mask=is_real)
     tl.store(weights + place, chosen * scale, mask=is_real)
-    if tile_rows:
-        flat = tl.reshape(tl.where(is_real, found, experts), (rows * slots,))
-        hits = find_places(flat, num_experts, experts)
-        total = tl.sum(hits, 0)
-        if is_alone:
-            put_in_order(
-                order, tile_experts, hits, tl.reshape(place, (rows * slots,)), num_rows * num_chosen, tl.zeros_like(total),
-                total, num_tiles, True, experts, tile_rows,
-            )
-        else:
-            tl.store(counts + tl.program_id(0) * experts + expert, total)
+    if not is_lone:
+        tl.store(nths + place, tl.atomic_add(counts + found, 1, mask=is_real, sem="relaxed"), mask=is_real)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tiles", "num_programs"])
+@triton.jit(do_not_specialize=["num_places", "num_tiles"])
 def order_kernel(
-    ids, counts, order, tile_experts, num_rows, num_tiles, num_programs, num_experts: tl.constexpr, experts: tl.constexpr,
-    num_chosen: tl.constexpr, slots: tl.constexpr, rows: tl.constexpr, tile_rows: tl.constexpr, is_early: tl.constexpr,
+    ids, nths, counts, order, tile_experts, num_places, num_tiles, num_experts: tl.constexpr, experts: tl.constexpr,
+    places: tl.constexpr, tiles: tl.constexpr, tile_rows: tl.constexpr, is_early: tl.constexpr,
 ):
-    """Put the places of some rows in order, by the counts of all programs."""
-    own = tl.program_id(0)
-    item = tl.arange(0, rows * slots)
-    row = own * rows + item // slots
-    place = row * num_chosen + item % slots
-    is_real = (row < num_rows) & (item % slots < num_chosen)
+    """Put some places in order, and say of some tiles whose they are. What they have no place for is filled with num_places."""
+    expert = tl.arange(0, experts)
+    place = tl.program_id(0) * places + tl.arange(0, places)
+    tile = tl.program_id(0) * tiles + tl.arange(0, tiles)
     follow(is_early)
-    hits = find_places(tl.load(ids + place, mask=is_real, other=experts), num_experts, experts)
-    before = tl.zeros((experts,), tl.int32)
-    total = tl.zeros((experts,), tl.int32)
-    for first in range(0, num_programs, 16):
-        program = first + tl.arange(0, 16)[:, None]
-        count = tl.load(counts + program * experts + tl.arange(0, experts)[None, :], mask=program < num_programs, other=0)
-        total += tl.sum(count, 0)
-        before += tl.sum(tl.where(program < own, count, 0), 0)
-    put_in_order(
-        order, tile_experts, hits, place, num_rows * num_chosen, before, total, num_tiles, own == 0, experts, tile_rows
-    )
+    count = tl.load(counts + expert, mask=expert < num_experts, other=0)
+    own = (count + tile_rows - 1) // tile_rows
+    ends = tl.cumsum(own, 0)
+    starts = (ends - own) * tile_rows
+    is_place = place < num_places
+    is_own = tl.load(ids + place, mask=is_place, other=experts)[:, None] == expert[None, :]
+    start = tl.sum(tl.where(is_own, starts[None, :], 0), 1)
+    tl.store(order + start + tl.load(nths + place, mask=is_place, other=0), place, mask=is_place)
+    owner = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), 1)
+    is_used = (tile < num_tiles) & (owner < experts)
+    end = tl.sum(tl.where(owner[:, None] == expert[None, :], (starts + count)[None, :], 0), 1)
+    filled = tile[:, None] * tile_rows + tl.arange(0, tile_rows)[None, :]
+    tl.store(order + filled, tl.zeros_like(filled) + num_places, mask=is_used[:, None] & (filled >= end[:, None]))
+    tl.store(tile_experts + tile, tl.where(is_used, owner, -1), mask=tile < num_tiles)
 
 
 @triton.jit
@@ -229,15 +195,19 @@ def add_up_kernel(
     tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=is_inside)
 
 
-def choose_tile(num_rows: int, routing: Routing[Tensor], element_bytes: int, *, is_gated: bool) -> ExpertTile:
-    """Few rows of an expert are bound by reading its weights, many by arithmetic. Changes only behind powers of 2."""
+def choose_tile(
+    num_rows: int, routing: Routing[Tensor], element_bytes: int, *, is_gated: bool, is_packed: bool = False
+) -> ExpertTile:
+    """The best of a dozen on an H200. Changes only behind powers of 2."""
     usual = next_power_of_2(num_rows) * routing.num_chosen // routing.num_experts  # rows of an expert
-    halves = 2 if is_gated else 1
-    if num_rows > MANY_ROWS:
-        return ExpertTile(128, 128, 128 // element_bytes, 8, 3)
-    if usual > 4:  # fewer outputs would read rows from the card's cache more often than it can give them
-        return ExpertTile(64 if usual > 16 else 32, 128 // halves, 128 // element_bytes, 4, 4)
-    return ExpertTile(16, 64 // halves, 256 // element_bytes, 4, 4)
+    halves, columns = 2 if is_gated else 1, 128 // element_bytes
+    if usual > 16:
+        return ExpertTile(128 if num_rows > MANY_ROWS else 64, 256 // halves, columns, 8, 4)
+    if num_rows == 1:
+        return ExpertTile(16, 64 // halves, 2 * columns, 4, 4)
+    if usual <= 4:
+        return ExpertTile(16, 128, columns, 8, 4)
+    return ExpertTile(32, 128, columns, 4, 5) if is_gated or is_packed else ExpertTile(32, 256, columns, 8, 5)
 
 
 def multiply(
@@ -274,26 +244,25 @@ def route(logits: Tensor, routing: Routing[Tensor], tile_rows: int) -> tuple[Ten
     ids = torch.empty(num_places, dtype=torch.int32, device=device)
     weights = torch.empty(num_places, dtype=torch.float32, device=device)
     experts, slots = next_power_of_2(routing.num_experts), next_power_of_2(num_chosen)
-    rows = max(1, min(ROUTED_ROWS, ROUTED_NUMBERS // (experts * slots)))
-    num_programs, is_lone = cdiv(num_rows, rows), num_rows == 1
+    rows = max(1, min(ROUTED_ROWS, ROUTED_NUMBERS // experts))
+    is_lone = num_rows == 1
     num_tiles = num_places // tile_rows + min(num_places, routing.num_experts)
-    order, tiles, counts = ids, ids, ids
+    order, tiles, nths, counts = ids, ids, ids, ids
     if not is_lone:
         order = torch.empty(num_tiles * tile_rows, dtype=torch.int32, device=device)
-        tiles = torch.empty(num_tiles, dtype=torch.int32, device=device)
-        counts = torch.empty(num_programs * experts, dtype=torch.int32, device=device)
-    given: dict[str, Any] = {
-        "num_rows": num_rows, "num_tiles": num_tiles, "num_experts": routing.num_experts, "experts": experts,
-        "num_chosen": num_chosen, "slots": slots, "rows": rows, "num_warps": 8, **early_start(device),
-    }
-    route_kernel[(num_programs,)](
-        logits, logits if routing.bias is None else routing.bias, ids, weights, counts, order, tiles,
-        logit_stride=logits.stride(0), scale=routing.scale, is_sigmoid=routing.is_sigmoid, is_normed=routing.is_normed,
-        has_bias=routing.bias is not None, tile_rows=0 if is_lone else tile_rows, is_alone=num_programs == 1, **given,
+        tiles, nths = (torch.empty(num, dtype=torch.int32, device=device) for num in (num_tiles, num_places))
+        counts = torch.zeros(experts, dtype=torch.int32, device=device)
+    shape: dict[str, Any] = {"num_experts": routing.num_experts, "experts": experts, **early_start(device)}
+    route_kernel[(cdiv(num_rows, rows),)](
+        logits, logits if routing.bias is None else routing.bias, ids, weights, counts, nths, num_rows,
+        logit_stride=logits.stride(0), scale=routing.scale, num_chosen=num_chosen, slots=slots, rows=rows,
+        is_sigmoid=routing.is_sigmoid, is_normed=routing.is_normed, has_bias=routing.bias is not None, is_lone=is_lone,
+        num_warps=4, **shape,
     )
-    if num_programs > 1:
-        order_kernel[(num_programs,)](
-            ids, counts, order, tiles, num_programs=num_programs, tile_rows=tile_rows, **given
+    if not is_lone:
+        order_kernel[(max(cdiv(num_places, ORDERED), cdiv(num_tiles, OWNED)),)](
+            ids, nths, counts, order, tiles, num_places, num_tiles, places=ORDERED, tiles=OWNED, tile_rows=tile_rows,
+            num_warps=8, **shape,
         )
     return weights, tiles, order
 
@@ -306,7 +275,10 @@ def compute_experts(
     num_rows, width = x.shape
     num_experts, num_places = routing.num_experts, num_rows * routing.num_chosen
     usual = 1 if is_deterministic else num_rows
-    first, second = (choose_tile(usual, routing, x.element_size(), is_gated=is_gated) for is_gated in (True, False))
+    first, second = (
+        choose_tile(usual, routing, x.element_size(), is_gated=weight is gate_up, is_packed=isinstance(weight, GroupsWeight))
+        for weight in (gate_up, down)
+    )
     weights, tiles, order = route(logits, routing, first.rows)
     hidden = multiply(x, gate_up, first, tiles, order, num_places, num_experts, activation=activation, is_gated=True)
     y = multiply(hidden, down, second, tiles, order, num_places, num_experts)

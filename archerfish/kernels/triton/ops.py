@@ -35,6 +35,7 @@ from archerfish.kernels.triton import compiling
 from archerfish.kernels.triton import encoder as triton_encoder
 from archerfish.kernels.triton import linear as triton_linear
 from archerfish.kernels.triton import norm as triton_norm
+from archerfish.kernels.triton.adapters import TritonAdapters
 from archerfish.kernels.triton.attention import attend_decodes, takes_new
 from archerfish.kernels.triton.compiling import CompileCounts
 from archerfish.kernels.triton.experts import compute_experts
@@ -317,8 +318,6 @@ class TritonOps(TorchOps):
         state.last_tokens.scatter_(0, inputs[Input.ROW], tokens)
 
     def new_adapters(self, num_slots: int, max_rank: int) -> Adapters[Tensor]:
-        from archerfish.kernels.triton.adapters import TritonAdapters
-
         return TritonAdapters(self, num_slots, max_rank)
 
     def recurrent(self) -> RecurrentOps[Tensor]:
@@ -407,6 +406,12 @@ class TritonOps(TorchOps):
             return super().gated(x, activation)
         return triton_norm.gated(x, activation == "silu")
 
+    def gated_linear(self, x: Tensor, weight: LinearWeight[Tensor], gate: Activation) -> Tensor:
+        table = self.adapted(weight)
+        if table is None or len(table.sizes) != 2 or not isinstance(self.adapters, TritonAdapters):
+            return super().gated_linear(x, weight, gate)
+        return self.adapters.add_gated(weight.get().multiply(x, "none", None), x, table, gate)
+
     def experts(
         self, x: Tensor, logits: Tensor, routing: Routing[Tensor], gate_up: LinearWeight[Tensor], down: LinearWeight[Tensor],
         activation: Activation, *, shared: Tensor | None = None,
@@ -441,16 +446,17 @@ class TritonOps(TorchOps):
         return packed.multiply_few(x, activation, is_gated=is_gated, dtype=self.torch_dtype), total
 
     def logits(self, x: Tensor, head: LinearWeight[Tensor], *, softcap: float = 0.0) -> Tensor:
-        packed = head.get()
-        is_adapted = self.adapted(head) is not None
-        if is_adapted or softcap or x.dtype != self.torch_dtype or not isinstance(packed, FewRowsWeight):
+        packed, table = head.get(), self.adapted(head)
+        if softcap or x.dtype != self.torch_dtype or not isinstance(packed, FewRowsWeight):
             return super().logits(x, head, softcap=softcap)
         if packed.takes(x):
-            return packed.multiply_few(x, dtype=torch.float32)
-        if packed.bias is not None or not x.is_cuda or x.dtype == torch.float32:
+            y = packed.multiply_few(x, dtype=torch.float32)
+        elif packed.bias is not None or not x.is_cuda or x.dtype == torch.float32:
             return super().logits(x, head)
-        matrix = packed.dequantised()  # float32 straight from the product
-        return torch.mm(x, filled_up(matrix).t(), out_dtype=torch.float32)[:, : len(matrix)]
+        else:  # float32 straight from the product
+            matrix = packed.dequantised()
+            y = torch.mm(x, filled_up(matrix).t(), out_dtype=torch.float32)[:, : len(matrix)]
+        return y if table is None or self.adapters is None else self.adapters.add(y, x, table)
 
     # Encoders
 

@@ -153,9 +153,10 @@ class Tile:
 
 
 def decode_tile(
-    heads: HeadShape, dtype: torch.dtype, num_sequences: int, is_split: bool, *, is_narrow: bool = False
+    heads: HeadShape, dtype: torch.dtype, num_sequences: int, is_split: bool, num_processors: int, *, is_narrow: bool = False
 ) -> Tile:
-    """What was quickest for contexts of 200 to 8000 keys on a Hopper. is_narrow: keys are in FP8.
+    """What was quickest for contexts of 200 to 8000 keys on a Hopper: of tiles that are as good, the one whose programs fill
+    the processors in their last round too. is_narrow: keys are in FP8.
 
     One warp alone took FP8 that was never loaded, which was NaN where another kernel's data lay (Triton 3.6).
     """
@@ -169,11 +170,17 @@ def decode_tile(
         if num_programs < LONE_DECODE:
             return Tile(rows, 16, 1, 3)
         return Tile(rows, 32, 2, 3) if num_programs < FEW_DECODES else Tile(rows, 32, 1, 3)
-    if num_programs < SOME_DECODES:
+    is_full = rows == MIN_ROWS and num_programs < MANY_DECODES and fills(num_programs, 2 * num_processors)
+    if num_programs < SOME_DECODES and not is_full:
         return Tile(rows, 128, 4, 2)
     if num_programs < MANY_DECODES or rows > MIN_ROWS:
         return Tile(rows, 64, 4 if rows == MIN_ROWS else 2, 3)
-    return Tile(rows, 32, 2 if num_programs < MOST_DECODES else 1, 3)
+    return Tile(rows, 32, 1 if num_programs >= MOST_DECODES or fills(num_programs, 4 * num_processors) else 2, 3)
+
+
+def fills(num_programs: int, at_once: int) -> bool:
+    """Whether hardly a processor waits for the last programs, of which so many run at once."""
+    return num_programs % at_once == 0 or num_programs % at_once > 0.9 * at_once
 
 
 def shared_tile(heads: HeadShape, dtype: torch.dtype, num_rows: int) -> Tile:

@@ -1,25 +1,23 @@
-"""Do the books of the cache balance? Everything is counted afresh, so this is for tests and idle moments."""
+"""Do the books of a cache balance? Everything is counted afresh."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from archerfish.cache.block_manager import BlockManager
-from archerfish.cache.eviction import EvictionPolicy
-from archerfish.cache.tree import Node, Tree, first_token
-from archerfish.errors import InvariantError
+from archerfish.cache.radix import Node, RadixCache
+from archerfish.cache.tree import first_token
+from archerfish.sched.scheduler import Scheduler
 
 
-def check_cache(
-    blocks: BlockManager, trees: Sequence[Tree], order: EvictionPolicy[Node], num_evictable: int,
-    extend_hash: Callable[..., int], owned: Iterable[Iterable[int]] | None,
-) -> None:
-    """Raise InvariantError at the first thing that is not as it must be."""
+def check_cache(cache: RadixCache, owned: Iterable[Iterable[int]] | None = None) -> None:
+    """Raise AssertionError at the first thing that is not as it must be; exactly so with the block lists of all sequences."""
+    blocks, order, num_evictable, extend_hash = cache.blocks, cache.order, cache.num_evictable, cache._path_hash.extend
     cached: Counter[int] = Counter()  # references of nodes, by block
     num_leaves = found_evictable = 0
     holder: dict[int, Node] = {}  # the topmost node that has the block
-    for tree in trees:
+    for tree in cache._trees.values():
         num_nodes = num_tokens = evictable_tokens = num_blocks = evictable_blocks = 0
         for node in tree.nodes():
             _check_node(node, blocks.block_size, extend_hash)
@@ -46,8 +44,7 @@ def check_cache(
 
 
 def require(condition: bool, expected: str) -> None:
-    if not condition:
-        raise InvariantError(f"The cache is broken. Expected: {expected}.")
+    assert condition, f"The cache is broken. Expected: {expected}."
 
 
 def _check_node(node: Node, block_size: int, extend_hash: Callable[..., int]) -> None:
@@ -88,3 +85,9 @@ def _check_references(blocks: BlockManager, cached: Counter[int], owned: Iterabl
         require(is_right, f"block {block} has {wanted} known owners, not {count}")
     num_free, num_total = blocks.num_free, blocks.num_total
     require(num_free + num_used == num_total, f"{num_free} free + {num_used} used = {num_total} blocks")
+
+
+def owned_blocks(scheduler: Scheduler) -> list[list[int]]:
+    """The blocks of every sequence that holds some, and those that open steps copy from."""
+    blocks = [[*seq.blocks, *(seq.draft.states if seq.draft is not None else ())] for seq in scheduler._live.holders()]
+    return blocks + [list(step.copied_blocks) for step in scheduler._open.values()]
