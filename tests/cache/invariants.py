@@ -1,4 +1,4 @@
-"""Do the books of a cache balance? Everything is counted afresh."""
+"""Do the books of a cache, and of the slots of adapters, balance? Everything is counted afresh."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import Node, RadixCache
 from archerfish.cache.tree import first_token
+from archerfish.sched.adapters import AdapterSlots
 from archerfish.sched.scheduler import Scheduler
 
 
@@ -91,3 +92,10 @@ def owned_blocks(scheduler: Scheduler) -> list[list[int]]:
     """The blocks of every sequence that holds some, and those that open steps copy from."""
     blocks = [[*seq.blocks, *(seq.draft.states if seq.draft is not None else ())] for seq in scheduler._live.holders()]
     return blocks + [list(step.copied_blocks) for step in scheduler._open.values()]
+
+
+def check_slots(slots: AdapterSlots) -> None:
+    """Free and held slots are all slots, each once, and those in use are ready."""
+    held = slots._held.values()
+    assert sorted(slot.number for slot in (*slots._free, *held)) == list(range(1, slots.num_slots + 1))
+    assert all(slot.num_users >= 0 and (slot.is_ready or not slot.num_users) for slot in held)

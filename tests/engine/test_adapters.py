@@ -17,6 +17,7 @@ import torch
 from archerfish import LLM, LLMEngine, LoRARequest
 from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError, NotFoundError, StoppedError
 from archerfish.sched.plan import MAX_OVERTAKEN
+from tests.cache.invariants import check_slots
 from tests.engine.tiny_llama import check_memory, greedy, prompts, tokens
 from tests.models.decoding import make
 from tests.models.peft_adapters import add_adapter
@@ -64,7 +65,7 @@ def engine(places: Path) -> Iterator[LLMEngine]:
         yield made
         check_memory(made)
         assert made.adapters is not None
-        made.adapters.slots.check()
+        check_slots(made.adapters.slots)
 
 
 def run(engine: LLMEngine, work: list[tuple[list[int], str]], num: int = 8) -> list[list[int]]:

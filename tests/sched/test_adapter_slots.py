@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from archerfish.sched.adapters import MOST_MISSES, AdapterSlots
+from tests.cache.invariants import check_slots
 
 ADAPTERS = st.integers(1, 6)
 
@@ -59,9 +60,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     @invariant()
     def is_sound(self) -> None:
-        slots, held = self.slots, self.slots._held.values()
-        assert sorted(slot.number for slot in (*slots._free, *held)) == list(range(1, slots.num_slots + 1))
-        assert all(slot.num_users >= 0 and (slot.is_ready or not slot.num_users) for slot in held)
+        check_slots(self.slots)
         assert self.slots.is_loading == bool(self.loading)
 
 
