@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 OPEN, CLOSE = "<think>", "</think>"
 CHANNEL = "<|channel|>"  # before the name of a channel, in gpt-oss's vocabulary
 # What is left of the headers of its messages without special tokens.
-CHANNELS, TURN, CALL_TO = ("analysis", "commentary", "final"), "assistant", " to=functions."
+CHANNELS, TURN, CALL_TO, FORMAT = ("analysis", "commentary", "final"), "assistant", " to=functions.", " json"
 FINAL = f"{CHANNEL}final<|message|>"
 CALL = f"commentary{CALL_TO}"
 FIRST_HEADER = re.compile(
     r"(?: to=functions\.(?P<before>[\w.-]+?)(?=analysis|commentary))?(?P<channel>analysis|commentary|final)"
-    r"(?: to=functions\.(?P<after>[\w.-]+(?=[^\w.-])))?"
+    r"(?: to=functions\.(?P<after>[\w.-]+(?=[^\w.-]))|(?<=final) json(?=\W))?"
 )
 HEADER = re.compile(TURN + FIRST_HEADER.pattern)
 MOST_HEADER = 200  # characters
@@ -112,7 +112,8 @@ class ChannelParser:
         while True:
             found = (FIRST_HEADER.match if self._is_start else HEADER.search)(self._held)
             end = found.end() if found else 0
-            if found is None or (not is_last and CALL_TO.startswith(self._held[end : end + len(CALL_TO)])):
+            rest = self._held[end : end + len(CALL_TO)]
+            if found is None or (not is_last and (CALL_TO.startswith(rest) or FORMAT.startswith(rest))):
                 break
             name = found["before"] or found["after"] or ""
             parts[self._is_reasoning] += self._held[: found.start()]

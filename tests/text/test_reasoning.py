@@ -21,6 +21,7 @@ CASES = [
     (False, "<think>\n\n</think>\n\nYes", "", "Yes"),
 ]  # fmt: skip
 CHANNEL_CASES = [
+    ('analysisA number.assistantfinal json{"a": 1}', "A number.", '{"a": 1}'), ("final jsonp", "", " jsonp"),
     ("analysisWe add.assistantfinalIt is 2.", "We add.", "It is 2."), ("finalIt is 2.", "", "It is 2."), ("fin", "", "fin"),
     ("analysisWe assist", "We assist", ""), ("Yes, final", "", "Yes, final"), ("anal", "", "anal"),
     ("analysisWe ask.assistantcommentary to=functions.f json{}", "We ask.", "commentary to=functions.f json{}"),
