@@ -264,9 +264,6 @@ class EngineConfig(Options):
             object.__setattr__(self, "max_batch_size", 0)
         if self.lora_modules or self.lora_dir:
             object.__setattr__(self, "enable_lora", True)
-        if self.enable_lora and self.num_ranks > 1:
-            hint = "Merge the adapter into the model (archerfish convert --merge), or use one process."
-            raise InvalidOptionError("[engine] enable_lora: a model of several processes takes no adapters.", hint=hint)
         if self.draft_model and self.speculation == "off":
             object.__setattr__(self, "speculation", "draft")
         if (self.speculation == "draft") != bool(self.draft_model):

@@ -62,14 +62,14 @@ def write_adapters(engine: LLMEngine, place: Path, number: int, rank: int) -> li
     from safetensors.numpy import save_file
 
     assert engine.adapters is not None and engine.runner.ops.adapters is not None
-    maps = {name: one for name, one in engine.runner.ops.adapters.maps.items() if LAYERS in f".{name}"}
+    maps = {name: one for name, [one] in engine.runner.ops.adapters.maps.items() if LAYERS in f".{name}"}
     targets = sorted({name.rpartition(".")[2] for name in maps})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
     for i in range(number):
         draw, folder, tensors = np.random.default_rng(i), place / f"{i}-{rank}", dict[str, Any]()
         if not folder.exists():
             for name, one in maps.items():
-                for side, shape in (("A", (rank, one.inputs)), ("B", (one.outputs, rank))):
+                for side, shape in (("A", (rank, one.inputs.total)), ("B", (one.outputs.total, rank))):
                     values = draw.standard_normal(shape, np.float32) / 64
                     tensors[f"base_model.model.{name}.lora_{side}.weight"] = values.astype(np.float16)
             folder.mkdir()

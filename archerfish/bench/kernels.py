@@ -195,7 +195,7 @@ def additions(ops: TritonOps) -> Iterator[Case]:
         for name, (sizes, inputs) in products.items()
     }
     for slot in range(1, NUM_ADAPTERS + 1):
-        shapes = {name: ((RANK, one.inputs), (one.outputs, RANK)) for name, one in adapters.maps.items()}
+        shapes = {name: ((RANK, one.inputs.size), (one.outputs.size, RANK)) for name, [one] in adapters.maps.items()}
         adapters.fill(slot, {
             name: LowRank(np.ones(down, np.float32), np.ones(up, np.float32)) for name, (down, up) in shapes.items()
         })

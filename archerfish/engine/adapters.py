@@ -9,16 +9,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from archerfish.config import EngineConfig
-from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError, NotFoundError, StoppedError
-from archerfish.kernels.adapters import Adapters
-from archerfish.kernels.ops import Ops
+from archerfish.engine.llm_loading import ModelFacts
+from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError, NotFoundError
+from archerfish.kernels.adapters import plain_name
+from archerfish.runtime.runner import ModelRunner
 from archerfish.sched.adapters import AdapterSlots
 from archerfish.sequence import Namespace
 from archerfish.store.adapters import Adapter, AdapterError, MapShape, read_adapter
@@ -53,15 +54,17 @@ class LoadedAdapter:
 class AdapterLibrary:
     """The adapters of one engine. Safe to use from several threads.
 
-    changed: over the lock of the scheduler; notified when an adapter has come into its slot, as `wake` is called then.
+    maps: what adapters may add to. changed: over the lock of the scheduler; notified when an adapter has come into its slot, as
+    `wake` is called then.
     """
 
     def __init__(
-        self, config: EngineConfig, ops: Ops[Any], changed: threading.Condition, wake: Callable[[], None] | None
+        self, config: EngineConfig, maps: Mapping[str, MapShape], runner: ModelRunner[Any], changed: threading.Condition,
+        wake: Callable[[], None] | None,
     ) -> None:
-        self.config, self._changed, self._wake = config, changed, wake
+        self.config, self._maps, self._changed, self._wake = config, maps, changed, wake
         self.slots = AdapterSlots(config.max_loras, self._begin_load)
-        self.attach(ops)
+        self.attach(runner)
         self._names: dict[str, LoadedAdapter] = {}
         self._files: dict[int, dict[str, LoadedAdapter]] = {}  # by number and path: where its content can be read again
         self._numbers: dict[str, int] = {}  # by digest
@@ -73,27 +76,30 @@ class AdapterLibrary:
 
     @classmethod
     def of(
-        cls, config: EngineConfig, ops: Ops[Any], changed: threading.Condition, wake: Callable[[], None] | None
+        cls, config: EngineConfig, facts: ModelFacts, runner: ModelRunner[Any], changed: threading.Condition,
+        wake: Callable[[], None] | None,
     ) -> AdapterLibrary | None:
         """None where adapters are not enabled."""
-        return cls(config, ops, changed, wake) if config.enable_lora else None
+        if not config.enable_lora:
+            return None
+        shapes = facts.adapter.noted(facts.config).adapted
+        return cls(config, {plain_name(name): MapShape(*shape) for name, shape in shapes.items()}, runner, changed, wake)
 
     def wait(self) -> bool:
         """Whether adapters are on their way to their slots; if so, after one has come, something was submitted, or a while."""
         with self._changed:
             return self.slots.is_loading and (self._changed.wait(WAIT_S) or True)
 
-    def attach(self, ops: Ops[Any]) -> None:
-        """Use the slots of a backend, which are empty."""
-        assert ops.adapters is not None
-        self._device: Adapters[Any] | None = ops.adapters
+    def attach(self, runner: ModelRunner[Any]) -> None:
+        """Use the slots of a runner, which are empty."""
+        self._runner: ModelRunner[Any] | None = runner
         self.slots.clear()
 
     def detach(self) -> None:
         """Let the memory of slots go with the weights, until `attach`."""
         self._thread.submit(lambda: None).result()  # what was on its way has come
         self.slots.clear()
-        self._device = None
+        self._runner = None
 
     def load(self, name: str, path: str | Path, *, in_place: bool = False) -> LoadedAdapter:
         """Read and check an adapter; from now on requests may name it. in_place: in place of the one of this name."""
@@ -189,11 +195,7 @@ class AdapterLibrary:
         return path if path.is_dir() else None
 
     def _read(self, path: Path) -> Adapter:
-        device = self._device
-        if device is None:
-            raise StoppedError("A model that sleeps reads no adapters.", hint="Call wake_up() first.")
-        maps = {name: MapShape(one.outputs, one.inputs, one.table.is_lookup) for name, one in device.maps.items()}
-        return read_adapter(path, maps, max_rank=device.max_rank)
+        return read_adapter(path, self._maps, max_rank=self.config.max_lora_rank)
 
     def _read_again(self, files: Sequence[LoadedAdapter]) -> Adapter:
         """From the first of the paths with one content that still has it."""
@@ -226,8 +228,8 @@ class AdapterLibrary:
                 adapter, files = self._content.get(number), list(self._files[number].values())
             adapter = adapter or self._read_again(files)
             self._keep(number, adapter)
-            assert self._device is not None  # `detach` waits for this thread
-            self._device.fill(slot, adapter.matrices)
+            assert self._runner is not None  # `detach` waits for this thread
+            self._runner.fill_slot(slot, adapter.matrices)
         except BaseException as raised:
             error = raised
         with self._changed:

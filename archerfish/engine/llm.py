@@ -121,7 +121,7 @@ class LLM(LLMEngine):
             self.runner, self.facts = make_runner(self.facts, self.config, self._executor, adapter)
             self.scheduler.speculation = make_speculation(self.config, self.facts, self.runner)
             if self.adapters is not None and self._sleep_level == 2:
-                self.adapters.attach(self.runner.ops)
+                self.adapters.attach(self.runner)
             self._sleep_level, self._has_idle_work = 0, True
 
     def is_sleeping(self) -> bool:

@@ -69,7 +69,7 @@ class LLMEngine(Closing):
         self._lock = threading.RLock()  # over the scheduler and the tables below; never held while a step computes
         self._changed = threading.Condition(self._lock)  # notified after every step and every submission
         wake = getattr(executor, "wake", None)
-        self.adapters = AdapterLibrary.of(self.config, self.runner.ops, self._changed, wake)
+        self.adapters = AdapterLibrary.of(self.config, facts, self.runner, self._changed, wake)
         slots = None if self.adapters is None else self.adapters.slots
         self.scheduler, self.logits_cache = make_scheduler(self.config, facts, self.runner, wake, slots)
         self.requests = RequestMaker(facts, self.config, self.tokenizer, self.grammars, self.scheduler.clock, self.adapters)

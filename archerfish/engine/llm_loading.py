@@ -256,7 +256,7 @@ def facts_of(
     is_dequantised = bool(stored_bytes) and device != "cpu"
     if config.enable_lora:
         item_bytes = DTYPE_BYTES["float32" if device == "cpu" else dtype]
-        num_each = sum(outputs + inputs for outputs, inputs, _ in whole.adapted.values())  # of rank 1
+        num_each = sum(outputs + inputs for outputs, inputs, _ in own.adapted.values())  # of rank 1
         work += config.max_loras * config.max_lora_rank * num_each * item_bytes
     matrices = [shape for shape in shapes if len(shape) == 2]  # stacks of them are never dequantised
     work += (INT8 if is_dequantised else weight_format).work_bytes(matrices, dtype) + reserved_bytes

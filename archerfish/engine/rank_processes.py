@@ -2,7 +2,8 @@
 
 A child reads pickles from its standard input: a RankJob, then a StepInput for each step (None: use idle time). It computes what
 rank 0 computes, in the same order, so that exchanges meet. It ends when its input ends, and so never outlives its parent. On
-standard output it writes a pickle when it is ready to meet the others, and its error when it fails.
+standard output it writes a pickle when it is ready to meet the others, and its error when it fails. Adapters come as a SlotFill
+each, which a thread of its own takes in while steps go on; that a slot is filled it says there too.
 
 A rank that fails in a step leaves the others waiting or out of step. So the first failure ends all of them, and the engine
 refuses further work.
@@ -18,17 +19,19 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from concurrent.futures import Executor
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import IO, TYPE_CHECKING, Any
 
 from archerfish.background import signals_to
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.engine.llm_loading import ModelFacts, make_runner, read_facts
 from archerfish.errors import ArcherfishError, DeviceError, InvalidOptionError, StoppedError
+from archerfish.kernels.adapters import LowRank
 from archerfish.kernels.machine import cpu
 from archerfish.kernels.ranks import Ranks
 from archerfish.kernels.select import choose_backend, import_torch
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
 
 PACKAGE_PATH = str(Path(__file__).parents[2])
 MAIN = "from archerfish.engine.rank_processes import main; main()"
-READY = "ready"
+READY, FILLED = "ready", "filled"
 CONNECT_S = 60  # in which the ranks meet, when all of them are ready
 STOP_S = 5.0  # in which a child ends after its input has ended
 REPORT_S = 2.0  # in which the error of a child comes after others have noticed its end
@@ -69,6 +72,14 @@ class RankJob:
             self.rank, config.tensor_parallel_size, config.pipeline_parallel_size, kind=self.kind, store=Path(self.store),
             device=facts.device, is_numpy=is_numpy,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SlotFill:
+    """An adapter for a slot, and the file with a pickle of its matrices."""
+
+    slot: int
+    path: str
 
 
 def check_divided(config: EngineConfig) -> None:
@@ -108,6 +119,7 @@ class RankProcesses(OtherRanks):
         self._error: BaseException | None = None
         self._is_closed = False
         self._lock, self._has_failed = threading.Lock(), threading.Event()
+        self._sending, self._filled = threading.Lock(), SimpleQueue[str]()
         self._directory = tempfile.mkdtemp(prefix="archerfish-ranks-")
         self.ranks = Ranks()
         first = RankJob(self.config, hub, 0, kind, f"{self._directory}/store")
@@ -148,6 +160,8 @@ class RankProcesses(OtherRanks):
                 found = pickle.load(child.stdout)
                 if isinstance(found, BaseException):
                     error = found
+                elif found == FILLED:
+                    self._filled.put(found)
                 ready.set()
         child.stdout.close()
         if not self._is_closed:
@@ -160,12 +174,31 @@ class RankProcesses(OtherRanks):
         """Ctrl-c waits: a step that was sent must be launched here too."""
         interrupts: list[int] = []
         with signals_to(lambda number, _: interrupts.append(number), signal.SIGINT), self.guard():
-            data = pickle.dumps(step if step is None else for_others(step), protocol=pickle.HIGHEST_PROTOCOL)
-            for child in self._children:
-                self._write(child, data)
+            self._send(step if step is None else for_others(step))
             yield
         if interrupts:
             signal.raise_signal(signal.SIGINT)
+
+    @contextmanager
+    def filling(self, slot: int, matrices: Mapping[str, LowRank]) -> Iterator[None]:
+        with self.guard():
+            path = Path(self._directory, f"adapter-{slot}")
+            path.write_bytes(pickle.dumps(matrices, protocol=pickle.HIGHEST_PROTOCOL))
+            self._send(SlotFill(slot, str(path)))
+            try:
+                yield
+            finally:
+                for _ in self._children:
+                    self._filled.get()
+            with self.guard():  # one may have failed meanwhile
+                path.unlink()
+
+    def _send(self, message: Any) -> None:
+        """To every child; all of them get messages in one order."""
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        with self._sending:
+            for child in self._children:
+                self._write(child, data)
 
     def _write(self, child: subprocess.Popen[bytes], data: bytes) -> None:
         assert child.stdin is not None
@@ -201,6 +234,8 @@ class RankProcesses(OtherRanks):
                 return
             self._error = error
         self._has_failed.set()
+        for _ in self._children:
+            self._filled.put("")  # nobody waits any more
         logger.error("A rank failed, and the others are ended: %s", error)
         for child in self._children:
             child.kill()
@@ -274,14 +309,18 @@ def main() -> None:
         ranks = job.connect(facts)
         signal.alarm(0)
         runner, _ = make_runner(facts, job.config, ranks=ranks)
-        follow(runner, inbox)
+        follow(runner, inbox, reports)
         shutil.rmtree(Path(job.store).parent, ignore_errors=True)  # the parent may have been killed
     except BaseException as error:
-        logger.exception("A rank failed.")
-        is_ours = isinstance(error, ArcherfishError)
-        report(reports, error if is_ours else DeviceError(f"{type(error).__name__}: {error}", hint=""))
-        os._exit(1)  # threads may wait for an exchange
+        fail(reports, error)
     os._exit(0)
+
+
+def fail(reports: IO[bytes], error: BaseException) -> None:
+    logger.exception("A rank failed.")
+    is_ours = isinstance(error, ArcherfishError)
+    report(reports, error if is_ours else DeviceError(f"{type(error).__name__}: {error}", hint=""))
+    os._exit(1)  # threads may wait for an exchange
 
 
 def report(reports: IO[bytes], what: Any) -> None:
@@ -290,14 +329,26 @@ def report(reports: IO[bytes], what: Any) -> None:
         reports.flush()
 
 
-def follow(runner: ModelRunner[Any], inbox: IO[bytes]) -> None:
+def fill_slot(runner: ModelRunner[Any], fill: SlotFill, reports: IO[bytes]) -> None:
+    try:
+        runner.fill_slot(fill.slot, pickle.loads(Path(fill.path).read_bytes()))
+        report(reports, FILLED)
+    except BaseException as error:
+        fail(reports, error)
+
+
+def follow(runner: ModelRunner[Any], inbox: IO[bytes], reports: IO[bytes]) -> None:
     """Compute the steps that come, until the input ends. One is planned ahead, as in rank 0."""
     before: RunningStep | None = None
+    filling = ThreadPoolExecutor(1, thread_name_prefix="archerfish-adapters")
     while True:
         try:
-            step: StepInput | None = pickle.load(inbox)
+            step: StepInput | SlotFill | None = pickle.load(inbox)
         except EOFError:
             return
+        if isinstance(step, SlotFill):
+            filling.submit(fill_slot, runner, step, reports)
+            continue
         running = runner.launch(step) if step is not None else None
         if step is None:
             runner.use_idle_time()

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from archerfish.errors import DeviceError
 from archerfish.kernels.batches import Ids, T
 from archerfish.kernels.ops import Activation
+from archerfish.kernels.ranks import Part
 
 if TYPE_CHECKING:
     from archerfish.kernels.decoding import PassSize
@@ -30,6 +31,9 @@ class LowRank(NamedTuple):
 
     down: Floats
     up: Floats
+
+    def cut(self, outputs: Part, inputs: Part) -> LowRank:
+        return LowRank(self.down[:, inputs.first : inputs.end], self.up[outputs.first : outputs.end])
 
 
 @dataclass(eq=False)
@@ -53,15 +57,12 @@ class AdapterTable(Generic[T]):
 
 
 class AdaptedMap(NamedTuple):
-    """Where the additions to a linear map of a checkpoint lie."""
+    """Where the additions to a linear map of a checkpoint lie, or those to the part of it that a rank has."""
 
     table: AdapterTable[Any]
     part: int
-    inputs: int
-
-    @property
-    def outputs(self) -> int:
-        return self.table.sizes[self.part]
+    outputs: Part
+    inputs: Part
 
 
 class Adapters(ABC, Generic[T]):
@@ -69,28 +70,32 @@ class Adapters(ABC, Generic[T]):
 
     def __init__(self, num_slots: int, max_rank: int) -> None:
         self.num_slots, self.max_rank = num_slots, max_rank
-        self.maps: dict[str, AdaptedMap] = {}  # by the name of the map in checkpoints: see `plain_name`
+        self.maps: dict[str, list[AdaptedMap]] = {}  # by the name of the map in checkpoints: see `plain_name`
         self.lookup: AdapterTable[T] | None = None  # of the embedding
         self.rows: T | None = None
 
     def add_product(
-        self, names: Sequence[str], sizes: Sequence[int], inputs: int, *, is_lookup: bool = False
+        self, names: Sequence[str], sizes: Sequence[int | Part], inputs: int | Part, *, is_lookup: bool = False
     ) -> AdapterTable[T]:
-        """Room beside the maps of these names, which are stacked."""
-        table = self.new_table(tuple(sizes), inputs, is_lookup)
-        self.maps |= {plain_name(name): AdaptedMap(table, part, inputs) for part, name in enumerate(names)}
+        """Room beside the maps of these names, which are stacked, or beside parts of them."""
+        parts, columns = [Part.of(size) for size in sizes], Part.of(inputs)
+        table = self.new_table(tuple(part.size for part in parts), columns.size, is_lookup)
+        for place, (name, part) in enumerate(zip(names, parts, strict=True)):
+            self.maps.setdefault(plain_name(name), []).append(AdaptedMap(table, place, part, columns))
         return table
 
     def fill(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
-        """Put an adapter into a slot that no row uses, whose number is from 1 on; products that it lacks stay as they are.
+        """Put an adapter into a slot that no row uses, whose number is from 1 on; products that it lacks stay as they are, and
+        those of layers that lie elsewhere are left out.
 
         Steps may be computed by another thread meanwhile.
         """
         with self.filling():
-            for table in {id(each.table): each.table for each in self.maps.values()}.values():
+            for table in {id(each.table): each.table for own in self.maps.values() for each in own}.values():
                 self.clear(table, slot - 1)
             for name, one in matrices.items():
-                self.write(self.maps[name].table, self.maps[name].part, slot - 1, one)
+                for each in self.maps.get(name, ()):
+                    self.write(each.table, each.part, slot - 1, one.cut(each.outputs, each.inputs))
 
     def filling(self) -> AbstractContextManager[object]:
         """Around all that `fill` writes, which is there when this ends."""

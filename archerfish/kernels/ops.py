@@ -209,13 +209,13 @@ class Ops(ABC, Generic[T]):
 
     def linear(self, x: T, weight: LinearWeight[T], *, activation: Activation = "none", residual: T | None = None) -> T:
         """activation(x @ weight.T + bias), or x @ weight.T + bias + residual, whose type and maybe memory the result has."""
-        table = self.adapted(weight)
-        if table is not None and self.adapters is not None:
-            return self.adapters.add(weight.get().multiply(x, "none", residual), x, table, activation=activation)
-        if not weight.is_partial:
-            return weight.get().multiply(x, activation, residual)
-        assert activation == "none"
-        return cast(T, self.ranks.add_up(weight.get().multiply(x, activation, None), residual))
+        packed, table, is_partial = weight.get(), self.adapted(weight), weight.is_partial
+        if table is None or self.adapters is None:
+            y = packed.multiply(x, activation, None if is_partial else residual)
+        else:
+            y = self.adapters.add(packed.multiply(x, "none", None if is_partial else residual), x, table, activation=activation)
+        assert activation == "none" or not is_partial
+        return cast(T, self.ranks.add_up(y, residual)) if is_partial else y
 
     def adapted(self, weight: LinearWeight[T]) -> AdapterTable[T] | None:
         """What adapters add to this product of the pass; nothing is fused with it then. None: nothing."""

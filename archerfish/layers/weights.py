@@ -103,7 +103,7 @@ class Weights(Generic[T]):
     ) -> LinearWeight[T]:
         """A linear map with room for adapters, if there may be some."""
         if self.ops.adapters is not None:
-            weight.adapter = self.ops.adapters.add_product(names, [size.size for size in sizes], inputs.size)
+            weight.adapter = self.ops.adapters.add_product(names, sizes, inputs)
         return weight
 
     def experts(
@@ -265,7 +265,8 @@ class NotedWeights(Weights[Any]):
         return self.ops.linear_weight([], [], weight_format, is_partial=not inputs.is_whole)
 
     def _adapted(self, weight: Any, names: Sequence[str], sizes: Sequence[Part], inputs: Part) -> Any:
-        self.adapted.update((name, (size.size, inputs.size, False)) for name, size in zip(names, sizes, strict=True))
+        for name, size in zip(names, sizes, strict=True):
+            self.adapted[name] = self.adapted.get(name, (0,))[0] + size.size, inputs.size, False
         return weight
 
     def numbers(self, name: str, part: Part) -> Any:

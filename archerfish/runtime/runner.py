@@ -6,7 +6,7 @@ not waited for. Tokens that the step before is still choosing are filled in wher
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.background import Lazy
+from archerfish.kernels.adapters import LowRank
 from archerfish.kernels.batches import Ids, T
 from archerfish.kernels.ops import Ops, PagedBatch
 from archerfish.kernels.recurrent import RecurrentBatch
@@ -82,6 +83,10 @@ class OtherRanks:
         """Have them compute a step, or use idle time, while this process begins to do the same."""
         return nullcontext()
 
+    def filling(self, slot: int, matrices: Mapping[str, LowRank]) -> AbstractContextManager[object]:
+        """Have them put an adapter into a slot, while this process does the same; when it ends, all have done so."""
+        return nullcontext()
+
     def guard(self) -> AbstractContextManager[object]:
         """Around all that they do too. If it fails here, they wait for it or are out of step, and are ended."""
         return nullcontext()
@@ -130,6 +135,12 @@ class ModelRunner(Generic[T]):
     def executor(self) -> Executor | None:
         """The one thread that steps run in; None on a GPU."""
         return self._thread
+
+    def fill_slot(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
+        """As `Adapters.fill`, on all ranks."""
+        assert self.ops.adapters is not None
+        with self.others.filling(slot, matrices):
+            self.ops.adapters.fill(slot, matrices)
 
     def launch(self, step: StepInput) -> RunningStep:
         """Start computing a step after all that was launched before."""

@@ -34,7 +34,8 @@ def fill_slots(ops: Any, paths: Sequence[Path]) -> list[Adapter]:
 
 
 def shapes_of(adapters: Any) -> Mapping[str, MapShape]:
-    return {name: MapShape(one.outputs, one.inputs, one.table.is_lookup) for name, one in adapters.maps.items()}
+    found = ((name, one) for name, [one, *_] in adapters.maps.items())
+    return {name: MapShape(one.outputs.total, one.inputs.total, one.table.is_lookup) for name, one in found}
 
 
 def with_slots(ops: Any, num_slots: int = 3, max_rank: int = 8) -> Any:

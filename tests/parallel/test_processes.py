@@ -21,6 +21,7 @@ from archerfish.engine.rank_processes import READY, RankJob
 from archerfish.errors import DeviceError, InvalidInputError, StoppedError
 from tests.engine.tiny_llama import greedy, prompts, save_tiny_llama, tiny_config, tokens
 from tests.engine.tiny_rwkv import save_tiny_rwkv
+from tests.models.adapter_files import random_adapter
 
 pytest.importorskip("torch.distributed")
 Save = Callable[..., Path]
@@ -65,6 +66,29 @@ def compare(model: Path, **options: Any) -> None:
 ])  # fmt: skip
 def test_answers_are_those_of_one_process(tmp_path: Path, save: Save, options: dict[str, Any]) -> None:
     compare(save(tmp_path), **options)
+
+
+@pytest.mark.parametrize(("save", "options"), [
+    (save_tiny_llama, {"tensor_parallel_size": 2}),
+    *(pytest.param(save, options, marks=pytest.mark.slow) for save, options in (
+        (save_tiny_rwkv, {"tensor_parallel_size": 2}),
+        (save_tiny_llama, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    )),
+])  # fmt: skip
+def test_adapters(tmp_path: Path, save: Save, options: dict[str, Any]) -> None:
+    """Two adapters take each other's only slot."""
+    config, work = tiny_config(save(tmp_path), enable_lora=True, max_loras=1), prompts(6, most=30)
+    found: list[Any] = []
+    for more in ({}, options):
+        with LLMEngine(config.replace(**more)) as engine:
+            assert engine.adapters is not None
+            shapes = {name: (one.outputs, one.inputs) for name, one in engine.adapters._maps.items() if not one.is_lookup}
+            for name in ("a", "b"):
+                engine.adapters.load(name, random_adapter(tmp_path / name, shapes, ord(name), target_modules=list(shapes)))
+            used = [[None, "a", "b"][i % 3] for i in range(6)]
+            found.append([tokens(engine.generate(work, greedy(8), lora_request=each)) for each in (used, ["a"] * 6, None)])
+    assert found[0] == found[1]
+    assert found[0][1] != found[0][2], "the adapter changes nothing"
 
 
 @pytest.mark.slow

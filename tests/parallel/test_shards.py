@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,11 @@ from archerfish.kernels.torch.reference import TorchOps
 from tests.kernels.native_support import native_ops
 from tests.kernels.test_from_store import random_stored
 from tests.models import recurring
+from tests.models.adapter_files import fill_slots, with_slots
 from tests.models.decoding import SIZES, Driver, make, make_model, random_tokens
+from tests.models.peft_adapters import add_adapter
 from tests.models.recurring import RecurrentDriver, StepDriver
+from tests.models.test_adapters import KINDS as ADAPTERS
 from tests.parallel.threads import World
 
 LAYOUTS = [(2, 1), (4, 1), (1, 2), (2, 2)]  # ranks of a stage, stages
@@ -71,6 +75,23 @@ FAMILIES = [
 def test_decoders(kind: str, layout: tuple[int, int], backend: Backend) -> None:
     model, config = make(kind)
     check(backend, layout, lambda ops: Driver(ops, model.state_dict(), config, random_tokens(2)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["phi3", "gemma2", "llama-tied"])
+def test_adapters(kind: str, backend: Backend, tmp_path: Path) -> None:
+    """Parts of stacked, of fused and of partial products, of embeddings and of heads."""
+    model, config = make(kind)
+    for i, options in enumerate(ADAPTERS[kind]):
+        add_adapter(model, tmp_path / str(i), seed=i, **options)
+
+    def driver(ops: Any) -> Driver:
+        made = Driver(with_slots(ops), model.state_dict(), config, random_tokens(2))
+        fill_slots(ops, [tmp_path / str(i) for i in range(len(ADAPTERS[kind]))])
+        made.slots = [1, 2]
+        return made
+
+    check(backend, (2, 1), driver)
 
 
 Rwkv = tuple[dict[str, Any], dict[str, torch.Tensor]]

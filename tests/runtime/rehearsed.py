@@ -126,7 +126,7 @@ def generate(kind: str, directory: str, num_rounds: int) -> None:
 def load_adapters(engine: LLMEngine, directory: Path) -> list[Any]:
     assert engine.adapters is not None and engine.runner.ops.adapters is not None
     maps = engine.runner.ops.adapters.maps
-    shapes = {name: (one.outputs, one.inputs) for name, one in maps.items() if not one.table.is_lookup}
+    shapes = {name: (one.outputs.size, one.inputs.size) for name, [one] in maps.items() if not one.table.is_lookup}
     for name in ("a", "b", "c"):
         engine.adapters.load(name, random_adapter(directory / name, shapes, ord(name), target_modules=list(shapes)))
     return ["a", "b", "c"]

@@ -92,7 +92,8 @@ def test_adapters_in_recorded_passes(
             str(model), **USUAL, max_cache_tokens=1024, max_num_seqs=10, enable_lora=True, max_loras=2, speculation="ngram"
         ) as engine:
             assert engine.adapters is not None
-            shapes = {name: (one.outputs, one.inputs) for name, one in maps_of(engine).items() if not one.table.is_lookup}
+            linear = {name: one for name, [one] in maps_of(engine).items() if not one.table.is_lookup}
+            shapes = {name: (one.outputs.size, one.inputs.size) for name, one in linear.items()}
             for name in ("a", "b"):
                 engine.adapters.load(name, random_adapter(tmp_path / name, shapes, ord(name), target_modules=list(shapes)))
             work = [PROMPTS[i] * 2 for i in range(9)]
