@@ -12,7 +12,7 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-MAX_PACKAGE_LINES = 41_090
+MAX_PACKAGE_LINES = 41_095
 MAX_TEST_LINES = 36_790
 MAX_FILE_LINES = 500  # of any file of the package; blank lines, comments and docstrings included
 

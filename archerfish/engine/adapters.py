@@ -79,11 +79,15 @@ class AdapterLibrary:
         cls, config: EngineConfig, facts: ModelFacts, runner: ModelRunner[Any], changed: threading.Condition,
         wake: Callable[[], None] | None,
     ) -> AdapterLibrary | None:
-        """None where adapters are not enabled."""
+        """None where adapters are not enabled. Of an engine that cannot begin for a wrong one, the runner is closed."""
         if not config.enable_lora:
             return None
         shapes = facts.adapter.noted(facts.config).adapted
-        return cls(config, {plain_name(name): MapShape(*shape) for name, shape in shapes.items()}, runner, changed, wake)
+        try:
+            return cls(config, {plain_name(name): MapShape(*shape) for name, shape in shapes.items()}, runner, changed, wake)
+        except BaseException:
+            runner.close()
+            raise
 
     def wait(self) -> bool:
         """Whether adapters are on their way to their slots; if so, after one has come, something was submitted, or a while."""
