@@ -38,11 +38,37 @@ struct ExpertProduct {
     });
   }
 
+  // Where an adapter of row i in the order of runs has its matrices for the expert; negative: it has none.
+  int64_t slot_of_place(int64_t i, int64_t expert) const {
+    const int64_t slot = slot_of(*args.lora, args.order[i] / args.num_chosen), place = slot * args.num_experts + expert;
+    return slot >= 0 && args.lora->ranks[place] ? place : -1;
+  }
+
+  float* inner_of(int64_t i, int64_t part) const { return args.lora->inner + (i * args.lora->num_parts + part) * args.lora->max_rank; }
+
+  // What adapters add to rows of a group, which begins at an output of a part.
+  void add_adapters(const Run& run, int64_t row, int64_t count, int64_t part, int64_t output, float* tile) const {
+    const Lora& lora = *args.lora;
+    for (int64_t i = run.first + row; i < run.first + row + count; i++, tile += kGroup) {
+      const int64_t slot = slot_of_place(i, run.expert);
+      if (slot >= 0) add_outputs(lora, slot, lora.ranks[slot], inner_of(i, part), part * lora.sizes[0] + output, kGroup, tile);
+    }
+  }
+
   // Both halves of the outputs of `place`, gated: rows of out in the order of runs.
   void multiply_gated(const Run& run, int64_t place) const {
     multiply(run, place, place + one.num_outputs / (2 * kGroup), [&](const Matrix& matrix, const float* factors, int64_t row, int64_t count) {
       Linear end{};
-      end.matrix = &matrix, end.activation = args.activation, end.out = args.out, end.out_width = one.num_outputs / 2;
+      Matrix bare = matrix;
+      if (args.lora) {
+        for (int64_t part = 0; part < 2; part++) {
+          float* tile = sums + part * kRowsAtOnce * kGroup;
+          add_bias(matrix, factors, count, part * one.num_outputs / 2 + place * kGroup, tile);
+          add_adapters(run, row, count, part, place * kGroup, tile);
+        }
+        bare.bias = nullptr, factors = nullptr;
+      }
+      end.matrix = &bare, end.activation = args.activation, end.out = args.out, end.out_width = one.num_outputs / 2;
       finish_tile(end, factors, run.first + row, count, place, sums, sums + kRowsAtOnce * kGroup);
     });
   }
@@ -54,6 +80,7 @@ struct ExpertProduct {
       for (int64_t group = 2 * place; group < at_most(2 * place + 2, width / kGroup); group++) {
         float* tile = sums + group % 2 * kRowsAtOnce * kGroup;
         add_bias(matrix, factors, count, group * kGroup, tile);
+        if (args.lora) add_adapters(run, row, count, 0, group * kGroup, tile);
         for (int64_t r = 0; r < count; r++, tile += kGroup) {
           const int64_t chosen = args.order[run.first + row + r];
           float* out = args.out + chosen / args.num_chosen * width + group * kGroup;
@@ -140,17 +167,20 @@ void experts(const Experts& args, const Task& task) {
   Linear usual{};  // an expert's product, if all had as many rows
   usual.matrix = &one, usual.num_rows = (num_places + num_runs - 1) / num_runs, usual.is_deterministic = args.is_deterministic;
   const Prepared x = lay_rows(one, is_wide(usual), num_prepared, task.shared);
+  const ExpertProduct product{args, x, one, sums, reinterpret_cast<char*>(sums + 2 * kRowsAtOnce * kGroup)};
   task.share(0, num_places, 4, [&](int64_t first, int64_t last) {
     const Run* run = runs;
     for (int64_t i = first; i < last; i++) {
       while (run->first + run->count <= i) run++;
-      put_row(x, width, run->place + i - run->first, args.x + (args.weights ? i : args.order[i] / args.num_chosen) * width);
+      const float* row = args.x + (args.weights ? i : args.order[i] / args.num_chosen) * width;
+      put_row(x, width, run->place + i - run->first, row);
+      const int64_t slot = args.lora ? product.slot_of_place(i, run->expert) : -1;
+      if (slot >= 0) shrink(*args.lora, row, slot, args.lora->ranks[slot], product.inner_of(i, 0));
     }
   });
   task.wait();
   if (x.wide || x.encoded) begin_wide();
   const int64_t num_pairs = (one.num_outputs / kGroup + 1) / 2;
-  const ExpertProduct product{args, x, one, sums, reinterpret_cast<char*>(sums + 2 * kRowsAtOnce * kGroup)};
   if (!args.weights) {
     const int64_t num_pieces = num_runs * num_pairs;
     task.share(1, num_pieces, at_least(1, num_pieces / (16 * task.num_threads)), [&](int64_t first, int64_t last) {

@@ -94,21 +94,6 @@ struct Route {
   int32_t* order;              // the places of `ids`, by expert
 };
 
-// Products of rows with a matrix of each expert that they chose. Without weights: the gated first product, whose rows lie in the
-// order of `order`. With weights: the second one of such rows, added up for each row.
-struct Experts {
-  const Matrix* matrix;  // those of all experts, one below the other
-  int64_t num_experts, num_rows, num_chosen, num_logits;
-  const float* x;
-  const int32_t *ids, *order;
-  const float* weights = nullptr;
-  const float* logits = nullptr;  // the number behind those of experts, if there is one, says how much of `shared` is added
-  const float* shared = nullptr;  // rows to be added; or null
-  Activation activation = Activation::kNone;
-  bool is_deterministic = false;
-  float* out;
-};
-
 // What adapters add to a product's results: softcap(activation(y + scale * B (A x))), by the slot of each row.
 constexpr int kMostParts = 4;
 struct Lora {
@@ -122,9 +107,25 @@ struct Lora {
   const float* up;                // (slots, most rank, outputs)
   const int64_t* ranks;           // of the slots
   int64_t max_rank, num_parts, sizes[kMostParts];
-  float* inner;                   // A x: (rows, parts * most rank)
+  float* inner;                   // A x: (rows, parts * most rank), for experts in the order of `Route::order`
   Activation activation = Activation::kNone;
   float softcap = 0, scale = 1;
+};
+
+// Products of rows with a matrix of each expert that they chose. Without weights: the gated first product, whose rows lie in the
+// order of `order`. With weights: the second one of such rows, added up for each row.
+struct Experts {
+  const Matrix* matrix;  // those of all experts, one below the other
+  int64_t num_experts, num_rows, num_chosen, num_logits;
+  const float* x;
+  const int32_t *ids, *order;
+  const float* weights = nullptr;
+  const float* logits = nullptr;  // the number behind those of experts, if there is one, says how much of `shared` is added
+  const float* shared = nullptr;  // rows to be added; or null
+  Activation activation = Activation::kNone;
+  bool is_deterministic = false;
+  const Lora* lora = nullptr;     // what adapters add to each product: each slot has a place for every expert; or null
+  float* out;
 };
 
 struct Norm {

@@ -1,8 +1,8 @@
 // All kernels of one level: this file is compiled once for each, with that level's instructions.
 #include "attention.cpp"
 #include "linear.cpp"
-#include "experts.cpp"
 #include "lora.cpp"
+#include "experts.cpp"
 #include "rows.cpp"
 #include "sample.cpp"
 #include "wkv.cpp"

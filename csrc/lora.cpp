@@ -10,13 +10,12 @@ constexpr int64_t kColumns = 256;  // of a piece of work
 int64_t slot_of(const Lora& args, int64_t row) { return args.slots[args.kept ? args.kept[row] : row] - 1; }
 
 // A x: every number of it is a product of two rows, of which four are made at a time.
-void shrink(const Lora& args, int64_t row, int64_t slot, int64_t rank) {
+void shrink(const Lora& args, const float* x, int64_t slot, int64_t rank, float* inner_row) {
   const int64_t width = args.num_inputs;
-  const float* x = args.x + row * width;
   const float* down = args.down + slot * args.num_parts * args.max_rank * width;
   for (int64_t part = 0; part < args.num_parts; part++) {
     const float* lines = down + part * args.max_rank * width;
-    float* inner = args.inner + (row * args.num_parts + part) * args.max_rank;
+    float* inner = inner_row + part * args.max_rank;
     for (int64_t j = 0; j < rank; j += 4) {
       const int64_t count = at_most(4, rank - j);
       Floats total[4] = {};
@@ -34,22 +33,27 @@ void shrink(const Lora& args, int64_t row, int64_t slot, int64_t rank) {
   }
 }
 
-// B (A x) is added to some columns of a row, and what comes after the product is done.
+// B (A x) is added to y, which has `count` outputs from one on.
+void add_outputs(const Lora& args, int64_t slot, int64_t rank, const float* inner, int64_t output, int64_t count, float* y) {
+  const float* up = args.up + slot * args.max_rank * args.num_outputs + output;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Floats total = {};
+    for (int64_t j = 0; j < rank; j++) total = multiply_add(load_some(up + j * args.num_outputs + i, count - i), all(inner[j]), total);
+    store_some(y + i, load_some(y + i, count - i) + total * args.scale, count - i);
+  }
+}
+
+// It is added to some columns of a row, and what comes after the product is done.
 void expand(const Lora& args, int64_t row, int64_t first, int64_t last) {
   const int64_t slot = slot_of(args, row), rank = slot < 0 ? 0 : args.ranks[slot];
   float* y = args.y + row * args.num_outputs;
   if (rank) {
-    const float* up = args.up + slot * args.max_rank * args.num_outputs;
     int64_t begin = 0;
     for (int64_t part = 0; part < args.num_parts; part++) {
       const int64_t end = begin + args.sizes[part], from = begin > first ? begin : first, to = at_most(end, last);
       const float* inner = args.ids ? args.down + (slot * args.num_inputs + args.ids[args.kept ? args.kept[row] : row]) * args.max_rank
                                     : args.inner + (row * args.num_parts + part) * args.max_rank;
-      for (int64_t i = from; i < to; i += kLanes) {
-        Floats total = {};
-        for (int64_t j = 0; j < rank; j++) total = multiply_add(load_some(up + j * args.num_outputs + i, to - i), all(inner[j]), total);
-        store_some(y + i, load_some(y + i, to - i) + total * args.scale, to - i);
-      }
+      if (from < to) add_outputs(args, slot, rank, inner, from, to - from, y + from);
       begin = end;
     }
   }
@@ -67,7 +71,8 @@ void lora(const Lora& args, const Task& task) {
     task.share(0, args.num_rows, 1, [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; row++) {
         const int64_t slot = slot_of(args, row);
-        if (slot >= 0 && args.ranks[slot]) shrink(args, row, slot, args.ranks[slot]);
+        float* inner = args.inner + row * args.num_parts * args.max_rank;
+        if (slot >= 0 && args.ranks[slot]) shrink(args, args.x + row * args.num_inputs, slot, args.ranks[slot], inner);
       }
     });
     task.wait();

@@ -34,23 +34,33 @@ void add_linear(Tape& tape, const OwnedMatrix& matrix, int x, int out, int64_t f
   }, [=](const Sizes& sizes) { return linear_shared_bytes(*packed, sizes.of(rows)); }, linear_own_bytes(matrix));
 }
 
-// inner: memory for A x, a row of it for each row. is_lookup: what is looked up are the tokens of the pass. scalars: activation,
-// softcap and scale.
-void add_lora(Tape& tape, int y, int x, int inner, Array down, Array up, Array ranks, std::vector<int64_t> sizes, bool is_lookup,
-              int activation, float softcap, float scale) {
+Lora lora_of(Array down, Array up, Array ranks, const std::vector<int64_t>& sizes, bool is_lookup) {
   if (sizes.size() > size_t(kMostParts)) throw nb::value_error("A product with adapters has too many parts.");
   Lora args{};
   args.down = static_cast<const float*>(down.data()), args.up = static_cast<const float*>(up.data());
   args.ranks = static_cast<const int64_t*>(ranks.data()), args.max_rank = int64_t(up.shape(1)), args.num_outputs = int64_t(up.shape(2));
   args.num_inputs = int64_t(down.shape(is_lookup ? 1 : 2)), args.num_parts = int64_t(sizes.size());
   std::copy(sizes.begin(), sizes.end(), args.sizes);
+  return args;
+}
+
+// The rows of a step, which are `rows`, and their slots.
+void fill_lora(Lora& args, const Frame& frame, Rows rows, int inner) {
+  args.inner = frame.at(inner), args.num_rows = frame.sizes.of(rows), args.slots = frame.input(Input::kAdapters);
+  args.kept = rows == Rows::kKept ? frame.input(Input::kKeptRows) : nullptr;
+}
+
+// inner: memory for A x, a row of it for each row. is_lookup: what is looked up are the tokens of the pass. scalars: activation,
+// softcap and scale.
+void add_lora(Tape& tape, int y, int x, int inner, Array down, Array up, Array ranks, std::vector<int64_t> sizes, bool is_lookup,
+              int activation, float softcap, float scale) {
+  Lora args = lora_of(down, up, ranks, sizes, is_lookup);
   args.activation = Activation(activation), args.softcap = softcap, args.scale = scale;
   Rows rows = tape.rows_of(y);
   tape.add({y, x, inner}, [=](const Frame& frame, const Task& task) {
     Lora mine = args;
-    mine.y = frame.at(y), mine.x = frame.at(x), mine.inner = frame.at(inner), mine.num_rows = frame.sizes.of(rows);
-    mine.slots = frame.input(Input::kAdapters), mine.ids = is_lookup ? frame.input(Input::kTokenIds) : nullptr;
-    mine.kept = rows == Rows::kKept ? frame.input(Input::kKeptRows) : nullptr;
+    fill_lora(mine, frame, rows, inner);
+    mine.y = frame.at(y), mine.x = frame.at(x), mine.ids = is_lookup ? frame.input(Input::kTokenIds) : nullptr;
     frame.kernels->lora(mine, task);
   });
 }
@@ -147,11 +157,16 @@ void add_route(Tape& tape, int logits, std::vector<int64_t> sizes, bool is_sigmo
 }
 
 void add_experts(Tape& tape, const OwnedMatrix& matrix, int x, std::vector<int64_t> sizes, int ids, int order, int activation, int weights,
-                 int logits, int shared, bool is_deterministic, int out) {
+                 int logits, int shared, bool is_deterministic, int out, std::optional<Array> down, std::optional<Array> up,
+                 std::optional<Array> ranks, std::vector<int64_t> parts, int inner) {
   Rows rows = tape.rows_of(out);
   const Matrix* packed = &matrix;
-  tape.add({x, ids, order, weights, logits, shared, out}, [=](const Frame& frame, const Task& task) {
+  const bool has_lora = down.has_value();
+  const Lora lora = has_lora ? lora_of(*down, *up, *ranks, parts, false) : Lora{};
+  tape.add({x, ids, order, weights, logits, shared, out, inner}, [=](const Frame& frame, const Task& task) {
+    Lora mine = lora;
     Experts args{};
+    if (has_lora) fill_lora(mine, frame, rows, inner), args.lora = &mine;
     args.matrix = packed, args.num_rows = frame.sizes.of(rows), args.x = frame.at(x), args.ids = frame.ints(ids), args.order = frame.ints(order);
     args.num_logits = sizes[0], args.num_experts = sizes[1], args.num_chosen = sizes[2], args.activation = Activation(activation);
     args.weights = frame.at(weights), args.logits = frame.at(logits), args.shared = frame.at(shared);
@@ -275,7 +290,9 @@ NB_MODULE(_native, m) {
       .def("route", &add_route, "logits"_a, "sizes"_a, "is_sigmoid"_a, "is_normed"_a, "scale"_a, "bias"_a.noconvert().none(), "ids"_a, "weights"_a,
            "order"_a, nb::keep_alive<1, 7>())
       .def("experts", &add_experts, "matrix"_a, "x"_a, "sizes"_a, "ids"_a, "order"_a, "activation"_a, "weights"_a, "logits"_a, "shared"_a,
-           "is_deterministic"_a, "out"_a, nb::keep_alive<1, 2>())
+           "is_deterministic"_a, "out"_a, "down"_a.noconvert() = nb::none(), "up"_a.noconvert() = nb::none(),
+           "ranks"_a.noconvert() = nb::none(), "parts"_a = std::vector<int64_t>(), "inner"_a = -1, nb::keep_alive<1, 2>(),
+           nb::keep_alive<1, 13>(), nb::keep_alive<1, 14>(), nb::keep_alive<1, 15>())
       .def("kept_rows", &add_kept_rows, "x"_a, "row_bytes"_a, "out"_a)
       .def("copy", &add_copy, "x"_a, "out"_a, "row_bytes"_a)
       .def("pool", &add_pool, "x"_a, "width"_a, "mode"_a, "out"_a)

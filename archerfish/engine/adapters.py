@@ -54,15 +54,15 @@ class LoadedAdapter:
 class AdapterLibrary:
     """The adapters of one engine. Safe to use from several threads.
 
-    maps: what adapters may add to. changed: over the lock of the scheduler; notified when an adapter has come into its slot, as
-    `wake` is called then.
+    maps: what adapters may add to. kind: as in `read_adapter`. changed: over the lock of the scheduler; notified when an
+    adapter has come into its slot, as `wake` is called then.
     """
 
     def __init__(
-        self, config: EngineConfig, maps: Mapping[str, MapShape], runner: ModelRunner[Any], changed: threading.Condition,
-        wake: Callable[[], None] | None,
+        self, config: EngineConfig, maps: Mapping[str, MapShape], kind: str, runner: ModelRunner[Any],
+        changed: threading.Condition, wake: Callable[[], None] | None,
     ) -> None:
-        self.config, self._maps, self._changed, self._wake = config, maps, changed, wake
+        self.config, self._maps, self._kind, self._changed, self._wake = config, maps, kind, changed, wake
         self.slots = AdapterSlots(config.max_loras, self._begin_load)
         self.attach(runner)
         self._names: dict[str, LoadedAdapter] = {}
@@ -82,9 +82,10 @@ class AdapterLibrary:
         """None where adapters are not enabled. Of an engine that cannot begin for a wrong one, the runner is closed."""
         if not config.enable_lora:
             return None
-        shapes = facts.adapter.noted(facts.config).adapted
         try:
-            return cls(config, {plain_name(name): MapShape(*shape) for name, shape in shapes.items()}, runner, changed, wake)
+            shapes = facts.adapter.noted(facts.config).adapted
+            maps = {plain_name(name): MapShape(*shape) for name, shape in shapes.items()}
+            return cls(config, maps, facts.config.model_type, runner, changed, wake)
         except BaseException:
             runner.close()
             raise
@@ -199,7 +200,9 @@ class AdapterLibrary:
         return path if path.is_dir() else None
 
     def _read(self, path: Path) -> Adapter:
-        return read_adapter(path, self._maps, max_rank=self.config.max_lora_rank)
+        config = self.config
+        takes_experts = config.lora_experts
+        return read_adapter(path, self._maps, max_rank=config.max_lora_rank, takes_experts=takes_experts, kind=self._kind)
 
     def _read_again(self, files: Sequence[LoadedAdapter]) -> Adapter:
         """From the first of the paths with one content that still has it."""

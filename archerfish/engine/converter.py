@@ -56,7 +56,7 @@ class ModelConverter(converter.ModelConverter):
         if config.merge:
             values = Config(source.config)
             maps = {name: MapShape(*shape) for name, shape in find_model(values).noted(values).adapted.items()}
-            source = merged_source(source, Path(config.merge).expanduser(), maps)
+            source = merged_source(source, Path(config.merge).expanduser(), maps, values.model_type)
         if config.weights == "auto":
             return super().convert_source(source, name, target, progress)
         wanted = choose_matrices(source, config.weights, config.group_size, config.layout)

@@ -14,6 +14,7 @@ from archerfish.cache.radix import RadixCache
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.engine.drafting import MAX_CHUNK, ModelDrafter
 from archerfish.errors import ArcherfishError, InvalidOptionError, UnsupportedModelError
+from archerfish.kernels.adapters import is_expert
 from archerfish.kernels.formats import INT8, PLAIN, WeightFormat, choose_format
 from archerfish.kernels.ranks import ALONE, Ranks
 from archerfish.kernels.recurrent import StateShape
@@ -251,12 +252,14 @@ def facts_of(
         weight_bytes = stored_bytes = stored_bytes * weight_bytes // whole.total_bytes(with_tables=not is_mapped)
     step_tokens = choose_step_tokens(config, device)
     vocab_size = adapter.vocab_size(model_config)
-    num_chosen = model_config.integer("num_experts_per_tok", 0)
+    num_chosen = model_config.integer("num_experts_per_tok", 0) * (1 + config.lora_experts)
     work = work_bytes(shapes, vocab_size, step_tokens, config.max_num_seqs, dtype, num_chosen)
     is_dequantised = bool(stored_bytes) and device != "cpu"
     if config.enable_lora:
         item_bytes = DTYPE_BYTES["float32" if device == "cpu" else dtype]
-        num_each = sum(outputs + inputs for outputs, inputs, _ in own.adapted.values())  # of rank 1
+        num_each = sum(  # of rank 1
+            outputs + inputs for name, (outputs, inputs, _) in own.adapted.items() if config.lora_experts or not is_expert(name)
+        )
         work += config.max_loras * config.max_lora_rank * num_each * item_bytes
     matrices = [shape for shape in shapes if len(shape) == 2]  # stacks of them are never dequantised
     work += (INT8 if is_dequantised else weight_format).work_bytes(matrices, dtype) + reserved_bytes
@@ -312,7 +315,7 @@ def make_runner(
     runner.fit_kv_scales()
     weights = facts.weight_format.name, sorted(facts.stored_types)  # files of one model may be quantised in several ways
     described: tuple[Any, ...] = (facts.config.values, facts.dtype, weights, facts.max_len, memory.block_size, config.kv_dtype)
-    described += (config.max_loras, config.max_lora_rank) if config.enable_lora else ()
+    described += (config.max_loras, config.max_lora_rank, config.lora_experts) if config.enable_lora else ()
     place = (facts.ranks.index, facts.ranks.size, facts.ranks.stage, facts.ranks.num_stages)
     runner.warm_up(repr(described if facts.ranks.is_alone else (*described, place)), progress)
     return runner, replace(facts, memory=memory)
@@ -328,6 +331,7 @@ def load_adapter(facts: ModelFacts, config: EngineConfig, ranks: Ranks = ALONE) 
     ops.rounds_rows = states_int8_activations(facts.config.values)
     if config.enable_lora:
         ops.adapters = ops.new_adapters(config.max_loras, config.max_lora_rank)
+        ops.adapters.takes_experts = config.lora_experts
     loader = None if config.load_format == "dummy" else WeightLoader(facts.directory)
 
     def tensors() -> Mapping[str, Any]:

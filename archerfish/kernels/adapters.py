@@ -2,6 +2,7 @@
 
 A device has room for some adapters at a time, in slots. A row of a pass names its slot, from 1 on; 0: it has no adapter. So one
 product serves rows of many adapters and of none, whatever the format of the map's own matrix. B includes the adapter's scale.
+Of a mixture, a slot has a place for each expert, and a row's choice of an expert names that place.
 """
 
 from __future__ import annotations
@@ -40,14 +41,16 @@ class LowRank(NamedTuple):
 class AdapterTable(Generic[T]):
     """Memory of all slots for one product, which may be of several maps that are stacked along their outputs.
 
-    Each of these parts has an A of its own. Of a lookup table, what A gives is looked up as well.
+    Each of these parts has an A of its own. Of a lookup table, what A gives is looked up as well. The places of a slot follow
+    one another: one for each expert of a mixture, else one.
     """
 
-    down: T  # (slots, parts * most rank, inputs); of a lookup table (slots, inputs, most rank)
-    up: T  # (slots, outputs, most rank); native: (slots, most rank, outputs)
-    ranks: T  # (slots,) integers: the highest rank of the slot's adapter here; 0: it leaves this product alone
+    down: T  # (places, parts * most rank, inputs); of a lookup table (places, inputs, most rank)
+    up: T  # (places, outputs, most rank); native: (places, most rank, outputs)
+    ranks: T  # (places,) integers: the highest rank of the slot's adapter here; 0: it leaves this product alone
     sizes: tuple[int, ...]  # outputs of each part
     is_lookup: bool = False
+    num_experts: int = 1
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -63,6 +66,7 @@ class AdaptedMap(NamedTuple):
     part: int
     outputs: Part
     inputs: Part
+    expert: int = 0
 
 
 class Adapters(ABC, Generic[T]):
@@ -70,6 +74,7 @@ class Adapters(ABC, Generic[T]):
 
     def __init__(self, num_slots: int, max_rank: int) -> None:
         self.num_slots, self.max_rank = num_slots, max_rank
+        self.takes_experts = False  # whether there is room beside the maps of experts as well
         self.maps: dict[str, list[AdaptedMap]] = {}  # by the name of the map in checkpoints: see `plain_name`
         self.lookup: AdapterTable[T] | None = None  # of the embedding
         self.rows: T | None = None
@@ -77,11 +82,13 @@ class Adapters(ABC, Generic[T]):
     def add_product(
         self, names: Sequence[str], sizes: Sequence[int | Part], inputs: int | Part, *, is_lookup: bool = False
     ) -> AdapterTable[T]:
-        """Room beside the maps of these names, which are stacked, or beside parts of them."""
+        """Room beside the maps of these names, which are stacked, or beside parts of them. More names than sizes are those of
+        one expert after the other."""
         parts, columns = [Part.of(size) for size in sizes], Part.of(inputs)
-        table = self.new_table(tuple(part.size for part in parts), columns.size, is_lookup)
-        for place, (name, part) in enumerate(zip(names, parts, strict=True)):
-            self.maps.setdefault(plain_name(name), []).append(AdaptedMap(table, place, part, columns))
+        table = self.new_table(tuple(part.size for part in parts), columns.size, is_lookup, len(names) // len(parts))
+        for number, name in enumerate(names):
+            expert, part = divmod(number, len(parts))
+            self.maps.setdefault(plain_name(name), []).append(AdaptedMap(table, part, parts[part], columns, expert))
         return table
 
     def fill(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
@@ -92,10 +99,11 @@ class Adapters(ABC, Generic[T]):
         """
         with self.filling():
             for table in {id(each.table): each.table for own in self.maps.values() for each in own}.values():
-                self.clear(table, slot - 1)
+                self.clear(table, slice((slot - 1) * table.num_experts, slot * table.num_experts))
             for name, one in matrices.items():
                 for each in self.maps.get(name, ()):
-                    self.write(each.table, each.part, slot - 1, one.cut(each.outputs, each.inputs))
+                    place = (slot - 1) * each.table.num_experts + each.expert
+                    self.write(each.table, each.part, place, one.cut(each.outputs, each.inputs))
 
     def filling(self) -> AbstractContextManager[object]:
         """Around all that `fill` writes, which is there when this ends."""
@@ -110,12 +118,12 @@ class Adapters(ABC, Generic[T]):
         raise DeviceError("This backend records no steps.")
 
     @abstractmethod
-    def new_table(self, sizes: tuple[int, ...], inputs: int, is_lookup: bool) -> AdapterTable[T]:
+    def new_table(self, sizes: tuple[int, ...], inputs: int, is_lookup: bool, num_experts: int) -> AdapterTable[T]:
         """Room in all slots, with ranks of 0."""
 
     @abstractmethod
-    def clear(self, table: AdapterTable[T], place: int) -> None:
-        """Nothing is added for rows of a place, which is counted from 0."""
+    def clear(self, table: AdapterTable[T], places: slice) -> None:
+        """Nothing is added for rows of these places, which are counted from 0."""
 
     @abstractmethod
     def write(self, table: AdapterTable[T], part: int, place: int, matrices: LowRank) -> None:
@@ -138,4 +146,9 @@ def plain_name(name: str) -> str:
     parts = name.split(".")
     while parts[0] in ("model", "language_model", "base_model") and len(parts) > 1:
         parts = parts[1:]
-    return ".".join(parts)
+    return ".".join(parts).replace(".block_sparse_moe.", ".mlp.")  # as checkpoints of Mixtral call it
+
+
+def is_expert(name: str) -> bool:
+    """Whether a linear map is one of an expert."""
+    return ".experts." in name

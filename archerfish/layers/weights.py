@@ -6,12 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any, Generic
 
 import numpy as np
 
 from archerfish.errors import TensorError, did_you_mean
+from archerfish.kernels.adapters import is_expert
 from archerfish.kernels.batches import T
 from archerfish.kernels.formats import PLAIN, WeightFormat
 from archerfish.kernels.ops import LinearWeight, NormWeights, Ops
@@ -102,7 +104,7 @@ class Weights(Generic[T]):
         self, weight: LinearWeight[T], names: Sequence[str], sizes: Sequence[Part], inputs: Part
     ) -> LinearWeight[T]:
         """A linear map with room for adapters, if there may be some."""
-        if self.ops.adapters is not None:
+        if self.ops.adapters is not None and (self.ops.adapters.takes_experts or not is_expert(names[0])):
             weight.adapter = self.ops.adapters.add_product(names, sizes, inputs)
         return weight
 
@@ -125,7 +127,11 @@ class Weights(Generic[T]):
         biases: Sequence[T | None] = [None] * len(parts)
         if has_biases and inputs.first == 0:
             biases = self._expert_biases(names, stacked, num_experts, size, len(parts))
-        return self.ops.linear_weight(parts, biases, weight_format, is_partial=not inputs.is_whole)
+        weight = self.ops.linear_weight(parts, biases, weight_format, is_partial=not inputs.is_whole)
+        return self._adapted(weight, self._expert_names(names, num_experts), [size] * len(names), inputs)
+
+    def _expert_names(self, names: tuple[str, ...], num_experts: int) -> list[str]:
+        return [f"{self.prefix}{expert}.{name}" for expert in range(num_experts) for name in names]
 
     def _expert_biases(
         self, names: tuple[str, ...], stacked: str, num_experts: int, size: Part, num_parts: int
@@ -262,10 +268,11 @@ class NotedWeights(Weights[Any]):
         self.products.append((f"{self.prefix}{stacked}",))
         self.num_bytes[f"{self.prefix}{stacked}"] = weight_format.num_bytes(num_outputs * size.size, inputs.size, self.dtype)
         self._noted(stacked, (num_experts, len(names) * size.total, inputs.total))
-        return self.ops.linear_weight([], [], weight_format, is_partial=not inputs.is_whole)
+        weight = self.ops.linear_weight([], [], weight_format, is_partial=not inputs.is_whole)
+        return self._adapted(weight, self._expert_names(names, num_experts), [size] * len(names), inputs)
 
     def _adapted(self, weight: Any, names: Sequence[str], sizes: Sequence[Part], inputs: Part) -> Any:
-        for name, size in zip(names, sizes, strict=True):
+        for name, size in zip(names, cycle(sizes), strict=False):
             self.adapted[name] = self.adapted.get(name, (0,))[0] + size.size, inputs.size, False
         return weight
 

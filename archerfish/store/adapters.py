@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from archerfish.errors import CallerError, CorruptFileError, did_you_mean
-from archerfish.kernels.adapters import Floats, LowRank, plain_name
+from archerfish.kernels.adapters import Floats, LowRank, is_expert, plain_name
 from archerfish.kernels.stored import widened
 from archerfish.store.source import ModelSource, SourceTensor, read_json
 
@@ -27,12 +27,15 @@ MAX_RANK = 256
 MERGE = "Merge it into the model with PEFT (merge_and_unload), and serve the merged model."
 REFUSED = {  # options of PEFT that change the result in ways that are not computed here
     "use_dora": MERGE, "modules_to_save": f"It has whole matrices. {MERGE}", "lora_bias": MERGE, "layer_replication": MERGE,
-    "target_parameters": MERGE, "trainable_token_indices": MERGE, "use_qalora": MERGE, "arrow_config": MERGE,
+    "trainable_token_indices": MERGE, "use_qalora": MERGE, "arrow_config": MERGE,
     "alora_invocation_tokens": "Activated LoRA begins within a prompt, which is not supported.",
 }
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # initialisations that change the model's own matrices
 PART = re.compile(r"^(?P<module>.+)\.(?:lora_(?P<side>[AB])(?:\.\w+)?\.weight|lora_embedding_(?P<lookup>[AB])(?:\.\w+)?)$")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+STACK = re.compile(r"^(?P<module>.+\.experts(?:\.base_layer)?)\.lora_(?P<side>[AB])(?:\.\w+)?\.weight$")
+EXPERT = re.compile(r"\.experts\.\d+\.(\w+)$")
+DOWN = ("down_proj", "w2")  # what the last map of an expert is called
 HEAD = "lm_head"
 
 
@@ -65,8 +68,13 @@ class Adapter:
         return sum(each.nbytes for pair in self.matrices.values() for each in pair)
 
 
-def read_adapter(path: Path, maps: Mapping[str, MapShape], *, max_rank: int = MAX_RANK) -> Adapter:
-    """Read an adapter's directory, or its weights beside their configuration, for a model with these linear maps."""
+def read_adapter(
+    path: Path, maps: Mapping[str, MapShape], *, max_rank: int = MAX_RANK, takes_experts: bool = True, kind: str = ""
+) -> Adapter:
+    """Read an adapter's directory, or its weights beside their configuration, for a model with these linear maps.
+
+    kind: the model_type of its configuration.
+    """
     from archerfish.store.sources import open_safetensors, open_torch  # which a start without adapters need not import
 
     weights = find_adapter(path)
@@ -77,7 +85,10 @@ def read_adapter(path: Path, maps: Mapping[str, MapShape], *, max_rank: int = MA
         raise AdapterError(error.message, hint="Copy or save the adapter again.") from error
     check_config(path, config)
     base = str(config.get("base_model_name_or_path") or "")
-    found = match_tensors(path, tensors, maps, base)
+    found = match_tensors(path, split_stacks(path, tensors, maps, has_turns=kind == "gpt_oss"), maps, base)
+    if not takes_experts and any(map(is_expert, found)):
+        hint = "Start with lora_experts=True (--lora-experts), which takes memory for all experts in every slot."
+        raise AdapterError(f"{path} adapts the experts of the model, for which slots have no room.", hint=hint)
     check_targets(path, config, found, maps)
     digest, matrices = hashlib.blake2b(digest_size=16), dict[str, LowRank]()
     highest = 0
@@ -129,6 +140,56 @@ def check_config(path: Path, config: Mapping[str, Any]) -> None:
             raise AdapterError(f"{path}: {CONFIG} has {name}={config.get(name)!r}, which is not a positive number.")
 
 
+def split_stacks(
+    path: Path, tensors: Sequence[SourceTensor], maps: Mapping[str, MapShape], *, has_turns: bool
+) -> list[SourceTensor]:
+    """With tensors for each expert in place of stacks of all experts, as PEFT saves them with target_parameters."""
+    found, stacks = list[SourceTensor](), dict[str, dict[str, SourceTensor]]()
+    for tensor in tensors:
+        match = STACK.match(tensor.info.name)
+        if match is None:
+            found.append(tensor)
+        else:
+            stacks.setdefault(match["module"], {})[match["side"]] = tensor
+    for module, pair in stacks.items():
+        experts = plain_name(module.removesuffix(".base_layer"))
+        own = {name: shape for name, shape in maps.items() if name.startswith(f"{experts}.")}
+        if own and len(pair) == 2:
+            found += split_stack(path, pair, own, has_turns=has_turns)
+        else:
+            found += pair.values()  # which are refused with the reason
+    return found
+
+
+def split_stack(
+    path: Path, pair: Mapping[str, SourceTensor], maps: Mapping[str, MapShape], *, has_turns: bool
+) -> Iterator[SourceTensor]:
+    """A is (experts * rank, inputs), B is (outputs, rank * experts). maps: of a layer's experts, in their order, the last maps
+    of experts behind the others. has_turns: gates and the others take turns in B."""
+    first = next(iter(maps)).rpartition(".")[0]
+    names, num = [name for name in maps if name.startswith(f"{first}.")], int(list(maps)[-1].split(".")[-2]) + 1
+    (lines, width), (outputs, columns) = shapes = [tuple(pair[side].info.shape) for side in "AB"]
+    for parts in (names[:-1], names[-1:]):
+        sizes = [maps[name].outputs for name in parts]
+        if width == maps[parts[0]].inputs and outputs == sum(sizes):
+            break
+    else:
+        parts = []
+    if not parts or lines % num or columns != lines:
+        hint = f"It belongs to another model: this one has {num} experts with {', '.join(str(maps[name]) for name in names)}."
+        raise AdapterError(f"{path}: {pair['A'].info.name!r} and B have shapes {shapes[0]} and {shapes[1]}.", hint=hint)
+    down, up = (widened(pair[side].load()) for side in "AB")
+    down, up = down.reshape(num, -1, width), up.reshape(outputs, -1, num).transpose(2, 0, 1)
+    for place, name in enumerate(parts):
+        rows = slice(place, None, len(parts)) if has_turns else slice(place * sizes[0], (place + 1) * sizes[0])
+        front, _, last = name.rpartition(".")
+        for expert in range(num):
+            module = f"{front.rpartition('.')[0]}.{expert}.{last}"
+            for side, matrix in (("A", down[expert]), ("B", up[expert, rows])):
+                info = pair[side].info._replace(name=f"{module}.lora_{side}.weight", shape=matrix.shape)
+                yield SourceTensor(info, partial(np.asarray, matrix))
+
+
 def match_tensors(
     path: Path, tensors: list[SourceTensor], maps: Mapping[str, MapShape], base: str
 ) -> dict[str, dict[str, SourceTensor]]:
@@ -145,9 +206,10 @@ def match_tensors(
         name, is_lookup = plain_name(match["module"]), match["lookup"] is not None
         if name not in maps or maps[name].is_lookup != is_lookup:
             made = f" It was made for {base}." if base else ""
+            is_gpt2 = name.startswith(("transformer.h.", "h."))
             raise AdapterError(
                 f"{path}: the model has no {'embedding' if is_lookup else 'linear map'} {name!r} that takes adapters.{made}",
-                hint=MERGE if is_apart(name) else did_you_mean(name, maps, most=0) or "Serve the model that it was made for.",
+                hint=MERGE if is_gpt2 else did_you_mean(name, maps, most=0) or "Serve the model that it was made for.",
             )
         pair = found.setdefault(name, {})
         side = match["side"] or match["lookup"]
@@ -162,15 +224,17 @@ def match_tensors(
     return found
 
 
-def is_apart(name: str) -> bool:
-    """Whether a linear map is one of an expert or of GPT-2, which take no adapters."""
-    return ".experts." in name or name.startswith(("transformer.h.", "h."))
-
-
 def check_targets(path: Path, config: Mapping[str, Any], found: Mapping[str, Any], maps: Mapping[str, MapShape]) -> None:
     """The file must have each linear map that its configuration names, and no other."""
-    missing = next((name for name in maps if name not in found and is_target(config, name)), None)
-    if missing is not None and config.get("target_modules") != "all-linear":  # PEFT leaves routers of experts out
+    is_every = config.get("target_modules") == "all-linear"  # where PEFT leaves routers of experts out
+    stated = {**config, "target_modules": ()} if is_every else config
+    has_experts = any(map(is_expert, found))  # to PEFT they are modules in some versions of a model alone
+    wanted = (name for name in maps if has_experts or not is_expert(name))
+    missing = next((name for name in wanted if name not in found and is_target(stated, name)), None)
+    parameters = {parameter_name(name) for name in found}
+    for one in config.get("target_parameters") or ():
+        missing = missing or (None if any(is_named([one], name) for name in parameters) else one)
+    if missing is not None:
         message = f"{path}: {CONFIG} says that {missing} was adapted, but the file has no tensors of it."
         raise AdapterError(message, hint="The file is not complete.")
     extra = next((name for name in found if not is_target(config, name)), None)
@@ -182,6 +246,10 @@ def check_targets(path: Path, config: Mapping[str, Any], found: Mapping[str, Any
 def is_target(config: Mapping[str, Any], name: str) -> bool:
     """Whether a configuration names a linear map; of those that name none, whatever the file has counts."""
     targets, excluded = config.get("target_modules"), config.get("exclude_modules") or ()
+    if is_named(config.get("target_parameters") or (), parameter_name(name)):
+        return True
+    if is_expert(name) and config.get("target_parameters"):
+        return False
     layers, layer = config.get("layers_to_transform"), LAYER.search(name)
     if layers is not None and layer is not None and int(layer[1]) not in ([layers] if isinstance(layers, int) else layers):
         return False
@@ -190,6 +258,14 @@ def is_target(config: Mapping[str, Any], name: str) -> bool:
     if targets == "all-linear":
         return layer is not None
     return is_named(targets or (), name)
+
+
+def parameter_name(name: str) -> str:
+    """What PEFT calls the parameter of a linear map: experts have theirs in stacks."""
+    found = EXPERT.search(name)
+    if found is None:
+        return f"{name}.weight"
+    return f"{name[: found.start()]}.experts.{'down_proj' if found[1] in DOWN else 'gate_up_proj'}"
 
 
 def is_named(targets: Any, name: str) -> bool:
@@ -201,6 +277,8 @@ def is_named(targets: Any, name: str) -> bool:
 
 def rank_and_scale(config: Mapping[str, Any], name: str) -> tuple[int, float]:
     """Of a linear map, where patterns may state others than the usual ones."""
+    if is_expert(name) and config.get("target_parameters"):
+        name = parameter_name(name)
     rank = int(by_pattern(config.get("rank_pattern"), name, config["r"]))
     alpha = float(by_pattern(config.get("alpha_pattern"), name, config["lora_alpha"]))
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -230,15 +308,15 @@ def read_matrix(path: Path, tensor: SourceTensor, shape: tuple[int, int], base: 
     return floats
 
 
-def merged_source(source: ModelSource, path: Path, maps: Mapping[str, MapShape]) -> ModelSource:
+def merged_source(source: ModelSource, path: Path, maps: Mapping[str, MapShape], kind: str = "") -> ModelSource:
     """A source whose matrices have an adapter in them. maps: of the model, by the names of its tensors without `.weight`."""
     shapes = {plain_name(name): shape for name, shape in maps.items()}
-    adapter = read_adapter(path, shapes)
+    adapter = read_adapter(path, shapes, kind=kind)
     found = {plain_name(tensor.info.name.removesuffix(".weight")): tensor.info.name for tensor in source.tensors}
     for name in adapter.matrices:
         if name not in found or (shapes[name].is_lookup and HEAD not in found):
-            hint = "Serve the adapter beside the model, where the embedding stays as it is."
-            raise AdapterError(f"{path}: {name} cannot be merged: it shares its matrix with another map.", hint=hint)
+            hint = "Serve the adapter beside the model."
+            raise AdapterError(f"{path}: {name} cannot be merged: other maps share its tensor.", hint=hint)
 
     def merged(tensor: SourceTensor, pair: LowRank, *, is_lookup: bool) -> Floats:
         delta = pair.up @ pair.down

@@ -83,6 +83,26 @@ def test_mixed_batches_equal_peft(engine: LLMEngine, adapted: dict[str, Any]) ->
     assert run(engine, work, 5) == answers, "from the cache"
 
 
+def test_experts(tmp_path: Path) -> None:
+    """Refused unless slots have room for them; beside rows without an adapter, and one of attention alone, as PEFT computes."""
+    model, _ = make("mixtral")
+    model.save_pretrained(tmp_path / "model")
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    models = {
+        "": model, "experts": add_adapter(model, tmp_path / "lora" / "experts", target_parameters=stacks, target_modules=[]),
+        "attention": add_adapter(model, tmp_path / "lora" / "attention", seed=1, target_modules=["q_proj"]),
+    }  # fmt: skip
+    work = [(prompt, list(models)[i % 3]) for i, prompt in enumerate(prompts(6, most=20))]
+    options = {**OPTIONS, "lora_dir": str(tmp_path / "lora")}
+    with LLMEngine(str(tmp_path / "model"), **options, lora_experts=True) as engine:
+        assert run(engine, work, 5) == [expected(models[name], prompt, 5) for prompt, name in work]
+    with LLMEngine(str(tmp_path / "model"), **options) as engine:
+        with pytest.raises(ArcherfishError, match="adapts the experts of the model") as raised:
+            run(engine, work[1:2])
+        assert "lora_experts=True" in raised.value.hint
+        assert run(engine, work[2:3], 5) == [expected(models["attention"], work[2][0], 5)]
+
+
 def test_contexts_are_kept_apart_by_content(engine: LLMEngine, places: Path, adapted: dict[str, Any], tmp_path: Path) -> None:
     library, prompt = engine.adapters, prompts(1, least=40, most=40)[0]
     assert library is not None

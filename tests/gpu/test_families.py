@@ -102,17 +102,17 @@ def test_engine(shape: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     prompts = [[5 + 31 * i + j for j in range(3 + 40 * i)] for i in range(6)]
-    adapters: dict[str, Any] = {} if "a3b" in shape else {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-    names: list[str | None] = [None] * 6
+    adapters: dict[str, Any] = {"lora_experts": "a3b" in shape, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     options: dict[str, Any] = {"device": DEVICE, "dtype": DTYPE, "load_format": "dummy", "max_cache_tokens": 8192}
     with LLMEngine(str(tmp_path), enable_prefix_caching=False, max_num_seqs=16, **adapters, **options) as engine:
-        if adapters:
-            assert engine.adapters is not None
-            width, inner = config["hidden_size"], config["intermediate_size"]
-            maps = {f"model.layers.{i}.mlp.gate_proj": (inner, width) for i in range(2)}
-            for i in range(2):
-                engine.adapters.load(f"a{i}", random_adapter(tmp_path / str(i), maps, seed=i, std=0.1, r=8))
-            names = [None, "a0", "a1", "a0", None, "a1"]
+        assert engine.adapters is not None
+        maps = {f"model.layers.{i}.mlp.gate_proj": (config["intermediate_size"], config["hidden_size"]) for i in range(2)}
+        if "a3b" in shape:
+            size = config["moe_intermediate_size"], config["hidden_size"]
+            maps = {f"model.layers.{i}.mlp.experts.{e}.gate_proj": size for i in range(2) for e in range(config["num_experts"])}
+        for i in range(2):
+            engine.adapters.load(f"a{i}", random_adapter(tmp_path / str(i), maps, seed=i, std=0.1, r=8))
+        names = [None, "a0", "a1", "a0", None, "a1"]
         together = tokens_of(engine.generate(prompts, params, lora_request=names))
         alone = [tokens_of(engine.generate([prompt], params, lora_request=[name]))[0] for prompt, name in pairs(prompts, names)]
         whole = [[*prompt, *tokens[:-1]] for prompt, tokens in pairs(prompts, together)]

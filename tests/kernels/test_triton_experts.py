@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from archerfish.kernels.adapters import LowRank
 from archerfish.kernels.experts import Routing
 from archerfish.kernels.formats import choose_format
 from archerfish.kernels.stored import random_stored
+from archerfish.kernels.torch.reference import TorchOps
 from tests.kernels.expert_cases import LOGITS, ROUTINGS, as_matrices, check_biases, expected, make, packed, rounded, run
 from tests.kernels.triton_support import DEVICE, TYPES, assert_near, untraced
 
@@ -59,6 +62,39 @@ def test_biases_on_triton(num_rows: int) -> None:
     check_biases(TritonOps(DEVICE, "float32"), num_rows)
 
 
+@untraced
+@pytest.mark.parametrize("num_rows", [1, 40])
+def test_adapters_of_experts(num_rows: int) -> None:
+    """Against the reference, for rows of several adapters and of none. The second adapter lacks some experts."""
+    routing, found, random = ROUTINGS["normed"], [], np.random.default_rng(num_rows)
+    x, logits, gate_up, down, shared = (each.to(DEVICE) for each in make(routing, num_rows))
+    rows = torch.from_numpy(random.integers(0, 4, num_rows)).to(DEVICE)
+    rows[0] = 1
+    pairs = [(len(each) * part, outputs, inputs) for each, part, outputs, inputs in ((gate_up, 2, 48, 96), (down, 1, 96, 48))]
+    matrices: list[dict[str, LowRank]] = [{}, {}]
+    for number, (num, outputs, inputs) in enumerate(pairs):
+        for i in range(num):
+            for slot, rank in enumerate((7, 3)):
+                if not (slot and i % 3 == 0):
+                    shapes = ((rank, inputs), (outputs, rank))
+                    made = [0.3 * random.standard_normal(shape).astype(np.float32) for shape in shapes]
+                    matrices[slot][f"{number}.{i}"] = LowRank(*made)
+    for ops in (TorchOps(DEVICE, "float32"), TritonOps(DEVICE, "float32")):
+        weights = [packed(ops, each) for each in (gate_up, down)]
+        adapters = ops.adapters = ops.new_adapters(3, 8)
+        for number, (weight, (num, outputs, inputs)) in enumerate(zip(weights, pairs, strict=True)):
+            sizes = [outputs] * (2 - number)
+            weight.adapter = adapters.add_product([f"{number}.{i}" for i in range(num)], sizes, inputs)
+        for slot, each in enumerate(matrices, 1):
+            adapters.fill(slot, each)
+        plain = ops.experts(x, logits, routing, *weights, "silu", shared=shared)
+        adapters.rows = rows
+        found.append(ops.experts(x, logits, routing, *weights, "silu", shared=shared).cpu())
+        has_adapter = (rows % 3 > 0).cpu()
+        assert (found[-1][has_adapter] - plain.cpu()[has_adapter]).abs().amax(1).min() > 0.01
+    assert_near(found[1], found[0], factor=8)
+
+
 @pytest.mark.parametrize("tile_rows", [16, 64])
 @pytest.mark.parametrize(("num_rows", "num_experts", "num_chosen"), [(2, 3, 3), (33, 200, 5), (700, 6, 2)])
 def test_order_of_places(num_rows: int, num_experts: int, num_chosen: int, tile_rows: int) -> None:
@@ -66,7 +102,7 @@ def test_order_of_places(num_rows: int, num_experts: int, num_chosen: int, tile_
     routing, num_places = Routing[torch.Tensor](num_experts, num_chosen), num_rows * num_chosen
     logits = torch.randn(num_rows, num_experts, generator=torch.Generator().manual_seed(num_rows))
     logits[:, 0] += 3  # one expert has most rows
-    _, tiles, order = (each.cpu() for each in route(logits.to(DEVICE), routing, tile_rows))
+    _, _, tiles, order = (each.cpu() for each in route(logits.to(DEVICE), routing, tile_rows))
     chosen = logits.topk(num_chosen).indices.flatten()
     is_used = tiles >= 0
     rows = order.view(-1, tile_rows)[is_used]

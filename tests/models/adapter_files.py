@@ -24,10 +24,10 @@ def save_adapter(directory: Path, tensors: Mapping[str, torch.Tensor], **config:
     return directory
 
 
-def fill_slots(ops: Any, paths: Sequence[Path]) -> list[Adapter]:
+def fill_slots(ops: Any, paths: Sequence[Path], kind: str = "") -> list[Adapter]:
     """Put adapters into the slots of a backend, from 1 on."""
     adapters = getattr(ops, "inner", ops).adapters
-    read = [read_adapter(path, shapes_of(adapters), max_rank=adapters.max_rank) for path in paths]
+    read = [read_adapter(path, shapes_of(adapters), max_rank=adapters.max_rank, kind=kind) for path in paths]
     for slot, adapter in enumerate(read, 1):
         adapters.fill(slot, adapter.matrices)
     return read
@@ -42,6 +42,7 @@ def with_slots(ops: Any, num_slots: int = 3, max_rank: int = 8) -> Any:
     """A backend with slots for adapters."""
     inner = getattr(ops, "inner", ops)
     inner.adapters = inner.new_adapters(num_slots, max_rank)
+    inner.adapters.takes_experts = True
     return ops
 
 

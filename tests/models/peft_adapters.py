@@ -19,7 +19,9 @@ def add_adapter(model: Any, directory: Path, *, seed: int = 0, **options: Any) -
 
     torch.manual_seed(seed)
     config = peft.LoraConfig(**{"r": 4, "lora_alpha": 7, "target_modules": list(LINEAR), **options})
-    adapted = peft.get_peft_model(copy.deepcopy(model), config)
+    copied = copy.deepcopy(model)
+    vars(copied).pop("state_dict", None)  # with the names that we have: see `make_model`
+    adapted = peft.get_peft_model(copied, config)
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:  # B would be zeros
             torch.nn.init.normal_(parameter, std=0.3)

@@ -24,6 +24,7 @@ from tests.models.test_decoders import STEPS
 Backend = Callable[..., Any]
 BACKENDS = [TorchOps, native_ops]
 MORE: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "r": 8, "use_rslora": True}
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 KINDS: dict[str, list[dict[str, Any]]] = {  # of each model, the adapters of its sequences
     "llama": [{}, MORE, {"rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 7}, "alpha_pattern": {"down_proj": 3}}],
     "llama-tied": [{"target_modules": ["embed_tokens", "lm_head", "q_proj"]}, {"layers_to_transform": [1]}],
@@ -32,6 +33,9 @@ KINDS: dict[str, list[dict[str, Any]]] = {  # of each model, the adapters of its
     "phi3": [{"target_modules": list(FUSED)}, {"target_modules": ["qkv_proj"], "r": 2}],
     "gemma2": [{"target_modules": ["embed_tokens", "lm_head", "down_proj"]}, {}],
     "gemma3": [{}, {"target_modules": ["embed_tokens", "o_proj"]}],
+    "qwen3-moe": [{"target_parameters": STACKS}, {"target_parameters": ["0.mlp.experts.down_proj", "mlp.gate.weight"], "r": 2}],
+    "mixtral": [{"target_parameters": STACKS, "target_modules": ["q_proj"], "use_rslora": True}, {}],
+    "gpt-oss": [{"target_parameters": STACKS, "target_modules": "all-linear"}, {"target_parameters": STACKS[:1], "r": 3}],
     "cohere": [{}, {"target_modules": ["o_proj", "up_proj", "down_proj"], "r": 2}],
 }
 
@@ -43,7 +47,7 @@ def test_logits_equal_peft(kind: str, backend: Backend, tmp_path: Path) -> None:
     model, config = make(kind)
     adapted = [add_adapter(model, tmp_path / str(i), seed=i, **options) for i, options in enumerate(KINDS[kind])]
     driver = Driver(with_slots(backend()), model.state_dict(), config, random_tokens(4))
-    fill_slots(driver.ops, [tmp_path / str(i) for i in range(len(adapted))])
+    fill_slots(driver.ops, [tmp_path / str(i) for i in range(len(adapted))], config["model_type"])
     driver.slots = [1, 0, 2, len(adapted)]
     models = [model, *adapted]
     expected = [their_logits(models[slot], tokens) for slot, tokens in zip(driver.slots, driver.tokens, strict=True)]
@@ -51,10 +55,10 @@ def test_logits_equal_peft(kind: str, backend: Backend, tmp_path: Path) -> None:
     driver.check(STEPS, expected, tolerance=1e-4)
 
 
-LEVEL_CASES = [(kind, partial(native_ops, level=level)) for kind in ("gemma2", "cohere") for level in LEVELS]
+LEVEL_CASES = [(kind, partial(native_ops, level=level)) for kind in ("gemma2", "cohere", "gpt-oss") for level in LEVELS]
 
 
-@pytest.mark.parametrize(("kind", "backend"), [*LEVEL_CASES, ("gemma2", TorchOps), ("cohere", TorchOps)])
+@pytest.mark.parametrize(("kind", "backend"), [*LEVEL_CASES, *((kind, TorchOps) for kind in ("gemma2", "cohere"))])
 def test_levels_and_kept_rows(kind: str, backend: Backend, tmp_path: Path) -> None:
     """At each level of instructions, of rows that are kept in the last layer as well, and where all rows are kept."""
     model, config = make(kind)
@@ -62,7 +66,7 @@ def test_levels_and_kept_rows(kind: str, backend: Backend, tmp_path: Path) -> No
         add_adapter(model, tmp_path / str(i), seed=i, **options)
     plain, kept = (Driver(with_slots(backend()), model.state_dict(), config, random_tokens(3)) for _ in range(2))
     for driver in (plain, kept):
-        fill_slots(driver.ops, [tmp_path / "0", tmp_path / "1"])
+        fill_slots(driver.ops, [tmp_path / "0", tmp_path / "1"], config["model_type"])
         driver.slots = [1, 0, 2]
     for work in ([(0, 37), (1, 20), (2, 3)], [(0, 1), (2, 1), (1, 9)]):
         expected = torch.cat([logits[-1:] for logits in plain.step(work)])

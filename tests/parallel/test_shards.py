@@ -78,9 +78,9 @@ def test_decoders(kind: str, layout: tuple[int, int], backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["phi3", "gemma2", "llama-tied"])
+@pytest.mark.parametrize("kind", ["phi3", "gemma2", "llama-tied", "mixtral"])
 def test_adapters(kind: str, backend: Backend, tmp_path: Path) -> None:
-    """Parts of stacked, of fused and of partial products, of embeddings and of heads."""
+    """Parts of stacked, of fused and of partial products, of embeddings, heads and experts."""
     model, config = make(kind)
     for i, options in enumerate(ADAPTERS[kind]):
         add_adapter(model, tmp_path / str(i), seed=i, **options)

@@ -76,7 +76,7 @@ NAME = "layers.0.self_attn.q_proj"
 REFUSED: list[tuple[dict[str, Any], dict[str, torch.Tensor], str]] = [
     ({"use_dora": True}, every(), "use_dora"), ({"bias": "all"}, every(), "bias='all'"),
     ({"modules_to_save": ["lm_head"]}, every(), "modules_to_save"), ({"lora_bias": True}, every(), "lora_bias"),
-    ({"alora_invocation_tokens": [5]}, every(), "alora_invocation"), ({"target_parameters": ["x"]}, every(), "target_param"),
+    ({"alora_invocation_tokens": [5]}, every(), "alora_invocation"), ({"target_parameters": ["x"]}, every(), "says that x was adapted"),
     ({"layer_replication": [[0, 1]]}, every(), "layer_replication"),
     ({"trainable_token_indices": [3]}, every(), "trainable_token_indices"), ({"peft_type": "LOHA"}, every(), "type LOHA"),
     ({"init_lora_weights": "pissa_niter_4"}, every(), "changes the base model"), ({"r": 0}, every(), "r=0"),
@@ -100,6 +100,66 @@ def test_what_is_refused(tmp_path: Path, config: dict[str, Any], tensors: dict[s
     path = save_adapter(tmp_path / "x", tensors, base_model_name_or_path="org/base", **{**Q, **config})
     with pytest.raises(ArcherfishError, match=message):
         read_adapter(path, MAPS, max_rank=8)
+
+
+EXPERTS = {f"layers.0.mlp.experts.{e}.{name}": MapShape(6, 4) for e in range(3) for name in ("gate_proj", "up_proj")}
+EXPERTS |= {f"layers.0.mlp.experts.{e}.down_proj": MapShape(4, 6) for e in range(3)}
+STACKS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"], "r": 2}
+
+
+def stacks() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    front = f"{FRONT}layers.0.mlp.experts"
+    return {
+        f"{front}.base_layer.lora_A.weight": torch.randn(6, 6), f"{front}.base_layer.lora_B.weight": torch.randn(4, 6),
+        f"{front}.lora_A.weight": torch.randn(6, 4), f"{front}.lora_B.weight": torch.randn(12, 6),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_stacks_of_experts(tmp_path: Path, kind: str) -> None:
+    """As PEFT computes the change of a parameter; and matrices of each expert, as older versions of models have them."""
+    given = stacks()
+    found = read_adapter(save_adapter(tmp_path / "x", given, **STACKS), EXPERTS, kind=kind)
+    assert set(found.matrices) == set(EXPERTS) and found.rank == 2
+    for inner, name in ((".base_layer", "down_proj"), ("", "gate_up_proj")):
+        a, b = (given[f"{FRONT}layers.0.mlp.experts{inner}.lora_{side}.weight"] for side in "AB")
+        changes = 4 * torch.einsum("ore,eri->eoi", b.reshape(len(b), 2, 3), a.reshape(3, 2, -1))
+        halves = {"down_proj": changes} if inner else dict(zip(("gate_proj", "up_proj"), changes.chunk(2, 1), strict=True))
+        if kind == "gpt_oss" and not inner:
+            halves = {"gate_proj": changes[:, ::2], "up_proj": changes[:, 1::2]}
+        for part, each in halves.items():
+            for expert in range(3):
+                one = found.matrices[f"layers.0.mlp.experts.{expert}.{part}"]
+                np.testing.assert_allclose(one.up @ one.down, each[expert].numpy(), rtol=1e-5, atol=1e-5)
+    if kind != "gpt_oss":
+        alone = {f"{FRONT}{name}.lora_A.weight": torch.tensor(one.down) for name, one in found.matrices.items()}
+        alone |= {f"{FRONT}{name}.lora_B.weight": torch.from_numpy(one.up / 4) for name, one in found.matrices.items()}
+        path = save_adapter(tmp_path / "y", alone, r=2, target_modules="all-linear")
+        assert read_adapter(path, EXPERTS).digest == found.digest
+        del alone[f"{FRONT}layers.0.mlp.experts.2.up_proj.lora_A.weight"]
+        with pytest.raises(ArcherfishError, match="experts.2.up_proj has no matrix A"):
+            read_adapter(save_adapter(tmp_path / "z", alone, r=2, target_modules="all-linear"), EXPERTS)
+
+
+@pytest.mark.parametrize(("config", "without", "options", "message"), [
+    ({}, "", {"takes_experts": False}, "for which slots have no room"), ({"r": 3}, "", {}, r"\(2, 6\); this model needs \(3, 6\)"),
+    ({}, ".base_layer", {}, "down_proj was adapted, but"), ({"target_parameters": ["down_proj"]}, "", {}, "does not name"),
+    ({}, "lora_B", {}, "no linear map 'layers.0.mlp.experts"),
+])  # fmt: skip
+def test_stacks_that_are_refused(
+    tmp_path: Path, config: dict[str, Any], without: str, options: dict[str, Any], message: str
+) -> None:
+    given = {name: tensor for name, tensor in stacks().items() if not without or without not in name}
+    with pytest.raises(ArcherfishError, match=message):
+        read_adapter(save_adapter(tmp_path / "x", given, **{**STACKS, **config}), EXPERTS, **options)
+
+
+def test_stacks_of_another_model(tmp_path: Path) -> None:
+    name = f"{FRONT}layers.0.mlp.experts.lora_A.weight"
+    path = save_adapter(tmp_path / "x", {**stacks(), name: torch.zeros(6, 5)}, **STACKS)
+    with pytest.raises(ArcherfishError, match=r"have shapes \(6, 5\) and \(12, 6\)"):
+        read_adapter(path, EXPERTS)
 
 
 class Evil:
@@ -126,20 +186,22 @@ def test_files_that_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
         read_adapter(tmp_path / "nowhere", MAPS)
 
 
-@pytest.mark.parametrize("weights", ["auto", "int8"])
-def test_a_merged_store_answers_as_the_adapter_does(tmp_path: Path, weights: str) -> None:
-    model, _ = make("llama")
+@pytest.mark.parametrize(("kind", "weights"), [("llama", "auto"), ("llama", "int8"), ("mixtral", "auto")])
+def test_a_merged_store_answers_as_the_adapter_does(tmp_path: Path, kind: str, weights: str) -> None:
+    model, _ = make(kind)
     model.save_pretrained(tmp_path / "model")
-    shapes = {f"model.layers.{i}.{name}": shape for i in range(3) for name, shape in (
-        ("self_attn.q_proj", (64, 64)), ("self_attn.v_proj", (32, 64)), ("mlp.down_proj", (64, 96)))}  # fmt: skip
-    path = random_adapter(tmp_path / "lora", shapes, r=3)
+    shapes = {"self_attn.q_proj": (64, 64), "self_attn.v_proj": (32, 64)}
+    shapes |= {f"block_sparse_moe.experts.{i}.w2": (64, 96) for i in range(5)} if kind == "mixtral" else {"mlp.down_proj": (64, 96)}
+    path = random_adapter(
+        tmp_path / "lora", {f"model.layers.{i}.{name}": shape for i in range(3) for name, shape in shapes.items()}, r=3
+    )
     convert = ModelConverter(ConversionConfig(dtype="float32", merge=str(path), weights=weights, report=False))
     assert convert.convert(tmp_path / "model", tmp_path / "merged").validation_passed
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_cache_tokens": 1024, "num_threads": 1}
     many = prompts(4, most=12)
     with LLMEngine(str(tmp_path / "merged"), **options) as engine:
         merged = tokens(engine.generate(many, greedy(8)))
-    with LLMEngine(str(tmp_path / "model"), **options, enable_lora=True, lora_modules=f"x={path}") as engine:
+    with LLMEngine(str(tmp_path / "model"), **options, lora_experts=True, lora_modules=f"x={path}") as engine:
         assert tokens(engine.generate(many, greedy(8))) != tokens(engine.generate(many, greedy(8), adapter="x"))
         if weights == "auto":
             assert tokens(engine.generate(many, greedy(8), adapter="x")) == merged

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from archerfish.kernels.adapters import Adapters, AdapterTable, LowRank
-from archerfish.kernels.native.recorder import Handle, Input, Value
+from archerfish.kernels.native.recorder import Handle, Input, Recorder, Value
 from archerfish.kernels.native.weights import ACTIVATIONS
 from archerfish.kernels.ops import Activation
 
@@ -24,15 +24,15 @@ class NativeAdapters(Adapters[Handle]):
         super().__init__(num_slots, max_rank)
         self.runner = ops.runner
 
-    def new_table(self, sizes: tuple[int, ...], inputs: int, is_lookup: bool) -> AdapterTable[Handle]:
-        most = self.max_rank
-        down = (self.num_slots, inputs, most) if is_lookup else (self.num_slots, most * len(sizes), inputs)
-        up, ranks = np.zeros((self.num_slots, most, sum(sizes)), np.float32), np.zeros(self.num_slots, np.int64)
-        return AdapterTable(np.zeros(down, np.float32), up, ranks, sizes, is_lookup)
+    def new_table(self, sizes: tuple[int, ...], inputs: int, is_lookup: bool, num_experts: int) -> AdapterTable[Handle]:
+        num, most = self.num_slots * num_experts, self.max_rank
+        down = (num, inputs, most) if is_lookup else (num, most * len(sizes), inputs)
+        up, ranks = np.zeros((num, most, sum(sizes)), np.float32), np.zeros(num, np.int64)
+        return AdapterTable(np.zeros(down, np.float32), up, ranks, sizes, is_lookup, num_experts)
 
-    def clear(self, table: AdapterTable[Handle], place: int) -> None:
-        if table.ranks[place]:
-            table.ranks[place], table.up[place] = 0, 0
+    def clear(self, table: AdapterTable[Handle], places: slice) -> None:
+        if table.ranks[places].any():
+            table.ranks[places], table.up[places] = 0, 0
 
     def write(self, table: AdapterTable[Handle], part: int, place: int, matrices: LowRank) -> None:
         rank, first = len(matrices.down), part * self.max_rank
@@ -52,8 +52,8 @@ class NativeAdapters(Adapters[Handle]):
         scale: float = 1.0,
     ) -> Handle:
         recorder = self.runner.current()
+        self._set_rows(recorder)
         if recorder.is_eager:
-            recorder.step.set(Input.ADAPTERS, np.ascontiguousarray(self.rows))
             recorder.step.set(Input.TOKEN_IDS, np.ascontiguousarray(x) if table.is_lookup else None)
         width = 1 if table.is_lookup else len(table.sizes) * self.max_rank
         inner = recorder.like(y, width)
@@ -62,3 +62,13 @@ class NativeAdapters(Adapters[Handle]):
         recorder.tape.lora(*values, table.down, table.up, table.ranks, table.sizes, table.is_lookup, *after)
         self.runner.finish(recorder)
         return y
+
+    def of_experts(self, recorder: Recorder, x: Handle, table: AdapterTable[Handle], num_chosen: int) -> dict[str, Any]:
+        """What a step of experts is given for the additions to its product."""
+        self._set_rows(recorder)
+        inner = recorder(recorder.like(x, num_chosen * len(table.sizes) * self.max_rank))
+        return {"down": table.down, "up": table.up, "ranks": table.ranks, "parts": table.sizes, "inner": inner}
+
+    def _set_rows(self, recorder: Recorder) -> None:
+        if recorder.is_eager:
+            recorder.step.set(Input.ADAPTERS, np.ascontiguousarray(self.rows))

@@ -7,7 +7,7 @@ other types stay as they are stored, those of GGUF in their blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -280,13 +280,18 @@ class NativeOps(Ops[Any]):
         chosen: dict[str, Any] = {
             "sizes": sizes, "ids": recorder(ids), "order": recorder(order), "is_deterministic": self.is_deterministic
         }  # fmt: skip
+        tables = [self.adapted(weight) for weight in (gate_up, down)]
+        before, after = (
+            {} if table is None else cast(NativeAdapters, self.adapters).of_experts(recorder, x, table, num_chosen)
+            for table in tables
+        )
         recorder.tape.experts(
             first, recorder(x), activation=ACTIVATIONS[activation], weights=-1, logits=-1, shared=-1, out=recorder(hidden),
-            **chosen,
+            **chosen, **before,
         )
         recorder.tape.experts(
             second, recorder(hidden), activation=0, weights=recorder(weights), logits=recorder(logits), shared=recorder(shared),
-            out=recorder(out), **chosen,
+            out=recorder(out), **chosen, **after,
         )
         self.runner.finish(recorder)
         return out

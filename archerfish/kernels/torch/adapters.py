@@ -25,15 +25,16 @@ class TorchAdapters(Adapters[Tensor]):
         super().__init__(num_slots, max_rank)
         self.device, self.dtype = ops.device, ops.torch_dtype
 
-    def new_table(self, sizes: tuple[int, ...], inputs: int, is_lookup: bool) -> AdapterTable[Tensor]:
-        num, most = self.num_slots, self.max_rank
+    def new_table(self, sizes: tuple[int, ...], inputs: int, is_lookup: bool, num_experts: int) -> AdapterTable[Tensor]:
+        num, most = self.num_slots * num_experts, self.max_rank
         shape = (num, inputs, most) if is_lookup else (num, most * len(sizes), inputs)
         try:
             down, up = (self._zeros(each, self.dtype) for each in (shape, (num, sum(sizes), most)))
         except torch.OutOfMemoryError as error:
             hint = "Lower max_loras or max_lora_rank."
-            raise OutOfMemoryError(f"The device has no memory for {num} adapters of rank {most}.", hint=hint) from error
-        return AdapterTable(down, up, self._zeros((num,), torch.int32), sizes, is_lookup)
+            message = f"The device has no memory for {self.num_slots} adapters of rank {most}."
+            raise OutOfMemoryError(message, hint=hint) from error
+        return AdapterTable(down, up, self._zeros((num,), torch.int32), sizes, is_lookup, num_experts)
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -48,9 +49,15 @@ class TorchAdapters(Adapters[Tensor]):
         owner = torch.searchsorted(ends, counting, right=True).clamp_max_(num - 1)
         self.rows = torch.where(counting < ends[-1], columns[Input.ADAPTER][owner], 0)
 
-    def clear(self, table: AdapterTable[Tensor], place: int) -> None:
-        table.ranks[place] = 0
-        table.up[place] = 0
+    def places(self, ids: Tensor, num_experts: int) -> Tensor:
+        """Of the experts that rows chose, (rows, chosen): where their matrices lie, from 1 on; 0: rows without adapter."""
+        assert self.rows is not None
+        slots = self.rows[: len(ids)].unsqueeze(1)
+        return torch.where(slots > 0, (slots - 1) * num_experts + ids + 1, 0).flatten()
+
+    def clear(self, table: AdapterTable[Tensor], places: slice) -> None:
+        table.ranks[places] = 0
+        table.up[places] = 0
 
     def write(self, table: AdapterTable[Tensor], part: int, place: int, matrices: LowRank) -> None:
         rank, first = len(matrices.down), part * self.max_rank
@@ -64,10 +71,12 @@ class TorchAdapters(Adapters[Tensor]):
 
     def add(
         self, y: Tensor, x: Tensor, table: AdapterTable[Tensor], *, activation: Activation = "none", softcap: float = 0.0,
-        scale: float = 1.0,
+        scale: float = 1.0, places: Tensor | None = None,
     ) -> Tensor:
-        assert self.rows is not None
-        slots, ranks = self.rows[: len(y)].cpu(), table.ranks.tolist()
+        """places: of each row, with a table of experts."""
+        given = self.rows if places is None else places
+        assert given is not None
+        slots, ranks = given[: len(y)].cpu(), table.ranks.tolist()
         for slot in sorted(set(slots.tolist())):
             if slot == 0 or not ranks[slot - 1]:
                 continue

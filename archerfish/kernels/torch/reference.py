@@ -282,23 +282,27 @@ class TorchOps(Ops[Tensor]):
     ) -> Tensor:
         num_experts = routing.num_experts
         ids, weights = choose_experts(logits, routing)
-        first, second = (self._products(weight, num_experts) for weight in (gate_up, down))
-        total = torch.zeros_like(x, dtype=torch.float32)
-        for expert in set(ids.flatten().tolist()):
-            rows, places = (ids == expert).nonzero(as_tuple=True)
-            y = second(self.gated(first(x[rows], expert), activation), expert)
-            total.index_add_(0, rows, y * weights[rows, places].unsqueeze(1))
+        hidden = self.gated(self._of_experts(x.repeat_interleave(routing.num_chosen, 0), ids, gate_up, num_experts), activation)
+        y = self._of_experts(hidden, ids, down, num_experts)
+        total = (y.view(*ids.shape, y.shape[1]) * weights.unsqueeze(2)).sum(1)
         if shared is not None:
             total += shared if logits.shape[1] == num_experts else shared * logits[:, num_experts:].float().sigmoid()
         return total.to(self.torch_dtype)
 
-    def _products(self, weight: LinearWeight[Tensor], num: int) -> Callable[[Tensor, int], Tensor]:
-        """The products of rows with an expert's matrix."""
-        packed = weight.get()
+    def _of_experts(self, x: Tensor, ids: Tensor, weight: LinearWeight[Tensor], num: int) -> Tensor:
+        """The products of rows with the matrices of their experts."""
+        packed, table = weight.get(), self.adapted(weight)
         assert isinstance(packed, TorchWeight)
         matrices = packed.dequantised().chunk(num)
         biases: Sequence[Tensor | None] = [None] * num if packed.bias is None else packed.bias.chunk(num)
-        return lambda x, expert: F.linear(x, matrices[expert], biases[expert])
+        y = x.new_empty(len(x), len(matrices[0]))
+        for expert in set(ids.flatten().tolist()):
+            rows = (ids.flatten() == expert).nonzero()[:, 0]
+            y[rows] = F.linear(x[rows], matrices[expert], biases[expert])
+        if table is None:
+            return y
+        assert isinstance(self.adapters, TorchAdapters)
+        return self.adapters.add(y, x, table, places=self.adapters.places(ids, num))
 
     def rows(self, x: Tensor, indices: Ids | Tensor) -> Tensor:
         return x.index_select(0, self.tensor(indices))

@@ -8,7 +8,7 @@ No `from __future__ import annotations` here: see `triton/norm.py`.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -46,11 +46,11 @@ def load_chunk(order, chunk_slots, chunk_firsts, chunk_counts, ranks, rows: tl.c
 
 @triton.jit(do_not_specialize=["num_rows"])
 def shrink_kernel(
-    x, down, ranks, order, chunk_slots, chunk_firsts, chunk_counts, inner, num_rows, x_stride, width: tl.constexpr,
+    x, down, ranks, order, chunk_slots, chunk_firsts, chunk_counts, inner, num_rows, x_stride, per_row, width: tl.constexpr,
     max_rank: tl.constexpr, num_inner: tl.constexpr, split: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
     columns: tl.constexpr, is_early: tl.constexpr,
 ):
-    """inner: (splits, rows, parts * most rank)"""
+    """inner: (splits, rows, parts * most rank). per_row: rows that have the same row of x."""
     follow(is_early)
     slot, rank, count, row = load_chunk(order, chunk_slots, chunk_firsts, chunk_counts, ranks, rows)
     if rank == 0:
@@ -65,7 +65,9 @@ def shrink_kernel(
         column = start + tl.arange(0, columns)
         is_column = column < width
         a = tl.load(lines + column[None, :], mask=is_number[:, None] & is_column[None, :], other=0.0)
-        values = tl.load(x + row[:, None] * x_stride + column[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0)
+        values = tl.load(
+            x + (row // per_row)[:, None] * x_stride + column[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0
+        )
         total += tl.dot(values.to(a.dtype), tl.trans(a), input_precision="ieee")
     place = (tl.program_id(2) * num_rows + row)[:, None] * num_inner + number[None, :]
     tl.store(inner + place, total, mask=is_row[:, None] & (number < num_inner)[None, :])
@@ -175,7 +177,9 @@ def most_stages(x: Tensor, stage_bytes: int) -> int:
 class TritonAdapters(TorchAdapters):
     """Adapters of all rows together."""
 
-    _found: tuple[Tensor, Chunks] | None = None  # the rows of the pass, and their chunks
+    def __init__(self, ops: Any, num_slots: int, max_rank: int) -> None:
+        super().__init__(ops, num_slots, max_rank)
+        self._found: dict[bool, tuple[Tensor, Chunks]] = {}  # chunks of the rows of the pass, and (True) of places of experts
 
     @contextmanager
     def filling(self) -> Iterator[None]:
@@ -187,40 +191,44 @@ class TritonAdapters(TorchAdapters):
             yield
         stream.synchronize()
 
-    def _chunks(self) -> Chunks:
-        assert self.rows is not None
-        if self._found is None or self._found[0] is not self.rows:
-            self._found = self.rows, find_chunks(self.rows, self.num_slots)
-        return self._found[1]
+    def _chunks(self, places: Tensor | None, num: int) -> Chunks:
+        rows = self.rows if places is None else places
+        assert rows is not None
+        found = self._found.get(places is not None)
+        if found is None or found[0] is not rows:
+            found = self._found[places is not None] = rows, find_chunks(rows, num)
+        return found[1]
 
     def add(
         self, y: Tensor, x: Tensor, table: AdapterTable[Tensor], *, activation: Activation = "none", softcap: float = 0.0,
-        scale: float = 1.0,
+        scale: float = 1.0, places: Tensor | None = None,
     ) -> Tensor:
-        assert self.rows is not None
         if len(table.sizes) > MAX_PARTS:
-            return super().add(y, x, table, activation=activation, softcap=softcap, scale=scale)
+            return super().add(y, x, table, activation=activation, softcap=softcap, scale=scale, places=places)
         y = y if y.stride(-1) == 1 else y.contiguous()
-        self._expand(y, y, x, table, "none", scale)
+        self._expand(y, y, x, table, "none", scale, places)
         y = ACTIVATIONS[activation](y)
         return softcap * torch.tanh(y / softcap) if softcap else y
 
-    def add_gated(self, y: Tensor, x: Tensor, table: AdapterTable[Tensor], gate: Activation) -> Tensor:
-        """`Ops.gated` of what `add` gives for a product of two equal parts."""
+    def add_gated(
+        self, y: Tensor, x: Tensor, table: AdapterTable[Tensor], gate: Activation, places: Tensor | None = None
+    ) -> Tensor:
+        """`Ops.gated` of what `add` gives for a product of two equal parts. x: a row for each, or for some neighbours."""
         out = torch.empty((len(y), table.sizes[0]), dtype=y.dtype, device=y.device)
-        self._expand(out, y, x, table, gate, 1.0)
+        self._expand(out, y, x, table, gate, 1.0, places)
         return out
 
     def _expand(
-        self, out: Tensor, y: Tensor, x: Tensor, table: AdapterTable[Tensor], gate: Activation, scale: float
+        self, out: Tensor, y: Tensor, x: Tensor, table: AdapterTable[Tensor], gate: Activation, scale: float,
+        places: Tensor | None,
     ) -> None:
-        chunks, most = self._chunks(), self.max_rank
+        chunks, most = self._chunks(places, len(table.ranks)), self.max_rank
         order = chunks.order, chunks.slots, chunks.firsts, chunks.counts
         if table.is_lookup:
             assert self.rows is not None
             inner = table.down[(self.rows - 1).clamp_min(0), x].float()[None]
         else:
-            inner = self._shrink(x if x.stride(-1) == 1 else x.contiguous(), table, chunks)
+            inner = self._shrink(x if x.stride(-1) == 1 else x.contiguous(), table, chunks, len(y))
         outputs, block, sizes = sum(table.sizes), dot_block(most), table.sizes if gate == "none" else table.sizes[:1]
         ends = [end for _, end in table.bounds][:-1] + [outputs] * (MAX_PARTS - len(table.sizes))
         many = len(chunks.slots) * cdiv(sum(sizes), OUTPUTS) // ENOUGH_PROGRAMS
@@ -233,9 +241,9 @@ class TritonAdapters(TorchAdapters):
             num_stages=most_stages(y, stage_bytes * len(table.sizes[: 1 if gate == "none" else 2])), **early_start(y.device),
         )
 
-    def _shrink(self, x: Tensor, table: AdapterTable[Tensor], chunks: Chunks) -> Tensor:
-        """A x by part of the inputs."""
-        (num, width), most = x.shape, self.max_rank
+    def _shrink(self, x: Tensor, table: AdapterTable[Tensor], chunks: Chunks, num: int) -> Tensor:
+        """A x by part of the inputs, for so many rows."""
+        width, most = x.shape[1], self.max_rank
         num_inner = most * len(table.sizes)
         block = dot_block(min(MOST_INNER, num_inner))
         split = cdiv(max(SPLIT_COLUMNS, cdiv(width, MAX_SPLITS)), COLUMNS) * COLUMNS
@@ -243,7 +251,7 @@ class TritonAdapters(TorchAdapters):
         stage_bytes = (chunks.size + block) * COLUMNS * x.element_size()
         shrink_kernel[(len(chunks.slots), cdiv(num_inner, block), len(inner))](
             x, table.down, table.ranks, chunks.order, chunks.slots, chunks.firsts, chunks.counts, inner, num, x.stride(0),
-            width=width, max_rank=most, num_inner=num_inner, split=split, rows=chunks.size, block=block, columns=COLUMNS,
-            num_warps=4, num_stages=most_stages(x, stage_bytes), **early_start(x.device),
+            max(1, num // max(1, len(x))), width=width, max_rank=most, num_inner=num_inner, split=split, rows=chunks.size,
+            block=block, columns=COLUMNS, num_warps=4, num_stages=most_stages(x, stage_bytes), **early_start(x.device),
         )
         return inner

@@ -11,6 +11,7 @@ No `from __future__ import annotations` here: see `triton/norm.py`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ import triton.language as tl
 from archerfish.kernels.experts import Routing
 from archerfish.kernels.ops import Activation
 from archerfish.kernels.torch.reference import TorchWeight
+from archerfish.kernels.triton.adapters import TritonAdapters
 from archerfish.kernels.triton.group_products import kernel_inputs, load_weights
 from archerfish.kernels.triton.launch import early_start, follow
 from archerfish.kernels.triton.linear import GroupsWeight, RowsWeight
@@ -237,8 +239,8 @@ def multiply(
     return out
 
 
-def route(logits: Tensor, routing: Routing[Tensor], tile_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights of all places, and by tile: its expert, and its places. The last two are one tensor of a lone row's experts."""
+def route(logits: Tensor, routing: Routing[Tensor], tile_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Experts and weights of all places, and by tile: its expert, and its places. The last two are the first of a lone row."""
     num_rows, num_chosen, device = len(logits), routing.num_chosen, logits.device
     num_places = num_rows * num_chosen
     ids = torch.empty(num_places, dtype=torch.int32, device=device)
@@ -264,24 +266,33 @@ def route(logits: Tensor, routing: Routing[Tensor], tile_rows: int) -> tuple[Ten
             ids, nths, counts, order, tiles, num_places, num_tiles, places=ORDERED, tiles=OWNED, tile_rows=tile_rows,
             num_warps=8, **shape,
         )
-    return weights, tiles, order
+    return ids, weights, tiles, order
 
 
 def compute_experts(
     x: Tensor, logits: Tensor, routing: Routing[Tensor], gate_up: TorchWeight, down: TorchWeight, activation: Activation,
-    shared: Tensor | None, *, is_deterministic: bool,
+    shared: Tensor | None, *, is_deterministic: bool, adapters: TritonAdapters | None, tables: Sequence[Any],
 ) -> Tensor:
-    """As `Ops.experts`. is_deterministic: tiles do not follow from the number of rows."""
+    """As `Ops.experts`. is_deterministic: tiles do not follow from the number of rows. tables: what adapters add to
+    both products."""
     num_rows, width = x.shape
     num_experts, num_places = routing.num_experts, num_rows * routing.num_chosen
     usual = 1 if is_deterministic else num_rows
+    is_gated = adapters is None
     first, second = (
-        choose_tile(usual, routing, x.element_size(), is_gated=weight is gate_up, is_packed=isinstance(weight, GroupsWeight))
-        for weight in (gate_up, down)
+        choose_tile(usual, routing, x.element_size(), is_gated=gated, is_packed=isinstance(weight, GroupsWeight))
+        for weight, gated in ((gate_up, is_gated), (down, False))
     )
-    weights, tiles, order = route(logits, routing, first.rows)
-    hidden = multiply(x, gate_up, first, tiles, order, num_places, num_experts, activation=activation, is_gated=True)
-    y = multiply(hidden, down, second, tiles, order, num_places, num_experts)
+    ids, weights, tiles, order = route(logits, routing, first.rows)
+    gate: Activation = activation if is_gated else "none"
+    hidden = multiply(x, gate_up, first, tiles, order, num_places, num_experts, activation=gate, is_gated=is_gated)
+    if adapters is None:
+        y = multiply(hidden, down, second, tiles, order, num_places, num_experts)
+    else:
+        places = adapters.places(ids.view(num_rows, -1), num_experts)
+        hidden = adapters.add_gated(hidden, x, tables[0], activation, places)
+        y = multiply(hidden, down, second, tiles, order, num_places, num_experts)
+        y = adapters.add(y, hidden, tables[1], places=places)
     out = torch.empty_like(x)
     add_up_kernel[(num_rows, cdiv(width, ADDED_COLUMNS))](
         y, weights, x if shared is None else shared, logits, out, logits.stride(0), width=width, num_chosen=routing.num_chosen,

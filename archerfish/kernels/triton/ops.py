@@ -417,9 +417,11 @@ class TritonOps(TorchOps):
         activation: Activation, *, shared: Tensor | None = None,
     ) -> Tensor:
         first, second = cast(TorchWeight, gate_up.get()), cast(TorchWeight, down.get())
+        tables = [self.adapted(weight) for weight in (gate_up, down)]
+        adapters = None if tables[0] is None else cast(TritonAdapters, self.adapters)
         return compute_experts(
             x.to(self.torch_dtype).contiguous(), logits, routing, first, second, activation, shared,
-            is_deterministic=self.is_deterministic,
+            is_deterministic=self.is_deterministic, adapters=adapters, tables=tables,
         )
 
     # Products with few rows
