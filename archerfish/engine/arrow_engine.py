@@ -281,8 +281,8 @@ class ArrowEngine(Closing):
         if not self.is_cross_encoder:
             raise UnsupportedModelError(f"{self.model_name} has no labels: it embeds texts.", hint="Use encode().")
         self._check_pairs(texts, allows_texts=True)
-        rows = self.compute(self._tokenize(texts), is_raw=is_raw)
-        return rows if is_raw or self.has_sigmoid else text_batches.softmax(rows)
+        rows = self.compute(self._tokenize(texts), is_raw=True)
+        return rows if is_raw else text_batches.ACTIVATIONS[self.label_activation](rows)
 
     def tokenize(self, texts: Sequence[EmbedInput | tuple[str, str]], *, prompt_name: str | None = None) -> list[TokenizedText]:
         """Check and tokenise texts, lists of ids, or a cross-encoder's texts and pairs.
@@ -334,7 +334,7 @@ class ArrowEngine(Closing):
             progress(num_finished, num_texts, "")
         if self.watcher is not None and num_inputs:
             self.watcher(num_inputs, time.perf_counter() - started)
-        return self._activate(out) if self.is_cross_encoder and not is_raw else out
+        return text_batches.ACTIVATIONS[self.activation](out) if self.is_cross_encoder and not is_raw else out
 
     def count_tokens(self, texts: Sequence[EmbedInput | tuple[str, str]]) -> list[int]:
         """Tokens that each text costs after truncation."""
@@ -400,18 +400,29 @@ class ArrowEngine(Closing):
         return [text.lower() if isinstance(text, str) else text for text in given] if is_lowered else given
 
     @property
-    def has_sigmoid(self) -> bool:
-        """Whether scores are between 0 and 1: what the files name, else a sigmoid when there is one label."""
-        stated = self.core.config.values.get("sentence_transformers") or {}
-        name = stated.get("activation_fn") or self.core.config.values.get("sbert_ce_default_activation_function")
-        return str(name).rsplit(".", 1)[-1].lower() == "sigmoid" if name else self.core.config.num_labels == 1
+    def _stated_activation(self) -> str:
+        values = self.core.config.values
+        stated = values.get("sentence_transformers") or {}
+        name = stated.get("activation_fn") or values.get("sbert_ce_default_activation_function") or ""
+        return str(name).rpartition(".")[2].lower()
 
-    def _activate(self, raw: Vectors) -> Vectors:
-        """Scores by sentence-transformers' rule."""
-        if not self.has_sigmoid:
-            return raw
-        scores: Vectors = (1.0 / (1.0 + np.exp(-raw.astype(np.float64)))).astype(np.float32)
-        return scores
+    @property
+    def activation(self) -> str:
+        """Of scores: what the files name, else a sigmoid when there is one label, as in sentence-transformers."""
+        name = self._stated_activation or ("sigmoid" if self.core.config.num_labels == 1 else "identity")
+        if name not in text_batches.ACTIVATIONS:
+            hint = f"Known: {', '.join(text_batches.ACTIVATIONS)}."
+            raise UnsupportedModelError(f"{self.model_name} has scores with the activation {name!r}.", hint=hint)
+        return name
+
+    @property
+    def label_activation(self) -> str:
+        """Of the scores of labels, where probabilities are wanted: as transformers chooses it, if the files name none."""
+        kind = self.core.config.values.get("problem_type")
+        chosen = {"multi_label_classification": "sigmoid", "regression": "identity"}.get(kind or "")
+        if chosen and not self._stated_activation:
+            return chosen
+        return "softmax" if self.activation == "identity" else self.activation
 
     def _tokenize(self, inputs: Sequence[EmbedInput | tuple[str, str]]) -> list[TokenizedText]:
         if self.core.config.score_token_ids:
@@ -421,13 +432,15 @@ class ArrowEngine(Closing):
         tokenized = self.tokenizer.tokenize(texts, self._max_length)
         if not self._uses_types:
             tokenized = [text._replace(type_ids=None) for text in tokenized]
-        if len(texts) == len(inputs):
-            return tokenized
-        read, most = iter(tokenized), self._max_length
-        return [
-            next(read) if is_text(item) else TokenizedText(np.array(item[:most], np.int64), is_cut=len(item) > most)
-            for item in inputs
-        ]
+        if len(texts) < len(inputs):
+            read, most = iter(tokenized), self._max_length
+            tokenized = [
+                next(read) if is_text(item) else TokenizedText(np.array(item[:most], np.int64), is_cut=len(item) > most)
+                for item in inputs
+            ]
+        if self.core.head is not None and self.core.head.pooling == "lasttoken":
+            tokenized = [text_batches.without_padding(text, self.core.config.values.get("pad_token_id")) for text in tokenized]
+        return tokenized
 
     def _compute(
         self, inputs: Sequence[Any], batch_size: int, normalize: bool, progress: Progress, *, is_raw: bool = False

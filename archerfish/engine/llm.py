@@ -14,7 +14,7 @@ from archerfish.engine.llm_engine import LLMEngine, Message, Prompt
 from archerfish.engine.llm_loading import make_runner, make_speculation
 from archerfish.engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput, split_reasoning
 from archerfish.engine.request_maker import is_token_ids
-from archerfish.engine.text_batches import remark_cuts, softmax
+from archerfish.engine.text_batches import ACTIVATIONS, remark_cuts
 from archerfish.engine.vllm_options import ENCODER_TASKS, as_options, read_options, read_task
 from archerfish.errors import InvalidInputError, StoppedError, UnsupportedModelError
 from archerfish.kernels.machine import free_memory
@@ -216,8 +216,8 @@ class EncoderLLM(LLM):
         if not encoder.is_cross_encoder:
             raise UnsupportedModelError(f"{self.model_name} embeds texts: it has no labels.", hint="Use embed().")
         tokenized = encoder.tokenize(self._texts(prompts, options))
-        rows = encoder.compute(tokenized)
-        return self._results(tokenized, rows if encoder.has_sigmoid else softmax(rows))
+        rows = encoder.compute(tokenized, is_raw=True)
+        return self._results(tokenized, ACTIVATIONS[encoder.label_activation](rows))
 
     def get_tokenizer(self) -> Tokenizer:
         return self.encoder.tokenizer  # type: ignore[return-value]

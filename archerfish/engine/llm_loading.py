@@ -239,10 +239,10 @@ def facts_of(
     if not ranks.is_alone and not adapter.can_divide:
         hint = "Leave out tensor_parallel_size and pipeline_parallel_size, or set can_divide (docs/parallel.md)."
         raise UnsupportedModelError(f"A model of type {model_config.model_type!r} cannot be divided over processes.", hint=hint)
-    most = adapter.max_positions(model_config)
+    most = adapter.most_positions(model_config)
     if config.max_model_len > most:
         raise InvalidOptionError(f"[engine] max_model_len is {config.max_model_len}, but {name} has {most} positions.")
-    max_len = config.max_model_len or most
+    max_len = config.max_model_len or adapter.max_positions(model_config)
     whole = adapter.noted(model_config, dtype, weight_format)
     shapes = whole.shapes.values()
     is_mapped = device == "cpu" and config.load_format != "dummy"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -136,6 +136,23 @@ def softmax(scores: Vectors) -> Vectors:
     powers: Vectors = np.exp(scores - scores.max(1, keepdims=True))
     powers /= powers.sum(1, keepdims=True)
     return powers
+
+
+def sigmoid(scores: Vectors) -> Vectors:
+    found: Vectors = (1.0 / (1.0 + np.exp(-scores.astype(np.float64)))).astype(np.float32)
+    return found
+
+
+ACTIVATIONS: dict[str, Callable[[Vectors], Vectors]] = {  # of scores, by the names of torch's modules
+    "identity": lambda scores: scores, "sigmoid": sigmoid, "softmax": softmax, "tanh": np.tanh,
+    "relu": lambda scores: np.maximum(scores, 0),
+}  # fmt: skip
+
+
+def without_padding(text: TokenizedText, pad_id: int | None) -> TokenizedText:
+    """Without padding at its end, behind which transformers' classifiers by decoders do not look."""
+    others = np.flatnonzero(text.token_ids != pad_id)
+    return text._replace(token_ids=text.token_ids[: others[-1] + 1]) if len(others) else text
 
 
 def one_or_all(texts: Any, found: Any) -> Any:

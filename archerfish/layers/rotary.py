@@ -41,7 +41,12 @@ class RotaryConfig:
         """Longest sequence that the scaling is made for."""
         if self.rope_type == "yarn":
             return max(self.max_positions, int(self.number("factor") * self.original_max_positions))
-        return min(self.max_positions, self.original_max_positions) if self.rope_type == "longrope" else self.max_positions
+        return self.max_positions
+
+    @property
+    def usual(self) -> int:
+        """Longest sequence unless a longer one is asked for."""
+        return min(self.longest, self.original_max_positions) if self.rope_type == "longrope" else self.longest
 
 
 def read_rotary(values: Mapping[str, Any], layer_type: str = "", *, theta: float = 10000.0) -> RotaryConfig:
@@ -70,8 +75,8 @@ def rotary_table(config: RotaryConfig, head_dim: int, max_len: int) -> tuple[Flo
     """(max_len, rotary_dim) cosines and sines as `ops.Rotary` keeps them, and rotary_dim.
 
     A table holds for all sequences of a run. "dynamic" has a base that grows with the sequence: here it is that of max_len, so
-    that up to max_position_embeddings nothing is scaled. "longrope" has factors for short and for long sequences: here max_len
-    must not exceed the length that the short ones are for.
+    that up to max_position_embeddings nothing is scaled. "longrope" has factors for short and for long sequences, of which
+    max_len chooses: as in vLLM, all sequences of a run have the same.
     """
     rotary_dim = int(head_dim * config.partial_factor)
     if rotary_dim < 2 or rotary_dim % 2:
@@ -149,14 +154,10 @@ def yarn_scale(config: RotaryConfig, factor: float) -> float:
 
 def longrope(config: RotaryConfig, dim: int, max_len: int) -> tuple[Floats, float]:
     original = config.original_max_positions
-    if max_len > original:
-        raise UnsupportedModelError(
-            f"This model changes its rotary factors (longrope) beyond {original} tokens, which is not supported.",
-            hint=f"Set max_model_len to at most {original}.",
-        )
-    factors = np.asarray(config.parameters.get("short_factor"), dtype=np.float32)
+    name = "long_factor" if max_len > original else "short_factor"
+    factors = np.asarray(config.parameters.get(name), dtype=np.float32)
     if factors.shape != (dim // 2,):
-        raise UnsupportedModelError(f"Rotary type 'longrope' needs {dim // 2} numbers in 'short_factor'.")
+        raise UnsupportedModelError(f"Rotary type 'longrope' needs {dim // 2} numbers in {name!r}.")
     factor = config.number("factor", config.max_positions / original)
     inferred = math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
     return 1.0 / (factors * powers(config.theta, dim)), config.number("attention_factor", inferred)

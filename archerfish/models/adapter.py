@@ -141,8 +141,13 @@ class ModelAdapter(ABC, Generic[T]):
 
     @classmethod
     def max_positions(cls, config: Config) -> int:
-        """Longest sequence that the model is made for."""
+        """Longest sequence, unless `max_model_len` asks for longer ones."""
         return config.integer("max_position_embeddings")
+
+    @classmethod
+    def most_positions(cls, config: Config) -> int:
+        """Longest sequence that the model is made for."""
+        return cls.max_positions(config)
 
     @classmethod
     def noted(

@@ -158,7 +158,11 @@ class LlamaModel(ModelAdapter[T]):
 
     @classmethod
     def max_positions(cls, config: Config) -> int:
-        return max(cls.rotary_config(config, layer).longest for layer in range(config.integer("num_hidden_layers")))
+        return max(cls.rotary_config(config, layer).usual for layer in range(config.integer("num_hidden_layers")))
+
+    @classmethod
+    def most_positions(cls, config: Config) -> int:
+        return max(cls.max_positions(config), cls.rotary_config(config, 0).longest)
 
 
 class MistralModel(LlamaModel[T]):
@@ -174,6 +178,10 @@ class Ministral3Model(MistralModel[T]):
     def max_positions(cls, config: Config) -> int:
         rotary = cls.rotary_config(config, 0)
         return rotary.original_max_positions if rotary.parameters.get("llama_4_scaling_beta") else rotary.longest
+
+    @classmethod
+    def most_positions(cls, config: Config) -> int:
+        return cls.max_positions(config)
 
 
 class Phi3Model(LlamaModel[T]):

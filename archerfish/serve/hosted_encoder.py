@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from archerfish.config import ServeConfig
 from archerfish.engine.arrow_engine import ArrowEngine
-from archerfish.engine.text_batches import softmax
+from archerfish.engine.text_batches import ACTIVATIONS
 from archerfish.engine.token_vectors import as_rows
 from archerfish.errors import InvalidInputError, UnknownOptionError
 from archerfish.observe.recent import RecentFigures, figures
@@ -40,7 +40,7 @@ class EncodingRequest:
     texts: list[TokenizedText]
     num_tokens: int
     options: dict[str, Any]  # of the engine's method; requests that share a job have the same
-    as_probabilities: bool  # a softmax over the labels
+    as_probabilities: bool  # raw scores become probabilities of labels
     rows: Array | list[Array] | None = None
     num_taken: int = 0  # texts that jobs have taken
     num_done: int = 0
@@ -120,7 +120,7 @@ class HostedEncoder:
             read_in_thread(self._host, request, read)
 
     def _read(self, message: Any) -> tuple[list[Any], dict[str, Any], bool]:
-        """The inputs of a request, how to compute them, and whether a softmax comes after that."""
+        """The inputs of a request, how to compute them, and whether its results become probabilities."""
         if isinstance(message, EmbedRequest):
             if self.kind == "cross-encoder":
                 raise InvalidInputError(f"{self.name} is a cross-encoder: it scores pairs.", hint="Name an embedding model.")
@@ -134,8 +134,8 @@ class HostedEncoder:
             raise InvalidInputError(f"{self.name} generates no text; it has vectors.", hint="Name a generation model.")
         if self.kind != "cross-encoder":
             raise InvalidInputError(f"{self.name} has no labels: it embeds texts.", hint="Name a cross-encoder.")
-        as_probabilities = message.as_probabilities and not message.is_raw and not self.engine.has_sigmoid
-        return list(message.texts), {"is_raw": True} if message.is_raw else {}, as_probabilities
+        as_probabilities = message.as_probabilities and not message.is_raw
+        return list(message.texts), {"is_raw": True} if message.is_raw or as_probabilities else {}, as_probabilities
 
     def _enqueue(self, encoding: EncodingRequest, admitted: AdmittedRequest | None) -> None:
         if admitted is not None:
@@ -253,7 +253,8 @@ class HostedEncoder:
             request, given = encoding.request, encoding.rows
             row_counts = list(map(len, given)) if isinstance(given, list) else []
             found = np.concatenate(given) if isinstance(given, list) else given
-            found = np.ascontiguousarray(softmax(found) if encoding.as_probabilities else found, dtype="<f4")
+            found = ACTIVATIONS[self.engine.label_activation](found) if encoding.as_probabilities else found
+            found = np.ascontiguousarray(found, dtype="<f4")
             now, collector = self._clock(), self._host.figures
             collector.embedded(self.name, now - request.arrived, collector.tenant_label(request.tenant.name))
             self.recent.first_token(now, now - request.arrived)

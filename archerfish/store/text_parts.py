@@ -25,8 +25,8 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
         "max_position_embeddings": 131_072,
     }),
 }  # fmt: skip
-TEXT_PREFIX = re.compile(r"^(language_model\.model|model\.language_model|language_model(?=\.lm_head))\.")
-TEXT_TENSOR = re.compile(r"^(model\.(embed_tokens|layers|norm)|lm_head)\.")
+TEXT_PREFIX = re.compile(r"^(language_model\.model|model\.language_model|language_model)\.")
+TEXT_TENSOR = re.compile(r"^(model\.(embed_tokens|layers|norm)|lm_head|score)\.")
 QUANTIZATION = ("quantization_config", "compression_config")
 Arrange = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
 
@@ -54,7 +54,9 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: value for name, value in values.items() if not name.endswith("_config") or name in QUANTIZATION}
     values = defaults | values | {name: value for name, value in nested.items() if value is not None}
     text_type = text_type or str(nested.get("model_type", "mistral"))
-    values |= {"model_type": text_type, "architectures": [f"{text_type.removesuffix('_text').capitalize()}ForCausalLM"]}
+    is_classifier = any("ForSequenceClassification" in str(name) for name in config.get("architectures") or ())
+    task = "SequenceClassification" if is_classifier else "CausalLM"
+    values |= {"model_type": text_type, "architectures": [f"{text_type.removesuffix('_text').capitalize()}For{task}"]}
     for name in ("rope_scaling", "rope_parameters"):  # positions of text are the same in all three parts of a head
         if isinstance(values.get(name), Mapping):
             values[name] = {key: "default" if each == "mrope" else each for key, each in values[name].items()}
@@ -79,7 +81,7 @@ def text_model(config: Mapping[str, Any], tensors: Iterable[SourceTensor]) -> tu
 
 def text_tensor(tensor: SourceTensor) -> SourceTensor | None:
     """A tensor without its prefix; None for those of the other parts."""
-    name = TEXT_PREFIX.sub(lambda found: "" if found[1] == "language_model" else "model.", tensor.info.name)
+    name = TEXT_PREFIX.sub("model.", tensor.info.name).replace("model.lm_head.", "lm_head.")
     return tensor._replace(info=tensor.info._replace(name=name)) if TEXT_TENSOR.match(name) else None
 
 
@@ -87,6 +89,8 @@ def gpt2_tensor(tensor: SourceTensor) -> SourceTensor | None:
     """A tensor of GPT-2, whose matrices have (inputs, outputs); None for its constants and the head, which is the embedding."""
     info, found = tensor.info, GPT2_TENSOR.match(tensor.info.name)
     target = GPT2_TENSORS.get(found[2]) if found else None
+    if info.name == "score.weight":  # of a classifier
+        return tensor
     if found is None or target is None:
         return None
     name = f"model.{f'layers.{found[1]}.' if found[1] else ''}{target}.{found[3]}"

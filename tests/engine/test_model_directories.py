@@ -56,6 +56,9 @@ def test_cross_encoders(family: str, num_labels: int, tiny_model: Any, hub: HubC
     pairs = [("the cat", text) for text in TEXTS]
     assert engine.is_cross_encoder
     np.testing.assert_allclose(engine.score_pairs(pairs), peer.predict(pairs), atol=2e-5)
+    if family == "Qwen3":
+        [padded] = engine._tokenize([(7, 8, 9, 0, 0)])  # as texts that end so
+        assert engine.core.config.values["pad_token_id"] == 0 and padded.token_ids.tolist() == [7, 8, 9]
     mixed = engine.compute(engine.tokenize([pairs[0], "the cat"]))
     np.testing.assert_allclose(mixed[0], np.atleast_1d(engine.score_pairs(pairs[:1])[0]), atol=2e-5)
     one = peer.tokenizer(["the cat"], return_tensors="pt")

@@ -120,6 +120,19 @@ def test_prompts_of_queries_and_documents(tiny_model: Any, hub: HubConfig) -> No
     assert told.get_sentence_embedding_dimension() == 8
 
 
+@pytest.mark.parametrize("activation", ["Softmax", "Tanh", "ReLU", "Sigmoid", "LogSigmoid"])
+def test_activations_of_cross_encoders(activation: str, tiny_model: Any, hub: HubConfig) -> None:
+    stated = f"torch.nn.modules.activation.{activation}"
+    config = {"num_labels": 3, "sbert_ce_default_activation_function": stated}
+    path, pairs = tiny_model("Bert", head="ForSequenceClassification", config=config), [["the cat", "sat"], ["red", "blue"]]
+    engine = CrossEncoder(str(path), hub=hub, dtype="float32")
+    if activation == "LogSigmoid":
+        with pytest.raises(UnsupportedModelError, match="activation 'logsigmoid'"):
+            engine.predict(pairs)
+    else:
+        check_same(engine.predict(pairs), theirs.CrossEncoder(str(path), device="cpu").predict(pairs))
+
+
 @pytest.mark.parametrize("num_labels", [1, 3])
 def test_cross_encoder(num_labels: int, tiny_model: Any, hub: HubConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny_model("Bert", head="ForSequenceClassification", config={"num_labels": num_labels})

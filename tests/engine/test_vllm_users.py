@@ -310,12 +310,17 @@ def test_a_model_that_generates_has_no_vectors(llm: LLM) -> None:
             call("a")
 
 
-@pytest.mark.parametrize(("num_labels", "activation"), [(1, None), (3, None), (1, "Identity"), (3, "Sigmoid")])
-def test_cross_encoders_score_and_classify(num_labels: int, activation: str | None, tiny_model: Any, hub: HubConfig) -> None:
+@pytest.mark.parametrize(("num_labels", "activation", "kind"), [
+    (1, None, None), (3, None, None), (1, "Identity", None), (3, "Sigmoid", None), (3, None, "multi_label_classification"),
+    (1, None, "regression"), (3, "torch.nn.Tanh", "multi_label_classification"),
+])  # fmt: skip
+def test_cross_encoders_score_and_classify(
+    num_labels: int, activation: str | None, kind: str | None, tiny_model: Any, hub: HubConfig
+) -> None:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    config = {"num_labels": num_labels, "sbert_ce_default_activation_function": activation}
+    config = {"num_labels": num_labels, "sbert_ce_default_activation_function": activation, "problem_type": kind}
     path = tiny_model(head="ForSequenceClassification", config=config)
     texts = ["the cat", "fish spits water"]
     made = LLM(str(path), task="classify", dtype="float32", hub=hub)
@@ -325,6 +330,8 @@ def test_cross_encoders_score_and_classify(num_labels: int, activation: str | No
         pairs = peer(**tokenizer(["the cat"], ["a dog"], return_tensors="pt")).logits
     has_sigmoid = activation == "Sigmoid" or (activation is None and num_labels == 1)
     probs = logits.sigmoid() if has_sigmoid else logits if num_labels == 1 else logits.softmax(-1)
+    if kind is not None:
+        probs = logits.tanh() if activation else logits if kind == "regression" else logits.sigmoid()
     for found in (made.classify(texts), made.encode(texts)):
         np.testing.assert_allclose([one.outputs.probs for one in found], probs.numpy(), atol=2e-5)
     if num_labels == 1:

@@ -80,16 +80,16 @@ def test_adapters_of_experts(num_rows: int) -> None:
                     made = [0.3 * random.standard_normal(shape).astype(np.float32) for shape in shapes]
                     matrices[slot][f"{number}.{i}"] = LowRank(*made)
     for ops in (TorchOps(DEVICE, "float32"), TritonOps(DEVICE, "float32")):
-        weights = [packed(ops, each) for each in (gate_up, down)]
+        first, second = weights = [packed(ops, each) for each in (gate_up, down)]
         adapters = ops.adapters = ops.new_adapters(3, 8)
         for number, (weight, (num, outputs, inputs)) in enumerate(zip(weights, pairs, strict=True)):
             sizes = [outputs] * (2 - number)
             weight.adapter = adapters.add_product([f"{number}.{i}" for i in range(num)], sizes, inputs)
         for slot, each in enumerate(matrices, 1):
             adapters.fill(slot, each)
-        plain = ops.experts(x, logits, routing, *weights, "silu", shared=shared)
+        plain = ops.experts(x, logits, routing, first, second, "silu", shared=shared)
         adapters.rows = rows
-        found.append(ops.experts(x, logits, routing, *weights, "silu", shared=shared).cpu())
+        found.append(ops.experts(x, logits, routing, first, second, "silu", shared=shared).cpu())
         has_adapter = (rows % 3 > 0).cpu()
         assert (found[-1][has_adapter] - plain.cpu()[has_adapter]).abs().amax(1).min() > 0.01
     assert_near(found[1], found[0], factor=8)

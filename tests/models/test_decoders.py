@@ -19,7 +19,7 @@ from archerfish.models.config import Config
 from archerfish.models.llama import LlamaModel
 from tests.kernels.native_support import native_ops
 from tests.models import recurring
-from tests.models.decoding import KINDS, LENGTH, Driver, make, random_tokens, their_logits
+from tests.models.decoding import KINDS, LENGTH, LONGROPE, Driver, make, random_tokens, their_logits
 from tests.models.recurring import RecurrentDriver, StepDriver
 
 BACKENDS = [TorchOps, native_ops]
@@ -179,6 +179,17 @@ def test_facts_that_are_known_before_loading(kind: str) -> None:
     assert architecture.max_positions(values) == LONGEST.get(kind, 128)
 
 
+@pytest.mark.parametrize("kind", ["phi3-longrope", "phi4-mini"])
+def test_longer_contexts_of_longrope(kind: str) -> None:
+    """max_len beyond the length that the short factors are for takes the long ones, as transformers does for longer texts."""
+    model, config = make(kind)
+    tokens = random_tokens(2)
+    tokens = [[*tokens[0], *tokens[1][:40]]]
+    driver = Driver(TorchOps(), model.state_dict(), config, tokens, max_len=128)
+    torch.testing.assert_close(driver.step([(0, 100)])[0], their_logits(model, tokens[0]), atol=1e-4, rtol=1e-4)
+    assert model_class(Config(config)).most_positions(Config(config)) == 128
+
+
 def test_the_longest_context_of_yarn_follows_from_its_factor() -> None:
     _, config = make("llama-yarn")
     config = {**config, "rope_parameters": {**config["rope_parameters"], "factor": 40.0}}
@@ -186,7 +197,8 @@ def test_the_longest_context_of_yarn_follows_from_its_factor() -> None:
 
 
 @pytest.mark.parametrize(("kind", "change", "message"), [
-    ("phi3-longrope", {}, "max_model_len to at most 64"), ("gemma3", {"layer_types": ["full_attention"]}, "each of 7 layers"),
+    ("phi3-longrope", {"rope_parameters": {**LONGROPE, "long_factor": [1.0]}}, "8 numbers in 'long_factor'"),
+    ("gemma3", {"layer_types": ["full_attention"]}, "each of 7 layers"),
     ("gemma3", {"use_bidirectional_attention": True}, "both directions"),
     ("llama", {"model_type": "Gemma3-Text"}, "Did you mean 'gemma3_text'"),
     ("llama", {"model_type": "qwen3_next"}, "others a recurrent state"),

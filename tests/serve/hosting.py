@@ -50,7 +50,7 @@ class WordEncoder:
     """Vectors that depend on words alone. `jobs` has the texts of every pass; a pass waits for `gate`; `poison` breaks one."""
 
     def __init__(self, name: str = "words", *, is_cross_encoder: bool = False) -> None:
-        self.model_name, self.is_cross_encoder, self.has_sigmoid = name, is_cross_encoder, False
+        self.model_name, self.is_cross_encoder, self.label_activation = name, is_cross_encoder, "softmax"
         self.jobs: list[list[str]] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -75,7 +75,9 @@ class WordEncoder:
             self._words.append(word)
         return self._words.index(word)
 
-    def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = None) -> Array:
+    def compute(
+        self, texts: Sequence[TokenizedText], normalize: bool | None = None, *, is_raw: bool = False
+    ) -> Array:
         job = [" ".join(self._words[i] for i in text.token_ids) for text in texts]
         self.jobs.append(job)
         self.entered.release()

@@ -33,13 +33,15 @@ def pairs() -> WordEncoder:
 class Moods(WordEncoder):
     """A classifier of three labels, whose scores are 0, the number of words, and 1."""
 
-    def __init__(self, directory: Path, *, has_sigmoid: bool = False) -> None:
+    def __init__(self, directory: Path, label_activation: str = "softmax") -> None:
         super().__init__("fake/moods", is_cross_encoder=True)
-        self.directory, self.has_sigmoid = directory, has_sigmoid
+        self.directory, self.label_activation = directory, label_activation
         config = {"id2label": {"0": "sad", "1": "glad", "2": "bored"}}
         (directory / "metadata.json").write_text(json.dumps({"config": config}))
 
-    def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = None) -> Array:
+    def compute(
+        self, texts: Sequence[TokenizedText], normalize: bool | None = None, *, is_raw: bool = False
+    ) -> Array:
         return np.asarray([[0.0, len(text.token_ids), 1.0] for text in texts], np.float32)
 
 
@@ -129,8 +131,8 @@ async def test_labels_of_texts_and_pairs(tmp_path: Path) -> None:
         assert (await client.get("/info")).json()["model_type"]["reranker"]["label2id"] == {"sad": 0, "glad": 1, "bored": 2}
 
 
-async def test_scores_after_a_sigmoid_get_no_softmax(tmp_path: Path) -> None:
-    async with serving(host_with(tmp_path, Moods(tmp_path, has_sigmoid=True))) as client:
+async def test_probabilities_come_out_of_the_models_activation(tmp_path: Path) -> None:
+    async with serving(host_with(tmp_path, Moods(tmp_path, "identity"))) as client:
         assert (await asked(client, "/classify", input="a b"))["data"][0]["probs"] == [0.0, 2.0, 1.0]
         assert [label["score"] for label in await asked(client, "/predict", inputs="a b")] == [2.0, 1.0, 0.0]
 

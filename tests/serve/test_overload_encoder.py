@@ -51,7 +51,9 @@ class SimulatedMachine:
     def tokenize(self, texts: Sequence[Any], *, prompt_name: str | None = None) -> list[TokenizedText]:
         return [TokenizedText(np.ones(NUM_TOKENS, np.int64)) for _ in texts]
 
-    def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = None) -> Array:
+    def compute(
+        self, texts: Sequence[TokenizedText], normalize: bool | None = None, *, is_raw: bool = False
+    ) -> Array:
         self.now += self.job_s + TOKEN_S * sum(len(text.token_ids) for text in texts)
         return np.zeros((len(texts), 2), np.float32)
 

@@ -14,9 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from archerfish.config import HubConfig
+from archerfish.engine.inference_core import InferenceCore
 from archerfish.engine.llm_loading import dummy_infos
 from archerfish.errors import ArcherfishError, UnsupportedModelError
+from archerfish.kernels.batches import Segments
 from archerfish.kernels.torch.reference import TorchOps
+from archerfish.models.adapter import TokenBatch
 from archerfish.store import WeightLoader, ensure_converted
 from archerfish.store.sources import open_source
 from archerfish.store.text_parts import text_config
@@ -96,6 +99,38 @@ def test_logits_of_the_text_part(tmp_path: Path, kind: str, is_older: bool) -> N
     assert not any("vis" in name for name in loader.get_layer_names())
     stated = text_config(json.loads((tmp_path / "m" / "config.json").read_text()))
     assert {info.name for info in dummy_infos(stated)} <= set(loader.get_layer_names())
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_the_base_of_a_model(tmp_path: Path, kind: str) -> None:
+    """As it is saved without a head, for embeddings."""
+    model = make_whole(kind)
+    model.save_pretrained(tmp_path / "whole")
+    model.model.save_pretrained(tmp_path / "base")
+    whole, base = (
+        {each.info.name: each.load() for each in open_source(tmp_path / name).tensors} for name in ("whole", "base")
+    )
+    assert set(whole) - set(base) <= {"lm_head.weight"} and set(base) <= set(whole)
+    assert all(np.array_equal(each, whole[name]) for name, each in base.items())
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma3"])
+def test_classifiers(tmp_path: Path, kind: str) -> None:
+    family, sizes = KINDS[kind] if kind == "gpt2" else MODELS[kind]
+    given = {"text_config": sizes, "vision_config": VISION["gemma3"]} if kind == "gemma3" else {**sizes, "pad_token_id": 0}
+    config = getattr(transformers, f"{family}Config")(**given, num_labels=3)
+    model = getattr(transformers, f"{family}ForSequenceClassification")(config)
+    for name, parameter in model.named_parameters():
+        if "vis" not in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.eval().save_pretrained(tmp_path)
+    source = open_source(tmp_path)
+    weights = {each.info.name: torch.from_numpy(np.array(each.load())) for each in source.tensors}
+    core, ids = InferenceCore(weights, source.config, "cpu", dtype="float32"), np.arange(5, 25)
+    with torch.inference_mode():
+        expected = model(torch.from_numpy(ids)[None]).logits
+    found = core.run(TokenBatch(ids, Segments((len(ids),))))
+    torch.testing.assert_close(torch.from_numpy(found), expected.float(), atol=1e-4, rtol=1e-4)
 
 
 def test_gpt2_as_it_was_published(tmp_path: Path) -> None:
