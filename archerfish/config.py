@@ -256,6 +256,18 @@ class EngineConfig(Options):
     max_prompt_bytes: int = option(4_000_000, "Refuse a prompt of more than this many bytes before tokenising it.", minimum=1)
 
     @property
+    def lora_paths(self) -> dict[str, str]:
+        """`lora_modules` by name."""
+        found = {}
+        for entry in filter(None, (part.strip() for part in self.lora_modules.split(","))):
+            name, _, path = entry.partition("=")
+            if not name or not path:
+                hint = "Separate several by commas."
+                raise InvalidOptionError(f"[engine] lora_modules: {entry!r} is not name=path.", hint=hint)
+            found[name] = path
+        return found
+
+    @property
     def num_ranks(self) -> int:
         """Processes that compute the model together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size

@@ -94,10 +94,10 @@ def open_engine(config: EngineConfig, hub: HubConfig, out: Output, adapter: str 
 
 def find_adapter(adapter: str, config: EngineConfig) -> LoRARequest | str | None:
     """What a request takes for the value of --adapter: a name of --lora-modules before a path."""
-    from archerfish.engine.adapters import LoRARequest, lora_modules
+    from archerfish.engine.adapters import LoRARequest
 
     path = Path(adapter).expanduser()
-    if not adapter or adapter in dict(lora_modules(config)) or not (path.exists() or os.sep in adapter):
+    if not adapter or adapter in config.lora_paths or not (path.exists() or os.sep in adapter):
         return adapter or None
     return LoRARequest(path.resolve().name or "adapter", lora_path=str(path))
 

@@ -110,9 +110,9 @@ class EngineReplica:
         fetch_models(self._specs, self._hub, no_progress)
         specs = tuple(msgspec.structs.replace(spec, options=with_threads(spec, num_cores)) for spec in self._specs)
         config = msgspec.structs.replace(
-            host_config(settings.serve, specs, settings.hub, "ipc://unused"),
-            address=address, secret_key=secret, client_keys=(secrets.public_key,), front_end_pass=secrets.front_end_pass,
-            routing_secret=secrets.routing_secret,
+            host_config(settings.serve, specs, settings.hub, ""),
+            address=address, adapters_file="", secret_key=secret, client_keys=(secrets.public_key,),
+            front_end_pass=secrets.front_end_pass, routing_secret=secrets.routing_secret,
         )  # fmt: skip
         self._process = engine_process(config)
         self._process.start()

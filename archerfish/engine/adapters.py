@@ -68,10 +68,13 @@ class AdapterLibrary:
         self._names: dict[str, LoadedAdapter] = {}
         self._files: dict[int, dict[str, LoadedAdapter]] = {}  # by number and path: where its content can be read again
         self._numbers: dict[str, int] = {}  # by digest
+        self._ids: dict[str, int] = {}  # of the LoRARequests that adapters came with, by name
         self._content: OrderedDict[int, Adapter] = OrderedDict()  # in the machine's memory, the one used longest ago first
         self._lock = threading.RLock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="archerfish-adapters")
-        for name, path in lora_modules(config):
+        if config.lora_dir and not Path(config.lora_dir).expanduser().is_dir():
+            raise InvalidOptionError(f"[engine] lora_dir: there is no directory {config.lora_dir}.")
+        for name, path in config.lora_paths.items():
             self.load(name, path)
 
     @classmethod
@@ -110,13 +113,12 @@ class AdapterLibrary:
         """Read and check an adapter; from now on requests may name it. in_place: in place of the one of this name."""
         if not isinstance(name, str) or not name.strip():
             raise InvalidInputError(f"An adapter needs a name, not {name!r}.")
-        known = self._known(name)
-        if known is not None and not in_place:
-            if known.path == str(path):
-                return known
-            hint = "Unload it first, or load it in place (load_inplace)."
+        known, hint = self._known(name), "Unload it first, or load it in place (load_inplace)."
+        if known is not None and not in_place and known.path != str(path):
             raise InvalidInputError(f"There is an adapter {name!r} already, of {known.path}.", hint=hint)
         adapter = self._read(Path(path).expanduser())
+        if known is not None and not in_place and known.digest != adapter.digest:
+            raise InvalidInputError(f"There is an adapter {name!r} already, of what {known.path} was before.", hint=hint)
         with self._lock:
             number = self._numbers.setdefault(adapter.digest, len(self._numbers) + 1)
             found = LoadedAdapter(name, str(path), number, adapter.digest, adapter.rank, adapter.num_bytes)
@@ -166,7 +168,12 @@ class AdapterLibrary:
         name, path = getattr(wanted, "lora_name", None), getattr(wanted, "lora_path", None)
         if not isinstance(name, str):
             raise InvalidInputError(f"The adapter of a request must be a name or a LoRARequest, not {type(wanted).__name__}.")
-        return self.load(name, path, in_place=True) if path and not self._is_known(name, path) else self.find(name)
+        number = getattr(wanted, "lora_int_id", 0)  # as in vLLM, another one has the files read again
+        known = self._names.get(name)
+        if not path or (known is not None and (known.path, self._ids.get(name, number)) == (str(path), number)):
+            return self.find(name)
+        found, self._ids[name] = self.load(name, path, in_place=True), number
+        return found
 
     def allowed_path(self, path: str) -> Path:
         """A path that comes from outside: it must lie in lora_dir."""
@@ -188,9 +195,6 @@ class AdapterLibrary:
         if found is not None:
             self.slots.forget_error(found.number)  # whoever names it tries again
         return found
-
-    def _is_known(self, name: str, path: str) -> bool:
-        return name in self._names and self._names[name].path == str(path)
 
     def _on_demand(self, name: str) -> Path | None:
         is_plain = name == Path(name).name and name not in ("", ".", "..") and name.isprintable() and "\\" not in name
@@ -214,8 +218,15 @@ class AdapterLibrary:
                 raise AdapterError(f"{file.path} has changed since {file.name} was loaded.", hint="Load it again in place.")
             except (ArcherfishError, OSError):
                 if file is files[-1]:
+                    self._forget_changed(file)
                     raise
         raise AssertionError
+
+    def _forget_changed(self, file: LoadedAdapter) -> None:
+        """Of one that requests find in lora_dir, the next one that names it takes what lies there now."""
+        with self._lock:
+            if self._names.get(file.name) is file and str(self._on_demand(file.name)) == file.path:
+                del self._names[file.name]
 
     def _keep(self, number: int, adapter: Adapter) -> None:
         with self._lock:
@@ -256,14 +267,3 @@ class AdapterLibrary:
 def with_adapter(namespace: Namespace, adapter: LoadedAdapter) -> Namespace:
     """The namespace of a request's cached contexts: they are those of an adapter's content, whatever its name."""
     return namespace._replace(adapter=f"{namespace.adapter}+{adapter.digest}" if namespace.adapter else adapter.digest)
-
-
-def lora_modules(config: EngineConfig) -> list[tuple[str, str]]:
-    """Names and paths of the option."""
-    found = []
-    for entry in filter(None, (part.strip() for part in config.lora_modules.split(","))):
-        name, _, path = entry.partition("=")
-        if not name or not path:
-            raise InvalidOptionError(f"[engine] lora_modules: {entry!r} is not name=path.", hint="Separate several by commas.")
-        found.append((name, path))
-    return found

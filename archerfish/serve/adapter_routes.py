@@ -64,11 +64,15 @@ class AdapterRoutes:
     async def _change(self, body: UnloadBody, **change: Any) -> dict[str, Any]:
         if not self.is_allowed:
             raise UpdatesDisabledError("This server does not change its adapters while it runs.")
-        card = await self.catalog.find(body.model, "generation")
+        card, cards = await self.catalog.find(body.model, "generation"), await self.catalog.cards()
+        owner = next((card for card in cards for one in card.adapters or () if one.name == body.lora_name), None)
         if body.model is None:
-            card = next((one for one in await self.catalog.cards() if one.adapters is not None), card)
+            card = owner or next((one for one in cards if one.adapters is not None), card)
         if change["action"] == "load" and await self.catalog.is_model(body.lora_name):
             raise InvalidInputError(f"{body.lora_name!r} is the name of a model.", hint="Choose another lora_name.")
+        if change["action"] == "load" and owner is not None and owner.id != (card.parent or card.id):
+            hint = "Unload it first, or choose another lora_name."
+            raise InvalidInputError(f"{owner.id} has an adapter {body.lora_name!r}.", hint=hint)
         values = await self.catalog.report(
             ChangeAdapter(request_id="", model=card.parent or card.id, name=body.lora_name, **change)
         )

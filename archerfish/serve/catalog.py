@@ -49,6 +49,7 @@ REFRESH_S = 1.0  # an unknown name makes the catalog ask for the models again, b
 LONG_TEXT = 4096  # characters or tokens: work on more than this leaves the event loop
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 WORD_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
+MISFIT = "invalid_adapter"  # the code of the error for an adapter that does not fit a model
 
 
 class ContextLengthError(InvalidInputError):
@@ -290,36 +291,44 @@ class Catalog:
             cards = await self._refresh()
         card = self._by_name.get(name) or self._by_name.get(name.removesuffix(":latest"))  # as Ollama's clients write names
         tenant: Tenant | None = None if request is None else request.state.tenant
-        if card is None and (tenant is None or tenant.may_use(name)):
-            card = await self._find_adapter(name)
+        plain = name.removesuffix(":latest")
+        if card is None and (tenant is None or tenant.may_use(plain)):
+            card = await self._find_adapter(plain)
         if card is not None and tenant is not None and card.adapter is not None and not tenant.may_use(card.id):
             card = None  # it looks as if it were not here
         if card is None and self.accepts_any and kinds and request is not None:
             card = await self.find(None, *kinds)
             request.state.remarks.append(f"the model {name[:200]!r} is not served here: {card.id} answers")
         if card is None:
-            raise unserved_model(name, [one for card in cards for one in (card.id, *card.served_names)])
+            names = [one for card in cards for one in (card.id, *card.served_names)]
+            names += [one.name for card in cards for one in card.adapters or () if tenant is None or tenant.may_use(one.name)]
+            raise unserved_model(name, names)
         if kinds and card.kind not in kinds:
             raise InvalidParameterError(f"The model {name!r} does not serve this route; see GET /v1/models.", "model")
         return card
 
     async def _find_adapter(self, name: str) -> ModelCard | None:
-        """An adapter that lies in the directory of a model's adapters, which is loaded."""
+        """An adapter that lies in the directory of a model's adapters, which is loaded for the first model that it fits."""
+        refused: RemoteError | None = None
         for card in self._cards:
             if card.finds_adapters:
                 try:
                     await self.report(ChangeAdapter(request_id="", model=card.id, name=name))
                 except RemoteError as error:
-                    if error.code != NotFoundError.code:
+                    if error.code not in (NotFoundError.code, MISFIT):
                         raise
+                    refused = refused or (error if error.code == MISFIT else None)
                     continue
                 await self._refresh()
                 return self._by_name.get(name)
+        if refused is not None:
+            raise refused
         return None
 
     async def is_model(self, name: str) -> bool:
         """Whether a name is one of a model, and not of an adapter."""
-        return any(name in names_of(card.id, card.aliases) for card in await self.cards())
+        plain = name.removesuffix(":latest")
+        return any(plain in names_of(card.id, card.aliases) for card in await self.cards())
 
     async def find_text(self, name: str | None, *kinds: Kind, request: Request | None = None) -> ModelText:
         card = await self.find(name, *kinds, request=request)

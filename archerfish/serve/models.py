@@ -24,6 +24,7 @@ from archerfish.errors import InvalidInputError, OutOfMemoryError, ServiceError,
 from archerfish.kernels.machine import free_memory
 from archerfish.models.adapter import encoder_class
 from archerfish.models.config import Config
+from archerfish.serve.adapter_changes import load_adapters
 from archerfish.serve.compute import Lane, ModelHost, PendingRequest, attempt
 from archerfish.serve.hosted_encoder import HostedEncoder
 from archerfish.serve.hosted_llm import HostedLLM, card_of
@@ -228,7 +229,16 @@ def make_entry(spec: ModelSpec, hub: HubConfig, host: ModelHost) -> ModelEntry:
             is_shown = spec.loads == "start" and sys.stderr.isatty()
             with progress_bar(f"Loading {spec.model}", show=is_shown, transient=True) as bar:
                 options = EngineConfig(**spec.options)
-                engine = LLMEngine(options, hub=hub, executor=lane, text_thread=host.writer, progress=bar)
+                bare = options.replace(lora_modules="")
+                engine = LLMEngine(bare, hub=hub, executor=lane, text_thread=host.writer, progress=bar)
+            if engine.adapters is not None:
+                is_only = sum(bool(one.options.get("lora_modules")) for one in host.config.models) == 1
+                try:
+                    file = host.config.adapters_file
+                    load_adapters(engine.adapters, engine.model_name, options.lora_paths, file, is_only=is_only)
+                except BaseException:
+                    engine.close()
+                    raise
             in_background(engine.grammars.warm_up, "grammar-warm-up", daemon=True)
             return HostedLLM(engine, lane, host)
         config = EmbedConfig(**spec.options)

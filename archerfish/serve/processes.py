@@ -82,6 +82,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     secret_key: str = ""
     client_keys: tuple[str, ...] = ()
     api_keys_file: str = ""  # API keys and limits of tenants
+    adapters_file: str = ""  # where changes of adapters are kept for a process that is started again; empty: nowhere
     routing_secret: str = ""  # of the replicas of a service, whose front ends count the limits of tenants; "": the only one
     admission: dict[str, Any] = {}  # max_wait_s, max_prompt_tokens and max_output_tokens of OverloadController
     latency_budget_ms: float = 50.0  # duration of one job of embeddings

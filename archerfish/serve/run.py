@@ -29,6 +29,7 @@ from archerfish.serve.processes import FrontConfig, HostConfig, KeptProcess, Mod
 from archerfish.serve.replicas import RollingRestart, replica_processes
 from archerfish.serve.tenants import Tenants
 from archerfish.serve.tracing import needs_tracing
+from archerfish.serve.wire import names_of
 from archerfish.store.names import STORY_MODEL
 from archerfish.types import Progress, no_progress
 
@@ -59,7 +60,7 @@ def serve(
         shutil.rmtree(directory, ignore_errors=True)
 
     try:
-        host = host_config(config, specs, hub, f"ipc://{directory}/engine")
+        host = host_config(config, specs, hub, directory)
         with processes.stop_on_signals(kill), bind(config) as listener:
             kinds = fetch_models(specs, hub, progress)
             engines += replica_processes(host, config.replicas)
@@ -105,7 +106,8 @@ def wait_for_signal() -> None:
         threading.Event().wait()
 
 
-def host_config(config: ServeConfig, models: tuple[ModelSpec, ...], hub: HubConfig, address: str) -> HostConfig:
+def host_config(config: ServeConfig, models: tuple[ModelSpec, ...], hub: HubConfig, directory: str) -> HostConfig:
+    """directory: for what the processes of the service share."""
     secret_key = read_secret_key(config.zmq_key_file)
     if config.zmq_address.endswith((":*", ":0")):
         raise InvalidOptionError("[serve] zmq_address needs a port, which stays the same when the engine process is restarted.")
@@ -114,7 +116,8 @@ def host_config(config: ServeConfig, models: tuple[ModelSpec, ...], hub: HubConf
     if config.replicas > 1 and config.zmq_address:
         raise InvalidOptionError("[serve] zmq_address cannot be served by several replicas.", hint="Set replicas to 1.")
     return HostConfig(
-        address=address, open_address=config.zmq_address, models=models, hub=dataclasses.asdict(hub),
+        address=f"ipc://{directory}/engine", adapters_file=f"{directory}/adapters.json", open_address=config.zmq_address,
+        models=models, hub=dataclasses.asdict(hub),
         front_end_pass=secrets.token_urlsafe(32), secret_key=secret_key,
         routing_secret=secrets.token_urlsafe(32) if config.replicas > 1 else "",
         client_keys=tuple(key.strip() for key in config.zmq_client_keys.split(",") if key.strip()),
@@ -200,6 +203,11 @@ def models_of(
     if has_own_llm and engine.model == EngineConfig.model:
         add("generation", story_config(others), "demand")
     names = tuple(filter(None, map(str.strip, config.served_model_name.split(","))))
+    taken = {name for spec in found for name in names_of(spec.model, names)}
+    for name in engine.lora_paths:
+        if name in taken:
+            hint = "Give the adapter another name."
+            raise InvalidOptionError(f"[engine] lora_modules: {name!r} is the name of a model.", hint=hint)
     return (msgspec.structs.replace(found[0], served_names=names), *found[1:]) if found else ()
 
 
@@ -207,7 +215,7 @@ def story_config(engine: EngineConfig) -> EngineConfig:
     """The small model that archerfish contains. It is served in addition to the default model."""
     return engine.replace(
         model=STORY_MODEL, load_format="auto", max_model_len=STORY_TOKENS, block_size=STORY_BLOCK,
-        max_cache_tokens=STORY_TOKENS, memory_budget_gib=0.0, kv_dtype="auto",
+        max_cache_tokens=STORY_TOKENS, memory_budget_gib=0.0, kv_dtype="auto", enable_lora=False, lora_modules="", lora_dir="",
     )  # fmt: skip
 
 

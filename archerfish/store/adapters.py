@@ -7,8 +7,11 @@ configuration, with what to do instead.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from archerfish.errors import CallerError, CorruptFileError, did_you_mean
+from archerfish.errors import ArcherfishError, CallerError, CorruptFileError, did_you_mean
 from archerfish.kernels.adapters import Floats, LowRank, is_expert, plain_name
 from archerfish.kernels.stored import widened
 from archerfish.store.source import ModelSource, SourceTensor, read_json
@@ -30,9 +33,14 @@ REFUSED = {  # options of PEFT that change the result in ways that are not compu
     "trainable_token_indices": MERGE, "use_qalora": MERGE, "arrow_config": MERGE,
     "alora_invocation_tokens": "Activated LoRA begins within a prompt, which is not supported.",
 }
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # initialisations that change the model's own matrices
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that change the model's own matrices
 PART = re.compile(r"^(?P<module>.+)\.(?:lora_(?P<side>[AB])(?:\.\w+)?\.weight|lora_embedding_(?P<lookup>[AB])(?:\.\w+)?)$")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+FRONTS = ("", "model.", "model.language_model.")  # of a name, as regular expressions may mean it
+# Matching may take for ever, and no thread of this process would go on meanwhile.
+MATCH = "import json, re, sys; one, names = json.load(sys.stdin); print(json.dumps([n for n in names if re.fullmatch(one, n)]))"
+MATCH_S = 5.0
+COPIES = (".embed_tokens.base_layer.weight", "lm_head.base_layer.weight")  # of the model's matrices, which PEFT adds
 STACK = re.compile(r"^(?P<module>.+\.experts(?:\.base_layer)?)\.lora_(?P<side>[AB])(?:\.\w+)?\.weight$")
 EXPERT = re.compile(r"\.experts\.\d+\.(\w+)$")
 DOWN = ("down_proj", "w2")  # what the last map of an expert is called
@@ -81,14 +89,17 @@ def read_adapter(
     try:
         config = read_json(weights.parent / CONFIG)
         tensors = open_safetensors(weights) if weights.suffix == ".safetensors" else open_torch(weights)
-    except CorruptFileError as error:
-        raise AdapterError(error.message, hint="Copy or save the adapter again.") from error
+    except ArcherfishError as error:
+        hint = "Copy or save the adapter again." if isinstance(error, CorruptFileError) else error.hint
+        raise AdapterError(error.message, hint=hint) from error
     check_config(path, config)
+    tensors = [tensor for tensor in tensors if not is_copy(tensor, maps)]
     base = str(config.get("base_model_name_or_path") or "")
     found = match_tensors(path, split_stacks(path, tensors, maps, has_turns=kind == "gpt_oss"), maps, base)
     if not takes_experts and any(map(is_expert, found)):
         hint = "Start with lora_experts=True (--lora-experts), which takes memory for all experts in every slot."
         raise AdapterError(f"{path} adapts the experts of the model, for which slots have no room.", hint=hint)
+    config = with_names(path, config, [*maps, *dict.fromkeys(map(parameter_name, maps))])
     check_targets(path, config, found, maps)
     digest, matrices = hashlib.blake2b(digest_size=16), dict[str, LowRank]()
     highest = 0
@@ -101,7 +112,10 @@ def read_adapter(
         shape = maps[name]
         pair = found[name]
         down = read_matrix(path, pair["A"], (rank, shape.inputs), base)
-        up = read_matrix(path, pair["B"], (shape.outputs, rank), base) * np.float32(scale)
+        with np.errstate(over="ignore", invalid="ignore"):
+            up = read_matrix(path, pair["B"], (shape.outputs, rank), base) * np.float32(scale)
+        if not np.isfinite(up).all():
+            raise AdapterError(f"{path}: {name} has numbers that are not finite when multiplied with its scale, {scale}.")
         matrices[name] = LowRank(down, up)
         digest.update(f"{name} {down.shape} {up.shape}".encode())
         digest.update(down.tobytes())
@@ -135,9 +149,63 @@ def check_config(path: Path, config: Mapping[str, Any]) -> None:
     if start.lower().startswith(CHANGES_BASE):
         hint = "Save it with path_initial_model_for_weight_conversion, which makes it a plain LoRA."
         raise AdapterError(f"{path} was made with init_lora_weights={start!r}, which changes the base model too.", hint=hint)
-    for name, kinds in (("r", int), ("lora_alpha", (int, float))):
-        if not isinstance(config.get(name), kinds) or isinstance(config[name], bool) or config[name] <= 0:
-            raise AdapterError(f"{path}: {CONFIG} has {name}={config.get(name)!r}, which is not a positive number.")
+    numbers = {name: config.get(name) for name in ("r", "lora_alpha")}
+    for name in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(name) or {}
+        if not isinstance(patterns, dict):
+            raise AdapterError(f"{path}: {CONFIG} has {name}={patterns!r}, which maps no names to numbers.")
+        numbers |= {f"{name} of {key}": value for key, value in patterns.items()}
+    for name, value in numbers.items():
+        kinds = int if name.startswith("r") else (int, float)
+        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise AdapterError(f"{path}: {CONFIG} has {name}={value!r}, which is not a positive number.")
+    for key in ("target_modules", "exclude_modules", "target_parameters", "layers_to_transform"):
+        value = config.get(key)
+        wanted: type = int if key == "layers_to_transform" else str
+        if value is not None and not all(isinstance(one, wanted) for one in (value if isinstance(value, list) else [value])):
+            raise AdapterError(f"{path}: {CONFIG} has {key}={value!r}, which is no {wanted.__name__} and no list of them.")
+
+
+def with_names(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """A configuration with the names that its regular expressions mean, in place of these."""
+    found = dict(config)
+    for key in ("target_modules", "exclude_modules"):
+        if isinstance(config.get(key), str) and config[key] != "all-linear":
+            found[key] = matching(path, config[key], names)
+    for key in ("rank_pattern", "alpha_pattern"):
+        values: dict[str, float] = {}
+        for pattern, value in (config.get(key) or {}).items():
+            ends = [name for name in names if name == pattern or name.endswith(f".{pattern}")]
+            for name in ends or matching(path, rf"(?:.*\.)?(?:{pattern})", names):
+                values.setdefault(name, value)
+        found[key] = values
+    return found
+
+
+def matching(path: Path, pattern: str, names: Sequence[str]) -> list[str]:
+    """The names that a regular expression matches as a whole."""
+    full = {f"{front}{name}": name for name in names for front in FRONTS}
+    try:
+        re.compile(pattern)
+        arguments = [sys.executable, "-I", "-S", "-c", MATCH]
+        found = subprocess.run(
+            arguments, input=json.dumps([pattern, list(full)]), text=True, capture_output=True, timeout=MATCH_S, check=True
+        )
+    except (re.error, RecursionError, OverflowError) as error:
+        raise AdapterError(f"{path}: {CONFIG} has {pattern!r:.200}, which is no regular expression: {error}.") from error
+    except (subprocess.SubprocessError, OSError) as error:
+        message = f"{path}: the regular expression {pattern!r:.200} cannot be matched in {MATCH_S:g} s."
+        raise AdapterError(message, hint="Name the modules in a list.") from error
+    return list(dict.fromkeys(full[name] for name in json.loads(found.stdout)))
+
+
+def is_copy(tensor: SourceTensor, maps: Mapping[str, MapShape]) -> bool:
+    """Whether a tensor is the model's own embedding or head: it has the shape of that, and a LoRA beside it."""
+    if not tensor.info.name.endswith(COPIES):
+        return False
+    shape = maps.get(plain_name(tensor.info.name.removesuffix(".base_layer.weight")))
+    sizes = shape and ((shape.inputs, shape.outputs) if shape.is_lookup else (shape.outputs, shape.inputs))
+    return tuple(tensor.info.shape) == sizes
 
 
 def split_stacks(
@@ -269,9 +337,7 @@ def parameter_name(name: str) -> str:
 
 
 def is_named(targets: Any, name: str) -> bool:
-    """Whether a regular expression matches the whole name, or one of some names is the end of it."""
-    if isinstance(targets, str):
-        return any(re.fullmatch(targets, f"{front}{name}") is not None for front in ("", "model.", "model.language_model."))
+    """Whether one of some names is the end of a name."""
     return any(name == one or name.endswith(f".{one}") or plain_name(one) == name for one in targets)
 
 
@@ -279,18 +345,8 @@ def rank_and_scale(config: Mapping[str, Any], name: str) -> tuple[int, float]:
     """Of a linear map, where patterns may state others than the usual ones."""
     if is_expert(name) and config.get("target_parameters"):
         name = parameter_name(name)
-    rank = int(by_pattern(config.get("rank_pattern"), name, config["r"]))
-    alpha = float(by_pattern(config.get("alpha_pattern"), name, config["lora_alpha"]))
+    rank, alpha = config["rank_pattern"].get(name, config["r"]), config["alpha_pattern"].get(name, config["lora_alpha"])
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def by_pattern(patterns: Any, name: str, usual: float) -> float:
-    """The value of the first pattern that is the end of a name."""
-    fronts = [f"{front}{name}" for front in ("", "model.")]
-    for pattern, value in (patterns or {}).items():
-        if any(re.match(rf"(.*\.)?({pattern})$", full) for full in fronts):
-            return float(value)
-    return usual
 
 
 def read_matrix(path: Path, tensor: SourceTensor, shape: tuple[int, int], base: str) -> Floats:

@@ -148,6 +148,36 @@ def test_an_adapter_that_has_gone_ends_its_requests_alone(engine: LLMEngine, pla
     assert engine.generate([5, 6, 7], greedy(4), adapter="x")[0].finish_reason == "length", "whoever names it tries again"
 
 
+def test_files_that_are_saved_again(engine: LLMEngine, places: Path, adapted: dict[str, Any]) -> None:
+    """As training does it, under the same path: another number has them read again, as loading in place does."""
+    library, path = engine.adapters, places / "lora" / "again"
+    assert library is not None
+
+    def save(name: str) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(places / "lora" / name, path)
+
+    def answer(wanted: Any) -> list[int]:
+        return tokens(engine.generate([[5, 6, 7]], greedy(4), lora_request=wanted))[0]
+
+    one, other = (expected(adapted[name], [5, 6, 7], 4) for name in ("a0", "a3"))
+    save("a0")
+    assert answer(LoRARequest("again", 1, str(path))) == one != other
+    save("a3")
+    assert answer(LoRARequest("again", 1, str(path))) == one and answer(LoRARequest("again", 2, str(path))) == other
+    save("a0")
+    with pytest.raises(InvalidInputError, match=r"of what .* was before"):
+        library.load("again", path)
+    library.unload("again")
+    assert answer("again") == one, "found in lora_dir"
+    save("a3")
+    library._content.clear()
+    library.slots.clear()
+    assert engine.generate([5, 6, 7], greedy(4), adapter="again")[0].finish_reason == "error", "it has changed"
+    assert answer("again") == other, "the next request takes what lies there now"
+    shutil.rmtree(path)
+
+
 def test_those_that_wait_for_a_slot_leave_room_for_others(places: Path, adapted: dict[str, Any]) -> None:
     """However many wait for the adapter that has no slot, a request behind them that needs none begins at once."""
     with LLMEngine(str(places / "model"), **OPTIONS, max_loras=1, lora_dir=str(places / "lora")) as engine:
@@ -243,6 +273,8 @@ def test_paths_and_options_that_are_refused(places: Path, engine: LLMEngine, tmp
             library.find(name)
     with pytest.raises(InvalidOptionError):
         LLMEngine(str(places / "model"), **OPTIONS, lora_modules="a0")
+    with pytest.raises(InvalidOptionError, match="no directory /nowhere"):
+        LLMEngine(str(places / "model"), **OPTIONS, lora_dir="/nowhere")
     with LLMEngine(str(places / "model"), **{**OPTIONS, "enable_lora": False}) as plain:
         assert plain.runner.ops.adapters is None
         with pytest.raises(InvalidInputError, match="was started without adapters") as caught:

@@ -11,18 +11,27 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
+from starlette.requests import Request
 
+from archerfish.config import ServeConfig
 from archerfish.engine.adapters import AdapterLibrary
+from archerfish.engine.llm_engine import LLMEngine
+from archerfish.errors import ArcherfishError, InvalidInputError
+from archerfish.params import SamplingParams
 from archerfish.sequence import Namespace
+from archerfish.serve.adapter_changes import load_adapters
+from archerfish.serve.adapter_routes import AdapterRoutes, LoadBody, UnloadBody
+from archerfish.serve.catalog import Catalog
 from archerfish.serve.client import RemoteError
 from archerfish.serve.routing import namespace_of
 from archerfish.serve.tenants import ANONYMOUS, Tenants, add_key
-from archerfish.serve.wire import ChangeAdapter, GenerationRequest, Query
+from archerfish.serve.wire import ChangeAdapter, GenerationRequest, Query, Report
 from archerfish.store.adapters import MapShape, read_adapter
+from tests.engine.tiny_llama import tiny_config
 from tests.models.adapter_files import random_adapter
 
 from .client import LIMIT_S, PASS, error_of, serving
@@ -37,13 +46,15 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 @asynccontextmanager
-async def service(place: Path, keys: Path | None = None, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def service(
+    place: Path, keys: Path | None = None, adapters_file: str = "", **options: Any
+) -> AsyncIterator[httpx.AsyncClient]:
     """A tiny Llama with adapters `one` and `two` in its directory, the first of which is loaded."""
     for seed, name in enumerate(("one", "two"), 1):
         if not (place / "lora" / name).exists():
             (place / "lora").mkdir(exist_ok=True)
             random_adapter(place / "lora" / name, SHAPES, seed, std=2.0)
-    host = make_host(place, front_end_pass=PASS, api_keys_file=str(keys or ""))
+    host = make_host(place, front_end_pass=PASS, api_keys_file=str(keys or ""), adapters_file=adapters_file)
     loras: dict[str, Any] = {"max_loras": 1, "lora_dir": str(place / "lora"), "lora_modules": f"one={place / 'lora' / 'one'}"}
     add_llm(host, place, has_text=True, max_len=192, enable_lora=True, **loras)
     (place / "tiny" / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
@@ -129,6 +140,63 @@ async def test_load_unload_and_reload(tmp_path: Path) -> None:
         assert taken.status_code == 400 and "name of a model" in error_of(taken)["message"]
         for name in ("../lora/one", "lora/one", "nothing", "~nobody", "x" * 256):
             assert (await client.post("/v1/completions", json={**ASK, "model": name})).status_code == 404
+
+
+async def test_a_process_that_is_started_again_makes_the_changes_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = str(tmp_path / "adapters.json")
+    async with service(tmp_path, adapters_file=file) as client:
+        for change in ({"lora_name": "mine", "lora_path": "two"}, {"lora_name": "gone", "lora_path": "two"}):
+            assert (await client.post(LOAD, json=change)).status_code == 200
+        answer = await text(client, "mine")
+        for name in ("gone", "one"):
+            assert (await client.post(UNLOAD, json={"lora_name": name})).status_code == 200
+    modules = {"one": str(tmp_path / "lora" / "one")}
+    with LLMEngine(tiny_config(tmp_path / "tiny", enable_lora=True)) as engine:
+        assert engine.adapters is not None
+        load_adapters(engine.adapters, engine.model_name, modules, file, is_only=True)
+        assert [one.name for one in engine.adapters.list()] == ["mine"]
+        params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+        assert engine.generate(PROMPT, params, adapter="mine")[0].text == answer
+        load_adapters(engine.adapters, "another", {"bad": str(tmp_path / "tiny")}, file, is_only=False)
+        assert "another is served without the adapter bad" in caplog.text
+        with pytest.raises(ArcherfishError, match="adapter_model"):
+            load_adapters(engine.adapters, "another", {"bad": str(tmp_path / "tiny")}, file, is_only=True)
+
+
+class TwoModels:
+    """A backend of two models with adapters, of which the second takes what the first cannot."""
+
+    def __init__(self) -> None:
+        self.cards: list[dict[str, Any]] = [
+            {"id": name, "kind": "generation", "max_length": 9, "adapters": [], "finds_adapters": True} for name in ("a", "b")
+        ]
+        self.changes: list[tuple[str, str]] = []
+
+    async def ask(self, message: Any) -> Report:
+        if isinstance(message, ChangeAdapter):
+            self.changes.append((message.model, message.name))
+            if message.model == "a":
+                raise RemoteError("It does not fit.", code="invalid_adapter", status=400)
+            self.cards[1]["adapters"] = [{"name": message.name, "path": "/x", "digest": "1"}]
+        return Report(request_id="", values={"models": self.cards, "path": "/x", "rank": 4})
+
+
+async def test_adapters_of_several_models() -> None:
+    backend: Any = TwoModels()
+    catalog = Catalog(backend)
+    assert (await catalog.find("mine:latest", "generation")).parent == "b"
+    assert backend.changes == [("a", "mine"), ("b", "mine")]
+    routes, request = AdapterRoutes(catalog, ServeConfig(allow_lora_updates=True)), cast(Request, SimpleNamespace())
+    with pytest.raises(InvalidInputError, match="b has an adapter 'mine'"):
+        await routes.load(request, LoadBody.model_validate({"lora_name": "mine", "lora_path": "y", "model": "a"}))
+    with pytest.raises(InvalidInputError, match="name of a model"):
+        await routes.load(request, LoadBody.model_validate({"lora_name": "a:latest", "lora_path": "y"}))
+    await routes.unload(request, UnloadBody.model_validate({"lora_name": "mine"}))
+    assert backend.changes[-1] == ("b", "mine")
+    backend.cards[1]["finds_adapters"] = False
+    catalog.expire()
+    with pytest.raises(RemoteError, match="does not fit"):
+        await catalog.find("other", "generation")
 
 
 async def test_routers_look_for_contexts_of_the_content(tmp_path: Path) -> None:

@@ -74,7 +74,12 @@ async def test_card_is_complete_before_and_after_loading(tmp_path: Path) -> None
 
 
 async def test_story_model_is_loaded_on_demand(tmp_path: Path) -> None:
-    story = run.models_of(ServeConfig(kinds="generation"), EngineConfig(num_threads=1), EmbedConfig())[-1]
+    engine = EngineConfig(num_threads=1, lora_modules="mine=/a")
+    story = run.models_of(ServeConfig(kinds="generation"), engine, EmbedConfig())[-1]
+    assert not story.options["enable_lora"] and not story.options["lora_modules"], "its adapters are the other model's"
+    with pytest.raises(InvalidOptionError, match="'bar' is the name of a model"):
+        config = ServeConfig(kinds="generation", served_model_name="foo,bar")
+        run.models_of(config, engine.replace(lora_modules="bar=/a"), EmbedConfig())
     host = make_host(tmp_path, models=(tiny_spec(tmp_path / "tiny"), story))
     host.load_models()
     params = {"max_tokens": 12, "temperature": 0.0}

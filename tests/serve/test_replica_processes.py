@@ -106,11 +106,11 @@ def test_replicas_have_cards_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_options_of_replicas() -> None:
-    host = run.host_config(ServeConfig(replicas=2), (MODEL,), HubConfig(), "ipc:///a")
+    host = run.host_config(ServeConfig(replicas=2), (MODEL,), HubConfig(), "/a")
     assert len(host.routing_secret) > 30
-    assert run.host_config(ServeConfig(), (MODEL,), HubConfig(), "ipc:///a").routing_secret == ""
+    assert run.host_config(ServeConfig(), (MODEL,), HubConfig(), "/a").routing_secret == ""
     with pytest.raises(InvalidOptionError, match="zmq_address"):
-        run.host_config(ServeConfig(replicas=2, zmq_address="tcp://127.0.0.1:5555"), (MODEL,), HubConfig(), "ipc:///a")
+        run.host_config(ServeConfig(replicas=2, zmq_address="tcp://127.0.0.1:5555"), (MODEL,), HubConfig(), "/a")
 
 
 def test_child_has_its_cores_and_environment() -> None:

@@ -13,6 +13,7 @@ import torch
 from archerfish import LLMEngine, ModelConverter
 from archerfish.config import ConversionConfig
 from archerfish.errors import ArcherfishError
+from archerfish.store import adapters
 from archerfish.store.adapters import MapShape, read_adapter
 from tests.engine.tiny_llama import greedy, prompts, tokens
 from tests.models.adapter_files import random_adapter, save_adapter
@@ -65,6 +66,16 @@ def test_digest_is_of_what_is_computed(tmp_path: Path) -> None:
     assert read_adapter(save_adapter(tmp_path / "c", every(), lora_alpha=9, **Q), MAPS).digest != first.digest
 
 
+def test_copies_of_the_models_matrices_are_left_out(tmp_path: Path) -> None:
+    """As PEFT saves them beside adapters of heads and embeddings."""
+    tensors = {**tensors_of("lm_head"), f"{FRONT}lm_head.base_layer.weight": torch.zeros(30, 8)}
+    found = [
+        read_adapter(save_adapter(tmp_path / str(i), each, target_modules=["lm_head"]), MAPS)
+        for i, each in enumerate((tensors, tensors_of("lm_head")))
+    ]
+    assert found[0].digest == found[1].digest
+
+
 def changed(name: str, tensor: torch.Tensor | None) -> dict[str, torch.Tensor]:
     found = {**every(), **({} if tensor is None else {f"{FRONT}{name}": tensor})}
     if tensor is None:
@@ -81,6 +92,15 @@ REFUSED: list[tuple[dict[str, Any], dict[str, torch.Tensor], str]] = [
     ({"layer_replication": [[0, 1]]}, every(), "layer_replication"),
     ({"trainable_token_indices": [3]}, every(), "trainable_token_indices"), ({"peft_type": "LOHA"}, every(), "type LOHA"),
     ({"init_lora_weights": "pissa_niter_4"}, every(), "changes the base model"), ({"r": 0}, every(), "r=0"),
+    ({"lora_alpha": float("nan")}, every(), "lora_alpha=nan"), ({"lora_alpha": 1e308}, every(), "not finite when multiplied"),
+    ({"alpha_pattern": {"q_proj": float("inf")}}, every(), "alpha_pattern of q_proj=inf"),
+    ({"rank_pattern": [4]}, every(), "maps no names"), ({"rank_pattern": {"q_proj": 0}}, every(), "rank_pattern of q_proj=0"),
+    ({"rank_pattern": {"q_proj": "4"}}, every(), "q_proj='4'"), ({"target_modules": 5}, every(), "target_modules=5"),
+    ({"target_modules": [1, "q_proj"]}, every(), "target_modules=.1"), ({"exclude_modules": 3}, every(), "exclude_modules=3"),
+    ({"layers_to_transform": "x"}, every(), "transform='x'"), ({"target_modules": "(q_proj"}, every(), "no regular expr"),
+    ({"alpha_pattern": {"(.*.*.*.*.*.*.*.*)*X": 2}}, every(), "cannot be matched in 0.3 s"),
+    ({"init_lora_weights": "lora_ga"}, every(), "changes the base model"),
+    ({}, changed("lm_head.base_layer.weight", torch.zeros(31, 8)), "is no part of a LoRA"),
     ({"r": 5}, every(), r"has shape \(4, 8\); this model needs \(5, 8\)"), ({}, {}, "has no tensors"),
     ({"r": 9}, every(), "has rank 9, and the highest is 8"),
     ({}, changed(f"{NAME}.lora_B.weight", None), "has no matrix B"),
@@ -97,7 +117,10 @@ REFUSED: list[tuple[dict[str, Any], dict[str, torch.Tensor], str]] = [
 
 
 @pytest.mark.parametrize(("config", "tensors", "message"), REFUSED, ids=[entry[2][:30] for entry in REFUSED])
-def test_what_is_refused(tmp_path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], message: str) -> None:
+def test_what_is_refused(
+    tmp_path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "MATCH_S", 0.3)
     path = save_adapter(tmp_path / "x", tensors, base_model_name_or_path="org/base", **{**Q, **config})
     with pytest.raises(ArcherfishError, match=message):
         read_adapter(path, MAPS, max_rank=8)
