@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import CompletionOutput
@@ -59,8 +60,10 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-def beam_search(engine: LLMEngine, prompts: Sequence[Sequence[int]], params: BeamSearchParams) -> list[BeamSearchOutput]:
-    """The best continuations of each prompt. A beam that ends makes room for another one."""
+def beam_search(
+    engine: LLMEngine, prompts: Sequence[Sequence[int]], params: BeamSearchParams, adapter: Any = None
+) -> list[BeamSearchOutput]:
+    """The best continuations of each prompt, with an adapter if one is named. A beam that ends makes room for another one."""
     facts, width = engine.facts, params.beam_width
     stops = engine.tokenizer.eos_token_ids if engine.tokenizer else facts.end_token_ids
     ends = frozenset() if params.ignore_eos else frozenset(stops)
@@ -72,7 +75,8 @@ def beam_search(engine: LLMEngine, prompts: Sequence[Sequence[int]], params: Bea
         running = [place for place, some in enumerate(beams) if some and len(some[0].tokens) < facts.max_len]
         if not running:
             break
-        answers = iter(LLMEngine.generate(engine, [beam.tokens for place in running for beam in beams[place]], one_token))
+        tokens = [beam.tokens for place in running for beam in beams[place]]
+        answers = iter(LLMEngine.generate(engine, tokens, one_token, lora_request=adapter))
         for place in running:
             grown = [one for beam in beams[place] for one in grow(beam, next(answers).outputs[0], ends)]
             ended[place] += [beam for beam in grown if beam.finish_reason]

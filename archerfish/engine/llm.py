@@ -81,11 +81,13 @@ class LLM(LLMEngine):
         params = [self.chat_template.stopping(one or self.get_default_sampling_params()) for one in given]
         return split_reasoning(self, self.generate(prompts, params, use_tqdm=use_tqdm, **options), params)
 
-    def beam_search(self, prompts: Any, params: BeamSearchParams, use_tqdm: bool = False) -> list[BeamSearchOutput]:
+    def beam_search(
+        self, prompts: Any, params: BeamSearchParams, lora_request: Any = None, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
         """The likeliest continuations of each prompt, best first."""
         plain = plain_prompts(prompts)
         many = [plain] if isinstance(plain, str) or is_token_ids(plain) else plain
-        return beam_search(self, [self.requests.tokenize(prompt) for prompt in many], params)
+        return beam_search(self, [self.requests.tokenize(prompt) for prompt in many], params, lora_request)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from archerfish import LLM, LLMEngine, LoRARequest
+from archerfish.engine.beam_search import BeamSearchParams
 from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError, NotFoundError, StoppedError
 from archerfish.sched.plan import MAX_OVERTAKEN
 from tests.cache.invariants import check_slots
@@ -249,6 +250,9 @@ def test_names_of_vllm(places: Path, adapted: dict[str, Any]) -> None:
         found = tokens(llm.generate(many, greedy(4), lora_request=[requests[0], None]))
         assert found == [expected(adapted["a0"], many[0], 4), expected(adapted[""], many[1], 4)]
         assert tokens(llm.generate(many, greedy(4), lora_request=requests[1])) == [expected(adapted["a1"], p, 4) for p in many]
+        params = BeamSearchParams(beam_width=1, max_tokens=3, ignore_eos=True)
+        [beams] = llm.beam_search([{"prompt_token_ids": many[0]}], params, requests[0])
+        assert beams.sequences[0].tokens[-3:] == expected(adapted["a0"], many[0], 3)
         llm.sleep(2)
         for request in (requests[1], LoRARequest("a2", 3, str(places / "lora" / "a2"))):
             with pytest.raises(StoppedError, match="sleeps"):
