@@ -282,7 +282,7 @@ class ArrowEngine(Closing):
             raise UnsupportedModelError(f"{self.model_name} has no labels: it embeds texts.", hint="Use encode().")
         self._check_pairs(texts, allows_texts=True)
         rows = self.compute(self._tokenize(texts), is_raw=True)
-        return rows if is_raw else text_batches.ACTIVATIONS[self.label_activation](rows)
+        return rows if is_raw else text_batches.ACTIVATIONS[self.core.label_activation](rows)
 
     def tokenize(self, texts: Sequence[EmbedInput | tuple[str, str]], *, prompt_name: str | None = None) -> list[TokenizedText]:
         """Check and tokenise texts, lists of ids, or a cross-encoder's texts and pairs.
@@ -334,7 +334,7 @@ class ArrowEngine(Closing):
             progress(num_finished, num_texts, "")
         if self.watcher is not None and num_inputs:
             self.watcher(num_inputs, time.perf_counter() - started)
-        return text_batches.ACTIVATIONS[self.activation](out) if self.is_cross_encoder and not is_raw else out
+        return text_batches.ACTIVATIONS[self.core.activation](out) if self.is_cross_encoder and not is_raw else out
 
     def count_tokens(self, texts: Sequence[EmbedInput | tuple[str, str]]) -> list[int]:
         """Tokens that each text costs after truncation."""
@@ -398,31 +398,6 @@ class ArrowEngine(Closing):
             return list(texts)
         given = [prompt + text if isinstance(text, str) else tuple(text) for text in texts]
         return [text.lower() if isinstance(text, str) else text for text in given] if is_lowered else given
-
-    @property
-    def _stated_activation(self) -> str:
-        values = self.core.config.values
-        stated = values.get("sentence_transformers") or {}
-        name = stated.get("activation_fn") or values.get("sbert_ce_default_activation_function") or ""
-        return str(name).rpartition(".")[2].lower()
-
-    @property
-    def activation(self) -> str:
-        """Of scores: what the files name, else a sigmoid when there is one label, as in sentence-transformers."""
-        name = self._stated_activation or ("sigmoid" if self.core.config.num_labels == 1 else "identity")
-        if name not in text_batches.ACTIVATIONS:
-            hint = f"Known: {', '.join(text_batches.ACTIVATIONS)}."
-            raise UnsupportedModelError(f"{self.model_name} has scores with the activation {name!r}.", hint=hint)
-        return name
-
-    @property
-    def label_activation(self) -> str:
-        """Of the scores of labels, where probabilities are wanted: as transformers chooses it, if the files name none."""
-        kind = self.core.config.values.get("problem_type")
-        chosen = {"multi_label_classification": "sigmoid", "regression": "identity"}.get(kind or "")
-        if chosen and not self._stated_activation:
-            return chosen
-        return "softmax" if self.activation == "identity" else self.activation
 
     def _tokenize(self, inputs: Sequence[EmbedInput | tuple[str, str]]) -> list[TokenizedText]:
         if self.core.config.score_token_ids:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.config import EmbedConfig, HubConfig
+from archerfish.engine.text_batches import ACTIVATIONS
 from archerfish.errors import StoppedError, UnsupportedModelError
 from archerfish.kernels.batches import Segments
 from archerfish.kernels.encoding import EncoderInputs
@@ -150,6 +151,31 @@ class InferenceCore:
             for output in self.outputs for is_scaled in (False, True)
         }  # fmt: skip
         self._recording = threading.Lock()  # held from filling the inputs until the results are being copied to the host
+
+    @property
+    def _stated_activation(self) -> str:
+        values = self.config.values
+        stated = values.get("sentence_transformers") or {}
+        name = stated.get("activation_fn") or values.get("sbert_ce_default_activation_function") or ""
+        return str(name).rpartition(".")[2].lower()
+
+    @property
+    def activation(self) -> str:
+        """Of scores: what the files name, else a sigmoid when there is one label, as in sentence-transformers."""
+        name = self._stated_activation or ("sigmoid" if self.config.num_labels == 1 else "identity")
+        if name not in ACTIVATIONS:
+            hint = f"Known: {', '.join(ACTIVATIONS)}."
+            raise UnsupportedModelError(f"A classifier's activation {name!r} is not supported.", hint=hint)
+        return name
+
+    @property
+    def label_activation(self) -> str:
+        """Of the scores of labels, where probabilities are wanted: as transformers chooses it, if the files name none."""
+        kind = self.config.values.get("problem_type")
+        chosen = {"multi_label_classification": "sigmoid", "regression": "identity"}.get(kind or "")
+        if chosen and not self._stated_activation:
+            return chosen
+        return "softmax" if self.activation == "identity" else self.activation
 
     def close(self) -> None:
         """Refuse further work and give the memory of the weights back."""

@@ -219,7 +219,7 @@ class EncoderLLM(LLM):
             raise UnsupportedModelError(f"{self.model_name} embeds texts: it has no labels.", hint="Use embed().")
         tokenized = encoder.tokenize(self._texts(prompts, options))
         rows = encoder.compute(tokenized, is_raw=True)
-        return self._results(tokenized, ACTIVATIONS[encoder.label_activation](rows))
+        return self._results(tokenized, ACTIVATIONS[encoder.core.label_activation](rows))
 
     def get_tokenizer(self) -> Tokenizer:
         return self.encoder.tokenizer  # type: ignore[return-value]

@@ -253,7 +253,7 @@ class HostedEncoder:
             request, given = encoding.request, encoding.rows
             row_counts = list(map(len, given)) if isinstance(given, list) else []
             found = np.concatenate(given) if isinstance(given, list) else given
-            found = ACTIVATIONS[self.engine.label_activation](found) if encoding.as_probabilities else found
+            found = ACTIVATIONS[self.engine.core.label_activation](found) if encoding.as_probabilities else found
             found = np.ascontiguousarray(found, dtype="<f4")
             now, collector = self._clock(), self._host.figures
             collector.embedded(self.name, now - request.arrived, collector.tenant_label(request.tenant.name))

@@ -50,13 +50,13 @@ class WordEncoder:
     """Vectors that depend on words alone. `jobs` has the texts of every pass; a pass waits for `gate`; `poison` breaks one."""
 
     def __init__(self, name: str = "words", *, is_cross_encoder: bool = False) -> None:
-        self.model_name, self.is_cross_encoder, self.label_activation = name, is_cross_encoder, "softmax"
+        self.model_name, self.is_cross_encoder = name, is_cross_encoder
         self.jobs: list[list[str]] = []
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Semaphore(0)
         self.is_closed = False
-        self.core = SimpleNamespace(ops=SimpleNamespace(compile_counts=dict))
+        self.core = SimpleNamespace(ops=SimpleNamespace(compile_counts=dict), label_activation="softmax")
         self._words: list[str] = [""]
 
     def tokenize(self, texts: Sequence[Any], *, prompt_name: str | None = None) -> list[TokenizedText]:

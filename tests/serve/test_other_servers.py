@@ -35,7 +35,7 @@ class Moods(WordEncoder):
 
     def __init__(self, directory: Path, label_activation: str = "softmax") -> None:
         super().__init__("fake/moods", is_cross_encoder=True)
-        self.directory, self.label_activation = directory, label_activation
+        self.directory, self.core.label_activation = directory, label_activation
         config = {"id2label": {"0": "sad", "1": "glad", "2": "bored"}}
         (directory / "metadata.json").write_text(json.dumps({"config": config}))
 
