@@ -189,7 +189,9 @@ class EngineConfig(Options):
     )
     quantization: str = option("", "What the checkpoint's files say of its quantisation, to be checked; empty: as they say.")
     load_format: str = option("auto", "The model's weights, or random ones for measuring.", choices=("auto", "dummy"))
-    max_model_len: int = option(0, "Longest sequence, prompt and output; 0: the limit of the model, without the long factors of longrope.", minimum=0)
+    max_model_len: int = option(
+        0, "Longest sequence, prompt and output; 0: the model's limit, without the long factors of longrope.", minimum=0
+    )
     max_num_seqs: int = option(256, "Most sequences that run at once.", minimum=1, maximum=65536)
     max_batch_size: int = option(0, "Another name of max_num_seqs; 0: not given.", minimum=0, maximum=65536)
     max_concurrent_requests: int = option(
