@@ -66,16 +66,23 @@ ENCODERS: dict[str, str | type[Any]] = {
 # Of architectures that are not supported: what is nearest by structure where the name does not say so, and those whose layers
 # keep both keys and recurrent states.
 NEAREST = {
-    "apertus": "qwen3", "arcee": "llama", "baichuan": "llama", "bloom": "gpt2", "ernie4_5": "glm", "falcon": "cohere",
-    "gptj": "cohere", "gpt_neox": "starcoder2", "helium": "glm", "internlm2": "llama", "minicpm": "granite", "mpt": "gpt2",
-    "nemotron": "starcoder2", "olmo": "llama", "opt": "gpt2", "phi": "cohere", "seed_oss": "qwen2", "stablelm": "starcoder2",
+    "apertus": "qwen3", "arcee": "llama", "baichuan": "llama", "bloom": "gpt2", "chatglm": "glm", "data2vec-text": "roberta",
+    "diffllama": "llama", "electra": "bert", "ernie": "bert", "ernie4_5": "glm", "exaone": "llama", "falcon": "cohere",
+    "gpt_bigcode": "gpt2", "gpt_neo": "gpt2", "gpt_neox": "starcoder2", "gptj": "cohere", "helium": "glm",
+    "hunyuan_v1_dense": "qwen3", "internlm": "llama", "internlm2": "llama", "internlm3": "llama", "minicpm": "granite",
+    "mpt": "gpt2", "nemotron": "starcoder2", "olmo": "llama", "opt": "gpt2", "orion": "llama", "phi": "cohere",
+    "phimoe": "mixtral", "qwen": "llama", "qwen2_5_omni": "qwen2", "qwen2_audio": "qwen2", "seed_oss": "qwen2",
+    "stablelm": "starcoder2", "yi": "llama",
 }  # fmt: skip
 HYBRIDS = frozenset({
     "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid",
     "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "zamba", "zamba2",
 })  # fmt: skip
 REFUSED = {  # what is missing for a model_type
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "It attends over compressed keys (MLA), which are not supported."),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3", "mistral4"),
+        "It attends over compressed keys (MLA), which are not supported.",
+    ),
 }
 DECODER_ENCODER = "archerfish.models.decoder_encoder:DecoderEncoder"
 ENTRY_POINTS = "archerfish.models"  # the group; an entry point's name is a model_type, its value an adapter class

@@ -74,11 +74,12 @@ class FastTokenizer:
     def __init__(self, tokenizer_path: str | Path, max_length: int = 512) -> None:
         file = find_tokenizer(Path(tokenizer_path))
         self._base: RustTokenizer = open_tokenizer(file)
-        add_end(self._base, read_settings(file.parent / "tokenizer_config.json"))
-        self.max_length = max_length
-        self._base.enable_truncation(max_length)
+        settings = read_settings(file.parent / "tokenizer_config.json")
+        add_end(self._base, settings)
+        self.max_length, self._side = max_length, "left" if settings.get("truncation_side") == "left" else "right"
+        self._base.enable_truncation(max_length, direction=self._side)
         self._by_length: dict[int, RustTokenizer] = {self.max_length: self._base}
-        self._chunks = ChunkTokenizer.of(self._base, max_length)
+        self._chunks = ChunkTokenizer.of(self._base, max_length) if self._side == "right" else None
 
     def tokenize(self, texts: Sequence[Text], max_length: int | None = None) -> list[TokenizedText]:
         """Texts or pairs of texts, cut to max_length tokens, with the model's special tokens."""
@@ -132,7 +133,7 @@ class FastTokenizer:
             if max_length <= num_special:
                 raise InvalidInputError(f"max_length is {max_length}, but the special tokens alone are {num_special}.")
             found = copy.deepcopy(self._base)
-            found.enable_truncation(max_length)
+            found.enable_truncation(max_length, direction=self._side)
             self._by_length[max_length] = found
         return found
 

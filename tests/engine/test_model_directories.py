@@ -125,3 +125,14 @@ def test_end_tokens_that_only_the_tokenizer_config_asks_for(has_bos: bool, tiny_
     assert short == [*first, *words, end] and long == [*first, *[words[0]] * (23 - len(first)), end]
     assert pair == [*first, words[0], end, *first, words[1], end]
     np.testing.assert_allclose(engine.encode("the cat"), engine.encode([short])[0], atol=1e-6)
+
+
+def test_texts_that_are_cut_at_their_beginning(tiny_model: Any, hub: HubConfig) -> None:
+    path = tiny_model()
+    settings = path / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "truncation_side": "left"}))
+    peer, engine = SentenceTransformer(str(path), device="cpu"), ArrowEngine(path, dtype="float32", hub=hub)
+    text = "the cat " * 20 + "sat on a mat"
+    np.testing.assert_allclose(engine.encode([text, "the cat"]), peer.encode([text, "the cat"]), atol=2e-5)
+    ids = engine.tokenizer.tokenize([text])[0].token_ids
+    assert len(ids) == 24 and engine.tokenizer.decode(ids.tolist()).endswith("mat")
