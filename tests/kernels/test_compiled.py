@@ -20,7 +20,7 @@ SCALARS = {"eps": "fp32", "scale": "fp32", "ids": "*i64", "previous": "*i64", "t
 SCALARS |= {"cap": "fp32", "window": "i32"}
 FACTORS = ("norm", "norm_bias", "factors")
 
-def build(kernel, fixed, types, other="bf16", num_warps=1):
+def build(kernel, fixed, types, other="bf16", num_warps=1, num_stages=3):
     names = kernel.arg_names
     fixed = {name: None for name in names if name.endswith(("scales", "sinks")) and name not in types} | fixed
     known = {name: "i32" for name in names if name.startswith("num_") or name.endswith("_stride")}
@@ -29,7 +29,7 @@ def build(kernel, fixed, types, other="bf16", num_warps=1):
     places = {(names.index(name),): value for name, value in fixed.items()}
     pointers = [(names.index(name),) for name in names if signature[name].startswith("*") or name.endswith("_stride")]
     source = ASTSource(kernel, signature, places, {place: [["tt.divisibility", 16]] for place in pointers})
-    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps, "num_stages": num_stages})
 """
 PRODUCTS = """
 from archerfish.kernels.triton.products import multiply_rows_kernel as kernel
@@ -155,7 +155,8 @@ for rank in (16, 256):
     up = {"outputs": 6144, "num_splits": 4, "block": rank, "tile": 128}
     stacked = {**both, **up, "gate": "none", "end0": 4096, "end1": 5120, "end2": 6144}
     gated = {**both, **up, "gate": "silu", "end0": 3072, "end1": 6144, "end2": 6144, "num_inner": 2 * rank}
-    for each in (down, *(build(expand_kernel, every, kinds) for every in (stacked, gated))):
+    stages = 3 if rank < 256 else 1
+    for each in (down, *(build(expand_kernel, every, kinds, num_stages=stages) for every in (stacked, gated))):
         assert each.metadata.shared < 200_000 and ".b16" not in "".join(
             line for line in each.asm["ptx"].splitlines() if "ld.global" in line or "st.global" in line
         )

@@ -46,11 +46,11 @@ def load_chunk(order, chunk_slots, chunk_firsts, chunk_counts, ranks, rows: tl.c
 
 @triton.jit(do_not_specialize=["num_rows"])
 def shrink_kernel(
-    x, down, ranks, order, chunk_slots, chunk_firsts, chunk_counts, inner, num_rows, x_stride, per_row, width: tl.constexpr,
+    x, down, ranks, order, chunk_slots, chunk_firsts, chunk_counts, inner, num_rows, num_each, x_stride, width: tl.constexpr,
     max_rank: tl.constexpr, num_inner: tl.constexpr, split: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
     columns: tl.constexpr, is_early: tl.constexpr,
 ):
-    """inner: (splits, rows, parts * most rank). per_row: rows that have the same row of x."""
+    """inner: (splits, rows, parts * most rank). num_each: rows that have the same row of x."""
     follow(is_early)
     slot, rank, count, row = load_chunk(order, chunk_slots, chunk_firsts, chunk_counts, ranks, rows)
     if rank == 0:
@@ -66,7 +66,7 @@ def shrink_kernel(
         is_column = column < width
         a = tl.load(lines + column[None, :], mask=is_number[:, None] & is_column[None, :], other=0.0)
         values = tl.load(
-            x + (row // per_row)[:, None] * x_stride + column[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0
+            x + (row // num_each)[:, None] * x_stride + column[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0
         )
         total += tl.dot(values.to(a.dtype), tl.trans(a), input_precision="ieee")
     place = (tl.program_id(2) * num_rows + row)[:, None] * num_inner + number[None, :]
@@ -250,8 +250,9 @@ class TritonAdapters(TorchAdapters):
         inner = torch.empty((cdiv(width, split), num, num_inner), device=x.device)
         stage_bytes = (chunks.size + block) * COLUMNS * x.element_size()
         shrink_kernel[(len(chunks.slots), cdiv(num_inner, block), len(inner))](
-            x, table.down, table.ranks, chunks.order, chunks.slots, chunks.firsts, chunks.counts, inner, num, x.stride(0),
-            max(1, num // max(1, len(x))), width=width, max_rank=most, num_inner=num_inner, split=split, rows=chunks.size,
-            block=block, columns=COLUMNS, num_warps=4, num_stages=most_stages(x, stage_bytes), **early_start(x.device),
+            x, table.down, table.ranks, chunks.order, chunks.slots, chunks.firsts, chunks.counts, inner, num,
+            max(1, num // max(1, len(x))), x.stride(0), width=width, max_rank=most, num_inner=num_inner, split=split,
+            rows=chunks.size, block=block, columns=COLUMNS, num_warps=4, num_stages=most_stages(x, stage_bytes),
+            **early_start(x.device),
         )
         return inner
