@@ -16,18 +16,17 @@ import numpy as np
 
 from archerfish.background import finish_before_fork, in_background
 from archerfish.config import EmbedConfig, HubConfig
-from archerfish.engine import text_batches
+from archerfish.engine import text_batches, token_vectors
 from archerfish.engine.inference_core import InferenceCore, Output, Vectors, load_tensors, locate
 from archerfish.engine.progress import progress_bar
 from archerfish.engine.text_batches import EmbedInput, RerankResult, is_text, pack, plan_batches
-from archerfish.engine.token_vectors import TokenVectors, compute_token_vectors, scores_of
 from archerfish.errors import InvalidInputError, InvalidOptionError, StoppedError, UnsupportedModelError, did_you_mean
 from archerfish.kernels.pool import ComputePool, compute_pool
 from archerfish.kernels.select import import_torch, log_device
 from archerfish.store.loader import WeightLoader
 from archerfish.text.tokenizer import FastTokenizer, Text, TokenizedText, are_strings, read_settings, stated_max_length
 from archerfish.types import Closing, Progress, no_progress
-from archerfish.util import Precision, is_vectors, similarities
+from archerfish.util import Precision, is_vectors
 
 if TYPE_CHECKING:
     import torch
@@ -113,7 +112,7 @@ class ArrowEngine(Closing):
 
     @cached_property
     def tokenizer(self) -> FastTokenizer:
-        return FastTokenizer(self.directory / "tokenizer", self._max_length)
+        return FastTokenizer(self.directory / "tokenizer", self._max_length, self.embedding.get("markers") or ())
 
     @cached_property
     def pair_prompt(self) -> PairPrompt:
@@ -152,6 +151,11 @@ class ArrowEngine(Closing):
     def get_max_seq_length(self) -> int:
         return self._max_length
 
+    def most_tokens(self, prompt_name: str | None = None) -> int:
+        """The number of tokens at which a text with a prompt of the model is cut: late-interaction models have their own."""
+        stated = token_vectors.most_tokens(self, prompt_name)
+        return min(stated, self.config.max_length or self.core.max_positions) if stated else self._max_length
+
     def encode(
         self, texts: str | Iterable[EmbedInput], batch_size: int = 32, show_progress: bool = False, *,
         normalize: bool | None = None, prompt_name: str | None = None, prompt: str | None = None,
@@ -186,10 +190,12 @@ class ArrowEngine(Closing):
             import_torch()
         text_batches.remark_device(device, self.core.device)
         if (output := output or self.core.output) != "dense":
-            tokenized = self._tokenize(self._prepare(many, prompt_name, prompt))
-            text_batches.remark_cuts(self, tokenized)
+            tokenized = self._tokenize(self._prepare(many, prompt_name, prompt), prompt_name)
+            text_batches.remark_cuts(self, tokenized, prompt_name)
             rows = self.compute_tokens(tokenized, output, batch_size=batch_size, is_query=prompt_name == "query")
-            return text_batches.one_or_all(texts, rows)
+            as_tensors = convert_to_tensor or not convert_to_numpy
+            shown = token_vectors.shown_as(rows, as_tensors=as_tensors, truncate_dim=truncate_dim, precision=precision)
+            return text_batches.one_or_all(texts, shown)
         inputs, is_normal = self._prepare(many, prompt_name, prompt), normalize_embeddings or normalize
         with progress_bar("Encoding", show=show_progress if show_progress_bar is None else show_progress_bar) as progress:
             if output_value == "token_embeddings":
@@ -209,8 +215,7 @@ class ArrowEngine(Closing):
 
     def encode_document(self, *texts: Any, **options: Any) -> Any:
         """`encode` with the model's prompt for documents, if it has one: "document", "passage" or "corpus"."""
-        name = next((name for name in ("document", "passage", "corpus") if self.prompts.get(name)), "document")
-        return self.encode(*texts, **{"prompt_name": name, **options})
+        return self.encode(*texts, **{"prompt_name": token_vectors.document_prompt(self.prompts), **options})
 
     def encode_batch(self, texts: Sequence[EmbedInput], normalize: bool | None = True) -> Vectors:
         """(n, dim) vectors of a list of texts, of length 1 unless normalize is false."""
@@ -230,18 +235,18 @@ class ArrowEngine(Closing):
         (`similarity_fn_name`), and the result is a tensor, as in sentence-transformers; without torch an array.
         """
         if is_vectors(a) and is_vectors(b):
-            return similarities(self.similarity_fn_name)[0](a, b)
+            return token_vectors.compare(self, a, b)
         if is_vectors(a) or is_vectors(b):
             raise InvalidInputError("similarity() takes texts or vectors, not both.", hint="Encode the texts first.")
         left, right = ([x] if isinstance(x, str) else list(x) for x in (a, b))
         if self.core.output != "dense":
-            return scores_of(self.encode(left, prompt_name="query"), self.encode(right))
+            return token_vectors.scores_of(self.encode_query(left), self.encode_document(right), self.similarity_fn_name)
         vectors = self.encode([*left, *right], self.config.max_batch_size, normalize=True)
         return vectors[: len(left)] @ vectors[len(left) :].T
 
     def similarity_pairwise(self, a: Any, b: Any) -> Any:
         """Similarity of each vector of a with the vector of b in the same place, as a tensor."""
-        return similarities(self.similarity_fn_name)[1](a, b)
+        return token_vectors.compare(self, a, b, is_pairwise=True)
 
     def rerank(self, query: str, documents: Sequence[str], top_k: int | None = None) -> list[RerankResult]:
         """Documents by relevance to the query, best first: by a cross-encoder's score, or by cosine with an embedding model."""
@@ -293,16 +298,16 @@ class ArrowEngine(Closing):
             self._check_pairs(texts, allows_texts=True)
             return self._tokenize(texts)
         self.check_texts(texts)
-        return self._tokenize(self._prepare(texts, prompt_name))
+        return self._tokenize(self._prepare(texts, prompt_name), prompt_name)
 
     def compute_tokens(
         self, texts: Sequence[TokenizedText], output: Output, *, batch_size: int | None = None, is_query: bool = False
-    ) -> TokenVectors:
+    ) -> token_vectors.TokenVectors:
         """Sparse vectors or vectors of tokens, of tokenised texts."""
         self._check_open(output)
         max_tokens = self._batch_tokens(batch_size or self.config.max_batch_size)
         is_normal = self.core.output == "dense" or self._is_scaled(None)
-        return compute_token_vectors(self, texts, max_tokens, output, normalize=is_normal, is_query=is_query)
+        return token_vectors.compute_token_vectors(self, texts, max_tokens, output, normalize=is_normal, is_query=is_query)
 
     def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = None, *, is_raw: bool = False) -> Vectors:
         """(n, dim) vectors of tokenised texts, or (n, labels) scores of tokenised pairs, in their order. is_raw: scores
@@ -399,23 +404,26 @@ class ArrowEngine(Closing):
         given = [prompt + text if isinstance(text, str) else tuple(text) for text in texts]
         return [text.lower() if isinstance(text, str) else text for text in given] if is_lowered else given
 
-    def _tokenize(self, inputs: Sequence[EmbedInput | tuple[str, str]]) -> list[TokenizedText]:
+    def _tokenize(
+        self, inputs: Sequence[EmbedInput | tuple[str, str]], prompt_name: str | None = None
+    ) -> list[TokenizedText]:
         if self.core.config.score_token_ids:
             pairs = [item if isinstance(item, tuple) else ("", item) for item in inputs]
             return self.pair_prompt.tokenize(pairs, self._max_length)
         texts: Sequence[Text] = inputs if are_strings(inputs) else [item for item in inputs if is_text(item)]
-        tokenized = self.tokenizer.tokenize(texts, self._max_length)
+        most = self.most_tokens(prompt_name)
+        tokenized = self.tokenizer.tokenize(texts, most)
         if not self._uses_types:
             tokenized = [text._replace(type_ids=None) for text in tokenized]
         if len(texts) < len(inputs):
-            read, most = iter(tokenized), self._max_length
+            read = iter(tokenized)
             tokenized = [
                 next(read) if is_text(item) else TokenizedText(np.array(item[:most], np.int64), is_cut=len(item) > most)
                 for item in inputs
             ]
         if self.core.head is not None and self.core.head.pooling == "lasttoken":
             tokenized = [text_batches.without_padding(text, self.core.config.values.get("pad_token_id")) for text in tokenized]
-        return tokenized
+        return token_vectors.filled_up(self, tokenized, prompt_name)
 
     def _compute(
         self, inputs: Sequence[Any], batch_size: int, normalize: bool, progress: Progress, *, is_raw: bool = False

@@ -99,7 +99,8 @@ def read_outputs(
         if layer["activation"] not in get_args(Activation):
             raise UnsupportedModelError(f"The activation {layer['activation']!r} of {layer['name']} is not supported.")
         inputs, size = layer["sizes"]
-        layers.append((weights.linear(f"{layer['name']}.linear", size, inputs), layer["activation"]))
+        name = ".".join(filter(None, (layer["name"], "linear")))
+        layers.append((weights.linear(name, size, inputs), layer["activation"]))
     first: Output = next(iter(sizes))
     found = {first: OutputLayers(sizes[first], tuple(layers), is_of_tokens=first == "multi_vector")}
     if "sparse" in sizes:
@@ -144,6 +145,7 @@ class InferenceCore:
         self.output = next(iter(self.outputs))
         self.is_closed = False
         self.max_positions = architecture.max_positions(self.config)
+        self.hides = self._check_expansion(architecture, stated.get("query_expansion") or {"length": 0, "attend": True})
         self.dimension = self.outputs[self.output].dimension
         self._recorded: dict[tuple[Any, ...], RecordedPass] = {}
         self._replayed = {
@@ -151,6 +153,16 @@ class InferenceCore:
             for output in self.outputs for is_scaled in (False, True)
         }  # fmt: skip
         self._recording = threading.Lock()  # held from filling the inputs until the results are being copied to the host
+
+    def _check_expansion(self, architecture: type[Encoder[Any]], expansion: Mapping[str, Any]) -> bool:
+        """Whether queries are filled up with tokens that are not attended to."""
+        hides, length = not expansion.get("attend"), expansion["length"]
+        most = architecture.most_filled(self.config) if hides else self.max_positions
+        if length > most:
+            how = "that are not attended to" if hides else "in all"
+            message = f"This {self.config.model_type} fills queries up to {length} tokens {how} (query_expansion)."
+            raise UnsupportedModelError(message, hint=f"It can have {most}." if most else "It cannot.")
+        return hides
 
     @property
     def _stated_activation(self) -> str:
@@ -202,7 +214,8 @@ class InferenceCore:
                     ids = np.zeros(min(num, self.max_positions), dtype=np.int64)
                     for types in (ids,) if self.encoder.needs_types else (None, ids):
                         for output in self.outputs:
-                            self._compute(TokenBatch(ids, Segments((len(ids),)), types), normalize, output)
+                            for num_seen in (None, 1) if self.hides else (None,):
+                                self._compute(TokenBatch(ids, Segments((len(ids),)), types, num_seen), normalize, output)
                 for num in RECORDED_TOKENS if self.encoder.is_recordable else ():
                     inputs: Any = self.ops.encoder_inputs(num)
                     for types in (inputs.type_ids,) if self.encoder.needs_types else (None, inputs.type_ids):
@@ -230,7 +243,7 @@ class InferenceCore:
         batch, output = self._with_types(batch), output or self.output
         with self.ops.computing():
             if not self.ops.is_async:
-                is_replayed = self.encoder.is_recordable
+                is_replayed = self.encoder.is_recordable and batch.num_seen is None
                 rows = self._replayed[output, normalize](batch) if is_replayed else self._compute(batch, normalize, output)
                 found = self._finish(self.ops.to_numpy(rows), output)
                 return lambda: found
@@ -263,7 +276,7 @@ class InferenceCore:
     def _repeat(self, batch: TokenBatch, normalize: bool, output: Output) -> Callable[[], Vectors] | None:
         """A small batch by a recorded pass, which costs the host a tenth of the work; None if no recorded pass fits."""
         num_tokens, num_rows = len(batch.token_ids), len(batch.segments.lengths)
-        if num_tokens > RECORDED_TOKENS[-1] or not self.encoder.is_recordable:
+        if num_tokens > RECORDED_TOKENS[-1] or not self.encoder.is_recordable or batch.num_seen is not None:
             return None
         num_rows = num_tokens if self.outputs[output].is_of_tokens else num_rows
         key = (RECORDED_TOKENS[bisect_left(RECORDED_TOKENS, num_tokens)], batch.type_ids is not None, normalize, output)

@@ -60,13 +60,13 @@ def plan_batches(lengths: Sequence[int], max_tokens: int, num_workers: int = 1) 
 
 
 def pack(texts: Sequence[TokenizedText]) -> TokenBatch:
-    """One packed batch of texts, in the order given."""
+    """One packed batch of texts that have the same num_seen, in the order given."""
     segments = Segments(tuple([len(text.token_ids) for text in texts]))
     token_ids = np.concatenate([text.token_ids for text in texts])
     type_ids = None
     if any(text.type_ids is not None and text.type_ids.any() for text in texts):
-        type_ids = np.concatenate([np.zeros_like(ids) if types is None else types for ids, types, _ in texts])
-    return TokenBatch(token_ids, segments, type_ids)
+        type_ids = np.concatenate([np.zeros_like(ids) if types is None else types for ids, types, *_ in texts])
+    return TokenBatch(token_ids, segments, type_ids, texts[0].num_seen)
 
 
 def check_text(text: str, name: str, max_bytes: int, max_tokens: int) -> None:
@@ -174,10 +174,11 @@ def all_values(
     return [{name: column[row] for name, column in columns.items()} for row in range(len(ids))]
 
 
-def remark_cuts(engine: ArrowEngine, texts: Iterable[TokenizedText]) -> None:
-    """Say, once for an engine, that texts are cut."""
+def remark_cuts(engine: ArrowEngine, texts: Iterable[TokenizedText], prompt_name: str | None = None) -> None:
+    """Say, once for an engine and a kind of text, that texts are cut."""
     if any(text.is_cut for text in texts):
-        text = f"{engine.model_name} reads {engine.max_seq_length:,} tokens of a text. Longer ones were cut: split them."
+        most, what = engine.most_tokens(prompt_name), prompt_name or "text"
+        text = f"{engine.model_name} reads {most:,} tokens of a {what}. Longer ones were cut: split them."
         remark(f"{id(engine)} {text}", text)  # an engine of the same model at the same address has said the same
 
 

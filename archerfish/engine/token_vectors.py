@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from archerfish.engine.text_batches import pack, plan_batches
+from archerfish.errors import InvalidInputError
 from archerfish.kernels.batches import Ids
 from archerfish.text.tokenizer import TokenizedText
+from archerfish.util import Precision, as_matrix, similarities
 
 if TYPE_CHECKING:
     from archerfish.engine.arrow_engine import ArrowEngine
     from archerfish.engine.inference_core import Output, Vectors
 
+DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # names, of which models have one
+TASKS = {"query": "query", **dict.fromkeys(DOCUMENT_PROMPTS, "document")}
 MOST_SCORES = 1 << 26  # float32 numbers over the vocabulary that a pass of SPLADE makes: 256 MiB
 
 
@@ -43,7 +47,13 @@ def compute_token_vectors(
     found = core.outputs[output]
     if found.masked is not None:
         max_tokens = min(max_tokens, max(1, MOST_SCORES // found.dimension))
-    batches = plan_batches([len(text.token_ids) for text in texts], max_tokens, engine.pool.num_workers)
+    groups: dict[int | None, list[int]] = {}
+    for i, text in enumerate(texts):
+        groups.setdefault(text.num_seen, []).append(i)
+    batches = [
+        [group[i] for i in batch] for group in groups.values()
+        for batch in plan_batches([len(texts[i].token_ids) for i in group], max_tokens, engine.pool.num_workers)
+    ]  # fmt: skip
     running = [
         engine.pool.submit(core.start, pack([texts[i] for i in batch]), normalize=normalize, output=output) for batch in batches
     ]
@@ -90,6 +100,52 @@ def token_weights(token_ids: Ids, weights: Vectors, special_ids: Sequence[int]) 
     return SparseVector(distinct[is_kept], largest[is_kept])
 
 
+def shown_as(
+    vectors: TokenVectors, *, as_tensors: bool, truncate_dim: int | None = None, precision: Precision = "float32"
+) -> list[Any]:
+    """Vectors of tokens as the caller of `encode` wants them."""
+    if truncate_dim is not None or precision not in ("float32", None):
+        raise InvalidInputError("truncate_dim and precision are for models that give one vector a text.")
+    if not as_tensors:
+        return vectors
+    import torch
+
+    return [each if isinstance(each, SparseVector) else torch.from_numpy(each) for each in vectors]
+
+
+def document_prompt(prompts: Mapping[str, str]) -> str:
+    """The name of a model's prompt for documents."""
+    return next((name for name in DOCUMENT_PROMPTS if prompts.get(name)), DOCUMENT_PROMPTS[0])
+
+
+def most_tokens(engine: ArrowEngine, prompt_name: str | None) -> int | None:
+    """Where the model's files say that queries and documents are cut; None where they do not."""
+    stated, kind = engine.embedding, TASKS.get(prompt_name or "")
+    expansion = stated.get("query_expansion") if kind == "query" else None
+    most: int | None = stated.get(f"{kind}_length")
+    if expansion is not None:
+        is_fixed, length = expansion["strategy"] == "fixed", int(expansion["length"])
+        most = length if is_fixed else most and max(most, length)
+    return most
+
+
+def filled_up(engine: ArrowEngine, texts: list[TokenizedText], prompt_name: str | None) -> list[TokenizedText]:
+    """Queries with tokens behind them up to a length, if the model is made so: their vectors count as those of words."""
+    expansion = engine.embedding.get("query_expansion") if TASKS.get(prompt_name or "") == "query" else None
+    if expansion is None:
+        return texts
+    filler = engine.tokenizer.filler_id(expansion.get("token"))
+
+    def fill(text: TokenizedText) -> TokenizedText:
+        num = len(text.token_ids)
+        if num >= expansion["length"]:
+            return text
+        ids = np.pad(text.token_ids, (0, expansion["length"] - num), constant_values=filler)
+        return text._replace(token_ids=ids, num_seen=None if expansion.get("attend") else num)
+
+    return [fill(text) for text in texts]
+
+
 def skipped_tokens(engine: ArrowEngine, *, is_query: bool) -> list[int]:
     """Tokens whose vectors a late-interaction model leaves out, usually punctuation in documents."""
     task = "query" if is_query else "document"
@@ -98,12 +154,35 @@ def skipped_tokens(engine: ArrowEngine, *, is_query: bool) -> list[int]:
     return engine.tokenizer.ids_of(engine.embedding.get("skiplist_words") or [])
 
 
-def score_of(a: Any, b: Any) -> float:
-    return a.dot(b) if isinstance(a, SparseVector) else float((a @ b.T).max(1).sum())
+def texts_of(vectors: Any, output: Output) -> list[Any] | None:
+    """An item for each text, of sparse vectors or vectors of tokens; None if they are dense ones."""
+    if isinstance(vectors, SparseVector) or (output == "multi_vector" and getattr(vectors, "ndim", 0) == 2):
+        return [vectors]
+    if not isinstance(vectors, list | tuple) or not vectors:
+        return None
+    return list(vectors) if isinstance(vectors[0], SparseVector) or getattr(vectors[0], "ndim", 0) == 2 else None
 
 
-def scores_of(left: Sequence[SparseVector | Vectors], right: Sequence[SparseVector | Vectors]) -> Vectors:
-    """Of each text of a list with each of another: dot products, or for several vectors a text MaxSim, which is the sum over
-    the first's tokens of the best dot product."""
-    scores = [[score_of(a, b) for b in right] for a in left]
+def compare(engine: ArrowEngine, a: Any, b: Any, *, is_pairwise: bool = False) -> Any:
+    """Similarity of vectors that `encode` gave, of any kind: of each of a with each of b, or with that in the same place."""
+    left, right = (texts_of(each, engine.core.output) for each in (a, b))
+    how = engine.similarity_fn_name
+    if left is None or right is None:
+        return similarities(how)[is_pairwise](a, b)
+    if not is_pairwise:
+        return as_matrix(scores_of(left, right, how))
+    return as_matrix([[score_of(x, y, how) for x, y in zip(left, right, strict=True)]])[0]
+
+
+def score_of(a: Any, b: Any, similarity_fn_name: str | None = None) -> float:
+    if isinstance(a, SparseVector):
+        return a.dot(b)
+    best = (np.asarray(a) @ np.asarray(b).T).max(1)
+    return float(best.mean() if similarity_fn_name == "meanmaxsim" else best.sum())
+
+
+def scores_of(left: Sequence[Any], right: Sequence[Any], similarity_fn_name: str | None = None) -> Vectors:
+    """Of each text of a list with each of another: dot products of sparse vectors, or for several vectors a text MaxSim, which
+    is the sum (`meanmaxsim`: the mean) over the first's tokens of the best dot product."""
+    scores = [[score_of(a, b, similarity_fn_name) for b in right] for a in left]
     return np.array(scores, np.float32).reshape(len(left), len(right))

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, ClassVar, Generic
 
+import numpy as np
+
 from archerfish.errors import UnsupportedModelError
 from archerfish.kernels.batches import Ids, Segments, T
 from archerfish.kernels.formats import PLAIN, WeightFormat
@@ -84,6 +86,7 @@ REFUSED = {  # what is missing for a model_type
         "It attends over compressed keys (MLA), which are not supported.",
     ),
 }
+HIDDEN = -30_000.0  # is added to scores of what is not attended to; float16 has it
 DECODER_ENCODER = "archerfish.models.decoder_encoder:DecoderEncoder"
 ENTRY_POINTS = "archerfish.models"  # the group; an entry point's name is a model_type, its value an adapter class
 
@@ -173,6 +176,7 @@ class TokenBatch:
     token_ids: Ids
     segments: Segments
     type_ids: Ids | None = None
+    num_seen: int | None = None  # first tokens of each sequence, to which all attend; None: all tokens
     kept_rows: ClassVar[None] = None  # decoders ask
 
     @property
@@ -199,6 +203,19 @@ class Encoder(ABC, Generic[T]):
     @abstractmethod
     def forward(self, batch: TokenBatch) -> T:
         """Hidden states, (tokens, width)."""
+
+    @classmethod
+    def most_filled(cls, config: Config) -> int:
+        """Up to how many tokens a text can be filled up with tokens that are not attended to."""
+        return cls.max_positions(config)
+
+    def attention_bias(self, batch: TokenBatch) -> T | None:
+        """What is added to the scores of attention."""
+        if batch.num_seen is None:
+            return None
+        is_hidden = np.arange(max(batch.segments.lengths)) >= batch.num_seen
+        table = np.repeat(np.array([[0], [HIDDEN]], np.float32), self.shape.num_heads, 1)
+        return self.ops.relative_bias(self.ops.tensor(table), np.tile(is_hidden, (len(is_hidden), 1)).astype(np.int64))
 
     @classmethod
     @abstractmethod

@@ -68,10 +68,6 @@ class BertEncoder(Encoder[T]):
             x = block(x, batch.segments, bias)
         return x
 
-    def attention_bias(self, batch: TokenBatch) -> T | None:
-        """What is added to the scores of attention."""
-        return None
-
     @classmethod
     def first_position(cls, config: Config) -> int:
         return config.integer("pad_token_id", 1) + 1 if cls.counts_from_padding else 0
@@ -126,6 +122,10 @@ class MPNetEncoder(RobertaEncoder[T]):
         super().__init__(weights, config)
         self.num_buckets = config.integer("relative_attention_num_buckets", 32)
         self.distances = weights.table("encoder.relative_attention_bias.weight", self.num_buckets, self.shape.num_heads)
+
+    @classmethod
+    def most_filled(cls, config: Config) -> int:
+        return 0
 
     def attention_bias(self, batch: TokenBatch) -> T:
         return self.ops.relative_bias(self.distances, distance_buckets(max(batch.segments.lengths), self.num_buckets))

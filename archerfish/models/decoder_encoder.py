@@ -41,6 +41,10 @@ class DecoderEncoder(Encoder[T]):
         return find_model(config)
 
     @classmethod
+    def most_filled(cls, config: Config) -> int:
+        return 0
+
+    @classmethod
     def head(cls, weights: Weights[T], config: Config) -> ClassifierHead[T]:
         """One layer from the last token; its rows may be those of some tokens in the map onto the vocabulary."""
         names = [name for name in ("lm_head", "model.embed_tokens", "embed_tokens") if weights.has(f"{name}.weight")]

@@ -56,9 +56,9 @@ class RotaryEncoder(Encoder[T]):
         if self.needs_types:
             types = np.zeros_like(batch.token_ids) if batch.type_ids is None else batch.type_ids
             tables, ids = [self.words, self.types], [*ids, ops.tensor(types)]
-        x = ops.layer_norm(ops.embed(tables, ids), self.norm)
+        x, bias = ops.layer_norm(ops.embed(tables, ids), self.norm), self.attention_bias(batch)
         for block in self.blocks:
-            x = block(x, batch.segments)
+            x = block(x, batch.segments, bias)
         return x
 
     @classmethod
@@ -190,16 +190,21 @@ class ModernBertEncoder(Encoder[T]):
         rotaries = {kind: rotary_of(weights, shape, self.rotary_config(config, kind)) for kind in self.thetas}
         self.blocks: list[PreNormBlock[T]] = []
         for i, kind in enumerate(self.layer_types(config)):
-            window = config.integer("local_attention", 128) // 2 + 1 if kind == "sliding_attention" else 0
+            window = self.most_filled(config) if kind == "sliding_attention" else 0
             scope = weights.scope(f"layers.{i}")
             self.blocks.append(PreNormBlock(scope, shape, self.names, rotaries[kind], window, is_first=i == 0))
 
     def forward(self, batch: TokenBatch) -> T:
-        ops = self.ops
+        ops, bias = self.ops, self.attention_bias(batch)
         x = ops.layer_norm(ops.embed((self.words,), (ops.tensor(batch.token_ids),)), self.norm)
         for block in self.blocks:
-            x = block(x, batch.segments)
+            x = block(x, batch.segments, bias)
         return ops.layer_norm(x, self.final_norm)
+
+    @classmethod
+    def most_filled(cls, config: Config) -> int:
+        """The window to each side: so far all tokens see the first one."""
+        return config.integer("local_attention", 128) // 2 + 1
 
     @classmethod
     def layer_types(cls, config: Config) -> list[str]:

@@ -104,10 +104,11 @@ class HostedEncoder:
             request.release = partial(self.controller.end, admitted)
 
         def read() -> Callable[[], None]:
-            texts = self.engine.tokenize(inputs, prompt_name=getattr(request.message, "prompt_name", None))
+            prompt_name = getattr(request.message, "prompt_name", None)
+            texts = self.engine.tokenize(inputs, prompt_name=prompt_name)
             place = next((place for place, text in enumerate(texts) if text.is_cut), None)
             if place is not None and not getattr(request.message, "truncate", True):
-                most = f"{self.engine.get_max_seq_length():,} tokens, special ones included, the limit of {self.name}"
+                most = f"{self.engine.most_tokens(prompt_name):,} tokens, special ones included, the limit of {self.name}"
                 hint = "Shorten it, or leave out truncate: texts are cut then."
                 raise InvalidInputError(f"Text {place} has more than {most}.", hint=hint)
             num_tokens = sum(len(text.token_ids) for text in texts)

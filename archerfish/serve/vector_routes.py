@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from archerfish.config import ServeConfig
-from archerfish.engine.token_vectors import SparseVector, from_rows, scores_of
+from archerfish.engine.token_vectors import SparseVector, document_prompt, from_rows, scores_of
 from archerfish.errors import InputTooLargeError, InvalidInputError
 from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve import answers, bodies
@@ -212,8 +212,11 @@ class VectorRoutes:
         if card.outputs[0] != "dense":
             places = {text: place for place, text in enumerate(dict.fromkeys(text for text, _ in pairs))}
             _, left, _ = await self.token_vectors(request, model, list(places), prompt_name="query", **options)
-            _, right, usage = await self.token_vectors(request, model, [b for _, b in pairs], **options)
-            scores = np.concatenate([scores_of([left[places[a]]], [b])[0] for (a, _), b in zip(pairs, right, strict=True)])
+            stated = embedding_of(card)
+            name, how = document_prompt(stated.get("prompts") or {}), stated.get("similarity_fn_name")
+            _, right, usage = await self.token_vectors(request, model, [b for _, b in pairs], prompt_name=name, **options)
+            found = [scores_of([left[places[a]]], [b], how)[0] for (a, _), b in zip(pairs, right, strict=True)]
+            scores = np.concatenate(found)
         elif card.kind == "cross-encoder":
             rows, usage = await self.ask(request, card, ClassifyRequest, len(pairs), texts=pairs, **options)
             if rows.shape[1] != 1:
@@ -303,9 +306,14 @@ NUMBERS: dict[NumberType, Callable[[Array], npt.NDArray[Any]]] = {
 }
 
 
+def embedding_of(card: ModelCard) -> dict[str, Any]:
+    """How a model's files say that it embeds texts."""
+    return read_metadata(card.directory).get("embedding") or {}
+
+
 def find_prompt(request: Request, card: ModelCard, input_type: str) -> str | None:
     """The name of the model's prompt for texts of a type. If there is none, a remark says so."""
-    prompts = (read_metadata(card.directory).get("embedding") or {}).get("prompts") or {}
+    prompts = embedding_of(card).get("prompts") or {}
     found = next((name for name in (input_type, *PROMPTS.get(input_type, ())) if name in prompts), None)
     if found is None:
         request.state.remarks.append(f"{card.id} has no prompt for input_type {input_type[:40]!r}")

@@ -31,7 +31,7 @@ FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 LARGE_TENSOR_BYTES = 2**31  # a cell of an Arrow `binary` column, whose offsets are int32, must be smaller
 SPARE_BYTES = 16 * 2**20
 HEADER_BYTES = 2048  # of one record batch, generously
-CONVERSION_VERSION = 3  # raise this when the result of a conversion changes, so that cached models are converted again
+CONVERSION_VERSION = 4  # raise this when the result of a conversion changes, so that cached models are converted again
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from archerfish.config import TRUE_WORDS, HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnreachableError, WriteError, did_you_mean, nearest
 from archerfish.remarks import remark
 from archerfish.store.files import check_free_space, file_lock, new_directory, sha256_of, shown_name, write_errors, write_file
-from archerfish.store.source import LINEAR_FILES
+from archerfish.store.source import LINEAR_FILES, STANFORD_SETTINGS
 from archerfish.types import Progress, no_progress
 
 MARKER = ".archerfish.json"
@@ -396,7 +396,7 @@ def choose_files(repo: str, files: Sequence[str], wanted: str = "") -> list[str]
     # Besides the root: the folders of sentence-transformers, such as 1_Pooling.
     near = [name for name in files if "/" not in name or re.match(r"\d+_\w+/[^/]+$", name)]
     texts = [name for name in near if name.endswith(TEXT_SUFFIXES)]
-    texts += [name for name in LINEAR_FILES if name in files]
+    texts += [name for name in (*LINEAR_FILES, STANFORD_SETTINGS) if name in files]
     safetensors = [name for name in near if name.endswith(".safetensors")]
     if any("/" not in name for name in safetensors):
         whole = [name for name in safetensors if PurePosixPath(name).name.startswith("model")]

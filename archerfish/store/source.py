@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from archerfish.errors import CorruptFileError, UnsupportedModelError
 from archerfish.store.format import ITEM_BYTES, Row, TensorInfo, make_info
+from archerfish.store.late_interaction import as_pylate, read_late_interaction
 
 # Types by their names in safetensors and GGUF files.
 DTYPE_CODES = {
@@ -73,7 +74,7 @@ LEGACY_POOLING = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }  # fmt: skip
-EMBEDDING_MODELS = ("SentenceTransformer", "SparseEncoder", "MultiVectorEncoder")
+EMBEDDING_MODELS = ("SentenceTransformer", "SparseEncoder", "MultiVectorEncoder", "ColBERT")
 WORLD_NAME = "rwkv_vocab_v20230424.txt"  # the vocabulary of RWKV models
 # Modules of sentence-transformers in the order of their pipeline, and what comes out.
 PIPELINES = {
@@ -81,6 +82,7 @@ PIPELINES = {
     "multi_vector": r"\w*Transformer( Dense)*( MultiVectorMask)?( Normalize)?", "score": r"\w*Transformer LogitScore",
 }  # fmt: skip
 LINEAR_FILES = ("sparse_linear.pt", "colbert_linear.pt")  # of BGE-M3, beside its weights
+STANFORD_SETTINGS = "artifact.metadata"  # of ColBERT's own code
 
 
 def read_json(path: Path, kind: type = dict) -> Any:
@@ -135,7 +137,7 @@ class Pipeline(NamedTuple):
 def read_modules(root: Path) -> Pipeline:
     path = root / "modules.json"
     if not path.is_file():
-        return Pipeline((), "dense")
+        return Pipeline((), "multi_vector" if is_stanford(root) else "dense")
     modules = []
     for entry in read_json(path, list):
         kind, folder = (entry.get("type"), entry.get("path")) if isinstance(entry, dict) else (None, None)
@@ -148,6 +150,12 @@ def read_modules(root: Path) -> Pipeline:
         hint = "docs/embed.md lists those that are."
         raise UnsupportedModelError(f"{root} has sentence-transformers modules that are not supported: {kinds}.", hint=hint)
     return Pipeline(tuple(modules), output)
+
+
+def is_stanford(root: Path) -> bool:
+    """Whether ColBERT's own code saved it."""
+    config = (optional_json(root / "config.json") or {}) if root.is_dir() else {}
+    return "HF_ColBERT" in (config.get("architectures") or ())
 
 
 def transformer_directory(root: Path) -> Path:
@@ -185,6 +193,8 @@ def read_embedding(root: Path) -> dict[str, Any] | None:
     pooling = next((module.path for module in pipeline.of("Pooling")), root / "1_Pooling") / "config.json"
     settings = next((read_json(path) for path in sorted(transformer.glob("sentence_*_config.json"))), None)
     prompts = optional_json(root / "config_sentence_transformers.json")
+    if not modules and pipeline.output == "multi_vector":
+        prompts = as_pylate(optional_json(root / STANFORD_SETTINGS) or {})
     if not modules and settings is None and prompts is None and not pooling.is_file():
         return None
     is_other = prompts is not None and prompts.get("model_type", EMBEDDING_MODELS[0]) not in EMBEDDING_MODELS
@@ -194,14 +204,14 @@ def read_embedding(root: Path) -> dict[str, Any] | None:
     normalize = bool(pipeline.of("Normalize")) if modules else (root / "2_Normalize").is_dir()
     return {
         **make_embedding(root, pooling_config or {}, settings or {}, prompts or {}, normalize=normalize),
-        **read_parts(root, pipeline, settings or {}),
+        **read_parts(root, pipeline, settings or {}, prompts or {}),
     }
 
 
-def read_parts(root: Path, pipeline: Pipeline, settings: Mapping[str, Any]) -> dict[str, Any]:
+def read_parts(root: Path, pipeline: Pipeline, settings: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
     """What comes behind the transformer, besides pooling and normalisation."""
-    if settings.get("query_expansion"):
-        raise UnsupportedModelError(f"{root} fills queries up with mask tokens (query_expansion), which is not supported.")
+    if settings.get("query_expansion") and pipeline.output != "multi_vector":
+        raise UnsupportedModelError(f"{root} fills queries up with mask tokens (query_expansion), but gives them one vector.")
     layers = []
     for module in pipeline.of("Dense"):
         config = module.config
@@ -215,10 +225,15 @@ def read_parts(root: Path, pipeline: Pipeline, settings: Mapping[str, Any]) -> d
         found["output"] = pipeline.output
     for module in pipeline.of("SpladePooling"):
         found |= {"splade": {"activation_function": "relu", "pooling_strategy": "max", **module.config}}
-    for module in pipeline.of("MultiVectorMask"):
-        if module.config.get("keep_only_token_ids"):
+    if pipeline.output == "multi_vector":
+        mask = next((module.config for module in pipeline.of("MultiVectorMask")), None)
+        if mask is not None and mask.get("keep_only_token_ids"):
             raise UnsupportedModelError(f"{root} keeps the vectors of images alone (keep_only_token_ids): it reads no texts.")
-        found |= {name: module.config.get(name) for name in ("skiplist_words", "skiplist_tasks")}
+        found |= read_late_interaction(root, stated, settings, mask)
+        if not pipeline.modules:
+            config = optional_json(root / "config.json") or {}
+            sizes = config.get("hidden_size") or config.get("dim"), stated["dim"]
+            found["layers"] = [{"name": "", "sizes": sizes, "activation": "none"}]
     return found
 
 

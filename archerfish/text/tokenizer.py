@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 
-from archerfish.errors import CorruptFileError, InvalidInputError
+from archerfish.errors import CorruptFileError, InvalidInputError, UnsupportedModelError
 from archerfish.kernels.batches import Ids
 from archerfish.kernels.select import import_torch
 from archerfish.store.source import optional_json, token_name
@@ -66,16 +66,19 @@ class TokenizedText(NamedTuple):
     token_ids: Ids
     type_ids: Ids | None = None
     is_cut: bool = False  # the text had more tokens than the model takes
+    num_seen: int | None = None  # first tokens, which the others attend to; None: all do to all
 
 
 class FastTokenizer:
     """The tokenizer.json of a model directory, without the padding and truncation that some files state."""
 
-    def __init__(self, tokenizer_path: str | Path, max_length: int = 512) -> None:
+    def __init__(self, tokenizer_path: str | Path, max_length: int = 512, markers: Sequence[str] = ()) -> None:
+        """markers: tokens of the vocabulary that are taken whole where a text begins with them."""
         file = find_tokenizer(Path(tokenizer_path))
         self._base: RustTokenizer = open_tokenizer(file)
-        settings = read_settings(file.parent / "tokenizer_config.json")
+        settings = self._settings = read_settings(file.parent / "tokenizer_config.json")
         add_end(self._base, settings)
+        add_markers(self._base, markers)
         self.max_length, self._side = max_length, "left" if settings.get("truncation_side") == "left" else "right"
         self._base.enable_truncation(max_length, direction=self._side)
         self._by_length: dict[int, RustTokenizer] = {self.max_length: self._base}
@@ -124,6 +127,17 @@ class FastTokenizer:
         """Ids of those tokens that the vocabulary has."""
         ids = map(self._base.token_to_id, tokens)
         return [int(token_id) for token_id in ids if token_id is not None]
+
+    def filler_id(self, token: str | None = None) -> int:
+        """What queries are filled up with: a token, the mask of the vocabulary, or what ends texts."""
+        if self._settings.get("padding_side") == "left":
+            raise UnsupportedModelError("Queries that are filled up in front (padding_side 'left') are not supported.")
+        stated = [token_name(role, self._settings) for role in ("mask_token", "eos_token")]
+        ids = self.ids_of([token] if token else list(filter(None, [stated[0], "[MASK]", "<mask>", stated[1]])))
+        if not ids:
+            named = f"token {token!r}" if token else "mask token"
+            raise CorruptFileError(f"The tokenizer has no {named}, with which queries are filled up.")
+        return ids[0]
 
     def _cutting_at(self, max_length: int) -> Any:
         """A tokenizer that truncates at max_length. Truncation is state of a Rust tokenizer, so each length has a copy."""
@@ -192,6 +206,16 @@ def add_end(tokenizer: RustTokenizer, settings: dict[str, Any]) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=" ".join(single), pair=" ".join([*single, *pair]), special_tokens=list(dict.fromkeys(tokens))
     )
+
+
+def add_markers(tokenizer: RustTokenizer, markers: Sequence[str]) -> None:
+    """Take markers whole, with the space behind them if the vocabulary has them so. Others stay text."""
+    from tokenizers import AddedToken
+
+    for marker in filter(str.strip, markers):
+        names = [name for name in (marker, marker.split()[0]) if tokenizer.token_to_id(name) is not None]
+        if names and tokenizer.encode(names[0], add_special_tokens=False).tokens != names[:1]:
+            tokenizer.add_special_tokens([AddedToken(names[0], normalized=False)])
 
 
 def find_tokenizer(path: Path) -> Path:

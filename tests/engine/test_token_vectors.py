@@ -69,7 +69,7 @@ def test_late_interaction(words: list[str], tiny_model: Any, hub: HubConfig, tmp
         for found, expected in zip(ours, theirs, strict=True):
             np.testing.assert_allclose(found, np.asarray(expected), atol=2e-5)
     assert engine.get_embedding_dimension() == 128
-    expected = peer.similarity(peer.encode_query(TEXTS[:2]), peer.encode(TEXTS))
+    expected = peer.similarity(peer.encode_query(TEXTS[:2]), peer.encode_document(TEXTS))
     np.testing.assert_allclose(engine.similarity(TEXTS[:2], TEXTS), expected, rtol=1e-4)
 
 

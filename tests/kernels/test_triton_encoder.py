@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 from unittest.mock import Mock
 
@@ -193,10 +193,12 @@ def batch_of(lengths: tuple[int, ...], vocab_size: int = 60, *, has_types: bool 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_encoders(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {**CONFIGS[kind], "model_type": kind}
-    core = make_core(config, monkeypatch, TritonOps(DEVICE, "float32"))
-    expected = make_core(config, monkeypatch, None).run(batch_of((7, 1, 20)), normalize=True)
-    for _ in range(2):  # recorded, then repeated, where that can be
-        np.testing.assert_allclose(core.run(batch_of((7, 1, 20)), normalize=True), expected, atol=1e-4)
+    core, plain = make_core(config, monkeypatch, TritonOps(DEVICE, "float32")), make_core(config, monkeypatch, None)
+    for num_seen in (None, 3) if core.encoder.most_filled(core.config) else (None,):
+        batch = replace(batch_of((7, 3, 20)), num_seen=num_seen)
+        expected = plain.run(batch, normalize=True)
+        for _ in range(2):  # recorded, then repeated, where that can be
+            np.testing.assert_allclose(core.run(batch, normalize=True), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "output"), [("roberta", "dense"), ("modernbert", "multi_vector")])

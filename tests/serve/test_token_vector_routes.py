@@ -69,14 +69,17 @@ async def test_late_interaction_ranks(tiny_model: Any, hub: HubConfig, tmp_path:
     from sentence_transformers import MultiVectorEncoder
 
     torch.manual_seed(1)
-    peer: Any = MultiVectorEncoder(str(tiny_model().parent / "base"), device="cpu")
+    prompts = {"query": "red ", "document": "blue "}
+    peer: Any = MultiVectorEncoder(str(tiny_model().parent / "base"), device="cpu", prompts=prompts)
+    peer[0].query_expansion = {"strategy": "fixed", "length": 12}
     peer.save(str(tmp_path / "model"))
     engine: Any = ArrowEngine(tmp_path / "model", dtype="float32", hub=hub)
     expected = peer.similarity(peer.encode_query(TEXTS[:1]), peer.encode_document(TEXTS))[0].tolist()
     async with serving(host_with(tmp_path, engine)) as client:
         ranks = await asked(client, "/v1/rerank", query=TEXTS[0], documents=TEXTS)
         assert {row["index"]: row["relevance_score"] for row in ranks["results"]} == pytest.approx(dict(enumerate(expected)))
-        assert len((await asked(client, "/pooling", input=TEXTS))["data"][0]["data"][0]) == 128
+        rows = (await asked(client, "/pooling", input=TEXTS[:1], prompt_name="query"))["data"][0]["data"]
+        assert np.shape(rows) == (12, 128)
         message = await refused(client, "/v1/embeddings", input=TEXTS)
         assert "has no dense vectors" in message
 

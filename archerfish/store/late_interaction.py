@@ -1,0 +1,69 @@
+"""Settings of late-interaction models (ColBERT), as sentence-transformers, PyLate and Stanford's code save them."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from archerfish.errors import CorruptFileError
+
+PUNCTUATION = list(string.punctuation)
+LENGTHS = ("query_length", "document_length", "query_expansion")
+MARKERS = {"query": "query_prefix", "document": "document_prefix"}  # tokens in front of texts
+LEGACY = (*LENGTHS, "do_query_expansion", "attend_to_expansion_tokens", "skiplist_words", *MARKERS.values())
+USUAL_LENGTH, USUAL_DIM = 32, 128  # of a query with what fills it up, and of vectors
+
+
+def as_pylate(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The artifact.metadata of Stanford's code, in the words of PyLate."""
+    return {
+        "query_prefix": f"{metadata.get('query_token_id') or '[unused0]'} ",
+        "document_prefix": f"{metadata.get('doc_token_id') or '[unused1]'} ",
+        "query_length": metadata.get("query_maxlen"), "document_length": metadata.get("doc_maxlen"),
+        "attend_to_expansion_tokens": metadata.get("attend_to_mask_tokens"),
+        "skiplist_words": PUNCTUATION if metadata.get("mask_punctuation", True) else [],
+        "dim": metadata.get("dim") or USUAL_DIM,
+    }  # fmt: skip
+
+
+def read_late_interaction(
+    root: Path, stated: Mapping[str, Any], settings: Mapping[str, Any], mask: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """How queries and documents are read.
+
+    stated: the configuration of the whole model, in which PyLate says everything. settings: the transformer's, and mask: the
+    MultiVectorMask's, in which sentence-transformers does. mask is None where there is no such module.
+    """
+    prefixes = {task: stated[name] or "" for task, name in MARKERS.items() if name in stated}
+    prompts = {name: text for name, text in (stated.get("prompts") or {}).items() if text is not None}
+    prompts |= {task: prefix + prompts.get(task, "").removeprefix(prefix) for task, prefix in prefixes.items()}
+    found: dict[str, Any] = {**lengths(root, stated, settings), "prompts": prompts, "markers": list(prefixes.values())}
+    if mask is not None:
+        return found | {name: mask.get(name) for name in ("skiplist_words", "skiplist_tasks")}
+    if stated.get("model_type") == "MultiVectorEncoder":
+        return found
+    usual = PUNCTUATION if prefixes or stated.get("model_type") == "ColBERT" else []
+    words = stated.get("skiplist_words")
+    return found | {"normalize": True, "skiplist_words": usual if words is None else words}
+
+
+def lengths(root: Path, stated: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """At how many tokens queries and documents are cut, and to how many queries are filled up."""
+    found = {name: stated[name] for name in LENGTHS if stated.get(name) is not None}
+    is_legacy = any(name in stated for name in LEGACY)
+    if "query_expansion" not in stated and is_legacy and stated.get("do_query_expansion") is not False:
+        length, attend = found.pop("query_length", USUAL_LENGTH), bool(stated.get("attend_to_expansion_tokens"))
+        found["query_expansion"] = {"strategy": "fixed", "attend": attend, "length": length}
+    found |= {name: settings[name] for name in LENGTHS if name in settings}
+    expansion = found.get("query_expansion")
+    numbers = {name: found[name] for name in LENGTHS[:2] if found.get(name) is not None}
+    if expansion is not None:
+        if not isinstance(expansion, dict) or expansion.get("strategy") not in ("fixed", "min"):
+            raise CorruptFileError(f"{root}: query_expansion has no strategy 'fixed' or 'min': {expansion!r}.")
+        numbers["the length of query_expansion"] = expansion.get("length")
+    for name, number in numbers.items():
+        if type(number) is not int or number < 1:
+            raise CorruptFileError(f"{root}: {name} is {number!r}.")
+    return found
