@@ -268,7 +268,8 @@ class VectorRoutes:
         request.state.log.update(prompt_tokens=num_tokens, output_tokens=0)
         request.state.truncated, request.state.row_counts = answer.truncated, answer.row_counts
         if answer.truncated:
-            request.state.remarks.append(f"texts cut to {card.max_length:,} tokens: {len(answer.truncated)}")
+            limit = "" if card.outputs[:1] == ("multi_vector",) else f" to {card.max_length:,} tokens"  # of queries another
+            request.state.remarks.append(f"texts cut{limit}: {len(answer.truncated)}")
         self.texts.add(num_texts, route=route)
         self.tokens.add(num_tokens, route=route)
         usage = answers.VectorUsage(num_tokens, num_tokens, truncated=bool(answer.truncated) or UNSET)

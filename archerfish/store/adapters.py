@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -184,6 +183,8 @@ def with_names(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> d
 
 def matching(path: Path, pattern: str, names: Sequence[str]) -> list[str]:
     """The names that a regular expression matches as a whole."""
+    import subprocess  # takes long to import
+
     full = {f"{front}{name}": name for name in names for front in FRONTS}
     try:
         re.compile(pattern)

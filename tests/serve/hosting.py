@@ -99,6 +99,9 @@ class WordEncoder:
     def get_max_seq_length(self) -> int:
         return 512
 
+    def most_tokens(self, prompt_name: str | None = None) -> int:
+        return 512
+
     def close(self) -> None:
         self.is_closed = True
 
