@@ -8,8 +8,10 @@ environment variable (`ARCHERFISH_EMBED_MAX_BATCH_SIZE`), a TOML key (`max_batch
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -260,12 +262,16 @@ class EngineConfig(Options):
     @property
     def lora_paths(self) -> dict[str, str]:
         """`lora_modules` by name."""
-        found = {}
-        for entry in filter(None, (part.strip() for part in self.lora_modules.split(","))):
-            name, _, path = entry.partition("=")
-            if not name or not path:
-                hint = "Separate several by commas."
-                raise InvalidOptionError(f"[engine] lora_modules: {entry!r} is not name=path.", hint=hint)
+        found: dict[str, str] = {}
+        text, hint = self.lora_modules.strip(), "Write name=path, and separate several by commas."
+        parts: list[Any] = [part.strip().partition("=")[::2] for part in text.split(",") if part.strip()]
+        if text.startswith(("{", "[")):  # as vLLM has it
+            with suppress(ValueError, TypeError, KeyError):
+                parts = [(each["name"], each["path"]) for each in json.loads(f"[{text.strip('[]')}]")]
+        for name, path in parts:
+            if not name or not path or name in found:
+                problem = "names an adapter twice" if name in found else "is not name=path"
+                raise InvalidOptionError(f"[engine] lora_modules: {(name or path)!r} {problem}.", hint=hint)
             found[name] = path
         return found
 

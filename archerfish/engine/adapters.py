@@ -22,7 +22,7 @@ from archerfish.kernels.adapters import plain_name
 from archerfish.runtime.runner import ModelRunner
 from archerfish.sched.adapters import AdapterSlots
 from archerfish.sequence import Namespace
-from archerfish.store.adapters import Adapter, AdapterError, MapShape, read_adapter
+from archerfish.store.adapters import MERGE, Adapter, AdapterError, MapShape, read_adapter
 
 logger = logging.getLogger("archerfish.engine")
 WAIT_S = 0.05  # after which masks of grammars are looked at again
@@ -32,7 +32,7 @@ NOT_ENABLED = "Start with enable_lora=True (--enable-lora)."
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """The adapter of a request by name and path, as vLLM has it. lora_int_id has no effect: the content is what counts."""
+    """The adapter of a request by name and path, as vLLM has it. Under another lora_int_id the files are read again."""
 
     lora_name: str
     lora_int_id: int = 0
@@ -88,6 +88,8 @@ class AdapterLibrary:
         try:
             shapes = facts.adapter.noted(facts.config).adapted
             maps = {plain_name(name): MapShape(*shape) for name, shape in shapes.items()}
+            if not maps:
+                raise InvalidOptionError(f"[engine] enable_lora: a {facts.config.model_type} takes no adapters.", hint=MERGE)
             return cls(config, maps, facts.config.model_type, runner, changed, wake)
         except BaseException:
             runner.close()
@@ -111,8 +113,9 @@ class AdapterLibrary:
 
     def load(self, name: str, path: str | Path, *, in_place: bool = False) -> LoadedAdapter:
         """Read and check an adapter; from now on requests may name it. in_place: in place of the one of this name."""
-        if not isinstance(name, str) or not name.strip():
-            raise InvalidInputError(f"An adapter needs a name, not {name!r}.")
+        if not isinstance(name, str) or not name.strip() or not name.isprintable() or len(name) > MOST_BYTES:
+            hint = f"Choose one of up to {MOST_BYTES} printable characters."
+            raise InvalidInputError(f"An adapter cannot have the name {name!r:.80}.", hint=hint)
         known, hint = self._known(name), "Unload it first, or load it in place (load_inplace)."
         if known is not None and not in_place and known.path != str(path):
             raise InvalidInputError(f"There is an adapter {name!r} already, of {known.path}.", hint=hint)
@@ -143,7 +146,8 @@ class AdapterLibrary:
             return found
         path = self._on_demand(name) if on_demand else None
         if path is None:
-            raise NotFoundError(f"There is no adapter {name!r}.")
+            hint = "Name it in lora_modules, or give a LoRARequest with its path."
+            raise NotFoundError(f"There is no adapter {name!r}.", hint=hint)
         return self.load(name, path)
 
     def preload(self, name: str) -> bool:
@@ -187,7 +191,8 @@ class AdapterLibrary:
         except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, characters that no name has
             raise AdapterError(f"{path!r} cannot be read as a path: {error}.", hint="Give a path within lora_dir.") from error
         if root not in found.parents:
-            raise AdapterError(f"{path} lies outside of the directory of adapters.", hint="Give a path within lora_dir.")
+            message = f"{path!r} lies outside of the directory of adapters, or is it."
+            raise AdapterError(message, hint="Give a path within lora_dir.")
         return found
 
     def _known(self, name: str) -> LoadedAdapter | None:
@@ -216,17 +221,20 @@ class AdapterLibrary:
                 if adapter.digest == file.digest:
                     return adapter
                 raise AdapterError(f"{file.path} has changed since {file.name} was loaded.", hint="Load it again in place.")
-            except (ArcherfishError, OSError):
+            except (ArcherfishError, OSError) as error:
                 if file is files[-1]:
-                    self._forget_changed(file)
+                    if self._forget_changed(file) and isinstance(error, AdapterError):
+                        error.hint = "Send the request again: it takes what lies there now."
                     raise
         raise AssertionError
 
-    def _forget_changed(self, file: LoadedAdapter) -> None:
+    def _forget_changed(self, file: LoadedAdapter) -> bool:
         """Of one that requests find in lora_dir, the next one that names it takes what lies there now."""
         with self._lock:
-            if self._names.get(file.name) is file and str(self._on_demand(file.name)) == file.path:
+            is_found = self._names.get(file.name) is file and str(self._on_demand(file.name)) == file.path
+            if is_found:
                 del self._names[file.name]
+            return is_found
 
     def _keep(self, number: int, adapter: Adapter) -> None:
         with self._lock:

@@ -202,7 +202,7 @@ class InferenceCore:
         """Compile what any batch needs, where kernels are compiled. packed: done when the weights are packed."""
         if self.ops.can_record:
             packed.result()
-            described = self.config.values, self.dtype, self.pooling, self._format
+            described = self.config.values, self.dtype, self.pooling, self._format, self.outputs.keys(), self.hides
             with self.ops.starting(repr(described), self._rehearse, progress):
                 pass
 

@@ -12,7 +12,8 @@ from archerfish.config import ServeConfig
 from archerfish.errors import CallerError, InvalidInputError
 from archerfish.serve.answers import AdapterChanged
 from archerfish.serve.bodies import UNUSED, Body
-from archerfish.serve.catalog import Catalog
+from archerfish.serve.catalog import MISFIT, Catalog
+from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import json_response
 from archerfish.serve.http import BodyRoute
 from archerfish.serve.wire import ChangeAdapter
@@ -28,7 +29,7 @@ class UpdatesDisabledError(CallerError):
 class UnloadBody(Body):
     """POST /v1/unload_lora_adapter."""
 
-    model: str | None = Field(None, description="The model that has the adapter; usually the only one that takes some.")
+    model: str | None = Field(None, description="The model that has the adapter; without it the first that it fits.")
     lora_name: str
     lora_int_id: int | None = Field(None, description=UNUSED)
 
@@ -66,15 +67,22 @@ class AdapterRoutes:
             raise UpdatesDisabledError("This server does not change its adapters while it runs.")
         card, cards = await self.catalog.find(body.model, "generation"), await self.catalog.cards()
         owner = next((card for card in cards for one in card.adapters or () if one.name == body.lora_name), None)
-        if body.model is None:
-            card = owner or next((one for one in cards if one.adapters is not None), card)
         if change["action"] == "load" and await self.catalog.is_model(body.lora_name):
             raise InvalidInputError(f"{body.lora_name!r} is the name of a model.", hint="Choose another lora_name.")
-        if change["action"] == "load" and owner is not None and owner.id != (card.parent or card.id):
+        models = [card.parent or card.id]
+        if body.model is None:  # the one that has it, else the first that it fits
+            takers = [one.id for one in cards if one.adapters is not None and one.kind == "generation"]
+            models = [owner.id] if owner is not None else takers or models
+        elif change["action"] == "load" and owner is not None and owner.id != models[0]:
             hint = "Unload it first, or choose another lora_name."
             raise InvalidInputError(f"{owner.id} has an adapter {body.lora_name!r}.", hint=hint)
-        values = await self.catalog.report(
-            ChangeAdapter(request_id="", model=card.parent or card.id, name=body.lora_name, **change)
-        )
+        for model in models:
+            try:
+                values = await self.catalog.report(ChangeAdapter(request_id="", model=model, name=body.lora_name, **change))
+            except RemoteError as error:
+                if error.code != MISFIT or model == models[-1]:
+                    raise
+                continue
+            break
         self.catalog.expire()
         return values

@@ -21,7 +21,7 @@ from archerfish.params import SamplingParams
 from archerfish.route.router import ReplicaLoad
 from archerfish.sched.policy import FairShare
 from archerfish.sequence import Namespace, Request
-from archerfish.serve.adapter_changes import note_change
+from archerfish.serve.adapter_changes import note_changes
 from archerfish.serve.compute import Lane, ModelHost, PendingRequest, read_in_thread
 from archerfish.serve.history import History
 from archerfish.serve.loads import SlotTimer
@@ -104,7 +104,7 @@ class HostedLLM:
                 found = library.find(message.name)
             if message.action != "find":
                 path = found.path if message.action == "load" else ""
-                note_change(self.host.config.adapters_file, self.name, found.name, path)
+                note_changes(self.host.config.adapters_file, self.name, {found.name: path})
             report = Report(request_id=message.request_id, values=asdict(found))
             return partial(self.host.answer, request, report)
 

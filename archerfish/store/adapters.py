@@ -29,7 +29,8 @@ MAX_RANK = 256
 MERGE = "Merge it into the model with PEFT (merge_and_unload), and serve the merged model."
 REFUSED = {  # options of PEFT that change the result in ways that are not computed here
     "use_dora": MERGE, "modules_to_save": f"It has whole matrices. {MERGE}", "lora_bias": MERGE, "layer_replication": MERGE,
-    "trainable_token_indices": MERGE, "use_qalora": MERGE, "arrow_config": MERGE,
+    "trainable_token_indices": MERGE, "use_qalora": MERGE, "arrow_config": MERGE, "use_bdlora": MERGE, "kasa_config": MERGE,
+    "monteclora_config": MERGE, "velora_config": MERGE,
     "alora_invocation_tokens": "Activated LoRA begins within a prompt, which is not supported.",
 }
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that change the model's own matrices
@@ -106,11 +107,11 @@ def read_adapter(
         rank, scale = rank_and_scale(config, name)
         highest = max(highest, rank)
         if rank > max_rank:
-            hint = f"Start with max_lora_rank={rank} or more." if rank <= MAX_RANK else MERGE
+            hint = f"Start with max_lora_rank={rank} (--max-lora-rank {rank})." if rank <= MAX_RANK else MERGE
             raise AdapterError(f"{path}: {name} has rank {rank}, and the highest is {max_rank}.", hint=hint)
         shape = maps[name]
         pair = found[name]
-        down = read_matrix(path, pair["A"], (rank, shape.inputs), base)
+        down = read_matrix(path, pair["A"], (rank, shape.inputs), base).copy()  # the file may be written again
         with np.errstate(over="ignore", invalid="ignore"):
             up = read_matrix(path, pair["B"], (shape.outputs, rank), base) * np.float32(scale)
         if not np.isfinite(up).all():
@@ -148,6 +149,11 @@ def check_config(path: Path, config: Mapping[str, Any]) -> None:
     if start.lower().startswith(CHANGES_BASE):
         hint = "Save it with path_initial_model_for_weight_conversion, which makes it a plain LoRA."
         raise AdapterError(f"{path} was made with init_lora_weights={start!r}, which changes the base model too.", hint=hint)
+    check_values(path, config)
+
+
+def check_values(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse ranks, scales and names of other types than they must have."""
     numbers = {name: config.get(name) for name in ("r", "lora_alpha")}
     for name in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(name) or {}
@@ -155,6 +161,8 @@ def check_config(path: Path, config: Mapping[str, Any]) -> None:
             raise AdapterError(f"{path}: {CONFIG} has {name}={patterns!r}, which maps no names to numbers.")
         numbers |= {f"{name} of {key}": value for key, value in patterns.items()}
     for name, value in numbers.items():
+        if value is None:
+            raise AdapterError(f"{path}: {CONFIG} has no {name}.", hint="Copy the one that PEFT saved.")
         kinds = int if name.startswith("r") else (int, float)
         if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
             raise AdapterError(f"{path}: {CONFIG} has {name}={value!r}, which is not a positive number.")
@@ -174,7 +182,7 @@ def with_names(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> d
     for key in ("rank_pattern", "alpha_pattern"):
         values: dict[str, float] = {}
         for pattern, value in (config.get(key) or {}).items():
-            ends = [name for name in names if name == pattern or name.endswith(f".{pattern}")]
+            ends = [name for name in names if is_named([pattern], name)]
             for name in ends or matching(path, rf"(?:.*\.)?(?:{pattern})", names):
                 values.setdefault(name, value)
         found[key] = values
@@ -223,7 +231,7 @@ def split_stacks(
     for module, pair in stacks.items():
         experts = plain_name(module.removesuffix(".base_layer"))
         own = {name: shape for name, shape in maps.items() if name.startswith(f"{experts}.")}
-        if own and len(pair) == 2:
+        if own and len(pair) == 2 and all(len(tensor.info.shape) == 2 for tensor in pair.values()):
             found += split_stack(path, pair, own, has_turns=has_turns)
         else:
             found += pair.values()  # which are refused with the reason
@@ -275,11 +283,8 @@ def match_tensors(
         name, is_lookup = plain_name(match["module"]), match["lookup"] is not None
         if name not in maps or maps[name].is_lookup != is_lookup:
             made = f" It was made for {base}." if base else ""
-            is_gpt2 = name.startswith(("transformer.h.", "h."))
-            raise AdapterError(
-                f"{path}: the model has no {'embedding' if is_lookup else 'linear map'} {name!r} that takes adapters.{made}",
-                hint=MERGE if is_gpt2 else did_you_mean(name, maps, most=0) or "Serve the model that it was made for.",
-            )
+            kind = "embedding" if is_lookup else "linear map"
+            raise AdapterError(f"{path}: the model has no {kind} {name!r} that takes adapters.{made}", hint=misfit(name, maps))
         pair = found.setdefault(name, {})
         side = match["side"] or match["lookup"]
         if side in pair:
@@ -293,6 +298,16 @@ def match_tensors(
     return found
 
 
+def misfit(name: str, maps: Mapping[str, MapShape]) -> str:
+    """What to do about an adapter of something that the model does not have."""
+    if name.startswith(("transformer.h.", "h.")):  # of GPT-2
+        return MERGE
+    layer, layers = LAYER.search(name), [int(found[1]) for found in map(LAYER.search, maps) if found]
+    if layer and layers and int(layer[1]) > max(layers):
+        return f"This model has {max(layers) + 1} layers. Serve the model that it was made for."
+    return did_you_mean(name, maps, most=0) or "Serve the model that it was made for."
+
+
 def check_targets(path: Path, config: Mapping[str, Any], found: Mapping[str, Any], maps: Mapping[str, MapShape]) -> None:
     """The file must have each linear map that its configuration names, and no other."""
     is_every = config.get("target_modules") == "all-linear"  # where PEFT leaves routers of experts out
@@ -304,9 +319,12 @@ def check_targets(path: Path, config: Mapping[str, Any], found: Mapping[str, Any
     for one in config.get("target_parameters") or ():
         missing = missing or (None if any(is_named([one], name) for name in parameters) else one)
     if missing is not None:
+        base = config.get("base_model_name_or_path")
         message = f"{path}: {CONFIG} says that {missing} was adapted, but the file has no tensors of it."
-        raise AdapterError(message, hint="The file is not complete.")
-    extra = next((name for name in found if not is_target(config, name)), None)
+        hint = f"The file is not complete, or this is not the model that it was made for{f' ({base})' if base else ''}."
+        raise AdapterError(message, hint=hint)
+    tied = {"lm_head": "embed_tokens"} if config.get("ensure_weight_tying") else {}  # which PEFT does not name
+    extra = next((name for name in found if not is_target(config, tied.get(name, name))), None)
     if extra is not None:
         message = f"{path}: the file has tensors of {extra}, which {CONFIG} does not name."
         raise AdapterError(message, hint="Its files do not belong together.")

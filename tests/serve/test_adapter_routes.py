@@ -8,6 +8,7 @@ import json
 import shutil
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import ArcherfishError, InvalidInputError
 from archerfish.params import SamplingParams
 from archerfish.sequence import Namespace
-from archerfish.serve.adapter_changes import load_adapters
+from archerfish.serve.adapter_changes import load_adapters, note_changes, read_changes
 from archerfish.serve.adapter_routes import AdapterRoutes, LoadBody, UnloadBody
 from archerfish.serve.catalog import Catalog
 from archerfish.serve.client import RemoteError
@@ -160,7 +161,21 @@ async def test_a_process_that_is_started_again_makes_the_changes_too(tmp_path: P
         load_adapters(engine.adapters, "another", {"bad": str(tmp_path / "tiny")}, file, is_only=False)
         assert "another is served without the adapter bad" in caplog.text
         with pytest.raises(ArcherfishError, match="adapter_model"):
-            load_adapters(engine.adapters, "another", {"bad": str(tmp_path / "tiny")}, file, is_only=True)
+            load_adapters(engine.adapters, "a third", {"bad": str(tmp_path / "tiny")}, file, is_only=True)
+        engine.adapters.unload("mine")
+        load_adapters(engine.adapters, "a fourth", {**modules, "mine": modules["one"]}, file, is_only=True)
+        assert [one.name for one in engine.adapters.list()] == ["one"]  # "mine" is another model's
+        for name in ("one", "two"):
+            shutil.rmtree(tmp_path / "lora" / name)
+        load_adapters(engine.adapters, engine.model_name, modules, file, is_only=True)  # it has been served: no error
+    assert "without the adapter mine" in caplog.text
+
+
+def test_changes_at_once_are_all_noted(tmp_path: Path) -> None:
+    file, names = str(tmp_path / "adapters.json"), [f"adapter-{number}" for number in range(40)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda name: note_changes(file, "model", {name: "path"}), names))
+    assert sorted(read_changes(file)["model"]) == sorted(names)
 
 
 class TwoModels:
@@ -193,6 +208,8 @@ async def test_adapters_of_several_models() -> None:
         await routes.load(request, LoadBody.model_validate({"lora_name": "a:latest", "lora_path": "y"}))
     await routes.unload(request, UnloadBody.model_validate({"lora_name": "mine"}))
     assert backend.changes[-1] == ("b", "mine")
+    await routes.load(request, LoadBody.model_validate({"lora_name": "new", "lora_path": "y"}))
+    assert backend.changes[-2:] == [("a", "new"), ("b", "new")]
     backend.cards[1]["finds_adapters"] = False
     catalog.expire()
     with pytest.raises(RemoteError, match="does not fit"):

@@ -66,6 +66,33 @@ def test_digest_is_of_what_is_computed(tmp_path: Path) -> None:
     assert read_adapter(save_adapter(tmp_path / "c", every(), lora_alpha=9, **Q), MAPS).digest != first.digest
 
 
+def test_content_is_no_longer_in_the_file(tmp_path: Path) -> None:
+    """A copy over the file changes what lies there, and cuts it off first."""
+    path = save_adapter(tmp_path / "x", every(), **Q)
+    found = read_adapter(path, MAPS)
+    before = {name: pair.down.copy() for name, pair in found.matrices.items()}
+    file = path / "adapter_model.safetensors"
+    file.write_bytes(bytes(file.stat().st_size))
+    for name, pair in found.matrices.items():
+        np.testing.assert_array_equal(pair.down, before[name])
+
+
+def test_a_head_that_is_tied_to_the_embedding(tmp_path: Path) -> None:
+    """ensure_weight_tying of PEFT adapts the head, which its configuration does not name."""
+    tensors = tensors_of("lm_head")
+    for side, shape in (("A", (4, 30)), ("B", (8, 4))):
+        tensors[f"{FRONT}embed_tokens.lora_embedding_{side}"] = torch.randn(shape)
+    config = {"target_modules": ["embed_tokens", "model.embed_tokens"], "ensure_weight_tying": True}
+    assert set(read_adapter(save_adapter(tmp_path / "x", tensors, **config), MAPS).matrices) == {"lm_head", "embed_tokens"}
+
+
+def test_patterns_that_are_names_need_no_matching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "matching", None)
+    ranks = {f"{front}{name}": 4 for name in MAPS for front in ("", "model.", "base_model.model.model.")}
+    path = save_adapter(tmp_path / "x", every(), **Q, r=7, rank_pattern=ranks, alpha_pattern=ranks)
+    assert read_adapter(path, MAPS).rank == 4
+
+
 def test_copies_of_the_models_matrices_are_left_out(tmp_path: Path) -> None:
     """As PEFT saves them beside adapters of heads and embeddings."""
     tensors = {**tensors_of("lm_head"), f"{FRONT}lm_head.base_layer.weight": torch.zeros(30, 8)}
@@ -92,6 +119,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, torch.Tensor], str]] = [
     ({"layer_replication": [[0, 1]]}, every(), "layer_replication"),
     ({"trainable_token_indices": [3]}, every(), "trainable_token_indices"), ({"peft_type": "LOHA"}, every(), "type LOHA"),
     ({"init_lora_weights": "pissa_niter_4"}, every(), "changes the base model"), ({"r": 0}, every(), "r=0"),
+    ({"r": None}, every(), "has no r"), ({"use_bdlora": True}, every(), "use_bdlora"),
     ({"lora_alpha": float("nan")}, every(), "lora_alpha=nan"), ({"lora_alpha": 1e308}, every(), "not finite when multiplied"),
     ({"alpha_pattern": {"q_proj": float("inf")}}, every(), "alpha_pattern of q_proj=inf"),
     ({"rank_pattern": [4]}, every(), "maps no names"), ({"rank_pattern": {"q_proj": 0}}, every(), "rank_pattern of q_proj=0"),
@@ -109,7 +137,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, torch.Tensor], str]] = [
     ({}, changed(f"{NAME}.lora_A.weight", torch.zeros(4, 8, dtype=torch.int64)), "type int64"),
     ({}, {**every(), **tensors_of(f"{NAME[:-6]}v_proj")}, "which adapter_config.json does not name"),
     ({}, tensors_of(NAME), "says that layers.1.self_attn.q_proj was adapted"),
-    ({}, changed("layers.7.self_attn.q_proj.lora_A.weight", torch.zeros(4, 8)), "no linear map 'layers.7.self_attn.q_proj'"),
+    ({}, changed("layers.7.self_attn.q_proj.lora_A.weight", torch.zeros(4, 8)), "no linear map 'layers.7.self_attn.q_proj'.*has 2"),
     ({}, changed(f"{NAME}.lora_magnitude_vector", torch.zeros(12)), "is no part of a LoRA"),
     ({}, changed("lm_head.weight", torch.zeros(30, 8)), "is no part of a LoRA"),
     ({}, changed("embed_tokens.lora_A.weight", torch.zeros(4, 30)), "no linear map 'embed_tokens'"),
@@ -185,6 +213,8 @@ def test_stacks_of_another_model(tmp_path: Path) -> None:
     path = save_adapter(tmp_path / "x", {**stacks(), name: torch.zeros(6, 5)}, **STACKS)
     with pytest.raises(ArcherfishError, match=r"have shapes \(6, 5\) and \(12, 6\)"):
         read_adapter(path, EXPERTS)
+    with pytest.raises(ArcherfishError, match="no linear map 'layers.0.mlp.experts'"):
+        read_adapter(save_adapter(tmp_path / "y", {**stacks(), name: torch.zeros(30)}, **STACKS), EXPERTS)
 
 
 class Evil:
