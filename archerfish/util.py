@@ -55,7 +55,7 @@ def as_matrix(vectors: Any) -> Matrix:
 
 def as_array(vectors: Any) -> npt.NDArray[np.float32]:
     found = as_matrix(vectors)
-    return np.asarray(found.float().cpu().numpy() if is_tensor(found) else found, dtype=np.float32)
+    return np.asarray(found.detach().float().cpu().numpy() if is_tensor(found) else found, dtype=np.float32)
 
 
 def normalize_embeddings(embeddings: Any) -> Matrix:

@@ -34,7 +34,7 @@ def add_embed_arguments(parser: Parser) -> None:
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts to embed")
     parser.add_argument("--input", default="", metavar="FILE", help='a text per line, or .jsonl with "text"; - is stdin')
     parser.add_argument("--output", default="", metavar="FILE", help="write the vectors to FILE: .npy, .jsonl or .parquet")
-    parser.add_argument("--similarity", action="store_true", help="show the cosine similarity of all pairs of texts")
+    parser.add_argument("--similarity", action="store_true", help="show the similarity of all pairs of texts")
     text = "vectors of length 1 (default: as the model)"
     parser.add_argument("--normalize", action=argparse.BooleanOptionalAction, default=None, help=text)
     parser.add_argument("--prompt-name", default=None, metavar="NAME", help="prompt of the model to put before every text")
@@ -49,6 +49,8 @@ def open_engine(config: EmbedConfig, hub: HubConfig, out: Output) -> ArrowEngine
 
 
 def run_embed(arguments: Namespace, out: Output) -> int:
+    from archerfish.engine.token_vectors import scores_of
+
     config, hub = section(EmbedConfig, arguments), section(HubConfig, arguments)
     texts = gather_texts(arguments.texts, arguments.input)
     if arguments.output:
@@ -57,6 +59,10 @@ def run_embed(arguments: Namespace, out: Output) -> int:
         show_bar = len(texts) >= MANY_TEXTS and out.shows_progress
         started = time.perf_counter()
         options = {"normalize": arguments.normalize, "prompt_name": arguments.prompt_name}
+        is_dense = engine.outputs[0] == "dense"
+        if arguments.output and not is_dense and Path(arguments.output).suffix != ".jsonl":
+            kind = engine.outputs[0].replace("_", "-")
+            raise InvalidOptionError(f"{engine.model_name} gives {kind} vectors, which only a .jsonl file can hold.")
         vectors = engine.encode(texts, config.max_batch_size, show_bar, **options)
         elapsed_s = time.perf_counter() - started
         if arguments.output:
@@ -65,9 +71,11 @@ def run_embed(arguments: Namespace, out: Output) -> int:
             "model": engine.model_name, "dimension": engine.get_embedding_dimension(), "num_texts": len(texts),
             "tokens": engine.count_tokens(texts), "load_s": engine.load_seconds, "seconds": elapsed_s,
         }  # fmt: skip
-    cosines = cosine_matrix(vectors) if arguments.similarity else None
+        cosines = None
+        if arguments.similarity:
+            cosines = cosine_matrix(vectors) if is_dense else scores_of(vectors, vectors, engine.similarity_fn_name)
     if out.as_json:
-        report |= {"output": arguments.output} if arguments.output else {"embeddings": vectors.tolist()}
+        report |= {"output": arguments.output} if arguments.output else {"embeddings": [plain(vector) for vector in vectors]}
         out.result(report if cosines is None else report | {"similarity": cosines.tolist()})
         return 0
     if cosines is not None or not arguments.output:
@@ -91,12 +99,25 @@ def show_table(out: Output, texts: list[str], vectors: Vectors, tokens: list[int
         rows = [(columns[i], text, *(f"{value:.3f}" for value in cosines[i, : len(shown)])) for i, text in enumerate(shown)]
         out.table("", ("", "text", *columns), rows, numbers=columns)
     else:
-        begins = [", ".join(f"{value:+.4f}" for value in vector[:4]) + ", …" for vector in vectors[:MAX_ROWS]]
-        cells = [(text, begins[i], vectors.shape[1], tokens[i]) for i, text in enumerate(shown)]
+        cells = [(text, *beginning(vectors[i]), tokens[i]) for i, text in enumerate(shown)]
         out.table("", ("text", "vector", "dimension", "tokens"), cells, numbers=("dimension", "tokens"))
     if len(texts) > MAX_ROWS:
         flags = "--output FILE or --json" if cosines is None else "--json"
         out.line(f"… and {len(texts) - MAX_ROWS:,} more ({flags} gives all)")
+
+
+def beginning(vector: Any) -> tuple[str, str]:
+    """The first numbers of a text's vector, sparse vector or vectors of tokens, and how many there are."""
+    if hasattr(vector, "as_dict"):
+        pairs = list(vector.as_dict().items())
+        return ", ".join(f"{token_id}: {weight:.4f}" for token_id, weight in pairs[:4]) + ", …", f"{len(pairs)} weights"
+    size = " x ".join(map(str, vector.shape))
+    return ", ".join(f"{value:+.4f}" for value in vector.reshape(-1)[:4]) + ", …", size
+
+
+def plain(vector: Any) -> Any:
+    """A vector as JSON has it; of a sparse one, weights by token ids."""
+    return {str(key): value for key, value in vector.as_dict().items()} if hasattr(vector, "as_dict") else vector.tolist()
 
 
 def cosine_matrix(vectors: Vectors) -> Vectors:
@@ -139,7 +160,7 @@ def write_npy(file: BinaryIO, texts: list[str], vectors: Vectors) -> None:
 def write_jsonl(file: BinaryIO, texts: list[str], vectors: Vectors) -> None:
     with io.TextIOWrapper(file, encoding="utf-8", errors="surrogatepass", write_through=True) as lines:
         for text, vector in zip(texts, vectors, strict=True):
-            lines.write(json.dumps({"text": text, "embedding": vector.tolist()}, ensure_ascii=False) + "\n")
+            lines.write(json.dumps({"text": text, "embedding": plain(vector)}, ensure_ascii=False) + "\n")
 
 
 def write_parquet(file: BinaryIO, texts: list[str], vectors: Vectors) -> None:

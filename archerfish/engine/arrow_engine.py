@@ -96,6 +96,7 @@ class ArrowEngine(Closing):
         self._uses_types = has_table and (names is None or "token_type_ids" in names)
         self.watcher: Callable[[int, float], None] | None = None  # called with a number of texts and their seconds
         self._loader.check_tokenizer()
+        token_vectors.check_filler(self)
         self._is_closed, self._packed = False, finish_before_fork(self.pool.submit(self._pack_and_release))
 
     @property
@@ -112,7 +113,9 @@ class ArrowEngine(Closing):
 
     @cached_property
     def tokenizer(self) -> FastTokenizer:
-        return FastTokenizer(self.directory / "tokenizer", self._max_length, self.embedding.get("markers") or ())
+        stated = self.embedding
+        options: Any = {"markers": stated.get("markers") or (), "lowers": bool(stated.get("do_lower_case"))}
+        return FastTokenizer(self.directory / "tokenizer", self._max_length, **options)
 
     @cached_property
     def pair_prompt(self) -> PairPrompt:
@@ -151,9 +154,10 @@ class ArrowEngine(Closing):
     def get_max_seq_length(self) -> int:
         return self._max_length
 
-    def most_tokens(self, prompt_name: str | None = None) -> int:
-        """The number of tokens at which a text with a prompt of the model is cut: late-interaction models have their own."""
-        stated = token_vectors.most_tokens(self, prompt_name)
+    def most_tokens(self, task: str | None = None) -> int:
+        """The number of tokens at which a query or document is cut: late-interaction models have their own. task: or the name
+        of a prompt."""
+        stated = token_vectors.most_tokens(self, task)
         return min(stated, self.config.max_length or self.core.max_positions) if stated else self._max_length
 
     def encode(
@@ -162,7 +166,7 @@ class ArrowEngine(Closing):
         output_value: str | None = "sentence_embedding", precision: Precision = "float32", convert_to_numpy: bool = True,
         convert_to_tensor: bool = False, device: Any = None, normalize_embeddings: bool = False,
         truncate_dim: int | None = None, show_progress_bar: bool | None = None, pool: Any = None, chunk_size: int | None = None,
-        output: Output | None = None,
+        output: Output | None = None, task: str | None = None,
     ) -> Any:
         """Vectors of texts: (dim,) for one string, (n, dim) float32 for a list, in its order.
 
@@ -176,7 +180,7 @@ class ArrowEngine(Closing):
         model's prompts. normalize_embeddings=False means: as the model's files say. truncate_dim keeps the first numbers.
         output_value="token_embeddings" gives a tensor of (tokens, dim) for each text; None gives a dict of all tensors.
         convert_to_tensor gives a tensor, convert_to_numpy=False a list of tensors. pool and chunk_size have no effect: all
-        cores are used anyway.
+        cores are used anyway. task, "query" or "document", says how long texts are, where a model treats them differently.
         """
         is_other = isinstance(texts, Iterable) and not isinstance(texts, Sequence | Mapping | Set)
         many: Any = [texts] if isinstance(texts, str) else list(texts) if is_other else texts  # of an array or a generator
@@ -190,10 +194,11 @@ class ArrowEngine(Closing):
             import_torch()
         text_batches.remark_device(device, self.core.device)
         if (output := output or self.core.output) != "dense":
-            tokenized = self._tokenize(self._prepare(many, prompt_name, prompt), prompt_name)
-            text_batches.remark_cuts(self, tokenized, prompt_name)
-            rows = self.compute_tokens(tokenized, output, batch_size=batch_size, is_query=prompt_name == "query")
-            as_tensors = convert_to_tensor or not convert_to_numpy
+            task, as_tensors = task or prompt_name, convert_to_tensor or not convert_to_numpy
+            tokenized = self._tokenize(self._prepare(many, prompt_name, prompt), task)
+            text_batches.remark_cuts(self, tokenized, task)
+            options: Any = {"batch_size": batch_size, "normalize": normalize_embeddings or normalize}
+            rows = self.compute_tokens(tokenized, output, is_query=task == "query", **options)
             shown = token_vectors.shown_as(rows, as_tensors=as_tensors, truncate_dim=truncate_dim, precision=precision)
             return text_batches.one_or_all(texts, shown)
         inputs, is_normal = self._prepare(many, prompt_name, prompt), normalize_embeddings or normalize
@@ -211,11 +216,12 @@ class ArrowEngine(Closing):
 
     def encode_query(self, *texts: Any, **options: Any) -> Any:
         """`encode` with the model's prompt for queries, if it has one."""
-        return self.encode(*texts, **{"prompt_name": "query", **options})
+        return self.encode(*texts, **{"prompt_name": "query", "task": "query", **options})
 
     def encode_document(self, *texts: Any, **options: Any) -> Any:
         """`encode` with the model's prompt for documents, if it has one: "document", "passage" or "corpus"."""
-        return self.encode(*texts, **{"prompt_name": token_vectors.document_prompt(self.prompts), **options})
+        name = token_vectors.document_prompt(self.prompts)
+        return self.encode(*texts, **{"prompt_name": name, "task": "document", **options})
 
     def encode_batch(self, texts: Sequence[EmbedInput], normalize: bool | None = True) -> Vectors:
         """(n, dim) vectors of a list of texts, of length 1 unless normalize is false."""
@@ -301,12 +307,13 @@ class ArrowEngine(Closing):
         return self._tokenize(self._prepare(texts, prompt_name), prompt_name)
 
     def compute_tokens(
-        self, texts: Sequence[TokenizedText], output: Output, *, batch_size: int | None = None, is_query: bool = False
+        self, texts: Sequence[TokenizedText], output: Output, *, batch_size: int | None = None, is_query: bool = False,
+        normalize: bool | None = None,
     ) -> token_vectors.TokenVectors:
         """Sparse vectors or vectors of tokens, of tokenised texts."""
         self._check_open(output)
         max_tokens = self._batch_tokens(batch_size or self.config.max_batch_size)
-        is_normal = self.core.output == "dense" or self._is_scaled(None)
+        is_normal = (self.core.output == "dense" or self._is_scaled(None)) if normalize is None else normalize
         return token_vectors.compute_token_vectors(self, texts, max_tokens, output, normalize=is_normal, is_query=is_query)
 
     def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = None, *, is_raw: bool = False) -> Vectors:
@@ -396,22 +403,20 @@ class ArrowEngine(Closing):
         if prompt is None and name and name not in self.prompts:
             raise InvalidInputError(f"{self.model_name} has no prompt {name!r}.", hint=did_you_mean(name, self.prompts))
         prompt = prompt if prompt is not None else self.prompts[name] if name else ""
-        is_lowered = bool(self.embedding.get("do_lower_case"))
         if prompt and not self.embedding.get("include_prompt", True):
             raise UnsupportedModelError(f"{self.model_name} leaves its prompt out of the pooling, which is not supported.")
-        if not prompt and not is_lowered and are_strings(texts):
+        if not prompt and are_strings(texts):
             return list(texts)
-        given = [prompt + text if isinstance(text, str) else tuple(text) for text in texts]
-        return [text.lower() if isinstance(text, str) else text for text in given] if is_lowered else given
+        return [prompt + text if isinstance(text, str) else tuple(text) for text in texts]
 
     def _tokenize(
-        self, inputs: Sequence[EmbedInput | tuple[str, str]], prompt_name: str | None = None
+        self, inputs: Sequence[EmbedInput | tuple[str, str]], task: str | None = None
     ) -> list[TokenizedText]:
         if self.core.config.score_token_ids:
             pairs = [item if isinstance(item, tuple) else ("", item) for item in inputs]
             return self.pair_prompt.tokenize(pairs, self._max_length)
         texts: Sequence[Text] = inputs if are_strings(inputs) else [item for item in inputs if is_text(item)]
-        most = self.most_tokens(prompt_name)
+        most = self.most_tokens(task)
         tokenized = self.tokenizer.tokenize(texts, most)
         if not self._uses_types:
             tokenized = [text._replace(type_ids=None) for text in tokenized]
@@ -423,7 +428,7 @@ class ArrowEngine(Closing):
             ]
         if self.core.head is not None and self.core.head.pooling == "lasttoken":
             tokenized = [text_batches.without_padding(text, self.core.config.values.get("pad_token_id")) for text in tokenized]
-        return token_vectors.filled_up(self, tokenized, prompt_name)
+        return token_vectors.filled_up(self, tokenized, task)
 
     def _compute(
         self, inputs: Sequence[Any], batch_size: int, normalize: bool, progress: Progress, *, is_raw: bool = False

@@ -174,10 +174,10 @@ def all_values(
     return [{name: column[row] for name, column in columns.items()} for row in range(len(ids))]
 
 
-def remark_cuts(engine: ArrowEngine, texts: Iterable[TokenizedText], prompt_name: str | None = None) -> None:
+def remark_cuts(engine: ArrowEngine, texts: Iterable[TokenizedText], task: str | None = None) -> None:
     """Say, once for an engine and a kind of text, that texts are cut."""
     if any(text.is_cut for text in texts):
-        most, what = engine.most_tokens(prompt_name), prompt_name or "text"
+        most, what = engine.most_tokens(task), task or "text"
         text = f"{engine.model_name} reads {most:,} tokens of a {what}. Longer ones were cut: split them."
         remark(f"{id(engine)} {text}", text)  # an engine of the same model at the same address has said the same
 

@@ -11,14 +11,14 @@ from archerfish.engine.text_batches import pack, plan_batches
 from archerfish.errors import InvalidInputError
 from archerfish.kernels.batches import Ids
 from archerfish.text.tokenizer import TokenizedText
-from archerfish.util import Precision, as_matrix, similarities
+from archerfish.util import Precision, as_array, as_matrix, similarities
 
 if TYPE_CHECKING:
     from archerfish.engine.arrow_engine import ArrowEngine
     from archerfish.engine.inference_core import Output, Vectors
 
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # names, of which models have one
-TASKS = {"query": "query", **dict.fromkeys(DOCUMENT_PROMPTS, "document")}
+TASKS = {"query": "query", **dict.fromkeys(DOCUMENT_PROMPTS, "document")}  # by themselves and by names of prompts
 MOST_SCORES = 1 << 26  # float32 numbers over the vocabulary that a pass of SPLADE makes: 256 MiB
 
 
@@ -118,9 +118,9 @@ def document_prompt(prompts: Mapping[str, str]) -> str:
     return next((name for name in DOCUMENT_PROMPTS if prompts.get(name)), DOCUMENT_PROMPTS[0])
 
 
-def most_tokens(engine: ArrowEngine, prompt_name: str | None) -> int | None:
+def most_tokens(engine: ArrowEngine, task: str | None) -> int | None:
     """Where the model's files say that queries and documents are cut; None where they do not."""
-    stated, kind = engine.embedding, TASKS.get(prompt_name or "")
+    stated, kind = engine.embedding, TASKS.get(task or "")
     expansion = stated.get("query_expansion") if kind == "query" else None
     most: int | None = stated.get(f"{kind}_length")
     if expansion is not None:
@@ -129,9 +129,15 @@ def most_tokens(engine: ArrowEngine, prompt_name: str | None) -> int | None:
     return most
 
 
-def filled_up(engine: ArrowEngine, texts: list[TokenizedText], prompt_name: str | None) -> list[TokenizedText]:
+def check_filler(engine: ArrowEngine) -> None:
+    """Refuse a model whose queries cannot be filled up, before one comes."""
+    if engine.embedding.get("query_expansion") is not None:
+        filled_up(engine, [], "query")
+
+
+def filled_up(engine: ArrowEngine, texts: list[TokenizedText], task: str | None) -> list[TokenizedText]:
     """Queries with tokens behind them up to a length, if the model is made so: their vectors count as those of words."""
-    expansion = engine.embedding.get("query_expansion") if TASKS.get(prompt_name or "") == "query" else None
+    expansion = engine.embedding.get("query_expansion") if TASKS.get(task or "") == "query" else None
     if expansion is None:
         return texts
     filler = engine.tokenizer.filler_id(expansion.get("token"))
@@ -156,11 +162,14 @@ def skipped_tokens(engine: ArrowEngine, *, is_query: bool) -> list[int]:
 
 def texts_of(vectors: Any, output: Output) -> list[Any] | None:
     """An item for each text, of sparse vectors or vectors of tokens; None if they are dense ones."""
-    if isinstance(vectors, SparseVector) or (output == "multi_vector" and getattr(vectors, "ndim", 0) == 2):
+    num_dims = getattr(vectors, "ndim", 0)
+    if isinstance(vectors, SparseVector) or (output == "multi_vector" and num_dims == 2):
         return [vectors]
-    if not isinstance(vectors, list | tuple) or not vectors:
+    if num_dims == 3:
+        return [rows[rows.any(1)] for rows in as_array(vectors)]  # without padding
+    if not isinstance(vectors, list | tuple) or not vectors or isinstance(vectors[0], str):
         return None
-    return list(vectors) if isinstance(vectors[0], SparseVector) or getattr(vectors[0], "ndim", 0) == 2 else None
+    return list(vectors) if isinstance(vectors[0], SparseVector) or np.ndim(vectors[0]) == 2 else None
 
 
 def compare(engine: ArrowEngine, a: Any, b: Any, *, is_pairwise: bool = False) -> Any:
@@ -171,18 +180,25 @@ def compare(engine: ArrowEngine, a: Any, b: Any, *, is_pairwise: bool = False) -
         return similarities(how)[is_pairwise](a, b)
     if not is_pairwise:
         return as_matrix(scores_of(left, right, how))
-    return as_matrix([[score_of(x, y, how) for x, y in zip(left, right, strict=True)]])[0]
+    if len(left) != len(right):
+        raise InvalidInputError(f"similarity_pairwise() compares vectors in the same place: {len(left)} and {len(right)}.")
+    return as_matrix([[scores_of([x], [y], how)[0, 0] for x, y in zip(left, right, strict=True)]])[0]
 
 
-def score_of(a: Any, b: Any, similarity_fn_name: str | None = None) -> float:
+def score_of(a: Any, b: Any, *, is_mean: bool) -> float:
     if isinstance(a, SparseVector):
         return a.dot(b)
-    best = (np.asarray(a) @ np.asarray(b).T).max(1)
-    return float(best.mean() if similarity_fn_name == "meanmaxsim" else best.sum())
+    if not len(a) or not len(b):
+        return 0.0
+    best = (a @ b.T).max(1)
+    return float(best.mean() if is_mean else best.sum())
 
 
 def scores_of(left: Sequence[Any], right: Sequence[Any], similarity_fn_name: str | None = None) -> Vectors:
     """Of each text of a list with each of another: dot products of sparse vectors, or for several vectors a text MaxSim, which
     is the sum (`meanmaxsim`: the mean) over the first's tokens of the best dot product."""
-    scores = [[score_of(a, b, similarity_fn_name) for b in right] for a in left]
+    first, second = (
+        [each if isinstance(each, SparseVector | np.ndarray) else as_array(each) for each in given] for given in (left, right)
+    )
+    scores = [[score_of(a, b, is_mean=similarity_fn_name == "meanmaxsim") for b in second] for a in first]
     return np.array(scores, np.float32).reshape(len(left), len(right))

@@ -211,12 +211,13 @@ class VectorRoutes:
         card = await self.find(request, model, len(pairs), param, "cross-encoder", "embedding")
         if card.outputs[0] != "dense":
             places = {text: place for place, text in enumerate(dict.fromkeys(text for text, _ in pairs))}
-            _, left, _ = await self.token_vectors(request, model, list(places), prompt_name="query", **options)
+            _, left, first = await self.token_vectors(request, model, list(places), prompt_name="query", **options)
             stated = embedding_of(card)
             name, how = document_prompt(stated.get("prompts") or {}), stated.get("similarity_fn_name")
             _, right, usage = await self.token_vectors(request, model, [b for _, b in pairs], prompt_name=name, **options)
             found = [scores_of([left[places[a]]], [b], how)[0] for (a, _), b in zip(pairs, right, strict=True)]
-            scores = np.concatenate(found)
+            scores, num_tokens = np.concatenate(found), first.prompt_tokens + usage.prompt_tokens
+            usage = answers.VectorUsage(num_tokens, num_tokens, truncated=first.truncated or usage.truncated)
         elif card.kind == "cross-encoder":
             rows, usage = await self.ask(request, card, ClassifyRequest, len(pairs), texts=pairs, **options)
             if rows.shape[1] != 1:
@@ -314,7 +315,8 @@ def embedding_of(card: ModelCard) -> dict[str, Any]:
 
 def find_prompt(request: Request, card: ModelCard, input_type: str) -> str | None:
     """The name of the model's prompt for texts of a type. If there is none, a remark says so."""
-    prompts = embedding_of(card).get("prompts") or {}
+    own = dict.fromkeys(("query", "document"), "") if card.outputs[:1] == ("multi_vector",) else {}
+    prompts = own | (embedding_of(card).get("prompts") or {})
     found = next((name for name in (input_type, *PROMPTS.get(input_type, ())) if name in prompts), None)
     if found is None:
         request.state.remarks.append(f"{card.id} has no prompt for input_type {input_type[:40]!r}")

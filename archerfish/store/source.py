@@ -230,10 +230,8 @@ def read_parts(root: Path, pipeline: Pipeline, settings: Mapping[str, Any], stat
         if mask is not None and mask.get("keep_only_token_ids"):
             raise UnsupportedModelError(f"{root} keeps the vectors of images alone (keep_only_token_ids): it reads no texts.")
         found |= read_late_interaction(root, stated, settings, mask)
-        if not pipeline.modules:
-            config = optional_json(root / "config.json") or {}
-            sizes = config.get("hidden_size") or config.get("dim"), stated["dim"]
-            found["layers"] = [{"name": "", "sizes": sizes, "activation": "none"}]
+        if not pipeline.modules:  # its tensor says how large the layer is
+            found["layers"] = [{"name": "", "sizes": (0, 0), "activation": "none"}]
     return found
 
 

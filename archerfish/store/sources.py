@@ -10,7 +10,7 @@ import functools
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,20 @@ def open_source(path: Path) -> ModelSource:
         raise CorruptFileError(f"{directory} has no config.json.", hint="Give the directory that holds the whole model.")
     return ModelSource(
         kind=kind, path=path, files=files, config={**cross_encoder_settings(root), **values}, tensors=tuple(parts),
-        write_tokenizer=functools.partial(write_tokenizer_files, directory), embedding=read_embedding(root),
+        write_tokenizer=functools.partial(write_tokenizer_files, directory), embedding=with_sizes(read_embedding(root), kept),
         generation_config=optional_json(directory / "generation_config.json"),
         skipped=tuple(tensor.info.name for tensor in tensors if BUFFERS.search(tensor.info.name)),
     )
+
+
+def with_sizes(embedding: dict[str, Any] | None, tensors: Iterable[SourceTensor]) -> dict[str, Any] | None:
+    """With the size of a layer that lies among the transformer's tensors."""
+    for layer in (embedding or {}).get("layers") or ():
+        shape = next((tensor.info.shape for tensor in tensors if tensor.info.name == "linear.weight"), ())
+        if not layer["name"] and len(shape) != 2:
+            raise CorruptFileError("This ColBERT has no matrix linear.weight behind its transformer.")
+        layer["sizes"] = layer["sizes"] if layer["name"] else shape[::-1]
+    return embedding
 
 
 def added_files(root: Path | None) -> Iterator[tuple[str, Path]]:

@@ -72,12 +72,17 @@ class TokenizedText(NamedTuple):
 class FastTokenizer:
     """The tokenizer.json of a model directory, without the padding and truncation that some files state."""
 
-    def __init__(self, tokenizer_path: str | Path, max_length: int = 512, markers: Sequence[str] = ()) -> None:
-        """markers: tokens of the vocabulary that are taken whole where a text begins with them."""
+    def __init__(
+        self, tokenizer_path: str | Path, max_length: int = 512, markers: Sequence[str] = (), *, lowers: bool = False
+    ) -> None:
+        """markers: tokens of the vocabulary that are taken whole where a text begins with them. lowers: words become lower
+        case first."""
         file = find_tokenizer(Path(tokenizer_path))
         self._base: RustTokenizer = open_tokenizer(file)
         settings = self._settings = read_settings(file.parent / "tokenizer_config.json")
         add_end(self._base, settings)
+        if lowers:
+            lower_words(self._base)
         add_markers(self._base, markers)
         self.max_length, self._side = max_length, "left" if settings.get("truncation_side") == "left" else "right"
         self._base.enable_truncation(max_length, direction=self._side)
@@ -206,6 +211,15 @@ def add_end(tokenizer: RustTokenizer, settings: dict[str, Any]) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=" ".join(single), pair=" ".join([*single, *pair]), special_tokens=list(dict.fromkeys(tokens))
     )
+
+
+def lower_words(tokenizer: RustTokenizer) -> None:
+    """Have words in lower case, but not names of special tokens."""
+    from tokenizers import normalizers
+
+    own = tokenizer.normalizer
+    if not (isinstance(own, normalizers.BertNormalizer) and own.lowercase):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *([own] if own else [])])
 
 
 def add_markers(tokenizer: RustTokenizer, markers: Sequence[str]) -> None:

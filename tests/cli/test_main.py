@@ -32,7 +32,7 @@ from tests.engine.fakes import FakeEngine
 class Engine(FakeEngine):
     """The parts of ArrowEngine that `embed` uses."""
 
-    load_seconds = 0.01
+    load_seconds, outputs = 0.01, ("dense",)
 
     def encode(self, texts: list[str], batch_size: int, show_progress: bool, *, normalize: Any, prompt_name: Any) -> Any:
         return self.encode_batch(texts, normalize)

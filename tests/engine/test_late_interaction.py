@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import MultiVectorEncoder
 
 from archerfish import ArrowEngine, HubConfig
+from archerfish.cli.main import main
 from archerfish.errors import CorruptFileError, InvalidInputError, UnsupportedModelError
 from tests.conftest import VOCABULARY
 
@@ -74,11 +75,11 @@ def as_stanford(path: Path, metadata: dict[str, Any] | None) -> None:
         (path / "artifact.metadata").write_text(json.dumps(metadata))
 
 
-def compare(path: Path, hub: HubConfig) -> ArrowEngine:
+def compare(path: Path, hub: HubConfig, **options: Any) -> ArrowEngine:
     peer: Peer = MultiVectorEncoder(str(path), device="cpu")
     engine = ArrowEngine(path, dtype="float32", hub=hub)
     for name in ("encode_query", "encode_document", "encode"):
-        ours, theirs = getattr(engine, name)(TEXTS), getattr(peer, name)(TEXTS)
+        ours, theirs = getattr(engine, name)(TEXTS, **options), getattr(peer, name)(TEXTS, **options)
         for found, expected in zip(ours, theirs, strict=True):
             np.testing.assert_allclose(found, np.asarray(expected), atol=2e-5, err_msg=name)
     queries, documents = peer.encode_query(TEXTS[:2]), peer.encode_document(TEXTS)
@@ -88,6 +89,9 @@ def compare(path: Path, hub: HubConfig) -> ArrowEngine:
     torch.testing.assert_close(
         engine.similarity_pairwise(queries, documents[:2]), peer.similarity_pairwise(queries, documents[:2])
     )
+    padded = [torch.nn.functional.pad(torch.as_tensor(rows), (0, 0, 0, 40 - len(rows))) for rows in queries]
+    torch.testing.assert_close(engine.similarity(torch.stack(padded), documents), expected)
+    torch.testing.assert_close(engine.similarity([rows.tolist() for rows in queries], documents), expected)
     assert engine.rerank(TEXTS[0], TEXTS)[0].index == int(expected[0].argmax())
     return engine
 
@@ -113,7 +117,7 @@ def test_queries_are_filled_up(
     {"query_prefix": "[unused0] ", "document_prefix": "[unused1] ", "attend_to_expansion_tokens": True,
      "skiplist_words": ["cat", "[UNK]", "nowhere"], "prompts": {"query": "red ", "document": ""}},
     {"query_prefix": "say: ", "do_query_expansion": False, "query_length": 8, "skiplist_words": []},
-    {"query_length": 20, "query_expansion": None},
+    {"query_length": 20, "query_expansion": None}, {"attend_to_mask_tokens": True},
 ])  # fmt: skip
 @pytest.mark.parametrize("has_type", [True, False])
 def test_models_of_pylate(
@@ -132,6 +136,52 @@ def test_models_of_stanford(metadata: dict[str, Any] | None, tiny_model: Any, hu
     path = save(tiny_model, "Bert", {}, tmp_path / "model")
     as_stanford(path, metadata)
     compare(path, hub)
+    file = path / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(file).items() if name != "linear.weight"}, file)
+    with pytest.raises(CorruptFileError, match=r"no matrix linear\.weight"):
+        ArrowEngine(path, hub=hub)
+
+
+def test_tasks_are_those_of_methods(tiny_model: Any, hub: HubConfig, tmp_path: Path) -> None:
+    """Whatever the prompt is called; and markers are not words, which become lower case."""
+    path = save(tiny_model, "Bert", {}, tmp_path / "model")
+    prompts = {"query": "", "document": "", "news": "red "}
+    settings = {"query_length": 16, "document_length": 12}
+    as_pylate(path, has_type=True, query_prefix="[Q] ", document_prefix="[D] ", prompts=prompts, **settings)
+    edit(path / "sentence_bert_config.json", do_lower_case=True)
+    engine = compare(path, hub)
+    peer: Peer = MultiVectorEncoder(str(path), device="cpu")
+    for name in ("encode_query", "encode_document"):
+        ours, theirs = (getattr(each, name)(["THE Cat . " * 9, "The dog"], prompt_name="news") for each in (engine, peer))
+        for found, expected in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(found, np.asarray(expected), atol=2e-5)
+    nothing, some = engine.encode(["."])[0][:0], engine.encode_query(["red"])
+    assert engine.similarity(some, [nothing, *engine.encode(["red"])])[0, 0] == 0
+
+
+def test_lengths_of_vectors_are_those_of_the_files_or_of_the_call(tiny_model: Any, hub: HubConfig, tmp_path: Path) -> None:
+    path = save(tiny_model, "Bert", {}, tmp_path / "model")
+    file = path / "modules.json"
+    file.write_text(json.dumps([module for module in json.loads(file.read_text()) if not module["type"].endswith("Normalize")]))
+    for normalizes in (False, True):
+        peer: Peer = MultiVectorEncoder(str(path), device="cpu")
+        found = ArrowEngine(path, dtype="float32", hub=hub).encode_query(TEXTS, normalize_embeddings=normalizes)
+        for ours, theirs in zip(found, peer.encode_query(TEXTS, normalize_embeddings=normalizes), strict=True):
+            np.testing.assert_allclose(ours, np.asarray(theirs), atol=2e-5, rtol=1e-5)
+
+
+def test_on_the_command_line(
+    tiny_model: Any, hub: HubConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ARCHERFISH_HUB_CACHE_DIR", str(hub.cache_dir))
+    ask = ["embed", "the cat", "a dog on the mat", "--model", str(save(tiny_model, "Bert", {}, tmp_path / "model"))]
+    assert main([*ask, "--similarity", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert np.shape(found["embeddings"][0]) == (4, 128) and found["similarity"][0][0] == pytest.approx(4, rel=1e-3)
+    assert main(ask) == 0 and "4 x 128" in capsys.readouterr().out
+    assert main([*ask, "--output", str(tmp_path / "x.npy")]) == 2 and ".jsonl" in capsys.readouterr().err
+    assert main([*ask, "--output", str(tmp_path / "x.jsonl")]) == 0
+    assert len(json.loads((tmp_path / "x.jsonl").read_text().splitlines()[1])["embedding"]) == 7
 
 
 @pytest.mark.parametrize(("family", "config", "expansion", "message"), [
@@ -152,6 +202,9 @@ def test_what_cannot_be_filled_up_is_refused(
 @pytest.mark.parametrize(("values", "message"), [
     ({"query_length": 0}, "query_length is 0"), ({"query_expansion": {"strategy": "all", "length": 3}}, "no strategy"),
     ({"query_expansion": {"strategy": "min"}}, "the length of query_expansion is None"),
+    ({"query_expansion": {"strategy": "min", "length": 2}}, "the length of query_expansion is 2"),
+    ({"query_expansion": {"strategy": "min", "length": 9, "token": 5}}, "the token of query_expansion is 5"),
+    ({"query_expansion": {"strategy": "min", "length": 9, "token": "nothing"}}, "has no token 'nothing'"),
 ])  # fmt: skip
 def test_settings_that_are_no_good(
     values: dict[str, Any], message: str, tiny_model: Any, hub: HubConfig, tmp_path: Path
@@ -159,4 +212,12 @@ def test_settings_that_are_no_good(
     path = save(tiny_model, "Bert", {}, tmp_path / "model")
     edit(path / "sentence_bert_config.json", **values)
     with pytest.raises(CorruptFileError, match=message):
+        ArrowEngine(path, hub=hub)
+
+
+@pytest.mark.parametrize("values", [{"query_prefix": 5}, {"document_prefix": ["[D] "]}, {"skiplist_words": [1, 2]}])
+def test_texts_that_are_none(values: dict[str, Any], tiny_model: Any, hub: HubConfig, tmp_path: Path) -> None:
+    path = save(tiny_model, "Bert", {}, tmp_path / "model")
+    as_pylate(path, has_type=True, **values)
+    with pytest.raises(CorruptFileError, match=f"{next(iter(values))} must be text"):
         ArrowEngine(path, hub=hub)

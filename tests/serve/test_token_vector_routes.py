@@ -77,6 +77,8 @@ async def test_late_interaction_ranks(tiny_model: Any, hub: HubConfig, tmp_path:
     expected = peer.similarity(peer.encode_query(TEXTS[:1]), peer.encode_document(TEXTS))[0].tolist()
     async with serving(host_with(tmp_path, engine)) as client:
         ranks = await asked(client, "/v1/rerank", query=TEXTS[0], documents=TEXTS)
+        sizes = [len(engine.tokenize([text], prompt_name="document")[0].token_ids) for text in TEXTS]
+        assert ranks["usage"]["prompt_tokens"] == 12 + sum(sizes)
         assert {row["index"]: row["relevance_score"] for row in ranks["results"]} == pytest.approx(dict(enumerate(expected)))
         rows = (await asked(client, "/pooling", input=TEXTS[:1], prompt_name="query"))["data"][0]["data"]
         assert np.shape(rows) == (12, 128)

@@ -137,7 +137,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, torch.Tensor], str]] = [
     ({}, changed(f"{NAME}.lora_A.weight", torch.zeros(4, 8, dtype=torch.int64)), "type int64"),
     ({}, {**every(), **tensors_of(f"{NAME[:-6]}v_proj")}, "which adapter_config.json does not name"),
     ({}, tensors_of(NAME), "says that layers.1.self_attn.q_proj was adapted"),
-    ({}, changed("layers.7.self_attn.q_proj.lora_A.weight", torch.zeros(4, 8)), "no linear map 'layers.7.self_attn.q_proj'.*has 2"),
+    ({}, changed("layers.7.self_attn.q_proj.lora_A.weight", torch.zeros(4, 8)), "'layers.7.self_attn.q_proj'.*has 2 layers"),
     ({}, changed(f"{NAME}.lora_magnitude_vector", torch.zeros(12)), "is no part of a LoRA"),
     ({}, changed("lm_head.weight", torch.zeros(30, 8)), "is no part of a LoRA"),
     ({}, changed("embed_tokens.lora_A.weight", torch.zeros(4, 30)), "no linear map 'embed_tokens'"),
@@ -213,7 +213,7 @@ def test_stacks_of_another_model(tmp_path: Path) -> None:
     path = save_adapter(tmp_path / "x", {**stacks(), name: torch.zeros(6, 5)}, **STACKS)
     with pytest.raises(ArcherfishError, match=r"have shapes \(6, 5\) and \(12, 6\)"):
         read_adapter(path, EXPERTS)
-    with pytest.raises(ArcherfishError, match="no linear map 'layers.0.mlp.experts'"):
+    with pytest.raises(ArcherfishError, match=r"no linear map 'layers\.0\.mlp\.experts'"):
         read_adapter(save_adapter(tmp_path / "y", {**stacks(), name: torch.zeros(30)}, **STACKS), EXPERTS)
 
 
