@@ -28,7 +28,7 @@ from archerfish.kernels.cards import Card, find_cards
 from archerfish.kernels.formats import FORMATS, choose_format
 from archerfish.kernels.machine import Cpu, Memory, cpu, fast_cpu_dtype, memory
 from archerfish.kernels.select import fast_paths, native_error
-from archerfish.models.adapter import KVShape, model_class
+from archerfish.models.adapter import ENCODERS, KVShape, find_model, model_class
 from archerfish.models.config import Config
 from archerfish.runtime.kv_pool import check_plan, plan_memory
 from archerfish.store.converter import ModelConverter
@@ -132,7 +132,9 @@ def examine(hub: HubConfig, model: str, out: Output) -> dict[str, Any]:
     problems += find_damage(model, out)
     gpus, paths = find_cards()[0], fast_paths()
     sizes = [measure_or_explain(name, hub) for name in BUILTIN_MODELS if name != model.lower()]
-    sizes += [measure(model, hub)] if model else []
+    if model:
+        sizes.append(measure(model, hub))
+        problems += find_refusal(sizes[-1])
     cached = [found for found in list_models(hub) if found.path is not None]
     return {
         "archerfish": build_info()["version"],
@@ -165,6 +167,17 @@ def find_damage(model: str, out: Output) -> list[str]:
         with out.progress("Checking") as progress:
             WeightLoader(model).verify(progress)
     except ModelError as error:
+        return [str(error)]
+    return []
+
+
+def find_refusal(found: ModelSize) -> list[str]:
+    """Why a model's architecture is refused."""
+    config = Config(found.config)
+    try:
+        if found.config and config.model_type not in ENCODERS:
+            find_model(config)
+    except UnsupportedModelError as error:
         return [str(error)]
     return []
 

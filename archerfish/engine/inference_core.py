@@ -319,7 +319,11 @@ def locate(config: EmbedConfig, hub: HubConfig, progress: Progress) -> Path:
         dtype = fast_cpu_dtype() if config.dtype == "auto" else config.dtype
     source = resolve_model(config.model, hub, progress)
     keeps_quantised = backend_of(config).keeps_quantised
-    return ensure_converted(source, dtype=dtype, keep_quantized=keeps_quantised, hub=hub, progress=progress)
+
+    def check(values: Mapping[str, Any], _: Any) -> None:  # before a conversion, which takes minutes
+        encoder_class(Config(values), embeds=True)
+
+    return ensure_converted(source, dtype=dtype, keep_quantized=keeps_quantised, hub=hub, progress=progress, check=check)
 
 
 def backend_of(config: EmbedConfig) -> OpsBackend:

@@ -53,6 +53,15 @@ class SentenceTransformer(ArrowEngine):
         found: torch.device = import_torch("SentenceTransformer.device").device(self.core.device)
         return found
 
+    def to(self, device: Any = None, *_: Any, **__: Any) -> SentenceTransformer:
+        """An engine stays on its device."""
+        remark_device(getattr(device, "type", device), self.core.device)
+        return self
+
+    def eval(self) -> SentenceTransformer:
+        """Models are not trained here."""
+        return self
+
     def tokenize(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:  # type: ignore[override]  # as theirs
         """Padded `input_ids` and `attention_mask` of texts."""
         return self.tokenizer.encode(texts, self.max_seq_length)

@@ -295,7 +295,7 @@ def find_model(config: Config) -> type[ModelAdapter[Any]]:
     elif config.model_type in ENCODERS:
         hint = "It embeds texts or ranks them: ArrowEngine and `archerfish embed` take it."
     hint = REFUSED.get(config.model_type, hint)
-    raise UnsupportedModelError(f"No text generation model for model_type {config.model_type!r}.", hint=hint)
+    raise UnsupportedModelError(unknown("text generation model", config), hint=hint)
 
 
 def is_encoder(config: Config) -> bool:
@@ -317,8 +317,14 @@ def encoder_class(config: Config, *, embeds: bool = False) -> type[Encoder[Any]]
     if found is None:
         page = "docs/embed.md lists what embeds texts, CONTRIBUTING.md shows how an architecture is added"
         hint = architecture_hint(config.model_type, ENCODERS, page)
-        raise UnsupportedModelError(f"No encoder for model_type {config.model_type!r}.", hint=hint)
+        raise UnsupportedModelError(unknown("encoder", config), hint=hint)
     return class_of(found)
+
+
+def unknown(what: str, config: Config) -> str:
+    if not config.model_type:
+        return "The config.json states no model_type, which says what the model is."
+    return f"No {what} for model_type {config.model_type!r}."
 
 
 def architecture_hint(

@@ -113,6 +113,9 @@ def host_config(config: ServeConfig, models: tuple[ModelSpec, ...], hub: HubConf
         raise InvalidOptionError("[serve] zmq_address needs a port, which stays the same when the engine process is restarted.")
     if secret_key and not config.zmq_address.startswith("tcp:"):
         raise InvalidOptionError("[serve] zmq_key_file is given, but zmq_address is no tcp:// address.")
+    if config.allow_lora_updates and not any(spec.options.get("lora_dir") for spec in models):
+        message = "[serve] allow_lora_updates is given, but no directory from which adapters may be loaded."
+        raise InvalidOptionError(message, hint="Name one: lora_dir (--lora-dir).")
     if config.replicas > 1 and config.zmq_address:
         raise InvalidOptionError("[serve] zmq_address cannot be served by several replicas.", hint="Set replicas to 1.")
     return HostConfig(

@@ -45,6 +45,7 @@ WEIGHT_PATTERNS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
     "*.safetensors", "*.gguf", "*.pth", "*.pt", "*.bin",
 )  # fmt: skip
+LFS_POINTER = b"version https://git-lfs"
 NOT_WEIGHT_FILES = ("training_args.bin", "optimizer.bin", "scheduler.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth")
 # Names of RWKV tensors in the files of BlinkDL and of Hugging Face. The last two belong to versions before 7, which the reader
 # of RWKV refuses.
@@ -63,6 +64,7 @@ def open_source(path: Path) -> ModelSource:
         raise UnsupportedModelError(f"{path} is already converted.", hint="Open it with WeightLoader, or give its source.")
     root = path if path.is_dir() else path.parent
     directory = transformer_directory(root) if path.is_dir() else root
+    refuse_adapter(directory)
     weights = find_weights(directory) if path.is_dir() else path
     if weights.suffix == ".gguf":
         fields, arrays = read_gguf(weights)
@@ -89,6 +91,14 @@ def open_source(path: Path) -> ModelSource:
         generation_config=optional_json(directory / "generation_config.json"),
         skipped=tuple(tensor.info.name for tensor in tensors if BUFFERS.search(tensor.info.name)),
     )
+
+
+def refuse_adapter(directory: Path) -> None:
+    """Say what to do with the directory of a LoRA adapter, which many take for a model."""
+    stated = None if (directory / "config.json").is_file() else optional_json(directory / "adapter_config.json")
+    if stated is not None:
+        hint = f"Give the model that it was made for ({stated.get('base_model_name_or_path')}), and this with --adapter or "
+        raise UnsupportedModelError(f"{directory} is an adapter, not a model.", hint=f"{hint}--lora-modules NAME=PATH.")
 
 
 def with_sizes(embedding: dict[str, Any] | None, tensors: Iterable[SourceTensor]) -> dict[str, Any] | None:
@@ -164,6 +174,9 @@ def open_safetensors(path: Path) -> list[SourceTensor]:
         file: Any = safe_open(path, framework="np")  # checks the header; its arrays would not have bfloat16
         names = file.offset_keys()
     except SafetensorError as error:
+        if path.open("rb").read(len(LFS_POINTER)) == LFS_POINTER:
+            hint = "Run `git lfs pull` where it was cloned, or download the file."
+            raise CorruptFileError(f"{path} is a pointer of Git LFS to the file, not the file.", hint=hint) from None
         raise CorruptFileError(f"{path} is not a sound safetensors file: {first_line(error)}.") from error
     with path.open("rb") as opened:
         header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))

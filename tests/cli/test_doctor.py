@@ -73,7 +73,9 @@ def test_formats_of_layers() -> None:
         "self_attn.o_proj": {"bfloat16": 2},
         "mlp.gate_proj, mlp.up_proj": {"Q4_0": 2}, "mlp.down_proj": {"Q4_0": 2}, "embed_tokens": {"bfloat16": 1},
     }
-    assert doctor.ModelSize("bert", 1000, 4000, config={"model_type": "bert"}, tensors=tensors).formats("float16") == {}
+    bert, other = (doctor.ModelSize(name, 1000, 4000, config={"model_type": name}, tensors=tensors) for name in ("bert", "t5"))
+    assert bert.formats("float16") == {} and not doctor.find_refusal(bert)
+    assert "No text generation model for model_type 't5'" in doctor.find_refusal(other)[0]
 
 
 def test_files_are_judged_by_what_is_stored_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

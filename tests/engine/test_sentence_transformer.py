@@ -66,6 +66,7 @@ def test_encode_of_one_text(ours: SentenceTransformer, peer: Any) -> None:
 
 
 def test_texts_may_be_named_as_in_either_version(ours: SentenceTransformer) -> None:
+    assert ours.to("cpu").eval() is ours
     expected = ours.encode(["A cat"])
     assert np.array_equal(ours.encode(sentences=["A cat"]), expected)
     assert np.array_equal(ours.encode_document(inputs=["A cat"]), expected)

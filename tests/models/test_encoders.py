@@ -198,6 +198,7 @@ def test_forward_drops_masked_tokens() -> None:
     ({"model_type": "deberta"}, "'deberta'. docs/embed.md .*Supported: bert, "), ({"hidden_act": "swoosh"}, "swoosh"),
     ({"model_type": "rwkv7"}, "LLMEngine and `archerfish generate` take it"), ({"num_attention_heads": 5}, "5 heads"),
     ({"hidden_size": "big"}, "hidden_size"), ({"position_embedding_type": "relative_key"}, "absolute"),
+    ({"model_type": ""}, "states no model_type"),
 ])  # fmt: skip
 def test_configurations_that_cannot_run_are_refused(change: dict[str, Any], message: str) -> None:
     model, config = make("bert", "Model")

@@ -18,17 +18,19 @@ import httpx
 import pytest
 from starlette.requests import Request
 
-from archerfish.config import ServeConfig
+from archerfish.config import HubConfig, ServeConfig
 from archerfish.engine.adapters import AdapterLibrary
 from archerfish.engine.llm_engine import LLMEngine
-from archerfish.errors import ArcherfishError, InvalidInputError
+from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError
 from archerfish.params import SamplingParams
 from archerfish.sequence import Namespace
 from archerfish.serve.adapter_changes import load_adapters, note_changes, read_changes
 from archerfish.serve.adapter_routes import AdapterRoutes, LoadBody, UnloadBody
 from archerfish.serve.catalog import Catalog
 from archerfish.serve.client import RemoteError
+from archerfish.serve.processes import ModelSpec
 from archerfish.serve.routing import namespace_of
+from archerfish.serve.run import host_config
 from archerfish.serve.tenants import ANONYMOUS, Tenants, add_key
 from archerfish.serve.wire import ChangeAdapter, GenerationRequest, Query, Report
 from archerfish.store.adapters import MapShape, read_adapter
@@ -169,6 +171,11 @@ async def test_a_process_that_is_started_again_makes_the_changes_too(tmp_path: P
             shutil.rmtree(tmp_path / "lora" / name)
         load_adapters(engine.adapters, engine.model_name, modules, file, is_only=True)  # it has been served: no error
     assert "without the adapter mine" in caplog.text
+
+
+def test_changes_need_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(InvalidOptionError, match=r"no directory from which.*--lora-dir"):
+        host_config(ServeConfig(allow_lora_updates=True), (ModelSpec(kind="generation"),), HubConfig(), str(tmp_path))
 
 
 def test_changes_at_once_are_all_noted(tmp_path: Path) -> None:

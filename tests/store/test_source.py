@@ -11,8 +11,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from archerfish import ArrowEngine, HubConfig
 from archerfish.errors import CorruptFileError, UnsupportedModelError
 from archerfish.store.source import read_embedding
+from archerfish.store.sources import open_source
 from archerfish.store.tokenizer_files import write_tokenizer_files
 from tests.store.models import VOCABULARY, convert, some_weights, write_json, write_model
 
@@ -164,3 +166,20 @@ def test_tokenizer_files_are_copied(source: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "chat_template.jinja", "vocab.txt", "additional_chat_templates/tools.jinja"):
         assert (tmp_path / "copied" / name).read_bytes() == (source / name).read_bytes()
     assert len(json.loads((tmp_path / "copied" / "tokenizer.json").read_text())["model"]["vocab"]) == len(VOCABULARY)
+
+
+def test_what_is_no_model(tmp_path: Path) -> None:
+    """An adapter's directory, a pointer to a file, and a configuration that names nothing."""
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "a/model"}')
+    with pytest.raises(UnsupportedModelError, match=r"is an adapter, not a model\. Give .* \(a/model\), .*--lora-modules"):
+        open_source(tmp_path)
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\n")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CorruptFileError, match="a pointer of Git LFS"):
+        open_source(tmp_path)
+    write_model(tmp_path / "x", some_weights())
+    write_json(tmp_path / "x" / "config.json", {"model_type": "t5"})
+    with pytest.raises(UnsupportedModelError, match="No encoder for model_type 't5'"):
+        ArrowEngine(tmp_path / "x", hub=HubConfig(cache_dir=str(tmp_path / "cache")))
+    assert not list((tmp_path / "cache").rglob("*.arrow")), "it was converted first"
