@@ -51,14 +51,14 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</t
 def test_answer_streams_and_regenerates_from_the_cache(chromium: Any, real: str) -> None:
     """A real model: words come one after another, another answer finds its prompt cached, a reload shows all of it again."""
     with visiting(chromium, real) as chat:
-        chat.open().set(max_tokens=24, temperature=0.7)
+        chat.open().set(max_tokens=8, temperature=0.7)
         chat.page.select_option("select[aria-label=Model]", SMOLLM2)
         chat.page.evaluate(WATCH)
         chat.send("Name three fish that live in rivers, please.").wait()
         expect(chat.page.locator(".stats").last).to_contain_text("cut off")
         assert len({length for length in chat.page.evaluate("seen") if length}) > 1
         first, [stats] = chat.texts(), chat.page.locator(".message.assistant .stats").all_inner_texts()
-        told = r"24 tokens · [\d.]+ tokens/s · first after [\d.]+ m?s · 0 of \d+ prompt tokens cached · cut off"
+        told = r"8 tokens · [\d.]+ tokens/s · first after [\d.]+ m?s · 0 of \d+ prompt tokens cached · cut off"
         assert re.fullmatch(told, stats)
         chat.button("Another answer").click()
         expect(chat.page.locator(".turner span")).to_have_text("2/2")
