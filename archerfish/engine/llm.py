@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
+
+import numpy as np
 
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig
 from archerfish.engine.arrow_engine import ArrowEngine
@@ -15,6 +17,7 @@ from archerfish.engine.llm_loading import make_runner, make_speculation
 from archerfish.engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput, split_reasoning
 from archerfish.engine.request_maker import is_token_ids
 from archerfish.engine.text_batches import ACTIVATIONS, remark_cuts
+from archerfish.engine.token_vectors import as_rows, compare, document_prompt
 from archerfish.engine.vllm_options import ENCODER_TASKS, as_options, read_options, read_task
 from archerfish.errors import InvalidInputError, StoppedError, UnsupportedModelError
 from archerfish.kernels.machine import free_memory
@@ -191,17 +194,29 @@ class EncoderLLM(LLM):
         return self._results(tokenized, self.encoder.compute(tokenized, normalize))
 
     def encode(self, prompts: Any, **options: Any) -> list[PoolingRequestOutput]:
-        """What `classify` gives, of a model with labels, else what `embed` gives: `outputs.data`."""
-        return (self.classify if self.encoder.is_cross_encoder else self.embed)(prompts, **options)
+        """What `classify` gives, of a model with labels, else what `embed` gives: `outputs.data`. Of ColBERT's kind of models a
+        row for each token, of SPLADE's token ids and weights."""
+        encoder = self.encoder
+        if encoder.core.output == "dense":
+            return (self.classify if encoder.is_cross_encoder else self.embed)(prompts, **options)
+        tokenized = encoder.tokenize(self._texts(prompts, options))
+        return self._results(tokenized, list(map(as_rows, encoder.compute_tokens(tokenized, encoder.core.output))))
 
     def score(self, data_1: Any, data_2: Any, **options: Any) -> list[PoolingRequestOutput]:
         """A score for each pair: of one text with each of a list, or of two lists of the same length: `outputs.score`."""
         left, right, encoder = self._texts(data_1, options), self._texts(data_2, options), self.encoder
-        left = left * len(right) if len(left) == 1 else left
+        given, left = left, left * len(right) if len(left) == 1 else left
         if len(left) != len(right):
             raise InvalidInputError(
                 f"score takes one text and a list, or two lists of the same length, not {len(left)} and {len(right)} texts."
             )
+        if not right:
+            return []
+        if encoder.core.output != "dense":
+            queries, name = encoder.encode_query(given), document_prompt(encoder.prompts)
+            queries, tokenized = queries if len(given) > 1 else queries * len(right), encoder.tokenize(right, prompt_name=name)
+            documents = encoder.compute_tokens(tokenized, encoder.core.output)
+            return self._results(tokenized, np.asarray(compare(encoder, queries, documents, is_pairwise=True)))
         if not encoder.is_cross_encoder:
             tokenized = encoder.tokenize([*left, *right])
             vectors = encoder.compute(tokenized, normalize=True)
@@ -246,7 +261,7 @@ class EncoderLLM(LLM):
         plain = plain_prompts(prompts)
         return [plain] if isinstance(plain, str) or is_token_ids(plain) else list(plain)
 
-    def _results(self, texts: Sequence[TokenizedText], rows: Vectors) -> list[PoolingRequestOutput]:
+    def _results(self, texts: Sequence[TokenizedText], rows: Iterable[Vectors]) -> list[PoolingRequestOutput]:
         remark_cuts(self.encoder, texts)
         return [
             PoolingRequestOutput(f"request-{next(self._ids)}", PoolingOutput(row), text.token_ids.tolist())

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sentence_transformers import MultiVectorEncoder
 
-from archerfish import ArrowEngine, HubConfig
+from archerfish import LLM, ArrowEngine, HubConfig
 from archerfish.cli.main import main
 from archerfish.errors import CorruptFileError, InvalidInputError, UnsupportedModelError
 from tests.conftest import VOCABULARY
@@ -168,6 +168,18 @@ def test_lengths_of_vectors_are_those_of_the_files_or_of_the_call(tiny_model: An
         found = ArrowEngine(path, dtype="float32", hub=hub).encode_query(TEXTS, normalize_embeddings=normalizes)
         for ours, theirs in zip(found, peer.encode_query(TEXTS, normalize_embeddings=normalizes), strict=True):
             np.testing.assert_allclose(ours, np.asarray(theirs), atol=2e-5, rtol=1e-5)
+
+
+def test_as_vllm_has_it(tiny_model: Any, hub: HubConfig, tmp_path: Path) -> None:
+    path = save(tiny_model, "Bert", {}, tmp_path / "model")
+    edit(path / "sentence_bert_config.json", query_expansion={"strategy": "fixed", "length": 16})
+    peer: Peer = MultiVectorEncoder(str(path), device="cpu")
+    made, texts = LLM(str(path), dtype="float32", hub=hub), TEXTS[2:]
+    expected = peer.similarity(peer.encode_query(TEXTS[:1]), peer.encode_document(texts))[0]
+    assert [one.outputs.score for one in made.score(TEXTS[0], texts)] == pytest.approx(expected.tolist(), rel=1e-4)
+    assert made.score(texts[:1], texts[1:2])[0].outputs.score > 0
+    for one, theirs in zip(made.encode(texts), peer.encode(texts), strict=True):
+        np.testing.assert_allclose(one.outputs.data, np.asarray(theirs), atol=2e-5)
 
 
 def test_on_the_command_line(
