@@ -243,7 +243,7 @@ class InferenceCore:
         batch, output = self._with_types(batch), output or self.output
         with self.ops.computing():
             if not self.ops.is_async:
-                is_replayed = self.encoder.is_recordable and batch.num_seen is None
+                is_replayed = self.encoder.is_recordable
                 rows = self._replayed[output, normalize](batch) if is_replayed else self._compute(batch, normalize, output)
                 found = self._finish(self.ops.to_numpy(rows), output)
                 return lambda: found

@@ -122,7 +122,7 @@ class Replayer:
 
     def __init__(self, owner: TapeRunner, call: Callable[[Any], Handle]) -> None:
         self._owner, self._call = owner, call
-        self._tapes: dict[tuple[bool, ...], tuple[Tape, Value]] = {}
+        self._tapes: dict[tuple[int, ...], tuple[Tape, Value]] = {}
         self._lock = threading.Lock()
 
     def __call__(self, batch: Any) -> Array:
@@ -136,7 +136,7 @@ class Replayer:
         self._owner.run(tape, step, [result])
         return result
 
-    def _record(self, batch: Any, kind: tuple[bool, ...]) -> tuple[Tape, Value]:
+    def _record(self, batch: Any, kind: tuple[int, ...]) -> tuple[Tape, Value]:
         recorder = Recorder(self._owner.level, is_eager=False)
         with self._owner.recording(recorder):
             value = self._call(symbolic(batch))
@@ -231,9 +231,10 @@ class RecordedSegments(NamedTuple):
     """Stands for the Segments of a batch while its pass is recorded."""
 
     positions: Value
+    lengths: tuple[int, ...]  # the longest, where some tokens are not seen: the pass is for this one alone
 
 
-def read_batch(batch: Any) -> tuple[StepArrays, tuple[bool, ...]]:
+def read_batch(batch: Any) -> tuple[StepArrays, tuple[int, ...]]:
     """The numbers of a batch, and all that decides what is recorded for it."""
     step = StepArrays()
     step.set(Input.TOKEN_IDS, batch.token_ids)
@@ -242,7 +243,10 @@ def read_batch(batch: Any) -> tuple[StepArrays, tuple[bool, ...]]:
         set_segments(step, batch.segments)
         step.set(Input.POSITIONS, batch.segments.positions)
         step.set(Input.TYPE_IDS, batch.type_ids)
-        return step, (batch.type_ids is not None,)
+        if batch.num_seen is None:
+            return step, (batch.type_ids is not None,)
+        step.sizes[3] = max(batch.segments.lengths)
+        return step, (batch.type_ids is not None, batch.num_seen, step.sizes[3])
     set_batch(step, batch)
     return step, (batch.kept_rows is not None, batch.adapters is not None)
 
@@ -281,7 +285,8 @@ def symbolic(batch: Any) -> Any:
     """A batch whose arrays are inputs of a tape."""
     names: dict[str, Any] = {"token_ids": Value(Rows.TOKENS, 1, source=Input.TOKEN_IDS)}
     if hasattr(batch, "segments"):
-        names["segments"] = RecordedSegments(Value(Rows.TOKENS, 1, source=Input.POSITIONS))
+        lengths = () if batch.num_seen is None else (max(batch.segments.lengths),)
+        names["segments"] = RecordedSegments(Value(Rows.TOKENS, 1, source=Input.POSITIONS), lengths)
         names["type_ids"] = None if batch.type_ids is None else Value(Rows.TOKENS, 1, source=Input.TYPE_IDS)
     else:
         if hasattr(batch, "block_tables"):
