@@ -244,9 +244,7 @@ class EngineConfig(Options):
     enable_lora: bool = option(False, "Serve LoRA adapters beside the model; `lora_modules` and `lora_dir` imply it.")
     max_loras: int = option(8, "Adapters on the device, for requests that run at once.", minimum=1, maximum=512)
     max_lora_rank: int = option(16, "Highest rank of an adapter; all slots have room for it.", minimum=1, maximum=256)
-    lora_experts: bool = option(
-        False, "Take adapters of experts too: every slot has room for each expert."
-    )
+    lora_experts: bool = option(False, "Take adapters of experts too: every slot has room for each expert.")
     max_cpu_loras: int = option(0, "Adapters in the machine's memory; 0: four times `max_loras`.", minimum=0)
     lora_modules: str = option("", "Adapters to load at the start: name=path, separated by commas.")
     lora_dir: str = option(

@@ -49,8 +49,6 @@ def open_engine(config: EmbedConfig, hub: HubConfig, out: Output) -> ArrowEngine
 
 
 def run_embed(arguments: Namespace, out: Output) -> int:
-    from archerfish.engine.token_vectors import scores_of
-
     config, hub = section(EmbedConfig, arguments), section(HubConfig, arguments)
     texts = gather_texts(arguments.texts, arguments.input)
     if arguments.output:
@@ -73,7 +71,7 @@ def run_embed(arguments: Namespace, out: Output) -> int:
         }  # fmt: skip
         cosines = None
         if arguments.similarity:
-            cosines = cosine_matrix(vectors) if is_dense else scores_of(vectors, vectors, engine.similarity_fn_name)
+            cosines = cosine_matrix(vectors) if is_dense else engine.similarity(vectors, vectors)
     if out.as_json:
         report |= {"output": arguments.output} if arguments.output else {"embeddings": [plain(vector) for vector in vectors]}
         out.result(report if cosines is None else report | {"similarity": cosines.tolist()})

@@ -22,7 +22,7 @@ from archerfish.kernels.adapters import plain_name
 from archerfish.runtime.runner import ModelRunner
 from archerfish.sched.adapters import AdapterSlots
 from archerfish.sequence import Namespace
-from archerfish.store.adapters import MERGE, Adapter, AdapterError, MapShape, read_adapter
+from archerfish.store.adapters import Adapter, AdapterError, MapShape, read_adapter
 
 logger = logging.getLogger("archerfish.engine")
 WAIT_S = 0.05  # after which masks of grammars are looked at again
@@ -88,8 +88,6 @@ class AdapterLibrary:
         try:
             shapes = facts.adapter.noted(facts.config).adapted
             maps = {plain_name(name): MapShape(*shape) for name, shape in shapes.items()}
-            if not maps:
-                raise InvalidOptionError(f"[engine] enable_lora: a {facts.config.model_type} takes no adapters.", hint=MERGE)
             return cls(config, maps, facts.config.model_type, runner, changed, wake)
         except BaseException:
             runner.close()
@@ -209,9 +207,8 @@ class AdapterLibrary:
         return path if path.is_dir() else None
 
     def _read(self, path: Path) -> Adapter:
-        config = self.config
-        takes_experts = config.lora_experts
-        return read_adapter(path, self._maps, max_rank=config.max_lora_rank, takes_experts=takes_experts, kind=self._kind)
+        options: Any = {"max_rank": self.config.max_lora_rank, "takes_experts": self.config.lora_experts, "kind": self._kind}
+        return read_adapter(path, self._maps, **options)
 
     def _read_again(self, files: Sequence[LoadedAdapter]) -> Adapter:
         """From the first of the paths with one content that still has it."""

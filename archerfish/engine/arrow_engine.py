@@ -96,7 +96,7 @@ class ArrowEngine(Closing):
         self._uses_types = has_table and (names is None or "token_type_ids" in names)
         self.watcher: Callable[[int, float], None] | None = None  # called with a number of texts and their seconds
         self._loader.check_tokenizer()
-        token_vectors.check_filler(self)
+        token_vectors.check_expansion(self)
         self._is_closed, self._packed = False, finish_before_fork(self.pool.submit(self._pack_and_release))
 
     @property
@@ -428,7 +428,7 @@ class ArrowEngine(Closing):
             ]
         if self.core.head is not None and self.core.head.pooling == "lasttoken":
             tokenized = [text_batches.without_padding(text, self.core.config.values.get("pad_token_id")) for text in tokenized]
-        return token_vectors.filled_up(self, tokenized, task)
+        return token_vectors.expand_queries(self, tokenized, task)
 
     def _compute(
         self, inputs: Sequence[Any], batch_size: int, normalize: bool, progress: Progress, *, is_raw: bool = False

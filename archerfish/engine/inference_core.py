@@ -145,7 +145,8 @@ class InferenceCore:
         self.output = next(iter(self.outputs))
         self.is_closed = False
         self.max_positions = architecture.max_positions(self.config)
-        self.hides = self._check_expansion(architecture, stated.get("query_expansion") or {"length": 0, "attend": True})
+        expansion = stated.get("query_expansion") or {"length": 0, "attend": True}
+        self.masks_expansion = self._check_expansion(architecture, expansion)
         self.dimension = self.outputs[self.output].dimension
         self._recorded: dict[tuple[Any, ...], RecordedPass] = {}
         self._replayed = {
@@ -155,14 +156,14 @@ class InferenceCore:
         self._recording = threading.Lock()  # held from filling the inputs until the results are being copied to the host
 
     def _check_expansion(self, architecture: type[Encoder[Any]], expansion: Mapping[str, Any]) -> bool:
-        """Whether queries are filled up with tokens that are not attended to."""
-        hides, length = not expansion.get("attend"), expansion["length"]
-        most = architecture.most_filled(self.config) if hides else self.max_positions
+        """Whether attention masks the expansion tokens of queries."""
+        is_masked, length = not expansion.get("attend"), expansion["length"]
+        most = architecture.most_expanded(self.config) if is_masked else self.max_positions
         if length > most:
-            how = "that are not attended to" if hides else "in all"
-            message = f"This {self.config.model_type} fills queries up to {length} tokens {how} (query_expansion)."
-            raise UnsupportedModelError(message, hint=f"It can have {most}." if most else "It cannot.")
-        return hides
+            how = " with attend=False" if is_masked else ""
+            message = f"query_expansion to {length} tokens{how} is not supported for this {self.config.model_type}."
+            raise UnsupportedModelError(message, hint=f"At most {most} tokens are." if most else "Only attend=True is.")
+        return is_masked
 
     @property
     def _stated_activation(self) -> str:
@@ -202,7 +203,7 @@ class InferenceCore:
         """Compile what any batch needs, where kernels are compiled. packed: done when the weights are packed."""
         if self.ops.can_record:
             packed.result()
-            described = self.config.values, self.dtype, self.pooling, self._format, self.outputs.keys(), self.hides
+            described = self.config.values, self.dtype, self.pooling, self._format, self.outputs.keys(), self.masks_expansion
             with self.ops.starting(repr(described), self._rehearse, progress):
                 pass
 
@@ -214,8 +215,8 @@ class InferenceCore:
                     ids = np.zeros(min(num, self.max_positions), dtype=np.int64)
                     for types in (ids,) if self.encoder.needs_types else (None, ids):
                         for output in self.outputs:
-                            for num_seen in (None, 1) if self.hides else (None,):
-                                self._compute(TokenBatch(ids, Segments((len(ids),)), types, num_seen), normalize, output)
+                            for num_attended in (None, 1) if self.masks_expansion else (None,):
+                                self._compute(TokenBatch(ids, Segments((len(ids),)), types, num_attended), normalize, output)
                 for num in RECORDED_TOKENS if self.encoder.is_recordable else ():
                     inputs: Any = self.ops.encoder_inputs(num)
                     for types in (inputs.type_ids,) if self.encoder.needs_types else (None, inputs.type_ids):
@@ -276,7 +277,7 @@ class InferenceCore:
     def _repeat(self, batch: TokenBatch, normalize: bool, output: Output) -> Callable[[], Vectors] | None:
         """A small batch by a recorded pass, which costs the host a tenth of the work; None if no recorded pass fits."""
         num_tokens, num_rows = len(batch.token_ids), len(batch.segments.lengths)
-        if num_tokens > RECORDED_TOKENS[-1] or not self.encoder.is_recordable or batch.num_seen is not None:
+        if num_tokens > RECORDED_TOKENS[-1] or not self.encoder.is_recordable or batch.num_attended is not None:
             return None
         num_rows = num_tokens if self.outputs[output].is_of_tokens else num_rows
         key = (RECORDED_TOKENS[bisect_left(RECORDED_TOKENS, num_tokens)], batch.type_ids is not None, normalize, output)

@@ -60,13 +60,13 @@ def plan_batches(lengths: Sequence[int], max_tokens: int, num_workers: int = 1) 
 
 
 def pack(texts: Sequence[TokenizedText]) -> TokenBatch:
-    """One packed batch of texts that have the same num_seen, in the order given."""
+    """One packed batch of texts that have the same num_attended, in the order given."""
     segments = Segments(tuple([len(text.token_ids) for text in texts]))
     token_ids = np.concatenate([text.token_ids for text in texts])
     type_ids = None
     if any(text.type_ids is not None and text.type_ids.any() for text in texts):
         type_ids = np.concatenate([np.zeros_like(ids) if types is None else types for ids, types, *_ in texts])
-    return TokenBatch(token_ids, segments, type_ids, texts[0].num_seen)
+    return TokenBatch(token_ids, segments, type_ids, texts[0].num_attended)
 
 
 def check_text(text: str, name: str, max_bytes: int, max_tokens: int) -> None:

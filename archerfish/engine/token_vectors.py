@@ -49,7 +49,7 @@ def compute_token_vectors(
         max_tokens = min(max_tokens, max(1, MOST_SCORES // found.dimension))
     groups: dict[int | None, list[int]] = {}
     for i, text in enumerate(texts):
-        groups.setdefault(text.num_seen, []).append(i)
+        groups.setdefault(text.num_attended, []).append(i)
     batches = [
         [group[i] for i in batch] for group in groups.values()
         for batch in plan_batches([len(texts[i].token_ids) for i in group], max_tokens, engine.pool.num_workers)
@@ -129,27 +129,27 @@ def most_tokens(engine: ArrowEngine, task: str | None) -> int | None:
     return most
 
 
-def check_filler(engine: ArrowEngine) -> None:
-    """Refuse a model whose queries cannot be filled up, before one comes."""
+def check_expansion(engine: ArrowEngine) -> None:
+    """Refuse a model without the token of its query expansion when it is loaded, not at the first query."""
     if engine.embedding.get("query_expansion") is not None:
-        filled_up(engine, [], "query")
+        expand_queries(engine, [], "query")
 
 
-def filled_up(engine: ArrowEngine, texts: list[TokenizedText], task: str | None) -> list[TokenizedText]:
-    """Queries with tokens behind them up to a length, if the model is made so: their vectors count as those of words."""
+def expand_queries(engine: ArrowEngine, texts: list[TokenizedText], task: str | None) -> list[TokenizedText]:
+    """Queries with expansion tokens appended up to a length, where the model's files ask for them."""
     expansion = engine.embedding.get("query_expansion") if TASKS.get(task or "") == "query" else None
     if expansion is None:
         return texts
-    filler = engine.tokenizer.filler_id(expansion.get("token"))
+    token_id = engine.tokenizer.expansion_token_id(expansion.get("token"))
 
-    def fill(text: TokenizedText) -> TokenizedText:
+    def expand(text: TokenizedText) -> TokenizedText:
         num = len(text.token_ids)
         if num >= expansion["length"]:
             return text
-        ids = np.pad(text.token_ids, (0, expansion["length"] - num), constant_values=filler)
-        return text._replace(token_ids=ids, num_seen=None if expansion.get("attend") else num)
+        ids = np.pad(text.token_ids, (0, expansion["length"] - num), constant_values=token_id)
+        return text._replace(token_ids=ids, num_attended=None if expansion.get("attend") else num)
 
-    return [fill(text) for text in texts]
+    return [expand(text) for text in texts]
 
 
 def skipped_tokens(engine: ArrowEngine, *, is_query: bool) -> list[int]:

@@ -86,7 +86,7 @@ REFUSED = {  # what is missing for a model_type
         "It attends over compressed keys (MLA), which are not supported.",
     ),
 }
-HIDDEN = -30_000.0  # is added to scores of what is not attended to; float16 has it
+MASKED = -30_000.0  # is added to attention scores of masked tokens; float16 has it
 DECODER_ENCODER = "archerfish.models.decoder_encoder:DecoderEncoder"
 ENTRY_POINTS = "archerfish.models"  # the group; an entry point's name is a model_type, its value an adapter class
 
@@ -176,7 +176,7 @@ class TokenBatch:
     token_ids: Ids
     segments: Segments
     type_ids: Ids | None = None
-    num_seen: int | None = None  # first tokens of each sequence, to which all attend; None: all tokens
+    num_attended: int | None = None  # first tokens of each sequence; attention masks the others; None: all tokens
     kept_rows: ClassVar[None] = None  # decoders ask
 
     @property
@@ -205,17 +205,17 @@ class Encoder(ABC, Generic[T]):
         """Hidden states, (tokens, width)."""
 
     @classmethod
-    def most_filled(cls, config: Config) -> int:
-        """Up to how many tokens a text can be filled up with tokens that are not attended to."""
+    def most_expanded(cls, config: Config) -> int:
+        """Longest query whose expansion tokens (as ColBERT appends them) are not attended to."""
         return cls.max_positions(config)
 
     def attention_bias(self, batch: TokenBatch) -> T | None:
         """What is added to the scores of attention."""
-        if batch.num_seen is None:
+        if batch.num_attended is None:
             return None
-        is_hidden = np.arange(max(batch.segments.lengths)) >= batch.num_seen
-        table = np.repeat(np.array([[0], [HIDDEN]], np.float32), self.shape.num_heads, 1)
-        return self.ops.relative_bias(self.ops.tensor(table), np.tile(is_hidden, (len(is_hidden), 1)).astype(np.int64))
+        is_masked = np.arange(max(batch.segments.lengths)) >= batch.num_attended
+        table = np.repeat(np.array([[0], [MASKED]], np.float32), self.shape.num_heads, 1)
+        return self.ops.relative_bias(self.ops.tensor(table), np.tile(is_masked, (len(is_masked), 1)).astype(np.int64))
 
     @classmethod
     @abstractmethod

@@ -124,7 +124,7 @@ class MPNetEncoder(RobertaEncoder[T]):
         self.distances = weights.table("encoder.relative_attention_bias.weight", self.num_buckets, self.shape.num_heads)
 
     @classmethod
-    def most_filled(cls, config: Config) -> int:
+    def most_expanded(cls, config: Config) -> int:
         return 0
 
     def attention_bias(self, batch: TokenBatch) -> T:

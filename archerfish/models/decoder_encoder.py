@@ -41,7 +41,7 @@ class DecoderEncoder(Encoder[T]):
         return find_model(config)
 
     @classmethod
-    def most_filled(cls, config: Config) -> int:
+    def most_expanded(cls, config: Config) -> int:
         return 0
 
     @classmethod

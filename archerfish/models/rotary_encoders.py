@@ -190,7 +190,7 @@ class ModernBertEncoder(Encoder[T]):
         rotaries = {kind: rotary_of(weights, shape, self.rotary_config(config, kind)) for kind in self.thetas}
         self.blocks: list[PreNormBlock[T]] = []
         for i, kind in enumerate(self.layer_types(config)):
-            window = self.most_filled(config) if kind == "sliding_attention" else 0
+            window = self.most_expanded(config) if kind == "sliding_attention" else 0
             scope = weights.scope(f"layers.{i}")
             self.blocks.append(PreNormBlock(scope, shape, self.names, rotaries[kind], window, is_first=i == 0))
 
@@ -202,8 +202,8 @@ class ModernBertEncoder(Encoder[T]):
         return ops.layer_norm(x, self.final_norm)
 
     @classmethod
-    def most_filled(cls, config: Config) -> int:
-        """The window to each side: so far all tokens see the first one."""
+    def most_expanded(cls, config: Config) -> int:
+        """The window to each side: within it all tokens attend to the first one."""
         return config.integer("local_attention", 128) // 2 + 1
 
     @classmethod

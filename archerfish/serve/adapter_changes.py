@@ -20,9 +20,10 @@ logger = logging.getLogger("archerfish.serve")
 def read_changes(file: str) -> dict[str, dict[str, str]]:
     """By model and name: the path of an adapter that was loaded; empty: it was unloaded."""
     try:
-        return json.loads(Path(file).read_bytes())  # type: ignore[no-any-return]
+        changes: dict[str, dict[str, str]] = json.loads(Path(file).read_bytes())
     except (OSError, ValueError):
         return {}
+    return changes
 
 
 def note_changes(file: str, model: str, paths: Mapping[str, str]) -> None:

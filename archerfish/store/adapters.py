@@ -95,7 +95,7 @@ def read_adapter(
     check_config(path, config)
     tensors = [tensor for tensor in tensors if not is_copy(tensor, maps)]
     base = str(config.get("base_model_name_or_path") or "")
-    found = match_tensors(path, split_stacks(path, tensors, maps, has_turns=kind == "gpt_oss"), maps, base)
+    found = match_tensors(path, split_stacks(path, tensors, maps, is_interleaved=kind == "gpt_oss"), maps, base)
     if not takes_experts and any(map(is_expert, found)):
         hint = "Start with lora_experts=True (--lora-experts), which takes memory for all experts in every slot."
         raise AdapterError(f"{path} adapts the experts of the model, for which slots have no room.", hint=hint)
@@ -218,7 +218,7 @@ def is_copy(tensor: SourceTensor, maps: Mapping[str, MapShape]) -> bool:
 
 
 def split_stacks(
-    path: Path, tensors: Sequence[SourceTensor], maps: Mapping[str, MapShape], *, has_turns: bool
+    path: Path, tensors: Sequence[SourceTensor], maps: Mapping[str, MapShape], *, is_interleaved: bool
 ) -> list[SourceTensor]:
     """With tensors for each expert in place of stacks of all experts, as PEFT saves them with target_parameters."""
     found, stacks = list[SourceTensor](), dict[str, dict[str, SourceTensor]]()
@@ -232,17 +232,17 @@ def split_stacks(
         experts = plain_name(module.removesuffix(".base_layer"))
         own = {name: shape for name, shape in maps.items() if name.startswith(f"{experts}.")}
         if own and len(pair) == 2 and all(len(tensor.info.shape) == 2 for tensor in pair.values()):
-            found += split_stack(path, pair, own, has_turns=has_turns)
+            found += split_stack(path, pair, own, is_interleaved=is_interleaved)
         else:
             found += pair.values()  # which are refused with the reason
     return found
 
 
 def split_stack(
-    path: Path, pair: Mapping[str, SourceTensor], maps: Mapping[str, MapShape], *, has_turns: bool
+    path: Path, pair: Mapping[str, SourceTensor], maps: Mapping[str, MapShape], *, is_interleaved: bool
 ) -> Iterator[SourceTensor]:
     """A is (experts * rank, inputs), B is (outputs, rank * experts). maps: of a layer's experts, in their order, the last maps
-    of experts behind the others. has_turns: gates and the others take turns in B."""
+    of experts behind the others. is_interleaved: gates and the others take turns in B."""
     first = next(iter(maps)).rpartition(".")[0]
     names, num = [name for name in maps if name.startswith(f"{first}.")], int(list(maps)[-1].split(".")[-2]) + 1
     (lines, width), (outputs, columns) = shapes = [tuple(pair[side].info.shape) for side in "AB"]
@@ -258,7 +258,7 @@ def split_stack(
     down, up = (widened(pair[side].load()) for side in "AB")
     down, up = down.reshape(num, -1, width), up.reshape(outputs, -1, num).transpose(2, 0, 1)
     for place, name in enumerate(parts):
-        rows = slice(place, None, len(parts)) if has_turns else slice(place * sizes[0], (place + 1) * sizes[0])
+        rows = slice(place, None, len(parts)) if is_interleaved else slice(place * sizes[0], (place + 1) * sizes[0])
         front, _, last = name.rpartition(".")
         for expert in range(num):
             module = f"{front.rpartition('.')[0]}.{expert}.{last}"

@@ -14,7 +14,7 @@ LENGTHS = ("query_length", "document_length", "query_expansion")
 MARKERS = {"query": "query_prefix", "document": "document_prefix"}  # tokens in front of texts
 ATTENDS = ("attend_to_expansion_tokens", "attend_to_mask_tokens")  # of PyLate, and of Stanford's code
 LEGACY = (*LENGTHS, *ATTENDS, "do_query_expansion", "skiplist_words", *MARKERS.values())
-USUAL_LENGTH = 32  # of a query with what fills it up
+USUAL_LENGTH = 32  # of a query with its expansion tokens
 LEAST_LENGTH = 3  # a token between those that begin and end a text
 
 
@@ -62,7 +62,7 @@ def check_texts(root: Path, stated: Mapping[str, Any], mask: Mapping[str, Any]) 
 
 
 def lengths(root: Path, stated: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """At how many tokens queries and documents are cut, and to how many queries are filled up."""
+    """At how many tokens queries and documents are cut, and the expansion of queries."""
     found = {name: stated[name] for name in LENGTHS if stated.get(name) is not None}
     is_legacy = any(name in stated for name in LEGACY)
     if "query_expansion" not in stated and is_legacy and stated.get("do_query_expansion") is not False:

@@ -211,7 +211,7 @@ def read_embedding(root: Path) -> dict[str, Any] | None:
 def read_parts(root: Path, pipeline: Pipeline, settings: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
     """What comes behind the transformer, besides pooling and normalisation."""
     if settings.get("query_expansion") and pipeline.output != "multi_vector":
-        raise UnsupportedModelError(f"{root} fills queries up with mask tokens (query_expansion), but gives them one vector.")
+        raise UnsupportedModelError(f"{root} has query_expansion, but gives one vector a text: that is not supported.")
     layers = []
     for module in pipeline.of("Dense"):
         config = module.config

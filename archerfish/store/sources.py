@@ -87,7 +87,8 @@ def open_source(path: Path) -> ModelSource:
         raise CorruptFileError(f"{directory} has no config.json.", hint="Give the directory that holds the whole model.")
     return ModelSource(
         kind=kind, path=path, files=files, config={**cross_encoder_settings(root), **values}, tensors=tuple(parts),
-        write_tokenizer=functools.partial(write_tokenizer_files, directory), embedding=with_sizes(read_embedding(root), kept),
+        write_tokenizer=functools.partial(write_tokenizer_files, directory),
+        embedding=with_sizes(path, read_embedding(root), kept),
         generation_config=optional_json(directory / "generation_config.json"),
         skipped=tuple(tensor.info.name for tensor in tensors if BUFFERS.search(tensor.info.name)),
     )
@@ -101,13 +102,14 @@ def refuse_adapter(directory: Path) -> None:
         raise UnsupportedModelError(f"{directory} is an adapter, not a model.", hint=f"{hint}--lora-modules NAME=PATH.")
 
 
-def with_sizes(embedding: dict[str, Any] | None, tensors: Iterable[SourceTensor]) -> dict[str, Any] | None:
-    """With the size of a layer that lies among the transformer's tensors."""
+def with_sizes(path: Path, embedding: dict[str, Any] | None, tensors: Iterable[SourceTensor]) -> dict[str, Any] | None:
+    """With the size of a layer without a name, whose matrix lies among the transformer's."""
     for layer in (embedding or {}).get("layers") or ():
-        shape = next((tensor.info.shape for tensor in tensors if tensor.info.name == "linear.weight"), ())
-        if not layer["name"] and len(shape) != 2:
-            raise CorruptFileError("This ColBERT has no matrix linear.weight behind its transformer.")
-        layer["sizes"] = layer["sizes"] if layer["name"] else shape[::-1]
+        if not layer["name"]:
+            shape = next((tensor.info.shape for tensor in tensors if tensor.info.name == "linear.weight"), ())
+            if len(shape) != 2:
+                raise CorruptFileError(f"{path} has no matrix linear.weight, the last layer of a ColBERT.")
+            layer["sizes"] = shape[::-1]
     return embedding
 
 

@@ -66,7 +66,7 @@ class TokenizedText(NamedTuple):
     token_ids: Ids
     type_ids: Ids | None = None
     is_cut: bool = False  # the text had more tokens than the model takes
-    num_seen: int | None = None  # first tokens, which the others attend to; None: all do to all
+    num_attended: int | None = None  # first tokens; attention masks the others; None: all tokens
 
 
 class FastTokenizer:
@@ -133,15 +133,15 @@ class FastTokenizer:
         ids = map(self._base.token_to_id, tokens)
         return [int(token_id) for token_id in ids if token_id is not None]
 
-    def filler_id(self, token: str | None = None) -> int:
-        """What queries are filled up with: a token, the mask of the vocabulary, or what ends texts."""
+    def expansion_token_id(self, token: str | None = None) -> int:
+        """The token that is appended to queries: a given one, else the mask token, else the end token."""
         if self._settings.get("padding_side") == "left":
-            raise UnsupportedModelError("Queries that are filled up in front (padding_side 'left') are not supported.")
+            raise UnsupportedModelError("Query expansion in front of the text (padding_side 'left') is not supported.")
         stated = [token_name(role, self._settings) for role in ("mask_token", "eos_token")]
         ids = self.ids_of([token] if token else list(filter(None, [stated[0], "[MASK]", "<mask>", stated[1]])))
         if not ids:
             named = f"token {token!r}" if token else "mask token"
-            raise CorruptFileError(f"The tokenizer has no {named}, with which queries are filled up.")
+            raise CorruptFileError(f"The tokenizer has no {named} for query expansion.")
         return ids[0]
 
     def _cutting_at(self, max_length: int) -> Any:

@@ -75,7 +75,7 @@ def as_stanford(path: Path, metadata: dict[str, Any] | None) -> None:
         (path / "artifact.metadata").write_text(json.dumps(metadata))
 
 
-def compare(path: Path, hub: HubConfig, **options: Any) -> ArrowEngine:
+def assert_equal_to_peer(path: Path, hub: HubConfig, **options: Any) -> ArrowEngine:
     peer: Peer = MultiVectorEncoder(str(path), device="cpu")
     engine = ArrowEngine(path, dtype="float32", hub=hub)
     for name in ("encode_query", "encode_document", "encode"):
@@ -99,14 +99,14 @@ def compare(path: Path, hub: HubConfig, **options: Any) -> ArrowEngine:
 @pytest.mark.parametrize("attend", [False, True])
 @pytest.mark.parametrize("strategy", ["fixed", "min"])
 @pytest.mark.parametrize(("family", "config"), FAMILIES)
-def test_queries_are_filled_up(
+def test_query_expansion(
     family: str, config: dict[str, Any], strategy: str, attend: bool, tiny_model: Any, hub: HubConfig, tmp_path: Path
 ) -> None:
     path = save(tiny_model, family, config, tmp_path / "model")
     expansion = {"strategy": strategy, "attend": attend, "length": 16}
     edit(path / "sentence_bert_config.json", query_expansion=expansion, document_length=10)
     edit(path / "config_sentence_transformers.json", similarity_fn_name="meanmaxsim" if attend else "maxsim")
-    engine = compare(path, hub)
+    engine = assert_equal_to_peer(path, hub)
     assert [tensor.shape for tensor in engine.encode_query(TEXTS[:2], convert_to_tensor=True)] == [(16, 128)] * 2
     with pytest.raises(InvalidInputError, match="one vector a text"):
         engine.encode(TEXTS, precision="int8")
@@ -125,7 +125,7 @@ def test_models_of_pylate(
 ) -> None:
     path = save(tiny_model, "ModernBert", FAMILIES[2][1], tmp_path / "model")
     as_pylate(path, has_type=has_type, **stated)
-    compare(path, hub)
+    assert_equal_to_peer(path, hub)
 
 
 @pytest.mark.parametrize("metadata", [
@@ -135,7 +135,7 @@ def test_models_of_pylate(
 def test_models_of_stanford(metadata: dict[str, Any] | None, tiny_model: Any, hub: HubConfig, tmp_path: Path) -> None:
     path = save(tiny_model, "Bert", {}, tmp_path / "model")
     as_stanford(path, metadata)
-    compare(path, hub)
+    assert_equal_to_peer(path, hub)
     file = path / "model.safetensors"
     save_file({name: tensor for name, tensor in load_file(file).items() if name != "linear.weight"}, file)
     with pytest.raises(CorruptFileError, match=r"no matrix linear\.weight"):
@@ -149,7 +149,7 @@ def test_tasks_are_those_of_methods(tiny_model: Any, hub: HubConfig, tmp_path: P
     settings = {"query_length": 16, "document_length": 12}
     as_pylate(path, has_type=True, query_prefix="[Q] ", document_prefix="[D] ", prompts=prompts, **settings)
     edit(path / "sentence_bert_config.json", do_lower_case=True)
-    engine = compare(path, hub)
+    engine = assert_equal_to_peer(path, hub)
     peer: Peer = MultiVectorEncoder(str(path), device="cpu")
     for name in ("encode_query", "encode_document"):
         ours, theirs = (getattr(each, name)(["THE Cat . " * 9, "The dog"], prompt_name="news") for each in (engine, peer))
@@ -197,11 +197,11 @@ def test_on_the_command_line(
 
 
 @pytest.mark.parametrize(("family", "config", "expansion", "message"), [
-    ("ModernBert", {"local_attention": 8}, {"length": 16}, "up to 16 tokens that are not attended to"),
-    ("MPNet", {}, {"length": 16}, "up to 16 tokens that are not attended to"),
-    ("Bert", {}, {"length": 50, "attend": True}, "up to 50 tokens in all"),
+    ("ModernBert", {"local_attention": 8}, {"length": 16}, "to 16 tokens with attend=False"),
+    ("MPNet", {}, {"length": 16}, "to 16 tokens with attend=False"),
+    ("Bert", {}, {"length": 50, "attend": True}, "to 50 tokens is not supported"),
 ])  # fmt: skip
-def test_what_cannot_be_filled_up_is_refused(
+def test_expansion_that_is_refused(
     family: str, config: dict[str, Any], expansion: dict[str, Any], message: str, tiny_model: Any, hub: HubConfig,
     tmp_path: Path,
 ) -> None:

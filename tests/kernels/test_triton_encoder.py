@@ -194,8 +194,8 @@ def batch_of(lengths: tuple[int, ...], vocab_size: int = 60, *, has_types: bool 
 def test_encoders(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {**CONFIGS[kind], "model_type": kind}
     core, plain = make_core(config, monkeypatch, TritonOps(DEVICE, "float32")), make_core(config, monkeypatch, None)
-    for num_seen in (None, 3) if core.encoder.most_filled(core.config) else (None,):
-        batch = replace(batch_of((7, 3, 20)), num_seen=num_seen)
+    for num_attended in (None, 3) if core.encoder.most_expanded(core.config) else (None,):
+        batch = replace(batch_of((7, 3, 20)), num_attended=num_attended)
         expected = plain.run(batch, normalize=True)
         for _ in range(2):  # recorded, then repeated, where that can be
             np.testing.assert_allclose(core.run(batch, normalize=True), expected, atol=1e-4)

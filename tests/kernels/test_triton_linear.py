@@ -14,7 +14,7 @@ from archerfish.kernels.ops import Activation, LinearWeight  # isort: skip
 from archerfish.kernels.formats import PLAIN, Int8Rows, WeightFormat  # isort: skip
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight  # isort: skip
 from archerfish.kernels.triton import linear as triton_linear  # isort: skip
-from archerfish.kernels.triton.linear import Int8RowsWeight, PlainRowsWeight, RowsWeight, filled_up  # isort: skip
+from archerfish.kernels.triton.linear import Int8RowsWeight, PlainRowsWeight, RowsWeight, expand_queries  # isort: skip
 from archerfish.kernels.triton.tiles import MAX_ADDED_ROWS, SHARED_BYTES, LinearTile, add_tile, tile_of  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
 
@@ -190,9 +190,9 @@ def test_odd_numbers_of_outputs_are_padded() -> None:
     matrix = random(50, 64, dtype="float16")
     kept = packed_matrix(matrix)
     assert torch.equal(kept, matrix)
-    assert filled_up(kept).shape == (64, 64)
-    assert torch.equal(filled_up(kept)[:50], matrix)
-    assert filled_up(matrix) is matrix
+    assert expand_queries(kept).shape == (64, 64)
+    assert torch.equal(expand_queries(kept)[:50], matrix)
+    assert expand_queries(matrix) is matrix
     even = random(128, 64, dtype="float16")
     assert packed_matrix(even) is even
 

@@ -243,10 +243,10 @@ def read_batch(batch: Any) -> tuple[StepArrays, tuple[int, ...]]:
         set_segments(step, batch.segments)
         step.set(Input.POSITIONS, batch.segments.positions)
         step.set(Input.TYPE_IDS, batch.type_ids)
-        if batch.num_seen is None:
+        if batch.num_attended is None:
             return step, (batch.type_ids is not None,)
         step.sizes[3] = max(batch.segments.lengths)
-        return step, (batch.type_ids is not None, batch.num_seen, step.sizes[3])
+        return step, (batch.type_ids is not None, batch.num_attended, step.sizes[3])
     set_batch(step, batch)
     return step, (batch.kept_rows is not None, batch.adapters is not None)
 
@@ -285,7 +285,7 @@ def symbolic(batch: Any) -> Any:
     """A batch whose arrays are inputs of a tape."""
     names: dict[str, Any] = {"token_ids": Value(Rows.TOKENS, 1, source=Input.TOKEN_IDS)}
     if hasattr(batch, "segments"):
-        lengths = () if batch.num_seen is None else (max(batch.segments.lengths),)
+        lengths = () if batch.num_attended is None else (max(batch.segments.lengths),)
         names["segments"] = RecordedSegments(Value(Rows.TOKENS, 1, source=Input.POSITIONS), lengths)
         names["type_ids"] = None if batch.type_ids is None else Value(Rows.TOKENS, 1, source=Input.TYPE_IDS)
     else:

@@ -246,7 +246,7 @@ def with_room(matrix: Tensor) -> Tensor:
     return room[:num_rows].copy_(matrix)
 
 
-def filled_up(matrix: Tensor) -> Tensor:
+def expand_queries(matrix: Tensor) -> Tensor:
     """A matrix from `with_room` with its room as further rows; any other matrix as it is."""
     num_rows, width = matrix.shape
     num_filled = cdiv(num_rows, ROW_STEP) * ROW_STEP

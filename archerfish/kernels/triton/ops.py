@@ -49,7 +49,7 @@ from archerfish.kernels.triton.linear import (
     PlainRowsWeight,
     RowsWeight,
     Uploads,
-    filled_up,
+    expand_queries,
 )
 from archerfish.kernels.triton.plan import SHORT_ROWS, AttentionPlan, Tile, find_plan, to_device
 from archerfish.kernels.triton.prefill import attend_prefills
@@ -457,7 +457,7 @@ class TritonOps(TorchOps):
             return super().logits(x, head)
         else:  # float32 straight from the product
             matrix = packed.dequantised()
-            y = torch.mm(x, filled_up(matrix).t(), out_dtype=torch.float32)[:, : len(matrix)]
+            y = torch.mm(x, expand_queries(matrix).t(), out_dtype=torch.float32)[:, : len(matrix)]
         return y if table is None or self.adapters is None else self.adapters.add(y, x, table)
 
     # Encoders
