@@ -12,8 +12,8 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-MAX_PACKAGE_LINES = 41_750
-MAX_TEST_LINES = 37_350
+MAX_PACKAGE_LINES = 41_740
+MAX_TEST_LINES = 37_345
 MAX_FILE_LINES = 500  # of any file of the package; blank lines, comments and docstrings included
 
 ROOT = Path(__file__).parents[1]

@@ -73,9 +73,15 @@ def test_formats_of_layers() -> None:
         "self_attn.o_proj": {"bfloat16": 2},
         "mlp.gate_proj, mlp.up_proj": {"Q4_0": 2}, "mlp.down_proj": {"Q4_0": 2}, "embed_tokens": {"bfloat16": 1},
     }
-    bert, other = (doctor.ModelSize(name, 1000, 4000, config={"model_type": name}, tensors=tensors) for name in ("bert", "t5"))
-    assert bert.formats("float16") == {} and not doctor.find_refusal(bert)
-    assert "No text generation model for model_type 't5'" in doctor.find_refusal(other)[0]
+    assert doctor.ModelSize("bert", 1000, 4000, config={"model_type": "bert"}, tensors=tensors).formats("float16") == {}
+
+
+def test_an_architecture_that_is_refused(
+    light: None, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model / "config.json").write_text('{"model_type": "t5"}')
+    assert main(["doctor", str(model), "--cache-dir", str(tmp_path / "cache")]) == 1
+    assert "No text generation model for model_type 't5'" in capsys.readouterr().out
 
 
 def test_files_are_judged_by_what_is_stored_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from archerfish import LLM, LLMEngine, LoRARequest
+from archerfish.config import EngineConfig
 from archerfish.engine.beam_search import BeamSearchParams
 from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError, NotFoundError, StoppedError
 from archerfish.sched.plan import MAX_OVERTAKEN
@@ -275,8 +276,14 @@ def test_paths_and_options_that_are_refused(places: Path, engine: LLMEngine, tmp
     for name in ("../lora/a0", "..", "a0/../a0", "", "nowhere", "~nobody", "~", "x" * 256, "\u00e9" * 128, "a\0", "\ud800"):
         with pytest.raises(NotFoundError):
             library.find(name)
-    with pytest.raises(InvalidOptionError):
-        LLMEngine(str(places / "model"), **OPTIONS, lora_modules="a0")
+    for name in ("", "a\nb", "x" * 300):
+        with pytest.raises(InvalidInputError, match="cannot have the name"):
+            library.load(name, places / "lora" / "a0")
+    for modules in ("a0", "a=x,a=y", '{"name": "a"}'):
+        with pytest.raises(InvalidOptionError, match=r"is not name=path|names an adapter twice"):
+            LLMEngine(str(places / "model"), **OPTIONS, lora_modules=modules)
+    stated = EngineConfig(lora_modules='[{"name": "a", "path": "x,y"}, {"name": "b", "path": "z"}]')
+    assert stated.lora_paths == {"a": "x,y", "b": "z"}
     with pytest.raises(InvalidOptionError, match="no directory /nowhere"):
         LLMEngine(str(places / "model"), **OPTIONS, lora_dir="/nowhere")
     with LLMEngine(str(places / "model"), **{**OPTIONS, "enable_lora": False}) as plain:

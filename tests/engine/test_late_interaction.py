@@ -105,8 +105,12 @@ def test_query_expansion(
     path = save(tiny_model, family, config, tmp_path / "model")
     expansion = {"strategy": strategy, "attend": attend, "length": 16}
     edit(path / "sentence_bert_config.json", query_expansion=expansion, document_length=10)
-    edit(path / "config_sentence_transformers.json", similarity_fn_name="meanmaxsim" if attend else "maxsim")
+    how, words = ("meanmaxsim", [",", ".", "cat"]) if attend else ("maxsim", [])
+    prompts = {"query": "red ", "document": "blue "}
+    edit(path / "config_sentence_transformers.json", similarity_fn_name=how, prompts=prompts)
+    edit(path / "2_MultiVectorMask" / "config.json", skiplist_words=words)
     engine = assert_equal_to_peer(path, hub)
+    assert engine.get_embedding_dimension() == 128
     assert [tensor.shape for tensor in engine.encode_query(TEXTS[:2], convert_to_tensor=True)] == [(16, 128)] * 2
     with pytest.raises(InvalidInputError, match="one vector a text"):
         engine.encode(TEXTS, precision="int8")
@@ -149,6 +153,8 @@ def test_tasks_are_those_of_methods(tiny_model: Any, hub: HubConfig, tmp_path: P
     settings = {"query_length": 16, "document_length": 12}
     as_pylate(path, has_type=True, query_prefix="[Q] ", document_prefix="[D] ", prompts=prompts, **settings)
     edit(path / "sentence_bert_config.json", do_lower_case=True)
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    edit(path / "tokenizer.json", normalizer={**tokenizer["normalizer"], "lowercase": False})
     engine = assert_equal_to_peer(path, hub)
     peer: Peer = MultiVectorEncoder(str(path), device="cpu")
     for name in ("encode_query", "encode_document"):
@@ -173,6 +179,7 @@ def test_lengths_of_vectors_are_those_of_the_files_or_of_the_call(tiny_model: An
 def test_as_vllm_has_it(tiny_model: Any, hub: HubConfig, tmp_path: Path) -> None:
     path = save(tiny_model, "Bert", {}, tmp_path / "model")
     edit(path / "sentence_bert_config.json", query_expansion={"strategy": "fixed", "length": 16})
+    edit(path / "config_sentence_transformers.json", prompts={"query": "red ", "document": "blue "})
     peer: Peer = MultiVectorEncoder(str(path), device="cpu")
     made, texts = LLM(str(path), dtype="float32", hub=hub), TEXTS[2:]
     expected = peer.similarity(peer.encode_query(TEXTS[:1]), peer.encode_document(texts))[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
+from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
 from sentence_transformers.base.modules import Dense
 from sentence_transformers.cross_encoder.modules import LogitScore
 from sentence_transformers.sentence_transformer import modules
@@ -53,24 +52,6 @@ def test_splade(family: str, config: dict[str, Any], tiny_model: Any, hub: HubCo
     assert engine.rerank(TEXTS[0], TEXTS)[0].index == int(np.argmax(theirs @ theirs[0]))
     with pytest.raises(UnsupportedModelError, match=r"no multi_vector vectors\. It has: sparse"):
         engine.encode("the cat", output="multi_vector")
-
-
-@pytest.mark.parametrize("words", [[], [",", ".", "cat"]])
-def test_late_interaction(words: list[str], tiny_model: Any, hub: HubConfig, tmp_path: Path) -> None:
-    base = tiny_model().parent / "base"
-    torch.manual_seed(1)
-    peer: Peer = MultiVectorEncoder(str(base), device="cpu", prompts={"query": "red ", "document": "blue "})
-    path = save(peer, tmp_path / "model")
-    mask = path / "2_MultiVectorMask" / "config.json"
-    mask.write_text(json.dumps({**json.loads(mask.read_text()), "skiplist_words": words}))
-    peer, engine = MultiVectorEncoder(str(path), device="cpu"), ArrowEngine(path, dtype="float32", hub=hub)
-    for name in ("encode_query", "encode_document"):
-        ours, theirs = getattr(engine, name)(TEXTS), getattr(peer, name)(TEXTS)
-        for found, expected in zip(ours, theirs, strict=True):
-            np.testing.assert_allclose(found, np.asarray(expected), atol=2e-5)
-    assert engine.get_embedding_dimension() == 128
-    expected = peer.similarity(peer.encode_query(TEXTS[:2]), peer.encode_document(TEXTS))
-    np.testing.assert_allclose(engine.similarity(TEXTS[:2], TEXTS), expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["Bert", "Gemma3Text"])
