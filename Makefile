@@ -57,6 +57,12 @@ test-browser: $(VENV)/.test $(BROWSER)/.ready models  ## the web page in Chromiu
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h
+
+format: $(VENV)/.test  ## write Python and C++ as the formatters have it
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i csrc/*.cpp csrc/*.h
 
 types: $(VENV)/.test
 	$(BIN)/mypy
@@ -148,4 +154,4 @@ $(BROWSER)/.ready: Makefile | $(VENV)/bin/python
 clean:  ## remove the environment and caches of tools (models stay)
 	rm -rf $(VENV) $(BROWSER) $(CLIENTS) $(CLUSTER) $(DEPLOY) $(DOCS) $(MONITOR) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist *.egg-info
 
-.PHONY: help serve test coverage test-slow test-sanitizers test-browser test-clients test-cluster test-deploy test-monitor lint types lines bench docs docs-site docs-check models pins clean
+.PHONY: help serve test coverage test-slow test-sanitizers test-browser test-clients test-cluster test-deploy test-monitor lint format types lines bench docs docs-site docs-check models pins clean

@@ -1,4 +1,5 @@
-"""archerfish: one small inference engine. Names are loaded when they are first used, so importing this costs nothing."""
+"""archerfish: one small inference engine. Names are loaded when they are first used, so importing this costs
+nothing."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ _HOMES = {  # the public names of each module
     "store.loader": ("WeightLoader",),
     "text.tokenizer": ("FastTokenizer",),
     "util": ("quantize_embeddings",),
-}  # fmt: skip
+}
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 # Names of the documents that this package follows, and what stands for them here.
@@ -94,15 +95,66 @@ _REPLACED = {
 }
 
 __all__ = [
-    "LLM", "AdaptiveCache", "ArcherfishError", "ArrowEngine", "AsyncEngineArgs", "AsyncLLMEngine", "BatchInferenceServer",
-    "BatchProcessor", "BeamSearchParams", "BenchmarkConfig", "BufferPool", "CacheKey", "CompletionOutput",
-    "ConversionConfig", "ConversionResult", "CrossEncoder", "EmbedConfig", "EngineArgs", "EngineConfig", "FastSampler",
-    "FastTokenizer", "HubConfig", "InferenceCore", "InferenceRequest", "LLMEngine", "LoRARequest", "LogitsCache", "LogitsView",
-    "MetricEvent", "MetricsCollector", "ModelAdapter", "ModelConverter", "OptimizationConfig", "PerformanceMonitor",
-    "PerformanceTarget", "PoolStats", "PoolingRequestOutput", "PrefetchConfig", "RealTimeMonitor", "RegressionDetector",
-    "RequestOutput", "RerankResult", "RwkvSampler", "SamplingConfig", "SamplingMetrics", "SamplingParams",
-    "SentenceTransformer", "ServeConfig", "SparseVector", "Stage", "StreamingInference", "TTSRequest", "TTSTokens", "TestCase",
-    "TextDelta", "WeightLoader", "quantize_embeddings", "register_model", "run_benchmark", "sample_optimized",
+    "LLM",
+    "AdaptiveCache",
+    "ArcherfishError",
+    "ArrowEngine",
+    "AsyncEngineArgs",
+    "AsyncLLMEngine",
+    "BatchInferenceServer",
+    "BatchProcessor",
+    "BeamSearchParams",
+    "BenchmarkConfig",
+    "BufferPool",
+    "CacheKey",
+    "CompletionOutput",
+    "ConversionConfig",
+    "ConversionResult",
+    "CrossEncoder",
+    "EmbedConfig",
+    "EngineArgs",
+    "EngineConfig",
+    "FastSampler",
+    "FastTokenizer",
+    "HubConfig",
+    "InferenceCore",
+    "InferenceRequest",
+    "LLMEngine",
+    "LoRARequest",
+    "LogitsCache",
+    "LogitsView",
+    "MetricEvent",
+    "MetricsCollector",
+    "ModelAdapter",
+    "ModelConverter",
+    "OptimizationConfig",
+    "PerformanceMonitor",
+    "PerformanceTarget",
+    "PoolStats",
+    "PoolingRequestOutput",
+    "PrefetchConfig",
+    "RealTimeMonitor",
+    "RegressionDetector",
+    "RequestOutput",
+    "RerankResult",
+    "RwkvSampler",
+    "SamplingConfig",
+    "SamplingMetrics",
+    "SamplingParams",
+    "SentenceTransformer",
+    "ServeConfig",
+    "SparseVector",
+    "Stage",
+    "StreamingInference",
+    "TTSRequest",
+    "TTSTokens",
+    "TestCase",
+    "TextDelta",
+    "WeightLoader",
+    "quantize_embeddings",
+    "register_model",
+    "run_benchmark",
+    "sample_optimized",
     "sample_with_cache",
 ]
 

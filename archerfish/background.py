@@ -79,7 +79,8 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def signals_to(handler: Callable[..., None], *numbers: int) -> Iterator[None]:
-    """Let `handler` handle these signals during the block, unless it sets another. Outside of the main thread, do nothing."""
+    """Let `handler` handle these signals during the block, unless it sets another. Outside of the main thread, do
+    nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -26,8 +26,8 @@
     │   └── StoppedError             the engine or server has been stopped
     └── InvariantError               the engine's own accounting is wrong
 
-Each class has the HTTP status and the code of a server's answer, the exit code of the command line, and a hint: what the caller
-can do.
+Each class has the HTTP status and the code of a server's answer, the exit code of the command line, and a hint: what
+the caller can do.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class ArcherfishError(Exception):
 
 
 class CallerError(ArcherfishError):
-    status, code, exit_code = 400, "bad_request", 2
+    status = 400
+    code = "bad_request"
+    exit_code = 2
     default_hint = ""
 
 
@@ -86,7 +88,9 @@ class StaleHandleError(CallerError):
 
 
 class NotFoundError(CallerError):
-    status, code, exit_code = 404, "not_found", 3
+    status = 404
+    code = "not_found"
+    exit_code = 3
 
 
 class ModelNotFoundError(NotFoundError):
@@ -99,7 +103,9 @@ class UnknownLayerError(NotFoundError):
 
 
 class ModelError(ArcherfishError):
-    status, code, exit_code = 500, "model_error", 4
+    status = 500
+    code = "model_error"
+    exit_code = 4
     default_hint = ""
 
 
@@ -123,7 +129,9 @@ class ValidationError(ModelError):
 
 
 class MachineError(ArcherfishError):
-    status, code, exit_code = 500, "machine_error", 5
+    status = 500
+    code = "machine_error"
+    exit_code = 5
     default_hint = ""
 
 
@@ -148,7 +156,9 @@ class OutOfMemoryError(DeviceError):
 
 
 class ServiceError(ArcherfishError):
-    status, code, exit_code = 503, "unavailable", 6
+    status = 503
+    code = "unavailable"
+    exit_code = 6
     default_hint = "Try again later."
 
 
@@ -186,7 +196,8 @@ def nearest(name: str, known: Iterable[str], *, most: int = 3) -> list[str]:
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 16) -> str:
-    """A hint for an unknown name: the nearest known names, or all if there are few. most: 0 where the message has them."""
+    """A hint for an unknown name: the nearest known names, or all if there are few. most: 0 where the message has
+    them."""
     choices = sorted(set(known))
     close = nearest(name, choices)
     if close:
@@ -196,7 +207,9 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 16) -> str:
     return ""
 
 
-def refuse_unknown(given: Iterable[str], known: Collection[str], what: str, hints: Mapping[str, str] | None = None) -> None:
+def refuse_unknown(
+    given: Iterable[str], known: Collection[str], what: str, hints: Mapping[str, str] | None = None
+) -> None:
     """Raise an error for the first name that is not known, with its own hint or with the nearest known names."""
     for name in given:
         if name not in known:

@@ -20,7 +20,9 @@ MAX_STOP_STRINGS, MAX_STOP_BYTES = 64, 1024
 MAX_LOGPROBS, MAX_N = 64, 128
 MAX_BIASES = 1024
 MAX_STAGES = 16
-MAX_GRAMMAR_BYTES, MAX_GRAMMAR_LINES, MAX_CHOICES = 1 << 17, 2000, 1024  # compiling takes up to their square
+MAX_GRAMMAR_BYTES = 1 << 17
+MAX_GRAMMAR_LINES = 2000
+MAX_CHOICES = 1024  # compiling takes up to their square
 PLAIN = (int, float, bool, str, type(None))  # types of values that cannot change
 GRAMMAR_KINDS = ("json", "json_schema", "regex", "lark", "choice")
 MIN_SEED, MAX_SEED = -(2**63), 2**64  # as signed numbers of 64 bits, and as ones without a sign
@@ -28,48 +30,81 @@ NO_SEED = -1  # other engines write it for None
 # The members of vLLM's structured_outputs and the kinds of grammars that they are.
 STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark", "json_object": "json"}
 STRUCTURED_UNUSED = (
-    "backend", "disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern",
-)  # fmt: skip
+    "backend",
+    "disable_fallback",
+    "disable_any_whitespace",
+    "disable_additional_properties",
+    "whitespace_pattern",
+)
 OUTPUT_KINDS = ("cumulative", "delta", "final_only")
 # Parameters of other engines, with the hint of their error; and hints of errors about bounds.
 NOT_SUPPORTED = {
     "best_of": "Use n, and choose among the outputs by their cumulative_logprob.",
-    "use_beam_search": "Call LLM.beam_search.", "length_penalty": "It belongs to BeamSearchParams, for LLM.beam_search.",
+    "use_beam_search": "Call LLM.beam_search.",
+    "length_penalty": "It belongs to BeamSearchParams, for LLM.beam_search.",
     "early_stopping": "LLM.beam_search always runs to max_tokens or until all beams have ended.",
     "truncate_prompt_tokens": "Cut the prompt's token ids before the call.",
 }
 # Parameters of other engines that change nothing here, and why.
 IGNORED = {
     "spaces_between_special_tokens": "special tokens are written without spaces between them",
-    "skip_clone": "parameters are never copied", "flat_logprobs": "logprobs are lists of TokenLogprobs",
-    "extra_args": "there are no plug-ins that read it", "skip_reading_prefix_cache": "cached prefixes give the same tokens",
+    "skip_clone": "parameters are never copied",
+    "flat_logprobs": "logprobs are lists of TokenLogprobs",
+    "extra_args": "there are no plug-ins that read it",
+    "skip_reading_prefix_cache": "cached prefixes give the same tokens",
 }
 ADVICE = {"max_tokens": "None stands for as many as model and memory allow."}
 WHOLE = {"n": (1, MAX_N), "min_tokens": (0, None), "top_k": (0, None)}
 OPTIONAL = {
-    "max_tokens": (1, None), "seed": (MIN_SEED, MAX_SEED - 1), "logprobs": (0, MAX_LOGPROBS),
+    "max_tokens": (1, None),
+    "seed": (MIN_SEED, MAX_SEED - 1),
+    "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
-}  # fmt: skip
+}
 FLOATS = {
-    "temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.01, 100.0),
-    "presence_penalty": (-100.0, 100.0), "frequency_penalty": (-100.0, 100.0),
-}  # fmt: skip
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+}
 # Parameters for which a model's files may state defaults.
 MODEL_DEFAULTS = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-)  # fmt: skip
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 # Parameters that stages have themselves, or that would depend on the stage of a token.
 NOT_WITH_STAGES = (
-    "min_tokens", "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "temperature", "top_k", "top_p",
-    "stop", "logprobs", "grammar", "bad_words", "allowed_token_ids", "logits_processors",
-)  # fmt: skip
-# (output ids, logits) or (prompt ids, output ids, logits) -> logits; rows are float32 tensors of torch in the host's memory.
+    "min_tokens",
+    "logit_bias",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "temperature",
+    "top_k",
+    "top_p",
+    "stop",
+    "logprobs",
+    "grammar",
+    "bad_words",
+    "allowed_token_ids",
+    "logits_processors",
+)
+# (output ids, logits) or (prompt ids, output ids, logits) -> logits; rows are float32 tensors of torch in the host's
+# memory.
 LogitsProcessor = Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A part of an output whose tokens are drawn from a range of the vocabulary; probabilities are those within the range.
+    """A part of an output whose tokens are drawn from a range of the vocabulary; probabilities are those within the
+    range.
 
     A range of one token forces that token. Only the last stage may end before it has all its tokens.
     """
@@ -112,7 +147,8 @@ class TakesForeignNames(type):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(metaclass=TakesForeignNames):
-    """Sampling options of a request, checked when made. Penalties and filters apply in the order of the fields below."""
+    """Sampling options of a request, checked when made. Penalties and filters apply in the order of the fields
+    below."""
 
     n: int = 1  # sequences for each prompt, drawn independently
     max_tokens: int | None = 16  # None: as many as the model's length and the memory allow
@@ -134,22 +170,32 @@ class SamplingParams(metaclass=TakesForeignNames):
     logprobs: int | None = None  # log-probabilities of each output token and of this many of the likeliest
     prompt_logprobs: int | None = None
     grammar: Mapping[str, Any] | None = None  # {"kind": one of GRAMMAR_KINDS, "value": ...}, which the output follows
-    structured_outputs: Any = None  # vLLM's name and form of a grammar, which takes its place: {"json": schema}, {"regex": ...}
+    structured_outputs: Any = (
+        None  # vLLM's name and form of a grammar, which takes its place: {"json": schema}, {"regex": ...}
+    )
     guided_decoding: Any = None  # an older name of structured_outputs
-    bad_words: Sequence[str] = ()  # the last token of each of these words, with and without a space before it, is ruled out
+    bad_words: Sequence[
+        str
+    ] = ()  # the last token of each of these words, with and without a space before it, is ruled out
     allowed_token_ids: Sequence[int] | None = None  # no other tokens are drawn, end tokens included
     logits_processors: Sequence[LogitsProcessor] = ()  # run on the host: each token waits for them
     detokenize: bool = True  # false: the result has token ids and no text
     output_kind: Any = "cumulative"  # what AsyncLLMEngine.generate yields: one of OUTPUT_KINDS, or their place
-    speculate: bool = True  # propose tokens where the engine does (`speculation`); the tokens that come out are the same
-    stages: Sequence[Stage] = ()  # parts of the output, in order; they set max_tokens and stop_token_ids, and ignore_eos
+    speculate: bool = (
+        True  # propose tokens where the engine does (`speculation`); the tokens that come out are the same
+    )
+    stages: Sequence[
+        Stage
+    ] = ()  # parts of the output, in order; they set max_tokens and stop_token_ids, and ignore_eos
 
     def __new__(cls, **values: Any) -> Self:
         refuse_unknown(values, cls.__dataclass_fields__, "sampling parameter", NOT_SUPPORTED)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else items_of("stop", self.stop, "a string or a list of strings")
+        stop = (
+            (self.stop,) if isinstance(self.stop, str) else items_of("stop", self.stop, "a string or a list of strings")
+        )
         object.__setattr__(self, "stop", stop)
         token_ids = items_of("stop_token_ids", self.stop_token_ids, "a list of token ids")
         object.__setattr__(self, "stop_token_ids", tuple(map(plain_number, token_ids)))
@@ -181,7 +227,9 @@ class SamplingParams(metaclass=TakesForeignNames):
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidInputError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}).")
         if self.n > 1 and self.temperature == 0:
-            raise InvalidInputError("n is above 1 at temperature 0: all sequences would be equal.", hint="Raise temperature.")
+            raise InvalidInputError(
+                "n is above 1 at temperature 0: all sequences would be equal.", hint="Raise temperature."
+            )
 
     def _check_stops(self, stop: tuple[str, ...]) -> None:
         if len(stop) > MAX_STOP_STRINGS:
@@ -192,7 +240,9 @@ class SamplingParams(metaclass=TakesForeignNames):
             if len(text.encode(errors="replace")) > MAX_STOP_BYTES:
                 raise InvalidInputError(f"A stop string has more than {MAX_STOP_BYTES} bytes.")
         if len(self.stop_token_ids) > MAX_STOP_STRINGS:
-            raise InvalidInputError(f"stop_token_ids has {len(self.stop_token_ids):,} ids; the limit is {MAX_STOP_STRINGS}.")
+            raise InvalidInputError(
+                f"stop_token_ids has {len(self.stop_token_ids):,} ids; the limit is {MAX_STOP_STRINGS}."
+            )
         if not all(type(i) is int and i >= 0 for i in self.stop_token_ids):
             raise InvalidInputError("stop_token_ids must be whole numbers of at least 0.")
 
@@ -200,7 +250,9 @@ class SamplingParams(metaclass=TakesForeignNames):
         if self.logit_bias is None:
             return
         if not isinstance(self.logit_bias, Mapping):
-            raise InvalidInputError(f"logit_bias must map token ids to numbers, not be a {type(self.logit_bias).__name__}.")
+            raise InvalidInputError(
+                f"logit_bias must map token ids to numbers, not be a {type(self.logit_bias).__name__}."
+            )
         if len(self.logit_bias) > MAX_BIASES:
             raise InvalidInputError(f"logit_bias has {len(self.logit_bias):,} tokens; the limit is {MAX_BIASES:,}.")
         plain = {plain_number(token_id): plain_number(bias) for token_id, bias in self.logit_bias.items()}
@@ -209,7 +261,9 @@ class SamplingParams(metaclass=TakesForeignNames):
             if type(token_id) is not int or token_id < 0:
                 raise InvalidInputError(f"logit_bias must map token ids to numbers; {token_id!r} is no token id.")
             if not is_number(bias) or not -100 <= bias <= 100:
-                raise InvalidInputError(f"logit_bias of token {token_id} must be a number from -100 to 100, not {bias!r}.")
+                raise InvalidInputError(
+                    f"logit_bias of token {token_id} must be a number from -100 to 100, not {bias!r}."
+                )
 
     def _read_limits(self) -> None:
         """The parameters that rule tokens out, and those that vLLM writes in another way."""
@@ -234,7 +288,10 @@ class SamplingParams(metaclass=TakesForeignNames):
         if not all(callable(processor) for processor in processors):
             raise InvalidInputError("logits_processors must hold functions of (token ids, logits) that return logits.")
         if processors:
-            remark("logits_processors", "logits_processors run on the host, row by row: they slow every token of a request.")
+            remark(
+                "logits_processors",
+                "logits_processors run on the host, row by row: they slow every token of a request.",
+            )
         object.__setattr__(self, "logits_processors", processors)
         kind = getattr(self.output_kind, "name", self.output_kind)  # vLLM has an enumeration
         kind = OUTPUT_KINDS[kind] if type(kind) is int and 0 <= kind < len(OUTPUT_KINDS) else str(kind).lower()
@@ -242,13 +299,16 @@ class SamplingParams(metaclass=TakesForeignNames):
             raise InvalidInputError(f"output_kind must be one of {', '.join(OUTPUT_KINDS)}, not {self.output_kind!r}.")
         object.__setattr__(self, "output_kind", kind)
         if not self.detokenize and self.stop:
-            raise InvalidInputError("stop needs text: it and detokenize=False exclude each other.", hint="Use stop_token_ids.")
+            raise InvalidInputError(
+                "stop needs text: it and detokenize=False exclude each other.", hint="Use stop_token_ids."
+            )
 
     def _check_grammar_conflicts(self) -> None:
         """A grammar decides where a text ends, so parameters that also decide it are refused."""
         if self.ignore_eos:
             raise InvalidInputError(
-                "ignore_eos and grammar exclude each other: a grammar ends the text when it is complete.", hint="Leave out one."
+                "ignore_eos and grammar exclude each other: a grammar ends the text when it is complete.",
+                hint="Leave out one.",
             )
         if self.min_tokens:
             raise InvalidInputError(
@@ -262,15 +322,21 @@ class SamplingParams(metaclass=TakesForeignNames):
             raise InvalidInputError(f"There are {len(self.stages):,} stages; the limit is {MAX_STAGES}.")
         *early, last = self.stages
         if any(stage.stop_id is not None for stage in early):
-            raise InvalidInputError("Only the last stage may have a stop_id.", hint="Give the others a num_tokens alone.")
+            raise InvalidInputError(
+                "Only the last stage may have a stop_id.", hint="Give the others a num_tokens alone."
+            )
         stops: tuple[int, ...] = () if last.stop_id is None else (last.stop_id + last.offset,)
         if any(stage.first <= stop - stage.offset < stage.end for stage in early for stop in stops):
             raise InvalidInputError(f"A stage before the last can give token {stops[0]}, on which the last one ends.")
         for name in NOT_WITH_STAGES:
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                raise InvalidInputError(f"{name} and stages exclude each other.", hint="A stage has its own parameters.")
+                raise InvalidInputError(
+                    f"{name} and stages exclude each other.", hint="A stage has its own parameters."
+                )
         if self.stop_token_ids not in ((), stops):
-            raise InvalidInputError("stop_token_ids and stages exclude each other.", hint="Give the last stage a stop_id.")
+            raise InvalidInputError(
+                "stop_token_ids and stages exclude each other.", hint="Give the last stage a stop_id."
+            )
         object.__setattr__(self, "stop_token_ids", stops)
         object.__setattr__(self, "max_tokens", sum(stage.num_tokens for stage in self.stages))
         object.__setattr__(self, "ignore_eos", True)
@@ -280,7 +346,9 @@ class SamplingParams(metaclass=TakesForeignNames):
         """SamplingParams of these values. Equal values of an earlier call are not checked again."""
         if any(type(value) not in PLAIN and value != [] for value in values.values()):
             return cls(**values)
-        return _known_params(tuple((name, type(value), None if value == [] else value) for name, value in values.items()))
+        return _known_params(
+            tuple((name, type(value), None if value == [] else value) for name, value in values.items())
+        )
 
     def replace(self, **changes: Any) -> SamplingParams:
         return dataclasses.replace(self, **changes)
@@ -305,7 +373,8 @@ def _known_params(items: tuple[tuple[str, type, Any], ...]) -> SamplingParams:
 
 
 def read_default_sampling(stated: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """The defaults among the settings of a generation_config.json. Values that are not valid are ignored, with a warning."""
+    """The defaults among the settings of a generation_config.json. Values that are not valid are ignored, with a
+    warning."""
     found: dict[str, Any] = {}
     for name in MODEL_DEFAULTS:
         if stated.get(name) is not None:
@@ -319,7 +388,8 @@ def read_default_sampling(stated: Mapping[str, Any], model: str) -> dict[str, An
 
 
 def with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of a request over the defaults of its model. A default temperature of 0 counts for one sequence only."""
+    """Parameters of a request over the defaults of its model. A default temperature of 0 counts for one sequence
+    only."""
     if values.get("n", 1) != 1 and defaults.get("temperature") == 0:
         defaults = {name: value for name, value in defaults.items() if name != "temperature"}
     return {**defaults, **values}
@@ -362,7 +432,9 @@ def read_stage(value: Any) -> Stage:
     if isinstance(value, Stage):
         return value
     if not isinstance(value, Mapping):
-        raise InvalidInputError(f"stages must hold stages, not {type(value).__name__}.", hint="Make them with Stage(...).")
+        raise InvalidInputError(
+            f"stages must hold stages, not {type(value).__name__}.", hint="Make them with Stage(...)."
+        )
     try:
         return Stage(**value)
     except TypeError as error:
@@ -382,7 +454,8 @@ def read_grammar(grammar: Any) -> dict[str, Any]:
     """A grammar as a dict of kind and value. Its shape is checked here; compiling it may still fail."""
     if not isinstance(grammar, Mapping):
         raise InvalidInputError(
-            f"grammar must be a mapping, not {type(grammar).__name__}.", hint='Give {"kind": "json_schema", "value": {...}}.'
+            f"grammar must be a mapping, not {type(grammar).__name__}.",
+            hint='Give {"kind": "json_schema", "value": {...}}.',
         )
     unknown = [name for name in grammar if name not in ("kind", "value")]
     if unknown:
@@ -440,7 +513,11 @@ def check_grammar_size(kind: str, value: Any) -> None:
     text = value if isinstance(value, str) else json.dumps(value)
     num_bytes = len(text.encode(errors="replace"))
     if num_bytes > MAX_GRAMMAR_BYTES:
-        raise InvalidInputError(f"The grammar of kind {kind} has {num_bytes:,} bytes; the limit is {MAX_GRAMMAR_BYTES:,}.")
+        raise InvalidInputError(
+            f"The grammar of kind {kind} has {num_bytes:,} bytes; the limit is {MAX_GRAMMAR_BYTES:,}."
+        )
     num_lines = text.count("\n") + 1
     if kind == "lark" and num_lines > MAX_GRAMMAR_LINES:
-        raise InvalidInputError(f"The grammar of kind lark has {num_lines:,} lines; the limit is {MAX_GRAMMAR_LINES:,}.")
+        raise InvalidInputError(
+            f"The grammar of kind lark has {num_lines:,} lines; the limit is {MAX_GRAMMAR_LINES:,}."
+        )

@@ -15,17 +15,24 @@ _said: set[str] = set()  # options
 
 
 def remark_blocks(weights: str, name: str, quant_types: set[str]) -> None:
-    """Say that the option `weights` has no effect on a model whose matrices stay in the blocks that they are stored in."""
+    """Say that the option `weights` has no effect on a model whose matrices stay in the blocks that they are stored
+    in."""
     if quant_types and weights != "auto":
         stated = ", ".join(sorted(quant_types))
-        remark("weights", f"weights={weights} leaves the matrices of {name} that are quantised already as they are ({stated}).")
+        remark(
+            "weights",
+            f"weights={weights} leaves the matrices of {name} that are quantised already as they are ({stated}).",
+        )
 
 
 def remark_widened(name: str, config: Mapping[str, Any], quant_types: set[str]) -> None:
-    """Say that a quantised model takes the memory of a plain one, since its matrices have no form that is multiplied with."""
+    """Say that a quantised model takes the memory of a plain one, since its matrices have no form that is multiplied
+    with."""
     if config.get("quantization_config") and not quant_types:
         text = "groups of inputs that do not follow one another (desc_act), or 8 bits with zero points"
-        remark("quantization", f"The weights of {name} are widened, and take the memory of plain ones: they have {text}.")
+        remark(
+            "quantization", f"The weights of {name} are widened, and take the memory of plain ones: they have {text}."
+        )
 
 
 def remark(option: str, text: str) -> None:

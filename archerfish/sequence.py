@@ -66,7 +66,8 @@ class TokenMatcher(Protocol):
     """How far one sequence has come in a grammar."""
 
     def fill(self, output: SequenceOf[int], bits: npt.NDArray[np.int32]) -> None:
-        """Set the bits of the tokens that may follow the output so far, which grew since the last call, and clear the others.
+        """Set the bits of the tokens that may follow the output so far, which grew since the last call, and clear the
+        others.
 
         Where none may, or the output has left the grammar: an InvalidInputError, which ends this sequence.
         """
@@ -81,7 +82,9 @@ class TokenMatcher(Protocol):
 class TokenMask(Protocol):
     """The tokens that a grammar allows next; a thread computes them."""
 
-    bits: npt.NDArray[np.int64]  # a bit for every token of the vocabulary, 64 to a word, the lowest first; a row for what may
+    bits: npt.NDArray[
+        np.int64
+    ]  # a bit for every token of the vocabulary, 64 to a word, the lowest first; a row for what may
     # follow now, and one for what may follow behind each proposed token
     proposed: list[int]  # tokens that the grammar allows, of those that were to be proposed
     is_forced: bool  # it allows no others
@@ -138,7 +141,9 @@ class Draft:
     tokens: list[int] = field(default_factory=list)  # that the next step verifies, or the one in flight
     job: DraftJob | None = None  # that computes them
     is_forced: bool = False  # a grammar allows no others
-    states: list[int] = field(default_factory=list)  # of a recurrent model: blocks for the state behind the last known token,
+    states: list[int] = field(
+        default_factory=list
+    )  # of a recurrent model: blocks for the state behind the last known token,
     # and behind each proposed one, while a step verifies them
     pause_until: int = 0  # so many tokens are known: before, nothing is proposed
     num_misses: int = 0  # drafts of which nothing was accepted, since the last one of which something was
@@ -153,13 +158,38 @@ class Status(Enum):
 
 
 class Sequence:
-    """One stream of tokens. It is caught up when all known and pending tokens but the last are computed: a step on it gives
-    the next token."""
+    """One stream of tokens. It is caught up when all known and pending tokens but the last are computed: a step on it
+    gives the next token."""
 
     __slots__ = (
-        "adapter_slot", "blocks", "draft", "error", "finish_reason", "hit", "index", "leader", "logits_handle", "mask",
-        "matcher", "node", "num_cached", "num_computed", "num_emitted", "num_in_flight", "num_pending", "num_preemptions",
-        "num_prompt", "num_reported", "num_sent", "num_waits", "pending_limit", "request", "row", "status", "times", "tokens",
+        "adapter_slot",
+        "blocks",
+        "draft",
+        "error",
+        "finish_reason",
+        "hit",
+        "index",
+        "leader",
+        "logits_handle",
+        "mask",
+        "matcher",
+        "node",
+        "num_cached",
+        "num_computed",
+        "num_emitted",
+        "num_in_flight",
+        "num_pending",
+        "num_preemptions",
+        "num_prompt",
+        "num_reported",
+        "num_sent",
+        "num_waits",
+        "pending_limit",
+        "request",
+        "row",
+        "status",
+        "times",
+        "tokens",
     )
 
     def __init__(self, request: Request, index: int = 0) -> None:
@@ -169,8 +199,8 @@ class Sequence:
         self.num_prompt = len(self.tokens)
         self.num_computed = 0  # tokens whose KV is in the blocks, counting steps in flight
         self.num_pending = 0  # tokens sampled by steps in flight
-        # With so many tokens computed, no step is planned while its last token is pending: that may be the last of all, or a
-        # grammar must see it.
+        # With so many tokens computed, no step is planned while its last token is pending: that may be the last of all,
+        # or a grammar must see it.
         self.pending_limit = 0 if request.needs_host_token else self.num_prompt + request.max_tokens - 1
         self.num_in_flight = 0  # steps in flight that read or write its blocks
         self.num_emitted = 0  # output tokens that were handed out in deltas

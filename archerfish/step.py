@@ -1,4 +1,5 @@
-"""One step as plain data: what a scheduler asks of a runner, and what comes back. All of it can be sent to another process."""
+"""One step as plain data: what a scheduler asks of a runner, and what comes back. All of it can be sent to another
+process."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ MOST_PENALISED_DRAFTS = 32  # proposed tokens of sequences with penalties, in on
 
 @dataclass(slots=True, frozen=True)
 class RowEntry:
-    """What a runner must know of the sequence that takes a row. It comes once, with the sequence's first step in that row."""
+    """What a runner must know of the sequence that takes a row. It comes once, with the sequence's first step in that
+    row."""
 
     row: int
     request_id: str  # for error messages
@@ -38,8 +40,8 @@ class RowEntry:
 class StepInput:
     """What one step computes: for sequence i, `counts[i]` tokens from position `starts[i]` on.
 
-    Sequences with one new token stand first, then those with more, then those with none, which are sampled from kept logits. A
-    row's blocks stay known from step to step: a step brings the new ones only.
+    Sequences with one new token stand first, then those with more, then those with none, which are sampled from kept
+    logits. A row's blocks stay known from step to step: a step brings the new ones only.
     """
 
     step: int
@@ -48,7 +50,9 @@ class StepInput:
     counts: Ids
     samples: Ids  # how many tokens each sequence gets, sampled behind its last new tokens
     adapters: Ids  # the slot of the LoRA adapter of each sequence; 0: none
-    tokens: Ids  # the new tokens of all sequences, one sequence after the other; PENDING where the step before samples it
+    tokens: (
+        Ids  # the new tokens of all sequences, one sequence after the other; PENDING where the step before samples it
+    )
     num_decodes: int  # leading sequences with one new token
     block_rows: Ids = field(default_factory=NO_IDS.view)  # new blocks: block_ids[j] is block block_places[j] of a row
     block_places: Ids = field(default_factory=NO_IDS.view)
@@ -56,19 +60,28 @@ class StepInput:
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks to copy, (from, to), before anything else
     entries: list[RowEntry] = field(default_factory=list)  # rows that change hands
     masked: list[int] = field(default_factory=list)  # sequences whose grammar rules tokens out
-    mask_bits: Ids | None = None  # (samples of those masked, words): a bit for every token, 64 to a word, the lowest first; 0:
+    mask_bits: Ids | None = (
+        None  # (samples of those masked, words): a bit for every token, 64 to a word, the lowest first; 0:
+    )
     # ruled out
-    states: list[tuple[int, list[int]]] = field(default_factory=list)  # (sequence, blocks): those of a recurrent model for the
+    states: list[tuple[int, list[int]]] = field(
+        default_factory=list
+    )  # (sequence, blocks): those of a recurrent model for the
     # states behind each of its new tokens, in place of the row's
-    scored: dict[int, tuple[int, array[int]]] = field(default_factory=dict)  # prompt logprobs of a sequence: of how many of the
+    scored: dict[int, tuple[int, array[int]]] = field(
+        default_factory=dict
+    )  # prompt logprobs of a sequence: of how many of the
     # likeliest tokens, and the prompt tokens that follow its first new ones
     kept: list[tuple[int, int]] = field(default_factory=list)  # (sequence, handle): keep its logits under this handle
-    reused: list[tuple[int, int]] = field(default_factory=list)  # (sequence, handle): sample it from the logits kept there
+    reused: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # (sequence, handle): sample it from the logits kept there
     dropped: list[int] = field(default_factory=list)  # handles that no later step names
     returned: list[int] = field(default_factory=list)  # sequences whose logits the result holds
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For pickle: all arrays in one piece, which takes a fifth of the time; it is sent to other ranks before every step."""
+        """For pickle: all arrays in one piece, which takes a fifth of the time; it is sent to other ranks before every
+        step."""
         arrays = [getattr(self, name) for name in ARRAYS]
         every = ((name, getattr(self, name)) for name in OTHERS)
         others = {name: value for name, value in every if isinstance(value, np.ndarray) or value}
@@ -109,5 +122,7 @@ class StepResult:
     tokens: Ids  # (sequences, most samples): the first `samples[i]` of row i are real
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of the sampled tokens
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of the tokens in `scored`
-    logits: dict[int, Any] = field(default_factory=dict)  # of the sequences in `returned`: a (1, vocabulary) row of the device
+    logits: dict[int, Any] = field(
+        default_factory=dict
+    )  # of the sequences in `returned`: a (1, vocabulary) row of the device
     errors: dict[int, BaseException] = field(default_factory=dict)  # of sequences that failed alone

@@ -1,7 +1,7 @@
 """Functions on embeddings, with the names, arguments and results of `sentence_transformers.util`.
 
-A vector is a tensor, an array or a list of numbers; several vectors are a matrix of them, or a list of vectors. Results are
-tensors where torch is installed, else arrays.
+A vector is a tensor, an array or a list of numbers; several vectors are a matrix of them, or a list of vectors. Results
+are tensors where torch is installed, else arrays.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def as_matrix(vectors: Any) -> Matrix:
             found = np.asarray(vectors)
             found = found if found.dtype.kind == "f" else found.astype(np.float32)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidInputError(f"Expected vectors of numbers: {error}.", hint="encode() makes vectors of texts.") from None
+        raise InvalidInputError(
+            f"Expected vectors of numbers: {error}.", hint="encode() makes vectors of texts."
+        ) from None
     return found if found.ndim > 1 else found.reshape(1, -1)
 
 
@@ -117,9 +119,11 @@ def pairwise_manhattan_sim(a: Any, b: Any) -> Matrix:
 Score = Callable[[Any, Any], Matrix]
 # By the `similarity_fn_name` of a model: of all pairs, and of vectors in the same place.
 SIMILARITIES: dict[str, tuple[Score, Score]] = {
-    "cosine": (cos_sim, pairwise_cos_sim), "dot": (dot_score, pairwise_dot_score),
-    "euclidean": (euclidean_sim, pairwise_euclidean_sim), "manhattan": (manhattan_sim, pairwise_manhattan_sim),
-}  # fmt: skip
+    "cosine": (cos_sim, pairwise_cos_sim),
+    "dot": (dot_score, pairwise_dot_score),
+    "euclidean": (euclidean_sim, pairwise_euclidean_sim),
+    "manhattan": (manhattan_sim, pairwise_manhattan_sim),
+}
 
 
 def similarities(name: str) -> tuple[Score, Score]:
@@ -129,8 +133,12 @@ def similarities(name: str) -> tuple[Score, Score]:
 
 
 def semantic_search(
-    query_embeddings: Any, corpus_embeddings: Any, query_chunk_size: int = 100, corpus_chunk_size: int = 500_000,
-    top_k: int = 10, score_function: Score = cos_sim,
+    query_embeddings: Any,
+    corpus_embeddings: Any,
+    query_chunk_size: int = 100,
+    corpus_chunk_size: int = 500_000,
+    top_k: int = 10,
+    score_function: Score = cos_sim,
 ) -> list[list[dict[str, int | float]]]:
     """For each query the best vectors of a corpus, best first: their places (corpus_id) and scores."""
     queries, corpus = as_matrix(query_embeddings), as_matrix(corpus_embeddings)
@@ -164,15 +172,17 @@ def quantize_embeddings(
 ) -> npt.NDArray[Any]:
     """Vectors as int8 or uint8 numbers, or as bits: eight to a number, uint8 (ubinary) or int8 (binary).
 
-    int8 and uint8 spread 256 steps over the range of each dimension: `ranges`, a matrix of lowest and highest values, else
-    those of the calibration embeddings, else those of the vectors themselves.
+    int8 and uint8 spread 256 steps over the range of each dimension: `ranges`, a matrix of lowest and highest values,
+    else those of the calibration embeddings, else those of the vectors themselves.
     """
     if precision not in PRECISIONS:
         raise InvalidOptionError(f"There is no precision {precision!r}.", hint=f"Known: {', '.join(PRECISIONS)}.")
     if str(getattr(embeddings, "dtype", "")).removeprefix("torch.") in ("int8", "uint8"):
         raise InvalidInputError("These vectors are quantised already.", hint="Give the float32 vectors.")
     if np.ndim(embeddings) == 1:
-        found: npt.NDArray[Any] = quantize_embeddings(as_matrix(embeddings), precision, ranges, calibration_embeddings)[0]
+        found: npt.NDArray[Any] = quantize_embeddings(as_matrix(embeddings), precision, ranges, calibration_embeddings)[
+            0
+        ]
         return found
     vectors = as_array(embeddings)
     if precision == "float32" or not len(vectors):

@@ -5,14 +5,17 @@
 namespace archerfish::LEVEL {
 namespace {
 
-constexpr int kAhead = 8;  // rows or keys that are fetched before they are used
+constexpr int kAhead = 8;       // rows or keys that are fetched before they are used
 constexpr int kDirectRows = 8;  // up to which keys and values are not gathered
 
 INLINE float norm_factor(const float* x, int width, float eps) {
   Floats squares = {};
   float rest = 0;
   int i = 0;
-  for (; i + kLanes <= width; i += kLanes) { Floats v = load(x + i); squares += v * v; }
+  for (; i + kLanes <= width; i += kLanes) {
+    Floats v = load(x + i);
+    squares += v * v;
+  }
   for (; i < width; i++) rest += x[i] * x[i];
   return 1.0f / std::sqrt((sum(squares) + rest) / float(width) + eps);
 }
@@ -43,14 +46,21 @@ INLINE void turn_head(float* head, const KVStore& args, const float* norm, float
 // A head as int8 with its scale, which is NaN if a number is not finite.
 INLINE void store_bytes(float* head, int dim, int8_t* to) {
   Floats most = {}, lost = {};
-  each(dim, head, head, [&](Floats v, int64_t) { most = larger(most, magnitude(v)), lost += v * 0.0f; return v; });
+  each(dim, head, head, [&](Floats v, int64_t) {
+    most = larger(most, magnitude(v)), lost += v * 0.0f;
+    return v;
+  });
   const float scale = largest(most) / 127.0f + sum(lost), inverse = scale > 1e-30f ? 1.0f / scale : 0.0f;
-  each(dim, head, head, [&](Floats v, int64_t) { v = round_even(v * inverse); return choose(v == v, v, Floats{}); });
+  each(dim, head, head, [&](Floats v, int64_t) {
+    v = round_even(v * inverse);
+    return choose(v == v, v, Floats{});
+  });
   for (int i = 0; i < dim; i++) to[i] = int8_t(head[i]);
   memcpy(to + dim, &scale, sizeof scale);
 }
 
-// A tile: up to kQueries rows (a token's query heads that share a KV head, for one or several tokens) against chunks of keys.
+// A tile: up to kQueries rows (a token's query heads that share a KV head, for one or several tokens) against chunks of
+// keys.
 struct Tile {
   int num_rows;
   int64_t positions[kQueries];  // of each row's token: the last key that it sees
@@ -65,7 +75,11 @@ struct Work {  // memory of a thread
   uint16_t *wide_queries, *wide_keys, *wide_values, *weights;
   Work(char* memory, int dim) {
     char* at = memory;
-    auto take = [&](int64_t bytes) { char* found = at; at += (bytes + kLine - 1) / kLine * kLine; return found; };
+    auto take = [&](int64_t bytes) {
+      char* found = at;
+      at += (bytes + kLine - 1) / kLine * kLine;
+      return found;
+    };
     auto numbers = [&](int64_t count) { return reinterpret_cast<float*>(take(4 * count)); };
     queries = numbers(kQueries * (dim + kBlock)), totals = numbers(kQueries * dim), scores = numbers(kQueries * kChunk);
     keys = numbers(kChunk * (dim + kBlock)), values = numbers(kChunk * dim);
@@ -86,7 +100,8 @@ INLINE void fetch_at(const void* memory, int64_t place, int64_t count) {
 }
 
 // Where the keys of a chunk lie: numbers from the beginning of the memory.
-INLINE void find_keys(const Attend& args, int64_t sequence, int kv_head, int64_t first, int64_t count, int64_t* places) {
+INLINE void find_keys(const Attend& args, int64_t sequence, int kv_head, int64_t first, int64_t count,
+                      int64_t* places) {
   const int64_t head = kv_head * head_stride(args.type, args.head_dim);
   if (!args.block_tables) {
     for (int64_t i = 0; i < count; i++) places[i] = (args.starts[sequence] + first + i) * args.key_stride + head;
@@ -120,9 +135,11 @@ INLINE void gather(const Attend& args, const int64_t* places, int64_t count, con
 }
 
 // Scores or weights of a chunk, which were computed of int8 numbers, times the scales of these.
-INLINE void scale_scores(const void* memory, int dim, const int64_t* places, int64_t count, int num_rows, float* scores) {
+INLINE void scale_scores(const void* memory, int dim, const int64_t* places, int64_t count, int num_rows,
+                         float* scores) {
   float scales[kChunk] = {};
-  for (int64_t i = 0; i < count; i++) memcpy(scales + i, static_cast<const int8_t*>(memory) + places[i] + dim, sizeof(float));
+  for (int64_t i = 0; i < count; i++)
+    memcpy(scales + i, static_cast<const int8_t*>(memory) + places[i] + dim, sizeof(float));
   for (int r = 0; r < num_rows; r++, scores += kChunk)
     each(kChunk, scores, scores, [&](Floats v, int64_t i) { return v * load(scales + i); });
 }
@@ -132,7 +149,7 @@ template <Type T, int R>
 INLINE void score_direct(const Attend& args, const int64_t* places, int64_t count, const Work& work, int row) {
   const int dim = args.head_dim;
   const float* queries = work.queries + row * dim;
-    for (int64_t i = 0; i < count; i++) {
+  for (int64_t i = 0; i < count; i++) {
     if (i + 4 < count) fetch_at<T>(args.keys, places[i + 4], 1);
     Floats total[R] = {};
     for (int d = 0; d < dim; d += kLanes) {
@@ -149,15 +166,15 @@ INLINE void add_direct(const Attend& args, const int64_t* places, int64_t count,
   const int dim = args.head_dim;
   for (int d = 0; d < dim; d += kVectors * kLanes) {
     Floats total[R][kVectors];
-    UNROLL for (int r = 0; r < R; r++)
-      UNROLL for (int v = 0; v < kVectors; v++) total[r][v] = load(work.totals + (row + r) * dim + d + v * kLanes);
-    for (int64_t i = 0; i < count; i++)
-      UNROLL for (int v = 0; v < kVectors; v++) {
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < kVectors; v++) total[r][v] =
+        load(work.totals + (row + r) * dim + d + v * kLanes);
+    for (int64_t i = 0; i < count; i++) UNROLL for (int v = 0; v < kVectors; v++) {
         Floats value = load_as(T, args.values, places[i] + d + v * kLanes);
-        UNROLL for (int r = 0; r < R; r++) total[r][v] = multiply_add(value, work.scores[(row + r) * kChunk + i], total[r][v]);
+        UNROLL for (int r = 0; r < R; r++) total[r][v] =
+            multiply_add(value, work.scores[(row + r) * kChunk + i], total[r][v]);
       }
-    UNROLL for (int r = 0; r < R; r++)
-      UNROLL for (int v = 0; v < kVectors; v++) store(work.totals + (row + r) * dim + d + v * kLanes, total[r][v]);
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < kVectors; v++)
+        store(work.totals + (row + r) * dim + d + v * kLanes, total[r][v]);
   }
 }
 
@@ -166,13 +183,12 @@ INLINE void score_rows(const float* queries, const float* keys, int dim, float* 
   constexpr int kColumns = kParts == 4 ? 16 : 2 * kLanes, kVectors = kColumns / kLanes;
   for (int c = 0; c < kChunk; c += kColumns) {
     Floats total[R][kVectors] = {};
-    for (int d = 0; d < dim; d++)
-      UNROLL for (int v = 0; v < kVectors; v++) {
+    for (int d = 0; d < dim; d++) UNROLL for (int v = 0; v < kVectors; v++) {
         Floats key = load(keys + d * kChunk + c + v * kLanes);
         UNROLL for (int r = 0; r < R; r++) total[r][v] = multiply_add(key, queries[r * dim + d], total[r][v]);
       }
-    UNROLL for (int r = 0; r < R; r++)
-      UNROLL for (int v = 0; v < kVectors; v++) store(scores + r * kChunk + c + v * kLanes, total[r][v]);
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < kVectors; v++)
+        store(scores + r * kChunk + c + v * kLanes, total[r][v]);
   }
 }
 
@@ -182,15 +198,14 @@ INLINE void add_values(const float* scores, const float* values, int dim, int64_
   int d = 0;
   for (; d + kVectors * kLanes <= dim; d += kVectors * kLanes) {
     Floats total[R][kVectors];
-    UNROLL for (int r = 0; r < R; r++)
-      UNROLL for (int v = 0; v < kVectors; v++) total[r][v] = load(totals + r * dim + d + v * kLanes);
-    for (int64_t i = 0; i < count; i++)
-      UNROLL for (int v = 0; v < kVectors; v++) {
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < kVectors; v++) total[r][v] =
+        load(totals + r * dim + d + v * kLanes);
+    for (int64_t i = 0; i < count; i++) UNROLL for (int v = 0; v < kVectors; v++) {
         Floats value = load(values + i * dim + d + v * kLanes);
         UNROLL for (int r = 0; r < R; r++) total[r][v] = multiply_add(value, scores[r * kChunk + i], total[r][v]);
       }
-    UNROLL for (int r = 0; r < R; r++)
-      UNROLL for (int v = 0; v < kVectors; v++) store(totals + r * dim + d + v * kLanes, total[r][v]);
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < kVectors; v++)
+        store(totals + r * dim + d + v * kLanes, total[r][v]);
   }
   for (; d < dim; d++)
     for (int r = 0; r < R; r++)
@@ -210,7 +225,8 @@ INLINE float scale_at(const void* memory, int64_t place, int64_t dim) {
   return scale;
 }
 
-// Panels of 16 keys, and panels of 16 numbers of the values, as `wide_rows` takes them; there are zeros after the last value.
+// Panels of 16 keys, and panels of 16 numbers of the values, as `wide_rows` takes them; there are zeros after the last
+// value.
 template <Type T>
 INLINE Factors gather_wide(const Attend& args, const int64_t* places, int64_t count, const Work& work) {
   const int64_t dim = args.head_dim, width = wide_inputs(dim);
@@ -220,8 +236,10 @@ INLINE Factors gather_wide(const Attend& args, const int64_t* places, int64_t co
   if constexpr (kWideHalf) {
     Floats most_key = {}, most_value = {};
     for (int64_t i = 0; i < count; i++) {
-      if (i + kAhead < count) fetch_at<T>(args.keys, places[i + kAhead], dim), fetch_at<T>(args.values, places[i + kAhead], dim);
-      const float key_scale = scale_at<T>(args.keys, places[i], dim), value_scale = scale_at<T>(args.values, places[i], dim);
+      if (i + kAhead < count)
+        fetch_at<T>(args.keys, places[i + kAhead], dim), fetch_at<T>(args.values, places[i + kAhead], dim);
+      const float key_scale = scale_at<T>(args.keys, places[i], dim),
+                  value_scale = scale_at<T>(args.values, places[i], dim);
       for (int64_t d = 0; d < dim; d += kLanes) {
         most_key = larger(most_key, magnitude(load_as(T, args.keys, places[i] + d) * key_scale));
         most_value = larger(most_value, magnitude(load_as(T, args.values, places[i] + d) * value_scale));
@@ -251,7 +269,8 @@ INLINE Factors gather_wide(const Attend& args, const int64_t* places, int64_t co
       }
     }
   }
-  for (int64_t i = 0; i < count; i += kGroup) order_panel(work.wide_keys + i * width, 2 * width, work.wide_keys + i * width);
+  for (int64_t i = 0; i < count; i += kGroup)
+    order_panel(work.wide_keys + i * width, 2 * width, work.wide_keys + i * width);
   for (int64_t d = 0; d < dim; d += kGroup)
     order_panel(work.wide_values + d * kChunk, 2 * wide_inputs(count), work.wide_values + d * kChunk);
   return factors;
@@ -261,8 +280,7 @@ INLINE void add_wide(int num_rows, int64_t dim, int64_t count, float factor, con
   float* products = work.scores;  // which are weights now
   for (int64_t d = 0; d < dim; d += kGroup) {
     wide_rows<kChunk>(num_rows, work.weights, work.wide_values + d * kChunk, wide_inputs(count), products);
-    for (int r = 0; r < num_rows; r++)
-      UNROLL for (int p = 0; p < kParts; p++) {
+    for (int r = 0; r < num_rows; r++) UNROLL for (int p = 0; p < kParts; p++) {
         float* total = work.totals + r * dim + d + p * kLanes;
         store(total, multiply_add(load(products + r * kGroup + p * kLanes), factor, load(total)));
       }
@@ -273,12 +291,16 @@ template <class F>
 INLINE void by_fours(int num_rows, F call) {
   int r = 0;
   for (; r + 4 <= num_rows; r += 4) call(std::integral_constant<int, 4>{}, r);
-  if (num_rows - r == 3) call(std::integral_constant<int, 3>{}, r);
-  else if (num_rows - r == 2) call(std::integral_constant<int, 2>{}, r);
-  else if (num_rows - r == 1) call(std::integral_constant<int, 1>{}, r);
+  if (num_rows - r == 3)
+    call(std::integral_constant<int, 3>{}, r);
+  else if (num_rows - r == 2)
+    call(std::integral_constant<int, 2>{}, r);
+  else if (num_rows - r == 1)
+    call(std::integral_constant<int, 1>{}, r);
 }
 
-// Calls f(scores, place of the first) for vectors of a row's scores. In 16 bits, these lie in groups of 16 keys of all rows.
+// Calls f(scores, place of the first) for vectors of a row's scores. In 16 bits, these lie in groups of 16 keys of all
+// rows.
 template <bool kIsWide, class F>
 INLINE void each_score(float* scores, int r, int64_t count, F call) {
   for (int64_t i = 0; i < count; i += kGroup) {
@@ -287,9 +309,11 @@ INLINE void each_score(float* scores, int r, int64_t count, F call) {
   }
 }
 
-// Scores of a row become weights, relative to the highest so far; what was added up before is scaled down if there is a new one.
+// Scores of a row become weights, relative to the highest so far; what was added up before is scaled down if there is a
+// new one.
 template <bool kIsWide>
-INLINE void weigh(const Attend& args, const Tile& tile, int r, int64_t first, int64_t count, float scale, const Work& work) {
+INLINE void weigh(const Attend& args, const Tile& tile, int r, int64_t first, int64_t count, float scale,
+                  const Work& work) {
   const int64_t last = kIsWide ? wide_inputs(count) : kChunk;
   uint16_t* weights = work.weights + r * wide_inputs(count);
   const float* bias = tile.bias[r] ? tile.bias[r] + first : nullptr;
@@ -314,8 +338,10 @@ INLINE void weigh(const Attend& args, const Tile& tile, int r, int64_t first, in
   float high = largest(most) * scale, before = work.highest[r];
   if (!(high > -INFINITY)) {
     each_score<kIsWide>(work.scores, r, last, [&](float* at, int64_t i) {
-      if constexpr (kIsWide) store_wide(weights + i, Floats{});
-      else store(at, Floats{});
+      if constexpr (kIsWide)
+        store_wide(weights + i, Floats{});
+      else
+        store(at, Floats{});
     });
     return;
   }
@@ -330,19 +356,24 @@ INLINE void weigh(const Attend& args, const Tile& tile, int r, int64_t first, in
   each_score<kIsWide>(work.scores, r, last, [&](float* at, int64_t i) {
     const Floats p = exponential(multiply_add(load(at), scale, all(-high)));
     total += p;
-    if constexpr (kIsWide) store_wide(weights + i, p);
-    else store(at, p);
+    if constexpr (kIsWide)
+      store_wide(weights + i, p);
+    else
+      store(at, p);
   });
   work.sums[r] += sum(total);
 }
 
 template <Type T, bool kIsWide>
-void attend_tile(const Attend& args, const Tile& tile, int64_t sequence, int kv_head, int64_t num_keys, const Work& work) {
+void attend_tile(const Attend& args, const Tile& tile, int64_t sequence, int kv_head, int64_t num_keys,
+                 const Work& work) {
   const int dim = args.head_dim;
   for (int r = 0; r < tile.num_rows; r++) {
     if (r + kAhead < tile.num_rows) fetch(tile.rows[r + kAhead], 4 * dim);
-    if constexpr (kIsWide) work.factors[r] = widen_row(tile.rows[r], dim, work.wide_queries + r * wide_inputs(dim));
-    else memcpy(work.queries + r * dim, tile.rows[r], size_t(dim) * 4);
+    if constexpr (kIsWide)
+      work.factors[r] = widen_row(tile.rows[r], dim, work.wide_queries + r * wide_inputs(dim));
+    else
+      memcpy(work.queries + r * dim, tile.rows[r], size_t(dim) * 4);
     memset(work.totals + r * dim, 0, size_t(dim) * 4);
     work.highest[r] = tile.sinks[r], work.sums[r] = tile.sinks[r] > -INFINITY ? 1.0f : 0.0f;
   }
@@ -354,8 +385,10 @@ void attend_tile(const Attend& args, const Tile& tile, int64_t sequence, int kv_
     find_keys(args, sequence, kv_head, first, count, places);
     if constexpr (kIsWide) {
       const Factors factors = gather_wide<T>(args, places, count, work);
-      for (int64_t i = 0; i < count; i += kGroup)  // sums of few inputs: an error of a score is one of its weight's exponent
-        wide_rows<16>(tile.num_rows, work.wide_queries, work.wide_keys + i * wide_inputs(dim), wide_inputs(dim), work.scores + i * kQueries);
+      for (int64_t i = 0; i < count;
+           i += kGroup)  // sums of few inputs: an error of a score is one of its weight's exponent
+        wide_rows<16>(tile.num_rows, work.wide_queries, work.wide_keys + i * wide_inputs(dim), wide_inputs(dim),
+                      work.scores + i * kQueries);
       for (int r = 0; r < tile.num_rows; r++)
         weigh<true>(args, tile, r, first, count, args.scale * work.factors[r] * factors.keys, work);
       add_wide(tile.num_rows, dim, count, factors.values, work);
@@ -364,16 +397,20 @@ void attend_tile(const Attend& args, const Tile& tile, int64_t sequence, int kv_
     if (!is_direct) gather<T>(args, places, count, work);
     by_fours(tile.num_rows, [&](auto rows, int r) {
       constexpr int R = decltype(rows)::value;
-      if (is_direct) score_direct<T, R>(args, places, count, work, r);
-      else score_rows<R>(work.queries + r * dim, work.keys, dim, work.scores + r * kChunk);
+      if (is_direct)
+        score_direct<T, R>(args, places, count, work, r);
+      else
+        score_rows<R>(work.queries + r * dim, work.keys, dim, work.scores + r * kChunk);
     });
     if (T == Type::kByte) scale_scores(args.keys, dim, places, count, tile.num_rows, work.scores);
     for (int r = 0; r < tile.num_rows; r++) weigh<false>(args, tile, r, first, count, args.scale, work);
     if (T == Type::kByte) scale_scores(args.values, dim, places, count, tile.num_rows, work.scores);
     by_fours(tile.num_rows, [&](auto rows, int r) {
       constexpr int R = decltype(rows)::value;
-      if (is_direct) add_direct<T, R>(args, places, count, work, r);
-      else add_values<R>(work.scores + r * kChunk, work.values, dim, count, work.totals + r * dim);
+      if (is_direct)
+        add_direct<T, R>(args, places, count, work, r);
+      else
+        add_values<R>(work.scores + r * kChunk, work.values, dim, count, work.totals + r * dim);
     });
   }
   for (int r = 0; r < tile.num_rows; r++) {
@@ -384,17 +421,22 @@ void attend_tile(const Attend& args, const Tile& tile, int64_t sequence, int kv_
 
 template <class F>
 INLINE void with_type(Type type, F call) {
-  if (type == Type::kHalf) call(std::integral_constant<Type, Type::kHalf>{});
-  else if (type == Type::kBfloat) call(std::integral_constant<Type, Type::kBfloat>{});
-  else if (type == Type::kByte) call(std::integral_constant<Type, Type::kByte>{});
-  else call(std::integral_constant<Type, Type::kFloat>{});
+  if (type == Type::kHalf)
+    call(std::integral_constant<Type, Type::kHalf>{});
+  else if (type == Type::kBfloat)
+    call(std::integral_constant<Type, Type::kBfloat>{});
+  else if (type == Type::kByte)
+    call(std::integral_constant<Type, Type::kByte>{});
+  else
+    call(std::integral_constant<Type, Type::kFloat>{});
 }
 
 }  // namespace
 
 void store_kv(const KVStore& args, const Task& task) {
   const int dim = args.head_dim;
-  const int64_t queries = int64_t(args.num_heads) * dim, keys = int64_t(args.num_kv_heads) * dim, width = queries + 2 * keys;
+  const int64_t queries = int64_t(args.num_heads) * dim, keys = int64_t(args.num_kv_heads) * dim,
+                width = queries + 2 * keys;
   task.share(0, args.num_rows, 4, [&](int64_t first, int64_t last) {
     float head[kMostHeadDim];
     for (int64_t row = first; row < last; row++) {
@@ -412,7 +454,8 @@ void store_kv(const KVStore& args, const Task& task) {
       }
       memcpy(args.q + row * queries, from, size_t(queries) * 4);
       for (int h = 0; h < args.num_heads; h++)
-        turn_head(args.q + row * queries + h * dim, args, args.q_norm + (q_factor > 0 ? h * dim : 0), q_factor, cos_sin);
+        turn_head(args.q + row * queries + h * dim, args, args.q_norm + (q_factor > 0 ? h * dim : 0), q_factor,
+                  cos_sin);
       if (args.slots[row] < 0) continue;
       for (int h = 0; h < args.num_kv_heads; h++) {
         memcpy(head, from + queries + h * dim, size_t(dim) * 4);
@@ -443,7 +486,8 @@ void attend(const Attend& args, const Task& task) {
   const bool can_be_wide = kCanBeWide && !is_finer && !args.is_exact && dim % kGroup == 0;
   Work work(task.own, dim);
   if (can_be_wide) begin_wide();
-  int64_t before = 0;  // items of the sequences so far; each thread finds the item it took by walking on from its last one
+  int64_t before =
+      0;  // items of the sequences so far; each thread finds the item it took by walking on from its last one
   int64_t sequence = 0;
   auto tiles_of = [&](int64_t s) { return (args.starts[s + 1] - args.starts[s] + tokens - 1) / tokens; };
   int64_t num_items = 0;
@@ -454,7 +498,8 @@ void attend(const Attend& args, const Task& task) {
       while (item - before >= tiles_of(sequence) * per_tile) before += tiles_of(sequence) * per_tile, sequence++;
       const int64_t local = item - before, begin = args.starts[sequence], num_new = args.starts[sequence + 1] - begin;
       const int kv_head = int(local % args.num_kv_heads), split = int(local / args.num_kv_heads % splits);
-      const int64_t token = local / per_tile * tokens, context = args.context_lens ? args.context_lens[sequence] : num_new;
+      const int64_t token = local / per_tile * tokens,
+                    context = args.context_lens ? args.context_lens[sequence] : num_new;
       Tile tile;
       tile.num_rows = 0;
       for (int64_t t = token; t < at_most(token + tokens, num_new); t++)

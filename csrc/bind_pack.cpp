@@ -8,7 +8,8 @@ namespace {
 
 constexpr int64_t kPieceRows = 4 * kGroup;
 
-// Pages come when they are written, so by all threads. Huge ones were no gain for products, and took up to 0.1 s more to be found.
+// Pages come when they are written, so by all threads. Huge ones were no gain for products, and took up to 0.1 s more
+// to be found.
 std::shared_ptr<uint8_t> zeros(size_t num_bytes) {
   void* memory = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
@@ -27,7 +28,8 @@ class Packing {
       matrix->memory = memory_, matrix->data = at;
       for (auto& part : matrix->parts) {
         for (int64_t row = 0; row < part.rows.count; row += kPieceRows)
-          pieces_.push_back({matrix->format, matrix->num_inputs, part.rows, row, std::min(row + kPieceRows, part.rows.count), at});
+          pieces_.push_back(
+              {matrix->format, matrix->num_inputs, part.rows, row, std::min(row + kPieceRows, part.rows.count), at});
         parts_.push_back(std::move(part));
       }
       matrix->parts.clear();
@@ -78,15 +80,20 @@ void bind_pack(nb::module_& m) {
       .def_ro("num_inputs", &OwnedMatrix::num_inputs)
       .def_ro("num_bytes", &OwnedMatrix::num_bytes)
       .def_prop_ro("format", [](const OwnedMatrix& self) { return int(self.format); })
-      .def("set_bias", [](OwnedMatrix& self, nb::ndarray<const float, nb::c_contig, nb::device::cpu> bias) {
-        self.bias_memory.assign(size_t(self.num_outputs + kGroup), 0.0f);
-        std::memcpy(self.bias_memory.data(), bias.data(), bias.nbytes());
-        self.bias = self.bias_memory.data();
-      })
-      .def("add_rows", &add_rows, "rows"_a, "first"_a, "count"_a, "type"_a = 0, "scales"_a = nb::none(), "mins"_a = nb::none())
-      .def("unpack", [](const OwnedMatrix& self, WritableArray out, const Level& level) {
-        level.kernels->unpack(self, static_cast<float*>(out.data()));
-      }, "out"_a, "level"_a);
+      .def("set_bias",
+           [](OwnedMatrix& self, nb::ndarray<const float, nb::c_contig, nb::device::cpu> bias) {
+             self.bias_memory.assign(size_t(self.num_outputs + kGroup), 0.0f);
+             std::memcpy(self.bias_memory.data(), bias.data(), bias.nbytes());
+             self.bias = self.bias_memory.data();
+           })
+      .def("add_rows", &add_rows, "rows"_a, "first"_a, "count"_a, "type"_a = 0, "scales"_a = nb::none(),
+           "mins"_a = nb::none())
+      .def(
+          "unpack",
+          [](const OwnedMatrix& self, WritableArray out, const Level& level) {
+            level.kernels->unpack(self, static_cast<float*>(out.data()));
+          },
+          "out"_a, "level"_a);
   nb::class_<Packing>(m, "Packing")
       .def(nb::init<const std::vector<OwnedMatrix*>&>(), "matrices"_a)
       .def("run", &Packing::run, "threads"_a, "num_threads"_a);

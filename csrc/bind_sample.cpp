@@ -15,12 +15,36 @@ using Row = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>
 using Words = nb::ndarray<int64_t, nb::c_contig, nb::device::cpu>;
 using Doubles = nb::ndarray<double, nb::c_contig, nb::device::cpu>;
 
-// Arrays of a SamplingBatch in the order in which NativeSampling gives them. Integers have 8 bytes but for kCounts with 4, the
-// others are doubles.
+// Arrays of a SamplingBatch in the order in which NativeSampling gives them. Integers have 8 bytes but for kCounts with
+// 4, the others are doubles.
 enum Part : int {
-  kTemperature, kIsGreedy, kKeys, kPositions, kMinP, kCutRows, kTopK, kTopP, kBiasRows, kBiasIds, kBiasValues,
-  kBannedRows, kBannedIds, kMaskRows, kMaskBits, kFirst, kEnd, kOffset, kPenaltyRows, kSlots, kCounts, kCountedIds,
-  kNumCounted, kRepetition, kPresence, kFrequency, kNumParts
+  kTemperature,
+  kIsGreedy,
+  kKeys,
+  kPositions,
+  kMinP,
+  kCutRows,
+  kTopK,
+  kTopP,
+  kBiasRows,
+  kBiasIds,
+  kBiasValues,
+  kBannedRows,
+  kBannedIds,
+  kMaskRows,
+  kMaskBits,
+  kFirst,
+  kEnd,
+  kOffset,
+  kPenaltyRows,
+  kSlots,
+  kCounts,
+  kCountedIds,
+  kNumCounted,
+  kRepetition,
+  kPresence,
+  kFrequency,
+  kNumParts
 };
 
 struct Parts {
@@ -31,7 +55,8 @@ struct Parts {
   int64_t width(Part which) const { return int64_t(arrays[size_t(which)]->shape(1)); }
   template <class T>
   const T* of(Part which) const {
-    if (has(which) && arrays[size_t(which)]->dtype() != nb::dtype<T>()) throw std::invalid_argument("An array has the wrong type.");
+    if (has(which) && arrays[size_t(which)]->dtype() != nb::dtype<T>())
+      throw std::invalid_argument("An array has the wrong type.");
     return static_cast<const T*>(address(arrays[size_t(which)]));
   }
   const int64_t* ids(Part which) const { return of<int64_t>(which); }
@@ -47,15 +72,18 @@ double uniform(int64_t key, int64_t position) {
 }
 
 void set_temperature(SampleRow& row, double temperature, double min_p) {
-  row.temperature = float(std::min(std::max(temperature, 1e-30), 3e38));  // 1 / temperature must be neither 0 nor infinite
+  row.temperature =
+      float(std::min(std::max(temperature, 1e-30), 3e38));  // 1 / temperature must be neither 0 nor infinite
   row.min_p = float(std::min(min_p, 1.0));
 }
 
 void set_rows(std::vector<SampleRow>& rows, const Parts& parts, int64_t vocab_size) {
   const int64_t num_rows = int64_t(rows.size());
   for (Part part : {kTemperature, kIsGreedy, kKeys, kPositions, kMinP, kFirst, kEnd, kOffset})
-    if (parts.has(part) && parts.size(part) < num_rows) throw std::invalid_argument("There are more logits than parameters.");
-  if (parts.has(kMaskBits) && parts.width(kMaskBits) * 64 < vocab_size) throw std::invalid_argument("Masks are too narrow.");
+    if (parts.has(part) && parts.size(part) < num_rows)
+      throw std::invalid_argument("There are more logits than parameters.");
+  if (parts.has(kMaskBits) && parts.width(kMaskBits) * 64 < vocab_size)
+    throw std::invalid_argument("Masks are too narrow.");
   for (int64_t r = 0; r < num_rows; r++) {
     SampleRow& row = rows[size_t(r)];
     row.end = vocab_size;
@@ -76,9 +104,11 @@ void set_rows(std::vector<SampleRow>& rows, const Parts& parts, int64_t vocab_si
   for (int64_t i = 0; i < parts.size(kPenaltyRows); i++) {
     SampleRow& row = rows.at(size_t(parts.ids(kPenaltyRows)[i]));
     const int64_t slot = parts.ids(kSlots)[i];
-    if (slot < 0 || slot >= parts.size(kCounts)) throw std::out_of_range("Penalties have a row that the counts do not have.");
+    if (slot < 0 || slot >= parts.size(kCounts))
+      throw std::out_of_range("Penalties have a row that the counts do not have.");
     row.counts = parts.of<int32_t>(kCounts) + slot * parts.width(kCounts);
-    row.counted = parts.ids(kCountedIds) + slot * parts.width(kCountedIds), row.num_counted = parts.ids(kNumCounted)[slot];
+    row.counted = parts.ids(kCountedIds) + slot * parts.width(kCountedIds),
+    row.num_counted = parts.ids(kNumCounted)[slot];
     if (parts.has(kRepetition)) row.repetition = float(parts.numbers(kRepetition)[i]);
     if (parts.has(kPresence)) row.presence = float(parts.numbers(kPresence)[i]);
     if (parts.has(kFrequency)) row.frequency = float(parts.numbers(kFrequency)[i]);
@@ -106,7 +136,8 @@ class Sampler {
   explicit Sampler(const Level& level) : kernels_(level.kernels) {}
   int64_t num_calls = 0, num_allocations = 0, num_bytes = 0;
 
-  void sample(Threads& threads, int num_threads, Logits logits, std::vector<std::optional<Array>> arrays, Words report) {
+  void sample(Threads& threads, int num_threads, Logits logits, std::vector<std::optional<Array>> arrays,
+              Words report) {
     if (logits.stride(1) != 1) throw nb::value_error("Rows of logits must be contiguous.");
     if (arrays.size() != kNumParts) throw nb::value_error("Arrays are missing.");
     Parts parts{arrays};
@@ -125,18 +156,20 @@ class Sampler {
   void score(Threads& threads, int num_threads, Logits logits, Ids token_ids, std::optional<Ids> rows, Doubles logprobs,
              Words ranks, Words top_ids, Doubles top_logprobs) {
     if (logits.stride(1) != 1) throw nb::value_error("Rows of logits must be contiguous.");
-    const int64_t num_rows = int64_t(token_ids.shape(0)), size = int64_t(logits.shape(1)), num_top = int64_t(top_ids.shape(1));
+    const int64_t num_rows = int64_t(token_ids.shape(0)), size = int64_t(logits.shape(1)),
+                  num_top = int64_t(top_ids.shape(1));
     std::vector<ScoreRow> wanted;
     for (int64_t r = 0; r < num_rows; r++) {
       const int64_t row = rows ? rows->data()[r] : r, token = token_ids.data()[r];
       if (row < 0 || row >= int64_t(logits.shape(0))) throw nb::index_error("There is no such row.");
       if (token < 0 || token >= size) throw nb::index_error("There is no such token.");
-      wanted.push_back({logits.data() + row * logits.stride(0), size, token, num_top, logprobs.data() + r, ranks.data() + r,
-                        top_ids.data() + r * num_top, top_logprobs.data() + r * num_top});
+      wanted.push_back({logits.data() + row * logits.stride(0), size, token, num_top, logprobs.data() + r,
+                        ranks.data() + r, top_ids.data() + r * num_top, top_logprobs.data() + r * num_top});
     }
     Released released;
     std::lock_guard<std::mutex> lock(lock_);
-    run(threads, num_threads, num_rows, size, [&](const Task& task) { kernels_->score(wanted.data(), num_rows, task); });
+    run(threads, num_threads, num_rows, size,
+        [&](const Task& task) { kernels_->score(wanted.data(), num_rows, task); });
   }
 
   // One row: the token and the outcome.
@@ -190,8 +223,8 @@ void bind_sample(nb::module_& m) {
       .def_ro("num_allocations", &Sampler::num_allocations)
       .def_ro("num_bytes", &Sampler::num_bytes)
       .def("sample", &Sampler::sample, "threads"_a, "num_threads"_a, "logits"_a, "arrays"_a, "report"_a)
-      .def("score", &Sampler::score, "threads"_a, "num_threads"_a, "logits"_a, "token_ids"_a, "rows"_a.none(), "logprobs"_a,
-           "ranks"_a, "top_ids"_a, "top_logprobs"_a)
+      .def("score", &Sampler::score, "threads"_a, "num_threads"_a, "logits"_a, "token_ids"_a, "rows"_a.none(),
+           "logprobs"_a, "ranks"_a, "top_ids"_a, "top_logprobs"_a)
       .def("draw", &Sampler::draw, "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "number"_a);
 }
 

@@ -10,7 +10,8 @@ using States = nb::ndarray<float, nb::device::cpu>;
 void add_shift(Tape& tape, int x, States inputs, Array factors, std::vector<int> outs) {
   Shift args{};
   args.width = int64_t(inputs.shape(1)), args.num_factors = int(outs.size());
-  if (outs.size() > size_t(kMostFactors) || int64_t(factors.size()) != args.num_factors * args.width || inputs.stride(1) != 1)
+  if (outs.size() > size_t(kMostFactors) || int64_t(factors.size()) != args.num_factors * args.width ||
+      inputs.stride(1) != 1)
     throw nb::value_error("The factors of a shift do not fit its inputs.");
   args.inputs = inputs.data(), args.input_stride = inputs.stride(0), args.factors = floats(factors);
   std::vector<int> uses = outs;
@@ -39,26 +40,29 @@ void add_mix_heads(Tape& tape, std::vector<int> inputs, std::vector<Array> weigh
   args.norm = floats(weights[3]), args.norm_bias = floats(weights[4]);
   std::vector<int> uses = inputs;
   uses.push_back(out);
-  tape.add(uses, [=](const Frame& frame, const Task& task) {
-    MixHeads mine = args;
-    const float** rows[] = {&mine.receptance, &mine.decay, &mine.key, &mine.value, &mine.rate, &mine.gate, &mine.first_value,
-                            &mine.value_mix};
-    for (size_t i = 0; i < inputs.size(); i++) *rows[i] = frame.at(inputs[i]);
-    mine.num_rows = frame.sizes.of(Rows::kTokens), mine.num_sequences = frame.sizes.of(Rows::kSequences);
-    mine.num_pieces = frame.sizes.num_pieces, mine.sources = frame.input(Input::kSources);
-    mine.targets = frame.input(Input::kTargets), mine.starts = frame.input(Input::kPieceStarts);
-    mine.first_pieces = frame.input(Input::kFirstPieces), mine.out = frame.at(out);
-    frame.kernels->mix_heads(mine, task);
-  }, nullptr, mix_own_bytes(dim));
+  tape.add(
+      uses,
+      [=](const Frame& frame, const Task& task) {
+        MixHeads mine = args;
+        const float** rows[] = {&mine.receptance, &mine.decay, &mine.key,         &mine.value,
+                                &mine.rate,       &mine.gate,  &mine.first_value, &mine.value_mix};
+        for (size_t i = 0; i < inputs.size(); i++) *rows[i] = frame.at(inputs[i]);
+        mine.num_rows = frame.sizes.of(Rows::kTokens), mine.num_sequences = frame.sizes.of(Rows::kSequences);
+        mine.num_pieces = frame.sizes.num_pieces, mine.sources = frame.input(Input::kSources);
+        mine.targets = frame.input(Input::kTargets), mine.starts = frame.input(Input::kPieceStarts);
+        mine.first_pieces = frame.input(Input::kFirstPieces), mine.out = frame.at(out);
+        frame.kernels->mix_heads(mine, task);
+      },
+      nullptr, mix_own_bytes(dim));
 }
 
 }  // namespace
 
 void bind_wkv(nb::module_& m) {
-  m.def("shift", &add_shift, "tape"_a, "x"_a, "inputs"_a.noconvert(), "factors"_a.noconvert(), "outs"_a, nb::keep_alive<1, 3>(),
-        nb::keep_alive<1, 4>());
-  m.def("mix_heads", &add_mix_heads, "tape"_a, "inputs"_a, "weights"_a.noconvert(), "eps"_a, "states"_a.noconvert(), "out"_a,
-        nb::keep_alive<1, 3>(), nb::keep_alive<1, 5>());
+  m.def("shift", &add_shift, "tape"_a, "x"_a, "inputs"_a.noconvert(), "factors"_a.noconvert(), "outs"_a,
+        nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
+  m.def("mix_heads", &add_mix_heads, "tape"_a, "inputs"_a, "weights"_a.noconvert(), "eps"_a, "states"_a.noconvert(),
+        "out"_a, nb::keep_alive<1, 3>(), nb::keep_alive<1, 5>());
 }
 
 }  // namespace archerfish

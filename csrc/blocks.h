@@ -1,8 +1,8 @@
 // Integer formats: blocks of 32 inputs, as they lie in memory, and their products with rows.
 //
-// Activations become 15-bit integers with a scale for each 32 inputs, in two bytes: with one byte, logits of a model of 30 layers
-// are wrong by 3 %. Products of a block are added up as integers, then scaled. A lane holds one output, so nothing is added across
-// lanes.
+// Activations become 15-bit integers with a scale for each 32 inputs, in two bytes: with one byte, logits of a model of
+// 30 layers are wrong by 3 %. Products of a block are added up as integers, then scaled. A lane holds one output, so
+// nothing is added across lanes.
 #pragma once
 #include "layout.h"
 #include "vec.h"
@@ -14,8 +14,13 @@ template <Format F>
 struct Layout {
   static constexpr int kBits = bits_of(F), kNumScales = num_scales(F);
   static constexpr bool kIsSuper = is_super(F), kHasMin = has_min(F);
-  static constexpr int kOffset = F == Format::kQ4_0 ? 8 : F == Format::kQ5_0 ? 16 : F == Format::kQ6_K ? 32 : F == Format::kMxfp4 ? 12 : 0;
-  static constexpr int kStart = F == Format::kQ8_0 ? kSignedShift : kOffset;  // times the sum of activations: in the products
+  static constexpr int kOffset = F == Format::kQ4_0    ? 8
+                                 : F == Format::kQ5_0  ? 16
+                                 : F == Format::kQ6_K  ? 32
+                                 : F == Format::kMxfp4 ? 12
+                                                       : 0;
+  static constexpr int kStart =
+      F == Format::kQ8_0 ? kSignedShift : kOffset;  // times the sum of activations: in the products
   static constexpr int64_t kScaleBytes = scale_bytes(F), kBlockBytes = block_bytes(F), kHeaderBytes = header_bytes(F);
   static constexpr int64_t kSuperBytes = kHeaderBytes + kSuper * kBlockBytes;
 };
@@ -49,14 +54,16 @@ struct Packed {
     w = j < 4 ? w & all_words(0x0f0f0f0fu) : (Words)((Bytes)w >> 4);
     if constexpr (F == Format::kMxfp4) return look_up(kFp4Codes, w);
     if constexpr (L::kBits == 5) w |= ((load_words(codes + 4 * kWordBytes) >> j) & all_words(0x01010101u)) << 4;
-    if constexpr (L::kBits == 6) w |= ((load_words(codes + (4 + j / 4) * kWordBytes) >> (2 * (j & 3))) & all_words(0x03030303u)) << 4;
+    if constexpr (L::kBits == 6)
+      w |= ((load_words(codes + (4 + j / 4) * kWordBytes) >> (2 * (j & 3))) & all_words(0x03030303u)) << 4;
     return w;
   }
   INLINE Floats scale(int which, int part) const {
     int64_t lane = part * kLanes;
     if constexpr (!L::kIsSuper) return load_halves(reinterpret_cast<const uint16_t*>(block) + lane);
     Floats d = load_halves(reinterpret_cast<const uint16_t*>(header) + lane);
-    if constexpr (F == Format::kQ6_K) return d * load_signed(reinterpret_cast<const int8_t*>(block) + which * kGroup + lane);
+    if constexpr (F == Format::kQ6_K)
+      return d * load_signed(reinterpret_cast<const int8_t*>(block) + which * kGroup + lane);
     return d * load_bytes(block + lane);
   }
   INLINE Floats min(int part) const {
@@ -94,7 +101,8 @@ INLINE void quantise(const float* x, int64_t num_blocks, ByteBlock* blocks, int 
       UNROLL for (int i = half * kHalf; i < (half + 1) * kHalf; i++) {
         const Ints whole = to_ints(round_even(v[i] * inverse)), upper = (whole + (1 << (kLowBits - 1))) >> kLowBits;
         total += whole;
-        const Narrow high = __builtin_convertvector(upper, Narrow), low = __builtin_convertvector(whole - (upper << kLowBits), Narrow);
+        const Narrow high = __builtin_convertvector(upper, Narrow),
+                     low = __builtin_convertvector(whole - (upper << kLowBits), Narrow);
         memcpy(to.upper[row] + i * kLanes, &high, sizeof high);
         memcpy(to.lower[row] + i * kLanes, &low, sizeof low);
       }
@@ -116,12 +124,11 @@ INLINE void add_products(Ints (&sums)[R], const Words* w, const int8_t (*x)[kBlo
   UNROLL for (int r = 0; r < R; r++) sums[r] = (Ints)vdotq_laneq_s32((int32x4_t)sums[r], (int8x16_t)w[2], bytes[r], 2);
   UNROLL for (int r = 0; r < R; r++) sums[r] = (Ints)vdotq_laneq_s32((int32x4_t)sums[r], (int8x16_t)w[3], bytes[r], 3);
 #else
-  UNROLL for (int j = 0; j < 4; j++)
-    UNROLL for (int r = 0; r < R; r++) {
-      uint32_t four;
-      memcpy(&four, x[r] + from + 4 * j, 4);
-      sums[r] = kIsSigned ? dot_signed(sums[r], w[j], all_words(four)) : dot_small(sums[r], w[j], all_words(four));
-    }
+  UNROLL for (int j = 0; j < 4; j++) UNROLL for (int r = 0; r < R; r++) {
+    uint32_t four;
+    memcpy(&four, x[r] + from + 4 * j, 4);
+    sums[r] = kIsSigned ? dot_signed(sums[r], w[j], all_words(four)) : dot_small(sums[r], w[j], all_words(four));
+  }
 #endif
 }
 
@@ -137,31 +144,33 @@ INLINE void block_tile(Packed<F> source, int64_t num_blocks, int part, const Byt
   Floats total[R][P] = {};
   for (int64_t b = 0; b < num_blocks; b++, x++) {
     source.open(b);
-    if constexpr (R <= 2) UNROLL for (int64_t i = 0; i < L::kBlockBytes; i += kLine) __builtin_prefetch(source.block + kBytesAhead + i);
-    UNROLL for (int which = 0; which < L::kNumScales; which++)
-      UNROLL for (int p = 0; p < P; p++) {
-        Words w[4 * kHalves];
-        UNROLL for (int j = 0; j < 4 * kHalves; j++) w[j] = source.word(4 * which + j, part + p);
-        const Floats scale = source.scale(which, part + p);
-        UNROLL for (int row = 0; row < R; row += kAtOnce) {
-          Ints sums[kAtOnce] = {};
-          UNROLL for (int h = 0; h < kHalves; h++) add_products<kAtOnce, kIsSigned>(sums, w + 4 * h, x->upper + row, 16 * (which + h));
-          UNROLL for (int r = 0; r < kAtOnce; r++) {
-            const uint32_t covered = kHalves == 1 ? x->sums[row + r][which] : x->sums[row + r][0] + x->sums[row + r][1];
-            sums[r] = L::kStart ? (sums[r] << kLowBits) - int32_t(L::kStart * covered) : sums[r] << kLowBits;
-          }
-          UNROLL for (int h = 0; h < kHalves; h++) add_products<kAtOnce, kIsSigned>(sums, w + 4 * h, x->lower + row, 16 * (which + h));
-          UNROLL for (int r = 0; r < kAtOnce; r++)
-            total[row + r][p] = multiply_add(to_floats(sums[r]) * scale, x->scales[row + r], total[row + r][p]);
+    if constexpr (R <= 2)
+      UNROLL for (int64_t i = 0; i < L::kBlockBytes; i += kLine) __builtin_prefetch(source.block + kBytesAhead + i);
+    UNROLL for (int which = 0; which < L::kNumScales; which++) UNROLL for (int p = 0; p < P; p++) {
+      Words w[4 * kHalves];
+      UNROLL for (int j = 0; j < 4 * kHalves; j++) w[j] = source.word(4 * which + j, part + p);
+      const Floats scale = source.scale(which, part + p);
+      UNROLL for (int row = 0; row < R; row += kAtOnce) {
+        Ints sums[kAtOnce] = {};
+        UNROLL for (int h = 0; h < kHalves; h++)
+            add_products<kAtOnce, kIsSigned>(sums, w + 4 * h, x->upper + row, 16 * (which + h));
+        UNROLL for (int r = 0; r < kAtOnce; r++) {
+          const uint32_t covered = kHalves == 1 ? x->sums[row + r][which] : x->sums[row + r][0] + x->sums[row + r][1];
+          sums[r] = L::kStart ? (sums[r] << kLowBits) - int32_t(L::kStart * covered) : sums[r] << kLowBits;
         }
-        if constexpr (L::kHasMin) {
-          const Floats min = source.min(part + p);
-          UNROLL for (int r = 0; r < R; r++) total[r][p] = multiply_add(min, x->weighted[r], total[r][p]);
-        }
+        UNROLL for (int h = 0; h < kHalves; h++)
+            add_products<kAtOnce, kIsSigned>(sums, w + 4 * h, x->lower + row, 16 * (which + h));
+        UNROLL for (int r = 0; r < kAtOnce; r++) total[row + r][p] =
+            multiply_add(to_floats(sums[r]) * scale, x->scales[row + r], total[row + r][p]);
       }
+      if constexpr (L::kHasMin) {
+        const Floats min = source.min(part + p);
+        UNROLL for (int r = 0; r < R; r++) total[r][p] = multiply_add(min, x->weighted[r], total[r][p]);
+      }
+    }
   }
-  UNROLL for (int r = 0; r < R; r++)
-    UNROLL for (int p = 0; p < P; p++) store(out + r * kGroup + (part + p) * kLanes, total[r][p]);
+  UNROLL for (int r = 0; r < R; r++) UNROLL for (int p = 0; p < P; p++)
+      store(out + r * kGroup + (part + p) * kLanes, total[r][p]);
 }
 
 template <int R, Format F>
@@ -175,10 +184,18 @@ INLINE void block_rows(int64_t num_rows, const uint8_t* group, int64_t num_block
   const Packed<F> source{group};
   for (int64_t row = 0; row < num_rows; row += kTile, x += num_blocks, out += kTile * kGroup) {
     switch (num_rows - row) {  // rows after the last have no meaning
-      case 1: group_tile<1>(source, num_blocks, x, out); break;
-      case 2: group_tile<2>(source, num_blocks, x, out); break;
-      case 3: case 4: group_tile<4>(source, num_blocks, x, out); break;
-      default: group_tile<kTile>(source, num_blocks, x, out);
+      case 1:
+        group_tile<1>(source, num_blocks, x, out);
+        break;
+      case 2:
+        group_tile<2>(source, num_blocks, x, out);
+        break;
+      case 3:
+      case 4:
+        group_tile<4>(source, num_blocks, x, out);
+        break;
+      default:
+        group_tile<kTile>(source, num_blocks, x, out);
     }
   }
 }

@@ -29,7 +29,8 @@ struct ExpertProduct {
     with_format(one.format, [&](auto format) {
       constexpr Format kFormat = decltype(format)::value;
       for (int i = 0; i < 2 && pair.groups[i]; i++)
-        pair.panels[i] = open_group<kFormat>(matrix, pair.groups[i], x, run.count, panels + i * linear_panel_bytes(matrix));
+        pair.panels[i] =
+            open_group<kFormat>(matrix, pair.groups[i], x, run.count, panels + i * linear_panel_bytes(matrix));
       for (int64_t row = 0; row < run.count; row += kRowsAtOnce) {
         const int64_t count = at_most(kRowsAtOnce, run.count - row);
         multiply_pair<kFormat>(matrix, pair, x, run.place + row, count);
@@ -44,51 +45,57 @@ struct ExpertProduct {
     return slot >= 0 && args.lora->ranks[place] ? place : -1;
   }
 
-  float* inner_of(int64_t i, int64_t part) const { return args.lora->inner + (i * args.lora->num_parts + part) * args.lora->max_rank; }
+  float* inner_of(int64_t i, int64_t part) const {
+    return args.lora->inner + (i * args.lora->num_parts + part) * args.lora->max_rank;
+  }
 
   // What adapters add to rows of a group, which begins at an output of a part.
   void add_adapters(const Run& run, int64_t row, int64_t count, int64_t part, int64_t output, float* tile) const {
     const Lora& lora = *args.lora;
     for (int64_t i = run.first + row; i < run.first + row + count; i++, tile += kGroup) {
       const int64_t slot = slot_of_place(i, run.expert);
-      if (slot >= 0) add_outputs(lora, slot, lora.ranks[slot], inner_of(i, part), part * lora.sizes[0] + output, kGroup, tile);
+      if (slot >= 0)
+        add_outputs(lora, slot, lora.ranks[slot], inner_of(i, part), part * lora.sizes[0] + output, kGroup, tile);
     }
   }
 
   // Both halves of the outputs of `place`, gated: rows of out in the order of runs.
   void multiply_gated(const Run& run, int64_t place) const {
-    multiply(run, place, place + one.num_outputs / (2 * kGroup), [&](const Matrix& matrix, const float* factors, int64_t row, int64_t count) {
-      Linear end{};
-      Matrix bare = matrix;
-      if (args.lora) {
-        for (int64_t part = 0; part < 2; part++) {
-          float* tile = sums + part * kRowsAtOnce * kGroup;
-          add_bias(matrix, factors, count, part * one.num_outputs / 2 + place * kGroup, tile);
-          add_adapters(run, row, count, part, place * kGroup, tile);
-        }
-        bare.bias = nullptr, factors = nullptr;
-      }
-      end.matrix = &bare, end.activation = args.activation, end.out = args.out, end.out_width = one.num_outputs / 2;
-      finish_tile(end, factors, run.first + row, count, place, sums, sums + kRowsAtOnce * kGroup);
-    });
+    multiply(run, place, place + one.num_outputs / (2 * kGroup),
+             [&](const Matrix& matrix, const float* factors, int64_t row, int64_t count) {
+               Linear end{};
+               Matrix bare = matrix;
+               if (args.lora) {
+                 for (int64_t part = 0; part < 2; part++) {
+                   float* tile = sums + part * kRowsAtOnce * kGroup;
+                   add_bias(matrix, factors, count, part * one.num_outputs / 2 + place * kGroup, tile);
+                   add_adapters(run, row, count, part, place * kGroup, tile);
+                 }
+                 bare.bias = nullptr, factors = nullptr;
+               }
+               end.matrix = &bare, end.activation = args.activation, end.out = args.out,
+               end.out_width = one.num_outputs / 2;
+               finish_tile(end, factors, run.first + row, count, place, sums, sums + kRowsAtOnce * kGroup);
+             });
   }
 
   // Adds what two groups give, times the weights of the rows.
   void add_weighted(const Run& run, int64_t place) const {
     const int64_t width = one.num_outputs;
-    multiply(run, 2 * place, 2 * place + 1, [&](const Matrix& matrix, const float* factors, int64_t row, int64_t count) {
-      for (int64_t group = 2 * place; group < at_most(2 * place + 2, width / kGroup); group++) {
-        float* tile = sums + group % 2 * kRowsAtOnce * kGroup;
-        add_bias(matrix, factors, count, group * kGroup, tile);
-        if (args.lora) add_adapters(run, row, count, 0, group * kGroup, tile);
-        for (int64_t r = 0; r < count; r++, tile += kGroup) {
-          const int64_t chosen = args.order[run.first + row + r];
-          float* out = args.out + chosen / args.num_chosen * width + group * kGroup;
-          for (int64_t lane = 0; lane < kGroup; lane += kLanes)
-            store(out + lane, multiply_add(load(tile + lane), args.weights[chosen], load(out + lane)));
-        }
-      }
-    });
+    multiply(run, 2 * place, 2 * place + 1,
+             [&](const Matrix& matrix, const float* factors, int64_t row, int64_t count) {
+               for (int64_t group = 2 * place; group < at_most(2 * place + 2, width / kGroup); group++) {
+                 float* tile = sums + group % 2 * kRowsAtOnce * kGroup;
+                 add_bias(matrix, factors, count, group * kGroup, tile);
+                 if (args.lora) add_adapters(run, row, count, 0, group * kGroup, tile);
+                 for (int64_t r = 0; r < count; r++, tile += kGroup) {
+                   const int64_t chosen = args.order[run.first + row + r];
+                   float* out = args.out + chosen / args.num_chosen * width + group * kGroup;
+                   for (int64_t lane = 0; lane < kGroup; lane += kLanes)
+                     store(out + lane, multiply_add(load(tile + lane), args.weights[chosen], load(out + lane)));
+                 }
+               }
+             });
   }
 
   // Outputs before anything is added: zeros, or the shared rows, times their gates where logits have one.
@@ -101,7 +108,8 @@ struct ExpertProduct {
         continue;
       }
       const float* logits = args.logits + row * args.num_logits;
-      const float gate = args.num_logits > args.num_experts ? 1.0f / (1.0f + std::exp(-logits[args.num_experts])) : 1.0f;
+      const float gate =
+          args.num_logits > args.num_experts ? 1.0f / (1.0f + std::exp(-logits[args.num_experts])) : 1.0f;
       each(size, args.shared + row * width + first, out, [&](Floats v, int64_t) { return v * gate; });
     }
   }
@@ -117,7 +125,8 @@ void choose_experts(const Route& args, int64_t row, float* scores) {
   }
   float* compared = scores + args.num_experts;
   for (int64_t e = 0; e < args.num_experts; e++) compared[e] = args.is_sigmoid ? scores[e] : scores[e] /= total;
-  if (args.bias) for (int64_t e = 0; e < args.num_experts; e++) compared[e] += args.bias[e];
+  if (args.bias)
+    for (int64_t e = 0; e < args.num_experts; e++) compared[e] += args.bias[e];
   int32_t* ids = args.ids + row * args.num_chosen;
   float* weights = args.weights + row * args.num_chosen;
   float sum_of_chosen = 0;
@@ -140,7 +149,8 @@ void route(const Route& args, const Task& task) {
   });
   task.wait();
   if (task.thread != 0) return;
-  int64_t* ends = reinterpret_cast<int64_t*>(task.own);  // of each expert's places in `order`, then where the next one goes
+  int64_t* ends =
+      reinterpret_cast<int64_t*>(task.own);  // of each expert's places in `order`, then where the next one goes
   const int64_t num_places = args.num_rows * args.num_chosen;
   memset(ends, 0, size_t(args.num_experts + 1) * 8);
   for (int64_t i = 0; i < num_places; i++) ends[args.ids[i] + 1]++;
@@ -165,7 +175,8 @@ void experts(const Experts& args, const Task& task) {
   }
   float* sums = reinterpret_cast<float*>(task.own + expert_run_bytes(args.num_experts));
   Linear usual{};  // an expert's product, if all had as many rows
-  usual.matrix = &one, usual.num_rows = (num_places + num_runs - 1) / num_runs, usual.is_deterministic = args.is_deterministic;
+  usual.matrix = &one, usual.num_rows = (num_places + num_runs - 1) / num_runs,
+  usual.is_deterministic = args.is_deterministic;
   const Prepared x = lay_rows(one, is_wide(usual), num_prepared, task.shared);
   const ExpertProduct product{args, x, one, sums, reinterpret_cast<char*>(sums + 2 * kRowsAtOnce * kGroup)};
   task.share(0, num_places, 4, [&](int64_t first, int64_t last) {
@@ -184,7 +195,8 @@ void experts(const Experts& args, const Task& task) {
   if (!args.weights) {
     const int64_t num_pieces = num_runs * num_pairs;
     task.share(1, num_pieces, at_least(1, num_pieces / (16 * task.num_threads)), [&](int64_t first, int64_t last) {
-      for (int64_t piece = first; piece < last; piece++) product.multiply_gated(runs[piece / num_pairs], piece % num_pairs);
+      for (int64_t piece = first; piece < last; piece++)
+        product.multiply_gated(runs[piece / num_pairs], piece % num_pairs);
     });
   } else {  // a thread adds up some outputs of all rows
     const int64_t size = at_least(1, num_pairs / (4 * task.num_threads));

@@ -7,20 +7,34 @@
 
 namespace archerfish {
 
-constexpr int kGroup = 16;       // outputs whose weights lie side by side
-constexpr int kBlock = 32;       // inputs that share a scale, in weights and activations
-constexpr int kSuper = 8;        // blocks of a super-block, in the K formats
-constexpr int kFewRows = 4;      // up to which each thread prepares all rows of a product for itself
-constexpr int kRowsAtOnce = 128; // of a product whose sums a thread holds
-constexpr int64_t kLine = 64;    // bytes of a cache line
+constexpr int kGroup = 16;        // outputs whose weights lie side by side
+constexpr int kBlock = 32;        // inputs that share a scale, in weights and activations
+constexpr int kSuper = 8;         // blocks of a super-block, in the K formats
+constexpr int kFewRows = 4;       // up to which each thread prepares all rows of a product for itself
+constexpr int kRowsAtOnce = 128;  // of a product whose sums a thread holds
+constexpr int64_t kLine = 64;     // bytes of a cache line
 
-constexpr int kQueries = 64;     // rows of a tile of attention
+constexpr int kQueries = 64;  // rows of a tile of attention
 constexpr int kMostHeadDim = 1024;
-constexpr int kChunk = 64;       // keys that a tile takes at a time
+constexpr int kChunk = 64;  // keys that a tile takes at a time
 
 enum class Type : int { kFloat, kHalf, kBfloat, kByte };  // kByte: int8, of keys and values alone
 enum class Activation : int { kNone, kGelu, kGeluTanh, kRelu, kReluSquared, kSigmoid, kSilu, kTanh, kSwigluOai };
-enum class Format : int { kFloat, kHalf, kBfloat, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kInt8, kMxfp4 };
+enum class Format : int {
+  kFloat,
+  kHalf,
+  kBfloat,
+  kQ4_0,
+  kQ4_1,
+  kQ5_0,
+  kQ5_1,
+  kQ8_0,
+  kQ4_K,
+  kQ5_K,
+  kQ6_K,
+  kInt8,
+  kMxfp4
+};
 enum class Pooling : int { kMean, kFirst, kLast, kMax, kSqrt };
 
 // A matrix of (outputs, inputs), packed by `pack_rows`: groups of 16 outputs, one after the other.
@@ -51,11 +65,16 @@ struct Task {
   char* shared;  // memory for all threads, as large as the operation has asked for
   char* own;     // memory of this thread, as large as the operation has asked for
 
-  ALWAYS_INLINE void wait() const { if (num_threads > 1) barrier->wait(num_threads); }
+  ALWAYS_INLINE void wait() const {
+    if (num_threads > 1) barrier->wait(num_threads);
+  }
   // Calls work(first, last) for pieces of `size` items until all `count` are taken by some thread.
   template <class F>
   ALWAYS_INLINE void share(int phase, int64_t count, int64_t size, F work) const {
-    if (num_threads == 1) { if (count) work(int64_t(0), count); return; }
+    if (num_threads == 1) {
+      if (count) work(int64_t(0), count);
+      return;
+    }
     for (;;) {
       int64_t first = __atomic_fetch_add(&counters[phase].value, size, __ATOMIC_RELAXED);
       if (first >= count) return;
@@ -69,17 +88,17 @@ struct Linear {
   const Matrix* matrix;
   const float* x;
   int64_t num_rows;
-  const float* norm = nullptr;      // factors of the RMS norm of x + before
-  const float* before = nullptr;    // what is added to x in front of the norm
-  float* total = nullptr;           // x + before, if wanted
+  const float* norm = nullptr;    // factors of the RMS norm of x + before
+  const float* before = nullptr;  // what is added to x in front of the norm
+  float* total = nullptr;         // x + before, if wanted
   float eps = 0;
   Activation activation = Activation::kNone;
-  bool is_deterministic = false;    // what a row gives must not depend on how many there are
-  bool is_gated = false;            // activation(first half of the outputs) * second half
+  bool is_deterministic = false;  // what a row gives must not depend on how many there are
+  bool is_gated = false;          // activation(first half of the outputs) * second half
   const float* residual = nullptr;
   float softcap = 0;
   float* out;
-  int64_t out_width;                // numbers of a row of out and of residual
+  int64_t out_width;  // numbers of a row of out and of residual
 };
 
 // How rows choose experts, and the weights of these.
@@ -88,10 +107,10 @@ struct Route {
   int64_t num_rows, num_logits, num_experts, num_chosen;  // num_logits: numbers of a row, one for each expert first
   bool is_sigmoid, is_normed;  // scores by logistic functions instead of a softmax; weights of a row add up to `scale`
   float scale;
-  const float* bias;           // added to scores that are compared; or null
-  int32_t* ids;                // (rows, chosen)
-  float* weights;              // (rows, chosen)
-  int32_t* order;              // the places of `ids`, by expert
+  const float* bias;  // added to scores that are compared; or null
+  int32_t* ids;       // (rows, chosen)
+  float* weights;     // (rows, chosen)
+  int32_t* order;     // the places of `ids`, by expert
 };
 
 // What adapters add to a product's results: softcap(activation(y + scale * B (A x))), by the slot of each row.
@@ -100,31 +119,33 @@ struct Lora {
   float* y;
   const float* x;
   int64_t num_rows, num_inputs, num_outputs;
-  const int64_t* ids = nullptr;   // of a lookup: what is looked up in `down`, (slots, inputs, most rank); x means nothing
-  const int64_t* slots;           // of each row, or of each row of the pass, from 1; 0: none
+  const int64_t* ids =
+      nullptr;           // of a lookup: what is looked up in `down`, (slots, inputs, most rank); x means nothing
+  const int64_t* slots;  // of each row, or of each row of the pass, from 1; 0: none
   const int64_t* kept = nullptr;  // the row of the pass that each row is; null: the same one
   const float* down;              // (slots, parts * most rank, inputs)
   const float* up;                // (slots, most rank, outputs)
   const int64_t* ranks;           // of the slots
   int64_t max_rank, num_parts, sizes[kMostParts];
-  float* inner;                   // A x: (rows, parts * most rank), for experts in the order of `Route::order`
+  float* inner;  // A x: (rows, parts * most rank), for experts in the order of `Route::order`
   Activation activation = Activation::kNone;
   float softcap = 0, scale = 1;
 };
 
-// Products of rows with a matrix of each expert that they chose. Without weights: the gated first product, whose rows lie in the
-// order of `order`. With weights: the second one of such rows, added up for each row.
+// Products of rows with a matrix of each expert that they chose. Without weights: the gated first product, whose rows
+// lie in the order of `order`. With weights: the second one of such rows, added up for each row.
 struct Experts {
   const Matrix* matrix;  // those of all experts, one below the other
   int64_t num_experts, num_rows, num_chosen, num_logits;
   const float* x;
   const int32_t *ids, *order;
   const float* weights = nullptr;
-  const float* logits = nullptr;  // the number behind those of experts, if there is one, says how much of `shared` is added
+  const float* logits =
+      nullptr;  // the number behind those of experts, if there is one, says how much of `shared` is added
   const float* shared = nullptr;  // rows to be added; or null
   Activation activation = Activation::kNone;
   bool is_deterministic = false;
-  const Lora* lora = nullptr;     // what adapters add to each product: each slot has a place for every expert; or null
+  const Lora* lora = nullptr;  // what adapters add to each product: each slot has a place for every expert; or null
   float* out;
 };
 
@@ -184,8 +205,8 @@ struct Attend {
   const void* values;
   int64_t key_stride;  // numbers from one key to the next
   Type type;
-  bool is_exact;       // no products in 16 bits
-  bool is_causal;      // a row sees no keys behind its own; a window reaches to both sides otherwise
+  bool is_exact;   // no products in 16 bits
+  bool is_causal;  // a row sees no keys behind its own; a window reaches to both sides otherwise
   int num_heads, num_kv_heads, head_dim, window;
   float scale, softcap;
   const float* bias;  // (heads, bias_size, bias_size), or null
@@ -238,13 +259,13 @@ struct SampleRow {
   int64_t first = 0, end = 0, offset = 0;  // of the range
   float temperature = 0, min_p = 0;        // temperature 0: the likeliest token
   int64_t top_k = INT64_MAX;
-  double top_p = 1, number = 0;            // number: in [0, 1), says which token is drawn
-  const int64_t* bits = nullptr;           // of tokens that are allowed
+  double top_p = 1, number = 0;   // number: in [0, 1), says which token is drawn
+  const int64_t* bits = nullptr;  // of tokens that are allowed
   const Change* changes = nullptr;
   int64_t num_changes = 0;
-  const int64_t* counted = nullptr;        // ids of tokens with penalties, some more than once
+  const int64_t* counted = nullptr;  // ids of tokens with penalties, some more than once
   int64_t num_counted = 0;
-  const int32_t* counts = nullptr;         // of all tokens: twice the number in the output, and 1 more for one of the prompt
+  const int32_t* counts = nullptr;  // of all tokens: twice the number in the output, and 1 more for one of the prompt
   float repetition = 1, presence = 0, frequency = 0;
 };
 enum Outcome : int64_t { kChosen, kNotFinite, kNoneLeft };
@@ -293,7 +314,8 @@ ALWAYS_INLINE int64_t experts_own_bytes(const Matrix& matrix, int64_t num_expert
 ALWAYS_INLINE int64_t experts_shared_bytes(const Matrix& matrix, int64_t num_places, int64_t num_experts) {
   return linear_shared_bytes(matrix, num_places + 8 * (num_places < num_experts ? num_places : num_experts));
 }
-ALWAYS_INLINE int64_t attend_own_bytes(const Attend& args) {  // queries, their sums, scores, weights, and a chunk's keys and values
+ALWAYS_INLINE int64_t
+attend_own_bytes(const Attend& args) {  // queries, their sums, scores, weights, and a chunk's keys and values
   const int64_t dim = args.head_dim + kBlock;
   return 8 * kQueries * dim + 6 * kQueries * kChunk + 8 * kChunk * dim + 12 * kQueries + 16 * kLine;
 }

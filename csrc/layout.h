@@ -23,13 +23,20 @@ ALWAYS_INLINE constexpr int num_scales(Format format) { return format == Format:
 ALWAYS_INLINE constexpr int64_t scale_bytes(Format format) {
   return (is_super(format) ? 1 : 2) * kGroup * (num_scales(format) + (has_min(format) ? 1 : 0));
 }
-ALWAYS_INLINE constexpr int64_t block_bytes(Format format) { return scale_bytes(format) + kBlock * kGroup * bits_of(format) / 8; }
-ALWAYS_INLINE constexpr int64_t header_bytes(Format format) { return is_super(format) ? 2 * kGroup * (has_min(format) ? 2 : 1) : 0; }
+ALWAYS_INLINE constexpr int64_t block_bytes(Format format) {
+  return scale_bytes(format) + kBlock * kGroup * bits_of(format) / 8;
+}
+ALWAYS_INLINE constexpr int64_t header_bytes(Format format) {
+  return is_super(format) ? 2 * kGroup * (has_min(format) ? 2 : 1) : 0;
+}
 // Bytes with one scale for each output: scales, the sums of each output's codes, then codes, filled up with zeros.
 constexpr int64_t kByteInputs = 64;
 constexpr int64_t kByteHeader = 8 * kGroup;
-ALWAYS_INLINE constexpr int64_t byte_inputs(int64_t num_inputs) { return (num_inputs + kByteInputs - 1) / kByteInputs * kByteInputs; }
-// Plain formats: inputs of a group one after the other, 16 numbers each; bfloat16 has two inputs of an output side by side.
+ALWAYS_INLINE constexpr int64_t byte_inputs(int64_t num_inputs) {
+  return (num_inputs + kByteInputs - 1) / kByteInputs * kByteInputs;
+}
+// Plain formats: inputs of a group one after the other, 16 numbers each; bfloat16 has two inputs of an output side by
+// side.
 ALWAYS_INLINE constexpr int64_t group_bytes(Format format, int64_t num_inputs) {
   if (format == Format::kFloat) return num_inputs * kGroup * 4;
   if (format == Format::kInt8) return kByteHeader + byte_inputs(num_inputs) * kGroup;
@@ -41,19 +48,32 @@ ALWAYS_INLINE constexpr int64_t group_bytes(Format format, int64_t num_inputs) {
 template <class F>
 ALWAYS_INLINE void with_format(Format format, F call) {
   switch (format) {
-    case Format::kFloat: return call(std::integral_constant<Format, Format::kFloat>{});
-    case Format::kHalf: return call(std::integral_constant<Format, Format::kHalf>{});
-    case Format::kBfloat: return call(std::integral_constant<Format, Format::kBfloat>{});
-    case Format::kQ4_0: return call(std::integral_constant<Format, Format::kQ4_0>{});
-    case Format::kQ4_1: return call(std::integral_constant<Format, Format::kQ4_1>{});
-    case Format::kQ5_0: return call(std::integral_constant<Format, Format::kQ5_0>{});
-    case Format::kQ5_1: return call(std::integral_constant<Format, Format::kQ5_1>{});
-    case Format::kQ8_0: return call(std::integral_constant<Format, Format::kQ8_0>{});
-    case Format::kQ4_K: return call(std::integral_constant<Format, Format::kQ4_K>{});
-    case Format::kQ5_K: return call(std::integral_constant<Format, Format::kQ5_K>{});
-    case Format::kQ6_K: return call(std::integral_constant<Format, Format::kQ6_K>{});
-    case Format::kInt8: return call(std::integral_constant<Format, Format::kInt8>{});
-    case Format::kMxfp4: return call(std::integral_constant<Format, Format::kMxfp4>{});
+    case Format::kFloat:
+      return call(std::integral_constant<Format, Format::kFloat>{});
+    case Format::kHalf:
+      return call(std::integral_constant<Format, Format::kHalf>{});
+    case Format::kBfloat:
+      return call(std::integral_constant<Format, Format::kBfloat>{});
+    case Format::kQ4_0:
+      return call(std::integral_constant<Format, Format::kQ4_0>{});
+    case Format::kQ4_1:
+      return call(std::integral_constant<Format, Format::kQ4_1>{});
+    case Format::kQ5_0:
+      return call(std::integral_constant<Format, Format::kQ5_0>{});
+    case Format::kQ5_1:
+      return call(std::integral_constant<Format, Format::kQ5_1>{});
+    case Format::kQ8_0:
+      return call(std::integral_constant<Format, Format::kQ8_0>{});
+    case Format::kQ4_K:
+      return call(std::integral_constant<Format, Format::kQ4_K>{});
+    case Format::kQ5_K:
+      return call(std::integral_constant<Format, Format::kQ5_K>{});
+    case Format::kQ6_K:
+      return call(std::integral_constant<Format, Format::kQ6_K>{});
+    case Format::kInt8:
+      return call(std::integral_constant<Format, Format::kInt8>{});
+    case Format::kMxfp4:
+      return call(std::integral_constant<Format, Format::kMxfp4>{});
   }
 }
 

@@ -13,7 +13,7 @@
 namespace archerfish::LEVEL {
 
 extern const Kernels kernels;
-const Kernels kernels = {NAME_OF(LEVEL), linear, route, experts, norm, tables, gated, store_kv, attend, pool, normalize, unpack,
-                         shift, mix_heads, sample, score, lora};
+const Kernels kernels = {NAME_OF(LEVEL), linear,    route,  experts, norm,      tables, gated, store_kv, attend,
+                         pool,           normalize, unpack, shift,   mix_heads, sample, score, lora};
 
 }  // namespace archerfish::LEVEL

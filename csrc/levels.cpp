@@ -14,7 +14,10 @@
 namespace archerfish {
 
 // LEVELS is a list of X(name), from the slowest to the fastest.
-#define X(name) namespace name { extern const Kernels kernels; }
+#define X(name)                 \
+  namespace name {              \
+  extern const Kernels kernels; \
+  }
 LEVELS
 #undef X
 
@@ -27,7 +30,8 @@ bool has_amx() {
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
   const bool has_tiles = d >> 24 & 1, has_bf16 = d >> 22 & 1, has_int8 = d >> 25 & 1;
-  return has_tiles && has_bf16 && has_int8 && syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return has_tiles && has_bf16 && has_int8 &&
+         syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
 #else
   return false;
 #endif
@@ -55,7 +59,8 @@ bool can_run(const std::string& level) {
   if (level == "dotprod") return has_dotprod;
   if (level == "fp16") return has_dotprod && has_half;
   const unsigned long more = getauxval(AT_HWCAP2);
-  if (level == "bf16") return has_dotprod && has_half && (more >> 13 & 1) && (more >> 14 & 1);  // and products of int8 matrices
+  if (level == "bf16")
+    return has_dotprod && has_half && (more >> 13 & 1) && (more >> 14 & 1);  // and products of int8 matrices
 #elif defined(__APPLE__)
   if (level != "bf16") return true;  // every Apple processor since the M1
   for (const char* name : {"hw.optional.arm.FEAT_BF16", "hw.optional.arm.FEAT_I8MM"}) {
@@ -73,7 +78,8 @@ bool can_run(const std::string& level) {
 
 std::vector<const Kernels*> usable_levels() {
   std::vector<const Kernels*> found;
-#define X(name) if (can_run(#name)) found.push_back(&name::kernels);
+#define X(name) \
+  if (can_run(#name)) found.push_back(&name::kernels);
   LEVELS
 #undef X
   return found;

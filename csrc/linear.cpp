@@ -24,8 +24,10 @@ struct Plain {
     }
   }
   INLINE Floats one(int64_t k, int part) const {
-    if constexpr (F == Format::kBfloat) return as_floats(load_words(group + k / 2 * kWordBytes + part * kVectorBytes) << 16);
-    if constexpr (F == Format::kHalf) return load_halves(reinterpret_cast<const uint16_t*>(group) + k * kGroup + part * kLanes);
+    if constexpr (F == Format::kBfloat)
+      return as_floats(load_words(group + k / 2 * kWordBytes + part * kVectorBytes) << 16);
+    if constexpr (F == Format::kHalf)
+      return load_halves(reinterpret_cast<const uint16_t*>(group) + k * kGroup + part * kLanes);
     return load(reinterpret_cast<const float*>(group) + k * kGroup + part * kLanes);
   }
 };
@@ -43,10 +45,10 @@ INLINE void plain_tile(Source source, int64_t num_inputs, const float* x, float*
     }
   }
   if (k < num_inputs)
-    UNROLL for (int p = 0; p < kParts; p++)
-      UNROLL for (int r = 0; r < R; r++) total[r][p] = multiply_add(source.one(k, p), x[r * num_inputs + k], total[r][p]);
-  UNROLL for (int r = 0; r < R; r++)
-    UNROLL for (int p = 0; p < kParts; p++) store(out + r * kGroup + p * kLanes, total[r][p]);
+    UNROLL for (int p = 0; p < kParts; p++) UNROLL for (int r = 0; r < R; r++) total[r][p] =
+        multiply_add(source.one(k, p), x[r * num_inputs + k], total[r][p]);
+  UNROLL for (int r = 0; r < R; r++) UNROLL for (int p = 0; p < kParts; p++)
+      store(out + r * kGroup + p * kLanes, total[r][p]);
 }
 
 constexpr int kPlainRows = kParts == 1 ? 12 : kParts == 2 ? 6 : 4;  // that fill the registers
@@ -54,7 +56,8 @@ constexpr int kPlainRows = kParts == 1 ? 12 : kParts == 2 ? 6 : 4;  // that fill
 template <class Source>
 INLINE void plain_rows(int64_t num_rows, Source source, int64_t num_inputs, const float* x, float* out) {
   int64_t r = 0;
-  for (; r + kPlainRows <= num_rows; r += kPlainRows) plain_tile<kPlainRows>(source, num_inputs, x + r * num_inputs, out + r * kGroup);
+  for (; r + kPlainRows <= num_rows; r += kPlainRows)
+    plain_tile<kPlainRows>(source, num_inputs, x + r * num_inputs, out + r * kGroup);
   for (; r + 4 <= num_rows; r += 4) plain_tile<4>(source, num_inputs, x + r * num_inputs, out + r * kGroup);
   for (; r + 2 <= num_rows; r += 2) plain_tile<2>(source, num_inputs, x + r * num_inputs, out + r * kGroup);
   for (; r < num_rows; r++) plain_tile<1>(source, num_inputs, x + r * num_inputs, out + r * kGroup);
@@ -91,20 +94,22 @@ INLINE bool is_wide(const Linear& args) {
 template <Format F>
 INLINE void widen_block(const Packed<F>& source, uint8_t* to) {
   using L = Layout<F>;
-  Floats scales[L::kNumScales][kParts], mins[L::kNumScales][kParts];  // read once: the compiler cannot know that `to` is elsewhere
+  Floats scales[L::kNumScales][kParts],
+      mins[L::kNumScales][kParts];  // read once: the compiler cannot know that `to` is elsewhere
   UNROLL for (int i = 0; i < L::kNumScales * kParts; i++) {
     const int which = i / kParts, p = i % kParts;
     scales[which][p] = source.scale(which, p);
-    if constexpr (L::kHasMin) mins[which][p] = source.min(p);
-    else mins[which][p] = scales[which][p] * float(-L::kOffset);
+    if constexpr (L::kHasMin)
+      mins[which][p] = source.min(p);
+    else
+      mins[which][p] = scales[which][p] * float(-L::kOffset);
   }
 #if defined(WIDE_HALF)
   float16x8_t halves[L::kNumScales][4];
-  UNROLL for (int which = 0; which < L::kNumScales; which++)
-    UNROLL for (int i = 0; i < 4; i++) {
-      const Floats* from = i < 2 ? scales[which] + 2 * i : mins[which] + 2 * i - 4;
-      halves[which][i] = join_halves(from[0], from[1]);
-    }
+  UNROLL for (int which = 0; which < L::kNumScales; which++) UNROLL for (int i = 0; i < 4; i++) {
+    const Floats* from = i < 2 ? scales[which] + 2 * i : mins[which] + 2 * i - 4;
+    halves[which][i] = join_halves(from[0], from[1]);
+  }
 #endif
   UNROLL for (int j = 0; j < 8; j++) {  // inputs 4 j to 4 j + 3
     const int which = L::kNumScales == 2 && j >= 4 ? 1 : 0;
@@ -116,7 +121,8 @@ INLINE void widen_block(const Packed<F>& source, uint8_t* to) {
     UNROLL for (int p = 0; p < kParts; p++) {
       Floats x[4];
       UNROLL for (int b = 0; b < 4; b++) {
-        const Ints code = F == Format::kQ8_0 ? (Ints)(codes[p] << (24 - 8 * b)) >> 24 : (Ints)((codes[p] >> (8 * b)) & all_words(255u));
+        const Ints code = F == Format::kQ8_0 ? (Ints)(codes[p] << (24 - 8 * b)) >> 24
+                                             : (Ints)((codes[p] >> (8 * b)) & all_words(255u));
         x[b] = multiply_add(to_floats(code), scales[which][p], mins[which][p]);
       }
       store_pairs(x, to + 2 * j * kWordBytes, p);
@@ -130,8 +136,11 @@ INLINE const uint8_t* wide_panel(const uint8_t* group, int64_t num_inputs, char*
   const void* panel = memory;
   if constexpr (is_plain(F)) {
     const int64_t bytes = group_bytes(F, num_inputs);
-    if (num_inputs % kWideInputs == 0) panel = group;
-    else memcpy(memory, group, size_t(bytes)), memset(memory + bytes, 0, size_t(wide_inputs(num_inputs) * kGroup * 2 - bytes));
+    if (num_inputs % kWideInputs == 0)
+      panel = group;
+    else
+      memcpy(memory, group, size_t(bytes)),
+          memset(memory + bytes, 0, size_t(wide_inputs(num_inputs) * kGroup * 2 - bytes));
   } else {
     Packed<F> source{group};
     uint8_t* to = reinterpret_cast<uint8_t*>(memory);
@@ -157,7 +166,8 @@ struct Prepared {
 
 // A group as its products take it: unpacked into `memory`, or as it is.
 template <Format F>
-const uint8_t* open_group(const Matrix& matrix, const uint8_t* group, const Prepared& x, int64_t num_rows, char* memory) {
+const uint8_t* open_group(const Matrix& matrix, const uint8_t* group, const Prepared& x, int64_t num_rows,
+                          char* memory) {
   const int64_t num_inputs = matrix.num_inputs;
   if constexpr (can_widen(F))
     if (x.wide) return wide_panel<F>(group, num_inputs, memory);
@@ -166,14 +176,15 @@ const uint8_t* open_group(const Matrix& matrix, const uint8_t* group, const Prep
       widen<F>(group, num_inputs, reinterpret_cast<float*>(memory));
       return reinterpret_cast<const uint8_t*>(memory);
     }
-  if constexpr (F == Format::kInt8) return static_cast<const uint8_t*>(order_panel(group + kByteHeader, byte_inputs(num_inputs), memory));
+  if constexpr (F == Format::kInt8)
+    return static_cast<const uint8_t*>(order_panel(group + kByteHeader, byte_inputs(num_inputs), memory));
   return group;
 }
 
 // Sums of a group's outputs for `num_rows` rows from `row` on: out[r * 16 + lane]. panel: what open_group gave.
 template <Format F>
-void multiply_group(const Matrix& matrix, const uint8_t* group, const uint8_t* panel, const Prepared& x, int64_t row, int64_t num_rows,
-                    float* out) {
+void multiply_group(const Matrix& matrix, const uint8_t* group, const uint8_t* panel, const Prepared& x, int64_t row,
+                    int64_t num_rows, float* out) {
   const int64_t num_inputs = matrix.num_inputs;
   if constexpr (can_widen(F)) {
     if (x.wide) {
@@ -188,8 +199,10 @@ void multiply_group(const Matrix& matrix, const uint8_t* group, const uint8_t* p
     finish_bytes(num_rows, x.codes + row, group, out);
   } else if constexpr (is_plain(F)) {
     const float* rows = x.floats + row * num_inputs;
-    if (panel == group) plain_rows(num_rows, Plain<F>{group}, num_inputs, rows, out);
-    else plain_rows(num_rows, Plain<Format::kFloat>{panel}, num_inputs, rows, out);
+    if (panel == group)
+      plain_rows(num_rows, Plain<F>{group}, num_inputs, rows, out);
+    else
+      plain_rows(num_rows, Plain<Format::kFloat>{panel}, num_inputs, rows, out);
   } else {
     const int64_t num_blocks = num_inputs / kBlock;
     block_rows<F>(num_rows, group, num_blocks, x.bytes + row / kTile * num_blocks, out);
@@ -209,7 +222,8 @@ void multiply_pair(const Matrix& matrix, const Pair& pair, const Prepared& x, in
   if (are_tiles) {
     const int64_t width = F == Format::kInt8 ? byte_inputs(matrix.num_inputs) : 2 * wide_inputs(matrix.num_inputs);
     const uint8_t* rows = F == Format::kInt8 ? x.encoded : reinterpret_cast<const uint8_t*>(x.wide);
-    tile_rows<F == Format::kInt8>(num_rows, rows + row * width, pair.panels[0], pair.panels[1], width, pair.sums[0], pair.sums[1]);
+    tile_rows<F == Format::kInt8>(num_rows, rows + row * width, pair.panels[0], pair.panels[1], width, pair.sums[0],
+                                  pair.sums[1]);
     if constexpr (F == Format::kInt8)
       for (int i = 0; i < 2 && pair.groups[i]; i++) finish_bytes(num_rows, x.codes + row, pair.groups[i], pair.sums[i]);
     return;
@@ -241,23 +255,29 @@ const float* prepare_row(const Linear& args, int64_t row, bool writes_total, flo
 INLINE void add_bias(const Matrix& matrix, const float* factors, int64_t num_rows, int64_t first, float* tile) {
   if (!factors && !matrix.bias) return;
   for (int p = 0; p < kParts; p++) {
-    const Floats bias = matrix.bias ? load(matrix.bias + first + p * kLanes) : Floats{};  // which is filled up with zeros
+    const Floats bias =
+        matrix.bias ? load(matrix.bias + first + p * kLanes) : Floats{};  // which is filled up with zeros
     float* at = tile + p * kLanes;
-    for (int64_t r = 0; r < num_rows; r++, at += kGroup) store(at, multiply_add(load(at), factors ? factors[r] : 1.0f, bias));
+    for (int64_t r = 0; r < num_rows; r++, at += kGroup)
+      store(at, multiply_add(load(at), factors ? factors[r] : 1.0f, bias));
   }
 }
 
 // All that comes after the product of some rows with a group. up: the other half of gated outputs; or null.
-INLINE void finish_tile(const Linear& args, const float* factors, int64_t row, int64_t num_rows, int64_t group, float* tile, float* up) {
+INLINE void finish_tile(const Linear& args, const float* factors, int64_t row, int64_t num_rows, int64_t group,
+                        float* tile, float* up) {
   const Matrix& matrix = *args.matrix;
-  const int64_t width = up ? matrix.num_outputs / 2 : matrix.num_outputs, first = group * kGroup, count = at_most(kGroup, width - first);
+  const int64_t width = up ? matrix.num_outputs / 2 : matrix.num_outputs, first = group * kGroup,
+                count = at_most(kGroup, width - first);
   const int64_t size = num_rows * kGroup;
   add_bias(matrix, factors, num_rows, first, tile);
   if (up) add_bias(matrix, factors, num_rows, width + first, up);
   with_activation(args.activation, [&](auto activation) {
     for (int64_t i = 0; i < size; i += kLanes) store(tile + i, activate(decltype(activation)::value, load(tile + i)));
   });
-  if (up) for (int64_t i = 0; i < size; i += kLanes) store(tile + i, load(tile + i) * gated_factor(args.activation, load(up + i)));
+  if (up)
+    for (int64_t i = 0; i < size; i += kLanes)
+      store(tile + i, load(tile + i) * gated_factor(args.activation, load(up + i)));
   for (int64_t r = 0; r < num_rows; r++, tile += kGroup) {
     const int64_t place = (row + r) * args.out_width + first;
     for (int64_t lane = 0; lane < count; lane += kLanes) {
@@ -288,10 +308,14 @@ Prepared lay_rows(const Matrix& matrix, bool has_wide, int64_t num_rows, char* m
 }
 
 void put_row(const Prepared& x, int64_t width, int64_t row, const float* from) {
-  if (x.bytes) quantise(from, width / kBlock, x.bytes + row / kTile * (width / kBlock), int(row % kTile));
-  else if (x.encoded) x.codes[row] = encode_row(from, width, x.encoded + row * byte_inputs(width));
-  else if (x.wide) x.factors[row] = widen_row(from, width, x.wide + row * wide_inputs(width));
-  else if (from != x.rows + row * width) memcpy(x.rows + row * width, from, size_t(width) * 4);
+  if (x.bytes)
+    quantise(from, width / kBlock, x.bytes + row / kTile * (width / kBlock), int(row % kTile));
+  else if (x.encoded)
+    x.codes[row] = encode_row(from, width, x.encoded + row * byte_inputs(width));
+  else if (x.wide)
+    x.factors[row] = widen_row(from, width, x.wide + row * wide_inputs(width));
+  else if (from != x.rows + row * width)
+    memcpy(x.rows + row * width, from, size_t(width) * 4);
 }
 
 // Few rows: each thread makes its own; many: the threads share the work.
@@ -307,10 +331,13 @@ Prepared prepare_rows(const Linear& args, const Task& task, char* own) {
   float* line = reinterpret_cast<float*>(own + linear_shared_bytes(matrix, kFewRows));
   auto prepare = [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; row++)
-      put_row(x, width, row, prepare_row(args, row, is_shared || task.thread == 0, x.rows ? x.rows + row * width : line));
+      put_row(x, width, row,
+              prepare_row(args, row, is_shared || task.thread == 0, x.rows ? x.rows + row * width : line));
   };
-  if (is_shared) task.share(0, args.num_rows, 4, prepare), task.wait();
-  else prepare(0, args.num_rows);
+  if (is_shared)
+    task.share(0, args.num_rows, 4, prepare), task.wait();
+  else
+    prepare(0, args.num_rows);
   return x;
 }
 
@@ -324,17 +351,22 @@ void linear(const Linear& args, const Task& task) {
   char* panels = task.own + 2 * kRowsAtOnce * kGroup * 4;
   const Prepared x = prepare_rows(args, task, panels + 2 * linear_panel_bytes(matrix));
   if (x.wide || x.encoded) begin_wide();
-  // A piece of work: a pair of groups, with rows that stay in the cache; where groups are unpacked, with as many as leave eight pieces
-  // to each thread.
+  // A piece of work: a pair of groups, with rows that stay in the cache; where groups are unpacked, with as many as
+  // leave eight pieces to each thread.
   const int64_t num_chunks = (num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
-  const int64_t chunks = is_plain(matrix.format) || x.encoded ? 1 : at_least(1, num_chunks * num_pairs / (8 * task.num_threads));
-  const int64_t rows_of_piece = chunks * kRowsAtOnce, num_pieces = (num_rows + rows_of_piece - 1) / rows_of_piece * num_pairs;
+  const int64_t chunks =
+      is_plain(matrix.format) || x.encoded ? 1 : at_least(1, num_chunks * num_pairs / (8 * task.num_threads));
+  const int64_t rows_of_piece = chunks * kRowsAtOnce,
+                num_pieces = (num_rows + rows_of_piece - 1) / rows_of_piece * num_pairs;
   const int64_t size = num_rows > kFewRows ? 1 : at_least(1, num_pairs / (task.num_threads * 8));
   task.share(1, num_pieces, size, [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end; piece++) {
-      const int64_t first_row = piece / num_pairs * rows_of_piece, last_row = at_most(first_row + rows_of_piece, num_rows), place = piece % num_pairs;
+      const int64_t first_row = piece / num_pairs * rows_of_piece,
+                    last_row = at_most(first_row + rows_of_piece, num_rows), place = piece % num_pairs;
       const int64_t first = args.is_gated ? place : 2 * place, second = args.is_gated ? place + num_pairs : first + 1;
-      const auto group_at = [&](int64_t group) { return group < num_groups ? matrix.data + group * bytes_of_group : nullptr; };
+      const auto group_at = [&](int64_t group) {
+        return group < num_groups ? matrix.data + group * bytes_of_group : nullptr;
+      };
       Pair pair{{group_at(first), group_at(second)}, {}, {sums, sums + kRowsAtOnce * kGroup}};
       with_format(matrix.format, [&](auto format) {
         constexpr Format F = decltype(format)::value;

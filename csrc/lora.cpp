@@ -1,4 +1,5 @@
-// What adapters add to a product: y + B (A x), with the matrices of each row's slot. Rows without an adapter cost a look.
+// What adapters add to a product: y + B (A x), with the matrices of each row's slot. Rows without an adapter cost a
+// look.
 #include "vec.h"
 
 namespace archerfish::LEVEL {
@@ -22,7 +23,8 @@ void shrink(const Lora& args, const float* x, int64_t slot, int64_t rank, float*
       int64_t i = 0;
       for (; i + kLanes <= width; i += kLanes) {
         const Floats v = load(x + i);
-        UNROLL for (int64_t n = 0; n < 4; n++) total[n] = multiply_add(v, load(lines + (j + (n < count ? n : 0)) * width + i), total[n]);
+        UNROLL for (int64_t n = 0; n < 4; n++) total[n] =
+            multiply_add(v, load(lines + (j + (n < count ? n : 0)) * width + i), total[n]);
       }
       for (int64_t n = 0; n < count; n++) {
         float rest = sum(total[n]);
@@ -34,11 +36,13 @@ void shrink(const Lora& args, const float* x, int64_t slot, int64_t rank, float*
 }
 
 // B (A x) is added to y, which has `count` outputs from one on.
-void add_outputs(const Lora& args, int64_t slot, int64_t rank, const float* inner, int64_t output, int64_t count, float* y) {
+void add_outputs(const Lora& args, int64_t slot, int64_t rank, const float* inner, int64_t output, int64_t count,
+                 float* y) {
   const float* up = args.up + slot * args.max_rank * args.num_outputs + output;
   for (int64_t i = 0; i < count; i += kLanes) {
     Floats total = {};
-    for (int64_t j = 0; j < rank; j++) total = multiply_add(load_some(up + j * args.num_outputs + i, count - i), all(inner[j]), total);
+    for (int64_t j = 0; j < rank; j++)
+      total = multiply_add(load_some(up + j * args.num_outputs + i, count - i), all(inner[j]), total);
     store_some(y + i, load_some(y + i, count - i) + total * args.scale, count - i);
   }
 }
@@ -51,8 +55,9 @@ void expand(const Lora& args, int64_t row, int64_t first, int64_t last) {
     int64_t begin = 0;
     for (int64_t part = 0; part < args.num_parts; part++) {
       const int64_t end = begin + args.sizes[part], from = begin > first ? begin : first, to = at_most(end, last);
-      const float* inner = args.ids ? args.down + (slot * args.num_inputs + args.ids[args.kept ? args.kept[row] : row]) * args.max_rank
-                                    : args.inner + (row * args.num_parts + part) * args.max_rank;
+      const float* inner =
+          args.ids ? args.down + (slot * args.num_inputs + args.ids[args.kept ? args.kept[row] : row]) * args.max_rank
+                   : args.inner + (row * args.num_parts + part) * args.max_rank;
       if (from < to) add_outputs(args, slot, rank, inner, from, to - from, y + from);
       begin = end;
     }

@@ -41,8 +41,8 @@ struct OwnedMatrix : Matrix {
   }
 };
 
-// Computing without the interpreter lock. When the process ends, it waits for such work, and other threads than the last never
-// begin any: Python 3.11 to 3.13 end a thread that wants its lock back too late, which C++ does not survive.
+// Computing without the interpreter lock. When the process ends, it waits for such work, and other threads than the
+// last never begin any: Python 3.11 to 3.13 end a thread that wants its lock back too late, which C++ does not survive.
 struct Computing {
   Computing();
   ~Computing();

@@ -121,7 +121,8 @@ template <Format format>
 void pack_blocks_as(int64_t num_inputs, const SourceRows rows, int64_t begin, int64_t end, uint8_t* out) {
   const int64_t num_blocks = num_inputs / kBlock;
   for (int64_t row = begin; row < end;) {
-    const int lane = int((rows.first + row) % kGroup), count = int(end - row < kGroup - lane ? end - row : kGroup - lane);
+    const int lane = int((rows.first + row) % kGroup),
+              count = int(end - row < kGroup - lane ? end - row : kGroup - lane);
     uint8_t* block = out + (rows.first + row) / kGroup * group_bytes(format, num_inputs);
     for (int64_t b = 0; b < num_blocks; b++, block += block_bytes(format))
       for (int i = 0; i < count; i++) pack_block(format, rows, (row + i) * num_blocks + b, lane + i, block);
@@ -131,16 +132,23 @@ void pack_blocks_as(int64_t num_inputs, const SourceRows rows, int64_t begin, in
 
 void pack_blocks(Format format, int64_t num_inputs, const SourceRows& rows, int64_t begin, int64_t end, uint8_t* out) {
   switch (format) {
-    case Format::kQ4_0: return pack_blocks_as<Format::kQ4_0>(num_inputs, rows, begin, end, out);
-    case Format::kQ4_1: return pack_blocks_as<Format::kQ4_1>(num_inputs, rows, begin, end, out);
-    case Format::kQ5_0: return pack_blocks_as<Format::kQ5_0>(num_inputs, rows, begin, end, out);
-    case Format::kQ5_1: return pack_blocks_as<Format::kQ5_1>(num_inputs, rows, begin, end, out);
-    case Format::kMxfp4: return pack_blocks_as<Format::kMxfp4>(num_inputs, rows, begin, end, out);
-    default: return pack_blocks_as<Format::kQ8_0>(num_inputs, rows, begin, end, out);
+    case Format::kQ4_0:
+      return pack_blocks_as<Format::kQ4_0>(num_inputs, rows, begin, end, out);
+    case Format::kQ4_1:
+      return pack_blocks_as<Format::kQ4_1>(num_inputs, rows, begin, end, out);
+    case Format::kQ5_0:
+      return pack_blocks_as<Format::kQ5_0>(num_inputs, rows, begin, end, out);
+    case Format::kQ5_1:
+      return pack_blocks_as<Format::kQ5_1>(num_inputs, rows, begin, end, out);
+    case Format::kMxfp4:
+      return pack_blocks_as<Format::kMxfp4>(num_inputs, rows, begin, end, out);
+    default:
+      return pack_blocks_as<Format::kQ8_0>(num_inputs, rows, begin, end, out);
   }
 }
 
-void pack_super_blocks(Format format, int64_t num_inputs, const SourceRows& rows, int64_t begin, int64_t end, uint8_t* out) {
+void pack_super_blocks(Format format, int64_t num_inputs, const SourceRows& rows, int64_t begin, int64_t end,
+                       uint8_t* out) {
   const int64_t num_supers = num_inputs / kSuperInputs, scales_of_block = num_scales(format);
   SuperBlock found = {};
   for (int64_t row = begin; row < end; row++) {
@@ -167,7 +175,9 @@ int64_t packed_bytes(Format format, int64_t num_outputs, int64_t num_inputs) {
 }
 
 void pack_rows(Format format, int64_t num_inputs, const SourceRows& rows, int64_t begin, int64_t end, uint8_t* out) {
-  (is_plain(format) || format == Format::kInt8 ? pack_plain : is_super(format) ? pack_super_blocks : pack_blocks)(format, num_inputs, rows, begin, end, out);
+  (is_plain(format) || format == Format::kInt8 ? pack_plain
+   : is_super(format)                          ? pack_super_blocks
+                                               : pack_blocks)(format, num_inputs, rows, begin, end, out);
 }
 
 }  // namespace archerfish

@@ -71,7 +71,10 @@ void norm(const Norm& args, const Task& task) {
         mean = sum(total) / float(width);
         Floats spread = {};
         int64_t i = 0;
-        for (; i + kLanes <= width; i += kLanes) { Floats d = load(out + i) - mean; spread += d * d; }
+        for (; i + kLanes <= width; i += kLanes) {
+          Floats d = load(out + i) - mean;
+          spread += d * d;
+        }
         float rest = 0;
         for (; i < width; i++) rest += (out[i] - mean) * (out[i] - mean);
         variance = (sum(spread) + rest) / float(width);
@@ -115,8 +118,9 @@ void gated(const float* x, int64_t num_rows, int64_t width, Activation activatio
   task.share(0, num_rows, 4, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; row++) {
       const float* up = x + row * 2 * width + width;
-      each(width, x + row * 2 * width, out + row * width,
-           [&](Floats v, int64_t i) { return activate(activation, v) * gated_factor(activation, load_some(up + i, width - i)); });
+      each(width, x + row * 2 * width, out + row * width, [&](Floats v, int64_t i) {
+        return activate(activation, v) * gated_factor(activation, load_some(up + i, width - i));
+      });
     }
   });
 }
@@ -147,7 +151,10 @@ void normalize(const float* x, int64_t num_rows, int64_t width, float* out, cons
   task.share(0, num_rows, 4, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; row++) {
       Floats squares = {};
-      each(width, x + row * width, out + row * width, [&](Floats v, int64_t) { squares += v * v; return v; });
+      each(width, x + row * width, out + row * width, [&](Floats v, int64_t) {
+        squares += v * v;
+        return v;
+      });
       float length = std::sqrt(sum(squares));
       length = length > 1e-12f ? length : 1e-12f;
       each(width, out + row * width, out + row * width, [&](Floats v, int64_t) { return v / length; });

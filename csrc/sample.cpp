@@ -1,8 +1,9 @@
 // One token for each row of logits, by the rules of archerfish/kernels/sampling.py; and log-probabilities of tokens.
 //
-// A first pass takes the largest logit of every group of 16 tokens. The likeliest token lies in a group with the largest peak,
-// and the k likeliest have logits that reach the k-th largest peak, so that few tokens are left to compare. Only cuts that keep
-// thousands of tokens need more: a histogram of all tokens, and a choice within one of its bins.
+// A first pass takes the largest logit of every group of 16 tokens. The likeliest token lies in a group with the
+// largest peak, and the k likeliest have logits that reach the k-th largest peak, so that few tokens are left to
+// compare. Only cuts that keep thousands of tokens need more: a histogram of all tokens, and a choice within one of its
+// bins.
 #include <cfloat>
 
 #include "vec.h"
@@ -11,12 +12,12 @@ namespace archerfish::LEVEL {
 namespace sampling {
 namespace {
 
-constexpr int kDeep = 16;               // vectors of a span; a lane of them is a group
-constexpr int kSpan = kDeep * kLanes;   // tokens
+constexpr int kDeep = 16;              // vectors of a span; a lane of them is a group
+constexpr int kSpan = kDeep * kLanes;  // tokens
 constexpr int kBins = 1024, kBinCopies = 4;
 constexpr float kBinsPerNat = 32;
-constexpr int64_t kLikely = 256;        // tokens that hold the mass of most rows
-constexpr int64_t kShortRow = 4096;     // tokens that may all be compared
+constexpr int64_t kLikely = 256;     // tokens that hold the mass of most rows
+constexpr int64_t kShortRow = 4096;  // tokens that may all be compared
 
 // Keys rank tokens: the higher logit, then the lower id.
 struct Candidate {
@@ -70,7 +71,8 @@ struct Work {
     sums = reinterpret_cast<double*>(memory), memory += room / 8;
     masses = reinterpret_cast<double*>(memory), memory += kBins * kBinCopies * 8;
     seen = reinterpret_cast<uint64_t*>(memory), memory += room / 8;
-    copy = reinterpret_cast<float*>(memory), weights = copy + room, peaks = weights + room, folded = peaks + room / kDeep;
+    copy = reinterpret_cast<float*>(memory), weights = copy + room, peaks = weights + room,
+    folded = peaks + room / kDeep;
   }
   int64_t num_groups() const { return num_spans * kLanes; }
   // A whole span of logits; what lies beyond the row is -inf.
@@ -85,12 +87,13 @@ struct Work {
   }
 };
 
-// exp((logit - highest) / temperature) of some vectors at once, with a relative error below 2e-7 but for that of the quotient;
-// 0 where that is below min_p or too small for a float32.
+// exp((logit - highest) / temperature) of some vectors at once, with a relative error below 2e-7 but for that of the
+// quotient; 0 where that is below min_p or too small for a float32.
 struct Weigher {
   const Floats highest, factor, least;
   explicit Weigher(const Work& work)
-      : highest(all(work.highest)), factor(all(work.factor * 1.44269504f)),
+      : highest(all(work.highest)),
+        factor(all(work.factor * 1.44269504f)),
         least(larger(all(work.min_p), all(FLT_MIN))) {}
   template <int kCount>
   INLINE void operator()(Floats (&x)[kCount]) const {
@@ -157,7 +160,7 @@ INLINE double set_weights(Work& work, F weigh) {
 
 double fill_weights(Work& work) {
   const Weigher weigher(work);
-  return set_weights(work, [&](Floats (&x)[4], int64_t) { weigher(x); });
+  return set_weights(work, [&](Floats(&x)[4], int64_t) { weigher(x); });
 }
 
 // Takes away the weights of tokens that come after a key.
@@ -167,7 +170,7 @@ double drop_after(Work& work, uint64_t last) {
   const float* weights = work.weights;
   Ints lanes;
   for (int i = 0; i < kLanes; i++) lanes[i] = i;
-  return set_weights(work, [&](Floats (&x)[4], int64_t id) {
+  return set_weights(work, [&](Floats(&x)[4], int64_t id) {
     for (int i = 0; i < 4; i++, id += kLanes) {
       Ints is_kept = (x[i] > lowest) | ((x[i] == lowest) & (int32_t(id) + lanes <= last_id));
       x[i] = choose(is_kept, load(weights + id), Floats{});
@@ -183,8 +186,10 @@ int64_t pick(const Work& work, double number) {
   int64_t low = 0, high = work.num_spans - 1;
   while (low < high) {
     const int64_t middle = (low + high) / 2;
-    if (work.sums[middle] > target) high = middle;
-    else low = middle + 1;
+    if (work.sums[middle] > target)
+      high = middle;
+    else
+      low = middle + 1;
   }
   double sum = low ? work.sums[low - 1] : 0;
   int64_t found = 0;
@@ -223,13 +228,14 @@ int64_t weigh_list(const Work& work, int64_t count, double& total) {
     for (int64_t j = 0; j < here; j++) weights[0][j] = work.list[i + j].weight;
     weigher(weights);
     for (int64_t j = 0; j < here; j++)
-      if (weights[0][j] > 0) work.list[num_left++] = {work.list[i + j].key, weights[0][j]}, total += double(weights[0][j]);
+      if (weights[0][j] > 0)
+        work.list[num_left++] = {work.list[i + j].key, weights[0][j]}, total += double(weights[0][j]);
   }
   return num_left;
 }
 
-// Moves the tokens of the highest keys to the front of a list, as few as are needed for `before` and their weights (or their
-// number) to reach the limit; gives how many. The last of them is the one with the lowest key.
+// Moves the tokens of the highest keys to the front of a list, as few as are needed for `before` and their weights (or
+// their number) to reach the limit; gives how many. The last of them is the one with the lowest key.
 template <bool kByCount>
 int64_t keep_first(Candidate* list, int64_t count, double before, double limit) {
   int64_t low = 0, high = count;
@@ -299,7 +305,8 @@ uint64_t last_kept(Work& work, double limit) {
     for (int j = 0; j < kSpan; j += kLanes) {
       Ints found = work.bins(load(at + j));
       memcpy(bins, &found, sizeof bins);
-      for (int i = 0; i < kLanes; i++) work.masses[i % kBinCopies * kBins + bins[i]] += kByCount ? 1.0 : double(weights[j + i]);
+      for (int i = 0; i < kLanes; i++)
+        work.masses[i % kBinCopies * kBins + bins[i]] += kByCount ? 1.0 : double(weights[j + i]);
     }
   }
   double before = 0;
@@ -361,8 +368,10 @@ void copy_allowed(const SampleRow& row, float* out) {
     const int64_t end = at_most(row.end, (id / 64 + 1) * 64), size = end - id;
     const uint64_t bits = uint64_t(row.bits[id / 64]) >> (id % 64);
     const float* logits = row.logits + id;
-    if (!bits) for (int64_t i = 0; i < size; i++) out[i] = -INFINITY;
-    else for (int64_t i = 0; i < size; i++) out[i] = choose_bits(logits[i], uint32_t(bits >> i & 1) - 1);
+    if (!bits)
+      for (int64_t i = 0; i < size; i++) out[i] = -INFINITY;
+    else
+      for (int64_t i = 0; i < size; i++) out[i] = choose_bits(logits[i], uint32_t(bits >> i & 1) - 1);
     id = end, out += size;
   }
 }
@@ -447,7 +456,8 @@ void score_token(const ScoreRow& row, char* memory) {
 
 void sample(const SampleRow* rows, int64_t num_rows, int64_t* tokens, int64_t* outcomes, const Task& task) {
   task.share(0, num_rows, 1, [&](int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; row++) tokens[row] = sampling::choose_token(rows[row], task.own, outcomes[row]);
+    for (int64_t row = first; row < last; row++)
+      tokens[row] = sampling::choose_token(rows[row], task.own, outcomes[row]);
   });
 }
 

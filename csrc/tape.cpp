@@ -42,7 +42,9 @@ void Tape::plan() {
       for (int s = 0; s < int(slots_.size()); s++) {
         const Slot& slot = slots_[size_t(s)];
         if (slot.rows != value.rows || slot.free_after >= step) continue;
-        if (best < 0 || std::abs(slot.row_bytes - value.row_bytes) < std::abs(slots_[size_t(best)].row_bytes - value.row_bytes)) best = s;
+        if (best < 0 ||
+            std::abs(slot.row_bytes - value.row_bytes) < std::abs(slots_[size_t(best)].row_bytes - value.row_bytes))
+          best = s;
       }
       if (best < 0) {
         best = int(slots_.size());
@@ -67,7 +69,8 @@ std::unique_ptr<Frame> Tape::take_frame() {
 void Tape::bind(Frame& frame, int num_threads, char* const* results) {
   std::vector<int64_t> offsets(slots_.size());
   int64_t total = 0, shared = 0, own = 0;
-  for (size_t s = 0; s < slots_.size(); s++) offsets[s] = total, total += aligned(slots_[s].row_bytes * frame.sizes.of(slots_[s].rows));
+  for (size_t s = 0; s < slots_.size(); s++)
+    offsets[s] = total, total += aligned(slots_[s].row_bytes * frame.sizes.of(slots_[s].rows));
   for (const Part& part : steps_) {
     if (part.shared_bytes) shared = std::max(shared, part.shared_bytes(frame.sizes));
     own = std::max(own, part.own_bytes);
@@ -85,13 +88,17 @@ void Tape::bind(Frame& frame, int num_threads, char* const* results) {
   frame.places.resize(values_.size());
   for (size_t v = 0; v < values_.size(); v++) {
     const Value& value = values_[v];
-    if (value.memory) frame.places[v] = const_cast<char*>(static_cast<const char*>(value.memory));
-    else if (value.result >= 0) frame.places[v] = results[value.result];
-    else if (value.slot >= 0) frame.places[v] = arena + offsets[size_t(value.slot)];
+    if (value.memory)
+      frame.places[v] = const_cast<char*>(static_cast<const char*>(value.memory));
+    else if (value.result >= 0)
+      frame.places[v] = results[value.result];
+    else if (value.slot >= 0)
+      frame.places[v] = arena + offsets[size_t(value.slot)];
   }
 }
 
-void Tape::run(Threads& threads, int num_threads, const Sizes& sizes, const int64_t* const* inputs, char* const* results) {
+void Tape::run(Threads& threads, int num_threads, const Sizes& sizes, const int64_t* const* inputs,
+               char* const* results) {
   auto frame = take_frame();
   num_threads = std::max(1, std::min(num_threads, threads.count()));
   frame->kernels = kernels_, frame->sizes = sizes;

@@ -1,8 +1,8 @@
 // A pass of a model, recorded once as a list of operations and replayed with the numbers of each step.
 //
-// Values have a number of rows that is known when the tape is replayed. Those that are not inputs, constants or results lie in an
-// arena, where a value takes the place of one that is not used any more. A replay allocates no memory for values, unless
-// it has more rows than any before it.
+// Values have a number of rows that is known when the tape is replayed. Those that are not inputs, constants or results
+// lie in an arena, where a value takes the place of one that is not used any more. A replay allocates no memory for
+// values, unless it has more rows than any before it.
 #pragma once
 #include <functional>
 #include <memory>
@@ -16,8 +16,21 @@ namespace archerfish {
 
 enum class Rows : int { kTokens, kKept, kSequences, kCount };
 enum class Input : int {
-  kTokenIds, kPositions, kSlots, kBlockTables, kStarts, kContextLens, kKeptRows, kTypeIds, kPrevious, kSources, kTargets,
-  kPieceStarts, kFirstPieces, kAdapters, kCount
+  kTokenIds,
+  kPositions,
+  kSlots,
+  kBlockTables,
+  kStarts,
+  kContextLens,
+  kKeptRows,
+  kTypeIds,
+  kPrevious,
+  kSources,
+  kTargets,
+  kPieceStarts,
+  kFirstPieces,
+  kAdapters,
+  kCount
 };
 
 struct Sizes {
@@ -30,7 +43,9 @@ struct Sizes {
 class Memory {
  public:
   int64_t size() const { return int64_t(memory_.size()); }
-  char* start() { return memory_.data() + (kLine - int64_t(reinterpret_cast<uintptr_t>(memory_.data()) % kLine)) % kLine; }
+  char* start() {
+    return memory_.data() + (kLine - int64_t(reinterpret_cast<uintptr_t>(memory_.data()) % kLine)) % kLine;
+  }
   char* room(int64_t bytes) {
     if (size() < bytes + kLine) memory_.resize(size_t(bytes + kLine));
     return start();
@@ -60,8 +75,8 @@ class Tape {
  public:
   explicit Tape(const Kernels* kernels) : kernels_(kernels) {}
 
-  int value(Rows rows, int64_t row_bytes);      // memory of the arena
-  int result(Rows rows, int64_t row_bytes);     // memory that is given when the tape is replayed
+  int value(Rows rows, int64_t row_bytes);   // memory of the arena
+  int result(Rows rows, int64_t row_bytes);  // memory that is given when the tape is replayed
   int constant(const void* memory);
   Rows rows_of(int value) const { return values_[size_t(value)].rows; }
 

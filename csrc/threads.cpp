@@ -99,7 +99,8 @@ void Threads::run(int num_threads, const std::function<void(int)>& work) {
   work_ = &work;
   __atomic_store_n(&call_, ((call_ | kCountMask) + 1) | num_threads, __ATOMIC_SEQ_CST);
   int num_asleep = 0;
-  for (int thread = 1; thread < num_threads; thread++) num_asleep += __atomic_load_n(&is_asleep_[size_t(thread)], __ATOMIC_SEQ_CST);
+  for (int thread = 1; thread < num_threads; thread++)
+    num_asleep += __atomic_load_n(&is_asleep_[size_t(thread)], __ATOMIC_SEQ_CST);
   if (num_asleep) {
     std::lock_guard<std::mutex> lock(sleeping_);
     wake_.notify_all();

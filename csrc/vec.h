@@ -1,5 +1,5 @@
-// Vectors of the instruction set that this file is compiled for. Kernels are written over these types and are compiled once for
-// each level (CMakeLists.txt), in a namespace of that level: no kernel is written twice.
+// Vectors of the instruction set that this file is compiled for. Kernels are written over these types and are compiled
+// once for each level (CMakeLists.txt), in a namespace of that level: no kernel is written twice.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -27,8 +27,8 @@ constexpr int kVectorBytes = 32;
 #else
 constexpr int kVectorBytes = 16;
 #endif
-constexpr int kLanes = kVectorBytes / 4;    // numbers of 4 bytes in a vector
-constexpr int kParts = kGroup / kLanes;     // vectors that hold a number for each output of a group
+constexpr int kLanes = kVectorBytes / 4;  // numbers of 4 bytes in a vector
+constexpr int kParts = kGroup / kLanes;   // vectors that hold a number for each output of a group
 
 typedef float Floats __attribute__((vector_size(kVectorBytes)));
 typedef int32_t Ints __attribute__((vector_size(kVectorBytes)));
@@ -42,8 +42,16 @@ INLINE Words load_words(const void* at) { return *reinterpret_cast<const WordsAt
 INLINE Floats all(float x) { return x - Floats{}; }
 INLINE Ints all_ints(int32_t x) { return x - Ints{}; }
 INLINE Words all_words(uint32_t x) { return x - Words{}; }
-INLINE Floats as_floats(Words x) { Floats y; memcpy(&y, &x, sizeof y); return y; }
-INLINE Words as_words(Floats x) { Words y; memcpy(&y, &x, sizeof y); return y; }
+INLINE Floats as_floats(Words x) {
+  Floats y;
+  memcpy(&y, &x, sizeof y);
+  return y;
+}
+INLINE Words as_words(Floats x) {
+  Words y;
+  memcpy(&y, &x, sizeof y);
+  return y;
+}
 INLINE Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
 INLINE Ints to_ints(Floats x) { return __builtin_convertvector(x, Ints); }  // towards zero
 INLINE Floats choose(Ints mask, Floats yes, Floats no) { return mask ? yes : no; }
@@ -94,8 +102,8 @@ INLINE int32_t sum(Ints x) {
 #endif
 }
 
-// a * b + c in one rounding at every level with such an instruction: compilers take it or leave it from place to place, and the
-// same numbers must give the same results wherever they stand.
+// a * b + c in one rounding at every level with such an instruction: compilers take it or leave it from place to place,
+// and the same numbers must give the same results wherever they stand.
 INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -114,35 +122,56 @@ INLINE float from_half(uint16_t bits) {
 #if defined(__F16C__)
   return _cvtsh_ss(bits);
 #elif defined(__aarch64__)
-  __fp16 x; memcpy(&x, &bits, 2); return x;
+  __fp16 x;
+  memcpy(&x, &bits, 2);
+  return x;
 #else
   uint32_t sign = uint32_t(bits & 0x8000u) << 16, rest = bits & 0x7fffu, word;
-  if (rest >= 0x7c00u) word = sign | 0x7f800000u | ((rest & 0x3ffu) << 13);
-  else if (rest >= 0x400u) word = sign | ((rest << 13) + (112u << 23));
-  else { float small = float(rest) * 5.9604644775390625e-8f; memcpy(&word, &small, 4); word |= sign; }
-  float x; memcpy(&x, &word, 4); return x;
+  if (rest >= 0x7c00u)
+    word = sign | 0x7f800000u | ((rest & 0x3ffu) << 13);
+  else if (rest >= 0x400u)
+    word = sign | ((rest << 13) + (112u << 23));
+  else {
+    float small = float(rest) * 5.9604644775390625e-8f;
+    memcpy(&word, &small, 4);
+    word |= sign;
+  }
+  float x;
+  memcpy(&x, &word, 4);
+  return x;
 #endif
 }
 INLINE uint16_t to_half(float x) {
 #if defined(__F16C__)
   return _cvtss_sh(x, 0);
 #elif defined(__aarch64__)
-  __fp16 y = x; uint16_t bits; memcpy(&bits, &y, 2); return bits;
+  __fp16 y = x;
+  uint16_t bits;
+  memcpy(&bits, &y, 2);
+  return bits;
 #else
-  uint32_t word; memcpy(&word, &x, 4);
+  uint32_t word;
+  memcpy(&word, &x, 4);
   uint32_t sign = (word >> 16) & 0x8000u, rest = word & 0x7fffffffu;
   if (rest > 0x7f800000u) return uint16_t(sign | 0x7e00u);
   if (rest >= 0x47800000u) return uint16_t(sign | 0x7c00u);
   if (rest < 0x38800000u) {
-    float scaled; memcpy(&scaled, &rest, 4);
+    float scaled;
+    memcpy(&scaled, &rest, 4);
     return uint16_t(sign | uint32_t(std::nearbyint(scaled * 16777216.0f)));
   }
   return uint16_t(sign | ((rest + 0xfffu + ((rest >> 13) & 1u) - (112u << 23)) >> 13));
 #endif
 }
-INLINE float from_bfloat(uint16_t bits) { uint32_t word = uint32_t(bits) << 16; float x; memcpy(&x, &word, 4); return x; }
+INLINE float from_bfloat(uint16_t bits) {
+  uint32_t word = uint32_t(bits) << 16;
+  float x;
+  memcpy(&x, &word, 4);
+  return x;
+}
 INLINE uint16_t to_bfloat(float x) {
-  uint32_t word; memcpy(&word, &x, 4);
+  uint32_t word;
+  memcpy(&word, &x, 4);
   if ((word & 0x7fffffffu) > 0x7f800000u) return uint16_t((word >> 16) | 0x40u);
   return uint16_t((word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
 }
@@ -195,34 +224,49 @@ INLINE Floats load_signed(const int8_t* at) {
 }
 INLINE Floats load_as(Type type, const void* memory, int64_t place) {
   switch (type) {
-    case Type::kHalf: return load_halves(static_cast<const uint16_t*>(memory) + place);
-    case Type::kBfloat: return load_bfloats(static_cast<const uint16_t*>(memory) + place);
-    case Type::kByte: return load_signed(static_cast<const int8_t*>(memory) + place);
-    default: return load(static_cast<const float*>(memory) + place);
+    case Type::kHalf:
+      return load_halves(static_cast<const uint16_t*>(memory) + place);
+    case Type::kBfloat:
+      return load_bfloats(static_cast<const uint16_t*>(memory) + place);
+    case Type::kByte:
+      return load_signed(static_cast<const int8_t*>(memory) + place);
+    default:
+      return load(static_cast<const float*>(memory) + place);
   }
 }
 INLINE float read_as(Type type, const void* memory, int64_t place) {
   switch (type) {
-    case Type::kHalf: return from_half(static_cast<const uint16_t*>(memory)[place]);
-    case Type::kBfloat: return from_bfloat(static_cast<const uint16_t*>(memory)[place]);
-    case Type::kByte: return static_cast<const int8_t*>(memory)[place];
-    default: return static_cast<const float*>(memory)[place];
+    case Type::kHalf:
+      return from_half(static_cast<const uint16_t*>(memory)[place]);
+    case Type::kBfloat:
+      return from_bfloat(static_cast<const uint16_t*>(memory)[place]);
+    case Type::kByte:
+      return static_cast<const int8_t*>(memory)[place];
+    default:
+      return static_cast<const float*>(memory)[place];
   }
 }
 INLINE void write_as(Type type, void* memory, int64_t place, float x) {
   switch (type) {
-    case Type::kHalf: static_cast<uint16_t*>(memory)[place] = to_half(x); break;
-    case Type::kBfloat: static_cast<uint16_t*>(memory)[place] = to_bfloat(x); break;
-    default: static_cast<float*>(memory)[place] = x;
+    case Type::kHalf:
+      static_cast<uint16_t*>(memory)[place] = to_half(x);
+      break;
+    case Type::kBfloat:
+      static_cast<uint16_t*>(memory)[place] = to_bfloat(x);
+      break;
+    default:
+      static_cast<float*>(memory)[place] = x;
   }
 }
 
 // The bytes of a table at places below 16.
 INLINE Words look_up(const uint8_t (&table)[16], Words places) {
 #if defined(__AVX512BW__)
-  return (Words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), (__m512i)places);
+  return (Words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))),
+                                    (__m512i)places);
 #elif defined(__AVX2__)
-  return (Words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), (__m256i)places);
+  return (Words)_mm256_shuffle_epi8(
+      _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), (__m256i)places);
 #elif defined(__aarch64__)
   return (Words)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)places);
 #else
@@ -234,13 +278,16 @@ INLINE Words look_up(const uint8_t (&table)[16], Words places) {
 }
 
 // ---- products of bytes: each 4-byte lane of `sums` gets the sum of its four products ----
-// weights: 0 to 63 in `dot_small`, any int8 in `dot_signed`, whose result has 128 * (sum of b) in it where kSignedShift is 128.
+// weights: 0 to 63 in `dot_small`, any int8 in `dot_signed`, whose result has 128 * (sum of b) in it where kSignedShift
+// is 128.
 #if defined(__AVX512VNNI__)
 constexpr int kSignedShift = 128;
 INLINE Ints dot_small(Ints sums, Words weights, Words b) {
   return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)b);
 }
-INLINE Ints dot_signed(Ints sums, Words weights, Words b) { return dot_small(sums, weights ^ all_words(0x80808080u), b); }
+INLINE Ints dot_signed(Ints sums, Words weights, Words b) {
+  return dot_small(sums, weights ^ all_words(0x80808080u), b);
+}
 #elif defined(__AVX512BW__)
 constexpr int kSignedShift = 0;
 INLINE Ints dot_small(Ints sums, Words weights, Words b) {
@@ -260,11 +307,14 @@ INLINE Ints dot_small(Ints sums, Words weights, Words b) {
   return sums + (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
 INLINE Ints dot_signed(Ints sums, Words weights, Words b) {
-  return dot_small(sums, (Words)_mm256_abs_epi8((__m256i)weights), (Words)_mm256_sign_epi8((__m256i)b, (__m256i)weights));
+  return dot_small(sums, (Words)_mm256_abs_epi8((__m256i)weights),
+                   (Words)_mm256_sign_epi8((__m256i)b, (__m256i)weights));
 }
 #elif defined(__ARM_FEATURE_DOTPROD)
 constexpr int kSignedShift = 0;
-INLINE Ints dot_signed(Ints sums, Words weights, Words b) { return (Ints)vdotq_s32((int32x4_t)sums, (int8x16_t)weights, (int8x16_t)b); }
+INLINE Ints dot_signed(Ints sums, Words weights, Words b) {
+  return (Ints)vdotq_s32((int32x4_t)sums, (int8x16_t)weights, (int8x16_t)b);
+}
 INLINE Ints dot_small(Ints sums, Words weights, Words b) { return dot_signed(sums, weights, b); }
 #elif defined(__aarch64__)
 constexpr int kSignedShift = 0;
@@ -298,7 +348,7 @@ INLINE Floats round_even(Floats x) {  // for magnitudes below 2^22
   Floats magic = all(12582912.0f);
   return (x + magic) - magic;
 }
-INLINE Floats exponential(Floats x) {  // relative error below 2e-7; 0 below -87
+INLINE Floats exponential(Floats x) {                            // relative error below 2e-7; 0 below -87
   const Floats c = larger(all(-87.0f), smaller(all(88.0f), x));  // a NaN stays one
   const Floats magic = all(12582912.0f);                         // 1.5 * 2^23: the last bits of the sum are n
   const Floats sum = c * 1.44269504088896341f + magic, n = sum - magic;
@@ -335,16 +385,26 @@ INLINE Floats gelu(Floats x) {  // the error function as a polynomial: absolute 
 constexpr float kSwigluLimit = 7;
 INLINE Floats activate(Activation activation, Floats x) {
   switch (activation) {
-    case Activation::kGelu: return gelu(x);
+    case Activation::kGelu:
+      return gelu(x);
     case Activation::kGeluTanh:
       return 0.5f * x * (1.0f + hyperbolic_tangent(0.79788456080286536f * (x + 0.044715f * x * x * x)));
-    case Activation::kRelu: return larger(Floats{}, x);  // a NaN stays one
-    case Activation::kReluSquared: x = larger(Floats{}, x); return x * x;
-    case Activation::kSigmoid: return sigmoid(x);
-    case Activation::kSilu: return x * sigmoid(x);
-    case Activation::kTanh: return hyperbolic_tangent(x);
-    case Activation::kSwigluOai: x = smaller(all(kSwigluLimit), x); return x * sigmoid(1.702f * x);
-    default: return x;
+    case Activation::kRelu:
+      return larger(Floats{}, x);  // a NaN stays one
+    case Activation::kReluSquared:
+      x = larger(Floats{}, x);
+      return x * x;
+    case Activation::kSigmoid:
+      return sigmoid(x);
+    case Activation::kSilu:
+      return x * sigmoid(x);
+    case Activation::kTanh:
+      return hyperbolic_tangent(x);
+    case Activation::kSwigluOai:
+      x = smaller(all(kSwigluLimit), x);
+      return x * sigmoid(1.702f * x);
+    default:
+      return x;
   }
 }
 
@@ -357,15 +417,24 @@ INLINE Floats gated_factor(Activation activation, Floats up) {
 template <class F>
 INLINE void with_activation(Activation activation, F call) {
   switch (activation) {
-    case Activation::kNone: return;
-    case Activation::kGelu: return call(std::integral_constant<Activation, Activation::kGelu>{});
-    case Activation::kGeluTanh: return call(std::integral_constant<Activation, Activation::kGeluTanh>{});
-    case Activation::kRelu: return call(std::integral_constant<Activation, Activation::kRelu>{});
-    case Activation::kReluSquared: return call(std::integral_constant<Activation, Activation::kReluSquared>{});
-    case Activation::kSigmoid: return call(std::integral_constant<Activation, Activation::kSigmoid>{});
-    case Activation::kSilu: return call(std::integral_constant<Activation, Activation::kSilu>{});
-    case Activation::kTanh: return call(std::integral_constant<Activation, Activation::kTanh>{});
-    case Activation::kSwigluOai: return call(std::integral_constant<Activation, Activation::kSwigluOai>{});
+    case Activation::kNone:
+      return;
+    case Activation::kGelu:
+      return call(std::integral_constant<Activation, Activation::kGelu>{});
+    case Activation::kGeluTanh:
+      return call(std::integral_constant<Activation, Activation::kGeluTanh>{});
+    case Activation::kRelu:
+      return call(std::integral_constant<Activation, Activation::kRelu>{});
+    case Activation::kReluSquared:
+      return call(std::integral_constant<Activation, Activation::kReluSquared>{});
+    case Activation::kSigmoid:
+      return call(std::integral_constant<Activation, Activation::kSigmoid>{});
+    case Activation::kSilu:
+      return call(std::integral_constant<Activation, Activation::kSilu>{});
+    case Activation::kTanh:
+      return call(std::integral_constant<Activation, Activation::kTanh>{});
+    case Activation::kSwigluOai:
+      return call(std::integral_constant<Activation, Activation::kSwigluOai>{});
   }
 }
 

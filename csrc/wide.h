@@ -1,6 +1,8 @@
-// Products of many rows in 16 bits, where the machine has instructions for them: AMX, AVX-512 BF16, ARM's bfloat16 or half precision.
+// Products of many rows in 16 bits, where the machine has instructions for them: AMX, AVX-512 BF16, ARM's bfloat16 or
+// half precision.
 //
-// Rows of x become 16-bit numbers once; the weights of a group, in whatever format, are unpacked to 16 bits once for many rows.
+// Rows of x become 16-bit numbers once; the weights of a group, in whatever format, are unpacked to 16 bits once for
+// many rows.
 #pragma once
 #include "vec.h"
 
@@ -21,7 +23,7 @@ constexpr bool kWidensIntegers = false;  // products of bytes are quicker there
 constexpr bool kWidensIntegers = kWideBfloat || kWideHalf;
 #endif
 constexpr int64_t kWideRows = kVectorBytes == 16 ? 12 : 48;  // above which integer formats are unpacked to 16 bits
-constexpr int64_t kWideInputs = 32;  // inputs are filled up to a multiple of this with zeros
+constexpr int64_t kWideInputs = 32;                          // inputs are filled up to a multiple of this with zeros
 
 INLINE int64_t wide_inputs(int64_t num_inputs) { return (num_inputs + kWideInputs - 1) / kWideInputs * kWideInputs; }
 
@@ -62,7 +64,8 @@ INLINE const uint8_t* order_panel(const void* from, int64_t bytes_of_output, voi
   uint32_t* target = static_cast<uint32_t*>(to);
   for (int64_t k = 0; k < bytes_of_output; k += 8, source += 2 * kGroup, target += 2 * kGroup) {
     uint32x4_t first[4], second[4];
-    UNROLL for (int p = 0; p < 4; p++) first[p] = vld1q_u32(source + 4 * p), second[p] = vld1q_u32(source + kGroup + 4 * p);
+    UNROLL for (int p = 0; p < 4; p++) first[p] = vld1q_u32(source + 4 * p),
+                                       second[p] = vld1q_u32(source + kGroup + 4 * p);
     UNROLL for (int p = 0; p < 4; p++) {
       vst1q_u32(target + 8 * p, vzip1q_u32(first[p], second[p]));
       vst1q_u32(target + 8 * p + 4, vzip2q_u32(first[p], second[p]));
@@ -87,8 +90,8 @@ INLINE void pair_tile(const uint8_t* x, const uint8_t* panel, int64_t row_bytes,
       UNROLL for (int i = 0; i < kPairs; i++) total[i][j] = multiply_pairs(total[i][j], rows[i], outputs);
     }
   }
-  UNROLL for (int r = 0; r < R; r++)
-    UNROLL for (int j = 0; j < 8; j++) memcpy(out + r * kGroup + 2 * j, reinterpret_cast<const Number*>(&total[r / 2][j]) + r % 2 * 2, 8);
+  UNROLL for (int r = 0; r < R; r++) UNROLL for (int j = 0; j < 8; j++)
+      memcpy(out + r * kGroup + 2 * j, reinterpret_cast<const Number*>(&total[r / 2][j]) + r % 2 * 2, 8);
 }
 
 template <class Sums, class Number>
@@ -115,22 +118,34 @@ INLINE void begin_wide() {
 }
 INLINE void end_wide() { _tile_release(); }
 
-// Sums of rows, a multiple of 16, with a panel of 16 outputs, and with a second one unless that is null: out[r * 16 + lane].
-// Numbers are bytes, or bfloat16 in pairs. Two tiles of rows with two panels: each tile that is loaded is used twice.
+// Sums of rows, a multiple of 16, with a panel of 16 outputs, and with a second one unless that is null: out[r * 16 +
+// lane]. Numbers are bytes, or bfloat16 in pairs. Two tiles of rows with two panels: each tile that is loaded is used
+// twice.
 template <bool kAreBytes>
-INLINE void tile_rows(int64_t num_rows, const uint8_t* x, const uint8_t* panel, const uint8_t* second, int64_t row_bytes, void* out,
-                      void* second_out) {
-#define MULTIPLY(sums, rows, weights) \
-  { if (kAreBytes) _tile_dpbusd(sums, rows, weights); else _tile_dpbf16ps(sums, rows, weights); }
+INLINE void tile_rows(int64_t num_rows, const uint8_t* x, const uint8_t* panel, const uint8_t* second,
+                      int64_t row_bytes, void* out, void* second_out) {
+#define MULTIPLY(sums, rows, weights)      \
+  {                                        \
+    if (kAreBytes)                         \
+      _tile_dpbusd(sums, rows, weights);   \
+    else                                   \
+      _tile_dpbf16ps(sums, rows, weights); \
+  }
   for (int64_t row = 0; row < num_rows; row += 32) {
     const bool is_pair = row + 16 < num_rows;
     const uint8_t* rows = x + row * row_bytes;
-    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
     for (int64_t k = 0; k < row_bytes; k += kLine) {
       _tile_loadd(4, panel + 16 * k, kLine);
       _tile_loadd(6, rows + k, row_bytes);
       MULTIPLY(0, 6, 4)
-      if (second) { _tile_loadd(5, second + 16 * k, kLine); MULTIPLY(1, 6, 5) }
+      if (second) {
+        _tile_loadd(5, second + 16 * k, kLine);
+        MULTIPLY(1, 6, 5)
+      }
       if (!is_pair) continue;
       _tile_loadd(7, rows + 16 * row_bytes + k, row_bytes);
       MULTIPLY(2, 7, 4)
@@ -191,32 +206,34 @@ INLINE void wide_tile(const uint16_t* x, const uint16_t* panel, int64_t num_inpu
       const uint16_t* w = panel + k * kGroup;
 // The compiler would copy every lane into a register of its own, and put sums that wait for each other side by side.
 #define MULTIPLY_ADD(sum, w, x, lane) asm volatile("fmla %0.8h, %1.8h, %2.h[" #lane "]" : "+w"(sum) : "w"(w), "x"(x))
-#define STEP(lane)                                                                         \
-  {                                                                                        \
+#define STEP(lane)                                                                          \
+  {                                                                                         \
     uint16x8_t low = vld1q_u16(w + lane * kGroup), high = vld1q_u16(w + lane * kGroup + 8); \
-    UNROLL for (int r = 0; r < R; r++) MULTIPLY_ADD(sums[r][0], low, rows[r], lane);       \
-    UNROLL for (int r = 0; r < R; r++) MULTIPLY_ADD(sums[r][1], high, rows[r], lane);      \
+    UNROLL for (int r = 0; r < R; r++) MULTIPLY_ADD(sums[r][0], low, rows[r], lane);        \
+    UNROLL for (int r = 0; r < R; r++) MULTIPLY_ADD(sums[r][1], high, rows[r], lane);       \
   }
       STEP(0) STEP(1) STEP(2) STEP(3) STEP(4) STEP(5) STEP(6) STEP(7)
 #undef STEP
 #undef MULTIPLY_ADD
     }
-    UNROLL for (int r = 0; r < R; r++)
-      UNROLL for (int half = 0; half < 2; half++) {
-        total[r][2 * half] += vcvt_f32_f16(vget_low_f16(sums[r][half]));
-        total[r][2 * half + 1] += vcvt_high_f32_f16(sums[r][half]);
-      }
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int half = 0; half < 2; half++) {
+      total[r][2 * half] += vcvt_f32_f16(vget_low_f16(sums[r][half]));
+      total[r][2 * half + 1] += vcvt_high_f32_f16(sums[r][half]);
+    }
   }
-  UNROLL for (int r = 0; r < R; r++)
-    UNROLL for (int p = 0; p < 4; p++) vst1q_f32(out + r * kGroup + 4 * p, total[r][p]);
+  UNROLL for (int r = 0; r < R; r++) UNROLL for (int p = 0; p < 4; p++)
+      vst1q_f32(out + r * kGroup + 4 * p, total[r][p]);
 }
 constexpr int kMostTileRows = 6;  // whose sums and numbers fit into the registers
-template <int kHalfSums>  // inputs that are added up in half precision before they go into float32
+template <int kHalfSums>          // inputs that are added up in half precision before they go into float32
 INLINE void wide_rows(int64_t num_rows, const uint16_t* x, const uint16_t* panel, int64_t num_inputs, float* out) {
   for (int64_t r = 0; r < num_rows;) {  // tiles of nearly the same size: small ones wait for their own sums
     const int64_t left = num_rows - r, num_tiles = (left + kMostTileRows - 1) / kMostTileRows;
     const int64_t count = (left + num_tiles - 1) / num_tiles;
-#define TILE(R) case R: wide_tile<R, kHalfSums>(x + r * num_inputs, panel, num_inputs, out + r * kGroup); break;
+#define TILE(R)                                                                       \
+  case R:                                                                             \
+    wide_tile<R, kHalfSums>(x + r * num_inputs, panel, num_inputs, out + r * kGroup); \
+    break;
     switch (count) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
 #undef TILE
     r += count;
@@ -231,7 +248,8 @@ INLINE void wide_rows(int64_t, const uint16_t*, const uint16_t*, int64_t, float*
 INLINE float16x8_t join_halves(Floats low, Floats high) {
   return vcvt_high_f16_f32(vcvt_f16_f32((float32x4_t)low), (float32x4_t)high);
 }
-// Four inputs of a group, whose codes lie side by side for each output, as code * scale + min; factors: scales, then minima.
+// Four inputs of a group, whose codes lie side by side for each output, as code * scale + min; factors: scales, then
+// minima.
 template <bool kIsSigned>
 INLINE void store_halves(const Words (&codes)[kParts], const float16x8_t (&factors)[4], uint16_t* to) {
   const auto bytes_of = [&](int part) { return (uint8x16_t)codes[part]; };
@@ -246,7 +264,8 @@ INLINE void store_halves(const Words (&codes)[kParts], const float16x8_t (&facto
     const uint8x16_t both[2] = {vzip1q_u8(bytes, upper), vzip2q_u8(bytes, upper)};
     UNROLL for (int half = 0; half < 2; half++) {
       const float16x8_t numbers = vsubq_f16(vreinterpretq_f16_u8(both[half]), shift);
-      vst1q_u16(to + b * kGroup + 8 * half, vreinterpretq_u16_f16(vfmaq_f16(factors[2 + half], numbers, factors[half])));
+      vst1q_u16(to + b * kGroup + 8 * half,
+                vreinterpretq_u16_f16(vfmaq_f16(factors[2 + half], numbers, factors[half])));
     }
   }
 }
@@ -282,7 +301,8 @@ INLINE float wide_factor(Floats highest, float most) {
 INLINE float widen_row(const float* x, int64_t num_inputs, uint16_t* to) {
   Floats highest = {};
   if constexpr (kWideHalf)
-    for (int64_t i = 0; i < num_inputs; i += kLanes) highest = larger(highest, magnitude(load_some(x + i, num_inputs - i)));
+    for (int64_t i = 0; i < num_inputs; i += kLanes)
+      highest = larger(highest, magnitude(load_some(x + i, num_inputs - i)));
   const float factor = wide_factor(highest, 64.0f), inverse = 1.0f / factor;
   int64_t i = 0;
   for (; i < num_inputs; i += kLanes) store_wide(to + i, load_some(x + i, num_inputs - i) * inverse);

@@ -1,7 +1,8 @@
 // RWKV-7: the shift of tokens, and the recurrence with all that stands around it (archerfish/kernels/recurrent.py).
 //
-// A head's state lies here with keys down and values across: a vector holds one key of some values, so that nothing is added
-// across lanes. The values of a head do not meet before its norm. Numbers of a sequence do not depend on how it is cut up.
+// A head's state lies here with keys down and values across: a vector holds one key of some values, so that nothing is
+// added across lanes. The values of a head do not meet before its norm. Numbers of a sequence do not depend on how it
+// is cut up.
 #include "vec.h"
 
 namespace archerfish::LEVEL {
@@ -11,7 +12,7 @@ constexpr float kDecayScale = -0.6065306597126334f;  // -exp(-0.5)
 constexpr float kLeastLength = 1e-12f;               // that a removal key is divided by
 constexpr int kWide = 4 * kGroup / kLanes;           // vectors of sums that are kept while a state is read
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kTogether = 4;                         // vectors of values that are updated together: with 32 registers
+constexpr int kTogether = 4;  // vectors of values that are updated together: with 32 registers
 #else
 constexpr int kTogether = 2;
 #endif
@@ -56,7 +57,8 @@ INLINE Floats decay_of(Floats x) {  // exp(kDecayScale * sigmoid(x)): a series a
   return (y * t + 1.0f) * 0.738403150f;
 }
 
-// Sets the inputs of the recurrence; gives the factor of the bonus. place: of a token's head; first: of the head's weights.
+// Sets the inputs of the recurrence; gives the factor of the bonus. place: of a token's head; first: of the head's
+// weights.
 INLINE float prepare(const MixHeads& args, int64_t place, int64_t first, Token& token) {
   const int64_t dim = args.head_dim;
   Floats squares = {}, bonus = {};
@@ -107,8 +109,10 @@ INLINE void update_state(const float* from, float* to, int64_t dim, int64_t i, T
     UNROLL for (int n = 0; n < N; n++) s[n] = s[n] * w - removed[n] * added;
     UNROLL for (int n = 0; n < N; n++) s[n] += values[n] * k, sums[n] += s[n] * r;
     UNROLL for (int n = 0; n < N; n++) {
-      if constexpr (N > 1) store(to + j * dim + i + n * kLanes, s[n]);
-      else store_some(to + j * dim + i, s[n], dim - i);
+      if constexpr (N > 1)
+        store(to + j * dim + i + n * kLanes, s[n]);
+      else
+        store_some(to + j * dim + i, s[n], dim - i);
     }
   }
   UNROLL for (int n = 0; n < N; n++) store(token.out + i + n * kLanes, sums[n]);
@@ -144,7 +148,8 @@ INLINE void finish(const MixHeads& args, int64_t place, int64_t first, float bon
 }  // namespace
 
 void mix_heads(const MixHeads& args, const Task& task) {
-  const int64_t dim = args.head_dim, heads = args.num_heads, width = heads * dim, num_tokens = args.starts[args.num_pieces];
+  const int64_t dim = args.head_dim, heads = args.num_heads, width = heads * dim,
+                num_tokens = args.starts[args.num_pieces];
   task.share(0, args.num_sequences * heads, 1, [&](int64_t first, int64_t last) {
     Token token(task.own, dim);
     for (int64_t item = first; item < last; item++) {
@@ -171,7 +176,8 @@ void shift(const Shift& args, const Task& task) {
     for (int64_t row = first; row < last; row++) {
       const int64_t previous = args.previous[row];
       const float* x = args.x + row * width;
-      const float* before = previous < 0 ? args.inputs + (-1 - previous) * args.input_stride : args.x + previous * width;
+      const float* before =
+          previous < 0 ? args.inputs + (-1 - previous) * args.input_stride : args.x + previous * width;
       for (int f = 0; f < args.num_factors; f++) {
         const float* factors = args.factors + f * width;
         each(width, x, args.out[f] + row * width, [&](Floats v, int64_t i) {

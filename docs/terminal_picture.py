@@ -34,7 +34,9 @@ def run(command: str) -> str:
     os.environ |= {"COLUMNS": str(WIDTH), "TERM": "xterm-256color", "PATH": path}
     pty.spawn(shlex.split(command), keep)
     text = b"".join(chunks).decode().replace("\r\n", "\n").replace(str(Path.home()), "~")
-    return re.sub(r"(Linux) [^,]+|, nvcc: \S+", r"\1", text)  # not of interest: which kernel, and who has a CUDA compiler
+    return re.sub(
+        r"(Linux) [^,]+|, nvcc: \S+", r"\1", text
+    )  # not of interest: which kernel, and who has a CUDA compiler
 
 
 def main() -> None:

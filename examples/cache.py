@@ -20,5 +20,7 @@ def explain(question: str) -> str:
 
 
 print("before:", explain("What do archerfish eat?"))
-client.chat.completions.create(model="smollm2-135m-instruct", messages=conversation("Do you have sharks?"), max_tokens=8)
+client.chat.completions.create(
+    model="smollm2-135m-instruct", messages=conversation("Do you have sharks?"), max_tokens=8
+)
 print("after another question with the same system prompt:", explain("What do archerfish eat?"))

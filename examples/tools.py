@@ -13,7 +13,11 @@ TOOL = {
     "function": {
         "name": "get_weather",
         "description": "The weather of a city now.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}},
+            "required": ["city"],
+        },
     },
 }
 

@@ -3,9 +3,9 @@
     git clone https://github.com/json-schema-org/JSON-Schema-Test-Suite
     python -m scripts.check_json_schemas JSON-Schema-Test-Suite
 
-For every schema it counts whether it is refused; whether its grammar accepts the instances that the suite calls valid, in any
-order of their properties; and whether it accepts invalid ones, or writes texts at random that a validator (the package
-jsonschema_rs or jsonschema) finds invalid. There must be none of the latter.
+For every schema it counts whether it is refused; whether its grammar accepts the instances that the suite calls valid,
+in any order of their properties; and whether it accepts invalid ones, or writes texts at random that a validator (the
+package jsonschema_rs or jsonschema) finds invalid. There must be none of the latter.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def takes(grammar: CompiledGrammar, text: str) -> bool:
 
 def write_at_random(grammar: CompiledGrammar, chance: random.Random) -> str | None:
     """A text of the grammar; None if it did not come to an end."""
-    matcher, output, bits = grammar.start(), bytearray(), np.zeros(9, dtype=np.int32)
+    matcher = grammar.start()
+    output = bytearray()
+    bits = np.zeros(9, dtype=np.int32)
     for step in range(MAX_STEPS):
         matcher.fill(list(output), bits)
         allowed = np.unpackbits(bits.view(np.uint8), bitorder="little").nonzero()[0].tolist()
@@ -154,7 +156,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--texts", type=int, default=20, help="texts that are written at random for each schema")
-    parser.add_argument("--list", action="store_true", help="say what is refused, and which valid instances are not accepted")
+    parser.add_argument(
+        "--list", action="store_true", help="say what is refused, and which valid instances are not accepted"
+    )
     options = parser.parse_args()
     counts = check_suite(options.folder, options.texts)
     for line in counts.wrong + (counts.refused + counts.missed if options.list else []):

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
-LOADED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "video": "src", "audio": "src"}
+LOADED = {
+    "script": "src",
+    "link": "href",
+    "img": "src",
+    "iframe": "src",
+    "source": "src",
+    "video": "src",
+    "audio": "src",
+}
 NOT_LOADED = {"canonical", "prev", "next", "alternate"}  # relations of <link>
 
 

@@ -2,9 +2,9 @@
 
     python scripts/count_route.py [--list]
 
-It starts `archerfish serve` with a tiny random Llama and the built-in embedding model, sends each request once to warm up, and
-counts the next ones with `sys.setprofile`. A call is the start of a function, or one resumption of a coroutine or generator.
-To count another checkout, set PYTHONPATH to it.
+It starts `archerfish serve` with a tiny random Llama and the built-in embedding model, sends each request once to warm
+up, and counts the next ones with `sys.setprofile`. A call is the start of a function, or one resumption of a coroutine
+or generator. To count another checkout, set PYTHONPATH to it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a streamed chat of 4 tokens": ("/v1/chat/completions", CHAT),
     "an embedding": ("/v1/embeddings", {"input": "A text about fish."}),
 }
-# Python runs this module at the start of every process of the service. A file `begin-N` starts the counting, `end-N` ends it.
-HOOK = '''
+# Python runs this module at the start of every process of the service. A file `begin-N` starts the counting, `end-N`
+# ends it.
+HOOK = """
 import collections, json, os, pathlib, sys, threading, time
 
 package, control = os.environ["COUNT_ROUTE_PACKAGE"], pathlib.Path(os.environ["COUNT_ROUTE_CONTROL"])
@@ -70,7 +71,7 @@ def watch():
 threading.Thread(target=watch, daemon=True).start()
 threading.setprofile(on_event)
 sys.setprofile(on_event)
-'''
+"""
 
 
 def save_tiny_llama(directory: Path) -> None:
@@ -85,11 +86,20 @@ def save_tiny_llama(directory: Path) -> None:
     template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "vocab_size": len(letters), "tie_word_embeddings": False,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "vocab_size": len(letters),
+        "tie_word_embeddings": False,
         "hidden_act": "silu",
-    }  # fmt: skip
+    }
     (directory / "config.json").write_text(json.dumps(config))
 
 
@@ -114,7 +124,9 @@ def start_service(directory: Path) -> subprocess.Popen[str]:
     }
     command = [sys.executable, "-m", "archerfish", "serve", "--port", "0", "--model", str(directory / "model")]
     options = ["--load-format", "dummy", "--dtype", "float32", "--num-threads", "1", "--max-cache-tokens", "4096"]
-    return subprocess.Popen([*command, *options], cwd=package.parent, env=environment, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [*command, *options], cwd=package.parent, env=environment, stdout=subprocess.PIPE, text=True
+    )
 
 
 def read_url(service: subprocess.Popen[str]) -> str:

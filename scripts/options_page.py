@@ -1,5 +1,5 @@
-"""Writes docs/options.md from the declarations in archerfish/config.py: `make docs`. With --check, it tells whether the page is
-up to date.
+"""Writes docs/options.md from the declarations in archerfish/config.py: `make docs`. With --check, it tells whether the
+page is up to date.
 """
 
 from __future__ import annotations
@@ -37,7 +37,14 @@ def options_page() -> str:
     lines = []
     for cls in SECTIONS:
         summary = (cls.__doc__ or "").strip().splitlines()[0]
-        lines += ["", f"## [{cls.section}] {cls.__name__}", "", summary, "", "| key | type | default | environment | meaning |"]
+        lines += [
+            "",
+            f"## [{cls.section}] {cls.__name__}",
+            "",
+            summary,
+            "",
+            "| key | type | default | environment | meaning |",
+        ]
         lines += ["|---|---|---|---|---|"]
         for spec in dataclasses.fields(cls):
             default = f"`{spec.default!r}`" if spec.default != "" else "(empty)"

@@ -1,8 +1,8 @@
 """RWKV-7 in a form that can be trained: whole rows of text at once, in plain torch, with gradients.
 
-Modules and parameters have the names of Hugging Face's files, which `archerfish/store/rwkv_source.py` reads; the formulas
-are those of `archerfish/kernels/torch/wkv.py`. Parameters are float32, large products are done in `compute_type`, and all that
-concerns states in the parameters' type again.
+Modules and parameters have the names of Hugging Face's files, which `archerfish/store/rwkv_source.py` reads; the
+formulas are those of `archerfish/kernels/torch/wkv.py`. Parameters are float32, large products are done in
+`compute_type`, and all that concerns states in the parameters' type again.
 """
 
 from __future__ import annotations
@@ -39,12 +39,21 @@ class Shape:
     def config(self) -> dict[str, Any]:
         """Its config.json."""
         return {
-            "architectures": ["RWKV7ForCausalLM"], "model_type": "rwkv7", "vocab_size": self.vocab_size,
-            "hidden_size": self.width, "intermediate_size": self.feed_forward, "num_hidden_layers": self.num_layers,
-            "head_dim": self.head_dim, "norm_eps": NORM_EPS, "decay_low_rank_dim": self.decay_rank,
-            "a_low_rank_dim": self.rate_rank, "v_low_rank_dim": self.value_rank, "gate_low_rank_dim": self.gate_rank,
-            "hidden_act": "sqrelu", "tie_word_embeddings": False,
-        }  # fmt: skip
+            "architectures": ["RWKV7ForCausalLM"],
+            "model_type": "rwkv7",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.width,
+            "intermediate_size": self.feed_forward,
+            "num_hidden_layers": self.num_layers,
+            "head_dim": self.head_dim,
+            "norm_eps": NORM_EPS,
+            "decay_low_rank_dim": self.decay_rank,
+            "a_low_rank_dim": self.rate_rank,
+            "v_low_rank_dim": self.value_rank,
+            "gate_low_rank_dim": self.gate_rank,
+            "hidden_act": "sqrelu",
+            "tie_word_embeddings": False,
+        }
 
 
 def invert_triangle(lower: Tensor) -> Tensor:
@@ -81,7 +90,8 @@ class UnitInverse(torch.autograd.Function):
 
 
 class StateScan(torch.autograd.Function):
-    """The states in front of each chunk, from S_0 = 0 and S_(n+1) = S_n @ carry_n + gain_n; one product a chunk each way."""
+    """The states in front of each chunk, from S_0 = 0 and S_(n+1) = S_n @ carry_n + gain_n; one product a chunk each
+    way."""
 
     @staticmethod
     def forward(ctx: Any, carry: Tensor, gain: Tensor) -> Tensor:
@@ -95,7 +105,9 @@ class StateScan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         carry, states = ctx.saved_tensors
-        after = torch.empty_like(states)  # gradients of the state behind each chunk; behind the last one nothing reads it
+        after = torch.empty_like(
+            states
+        )  # gradients of the state behind each chunk; behind the last one nothing reads it
         after[:, -1] = 0.0
         for n in reversed(range(1, carry.shape[1])):
             torch.baddbmm(grads[0][:, n], after[:, n], carry[:, n].transpose(-1, -2), out=after[:, n - 1])
@@ -108,7 +120,8 @@ scan_states: Callable[[Tensor, Tensor], Tensor] = StateScan.apply
 
 @dataclass(frozen=True)
 class Chunks:
-    """Inputs of the recurrence by chunk, (rows, heads, chunks, chunk, head_dim), each grown or shrunk to the chunk's start."""
+    """Inputs of the recurrence by chunk, (rows, heads, chunks, chunk, head_dim), each grown or shrunk to the chunk's
+    start."""
 
     receptance: Tensor
     removal: Tensor
@@ -120,7 +133,11 @@ class Chunks:
 
 def run_recurrence(chunks: Chunks) -> Tensor:
     """y of all tokens, starting from empty states."""
-    receptance, removal, added, key, value = chunks.receptance, chunks.removal, chunks.added, chunks.key, chunks.value
+    receptance = chunks.receptance
+    removal = chunks.removal
+    added = chunks.added
+    key = chunks.key
+    value = chunks.value
     among = (removal @ added.transpose(-1, -2)).tril(-1)
     from_keys = (removal @ key.transpose(-1, -2)).tril(-1)
     inverse = -invert(among)
@@ -142,14 +159,18 @@ def shift(x: Tensor, norm: Tensor, bias: Tensor, factors: Tensor, compute_type: 
 
 
 def lay_chunks(x: Tensor, head_dim: int, chunk: int, wide: torch.dtype) -> Tensor:
-    """(rows, length, width) as (rows, heads, chunks, chunk, head_dim), so that each product of chunks is one operation."""
+    """(rows, length, width) as (rows, heads, chunks, chunk, head_dim), so that each product of chunks is one
+    operation."""
     rows, length, width = x.shape
     laid = x.view(rows, length // chunk, chunk, width // head_dim, head_dim).permute(0, 3, 1, 2, 4)
     return laid.contiguous().to(wide)
 
 
 def prepare(
-    products: tuple[Tensor, ...], mixed: tuple[Tensor, Tensor] | None, vectors: tuple[Tensor, Tensor, Tensor], head_dim: int,
+    products: tuple[Tensor, ...],
+    mixed: tuple[Tensor, Tensor] | None,
+    vectors: tuple[Tensor, Tensor, Tensor],
+    head_dim: int,
     chunk: int,
 ) -> tuple[Tensor, ...]:
     """The fields of `Chunks`, and what a token's own key adds to y for each part of its value.
@@ -171,9 +192,14 @@ def prepare(
     total = log_decay.cumsum(-2)
     shrunk, grown = total.exp(), (-total).exp()
     return (
-        receptance * shrunk, removal * (total - log_decay).exp(), removal * rate * grown, key * grown, value,
-        shrunk[..., -1:, :], bonus,
-    )  # fmt: skip
+        receptance * shrunk,
+        removal * (total - log_decay).exp(),
+        removal * rate * grown,
+        key * grown,
+        value,
+        shrunk[..., -1:, :],
+        bonus,
+    )
 
 
 def finish(y: Tensor, bonus: Tensor, value: Tensor, gate: Tensor, norm: Tensor, bias: Tensor) -> Tensor:
@@ -291,12 +317,16 @@ class Block(nn.Module):
 class Rwkv7(nn.Module):
     def __init__(self, shape: Shape, compute_type: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.shape, self.compute_type, self.parts = shape, compute_type, Parts()
-        self.model = nn.ModuleDict({
-            "embeddings": nn.Embedding(shape.vocab_size, shape.width),
-            "layers": nn.ModuleList(Block(shape, layer) for layer in range(shape.num_layers)),
-            "norm": nn.LayerNorm(shape.width, NORM_EPS),
-        })
+        self.shape = shape
+        self.compute_type = compute_type
+        self.parts = Parts()
+        self.model = nn.ModuleDict(
+            {
+                "embeddings": nn.Embedding(shape.vocab_size, shape.width),
+                "layers": nn.ModuleList(Block(shape, layer) for layer in range(shape.num_layers)),
+                "norm": nn.LayerNorm(shape.width, NORM_EPS),
+            }
+        )
         self.lm_head = nn.Linear(shape.width, shape.vocab_size, bias=False)
         nn.init.uniform_(cast(Tensor, self.model["embeddings"].weight), -1e-4, 1e-4)
         nn.init.orthogonal_(self.lm_head.weight, gain=0.5)
@@ -306,7 +336,9 @@ class Rwkv7(nn.Module):
         layers = cast(list[Block], self.model["layers"])
         x = layers[0].pre_norm(self.model["embeddings"](tokens))
         first_value: Tensor | None = None
-        parts = self.parts if torch.is_grad_enabled() else Parts()  # else each would be compiled once more, for no gradients
+        parts = (
+            self.parts if torch.is_grad_enabled() else Parts()
+        )  # else each would be compiled once more, for no gradients
         for block in layers:
             x, first_value = block.attn(x, block.attn_norm, first_value, parts, self.compute_type)
             x = block.ffn(x, block.ffn_norm, parts, self.compute_type)

@@ -23,7 +23,9 @@ CHAT_TEMPLATE = (
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 FORMS = ("Tell me a story about {}.", "Write a story with {}.", "{}")
-NOUN = re.compile(r"\b(?:an?|the)(?: [a-z]+)? ([a-z]{3,})(?=[.,!?]| (?:and|was|were|had|said|that|who|in|on|to|with|named)\b)")
+NOUN = re.compile(
+    r"\b(?:an?|the)(?: [a-z]+)? ([a-z]{3,})(?=[.,!?]| (?:and|was|were|had|said|that|who|in|on|to|with|named)\b)"
+)
 COMMON, RARE = 0.25, 0.0005  # a request names nouns that this part of all stories has at most and at least
 SEEN_STORIES = 20_000  # to make the vocabulary of, and to count words in
 
@@ -34,9 +36,11 @@ def train_tokenizer(stories: Sequence[str], vocab_size: int) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[AddedToken(name, special=True) for name in SPECIAL],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False,
-    )  # fmt: skip
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(name, special=True) for name in SPECIAL],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(stories[:SEEN_STORIES], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{END_LINE} $A", pair=f"{END_LINE} $A $B", special_tokens=[(END_LINE, END)]

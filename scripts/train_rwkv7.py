@@ -2,8 +2,8 @@
 
     python -m scripts.train_rwkv7 stories.txt story-rwkv7 --seconds 160
 
-The stories come from `scripts/draw_stories.py`. The rate of learning follows the time or, with --steps, the steps, which can be
-repeated. A model is always written, also when the run is interrupted.
+The stories come from `scripts/draw_stories.py`. The rate of learning follows the time or, with --steps, the steps,
+which can be repeated. A model is always written, also when the run is interrupted.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ from scripts.story_data import ANSWER, CHAT_TEMPLATE, END, REQUEST, encode_stori
 Tensor = torch.Tensor
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PROMPTS = (
-    "Once upon a time", "Tom and Sara went to the park.", f"{REQUEST}Tell me a story about a dog and a ball.{ANSWER}",
+    "Once upon a time",
+    "Tom and Sara went to the park.",
+    f"{REQUEST}Tell me a story about a dog and a ball.{ANSWER}",
     f"{REQUEST}boat, rain{ANSWER}",
-)  # fmt: skip
+)
 WARM_UP = 0.02  # of the whole run
 LEAST_RATE = 0.02  # of the highest
 COMPILE_LIMIT = 75.0  # seconds
@@ -91,7 +93,9 @@ def rate_factor(progress: float) -> float:
 def make_optimizer(model: Rwkv7, rate: float, decay: float) -> torch.optim.AdamW:
     """Only the large matrices decay."""
     named = list(model.named_parameters())
-    large = {name for name, value in named if value.ndim == 2 and not any(each in name for each in ("lora", "r_k", "embed"))}
+    large = {
+        name for name, value in named if value.ndim == 2 and not any(each in name for each in ("lora", "r_k", "embed"))
+    }
     groups = [
         {"params": [value for name, value in named if name in large], "weight_decay": decay},
         {"params": [value for name, value in named if name not in large], "weight_decay": 0.0},
@@ -101,7 +105,10 @@ def make_optimizer(model: Rwkv7, rate: float, decay: float) -> torch.optim.AdamW
 
 class Training:
     def __init__(self, model: Rwkv7, rows: Rows, held_out: Rows, options: argparse.Namespace) -> None:
-        self.model, self.rows, self.held_out, self.options = model, rows, held_out, options
+        self.model = model
+        self.rows = rows
+        self.held_out = held_out
+        self.options = options
         self.optimizer = make_optimizer(model, options.rate, options.decay)
         self.generator = torch.Generator(rows.stream.device).manual_seed(options.seed)
         self.rate = options.rate
@@ -123,7 +130,9 @@ class Training:
     @torch.no_grad()
     def held_out_loss(self) -> float:
         """Of the first held-out rows, in nats a token."""
-        device, size, total = self.held_out.starts.device, int(self.options.rows), 0.0
+        device = self.held_out.starts.device
+        size = int(self.options.rows)
+        total = 0.0
         count = min(len(self.held_out.starts), 4 * size)
         for begin in range(0, count, size):
             numbers = torch.arange(begin, min(count, begin + size), device=device)
@@ -132,7 +141,9 @@ class Training:
 
     def run(self, course: Course) -> int:
         """Train to the end of the course; the number of steps."""
-        begin, shown, tokens = time.monotonic(), 0.0, self.options.rows * self.rows.length
+        begin = time.monotonic()
+        shown = 0.0
+        tokens = self.options.rows * self.rows.length
         for step in itertools.count():
             passed = time.monotonic() - begin
             progress = course.progress(step, passed)
@@ -146,8 +157,9 @@ class Training:
                 shown = time.monotonic() - begin
                 print(
                     f"{shown:6.1f} s, step {step + 1}, {progress:4.0%}: loss {loss.item():.4f}, held-out {held_out:.4f}, "
-                    f"{(step + 1) * tokens / shown:,.0f} tokens/s", flush=True,
-                )  # fmt: skip
+                    f"{(step + 1) * tokens / shown:,.0f} tokens/s",
+                    flush=True,
+                )
                 self.keep_or_go_back(held_out)
         raise AssertionError("unreachable")
 
@@ -175,11 +187,14 @@ def try_compiling(training: Training) -> None:
         spent = time.monotonic() - begin
         errors = torch.stack([(own - other).norm() / other.norm() for own, other in zip(gradients, plain, strict=True)])
         middle, greatest = errors.median().item(), errors.max().item()
-        is_same = middle < 0.05 and greatest < 0.5  # bfloat16 rounds them differently, and some are sums of nearly nothing
+        is_same = (
+            middle < 0.05 and greatest < 0.5
+        )  # bfloat16 rounds them differently, and some are sums of nearly nothing
         print(
             f"Compiled in {spent:.0f} s: gradients took {plain_time * 1e3:.1f} ms and take {taken * 1e3:.1f} ms; they are "
-            f"{'' if is_same else 'NOT '}the same (differences of {middle:.2%}, at most {greatest:.2%}).", flush=True,
-        )  # fmt: skip
+            f"{'' if is_same else 'NOT '}the same (differences of {middle:.2%}, at most {greatest:.2%}).",
+            flush=True,
+        )
         if is_same and taken < plain_time:
             return
     except Exception as error:  # whatever a compiler may raise: the plain form computes the same
@@ -251,15 +266,22 @@ def export(model: Rwkv7, tokenizer: Tokenizer, directory: Path, dtype: torch.dty
         "config.json": {**model.shape.config(), **tokens, "torch_dtype": str(dtype).removeprefix("torch.")},
         "generation_config.json": {**tokens, "do_sample": True, "temperature": 0.8, "top_p": 0.95},
         "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END_LINE, "eos_token": END_LINE, "pad_token": END_LINE,
-            "add_bos_token": True, "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": END_LINE,
+            "eos_token": END_LINE,
+            "pad_token": END_LINE,
+            "add_bos_token": True,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
         },
-    }  # fmt: skip
+    }
     for name, content in files.items():
         (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     tokenizer.save(str(directory / "tokenizer.json"))
     number = sum(value.numel() for value in weights.values())
-    (directory / "README.md").write_text(README.format(number=number, facts=json.dumps(facts, indent=2)), encoding="utf-8")
+    (directory / "README.md").write_text(
+        README.format(number=number, facts=json.dumps(facts, indent=2)), encoding="utf-8"
+    )
 
 
 README = """# A small RWKV-7 that tells stories
@@ -294,7 +316,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--held-out", type=float, default=0.01, help="part of the stories that is not trained on")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compute", choices=("float32", "bfloat16"), help="type of large products; bfloat16 on a GPU")
-    parser.add_argument("--compile", action="store_true", help="compile what is between the large products, where that helps")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile what is between the large products, where that helps"
+    )
     parser.add_argument("--show", type=int, default=200, help="tokens of each text that is printed at the end")
     parser.add_argument("--type", choices=TYPES, default="float16", help="of the weights that are written")
     return parser
@@ -313,8 +337,9 @@ def read_data(options: argparse.Namespace) -> tuple[Tokenizer, Rows, Rows]:
     characters, tokens = sum(map(len, stories)), sum(map(len, encoded))
     print(
         f"{len(stories):,} stories, {num_held_out:,} of them held out; {tokens:,} tokens of {characters / tokens:.2f} "
-        f"characters, made in {time.monotonic() - begin:.1f} s", flush=True,
-    )  # fmt: skip
+        f"characters, made in {time.monotonic() - begin:.1f} s",
+        flush=True,
+    )
     return tokenizer, rows, held_out
 
 
@@ -335,9 +360,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.compile:
         try_compiling(training)
     facts: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if is_cuda else "cpu", "seed": options.seed, "rate": options.rate,
+        "device": torch.cuda.get_device_name() if is_cuda else "cpu",
+        "seed": options.seed,
+        "rate": options.rate,
         "stories": len(rows.starts),
-    }  # fmt: skip
+    }
     left = None if options.seconds is None else max(1.0, options.seconds - (time.monotonic() - begin))
     began = time.monotonic()
     try:

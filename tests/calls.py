@@ -13,7 +13,8 @@ import pytest
 
 
 def spy_on(patch: pytest.MonkeyPatch, owner: Any, name: str) -> Any:
-    """Note the calls of a method, which goes on as before: a Mock. The calls of a class's method have its object too."""
+    """Note the calls of a method, which goes on as before: a Mock. The calls of a class's method have its object
+    too."""
     original = getattr(owner, name)
     noted = create_autospec(original, side_effect=original) if isinstance(owner, type) else Mock(side_effect=original)
     patch.setattr(owner, name, noted)
@@ -21,7 +22,8 @@ def spy_on(patch: pytest.MonkeyPatch, owner: Any, name: str) -> Any:
 
 
 def num_calls(function: Callable[[], object]) -> int:
-    """Python functions entered while one runs. What the collector would call meanwhile, of others' objects, is put off."""
+    """Python functions entered while one runs. What the collector would call meanwhile, of others' objects, is put
+    off."""
     found = 0
 
     def count(frame: FrameType, event: str, argument: Any) -> None:

@@ -29,13 +29,43 @@ settings.load_profile("any speed")
 
 MINILM = "all-minilm-l6-v2"
 VOCABULARY = [
-    "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "dog", "sat", "on", "a", "mat", "fish", "spits", "water",
-    "at", "fl", "##ies", "##s", "far", "away", "red", "blue", "green", ".", ",", "1", "2", "3", "中", "国",
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "the",
+    "cat",
+    "dog",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "fish",
+    "spits",
+    "water",
+    "at",
+    "fl",
+    "##ies",
+    "##s",
+    "far",
+    "away",
+    "red",
+    "blue",
+    "green",
+    ".",
+    ",",
+    "1",
+    "2",
+    "3",
+    "中",
+    "国",
 ]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A mark of pytest-cov's, which need not be there. For long tests of what others cover: most of their time is tracing."""
+    """A mark of pytest-cov's, which need not be there. For long tests of what others cover: most of their time is
+    tracing."""
     config.addinivalue_line("markers", "no_cover: not traced for coverage")
     coverage = sys.modules.get("coverage")
     if hasattr(config, "workerinput") and coverage is not None and (first := coverage.Coverage.current()) is not None:
@@ -43,7 +73,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What collection made (modules, tests, strategies) stays to the end: passes of the garbage collector leave it out."""
+    """What collection made (modules, tests, strategies) stays to the end: passes of the garbage collector leave it
+    out."""
     gc.collect()
     gc.freeze()
 
@@ -106,7 +137,9 @@ TinyModel = Callable[..., Path]
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """Makes directories as sentence-transformers saves them, with tiny random weights."""
 
-    def make(family: str = "Bert", *, head: str = "Model", config: dict[str, Any] | None = None, **pooling: Any) -> Path:
+    def make(
+        family: str = "Bert", *, head: str = "Model", config: dict[str, Any] | None = None, **pooling: Any
+    ) -> Path:
         return save_tiny_model(tmp_path_factory.mktemp(family.lower()), family, head, config or {}, pooling)
 
     return make
@@ -153,7 +186,12 @@ def save_tokenizer(directory: Path, *, marks_pairs: bool) -> None:
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"]))
     fast: Any = PreTrainedTokenizerFast
     fast(
-        tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]",
-        mask_token="[MASK]", model_max_length=40,
+        tokenizer_object=tokenizer,
+        unk_token="[UNK]",
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        model_max_length=40,
         model_input_names=["input_ids", "attention_mask", *(["token_type_ids"] if marks_pairs else [])],
     ).save_pretrained(directory)

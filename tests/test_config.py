@@ -28,11 +28,18 @@ def test_bad_options_are_refused(make: Any, message: str, monkeypatch: pytest.Mo
         make()
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("[serv]\nport = 1\n", "Did you mean 'serve'"), ("[serve]\nprot = 1\n", "Did you mean 'port'"),
-    ("serve = 1\n", "must be a section"), ("[serve\n", "not valid TOML"), ("[serve]\nport = 'x'\n", "must be a number"),
-    ("[serve]\nport = true\n", "must be int"), ("[serve]\nport = 70000\n", "from 0 to 65535"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[serv]\nport = 1\n", "Did you mean 'serve'"),
+        ("[serve]\nprot = 1\n", "Did you mean 'port'"),
+        ("serve = 1\n", "must be a section"),
+        ("[serve\n", "not valid TOML"),
+        ("[serve]\nport = 'x'\n", "must be a number"),
+        ("[serve]\nport = true\n", "must be int"),
+        ("[serve]\nport = 70000\n", "from 0 to 65535"),
+    ],
+)
 def test_bad_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text(text, encoding="utf-8")

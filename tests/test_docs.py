@@ -1,4 +1,5 @@
-"""The pages: code runs, examples of formulas are recomputed, links of the README lead somewhere, generated pages are new."""
+"""The pages: code runs, examples of formulas are recomputed, links of the README lead somewhere, generated pages are
+new."""
 
 from __future__ import annotations
 
@@ -54,19 +55,25 @@ def test_memory_of_contexts() -> None:
 
 
 def test_latency_and_littles_law() -> None:
-    queue, network, decode = 50.0, 5.0, (101 - 1) * 20.0
+    queue = 50.0
+    network = 5.0
+    decode = (101 - 1) * 20.0
     prefill, cold = (1200 - 1000) / 2000 * 1000, 1200 / 2000 * 1000
     total = queue + prefill + decode + network
     shows(3, f"{queue:.0f} + {prefill:.0f} + {decode:,.0f} + {network:.0f} = {total:,.0f} ms")
     shows(3, f"after {queue + prefill + network:.0f} ms")
     shows(3, f"Without the cache: {total - prefill + cold:,.0f} ms")
     at_once = 8 * total / 1000
-    shows(4, f"{total / 1000:.3f} s", f"{at_once:.2f} at once", f"{at_once * 1301 * kv_bytes(1, 30, 3, 64) / 1e9:.2f} GB")
+    shows(
+        4, f"{total / 1000:.3f} s", f"{at_once:.2f} at once", f"{at_once * 1301 * kv_bytes(1, 30, 3, 64) / 1e9:.2f} GB"
+    )
     assert at_once > 16
 
 
 def test_bounds_of_decode_and_prompts() -> None:
-    bandwidth, weights, batch = 4.26e12, 16.1e9, 128
+    bandwidth = 4.26e12
+    weights = 16.1e9
+    batch = 128
     one_s, many_s = weights / bandwidth, (weights + batch * 3000 * kv_bytes(1, 32, 8, 128)) / bandwidth
     shows(5, f"{1000 * one_s:.2f} ms", f"{1 / one_s:.0f} tokens/s", f"{1000 * many_s:.1f} ms")
     shows(5, f"{batch / many_s:,.0f} tokens/s", f"{batch / many_s * one_s:.0f} times")
@@ -100,7 +107,9 @@ def test_policies_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["quick-start", "quick-start-zh", "embed", "convert", "from-vllm", "sentence-transformers"])
+@pytest.mark.parametrize(
+    "name", ["quick-start", "quick-start-zh", "embed", "convert", "from-vllm", "sentence-transformers"]
+)
 def test_python_of_pages_runs(name: str, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8"), re.DOTALL)
     assert blocks

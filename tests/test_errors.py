@@ -35,10 +35,19 @@ def test_nearest_names() -> None:
     assert did_you_mean("zzz", [f"name{i}" for i in range(50)]) == ""
 
 
-@pytest.mark.parametrize(("name", "known"), [
-    ("best_of", ["stop", "top_p", "seed"]), ("lora_request", ["request_id", "priority"]), ("tokenizer", ["block_size", "seed"]),
-    ("--verbose", ["--block-size", "--seed", "--debug"]), ("--output", ["--stop", "--top-p", "--quiet"]),
-    ("/exit", ["/reset", "/system"]), ("quantization", ["gpu_memory_utilization"]), ("tp", ["stop", "top_p"]),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("best_of", ["stop", "top_p", "seed"]),
+        ("lora_request", ["request_id", "priority"]),
+        ("tokenizer", ["block_size", "seed"]),
+        ("--verbose", ["--block-size", "--seed", "--debug"]),
+        ("--output", ["--stop", "--top-p", "--quiet"]),
+        ("/exit", ["/reset", "/system"]),
+        ("quantization", ["gpu_memory_utilization"]),
+        ("tp", ["stop", "top_p"]),
+    ],
+    ids=str,
+)
 def test_dissimilar_names_are_not_suggested(name: str, known: list[str]) -> None:
     assert nearest(name, known) == [] and "Did you mean" not in did_you_mean(name, known)

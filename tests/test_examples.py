@@ -87,7 +87,11 @@ def test_notebook(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
             assert cell["outputs"] == []  # a notebook is kept without what one machine printed
             exec("".join(cell["source"]), names)
     shown = capsys.readouterr().out
-    assert "little girl named Lily" in shown and "128 of 149 tokens came from the cache" in shown and "a kitten  1.00" in shown
+    assert (
+        "little girl named Lily" in shown
+        and "128 of 149 tokens came from the cache" in shown
+        and "a kitten  1.00" in shown
+    )
 
 
 def test_every_example_is_run_and_listed() -> None:

@@ -36,12 +36,23 @@ def test_free_cores(num_cores: int, busy_s: float, own_s: float, found: int) -> 
 
 
 def test_cores_are_looked_up_once_in_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if each pass read the file, if cores did not come back, if an idle engine began with what was before, or if long
-    passes counted as idle."""
-    stat, cores, now_s, own_s = tmp_path / "stat", usable_cores(), 0.0, 0.0
+    """Red if each pass read the file, if cores did not come back, if an idle engine began with what was before, or if
+    long passes counted as idle."""
+    stat = tmp_path / "stat"
+    cores = usable_cores()
+    now_s = 0.0
+    own_s = 0.0
     monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=lambda: now_s, process_time=lambda: own_s))
     free, found = FreeCores(stat), []  # there is no file yet: all is idle
-    for passed_s, busy in ((0.1, 9000), (0.2, 9000), (0.2, 9999), (0.3, 9999), (0.3, 9999), (5.0, 90000), (5.1, 180000)):
+    for passed_s, busy in (
+        (0.1, 9000),
+        (0.2, 9000),
+        (0.2, 9999),
+        (0.3, 9999),
+        (0.3, 9999),
+        (5.0, 90000),
+        (5.1, 180000),
+    ):
         now_s, own_s = now_s + passed_s, 4.0 * (passed_s == 5.1)
         stat.write_text("cpu  0 0\n" + "".join(f"cpu{core} {busy} 0 0 7 7 0 0 0 0 0\n" for core in cores) + "intr 5\n")
         found.append(free.count())
@@ -58,5 +69,7 @@ def test_pinned_threads() -> None:
     pytest.importorskip("archerfish.kernels.native._native")
     cores = usable_cores()
     expected = sorted(cores[place % len(cores)] for place in (1, 2, 3))
-    found = subprocess.run([sys.executable, "-c", PINNED], capture_output=True, text=True, env=os.environ, check=True).stdout
+    found = subprocess.run(
+        [sys.executable, "-c", PINNED], capture_output=True, text=True, env=os.environ, check=True
+    ).stdout
     assert found.split("]")[0] == str(expected)[:-1] and (len(cores) == 1 or int(found.split("]")[1]) == len(cores))

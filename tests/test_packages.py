@@ -17,7 +17,9 @@ from archerfish import __version__
 
 ROOT = Path(__file__).parents[1]
 PLAIN = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-LEFT_OUT = shutil.ignore_patterns(".venv*", ".*cache", "build", "dist", "*.so", "__pycache__", ".hypothesis", "node_modules")
+LEFT_OUT = shutil.ignore_patterns(
+    ".venv*", ".*cache", "build", "dist", "*.so", "__pycache__", ".hypothesis", "node_modules"
+)
 
 
 def run(*words: str | Path, cwd: Path) -> str:
@@ -28,7 +30,8 @@ def run(*words: str | Path, cwd: Path) -> str:
 
 @pytest.mark.slow
 def test_wheel_and_sdist_install_with_pip_alone(tmp_path: Path) -> None:
-    """Red: a file that the package needs and that the wheel or the sdist has not, or a dependency that is not stated."""
+    """Red: a file that the package needs and that the wheel or the sdist has not, or a dependency that is not
+    stated."""
     source = tmp_path / "source"
     shutil.copytree(ROOT, source, ignore=LEFT_OUT)
     run(sys.executable, "-m", "venv", tmp_path / "builder", cwd=tmp_path)
@@ -56,5 +59,7 @@ def check_install(package: Path, where: Path) -> None:
     story = ["--model", "story-rwkv7", "--temperature", "0", "--max-tokens", "12"]
     assert run(archerfish, "generate", *story, "Once upon a time", cwd=where).startswith(", there was a little girl")
     assert len(run(archerfish, "chat", *story, "Hello", cwd=where).strip()) > 20
-    serve = subprocess.run([str(archerfish), "serve"], cwd=where, env=PLAIN, capture_output=True, text=True, check=False)
+    serve = subprocess.run(
+        [str(archerfish), "serve"], cwd=where, env=PLAIN, capture_output=True, text=True, check=False
+    )
     assert serve.returncode == 5 and "archerfish[serve]" in serve.stderr

@@ -33,7 +33,9 @@ def test_defaults() -> None:
 
 
 @pytest.mark.parametrize("name", FLOATS)
-@pytest.mark.parametrize("value", [NAN, math.inf, -math.inf, "1", None, True, [1.0], 1j, 10**400, -1000, 1000], ids=shortened)
+@pytest.mark.parametrize(
+    "value", [NAN, math.inf, -math.inf, "1", None, True, [1.0], 1j, 10**400, -1000, 1000], ids=shortened
+)
 def test_numbers_that_are_none(name: str, value: Any) -> None:
     with pytest.raises(InvalidInputError, match=f"{name} must be a number"):
         SamplingParams(**{name: value})
@@ -46,33 +48,51 @@ def test_whole_numbers_that_are_none(name: str, value: Any) -> None:
         SamplingParams(**{name: value})
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ({"min_tokens": 5, "max_tokens": 4}, r"min_tokens \(5\) is above max_tokens \(4\)"),
-    ({"n": 2, "temperature": 0}, "all sequences would be equal"), ({"top_p": 0}, "top_p must be above 0"),
-    ({"max_tokens": 0}, "max_tokens must be a whole number at least 1, not 0. None stands for as many as"),
-    ({"n": 0}, "n must be"), ({"top_k": -2}, "top_k must be"), ({"n": MAX_N + 1}, f"from 1 to {MAX_N}"),
-    ({"seed": MAX_SEED}, "seed"), ({"logprobs": 65}, "from 0 to 64"),
-    ({"stop": [f"s{i}" for i in range(10_000)]}, f"10,000 strings; the limit is {MAX_STOP_STRINGS}"),
-    ({"stop": [""]}, "not empty"), ({"stop": ""}, "not empty"), ({"stop": ["a", 5]}, "not 5"), ({"stop": 5}, "stop must be"),
-    ({"stop": {"a": 1}}, "stop must be"), ({"stop": b"ab"}, "stop must be"), ({"stop": "x" * 2000}, "more than 1024 bytes"),
-    ({"stop_token_ids": list(range(10_000))}, "10,000 ids"), ({"stop_token_ids": [-1]}, "stop_token_ids"),
-    ({"stop_token_ids": [1.5]}, "stop_token_ids"), ({"stop_token_ids": [True]}, "stop_token_ids"),
-    ({"stop_token_ids": 5}, "stop_token_ids must be"), ({"stop_token_ids": "5"}, "stop_token_ids must be"),
-    ({"logit_bias": {1: NAN}}, "logit_bias of token 1"), ({"logit_bias": {1: 101}}, "from -100 to 100"),
-    ({"logit_bias": {"1": 1.0}}, "'1' is no token id"), ({"logit_bias": {-1: 1.0}}, "-1 is no token id"),
-    ({"logit_bias": [(1, 2.0)]}, "logit_bias must map"),
-    ({"logit_bias": dict.fromkeys(range(10_000), 1.0)}, "logit_bias has 10,000 tokens"),
-    ({"ignore_eos": "no"}, "ignore_eos must be true or false"),
-    ({"skip_special_tokens": 1}, "skip_special_tokens must be true or false"),
-    ({"include_stop_str_in_output": None}, "include_stop_str_in_output must be true or false"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"min_tokens": 5, "max_tokens": 4}, r"min_tokens \(5\) is above max_tokens \(4\)"),
+        ({"n": 2, "temperature": 0}, "all sequences would be equal"),
+        ({"top_p": 0}, "top_p must be above 0"),
+        ({"max_tokens": 0}, "max_tokens must be a whole number at least 1, not 0. None stands for as many as"),
+        ({"n": 0}, "n must be"),
+        ({"top_k": -2}, "top_k must be"),
+        ({"n": MAX_N + 1}, f"from 1 to {MAX_N}"),
+        ({"seed": MAX_SEED}, "seed"),
+        ({"logprobs": 65}, "from 0 to 64"),
+        ({"stop": [f"s{i}" for i in range(10_000)]}, f"10,000 strings; the limit is {MAX_STOP_STRINGS}"),
+        ({"stop": [""]}, "not empty"),
+        ({"stop": ""}, "not empty"),
+        ({"stop": ["a", 5]}, "not 5"),
+        ({"stop": 5}, "stop must be"),
+        ({"stop": {"a": 1}}, "stop must be"),
+        ({"stop": b"ab"}, "stop must be"),
+        ({"stop": "x" * 2000}, "more than 1024 bytes"),
+        ({"stop_token_ids": list(range(10_000))}, "10,000 ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": [1.5]}, "stop_token_ids"),
+        ({"stop_token_ids": [True]}, "stop_token_ids"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be"),
+        ({"stop_token_ids": "5"}, "stop_token_ids must be"),
+        ({"logit_bias": {1: NAN}}, "logit_bias of token 1"),
+        ({"logit_bias": {1: 101}}, "from -100 to 100"),
+        ({"logit_bias": {"1": 1.0}}, "'1' is no token id"),
+        ({"logit_bias": {-1: 1.0}}, "-1 is no token id"),
+        ({"logit_bias": [(1, 2.0)]}, "logit_bias must map"),
+        ({"logit_bias": dict.fromkeys(range(10_000), 1.0)}, "logit_bias has 10,000 tokens"),
+        ({"ignore_eos": "no"}, "ignore_eos must be true or false"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens must be true or false"),
+        ({"include_stop_str_in_output": None}, "include_stop_str_in_output must be true or false"),
+    ],
+)
 def test_values_that_cannot_be_meant(given: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidInputError, match=said):
         SamplingParams(**given)
 
 
 @pytest.mark.parametrize(
-    ("given", "nearest"), [("temprature", "temperature"), ("max_token", "max_tokens"), ("topk", "top_k"), ("stops", "stop")]
+    ("given", "nearest"),
+    [("temprature", "temperature"), ("max_token", "max_tokens"), ("topk", "top_k"), ("stops", "stop")],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(given: str, nearest: str) -> None:
     options: dict[str, Any] = {given: 1}
@@ -93,7 +113,9 @@ def test_best_of_and_positional_arguments_are_refused() -> None:
 
 def test_values_are_kept_in_one_form() -> None:
     params = SamplingParams(stop="END", stop_token_ids=[7, 8], top_k=-1, logit_bias={3: -100}, max_tokens=None)
-    assert params.stop == ("END",) and params.stop_token_ids == (7, 8) and params.top_k == 0 and params.max_tokens is None
+    assert (
+        params.stop == ("END",) and params.stop_token_ids == (7, 8) and params.top_k == 0 and params.max_tokens is None
+    )
     assert SamplingParams(stop=["a", "b"], max_tokens=1).stop == ("a", "b")
     absent: Any = None  # as JSON has it
     assert SamplingParams(stop=absent, stop_token_ids=absent) == SamplingParams()
@@ -114,13 +136,30 @@ def test_seeds_of_other_engines() -> None:
 
 def test_numbers_of_arrays_are_numbers() -> None:
     given: dict[str, Any] = {
-        "n": np.int64(2), "max_tokens": np.int32(7), "seed": np.uint64(MAX_SEED - 1), "top_k": np.int8(-1),
-        "min_p": np.float16(0.5), "temperature": np.float32(0.5), "logprobs": np.int16(3), "stop_token_ids": np.arange(2),
-        "top_p": np.float64(0.5), "presence_penalty": Fraction(1, 2), "logit_bias": {np.int64(3): np.float32(2.0)},
-    }  # fmt: skip
+        "n": np.int64(2),
+        "max_tokens": np.int32(7),
+        "seed": np.uint64(MAX_SEED - 1),
+        "top_k": np.int8(-1),
+        "min_p": np.float16(0.5),
+        "temperature": np.float32(0.5),
+        "logprobs": np.int16(3),
+        "stop_token_ids": np.arange(2),
+        "top_p": np.float64(0.5),
+        "presence_penalty": Fraction(1, 2),
+        "logit_bias": {np.int64(3): np.float32(2.0)},
+    }
     plain = SamplingParams(
-        n=2, max_tokens=7, seed=MAX_SEED - 1, top_k=-1, min_p=0.5, temperature=0.5, logprobs=3, stop_token_ids=[0, 1],
-        logit_bias={3: 2.0}, top_p=0.5, presence_penalty=0.5,
+        n=2,
+        max_tokens=7,
+        seed=MAX_SEED - 1,
+        top_k=-1,
+        min_p=0.5,
+        temperature=0.5,
+        logprobs=3,
+        stop_token_ids=[0, 1],
+        logit_bias={3: 2.0},
+        top_p=0.5,
+        presence_penalty=0.5,
     )
     params = SamplingParams(**given)
     assert params == plain

@@ -35,8 +35,13 @@ LAYERS = [
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 # What these may import of ours, and nothing else.
 EXTRA_RULES: dict[str, set[str]] = {
-    "config": {"errors"}, "background": set(), "observe": {"types"}, "params": {"errors", "remarks"}, "remarks": set(),
-    "step": {"params"}, "sequence": {"errors", "params", "step"},
+    "config": {"errors"},
+    "background": set(),
+    "observe": {"types"},
+    "params": {"errors", "remarks"},
+    "remarks": set(),
+    "step": {"params"},
+    "sequence": {"errors", "params", "step"},
 }
 TORCH_FREE = {"models", "layers", "cache", "sched", "route", "simulate", "config", "types", "errors", "observe"}
 WEB = {"fastapi", "starlette", "uvicorn", "uvloop", "pydantic", "prometheus_client", "msgspec", "zmq"}
@@ -48,13 +53,15 @@ def modules() -> list[Path]:
 
 @cache
 def imports(path: Path) -> tuple[set[str], set[str]]:
-    """Modules that one imports, also inside of functions; and without what it imports for types alone, with their names."""
+    """Modules that one imports, also inside of functions; and without what it imports for types alone, with their
+    names."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for_types = {
-        id(inner) for node in ast.walk(tree)
+        id(inner)
+        for node in ast.walk(tree)
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for inner in ast.walk(node)
-    }  # fmt: skip
+    }
     every: set[str] = set()
     needed: set[str] = set()
     for node in ast.walk(tree):
@@ -94,12 +101,16 @@ def test_no_circular_imports() -> None:
     assert not needed, f"These are in a circle of imports, or import one: {sorted(needed)}"
 
 
-@pytest.mark.parametrize("code", [
-    "import archerfish.config; archerfish.OptimizationConfig(cache_size_mb=1)",
-    "from archerfish.cli.main import main; main(['--help']); main(['embed', '--help'])",
-    "from archerfish.store import WeightLoader, ensure_converted\n"
-    "WeightLoader(ensure_converted(Path(sys.argv[1]), dtype='float16')).get_buffers('scale')",
-], ids=["import", "help", "open"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import archerfish.config; archerfish.OptimizationConfig(cache_size_mb=1)",
+        "from archerfish.cli.main import main; main(['--help']); main(['embed', '--help'])",
+        "from archerfish.store import WeightLoader, ensure_converted\n"
+        "WeightLoader(ensure_converted(Path(sys.argv[1]), dtype='float16')).get_buffers('scale')",
+    ],
+    ids=["import", "help", "open"],
+)
 def test_heavy_packages_are_imported_when_needed(code: str, tmp_path: Path) -> None:
     heavy = {"torch", "numpy", "pyarrow", "tokenizers", "rich", "gguf", "filelock", *WEB}
     whole = f"import sys; from pathlib import Path\n{code}\nprint({heavy!r} & sys.modules.keys(), file=sys.stderr)"

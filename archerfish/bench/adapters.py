@@ -1,4 +1,5 @@
-"""`archerfish bench adapters`: requests spread over many LoRA adapters, against the same without one, and against vLLM."""
+"""`archerfish bench adapters`: requests spread over many LoRA adapters, against the same without one, and against
+vLLM."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from archerfish.kernels.machine import free_memory
 from archerfish.params import SamplingParams
 
 LAYERS = ".layers."  # what adapters change: all linear maps but the head
-WITHOUT, NONE, SPREAD = "without slots", "slots, no adapter", "spread over adapters"
+WITHOUT = "without slots"
+NONE = "slots, no adapter"
+SPREAD = "spread over adapters"
 GAP, LOADING = "longest gap between steps, ms", "longest gap while adapters are loaded, ms"
 
 
@@ -66,7 +69,9 @@ def write_adapters(engine: LLMEngine, place: Path, number: int, rank: int) -> li
     targets = sorted({name.rpartition(".")[2] for name in maps})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
     for i in range(number):
-        draw, folder, tensors = np.random.default_rng(i), place / f"{i}-{rank}", dict[str, Any]()
+        draw = np.random.default_rng(i)
+        folder = place / f"{i}-{rank}"
+        tensors = dict[str, Any]()
         if not folder.exists():
             for name, one in maps.items():
                 for side, shape in (("A", (rank, one.inputs.total)), ("B", (one.outputs.total, rank))):
@@ -102,7 +107,9 @@ def throughput(
 
 def longest_gap(engine: LLMEngine, names: list[str], num_steps: int = 200) -> float:
     """Seconds between two tokens of one request, at most, while adapters take each other's slots."""
-    params, last, gaps = SamplingParams(max_tokens=num_steps, ignore_eos=True, temperature=0.0), 0.0, list[float]()
+    params = SamplingParams(max_tokens=num_steps, ignore_eos=True, temperature=0.0)
+    last = 0.0
+    gaps = list[float]()
     for number, _ in enumerate(engine.stream([5, 6, 7], params)):
         now = time.perf_counter()
         if number > 10:
@@ -111,4 +118,3 @@ def longest_gap(engine: LLMEngine, names: list[str], num_steps: int = 200) -> fl
         if names and number % 5 == 0 and engine.adapters is not None:
             engine.adapters.preload(names[number // 5 % len(names)])
     return max(gaps)
-

@@ -1,7 +1,8 @@
-"""`archerfish bench cpu`: generation, embeddings, RWKV, HTTP, starts and sampling on the CPU, by us and by installed peers.
+"""`archerfish bench cpu`: generation, embeddings, RWKV, HTTP, starts and sampling on the CPU, by us and by installed
+peers.
 
-Every engine has a process of its own and uses all cores; rounds are interleaved. The model that generates is one GGUF file,
-which all engines read.
+Every engine has a process of its own and uses all cores; rounds are interleaved. The model that generates is one GGUF
+file, which all engines read.
 """
 
 from __future__ import annotations
@@ -44,32 +45,53 @@ from archerfish.store.names import resolve_model
 
 TEXT_MODEL, EMBEDDING_MODEL = "smollm2-135m-instruct", "all-minilm-l6-v2"
 PARTS = ("decode", "prefill", "batch", "start", "http", "embed", "rwkv", "draw", "drafts")
-LLAMA, VLLM, SORTED, OURS_INT8 = "llama.cpp", "vllm", "numpy sort", "archerfish-int8"
+LLAMA = "llama.cpp"
+VLLM = "vllm"
+SORTED = "numpy sort"
+OURS_INT8 = "archerfish-int8"
 PEERS_FILE, PACED_FILE = (Path(__file__).with_name(name) for name in ("cpu_peers.py", "drafts.py"))
 EMBEDDERS: dict[str, embed.Peer] = {
-    OURS_INT8: ("ArcherfishVectors", {"options": asdict(EmbedConfig(device="cpu", weights="int8"))}, ()), **embed.PEERS,
+    OURS_INT8: ("ArcherfishVectors", {"options": asdict(EmbedConfig(device="cpu", weights="int8"))}, ()),
+    **embed.PEERS,
 }
 PEERS = {
-    LLAMA: ("LlamaCpp", {}, ("llama_cpp",)), VLLM: ("Vllm", {}, ("vllm",)), **EMBEDDERS,
-    PACKAGE: ("RwkvPackage", {}, ("rwkv",)), SORTED: ("", {}, ()),
-}  # fmt: skip
+    LLAMA: ("LlamaCpp", {}, ("llama_cpp",)),
+    VLLM: ("Vllm", {}, ("vllm",)),
+    **EMBEDDERS,
+    PACKAGE: ("RwkvPackage", {}, ("rwkv",)),
+    SORTED: ("", {}, ()),
+}
 OUR_OPTIONS: dict[str, Any] = {"device": "cpu"}
-PROMPT_TOKENS, PREFILL_TOKENS, MAX_TOKEN = 4, 512, 10_000  # short prompts: a rate is the difference of two times
-DECODES = {1: ("decode, tokens/s", 128), 8: ("8 sequences, tokens/s", 64), 32: ("32 sequences, tokens/s", 64)}  # tokens of each
+PROMPT_TOKENS = 4
+PREFILL_TOKENS = 512
+MAX_TOKEN = 10_000  # short prompts: a rate is the difference of two times
+DECODES = {
+    1: ("decode, tokens/s", 128),
+    8: ("8 sequences, tokens/s", 64),
+    32: ("32 sequences, tokens/s", 64),
+}  # tokens of each
 CHAT, CHAT_CONTEXT = Shape("chat", (300, 300), (64, 64)), 1024  # the context: 300 words, the template and the answer
-CHATS_AT_ONCE, NUM_CHATS, CHATS_TITLE = 8, 16, "8 chats over HTTP"
+CHATS_AT_ONCE = 8
+NUM_CHATS = 16
+CHATS_TITLE = "8 chats over HTTP"
 CHAT_FIGURES = ("end to end p50, ms", "end to end p99, ms", "first token p50, ms", "tokens/s", "not answered")
 EMBED_WORKLOADS, NUM_TEXTS = ("128 tokens, texts/s", "5-256 tokens, texts/s"), 64
-RWKV_SHAPES, RWKV_STREAMS, RWKV_OUTPUT = ("0.1b", "0.4b"), 32, 24
+RWKV_SHAPES = ("0.1b", "0.4b")
+RWKV_STREAMS = 32
+RWKV_OUTPUT = 24
 DRAW_LOGITS, NUM_DRAWS = 50_000, 200
 DRAW_OPTIONS: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
 DRAFTED = {  # chats whose answers repeat much of the question, and do not
     "edit of code": "Add a comment to this code and print the whole code:\n\n",
     "story": "Write a story about a dragon who learns to sail.",
 }
-EDITED_FILE, EDITED_CHARACTERS, DRAFTED_OUTPUT = Path(bisect.__file__), 2500, 200
+EDITED_FILE = Path(bisect.__file__)
+EDITED_CHARACTERS = 2500
+DRAFTED_OUTPUT = 200
 DRAFTED_RATE = "{}: {}, tokens/s"
-PACED, PACED_SHARE, PACED_OUTPUT = "draft model (paced, 70% right)", 0.7, 100
+PACED = "draft model (paced, 70% right)"
+PACED_SHARE = 0.7
+PACED_OUTPUT = 100
 FULL_BATCH, FULL_BATCH_OUTPUT = 64, 48  # sequences, and tokens of each
 HOW = {False: "one by one", True: "with speculation"}
 
@@ -82,9 +104,13 @@ def measure(options: Namespace) -> Found:
     if parts & {"decode", "prefill", "batch"}:
         yield from bench.generation(parts)
     wanted = {
-        "start": bench.starts, "http": bench.http, "embed": bench.embed, "rwkv": bench.rwkv, "draw": bench.draw,
+        "start": bench.starts,
+        "http": bench.http,
+        "embed": bench.embed,
+        "rwkv": bench.rwkv,
+        "draw": bench.draw,
         "drafts": bench.drafts,
-    }  # fmt: skip
+    }
     for part, function in wanted.items():
         if part in parts:
             yield from function()
@@ -97,7 +123,9 @@ class CpuBench:
 
     def __init__(self, options: Namespace, names: list[str]) -> None:
         """names: the engines that are wanted, ours among them or not."""
-        self.options, self.wanted, self.peers = options, names, [name for name in names if name in PEERS]
+        self.options = options
+        self.wanted = names
+        self.peers = [name for name in names if name in PEERS]
         self.ours = versions(options.against) if OURS in names else {}
 
     def leave_out_absent(self) -> Iterator[str]:
@@ -155,7 +183,9 @@ class CpuBench:
                 options = {**VLLM_OPTIONS, "model": scratch, "max_model_len": 2 * PREFILL_TOKENS, "dtype": dtype}
                 group.open(VLLM, "Vllm", {"options": options}, environment=VLLM_ENVIRONMENT)
             for number in range(-1, self.options.rounds):
-                found = chain(self.decode_round(group, batches, number), self.prefill_round(group, "prefill" in parts, number))
+                found = chain(
+                    self.decode_round(group, batches, number), self.prefill_round(group, "prefill" in parts, number)
+                )
                 yield from (one for one in found if number >= 0)  # the first round warms up
             yield from group.notes
 
@@ -211,7 +241,10 @@ class CpuBench:
 
     def server_commands(self) -> dict[str, tuple[str, list[str]]]:
         """The address of each server, "" where it announces one, and the command that starts it."""
-        found, own = {}, ["serve", "--port", "0", "--kinds", "generation", "--device", "cpu", "--model", str(self.text_file)]
+        found, own = (
+            {},
+            ["serve", "--port", "0", "--kinds", "generation", "--device", "cpu", "--model", str(self.text_file)],
+        )
         for name, path in self.ours.items():
             paths = os.pathsep.join(filter(None, (path, PACKAGE_PATH, os.environ.get("PYTHONPATH", ""))))
             found[name] = "", ["env", f"PYTHONPATH={paths}", sys.executable, "-P", "-m", "archerfish", *own]
@@ -223,7 +256,14 @@ class CpuBench:
                 free.bind(("127.0.0.1", 0))
                 port, threads = str(free.getsockname()[1]), str(os.cpu_count())
             address = ["--host", "127.0.0.1", "--port", port, "--model", str(self.text_file)]
-            sizes = ["--parallel", str(CHATS_AT_ONCE), "--ctx-size", str(CHATS_AT_ONCE * CHAT_CONTEXT), "--threads", threads]
+            sizes = [
+                "--parallel",
+                str(CHATS_AT_ONCE),
+                "--ctx-size",
+                str(CHATS_AT_ONCE * CHAT_CONTEXT),
+                "--threads",
+                threads,
+            ]
             python = [sys.executable, "-m", "llama_cpp.server", "--n_ctx", str(CHAT_CONTEXT), "--n_threads", threads]
             python += ["--interrupt_requests", "False"]  # else a new request ends the one before
             found[LLAMA] = f"http://127.0.0.1:{port}", [binary, *sizes, *address] if binary else [*python, *address]
@@ -289,7 +329,9 @@ class CpuBench:
         with tempfile.TemporaryDirectory(prefix="archerfish-") as scratch, EngineGroup() as group:
             options = {**write_shapes(Path(scratch)), **OUR_OPTIONS, "max_cache_tokens": 4096}
             for name, path in self.ours.items():
-                group.open(name, "ArcherfishPaced", {"options": options, "share": PACED_SHARE}, path=path, file=PACED_FILE)
+                group.open(
+                    name, "ArcherfishPaced", {"options": options, "share": PACED_SHARE}, path=path, file=PACED_FILE
+                )
             for number, name, speculate in product(range(-1, self.options.rounds), self.ours, HOW):
                 found = group.call(name, "decode", num_output=PACED_OUTPUT, speculate=speculate)
                 if found and number >= 0:
@@ -303,7 +345,10 @@ class CpuBench:
 
         draw = np.random.default_rng(20)
         rows = draw.normal(0, 3, (NUM_DRAWS, DRAW_LOGITS)).astype(np.float32)
-        ways = {OURS: lambda row: sample_row(row, **DRAW_OPTIONS), SORTED: lambda row: draw_sorted(row, draw, **DRAW_OPTIONS)}
+        ways = {
+            OURS: lambda row: sample_row(row, **DRAW_OPTIONS),
+            SORTED: lambda row: draw_sorted(row, draw, **DRAW_OPTIONS),
+        }
         for number in range(-1, self.options.rounds):
             for name in rotated([name for name in ways if name in (*self.ours, *self.peers)], number):
                 times = [timed(lambda row=row, way=ways[name]: way(row))[0] for row in rows]  # type: ignore[misc]

@@ -1,4 +1,5 @@
-"""Further peers of `archerfish bench cpu`: ONNX Runtime and OpenVINO on an exported BERT, and NumPy on the bare machine.
+"""Further peers of `archerfish bench cpu`: ONNX Runtime and OpenVINO on an exported BERT, and NumPy on the bare
+machine.
 
 Like `engines.py`, this file runs in the process of one engine.
 """
@@ -21,7 +22,8 @@ Inputs = dict[str, Any]
 
 
 class ExportedModel(EmbeddingEngine):
-    """A BERT as an ONNX graph from token ids to normalised means. It is exported once, by the first process that needs it."""
+    """A BERT as an ONNX graph from token ids to normalised means. It is exported once, by the first process that needs
+    it."""
 
     batch_sizes = (8, 32)
 
@@ -78,7 +80,10 @@ class ExportedModel(EmbeddingEngine):
                 self.model = model
 
             def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-                hidden, kept = self.model(input_ids=ids, attention_mask=mask).last_hidden_state, mask[:, :, None].float()
+                hidden, kept = (
+                    self.model(input_ids=ids, attention_mask=mask).last_hidden_state,
+                    mask[:, :, None].float(),
+                )
                 return torch.nn.functional.normalize((hidden * kept).sum(1) / kept.sum(1), dim=-1)
 
         model = Pooled(AutoModel.from_pretrained(self.source, attn_implementation="eager")).eval()
@@ -136,7 +141,8 @@ class OpenVino(ExportedModel):
         if self.options["num_threads"]:
             options["INFERENCE_NUM_THREADS"] = self.options["num_threads"]
         self.latency, throughput = (
-            core.compile_model(graph, "CPU", {**options, "PERFORMANCE_HINT": hint}) for hint in ("LATENCY", "THROUGHPUT")
+            core.compile_model(graph, "CPU", {**options, "PERFORMANCE_HINT": hint})
+            for hint in ("LATENCY", "THROUGHPUT")
         )
         self.queue = self.package.AsyncInferQueue(throughput)
 

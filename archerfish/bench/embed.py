@@ -23,7 +23,9 @@ from archerfish.bench.worker import EngineGroup, chosen, versions
 from archerfish.observe.summary import percentile
 
 EXPORTED = ("onnx", "transformers")  # what exporting needs
-Peer = tuple[str, dict[str, Any], tuple[str, ...]]  # its class, the class's own arguments, and the packages that it needs
+Peer = tuple[
+    str, dict[str, Any], tuple[str, ...]
+]  # its class, the class's own arguments, and the packages that it needs
 PEERS: dict[str, Peer] = {
     "st-float32": ("SentenceTransformers", {}, ("sentence_transformers",)),
     "st-bfloat16": ("SentenceTransformers", {"dtype": "bfloat16"}, ("sentence_transformers",)),
@@ -34,16 +36,28 @@ PEERS: dict[str, Peer] = {
     "openvino-int8": ("OpenVino", {"precision": "int8"}, ("openvino", "nncf", *EXPORTED)),
 }
 REFERENCE = "st-float32"
-WORKLOADS = {"10 tokens, texts/s": (1024, 10, 10), "128 tokens, texts/s": (256, 128, 128),
-             "5-256 tokens, texts/s": (256, 5, 256)}  # texts, and their shortest and longest in tokens # fmt: skip
+WORKLOADS = {
+    "10 tokens, texts/s": (1024, 10, 10),
+    "128 tokens, texts/s": (256, 128, 128),
+    "5-256 tokens, texts/s": (256, 5, 256),
+}  # texts, and their shortest and longest in tokens
 GPU_FACTOR = 16  # a GPU needs this many times the texts to be busy for as long
 SHORT_TEXT = "The quick brown fox jumps over the lazy dog."
 PROBES = [
-    "", "a", "Hello, world!", SHORT_TEXT, "今天天气很好，我们去公园散步吧。", "日本語の文章も混ざっています。",
-    "🙂 🚀 emoji 👩‍👩‍👧‍👦 all the way 🎉", "Ünïcödé naïve café Straße", "x = [i ** 2 for i in range(10)]  # code",
+    "",
+    "a",
+    "Hello, world!",
+    SHORT_TEXT,
+    "今天天气很好，我们去公园散步吧。",
+    "日本語の文章も混ざっています。",
+    "🙂 🚀 emoji 👩‍👩‍👧‍👦 all the way 🎉",
+    "Ünïcödé naïve café Straße",
+    "x = [i ** 2 for i in range(10)]  # code",
     "UPPER lower MiXeD 1234567890 3.14159 -1e-9",
-    "A man is eating food. " * 12, " ".join(f"word{i}" for i in range(600)), "the answer to every question " * 120,
-]  # fmt: skip
+    "A man is eating food. " * 12,
+    " ".join(f"word{i}" for i in range(600)),
+    "the answer to every question " * 120,
+]
 SETTLE_S = 0.2  # until the threads of the engine before have gone to sleep
 MIN_SECONDS, NUM_CALLS = 1.0, 200  # of one measurement
 NUM_SPECIAL = 2  # tokens that the tokenizer adds to a text
@@ -84,7 +98,9 @@ def measure(options: Namespace) -> Found:
 def open_peer(group: EngineGroup, name: str, peer: Peer, arguments: dict[str, Any]) -> Any:
     """Start a peer, whose class is in engines.py or cpu_peers.py."""
     engine, own, _ = peer
-    return group.open(name, engine, arguments | own, file=Path(cpu_peers.__file__) if hasattr(cpu_peers, engine) else None)
+    return group.open(
+        name, engine, arguments | own, file=Path(cpu_peers.__file__) if hasattr(cpu_peers, engine) else None
+    )
 
 
 def measure_starts(group: EngineGroup, launch: Launch, rounds: int) -> Iterator[Measurement]:
@@ -131,7 +147,8 @@ def measure_work(group: EngineGroup, texts: dict[str, list[str]], options: Names
 
 
 def measure_documents(group: EngineGroup, launch: Launch, options: Namespace) -> Iterator[Measurement]:
-    """Many short documents in one call of a fresh process: one that has worked before keeps memory, which hides growth."""
+    """Many short documents in one call of a fresh process: one that has worked before keeps memory, which hides
+    growth."""
     for number in range(min(options.rounds, 3)):
         for name in group.names(number):
             if launch(name) and (found := group.call(name, "documents", count=options.documents, batch_size=32)):

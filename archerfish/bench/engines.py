@@ -1,7 +1,7 @@
 """The engines that benches compare, each with the same few methods, and the process that runs one of them for `worker`.
 
-Nothing but the standard library is imported before `start` is called, because imports are one of the things measured. Of
-archerfish only the public surface is used, so that another version can be measured beside this one.
+Nothing but the standard library is imported before `start` is called, because imports are one of the things measured.
+Of archerfish only the public surface is used, so that another version can be measured beside this one.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ class Archerfish(TextEngine):
         """As of the peers, token ids come back, and no text is made of them."""
         from archerfish import SamplingParams
 
-        return SamplingParams(max_tokens=num_output, temperature=temperature, ignore_eos=True, detokenize=detokenize, **others)
+        return SamplingParams(
+            max_tokens=num_output, temperature=temperature, ignore_eos=True, detokenize=detokenize, **others
+        )
 
     def run(self, prompts: list[list[int]], outputs: list[int], temperature: float, **others: Any) -> list[int]:
         params = [self.params(count, temperature, **others) for count in outputs]
@@ -139,19 +141,26 @@ class Archerfish(TextEngine):
         """What benches need to know of the model and of the engine's memory."""
         facts = self.engine.facts
         return {
-            "directory": str(facts.directory), "dtype": facts.dtype, "device": facts.device,
-            "config": dict(facts.config.values), "vocab_size": facts.vocab_size, "has_states": facts.has_states,
-            "weight_bytes": facts.weight_bytes, "block_bytes": facts.memory.block_bytes,
+            "directory": str(facts.directory),
+            "dtype": facts.dtype,
+            "device": facts.device,
+            "config": dict(facts.config.values),
+            "vocab_size": facts.vocab_size,
+            "has_states": facts.has_states,
+            "weight_bytes": facts.weight_bytes,
+            "block_bytes": facts.memory.block_bytes,
             "num_passes": self.engine.runner.num_forward_passes,
             "kv_utilization": self.engine.scheduler.stats().kv_utilization,
-        }  # fmt: skip
+        }
 
     def speech(self, text: str, num_streams: int, num_tokens: int, seed: int) -> list[float]:
         """Seconds that so many streams of speech take at once, and the seconds of audio that they give."""
         from archerfish import RwkvSampler, TTSRequest
 
         sampler = RwkvSampler(self.engine)
-        requests = [TTSRequest(text=text, seed=1000 * seed + place, max_tokens=num_tokens) for place in range(num_streams)]
+        requests = [
+            TTSRequest(text=text, seed=1000 * seed + place, max_tokens=num_tokens) for place in range(num_streams)
+        ]
         seconds, found = timed(lambda: sampler.generate_tts_tokens_batch(requests))
         for tokens in found:
             if tokens.error is not None:
@@ -159,7 +168,8 @@ class Archerfish(TextEngine):
         return [seconds, sum(tokens.seconds for tokens in found)]
 
     def copy_rate(self, num_bytes: int) -> float:
-        """Bytes a second that a copy on the engine's device reads and writes: the limit of a step that reads all weights."""
+        """Bytes a second that a copy on the engine's device reads and writes: the limit of a step that reads all
+        weights."""
         import torch
 
         device = self.engine.facts.device
@@ -181,7 +191,10 @@ class Transformers(TextEngine):
     modules = ("transformers",)
 
     def __init__(self, directory: str, dtype: str, config: dict[str, Any], num_threads: int) -> None:
-        self.directory, self.dtype, self.config, self.num_threads = directory, dtype, config, num_threads
+        self.directory = directory
+        self.dtype = dtype
+        self.config = config
+        self.num_threads = num_threads
 
     def load(self) -> None:
         import torch
@@ -195,7 +208,9 @@ class Transformers(TextEngine):
         config = self.package.AutoConfig.for_model(values.pop("model_type"), **values)
         with torch.device("meta"):
             model = self.package.AutoModelForCausalLM.from_config(config, dtype=dtype)
-        weights = {name: tensor.clone().to(dtype) for name, tensor in WeightLoader(self.directory).load_weights().items()}
+        weights = {
+            name: tensor.clone().to(dtype) for name, tensor in WeightLoader(self.directory).load_weights().items()
+        }
         model.to_empty(device="cpu")
         missing, _ = model.load_state_dict(weights, strict=False)
         assert all("lm_head" in name for name in missing), missing
@@ -245,7 +260,9 @@ class LlamaCpp(TextEngine):
 
     def load(self) -> None:
         threads = self.num_threads or os.cpu_count()
-        self.model = self.package.Llama(self.model_path, n_ctx=4096, n_threads=threads, n_threads_batch=threads, verbose=False)
+        self.model = self.package.Llama(
+            self.model_path, n_ctx=4096, n_threads=threads, n_threads_batch=threads, verbose=False
+        )
 
     def token_times(self, prompt: list[int], num_output: int) -> list[float]:
         """Seconds to each token through the Python interface, which has one sequence at a time."""
@@ -259,13 +276,17 @@ class LlamaCpp(TextEngine):
         api, number = self.package, len(prompts)
         if number not in self.contexts:
             params = api.llama_context_default_params()
-            params.n_seq_max, params.n_ctx, params.n_batch = number, number * self.sequence_tokens, self.batch_tokens
+            params.n_seq_max = number
+            params.n_ctx = number * self.sequence_tokens
+            params.n_batch = self.batch_tokens
             params.n_threads = params.n_threads_batch = self.num_threads or os.cpu_count()
             context = api.llama_init_from_model(self.model.model, params)
             self.contexts[number] = context, api.llama_batch_init(self.batch_tokens, 0, 1)
         api.llama_memory_clear(api.llama_get_memory(self.contexts[number][0]), False)
         sequences, num_done = [list(prompt) for prompt in prompts], [0] * number
-        while going := [place for place in range(number) if len(sequences[place]) < len(prompts[place]) + outputs[place]]:
+        while going := [
+            place for place in range(number) if len(sequences[place]) < len(prompts[place]) + outputs[place]
+        ]:
             work = [(place, num_done[place], sequences[place][num_done[place] :]) for place in going]
             for place, token in self._step(number, work).items():
                 num_done[place] = len(sequences[place])
@@ -276,19 +297,25 @@ class LlamaCpp(TextEngine):
         """Decode (sequence, position, tokens) together; gives the likeliest next token of each sequence."""
         import numpy as np
 
-        (context, batch), last, size = self.contexts[number], {}, 0
+        (context, batch) = self.contexts[number]
+        last = {}
+        size = 0
         if sum(len(tokens) for _, _, tokens in work) > self.batch_tokens:
             raise ValueError(f"one step takes at most {self.batch_tokens} tokens")
         for sequence, start, tokens in work:
             for position, token in enumerate(tokens, start):
-                batch.token[size], batch.pos[size], batch.n_seq_id[size] = token, position, 1
+                batch.token[size] = token
+                batch.pos[size] = position
+                batch.n_seq_id[size] = 1
                 batch.seq_id[size][0], batch.logits[size] = sequence, position == start + len(tokens) - 1
                 last[sequence], size = size, size + 1
         batch.n_tokens = size
         if status := self.package.llama_decode(context, batch):
             raise RuntimeError(f"llama_decode returned {status}")
         vocab, logits = (self.model.n_vocab(),), self.package.llama_get_logits_ith
-        return {sequence: int(np.ctypeslib.as_array(logits(context, row), vocab).argmax()) for sequence, row in last.items()}
+        return {
+            sequence: int(np.ctypeslib.as_array(logits(context, row), vocab).argmax()) for sequence, row in last.items()
+        }
 
 
 class Vllm(TextEngine):
@@ -303,10 +330,17 @@ class Vllm(TextEngine):
         self.engine = self.package.LLM(**self.options)
 
     def run(
-        self, prompts: list[list[int]], outputs: list[int], temperature: float, adapters: Sequence[str] = (), **others: Any
+        self,
+        prompts: list[list[int]],
+        outputs: list[int],
+        temperature: float,
+        adapters: Sequence[str] = (),
+        **others: Any,
     ) -> list[int]:
         """adapters: directories with LoRA adapters, which the prompts take in turns."""
-        make = partial(self.package.SamplingParams, temperature=temperature, ignore_eos=True, detokenize=False, **others)
+        make = partial(
+            self.package.SamplingParams, temperature=temperature, ignore_eos=True, detokenize=False, **others
+        )
         params = [make(max_tokens=count) for count in outputs]
         loras = None
         if adapters:
@@ -322,7 +356,9 @@ class RwkvPackage(Engine):
     """The package rwkv with random weights of a configuration, one stream."""
 
     def __init__(self, config: dict[str, Any], strategy: str, directory: str) -> None:
-        self.config, self.strategy, self.path = config, strategy, Path(directory) / "random.pth"
+        self.config = config
+        self.strategy = strategy
+        self.path = Path(directory) / "random.pth"
 
     def imports(self) -> str:
         os.environ |= {"RWKV_V7_ON": "1", "RWKV_JIT_ON": "1", "RWKV_CUDA_ON": "0"}
@@ -357,7 +393,9 @@ class RwkvPackage(Engine):
                 shapes |= {f"{attention}.{letter}1": (width, rank), f"{attention}.{letter}2": (rank, width)}
             vectors = (*(f"x_{mix}" for mix in "rwkvag"), "w0", "a0", "v0", "k_k", "k_a")
             shapes |= {f"{attention}.{name}": (1, 1, width) for name in vectors}
-            shapes |= {f"{attention}.{name}.weight": (width, width) for name in ("receptance", "key", "value", "output")}
+            shapes |= {
+                f"{attention}.{name}.weight": (width, width) for name in ("receptance", "key", "value", "output")
+            }
             shapes |= {f"{attention}.r_k": (width // 64, 64), f"{block}.ffn.x_k": (1, 1, width)}
             shapes |= {f"{block}.ffn.key.weight": (4 * width, width), f"{block}.ffn.value.weight": (width, 4 * width)}
         tensors = {name: torch.randn(shape) * 0.02 for name, shape in shapes.items()}
@@ -376,7 +414,9 @@ class EmbeddingEngine(Engine):
 
     def __init__(self, source: str, cache_dir: str, options: dict[str, Any]) -> None:
         """options: those of [embed]; peers take the device and the number of threads."""
-        self.source, self.cache_dir, self.options = source, cache_dir, options
+        self.source = source
+        self.cache_dir = cache_dir
+        self.options = options
 
     def encode(self, texts: list[str], batch_size: int) -> Any:
         """An array with one vector for each text."""
@@ -394,7 +434,9 @@ class EmbeddingEngine(Engine):
 
     def throughput(self, texts: list[str], batch_size: int, min_seconds: float) -> float:
         """Texts a second. The same texts are encoded again until enough time has passed."""
-        began, num_done, elapsed = time.perf_counter(), 0, 0.0
+        began = time.perf_counter()
+        num_done = 0
+        elapsed = 0.0
         while not num_done or elapsed < min_seconds:
             self.encode(texts, batch_size)
             num_done += len(texts)
@@ -413,7 +455,9 @@ class EmbeddingEngine(Engine):
         """Seconds for many short texts in one call, and by how many bytes the resident memory grew at most."""
         texts = [f"Document {number}" for number in range(1, count + 1)]
         with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts again from what is resident now
+            Path("/proc/self/clear_refs").write_text(
+                "5", encoding="ascii"
+            )  # VmHWM starts again from what is resident now
         before = memory_bytes("VmRSS")
         seconds, _ = timed(lambda: self.encode(texts, batch_size))
         return [seconds, max(0, memory_bytes("VmHWM") - before)]
@@ -426,8 +470,12 @@ class ArcherfishEmbeddings(EmbeddingEngine):
     """ArrowEngine, with the options of the command line."""
 
     modules: tuple[str, ...] = (
-        "archerfish", "torch", "tokenizers", "archerfish.engine.arrow_engine", "archerfish.store.loader",
-    )  # fmt: skip
+        "archerfish",
+        "torch",
+        "tokenizers",
+        "archerfish.engine.arrow_engine",
+        "archerfish.store.loader",
+    )
 
     def load(self) -> None:
         from archerfish import ArrowEngine, EmbedConfig, HubConfig
@@ -480,7 +528,9 @@ def answer(engine: Any, line: str) -> dict[str, Any]:
     except Exception as error:  # a peer may raise anything
         traceback.print_exc()
         last = traceback.extract_tb(error.__traceback__)[-1]
-        return {"error": f"{type(error).__name__}: {str(error).strip()[:500]} ({Path(last.filename).name}:{last.lineno})"}
+        return {
+            "error": f"{type(error).__name__}: {str(error).strip()[:500]} ({Path(last.filename).name}:{last.lineno})"
+        }
 
 
 def main(engines: Mapping[str, Any]) -> None:

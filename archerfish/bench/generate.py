@@ -16,9 +16,14 @@ from archerfish.config import EngineConfig
 from archerfish.observe.summary import percentile
 
 PEER_BATCH = 32
-MEAN_OUTPUT, MIN_OUTPUT, MAX_OUTPUT = 64, 4, 512
+MEAN_OUTPUT = 64
+MIN_OUTPUT = 4
+MAX_OUTPUT = 512
 MIN_PROMPT, MAX_PROMPT = 16, 256
-SHARED_TOKENS, OWN_TOKENS, PREFIX_OUTPUT, PREFIX_REQUESTS = 800, 200, 16, 64
+SHARED_TOKENS = 800
+OWN_TOKENS = 200
+PREFIX_OUTPUT = 16
+PREFIX_REQUESTS = 64
 LATENCY_PROMPTS = (16, 128, 512, 1024)
 LATENCY_OUTPUT = 64
 Job = tuple[list[int], int]  # prompt, number of output tokens
@@ -91,7 +96,9 @@ def throughput(options: Namespace) -> Found:
             open_peers(group, options, facts[OURS], is_latency=False)
         for number in range(options.rounds):
             for batch in options.batches:
-                yield from throughput_round(group, batch, mixed_jobs(4 * batch, facts[OURS]["vocab_size"], number), list(facts))
+                yield from throughput_round(
+                    group, batch, mixed_jobs(4 * batch, facts[OURS]["vocab_size"], number), list(facts)
+                )
         yield from group.notes
 
 
@@ -116,7 +123,9 @@ def latency(options: Namespace) -> Found:
         open_peers(group, options, facts[OURS], is_latency=True)
         for number in range(-1, options.rounds):
             for length in LATENCY_PROMPTS if number >= 0 else LATENCY_PROMPTS[:1]:
-                prompt = np.random.default_rng((length, number + 1)).integers(0, facts[OURS]["vocab_size"], length).tolist()
+                prompt = (
+                    np.random.default_rng((length, number + 1)).integers(0, facts[OURS]["vocab_size"], length).tolist()
+                )
                 for name in group.names(number):
                     times = group.call(name, "token_times", prompt=prompt, num_output=LATENCY_OUTPUT)
                     if times and number >= 0:  # the first round warms up
@@ -133,11 +142,14 @@ def latency_figures(times: list[float], length: int, name: str) -> Iterator[Meas
 
 
 def prefix(options: Namespace) -> Found:
-    """64 prompts of 1,000 tokens, 800 of them shared, with the cache and without; first tokens of miss, hit and repeat."""
+    """64 prompts of 1,000 tokens, 800 of them shared, with the cache and without; first tokens of miss, hit and
+    repeat."""
     with EngineGroup() as group:
         facts = open_ours(group, options, enable_prefix_caching=True)
         plain = f"{OURS} without cache"
-        group.open(plain, "Archerfish", {"options": {**dataclasses.asdict(options.engine), "enable_prefix_caching": False}})
+        group.open(
+            plain, "Archerfish", {"options": {**dataclasses.asdict(options.engine), "enable_prefix_caching": False}}
+        )
         for number in range(options.rounds):
             draw = np.random.default_rng(number)
             vocab_size = facts[OURS]["vocab_size"]
@@ -157,7 +169,8 @@ def prefix(options: Namespace) -> Found:
 
 
 def first_tokens(group: EngineGroup, name: str, prompt: list[int]) -> Iterator[Measurement]:
-    """Milliseconds to the first token: an unknown prompt, a prompt of which all but the last token is known, a repeat."""
+    """Milliseconds to the first token: an unknown prompt, a prompt of which all but the last token is known, a
+    repeat."""
 
     def first_ms(prompt: list[int], clear: bool) -> float:
         return 1000.0 * float(group.call(name, "token_times", prompt=prompt, num_output=1, clear=clear)[0])

@@ -1,7 +1,7 @@
 """`archerfish bench gpu | startup`: our engine on the GPU workloads, and vLLM beside it, each in a process of its own.
 
-Weights are random, in the shapes of published models: speed does not depend on their values. The work is that of the peers'
-own script, token for token.
+Weights are random, in the shapes of published models: speed does not depend on their values. The work is that of the
+peers' own script, token for token.
 """
 
 from __future__ import annotations
@@ -24,83 +24,151 @@ from archerfish.errors import InvalidOptionError
 
 SHAPES: dict[str, dict[str, Any]] = {  # config.json by name; what it leaves out has its family's usual value
     "qwen3-0.6b": {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
-        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "tie_word_embeddings": True,
-        "bos_token_id": 151643, "eos_token_id": 151645, "torch_dtype": "bfloat16",
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": True,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "torch_dtype": "bfloat16",
     },
     "llama-3.1-8b": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
-        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
         "rope_scaling": {
-            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
-        "bos_token_id": 128000, "eos_token_id": 128009, "torch_dtype": "bfloat16",
+        "bos_token_id": 128000,
+        "eos_token_id": 128009,
+        "torch_dtype": "bfloat16",
     },
-}  # fmt: skip
+}
 SHAPES |= {
     "llama-3.2-1b": {
-        **SHAPES["llama-3.1-8b"], "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
+        **SHAPES["llama-3.1-8b"],
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "head_dim": 64,
         "tie_word_embeddings": True,
     },
     "qwen3-4b": {
-        **SHAPES["qwen3-0.6b"], "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+        **SHAPES["qwen3-0.6b"],
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
         "num_attention_heads": 32,
     },
     "qwen3-14b": {
-        **SHAPES["qwen3-0.6b"], "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40,
-        "num_attention_heads": 40, "tie_word_embeddings": False,
+        **SHAPES["qwen3-0.6b"],
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "tie_word_embeddings": False,
     },
-}  # fmt: skip
+}
 PLAIN_SHAPES = tuple(SHAPES)
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 QUANTISED: dict[str, dict[str, Any]] = {  # quantization_config by the end of a shape's name
     "w4a16": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False},
     "fp8": {
-        "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"], "config_groups": {"group_0": {
-            "targets": ["Linear"], "weights": {**FP8, "strategy": "channel", "dynamic": False},
-            "input_activations": {**FP8, "strategy": "token", "dynamic": True},
-        }},
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**FP8, "strategy": "channel", "dynamic": False},
+                "input_activations": {**FP8, "strategy": "token", "dynamic": True},
+            }
+        },
     },
-}  # fmt: skip
+}
 STORED = {"w4a16": "int4", "fp8": "fp8"}  # how our converter names them
 SHAPES |= {
     f"{shape}-{kind}": {**SHAPES[shape], "quantization_config": settings}
-    for shape in ("qwen3-0.6b", "llama-3.1-8b") for kind, settings in QUANTISED.items()
-}  # fmt: skip
+    for shape in ("qwen3-0.6b", "llama-3.1-8b")
+    for kind, settings in QUANTISED.items()
+}
 SHAPES["qwen3-30b-a3b"] = {
-    **SHAPES["qwen3-0.6b"], "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
-    "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
-    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
-    "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
-}  # fmt: skip
+    **SHAPES["qwen3-0.6b"],
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "tie_word_embeddings": False,
+}
 KV_SHAPE = "llama-3.1-8b-kvfp8"  # keys and values in FP8
 SHAPES[KV_SHAPE] = SHAPES["llama-3.1-8b"]
 VLLM = "vllm"
 COMMON = {
-    "dtype": "bfloat16", "load_format": "dummy", "max_model_len": 8704, "max_num_seqs": 512, "gpu_memory_utilization": 0.85,
+    "dtype": "bfloat16",
+    "load_format": "dummy",
+    "max_model_len": 8704,
+    "max_num_seqs": 512,
+    "gpu_memory_utilization": 0.85,
     "enable_prefix_caching": True,
-}  # fmt: skip
+}
 OUR_OPTIONS = {"device": "cuda", **COMMON}
 VLLM_OPTIONS = {**COMMON, "skip_tokenizer_init": True, "disable_log_stats": True}
 VLLM_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 # Where torch, Triton, the driver and vLLM keep compiled code; `bench startup` begins with empty directories.
 CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
 PARTS = {
-    "offline": "256 requests of 100-1024 tokens in and out, tokens/s", "bs1": "one request, tokens/s",
-    "prefill": "64 prompts of 2048 tokens, tokens/s", "shared": "256 requests on a shared prefix of 3072 tokens, requests/s",
-    "four": "4 sequences, tokens/s", "drawn": "128 sequences, temperature alone, tokens/s",
-    "sampled": "128 sequences, penalties and cuts, tokens/s", "logprobs": "128 sequences, 5 logprobs, tokens/s",
-    "long": "32 prompts of 8192 tokens, 256 out, tokens/s", "contexts": "256 prompts of 2048 tokens, 512 out, tokens/s",
-}  # fmt: skip
+    "offline": "256 requests of 100-1024 tokens in and out, tokens/s",
+    "bs1": "one request, tokens/s",
+    "prefill": "64 prompts of 2048 tokens, tokens/s",
+    "shared": "256 requests on a shared prefix of 3072 tokens, requests/s",
+    "four": "4 sequences, tokens/s",
+    "drawn": "128 sequences, temperature alone, tokens/s",
+    "sampled": "128 sequences, penalties and cuts, tokens/s",
+    "logprobs": "128 sequences, 5 logprobs, tokens/s",
+    "long": "32 prompts of 8192 tokens, 256 out, tokens/s",
+    "contexts": "256 prompts of 2048 tokens, 512 out, tokens/s",
+}
 # Prompts of a part, tokens of each, and what it asks for beyond a temperature.
 SAMPLING: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "four": (4, 128, {}), "drawn": (128, 128, {}), "logprobs": (128, 128, {"logprobs": 5}),
+    "four": (4, 128, {}),
+    "drawn": (128, 128, {}),
+    "logprobs": (128, 128, {"logprobs": 5}),
     "sampled": (128, 128, {"top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2}),
-    "long": (32, 8192, {}), "contexts": (256, 2048, {}),
-}  # fmt: skip
+    "long": (32, 8192, {}),
+    "contexts": (256, 2048, {}),
+}
 OUTPUT = dict.fromkeys(SAMPLING, 256) | {"contexts": 512}  # tokens; of fewer, prompts would take most of the time
 FIRST_TOKEN = "one request, first token, ms"
 MAX_TOKEN = 10000
@@ -109,7 +177,8 @@ Generate = Callable[..., float | None]  # prompts, outputs, temperature and othe
 
 
 def measure(options: Namespace) -> Found:
-    """All parts on all shapes; the engines of a shape follow one another, because each takes most of the card's memory."""
+    """All parts on all shapes; the engines of a shape follow one another, because each takes most of the card's
+    memory."""
     parts = chosen("--only", options.only, PARTS)
     shapes, peers = prepare(options)
     for shape in shapes:
@@ -128,9 +197,15 @@ def measure(options: Namespace) -> Found:
 
 
 def open_engine(
-    group: EngineGroup, name: str, directory: Path, options: Namespace, *, load_format: str = "dummy", kv_dtype: str = "auto",
+    group: EngineGroup,
+    name: str,
+    directory: Path,
+    options: Namespace,
+    *,
+    load_format: str = "dummy",
+    kv_dtype: str = "auto",
     environment: Mapping[str, str] | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     given = {"model": str(directory), "load_format": load_format}
     if name == VLLM:
         return open_vllm(group, options, {**given, "kv_cache_dtype": kv_dtype})
@@ -155,7 +230,9 @@ def run_parts(generate: Generate, parts: Iterable[str], number: int) -> Iterator
     def tokens(count: int) -> list[int]:
         return [draw.randint(0, MAX_TOKEN) for _ in range(count)]
 
-    first, single, long = tokens(128), tokens(128), [tokens(2048) for _ in range(64)]
+    first = tokens(128)
+    single = tokens(128)
+    long = [tokens(2048) for _ in range(64)]
     prefix = tokens(3072)
     shared = [prefix + tokens(128) for _ in range(256)]
     if "offline" in parts and (seconds := generate(prompts=prompts, outputs=outputs, temperature=SAMPLED)):
@@ -206,7 +283,10 @@ def random_store(shape: str, folder: Path) -> Path:
     from archerfish.models.adapter import model_class
     from archerfish.models.config import Config
 
-    target, kind = folder / f"{shape}-bfloat16-random", next((kind for kind in QUANTISED if shape.endswith(f"-{kind}")), "")
+    target, kind = (
+        folder / f"{shape}-bfloat16-random",
+        next((kind for kind in QUANTISED if shape.endswith(f"-{kind}")), ""),
+    )
     values = SHAPES[shape.removesuffix(f"-{kind}")]
     if not (target / "weights.arrow").is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -219,7 +299,11 @@ def random_store(shape: str, folder: Path) -> Path:
             save_file(tensors, Path(source) / "model.safetensors")
             (Path(source) / "config.json").write_text(json.dumps(values), encoding="utf-8")
             wanted = ConversionConfig(
-                dtype="bfloat16", weights=STORED.get(kind, "auto"), write_parquet=False, validate_output=False, report=False,
+                dtype="bfloat16",
+                weights=STORED.get(kind, "auto"),
+                write_parquet=False,
+                validate_output=False,
+                report=False,
                 overwrite=True,
             )
             ModelConverter(wanted).convert(source, target)

@@ -1,8 +1,8 @@
 """`archerfish bench kernels`: the Triton kernels against what the card can do, in bfloat16.
 
-Figures are medians with nothing of a call's input in the card's cache. It is emptied before each call; calls that last a few
-microseconds run in a captured graph, as in the engine, and each has inputs of its own. The limit is the fewest bytes that the
-work must move, or the fewest operations, at the card's rate.
+Figures are medians with nothing of a call's input in the card's cache. It is emptied before each call; calls that last
+a few microseconds run in a captured graph, as in the engine, and each has inputs of its own. The limit is the fewest
+bytes that the work must move, or the fewest operations, at the card's rate.
 """
 
 from __future__ import annotations
@@ -30,10 +30,20 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 COPY_BYTES_PER_S, BF16_FLOPS = 4.26e12, 785e12  # measured on an H200
-TOKENS, WIDTH, FEED_FORWARD, BLOCK_SIZE = 8192, 4096, 14336, 16
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
-EXPERT_WIDTH, EXPERT_UNITS, NUM_ADAPTERS, RANK = 2048, 768, 32, 16
-SAMPLES, VOCAB_SIZE, TEMPERATURE = 256, 151936, 0.8
+TOKENS = 8192
+WIDTH = 4096
+FEED_FORWARD = 14336
+BLOCK_SIZE = 16
+NUM_HEADS = 32
+NUM_KV_HEADS = 8
+HEAD_DIM = 128
+EXPERT_WIDTH = 2048
+EXPERT_UNITS = 768
+NUM_ADAPTERS = 32
+RANK = 16
+SAMPLES = 256
+VOCAB_SIZE = 151936
+TEMPERATURE = 0.8
 CACHE_BYTES, MAX_LAYERS = 200_000_000, 40  # layers of a decode: together more than the card's cache holds
 Call = Callable[[], object]
 
@@ -85,7 +95,9 @@ def random(*shape: int) -> Tensor:
 
 
 def elementwise(ops: TritonOps) -> Iterator[Case]:
-    x, residual, factors = random(TOKENS, WIDTH), random(TOKENS, WIDTH), random(WIDTH).float()
+    x = random(TOKENS, WIDTH)
+    residual = random(TOKENS, WIDTH)
+    factors = random(WIDTH).float()
     normed = partial(ops.rms_norm, x, factors, 1e-5)
     peer = partial(unfused_norm, x, factors)
     yield Case(f"rms_norm {TOKENS} x {WIDTH}", [normed], num_bytes=2 * x.nbytes, peer=peer)
@@ -115,6 +127,7 @@ def unfused_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 def unfused_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotates only; ours also splits the product and writes keys and values into their blocks."""
+
     def turned(x: Tensor) -> Tensor:
         first, second = x.chunk(2, dim=-1)
         return torch.cat((-second, first), dim=-1)
@@ -129,7 +142,8 @@ def head_shape(num_heads: int = NUM_HEADS) -> HeadShape:
 def block_batch(
     ops: Ops[Tensor], heads: HeadShape, sequences: list[tuple[int, int]], num_shared: int = 0
 ) -> tuple[PagedBatch[Tensor], KVLayer[Tensor]]:
-    """A batch of sequences (new tokens, context) over shuffled blocks of random keys, the first of which they may share."""
+    """A batch of sequences (new tokens, context) over shuffled blocks of random keys, the first of which they may
+    share."""
     num_common = num_shared // BLOCK_SIZE
     needed = [-(-context // BLOCK_SIZE) - num_common for _, context in sequences]
     order = np.random.default_rng(0).permutation(num_common + sum(needed)).tolist()
@@ -138,9 +152,12 @@ def block_batch(
     kv.keys.normal_()
     kv.values.normal_()
     batch = build_batch(
-        ops, tokens=[[7] * new for new, _ in sequences], starts=[context - new for new, context in sequences],
-        blocks=[order[:num_common] + [next(own) for _ in range(num)] for num in needed], block_size=BLOCK_SIZE,
-    )  # fmt: skip
+        ops,
+        tokens=[[7] * new for new, _ in sequences],
+        starts=[context - new for new, context in sequences],
+        blocks=[order[:num_common] + [next(own) for _ in range(num)] for num in needed],
+        block_size=BLOCK_SIZE,
+    )
     return batch, kv
 
 
@@ -159,7 +176,9 @@ def decodes(ops: TritonOps) -> Iterator[Case]:
 
 
 def prefills(ops: TritonOps) -> Iterator[Case]:
-    heads, num, length = head_shape(), 8, 2048
+    heads = head_shape()
+    num = 8
+    length = 2048
     batch, kv = block_batch(ops, heads, [(length, length)] * num)
     q = random(num * length, NUM_HEADS * HEAD_DIM)
     flops = num * NUM_HEADS * 4 * HEAD_DIM * length * (length + 1) / 2
@@ -179,37 +198,55 @@ def experts(ops: TritonOps) -> Iterator[Case]:
         num_used = sum(len(set(each)) for each in chosen) / len(chosen)
         calls = [partial(ops.experts, x, logits, routing, gate_up, down, "silu") for x, logits in inputs]
         numbers = 3 * EXPERT_UNITS * EXPERT_WIDTH  # of an expert
-        yield Case(f"{routing.num_chosen} of {routing.num_experts} experts, {num} rows", calls,
-                   num_bytes=2 * num_used * numbers + 2 * inputs[0][0].nbytes,
-                   flops=2 * num * routing.num_chosen * numbers)  # fmt: skip
+        yield Case(
+            f"{routing.num_chosen} of {routing.num_experts} experts, {num} rows",
+            calls,
+            num_bytes=2 * num_used * numbers + 2 * inputs[0][0].nbytes,
+            flops=2 * num * routing.num_chosen * numbers,
+        )
 
 
 def additions(ops: TritonOps) -> Iterator[Case]:
     """What 32 adapters of rank 16 add to the products of a layer of Llama-3.1-8B."""
     adapters = ops.new_adapters(NUM_ADAPTERS, RANK)
     kv = NUM_KV_HEADS * HEAD_DIM
-    products = {"qkv": ((WIDTH, kv, kv), WIDTH), "out": ((WIDTH,), WIDTH), "gate and up": ((FEED_FORWARD,) * 2, WIDTH),
-                "down": ((WIDTH,), FEED_FORWARD)}  # fmt: skip
+    products = {
+        "qkv": ((WIDTH, kv, kv), WIDTH),
+        "out": ((WIDTH,), WIDTH),
+        "gate and up": ((FEED_FORWARD,) * 2, WIDTH),
+        "down": ((WIDTH,), FEED_FORWARD),
+    }
     tables = {
         name: adapters.add_product([f"{name}.{i}" for i in range(len(sizes))], sizes, inputs)
         for name, (sizes, inputs) in products.items()
     }
     for slot in range(1, NUM_ADAPTERS + 1):
         shapes = {name: ((RANK, one.inputs.size), (one.outputs.size, RANK)) for name, [one] in adapters.maps.items()}
-        adapters.fill(slot, {
-            name: LowRank(np.ones(down, np.float32), np.ones(up, np.float32)) for name, (down, up) in shapes.items()
-        })
+        adapters.fill(
+            slot,
+            {name: LowRank(np.ones(down, np.float32), np.ones(up, np.float32)) for name, (down, up) in shapes.items()},
+        )
     for num in (32, SAMPLES, TOKENS):
         adapters.rows = torch.arange(num, device="cuda") % NUM_ADAPTERS + 1
         for name, (sizes, width) in products.items():
-            x, y, table = random(num, width), random(num, sum(sizes)), tables[name]
-            yield Case(f"adapters of {name}, {num} rows", [partial(adapters.add, y, x, table)] * 4,
-                       num_bytes=x.nbytes + 2 * y.nbytes + table.down.nbytes + table.up.nbytes)  # fmt: skip
+            x = random(num, width)
+            y = random(num, sum(sizes))
+            table = tables[name]
+            yield Case(
+                f"adapters of {name}, {num} rows",
+                [partial(adapters.add, y, x, table)] * 4,
+                num_bytes=x.nbytes + 2 * y.nbytes + table.down.nbytes + table.up.nbytes,
+            )
 
 
 def draws(ops: TritonOps) -> Iterator[Case]:
     logits, numbers = 4 * random(SAMPLES, VOCAB_SIZE).float(), torch.arange(SAMPLES, device="cuda")
-    batch = SamplingBatch(temperature=torch.full_like(numbers, TEMPERATURE, dtype=torch.float64), keys=numbers,
-                          positions=numbers)  # fmt: skip
-    yield Case(f"sample {SAMPLES} x {VOCAB_SIZE}", [partial(ops.sample, logits, batch)], num_bytes=logits.nbytes,
-               peer=lambda: torch.multinomial((logits / TEMPERATURE).softmax(-1), 1))  # fmt: skip
+    batch = SamplingBatch(
+        temperature=torch.full_like(numbers, TEMPERATURE, dtype=torch.float64), keys=numbers, positions=numbers
+    )
+    yield Case(
+        f"sample {SAMPLES} x {VOCAB_SIZE}",
+        [partial(ops.sample, logits, batch)],
+        num_bytes=logits.nbytes,
+        peer=lambda: torch.multinomial((logits / TEMPERATURE).softmax(-1), 1),
+    )

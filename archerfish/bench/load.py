@@ -24,10 +24,16 @@ from archerfish.errors import InvalidOptionError
 from archerfish.observe.summary import percentile
 
 PATHS = {
-    "chat": "/v1/chat/completions", "completions": "/v1/completions", "ids": "/v1/completions", "embeddings": "/v1/embeddings",
-}  # fmt: skip
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "ids": "/v1/completions",
+    "embeddings": "/v1/embeddings",
+}
 REFUSALS = (429, 503, 504)  # 504: admitted, but its deadline passed while it waited
-PAUSE_S, MAX_PAUSE_S = 0.1, 1.0  # of a closed loop after a request that failed; without a pause it would flood the server
+PAUSE_S, MAX_PAUSE_S = (
+    0.1,
+    1.0,
+)  # of a closed loop after a request that failed; without a pause it would flood the server
 MIN_ID, MAX_ID = 100, 8000  # ids that every vocabulary has, past the special ones
 
 
@@ -54,7 +60,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Load:
-    """What a server is asked for. Either `concurrency` or `rate` is given; it ends after `count` requests or `duration_s`."""
+    """What a server is asked for. Either `concurrency` or `rate` is given; it ends after `count` requests or
+    `duration_s`."""
 
     shapes: tuple[Shape, ...]
     concurrency: int = 0
@@ -106,7 +113,9 @@ class LoadDriver:
     """Puts a load on one server and keeps a record of every request."""
 
     def __init__(self, session: aiohttp.ClientSession, dialect: Dialect, load: Load) -> None:
-        self._session, self._dialect, self._load = session, dialect, load
+        self._session = session
+        self._dialect = dialect
+        self._load = load
         self.records: list[Record] = []
         self._window_s, self._ends_s = 0.0, math.inf  # rates are taken over the window, which ends then
 
@@ -231,7 +240,9 @@ def take_event(event: dict[str, Any], record: Record) -> None:
 
 def arrivals(load: Load) -> Iterator[float]:
     """Seconds from the start at which the requests of a Poisson process come."""
-    draw, at_s, number = random.Random(f"arrivals:{load.seed}"), 0.0, 0
+    draw = random.Random(f"arrivals:{load.seed}")
+    at_s = 0.0
+    number = 0
     while True:
         at_s += draw.expovariate(load.rate)
         number += 1

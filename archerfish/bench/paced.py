@@ -1,4 +1,5 @@
-"""`python -m archerfish.bench.paced STEP_S TOKEN_S`: an engine process that computes nothing and takes as long as it is told.
+"""`python -m archerfish.bench.paced STEP_S TOKEN_S`: an engine process that computes nothing and takes as long as it is
+told.
 
 A step takes STEP_S and TOKEN_S for each token. All else is real: scheduler, prefix cache, admission and sockets.
 """

@@ -1,8 +1,8 @@
 """`archerfish bench replicas`: paced engine processes behind one router, and what the router and the digests cost.
 
 Throughput of N replicas against one; the share of prompt tokens found in the cache, by policy, when many requests share
-prefixes that one replica cannot hold, against one engine with the memory of all; microseconds of the router for a request;
-bytes of digests while routers catch up with a large tree that changes.
+prefixes that one replica cannot hold, against one engine with the memory of all; microseconds of the router for a
+request; bytes of digests while routers catch up with a large tree that changes.
 """
 
 from __future__ import annotations
@@ -35,33 +35,58 @@ from archerfish.store.names import STORY_MODEL
 
 Prompts = list[list[int]]
 NUM_REPLICAS, LONG_STEPS = (2, 8), (0.04, 20e-6)  # seconds of a step, and of each of its tokens
-PER_REPLICA, PROMPT_TOKENS, OUTPUT_TOKENS, NUM_ROUNDS = 8, 64, 32, 3  # requests at once, and how often
+PER_REPLICA = 8
+PROMPT_TOKENS = 64
+OUTPUT_TOKENS = 32
+NUM_ROUNDS = 3  # requests at once, and how often
 # Shared prefixes: together two and a half times what a replica holds, and less than four of them hold.
-NUM_GROUPS, PREFIX_TOKENS, SUFFIX_TOKENS, ANSWER_TOKENS, NUM_SHARED, AT_ONCE = 40, 512, 64, 8, 800, 16
-CACHE_TOKENS, NUM_SHARING, STEPS = 8192, 4, (0.01, 50e-6)  # about a model of 8B on an H200
+NUM_GROUPS = 40
+PREFIX_TOKENS = 512
+SUFFIX_TOKENS = 64
+ANSWER_TOKENS = 8
+NUM_SHARED = 800
+AT_ONCE = 16
+CACHE_TOKENS = 8192
+NUM_SHARING = 4
+STEPS = (0.01, 50e-6)  # about a model of 8B on an H200
 BLOCK = 64
-ROUTED, ROUTED_TOKENS, NUM_ROUTED = 64, 1024, 2000
-NUM_NODES, CHANGES_PER_S, NUM_ROUTERS, POLLS_PER_S = 100_000, 500, 2, 4
+ROUTED = 64
+ROUTED_TOKENS = 1024
+NUM_ROUTED = 2000
+NUM_NODES = 100_000
+CHANGES_PER_S = 500
+NUM_ROUTERS = 2
+POLLS_PER_S = 4
 
 
 class Replicas:
     """Paced engine processes that serve."""
 
-    def __init__(self, stack: ExitStack, count: int, pace: tuple[float, float], cache_tokens: int = CACHE_TOKENS) -> None:
+    def __init__(
+        self, stack: ExitStack, count: int, pace: tuple[float, float], cache_tokens: int = CACHE_TOKENS
+    ) -> None:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="archerfish-"))
         self.secret = secrets.token_urlsafe(16)
         options = EngineConfig(
-            model=STORY_MODEL, max_model_len=4096, block_size=BLOCK, max_cache_tokens=cache_tokens, num_threads=1,
+            model=STORY_MODEL,
+            max_model_len=4096,
+            block_size=BLOCK,
+            max_cache_tokens=cache_tokens,
+            num_threads=1,
             max_num_seqs=64,
-        )  # fmt: skip
+        )
         spec = ModelSpec(kind="generation", options={name: getattr(options, name) for name in options.names()})
         command = (sys.executable, "-m", "archerfish.bench.paced", *map(str, pace))
         self.processes: list[KeptProcess] = []
         stack.callback(stop_all, self.processes)
         for number in range(count):
             config = HostConfig(
-                name=replica_name(number), address=f"ipc://{directory}/{number}", models=(spec,), front_end_pass=self.secret,
-                routing_secret=self.secret, grace_s=1.0,
+                name=replica_name(number),
+                address=f"ipc://{directory}/{number}",
+                models=(spec,),
+                front_end_pass=self.secret,
+                routing_secret=self.secret,
+                grace_s=1.0,
             )
             self.processes.append(engine_process(config, command=command))
             self.processes[-1].start()
@@ -92,9 +117,14 @@ class Replicas:
                 for number, prompt in left:
                     params: dict[str, Any] = {"max_tokens": num_output, "ignore_eos": True, "temperature": 0.0}
                     request = GenerationRequest(
-                        request_id=f"r{number}", model=STORY_MODEL, token_ids=prompt, params=params, wants_ids=True,
-                        credentials=self.secret, tenant=tenant,
-                    )  # fmt: skip
+                        request_id=f"r{number}",
+                        model=STORY_MODEL,
+                        token_ids=prompt,
+                        params=params,
+                        wants_ids=True,
+                        credentials=self.secret,
+                        tenant=tenant,
+                    )
                     async with aclosing(backend.generate(request)) as parts:
                         found.extend([part async for part in parts if isinstance(part, Generated)])
 
@@ -136,9 +166,11 @@ def shared_prefixes(rounds: int) -> Found:
             prompts = [[*rng.choice(prefixes), *random_prompt(rng, SUFFIX_TOKENS)] for _ in range(NUM_SHARED)]
             best = 0.0
             for name, served, policy in (
-                ("one cache", big, "cache-aware"), ("cache-aware", four, "cache-aware"), ("least-loaded", four, "least-loaded"),
+                ("one cache", big, "cache-aware"),
+                ("cache-aware", four, "cache-aware"),
+                ("least-loaded", four, "least-loaded"),
                 ("round-robin", four, "round-robin"),
-            ):  # fmt: skip
+            ):
                 answers = served.send(prompts, AT_ONCE, ANSWER_TOKENS, policy=policy, tenant=f"{number} {name}")
                 answers = answers[NUM_SHARED // 2 :]
                 rate = sum(one.num_cached_tokens for one in answers) / sum(one.num_prompt_tokens for one in answers)
@@ -153,14 +185,18 @@ def shared_prefixes(rounds: int) -> Found:
 def router_cost(rounds: int) -> Iterator[Measurement]:
     """Choosing one of 64 replicas for a prompt of 1,024 tokens of which several have a part, and counting it."""
     for number in range(rounds):
-        rng, router, path_hash = Random(number), Router(b"secret"), PathHash()
+        rng = Random(number)
+        router = Router(b"secret")
+        path_hash = PathHash()
         prompts = [random_prompt(rng, ROUTED_TOKENS) for _ in range(256)]
         for i in range(ROUTED):
             digest = PrefixDigest(b"secret")
             for prompt in rng.sample(prompts, 64):
                 tokens, length = pack_tokens(prompt), rng.randrange(DIGEST_TOKENS, ROUTED_TOKENS)
                 digest.add(path_hash.prefixes(0, 0, tokens.tobytes(), 0, length), "model", NO_NAMESPACE)
-            load = ReplicaLoad(prompt_token_s=1e-4, step_s=rng.random() / 100, waiting_tokens={"a": 100}, max_running=64)
+            load = ReplicaLoad(
+                prompt_token_s=1e-4, step_s=rng.random() / 100, waiting_tokens={"a": 100}, max_running=64
+            )
             router.report(router.add(replica_name(i)), {"model": load}, digest.changes(0, 1 << 20)[1], begins_anew=True)
         times = []
         for _ in range(NUM_ROUTED):
@@ -176,11 +212,17 @@ def router_cost(rounds: int) -> Iterator[Measurement]:
 
 
 def digest_bytes() -> Iterator[Measurement]:
-    """What a replica with a large tree sends to a router, while routers that know nothing catch up and prefixes come and go."""
-    now, rng, digest, path_hash = 0.0, Random(0), PrefixDigest(b"secret"), PathHash()
+    """What a replica with a large tree sends to a router, while routers that know nothing catch up and prefixes come
+    and go."""
+    now = 0.0
+    rng = Random(0)
+    digest = PrefixDigest(b"secret")
+    path_hash = PathHash()
     tokens = pack_tokens(rng.choices(range(1 << 16), k=DIGEST_TOKENS * NUM_NODES))
     digest.add(path_hash.prefixes(0, 0, tokens.tobytes(), 0, len(tokens)), "model", NO_NAMESPACE)
-    reports, since, in_second = LoadReports(digest, lambda: now), [0] * NUM_ROUTERS, list[int]()
+    reports = LoadReports(digest, lambda: now)
+    since = [0] * NUM_ROUTERS
+    in_second = list[int]()
     caught_up_s = 0.0
     while len(in_second) < 60:
         num_bytes = [0] * NUM_ROUTERS

@@ -1,8 +1,8 @@
 """The report of a bench: medians of samples by metric and engine, ratios to peers, and the machine; and baselines.
 
-The name of a metric ends with its unit ("first token, ms", "one stream, tokens/s"); the unit says which direction is worse.
-A baseline is a file with our medians of one run, which later runs are compared with. A second file, FILE.breaches, counts how
-often in a row each metric was worse.
+The name of a metric ends with its unit ("first token, ms", "one stream, tokens/s"); the unit says which direction is
+worse. A baseline is a file with our medians of one run, which later runs are compared with. A second file,
+FILE.breaches, counts how often in a row each metric was worse.
 """
 
 from __future__ import annotations
@@ -25,13 +25,24 @@ from archerfish.store.files import replace_file, write_errors
 
 OURS = "archerfish"
 DIRECTIONS: dict[str, Direction] = {
-    "copy rate, *": "neither", "machine: *": "neither", "*/s": "lower",
-    "*, ms": "higher", "*, us": "higher", "*, ns": "higher", "*, s": "higher",
-    "*, MB": "higher", "*, hit rate": "lower", "*, utilisation": "lower", "*, share of the limit": "lower",
+    "copy rate, *": "neither",
+    "machine: *": "neither",
+    "*/s": "lower",
+    "*, ms": "higher",
+    "*, us": "higher",
+    "*, ns": "higher",
+    "*, s": "higher",
+    "*, MB": "higher",
+    "*, hit rate": "lower",
+    "*, utilisation": "lower",
+    "*, share of the limit": "lower",
     "*, times as fast as PyTorch": "lower",
-    "*, real-time factor": "higher", "*, streams in real time": "lower", "*unanswered": "higher",
-    "*not answered": "higher", "*": "neither",
-}  # fmt: skip
+    "*, real-time factor": "higher",
+    "*, streams in real time": "lower",
+    "*unanswered": "higher",
+    "*not answered": "higher",
+    "*": "neither",
+}
 MACHINE_KEYS = ("cpu", "cores", "gpu")  # figures of different ones are not comparable
 READ_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError)
 
@@ -104,8 +115,12 @@ class BenchReport:
             for metric, by_engine in self.samples.items()
         }
         return {
-            "bench": self.bench, "model": self.model, "machine": machine(), "figures": figures, "notes": self.notes,
-        }  # fmt: skip
+            "bench": self.bench,
+            "model": self.model,
+            "machine": machine(),
+            "figures": figures,
+            "notes": self.notes,
+        }
 
 
 def format_number(value: float) -> str:
@@ -126,10 +141,13 @@ def machine() -> dict[str, Any]:
 
     processor = cpu()
     return {
-        "cpu": processor.model, "cores": processor.num_cores,
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "", "python": platform.python_version(),
-        "torch": importlib.metadata.version("torch"), "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }  # fmt: skip
+        "cpu": processor.model,
+        "cores": processor.num_cores,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+        "python": platform.python_version(),
+        "torch": importlib.metadata.version("torch"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
 
 @dataclass(frozen=True)
@@ -151,13 +169,19 @@ class Baseline:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             metrics = {name: Summary(**summary) for name, summary in values["metrics"].items()}
-            if not all(isinstance(value, int | float) for summary in metrics.values() for value in asdict(summary).values()):
+            if not all(
+                isinstance(value, int | float) for summary in metrics.values() for value in asdict(summary).values()
+            ):
                 raise TypeError("a figure is not a number")
-            return cls(values["bench"], values["model"], dict(values["machine"]), metrics, tuple(map(str, values["words"])))
+            return cls(
+                values["bench"], values["model"], dict(values["machine"]), metrics, tuple(map(str, values["words"]))
+            )
         except FileNotFoundError:
             raise NotFoundError(f"There is no baseline {path}.", hint="--save-baseline writes one.") from None
         except READ_ERRORS as error:
-            raise InvalidInputError(f"{path} is not a baseline: {error!r}.", hint="--save-baseline writes one.") from None
+            raise InvalidInputError(
+                f"{path} is not a baseline: {error!r}.", hint="--save-baseline writes one."
+            ) from None
 
     def write(self, path: Path) -> None:
         if not self.metrics:
@@ -173,21 +197,29 @@ def compare(path: Path, now: Baseline, tolerance_percent: float) -> dict[str, An
     """
     before = Baseline.read(path)
     pairs = {key: (before.machine.get(key), now.machine.get(key)) for key in MACHINE_KEYS}
-    for what, (own, others) in {"bench": (before.bench, now.bench), "model": (before.model, now.model), **pairs}.items():
+    for what, (own, others) in {
+        "bench": (before.bench, now.bench),
+        "model": (before.model, now.model),
+        **pairs,
+    }.items():
         if own != others:
             hint = "Save a baseline of this run (--save-baseline)."
             raise InvalidOptionError(f"The {what} of the baseline is {own!r}, that of this run {others!r}.", hint=hint)
     detector = RegressionDetector(
-        before.metrics, tolerance_percent=tolerance_percent, directions=DIRECTIONS, consecutive_failures=read_breaches(path)
+        before.metrics,
+        tolerance_percent=tolerance_percent,
+        directions=DIRECTIONS,
+        consecutive_failures=read_breaches(path),
     )
     regressions = detector.check_regression(now.metrics)
     write_json(breaches_path(path), detector.consecutive_failures)
     breaches = [one for one in detector.comparisons if one.is_breach]
     return {
         "breaches": [asdict(one) | {"change": one.change if math.isfinite(one.change) else None} for one in breaches],
-        "num_compared": len(detector.comparisons), "missing": sorted(before.metrics.keys() - now.metrics.keys()),
+        "num_compared": len(detector.comparisons),
+        "missing": sorted(before.metrics.keys() - now.metrics.keys()),
         "is_regression": bool(regressions),
-    }  # fmt: skip
+    }
 
 
 def breaches_path(baseline: Path) -> Path:

@@ -1,4 +1,5 @@
-"""`archerfish bench rwkv | tts`: RWKV-7 models. Many streams against one, kept states against none, speech in real time."""
+"""`archerfish bench rwkv | tts`: RWKV-7 models. Many streams against one, kept states against none, speech in real
+time."""
 
 from __future__ import annotations
 
@@ -22,8 +23,12 @@ from archerfish.errors import UnsupportedModelError
 
 SHAPES = {"tiny": (2, 128), "0.1b": (12, 768), "0.4b": (24, 1024)}  # layers, width; the last two are published models
 VOCAB_SIZE = 65536
-NUM_STREAMS, PROMPT_TOKENS, STREAM_OUTPUT = 32, 16, 32
-SHARED_TOKENS, OWN_TOKENS, PREFIX_OUTPUT = 1024, 16, 16
+NUM_STREAMS = 32
+PROMPT_TOKENS = 16
+STREAM_OUTPUT = 32
+SHARED_TOKENS = 1024
+OWN_TOKENS = 16
+PREFIX_OUTPUT = 16
 DECODE_OUTPUT = 128
 AUDIO_SECONDS = 4
 TEXT = "The archerfish spits a jet of water at an insect above the surface, and waits."
@@ -37,11 +42,20 @@ def write_shape(name: str, directory: Path, vocab_size: int = VOCAB_SIZE) -> Pat
     num_layers, width = SHAPES[name]
     rank = max(32, width // 12 // 32 * 32)
     config = {
-        "architectures": ["RWKV7ForCausalLM"], "model_type": "rwkv7", "vocab_size": vocab_size, "hidden_size": width,
-        "intermediate_size": 4 * width, "num_hidden_layers": num_layers, "head_dim": 64, "norm_eps": 1e-5,
-        "decay_low_rank_dim": rank, "a_low_rank_dim": rank, "v_low_rank_dim": 32, "gate_low_rank_dim": 2 * rank,
+        "architectures": ["RWKV7ForCausalLM"],
+        "model_type": "rwkv7",
+        "vocab_size": vocab_size,
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": num_layers,
+        "head_dim": 64,
+        "norm_eps": 1e-5,
+        "decay_low_rank_dim": rank,
+        "a_low_rank_dim": rank,
+        "v_low_rank_dim": 32,
+        "gate_low_rank_dim": 2 * rank,
         "eos_token_id": 0,
-    }  # fmt: skip
+    }
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     return directory
@@ -73,7 +87,9 @@ def rwkv(options: Namespace) -> Found:
     with random_model(options, VOCAB_SIZE), EngineGroup() as group:
         facts = open_ours(group, options)[OURS]
         if not facts["has_states"]:
-            raise UnsupportedModelError(f"{options.engine.model} is not a recurrent model.", hint="Give an RWKV-7 model.")
+            raise UnsupportedModelError(
+                f"{options.engine.model} is not a recurrent model.", hint="Give an RWKV-7 model."
+            )
         group.open(PLAIN, "Archerfish", {"options": {**asdict(options.engine), "enable_prefix_caching": False}})
         yield Measurement("a state, MB", facts["block_bytes"] / 1e6)
         for name in group.names():
@@ -111,16 +127,24 @@ def tts(options: Namespace) -> Found:
         for name in ours:
             for num in options.streams:
                 decode_rate(group, name, num, 4, facts["vocab_size"], 0)  # compiles and records
-        if not options.no_peers and options.engine.load_format == "dummy" and importlib.util.find_spec("rwkv") is not None:
+        if (
+            not options.no_peers
+            and options.engine.load_format == "dummy"
+            and importlib.util.find_spec("rwkv") is not None
+        ):
             strategy = f"{facts['device']} {STRATEGIES[facts['dtype']]}"
-            group.open(PACKAGE, "RwkvPackage", {"config": facts["config"], "strategy": strategy, "directory": str(scratch)})
+            group.open(
+                PACKAGE, "RwkvPackage", {"config": facts["config"], "strategy": strategy, "directory": str(scratch)}
+            )
         for number in range(options.rounds):
             for num in options.streams:
                 title = stream_title(num)
                 for name in ours:
                     tokens_s = decode_rate(group, name, num, DECODE_OUTPUT, facts["vocab_size"], number)
                     yield Measurement(f"{title}, tokens/s", tokens_s, name)
-                    yield Measurement(f"{title}, share of the limit", step_bytes(facts, num) * tokens_s / num / rate, name)
+                    yield Measurement(
+                        f"{title}, share of the limit", step_bytes(facts, num) * tokens_s / num / rate, name
+                    )
                     limit = AUDIO_SECONDS * TOKENS_PER_SECOND
                     speech = {"text": TEXT, "num_streams": num, "num_tokens": limit, "seed": number}
                     seconds, audio_s = group.call(name, "speech", **speech)

@@ -1,7 +1,8 @@
 """`archerfish bench scheduler`: what planning a step and keeping the prefix cache cost, without a model.
 
-Evicting and allocating must cost the same however many nodes the tree has; matching and inserting must cost the same per
-token however long a prompt is. Python's garbage collector is off meanwhile, because its pauses grow with all objects.
+Evicting and allocating must cost the same however many nodes the tree has; matching and inserting must cost the same
+per token however long a prompt is. Python's garbage collector is off meanwhile, because its pauses grow with all
+objects.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from archerfish.step import StepResult
 BLOCK_SIZE, TOKEN = 16, 7
 NUM_NODES = (10**3, 10**4, 10**5, 10**6)
 LENGTHS = (256, 1024, 4096, 16384, 65536)
-PROMPT_TOKENS, NUM_PROMPTS, NUM_SAMPLES = 1024, 50, 1000
+PROMPT_TOKENS = 1024
+NUM_PROMPTS = 50
+NUM_SAMPLES = 1000
 
 
 def measure(options: Namespace) -> Found:
@@ -60,10 +63,14 @@ def step_times_us(
     max_tokens = num_steps + 1000
     blocks = BlockManager(num_sequences * (-(-(prompt_tokens + max_tokens) // BLOCK_SIZE) + 1), BLOCK_SIZE)
     scheduler = Scheduler(
-        blocks=blocks, cache=RadixCache(blocks), policy="fcfs", max_num_seqs=num_sequences,
-        max_num_batched_tokens=8192 + num_sequences, max_queue_size=num_sequences + num_waiting,
+        blocks=blocks,
+        cache=RadixCache(blocks),
+        policy="fcfs",
+        max_num_seqs=num_sequences,
+        max_num_batched_tokens=8192 + num_sequences,
+        max_queue_size=num_sequences + num_waiting,
         max_model_len=prompt_tokens + max_tokens,
-    )  # fmt: skip
+    )
     params = SamplingParams(max_tokens=max_tokens)
     for number in range(num_sequences + num_waiting):
         # Lengths differ, so that sequences take blocks in different steps. First tokens differ: no prefix is shared.
@@ -93,12 +100,15 @@ def step_times_us(
 
 
 def tree_costs(num_nodes: int) -> Iterator[Measurement]:
-    """Evicting a leaf of one block, allocating and freeing a block, matching and inserting, in a tree of so many nodes."""
+    """Evicting a leaf of one block, allocating and freeing a block, matching and inserting, in a tree of so many
+    nodes."""
     cache = filled_cache(num_nodes, NUM_PROMPTS * (PROMPT_TOKENS // BLOCK_SIZE) + NUM_SAMPLES)
     title, blocks = f"tree of {num_nodes:,} nodes", cache.blocks
     yield Measurement(f"{title}, allocate and free, ns", median_ns(lambda: blocks.free(blocks.allocate(1)), 20, 50))
     yield from prompt_costs(cache, PROMPT_TOKENS, title)
-    yield Measurement(f"{title}, evict, ns", median_ns(lambda: cache.evict(1), 20, min(NUM_SAMPLES, num_nodes // 2) // 20))
+    yield Measurement(
+        f"{title}, evict, ns", median_ns(lambda: cache.evict(1), 20, min(NUM_SAMPLES, num_nodes // 2) // 20)
+    )
 
 
 def prompt_costs(cache: RadixCache, length: int, title: str) -> Iterator[Measurement]:

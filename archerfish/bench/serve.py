@@ -32,28 +32,39 @@ from archerfish.errors import InvalidOptionError, ServiceError, refuse_unknown
 
 DEFAULT_WORKLOAD = "chat:64/16"
 CHAT, EMBEDDING = Shape("chat", (64, 64), (16, 16)), Shape("embeddings", (32, 32))
-TABLE_SIZES, CAPACITY_SIZES, CAPACITY_S = (1, 4, 8, 16), (16, 32), 10.0
+TABLE_SIZES = (1, 4, 8, 16)
+CAPACITY_SIZES = (16, 32)
+CAPACITY_S = 10.0
 PROMPT_STREAMS, PROMPTED = (4, 8, 16), Shape("ids", (512, 512), (128, 128))
 OVERLOAD = 3.0  # times the capacity
 DEADLINES_S = {"chat": 10.0, "embeddings": 1.0}  # in which an overloaded server must have answered
 NUM_LEAVERS, LEAVERS_AT_ONCE = 500, 50
-START_S, STOP_S, SETTLE_S, POLL_S, SAMPLE_S = 600.0, 15.0, 15.0, 0.2, 1.0
+START_S = 600.0
+STOP_S = 15.0
+SETTLE_S = 15.0
+POLL_S = 0.2
+SAMPLE_S = 1.0
 EXTRAS = {"ignore_eos": True, "stream_options": {"include_usage": True}}
 NOT_FOR_CHAT = ("embedding", "cross-encoder", "reranker")
 SMALL_MODEL = "story-rwkv7"  # of the scenarios that measure the service and not the model
 OVERHEAD_ANSWERS = 20
-STREAMS, STREAM_TOKENS, FRONT_ENDS = 256, 32, (1, 2)
+STREAMS = 256
+STREAM_TOKENS = 32
+FRONT_ENDS = (1, 2)
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Server:
-    """One server under load. process and log: of the command that was started here; url: "" until it has announced it."""
+    """One server under load. process and log: of the command that was started here; url: "" until it has announced
+    it."""
 
     process: subprocess.Popen[bytes] | None = None
     log: IO[str] | None = None
 
     def __init__(self, name: str, url: str, options: Namespace) -> None:
-        self.name, self.url, self.options = name, url.rstrip("/").removesuffix("/v1"), options
+        self.name = name
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.options = options
         self.dialect = Dialect()
 
     def session(self) -> aiohttp.ClientSession:
@@ -114,8 +125,11 @@ class Server:
             await asyncio.sleep(SAMPLE_S)
 
     def use(self) -> tuple[float, int, int]:
-        """Resident bytes, open files and threads of the process and all its descendants; nothing where it is not ours."""
-        num_bytes, num_files, num_threads = 0.0, 0, 0
+        """Resident bytes, open files and threads of the process and all its descendants; nothing where it is not
+        ours."""
+        num_bytes = 0.0
+        num_files = 0
+        num_threads = 0
         to_visit = [self.process.pid] if self.process else []
         while to_visit:
             folder = Path("/proc") / str(to_visit.pop())
@@ -167,7 +181,9 @@ class ServeBench:
     """Scenarios on servers that are ready; each is a generator of measurements."""
 
     def __init__(self, servers: list[Server], options: Namespace, runner: asyncio.Runner) -> None:
-        self.servers, self.options, self.runner = servers, options, runner
+        self.servers = servers
+        self.options = options
+        self.runner = runner
 
     def load(self, *shapes: Shape, **size: Any) -> Load:
         """A load of a scenario; its size is the user's where one is given."""
@@ -175,7 +191,9 @@ class ServeBench:
             size |= {"count": self.options.requests, "duration_s": self.options.duration}
         return Load(shapes, **size)
 
-    def drive(self, server: Server, load: Load, good_s: float = 0.0, memory: list[float] | None = None) -> dict[str, float]:
+    def drive(
+        self, server: Server, load: Load, good_s: float = 0.0, memory: list[float] | None = None
+    ) -> dict[str, float]:
         return self.runner.run(server.drive(load, memory)).figures(good_s or self.options.e2e_target / 1000)
 
     def rounds(self, title: str, load: Load) -> Found:
@@ -213,13 +231,16 @@ class ServeBench:
             yield from self.rounds(f"{names}, {rate} arrivals/s", self.load(*shapes, rate=rate, count=200))
 
     def overload(self, title: str, shape: Shape) -> Found:
-        """The capacity before and after, and between them three times as much for two minutes, within the same deadline."""
+        """The capacity before and after, and between them three times as much for two minutes, within the same
+        deadline."""
         good_s = self.options.e2e_target / 1000 or DEADLINES_S[shape.kind]
         for server in self.servers:
             before = self.capacity(server, shape, good_s, "before")
             probe = self.runner.run(server.drive(Load((shape,), concurrency=1, count=1, deadline_s=good_s)))
             deadline_s = good_s if probe.records[0].status not in (400, 422) else 0.0  # other servers may not take one
-            load = self.load(shape, rate=max(1.0, OVERLOAD * before), duration_s=120.0, deadline_s=deadline_s, seed=title)
+            load = self.load(
+                shape, rate=max(1.0, OVERLOAD * before), duration_s=120.0, deadline_s=deadline_s, seed=title
+            )
             memory: list[float] = []
             found = self.drive(server, load, good_s, memory)
             after = self.capacity(server, shape, good_s, "after")
@@ -234,11 +255,14 @@ class ServeBench:
     def capacity(self, server: Server, shape: Shape, good_s: float, seed: str) -> float:
         """The most good answers a second of some numbers at once. seed: other prompts, which no cache has."""
         duration_s = min(CAPACITY_S, self.options.duration or CAPACITY_S)
-        loads = [Load((shape,), concurrency=size, duration_s=duration_s, seed=f"{seed}:{size}") for size in CAPACITY_SIZES]
+        loads = [
+            Load((shape,), concurrency=size, duration_s=duration_s, seed=f"{seed}:{size}") for size in CAPACITY_SIZES
+        ]
         return max(self.drive(server, load, good_s)["goodput, requests/s"] for load in loads)
 
     def disconnect(self) -> Found:
-        """Clients that hang up at random moments, about half of them before the end. Then nothing may be held for them."""
+        """Clients that hang up at random moments, about half of them before the end. Then nothing may be held for
+        them."""
         for server in self.servers:
             staying = Load((CHAT,), concurrency=LEAVERS_AT_ONCE, count=100, seed="staying")
             usual_s = self.drive(server, staying)["end to end p50, ms"] / 1000
@@ -247,7 +271,10 @@ class ServeBench:
             left = self.drive(server, replace(staying, count=count, hang_up_within_s=2 * usual_s, seed="leaving"))
             held = self.settled(server, before)
             again = self.drive(server, replace(staying, seed="again"))
-            found = {"left, requests": left.get("left, requests", 0.0), "not answered afterwards": again["not answered"]}
+            found = {
+                "left, requests": left.get("left, requests", 0.0),
+                "not answered afterwards": again["not answered"],
+            }
             yield from measurements("disconnect", server, found | held)
 
     def settled(self, server: Server, before: tuple[float, int, int]) -> dict[str, float]:
@@ -331,23 +358,30 @@ def frontends(options: Namespace) -> Found:
                 bench = ServeBench([server], options, runner)
                 for seed in ("warmup", "measured"):
                     found = bench.drive(server, Load((shape,), concurrency=STREAMS, count=STREAMS, seed=seed))
-                figures = {metric: found.get(metric, 0.0) for metric in ("tokens/s", "first token p99, ms", "not answered")}
+                figures = {
+                    metric: found.get(metric, 0.0) for metric in ("tokens/s", "first token p99, ms", "not answered")
+                }
                 yield from measurements(f"frontends: {number} front end{'s' * (number > 1)}", server, figures)
 
 
 SCENARIOS: dict[str, Callable[[ServeBench], Found]] = {
-    "chat8": ServeBench.chat8, "embed": ServeBench.embed, "table": ServeBench.table, "streams": ServeBench.streams,
+    "chat8": ServeBench.chat8,
+    "embed": ServeBench.embed,
+    "table": ServeBench.table,
+    "streams": ServeBench.streams,
     "disconnect": ServeBench.disconnect,
     "overload": lambda bench: bench.overload("overload", CHAT),
     "overload-embed": lambda bench: bench.overload("overload-embed", EMBEDDING),
-}  # fmt: skip
+}
 OWN_SCENARIOS = {"overhead": overhead, "frontends": frontends}  # these start what they measure themselves
 
 
 def measure(options: Namespace) -> Found:
     refuse_unknown(options.scenarios, [*SCENARIOS, *OWN_SCENARIOS], "scenario")
     if options.scenarios and (options.concurrency or options.rate):
-        raise InvalidOptionError(f"--concurrency and --rate are for a load of your own; {options.scenarios[0]} has its own.")
+        raise InvalidOptionError(
+            f"--concurrency and --rate are for a load of your own; {options.scenarios[0]} has its own."
+        )
     wanted = [SCENARIOS[name] for name in options.scenarios if name in SCENARIOS]
     if wanted or not options.scenarios:
         yield from run_scenarios(wanted or [ServeBench.user_load], options)
@@ -359,7 +393,9 @@ def measure(options: Namespace) -> Found:
 def run_scenarios(wanted: list[Callable[[ServeBench], Found]], options: Namespace) -> Found:
     addresses, commands = (named(flag, getattr(options, flag)) for flag in ("server", "start"))
     if commands.keys() - addresses.keys():
-        raise InvalidOptionError("--start names a server that no --server names.", hint="Give --server NAME=URL for each.")
+        raise InvalidOptionError(
+            "--start names a server that no --server names.", hint="Give --server NAME=URL for each."
+        )
     with ExitStack() as stack:
         runner = stack.enter_context(asyncio.Runner())
         servers = []

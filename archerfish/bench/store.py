@@ -12,9 +12,10 @@ from archerfish.bench.engines import memory_bytes, timed
 from archerfish.bench.report import OURS, Found, Measurement
 
 CONVERSIONS: dict[str, dict[str, Any]] = {
-    "arrow": {"write_parquet": False, "validate_output": False}, "arrow, validated": {"write_parquet": False},
+    "arrow": {"write_parquet": False, "validate_output": False},
+    "arrow, validated": {"write_parquet": False},
     "arrow and parquet, validated": {},
-}  # fmt: skip
+}
 
 
 def measure(options: Namespace) -> Found:
@@ -41,7 +42,9 @@ def measure(options: Namespace) -> Found:
                 if number:
                     yield Measurement("opening all tensors, ms", seconds * 1000, name)
                 else:
-                    yield Measurement("growth of resident memory, MB", max(0, memory_bytes("VmRSS") - before) / 1e6, name)
+                    yield Measurement(
+                        "growth of resident memory, MB", max(0, memory_bytes("VmRSS") - before) / 1e6, name
+                    )
                 del tensors
 
 

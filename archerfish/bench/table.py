@@ -17,7 +17,8 @@ from archerfish.errors import InvalidOptionError
 
 @dataclass(frozen=True)
 class Flag:
-    """An option of a bench. Its default says what it takes: text, a number, a tuple of them, yes or no, or a list of texts."""
+    """An option of a bench. Its default says what it takes: text, a number, a tuple of them, yes or no, or a list of
+    texts."""
 
     name: str
     description: str
@@ -84,10 +85,16 @@ VLLM_PATH = Flag("--vllm-path", "directory with vLLM (default: the installed one
 GENERATION = (rounds(5), NO_PEERS, AGAINST)
 RWKV_SHAPES = ("tiny", "0.1b", "0.4b")
 GPU = (
-    Flag("--shapes", "qwen3-0.6b, llama-3.1-8b, llama-3.2-1b, qwen3-4b, qwen3-14b (default: all these); and the first two with "
-         "-w4a16 or -fp8 behind the name: quantised", metavar="A,B"),
-    VLLM_PATH, NO_PEERS, AGAINST,
-)  # fmt: skip
+    Flag(
+        "--shapes",
+        "qwen3-0.6b, llama-3.1-8b, llama-3.2-1b, qwen3-4b, qwen3-14b (default: all these); and the first two with "
+        "-w4a16 or -fp8 behind the name: quantised",
+        metavar="A,B",
+    ),
+    VLLM_PATH,
+    NO_PEERS,
+    AGAINST,
+)
 
 
 def rwkv_shape(default: str) -> Flag:
@@ -96,15 +103,25 @@ def rwkv_shape(default: str) -> Flag:
 
 
 SERVE = (
-    Flag("scenarios", "chat8, embed, table, streams, overload, overload-embed, disconnect, overhead, frontends (default: a "
-         "load that flags describe)", [], "SCENARIO"),
+    Flag(
+        "scenarios",
+        "chat8, embed, table, streams, overload, overload-embed, disconnect, overhead, frontends (default: a "
+        "load that flags describe)",
+        [],
+        "SCENARIO",
+    ),
     Flag("--server", "a server to load; may be repeated (default: start `archerfish serve`)", [], "NAME=URL"),
     Flag("--start", "a command that starts that server before and is ended afterwards", [], "NAME=COMMAND"),
     Flag("--model", "model that generates (default: the server's first)", metavar="MODEL"),
     Flag("--embedding-model", "model that embeds (default: the server's first)", metavar="MODEL"),
     Flag("--api-key-env", "environment variable that holds an API key", metavar="VARIABLE"),
-    Flag("--workload", "chat:64/16, completions:32-512/16-128, ids:64/16 (token ids) or embeddings:32; repeated, a mix "
-         "(default: chat:64/16)", [], "KIND:IN/OUT"),
+    Flag(
+        "--workload",
+        "chat:64/16, completions:32-512/16-128, ids:64/16 (token ids) or embeddings:32; repeated, a mix "
+        "(default: chat:64/16)",
+        [],
+        "KIND:IN/OUT",
+    ),
     Flag("--concurrency", "closed loop: requests at once (default: 8)", ()),
     Flag("--rate", "open loop: Poisson arrivals a second", (), minimum=0.001),
     Flag("--requests", "requests of a measurement (default: 200)", 0, minimum=0),
@@ -112,7 +129,7 @@ SERVE = (
     rounds(3),
     Flag("--timeout", "seconds a request may take (default: 120)", 120.0, minimum=0.001),
     Flag("--e2e-target", "milliseconds in which a whole answer must come to count as goodput", 0.0, minimum=0),
-)  # fmt: skip
+)
 BENCHES = (
     Bench("embed", "measure embeddings against the peers that are installed", "embed:measure", (
         rounds(5), Flag("--engines", "only these engines (default: all that are installed)", metavar="A,B"),

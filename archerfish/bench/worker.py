@@ -1,8 +1,8 @@
 """The engines of one bench, each in a process of its own: ours, another version of ours, or a peer.
 
-A process runs `engines.py`, so that the `archerfish` that it imports may be that of another checkout. It reads a line of JSON
-for every call of a method and answers with one line. A fresh process makes imports and loading measurable and keeps the thread
-pools of engines apart; only one engine is at work at any time.
+A process runs `engines.py`, so that the `archerfish` that it imports may be that of another checkout. It reads a line
+of JSON for every call of a method and answers with one line. A fresh process makes imports and loading measurable and
+keeps the thread pools of engines apart; only one engine is at work at any time.
 """
 
 from __future__ import annotations
@@ -36,19 +36,33 @@ class Worker:
     """The process of one engine."""
 
     def __init__(
-        self, engine: str, arguments: Mapping[str, Any], *, path: str = "", environment: Mapping[str, str] | None = None,
+        self,
+        engine: str,
+        arguments: Mapping[str, Any],
+        *,
+        path: str = "",
+        environment: Mapping[str, str] | None = None,
         file: Path | None = None,
-    ) -> None:  # fmt: skip
-        """engine: the name of a class in a file (default: `engines.py`); path: imported first, in place of this checkout."""
+    ) -> None:
+        """engine: the name of a class in a file (default: `engines.py`); path: imported first, in place of this
+        checkout."""
         self.engine = engine
         paths = [path, PACKAGE_PATH, os.environ.get("PYTHONPATH", "")]
         variables = {**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        variables.pop("PYTHONDONTWRITEBYTECODE", None)  # installed packages have their bytecode: a checkout is to have it too
+        variables.pop(
+            "PYTHONDONTWRITEBYTECODE", None
+        )  # installed packages have their bytecode: a checkout is to have it too
         command = [sys.executable, "-P", str(file or ENGINES_FILE), engine, json.dumps(dict(arguments))]
         with tempfile.NamedTemporaryFile(prefix="archerfish-bench-", delete=False) as log:
             self._log = Path(log.name)
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, encoding="utf-8", env=variables
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                encoding="utf-8",
+                env=variables,
             )
 
     def call(self, method: str, **arguments: Any) -> Any:
@@ -88,11 +102,14 @@ class Worker:
         """The exit code and the last line that the process wrote."""
         code = self._process.wait()
         lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
-        return ": ".join([f"the process ended with {code}", *[line.strip()[:300] for line in lines if line.strip()][-1:]])
+        return ": ".join(
+            [f"the process ended with {code}", *[line.strip()[:300] for line in lines if line.strip()][-1:]]
+        )
 
 
 class EngineGroup(AbstractContextManager["EngineGroup"]):
-    """Engines by name. A peer that fails is noted and left out; a failure of archerfish, of any version, ends the bench."""
+    """Engines by name. A peer that fails is noted and left out; a failure of archerfish, of any version, ends the
+    bench."""
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
@@ -135,7 +152,8 @@ def rotated(items: list[T], number: int) -> list[T]:
 
 
 def versions(against: str) -> dict[str, str]:
-    """Names and import paths of the versions of archerfish to measure: this one, and another checkout where one is given."""
+    """Names and import paths of the versions of archerfish to measure: this one, and another checkout where one is
+    given."""
     return {OURS: ""} | ({Path(against).resolve().name: str(Path(against).resolve())} if against else {})
 
 

@@ -1,4 +1,5 @@
-"""AdaptiveCache keeps less of what does not repeat, by its recent hit rate. LogitsCache is one for logits of contexts."""
+"""AdaptiveCache keeps less of what does not repeat, by its recent hit rate. LogitsCache is one for logits of
+contexts."""
 
 from __future__ import annotations
 
@@ -44,13 +45,18 @@ class _Entry(Generic[V]):
 class AdaptiveCache(Generic[K, V]):
     """Values by key, at most `max_bytes` of them, each for at most `ttl_seconds`; every operation in constant time.
 
-    While the hit rate of a full window is below `min_hit_rate`, a key is kept only when it is asked for a second time, and
-    entries that were never hit go before all others. Otherwise all keys are kept, and the least recently used go first. So what
-    does not repeat takes no room from what does, and a low rate ends when requests begin to repeat.
+    While the hit rate of a full window is below `min_hit_rate`, a key is kept only when it is asked for a second time,
+    and entries that were never hit go before all others. Otherwise all keys are kept, and the least recently used go
+    first. So what does not repeat takes no room from what does, and a low rate ends when requests begin to repeat.
     """
 
     def __init__(
-        self, max_bytes: int, ttl_seconds: float, *, window_size: int = 256, min_hit_rate: float = 0.05,
+        self,
+        max_bytes: int,
+        ttl_seconds: float,
+        *,
+        window_size: int = 256,
+        min_hit_rate: float = 0.05,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if window_size < 1 or not 0 <= min_hit_rate <= 1:
@@ -72,7 +78,9 @@ class AdaptiveCache(Generic[K, V]):
 
     def _set_limits(self, max_bytes: int, ttl_seconds: float) -> None:
         if max_bytes < 0 or not ttl_seconds > 0:
-            raise InvalidOptionError(f"max_bytes must be at least 0 and ttl_seconds above 0: {max_bytes}, {ttl_seconds}.")
+            raise InvalidOptionError(
+                f"max_bytes must be at least 0 and ttl_seconds above 0: {max_bytes}, {ttl_seconds}."
+            )
         self.max_bytes = max_bytes
         self.ttl_seconds = ttl_seconds
 
@@ -96,7 +104,8 @@ class AdaptiveCache(Generic[K, V]):
     # Use
 
     def get(self, key: K, max_age_s: float | None = None) -> V | None:
-        """The value, or None where there is none or it is too old. max_age_s: for this caller; others may still have it."""
+        """The value, or None where there is none or it is too old. max_age_s: for this caller; others may still have
+        it."""
         entry, now = self._entries.get(key), self._clock()
         if entry is not None and now - entry.stored >= self.ttl_seconds:
             self.discard(key)
@@ -184,17 +193,24 @@ class AdaptiveCache(Generic[K, V]):
 
     def get_stats(self) -> AdaptiveCacheStats:
         return AdaptiveCacheStats(
-            self._hits, self._misses, self.hit_rate, len(self._entries), self.num_bytes, self._evictions, self._expirations,
+            self._hits,
+            self._misses,
+            self.hit_rate,
+            len(self._entries),
+            self.num_bytes,
+            self._evictions,
+            self._expirations,
             self._refusals,
-        )  # fmt: skip
+        )
 
 
 @dataclass(slots=True, init=False, unsafe_hash=True)
 class CacheKey:
     """What logits depend on: the context, the position that they predict, and the state of the model.
 
-    `model_state_hash` is the caller's string for everything else: model, adapter, and the namespace, since namespaces share no
-    entries. `state_hash_of(model, namespace)` makes one. `context_tokens` may be a RadixKey, which is packed already.
+    `model_state_hash` is the caller's string for everything else: model, adapter, and the namespace, since namespaces
+    share no entries. `state_hash_of(model, namespace)` makes one. `context_tokens` may be a RadixKey, which is packed
+    already.
     """
 
     context_tokens: bytes
@@ -217,9 +233,9 @@ def state_hash_of(model: str, namespace: tuple[str, ...]) -> str:
 class LogitsCache(AdaptiveCache[CacheKey, Any]):
     """Logits of contexts that were computed before, so that an exact repeat costs no forward pass; any values will do.
 
-    An entry of an engine belongs to the RadixCache node that ends at its context: it goes by age, and when that node goes
-    (`RadixCache(on_drop=cache.drop)`). A split keeps the lower node, so that an entry stays with the node that ends where its
-    context ends.
+    An entry of an engine belongs to the RadixCache node that ends at its context: it goes by age, and when that node
+    goes (`RadixCache(on_drop=cache.drop)`). A split keeps the lower node, so that an entry stays with the node that
+    ends where its context ends.
     """
 
     def __init__(self, max_bytes: int, ttl_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -229,7 +245,8 @@ class LogitsCache(AdaptiveCache[CacheKey, Any]):
         self.on_drop: Callable[[Any], None] | None = None  # called with every value that goes, for whatever reason
 
     def insert(self, key: CacheKey, value: Any, num_bytes: int | None = None, node: Node | None = None) -> bool:
-        """Keep a value, as long as `node` lives if there is one. False: too large, not worth it, or the node is gone or a root.
+        """Keep a value, as long as `node` lives if there is one. False: too large, not worth it, or the node is gone or
+        a root.
 
         num_bytes: left out, what an array or a tensor says of itself.
         """

@@ -78,7 +78,8 @@ class BlockManager:
         return self._refs
 
     def get_physical_blocks(self, logical: Iterable[int]) -> list[int]:
-        """The places in the pool of blocks that `allocate` gave: these are numbered by their place, so they are the same."""
+        """The places in the pool of blocks that `allocate` gave: these are numbered by their place, so they are the
+        same."""
         physical = list(logical)
         for block in physical:
             if not self.ref_count(block):

@@ -1,7 +1,8 @@
-"""What a replica tells routers of its prefix cache: a keyed hash for each cached prefix of a multiple of DIGEST_TOKENS tokens.
+"""What a replica tells routers of its prefix cache: a keyed hash for each cached prefix of a multiple of DIGEST_TOKENS
+tokens.
 
-A hash depends on a secret of the service, and on model, tenant and adapter. So nobody without the secret can tell whether a
-text is cached, and equal texts of two tenants have nothing in common.
+A hash depends on a secret of the service, and on model, tenant and adapter. So nobody without the secret can tell
+whether a text is cached, and equal texts of two tenants have nothing in common.
 """
 
 from __future__ import annotations
@@ -102,7 +103,9 @@ class PrefixDigest:
         self._lock = threading.Lock()
         self._present: dict[int, None] = {}
         self._log = array("Q")
-        self._first = 1 + secrets.randbits(48)  # version before the first change: one of another process is not known here
+        self._first = 1 + secrets.randbits(
+            48
+        )  # version before the first change: one of another process is not known here
         self._old_first, self._old_log = 0, array("Q")  # before the log became a list of what is present
         self._num_listed = 0  # by that list
 
@@ -123,11 +126,14 @@ class PrefixDigest:
                     del self._present[one]
                     self._log.append(one - 1)
             if len(self._log) > max(LEAST_COMPACTED, 2 * len(self._present)):
-                self._old_first, self._old_log, self._log = self._first, self._log, array("Q", self._present)
+                self._old_first = self._first
+                self._old_log = self._log
+                self._log = array("Q", self._present)
                 self._first, self._num_listed = self._old_first + len(self._old_log) + 1, len(self._log)
 
     def changes(self, since: int, max_bytes: int) -> tuple[int, bytes, bool]:
-        """Changes after the version `since`: the version that they lead to, the changes, and whether they begin from nothing.
+        """Changes after the version `since`: the version that they lead to, the changes, and whether they begin from
+        nothing.
 
         A version that is not known, such as 0, gets all that is present.
         """

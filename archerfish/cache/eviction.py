@@ -1,8 +1,9 @@
-"""Which cached node goes first. A policy is an order with add, touch, remove and pop; each is O(1) in the three given here.
+"""Which cached node goes first. A policy is an order with add, touch, remove and pop; each is O(1) in the three given
+here.
 
-The cache keeps three numbers on a node before it calls: `created` and `last_access` (ticks that only grow) and `num_hits`.
-Only nodes that may be evicted now stand in the order. A node joins it when it is made, when its last lock goes, or when
-its last child has been evicted; in that case it may be older than others that stand there.
+The cache keeps three numbers on a node before it calls: `created` and `last_access` (ticks that only grow) and
+`num_hits`. Only nodes that may be evicted now stand in the order. A node joins it when it is made, when its last lock
+goes, or when its last child has been evicted; in that case it may be older than others that stand there.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class EvictionPolicy(Generic[N]):
 class LRU(EvictionPolicy[N]):
     """Least recently used first.
 
-    Exact but for one case: a parent that outlives its last child, and was used after the oldest of the order, goes to the new
-    end instead of the middle, which would have to be searched for.
+    Exact but for one case: a parent that outlives its last child, and was used after the oldest of the order, goes to
+    the new end instead of the middle, which would have to be searched for.
     """
 
     _moment = attrgetter("last_access")

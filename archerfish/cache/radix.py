@@ -1,14 +1,14 @@
 """The prefix cache: one radix tree of tokens per namespace, whose nodes own blocks of KV.
 
-How a sequence uses it: `match_prefix`, `lock` the match, `BlockManager.share` the full blocks that it reads (copying the last
-one where the match ends inside a block), allocate the rest, compute. When it has computed more that is worth keeping: `insert`,
-lock the new node, unlock the old one. When it ends: insert, unlock, free its blocks.
+How a sequence uses it: `match_prefix`, `lock` the match, `BlockManager.share` the full blocks that it reads (copying
+the last one where the match ends inside a block), allocate the rest, compute. When it has computed more that is worth
+keeping: `insert`, lock the new node, unlock the old one. When it ends: insert, unlock, free its blocks.
 
-A sequence has references of its own to all of its blocks, and locks the path of those that are in the tree. So a clear takes
-nothing from under a running sequence, and `num_evictable` is exactly what `evict` can bring back.
+A sequence has references of its own to all of its blocks, and locks the path of those that are in the tree. So a clear
+takes nothing from under a running sequence, and `num_evictable` is exactly what `evict` can bring back.
 
-After `clear`, nodes from before it are stale. `lock` and `insert` with one raise StaleHandleError: its KV may be of other
-weights. `unlock` of one does nothing, so that a sequence that ran through a clear ends as any other.
+After `clear`, nodes from before it are stale. `lock` and `insert` with one raise StaleHandleError: its KV may be of
+other weights. `unlock` of one does nothing, so that a sequence that ran through a clear ends as any other.
 """
 
 from __future__ import annotations
@@ -56,9 +56,15 @@ class RadixCache:
     """Longest-prefix lookup over blocks, shared by all sequences of an engine. Not for several threads at once."""
 
     def __init__(
-        self, blocks: BlockManager, *, policy: str | EvictionPolicy[Any] = "lru", is_enabled: bool = True,
-        whole_blocks: bool = False, clock: Callable[[], float] = time.monotonic,
-        on_drop: Callable[[Node], None] | None = None, num_ghosts: int = 8192,
+        self,
+        blocks: BlockManager,
+        *,
+        policy: str | EvictionPolicy[Any] = "lru",
+        is_enabled: bool = True,
+        whole_blocks: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        on_drop: Callable[[Node], None] | None = None,
+        num_ghosts: int = 8192,
     ) -> None:
         """`on_drop` is called with every node that goes; `num_ghosts` evictions are remembered for each namespace.
 
@@ -122,10 +128,12 @@ class RadixCache:
     # Growth
 
     def insert(self, key: RadixKey, blocks: Sequence[int], *, handle: Node | None = None) -> Node:
-        """Cache a path whose tokens i * B to (i + 1) * B are in blocks[i]. Returns the node that ends where the key ends.
+        """Cache a path whose tokens i * B to (i + 1) * B are in blocks[i]. Returns the node that ends where the key
+        ends.
 
-        The tree takes a reference of its own to the blocks of the new part; those of a part that it has already stay the
-        caller's alone. With `handle` (what the sequence has locked) it is refused if the namespace was cleared meanwhile.
+        The tree takes a reference of its own to the blocks of the new part; those of a part that it has already stay
+        the caller's alone. With `handle` (what the sequence has locked) it is refused if the namespace was cleared
+        meanwhile.
         """
         if handle is not None and handle.is_stale:
             raise StaleHandleError(STALE)
@@ -139,7 +147,9 @@ class RadixCache:
         if matched < node.end:
             node = self._split(node, matched - node.start)
         if matched < length:
-            parent, first, own = node, key.tokens[matched], list(blocks[matched // size : -(-length // size)])
+            parent = node
+            first = key.tokens[matched]
+            own = list(blocks[matched // size : -(-length // size)])
             self.blocks.share(own)
             path_hash = self._path_hash.extend(parent.path_hash, matched, key.data, matched, length - matched)
             if self.digest is not None:
@@ -230,7 +240,8 @@ class RadixCache:
             tree.start_over()
 
     def set_policy(self, policy: str) -> None:
-        """Evict in another order from now on. What can be evicted is sorted once, which takes a moment if it is much."""
+        """Evict in another order from now on. What can be evicted is sorted once, which takes a moment if it is
+        much."""
         order: EvictionPolicy[Node] = eviction_policy(policy)
         nodes = [self.order.pop() for _ in range(len(self.order))]
         nodes.sort(key=(lambda node: node.created) if isinstance(order, FIFO) else (lambda node: node.last_access))
@@ -247,11 +258,19 @@ class RadixCache:
         cached, evictable = sum(t.num_tokens for t in trees), sum(t.evictable_tokens for t in trees)
         capacity = self.blocks.num_total * self.block_size
         return CacheStats(
-            hit_rate=hits / (hits + misses) if hits + misses else 0.0, hits=hits, misses=misses,
-            request_hits=sum(t.request_hits for t in trees), request_misses=sum(t.request_misses for t in trees),
-            evictable_size=evictable, protected_size=cached - evictable, total_cached=cached, total_capacity=capacity,
-            evictions=sum(t.evictions for t in trees), evicted_tokens=sum(t.evicted_tokens for t in trees),
-            node_count=sum(t.num_nodes for t in trees), utilization=cached / capacity,
+            hit_rate=hits / (hits + misses) if hits + misses else 0.0,
+            hits=hits,
+            misses=misses,
+            request_hits=sum(t.request_hits for t in trees),
+            request_misses=sum(t.request_misses for t in trees),
+            evictable_size=evictable,
+            protected_size=cached - evictable,
+            total_cached=cached,
+            total_capacity=capacity,
+            evictions=sum(t.evictions for t in trees),
+            evicted_tokens=sum(t.evicted_tokens for t in trees),
+            node_count=sum(t.num_nodes for t in trees),
+            utilization=cached / capacity,
         )
 
     def trees_of_tenant(self, tenant: str) -> list[Tree]:
@@ -340,7 +359,8 @@ class RadixCache:
             self.order.touch(node)
 
     def _split(self, node: Node, offset: int) -> Node:
-        """Cut a node in two; returns the upper one. It stays the lower, so that handles and locks mean the whole path."""
+        """Cut a node in two; returns the upper one. It stays the lower, so that handles and locks mean the whole
+        path."""
         parent, size = node.parent, self.block_size
         assert parent is not None and 0 < offset < node.num_tokens
         cut = node.start + offset
@@ -349,8 +369,20 @@ class RadixCache:
         path_hash = self._path_hash.extend(parent.path_hash, node.start, edge, 0, offset)
         above = node.blocks[: -(-cut // size) - first]
         upper = Node(
-            node.tree, parent, edge, node.first_token, node.start, cut, above, path_hash, node.created, node.last_access,
-            node.num_hits, node.shares_first, node.lock_count, used_at=node.used_at,
+            node.tree,
+            parent,
+            edge,
+            node.first_token,
+            node.start,
+            cut,
+            above,
+            path_hash,
+            node.created,
+            node.last_access,
+            node.num_hits,
+            node.shares_first,
+            node.lock_count,
+            used_at=node.used_at,
         )
         parent.children[node.first_token] = upper
 

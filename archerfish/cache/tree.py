@@ -33,9 +33,9 @@ def first_token(edge: bytes) -> int:
 class Node:
     """Tokens `start` to `end` of the path from the root, and the blocks that hold them.
 
-    `blocks` covers logical blocks start // B to ceil(end / B) - 1. Where `start` is inside a block, blocks[0] also holds the
-    tokens of that block before `start`: it is either a copy of the node's own, or (`shares_first`) the same physical block as
-    an ancestor's. Each node has its own reference to each of its blocks.
+    `blocks` covers logical blocks start // B to ceil(end / B) - 1. Where `start` is inside a block, blocks[0] also
+    holds the tokens of that block before `start`: it is either a copy of the node's own, or (`shares_first`) the same
+    physical block as an ancestor's. Each node has its own reference to each of its blocks.
     """
 
     tree: Tree
@@ -71,8 +71,8 @@ class Node:
 class Tree:
     """One namespace: its root, its counters, and its ghosts.
 
-    A ghost is the memory of an eviction: (hash of the path before the node, the node's first token) -> when. There is a bounded
-    table for each namespace, so that what one forgets does not depend on what another evicts.
+    A ghost is the memory of an eviction: (hash of the path before the node, the node's first token) -> when. There is a
+    bounded table for each namespace, so that what one forgets does not depend on what another evicts.
     """
 
     def __init__(self, namespace: Namespace) -> None:
@@ -103,8 +103,8 @@ class Tree:
 class Match:
     """The longest cached prefix of a key. Lock it before anything may evict; `blocks` stay valid while it is locked.
 
-    Where num_tokens is no multiple of the block size, the last block is shared with others beyond the match: copy it before
-    writing.
+    Where num_tokens is no multiple of the block size, the last block is shared with others beyond the match: copy it
+    before writing.
     """
 
     num_tokens: int
@@ -120,10 +120,12 @@ HitReason = Literal["full", "never_seen", "evicted", "cache_off", "adapter_diffe
 class HitRecord:
     """How far a prompt matched and why no further. It depends on nothing that another tenant has cached.
 
-    full: every token. limit: as many as the caller allowed (the engine computes at least one itself, unless it has the logits).
-    between_states: more of it may be known, but the model's states are kept at some places only, and this is the last of them.
-    evicted: the next token was cached and had to go. adapter_differs: another adapter of the same tenant has more of it.
-    never_seen also stands where what is known of an eviction has been forgotten or dropped by a clear.
+    full: every token. limit: as many as the caller allowed (the engine computes at least one itself, unless it has the
+    logits).
+    between_states: more of it may be known, but the model's states are kept at some places only, and this is the last
+    of them.
+    evicted: the next token was cached and had to go. adapter_differs: another adapter of the same tenant has more of
+    it. never_seen also stands where what is known of an eviction has been forgotten or dropped by a clear.
     """
 
     num_prompt: int

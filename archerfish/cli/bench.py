@@ -21,9 +21,13 @@ REPORT_FLAGS = (
     Flag("--output", "write the report as JSON to FILE", metavar="FILE"),
     Flag("--save-baseline", "write the medians and their range to FILE", metavar="FILE"),
     Flag("--tolerance", "percentage by which a median may be worse than the baseline (default: 5)", 5.0, minimum=0),
-    Flag("--baseline", f"compare with the baseline in FILE; exit with {EXIT_REGRESSION} when a figure is worse in three runs "
-         "in a row (counted in FILE.breaches)", metavar="FILE"),
-)  # fmt: skip
+    Flag(
+        "--baseline",
+        f"compare with the baseline in FILE; exit with {EXIT_REGRESSION} when a figure is worse in three runs "
+        "in a row (counted in FILE.breaches)",
+        metavar="FILE",
+    ),
+)
 
 
 def add_bench_arguments(parser: Parser) -> None:
@@ -46,7 +50,9 @@ def run_bench(arguments: Namespace, out: Output) -> int:
     with out.progress("Measuring") as progress, signals_to(exit_tidily, signal.SIGTERM), measuring as measured:
         for number, found in enumerate(measured):
             report.add(found)
-            shown = found if isinstance(found, str) else f"{found.engine}: {found.metric} = {format_number(found.value)}"
+            shown = (
+                found if isinstance(found, str) else f"{found.engine}: {found.metric} = {format_number(found.value)}"
+            )
             progress(number + 1, 0, shown)
             if not out.shows_progress:
                 out.note(shown)
@@ -95,15 +101,23 @@ def show(report: BenchReport, machine: dict[str, str], out: Output) -> None:
 def show_comparison(compared: dict[str, Any], out: Output) -> None:
     """The figures that are worse, by how much, and how often in a row."""
     rows = [
-        (one["metric"], f"{one['before']:,.4g}", f"{one['now']:,.4g}", "" if one["change"] is None else f"{one['change']:+.1%}",
-         str(one["num_in_a_row"]), "regression" if one["is_confirmed"] else "worse")
+        (
+            one["metric"],
+            f"{one['before']:,.4g}",
+            f"{one['now']:,.4g}",
+            "" if one["change"] is None else f"{one['change']:+.1%}",
+            str(one["num_in_a_row"]),
+            "regression" if one["is_confirmed"] else "worse",
+        )
         for one in compared["breaches"]
-    ]  # fmt: skip
+    ]
     out.line()
     if rows:
         columns = ("worse than the baseline", "before", "now", "worse by", "runs in a row", "")
         out.table("", columns, rows, numbers=columns[1:5])
     num_compared, num_confirmed = compared["num_compared"], sum(one["is_confirmed"] for one in compared["breaches"])
-    out.line(f"{len(rows)} of {num_compared} figures are worse than the baseline; {num_confirmed} of them are regressions.")
+    out.line(
+        f"{len(rows)} of {num_compared} figures are worse than the baseline; {num_confirmed} of them are regressions."
+    )
     if missing := compared["missing"]:
         out.note(f"Not measured in this run: {', '.join(missing[:5])}{' ...' * (len(missing) > 5)}.")

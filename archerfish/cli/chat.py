@@ -114,7 +114,9 @@ class Chat:
 
     def run(self, first: str = "") -> None:
         """Answer messages until the user ends the chat."""
-        self.out.note(f"{self.engine.model_name}. /help lists the commands; ctrl-c stops an answer, ctrl-d ends the chat.")
+        self.out.note(
+            f"{self.engine.model_name}. /help lists the commands; ctrl-c stops an answer, ctrl-d ends the chat."
+        )
         line = first
         while True:
             try:
@@ -139,7 +141,8 @@ class Chat:
         return line.strip()
 
     def answer(self, text: str) -> None:
-        """Send a message and show the answer while it is generated. The text of a stopped answer stays in the conversation."""
+        """Send a message and show the answer while it is generated. The text of a stopped answer stays in the
+        conversation."""
         if not text.strip():
             return
         answer, stop = ChatAnswer(), threading.Event()
@@ -200,11 +203,17 @@ class Chat:
         output = answer.output
         reason = "abort" if answer.is_stopped else output.finish_reason if output else None
         if self.out.as_json:
-            self.out.result({
-                "role": "assistant", "content": answer.text, "reasoning_content": answer.reasoning, "finish_reason": reason,
-                "num_tokens": answer.num_tokens, "num_cached_tokens": output.num_cached_tokens if output else None,
-                "seconds": answer.seconds,
-            })  # fmt: skip
+            self.out.result(
+                {
+                    "role": "assistant",
+                    "content": answer.text,
+                    "reasoning_content": answer.reasoning,
+                    "finish_reason": reason,
+                    "num_tokens": answer.num_tokens,
+                    "num_cached_tokens": output.num_cached_tokens if output else None,
+                    "seconds": answer.seconds,
+                }
+            )
             return
         if not self.draws_markdown:
             self._write("\n")

@@ -1,7 +1,7 @@
 """The table of commands: in which module each is, what its help shows, and its parser.
 
-A command NAME has two functions in its module: `add_NAME_arguments(parser)` and `run_NAME(arguments, out) -> exit code`.
-Only the module of the given command is imported.
+A command NAME has two functions in its module: `add_NAME_arguments(parser)` and `run_NAME(arguments, out) -> exit
+code`. Only the module of the given command is imported.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ class Command:
         return importlib.import_module(f"archerfish.cli.{self.module}")
 
 
-USE, SERVE, MODELS, MEASURE, OTHER = "use a model", "serve", "models and files", "measure", "this installation"
+USE = "use a model"
+SERVE = "serve"
+MODELS = "models and files"
+MEASURE = "measure"
+OTHER = "this installation"
 COMMANDS = (
     Command("chat", "chat", USE, "talk to a model in the terminal", "[MESSAGE] ", (
         "archerfish chat", 'archerfish chat --system "Answer in one sentence." "What is a trout?"')),
@@ -87,9 +91,13 @@ def make_parser(command: Command) -> Parser:
     usage = f"archerfish {command.name} {command.usage}[options]"
     description = f"{command.summary[0].upper()}{command.summary[1:]}."
     examples = "".join(f"  {line}\n" for line in command.examples)
-    epilog = "Options of a [section] are also environment variables (ARCHERFISH_SECTION_NAME) and keys of the TOML file.\n\n"
+    epilog = (
+        "Options of a [section] are also environment variables (ARCHERFISH_SECTION_NAME) and keys of the TOML file.\n\n"
+    )
     epilog += (f"examples:\n{examples}\n" if examples else "") + EXIT_CODES
-    parser = Parser(prog=f"archerfish {command.name}", usage=usage, description=description, epilog=epilog.replace("%", "%%"))
+    parser = Parser(
+        prog=f"archerfish {command.name}", usage=usage, description=description, epilog=epilog.replace("%", "%%")
+    )
     getattr(command.code, f"add_{command.name.split()[0]}_arguments")(parser)
     add_common(parser)
     return parser

@@ -122,6 +122,11 @@ def choices_of(command: Command) -> list[Choice]:
         if metavar in PATHS or action.dest.endswith(("file", "dir", "model")):
             values += (FILES,)
         takes_value = action.nargs != 0 and not isinstance(action, argparse.BooleanOptionalAction)
-        text = re.sub(r"\s+", " ", str(action.help or "").replace("%%", "%")).split(" (default")[0].split(". ")[0].rstrip(".")
+        text = (
+            re.sub(r"\s+", " ", str(action.help or "").replace("%%", "%"))
+            .split(" (default")[0]
+            .split(". ")[0]
+            .rstrip(".")
+        )
         found.append(Choice(tuple(action.option_strings), text, takes_value, values))
     return found

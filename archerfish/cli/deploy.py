@@ -27,9 +27,13 @@ def run_deploy(arguments: Namespace, out: Output) -> int:
 
     arguments.config = arguments.file or arguments.config
     settings = Settings(
-        deploy=section(DeployConfig, arguments), serve=section(ServeConfig, arguments), engine=section(EngineConfig, arguments),
-        embed=section(EmbedConfig, arguments), hub=section(HubConfig, arguments), models=read_models(arguments.config),
-    )  # fmt: skip
+        deploy=section(DeployConfig, arguments),
+        serve=section(ServeConfig, arguments),
+        engine=section(EngineConfig, arguments),
+        embed=section(EmbedConfig, arguments),
+        hub=section(HubConfig, arguments),
+        models=read_models(arguments.config),
+    )
     if arguments.yaml:
         settings.check()
         out.line(to_yaml(serve_config(settings)).rstrip())

@@ -1,6 +1,7 @@
 """`archerfish doctor`: what this machine has, which fast paths are on, and which models fit.
 
-It uses no network and loads no model: sizes come from the headers of files. It does not import torch, which takes seconds:
+It uses no network and loads no model: sizes come from the headers of files. It does not import torch, which takes
+seconds:
 torch's files say what it was built with, the driver knows the cards. So whether torch loads is known when a model does.
 """
 
@@ -41,7 +42,8 @@ from archerfish.types import DTYPE_BYTES
 
 FEATURES = (("AVX2", "avx2"), ("AVX-512", "avx512f"), ("AVX512-BF16", "avx512_bf16"), ("AMX", "amx_tile"))
 ARM_FEATURES = (("NEON", "asimd"), ("SVE", "sve"), ("BF16", "bf16"), ("I8MM", "i8mm"))
-# Memory besides the weights. CPU: Python, torch and batches (340-430 MB measured with MiniLM). GPU: context and workspaces.
+# Memory besides the weights. CPU: Python, torch and batches (340-430 MB measured with MiniLM). GPU: context and
+# workspaces.
 CPU_OVERHEAD_BYTES = 500_000_000
 GPU_OVERHEAD_BYTES = 1_000_000_000
 SPARE = 0.95  # usable share of the available memory
@@ -87,7 +89,8 @@ class ModelSize:
             return 0
 
     def formats(self, dtype: str) -> dict[str, dict[str, int]]:
-        """In which formats its layers of each kind run in the native backend, and how many do; empty where that is unknown."""
+        """In which formats its layers of each kind run in the native backend, and how many do; empty where that is
+        unknown."""
         from archerfish.kernels.native.weights import joined_formats, packed_format
 
         stored = {info.name: info.quantization.quant_type if info.quantization else info.dtype for info in self.tensors}
@@ -122,7 +125,9 @@ def examine(hub: HubConfig, model: str, out: Output) -> dict[str, Any]:
     has_native, dtype = not native_error(), fast_cpu_dtype()
     if has_native:
         from archerfish.kernels.native.peaks import measure_peaks
-    ram, cache, packages = memory(), hub.cache_path(), find_packages()
+    ram = memory()
+    cache = hub.cache_path()
+    packages = find_packages()
     existing = next(place for place in (cache.absolute(), *cache.absolute().parents) if place.exists())
     is_writable = os.access(existing, os.W_OK)
     missing = [package["name"] for package in packages if not package["version"] and not package["needed_for"]]
@@ -148,7 +153,9 @@ def examine(hub: HubConfig, model: str, out: Output) -> dict[str, Any]:
         "packages": packages,
         "fast_paths": [{"name": path.name, "on": path.is_on, "reason": path.reason} for path in paths],
         "cache": {
-            "directory": str(cache), "writable": is_writable, "free_bytes": shutil.disk_usage(existing).free,
+            "directory": str(cache),
+            "writable": is_writable,
+            "free_bytes": shutil.disk_usage(existing).free,
             "models": [{"name": found.name, "source": found.source, "bytes": found.num_bytes} for found in cached],
         },
         "models": [judge_model(found, ram, gpus) for found in sizes],
@@ -156,7 +163,7 @@ def examine(hub: HubConfig, model: str, out: Output) -> dict[str, Any]:
         "formats": sizes[-1].formats(dtype) if model and has_native else {},
         "usable": not problems,
         "problems": problems,
-    }  # fmt: skip
+    }
 
 
 def find_damage(model: str, out: Output) -> list[str]:
@@ -214,13 +221,17 @@ def measure(name: str, hub: HubConfig) -> ModelSize:
         return ModelSize(name, KNOWN_PARAMETERS.get(builtin.name, 0), builtin.wheel_bytes, "not pulled yet")
     if is_converted(path):
         metadata = read_metadata(path)
-        largest = max((record.num_bytes for file, record in metadata.files.items() if file.startswith("weights.")), default=0)
+        largest = max(
+            (record.num_bytes for file, record in metadata.files.items() if file.startswith("weights.")), default=0
+        )
         remark = f"converted, {metadata.dtype}"
         return ModelSize(name, metadata.total_parameters, largest, remark, metadata.config, metadata.tensors)
     source = open_source(path)
     converter = ModelConverter(ConversionConfig(dtype=fast_cpu_dtype(), keep_quantized=True))
     tensors = [converter.stored_info(tensor) for tensor in source.tensors]
-    return ModelSize(name, sum(info.num_params for info in tensors), source.num_bytes, source.kind, source.config, tensors)
+    return ModelSize(
+        name, sum(info.num_params for info in tensors), source.num_bytes, source.kind, source.config, tensors
+    )
 
 
 def measure_or_explain(name: str, hub: HubConfig) -> ModelSize:
@@ -236,10 +247,16 @@ def judge_model(found: ModelSize, ram: Memory, gpus: list[Card]) -> dict[str, An
     narrow = fast_cpu_dtype()
     weight_bytes = {dtype: found.weight_bytes(dtype) for dtype in ("float32", "bfloat16", "float16", *FORMATS)}
     row: dict[str, Any] = {
-        "name": found.name, "num_parameters": found.num_parameters, "file_bytes": found.file_bytes,
-        "weight_bytes": weight_bytes, "remark": found.remark,
-        "cpu": "unknown", "fits_cpu": None, "gpu": "unknown" if gpus else "no GPU", "fits_gpu": None,
-    }  # fmt: skip
+        "name": found.name,
+        "num_parameters": found.num_parameters,
+        "file_bytes": found.file_bytes,
+        "weight_bytes": weight_bytes,
+        "remark": found.remark,
+        "cpu": "unknown",
+        "fits_cpu": None,
+        "gpu": "unknown" if gpus else "no GPU",
+        "fits_gpu": None,
+    }
     if not found.num_parameters:
         return row
     formats = [name for name in FORMATS if weight_bytes[name]]
@@ -307,13 +324,18 @@ def show(report: dict[str, Any], out: Output) -> None:
     cached = [(m["name"], m["source"], size(m["bytes"])) for m in cache["models"]]
     models = [
         (
-            m["name"], f"{m['num_parameters'] / 1e6:,.1f} M" if m["num_parameters"] else "?",
-            size(m["weight_bytes"]["float32"]), size(m["weight_bytes"]["bfloat16"]), size(m["file_bytes"]),
-            m["cpu"], *([m["gpu"]] if report["gpus"] else []), f"{m['kv_tokens']:,}" if m.get("kv_tokens") is not None else "-",
+            m["name"],
+            f"{m['num_parameters'] / 1e6:,.1f} M" if m["num_parameters"] else "?",
+            size(m["weight_bytes"]["float32"]),
+            size(m["weight_bytes"]["bfloat16"]),
+            size(m["file_bytes"]),
+            m["cpu"],
+            *([m["gpu"]] if report["gpus"] else []),
+            f"{m['kv_tokens']:,}" if m.get("kv_tokens") is not None else "-",
             m["remark"],
         )
         for m in report["models"]
-    ]  # fmt: skip
+    ]
     gpu = ("on the GPU",) if report["gpus"] else ()
     model_columns = ("model", "params", "float32", "2 bytes", "files", "in memory", *gpu, "KV tokens", "source")
     tables: list[tuple[str, Sequence[str], Sequence[Sequence[object]]]] = [
@@ -324,14 +346,19 @@ def show(report: dict[str, Any], out: Output) -> None:
         ("What will fit", model_columns, models),
     ]
     if report["formats"]:
-        kinds = [(kind, ", ".join(f"{name} x {num}" for name, num in each.items())) for kind, each in report["formats"].items()]
+        kinds = [
+            (kind, ", ".join(f"{name} x {num}" for name, num in each.items()))
+            for kind, each in report["formats"].items()
+        ]
         tables.append((f"{models[-1][0]} on this CPU", ("layers", "format"), kinds))
     for title, columns, rows in tables:
         out.table(title, columns, rows, numbers=("size", *model_columns[1:5], "KV tokens"))
         out.line()
     for problem in report["problems"]:
         out.line(problem, "bad")
-    out.line("Ready." if report["usable"] else "Not ready: see the problems above.", "good" if report["usable"] else "bad")
+    out.line(
+        "Ready." if report["usable"] else "Not ready: see the problems above.", "good" if report["usable"] else "bad"
+    )
 
 
 def describe_machine(report: dict[str, Any]) -> list[tuple[str, str]]:

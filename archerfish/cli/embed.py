@@ -32,12 +32,18 @@ MANY_TEXTS = 64  # with this many texts or more, a progress bar is shown
 
 def add_embed_arguments(parser: Parser) -> None:
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts to embed")
-    parser.add_argument("--input", default="", metavar="FILE", help='a text per line, or .jsonl with "text"; - is stdin')
-    parser.add_argument("--output", default="", metavar="FILE", help="write the vectors to FILE: .npy, .jsonl or .parquet")
+    parser.add_argument(
+        "--input", default="", metavar="FILE", help='a text per line, or .jsonl with "text"; - is stdin'
+    )
+    parser.add_argument(
+        "--output", default="", metavar="FILE", help="write the vectors to FILE: .npy, .jsonl or .parquet"
+    )
     parser.add_argument("--similarity", action="store_true", help="show the similarity of all pairs of texts")
     text = "vectors of length 1 (default: as the model)"
     parser.add_argument("--normalize", action=argparse.BooleanOptionalAction, default=None, help=text)
-    parser.add_argument("--prompt-name", default=None, metavar="NAME", help="prompt of the model to put before every text")
+    parser.add_argument(
+        "--prompt-name", default=None, metavar="NAME", help="prompt of the model to put before every text"
+    )
     add_options(parser, EmbedConfig, HubConfig)
 
 
@@ -66,14 +72,20 @@ def run_embed(arguments: Namespace, out: Output) -> int:
         if arguments.output:
             write_vectors(Path(arguments.output), texts, vectors)
         report: dict[str, Any] = {
-            "model": engine.model_name, "dimension": engine.get_embedding_dimension(), "num_texts": len(texts),
-            "tokens": engine.count_tokens(texts), "load_s": engine.load_seconds, "seconds": elapsed_s,
-        }  # fmt: skip
+            "model": engine.model_name,
+            "dimension": engine.get_embedding_dimension(),
+            "num_texts": len(texts),
+            "tokens": engine.count_tokens(texts),
+            "load_s": engine.load_seconds,
+            "seconds": elapsed_s,
+        }
         cosines = None
         if arguments.similarity:
             cosines = cosine_matrix(vectors) if is_dense else engine.similarity(vectors, vectors)
     if out.as_json:
-        report |= {"output": arguments.output} if arguments.output else {"embeddings": [plain(vector) for vector in vectors]}
+        report |= (
+            {"output": arguments.output} if arguments.output else {"embeddings": [plain(vector) for vector in vectors]}
+        )
         out.result(report if cosines is None else report | {"similarity": cosines.tolist()})
         return 0
     if cosines is not None or not arguments.output:
@@ -94,7 +106,9 @@ def show_table(out: Output, texts: list[str], vectors: Vectors, tokens: list[int
     shown = [shorten(text, width=48) for text in texts[:MAX_ROWS]]
     if cosines is not None:
         columns = [f"[{index}]" for index in range(len(shown))]
-        rows = [(columns[i], text, *(f"{value:.3f}" for value in cosines[i, : len(shown)])) for i, text in enumerate(shown)]
+        rows = [
+            (columns[i], text, *(f"{value:.3f}" for value in cosines[i, : len(shown)])) for i, text in enumerate(shown)
+        ]
         out.table("", ("", "text", *columns), rows, numbers=columns)
     else:
         cells = [(text, *beginning(vectors[i]), tokens[i]) for i, text in enumerate(shown)]
@@ -115,7 +129,9 @@ def beginning(vector: Any) -> tuple[str, str]:
 
 def plain(vector: Any) -> Any:
     """A vector as JSON has it; of a sparse one, weights by token ids."""
-    return {str(key): value for key, value in vector.as_dict().items()} if hasattr(vector, "as_dict") else vector.tolist()
+    return (
+        {str(key): value for key, value in vector.as_dict().items()} if hasattr(vector, "as_dict") else vector.tolist()
+    )
 
 
 def cosine_matrix(vectors: Vectors) -> Vectors:
@@ -172,5 +188,7 @@ def write_parquet(file: BinaryIO, texts: list[str], vectors: Vectors) -> None:
 
 
 WRITERS: dict[str, Callable[[BinaryIO, list[str], Any], None]] = {
-    ".npy": write_npy, ".jsonl": write_jsonl, ".parquet": write_parquet,
-}  # fmt: skip
+    ".npy": write_npy,
+    ".jsonl": write_jsonl,
+    ".parquet": write_parquet,
+}

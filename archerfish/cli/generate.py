@@ -1,4 +1,5 @@
-"""`archerfish generate`: texts or JSON lines for prompts; `archerfish tts`: TTS tokens for texts, one JSON object per line.
+"""`archerfish generate`: texts or JSON lines for prompts; `archerfish tts`: TTS tokens for texts, one JSON object per
+line.
 
 A single answer to a prompt is shown while it is generated, several answers when each is finished.
 """
@@ -34,7 +35,9 @@ DEFAULTS: dict[str, Any] = {"max_tokens": 128}
 
 
 def add_generate_arguments(parser: Parser) -> None:
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts; without any, standard input is one prompt")
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="prompts; without any, standard input is one prompt"
+    )
     text = 'file with a prompt per line, or .jsonl with "prompt"; - is standard input'
     parser.add_argument("--input", default="", metavar="FILE", help=text)
     add_adapter_flag(parser)
@@ -116,7 +119,9 @@ def gather_prompts(given: list[str], input_file: str) -> list[str]:
     return prompts
 
 
-def stream_one(engine: LLMEngine, prompt: str, params: SamplingParams, out: Output, adapter: Any) -> list[RequestOutput]:
+def stream_one(
+    engine: LLMEngine, prompt: str, params: SamplingParams, out: Output, adapter: Any
+) -> list[RequestOutput]:
     """Show one answer while it is generated. After ctrl-c its text so far is complete on the screen."""
     result: list[RequestOutput] = []
     is_begun = False
@@ -149,7 +154,8 @@ def generate_all(
 
 
 class Writer:
-    """Writes results in the order of their prompts. With a progress bar on the terminal, they wait until all are there."""
+    """Writes results in the order of their prompts. With a progress bar on the terminal, they wait until all are
+    there."""
 
     def __init__(self, out: Output, num_prompts: int) -> None:
         self.out, self.num_prompts = out, num_prompts
@@ -162,7 +168,9 @@ class Writer:
             self.write(self.num_written)
 
     def write(self, place: int) -> None:
-        request, is_rich, lines = self.waiting[place], self.out.is_rich, list[str]()
+        request = self.waiting[place]
+        is_rich = self.out.is_rich
+        lines = list[str]()
         title = shorten(printable(request.prompt or str(request.prompt_token_ids)), width=72)
         for output in request.outputs:
             names = [f"prompt {place + 1} of {self.num_prompts}"] if self.num_prompts > 1 else []
@@ -192,7 +200,11 @@ def as_json(request: RequestOutput) -> dict[str, Any]:
         if output.error is not None:
             shown["error"] = str(output.error)
         outputs.append(shown)
-    found: dict[str, Any] = {"prompt": request.prompt, "outputs": outputs, "num_cached_tokens": request.num_cached_tokens}
+    found: dict[str, Any] = {
+        "prompt": request.prompt,
+        "outputs": outputs,
+        "num_cached_tokens": request.num_cached_tokens,
+    }
     found["metrics"] = dataclasses.asdict(request.metrics)
     if request.prompt_logprobs is not None:
         found["prompt_logprobs"] = [dataclasses.asdict(item) for item in request.prompt_logprobs]
@@ -206,10 +218,14 @@ NUMBERS["max_tokens"] = "most semantic tokens; 50 are a second"
 
 
 def add_tts_arguments(parser: Parser) -> None:
-    parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts to speak; without any, the lines of standard input")
+    parser.add_argument(
+        "texts", nargs="*", metavar="TEXT", help="texts to speak; without any, the lines of standard input"
+    )
     text = 'file with a text per line, or .jsonl with "text" and other fields of a request; - is standard input'
     parser.add_argument("--input", default="", metavar="FILE", help=text)
-    parser.add_argument("--reference", default="", metavar="FILE", help="speak with the voice of a line of this command")
+    parser.add_argument(
+        "--reference", default="", metavar="FILE", help="speak with the voice of a line of this command"
+    )
     group = parser.add_argument_group("voice and sampling")
     for spec in dataclasses.fields(TTSRequest):
         if spec.name in PROPERTIES:
@@ -217,7 +233,9 @@ def add_tts_arguments(parser: Parser) -> None:
             options.add_flag(group, f"tts.{spec.name}", spec.default, help=text, metavar="NAME")
         elif spec.name in NUMBERS:
             metavar, kind = ("X", float) if spec.name in ("temperature", "top_p") else ("N", int)
-            options.add_flag(group, f"tts.{spec.name}", spec.default, help=NUMBERS[spec.name], metavar=metavar, type=kind)
+            options.add_flag(
+                group, f"tts.{spec.name}", spec.default, help=NUMBERS[spec.name], metavar=metavar, type=kind
+            )
     add_options(parser, EngineConfig, HubConfig)
 
 
@@ -258,4 +276,6 @@ def read_voice(path: Path) -> dict[str, Any]:
         return {"ref_global_tokens": entry["global_tokens"], "ref_semantic_tokens": entry["semantic_tokens"]}
     except (StopIteration, json.JSONDecodeError, TypeError, KeyError):
         hint = "`archerfish tts` writes such lines."
-        raise InvalidInputError(f"{path} does not begin with global_tokens and semantic_tokens in JSON.", hint=hint) from None
+        raise InvalidInputError(
+            f"{path} does not begin with global_tokens and semantic_tokens in JSON.", hint=hint
+        ) from None

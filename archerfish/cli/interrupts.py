@@ -13,7 +13,8 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 def interrupt_once(*_: object) -> NoReturn:
-    """Raise KeyboardInterrupt. The next ctrl-c ends the process, also after the block, because cleaning up may take long."""
+    """Raise KeyboardInterrupt. The next ctrl-c ends the process, also after the block, because cleaning up may take
+    long."""
     exit_at_next_interrupt()
     raise KeyboardInterrupt
 

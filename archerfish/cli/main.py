@@ -18,7 +18,10 @@ from archerfish.cli.output import Output, print_error
 from archerfish.errors import ArcherfishError, MachineError, UnknownOptionError, did_you_mean
 
 EXIT_BROKEN_PIPE = 141
-PACKAGES = {"zmq": "pyzmq", "sentence_transformers": "sentence-transformers"}  # modules with another name than their package
+PACKAGES = {
+    "zmq": "pyzmq",
+    "sentence_transformers": "sentence-transformers",
+}  # modules with another name than their package
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +80,9 @@ def dispatch(arguments: list[str]) -> int:
     except SystemExit as stop:  # argparse raises it after --help and --version
         return int(stop.code or 0)
     parsed.words = rest
-    code: int = getattr(command.code, f"run_{command.name.split()[0]}")(parsed, Output(as_json=parsed.json, quiet=parsed.quiet))
+    code: int = getattr(command.code, f"run_{command.name.split()[0]}")(
+        parsed, Output(as_json=parsed.json, quiet=parsed.quiet)
+    )
     return code
 
 

@@ -1,4 +1,5 @@
-"""`archerfish pull`, `list` and `rm`: the models on this machine; `archerfish convert` converts one for the Arrow store.
+"""`archerfish pull`, `list` and `rm`: the models on this machine; `archerfish convert` converts one for the Arrow
+store.
 
 `archerfish kernels export` and `import`: the compiled GPU kernels of a model as one file, for an image or a volume.
 """
@@ -24,7 +25,9 @@ MODEL = dest(EngineConfig, "model")  # where a command line has it
 
 
 def add_pull_arguments(parser: Parser) -> None:
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="built-in name or Hugging Face id (org/name, org/name:file)")
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help="built-in name or Hugging Face id (org/name, org/name:file)"
+    )
     parser.add_argument("--list", action="store_true", help="list the built-in models and everything in the cache")
     add_options(parser, HubConfig)
 
@@ -77,11 +80,17 @@ def list_all(hub: HubConfig, out: Output) -> None:
     rows, cells = [], []
     for model in list_models(hub):
         path = model.path
-        rows.append({
-            "name": model.name, "source": model.source, "path": str(path) if path else None,
-            "bytes": model.num_bytes, "license": model.license, "description": model.description,
-            "last_used": model.last_used or None,
-        })  # fmt: skip
+        rows.append(
+            {
+                "name": model.name,
+                "source": model.source,
+                "path": str(path) if path else None,
+                "bytes": model.num_bytes,
+                "license": model.license,
+                "description": model.description,
+                "last_used": model.last_used or None,
+            }
+        )
         place = str(path or "not downloaded")
         if path is not None and path.is_relative_to(cache):
             place = f"{path.relative_to(cache).parent}/"
@@ -90,20 +99,26 @@ def list_all(hub: HubConfig, out: Output) -> None:
         cells.append((model.name, form.lower().rstrip("."), size(model.num_bytes), used, model.license or "-", place))
     if out.as_json:
         out.result({"cache_dir": str(cache), "models": rows})
-    out.table(f"Models (cache: {cache})", ("name", "form", "size", "last use", "license", "where"), cells, numbers=("size",))
+    out.table(
+        f"Models (cache: {cache})", ("name", "form", "size", "last use", "license", "where"), cells, numbers=("size",)
+    )
 
 
 def add_convert_arguments(parser: Parser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="directory, file, built-in name or Hugging Face id")
     parser.add_argument("output_dir", metavar="OUTPUT_DIR", help="directory to write")
-    parser.add_argument("--model-type", default="auto", metavar="KIND", help="what the source is; checked (default: auto)")
+    parser.add_argument(
+        "--model-type", default="auto", metavar="KIND", help="what the source is; checked (default: auto)"
+    )
     add_options(parser, ConversionConfig, HubConfig)
 
 
 def run_convert(arguments: Namespace, out: Output) -> int:
     config, hub = section(ConversionConfig, arguments), section(HubConfig, arguments)
     with out.progress("Converting") as progress:
-        source, target, kind = arguments.source, arguments.output_dir, arguments.model_type
+        source = arguments.source
+        target = arguments.output_dir
+        kind = arguments.model_type
         result = ModelConverter(config, hub=hub).convert(source, target, model_type=kind, progress=progress)
     if out.as_json:
         out.result(dataclasses.asdict(result))
@@ -111,7 +126,10 @@ def run_convert(arguments: Namespace, out: Output) -> int:
         ("model", result.model_name),
         ("directory", result.output_dir),
         ("parameters", f"{result.total_parameters:,}"),
-        ("type", config.stored_dtype() if config.weights == "auto" else f"{config.weights}; others {config.stored_dtype()}"),
+        (
+            "type",
+            config.stored_dtype() if config.weights == "auto" else f"{config.weights}; others {config.stored_dtype()}",
+        ),
         ("size", f"{result.file_size_mb:.1f} MB, {1 / result.compression_ratio:.2f} of the source"),
         ("validated", "yes" if result.validation_passed else "no (switched off)"),
         ("time", seconds(result.conversion_time_sec)),
@@ -137,7 +155,9 @@ def quality_rows(quality: dict[str, Any] | None) -> list[tuple[str, str]]:
             ("cosine", f"{quality['cosine_mean']:.5f} on average, at least {quality['cosine_least']:.5f}"),
             ("rank correlation", f"{quality['rank_correlation']:.5f} of the similarities of all pairs"),
         ]
-    worst, error = max(((name, max(errors.values())) for name, errors in quality["layers"].items()), key=lambda pair: pair[1])
+    worst, error = max(
+        ((name, max(errors.values())) for name, errors in quality["layers"].items()), key=lambda pair: pair[1]
+    )
     return [*found, ("largest error", f"{error:.2%} of a product in {worst}; all layers: {QUALITY_NAME}")]
 
 

@@ -1,4 +1,5 @@
-"""Flags for the options of `config` and for SamplingParams, and a parser that suggests the nearest flag for a misspelt one."""
+"""Flags for the options of `config` and for SamplingParams, and a parser that suggests the nearest flag for a misspelt
+one."""
 
 from __future__ import annotations
 
@@ -40,9 +41,15 @@ SAMPLING = {
     "grammar": "form of the answer: json, json_schema=SCHEMA, regex=PATTERN, lark=GRAMMAR or choice=[TEXT, ...]",
 }
 NO_FLAGS = (  # fields for programs only
-    "structured_outputs", "guided_decoding", "bad_words", "allowed_token_ids", "logits_processors", "detokenize", "output_kind",
+    "structured_outputs",
+    "guided_decoding",
+    "bad_words",
+    "allowed_token_ids",
+    "logits_processors",
+    "detokenize",
+    "output_kind",
     "stages",
-)  # fmt: skip
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,7 +59,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords)
 
     def error(self, message: str) -> NoReturn:
-        raise InvalidOptionError(f"{message[:1].upper()}{message[1:]}.", hint=f"`{self.prog} --help` lists the options.")
+        raise InvalidOptionError(
+            f"{message[:1].upper()}{message[1:]}.", hint=f"`{self.prog} --help` lists the options."
+        )
 
     def flags(self) -> list[str]:
         """All long flags of this parser."""
@@ -112,10 +121,14 @@ def show_version(*, as_json: bool = False) -> int:
     return 0
 
 
-def add_options(parser: Parser, *sections: type[Options], first: Sequence[str] = (), repeatable: Sequence[str] = ()) -> None:
-    """Add a flag for every option of some sections: `--name`, or `--section-name` where the command already has a `--name`.
+def add_options(
+    parser: Parser, *sections: type[Options], first: Sequence[str] = (), repeatable: Sequence[str] = ()
+) -> None:
+    """Add a flag for every option of some sections: `--name`, or `--section-name` where the command already has a
+    `--name`.
 
-    A flag that is not given is not in the namespace. first: options, by their `dest`, that the help shows before the others.
+    A flag that is not given is not in the namespace. first: options, by their `dest`, that the help shows before the
+    others.
     repeatable: those whose values are lists.
     """
     most_used = parser.add_argument_group("most used") if first else None
@@ -137,7 +150,8 @@ def add_options(parser: Parser, *sections: type[Options], first: Sequence[str] =
 
 
 def add_flag(group: Any, key: str, default: object, *, flag: str = "", **keywords: Any) -> None:
-    """Add the flag of a field with the given default; key: where its value is in the namespace, if the flag is given."""
+    """Add the flag of a field with the given default; key: where its value is in the namespace, if the flag is
+    given."""
     if isinstance(default, bool):
         keywords = {"action": argparse.BooleanOptionalAction, "help": keywords["help"]}
     group.add_argument(flag or as_flag(key.partition(".")[2]), dest=key, default=argparse.SUPPRESS, **keywords)
@@ -197,7 +211,9 @@ def parse_grammar(text: str) -> dict[str, Any]:
     try:
         return {"kind": kind, "value": json.loads(value) if kind == "choice" else value or None}
     except ValueError:
-        raise argparse.ArgumentTypeError(f'choice takes a JSON list, such as choice=["yes", "no"], not {value!r}') from None
+        raise argparse.ArgumentTypeError(
+            f'choice takes a JSON list, such as choice=["yes", "no"], not {value!r}'
+        ) from None
 
 
 def parse_bias(text: str) -> tuple[int, float]:
@@ -210,6 +226,9 @@ def parse_bias(text: str) -> tuple[int, float]:
 
 # What a flag takes, where that is not plainly a number: its name in the help, and the function that reads it.
 VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "stop": ("TEXT", str), "stop_token_ids": ("ID", int), "logit_bias": ("ID=BIAS", parse_bias),
-    "max_tokens": ("N", count_or_none), "grammar": ("KIND[=VALUE]", parse_grammar),
-}  # fmt: skip
+    "stop": ("TEXT", str),
+    "stop_token_ids": ("ID", int),
+    "logit_bias": ("ID=BIAS", parse_bias),
+    "max_tokens": ("N", count_or_none),
+    "grammar": ("KIND[=VALUE]", parse_grammar),
+}

@@ -72,7 +72,9 @@ class Output:
             self.line(title)
         for row in all_rows:
             padded = zip(columns, row, widths, strict=True)
-            self.line("  ".join(f"{cell:{'>' if name in numbers else '<'}{width}}" for name, cell, width in padded).rstrip())
+            self.line(
+                "  ".join(f"{cell:{'>' if name in numbers else '<'}{width}}" for name, cell, width in padded).rstrip()
+            )
 
     def progress(self, title: str) -> AbstractContextManager[Progress]:
         """A progress bar on stderr if that is a terminal."""
@@ -96,7 +98,9 @@ def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
     table = Table(title=title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index, name in enumerate(columns):
         is_number = name in numbers
-        table.add_column(name, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number or index == 0)
+        table.add_column(
+            name, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number or index == 0
+        )
     for row in rows:
         table.add_row(*(Text(cell, style=cell_style(cell)) for cell in row))
     return table

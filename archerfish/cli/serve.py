@@ -16,9 +16,17 @@ from archerfish.serve.model_tables import ModelConfig, read_models
 # Kinds of models: the flag that names one, and the section of its options.
 MODEL_FLAGS = {"generation": ("--model", EngineConfig), "embedding": ("--embed-model", EmbedConfig)}
 MOST_USED = (
-    "engine.model", "embed.model", "serve.host", "serve.port", "serve.api_keys_file", "serve.loads", "engine.device",
-    "engine.dtype", "engine.weights", "engine.max_model_len",
-)  # fmt: skip
+    "engine.model",
+    "embed.model",
+    "serve.host",
+    "serve.port",
+    "serve.api_keys_file",
+    "serve.loads",
+    "engine.device",
+    "engine.dtype",
+    "engine.weights",
+    "engine.max_model_len",
+)
 SERVED_NAME = dest(ServeConfig, "served_model_name")
 LIMITS = {
     "requests_per_minute": (float, "most requests in a minute (default: no limit)"),
@@ -97,7 +105,9 @@ def add_keys_arguments(parser: Parser) -> None:
     parser.add_argument("name", metavar="TENANT", help="name of the tenant, who may have several keys")
     for name, (kind, description) in LIMITS.items():
         parser.add_argument(as_flag(name), type=kind, metavar="N", help=description)
-    parser.add_argument("--operator", action="store_true", help="may read the statistics of all tenants and change options")
+    parser.add_argument(
+        "--operator", action="store_true", help="may read the statistics of all tenants and change options"
+    )
 
 
 def run_keys(arguments: Namespace, out: Output) -> int:

@@ -33,7 +33,9 @@ def gather_entries(given: Sequence[str], input_file: str) -> list[tuple[str, Any
     elif input_file:
         entries += read_entries(Path(input_file))
     if not entries:
-        raise InvalidInputError("There is no text.", hint="Give texts as arguments, with --input FILE, or on standard input.")
+        raise InvalidInputError(
+            "There is no text.", hint="Give texts as arguments, with --input FILE, or on standard input."
+        )
     return entries
 
 

@@ -29,8 +29,19 @@ WINDOW_S = 60.0  # of hit rates and refusals
 REFUSED = re.compile(r"^(?:archerfish_|vllm:)refused_requests_total\{(.*)\} (\S+)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 COLUMNS = (
-    "model", "replica", "tokens/s", "running", "waiting", "TTFT p50", "p99", "gap p50", "p99 ", "KV use", "hit rate", "state",
-)  # fmt: skip
+    "model",
+    "replica",
+    "tokens/s",
+    "running",
+    "waiting",
+    "TTFT p50",
+    "p99",
+    "gap p50",
+    "p99 ",
+    "KV use",
+    "hit rate",
+    "state",
+)
 Key = tuple[str, str]  # model and replica
 Counts = list[tuple[dict[str, str], float]]  # with their labels
 
@@ -39,8 +50,12 @@ def add_top_arguments(parser: Parser) -> None:
     default = "http://127.0.0.1:8000"
     parser.add_argument("url", nargs="?", default=default, metavar="URL", help=f"server (default: {default})")
     parser.add_argument("--once", action="store_true", help="print one frame and end")
-    parser.add_argument("--interval", type=float, default=1.0, metavar="X", help="seconds between two frames (default: 1)")
-    parser.add_argument("--api-key-env", default="", metavar="VARIABLE", help="environment variable that holds an API key")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="X", help="seconds between two frames (default: 1)"
+    )
+    parser.add_argument(
+        "--api-key-env", default="", metavar="VARIABLE", help="environment variable that holds an API key"
+    )
 
 
 def run_top(arguments: Namespace, out: Output) -> int:
@@ -98,7 +113,9 @@ class Server:
         found: dict[str, Any] = stats.get("replicas") or {"": stats}
         try:
             of_models = {name: one.get("models", {}) for name, one in found.items()}
-            engines = {(model, name): figures for name, models in of_models.items() for model, figures in models.items()}
+            engines = {
+                (model, name): figures for name, models in of_models.items() for model, figures in models.items()
+            }
             if "models" not in stats and "replicas" not in stats:
                 raise KeyError("models")
             replicas = {name: str(one.get("state", "ready")) for name, one in found.items() if name}
@@ -108,7 +125,9 @@ class Server:
         return Snapshot(self.url, self._version, at_s, engines, replicas, refusals)
 
     def _not_ours(self) -> InvalidInputError:
-        return InvalidInputError(f"What answers at {self.url} is not an archerfish server.", hint="Give the address of one.")
+        return InvalidInputError(
+            f"What answers at {self.url} is not an archerfish server.", hint="Give the address of one."
+        )
 
     def _json(self, path: str) -> dict[str, Any]:
         try:
@@ -193,7 +212,9 @@ def frame_of(kept: deque[Snapshot]) -> Frame:
     last, oldest = kept[-1], kept[0]
     rows = [row_of(key, last, oldest) for key in sorted(last.engines)]
     seen = {name for _, name in last.engines}
-    rows += [{"model": "", "replica": name, "state": state} for name, state in last.replicas.items() if name not in seen]
+    rows += [
+        {"model": "", "replica": name, "state": state} for name, state in last.replicas.items() if name not in seen
+    ]
     refusals: list[dict[str, Any]] = []
     for labels, count in last.refusals:
         new = count - sum(value for given, value in oldest.refusals if given == labels)
@@ -206,10 +227,14 @@ def row_of(key: Key, last: Snapshot, oldest: Snapshot) -> dict[str, Any]:
     """The figures of one model on one replica; None: unknown, or nothing happened."""
     now = last.engines[key]
     row = {
-        "model": key[0], "replica": key[1], "state": last.replicas.get(key[1], "ready"),
-        "tokens_per_s": now.get("tokens_per_second"), "running": now.get("num_running"),
-        "waiting": now.get("num_waiting", now.get("queue_texts")), "kv_usage": now.get("kv_usage"),
-    }  # fmt: skip
+        "model": key[0],
+        "replica": key[1],
+        "state": last.replicas.get(key[1], "ready"),
+        "tokens_per_s": now.get("tokens_per_second"),
+        "running": now.get("num_running"),
+        "waiting": now.get("num_waiting", now.get("queue_texts")),
+        "kv_usage": now.get("kv_usage"),
+    }
     for name, stated in (("first_token", "ttft"), ("gap", "inter_token")):
         row |= {f"{name}_p{percent}_s": now.get(f"{stated}_p{percent}_s") for percent in (50, 99)}
     past = oldest.engines.get(key, {})
@@ -236,10 +261,16 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     percent, count = "{:.0%}".format, "{:,.0f}".format
     times = [shown(f"{name}_p{number}_s", seconds) for name in ("first_token", "gap") for number in (50, 99)]
     return [
-        printable(row["model"]) or "-", printable(row["replica"]) or "-", shown("tokens_per_s", "{:,.1f}".format),
-        shown("running", count), shown("waiting", count), *times, shown("kv_usage", percent), shown("hit_rate", percent),
+        printable(row["model"]) or "-",
+        printable(row["replica"]) or "-",
+        shown("tokens_per_s", "{:,.1f}".format),
+        shown("running", count),
+        shown("waiting", count),
+        *times,
+        shown("kv_usage", percent),
+        shown("hit_rate", percent),
         row["state"],
-    ]  # fmt: skip
+    ]
 
 
 def title(frame: Frame) -> str:
@@ -256,10 +287,15 @@ def tables(frame: Frame) -> Iterable[tuple[str, tuple[str, ...], list[list[str]]
     yield title(frame), tuple(COLUMNS[place] for place in shown), [[row[place] for place in shown] for row in rows]
     if frame.refusals:
         lines = [
-            [printable(one.get("code", "")), printable(one.get("model_name", "")), one.get("replica", "-"),
-             f"{one['last_minute']:,.0f}", f"{one['count']:,.0f}"]
+            [
+                printable(one.get("code", "")),
+                printable(one.get("model_name", "")),
+                one.get("replica", "-"),
+                f"{one['last_minute']:,.0f}",
+                f"{one['count']:,.0f}",
+            ]
             for one in frame.refusals
-        ]  # fmt: skip
+        ]
         yield "Refusals", ("code", "model", "replica", "last minute", "since start"), lines
 
 

@@ -21,9 +21,9 @@ class BatchEncoder(Protocol):
 class BatchProcessor:
     """Collects texts and encodes `max_batch_size` of them at a time.
 
-    Results are in the order of the texts. `add` refuses a text that the engine would refuse. If the engine fails, all texts
-    stay in the buffer: `flush` tries again, `clear` returns them. Several threads may use it; the call that fills the buffer
-    gets all its results.
+    Results are in the order of the texts. `add` refuses a text that the engine would refuse. If the engine fails, all
+    texts stay in the buffer: `flush` tries again, `clear` returns them. Several threads may use it; the call that fills
+    the buffer gets all its results.
     """
 
     def __init__(self, engine: BatchEncoder, max_batch_size: int = 32) -> None:

@@ -18,7 +18,8 @@ NO_FUTURE_CARRIES = (StopIteration, StopAsyncIteration)
 
 
 class BatchModel(Protocol[In_contra, Out_co]):
-    """A model that gives one result for each input, in their order: LLMEngine, LLM, ArrowEngine, or one of the caller's."""
+    """A model that gives one result for each input, in their order: LLMEngine, LLM, ArrowEngine, or one of the
+    caller's."""
 
     def generate_batch(self, inputs: Sequence[In_contra], /) -> Sequence[Out_co]: ...
 
@@ -33,7 +34,9 @@ class _Failed:
 class _Item(Generic[In, Out]):
     def __init__(self, value: In) -> None:
         loop = asyncio.get_running_loop()
-        self.value, self.arrived, self.future = value, loop.time(), loop.create_future()
+        self.value = value
+        self.arrived = loop.time()
+        self.future = loop.create_future()
 
     def end(self, result: Out | _Failed) -> None:
         if self.future.done():  # the caller has left
@@ -47,22 +50,30 @@ class _Item(Generic[In, Out]):
 class BatchInferenceServer(Generic[In, Out]):
     """Dynamic batching in front of a model, which runs in a thread of its own.
 
-    A batch starts when `max_batch_size` inputs wait or the first one has waited `max_wait_time` seconds. Every `predict` ends
-    exactly once: with its result, with the model's error for that input, with StoppedError, or by the caller's cancellation.
-    When a batch fails, its inputs are computed one by one. A server runs in one event loop and is started once.
+    A batch starts when `max_batch_size` inputs wait or the first one has waited `max_wait_time` seconds. Every
+    `predict` ends exactly once: with its result, with the model's error for that input, with StoppedError, or by the
+    caller's cancellation. When a batch fails, its inputs are computed one by one. A server runs in one event loop and
+    is started once.
     """
 
     def __init__(
-        self, model: BatchModel[In, Out] | Callable[[Sequence[In]], Sequence[Out]], max_batch_size: int = 8,
-        max_wait_time: float = 0.01, max_queue_size: int = 8192,
+        self,
+        model: BatchModel[In, Out] | Callable[[Sequence[In]], Sequence[Out]],
+        max_batch_size: int = 8,
+        max_wait_time: float = 0.01,
+        max_queue_size: int = 8192,
     ) -> None:
         """`model` has `generate_batch(inputs)` or is itself such a function."""
         if max_batch_size < 1 or max_queue_size < 1 or not max_wait_time >= 0:
             raise InvalidOptionError("max_batch_size and max_queue_size must be at least 1, max_wait_time at least 0.")
         generate_batch = getattr(model, "generate_batch", model)
         if not callable(generate_batch):
-            raise InvalidOptionError(f"A model has generate_batch(inputs) or is callable; {type(model).__name__} is neither.")
-        self.max_batch_size, self.max_wait_time, self.max_queue_size = max_batch_size, max_wait_time, max_queue_size
+            raise InvalidOptionError(
+                f"A model has generate_batch(inputs) or is callable; {type(model).__name__} is neither."
+            )
+        self.max_batch_size = max_batch_size
+        self.max_wait_time = max_wait_time
+        self.max_queue_size = max_queue_size
         self._generate_batch: Callable[[Sequence[In]], Sequence[Out]] = generate_batch
         self._queue: asyncio.Queue[_Item[In, Out] | None] = asyncio.Queue()  # None ends the loop of `start`
         self._finished = asyncio.Event()

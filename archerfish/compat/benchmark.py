@@ -17,9 +17,13 @@ from archerfish.observe.summary import Summary, percentile, summarize
 from archerfish.params import SamplingParams
 
 FIGURES = {  # the figure that each limit of a PerformanceTarget is about
-    "max_latency_ms": "answer, ms", "min_throughput_tps": "tokens/s", "max_memory_mb": "memory, MB",
-    "max_cpu_percent": "CPU, %", "max_first_token_ms": "first token, ms", "max_gap_ms": "gap p99, ms",
-}  # fmt: skip
+    "max_latency_ms": "answer, ms",
+    "min_throughput_tps": "tokens/s",
+    "max_memory_mb": "memory, MB",
+    "max_cpu_percent": "CPU, %",
+    "max_first_token_ms": "first token, ms",
+    "max_gap_ms": "gap p99, ms",
+}
 MAXRSS_BYTES = 1024  # Linux counts the largest resident size in kilobytes
 
 
@@ -67,7 +71,9 @@ class TestCase:
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1:
-            raise InvalidInputError(f"The test case {self.name!r} has an empty prompt.", hint="Give at least one token.")
+            raise InvalidInputError(
+                f"The test case {self.name!r} has an empty prompt.", hint="Give at least one token."
+            )
 
     @property
     def num_tokens(self) -> int:

@@ -33,16 +33,24 @@ logger = logging.getLogger("archerfish.monitor")
 NO_THRESHOLDS: Mapping[str, float] = {}
 PERCENTS = (50, 90, 95, 99)
 LATENCIES = {
-    "ttft": names.TTFT, "inter_token": names.GAPS, "e2e": names.WHOLE, "queue": names.QUEUE, "prefill": names.PREFILL,
-    "decode": names.DECODE, "encode": names.ENCODE,
-}  # fmt: skip
+    "ttft": names.TTFT,
+    "inter_token": names.GAPS,
+    "e2e": names.WHOLE,
+    "queue": names.QUEUE,
+    "prefill": names.PREFILL,
+    "decode": names.DECODE,
+    "encode": names.ENCODE,
+}
 RATES = {  # a count, and the name of its growth per second
-    "total_tokens_generated": "generated_tok_s", "num_prompt_tokens": "prompt_tok_s", "completed_requests": "completed_req_s",
+    "total_tokens_generated": "generated_tok_s",
+    "num_prompt_tokens": "prompt_tok_s",
+    "completed_requests": "completed_req_s",
     "num_texts": "encoded_texts/s",
-}  # fmt: skip
+}
 RATIOS = {  # hits as a share of hits and misses
-    "prefix_hit_ratio": ("cache_hits", "cache_misses"), "logits_hit_ratio": ("logits_cache_hits", "logits_cache_misses"),
-}  # fmt: skip
+    "prefix_hit_ratio": ("cache_hits", "cache_misses"),
+    "logits_hit_ratio": ("logits_cache_hits", "logits_cache_misses"),
+}
 WINDOW = 4096  # values that percentiles are taken of
 Counts = Mapping[str, Any]
 Watchable = LLMEngine | AsyncLLMEngine | ArrowEngine | RwkvSampler
@@ -64,13 +72,17 @@ Listener = Callable[[MetricEvent], None]
 class RealTimeMonitor:
     """Calls `read` in equal steps of time; `with` starts and stops it.
 
-    `read` gives figures by name. A threshold makes an event an alert when the value is above it, or below it where less is
-    worse (rates and ratios, by the endings that RegressionDetector knows).
+    `read` gives figures by name. A threshold makes an event an alert when the value is above it, or below it where less
+    is worse (rates and ratios, by the endings that RegressionDetector knows).
     """
 
     def __init__(
-        self, read: Callable[[], Mapping[str, float]], *, monitoring_interval_s: float = 1.0,
-        alert_thresholds: Mapping[str, float] = NO_THRESHOLDS, clock: Callable[[], float] = time.monotonic,
+        self,
+        read: Callable[[], Mapping[str, float]],
+        *,
+        monitoring_interval_s: float = 1.0,
+        alert_thresholds: Mapping[str, float] = NO_THRESHOLDS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not monitoring_interval_s > 0:
             raise ValueError(f"monitoring_interval_s must be above 0, not {monitoring_interval_s}.")
@@ -86,7 +98,8 @@ class RealTimeMonitor:
         return lambda: self._listeners.remove(listener)
 
     def collect(self) -> list[MetricEvent]:
-        """Read the figures once and send them to the listeners. A listener that raises is logged and disturbs no other."""
+        """Read the figures once and send them to the listeners. A listener that raises is logged and disturbs no
+        other."""
         now, limits = self._clock(), self.alert_thresholds
         events = []
         for name, value in self._read().items():
@@ -129,8 +142,9 @@ class RealTimeMonitor:
 class PerformanceMonitor:
     """Watches engines from the call of `watch` until `close`. An engine has one monitor at a time.
 
-    Figures of a model are named as those of benches, so that a RegressionDetector knows them: ttft_p50_ms, inter_token_p99_ms,
-    e2e_p95_ms, generated_tok_s, completed_req_s, prefix_hit_ratio and so on. Percentiles are of the last `window` values.
+    Figures of a model are named as those of benches, so that a RegressionDetector knows them: ttft_p50_ms,
+    inter_token_p99_ms, e2e_p95_ms, generated_tok_s, completed_req_s, prefix_hit_ratio and so on. Percentiles are of the
+    last `window` values.
     """
 
     def __init__(self, *engines: Watchable, window: int = WINDOW, clock: Callable[[], float] = time.monotonic) -> None:
@@ -149,7 +163,9 @@ class PerformanceMonitor:
             known = "an LLMEngine, an AsyncLLMEngine, an ArrowEngine or a RwkvSampler"
             raise InvalidInputError(f"A monitor watches {known}, not {type(inner).__name__}.")
         if inner.watcher is not None or inner.model_name in self._watched:
-            raise InvalidInputError(f"{inner.model_name} is watched already.", hint="Close the monitor that watches it.")
+            raise InvalidInputError(
+                f"{inner.model_name} is watched already.", hint="Close the monitor that watches it."
+            )
         self._watched[inner.model_name] = (
             WatchedLLM(inner, self.collector, self._clock())
             if isinstance(inner, LLMEngine)
@@ -168,7 +184,8 @@ class PerformanceMonitor:
         self.close()
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """By model: percentiles, and rates and hit ratios since it is watched. What has not happened yet is left out."""
+        """By model: percentiles, and rates and hit ratios since it is watched. What has not happened yet is left
+        out."""
         histograms, now = self.collector.histograms, self._clock()
         found: dict[str, dict[str, float]] = {}
         for model, watched in self._watched.items():
@@ -176,7 +193,9 @@ class PerformanceMonitor:
             for short, name in LATENCIES.items():
                 if histograms[name].count(model_name=model):
                     seconds = histograms[name].percentiles(PERCENTS, model_name=model)
-                    figures |= {f"{short}_p{percent}_ms": s * 1000 for percent, s in zip(PERCENTS, seconds, strict=True)}
+                    figures |= {
+                        f"{short}_p{percent}_ms": s * 1000 for percent, s in zip(PERCENTS, seconds, strict=True)
+                    }
             counts = watched.counts()
             figures |= rates(watched.first, counts, now - watched.since) | ratios(watched.first, counts)
         return found
@@ -186,13 +205,18 @@ class PerformanceMonitor:
         known = {name: one for name, one in self._watched.items() if isinstance(one, WatchedLLM)}
         found = known.get(model) if model else next(iter(known.values())) if len(known) == 1 else None
         if found is None:
-            what = f"No generation model {model!r} is watched." if model else f"{len(known)} generation models are watched."
+            what = (
+                f"No generation model {model!r} is watched."
+                if model
+                else f"{len(known)} generation models are watched."
+            )
             raise NotFoundError(what, hint=did_you_mean(model, known))
         metrics = found.engine.runner.sampler.metrics
         return dataclasses.replace(metrics, cache_hits=metrics.cache_hits + found.counts()["cached_logits_used"])
 
     def metrics(self) -> list[Metric]:
-        """All metrics of a server: `archerfish.serve.metrics.exposition(monitor.metrics())` is the page for Prometheus."""
+        """All metrics of a server: `archerfish.serve.metrics.exposition(monitor.metrics())` is the page for
+        Prometheus."""
         return self.collector.metrics({model: watched.counts() for model, watched in self._watched.items()})
 
     def real_time(
@@ -243,9 +267,14 @@ class WatchedLLM:
             self._last_tokens.pop(request_id, None)
             spent, reasons = result.metrics, [output.finish_reason for output in result.outputs]
             self._collector.ended(
-                model, spent.queue_ms, spent.prefill_ms, spent.decode_ms, reasons,
-                num_prompt_tokens=spent.num_prompt_tokens, num_output_tokens=spent.num_output_tokens,
-            )  # fmt: skip
+                model,
+                spent.queue_ms,
+                spent.prefill_ms,
+                spent.decode_ms,
+                reasons,
+                num_prompt_tokens=spent.num_prompt_tokens,
+                num_output_tokens=spent.num_output_tokens,
+            )
 
     def counts(self) -> Counts:
         return engine_counts(self.engine)

@@ -1,7 +1,7 @@
 """OptimizationConfig: options that can be changed while an engine serves; no request is lost.
 
-Some options have a second name: cache_size_mb (logits_cache_mib) and enable_prefetch (pipeline_depth). Vectorised sampling
-and reused buffers cannot be turned off: enable_simd_sampling=False and enable_object_pool=False are refused.
+Some options have a second name: cache_size_mb (logits_cache_mib) and enable_prefetch (pipeline_depth). Vectorised
+sampling and reused buffers cannot be turned off: enable_simd_sampling=False and enable_object_pool=False are refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from archerfish.cache.eviction import eviction_policy
 from archerfish.config import EngineConfig, Options, option, parse_text
 from archerfish.errors import InvalidOptionError, refuse_unknown
 
-ALWAYS_ON = {"enable_simd_sampling": "Sampling is always vectorised.", "enable_object_pool": "Buffers are always reused."}
+ALWAYS_ON = {
+    "enable_simd_sampling": "Sampling is always vectorised.",
+    "enable_object_pool": "Buffers are always reused.",
+}
 FIXED = {"pool_max_objects": "An engine makes its buffers once, for max_num_seqs sequences, when it starts."}
 SECOND_NAMES = ("cache_size_mb", "enable_prefetch", *ALWAYS_ON)
 # Options that an engine has under the same name.
@@ -50,13 +53,17 @@ class OptimizationConfig(Options):
     enable_logits_cache: bool = option(True, "Keep logits of whole prompts, which spare an exact repeat its pass.")
     logits_cache_mib: int = option(64, "Memory for such logits; also cache_size_mb.", minimum=0, maximum=1 << 20)
     logits_cache_ttl_s: float = option(600.0, "Age at which they expire.", minimum=0.001)
-    enable_prefix_caching: bool = option(True, "Keep the KV of finished requests and reuse it for prompts that begin alike.")
+    enable_prefix_caching: bool = option(
+        True, "Keep the KV of finished requests and reuse it for prompts that begin alike."
+    )
     eviction_policy: str = option("lru", "Which cached blocks go first; a registered name.")
     max_queue_size: int = option(4096, "Requests that may wait; above this they are refused.", minimum=1)
     pipeline_depth: int = option(
         1, "Steps planned before the step before them is done; enable_prefetch is 1.", minimum=0, maximum=1
     )
-    result_cache_mib: int = option(0, "Memory for answers to equal deterministic requests; 0: off.", minimum=0, maximum=1 << 20)
+    result_cache_mib: int = option(
+        0, "Memory for answers to equal deterministic requests; 0: off.", minimum=0, maximum=1 << 20
+    )
     result_cache_ttl_s: float = option(600.0, "Age at which they expire.", minimum=0.001)
 
     def __new__(cls, **_: Any) -> Self:
@@ -94,7 +101,9 @@ class OptimizationConfig(Options):
         for given_name, given_value in values.items():
             name, value = _first_name(given_name, given_value)
             if name in found and found[name] != value:
-                raise InvalidOptionError(f"There are two values for {name}: {found[name]!r} and {value!r}.", hint="Give one.")
+                raise InvalidOptionError(
+                    f"There are two values for {name}: {found[name]!r} and {value!r}.", hint="Give one."
+                )
             if name:
                 found[name] = value
         return found

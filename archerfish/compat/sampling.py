@@ -1,4 +1,5 @@
-"""Sampling of single rows under the names of the seeds: SamplingConfig, LogitsView, sample_optimized, sample_with_cache."""
+"""Sampling of single rows under the names of the seeds: SamplingConfig, LogitsView, sample_optimized,
+sample_with_cache."""
 
 from __future__ import annotations
 
@@ -75,15 +76,29 @@ def sample_optimized(logits: Any, config: SamplingConfig, *, seed: int = 0, posi
     """Draw a token from a row of logits or a LogitsView, as the engine does for this seed and position."""
     view = logits if isinstance(logits, LogitsView) else LogitsView(logits)
     return sample_row(
-        view.logits, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, first=view.start, end=view.stop,
-        masked=view.masked, seed=seed, position=position,
+        view.logits,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        first=view.start,
+        end=view.stop,
+        masked=view.masked,
+        seed=seed,
+        position=position,
     )
 
 
 def sample_with_cache(
-    logits: Callable[[], Any], config: SamplingConfig, *, cache: LogitsStore[K], cache_key: K, seed: int = 0, position: int = 0
+    logits: Callable[[], Any],
+    config: SamplingConfig,
+    *,
+    cache: LogitsStore[K],
+    cache_key: K,
+    seed: int = 0,
+    position: int = 0,
 ) -> int:
-    """`sample_optimized` of the row that the cache has under a key. `logits` computes a missing row, which is then cached."""
+    """`sample_optimized` of the row that the cache has under a key. `logits` computes a missing row, which is then
+    cached."""
     row = cache.get(cache_key)
     if row is None:
         row = logits()

@@ -53,7 +53,10 @@ class StreamingInference:
     """Runs batches of requests on an engine that is given, or on one made from a model's name, which `close` closes."""
 
     def __init__(
-        self, engine: AsyncLLMEngine | LLMEngine | EngineConfig | str, prefetch: PrefetchConfig | None = None, **options: Any
+        self,
+        engine: AsyncLLMEngine | LLMEngine | EngineConfig | str,
+        prefetch: PrefetchConfig | None = None,
+        **options: Any,
     ) -> None:
         self._is_owner = not isinstance(engine, AsyncLLMEngine)
         self.engine = engine if isinstance(engine, AsyncLLMEngine) else AsyncLLMEngine(engine, **options)

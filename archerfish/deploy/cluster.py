@@ -56,7 +56,9 @@ class Cluster:
         except urllib.error.HTTPError as error:
             text = error.read().decode("utf-8", "replace")[:1000]
             if error.code not in (401, 403):
-                raise MachineError(f"The Ray cluster at {self.address} answers with status {error.code}: {text}") from error
+                raise MachineError(
+                    f"The Ray cluster at {self.address} answers with status {error.code}: {text}"
+                ) from error
             hint = f"Give the one of the cluster in {TOKEN}, or in the file that {TOKEN_PATH} names."
             raise MachineError(f"The Ray cluster at {self.address} does not take the token.", hint=hint) from error
         except (OSError, ValueError) as error:
@@ -80,12 +82,19 @@ class Cluster:
             for name, one in found.items():
                 if one["status"] in FAILED:
                     messages = [one["message"], *(part["message"] for part in one["deployments"].values())]
-                    reasons = dict.fromkeys(text.strip().splitlines()[-1] for text in messages if text.strip())  # of tracebacks
-                    hint = f"The logs of Ray say more; `serve status` too. `archerfish deploy ray --stop` removes {name}."
+                    reasons = dict.fromkeys(
+                        text.strip().splitlines()[-1] for text in messages if text.strip()
+                    )  # of tracebacks
+                    hint = (
+                        f"The logs of Ray say more; `serve status` too. `archerfish deploy ray --stop` removes {name}."
+                    )
                     raise MachineError(f"{name} could not be deployed: {' '.join(reasons)}", hint=hint)
             if len(found) == len(names) and all(one["status"] == "RUNNING" for one in found.values()):
                 return found
-            show(", ".join(f"{name} is {one['status'].lower()}{counts(one)}" for name, one in found.items()) or "starting")
+            show(
+                ", ".join(f"{name} is {one['status'].lower()}{counts(one)}" for name, one in found.items())
+                or "starting"
+            )
             time.sleep(POLL_S)
 
     def stop(self, settings: Settings, show: Callable[[str], None]) -> None:
@@ -114,7 +123,8 @@ def urls(settings: Settings, front_ends: dict[str, Any]) -> list[str]:
 
 
 def deploy(settings: Settings, show: Callable[[str], None], announce: Callable[[str], None]) -> None:
-    """Deploy a service and wait until it is ready. Where no cluster runs, one is started here, and this waits for its end."""
+    """Deploy a service and wait until it is ready. Where no cluster runs, one is started here, and this waits for its
+    end."""
     settings.check()
     try:
         cluster = Cluster(settings.deploy.address, cluster_token())
@@ -149,19 +159,33 @@ def bring_up(cluster: Cluster, settings: Settings, show: Callable[[str], None], 
 def local_ray(settings: Settings, show: Callable[[str], None]) -> Iterator[Cluster]:
     """A Ray cluster of this machine alone, bound to its loopback address. All its processes end with the context."""
     if find_spec("ray") is None:
-        raise MachineError("No Ray cluster runs, and ray is not installed.", hint="Run `pip install 'archerfish[ray]'`.")
+        raise MachineError(
+            "No Ray cluster runs, and ray is not installed.", hint="Run `pip install 'archerfish[ray]'`."
+        )
     address = urlsplit(settings.deploy.address)
     if not has_token():
         make_token()
     host = str(address.hostname)
     command = [
-        sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats", "--port=0",
-        f"--node-ip-address={host}", f"--dashboard-host={host}", f"--dashboard-port={address.port or 8265}",
-        "--include-dashboard=true", f"--object-store-memory={OBJECT_STORE_BYTES}",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--head",
+        "--block",
+        "--disable-usage-stats",
+        "--port=0",
+        f"--node-ip-address={host}",
+        f"--dashboard-host={host}",
+        f"--dashboard-port={address.port or 8265}",
+        "--include-dashboard=true",
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
+    ]
     with tempfile.TemporaryFile() as log:
         environ = {**os.environ, "RAY_AUTH_MODE": "token", "PYTHONUNBUFFERED": "1"}
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, process_group=0)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, process_group=0
+        )
         with stop_on_signals(lambda: os.killpg(process.pid, signal.SIGKILL)):
             try:
                 show("Starting Ray")
@@ -191,5 +215,3 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
-
-

@@ -20,14 +20,17 @@ class FoundReplica(msgspec.Struct, frozen=True):
     public_key: str
 
 
-def changes(known: Iterable[FoundReplica], found: Iterable[FoundReplica]) -> tuple[list[FoundReplica], list[FoundReplica]]:
+def changes(
+    known: Iterable[FoundReplica], found: Iterable[FoundReplica]
+) -> tuple[list[FoundReplica], list[FoundReplica]]:
     """Which replicas are new, and which have gone."""
     before, after = {one.name: one for one in known}, {one.name: one for one in found}
     return [after[name] for name in after if name not in before], [before[name] for name in before if name not in after]
 
 
 def read_replicas(answers: Iterable[Any]) -> list[FoundReplica]:
-    """The replicas of the answers to a broadcast. A replica that could not answer has an exception there and is left out."""
+    """The replicas of the answers to a broadcast. A replica that could not answer has an exception there and is left
+    out."""
     found = [msgspec.convert(answer, FoundReplica) for answer in answers if isinstance(answer, dict)]
     return sorted(found, key=lambda one: one.name)
 
@@ -35,12 +38,15 @@ def read_replicas(answers: Iterable[Any]) -> list[FoundReplica]:
 class Follower:
     """Keeps a backend's replicas equal to those that were found. `update` runs in the event loop.
 
-    own_keys: the public and secret CURVE key of front ends. on_change: called when there may be other models than before.
+    own_keys: the public and secret CURVE key of front ends. on_change: called when there may be other models than
+    before.
     """
 
     def __init__(self, backend: RoutedBackend, own_keys: tuple[str, str], on_change: Callable[[], None]) -> None:
         self.known: list[FoundReplica] = []
-        self._backend, self._own_keys, self._on_change = backend, own_keys, on_change
+        self._backend = backend
+        self._own_keys = own_keys
+        self._on_change = on_change
         self._removals: set[asyncio.Task[None]] = set()
 
     def update(self, found: list[FoundReplica]) -> None:

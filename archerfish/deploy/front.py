@@ -1,7 +1,7 @@
 """`python -m archerfish.deploy.front`: a front end on a node of a cluster.
 
-It is a child of a `FrontEnds` actor, from which it learns of replicas: each line of its standard input lists all that run.
-Requests go straight to the replicas, over encrypted sockets.
+It is a child of a `FrontEnds` actor, from which it learns of replicas: each line of its standard input lists all that
+run. Requests go straight to the replicas, over encrypted sockets.
 """
 
 from __future__ import annotations

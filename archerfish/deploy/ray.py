@@ -2,8 +2,8 @@
 
     serve deploy service.yaml           # written by `archerfish deploy ray CONFIG --yaml`
 
-Ray places, scales, heals and updates the replicas. A front end asks Ray which engine hosts run, and talks to them over its own
-encrypted sockets: tokens do not pass through Ray.
+Ray places, scales, heals and updates the replicas. A front end asks Ray which engine hosts run, and talks to them over
+its own encrypted sockets: tokens do not pass through Ray.
 """
 
 from __future__ import annotations
@@ -57,21 +57,29 @@ def app(args: dict[str, Any]) -> Any:
     deploy = settings.deploy
     targets = {"target_wait_s": deploy.target_wait_s, "target_use": deploy.target_use}
     deployment = serve.deployment(EngineReplica).options(
-        name=ENGINES, logging_config=QUIET, max_ongoing_requests=1_000,
+        name=ENGINES,
+        logging_config=QUIET,
+        max_ongoing_requests=1_000,
         graceful_shutdown_timeout_s=settings.serve.grace_s + SHUTDOWN_S,
         ray_actor_options={"num_cpus": deploy.cpus, "num_gpus": deploy.gpus},
-        health_check_period_s=HEALTH_PERIOD_S, health_check_timeout_s=HEALTH_TIMEOUT_S,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
         max_surge_percent=1 if deploy.surge else 0,  # rounded up: one replica
         autoscaling_config=AutoscalingConfig(
-            min_replicas=deploy.min_replicas, max_replicas=deploy.max_replicas or deploy.min_replicas, metrics_interval_s=1.0,
-            look_back_period_s=5.0, upscale_delay_s=deploy.upscale_delay_s, downscale_delay_s=deploy.downscale_delay_s,
+            min_replicas=deploy.min_replicas,
+            max_replicas=deploy.max_replicas or deploy.min_replicas,
+            metrics_interval_s=1.0,
+            look_back_period_s=5.0,
+            upscale_delay_s=deploy.upscale_delay_s,
+            downscale_delay_s=deploy.downscale_delay_s,
             policy=AutoscalingPolicy(policy_function="archerfish.deploy.scaling:ScalingPolicy", policy_kwargs=targets),
         ),
         request_router_config=RequestRouterConfig(
-            request_router_class="archerfish.deploy.ray_router:CacheAwareRouter", request_routing_stats_period_s=1.0,
+            request_router_class="archerfish.deploy.ray_router:CacheAwareRouter",
+            request_routing_stats_period_s=1.0,
             request_router_kwargs={"service": deploy.name},
         ),
-    )  # fmt: skip
+    )
     return deployment.bind(args)
 
 
@@ -83,14 +91,21 @@ def front_ends(args: dict[str, Any]) -> Any:
     settings = Settings.read(args)
     number, serving = settings.deploy.front_ends, settings.serve
     scaling = AutoscalingConfig(
-        min_replicas=1, max_replicas=10_000, upscale_delay_s=1.0, downscale_delay_s=5.0,
+        min_replicas=1,
+        max_replicas=10_000,
+        upscale_delay_s=1.0,
+        downscale_delay_s=5.0,
         policy=AutoscalingPolicy(policy_function="archerfish.deploy.scaling:nodes_policy"),
-    )  # fmt: skip
+    )
     deployment = serve.deployment(FrontEnds).options(
-        name=FRONT_ENDS, logging_config=QUIET, max_replicas_per_node=1, ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=serving.drain_s + serving.grace_s + SHUTDOWN_S, health_check_period_s=HEALTH_PERIOD_S,
+        name=FRONT_ENDS,
+        logging_config=QUIET,
+        max_replicas_per_node=1,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=serving.drain_s + serving.grace_s + SHUTDOWN_S,
+        health_check_period_s=HEALTH_PERIOD_S,
         **({"num_replicas": number} if number else {"autoscaling_config": scaling}),
-    )  # fmt: skip
+    )
     return deployment.bind(args)
 
 
@@ -106,14 +121,20 @@ class EngineReplica:
         public, secret = (key.decode() for key in zmq.curve_keypair())
         address = f"tcp://{free_address(ray.util.get_node_ip_address())}"
         bind_to_node(ray.util.get_node_ip_address())
-        self._specs, self._hub, num_cores = settings.specs(), settings.hub, int(settings.deploy.cpus)
+        self._specs = settings.specs()
+        self._hub = settings.hub
+        num_cores = int(settings.deploy.cpus)
         fetch_models(self._specs, self._hub, no_progress)
         specs = tuple(msgspec.structs.replace(spec, options=with_threads(spec, num_cores)) for spec in self._specs)
         config = msgspec.structs.replace(
             host_config(settings.serve, specs, settings.hub, ""),
-            address=address, adapters_file="", secret_key=secret, client_keys=(secrets.public_key,),
-            front_end_pass=secrets.front_end_pass, routing_secret=secrets.routing_secret,
-        )  # fmt: skip
+            address=address,
+            adapters_file="",
+            secret_key=secret,
+            client_keys=(secrets.public_key,),
+            front_end_pass=secrets.front_end_pass,
+            routing_secret=secrets.routing_secret,
+        )
         self._process = engine_process(config)
         self._process.start()
         self._process.wait()
@@ -137,16 +158,20 @@ class EngineReplica:
         return replica_use(map(load_from, loads.values()), (model.get("kv_usage", 0.0) for model in stats.values()))
 
     async def check_health(self) -> None:
-        """Raise an error if no step succeeds: Ray replaces the replica. An engine process that dies is started again here."""
+        """Raise an error if no step succeeds: Ray replaces the replica. An engine process that dies is started again
+        here."""
         process, num_failed = self._process, self._process.num_failed_starts
-        may_start = num_failed == self._failed_before and time.monotonic() - self._healthy_at < RESTART_S + 3 * process.start_s
+        may_start = (
+            num_failed == self._failed_before and time.monotonic() - self._healthy_at < RESTART_S + 3 * process.start_s
+        )
         if may_start and not process.is_serving:
             return
         await self._client.ask(Ping(request_id="", probe=""), HEALTH_TIMEOUT_S / 2)
         self._healthy_at, self._failed_before = time.monotonic(), num_failed
 
     async def generate(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """For callers through a handle, with `options(stream=True)`. request: fields of a GenerationRequest (docs/wire.md)."""
+        """For callers through a handle, with `options(stream=True)`. request: fields of a GenerationRequest
+        (docs/wire.md)."""
         message = msgspec.convert({**request, "request_id": "", "credentials": self._pass}, GenerationRequest)
         async for part in self._client.generate(message):
             yield msgspec.to_builtins(part)
@@ -182,9 +207,12 @@ class FrontEnds:
 
         def config() -> FrontConfig:
             return FrontConfig(
-                serve=dataclasses.asdict(settings.serve), listener=self._listener.fileno(), credentials=secrets.front_end_pass,
-                routing_secret=secrets.routing_secret, own_keys=(secrets.public_key, secrets.secret_key),
-            )  # fmt: skip
+                serve=dataclasses.asdict(settings.serve),
+                listener=self._listener.fileno(),
+                credentials=secrets.front_end_pass,
+                routing_secret=secrets.routing_secret,
+                own_keys=(secrets.public_key, secrets.secret_key),
+            )
 
         command = (sys.executable, "-m", "archerfish.deploy.front")
         descriptor = self._listener.fileno()
@@ -216,7 +244,9 @@ class FrontEnds:
                         self._fetch(answer)
                 self._found = found
                 problem = ""
-            except Exception as error:  # none runs, Ray's controller is away, a model cannot be fetched: what is known stays
+            except (
+                Exception
+            ) as error:  # none runs, Ray's controller is away, a model cannot be fetched: what is known stays
                 problem = str(error)
             if problem and problem != logged:
                 logger.warning("The replicas of %s cannot be found: %s", self._app, problem)
@@ -227,14 +257,21 @@ class FrontEnds:
         """Have the files of a replica's models on this node too: front ends turn texts into tokens."""
         key = msgspec.json.encode((answer["models"], answer["hub"]))
         if key not in self._fetched:
-            fetch_models(msgspec.convert(answer["models"], tuple[ModelSpec, ...]), HubConfig(**answer["hub"]), no_progress)
+            fetch_models(
+                msgspec.convert(answer["models"], tuple[ModelSpec, ...]), HubConfig(**answer["hub"]), no_progress
+            )
             self._fetched.add(key)
 
     def _send(self) -> None:
         """Send every child what it does not know yet; one that was started again knows nothing."""
         for number, child in enumerate(self._children):
             state, process = (child.pid, self._found), child.process
-            if child.is_serving and self._sent.get(number) != state and process is not None and process.stdin is not None:
+            if (
+                child.is_serving
+                and self._sent.get(number) != state
+                and process is not None
+                and process.stdin is not None
+            ):
                 with contextlib.suppress(OSError):  # it has just died
                     process.stdin.write(msgspec.json.encode(self._found) + b"\n")
                     self._sent[number] = state
@@ -251,12 +288,15 @@ def service_secrets(settings: Settings) -> ServiceSecrets:
     """Refuses a cluster that anybody may join."""
     if os.environ.get("RAY_AUTH_MODE") != "token":
         hint = "Start Ray on every node with RAY_AUTH_MODE=token and the same token (docs/ray.md)."
-        raise MachineError("Ray's authentication is off: whoever reaches the cluster may run programs on it.", hint=hint)
+        raise MachineError(
+            "Ray's authentication is off: whoever reaches the cluster may run programs on it.", hint=hint
+        )
     return ServiceSecrets.derive(cluster_token(), settings.deploy.name)
 
 
 def bind_to_node(host: str) -> None:
-    """Make Ray's port of this replica for calls between deployments, which opens later, listen at the node's address alone."""
+    """Make Ray's port of this replica for calls between deployments, which opens later, listen at the node's address
+    alone."""
     from ray.serve._private import replica
 
     add_port = replica.add_port_to_grpc_server

@@ -1,7 +1,8 @@
-"""Ray Serve's choice of a replica for calls through a handle: the policy of our front ends, in the process of the caller.
+"""Ray Serve's choice of a replica for calls through a handle: the policy of our front ends, in the process of the
+caller.
 
-    handle = serve.get_deployment_handle("engines", "archerfish-engines").options(stream=True)
-    async for part in handle.generate.remote({"prompt": "Once", "params": {"max_tokens": 16}, "stream": True}): ...
+handle = serve.get_deployment_handle("engines", "archerfish-engines").options(stream=True)
+async for part in handle.generate.remote({"prompt": "Once", "params": {"max_tokens": 16}, "stream": True}): ...
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]  # ray is not insta
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self._follower.update([msgspec.convert(one.routing_stats, FoundReplica) for one in replicas if one.routing_stats])
+        self._follower.update(
+            [msgspec.convert(one.routing_stats, FoundReplica) for one in replicas if one.routing_stats]
+        )
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -68,7 +71,10 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]  # ray is not insta
         fields = next((one for one in (*pending.args, *pending.kwargs.values()) if isinstance(one, dict)), {})
         request = msgspec.convert({**fields, "request_id": ""}, GenerationRequest)
         card = await self._catalog.find(request.model or None, "generation")
-        tokens, given = request.token_ids or [], request.prompt if request.prompt is not None else request.messages or ""
+        tokens, given = (
+            request.token_ids or [],
+            request.prompt if request.prompt is not None else request.messages or "",
+        )
         if not tokens:
             try:
                 tokens = await (await self._catalog.text_of(card)).encode(given, "prompt", request.template_options)

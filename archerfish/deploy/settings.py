@@ -54,18 +54,24 @@ class Settings:
     def check(self) -> None:
         """Refuse what cannot work on a cluster."""
         if not self.specs():
-            raise InvalidOptionError("No model is served.", hint="Name one in [engine] model, [embed] model or [[models]].")
+            raise InvalidOptionError(
+                "No model is served.", hint="Name one in [engine] model, [embed] model or [[models]]."
+            )
         num_ranks, gpus = max(spec.num_ranks for spec in self.specs()), self.deploy.gpus
         if 0 < gpus < num_ranks:
             message = f"[deploy] gpus is {gpus:g}, but a model is divided over {num_ranks} processes."
             raise InvalidOptionError(message, hint=f"Set gpus to {num_ranks}, or to 0 for CPU cores.")
         if not self.serve.port:
-            raise InvalidOptionError("[serve] port cannot be 0 on a cluster.", hint="Choose a port that is free on every node.")
+            raise InvalidOptionError(
+                "[serve] port cannot be 0 on a cluster.", hint="Choose a port that is free on every node."
+            )
         if self.serve.replicas > 1:
             hint = "Write [deploy] min_replicas and max_replicas."
             raise InvalidOptionError("[serve] replicas are those of one machine.", hint=hint)
         if self.serve.zmq_address:
-            raise InvalidOptionError("[serve] zmq_address is not for a cluster: engine processes have their own addresses.")
+            raise InvalidOptionError(
+                "[serve] zmq_address is not for a cluster: engine processes have their own addresses."
+            )
 
 
 def changed(options: Any) -> dict[str, Any]:
@@ -94,4 +100,6 @@ def to_yaml(config: dict[str, Any]) -> str:
     import yaml
 
     text: str = yaml.safe_dump(config, sort_keys=False)
-    return f"# serve deploy FILE, with RAY_AUTH_MODE=token on every node; made by `archerfish deploy ray --yaml`\n{text}"
+    return (
+        f"# serve deploy FILE, with RAY_AUTH_MODE=token on every node; made by `archerfish deploy ray --yaml`\n{text}"
+    )

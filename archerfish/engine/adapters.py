@@ -1,7 +1,8 @@
 """LoRA adapters by name: what requests may name, what lies in the machine's memory, and what goes to the device.
 
-An adapter's content has a number, under which the scheduler gives it a slot, and a digest, which separates its cached contexts
-from those of others. A name that is loaded again with other content gets others: requests that run keep theirs.
+An adapter's content has a number, under which the scheduler gives it a slot, and a digest, which separates its cached
+contexts from those of others. A name that is loaded again with other content gets others: requests that run keep
+theirs.
 """
 
 from __future__ import annotations
@@ -54,22 +55,33 @@ class LoadedAdapter:
 class AdapterLibrary:
     """The adapters of one engine. Safe to use from several threads.
 
-    maps: what adapters may add to. kind: as in `read_adapter`. changed: over the lock of the scheduler; notified when an
-    adapter has come into its slot, as `wake` is called then.
+    maps: what adapters may add to. kind: as in `read_adapter`. changed: over the lock of the scheduler; notified when
+    an adapter has come into its slot, as `wake` is called then.
     """
 
     def __init__(
-        self, config: EngineConfig, maps: Mapping[str, MapShape], kind: str, runner: ModelRunner[Any],
-        changed: threading.Condition, wake: Callable[[], None] | None,
+        self,
+        config: EngineConfig,
+        maps: Mapping[str, MapShape],
+        kind: str,
+        runner: ModelRunner[Any],
+        changed: threading.Condition,
+        wake: Callable[[], None] | None,
     ) -> None:
-        self.config, self._maps, self._kind, self._changed, self._wake = config, maps, kind, changed, wake
+        self.config = config
+        self._maps = maps
+        self._kind = kind
+        self._changed = changed
+        self._wake = wake
         self.slots = AdapterSlots(config.max_loras, self._begin_load)
         self.attach(runner)
         self._names: dict[str, LoadedAdapter] = {}
         self._files: dict[int, dict[str, LoadedAdapter]] = {}  # by number and path: where its content can be read again
         self._numbers: dict[str, int] = {}  # by digest
         self._ids: dict[str, int] = {}  # of the LoRARequests that adapters came with, by name
-        self._content: OrderedDict[int, Adapter] = OrderedDict()  # in the machine's memory, the one used longest ago first
+        self._content: OrderedDict[int, Adapter] = (
+            OrderedDict()
+        )  # in the machine's memory, the one used longest ago first
         self._lock = threading.RLock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="archerfish-adapters")
         if config.lora_dir and not Path(config.lora_dir).expanduser().is_dir():
@@ -79,7 +91,11 @@ class AdapterLibrary:
 
     @classmethod
     def of(
-        cls, config: EngineConfig, facts: ModelFacts, runner: ModelRunner[Any], changed: threading.Condition,
+        cls,
+        config: EngineConfig,
+        facts: ModelFacts,
+        runner: ModelRunner[Any],
+        changed: threading.Condition,
         wake: Callable[[], None] | None,
     ) -> AdapterLibrary | None:
         """None where adapters are not enabled. Of an engine that cannot begin for a wrong one, the runner is closed."""
@@ -94,7 +110,8 @@ class AdapterLibrary:
             raise
 
     def wait(self) -> bool:
-        """Whether adapters are on their way to their slots; if so, after one has come, something was submitted, or a while."""
+        """Whether adapters are on their way to their slots; if so, after one has come, something was submitted, or a
+        while."""
         with self._changed:
             return self.slots.is_loading and (self._changed.wait(WAIT_S) or True)
 
@@ -119,7 +136,9 @@ class AdapterLibrary:
             raise InvalidInputError(f"There is an adapter {name!r} already, of {known.path}.", hint=hint)
         adapter = self._read(Path(path).expanduser())
         if known is not None and not in_place and known.digest != adapter.digest:
-            raise InvalidInputError(f"There is an adapter {name!r} already, of what {known.path} was before.", hint=hint)
+            raise InvalidInputError(
+                f"There is an adapter {name!r} already, of what {known.path} was before.", hint=hint
+            )
         with self._lock:
             number = self._numbers.setdefault(adapter.digest, len(self._numbers) + 1)
             found = LoadedAdapter(name, str(path), number, adapter.digest, adapter.rank, adapter.num_bytes)
@@ -164,12 +183,15 @@ class AdapterLibrary:
             return [self._names[name] for name in sorted(self._names)]
 
     def for_request(self, wanted: Any) -> LoadedAdapter:
-        """The adapter of a request: by name, or as a LoRARequest of ours or of vLLM, which is loaded where it is new."""
+        """The adapter of a request: by name, or as a LoRARequest of ours or of vLLM, which is loaded where it is
+        new."""
         if isinstance(wanted, str):
             return self.find(wanted)
         name, path = getattr(wanted, "lora_name", None), getattr(wanted, "lora_path", None)
         if not isinstance(name, str):
-            raise InvalidInputError(f"The adapter of a request must be a name or a LoRARequest, not {type(wanted).__name__}.")
+            raise InvalidInputError(
+                f"The adapter of a request must be a name or a LoRARequest, not {type(wanted).__name__}."
+            )
         number = getattr(wanted, "lora_int_id", 0)  # as in vLLM, another one has the files read again
         known = self._names.get(name)
         if not path or (known is not None and (known.path, self._ids.get(name, number)) == (str(path), number)):
@@ -187,7 +209,9 @@ class AdapterLibrary:
             found = (root / path).resolve()
             found.is_dir()
         except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, characters that no name has
-            raise AdapterError(f"{path!r} cannot be read as a path: {error}.", hint="Give a path within lora_dir.") from error
+            raise AdapterError(
+                f"{path!r} cannot be read as a path: {error}.", hint="Give a path within lora_dir."
+            ) from error
         if root not in found.parents:
             message = f"{path!r} lies outside of the directory of adapters, or is it."
             raise AdapterError(message, hint="Give a path within lora_dir.")
@@ -207,7 +231,11 @@ class AdapterLibrary:
         return path if path.is_dir() else None
 
     def _read(self, path: Path) -> Adapter:
-        options: Any = {"max_rank": self.config.max_lora_rank, "takes_experts": self.config.lora_experts, "kind": self._kind}
+        options: Any = {
+            "max_rank": self.config.max_lora_rank,
+            "takes_experts": self.config.lora_experts,
+            "kind": self._kind,
+        }
         return read_adapter(path, self._maps, **options)
 
     def _read_again(self, files: Sequence[LoadedAdapter]) -> Adapter:
@@ -217,7 +245,9 @@ class AdapterLibrary:
                 adapter = self._read(Path(file.path).expanduser())
                 if adapter.digest == file.digest:
                     return adapter
-                raise AdapterError(f"{file.path} has changed since {file.name} was loaded.", hint="Load it again in place.")
+                raise AdapterError(
+                    f"{file.path} has changed since {file.name} was loaded.", hint="Load it again in place."
+                )
             except (ArcherfishError, OSError) as error:
                 if file is files[-1]:
                     if self._forget_changed(file) and isinstance(error, AdapterError):

@@ -41,20 +41,30 @@ Batch = tuple[list[int], Callable[[], Vectors]]  # places of a pass's texts, and
 class ArrowEngine(Closing):
     """Embeds and reranks texts with the model of a converted directory.
 
-    `model_path` is a converted directory, any other model that the store can convert (it is converted once, into the cache),
-    or an EmbedConfig. Keywords are options of EmbedConfig. Safe to use from several threads at once.
+    `model_path` is a converted directory, any other model that the store can convert (it is converted once, into the
+    cache), or an EmbedConfig. Keywords are options of EmbedConfig. Safe to use from several threads at once.
     """
 
     def __init__(
-        self, model_path: str | Path | EmbedConfig, device: str = "auto", max_batch_size: int = 32,
-        use_fast_tokenizer: bool = True, *, hub: HubConfig | None = None, progress: Progress = no_progress, **options: Any,
+        self,
+        model_path: str | Path | EmbedConfig,
+        device: str = "auto",
+        max_batch_size: int = 32,
+        use_fast_tokenizer: bool = True,
+        *,
+        hub: HubConfig | None = None,
+        progress: Progress = no_progress,
+        **options: Any,
     ) -> None:
         started = time.perf_counter()
         if isinstance(model_path, EmbedConfig):
             self.config = model_path.replace(**options)
         else:
             self.config = EmbedConfig(
-                model=str(model_path), device=device, max_batch_size=max_batch_size, use_fast_tokenizer=use_fast_tokenizer,
+                model=str(model_path),
+                device=device,
+                max_batch_size=max_batch_size,
+                use_fast_tokenizer=use_fast_tokenizer,
                 **options,
             )
         if not self.config.use_fast_tokenizer:
@@ -71,7 +81,8 @@ class ArrowEngine(Closing):
         self.load_seconds = time.perf_counter() - started
 
     def _open(self, directory: Path) -> None:
-        """Map the weights and build the model. Matrices are packed in the background; the first text loads the tokenizer."""
+        """Map the weights and build the model. Matrices are packed in the background; the first text loads the
+        tokenizer."""
         self.directory, self._loader = directory, WeightLoader(directory)
         metadata = self._loader.get_metadata()
         named = self.config.model
@@ -90,8 +101,11 @@ class ArrowEngine(Closing):
         if wanted > most:
             raise InvalidOptionError(f"[embed] max_length is {wanted}, but {self.model_name} has {most} positions.")
         # As in sentence-transformers: the length that the model states, else its tokenizer's.
-        self._max_length = wanted or min(most, self.embedding.get("max_seq_length") or stated_max_length(settings) or most)
-        # Whether the tokens of a pair's second text have another type id: as the tokenizer's files say, if the model can.
+        self._max_length = wanted or min(
+            most, self.embedding.get("max_seq_length") or stated_max_length(settings) or most
+        )
+        # Whether the tokens of a pair's second text have another type id: as the tokenizer's files say, if the model
+        # can.
         names, has_table = settings.get("model_input_names"), self.core.config.integer("type_vocab_size", 2) > 1
         self._uses_types = has_table and (names is None or "token_type_ids" in names)
         self.watcher: Callable[[int, float], None] | None = None  # called with a number of texts and their seconds
@@ -102,7 +116,9 @@ class ArrowEngine(Closing):
     @property
     def pool(self) -> ComputePool:
         """Where passes are computed."""
-        return compute_pool(self.core.device, self.config.num_threads)  # not kept: a forked process has a pool of its own
+        return compute_pool(
+            self.core.device, self.config.num_threads
+        )  # not kept: a forked process has a pool of its own
 
     def _pack_and_release(self) -> None:
         """Pack the matrices, then release the mapped originals, so that weights are in memory once."""
@@ -155,35 +171,53 @@ class ArrowEngine(Closing):
         return self._max_length
 
     def most_tokens(self, task: str | None = None) -> int:
-        """The number of tokens at which a query or document is cut: late-interaction models have their own. task: or the name
-        of a prompt."""
+        """The number of tokens at which a query or document is cut: late-interaction models have their own. task: or
+        the name of a prompt."""
         stated = token_vectors.most_tokens(self, task)
         return min(stated, self.config.max_length or self.core.max_positions) if stated else self._max_length
 
     def encode(
-        self, texts: str | Iterable[EmbedInput], batch_size: int = 32, show_progress: bool = False, *,
-        normalize: bool | None = None, prompt_name: str | None = None, prompt: str | None = None,
-        output_value: str | None = "sentence_embedding", precision: Precision = "float32", convert_to_numpy: bool = True,
-        convert_to_tensor: bool = False, device: Any = None, normalize_embeddings: bool = False,
-        truncate_dim: int | None = None, show_progress_bar: bool | None = None, pool: Any = None, chunk_size: int | None = None,
-        output: Output | None = None, task: str | None = None,
+        self,
+        texts: str | Iterable[EmbedInput],
+        batch_size: int = 32,
+        show_progress: bool = False,
+        *,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        output_value: str | None = "sentence_embedding",
+        precision: Precision = "float32",
+        convert_to_numpy: bool = True,
+        convert_to_tensor: bool = False,
+        device: Any = None,
+        normalize_embeddings: bool = False,
+        truncate_dim: int | None = None,
+        show_progress_bar: bool | None = None,
+        pool: Any = None,
+        chunk_size: int | None = None,
+        output: Output | None = None,
+        task: str | None = None,
     ) -> Any:
         """Vectors of texts: (dim,) for one string, (n, dim) float32 for a list, in its order.
 
-        The list may be any iterable: an array, a series, a generator. A text may also be a list of token ids, special tokens
-        included. batch_size bounds a forward pass, in units of 32 tokens. normalize=None follows the model's files.
+        The list may be any iterable: an array, a series, a generator. A text may also be a list of token ids, special
+        tokens included. batch_size bounds a forward pass, in units of 32 tokens. normalize=None follows the model's
+        files.
 
-        output="sparse" gives a SparseVector for each text, "multi_vector" an array of (tokens, dim), of models that have them.
-        Without it a model gives what it is made for.
+        output="sparse" gives a SparseVector for each text, "multi_vector" an array of (tokens, dim), of models that
+        have them. Without it a model gives what it is made for.
 
-        The other arguments are those of sentence-transformers. prompt is put before every text; prompt_name names one of the
-        model's prompts. normalize_embeddings=False means: as the model's files say. truncate_dim keeps the first numbers.
-        output_value="token_embeddings" gives a tensor of (tokens, dim) for each text; None gives a dict of all tensors.
-        convert_to_tensor gives a tensor, convert_to_numpy=False a list of tensors. pool and chunk_size have no effect: all
-        cores are used anyway. task, "query" or "document", says how long texts are, where a model treats them differently.
+        The other arguments are those of sentence-transformers. prompt is put before every text; prompt_name names one
+        of the model's prompts. normalize_embeddings=False means: as the model's files say. truncate_dim keeps the first
+        numbers. output_value="token_embeddings" gives a tensor of (tokens, dim) for each text; None gives a dict of all
+        tensors. convert_to_tensor gives a tensor, convert_to_numpy=False a list of tensors. pool and chunk_size have no
+        effect: all cores are used anyway. task, "query" or "document", says how long texts are, where a model treats
+        them differently.
         """
         is_other = isinstance(texts, Iterable) and not isinstance(texts, Sequence | Mapping | Set)
-        many: Any = [texts] if isinstance(texts, str) else list(texts) if is_other else texts  # of an array or a generator
+        many: Any = (
+            [texts] if isinstance(texts, str) else list(texts) if is_other else texts
+        )  # of an array or a generator
         self.check_texts(many)
         if self.is_cross_encoder:
             raise UnsupportedModelError(f"{self.model_name} is a cross-encoder: it scores pairs.", hint="Use rerank().")
@@ -202,7 +236,9 @@ class ArrowEngine(Closing):
             shown = token_vectors.shown_as(rows, as_tensors=as_tensors, truncate_dim=truncate_dim, precision=precision)
             return text_batches.one_or_all(texts, shown)
         inputs, is_normal = self._prepare(many, prompt_name, prompt), normalize_embeddings or normalize
-        with progress_bar("Encoding", show=show_progress if show_progress_bar is None else show_progress_bar) as progress:
+        with progress_bar(
+            "Encoding", show=show_progress if show_progress_bar is None else show_progress_bar
+        ) as progress:
             if output_value == "token_embeddings":
                 return text_batches.one_or_all(texts, self._compute_tokens(inputs, batch_size)[0])
             vectors = self._compute(inputs, batch_size, self._is_scaled(is_normal), progress)
@@ -211,8 +247,12 @@ class ArrowEngine(Closing):
             if is_normal:
                 vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         if output_value is None:
-            return text_batches.one_or_all(texts, text_batches.all_values(*self._compute_tokens(inputs, batch_size), vectors))
-        return text_batches.one_or_all(texts, text_batches.converted(vectors, precision, convert_to_tensor, convert_to_numpy))
+            return text_batches.one_or_all(
+                texts, text_batches.all_values(*self._compute_tokens(inputs, batch_size), vectors)
+            )
+        return text_batches.one_or_all(
+            texts, text_batches.converted(vectors, precision, convert_to_tensor, convert_to_numpy)
+        )
 
     def encode_query(self, *texts: Any, **options: Any) -> Any:
         """`encode` with the model's prompt for queries, if it has one."""
@@ -246,7 +286,9 @@ class ArrowEngine(Closing):
             raise InvalidInputError("similarity() takes texts or vectors, not both.", hint="Encode the texts first.")
         left, right = ([x] if isinstance(x, str) else list(x) for x in (a, b))
         if self.core.output != "dense":
-            return token_vectors.scores_of(self.encode_query(left), self.encode_document(right), self.similarity_fn_name)
+            return token_vectors.scores_of(
+                self.encode_query(left), self.encode_document(right), self.similarity_fn_name
+            )
         vectors = self.encode([*left, *right], self.config.max_batch_size, normalize=True)
         return vectors[: len(left)] @ vectors[len(left) :].T
 
@@ -255,27 +297,37 @@ class ArrowEngine(Closing):
         return token_vectors.compare(self, a, b, is_pairwise=True)
 
     def rerank(self, query: str, documents: Sequence[str], top_k: int | None = None) -> list[RerankResult]:
-        """Documents by relevance to the query, best first: by a cross-encoder's score, or by cosine with an embedding model."""
+        """Documents by relevance to the query, best first: by a cross-encoder's score, or by cosine with an embedding
+        model."""
         self.check_texts([query])
         self.check_texts(documents, "document")
         if self.is_cross_encoder:
             scores: Vectors = self.score_pairs([(query, document) for document in documents])
             if scores.ndim != 1:
-                raise UnsupportedModelError(f"{self.model_name} gives {scores.shape[1]} labels per pair; reranking needs one.")
+                raise UnsupportedModelError(
+                    f"{self.model_name} gives {scores.shape[1]} labels per pair; reranking needs one."
+                )
         else:
             scores = self.similarity(query, documents)[0]
         order = np.argsort(-scores, kind="stable")[:top_k]
         return [RerankResult(int(i), float(scores[i]), documents[i]) for i in order]
 
     def score_pairs(
-        self, pairs: Sequence[tuple[str, str]], batch_size: int = 32, show_progress: bool = False, *, is_raw: bool = False
+        self,
+        pairs: Sequence[tuple[str, str]],
+        batch_size: int = 32,
+        show_progress: bool = False,
+        *,
+        is_raw: bool = False,
     ) -> Vectors:
         """A cross-encoder's score of every pair, (n,), or (n, labels) where the model has several labels.
 
         is_raw: without the activation that the model's files name.
         """
         if not self.is_cross_encoder:
-            raise UnsupportedModelError(f"{self.model_name} is no cross-encoder: it embeds texts.", hint="Use similarity().")
+            raise UnsupportedModelError(
+                f"{self.model_name} is no cross-encoder: it embeds texts.", hint="Use similarity()."
+            )
         self._check_pairs(pairs)
         with progress_bar("Scoring", show=show_progress) as progress:
             scores = self._compute([(a, b) for a, b in pairs], batch_size, False, progress, is_raw=is_raw)
@@ -288,14 +340,17 @@ class ArrowEngine(Closing):
         return [str(names.get(str(i), f"LABEL_{i}")) for i in range(self.core.config.num_labels)]
 
     def classify(self, texts: Sequence[EmbedInput | tuple[str, str]], *, is_raw: bool = False) -> Vectors:
-        """Probabilities of a classifier's `labels` for texts or pairs, (n, labels). is_raw: its own scores, such as rewards."""
+        """Probabilities of a classifier's `labels` for texts or pairs, (n, labels). is_raw: its own scores, such as
+        rewards."""
         if not self.is_cross_encoder:
             raise UnsupportedModelError(f"{self.model_name} has no labels: it embeds texts.", hint="Use encode().")
         self._check_pairs(texts, allows_texts=True)
         rows = self.compute(self._tokenize(texts), is_raw=True)
         return rows if is_raw else text_batches.ACTIVATIONS[self.core.label_activation](rows)
 
-    def tokenize(self, texts: Sequence[EmbedInput | tuple[str, str]], *, prompt_name: str | None = None) -> list[TokenizedText]:
+    def tokenize(
+        self, texts: Sequence[EmbedInput | tuple[str, str]], *, prompt_name: str | None = None
+    ) -> list[TokenizedText]:
         """Check and tokenise texts, lists of ids, or a cross-encoder's texts and pairs.
 
         Another thread may call `compute` with them.
@@ -307,16 +362,25 @@ class ArrowEngine(Closing):
         return self._tokenize(self._prepare(texts, prompt_name), prompt_name)
 
     def compute_tokens(
-        self, texts: Sequence[TokenizedText], output: Output, *, batch_size: int | None = None, is_query: bool = False,
+        self,
+        texts: Sequence[TokenizedText],
+        output: Output,
+        *,
+        batch_size: int | None = None,
+        is_query: bool = False,
         normalize: bool | None = None,
     ) -> token_vectors.TokenVectors:
         """Sparse vectors or vectors of tokens, of tokenised texts."""
         self._check_open(output)
         max_tokens = self._batch_tokens(batch_size or self.config.max_batch_size)
         is_normal = (self.core.output == "dense" or self._is_scaled(None)) if normalize is None else normalize
-        return token_vectors.compute_token_vectors(self, texts, max_tokens, output, normalize=is_normal, is_query=is_query)
+        return token_vectors.compute_token_vectors(
+            self, texts, max_tokens, output, normalize=is_normal, is_query=is_query
+        )
 
-    def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = None, *, is_raw: bool = False) -> Vectors:
+    def compute(
+        self, texts: Sequence[TokenizedText], normalize: bool | None = None, *, is_raw: bool = False
+    ) -> Vectors:
         """(n, dim) vectors of tokenised texts, or (n, labels) scores of tokenised pairs, in their order. is_raw: scores
         without activation."""
         self._check_open()
@@ -333,10 +397,17 @@ class ArrowEngine(Closing):
         return stated and not self.is_cross_encoder
 
     def _collect(
-        self, num_texts: int, finished: Iterable[Batch], started: float, num_inputs: int,
-        progress: Progress = no_progress, *, is_raw: bool = False,
+        self,
+        num_texts: int,
+        finished: Iterable[Batch],
+        started: float,
+        num_inputs: int,
+        progress: Progress = no_progress,
+        *,
+        is_raw: bool = False,
     ) -> Vectors:
-        """Vectors or scores in the order of the texts. num_inputs: for the watcher. is_raw: scores without activation."""
+        """Vectors or scores in the order of the texts. num_inputs: for the watcher. is_raw: scores without
+        activation."""
         width = self.core.config.num_labels if self.is_cross_encoder else self.core.dimension
         out = np.empty((num_texts, width), dtype=np.float32)
         num_finished = 0
@@ -393,7 +464,11 @@ class ArrowEngine(Closing):
 
     def __repr__(self) -> str:
         core = self.core
-        size = f"labels={core.config.num_labels}" if self.is_cross_encoder else f"dimension={self.get_embedding_dimension()}"
+        size = (
+            f"labels={core.config.num_labels}"
+            if self.is_cross_encoder
+            else f"dimension={self.get_embedding_dimension()}"
+        )
         about = f"device={core.device!r}, dtype={core.dtype!r}, {size}, max_seq_length={self._max_length}"
         return f"{type(self).__name__}({self.model_name!r}, {about})"
 
@@ -404,14 +479,14 @@ class ArrowEngine(Closing):
             raise InvalidInputError(f"{self.model_name} has no prompt {name!r}.", hint=did_you_mean(name, self.prompts))
         prompt = prompt if prompt is not None else self.prompts[name] if name else ""
         if prompt and not self.embedding.get("include_prompt", True):
-            raise UnsupportedModelError(f"{self.model_name} leaves its prompt out of the pooling, which is not supported.")
+            raise UnsupportedModelError(
+                f"{self.model_name} leaves its prompt out of the pooling, which is not supported."
+            )
         if not prompt and are_strings(texts):
             return list(texts)
         return [prompt + text if isinstance(text, str) else tuple(text) for text in texts]
 
-    def _tokenize(
-        self, inputs: Sequence[EmbedInput | tuple[str, str]], task: str | None = None
-    ) -> list[TokenizedText]:
+    def _tokenize(self, inputs: Sequence[EmbedInput | tuple[str, str]], task: str | None = None) -> list[TokenizedText]:
         if self.core.config.score_token_ids:
             pairs = [item if isinstance(item, tuple) else ("", item) for item in inputs]
             return self.pair_prompt.tokenize(pairs, self._max_length)
@@ -427,7 +502,9 @@ class ArrowEngine(Closing):
                 for item in inputs
             ]
         if self.core.head is not None and self.core.head.pooling == "lasttoken":
-            tokenized = [text_batches.without_padding(text, self.core.config.values.get("pad_token_id")) for text in tokenized]
+            tokenized = [
+                text_batches.without_padding(text, self.core.config.values.get("pad_token_id")) for text in tokenized
+            ]
         return token_vectors.expand_queries(self, tokenized, task)
 
     def _compute(

@@ -21,7 +21,8 @@ from archerfish.sequence import Request
 
 
 class PendingAnswer(Coroutine[Any, Any, RequestOutput]):
-    """The result of AsyncLLMEngine.generate: iterated over, it grows as the answer does; awaited, it is the whole answer."""
+    """The result of AsyncLLMEngine.generate: iterated over, it grows as the answer does; awaited, it is the whole
+    answer."""
 
     def __init__(self, start: Callable[[bool], AsyncGenerator[RequestOutput, None]]) -> None:
         """start: makes the results, all of them or only the last."""
@@ -63,7 +64,8 @@ class PendingAnswer(Coroutine[Any, Any, RequestOutput]):
 
 
 class AsyncLLMEngine:
-    """LLMEngine for asyncio. Give an engine, or a model's name and options to make one; `close` closes only one that it made.
+    """LLMEngine for asyncio. Give an engine, or a model's name and options to make one; `close` closes only one that it
+    made.
 
     All that one step brings reaches an event loop in one wake-up.
     """
@@ -75,7 +77,9 @@ class AsyncLLMEngine:
         self._open: dict[asyncio.Queue[TextDelta | None], str] = {}  # with the id of its request
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=run, args=(self.engine, self._is_closing), name="archerfish-engine", daemon=True)
+        self._thread = threading.Thread(
+            target=run, args=(self.engine, self._is_closing), name="archerfish-engine", daemon=True
+        )
         self._thread.start()
 
     @classmethod
@@ -135,12 +139,16 @@ class AsyncLLMEngine:
             queue.put_nowait(delta)
 
     def generate(
-        self, prompt: Prompt | dict[str, Any], sampling_params: SamplingParams | None = None, request_id: str | None = None,
+        self,
+        prompt: Prompt | dict[str, Any],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
         **options: Any,
     ) -> PendingAnswer:
         """The answer so far, again and again (`async for`), or the whole answer (`await`).
 
-        By `SamplingParams.output_kind` an item has all of the answer so far, only what is new, or there is one, the last.
+        By `SamplingParams.output_kind` an item has all of the answer so far, only what is new, or there is one, the
+        last.
         """
         options["request_id"] = request_id
         return PendingAnswer(lambda is_whole: self._results(plain_prompt(prompt), sampling_params, options, is_whole))
@@ -155,7 +163,9 @@ class AsyncLLMEngine:
                 if delta.output is not None and kind != "delta":
                     yield delta.output
                 elif kind != "final_only":
-                    new = CompletionOutput(delta.index, delta.text, delta.token_ids, delta.finish_reason, delta.stop_reason)
+                    new = CompletionOutput(
+                        delta.index, delta.text, delta.token_ids, delta.finish_reason, delta.stop_reason
+                    )
                     new.logprobs = delta.logprobs
                     old = so_far.get(delta.index)
                     if old is not None and kind == "cumulative":
@@ -164,7 +174,10 @@ class AsyncLLMEngine:
                     so_far[delta.index] = new
                     outputs = [new] if kind == "delta" else [so_far[index] for index in sorted(so_far)]
                     yield RequestOutput(
-                        request.request_id, request.collector.prompt, list(request.prompt_token_ids), outputs,
+                        request.request_id,
+                        request.collector.prompt,
+                        list(request.prompt_token_ids),
+                        outputs,
                         finished=delta.output is not None,
                     )
 
@@ -190,7 +203,8 @@ class AsyncLLMEngine:
             yield delta
 
     async def close(self) -> None:
-        """Abort what runs here, end the streams that wait, stop the thread, and close the engine, unless it was given."""
+        """Abort what runs here, end the streams that wait, stop the thread, and close the engine, unless it was
+        given."""
         self._is_closing.set()
         if self._is_owner:
             await asyncio.to_thread(self.engine.close)

@@ -1,7 +1,8 @@
 """AWQ: inputs that are large in real text are made smaller, and their weights larger, before matrices are rounded.
 
-What gives a product its inputs is divided by what its weights are multiplied with: the norm in front of it, or the outputs of
-the matrix in front of it. So the model stays the same; but a weight that meets large inputs loses less to rounding.
+What gives a product its inputs is divided by what its weights are multiplied with: the norm in front of it, or the
+outputs of the matrix in front of it. So the model stays the same; but a weight that meets large inputs loses less to
+rounding.
 """
 
 from __future__ import annotations
@@ -30,14 +31,21 @@ ERROR_ROWS = 256  # tokens from all over the texts that errors are measured on
 SMALLEST = 1e-4  # size of an input
 # What gives a product its inputs, by the name of its first matrix in a layer.
 PRODUCERS = {
-    "self_attn.q_proj.weight": "input_layernorm.weight", "self_attn.qkv_proj.weight": "input_layernorm.weight",
-    "mlp.gate_proj.weight": "post_attention_layernorm.weight", "mlp.gate_up_proj.weight": "post_attention_layernorm.weight",
-    "self_attn.o_proj.weight": "self_attn.v_proj.weight", "mlp.down_proj.weight": "mlp.up_proj.weight",
-}  # fmt: skip
+    "self_attn.q_proj.weight": "input_layernorm.weight",
+    "self_attn.qkv_proj.weight": "input_layernorm.weight",
+    "mlp.gate_proj.weight": "post_attention_layernorm.weight",
+    "mlp.gate_up_proj.weight": "post_attention_layernorm.weight",
+    "self_attn.o_proj.weight": "self_attn.v_proj.weight",
+    "mlp.down_proj.weight": "mlp.up_proj.weight",
+}
 
 
 def scale_source(
-    source: ModelSource, model: StreamedModel, texts: Sequence[Ids], wanted: Mapping[str, Quantization], work: Path,
+    source: ModelSource,
+    model: StreamedModel,
+    texts: Sequence[Ids],
+    wanted: Mapping[str, Quantization],
+    work: Path,
     progress: Progress,
 ) -> tuple[ModelSource, dict[str, Floats]]:
     """The same model with other weights, which can be rounded with less harm; and how much errors of each input weigh.
@@ -68,7 +76,9 @@ def scale_source(
         return matrix
 
     is_known = getattr(model.model, "norm_plus", 0.0) == 0.0
-    is_known &= getattr(model.model, "norm_names", LlamaModel.norm_names)[:2] == LlamaModel.norm_names  # each for one product
+    is_known &= (
+        getattr(model.model, "norm_names", LlamaModel.norm_names)[:2] == LlamaModel.norm_names
+    )  # each for one product
     if not is_known or not any(producer(name) in sizes for name in wanted):
         message = f"[convert] method awq does not know what to scale in {model.config.model_type}."
         raise UnsupportedModelError(message, hint="Take --method gptq.")
@@ -92,7 +102,9 @@ def find_factors(matrix: Tensor, x: Tensor, kind: Quantization) -> Floats:
     """Factors of inputs with which a product changes least when the matrix is rounded."""
     sizes = x.abs().mean(0).clamp_min(SMALLEST)
     x = x[:: -(-len(x) // ERROR_ROWS)]
-    right, best, least = x @ matrix.T, torch.ones_like(sizes), float("inf")
+    right = x @ matrix.T
+    best = torch.ones_like(sizes)
+    least = float("inf")
     for exponent in EXPONENTS:
         factors = sizes ** float(exponent)
         factors = factors / (factors.max() * factors.min()).sqrt()

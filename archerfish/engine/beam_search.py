@@ -63,7 +63,8 @@ class BeamSearchOutput:
 def beam_search(
     engine: LLMEngine, prompts: Sequence[Sequence[int]], params: BeamSearchParams, adapter: Any = None
 ) -> list[BeamSearchOutput]:
-    """The best continuations of each prompt, with an adapter if one is named. A beam that ends makes room for another one."""
+    """The best continuations of each prompt, with an adapter if one is named. A beam that ends makes room for another
+    one."""
     facts, width = engine.facts, params.beam_width
     stops = engine.tokenizer.eos_token_ids if engine.tokenizer else facts.end_token_ids
     ends = frozenset() if params.ignore_eos else frozenset(stops)
@@ -96,12 +97,14 @@ def grow(beam: BeamSearchSequence, answer: CompletionOutput, ends: Collection[in
     top = answer.logprobs[0].top
     return [
         BeamSearchSequence(
-            [*beam.tokens, token_id], beam.cum_logprob + logprob,
+            [*beam.tokens, token_id],
+            beam.cum_logprob + logprob,
             [*beam.logprobs, TokenLogprobs(token_id, logprob, rank, top)],
-            finish_reason="stop" if token_id in ends else None, stop_reason=token_id if token_id in ends else None,
+            finish_reason="stop" if token_id in ends else None,
+            stop_reason=token_id if token_id in ends else None,
         )
         for rank, (token_id, logprob) in enumerate(top, 1)
-    ]  # fmt: skip
+    ]
 
 
 def best_of(

@@ -1,4 +1,5 @@
-"""Text that quantising is calibrated with and measured by, as token ids: from a file, or written by the model itself."""
+"""Text that quantising is calibrated with and measured by, as token ids: from a file, or written by the model
+itself."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def read_texts(path: Path) -> list[str]:
     if not path.is_file():
         raise ModelNotFoundError(f"[convert] calibration: {path} is not a file.")
     if path.stat().st_size > MAX_FILE_BYTES:
-        raise InvalidOptionError(f"[convert] calibration: {path} has more than {MAX_FILE_BYTES >> 20} MiB.", hint="Cut it.")
+        raise InvalidOptionError(
+            f"[convert] calibration: {path} has more than {MAX_FILE_BYTES >> 20} MiB.", hint="Cut it."
+        )
     try:
         whole = path.read_text(encoding="utf-8")
         if path.suffix != ".jsonl":
@@ -72,7 +75,8 @@ def read_texts(path: Path) -> list[str]:
 
 
 def read_tokens(source: ModelSource, texts: Sequence[str]) -> list[Ids]:
-    """Tokens of texts: for an encoder one text each, or each line of a single one; else all texts cut into equal pieces."""
+    """Tokens of texts: for an encoder one text each, or each line of a single one; else all texts cut into equal
+    pieces."""
     from archerfish.text.text_tokenizer import find_text_tokenizer
     from archerfish.text.tokenizer import FastTokenizer
 

@@ -1,4 +1,5 @@
-"""ModelConverter: the store's converter, which here also quantises: it knows which matrices of a model are linear maps."""
+"""ModelConverter: the store's converter, which here also quantises: it knows which matrices of a model are linear
+maps."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ class ModelConverter(converter.ModelConverter):
     A conversion that is stopped leaves its finished matrices beside the output directory, and goes on from there.
     """
 
-    def convert_source(self, source: ModelSource, name: str, target: Path, progress: Progress) -> converter.ConversionResult:
+    def convert_source(
+        self, source: ModelSource, name: str, target: Path, progress: Progress
+    ) -> converter.ConversionResult:
         config = self.config
         check_choices(config, source)
         if config.merge:
@@ -104,10 +107,18 @@ class ModelConverter(converter.ModelConverter):
         path = target / WEIGHTS_NAME
         num_bytes = path.stat().st_size
         return converter.ConversionResult(
-            success=True, model_name=name, output_dir=target, arrow_path=path, parquet_path=None, tokenizer_path=target,
-            metadata_path=target / "config.json", total_parameters=sum(tensor.info.num_params for tensor in source.tensors),
-            file_size_mb=num_bytes / 1e6, compression_ratio=source.num_bytes / num_bytes,
-            conversion_time_sec=time.perf_counter() - started, validation_passed=True,
+            success=True,
+            model_name=name,
+            output_dir=target,
+            arrow_path=path,
+            parquet_path=None,
+            tokenizer_path=target,
+            metadata_path=target / "config.json",
+            total_parameters=sum(tensor.info.num_params for tensor in source.tensors),
+            file_size_mb=num_bytes / 1e6,
+            compression_ratio=source.num_bytes / num_bytes,
+            conversion_time_sec=time.perf_counter() - started,
+            validation_passed=True,
         )
 
     @contextmanager
@@ -115,7 +126,9 @@ class ModelConverter(converter.ModelConverter):
         """Where finished matrices are kept until all are. Those of another conversion are deleted."""
         target = target.absolute()
         work = target.with_name(f".{target.name}.quantising")
-        key = repr((fingerprint_parts(source.path), self.config.replace(overwrite=False, report=True), self._text_time()))
+        key = repr(
+            (fingerprint_parts(source.path), self.config.replace(overwrite=False, report=True), self._text_time())
+        )
         with file_lock(work.with_name(f"{work.name}.lock"), target), write_errors(work):
             if not (work / "key").is_file() or (work / "key").read_text(encoding="utf-8") != key:
                 shutil.rmtree(work, ignore_errors=True)
@@ -148,7 +161,9 @@ class ModelConverter(converter.ModelConverter):
         import_torch(f"The method {config.method}")
         if embeds and not config.calibration:
             hint = "Give a file of texts with --calibration, or leave --method out."
-            raise InvalidOptionError(f"[convert] method {config.method}: an encoder cannot write its own text.", hint=hint)
+            raise InvalidOptionError(
+                f"[convert] method {config.method}: an encoder cannot write its own text.", hint=hint
+            )
         return find_texts(source, config.calibration, self.hub, work / "texts.npy", progress)
 
 
@@ -185,28 +200,35 @@ def read_matrix(loader: WeightLoader, name: str) -> Floats:
 def linear_maps(config: Config) -> set[str]:
     """Names of the matrices that may be quantised: a model that is built over no weights tells them.
 
-    Lookup tables are left out, also those that are heads as well, matrices that the model keeps plain, and those whose inputs
-    are no multiple of 32.
+    Lookup tables are left out, also those that are heads as well, matrices that the model keeps plain, and those whose
+    inputs are no multiple of 32.
     """
     architecture = encoder_class(config) if config.model_type in ENCODERS else find_model(config)
     noted = architecture.noted(config, weight_format=INT8)
     sizes = {
         name: INT8.num_bytes(math.prod(shape[:-1]), shape[-1], "float32")
-        for name, shape in noted.shapes.items() if len(shape) > 1
-    }  # fmt: skip
-    return {name for name, num_bytes in sizes.items() if noted.num_bytes[name] == num_bytes and name not in noted.tables}
+        for name, shape in noted.shapes.items()
+        if len(shape) > 1
+    }
+    return {
+        name for name, num_bytes in sizes.items() if noted.num_bytes[name] == num_bytes and name not in noted.tables
+    }
 
 
 def noted_name(name: str) -> str:
     """The name under which a model notes a matrix: that of the stack, where it is one of an expert."""
-    return EXPERT.sub(lambda found: f"mlp.experts.{'down' if found[1] in ('down_proj', 'w2') else 'gate_up'}_proj", name)
+    return EXPERT.sub(
+        lambda found: f"mlp.experts.{'down' if found[1] in ('down_proj', 'w2') else 'gate_up'}_proj", name
+    )
 
 
-def choose_matrices(source: ModelSource, weights: str, group_size: int, layout: str = "store") -> dict[str, Quantization]:
+def choose_matrices(
+    source: ModelSource, weights: str, group_size: int, layout: str = "store"
+) -> dict[str, Quantization]:
     """How each matrix of a source is to be stored: linear maps as `weights` says. All groups of a model have one size.
 
-    Heads, which are in no layer, have at least 8 bits: their errors go straight into logits or scores. In other layouts than
-    the store's they are left out, and int4 has no minima: that is what all readers take.
+    Heads, which are in no layer, have at least 8 bits: their errors go straight into logits or scores. In other layouts
+    than the store's they are left out, and int4 has no minima: that is what all readers take.
     """
     maps = linear_maps(Config(source.config))
     ends = {name.partition(".")[2] for name in maps}  # a checkpoint without a head has no prefix
@@ -215,15 +237,21 @@ def choose_matrices(source: ModelSource, weights: str, group_size: int, layout: 
     found = in_layers + [info for info in infos if info.name in maps and info not in in_layers]
     if not in_layers:
         hint = "Convert it without --weights."
-        raise UnsupportedModelError(f"{source.path} has no linear map with a multiple of {GROUP_SIZE} inputs.", hint=hint)
+        raise UnsupportedModelError(
+            f"{source.path} has no linear map with a multiple of {GROUP_SIZE} inputs.", hint=hint
+        )
     if layout != "store" and any(len(info.shape) > 2 for info in in_layers):
         hint = "Take a checkpoint with a tensor for each expert, or write the store."
-        raise UnsupportedModelError(f"{source.path} has stacks of experts, which {layout} does not hold quantised.", hint=hint)
+        raise UnsupportedModelError(
+            f"{source.path} has stacks of experts, which {layout} does not hold quantised.", hint=hint
+        )
     size = math.gcd(group_size, *(info.shape[-1] for info in in_layers))
     wanted = {}
     for info in found:
         kind = "int8" if weights == "int4" and info not in in_layers else weights
         if layout == "store" or info in in_layers:
             quant_type = "Q4_0" if kind == "int4" and layout != "store" else QUANT_TYPES[kind]
-            wanted[info.name] = Quantization(quant_type, len(info.shape) - 1, size if kind == "int4" else info.shape[-1])
+            wanted[info.name] = Quantization(
+                quant_type, len(info.shape) - 1, size if kind == "int4" else info.shape[-1]
+            )
     return wanted

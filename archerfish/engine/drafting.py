@@ -1,8 +1,9 @@
-"""A draft model: a second, small model with memory of its own that proposes the tokens which the engine's model verifies.
+"""A draft model: a second, small model with memory of its own that proposes the tokens which the engine's model
+verifies.
 
-It computes in the thread in which the engine's model computes, so that they do not compete for cores. Of each sequence it keeps
-the keys of all tokens, or the states behind the last ones. Where proposals were not accepted, it begins again behind the last
-one that was.
+It computes in the thread in which the engine's model computes, so that they do not compete for cores. Of each sequence
+it keeps the keys of all tokens, or the states behind the last ones. Where proposals were not accepted, it begins again
+behind the last one that was.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class DraftedSequence:
     num_sent: int = 0  # blocks that the runner knows
     num_known: int = 0  # leading tokens that are computed
     proposed: list[int] = field(default_factory=list)  # tokens that are computed behind them
-    states: dict[int, int] = field(default_factory=dict)  # of a recurrent model: the block of the state behind so many tokens
+    states: dict[int, int] = field(
+        default_factory=dict
+    )  # of a recurrent model: the block of the state behind so many tokens
 
 
 class Chunk(NamedTuple):
@@ -55,12 +58,14 @@ class Chunk(NamedTuple):
 class ModelDrafter:
     """The DraftModel over a runner. vocab_size: of the engine's model. It has rows for so many sequences.
 
-    A recurrent model has `num_states` blocks of each sequence. The runner finds the state to begin with in a row's block 0, and
-    leaves the next one in block 1: each step says which these are.
+    A recurrent model has `num_states` blocks of each sequence. The runner finds the state to begin with in a row's
+    block 0, and leaves the next one in block 1: each step says which these are.
     """
 
     def __init__(self, runner: ModelRunner[Any], *, vocab_size: int, max_sequences: int, num_states: int) -> None:
-        self.runner, self.vocab_size, self.max_len = runner, vocab_size, runner.model.max_len
+        self.runner = runner
+        self.vocab_size = vocab_size
+        self.max_len = runner.model.max_len
         self.num_states = 0 if runner.pool.has_keys else num_states
         self.times = StepTimes()  # of a decode, by the number of sequences
         self._blocks = BlockManager(runner.pool.num_blocks, runner.pool.block_size)
@@ -86,7 +91,9 @@ class ModelDrafter:
     def fail(self, sequences: Iterable[Sequence]) -> ComputedDraft:
         """Forget sequences of which it is not known any more what was computed; a draft without proposals."""
         self._num_failures += 1
-        logger.exception("The draft model failed%s.", ", and is left out from now on" * (self._num_failures == MOST_FAILURES))
+        logger.exception(
+            "The draft model failed%s.", ", and is left out from now on" * (self._num_failures == MOST_FAILURES)
+        )
         for seq in sequences:
             self.forget(seq)
         return ComputedDraft(self, {}, [], None)
@@ -100,7 +107,9 @@ class ModelDrafter:
             decodes = [self._chunk(chunk.known, chunk.known.num_known + place, [PENDING]) for _, chunk in found]
             steps.append(self._launch(decodes))
         is_usual = all(len(chunk.tokens) <= USUAL_CHUNK for _, chunk in found)
-        return ComputedDraft(self, {seq: chunk.known.proposed for seq, chunk in found}, steps, began if is_usual else None)
+        return ComputedDraft(
+            self, {seq: chunk.known.proposed for seq, chunk in found}, steps, began if is_usual else None
+        )
 
     def _catch_up(self, seq: Sequence, count: int) -> Chunk | None:
         """The last tokens of a sequence that are not computed, with room for so many more; None: there is no room."""
@@ -161,22 +170,35 @@ class ModelDrafter:
         places = [(chunk.known.row, *place) for chunk in chunks for place in chunk.places]
         block_rows, block_places, block_ids = np.array(places, np.int64).reshape(-1, 3).T.copy()
         entered, self._entered = self._entered, []
-        return self.runner.launch(StepInput(
-            next(self._steps), np.array([chunk.known.row for chunk in chunks], np.int64),
-            np.array([chunk.start for chunk in chunks], np.int64), counts, np.full(len(chunks), num_samples, np.int64),
-            np.zeros(len(chunks), np.int64), np.concatenate([np.asarray(chunk.tokens, np.int64) for chunk in chunks]),
-            int(np.count_nonzero(counts == 1)), block_rows, block_places, block_ids,
-            entries=[RowEntry(known.row, "draft", GREEDY, 0) for known in entered],
-        ))  # fmt: skip
+        return self.runner.launch(
+            StepInput(
+                next(self._steps),
+                np.array([chunk.known.row for chunk in chunks], np.int64),
+                np.array([chunk.start for chunk in chunks], np.int64),
+                counts,
+                np.full(len(chunks), num_samples, np.int64),
+                np.zeros(len(chunks), np.int64),
+                np.concatenate([np.asarray(chunk.tokens, np.int64) for chunk in chunks]),
+                int(np.count_nonzero(counts == 1)),
+                block_rows,
+                block_places,
+                block_ids,
+                entries=[RowEntry(known.row, "draft", GREEDY, 0) for known in entered],
+            )
+        )
 
 
 class ComputedDraft:
-    """The DraftJob of a ModelDrafter. computed: where proposals go that are computed. began: when, if that is measured."""
+    """The DraftJob of a ModelDrafter. computed: where proposals go that are computed. began: when, if that is
+    measured."""
 
     def __init__(
         self, drafter: ModelDrafter, computed: dict[Sequence, list[int]], steps: list[RunningStep], began: float | None
     ) -> None:
-        self._drafter, self.computed, self._steps, self._began = drafter, computed, steps, began
+        self._drafter = drafter
+        self.computed = computed
+        self._steps = steps
+        self._began = began
         self._found: dict[Sequence, list[int]] | None = None
 
     def done(self) -> bool:

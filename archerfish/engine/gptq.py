@@ -1,8 +1,9 @@
 """GPTQ: points of a grid for a matrix, chosen so that its products with the inputs of real text change least.
 
-One pass of the calibration text through the model does it. Whenever a product is about to be computed, its inputs, which come
-from quantised products already, tell how much errors of each input weigh; its matrices are quantised, and the pass goes on
-with the result. Finished matrices are kept in a work directory: a stopped conversion takes them from there and goes on.
+One pass of the calibration text through the model does it. Whenever a product is about to be computed, its inputs,
+which come from quantised products already, tell how much errors of each input weigh; its matrices are quantised, and
+the pass goes on with the result. Finished matrices are kept in a work directory: a stopped conversion takes them from
+there and goes on.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def points_of(steps: Tensor, quant_type: str) -> Tensor:
 
 
 def gptq(matrix: Tensor, x: Tensor, kind: Quantization) -> tuple[Floats, Grid]:
-    """Points of a grid that suits the matrix best where its inputs weigh most, and the grid. Those inputs are rounded first."""
+    """Points of a grid that suits the matrix best where its inputs weigh most, and the grid. Those inputs are rounded
+    first."""
     hessian = (x.T @ x).float()
     weights = hessian.diagonal()
     weights += torch.where(weights == 0, 1.0, DAMPING * weights.mean())  # an input that is always 0 may be anything
@@ -103,7 +105,9 @@ def gptq(matrix: Tensor, x: Tensor, kind: Quantization) -> tuple[Floats, Grid]:
     upper = torch.linalg.cholesky(inverse, upper=True)
     num_groups = matrix.shape[1] // kind.group_size
     scales, mins = (torch.from_numpy(each).to(matrix.device).view(-1, num_groups) for each in (grid.scales, grid.mins))
-    left, found, groups = matrix[:, order].clone(), torch.empty_like(matrix), order // kind.group_size
+    left = matrix[:, order].clone()
+    found = torch.empty_like(matrix)
+    groups = order // kind.group_size
     for first in range(0, len(order), BLOCK_COLUMNS):
         last = min(first + BLOCK_COLUMNS, len(order))
         errors = torch.empty(len(left), last - first, device=left.device)

@@ -93,7 +93,9 @@ def read_outputs(
         if splade["pooling_strategy"] != "max" or splade["activation_function"] not in ("relu", "log1p_relu"):
             raise UnsupportedModelError(f"SPLADE with {splade} is not supported.", hint="pooling_strategy 'max' is.")
         num_logs = 1 + (splade["activation_function"] == "log1p_relu")
-        return {"sparse": OutputLayers(sizes["sparse"], masked=architecture.masked_head(weights, config), num_logs=num_logs)}
+        return {
+            "sparse": OutputLayers(sizes["sparse"], masked=architecture.masked_head(weights, config), num_logs=num_logs)
+        }
     layers: list[tuple[LinearWeight[Any], Activation]] = []
     for layer in stated.get("layers") or ():
         if layer["activation"] not in get_args(Activation):
@@ -115,8 +117,14 @@ class InferenceCore:
     """One encoder on one device. `run` takes packed batches, `forward` padded ones as other libraries use them."""
 
     def __init__(
-        self, weights: Mapping[str, Any], config: Mapping[str, Any], device: str = "auto", *, dtype: str = "auto",
-        pooling: str | None = None, weight_format: str = "auto",
+        self,
+        weights: Mapping[str, Any],
+        config: Mapping[str, Any],
+        device: str = "auto",
+        *,
+        dtype: str = "auto",
+        pooling: str | None = None,
+        weight_format: str = "auto",
     ) -> None:
         """`config` is the model's config.json, or the metadata of a converted model, which also states the pooling."""
         stated: Mapping[str, Any] = config.get("embedding") or {}
@@ -139,7 +147,9 @@ class InferenceCore:
         everything = Weights(weights, self.ops, weight_format=chosen)
         has_prefix = any(name.startswith(f"{architecture.prefix}.") for name in weights)
         with self.ops.allocating("The model"):
-            self.encoder = architecture(everything.scope(architecture.prefix) if has_prefix else everything, self.config)
+            self.encoder = architecture(
+                everything.scope(architecture.prefix) if has_prefix else everything, self.config
+            )
             self.head = architecture.head(everything, self.config) if self.config.is_classifier else None
             self.outputs = read_outputs(everything, architecture, self.config, stated)
         self.output = next(iter(self.outputs))
@@ -151,9 +161,12 @@ class InferenceCore:
         self._recorded: dict[tuple[Any, ...], RecordedPass] = {}
         self._replayed = {
             (output, is_scaled): self.ops.replayed(partial(self._compute, normalize=is_scaled, output=output))
-            for output in self.outputs for is_scaled in (False, True)
-        }  # fmt: skip
-        self._recording = threading.Lock()  # held from filling the inputs until the results are being copied to the host
+            for output in self.outputs
+            for is_scaled in (False, True)
+        }
+        self._recording = (
+            threading.Lock()
+        )  # held from filling the inputs until the results are being copied to the host
 
     def _check_expansion(self, architecture: type[Encoder[Any]], expansion: Mapping[str, Any]) -> bool:
         """Whether attention masks the expansion tokens of queries."""
@@ -183,7 +196,8 @@ class InferenceCore:
 
     @property
     def label_activation(self) -> str:
-        """Of the scores of labels, where probabilities are wanted: as transformers chooses it, if the files name none."""
+        """Of the scores of labels, where probabilities are wanted: as transformers chooses it, if the files name
+        none."""
         kind = self.config.values.get("problem_type")
         chosen = {"multi_label_classification": "sigmoid", "regression": "identity"}.get(kind or "")
         if chosen and not self._stated_activation:
@@ -203,7 +217,14 @@ class InferenceCore:
         """Compile what any batch needs, where kernels are compiled. packed: done when the weights are packed."""
         if self.ops.can_record:
             packed.result()
-            described = self.config.values, self.dtype, self.pooling, self._format, self.outputs.keys(), self.masks_expansion
+            described = (
+                self.config.values,
+                self.dtype,
+                self.pooling,
+                self._format,
+                self.outputs.keys(),
+                self.masks_expansion,
+            )
             with self.ops.starting(repr(described), self._rehearse, progress):
                 pass
 
@@ -216,7 +237,9 @@ class InferenceCore:
                     for types in (ids,) if self.encoder.needs_types else (None, ids):
                         for output in self.outputs:
                             for num_attended in (None, 1) if self.masks_expansion else (None,):
-                                self._compute(TokenBatch(ids, Segments((len(ids),)), types, num_attended), normalize, output)
+                                self._compute(
+                                    TokenBatch(ids, Segments((len(ids),)), types, num_attended), normalize, output
+                                )
                 for num in RECORDED_TOKENS if self.encoder.is_recordable else ():
                     inputs: Any = self.ops.encoder_inputs(num)
                     for types in (inputs.type_ids,) if self.encoder.needs_types else (None, inputs.type_ids):
@@ -237,7 +260,9 @@ class InferenceCore:
         is_complete = batch.type_ids is not None or not self.encoder.needs_types
         return batch if is_complete else replace(batch, type_ids=np.zeros_like(batch.token_ids))
 
-    def start(self, batch: TokenBatch, *, normalize: bool = False, output: Output | None = None) -> Callable[[], Vectors]:
+    def start(
+        self, batch: TokenBatch, *, normalize: bool = False, output: Output | None = None
+    ) -> Callable[[], Vectors]:
         """Begin what `run` does; calling the result waits for the vectors. On a CPU they are computed at once."""
         if self.is_closed:
             raise StoppedError("This model has been closed.", hint="Load it again.")
@@ -245,7 +270,9 @@ class InferenceCore:
         with self.ops.computing():
             if not self.ops.is_async:
                 is_replayed = self.encoder.is_recordable
-                rows = self._replayed[output, normalize](batch) if is_replayed else self._compute(batch, normalize, output)
+                rows = (
+                    self._replayed[output, normalize](batch) if is_replayed else self._compute(batch, normalize, output)
+                )
                 found = self._finish(self.ops.to_numpy(rows), output)
                 return lambda: found
             fetched = self._repeat(batch, normalize, output) or self.ops.fetch(self._compute(batch, normalize, output))
@@ -324,7 +351,9 @@ def locate(config: EmbedConfig, hub: HubConfig, progress: Progress) -> Path:
     def check(values: Mapping[str, Any], _: Any) -> None:  # before a conversion, which takes minutes
         encoder_class(Config(values), embeds=True)
 
-    return ensure_converted(source, dtype=dtype, keep_quantized=keeps_quantised, hub=hub, progress=progress, check=check)
+    return ensure_converted(
+        source, dtype=dtype, keep_quantized=keeps_quantised, hub=hub, progress=progress, check=check
+    )
 
 
 def backend_of(config: EmbedConfig) -> OpsBackend:
@@ -336,17 +365,23 @@ def load_tensors(loader: WeightLoader, config: EmbedConfig) -> Mapping[str, Any]
     backend = backend_of(config)
     if backend.keeps_quantised:
         remark_blocks(config.weights, loader.metadata.model_name, loader.metadata.quant_types)
-    return loader.load_stored() if backend.reads_stored else loader.load_weights(keeps_quantised=backend.keeps_quantised)
+    return (
+        loader.load_stored() if backend.reads_stored else loader.load_weights(keeps_quantised=backend.keeps_quantised)
+    )
 
 
 def kind_of(path: Path) -> str:
-    """What the model of a directory or file is for: generation, embedding or cross-encoder, as its configuration says."""
+    """What the model of a directory or file is for: generation, embedding or cross-encoder, as its configuration
+    says."""
     if is_converted(path):
         metadata = read_metadata(path)
         stated, embedding = metadata.config, metadata.embedding
     else:
         directory = transformer_directory(path) if path.is_dir() else path
-        stated, embedding = optional_json(directory / "config.json") or {}, read_embedding(path) if path.is_dir() else None
+        stated, embedding = (
+            optional_json(directory / "config.json") or {},
+            read_embedding(path) if path.is_dir() else None,
+        )
         stated = {**stated, **cross_encoder_settings(path)} if stated else {}
     if not stated:
         from archerfish.store.sources import open_source
@@ -356,4 +391,6 @@ def kind_of(path: Path) -> str:
     config = Config(stated)
     if config.is_classifier and config.model_type in (*ENCODERS, *MODELS):
         return "cross-encoder"
-    return "embedding" if config.model_type in ENCODERS or embedding is not None or not config.is_causal else "generation"
+    return (
+        "embedding" if config.model_type in ENCODERS or embedding is not None or not config.is_causal else "generation"
+    )

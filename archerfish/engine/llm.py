@@ -34,8 +34,9 @@ ENGINE_PARTS = ("facts", "grammars", "requests", "runner", "scheduler", "tokeniz
 class LLM(LLMEngine):
     """LLM(model="...", **options): an LLMEngine whose `generate` and `chat` have the arguments and results of vLLM's.
 
-    It also takes the options of vLLM's LLM. An embedding model or a cross-encoder gives an EncoderLLM, which has `embed`,
-    `encode`, `score` and `classify`; `task` ("generate", "embed", "score", "classify") says what is expected of a model.
+    It also takes the options of vLLM's LLM. An embedding model or a cross-encoder gives an EncoderLLM, which has
+    `embed`, `encode`, `score` and `classify`; `task` ("generate", "embed", "score", "classify") says what is expected
+    of a model.
     """
 
     def __new__(cls, model: Model = None, *, hub: HubConfig | None = None, **options: Any) -> Self:
@@ -46,7 +47,9 @@ class LLM(LLMEngine):
     def __init__(self, model: Model = None, *, hub: HubConfig | None = None, **options: Any) -> None:
         task = read_task(options)
         if task in ENCODER_TASKS or isinstance(model, EmbedConfig):
-            raise UnsupportedModelError(f"{model} generates text: it cannot do the task {task!r}.", hint="Leave out task.")
+            raise UnsupportedModelError(
+                f"{model} generates text: it cannot do the task {task!r}.", hint="Leave out task."
+            )
         read, hub = read_options(options, hub)
         self._sleep_level = 0
         super().__init__(model, hub=hub, **read)
@@ -62,9 +65,13 @@ class LLM(LLMEngine):
         return self
 
     def generate(
-        self, prompts: Prompt | Mapping[str, Any] | Sequence[Prompt | Mapping[str, Any]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *, use_tqdm: bool | None = None,
-        show_progress: bool = False, **options: Any,
+        self,
+        prompts: Prompt | Mapping[str, Any] | Sequence[Prompt | Mapping[str, Any]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        show_progress: bool = False,
+        **options: Any,
     ) -> list[RequestOutput]:
         """Results of one or more prompts, in their order. use_tqdm is another name of show_progress.
 
@@ -74,9 +81,13 @@ class LLM(LLMEngine):
         return super().generate(plain_prompts(prompts), sampling_params, show_progress=shows, **options)
 
     def chat(  # type: ignore[override]  # a list, as in vLLM, also for one conversation
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool | None = None, *,
-        template_options: Mapping[str, Any] | None = None, **options: Any,
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | None = None,
+        *,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> list[RequestOutput]:
         """The answers to one conversation or to several, always as a list."""
         prompts = [self.render_chat(one, **(template_options or {})) for one in conversations(messages)]
@@ -106,7 +117,9 @@ class LLM(LLMEngine):
         if level not in (1, 2):
             raise InvalidInputError(f"level must be 1 (KV memory) or 2 (weights too), not {level!r}.")
         if self.config.num_ranks > 1:
-            raise InvalidInputError("An engine of several processes cannot sleep.", hint="Close it, and make a new one.")
+            raise InvalidInputError(
+                "An engine of several processes cannot sleep.", hint="Close it, and make a new one."
+            )
         with self._changed:
             self._check_usable()
             self._sleep_level = level
@@ -156,7 +169,7 @@ class LLM(LLMEngine):
         raise self._no_encoder("classify")
 
     def _no_encoder(self, method: str) -> UnsupportedModelError:
-        hint = "Load an embedding model or a cross-encoder, as LLM(\"all-minilm-l6-v2\")."
+        hint = 'Load an embedding model or a cross-encoder, as LLM("all-minilm-l6-v2").'
         return UnsupportedModelError(f"{self.model_name} generates text: it has no {method}().", hint=hint)
 
 
@@ -175,7 +188,9 @@ class EncoderLLM(LLM):
         if "max_model_len" in read:
             read["max_length"] = read.pop("max_model_len")
         if isinstance(model, EngineConfig):
-            model = EmbedConfig(model=model.model, device=model.device, dtype=model.dtype, num_threads=model.num_threads)
+            model = EmbedConfig(
+                model=model.model, device=model.device, dtype=model.dtype, num_threads=model.num_threads
+            )
         self.encoder = ArrowEngine(read.pop("model") if model is None else model, hub=hub, **read)
         self.model_name = self.encoder.model_name
         self._ids = itertools.count()
@@ -189,13 +204,15 @@ class EncoderLLM(LLM):
     def embed(self, prompts: Any, *, normalize: bool = True, **options: Any) -> list[PoolingRequestOutput]:
         """A vector for each text, of length 1 unless normalize is false: `outputs.embedding`."""
         if self.encoder.is_cross_encoder:
-            raise UnsupportedModelError(f"{self.model_name} is a cross-encoder: it has no vectors.", hint="Use score().")
+            raise UnsupportedModelError(
+                f"{self.model_name} is a cross-encoder: it has no vectors.", hint="Use score()."
+            )
         tokenized = self.encoder.tokenize(self._texts(prompts, options))
         return self._results(tokenized, self.encoder.compute(tokenized, normalize))
 
     def encode(self, prompts: Any, **options: Any) -> list[PoolingRequestOutput]:
-        """What `classify` gives, of a model with labels, else what `embed` gives: `outputs.data`. Of ColBERT's kind of models a
-        row for each token, of SPLADE's token ids and weights."""
+        """What `classify` gives, of a model with labels, else what `embed` gives: `outputs.data`. Of ColBERT's kind of
+        models a row for each token, of SPLADE's token ids and weights."""
         encoder = self.encoder
         if encoder.core.output == "dense":
             return (self.classify if encoder.is_cross_encoder else self.embed)(prompts, **options)
@@ -203,8 +220,11 @@ class EncoderLLM(LLM):
         return self._results(tokenized, list(map(as_rows, encoder.compute_tokens(tokenized, encoder.core.output))))
 
     def score(self, data_1: Any, data_2: Any, **options: Any) -> list[PoolingRequestOutput]:
-        """A score for each pair: of one text with each of a list, or of two lists of the same length: `outputs.score`."""
-        left, right, encoder = self._texts(data_1, options), self._texts(data_2, options), self.encoder
+        """A score for each pair: of one text with each of a list, or of two lists of the same length:
+        `outputs.score`."""
+        left = self._texts(data_1, options)
+        right = self._texts(data_2, options)
+        encoder = self.encoder
         given, left = left, left * len(right) if len(left) == 1 else left
         if len(left) != len(right):
             raise InvalidInputError(
@@ -214,7 +234,10 @@ class EncoderLLM(LLM):
             return []
         if encoder.core.output != "dense":
             queries, name = encoder.encode_query(given), document_prompt(encoder.prompts)
-            queries, tokenized = queries if len(given) > 1 else queries * len(right), encoder.tokenize(right, prompt_name=name)
+            queries, tokenized = (
+                queries if len(given) > 1 else queries * len(right),
+                encoder.tokenize(right, prompt_name=name),
+            )
             documents = encoder.compute_tokens(tokenized, encoder.core.output)
             return self._results(tokenized, np.asarray(compare(encoder, queries, documents, is_pairwise=True)))
         if not encoder.is_cross_encoder:
@@ -275,7 +298,10 @@ def is_encoder(model: Model, hub: HubConfig | None, options: Mapping[str, Any]) 
     if isinstance(model, EmbedConfig) or name is None:
         return isinstance(model, EmbedConfig)
     _, hub = read_options(options, hub)
-    return kind_of(resolve_model(str(name), hub, *([options["progress"]] if "progress" in options else []))) != "generation"
+    return (
+        kind_of(resolve_model(str(name), hub, *([options["progress"]] if "progress" in options else [])))
+        != "generation"
+    )
 
 
 def plain_prompts(prompts: Any) -> Any:
@@ -299,5 +325,7 @@ def plain_prompt(prompt: Any) -> Any:
 
 def conversations(messages: Any) -> list[Any]:
     """A list of conversations unchanged; anything else as one conversation, which the template checks."""
-    is_many = isinstance(messages, Sequence) and bool(messages) and all(isinstance(one, list | tuple) for one in messages)
+    is_many = (
+        isinstance(messages, Sequence) and bool(messages) and all(isinstance(one, list | tuple) for one in messages)
+    )
     return list(messages) if is_many else [messages]

@@ -1,7 +1,8 @@
 """LLMEngine: prompts in, text out.
 
-The threads that wait for answers run the engine: one of them computes a step for all, the others wait for the result. Nothing
-runs while no thread waits, and several threads may submit at once. AsyncLLMEngine has a thread of its own for that.
+The threads that wait for answers run the engine: one of them computes a step for all, the others wait for the result.
+Nothing runs while no thread waits, and several threads may submit at once. AsyncLLMEngine has a thread of its own for
+that.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from archerfish.cache.radix import CacheStats, HitRecord
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.engine.adapters import AdapterLibrary, with_adapter
 from archerfish.engine.llm_loading import check_changes, choose_step_tokens, make_scheduler, read_facts
-from archerfish.engine.outputs import EngineStats, Listener, OutputCollector, RequestOutput, TextDelta, Watcher, split_reasoning
+from archerfish.engine.outputs import (
+    EngineStats,
+    Listener,
+    OutputCollector,
+    RequestOutput,
+    TextDelta,
+    Watcher,
+    split_reasoning,
+)
 from archerfish.engine.progress import progress_bar
 from archerfish.engine.rank_processes import start_runner
 from archerfish.engine.request_maker import RUNNING_OPTIONS, RequestMaker, change_running_options
@@ -46,14 +55,22 @@ MAX_KEPT_OUTPUTS = 4096  # results of add_request that were not fetched
 
 
 class LLMEngine(Closing):
-    """Generation over paged KV or states with a prefix cache and continuous batching. Safe to use from several threads at once.
+    """Generation over paged KV or states with a prefix cache and continuous batching. Safe to use from several threads
+    at once.
 
-    executor: one thread that other engines compute in too. text_thread: one thread that text is made in; None: where one steps.
+    executor: one thread that other engines compute in too. text_thread: one thread that text is made in; None: where
+    one steps.
     """
 
     def __init__(
-        self, model: str | EngineConfig | None = None, *, hub: HubConfig | None = None, progress: Progress = no_progress,
-        executor: Executor | None = None, text_thread: Executor | None = None, **options: Any,
+        self,
+        model: str | EngineConfig | None = None,
+        *,
+        hub: HubConfig | None = None,
+        progress: Progress = no_progress,
+        executor: Executor | None = None,
+        text_thread: Executor | None = None,
+        **options: Any,
     ) -> None:
         imports_torch = "torch" not in sys.modules
         if isinstance(model, EngineConfig):
@@ -65,20 +82,27 @@ class LLMEngine(Closing):
         self.grammars = GrammarCompiler(self.tokenizer, facts.vocab_size, facts.name)
         self.runner, facts, self.config = start_runner(facts, self.config, hub or HubConfig(), executor, progress)
         self.runner.ops.pin_threads(self.config.pin_threads)
-        self.facts, self._executor, self._text_thread = facts, executor, text_thread
+        self.facts = facts
+        self._executor = executor
+        self._text_thread = text_thread
         self._lock = threading.RLock()  # over the scheduler and the tables below; never held while a step computes
         self._changed = threading.Condition(self._lock)  # notified after every step and every submission
         wake = getattr(executor, "wake", None)
         self.adapters = AdapterLibrary.of(self.config, facts, self.runner, self._changed, wake)
         slots = None if self.adapters is None else self.adapters.slots
         self.scheduler, self.logits_cache = make_scheduler(self.config, facts, self.runner, wake, slots)
-        self.requests = RequestMaker(facts, self.config, self.tokenizer, self.grammars, self.scheduler.clock, self.adapters)
+        self.requests = RequestMaker(
+            facts, self.config, self.tokenizer, self.grammars, self.scheduler.clock, self.adapters
+        )
         self._live: dict[str, Request] = {}  # by id
         self._num_ended = 0
         self.watcher: Watcher | None = None  # called with every delta, after its text was made
         self._kept: OrderedDict[str, RequestOutput] = OrderedDict()
         self._in_flight: deque[tuple[Plan, RunningStep]] = deque()  # steps that are launched and not yet committed
-        self._is_stepping, self._has_idle_work, self._is_closed, self._process = False, True, False, os.getpid()
+        self._is_stepping = False
+        self._has_idle_work = True
+        self._is_closed = False
+        self._process = os.getpid()
         if imports_torch and "torch" in sys.modules:
             gc.collect()  # its import leaves frames behind that refer to this engine
         gc.freeze()  # what was loaded stays: collections that come in the middle of steps need not look at it
@@ -86,18 +110,35 @@ class LLMEngine(Closing):
     # Submitting
 
     def add_request(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None,
-        priority: int = 0, deadline_s: float | None = None, namespace: Namespace | str = "", wants_logits: bool = False,
-        adapter: str | None = None, listener: Listener | None = None,
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        namespace: Namespace | str = "",
+        wants_logits: bool = False,
+        adapter: str | None = None,
+        listener: Listener | None = None,
     ) -> str:
         """Queue a request and return its id. It runs while a thread steps or waits; `get_output` has its result.
 
-        deadline_s: seconds from now after which it ends. namespace: it shares cached contexts only within this. wants_logits:
+        deadline_s: seconds from now after which it ends. namespace: it shares cached contexts only within this.
+        wants_logits:
         the result has those of the token after the prompt. adapter: the name of a LoRA adapter.
         """
         request = self.requests.make(
-            prompt, sampling_params, listener=listener, is_kept=True, request_id=request_id, priority=priority,
-            deadline_s=deadline_s, namespace=namespace, wants_logits=wants_logits, adapter=adapter,
+            prompt,
+            sampling_params,
+            listener=listener,
+            is_kept=True,
+            request_id=request_id,
+            priority=priority,
+            deadline_s=deadline_s,
+            namespace=namespace,
+            wants_logits=wants_logits,
+            adapter=adapter,
         )
         self.submit(request)
         return request.request_id
@@ -106,7 +147,9 @@ class LLMEngine(Closing):
         if self._is_closed:
             raise StoppedError("This LLMEngine has been closed.", hint="Make a new one.")
         if os.getpid() != self._process:
-            raise StoppedError("This LLMEngine was left behind by a fork.", hint="Make one in every process, after the fork.")
+            raise StoppedError(
+                "This LLMEngine was left behind by a fork.", hint="Make one in every process, after the fork."
+            )
 
     def submit(self, request: Request) -> None:
         """Queue a request that `requests.make` has made."""
@@ -158,7 +201,8 @@ class LLMEngine(Closing):
             self._end_step()
 
     def _collect_down_to(self, num_in_flight: int, *, waits: bool = True) -> list[RequestOutput]:
-        """Commit steps until so many are in flight, and deliver all that is new. waits: false stops at one that still computes.
+        """Commit steps until so many are in flight, and deliver all that is new. waits: false stops at one that still
+        computes.
 
         A step stays in flight while it is waited for, so that ctrl-c loses nothing.
         """
@@ -201,7 +245,9 @@ class LLMEngine(Closing):
         ended: list[RequestOutput] = []
         while True:
             with self._lock:
-                deltas = [delta for delta in self.scheduler.take_deltas() if delta.sequence.request.request_id in self._live]
+                deltas = [
+                    delta for delta in self.scheduler.take_deltas() if delta.sequence.request.request_id in self._live
+                ]
             if not deltas:
                 return ended
             if self._text_thread is not None:
@@ -287,13 +333,18 @@ class LLMEngine(Closing):
     # Answers
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-        show_progress: bool = False, on_result: OnResult | None = None, **request_options: Any,
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        show_progress: bool = False,
+        on_result: OnResult | None = None,
+        **request_options: Any,
     ) -> list[RequestOutput]:
         """Results of one or more prompts (strings or lists of token ids), in their order.
 
-        All prompts are checked before the first one runs. sampling_params is one for all or one for each. on_result is called
-        with the place of a prompt and its result when it ends.
+        All prompts are checked before the first one runs. sampling_params is one for all or one for each. on_result is
+        called with the place of a prompt and its result when it ends.
         """
         requests = self.requests.make_many(prompts, sampling_params, **request_options)
         for request in requests:
@@ -361,7 +412,9 @@ class LLMEngine(Closing):
     def render_chat(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """Token ids of a conversation, through the model's own chat template, ready for the answer."""
         if self.tokenizer is None:
-            raise InvalidInputError(f"{self.model_name} has no tokenizer.", hint="Give the prompt as a list of token ids.")
+            raise InvalidInputError(
+                f"{self.model_name} has no tokenizer.", hint="Give the prompt as a list of token ids."
+            )
         return self.chat_template.encode(self.tokenizer, messages, **template_options)
 
     @cached_property
@@ -373,8 +426,12 @@ class LLMEngine(Closing):
         return ChatTemplate.find(facts.tokenizer_directory or facts.directory, facts.name, self.tokenizer)
 
     def chat(
-        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, *,
-        template_options: Mapping[str, Any] | None = None, **request_options: Any,
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        template_options: Mapping[str, Any] | None = None,
+        **request_options: Any,
     ) -> RequestOutput:
         """The answer to a conversation: a list of {"role": ..., "content": ...}."""
         prompt = self.render_chat(messages, **(template_options or {}))
@@ -382,8 +439,12 @@ class LLMEngine(Closing):
         return split_reasoning(self, self.generate([prompt], params, **request_options), [params])[0]
 
     def stream_chat(
-        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, *,
-        template_options: Mapping[str, Any] | None = None, **request_options: Any,
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        template_options: Mapping[str, Any] | None = None,
+        **request_options: Any,
     ) -> Generator[TextDelta, None, None]:
         """The answer to a conversation as it comes."""
         prompt = self.render_chat(messages, **(template_options or {}))
@@ -391,7 +452,8 @@ class LLMEngine(Closing):
         return self.stream(prompt, params, **request_options)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of requests that give none: those of the model's generation_config.json, where it states some."""
+        """The parameters of requests that give none: those of the model's generation_config.json, where it states
+        some."""
         return self.requests.default_params
 
     def get_output(self, request_id: str) -> RequestOutput | None:
@@ -440,7 +502,8 @@ class LLMEngine(Closing):
             self.scheduler.cache.clear()
 
     def configure(self, **changes: Any) -> dict[str, Any]:
-        """Change options while requests run; nothing of them is lost. Returns those that can be changed, as they are now."""
+        """Change options while requests run; nothing of them is lost. Returns those that can be changed, as they are
+        now."""
         config, scheduler = change_running_options(self.config, changes), self.scheduler
         check_changes(self.facts, self.config, config)
         with self._lock:
@@ -495,6 +558,8 @@ class LLMEngine(Closing):
             gc.unfreeze()
 
     def __repr__(self) -> str:
-        name, facts, memory = type(self).__name__, self.facts, self.facts.memory
+        name = type(self).__name__
+        facts = self.facts
+        memory = self.facts.memory
         room = f"states={memory.num_blocks}" if facts.has_states else f"kv_tokens={memory.num_tokens}"
         return f"{name}({facts.name!r}, device={facts.device!r}, dtype={facts.dtype!r}, {room})"

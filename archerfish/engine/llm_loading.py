@@ -73,7 +73,10 @@ class ModelFacts:
     @property
     def weight_bytes(self) -> int:
         """What this rank's weights take in memory."""
-        return self.stored_bytes or self.adapter.noted(self.config, self.dtype, self.weight_format, self.ranks).total_bytes()
+        return (
+            self.stored_bytes
+            or self.adapter.noted(self.config, self.dtype, self.weight_format, self.ranks).total_bytes()
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -147,7 +150,9 @@ def check_draft(facts: ModelFacts, draft: ModelFacts) -> None:
     if not is_same:
         sizes = f"{draft.vocab_size:,} tokens, and {facts.name} {facts.vocab_size:,}"
         message = f"[engine] draft_model: {draft.name} has another vocabulary than {facts.name} ({sizes})."
-        raise InvalidOptionError(message, hint="Give a smaller model of the same family: both must have the same tokens.")
+        raise InvalidOptionError(
+            message, hint="Give a smaller model of the same family: both must have the same tokens."
+        )
 
 
 def read_model_facts(
@@ -160,7 +165,11 @@ def read_model_facts(
     source, is_kept = resolve_model(config.model, hub, progress), choose_backend(device, dtype).keeps_quantised
 
     def make_facts(
-        directory: Path, name: str, values: Mapping[str, Any], generation: Mapping[str, Any], tensors: Sequence[TensorInfo]
+        directory: Path,
+        name: str,
+        values: Mapping[str, Any],
+        generation: Mapping[str, Any],
+        tensors: Sequence[TensorInfo],
     ) -> ModelFacts:
         found = quantised_bytes(tensors, values, device, dtype) if is_kept else 0
         return facts_of(config, ranks, device, dtype, directory, name, values, generation, found, reserved_bytes)
@@ -172,14 +181,20 @@ def read_model_facts(
         facts = make_facts(source, source.name, values, generation, infos)
     else:
 
-        def check(values: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> None:  # before a conversion, which takes minutes
+        def check(
+            values: Mapping[str, Any], tensors: Sequence[TensorInfo]
+        ) -> None:  # before a conversion, which takes minutes
             check_memory(make_facts(source, source.name, values, {}, tensors), config)
 
-        directory = ensure_converted(source, dtype=dtype, keep_quantized=is_kept, hub=hub, progress=progress, check=check)
+        directory = ensure_converted(
+            source, dtype=dtype, keep_quantized=is_kept, hub=hub, progress=progress, check=check
+        )
         metadata = read_metadata(directory)
         builtin = builtin_at(source, hub)
         generation = {**(metadata.generation_config or {}), **(builtin.sampling if builtin else {})}
-        name, infos, kind = metadata.model_name, list(metadata.tensors), str(metadata.source.get("kind"))
+        name = metadata.model_name
+        infos = list(metadata.tensors)
+        kind = str(metadata.source.get("kind"))
         facts = make_facts(directory, name, metadata.config, generation, infos)
         kept = metadata.quant_types if is_kept else set()
         remark_blocks(config.weights, name, kept)
@@ -203,8 +218,8 @@ def dummy_infos(values: Mapping[str, Any]) -> list[TensorInfo]:
 
 
 def quantised_bytes(tensors: Sequence[TensorInfo], values: Mapping[str, Any], device: str, dtype: str) -> int:
-    """What weights take that stay quantised; 0 if none do. On a GPU lookup tables become plain, and matrices that are stacked
-    but quantised differently."""
+    """What weights take that stay quantised; 0 if none do. On a GPU lookup tables become plain, and matrices that are
+    stacked but quantised differently."""
     if device == "cpu" or not any(info.quantization for info in tensors):
         return block_bytes(tensors)
     config, total = Config(values), 0
@@ -230,15 +245,25 @@ def shape_on(ranks: Ranks, adapter: type[ModelAdapter[Any]], config: Config) -> 
 
 
 def facts_of(
-    config: EngineConfig, ranks: Ranks, device: str, dtype: str, directory: Path, name: str, values: Mapping[str, Any],
-    generation: Mapping[str, Any], stored_bytes: int, reserved_bytes: int,
+    config: EngineConfig,
+    ranks: Ranks,
+    device: str,
+    dtype: str,
+    directory: Path,
+    name: str,
+    values: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    stored_bytes: int,
+    reserved_bytes: int,
 ) -> ModelFacts:
     """stored_bytes: as in ModelFacts. reserved_bytes: for other things than this model."""
     model_config, weight_format = Config(values), choose_format(config.weights)
     adapter = model_class(model_config)
     if not ranks.is_alone and not adapter.can_divide:
         hint = "Leave out tensor_parallel_size and pipeline_parallel_size, or set can_divide (docs/parallel.md)."
-        raise UnsupportedModelError(f"A model of type {model_config.model_type!r} cannot be divided over processes.", hint=hint)
+        raise UnsupportedModelError(
+            f"A model of type {model_config.model_type!r} cannot be divided over processes.", hint=hint
+        )
     most = adapter.most_positions(model_config)
     if config.max_model_len > most:
         raise InvalidOptionError(f"[engine] max_model_len is {config.max_model_len}, but {name} has {most} positions.")
@@ -258,17 +283,34 @@ def facts_of(
     if config.enable_lora:
         item_bytes = DTYPE_BYTES["float32" if device == "cpu" else dtype]
         num_each = sum(  # of rank 1
-            outputs + inputs for name, (outputs, inputs, _) in own.adapted.items() if config.lora_experts or not is_expert(name)
+            outputs + inputs
+            for name, (outputs, inputs, _) in own.adapted.items()
+            if config.lora_experts or not is_expert(name)
         )
         work += config.max_loras * config.max_lora_rank * num_each * item_bytes
     matrices = [shape for shape in shapes if len(shape) == 2]  # stacks of them are never dequantised
     work += (INT8 if is_dequantised else weight_format).work_bytes(matrices, dtype) + reserved_bytes
-    memory = plan_memory(config, shape_on(ranks, adapter, model_config), device, dtype, weight_bytes, work, max_len=max_len)
+    memory = plan_memory(
+        config, shape_on(ranks, adapter, model_config), device, dtype, weight_bytes, work, max_len=max_len
+    )
     shown = name if Path(config.model).exists() else config.model
     stated = {} if config.generation_config == "none" else generation
     return ModelFacts(
-        directory, shown, model_config, generation, adapter, device, dtype, max_len, step_tokens, memory, vocab_size,
-        weight_format, read_default_sampling(stated, shown), stored_bytes=stored_bytes, ranks=ranks,
+        directory,
+        shown,
+        model_config,
+        generation,
+        adapter,
+        device,
+        dtype,
+        max_len,
+        step_tokens,
+        memory,
+        vocab_size,
+        weight_format,
+        read_default_sampling(stated, shown),
+        stored_bytes=stored_bytes,
+        ranks=ranks,
     )
 
 
@@ -283,11 +325,14 @@ def check_quantization(wanted: str, values: Mapping[str, Any], source_kind: str,
     found = str(stated.get("quant_method") or ("gguf" if source_kind == "gguf" else "none"))
     if wanted.lower() not in ("", "none", found.lower()):
         hint = "Leave it out: the files decide. weights='int8' quantises the matrices while they are loaded."
-        raise InvalidOptionError(f"[engine] quantization is {wanted!r}, but the files of {name} say {found!r}.", hint=hint)
+        raise InvalidOptionError(
+            f"[engine] quantization is {wanted!r}, but the files of {name} say {found!r}.", hint=hint
+        )
 
 
 def locate_tokenizer(name: str, directory: Path, hub: HubConfig, progress: Progress) -> Path | None:
-    """The directory of the tokenizer that the option `tokenizer` names; of a Hugging Face model no weights are downloaded."""
+    """The directory of the tokenizer that the option `tokenizer` names; of a Hugging Face model no weights are
+    downloaded."""
     if not name or name.lower() == "none":
         return None if name else directory
     is_id = HUB_ID.fullmatch(name) is not None and not Path(name).expanduser().exists() and ":" not in name
@@ -296,8 +341,12 @@ def locate_tokenizer(name: str, directory: Path, hub: HubConfig, progress: Progr
 
 
 def make_runner(
-    facts: ModelFacts, config: EngineConfig, executor: Executor | None = None, adapter: ModelAdapter[Any] | None = None,
-    progress: Progress = no_progress, ranks: Ranks = ALONE,
+    facts: ModelFacts,
+    config: EngineConfig,
+    executor: Executor | None = None,
+    adapter: ModelAdapter[Any] | None = None,
+    progress: Progress = no_progress,
+    ranks: Ranks = ALONE,
 ) -> tuple[ModelRunner[Any], ModelFacts]:
     """A runner with weights and blocks, ready to compute, and the facts with the memory that it has.
 
@@ -308,13 +357,29 @@ def make_runner(
     memory = memory._replace(num_blocks=ranks.min_over_ranks(memory.num_blocks))
     with adapter.ops.allocating(f"{config.max_num_seqs} sequences"):
         runner = ModelRunner(
-            adapter, pool, vocab_size=facts.vocab_size, max_num_seqs=config.max_num_seqs,
-            is_deterministic=config.deterministic, num_threads=config.num_threads, executor=executor,
-            max_tokens=facts.step_tokens, num_draft_tokens=0 if config.speculation == "off" else config.num_draft_tokens,
+            adapter,
+            pool,
+            vocab_size=facts.vocab_size,
+            max_num_seqs=config.max_num_seqs,
+            is_deterministic=config.deterministic,
+            num_threads=config.num_threads,
+            executor=executor,
+            max_tokens=facts.step_tokens,
+            num_draft_tokens=0 if config.speculation == "off" else config.num_draft_tokens,
         )
     runner.fit_kv_scales()
-    weights = facts.weight_format.name, sorted(facts.stored_types)  # files of one model may be quantised in several ways
-    described: tuple[Any, ...] = (facts.config.values, facts.dtype, weights, facts.max_len, memory.block_size, config.kv_dtype)
+    weights = (
+        facts.weight_format.name,
+        sorted(facts.stored_types),
+    )  # files of one model may be quantised in several ways
+    described: tuple[Any, ...] = (
+        facts.config.values,
+        facts.dtype,
+        weights,
+        facts.max_len,
+        memory.block_size,
+        config.kv_dtype,
+    )
     described += (config.max_loras, config.max_lora_rank, config.lora_experts) if config.enable_lora else ()
     place = (facts.ranks.index, facts.ranks.size, facts.ranks.stage, facts.ranks.num_stages)
     runner.warm_up(repr(described if facts.ranks.is_alone else (*described, place)), progress)
@@ -337,7 +402,9 @@ def load_adapter(facts: ModelFacts, config: EngineConfig, ranks: Ranks = ALONE) 
     def tensors() -> Mapping[str, Any]:
         if loader is None:
             infos = [info for info in dummy_infos(facts.config.values) if facts.stored_bytes]
-            kept = {info.name: random_stored(info.shape, *info.quantization[::2]) for info in infos if info.quantization}
+            kept = {
+                info.name: random_stored(info.shape, *info.quantization[::2]) for info in infos if info.quantization
+            }
             shapes = facts.adapter.noted(facts.config).shapes
             return {**ops.random_weights({name: shape for name, shape in shapes.items() if name not in kept}), **kept}
         return loader.load_stored() if ops.reads_stored else loader.load_weights(keeps_quantised=True)
@@ -350,23 +417,39 @@ def load_adapter(facts: ModelFacts, config: EngineConfig, ranks: Ranks = ALONE) 
 
 
 def make_scheduler(
-    config: EngineConfig, facts: ModelFacts, runner: ModelRunner[Any], wake: Callable[[], None] | None = None,
+    config: EngineConfig,
+    facts: ModelFacts,
+    runner: ModelRunner[Any],
+    wake: Callable[[], None] | None = None,
     adapters: AdapterSlots | None = None,
 ) -> tuple[Scheduler, LogitsCache]:
-    """The scheduler over the model's memory, and the cache of logits beside it. wake: called when a grammar's mask is done."""
+    """The scheduler over the model's memory, and the cache of logits beside it. wake: called when a grammar's mask is
+    done."""
     blocks = BlockManager(facts.memory.num_blocks, facts.memory.block_size)
     logits = LogitsCache(config.logits_cache_mib << 20, config.logits_cache_ttl_s)
     cache = RadixCache(
-        blocks, policy=config.eviction_policy, is_enabled=config.enable_prefix_caching, whole_blocks=facts.has_states,
+        blocks,
+        policy=config.eviction_policy,
+        is_enabled=config.enable_prefix_caching,
+        whole_blocks=facts.has_states,
         on_drop=logits.drop,
     )
     scheduler = Scheduler(
-        blocks=blocks, cache=cache, logits_cache=logits,
+        blocks=blocks,
+        cache=cache,
+        logits_cache=logits,
         model_state_hash=f"{facts.name}/{facts.dtype}/{config.kv_dtype}/{facts.weight_format.name}",
-        policy=config.scheduling_policy, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=facts.step_tokens,
-        max_queue_size=config.max_queue_size, max_model_len=facts.max_len, max_requests=config.max_concurrent_requests,
-        fixed_chunk=DETERMINISTIC_CHUNK if config.deterministic else 0, masks=MaskFinder(facts.vocab_size, wake),
-        logits_row_bytes=4 * facts.vocab_size, speculation=make_speculation(config, facts, runner), adapters=adapters,
+        policy=config.scheduling_policy,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=facts.step_tokens,
+        max_queue_size=config.max_queue_size,
+        max_model_len=facts.max_len,
+        max_requests=config.max_concurrent_requests,
+        fixed_chunk=DETERMINISTIC_CHUNK if config.deterministic else 0,
+        masks=MaskFinder(facts.vocab_size, wake),
+        logits_row_bytes=4 * facts.vocab_size,
+        speculation=make_speculation(config, facts, runner),
+        adapters=adapters,
     )
     return scheduler, logits
 
@@ -383,16 +466,29 @@ def make_speculation(config: EngineConfig, facts: ModelFacts, runner: ModelRunne
         own, _ = make_runner(facts.draft, draft_config(config), runner.executor)
         num_states = config.num_draft_tokens + 1
         model = ModelDrafter(own, vocab_size=facts.vocab_size, max_sequences=MAX_DRAFTED, num_states=num_states)
-    most = MOST_DRAFTED if model is None and facts.device == "cpu" else MAX_DRAFTED  # on a GPU more sequences gain nothing
+    most = (
+        MOST_DRAFTED if model is None and facts.device == "cpu" else MAX_DRAFTED
+    )  # on a GPU more sequences gain nothing
     return Speculation(PromptLookup(), config.num_draft_tokens, most, model, is_flat=facts.device != "cpu")
 
 
 def draft_config(config: EngineConfig) -> EngineConfig:
     """The options of a draft model."""
     return config.replace(
-        model=config.draft_model, draft_model="", speculation="off", max_num_seqs=MAX_DRAFTED, max_model_len=0, block_size=0,
-        max_cache_tokens=min(DRAFT_CACHE_TOKENS, config.max_cache_tokens or DRAFT_CACHE_TOKENS), max_num_batched_tokens=0,
-        tokenizer="", quantization="", kv_dtype="auto", enable_prefix_caching=True, enable_lora=False, lora_modules="",
+        model=config.draft_model,
+        draft_model="",
+        speculation="off",
+        max_num_seqs=MAX_DRAFTED,
+        max_model_len=0,
+        block_size=0,
+        max_cache_tokens=min(DRAFT_CACHE_TOKENS, config.max_cache_tokens or DRAFT_CACHE_TOKENS),
+        max_num_batched_tokens=0,
+        tokenizer="",
+        quantization="",
+        kv_dtype="auto",
+        enable_prefix_caching=True,
+        enable_lora=False,
+        lora_modules="",
         lora_dir="",
     )
 

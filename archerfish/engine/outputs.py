@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 class CompletionOutput:
     """One of the n texts of a request.
 
-    cumulative_logprob is the log-probability of all its tokens together. Like logprobs it is None unless the request asks for
-    logprobs (`SamplingParams(logprobs=0)` is enough), because it costs a pass over the vocabulary for every token.
+    cumulative_logprob is the log-probability of all its tokens together. Like logprobs it is None unless the request
+    asks for logprobs (`SamplingParams(logprobs=0)` is enough), because it costs a pass over the vocabulary for every
+    token.
     """
 
     index: int = 0
@@ -68,9 +69,13 @@ def request_metrics(sequences: Sequence[TokenSequence]) -> RequestMetrics:
     num_output = sum(len(sequence.tokens) - sequence.num_prompt for sequence in sequences)
     running_s = finished - admitted
     return RequestMetrics(
-        arrival=arrived, queue_ms=(admitted - arrived) * 1000, prefill_ms=(first_token - admitted) * 1000,
-        decode_ms=(finished - first_token) * 1000, ttft_ms=(first_token - arrived) * 1000,
-        num_prompt_tokens=sequences[0].num_prompt if sequences else 0, num_output_tokens=num_output,
+        arrival=arrived,
+        queue_ms=(admitted - arrived) * 1000,
+        prefill_ms=(first_token - admitted) * 1000,
+        decode_ms=(finished - first_token) * 1000,
+        ttft_ms=(first_token - arrived) * 1000,
+        num_prompt_tokens=sequences[0].num_prompt if sequences else 0,
+        num_output_tokens=num_output,
         tokens_per_second=num_output / running_s if running_s > 0 else 0.0,
         num_preemptions=sum(sequence.num_preemptions for sequence in sequences),
         num_draft_tokens=sum(sequence.draft.num_proposed for sequence in sequences if sequence.draft is not None),
@@ -114,7 +119,9 @@ class RequestOutput:
         return self.outputs[0].logprobs
 
 
-def split_reasoning(engine: LLMEngine, results: list[RequestOutput], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+def split_reasoning(
+    engine: LLMEngine, results: list[RequestOutput], params: Sequence[SamplingParams]
+) -> list[RequestOutput]:
     """The answers to conversations with their reasoning_content and content. `text` stays whole, as in vLLM."""
     for result, one in zip(results, params, strict=True):
         for output in result.outputs:
@@ -176,11 +183,18 @@ class OutputCollector:
     """Collects the tokens and the text of a request while it runs, and holds its result when it is done."""
 
     def __init__(
-        self, request: Request, prompt: str | None, tokenizer: Tokenizer | None, listener: Listener | None = None,
-        *, is_kept: bool = False,
+        self,
+        request: Request,
+        prompt: str | None,
+        tokenizer: Tokenizer | None,
+        listener: Listener | None = None,
+        *,
+        is_kept: bool = False,
     ) -> None:
         n = request.params.n
-        self.request_id, self.prompt, self._prompt_token_ids = request.request_id, prompt, request.prompt_token_ids
+        self.request_id = request.request_id
+        self.prompt = prompt
+        self._prompt_token_ids = request.prompt_token_ids
         self._stop_token_ids = request.stop_token_ids
         self.is_kept = is_kept  # whether the engine keeps the result for `get_output`
         self.listener = listener
@@ -205,7 +219,10 @@ class OutputCollector:
             self.prompt_logprobs += delta.prompt_logprobs
         if delta.logits is not None:
             self.logits = delta.logits
-        shown, token_ids, logprobs, stop = "", delta.token_ids, delta.logprobs, None
+        shown = ""
+        token_ids = delta.token_ids
+        logprobs = delta.logprobs
+        stop = None
         if output.stop_reason is not None:
             token_ids, logprobs = [], None
         elif text is not None:
@@ -219,7 +236,9 @@ class OutputCollector:
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(item.logprob for item in logprobs)
         if reason is not None:
             output.error, output.text = delta.error, "".join(self._pieces[index])
-            output.finish_reason = reason if output.stop_reason is None else "stop"  # a stop string that was found earlier
+            output.finish_reason = (
+                reason if output.stop_reason is None else "stop"
+            )  # a stop string that was found earlier
             ends = self._stop_token_ids
             if output.stop_reason is None and reason == "stop" and output.token_ids and output.token_ids[-1] in ends:
                 output.stop_reason = output.token_ids[-1]
@@ -227,17 +246,29 @@ class OutputCollector:
         if reason is not None and self.num_open == 0:
             first = self.sequences[0]
             self.result = RequestOutput(
-                request_id=self.request_id, prompt=self.prompt, prompt_token_ids=list(self._prompt_token_ids),
-                outputs=self.outputs, num_cached_tokens=first.num_cached, hit=first.hit, prompt_logprobs=self.prompt_logprobs,
-                logits=self.logits, metrics=request_metrics(list(self.sequences.values())),
+                request_id=self.request_id,
+                prompt=self.prompt,
+                prompt_token_ids=list(self._prompt_token_ids),
+                outputs=self.outputs,
+                num_cached_tokens=first.num_cached,
+                hit=first.hit,
+                prompt_logprobs=self.prompt_logprobs,
+                logits=self.logits,
+                metrics=request_metrics(list(self.sequences.values())),
             )
         if self.listener is not None and (shown or token_ids or reason is not None):
             stop_reason = output.stop_reason if reason is not None else None
             self.listener(
-                TextDelta(self.request_id, index, shown, token_ids, output.finish_reason, logprobs, self.result, stop_reason)
+                TextDelta(
+                    self.request_id, index, shown, token_ids, output.finish_reason, logprobs, self.result, stop_reason
+                )
             )
-        if self.result is not None:  # else its sequences, which know their request, would keep it until a garbage collection
-            self.sequences, self.texts, self.listener = {}, [], None
+        if (
+            self.result is not None
+        ):  # else its sequences, which know their request, would keep it until a garbage collection
+            self.sequences = {}
+            self.texts = []
+            self.listener = None
         return stop is not None and reason is None
 
 
@@ -259,15 +290,22 @@ MEANS = ("avg_queue_time_ms", "avg_prefill_time_ms", "avg_decode_time_ms")
 def engine_counts(engine: LLMEngine) -> dict[str, Any]:
     """Counts since the engine was made and its current state, by the names of `observe.metrics`."""
     scheduler = engine.scheduler
-    stats, cached, logits = engine.engine_stats(), engine.cache_stats(), engine.logits_cache.get_stats()
+    stats = engine.engine_stats()
+    cached = engine.cache_stats()
+    logits = engine.logits_cache.get_stats()
     blocks = scheduler.blocks
     num_used = blocks.num_total - blocks.num_free - scheduler.cache.num_evictable
     return {
-        **asdict(stats), **{name: getattr(stats, name) for name in MEANS}, "cache": asdict(cached),
+        **asdict(stats),
+        **{name: getattr(stats, name) for name in MEANS},
+        "cache": asdict(cached),
         "num_prompt_tokens": cached.hits + cached.misses,
-        "logits_cache_hits": logits.hits, "logits_cache_misses": logits.misses,
-        "num_blocks": blocks.num_total, "num_blocks_in_use": num_used, "kv_usage": num_used / blocks.num_total,
+        "logits_cache_hits": logits.hits,
+        "logits_cache_misses": logits.misses,
+        "num_blocks": blocks.num_total,
+        "num_blocks_in_use": num_used,
+        "kv_usage": num_used / blocks.num_total,
         **engine.runner.ops.compile_counts(),
         **({} if scheduler.adapters is None else {"adapter_loads": scheduler.adapters.num_loads}),
         "kv_bytes_held": (blocks.num_total - blocks.num_free) * (engine.facts.memory.num_bytes / blocks.num_total),
-    }  # fmt: skip
+    }

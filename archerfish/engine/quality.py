@@ -56,12 +56,17 @@ def measure(
     texts = sorted(texts, key=len)
     before, after = model.hidden(texts, compare), model.hidden(texts, replaced)
     figures: Quality = {"num_texts": len(texts), "num_tokens": sum(map(len, texts))}
-    figures |= compare_vectors(model, before, after, texts) if model.is_encoder else compare_logits(model, before, after, texts)
+    figures |= (
+        compare_vectors(model, before, after, texts)
+        if model.is_encoder
+        else compare_logits(model, before, after, texts)
+    )
     return figures | {"layers": layer_errors(errors)}
 
 
 def compare_logits(model: StreamedModel, before: Tensor, after: Tensor, texts: Sequence[Ids]) -> Quality:
-    """Perplexities, the divergence of the result from the original in nats a token, and how often both choose one token."""
+    """Perplexities, the divergence of the result from the original in nats a token, and how often both choose one
+    token."""
     targets = np.concatenate([np.append(text[1:], -1) for text in texts])
     rows = np.flatnonzero(targets >= 0)
     sums = np.zeros(4)
@@ -74,8 +79,11 @@ def compare_logits(model: StreamedModel, before: Tensor, after: Tensor, texts: S
         sums += [float(each) for each in (*losses, divergence, same)]
     original, result, divergence, agreement = (sums / len(rows)).tolist()
     return {
-        "perplexity": math.exp(original), "perplexity_quantised": math.exp(result),
-        "perplexity_change": math.expm1(result - original), "kl_divergence": divergence, "top1_agreement": agreement,
+        "perplexity": math.exp(original),
+        "perplexity_quantised": math.exp(result),
+        "perplexity_change": math.expm1(result - original),
+        "kl_divergence": divergence,
+        "top1_agreement": agreement,
     }
 
 

@@ -1,12 +1,14 @@
-"""The processes of an engine whose model is divided: this one, which is rank 0 and plans, and a child for each other rank.
+"""The processes of an engine whose model is divided: this one, which is rank 0 and plans, and a child for each other
+rank.
 
-A child reads pickles from its standard input: a RankJob, then a StepInput for each step (None: use idle time). It computes what
-rank 0 computes, in the same order, so that exchanges meet. It ends when its input ends, and so never outlives its parent. On
-standard output it writes a pickle when it is ready to meet the others, and its error when it fails. Adapters come as a SlotFill
-each, which a thread of its own takes in while steps go on; that a slot is filled it says there too.
+A child reads pickles from its standard input: a RankJob, then a StepInput for each step (None: use idle time). It
+computes what rank 0 computes, in the same order, so that exchanges meet. It ends when its input ends, and so never
+outlives its parent. On standard output it writes a pickle when it is ready to meet the others, and its error when it
+fails. Adapters come as a SlotFill each, which a thread of its own takes in while steps go on; that a slot is filled it
+says there too.
 
-A rank that fails in a step leaves the others waiting or out of step. So the first failure ends all of them, and the engine
-refuses further work.
+A rank that fails in a step leaves the others waiting or out of step. So the first failure ends all of them, and the
+engine refuses further work.
 """
 
 from __future__ import annotations
@@ -69,9 +71,14 @@ class RankJob:
 
         config, is_numpy = self.config, choose_backend(facts.device, facts.dtype).reads_stored
         return TorchRanks(
-            self.rank, config.tensor_parallel_size, config.pipeline_parallel_size, kind=self.kind, store=Path(self.store),
-            device=facts.device, is_numpy=is_numpy,
-        )  # fmt: skip
+            self.rank,
+            config.tensor_parallel_size,
+            config.pipeline_parallel_size,
+            kind=self.kind,
+            store=Path(self.store),
+            device=facts.device,
+            is_numpy=is_numpy,
+        )
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,11 @@ def check_divided(config: EngineConfig) -> None:
     size = config.tensor_parallel_size
     for is_refused, name, why in (
         (config.speculation == "draft", "speculation=draft", "a draft model is not divided; ngram works"),
-        (config.deterministic and size > 2, "deterministic", "the order of sums over more than two ranks depends on the batch"),
+        (
+            config.deterministic and size > 2,
+            "deterministic",
+            "the order of sums over more than two ranks depends on the batch",
+        ),
         (config.device == "mps", "device=mps", "torch.distributed does not exchange its tensors"),
     ):
         if is_refused:
@@ -95,7 +106,8 @@ def check_divided(config: EngineConfig) -> None:
 
 
 def divided_config(config: EngineConfig, device: str) -> tuple[EngineConfig, str, list[str]]:
-    """The options of each rank, the kind of exchange, and the cards of the ranks: with fewer cards than ranks, they share."""
+    """The options of each rank, the kind of exchange, and the cards of the ranks: with fewer cards than ranks, they
+    share."""
     num = config.num_ranks
     if device != "cuda":
         share = config.num_threads or max(1, cpu().num_cores // num)
@@ -142,9 +154,12 @@ class RankProcesses(OtherRanks):
         paths = os.pathsep.join(filter(None, (PACKAGE_PATH, os.environ.get("PYTHONPATH", ""))))
         variables = {**os.environ, "PYTHONPATH": paths} | ({} if card is None else {"CUDA_VISIBLE_DEVICES": card})
         child = subprocess.Popen(
-            [sys.executable, "-P", "-c", MAIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables,
+            [sys.executable, "-P", "-c", MAIN],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=variables,
             process_group=0,  # ctrl-c reaches the parent only
-        )  # fmt: skip
+        )
         ready = threading.Event()
         self._children.append(child)
         self._ready.append(ready)
@@ -165,7 +180,9 @@ class RankProcesses(OtherRanks):
                 ready.set()
         child.stdout.close()
         if not self._is_closed:
-            unreported_error = DeviceError(f"Rank {rank} ended with {child.wait()}.", hint="What it has printed may say why.")
+            unreported_error = DeviceError(
+                f"Rank {rank} ended with {child.wait()}.", hint="What it has printed may say why."
+            )
             self.fail(error or unreported_error, is_cause=True)
         ready.set()
 
@@ -226,7 +243,8 @@ class RankProcesses(OtherRanks):
             raise StoppedError(message, hint=AFTERWARDS) from error
 
     def fail(self, error: BaseException, *, is_cause: bool = False) -> None:
-        """End all ranks. is_cause: a child reports it; else a child may have caused it, and its report is on its way."""
+        """End all ranks. is_cause: a child reports it; else a child may have caused it, and its report is on its
+        way."""
         if not is_cause:
             self._has_failed.wait(REPORT_S)
         with self._lock:
@@ -264,7 +282,8 @@ class RankProcesses(OtherRanks):
 def start_runner(
     facts: ModelFacts, config: EngineConfig, hub: HubConfig, executor: Executor | None, progress: Progress
 ) -> tuple[ModelRunner[Any], ModelFacts, EngineConfig]:
-    """As `make_runner`, with the processes that compute together with this one, if any; and the options of each of them."""
+    """As `make_runner`, with the processes that compute together with this one, if any; and the options of each of
+    them."""
     if config.num_ranks == 1:
         return *make_runner(facts, config, executor, progress=progress), config
     others = RankProcesses(config, hub, facts)
@@ -287,9 +306,10 @@ def for_others(step: StepInput) -> StepInput:
         return step
     entries = [
         replace(entry, params=replace(entry.params, logits_processors=()), has_grammar=True)
-        if entry.params.logits_processors else entry
+        if entry.params.logits_processors
+        else entry
         for entry in step.entries
-    ]  # fmt: skip
+    ]
     return replace(step, entries=entries)
 
 

@@ -14,7 +14,13 @@ from archerfish.cache.eviction import eviction_policy
 from archerfish.config import EngineConfig
 from archerfish.engine.adapters import NOT_ENABLED, AdapterLibrary, LoadedAdapter, with_adapter
 from archerfish.engine.outputs import Listener, OutputCollector
-from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, UnknownOptionError, refuse_unknown
+from archerfish.errors import (
+    InputTooLargeError,
+    InvalidInputError,
+    InvalidOptionError,
+    UnknownOptionError,
+    refuse_unknown,
+)
 from archerfish.params import SamplingParams, is_number
 from archerfish.remarks import remark
 from archerfish.sequence import Namespace, Request, TokenGrammar, as_namespace
@@ -29,31 +35,52 @@ MAX_DEADLINE_S = 1e9  # thirty years
 REQUEST_OPTIONS = {"request_id", "priority", "deadline_s", "namespace", "wants_logits", "adapter", "lora_request"}
 SAMPLING_HINTS = dict.fromkeys(SamplingParams.__dataclass_fields__, "Put it into SamplingParams.")
 RUNNING_OPTIONS = (  # those of a model that can be changed while it serves
-    "enable_prefix_caching", "eviction_policy", "logits_cache_mib", "logits_cache_ttl_s", "max_num_batched_tokens",
-    "max_prompt_bytes", "max_queue_size", "pipeline_depth",
-)  # fmt: skip
+    "enable_prefix_caching",
+    "eviction_policy",
+    "logits_cache_mib",
+    "logits_cache_ttl_s",
+    "max_num_batched_tokens",
+    "max_prompt_bytes",
+    "max_queue_size",
+    "pipeline_depth",
+)
 
 
 class RequestMaker:
     """Tokenises and checks requests for one model, in any thread. clock: the scheduler's."""
 
     def __init__(
-        self, facts: ModelFacts, config: EngineConfig, tokenizer: Tokenizer | None, grammars: GrammarCompiler,
-        clock: Callable[[], float], adapters: AdapterLibrary | None = None,
+        self,
+        facts: ModelFacts,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        grammars: GrammarCompiler,
+        clock: Callable[[], float],
+        adapters: AdapterLibrary | None = None,
     ) -> None:
         self.adapters = adapters
-        self.facts, self.tokenizer, self.grammars = facts, tokenizer, grammars
+        self.facts = facts
+        self.tokenizer = tokenizer
+        self.grammars = grammars
         self.max_prompt_bytes = config.max_prompt_bytes
         self.default_params = SamplingParams(**facts.default_sampling)
         self._longest, memory = facts.longest, facts.memory
-        self._longest_unstated = min(facts.max_len, memory.num_tokens - memory.block_size)  # for requests without max_tokens
+        self._longest_unstated = min(
+            facts.max_len, memory.num_tokens - memory.block_size
+        )  # for requests without max_tokens
         self._clock = clock
         self._seeds = random.Random(config.seed or None)
         self._ids = itertools.count()
 
     def make(
-        self, prompt: Prompt, params: SamplingParams | None, *, listener: Listener | None = None, wants_text: bool = True,
-        is_kept: bool = False, **options: Any,
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        listener: Listener | None = None,
+        wants_text: bool = True,
+        is_kept: bool = False,
+        **options: Any,
     ) -> Request:
         """A checked request for `LLMEngine.submit`. options: REQUEST_OPTIONS. is_kept: `get_output` has its result.
 
@@ -68,13 +95,17 @@ class RequestMaker:
         check_vocabulary(params, facts.vocab_size)
         token_ids = self.tokenize(prompt)
         if len(token_ids) >= facts.max_len:
-            message = f"The prompt has {len(token_ids):,} tokens; {facts.name} takes {facts.max_len:,}, output included."
+            message = (
+                f"The prompt has {len(token_ids):,} tokens; {facts.name} takes {facts.max_len:,}, output included."
+            )
             raise InputTooLargeError(message, hint="Shorten it.")
         max_tokens, num_prompt = params.max_tokens, len(token_ids)
         room = max(1, (self._longest_unstated if max_tokens is None else self._longest) - num_prompt)
         if max_tokens is not None and max_tokens > room:
             fits = f"{facts.name} and its memory hold {self._longest:,}"
-            remark("max_tokens", f"max_tokens is {max_tokens:,}; {room:,} fit after a prompt of {num_prompt:,} ({fits}).")
+            remark(
+                "max_tokens", f"max_tokens is {max_tokens:,}; {room:,} fit after a prompt of {num_prompt:,} ({fits})."
+            )
         stops = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stops |= frozenset(self.tokenizer.eos_token_ids if self.tokenizer else facts.end_token_ids)
@@ -82,12 +113,17 @@ class RequestMaker:
         grammar = self._grammar(params) if has_limits else None
         deadline_s = options.get("deadline_s")
         request = Request(
-            request_id=options.get("request_id") or f"request-{next(self._ids)}", prompt_token_ids=token_ids, params=params,
-            max_tokens=room if max_tokens is None else min(max_tokens, room), stop_token_ids=stops,
-            namespace=as_namespace(options.get("namespace", "")), priority=options.get("priority", 0),
+            request_id=options.get("request_id") or f"request-{next(self._ids)}",
+            prompt_token_ids=token_ids,
+            params=params,
+            max_tokens=room if max_tokens is None else min(max_tokens, room),
+            stop_token_ids=stops,
+            namespace=as_namespace(options.get("namespace", "")),
+            priority=options.get("priority", 0),
             deadline=None if deadline_s is None else self._clock() + deadline_s,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            needs_host_token=grammar is not None or bool(params.logits_processors), grammar=grammar,
+            needs_host_token=grammar is not None or bool(params.logits_processors),
+            grammar=grammar,
             wants_logits=options.get("wants_logits", False),
         )
         wanted = options.get("adapter") or options.get("lora_request")
@@ -100,9 +136,13 @@ class RequestMaker:
         return request
 
     def make_many(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, **options: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        **options: Any,
     ) -> list[Request]:
-        """Requests of one prompt or of several, with the same parameters and options; parameters and adapters may be lists."""
+        """Requests of one prompt or of several, with the same parameters and options; parameters and adapters may be
+        lists."""
         if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
             raise InvalidInputError(f"Expected a prompt or a list of prompts, not {type(prompts).__name__}.")
         many: list[Any] = [prompts] if isinstance(prompts, str) or is_token_ids(prompts) else list(prompts)
@@ -110,7 +150,9 @@ class RequestMaker:
         if len(each) != len(many):
             raise InvalidInputError(f"There are {len(many)} prompts, but {len(each)} sampling parameters.")
         if len(many) > 1 and options.get("request_id") is not None:
-            raise InvalidInputError(f"request_id names one request, but there are {len(many)} prompts.", hint="Leave it out.")
+            raise InvalidInputError(
+                f"request_id names one request, but there are {len(many)} prompts.", hint="Leave it out."
+            )
         given = options.pop("lora_request", None)
         adapters: list[Any] = list(given) if isinstance(given, list | tuple) else [given] * len(many)
         if len(adapters) != len(many):
@@ -132,7 +174,9 @@ class RequestMaker:
         if not params.bad_words and params.allowed_token_ids is None:
             return grammar
         if params.bad_words and self.tokenizer is None:
-            raise InvalidInputError(f"{self.facts.name} has no tokenizer, which bad_words need.", hint="Use logit_bias.")
+            raise InvalidInputError(
+                f"{self.facts.name} has no tokenizer, which bad_words need.", hint="Use logit_bias."
+            )
         banned = word_tokens(self.tokenizer, params.bad_words) if self.tokenizer else []
         return TokenLimits(grammar, self.facts.vocab_size, params.allowed_token_ids, banned)
 
@@ -140,7 +184,9 @@ class RequestMaker:
         """The token ids of a prompt, which may be such ids already."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise InvalidInputError(f"{self.facts.name} has no tokenizer.", hint="Give the prompt as a list of token ids.")
+                raise InvalidInputError(
+                    f"{self.facts.name} has no tokenizer.", hint="Give the prompt as a list of token ids."
+                )
             check_prompt_bytes([prompt], self.max_prompt_bytes)
             token_ids: Sequence[int] = self.tokenizer.encode(prompt)
         elif isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes):
@@ -153,16 +199,21 @@ class RequestMaker:
 
 
 def check_options(given: Mapping[str, Any]) -> None:
-    """Refuse unknown options of a request and wrong values; the error for a sampling parameter says where it belongs."""
+    """Refuse unknown options of a request and wrong values; the error for a sampling parameter says where it
+    belongs."""
     if not given.keys() <= REQUEST_OPTIONS:
         refuse_unknown(given, REQUEST_OPTIONS, "option of a request", SAMPLING_HINTS)
-    request_id, priority, deadline_s = given.get("request_id"), given.get("priority", 0), given.get("deadline_s")
+    request_id = given.get("request_id")
+    priority = given.get("priority", 0)
+    deadline_s = given.get("deadline_s")
     if not isinstance(given.get("wants_logits", False), bool):
         raise InvalidInputError(f"wants_logits must be true or false, not {given['wants_logits']!r}.")
     if request_id is not None and not isinstance(request_id, str):
         raise InvalidInputError(f"request_id must be a string, not {request_id!r}.")
     if type(priority) is not int:
-        raise InvalidInputError(f"priority must be a whole number, not {priority!r}.", hint="Higher runs first; 0 is usual.")
+        raise InvalidInputError(
+            f"priority must be a whole number, not {priority!r}.", hint="Higher runs first; 0 is usual."
+        )
     if deadline_s is not None and (not is_number(deadline_s) or not 0 <= deadline_s <= MAX_DEADLINE_S):
         message = f"deadline_s must be a number of seconds from 0 to {MAX_DEADLINE_S:,.0f}, not {deadline_s!r}."
         raise InvalidInputError(message, hint="None stands for no deadline.")
@@ -186,16 +237,21 @@ def change_running_options(config: EngineConfig, changes: Mapping[str, Any]) -> 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
     """Tokens that a request names must be ones that the model has."""
     for name, token_ids in (
-        ("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", params.logit_bias or ()),
+        ("stop_token_ids", params.stop_token_ids),
         ("allowed_token_ids", params.allowed_token_ids or ()),
     ):
         outside = next((i for i in token_ids if not 0 <= i < vocab_size), None)
         if outside is not None:
-            raise InvalidInputError(f"{name} names token {outside}, which is outside of the vocabulary of {vocab_size:,}.")
+            raise InvalidInputError(
+                f"{name} names token {outside}, which is outside of the vocabulary of {vocab_size:,}."
+            )
     for place, stage in enumerate(params.stages):
         highest = stage.end - 1 + max(0, stage.offset)
         if highest >= vocab_size:
-            raise InvalidInputError(f"stages[{place}] reaches to token {highest}, outside of the vocabulary of {vocab_size:,}.")
+            raise InvalidInputError(
+                f"stages[{place}] reaches to token {highest}, outside of the vocabulary of {vocab_size:,}."
+            )
 
 
 def check_prompt_bytes(texts: Iterable[str], max_bytes: int) -> None:
@@ -213,13 +269,16 @@ def is_token_ids(prompt: object) -> TypeGuard[Sequence[int]]:
 
 
 def read_token_ids(prompt: Sequence[int], vocab_size: int) -> array[int]:
-    """A prompt's ids, if the model has them all. Prompts may be long: no loop of ours looks at every id unless one is wrong."""
+    """A prompt's ids, if the model has them all. Prompts may be long: no loop of ours looks at every id unless one is
+    wrong."""
     try:
         packed = array("I", prompt)
         is_right = not packed or int(np.frombuffer(packed, dtype=np.uintc).max()) < vocab_size
     except TypeError:
         place, wrong = next((i, one) for i, one in enumerate(prompt) if not isinstance(one, int))
-        message = f"A prompt must be a string or a list of token ids, but {wrong!r} stands at place {place} of this list."
+        message = (
+            f"A prompt must be a string or a list of token ids, but {wrong!r} stands at place {place} of this list."
+        )
         raise InvalidInputError(message, hint="Several prompts are a list of strings or of lists.") from None
     except OverflowError:
         is_right = False

@@ -1,7 +1,7 @@
 """RwkvSampler: TTS tokens of texts, by an LLMEngine with an RWKV-7 TTS model.
 
-Requests of a batch share the steps of the engine, so a step of all of them is one forward pass. A request that is invalid or
-fails does not affect the others.
+Requests of a batch share the steps of the engine, so a step of all of them is one forward pass. A request that is
+invalid or fails does not affect the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import TextDelta
 from archerfish.engine.request_maker import check_prompt_bytes
 from archerfish.engine.tts import VOCAB_SIZE, TTSRequest, TTSTokens, check_names, read_output
-from archerfish.errors import ArcherfishError, InvalidInputError, StoppedError, TooManyRequestsError, UnsupportedModelError
+from archerfish.errors import (
+    ArcherfishError,
+    InvalidInputError,
+    StoppedError,
+    TooManyRequestsError,
+    UnsupportedModelError,
+)
 from archerfish.runtime.host_sampling import sample_row
 from archerfish.sequence import Request
 from archerfish.types import Closing
@@ -42,7 +48,9 @@ class RwkvSampler(Closing):
         num_known = self.engine.facts.vocab_size
         if num_known < VOCAB_SIZE:
             self.close()
-            message = f"{self.engine.model_name} has {num_known:,} tokens; a TTS model of RWKV-7 has at least {VOCAB_SIZE:,}."
+            message = (
+                f"{self.engine.model_name} has {num_known:,} tokens; a TTS model of RWKV-7 has at least {VOCAB_SIZE:,}."
+            )
             raise UnsupportedModelError(message, hint="Give a TTS model.")
         self._open: set[str] = set()  # ids of running requests
 
@@ -73,7 +81,8 @@ class RwkvSampler(Closing):
         return [joined(found[place]) for place in sorted(found)]
 
     def stream_tts_tokens(self, request: TTSRequest | str, **options: Any) -> Generator[TTSTokens, None, None]:
-        """New tokens of one text as they come; the last piece has a finish_reason. Closing the iterator aborts the request."""
+        """New tokens of one text as they come; the last piece has a finish_reason. Closing the iterator aborts the
+        request."""
         for _, tokens in self.stream_tts_tokens_batch([as_request(request, options)]):
             if tokens.error is not None:
                 raise tokens.error
@@ -120,7 +129,9 @@ class RwkvSampler(Closing):
         check_prompt_bytes([request.text], engine.config.max_prompt_bytes)
         prompt = request.prompt()
         params = request.params(min(facts.max_len, facts.memory.num_tokens) - len(prompt))
-        prepared = engine.requests.make(prompt, params, listener=partial(self._on_delta, place, arrived), wants_text=False)
+        prepared = engine.requests.make(
+            prompt, params, listener=partial(self._on_delta, place, arrived), wants_text=False
+        )
         engine.scheduler.check(prepared)
         if request.ref_global_tokens is not None:
             arrived.append((place, TTSTokens(list(request.ref_global_tokens))))
@@ -129,7 +140,9 @@ class RwkvSampler(Closing):
     def _on_delta(self, place: int, arrived: deque[Piece], delta: TextDelta) -> None:
         """Called in the thread that steps the engine."""
         global_tokens, semantic_tokens = read_output(delta.token_ids)
-        reason, error, num_prompt = delta.finish_reason, None, 0
+        reason = delta.finish_reason
+        error = None
+        num_prompt = 0
         if reason is not None:
             self._open.discard(delta.request_id)
         if delta.output is not None:
@@ -195,7 +208,9 @@ def as_request(request: object, options: Mapping[str, Any]) -> TTSRequest:
     if not isinstance(request, TTSRequest):
         raise InvalidInputError(f"A TTS request must be a text or a TTSRequest, not {type(request).__name__}.")
     if options:
-        raise InvalidInputError(f"{next(iter(options))} is no option of a TTSRequest.", hint="Set it in the TTSRequest.")
+        raise InvalidInputError(
+            f"{next(iter(options))} is no option of a TTSRequest.", hint="Set it in the TTSRequest."
+        )
     return request
 
 
@@ -207,5 +222,7 @@ def joined(pieces: Sequence[TTSTokens]) -> TTSTokens:
     return TTSTokens(
         [token for piece in pieces for token in piece.global_tokens],
         [token for piece in pieces for token in piece.semantic_tokens],
-        last.finish_reason, None, last.num_prompt_tokens,
-    )  # fmt: skip
+        last.finish_reason,
+        None,
+        last.num_prompt_tokens,
+    )

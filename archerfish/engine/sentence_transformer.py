@@ -1,4 +1,5 @@
-"""SentenceTransformer and CrossEncoder: an ArrowEngine with the constructors and methods of sentence-transformers' classes."""
+"""SentenceTransformer and CrossEncoder: an ArrowEngine with the constructors and methods of sentence-transformers'
+classes."""
 
 from __future__ import annotations
 
@@ -33,14 +34,22 @@ class SentenceTransformer(ArrowEngine):
     """An ArrowEngine for programs that were written for sentence-transformers."""
 
     def __init__(
-        self, model_name_or_path: str, device: Any = None, *, prompts: Mapping[str, str] | None = None,
-        default_prompt_name: str | None = None, similarity_fn_name: str | None = None, truncate_dim: int | None = None,
+        self,
+        model_name_or_path: str,
+        device: Any = None,
+        *,
+        prompts: Mapping[str, str] | None = None,
+        default_prompt_name: str | None = None,
+        similarity_fn_name: str | None = None,
+        truncate_dim: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__(model_name_or_path, **engine_options(device, options))
         self.prompts |= prompts or {}
         self.default_prompt_name = default_prompt_name or self.default_prompt_name
-        self.similarity_fn_name = str(getattr(similarity_fn_name, "value", similarity_fn_name) or self.similarity_fn_name)
+        self.similarity_fn_name = str(
+            getattr(similarity_fn_name, "value", similarity_fn_name) or self.similarity_fn_name
+        )
         self.truncate_dim = truncate_dim
 
     def encode(self, texts: Any = None, *rest: Any, sentences: Any = None, inputs: Any = None, **options: Any) -> Any:
@@ -82,8 +91,14 @@ class CrossEncoder(ArrowEngine):
     """A model that scores pairs of texts, with the methods of sentence-transformers' class of that name."""
 
     def __init__(
-        self, model_name_or_path: str, num_labels: int | None = None, max_length: int | None = None, device: Any = None, *,
-        activation_fn: Callable[[torch.Tensor], torch.Tensor] | None = None, **options: Any,
+        self,
+        model_name_or_path: str,
+        num_labels: int | None = None,
+        max_length: int | None = None,
+        device: Any = None,
+        *,
+        activation_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(model_name_or_path, **{"max_length": max_length or 0, **engine_options(device, options)})
         self.activation_fn = activation_fn
@@ -98,12 +113,21 @@ class CrossEncoder(ArrowEngine):
         return self.core.config.num_labels
 
     def predict(
-        self, sentences: Sequence[Any], batch_size: int = 32, show_progress_bar: bool | None = None, *,
-        activation_fn: Callable[[torch.Tensor], torch.Tensor] | None = None, apply_softmax: bool = False,
-        convert_to_numpy: bool = True, convert_to_tensor: bool = False, device: Any = None, pool: Any = None,
+        self,
+        sentences: Sequence[Any],
+        batch_size: int = 32,
+        show_progress_bar: bool | None = None,
+        *,
+        activation_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        apply_softmax: bool = False,
+        convert_to_numpy: bool = True,
+        convert_to_tensor: bool = False,
+        device: Any = None,
+        pool: Any = None,
         chunk_size: int | None = None,
     ) -> Any:
-        """Scores of pairs of texts, (n,), or (n, labels) where the model has several labels; of a single pair its score.
+        """Scores of pairs of texts, (n,), or (n, labels) where the model has several labels; of a single pair its
+        score.
 
         activation_fn takes the place of the activation that the model's files name. pool and chunk_size have no effect.
         """
@@ -118,11 +142,18 @@ class CrossEncoder(ArrowEngine):
         return found[0] if is_single else found
 
     def rank(
-        self, query: str, documents: Sequence[str], top_k: int | None = None, return_documents: bool = False, **options: Any
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_k: int | None = None,
+        return_documents: bool = False,
+        **options: Any,
     ) -> list[dict[str, Any]]:
         """Documents by their score, best first: their places (corpus_id), scores and, if wanted, texts."""
         if self.num_labels != 1:
-            raise UnsupportedModelError(f"{self.model_name} gives {self.num_labels} labels per pair; ranking needs one.")
+            raise UnsupportedModelError(
+                f"{self.model_name} gives {self.num_labels} labels per pair; ranking needs one."
+            )
         self.check_texts(documents, "document")
         scores = self.predict([(query, document) for document in documents], **options).tolist()
         order = sorted(range(len(scores)), key=lambda i: -scores[i])[:top_k]

@@ -1,7 +1,8 @@
-"""A model in torch whose matrices are read from a source one product at a time, and seen by a function before they are used.
+"""A model in torch whose matrices are read from a source one product at a time, and seen by a function before they are
+used.
 
-So a model that does not fit into memory can be calibrated and compared: activations of the texts, lookup tables and one product
-are in memory. The model is the adapter's own definition, over TorchOps.
+So a model that does not fit into memory can be calibrated and compared: activations of the texts, lookup tables and one
+product are in memory. The model is the adapter's own definition, over TorchOps.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Unread(NamedTuple):
     load: Callable[[], Floats]
 
 
-# Called with the matrices of a product, its inputs (rows, inputs) and the numbers of the matrices, one below the other; gives
-# the numbers to multiply with.
+# Called with the matrices of a product, its inputs (rows, inputs) and the numbers of the matrices, one below the other;
+# gives the numbers to multiply with.
 OnProduct = Callable[[Sequence[Unread], Tensor, Tensor], Tensor]
 
 
@@ -45,7 +46,9 @@ class StreamedWeight(PackedWeight[Tensor]):
     """A product whose matrices are read for each use."""
 
     def __init__(self, ops: StreamedOps, parts: Sequence[Any], biases: Sequence[Tensor | None]) -> None:
-        self.ops, self.parts, self.biases = ops, parts, biases
+        self.ops = ops
+        self.parts = parts
+        self.biases = biases
 
     def multiply(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
         packed = self.ops.pack_linear(self.parts, self.biases, PLAIN)
@@ -66,7 +69,11 @@ class StreamedOps(TorchOps):
         return super().to_device(torch.from_numpy(np.array(tensor.load())) if isinstance(tensor, Unread) else tensor)
 
     def linear_weight(
-        self, parts: Sequence[Any], biases: Sequence[Tensor | None], weight_format: WeightFormat = PLAIN, *,
+        self,
+        parts: Sequence[Any],
+        biases: Sequence[Tensor | None],
+        weight_format: WeightFormat = PLAIN,
+        *,
         is_partial: bool = False,
     ) -> LinearWeight[Tensor]:
         return LinearWeight(lambda: StreamedWeight(self, parts, biases))
@@ -113,7 +120,11 @@ class StreamedModel:
                 pool = StatePool(self.ops, shape, len(texts), size)
                 layers = list(pool.layers)
             batch = build_batch(
-                self.ops, tokens=texts, starts=[0] * len(texts), blocks=[[i] for i in range(len(texts))], block_size=size,
+                self.ops,
+                tokens=texts,
+                starts=[0] * len(texts),
+                blocks=[[i] for i in range(len(texts))],
+                block_size=size,
                 pack=pool.pack_batch,
             )
             return self.model.forward(batch, layers)

@@ -39,8 +39,9 @@ class RerankResult:
 def plan_batches(lengths: Sequence[int], max_tokens: int, num_workers: int = 1) -> list[list[int]]:
     """Indices grouped into batches of at most max_tokens tokens, longest first. A longer text is a batch of its own.
 
-    Batches are smaller where some of num_workers would have none. Each takes the longest text that is left, then repeatedly the
-    longest that still fits. Full batches cost least per token, and few distinct sizes need few compiled products.
+    Batches are smaller where some of num_workers would have none. Each takes the longest text that is left, then
+    repeatedly the longest that still fits. Full batches cost least per token, and few distinct sizes need few compiled
+    products.
     """
     max_tokens = min(max_tokens, max(SMALL_BATCH, -(-sum(lengths) // num_workers)))
     order = sorted(range(len(lengths)), key=lengths.__getitem__)  # ascending: the longest is cheap to take
@@ -144,9 +145,12 @@ def sigmoid(scores: Vectors) -> Vectors:
 
 
 ACTIVATIONS: dict[str, Callable[[Vectors], Vectors]] = {  # of scores, by the names of torch's modules
-    "identity": lambda scores: scores, "sigmoid": sigmoid, "softmax": softmax, "tanh": np.tanh,
+    "identity": lambda scores: scores,
+    "sigmoid": sigmoid,
+    "softmax": softmax,
+    "tanh": np.tanh,
     "relu": lambda scores: np.maximum(scores, 0),
-}  # fmt: skip
+}
 
 
 def without_padding(text: TokenizedText, pad_id: int | None) -> TokenizedText:
@@ -168,9 +172,11 @@ def all_values(
 
     ids = [torch.tensor(text.token_ids) for text in tokenized]
     columns: dict[str, Any] = {
-        "input_ids": ids, "attention_mask": [torch.ones_like(one) for one in ids], "token_embeddings": token_vectors,
+        "input_ids": ids,
+        "attention_mask": [torch.ones_like(one) for one in ids],
+        "token_embeddings": token_vectors,
         "sentence_embedding": torch.from_numpy(vectors),
-    }  # fmt: skip
+    }
     return [{name: column[row] for name, column in columns.items()} for row in range(len(ids))]
 
 

@@ -40,7 +40,13 @@ TokenVectors = list["SparseVector | Vectors"]
 
 
 def compute_token_vectors(
-    engine: ArrowEngine, texts: Sequence[TokenizedText], max_tokens: int, output: Output, *, normalize: bool, is_query: bool
+    engine: ArrowEngine,
+    texts: Sequence[TokenizedText],
+    max_tokens: int,
+    output: Output,
+    *,
+    normalize: bool,
+    is_query: bool,
 ) -> TokenVectors:
     """For each text its sparse vector, or the vectors of its tokens, in their order."""
     core = engine.core
@@ -51,11 +57,13 @@ def compute_token_vectors(
     for i, text in enumerate(texts):
         groups.setdefault(text.num_attended, []).append(i)
     batches = [
-        [group[i] for i in batch] for group in groups.values()
+        [group[i] for i in batch]
+        for group in groups.values()
         for batch in plan_batches([len(texts[i].token_ids) for i in group], max_tokens, engine.pool.num_workers)
-    ]  # fmt: skip
+    ]
     running = [
-        engine.pool.submit(core.start, pack([texts[i] for i in batch]), normalize=normalize, output=output) for batch in batches
+        engine.pool.submit(core.start, pack([texts[i] for i in batch]), normalize=normalize, output=output)
+        for batch in batches
     ]
     skipped = [] if output == "sparse" else skipped_tokens(engine, is_query=is_query)
     vectors: dict[int, Any] = {}
@@ -173,7 +181,8 @@ def texts_of(vectors: Any, output: Output) -> list[Any] | None:
 
 
 def compare(engine: ArrowEngine, a: Any, b: Any, *, is_pairwise: bool = False) -> Any:
-    """Similarity of vectors that `encode` gave, of any kind: of each of a with each of b, or with that in the same place."""
+    """Similarity of vectors that `encode` gave, of any kind: of each of a with each of b, or with that in the same
+    place."""
     left, right = (texts_of(each, engine.core.output) for each in (a, b))
     how = engine.similarity_fn_name
     if left is None or right is None:
@@ -181,7 +190,9 @@ def compare(engine: ArrowEngine, a: Any, b: Any, *, is_pairwise: bool = False) -
     if not is_pairwise:
         return as_matrix(scores_of(left, right, how))
     if len(left) != len(right):
-        raise InvalidInputError(f"similarity_pairwise() compares vectors in the same place: {len(left)} and {len(right)}.")
+        raise InvalidInputError(
+            f"similarity_pairwise() compares vectors in the same place: {len(left)} and {len(right)}."
+        )
     return as_matrix([[scores_of([x], [y], how)[0, 0] for x, y in zip(left, right, strict=True)]])[0]
 
 
@@ -195,10 +206,11 @@ def score_of(a: Any, b: Any, *, is_mean: bool) -> float:
 
 
 def scores_of(left: Sequence[Any], right: Sequence[Any], similarity_fn_name: str | None = None) -> Vectors:
-    """Of each text of a list with each of another: dot products of sparse vectors, or for several vectors a text MaxSim, which
-    is the sum (`meanmaxsim`: the mean) over the first's tokens of the best dot product."""
+    """Of each text of a list with each of another: dot products of sparse vectors, or for several vectors a text
+    MaxSim, which is the sum (`meanmaxsim`: the mean) over the first's tokens of the best dot product."""
     first, second = (
-        [each if isinstance(each, SparseVector | np.ndarray) else as_array(each) for each in given] for given in (left, right)
+        [each if isinstance(each, SparseVector | np.ndarray) else as_array(each) for each in given]
+        for given in (left, right)
     )
     scores = [[score_of(a, b, is_mean=similarity_fn_name == "meanmaxsim") for b in second] for a in first]
     return np.array(scores, np.float32).reshape(len(left), len(right))

@@ -1,9 +1,10 @@
 """Requests and results of RWKV-7 TTS models: properties and text in, global (speaker) and semantic (audio) tokens out.
 
-The vocabulary has semantic tokens (0-8191), their end token (8192), TAG_0 to TAG_2 (8193-8195), global tokens (8196-12291),
-the tokens of the World tokenizer, and from 77823 on the properties of a voice. A prompt is `properties TAG_2 text TAG_0`. The
-output is 32 global tokens, TAG_1, and semantic tokens until their end token. With a reference voice (zero-shot) the prompt also
-has the reference's global tokens and TAG_1. Its semantic tokens are checked but not used: they are not part of a voice.
+The vocabulary has semantic tokens (0-8191), their end token (8192), TAG_0 to TAG_2 (8193-8195), global tokens
+(8196-12291), the tokens of the World tokenizer, and from 77823 on the properties of a voice. A prompt is `properties
+TAG_2 text TAG_0`. The output is 32 global tokens, TAG_1, and semantic tokens until their end token. With a reference
+voice (zero-shot) the prompt also has the reference's global tokens and TAG_1. Its semantic tokens are checked but not
+used: they are not part of a voice.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from archerfish.sequence import FinishReason
 from archerfish.text.world_tokenizer import WorldTokenizer
 
 NUM_SEMANTIC, EOS = 8192, 8192
-TAG_0, TAG_1, TAG_2 = 8193, 8194, 8195
+TAG_0 = 8193
+TAG_1 = 8194
+TAG_2 = 8195
 NUM_GLOBAL, GLOBAL_OFFSET = 4096, 8196
 TEXT_OFFSET = 12292
 PROPERTY_OFFSET = 77823
@@ -37,16 +40,18 @@ PROPERTIES = {
     "age": numbered(13, "child teenager youth-adult middle-aged elderly"),
     "gender": numbered(46, "female male"),
     "emotion": numbered(
-        21, "UNKNOWN NEUTRAL ANGRY HAPPY SAD FEARFUL DISGUSTED SURPRISED SARCASTIC EXCITED SLEEPY CONFUSED EMPHASIS LAUGHING "
+        21,
+        "UNKNOWN NEUTRAL ANGRY HAPPY SAD FEARFUL DISGUSTED SURPRISED SARCASTIC EXCITED SLEEPY CONFUSED EMPHASIS LAUGHING "
         "SINGING WORRIED WHISPER ANXIOUS NO-AGREEMENT APOLOGETIC CONCERNED ENUNCIATED ASSERTIVE ENCOURAGING CONTEMPT",
     ),
     "pitch": numbered(6, "low medium high very_high"),
     "speed": numbered(1, "very_slow slow medium fast very_fast"),
-}  # fmt: skip
+}
 SAMPLING = ("temperature", "top_p", "top_k")
 STAGE_DEFAULTS = {
-    "global": {"temperature": 1.0, "top_p": 0.95, "top_k": 20}, "semantic": {"temperature": 1.0, "top_p": 0.95, "top_k": 80},
-}  # fmt: skip
+    "global": {"temperature": 1.0, "top_p": 0.95, "top_k": 20},
+    "semantic": {"temperature": 1.0, "top_p": 0.95, "top_k": 80},
+}
 world_tokenizer = WorldTokenizer()  # reads its vocabulary on first use
 
 
@@ -83,11 +88,15 @@ class TTSRequest:
             property_token(kind, getattr(self, kind))
         if (self.ref_global_tokens is None) != (self.ref_semantic_tokens is None):
             missing = "ref_semantic_tokens" if self.ref_semantic_tokens is None else "ref_global_tokens"
-            raise InvalidInputError(f"{missing} is missing.", hint="Give both reference lists, or none for a new voice.")
+            raise InvalidInputError(
+                f"{missing} is missing.", hint="Give both reference lists, or none for a new voice."
+            )
         if self.ref_global_tokens is not None and self.ref_semantic_tokens is not None:
             global_tokens = read_reference("ref_global_tokens", self.ref_global_tokens, NUM_GLOBAL)
             if len(global_tokens) != GLOBAL_LENGTH:
-                raise InvalidInputError(f"ref_global_tokens must have {GLOBAL_LENGTH} tokens, not {len(global_tokens)}.")
+                raise InvalidInputError(
+                    f"ref_global_tokens must have {GLOBAL_LENGTH} tokens, not {len(global_tokens)}."
+                )
             semantic_tokens = read_reference("ref_semantic_tokens", self.ref_semantic_tokens, NUM_SEMANTIC)
             object.__setattr__(self, "ref_global_tokens", global_tokens)
             object.__setattr__(self, "ref_semantic_tokens", semantic_tokens)
@@ -123,7 +132,9 @@ class TTSRequest:
     def _fitted(self, num_semantic: int, room: int) -> int:
         if room >= num_semantic or (self.max_tokens is None and room > 0):
             return min(num_semantic, room)
-        message = f"The text leaves room for {max(room, 0):,} semantic tokens in this model; max_tokens is {num_semantic:,}."
+        message = (
+            f"The text leaves room for {max(room, 0):,} semantic tokens in this model; max_tokens is {num_semantic:,}."
+        )
         hint = "Shorten the text" + (", or lower max_tokens." if self.max_tokens is not None else ".")
         raise InputTooLargeError(message, hint=hint)
 
@@ -135,7 +146,8 @@ def check_names(names: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class TTSTokens:
-    """The result of a request, or a piece of it: `global_tokens, semantic_tokens = tokens`. Ids begin at 0 in each list."""
+    """The result of a request, or a piece of it: `global_tokens, semantic_tokens = tokens`. Ids begin at 0 in each
+    list."""
 
     global_tokens: list[int] = field(default_factory=list)  # 32 for a speaker
     semantic_tokens: list[int] = field(default_factory=list)  # 50 for a second of audio
@@ -167,7 +179,9 @@ def property_token(kind: str, name: object) -> int:
     for known, number in names.items():
         if plain(known) == spelled:
             return PROPERTY_OFFSET + number
-    hint = did_you_mean(name.upper() if kind == "emotion" else name.lower(), names) or f"It is one of {', '.join(names)}."
+    hint = (
+        did_you_mean(name.upper() if kind == "emotion" else name.lower(), names) or f"It is one of {', '.join(names)}."
+    )
     raise InvalidInputError(f"There is no {kind} {name!r}.", hint=hint)
 
 

@@ -1,6 +1,7 @@
 """Options of vLLM's LLM and engine arguments, as options of archerfish.
 
-What changes nothing here is accepted with a remark. What cannot be done is refused with a reason and what to use instead.
+What changes nothing here is accepted with a remark. What cannot be done is refused with a reason and what to use
+instead.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ IGNORED = {
 }
 # Options with the values that change nothing here, and what to do in place of others.
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "enable_chunked_prefill": ((True,), "Long prompts are always computed in chunks; max_num_batched_tokens is their size."),
+    "enable_chunked_prefill": (
+        (True,),
+        "Long prompts are always computed in chunks; max_num_batched_tokens is their size.",
+    ),
     "tokenizer_mode": (("auto", "fast", "hf"), "The Rust tokenizer of tokenizer.json is the only one."),
     "kv_cache_dtype": (("auto", "int8", "fp8", "fp8_e4m3"), "It takes one of: auto, int8 (on a CPU), fp8 (on a GPU)."),
     "cpu_offload_gb": ((0,), "Weights lie on one device: choose a smaller model, or weights='int8'."),
@@ -75,7 +79,9 @@ def read_task(options: dict[str, Any]) -> str:
     given = [options.pop(name, None) or "auto" for name in ("task", "runner", "convert")]
     for task in given:
         if task not in (*TASKS, "none"):
-            raise InvalidOptionError(f"The option task cannot be {task!r}.", hint=f"It takes one of: {', '.join(TASKS)}.")
+            raise InvalidOptionError(
+                f"The option task cannot be {task!r}.", hint=f"It takes one of: {', '.join(TASKS)}."
+            )
     return next((task for task in given if task not in ("auto", "none")), "auto")
 
 
@@ -117,5 +123,9 @@ def read_speculation(given: Any) -> dict[str, Any]:
     refuse_unknown(stated, ("method", "model", "num_speculative_tokens", *OWN_CHOICE), "option of speculative_config")
     for name in stated.keys() & OWN_CHOICE:
         remark(f"speculative_config.{name}", f"The option {name} has no effect: speculation chooses it.")
-    found = {"speculation": "ngram"} if method == "ngram" else {"speculation": "draft", "draft_model": str(stated["model"])}
-    return found | ({"num_draft_tokens": stated["num_speculative_tokens"]} if "num_speculative_tokens" in stated else {})
+    found = (
+        {"speculation": "ngram"} if method == "ngram" else {"speculation": "draft", "draft_model": str(stated["model"])}
+    )
+    return found | (
+        {"num_draft_tokens": stated["num_speculative_tokens"]} if "num_speculative_tokens" in stated else {}
+    )

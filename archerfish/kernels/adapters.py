@@ -1,8 +1,9 @@
 """Low-rank adapters (LoRA) beside the linear maps of a model: y + B (A x), with matrices A and B of the row's adapter.
 
-A device has room for some adapters at a time, in slots. A row of a pass names its slot, from 1 on; 0: it has no adapter. So one
-product serves rows of many adapters and of none, whatever the format of the map's own matrix. B includes the adapter's scale.
-Of a mixture, a slot has a place for each expert, and a row's choice of an expert names that place.
+A device has room for some adapters at a time, in slots. A row of a pass names its slot, from 1 on; 0: it has no
+adapter. So one product serves rows of many adapters and of none, whatever the format of the map's own matrix. B
+includes the adapter's scale. Of a mixture, a slot has a place for each expert, and a row's choice of an expert names
+that place.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class LowRank(NamedTuple):
 class AdapterTable(Generic[T]):
     """Memory of all slots for one product, which may be of several maps that are stacked along their outputs.
 
-    Each of these parts has an A of its own. Of a lookup table, what A gives is looked up as well. The places of a slot follow
-    one another: one for each expert of a mixture, else one.
+    Each of these parts has an A of its own. Of a lookup table, what A gives is looked up as well. The places of a slot
+    follow one another: one for each expert of a mixture, else one.
     """
 
     down: T  # (places, parts * most rank, inputs); of a lookup table (places, inputs, most rank)
@@ -70,7 +71,8 @@ class AdaptedMap(NamedTuple):
 
 
 class Adapters(ABC, Generic[T]):
-    """The slots of one backend. `rows` is set by who computes a pass: the slot of each of its rows, None where none has one."""
+    """The slots of one backend. `rows` is set by who computes a pass: the slot of each of its rows, None where none has
+    one."""
 
     def __init__(self, num_slots: int, max_rank: int) -> None:
         self.num_slots, self.max_rank = num_slots, max_rank
@@ -82,8 +84,8 @@ class Adapters(ABC, Generic[T]):
     def add_product(
         self, names: Sequence[str], sizes: Sequence[int | Part], inputs: int | Part, *, is_lookup: bool = False
     ) -> AdapterTable[T]:
-        """Room beside the maps of these names, which are stacked, or beside parts of them. More names than sizes are those of
-        one expert after the other."""
+        """Room beside the maps of these names, which are stacked, or beside parts of them. More names than sizes are
+        those of one expert after the other."""
         parts, columns = [Part.of(size) for size in sizes], Part.of(inputs)
         table = self.new_table(tuple(part.size for part in parts), columns.size, is_lookup, len(names) // len(parts))
         for number, name in enumerate(names):
@@ -92,8 +94,8 @@ class Adapters(ABC, Generic[T]):
         return table
 
     def fill(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
-        """Put an adapter into a slot that no row uses, whose number is from 1 on; products that it lacks stay as they are, and
-        those of layers that lie elsewhere are left out.
+        """Put an adapter into a slot that no row uses, whose number is from 1 on; products that it lacks stay as they
+        are, and those of layers that lie elsewhere are left out.
 
         Steps may be computed by another thread meanwhile.
         """
@@ -131,9 +133,17 @@ class Adapters(ABC, Generic[T]):
 
     @abstractmethod
     def add(
-        self, y: T, x: T, table: AdapterTable[T], *, activation: Activation = "none", softcap: float = 0.0, scale: float = 1.0
+        self,
+        y: T,
+        x: T,
+        table: AdapterTable[T],
+        *,
+        activation: Activation = "none",
+        softcap: float = 0.0,
+        scale: float = 1.0,
     ) -> T:
-        """activation(y + scale * B (A x)) for all rows, softcap as in `Ops.logits`; may use y's memory. x: of a lookup, ids."""
+        """activation(y + scale * B (A x)) for all rows, softcap as in `Ops.logits`; may use y's memory. x: of a lookup,
+        ids."""
 
     def keep(self, take: Callable[[T, Ids | T], T], indices: Ids | T) -> None:
         """The pass goes on with some of its rows."""

@@ -17,7 +17,8 @@ PACKAGE = Path(__file__).parents[1]
 
 @cache
 def build_info() -> dict[str, str]:
-    """Version, commit, instructions of the native kernels, torch, Python, system; what is unknown or missing is empty."""
+    """Version, commit, instructions of the native kernels, torch, Python, system; what is unknown or missing is
+    empty."""
     return {
         "version": __version__,
         "commit": commit(PACKAGE),

@@ -23,7 +23,8 @@ class Card:
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """What the installed torch was built with. Versions are empty where it was built without; None: its files do not say it."""
+    """What the installed torch was built with. Versions are empty where it was built without; None: its files do not
+    say it."""
 
     version: str = ""
     cuda: str | None = None
@@ -42,8 +43,8 @@ def torch_build() -> TorchBuild:
 
 
 def find_cards() -> tuple[list[Card], str]:
-    """The cards that torch will compute on, or why there are none. torch is asked where its files do not say what it is for,
-    and for cards of AMD."""
+    """The cards that torch will compute on, or why there are none. torch is asked where its files do not say what it is
+    for, and for cards of AMD."""
     if importlib.util.find_spec("torch") is None:
         return [], "torch, which cards need, is not installed"
     build = torch_build()
@@ -67,7 +68,8 @@ def find_cards() -> tuple[list[Card], str]:
 def ask_driver(cuda_major: int) -> list[Card]:
     """The cards of CUDA's driver, as torch orders them. cuda_major: the version that torch needs.
 
-    Free memory is known in a context alone. The context stays until the process ends, so that the next question is quick.
+    Free memory is known in a context alone. The context stays until the process ends, so that the next question is
+    quick.
     """
     driver = ctypes.CDLL(CUDA_DRIVER)
 
@@ -76,8 +78,13 @@ def ask_driver(cuda_major: int) -> list[Card]:
         if status:
             raise DeviceError(f"the CUDA driver answers {function} with error {status}")
 
-    version, count, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
-    free, total, name = ctypes.c_size_t(), ctypes.c_size_t(), ctypes.create_string_buffer(256)
+    version = ctypes.c_int()
+    count = ctypes.c_int()
+    device = ctypes.c_int()
+    context = ctypes.c_void_p()
+    free = ctypes.c_size_t()
+    total = ctypes.c_size_t()
+    name = ctypes.create_string_buffer(256)
     ask("cuInit", 0)
     ask("cuDriverGetVersion", ctypes.byref(version))
     if version.value // 1000 < cuda_major:

@@ -1,10 +1,12 @@
-"""What the host sends for a recorded pass: one array of 64-bit words. Everything else stays on the device between steps.
+"""What the host sends for a recorded pass: one array of 64-bit words. Everything else stays on the device between
+steps.
 
-For a step of decodes only, the array is (NUM_INPUTS, rows), with a column for each sequence. So every step of a batch size is
-the same work over the same memory, which a backend can record once. Columns without a sequence have FILLING_POSITION, and the
-row after the last sequence's.
+For a step of decodes only, the array is (NUM_INPUTS, rows), with a column for each sequence. So every step of a batch
+size is the same work over the same memory, which a backend can record once. Columns without a sequence have
+FILLING_POSITION, and the row after the last sequence's.
 
-A pass over prompts, with decodes beside them, has the same columns, decodes first, and behind them the new tokens of all
+A pass over prompts, with decodes beside them, has the same columns, decodes first, and behind them the new tokens of
+all
 sequences: `PassSize` says how many there is room for. What is left over is computed and thrown away.
 """
 
@@ -50,7 +52,8 @@ NUM_INPUTS, FIRST_FLOAT = len(Input), Input.TEMPERATURE
 
 
 class PassSize(NamedTuple):
-    """What a pass over prompts has room for. A decode without a sequence has one new token, a prompt without one has none."""
+    """What a pass over prompts has room for. A decode without a sequence has one new token, a prompt without one has
+    none."""
 
     num_decodes: int
     num_prompts: int

@@ -9,7 +9,8 @@ from archerfish.kernels.batches import Ids, Segments, T
 
 
 class EncoderInputs(ABC, Generic[T]):
-    """Memory of the device for the inputs of passes that are recorded: room for some tokens, filled anew for each pass."""
+    """Memory of the device for the inputs of passes that are recorded: room for some tokens, filled anew for each
+    pass."""
 
     token_ids: T
     type_ids: T
@@ -17,4 +18,5 @@ class EncoderInputs(ABC, Generic[T]):
 
     @abstractmethod
     def fill(self, token_ids: Ids, segments: Segments, type_ids: Ids | None) -> bool:
-        """Send a batch's inputs, whose sequences become the first ones here; False, and nothing sent, where they do not fit."""
+        """Send a batch's inputs, whose sequences become the first ones here; False, and nothing sent, where they do not
+        fit."""

@@ -1,11 +1,11 @@
 """Weight formats: everything about how the matrix of a linear map is stored, one object per format.
 
-A format says which tensors are kept in memory for a matrix of a checkpoint, and what they mean (`dequantise`). Stacking and
-sizes follow from the layouts of these tensors. A backend multiplies with a format in a product of its own (`Ops.products`), or
-with the dequantised matrix where it has none. Nothing else asks which format a weight has.
+A format says which tensors are kept in memory for a matrix of a checkpoint, and what they mean (`dequantise`). Stacking
+and sizes follow from the layouts of these tensors. A backend multiplies with a format in a product of its own
+(`Ops.products`), or with the dequantised matrix where it has none. Nothing else asks which format a weight has.
 
-A format that is made while a model is loaded has a name for the option `weights`; matrices that the store has quantised have
-theirs in spite of it.
+A format that is made while a model is loaded has a name for the option `weights`; matrices that the store has quantised
+have theirs in spite of it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class WeightFormat(ABC):
     memory: Mapping[str, TensorLayout]  # tensors that are kept
 
     def chosen(self, num_inputs: int, *, is_sensitive: bool = False) -> WeightFormat:
-        """The format for a matrix of a model in this format: another one where this would cost too much, or cannot be."""
+        """The format for a matrix of a model in this format: another one where this would cost too much, or cannot
+        be."""
         return self
 
     def load(self, weight: torch.Tensor) -> Tensors:
@@ -68,7 +69,8 @@ class WeightFormat(ABC):
         return sum(math.prod(each.shape(num_outputs, num_inputs)) * ITEM_BYTES[each.dtype or dtype] for each in layouts)
 
     def work_bytes(self, shapes: Iterable[tuple[int, ...]], dtype: str) -> int:
-        """Memory that a step takes to dequantise the largest of some matrices: the result, and a byte a number beside it."""
+        """Memory that a step takes to dequantise the largest of some matrices: the result, and a byte a number beside
+        it."""
         return max(math.prod(shape) for shape in shapes) * (DTYPE_BYTES[dtype] + 1)
 
     @property
@@ -81,7 +83,8 @@ class WeightFormat(ABC):
         return tensors[name].shape[layout.axes.index("outputs")]
 
     def cut(self, weight: Any, outputs: Part, inputs: Part) -> Any:
-        """A rank's part of a checkpoint's matrix. Nothing else of it is read, unless all of a row decides on its numbers."""
+        """A rank's part of a checkpoint's matrix. Nothing else of it is read, unless all of a row decides on its
+        numbers."""
         if isinstance(weight, StoredTensor):
             return weight.cut(outputs, inputs)
         return weight[outputs.first : outputs.end, inputs.first : inputs.end]
@@ -94,9 +97,10 @@ class WeightFormat(ABC):
 
         return {
             name: torch.cat([part[name] for part in parts], layout.axes.index("outputs"))
-            if "outputs" in layout.axes else parts[0][name]
+            if "outputs" in layout.axes
+            else parts[0][name]
             for name, layout in self.memory.items()
-        }  # fmt: skip
+        }
 
 
 class Plain(WeightFormat):
@@ -115,8 +119,9 @@ class Plain(WeightFormat):
 class Int8Rows(WeightFormat):
     """Symmetric int8 numbers with a float32 scale for each output, made from a plain matrix while it is loaded.
 
-    Integers up to 127 are exact in every type that backends compute in. So a product may be taken of the integers and its
-    outputs scaled afterwards, or of the numbers that they stand for. Matrices whose inputs are no multiple of 32 stay plain.
+    Integers up to 127 are exact in every type that backends compute in. So a product may be taken of the integers and
+    its outputs scaled afterwards, or of the numbers that they stand for. Matrices whose inputs are no multiple of 32
+    stay plain.
     """
 
     name = "int8"
@@ -178,15 +183,17 @@ class Groups(WeightFormat):
     """Codes with a scale, and maybe a minimum, for each group of inputs.
 
     Codes of 4 bits lie as in GGUF: of 32 inputs, the first 16 in the lower halves of 16 bytes. Those of MXFP4 stand for
-    `stored.FP4_VALUES`; others count from 8 below zero where there is no minimum, and from zero where there is one. Codes of 8
-    bits are int8 or float8_e4m3fn.
+    `stored.FP4_VALUES`; others count from 8 below zero where there is no minimum, and from zero where there is one.
+    Codes of 8 bits are int8 or float8_e4m3fn.
     """
 
     name = "groups"
 
     def __init__(self, code_type: str, scale_type: str, group_size: int, coding: Coding = "signed") -> None:
         """code_type: uint8 for two codes of 4 bits, int8 or float8_e4m3fn."""
-        self.group_size, self.coding, self.is_packed = group_size, coding, code_type == "uint8"
+        self.group_size = group_size
+        self.coding = coding
+        self.is_packed = code_type == "uint8"
         scales = TensorLayout(scale_type, inputs_per_item=group_size)
         self.memory = {"weight": TensorLayout(code_type, inputs_per_item=2 if self.is_packed else 1), "scales": scales}
         if coding == "mins":
@@ -205,15 +212,21 @@ class Groups(WeightFormat):
             elif self.coding == "signed":
                 codes = codes - 8
         grouped = codes.reshape(*scales.shape[:2], self.group_size).float()
-        found = torch.addcmul(tensors["mins"].float().unsqueeze(2), grouped, scales) if "mins" in tensors else grouped * scales
+        found = (
+            torch.addcmul(tensors["mins"].float().unsqueeze(2), grouped, scales)
+            if "mins" in tensors
+            else grouped * scales
+        )
         return found.flatten(1).to(dtype)
 
 
 class Int4Groups(Groups):
-    """Numbers of 4 bits with a float16 scale and minimum for each 32 inputs, made from a plain matrix while it is loaded.
+    """Numbers of 4 bits with a float16 scale and minimum for each 32 inputs, made from a plain matrix while it is
+    loaded.
 
-    Matrices whose inputs are no multiple of 32 stay plain. Those where 4 bits would cost most are int8: heads, and projections
-    to queries, keys and values (the perplexity of stories15M is then 4.4 % higher than in float32, else 7.0 %).
+    Matrices whose inputs are no multiple of 32 stay plain. Those where 4 bits would cost most are int8: heads, and
+    projections to queries, keys and values (the perplexity of stories15M is then 4.4 % higher than in float32, else 7.0
+    %).
     """
 
     name = "int4"
@@ -234,7 +247,10 @@ class Int4Groups(Groups):
 PLAIN = Plain()
 INT8 = Int8Rows()
 FP8 = Fp8Rows()
-FORMATS: dict[str, WeightFormat] = {"int8": INT8, "int4": Int4Groups()}  # by the name that the option `weights` has for them
+FORMATS: dict[str, WeightFormat] = {
+    "int8": INT8,
+    "int4": Int4Groups(),
+}  # by the name that the option `weights` has for them
 
 
 def choose_format(name: str) -> WeightFormat:

@@ -13,8 +13,8 @@ from archerfish.kernels.stored import BLOCK, Floats, widened
 LARGEST = 15
 Halves = npt.NDArray[np.float16]
 PIECE_BLOCKS = 1 << 13  # at a time, so that they stay in the processor's cache
-# A block's range is tried as it is and narrower. Three times, numbers are rounded and the line through them is fitted anew. Of
-# normal numbers this takes 16 % off the squared error; twice the work would take 3 % more.
+# A block's range is tried as it is and narrower. Three times, numbers are rounded and the line through them is fitted
+# anew. Of normal numbers this takes 16 % off the squared error; twice the work would take 3 % more.
 SHARES, NUM_FITS = (1.0, 0.9), 3
 MORE_SHARES = (1.0, 0.9, 0.8)  # where numbers at the ends of a range may weigh little
 
@@ -22,7 +22,8 @@ MORE_SHARES = (1.0, 0.9, 0.8)  # where numbers at the ends of a range may weigh 
 def quantise_int4(rows: npt.NDArray[Any]) -> tuple[npt.NDArray[np.uint8], Halves, Halves]:
     """Codes, (outputs, inputs / 2), scales and minima, (outputs, inputs / 32), of a matrix as a StoredTensor has it.
 
-    Of a block, input i is in the low bits of byte i, input i + 16 in the high ones. A block with NaN has a scale of NaN.
+    Of a block, input i is in the low bits of byte i, input i + 16 in the high ones. A block with NaN has a scale of
+    NaN.
     """
     blocks = rows.reshape(-1, BLOCK)
     codes = np.empty((len(blocks), BLOCK // 2), dtype=np.uint8)
@@ -38,7 +39,8 @@ def quantise_int4(rows: npt.NDArray[Any]) -> tuple[npt.NDArray[np.uint8], Halves
 
 
 def find_lines(weights: Floats, importance: Floats | None = None) -> tuple[Floats, Floats]:
-    """Scale and minimum of each column: the best that were found. importance: of an error of each number; None: all alike."""
+    """Scale and minimum of each column: the best that were found. importance: of an error of each number; None: all
+    alike."""
 
     def weighed(numbers: Floats) -> Floats:
         return numbers if importance is None else numbers * importance

@@ -51,7 +51,11 @@ def read_cpu(info: Path) -> tuple[str, frozenset[str]]:
 
 def usable_cores() -> list[int]:
     """The numbers of the cores that this process may run on."""
-    return sorted(os.sched_getaffinity(os.getpid())) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    return (
+        sorted(os.sched_getaffinity(os.getpid()))
+        if hasattr(os, "sched_getaffinity")
+        else list(range(os.cpu_count() or 1))
+    )
 
 
 def num_usable_cores() -> int:
@@ -66,7 +70,8 @@ def num_usable_cores() -> int:
 
 
 def num_free_cores(num_cores: int, busy_s: float, own_s: float, wall_s: float) -> int:
-    """Cores that other processes leave to this one, of those that were busy for busy_s together, own_s of that by this process.
+    """Cores that other processes leave to this one, of those that were busy for busy_s together, own_s of that by this
+    process.
 
     A process that shares a core with a thread of ours gets half of it: that core counts as taken.
     """
@@ -98,7 +103,9 @@ class FreeCores:
             for line in self._stat.read_text(encoding="ascii").splitlines():
                 name, *counts = line.split()
                 if name[:3] == "cpu" and name[3:].isdigit() and int(name[3:]) in self._cores:
-                    busy += sum(map(int, counts[:8])) - int(counts[3]) - int(counts[4])  # less idle and waiting for a disk
+                    busy += (
+                        sum(map(int, counts[:8])) - int(counts[3]) - int(counts[4])
+                    )  # less idle and waiting for a disk
         return time.monotonic(), busy / os.sysconf("SC_CLK_TCK"), time.process_time()
 
 
@@ -136,7 +143,9 @@ def trim_heap() -> None:
 def of_machine(proc: Path) -> Memory:
     info = proc / "meminfo"
     if info.is_file():
-        values: dict[str, str] = dict(re.findall(r"^(\w+):\s+(\d+) kB$", info.read_text(encoding="ascii"), re.MULTILINE))
+        values: dict[str, str] = dict(
+            re.findall(r"^(\w+):\s+(\d+) kB$", info.read_text(encoding="ascii"), re.MULTILINE)
+        )
         total = int(values.get("MemTotal", 0)) * 1024
         return Memory(total, int(values.get("MemAvailable", "0")) * 1024)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

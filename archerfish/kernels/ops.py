@@ -1,11 +1,12 @@
 """The only signatures of numerical work.
 
-Models and layers are written over `Ops` and know tensors only as opaque handles of type T; only the backend knows what a handle
-is. `torch/reference.py` gives every operation its meaning in plain torch, and each faster backend is tested against it.
+Models and layers are written over `Ops` and know tensors only as opaque handles of type T; only the backend knows what
+a handle is. `torch/reference.py` gives every operation its meaning in plain torch, and each faster backend is tested
+against it.
 
 Activations are packed: the tokens of all sequences of a batch follow one another in a (num_tokens, width) tensor, and
-`Segments` says where each sequence begins. A backend may append rows after the last token to suit its products; their contents
-have no meaning, and `attention` and `pool` leave them out.
+`Segments` says where each sequence begins. A backend may append rows after the last token to suit its products; their
+contents have no meaning, and `attention` and `pool` leave them out.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from archerfish.kernels.recurrent import RecurrentOps
     from archerfish.kernels.sampling import Drawn, Logprobs, PoolStats, SamplingBatch, TokenCounts
 
-# swiglu_oai is gate * sigmoid(SWIGLU_ALPHA * gate) of a gate of at most SWIGLU_LIMIT. What it is multiplied with is kept within
-# -SWIGLU_LIMIT and SWIGLU_LIMIT, and 1 is added.
+# swiglu_oai is gate * sigmoid(SWIGLU_ALPHA * gate) of a gate of at most SWIGLU_LIMIT. What it is multiplied with is
+# kept within -SWIGLU_LIMIT and SWIGLU_LIMIT, and 1 is added.
 Activation = Literal["none", "gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid", "silu", "tanh", "swiglu_oai"]
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
 Pooling = Literal["mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens"]  # as sentence-transformers names them
@@ -71,10 +72,11 @@ class KVLayer(NamedTuple, Generic[T]):
 
 @dataclass(frozen=True, eq=False)
 class Rotary(Generic[T]):
-    """Rotary embedding as a table: (positions, rotary_dim) float32, cosines in the first half of a row, sines in the second.
+    """Rotary embedding as a table: (positions, rotary_dim) float32, cosines in the first half of a row, sines in the
+    second.
 
-    The first rotary_dim of each head's dimensions are rotated: dimension i together with i + rotary_dim / 2, or neighbours
-    together where it is interleaved.
+    The first rotary_dim of each head's dimensions are rotated: dimension i together with i + rotary_dim / 2, or
+    neighbours together where it is interleaved.
     """
 
     cos_sin: T
@@ -108,7 +110,9 @@ class PagedBatch(Generic[T]):
     token_ids: T  # (tokens,)
     positions: T  # (tokens,)
     slots: T  # (tokens,) where each token's key and value go: block * block_size + offset
-    block_tables: T  # (sequences, most blocks of any) physical blocks, in order; entries past a sequence's last mean nothing
+    block_tables: (
+        T  # (sequences, most blocks of any) physical blocks, in order; entries past a sequence's last mean nothing
+    )
     block_size: int
     is_deterministic: bool = False  # a sequence's numbers must not depend on the others in the batch
     num_shared: int = 0  # leading tokens whose keys all decodes have in the same blocks, as far as is known
@@ -147,7 +151,9 @@ class Ops(ABC, Generic[T]):
     dtype: str
     reads_stored: bool = False  # takes a checkpoint's tensors as `StoredTensor`, not as tensors of torch
     kv_dtype: str = AUTO  # of new keys and values: int8, fp8, or the compute type
-    rounds_rows: bool = False  # with int8 matrices, what they are multiplied with may become bytes too: encoders bear it
+    rounds_rows: bool = (
+        False  # with int8 matrices, what they are multiplied with may become bytes too: encoders bear it
+    )
     is_deterministic: bool = False  # what a row of a product gives must not depend on how many rows there are
     ranks: Ranks = ALONE  # set before weights are taken
     activation_dtype: str = ""  # of what products give, where it is not `dtype`
@@ -157,7 +163,12 @@ class Ops(ABC, Generic[T]):
         self._linear_weights: list[LinearWeight[T]] = []
 
     def linear_weight(
-        self, parts: Sequence[T], biases: Sequence[T | None], weight_format: WeightFormat = PLAIN, *, is_partial: bool = False
+        self,
+        parts: Sequence[T],
+        biases: Sequence[T | None],
+        weight_format: WeightFormat = PLAIN,
+        *,
+        is_partial: bool = False,
     ) -> LinearWeight[T]:
         """One or more matrices of a checkpoint, stacked along their outputs, for `linear`."""
         self._linear_weights.append(LinearWeight(lambda: self.pack_linear(parts, biases, weight_format)))
@@ -165,7 +176,8 @@ class Ops(ABC, Generic[T]):
         return self._linear_weights[-1]
 
     def prepare(self, then: Callable[[], None] = lambda: None) -> None:
-        """Pack all weights now instead of at their first use, maybe in the background. Safe while other threads compute.
+        """Pack all weights now instead of at their first use, maybe in the background. Safe while other threads
+        compute.
 
         then: called when they are packed.
         """
@@ -193,10 +205,13 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def vector(self, weight: T, *, plus: float = 0.0, times: float = 1.0) -> T:
-        """A small parameter (norm weight, bias) on the device in float32, with a number added to it, and then multiplied."""
+        """A small parameter (norm weight, bias) on the device in float32, with a number added to it, and then
+        multiplied."""
 
     @abstractmethod
-    def pack_linear(self, parts: Sequence[T], biases: Sequence[T | None], weight_format: WeightFormat) -> PackedWeight[T]:
+    def pack_linear(
+        self, parts: Sequence[T], biases: Sequence[T | None], weight_format: WeightFormat
+    ) -> PackedWeight[T]:
         """Stacked weights and biases in the form that `linear` multiplies with."""
 
     @abstractmethod
@@ -208,12 +223,17 @@ class Ops(ABC, Generic[T]):
         """Layer normalisation over the last axis, computed in float32, given in the compute type."""
 
     def linear(self, x: T, weight: LinearWeight[T], *, activation: Activation = "none", residual: T | None = None) -> T:
-        """activation(x @ weight.T + bias), or x @ weight.T + bias + residual, whose type and maybe memory the result has."""
-        packed, table, is_partial = weight.get(), self.adapted(weight), weight.is_partial
+        """activation(x @ weight.T + bias), or x @ weight.T + bias + residual, whose type and maybe memory the result
+        has."""
+        packed = weight.get()
+        table = self.adapted(weight)
+        is_partial = weight.is_partial
         if table is None or self.adapters is None:
             y = packed.multiply(x, activation, None if is_partial else residual)
         else:
-            y = self.adapters.add(packed.multiply(x, "none", None if is_partial else residual), x, table, activation=activation)
+            y = self.adapters.add(
+                packed.multiply(x, "none", None if is_partial else residual), x, table, activation=activation
+            )
         assert activation == "none" or not is_partial
         return cast(T, self.ranks.add_up(y, residual)) if is_partial else y
 
@@ -239,8 +259,9 @@ class Ops(ABC, Generic[T]):
     def attention(
         self, qkv: T, segments: Segments, heads: HeadShape, *, bias: T | None = None, sinks: T | None = None
     ) -> T:
-        """Attention within each sequence. qkv: (tokens, (heads + 2 kv_heads) * head_dim); bias: (heads, longest, longest),
-        added to scores. sinks: (heads,) float32, a score for each head that takes part in the softmax and has no value."""
+        """Attention within each sequence. qkv: (tokens, (heads + 2 kv_heads) * head_dim); bias: (heads, longest,
+        longest), added to scores. sinks: (heads,) float32, a score for each head that takes part in the softmax and has
+        no value."""
 
     @abstractmethod
     def relative_bias(self, table: T, buckets: Ids) -> T:
@@ -282,8 +303,8 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def rms_norm(self, x: T, weight: T, eps: float, *, residual: T | None = None) -> tuple[T, T]:
-        """With s = x + residual (or x): RMS normalisation of s over the last axis, computed in float32, given in the compute
-        type; and s itself, in the wider of their types."""
+        """With s = x + residual (or x): RMS normalisation of s over the last axis, computed in float32, given in the
+        compute type; and s itself, in the wider of their types."""
 
     @abstractmethod
     def add(self, x: T, residual: T) -> T:
@@ -291,20 +312,34 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def store_kv(self, qkv: T, kv: KVLayer[T], batch: PagedBatch[T], heads: HeadShape, rotation: Rotation[T]) -> T:
-        """Split (tokens, (heads + 2 kv_heads) * head_dim) into q, k, v; normalise and rotate q and k; write k and v into their
-        slots; give q as (tokens, heads * head_dim)."""
+        """Split (tokens, (heads + 2 kv_heads) * head_dim) into q, k, v; normalise and rotate q and k; write k and v
+        into their slots; give q as (tokens, heads * head_dim)."""
 
     @abstractmethod
     def paged_attention(
-        self, q: T, kv: KVLayer[T], batch: PagedBatch[T], heads: HeadShape, *, mask: BlockMask[T] | None = None,
+        self,
+        q: T,
+        kv: KVLayer[T],
+        batch: PagedBatch[T],
+        heads: HeadShape,
+        *,
+        mask: BlockMask[T] | None = None,
         sinks: T | None = None,
     ) -> T:
         """Causal attention of the new tokens over their sequences' blocks: (tokens, heads * head_dim)."""
 
     def store_and_attend(
-        self, qkv: T, kv: KVLayer[T] | None, batch: Any, heads: HeadShape, rotation: Rotation[T], *, sinks: T | None = None
+        self,
+        qkv: T,
+        kv: KVLayer[T] | None,
+        batch: Any,
+        heads: HeadShape,
+        rotation: Rotation[T],
+        *,
+        sinks: T | None = None,
     ) -> T:
-        """`store_kv`, and `paged_attention` of what it gives. Without kv, the batch has whole sequences, of which nothing is
+        """`store_kv`, and `paged_attention` of what it gives. Without kv, the batch has whole sequences, of which
+        nothing is
         stored: `rotated` and `attention`."""
         if kv is None:
             turned = self.rotated(qkv, self.tensor(batch.segments.positions), heads, rotation)
@@ -323,16 +358,32 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def experts(
-        self, x: T, logits: T, routing: Routing[T], gate_up: LinearWeight[T], down: LinearWeight[T], activation: Activation, *,
+        self,
+        x: T,
+        logits: T,
+        routing: Routing[T],
+        gate_up: LinearWeight[T],
+        down: LinearWeight[T],
+        activation: Activation,
+        *,
         shared: T | None = None,
     ) -> T:
-        """The weighted sum of what the experts that a row chooses make of it: down(gated(gate_up(x))). A weight has a map for
-        each expert, one below the other. shared: rows that are added, times sigmoid(last logit) where logits have one more."""
+        """The weighted sum of what the experts that a row chooses make of it: down(gated(gate_up(x))). A weight has a
+        map for each expert, one below the other. shared: rows that are added, times sigmoid(last logit) where logits
+        have one more."""
 
     def normed_linear(
-        self, x: T, norm: T, eps: float, weight: LinearWeight[T], *, residual: T | None = None, gate: Activation | None = None
+        self,
+        x: T,
+        norm: T,
+        eps: float,
+        weight: LinearWeight[T],
+        *,
+        residual: T | None = None,
+        gate: Activation | None = None,
     ) -> tuple[T, T]:
-        """rms_norm by the factors in norm, then linear, then gated where a gate is given; and the sum that rms_norm gives."""
+        """rms_norm by the factors in norm, then linear, then gated where a gate is given; and the sum that rms_norm
+        gives."""
         x, total = self.rms_norm(x, norm, eps, residual=residual)
         return self.linear(x, weight) if gate is None else self.gated_linear(x, weight, gate), total
 
@@ -374,11 +425,13 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def sample(self, logits: T, batch: SamplingBatch[T]) -> Drawn[T]:
-        """One token for every row of float32 logits, which stay as they are; then the counts of penalised rows go up."""
+        """One token for every row of float32 logits, which stay as they are; then the counts of penalised rows go
+        up."""
 
     @abstractmethod
     def token_logprobs(self, logits: T, token_ids: T, num_top: int, *, rows: Ids | None = None) -> Logprobs[T]:
-        """Log-softmax at one token of every row (or of some rows) of float32 logits, and at the num_top likeliest tokens."""
+        """Log-softmax at one token of every row (or of some rows) of float32 logits, and at the num_top likeliest
+        tokens."""
 
     @abstractmethod
     def new_counts(self, num_rows: int, vocab_size: int) -> TokenCounts[T]:
@@ -405,19 +458,20 @@ class Ops(ABC, Generic[T]):
     def decode_batch(
         self, inputs: T, state: DecodeState[T], block_size: int, *, is_shared: bool
     ) -> tuple[PagedBatch[T], SamplingBatch[T]]:
-        """What inputs say, for a model and for `sample`; the blocks in them go into the tables. is_shared: keys that all
-        sequences share are to be read once for all."""
+        """What inputs say, for a model and for `sample`; the blocks in them go into the tables. is_shared: keys that
+        all sequences share are to be read once for all."""
         raise self._records_nothing()
 
     def pass_batch(
         self, inputs: T, size: PassSize, state: DecodeState[T], block_size: int, *, keeps_all: bool
     ) -> tuple[PagedBatch[T], SamplingBatch[T], T]:
-        """What inputs of a pass over prompts say, for a model and for `sample`, and the columns of the tokens to choose: with
-        keeps_all behind every row, else behind the last of each column. Blocks come from the tables."""
+        """What inputs of a pass over prompts say, for a model and for `sample`, and the columns of the tokens to
+        choose: with keeps_all behind every row, else behind the last of each column. Blocks come from the tables."""
         raise self._records_nothing()
 
     def scored_report(self, report: T, scores: Logprobs[T]) -> T:
-        """(4 + 2 * num_top, rows) int64: the report of `Drawn`, ranks, logprobs, top_ids and top_logprobs, floats as bits."""
+        """(4 + 2 * num_top, rows) int64: the report of `Drawn`, ranks, logprobs, top_ids and top_logprobs, floats as
+        bits."""
         raise self._records_nothing()
 
     def keep_tokens(self, inputs: T, state: DecodeState[T], tokens: T) -> None:
@@ -428,8 +482,8 @@ class Ops(ABC, Generic[T]):
         return DeviceError(f"The backend {self.name!r} records no steps of decodes.")
 
     def replayed(self, call: Callable[[Any], T]) -> Callable[[Any], T]:
-        """A function of a batch that may be recorded when it is first called, and replayed with other batches afterwards.
-        It must depend on nothing but the arrays of the batch, and on whether each of them is there."""
+        """A function of a batch that may be recorded when it is first called, and replayed with other batches
+        afterwards. It must depend on nothing but the arrays of the batch, and on whether each of them is there."""
         return call
 
     can_record: bool = False  # `capture` records work
@@ -439,8 +493,9 @@ class Ops(ABC, Generic[T]):
         return None
 
     def starting(self, key: str, rehearse: Callable[[], None], progress: Progress) -> AbstractContextManager[None]:
-        """Around the first steps of a model; after it the model is ready. A backend that compiles kernels compiles all that
-        `rehearse` launches before, computing nothing. key: what decides which these are, besides device and package."""
+        """Around the first steps of a model; after it the model is ready. A backend that compiles kernels compiles all
+        that `rehearse` launches before, computing nothing. key: what decides which these are, besides device and
+        package."""
         return nullcontext()
 
     def compile_counts(self) -> Mapping[str, int]:
@@ -448,7 +503,8 @@ class Ops(ABC, Generic[T]):
         return {}
 
     def encoder_inputs(self, num_tokens: int) -> EncoderInputs[T] | None:
-        """Memory for the inputs of recorded passes of an encoder over at most so many tokens. None: it cannot record."""
+        """Memory for the inputs of recorded passes of an encoder over at most so many tokens. None: it cannot
+        record."""
         return None
 
     def free_unused(self) -> None:
@@ -469,7 +525,8 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def send(self, values: Ids, target: T) -> Callable[[], None]:
-        """Begin to copy a host buffer onto an integer tensor of its shape; the result waits until it may be written again."""
+        """Begin to copy a host buffer onto an integer tensor of its shape; the result waits until it may be written
+        again."""
 
     @abstractmethod
     def fetch(self, x: T) -> Callable[[], npt.NDArray[Any]]:
@@ -480,7 +537,8 @@ class Ops(ABC, Generic[T]):
         return nullcontext()
 
     def allocating(self, what: str) -> AbstractContextManager[object]:
-        """The context of a thread while it takes memory that stays; a lack of it becomes an OutOfMemoryError naming what."""
+        """The context of a thread while it takes memory that stays; a lack of it becomes an OutOfMemoryError naming
+        what."""
         return nullcontext()
 
     def pin_threads(self, is_wanted: bool) -> None:

@@ -33,9 +33,10 @@ def set_pass_threads(num_threads: int) -> None:
 class ComputePool:
     """Runs forward passes.
 
-    Many batches: one pass per core beats one pass over all cores, since a core keeps its batch in its own cache and waits for
-    no other; so each thread of the pool computes alone. A single batch while nothing else runs gets all cores, in the caller's
-    own thread, since most of its time goes into reading the weights. On a GPU one thread feeds the device.
+    Many batches: one pass per core beats one pass over all cores, since a core keeps its batch in its own cache and
+    waits for no other; so each thread of the pool computes alone. A single batch while nothing else runs gets all
+    cores, in the caller's own thread, since most of its time goes into reading the weights. On a GPU one thread feeds
+    the device.
     """
 
     def __init__(self, device: str, num_threads: int) -> None:

@@ -1,8 +1,8 @@
 """The processes that compute one model together, as one of them sees it.
 
-Tensor parallel ranks share every layer: each has some of the heads and of the hidden units, and a product whose inputs are
-split gives sums that are added up over the ranks. Pipeline stages have some of the layers each. The engine's process is rank 0.
-It is in the last stage, where tokens are sampled, and stages are numbered from the embedding on.
+Tensor parallel ranks share every layer: each has some of the heads and of the hidden units, and a product whose inputs
+are split gives sums that are added up over the ranks. Pipeline stages have some of the layers each. The engine's
+process is rank 0. It is in the last stage, where tokens are sampled, and stages are numbered from the embedding on.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class Ranks:
         return Part(first, end, total)
 
     def heads(self, num_heads: int, num_kv_heads: int) -> tuple[Part, Part]:
-        """Query heads and KV heads. Ranks have whole KV heads, or several ranks have the same one and share its query heads."""
+        """Query heads and KV heads. Ranks have whole KV heads, or several ranks have the same one and share its query
+        heads."""
         size, group = self.size, num_heads // num_kv_heads
         if size <= num_kv_heads:
             keys = self.part(num_kv_heads)
@@ -96,7 +97,8 @@ class Ranks:
             sizes = [*range(1, num_kv_heads + 1), *(num_kv_heads * many for many in range(2, group + 1))]
             raise InvalidOptionError(
                 f"[engine] tensor_parallel_size is {size}, but {num_heads} heads that share {num_kv_heads} KV heads cannot be "
-                "divided so.", hint=f"It takes one of: {', '.join(map(str, sizes))}.",
+                "divided so.",
+                hint=f"It takes one of: {', '.join(map(str, sizes))}.",
             )
         head = self.index // copies
         own = Ranks(self.index % copies, copies).part(group)

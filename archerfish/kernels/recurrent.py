@@ -1,8 +1,8 @@
 """Signatures of the operations that recurrent models need in addition to `Ops`: over state slots instead of KV blocks.
 
-A slot holds the whole state of one sequence after one of its tokens. Slot 0 is the empty state, which every sequence begins
-from, and is never written; block b of an engine is slot b + 1. `torch/wkv.py` gives every operation its meaning in plain torch,
-and each faster backend is tested against it.
+A slot holds the whole state of one sequence after one of its tokens. Slot 0 is the empty state, which every sequence
+begins from, and is never written; block b of an engine is slot b + 1. `torch/wkv.py` gives every operation its meaning
+in plain torch, and each faster backend is tested against it.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class StateMemory(NamedTuple, Generic[T]):
 class RecurrentBatch(Generic[T]):
     """Packed tokens of one step over state slots. Sequences with one new token stand first.
 
-    The new tokens of a sequence are divided into pieces wherever its state is to be kept. A piece starts from the state in its
-    source slot and leaves the new state in its target slot, which is the source of the sequence's next piece. Sequences may
-    share a source; a target belongs to one piece only, and is the source of no other sequence.
+    The new tokens of a sequence are divided into pieces wherever its state is to be kept. A piece starts from the state
+    in its source slot and leaves the new state in its target slot, which is the source of the sequence's next piece.
+    Sequences may share a source; a target belongs to one piece only, and is the source of no other sequence.
 
     Tensors of T may have more rows than there are tokens (a backend's filling): num_tokens counts the real ones.
     """
@@ -79,7 +79,9 @@ class RecurrentBatch(Generic[T]):
     targets: T  # (pieces,): slots
     starts: T  # (pieces + 1,): where each piece's tokens begin; the last is their number
     first_pieces: T  # (sequences + 1,): where each sequence's pieces begin; the last is their number
-    is_deterministic: bool = False  # a sequence's numbers must not depend on the others, nor on how its prompt was cut up
+    is_deterministic: bool = (
+        False  # a sequence's numbers must not depend on the others, nor on how its prompt was cut up
+    )
     kept_rows: T | None = None  # those of the hidden states that are wanted; None: all
     adapters: T | None = None  # as in PagedBatch
 
@@ -162,29 +164,35 @@ class RecurrentOps(ABC, Generic[T]):
 
     def new_states(self, num_slots: int, shape: StateShape) -> StateMemory[T]:
         """Memory for num_slots slots. Slot 0 is the empty state; the others are not initialised."""
-        layers, heads, dim = shape.num_layers, shape.num_heads, shape.head_dim
+        layers = shape.num_layers
+        heads = shape.num_heads
+        dim = shape.head_dim
         wkv: Any = self.empty((num_slots, layers, heads, dim, dim), is_input=False)
         inputs: Any = self.empty((num_slots, layers, 2, shape.width), is_input=True)
         wkv[EMPTY_SLOT] = inputs[EMPTY_SLOT] = 0
-        return StateMemory(wkv, inputs, tuple(StateLayer(wkv[:, i], inputs[:, i, 0], inputs[:, i, 1]) for i in range(layers)))
+        return StateMemory(
+            wkv, inputs, tuple(StateLayer(wkv[:, i], inputs[:, i, 0], inputs[:, i, 1]) for i in range(layers))
+        )
 
     @abstractmethod
     def shift(self, x: T, inputs: T, batch: RecurrentBatch[T], factors: T) -> tuple[T, ...]:
-        """x + (x of the token before - x) * factor, for each of the (width,) factors that follow one another in `factors`.
+        """x + (x of the token before - x) * factor, for each of the (width,) factors that follow one another in
+        `factors`.
 
-        inputs: (slots, width). The x before a sequence's first token is read from its source slot; the last x of a piece is
-        written to its target slot.
+        inputs: (slots, width). The x before a sequence's first token is read from its source slot; the last x of a
+        piece is written to its target slot.
         """
 
     @abstractmethod
     def mix_heads(self, inputs: HeadInputs[T], weights: HeadWeights[T], states: T, batch: RecurrentBatch[T]) -> T:
-        """The time mix between its products: (tokens, width). states: a layer's wkv, read from sources, written to targets."""
+        """The time mix between its products: (tokens, width). states: a layer's wkv, read from sources, written to
+        targets."""
 
     def fused_block(
         self, x: T, first_value: T | None, weights: BlockWeights[T], batch: RecurrentBatch[T], layer: StateLayer[T]
     ) -> tuple[T, T] | None:
-        """Time mix and channel mix (`models/rwkv7.py`) in a backend's own kernels: the sum, which may use x's memory, and the
-        time mix's values. None: the backend has no kernels for such a batch."""
+        """Time mix and channel mix (`models/rwkv7.py`) in a backend's own kernels: the sum, which may use x's memory,
+        and the time mix's values. None: the backend has no kernels for such a batch."""
         return None
 
     def decode_batch(self, inputs: T, state: DecodeState[T]) -> tuple[RecurrentBatch[T], SamplingBatch[T]]:

@@ -28,8 +28,11 @@ def usable_memory(device: str, share: float = 1.0) -> Memory:
     return Memory(total, int(min(free, total * share)), "gpu_memory_utilization" if is_limited else "")
 
 
-def check_room(model: str, device: str, needs: Mapping[str, int], ways_out: Sequence[str], *, share: float = 1.0) -> None:
-    """Raise an OutOfMemoryError if a device has less free memory than the sum of these needs, in bytes by what they are for."""
+def check_room(
+    model: str, device: str, needs: Mapping[str, int], ways_out: Sequence[str], *, share: float = 1.0
+) -> None:
+    """Raise an OutOfMemoryError if a device has less free memory than the sum of these needs, in bytes by what they are
+    for."""
     found = usable_memory(device, share)
     if sum(needs.values()) <= found.available_bytes:
         return

@@ -1,12 +1,12 @@
 """The parameters of the op `sample`: for each row, as tensors of the device, None where no row uses them.
 
 They apply in this order: logit bias; bans, masks and ranges; repetition penalty; presence and frequency penalties;
-temperature; min_p; top_k; top_p over what these leave; the draw; the offset of the range. Tokens rank by their penalised logit,
-the lower id first among equals, so that every filter keeps a definite set. min_p keeps a token that is at least min_p times as
-likely as the likeliest, top_p the fewest of the likeliest tokens whose share reaches top_p.
+temperature; min_p; top_k; top_p over what these leave; the draw; the offset of the range. Tokens rank by their
+penalised logit, the lower id first among equals, so that every filter keeps a definite set. min_p keeps a token that is
+at least min_p times as likely as the likeliest, top_p the fewest of the likeliest tokens whose share reaches top_p.
 
-A draw is one uniform number, looked up in the cumulative probabilities of the tokens that are left, in the order of their ids.
-The number is a hash (splitmix64) of the row's key and position: it depends on nothing else in the batch.
+A draw is one uniform number, looked up in the cumulative probabilities of the tokens that are left, in the order of
+their ids. The number is a hash (splitmix64) of the row's key and position: it depends on nothing else in the batch.
 
 BufferPool lends the large arrays that backends sample with.
 """
@@ -27,7 +27,9 @@ WORD = (1 << 64) - 1
 # splitmix64's constants as signed words, which tensors can be multiplied with
 GAMMA, MIX_A, MIX_B = (word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 TOP_K_OFF = 1 << 40
-CHOSEN, NOT_FINITE, NONE_LEFT = 0, 1, 2  # how a row went: a token; NaN or infinite logits; every token is ruled out
+CHOSEN = 0
+NOT_FINITE = 1
+NONE_LEFT = 2  # how a row went: a token; NaN or infinite logits; every token is ruled out
 
 
 class Entries(NamedTuple, Generic[T]):
@@ -81,7 +83,8 @@ class Cuts(NamedTuple, Generic[T]):
 
 @dataclass(frozen=True)
 class SamplingBatch(Generic[T]):
-    """How to choose one token for each row of logits. Without any of these: the likeliest, the lowest id among equals."""
+    """How to choose one token for each row of logits. Without any of these: the likeliest, the lowest id among
+    equals."""
 
     temperature: T | None = None  # (rows,) float64, 1 where a row is greedy; None: all rows are greedy
     is_greedy: T | None = None  # (rows,) int64, not 0 where a row is greedy; None: none is, if there is a temperature
@@ -162,8 +165,9 @@ class PoolStats:
 class BufferPool(Generic[A]):
     """Lends arrays of `allocate(size)`, of the host or of a device; safe to use from any thread.
 
-    Sizes are powers of two. `borrow` gives the smallest idle array that is large enough; when there is none, idle arrays that
-    are too small are released before a new one is allocated, so that a pool does not keep every size that it ever lent.
+    Sizes are powers of two. `borrow` gives the smallest idle array that is large enough; when there is none, idle
+    arrays that are too small are released before a new one is allocated, so that a pool does not keep every size that
+    it ever lent.
     """
 
     def __init__(self, allocate: Callable[[int], A]) -> None:

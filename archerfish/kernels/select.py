@@ -55,7 +55,8 @@ class Device(NamedTuple):
 def choose_device(wanted: str) -> Device:
     """The device for the option `device`; a device that torch does not have is a DeviceError.
 
-    "auto" is a card where there is one. torch, which takes a second to import, is asked only if this machine has a driver.
+    "auto" is a card where there is one. torch, which takes a second to import, is asked only if this machine has a
+    driver.
     """
     if wanted == "cpu":
         return Device("cpu", "as the option device says")
@@ -93,7 +94,9 @@ def choose_dtype(wanted: str, device: str) -> str:
         import torch
 
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    if device == "cpu" and without_native(device):  # torch takes a hundred times as long where the CPU has no such products
+    if device == "cpu" and without_native(
+        device
+    ):  # torch takes a hundred times as long where the CPU has no such products
         if wanted not in ("auto", "float32"):
             logger.warning("Without its native backend, archerfish computes in float32 on this CPU, not in %s.", wanted)
         return "float32"
@@ -131,14 +134,30 @@ def loader(place: str) -> Callable[[str, str], Ops[Any]]:
 
 
 BACKENDS = [  # the fastest first
-    OpsBackend("torch + Triton", without_triton, loader("triton.ops:TritonOps"), "norms, rotary and attention in own kernels",
-               keeps_quantised=True, kv_types=("fp8",)),
     OpsBackend(
-        "native", without_native, loader("native.ops:NativeOps"), "own kernels over tapes", reads_stored=True,
-        keeps_quantised=True, kv_types=("int8",),
+        "torch + Triton",
+        without_triton,
+        loader("triton.ops:TritonOps"),
+        "norms, rotary and attention in own kernels",
+        keeps_quantised=True,
+        kv_types=("fp8",),
     ),
-    OpsBackend("torch reference", without_torch, loader("torch.reference:TorchOps"), "any device and type of torch",
-               kv_types=("fp8",)),
+    OpsBackend(
+        "native",
+        without_native,
+        loader("native.ops:NativeOps"),
+        "own kernels over tapes",
+        reads_stored=True,
+        keeps_quantised=True,
+        kv_types=("int8",),
+    ),
+    OpsBackend(
+        "torch reference",
+        without_torch,
+        loader("torch.reference:TorchOps"),
+        "any device and type of torch",
+        kv_types=("fp8",),
+    ),
 ]
 
 
@@ -151,7 +170,9 @@ def choose_backend(device: str, dtype: str) -> OpsBackend:
     """The fastest backend for a device and a type."""
     found = next((backend for backend in BACKENDS if not backend.why_not(device, dtype)), None)
     if found is None:
-        raise DeviceError(f"Nothing can compute here: {native_error()}, and torch is not installed.", hint=INSTALL_TORCH)
+        raise DeviceError(
+            f"Nothing can compute here: {native_error()}, and torch is not installed.", hint=INSTALL_TORCH
+        )
     return found
 
 

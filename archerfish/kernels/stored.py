@@ -72,7 +72,8 @@ def round_bfloat16(floats: Floats) -> npt.NDArray[np.uint16]:
 
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
-    """Plain numbers of `dtype`, or quantised ones (`quant_type`), whose codes, scales and minima lie apart: `store/format.py`.
+    """Plain numbers of `dtype`, or quantised ones (`quant_type`), whose codes, scales and minima lie apart:
+    `store/format.py`.
 
     The K types of GGUF have scales and minima among their codes.
     """
@@ -92,7 +93,9 @@ class StoredTensor:
         if self.scales is None:
             return SUPER_BLOCK
         group_size = math.prod(self.shape) // self.scales.size
-        return BLOCK if group_size == self.shape[1] else group_size  # a scale for all of a row is that of any part of it
+        return (
+            BLOCK if group_size == self.shape[1] else group_size
+        )  # a scale for all of a row is that of any part of it
 
     def cut(self, outputs: Part, inputs: Part) -> StoredTensor:
         """A part of a matrix, over the same memory."""

@@ -1,7 +1,7 @@
 """The parts of a decoder block: normalisation, attention over KV blocks, gated feed-forward.
 
-A linear map stands at the beginning and at the end of attention and of feed-forward. The norm in front goes into the first one
-(`Ops.normed_linear`), and the last one adds to the sum that runs through the layers: backends fuse both.
+A linear map stands at the beginning and at the end of attention and of feed-forward. The norm in front goes into the
+first one (`Ops.normed_linear`), and the last one adds to the sum that runs through the layers: backends fuse both.
 """
 
 from __future__ import annotations
@@ -11,7 +11,17 @@ from collections.abc import Callable
 from typing import Generic, NamedTuple
 
 from archerfish.kernels.batches import T
-from archerfish.kernels.ops import Activation, HeadShape, KVLayer, LinearWeight, NormWeights, Ops, PagedBatch, Rotary, Rotation
+from archerfish.kernels.ops import (
+    Activation,
+    HeadShape,
+    KVLayer,
+    LinearWeight,
+    NormWeights,
+    Ops,
+    PagedBatch,
+    Rotary,
+    Rotation,
+)
 from archerfish.layers.weights import Weights
 
 
@@ -71,15 +81,26 @@ class NoNorm(Norm[T]):
 
 
 class Attention(Generic[T]):
-    """Queries, keys and values in one product, attention over the sequence's blocks, and the product that joins the heads."""
+    """Queries, keys and values in one product, attention over the sequence's blocks, and the product that joins the
+    heads."""
 
     def __init__(
-        self, weights: Weights[T], width: int, heads: HeadShape, rotary: Rotary[T] | None, *,
-        is_fused: bool = False, qkv_bias: bool | None = None, out_bias: bool | None = None, q_norm: T | None = None,
-        k_norm: T | None = None, eps: float = 0.0, has_sinks: bool = False,
+        self,
+        weights: Weights[T],
+        width: int,
+        heads: HeadShape,
+        rotary: Rotary[T] | None,
+        *,
+        is_fused: bool = False,
+        qkv_bias: bool | None = None,
+        out_bias: bool | None = None,
+        q_norm: T | None = None,
+        k_norm: T | None = None,
+        eps: float = 0.0,
+        has_sinks: bool = False,
     ) -> None:
-        """is_fused: the checkpoint itself has one tensor, qkv_proj. Biases as in `Weights.linear`, norms as in `Rotation`,
-        sinks as in `Ops.attention`."""
+        """is_fused: the checkpoint itself has one tensor, qkv_proj. Biases as in `Weights.linear`, norms as in
+        `Rotation`, sinks as in `Ops.attention`."""
         self.ops: Ops[T] = weights.ops
         queries, keys = self.ops.ranks.heads(heads.num_heads, heads.num_kv_heads)
         self.heads = heads._replace(num_heads=queries.size, num_kv_heads=keys.size)
@@ -105,8 +126,14 @@ class GatedMLP(MLP[T]):
     """down(activation(gate(x)) * up(x)), gate and up in one product."""
 
     def __init__(
-        self, weights: Weights[T], width: int, feed_forward: int, activation: Activation, *,
-        is_fused: bool = False, bias: bool | None = None,
+        self,
+        weights: Weights[T],
+        width: int,
+        feed_forward: int,
+        activation: Activation,
+        *,
+        is_fused: bool = False,
+        bias: bool | None = None,
     ) -> None:
         """is_fused: the checkpoint itself has one tensor, gate_up_proj."""
         self.activation: Activation = activation
@@ -147,21 +174,27 @@ class BlockNorms(NamedTuple, Generic[T]):
 
 
 class DecoderBlock(Generic[T]):
-    """Attention and feed-forward, each of a normalised input and added to the sum that runs through the layers (pre-norm).
+    """Attention and feed-forward, each of a normalised input and added to the sum that runs through the layers
+    (pre-norm).
 
-    A block takes and gives this sum, and None; or its last result and the sum without it, the addition being left to the next
-    norm. Any other feed-forward is a function of the normalised input.
+    A block takes and gives this sum, and None; or its last result and the sum without it, the addition being left to
+    the next norm. Any other feed-forward is a function of the normalised input.
     """
 
     def __init__(self, attention: Attention[T], mlp: MLP[T] | Callable[[T], T], norms: BlockNorms[T]) -> None:
         self.ops: Ops[T] = attention.ops
-        self.attention, self.mlp, self.norms = attention, mlp, norms
+        self.attention = attention
+        self.mlp = mlp
+        self.norms = norms
 
     def __call__(
         self, x: T, residual: T | None, batch: PagedBatch[T], kv: KVLayer[T], kept_rows: T | None = None
     ) -> tuple[T, T | None]:
         """kept_rows: all that is wanted of the result, where only keys and values of the others matter."""
-        ops, norms, attention, mlp = self.ops, self.norms, self.attention, self.mlp
+        ops = self.ops
+        norms = self.norms
+        attention = self.attention
+        mlp = self.mlp
         x, total = norms.before_attention.linear(x, attention.qkv, residual=residual)
         x = ops.store_and_attend(x, kv, batch, attention.heads, attention.rotation, sinks=attention.sinks)
         if kept_rows is not None:

@@ -45,10 +45,17 @@ class EncoderBlock(Generic[T]):
     """Self-attention and feed-forward, each followed by residual and normalisation (post-norm)."""
 
     def __init__(
-        self, weights: Weights[T], shape: BlockShape, names: BlockNames, rotary: Rotary[T] | None = None, window: int = 0
+        self,
+        weights: Weights[T],
+        shape: BlockShape,
+        names: BlockNames,
+        rotary: Rotary[T] | None = None,
+        window: int = 0,
     ) -> None:
         self.ops: Ops[T] = weights.ops
-        self.shape, self.heads, self.rotary = shape, shape.heads(window), rotary
+        self.shape = shape
+        self.heads = shape.heads(window)
+        self.rotary = rotary
         width, hidden = shape.width, shape.feed_forward
         if names.query == names.key:
             self.qkv = weights.linear(names.query, (width,) * 3, width, is_sensitive=True)
@@ -83,7 +90,13 @@ class PreNormBlock(EncoderBlock[T]):
     """Self-attention and feed-forward of normalised inputs, each added to the sum that runs through the layers."""
 
     def __init__(
-        self, weights: Weights[T], shape: BlockShape, names: BlockNames, rotary: Rotary[T] | None, window: int, *,
+        self,
+        weights: Weights[T],
+        shape: BlockShape,
+        names: BlockNames,
+        rotary: Rotary[T] | None,
+        window: int,
+        *,
         is_first: bool,
     ) -> None:
         """is_first: it has no norm in front, because the embeddings are normalised."""
@@ -110,14 +123,23 @@ def gate_and_up(weights: Weights[T], names: BlockNames, width: int, hidden: int)
 
 
 class ClassifierHead(Generic[T]):
-    """Scores from one row for each sequence: one dense layer with an activation and maybe a norm, then one per label."""
+    """Scores from one row for each sequence: one dense layer with an activation and maybe a norm, then one per
+    label."""
 
     def __init__(
-        self, weights: Weights[T], dense: str, out: str, width: int, labels: int | tuple[Part, ...], activation: Activation, *,
-        norm: NormWeights[T] | None = None, pooling: Pooling = "cls",
+        self,
+        weights: Weights[T],
+        dense: str,
+        out: str,
+        width: int,
+        labels: int | tuple[Part, ...],
+        activation: Activation,
+        *,
+        norm: NormWeights[T] | None = None,
+        pooling: Pooling = "cls",
     ) -> None:
-        """dense: empty where there is no such layer. labels: how many, or which rows of a larger matrix. pooling: what becomes
-        the row."""
+        """dense: empty where there is no such layer. labels: how many, or which rows of a larger matrix. pooling: what
+        becomes the row."""
         self.ops, self.pooling = weights.ops, pooling
         self.dense = weights.linear(dense, width, width) if dense else None
         self.norm = norm
@@ -139,7 +161,8 @@ class MaskedHead(Generic[T]):
     def __init__(
         self, weights: Weights[T], names: tuple[str, ...], shape: BlockShape, table: str, vocab_size: int
     ) -> None:
-        """names: of the dense layer, its norm, the map onto the vocabulary (whose matrix may be the lookup table), its bias."""
+        """names: of the dense layer, its norm, the map onto the vocabulary (whose matrix may be the lookup table), its
+        bias."""
         self.ops: Ops[T] = weights.ops
         self.activation: Activation = shape.activation
         dense, norm, out, bias = names

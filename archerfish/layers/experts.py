@@ -33,12 +33,21 @@ class MixtureOfExperts(Generic[T]):
     """
 
     def __init__(
-        self, weights: Weights[T], width: int, hidden: int, activation: Activation, routing: Routing[T], *,
-        names: ExpertNames = USUAL_NAMES, router: str = "gate", shared: GatedMLP[T] | None = None, shared_gate: str = "",
+        self,
+        weights: Weights[T],
+        width: int,
+        hidden: int,
+        activation: Activation,
+        routing: Routing[T],
+        *,
+        names: ExpertNames = USUAL_NAMES,
+        router: str = "gate",
+        shared: GatedMLP[T] | None = None,
+        shared_gate: str = "",
         has_biases: bool = False,
-    ) -> None:  # fmt: skip
-        """shared_gate: the map to the logit that says how much of `shared` a row has; empty: all of it. has_biases: of the
-        router and of the experts."""
+    ) -> None:
+        """shared_gate: the map to the logit that says how much of `shared` a row has; empty: all of it. has_biases: of
+        the router and of the experts."""
         self.ops: Ops[T] = weights.ops
         self.activation: Activation = activation
         self.routing, self.shared = routing, shared
@@ -51,12 +60,15 @@ class MixtureOfExperts(Generic[T]):
             raise UnsupportedModelError(f"A row cannot choose {routing.num_chosen} of {routing.num_experts} experts.")
         experts, logits = weights.scope("experts"), routing.num_experts
         self.router = (
-            weights.linear((router, shared_gate), (logits, 1), width, is_plain=True) if shared_gate
+            weights.linear((router, shared_gate), (logits, 1), width, is_plain=True)
+            if shared_gate
             else weights.linear(router, logits, width, bias=has_biases or None, is_plain=True)
-        )  # fmt: skip
+        )
         unit = math.lcm(UNIT, *(experts.cut_inputs(name, hidden) for name in (names.down, f"0.{names.down}")))
         part = self.ops.ranks.part(hidden, unit, "hidden units of an expert")
-        self.gate_up = experts.experts((names.gate, names.up), "gate_up_proj", logits, part, width, has_biases=has_biases)
+        self.gate_up = experts.experts(
+            (names.gate, names.up), "gate_up_proj", logits, part, width, has_biases=has_biases
+        )
         self.down = experts.experts((names.down,), "down_proj", logits, width, part, has_biases=has_biases)
 
     def __call__(self, x: T) -> T:

@@ -50,7 +50,8 @@ class RotaryConfig:
 
 
 def read_rotary(values: Mapping[str, Any], layer_type: str = "", *, theta: float = 10000.0) -> RotaryConfig:
-    """What a config.json says in `rope_parameters` (transformers 5; maybe by layer type), or `rope_theta` and `rope_scaling`.
+    """What a config.json says in `rope_parameters` (transformers 5; maybe by layer type), or `rope_theta` and
+    `rope_scaling`.
 
     theta is the architecture's base where none is stated.
     """
@@ -64,19 +65,23 @@ def read_rotary(values: Mapping[str, Any], layer_type: str = "", *, theta: float
     rope_type = str(found.get("rope_type") or found.get("type") or "default")
     rope_type = "longrope" if rope_type == "su" else rope_type  # its first name
     if rope_type not in FREQUENCIES:
-        raise UnsupportedModelError(f"Rotary type {rope_type!r} is not supported.", hint=f"Known: {', '.join(FREQUENCIES)}.")
+        raise UnsupportedModelError(
+            f"Rotary type {rope_type!r} is not supported.", hint=f"Known: {', '.join(FREQUENCIES)}."
+        )
     most = int(values.get("max_position_embeddings") or 0)
     original = values.get("original_max_position_embeddings") or found.get("original_max_position_embeddings") or most
     config = RotaryConfig(rope_type, 0.0, 0.0, most, int(original), found)
-    return replace(config, theta=config.number("rope_theta", theta), partial_factor=config.number("partial_rotary_factor", 1.0))
+    return replace(
+        config, theta=config.number("rope_theta", theta), partial_factor=config.number("partial_rotary_factor", 1.0)
+    )
 
 
 def rotary_table(config: RotaryConfig, head_dim: int, max_len: int) -> tuple[Floats, int]:
     """(max_len, rotary_dim) cosines and sines as `ops.Rotary` keeps them, and rotary_dim.
 
-    A table holds for all sequences of a run. "dynamic" has a base that grows with the sequence: here it is that of max_len, so
-    that up to max_position_embeddings nothing is scaled. "longrope" has factors for short and for long sequences, of which
-    max_len chooses: as in vLLM, all sequences of a run have the same.
+    A table holds for all sequences of a run. "dynamic" has a base that grows with the sequence: here it is that of
+    max_len, so that up to max_position_embeddings nothing is scaled. "longrope" has factors for short and for long
+    sequences, of which max_len chooses: as in vLLM, all sequences of a run have the same.
     """
     rotary_dim = int(head_dim * config.partial_factor)
     if rotary_dim < 2 or rotary_dim % 2:
@@ -125,7 +130,8 @@ def llama3(config: RotaryConfig, dim: int, max_len: int) -> tuple[Floats, float]
 
 
 def yarn(config: RotaryConfig, dim: int, max_len: int) -> tuple[Floats, float]:
-    """Dimensions that turn seldom within the length of training are divided by the factor; a ramp joins the two kinds."""
+    """Dimensions that turn seldom within the length of training are divided by the factor; a ramp joins the two
+    kinds."""
     original = config.original_max_positions
     factor = config.number("factor", config.max_positions / original)
 
@@ -164,5 +170,11 @@ def longrope(config: RotaryConfig, dim: int, max_len: int) -> tuple[Floats, floa
 
 
 FREQUENCIES = {
-    "default": default, "linear": linear, "ntk": ntk, "dynamic": dynamic, "llama3": llama3, "yarn": yarn, "longrope": longrope,
+    "default": default,
+    "linear": linear,
+    "ntk": ntk,
+    "dynamic": dynamic,
+    "llama3": llama3,
+    "yarn": yarn,
+    "longrope": longrope,
 }

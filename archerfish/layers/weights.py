@@ -28,7 +28,8 @@ Size = int | Part  # of which a rank has all, or a part
 class Weights(Generic[T]):
     """The tensors of one model below a name prefix.
 
-    Sizes are those of the checkpoint. Where one is a Part, the rank takes this part of the tensor and reads nothing else.
+    Sizes are those of the checkpoint. Where one is a Part, the rank takes this part of the tensor and reads nothing
+    else.
     """
 
     source: Mapping[str, T]
@@ -52,7 +53,9 @@ class Weights(Generic[T]):
             raise TensorError(f"The weights have no tensor {full!r}.", hint=did_you_mean(full, self.source))
         tensor = self.source[full]
         if tuple(tensor.shape) != shape:
-            raise TensorError(f"Tensor {full!r} has shape {tuple(tensor.shape)}, but the configuration asks for {shape}.")
+            raise TensorError(
+                f"Tensor {full!r} has shape {tuple(tensor.shape)}, but the configuration asks for {shape}."
+            )
         return tensor
 
     def table(self, name: str, rows: int, width: int, *, adapts: bool = False) -> T:
@@ -69,18 +72,29 @@ class Weights(Generic[T]):
         self, name: str, width: int, eps: float, *, has_bias: bool = True, times: float = 1.0
     ) -> NormWeights[T]:
         """times: a factor of its result."""
-        bias = self.vector(f"{name}.bias", width, times=times) if has_bias else self.ops.tensor(np.zeros(width, np.float32))
+        bias = (
+            self.vector(f"{name}.bias", width, times=times)
+            if has_bias
+            else self.ops.tensor(np.zeros(width, np.float32))
+        )
         return NormWeights(self.vector(f"{name}.weight", width, times=times), bias, eps)
 
     def linear(
-        self, names: str | tuple[str, ...], out_features: Size | tuple[Size, ...], in_features: Size, *,
-        bias: bool | None = None, is_plain: bool = False, is_sensitive: bool = False,
+        self,
+        names: str | tuple[str, ...],
+        out_features: Size | tuple[Size, ...],
+        in_features: Size,
+        *,
+        bias: bool | None = None,
+        is_plain: bool = False,
+        is_sensitive: bool = False,
     ) -> LinearWeight[T]:
         """A linear map, or several stacked into one product; a tuple gives each its own number of outputs.
 
-        One name with several sizes is one tensor that holds several maps. bias says whether there must be one; None: where the
-        weights have one. is_plain: in the plain format at all times. is_sensitive: errors of its numbers weigh more than those
-        of others. Of a map with a part of the inputs, each rank gives a part of the sums, and the first one adds the bias.
+        One name with several sizes is one tensor that holds several maps. bias says whether there must be one; None:
+        where the weights have one. is_plain: in the plain format at all times. is_sensitive: errors of its numbers
+        weigh more than those of others. Of a map with a part of the inputs, each rank gives a part of the sums, and the
+        first one adds the bias.
         """
         stated = out_features if isinstance(out_features, tuple) else (out_features,)
         sizes, inputs = [Part.of(size) for size in stated], Part.of(in_features)
@@ -97,7 +111,9 @@ class Weights(Generic[T]):
             biases.append(scope.numbers("bias", size) if has_bias and inputs.first == 0 else None)
         return self._adapted(
             self.ops.linear_weight(parts, biases, weight_format, is_partial=not inputs.is_whole),
-            [scope.prefix.removesuffix(".") for scope in scopes], sizes, inputs,
+            [scope.prefix.removesuffix(".") for scope in scopes],
+            sizes,
+            inputs,
         )
 
     def _adapted(
@@ -109,13 +125,20 @@ class Weights(Generic[T]):
         return weight
 
     def experts(
-        self, names: tuple[str, ...], stacked: str, num_experts: int, out_features: Size, in_features: Size, *,
+        self,
+        names: tuple[str, ...],
+        stacked: str,
+        num_experts: int,
+        out_features: Size,
+        in_features: Size,
+        *,
         has_biases: bool = False,
     ) -> LinearWeight[T]:
         """A linear map for each expert, one below the other, of one or more matrices of so many outputs.
 
         A checkpoint has each expert's matrices ("3.up_proj.weight"), or the matrices of a name for all experts
-        ("up_proj.weight", in GGUF), or everything in one tensor, which `stacked` names. Biases are stacked in the same way.
+        ("up_proj.weight", in GGUF), or everything in one tensor, which `stacked` names. Biases are stacked in the same
+        way.
         """
         size, inputs = Part.of(out_features), Part.of(in_features)
         weight_format = self.weight_format.chosen(inputs.total)
@@ -144,30 +167,42 @@ class Weights(Generic[T]):
             tensor: Any = self.tensor(name, num_experts, count * size.total)
             tensor = tensor.as_floats() if isinstance(tensor, StoredTensor) else tensor
             found.append(tensor.reshape(num_experts, count, size.total)[..., size.first : size.end])
-        ordered = [each[expert, place] for expert in range(num_experts) for each in found for place in range(each.shape[1])]
+        ordered = [
+            each[expert, place] for expert in range(num_experts) for each in found for place in range(each.shape[1])
+        ]
         return [found[0].reshape(-1)] if num_parts == 1 else ordered
 
     def _cut_experts(
-        self, names: tuple[str, ...], stacked: str, weight_format: WeightFormat, num_experts: int, size: Part, inputs: Part
+        self,
+        names: tuple[str, ...],
+        stacked: str,
+        weight_format: WeightFormat,
+        num_experts: int,
+        size: Part,
+        inputs: Part,
     ) -> list[T]:
         """The matrices of each expert, over the memory of tensors that hold those of all; all as one if they lie so."""
         given, count = ([stacked], len(names)) if self.has(stacked) else ([f"{name}.weight" for name in names], 1)
         num_rows = num_experts * count * size.total
         stacks: list[Any] = [self.tensor(name, num_experts, count * size.total, inputs.total) for name in given]
         flat: list[Any] = [
-            replace(stack, shape=(num_rows, inputs.total)) if isinstance(stack, StoredTensor) else stack.reshape(num_rows, -1)
+            replace(stack, shape=(num_rows, inputs.total))
+            if isinstance(stack, StoredTensor)
+            else stack.reshape(num_rows, -1)
             for stack in stacks
         ]
         if len(flat) == 1 and size.is_whole and inputs.is_whole:
             return flat
         return [
             weight_format.cut(matrices, size.within((expert * count + place) * size.total, num_rows), inputs)
-            for expert in range(num_experts) for matrices in flat for place in range(count)
-        ]  # fmt: skip
+            for expert in range(num_experts)
+            for matrices in flat
+            for place in range(count)
+        ]
 
     def tied_linear(self, table: T | None, out_features: Size, in_features: int, name: str = "") -> LinearWeight[T]:
-        """The linear map whose matrix is a lookup table. name: the table's, for ranks that take a part of it or that have no
-        table."""
+        """The linear map whose matrix is a lookup table. name: the table's, for ranks that take a part of it or that
+        have no table."""
         weight_format, rows = self.weight_format.chosen(in_features, is_sensitive=True), Part.of(out_features)
         if table is None or not rows.is_whole:
             table = self.scope(name).matrix(PLAIN, rows, Part.of(in_features))
@@ -204,7 +239,9 @@ class Weights(Generic[T]):
 
 def parts_within(sizes: list[Part]) -> list[Part]:
     """The rows of one tensor that holds several matrices one below the other."""
-    total, before, found = sum(size.total for size in sizes), 0, list[Part]()
+    total = sum(size.total for size in sizes)
+    before = 0
+    found = list[Part]()
     for size in sizes:
         found.append(size.within(before, total))
         before += size.total
@@ -225,7 +262,8 @@ class NoOps:
 
 @dataclass(frozen=True)
 class NotedWeights(Weights[Any]):
-    """Weights without tensors: a model that is built over them leaves the names, shapes and sizes of its tensors here."""
+    """Weights without tensors: a model that is built over them leaves the names, shapes and sizes of its tensors
+    here."""
 
     source: Mapping[str, Any] = field(default_factory=dict)
     ops: Any = field(default_factory=NoOps)
@@ -235,7 +273,9 @@ class NotedWeights(Weights[Any]):
     tables: set[str] = field(default_factory=set)  # names of lookup tables, which a CPU reads from the mapped file
     shared: set[str] = field(default_factory=set)  # those whose memory a linear map has, too
     products: list[tuple[str, ...]] = field(default_factory=list)  # the matrices that are stacked for each
-    adapted: dict[str, tuple[int, int, bool]] = field(default_factory=dict)  # of what adapters may add to: outputs, inputs, and
+    adapted: dict[str, tuple[int, int, bool]] = field(
+        default_factory=dict
+    )  # of what adapters may add to: outputs, inputs, and
     # whether it is a lookup table
 
     def tensor(self, name: str, *shape: int) -> Any:
@@ -249,16 +289,25 @@ class NotedWeights(Weights[Any]):
         return super().table(name, rows, width, adapts=adapts)
 
     def total_bytes(self, *, with_tables: bool = True) -> int:
-        """Memory that they take. with_tables: whether lookup tables are copied from the mapped file, as linear maps are."""
+        """Memory that they take. with_tables: whether lookup tables are copied from the mapped file, as linear maps
+        are."""
         mapped = set() if with_tables else self.tables - self.shared
         return sum(num_bytes for name, num_bytes in self.num_bytes.items() if name not in mapped)
 
     def linear(self, names: str | tuple[str, ...], *sizes: Any, **options: Any) -> LinearWeight[Any]:
-        self.products.append(tuple(f"{self.prefix}{name}.weight" for name in ([names] if isinstance(names, str) else names)))
+        self.products.append(
+            tuple(f"{self.prefix}{name}.weight" for name in ([names] if isinstance(names, str) else names))
+        )
         return super().linear(names, *sizes, **options)
 
     def experts(
-        self, names: tuple[str, ...], stacked: str, num_experts: int, out_features: Size, in_features: Size, *,
+        self,
+        names: tuple[str, ...],
+        stacked: str,
+        num_experts: int,
+        out_features: Size,
+        in_features: Size,
+        *,
         has_biases: bool = False,
     ) -> Any:
         size, inputs = Part.of(out_features), Part.of(in_features)
@@ -266,7 +315,9 @@ class NotedWeights(Weights[Any]):
             self.tensor(f"{stacked}_bias", num_experts, len(names) * size.total)
         weight_format, num_outputs = self.weight_format.chosen(inputs.total), num_experts * len(names)
         self.products.append((f"{self.prefix}{stacked}",))
-        self.num_bytes[f"{self.prefix}{stacked}"] = weight_format.num_bytes(num_outputs * size.size, inputs.size, self.dtype)
+        self.num_bytes[f"{self.prefix}{stacked}"] = weight_format.num_bytes(
+            num_outputs * size.size, inputs.size, self.dtype
+        )
         self._noted(stacked, (num_experts, len(names) * size.total, inputs.total))
         weight = self.ops.linear_weight([], [], weight_format, is_partial=not inputs.is_whole)
         return self._adapted(weight, self._expert_names(names, num_experts), [size] * len(names), inputs)

@@ -65,8 +65,8 @@ ENCODERS: dict[str, str | type[Any]] = {
     "jina_embeddings_v3": "archerfish.models.rotary_encoders:JinaEncoder",
     "eurobert": "archerfish.models.decoder_encoder:EuroBertEncoder",
 }
-# Of architectures that are not supported: what is nearest by structure where the name does not say so, and those whose layers
-# keep both keys and recurrent states.
+# Of architectures that are not supported: what is nearest by structure where the name does not say so, and those whose
+# layers keep both keys and recurrent states.
 NEAREST = {
     "apertus": "qwen3", "arcee": "llama", "baichuan": "llama", "bloom": "gpt2", "chatglm": "glm", "data2vec-text": "roberta",
     "diffllama": "llama", "electra": "bert", "ernie": "bert", "ernie4_5": "glm", "exaone": "llama", "falcon": "cohere",
@@ -109,9 +109,9 @@ MemoryShape = KVShape | StateShape
 class ModelAdapter(ABC, Generic[T]):
     """One architecture. A subclass takes its weights in `__init__` and computes in `forward` and `logits`.
 
-    `memory_shape` says what its sequences keep, and so what `forward` takes: with a KVShape a PagedBatch and KVLayers, with a
-    StateShape a RecurrentBatch and StateLayers. max_len is the longest sequence that will be asked for. The class methods are
-    used before any weights are there.
+    `memory_shape` says what its sequences keep, and so what `forward` takes: with a KVShape a PagedBatch and KVLayers,
+    with a StateShape a RecurrentBatch and StateLayers. max_len is the longest sequence that will be asked for. The
+    class methods are used before any weights are there.
     """
 
     gives_kept_rows: ClassVar[bool] = False  # `forward` heeds kept_rows of a batch
@@ -189,8 +189,15 @@ class Encoder(ABC, Generic[T]):
 
     prefix: ClassVar[str]  # what its checkpoints put before every name when they carry a head
     # What its configuration calls width, heads, feed-forward width and activation.
-    shape_names: ClassVar[tuple[str, str, str, str]] = ("hidden_size", "num_attention_heads", "intermediate_size", "hidden_act")
-    is_recordable: ClassVar[bool] = False  # forward sends ids by `ops.tensor` and reads nothing else of a batch on the host
+    shape_names: ClassVar[tuple[str, str, str, str]] = (
+        "hidden_size",
+        "num_attention_heads",
+        "intermediate_size",
+        "hidden_act",
+    )
+    is_recordable: ClassVar[bool] = (
+        False  # forward sends ids by `ops.tensor` and reads nothing else of a batch on the host
+    )
     masked_parts: ClassVar[tuple[str, ...]] = ()  # of `masked_head`
     table_name: ClassVar[str] = "embeddings.word_embeddings"
     needs_types = False  # batches must have type_ids
@@ -264,7 +271,9 @@ def model_class(config: Config) -> type[ModelAdapter[Any]]:
     found = find_model(config)
     if not config.is_causal:
         hint = "It embeds texts: ArrowEngine and `archerfish embed` take it."
-        raise UnsupportedModelError(f"This {config.model_type} sees both directions, so it cannot generate text.", hint=hint)
+        raise UnsupportedModelError(
+            f"This {config.model_type} sees both directions, so it cannot generate text.", hint=hint
+        )
     return found
 
 
@@ -330,7 +339,8 @@ def unknown(what: str, config: Config) -> str:
 def architecture_hint(
     model_type: str, known: Iterable[str], page: str = "docs/add-a-model.md shows how an architecture is added"
 ) -> str:
-    """A name that differs in spelling alone; else the nearest one, by structure or by how its family is called, and all."""
+    """A name that differs in spelling alone; else the nearest one, by structure or by how its family is called, and
+    all."""
 
     def letters(name: str) -> str:
         return "".join(filter(str.isalnum, name)).lower()

@@ -22,9 +22,14 @@ class BertEncoder(Encoder[T]):
     prefix = "bert"
     is_recordable = True
     names: ClassVar[BlockNames] = BlockNames(
-        query="attention.self.query", key="attention.self.key", value="attention.self.value",
-        attention_out="attention.output.dense", attention_norm="attention.output.LayerNorm",
-        up="intermediate.dense", down="output.dense", output_norm="output.LayerNorm",
+        query="attention.self.query",
+        key="attention.self.key",
+        value="attention.self.value",
+        attention_out="attention.output.dense",
+        attention_norm="attention.output.LayerNorm",
+        up="intermediate.dense",
+        down="output.dense",
+        output_norm="output.LayerNorm",
     )
     layers: ClassVar[str] = "encoder.layer"
     num_layers: ClassVar[str] = "num_hidden_layers"  # the name in the configuration
@@ -32,7 +37,9 @@ class BertEncoder(Encoder[T]):
     counts_from_padding: ClassVar[bool] = False  # positions count from the padding id on
     head_parts: ClassVar[tuple[str, str, Activation]] = ("bert.pooler.dense", "classifier", "tanh")  # of a classifier
     masked_parts = (
-        "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.decoder",
+        "cls.predictions.transform.dense",
+        "cls.predictions.transform.LayerNorm",
+        "cls.predictions.decoder",
         "cls.predictions.bias",
     )
 
@@ -43,12 +50,18 @@ class BertEncoder(Encoder[T]):
             if "lora_adaptations" in config.values:
                 hint = "Of Jina v3, take a copy that transformers wrote (jina_embeddings_v3): docs/embed.md."
             raise UnsupportedModelError(f"Only absolute positions are supported for {config.model_type}.", hint=hint)
-        ops, shape, num_positions = self.ops, self.shape, config.integer("max_position_embeddings")
+        ops = self.ops
+        shape = self.shape
+        num_positions = config.integer("max_position_embeddings")
         embeddings = weights.scope("embeddings")
         self.words = embeddings.table("word_embeddings.weight", config.integer("vocab_size"), shape.width)
-        self.positions = self.untyped_positions = embeddings.table("position_embeddings.weight", num_positions, shape.width)
+        self.positions = self.untyped_positions = embeddings.table(
+            "position_embeddings.weight", num_positions, shape.width
+        )
         if self.has_types:
-            self.types = embeddings.table("token_type_embeddings.weight", config.integer("type_vocab_size", 2), shape.width)
+            self.types = embeddings.table(
+                "token_type_embeddings.weight", config.integer("type_vocab_size", 2), shape.width
+            )
             rows = np.arange(num_positions)
             self.untyped_positions = ops.embed((self.positions, self.types), (ops.tensor(rows), ops.tensor(rows * 0)))
         self.norm = embeddings.layer_norm("LayerNorm", shape.width, shape.eps)
@@ -94,9 +107,14 @@ class RobertaEncoder(BertEncoder[T]):
 class DistilBertEncoder(BertEncoder[T]):
     prefix = "distilbert"
     names = BlockNames(
-        query="attention.q_lin", key="attention.k_lin", value="attention.v_lin",
-        attention_out="attention.out_lin", attention_norm="sa_layer_norm",
-        up="ffn.lin1", down="ffn.lin2", output_norm="output_layer_norm",
+        query="attention.q_lin",
+        key="attention.k_lin",
+        value="attention.v_lin",
+        attention_out="attention.out_lin",
+        attention_norm="sa_layer_norm",
+        up="ffn.lin1",
+        down="ffn.lin2",
+        output_norm="output_layer_norm",
     )
     layers = "transformer.layer"
     num_layers = "n_layers"
@@ -112,9 +130,14 @@ class MPNetEncoder(RobertaEncoder[T]):
     prefix = "mpnet"
     is_recordable = False
     names = BlockNames(
-        query="attention.attn.q", key="attention.attn.k", value="attention.attn.v",
-        attention_out="attention.attn.o", attention_norm="attention.LayerNorm",
-        up="intermediate.dense", down="output.dense", output_norm="output.LayerNorm",
+        query="attention.attn.q",
+        key="attention.attn.k",
+        value="attention.attn.v",
+        attention_out="attention.attn.o",
+        attention_norm="attention.LayerNorm",
+        up="intermediate.dense",
+        down="output.dense",
+        output_norm="output.LayerNorm",
     )
     has_types = False
 

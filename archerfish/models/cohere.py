@@ -17,7 +17,9 @@ class ParallelBlock(DecoderBlock[T]):
     def __call__(
         self, x: T, residual: T | None, batch: PagedBatch[T], kv: KVLayer[T], kept_rows: T | None = None
     ) -> tuple[T, T | None]:
-        ops, attention, mlp = self.ops, self.attention, self.mlp
+        ops = self.ops
+        attention = self.attention
+        mlp = self.mlp
         assert isinstance(mlp, MLP)
         normed, total = self.norms.before_attention(x, residual)
         x = ops.store_and_attend(ops.linear(normed, attention.qkv), kv, batch, attention.heads, attention.rotation)

@@ -11,8 +11,14 @@ from archerfish.kernels.ops import Activation, HeadShape
 from archerfish.layers.encoder import BlockShape
 
 ACTIVATIONS: dict[str, Activation] = {
-    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
-    "relu": "relu", "silu": "silu", "swish": "silu", "tanh": "tanh",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+    "tanh": "tanh",
 }
 
 
@@ -79,7 +85,10 @@ class Config:
     def block_shape(self, width: str, heads: str, feed_forward: str, activation: str) -> BlockShape:
         """Shape of an encoder's block, from the values of these names."""
         shape = BlockShape(
-            self.integer(width), self.integer(heads), self.integer(feed_forward), self.activation(activation),
+            self.integer(width),
+            self.integer(heads),
+            self.integer(feed_forward),
+            self.activation(activation),
             self.number("layer_norm_eps", 1e-12),
         )
         if shape.num_heads == 0 or shape.width % shape.num_heads:
@@ -99,14 +108,19 @@ class Config:
         return HeadShape(num_heads, num_kv_heads, head_dim, scale, window, softcap, self.is_causal)
 
     def layer_types(self, default_period: int = 0) -> list[str]:
-        """sliding_attention or full_attention of each layer; unstated: every default_period-th is full, or all with 0."""
+        """sliding_attention or full_attention of each layer; unstated: every default_period-th is full, or all with
+        0."""
         num_layers = self.integer("num_hidden_layers")
         stated = self.values.get("layer_types")
         if stated is None:
             period = self.integer("sliding_window_pattern", default_period) if default_period else 0
             is_full = [period == 0 or (i + 1) % period == 0 for i in range(num_layers)]
             return ["full_attention" if full else "sliding_attention" for full in is_full]
-        if not isinstance(stated, list) or len(stated) != num_layers or set(stated) - {"full_attention", "sliding_attention"}:
+        if (
+            not isinstance(stated, list)
+            or len(stated) != num_layers
+            or set(stated) - {"full_attention", "sliding_attention"}
+        ):
             raise UnsupportedModelError(
                 f"The model's configuration has layer_types {stated!r}.",
                 hint=f"Expected 'full_attention' or 'sliding_attention' for each of {num_layers} layers.",

@@ -27,7 +27,9 @@ class DecoderEncoder(Encoder[T]):
         adapter = self.adapter(config)
         shape = adapter.memory_shape(config)
         if not isinstance(shape, KVShape):
-            raise UnsupportedModelError(f"A model of type {config.model_type!r} cannot embed texts: it has no attention.")
+            raise UnsupportedModelError(
+                f"A model of type {config.model_type!r} cannot embed texts: it has no attention."
+            )
         self.model = adapter(replace(weights, takes_head=False), config, self.max_positions(config))
         self.layers = [None] * shape.num_layers
 

@@ -26,7 +26,9 @@ class ExpertModel(LlamaModel[T]):
     def block(self, weights: Weights[T], layer: int) -> DecoderBlock[T]:
         if not self.has_experts(layer):
             return super().block(weights, layer)
-        return DecoderBlock(self.attention(weights.scope("self_attn"), layer), self.experts(weights), self.norms(weights))
+        return DecoderBlock(
+            self.attention(weights.scope("self_attn"), layer), self.experts(weights), self.norms(weights)
+        )
 
     def has_experts(self, layer: int) -> bool:
         return True
@@ -87,13 +89,17 @@ class Qwen2MoeModel(Qwen3MoeModel[T], Qwen2Model[T]):
     has_head_norms = False
 
     def expert_options(self, weights: Weights[T]) -> dict[str, Any]:
-        size, activation = self.config.integer("shared_expert_intermediate_size"), self.config.activation("hidden_act", "silu")
+        size, activation = (
+            self.config.integer("shared_expert_intermediate_size"),
+            self.config.activation("hidden_act", "silu"),
+        )
         shared = GatedMLP(weights.scope("mlp.shared_expert"), self.width, size, activation)
         return {"shared": shared, "shared_gate": "shared_expert_gate"}
 
 
 class GptOssModel(ExpertModel[T]):
-    """Every other layer has a window, all have sinks and biases. `store/text_parts.py` reads the experts of its checkpoints."""
+    """Every other layer has a window, all have sinks and biases. `store/text_parts.py` reads the experts of its
+    checkpoints."""
 
     has_sinks = True
     full_period = 2

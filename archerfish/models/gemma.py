@@ -31,10 +31,14 @@ class GemmaModel(LlamaModel[T]):
 
 
 class Gemma2Model(GemmaModel[T]):
-    """Gemma with norms before and after attention and feed-forward, windows in every other layer, capped scores and logits."""
+    """Gemma with norms before and after attention and feed-forward, windows in every other layer, capped scores and
+    logits."""
 
     norm_names = (
-        "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm",
+        "input_layernorm",
+        "pre_feedforward_layernorm",
+        "post_attention_layernorm",
+        "post_feedforward_layernorm",
     )
     score_cap: ClassVar[float] = 50.0  # these two where the configuration does not say
     logit_cap: ClassVar[float] = 30.0
@@ -46,7 +50,8 @@ class Gemma2Model(GemmaModel[T]):
 
     def heads(self, layer: int) -> HeadShape:
         return self.config.heads(
-            window=self.window(layer), softcap=self.config.limit("attn_logit_softcapping", self.score_cap),
+            window=self.window(layer),
+            softcap=self.config.limit("attn_logit_softcapping", self.score_cap),
             scale=self.config.number("query_pre_attn_scalar", 256) ** -0.5,
         )
 

@@ -18,7 +18,9 @@ class Starcoder2Model(LlamaModel[T]):
 
     def mlp(self, weights: Weights[T]) -> PlainMLP[T]:
         activation = self.config.activation("hidden_act", "gelu_pytorch_tanh")
-        return PlainMLP(weights, self.width, self.config.integer("intermediate_size"), activation, bias=self.biases().mlp)
+        return PlainMLP(
+            weights, self.width, self.config.integer("intermediate_size"), activation, bias=self.biases().mlp
+        )
 
     def biases(self) -> Biases:
         return Biases(*[self.config.flag("use_bias", default=True) or None] * 3)

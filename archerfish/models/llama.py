@@ -29,7 +29,10 @@ class LlamaModel(ModelAdapter[T]):
     can_divide: ClassVar[bool] = True
     ties_embeddings: ClassVar[bool] = False  # where the configuration does not say
     norm_plus: ClassVar[float] = 0.0  # added to the stored weights of norms
-    norm_names: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")  # as in BlockNorms; empty: none
+    norm_names: ClassVar[tuple[str, ...]] = (
+        "input_layernorm",
+        "post_attention_layernorm",
+    )  # as in BlockNorms; empty: none
     has_fused_qkv: ClassVar[bool] = False  # checkpoints have qkv_proj instead of its parts
     has_fused_gate: ClassVar[bool] = False  # checkpoints have gate_up_proj instead of its parts
     has_qkv_bias: ClassVar[bool] = False  # independent of the configuration
@@ -38,7 +41,9 @@ class LlamaModel(ModelAdapter[T]):
     is_interleaved: ClassVar[bool] = False  # neighbouring dimensions of a head are rotated together
     eps: ClassVar[float] = 1e-6  # of norms, where the configuration does not say
     theta: ClassVar[float] = 10_000.0  # base of the rotary embedding, where the configuration does not say
-    full_period: ClassVar[int] = 0  # every so many layers one sees everything, the others a window; 0: all see everything
+    full_period: ClassVar[int] = (
+        0  # every so many layers one sees everything, the others a window; 0: all see everything
+    )
     default_window: ClassVar[float] = 4096.0  # of a sliding window in tokens, where the configuration does not say
 
     def __init__(self, weights: Weights[T], config: Config, max_len: int) -> None:
@@ -48,8 +53,12 @@ class LlamaModel(ModelAdapter[T]):
         self.rotaries: dict[tuple[str, float], Rotary[T]] = {}
         body = weights if weights.has("embed_tokens.weight") else weights.scope("model")
         ranks = self.ops.ranks
-        self.embedding = body.table("embed_tokens.weight", vocab_size, self.width, adapts=True) if ranks.is_first else None
-        self.blocks = [self.block(body.scope(f"layers.{i}"), i) for i in ranks.layers(config.integer("num_hidden_layers"))]
+        self.embedding = (
+            body.table("embed_tokens.weight", vocab_size, self.width, adapts=True) if ranks.is_first else None
+        )
+        self.blocks = [
+            self.block(body.scope(f"layers.{i}"), i) for i in ranks.layers(config.integer("num_hidden_layers"))
+        ]
         if not ranks.is_last:
             return
         gives_logits = weights.takes_head or bool(config.score_token_ids)
@@ -98,8 +107,16 @@ class LlamaModel(ModelAdapter[T]):
         heads, biases = self.heads(layer), self.biases()
         q_norm, k_norm = self.query_norms(weights, heads)
         return Attention(
-            weights, self.width, heads, self.rotary(layer), is_fused=self.has_fused_qkv, qkv_bias=biases.qkv,
-            out_bias=biases.out, q_norm=q_norm, k_norm=k_norm, eps=self.config.number("rms_norm_eps", self.eps),
+            weights,
+            self.width,
+            heads,
+            self.rotary(layer),
+            is_fused=self.has_fused_qkv,
+            qkv_bias=biases.qkv,
+            out_bias=biases.out,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=self.config.number("rms_norm_eps", self.eps),
             has_sinks=self.has_sinks,
         )
 
@@ -114,8 +131,12 @@ class LlamaModel(ModelAdapter[T]):
 
     def mlp(self, weights: Weights[T]) -> MLP[T] | Callable[[T], T]:
         return GatedMLP(
-            weights, self.width, self.config.integer("intermediate_size"), self.config.activation("hidden_act", "silu"),
-            is_fused=self.has_fused_gate, bias=self.biases().mlp,
+            weights,
+            self.width,
+            self.config.integer("intermediate_size"),
+            self.config.activation("hidden_act", "silu"),
+            is_fused=self.has_fused_gate,
+            bias=self.biases().mlp,
         )
 
     def biases(self) -> Biases:
@@ -236,7 +257,8 @@ class SmolLM3Model(LlamaModel[T]):
 class GraniteModel(LlamaModel[T]):
     """Llama with factors of embeddings, of what blocks add, of scores and of logits.
 
-    The sum that runs through the layers is kept divided by the factor of what is added to it, which norms take away again.
+    The sum that runs through the layers is kept divided by the factor of what is added to it, which norms take away
+    again.
     """
 
     def __init__(self, weights: Weights[T], config: Config, max_len: int) -> None:

@@ -24,8 +24,14 @@ class RotaryEncoder(Encoder[T]):
 
     is_recordable = True
     names: ClassVar[BlockNames] = BlockNames(
-        query="self_attn.q_proj", key="self_attn.k_proj", value="self_attn.v_proj", attention_out="self_attn.o_proj",
-        attention_norm="post_attention_layernorm", up="mlp.up_proj", down="mlp.down_proj", output_norm="post_mlp_layernorm",
+        query="self_attn.q_proj",
+        key="self_attn.k_proj",
+        value="self_attn.v_proj",
+        attention_out="self_attn.o_proj",
+        attention_norm="post_attention_layernorm",
+        up="mlp.up_proj",
+        down="mlp.down_proj",
+        output_norm="post_mlp_layernorm",
         gate="mlp.gate_proj",
     )
     own_names: ClassVar[BlockNames]
@@ -89,7 +95,9 @@ def refuse(config: Config, usual: dict[str, object]) -> None:
     """Refuse settings of a model's own code whose meaning is not built here."""
     for name, value in usual.items():
         if config.values.get(name, value) not in (value, None):
-            message = f"{config.model_type} with {name} = {config.values[name]!r} is not supported, only with {value!r}."
+            message = (
+                f"{config.model_type} with {name} = {config.values[name]!r} is not supported, only with {value!r}."
+            )
             raise UnsupportedModelError(message, hint="docs/embed.md lists the models that are.")
 
 
@@ -98,26 +106,48 @@ class NomicEncoder(RotaryEncoder[T]):
 
     prefix = "nomic_bert"
     own_names = BlockNames(
-        query="attn.Wqkv", key="attn.Wqkv", value="attn.Wqkv", attention_out="attn.out_proj", attention_norm="norm1",
-        up="mlp.fc11", down="mlp.fc2", output_norm="norm2", gate="mlp.fc12",
+        query="attn.Wqkv",
+        key="attn.Wqkv",
+        value="attn.Wqkv",
+        attention_out="attn.out_proj",
+        attention_norm="norm1",
+        up="mlp.fc11",
+        down="mlp.fc2",
+        output_norm="norm2",
+        gate="mlp.fc12",
     )
     theta = 1000.0
     own_settings: ClassVar[dict[str, str]] = {
-        "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_inner": "intermediate_size",
-        "n_layer": "num_hidden_layers", "n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps",
+        "n_embd": "hidden_size",
+        "n_head": "num_attention_heads",
+        "n_inner": "intermediate_size",
+        "n_layer": "num_hidden_layers",
+        "n_positions": "max_position_embeddings",
+        "layer_norm_epsilon": "layer_norm_eps",
         "rotary_emb_base": "rope_theta",
-    }  # fmt: skip
+    }
 
     @classmethod
     def read(cls, config: Config) -> Config:
         if "n_embd" not in config.values:
             return config
-        refuse(config, {
-            "activation_function": "swiglu", "prenorm": False, "use_rms_norm": False, "rotary_emb_fraction": 1.0,
-            "rotary_emb_interleaved": False, "rotary_scaling_factor": None, "rotary_emb_scale_base": None,
-            "parallel_block": False, "num_experts": 0,
-        })  # fmt: skip
-        renamed = {new: config.values[old] for old, new in cls.own_settings.items() if config.values.get(old) is not None}
+        refuse(
+            config,
+            {
+                "activation_function": "swiglu",
+                "prenorm": False,
+                "use_rms_norm": False,
+                "rotary_emb_fraction": 1.0,
+                "rotary_emb_interleaved": False,
+                "rotary_scaling_factor": None,
+                "rotary_emb_scale_base": None,
+                "parallel_block": False,
+                "num_experts": 0,
+            },
+        )
+        renamed = {
+            new: config.values[old] for old, new in cls.own_settings.items() if config.values.get(old) is not None
+        }
         return Config({**config.values, **renamed, "hidden_act": "silu"})
 
 
@@ -126,8 +156,15 @@ class GteEncoder(RotaryEncoder[T]):
 
     prefix = "gte"
     own_names = BlockNames(
-        query="attention.qkv_proj", key="attention.qkv_proj", value="attention.qkv_proj", attention_out="attention.o_proj",
-        attention_norm="attn_ln", up="mlp.up_gate_proj", down="mlp.down_proj", output_norm="mlp_ln", gate="mlp.up_gate_proj",
+        query="attention.qkv_proj",
+        key="attention.qkv_proj",
+        value="attention.qkv_proj",
+        attention_out="attention.o_proj",
+        attention_norm="attn_ln",
+        up="mlp.up_gate_proj",
+        down="mlp.down_proj",
+        output_norm="mlp_ln",
+        gate="mlp.up_gate_proj",
         is_up_first=True,
     )
     own_layers = "encoder.layer"
@@ -143,9 +180,15 @@ class NewEncoder(GteEncoder[T]):
 
     @classmethod
     def read(cls, config: Config) -> Config:
-        refuse(config, {
-            "position_embedding_type": "rope", "pack_qkv": True, "logn_attention_scale": False, "layer_norm_type": "layer_norm",
-        })  # fmt: skip
+        refuse(
+            config,
+            {
+                "position_embedding_type": "rope",
+                "pack_qkv": True,
+                "logn_attention_scale": False,
+                "layer_norm_type": "layer_norm",
+            },
+        )
         return config
 
 
@@ -155,14 +198,22 @@ class JinaEncoder(RotaryEncoder[T]):
     prefix = "roberta"
     names = RotaryEncoder.names._replace(up="mlp.fc1", down="mlp.fc2", gate="")
     own_names = BlockNames(
-        query="mixer.Wqkv", key="mixer.Wqkv", value="mixer.Wqkv", attention_out="mixer.out_proj", attention_norm="norm1",
-        up="mlp.fc1", down="mlp.fc2", output_norm="norm2",
+        query="mixer.Wqkv",
+        key="mixer.Wqkv",
+        value="mixer.Wqkv",
+        attention_out="mixer.out_proj",
+        attention_norm="norm1",
+        up="mlp.fc1",
+        down="mlp.fc2",
+        output_norm="norm2",
     )
     theta = 20_000.0
 
     @classmethod
     def head(cls, weights: Weights[T], config: Config) -> ClassifierHead[T]:
-        return ClassifierHead(weights, "classifier.dense", "classifier.out_proj", cls.width(config), config.num_labels, "tanh")
+        return ClassifierHead(
+            weights, "classifier.dense", "classifier.out_proj", cls.width(config), config.num_labels, "tanh"
+        )
 
 
 class ModernBertEncoder(Encoder[T]):
@@ -172,14 +223,22 @@ class ModernBertEncoder(Encoder[T]):
     is_recordable = True
     shape_names = ("hidden_size", "num_attention_heads", "intermediate_size", "hidden_activation")
     names: ClassVar[BlockNames] = BlockNames(
-        query="attn.Wqkv", key="attn.Wqkv", value="attn.Wqkv", attention_out="attn.Wo", attention_norm="attn_norm",
-        up="mlp.Wi", down="mlp.Wo", output_norm="mlp_norm", gate="mlp.Wi",
+        query="attn.Wqkv",
+        key="attn.Wqkv",
+        value="attn.Wqkv",
+        attention_out="attn.Wo",
+        attention_norm="attn_norm",
+        up="mlp.Wi",
+        down="mlp.Wo",
+        output_norm="mlp_norm",
+        gate="mlp.Wi",
     )
     masked_parts = ("head.dense", "head.norm", "decoder", "decoder.bias")
     table_name = "embeddings.tok_embeddings"
     thetas: ClassVar[dict[str, tuple[str, float]]] = {
-        "full_attention": ("global_rope_theta", 160_000.0), "sliding_attention": ("local_rope_theta", 10_000.0),
-    }  # fmt: skip
+        "full_attention": ("global_rope_theta", 160_000.0),
+        "sliding_attention": ("local_rope_theta", 10_000.0),
+    }
 
     def __init__(self, weights: Weights[T], config: Config) -> None:
         super().__init__(weights, config)
@@ -209,7 +268,9 @@ class ModernBertEncoder(Encoder[T]):
     @classmethod
     def layer_types(cls, config: Config) -> list[str]:
         period = config.integer("global_attn_every_n_layers", 3)
-        unstated = ["sliding_attention" if i % period else "full_attention" for i in range(config.integer("num_hidden_layers"))]
+        unstated = [
+            "sliding_attention" if i % period else "full_attention" for i in range(config.integer("num_hidden_layers"))
+        ]
         return unstated if config.values.get("layer_types") is None else config.layer_types()
 
     @classmethod

@@ -4,22 +4,23 @@ With x the sum that runs through the layers, and for each factor m: shift_m(h) =
 
     time mix       h = norm(x)
                    r, k, v = receptance(shift_r(h)), key(shift_k(h)), value(shift_v(h))
-                   w, a, g, u = decay(shift_w(h)), rate(shift_a(h)), gate(shift_g(h)), value_mix(shift_v(h))     (low rank)
-                   x = x + out(heads(r, w, k, v, a, g, u, v of the first layer))
+                   w, a, g, u = decay(shift_w(h)), rate(shift_a(h)), gate(shift_g(h)), value_mix(shift_v(h))     (low
+                   rank) x = x + out(heads(r, w, k, v, a, g, u, v of the first layer))
     channel mix    x = x + value(relu(key(shift_k(norm(x))))^2)
 
 `heads` is the operation `RecurrentOps.mix_heads`. With s the logistic function, it computes for each head
 
-    v = v + (first v - v) s(u)        z = normalised(k k_k)          k = k (1 + (s(a) - 1) k_a)        w = exp(-e^-0.5 s(w))
-    S = S diag(w) - (S z) (z s(a))^T + v k^T                         y = (group_norm(S r) + (r . k r_k) v) g
+    v = v + (first v - v) s(u)        z = normalised(k k_k)          k = k (1 + (s(a) - 1) k_a)        w = exp(-e^-0.5
+    s(w)) S = S diag(w) - (S z) (z s(a))^T + v k^T                         y = (group_norm(S r) + (r . k r_k) v) g
 
-A backend may compute a whole layer in kernels of its own (`RecurrentOps.fused_block`), which are tested against this file.
+A backend may compute a whole layer in kernels of its own (`RecurrentOps.fused_block`), which are tested against this
+file.
 
-In a quantised format the wide ends of low ranks stay plain: they are a fiftieth of all weights, and would add more to the error
-of logits than the narrow ends do.
+In a quantised format the wide ends of low ranks stay plain: they are a fiftieth of all weights, and would add more to
+the error of logits than the narrow ends do.
 
-Tensors have the names of Hugging Face's files. The norm of the embedding (ln0) is not here: the reader of a checkpoint applies
-it to the table, once (`store/rwkv_source.py`).
+Tensors have the names of Hugging Face's files. The norm of the embedding (ln0) is not here: the reader of a checkpoint
+applies it to the table, once (`store/rwkv_source.py`).
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Rwkv7Model(ModelAdapter[T]):
     def __init__(self, weights: Weights[T], config: Config, max_len: int) -> None:
         super().__init__(weights, config, max_len)
         shape, vocab_size = self.memory_shape(config), self.vocab_size(config)
-        body, ranks, self.width = weights.scope("model"), self.ops.ranks, shape.width
+        body = weights.scope("model")
+        ranks = self.ops.ranks
+        self.width = shape.width
         self.embedding = body.table("embeddings.weight", vocab_size, shape.width) if ranks.is_first else None
         self.blocks = [Rwkv7Block(body.scope(f"layers.{i}"), config, shape, i) for i in ranks.layers(shape.num_layers)]
         self.value_width = own_channels(ranks, shape).size
@@ -121,7 +124,9 @@ class Rwkv7Block(Generic[T]):
         self.weights = BlockWeights(
             time=time_weights(weights.scope("attn"), time_norm, config, shape, layer),
             channel=ChannelWeights(
-                norm=channel_norm, factor=ffn.vector("x_k", width), key=ffn.linear("key", hidden, width, bias=False),
+                norm=channel_norm,
+                factor=ffn.vector("x_k", width),
+                key=ffn.linear("key", hidden, width, bias=False),
                 value=ffn.linear("value", width, hidden, bias=False),
             ),
         )
@@ -149,9 +154,13 @@ class Rwkv7Block(Generic[T]):
         r, w, k, v, a, g = self.recurrent.shift(h, layer.time_input, batch, weights.factors)
         value = ops.linear(v, weights.value)
         inputs = HeadInputs(
-            receptance=ops.linear(r, weights.receptance), decay=self.low_rank(w, weights.decay),
-            key=ops.linear(k, weights.key), value=value, rate=self.low_rank(a, weights.rate),
-            gate=self.low_rank(g, weights.gate), first_value=first_value,
+            receptance=ops.linear(r, weights.receptance),
+            decay=self.low_rank(w, weights.decay),
+            key=ops.linear(k, weights.key),
+            value=value,
+            rate=self.low_rank(a, weights.rate),
+            gate=self.low_rank(g, weights.gate),
+            first_value=first_value,
             value_mix=None if weights.value_mix is None else self.low_rank(v, weights.value_mix),
         )
         mixed = self.recurrent.mix_heads(inputs, weights.heads, layer.wkv, batch)
@@ -182,22 +191,31 @@ def low_rank_weights(
     return LowRankWeights(down, weights.linear("lora.2", own, rank, bias=bias, is_plain=True), activation)
 
 
-def time_weights(weights: Weights[T], norm: NormWeights[T], config: Config, shape: StateShape, layer: int) -> TimeWeights[T]:
+def time_weights(
+    weights: Weights[T], norm: NormWeights[T], config: Config, shape: StateShape, layer: int
+) -> TimeWeights[T]:
     width = shape.width
     own = own_channels(weights.ops.ranks, shape)
     receptance, key, value = (weights.linear(f"{name}_proj", own, width, bias=False) for name in "rkv")
     out = weights.linear("o_proj", width, own, bias=False)
     ranks = {name: config.integer(RANKS[name]) for name in ("wavg" if layer else "wag")}
     return TimeWeights(
-        norm=norm, factors=weights.ops.concat([weights.vector(f"x_{name}", width) for name in MIXES]),
-        receptance=receptance, key=key, value=value, out=out,
+        norm=norm,
+        factors=weights.ops.concat([weights.vector(f"x_{name}", width) for name in MIXES]),
+        receptance=receptance,
+        key=key,
+        value=value,
+        out=out,
         decay=low_rank_weights(weights.scope("w_lora"), width, own, ranks["w"], activation="tanh"),
         rate=low_rank_weights(weights.scope("a_lora"), width, own, ranks["a"]),
         gate=low_rank_weights(weights.scope("g_lora"), width, own, ranks["g"], activation="sigmoid", bias=False),
         value_mix=low_rank_weights(weights.scope("v_lora"), width, own, ranks["v"]) if layer else None,
         heads=HeadWeights(
-            removal=weights.vector("k_k", own), replacement=weights.vector("k_a", own),
-            bonus=weights.vector("r_k", own), norm=weights.vector("g_norm.weight", own),
-            norm_bias=weights.vector("g_norm.bias", own), eps=HEAD_NORM_EPS,
+            removal=weights.vector("k_k", own),
+            replacement=weights.vector("k_a", own),
+            bonus=weights.vector("r_k", own),
+            norm=weights.vector("g_norm.weight", own),
+            norm_bias=weights.vector("g_norm.bias", own),
+            eps=HEAD_NORM_EPS,
         ),
     )

@@ -43,8 +43,14 @@ COUNTERS = {
     "archerfish_prefix_cache_hits": ("cache_hits", "Prompt tokens found in the prefix cache."),
     "archerfish_adapter_loads": ("adapter_loads", "LoRA adapters that were put into a slot of the device."),
     "archerfish_steps": ("num_steps", "Planned steps."),
-    "archerfish_kernels_compiled_at_start": ("kernels_compiled_at_start", "Kernels compiled before the model was ready."),
-    "archerfish_kernels_compiled_late": ("kernels_compiled_late", "Kernels compiled later, while requests may have waited."),
+    "archerfish_kernels_compiled_at_start": (
+        "kernels_compiled_at_start",
+        "Kernels compiled before the model was ready.",
+    ),
+    "archerfish_kernels_compiled_late": (
+        "kernels_compiled_late",
+        "Kernels compiled later, while requests may have waited.",
+    ),
     "archerfish_encoded_texts": ("num_texts", "Computed texts and pairs."),
     "archerfish_encoded_tokens": ("num_tokens", "Tokens of computed texts and pairs."),
     "archerfish_jobs": ("jobs", "Jobs of the compute thread."),
@@ -55,21 +61,28 @@ WHOLE, QUEUE = "archerfish_e2e_request_latency_seconds", "archerfish_request_que
 PREFILL, DECODE = "archerfish_request_prefill_time_seconds", "archerfish_request_decode_time_seconds"
 PROMPT, OUTPUT = "archerfish_request_prompt_tokens", "archerfish_request_generation_tokens"
 ENCODE, STEP = "archerfish_encode_seconds", "archerfish_iteration_tokens"
-ENDS, REFUSALS, ADAPTERS = "archerfish_request_success", "archerfish_refused_requests", "archerfish_adapter_requests"
+ENDS = "archerfish_request_success"
+REFUSALS = "archerfish_refused_requests"
+ADAPTERS = "archerfish_adapter_requests"
 HISTOGRAMS = {
-    TTFT: "From arrival to the first token.", GAPS: "From one token of a request to the next.",
-    WHOLE: "From arrival to the end: queue, prefill and decode.", QUEUE: "From arrival to admission.",
-    PREFILL: "From admission to the first token.", DECODE: "From the first token to the end.",
+    TTFT: "From arrival to the first token.",
+    GAPS: "From one token of a request to the next.",
+    WHOLE: "From arrival to the end: queue, prefill and decode.",
+    QUEUE: "From arrival to admission.",
+    PREFILL: "From admission to the first token.",
+    DECODE: "From the first token to the end.",
     ENCODE: "From the arrival of texts to their vectors.",
-    PROMPT: "Prompt tokens of a request.", OUTPUT: "Generated tokens of a request.",
+    PROMPT: "Prompt tokens of a request.",
+    OUTPUT: "Generated tokens of a request.",
     STEP: "Prompt and output tokens of a step.",
-}  # fmt: skip
+}
 IN_TOKENS = (PROMPT, OUTPUT, STEP)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The state of one metric under one set of labels; `buckets` holds (upper bound, cumulative count) of a histogram."""
+    """The state of one metric under one set of labels; `buckets` holds (upper bound, cumulative count) of a
+    histogram."""
 
     labels: Labels
     value: float
@@ -143,7 +156,9 @@ class Gauge(_Number):
 class GivenMetric(Metric):
     """A metric whose samples were counted elsewhere."""
 
-    def __init__(self, kind: Any, name: str, description: str, label_names: Sequence[str], samples: list[Sample]) -> None:
+    def __init__(
+        self, kind: Any, name: str, description: str, label_names: Sequence[str], samples: list[Sample]
+    ) -> None:
         super().__init__(name, description, label_names)
         self.kind = kind  # type: ignore[misc]
         self._samples = samples
@@ -165,7 +180,11 @@ class Histogram(Metric):
     kind = "histogram"
 
     def __init__(
-        self, name: str, description: str = "", label_names: Sequence[str] = (), window: int = 0,
+        self,
+        name: str,
+        description: str = "",
+        label_names: Sequence[str] = (),
+        window: int = 0,
         bounds: tuple[float, ...] = SECONDS_BUCKETS,
     ) -> None:
         super().__init__(name, description, label_names)
@@ -199,10 +218,13 @@ class Histogram(Metric):
             return [sum(bucket) for bucket in zip(*found, strict=True)] if found else [0] * (len(self.bounds) + 1)
 
     def percentiles(self, percents: Sequence[float], **labels: str) -> list[float]:
-        """Exact percentiles (nearest rank) of the values in the window of all series with these labels; nan if it is empty."""
+        """Exact percentiles (nearest rank) of the values in the window of all series with these labels; nan if it is
+        empty."""
         has_labels = self._chooser(labels)
         with self._lock:
-            ordered = sorted(value for key, series in self._series.items() if has_labels(key) for value in series.recent)
+            ordered = sorted(
+                value for key, series in self._series.items() if has_labels(key) for value in series.recent
+            )
         size = len(ordered)
         return [ordered[max(0, math.ceil(percent * size / 100) - 1)] if ordered else math.nan for percent in percents]
 
@@ -212,7 +234,9 @@ class Histogram(Metric):
         found = []
         for key, counts, total in copies:
             cumulative = list(accumulate(counts))
-            found.append(Sample(key, total, cumulative[-1], tuple(zip((*self.bounds, math.inf), cumulative, strict=True))))
+            found.append(
+                Sample(key, total, cumulative[-1], tuple(zip((*self.bounds, math.inf), cumulative, strict=True)))
+            )
         return found
 
 
@@ -237,7 +261,11 @@ class MetricRegistry:
         return self._get(Gauge(name, description, label_names))
 
     def histogram(
-        self, name: str, description: str = "", label_names: Sequence[str] = (), window: int = 0,
+        self,
+        name: str,
+        description: str = "",
+        label_names: Sequence[str] = (),
+        window: int = 0,
         bounds: tuple[float, ...] = SECONDS_BUCKETS,
     ) -> Histogram:
         return self._get(Histogram(name, description, label_names, window, bounds))
@@ -253,7 +281,8 @@ class MetricRegistry:
 class MetricsCollector:
     """Histograms and counters by model and tenant; safe to use from any thread.
 
-    Counts that engines keep themselves are passed to `metrics`. window: values that histograms keep for exact percentiles.
+    Counts that engines keep themselves are passed to `metrics`. window: values that histograms keep for exact
+    percentiles.
     tenant: "" where there are no API keys; `tenant_label` bounds how many there are.
     """
 
@@ -266,14 +295,17 @@ class MetricsCollector:
         self._histograms: dict[str, Histogram] = {}
         for name, text in HISTOGRAMS.items():
             bounds = TOKEN_BUCKETS if name in IN_TOKENS else SECONDS_BUCKETS
-            self._histograms[name] = self.registry.histogram(name, text, LABEL if name == STEP else LABELS, window, bounds)
+            self._histograms[name] = self.registry.histogram(
+                name, text, LABEL if name == STEP else LABELS, window, bounds
+            )
         counter = self.registry.counter
         self._ends = counter(ENDS, "Sequences by what ended them.", (*LABELS, "finished_reason"))
         self._adapters = counter(ADAPTERS, "Requests with a LoRA adapter.", ("model_name", "adapter"))
         self._refusals = counter(REFUSALS, "Requests refused, by the code they got.", (*LABELS, "code"))
 
     def tenant_label(self, name: str) -> str:
-        """The label of a tenant: its name for the first MAX_TENANTS that are asked for, OTHER_TENANTS for later ones."""
+        """The label of a tenant: its name for the first MAX_TENANTS that are asked for, OTHER_TENANTS for later
+        ones."""
         return self._label(self._tenants, name)
 
     def _label(self, known: set[str], name: str) -> str:
@@ -297,14 +329,26 @@ class MetricsCollector:
             self._histograms[GAPS].record((model, tenant), seconds, times)
 
     def ended(
-        self, model: str, queue_ms: float, prefill_ms: float, decode_ms: float, finish_reasons: Sequence[str | None],
-        tenant: str = "", *, num_prompt_tokens: int = 0, num_output_tokens: int = 0,
+        self,
+        model: str,
+        queue_ms: float,
+        prefill_ms: float,
+        decode_ms: float,
+        finish_reasons: Sequence[str | None],
+        tenant: str = "",
+        *,
+        num_prompt_tokens: int = 0,
+        num_output_tokens: int = 0,
     ) -> None:
         """Record the durations and tokens of an ended request and the finish reason of each output."""
         values = {
-            QUEUE: queue_ms / 1000, PREFILL: prefill_ms / 1000, DECODE: decode_ms / 1000,
-            WHOLE: (queue_ms + prefill_ms + decode_ms) / 1000, PROMPT: num_prompt_tokens, OUTPUT: num_output_tokens,
-        }  # fmt: skip
+            QUEUE: queue_ms / 1000,
+            PREFILL: prefill_ms / 1000,
+            DECODE: decode_ms / 1000,
+            WHOLE: (queue_ms + prefill_ms + decode_ms) / 1000,
+            PROMPT: num_prompt_tokens,
+            OUTPUT: num_output_tokens,
+        }
         for name, value in values.items():
             self._histograms[name].record((model, tenant), (value,))
         for reason in finish_reasons:
@@ -329,7 +373,8 @@ class MetricsCollector:
         return {metric.name: metric for metric in self.registry if isinstance(metric, Counter)}
 
     def metrics(self, stats: Mapping[str, Mapping[str, Any]] | None = None) -> list[Metric]:
-        """All metrics, with the counts of engines: stats by model. `serve.metrics.exposition` makes the text for Prometheus."""
+        """All metrics, with the counts of engines: stats by model. `serve.metrics.exposition` makes the text for
+        Prometheus."""
         found: list[Metric] = list(self.registry)
         for name, (key, description) in {**GAUGES, **COUNTERS}.items():
             kind = Gauge if name in GAUGES else Counter

@@ -78,7 +78,10 @@ def percentiles(
 
 
 def figures(slots: Sequence[Slot], now: float) -> dict[str, float | None]:
-    first, gaps = percentiles(slots, lambda slot: slot.first, PERCENTS), percentiles(slots, lambda slot: slot.gaps, PERCENTS)
+    first, gaps = (
+        percentiles(slots, lambda slot: slot.first, PERCENTS),
+        percentiles(slots, lambda slot: slot.gaps, PERCENTS),
+    )
     return {
         "tokens_per_second": round(tokens_per_second(slots, now), 2),
         **{f"ttft_p{percent}_s": value for percent, value in zip(PERCENTS, first, strict=True)},

@@ -13,9 +13,18 @@ from archerfish.observe.summary import Summary, summarize
 
 Direction = Literal["lower", "higher", "neither"]  # the direction in which a metric is worse
 ENDINGS: tuple[tuple[str, Direction], ...] = (  # the first match counts, so rates stand before durations
-    ("_tok_s", "lower"), ("_req_s", "lower"), ("tokens/s", "lower"), ("requests/s", "lower"), ("texts/s", "lower"),
-    ("ratio", "lower"),    ("_ms", "higher"), (", ms", "higher"), ("_us", "higher"), ("_s", "higher"), ("_bytes", "higher"),
-)  # fmt: skip
+    ("_tok_s", "lower"),
+    ("_req_s", "lower"),
+    ("tokens/s", "lower"),
+    ("requests/s", "lower"),
+    ("texts/s", "lower"),
+    ("ratio", "lower"),
+    ("_ms", "higher"),
+    (", ms", "higher"),
+    ("_us", "higher"),
+    ("_s", "higher"),
+    ("_bytes", "higher"),
+)
 NUM_IN_A_ROW = 3
 
 
@@ -41,14 +50,18 @@ class Comparison:
 class RegressionDetector:
     """Compares runs with a baseline. A metric that breaches in three runs in a row is a regression.
 
-    Metrics are summaries of several rounds, or plain numbers such as PerformanceMonitor's figures of a model. The keys of
-    `directions` are metrics or patterns such as "static *"; the first match counts. A metric is refused if neither `directions`
-    nor its ending says in which direction it is worse.
+    Metrics are summaries of several rounds, or plain numbers such as PerformanceMonitor's figures of a model. The keys
+    of `directions` are metrics or patterns such as "static *"; the first match counts. A metric is refused if neither
+    `directions` nor its ending says in which direction it is worse.
     """
 
     def __init__(
-        self, baseline_metrics: Mapping[str, Summary | float], *, tolerance_percent: float = 5.0,
-        directions: Mapping[str, Direction] | None = None, consecutive_failures: Mapping[str, int] | None = None,
+        self,
+        baseline_metrics: Mapping[str, Summary | float],
+        *,
+        tolerance_percent: float = 5.0,
+        directions: Mapping[str, Direction] | None = None,
+        consecutive_failures: Mapping[str, int] | None = None,
         num_in_a_row: int = NUM_IN_A_ROW,
     ) -> None:
         """consecutive_failures: the breaches in a row of each metric, from an earlier detector."""

@@ -10,7 +10,9 @@ import numpy.typing as npt
 
 from archerfish.cache.digest import read_changes
 
-EXPECTED_S = 10.0  # a prompt that was sent to a replica counts as cached there for so long, unless the replica publishes it
+EXPECTED_S = (
+    10.0  # a prompt that was sent to a replica counts as cached there for so long, unless the replica publishes it
+)
 
 
 class PrefixMap:
@@ -61,7 +63,9 @@ class PrefixMap:
             _, replica, old = self._expiring.popleft()
             for one in old:
                 clear_bit(self._expected, one, 1 << replica)
-        published, expected, found = self._published, self._expected, np.zeros(num_replicas)
+        published = self._published
+        expected = self._expected
+        found = np.zeros(num_replicas)
         having = everyone = (1 << num_replicas) - 1
         for length, one in enumerate(hashes):
             still = (published.get(one, 0) | expected.get(one, 0)) & having

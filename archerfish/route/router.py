@@ -54,7 +54,9 @@ class Replica:
     loads: dict[str, ReplicaLoad] = field(default_factory=dict)  # by model
     unreported: dict[int, Route] = field(default_factory=dict)  # requests that came after the last report, by number
     num_live: int = 0  # requests of this router that are not over
-    unpublished: list[tuple[float, Sequence[int]]] = field(default_factory=list)  # hashes of requests that ended, and when
+    unpublished: list[tuple[float, Sequence[int]]] = field(
+        default_factory=list
+    )  # hashes of requests that ended, and when
 
 
 @dataclass(slots=True)
@@ -70,7 +72,9 @@ class Route:
     number: int = 0
     sent_at: float = 0.0
     hashes: Sequence[int] = ()  # of the prompt's prefixes
-    others: list[tuple[str, int, float]] = field(default_factory=list)  # name, cached tokens, expected seconds; best first
+    others: list[tuple[str, int, float]] = field(
+        default_factory=list
+    )  # name, cached tokens, expected seconds; best first
 
     def explain(self) -> str:
         """One sentence for people."""
@@ -96,8 +100,8 @@ class Candidates:
 def by_first_tokens(found: Candidates) -> Seconds:
     """The soonest first tokens; of equal ones the replica with the fewest requests.
 
-    Where the cache is full, what is computed of the prompt takes the place of another prefix, which is computed again. Without
-    that, requests that go elsewhere for a few milliseconds fill every cache with the same prefixes.
+    Where the cache is full, what is computed of the prompt takes the place of another prefix, which is computed again.
+    Without that, requests that go elsewhere for a few milliseconds fill every cache with the same prefixes.
     """
     early_s = found.expected_s + found.displaced_s + EARLY_TOKENS * found.step_s
     score: Seconds = early_s // EQUAL_S + found.num_live / MOST_LIVE
@@ -119,8 +123,11 @@ def at_random(found: Candidates) -> Seconds:
 
 
 POLICIES: dict[str, Callable[[Candidates], Seconds]] = {
-    "cache-aware": by_first_tokens, "least-loaded": by_load, "round-robin": in_turn, "random": at_random,
-}  # fmt: skip
+    "cache-aware": by_first_tokens,
+    "least-loaded": by_load,
+    "round-robin": in_turn,
+    "random": at_random,
+}
 
 
 class ModelLoads:
@@ -133,7 +140,9 @@ class ModelLoads:
         self.is_fair, self._num_fair = np.zeros(num_replicas, bool), 0
         self.by_tenant: dict[str, Seconds] = {}  # waiting tokens
         self._holders: dict[str, int] = {}  # replicas on which a tenant waits
-        self._tenants: list[dict[str, int]] = [{} for _ in range(num_replicas)]  # waiting tokens by replica, none of them 0
+        self._tenants: list[dict[str, int]] = [
+            {} for _ in range(num_replicas)
+        ]  # waiting tokens by replica, none of them 0
 
     def update(self, replica: Replica, model: str) -> None:
         """Count anew what waits on a replica: what it reported, and what was sent since."""
@@ -149,7 +158,9 @@ class ModelLoads:
         if load.prompt_token_s != self.measured_s[i] or not self.token_s[i]:
             self.measured_s[i] = load.prompt_token_s
             measured = self.measured_s[self.measured_s > 0]
-            self.token_s = np.where(self.measured_s, self.measured_s, measured.min() if len(measured) else USUAL_TOKEN_S)
+            self.token_s = np.where(
+                self.measured_s, self.measured_s, measured.min() if len(measured) else USUAL_TOKEN_S
+            )
         self._set_fixed(replica, model)
         for route in replica.unreported.values():
             if route.model == model:
@@ -189,7 +200,8 @@ class ModelLoads:
     def expected_s(self, tenant: str, new_tokens: Seconds) -> Seconds:
         """Until the first token: the step that runs, the wait for a place, the prompts in front, the prompt itself.
 
-        Where tenants take turns, each other tenant delays a request by no more than its own tenant's tokens up to its end.
+        Where tenants take turns, each other tenant delays a request by no more than its own tenant's tokens up to its
+        end.
         """
         if not self._num_fair:
             return self.fixed_s + self.token_s * (new_tokens + self.waiting)
@@ -200,20 +212,26 @@ class ModelLoads:
 
 
 class Router:
-    """Chooses replicas. It knows what they report, and the requests that it has sent since. Not for several threads at once.
+    """Chooses replicas. It knows what they report, and the requests that it has sent since. Not for several threads at
+    once.
 
     policy: a name of POLICIES, or a function of the candidates whose smallest value wins.
     """
 
     def __init__(
-        self, secret: bytes, *, policy: str | Callable[[Candidates], Seconds] = "cache-aware",
+        self,
+        secret: bytes,
+        *,
+        policy: str | Callable[[Candidates], Seconds] = "cache-aware",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if isinstance(policy, str) and policy not in POLICIES:
             raise InvalidOptionError(f"There is no routing policy {policy!r}.", hint=did_you_mean(policy, POLICIES))
         self.replicas: list[Replica] = []  # a removed one stays here without a name until its place is taken
         self._policy = POLICIES[policy] if isinstance(policy, str) else policy
-        self._prefixes, self._hashes, self._clock = PrefixMap(), PromptHashes(secret), clock
+        self._prefixes = PrefixMap()
+        self._hashes = PromptHashes(secret)
+        self._clock = clock
         self._numbers = itertools.count()
         self._models: dict[str, ModelLoads] = {}
         self._barred: Seconds = np.zeros(0)  # infinity for replicas that take no requests, else 0
@@ -245,7 +263,12 @@ class Router:
         self._barred[replica.index] = np.inf
 
     def report(
-        self, replica: Replica, loads: dict[str, ReplicaLoad], changes: bytes = b"", *, begins_anew: bool = False,
+        self,
+        replica: Replica,
+        loads: dict[str, ReplicaLoad],
+        changes: bytes = b"",
+        *,
+        begins_anew: bool = False,
         asked_at: float | None = None,
     ) -> None:
         """Take over a report. asked_at: when it was asked for; the replica had received what was sent before that."""
@@ -262,8 +285,14 @@ class Router:
                 replica.unpublished.append(ended)
 
     def choose(
-        self, model: str, tokens: array[int] = NO_TOKENS, namespace: Namespace = NO_NAMESPACE, *, num_tokens: int = 0,
-        without: Collection[Replica] = (), explains: bool = False,
+        self,
+        model: str,
+        tokens: array[int] = NO_TOKENS,
+        namespace: Namespace = NO_NAMESPACE,
+        *,
+        num_tokens: int = 0,
+        without: Collection[Replica] = (),
+        explains: bool = False,
     ) -> Route | None:
         """The replica for a request, or None if none is ready. Nothing changes until `sent`.
 

@@ -15,13 +15,16 @@ MAX_GROWTH = 2  # times as many replicas in one decision
 
 
 def replica_use(loads: Iterable[ReplicaLoad], kv_usages: Iterable[float] = ()) -> dict[str, float]:
-    """The expected wait of a new request at a replica, whose models take turns, and the share of the replica that is in use.
+    """The expected wait of a new request at a replica, whose models take turns, and the share of the replica that is in
+    use.
 
     kv_usages: shares of the KV memory of its models that running sequences hold.
     """
     wait_s, shares = 0.0, [0.0, *kv_usages]
     for load in loads:
-        if load.num_live:  # an idle model has a step to wait for only if it must be loaded, which more replicas do not change
+        if (
+            load.num_live
+        ):  # an idle model has a step to wait for only if it must be loaded, which more replicas do not change
             num_over = max(0, load.num_live + 1 - load.max_running) if load.max_running else 0
             tokens_s = (load.prompt_token_s or USUAL_TOKEN_S) * sum(load.waiting_tokens.values())
             wait_s += load.step_s + num_over * load.slot_s + tokens_s
@@ -32,8 +35,8 @@ def replica_use(loads: Iterable[ReplicaLoad], kv_usages: Iterable[float] = ()) -
 def desired_replicas(pressures: Sequence[float], current: int) -> int:
     """How many replicas are needed.
 
-    pressures: of each replica that reports, its load as a multiple of what a replica should have. current: the number of
-    replicas that was decided last; some may still start.
+    pressures: of each replica that reports, its load as a multiple of what a replica should have. current: the number
+    of replicas that was decided last; some may still start.
     """
     total = sum(pressures)
     if not pressures:

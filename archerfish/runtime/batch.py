@@ -33,7 +33,9 @@ class BlockTables:
         if wanted > width:
             self._blocks = np.pad(self._blocks, ((0, 0), (0, max(wanted, 2 * width) - width)))
         self._blocks[step.block_rows, step.block_places] = step.block_ids
-        self._num_blocks[step.block_rows] = step.block_places + 1  # of a row that stands there more than once, the last counts
+        self._num_blocks[step.block_rows] = (
+            step.block_places + 1
+        )  # of a row that stands there more than once, the last counts
 
     def of(self, rows: Ids) -> Ids:
         """(rows, most blocks of any)"""
@@ -59,14 +61,23 @@ def at_least_one(ops: Ops[T], rows: Ids) -> T:
 
 
 def pack_batch(
-    ops: Ops[T], token_ids: Ids, query_lens: Ids, starts: Ids, block_tables: Ids, block_size: int, *,
-    is_deterministic: bool = False, num_rows: int = 0, kept_rows: Ids | None = None, adapters: Ids | None = None,
+    ops: Ops[T],
+    token_ids: Ids,
+    query_lens: Ids,
+    starts: Ids,
+    block_tables: Ids,
+    block_size: int,
+    *,
+    is_deterministic: bool = False,
+    num_rows: int = 0,
+    kept_rows: Ids | None = None,
+    adapters: Ids | None = None,
 ) -> PagedBatch[T]:
-    """The batch of sequences over KV blocks: token_ids (tokens,), query_lens, starts (sequences,), block_tables (sequences,
-    most blocks of any).
+    """The batch of sequences over KV blocks: token_ids (tokens,), query_lens, starts (sequences,), block_tables
+    (sequences, most blocks of any).
 
-    Sequences with one new token must stand first. num_rows: of the batch's tensors; 0: as many as tokens. kept_rows: as in
-    `PagedBatch`. adapters: of each sequence, the slot of its adapter, or 0.
+    Sequences with one new token must stand first. num_rows: of the batch's tensors; 0: as many as tokens. kept_rows: as
+    in `PagedBatch`. adapters: of each sequence, the slot of its adapter, or 0.
     """
     num_decodes, num_tokens = int(np.count_nonzero(query_lens == 1)), len(token_ids)
     assert (query_lens[:num_decodes] == 1).all(), "sequences with one new token must stand first"
@@ -80,9 +91,16 @@ def pack_batch(
     rows[1, :num_tokens] = positions
     rows[2, :num_tokens] = block_tables[sequence, positions // block_size] * block_size + positions % block_size
     return PagedBatch(
-        num_tokens=num_tokens, num_decodes=num_decodes, query_lens=query_lens, context_lens=starts + query_lens,
-        token_ids=ops.tensor(rows[0]), positions=ops.tensor(rows[1]), slots=ops.tensor(rows[2]),
-        block_tables=ops.tensor(block_tables), block_size=block_size, is_deterministic=is_deterministic,
+        num_tokens=num_tokens,
+        num_decodes=num_decodes,
+        query_lens=query_lens,
+        context_lens=starts + query_lens,
+        token_ids=ops.tensor(rows[0]),
+        positions=ops.tensor(rows[1]),
+        slots=ops.tensor(rows[2]),
+        block_tables=ops.tensor(block_tables),
+        block_size=block_size,
+        is_deterministic=is_deterministic,
         num_shared=find_shared(block_tables[:num_decodes], block_size) if ops.is_async else 0,
         kept_rows=None if kept_rows is None else at_least_one(ops, kept_rows),
         adapters=adapters_of_tokens(ops, adapters, query_lens, num_rows),
@@ -90,14 +108,24 @@ def pack_batch(
 
 
 def pack_recurrent_batch(
-    ops: Ops[T], token_ids: Ids, query_lens: Ids, begins: Ids, tables: Ids, block_size: int, *,
-    is_deterministic: bool = False, num_rows: int = 0, kept_rows: Ids | None = None,
-    states: Mapping[int, Sequence[int]] | None = None, adapters: Ids | None = None,
+    ops: Ops[T],
+    token_ids: Ids,
+    query_lens: Ids,
+    begins: Ids,
+    tables: Ids,
+    block_size: int,
+    *,
+    is_deterministic: bool = False,
+    num_rows: int = 0,
+    kept_rows: Ids | None = None,
+    states: Mapping[int, Sequence[int]] | None = None,
+    adapters: Ids | None = None,
 ) -> RecurrentBatch[T]:
     """The batch of sequences whose blocks hold a state each; the arrays are those of `pack_batch`.
 
-    The state behind token i is in block i // block_size, until that of the next token takes its place there: so the new tokens
-    are cut at the multiples of block_size. states: of some sequences, other blocks for the state behind each new token.
+    The state behind token i is in block i // block_size, until that of the next token takes its place there: so the new
+    tokens are cut at the multiples of block_size. states: of some sequences, other blocks for the state behind each new
+    token.
     """
     num_decodes, num_tokens = int(np.count_nonzero(query_lens == 1)), len(token_ids)
     assert (query_lens[:num_decodes] == 1).all(), "sequences with one new token must stand first"
@@ -123,9 +151,18 @@ def pack_recurrent_batch(
     rows[1, 1:num_tokens] = np.arange(num_tokens - 1)
     rows[1, piece_starts[first_pieces[:-1]]] = -1 - sources[first_pieces[:-1]]
     return RecurrentBatch(
-        num_tokens=num_tokens, num_decodes=num_decodes, query_lens=query_lens, piece_counts=counts, piece_lens=piece_lens,
-        token_ids=ops.tensor(rows[0]), previous=ops.tensor(rows[1]), sources=ops.tensor(sources), targets=ops.tensor(targets),
-        starts=ops.tensor(piece_starts), first_pieces=ops.tensor(first_pieces), is_deterministic=is_deterministic,
+        num_tokens=num_tokens,
+        num_decodes=num_decodes,
+        query_lens=query_lens,
+        piece_counts=counts,
+        piece_lens=piece_lens,
+        token_ids=ops.tensor(rows[0]),
+        previous=ops.tensor(rows[1]),
+        sources=ops.tensor(sources),
+        targets=ops.tensor(targets),
+        starts=ops.tensor(piece_starts),
+        first_pieces=ops.tensor(first_pieces),
+        is_deterministic=is_deterministic,
         kept_rows=None if kept_rows is None else at_least_one(ops, kept_rows),
         adapters=adapters_of_tokens(ops, adapters, query_lens, num_rows or num_tokens),
     )
@@ -141,8 +178,14 @@ def adapters_of_tokens(ops: Ops[T], adapters: Ids | None, query_lens: Ids, num_r
 
 
 def build_batch(
-    ops: Ops[T], *, tokens: Sequence[Sequence[int] | Ids], starts: Sequence[int], blocks: Sequence[Sequence[int]],
-    block_size: int, pack: Callable[..., Any] = pack_batch, **options: Any,
+    ops: Ops[T],
+    *,
+    tokens: Sequence[Sequence[int] | Ids],
+    starts: Sequence[int],
+    blocks: Sequence[Sequence[int]],
+    block_size: int,
+    pack: Callable[..., Any] = pack_batch,
+    **options: Any,
 ) -> Any:
     """What `pack` makes of lists: the new tokens of each sequence, where they begin, and its blocks."""
     query_lens = np.fromiter(map(len, tokens), np.int64, len(tokens))

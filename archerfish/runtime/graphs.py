@@ -1,8 +1,9 @@
 """Passes that are recorded once and repeated without the host: steps of decodes, and passes over prompts.
 
-A pass is recorded for some sizes, and a batch is filled up to the next one. All that a pass needs of the host travels in one
-copy: `kernels/decoding.py` says how it is laid out. Tokens stay on the device from step to step, and so do the block lists of
-models with keys.
+A pass is recorded for some sizes, and a batch is filled up to the next one. All that a pass needs of the host travels
+in one
+copy: `kernels/decoding.py` says how it is laid out. Tokens stay on the device from step to step, and so do the block
+lists of models with keys.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class RecordedPasses(ABC, Generic[T, K]):
 
     @abstractmethod
     def kinds(self) -> Iterable[K]:
-        """All kinds, in the order in which to record them: the largest first, since the others use its memory after it."""
+        """All kinds, in the order in which to record them: the largest first, since the others use its memory after
+        it."""
 
     @abstractmethod
     def empty_inputs(self, kind: K) -> Ids:
@@ -122,7 +124,9 @@ class RecordedPasses(ABC, Generic[T, K]):
             try:
                 repeat = self.ops.capture(lambda: self.compute(kind, inputs))
             except Exception as error:  # such as a lack of memory: the pass can still be run
-                logger.warning("Steps of %s are launched kernel by kernel, since recording them failed: %s", kind, error)
+                logger.warning(
+                    "Steps of %s are launched kernel by kernel, since recording them failed: %s", kind, error
+                )
                 repeat = None
             found = self._recorded[kind] = inputs, repeat or (lambda: self.compute(kind, inputs))
         return found
@@ -136,7 +140,8 @@ class RecordedPasses(ABC, Generic[T, K]):
 
 
 class PreparedDecodes(NamedTuple):
-    """Inputs of a step of decodes, the longest sequences first: the device has small pieces of work left for the end."""
+    """Inputs of a step of decodes, the longest sequences first: the device has small pieces of work left for the
+    end."""
 
     words: Ids
     order: Ids  # which sequence of the step stands in each column
@@ -184,13 +189,15 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         return [kind for group in self._groups() for kind in group]
 
     def _groups(self) -> list[list[Kind]]:
-        """All kinds that are recorded before they are used, those first that share nothing and draw from all tokens; of those
-        that choose in rarer ways only one, for which kernels are compiled."""
+        """All kinds that are recorded before they are used, those first that share nothing and draw from all tokens; of
+        those that choose in rarer ways only one, for which kernels are compiled."""
         sizes = self.sizes[::-1]
         shared = [size for size in sizes if size >= MIN_SHARED_SEQUENCES and self.pool.has_keys]
         return [
             [Kind(size, is_shared, mode, has_adapters) for size in (shared if is_shared else sizes)]
-            for has_adapters in self.adapted for mode in (Mode.DRAWN, Mode.CUT) for is_shared in (False, True)
+            for has_adapters in self.adapted
+            for mode in (Mode.DRAWN, Mode.CUT)
+            for is_shared in (False, True)
         ] + [[Kind(sizes[0], mode=mode)] for mode in (Mode.PENALISED, Mode.SCORED, Mode.MANY_SCORED)]
 
     def prepare(self, step: StepInput, tables: BlockTables) -> PreparedDecodes:
@@ -200,7 +207,9 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         num, own = len(rows), positions // self.pool.block_size
         size = self.sizes[bisect_left(self.sizes, num)]
         words = self.empty_inputs(Kind(size))
-        words[Input.TOKEN, :num], words[Input.ROW, :num], words[Input.POSITION, :num] = step.tokens[order], rows, positions
+        words[Input.TOKEN, :num] = step.tokens[order]
+        words[Input.ROW, :num] = rows
+        words[Input.POSITION, :num] = positions
         words[Input.BLOCK, :num] = tables.at(rows, own)
         unknown, num_shared = rows[:0], 0
         if self.pool.has_keys:
@@ -211,10 +220,13 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
             before = tables.at(rows, np.maximum(positions - 1, 0) // self.pool.block_size)
             words[Input.SOURCE, :num] = np.where(positions > 0, before, NO_BLOCK)
         words[Input.ADAPTER, :num] = step.adapters[order]
-        return PreparedDecodes(words, order, rows, int(num_shared), unknown, tables.of(unknown), bool(step.adapters.any()))
+        return PreparedDecodes(
+            words, order, rows, int(num_shared), unknown, tables.of(unknown), bool(step.adapters.any())
+        )
 
     def find_unknown(self, rows: Ids, num_blocks: Ids) -> Ids:
-        """The rows of which the device knows fewer blocks than that. The caller tells it, so that it counts as known."""
+        """The rows of which the device knows fewer blocks than that. The caller tells it, so that it counts as
+        known."""
         unknown = rows[self._num_known[rows] < num_blocks]
         self._num_known[rows] = np.maximum(self._num_known[rows], num_blocks)
         return unknown
@@ -281,18 +293,21 @@ class PreparedPass(NamedTuple):
     tables: Ids  # and their blocks
 
     def at(self, places: Ids) -> Ids:
-        """Sequences of the step to columns, or tokens of the step to rows: what fills up the decodes stands between them."""
+        """Sequences of the step to columns, or tokens of the step to rows: what fills up the decodes stands between
+        them."""
         return places + (places >= self.num_decodes) * (self.kind.num_decodes - self.num_decodes)
 
 
 class PassGraphs(RecordedPasses[T, PassKind]):
-    """Passes over prompts, or what of them is not in the cache, and over drafts, with decodes beside them: a request waits for
-    its first token, not for the host."""
+    """Passes over prompts, or what of them is not in the cache, and over drafts, with decodes beside them: a request
+    waits for its first token, not for the host."""
 
     def __init__(self, decodes: DecodeGraphs[T], max_tokens: int, num_draft_tokens: int = 0) -> None:
-        """decodes: recorded steps without prompts; both use its tables of blocks. max_tokens: of a step. num_draft_tokens: most
-        tokens that are proposed for a sequence."""
-        self.decodes, self.ops, num_rows = decodes, decodes.ops, decodes.sizes[-1]
+        """decodes: recorded steps without prompts; both use its tables of blocks. max_tokens: of a step.
+        num_draft_tokens: most tokens that are proposed for a sequence."""
+        self.decodes = decodes
+        self.ops = decodes.ops
+        num_rows = decodes.sizes[-1]
         model = decodes.model
         most = min(max_tokens, MOST_WORK // model.config.integer("hidden_size") ** 2)
         self.token_sizes = PASS_TOKENS[: bisect_left(PASS_TOKENS, most) + 1]
@@ -303,10 +318,12 @@ class PassGraphs(RecordedPasses[T, PassKind]):
         self._missed: Counter[PassKind] = Counter()  # how often one was asked for that is not recorded
 
     def prepare(self, step: StepInput, tables: BlockTables) -> PreparedPass | None:
-        """The inputs of a step, but for what the sampler writes into them. None: it is not run here, for its size, for what it
-        asks for, or because it is one of the first of its kind and not recorded yet."""
+        """The inputs of a step, but for what the sampler writes into them. None: it is not run here, for its size, for
+        what it asks for, or because it is one of the first of its kind and not recorded yet."""
         num_decodes, num = step.num_decodes, int(np.count_nonzero(step.counts))
-        kind = self._kind_of(num_decodes, num - num_decodes, len(step.tokens) - num_decodes, bool((step.samples > 1).any()))
+        kind = self._kind_of(
+            num_decodes, num - num_decodes, len(step.tokens) - num_decodes, bool((step.samples > 1).any())
+        )
         kind = None if kind is None else kind._replace(has_adapters=bool(step.adapters[:num].any()))
         if kind is None or step.scored:
             return None
@@ -318,14 +335,16 @@ class PassGraphs(RecordedPasses[T, PassKind]):
         prepared = PreparedPass(kind, num_decodes, self.empty_inputs(kind), unknown, tables.of(unknown))
         columns, tokens = self._parts(kind, prepared.words)
         own = prepared.at(np.arange(num))
-        columns[Input.ROW, own], columns[Input.POSITION, own], columns[Input.COUNT, own] = rows, last, step.counts[:num]
+        columns[Input.ROW, own] = rows
+        columns[Input.POSITION, own] = last
+        columns[Input.COUNT, own] = step.counts[:num]
         tokens[prepared.at(np.arange(len(step.tokens)))] = step.tokens
         columns[Input.ADAPTER, own] = step.adapters[:num]
         return prepared
 
     def start(self, prepared: PreparedPass) -> Recorded[T]:
-        """Queue a pass. For a draft it gives logits and tokens behind every token, first of all decodes that there is room for;
-        which of them must be chosen from logits is said of sequences."""
+        """Queue a pass. For a draft it gives logits and tokens behind every token, first of all decodes that there is
+        room for; which of them must be chosen from logits is said of sequences."""
         if len(prepared.unknown):
             self.ops.set_tables(self.decodes.state, prepared.unknown, prepared.tables)
         columns = self._parts(prepared.kind, prepared.words)[0]
@@ -333,16 +352,21 @@ class PassGraphs(RecordedPasses[T, PassKind]):
         return Recorded(*self._repeat(prepared.kind, prepared.words), needs & Mode.CUT.lacks != 0)
 
     def warm_up(self) -> None:
-        """Record what lone prompts need, and drafts of a lone sequence, whose steps are measured to decide on drafts."""
+        """Record what lone prompts need, and drafts of a lone sequence, whose steps are measured to decide on
+        drafts."""
         for size in reversed(self.token_sizes):
             self.recorded(PassKind(0, size))
         for size in self.draft_sizes[:-SHARED_DRAFTS]:
             self.recorded(PassKind(0, size, is_draft=True))
 
     def kinds(self) -> Iterable[PassKind]:
-        sizes = [(size, False) for size in reversed(self.token_sizes)] + [(size, True) for size in reversed(self.draft_sizes)]
+        sizes = [(size, False) for size in reversed(self.token_sizes)] + [
+            (size, True) for size in reversed(self.draft_sizes)
+        ]
         return [
-            PassKind(num_decodes, *size, has_adapters) for has_adapters in self.adapted for size in sizes
+            PassKind(num_decodes, *size, has_adapters)
+            for has_adapters in self.adapted
+            for size in sizes
             for num_decodes in reversed(self.decode_sizes)
         ]
 

@@ -1,6 +1,8 @@
-"""Sampling one row of logits that lies in the host's memory: the rule of `Ops.sample`, by the native kernel or in NumPy.
+"""Sampling one row of logits that lies in the host's memory: the rule of `Ops.sample`, by the native kernel or in
+NumPy.
 
-Both use the random number of `Ops.sample` and keep the same tokens; the sums of probabilities may differ in their last digits.
+Both use the random number of `Ops.sample` and keep the same tokens; the sums of probabilities may differ in their last
+digits.
 """
 
 from __future__ import annotations
@@ -29,14 +31,24 @@ MAX_POSITION = np.iinfo(np.int64).max - 1
 
 
 def sample_row(
-    logits: Any, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, first: int = 0, end: int | None = None,
-    masked: Iterable[int] = (), seed: int = 0, position: int = 0,
+    logits: Any,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    first: int = 0,
+    end: int | None = None,
+    masked: Iterable[int] = (),
+    seed: int = 0,
+    position: int = 0,
 ) -> int:
     """Draw a token from `first` to `end` of one row of logits (a list, an array or a tensor), as the engine draws.
 
     The seed and the position determine the draw: count the position up to draw again.
     """
-    temperature, top_p, top_k = plain_number(temperature), plain_number(top_p), plain_number(top_k)
+    temperature = plain_number(temperature)
+    top_p = plain_number(top_p)
+    top_k = plain_number(top_k)
     check_number("temperature", temperature)
     check_number("top_p", top_p)
     top_k = 0 if top_k == -1 else top_k
@@ -117,4 +129,6 @@ def failure(outcome: int, what: str) -> ModelError:
     assert outcome != CHOSEN
     if outcome == NONE_LEFT:
         return ModelError(f"{what} rule out every token: all are -inf.", hint="Check min_tokens and the stop tokens.")
-    return ModelError(f"{what} are not finite.", hint="Compute in a wider type (float32), or check the model's weights.")
+    return ModelError(
+        f"{what} are not finite.", hint="Compute in a wider type (float32), or check the model's weights."
+    )

@@ -21,8 +21,9 @@ from archerfish.runtime.batch import pack_batch, pack_recurrent_batch
 from archerfish.types import DTYPE_BYTES
 
 KV_BLOCK_SIZE, MAX_KV_BLOCK_SIZE = 16, 256
-# Tokens between two states that are kept, by `archerfish bench rwkv`: with 64 a context takes what its keys would take in
-# bfloat16, and what lies behind the last one is computed in no time; a GPU computes more in that, and has less memory.
+# Tokens between two states that are kept, by `archerfish bench rwkv`: with 64 a context takes what its keys would take
+# in bfloat16, and what lies behind the last one is computed in no time; a GPU computes more in that, and has less
+# memory.
 CPU_STATE_SPACING, GPU_STATE_SPACING = 64, 256
 CPU_SHARE, CPU_MOST_BYTES = 0.25, 4 * GIB  # of free memory, unless a budget is given
 GPU_SPARE_BYTES = GIB  # for the context, recorded steps, kept logits and the allocator's slack
@@ -46,7 +47,8 @@ class MemoryPool(ABC, Generic[T]):
 
     @abstractmethod
     def new_decode_state(self, num_rows: int, max_len: int) -> DecodeState[T]:
-        """What the device remembers of so many sequences, of at most so many tokens, between steps that are only decodes."""
+        """What the device remembers of so many sequences, of at most so many tokens, between steps that are only
+        decodes."""
 
     @abstractmethod
     def decode_batch(self, inputs: T, state: DecodeState[T], *, is_shared: bool) -> tuple[Any, SamplingBatch[T]]:
@@ -64,7 +66,8 @@ class KVCachePool(MemoryPool[T]):
         self.num_blocks, self.block_size = num_blocks, block_size
         self.records_decodes = shape.head_dim <= ops.max_recorded_head_dim
         self.layers: Sequence[KVLayer[T]] = [
-            ops.new_kv_layer(num_blocks, block_size, shape.num_kv_heads, shape.head_dim) for _ in range(shape.num_layers)
+            ops.new_kv_layer(num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
+            for _ in range(shape.num_layers)
         ]
 
     def new_decode_state(self, num_rows: int, max_len: int) -> DecodeState[T]:
@@ -116,7 +119,12 @@ class MemoryPlan(NamedTuple):
 
 
 def work_bytes(
-    shapes: Collection[tuple[int, ...]], vocab_size: int, step_tokens: int, max_num_seqs: int, dtype: str, num_chosen: int = 0
+    shapes: Collection[tuple[int, ...]],
+    vocab_size: int,
+    step_tokens: int,
+    max_num_seqs: int,
+    dtype: str,
+    num_chosen: int = 0,
 ) -> int:
     """What the tensors of the largest step take: activations of its tokens, and logits of all sequences.
 
@@ -153,7 +161,8 @@ def kind_of(shape: MemoryShape) -> str:
 
 
 def choose_block_size(config: EngineConfig, shape: MemoryShape, device: str, max_len: int) -> int:
-    """As configured, else what suits the memory: without a prefix cache, a recurrent model needs one state for a sequence."""
+    """As configured, else what suits the memory: without a prefix cache, a recurrent model needs one state for a
+    sequence."""
     if isinstance(shape, KVShape):
         if config.block_size > MAX_KV_BLOCK_SIZE:
             raise InvalidOptionError(
@@ -166,10 +175,17 @@ def choose_block_size(config: EngineConfig, shape: MemoryShape, device: str, max
 
 
 def plan_memory(
-    config: EngineConfig, shape: MemoryShape, device: str, dtype: str, weight_bytes: int, work_bytes: int = 0, *,
+    config: EngineConfig,
+    shape: MemoryShape,
+    device: str,
+    dtype: str,
+    weight_bytes: int,
+    work_bytes: int = 0,
+    *,
     max_len: int = 1 << 20,
 ) -> MemoryPlan:
-    """Blocks for a model on a device, one at least: `check_plan` says whether they fit. work_bytes: what a step needs."""
+    """Blocks for a model on a device, one at least: `check_plan` says whether they fit. work_bytes: what a step
+    needs."""
     block_size, has_states = choose_block_size(config, shape, device, max_len), isinstance(shape, StateShape)
     block_bytes = bytes_per_block(config, shape, device, dtype, block_size)
     work_bytes += GPU_SPARE_BYTES if device == "cuda" else 0
@@ -189,7 +205,9 @@ def bytes_per_block(config: EngineConfig, shape: MemoryShape, device: str, dtype
     if config.kv_dtype == "auto":
         return shape.bytes_per_block(block_size, DTYPE_BYTES[dtype])
     if isinstance(shape, StateShape):
-        raise InvalidOptionError("[engine] kv_dtype is for keys and values; this model has states.", hint="Leave it out.")
+        raise InvalidOptionError(
+            "[engine] kv_dtype is for keys and values; this model has states.", hint="Leave it out."
+        )
     backend = choose_backend(device, dtype)
     if config.kv_dtype not in backend.kv_types:
         hint = f"Leave it out; this backend has {', '.join(backend.kv_types)}." if backend.kv_types else "Leave it out."
@@ -213,7 +231,10 @@ def check_plan(model: str, config: EngineConfig, shape: MemoryShape, device: str
         ways += ["device=cpu"] if device == "cuda" else []
         is_wide = plan.work_bytes > plan.weight_bytes
         ways += [f"a max_num_seqs below {config.max_num_seqs}" if is_wide else "a smaller model"]
-    cache_bytes, num = plan.num_bytes + plan.block_bytes * isinstance(shape, StateShape), ranks_in_memory(config, device)
+    cache_bytes, num = (
+        plan.num_bytes + plan.block_bytes * isinstance(shape, StateShape),
+        ranks_in_memory(config, device),
+    )
     needs = {"weights": plan.weight_bytes * num, kind: cache_bytes * num, "buffers": plan.work_bytes * num}
     check_room(model, device, needs, ways, share=share)
 
@@ -248,7 +269,9 @@ def memory_budget(config: EngineConfig, device: str, taken_bytes: int) -> tuple[
     if config.memory_budget_gib:
         wanted = config.memory_budget_gib * GIB / num
         if wanted > free:
-            raise InvalidOptionError(f"[engine] memory_budget_gib is {config.memory_budget_gib:g}, but {size(free)} are free.")
+            raise InvalidOptionError(
+                f"[engine] memory_budget_gib is {config.memory_budget_gib:g}, but {size(free)} are free."
+            )
         return wanted, f"memory_budget_gib = {config.memory_budget_gib:g}"
     budget = min((free - taken_bytes) * CPU_SHARE, CPU_MOST_BYTES / num)
     return budget, f"a quarter of the {size(free)} that are free, {taken}, at most 4 GiB"

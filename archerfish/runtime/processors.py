@@ -1,4 +1,5 @@
-"""Logits processors of requests: functions of the caller that change a row of logits on the host before a token is drawn."""
+"""Logits processors of requests: functions of the caller that change a row of logits on the host before a token is
+drawn."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class RowProcessors:
                 row = processor(prompt, output, row) if wants_prompt else processor(output, row)
                 result = host_row(row)
             except Exception as error:
-                raise InvalidInputError(f"The logits processor {name} failed: {type(error).__name__}: {error}") from error
+                raise InvalidInputError(
+                    f"The logits processor {name} failed: {type(error).__name__}: {error}"
+                ) from error
             if result.shape != logits.shape:
                 raise InvalidInputError(f"The logits processor {name} gave {len(result):,} logits for {len(logits):,}.")
         return result

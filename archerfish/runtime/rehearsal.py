@@ -1,8 +1,8 @@
 """Every kind of step that a request can lead to, run by a runner that nobody else uses: see `Ops.starting`.
 
-A kernel is compiled anew for other types, constants and alignments of its arguments, which follow from few numbers: sequences
-with one new token, tokens of a pass, sampled rows. So each of these is varied alone. `tests/runtime/test_rehearsal.py` checks
-random requests against it.
+A kernel is compiled anew for other types, constants and alignments of its arguments, which follow from few numbers:
+sequences with one new token, tokens of a pass, sampled rows. So each of these is varied alone.
+`tests/runtime/test_rehearsal.py` checks random requests against it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def list_steps(runner: ModelRunner[Any]) -> Iterator[StepInput]:
     """Steps that are not recorded."""
     most, max_len = runner.sampler.max_rows, runner.model.max_len
     for num in sorted({*range(1, min(most, EVERY_NUMBER) + 1), *list_sizes(most)}):
-        for start in (CONTEXT, MIN_SHARED_TOKENS + runner.pool.block_size) if num >= MIN_SHARED_SEQUENCES else (CONTEXT,):
+        for start in (
+            (CONTEXT, MIN_SHARED_TOKENS + runner.pool.block_size) if num >= MIN_SHARED_SEQUENCES else (CONTEXT,)
+        ):
             decodes = [(1, min(start, max_len - 1))] * num
             yield make_step(runner, decodes, is_shared=start > CONTEXT, kept=[(0, 0)], dropped=[0])
             if num < most:
@@ -80,9 +82,19 @@ def make_step(
     ids = (places if is_shared else places + owners) % runner.pool.num_blocks
     entries = [RowEntry(int(row), "rehearsal", GREEDY, num_prompt=1) for row in rows]
     return StepInput(
-        step=0, rows=rows, starts=starts, counts=counts, samples=ones, adapters=0 * ones, num_decodes=int((counts == 1).sum()),
-        tokens=np.zeros(int(counts.sum()), dtype=np.int64), block_rows=owners, block_places=places, block_ids=ids,
-        entries=entries, **others,
+        step=0,
+        rows=rows,
+        starts=starts,
+        counts=counts,
+        samples=ones,
+        adapters=0 * ones,
+        num_decodes=int((counts == 1).sum()),
+        tokens=np.zeros(int(counts.sum()), dtype=np.int64),
+        block_rows=owners,
+        block_places=places,
+        block_ids=ids,
+        entries=entries,
+        **others,
     )
 
 
@@ -112,7 +124,9 @@ def rehearse_sampling(runner: ModelRunner[T]) -> None:
 def list_mixes(vocab_size: int) -> Iterator[Mix]:
     """Parameters of rows that are chosen together."""
     plain = (GREEDY, DRAWN, CUT)
-    stages = [Stage(first=0, end=vocab_size, num_tokens=1, temperature=one.temperature, top_p=one.top_p) for one in plain]
+    stages = [
+        Stage(first=0, end=vocab_size, num_tokens=1, temperature=one.temperature, top_p=one.top_p) for one in plain
+    ]
     for greedy, drawn, cut in (plain, [replace(DRAWN, stages=(stage,)) for stage in stages]):
         yield from ((greedy,), (drawn,), (cut,), (greedy, drawn), (greedy, cut))
     for repetition, presence, frequency in product((1.0, 1.5), (0.0, 0.5), (0.0, 0.5)):

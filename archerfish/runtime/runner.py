@@ -1,7 +1,7 @@
 """ModelRunner: a StepInput becomes buffers, logits and tokens.
 
-The caller can plan the next step while one computes: on a CPU steps run in a thread of their own, a GPU is given its work and
-not waited for. Tokens that the step before is still choosing are filled in where they are chosen.
+The caller can plan the next step while one computes: on a CPU steps run in a thread of their own, a GPU is given its
+work and not waited for. Tokens that the step before is still choosing are filled in where they are chosen.
 """
 
 from __future__ import annotations
@@ -36,9 +36,13 @@ DECODE_TILE = 32  # rows of every decode pass in deterministic mode, filled up w
 CALIBRATED = 256  # tokens by which scales are set
 LOGPROB_ROWS = 64  # rows of prompt logits made at a time
 WARM_UPS = (  # new tokens and contexts of sequences: long prompts, short ones, and what stands after a long context
-    [(256, 256)], [(20, 20)] * 8, [(1, 40), (2, 300)],
+    [(256, 256)],
+    [(20, 20)] * 8,
+    [(1, 40), (2, 300)],
 )
-Scores = tuple[int, Callable[[], list[TokenLogprobs]]]  # the sequence of prompt tokens, and what waits for their logprobs
+Scores = tuple[
+    int, Callable[[], list[TokenLogprobs]]
+]  # the sequence of prompt tokens, and what waits for their logprobs
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,9 @@ class Pass(Generic[T]):
     sampled: Ids = field(default_factory=NO_IDS.view)  # the sequence of each token to choose
     sampled_places: Ids = field(default_factory=NO_IDS.view)  # and the place of the token before it
     nth: Ids = field(default_factory=NO_IDS.view)  # and how many of the sequence's are chosen before it
-    scored: list[tuple[int, int]] = field(default_factory=list)  # for prompt logprobs: sequence and place of its first token
+    scored: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # for prompt logprobs: sequence and place of its first token
 
 
 class QueuedStep:
@@ -96,19 +102,31 @@ class OtherRanks:
 
 
 class ModelRunner(Generic[T]):
-    """Runs steps of one model over one pool of blocks. executor: the one thread that CPU steps run in; None: one of its own."""
+    """Runs steps of one model over one pool of blocks. executor: the one thread that CPU steps run in; None: one of its
+    own."""
 
     def __init__(
-        self, model: ModelAdapter[T], pool: MemoryPool[T], *, vocab_size: int, max_num_seqs: int,
-        is_deterministic: bool = False, num_threads: int = 0, max_tokens: int = 0, num_draft_tokens: int = 0,
+        self,
+        model: ModelAdapter[T],
+        pool: MemoryPool[T],
+        *,
+        vocab_size: int,
+        max_num_seqs: int,
+        is_deterministic: bool = False,
+        num_threads: int = 0,
+        max_tokens: int = 0,
+        num_draft_tokens: int = 0,
         executor: Executor | None = None,
     ) -> None:
         """max_tokens: most of a step. num_draft_tokens: most that are proposed for a sequence."""
         self.model, self.pool = model, pool
         self._options: dict[str, Any] = {
-            "vocab_size": vocab_size, "max_num_seqs": max_num_seqs, "is_deterministic": is_deterministic,
-            "max_tokens": max_tokens, "num_draft_tokens": num_draft_tokens,
-        }  # fmt: skip
+            "vocab_size": vocab_size,
+            "max_num_seqs": max_num_seqs,
+            "is_deterministic": is_deterministic,
+            "max_tokens": max_tokens,
+            "num_draft_tokens": num_draft_tokens,
+        }
         self.ops: Ops[T] = model.ops
         self.is_deterministic = is_deterministic
         self.others = OtherRanks()
@@ -158,7 +176,11 @@ class ModelRunner(Generic[T]):
             num_computed = int(np.count_nonzero(step.counts))
             bounds = [0, num_computed] if num_computed else []
             if self.is_deterministic:  # numbers must not depend on neighbours
-                bounds = [*range(0, step.num_decodes, DECODE_TILE), *range(step.num_decodes, num_computed), num_computed]
+                bounds = [
+                    *range(0, step.num_decodes, DECODE_TILE),
+                    *range(step.num_decodes, num_computed),
+                    num_computed,
+                ]
             work = [self._prepare_pass(step, first, end) for first, end in pairwise(bounds)]
         if self._thread is not None:
             return self._thread.submit(self._guarded, lambda: self._start(step, work)())
@@ -173,7 +195,10 @@ class ModelRunner(Generic[T]):
         """Set the scales of keys and values in FP8 by those of made-up tokens, over blocks that are free."""
         if not self.pool.has_keys or self.pool.layers[0].scales is None:
             return
-        size, num = self.pool.block_size, min(CALIBRATED, self.model.max_len, self.pool.num_blocks * self.pool.block_size)
+        size, num = (
+            self.pool.block_size,
+            min(CALIBRATED, self.model.max_len, self.pool.num_blocks * self.pool.block_size),
+        )
         lens, blocks = np.array([num]), np.arange(-(-num // size))[None]
         tokens = np.random.default_rng(0).integers(0, self.sampler.vocab_size, num)
         with self.ops.computing():
@@ -182,7 +207,8 @@ class ModelRunner(Generic[T]):
             self.ops.fit_kv_scales(self.pool.layers, blocks.size)
 
     def warm_up(self, key: str = "", progress: Progress = no_progress) -> None:
-        """Run each kind of step once, over blocks that are free. Before, what any step needs is compiled: `Ops.starting`."""
+        """Run each kind of step once, over blocks that are free. Before, what any step needs is compiled:
+        `Ops.starting`."""
         if not self.ops.can_record:
             return
         with self.ops.starting(f"{key}/{self._options}", self._rehearse, progress), self.ops.computing():
@@ -211,7 +237,12 @@ class ModelRunner(Generic[T]):
         lens, contexts = np.minimum(np.asarray(sequences, dtype=np.int64), max_len).T
         blocks = np.arange(-(-int(contexts.max()) // size)) % self.pool.num_blocks
         batch: PagedBatch[T] | RecurrentBatch[T] = self.pool.pack_batch(
-            self.ops, np.zeros(lens.sum(), dtype=np.int64), lens, contexts - lens, np.tile(blocks, (len(lens), 1)), size,
+            self.ops,
+            np.zeros(lens.sum(), dtype=np.int64),
+            lens,
+            contexts - lens,
+            np.tile(blocks, (len(lens), 1)),
+            size,
             is_deterministic=self.is_deterministic,
         )
         return batch
@@ -224,7 +255,8 @@ class ModelRunner(Generic[T]):
             return self._graphs.record_next() or (self._passes is not None and self._passes.record_next())
 
     def close(self, *, waits: bool = True, keeps_model: bool = False) -> None:
-        """End the thread and give the memory back. waits: until the thread has ended. keeps_model: all but the weights'."""
+        """End the thread and give the memory back. waits: until the thread has ended. keeps_model: all but the
+        weights'."""
         self.others.close()
         if self._thread is not None and self._owns_thread:
             self._thread.shutdown(wait=waits)
@@ -239,7 +271,9 @@ class ModelRunner(Generic[T]):
 
     def _prepare_pass(self, step: StepInput, first: int, end: int) -> Pass[T]:
         """The pass over the sequences from `first` to `end`."""
-        counts, rows, starts = step.counts[first:end], step.rows[first:end], step.starts[first:end]
+        counts = step.counts[first:end]
+        rows = step.rows[first:end]
+        starts = step.starts[first:end]
         before, ends = int(step.counts[:first].sum()), np.cumsum(counts)
         num_tokens = int(ends[-1])
         tokens = step.tokens[before : before + num_tokens]
@@ -255,17 +289,28 @@ class ModelRunner(Generic[T]):
         states = {index - first: blocks for index, blocks in step.states if first <= index < end}
         more: dict[str, Any] = {"states": states} if states else {}
         adapters = step.adapters[first:end]
-        if self.ops.adapters is not None and (self.is_deterministic or adapters.any()):  # else products are fused with others
+        if self.ops.adapters is not None and (
+            self.is_deterministic or adapters.any()
+        ):  # else products are fused with others
             more["adapters"] = adapters
         batch: PagedBatch[T] | RecurrentBatch[T] | PreparedPass | None = None
         if self._passes is not None:
             batch = self._passes.prepare(step, self._tables)
         if batch is None:
-            keeps_all = bool(scored) or self.is_deterministic or len(places) == num_tokens or not self.model.gives_kept_rows
+            keeps_all = (
+                bool(scored) or self.is_deterministic or len(places) == num_tokens or not self.model.gives_kept_rows
+            )
             batch = self.pool.pack_batch(
-                self.ops, tokens, counts, starts, self._tables.of(rows), self.pool.block_size,
-                is_deterministic=self.is_deterministic, num_rows=DECODE_TILE if self.is_deterministic and is_decode else 0,
-                kept_rows=None if keeps_all else places, **more,
+                self.ops,
+                tokens,
+                counts,
+                starts,
+                self._tables.of(rows),
+                self.pool.block_size,
+                is_deterministic=self.is_deterministic,
+                num_rows=DECODE_TILE if self.is_deterministic and is_decode else 0,
+                kept_rows=None if keeps_all else places,
+                **more,
             )
         return Pass(batch, num_tokens, is_decode, pending, pending_rows, sampled, places, nth, scored)
 
@@ -277,7 +322,9 @@ class ModelRunner(Generic[T]):
                 self.sampler.add(entry)
             if step.copies:
                 ops.copy_blocks(self.pool.layers, step.copies)
-            finish = self._start_graph(step, work) if isinstance(work, PreparedDecodes) else self._start_passes(step, work)
+            finish = (
+                self._start_graph(step, work) if isinstance(work, PreparedDecodes) else self._start_passes(step, work)
+            )
             for handle in step.dropped:
                 self._logits.pop(handle, None)
         return finish
@@ -321,7 +368,9 @@ class ModelRunner(Generic[T]):
             result.errors = {int(sampled[i]): error for i, error in self.sampler.failures(report, rows).items()}
             if len(report) > 2:
                 scores = self.sampler.read_scored(report, rows)
-                result.logprobs = {int(sampled[i]): [one] for i, one in scores.items() if int(sampled[i]) not in result.errors}
+                result.logprobs = {
+                    int(sampled[i]): [one] for i, one in scores.items() if int(sampled[i]) not in result.errors
+                }
             return result
 
         return finish

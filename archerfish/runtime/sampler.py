@@ -27,13 +27,26 @@ from archerfish.runtime.host_sampling import failure
 from archerfish.runtime.processors import RowProcessors
 from archerfish.step import MOST_PENALISED_DRAFTS, NO_IDS, RowEntry, TokenLogprobs
 
-ROW = np.dtype([
-    ("key", np.int64), ("temperature", np.float64), ("top_k", np.int64), ("top_p", np.float64), ("min_p", np.float64),
-    ("repetition", np.float64), ("presence", np.float64), ("frequency", np.float64), ("is_penalised", np.bool_),
-    ("free_from", np.int64),  # the position from which stop tokens are allowed
-    ("is_ranged", np.bool_), ("first", np.int64), ("end", np.int64), ("offset", np.int64),
-    ("until", np.int64),  # the position from which another stage says how to choose
-], align=True)  # fmt: skip
+ROW = np.dtype(
+    [
+        ("key", np.int64),
+        ("temperature", np.float64),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("repetition", np.float64),
+        ("presence", np.float64),
+        ("frequency", np.float64),
+        ("is_penalised", np.bool_),
+        ("free_from", np.int64),  # the position from which stop tokens are allowed
+        ("is_ranged", np.bool_),
+        ("first", np.int64),
+        ("end", np.int64),
+        ("offset", np.int64),
+        ("until", np.int64),  # the position from which another stage says how to choose
+    ],
+    align=True,
+)
 NEVER = np.iinfo(np.int64).max
 # What a row needs of a recorded step. SPECIAL: its logits, from which `FastSampler.sample` chooses.
 CUT, PENALTY, SCORES, MANY_SCORES, SPECIAL = (1 << bit for bit in range(5))
@@ -82,7 +95,9 @@ class FastSampler(Generic[T]):
     """Samples tokens for sequences, each of which has a row. One thread at a time may use it."""
 
     def __init__(self, ops: Ops[T], vocab_size: int, max_rows: int) -> None:
-        self.ops, self.vocab_size, self.max_rows = ops, vocab_size, max_rows
+        self.ops = ops
+        self.vocab_size = vocab_size
+        self.max_rows = max_rows
         self._table: npt.NDArray[Any] = np.zeros(max_rows + 1, dtype=ROW)
         self._words = np.zeros((NUM_INPUTS - Input.KEY, max_rows + 1), dtype=np.int64)
         self._needs = np.zeros(max_rows + 1, dtype=np.int64)
@@ -96,7 +111,8 @@ class FastSampler(Generic[T]):
         self._batch_key: object = None
         self._batch: sampling.SamplingBatch[T] = sampling.SamplingBatch()
         self.metrics = SamplingMetrics()
-        self._table["top_k"], self._table["top_p"], self._table["end"] = *_limits(0, 1.0, vocab_size), vocab_size
+        self._table["top_k"], self._table["top_p"] = _limits(0, 1.0, vocab_size)
+        self._table["end"] = vocab_size
         self._table["until"], self._table["repetition"] = NEVER, 1.0
         self._set_words(max_rows)
         self.filling = self._words[:, max_rows:]  # how to sample columns without a sequence: greedily
@@ -109,11 +125,21 @@ class FastSampler(Generic[T]):
         self._batch_key = None
         self._needs[row] = needs_of(entry)
         self._table[row] = (
-            sampling.stream_key(entry.seed, entry.index), params.temperature,
-            *_limits(params.top_k, params.top_p, self.vocab_size), params.min_p, params.repetition_penalty,
-            params.presence_penalty, params.frequency_penalty, params.has_penalties, entry.num_prompt + params.min_tokens,
-            False, 0, self.vocab_size, 0, 0 if params.stages else NEVER,
-        )  # fmt: skip
+            sampling.stream_key(entry.seed, entry.index),
+            params.temperature,
+            *_limits(params.top_k, params.top_p, self.vocab_size),
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.has_penalties,
+            entry.num_prompt + params.min_tokens,
+            False,
+            0,
+            self.vocab_size,
+            0,
+            0 if params.stages else NEVER,
+        )
         if self.ops.can_record:
             self._set_words(row)
         self._names[row] = entry.request_id
@@ -139,8 +165,8 @@ class FastSampler(Generic[T]):
         return self._counts
 
     def write_inputs(self, words: Ids, rows: Ids) -> Ids:
-        """How to sample rows, into the first columns of `decoding.Input`, where their positions stand already; gives what each
-        needs of a recorded step."""
+        """How to sample rows, into the first columns of `decoding.Input`, where their positions stand already; gives
+        what each needs of a recorded step."""
         num = len(rows)
         if self._staged:
             self._enter_stages(rows, words[Input.POSITION, :num] + 1)
@@ -148,7 +174,8 @@ class FastSampler(Generic[T]):
         return self._needs[rows]
 
     def _set_words(self, row: int) -> None:
-        """Write down what the table says of a row in the way of `decoding.Input`; of a special one that it is greedy."""
+        """Write down what the table says of a row in the way of `decoding.Input`; of a special one that it is
+        greedy."""
         if self._needs[row] & SPECIAL:
             self._words[:, row] = self._words[:, self.max_rows]
             return
@@ -164,10 +191,10 @@ class FastSampler(Generic[T]):
     ) -> tuple[T, Callable[[], Chosen]]:
         """One token for each row of float32 logits, which are left as they are: on the device, and what waits for them.
 
-        rows[i]: the row whose parameters apply. positions[i]: the number of tokens before the one to choose. masks: which
-        logits a grammar applies to, and the `bits` of `Masks`. drafts: of rows that stand here more than once, behind each of
-        their proposed tokens in turn. Nothing waits for the device. In a stage before the last one, logits are rows that mean
-        nothing, and what is chosen comes from the last one.
+        rows[i]: the row whose parameters apply. positions[i]: the number of tokens before the one to choose. masks:
+        which logits a grammar applies to, and the `bits` of `Masks`. drafts: of rows that stand here more than once,
+        behind each of their proposed tokens in turn. Nothing waits for the device. In a stage before the last one,
+        logits are rows that mean nothing, and what is chosen comes from the last one.
         """
         if not self.ops.ranks.is_last:
             tokens = sampling.draw(self.ops, logits, self._batch).tokens
@@ -178,13 +205,19 @@ class FastSampler(Generic[T]):
             )
         started = time.perf_counter()
         penalised = {row: tokens for row, tokens in (drafts or {}).items() if self._table["is_penalised"][row]}
-        ops, batch, metrics = self.ops, self._batch_for(rows, positions, self._draft_slots(rows, penalised)), self.metrics
+        ops = self.ops
+        batch = self._batch_for(rows, positions, self._draft_slots(rows, penalised))
+        metrics = self.metrics
         if masks is not None:
             batch = dataclasses.replace(batch, masks=sampling.Masks(ops.tensor(masks[0]), ops.tensor(masks[1])))
         processed, failed = self._process(logits, rows, positions) if self._processors else (logits, {})
         drawn = sampling.draw(ops, processed, batch)
         fetch_report, fetch_scores = ops.fetch(drawn.report), None
-        wanted = {i: self._num_top[row] for i, row in enumerate(rows.tolist()) if row in self._num_top} if self._num_top else {}
+        wanted = (
+            {i: self._num_top[row] for i, row in enumerate(rows.tolist()) if row in self._num_top}
+            if self._num_top
+            else {}
+        )
         if wanted:
             some = None if len(wanted) == len(rows) else np.fromiter(wanted, dtype=np.int64)
             tokens = drawn.tokens if some is None else ops.rows(drawn.tokens, some)
@@ -204,7 +237,9 @@ class FastSampler(Generic[T]):
             for i, row in enumerate(rows.tolist() if self._processors else ()):
                 if row in self._processors:
                     self._processors[row].add(tokens[i], int(positions[i]))
-            scores = fetch_scores([tokens[i] for i in wanted], list(wanted.values())) if fetch_scores is not None else ()
+            scores = (
+                fetch_scores([tokens[i] for i in wanted], list(wanted.values())) if fetch_scores is not None else ()
+            )
             return Chosen(tokens, {i: one for i, one in zip(wanted, scores, strict=True) if i not in errors}, errors)
 
         return drawn.tokens, read
@@ -228,7 +263,8 @@ class FastSampler(Generic[T]):
             self.ops.add_counts(self.counts(), row, drawn[1 : num_accepted + 1])
 
     def _process(self, logits: T, rows: Ids, positions: Ids) -> tuple[T, dict[int, BaseException]]:
-        """A copy of the logits after the processors of their rows, and the errors that these raised. Waits for the device."""
+        """A copy of the logits after the processors of their rows, and the errors that these raised. Waits for the
+        device."""
         places = [i for i, row in enumerate(rows.tolist()) if row in self._processors]
         errors: dict[int, BaseException] = {}
         changed: dict[int, npt.NDArray[np.float32]] = {}
@@ -242,7 +278,9 @@ class FastSampler(Generic[T]):
                 errors[i] = error
         if changed:
             logits = self.ops.rows(logits, np.arange(len(rows)))
-            self.ops.put(logits, np.fromiter(changed, dtype=np.int64), self.ops.tensor(np.stack(list(changed.values()))))
+            self.ops.put(
+                logits, np.fromiter(changed, dtype=np.int64), self.ops.tensor(np.stack(list(changed.values())))
+            )
         return logits, errors
 
     def failures(self, report: Ids, rows: Ids) -> dict[int, BaseException]:
@@ -257,7 +295,8 @@ class FastSampler(Generic[T]):
         return ids[ids < self.vocab_size]
 
     def _batch_for(self, rows: Ids, positions: Ids, slots: Ids) -> sampling.SamplingBatch[T]:
-        """The parameters of these rows, whose counts stand in slots; what is on the device is used again while it stays so."""
+        """The parameters of these rows, whose counts stand in slots; what is on the device is used again while it stays
+        so."""
         if self._staged:
             self._enter_stages(rows, positions)
         part = self._table[rows]
@@ -282,8 +321,14 @@ class FastSampler(Generic[T]):
             top_k, top_p = _limits(stage.top_k, stage.top_p, stage.end - stage.first)
             entry = self._table[row]
             for name, value in (
-                ("temperature", stage.temperature), ("top_k", top_k), ("top_p", top_p), ("is_ranged", True),
-                ("first", stage.first), ("end", stage.end), ("offset", stage.offset), ("until", end),
+                ("temperature", stage.temperature),
+                ("top_k", top_k),
+                ("top_p", top_p),
+                ("is_ranged", True),
+                ("first", stage.first),
+                ("end", stage.end),
+                ("offset", stage.offset),
+                ("until", end),
             ):
                 entry[name] = value
             if self.ops.can_record:
@@ -291,10 +336,13 @@ class FastSampler(Generic[T]):
             self._batch_key = None
 
     def _build(self, part: npt.NDArray[Any], rows: Ids, waiting: Ids, slots: Ids) -> sampling.SamplingBatch[T]:
-        """The batch of some rows of the table, less its positions. waiting: places where stop tokens are not allowed yet."""
+        """The batch of some rows of the table, less its positions. waiting: places where stop tokens are not allowed
+        yet."""
         ops = self.ops
         bias = {i: self._bias[row] for i, row in enumerate(rows.tolist()) if row in self._bias} if self._bias else {}
-        banned = {i: self._stop_ids[int(rows[i])] for i in waiting.tolist() if len(self._stop_ids.get(int(rows[i]), NO_IDS))}
+        banned = {
+            i: self._stop_ids[int(rows[i])] for i in waiting.tolist() if len(self._stop_ids.get(int(rows[i]), NO_IDS))
+        }
         batch: sampling.SamplingBatch[T] = sampling.SamplingBatch(
             bias=self._entries({i: ids for i, (ids, _) in bias.items()}) if bias else None,
             bias_values=ops.tensor(np.concatenate([values for _, values in bias.values()])) if bias else None,
@@ -364,7 +412,8 @@ def prompt_logprobs(ops: Ops[T], logits: T, next_tokens: list[int], num_top: int
 
 
 def fetch_logprobs(ops: Ops[T], scores: sampling.Logprobs[T]) -> Callable[[list[int], list[int]], list[TokenLogprobs]]:
-    """Begin to bring log-probabilities to the host; the result takes the tokens and how many of the likeliest each wants."""
+    """Begin to bring log-probabilities to the host; the result takes the tokens and how many of the likeliest each
+    wants."""
     own, top = ops.fetch(scores.logprobs), ops.fetch(scores.top_logprobs)
     ranks, top_ids = ops.fetch(scores.ranks), ops.fetch(scores.top_ids)
 

@@ -1,7 +1,8 @@
 """Which adapters lie in the slots of the device, and which sequences use them. Numbers only.
 
-An adapter that a running sequence uses keeps its slot. One that none uses keeps it until another adapter wants a slot: the one
-with which a sequence began longest ago goes first. A sequence whose adapter has no slot waits, and others go on.
+An adapter that a running sequence uses keeps its slot. One that none uses keeps it until another adapter wants a slot:
+the one with which a sequence began longest ago goes first. A sequence whose adapter has no slot waits, and others go
+on.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-MOST_MISSES = 64  # plans in which an adapter finds no slot, before another one's is kept free of further sequences for it
+MOST_MISSES = (
+    64  # plans in which an adapter finds no slot, before another one's is kept free of further sequences for it
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -24,8 +27,8 @@ class Slot:
 
 @dataclass(slots=True)
 class AdapterSlots:
-    """on_load: called with an adapter and the slot that it is to be put into. `loaded` or `failed` must follow, under the lock
-    of the scheduler."""
+    """on_load: called with an adapter and the slot that it is to be put into. `loaded` or `failed` must follow, under
+    the lock of the scheduler."""
 
     num_slots: int
     on_load: Callable[[int, int], None]
@@ -55,7 +58,8 @@ class AdapterSlots:
         return adapter in self._errors or (adapter in self._held and self._held[adapter].is_ready)
 
     def is_ready(self, adapter: int) -> bool:
-        """Whether a sequence can begin with an adapter now; if not, the adapter is loaded as soon as there is a slot."""
+        """Whether a sequence can begin with an adapter now; if not, the adapter is loaded as soon as there is a
+        slot."""
         slot = self._held.get(adapter)
         if slot is not None:
             return slot.is_ready and not (self._is_draining and adapter == next(iter(self._held)))

@@ -1,10 +1,11 @@
 """Speculation: tokens that probably follow are proposed, and one step verifies them.
 
-A sequence is sampled behind each proposed token, each time with the key of that position. So the tokens that come out are those
-that would have come out one by one, whatever is proposed: a proposal is accepted while it is the token that was drawn.
+A sequence is sampled behind each proposed token, each time with the key of that position. So the tokens that come out
+are those that would have come out one by one, whatever is proposed: a proposal is accepted while it is the token that
+was drawn.
 
-Proposing needs the last token on the host, so that no step can be planned while one is in flight. A sequence waits only while
-there is something to propose for it. On a GPU the scheduler also waits for the proposals of a draft model.
+Proposing needs the last token on the host, so that no step can be planned while one is in flight. A sequence waits only
+while there is something to propose for it. On a GPU the scheduler also waits for the proposals of a draft model.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ GAIN = 1.1  # at least, of proposing tokens
 MOST_DRAFTED = 64  # sequences of a step; looking for proposals would take longer than they save
 PAUSE = 16  # tokens, after a step in which proposals would not have paid
 FADING = 0.9  # of what was accepted before, with every draft
-FORGETTING = 0.8  # of what was rejected, with every pause of a draft model: bad luck must not end its proposals for good
+FORGETTING = (
+    0.8  # of what was rejected, with every pause of a draft model: bad luck must not end its proposals for good
+)
 FIRST_ACCEPTED, FIRST_REJECTED = 2.7, 0.3  # assumed at first
 FIRST_COUNT = 4  # tokens that are proposed at first
 LONGEST_PAUSE = 6  # 2 to the power of this many tokens
@@ -112,16 +115,24 @@ def rounded(size: int) -> int:
 
 
 class Speculation:
-    """Decides for which sequences how many tokens are proposed: as many as make steps of these sizes, as fast as they were
-    measured to be, give the most tokens a second."""
+    """Decides for which sequences how many tokens are proposed: as many as make steps of these sizes, as fast as they
+    were measured to be, give the most tokens a second."""
 
     def __init__(
-        self, drafter: Drafter, max_tokens: int, max_sequences: int = MOST_DRAFTED, model: DraftModel | None = None,
-        *, is_flat: bool = False,
+        self,
+        drafter: Drafter,
+        max_tokens: int,
+        max_sequences: int = MOST_DRAFTED,
+        model: DraftModel | None = None,
+        *,
+        is_flat: bool = False,
     ) -> None:
-        """max_sequences: of a step; larger ones verify nothing. model: proposes in place of the drafter. is_flat: a step of a
-        few tokens takes as long as one of a few more."""
-        self.drafter, self.max_tokens, self.max_sequences, self.model = drafter, max_tokens, max_sequences, model
+        """max_sequences: of a step; larger ones verify nothing. model: proposes in place of the drafter. is_flat: a
+        step of a few tokens takes as long as one of a few more."""
+        self.drafter = drafter
+        self.max_tokens = max_tokens
+        self.max_sequences = max_sequences
+        self.model = model
         self.least_count = max_tokens if is_flat else 0  # tokens that may be proposed, whatever came before
         self.times = StepTimes()  # by the tokens of a step of decodes
 
@@ -142,7 +153,9 @@ class Speculation:
         """
         computed: list[Sequence] = []  # by the draft model
         for seq in sequences:
-            draft, room, proposed = seq.draft, self.room(seq), list[int]()
+            draft = seq.draft
+            room = self.room(seq)
+            proposed = list[int]()
             assert draft is not None
             if len(seq.tokens) >= draft.pause_until and room > 0:
                 if self.model is not None:
@@ -152,7 +165,9 @@ class Speculation:
                     proposed = self.drafter.propose(seq.tokens, count, is_bold=is_bold)
                     if proposed and not self.choose(num_others + len(sequences) - 1, [seq], count, count):
                         proposed, draft.pause_until = [], len(seq.tokens) + PAUSE
-            draft.job, draft.is_forced, draft.tokens = None, False, [] if seq.num_pending else proposed
+            draft.job = None
+            draft.is_forced = False
+            draft.tokens = [] if seq.num_pending else proposed
             seq.pending_limit = 0 if proposed or seq.request.needs_host_token else last_position(seq)
         if computed and self.model is not None:
             self._compute(self.model, computed, num_others + len(sequences) - len(computed))
@@ -185,7 +200,8 @@ class Speculation:
         return False
 
     def choose(self, num_others: int, sequences: SequenceOf[Sequence], room: int, longest: int = 0) -> int:
-        """How many tokens to propose for each of these sequences, in a step with so many others and room for more tokens.
+        """How many tokens to propose for each of these sequences, in a step with so many others and room for more
+        tokens.
 
         longest: of what the draft model may propose; 0: proposals are there, and cost no more time.
         """
@@ -193,7 +209,9 @@ class Speculation:
         drafts = [seq.draft for seq in sequences if seq.draft is not None]
         num_forced = sum(draft.is_forced for draft in drafts)
         accepted, rejected = sum(draft.accepted for draft in drafts), sum(draft.rejected for draft in drafts)
-        share, total, is_computed = accepted / (accepted + rejected), num_others + num, longest > 0
+        share = accepted / (accepted + rejected)
+        total = num_others + num
+        is_computed = longest > 0
         longest = longest or max(len(draft.tokens) for draft in drafts)
         best, expected = 0, 0.0
         best_rate = GAIN * total / self.times.expect(total, 1.0)
@@ -210,14 +228,18 @@ class Speculation:
     def pause(self, seq: Sequence) -> None:
         """Nothing is proposed for a while, and steps need not wait for the tokens of a sequence."""
         assert seq.draft is not None
-        seq.draft.tokens, seq.draft.job, seq.draft.pause_until = [], None, len(seq.tokens) + PAUSE
+        seq.draft.tokens = []
+        seq.draft.job = None
+        seq.draft.pause_until = len(seq.tokens) + PAUSE
         seq.pending_limit = 0 if seq.request.needs_host_token else last_position(seq)
 
     def verify(self, seq: Sequence, drawn: list[int]) -> list[int]:
         """The drawn tokens that count: those up to the first that was not proposed."""
         draft = seq.draft
         assert draft is not None
-        num_accepted = next((i for i, (a, b) in enumerate(zip(draft.tokens, drawn, strict=False)) if a != b), len(draft.tokens))
+        num_accepted = next(
+            (i for i, (a, b) in enumerate(zip(draft.tokens, drawn, strict=False)) if a != b), len(draft.tokens)
+        )
         is_rejected = num_accepted < len(draft.tokens)
         draft.num_proposed += len(draft.tokens)
         draft.num_accepted += num_accepted

@@ -1,4 +1,5 @@
-"""Every live sequence: where it stands (waiting, running, leaving), which blocks it holds, and what the cache keeps of them."""
+"""Every live sequence: where it stands (waiting, running, leaving), which blocks it holds, and what the cache keeps of
+them."""
 
 from __future__ import annotations
 
@@ -65,20 +66,31 @@ class SchedulerStats:
 class LiveSequences:
     """A sequence waits, runs, and ends. What a step in flight may touch (blocks, the row) is given back only after it.
 
-    While a running sequence is in a step in flight, ending or preempting it makes it a leaving one: it keeps its blocks and
-    its row until `release`, which the scheduler calls when the last of its steps is done.
+    While a running sequence is in a step in flight, ending or preempting it makes it a leaving one: it keeps its blocks
+    and its row until `release`, which the scheduler calls when the last of its steps is done.
 
-    A sequence owns a reference to each of its blocks. It locks the node up to which its tokens are in the tree, or the root: a
-    lock on the root protects nothing, but shows whether the cache was cleared meanwhile. Where a block is a state, the last
-    block of a sequence, which still changes, never goes into the tree and is never copied.
+    A sequence owns a reference to each of its blocks. It locks the node up to which its tokens are in the tree, or the
+    root: a lock on the root protects nothing, but shows whether the cache was cleared meanwhile. Where a block is a
+    state, the last block of a sequence, which still changes, never goes into the tree and is never copied.
     """
 
     def __init__(
-        self, blocks: BlockManager, cache: RadixCache, logits_cache: LogitsCache | None, policy: SchedulingPolicy, *,
-        model_state_hash: str, max_num_seqs: int, fixed_chunk: int, logits_row_bytes: int, clock: Callable[[], float],
+        self,
+        blocks: BlockManager,
+        cache: RadixCache,
+        logits_cache: LogitsCache | None,
+        policy: SchedulingPolicy,
+        *,
+        model_state_hash: str,
+        max_num_seqs: int,
+        fixed_chunk: int,
+        logits_row_bytes: int,
+        clock: Callable[[], float],
         adapters: AdapterSlots | None = None,
     ) -> None:
-        self.blocks, self.cache, self.policy = blocks, cache, policy
+        self.blocks = blocks
+        self.cache = cache
+        self.policy = policy
         self.adapters = adapters
         self.queue = queue_for(policy)
         self.prefilling: dict[Sequence, None] = {}  # running, with tokens to catch up on, by admission
@@ -118,7 +130,8 @@ class LiveSequences:
 
     @property
     def logits_cache(self) -> LogitsCache | None:
-        """None where it could not keep anything: it lives with the tree, and both may be turned off while sequences run."""
+        """None where it could not keep anything: it lives with the tree, and both may be turned off while sequences
+        run."""
         cache = self._logits_cache
         return cache if cache is not None and cache.max_bytes and self.cache.is_enabled else None
 
@@ -159,7 +172,9 @@ class LiveSequences:
         found: dict[str, int] = {}
         num_tokens, num_left = 1, 1
         running = ((seq, seq.num_prompt - seq.num_computed) for seq in self.prefilling)
-        waiting = ((seq, None) for seq in self.queue.entries if not seq.index)  # the others of a request share its prompt
+        waiting = (
+            (seq, None) for seq in self.queue.entries if not seq.index
+        )  # the others of a request share its prompt
         for number, (seq, left) in enumerate(itertools.chain[tuple[Sequence, int | None]](running, waiting)):
             request = seq.request
             if left is None and number < MAX_LOOKUPS:
@@ -199,13 +214,17 @@ class LiveSequences:
         return missing <= 0 or self.grow(seq, missing)
 
     def keep_states(self, seq: Sequence, start: int, num_tokens: int) -> None:
-        """A step has left a state behind each of its tokens from `start` on, of which so many count: the last state, and those
-        at the ends of blocks, take their places in the sequence."""
+        """A step has left a state behind each of its tokens from `start` on, of which so many count: the last state,
+        and those at the ends of blocks, take their places in the sequence."""
         assert seq.draft is not None
-        states, size, end = seq.draft.states, self._block_size, start + num_tokens
+        states = seq.draft.states
+        size = self._block_size
+        end = start + num_tokens
         first = start // size
         kept = [states[min((place + 1) * size, end) - start - 1] for place in range(first, -(-end // size))]
-        before, seq.blocks[first:], seq.draft.states = seq.blocks[first:], kept, []
+        before = seq.blocks[first:]
+        seq.blocks[first:] = kept
+        seq.draft.states = []
         self.blocks.free([*before, *(block for block in states if block not in kept)])
         self.num_held_blocks += len(kept) - len(before)
         seq.num_sent = min(seq.num_sent, first)
@@ -219,8 +238,8 @@ class LiveSequences:
     # Changes
 
     def look_up(self, seq: Sequence) -> Match:
-        """The longest prefix that may be taken from the cache, whose node ends with it and is locked. Where logits were kept
-        too, it is all of the sequence, which has their handle then."""
+        """The longest prefix that may be taken from the cache, whose node ends with it and is locked. Where logits were
+        kept too, it is all of the sequence, which has their handle then."""
         request, num_known = seq.request, len(seq.tokens)
         key = RadixKey(seq.tokens, request.namespace)
         limit = num_known - 1
@@ -250,7 +269,8 @@ class LiveSequences:
         return CacheKey(key, len(key.tokens), state_hash_of(self._model_state_hash, key.namespace))
 
     def start(self, seq: Sequence, found: Match, now: float) -> list[tuple[int, int]]:
-        """A waiting sequence runs, with what was found. Returns the block to copy, (from, to), where that ends inside one.
+        """A waiting sequence runs, with what was found. Returns the block to copy, (from, to), where that ends inside
+        one.
 
         The source of the copy gets one more owner: free it when the step is done. One block must be available.
         """
@@ -305,7 +325,8 @@ class LiveSequences:
             self.stored.add(handle)
 
     def preempt(self, seq: Sequence) -> int:
-        """Send a running sequence back to wait at its old place. Returns how many blocks come only after its step in flight."""
+        """Send a running sequence back to wait at its old place. Returns how many blocks come only after its step in
+        flight."""
         seq.status = Status.WAITING
         seq.num_preemptions += 1
         self.stats.num_preemptions += 1

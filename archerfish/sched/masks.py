@@ -1,7 +1,7 @@
 """Which tokens the grammars of sequences allow next, as packed bits.
 
-Threads compute them as soon as the token before is known. The scheduler leaves a sequence out of a step while its mask is not
-there, so that a slow grammar holds up only its own sequence.
+Threads compute them as soon as the token before is known. The scheduler leaves a sequence out of a step while its mask
+is not there, so that a slow grammar holds up only its own sequence.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ NUM_THREADS = 8  # also where there are fewer cores: they are shared out between
 
 
 class PendingMask:
-    """The mask of a sequence's next token, and of those behind proposed ones, computed in a thread. Read it when it is done.
+    """The mask of a sequence's next token, and of those behind proposed ones, computed in a thread. Read it when it is
+    done.
 
     most: how many forced tokens to propose, unless the proposed ones begin with them.
     """
@@ -41,7 +42,13 @@ class PendingMask:
         )
 
     def _fill(
-        self, sequence: Sequence, output: list[int], num_words: int, before: PendingMask | None, proposed: list[int], most: int
+        self,
+        sequence: Sequence,
+        output: list[int],
+        num_words: int,
+        before: PendingMask | None,
+        proposed: list[int],
+        most: int,
     ) -> None:
         try:
             if before is not None:
@@ -85,7 +92,8 @@ class MaskFinder:
         self._open: set[Future[None]] = set()
 
     def begin(self, sequence: Sequence, proposed: SequenceOf[int] = (), most: int = 0) -> None:
-        """Find the tokens that may follow all known tokens of a sequence, and proposed ones. most: as in PendingMask."""
+        """Find the tokens that may follow all known tokens of a sequence, and proposed ones. most: as in
+        PendingMask."""
         before = sequence.mask
         assert before is None or isinstance(before, PendingMask)
         if before is not None and before.num_output == len(sequence.tokens) - sequence.num_prompt:

@@ -1,4 +1,5 @@
-"""A plan: the step as plain arrays for the runner, its sequences for the scheduler, and which prompts are computed in it."""
+"""A plan: the step as plain arrays for the runner, its sequences for the scheduler, and which prompts are computed in
+it."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ class PlanBuilder:
     def build(self, step: int, before: Plan | None, handles: Iterator[int] | None) -> Plan | None:
         """The plan, or None if there is nothing to compute.
 
-        before: the last plan, if it had decodes only. handles: for logits at the end of prompts; None: they are not kept.
+        before: the last plan, if it had decodes only. handles: for logits at the end of prompts; None: they are not
+        kept.
         """
         sequences, num = self.sequences, len(self.sequences)
         if not num and not self.chunks:
@@ -92,7 +94,9 @@ class PlanBuilder:
             tokens[:] = [seq.tokens[-1] if seq.num_pending == 1 else PENDING for seq in sequences]
         if before is not None and before.sequences == sequences and not self.chunks:  # only positions and tokens change
             same = before.input
-            step_input = StepInput(step, same.rows, same.starts + 1, same.counts, same.counts, same.adapters, tokens, num)
+            step_input = StepInput(
+                step, same.rows, same.starts + 1, same.counts, same.counts, same.adapters, tokens, num
+            )
             plan = Plan(step_input, sequences, 0)
         else:
             plan = self._build_anew(step, tokens, handles)
@@ -131,9 +135,14 @@ class PlanBuilder:
             if start + count > len(seq.tokens) and seq.draft is not None:
                 parts.append(seq.draft.tokens)
         made = StepInput(
-            step, np.array([seq.row for seq in sequences], np.int64), np.array(starts, np.int64), np.array(counts, np.int64),
-            np.array(samples, np.int64), np.array([seq.adapter_slot for seq in sequences], np.int64),
-            np.concatenate([tokens, *parts], dtype=np.int64), counts.count(1),
+            step,
+            np.array([seq.row for seq in sequences], np.int64),
+            np.array(starts, np.int64),
+            np.array(counts, np.int64),
+            np.array(samples, np.int64),
+            np.array([seq.adapter_slot for seq in sequences], np.int64),
+            np.concatenate([tokens, *parts], dtype=np.int64),
+            counts.count(1),
             entries=[entry_of(seq) for seq in self.started],
         )
         for index, (seq, start, count, is_sampled) in enumerate(chunks, num_decodes):
@@ -155,7 +164,12 @@ class PlanBuilder:
 def entry_of(seq: Sequence) -> RowEntry:
     request, params = seq.request, seq.request.params
     return RowEntry(
-        seq.row, request.request_id, params, seq.num_prompt, request.seed, seq.index,
+        seq.row,
+        request.request_id,
+        params,
+        seq.num_prompt,
+        request.seed,
+        seq.index,
         stop_token_ids=tuple(sorted(request.stop_token_ids)) if params.min_tokens else (),
         tokens=seq.tokens[:] if params.has_penalties or params.logits_processors else array("I"),
         has_grammar=request.grammar is not None,
@@ -165,9 +179,9 @@ def entry_of(seq: Sequence) -> RowEntry:
 class PromptPlanner:
     """Gives prompts their part of a step, and admits waiting sequences. fixed_chunk: as in Scheduler.
 
-    A step is bounded by the speed measured so far. While not all prompts fit into a step, every other step begins with those
-    that have the fewest tokens left; the others go in order. So a short prompt waits two steps behind a long one, and a long
-    one gets at least every other step.
+    A step is bounded by the speed measured so far. While not all prompts fit into a step, every other step begins with
+    those that have the fewest tokens left; the others go in order. So a short prompt waits two steps behind a long one,
+    and a long one gets at least every other step.
     """
 
     def __init__(self, live: LiveSequences, fixed_chunk: int, max_model_len: int) -> None:
@@ -179,7 +193,8 @@ class PromptPlanner:
         self._needs_one_block = live.blocks.block_size >= max_model_len  # every sequence, for all its tokens
 
     def measure(self, num_tokens: int, seconds: float) -> None:
-        """A step with so many prompt tokens took so long. A step of few tokens can only show that the machine is faster."""
+        """A step with so many prompt tokens took so long. A step of few tokens can only show that the machine is
+        faster."""
         if num_tokens < MIN_STEP_TOKENS or seconds <= 0:
             return
         found = num_tokens / seconds
@@ -189,7 +204,8 @@ class PromptPlanner:
             self.tokens_per_s = (self.tokens_per_s + found) / 2
 
     def plan(self, builder: PlanBuilder, now: float) -> None:
-        """Add chunks of the prompts of running sequences, and of waiting ones, which are admitted with their first chunk."""
+        """Add chunks of the prompts of running sequences, and of waiting ones, which are admitted with their first
+        chunk."""
         live, least = self.live, max(1, self.fixed_chunk)
         candidates = list(live.prefilling)
         if live.rows and (not builder.is_pressed or live.is_empty):
@@ -214,11 +230,16 @@ class PromptPlanner:
                     del live.prefilling[seq]
                     live.decoding[seq] = None
             elif can_admit and seq in live.queue.entries and not self._must_wait(seq):
-                can_admit = bool(live.rows) and (not builder.is_pressed or live.is_empty) and self._try_admit(seq, builder, now)
+                can_admit = (
+                    bool(live.rows) and (not builder.is_pressed or live.is_empty) and self._try_admit(seq, builder, now)
+                )
 
     def _waiting(self, limit: int) -> list[Sequence]:
-        """The first waiting sequences. Of those whose adapter is not there only the first is among them, beyond the limit."""
-        live, found, asked = self.live, list[Sequence](), set[int]()
+        """The first waiting sequences. Of those whose adapter is not there only the first is among them, beyond the
+        limit."""
+        live = self.live
+        found = list[Sequence]()
+        asked = set[int]()
         if live.adapters is None:
             return list(itertools.islice(live.queue.ordered(live.num_available, limit), limit))
         for seq in live.queue.ordered(live.num_available, len(live.queue.entries)):
@@ -233,7 +254,8 @@ class PromptPlanner:
         return found
 
     def _order(self, sequences: list[Sequence], budget: int) -> list[Sequence]:
-        """Sequences in the order in which they get their tokens. None overtakes another while there are enough for all."""
+        """Sequences in the order in which they get their tokens. None overtakes another while there are enough for
+        all."""
         live = self.live
         if self._blocked[0] in live.queue.entries:
             return sequences  # those that overtake the blocked one could take its memory for ever
@@ -243,7 +265,8 @@ class PromptPlanner:
         is_shortest, self._is_shortest_next = self._is_shortest_next, not self._is_shortest_next
         if not is_shortest:
             return sequences
-        # Only among those that have a row or would get one in order: a row that becomes free is not given to a later one.
+        # Only among those that have a row or would get one in order: a row that becomes free is not given to a later
+        # one.
         return sorted(runnable, key=lambda seq: (-seq.request.priority, num_left(seq))) + sequences[len(runnable) :]
 
     def _next_chunk(self, seq: Sequence, budget: int) -> int:
@@ -277,11 +300,11 @@ class PromptPlanner:
                 return 0
 
     def _must_wait(self, seq: Sequence) -> bool:
-        """Whether a waiting sequence needs its mask, its adapter, or what another sequence is computing; one whose grammar or
-        adapter failed ends.
+        """Whether a waiting sequence needs its mask, its adapter, or what another sequence is computing; one whose
+        grammar or adapter failed ends.
 
-        Of many prompts that begin alike and arrive together, one is computed and the others take its KV from the cache: a
-        sequence waits if a leader will have at least half of what it must compute.
+        Of many prompts that begin alike and arrive together, one is computed and the others take its KV from the cache:
+        a sequence waits if a leader will have at least half of what it must compute.
         """
         live = self.live
         if seq.mask is not None:
@@ -320,7 +343,9 @@ class PromptPlanner:
         wanted = -(-len(seq.tokens) // size) - found.num_tokens // size
         # What running sequences will soon want: the rest of their prompts, and about a block for each decode.
         wanted += sum(live.num_missing(other, len(other.tokens)) for other in live.prefilling)
-        wanted += 0 if self._needs_one_block else min(len(live.prefilling) + len(live.decoding), live.blocks.num_total // 8)
+        wanted += (
+            0 if self._needs_one_block else min(len(live.prefilling) + len(live.decoding), live.blocks.num_total // 8)
+        )
         available = live.num_available
         if wanted > available:
             if not live.is_empty:
@@ -330,7 +355,10 @@ class PromptPlanner:
             root = found.node.tree.root  # a lone sequence fits into the empty pool: what it matched is in its way
             live.cache.lock(root)
             live.cache.unlock(found.node)
-            found.num_tokens, found.blocks, found.node, seq.logits_handle = 0, [], root, 0
+            found.num_tokens = 0
+            found.blocks = []
+            found.node = root
+            seq.logits_handle = 0
         builder.copies += live.start(seq, found, now)
         builder.started.append(seq)
         count = 0 if seq.logits_handle else self._next_chunk(seq, builder.budget)
@@ -350,7 +378,8 @@ def num_left(seq: Sequence) -> int:
 
 
 def gains(seq: Sequence, leader: Sequence, num_cached: int, least: int) -> bool:
-    """Whether a leader, which took `num_cached` tokens from the cache, computes enough of what a waiting sequence needs."""
+    """Whether a leader, which took `num_cached` tokens from the cache, computes enough of what a waiting sequence
+    needs."""
     ours, theirs = seq.tokens, leader.tokens
     end = num_cached + max(least, (len(ours) - num_cached) // 2)
     if end >= len(ours) or end > leader.num_prompt or seq.request.namespace != leader.request.namespace:

@@ -1,4 +1,5 @@
-"""The order in which requests run, and the queues that keep it. A policy is a key function; users can register their own."""
+"""The order in which requests run, and the queues that keep it. A policy is a key function; users can register their
+own."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ Entry = tuple[Any, int, Sequence]  # key, order of arrival, sequence
 class SchedulingPolicy:
     """Base of all policies: first come, first served. Override `key`, or `schedule` for full control.
 
-    Requests that are equal by key run in order of arrival. With `is_static` the key must depend on the request alone: it is
-    asked for once, on arrival, so that a step costs the same however many wait. Otherwise `schedule` is called whenever there
-    is room for one more.
+    Requests that are equal by key run in order of arrival. With `is_static` the key must depend on the request alone:
+    it is asked for once, on arrival, so that a step costs the same however many wait. Otherwise `schedule` is called
+    whenever there is room for one more.
     """
 
     is_static: ClassVar[bool] = False
@@ -41,7 +42,8 @@ class SchedulingPolicy:
         return request.arrival
 
     def group(self, request: Request) -> Hashable:
-        """Requests of one group are ordered by `key`; groups among each other by `group_key`, which may change at any time."""
+        """Requests of one group are ordered by `key`; groups among each other by `group_key`, which may change at any
+        time."""
         return None
 
     def group_key(self, group: Hashable) -> float:
@@ -87,8 +89,8 @@ class EarliestDeadlineFirst(SchedulingPolicy):
 class LongestPrefixFirst(SchedulingPolicy):
     """What the cache knows most of first, so that it is used before it is evicted.
 
-    Of the `window` oldest requests at most `max_lookups` are looked up per call, those looked up longest ago first. A request
-    that has waited `patience_s` goes before all others, so that none starves.
+    Of the `window` oldest requests at most `max_lookups` are looked up per call, those looked up longest ago first. A
+    request that has waited `patience_s` goes before all others, so that none starves.
     """
 
     def __init__(self, *, window: int = 256, max_lookups: int = 16, patience_s: float = 10.0) -> None:
@@ -119,8 +121,8 @@ class LongestPrefixFirst(SchedulingPolicy):
 class FairShare(SchedulingPolicy):
     """The tenant that was served least first; within a tenant higher `Request.priority` first, then arrival.
 
-    Service is counted in tokens computed, divided by the tenant's weight (1 unless given). A tenant that comes back starts no
-    lower than the least served of those present: being idle earns nothing.
+    Service is counted in tokens computed, divided by the tenant's weight (1 unless given). A tenant that comes back
+    starts no lower than the least served of those present: being idle earns nothing.
     """
 
     is_static = True
@@ -170,7 +172,9 @@ class FairShare(SchedulingPolicy):
             del self._num_present[tenant]
             if len(self._served) > 2 * len(self._num_present) + self.MAX_IDLE_TENANTS:
                 # Of those that are gone, keep the counters for which it matters most: of the ones served most.
-                idle = sorted((one for one in self._served if one not in self._num_present), key=self._served.__getitem__)
+                idle = sorted(
+                    (one for one in self._served if one not in self._num_present), key=self._served.__getitem__
+                )
                 for one in idle[: -self.MAX_IDLE_TENANTS // 2]:
                     del self._served[one]
 

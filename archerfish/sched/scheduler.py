@@ -1,8 +1,9 @@
-"""Which sequences run in the next step, and what a step has brought. Ids and counts only; not for several threads at once.
+"""Which sequences run in the next step, and what a step has brought. Ids and counts only; not for several threads at
+once.
 
-Token catch-up: a sequence has tokens that are known and tokens that are computed, and a plan gives it a count. A step may be
-planned while the one before it is in flight: planning counts its tokens as computed and its samples as pending, and commit
-makes them real.
+Token catch-up: a sequence has tokens that are known and tokens that are computed, and a plan gives it a count. A step
+may be planned while the one before it is in flight: planning counts its tokens as computed and its samples as pending,
+and commit makes them real.
 """
 
 from __future__ import annotations
@@ -46,30 +47,53 @@ class OpenStep:
 class Scheduler:
     """Turns requests into plans and results into deltas.
 
-    `max_num_batched_tokens` must leave room for a token of every running sequence and for one chunk. `max_requests` bounds the
-    requests that wait or run; 0: only the queue is bounded. `fixed_chunk`: chunks of a prompt end at its multiples, whatever
-    else runs, so that results do not depend on other requests.
+    `max_num_batched_tokens` must leave room for a token of every running sequence and for one chunk. `max_requests`
+    bounds the requests that wait or run; 0: only the queue is bounded. `fixed_chunk`: chunks of a prompt end at its
+    multiples, whatever else runs, so that results do not depend on other requests.
     """
 
     def __init__(
-        self, *, blocks: BlockManager, cache: RadixCache, logits_cache: LogitsCache | None = None, model_state_hash: str = "",
-        policy: SchedulingPolicy | str = "fcfs", max_num_seqs: int, max_num_batched_tokens: int, max_queue_size: int,
-        max_model_len: int, max_requests: int = 0, fixed_chunk: int = 0, masks: MaskFinder | None = None,
-        logits_row_bytes: int = 0, speculation: Speculation | None = None, adapters: AdapterSlots | None = None,
+        self,
+        *,
+        blocks: BlockManager,
+        cache: RadixCache,
+        logits_cache: LogitsCache | None = None,
+        model_state_hash: str = "",
+        policy: SchedulingPolicy | str = "fcfs",
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_queue_size: int,
+        max_model_len: int,
+        max_requests: int = 0,
+        fixed_chunk: int = 0,
+        masks: MaskFinder | None = None,
+        logits_row_bytes: int = 0,
+        speculation: Speculation | None = None,
+        adapters: AdapterSlots | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_step_tokens(max_num_batched_tokens, max_num_seqs, fixed_chunk)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_queue_size, self.max_requests = max_queue_size, max_requests
-        self.max_model_len, self.fixed_chunk, self.clock = max_model_len, fixed_chunk, clock
+        self.max_model_len = max_model_len
+        self.fixed_chunk = fixed_chunk
+        self.clock = clock
         self.policy = scheduling_policy(policy) if isinstance(policy, str) else policy
         self.blocks, self.cache = blocks, cache
         self.masks = masks or MaskFinder(0)
         self.speculation, self.adapters = speculation, adapters
         self.policy.bind(clock, lambda request: cache.peek(RadixKey(request.prompt_token_ids, request.namespace)))
         self._live = LiveSequences(
-            blocks, cache, logits_cache, self.policy, model_state_hash=model_state_hash, max_num_seqs=max_num_seqs,
-            fixed_chunk=fixed_chunk, logits_row_bytes=logits_row_bytes, clock=clock, adapters=adapters,
+            blocks,
+            cache,
+            logits_cache,
+            self.policy,
+            model_state_hash=model_state_hash,
+            max_num_seqs=max_num_seqs,
+            fixed_chunk=fixed_chunk,
+            logits_row_bytes=logits_row_bytes,
+            clock=clock,
+            adapters=adapters,
         )
         self._prompts = PromptPlanner(self._live, fixed_chunk, max_model_len)
         self._arrivals = itertools.count()
@@ -131,12 +155,15 @@ class Scheduler:
         if max_tokens < 1:
             raise InvalidInputError(f"max_tokens must be at least 1, not {max_tokens}.")
         if request.request_id in self._live.requests:
-            raise InvalidInputError(f"There is a live request {request.request_id!r}.", hint="Choose another request_id.")
+            raise InvalidInputError(
+                f"There is a live request {request.request_id!r}.", hint="Choose another request_id."
+            )
         total, room = num_prompt + max_tokens, self.blocks.num_total * self.blocks.block_size
         wanted = f"{num_prompt:,} prompt tokens and max_tokens={max_tokens:,} make {total:,}"
         if total > self.max_model_len:
             raise InputTooLargeError(
-                f"{wanted}; the longest sequence is {self.max_model_len:,}.", hint="Shorten the prompt or lower max_tokens."
+                f"{wanted}; the longest sequence is {self.max_model_len:,}.",
+                hint="Shorten the prompt or lower max_tokens.",
             )
         if total > room:
             raise InputTooLargeError(
@@ -154,7 +181,8 @@ class Scheduler:
         return True
 
     def finish(self, seq: Sequence, reason: FinishReason = "stop") -> bool:
-        """End one sequence now (its text is complete); tokens still to come are dropped. False: it has ended already."""
+        """End one sequence now (its text is complete); tokens still to come are dropped. False: it has ended
+        already."""
         if seq.finish_reason is not None:
             return False
         self._live.end(seq, reason)
@@ -176,7 +204,8 @@ class Scheduler:
     # Planning
 
     def plan(self) -> Plan | None:
-        """What to compute next; None: nothing can be, before a step is committed, a request arrives or a mask is found."""
+        """What to compute next; None: nothing can be, before a step is committed, a request arrives or a mask is
+        found."""
         if len(self._open) >= MAX_OPEN_STEPS:
             raise InvariantError("plan() was called with two steps open.", hint="Commit the older one first.")
         live, now = self._live, self.clock()
@@ -240,7 +269,8 @@ class Scheduler:
             self._live.end(seq, "error", error=seq.mask.error if seq.mask is not None else None)
 
     def _is_apart(self, seq: Sequence, builder: PlanBuilder, drafted: list[Sequence], failed: list[Sequence]) -> bool:
-        """Whether a sequence is no plain decode: it waits for its mask or proposals, has some, or its grammar failed."""
+        """Whether a sequence is no plain decode: it waits for its mask or proposals, has some, or its grammar
+        failed."""
         if self.speculation is not None and self.speculation.is_proposing(seq):
             return True
         if seq.mask is not None:
@@ -289,7 +319,8 @@ class Scheduler:
                 builder.stalled.append(seq)
 
     def _rescue(self, builder: PlanBuilder) -> None:
-        """Blocks for decodes that found none: those that are coming back, else those of the lowest priority and latest."""
+        """Blocks for decodes that found none: those that are coming back, else those of the lowest priority and
+        latest."""
         live = self._live
         builder.is_pressed = True
         num_coming = sum(live.leaving.values())
@@ -307,7 +338,9 @@ class Scheduler:
 
     def commit(self, plan: Plan, result: StepResult) -> None:
         """Take in what a step has brought. Steps are committed in the order in which they were planned."""
-        now, live, step = self.clock(), self._live, plan.input
+        now = self.clock()
+        live = self._live
+        step = plan.input
         self._close(plan, now, plan.num_prompt_tokens)
         # Sequences for which there is more to do than to add one token; decodes get one token each.
         special = {*result.logprobs, *result.prompt_logprobs, *result.errors, *step.masked, *step.returned}
@@ -318,7 +351,9 @@ class Scheduler:
         for index, (seq, new) in enumerate(zip(plan.sequences, result.tokens.tolist(), strict=True)):
             seq.num_in_flight -= 1
             if seq.status is running and index not in special:
-                tokens, request, token = seq.tokens, seq.request, new[0]
+                tokens = seq.tokens
+                request = seq.request
+                token = new[0]
                 num_output = len(tokens) + 1 - seq.num_prompt
                 if 1 < num_output < request.max_tokens and token not in request.stop_token_ids:
                     tokens.append(token)
@@ -345,7 +380,9 @@ class Scheduler:
 
     def _settle(self, plan: Plan, result: StepResult, index: int, now: float) -> None:
         """One sequence of a step, in full."""
-        live, seq, step = self._live, plan.sequences[index], plan.input
+        live = self._live
+        seq = plan.sequences[index]
+        step = plan.input
         num_samples, error = int(step.samples[index]), result.errors.get(index)
         seq.num_pending -= num_samples
         if seq.finish_reason is None and error is not None:
@@ -458,17 +495,26 @@ class Scheduler:
         """Counters since the start, and gauges now."""
         live = self._live
         return dataclasses.replace(
-            live.stats, queue_size=len(live.queued), queue_capacity=self.max_queue_size, num_waiting=self.num_waiting,
-            concurrent_requests=len(live.requests) - len(live.queued), num_running=self.num_running,
+            live.stats,
+            queue_size=len(live.queued),
+            queue_capacity=self.max_queue_size,
+            num_waiting=self.num_waiting,
+            concurrent_requests=len(live.requests) - len(live.queued),
+            num_running=self.num_running,
         )
 
     def queue_status(self) -> dict[str, Any]:
         """What waits and what runs: requests in the queue and its capacity, sequences in all and for each tenant."""
         live = self._live
         return {
-            "queued_requests": len(live.queued), "capacity": self.max_queue_size, "live_requests": len(live.requests),
-            "waiting": self.num_waiting, "running": self.num_running, "max_running": self.max_num_seqs,
-            "tenants": live.counts_by_tenant(), "prompt_tokens_left": live.prompts_left(),
+            "queued_requests": len(live.queued),
+            "capacity": self.max_queue_size,
+            "live_requests": len(live.requests),
+            "waiting": self.num_waiting,
+            "running": self.num_running,
+            "max_running": self.max_num_seqs,
+            "tenants": live.counts_by_tenant(),
+            "prompt_tokens_left": live.prompts_left(),
             "cache_use": 1 - live.blocks.num_free / live.blocks.num_total,
         }
 

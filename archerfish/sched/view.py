@@ -1,4 +1,5 @@
-"""What one tenant may see of the memory and of its own part of the prefix cache, found in bounded time for a live view."""
+"""What one tenant may see of the memory and of its own part of the prefix cache, found in bounded time for a live
+view."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ Run = tuple[str, int]  # so many blocks, one after another, of one kind
 def cache_view(live: LiveSequences, tenant: str, now: float, *, sees_all: bool) -> dict[str, Any]:
     """Blocks by kind, the tree, and sequences and prompt tokens by what became of them.
 
-    sees_all: an operator, or any caller of a server without keys. For others nothing here depends on other tenants: "hidden"
-    blocks are free or those of others.
+    sees_all: an operator, or any caller of a server without keys. For others nothing here depends on other tenants:
+    "hidden" blocks are free or those of others.
     """
     cache, counts = live.cache, live.counts_by_tenant()
     trees = cache.trees_of_tenant(tenant)
@@ -38,13 +39,20 @@ def cache_view(live: LiveSequences, tenant: str, now: float, *, sees_all: bool) 
     num_running = sum(count for kind, count in runs if kind == "running")
     found = cache.stats() if sees_all else None
     return {
-        "blocks": {"total": live.blocks.num_total, "block_tokens": live.blocks.block_size, "order": order, "runs": runs},
-        "nodes": list(_nodes(trees, now)), "num_nodes": sum(tree.num_nodes for tree in trees),
-        "num_running": own["running"], "num_waiting": own["waiting"],
+        "blocks": {
+            "total": live.blocks.num_total,
+            "block_tokens": live.blocks.block_size,
+            "order": order,
+            "runs": runs,
+        },
+        "nodes": list(_nodes(trees, now)),
+        "num_nodes": sum(tree.num_nodes for tree in trees),
+        "num_running": own["running"],
+        "num_waiting": own["waiting"],
         "kv_usage": (live.num_needed if sees_all else num_running) / live.blocks.num_total,
         "cached_tokens": sum(tree.hit_tokens for tree in trees) if found is None else found.hits,
         "computed_tokens": sum(tree.miss_tokens for tree in trees) if found is None else found.misses,
-    }  # fmt: skip
+    }
 
 
 def _runs(live: LiveSequences, tenant: str, trees: list[Tree], *, sees_all: bool) -> tuple[list[Run], str]:
@@ -59,8 +67,9 @@ def _runs(live: LiveSequences, tenant: str, trees: list[Tree], *, sees_all: bool
         num_locked = sum(tree.num_blocks - tree.evictable_blocks for tree in trees)
         num_own = sum(
             len(seq.blocks) - live.num_shared_blocks(seq) + (len(seq.draft.states) if seq.draft is not None else 0)
-            for seq in live.holders() if seq.request.namespace.tenant == tenant
-        )  # fmt: skip
+            for seq in live.holders()
+            if seq.request.namespace.tenant == tenant
+        )
         num_running = min(num_locked + num_own, total - num_cached)
         kinds = {"running": num_running, "cached": num_cached}
         rest = total - num_cached - num_running
@@ -89,7 +98,8 @@ def _map(live: LiveSequences) -> list[Run]:
 
 
 def _nodes(trees: list[Tree], now: float) -> Iterator[dict[str, Any]]:
-    """The most recent nodes of the trees, each behind its parent; `parent` is its place among them, -1 for the first ones."""
+    """The most recent nodes of the trees, each behind its parent; `parent` is its place among them, -1 for the first
+    ones."""
     numbers, num_left = itertools.count(), MAX_LOOKED_AT
     candidates: list[tuple[int, int, Node, int]] = []
 
@@ -110,10 +120,16 @@ def _nodes(trees: list[Tree], now: float) -> Iterator[dict[str, Any]]:
         look_at(node, place)
         preview = array("I", node.edge[: MAX_PREVIEW * TOKEN_BYTES])
         yield {
-            "parent": parent, "start": node.start, "end": node.end, "hits": node.num_hits, "locks": node.lock_count,
-            "num_children": len(node.children), "age_s": round(max(0.0, now - node.used_at), 1),
-            "adapter": node.tree.namespace.adapter, "preview": preview.tolist(),
-        }  # fmt: skip
+            "parent": parent,
+            "start": node.start,
+            "end": node.end,
+            "hits": node.num_hits,
+            "locks": node.lock_count,
+            "num_children": len(node.children),
+            "age_s": round(max(0.0, now - node.used_at), 1),
+            "adapter": node.tree.namespace.adapter,
+            "preview": preview.tolist(),
+        }
 
 
 def _last(parent: Node, count: int) -> Iterator[Node]:

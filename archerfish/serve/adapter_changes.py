@@ -37,8 +37,8 @@ def note_changes(file: str, model: str, paths: Mapping[str, str]) -> None:
 
 
 def load_adapters(library: AdapterLibrary, model: str, modules: Mapping[str, str], file: str, *, is_only: bool) -> None:
-    """modules: paths of those of the start, by name, but for names that another model has taken. is_only: they are for this
-    model, and what it cannot take is an error, but not once it has been served."""
+    """modules: paths of those of the start, by name, but for names that another model has taken. is_only: they are for
+    this model, and what it cannot take is an error, but not once it has been served."""
     changes = read_changes(file)
     taken = {name for other, paths in changes.items() if other != model for name, path in paths.items() if path}
     is_first = model not in changes

@@ -78,7 +78,9 @@ class AdapterRoutes:
             raise InvalidInputError(f"{owner.id} has an adapter {body.lora_name!r}.", hint=hint)
         for model in models:
             try:
-                values = await self.catalog.report(ChangeAdapter(request_id="", model=model, name=body.lora_name, **change))
+                values = await self.catalog.report(
+                    ChangeAdapter(request_id="", model=model, name=body.lora_name, **change)
+                )
             except RemoteError as error:
                 if error.code != MISFIT or model == models[-1]:
                     raise

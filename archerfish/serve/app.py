@@ -1,4 +1,5 @@
-"""The HTTP service: the routes of every kind of model, and those about the service itself, over a backend that computes."""
+"""The HTTP service: the routes of every kind of model, and those about the service itself, over a backend that
+computes."""
 
 from __future__ import annotations
 
@@ -55,31 +56,36 @@ STOPPED = "The service was stopped before the answer was complete."
 SHARE_S = 1.0  # between two messages of a front end, if there are several
 ANSWER_S = 5.0  # limit for the engine process's answer to a request of `/metrics`
 CACHE_COUNTERS = {
-    "hits": "Answers from the result cache.", "misses": "Lookups in the result cache without an answer.",
-    "evictions": "Cached answers removed for room.", "expirations": "Cached answers removed for age.",
+    "hits": "Answers from the result cache.",
+    "misses": "Lookups in the result cache without an answer.",
+    "evictions": "Cached answers removed for room.",
+    "expirations": "Cached answers removed for age.",
     "refusals": "Answers not kept in the result cache.",
-}  # fmt: skip
+}
 CACHE_GAUGES = {"entries": "Answers in the result cache.", "bytes": "Size of the answers in the result cache."}
 
 
 class FrontEndSync:
     """Exchanges metrics and changed options with the other front ends, by way of the engine process.
 
-    So `/metrics` is the same whichever front end answers, and a change of the result cache reaches all of them within SHARE_S.
-    Of two changes at the same time, the one that reaches the engine process first is in force everywhere.
+    So `/metrics` is the same whichever front end answers, and a change of the result cache reaches all of them within
+    SHARE_S. Of two changes at the same time, the one that reaches the engine process first is in force everywhere.
     """
 
     def __init__(self, catalog: Catalog, registry: MetricRegistry, results: ResultCache) -> None:
         self.source = f"{os.getpid()}-{secrets.token_hex(4)}"
-        self._catalog, self._registry, self._results = catalog, registry, results
+        self._catalog = catalog
+        self._registry = registry
+        self._results = results
         self._version = 0  # of the options; 0: those of the configuration
 
     def own_metrics(self) -> list[Metric]:
         totals = self._results.totals()
         cache = [
             GivenMetric(kind, f"archerfish_result_cache_{name}", text, (), [Sample((), float(totals[name]))])
-            for kind, texts in (("counter", CACHE_COUNTERS), ("gauge", CACHE_GAUGES)) for name, text in texts.items()
-        ]  # fmt: skip
+            for kind, texts in (("counter", CACHE_COUNTERS), ("gauge", CACHE_GAUGES))
+            for name, text in texts.items()
+        ]
         return [*self._registry, *cache]
 
     async def query(self, about: str) -> dict[str, Any]:
@@ -106,7 +112,8 @@ class FrontEndSync:
             await self.sync()
 
     async def all_metrics(self) -> list[Metric]:
-        """The metrics of the engine process and of all front ends; while the process is away, those of this front end."""
+        """The metrics of the engine process and of all front ends; while the process is away, those of this front
+        end."""
         found: dict[str, Metric] = {metric.name: metric for metric in self.own_metrics()}
         is_up = True
         try:
@@ -132,17 +139,29 @@ class StateRoutes:
     def __init__(
         self, catalog: Catalog, results: ResultCache, share: FrontEndSync, num_replicas: int, *, has_keys: bool
     ) -> None:
-        """num_replicas: those that the parent of this process keeps. has_keys: whether the service asks for API keys."""
-        self.catalog, self.results, self.share, self.num_replicas = catalog, results, share, num_replicas
+        """num_replicas: those that the parent of this process keeps. has_keys: whether the service asks for API
+        keys."""
+        self.catalog = catalog
+        self.results = results
+        self.share = share
+        self.num_replicas = num_replicas
         self.has_keys = has_keys
         self.routes = [
-            Route("/v1/models", self.models), Route("/v1/models/{model_id:path}", self.model), Route("/health", self.health),
-            Route("/ready", self.ready), Route("/stats", self.stats), Route("/metrics", self.metrics), Route("/", self.index),
-            Route("/openapi.json", self.openapi), Route("/docs", self.docs), Route("/version", self.version),
-            Route("/favicon.ico", self.icon), Route("/web/{name}", self.file),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{model_id:path}", self.model),
+            Route("/health", self.health),
+            Route("/ready", self.ready),
+            Route("/stats", self.stats),
+            Route("/metrics", self.metrics),
+            Route("/", self.index),
+            Route("/openapi.json", self.openapi),
+            Route("/docs", self.docs),
+            Route("/version", self.version),
+            Route("/favicon.ico", self.icon),
+            Route("/web/{name}", self.file),
             Route("/admin/optimization", self.optimization, methods=["GET", "PATCH"]),
             Route("/admin/restart", self.restart, methods=["POST"]),
-        ]  # fmt: skip
+        ]
 
     async def models(self, request: Request) -> Response:
         """The models that are served."""
@@ -158,7 +177,8 @@ class StateRoutes:
         return await self._ping("")
 
     async def ready(self, request: Request) -> Response:
-        """Whether new requests should be sent here: the engine process takes them, and the service is not being stopped."""
+        """Whether new requests should be sent here: the engine process takes them, and the service is not being
+        stopped."""
         if request.app.state.is_stopping:
             stopping = Failing(reason="the service is being stopped")
             return json_response(stopping, 503, {"Retry-After": retry_after(RETRY_AFTER_S)})
@@ -182,7 +202,8 @@ class StateRoutes:
         return json_response(await self.share.query("stats"))
 
     async def metrics(self, request: Request) -> Response:
-        """Figures for Prometheus of the engine process and all front ends, or of this front end if the engine is away."""
+        """Figures for Prometheus of the engine process and all front ends, or of this front end if the engine is
+        away."""
         return Response(exposition(await self.share.all_metrics()), media_type=CONTENT_TYPE)
 
     async def index(self, request: Request) -> Response:
@@ -223,7 +244,8 @@ class StateRoutes:
         return json_response(Restarting(replicas=self.num_replicas), 202)
 
     async def optimization(self, request: Request) -> Response:
-        """The options in force; PATCH changes some, by either of their names, and the answer has both values of those too."""
+        """The options in force; PATCH changes some, by either of their names, and the answer has both values of those
+        too."""
         card = await self.catalog.find(request.query_params.get("model"), "generation")
         body = read_json(await request.body()) if request.method == "PATCH" else {}
         await self.share.sync()  # another front end may have changed them
@@ -231,7 +253,9 @@ class StateRoutes:
         if request.method != "PATCH":
             return json_response(OptimizationConfig.of(engine, self.results).as_dict())
         changed = OptimizationConfig.of(engine, self.results).updated(body).apply(engine, self.results)
-        await self.share.publish_options()  # before anything else is awaited: a message in between would bring older options
+        await (
+            self.share.publish_options()
+        )  # before anything else is awaited: a message in between would bring older options
         engine = await self._configure(card, engine.changes)
         shown = OptimizationConfig.of(engine, self.results).as_dict()
         return json_response({**shown, "changed": {name: {"before": a, "now": b} for name, (a, b) in changed.items()}})
@@ -254,14 +278,20 @@ class RemoteEngine:
 
 
 def create_app(
-    backend: Backend, config: ServeConfig | None = None, registry: MetricRegistry | None = None, *, credentials: str = "",
+    backend: Backend,
+    config: ServeConfig | None = None,
+    registry: MetricRegistry | None = None,
+    *,
+    credentials: str = "",
     tenants: Tenants | None = None,
 ) -> Starlette:
     """The service as an ASGI app. A backend that is a client of an engine process is closed when the app ends.
 
     credentials: the password that allows this front end to name the tenants of requests to the engine process.
     """
-    config, registry, tenants = config or ServeConfig(), registry or MetricRegistry(), tenants or Tenants()
+    config = config or ServeConfig()
+    registry = registry or MetricRegistry()
+    tenants = tenants or Tenants()
     catalog = Catalog(backend, credentials, accepts_any=config.accept_any_model)
     shares: dict[str, Any] = {"max_tenants": max(1, len(tenants.all())), "num_front_ends": config.num_front_ends}
     results = ResultCache(config.result_cache_mib << 20, config.result_cache_ttl_s, **shares)
@@ -286,11 +316,20 @@ def create_app(
 
     vectors = VectorRoutes(catalog, config, registry)
     groups = (
-        OpenAIRoutes(texts), vectors, ResponsesRoutes(texts), MessagesRoutes(texts), TextRoutes(texts),
-        TTSRoutes(texts), OllamaRoutes(texts, vectors), CohereRoutes(vectors), TEIRoutes(vectors), VLLMRoutes(vectors),
-        AdapterRoutes(catalog, config), ViewRoutes(catalog),
+        OpenAIRoutes(texts),
+        vectors,
+        ResponsesRoutes(texts),
+        MessagesRoutes(texts),
+        TextRoutes(texts),
+        TTSRoutes(texts),
+        OllamaRoutes(texts, vectors),
+        CohereRoutes(vectors),
+        TEIRoutes(vectors),
+        VLLMRoutes(vectors),
+        AdapterRoutes(catalog, config),
+        ViewRoutes(catalog),
         StateRoutes(catalog, results, share, config.replicas, has_keys=ANONYMOUS not in tenants.all()),
-    )  # fmt: skip
+    )
     routes = [route for group in groups for route in group.routes]
     middleware = [Middleware(RequestMiddleware, registry, tenants, config, tracer)]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS, lifespan=lifespan)

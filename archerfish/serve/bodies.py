@@ -1,7 +1,8 @@
-"""Bodies of requests. An unknown parameter is refused with the nearest known one. No value is converted to another type.
+"""Bodies of requests. An unknown parameter is refused with the nearest known one. No value is converted to another
+type.
 
-A parameter of OpenAI's or another API that changes no answer here is accepted with a remark. One whose effect a caller would
-miss is refused, unless its value is the default.
+A parameter of OpenAI's or another API that changes no answer here is accepted with a remark. One whose effect a caller
+would miss is refused, unless its value is the default.
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PlainValidator, ValidationInfo, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    ValidationInfo,
+    WithJsonSchema,
+)
 
 from archerfish.engine.request_maker import MAX_DEADLINE_S
 from archerfish.errors import InvalidInputError, did_you_mean
@@ -137,14 +146,20 @@ class GenerationBody(ModelBody):
     """What the bodies of all routes that generate have."""
 
     priority: int = Field(0, ge=-(2**31), lt=2**31, description="Higher runs first.")
-    deadline_s: float | None = Field(None, ge=0, le=MAX_DEADLINE_S, description="Seconds after which the request is given up.")
+    deadline_s: float | None = Field(
+        None, ge=0, le=MAX_DEADLINE_S, description="Seconds after which the request is given up."
+    )
     stream: bool | None = False
-    temperature: float | None = bounded(description="0: the most likely token; higher: more variety.", minimum=0, maximum=100)
+    temperature: float | None = bounded(
+        description="0: the most likely token; higher: more variety.", minimum=0, maximum=100
+    )
     top_p: float | None = bounded(
         description="Draw from the likeliest tokens that together have this probability.", exclusiveMinimum=0, maximum=1
     )
     top_k: int | None = bounded(description="Draw from so many of the likeliest tokens; 0 or -1: all.", minimum=-1)
-    seed: int | None = bounded(minimum=MIN_SEED, maximum=MAX_SEED - 1, description="Left out or -1: a new one each time.")
+    seed: int | None = bounded(
+        minimum=MIN_SEED, maximum=MAX_SEED - 1, description="Left out or -1: a new one each time."
+    )
 
 
 # Text
@@ -162,12 +177,29 @@ SAMPLING = [name for name in SamplingParams.__dataclass_fields__ if name not in 
 GUIDES = {"guided_json": "json_schema", "guided_regex": "regex", "guided_grammar": "lark", "guided_choice": "choice"}
 # Parameters of other servers and labels of the caller, which change no answer.
 IGNORED: Values = {
-    "user": (), "metadata": (), "safety_identifier": (), "prompt_cache_key": (), "prompt_cache_retention": (),
-    "prompt_cache_options": (), "service_tier": ("auto", "default"), "store": (False,), "moderation": (), "prediction": (),
-    "verbosity": ("medium",), "request_id": (), "vllm_xargs": (), "kv_transfer_params": (), "mm_processor_kwargs": (),
-    "guided_decoding_backend": (), "guided_whitespace_pattern": (), "spaces_between_special_tokens": (True,),
-    "length_penalty": (1,), "early_stopping": (False,), "cache_prompt": (True,), "keep_alive": (),
-}  # fmt: skip
+    "user": (),
+    "metadata": (),
+    "safety_identifier": (),
+    "prompt_cache_key": (),
+    "prompt_cache_retention": (),
+    "prompt_cache_options": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "moderation": (),
+    "prediction": (),
+    "verbosity": ("medium",),
+    "request_id": (),
+    "vllm_xargs": (),
+    "kv_transfer_params": (),
+    "mm_processor_kwargs": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "spaces_between_special_tokens": (True,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "cache_prompt": (True,),
+    "keep_alive": (),
+}
 
 
 def one_of(*schemas: dict[str, Any]) -> Any:
@@ -187,7 +219,9 @@ class TextBody(GenerationBody):
     min_p: float | None = bounded(
         description="Leave out tokens less likely than this share of the likeliest.", minimum=0, maximum=1
     )
-    presence_penalty: float | None = bounded(description="Subtracted once from the answer's tokens.", minimum=-100, maximum=100)
+    presence_penalty: float | None = bounded(
+        description="Subtracted once from the answer's tokens.", minimum=-100, maximum=100
+    )
     frequency_penalty: float | None = bounded(
         description="Subtracted for each time that a token is in the answer.", minimum=-100, maximum=100
     )
@@ -203,7 +237,9 @@ class TextBody(GenerationBody):
     logit_bias: dict[str, float] | None = Field(None, description="Added to the logits of tokens, by their ids.")
     bad_words: list[str] | None = Field(None, description="Words that the answer must not contain.")
     allowed_token_ids: list[int] | None = Field(None, description="The only tokens that may be drawn.")
-    guided_json: Annotated[Any, one_of(OBJECT, STRING)] = Field(None, description="A JSON schema that the answer follows.")
+    guided_json: Annotated[Any, one_of(OBJECT, STRING)] = Field(
+        None, description="A JSON schema that the answer follows."
+    )
     guided_regex: str | None = Field(None, description="A regular expression that the answer matches.")
     guided_grammar: str | None = Field(None, description="A grammar in Lark's notation.")
     guided_choice: list[str] | None = Field(None, description="The answer is one of these.")
@@ -218,7 +254,9 @@ class TextBody(GenerationBody):
         """The SamplingParams that the body states, and the names that the route has for some of them."""
         values = {name: value for name in SAMPLING if (value := getattr(self, name, None)) is not None}
         if self.logit_bias is not None:  # JSON has strings in the place of token ids
-            values["logit_bias"] = {int(key) if TOKEN_ID.fullmatch(key) else key: bias for key, bias in self.logit_bias.items()}
+            values["logit_bias"] = {
+                int(key) if TOKEN_ID.fullmatch(key) else key: bias for key, bias in self.logit_bias.items()
+            }
         stated = {name: value for name in GUIDES if (value := getattr(self, name)) is not None}
         guides = {name: {"kind": GUIDES[name], "value": value} for name, value in stated.items()}
         if self.structured_outputs is not None:
@@ -230,7 +268,9 @@ class TextBody(GenerationBody):
                 grammar = self.read_format(form, self.format_param)
         names = [*guides, *([self.format_param] if grammar else [])]
         if len(names) > 1:
-            raise InvalidParameterError(f"{' and '.join(names)} exclude each other: an answer has one format.", names[0])
+            raise InvalidParameterError(
+                f"{' and '.join(names)} exclude each other: an answer has one format.", names[0]
+            )
         grammar = guides[names[0]] if guides else grammar
         if grammar is not None:
             values["grammar"] = grammar
@@ -343,7 +383,9 @@ def read_tool(tool: Any, where: str) -> dict[str, Any]:
 
 def template_tool(function: dict[str, Any], schema_name: str, where: str) -> dict[str, Any]:
     """A tool as chat templates expect it; schema_name: the member that holds the schema of its arguments."""
-    name, description, schema = function.get("name"), function.get("description"), function.get(schema_name)
+    name = function.get("name")
+    description = function.get("description")
+    schema = function.get(schema_name)
     if not check_text(name, f"{where}.name"):
         raise InvalidInputError(f"{where}.name must not be empty.")
     if schema is not None:
@@ -378,7 +420,11 @@ CONTENT = {"anyOf": [STRING, OBJECTS]}
 
 def messages_schema(roles: Sequence[str], *required: str) -> dict[str, Any]:
     members = {"role": {"enum": list(roles)}, "content": CONTENT}
-    return {"type": "array", "minItems": 1, "items": {"type": "object", "properties": members, "required": list(required)}}
+    return {
+        "type": "array",
+        "minItems": 1,
+        "items": {"type": "object", "properties": members, "required": list(required)},
+    }
 
 
 Messages = Annotated[list[dict[str, Any]], checked(read_messages, messages_schema(ROLES, "role"))]
@@ -395,7 +441,8 @@ class ToolBody(TextBody):
     parallel_tool_calls: bool | None = Field(None, description="false: one call at most.")
 
     def effort(self) -> tuple[str, str]:
-        """How much reasoning is asked for, "none" for none and "" if nothing is said; after the parameter that says it."""
+        """How much reasoning is asked for, "none" for none and "" if nothing is said; after the parameter that says
+        it."""
         return "", ""
 
     def check_tool_choice(self) -> str:

@@ -16,7 +16,12 @@ EXAMPLES: tuple[tuple[str, str, str, dict[str, Any] | None], ...] = (  # kinds o
     ("tts", "POST", "/v1/tts/tokens", {"text": "An archerfish spits water.", "gender": "female"}),
     ("embedding", "POST", "/v1/embeddings", {"input": ["An archerfish spits water.", "射水鱼"]}),
     ("embedding cross-encoder", "POST", "/v1/rerank", RANK),
-    ("embedding", "POST", "/similarity", {"source": "A fish.", "sentences": ["An animal that swims.", "A loaf of bread."]}),
+    (
+        "embedding",
+        "POST",
+        "/similarity",
+        {"source": "A fish.", "sentences": ["An animal that swims.", "A loaf of bread."]},
+    ),
     ("", "POST", "/tokenize", {"prompt": "An archerfish spits water."}),
     ("", "POST", "/detokenize", {"tokens": [1, 2, 3]}),
     ("generation", "POST", "/v1/cache/explain", {"prompt": "Once upon a time"}),
@@ -36,7 +41,9 @@ def curl(base_url: str, method: str, path: str, body: dict[str, Any] | None, *, 
 
 def examples(kinds: set[str]) -> list[tuple[str, str, dict[str, Any] | None]]:
     """Calls that a service with models of these kinds answers, the most interesting first."""
-    return [(method, path, body) for needed, method, path, body in EXAMPLES if not needed or kinds & set(needed.split())]
+    return [
+        (method, path, body) for needed, method, path, body in EXAMPLES if not needed or kinds & set(needed.split())
+    ]
 
 
 # How Python calls a route: the package, its client, the method, and what is shown of the answer.
@@ -61,7 +68,12 @@ def python(method: str, path: str, body: dict[str, Any] | None, *, has_keys: boo
         values = {} if body is None else {"model": MODEL, **body}
         given = "".join(f"\n    {key}={json.dumps(value, ensure_ascii=False)}," for key, value in values.items())
         made = f'client = {client}(base_url="{ADDRESS}{base}", api_key="{key}")'
-        lines = [f"from {package} import {client}", "", made, f"answer = client.{name}({given}{chr(10) if given else ''})"]
+        lines = [
+            f"from {package} import {client}",
+            "",
+            made,
+            f"answer = client.{name}({given}{chr(10) if given else ''})",
+        ]
     else:
         given = "" if body is None else f", json={json.dumps(body, ensure_ascii=False)}"
         given += f', headers={{"Authorization": "Bearer {key}"}}' if has_keys else ""

@@ -1,4 +1,5 @@
-"""The models that a backend serves: their names, their tokenizers and templates, and how a request is addressed to one."""
+"""The models that a backend serves: their names, their tokenizers and templates, and how a request is addressed to
+one."""
 
 from __future__ import annotations
 
@@ -114,18 +115,27 @@ class ModelText:
     def need_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
             hint = " TTS tokens of a text: POST /v1/tts/tokens." if self.card.vocab_size >= VOCAB_SIZE else ""
-            raise InvalidParameterError(f"{self.card.id} has no tokenizer: it takes and gives token ids alone.{hint}", param)
+            raise InvalidParameterError(
+                f"{self.card.id} has no tokenizer: it takes and gives token ids alone.{hint}", param
+            )
         return self.tokenizer
 
     async def encode(
-        self, prompt: Prompt, param: str, options: Mapping[str, Any] | None = None, answer_start: str = "", *,
-        add_special_tokens: bool | None = None, num_kept: int | None = None, is_answered: bool = False,
+        self,
+        prompt: Prompt,
+        param: str,
+        options: Mapping[str, Any] | None = None,
+        answer_start: str = "",
+        *,
+        add_special_tokens: bool | None = None,
+        num_kept: int | None = None,
+        is_answered: bool = False,
     ) -> list[int]:
         """Token ids of a text, or of a conversation with the start of the answer.
 
         options: tools and other values for the chat template. add_special_tokens: None: before a text, and not before a
-        conversation, whose template writes them. num_kept: keep only so many, the last. is_answered: refuse a prompt that
-        leaves no room for an answer.
+        conversation, whose template writes them. num_kept: keep only so many, the last. is_answered: refuse a prompt
+        that leaves no room for an answer.
         """
         tokenizer = self.tokenizer or self.need_tokenizer(param)
         given = options or {}
@@ -143,7 +153,9 @@ class ModelText:
             try:
                 template = self.template.get()
             except UnsupportedModelError:
-                message = f"{self.card.id} has no chat template: it completes texts; give /v1/completions a prompt instead."
+                message = (
+                    f"{self.card.id} has no chat template: it completes texts; give /v1/completions a prompt instead."
+                )
                 raise InvalidParameterError(message, "model") from None
             token_ids = template.encode(tokenizer, prompt, **given)
             before = tokenizer.encode("") if add_special_tokens else []
@@ -213,13 +225,20 @@ class Catalog:
     """The models of a backend, asked for when they are first needed."""
 
     def __init__(
-        self, backend: Backend, credentials: str = "", *, accepts_any: bool = False, clock: Callable[[], float] = time.monotonic
+        self,
+        backend: Backend,
+        credentials: str = "",
+        *,
+        accepts_any: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """credentials: the password of this front end, which allows it to name the tenant of a request.
 
         accepts_any: an unknown name means the model that a request without a name would mean.
         """
-        self.backend, self.credentials, self.accepts_any = backend, credentials, accepts_any
+        self.backend = backend
+        self.credentials = credentials
+        self.accepts_any = accepts_any
         self.started_at = int(time.time())
         self._clock = clock
         self._cards: list[ModelCard] = []
@@ -236,9 +255,12 @@ class Catalog:
         adapter = card.adapter
         named = {} if adapter is None else {"adapter": adapter.name, "adapter_digest": adapter.digest}
         return {
-            "request_id": f"r{next(self._ids)}", "model": card.parent or card.id, "credentials": self.credentials,
-            "tenant": "" if tenant is ANONYMOUS else tenant.name, **named,
-        }  # fmt: skip
+            "request_id": f"r{next(self._ids)}",
+            "model": card.parent or card.id,
+            "credentials": self.credentials,
+            "tenant": "" if tenant is ANONYMOUS else tenant.name,
+            **named,
+        }
 
     async def cards(self) -> list[ModelCard]:
         return self._cards or await self._refresh()
@@ -253,12 +275,14 @@ class Catalog:
             self.expire()
 
     def compare_content(self, known: str, used: str) -> None:
-        """An answer has come. If its adapter had another content than the one that is known here, the models are asked for."""
+        """An answer has come. If its adapter had another content than the one that is known here, the models are asked
+        for."""
         if known != used:
             self.expire()
 
     async def report(self, message: ChangeAdapter | Charge | Configure | ExplainRequest | Query) -> dict[str, Any]:
-        """The values of the engine process's answer to a message, which is sent with the credentials of this front end."""
+        """The values of the engine process's answer to a message, which is sent with the credentials of this front
+        end."""
         message.credentials = self.credentials
         answer = await self.backend.ask(message)
         assert isinstance(answer, Report)
@@ -271,25 +295,32 @@ class Catalog:
             one.name: card.with_adapter(one) for card in reversed(self._cards) for one in reversed(card.adapters or ())
         }
         self._by_name |= {name: card for card in reversed(self._cards) for name in names_of(card.id, card.aliases)}
-        self._by_name |= {card.id: card for card in self._cards}  # a full name wins over the short name of another model
+        self._by_name |= {
+            card.id: card for card in self._cards
+        }  # a full name wins over the short name of another model
         self._asked_at = self._clock()
         return self._cards
 
     async def find(self, name: str | None, *kinds: Kind, request: Request | None = None) -> ModelCard:
-        """The model of a name, of one of these kinds if any are given. Without a name: the first model of the first kind.
+        """The model of a name, of one of these kinds if any are given. Without a name: the first model of the first
+        kind.
 
-        request: that of a tenant, who finds no adapters but those that it may use. If the server is told so, another model
-        than the named one answers it, if kinds are given; it gets a remark then.
+        request: that of a tenant, who finds no adapters but those that it may use. If the server is told so, another
+        model than the named one answers it, if kinds are given; it gets a remark then.
         """
         cards = self._cards or await self._refresh()
         if name is None:
             found = next((card for kind in kinds for card in cards if card.kind == kind), None)
             if found is None:
-                raise InvalidParameterError(f"No {' or '.join(kinds)} model is served here; see GET /v1/models.", "model")
+                raise InvalidParameterError(
+                    f"No {' or '.join(kinds)} model is served here; see GET /v1/models.", "model"
+                )
             return found
         if name.removesuffix(":latest") not in self._by_name and self._clock() - self._asked_at >= REFRESH_S:
             cards = await self._refresh()
-        card = self._by_name.get(name) or self._by_name.get(name.removesuffix(":latest"))  # as Ollama's clients write names
+        card = self._by_name.get(name) or self._by_name.get(
+            name.removesuffix(":latest")
+        )  # as Ollama's clients write names
         tenant: Tenant | None = None if request is None else request.state.tenant
         plain = name.removesuffix(":latest")
         if card is None and (tenant is None or tenant.may_use(plain)):
@@ -301,14 +332,17 @@ class Catalog:
             request.state.remarks.append(f"the model {name[:200]!r} is not served here: {card.id} answers")
         if card is None:
             names = [one for card in cards for one in (card.id, *card.served_names)]
-            names += [one.name for card in cards for one in card.adapters or () if tenant is None or tenant.may_use(one.name)]
+            names += [
+                one.name for card in cards for one in card.adapters or () if tenant is None or tenant.may_use(one.name)
+            ]
             raise unserved_model(name, names)
         if kinds and card.kind not in kinds:
             raise InvalidParameterError(f"The model {name!r} does not serve this route; see GET /v1/models.", "model")
         return card
 
     async def _find_adapter(self, name: str) -> ModelCard | None:
-        """An adapter that lies in the directory of a model's adapters, which is loaded for the first model that it fits."""
+        """An adapter that lies in the directory of a model's adapters, which is loaded for the first model that it
+        fits."""
         refused: RemoteError | None = None
         for card in self._cards:
             if card.finds_adapters:
@@ -348,7 +382,9 @@ class Catalog:
 
     def describe(self, card: ModelCard) -> Model:
         """A model as GET /v1/models shows it."""
-        shown = Model(id=card.id, created=self.started_at, kind="tts" if card.is_tts else card.kind, max_length=card.max_length)
+        shown = Model(
+            id=card.id, created=self.started_at, kind="tts" if card.is_tts else card.kind, max_length=card.max_length
+        )
         if card.kind == "embedding":
             shown.dimension = card.dimension
         elif card.kind == "generation" and not card.is_tts:
@@ -382,8 +418,14 @@ class Catalog:
         return num_tokens
 
     async def encode_charged(
-        self, request: Request, text: ModelText, prompt: Prompt, param: str, options: Mapping[str, Any] | None = None,
-        answer_start: str = "", **others: Any,
+        self,
+        request: Request,
+        text: ModelText,
+        prompt: Prompt,
+        param: str,
+        options: Mapping[str, Any] | None = None,
+        answer_start: str = "",
+        **others: Any,
     ) -> list[int]:
         """`ModelText.encode`, whose tokens count against the limits of the caller."""
         taken = await self.charge(request, estimate_tokens(prompt_size(prompt, options or {})))

@@ -9,9 +9,9 @@
     with Client("ipc:///run/archerfish/engine") as client:     # the same without await, from any thread
         ...
 
-A Failed answer is raised as a RemoteError. Closing the iterator of `generate`, or cancelling the task that waits, cancels the
-request in the engine. When the connection breaks, all waiting requests fail at once, with status 503 and the seconds to wait
-before the next try, and the client connects again by itself.
+A Failed answer is raised as a RemoteError. Closing the iterator of `generate`, or cancelling the task that waits,
+cancels the request in the engine. When the connection breaks, all waiting requests fail at once, with status 503 and
+the seconds to wait before the next try, and the client connects again by itself.
 """
 
 from __future__ import annotations
@@ -49,7 +49,13 @@ class RemoteError(ArcherfishError):
     """An error that the engine process answered with, or a broken connection to it."""
 
     def __init__(
-        self, message: str, *, code: str = "internal_error", status: int = 500, hint: str = "", param: str | None = None,
+        self,
+        message: str,
+        *,
+        code: str = "internal_error",
+        status: int = 500,
+        hint: str = "",
+        param: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message, hint=hint)
@@ -71,7 +77,8 @@ class Backend(Protocol):
     """An engine as a front end sees it: an AsyncClient, or a fake in tests."""
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Part, None]:
-        """Yield Chunks if request.stream, then one Generated; raise RemoteError. Closing the iterator cancels the request."""
+        """Yield Chunks if request.stream, then one Generated; raise RemoteError. Closing the iterator cancels the
+        request."""
 
     async def ask(self, message: Question) -> Answer:
         """Return the one answer to any other request; raise RemoteError."""
@@ -83,17 +90,24 @@ class Backend(Protocol):
 class AsyncClient:
     """A connection to one engine process, for one event loop. The first request opens it.
 
-    server_key: the public CURVE key of an engine process behind TCP. own_keys: the public and secret key of this client, if the
-    engine process knows its clients; otherwise new keys are made. retry_after_s: the wait that an error suggests while the
-    engine process is away.
+    server_key: the public CURVE key of an engine process behind TCP. own_keys: the public and secret key of this
+    client, if the engine process knows its clients; otherwise new keys are made. retry_after_s: the wait that an error
+    suggests while the engine process is away.
     """
 
     def __init__(
-        self, address: str, *, server_key: str = "", own_keys: tuple[str, str] | None = None, connect_s: float = CONNECT_S,
+        self,
+        address: str,
+        *,
+        server_key: str = "",
+        own_keys: tuple[str, str] | None = None,
+        connect_s: float = CONNECT_S,
         retry_after_s: float = 1.0,
     ) -> None:
         if own_keys is not None and not server_key:
-            raise InvalidOptionError("own_keys are given without server_key.", hint="Give the engine process's public key too.")
+            raise InvalidOptionError(
+                "own_keys are given without server_key.", hint="Give the engine process's public key too."
+            )
         self.address = address
         self.is_connected = False
         self._server_key, self._own_keys = server_key, own_keys
@@ -116,7 +130,9 @@ class AsyncClient:
                 answer: Answer = await anext(answers)
                 return answer
         except TimeoutError:
-            raise RemoteError.of(self._unavailable(f"The engine process has not answered within {timeout_s:g} s.")) from None
+            raise RemoteError.of(
+                self._unavailable(f"The engine process has not answered within {timeout_s:g} s.")
+            ) from None
 
     async def generate(self, request: GenerationRequest | Question) -> AsyncGenerator[Any, None]:
         """Yield Chunks if request.stream, then one Generated; for another request, its one answer.
@@ -160,12 +176,15 @@ class AsyncClient:
 
     def _unavailable(self, message: str) -> Failed:
         wait_s = self._retry_after_s
-        return Failed(request_id="", code="unavailable", message=message, status=503, hint="Try again.", retry_after_s=wait_s)
+        return Failed(
+            request_id="", code="unavailable", message=message, status=503, hint="Try again.", retry_after_s=wait_s
+        )
 
     # The connection
 
     async def _connect(self) -> None:
-        """Return when the connection is there. Only the first one is waited for; while it is broken, requests fail at once."""
+        """Return when the connection is there. Only the first one is waited for; while it is broken, requests fail at
+        once."""
         if self._closed is not None:
             raise StoppedError(self._closed.message, hint=self._closed.hint)
         if self._socket is None:
@@ -178,7 +197,9 @@ class AsyncClient:
             async with asyncio.timeout(self._connect_s):
                 await self._connection_changed.wait()
         except TimeoutError:
-            message = f"Nothing answers at {self.address} after {self._connect_s:g} s; wrong CURVE keys may be the reason."
+            message = (
+                f"Nothing answers at {self.address} after {self._connect_s:g} s; wrong CURVE keys may be the reason."
+            )
             raise RemoteError.of(self._unavailable(message)) from None
         if not self.is_connected:
             raise RemoteError.of(self._refusal or self._unavailable("The connection was closed."))
@@ -279,7 +300,8 @@ class AsyncClient:
 
 
 class Client:
-    """An AsyncClient for programs without an event loop; a thread of its own runs one. Several threads may use it at once."""
+    """An AsyncClient for programs without an event loop; a thread of its own runs one. Several threads may use it at
+    once."""
 
     def __init__(self, address: str, **options: Any) -> None:
         """options: those of AsyncClient."""
@@ -331,9 +353,13 @@ def open_socket(kind: int) -> zmq.Socket[bytes]:
     """A socket with heartbeats, bounded queues and no lingering, for either side."""
     opened: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     for name, value in {
-        zmq.LINGER: 0, zmq.SNDHWM: MAX_PENDING_MESSAGES, zmq.RCVHWM: MAX_PENDING_MESSAGES,
-        zmq.HEARTBEAT_IVL: HEARTBEAT_MS, zmq.HEARTBEAT_TIMEOUT: SILENCE_MS, zmq.HEARTBEAT_TTL: SILENCE_MS,
-    }.items():  # fmt: skip
+        zmq.LINGER: 0,
+        zmq.SNDHWM: MAX_PENDING_MESSAGES,
+        zmq.RCVHWM: MAX_PENDING_MESSAGES,
+        zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
+        zmq.HEARTBEAT_TIMEOUT: SILENCE_MS,
+        zmq.HEARTBEAT_TTL: SILENCE_MS,
+    }.items():
         opened.setsockopt(name, value)
     return opened
 

@@ -1,8 +1,8 @@
-"""What the models of an engine process share: the requests they get, the host that they answer to, and the one thread in which
-all of them compute.
+"""What the models of an engine process share: the requests they get, the host that they answer to, and the one thread
+in which all of them compute.
 
-The host's loop calls all methods of models, unless a name or a comment says otherwise. Slow work (text, computing) runs in
-other threads, and the loop takes its results.
+The host's loop calls all methods of models, unless a name or a comment says otherwise. Slow work (text, computing) runs
+in other threads, and the loop takes its results.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def attempt(host: ModelHost, pending: PendingRequest, act: Callable[[], None]) -
 def read_in_thread(
     host: ModelHost, pending: PendingRequest, work: Callable[[], Callable[[], None]], executor: Executor | None = None
 ) -> None:
-    """Call `work` in another thread and then, in the loop, the function that it returned, unless the request is over."""
+    """Call `work` in another thread and then, in the loop, the function that it returned, unless the request is
+    over."""
 
     def run() -> None:
         act = work()
@@ -153,7 +154,8 @@ class Lane(Executor):
 class ComputeThread:
     """Runs one job at a time, so that jobs never compete for cores, and takes jobs from the lanes in rotation.
 
-    However many jobs one model submits, they delay a job of another model by one job. The thread calls `on_done` after each.
+    However many jobs one model submits, they delay a job of another model by one job. The thread calls `on_done` after
+    each.
     """
 
     def __init__(self, on_done: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -220,7 +222,9 @@ class ComputeThread:
             lane.num_done += 1
             lane.busy_s += now - started
             if error is None:
-                lane.last_done, lane.last_s, lane.longest_s = now, now - started, max(lane.longest_s, now - started)
+                lane.last_done = now
+                lane.last_s = now - started
+                lane.longest_s = max(lane.longest_s, now - started)
                 future.set_result(result)
             else:
                 future.set_exception(error)
@@ -229,7 +233,8 @@ class ComputeThread:
 
 
 class HangWatch:
-    """Tells whether the compute thread hangs. hang_s: the time limit of a job, unless its model has needed longer before."""
+    """Tells whether the compute thread hangs. hang_s: the time limit of a job, unless its model has needed longer
+    before."""
 
     def __init__(self, compute: ComputeThread, hang_s: float) -> None:
         self._compute, self._hang_s = compute, hang_s
@@ -256,17 +261,23 @@ class HangWatch:
 
 
 class ModelHost:
-    """The host as its models see it. `answer`, `fail` and `post` may be called in any thread; the rest is for the loop."""
+    """The host as its models see it. `answer`, `fail` and `post` may be called in any thread; the rest is for the
+    loop."""
 
     def __init__(self, config: HostConfig, clock: Callable[[], float]) -> None:
-        self.config, self.clock, self.figures, self.rates = config, clock, MetricsCollector(), RateLimits(clock)
+        self.config = config
+        self.clock = clock
+        self.figures = MetricsCollector()
+        self.rates = RateLimits(clock)
         is_private = not config.open_address and config.address.startswith(("ipc:", "inproc:"))
         self.callers = Callers(Tenants.from_file(config.api_keys_file), config.front_end_pass, is_private=is_private)
         self.digest = PrefixDigest(config.routing_secret.encode()) if config.routing_secret else None
         self.waker = Waker()
         self.compute = ComputeThread(self.waker.wake, clock)
         self.reader: Executor = WakingExecutor("read", 2, self.waker)  # threads that tokenize
-        self.compiler: Executor = WakingExecutor("grammars", 2, self.waker)  # they compile grammars, which may take seconds
+        self.compiler: Executor = WakingExecutor(
+            "grammars", 2, self.waker
+        )  # they compile grammars, which may take seconds
         self.loader: Executor = WakingExecutor("load", 1, self.waker)  # the thread that reads adapters
         self.writer: Executor = WakingExecutor("write", 1, self.waker)  # the thread that makes text of tokens
         self._posted: deque[Callable[[], None]] = deque()

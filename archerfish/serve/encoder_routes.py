@@ -1,7 +1,8 @@
 """Routes of other servers for encoders: those of text-embeddings-inference (TEI) and of vLLM.
 
-TEI: /embed, /embed_sparse, /embed_all, /rerank, /predict and /info. A POST to / is one to /embed, as huggingface_hub's clients
-send it. /rerank takes the bodies of Jina and Cohere too. vLLM: /score, /v1/score, /pooling, /classify and /v1/classify.
+TEI: /embed, /embed_sparse, /embed_all, /rerank, /predict and /info. A POST to / is one to /embed, as huggingface_hub's
+clients send it. /rerank takes the bodies of Jina and Cohere too. vLLM: /score, /v1/score, /pooling, /classify and
+/v1/classify.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ RIGHT = ("Right", "right")
 
 
 def read_predict(value: Any, where: str) -> tuple[list[str | tuple[str, str]], bool]:
-    """Texts or pairs to classify, and whether they came as a batch: a list of lists. One list of two strings is a pair."""
+    """Texts or pairs to classify, and whether they came as a batch: a list of lists. One list of two strings is a
+    pair."""
     if isinstance(value, str):
         return [value], False
     items = bodies.check_items(value, where, "texts")
@@ -42,7 +44,9 @@ def read_predict(value: Any, where: str) -> tuple[list[str | tuple[str, str]], b
         place = f"{where}[{index}]" if is_batch else where
         texts = [bodies.check_text(text, place) for text in bodies.check_type(item, list, place, "a list of texts")]
         if len(texts) not in (1, 2):
-            raise InvalidInputError(f"{place} must have one text or two, not {len(texts)}; several texts are lists in a list.")
+            raise InvalidInputError(
+                f"{place} must have one text or two, not {len(texts)}; several texts are lists in a list."
+            )
         found.append(texts[0] if len(texts) == 1 else (texts[0], texts[1]))
     return found, is_batch
 
@@ -84,7 +88,11 @@ class TEIPredictBody(TEIBody):
 class AnyRerankBody(RerankBody):
     """POST /rerank: `documents` for the form of Jina and Cohere, `texts` for TEI's."""
 
-    unsupported: ClassVar[bodies.Values] = {**RerankBody.unsupported, "truncation_direction": RIGHT, "raw_scores": (False,)}
+    unsupported: ClassVar[bodies.Values] = {
+        **RerankBody.unsupported,
+        "truncation_direction": RIGHT,
+        "raw_scores": (False,),
+    }
 
     documents: vector_routes.Documents = Field([])
     texts: list[str] | None = Field(None, min_length=1)
@@ -141,8 +149,14 @@ class TEIRoutes:
     async def embed(self, request: Request, body: TEIEmbedBody) -> Response:
         """Vectors of texts, as a list of lists."""
         _, rows, _ = await self.vectors.vectors(
-            request, body.model, body.inputs, dimensions=body.dimensions, prompt_name=body.prompt_name,
-            normalize=body.normalize is not False, truncate=body.truncate, param="inputs",
+            request,
+            body.model,
+            body.inputs,
+            dimensions=body.dimensions,
+            prompt_name=body.prompt_name,
+            normalize=body.normalize is not False,
+            truncate=body.truncate,
+            param="inputs",
         )
         return json_response(await encode_items(row.tolist() for row in rows))
 
@@ -194,11 +208,17 @@ class TEIRoutes:
         else:
             names = (metadata.get("config") or {}).get("id2label") or {}
             kind = {"reranker": {"id2label": names, "label2id": {name: int(place) for place, name in names.items()}}}
-        return json_response(TEIInfo(
-            model_id=card.id, model_dtype=str(metadata.get("dtype") or ""), model_type=kind,
-            max_concurrent_requests=self.config.max_queue_texts, max_input_length=card.max_length,
-            max_batch_tokens=card.max_length, max_client_batch_size=self.config.max_texts_per_request,
-        ))  # fmt: skip
+        return json_response(
+            TEIInfo(
+                model_id=card.id,
+                model_dtype=str(metadata.get("dtype") or ""),
+                model_type=kind,
+                max_concurrent_requests=self.config.max_queue_texts,
+                max_input_length=card.max_length,
+                max_batch_tokens=card.max_length,
+                max_client_batch_size=self.config.max_texts_per_request,
+            )
+        )
 
 
 # vLLM
@@ -222,7 +242,8 @@ class PoolingBody(vector_routes.EmbeddingsBody):
     """POST /pooling."""
 
     task: Literal["embed", "token_embed", "sparse"] | None = Field(
-        None, description="One vector for each text, one for each token, or weights of tokens; left out: what the model is for."
+        None,
+        description="One vector for each text, one for each token, or weights of tokens; left out: what the model is for.",
     )
 
 
@@ -283,17 +304,20 @@ class VLLMRoutes:
     def __init__(self, vectors: VectorRoutes) -> None:
         self.vectors = vectors
         self.routes = [
-            BodyRoute("/score", self.score, ScoreBody, Scores), BodyRoute("/v1/score", self.score, ScoreBody, Scores),
+            BodyRoute("/score", self.score, ScoreBody, Scores),
+            BodyRoute("/v1/score", self.score, ScoreBody, Scores),
             BodyRoute("/pooling", self.pooling, PoolingBody, Pooling),
             BodyRoute("/classify", self.classify, ClassifyBody, Classes),
             BodyRoute("/v1/classify", self.classify, ClassifyBody, Classes),
-        ]  # fmt: skip
+        ]
 
     async def score(self, request: Request, body: ScoreBody) -> Response:
         """How well texts fit each other: a cross-encoder's score where one is served, else the cosine."""
         left, right = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
         if len(left) not in (1, len(right)):
-            message = f"text_1 has {len(left)} texts and text_2 has {len(right)}; it must have one, or as many as text_2."
+            message = (
+                f"text_1 has {len(left)} texts and text_2 has {len(right)}; it must have one, or as many as text_2."
+            )
             raise InvalidParameterError(message, "text_1")
         pairs = list(zip(left * (len(right) if len(left) == 1 else 1), right, strict=True))
         card, scores, usage = await self.vectors.scores(request, body.model, pairs, "text_2")
@@ -310,13 +334,20 @@ class VLLMRoutes:
         else:
             for option in ("dimensions", "encoding_format", "output_dtype"):
                 if getattr(body, option) != type(body).model_fields[option].default:
-                    message = f"{option} is for one vector a text; {card.id} gives {output.replace('_', '-')} vectors here."
+                    message = (
+                        f"{option} is for one vector a text; {card.id} gives {output.replace('_', '-')} vectors here."
+                    )
                     raise InvalidParameterError(message, option)
             name = body.prompt_name
             if name is None and body.input_type:
                 name = vector_routes.find_prompt(request, card, body.input_type)
             card, found, usage = await self.vectors.token_vectors(
-                request, body.model, body.input, output, prompt_name=name, truncate=body.truncate,
+                request,
+                body.model,
+                body.input,
+                output,
+                prompt_name=name,
+                truncate=body.truncate,
                 deadline_s=body.deadline_s,
             )
             shown = enumerate(map(shown_tokens, found))
@@ -330,5 +361,7 @@ class VLLMRoutes:
             request, body.model, texts, "input", is_raw=is_raw, is_final=is_raw
         )
         labels = labels_of(card, rows.shape[1])
-        data = [Classified(index, labels[int(np.argmax(row))], row.tolist(), len(labels)) for index, row in enumerate(rows)]
+        data = [
+            Classified(index, labels[int(np.argmax(row))], row.tolist(), len(labels)) for index, row in enumerate(rows)
+        ]
         return json_response(Classes(**answer_head("classify", card.id), data=data, usage=usage))

@@ -1,6 +1,7 @@
 """Every error as an answer, in the shape of the API that the route belongs to.
 
-OpenAI: {"error": {"message", "type", "param", "code"}}; Anthropic: {"type": "error", "error": {"type", "message"}}; Ollama and
+OpenAI: {"error": {"message", "type", "param", "code"}}; Anthropic: {"type": "error", "error": {"type", "message"}};
+Ollama and
 TEI: {"error": message}.
 """
 
@@ -28,16 +29,27 @@ RETRY_AFTER_S = 1.0  # for a temporary error that states no time
 MAX_MESSAGE = 1000  # characters: a message may repeat what a client sent, which may be long
 EXCERPT = 40  # characters of a wrong value in an error message
 EXPECTED = {
-    "int": "a whole number", "float": "a number", "bool": "true or false", "string": "a string", "list": "an array",
-    "dict": "an object", "model": "an object",
-}  # fmt: skip
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "a string",
+    "list": "an array",
+    "dict": "an object",
+    "model": "an object",
+}
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 ANTHROPIC_PATH = "/v1/messages"
 PLAIN_PATHS = ("/", "/embed", "/predict", "/info")  # of TEI; those of Ollama begin with /api/
 ANTHROPIC_TYPES = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error", 529: "overloaded_error",
-}  # fmt: skip
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
 _encode = msgspec.json.Encoder().encode
 
 
@@ -113,7 +125,8 @@ def naming(param: str) -> Iterator[None]:
 
 
 def check_members(given: Any, known: Sequence[str], where: str, hints: Mapping[str, str] | None = None) -> None:
-    """Refuse what is no object, and unknown members. Empty ones are accepted: clients send objects with all their fields."""
+    """Refuse what is no object, and unknown members. Empty ones are accepted: clients send objects with all their
+    fields."""
     if not isinstance(given, dict):
         raise InvalidInputError(f"{where} must be an object, not {json_type(given)}.")
     for name, value in given.items():
@@ -187,7 +200,9 @@ def failure_response(error: ArcherfishError, path: str) -> Response:
 async def _on_our_error(request: Request, error: ArcherfishError) -> Response:
     request.state.error = error
     if error.status >= 500 and error.retry_after_s is None:
-        logger.error("%s %r: %s", request.method, request.scope["path"], error)  # %r: a path may hold control characters
+        logger.error(
+            "%s %r: %s", request.method, request.scope["path"], error
+        )  # %r: a path may hold control characters
     return failure_response(error, request.scope["path"])
 
 
@@ -249,6 +264,8 @@ async def _on_unexpected_error(request: Request, error: Exception) -> Response:
 
 
 HANDLERS: Mapping[Any, Any] = {
-    ArcherfishError: _on_our_error, ValidationError: _on_invalid_body, HTTPException: _on_http_error,
+    ArcherfishError: _on_our_error,
+    ValidationError: _on_invalid_body,
+    HTTPException: _on_http_error,
     Exception: _on_unexpected_error,
-}  # fmt: skip
+}

@@ -1,4 +1,5 @@
-"""What an answer must be: response formats and JSON schemas that clients send, and which tools an answer may or must call."""
+"""What an answer must be: response formats and JSON schemas that clients send, and which tools an answer may or must
+call."""
 
 from __future__ import annotations
 
@@ -33,13 +34,19 @@ def response_grammar(value: Any, where: str) -> dict[str, Any] | None:
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in FORMATS:
         found = f", not {kind!r}" if isinstance(kind, str) else ""
-        hint = did_you_mean(kind, FORMATS, most=0) if isinstance(kind, str) else f"An example: {FORMATS['json_schema']}."
-        raise InvalidInputError(f"{where} must be an object whose type is one of {', '.join(FORMATS)}{found}.", hint=hint)
+        hint = (
+            did_you_mean(kind, FORMATS, most=0) if isinstance(kind, str) else f"An example: {FORMATS['json_schema']}."
+        )
+        raise InvalidInputError(
+            f"{where} must be an object whose type is one of {', '.join(FORMATS)}{found}.", hint=hint
+        )
     if kind == "json_schema":
         return {"kind": "json_schema", "value": format_schema(value, where)}
     if kind in ("regex", "grammar") and not isinstance(value.get(kind), str):
         raise InvalidInputError(f"{where} of type {kind} must have a string in its member {kind!r}: {FORMATS[kind]}.")
-    check_members(value, ("type", kind) if kind in ("regex", "grammar") else ("type",), f"{where} of type {kind}", HINTS)
+    check_members(
+        value, ("type", kind) if kind in ("regex", "grammar") else ("type",), f"{where} of type {kind}", HINTS
+    )
     if kind == "text":
         return None
     return {"kind": {"json_object": "json", "grammar": "lark"}.get(kind, kind), "value": value.get(kind)}
@@ -80,15 +87,21 @@ def format_schema(value: dict[str, Any], where: str) -> dict[str, Any]:
 TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
 # Whether a keyword may have a value, and what is expected. Others are passed on unchecked.
 RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "required": (lambda held: isinstance(held, list) and all(isinstance(name, str) for name in held),
-                 "a list of names of properties"),
+    "required": (
+        lambda held: isinstance(held, list) and all(isinstance(name, str) for name in held),
+        "a list of names of properties",
+    ),
     "enum": (lambda held: isinstance(held, list), "a list of values"),
-    **dict.fromkeys(SCHEMA_LISTS, (lambda held: isinstance(held, list) and held, "a list of schemas that is not empty")),
+    **dict.fromkeys(
+        SCHEMA_LISTS, (lambda held: isinstance(held, list) and held, "a list of schemas that is not empty")
+    ),
     **dict.fromkeys(SCHEMA_MAPS, (lambda held: isinstance(held, dict), "an object of schemas by name")),
     **dict.fromkeys(("pattern", "format", "$ref"), (lambda held: isinstance(held, str), "a string")),
-    **dict.fromkeys(COUNTS, (lambda held: is_number(held) and held >= 0 and held % 1 == 0, "a whole number of at least 0")),
+    **dict.fromkeys(
+        COUNTS, (lambda held: is_number(held) and held >= 0 and held % 1 == 0, "a whole number of at least 0")
+    ),
     **dict.fromkeys(("minimum", "maximum", "multipleOf"), (is_number, "a number")),
-}  # fmt: skip
+}
 
 
 def check_schema(schema: Any, where: str) -> None:
@@ -112,7 +125,9 @@ def check_keyword(keyword: str, held: Any, place: str) -> None:
         for name in held if isinstance(held, list) and held else [held]:
             if name not in TYPES:
                 message = f"{place} must be one of {', '.join(TYPES)}, or a list of them, not {short_value(name)}."
-                raise InvalidInputError(message, hint=did_you_mean(name, TYPES, most=0) if isinstance(name, str) else "")
+                raise InvalidInputError(
+                    message, hint=did_you_mean(name, TYPES, most=0) if isinstance(name, str) else ""
+                )
     elif keyword in RULES:
         is_right, expected = RULES[keyword]
         if not is_right(held):
@@ -134,17 +149,18 @@ def inner_schemas(schema: dict[str, Any], place: str) -> Iterator[tuple[str, Any
 
 GRAMMAR_ERROR = re.compile(
     r"^The grammar of kind lark is not valid: (?:at (?P<line>\d+)\(\d+\): )?(?:failed to compile JSON schema: )?"
-    r"(?P<reason>.*?)\.?$", re.DOTALL,
-)  # fmt: skip
+    r"(?P<reason>.*?)\.?$",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """The tools that an answer may call.
 
-    style: how the model writes calls. grammar: forces a call, if tool_choice asks for one; or allows calls and answers of a
-    format. has_one_call: drop later ones. names: of the tools that may be called. remarks: what of their schemas is not
-    followed.
+    style: how the model writes calls. grammar: forces a call, if tool_choice asks for one; or allows calls and answers
+    of a format. has_one_call: drop later ones. names: of the tools that may be called. remarks: what of their schemas
+    is not followed.
     """
 
     style: str
@@ -156,7 +172,12 @@ class ToolUse:
 
     @classmethod
     def choose(
-        cls, style: str, tools: Sequence[dict[str, Any]], choice: str, is_parallel: bool | None, tokenizer: Tokenizer | None,
+        cls,
+        style: str,
+        tools: Sequence[dict[str, Any]],
+        choice: str,
+        is_parallel: bool | None,
+        tokenizer: Tokenizer | None,
         answer: dict[str, Any] | None = None,
     ) -> ToolUse:
         """choice: "auto", "required" or "=" and the name of a tool. is_parallel: whether several calls are allowed.

@@ -39,16 +39,24 @@ from archerfish.serve.tenants import Tenants
 class FrontServer(uvicorn.Server):
     """uvicorn's server with another end: running requests are finished, or their clients get an error.
 
-    SIGTERM begins the end: `on_stop` is called, and requests are taken for `drain_s` more. Those that run then have `grace_s`.
-    SIGINT cuts it short. `on_ready` is called once the server accepts connections.
+    SIGTERM begins the end: `on_stop` is called, and requests are taken for `drain_s` more. Those that run then have
+    `grace_s`. SIGINT cuts it short. `on_ready` is called once the server accepts connections.
     """
 
     def __init__(
-        self, config: uvicorn.Config, on_ready: Callable[[], None] = lambda: None, on_stop: Callable[[], None] = lambda: None,
-        *, drain_s: float = 0.0, grace_s: float = processes.GRACE_S,
+        self,
+        config: uvicorn.Config,
+        on_ready: Callable[[], None] = lambda: None,
+        on_stop: Callable[[], None] = lambda: None,
+        *,
+        drain_s: float = 0.0,
+        grace_s: float = processes.GRACE_S,
     ) -> None:
         super().__init__(config)
-        self.on_ready, self.on_stop, self.drain_s, self.grace_s = on_ready, on_stop, drain_s, grace_s
+        self.on_ready = on_ready
+        self.on_stop = on_stop
+        self.drain_s = drain_s
+        self.grace_s = grace_s
         self.closes_at = math.inf  # by time.monotonic
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
@@ -94,9 +102,15 @@ class FrontServer(uvicorn.Server):
 def make_server(app: Starlette, config: ServeConfig, on_ready: Callable[[], None] = lambda: None) -> FrontServer:
     """A server for an app of `create_app`, with uvloop if it is installed."""
     settings = uvicorn.Config(
-        app, log_level=config.log_level, access_log=False, lifespan="on", http=Connection, ws="none", server_header=False,
+        app,
+        log_level=config.log_level,
+        access_log=False,
+        lifespan="on",
+        http=Connection,
+        ws="none",
+        server_header=False,
         log_config=None if config.log_format == "json" else LOGGING_CONFIG,
-    )  # fmt: skip
+    )
     logging.getLogger("uvicorn.error").addFilter(is_no_cancellation)
     on_stop = partial(setattr, app.state, "is_stopping", True)
     return FrontServer(settings, on_ready, on_stop, drain_s=config.drain_s, grace_s=config.grace_s)
@@ -107,28 +121,36 @@ def is_no_cancellation(record: logging.LogRecord) -> bool:
     return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
-def make_backend(config: processes.FrontConfig, tenants: Tenants, registry: MetricRegistry) -> AsyncClient | RoutedBackend:
+def make_backend(
+    config: processes.FrontConfig, tenants: Tenants, registry: MetricRegistry
+) -> AsyncClient | RoutedBackend:
     """A client of the engine process; of several replicas, a backend that chooses one for each request."""
     clients = [AsyncClient(address, retry_after_s=config.retry_after_s) for address in config.addresses]
     if len(clients) == 1:
         return clients[0]
     backend = RoutedBackend(
-        Router(config.routing_secret.encode()), credentials=config.credentials, tenants=tenants, registry=registry,
+        Router(config.routing_secret.encode()),
+        credentials=config.credentials,
+        tenants=tenants,
+        registry=registry,
         retry_after_s=config.retry_after_s,
-    )  # fmt: skip
+    )
     for number, client in enumerate(clients):
         backend.add(replica_name(number), client)
     return backend
 
 
 def main(follow: Callable[[Starlette, processes.FrontConfig], Callable[[bytes], None]] | None = None) -> int:
-    """Serve until SIGTERM, or until the main process has ended. follow: returns what takes the lines that this one sends."""
+    """Serve until SIGTERM, or until the main process has ended. follow: returns what takes the lines that this one
+    sends."""
     pipe = processes.open_report_pipe()
     config = processes.read_config(processes.FrontConfig)
     serve, listener = ServeConfig(**config.serve), socket.socket(fileno=config.listener)
     set_up_log("front", serve.log_format, serve.log_level)
     tenants, registry = Tenants.from_file(serve.api_keys_file), MetricRegistry()
-    app = create_app(make_backend(config, tenants, registry), serve, registry, credentials=config.credentials, tenants=tenants)
+    app = create_app(
+        make_backend(config, tenants, registry), serve, registry, credentials=config.credentials, tenants=tenants
+    )
 
     def start() -> None:
         """In the event loop, once the server accepts connections."""

@@ -177,7 +177,9 @@ class Generation:
 
     def start_over(self) -> None:
         """Forget what has come."""
-        self.choices, self.num_cached, self.prompt_logprobs = self.new_choices(), 0, None
+        self.choices = self.new_choices()
+        self.num_cached = 0
+        self.prompt_logprobs = None
         self.times = EngineTimes(time.monotonic())
 
     @property
@@ -188,7 +190,9 @@ class Generation:
     def num_reasoning(self) -> int:
         """About how many tokens of the output are reasoning."""
         tokenizer = self.text.tokenizer
-        return 0 if tokenizer is None else sum(len(tokenizer.encode(choice.reasoning, False)) for choice in self.choices)
+        return (
+            0 if tokenizer is None else sum(len(tokenizer.encode(choice.reasoning, False)) for choice in self.choices)
+        )
 
     def add(self, message: Chunk | Generated) -> list[ChoiceDelta]:
         """Add a message of the backend. What comes for a choice after its end is ignored."""
@@ -204,11 +208,16 @@ class Generation:
             if gain.finish_reason == "error":
                 raise ArcherfishError("The engine failed on this request; its log says why.", hint="")
             if gain.finish_reason == "abort":
-                raise StoppedError("The engine gave this request up before its answer was complete.", hint="Send it again.")
+                raise StoppedError(
+                    "The engine gave this request up before its answer was complete.", hint="Send it again."
+                )
             if gain.finish_reason == "deadline" and not choice.token_ids and not gain.token_ids:
                 raise RemoteError(
-                    "The deadline of this request passed before its first token.", code="deadline_exceeded", status=504,
-                    hint="Give it more time (deadline_s), or try when less is waiting.", retry_after_s=message.retry_after_s,
+                    "The deadline of this request passed before its first token.",
+                    code="deadline_exceeded",
+                    status=504,
+                    hint="Give it more time (deadline_s), or try when less is waiting.",
+                    retry_after_s=message.retry_after_s,
                 )
             deltas.append(choice.add(gain))
         return deltas
@@ -244,11 +253,20 @@ class TextService:
     """Makes requests to the engine out of bodies, and runs them."""
 
     def __init__(self, catalog: Catalog, results: ResultCache, config: ServeConfig) -> None:
-        self.catalog, self.results, self.config = catalog, results, config
+        self.catalog = catalog
+        self.results = results
+        self.config = config
 
     def prepare(
-        self, request: Request, body: GenerationBody, text: ModelText, prompt_ids: list[int], params: SamplingParams,
-        format_param: str | None = None, tool_use: ToolUse | None = None, first_place: int = 0,
+        self,
+        request: Request,
+        body: GenerationBody,
+        text: ModelText,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        format_param: str | None = None,
+        tool_use: ToolUse | None = None,
+        first_place: int = 0,
         is_thinking: bool | None = None,
     ) -> Generation:
         """A request to the engine. Stop strings are found here, so that they need a streamed answer.
@@ -257,20 +275,29 @@ class TextService:
         """
         if params.stop and text.tokenizer is None:
             text.need_tokenizer("stop")
-        most, own, num_prompt = params.max_tokens, self.config.max_output_tokens // params.n, len(prompt_ids)
+        most = params.max_tokens
+        own = self.config.max_output_tokens // params.n
+        num_prompt = len(prompt_ids)
         room = max(1, (text.card.max_sequence or text.card.max_length) - num_prompt)
         limit = min(own or room, room)
         if most is not None and most > limit:
             why = "the limit of this server" if limit < room else f"as many as fit after the prompt of {num_prompt:,}"
-            early = sum(stage.num_tokens for stage in params.stages[:-1])  # which the client's max_tokens does not count
+            early = sum(
+                stage.num_tokens for stage in params.stages[:-1]
+            )  # which the client's max_tokens does not count
             told = f"max_tokens was lowered from {most - early:,} to {max(1, limit - early):,}"
             request.state.remarks.append(f"{told}, {why}")
         if own if most is None else most > limit:
             params = params.lowered_to(limit)
         stated = {name: value for name, default in DEFAULTS.items() if (value := getattr(params, name)) != default}
         sent = GenerationRequest(
-            token_ids=prompt_ids, params=stated, stream=bool(body.stream or params.stop), wants_ids=True,
-            priority=body.priority, deadline_s=body.deadline_s, **self.catalog.address(request, text.card),
+            token_ids=prompt_ids,
+            params=stated,
+            stream=bool(body.stream or params.stop),
+            wants_ids=True,
+            priority=body.priority,
+            deadline_s=body.deadline_s,
+            **self.catalog.address(request, text.card),
         )
 
         def new_choice(index: int) -> Choice:
@@ -283,12 +310,25 @@ class TextService:
             return Choice(index, first_place + index, output_text, parser, has_one_call, thinking)
 
         return Generation(
-            text, sent, params, prompt_ids, lambda: [new_choice(index) for index in range(params.n)], format_param, tool_use
+            text,
+            sent,
+            params,
+            prompt_ids,
+            lambda: [new_choice(index) for index in range(params.n)],
+            format_param,
+            tool_use,
         )
 
     async def prepare_chat(
-        self, request: Request, body: ToolBody, messages: Sequence[dict[str, Any]], param: str = "messages",
-        template_values: dict[str, Any] | None = None, answer_start: str = "", *, add_special_tokens: bool | None = None,
+        self,
+        request: Request,
+        body: ToolBody,
+        messages: Sequence[dict[str, Any]],
+        param: str = "messages",
+        template_values: dict[str, Any] | None = None,
+        answer_start: str = "",
+        *,
+        add_special_tokens: bool | None = None,
     ) -> Generation:
         """A request for the next message of a conversation, which the parameter `param` holds."""
         text = await self.catalog.find_text(body.model, "generation", request=request)
@@ -305,7 +345,12 @@ class TextService:
                 names["grammar"] = "tools"
             options["tools"] = body.tools
         prompt_ids = await text.encode(
-            messages, param, options, answer_start, add_special_tokens=add_special_tokens, is_answered=True,
+            messages,
+            param,
+            options,
+            answer_start,
+            add_special_tokens=add_special_tokens,
+            is_answered=True,
             num_kept=body.num_kept(text.card.max_length, values.get("max_tokens")),
         )
         template = text.template.get()
@@ -320,22 +365,30 @@ class TextService:
         if template.stops:
             params = template.stopping(params)
         if effort not in ("", "none") and not template.reads(effort_values(effort)):
-            request.state.remarks.append(f"{effort_param} has no effect: the chat template of {text.card.id} does not read it")
+            request.state.remarks.append(
+                f"{effort_param} has no effect: the chat template of {text.card.id} does not read it"
+            )
         is_thinking = None
         if text.has_reasoning and text.tokenizer is not None:
             calls = tool_use is not None and tool_use.grammar is not None
             form: Literal["", "calls", "answer"] = "" if "grammar" not in values else "calls" if calls else "answer"
             is_thinking = self._begin_thinking(request, text.tokenizer, prompt_ids, answer_start, form)
-        return self.prepare(request, body, text, prompt_ids, params, names["grammar"], tool_use, is_thinking=is_thinking)
+        return self.prepare(
+            request, body, text, prompt_ids, params, names["grammar"], tool_use, is_thinking=is_thinking
+        )
 
     def _begin_thinking(
-        self, request: Request, tokenizer: Tokenizer, prompt_ids: list[int], answer_start: str,
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        prompt_ids: list[int],
+        answer_start: str,
         form: Literal["", "calls", "answer"],
     ) -> bool | None:
         """Whether the answer begins inside of reasoning; None: it has none.
 
-        form: what a grammar gives the form of, which it does from the first token. Then reasoning that the template has opened
-        is closed first, and the channel of answers is entered, where there are channels.
+        form: what a grammar gives the form of, which it does from the first token. Then reasoning that the template has
+        opened is closed first, and the channel of answers is entered, where there are channels.
         """
         is_open = ends_inside(tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False), answer_start)
         enters_channel = form == "answer" and tokenizer.token_to_id(CHANNEL) is not None
@@ -362,7 +415,9 @@ class TextService:
                         yield deltas
                 return
             except RemoteError as error:
-                has_come = any(generation.num_output for generation in generations)  # otherwise the backend has tried again
+                has_come = any(
+                    generation.num_output for generation in generations
+                )  # otherwise the backend has tried again
                 if not (error.is_lost and has_come and num_left) or is_shown():
                     raise
                 for generation in generations:
@@ -413,7 +468,9 @@ class TextService:
         """Put what came of a request into its line in the log."""
         log, choices = request.state.log, generation.choices
         log.update(
-            prompt_tokens=len(generation.prompt_ids), output_tokens=generation.num_output, cached_tokens=generation.num_cached
+            prompt_tokens=len(generation.prompt_ids),
+            output_tokens=generation.num_output,
+            cached_tokens=generation.num_cached,
         )
         request.state.engine_times.append(generation.times)
         reasons = [log["finish_reason"]] if log["finish_reason"] else []
@@ -476,7 +533,8 @@ def answer_schema(grammar: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def checked_params(values: dict[str, Any], card: ModelCard, names: dict[str, str]) -> SamplingParams:
-    """SamplingParams for a model, over its defaults. names: the route's names of them, where they differ; errors use them."""
+    """SamplingParams for a model, over its defaults. names: the route's names of them, where they differ; errors use
+    them."""
     try:
         params = SamplingParams.of(with_defaults(values, card.default_sampling))
         if card.vocab_size:

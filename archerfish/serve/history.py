@@ -1,4 +1,5 @@
-"""What a generation model remembers for live views: figures of the last minute, and the last requests of each tenant."""
+"""What a generation model remembers for live views: figures of the last minute, and the last requests of each
+tenant."""
 
 from __future__ import annotations
 
@@ -26,14 +27,22 @@ class History:
         """Keep what is shown of a request that has ended, and none of its tokens."""
         times, hit = result.metrics, result.hit
         found = self._ended.setdefault(tenant, deque(maxlen=MAX_REQUESTS))
-        found.append({
-            "ended_at": self._clock(), "reason": "" if hit is None else hit.reason, "why": "" if hit is None else hit.explain(),
-            "prompt_tokens": times.num_prompt_tokens, "cached_tokens": result.num_cached_tokens,
-            "output_tokens": times.num_output_tokens, "queue_ms": round(times.queue_ms, 2),
-            "prefill_ms": round(times.prefill_ms, 2), "decode_ms": round(times.decode_ms, 2),
-            "finish_reason": result.finish_reason or "", "draft_tokens": times.num_draft_tokens,
-            "accepted_tokens": times.num_accepted_tokens,
-        })  # fmt: skip
+        found.append(
+            {
+                "ended_at": self._clock(),
+                "reason": "" if hit is None else hit.reason,
+                "why": "" if hit is None else hit.explain(),
+                "prompt_tokens": times.num_prompt_tokens,
+                "cached_tokens": result.num_cached_tokens,
+                "output_tokens": times.num_output_tokens,
+                "queue_ms": round(times.queue_ms, 2),
+                "prefill_ms": round(times.prefill_ms, 2),
+                "decode_ms": round(times.decode_ms, 2),
+                "finish_reason": result.finish_reason or "",
+                "draft_tokens": times.num_draft_tokens,
+                "accepted_tokens": times.num_accepted_tokens,
+            }
+        )
         self._ended.move_to_end(tenant)
         while len(self._ended) > MAX_TENANTS:
             self._ended.popitem(last=False)

@@ -1,7 +1,7 @@
 """The engine process: all models of a device behind a ROUTER socket.
 
-One loop receives requests, hands them to the models, lets the models make progress, and sends their answers. It waits for
-events only. Everything is computed in one other thread (`compute`); text is read and written in further threads.
+One loop receives requests, hands them to the models, lets the models make progress, and sends their answers. It waits
+for events only. Everything is computed in one other thread (`compute`); text is read and written in further threads.
 `python -m archerfish.serve.host` is the process, a child of the main process (`processes`).
 """
 
@@ -42,7 +42,9 @@ IDLE_POLL_MS = 1000
 FRESH_S = 1.0  # a step this recent proves that a model works
 LAST_S = 5.0  # the process may take this long to end after its parent
 EXIT_HUNG = 75
-NICENESS = 5  # of a process that computes on the cores: front ends, which take little of them, answer before requests are late
+NICENESS = (
+    5  # of a process that computes on the cores: front ends, which take little of them, answer before requests are late
+)
 KINDS = {wire.EmbedRequest: VECTORS, wire.ClassifyRequest: ("cross-encoder",)}  # of models
 
 
@@ -98,7 +100,8 @@ class Listener:
         return endpoint.rstrip(b"\0").decode()
 
     def receive(self, ready: dict[Any, int]) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the client and the payload of messages, at most MAX_RECEIVED of a socket. ready: what a poll has found."""
+        """Yield the client and the payload of messages, at most MAX_RECEIVED of a socket. ready: what a poll has
+        found."""
         for number, socket in enumerate(self.sockets):
             for _ in range(MAX_RECEIVED if socket in ready else 0):
                 try:
@@ -132,7 +135,9 @@ class Listener:
             socket.close(linger_ms)
         if self._authenticator is not None:
             self._authenticator.stop()
-        self.sockets, self._monitors, self._authenticator = [], [], None
+        self.sockets = []
+        self._monitors = []
+        self._authenticator = None
 
 
 class EngineHost(ModelHost):
@@ -299,7 +304,9 @@ class EngineHost(ModelHost):
                 known.end_sequence(message.index)
             return
         if known is not None:
-            in_use = InvalidInputError(f"There is a live request {message.request_id!r}.", hint="Choose another request_id.")
+            in_use = InvalidInputError(
+                f"There is a live request {message.request_id!r}.", hint="Choose another request_id."
+            )
             self._send(client, wire.Failed.of(message.request_id, in_use))
             return
         pending = PendingRequest(client, message, arrived=self.clock())
@@ -310,7 +317,9 @@ class EngineHost(ModelHost):
                     raise StoppedError("The engine is being stopped and takes no more requests.", hint="Try again.")
                 pending.tenant = self.callers.find(message.credentials, message.tenant)
                 if self.digest is not None and self.callers.is_front_end(message.credentials):
-                    pending.tenant = replace(pending.tenant, requests_per_minute=0, tokens_per_minute=0)  # it has counted them
+                    pending.tenant = replace(
+                        pending.tenant, requests_per_minute=0, tokens_per_minute=0
+                    )  # it has counted them
                 kinds = KINDS.get(type(message), GENERATION)
                 self.models.submit(self.models.find(message.model, kinds), pending)
             elif isinstance(message, wire.ChangeAdapter):
@@ -334,7 +343,9 @@ class EngineHost(ModelHost):
             tenant = self.callers.find(message.credentials, message.tenant)
             hosted = self._loaded(message.model, GENERATION)
             if not isinstance(hosted, HostedLLM):
-                raise InvalidInputError(f"{message.model} generates no text; it has no cache.", hint="Name another model.")
+                raise InvalidInputError(
+                    f"{message.model} generates no text; it has no cache.", hint="Name another model."
+                )
             return hosted.view(tenant.name, sees_all=self.callers.sees_all(tenant))
         self.callers.check_operator(message.credentials)
         if isinstance(message, wire.Charge):
@@ -347,17 +358,22 @@ class EngineHost(ModelHost):
         if isinstance(message, wire.Configure):
             return self._loaded(message.model, (*GENERATION, *ENCODERS)).configure(message.options)
         if message.about == "load":
-            return self.loads.report(message.since, self.models.entries, message.source, is_stopping=self._stops_at is not None)
+            return self.loads.report(
+                message.since, self.models.entries, message.source, is_stopping=self._stops_at is not None
+            )
         if message.source:
             self.front_end_metrics.take(message.source, message.values)
         if message.about == "options":
             return {"version": self.front_end_metrics.version, "options": self.front_end_metrics.options}
         models = {entry.name: entry.hosted.stats() for entry in self.models.entries if entry.hosted is not None}
         host = {
-            "clients": len(self._pending), "live_requests": sum(map(len, self._pending.values())),
-            "lost_clients": self.num_lost_clients, "loaded_models": len(self.models.loaded),
-            "unloaded_models": self.models.num_unloaded, "job_seconds": self.compute.running_s(),
-        }  # fmt: skip
+            "clients": len(self._pending),
+            "live_requests": sum(map(len, self._pending.values())),
+            "lost_clients": self.num_lost_clients,
+            "loaded_models": len(self.models.loaded),
+            "unloaded_models": self.models.num_unloaded,
+            "job_seconds": self.compute.running_s(),
+        }
         if message.about == "stats":
             return {"models": models, "host": host}
         shared, own = self.front_end_metrics.metrics(), [*self.figures.metrics(models), *process_metrics(host)]
@@ -372,7 +388,8 @@ class EngineHost(ModelHost):
         return entry.hosted
 
     def _check_health(self, pending: PendingRequest, message: wire.Ping) -> None:
-        """Answer a Ping. With a probe, the answer comes after a real step of every loaded model that has made none recently."""
+        """Answer a Ping. With a probe, the answer comes after a real step of every loaded model that has made none
+        recently."""
         pong = wire.Pong(request_id=message.request_id)
         if message.probe is None:
             self.answer(pending, pong)

@@ -25,11 +25,17 @@ from archerfish.serve.wire import ClassifyRequest, EmbedRequest, Vectors
 from archerfish.text.tokenizer import TokenizedText
 
 Array = npt.NDArray[np.float32]
-FIRST_JOB_TOKENS, MIN_JOB_TOKENS, MAX_JOB_TOKENS = 1024, 64, 1 << 16
+FIRST_JOB_TOKENS = 1024
+MIN_JOB_TOKENS = 64
+MAX_JOB_TOKENS = 1 << 16
 MAX_JOB_TEXTS = 2048
-ALONE_FACTOR = 4.0  # a job may take so many times the latency budget while no other model computes: fewer jobs cost less
+ALONE_FACTOR = (
+    4.0  # a job may take so many times the latency budget while no other model computes: fewer jobs cost less
+)
 ALONE_AFTER_S = 1.0  # a model that has computed within this time may go on
-MAX_INLINE_SIZE = 1024  # characters and ids that the loop itself tokenises: less work than to pass them to another thread
+MAX_INLINE_SIZE = (
+    1024  # characters and ids that the loop itself tokenises: less work than to pass them to another thread
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -53,8 +59,8 @@ Job = list[tuple[EncodingRequest, int]]  # requests, and which of their texts
 class HostedEncoder:
     """An ArrowEngine that answers requests of an engine process with vectors or scores.
 
-    Waiting texts of all requests share jobs, one text of each request in turn, so that a long list hardly delays a short one. A
-    job has as many tokens as take `latency_s`, and more while no other model computes.
+    Waiting texts of all requests share jobs, one text of each request in turn, so that a long list hardly delays a
+    short one. A job has as many tokens as take `latency_s`, and more while no other model computes.
     """
 
     def __init__(self, engine: ArrowEngine, lane: Lane, host: ModelHost) -> None:
@@ -62,9 +68,12 @@ class HostedEncoder:
         self.name = engine.model_name
         self.kind = "cross-encoder" if engine.is_cross_encoder else "embedding"
         self.controller = OverloadController(
-            rates=host.rates, max_queued=host.config.max_queue_texts, max_wait_s=host.config.admission.get("max_wait_s", 0.0),
-            order="round-robin", clock=host.clock,
-        )  # fmt: skip
+            rates=host.rates,
+            max_queued=host.config.max_queue_texts,
+            max_wait_s=host.config.admission.get("max_wait_s", 0.0),
+            order="round-robin",
+            clock=host.clock,
+        )
         self.outputs: tuple[str, ...] = getattr(engine, "outputs", ("dense",))
         self.latency_s = host.config.latency_budget_ms / 1000
         self.job_tokens = FIRST_JOB_TOKENS
@@ -98,9 +107,12 @@ class HostedEncoder:
                     raise InvalidInputError(f"deadline_s must be above 0, not {deadline_s:g}.")
                 self.controller.check_deadline(deadline_s, num_tokens, 0)
             admitted = self.controller.admit(
-                request.tenant, num_prompt_tokens=num_tokens, is_tokenized=False, num_places=len(inputs),
+                request.tenant,
+                num_prompt_tokens=num_tokens,
+                is_tokenized=False,
+                num_places=len(inputs),
                 deadline_s=request.left_s(self._clock()),
-            )  # fmt: skip
+            )
             request.release = partial(self.controller.end, admitted)
 
         def read() -> Callable[[], None]:
@@ -108,7 +120,9 @@ class HostedEncoder:
             texts = self.engine.tokenize(inputs, prompt_name=prompt_name)
             place = next((place for place, text in enumerate(texts) if text.is_cut), None)
             if place is not None and not getattr(request.message, "truncate", True):
-                most = f"{self.engine.most_tokens(prompt_name):,} tokens, special ones included, the limit of {self.name}"
+                most = (
+                    f"{self.engine.most_tokens(prompt_name):,} tokens, special ones included, the limit of {self.name}"
+                )
                 hint = "Shorten it, or leave out truncate: texts are cut then."
                 raise InvalidInputError(f"Text {place} has more than {most}.", hint=hint)
             num_tokens = sum(len(text.token_ids) for text in texts)
@@ -124,7 +138,9 @@ class HostedEncoder:
         """The inputs of a request, how to compute them, and whether its results become probabilities."""
         if isinstance(message, EmbedRequest):
             if self.kind == "cross-encoder":
-                raise InvalidInputError(f"{self.name} is a cross-encoder: it scores pairs.", hint="Name an embedding model.")
+                raise InvalidInputError(
+                    f"{self.name} is a cross-encoder: it scores pairs.", hint="Name an embedding model."
+                )
             if message.output not in self.outputs:
                 hint = f"It has {' and '.join(self.outputs)} ones: POST /pooling gives them."
                 raise InvalidInputError(f"{self.name} has no {message.output} vectors.", hint=hint)
@@ -165,7 +181,9 @@ class HostedEncoder:
         computed: tuple[Job, Array | list[Array]] | None = None
         has_moved = False
         if self._running is not None and self._running[1].done():
-            (job, future), self._running, has_moved = self._running, None, True
+            (job, future) = self._running
+            self._running = None
+            has_moved = True
             if (error := future.exception()) is not None:
                 self._retry(job, error)
             else:
@@ -214,7 +232,8 @@ class HostedEncoder:
         self._queue = kept
 
     def _next_job(self) -> Job:
-        """One text of each request in turn, up to `job_tokens`. Requests that cannot share a job come first in the next."""
+        """One text of each request in turn, up to `job_tokens`. Requests that cannot share a job come first in the
+        next."""
         queue, room = self._queue, self.job_tokens
         first, skipped = queue[0], []
         job: Job = []
@@ -260,11 +279,19 @@ class HostedEncoder:
             collector.embedded(self.name, now - request.arrived, collector.tenant_label(request.tenant.name))
             self.recent.first_token(now, now - request.arrived)
             self.recent.tokens(now, encoding.num_tokens)
-            self._host.answer(request, Vectors(
-                request_id=request.message.request_id, model=self.name, num_rows=found.shape[0], num_columns=found.shape[1],
-                data=found.tobytes(), num_tokens=encoding.num_tokens, row_counts=row_counts,
-                truncated=[place for place, text in enumerate(encoding.texts) if text.is_cut],
-            ))  # fmt: skip
+            self._host.answer(
+                request,
+                Vectors(
+                    request_id=request.message.request_id,
+                    model=self.name,
+                    num_rows=found.shape[0],
+                    num_columns=found.shape[1],
+                    data=found.tobytes(),
+                    num_tokens=encoding.num_tokens,
+                    row_counts=row_counts,
+                    truncated=[place for place, text in enumerate(encoding.texts) if text.is_cut],
+                ),
+            )
 
     def _retry(self, job: Job, error: BaseException) -> None:
         """Compute the requests of a failed job again one by one, so that only the faulty one fails."""
@@ -274,7 +301,10 @@ class HostedEncoder:
             self._host.fail(encodings[0].request, error)
             return
         for encoding in encodings:
-            encoding.rows, encoding.num_taken, encoding.num_done, encoding.is_alone = None, 0, 0, True
+            encoding.rows = None
+            encoding.num_taken = 0
+            encoding.num_done = 0
+            encoding.is_alone = True
             self._queue.append(encoding)
 
     # Options and figures
@@ -296,17 +326,25 @@ class HostedEncoder:
             waiting[tenant] = waiting.get(tenant, 0) + one.num_tokens * num_left // len(one.texts)
         token_s = self._job_cost.mean_prompt_token_s(0)
         return ReplicaLoad(
-            prompt_token_s=token_s, step_s=self.lane.last_s if self._running is not None else 0.0, waiting_tokens=waiting,
-            num_running=len(self._running[0]) if self._running is not None else 0, is_fair=True,
+            prompt_token_s=token_s,
+            step_s=self.lane.last_s if self._running is not None else 0.0,
+            waiting_tokens=waiting,
+            num_running=len(self._running[0]) if self._running is not None else 0,
+            is_fair=True,
             num_waiting=sum(len(one.texts) - one.num_taken for one in self._queue),
-        )  # fmt: skip
+        )
 
     def stats(self) -> dict[str, Any]:
         now = self._clock()
         return {
-            "queue_texts": self.controller.queue.num_places, "queue_capacity": self.controller.max_queued,
-            "num_texts": self.num_texts, "num_tokens": self.num_tokens,
-            "job_tokens": self.job_tokens, **figures(self.recent.since(now), now),
-            "drain_seconds": self.controller.drain_s(), "jobs": self.lane.num_done, "busy_s": self.lane.busy_s,
+            "queue_texts": self.controller.queue.num_places,
+            "queue_capacity": self.controller.max_queued,
+            "num_texts": self.num_texts,
+            "num_tokens": self.num_tokens,
+            "job_tokens": self.job_tokens,
+            **figures(self.recent.since(now), now),
+            "drain_seconds": self.controller.drain_s(),
+            "jobs": self.lane.num_done,
+            "busy_s": self.lane.busy_s,
             **self.engine.core.ops.compile_counts(),
-        }  # fmt: skip
+        }

@@ -14,7 +14,14 @@ from archerfish.config import EngineConfig
 from archerfish.engine.adapters import NOT_ENABLED
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.llm_loading import ModelFacts
-from archerfish.engine.outputs import OutputCollector, RequestMetrics, RequestOutput, TextDelta, engine_counts, request_metrics
+from archerfish.engine.outputs import (
+    OutputCollector,
+    RequestMetrics,
+    RequestOutput,
+    TextDelta,
+    engine_counts,
+    request_metrics,
+)
 from archerfish.engine.tts import VOCAB_SIZE
 from archerfish.errors import ArcherfishError, InvalidInputError, NotFoundError, StoppedError
 from archerfish.params import SamplingParams
@@ -35,7 +42,13 @@ MAX_INLINE_TOKENS = 8192  # the loop itself reads a prompt of up to so many ids
 VIEW_S, MAX_VIEWS = 0.2, 64  # how long a tenant's view is kept, and how many are
 RESERVED_TEMPLATE_OPTIONS = ("self", "tokenizer", "messages")
 METRICS = (
-    "queue_ms", "prefill_ms", "decode_ms", "ttft_ms", "tokens_per_second", "num_preemptions", "num_draft_tokens",
+    "queue_ms",
+    "prefill_ms",
+    "decode_ms",
+    "ttft_ms",
+    "tokens_per_second",
+    "num_preemptions",
+    "num_draft_tokens",
     "num_accepted_tokens",
 )
 
@@ -48,20 +61,28 @@ class HostedLLM:
     kind = "generation"
 
     def __init__(self, engine: LLMEngine, lane: Lane, host: ModelHost) -> None:
-        self.engine, self.lane, self.host = engine, lane, host
+        self.engine = engine
+        self.lane = lane
+        self.host = host
         self.name = engine.model_name
         self.controller = OverloadController(
-            rates=host.rates, max_running=engine.config.max_num_seqs, max_tokens=engine.facts.max_len, clock=host.clock,
+            rates=host.rates,
+            max_running=engine.config.max_num_seqs,
+            max_tokens=engine.facts.max_len,
+            clock=host.clock,
             order="fair-share" if isinstance(engine.scheduler.policy, FairShare) else "arrival",
-            max_queued=engine.config.max_queue_size, **host.config.admission,
-        )  # fmt: skip
+            max_queued=engine.config.max_queue_size,
+            **host.config.admission,
+        )
         self._ids = itertools.count()
         self._tokens_done = (0, 0)
         self._sent_at = math.nan  # when the last step was sent
         self.slots, self.history = SlotTimer(), History(host.clock)
         self._views: dict[tuple[str, bool], tuple[float, dict[str, Any]]] = {}  # the last ones, by tenant
         self.is_advancing = False
-        self.batches: defaultdict[str, Batch] = defaultdict(list)  # of the current `advance`, by label of tenants in metrics
+        self.batches: defaultdict[str, Batch] = defaultdict(
+            list
+        )  # of the current `advance`, by label of tenants in metrics
         self.read_weights()
 
     def read_weights(self) -> None:
@@ -78,9 +99,12 @@ class HostedLLM:
         facts = self.engine.facts
         memory = {"num_states": facts.memory.num_blocks} if facts.has_states else {"kv_tokens": facts.memory.num_tokens}
         return {
-            **card_of(facts, self.engine.config), "kind": self.kind, "has_tokenizer": self.engine.tokenizer is not None,
-            "has_chat_template": self._has_chat_template(), **memory,
-        }  # fmt: skip
+            **card_of(facts, self.engine.config),
+            "kind": self.kind,
+            "has_tokenizer": self.engine.tokenizer is not None,
+            "has_chat_template": self._has_chat_template(),
+            **memory,
+        }
 
     def adapters(self) -> dict[str, Any]:
         """The part of the card that changes."""
@@ -119,7 +143,8 @@ class HostedLLM:
     # Requests
 
     def submit(self, request: PendingRequest) -> None:
-        """Accept a GenerationRequest: at once if it has token ids, else after a reader thread has tokenised its text."""
+        """Accept a GenerationRequest: at once if it has token ids, else after a reader thread has tokenised its
+        text."""
         message = request.message
         if isinstance(message, ExplainRequest):
             self._explain(request, message)
@@ -142,10 +167,13 @@ class HostedLLM:
             texts = [message.prompt or "", *(str(part.get("content", "")) for part in message.messages or ())]
             left_s = request.left_s(self.host.clock())
             generation.admitted = self.controller.admit(
-                request.tenant, num_prompt_tokens=estimate_tokens(sum(map(len, texts))) if ids is None else len(ids),
-                is_tokenized=ids is not None, max_tokens=params.max_tokens, num_sequences=params.n,
+                request.tenant,
+                num_prompt_tokens=estimate_tokens(sum(map(len, texts))) if ids is None else len(ids),
+                is_tokenized=ids is not None,
+                max_tokens=params.max_tokens,
+                num_sequences=params.n,
                 deadline_s=left_s if left_s and left_s > 0 else None,
-            )  # fmt: skip
+            )
         request.release = generation.release
         if ids is not None and len(ids) <= MAX_INLINE_TOKENS and not has_grammar and is_at_hand:
             self._prepare(generation)()
@@ -161,7 +189,8 @@ class HostedLLM:
         return not adapter or (self.engine.adapters is not None and self.engine.adapters.is_loaded(adapter))
 
     def _within_limit(self, params: SamplingParams) -> tuple[SamplingParams, list[str]]:
-        """The parameters with max_tokens lowered to the server's limit of all n sequences together, and a remark about it.
+        """The parameters with max_tokens lowered to the server's limit of all n sequences together, and a remark about
+        it.
 
         The front ends of this server have lowered it already.
         """
@@ -174,7 +203,9 @@ class HostedLLM:
 
     def _prepare(self, generation: HostedGeneration) -> Callable[[], None]:
         """Make a request to the engine, in any thread. Returns the function that starts it, for the loop."""
-        message, request, params = generation.message, generation.request, generation.params
+        message = generation.message
+        request = generation.request
+        params = generation.params
         given = [name for name in ("prompt", "token_ids", "messages") if getattr(message, name) is not None]
         if len(given) != 1:
             found = " and ".join(given) if given else "none of them"
@@ -190,10 +221,16 @@ class HostedLLM:
             params = self.engine.chat_template.stopping(params)
         assert prompt is not None
         live = self.engine.requests.make(
-            prompt, params, listener=generation.on_delta, wants_text=not message.wants_ids,
-            request_id=f"host-{next(self._ids)}", priority=min(message.priority, request.tenant.max_priority),
-            namespace=Namespace(request.tenant.name), deadline_s=request.left_s(self.host.clock()), adapter=message.adapter,
-        )  # fmt: skip
+            prompt,
+            params,
+            listener=generation.on_delta,
+            wants_text=not message.wants_ids,
+            request_id=f"host-{next(self._ids)}",
+            priority=min(message.priority, request.tenant.max_priority),
+            namespace=Namespace(request.tenant.name),
+            deadline_s=request.left_s(self.host.clock()),
+            adapter=message.adapter,
+        )
         return partial(self._start, live, generation)
 
     def _start(self, live: Request, generation: HostedGeneration) -> None:
@@ -252,20 +289,25 @@ class HostedLLM:
         return has_moved
 
     def _send(self) -> None:
-        """Send everything that a step brought, with one look at the clock. Most are tokens of streams that had one in the step
+        """Send everything that a step brought, with one look at the clock. Most are tokens of streams that had one in
+        the step
         before: the time between is counted once for all of a tenant's.
         """
         batches = [(label, batch) for label, batch in self.batches.items() if batch]
         if not batches:
             return
-        now, before, answer = self.host.clock(), self._sent_at, self.host.answer
+        now = self.host.clock()
+        before = self._sent_at
+        answer = self.host.answer
         drafts = self.engine.scheduler.speculation is not None  # a delta may have several tokens
         self._sent_at = now
         for label, batch in batches:
             deltas, num_apart = batch[:], 0
             batch.clear()
             for generation, delta in deltas:
-                admitted, request, message = generation.admitted, generation.request, generation.message
+                admitted = generation.admitted
+                request = generation.request
+                message = generation.message
                 is_plain = generation.last_token_at == before and admitted is not None and message.stream
                 if is_plain and not request.is_over and delta.finish_reason is None and delta.logprobs is None:
                     assert admitted is not None  # as `HostedGeneration.send`, at a third of the cost
@@ -291,12 +333,16 @@ class HostedLLM:
         status, controller = self.engine.queue_status(), self.controller
         num_admitted = controller.queue.num_sequences + sum(one.size.num_sequences for one in controller.running)
         return ReplicaLoad(
-            prompt_token_s=controller.cost.mean_prompt_token_s(status["running"]), slot_s=self.slots.mean_s,
-            step_s=controller.cost.step_s(status["running"]), num_running=status["running"],
-            num_waiting=max(status["waiting"], round(num_admitted) - status["running"]), max_running=status["max_running"],
-            waiting_tokens=status["prompt_tokens_left"], is_fair=controller.order == "fair-share",
+            prompt_token_s=controller.cost.mean_prompt_token_s(status["running"]),
+            slot_s=self.slots.mean_s,
+            step_s=controller.cost.step_s(status["running"]),
+            num_running=status["running"],
+            num_waiting=max(status["waiting"], round(num_admitted) - status["running"]),
+            max_running=status["max_running"],
+            waiting_tokens=status["prompt_tokens_left"],
+            is_fair=controller.order == "fair-share",
             cache_use=status["cache_use"],
-        )  # fmt: skip
+        )
 
     def view(self, tenant: str, *, sees_all: bool) -> dict[str, Any]:
         """For the live view of a tenant; at most one in VIEW_S is made, whoever asks how often."""
@@ -306,10 +352,11 @@ class HostedLLM:
             made_at, requests = now, self.history.requests(tenant)
             num_drafts = sum(one["draft_tokens"] for one in requests)
             found = {
-                **self.engine.cache_view(tenant, sees_all=sees_all), **self.history.figures(tenant, sees_all=sees_all),
+                **self.engine.cache_view(tenant, sees_all=sees_all),
+                **self.history.figures(tenant, sees_all=sees_all),
                 "acceptance": sum(one["accepted_tokens"] for one in requests) / num_drafts if num_drafts else None,
                 "requests": requests,
-            }  # fmt: skip
+            }
         self._views[key] = made_at, found
         if len(self._views) > MAX_VIEWS:
             del self._views[next(iter(self._views))]
@@ -317,9 +364,12 @@ class HostedLLM:
 
     def stats(self) -> dict[str, Any]:
         return {
-            **engine_counts(self.engine), "admission": self.controller.stats(),
-            "jobs": self.lane.num_done, "busy_s": self.lane.busy_s, **self.history.figures("", sees_all=True),
-        }  # fmt: skip
+            **engine_counts(self.engine),
+            "admission": self.controller.stats(),
+            "jobs": self.lane.num_done,
+            "busy_s": self.lane.busy_s,
+            **self.history.figures("", sees_all=True),
+        }
 
 
 @dataclass(eq=False, slots=True)
@@ -358,7 +408,10 @@ class HostedGeneration:
 
     def send(self, delta: TextDelta, now: float) -> None:
         """Answer with new tokens."""
-        request, message, model, admitted = self.request, self.message, self.model, self.admitted
+        request = self.request
+        message = self.message
+        model = self.model
+        admitted = self.admitted
         if request.is_over:
             if delta.output is not None:
                 self._count(delta.output)
@@ -375,9 +428,13 @@ class HostedGeneration:
             self.last_token_at = now
         if message.stream:
             chunk = Chunk(
-                request_id=message.request_id, index=delta.index, token_ids=delta.token_ids, finish_reason=delta.finish_reason,
-                stop_reason=delta.stop_reason, text="" if message.wants_ids else delta.text,
-            )  # fmt: skip
+                request_id=message.request_id,
+                index=delta.index,
+                token_ids=delta.token_ids,
+                finish_reason=delta.finish_reason,
+                stop_reason=delta.stop_reason,
+                text="" if message.wants_ids else delta.text,
+            )
             if delta.logprobs is not None:
                 chunk.logprobs = as_tuples(delta.logprobs)
             if is_first and self.live is not None and 0 in self.live.collector.sequences:
@@ -404,7 +461,11 @@ class HostedGeneration:
         """So far; the collector lets go of the sequences when all of them have ended."""
         assert self.live is not None
         collector: OutputCollector = self.live.collector
-        return request_metrics(list(collector.sequences.values())) if collector.result is None else collector.result.metrics
+        return (
+            request_metrics(list(collector.sequences.values()))
+            if collector.result is None
+            else collector.result.metrics
+        )
 
     def _count(self, result: RequestOutput) -> None:
         """Record the times of a request that has ended, whatever ended it."""
@@ -412,13 +473,20 @@ class HostedGeneration:
             times = result.metrics
             self.model.history.ended(self.request.tenant.name, result)
             self.model.host.figures.ended(
-                self.model.name, times.queue_ms, times.prefill_ms, times.decode_ms,
-                [output.finish_reason for output in result.outputs], self.label,
-                num_prompt_tokens=times.num_prompt_tokens, num_output_tokens=times.num_output_tokens,
-            )  # fmt: skip
+                self.model.name,
+                times.queue_ms,
+                times.prefill_ms,
+                times.decode_ms,
+                [output.finish_reason for output in result.outputs],
+                self.label,
+                num_prompt_tokens=times.num_prompt_tokens,
+                num_output_tokens=times.num_output_tokens,
+            )
 
     def _end(self, result: RequestOutput) -> None:
-        reasons, message, host = [output.finish_reason for output in result.outputs], self.message, self.model.host
+        reasons = [output.finish_reason for output in result.outputs]
+        message = self.message
+        host = self.model.host
         self._count(result)
         if self.admitted is not None:
             self.admitted.is_complete = reasons[0] in ("stop", "length")
@@ -427,18 +495,26 @@ class HostedGeneration:
             host.fail(self.request, error or RuntimeError("a sequence ended with an error"))
             return
         if "abort" in reasons:  # by the engine: after a cancellation the request would be over
-            stopped = StoppedError("The engine was stopped before the answer was complete.", hint="Send the request again.")
+            stopped = StoppedError(
+                "The engine was stopped before the answer was complete.", hint="Send the request again."
+            )
             host.fail(self.request, stopped)
             return
         answer = Generated(
-            request_id=message.request_id, model=message.adapter or self.model.name, remarks=self.remarks,
-            num_prompt_tokens=len(result.prompt_token_ids), num_output_tokens=result.metrics.num_output_tokens,
-            num_cached_tokens=result.num_cached_tokens, metrics={name: getattr(result.metrics, name) for name in METRICS},
+            request_id=message.request_id,
+            model=message.adapter or self.model.name,
+            remarks=self.remarks,
+            num_prompt_tokens=len(result.prompt_token_ids),
+            num_output_tokens=result.metrics.num_output_tokens,
+            num_cached_tokens=result.num_cached_tokens,
+            metrics={name: getattr(result.metrics, name) for name in METRICS},
             adapter_digest="" if self.live is None else self.live.namespace.adapter,
         )
         for output in result.outputs:
             shown = WireOutput(
-                index=output.index, finish_reason=output.finish_reason, stop_reason=output.stop_reason,
+                index=output.index,
+                finish_reason=output.finish_reason,
+                stop_reason=output.stop_reason,
                 cumulative_logprob=output.cumulative_logprob,
             )
             if not message.stream:
@@ -457,10 +533,16 @@ class HostedGeneration:
 def card_of(facts: ModelFacts, config: EngineConfig) -> dict[str, Any]:
     """What clients are told of a model, loaded or not."""
     return {
-        "max_length": facts.max_len, "vocab_size": facts.vocab_size, "directory": str(facts.tokenizer_directory or ""),
-        "is_tts": is_tts(facts), "device": facts.device, "dtype": facts.dtype, "max_prompt_bytes": config.max_prompt_bytes,
-        "max_sequence": facts.longest, "default_sampling": dict(facts.default_sampling),
-    }  # fmt: skip
+        "max_length": facts.max_len,
+        "vocab_size": facts.vocab_size,
+        "directory": str(facts.tokenizer_directory or ""),
+        "is_tts": is_tts(facts),
+        "device": facts.device,
+        "dtype": facts.dtype,
+        "max_prompt_bytes": config.max_prompt_bytes,
+        "max_sequence": facts.longest,
+        "default_sampling": dict(facts.default_sampling),
+    }
 
 
 def is_tts(facts: ModelFacts) -> bool:

@@ -1,5 +1,5 @@
-"""What every HTTP request passes: limits of time and size, metrics, its tenant, the JSON in it, the watch for its client; and
-answers as streams of events.
+"""What every HTTP request passes: limits of time and size, metrics, its tenant, the JSON in it, the watch for its
+client; and answers as streams of events.
 """
 
 from __future__ import annotations
@@ -35,8 +35,12 @@ from archerfish.serve.tracing import Tracer
 logger = logging.getLogger("archerfish.serve")
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/openapi.json", "/docs", "/version", "/favicon.ico"))  # need no key
 OPERATOR_PATHS = (  # figures of all tenants, options, and what changes the service for all
-    "/metrics", "/stats", "/admin/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
-)  # fmt: skip
+    "/metrics",
+    "/stats",
+    "/admin/",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+)
 CLIENT_GONE = 499  # the status that nginx logs for a client that closed its connection before the answer
 UNSTATED = ("", "application/x-www-form-urlencoded")  # the second is curl's for any data
 JSON_TYPE = re.compile(r"application/(.*\+)?json")
@@ -78,16 +82,24 @@ class Connection(HttpToolsProtocol):
 class RequestMiddleware:
     """Refuses requests without a valid key, where the server has keys, before anything else of them is read.
 
-    Bodies of more than `max_body_bytes` are refused, whether they state their length or not. Paths that are not a route are
-    counted as "other". What bodies and routes append to `request.state.remarks` is sent in REMARK_HEADER; what they put into
-    `request.state.log` (`update` adds numbers), `request.state.engine_times`, and `request.state.error`, are part of the
-    request's line in the log, and of its trace. REQUEST_ID_HEADER has the id that the client gave the request, or a new one.
+    Bodies of more than `max_body_bytes` are refused, whether they state their length or not. Paths that are not a route
+    are counted as "other". What bodies and routes append to `request.state.remarks` is sent in REMARK_HEADER; what they
+    put into `request.state.log` (`update` adds numbers), `request.state.engine_times`, and `request.state.error`, are
+    part of the request's line in the log, and of its trace. REQUEST_ID_HEADER has the id that the client gave the
+    request, or a new one.
     """
 
     def __init__(
-        self, app: ASGIApp, registry: MetricRegistry, tenants: Tenants, config: ServeConfig, tracer: Tracer | None = None
+        self,
+        app: ASGIApp,
+        registry: MetricRegistry,
+        tenants: Tenants,
+        config: ServeConfig,
+        tracer: Tracer | None = None,
     ) -> None:
-        self.app, self.tenants, self.tracer = app, tenants, tracer
+        self.app = app
+        self.tenants = tenants
+        self.tracer = tracer
         self.max_body_bytes, self.has_access_log = config.max_body_bytes, config.access_log
         self.requests = registry.counter("archerfish_requests_total", "Requests answered.", ("route", "status"))
         self.seconds = registry.histogram("archerfish_request_seconds", "Time from request to answer.", ("route",))
@@ -98,9 +110,19 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        status, num_bytes, began = 0, 0, time.monotonic()
-        state = scope["state"] = {**scope.get("state", {}), "tenant": None, "remarks": [], "log": Counter(), "error": None}
-        state["truncated"], state["engine_times"], state["request_id"] = [], [], request_id_of(scope)
+        status = 0
+        num_bytes = 0
+        began = time.monotonic()
+        state = scope["state"] = {
+            **scope.get("state", {}),
+            "tenant": None,
+            "remarks": [],
+            "log": Counter(),
+            "error": None,
+        }
+        state["truncated"] = []
+        state["engine_times"] = []
+        state["request_id"] = request_id_of(scope)
 
         async def send_noted(message: Message) -> None:
             nonlocal status
@@ -151,8 +173,11 @@ class RequestMiddleware:
                 self.tracer.record(scope, members, began, ended)
 
     def _refusal(self, scope: Scope) -> ASGIApp | None:
-        """The answer to a request with a wrong key or too large a body. Notes the tenant of other requests in their scope."""
-        headers, path, tenant = Headers(scope=scope), scope["path"], ANONYMOUS
+        """The answer to a request with a wrong key or too large a body. Notes the tenant of other requests in their
+        scope."""
+        headers = Headers(scope=scope)
+        path = scope["path"]
+        tenant = ANONYMOUS
         try:
             is_open = path in OPEN_PATHS or path.startswith("/web/")
             if not is_open or scope["method"] not in ("GET", "HEAD"):
@@ -183,21 +208,31 @@ def request_id_of(scope: Scope) -> str:
 class BodyRoute(Route):
     """A route that takes a JSON object by POST: `handler(request, body)` gives the response.
 
-    The handler and its response are cancelled when the client closes its connection. answer, events: the types of what it
-    answers, whole and as a stream of the media type event_type, for the OpenAPI document.
+    The handler and its response are cancelled when the client closes its connection. answer, events: the types of what
+    it answers, whole and as a stream of the media type event_type, for the OpenAPI document.
     """
 
     def __init__(
-        self, path: str, handler: Callable[[Request, Any], Coroutine[Any, Any, ASGIApp]], body_type: type[Body],
-        answer: Any, events: Sequence[type[Schema]] = (), event_type: str = "text/event-stream",
+        self,
+        path: str,
+        handler: Callable[[Request, Any], Coroutine[Any, Any, ASGIApp]],
+        body_type: type[Body],
+        answer: Any,
+        events: Sequence[type[Schema]] = (),
+        event_type: str = "text/event-stream",
     ) -> None:
         super().__init__(path, handler, methods=["POST"])
         self.event_type = event_type
-        self.app, self.handler, self.body_type, self.answer, self.events = self._answer, handler, body_type, answer, events
+        self.app = self._answer
+        self.handler = handler
+        self.body_type = body_type
+        self.answer = answer
+        self.events = events
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        # Ollama's clients and `curl -d` state no type. A page of another site, which must not get through, states its origin.
+        # Ollama's clients and `curl -d` state no type. A page of another site, which must not get through, states its
+        # origin.
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         is_json = JSON_TYPE.fullmatch(content_type) or (content_type in UNSTATED and "origin" not in request.headers)
         data = read_json(await request.body() or b"null") if is_json else None
@@ -242,8 +277,10 @@ def read_json(body: bytes) -> Any:
 YIELD_BYTES = 64 << 10
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
 EVENT_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")
-]  # fmt: skip
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 
 
 class EventWriter(Protocol):
@@ -267,7 +304,8 @@ class EventWriter(Protocol):
 
 @dataclass
 class EventStream:
-    """A response of server-sent events. An error before the first event is an ordinary error response, later ones are events.
+    """A response of server-sent events. An error before the first event is an ordinary error response, later ones are
+    events.
 
     After `keep_alive_s` without an event, at the latest, a comment is sent, also before the first event; 0: never.
     """
@@ -284,7 +322,9 @@ class EventStream:
     _comment: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer, has_begun, pause_s = self.writer, False, self.service.config.keep_alive_s / 2
+        writer = self.writer
+        has_begun = False
+        pause_s = self.service.config.keep_alive_s / 2
         if pause_s and writer.keep_alive:
             self._timer = asyncio.get_running_loop().call_later(pause_s, self._tick, send, pause_s)
         try:

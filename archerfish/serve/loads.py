@@ -10,7 +10,10 @@ from typing import Any, Protocol
 from archerfish.cache.digest import HASH_BYTES, PrefixDigest
 from archerfish.route.router import ReplicaLoad
 
-MAX_CHANGES_BYTES, CHANGES_BYTES_PER_S = 16 << 10, 45_000  # of a digest: in one answer, and in all answers to one front end
+MAX_CHANGES_BYTES, CHANGES_BYTES_PER_S = (
+    16 << 10,
+    45_000,
+)  # of a digest: in one answer, and in all answers to one front end
 NO_DIGEST = -1  # asked for instead of a version
 MAX_ASKERS = 1024  # front ends that are remembered
 LOAD_S = 3.0  # about what loading a model takes: one that has it loaded is preferred until its queue is as long
@@ -58,9 +61,12 @@ class LoadReports:
         self.started_at = time.time()
 
     def report(self, since: int, entries: Sequence[Entry], source: str = "", *, is_stopping: bool) -> dict[str, Any]:
-        """since: the version of the digest that the router has, or NO_DIGEST. source: a unique name of the front end."""
+        """since: the version of the digest that the router has, or NO_DIGEST. source: a unique name of the front
+        end."""
         loads = {
-            one.name: ReplicaLoad(step_s=LOAD_S, num_waiting=len(one.waiting)) if one.hosted is None else one.hosted.load()
+            one.name: ReplicaLoad(step_s=LOAD_S, num_waiting=len(one.waiting))
+            if one.hosted is None
+            else one.hosted.load()
             for one in entries
         }
         found = {"loads": loads, "is_stopping": is_stopping, "started_at": self.started_at}

@@ -46,8 +46,8 @@ def set_up_log(process: str, log_format: str, level: str = "info") -> None:
 class EngineTimes:
     """Where the time of one request to the engine went. Moments are by time.monotonic of this process; 0: not yet.
 
-    The engine states durations by its own clock. For an answer that was broken off after its first part, decode is taken from
-    this process's clock.
+    The engine states durations by its own clock. For an answer that was broken off after its first part, decode is
+    taken from this process's clock.
     """
 
     sent_at: float = 0.0
@@ -80,7 +80,9 @@ def last_times(scope: Scope) -> EngineTimes | None:
 def request_members(scope: Scope, status: int, seconds: float) -> dict[str, Any]:
     """What the log says of a request, without what it asked. network_ms: what the engine's phases leave of ms."""
     state = scope["state"]
-    tenant, error, times = state["tenant"], state["error"], last_times(scope)
+    tenant = state["tenant"]
+    error = state["error"]
+    times = last_times(scope)
     members: dict[str, Any] = {"id": state["request_id"], "method": scope["method"], "path": scope["path"]}
     members |= {"route": getattr(scope.get("route"), "path", "other"), "status": status}
     members |= {"tenant": "-" if tenant is None else tenant.name, **state["log"], "ms": round(1000 * seconds, 3)}
@@ -97,7 +99,11 @@ def request_members(scope: Scope, status: int, seconds: float) -> dict[str, Any]
 def access_line(members: dict[str, Any]) -> str:
     """The members of a request in a line for people. Callers' characters are escaped."""
     apart = ("id", "code", "method", "path", "route", "status", "reason")
-    rest = {name: members[name] for name in (*(name for name in members if name not in apart), "id", "code") if name in members}
+    rest = {
+        name: members[name]
+        for name in (*(name for name in members if name not in apart), "id", "code")
+        if name in members
+    }
     shown = [f"{name}={quote(str(value)[:MAX_SHOWN], '/:,')}" for name, value in rest.items()]
     reason = f" reason={json.dumps(members['reason'])}" if "reason" in members else ""
     return f"{members['method']} {quote(members['path'][:MAX_SHOWN])} {members['status']} {' '.join(shown)}{reason}"

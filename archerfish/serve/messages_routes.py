@@ -12,7 +12,14 @@ from starlette.types import ASGIApp
 from archerfish.errors import InvalidInputError
 from archerfish.serve import answers, bodies
 from archerfish.serve import generation as gen
-from archerfish.serve.errors import ANTHROPIC_PATH, AnthropicError, check_members, failure_body, json_response, named_event
+from archerfish.serve.errors import (
+    ANTHROPIC_PATH,
+    AnthropicError,
+    check_members,
+    failure_body,
+    json_response,
+    named_event,
+)
 from archerfish.serve.http import BodyRoute, EventStream, EventWriter
 
 EVENTS = (*answers.MESSAGE_EVENTS, AnthropicError)
@@ -74,7 +81,9 @@ def read_anthropic_tools(value: Any, where: str) -> list[dict[str, Any]]:
         place = f"{where}[{index}]"
         if bodies.check_type(tool, dict, place, "an object").get("type") not in (None, "custom"):
             kind = tool["type"]
-            raise InvalidInputError(f"{place} is of type {kind!r}, which is not supported: only tools of the caller are.")
+            raise InvalidInputError(
+                f"{place} is of type {kind!r}, which is not supported: only tools of the caller are."
+            )
         check_members(tool, TOOL_MEMBERS, place)
         tools.append(bodies.template_tool(tool, "input_schema", place))
     return tools
@@ -100,10 +109,18 @@ class CountBody(bodies.ToolBody):
     format_param: ClassVar[str] = "output_config"
     unsupported: ClassVar[bodies.Values] = {"container": (), "mcp_servers": ([],), "thread": ()}
     ignored: ClassVar[bodies.Values] = {
-        **bodies.IGNORED, "compaction": (), "context_management": (), "diagnostics": (), "fallback_credit_token": (),
-        "fallbacks": ([],), "inference_geo": (), "service_tier": ("auto", "standard_only"), "speed": ("standard",),
-        "user_profile_id": (), "workspace_id": (),
-    }  # fmt: skip
+        **bodies.IGNORED,
+        "compaction": (),
+        "context_management": (),
+        "diagnostics": (),
+        "fallback_credit_token": (),
+        "fallbacks": ([],),
+        "inference_geo": (),
+        "service_tier": ("auto", "standard_only"),
+        "speed": ("standard",),
+        "user_profile_id": (),
+        "workspace_id": (),
+    }
 
     messages: Annotated[
         list[dict[str, Any]],
@@ -113,7 +130,9 @@ class CountBody(bodies.ToolBody):
     tools: Annotated[list[dict[str, Any]], bodies.checked(read_anthropic_tools, bodies.OBJECTS)] = Field([])
     tool_choice: Annotated[str, bodies.checked(read_anthropic_choice, bodies.OBJECT)] = ""
     output_config: dict[str, Any] | None = Field(None, description="format: a json_schema. effort: of reasoning.")
-    thinking: dict[str, Any] | None = Field(None, description="Its type turns reasoning on or off, where a template can.")
+    thinking: dict[str, Any] | None = Field(
+        None, description="Its type turns reasoning on or off, where a template can."
+    )
     cache_control: dict[str, Any] | None = Field(None, description="Accepted and not used: every prefix is cached.")
 
     @model_validator(mode="before")
@@ -257,7 +276,9 @@ class MessageEvents(EventWriter):
 
     def end(self) -> bytes:
         written = b"" if self._num_blocks else self._start_block(answers.TextBlock())
-        end = answers.MessageDelta(delta=message_end(self._generation.choices[0]), usage=message_usage(self._generation))
+        end = answers.MessageDelta(
+            delta=message_end(self._generation.choices[0]), usage=message_usage(self._generation)
+        )
         return written + self._stop_block() + named_event(end) + named_event(answers.MessageStop())
 
     def error(self, error: Exception) -> bytes:

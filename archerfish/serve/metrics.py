@@ -1,4 +1,5 @@
-"""Metrics: how processes exchange them, how those of several front ends are added up, and their text format for Prometheus."""
+"""Metrics: how processes exchange them, how those of several front ends are added up, and their text format for
+Prometheus."""
 
 from __future__ import annotations
 
@@ -42,7 +43,10 @@ GIVEN: dict[str, tuple[Kind, str]] = {  # of processes, by the names in `/stats`
     "lost_clients": ("counter", "Clients that went away before their requests had ended."),
     "loaded_models": ("gauge", "Loaded models."),
     "unloaded_models": ("counter", "Models that were unloaded to make room."),
-    "job_seconds": ("gauge", "Seconds for which the current job of the compute thread has been running; 0 without one."),
+    "job_seconds": (
+        "gauge",
+        "Seconds for which the current job of the compute thread has been running; 0 without one.",
+    ),
 }
 
 
@@ -58,7 +62,8 @@ def process_metrics(values: Mapping[str, float]) -> list[Metric]:
 
 
 class FrontEndMetrics:
-    """The last metrics of every front end, and the newest options that one of them has sent. The engine process keeps them."""
+    """The last metrics of every front end, and the newest options that one of them has sent. The engine process keeps
+    them."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -99,7 +104,7 @@ def merged(groups: Iterable[Iterable[Metric]]) -> list[Metric]:
     return [
         GivenMetric(metric.kind, name, metric.description, metric.label_names, list(samples.values()))
         for name, (metric, samples) in found.items()
-    ]  # fmt: skip
+    ]
 
 
 def added(one: Sample, other: Sample) -> Sample:

@@ -16,7 +16,8 @@ MODEL_KINDS = ("generation", "embedding", "cross-encoder")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One more model to serve: a table `[[models]]` of the TOML file. Its options override those of [engine] or [embed]."""
+    """One more model to serve: a table `[[models]]` of the TOML file. Its options override those of [engine] or
+    [embed]."""
 
     model: str
     kind: str = "generation"
@@ -25,9 +26,10 @@ class ModelConfig:
 
     @classmethod
     def read(cls, values: Any, where: str) -> ModelConfig:
-        """A table of the TOML file, whose keys are model, kind, loads and the options of EngineConfig or EmbedConfig."""
+        """A table of the TOML file, whose keys are model, kind, loads and the options of EngineConfig or
+        EmbedConfig."""
         if not isinstance(values, dict) or not isinstance(values.get("model"), str):
-            raise InvalidOptionError(f"Every [[models]] table of {where} needs the name of a model: model = \"...\".")
+            raise InvalidOptionError(f'Every [[models]] table of {where} needs the name of a model: model = "...".')
         options = dict(values)
         given = {name: options.pop(name) for name in ("model", "kind", "loads") if name in options}
         for name, choices in (("kind", MODEL_KINDS), ("loads", LOADS)):

@@ -73,8 +73,8 @@ class ModelEntry:
 class ModelTable:
     """All models of a process.
 
-    If the configuration limits the memory of loaded models, idle models are unloaded above the limit, the least recently used
-    first, and loaded again when a request names them.
+    If the configuration limits the memory of loaded models, idle models are unloaded above the limit, the least
+    recently used first, and loaded again when a request names them.
     """
 
     def __init__(self, host: ModelHost) -> None:
@@ -186,9 +186,13 @@ class ModelTable:
         if self._memory_bytes and not self._has_room():  # models were busy when memory was needed
             self._make_room(keeps=max(self.entries, key=lambda entry: entry.last_used))
         left = [
-            entry for entry in self.entries
-            if entry.loads == "idle" and entry.hosted is None and entry.error is None and self._has_room(entry.num_bytes)
-        ]  # fmt: skip
+            entry
+            for entry in self.entries
+            if entry.loads == "idle"
+            and entry.hosted is None
+            and entry.error is None
+            and self._has_room(entry.num_bytes)
+        ]
         if left and not self.is_loading:
             self._load(max(left, key=lambda entry: entry.num_requests))
         return any(isinstance(hosted, HostedLLM) and hosted.engine.use_idle_time() for hosted in self.loaded)

@@ -79,7 +79,9 @@ class OllamaBody(bodies.ToolBody):
     options: dict[str, Any] | None = Field(None, description=f"Used: {', '.join(OPTIONS)}.")
     format: dict[str, Any] | str | None = Field(None, description='"json", or a JSON schema.')
     keep_alive: KeepAlive = Field(None, description=UNUSED)
-    think: bool | str | None = Field(None, description="low, medium or high: how much; for chat templates that read it.")
+    think: bool | str | None = Field(
+        None, description="low, medium or high: how much; for chat templates that read it."
+    )
     truncate: bool | None = Field(None, description=UNUSED)
     shift: bool | None = Field(None, description=UNUSED)
     stop: bodies.Stop = None
@@ -100,7 +102,9 @@ class OllamaBody(bodies.ToolBody):
         return {**stated, **data}
 
     def effort(self) -> tuple[str, str]:
-        return "think", self.think if isinstance(self.think, str) else {True: "medium", False: "none", None: ""}[self.think]
+        return "think", self.think if isinstance(self.think, str) else {True: "medium", False: "none", None: ""}[
+            self.think
+        ]
 
     @classmethod
     def read_format(cls, stated: Any, where: str) -> dict[str, Any] | None:
@@ -131,8 +135,13 @@ class OllamaGenerateBody(OllamaBody):
     """POST /api/generate, in Ollama's form."""
 
     unsupported: ClassVar[bodies.Values] = {
-        "suffix": ("",), "template": ("",), "images": ([],), "context": ([],), "tools": ([],), "tool_choice": ("",)
-    }  # fmt: skip
+        "suffix": ("",),
+        "template": ("",),
+        "images": ([],),
+        "context": ([],),
+        "tools": ([],),
+        "tool_choice": ("",),
+    }
 
     prompt: str | None = Field(None, description="Without a prompt, the answer says that the model is loaded.")
     system: str | None = None
@@ -184,7 +193,8 @@ class OllamaMessage(Schema):
 
 
 class OllamaPart(Schema, kw_only=True):
-    """A part of an answer, or a whole one; the last part has the members from done_reason on. Durations are nanoseconds."""
+    """A part of an answer, or a whole one; the last part has the members from done_reason on. Durations are
+    nanoseconds."""
 
     model: str
     created_at: str
@@ -272,7 +282,10 @@ class OllamaAnswer(EventWriter):
 
     def __init__(self, model: str, generation: gen.Generation | None, *, is_chat: bool) -> None:
         """generation: None for a request that only loads the model."""
-        self._model, self._generation, self._is_chat, self._began = model, generation, is_chat, time.perf_counter_ns()
+        self._model = model
+        self._generation = generation
+        self._is_chat = is_chat
+        self._began = time.perf_counter_ns()
 
     def part(
         self, text: str, thinking: str = "", calls: Sequence[gen.PendingCall] = (), logprobs: Any = None
@@ -307,7 +320,9 @@ class OllamaAnswer(EventWriter):
         return self.finish(self.part(choice.text, choice.reasoning, choice.calls, choice.logprobs))
 
     def delta(self, delta: gen.ChoiceDelta) -> bytes:
-        text, thinking = ("".join(part.text for part in delta.parts if part.kind == kind) for kind in ("text", "reasoning"))
+        text, thinking = (
+            "".join(part.text for part in delta.parts if part.kind == kind) for kind in ("text", "reasoning")
+        )
         return line(self.part(text, thinking, logprobs=delta.logprobs)) if text or thinking or delta.logprobs else b""
 
     def end(self) -> bytes:
@@ -339,14 +354,18 @@ class OllamaRoutes:
             BodyRoute("/api/embed", self.embed, OllamaEmbedBody, OllamaVectors),
             BodyRoute("/api/embeddings", self.embeddings, OllamaEmbeddingsBody, OllamaVector),
             BodyRoute("/api/show", self.show, OllamaShowBody, OllamaShown),
-            Route("/api/tags", self.tags), Route("/api/ps", self.running), Route("/api/version", self.version),
-        ]  # fmt: skip
+            Route("/api/tags", self.tags),
+            Route("/api/ps", self.running),
+            Route("/api/version", self.version),
+        ]
 
     async def chat(self, request: Request, body: OllamaChatBody) -> ASGIApp:
         """The next message of a conversation."""
         if not body.messages:
             return await self._loaded(request, body, is_chat=True)
-        return await self._answer(request, body, await self.service.prepare_chat(request, body, body.messages), is_chat=True)
+        return await self._answer(
+            request, body, await self.service.prepare_chat(request, body, body.messages), is_chat=True
+        )
 
     async def generate(self, request: Request, body: OllamaGenerateBody) -> ASGIApp:
         """The answer to a prompt, or with `raw` and for a model without a chat template, its continuation."""
@@ -372,7 +391,9 @@ class OllamaRoutes:
         gen.checked_params(values, card, names)
         return json_response(OllamaAnswer(body.model or card.id, None, is_chat=is_chat).whole())
 
-    async def _answer(self, request: Request, body: OllamaBody, generation: gen.Generation, *, is_chat: bool) -> ASGIApp:
+    async def _answer(
+        self, request: Request, body: OllamaBody, generation: gen.Generation, *, is_chat: bool
+    ) -> ASGIApp:
         answer = OllamaAnswer(body.model or generation.text.card.id, generation, is_chat=is_chat)
         if body.stream is not False:
             return EventStream(self.service, request, [generation], answer)
@@ -403,12 +424,16 @@ class OllamaRoutes:
         """The models that are served, with the length of their context."""
         models = [describe(card, self._started()) for card in await self.catalog.cards()]
         for model, card in zip(models, await self.catalog.cards(), strict=True):
-            model.expires_at, model.size_vram, model.context_length = NEVER, 0, card.max_length
+            model.expires_at = NEVER
+            model.size_vram = 0
+            model.context_length = card.max_length
         return json_response(OllamaModels(models))
 
     async def show(self, request: Request, body: OllamaShowBody) -> Response:
         """What is known of a model."""
-        card = await self.catalog.find(body.model or body.name, "generation", "embedding", "cross-encoder", request=request)
+        card = await self.catalog.find(
+            body.model or body.name, "generation", "embedding", "cross-encoder", request=request
+        )
         template, capabilities = "", ["embedding"] if card.kind == "embedding" else []
         if card.kind == "generation":
             text, capabilities = await self.catalog.text_of(card), ["completion"]
@@ -417,12 +442,22 @@ class OllamaRoutes:
                 capabilities += ["tools", "thinking"] if text.has_reasoning else ["tools"]
         config, details = read_metadata(card.directory).get("config") or {}, describe(card, "").details
         family = details.family
-        info = {"general.architecture": family, "general.basename": card.id, f"{family}.context_length": card.max_length}
+        info = {
+            "general.architecture": family,
+            "general.basename": card.id,
+            f"{family}.context_length": card.max_length,
+        }
         if width := card.dimension or config.get("hidden_size"):
             info[f"{family}.embedding_length"] = width
-        return json_response(OllamaShown(
-            template=template, details=details, model_info=info, capabilities=capabilities, modified_at=self._started()
-        ))  # fmt: skip
+        return json_response(
+            OllamaShown(
+                template=template,
+                details=details,
+                model_info=info,
+                capabilities=capabilities,
+                modified_at=self._started(),
+            )
+        )
 
     async def version(self, request: Request) -> Response:
         """The version of Ollama's API that these routes follow, and that of archerfish."""
@@ -446,7 +481,9 @@ def describe(card: ModelCard, modified_at: str) -> OllamaModel:
     size = sum(path.stat().st_size for path in Path(card.directory).glob("weights.arrow")) if card.directory else 0
     family = str((metadata.get("config") or {}).get("model_type") or card.kind)
     details = OllamaDetails(
-        family=family, families=[family], parameter_size=f"{num_parameters / 1e6:.0f}M" if num_parameters else "",
+        family=family,
+        families=[family],
+        parameter_size=f"{num_parameters / 1e6:.0f}M" if num_parameters else "",
         quantization_level=str(metadata.get("dtype") or ""),
     )
     digest = hashlib.sha256(card.id.encode()).hexdigest()

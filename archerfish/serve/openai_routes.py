@@ -17,7 +17,18 @@ from archerfish.errors import InputTooLargeError
 from archerfish.params import MAX_LOGPROBS, MAX_N
 from archerfish.serve import answers
 from archerfish.serve import generation as gen
-from archerfish.serve.bodies import IGNORED, UNUSED, Body, ConversationBody, Messages, Prompts, Stop, TextBody, Values, bounded
+from archerfish.serve.bodies import (
+    IGNORED,
+    UNUSED,
+    Body,
+    ConversationBody,
+    Messages,
+    Prompts,
+    Stop,
+    TextBody,
+    Values,
+    bounded,
+)
 from archerfish.serve.catalog import ModelText
 from archerfish.serve.errors import InvalidParameterError, UnsupportedParameterError, data_event, json_response, naming
 from archerfish.serve.http import BodyRoute, EventStream, EventWriter
@@ -36,7 +47,9 @@ class StreamOptions(Body):
     """stream_options."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool = Field(False, description="With include_usage: usage so far in every event, as in vLLM.")
+    continuous_usage_stats: bool = Field(
+        False, description="With include_usage: usage so far in every event, as in vLLM."
+    )
     include_obfuscation: bool = Field(False, description=UNUSED)
 
 
@@ -48,7 +61,9 @@ class ChoicesBody(TextBody):
     prompt_logprobs: int | None = bounded(minimum=0, maximum=MAX_LOGPROBS)
     response_format: dict[str, Any] | None = None
     stream_options: StreamOptions | None = None
-    echo: bool | None = Field(None, description="Begin with the prompt; in a chat, with a last message of the assistant.")
+    echo: bool | None = Field(
+        None, description="Begin with the prompt; in a chat, with a last message of the assistant."
+    )
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, description="Keep only so many tokens of the prompt, the last; -1: as many as fit."
     )
@@ -98,9 +113,15 @@ class ChatBody(TemplateBody, ConversationBody, ChoicesBody):
     """POST /v1/chat/completions, in OpenAI's form."""
 
     unsupported: ClassVar[Values] = {
-        "audio": (), "function_call": (), "functions": (), "modalities": (["text"],), "web_search_options": (), "best_of": (1,),
-        "chat_template": (), "use_beam_search": (False,),
-    }  # fmt: skip
+        "audio": (),
+        "function_call": (),
+        "functions": (),
+        "modalities": (["text"],),
+        "web_search_options": (),
+        "best_of": (1,),
+        "chat_template": (),
+        "use_beam_search": (False,),
+    }
 
     ignored: ClassVar[Values] = {**IGNORED, "reasoning": ()}
 
@@ -138,7 +159,9 @@ class CompletionBody(ChoicesBody):
     max_tokens: int | None = bounded(16, "0, with echo, gives the prompt alone.", minimum=0)
     logprobs: int | None = bounded(minimum=0, maximum=MAX_LOGPROBS)
     return_token_ids: bool = Field(False, description="Give token ids beside the text.")
-    add_special_tokens: bool = Field(True, description="Put special tokens, such as the one for the beginning, before a text.")
+    add_special_tokens: bool = Field(
+        True, description="Put special tokens, such as the one for the beginning, before a text."
+    )
 
     def sampling(self) -> tuple[dict[str, Any], dict[str, str]]:
         values, names = super().sampling()
@@ -173,7 +196,12 @@ class OpenAIRoutes:
         """The next message of a conversation."""
         messages, values, start = body.conversation(body.messages)
         generation = await self.service.prepare_chat(
-            request, body, messages, template_values=values, answer_start=start, add_special_tokens=body.add_special_tokens
+            request,
+            body,
+            messages,
+            template_values=values,
+            answer_start=start,
+            add_special_tokens=body.add_special_tokens,
         )
         last = body.messages[-1]
         echo = last["content"] if body.echo and last["role"] == "assistant" else ""
@@ -212,7 +240,9 @@ class OpenAIRoutes:
                     text.check_ids(token_ids)
                     text.check_length(token_ids)
             format_param, first = names["grammar"], place * params.n
-            generations.append(self.service.prepare(request, body, text, token_ids, params, format_param, first_place=first))
+            generations.append(
+                self.service.prepare(request, body, text, token_ids, params, format_param, first_place=first)
+            )
         echoes = [echo_text(text, prompt) if body.echo else "" for prompt in body.prompt]
         head = gen.answer_head("cmpl", text.card.id)
         if body.stream:
@@ -243,20 +273,30 @@ def chat_choice(generation: gen.Generation, choice: gen.Choice, echo: str, has_r
         message.content = message.content or None
         functions = [answers.FunctionCall(name=call.name, arguments=call.arguments) for call in choice.calls]
         calls = zip(choice.calls, functions, strict=True)
-        message.tool_calls = [answers.ToolCall(id=call.id, type="function", function=function) for call, function in calls]
+        message.tool_calls = [
+            answers.ToolCall(id=call.id, type="function", function=function) for call, function in calls
+        ]
     logprobs = chat_logprobs(generation, choice.logprobs)
     return answers.ChatChoice(choice.index, message, logprobs, *ending(choice))
 
 
 def chat_logprobs(generation: gen.Generation, logprobs: Sequence[Logprob]) -> answers.ChatLogprobs | None:
-    return None if generation.params.logprobs is None else answers.ChatLogprobs(content=generation.chosen_logprobs(logprobs))
+    return (
+        None
+        if generation.params.logprobs is None
+        else answers.ChatLogprobs(content=generation.chosen_logprobs(logprobs))
+    )
 
 
 def prompt_logprobs(generation: gen.Generation) -> answers.PromptLogprobs:
     """Logprobs of each token of the prompt, in vLLM's form: null for the first."""
 
     def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
-        return {"logprob": max(logprob, gen.LEAST_LOGPROB), "rank": rank, "decoded_token": generation.text.token(token_id)[0]}
+        return {
+            "logprob": max(logprob, gen.LEAST_LOGPROB),
+            "rank": rank,
+            "decoded_token": generation.text.token(token_id)[0],
+        }
 
     shown: answers.PromptLogprobs = [None]
     for token_id, logprob, rank, top in generation.prompt_logprobs or ():

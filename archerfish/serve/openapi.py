@@ -19,12 +19,15 @@ from archerfish.serve.metrics import CONTENT_TYPE as METRICS
 
 PREFIX = "#/components/schemas/"
 DESCRIPTIONS = {
-    400: "The request is wrong; the message says how.", 401: "The API key is missing or unknown.",
-    403: "The key is not an operator's.", 404: "The model does not exist.", 413: "The request is too large.",
+    400: "The request is wrong; the message says how.",
+    401: "The API key is missing or unknown.",
+    403: "The key is not an operator's.",
+    404: "The model does not exist.",
+    413: "The request is too large.",
     429: "The tenant, or the engine, is over its limit; Retry-After says when to try again.",
     503: "The engine process does not answer or takes no more requests; Retry-After says when to try again.",
     504: "The deadline of the request passed before its first token.",
-}  # fmt: skip
+}
 GENERATING = (400, 401, 404, 413, 429, 503, 504)
 COMPUTING = (400, 401, 404, 413, 429, 503)
 OPERATING = (400, 401, 403, 404, 413, 503)
@@ -34,8 +37,8 @@ PATH_MODEL = {"parameters": [{"name": "model_id", "in": "path", "required": True
 QUERY_MODEL = {"parameters": [{"name": "model", "in": "query", "required": False, "schema": {"anyOf": [STRING, NULL]}}]}
 OPTIONS = {"type": "object", "description": "Options by either of their names, with their new values."}
 OPTIONS_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": OPTIONS}}}}
-# Of routes that are no BodyRoutes, by method and path: the type of a success (a media type if it is not JSON), the statuses
-# of errors, and what else the operation has.
+# Of routes that are no BodyRoutes, by method and path: the type of a success (a media type if it is not JSON), the
+# statuses of errors, and what else the operation has.
 ANSWERS: dict[tuple[str, str], tuple[Any, tuple[int, ...], dict[str, Any]]] = {
     ("get", "/v1/models"): (answers.Models, (401, 503), {}),
     ("get", "/v1/models/{model_id}"): (answers.Model, (401, 404, 503), PATH_MODEL),
@@ -60,7 +63,9 @@ def openapi_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
     """The document of an app's routes."""
     found = [route for route in routes if isinstance(route, Route)]
     body_routes = [route for route in found if isinstance(route, BodyRoute)]
-    _, bodies = models_json_schema([(route.body_type, "validation") for route in body_routes], ref_template=PREFIX + "{model}")
+    _, bodies = models_json_schema(
+        [(route.body_type, "validation") for route in body_routes], ref_template=PREFIX + "{model}"
+    )
     paths: dict[str, Any] = {}
     for route in found:
         path = route.path.replace(":path", "")
@@ -77,8 +82,13 @@ def openapi_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
                 continue
             paths.setdefault(path, {})[method] = operation
     info = {"title": "archerfish", "version": __version__}
-    types = {kind for route in body_routes for kind in (route.answer, *route.events)} | {kind for kind, *_ in ANSWERS.values()}
-    schemas = {**bodies["$defs"], **answer_schemas({kind for kind in types if not isinstance(kind, str) and kind != OBJECT})}
+    types = {kind for route in body_routes for kind in (route.answer, *route.events)} | {
+        kind for kind, *_ in ANSWERS.values()
+    }
+    schemas = {
+        **bodies["$defs"],
+        **answer_schemas({kind for kind in types if not isinstance(kind, str) and kind != OBJECT}),
+    }
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
 
 
@@ -115,7 +125,8 @@ def json_content(kind: Any) -> dict[str, Any]:
 
 
 def event_content(route: BodyRoute) -> dict[str, Any]:
-    """Lines of JSON, or server-sent events, whose data is JSON of one of the route's types; OpenAI's end with [DONE]."""
+    """Lines of JSON, or server-sent events, whose data is JSON of one of the route's types; OpenAI's end with
+    [DONE]."""
     schema = {"anyOf": [reference(kind) for kind in route.events]}
     if not route.events or route.event_type != "text/event-stream":
         return {route.event_type: {"schema": schema}} if route.events else {}

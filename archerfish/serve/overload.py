@@ -1,7 +1,7 @@
 """Overload control: which requests a model admits, the rate limits of tenants, and when a refused client may try again.
 
-Each model has an `OverloadController`, which bounds its queue and refuses requests that would miss their deadline. Only the
-loop of the engine process calls it, unless a comment says otherwise.
+Each model has an `OverloadController`, which bounds its queue and refuses requests that would miss their deadline. Only
+the loop of the engine process calls it, unless a comment says otherwise.
 """
 
 from __future__ import annotations
@@ -62,22 +62,27 @@ def retry_after(seconds: float) -> str:
 
 
 class RateLimits:
-    """Requests and tokens per minute of all tenants: at most the amount of one minute at once, and that amount on average.
+    """Requests and tokens per minute of all tenants: at most the amount of one minute at once, and that amount on
+    average.
 
-    Only the loop of the engine process calls this. Tenants carry their limits, so that changed limits apply at once. The
-    tokens of a request are estimated when it is admitted and corrected later, so a tenant may exceed its limit by what its
-    running requests were underestimated; it pays for that before its next request.
+    Only the loop of the engine process calls this. Tenants carry their limits, so that changed limits apply at once.
+    The tokens of a request are estimated when it is admitted and corrected later, so a tenant may exceed its limit by
+    what its running requests were underestimated; it pays for that before its next request.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._debts: dict[tuple[str, str], tuple[float, float]] = {}  # what was taken and not refilled at a time, and that time
+        self._debts: dict[
+            tuple[str, str], tuple[float, float]
+        ] = {}  # what was taken and not refilled at a time, and that time
 
     def take(self, tenant: Tenant, num_tokens: int) -> None:
         """Take one request and its tokens from a tenant's limits; nothing is taken if an error is raised."""
         per_minute = max(1.0, tenant.tokens_per_minute)
         if tenant.tokens_per_minute and num_tokens > per_minute:
-            message = f"The request may take about {num_tokens:,} tokens; {tenant.name!r} has {per_minute:,.0f} a minute."
+            message = (
+                f"The request may take about {num_tokens:,} tokens; {tenant.name!r} has {per_minute:,.0f} a minute."
+            )
             raise OverLimitError(message, hint="Shorten the prompt or lower max_tokens.")
         for kind, limit, amount in limits_of(tenant, 1, num_tokens):
             excess = self._debt(tenant.name, kind, limit) + amount - max(1.0, limit) if limit else 0.0
@@ -137,9 +142,9 @@ class ImpossibleDeadlineError(InvalidInputError):
 class StepCost:
     """How long a step takes: step_s + prompt_token_s * prompt tokens + output_token_s * output tokens.
 
-    The three numbers are fitted to the last steps with prompt tokens and the last steps without. Relative errors are minimised,
-    and a step that is far too slow, such as the first one, which compiles kernels, counts as MAX_SLOWNESS times the expected
-    time.
+    The three numbers are fitted to the last steps with prompt tokens and the last steps without. Relative errors are
+    minimised, and a step that is far too slow, such as the first one, which compiles kernels, counts as MAX_SLOWNESS
+    times the expected time.
     """
 
     def __init__(self) -> None:
@@ -157,15 +162,17 @@ class StepCost:
     def coefficients(self) -> tuple[float, float, float]:
         """step_s, prompt_token_s and output_token_s; zeros before the first step. For any thread.
 
-        A first fit weighs each step by the inverse of its time, which is too low where times vary. The second fit weighs it by
-        the inverse of the expected time.
+        A first fit weighs each step by the inverse of its time, which is too low where times vary. The second fit
+        weighs it by the inverse of the expected time.
         """
         found = self._fitted
         if found is None:
             values = np.array([*self._with_prompt, *self._without_prompt], dtype=np.float64)
             rows, seconds = np.column_stack([np.ones(len(values)), values[:, :2]]), values[:, 2]
             expected = rows @ least_squares(rows / seconds[:, None], np.ones(len(rows)))
-            expected = np.where(expected > 1e-6 * seconds, expected, seconds)  # no other step says anything of this kind
+            expected = np.where(
+                expected > 1e-6 * seconds, expected, seconds
+            )  # no other step says anything of this kind
             slowness = np.minimum(seconds / expected, MAX_SLOWNESS)
             step_s, prompt_token_s, output_token_s = least_squares(rows / expected[:, None], slowness)
             found = self._fitted = float(step_s), float(prompt_token_s), float(output_token_s)
@@ -177,7 +184,8 @@ class StepCost:
         return step_s + output_token_s * num_output_tokens if num_output_tokens else 0.0
 
     def prompt_s(self, num_tokens: float, num_running: float = 0) -> float:
-        """Prompt tokens in steps as large as the largest recent one, which also bring a token to each running sequence."""
+        """Prompt tokens in steps as large as the largest recent one, which also bring a token to each running
+        sequence."""
         if not num_tokens or not self._with_prompt:
             return 0.0
         step_s, prompt_token_s, output_token_s = self.coefficients
@@ -205,7 +213,8 @@ class StepCost:
 
 
 def least_squares(rows: Array, wanted: Array) -> Array:
-    """Non-negative x that minimises |rows @ x - wanted|. Columns that cannot be told apart: the second one gets the weight."""
+    """Non-negative x that minimises |rows @ x - wanted|. Columns that cannot be told apart: the second one gets the
+    weight."""
     scale = np.maximum(rows.max(axis=0), 1e-12)
     scaled, ridge = rows / scale, np.array([1e-3, 1e-5, 1e-3])
     found, active = np.zeros(3), [0, 1, 2]
@@ -263,17 +272,21 @@ class AdmittedRequest:
 class OverloadController:
     """Admits requests to one model, or refuses them with the time after which to try again.
 
-    A generation request takes one place in the queue. A request to an encoder takes one place per text and has no output.
+    A generation request takes one place in the queue. A request to an encoder takes one place per text and has no
+    output.
     """
 
     rates: RateLimits
-    max_queued: int = 4096  # requests, or texts of an encoder; may be changed. Here and in what follows, 0 stands for no limit
+    max_queued: int = (
+        4096  # requests, or texts of an encoder; may be changed. Here and in what follows, 0 stands for no limit
+    )
     max_prompt_tokens: int = 0
     max_output_tokens: int = 0  # of all n sequences together
     max_wait_s: float = 0.0  # expected wait of a request without a deadline
     max_running: int = 1  # sequences that run at once
     max_tokens: int = 0  # the longest possible output of one sequence
-    # The order in which waiting requests are served: by arrival, by shares of tenants, or one text of each request in turn.
+    # The order in which waiting requests are served: by arrival, by shares of tenants, or one text of each request in
+    # turn.
     order: Literal["arrival", "fair-share", "round-robin"] = "arrival"
     clock: Callable[[], float] = time.monotonic
     cost: StepCost = field(default_factory=StepCost)
@@ -290,13 +303,20 @@ class OverloadController:
     # Admission
 
     def admit(
-        self, tenant: Tenant, *, num_prompt_tokens: int, is_tokenized: bool = True, num_places: int = 1, num_sequences: int = 0,
-        max_tokens: int | None = 0, deadline_s: float | None = None,
+        self,
+        tenant: Tenant,
+        *,
+        num_prompt_tokens: int,
+        is_tokenized: bool = True,
+        num_places: int = 1,
+        num_sequences: int = 0,
+        max_tokens: int | None = 0,
+        deadline_s: float | None = None,
     ) -> AdmittedRequest:
         """Admit a request or raise an error.
 
-        max_tokens: of each sequence, None if the client left it open. An encoder has no sequences. is_tokenized: whether
-        num_prompt_tokens was counted; an estimate is not compared with the limit of prompt tokens.
+        max_tokens: of each sequence, None if the client left it open. An encoder has no sequences. is_tokenized:
+        whether num_prompt_tokens was counted; an estimate is not compared with the limit of prompt tokens.
         """
         if is_tokenized and 0 < self.max_prompt_tokens < num_prompt_tokens:
             raise self._too_long(num_prompt_tokens)
@@ -311,7 +331,9 @@ class OverloadController:
         size = Backlog(1, num_places, num_sequences, num_prompt_tokens, num_output, tenant.weight)
         num_reserved = num_prompt_tokens + max_output
         self.rates.take(tenant, num_reserved)
-        if self._queues or self.running:  # an idle model admits everything: a prompt may be cached, its estimate far too long
+        if (
+            self._queues or self.running
+        ):  # an idle model admits everything: a prompt may be cached, its estimate far too long
             try:
                 self._check_queue(tenant, num_places)
                 self._check_time(tenant, size, deadline_s)
@@ -324,7 +346,8 @@ class OverloadController:
     def check_deadline(self, deadline_s: float, num_prompt_tokens: int, max_tokens: int | None) -> None:
         """ImpossibleDeadlineError if an idle model would miss the deadline, counted from the arrival of the request.
 
-        num_prompt_tokens: 0 if the prompt may be cached. Long texts are not taken to cost more than the largest job measured.
+        num_prompt_tokens: 0 if the prompt may be cached. Long texts are not taken to cost more than the largest job
+        measured.
         """
         num_tokens = 1 if max_tokens is None else max(1, round(min(max_tokens, self.max_tokens) * self._used_share))
         alone_s = self.cost.prompt_s(min(num_prompt_tokens, self.cost.largest_prompt_step))
@@ -352,7 +375,9 @@ class OverloadController:
         weights = tenant.weight + other_weights
         share = max(1, math.floor(most * tenant.weight / weights))
         if queue.num_places >= CROWDED_SHARE * most and other_weights and own.num_places + num_places > share:
-            message = f"The queue is crowded, and {tenant.name!r} holds {own.num_places:,.0f} places; its share is {share:,}."
+            message = (
+                f"The queue is crowded, and {tenant.name!r} holds {own.num_places:,.0f} places; its share is {share:,}."
+            )
             raise ShareUsedError(message, next_place_s * weights / tenant.weight)
 
     def _check_time(self, tenant: Tenant, size: Backlog, deadline_s: float | None) -> None:
@@ -370,7 +395,8 @@ class OverloadController:
     # Estimates
 
     def estimate(self, tenant: Tenant, size: Backlog) -> tuple[float, float]:
-        """How long a request would wait that came now, and how long its service would take; zeros before the first step."""
+        """How long a request would wait that came now, and how long its service would take; zeros before the first
+        step."""
         ahead = self._ahead(tenant, size)
         num_running = sum(request.size.num_sequences for request in self.running)
         num_live = num_running + ahead.num_sequences
@@ -380,7 +406,9 @@ class OverloadController:
         if num_leaving > 0 and num_live:  # as many must end first, at the rate at which a full batch ends
             num_output = self._num_expected_tokens() + ahead.num_output_tokens
             wait_s += min(1.0, num_leaving / num_live) * num_output * step_s / self.max_running
-        if self.running and len(self._recent_steps) == RECENT_STEPS:  # prompts of later requests will slow down steps as before
+        if (
+            self.running and len(self._recent_steps) == RECENT_STEPS
+        ):  # prompts of later requests will slow down steps as before
             step_s = max(step_s, sum(self._recent_steps) / RECENT_STEPS)
         num_steps = size.num_output_tokens / max(1, size.num_sequences)
         return wait_s, self.cost.prompt_s(size.num_prompt_tokens) + num_steps * step_s
@@ -489,8 +517,11 @@ class OverloadController:
         """For /stats and /metrics; nothing here belongs to a single tenant."""
         queue, (prefill_rate, decode_rate) = self.queue, self.cost.tokens_per_s()
         return {
-            "queued_requests": queue.num_requests, "running_requests": len(self.running),
-            "queued_prompt_tokens": queue.num_prompt_tokens, "drain_seconds": self.drain_s(),
+            "queued_requests": queue.num_requests,
+            "running_requests": len(self.running),
+            "queued_prompt_tokens": queue.num_prompt_tokens,
+            "drain_seconds": self.drain_s(),
             "expected_output_tokens": self._num_expected_tokens() + queue.num_output_tokens,
-            "prefill_tokens_per_second": prefill_rate, "decode_tokens_per_second": decode_rate,
-        }  # fmt: skip
+            "prefill_tokens_per_second": prefill_rate,
+            "decode_tokens_per_second": decode_rate,
+        }

@@ -18,9 +18,12 @@ from archerfish.serve.calls import ADDRESS, EXAMPLES, curl, python
 from archerfish.serve.openai_routes import ChatBody
 
 TYPES = {
-    "html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml", "json": "application/json",
-}  # fmt: skip
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+    "json": "application/json",
+}
 # Nothing but the files of this server: no inline scripts and styles, no other hosts, and no frames around the page.
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "
@@ -52,10 +55,15 @@ def assets() -> dict[str, Asset]:
 def page_data(*, has_keys: bool) -> Asset:
     """What the page needs to know of the service: the parameters of a chat, and an example of each route."""
     calls = [
-        {"kinds": kinds.split(), "method": method, "path": path, "python": python(method, path, body, has_keys=has_keys),
-         "curl": curl(ADDRESS, method, path, body, has_keys=has_keys)}
+        {
+            "kinds": kinds.split(),
+            "method": method,
+            "path": path,
+            "python": python(method, path, body, has_keys=has_keys),
+            "curl": curl(ADDRESS, method, path, body, has_keys=has_keys),
+        }
         for kinds, method, path, body in EXAMPLES
-    ]  # fmt: skip
+    ]
     parameters = ChatBody.model_json_schema()["properties"]
     return Asset.of("data.json", json.dumps({"calls": calls, "parameters": parameters}, ensure_ascii=False).encode())
 

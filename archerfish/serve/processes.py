@@ -1,8 +1,9 @@
 """The processes of a service. The main process starts the engine process and the front ends and keeps them running.
 
-A child process reads its configuration from standard input, as one line of JSON, and ends when that input ends. It therefore
-never outlives the main process. On standard output it writes one line when it serves, or when it cannot; after that, an engine
-process writes a heartbeat every second. Each child has its own process group, so that Ctrl+C reaches the main process only.
+A child process reads its configuration from standard input, as one line of JSON, and ends when that input ends. It
+therefore never outlives the main process. On standard output it writes one line when it serves, or when it cannot;
+after that, an engine process writes a heartbeat every second. Each child has its own process group, so that Ctrl+C
+reaches the main process only.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of an engine process.
 
-    front_end_pass: front ends send it as credentials; with it they may name tenants, read statistics and change options.
+    front_end_pass: front ends send it as credentials; with it they may name tenants, read statistics and change
+    options.
     secret_key: the CURVE key of the process, for TCP. client_keys: the public keys that may connect, or empty.
     """
 
@@ -83,7 +85,9 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     client_keys: tuple[str, ...] = ()
     api_keys_file: str = ""  # API keys and limits of tenants
     adapters_file: str = ""  # where changes of adapters are kept for a process that is started again; empty: nowhere
-    routing_secret: str = ""  # of the replicas of a service, whose front ends count the limits of tenants; "": the only one
+    routing_secret: str = (
+        ""  # of the replicas of a service, whose front ends count the limits of tenants; "": the only one
+    )
     admission: dict[str, Any] = {}  # max_wait_s, max_prompt_tokens and max_output_tokens of OverloadController
     latency_budget_ms: float = 50.0  # duration of one job of embeddings
     max_queue_texts: int = 8192
@@ -102,7 +106,9 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
         for address in filter(None, (self.address, self.open_address)):
             scheme, _, rest = address.partition("://")
             if scheme not in ("ipc", "tcp", "inproc") or not rest:
-                raise InvalidOptionError(f"{address!r} is no address.", hint="Write ipc:///a/path or tcp://127.0.0.1:5555.")
+                raise InvalidOptionError(
+                    f"{address!r} is no address.", hint="Write ipc:///a/path or tcp://127.0.0.1:5555."
+                )
             if scheme == "tcp" and not self.secret_key and not is_loopback(rest.rpartition(":")[0]):
                 hint = "Give the ZMQ server keys ([serve] zmq_key_file), or listen on tcp://127.0.0.1."
                 raise InvalidOptionError(f"Other machines can reach {address}, but there are no CURVE keys.", hint=hint)
@@ -111,8 +117,8 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
 class FrontConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of a front end. `serve` has the values of ServeConfig.
 
-    addresses: of the engine process, or of all replicas; none on a cluster, where a front end learns of them and connects with
-    `own_keys`, a public and a secret CURVE key.
+    addresses: of the engine process, or of all replicas; none on a cluster, where a front end learns of them and
+    connects with `own_keys`, a public and a secret CURVE key.
     """
 
     addresses: tuple[str, ...] = ()
@@ -145,7 +151,8 @@ class ProcessStartError(MachineError):
 class Stall:
     """Measures for how long something has made no progress.
 
-    A gap between two calls counts as MAX_GAP_S at most: if the watcher itself was paused, the watched process probably was too.
+    A gap between two calls counts as MAX_GAP_S at most: if the watcher itself was paused, the watched process probably
+    was too.
     """
 
     def __init__(self) -> None:
@@ -165,23 +172,37 @@ class Stall:
 class KeptProcess:
     """Starts a child process, starts it again when it dies or hangs, and stops it.
 
-    `config` is called for every start, after the child was launched. With `silence_s`, a child without a heartbeat for so long
-    is killed. `force_signal` ends the child at once. cores: on which it runs; (): as this process.
+    `config` is called for every start, after the child was launched. With `silence_s`, a child without a heartbeat for
+    so long is killed. `force_signal` ends the child at once. cores: on which it runs; (): as this process.
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], config: Callable[[], msgspec.Struct], *, grace_s: float = GRACE_S,
-        silence_s: float = 0.0, force_signal: int = signal.SIGKILL, pass_fds: Sequence[int] = (), cores: Collection[int] = (),
-        environment: Mapping[str, str] | None = None, clock: Callable[[], float] = time.monotonic,
+        self,
+        name: str,
+        command: Sequence[str],
+        config: Callable[[], msgspec.Struct],
+        *,
+        grace_s: float = GRACE_S,
+        silence_s: float = 0.0,
+        force_signal: int = signal.SIGKILL,
+        pass_fds: Sequence[int] = (),
+        cores: Collection[int] = (),
+        environment: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self.process: subprocess.Popen[bytes] | None = None
         self.is_serving = False
         self.num_starts = self.num_failed_starts = 0
         self.start_s = 0.0  # duration of the last start
-        self._command, self._config, self._pass_fds, self._cores = command, config, pass_fds, cores
+        self._command = command
+        self._config = config
+        self._pass_fds = pass_fds
+        self._cores = cores
         self._environment = {**os.environ, **environment} if environment else None
-        self._grace_s, self._silence_s, self._force_signal = grace_s, silence_s, force_signal
+        self._grace_s = grace_s
+        self._silence_s = silence_s
+        self._force_signal = force_signal
         self._clock = clock
         self._first_report: Future[dict[str, str]] = Future()
         self._is_stopping = threading.Event()
@@ -233,9 +254,14 @@ class KeptProcess:
             if self.is_ending:
                 return
             process = self.process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, pass_fds=self._pass_fds,
-                process_group=0, env=self._environment,
-            )  # fmt: skip
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=self._pass_fds,
+                process_group=0,
+                env=self._environment,
+            )
         assert process.stdin is not None and process.stdout is not None
         try:
             report = self._configure(process, process.stdin, process.stdout)
@@ -269,7 +295,8 @@ class KeptProcess:
         return report
 
     def _watch(self, process: subprocess.Popen[bytes], stdout: IO[bytes]) -> None:
-        """Return when the process has ended, or was killed because it hangs. This must work without a free file descriptor."""
+        """Return when the process has ended, or was killed because it hangs. This must work without a free file
+        descriptor."""
         stall, num_bytes = Stall(), 0
         timeout_ms = BEAT_S * 1000 if self._silence_s else None
         poller = select.poll()
@@ -300,7 +327,8 @@ class KeptProcess:
             process.kill()
 
     def replace(self) -> bool:
-        """Let the process finish its work and start another. True once that one serves; false if it does not, or at the end."""
+        """Let the process finish its work and start another. True once that one serves; false if it does not, or at the
+        end."""
         with self._lock:
             process, num_before = self.process, self.num_starts + self.num_failed_starts
             if process is None or self.is_ending:
@@ -346,8 +374,11 @@ def engine_process(
 
 
 def front_process(
-    config: Callable[[], msgspec.Struct], listener: int,
-    command: Sequence[str] = (sys.executable, "-m", "archerfish.serve.front"), *, grace_s: float = GRACE_S,
+    config: Callable[[], msgspec.Struct],
+    listener: int,
+    command: Sequence[str] = (sys.executable, "-m", "archerfish.serve.front"),
+    *,
+    grace_s: float = GRACE_S,
 ) -> KeptProcess:
     """A front end that accepts connections from the socket with the file descriptor `listener`."""
     return KeptProcess("front end", command, config, grace_s=grace_s, force_signal=signal.SIGINT, pass_fds=(listener,))

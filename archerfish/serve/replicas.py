@@ -43,13 +43,19 @@ def replica_processes(host: HostConfig, count: int) -> list[KeptProcess]:
     if "cuda" in devices:
         cards = cards_of(count, max(spec.num_ranks for spec in host.models))
     elif count > len(usable_cores()):
-        logger.warning("%d replicas share %d cores: more than one on a core makes nothing faster.", count, len(usable_cores()))
-    models = tuple(msgspec.structs.replace(spec, options=divided(spec, count, has_card=bool(cards))) for spec in host.models)
+        logger.warning(
+            "%d replicas share %d cores: more than one on a core makes nothing faster.", count, len(usable_cores())
+        )
+    models = tuple(
+        msgspec.structs.replace(spec, options=divided(spec, count, has_card=bool(cards))) for spec in host.models
+    )
     memory_gib = host.memory_gib if cards else host.memory_gib / count
     found = []
     for number in range(count):
         name = replica_name(number)
-        own = msgspec.structs.replace(host, name=name, address=f"{host.address}-{number}", models=models, memory_gib=memory_gib)
+        own = msgspec.structs.replace(
+            host, name=name, address=f"{host.address}-{number}", models=models, memory_gib=memory_gib
+        )
         options: dict[str, Any] = {"environment": {VISIBLE_CARDS: cards[number]}} if cards else {"cores": cores[number]}
         found.append(engine_process(own, **options))
     return found
@@ -71,7 +77,8 @@ def core_shares(cores: Sequence[int], count: int) -> list[list[int]]:
 
 
 def cards_of(count: int, num_each: int) -> list[str]:
-    """The cards of each replica, as CUDA_VISIBLE_DEVICES names them. num_each: processes that a model is divided over."""
+    """The cards of each replica, as CUDA_VISIBLE_DEVICES names them. num_each: processes that a model is divided
+    over."""
     num_cards = import_torch("A card for each replica").cuda.device_count()
     if num_cards < count * num_each:
         each = "one" if num_each == 1 else f"{num_each}, as many as its model is divided over"
@@ -84,7 +91,8 @@ def cards_of(count: int, num_each: int) -> list[str]:
 
 
 def with_threads(spec: ModelSpec, num_cores: int) -> dict[str, Any]:
-    """The options of a model that computes with so many cores, or with the threads that it states. 0: with all cores."""
+    """The options of a model that computes with so many cores, or with the threads that it states. 0: with all
+    cores."""
     share = num_cores and max(1, num_cores // spec.num_ranks)
     return {**spec.options, "num_threads": spec.options.get("num_threads") or share}
 

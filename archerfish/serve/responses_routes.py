@@ -14,7 +14,14 @@ from archerfish.errors import InvalidInputError
 from archerfish.serve import answers, bodies
 from archerfish.serve import generation as gen
 from archerfish.serve.bodies import UNUSED, bounded, check_text, checked
-from archerfish.serve.errors import Error, UnsupportedParameterError, failure_body, json_response, json_type, named_event
+from archerfish.serve.errors import (
+    Error,
+    UnsupportedParameterError,
+    failure_body,
+    json_response,
+    json_type,
+    named_event,
+)
 from archerfish.serve.http import BodyRoute, EventStream, EventWriter
 from archerfish.serve.wire import Logprob
 
@@ -39,10 +46,15 @@ def read_input(value: Any, where: str) -> list[dict[str, Any]]:
             messages.append(bodies.read_message(known, place, names))
         elif kind == "reasoning":
             parts = bodies.check_type(item.get("content") or [], list, f"{place}.content", "a list of parts")
-            thoughts = "\n".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
+            thoughts = "\n".join(
+                part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)
+            )
             continue
         elif kind == "function_call":
-            call_id, name = check_text(item.get("call_id"), f"{place}.call_id"), check_text(item.get("name"), f"{place}.name")
+            call_id, name = (
+                check_text(item.get("call_id"), f"{place}.call_id"),
+                check_text(item.get("name"), f"{place}.name"),
+            )
             names[call_id] = name
             call = bodies.template_call(call_id, name, check_text(item.get("arguments"), f"{place}.arguments"))
             if not messages or messages[-1]["role"] != "assistant":
@@ -72,10 +84,16 @@ class ResponsesBody(bodies.ConversationBody):
     format_param: ClassVar[str] = "text"
     unsupported: ClassVar[bodies.Values] = {"background": (False,), "conversation": (), "image": (), "prompt": ()}
     ignored: ClassVar[bodies.Values] = {
-        **bodies.IGNORED, "access_programs": (), "context_management": (), "max_tool_calls": (), "truncation": ("disabled",),
-    }  # fmt: skip
+        **bodies.IGNORED,
+        "access_programs": (),
+        "context_management": (),
+        "max_tool_calls": (),
+        "truncation": ("disabled",),
+    }
 
-    input: Annotated[list[dict[str, Any]], checked(read_input, {"anyOf": [bodies.STRING, {**bodies.OBJECTS, "minItems": 1}]})]
+    input: Annotated[
+        list[dict[str, Any]], checked(read_input, {"anyOf": [bodies.STRING, {**bodies.OBJECTS, "minItems": 1}]})
+    ]
     instructions: str | None = None
     max_output_tokens: int | None = bounded(minimum=1)
     stop: bodies.Stop = None
@@ -137,21 +155,29 @@ def empty_response(body: ResponsesBody, generation: gen.Generation) -> answers.R
     """The response before anything is generated."""
     choice = body.tool_choice or "auto"
     return answers.ResponseObject(
-        id=gen.new_id("resp"), created_at=int(time.time()), instructions=body.instructions,
-        max_output_tokens=body.max_output_tokens, model=generation.text.card.id,
-        parallel_tool_calls=body.parallel_tool_calls is not False, temperature=generation.params.temperature,
-        text=body.text or {"format": {"type": "text"}}, top_p=generation.params.top_p,
+        id=gen.new_id("resp"),
+        created_at=int(time.time()),
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        model=generation.text.card.id,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        temperature=generation.params.temperature,
+        text=body.text or {"format": {"type": "text"}},
+        top_p=generation.params.top_p,
         tool_choice={"type": "function", "name": choice[1:]} if choice[0] == "=" else choice,
-        tools=[{"type": "function", "strict": False, **tool["function"]} for tool in body.tools], metadata=body.metadata or {},
-    )  # fmt: skip
+        tools=[{"type": "function", "strict": False, **tool["function"]} for tool in body.tools],
+        metadata=body.metadata or {},
+    )
 
 
 def ended(response: answers.ResponseObject, generation: gen.Generation, output: list[Item]) -> answers.ResponseObject:
     """The whole response."""
     num_input, num_output = len(generation.prompt_ids), generation.num_output
     usage = answers.ResponseUsage(
-        input_tokens=num_input, input_tokens_details=answers.InputTokensDetails(cached_tokens=generation.num_cached),
-        output_tokens=num_output, output_tokens_details=answers.OutputTokensDetails(generation.num_reasoning),
+        input_tokens=num_input,
+        input_tokens_details=answers.InputTokensDetails(cached_tokens=generation.num_cached),
+        output_tokens=num_output,
+        output_tokens_details=answers.OutputTokensDetails(generation.num_reasoning),
         total_tokens=num_input + num_output,
     )
     status = status_of(generation.choices[0])
@@ -165,7 +191,9 @@ def status_of(choice: gen.Choice) -> answers.ItemStatus:
 
 
 def call_item(call: gen.PendingCall) -> answers.FunctionCallItem:
-    item_id, name, arguments = gen.new_id("fc"), call.name, call.arguments
+    item_id = gen.new_id("fc")
+    name = call.name
+    arguments = call.arguments
     return answers.FunctionCallItem(id=item_id, call_id=call.id, name=name, arguments=arguments, status="completed")
 
 
@@ -218,7 +246,9 @@ class ResponseEvents(EventWriter):
 
     def _open(self, item: Item) -> bytes:
         written = self._close()
-        self._item, self._texts, self._logprobs = item, [], []
+        self._item = item
+        self._texts = []
+        self._logprobs = []
         self._output.append(item)
         return written + self._item_event("added")
 
@@ -233,7 +263,9 @@ class ResponseEvents(EventWriter):
             return b""
         item.status = status
         if isinstance(item, answers.MessageItem):
-            part = answers.OutputTextPart(text="".join(self._texts), logprobs=self._generation.chosen_logprobs(self._logprobs))
+            part = answers.OutputTextPart(
+                text="".join(self._texts), logprobs=self._generation.chosen_logprobs(self._logprobs)
+            )
             item.content = [part]
             written = self._member("output_text.done", content_index=0, text=part.text, logprobs=part.logprobs)
             written += self._member("content_part.done", content_index=0, part=part)
@@ -267,7 +299,9 @@ class ResponseEvents(EventWriter):
 
     def _item_event(self, change: str) -> bytes:
         place = len(self._output) - 1
-        return self._event(answers.OutputItemEvent(f"response.output_item.{change}", self._number, place, self._output[-1]))
+        return self._event(
+            answers.OutputItemEvent(f"response.output_item.{change}", self._number, place, self._output[-1])
+        )
 
     def _member(self, change: str, **members: Any) -> bytes:
         item_id, place = self._output[-1].id, len(self._output) - 1

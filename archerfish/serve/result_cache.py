@@ -1,4 +1,5 @@
-"""Answers of equal deterministic requests, kept for the tenant that asked: the ResultCache, off unless it is given room."""
+"""Answers of equal deterministic requests, kept for the tenant that asked: the ResultCache, off unless it is given
+room."""
 
 from __future__ import annotations
 
@@ -16,7 +17,17 @@ from archerfish.serve.wire import Chunk, Generated, GenerationRequest, WireOutpu
 
 OVERHEAD_BYTES = 512  # of an entry beside its payload: key, entry, places in orders
 # All else of a GenerationRequest may change the answer.
-NOT_PART_OF_THE_KEY = ("v", "type", "request_id", "stream", "takes_bundles", "priority", "deadline_s", "credentials", "tenant")
+NOT_PART_OF_THE_KEY = (
+    "v",
+    "type",
+    "request_id",
+    "stream",
+    "takes_bundles",
+    "priority",
+    "deadline_s",
+    "credentials",
+    "tenant",
+)
 Messages = AsyncGenerator[Chunk | Generated, None]
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
@@ -34,7 +45,8 @@ class CacheControl(NamedTuple):
 def parse_cache_control(header: str | None) -> CacheControl:
     """no-store: neither read nor keep an answer; no-cache: keep, but do not read; max-age: read nothing older.
 
-    Other directives are ignored. The smallest of several max-age counts. An invalid max-age counts as 0, as RFC 9111 advises.
+    Other directives are ignored. The smallest of several max-age counts. An invalid max-age counts as 0, as RFC 9111
+    advises.
     """
     names: set[str] = set()
     ages: list[float] = []
@@ -60,15 +72,25 @@ def key_of(request: GenerationRequest) -> bytes | None:
 
 
 class ResultCache:
-    """One AdaptiveCache for each tenant, with an equal part of the bytes, so that no tenant's hits depend on another tenant.
+    """One AdaptiveCache for each tenant, with an equal part of the bytes, so that no tenant's hits depend on another
+    tenant.
 
-    Not thread-safe. Tenants beyond `max_tenants` have no cache. Each front end has caches of its own, with an equal part of
-    `max_bytes`: a hit needs no message to the engine process, but each front end computes an answer once before it can hit.
+    Not thread-safe. Tenants beyond `max_tenants` have no cache. Each front end has caches of its own, with an equal
+    part of
+    `max_bytes`: a hit needs no message to the engine process, but each front end computes an answer once before it can
+    hit.
     """
 
     def __init__(
-        self, max_bytes: int = 0, ttl_seconds: float = 600.0, *, max_tenants: int = 1, num_front_ends: int = 1,
-        window_size: int = 256, min_hit_rate: float = 0.05, clock: Callable[[], float] = time.monotonic,
+        self,
+        max_bytes: int = 0,
+        ttl_seconds: float = 600.0,
+        *,
+        max_tenants: int = 1,
+        num_front_ends: int = 1,
+        window_size: int = 256,
+        min_hit_rate: float = 0.05,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options: dict[str, Any] = {"window_size": window_size, "min_hit_rate": min_hit_rate, "clock": clock}
         self._caches: dict[str, AdaptiveCache[bytes, bytes]] = {}
@@ -115,7 +137,10 @@ class ResultCache:
         return {name: sum(getattr(each, name) for each in stats) for name in names}
 
     async def generate(
-        self, generate: Callable[[GenerationRequest], Messages], request: GenerationRequest, cache_control: str | None = None
+        self,
+        generate: Callable[[GenerationRequest], Messages],
+        request: GenerationRequest,
+        cache_control: str | None = None,
     ) -> Messages:
         """The messages of a request: from the cache if it has them, else from `generate` of a Backend."""
         control, key = parse_cache_control(cache_control), key_of(request)
@@ -123,10 +148,14 @@ class ResultCache:
         if found is not None:
             for output in found.outputs if request.stream else ():
                 yield Chunk(
-                    request_id=request.request_id, index=output.index, token_ids=output.token_ids, logprobs=output.logprobs,
-                    finish_reason=output.finish_reason, stop_reason=output.stop_reason,
+                    request_id=request.request_id,
+                    index=output.index,
+                    token_ids=output.token_ids,
+                    logprobs=output.logprobs,
+                    finish_reason=output.finish_reason,
+                    stop_reason=output.stop_reason,
                     num_cached_tokens=found.num_cached_tokens,
-                )  # fmt: skip
+                )
             outputs = [] if request.stream else found.outputs
             yield msgspec.structs.replace(found, request_id=request.request_id, outputs=outputs)
             return

@@ -1,7 +1,7 @@
 """The backend of a front end with several replicas: it sends each request to the one that the router chooses.
 
-A request of which nothing has come goes to another replica if its own has died, hangs or is being stopped. The limits of
-tenants are counted by one replica, the one that has run for longest, so that they hold for all replicas together.
+A request of which nothing has come goes to another replica if its own has died, hangs or is being stopped. The limits
+of tenants are counted by one replica, the one that has run for longest, so that they hold for all replicas together.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ ANSWER_S = 5.0  # limit for the answers of single replicas about themselves
 LOAD_S = 120.0  # the same while they read an adapter
 MAX_TRIES = 3  # replicas that may be lost under one request, which may be the reason
 FULL = ("overloaded", "queue_share_used", "deadline_unreachable", "too_many_requests")  # another one may have room
-READY, STOPPING, LATE, AWAY = "ready", "stopping", "late", "away"
+READY = "ready"
+STOPPING = "stopping"
+LATE = "late"
+AWAY = "away"
 
 
 @dataclass(eq=False, slots=True)
@@ -67,8 +70,14 @@ class RoutedBackend:
     """
 
     def __init__(
-        self, router: Router, *, credentials: str = "", tenants: Tenants | None = None, retry_after_s: float = 1.0,
-        registry: MetricRegistry | None = None, clock: Callable[[], float] = time.monotonic,
+        self,
+        router: Router,
+        *,
+        credentials: str = "",
+        tenants: Tenants | None = None,
+        retry_after_s: float = 1.0,
+        registry: MetricRegistry | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """clock: that of the router."""
         self.router = router
@@ -82,7 +91,9 @@ class RoutedBackend:
         self._closed: StoppedError | None = None
         registry = registry or MetricRegistry()
         self._num_sent = registry.counter("archerfish_routed_requests", "Requests sent to a replica.", ("replica",))
-        self._num_retried = registry.counter("archerfish_rerouted_requests", "Requests sent to another replica.", ("reason",))
+        self._num_retried = registry.counter(
+            "archerfish_rerouted_requests", "Requests sent to another replica.", ("reason",)
+        )
 
     # Replicas
 
@@ -208,15 +219,23 @@ class RoutedBackend:
     async def _send(
         self, message: wire.GenerationRequest | wire.ForVectors, tokens: array[int], num_tokens: int, num_output: int
     ) -> AsyncGenerator[Any, None]:
-        began, tried, num_lost, num_used, is_refused = self._clock(), list[Replica](), 0, 0, True
+        began = self._clock()
+        tried = list[Replica]()
+        num_lost = 0
+        num_used = 0
+        is_refused = True
         charged = await self._charge(message, num_tokens + num_output)
         try:
             while True:
                 route = await self._choose(message, tokens, num_tokens, tried)
-                one, has_begun, is_refused = self._sent(route), False, False
+                one = self._sent(route)
+                has_begun = False
+                is_refused = False
                 self._serving[message.request_id] = one.client
                 try:
-                    async with contextlib.aclosing(one.client.generate(within(message, self._clock() - began))) as parts:
+                    async with contextlib.aclosing(
+                        one.client.generate(within(message, self._clock() - began))
+                    ) as parts:
                         async for part in parts:
                             has_begun, num_used = True, num_used + num_output_tokens(part)
                             yield part
@@ -257,10 +276,17 @@ class RoutedBackend:
         return num_lost + 1 < MAX_TRIES
 
     async def _choose(
-        self, message: wire.ModelRequest, tokens: array[int], num_tokens: int, tried: Iterable[Replica] = (), **options: Any
+        self,
+        message: wire.ModelRequest,
+        tokens: array[int],
+        num_tokens: int,
+        tried: Iterable[Replica] = (),
+        **options: Any,
     ) -> Route:
         """The replica for a request. While none is ready, it is waited for."""
-        choose = partial(self.router.choose, message.model, tokens, namespace_of(message), num_tokens=num_tokens, **options)
+        choose = partial(
+            self.router.choose, message.model, tokens, namespace_of(message), num_tokens=num_tokens, **options
+        )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WAIT_S):
                 while self._closed is None:
@@ -275,8 +301,11 @@ class RoutedBackend:
             return StoppedError(self._closed.message, hint=self._closed.hint)
         problems = "; ".join(f"{one.name}: {one.problem}" for one in self.connections.values())
         return RemoteError(
-            f"No replica takes requests now ({problems or 'there is none'}).", code="unavailable", status=503,
-            hint="Try again.", retry_after_s=self._retry_after_s,
+            f"No replica takes requests now ({problems or 'there is none'}).",
+            code="unavailable",
+            status=503,
+            hint="Try again.",
+            retry_after_s=self._retry_after_s,
         )
 
     # The limits of tenants
@@ -293,7 +322,8 @@ class RoutedBackend:
         return num_tokens
 
     async def _ask_ledger(self, message: Question) -> Answer:
-        """The answer of the replica that has run for longest, on which all front ends agree. What it counted dies with it."""
+        """The answer of the replica that has run for longest, on which all front ends agree. What it counted dies with
+        it."""
         for _ in range(MAX_TRIES):
             if not self.ready():
                 with contextlib.suppress(TimeoutError):
@@ -316,7 +346,8 @@ class RoutedBackend:
     # All replicas
 
     async def _ask_all(self, message: Question, *, needs_all: bool = False) -> list[tuple[Connection, Any]]:
-        """The answers of all replicas that report and answer in time; an error if none does, or with needs_all one does not."""
+        """The answers of all replicas that report and answer in time; an error if none does, or with needs_all one does
+        not."""
 
         async def ask(one: Connection) -> Answer | ArcherfishError:
             try:
@@ -336,9 +367,11 @@ class RoutedBackend:
         if needs_all and problems:
             raise RemoteError(
                 f"Not all replicas took the change ({'; '.join(f'{name}: {why}' for name, why in problems.items())}).",
-                code="unavailable", status=503, retry_after_s=self._retry_after_s,
+                code="unavailable",
+                status=503,
+                retry_after_s=self._retry_after_s,
                 hint="Send it again when GET /stats shows all replicas as ready.",
-            )  # fmt: skip
+            )
         return [(one, answer) for one, answer in answers if not isinstance(answer, ArcherfishError)]
 
     async def _explain(self, message: wire.ExplainRequest) -> Answer:
@@ -355,18 +388,23 @@ class RoutedBackend:
         if message.probe is None:
             return await self._ask_ledger(message)
         began, answers = self._clock(), dict(await self._ask_all(message))
-        failing = {one.name: one.problem or "no step in time" for one in self.connections.values() if one not in answers}
+        failing = {
+            one.name: one.problem or "no step in time" for one in self.connections.values() if one not in answers
+        }
         return wire.Pong(request_id=message.request_id, seconds=self._clock() - began, failing=failing)
 
     async def _stats(self, message: wire.Query) -> Answer:
         answers, now = dict(await self._ask_all(message)), time.time()
         found = {
             one.name: {
-                "state": one.state, "problem": one.problem, "age_s": now - one.started_at if one in answers else 0.0,
-                "sent_requests": one.num_sent, **(answers[one].values if one in answers else {}),
+                "state": one.state,
+                "problem": one.problem,
+                "age_s": now - one.started_at if one in answers else 0.0,
+                "sent_requests": one.num_sent,
+                **(answers[one].values if one in answers else {}),
             }
             for one in self.connections.values()
-        }  # fmt: skip
+        }
         return wire.Report(request_id=message.request_id, values={"replicas": found})
 
     async def _view(self, message: wire.Query) -> Answer:
@@ -378,7 +416,9 @@ class RoutedBackend:
         shared = await self._ask_ledger(message)
         assert isinstance(shared, wire.Report)
         own = await self._ask_all(wire.Query(request_id="", about="metrics", credentials=self._credentials))
-        up = [labelled(one.name, process_metrics({"replica_up": one.state == READY})) for one in self.connections.values()]
+        up = [
+            labelled(one.name, process_metrics({"replica_up": one.state == READY})) for one in self.connections.values()
+        ]
         parts = [labelled(one.name, read_metrics(answer.values)) for one, answer in own]
         values = {metric.name: metric_values(metric) for metric in merged([*parts, *up])}
         return wire.Report(request_id=message.request_id, values={**shared.values, **values})
@@ -405,11 +445,14 @@ def labelled(name: str, metrics: Iterable[Metric]) -> list[Metric]:
     """Metrics of a replica, with its name as a label."""
     return [
         GivenMetric(
-            metric.kind, metric.name, metric.description, (*metric.label_names, "replica"),
+            metric.kind,
+            metric.name,
+            metric.description,
+            (*metric.label_names, "replica"),
             [replace(sample, labels=(*sample.labels, name)) for sample in metric.samples()],
         )
         for metric in metrics
-    ]  # fmt: skip
+    ]
 
 
 async def stop_task(task: asyncio.Task[None] | None) -> None:

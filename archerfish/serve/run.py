@@ -39,12 +39,20 @@ UNREAD_S = 60  # a client that reads nothing of its answer for so long is discon
 
 
 def serve(
-    serve: ServeConfig | None = None, engine: EngineConfig | None = None, embed: EmbedConfig | None = None,
-    hub: HubConfig | None = None, progress: Progress = no_progress, *, models: Sequence[ModelConfig] = (),
+    serve: ServeConfig | None = None,
+    engine: EngineConfig | None = None,
+    embed: EmbedConfig | None = None,
+    hub: HubConfig | None = None,
+    progress: Progress = no_progress,
+    *,
+    models: Sequence[ModelConfig] = (),
     announce: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM. models: see `models_of`. announce: gets the texts for the user instead of print."""
-    config, hub, announce = serve or ServeConfig(), hub or HubConfig(), announce or partial(print, flush=True)
+    """Serve until SIGINT or SIGTERM. models: see `models_of`. announce: gets the texts for the user instead of
+    print."""
+    config = serve or ServeConfig()
+    hub = hub or HubConfig()
+    announce = announce or partial(print, flush=True)
     specs = models_of(config, engine or EngineConfig(), embed or EmbedConfig(), models)
     if config.log_format == "json":
         set_up_log("main", config.log_format, config.log_level)
@@ -67,8 +75,11 @@ def serve(
 
             def front_config() -> FrontConfig:
                 return FrontConfig(
-                    addresses=tuple(engine.wait()["address"] for engine in engines), credentials=host.front_end_pass,
-                    routing_secret=host.routing_secret, serve=dataclasses.asdict(config), listener=listener.fileno(),
+                    addresses=tuple(engine.wait()["address"] for engine in engines),
+                    credentials=host.front_end_pass,
+                    routing_secret=host.routing_secret,
+                    serve=dataclasses.asdict(config),
+                    listener=listener.fileno(),
                     retry_after_s=max(1.0, *(engine.start_s for engine in engines)),
                 )
 
@@ -95,7 +106,9 @@ def serve(
 
 
 def stopping_text(config: ServeConfig) -> str:
-    drain = f"requests are taken for {config.drain_s:g} s more while /ready answers 503; then " if config.drain_s else ""
+    drain = (
+        f"requests are taken for {config.drain_s:g} s more while /ready answers 503; then " if config.drain_s else ""
+    )
     end = f"running requests have {config.grace_s:g} s to finish, new ones are refused"
     return f"Stopping: {drain}{end}. Ctrl+C ends it at once."
 
@@ -110,7 +123,9 @@ def host_config(config: ServeConfig, models: tuple[ModelSpec, ...], hub: HubConf
     """directory: for what the processes of the service share."""
     secret_key = read_secret_key(config.zmq_key_file)
     if config.zmq_address.endswith((":*", ":0")):
-        raise InvalidOptionError("[serve] zmq_address needs a port, which stays the same when the engine process is restarted.")
+        raise InvalidOptionError(
+            "[serve] zmq_address needs a port, which stays the same when the engine process is restarted."
+        )
     if secret_key and not config.zmq_address.startswith("tcp:"):
         raise InvalidOptionError("[serve] zmq_key_file is given, but zmq_address is no tcp:// address.")
     if config.allow_lora_updates and not any(spec.options.get("lora_dir") for spec in models):
@@ -119,15 +134,24 @@ def host_config(config: ServeConfig, models: tuple[ModelSpec, ...], hub: HubConf
     if config.replicas > 1 and config.zmq_address:
         raise InvalidOptionError("[serve] zmq_address cannot be served by several replicas.", hint="Set replicas to 1.")
     return HostConfig(
-        address=f"ipc://{directory}/engine", adapters_file=f"{directory}/adapters.json", open_address=config.zmq_address,
-        models=models, hub=dataclasses.asdict(hub),
-        front_end_pass=secrets.token_urlsafe(32), secret_key=secret_key,
+        address=f"ipc://{directory}/engine",
+        adapters_file=f"{directory}/adapters.json",
+        open_address=config.zmq_address,
+        models=models,
+        hub=dataclasses.asdict(hub),
+        front_end_pass=secrets.token_urlsafe(32),
+        secret_key=secret_key,
         routing_secret=secrets.token_urlsafe(32) if config.replicas > 1 else "",
         client_keys=tuple(key.strip() for key in config.zmq_client_keys.split(",") if key.strip()),
-        max_queue_texts=config.max_queue_texts, latency_budget_ms=config.latency_budget_ms, api_keys_file=config.api_keys_file,
+        max_queue_texts=config.max_queue_texts,
+        latency_budget_ms=config.latency_budget_ms,
+        api_keys_file=config.api_keys_file,
         admission={name: getattr(config, name) for name in ("max_wait_s", "max_prompt_tokens", "max_output_tokens")},
-        memory_gib=config.memory_gib, hang_s=config.hang_s, grace_s=config.grace_s, log_format=config.log_format,
-    )  # fmt: skip
+        memory_gib=config.memory_gib,
+        hang_s=config.hang_s,
+        grace_s=config.grace_s,
+        log_format=config.log_format,
+    )
 
 
 def read_secret_key(path: str) -> str:
@@ -187,8 +211,12 @@ def models_of(
         found.append(ModelSpec(kind=kind, options=dataclasses.asdict(options), aliases=(options.model,), loads=loads))
 
     listed = {model.kind for model in models}
-    has_own_llm = config.kinds in ("all", "generation") and not ("generation" in listed and engine.model == EngineConfig.model)
-    has_own_encoder = config.kinds in ("all", "embedding") and not ("embedding" in listed and embed.model == EmbedConfig.model)
+    has_own_llm = config.kinds in ("all", "generation") and not (
+        "generation" in listed and engine.model == EngineConfig.model
+    )
+    has_own_encoder = config.kinds in ("all", "embedding") and not (
+        "embedding" in listed and embed.model == EmbedConfig.model
+    )
     if config.api_keys_file and engine.scheduling_policy == EngineConfig.scheduling_policy:
         engine = engine.replace(scheduling_policy="fair-share")  # tenants share the engine
     if has_own_llm:
@@ -197,7 +225,9 @@ def models_of(
         add("embedding", embed)
     if config.rerank_model:
         add("cross-encoder", embed.replace(model=config.rerank_model))
-    others = engine.replace(speculation="off", draft_model="") if engine.draft_model else engine  # of another vocabulary
+    others = (
+        engine.replace(speculation="off", draft_model="") if engine.draft_model else engine
+    )  # of another vocabulary
     for model in models:
         if others is not engine and model.kind == "generation":
             logger.info("%s is served without speculation: the draft model is that of %s.", model.model, engine.model)
@@ -217,9 +247,17 @@ def models_of(
 def story_config(engine: EngineConfig) -> EngineConfig:
     """The small model that archerfish contains. It is served in addition to the default model."""
     return engine.replace(
-        model=STORY_MODEL, load_format="auto", max_model_len=STORY_TOKENS, block_size=STORY_BLOCK,
-        max_cache_tokens=STORY_TOKENS, memory_budget_gib=0.0, kv_dtype="auto", enable_lora=False, lora_modules="", lora_dir="",
-    )  # fmt: skip
+        model=STORY_MODEL,
+        load_format="auto",
+        max_model_len=STORY_TOKENS,
+        block_size=STORY_BLOCK,
+        max_cache_tokens=STORY_TOKENS,
+        memory_budget_gib=0.0,
+        kv_dtype="auto",
+        enable_lora=False,
+        lora_modules="",
+        lora_dir="",
+    )
 
 
 def fetch_models(models: tuple[ModelSpec, ...], hub: HubConfig, progress: Progress) -> set[str]:
@@ -253,4 +291,3 @@ def ready_text(url: str, models: tuple[ModelSpec, ...], config: ServeConfig, kin
         lines.insert(1, f"ZMQ clients connect to {config.zmq_address}.")
     first = examples(kinds)[0]
     return "\n".join([*lines, curl(url, *first, has_keys=bool(config.api_keys_file)), ""])
-

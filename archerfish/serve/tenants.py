@@ -18,8 +18,9 @@ A file of keys is TOML; `archerfish keys` (`add_key`) creates and extends it:
     name = "alice"
     key_hash = "77aa..."
 
-The hash is BLAKE2b keyed with the salt. A key has 256 random bits, which cannot be guessed, so a slow hash is not needed. A
-tenant is looked up by the hash of its key; the time that takes says nothing about keys to anyone who does not know the salt.
+The hash is BLAKE2b keyed with the salt. A key has 256 random bits, which cannot be guessed, so a slow hash is not
+needed. A tenant is looked up by the hash of its key; the time that takes says nothing about keys to anyone who does not
+know the salt.
 """
 
 from __future__ import annotations
@@ -80,12 +81,15 @@ Hash = Annotated[str, msgspec.Meta(pattern=rf"\A[0-9a-fA-F]{{{2 * DIGEST_BYTES}}
 
 @dataclass(frozen=True, kw_only=True)
 class Tenant:
-    """A user of the service and its limits. Holds nothing secret; 0: no limit. A file of keys is checked by these types."""
+    """A user of the service and its limits. Holds nothing secret; 0: no limit. A file of keys is checked by these
+    types."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"\A(?!anonymous\Z)[A-Za-z0-9][A-Za-z0-9._@-]{0,63}\Z")]
     requests_per_minute: Limit = 0.0
     tokens_per_minute: Limit = 0.0
-    weight: Annotated[float, msgspec.Meta(gt=0, le=1e12)] = 1.0  # its share of the batch, relative to the weights of the others
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1e12)] = (
+        1.0  # its share of the batch, relative to the weights of the others
+    )
     max_priority: int = 0  # higher priorities are lowered to this
     is_operator: bool = False  # whether it may use the admin routes
     adapters: tuple[str, ...] | None = None  # LoRA adapters that it may use; None: all
@@ -122,18 +126,22 @@ class _KeyTable:
 
 
 class Tenants:
-    """Finds the tenant of a key. A changed file is read again; while it is faulty, the last good contents stay in force."""
+    """Finds the tenant of a key. A changed file is read again; while it is faulty, the last good contents stay in
+    force."""
 
     def __init__(
         self, table: _KeyTable | None = None, path: Path | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._table, self._path, self._clock = table, path, clock
+        self._table = table
+        self._path = path
+        self._clock = clock
         self._looked_at = clock()
         self._stamp = _stamp(path) if path is not None else None
 
     @classmethod
     def from_file(cls, path: str | Path, clock: Callable[[], float] = time.monotonic) -> Tenants:
-        """The tenants of a file, or for env:NAME of an environment variable, which all processes of the service inherit.
+        """The tenants of a file, or for env:NAME of an environment variable, which all processes of the service
+        inherit.
 
         "": no keys, so that every caller is ANONYMOUS.
         """
@@ -143,7 +151,9 @@ class Tenants:
         if variable != str(path):
             tenants = cls.from_text(os.environ.get(variable, ""))
             if not tenants.has_keys:
-                raise InvalidOptionError(f"The environment variable {variable} holds no API keys.", hint="Set it: name=key ...")
+                raise InvalidOptionError(
+                    f"The environment variable {variable} holds no API keys.", hint="Set it: name=key ..."
+                )
             return tenants
         place = Path(path).expanduser()
         tenants = cls(None, place, clock)  # takes the stamp before the file is read, so that no change is missed
@@ -154,7 +164,8 @@ class Tenants:
     def from_text(cls, text: str) -> Tenants:
         """The tenants of `name=key`, several of them separated by commas or blanks.
 
-        A key without a name belongs to the tenant "default". Tenants have no limits; "operator" may use the admin routes.
+        A key without a name belongs to the tenant "default". Tenants have no limits; "operator" may use the admin
+        routes.
         """
         salt = hashlib.blake2b(text.encode(), digest_size=SALT_BYTES, person=b"af-environment").digest()
         entries: list[dict[str, Any]] = []
@@ -198,7 +209,9 @@ class Tenants:
         path = self._path
         if path is None or self._clock() - self._looked_at < RELOAD_INTERVAL_S:
             return
-        self._looked_at, before, self._stamp = self._clock(), self._stamp, _stamp(path)
+        self._looked_at = self._clock()
+        before = self._stamp
+        self._stamp = _stamp(path)
         if self._stamp == before:
             return
         try:
@@ -309,7 +322,8 @@ def _make_table(data: Mapping[str, Any], where: str) -> _KeyTable:
 
 
 class Callers:
-    """Finds the tenant of a message, and whether its sender is a front end or an operator, by the message's credentials.
+    """Finds the tenant of a message, and whether its sender is a front end or an operator, by the message's
+    credentials.
 
     front_end_pass: front ends send it as credentials. is_private: whether the socket can be reached by front ends only.
     """

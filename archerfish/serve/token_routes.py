@@ -1,4 +1,5 @@
-"""Routes about tokens: /tokenize, /detokenize and /v1/cache/explain, and /v1/tts/tokens, the tokens of speech of a text."""
+"""Routes about tokens: /tokenize, /detokenize and /v1/cache/explain, and /v1/tts/tokens, the tokens of speech of a
+text."""
 
 from __future__ import annotations
 
@@ -73,7 +74,9 @@ class TextRoutes:
         def answer() -> Response:
             strings = [text.token(token_id)[0] for token_id in token_ids] if body.return_token_strs else None
             max_length = text.card.max_length
-            return json_response(Tokens(count=len(token_ids), max_model_len=max_length, tokens=token_ids, token_strs=strings))
+            return json_response(
+                Tokens(count=len(token_ids), max_model_len=max_length, tokens=token_ids, token_strs=strings)
+            )
 
         return await in_thread(answer, len(token_ids))
 
@@ -179,10 +182,16 @@ class TTSRoutes:
         await self.service.complete(request, generation)
         [choice] = generation.choices
         global_tokens, semantic_tokens = tts.read_output(choice.token_ids)
-        return json_response(TTSAnswer(
-            **head, object="tts.tokens", global_tokens=reference + global_tokens, semantic_tokens=semantic_tokens,
-            finish_reason=choice.finish_reason, usage=gen.usage_of([generation]),
-        ))  # fmt: skip
+        return json_response(
+            TTSAnswer(
+                **head,
+                object="tts.tokens",
+                global_tokens=reference + global_tokens,
+                semantic_tokens=semantic_tokens,
+                finish_reason=choice.finish_reason,
+                usage=gen.usage_of([generation]),
+            )
+        )
 
     async def _find_card(self, request: Request, name: str | None) -> ModelCard:
         """The model that a request names, or the first TTS model."""
@@ -199,10 +208,14 @@ class TTSEvents(EventWriter):
     """Tokens in chunks. The first has the global tokens of a reference voice; the last says why the answer ended."""
 
     def __init__(self, generation: gen.Generation, head: dict[str, Any], reference: list[int]) -> None:
-        self._generation, self._head, self._reference = generation, head, reference
+        self._generation = generation
+        self._head = head
+        self._reference = reference
 
     def _chunk(self, global_tokens: list[int], semantic_tokens: list[int]) -> TTSAnswer:
-        return TTSAnswer(**self._head, object="tts.tokens.chunk", global_tokens=global_tokens, semantic_tokens=semantic_tokens)
+        return TTSAnswer(
+            **self._head, object="tts.tokens.chunk", global_tokens=global_tokens, semantic_tokens=semantic_tokens
+        )
 
     def start(self) -> bytes:
         return data_event(self._chunk(self._reference, []))

@@ -1,7 +1,8 @@
 """OpenTelemetry traces: a span for every request to a model, with its phases as children.
 
-Spans are made when a request is over, from the times that were recorded anyway, and a thread of the SDK sends them. Attributes
-have the names of the semantic conventions for HTTP and for generative AI. The SDK reads the OTEL_* variables.
+Spans are made when a request is over, from the times that were recorded anyway, and a thread of the SDK sends them.
+Attributes have the names of the semantic conventions for HTTP and for generative AI. The SDK reads the OTEL_*
+variables.
 """
 
 from __future__ import annotations
@@ -21,15 +22,25 @@ if TYPE_CHECKING:
 VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 PACKAGE = "opentelemetry.exporter.otlp.proto.http"
 ATTRIBUTES = {  # of a span, by the member of the request's line in the log
-    "method": "http.request.method", "route": "http.route", "status": "http.response.status_code", "code": "error.type",
-    "id": "archerfish.request.id", "tenant": "archerfish.tenant", "model": "gen_ai.request.model",
-    "prompt_tokens": "gen_ai.usage.input_tokens", "output_tokens": "gen_ai.usage.output_tokens",
+    "method": "http.request.method",
+    "route": "http.route",
+    "status": "http.response.status_code",
+    "code": "error.type",
+    "id": "archerfish.request.id",
+    "tenant": "archerfish.tenant",
+    "model": "gen_ai.request.model",
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "output_tokens": "gen_ai.usage.output_tokens",
     "cached_tokens": "gen_ai.usage.cache_read.input_tokens",
-}  # fmt: skip
+}
 OPERATIONS = {  # by a part of the route, the first that fits
-    "embed": "embeddings", "chat": "chat", "messages": "chat", "responses": "chat", "generat": "text_completion",
+    "embed": "embeddings",
+    "chat": "chat",
+    "messages": "chat",
+    "responses": "chat",
+    "generat": "text_completion",
     "completions": "text_completion",
-}  # fmt: skip
+}
 
 
 def is_installed() -> bool:
@@ -47,14 +58,16 @@ def needs_tracing(endpoint: str) -> None:
 
 
 def make_tracer(endpoint: str) -> Tracer | None:
-    """A tracer for an endpoint, or for that of the OTEL_* variables. None where neither is given: nothing is imported then."""
+    """A tracer for an endpoint, or for that of the OTEL_* variables. None where neither is given: nothing is imported
+    then."""
     if not endpoint and (not any(map(os.environ.get, VARIABLES)) or not is_installed()):
         return None
     return Tracer(endpoint)
 
 
 class Tracer:
-    """Sends the spans of requests to a collector. endpoint: its address, without /v1/traces; "": as OTEL_* variables say."""
+    """Sends the spans of requests to a collector. endpoint: its address, without /v1/traces; "": as OTEL_* variables
+    say."""
 
     def __init__(self, endpoint: str) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -90,9 +103,11 @@ class Tracer:
             attributes["gen_ai.response.finish_reasons"] = members["finish_reason"].split(",")
         span = self._tracer.start_span(
             f"{operation} {members.get('model', '')}".rstrip() if operation else f"POST {members['route']}",
-            context=self._propagator.extract(headers), kind=SpanKind.SERVER, attributes=attributes,
+            context=self._propagator.extract(headers),
+            kind=SpanKind.SERVER,
+            attributes=attributes,
             start_time=int(1e9 * began) + offset_ns,
-        )  # fmt: skip
+        )
         if "code" in members and (members["status"] >= 500 or members["status"] < 400):  # also an answer that broke off
             span.set_status(Status(StatusCode.ERROR, members.get("reason", "")))
         if span.is_recording():
@@ -100,7 +115,8 @@ class Tracer:
         span.end(int(1e9 * ended) + offset_ns)
 
     def _add_phases(self, parent: Any, times: list[EngineTimes], began: float, ended: float, offset_ns: int) -> None:
-        """Children of a span. The engine's durations end when its last message came: between machines no clock is shared."""
+        """Children of a span. The engine's durations end when its last message came: between machines no clock is
+        shared."""
         from opentelemetry.trace import set_span_in_context
 
         if not times:

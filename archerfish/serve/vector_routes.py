@@ -45,7 +45,9 @@ def read_documents(value: Any, where: str) -> list[str]:
     texts: list[str] = []
     for index, item in enumerate(check_items(value, where, "documents")):
         has_member = isinstance(item, dict) and "text" in item
-        texts.append(check_text(item["text"] if has_member else item, f"{where}[{index}]{'.text' if has_member else ''}"))
+        texts.append(
+            check_text(item["text"] if has_member else item, f"{where}[{index}]{'.text' if has_member else ''}")
+        )
     return texts
 
 
@@ -62,8 +64,11 @@ def read_source(value: Any, where: str) -> str | list[str]:
     return [check_text(item, f"{where}[{index}]") for index, item in enumerate(check_items(value, where, "strings"))]
 
 
-Truncate = Annotated[bool, checked(read_truncate, {"enum": [True, False, "END", "NONE", None]}),
-                     Field(description="false or NONE: refuse texts that are longer than the model takes.")]  # fmt: skip
+Truncate = Annotated[
+    bool,
+    checked(read_truncate, {"enum": [True, False, "END", "NONE", None]}),
+    Field(description="false or NONE: refuse texts that are longer than the model takes."),
+]
 Texts = Annotated[str | list[str], checked(read_source, {"anyOf": [STRING, STRINGS]})]
 Documents = Annotated[list[str], checked(read_documents, {"type": "array", "minItems": 1, "items": DOCUMENT})]
 
@@ -84,10 +89,16 @@ class EmbeddingsBody(VectorBody):
 
     input: bodies.Prompts
     encoding_format: Literal["float", "base64"] = Field("float", description="base64: little-endian float32.")
-    dimensions: int | None = Field(None, ge=1, description="Keep only the first so many dimensions, scaled to length 1.")
+    dimensions: int | None = Field(
+        None, ge=1, description="Keep only the first so many dimensions, scaled to length 1."
+    )
     prompt_name: str | None = Field(None, description="A prompt of the model's files, which is put before every text.")
-    input_type: str | None = Field(None, description="What the texts are, as query or document; chooses the model's prompt.")
-    output_dtype: NumberType = Field("float", description="Numbers of the vectors; int8 and uint8: scaled for each vector.")
+    input_type: str | None = Field(
+        None, description="What the texts are, as query or document; chooses the model's prompt."
+    )
+    output_dtype: NumberType = Field(
+        "float", description="Numbers of the vectors; int8 and uint8: scaled for each vector."
+    )
     user: str | None = Field(None, description=UNUSED)
 
 
@@ -95,8 +106,11 @@ class RerankBody(VectorBody):
     """POST /v1/rerank, in the common form of Jina and Cohere."""
 
     unsupported: ClassVar[Values] = {
-        "rank_fields": ([], ["text"]), "max_chunks_per_doc": (), "max_tokens_per_doc": (), "truncate_prompt_tokens": (-1,)
-    }  # fmt: skip
+        "rank_fields": ([], ["text"]),
+        "max_chunks_per_doc": (),
+        "max_tokens_per_doc": (),
+        "truncate_prompt_tokens": (-1,),
+    }
 
     query: str
     documents: Documents
@@ -133,7 +147,8 @@ class VectorRoutes:
         return json_response(answers.Embeddings(data=data, model=card.id, usage=usage))
 
     async def rerank(self, request: Request, body: RerankBody) -> Response:
-        """Documents by their relevance to a query, best first: by a cross-encoder where one is served, else by cosine."""
+        """Documents by their relevance to a query, best first: by a cross-encoder where one is served, else by
+        cosine."""
         pairs = [(body.query, document) for document in body.documents]
         options = {"deadline_s": body.deadline_s, "truncate": body.truncate}
         card, scores, usage = await self.scores(request, body.model, pairs, "documents", **options)
@@ -157,13 +172,27 @@ class VectorRoutes:
 
     async def of_body(self, request: Request, body: EmbeddingsBody) -> tuple[ModelCard, Array, answers.VectorUsage]:
         return await self.vectors(
-            request, body.model, body.input, dimensions=body.dimensions, prompt_name=body.prompt_name,
-            input_type=body.input_type, deadline_s=body.deadline_s, truncate=body.truncate,
+            request,
+            body.model,
+            body.input,
+            dimensions=body.dimensions,
+            prompt_name=body.prompt_name,
+            input_type=body.input_type,
+            deadline_s=body.deadline_s,
+            truncate=body.truncate,
         )
 
     async def vectors(
-        self, request: Request, model: str | None, texts: Sequence[str | list[int]], *, dimensions: int | None = None,
-        prompt_name: str | None = None, input_type: str | None = None, normalize: bool = True, param: str = "input",
+        self,
+        request: Request,
+        model: str | None,
+        texts: Sequence[str | list[int]],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        input_type: str | None = None,
+        normalize: bool = True,
+        param: str = "input",
         **options: Any,
     ) -> tuple[ModelCard, Array, answers.VectorUsage]:
         """The vectors of texts. param: the route's name for the texts. options: other fields of EmbedRequest."""
@@ -189,14 +218,22 @@ class VectorRoutes:
         return card, rows, usage
 
     async def token_vectors(
-        self, request: Request, model: str | None, texts: Sequence[str | list[int]], output: str = "", param: str = "input",
+        self,
+        request: Request,
+        model: str | None,
+        texts: Sequence[str | list[int]],
+        output: str = "",
+        param: str = "input",
         **options: Any,
     ) -> tuple[ModelCard, list[SparseVector | Array], answers.VectorUsage]:
-        """Sparse vectors of texts, or several for each. output: as in EmbedRequest; empty: what the model is made for."""
+        """Sparse vectors of texts, or several for each. output: as in EmbedRequest; empty: what the model is made
+        for."""
         card = await self.find(request, model, len(texts), param, "embedding")
         output = output or card.outputs[0]
         if output not in card.outputs or output == "dense":
-            raise InvalidParameterError(f"{card.id} has {' and '.join(card.outputs)} vectors, not {output} ones.", "model")
+            raise InvalidParameterError(
+                f"{card.id} has {' and '.join(card.outputs)} vectors, not {output} ones.", "model"
+            )
         rows, usage = await self.ask(request, card, EmbedRequest, len(texts), texts=texts, output=output, **options)
         parts = np.split(rows, np.cumsum(request.state.row_counts)[:-1])
         return card, [from_rows(part, output) for part in parts], usage
@@ -214,28 +251,42 @@ class VectorRoutes:
             _, left, first = await self.token_vectors(request, model, list(places), prompt_name="query", **options)
             stated = embedding_of(card)
             name, how = document_prompt(stated.get("prompts") or {}), stated.get("similarity_fn_name")
-            _, right, usage = await self.token_vectors(request, model, [b for _, b in pairs], prompt_name=name, **options)
+            _, right, usage = await self.token_vectors(
+                request, model, [b for _, b in pairs], prompt_name=name, **options
+            )
             found = [scores_of([left[places[a]]], [b], how)[0] for (a, _), b in zip(pairs, right, strict=True)]
             scores, num_tokens = np.concatenate(found), first.prompt_tokens + usage.prompt_tokens
             usage = answers.VectorUsage(num_tokens, num_tokens, truncated=first.truncated or usage.truncated)
         elif card.kind == "cross-encoder":
             rows, usage = await self.ask(request, card, ClassifyRequest, len(pairs), texts=pairs, **options)
             if rows.shape[1] != 1:
-                message = f"{card.id} gives {rows.shape[1]} labels per pair; a score needs one. POST /classify gives all."
+                message = (
+                    f"{card.id} gives {rows.shape[1]} labels per pair; a score needs one. POST /classify gives all."
+                )
                 raise InvalidParameterError(message, "model")
             scores = rows[:, 0]
         else:
             places = {text: place for place, text in enumerate(dict.fromkeys(pair[0] for pair in pairs))}
             texts = [*places, *(pair[1] for pair in pairs)]
-            rows, usage = await self.ask(request, card, EmbedRequest, len(pairs), texts=texts, normalize=True, **options)
+            rows, usage = await self.ask(
+                request, card, EmbedRequest, len(pairs), texts=texts, normalize=True, **options
+            )
             scores = np.einsum("ij,ij->i", rows[[places[pair[0]] for pair in pairs]], rows[len(places) :])
         return card, scores, usage
 
     async def classes(
-        self, request: Request, model: str | None, texts: Sequence[str | tuple[str, str]], param: str, *,
-        is_raw: bool = False, is_final: bool = False, truncate: bool = True,
+        self,
+        request: Request,
+        model: str | None,
+        texts: Sequence[str | tuple[str, str]],
+        param: str,
+        *,
+        is_raw: bool = False,
+        is_final: bool = False,
+        truncate: bool = True,
     ) -> tuple[ModelCard, Array, answers.VectorUsage]:
-        """The probability of every label, a row for each text or pair; is_raw: the model's own scores of several labels;
+        """The probability of every label, a row for each text or pair; is_raw: the model's own scores of several
+        labels;
         is_final: of one label, too."""
         try:
             card = await self.find(request, model, len(texts), param, "cross-encoder")
@@ -243,7 +294,13 @@ class VectorRoutes:
             error.hint = "Only a cross-encoder has labels and can classify texts; --rerank-model serves one."
             raise
         rows, usage = await self.ask(
-            request, card, ClassifyRequest, len(texts), texts=texts, truncate=truncate, as_probabilities=not is_raw,
+            request,
+            card,
+            ClassifyRequest,
+            len(texts),
+            texts=texts,
+            truncate=truncate,
+            as_probabilities=not is_raw,
             is_raw=is_final,
         )
         return card, rows, usage
@@ -259,7 +316,8 @@ class VectorRoutes:
     async def ask(
         self, request: Request, card: ModelCard, kind: Callable[..., ForVectors], num_texts: int, **fields: Any
     ) -> tuple[Array, answers.VectorUsage]:
-        """The rows that the backend computes for a message with these fields. num_texts: texts or pairs, as they are counted.
+        """The rows that the backend computes for a message with these fields. num_texts: texts or pairs, as they are
+        counted.
 
         request.state.truncated: places of cut texts.
         """
@@ -269,7 +327,9 @@ class VectorRoutes:
         request.state.log.update(prompt_tokens=num_tokens, output_tokens=0)
         request.state.truncated, request.state.row_counts = answer.truncated, answer.row_counts
         if answer.truncated:
-            limit = "" if card.outputs[:1] == ("multi_vector",) else f" to {card.max_length:,} tokens"  # of queries another
+            limit = (
+                "" if card.outputs[:1] == ("multi_vector",) else f" to {card.max_length:,} tokens"
+            )  # of queries another
             request.state.remarks.append(f"texts cut{limit}: {len(answer.truncated)}")
         self.texts.add(num_texts, route=route)
         self.tokens.add(num_tokens, route=route)
@@ -398,8 +458,13 @@ class CohereRoutes:
     async def embed(self, request: Request, body: CohereEmbedBody) -> Response:
         """Vectors of texts, in one or several types of numbers."""
         _, rows, usage = await self.vectors.vectors(
-            request, body.model, body.texts, dimensions=body.output_dimension, input_type=body.input_type,
-            truncate=body.truncate, param="texts",
+            request,
+            body.model,
+            body.texts,
+            dimensions=body.output_dimension,
+            input_type=body.input_type,
+            truncate=body.truncate,
+            param="texts",
         )
         version = request.scope["path"][2]
         meta = CohereMeta(api_version={"version": version}, billed_units=CohereUnits(usage.prompt_tokens))

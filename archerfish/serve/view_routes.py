@@ -1,4 +1,5 @@
-"""GET /v1/cache/view: what a caller may see of a generation model: its memory, its prefixes, its last requests, and figures."""
+"""GET /v1/cache/view: what a caller may see of a generation model: its memory, its prefixes, its last requests, and
+figures."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from archerfish.serve.wire import Query
 class BlockView(Schema):
     """The blocks of KV, or states. Runs of one kind follow one another: in the order of memory, or sorted by kind.
 
-    Cached and running blocks are the caller's. Hidden ones are free or those of other tenants; operators get others and free.
+    Cached and running blocks are the caller's. Hidden ones are free or those of other tenants; operators get others and
+    free.
     """
 
     total: int
@@ -58,7 +60,8 @@ class RequestView(Schema):
 
 
 class EngineView(Schema):
-    """One engine process. For operators, and without API keys, figures are those of all requests, else those of the caller's.
+    """One engine process. For operators, and without API keys, figures are those of all requests, else those of the
+    caller's.
 
     Times are of the last minute and null without any; tokens per second are the mean of three seconds.
     """
@@ -97,7 +100,9 @@ class ViewRoutes:
         """Memory, cached prefixes, last requests and figures of a model, as far as they are the caller's."""
         text = await self.catalog.find_text(request.query_params.get("model"), "generation", request=request)
         address = self.catalog.address(request, text.card)
-        given = {name: address[name] for name in ("request_id", "model", "credentials", "tenant")}  # a view is no adapter's
+        given = {
+            name: address[name] for name in ("request_id", "model", "credentials", "tenant")
+        }  # a view is no adapter's
         found = await self.catalog.report(Query(about="view", **given))
         views = found.get("replicas", {"": found})
 

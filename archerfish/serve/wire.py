@@ -1,8 +1,9 @@
 """The messages between an engine process and its clients: msgpack maps with a `type` and the version of the protocol.
 
-A DEALER client sends and receives `[empty, payload]`; the ROUTER of the engine process sees `[identity, empty, payload]`.
-Readers ignore unknown fields, and missing fields have defaults, so that either side may be the newer one. An incompatible
-change raises VERSION, and a message of another version is answered with an error. `docs/wire.md` describes the protocol.
+A DEALER client sends and receives `[empty, payload]`; the ROUTER of the engine process sees `[identity, empty,
+payload]`. Readers ignore unknown fields, and missing fields have defaults, so that either side may be the newer one. An
+incompatible change raises VERSION, and a message of another version is answered with an error. `docs/wire.md` describes
+the protocol.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class EmbedRequest(ModelRequest, tag="embed", kw_only=True, omit_defaults=True):
     texts: list[str | list[int]]
     normalize: bool | None = None  # None: as the model's files say
     truncate: bool = True  # cut texts that are longer than the model takes; false: refuse them
-    prompt_name: str | None = None  # a prompt of the model, which is put before every text; None: the model's default, if any
+    prompt_name: str | None = (
+        None  # a prompt of the model, which is put before every text; None: the model's default, if any
+    )
     output: str = "dense"  # or sparse: rows of a token id and its weight; or multi_vector: a row for each token
 
 
@@ -86,7 +89,8 @@ class ExplainRequest(ModelRequest, tag="explain", kw_only=True, omit_defaults=Tr
 
 
 class Configure(Message, tag="configure", kw_only=True, omit_defaults=True):
-    """Change options of a running engine; the answer is a Report of the options in force. For front ends and operators."""
+    """Change options of a running engine; the answer is a Report of the options in force. For front ends and
+    operators."""
 
     model: str = ""
     options: dict[str, Any] = {}
@@ -94,8 +98,8 @@ class Configure(Message, tag="configure", kw_only=True, omit_defaults=True):
 
 
 class ChangeAdapter(Message, tag="adapter", kw_only=True, omit_defaults=True):
-    """Load or unload a LoRA adapter of a model, or find one by name in lora_dir; the answer is a Report. For front ends and
-    operators."""
+    """Load or unload a LoRA adapter of a model, or find one by name in lora_dir; the answer is a Report. For front ends
+    and operators."""
 
     model: str = ""
     name: str = ""
@@ -139,8 +143,8 @@ class FrontEndState(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Query(Message, tag="query", kw_only=True, omit_defaults=True):
-    """Ask for a Report about "models", "stats", "metrics", "options" (that front ends share), "load" (for routers) or "view"
-    (what a tenant may see of a model and its cache).
+    """Ask for a Report about "models", "stats", "metrics", "options" (that front ends share), "load" (for routers) or
+    "view" (what a tenant may see of a model and its cache).
     """
 
     about: str = "stats"
@@ -228,7 +232,8 @@ class Report(Message, tag="report", kw_only=True, omit_defaults=True):
 
 
 class Pong(Message, tag="pong", kw_only=True, omit_defaults=True):
-    """The answer to a Ping. seconds: the duration of the probe. failing: replicas that made no step, with the reasons."""
+    """The answer to a Ping. seconds: the duration of the probe. failing: replicas that made no step, with the
+    reasons."""
 
     seconds: float = 0.0
     failing: dict[str, str] = {}
@@ -255,7 +260,9 @@ class Failed(Message, tag="failed", kw_only=True, omit_defaults=True):
 
 
 ForVectors = EmbedRequest | ClassifyRequest
-FromClient = GenerationRequest | ForVectors | ExplainRequest | Configure | ChangeAdapter | Charge | Cancel | Query | Ping
+FromClient = (
+    GenerationRequest | ForVectors | ExplainRequest | Configure | ChangeAdapter | Charge | Cancel | Query | Ping
+)
 FromEngine = Chunk | Generated | Bundle | Vectors | Report | Pong | Failed
 M = TypeVar("M", FromClient, FromEngine)
 

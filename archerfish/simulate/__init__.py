@@ -1,1 +1,2 @@
-"""A service of many replicas in virtual time: the real router, schedulers and caches, over engines that only take time."""
+"""A service of many replicas in virtual time: the real router, schedulers and caches, over engines that only take
+time."""

@@ -11,8 +11,8 @@ KV_MEMORY_SHARE = 0.9  # of a GPU, for weights and KV (`gpu_memory_utilization`)
 
 @dataclass(frozen=True)
 class Pace:
-    """An engine. A step takes step_s, and prompt_token_s, output_token_s and context_token_s for every prompt token, decode,
-    and token of the context of decodes.
+    """An engine. A step takes step_s, and prompt_token_s, output_token_s and context_token_s for every prompt token,
+    decode, and token of the context of decodes.
 
     Attention of prompts is part of prompt_token_s, which is measured with prompts of about 2,000 tokens.
     """
@@ -39,7 +39,8 @@ class Pace:
         return num_prompt * (1 - hit_rate) * self.prompt_token_s + num_output * output_token_s
 
     def mean_running(self, rate: float, num_prompt: float, num_output: float, hit_rate: float = 0.0) -> float:
-        """How many requests run at once at so many a second: Little's law, solved for the number; infinite above capacity."""
+        """How many requests run at once at so many a second: Little's law, solved for the number; infinite above
+        capacity."""
         idle = 1 - rate * self.request_s(num_prompt, num_output, hit_rate)
         return rate * num_output * self.step_s / idle if idle > 0 else float("inf")
 
@@ -76,11 +77,14 @@ def num_kv_tokens(memory_bytes: float, weight_bytes: float, token_bytes: int) ->
     return int((memory_bytes * KV_MEMORY_SHARE - weight_bytes) / token_bytes)
 
 
-# One H200 has 141 GB. docs/performance.md: "one request", "64 prompts of 2,048" and "128 sequences" give the first three:
-# a step of one sequence, the time of a prompt token, and what each of 128 sequences adds to a step. A token of context is its
-# KV, read at 92 % of 4.26 TB/s. start_s: the second start. The CPU: SmolLM2-135M, 1 and 32 sequences, on two Neoverse cores.
+# One H200 has 141 GB. docs/performance.md: "one request", "64 prompts of 2,048" and "128 sequences" give the first
+# three: a step of one sequence, the time of a prompt token, and what each of 128 sequences adds to a step. A token of
+# context is its KV, read at 92 % of 4.26 TB/s. start_s: the second start. The CPU: SmolLM2-135M, 1 and 32 sequences, on
+# two Neoverse cores.
 KV_READ_S = 1 / (0.92 * 4.26e12)  # a byte
-LLAMA_8B, QWEN_600M, SMOLLM2 = kv_bytes(1, 32, 8, 128), kv_bytes(1, 28, 8, 128), kv_bytes(1, 30, 3, 64)
+LLAMA_8B = kv_bytes(1, 32, 8, 128)
+QWEN_600M = kv_bytes(1, 28, 8, 128)
+SMOLLM2 = kv_bytes(1, 30, 3, 64)
 PRESETS = {
     "h200-8b": Pace(3.90e-3, 22.5e-6, 13.0e-6, LLAMA_8B * KV_READ_S, num_kv_tokens(141e9, 16.1e9, LLAMA_8B), 9.2),
     "h200-0.6b": Pace(0.61e-3, 2.34e-6, 6.9e-6, QWEN_600M * KV_READ_S, num_kv_tokens(141e9, 1.5e9, QWEN_600M), 7.2),

@@ -9,23 +9,33 @@ from html import escape
 from archerfish.simulate.simulation import Outcome
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#666666")
-WIDTH, HEIGHT, LEFT, TOP = 360, 220, 56, 40  # of a panel, and of its margins
+WIDTH = 360
+HEIGHT = 220
+LEFT = 56
+TOP = 40  # of a panel, and of its margins
 Line = Sequence[tuple[float, float]]
-STYLE = "text{font:12px sans-serif;fill:#333}polyline{fill:none;stroke-width:1.6}.axis{stroke:#999}.grid{stroke:#e4e4e4}"
+STYLE = (
+    "text{font:12px sans-serif;fill:#333}polyline{fill:none;stroke-width:1.6}.axis{stroke:#999}.grid{stroke:#e4e4e4}"
+)
 
 
 def draw(outcomes: Sequence[Outcome], title: str) -> str:
-    """First tokens (the share that came within a time) and the requests in the system over time, a line for each policy."""
+    """First tokens (the share that came within a time) and the requests in the system over time, a line for each
+    policy."""
     first = [first_token_line(outcome) for outcome in outcomes]
     live = [[(at_s, float(count)) for at_s, count, _ in outcome.live] for outcome in outcomes]
     width, height = 2 * (WIDTH + LEFT) + 40, TOP + HEIGHT + 80
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
-             f'<style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>',
-             f'<text x="{LEFT}" y="20">{escape(title)}</text>',
-             panel(LEFT, first, "share of requests / seconds to the first token", is_log=True),
-             panel(2 * LEFT + WIDTH, live, "requests in the system / seconds", is_log=False)]  # fmt: skip
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
+        f'<style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>',
+        f'<text x="{LEFT}" y="20">{escape(title)}</text>',
+        panel(LEFT, first, "share of requests / seconds to the first token", is_log=True),
+        panel(2 * LEFT + WIDTH, live, "requests in the system / seconds", is_log=False),
+    ]
     for number, outcome in enumerate(outcomes):
-        x, y, colour = LEFT + 190 * number, height - 16, COLOURS[number % len(COLOURS)]
+        x = LEFT + 190 * number
+        y = height - 16
+        colour = COLOURS[number % len(COLOURS)]
         parts.append(f'<rect x="{x}" y="{y - 9}" width="18" height="4" fill="{colour}"/>')
         hit_rate = outcome.figures()["hit rate"]
         parts.append(f'<text x="{x + 24}" y="{y}">{escape(outcome.policy)}: {hit_rate:.0%} cached</text>')

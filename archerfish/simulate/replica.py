@@ -64,11 +64,25 @@ class PacedReplica:
     """
 
     def __init__(
-        self, name: str, pace: Pace, secret: bytes, *, clock: Callable[[], float], at: Callable[..., None],
-        on_change: Callable[[Sequence], None], policy: str = "fcfs", batches_steps: bool = True,
+        self,
+        name: str,
+        pace: Pace,
+        secret: bytes,
+        *,
+        clock: Callable[[], float],
+        at: Callable[..., None],
+        on_change: Callable[[Sequence], None],
+        policy: str = "fcfs",
+        batches_steps: bool = True,
     ) -> None:
-        self.name, self.pace, self.secret, self.policy = name, pace, secret, policy
-        self._clock, self._at, self._on_change, self._batches = clock, at, on_change, batches_steps
+        self.name = name
+        self.pace = pace
+        self.secret = secret
+        self.policy = policy
+        self._clock = clock
+        self._at = at
+        self._on_change = on_change
+        self._batches = batches_steps
         self.handles: list[Replica] = []  # of each router
         self.versions: list[int] = []  # of the digest, by router
         self.is_up = self.is_leaving = False
@@ -85,8 +99,14 @@ class PacedReplica:
         self.cache = RadixCache(blocks, clock=clock, num_ghosts=0)
         self.cache.digest = ModelDigest(self.digest, MODEL)
         self.scheduler = PacedScheduler(
-            blocks=blocks, cache=self.cache, policy=self.policy, max_num_seqs=pace.max_num_seqs, max_queue_size=QUEUE_SIZE,
-            max_num_batched_tokens=pace.max_num_batched_tokens, max_model_len=pace.max_model_len, clock=clock,
+            blocks=blocks,
+            cache=self.cache,
+            policy=self.policy,
+            max_num_seqs=pace.max_num_seqs,
+            max_queue_size=QUEUE_SIZE,
+            max_num_batched_tokens=pace.max_num_batched_tokens,
+            max_model_len=pace.max_model_len,
+            clock=clock,
         )
         self.is_up, self.began_s = True, clock()
         self.is_changed = True  # since the last report
@@ -122,8 +142,14 @@ class PacedReplica:
         mean_tokens = self._ended_tokens / max(1, self._ended)
         self.is_changed = self.scheduler.has_work
         return ReplicaLoad(
-            self.pace.prompt_token_s, step_s, status["running"], status["waiting"], self.pace.max_num_seqs,
-            mean_tokens * step_s / self.pace.max_num_seqs, status["prompt_tokens_left"], self.policy == "fair-share",
+            self.pace.prompt_token_s,
+            step_s,
+            status["running"],
+            status["waiting"],
+            self.pace.max_num_seqs,
+            mean_tokens * step_s / self.pace.max_num_seqs,
+            status["prompt_tokens_left"],
+            self.policy == "fair-share",
             status["cache_use"],
         )
 

@@ -93,16 +93,21 @@ class Outcome:
         return {
             "requests/s": len(done) / self.end_s,
             "tokens/s": sum(job.arrival.output_tokens for job in done) / self.end_s,
-            "first token p50": percentile(first, 0.5), "first token p90": percentile(first, 0.9),
+            "first token p50": percentile(first, 0.5),
+            "first token p90": percentile(first, 0.9),
             "first token p99": percentile(first, 0.99),
             "queue mean": statistics.fmean(job.admitted_s - job.arrival.at_s for job in done),
             "latency mean": statistics.fmean(whole),
-            "latency p50": percentile(whole, 0.5), "latency p99": percentile(whole, 0.99),
+            "latency p50": percentile(whole, 0.5),
+            "latency p99": percentile(whole, 0.99),
             "hit rate": sum(job.num_cached for job in done) / prompt,
             "imbalance": max(self.busy_s) / (statistics.fmean(self.busy_s) or 1.0),
-            "requests at once": self.mean_live, "retried": sum(job.num_tries > 1 for job in self.jobs),
-            "lost": len(self.jobs) - len(done), "replica hours": self.replica_s / 3600, "router us": self.router_us,
-        }  # fmt: skip
+            "requests at once": self.mean_live,
+            "retried": sum(job.num_tries > 1 for job in self.jobs),
+            "lost": len(self.jobs) - len(done),
+            "replica hours": self.replica_s / 3600,
+            "router us": self.router_us,
+        }
 
     def first_tokens_s(self) -> list[float]:
         return [job.first_token_s - job.arrival.at_s for job in self.jobs if job.first_token_s]
@@ -126,13 +131,17 @@ class Simulation:
         self._choice_s: list[float] = []
         self._replica_s = 0.0  # of replicas that are gone
         self._num_coming = 0  # replicas that start
-        self._num_live, self._live_since, self._live_area = 0, 0.0, 0.0
+        self._num_live = 0
+        self._live_since = 0.0
+        self._live_area = 0.0
         self._num_ended = 0
         self._samples: list[tuple[float, int, int]] = []
 
     def run(self, progress: Progress = no_progress) -> Outcome:
         """Until the last request has ended."""
-        began, setup, jobs = time.perf_counter(), self.setup, self.jobs
+        began = time.perf_counter()
+        setup = self.setup
+        jobs = self.jobs
         for number in range(setup.num_replicas):
             self._join(first_report_s=setup.report_s * number / setup.num_replicas)
         for failure in setup.failures:
@@ -150,8 +159,15 @@ class Simulation:
                 progress(self._num_ended, len(jobs), self.policy)
         replica_s = self._replica_s + sum(self.now - one.began_s for one in self.replicas if one.is_up)
         return Outcome(
-            self.policy, jobs, self.now, self._live_area / self.now, 1e6 * statistics.median(self._choice_s),
-            [one.busy_s for one in self.replicas], replica_s, self._samples, time.perf_counter() - began,
+            self.policy,
+            jobs,
+            self.now,
+            self._live_area / self.now,
+            1e6 * statistics.median(self._choice_s),
+            [one.busy_s for one in self.replicas],
+            replica_s,
+            self._samples,
+            time.perf_counter() - began,
         )
 
     def at(self, at_s: float, function: Callable[..., None], *values: Any) -> None:
@@ -167,7 +183,9 @@ class Simulation:
         self._send(self.jobs[number])
 
     def _send(self, job: Job) -> None:
-        router, tokens, namespace = self._router(job), job.arrival.prompt(), Namespace(job.arrival.tenant)
+        router = self._router(job)
+        tokens = job.arrival.prompt()
+        namespace = Namespace(job.arrival.tenant)
         began = time.perf_counter()
         route = job.route = router.choose(MODEL, tokens, namespace)
         if route is None:
@@ -189,7 +207,9 @@ class Simulation:
         """A sequence has its first token, or has ended."""
         job, back_s = self.jobs[int(seq.request.request_id)], self.setup.network_s / 2
         if not job.first_token_s:
-            job.num_cached, job.admitted_s, job.first_token_s = seq.num_cached, seq.times.admitted, self.now + back_s
+            job.num_cached = seq.num_cached
+            job.admitted_s = seq.times.admitted
+            job.first_token_s = self.now + back_s
         if seq.finish_reason is not None:
             self._end(job, self.now + back_s)
 
@@ -218,7 +238,13 @@ class Simulation:
     def _join(self, first_report_s: float = 0.0) -> None:
         setup, name = self.setup, str(len(self.replicas))
         replica = PacedReplica(
-            name, setup.pace, SECRET, clock=lambda: self.now, at=self.at, on_change=self._change, policy=setup.scheduling,
+            name,
+            setup.pace,
+            SECRET,
+            clock=lambda: self.now,
+            at=self.at,
+            on_change=self._change,
+            policy=setup.scheduling,
             batches_steps=setup.batches_steps,
         )
         self.replicas.append(replica)
@@ -229,7 +255,8 @@ class Simulation:
         self.at(self.now + first_report_s, self._report, replica)
 
     def _report(self, replica: PacedReplica, *, is_first: bool = False) -> None:
-        """A replica says how busy it is, and what it has cached since its last report. An idle one has nothing to say."""
+        """A replica says how busy it is, and what it has cached since its last report. An idle one has nothing to
+        say."""
         if not replica.is_up:
             return
         if is_first or replica.is_changed or any(handle.unreported for handle in replica.handles):

@@ -57,10 +57,11 @@ def part_tokens(number: int, length: int) -> bytes:
 
 @dataclass(frozen=True)
 class Workload:
-    """Conversations of several tenants. Lengths are means of log-normal distributions; a conversation has `turns` on average.
+    """Conversations of several tenants. Lengths are means of log-normal distributions; a conversation has `turns` on
+    average.
 
-    A tenant's prompts begin with one of its `system_prompts`; the first tenant is the most popular one (Zipf). burst: of every
-    BURST_S seconds, all first turns come in this part, such as a quarter for 4.
+    A tenant's prompts begin with one of its `system_prompts`; the first tenant is the most popular one (Zipf). burst:
+    of every BURST_S seconds, all first turns come in this part, such as a quarter for 4.
     """
 
     rate: float = 10.0  # requests a second
@@ -77,8 +78,12 @@ class Workload:
 
     def arrivals(self) -> list[Arrival]:
         """Requests by time."""
-        random, found, number = Random(self.seed), list[Arrival](), 0
-        at_s = -3 * (self.turns - 1) * (self.think_s + ANSWER_TOKEN_S * self.output_tokens)  # some conversations go on already
+        random = Random(self.seed)
+        found = list[Arrival]()
+        number = 0
+        at_s = (
+            -3 * (self.turns - 1) * (self.think_s + ANSWER_TOKEN_S * self.output_tokens)
+        )  # some conversations go on already
         weights = [1 / (1 + i) for i in range(self.tenants)]
         stems = [[self._length(random, self.system_tokens) for _ in range(self.system_prompts)] for _ in weights]
         last = self.tenants * self.system_prompts  # of the numbers of system prompts
@@ -128,20 +133,28 @@ def read_trace(path: Path) -> list[Arrival]:
 def read_arrival(line: dict[str, Any]) -> Arrival:
     tokens = pack_tokens(line["tokens"]) if "tokens" in line else None
     if "hash_ids" in line:
-        at_s, output, length = float(line["timestamp"]) / 1000, int(line["output_length"]), int(line["input_length"])
+        at_s = float(line["timestamp"]) / 1000
+        output = int(line["output_length"])
+        length = int(line["input_length"])
         sizes = [min(MOONCAKE_TOKENS, length - start) for start in range(0, length, MOONCAKE_TOKENS)]
         parts = tuple((1 + int(one), size) for one, size in zip(line["hash_ids"], sizes, strict=True))
     else:
         at_s, output = float(line["arrival_s"]), int(line["output_tokens"])
         parts = tuple((1 + zlib.crc32(str(name).encode()), int(length)) for name, length in line.get("parts", ()))
     arrival = Arrival(at_s, str(line.get("tenant", "")), parts, output, tokens)
-    if arrival.num_prompt < 1 or output < 1 or not 0 <= at_s < float("inf") or min([1, *(size for _, size in parts)]) < 1:
+    if (
+        arrival.num_prompt < 1
+        or output < 1
+        or not 0 <= at_s < float("inf")
+        or min([1, *(size for _, size in parts)]) < 1
+    ):
         raise ValueError("times must not be negative, lengths must be at least 1")
     return arrival
 
 
 def one_cache_hit_rate(trace: list[Arrival], num_tokens: int) -> float:
-    """The share of prompt tokens found in one cache of so many tokens, if each request ended before the next one came."""
+    """The share of prompt tokens found in one cache of so many tokens, if each request ended before the next one
+    came."""
     size = BLOCK_TOKENS
     blocks = BlockManager(num_tokens // size + 1, size)
     cache = RadixCache(blocks, num_ghosts=0)

@@ -1,7 +1,7 @@
 """LoRA adapters as PEFT saves them: adapter_config.json beside adapter_model.safetensors or .bin.
 
-Everything is checked against the model before anything is used, and what cannot be computed is refused by its name in the
-configuration, with what to do instead.
+Everything is checked against the model before anything is used, and what cannot be computed is refused by its name in
+the configuration, with what to do instead.
 """
 
 from __future__ import annotations
@@ -28,13 +28,23 @@ CONFIG, FILES = "adapter_config.json", ("adapter_model.safetensors", "adapter_mo
 MAX_RANK = 256
 MERGE = "Merge it into the model with PEFT (merge_and_unload), and serve the merged model."
 REFUSED = {  # options of PEFT that change the result in ways that are not computed here
-    "use_dora": MERGE, "modules_to_save": f"It has whole matrices. {MERGE}", "lora_bias": MERGE, "layer_replication": MERGE,
-    "trainable_token_indices": MERGE, "use_qalora": MERGE, "arrow_config": MERGE, "use_bdlora": MERGE, "kasa_config": MERGE,
-    "monteclora_config": MERGE, "velora_config": MERGE,
+    "use_dora": MERGE,
+    "modules_to_save": f"It has whole matrices. {MERGE}",
+    "lora_bias": MERGE,
+    "layer_replication": MERGE,
+    "trainable_token_indices": MERGE,
+    "use_qalora": MERGE,
+    "arrow_config": MERGE,
+    "use_bdlora": MERGE,
+    "kasa_config": MERGE,
+    "monteclora_config": MERGE,
+    "velora_config": MERGE,
     "alora_invocation_tokens": "Activated LoRA begins within a prompt, which is not supported.",
 }
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that change the model's own matrices
-PART = re.compile(r"^(?P<module>.+)\.(?:lora_(?P<side>[AB])(?:\.\w+)?\.weight|lora_embedding_(?P<lookup>[AB])(?:\.\w+)?)$")
+PART = re.compile(
+    r"^(?P<module>.+)\.(?:lora_(?P<side>[AB])(?:\.\w+)?\.weight|lora_embedding_(?P<lookup>[AB])(?:\.\w+)?)$"
+)
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 FRONTS = ("", "model.", "model.language_model.")  # of a name, as regular expressions may mean it
 # Matching may take for ever, and no thread of this process would go on meanwhile.
@@ -115,7 +125,9 @@ def read_adapter(
         with np.errstate(over="ignore", invalid="ignore"):
             up = read_matrix(path, pair["B"], (shape.outputs, rank), base) * np.float32(scale)
         if not np.isfinite(up).all():
-            raise AdapterError(f"{path}: {name} has numbers that are not finite when multiplied with its scale, {scale}.")
+            raise AdapterError(
+                f"{path}: {name} has numbers that are not finite when multiplied with its scale, {scale}."
+            )
         matrices[name] = LowRank(down, up)
         digest.update(f"{name} {down.shape} {up.shape}".encode())
         digest.update(down.tobytes())
@@ -129,7 +141,9 @@ def find_adapter(path: Path) -> Path:
         raise AdapterError(f"There is no adapter at {path}.", hint="Give the directory that PEFT saved it in.")
     found = [path] if path.is_file() else [path / name for name in FILES if (path / name).is_file()]
     if not found or found[0].suffix not in (".safetensors", ".bin"):
-        raise AdapterError(f"{path} has no {' and no '.join(FILES)}.", hint="Save the adapter with PEFT's save_pretrained.")
+        raise AdapterError(
+            f"{path} has no {' and no '.join(FILES)}.", hint="Save the adapter with PEFT's save_pretrained."
+        )
     if not (found[0].parent / CONFIG).is_file():
         raise AdapterError(f"{found[0].parent} has no {CONFIG}, which states rank and scale.", hint="Copy it there.")
     return found[0]
@@ -148,7 +162,9 @@ def check_config(path: Path, config: Mapping[str, Any]) -> None:
     start = str(config.get("init_lora_weights", ""))
     if start.lower().startswith(CHANGES_BASE):
         hint = "Save it with path_initial_model_for_weight_conversion, which makes it a plain LoRA."
-        raise AdapterError(f"{path} was made with init_lora_weights={start!r}, which changes the base model too.", hint=hint)
+        raise AdapterError(
+            f"{path} was made with init_lora_weights={start!r}, which changes the base model too.", hint=hint
+        )
     check_values(path, config)
 
 
@@ -169,8 +185,12 @@ def check_values(path: Path, config: Mapping[str, Any]) -> None:
     for key in ("target_modules", "exclude_modules", "target_parameters", "layers_to_transform"):
         value = config.get(key)
         wanted: type = int if key == "layers_to_transform" else str
-        if value is not None and not all(isinstance(one, wanted) for one in (value if isinstance(value, list) else [value])):
-            raise AdapterError(f"{path}: {CONFIG} has {key}={value!r}, which is no {wanted.__name__} and no list of them.")
+        if value is not None and not all(
+            isinstance(one, wanted) for one in (value if isinstance(value, list) else [value])
+        ):
+            raise AdapterError(
+                f"{path}: {CONFIG} has {key}={value!r}, which is no {wanted.__name__} and no list of them."
+            )
 
 
 def with_names(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -198,10 +218,17 @@ def matching(path: Path, pattern: str, names: Sequence[str]) -> list[str]:
         re.compile(pattern)
         arguments = [sys.executable, "-I", "-S", "-c", MATCH]
         found = subprocess.run(
-            arguments, input=json.dumps([pattern, list(full)]), text=True, capture_output=True, timeout=MATCH_S, check=True
+            arguments,
+            input=json.dumps([pattern, list(full)]),
+            text=True,
+            capture_output=True,
+            timeout=MATCH_S,
+            check=True,
         )
     except (re.error, RecursionError, OverflowError) as error:
-        raise AdapterError(f"{path}: {CONFIG} has {pattern!r:.200}, which is no regular expression: {error}.") from error
+        raise AdapterError(
+            f"{path}: {CONFIG} has {pattern!r:.200}, which is no regular expression: {error}."
+        ) from error
     except (subprocess.SubprocessError, OSError) as error:
         message = f"{path}: the regular expression {pattern!r:.200} cannot be matched in {MATCH_S:g} s."
         raise AdapterError(message, hint="Name the modules in a list.") from error
@@ -241,8 +268,8 @@ def split_stacks(
 def split_stack(
     path: Path, pair: Mapping[str, SourceTensor], maps: Mapping[str, MapShape], *, is_interleaved: bool
 ) -> Iterator[SourceTensor]:
-    """A is (experts * rank, inputs), B is (outputs, rank * experts). maps: of a layer's experts, in their order, the last maps
-    of experts behind the others. is_interleaved: gates and the others take turns in B."""
+    """A is (experts * rank, inputs), B is (outputs, rank * experts). maps: of a layer's experts, in their order, the
+    last maps of experts behind the others. is_interleaved: gates and the others take turns in B."""
     first = next(iter(maps)).rpartition(".")[0]
     names, num = [name for name in maps if name.startswith(f"{first}.")], int(list(maps)[-1].split(".")[-2]) + 1
     (lines, width), (outputs, columns) = shapes = [tuple(pair[side].info.shape) for side in "AB"]
@@ -277,14 +304,18 @@ def match_tensors(
         match = PART.match(full)
         if match is None:
             if full.endswith((".base_layer.weight", ".embed_tokens.weight", "lm_head.weight")):
-                hint = "It has a whole matrix of the model, as PEFT saves it with save_embedding_layers. Save it without."
+                hint = (
+                    "It has a whole matrix of the model, as PEFT saves it with save_embedding_layers. Save it without."
+                )
                 raise AdapterError(f"{path}: the tensor {full!r} is no part of a LoRA.", hint=hint)
             raise AdapterError(f"{path}: the tensor {full!r} is no part of a LoRA.", hint=MERGE)
         name, is_lookup = plain_name(match["module"]), match["lookup"] is not None
         if name not in maps or maps[name].is_lookup != is_lookup:
             made = f" It was made for {base}." if base else ""
             kind = "embedding" if is_lookup else "linear map"
-            raise AdapterError(f"{path}: the model has no {kind} {name!r} that takes adapters.{made}", hint=misfit(name, maps))
+            raise AdapterError(
+                f"{path}: the model has no {kind} {name!r} that takes adapters.{made}", hint=misfit(name, maps)
+            )
         pair = found.setdefault(name, {})
         side = match["side"] or match["lookup"]
         if side in pair:
@@ -292,7 +323,9 @@ def match_tensors(
         pair[side] = tensor
     for name, pair in found.items():
         if len(pair) < 2:
-            raise AdapterError(f"{path}: {name} has no matrix {'B' if 'A' in pair else 'A'}.", hint="The file is not complete.")
+            raise AdapterError(
+                f"{path}: {name} has no matrix {'B' if 'A' in pair else 'A'}.", hint="The file is not complete."
+            )
     if not found:
         raise AdapterError(f"{path} has no tensors.", hint="Save the adapter with PEFT's save_pretrained.")
     return found
@@ -308,7 +341,9 @@ def misfit(name: str, maps: Mapping[str, MapShape]) -> str:
     return did_you_mean(name, maps, most=0) or "Serve the model that it was made for."
 
 
-def check_targets(path: Path, config: Mapping[str, Any], found: Mapping[str, Any], maps: Mapping[str, MapShape]) -> None:
+def check_targets(
+    path: Path, config: Mapping[str, Any], found: Mapping[str, Any], maps: Mapping[str, MapShape]
+) -> None:
     """The file must have each linear map that its configuration names, and no other."""
     is_every = config.get("target_modules") == "all-linear"  # where PEFT leaves routers of experts out
     stated = {**config, "target_modules": ()} if is_every else config
@@ -338,7 +373,11 @@ def is_target(config: Mapping[str, Any], name: str) -> bool:
     if is_expert(name) and config.get("target_parameters"):
         return False
     layers, layer = config.get("layers_to_transform"), LAYER.search(name)
-    if layers is not None and layer is not None and int(layer[1]) not in ([layers] if isinstance(layers, int) else layers):
+    if (
+        layers is not None
+        and layer is not None
+        and int(layer[1]) not in ([layers] if isinstance(layers, int) else layers)
+    ):
         return False
     if is_named(excluded, name):
         return False
@@ -376,7 +415,9 @@ def read_matrix(path: Path, tensor: SourceTensor, shape: tuple[int, int], base: 
         hint = f"It belongs to another model, or {CONFIG} states another rank.{made}"
         raise AdapterError(f"{path}: {info.name!r} has shape {tuple(info.shape)}; this model needs {shape}.", hint=hint)
     if not info.dtype.startswith(("float", "bfloat")) or info.dtype.startswith("float8"):
-        raise AdapterError(f"{path}: {info.name!r} has the type {info.dtype}.", hint="Save it as float32, float16 or bfloat16.")
+        raise AdapterError(
+            f"{path}: {info.name!r} has the type {info.dtype}.", hint="Save it as float32, float16 or bfloat16."
+        )
     floats = np.ascontiguousarray(widened(tensor.load()), np.float32).reshape(shape)
     if not np.isfinite(floats).all():
         raise AdapterError(f"{path}: {info.name!r} has numbers that are not finite.", hint="The training has diverged.")
@@ -384,7 +425,8 @@ def read_matrix(path: Path, tensor: SourceTensor, shape: tuple[int, int], base: 
 
 
 def merged_source(source: ModelSource, path: Path, maps: Mapping[str, MapShape], kind: str = "") -> ModelSource:
-    """A source whose matrices have an adapter in them. maps: of the model, by the names of its tensors without `.weight`."""
+    """A source whose matrices have an adapter in them. maps: of the model, by the names of its tensors without
+    `.weight`."""
     shapes = {plain_name(name): shape for name, shape in maps.items()}
     adapter = read_adapter(path, shapes, kind=kind)
     found = {plain_name(tensor.info.name.removesuffix(".weight")): tensor.info.name for tensor in source.tensors}

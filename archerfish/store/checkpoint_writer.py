@@ -1,4 +1,5 @@
-"""Quantised checkpoints as vLLM and transformers read them: model.safetensors, config.json and the files of the tokenizer."""
+"""Quantised checkpoints as vLLM and transformers read them: model.safetensors, config.json and the files of the
+tokenizer."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def write_checkpoint(directory: Path, source: ModelSource, layout: str, dtype: s
     tensors = source.tensors
     plan = [(tensor, parts_of(tensor.info, layout, dtype)) for tensor in tensors]
     write_tensors(directory / WEIGHTS_NAME, plan, progress)
-    plain = sorted({t.info.name.removesuffix(".weight") for t in tensors if len(t.info.shape) > 1 and not t.info.quantization})
+    plain = sorted(
+        {t.info.name.removesuffix(".weight") for t in tensors if len(t.info.shape) > 1 and not t.info.quantization}
+    )
     settings = SETTINGS[layout](next(t.info for t in tensors if t.info.quantization), sorted({*plain, "lm_head"}))
     config = {**source.config, "torch_dtype": dtype, "quantization_config": settings}
     for name, values in (("config.json", config), ("generation_config.json", source.generation_config)):
@@ -104,14 +107,16 @@ def parts_of(info: TensorInfo, layout: str, dtype: str) -> list[Part]:
         groups = (np.arange(num_inputs) * num_groups // num_inputs).astype(np.int32)
         return [
             Part("qweight", "int32", (num_words, num_outputs), lambda row: pack(codes_of(row), bits).T),
-            Part("qzeros", "int32", zeros.shape, lambda row: zeros), Part("g_idx", "int32", groups.shape, lambda row: groups),
+            Part("qzeros", "int32", zeros.shape, lambda row: zeros),
+            Part("g_idx", "int32", groups.shape, lambda row: groups),
             Part("scales", "float16", (num_groups, num_outputs), lambda row: scales(row).T),
         ]
     scale = Part("weight_scale", scale_type, (num_outputs, num_groups), scales)
     if info.quantization.quant_type == "FP8":
         return [Part("weight", "float8_e4m3fn", info.shape, lambda row: row.data.reshape(info.shape)), scale]
     return [
-        Part("weight_packed", "int32", (num_outputs, num_words), lambda row: pack(codes_of(row), bits)), scale,
+        Part("weight_packed", "int32", (num_outputs, num_words), lambda row: pack(codes_of(row), bits)),
+        scale,
         Part("weight_shape", "int64", (2,), lambda row: np.array(info.shape, np.int64)),
     ]
 
@@ -135,8 +140,14 @@ def pack(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.int32]:
 def gptq_settings(info: TensorInfo, plain: list[str]) -> dict[str, Any]:
     assert info.quantization is not None
     return {
-        "quant_method": "gptq", "bits": 4, "group_size": info.quantization.group_size, "sym": True, "desc_act": False,
-        "lm_head": False, "checkpoint_format": "gptq", "modules_to_not_convert": plain,
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": info.quantization.group_size,
+        "sym": True,
+        "desc_act": False,
+        "lm_head": False,
+        "checkpoint_format": "gptq",
+        "modules_to_not_convert": plain,
     }
 
 
@@ -146,16 +157,31 @@ def compressed_settings(info: TensorInfo, plain: list[str]) -> dict[str, Any]:
     is_int4, is_float = kind.quant_type == "Q4_0", kind.quant_type == "FP8"
     form = "float-quantized" if is_float else "pack-quantized"
     weights = {
-        "num_bits": 4 if is_int4 else 8, "type": "float" if is_float else "int", "symmetric": True, "dynamic": False,
-        "strategy": "group" if is_int4 else "channel", "group_size": kind.group_size if is_int4 else None,
+        "num_bits": 4 if is_int4 else 8,
+        "type": "float" if is_float else "int",
+        "symmetric": True,
+        "dynamic": False,
+        "strategy": "group" if is_int4 else "channel",
+        "group_size": kind.group_size if is_int4 else None,
     }
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None, "format": form}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+        "format": form,
+    }
     return {
-        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
-        "config_groups": {"group_0": group}, "ignore": plain, "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": plain,
+        "kv_cache_scheme": None,
     }
 
 
 SETTINGS: Mapping[str, Callable[[TensorInfo, list[str]], dict[str, Any]]] = {
-    "gptq": gptq_settings, "compressed-tensors": compressed_settings,
+    "gptq": gptq_settings,
+    "compressed-tensors": compressed_settings,
 }

@@ -14,11 +14,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from archerfish.config import ConversionConfig, HubConfig
-from archerfish.errors import InvalidOptionError, ModelNotFoundError, UnsupportedModelError, ValidationError, refuse_unknown
+from archerfish.errors import (
+    InvalidOptionError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    ValidationError,
+    refuse_unknown,
+)
 from archerfish.store.files import check_free_space, file_lock, new_directory, shown_name, write_file
-from archerfish.store.format import Row, TensorInfo, arrow_writer, buffer_bytes, parquet_writer, read_parquet_rows, scales_of
+from archerfish.store.format import (
+    Row,
+    TensorInfo,
+    arrow_writer,
+    buffer_bytes,
+    parquet_writer,
+    read_parquet_rows,
+    scales_of,
+)
 from archerfish.store.loader import WeightLoader, arrow_record, file_record
-from archerfish.store.metadata import ARROW_NAME, METADATA_NAME, PARQUET_NAME, TOKENIZER_NAME, StoreMetadata, is_converted
+from archerfish.store.metadata import (
+    ARROW_NAME,
+    METADATA_NAME,
+    PARQUET_NAME,
+    TOKENIZER_NAME,
+    StoreMetadata,
+    is_converted,
+)
 from archerfish.types import Progress, no_progress
 
 if TYPE_CHECKING:
@@ -62,19 +83,24 @@ class ModelConverter:
         self.hub = hub or HubConfig()
 
     def convert(
-        self, model_name_or_path: str | os.PathLike[str], output_dir: str | os.PathLike[str], model_type: str = "auto",
+        self,
+        model_name_or_path: str | os.PathLike[str],
+        output_dir: str | os.PathLike[str],
+        model_type: str = "auto",
         progress: Progress = no_progress,
     ) -> ConversionResult:
         """Write `output_dir` from a directory, a file, a built-in name or a Hugging Face id.
 
-        Raises an error when `model_type` is not "auto" and differs from the kind of the model. The directory appears only after
-        every tensor has been compared with its source.
+        Raises an error when `model_type` is not "auto" and differs from the kind of the model. The directory appears
+        only after every tensor has been compared with its source.
         """
         from archerfish.store.sources import open_source
 
         started = time.perf_counter()
         refuse_unknown([model_type], MODEL_TYPES, "model_type")
-        path, target, name = Path(model_name_or_path), Path(output_dir), str(model_name_or_path)
+        path = Path(model_name_or_path)
+        target = Path(output_dir)
+        name = str(model_name_or_path)
         if path.exists():
             name = shown_name(path)
         else:
@@ -88,7 +114,8 @@ class ModelConverter:
         return replace(result, conversion_time_sec=time.perf_counter() - started)
 
     def convert_source(self, source: ModelSource, name: str, target: Path, progress: Progress) -> ConversionResult:
-        """Write a source that is open. Quantising is for `engine/converter.py`, which knows the linear maps of models."""
+        """Write a source that is open. Quantising is for `engine/converter.py`, which knows the linear maps of
+        models."""
         started, config = time.perf_counter(), self.config
         infos = [self.stored_info(tensor) for tensor in source.tensors]
         if config.weights != "auto" and not any(info.quantization for info in infos):
@@ -97,25 +124,34 @@ class ModelConverter:
         is_large = sum(buffer_bytes(largest)) >= LARGE_TENSOR_BYTES
         if is_large and config.write_parquet:
             hint = "Convert with write_parquet=False: weights.arrow has no such limit."
-            raise UnsupportedModelError(f"Parquet cannot hold the tensor {largest.name!r}: it has 2 GiB or more.", hint=hint)
+            raise UnsupportedModelError(
+                f"Parquet cannot hold the tensor {largest.name!r}: it has 2 GiB or more.", hint=hint
+            )
         weights_bytes = sum(sum(buffer_bytes(info)) + HEADER_BYTES for info in infos)
         check_free_space(target, (2 if config.write_parquet else 1) * weights_bytes + SPARE_BYTES)
         with new_directory(target) as temporary:
             metadata = self._write(source, infos, temporary, name, progress, is_large=is_large)
         num_bytes = metadata.files[PARQUET_NAME if config.write_parquet else ARROW_NAME].num_bytes
         return ConversionResult(
-            success=True, model_name=name, output_dir=target, arrow_path=target / ARROW_NAME,
+            success=True,
+            model_name=name,
+            output_dir=target,
+            arrow_path=target / ARROW_NAME,
             parquet_path=target / PARQUET_NAME if config.write_parquet else None,
             tokenizer_path=target / TOKENIZER_NAME if (target / TOKENIZER_NAME).is_dir() else None,
-            metadata_path=target / METADATA_NAME, total_parameters=metadata.total_parameters, file_size_mb=num_bytes / 1e6,
-            compression_ratio=source.num_bytes / num_bytes, conversion_time_sec=time.perf_counter() - started,
+            metadata_path=target / METADATA_NAME,
+            total_parameters=metadata.total_parameters,
+            file_size_mb=num_bytes / 1e6,
+            compression_ratio=source.num_bytes / num_bytes,
+            conversion_time_sec=time.perf_counter() - started,
             validation_passed=config.validate_output,
         )
 
     def stored_info(self, tensor: SourceTensor) -> TensorInfo:
         """How a source tensor will be stored: matrices in the chosen type, integers as they are.
 
-        Vectors (norms, biases) stay float32: they take next to no room, and rounding them costs a third of the accuracy.
+        Vectors (norms, biases) stay float32: they take next to no room, and rounding them costs a third of the
+        accuracy.
         """
         info, is_matrix = tensor.info, len(tensor.info.shape) > 1
         is_kept = self.config.keep_quantized or self.config.weights != "auto"
@@ -124,7 +160,14 @@ class ModelConverter:
         return TensorInfo(info.name, self.config.stored_dtype() if is_matrix else "float32", info.shape)
 
     def _write(
-        self, source: ModelSource, infos: list[TensorInfo], directory: Path, name: str, progress: Progress, *, is_large: bool
+        self,
+        source: ModelSource,
+        infos: list[TensorInfo],
+        directory: Path,
+        name: str,
+        progress: Progress,
+        *,
+        is_large: bool,
     ) -> StoreMetadata:
         """Fill a new directory. One tensor (of Parquet: one row group) is in memory at a time."""
         source.write_tokenizer(directory / TOKENIZER_NAME)
@@ -139,11 +182,19 @@ class ModelConverter:
                     write(row)
         progress(len(infos), len(infos), "writing")
         paths = sorted(path for path in directory.rglob("*") if path.is_file())
-        records = {path.relative_to(directory).as_posix(): file_record(path) for path in paths if path.name != ARROW_NAME}
+        records = {
+            path.relative_to(directory).as_posix(): file_record(path) for path in paths if path.name != ARROW_NAME
+        }
         metadata = StoreMetadata(
-            model_name=name, dtype=self.config.stored_dtype(), created=datetime.now(UTC).isoformat(timespec="seconds"),
-            source=source.describe(), config=source.config, tensors=tuple(infos), embedding=source.embedding,
-            generation_config=source.generation_config, files={**records, ARROW_NAME: arrow_record(directory / ARROW_NAME)},
+            model_name=name,
+            dtype=self.config.stored_dtype(),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            source=source.describe(),
+            config=source.config,
+            tensors=tuple(infos),
+            embedding=source.embedding,
+            generation_config=source.generation_config,
+            files={**records, ARROW_NAME: arrow_record(directory / ARROW_NAME)},
         )
         write_file(directory / METADATA_NAME, metadata.encode())
         if self.config.validate_output:
@@ -195,7 +246,9 @@ def compare(row: Row, stored: WeightLoader, message: str) -> None:
     import pyarrow as pa
 
     found = [pa.py_buffer(buffer) for buffer in row[1:] if buffer is not None]
-    if found != [buffer for buffer in stored.get_buffers(row.info.name) if buffer is not None]:  # pyarrow compares any buffers
+    if found != [
+        buffer for buffer in stored.get_buffers(row.info.name) if buffer is not None
+    ]:  # pyarrow compares any buffers
         raise ValidationError(f"The tensor {row.info.name!r} {message}.")
 
 
@@ -227,7 +280,9 @@ def cast(name: str, source: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
         raise ValidationError(f"The tensor {name!r} of the source holds NaN.")
     is_overflown = np.isinf(widened(result)) & np.isfinite(source)
     if is_overflown.any():
-        raise ValidationError(f"The tensor {name!r} holds {float(source[is_overflown][0]):g}, which {dtype} cannot hold.")
+        raise ValidationError(
+            f"The tensor {name!r} holds {float(source[is_overflown][0]):g}, which {dtype} cannot hold."
+        )
     return result
 
 
@@ -237,19 +292,27 @@ def is_finite(values: npt.NDArray[Any]) -> bool:
 
     num_bytes = values.dtype.itemsize
     infinity = 0x7F80 if values.dtype == np.uint16 else int(np.array(np.inf, values.dtype).view(f"u{num_bytes}"))
-    highest = [int(values.view(f"{kind}{num_bytes}").max(initial=0)) for kind in "iu"]  # of positive, of negative numbers
+    highest = [
+        int(values.view(f"{kind}{num_bytes}").max(initial=0)) for kind in "iu"
+    ]  # of positive, of negative numbers
     return highest[0] < infinity and highest[1] < infinity + (1 << (8 * num_bytes - 1))
 
 
 def ensure_converted(
-    source: Path, *, dtype: str, hub: HubConfig | None = None, progress: Progress = no_progress,
-    check: Callable[[Mapping[str, Any], list[TensorInfo]], None] | None = None, keep_quantized: bool = False,
+    source: Path,
+    *,
+    dtype: str,
+    hub: HubConfig | None = None,
+    progress: Progress = no_progress,
+    check: Callable[[Mapping[str, Any], list[TensorInfo]], None] | None = None,
+    keep_quantized: bool = False,
 ) -> Path:
     """The converted directory of a source: the source itself if it is converted, else one in the cache, made once.
 
-    `dtype` is float32, bfloat16 or float16, or auto for the default of ConversionConfig. The name of the cached directory
-    depends on the names, sizes and times of the source's files, so that a changed source is converted again. check: called with
-    the model's configuration and its tensors as they will be stored, before a conversion; its error refuses the model.
+    `dtype` is float32, bfloat16 or float16, or auto for the default of ConversionConfig. The name of the cached
+    directory depends on the names, sizes and times of the source's files, so that a changed source is converted again.
+    check: called with the model's configuration and its tensors as they will be stored, before a conversion; its error
+    refuses the model.
     keep_quantized: as in ConversionConfig; such a copy of a GGUF file has a directory of its own.
     """
     if is_converted(source):

@@ -108,8 +108,8 @@ def recover(target: Path) -> None:
 def new_directory(target: Path) -> Iterator[Path]:
     """A temporary directory that replaces `target` when the block succeeds, and is deleted when it fails.
 
-    The old directory or the new one is at `target`, or `recover` puts it there. A lock keeps other processes from writing the
-    same target at the same time.
+    The old directory or the new one is at `target`, or `recover` puts it there. A lock keeps other processes from
+    writing the same target at the same time.
     """
     target = target.absolute()
     with file_lock(target.with_name(f".{target.name}.lock"), target), write_errors(target):

@@ -1,7 +1,8 @@
 """The two files of weights of a converted model, which have the same columns.
 
-`weights.arrow` is an uncompressed Arrow IPC file with one record batch (one row) per tensor. The bytes of every tensor begin at
-a multiple of 64, so that the file can be mapped. `weights.parquet` is compressed, for interchange. Arrow has no bfloat16:
+`weights.arrow` is an uncompressed Arrow IPC file with one record batch (one row) per tensor. The bytes of every tensor
+begin at a multiple of 64, so that the file can be mapped. `weights.parquet` is compressed, for interchange. Arrow has
+no bfloat16:
 the column `data` holds plain little-endian bytes, and `dtype` says of which type.
 """
 
@@ -29,9 +30,18 @@ GROUP_SIZE = 32  # values that share a scale in a quantised tensor
 SUPER_GROUP_SIZE = 256  # values of a block of GGUF's K types
 
 ITEM_BYTES: dict[str, int] = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1,
-}  # fmt: skip
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "float8_e4m3fn": 1,
+}
 INFO_COLUMNS = ("layer_name", "dtype", "shape", "quant_type", "quant_axis", "group_size")
 BUFFER_COLUMNS = ("data", "scales", "zero_points")
 REQUIRED_COLUMNS = ("layer_name", "shape", "dtype", "data", "num_params")
@@ -46,7 +56,8 @@ class Quantization(NamedTuple):
 
 
 class TensorInfo(NamedTuple):
-    """Name, type, shape and quantisation of a tensor. The `dtype` of a quantised tensor is the type after dequantising."""
+    """Name, type, shape and quantisation of a tensor. The `dtype` of a quantised tensor is the type after
+    dequantising."""
 
     name: str
     dtype: str
@@ -83,10 +94,17 @@ def make_schema(*, large: bool = False) -> Any:
     import pyarrow as pa
 
     types = {
-        "layer_name": pa.string(), "shape": pa.list_(pa.int32()), "dtype": pa.string(),
-        "data": pa.large_binary() if large else pa.binary(), "num_params": pa.int64(), "quant_type": pa.string(),
-        "scales": pa.binary(), "zero_points": pa.binary(), "quant_axis": pa.int32(), "group_size": pa.int32(),
-    }  # fmt: skip
+        "layer_name": pa.string(),
+        "shape": pa.list_(pa.int32()),
+        "dtype": pa.string(),
+        "data": pa.large_binary() if large else pa.binary(),
+        "num_params": pa.int64(),
+        "quant_type": pa.string(),
+        "scales": pa.binary(),
+        "zero_points": pa.binary(),
+        "quant_axis": pa.int32(),
+        "group_size": pa.int32(),
+    }
     return pa.schema([pa.field(name, kind, nullable=name not in REQUIRED_COLUMNS) for name, kind in types.items()])
 
 
@@ -97,9 +115,17 @@ def row_batch(row: Row, schema: Any) -> Any:
     info = row.info
     quant_type, axis, group_size = info.quantization or (None, None, None)
     values = (
-        info.name, list(info.shape), info.dtype, row.data, info.num_params, quant_type, row.scales, row.zero_points, axis,
+        info.name,
+        list(info.shape),
+        info.dtype,
+        row.data,
+        info.num_params,
+        quant_type,
+        row.scales,
+        row.zero_points,
+        axis,
         group_size,
-    )  # fmt: skip
+    )
     columns = []
     for field, value in zip(schema, values, strict=True):
         if field.name not in BUFFER_COLUMNS or value is None:
@@ -116,8 +142,8 @@ def row_batch(row: Row, schema: Any) -> Any:
 def arrow_writer(path: Path, *, large: bool = False) -> Iterator[Callable[[Row], None]]:
     """A function that adds a row to a new weights.arrow, as one aligned record batch.
 
-    Arrow aligns buffers to 8 bytes inside a message. Each message therefore carries a custom metadata entry, whose length moves
-    the tensor's bytes to a multiple of 64 in the file.
+    Arrow aligns buffers to 8 bytes inside a message. Each message therefore carries a custom metadata entry, whose
+    length moves the tensor's bytes to a multiple of 64 in the file.
     """
     import pyarrow as pa
 
@@ -129,7 +155,9 @@ def arrow_writer(path: Path, *, large: bool = False) -> Iterator[Callable[[Row],
         lengths = (len(info.name.encode()), len(info.dtype), 4 * len(info.shape))
         return sum(-(-length // 8) * 8 for length in lengths) + 3 * 8 + (16 if large else 8)
 
-    marker, probe, sink = bytes(range(7, 39)), TensorInfo("x", "uint8", (32,)), pa.BufferOutputStream()
+    marker = bytes(range(7, 39))
+    probe = TensorInfo("x", "uint8", (32,))
+    sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema) as writer:
         writer.write_batch(row_batch(Row(probe, marker), schema), custom_metadata={"pad": ""})
     prefix_bytes = sink.getvalue().to_pybytes().index(marker) - header_bytes - body_prefix_bytes(probe)
@@ -159,7 +187,12 @@ def parquet_writer(path: Path, compression: str) -> Iterator[Callable[[Row], Non
     batches: list[Any] = []
     with path.open("xb") as file:
         writer = pq.ParquetWriter(
-            file, schema, compression=compression, use_dictionary=False, write_statistics=False, write_page_checksum=True
+            file,
+            schema,
+            compression=compression,
+            use_dictionary=False,
+            write_statistics=False,
+            write_page_checksum=True,
         )
 
         def write_group() -> None:
@@ -196,7 +229,9 @@ def read_parquet_rows(path: Path, infos: Iterable[TensorInfo]) -> Iterator[Row]:
             groups = (file.read_row_group(index) for index in range(file.num_row_groups))
             for row in (row for group in groups for batch in group.to_batches() for row in batch_rows(path, batch)):
                 if row.info != next(expected, None):
-                    raise CorruptFileError(f"{path} has the tensor {row.info.name!r}, which its metadata does not describe so.")
+                    raise CorruptFileError(
+                        f"{path} has the tensor {row.info.name!r}, which its metadata does not describe so."
+                    )
                 yield row
     except (pa.ArrowException, OSError) as error:
         raise CorruptFileError(f"{path} is not a sound Parquet file: {first_line(error)}") from error
@@ -238,7 +273,9 @@ def batch_rows(path: Path, batch: Any) -> Iterator[Row]:
         data, scales, zero_points = (cell_buffer(batch.column(name), index) for name in BUFFER_COLUMNS)
         sizes = [buffer.size for buffer in (data, scales, zero_points) if buffer is not None]
         if sizes != buffer_bytes(info):
-            raise CorruptFileError(f"{path}: {info.name!r} of shape {info.shape} and type {info.dtype} has {sizes} bytes.")
+            raise CorruptFileError(
+                f"{path}: {info.name!r} of shape {info.shape} and type {info.dtype} has {sizes} bytes."
+            )
         yield Row(info, data, scales, zero_points)
 
 
@@ -263,7 +300,11 @@ def make_info(
         raise CorruptFileError(f"{where}: {name!r} is not the name of a tensor.")
     if dtype not in ITEM_BYTES:
         raise CorruptFileError(f"{where}: the tensor {name!r} has the unknown type {dtype!r}.")
-    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**31 for n in shape):
+    if (
+        not isinstance(shape, list)
+        or len(shape) > MAX_DIMENSIONS
+        or not all(type(n) is int and 0 <= n < 2**31 for n in shape)
+    ):
         raise CorruptFileError(f"{where}: the tensor {name!r} has the impossible shape {shape!r}.")
     if quant_type is None:
         return TensorInfo(name, dtype, tuple(shape))
@@ -288,17 +329,30 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
-# GGUF's simple block types, taken apart: integers, scales and minima in separate buffers. A block is 32 values along the last
-# axis. `data` keeps each block's integer bytes as GGUF packs them (Q4: low nibbles are values 0-15, high nibbles 16-31;
-# Q5: four bytes of high bits, then Q4; Q8: 32 int8), `scales` is one float16 per group, and `zero_points`, for the _1 types,
-# one float16 minimum per group. In GGUF a group is a block; other checkpoints have larger ones. Of the K types, `data` keeps
-# whole blocks of 256 values, and there are no other buffers. INT8 and FP8 are bytes with one float32 scale per group. MXFP4 has
-# half of its scales, as float16.
+# GGUF's simple block types, taken apart: integers, scales and minima in separate buffers. A block is 32 values along
+# the last axis. `data` keeps each block's integer bytes as GGUF packs them (Q4: low nibbles are values 0-15, high
+# nibbles 16-31; Q5: four bytes of high bits, then Q4; Q8: 32 int8), `scales` is one float16 per group, and
+# `zero_points`, for the _1 types, one float16 minimum per group. In GGUF a group is a block; other checkpoints have
+# larger ones. Of the K types, `data` keeps whole blocks of 256 values, and there are no other buffers. INT8 and FP8 are
+# bytes with one float32 scale per group. MXFP4 has half of its scales, as float16.
 INTEGER_BYTES = {
-    "Q4_0": 16, "Q4_1": 16, "MXFP4": 16, "Q5_0": 20, "Q5_1": 20, "Q8_0": 32, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "INT8": 32,
+    "Q4_0": 16,
+    "Q4_1": 16,
+    "MXFP4": 16,
+    "Q5_0": 20,
+    "Q5_1": 20,
+    "Q8_0": 32,
+    "Q4_K": 144,
+    "Q5_K": 176,
+    "Q6_K": 210,
+    "INT8": 32,
     "FP8": 32,
 }  # of one block in `data`
-SUPER_SCALES = {"Q4_K": slice(0, 4), "Q5_K": slice(0, 4), "Q6_K": slice(208, 210)}  # where a block has its float16 numbers
+SUPER_SCALES = {
+    "Q4_K": slice(0, 4),
+    "Q5_K": slice(0, 4),
+    "Q6_K": slice(208, 210),
+}  # where a block has its float16 numbers
 MOST_EXPONENT = 127 + 16  # of a scale of MXFP4, of which float16 holds half
 GROUPED_TYPES = ("Q4_0", "Q4_1", "Q8_0", "INT8", "FP8")  # whose groups may have several blocks
 
@@ -350,11 +404,14 @@ def split_blocks(info: TensorInfo, blocks: npt.NDArray[np.uint8]) -> Row:
 
 
 def mxfp4_scales(name: str, exponents: npt.NDArray[np.uint8]) -> npt.NDArray[np.float16]:
-    """Half of the scales of MXFP4, which are powers of 2 with 127 added to their exponents. Those below 2 ** -23 become 0."""
+    """Half of the scales of MXFP4, which are powers of 2 with 127 added to their exponents. Those below 2 ** -23 become
+    0."""
     import numpy as np
 
     if exponents.max(initial=0) > MOST_EXPONENT:
-        raise ValidationError(f"The tensor {name!r} has a scale of MXFP4 that is NaN, or more than float16 can hold twice.")
+        raise ValidationError(
+            f"The tensor {name!r} has a scale of MXFP4 that is NaN, or more than float16 can hold twice."
+        )
     return np.ldexp(np.float32(1), exponents.astype(np.int32) - 128).astype(np.float16)
 
 
@@ -373,5 +430,7 @@ def dequantize(row: Row) -> Floats:
     from archerfish.kernels.stored import StoredTensor
 
     assert row.info.quantization is not None
-    stored = StoredTensor(row.info.shape, "float32", row.data, row.info.quantization.quant_type, row.scales, row.zero_points)
+    stored = StoredTensor(
+        row.info.shape, "float32", row.data, row.info.quantization.quant_type, row.scales, row.zero_points
+    )
     return stored.as_floats()

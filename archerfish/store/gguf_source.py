@@ -26,101 +26,173 @@ def layer_tensors(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
 
 
 DECODER_TENSORS = {
-    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
-    **layer_tensors("model.layers", {
-        "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-    }),
-}  # fmt: skip
-HEAD_NORM_TENSORS = layer_tensors("model.layers", {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"})
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    **layer_tensors(
+        "model.layers",
+        {
+            "attn_norm": "input_layernorm",
+            "attn_q": "self_attn.q_proj",
+            "attn_k": "self_attn.k_proj",
+            "attn_v": "self_attn.v_proj",
+            "attn_output": "self_attn.o_proj",
+            "ffn_norm": "post_attention_layernorm",
+            "ffn_gate": "mlp.gate_proj",
+            "ffn_up": "mlp.up_proj",
+            "ffn_down": "mlp.down_proj",
+        },
+    ),
+}
+HEAD_NORM_TENSORS = layer_tensors(
+    "model.layers", {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+)
 
 
 def expert_tensors(gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> dict[str, str]:
     """The router, the stacked matrices of all experts, and what all rows have beside them."""
-    return layer_tensors("model.layers", {
-        "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": f"mlp.experts.{gate}", "ffn_up_exps": f"mlp.experts.{up}",
-        "ffn_down_exps": f"mlp.experts.{down}", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-        "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
-        "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    })  # fmt: skip
+    return layer_tensors(
+        "model.layers",
+        {
+            "ffn_gate_inp": "mlp.gate",
+            "ffn_gate_exps": f"mlp.experts.{gate}",
+            "ffn_up_exps": f"mlp.experts.{up}",
+            "ffn_down_exps": f"mlp.experts.{down}",
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+            "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+            "ffn_up_shexp": "mlp.shared_expert.up_proj",
+            "ffn_down_shexp": "mlp.shared_expert.down_proj",
+        },
+    )
 
 
 GEMMA_TENSORS = {
     **DECODER_TENSORS,
-    **layer_tensors("model.layers", {
-        "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    }),
-}  # fmt: skip
+    **layer_tensors(
+        "model.layers",
+        {
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+    ),
+}
 PHI3_TENSORS = {
     **{name: target for name, target in DECODER_TENSORS.items() if name != "blk.#.ffn_gate"},
     **layer_tensors("model.layers", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
 }
 OLMO_TENSORS = {
-    **DECODER_TENSORS, **HEAD_NORM_TENSORS,
-    **layer_tensors("model.layers", {
-        "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
-    }),
-}  # fmt: skip
+    **DECODER_TENSORS,
+    **HEAD_NORM_TENSORS,
+    **layer_tensors(
+        "model.layers",
+        {
+            "post_attention_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+    ),
+}
 GLM4_TENSORS = {
     **DECODER_TENSORS,
-    **layer_tensors("model.layers", {
-        "ffn_up": "mlp.gate_up_proj", "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
-    }),
-}  # fmt: skip
+    **layer_tensors(
+        "model.layers",
+        {
+            "ffn_up": "mlp.gate_up_proj",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+    ),
+}
 GPT2_TENSORS = {
-    **DECODER_TENSORS, "position_embd": "model.embed_positions",
-    **layer_tensors("model.layers", {
-        "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj",
-    }),
-}  # fmt: skip
+    **DECODER_TENSORS,
+    "position_embd": "model.embed_positions",
+    **layer_tensors(
+        "model.layers",
+        {
+            "attn_qkv": "self_attn.qkv_proj",
+            "ffn_up": "mlp.c_fc",
+            "ffn_down": "mlp.c_proj",
+        },
+    ),
+}
 GPT_OSS_TENSORS = {
-    **DECODER_TENSORS, **expert_tensors(),
-    **layer_tensors("model.layers", {
-        "post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks", "ffn_gate_inp": "mlp.router",
-    }),
-}  # fmt: skip
+    **DECODER_TENSORS,
+    **expert_tensors(),
+    **layer_tensors(
+        "model.layers",
+        {
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+    ),
+}
 BERT_TENSORS = {
-    "token_embd": "embeddings.word_embeddings", "token_types": "embeddings.token_type_embeddings",
-    "position_embd": "embeddings.position_embeddings", "token_embd_norm": "embeddings.LayerNorm",
-    **layer_tensors("encoder.layer", {
-        "attn_q": "attention.self.query", "attn_k": "attention.self.key", "attn_v": "attention.self.value",
-        "attn_output": "attention.output.dense", "attn_output_norm": "attention.output.LayerNorm",
-        "ffn_up": "intermediate.dense", "ffn_down": "output.dense", "layer_output_norm": "output.LayerNorm",
-    }),
-}  # fmt: skip
+    "token_embd": "embeddings.word_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "position_embd": "embeddings.position_embeddings",
+    "token_embd_norm": "embeddings.LayerNorm",
+    **layer_tensors(
+        "encoder.layer",
+        {
+            "attn_q": "attention.self.query",
+            "attn_k": "attention.self.key",
+            "attn_v": "attention.self.value",
+            "attn_output": "attention.output.dense",
+            "attn_output_norm": "attention.output.LayerNorm",
+            "ffn_up": "intermediate.dense",
+            "ffn_down": "output.dense",
+            "layer_output_norm": "output.LayerNorm",
+        },
+    ),
+}
 # Tensors that are configuration in Hugging Face's files, not weights.
 CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 SHARED_KEYS = {
-    "block_count": "num_hidden_layers", "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
-}  # fmt: skip
+}
 DECODER_KEYS = {
-    **SHARED_KEYS, "context_length": "max_position_embeddings", "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "attention.key_length": "head_dim", "rope.freq_base": "rope_theta",
-}  # fmt: skip
+    **SHARED_KEYS,
+    "context_length": "max_position_embeddings",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+    "rope.freq_base": "rope_theta",
+}
 WINDOW_KEYS = {**DECODER_KEYS, "attention.sliding_window": "sliding_window"}
 COHERE_KEYS = {**WINDOW_KEYS, "attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"}
 GRANITE_KEYS = {
-    **DECODER_KEYS, "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
-}  # fmt: skip
+    **DECODER_KEYS,
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
 GPT2_KEYS = {**DECODER_KEYS, "attention.layer_norm_epsilon": "norm_epsilon"}
 GEMMA_KEYS = {
-    **WINDOW_KEYS, "attn_logit_softcapping": "attn_logit_softcapping",
+    **WINDOW_KEYS,
+    "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
-}  # fmt: skip
+}
 PHI3_KEYS = {**DECODER_KEYS, "rope.scaling.original_context_length": "original_max_position_embeddings"}
 EXPERT_KEYS = {
-    **DECODER_KEYS, "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+    **DECODER_KEYS,
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-}  # fmt: skip
+}
 SAMPLING_KEYS = {  # general.sampling.*, as generation_config.json names them
-    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"
-}  # fmt: skip
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 BERT_KEYS = {**SHARED_KEYS, "attention.layer_norm_epsilon": "layer_norm_eps"}
 
 
@@ -153,20 +225,29 @@ def finish_llama(config: dict[str, Any], facts: GGUFFacts) -> None:
     config["attention_bias"] = "blk.0.attn_q.bias" in facts.shapes
     if config["model_type"] == "llama" and facts.fields.get("expert_count"):
         config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
-        config |= {"num_local_experts": facts.fields["expert_count"], "num_experts_per_tok": facts.fields["expert_used_count"]}
+        config |= {
+            "num_local_experts": facts.fields["expert_count"],
+            "num_experts_per_tok": facts.fields["expert_used_count"],
+        }
     factors = facts.constants.get("rope_freqs.weight")
     if factors is None:
         return
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    factor, low, high, original = max(factors), 1.0, 4.0, 8192
+    factor = max(factors)
+    low = 1.0
+    high = 4.0
+    original = 8192
     wave_lengths = 2 * np.pi * config.get("rope_theta", 10000.0) ** (2 * np.arange(len(factors)) / head_dim)
     smooth = np.clip((original / wave_lengths - low) / (high - low), 0, 1)
     if not np.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
         raise UnsupportedModelError(f"{facts.name} has rotary factors (rope_freqs) that are not those of Llama 3.")
     config["rope_scaling"] = {
-        "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
         "original_max_position_embeddings": original,
-    }  # fmt: skip
+    }
 
 
 def finish_gemma(config: dict[str, Any], facts: GGUFFacts) -> None:
@@ -184,7 +265,12 @@ def finish_phi3(config: dict[str, Any], facts: GGUFFacts) -> None:
     config["sliding_window"] = facts.fields.get("attention.sliding_window") or None
     long, short = (facts.constants.get(f"rope_factors_{kind}.weight") for kind in ("long", "short"))
     if long is not None and short is not None:
-        config["rope_scaling"] = {"type": "longrope", "rope_type": "longrope", "long_factor": long, "short_factor": short}
+        config["rope_scaling"] = {
+            "type": "longrope",
+            "rope_type": "longrope",
+            "long_factor": long,
+            "short_factor": short,
+        }
 
 
 def finish_windows(config: dict[str, Any], facts: GGUFFacts) -> None:
@@ -218,13 +304,17 @@ def finish_gpt2(config: dict[str, Any], facts: GGUFFacts) -> None:
 
 def finish_mistral3(config: dict[str, Any], facts: GGUFFacts) -> None:
     finish_llama(config, facts)
-    beta, mscale = (facts.fields.get(key) for key in ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"))
+    beta, mscale = (
+        facts.fields.get(key) for key in ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier")
+    )
     if config.get("rope_scaling") is not None and mscale:
         config["rope_scaling"] |= {"mscale": 1.0, "mscale_all_dim": mscale, "llama_4_scaling_beta": beta}
 
 
 def finish_bert(config: dict[str, Any], facts: GGUFFacts) -> None:
-    config["max_position_embeddings"] = facts.shapes.get("position_embd.weight", (facts.fields.get("context_length", 512),))[0]
+    config["max_position_embeddings"] = facts.shapes.get(
+        "position_embd.weight", (facts.fields.get("context_length", 512),)
+    )[0]
     config["type_vocab_size"] = facts.shapes.get("token_types.weight", (2,))[0]
 
 
@@ -322,7 +412,12 @@ def add_rope_scaling(config: dict[str, Any], facts: GGUFFacts) -> None:
     elif kind == "yarn":
         original = facts.fields.get("rope.scaling.original_context_length")
         betas = {f"beta_{end}": facts.fields.get(f"rope.scaling.yarn_beta_{end}") for end in ("fast", "slow")}
-        config["rope_scaling"] = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **betas}
+        config["rope_scaling"] = {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original,
+            **betas,
+        }
     elif kind not in (None, "none", "linear", "longrope"):
         raise UnsupportedModelError(f"{facts.name} has the rotary scaling {kind!r}, which is not supported.")
 
@@ -363,7 +458,10 @@ def open_gguf(path: Path, fields: Mapping[str, Any], tensors: Mapping[str, Any])
     tokenizer_files = make_tokenizer_files(str(path), facts.fields, config)
     stated = {target: fields.get(f"general.sampling.{key}") for key, target in SAMPLING_KEYS.items()}
     return ModelSource(
-        kind="gguf", path=path, files=(path,), config=config,
+        kind="gguf",
+        path=path,
+        files=(path,),
+        config=config,
         tensors=tuple(make_tensor(path, architecture, config, tensor) for tensor in weights),
         write_tokenizer=functools.partial(write_files, tokenizer_files),
         embedding=read_embedding_settings(architecture, facts),
@@ -376,8 +474,8 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     import gguf
 
     class Reader(gguf.GGUFReader):
-        """A reader that takes an array in one piece and strings as slices: the package makes five arrays of every item, which
-        takes seconds for a vocabulary."""
+        """A reader that takes an array in one piece and strings as slices: the package makes five arrays of every item,
+        which takes seconds for a vocabulary."""
 
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
             if raw_type != gguf.GGUFValueType.ARRAY or self.byte_order != "I":
@@ -397,7 +495,12 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                     start += 8 + num_bytes
             else:
                 return super()._get_field_parts(orig_offs, raw_type)
-            return start - orig_offs, parts, list(range(len(parts))), [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(item)]
+            return (
+                start - orig_offs,
+                parts,
+                list(range(len(parts))),
+                [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(item)],
+            )
 
     file_bytes, fields = path.stat().st_size, {}
     with path.open("rb") as file:
@@ -409,7 +512,9 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             is_float32 = field.types[:1] == [gguf.GGUFValueType.FLOAT32]
             # The shortest decimal: 1e-05, not the 9.999999747378752e-06 that its float32 is.
             fields[name] = float(str(field.parts[-1][0])) if is_float32 else field.contents()
-    except Exception as error:  # the reader has no checks of its own, so any error in it most often means a damaged file
+    except (
+        Exception
+    ) as error:  # the reader has no checks of its own, so any error in it most often means a damaged file
         why = f"its {file_bytes:,} bytes are no whole GGUF file ({first_line(error)})"
         raise CorruptFileError(f"{path} is cut off or altered: {why}.") from error
     for tensor in reader.tensors:
@@ -463,7 +568,9 @@ def read_tensor(
             gguf.quants.dequantize(zeros, tensor.tensor_type)
         except NotImplementedError:
             hint = "Take a file with other types, such as Q4_0, Q8_0, Q4_K_M, Q6_K, F16 or BF16."
-            raise UnsupportedModelError(f"{path}: {name!r} has the GGUF type {kind}, which is not read.", hint=hint) from None
+            raise UnsupportedModelError(
+                f"{path}: {name!r} has the GGUF type {kind}, which is not read.", hint=hint
+            ) from None
 
     def load_blocks() -> Row:
         return split_blocks(info, tensor.data if order is None else tensor.data[order])

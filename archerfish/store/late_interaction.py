@@ -23,10 +23,11 @@ def as_pylate(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "query_prefix": f"{metadata.get('query_token_id') or '[unused0]'} ",
         "document_prefix": f"{metadata.get('doc_token_id') or '[unused1]'} ",
-        "query_length": metadata.get("query_maxlen"), "document_length": metadata.get("doc_maxlen"),
+        "query_length": metadata.get("query_maxlen"),
+        "document_length": metadata.get("doc_maxlen"),
         "attend_to_mask_tokens": metadata.get("attend_to_mask_tokens"),
         "skiplist_words": PUNCTUATION if metadata.get("mask_punctuation", True) else [],
-    }  # fmt: skip
+    }
 
 
 def read_late_interaction(
@@ -34,8 +35,8 @@ def read_late_interaction(
 ) -> dict[str, Any]:
     """How queries and documents are read.
 
-    stated: the configuration of the whole model, in which PyLate says everything. settings: the transformer's, and mask: the
-    MultiVectorMask's, in which sentence-transformers does. mask is None where there is no such module.
+    stated: the configuration of the whole model, in which PyLate says everything. settings: the transformer's, and
+    mask: the MultiVectorMask's, in which sentence-transformers does. mask is None where there is no such module.
     """
     check_texts(root, stated, mask or {})
     prefixes = {task: stated[name] or "" for task, name in MARKERS.items() if name in stated}

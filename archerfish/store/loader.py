@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 from archerfish.config import HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnknownLayerError, did_you_mean
 from archerfish.store.files import file_lock, recover, replace_file, sha256_of, siblings, sync_directory, write_errors
-from archerfish.store.format import PlacedTensor, Row, arrow_writer, dequantize, read_arrow_rows, read_parquet_rows, scale_type
+from archerfish.store.format import (
+    PlacedTensor,
+    Row,
+    arrow_writer,
+    dequantize,
+    read_arrow_rows,
+    read_parquet_rows,
+    scale_type,
+)
 from archerfish.store.metadata import (
     ARROW_NAME,
     METADATA_NAME,
@@ -35,11 +43,13 @@ if TYPE_CHECKING:
 class WeightLoader(Closing):
     """Opens a converted directory (or its weights.arrow or weights.parquet) and gives its tensors.
 
-    Tensors are views of the mapped weights.arrow: nothing is read before it is used, and processes that open the same model
-    share its pages. A write to a tensor stays in this process. A tensor stays valid after `close`.
+    Tensors are views of the mapped weights.arrow: nothing is read before it is used, and processes that open the same
+    model share its pages. A write to a tensor stays in this process. A tensor stays valid after `close`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, hub: HubConfig | None = None, progress: Progress = no_progress) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, hub: HubConfig | None = None, progress: Progress = no_progress
+    ) -> None:
         self.directory = find_directory(Path(path))
         self.metadata = read_metadata(self.directory)
         while True:
@@ -100,7 +110,9 @@ class WeightLoader(Closing):
         info, spans = self._row(name)
         if info.quantization is not None:
             row = self.get_quantized(name)
-            return StoredTensor(info.shape, info.dtype, row.data, info.quantization.quant_type, row.scales, row.zero_points)
+            return StoredTensor(
+                info.shape, info.dtype, row.data, info.quantization.quant_type, row.scales, row.zero_points
+            )
         if not info.num_params:
             return StoredTensor(info.shape, info.dtype, np.empty(info.shape, numpy_type(info.dtype)))
         data = np.frombuffer(self._open_memory(), numpy_type(info.dtype), info.num_params, spans[0].offset)
@@ -118,7 +130,8 @@ class WeightLoader(Closing):
         }
 
     def release(self, names: Iterable[str] | None = None) -> None:
-        """Free the resident pages of some tensors (of all by default), for instance after they were packed for a backend.
+        """Free the resident pages of some tensors (of all by default), for instance after they were packed for a
+        backend.
 
         The tensors stay valid: the system reads pages from the file again when they are used.
         """
@@ -135,9 +148,13 @@ class WeightLoader(Closing):
 
     def check_tokenizer(self) -> None:
         """Compare the tokenizer's files with their checksums."""
-        records = {name: record for name, record in self.metadata.files.items() if name.startswith(f"{TOKENIZER_NAME}/")}
+        records = {
+            name: record for name, record in self.metadata.files.items() if name.startswith(f"{TOKENIZER_NAME}/")
+        }
         if not records:
-            raise CorruptFileError(f"{self.directory} has no tokenizer.", hint="Convert it again from a source that has one.")
+            raise CorruptFileError(
+                f"{self.directory} has no tokenizer.", hint="Convert it again from a source that has one."
+            )
         for name, record in records.items():
             check_whole_file(self.directory / name, record, no_progress)
 
@@ -183,7 +200,9 @@ def map_file(path: Path, record: FileRecord) -> mmap.mmap:
     """Map a weights.arrow, and check its size and every byte that belongs to no tensor. Tensors are not read."""
     memory = map_any(path)
     if len(memory) != record.num_bytes:
-        raise CorruptFileError(f"{path} has {len(memory)} bytes instead of {record.num_bytes}: it was cut off or replaced.")
+        raise CorruptFileError(
+            f"{path} has {len(memory)} bytes instead of {record.num_bytes}: it was cut off or replaced."
+        )
     if outside_crc32(memory, record.spans) != record.outside_crc32:
         raise CorruptFileError(f"{path} was altered: the checksum of its headers does not match.")
     return memory
@@ -225,11 +244,13 @@ def has_arrow(directory: Path, metadata: StoreMetadata) -> bool:
     return ARROW_NAME in metadata.files and (directory / ARROW_NAME).is_file()
 
 
-def ensure_arrow(directory: Path, metadata: StoreMetadata, hub: HubConfig, progress: Progress) -> tuple[Path, StoreMetadata]:
+def ensure_arrow(
+    directory: Path, metadata: StoreMetadata, hub: HubConfig, progress: Progress
+) -> tuple[Path, StoreMetadata]:
     """The directory of a converted model's weights.arrow, and the metadata that describes it.
 
-    If the model has only weights.parquet, weights.arrow is made once, in its directory, or in the cache when the directory is
-    read-only. The metadata.json that describes it is written last.
+    If the model has only weights.parquet, weights.arrow is made once, in its directory, or in the cache when the
+    directory is read-only. The metadata.json that describes it is written last.
     """
     if has_arrow(directory, metadata):
         return directory, metadata
@@ -266,7 +287,9 @@ def check_whole_file(path: Path, record: FileRecord, progress: Progress) -> None
     try:
         num_bytes = path.stat().st_size
         if num_bytes != record.num_bytes:
-            raise CorruptFileError(f"{path} has {num_bytes} bytes instead of {record.num_bytes}: it was cut off or replaced.")
+            raise CorruptFileError(
+                f"{path} has {num_bytes} bytes instead of {record.num_bytes}: it was cut off or replaced."
+            )
         if sha256_of(path, progress, f"checking {path.name}") != record.sha256:
             raise CorruptFileError(f"{path} was altered: its SHA-256 does not match.")
     except OSError as error:

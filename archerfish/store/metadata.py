@@ -24,9 +24,14 @@ TOKENIZER_NAME = "tokenizer"
 FORMAT_NAME = "archerfish-store"
 FORMAT_VERSION = 1
 COPIED_FIELDS: dict[str, Any] = {
-    "model_name": str, "dtype": str, "created": str, "source": dict, "config": dict, "embedding": dict | None,
+    "model_name": str,
+    "dtype": str,
+    "created": str,
+    "source": dict,
+    "config": dict,
+    "embedding": dict | None,
     "generation_config": dict | None,
-}  # fmt: skip
+}
 CHECKSUM_KEY = b',\n"checksum": "'
 CHECKSUM_END = b'"\n}\n'
 
@@ -112,7 +117,9 @@ def parse_metadata(raw: bytes, path: Path) -> StoreMetadata:
             raise CorruptFileError(f"{path} was not written by archerfish.")
         if document["format_version"] != FORMAT_VERSION:
             message = f"{path} has format version {document['format_version']!r}; this is version {FORMAT_VERSION}."
-            raise UnsupportedModelError(message, hint="Convert it again, or use the version of archerfish that wrote it.")
+            raise UnsupportedModelError(
+                message, hint="Convert it again, or use the version of archerfish that wrote it."
+            )
         return make_metadata(document, str(path))
     except (TypeError, KeyError, IndexError, ValueError, AttributeError, RecursionError) as error:
         raise CorruptFileError(f"{path} does not describe a model: {error!r}.") from error

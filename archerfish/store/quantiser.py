@@ -1,7 +1,7 @@
 """Floats in the quantised forms of the store (`format.py`): grids of numbers that a matrix can hold, and codes on them.
 
-A grid is found from the matrix alone. Rounding puts every number on the nearest point of its grid; GPTQ (`engine/gptq.py`)
-chooses other points of the same grid.
+A grid is found from the matrix alone. Rounding puts every number on the nearest point of its grid; GPTQ
+(`engine/gptq.py`) chooses other points of the same grid.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from archerfish.store.source import ModelSource, SourceTensor
 Codes = npt.NDArray[np.uint8]
 LEAST_NORMAL_FP8 = 2.0**-6
 HALF_RANGE = (2.0**-14, 65504.0)  # scales that float16 holds with all its digits
-# Symmetric grids of 4 bits: the code that a group's largest number gets. A smaller step clips it and rounds the others less.
+# Symmetric grids of 4 bits: the code that a group's largest number gets. A smaller step clips it and rounds the others
+# less.
 TOP_CODES = (7.0, 7.5, 8.0, 8.5, 9.0, 10.0)
 PIECE_NUMBERS = 1 << 18  # at a time, so that they stay in the processor's cache
 ZERO_CODES = {"Q4_0": 8, "Q4_1": 0, "INT8": 0, "FP8": 0}
@@ -75,7 +76,9 @@ def find_scales(groups: Floats, quant_type: str, importance: Floats | None = Non
     if quant_type == "INT8":
         scales = np.asarray(largest / LARGEST_INT8, np.float32)
         is_half = (scales >= HALF_RANGE[0]) & (scales <= HALF_RANGE[1])
-        return np.where(is_half, scales.astype(np.float16).astype(np.float32), scales)  # CPUs multiply with float16 ones
+        return np.where(
+            is_half, scales.astype(np.float16).astype(np.float32), scales
+        )  # CPUs multiply with float16 ones
     best, found = np.full(len(groups), np.inf, np.float32), np.asarray(largest, np.float32)
     for top in TOP_CODES:
         scales = (largest / top).astype(np.float16).astype(np.float32)
@@ -90,7 +93,9 @@ def to_fp8(numbers: Floats) -> Codes:
     """The nearest numbers of float8_e4m3fn, ties to even."""
     sizes = np.abs(numbers).clip(0, FP8_LARGEST)
     bits = sizes.view(np.uint32)
-    normal = ((bits + ((bits >> 20 & 1) + 0x7FFFF)) >> 20) - (120 << 3)  # 3 bits of mantissa; exponents count from 7, not 127
+    normal = ((bits + ((bits >> 20 & 1) + 0x7FFFF)) >> 20) - (
+        120 << 3
+    )  # 3 bits of mantissa; exponents count from 7, not 127
     codes = np.where(sizes < LEAST_NORMAL_FP8, np.rint(sizes / LEAST_NORMAL_FP8 * 8), normal)
     return np.nan_to_num(codes).astype(np.uint8) | np.where(np.signbit(numbers), np.uint8(128), np.uint8(0))
 
@@ -128,8 +133,11 @@ def load_dequantised(row: Callable[[], Row]) -> Floats:
 
 
 def quantise_source(
-    source: ModelSource, wanted: Mapping[str, Quantization],
-    quantise: Callable[[SourceTensor, TensorInfo], Row] = rounded_row, *, keep_others: bool = False,
+    source: ModelSource,
+    wanted: Mapping[str, Quantization],
+    quantise: Callable[[SourceTensor, TensorInfo], Row] = rounded_row,
+    *,
+    keep_others: bool = False,
 ) -> ModelSource:
     """The source with some of its matrices quantised. keep_others: as its file has them; else they are plain floats."""
     tensors = []
@@ -141,5 +149,9 @@ def quantise_source(
             tensors.append(SourceTensor(made, partial(load_dequantised, row), row))
         else:
             tensors.append(tensor if keep_others else SourceTensor(info._replace(quantization=None), tensor.load))
-    config = {name: value for name, value in source.config.items() if name not in ("quantization_config", "compression_config")}
+    config = {
+        name: value
+        for name, value in source.config.items()
+        if name not in ("quantization_config", "compression_config")
+    }
     return source._replace(tensors=tuple(tensors), config=config)

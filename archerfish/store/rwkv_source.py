@@ -1,4 +1,5 @@
-"""Reader of RWKV-7 in BlinkDL's checkpoints, in Hugging Face's layout and in GGUF, in the form that `models/rwkv7.py` takes.
+"""Reader of RWKV-7 in BlinkDL's checkpoints, in Hugging Face's layout and in GGUF, in the form that `models/rwkv7.py`
+takes.
 
 Tensors get their Hugging Face names. Matrices have one row per output, and vectors have one dimension. The norm of the
 embedding is applied to the embedding table here, so that no step computes it.
@@ -28,33 +29,58 @@ PRE_NORM = "model.layers.0.pre_norm"
 EMBEDDING = "model.embeddings.weight"
 # Names outside and inside of layers, in BlinkDL's and then in llama.cpp's files.
 TOP_NAMES = {
-    "emb": "model.embeddings", "ln_out": "model.norm", "head": "lm_head",
-    "token_embd": "model.embeddings", "token_embd_norm": PRE_NORM, "output_norm": "model.norm", "output": "lm_head",
-}  # fmt: skip
+    "emb": "model.embeddings",
+    "ln_out": "model.norm",
+    "head": "lm_head",
+    "token_embd": "model.embeddings",
+    "token_embd_norm": PRE_NORM,
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
 LAYER_NAMES = {
-    "ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm", "att.ln_x": "attn.g_norm", "att.receptance": "attn.r_proj",
-    "att.key": "attn.k_proj", "att.value": "attn.v_proj", "att.output": "attn.o_proj",
-    "ffn.key": "ffn.key", "ffn.value": "ffn.value",
-    "attn_norm": "attn_norm", "attn_norm_2": "ffn_norm", "time_mix_ln": "attn.g_norm", "time_mix_receptance": "attn.r_proj",
-    "time_mix_key": "attn.k_proj", "time_mix_value": "attn.v_proj", "time_mix_output": "attn.o_proj",
-    "channel_mix_key": "ffn.key", "channel_mix_value": "ffn.value",
-}  # fmt: skip
+    "ln0": "pre_norm",
+    "ln1": "attn_norm",
+    "ln2": "ffn_norm",
+    "att.ln_x": "attn.g_norm",
+    "att.receptance": "attn.r_proj",
+    "att.key": "attn.k_proj",
+    "att.value": "attn.v_proj",
+    "att.output": "attn.o_proj",
+    "ffn.key": "ffn.key",
+    "ffn.value": "ffn.value",
+    "attn_norm": "attn_norm",
+    "attn_norm_2": "ffn_norm",
+    "time_mix_ln": "attn.g_norm",
+    "time_mix_receptance": "attn.r_proj",
+    "time_mix_key": "attn.k_proj",
+    "time_mix_value": "attn.v_proj",
+    "time_mix_output": "attn.o_proj",
+    "channel_mix_key": "ffn.key",
+    "channel_mix_value": "ffn.value",
+}
 VECTOR_NAMES = {
-    "time_mix_k_k": "attn.k_k", "time_mix_k_a": "attn.k_a", "time_mix_r_k": "attn.r_k", "channel_mix_lerp_k": "ffn.x_k",
-}  # fmt: skip
+    "time_mix_k_k": "attn.k_k",
+    "time_mix_k_a": "attn.k_a",
+    "time_mix_r_k": "attn.r_k",
+    "channel_mix_lerp_k": "ffn.x_k",
+}
 LOW_RANK = re.compile(r"(att\.|time_mix_)([wavg])([012])(?:\.weight)?")
 LORA_PARTS = {"0": "2.bias", "1": "0.weight", "2": "2.weight"}  # by the digit after w, a, v or g: bias, down, up
 VECTOR = re.compile(r"\.(x_[rwkvag]|k_k|k_a|r_k)$")
 BLOCK = re.compile(r"^(?:blocks|blk|model\.layers)\.(\d+)\.(.+)$")
-FIRST_VALUES = re.compile(r"^model\.layers\.0\.attn\.v_lora\.")  # some files have these tensors; the first layer ignores them
+FIRST_VALUES = re.compile(
+    r"^model\.layers\.0\.attn\.v_lora\."
+)  # some files have these tensors; the first layer ignores them
 RANKS = {"w": "decay_low_rank_dim", "a": "a_low_rank_dim", "v": "v_low_rank_dim", "g": "gate_low_rank_dim"}
 IS_SEVEN = re.compile(r"\.(att|attn)\.(r_k|k_k)$")
 ONLY_SEVEN = "Of the RWKV family only RWKV-7 is supported."
 PIECE_ROWS = 1024  # rows of the embedding that are normed at a time
 GGUF_KEYS = {
-    "num_hidden_layers": "rwkv7.block_count", "head_dim": "rwkv7.wkv.head_size",
-    "norm_eps": "rwkv7.attention.layer_norm_epsilon", "max_position_embeddings": "rwkv7.context_length",
-}  # fmt: skip
+    "num_hidden_layers": "rwkv7.block_count",
+    "head_dim": "rwkv7.wkv.head_size",
+    "norm_eps": "rwkv7.attention.layer_norm_epsilon",
+    "max_position_embeddings": "rwkv7.context_length",
+}
 
 
 def read_rwkv_tensors(
@@ -74,18 +100,29 @@ def read_rwkv_gguf(path: Path, fields: Mapping[str, Any], tensors: Mapping[str, 
     if kind != "rwkv7":
         raise UnsupportedModelError(f"{path} has the architecture {kind!r}.", hint=ONLY_SEVEN)
     stated = {name: fields[key] for name, key in GGUF_KEYS.items() if key in fields}
-    return make_source("gguf", path, (path,), [read_tensor(path, tensors[name], name) for name in tensors], stated, path)
+    return make_source(
+        "gguf", path, (path,), [read_tensor(path, tensors[name], name) for name in tensors], stated, path
+    )
 
 
 def make_source(
-    kind: str, path: Path, files: tuple[Path, ...], tensors: Iterable[SourceTensor], stated: Mapping[str, Any], weights: Path
+    kind: str,
+    path: Path,
+    files: tuple[Path, ...],
+    tensors: Iterable[SourceTensor],
+    stated: Mapping[str, Any],
+    weights: Path,
 ) -> ModelSource:
     named = [each for tensor in tensors for each in rename(weights, tensor)]
     by_name = {tensor.info.name: tensor for tensor in named if not FIRST_VALUES.match(tensor.info.name)}
     config = make_config(weights, by_name, stated)
     fold_pre_norm(by_name, config["norm_eps"])
     return ModelSource(
-        kind=kind, path=path, files=files, config=config, tensors=tuple(by_name.values()),
+        kind=kind,
+        path=path,
+        files=files,
+        config=config,
+        tensors=tuple(by_name.values()),
         write_tokenizer=functools.partial(write_tokenizer_files, weights.parent),
         generation_config=optional_json(weights.parent / "generation_config.json"),
     )
@@ -154,10 +191,16 @@ def make_config(path: Path, tensors: Mapping[str, SourceTensor], stated: Mapping
     num_layers = max(numbers, default=-1) + 1
     vocab_size, width = shape(EMBEDDING)
     config: dict[str, Any] = {
-        "architectures": ["RWKV7ForCausalLM"], "model_type": "rwkv7", "vocab_size": vocab_size, "hidden_size": width,
-        "intermediate_size": shape("model.layers.0.ffn.key.weight")[0], "num_hidden_layers": num_layers, "head_dim": 64,
-        "norm_eps": 1e-5, "tie_word_embeddings": False,
-    }  # fmt: skip
+        "architectures": ["RWKV7ForCausalLM"],
+        "model_type": "rwkv7",
+        "vocab_size": vocab_size,
+        "hidden_size": width,
+        "intermediate_size": shape("model.layers.0.ffn.key.weight")[0],
+        "num_hidden_layers": num_layers,
+        "head_dim": 64,
+        "norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    }
     for letter, name in RANKS.items():
         layer = 1 if letter == "v" else 0
         config[name] = shape(f"model.layers.{layer}.attn.{letter}_lora.lora.0.weight")[0] if layer < num_layers else 0
@@ -167,7 +210,9 @@ def make_config(path: Path, tensors: Mapping[str, SourceTensor], stated: Mapping
         if stated.get(name) is not None:
             config[name] = stated[name]
     if stated.get("num_hidden_layers") not in (None, num_layers):
-        raise CorruptFileError(f"{path} has {num_layers} layers, but its configuration says {stated['num_hidden_layers']}.")
+        raise CorruptFileError(
+            f"{path} has {num_layers} layers, but its configuration says {stated['num_hidden_layers']}."
+        )
     return config
 
 
@@ -179,7 +224,9 @@ def fold_pre_norm(tensors: dict[str, SourceTensor], eps: float) -> None:
     table = tensors[EMBEDDING]
 
     def load() -> npt.NDArray[np.float32]:
-        rows, scale, offset = table.load(), widened(weight.load()).reshape(-1), widened(bias.load()).reshape(-1)
+        rows = table.load()
+        scale = widened(weight.load()).reshape(-1)
+        offset = widened(bias.load()).reshape(-1)
         normed = np.empty(rows.shape, np.float32)
         for first in range(0, len(rows), PIECE_ROWS):
             piece = widened(rows[first : first + PIECE_ROWS]).astype(np.float64)

@@ -16,9 +16,18 @@ from archerfish.store.late_interaction import as_pylate, read_late_interaction
 
 # Types by their names in safetensors and GGUF files.
 DTYPE_CODES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
-    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn",
-}  # fmt: skip
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+}
 
 
 class SourceTensor(NamedTuple):
@@ -70,17 +79,22 @@ def source_info(path: Path, name: Any, dtype: str, shape: Any) -> TensorInfo:
 
 
 LEGACY_POOLING = {
-    "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
-}  # fmt: skip
+}
 EMBEDDING_MODELS = ("SentenceTransformer", "SparseEncoder", "MultiVectorEncoder", "ColBERT")
 WORLD_NAME = "rwkv_vocab_v20230424.txt"  # the vocabulary of RWKV models
 # Modules of sentence-transformers in the order of their pipeline, and what comes out.
 PIPELINES = {
-    "dense": r"\w*Transformer( Pooling( Dense)*( Normalize)?)?", "sparse": r"\w*Transformer SpladePooling",
-    "multi_vector": r"\w*Transformer( Dense)*( MultiVectorMask)?( Normalize)?", "score": r"\w*Transformer LogitScore",
-}  # fmt: skip
+    "dense": r"\w*Transformer( Pooling( Dense)*( Normalize)?)?",
+    "sparse": r"\w*Transformer SpladePooling",
+    "multi_vector": r"\w*Transformer( Dense)*( MultiVectorMask)?( Normalize)?",
+    "score": r"\w*Transformer LogitScore",
+}
 LINEAR_FILES = ("sparse_linear.pt", "colbert_linear.pt")  # of BGE-M3, beside its weights
 STANFORD_SETTINGS = "artifact.metadata"  # of ColBERT's own code
 
@@ -141,14 +155,21 @@ def read_modules(root: Path) -> Pipeline:
     modules = []
     for entry in read_json(path, list):
         kind, folder = (entry.get("type"), entry.get("path")) if isinstance(entry, dict) else (None, None)
-        if not isinstance(kind, str) or not isinstance(folder, str) or ".." in Path(folder).parts or Path(folder).is_absolute():
+        if (
+            not isinstance(kind, str)
+            or not isinstance(folder, str)
+            or ".." in Path(folder).parts
+            or Path(folder).is_absolute()
+        ):
             raise CorruptFileError(f"{path} describes a module without a type and a path below it.")
         modules.append(Module(kind.rpartition(".")[2], root / folder))
     kinds = " ".join(module.kind for module in modules)
     output = next((output for output, pattern in PIPELINES.items() if re.fullmatch(pattern, kinds)), None)
     if output is None:
         hint = "docs/embed.md lists those that are."
-        raise UnsupportedModelError(f"{root} has sentence-transformers modules that are not supported: {kinds}.", hint=hint)
+        raise UnsupportedModelError(
+            f"{root} has sentence-transformers modules that are not supported: {kinds}.", hint=hint
+        )
     return Pipeline(tuple(modules), output)
 
 
@@ -165,8 +186,8 @@ def transformer_directory(root: Path) -> Path:
 
 
 def cross_encoder_settings(root: Path) -> dict[str, Any]:
-    """A cross-encoder's activation as version 4 of sentence-transformers kept it in config.json, and the tokens whose logits
-    make a score.
+    """A cross-encoder's activation as version 4 of sentence-transformers kept it in config.json, and the tokens whose
+    logits make a score.
 
     Version 5 keeps the activation in config_sentence_transformers.json.
     """
@@ -177,7 +198,8 @@ def cross_encoder_settings(root: Path) -> dict[str, Any]:
         prompts, name = settings.get("prompts") or {}, settings.get("default_prompt_name")
         read = optional_json(transformer_directory(root) / "sentence_bert_config.json") or {}
         found |= {
-            "score_token_ids": [token_id for token_id in ids if token_id is not None], "score_prompt": prompts.get(name) or "",
+            "score_token_ids": [token_id for token_id in ids if token_id is not None],
+            "score_prompt": prompts.get(name) or "",
             "score_options": (read.get("processing_kwargs") or {}).get("chat_template") or {},
         }
     if settings.get("model_type") == "CrossEncoder" and settings.get("activation_fn") is not None:
@@ -186,7 +208,8 @@ def cross_encoder_settings(root: Path) -> dict[str, Any]:
 
 
 def read_embedding(root: Path) -> dict[str, Any] | None:
-    """Pooling, normalisation, lengths and prompts of a sentence-transformers model; None when the files describe none."""
+    """Pooling, normalisation, lengths and prompts of a sentence-transformers model; None when the files describe
+    none."""
     pipeline = read_modules(root)
     modules = pipeline.modules
     transformer = modules[0].path if modules else root
@@ -208,14 +231,18 @@ def read_embedding(root: Path) -> dict[str, Any] | None:
     }
 
 
-def read_parts(root: Path, pipeline: Pipeline, settings: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
+def read_parts(
+    root: Path, pipeline: Pipeline, settings: Mapping[str, Any], stated: Mapping[str, Any]
+) -> dict[str, Any]:
     """What comes behind the transformer, besides pooling and normalisation."""
     if settings.get("query_expansion") and pipeline.output != "multi_vector":
         raise UnsupportedModelError(f"{root} has query_expansion, but gives one vector a text: that is not supported.")
     layers = []
     for module in pipeline.of("Dense"):
         config = module.config
-        activation = str(config.get("activation_function", "Tanh")).rpartition(".")[2].lower().replace("identity", "none")
+        activation = (
+            str(config.get("activation_function", "Tanh")).rpartition(".")[2].lower().replace("identity", "none")
+        )
         if config.get("use_residual"):
             raise UnsupportedModelError(f"{root} has a Dense module with use_residual, which is not supported.")
         sizes = config.get("in_features"), config.get("out_features")
@@ -228,7 +255,9 @@ def read_parts(root: Path, pipeline: Pipeline, settings: Mapping[str, Any], stat
     if pipeline.output == "multi_vector":
         mask = next((module.config for module in pipeline.of("MultiVectorMask")), None)
         if mask is not None and mask.get("keep_only_token_ids"):
-            raise UnsupportedModelError(f"{root} keeps the vectors of images alone (keep_only_token_ids): it reads no texts.")
+            raise UnsupportedModelError(
+                f"{root} keeps the vectors of images alone (keep_only_token_ids): it reads no texts."
+            )
         found |= read_late_interaction(root, stated, settings, mask)
         if not pipeline.modules:  # its tensor says how large the layer is
             found["layers"] = [{"name": "", "sizes": (0, 0), "activation": "none"}]
@@ -257,7 +286,8 @@ def make_embedding(
 
 
 def pooling_mode(root: Path, pooling: dict[str, Any]) -> str:
-    """The pooling mode, from the old or the new style of configuration. The default is mean, as in sentence-transformers."""
+    """The pooling mode, from the old or the new style of configuration. The default is mean, as in
+    sentence-transformers."""
     legacy = [mode for key, mode in LEGACY_POOLING.items() if pooling.get(key)] or ["mean"]
     named = pooling.get("pooling_mode") or legacy
     modes = named if isinstance(named, list) else [named]

@@ -1,7 +1,7 @@
 """Opening a model as it was published: safetensors, torch or GGUF files, of RWKV-7 or of another model.
 
-Every reader checks the whole structure of its files (headers, offsets, shards) before it reads a tensor, so that a truncated or
-inconsistent source is refused before anything is written.
+Every reader checks the whole structure of its files (headers, offsets, shards) before it reads a tensor, so that a
+truncated or inconsistent source is refused before anything is written.
 """
 
 from __future__ import annotations
@@ -42,13 +42,27 @@ from archerfish.store.tokenizer_files import write_tokenizer_files
 
 # In order of preference: a directory often has the same weights in several formats.
 WEIGHT_PATTERNS = (
-    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
-    "*.safetensors", "*.gguf", "*.pth", "*.pt", "*.bin",
-)  # fmt: skip
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "*.safetensors",
+    "*.gguf",
+    "*.pth",
+    "*.pt",
+    "*.bin",
+)
 LFS_POINTER = b"version https://git-lfs"
-NOT_WEIGHT_FILES = ("training_args.bin", "optimizer.bin", "scheduler.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth")
-# Names of RWKV tensors in the files of BlinkDL and of Hugging Face. The last two belong to versions before 7, which the reader
-# of RWKV refuses.
+NOT_WEIGHT_FILES = (
+    "training_args.bin",
+    "optimizer.bin",
+    "scheduler.bin",
+    "optimizer.pt",
+    "scheduler.pt",
+    "rng_state.pth",
+)
+# Names of RWKV tensors in the files of BlinkDL and of Hugging Face. The last two belong to versions before 7, which the
+# reader of RWKV refuses.
 RWKV_TENSOR = re.compile(
     r"^blocks\.\d+\.att\.|^model\.layers\.\d+\.attn\.r_k$|^rwkv\.blocks\.\d+\.attention\.|^model\.layers\.\d+\.attn\.bonus$"
 )
@@ -61,7 +75,9 @@ def open_source(path: Path) -> ModelSource:
     if not path.exists():
         raise ModelNotFoundError(f"{path} does not exist.")
     if is_converted(path):
-        raise UnsupportedModelError(f"{path} is already converted.", hint="Open it with WeightLoader, or give its source.")
+        raise UnsupportedModelError(
+            f"{path} is already converted.", hint="Open it with WeightLoader, or give its source."
+        )
     root = path if path.is_dir() else path.parent
     directory = transformer_directory(root) if path.is_dir() else root
     refuse_adapter(directory)
@@ -84,9 +100,15 @@ def open_source(path: Path) -> ModelSource:
         raise CorruptFileError(f"{path} has no tensors.")
     values, parts = text_model(config or {}, kept)
     if config is None and weights.suffix != ".pth":
-        raise CorruptFileError(f"{directory} has no config.json.", hint="Give the directory that holds the whole model.")
+        raise CorruptFileError(
+            f"{directory} has no config.json.", hint="Give the directory that holds the whole model."
+        )
     return ModelSource(
-        kind=kind, path=path, files=files, config={**cross_encoder_settings(root), **values}, tensors=tuple(parts),
+        kind=kind,
+        path=path,
+        files=files,
+        config={**cross_encoder_settings(root), **values},
+        tensors=tuple(parts),
         write_tokenizer=functools.partial(write_tokenizer_files, directory),
         embedding=with_sizes(path, read_embedding(root), kept),
         generation_config=optional_json(directory / "generation_config.json"),
@@ -144,10 +166,16 @@ def read_tensors(weights: Path) -> tuple[str, tuple[Path, ...], list[SourceTenso
     return kind, *read_shards(weights, opener)
 
 
-def read_shards(index: Path, opener: Callable[[Path], list[SourceTensor]]) -> tuple[tuple[Path, ...], list[SourceTensor]]:
+def read_shards(
+    index: Path, opener: Callable[[Path], list[SourceTensor]]
+) -> tuple[tuple[Path, ...], list[SourceTensor]]:
     """Files and tensors of a sharded source. Every shard and tensor that the index names must exist exactly once."""
     weight_map = (optional_json(index) or {}).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(name, str) for name in weight_map.values())
+    ):
         raise CorruptFileError(f"{index} has no weight_map.")
     names = sorted(set(weight_map.values()))
     for name in names:
@@ -161,7 +189,9 @@ def read_shards(index: Path, opener: Callable[[Path], list[SourceTensor]]) -> tu
         for tensor in opener(index.parent / name):
             other = found.setdefault(tensor.info.name, name)
             if other != name:
-                raise CorruptFileError(f"The tensor {tensor.info.name!r} is in both {other} and {name} of {index.parent}.")
+                raise CorruptFileError(
+                    f"The tensor {tensor.info.name!r} is in both {other} and {name} of {index.parent}."
+                )
             tensors.append(tensor)
     for tensor_name, name in weight_map.items() - found.items():
         raise CorruptFileError(f"{index.parent / name} has no tensor {tensor_name!r}, which {index.name} names.")
@@ -233,6 +263,8 @@ def open_torch(path: Path) -> list[SourceTensor]:
 
 
 OPENERS: dict[str, tuple[str, Callable[[Path], list[SourceTensor]]]] = {
-    ".safetensors": ("safetensors", open_safetensors), ".pth": ("torch", open_torch), ".pt": ("torch", open_torch),
+    ".safetensors": ("safetensors", open_safetensors),
+    ".pth": ("torch", open_torch),
+    ".pt": ("torch", open_torch),
     ".bin": ("torch", open_torch),
-}  # fmt: skip
+}

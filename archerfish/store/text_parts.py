@@ -19,26 +19,45 @@ from archerfish.store.source import SourceTensor
 
 # The model_type of the text part, empty: as text_config says; and what text_config may leave out.
 TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2_vl": ("qwen2", {}), "qwen2_5_vl": ("qwen2", {}), "qwen3_vl": ("qwen3", {}), "mistral3": ("", {}),
-    "gemma3": ("gemma3_text", {
-        "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-        "max_position_embeddings": 131_072,
-    }),
-}  # fmt: skip
+    "qwen2_vl": ("qwen2", {}),
+    "qwen2_5_vl": ("qwen2", {}),
+    "qwen3_vl": ("qwen3", {}),
+    "mistral3": ("", {}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131_072,
+        },
+    ),
+}
 TEXT_PREFIX = re.compile(r"^(language_model\.model|model\.language_model|language_model)\.")
 TEXT_TENSOR = re.compile(r"^(model\.(embed_tokens|layers|norm)|lm_head|score)\.")
 QUANTIZATION = ("quantization_config", "compression_config")
 Arrange = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
 
 GPT2_KEYS = {
-    "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
-    "n_positions": "max_position_embeddings", "activation_function": "hidden_act", "layer_norm_epsilon": "norm_epsilon",
-}  # fmt: skip
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+    "activation_function": "hidden_act",
+    "layer_norm_epsilon": "norm_epsilon",
+}
 GPT2_TENSORS = {
-    "wte": "embed_tokens", "wpe": "embed_positions", "ln_f": "norm", "ln_1": "input_layernorm",
-    "ln_2": "post_attention_layernorm", "attn.c_attn": "self_attn.qkv_proj", "attn.c_proj": "self_attn.o_proj",
-    "mlp.c_fc": "mlp.c_fc", "mlp.c_proj": "mlp.c_proj",
-}  # fmt: skip
+    "wte": "embed_tokens",
+    "wpe": "embed_positions",
+    "ln_f": "norm",
+    "ln_1": "input_layernorm",
+    "ln_2": "post_attention_layernorm",
+    "attn.c_attn": "self_attn.qkv_proj",
+    "attn.c_proj": "self_attn.o_proj",
+    "mlp.c_fc": "mlp.c_fc",
+    "mlp.c_proj": "mlp.c_proj",
+}
 GPT2_TENSOR = re.compile(r"^(?:transformer\.)?(?:h\.(\d+)\.)?(\w+(?:\.\w+)?)\.(weight|bias)$")
 
 
@@ -72,7 +91,9 @@ def text_model(config: Mapping[str, Any], tensors: Iterable[SourceTensor]) -> tu
     if rename is None:
         return values, list(tensors)
     if kind == "gpt2" and any(config.get(name) for name in QUANTIZATION):
-        raise UnsupportedModelError("Quantised checkpoints of GPT-2 are not supported.", hint="Take the original model.")
+        raise UnsupportedModelError(
+            "Quantised checkpoints of GPT-2 are not supported.", hint="Take the original model."
+        )
     found = [tensor for tensor in map(rename, tensors) if tensor is not None]
     if kind in TEXT_PARTS:
         values["tie_word_embeddings"] = all(tensor.info.name != "lm_head.weight" for tensor in found)
@@ -86,7 +107,8 @@ def text_tensor(tensor: SourceTensor) -> SourceTensor | None:
 
 
 def gpt2_tensor(tensor: SourceTensor) -> SourceTensor | None:
-    """A tensor of GPT-2, whose matrices have (inputs, outputs); None for its constants and the head, which is the embedding."""
+    """A tensor of GPT-2, whose matrices have (inputs, outputs); None for its constants and the head, which is the
+    embedding."""
     info, found = tensor.info, GPT2_TENSOR.match(tensor.info.name)
     target = GPT2_TENSORS.get(found[2]) if found else None
     if info.name == "score.weight":  # of a classifier
@@ -104,7 +126,8 @@ def transposed(load: Callable[[], npt.NDArray[Any]]) -> Callable[[], npt.NDArray
 
 
 def gpt_oss_tensors(tensors: Iterable[SourceTensor]) -> list[SourceTensor]:
-    """Those of gpt-oss with stacks of (outputs, inputs), where all gates of an expert come first. They may be in MXFP4."""
+    """Those of gpt-oss with stacks of (outputs, inputs), where all gates of an expert come first. They may be in
+    MXFP4."""
     given, found = {tensor.info.name: tensor for tensor in tensors}, list[SourceTensor]()
     for name, tensor in given.items():
         stem, _, kind = name.rpartition("_")
@@ -139,7 +162,8 @@ def gates_first(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def mxfp4_tensor(name: str, blocks: SourceTensor, scales: SourceTensor | None, arrange: Arrange) -> SourceTensor:
-    """A stack of matrices. blocks: (experts, outputs, blocks of inputs, 16 bytes of two codes, the lower one first); scales:
+    """A stack of matrices. blocks: (experts, outputs, blocks of inputs, 16 bytes of two codes, the lower one first);
+    scales:
     an exponent for each block."""
     shape = blocks.info.shape
     types = [tensor.info.dtype for tensor in (blocks, scales) if tensor is not None]

@@ -1,7 +1,7 @@
 """The tokenizer of a model: tokenizer.json and the files that belong to it.
 
-A safetensors or torch source has them, or has a vocabulary from which they are built. In a GGUF file the vocabulary is part of
-the metadata, in one of three kinds:
+A safetensors or torch source has them, or has a vocabulary from which they are built. In a GGUF file the vocabulary is
+part of the metadata, in one of three kinds:
 
     gpt2   byte-level BPE; `tokenizer.ggml.pre` says how text is split before it
     llama  SentencePiece BPE; merges follow from the scores of the pieces
@@ -26,12 +26,32 @@ from archerfish.store.format import first_line
 from archerfish.store.source import WORLD_NAME, optional_json, token_name
 
 COPIED_NAMES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "chat_template.json", "vocab.txt", "vocab.json", "merges.txt", WORLD_NAME,
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    WORLD_NAME,
+)
 SENTENCEPIECE_NAMES = ("sentencepiece.bpe.model", "spiece.model", "tokenizer.model")
-BERT_TOKENS = {"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]", "mask_token": "[MASK]"}
-ROBERTA_TOKENS = {"unk_token": "<unk>", "sep_token": "</s>", "pad_token": "<pad>", "cls_token": "<s>", "mask_token": "<mask>"}
+BERT_TOKENS = {
+    "unk_token": "[UNK]",
+    "sep_token": "[SEP]",
+    "pad_token": "[PAD]",
+    "cls_token": "[CLS]",
+    "mask_token": "[MASK]",
+}
+ROBERTA_TOKENS = {
+    "unk_token": "<unk>",
+    "sep_token": "</s>",
+    "pad_token": "<pad>",
+    "cls_token": "<s>",
+    "mask_token": "<mask>",
+}
 GPT2_TOKENS = {"unk_token": "<|endoftext|>"}
 MPNET_TOKENS = {**ROBERTA_TOKENS, "unk_token": "[UNK]"}
 SAVE_AGAIN = "Save it once with transformers' AutoTokenizer (use_fast=True), which writes tokenizer.json."
@@ -49,7 +69,8 @@ def tokenizer_errors(where: Path | str) -> Iterator[None]:
 
 
 def write_tokenizer_files(source: Path, target: Path) -> None:
-    """Fill the new directory `target` with the tokenizer files of a source. A source without a tokenizer makes no directory."""
+    """Fill the new directory `target` with the tokenizer files of a source. A source without a tokenizer makes no
+    directory."""
     data = {name: (source / name).read_bytes() for name in COPIED_NAMES if (source / name).is_file()}
     with tokenizer_errors(source):
         if "tokenizer.json" in data:
@@ -66,7 +87,9 @@ def write_tokenizer_files(source: Path, target: Path) -> None:
     write_files(data, target)
     templates = source / "additional_chat_templates"
     if templates.is_dir():
-        write_files({path.name: path.read_bytes() for path in sorted(templates.glob("*.jinja"))}, target / templates.name)
+        write_files(
+            {path.name: path.read_bytes() for path in sorted(templates.glob("*.jinja"))}, target / templates.name
+        )
 
 
 def write_files(files: Mapping[str, bytes], target: Path) -> None:
@@ -103,12 +126,17 @@ def build_wordpiece(source: Path) -> str:
     roles = ("unk_token", "sep_token", "cls_token")
     tokens = special_tokens(source, vocabulary, MPNET_TOKENS if is_mpnet else BERT_TOKENS, roles)
     tokenizer = tokenizers.BertWordPieceTokenizer(
-        vocabulary, **tokens, handle_chinese_chars=bool(options.get("tokenize_chinese_chars", True)),
-        strip_accents=options.get("strip_accents"), lowercase=bool(options.get("do_lower_case", True)),
+        vocabulary,
+        **tokens,
+        handle_chinese_chars=bool(options.get("tokenize_chinese_chars", True)),
+        strip_accents=options.get("strip_accents"),
+        lowercase=bool(options.get("do_lower_case", True)),
     )
     if is_mpnet:
         separator, first = ((tokens[role], vocabulary[tokens[role]]) for role in roles[1:])
-        tokenizer.post_processor = processors.RobertaProcessing(separator, first, trim_offsets=False, add_prefix_space=False)
+        tokenizer.post_processor = processors.RobertaProcessing(
+            separator, first, trim_offsets=False, add_prefix_space=False
+        )
     return to_json(tokenizer, tokens, vocabulary)
 
 
@@ -139,15 +167,23 @@ def to_json(tokenizer: Any, tokens: dict[str, str], vocabulary: Mapping[str, int
 
 
 # Kinds of tokens, as in tokenizer.ggml.token_type.
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
 WORD_MARK = "\u2581"
 # Fields by role; "seperator" is spelt so in the format.
 ROLES = {
-    "bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id",
-    "sep": "seperator_token_id", "cls": "cls_token_id", "mask": "mask_token_id",
-}  # fmt: skip
+    "bos": "bos_token_id",
+    "eos": "eos_token_id",
+    "unk": "unknown_token_id",
+    "pad": "padding_token_id",
+    "sep": "seperator_token_id",
+    "cls": "cls_token_id",
+    "mask": "mask_token_id",
+}
 LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 TEKKEN_SPLIT = (
@@ -179,7 +215,8 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("dbrx", "glm4", "chatglm-bpe"), PreTokenizer(LLAMA3_SPLIT)),
     "tekken": PreTokenizer(TEKKEN_SPLIT, ignore_merges=True, add_bos=True),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), PreTokenizer(QWEN2_SPLIT, nfc=True)),
-    "stablelm2": PreTokenizer(QWEN2_SPLIT), "gpt-4o": PreTokenizer(GPT4O_SPLIT),
+    "stablelm2": PreTokenizer(QWEN2_SPLIT),
+    "gpt-4o": PreTokenizer(GPT4O_SPLIT),
 }
 
 
@@ -212,7 +249,9 @@ def make_tokenizer_files(name: str, fields: Mapping[str, Any], config: Mapping[s
         return {}
     builders = {"gpt2": build_gguf_byte_level, "llama": build_gguf_sentencepiece, "bert": build_gguf_wordpiece}
     if kind not in builders:
-        hint = f"Supported: {', '.join(builders)}. Otherwise convert the model from safetensors with its tokenizer.json."
+        hint = (
+            f"Supported: {', '.join(builders)}. Otherwise convert the model from safetensors with its tokenizer.json."
+        )
         raise UnsupportedModelError(f"{name} has a tokenizer of kind {kind!r}, which is not supported.", hint=hint)
     vocabulary = read_gguf_vocabulary(name, fields, config)
     with tokenizer_errors(name):
@@ -254,7 +293,9 @@ def build_gguf_byte_level(vocabulary: GGUFVocabulary) -> Any:
     pre = PRE_TOKENIZERS.get(kind)
     if pre is None:
         hint = f"Known: {', '.join(PRE_TOKENIZERS)}."
-        raise UnsupportedModelError(f"{vocabulary.name} splits text in the way {kind!r}, which is not known.", hint=hint)
+        raise UnsupportedModelError(
+            f"{vocabulary.name} splits text in the way {kind!r}, which is not known.", hint=hint
+        )
     merges: list[Any] = [tuple(merge.split(" ")) for merge in vocabulary.get("merges") or []]
     if any(len(pair) != 2 for pair in merges):
         raise CorruptFileError(f"{vocabulary.name} has merges that are not of two tokens.")
@@ -286,7 +327,9 @@ def build_gguf_sentencepiece(vocabulary: GGUFVocabulary) -> Any:
     steps: list[Any] = [normalizers.Prepend(WORD_MARK)] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", WORD_MARK)])
     undo: list[Any] = [decoders.Strip(content=" ", left=1)] if prefix else []
-    tokenizer.decoder = decoders.Sequence([decoders.Replace(WORD_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), *undo])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(WORD_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), *undo]
+    )
     tokenizer.post_processor = processors.Sequence(bos_eos_template(vocabulary, add_bos=True))
     return tokenizer
 
@@ -307,7 +350,9 @@ def merges_from_scores(vocabulary: GGUFVocabulary, scores: list[float]) -> list[
 
 
 def build_gguf_wordpiece(vocabulary: GGUFVocabulary) -> Any:
-    tokens = {role: vocabulary.role_token(role.removesuffix("_token")) or default for role, default in BERT_TOKENS.items()}
+    tokens = {
+        role: vocabulary.role_token(role.removesuffix("_token")) or default for role, default in BERT_TOKENS.items()
+    }
     if tokens["unk_token"] not in vocabulary.ids:
         raise CorruptFileError(f"{vocabulary.name} has no token {tokens['unk_token']!r}.")
     # GGUF does not say whether text is lower-cased. A vocabulary without capitals needs it.

@@ -57,8 +57,12 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str | Mapping[str, str], *, special_tokens: Mapping[str, str] | None = None,
-        model_name: str = "this model", stops: Sequence[str] = (),
+        self,
+        source: str | Mapping[str, str],
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        model_name: str = "this model",
+        stops: Sequence[str] = (),
     ) -> None:
         """special_tokens: by role. stops: texts that begin the next turn, for models without an end token of a turn."""
         self.stops = tuple(stops)
@@ -86,16 +90,28 @@ class ChatTemplate:
         return cls(sources, special_tokens=found, model_name=name)
 
     def render(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] | None = None,
-        *, template_name: str | None = None, **values: Any,
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        template_name: str | None = None,
+        **values: Any,
     ) -> str:
-        """The text of a conversation, by default up to the beginning of the answer. Other keywords reach the template."""
+        """The text of a conversation, by default up to the beginning of the answer. Other keywords reach the
+        template."""
         values = plain({**values, "add_generation_prompt": add_generation_prompt}, "A value for the template")
         return self._render(template_name, {**values, **check_conversation(messages, tools)})
 
     def encode(
-        self, tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None, *, template_name: str | None = None, **values: Any,
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        template_name: str | None = None,
+        **values: Any,
     ) -> list[int]:
         """Token ids of the text of `render`, with names of special tokens inside of messages encoded as plain text.
 
@@ -148,7 +164,9 @@ class ChatTemplate:
                 continue
             if all(line in text for line in prompt.splitlines()):
                 return text
-        raise refusal or InvalidInputError(f"The chat template of {self.model_name} leaves out the description of the tools.")
+        raise refusal or InvalidInputError(
+            f"The chat template of {self.model_name} leaves out the description of the tools."
+        )
 
     def _fill(self, found: CompiledTemplate, values: dict[str, Any]) -> str:
         try:
@@ -240,13 +258,21 @@ def check_conversation(messages: Sequence[Message], tools: Sequence[Mapping[str,
         if calls:
             read_arguments(copy["tool_calls"])
         if isinstance(content, list):
-            copy["content"] = "\n".join(part_text(part, f'{where}["content"][{place}]') for place, part in enumerate(content))
+            copy["content"] = "\n".join(
+                part_text(part, f'{where}["content"][{place}]') for place, part in enumerate(content)
+            )
         elif content is not None and not isinstance(content, str):
             kind = type(content).__name__
-            raise InvalidInputError(f'{where}["content"] must be a string or a list of text parts, not {kind}.', hint=hint)
+            raise InvalidInputError(
+                f'{where}["content"] must be a string or a list of text parts, not {kind}.', hint=hint
+            )
         copies.append(copy)
     given = tools or ()
-    if isinstance(given, str | Mapping) or not isinstance(given, Sequence) or not all(isinstance(t, Mapping) for t in given):
+    if (
+        isinstance(given, str | Mapping)
+        or not isinstance(given, Sequence)
+        or not all(isinstance(t, Mapping) for t in given)
+    ):
         raise InvalidInputError("tools must be a list of JSON schemas.")
     return {"messages": copies, "tools": [plain(dict(tool), f"tools[{i}]") for i, tool in enumerate(given)] or None}
 
@@ -321,7 +347,9 @@ def plain(value: Any, where: str, depth: int = 0) -> Any:
         return [plain(item, where, depth + 1) for item in value]
     if isinstance(value, str):
         return str.__str__(value)
-    raise InvalidInputError(f"{where} holds a {type(value).__name__}; only texts, numbers, lists and dicts are allowed.")
+    raise InvalidInputError(
+        f"{where} holds a {type(value).__name__}; only texts, numbers, lists and dicts are allowed."
+    )
 
 
 def texts_in(value: Any) -> list[str]:

@@ -1,8 +1,8 @@
 """ChunkTokenizer: token ids of texts by looking up the ids of their words, for tokenizers of the BERT kind.
 
-BERT's normaliser changes each character by itself, or with the marks after it, and its pre-tokenizer cuts at white space and
-around punctuation. So the ids of a text without added tokens are the ids of its chunks between the characters in `CUTS`.
-A lookup costs a tenth of the Rust tokenizer's time, which bounds embeddings on a GPU.
+BERT's normaliser changes each character by itself, or with the marks after it, and its pre-tokenizer cuts at white
+space and around punctuation. So the ids of a text without added tokens are the ids of its chunks between the characters
+in `CUTS`. A lookup costs a tenth of the Rust tokenizer's time, which bounds embeddings on a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ CUT_NUMBERS = np.array([CUTS.find(chr(value)) + 1 for value in range(256)])
 TEXT_END = ord("\n")
 KEY_BYTES = 15  # of a chunk in its key; the sixteenth byte is the length
 MAX_CHUNK_BYTES = 64  # longer chunks are not stored
-MAX_CHUNKS, MAX_IDS, MAX_LONG_CHUNKS = 1 << 17, 1 << 18, 1 << 14  # about 12 MB; a full table is replaced by an empty one
+MAX_CHUNKS = 1 << 17
+MAX_IDS = 1 << 18
+MAX_LONG_CHUNKS = 1 << 14  # about 12 MB; a full table is replaced by an empty one
 SLOT_BITS, MAX_PROBES = 18, 8
 MIN_CHARACTERS, BLOCK_CHARACTERS = 256, 1 << 19  # of a block: texts that are looked up together
 USUAL_SHARE = 1 / 8  # of unknown chunks in a block; learning them costs about half of tokenising the texts
@@ -61,7 +63,9 @@ class Block(NamedTuple):
         lengths = cuts[1:] - starts
         places, shifts = starts >> 3, ((starts & 7) << 3).view(np.uint64)
         rests = np.uint64(64) - shifts
-        first, second, third = words.take(places), words.take(places + 1), words.take(places + 2)
+        first = words.take(places)
+        second = words.take(places + 1)
+        third = words.take(places + 2)
         short = np.minimum(lengths, 255)
         heads = (first >> shifts | second << rests) & HEAD_MASKS.take(short)
         tails = (second >> shifts | third << rests) & TAIL_MASKS.take(short) | short.view(np.uint64) << np.uint64(56)
@@ -82,7 +86,9 @@ class KnownChunks:
         self._num_chunks, self._num_ids = 1, 0
         self._heads, self._tails = np.zeros(MAX_CHUNKS, np.uint64), np.zeros(MAX_CHUNKS, np.uint64)
         self._slots = np.zeros(1 << SLOT_BITS, np.int64)
-        self._factors = [np.uint64(secrets.randbits(64) | 1) for _ in range(2)]  # random, so that no text can force collisions
+        self._factors = [
+            np.uint64(secrets.randbits(64) | 1) for _ in range(2)
+        ]  # random, so that no text can force collisions
         nothing = np.zeros(1, np.uint64)
         self._name(self._store(cut_ids)[:1], nothing, nothing)  # an empty chunk has no ids
 
@@ -143,7 +149,10 @@ class ChunkTokenizer:
 
     def __init__(self, rust: RustTokenizer, max_length: int, prefix: list[int], suffix: list[int]) -> None:
         """The Rust tokenizer truncates at max_length; prefix and suffix are the special tokens around every text."""
-        self._rust, self._max_length, self._prefix, self._suffix = rust, max_length, prefix, suffix
+        self._rust = rust
+        self._max_length = max_length
+        self._prefix = prefix
+        self._suffix = suffix
         self._added = [token.content for token in rust.get_added_tokens_decoder().values()]
         self._marks = {next((c for c in content if c in string.punctuation), content) for content in self._added}
         cut_ids = {cut: rust.encode(cut, add_special_tokens=False).ids for cut in CUTS}
@@ -229,7 +238,8 @@ class ChunkTokenizer:
         return len(new) / len(chunks)
 
     def _learn(self, known: KnownChunks, block: Block, places: Mapping[bytes, int], most: int) -> None:
-        """Read at most `most` new chunks with the Rust tokenizer and store their ids. places: of the chunks in the block."""
+        """Read at most `most` new chunks with the Rust tokenizer and store their ids. places: of the chunks in the
+        block."""
         new = [chunk for chunk in places if len(chunk) <= MAX_CHUNK_BYTES][:most]
         read = self._rust.encode_batch_fast([chunk.decode() for chunk in new], add_special_tokens=False)
         ids = {chunk: each.ids for chunk, each in zip(new, read, strict=True) if len(each) < self._max_length}

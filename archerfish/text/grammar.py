@@ -1,4 +1,5 @@
-"""What rules tokens out: grammars of requests, compiled by llguidance for the vocabulary of a model, and lists of tokens."""
+"""What rules tokens out: grammars of requests, compiled by llguidance for the vocabulary of a model, and lists of
+tokens."""
 
 from __future__ import annotations
 
@@ -72,8 +73,12 @@ def read_vocabulary(tokenizer: Tokenizer | None, vocab_size: int, model_name: st
         from llguidance import LLTokenizer, TokenizerWrapper
     except ImportError:
         hint = "Run `pip install 'archerfish[grammar]'`."
-        raise InvalidInputError("Grammars need the package llguidance, which is not installed here.", hint=hint) from None
-    source = tokenizer.to_json() if isinstance(tokenizer, TextTokenizer) else TokenizerWrapper(ByteVocabulary(tokenizer))
+        raise InvalidInputError(
+            "Grammars need the package llguidance, which is not installed here.", hint=hint
+        ) from None
+    source = (
+        tokenizer.to_json() if isinstance(tokenizer, TextTokenizer) else TokenizerWrapper(ByteVocabulary(tokenizer))
+    )
     try:
         try:
             return LLTokenizer(source, n_vocab=vocab_size, eos_token=ends)
@@ -91,7 +96,9 @@ class ByteVocabulary:
         special = tokenizer.special_tokens
         self.eos_token_id, self.bos_token_id = tokenizer.eos_token_ids[0], tokenizer.bos_token_id
         self.special_token_ids = list(special)
-        self.tokens = [special[i].encode() if i in special else tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+        self.tokens = [
+            special[i].encode() if i in special else tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)
+        ]
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
@@ -155,7 +162,11 @@ class GrammarMatcher:
         """A bit for every token: whether it may follow. End tokens may follow where the grammar is complete."""
         bits = np.zeros(self._num_words, dtype=np.int32)
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        if self._matcher.is_error() or not bits.any() or (self._matcher.is_stopped() and not self._matcher.is_accepting()):
+        if (
+            self._matcher.is_error()
+            or not bits.any()
+            or (self._matcher.is_stopped() and not self._matcher.is_accepting())
+        ):
             raise self._dead_end()
         return bits
 
@@ -193,7 +204,7 @@ def grammar_text(kind: str, value: Any) -> str:
                 logger.warning("JSON schema: %s.", remark)
             return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
         case "regex":
-            return LLMatcher.grammar_from_lark(f'start: /{regex_to_lark(value, "d")}/')  # digits are 0 to 9
+            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(value, 'd')}/")  # digits are 0 to 9
         case "choice":
             return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in value))
         case _:
@@ -211,13 +222,18 @@ def reason_of(message: str) -> str:
 
 
 class TokenLimits:
-    """The TokenGrammar of a request. allowed: None stands for all tokens. banned: token sequences that must not be written.
+    """The TokenGrammar of a request. allowed: None stands for all tokens. banned: token sequences that must not be
+    written.
 
     A sequence of several tokens is ruled out at its last token, where the others stand before it.
     """
 
     def __init__(
-        self, grammar: TokenGrammar | None, vocab_size: int, allowed: Iterable[int] | None, banned: Sequence[Sequence[int]]
+        self,
+        grammar: TokenGrammar | None,
+        vocab_size: int,
+        allowed: Iterable[int] | None,
+        banned: Sequence[Sequence[int]],
     ) -> None:
         self._grammar = grammar
         banned = [ids for ids in banned if max(ids) < vocab_size]  # the model cannot write the others

@@ -1,8 +1,8 @@
 """JSON schemas, rewritten so that the grammar library can follow them and whatever it writes is valid.
 
-Keywords that the library does not have are expressed by those that it has, where necessary more narrowly: the items that
-`contains` asks for come first, and an object has no properties but those that its schema names, unless it says otherwise. What
-cannot be expressed is refused by name.
+Keywords that the library does not have are expressed by those that it has, where necessary more narrowly: the items
+that `contains` asks for come first, and an object has no properties but those that its schema names, unless it says
+otherwise. What cannot be expressed is refused by name.
 """
 
 from __future__ import annotations
@@ -14,17 +14,45 @@ from itertools import chain, combinations, permutations
 from typing import Any
 
 from archerfish.errors import InvalidInputError
-from archerfish.text.schema_logic import ALL_TYPES, COUNTS, LIMIT, Schema, SchemaLogic, all_of, any_of, equal_key, members_of
+from archerfish.text.schema_logic import (
+    ALL_TYPES,
+    COUNTS,
+    LIMIT,
+    Schema,
+    SchemaLogic,
+    all_of,
+    any_of,
+    equal_key,
+    members_of,
+)
 
 MAX_EXCLUDED = 4  # alternatives of oneOf that each is told from
 MAX_LISTED = 1_000  # arrays that are written out for uniqueItems
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")  # the library's
 UNEVALUATED = {"object": "unevaluatedProperties", "array": "unevaluatedItems"}
-PLAIN = frozenset((
-    "type", "enum", "const", "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
-    "required", "properties", "patternProperties", "additionalProperties", "prefixItems", "items", LIMIT, *COUNTS[:6],
-    *UNEVALUATED.values(),
-))  # fmt: skip
+PLAIN = frozenset(
+    (
+        "type",
+        "enum",
+        "const",
+        "pattern",
+        "format",
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "multipleOf",
+        "required",
+        "properties",
+        "patternProperties",
+        "additionalProperties",
+        "prefixItems",
+        "items",
+        LIMIT,
+        *COUNTS[:6],
+        *UNEVALUATED.values(),
+    )
+)
 Options = list[Schema]  # of which a value must match at least one
 
 
@@ -54,10 +82,13 @@ class Described:
 
     def __add__(self, other: Described) -> Described:
         return Described(
-            tuple(dict.fromkeys(self.names + other.names)), tuple(dict.fromkeys(self.patterns + other.patterns)),
-            max(self.num_items, other.num_items), self.is_whole or other.is_whole, self.is_listed or other.is_listed,
+            tuple(dict.fromkeys(self.names + other.names)),
+            tuple(dict.fromkeys(self.patterns + other.patterns)),
+            max(self.num_items, other.num_items),
+            self.is_whole or other.is_whole,
+            self.is_listed or other.is_listed,
             self.optional | other.optional,
-        )  # fmt: skip
+        )
 
 
 NOTHING = Described()
@@ -84,7 +115,9 @@ class Rewriter:
         self._is_lenient = is_lenient
         self._options = schema.get("x-guidance")
         self._logic = SchemaLogic(dict(schema))
-        self._parts: dict[int, tuple[Schema, dict[str, Any], list[Options]]] = {}  # with the schema, so that its id stays
+        self._parts: dict[
+            int, tuple[Schema, dict[str, Any], list[Options]]
+        ] = {}  # with the schema, so that its id stays
         self._definitions: dict[str, str] = {}  # their names, by address and closers
         self._pending: list[tuple[str, str, tuple[Closer, ...]]] = []
         self._has_unevaluated = '"unevaluated' in json.dumps(schema)
@@ -122,17 +155,26 @@ class Rewriter:
         if schema is False:
             return False
         own, groups = self._split({} if schema is True else schema, place)
-        if not own and len(groups) == 1 and len(groups[0]) == 1 and isinstance(one := groups[0][0], dict) and "$ref" in one:
+        if (
+            not own
+            and len(groups) == 1
+            and len(groups[0]) == 1
+            and isinstance(one := groups[0][0], dict)
+            and "$ref" in one
+        ):
             return self._refer(one["$ref"], closers)
         leaf = self._write_own(own, place)
         begun = [
             Closer(kind, self._write(own[keyword], f"{place}.{keyword}"))
-            for kind, keyword in UNEVALUATED.items() if keyword in own
-        ]  # fmt: skip
+            for kind, keyword in UNEVALUATED.items()
+            if keyword in own
+        ]
         found: list[tuple[Closer, list[Described]]] = []
         parts: list[Schema] = []
         for closer in (*closers, *begun):
-            bare = {word: held for word, held in own.items() if closer not in begun or not word.startswith("unevaluated")}
+            bare = {
+                word: held for word, held in own.items() if closer not in begun or not word.startswith("unevaluated")
+            }
             described = [self._describe_own(bare, closer.kind)]
             counted: list[Options] = [[] for _ in groups] if LIMIT in own and closer.kind != "default" else groups
             described += [self._describe_options(group, closer.kind, frozenset()) for group in counted]
@@ -201,7 +243,9 @@ class Rewriter:
         seen: set[str] = set()
         for one in described if closer.kind != "default" else ():
             if one.optional & seen:
-                self._give_up(UNEVALUATED[closer.kind], place, "stands beside several alternatives that describe the same")
+                self._give_up(
+                    UNEVALUATED[closer.kind], place, "stands beside several alternatives that describe the same"
+                )
             seen |= one.optional
 
     # What schemas describe
@@ -228,14 +272,21 @@ class Rewriter:
         if LIMIT in own and kind != "default":
             return NOTHING
         if kind == "array":
-            return Described(num_items=len(own.get("prefixItems", ())), is_whole="items" in own or UNEVALUATED[kind] in own)
+            return Described(
+                num_items=len(own.get("prefixItems", ())), is_whole="items" in own or UNEVALUATED[kind] in own
+            )
         names, patterns = list(members_of(own, "properties")), tuple(members_of(own, "patternProperties"))
         rests = [own[keyword] for keyword in ("additionalProperties", UNEVALUATED["object"]) if keyword in own]
         if kind == "default":
             values = own.get("enum", [own.get("const")])
-            names += [*own.get("required", ()), *chain.from_iterable(value for value in values if isinstance(value, dict))]
+            names += [
+                *own.get("required", ()),
+                *chain.from_iterable(value for value in values if isinstance(value, dict)),
+            ]
             rests = [rest for rest in rests if rest is not False]
-        return Described(tuple(names), patterns, is_whole=bool(rests), is_listed=LIMIT not in own and bool(names or patterns))
+        return Described(
+            tuple(names), patterns, is_whole=bool(rests), is_listed=LIMIT not in own and bool(names or patterns)
+        )
 
     # Parts
 
@@ -267,7 +318,9 @@ class Rewriter:
             groups.append(schema["anyOf"])
         if "oneOf" in schema:
             groups.append(self._one_of(schema["oneOf"], place))
-            told_by = members_of(schema, "discriminator").get("propertyName")  # OpenAPI's, which pydantic writes and needs
+            told_by = members_of(schema, "discriminator").get(
+                "propertyName"
+            )  # OpenAPI's, which pydantic writes and needs
             groups += [[{"required": [told_by]}]] if isinstance(told_by, str) else []
         return groups
 
@@ -280,7 +333,9 @@ class Rewriter:
             negated = self._logic.negate(schema["if"])
             if negated is False and schema["if"] is not True:
                 self._remark(f"if at {place} is taken to hold: what it says cannot be excluded")
-            groups.append([all_of([schema["if"], schema.get("then", True)]), all_of([negated, schema.get("else", True)])])
+            groups.append(
+                [all_of([schema["if"], schema.get("then", True)]), all_of([negated, schema.get("else", True)])]
+            )
         for keyword in ("dependencies", "dependentSchemas", "dependentRequired"):
             for name, needed in members_of(schema, keyword).items():
                 inner = {"required": needed} if isinstance(needed, list) else needed
@@ -303,9 +358,10 @@ class Rewriter:
     def _one_of(self, options: Options, place: str) -> Options:
         """Alternatives that exclude each other; if that cannot be said, they are taken as they are, with a remark."""
         pairs = [
-            (left, right) for left, right in combinations(range(len(options)), 2)
+            (left, right)
+            for left, right in combinations(range(len(options)), 2)
             if not self._logic.are_disjoint(options[left], options[right])
-        ]  # fmt: skip
+        ]
         found: Options = []
         for index, option in enumerate(options):
             others = [options[sum(pair) - index] for pair in pairs if index in pair]
@@ -319,7 +375,8 @@ class Rewriter:
         return found
 
     def _exclude(self, other: Schema, option: Schema) -> Schema:
-        """A schema that excludes another; simply by leaving out what the other requires, if the option does not have it."""
+        """A schema that excludes another; simply by leaving out what the other requires, if the option does not have
+        it."""
         followed = self._logic.follow(other)
         names = self._describe(option, "default", frozenset()).names
         required = followed.get("required", ()) if isinstance(followed, dict) else ()
@@ -332,7 +389,9 @@ class Rewriter:
         schema = self._logic.follow(schema)
         if schema is False:
             return [[{"maxProperties": 0}]]
-        stated = {} if schema is True else {word: held for word, held in schema.items() if word in PLAIN and word != "type"}
+        stated = (
+            {} if schema is True else {word: held for word, held in schema.items() if word in PLAIN and word != "type"}
+        )
         values = self._logic.values(stated)
         groups = self._split(schema, place)[1] if isinstance(schema, dict) else []
         if not stated and not groups:

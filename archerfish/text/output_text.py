@@ -1,7 +1,7 @@
 """The text of one sequence while it grows: tokens in, text that can be shown out.
 
-Tokens of a byte-level vocabulary (Llama 3, Qwen, SmolLM) are bytes for an incremental UTF-8 decoder. Other tokens are decoded
-by the tokenizer, a few at a time together with the tokens before them, because spaces depend on those.
+Tokens of a byte-level vocabulary (Llama 3, Qwen, SmolLM) are bytes for an incremental UTF-8 decoder. Other tokens are
+decoded by the tokenizer, a few at a time together with the tokens before them, because spaces depend on those.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 class OutputText:
     """Detokenises one sequence, finds its stop strings, and hides the token that ended it.
 
-    Without a tokenizer, and for tokens of stages, which stand for no text, it only counts tokens. What `feed` gives, joined, is
-    what the tokenizer decodes after the prompt. It gives only text that later tokens cannot change; after the last ones an
-    incomplete character becomes U+FFFD. A character that begins in the prompt and ends in the output belongs to the output.
+    Without a tokenizer, and for tokens of stages, which stand for no text, it only counts tokens. What `feed` gives,
+    joined, is what the tokenizer decodes after the prompt. It gives only text that later tokens cannot change; after
+    the last ones an incomplete character becomes U+FFFD. A character that begins in the prompt and ends in the output
+    belongs to the output.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
@@ -142,7 +143,9 @@ def num_common(left: str, right: str) -> int:
     """The length of the common beginning of two texts."""
     if right.startswith(left):
         return len(left)
-    return next((place for place, (one, other) in enumerate(zip(left, right, strict=False)) if one != other), len(right))
+    return next(
+        (place for place, (one, other) in enumerate(zip(left, right, strict=False)) if one != other), len(right)
+    )
 
 
 class StopStrings:

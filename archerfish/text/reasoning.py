@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 OPEN, CLOSE = "<think>", "</think>"
 CHANNEL = "<|channel|>"  # before the name of a channel, in gpt-oss's vocabulary
 # What is left of the headers of its messages without special tokens.
-CHANNELS, TURN, CALL_TO, FORMAT = ("analysis", "commentary", "final"), "assistant", " to=functions.", " json"
+CHANNELS = ("analysis", "commentary", "final")
+TURN = "assistant"
+CALL_TO = " to=functions."
+FORMAT = " json"
 FINAL = f"{CHANNEL}final<|message|>"
 CALL = f"commentary{CALL_TO}"
 FIRST_HEADER = re.compile(
@@ -23,7 +26,9 @@ FIRST_HEADER = re.compile(
 )
 HEADER = re.compile(TURN + FIRST_HEADER.pattern)
 MOST_HEADER = 200  # characters
-TAIL_TOKENS = 16  # at the end of a prompt that may hold an open mark: a mark and a line break, also one token a character
+TAIL_TOKENS = (
+    16  # at the end of a prompt that may hold an open mark: a mark and a line break, also one token a character
+)
 
 
 def has_reasoning(tokenizer: Tokenizer, template: ChatTemplate) -> bool:
@@ -39,11 +44,15 @@ def ends_inside(prompt_end: str, answer_start: str) -> bool:
     return prompt_end.rstrip().endswith(OPEN)
 
 
-def answer_parser(tokenizer: Tokenizer | None, template: ChatTemplate, prompt_ids: Sequence[int]) -> AnswerParser | None:
+def answer_parser(
+    tokenizer: Tokenizer | None, template: ChatTemplate, prompt_ids: Sequence[int]
+) -> AnswerParser | None:
     """The parser of an answer to a rendered conversation; None for models without reasoning."""
     if tokenizer is None or not has_reasoning(tokenizer, template):
         return None
-    return parser_for(tokenizer, ends_inside(tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False), ""))
+    return parser_for(
+        tokenizer, ends_inside(tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False), "")
+    )
 
 
 def parser_for(tokenizer: Tokenizer, is_open: bool) -> AnswerParser:
@@ -54,8 +63,8 @@ def parser_for(tokenizer: Tokenizer, is_open: bool) -> AnswerParser:
 class ReasoningParser:
     """Splits an answer into reasoning and text as it comes; how it is cut into pieces does not matter.
 
-    Reasoning is what stands between the marks at the beginning, or before the closing mark if the prompt has opened it. White
-    space around it is dropped.
+    Reasoning is what stands between the marks at the beginning, or before the closing mark if the prompt has opened it.
+    White space around it is dropped.
     """
 
     def __init__(self, is_open: bool) -> None:
@@ -86,7 +95,9 @@ class ReasoningParser:
             self._is_start = self._is_start and not reasoning
             if not mark:
                 return reasoning, ""
-            self._mark, held, self._is_start = "", rest, True
+            self._mark = ""
+            held = rest
+            self._is_start = True
         self._held = ""
         if self._is_start:
             held = held.lstrip()
@@ -97,8 +108,8 @@ class ReasoningParser:
 class ChannelParser:
     """Splits an answer of gpt-oss, without its special tokens, by the headers of its messages.
 
-    The channel analysis is reasoning. What calls a tool is text that begins with CALL and the tool's name, wherever the header
-    has them; the other headers are dropped.
+    The channel analysis is reasoning. What calls a tool is text that begins with CALL and the tool's name, wherever the
+    header has them; the other headers are dropped.
     """
 
     def __init__(self) -> None:

@@ -16,29 +16,77 @@ MAX_STEPS = 20_000  # schemas that are looked at for one, again and again where 
 ALL_TYPES = ("null", "boolean", "number", "string", "array", "object")
 # Keywords by what they hold.
 ONE_SCHEMA = (
-    "items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
-    "unevaluatedItems", "unevaluatedProperties",
-)  # fmt: skip
+    "items",
+    "additionalProperties",
+    "additionalItems",
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "propertyNames",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+)
 SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
-ANNOTATIONS = frozenset((
-    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$defs", "definitions",
-    "$schema", "$id", "$anchor",
-))  # fmt: skip
+COUNTS = (
+    "minLength",
+    "maxLength",
+    "minItems",
+    "maxItems",
+    "minProperties",
+    "maxProperties",
+    "minContains",
+    "maxContains",
+)
+ANNOTATIONS = frozenset(
+    (
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "$comment",
+        "$defs",
+        "definitions",
+        "$schema",
+        "$id",
+        "$anchor",
+    )
+)
 LIMIT = "x-archerfish-limit"  # marks a schema that limits values, but does not evaluate their properties and items
-NOT_NEGATED = frozenset((
-    "pattern", "format", "multipleOf", "patternProperties", "additionalProperties", "propertyNames", "uniqueItems", "oneOf",
-    "unevaluatedProperties", "unevaluatedItems", "$dynamicRef",
-))  # fmt: skip
-# The keyword that a number's, a length's or a count's negation has, the type that it needs, and what is added to the value.
+NOT_NEGATED = frozenset(
+    (
+        "pattern",
+        "format",
+        "multipleOf",
+        "patternProperties",
+        "additionalProperties",
+        "propertyNames",
+        "uniqueItems",
+        "oneOf",
+        "unevaluatedProperties",
+        "unevaluatedItems",
+        "$dynamicRef",
+    )
+)
+# The keyword that a number's, a length's or a count's negation has, the type that it needs, and what is added to the
+# value.
 OPPOSITES = {
-    "minimum": ("exclusiveMaximum", "number", 0), "exclusiveMinimum": ("maximum", "number", 0),
-    "maximum": ("exclusiveMinimum", "number", 0), "exclusiveMaximum": ("minimum", "number", 0),
-    "minLength": ("maxLength", "string", -1), "maxLength": ("minLength", "string", 1),
-    "minItems": ("maxItems", "array", -1), "maxItems": ("minItems", "array", 1),
-    "minProperties": ("maxProperties", "object", -1), "maxProperties": ("minProperties", "object", 1),
-}  # fmt: skip
+    "minimum": ("exclusiveMaximum", "number", 0),
+    "exclusiveMinimum": ("maximum", "number", 0),
+    "maximum": ("exclusiveMinimum", "number", 0),
+    "exclusiveMaximum": ("minimum", "number", 0),
+    "minLength": ("maxLength", "string", -1),
+    "maxLength": ("minLength", "string", 1),
+    "minItems": ("maxItems", "array", -1),
+    "maxItems": ("minItems", "array", 1),
+    "minProperties": ("maxProperties", "object", -1),
+    "maxProperties": ("minProperties", "object", 1),
+}
 
 
 def all_of(schemas: Iterable[Schema]) -> Schema:
@@ -138,7 +186,9 @@ class SchemaLogic:
     def count_step(self) -> None:
         self._num_steps += 1
         if self._num_steps > MAX_STEPS:
-            raise InvalidInputError("The JSON schema is too complex: it combines too many schemas.", hint="Make it simpler.")
+            raise InvalidInputError(
+                "The JSON schema is too complex: it combines too many schemas.", hint="Make it simpler."
+            )
 
     def resolve(self, address: str) -> Schema:
         document, _, fragment = address.partition("#")
@@ -223,7 +273,8 @@ class SchemaLogic:
     # Negation
 
     def negate(self, schema: Schema) -> Schema:
-        """A schema of values that do not match. It may lack some of them: it is False if nothing is known about them."""
+        """A schema of values that do not match. It may lack some of them: it is False if nothing is known about
+        them."""
         self.count_step()
         if isinstance(schema, bool):
             return not schema
@@ -268,7 +319,10 @@ class SchemaLogic:
         for name, inner in members_of(schema, "properties").items():
             negated = self.negate(inner)
             found.append(negated and {"type": "object", "required": [name], "properties": {name: negated}})
-        for name, needed in {**members_of(schema, "dependentRequired"), **members_of(schema, "dependentSchemas")}.items():
+        for name, needed in {
+            **members_of(schema, "dependentRequired"),
+            **members_of(schema, "dependentSchemas"),
+        }.items():
             inner = {"required": needed} if isinstance(needed, list) else needed
             found.append(all_of([{"type": "object", "required": [name]}, self.negate(inner)]))
         return found
@@ -278,7 +332,9 @@ class SchemaLogic:
         first = schema.get("prefixItems", [])
         for index, inner in enumerate(first):
             negated = self.negate(inner)
-            found.append(negated and {"type": "array", "minItems": index + 1, "prefixItems": [True] * index + [negated]})
+            found.append(
+                negated and {"type": "array", "minItems": index + 1, "prefixItems": [True] * index + [negated]}
+            )
         if isinstance(schema.get("items"), list):
             return found
         if schema.get("items") is False:
@@ -309,4 +365,3 @@ def other_values(values: Sequence[Any]) -> list[Schema]:
         for low, high in pairwise(numbers):
             found.append({"type": "number", "exclusiveMinimum": low, "exclusiveMaximum": high} if low < high else False)
     return found
-

@@ -1,8 +1,9 @@
 """ChatEnvironment: a jinja2 sandbox for chat templates that also bounds time and memory.
 
-A template comes with a model's files, so it is not trusted. jinja2's sandbox hides Python's internals, but lets a template loop
-for hours or build gigabytes. Here every loop iteration, call and filter is counted, and the size of texts and lists is checked
-before they are made. The counting is compiled into the template: each loop body and loop condition begins with it.
+A template comes with a model's files, so it is not trusted. jinja2's sandbox hides Python's internals, but lets a
+template loop for hours or build gigabytes. Here every loop iteration, call and filter is counted, and the size of texts
+and lists is checked before they are made. The counting is compiled into the template: each loop body and loop condition
+begins with it.
 """
 
 from __future__ import annotations
@@ -31,8 +32,19 @@ MAX_CHARACTERS = 64_000_000  # of all texts that a rendering makes, intermediate
 MAX_SECONDS = 3.0  # of processor time of this thread
 MAX_WIDTH = 1000  # of padding and indentation
 WIDTHS = (  # filters and methods whose numbers are widths
-    "batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "to_bytes", "tojson", "truncate", "wordwrap", "zfill",
-)  # fmt: skip
+    "batch",
+    "center",
+    "expandtabs",
+    "indent",
+    "ljust",
+    "rjust",
+    "slice",
+    "to_bytes",
+    "tojson",
+    "truncate",
+    "wordwrap",
+    "zfill",
+)
 STRUCTURE_FILTERS = frozenset((  # those that make no text of their values
     "abs", "attr", "count", "d", "default", "dictsort", "first", "float", "groupby", "int", "items", "last", "length", "list",
     "map", "max", "min", "random", "reject", "rejectattr", "reverse", "round", "select", "selectattr", "sort", "sum", "unique",
@@ -70,7 +82,8 @@ class Budget(threading.local):
             raise LimitError(f"it takes more than {MAX_SECONDS:g} seconds")
 
     def take_text_of(self, value: Any) -> Any:
-        """Count the characters of a value's text and return the value. A list that is in it several times counts each time."""
+        """Count the characters of a value's text and return the value. A list that is in it several times counts each
+        time."""
         pending = [value]
         while pending:
             item, num_characters = pending.pop(), 0
@@ -118,7 +131,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         self.budget = Budget()
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols], finalize=self.budget.take_text_of
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[GenerationTag, loopcontrols],
+            finalize=self.budget.take_text_of,
         )
         self.filters["tojson"] = to_json
         for name, function in list(self.filters.items()):
@@ -285,7 +301,10 @@ def strftime_now(form: str) -> str:
 
 
 def to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
     """As in transformers; jinja2's own filter escapes characters of HTML."""

@@ -19,12 +19,15 @@ if TYPE_CHECKING:
 class TextTokenizer:
     """The tokenizer of a model directory.
 
-    config and generation_config are the model's; without them the files in the directory are read. The vocabulary is parsed
-    on first use. Safe to use from several threads at once.
+    config and generation_config are the model's; without them the files in the directory are read. The vocabulary is
+    parsed on first use. Safe to use from several threads at once.
     """
 
     def __init__(
-        self, directory: str | Path, *, config: Mapping[str, Any] | None = None,
+        self,
+        directory: str | Path,
+        *,
+        config: Mapping[str, Any] | None = None,
         generation_config: Mapping[str, Any] | None = None,
     ) -> None:
         file = self._file = find_tokenizer(Path(directory))
@@ -149,7 +152,8 @@ def kinds_in(decoder: Mapping[str, Any]) -> list[str]:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes in byte-level vocabularies: printable ones unchanged, others from U+0100 on."""
+    """The characters that stand for bytes in byte-level vocabularies: printable ones unchanged, others from U+0100
+    on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {chr(256 + place): value for place, value in enumerate(others)}

@@ -44,7 +44,8 @@ class Tokenizer(Protocol):
 
     @property
     def decoder_kinds(self) -> frozenset[str]:
-        """Kinds of the steps that turn tokens into text. If "ByteLevel" is the only one, a text is its tokens' bytes."""
+        """Kinds of the steps that turn tokens into text. If "ByteLevel" is the only one, a text is its tokens'
+        bytes."""
 
     def encode(self, text: str, add_special_tokens: bool = True, *, plain: bool = False) -> list[int]:
         """Token ids of a text. Names of special tokens in it become those tokens, unless `plain`."""
@@ -75,8 +76,8 @@ class FastTokenizer:
     def __init__(
         self, tokenizer_path: str | Path, max_length: int = 512, markers: Sequence[str] = (), *, lowers: bool = False
     ) -> None:
-        """markers: tokens of the vocabulary that are taken whole where a text begins with them. lowers: words become lower
-        case first."""
+        """markers: tokens of the vocabulary that are taken whole where a text begins with them. lowers: words become
+        lower case first."""
         file = find_tokenizer(Path(tokenizer_path))
         self._base: RustTokenizer = open_tokenizer(file)
         settings = self._settings = read_settings(file.parent / "tokenizer_config.json")
@@ -99,7 +100,8 @@ class FastTokenizer:
         found = chunks.tokenize(texts, length)
         rest = iter(read(tokenizer, [text for text, ids in zip(texts, found, strict=True) if ids is None]))
         return [
-            next(rest) if ids is None else TokenizedText(chunks.cut(ids, length), is_cut=len(ids) > length) for ids in found
+            next(rest) if ids is None else TokenizedText(chunks.cut(ids, length), is_cut=len(ids) > length)
+            for ids in found
         ]
 
     def encode(self, texts: str | Sequence[str], max_length: int = 512) -> dict[str, torch.Tensor]:
@@ -145,7 +147,8 @@ class FastTokenizer:
         return ids[0]
 
     def _cutting_at(self, max_length: int) -> Any:
-        """A tokenizer that truncates at max_length. Truncation is state of a Rust tokenizer, so each length has a copy."""
+        """A tokenizer that truncates at max_length. Truncation is state of a Rust tokenizer, so each length has a
+        copy."""
         found = self._by_length.get(max_length)
         if found is None:
             num_special = self._base.num_special_tokens_to_add(False)

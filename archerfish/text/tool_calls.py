@@ -1,7 +1,7 @@
 """Tool calls: finding them in a model's text as it comes, describing tools in a prompt, and grammars that force a call.
 
-A call is a JSON object with a name and arguments, alone or in a list, after the mark of the model's style. At the beginning of
-a text the mark may be missing, because a special token is usually not part of the text.
+A call is a JSON object with a name and arguments, alone or in a list, after the mark of the model's style. At the
+beginning of a text the mark may be missing, because a special token is usually not part of the text.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ STYLES = {
     "llama3": Style("<|python_tag|>", separator=";", arguments="parameters"),
     "mistral": Style("[TOOL_CALLS]", is_list=True),
     "granite": Style("<|tool_call|>", is_list=True),
-    "harmony": Style("commentary to=functions.", sign=CHANNEL, is_named=True),  # gpt-oss; special tokens are not in the text
+    "harmony": Style(
+        "commentary to=functions.", sign=CHANNEL, is_named=True
+    ),  # gpt-oss; special tokens are not in the text
     "cohere": Style("<|START_ACTION|>", "<|END_ACTION|>", name="tool_name", arguments="parameters", is_list=True),
 }
 HARMONY_CALL = ("<|channel|>", "<|constrain|>", "<|message|>", "<|call|>")  # special tokens of a call
@@ -73,8 +75,8 @@ class NotACallError(Exception):
 class ToolCallParser:
     """Splits an answer into text and calls as it comes. Whatever is not a valid call is text.
 
-    The result does not depend on how the answer is cut into pieces. Only the given tools can be called; without tools every
-    name is valid. White space around calls is dropped.
+    The result does not depend on how the answer is cut into pieces. Only the given tools can be called; without tools
+    every name is valid. White space around calls is dropped.
     """
 
     def __init__(self, style: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -99,7 +101,8 @@ class ToolCallParser:
         return self._take()
 
     def finish(self) -> list[ToolPiece]:
-        """The pieces of the text that was held back. A truncated call stays as it is; a truncated end mark is dropped."""
+        """The pieces of the text that was held back. A truncated call stays as it is; a truncated end mark is
+        dropped."""
         while self._block is not None or self._tail:
             if self._block is not None:
                 self._break_off()
@@ -123,7 +126,9 @@ class ToolCallParser:
             try:
                 self._block.send(character)
             except StopIteration:  # the calls are complete; more may follow
-                self._block, self._blanks, self._has_only_calls = None, "", True
+                self._block = None
+                self._blanks = ""
+                self._has_only_calls = True
             except NotACallError:
                 self._break_off()
             else:
@@ -178,7 +183,11 @@ class ToolCallParser:
             self._write(character)
 
     def _open(self, mark: str) -> None:
-        self._tail, self._mark, self._held, self._num_before, self._is_begun = "", mark, list(mark), self.num_calls, False
+        self._tail = ""
+        self._mark = mark
+        self._held = list(mark)
+        self._num_before = self.num_calls
+        self._is_begun = False
         self._block = self._read_calls()
         next(self._block)
 
@@ -228,7 +237,8 @@ class ToolCallParser:
     def _read_call(self) -> Reader[None]:
         """Read an object after its opening brace. A call is reported when its name is known and its arguments begin.
 
-        Arguments are not validated, only followed to their end. Without a mark, an object with unusual keys is not a call.
+        Arguments are not validated, only followed to their end. Without a mark, an object with unusual keys is not a
+        call.
         """
         name: str | None = None
         arguments: list[str] | None = None
@@ -363,7 +373,9 @@ def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]
             raise InvalidInputError(f"Two tools are called {name!r}.")
         schema = function.get("parameters", function.get("input_schema"))
         if schema is not None and not isinstance(schema, Mapping):
-            raise InvalidInputError(f"The parameters of the tool {name!r} must be a JSON schema, not {type(schema).__name__}.")
+            raise InvalidInputError(
+                f"The parameters of the tool {name!r} must be a JSON schema, not {type(schema).__name__}."
+            )
         found[name] = {"type": "object", **(schema or {})}
     return found
 
@@ -397,13 +409,21 @@ def written_calls(calls: object, where: str) -> list[str]:
 
 
 def grammar_for_tools(
-    style: str, tools: Sequence[Mapping[str, Any]], tool_choice: str | Mapping[str, Any], *, is_parallel: bool = False,
-    tokenizer: Tokenizer | None = None, answer: Mapping[str, Any] | None = None, remarks: list[str] | None = None,
+    style: str,
+    tools: Sequence[Mapping[str, Any]],
+    tool_choice: str | Mapping[str, Any],
+    *,
+    is_parallel: bool = False,
+    tokenizer: Tokenizer | None = None,
+    answer: Mapping[str, Any] | None = None,
+    remarks: list[str] | None = None,
 ) -> dict[str, Any] | None:
-    """A grammar for `SamplingParams` that forces a call, or with "auto" and `answer` either calls or an answer of that schema.
+    """A grammar for `SamplingParams` that forces a call, or with "auto" and `answer` either calls or an answer of that
+    schema.
 
     It is None if there is nothing to force. tool_choice: "auto", "none", "required", or {"name": ...} for one tool.
-    is_parallel: allows several calls. With the model's tokenizer, a mark that is a special token is forced as that token.
+    is_parallel: allows several calls. With the model's tokenizer, a mark that is a special token is forced as that
+    token.
     remarks: gets what of the tools' schemas is not followed.
     """
     if tool_choice == "none" or (tool_choice == "auto" and answer is None):
@@ -416,7 +436,10 @@ def grammar_for_tools(
         hint = did_you_mean(chosen[0], schemas)
         raise InvalidInputError(f"tool_choice names {chosen[0]!r}, which is not among the tools.", hint=hint)
     has_answer = tool_choice == "auto" and answer is not None
-    rules = ["start: calls | answer" if has_answer else "start: calls", f"calls: {shape_of(written, is_parallel, tokenizer)}"]
+    rules = [
+        "start: calls | answer" if has_answer else "start: calls",
+        f"calls: {shape_of(written, is_parallel, tokenizer)}",
+    ]
     rules.append(f"call: {' | '.join(f'call_{place}' for place in range(len(chosen)))}")
     for place, name in enumerate(chosen):
         try:
@@ -433,10 +456,16 @@ def grammar_for_tools(
             rules.append(f"call_{place}: {json_rule({**call, '$defs': schema.get('$defs', {})})}")
             continue
         if written.is_named:
-            rules += [f"call_{place}: {named_call(written, name, place, tokenizer)}", f"arguments_{place}: {json_rule(schema)}"]
+            rules += [
+                f"call_{place}: {named_call(written, name, place, tokenizer)}",
+                f"arguments_{place}: {json_rule(schema)}",
+            ]
             continue
         before = f'{{"{written.name}": {json.dumps(name, ensure_ascii=False)}, "{written.arguments}": '
-        rules += [f'call_{place}: {json.dumps(before)} arguments_{place} "}}"', f"arguments_{place}: {json_rule(schema)}"]
+        rules += [
+            f'call_{place}: {json.dumps(before)} arguments_{place} "}}"',
+            f"arguments_{place}: {json_rule(schema)}",
+        ]
     if answer is not None and has_answer:
         rules.append(f"answer: {json_rule(rewrite_schema(answer)[0])}")
     return {"kind": "lark", "value": "\n".join(rules) + "\n"}

@@ -42,7 +42,8 @@ class WorldTokenizer:
 
     @classmethod
     def find(cls, directory: str | Path, config: Mapping[str, Any] | None = None) -> WorldTokenizer | None:
-        """The tokenizer of a directory with such a vocabulary, or of an RWKV model with the World vocabulary; else None.
+        """The tokenizer of a directory with such a vocabulary, or of an RWKV model with the World vocabulary; else
+        None.
 
         config is the model's; without it the files in the directory are read.
         """
@@ -62,12 +63,15 @@ class WorldTokenizer:
     def encode_bytes(self, data: bytes) -> list[int]:
         """Token ids of any bytes.
 
-        `longest` has every prefix of every token, so a missing prefix has no longer match. The search starts at four bytes,
-        a usual length.
+        `longest` has every prefix of every token, so a missing prefix has no longer match. The search starts at four
+        bytes, a usual length.
         """
         longest = self._longest
         ids: list[int] = []
-        get, append, place, end = longest.get, ids.append, 0, len(data)
+        get = longest.get
+        append = ids.append
+        place = 0
+        end = len(data)
         while place < end:
             found = get(data[place : place + 4])
             if found is None:
@@ -120,7 +124,8 @@ class WorldTokenizer:
 
 
 def read_vocabulary(file: Path) -> list[bytes]:
-    """Tokens by id, empty for missing ids. A line is an id, a Python literal (str or bytes), and its length in bytes."""
+    """Tokens by id, empty for missing ids. A line is an id, a Python literal (str or bytes), and its length in
+    bytes."""
     try:
         raw = file.read_bytes()
         lines = (gzip.decompress(raw) if file.suffix == ".gz" else raw).decode().removesuffix("\n").split("\n")
@@ -131,7 +136,9 @@ def read_vocabulary(file: Path) -> list[bytes]:
         try:
             token_id, token = parse_line(line)
         except (ValueError, TypeError, SyntaxError) as error:
-            raise CorruptFileError(f"{file}, line {number}: {line[:60]!r} is not a token with its id and length.") from error
+            raise CorruptFileError(
+                f"{file}, line {number}: {line[:60]!r} is not a token with its id and length."
+            ) from error
         if token_id in tokens or not token:
             raise CorruptFileError(f"{file}, line {number}: the id {token_id} is there twice, or its token is empty.")
         tokens[token_id] = token

@@ -1,7 +1,7 @@
 """Drives a running server through other projects' clients and prints a table: `make test-clients`.
 
-It starts `archerfish serve` with the built-in models on a free port, or takes the server of `--url`. No client needs a network.
-The exit code is 1 if a check failed.
+It starts `archerfish serve` with the built-in models on a free port, or takes the server of `--url`. No client needs a
+network. The exit code is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -128,15 +128,22 @@ def run_all(checks: Sequence[Check], server: Server) -> dict[str, int]:
         counts[result] += 1
         shown = f"{COLORS[result]}{result:7}\033[0m" if sys.stdout.isatty() else f"{result:7}"
         seconds = time.perf_counter() - since
-        print(f"{check.client:{client}} | {check.name:{name}} | {shown} | {seconds:7.1f}  {why[:300]}".rstrip(), flush=True)
+        print(
+            f"{check.client:{client}} | {check.name:{name}} | {shown} | {seconds:7.1f}  {why[:300]}".rstrip(),
+            flush=True,
+        )
     return counts
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="scripts.clients", description="A server, driven through other projects' clients.")
+    parser = argparse.ArgumentParser(
+        prog="scripts.clients", description="A server, driven through other projects' clients."
+    )
     parser.add_argument("--url", help="a server that runs already, as http://127.0.0.1:8000; without it one is started")
     parser.add_argument("--archerfish", default="archerfish", metavar="PROGRAM", help="the program that starts one")
-    parser.add_argument("--only", default="", metavar="NAMES", help="clients to run, separated by commas, as in the table")
+    parser.add_argument(
+        "--only", default="", metavar="NAMES", help="clients to run, separated by commas, as in the table"
+    )
     options = parser.parse_args(args)
     names = {name.strip() for name in options.only.split(",")} - {""}
     known = list(dict.fromkeys(check.client for check in CHECKS))

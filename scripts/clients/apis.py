@@ -1,4 +1,5 @@
-"""Checks through curl, plain HTTP and the packages of those whose routes we have: OpenAI, Anthropic, Cohere, TEI, Ollama."""
+"""Checks through curl, plain HTTP and the packages of those whose routes we have: OpenAI, Anthropic, Cohere, TEI,
+Ollama."""
 
 from __future__ import annotations
 
@@ -8,7 +9,21 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from scripts.clients.checks import ASK, HI, KEY, QUERY, SHORT, TEXTS, TOOL, WEATHER, Server, Weather, check, command, weather
+from scripts.clients.checks import (
+    ASK,
+    HI,
+    KEY,
+    QUERY,
+    SHORT,
+    TEXTS,
+    TOOL,
+    WEATHER,
+    Server,
+    Weather,
+    check,
+    command,
+    weather,
+)
 
 
 def assert_ranked(results: Any) -> None:
@@ -41,7 +56,9 @@ def curl_chat(server: Server) -> None:
 @check("curl", "stream")
 def curl_stream(server: Server) -> None:
     body = json.dumps({"messages": HI, **SHORT, "stream": True})
-    answer = command("curl", "-sfN", f"{server.v1}/chat/completions", "-H", "Content-Type: application/json", "-d", body)
+    answer = command(
+        "curl", "-sfN", f"{server.v1}/chat/completions", "-H", "Content-Type: application/json", "-d", body
+    )
     assert answer.endswith("data: [DONE]\n\n"), answer
 
 
@@ -55,7 +72,9 @@ def curl_pages(server: Server) -> None:
 def guidellm_usage(server: Server) -> None:
     options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stream": True}
     body = {"model": server.chat, "messages": HI, **SHORT, "ignore_eos": True, **options}
-    events = [line.removeprefix("data: ") for line in request(server, "/v1/chat/completions", body).splitlines() if line]
+    events = [
+        line.removeprefix("data: ") for line in request(server, "/v1/chat/completions", body).splitlines() if line
+    ]
     chunks = [json.loads(event) for event in events if event != "[DONE]"]
     assert all(chunk.get("usage") for chunk in chunks), "a chunk has no usage"
     assert chunks[-1]["usage"]["completion_tokens"] == 8
@@ -63,19 +82,40 @@ def guidellm_usage(server: Server) -> None:
 
 @check("plain HTTP", "harmless parameters of chat")
 def harmless_chat(server: Server) -> None:
-    accept_each(server, "/v1/chat/completions", {"messages": HI}, {
-        "reasoning_effort": "low", "verbosity": "low", "add_generation_prompt": True, "continue_final_message": False,
-        "add_special_tokens": False, "echo": False, "truncate_prompt_tokens": 100, "user": "me", "store": False,
-        "metadata": {"a": "b"}, "structured_outputs": {"choice": ["yes", "no"]},
-    })  # fmt: skip
+    accept_each(
+        server,
+        "/v1/chat/completions",
+        {"messages": HI},
+        {
+            "reasoning_effort": "low",
+            "verbosity": "low",
+            "add_generation_prompt": True,
+            "continue_final_message": False,
+            "add_special_tokens": False,
+            "echo": False,
+            "truncate_prompt_tokens": 100,
+            "user": "me",
+            "store": False,
+            "metadata": {"a": "b"},
+            "structured_outputs": {"choice": ["yes", "no"]},
+        },
+    )
 
 
 @check("plain HTTP", "harmless parameters of completions")
 def harmless_completions(server: Server) -> None:
-    accept_each(server, "/v1/completions", {"prompt": "Once"}, {
-        "echo": True, "add_special_tokens": True, "truncate_prompt_tokens": 100, "user": "me",
-        "structured_outputs": {"choice": ["yes", "no"]},
-    })  # fmt: skip
+    accept_each(
+        server,
+        "/v1/completions",
+        {"prompt": "Once"},
+        {
+            "echo": True,
+            "add_special_tokens": True,
+            "truncate_prompt_tokens": 100,
+            "user": "me",
+            "structured_outputs": {"choice": ["yes", "no"]},
+        },
+    )
 
 
 def accept_each(server: Server, path: str, body: dict[str, Any], parameters: dict[str, Any]) -> None:
@@ -127,7 +167,8 @@ def openai_stream(server: Server) -> None:
     async def read() -> tuple[str, Any]:
         async with openai.AsyncOpenAI(base_url=server.v1, api_key=KEY, max_retries=0) as client:
             stream = await client.chat.completions.create(
-                model=server.chat, messages=HI, **SHORT, stream=True, stream_options={"include_usage": True})
+                model=server.chat, messages=HI, **SHORT, stream=True, stream_options={"include_usage": True}
+            )
             chunks = [chunk async for chunk in stream]
         return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices), chunks[-1].usage
 
@@ -140,7 +181,8 @@ def openai_stream(server: Server) -> None:
 def openai_tools(server: Server) -> None:
     client = openai_client(server)
     answer = client.chat.completions.create(
-        model=server.chat, messages=ASK, temperature=0, tools=[TOOL], tool_choice="required")
+        model=server.chat, messages=ASK, temperature=0, tools=[TOOL], tool_choice="required"
+    )
     message = answer.choices[0].message
     call = message.tool_calls[0]
     assert call.function.name == "weather"
@@ -154,7 +196,8 @@ def openai_tools(server: Server) -> None:
 def openai_tool_stream(server: Server) -> None:
     choice = {"type": "function", "function": {"name": "weather"}}
     with openai_client(server).chat.completions.stream(
-        model=server.chat, messages=ASK, temperature=0, tools=[TOOL], tool_choice=choice) as stream:
+        model=server.chat, messages=ASK, temperature=0, tools=[TOOL], tool_choice=choice
+    ) as stream:
         call = stream.get_final_completion().choices[0].message.tool_calls[0]
     assert json.loads(call.function.arguments)["city"] in ("Rome", "Paris")
 
@@ -171,7 +214,8 @@ def openai_parse_with_tools(server: Server) -> None:
     import openai
 
     answer = openai_client(server).chat.completions.parse(
-        model=server.chat, messages=ASK, response_format=Weather, tools=[openai.pydantic_function_tool(Weather)])
+        model=server.chat, messages=ASK, response_format=Weather, tools=[openai.pydantic_function_tool(Weather)]
+    )
     message = answer.choices[0].message
     assert isinstance(message.parsed, Weather) or message.tool_calls
 
@@ -200,21 +244,25 @@ def openai_dimensions(server: Server) -> None:
 
 @check("openai", "embeddings, input type")
 def openai_input_type(server: Server) -> None:
-    answer = openai_client(server).embeddings.create(model=server.embedder, input="a text", extra_body={"input_type": "query"})
+    answer = openai_client(server).embeddings.create(
+        model=server.embedder, input="a text", extra_body={"input_type": "query"}
+    )
     assert len(answer.data[0].embedding) == server.dimension
 
 
 @check("openai", "responses")
 def openai_responses(server: Server) -> None:
     answer = openai_client(server).responses.create(
-        model=server.chat, instructions="Be short.", input="Say hello.", max_output_tokens=16, temperature=0)
+        model=server.chat, instructions="Be short.", input="Say hello.", max_output_tokens=16, temperature=0
+    )
     assert answer.output_text
 
 
 @check("openai", "responses, streamed")
 def openai_response_stream(server: Server) -> None:
     with openai_client(server).responses.stream(
-        model=server.chat, input="Say hello.", max_output_tokens=16, temperature=0) as stream:
+        model=server.chat, input="Say hello.", max_output_tokens=16, temperature=0
+    ) as stream:
         events = list(stream)
     assert events[-1].type in ("response.completed", "response.incomplete")
     deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
@@ -224,8 +272,12 @@ def openai_response_stream(server: Server) -> None:
 @check("openai", "responses, tools")
 def openai_response_tools(server: Server) -> None:
     answer = openai_client(server).responses.create(
-        model=server.chat, input="What is the weather in Rome?", tools=[{"type": "function", "strict": False, **WEATHER}],
-        tool_choice="required", temperature=0)
+        model=server.chat,
+        input="What is the weather in Rome?",
+        tools=[{"type": "function", "strict": False, **WEATHER}],
+        tool_choice="required",
+        temperature=0,
+    )
     assert json.loads(answer.output[0].arguments)["city"] in ("Rome", "Paris")
 
 
@@ -260,7 +312,9 @@ def anthropic_client(server: Server) -> Any:
 
 @check("anthropic", "messages")
 def anthropic_messages(server: Server) -> None:
-    answer = anthropic_client(server).messages.create(model=server.chat, system="Be short.", messages=HI, max_tokens=8, **COLD)
+    answer = anthropic_client(server).messages.create(
+        model=server.chat, system="Be short.", messages=HI, max_tokens=8, **COLD
+    )
     assert answer.content[0].text
     assert answer.usage.output_tokens <= 8
 
@@ -277,7 +331,8 @@ def anthropic_tools(server: Server) -> None:
     client = anthropic_client(server)
     tools = [{"name": "weather", "description": "The weather of a city", "input_schema": WEATHER["parameters"]}]
     answer = client.messages.create(
-        model=server.chat, messages=ASK, max_tokens=64, tools=tools, tool_choice={"type": "any"}, **COLD)
+        model=server.chat, messages=ASK, max_tokens=64, tools=tools, tool_choice={"type": "any"}, **COLD
+    )
     call = next(block for block in answer.content if block.type == "tool_use")
     assert call.input["city"] in ("Rome", "Paris")
     assert answer.stop_reason == "tool_use"
@@ -289,8 +344,12 @@ def anthropic_tools(server: Server) -> None:
 @check("anthropic", "thinking")
 def anthropic_thinking(server: Server) -> None:
     answer = anthropic_client(server).messages.create(
-        model=server.chat, messages=HI, max_tokens=1100, stop_sequences=["!"],
-        thinking={"type": "enabled", "budget_tokens": 1024})
+        model=server.chat,
+        messages=HI,
+        max_tokens=1100,
+        stop_sequences=["!"],
+        thinking={"type": "enabled", "budget_tokens": 1024},
+    )
     assert answer.content
 
 
@@ -331,7 +390,8 @@ def cohere_v2_rerank(server: Server) -> None:
 def cohere_v2_embed(server: Server) -> None:
     _, client = cohere_clients(server)
     found = client.embed(
-        texts=TEXTS, model=server.embedder, input_type="search_query", embedding_types=["float"]).embeddings.float_
+        texts=TEXTS, model=server.embedder, input_type="search_query", embedding_types=["float"]
+    ).embeddings.float_
     assert [len(vector) for vector in found] == [server.dimension] * 2
 
 
@@ -420,8 +480,11 @@ def ollama_schema(server: Server) -> None:
 @check("ollama", "chat, tools")
 def ollama_tools(server: Server) -> None:
     """Ollama has no way to ask for a call, so a text is right too."""
-    message = ollama_client(server).chat(
-        model=server.chat, messages=ASK, tools=[weather], options={"num_predict": 64, "temperature": 0}).message
+    message = (
+        ollama_client(server)
+        .chat(model=server.chat, messages=ASK, tools=[weather], options={"num_predict": 64, "temperature": 0})
+        .message
+    )
     assert message.content or message.tool_calls
 
 

@@ -1,7 +1,8 @@
 """What a check of a client is, and what the checks share.
 
-A check uses its client as that client's documentation says, and looks at the form of the answer, not at how clever it is: the
-built-in models are small. A check imports its client itself, so that one which is not installed turns only its own rows red.
+A check uses its client as that client's documentation says, and looks at the form of the answer, not at how clever it
+is: the built-in models are small. A check imports its client itself, so that one which is not installed turns only its
+own rows red.
 """
 
 from __future__ import annotations

@@ -11,7 +11,21 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from scripts.clients.checks import ASK, HI, KEY, QUERY, SHORT, TEXTS, TOOL, Server, SkipError, Weather, check, command, weather
+from scripts.clients.checks import (
+    ASK,
+    HI,
+    KEY,
+    QUERY,
+    SHORT,
+    TEXTS,
+    TOOL,
+    Server,
+    SkipError,
+    Weather,
+    check,
+    command,
+    weather,
+)
 
 PROMPT = "Say hello."
 WEATHER_PROMPT = "What is the weather in Rome?"
@@ -46,7 +60,9 @@ def langchain_tools(server: Server) -> None:
 
 @check("langchain-openai", "structured output")
 def langchain_structured(server: Server) -> None:
-    assert isinstance(langchain_chat(server, temperature=0).with_structured_output(Weather).invoke(WEATHER_PROMPT), Weather)
+    assert isinstance(
+        langchain_chat(server, temperature=0).with_structured_output(Weather).invoke(WEATHER_PROMPT), Weather
+    )
 
 
 def langchain_embeddings(server: Server, **options: Any) -> Any:
@@ -63,7 +79,8 @@ def langchain_texts(server: Server) -> None:
 
 @check("langchain-openai", "embeddings, token ids")
 def langchain_token_ids(server: Server) -> None:
-    """Its default: ids of OpenAI's vocabulary. No server can tell them from its own, but those beyond its own are refused."""
+    """Its default: ids of OpenAI's vocabulary. No server can tell them from its own, but those beyond its own are
+    refused."""
     import openai
 
     embeddings = langchain_embeddings(server)
@@ -89,21 +106,24 @@ def litellm_module() -> Any:
 @check("litellm", "chat")
 def litellm_chat(server: Server) -> None:
     answer = litellm_module().completion(
-        model=f"openai/{server.chat}", messages=HI, api_base=server.v1, api_key=KEY, **SHORT)
+        model=f"openai/{server.chat}", messages=HI, api_base=server.v1, api_key=KEY, **SHORT
+    )
     assert answer.choices[0].message.content
 
 
 @check("litellm", "stream")
 def litellm_stream(server: Server) -> None:
     chunks = litellm_module().completion(
-        model=f"hosted_vllm/{server.chat}", messages=HI, api_base=server.v1, api_key=KEY, **SHORT, stream=True)
+        model=f"hosted_vllm/{server.chat}", messages=HI, api_base=server.v1, api_key=KEY, **SHORT, stream=True
+    )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
 
 @check("litellm", "anthropic messages")
 def litellm_anthropic(server: Server) -> None:
     answer = litellm_module().completion(
-        model=f"anthropic/{server.chat}", messages=HI, api_base=server.url, api_key=KEY, **SHORT)
+        model=f"anthropic/{server.chat}", messages=HI, api_base=server.url, api_key=KEY, **SHORT
+    )
     assert answer.choices[0].message.content
 
 
@@ -116,14 +136,16 @@ def litellm_ollama(server: Server) -> None:
 @check("litellm", "embeddings")
 def litellm_embeddings(server: Server) -> None:
     answer = litellm_module().embedding(
-        model=f"openai/{server.embedder}", input=TEXTS, api_base=server.v1, api_key=KEY, encoding_format="float")
+        model=f"openai/{server.embedder}", input=TEXTS, api_base=server.v1, api_key=KEY, encoding_format="float"
+    )
     assert [len(item["embedding"]) for item in answer.data] == [server.dimension] * 2
 
 
 @check("litellm", "rerank")
 def litellm_rerank(server: Server) -> None:
     answer = litellm_module().rerank(
-        model=f"hosted_vllm/{server.embedder}", query=QUERY, documents=TEXTS, api_base=server.url, api_key=KEY)
+        model=f"hosted_vllm/{server.embedder}", query=QUERY, documents=TEXTS, api_base=server.url, api_key=KEY
+    )
     assert [result["index"] for result in answer.results] == [1, 0]
 
 
@@ -164,8 +186,15 @@ def llama_index_model(server: Server) -> Any:
     from llama_index.llms.openai_like import OpenAILike
 
     return OpenAILike(
-        model=server.chat, api_base=server.v1, api_key=KEY, is_chat_model=True, is_function_calling_model=True, max_tokens=32,
-        temperature=0, max_retries=0)
+        model=server.chat,
+        api_base=server.v1,
+        api_key=KEY,
+        is_chat_model=True,
+        is_function_calling_model=True,
+        max_tokens=32,
+        temperature=0,
+        max_retries=0,
+    )
 
 
 @check("llama-index", "complete")
@@ -307,8 +336,12 @@ def instruct(server: Server, mode: str) -> Any:
     import instructor
     import openai
 
-    client = instructor.from_openai(openai.OpenAI(base_url=server.v1, api_key=KEY, max_retries=0), mode=instructor.Mode[mode])
-    return client.create(model=server.chat, messages=ASK, response_model=Weather, max_retries=0, max_tokens=64, temperature=0)
+    client = instructor.from_openai(
+        openai.OpenAI(base_url=server.v1, api_key=KEY, max_retries=0), mode=instructor.Mode[mode]
+    )
+    return client.create(
+        model=server.chat, messages=ASK, response_model=Weather, max_retries=0, max_tokens=64, temperature=0
+    )
 
 
 @check("instructor", "tools")
@@ -351,31 +384,43 @@ def vercel_generate(server: Server) -> None:
 
 @check("Vercel AI SDK", "streamText")
 def vercel_stream(server: Server) -> None:
-    vercel(server, """
+    vercel(
+        server,
+        """
 let text = "";
 for await (const part of streamText(asked).textStream) text += part;
-assert(text);""")
+assert(text);""",
+    )
 
 
 @check("Vercel AI SDK", "tools")
 def vercel_tools(server: Server) -> None:
-    vercel(server, """
+    vercel(
+        server,
+        """
 const weather = tool({
   description: "The weather", inputSchema: z.object({ city: z.enum(["Rome", "Paris"]) }), execute: async () => "clear" });
 const answer = await generateText({ ...asked, tools: { weather }, toolChoice: "required" });
-assert.equal(answer.toolResults[0].output, "clear");""")
+assert.equal(answer.toolResults[0].output, "clear");""",
+    )
 
 
 @check("Vercel AI SDK", "structured output")
 def vercel_structured(server: Server) -> None:
-    vercel(server, """
+    vercel(
+        server,
+        """
 const output = Output.object({ schema: z.object({ sky: z.enum(["clear", "cloudy"]), isCold: z.boolean() }) });
-assert.equal(typeof (await generateText({ ...asked, output })).output.isCold, "boolean");""")
+assert.equal(typeof (await generateText({ ...asked, output })).output.isCold, "boolean");""",
+    )
 
 
 @check("Vercel AI SDK", "embedMany")
 def vercel_embed(server: Server) -> None:
-    vercel(server, """
+    vercel(
+        server,
+        """
 const { embeddings } = await embedMany({
   model: provider.embeddingModel(server.embedder), values: ["one", "two"], maxRetries: 0 });
-assert.deepEqual(embeddings.map(vector => vector.length), [server.dimension, server.dimension]);""")
+assert.deepEqual(embeddings.map(vector => vector.length), [server.dimension, server.dimension]);""",
+    )

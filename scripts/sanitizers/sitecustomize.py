@@ -1,4 +1,5 @@
-"""Python reads this at its start under `make test-sanitizers`: the native module is the one that was compiled with checks."""
+"""Python reads this at its start under `make test-sanitizers`: the native module is the one that was compiled with
+checks."""
 
 import os
 import sys

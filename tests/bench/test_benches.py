@@ -37,7 +37,9 @@ class InProcess:
         self.made = getattr(engines, engine, Failing)(**json.loads(json.dumps(arguments)))
 
     def call(self, method: str, **arguments: Any) -> Any:
-        answer = json.loads(json.dumps(engines.answer(self.made, json.dumps({"method": method, "arguments": arguments}))))
+        answer = json.loads(
+            json.dumps(engines.answer(self.made, json.dumps({"method": method, "arguments": arguments})))
+        )
         if "error" in answer:
             raise WorkerError(answer["error"])
         return answer["result"]
@@ -144,7 +146,9 @@ def test_rwkv_keeps_states_without_changing_tokens(llama: Path, monkeypatch: pyt
     report = report_of(rwkv.rwkv(rwkv_options()))
     same = report.summary("requests with the same tokens, share")
     assert same is not None and same.median == 1.0
-    assert {"a state, MB", "one stream, tokens/s", "2 streams, tokens/s", "states kept, requests/s"} < set(report.samples)
+    assert {"a state, MB", "one stream, tokens/s", "2 streams, tokens/s", "states kept, requests/s"} < set(
+        report.samples
+    )
     with pytest.raises(UnsupportedModelError, match="is not a recurrent model"):
         list(rwkv.rwkv(rwkv_options(engine=tiny_config(llama))))
 
@@ -161,12 +165,26 @@ def test_tts_is_measured_against_the_limit_and_the_package(monkeypatch: pytest.M
 
 
 def test_step_bytes_are_weights_without_embeddings_and_states_twice() -> None:
-    facts = {"dtype": "bfloat16", "vocab_size": 10, "config": {"hidden_size": 4}, "weight_bytes": 1000, "block_bytes": 7}
+    facts = {
+        "dtype": "bfloat16",
+        "vocab_size": 10,
+        "config": {"hidden_size": 4},
+        "weight_bytes": 1000,
+        "block_bytes": 7,
+    }
     assert rwkv.step_bytes(facts, 3) == 1000 - 80 + 2 * 3 * 7
 
 
 def gpu_options(**changes: Any) -> Namespace:
-    usual = {"repeats": 1, "only": "", "shapes": "qwen3-0.6b", "vllm_path": "", "no_peers": False, "against": "", "scratch": ""}
+    usual = {
+        "repeats": 1,
+        "only": "",
+        "shapes": "qwen3-0.6b",
+        "vllm_path": "",
+        "no_peers": False,
+        "against": "",
+        "scratch": "",
+    }
     return Namespace(**{**usual, "hub": HubConfig(), **changes})
 
 
@@ -178,7 +196,9 @@ def test_gpu_parts_draw_the_same_prompts_whichever_run() -> None:
         assert others in ({}, *(wanted for *_, wanted in gpu.SAMPLING.values()))
         return float(len(asked))
 
-    assert [metric for metric, _ in gpu.run_parts(generated, gpu.SAMPLING, 1)] == [gpu.PARTS[part] for part in gpu.SAMPLING]
+    assert [metric for metric, _ in gpu.run_parts(generated, gpu.SAMPLING, 1)] == [
+        gpu.PARTS[part] for part in gpu.SAMPLING
+    ]
     found = [(len(prompts), len(prompts[0]), outputs[0]) for prompts, outputs, _ in asked]
     assert found == [(4, 128, 256), *[(128, 128, 256)] * 3, (32, 8192, 256), (256, 2048, 512)]
     long = asked[4]
@@ -234,7 +254,13 @@ def test_gpu_bench_compares_with_vllm_and_survives_its_failure(tmp_path: Path, m
 
 @pytest.mark.no_cover
 def test_startup_maps_random_weights_that_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+    }
     tiny = {**gpu.SHAPES["llama-3.1-8b"], **sizes, "num_key_value_heads": 1, "vocab_size": VOCAB}
     monkeypatch.setitem(gpu.SHAPES, "tiny", tiny)
     monkeypatch.setattr("archerfish.kernels.select.choose_device", lambda name: name)
@@ -251,9 +277,10 @@ def test_startup_maps_random_weights_that_are_written_once(tmp_path: Path, monke
 
 def test_gpu_benches_refuse_wrong_options_and_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for changes, said in (
-        ({"shapes": "qwen3-0.7b"}, "Unknown name in --shapes"), ({"only": "bs2"}, "Unknown name in --only"),
+        ({"shapes": "qwen3-0.7b"}, "Unknown name in --shapes"),
+        ({"only": "bs2"}, "Unknown name in --only"),
         ({"vllm_path": str(tmp_path)}, "has no vllm package"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(InvalidOptionError, match=said):
             list(gpu.measure(gpu_options(**changes)))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -262,7 +289,13 @@ def test_gpu_benches_refuse_wrong_options_and_machines(tmp_path: Path, monkeypat
 
 
 def test_replicas_bench_measures_router_and_digests(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"ROUTED": 3, "ROUTED_TOKENS": 128, "NUM_ROUTED": 4, "NUM_NODES": 1000, "CHANGES_PER_S": 8}.items():
+    for name, value in {
+        "ROUTED": 3,
+        "ROUTED_TOKENS": 128,
+        "NUM_ROUTED": 4,
+        "NUM_NODES": 1000,
+        "CHANGES_PER_S": 8,
+    }.items():
         monkeypatch.setattr(replicas, name, value)
     report = report_of(replicas.measure(Namespace(only="router,digest", rounds=2)))
     values = {metric.rpartition(": ")[2]: samples["archerfish"] for metric, samples in report.samples.items()}
@@ -296,7 +329,9 @@ def test_scheduler_and_cache_costs_have_the_trees_that_they_name(monkeypatch: py
 
 @pytest.mark.no_cover
 def test_store_opens_and_converts(tmp_path: Path) -> None:
-    options = Namespace(model=str(write_model(tmp_path / "source")), rounds=1, hub=HubConfig(cache_dir=str(tmp_path / "cache")))
+    options = Namespace(
+        model=str(write_model(tmp_path / "source")), rounds=1, hub=HubConfig(cache_dir=str(tmp_path / "cache"))
+    )
     report = report_of(store.measure(options))
     assert report.engines == ["archerfish", "safetensors", "torch.load", "torch.load mmap"]
     assert {"converting to arrow, MB/s", "growth of resident memory, MB"} < set(report.samples)
@@ -327,14 +362,24 @@ def test_embed_measures_engines_and_their_agreement(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("archerfish.store.names.resolve_model", lambda name, hub: tmp_path)
     monkeypatch.setitem(embed.PEERS, "openvino-int8", ("OpenVino", {}, ("no_such_package",)))
     options = Namespace(
-        engines="archerfish,st-float32,openvino-int8", rounds=2, documents=20, against="", embed=EmbedConfig(), hub=HubConfig()
+        engines="archerfish,st-float32,openvino-int8",
+        rounds=2,
+        documents=20,
+        against="",
+        embed=EmbedConfig(),
+        hub=HubConfig(),
     )
     report = report_of(embed.measure(options))
     assert report.engines == ["archerfish", "st-float32"]
     assert report.notes == ["openvino-int8 was not measured: not installed: no_such_package"]
-    cosine, texts = report.summary("smallest cosine with st-float32"), report.summary("128 tokens, texts/s", "st-float32")
+    cosine, texts = (
+        report.summary("smallest cosine with st-float32"),
+        report.summary("128 tokens, texts/s", "st-float32"),
+    )
     assert cosine and cosine.median == pytest.approx(1) and texts and texts.rounds == 2
-    assert {"imports, s", "one text p99, ms", "20 documents in one call, s", "resident after work, MB"} < set(report.samples)
+    assert {"imports, s", "one text p99, ms", "20 documents in one call, s", "resident after work, MB"} < set(
+        report.samples
+    )
 
 
 def test_embed_texts_have_their_lengths_and_are_repeatable() -> None:
@@ -390,7 +435,9 @@ def test_cpu_measures_ours_and_names_absent_peers(llama: Path, monkeypatch: pyte
     assert list(report.samples["one draw, us"]) == ["archerfish", "numpy sort"]
     both = ("8 sequences, tokens/s", "prefill, tokens/s", "decode, share of the limit", "process to first token, s")
     assert all(list(report.samples[metric]) == ["archerfish", "llama.cpp"] for metric in both)
-    assert {"rwkv tiny, 2 streams, tokens/s", "embed, one text p50, ms", "machine: GB/s from memory"} < set(report.samples)
+    assert {"rwkv tiny, 2 streams, tokens/s", "embed, one text p50, ms", "machine: GB/s from memory"} < set(
+        report.samples
+    )
 
 
 def test_without_the_native_module_there_is_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,7 +464,9 @@ def test_servers_and_parts_that_do_not_exist_are_refused(tmp_path: Path, monkeyp
     monkeypatch.setattr(cpu.CpuBench, "text_file", tmp_path / "model.gguf")
     given = options(llama_server=sys.executable, against=str(tmp_path))
     commands = cpu.CpuBench(given, ["archerfish", "llama.cpp"]).server_commands()
-    assert list(commands) == ["archerfish", tmp_path.name, "llama.cpp"] and commands["llama.cpp"][1][0] == sys.executable
+    assert (
+        list(commands) == ["archerfish", tmp_path.name, "llama.cpp"] and commands["llama.cpp"][1][0] == sys.executable
+    )
     assert commands[tmp_path.name][1][1].startswith(f"PYTHONPATH={tmp_path}:")
     with pytest.raises(InvalidOptionError, match="cannot be run"):
         cpu.CpuBench(options(llama_server="/no/such/file"), []).server_commands()

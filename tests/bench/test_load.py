@@ -32,11 +32,16 @@ EMBEDDING = Shape("embeddings", (2, 2))
 
 
 class PretendServer:
-    """Answers the OpenAI routes at once. refuses: answer so many requests with 429; knows_extras: else they are a 400."""
+    """Answers the OpenAI routes at once. refuses: answer so many requests with 429; knows_extras: else they are a
+    400."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
-        self.refuses, self.is_cut_off, self.hangs, self.knows_extras, self.num_in_use = 0, False, False, True, 0
+        self.refuses = 0
+        self.is_cut_off = False
+        self.hangs = False
+        self.knows_extras = True
+        self.num_in_use = 0
         self.url = ""
         self._loop = asyncio.new_event_loop()
         self._is_up = threading.Event()
@@ -63,10 +68,14 @@ class PretendServer:
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "vectors", "kind": "embedding"}, {"id": "words", "kind": "generation"}]})
+        return web.json_response(
+            {"data": [{"id": "vectors", "kind": "embedding"}, {"id": "words", "kind": "generation"}]}
+        )
 
     async def stats(self, request: web.Request) -> web.Response:
-        return web.json_response({"models": [{"num_running": self.num_in_use, "num_waiting": 0, "num_blocks_in_use": 0}]})
+        return web.json_response(
+            {"models": [{"num_running": self.num_in_use, "num_waiting": 0, "num_blocks_in_use": 0}]}
+        )
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -86,7 +95,10 @@ class PretendServer:
             if self.hangs:
                 await asyncio.sleep(30)
         if not self.is_cut_off:
-            end = {"choices": [{"delta": {}, "finish_reason": "length"}], "usage": {"completion_tokens": body["max_tokens"]}}
+            end = {
+                "choices": [{"delta": {}, "finish_reason": "length"}],
+                "usage": {"completion_tokens": body["max_tokens"]},
+            }
             await response.write(b"data: " + json.dumps(end).encode() + b"\n\ndata: [DONE]\n\n")
         return response
 
@@ -105,9 +117,21 @@ def server() -> Iterator[PretendServer]:
 
 def options(**changes: Any) -> Namespace:
     usual = {
-        "scenarios": [], "server": [], "start": [], "model": "", "embedding_model": "", "api_key_env": "", "workload": [],
-        "concurrency": (), "rate": (), "requests": 4, "duration": 0.0, "rounds": 1, "timeout": 30.0, "e2e_target": 0.0,
-    }  # fmt: skip
+        "scenarios": [],
+        "server": [],
+        "start": [],
+        "model": "",
+        "embedding_model": "",
+        "api_key_env": "",
+        "workload": [],
+        "concurrency": (),
+        "rate": (),
+        "requests": 4,
+        "duration": 0.0,
+        "rounds": 1,
+        "timeout": 30.0,
+        "e2e_target": 0.0,
+    }
     return Namespace(**{**usual, **changes})
 
 
@@ -158,7 +182,10 @@ def test_closed_loop_sends_every_request_once_and_counts_tokens(server: PretendS
     found = driver.figures()
     assert len(driver.records) == len(server.bodies) == 20 and found["not answered"] == found["unanswered"] == 0
     assert {len(record.times) for record in driver.records} == {0, 3}
-    assert found["requests/s"] == pytest.approx(20 / driver._window_s) and found["goodput, requests/s"] == found["requests/s"]
+    assert (
+        found["requests/s"] == pytest.approx(20 / driver._window_s)
+        and found["goodput, requests/s"] == found["requests/s"]
+    )
     assert found["first token p50, ms"] <= found["end to end p99, ms"] and "gap p99, ms" in found
     assert driver.figures(good_within_s=1e-9)["goodput, requests/s"] == 0
     again = drive(server, Load((CHAT, EMBEDDING), concurrency=1, count=20))
@@ -228,7 +255,9 @@ def test_scenarios_measure(server: PretendServer, small: None) -> None:
 def test_overload_reports_goodput_against_the_capacity(server: PretendServer, small: None) -> None:
     report = run_bench(server, "overload", "overload-embed", requests=0, duration=0.1)
     measured = ("unanswered", "goodput / capacity", "capacity after / before")
-    assert {f"{scenario}: {name}" for scenario in ("overload", "overload-embed") for name in measured} <= set(report.samples)
+    assert {f"{scenario}: {name}" for scenario in ("overload", "overload-embed") for name in measured} <= set(
+        report.samples
+    )
     assert any(body.get("deadline_s") == 10.0 for body in server.bodies)
 
 
@@ -243,9 +272,10 @@ def test_loads_by_flags_and_servers_that_know_no_extras(server: PretendServer) -
     server.knows_extras = False
     report = run_bench(server, workload=["chat:4/2", "embeddings:3"], concurrency=(2,), rate=(100.0,))
     assert "does not take ignore_eos" in report.notes[0]
-    assert {"chat:4/2 + embeddings:3, 2 at once: requests/s", "chat:4/2 + embeddings:3, 100.0 arrivals/s: requests/s"} < set(
-        report.samples
-    )
+    assert {
+        "chat:4/2 + embeddings:3, 2 at once: requests/s",
+        "chat:4/2 + embeddings:3, 100.0 arrivals/s: requests/s",
+    } < set(report.samples)
 
 
 def test_server_that_cannot_be_measured_is_noted(server: PretendServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +290,9 @@ def test_server_that_cannot_be_measured_is_noted(server: PretendServer, monkeypa
 
 def test_sigterm_ends_the_server_that_the_bench_started(tmp_path: Path) -> None:
     file = tmp_path / "pid"
-    start = f"one={sys.executable} -c \"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(60)\""
+    start = (
+        f"one={sys.executable} -c \"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(60)\""
+    )
     words = ["bench", "serve", "--server", "one=http://127.0.0.1:9", "--start", start]
     with subprocess.Popen([sys.executable, "-m", "archerfish", *words]) as bench:
         ends_s = time.monotonic() + 60
@@ -275,11 +307,13 @@ def test_sigterm_ends_the_server_that_the_bench_started(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["chat9"], "Unknown scenario"), (["chat8", "--rate", "3"], "are for a load of your own"),
-        (["--server", "http://x"], "--server is NAME=VALUE"), (["--start", "a=b"], "no --server names"),
+        (["chat9"], "Unknown scenario"),
+        (["chat8", "--rate", "3"], "are for a load of your own"),
+        (["--server", "http://x"], "--server is NAME=VALUE"),
+        (["--start", "a=b"], "no --server names"),
         (["--requests", "-1"], "--requests must be"),
     ],
-)  # fmt: skip
+)
 def test_wrong_words_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", *words]) == 2
     assert said in capsys.readouterr().err

@@ -35,12 +35,18 @@ def test_percentile_is_the_smallest_sample_that_the_share_does_not_exceed() -> N
 
 
 def test_table_has_medians_ranges_and_gains() -> None:
-    report = report_of(("load, ms", 10.0), ("load, ms", 30.0), ("load, ms", 20.0), ("load, ms", 60.0, "peer"), ("rate", 5.0))
+    report = report_of(
+        ("load, ms", 10.0), ("load, ms", 30.0), ("load, ms", 20.0), ("load, ms", 60.0, "peer"), ("rate", 5.0)
+    )
     report.add(Measurement("long, tokens/s", 5000.0))
     report.add("a remark")
     columns, rows = report.table()
     assert columns == ["median (range)", "archerfish", "peer", "to peer"]
-    assert rows == [["load, ms", "20 (10-30)", "60", "3.00 x"], ["rate", "5", "-", ""], ["long, tokens/s", "5,000", "-", ""]]
+    assert rows == [
+        ["load, ms", "20 (10-30)", "60", "3.00 x"],
+        ["rate", "5", "-", ""],
+        ["long, tokens/s", "5,000", "-", ""],
+    ]
     whole = report.as_dict()
     assert whole["notes"] == ["a remark"]
     assert whole["figures"]["load, ms"]["archerfish"]["samples"] == [10.0, 30.0, 20.0]
@@ -54,11 +60,22 @@ def test_first_engine_counts_as_ours_where_none_has_our_name() -> None:
     assert BenchReport("empty").own_summaries() == {} and BenchReport("empty").table() == (["median (range)"], [])
 
 
-@pytest.mark.parametrize(("metric", "direction"), [
-    ("one stream, tokens/s", "lower"), ("first token, ms", "higher"), ("plan p50, us", "higher"), ("evict, ns", "higher"),
-    ("imports, s", "higher"), ("resident, MB", "higher"), ("requests, hit rate", "lower"), ("overload: unanswered", "higher"),
-    ("64 streams, share of the limit", "lower"), ("refused, requests", "neither"), ("copy rate, GB/s", "neither"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("metric", "direction"),
+    [
+        ("one stream, tokens/s", "lower"),
+        ("first token, ms", "higher"),
+        ("plan p50, us", "higher"),
+        ("evict, ns", "higher"),
+        ("imports, s", "higher"),
+        ("resident, MB", "higher"),
+        ("requests, hit rate", "lower"),
+        ("overload: unanswered", "higher"),
+        ("64 streams, share of the limit", "lower"),
+        ("refused, requests", "neither"),
+        ("copy rate, GB/s", "neither"),
+    ],
+)
 def test_the_unit_of_a_metric_says_which_direction_is_worse(metric: str, direction: str) -> None:
     assert worse_when(metric, DIRECTIONS) == direction
 
@@ -89,7 +106,10 @@ def test_another_bench_model_or_machine_is_not_comparable(tmp_path: Path) -> Non
     for other, expected in (
         (Baseline("gpu", "", MACHINE, own.metrics), "The bench of the baseline is 'scheduler', that of this run 'gpu'"),
         (Baseline("scheduler", "big", MACHINE, own.metrics), "The model of the baseline is '', that of this run 'big'"),
-        (Baseline("scheduler", "", {**MACHINE, "cores": 4}, own.metrics), "The cores of the baseline is 2, that of this run 4"),
+        (
+            Baseline("scheduler", "", {**MACHINE, "cores": 4}, own.metrics),
+            "The cores of the baseline is 2, that of this run 4",
+        ),
     ):
         with pytest.raises(InvalidOptionError, match=expected):
             compare(path, other, 5)
@@ -102,10 +122,14 @@ TEXT_FIGURE = {"median": "1", "low": 1, "high": 1, "rounds": 1}
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"bench": "x"}', json.dumps(
-        {"bench": "x", "model": "", "machine": {}, "words": [], "metrics": {"a": TEXT_FIGURE}}
-    )],
-)  # fmt: skip
+    [
+        "",
+        "{",
+        "[]",
+        '{"bench": "x"}',
+        json.dumps({"bench": "x", "model": "", "machine": {}, "words": [], "metrics": {"a": TEXT_FIGURE}}),
+    ],
+)
 def test_files_that_are_not_baselines_are_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "b.json"
     with pytest.raises(NotFoundError, match="no baseline"):
@@ -132,7 +156,9 @@ def test_command_saves_a_baseline_and_fails_at_the_third_worse_run(
     assert main([*BENCH, f"--output={output}", "--quiet", "--save-baseline", str(path)]) == 0
     assert list(Baseline.read(path).words) == BENCH[2:]
     assert main(["bench", "--baseline", str(path), "--tolerance", "1e9", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["compared"]["num_compared"] == len(Baseline.read(path).metrics)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["compared"]["num_compared"] == len(
+        Baseline.read(path).metrics
+    )
     values = json.loads(path.read_text())
     values["metrics"] = {"plan p50, us": {"median": 1e-9, "low": 1e-9, "high": 1e-9, "rounds": 1}}
     path.write_text(json.dumps(values))
@@ -184,10 +210,12 @@ def test_every_bench_has_its_function() -> None:
     [
         (["scheduler", "--baseline", "none.json"], "There is no baseline"),
         (["scheduler", "--tolerance", "-1"], "--tolerance must be"),
-        (["scheduler", "--steps", "0"], "--steps must be"), (["scheduler", "--nodes", "5"], "the smallest tree"),
-        (["throughput", "--batches", "8,x"], "--batches must be"), (["rwkv", "--shape", "9b"], "invalid choice"),
+        (["scheduler", "--steps", "0"], "--steps must be"),
+        (["scheduler", "--nodes", "5"], "the smallest tree"),
+        (["throughput", "--batches", "8,x"], "--batches must be"),
+        (["rwkv", "--shape", "9b"], "invalid choice"),
     ],
-)  # fmt: skip
+)
 def test_wrong_options_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *words]) in (2, 3)
     assert said in capsys.readouterr().err
@@ -196,13 +224,25 @@ def test_wrong_options_are_refused(words: list[str], said: str, capsys: pytest.C
 def test_flags_take_what_their_defaults_say() -> None:
     parser = Parser()
     for flag in (
-        Flag("words", "", [], "WORD"), Flag("--many", "", []), Flag("--sizes", "", (1, 2), minimum=0.5),
-        Flag("--count", "", 3), Flag("--limit", "", 1.5, minimum=0), Flag("--quick", "", False), Flag("--name", "", "x"),
-    ):  # fmt: skip
+        Flag("words", "", [], "WORD"),
+        Flag("--many", "", []),
+        Flag("--sizes", "", (1, 2), minimum=0.5),
+        Flag("--count", "", 3),
+        Flag("--limit", "", 1.5, minimum=0),
+        Flag("--quick", "", False),
+        Flag("--name", "", "x"),
+    ):
         flag.add_to(parser)
     usual = vars(parser.parse([]))
     assert usual == {"words": [], "many": [], "sizes": (1, 2), "count": 3, "limit": 1.5, "quick": False, "name": "x"}
-    given = parser.parse(["a", "--many", "p", "--many", "q", "--sizes", "4,0.5", "--count", "7", "--limit", "0", "--quick"])
+    given = parser.parse(
+        ["a", "--many", "p", "--many", "q", "--sizes", "4,0.5", "--count", "7", "--limit", "0", "--quick"]
+    )
     assert (given.words, given.many, given.sizes, given.count, given.limit, given.quick) == (
-        ["a"], ["p", "q"], (4, 0.5), 7, 0.0, True,
-    )  # fmt: skip
+        ["a"],
+        ["p", "q"],
+        (4, 0.5),
+        7,
+        0.0,
+        True,
+    )

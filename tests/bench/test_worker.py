@@ -69,10 +69,12 @@ def test_worker_calls_methods_with_its_own_paths_and_variables() -> None:
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
-        ("Bad", r"ValueError: no sums today \(engines.py:"), ("Mortal", "the process ended with 3: last words"),
-        ("Slow", "no answer to 'add' in 0 s"), ("Absent", "the process ended with 1"),
+        ("Bad", r"ValueError: no sums today \(engines.py:"),
+        ("Mortal", "the process ended with 3: last words"),
+        ("Slow", "no answer to 'add' in 0 s"),
+        ("Absent", "the process ended with 1"),
     ],
-)  # fmt: skip
+)
 def test_failures_of_an_engine_are_described(engine: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "TIMEOUT_S", 0.2 if engine == "Slow" else 60)
     with closing(Worker(engine, {"base": 1})) as worker, pytest.raises(WorkerError, match=said):

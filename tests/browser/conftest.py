@@ -25,9 +25,14 @@ sync_api: Any = pytest.importorskip("playwright.sync_api", reason="run with `mak
 expect = sync_api.expect
 expect.set_options(timeout=30_000)  # the machine may be busy
 ARGS = (
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-)  # fmt: skip
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
 MODELS = ("story-rwkv7", "smollm2-135m-instruct", "all-minilm-l6-v2")
 READY_S = 120
 FIELD = "textarea[aria-label='Your message']"
@@ -90,7 +95,10 @@ def visiting(chromium: Any, url: str, **options: Any) -> Iterator[Chat]:
     page = context.new_page()
     page.on("request", lambda one: wrong.append(one.url) if not one.url.startswith((url, "blob:", "data:")) else None)
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("console", lambda one: wrong.append(one.text) if one.type == "error" and "Failed to load" not in one.text else None)
+    page.on(
+        "console",
+        lambda one: wrong.append(one.text) if one.type == "error" and "Failed to load" not in one.text else None,
+    )
     try:
         yield Chat(page, url)
         assert not wrong

@@ -49,7 +49,8 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</t
 
 
 def test_answer_streams_and_regenerates_from_the_cache(chromium: Any, real: str) -> None:
-    """A real model: words come one after another, another answer finds its prompt cached, a reload shows all of it again."""
+    """A real model: words come one after another, another answer finds its prompt cached, a reload shows all of it
+    again."""
     with visiting(chromium, real) as chat:
         chat.open().set(max_tokens=8, temperature=0.7)
         chat.page.select_option("select[aria-label=Model]", SMOLLM2)
@@ -170,7 +171,8 @@ def test_export_and_import(chat: Chat, tmp_path: Path) -> None:
 
 
 def test_model_output_is_never_html(chat: Chat, backend: FakeBackend) -> None:
-    """Red: a script that runs, an element that Markdown does not have, an attribute that acts, a request to another host."""
+    """Red: a script that runs, an element that Markdown does not have, an attribute that acts, a request to another
+    host."""
     texts = numbered()
     backend.tokens_per_chunk = 7
     backend.reply = "\n\n---\n\n".join(texts) + "\n\n<think><img src=x onerror='window.hit = 0'></think>"
@@ -200,11 +202,19 @@ def test_markdown(chat: Chat, backend: FakeBackend) -> None:
     chat.say("Tell")
     shown = chat.page.locator(".message.assistant .markdown")
     for selector, text in (
-        ("h1", "Fish"), ("em", "swim"), ("strong", "spit"), ("del", "walk"), ("p code", "swim()"),
+        ("h1", "Fish"),
+        ("em", "swim"),
+        ("strong", "spit"),
+        ("del", "walk"),
+        ("p code", "swim()"),
         ("ol > li ul li", "in mangroves"),
-        ("a[href='https://fish.example/trout']", "Trout"), ("th >> nth=1", "water"), ("td.to-right", "fresh"),
-        ("blockquote p", "Quoted."), ("pre code", 'print("<b>fish</b>")'), (".code-head span", "python"),
-    ):  # fmt: skip
+        ("a[href='https://fish.example/trout']", "Trout"),
+        ("th >> nth=1", "water"),
+        ("td.to-right", "fresh"),
+        ("blockquote p", "Quoted."),
+        ("pre code", 'print("<b>fish</b>")'),
+        (".code-head span", "python"),
+    ):
         expect(shown.locator(selector)).to_have_text(text)
     shown.get_by_role("button", name="Copy the code").click()
     expect(chat.page.locator("#status")).to_have_text("Copied")
@@ -248,7 +258,9 @@ def test_settings_are_sent_if_they_are_set(chat: Chat, backend: FakeBackend) -> 
     page.get_by_label("top_k", exact=True).fill("1.5")
     page.get_by_label("top_k", exact=True).blur()
     expect(page.get_by_text("Not a whole number.")).to_be_visible()
-    expect(page.locator(".field", has_text="temperature")).to_have_attribute("title", re.compile("the most likely token"))
+    expect(page.locator(".field", has_text="temperature")).to_have_attribute(
+        "title", re.compile("the most likely token")
+    )
 
 
 def test_json_schema(chat: Chat, backend: FakeBackend) -> None:
@@ -322,7 +334,10 @@ def test_api_key(chromium: Any, backend: FakeBackend) -> None:
         assert chat.texts() == ["Hello there"]
         page.reload()
         page.locator(FIELD).wait_for()
-        assert page.evaluate("[localStorage, sessionStorage].map((one) => one.getItem('archerfish.key'))") == [key, None]
+        assert page.evaluate("[localStorage, sessionStorage].map((one) => one.getItem('archerfish.key'))") == [
+            key,
+            None,
+        ]
 
 
 def test_without_a_model_for_chats(chromium: Any, backend: FakeBackend) -> None:

@@ -70,11 +70,25 @@ def test_keyboard_alone(chat: Chat) -> None:
     reached = set()
     for _ in range(40):
         page.keyboard.press("Tab")
-        reached.add(page.evaluate("document.activeElement.getAttribute('aria-label') ?? document.activeElement.textContent"))
+        reached.add(
+            page.evaluate("document.activeElement.getAttribute('aria-label') ?? document.activeElement.textContent")
+        )
     names = (
-        "Chat", "Calls", "API key", "New chat", "Import", "Model", "Settings and playground", "Another answer", "Edit and send",
-        "Copy the message", "Your message", "Tokens", "Send", "Rename First line N, not a shortcut?",
-    )  # fmt: skip
+        "Chat",
+        "Calls",
+        "API key",
+        "New chat",
+        "Import",
+        "Model",
+        "Settings and playground",
+        "Another answer",
+        "Edit and send",
+        "Copy the message",
+        "Your message",
+        "Tokens",
+        "Send",
+        "Rename First line N, not a shortcut?",
+    )
     for name in names:
         assert name in reached, (name, reached)
     page.keyboard.press("Alt+4")
@@ -136,7 +150,9 @@ def test_size_and_first_paint(chromium: Any, real: str, capsys: pytest.CaptureFi
         paints = []
         for _ in range(5):
             chat.open()
-            paints.append(chat.page.evaluate("performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? 1e6"))
+            paints.append(
+                chat.page.evaluate("performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? 1e6")
+            )
             chat.page.goto("about:blank")
     sizes: list[int] = []
     with visiting(chromium, real) as chat:  # a fresh profile, without a cache

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.browser
 PHONE = {"width": 360, "height": 640}
 LINES = ["An archerfish spits water.", "A fish shoots at flies.", "Bread needs yeast.", "Yeast makes dough rise."]
 WRITER, VECTORS = "smollm2-135m-instruct", "all-minilm-l6-v2"
-PROMPT = "The museum of fish is open every day, and its guide answers all questions about water and its animals. Question: "
+PROMPT = (
+    "The museum of fish is open every day, and its guide answers all questions about water and its animals. Question: "
+)
 
 
 @pytest.fixture(params=["light", "dark"])
@@ -39,7 +41,9 @@ def check_axe(visit: Chat, where: str) -> None:
 
 
 def check_width(page: Any) -> None:
-    assert page.evaluate("[...document.querySelectorAll('main > section')].every((one) => one.scrollWidth <= one.clientWidth)")
+    assert page.evaluate(
+        "[...document.querySelectorAll('main > section')].every((one) => one.scrollWidth <= one.clientWidth)"
+    )
 
 
 def test_texts(visit: Any, real: str) -> None:
@@ -105,7 +109,9 @@ def complete(url: str, prompt: str, max_tokens: int) -> dict[str, Any]:
     return found
 
 
-def test_engine_moves_under_load_and_says_why_requests_hit(visit: Any, real: str, request: pytest.FixtureRequest) -> None:
+def test_engine_moves_under_load_and_says_why_requests_hit(
+    visit: Any, real: str, request: pytest.FixtureRequest
+) -> None:
     page = visit.open("engine").page
     page.get_by_label("Model").select_option(WRITER)
     expect(page.locator(".engine .badge.good").first).to_have_text("live")

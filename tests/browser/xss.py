@@ -1,4 +1,5 @@
-"""Texts that a careless page would run or load. Each has its number in place of N, so that it is known which one did."""
+"""Texts that a careless page would run or load. Each has its number in place of N, so that it is known which one
+did."""
 
 import re
 
@@ -48,21 +49,21 @@ TEXTS = (
     "[x](//evil.example/N)",
     "[x](/web/../admin)",
     "[x](https:javascript:window.hit=N)",
-    "[x](http://a\" onmouseover=\"window.hit=N)",
+    '[x](http://a" onmouseover="window.hit=N)',
     "[<img src=x onerror=window.hit=N>](https://safe.example/)",
     "[x](https://safe.example/ \"' onclick='window.hit = N\")",
     "![x](javascript:window.hit=N)",
     "![x](https://evil.example/N.png)",
-    "![x](https://evil.example/N.png\" onerror=\"window.hit=N)",
+    '![x](https://evil.example/N.png" onerror="window.hit=N)',
     "![[x](javascript:window.hit=N)](https://evil.example/N.svg)",
     "<javascript:window.hit=N>",
-    "<https://safe.example/\"onclick=\"window.hit=N>",
-    "https://safe.example/\"onmouseover=\"window.hit=N",
+    '<https://safe.example/"onclick="window.hit=N>',
+    'https://safe.example/"onmouseover="window.hit=N',
     "[x]: javascript:window.hit=N\n\n[x]",
     "[x]: https://evil.example/N.png\n\n![x]",
     "```<img src=x onerror=window.hit=N>\ncode\n```",
     "```html\n<script>window.hit = N</script>\n```",
-    "```js\" onclick=\"window.hit=N\nx\n```",
+    '```js" onclick="window.hit=N\nx\n```',
     "`<img src=x onerror=window.hit=N>`",
     "# <img src=x onerror=window.hit=N>",
     "- <img src=x onerror=window.hit=N>\n  - <script>window.hit = N</script>",
@@ -75,14 +76,38 @@ TEXTS = (
     "<![CDATA[<img src=x onerror=window.hit=N>]]>",
     "</textarea><img src=x onerror=window.hit=N>",
     "</code></pre><img src=x onerror=window.hit=N>",
-    "<img src=\"`\" onerror=\"window.hit=N\">`",
+    '<img src="`" onerror="window.hit=N">`',
     "${window.hit = N} {{constructor.constructor('window.hit = N')()}}",
 )
 # The elements that Markdown may become.
 ELEMENTS = {
-    "p", "h1", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "li", "blockquote", "pre", "code", "hr", "br", "em", "strong", "del",
-    "a", "span", "table", "thead", "tbody", "tr", "th", "td",
-}  # fmt: skip
+    "p",
+    "h1",
+    "h2",
+    "h3",
+    "h4",
+    "h5",
+    "h6",
+    "ul",
+    "ol",
+    "li",
+    "blockquote",
+    "pre",
+    "code",
+    "hr",
+    "br",
+    "em",
+    "strong",
+    "del",
+    "a",
+    "span",
+    "table",
+    "thead",
+    "tbody",
+    "tr",
+    "th",
+    "td",
+}
 
 
 def numbered() -> list[str]:

@@ -13,8 +13,12 @@ from archerfish.sched.scheduler import Scheduler
 
 
 def check_cache(cache: RadixCache, owned: Iterable[Iterable[int]] | None = None) -> None:
-    """Raise AssertionError at the first thing that is not as it must be; exactly so with the block lists of all sequences."""
-    blocks, order, num_evictable, extend_hash = cache.blocks, cache.order, cache.num_evictable, cache._path_hash.extend
+    """Raise AssertionError at the first thing that is not as it must be; exactly so with the block lists of all
+    sequences."""
+    blocks = cache.blocks
+    order = cache.order
+    num_evictable = cache.num_evictable
+    extend_hash = cache._path_hash.extend
     cached: Counter[int] = Counter()  # references of nodes, by block
     num_leaves = found_evictable = 0
     holder: dict[int, Node] = {}  # the topmost node that has the block
@@ -32,7 +36,9 @@ def check_cache(cache: RadixCache, owned: Iterable[Iterable[int]] | None = None)
                 evictable_blocks += node.num_own_blocks
             is_unlocked_leaf = not node.lock_count and not node.children
             num_leaves += is_unlocked_leaf
-            require((node in order) == is_unlocked_leaf, f"{node!r} is in the eviction order iff it is an unlocked leaf")
+            require(
+                (node in order) == is_unlocked_leaf, f"{node!r} is in the eviction order iff it is an unlocked leaf"
+            )
         locks = sum(child.lock_count for child in tree.root.children.values())
         require(locks <= tree.root.lock_count, "the root has its children's locks")
         found_evictable += evictable_blocks
@@ -55,8 +61,14 @@ def _check_node(node: Node, block_size: int, extend_hash: Callable[..., int]) ->
     require(node.num_tokens > 0 and node.start == parent.end, f"{node!r} begins where its parent {parent!r} ends")
     first = first_token(node.edge)
     require(node.first_token == first and parent.children.get(first) is node, f"{node!r} is found by its first token")
-    require(len(node.blocks) == -(-node.end // block_size) - node.start // block_size, f"{node!r} has the blocks of its tokens")
-    require(node.lock_count >= sum(child.lock_count for child in node.children.values()), f"{node!r} has its children's locks")
+    require(
+        len(node.blocks) == -(-node.end // block_size) - node.start // block_size,
+        f"{node!r} has the blocks of its tokens",
+    )
+    require(
+        node.lock_count >= sum(child.lock_count for child in node.children.values()),
+        f"{node!r} has its children's locks",
+    )
     expected = extend_hash(parent.path_hash, node.start, node.edge, 0, node.num_tokens)
     require(node.path_hash == expected, f"{node!r} has the hash of its path")
 
@@ -67,7 +79,9 @@ def _check_holders(node: Node, holder: dict[int, Node], block_size: int) -> None
         top = holder.setdefault(block, node)
         is_shared = top is not node
         if index == 0:
-            require(node.shares_first == is_shared, f"shares_first of {node!r} says whether an ancestor has its first block")
+            require(
+                node.shares_first == is_shared, f"shares_first of {node!r} says whether an ancestor has its first block"
+            )
         if is_shared:
             require(index == 0 and node.start % block_size != 0, f"block {block} of {node!r} is its own")
             above = node.parent

@@ -51,7 +51,11 @@ class Simulation:
         self.blocks = BlockManager(self.num_blocks, self.block_size)
         self.dropped: list[Node] = []
         self.cache = RadixCache(
-            self.blocks, policy=self.policy, clock=lambda: self.now, on_drop=self.dropped.append, whole_blocks=self.whole_blocks
+            self.blocks,
+            policy=self.policy,
+            clock=lambda: self.now,
+            on_drop=self.dropped.append,
+            whole_blocks=self.whole_blocks,
         )
         self.contents: list[list[int]] = [[0] * self.block_size for _ in range(self.num_blocks)]
         self.inserted: dict[Namespace, list[list[int]]] = {}  # of namespaces that have lost nothing since

@@ -14,7 +14,9 @@ from archerfish.cache.adaptive import AdaptiveCache
 from archerfish.errors import InvalidOptionError
 
 
-def make(max_bytes: int = 100, ttl_seconds: float = 10.0, **options: Any) -> tuple[AdaptiveCache[str, str], SimpleNamespace]:
+def make(
+    max_bytes: int = 100, ttl_seconds: float = 10.0, **options: Any
+) -> tuple[AdaptiveCache[str, str], SimpleNamespace]:
     clock = SimpleNamespace(now=0.0)
     return AdaptiveCache(max_bytes, ttl_seconds, clock=lambda: clock.now, **options), clock
 
@@ -166,7 +168,9 @@ def test_replaced_and_discarded_values_give_back_their_bytes() -> None:
 
 
 operations = st.lists(
-    st.tuples(st.sampled_from(["ask", "ask", "ask", "wait", "insert", "discard", "resize", "expire"]), st.integers(0, 12)),
+    st.tuples(
+        st.sampled_from(["ask", "ask", "ask", "wait", "insert", "discard", "resize", "expire"]), st.integers(0, 12)
+    ),
     max_size=120,
 )
 
@@ -196,8 +200,12 @@ def test_bounds_and_values_hold_whatever_happens(history: list[tuple[str, int]],
             cache.evict_expired()
         assert cache.num_bytes <= cache.max_bytes
         assert cache.num_bytes == sum(entry.num_bytes for entry in cache._entries.values())
-        assert set(cache._entries) == set(cache._fresh) | set(cache._proven) and not set(cache._fresh) & set(cache._proven)
-        assert [entry.stored for entry in cache._entries.values()] == sorted(entry.stored for entry in cache._entries.values())
+        assert set(cache._entries) == set(cache._fresh) | set(cache._proven) and not set(cache._fresh) & set(
+            cache._proven
+        )
+        assert [entry.stored for entry in cache._entries.values()] == sorted(
+            entry.stored for entry in cache._entries.values()
+        )
         assert len(cache._missed) <= 16
 
 

@@ -18,7 +18,9 @@ class Follower:
     """What a router knows of a digest."""
 
     def __init__(self, digest: PrefixDigest) -> None:
-        self.digest, self.version, self.present = digest, 0, set[int]()
+        self.digest = digest
+        self.version = 0
+        self.present = set[int]()
         self.num_anew = 0
 
     def follow(self, max_bytes: int = 1 << 20) -> int:
@@ -79,7 +81,10 @@ def test_hashes_of_a_path_do_not_depend_on_its_pieces() -> None:
     whole = path_hash.prefixes(0, 0, data, 0, 1000).tolist()
     before = path_hash.extend(0, 0, data, 0, 130)
     assert len(whole) == 15
-    assert path_hash.prefixes(0, 0, data, 0, 130).tolist() + path_hash.prefixes(before, 130, data, 130, 870).tolist() == whole
+    assert (
+        path_hash.prefixes(0, 0, data, 0, 130).tolist() + path_hash.prefixes(before, 130, data, 130, 870).tolist()
+        == whole
+    )
     assert path_hash.prefixes(before, 130, data, 130, 61).tolist() == []
 
 
@@ -87,15 +92,18 @@ def test_tenants_models_and_secrets_have_hashes_of_their_own() -> None:
     tokens = pack_tokens(range(640))
     found = [
         PromptHashes(secret)(tokens, model, namespace)
-        for secret in (SECRET, b"another") for model in ("model", "other")
+        for secret in (SECRET, b"another")
+        for model in ("model", "other")
         for namespace in (TENANT, Namespace("two"), Namespace("one", "adapter"), Namespace("", "one"))
-    ]  # fmt: skip
+    ]
     assert len({one for hashes in found for one in hashes}) == 16 * 10
 
 
 def test_log_is_shortened_and_followers_stay_right() -> None:
     """Red: a follower that is up to date when the log is shortened is sent everything again."""
-    digest, namespace, path_hash = PrefixDigest(SECRET), TENANT, PathHash()
+    digest = PrefixDigest(SECRET)
+    namespace = TENANT
+    path_hash = PathHash()
     up_to_date, late = Follower(digest), Follower(digest)
     for number in range(200):
         tokens = pack_tokens([number] * 64 * 100)

@@ -92,7 +92,9 @@ def test_namespaces_have_state_hashes_of_their_own() -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["get", "insert", "drop", "wait", "resize"]), st.integers(0, 9)), max_size=80))
+@given(
+    st.lists(st.tuples(st.sampled_from(["get", "insert", "drop", "wait", "resize"]), st.integers(0, 9)), max_size=80)
+)
 def test_entries_and_nodes_always_agree(actions: list[tuple[str, int]]) -> None:
     world = World(max_bytes=40)
     nodes: dict[int, Node] = {}

@@ -22,7 +22,9 @@ class World:
         self.now = 100.0
         self.dropped: list[Node] = []
         self.blocks = BlockManager(64, block_size)
-        self.cache = RadixCache(self.blocks, policy=policy, clock=lambda: self.now, on_drop=self.dropped.append, **options)
+        self.cache = RadixCache(
+            self.blocks, policy=policy, clock=lambda: self.now, on_drop=self.dropped.append, **options
+        )
 
     def add(self, tokens: list[int], namespace: Namespace | str = "") -> tuple[Node, list[int]]:
         taken = self.blocks.allocate(-(-len(tokens) // self.blocks.block_size))
@@ -331,7 +333,9 @@ def test_check_finds_what_is_broken() -> None:
     breaks: list[tuple[Callable[[World, Node], object], str]] = [
         (lambda world, node: world.cache.order.remove(node), "eviction order"),
         (lambda world, node: world.blocks.share(node.blocks[:1]), "owners"),
-        (lambda world, node: world.blocks.free(node.blocks[:1]), "owners"), (count_one_more, "evictable"), (lock_child, "."),
+        (lambda world, node: world.blocks.free(node.blocks[:1]), "owners"),
+        (count_one_more, "evictable"),
+        (lock_child, "."),
     ]
     for break_one, message in breaks:
         world = World()
@@ -410,7 +414,9 @@ def test_an_eviction_that_happens_again_is_new() -> None:
     for tokens in ([5], [1, 2, 3], [1, 2], [6]):
         world.add(tokens)
     world.record([1, 2])  # so that the upper part stays
-    assert world.cache.evict(1) == world.cache.evict(1) == 1  # 5; then the lower part, which has no block of its own, and 6
+    assert (
+        world.cache.evict(1) == world.cache.evict(1) == 1
+    )  # 5; then the lower part, which has no block of its own, and 6
     assert world.record([1, 2, 3]).num_matched == 2
     assert [world.record(tokens).reason for tokens in ([5], [1, 2, 3], [6])] == ["never_seen", "evicted", "evicted"]
 
@@ -459,8 +465,13 @@ def test_hit_records_do_not_depend_on_other_tenants(other: Namespace) -> None:
         assert among.record(tokens, "a").explain() == alone.record(tokens, "a").explain()
     ours, theirs = among.cache.stats("a"), alone.cache.stats("a")
     assert (ours.hits, ours.misses, ours.request_hits, ours.evictions, ours.node_count, ours.total_cached) == (
-        theirs.hits, theirs.misses, theirs.request_hits, theirs.evictions, theirs.node_count, theirs.total_cached,
-    )  # fmt: skip
+        theirs.hits,
+        theirs.misses,
+        theirs.request_hits,
+        theirs.evictions,
+        theirs.node_count,
+        theirs.total_cached,
+    )
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(1.25, "1.2 seconds"), (600.0, "10 minutes"), (36000.0, "10 hours")])

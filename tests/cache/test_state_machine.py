@@ -1,4 +1,5 @@
-"""BlockManager and RadixCache under sequences that come and go: the books balance and every match holds the right tokens."""
+"""BlockManager and RadixCache under sequences that come and go: the books balance and every match holds the right
+tokens."""
 
 from __future__ import annotations
 
@@ -23,13 +24,20 @@ POLICIES = ["lru", "lfu", "fifo"]
 
 class CacheMachine(RuleBasedStateMachine):
     @initialize(
-        block_size=st.sampled_from([1, 3, 16]), policy=st.sampled_from(POLICIES), tokens=st.integers(60, 200),
+        block_size=st.sampled_from([1, 3, 16]),
+        policy=st.sampled_from(POLICIES),
+        tokens=st.integers(60, 200),
         whole_blocks=st.booleans(),
     )
     def make(self, block_size: int, policy: str, tokens: int, whole_blocks: bool) -> None:
         self.sim = Simulation(max(4, tokens // block_size), block_size, policy, whole_blocks)
 
-    @rule(namespace=namespaces, tokens=st.one_of(prompts, shared_prompts.filter(bool)), below=st.integers(0, 2), data=st.data())
+    @rule(
+        namespace=namespaces,
+        tokens=st.one_of(prompts, shared_prompts.filter(bool)),
+        below=st.integers(0, 2),
+        data=st.data(),
+    )
     def start(self, namespace: Any, tokens: list[int], below: int, data: st.DataObject) -> None:
         insert_at = data.draw(st.one_of(st.none(), st.integers(0, len(tokens))))
         self.sim.start(namespace, tokens, max(0, len(tokens) - below), insert_at)

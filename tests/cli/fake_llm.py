@@ -35,8 +35,13 @@ class FakeLLM:
         self.chat_template = ChatTemplate("")
 
     def generate(
-        self, prompts: Sequence[str], params: SamplingParams, *, show_progress: bool = False,
-        on_result: Callable[[int, RequestOutput], None] = lambda place, result: None, lora_request: Any = None,
+        self,
+        prompts: Sequence[str],
+        params: SamplingParams,
+        *,
+        show_progress: bool = False,
+        on_result: Callable[[int, RequestOutput], None] = lambda place, result: None,
+        lora_request: Any = None,
     ) -> list[RequestOutput]:
         self.adapters.append(lora_request)
         results: dict[int, RequestOutput] = {}
@@ -72,7 +77,12 @@ class FakeLLM:
         outputs = [CompletionOutput(i, text, list(range(len(text.split()))), "stop") for i in range(params.n)]
         ids = list(range(len(prompt.split())))
         return RequestOutput(
-            "r", prompt, ids, outputs, num_cached_tokens=1, metrics=RequestMetrics(ttft_ms=12.0, num_prompt_tokens=len(ids)),
+            "r",
+            prompt,
+            ids,
+            outputs,
+            num_cached_tokens=1,
+            metrics=RequestMetrics(ttft_ms=12.0, num_prompt_tokens=len(ids)),
             hit=HitRecord(len(ids), 1, "never_seen"),
         )
 

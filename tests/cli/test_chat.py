@@ -29,6 +29,7 @@ Typed = list[str | type[BaseException]]
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
     fake = FakeLLM()
+
     def open_engine(config: EngineConfig, hub: HubConfig, out: Output, adapter: str = "") -> FakeLLM:
         if config.model == "missing":
             raise ModelNotFoundError("There is no model 'missing'.")
@@ -78,7 +79,12 @@ def roles(messages: list[dict[str, str]]) -> list[tuple[str, str]]:
 def test_conversation_history(engine: FakeLLM, talk: Callable[..., Any]) -> None:
     code, out, err = talk(["Hi", "", "and you?"], "--system", "Be kind.")
     assert code == 0 and out == "echo Hi\necho and you?\n" and "/help" in err
-    assert roles(engine.prompts[1]) == [("system", "Be kind."), ("user", "Hi"), ("assistant", "echo Hi"), ("user", "and you?")]
+    assert roles(engine.prompts[1]) == [
+        ("system", "Be kind."),
+        ("user", "Hi"),
+        ("assistant", "echo Hi"),
+        ("user", "and you?"),
+    ]
     assert engine.is_closed and engine.params[0].temperature == 0.7
 
 
@@ -123,15 +129,32 @@ def test_chat_goes_on_after_an_error(engine: FakeLLM, talk: Callable[..., Any]) 
 
 def test_commands(engine: FakeLLM, talk: Callable[..., Any], tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
-    _, out, err = talk([
-        "/stats", "/system Speak German.", "Hallo du", "/stats", f"/save {file}", "/reset", "/stats", "Wieder", "/help",
-        "/sytem x", "/save", "/system", f"/save {tmp_path / 'no' / 'such'}",
-    ])  # fmt: skip
+    _, out, err = talk(
+        [
+            "/stats",
+            "/system Speak German.",
+            "Hallo du",
+            "/stats",
+            f"/save {file}",
+            "/reset",
+            "/stats",
+            "Wieder",
+            "/help",
+            "/sytem x",
+            "/save",
+            "/system",
+            f"/save {tmp_path / 'no' / 'such'}",
+        ]
+    )
     assert err.count("There is no answer yet.") == 2
     assert "tokens/s" in out and "12.0 ms" in out and "have not been seen before" in out
     saved = json.loads(file.read_text(encoding="utf-8"))
     assert saved["model"] == "fake/llm"
-    assert roles(saved["messages"]) == [("system", "Speak German."), ("user", "Hallo du"), ("assistant", "echo Hallo du")]
+    assert roles(saved["messages"]) == [
+        ("system", "Speak German."),
+        ("user", "Hallo du"),
+        ("assistant", "echo Hallo du"),
+    ]
     assert roles(engine.prompts[1]) == [("system", "Speak German."), ("user", "Wieder")]
     assert all(command.split()[0] in out for command in chat.COMMANDS)
     assert "'/system'" in err and "needs the name of a file" in err and "System message: Speak German." in err
@@ -157,8 +180,9 @@ def test_reasoning_is_set_apart_from_the_answer(is_opened: bool, engine: FakeLLM
     """It must not come back with the next message either."""
     engine.chat_template = ChatTemplate("<think>")
     engine.tokenizer = SimpleNamespace(
-        token_to_id=lambda name: None, decode=lambda ids, skip_special_tokens: "assistant\n<think>\n" if is_opened else "",
-    )  # fmt: skip
+        token_to_id=lambda name: None,
+        decode=lambda ids, skip_special_tokens: "assistant\n<think>\n" if is_opened else "",
+    )
     engine.reply = f"{'' if is_opened else '<think>'} Two and two. </think> Four, of course."
     _, out, err = talk(["2+2?", "Sure?"], "--system", "Be brief.")
     assert out == "Four, of course.\n" * 2 and err.endswith("Two and two.\n\n" * 2)

@@ -17,25 +17,36 @@ from archerfish.errors import ArcherfishError
 
 # A line up to the cursor, and what it becomes.
 LINES = {
-    "archerfish se": {"serve"}, "archerfish bench thr": {"throughput"}, "archerfish bench embed --outp": {"--output"},
-    "archerfish serve --device c": {"cpu", "cuda"}, "archerfish chat --model st": {"story-rwkv7"},
-    "archerfish serve --embed-mod": {"--embed-model"}, "archerfish generate --input no": {"notes.jsonl"},
-    "archerfish serve --port ": set[str](), "archerfish deploy ": {"ray"},
-}  # fmt: skip
+    "archerfish se": {"serve"},
+    "archerfish bench thr": {"throughput"},
+    "archerfish bench embed --outp": {"--output"},
+    "archerfish serve --device c": {"cpu", "cuda"},
+    "archerfish chat --model st": {"story-rwkv7"},
+    "archerfish serve --embed-mod": {"--embed-model"},
+    "archerfish generate --input no": {"notes.jsonl"},
+    "archerfish serve --port ": set[str](),
+    "archerfish deploy ": {"ray"},
+}
 OURS = f'archerfish() {{ {sys.executable} -m archerfish "$@"; }}\n'
-BASH = OURS + """
+BASH = (
+    OURS
+    + """
 compopt() { :; }  # only while a shell completes
 . ./script
 COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _archerfish
 printf '%s\\n' "${COMPREPLY[@]}"
 """
-ZSH = OURS + """
+)
+ZSH = (
+    OURS
+    + """
 _describe() { print -l -- ${${(P)2}%%:*}; }
 _files() { print -l -- $words[CURRENT]*(N); }
 compdef() { :; }
 . ./script
 words=("$@") CURRENT=$#; _archerfish
 """
+)
 
 
 @pytest.mark.parametrize("shell", SHELLS)

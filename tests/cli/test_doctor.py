@@ -61,8 +61,14 @@ def test_formats_of_layers() -> None:
     """Parts of one product that are stored in different formats stay in them."""
     pytest.importorskip("archerfish.kernels.native._native")
     llama = {
-        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
-        "vocab_size": 100, "max_position_embeddings": 128, "tie_word_embeddings": True,
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "vocab_size": 100,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
     }
     shapes = LlamaModel.noted(Config(llama)).shapes
     blocks = {name: Quantization("Q4_0", 1, 32) for name in shapes if "mlp" in name or "layers.1.self_attn.q" in name}
@@ -71,7 +77,9 @@ def test_formats_of_layers() -> None:
     assert found == {
         "self_attn.q_proj, self_attn.k_proj, self_attn.v_proj": {"bfloat16": 1, "Q4_0 + bfloat16": 1},
         "self_attn.o_proj": {"bfloat16": 2},
-        "mlp.gate_proj, mlp.up_proj": {"Q4_0": 2}, "mlp.down_proj": {"Q4_0": 2}, "embed_tokens": {"bfloat16": 1},
+        "mlp.gate_proj, mlp.up_proj": {"Q4_0": 2},
+        "mlp.down_proj": {"Q4_0": 2},
+        "embed_tokens": {"bfloat16": 1},
     }
     assert doctor.ModelSize("bert", 1000, 4000, config={"model_type": "bert"}, tensors=tensors).formats("float16") == {}
 
@@ -85,7 +93,8 @@ def test_an_architecture_that_is_refused(
 
 
 def test_files_are_judged_by_what_is_stored_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks stay, on a GPU with wider scales and without those of tables; other types become the one that is computed in."""
+    """Blocks stay, on a GPU with wider scales and without those of tables; other types become the one that is computed
+    in."""
     pytest.importorskip("archerfish.kernels.native._native")
     monkeypatch.setattr(doctor, "fast_cpu_dtype", lambda: "bfloat16")
     monkeypatch.setattr(doctor, "CPU_OVERHEAD_BYTES", 0)
@@ -100,13 +109,23 @@ def test_files_are_judged_by_what_is_stored_of_them(tmp_path: Path, monkeypatch:
         assert found.block_bytes <= on_gpu <= found.weight_bytes("bfloat16")
         cards = [Card("", GB, int(on_gpu * each)) for each in (0.9, 1.2)]
         rows = [doctor.judge_model(found, Memory(GB, each), [card]) for each, card in zip(free, cards, strict=True)]
-        assert [row["fits_cpu"]["bfloat16"] for row in rows] == [row["fits_gpu"]["bfloat16"] for row in rows] == [False, True]
+        assert (
+            [row["fits_cpu"]["bfloat16"] for row in rows]
+            == [row["fits_gpu"]["bfloat16"] for row in rows]
+            == [False, True]
+        )
 
 
 def test_kv_tokens(model: Path) -> None:
     llama = {
-        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 128,
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 100,
+        "max_position_embeddings": 128,
     }
     found = doctor.ModelSize("tiny", 1000, 4000, config=llama)
     wide = doctor.ModelSize("wide", 1000, 4000, config=llama | {"num_key_value_heads": 4})
@@ -166,7 +185,12 @@ def test_arm_processor_name_and_features(tmp_path: Path) -> None:
     info.write_text("Features\t: asimd\nCPU implementer\t: 0x61\nCPU part\t: 0x022\n")
     model, flags = read_cpu(info)
     assert (model, flags) == ("ARM, implementer 0x61, part 0x022", frozenset({"asimd"}))
-    assert doctor.describe_cpu(Cpu(model, flags, 2))["features"] == {"NEON": True, "SVE": False, "BF16": False, "I8MM": False}
+    assert doctor.describe_cpu(Cpu(model, flags, 2))["features"] == {
+        "NEON": True,
+        "SVE": False,
+        "BF16": False,
+        "I8MM": False,
+    }
     info.write_text("model name\t: Some CPU\nflags\t\t: avx2\n")
     assert read_cpu(info) == ("Some CPU", frozenset({"avx2"}))
 
@@ -201,7 +225,10 @@ def test_report(light: None, model: Path, tmp_path: Path, capsys: pytest.Capture
     builtin = {"all-minilm-l6-v2", "smollm2-135m-instruct", "story-rwkv7"}
     assert {entry["name"] for entry in body["models"]} == {*builtin, str(model)}
     [story] = [entry for entry in body["models"] if entry["name"] == "story-rwkv7"]
-    assert (story["num_parameters"], story["remark"]) == (6_230_784, "safetensors")  # not pulled; a norm of 512 is in its table
+    assert (story["num_parameters"], story["remark"]) == (
+        6_230_784,
+        "safetensors",
+    )  # not pulled; a norm of 512 is in its table
 
 
 def test_report_imports_no_torch(tmp_path: Path) -> None:
@@ -217,7 +244,9 @@ def test_missing_package_is_a_problem(
     light: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    found = [{"name": name, "version": "", "needed_for": extra} for name, extra in (("torch", ""), ("fastapi", "serve"))]
+    found = [
+        {"name": name, "version": "", "needed_for": extra} for name, extra in (("torch", ""), ("fastapi", "serve"))
+    ]
     monkeypatch.setattr(doctor, "find_packages", lambda: found)
     assert main(["doctor", "--cache-dir", str(tmp_path)]) == 1
     shown = capsys.readouterr().out

@@ -49,11 +49,16 @@ def test_flags_win_over_the_defaults_of_the_model(engine: FakeLLM) -> None:
 
 def test_adapters_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """By directory, and by a name of --lora-modules; one that is loaded and not used is remarked."""
-    folder = random_adapter(tmp_path / "much", {f"model.layers.{i}.mlp.gate_proj": (1536, 576) for i in range(30)}, std=0.1)
+    folder = random_adapter(
+        tmp_path / "much", {f"model.layers.{i}.mlp.gate_proj": (1536, 576) for i in range(30)}, std=0.1
+    )
     modules = ["--lora-modules", f"mine={folder}"]
     texts, remarks = [], []
     for flags in ([], modules, ["--adapter", str(folder)], [*modules, "--adapter", "mine"]):
-        assert main(["generate", "Once upon a", "--max-tokens", "6", "--temperature", "0", "--dtype", "float32", *flags]) == 0
+        assert (
+            main(["generate", "Once upon a", "--max-tokens", "6", "--temperature", "0", "--dtype", "float32", *flags])
+            == 0
+        )
         shown = capsys.readouterr()
         texts.append(shown.out)
         remarks.append("none is used: add --adapter" in shown.err)
@@ -61,9 +66,13 @@ def test_adapters_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert main(["generate", "Once", "--adapter", "other"]) == 3 and "no adapter 'other'" in capsys.readouterr().err
     (tmp_path / "mine").mkdir()  # not what the name stands for
     monkeypatch.chdir(tmp_path)
-    assert main(["generate", "Once upon a", "--max-tokens", "6", "--dtype", "float32", *modules, "--adapter", "mine"]) == 0
+    assert (
+        main(["generate", "Once upon a", "--max-tokens", "6", "--dtype", "float32", *modules, "--adapter", "mine"]) == 0
+    )
     (folder / "adapter_config.json").write_text("{")
-    assert main(["chat", "hello", "--adapter", str(folder)]) == 2 and "Copy or save the adapter" in capsys.readouterr().err
+    assert (
+        main(["chat", "hello", "--adapter", str(folder)]) == 2 and "Copy or save the adapter" in capsys.readouterr().err
+    )
 
 
 def test_headings_of_several_answers(
@@ -107,13 +116,43 @@ def test_prompts_from_files_and_standard_input(
 
 
 def test_flags_reach_the_sampling_params(engine: FakeLLM) -> None:
-    assert main([
-        "generate", "a", "--temperature", "0.5", "--top-k", "7", "--seed", "3", "--stop", "x", "--stop", "y",
-        "--stop-token-ids", "5", "--logit-bias", "4=-1.5", "--ignore-eos", "--no-skip-special-tokens", "--max-tokens", "none",
-    ]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "generate",
+                "a",
+                "--temperature",
+                "0.5",
+                "--top-k",
+                "7",
+                "--seed",
+                "3",
+                "--stop",
+                "x",
+                "--stop",
+                "y",
+                "--stop-token-ids",
+                "5",
+                "--logit-bias",
+                "4=-1.5",
+                "--ignore-eos",
+                "--no-skip-special-tokens",
+                "--max-tokens",
+                "none",
+            ]
+        )
+        == 0
+    )
     wanted = SamplingParams(
-        temperature=0.5, top_k=7, seed=3, stop=["x", "y"], stop_token_ids=[5], logit_bias={4: -1.5}, ignore_eos=True,
-        skip_special_tokens=False, max_tokens=None,
+        temperature=0.5,
+        top_k=7,
+        seed=3,
+        stop=["x", "y"],
+        stop_token_ids=[5],
+        logit_bias={4: -1.5},
+        ignore_eos=True,
+        skip_special_tokens=False,
+        max_tokens=None,
     )
     assert engine.params == [wanted]
 
@@ -121,13 +160,19 @@ def test_flags_reach_the_sampling_params(engine: FakeLLM) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--temperature", "nan"], "temperature must be a number"), (["--logit-bias", "x"], "ID=BIAS"),
-        (["--top-k", "many"], "--top-k"), (["--temprature", "1"], "--temperature"),
-        (["--n", "2", "--temperature", "0"], "equal"), (["--max-tokens", "0"], "max_tokens must be a whole number at least 1"),
-        (["--max-tokens", "0"], "None stands for"), (["--max-tokens", "few"], "a whole number or none, not 'few'"),
+        (["--temperature", "nan"], "temperature must be a number"),
+        (["--logit-bias", "x"], "ID=BIAS"),
+        (["--top-k", "many"], "--top-k"),
+        (["--temprature", "1"], "--temperature"),
+        (["--n", "2", "--temperature", "0"], "equal"),
+        (["--max-tokens", "0"], "max_tokens must be a whole number at least 1"),
+        (["--max-tokens", "0"], "None stands for"),
+        (["--max-tokens", "few"], "a whole number or none, not 'few'"),
     ],
-)  # fmt: skip
-def test_wrong_flags_are_refused(engine: FakeLLM, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+)
+def test_wrong_flags_are_refused(
+    engine: FakeLLM, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["generate", "a", *flags]) == 2
     assert said in capsys.readouterr().err
 
@@ -217,8 +262,18 @@ def flags(tmp_path: Path) -> list[str]:
     directory = tmp_path / "speaker"
     directory.mkdir()
     save_tiny_rwkv(directory, vocab_size=VOCAB_SIZE, hidden_size=32)
-    return ["--model", str(directory), "--load-format", "dummy", "--dtype", "float32", "--memory-budget-gib", "0.05",
-            "--num-threads", "1"]  # fmt: skip
+    return [
+        "--model",
+        str(directory),
+        "--load-format",
+        "dummy",
+        "--dtype",
+        "float32",
+        "--memory-budget-gib",
+        "0.05",
+        "--num-threads",
+        "1",
+    ]
 
 
 def lines_of(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
@@ -242,16 +297,20 @@ def test_wrong_arguments_are_refused_before_loading(tmp_path: Path, capsys: pyte
     other = tmp_path / "other.jsonl"
     other.write_text('{"text": "a"}\n')
     for arguments, said in (
-        (["--emotion", "hapy"], "Did you mean 'HAPPY'?"), (["--max-tokens", "0"], "at least 1"),
+        (["--emotion", "hapy"], "Did you mean 'HAPPY'?"),
+        (["--max-tokens", "0"], "at least 1"),
         (["--emotionn", "x"], "--emotion"),
-        (["--reference", str(tmp_path / "none")], "does not exist"), (["--reference", str(other)], "does not begin with"),
+        (["--reference", str(tmp_path / "none")], "does not exist"),
+        (["--reference", str(other)], "does not begin with"),
         (["--reference", str(tmp_path)], "cannot be read"),
-    ):  # fmt: skip
+    ):
         assert main(["tts", "Hello", "--model", "/nowhere", *arguments]) in (2, 3), arguments
         assert said in capsys.readouterr().err
 
 
-def test_jsonl_lines_have_own_voices_and_errors(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_jsonl_lines_have_own_voices_and_errors(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     texts = tmp_path / "texts.jsonl"
     voice = {"ref_global_tokens": list(range(32)), "ref_semantic_tokens": [5]}
     long = {"text": "word " * 5000}

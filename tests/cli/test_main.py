@@ -34,7 +34,9 @@ class Engine(FakeEngine):
 
     load_seconds, outputs = 0.01, ("dense",)
 
-    def encode(self, texts: list[str], batch_size: int, show_progress: bool, *, normalize: Any, prompt_name: Any) -> Any:
+    def encode(
+        self, texts: list[str], batch_size: int, show_progress: bool, *, normalize: Any, prompt_name: Any
+    ) -> Any:
         return self.encode_batch(texts, normalize)
 
     def __enter__(self) -> Engine:
@@ -60,10 +62,16 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [errors.InvalidInputError("m", hint="h"), errors.ModelNotFoundError("m"), errors.WriteError("m"), errors.DeviceError("m"),
-     errors.UnreachableError("m"), errors.ArcherfishError("m")],
+    [
+        errors.InvalidInputError("m", hint="h"),
+        errors.ModelNotFoundError("m"),
+        errors.WriteError("m"),
+        errors.DeviceError("m"),
+        errors.UnreachableError("m"),
+        errors.ArcherfishError("m"),
+    ],
     ids=lambda error: type(error).__name__,
-)  # fmt: skip
+)
 def test_error_message_hint_and_exit_code(
     error: errors.ArcherfishError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,19 +100,28 @@ def test_broken_pipe_is_silent() -> None:
     """Of `python -m archerfish`."""
     read_end, write_end = os.pipe()
     os.close(read_end)
-    done = subprocess.run([sys.executable, "-m", "archerfish", "--help"], stdout=write_end, stderr=subprocess.PIPE, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "archerfish", "--help"], stdout=write_end, stderr=subprocess.PIPE, check=False
+    )
     os.close(write_end)
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-@pytest.mark.parametrize(("arguments", "code", "said"), [
-    (["emebd", "x"], 2, "Did you mean 'embed'"), (["bench"], 2, "`archerfish bench embed`"),
-    (["bench", "embde"], 2, "`archerfish bench embed`"), (["--jsno", "embed"], 2, "--json"), (["pull"], 2, "pull --list"),
-    (["convert", "only-one"], 2, "OUTPUT_DIR"), (["embed", "--input", "no-such-file"], 3, "no-such-file"),
-    (["embed", "x", "--output", "x.nyp"], 2, ".npy"),
-    (["embed", "x", "--output", "no-such-directory/x.npy"], 2, "does not exist"),
-    (["embed", "x", "--config", "no-such-file.toml"], 2, "no-such-file.toml"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["emebd", "x"], 2, "Did you mean 'embed'"),
+        (["bench"], 2, "`archerfish bench embed`"),
+        (["bench", "embde"], 2, "`archerfish bench embed`"),
+        (["--jsno", "embed"], 2, "--json"),
+        (["pull"], 2, "pull --list"),
+        (["convert", "only-one"], 2, "OUTPUT_DIR"),
+        (["embed", "--input", "no-such-file"], 3, "no-such-file"),
+        (["embed", "x", "--output", "x.nyp"], 2, ".npy"),
+        (["embed", "x", "--output", "no-such-directory/x.npy"], 2, "does not exist"),
+        (["embed", "x", "--config", "no-such-file.toml"], 2, "no-such-file.toml"),
+    ],
+)
 def test_wrong_arguments_get_a_hint(
     arguments: list[str], code: int, said: str, engine: Engine, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,7 +140,9 @@ def test_version_and_overviews(capsys: pytest.CaptureFixture[str]) -> None:
     assert "bench embed" in capsys.readouterr().out
     assert main(["bench", "--help"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("usage: archerfish bench [options]") and "bench gpu" in said and "archerfish doctor" not in said
+    assert (
+        said.startswith("usage: archerfish bench [options]") and "bench gpu" in said and "archerfish doctor" not in said
+    )
 
 
 def test_embed_shows_a_table_and_json(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,7 +218,10 @@ def test_pull_lists_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert story["path"] in capsys.readouterr().out
     assert main(["pull", "--list", "--cache-dir", str(tmp_path)]) == 0
     assert "not downloaded" in capsys.readouterr().out
-    assert main(["pull", "all-minilm-l6-v2", "--cache-dir", str(tmp_path), "--offline"]) == errors.UnreachableError.exit_code
+    assert (
+        main(["pull", "all-minilm-l6-v2", "--cache-dir", str(tmp_path), "--offline"])
+        == errors.UnreachableError.exit_code
+    )
 
 
 def test_sizes_and_durations() -> None:
@@ -214,8 +236,9 @@ def test_convert_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys:
     def convert(self: converter.ModelConverter, source: str, target: str, **_: Any) -> converter.ConversionResult:
         assert self.config.stored_dtype() == "bfloat16"
         place = Path(target)
-        return converter.ConversionResult(True, source, place, place / "weights.arrow", None, None, place / "metadata.json",
-                                          10, 0.02, 2.0, 0.5, True)  # fmt: skip
+        return converter.ConversionResult(
+            True, source, place, place / "weights.arrow", None, None, place / "metadata.json", 10, 0.02, 2.0, 0.5, True
+        )
 
     monkeypatch.setattr(converter.ModelConverter, "convert", convert)
     arguments = ["convert", "some-model", str(tmp_path / "out"), "--dtype", "bfloat16"]
@@ -228,9 +251,15 @@ def test_convert_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys:
 
 def test_convert_shows_what_quantising_cost() -> None:
     quality = {
-        "text": "of a.txt", "num_tokens": 4096, "perplexity": 10.0, "perplexity_quantised": 10.2, "perplexity_change": 0.02,
-        "kl_divergence": 0.01, "top1_agreement": 0.953, "layers": {"layers.0": {"a": 0.01}, "layers.7": {"a": 0.034}},
-    }  # fmt: skip
+        "text": "of a.txt",
+        "num_tokens": 4096,
+        "perplexity": 10.0,
+        "perplexity_quantised": 10.2,
+        "perplexity_change": 0.02,
+        "kl_divergence": 0.01,
+        "top1_agreement": 0.953,
+        "layers": {"layers.0": {"a": 0.01}, "layers.7": {"a": 0.034}},
+    }
     rows = dict(quality_rows(quality))
     assert rows["perplexity"] == "10.200, of the original 10.000 (+2.00%)"
     assert rows["largest error"].startswith("3.40% of a product in layers.7")
@@ -291,16 +320,23 @@ sys.exit(main(["{command}", "a b c"]))
 PRESS = "signal.raise_signal(signal.SIGINT)"
 
 
-@pytest.mark.parametrize(("command", "presses", "shown", "told"), [
-    ("generate", {"word": PRESS}, "echo \n", "Interrupted.\n"), ("generate", {"word": PRESS, "closing": PRESS}, "echo \n", ""),
-    ("generate", {"closing": PRESS, "ending": PRESS}, "echo a b c\n", "Interrupted.\n"),
-    ("chat", {"closing": PRESS, "ending": PRESS}, "echo a b c\n", "Interrupted.\n"),
-    ("chat", {"word": f"({PRESS}, {PRESS}, print('still here'))"}, "echo ", "ends the chat.\n"),
-], ids=["first", "during cleanup", "while Python ends", "while Python ends, chat", "during an answer"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("command", "presses", "shown", "told"),
+    [
+        ("generate", {"word": PRESS}, "echo \n", "Interrupted.\n"),
+        ("generate", {"word": PRESS, "closing": PRESS}, "echo \n", ""),
+        ("generate", {"closing": PRESS, "ending": PRESS}, "echo a b c\n", "Interrupted.\n"),
+        ("chat", {"closing": PRESS, "ending": PRESS}, "echo a b c\n", "Interrupted.\n"),
+        ("chat", {"word": f"({PRESS}, {PRESS}, print('still here'))"}, "echo ", "ends the chat.\n"),
+    ],
+    ids=["first", "during cleanup", "while Python ends", "while Python ends, chat", "during an answer"],
+)
 def test_interrupts_of_a_command(command: str, presses: dict[str, str], shown: str, told: str) -> None:
     hooks = {"word": "None", "closing": "None", "ending": "None", **presses}
     script = SCRIPT.format(command=command, **hooks)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, input="", check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, input="", check=False
+    )
     assert (done.returncode, done.stdout) == (130, shown)
     assert done.stderr.endswith(told) and bool(done.stderr) == bool(told) and "Traceback" not in done.stderr
 

@@ -101,7 +101,9 @@ def test_colliding_names_get_their_section() -> None:
 @pytest.mark.parametrize(
     ("given", "suggestion"),
     [
-        ("--max-batchsize", "--max-batch-size"), ("--max-batch", "--max-batch-size"), ("--of-line", "--offline"),
+        ("--max-batchsize", "--max-batch-size"),
+        ("--max-batch", "--max-batch-size"),
+        ("--of-line", "--offline"),
         ("--dtpye=x", "--dtype"),
     ],
 )
@@ -152,9 +154,12 @@ def test_serve_passes_all_sections(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     names = ["--served-model-name", "a,b", "--served-model-name", "c"]
     assert main(["serve", *flags, *names, "--latency-budget-ms", "1.5"]) == 0
     assert seen == [
-        ServeConfig(port=0, latency_budget_ms=1.5, served_model_name="a,b,c"), EngineConfig(model="m"), EmbedConfig(model="e"),
-        HubConfig(offline=True), [ModelConfig(model="n")],
-    ]  # fmt: skip
+        ServeConfig(port=0, latency_budget_ms=1.5, served_model_name="a,b,c"),
+        EngineConfig(model="m"),
+        EmbedConfig(model="e"),
+        HubConfig(offline=True),
+        [ModelConfig(model="n")],
+    ]
     assert capsys.readouterr().out == "it serves\n"
     assert main(["--quiet", "serve", *flags]) == 0
     assert capsys.readouterr().out == ""
@@ -164,7 +169,9 @@ def test_serve_takes_models_without_flags(
     monkeypatch: pytest.MonkeyPatch, tiny_model: Any, llama: Path, hub: HubConfig
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setitem(sys.modules, "archerfish.serve.run", SimpleNamespace(serve=lambda *given, **_: seen.extend(given)))
+    monkeypatch.setitem(
+        sys.modules, "archerfish.serve.run", SimpleNamespace(serve=lambda *given, **_: seen.extend(given))
+    )
     ranker = str(tiny_model("Bert", head="ForSequenceClassification", config={"num_labels": 1}))
     vectors = str(tiny_model())
     assert main(["serve", str(llama), vectors, ranker, "--port", "0"]) == 0
@@ -175,7 +182,9 @@ def test_serve_takes_models_without_flags(
 @pytest.mark.parametrize(
     ("kinds", "flag", "other"), [("embedding", "--model", "--embed-model"), ("generation", "--embed-model", "--model")]
 )
-def test_serve_refuses_a_model_of_another_kind(kinds: str, flag: str, other: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_refuses_a_model_of_another_kind(
+    kinds: str, flag: str, other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["serve", "--kinds", kinds, flag, "m"]) == InvalidOptionError.exit_code
     told = capsys.readouterr().err
     assert f"{flag} names a model of" in told and f"with {other}" in told

@@ -34,13 +34,24 @@ def test_trace_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert figures["first token p50"] == pytest.approx(3000 * 2.3e-3, rel=0.05)
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (["--policy", "cache-awar"], "Did you mean 'cache-aware'?"), (["--preset", "h200"], "h200-8b"),
-    (["--fail", "3"], "--fail 30:1:20"), (["--fail", "-1:1:1"], "AT:COUNT:DOWN"), (["--scale", "4:2"], "LEAST"),
-    (["--scale", "x"], "LEAST:MOST"), (["--replicas", "0"], "at least 1"), (["--kv-tokens", "300"], "--kv-tokens"),
-    (["--rate", "0.001"], "No request comes"), (["--trace", "/no/such/file"], "cannot be read"),
-])  # fmt: skip
-def test_wrong_options_are_refused_with_a_hint(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--policy", "cache-awar"], "Did you mean 'cache-aware'?"),
+        (["--preset", "h200"], "h200-8b"),
+        (["--fail", "3"], "--fail 30:1:20"),
+        (["--fail", "-1:1:1"], "AT:COUNT:DOWN"),
+        (["--scale", "4:2"], "LEAST"),
+        (["--scale", "x"], "LEAST:MOST"),
+        (["--replicas", "0"], "at least 1"),
+        (["--kv-tokens", "300"], "--kv-tokens"),
+        (["--rate", "0.001"], "No request comes"),
+        (["--trace", "/no/such/file"], "cannot be read"),
+    ],
+)
+def test_wrong_options_are_refused_with_a_hint(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = [one.replace("-1:", "x:") for one in options]
     assert main([*SHORT, *flags]) not in (0, 1)
     assert message in capsys.readouterr().err

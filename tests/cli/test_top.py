@@ -17,12 +17,21 @@ from archerfish.errors import UnreachableError
 
 
 def engine(**figures: Any) -> dict[str, Any]:
-    return {"tokens_per_second": 25.0, "num_running": 2, "num_waiting": 1, "kv_usage": 0.25, "ttft_p50_s": 0.15, **figures}
+    return {
+        "tokens_per_second": 25.0,
+        "num_running": 2,
+        "num_waiting": 1,
+        "kv_usage": 0.25,
+        "ttft_p50_s": 0.15,
+        **figures,
+    }
 
 
 def snapshot(at_s: float, engines: dict[str, dict[str, Any]], refused: int = 0, prefix: str = "vllm:") -> top.Snapshot:
     registry = CollectorRegistry()
-    Counter(f"{prefix}refused_requests", "", ["model_name", "code"], registry=registry).labels('m"\\', "busy").inc(refused)
+    Counter(f"{prefix}refused_requests", "", ["model_name", "code"], registry=registry).labels('m"\\', "busy").inc(
+        refused
+    )
     refusals = top.read_refusals(generate_latest(registry).decode())
     return top.Snapshot("http://here", "1", at_s, {("m", name): one for name, one in engines.items()}, {}, refusals)
 
@@ -53,7 +62,8 @@ def test_figures_of_the_last_minute(prefix: str) -> None:
 def test_restarted_replica_and_a_server_that_is_away() -> None:
     """Red if a counter that begins again gives a wrong rate, or if the view ends while a server restarts."""
     before, after = (
-        snapshot(at, {"a": engine(cache_hits=num, cache_misses=num), "b": engine()}) for at, num in ((0.0, 100), (1.0, 7))
+        snapshot(at, {"a": engine(cache_hits=num, cache_misses=num), "b": engine()})
+        for at, num in ((0.0, 100), (1.0, 7))
     )
     _, away, back = frames(before, UnreachableError("No server"), after)
     assert away.problem.startswith("No server") and not back.problem

@@ -48,7 +48,9 @@ def weather(city: str) -> str:
 def test_ollama_writes(writer: str) -> None:
     ollama = pytest.importorskip("ollama")
     client = ollama.Client(writer)
-    assert client.chat(f"{MODEL}:latest", HI, options={"temperature": 0, "num_ctx": 64}).message.content == "Hello there"
+    assert (
+        client.chat(f"{MODEL}:latest", HI, options={"temperature": 0, "num_ctx": 64}).message.content == "Hello there"
+    )
     parts: list[Any] = list(client.chat(MODEL, HI, stream=True))
     assert "".join(part.message.content for part in parts) == "Hello there"
     assert (parts[-1].done_reason, parts[-1].eval_count) == ("stop", 12)

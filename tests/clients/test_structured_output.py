@@ -1,4 +1,5 @@
-"""Structured output through the real clients: a format alone, and a format together with a tool that is called first."""
+"""Structured output through the real clients: a format alone, and a format together with a tool that is called
+first."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ def test_instructor(address: str) -> None:
         for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.JSON):
             wrapped = instructor.from_openai(client, mode=mode)
             messages = [{"role": "user", "content": "Who is Ada?"}]
-            given = wrapped.chat.completions.create(model=MODEL, response_model=Person, messages=messages, max_retries=0)
+            given = wrapped.chat.completions.create(
+                model=MODEL, response_model=Person, messages=messages, max_retries=0
+            )
             assert (given.name, given.age) == ("Ada", 36)
 
 
@@ -121,8 +124,24 @@ def test_llm_with_a_schema(address: str, tmp_path: Path) -> None:
         "  api_key_name: writer\n"
     )
     given = subprocess.run(
-        [sys.executable, "-m", "llm", "-m", "writer", "--no-stream", "--key", KEY, "--schema", "name, age int", "Who is Ada?"],
-        env={**os.environ, "LLM_USER_PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "llm",
+            "-m",
+            "writer",
+            "--no-stream",
+            "--key",
+            KEY,
+            "--schema",
+            "name, age int",
+            "Who is Ada?",
+        ],
+        env={**os.environ, "LLM_USER_PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert given.returncode == 0, given.stderr
     assert Person.model_validate_json(given.stdout) == ADA

@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 from archerfish import errors
 from archerfish.compat.batch_processor import BatchProcessor
 from archerfish.compat.batch_server import BatchInferenceServer
-from archerfish.errors import CallerError, InvalidInputError, InvalidOptionError, ModelError, StoppedError, TooManyRequestsError
+from archerfish.errors import (
+    CallerError,
+    InvalidInputError,
+    InvalidOptionError,
+    ModelError,
+    StoppedError,
+    TooManyRequestsError,
+)
 from tests.engine.fakes import FakeEngine
 
 from .loops import LIMIT_S, in_loop, run, until
@@ -190,11 +197,13 @@ async def test_wrong_use_is_an_error() -> None:
 
 steps = st.lists(
     st.one_of(
-        st.tuples(st.just("ask"), st.integers(-3, 9)), st.tuples(st.just("leave"), st.integers(0, 40)),
-        st.tuples(st.just("tick"), st.integers(1, 5)), st.tuples(st.just("open"), st.just(0)),
+        st.tuples(st.just("ask"), st.integers(-3, 9)),
+        st.tuples(st.just("leave"), st.integers(0, 40)),
+        st.tuples(st.just("tick"), st.integers(1, 5)),
+        st.tuples(st.just("open"), st.just(0)),
     ),
     max_size=40,
-)  # fmt: skip
+)
 
 
 @pytest.mark.no_cover

@@ -23,9 +23,12 @@ def test_prompts_are_given_or_drawn_anew_in_every_round() -> None:
 def test_impossible_configurations_are_refused() -> None:
     case = TestCase("a", 3)
     for wrong in (
-        {"test_cases": ()}, {"test_cases": (case, case)}, {"warmup_iterations": -1}, {"measurement_iterations": 0},
+        {"test_cases": ()},
+        {"test_cases": (case, case)},
+        {"warmup_iterations": -1},
+        {"measurement_iterations": 0},
         {"timeout_s": 0.0},
-    ):  # fmt: skip
+    ):
         with pytest.raises(InvalidInputError):
             BenchmarkConfig(**{"test_cases": (case,), **wrong})  # type: ignore[arg-type]
     for empty in (0, ()):
@@ -38,15 +41,19 @@ def test_cases_are_measured_and_judged(llama: Path) -> None:
     tight = PerformanceTarget(max_latency_ms=1e-9, min_throughput_tps=1e12, max_memory_mb=0.001, max_cpu_percent=1e-9)
     gaps = PerformanceTarget(max_first_token_ms=1e9, max_gap_ms=1e9)
     cases = (
-        TestCase("loose", [5, 6, 7], greedy(8), loose), TestCase("tight", 3, greedy(8), tight),
+        TestCase("loose", [5, 6, 7], greedy(8), loose),
+        TestCase("tight", 3, greedy(8), tight),
         TestCase("one token", 9, greedy(1), gaps),
-    )  # fmt: skip
-    figures, results = run_benchmark(tiny_config(llama), BenchmarkConfig(cases, warmup_iterations=1, measurement_iterations=2))
+    )
+    figures, results = run_benchmark(
+        tiny_config(llama), BenchmarkConfig(cases, warmup_iterations=1, measurement_iterations=2)
+    )
     names = ("answer, ms", "tokens/s", "memory, MB", "CPU, %")
     assert [(one.name, one.verdict) for one in results] == [
         *((f"{case}: {name}", verdict) for case, verdict in (("loose", "met"), ("tight", "not met")) for name in names),
-        ("one token: first token, ms", "met"), ("one token: gap p99, ms", "not measured"),
-    ]  # fmt: skip
+        ("one token: first token, ms", "met"),
+        ("one token: gap p99, ms", "not measured"),
+    ]
     assert figures["loose: first token, ms"].rounds == 2
     assert figures["loose: first token, ms"].median < figures["loose: answer, ms"].median
 

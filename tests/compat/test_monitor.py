@@ -74,9 +74,10 @@ def test_metrics_have_the_names_of_a_server(engine: LLMEngine) -> None:
     page = exposition(monitor.metrics()).decode()
     label = f'{{model_name="{engine.model_name}"}}'
     for line in (
-        f"archerfish_generation_tokens_total{label} 12.0", f"archerfish_num_requests_running{label} 0.0",
+        f"archerfish_generation_tokens_total{label} 12.0",
+        f"archerfish_num_requests_running{label} 0.0",
         f'archerfish_e2e_request_latency_seconds_count{label[:-1]},tenant=""}} 2.0',
-    ):  # fmt: skip
+    ):
         assert line in page.splitlines()
     names = [line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")]
     assert len(names) == len(set(names))

@@ -29,15 +29,30 @@ def check_memory(engine: LLMEngine) -> None:
 # Reading
 
 
-@pytest.mark.parametrize(("values", "told"), [
-    ({"cache_size": 8}, "cache_size_mb"), ({"pool_max_objects": 8}, "max_num_seqs"), ({"enable_object_pool": "off"}, "reused"),
-    ({"enable_simd_sampling": False}, "vectorised"), ({"enable_object_pool": 3}, "true or false"),
-    ({"enable_prefetch": []}, "true or false"),
-    ({"logits_cache_mib": 8, "cache_size_mb": 9}, "two values for logits_cache_mib: 8 and 9"), ({"logits_cache_mib": -1}, "-1"),
-    ({"logits_cache_mib": 1.5}, "must be int"), ({"logits_cache_mib": "many"}, "many"), ({"eviction_policy": "lro"}, "lru"),
-    ({"eviction_policy": []}, "must be str"), ({"pipeline_depth": 2}, "from 0 to 1"), ({"max_queue_size": 0}, "at least 1"),
-    ({"logits_cache_ttl_s": 0.0}, "at least 0.001"), ({1: 2}, "Unknown option"), ([("a", 1)], "not list"), (None, "not None"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"cache_size": 8}, "cache_size_mb"),
+        ({"pool_max_objects": 8}, "max_num_seqs"),
+        ({"enable_object_pool": "off"}, "reused"),
+        ({"enable_simd_sampling": False}, "vectorised"),
+        ({"enable_object_pool": 3}, "true or false"),
+        ({"enable_prefetch": []}, "true or false"),
+        ({"logits_cache_mib": 8, "cache_size_mb": 9}, "two values for logits_cache_mib: 8 and 9"),
+        ({"logits_cache_mib": -1}, "-1"),
+        ({"logits_cache_mib": 1.5}, "must be int"),
+        ({"logits_cache_mib": "many"}, "many"),
+        ({"eviction_policy": "lro"}, "lru"),
+        ({"eviction_policy": []}, "must be str"),
+        ({"pipeline_depth": 2}, "from 0 to 1"),
+        ({"max_queue_size": 0}, "at least 1"),
+        ({"logits_cache_ttl_s": 0.0}, "at least 0.001"),
+        ({1: 2}, "Unknown option"),
+        ([("a", 1)], "not list"),
+        (None, "not None"),
+    ],
+    ids=str,
+)
 def test_wrong_options_are_refused_with_a_hint(values: Any, told: str) -> None:
     with pytest.raises(InvalidOptionError) as caught:
         OptimizationConfig().updated(values)
@@ -57,13 +72,20 @@ def test_changes() -> None:
 
 
 def test_second_names_in_the_constructor() -> None:
-    seeds = {"enable_logits_cache": True, "enable_object_pool": True, "enable_simd_sampling": True, "enable_prefetch": False,
-             "cache_size_mb": 256}  # fmt: skip
+    seeds = {
+        "enable_logits_cache": True,
+        "enable_object_pool": True,
+        "enable_simd_sampling": True,
+        "enable_prefetch": False,
+        "cache_size_mb": 256,
+    }
     config = OptimizationConfig(**seeds)
     assert config == OptimizationConfig(logits_cache_mib=256, pipeline_depth=0) == OptimizationConfig().updated(seeds)
     assert {name: getattr(config, name) for name in seeds} == seeds
     assert config.replace(cache_size_mb=9, enable_prefetch=True) == OptimizationConfig(logits_cache_mib=9)
-    assert copy.deepcopy(config) == config == pickle.loads(pickle.dumps(config)) and hash(config) == hash(config.replace())
+    assert copy.deepcopy(config) == config == pickle.loads(pickle.dumps(config)) and hash(config) == hash(
+        config.replace()
+    )
 
 
 # Putting in force
@@ -72,9 +94,15 @@ def test_second_names_in_the_constructor() -> None:
 def test_every_option_reaches_the_engine(engine: LLMEngine) -> None:
     cache = ResultCache(0, 600.0)
     wanted = OptimizationConfig(
-        logits_cache_mib=3, logits_cache_ttl_s=9.0, enable_prefix_caching=False, eviction_policy="fifo", max_queue_size=7,
-        pipeline_depth=0, result_cache_mib=2, result_cache_ttl_s=5.0,
-    )  # fmt: skip
+        logits_cache_mib=3,
+        logits_cache_ttl_s=9.0,
+        enable_prefix_caching=False,
+        eviction_policy="fifo",
+        max_queue_size=7,
+        pipeline_depth=0,
+        result_cache_mib=2,
+        result_cache_ttl_s=5.0,
+    )
     before = OptimizationConfig.of(engine, cache)
     assert wanted.apply(engine, cache) == before.changes(wanted)
     assert OptimizationConfig.of(engine, cache) == wanted and wanted.apply(engine, cache) == {}
@@ -131,8 +159,12 @@ def test_shorter_queue_keeps_waiting_requests(engine: LLMEngine) -> None:
 
 def test_refused_change_changes_nothing(engine: LLMEngine) -> None:
     before, order = OptimizationConfig.of(engine), engine.scheduler.cache.order
-    for wrong in ({"logits_cache_ttl_s": 0.0, "max_queue_size": 9}, {"eviction_policy": "best", "max_queue_size": 9},
-                  {"max_num_batched_tokens": 1, "logits_cache_mib": 1}, {"block_size": 4}):  # fmt: skip
+    for wrong in (
+        {"logits_cache_ttl_s": 0.0, "max_queue_size": 9},
+        {"eviction_policy": "best", "max_queue_size": 9},
+        {"max_num_batched_tokens": 1, "logits_cache_mib": 1},
+        {"block_size": 4},
+    ):
         with pytest.raises(InvalidOptionError):
             engine.configure(**wrong)
     with pytest.raises(InvalidOptionError, match="no result cache"):
@@ -142,10 +174,18 @@ def test_refused_change_changes_nothing(engine: LLMEngine) -> None:
 
 
 SETTINGS: list[dict[str, Any]] = [
-    {"pipeline_depth": 0}, {"eviction_policy": "lfu"}, {"enable_prefix_caching": False}, {"enable_logits_cache": False},
-    {"pipeline_depth": 1}, {"enable_prefix_caching": True}, {"cache_size_mb": 1, "enable_logits_cache": True},
-    {"eviction_policy": "fifo"}, {"max_queue_size": 1}, {"logits_cache_ttl_s": 0.001}, {"eviction_policy": "lru"},
-]  # fmt: skip
+    {"pipeline_depth": 0},
+    {"eviction_policy": "lfu"},
+    {"enable_prefix_caching": False},
+    {"enable_logits_cache": False},
+    {"pipeline_depth": 1},
+    {"enable_prefix_caching": True},
+    {"cache_size_mb": 1, "enable_logits_cache": True},
+    {"eviction_policy": "fifo"},
+    {"max_queue_size": 1},
+    {"logits_cache_ttl_s": 0.001},
+    {"eviction_policy": "lru"},
+]
 
 
 @pytest.mark.parametrize("steps_between", [1, 3])

@@ -24,7 +24,9 @@ def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
     exec(compile(code, str(PAGE), "exec"), found)
     try:
         assert len(found["voice"].global_tokens) == 32 and found["again"].global_tokens == found["voice"].global_tokens
-        assert [tokens.error for tokens in found["many"]] == [None, None] and found["outputs"][0].finish_reason == "length"
+        assert [tokens.error for tokens in found["many"]] == [None, None] and found["outputs"][
+            0
+        ].finish_reason == "length"
         assert {"ttft_p50_ms", "inter_token_p99_ms", "generated_tok_s"} <= found["figures"].keys()
         assert found["sampling"].total_samples > 40 and found["pool"].cache_hits > 0
         assert 0 <= found["token"] < 4096 and found["sampler"].engine.config.logits_cache_mib == 32

@@ -47,10 +47,16 @@ def test_a_view_refuses_a_range_outside_of_the_row(bounds: tuple[int, int]) -> N
         LogitsView(torch.zeros(VOCAB), *bounds)
 
 
-@pytest.mark.parametrize(("values", "message"), [
-    ({"fast_path_threshold": 0.9}, "distribution"), ({"use_simd": True}, "vector instructions"), ({"topk": 3}, "top_k"),
-    ({"temperature": -1.0}, "temperature"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"fast_path_threshold": 0.9}, "distribution"),
+        ({"use_simd": True}, "vector instructions"),
+        ({"topk": 3}, "top_k"),
+        ({"temperature": -1.0}, "temperature"),
+    ],
+    ids=str,
+)
 def test_options_without_a_meaning_are_refused_with_the_reason(values: dict[str, Any], message: str) -> None:
     with pytest.raises((UnknownOptionError, InvalidInputError), match=message):
         SamplingConfig(**values)

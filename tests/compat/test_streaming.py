@@ -37,7 +37,9 @@ async def test_batch_infer_gives_the_tokens_of_generate(engine: LLMEngine, depth
 
 
 @in_loop
-async def test_one_step_is_in_flight_while_the_next_is_launched(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_step_is_in_flight_while_the_next_is_launched(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counts: list[int] = []
     launch = engine.runner.launch
 
@@ -60,7 +62,9 @@ def test_an_invalid_request_ends_the_batch_and_frees_all_memory(engine: LLMEngin
         async with StreamingInference(engine) as inference:
             with pytest.raises(InvalidInputError, match="empty"):
                 await inference.batch_infer([*many, InferenceRequest([])])
-            with pytest.raises(InvalidInputError, match=r"an InferenceRequest, not str\. Write InferenceRequest\(prompt"):
+            with pytest.raises(
+                InvalidInputError, match=r"an InferenceRequest, not str\. Write InferenceRequest\(prompt"
+            ):
                 await inference.batch_infer([*many, "hello"])  # type: ignore[list-item]
             (output,) = await inference.batch_infer(requests(1))
             assert output.finish_reason == "length"
@@ -72,10 +76,14 @@ def test_an_invalid_request_ends_the_batch_and_frees_all_memory(engine: LLMEngin
     check_memory(engine)
 
 
-@pytest.mark.parametrize("options", [{}, {"logits_cache_mib": 0}, {"pipeline_depth": 0}, {"max_num_batched_tokens": 40}])
+@pytest.mark.parametrize(
+    "options", [{}, {"logits_cache_mib": 0}, {"pipeline_depth": 0}, {"max_num_batched_tokens": 40}]
+)
 @pytest.mark.parametrize("kind", ["llama", "rwkv"])
 @in_loop
-async def test_logits_are_those_of_the_next_token(kind: str, options: dict[str, int], llama: Path, tmp_path: Path) -> None:
+async def test_logits_are_those_of_the_next_token(
+    kind: str, options: dict[str, int], llama: Path, tmp_path: Path
+) -> None:
     config = tiny_config(llama, **options)
     if kind == "rwkv":
         config = rwkv_config(save_tiny_rwkv(tmp_path), load_format="dummy", **options)

@@ -22,20 +22,26 @@ LONGEST_S = 240.0
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=90) as answer:
         return json.load(answer)  # type: ignore[no-any-return]
 
 
 def load(url: str, workers: str, file: str) -> dict[str, Any]:
-    answered, failed, end = [0], list[str](), time.monotonic() + LONGEST_S
+    answered = [0]
+    failed = list[str]()
+    end = time.monotonic() + LONGEST_S
 
     def work(worker: int) -> None:
         turn = 0
         while not Path(file).exists() and time.monotonic() < end:
             turn += 1
             try:
-                found = post(url, {"prompt": f"Once upon a time {worker} {turn}", "max_tokens": 100, "ignore_eos": True})
+                found = post(
+                    url, {"prompt": f"Once upon a time {worker} {turn}", "max_tokens": 100, "ignore_eos": True}
+                )
                 assert found["usage"]["completion_tokens"] == 100
                 answered[0] += 1
             except Exception as error:

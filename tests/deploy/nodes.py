@@ -51,17 +51,23 @@ class Nodes:
     """Three nodes. Everything that runs in them ends with the context."""
 
     def __init__(self) -> None:
-        self.names = [f"fish{os.getpid()}-{number}" for number in range(4)]  # the first is that of the bridge and of clients
+        self.names = [
+            f"fish{os.getpid()}-{number}" for number in range(4)
+        ]  # the first is that of the bridge and of clients
         self.addresses = ["", *(f"10.86.0.{number}" for number in (1, 2, 3))]
         self.directory = Path(tempfile.mkdtemp(prefix="af", dir="/tmp"))  # short: Ray makes sockets in it
         self.token = self.directory / "token"
         self.token.touch(mode=0o600)
         self.token.write_text(os.urandom(16).hex())
         self.environ = {
-            **os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token), "RAY_USAGE_STATS_ENABLED": "0",
+            **os.environ,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self.token),
+            "RAY_USAGE_STATS_ENABLED": "0",
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]),
-            "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": "1",
+        }
 
     def __enter__(self) -> Self:
         try:
@@ -111,7 +117,9 @@ class Nodes:
         """Start Python in a namespace."""
         command = ["ip", "netns", "exec", self.names[number], sys.executable, *arguments]
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options}
-        return subprocess.Popen(command, env=self.environ, text=True, start_new_session=True, cwd=self.directory, **options)
+        return subprocess.Popen(
+            command, env=self.environ, text=True, start_new_session=True, cwd=self.directory, **options
+        )
 
     def run(self, number: int, *arguments: str, seconds: float = 120) -> str:
         """Run Python in a namespace and return what it printed."""

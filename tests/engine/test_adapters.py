@@ -1,4 +1,5 @@
-"""Adapters in the engine: answers equal PEFT's whatever runs beside them, slots are shared, contexts kept apart by content."""
+"""Adapters in the engine: answers equal PEFT's whatever runs beside them, slots are shared, contexts kept apart by
+content."""
 
 from __future__ import annotations
 
@@ -26,8 +27,14 @@ from tests.models.peft_adapters import add_adapter
 
 NUM = 6  # adapters
 OPTIONS: dict[str, Any] = {
-    "dtype": "float32", "device": "cpu", "max_cache_tokens": 4096, "max_num_seqs": 8, "num_threads": 1, "enable_lora": True,
-    "max_lora_rank": 8, "tokenizer": "none",
+    "dtype": "float32",
+    "device": "cpu",
+    "max_cache_tokens": 4096,
+    "max_num_seqs": 8,
+    "num_threads": 1,
+    "enable_lora": True,
+    "max_lora_rank": 8,
+    "tokenizer": "none",
 }
 TARGETS = [["q_proj", "v_proj"], ["embed_tokens", "lm_head", "o_proj"], "all-linear"]
 
@@ -49,7 +56,10 @@ def adapted(places: Path) -> dict[str, Any]:
     import peft
 
     model, _ = make("llama")
-    found = {f"a{i}": peft.PeftModel.from_pretrained(copy.deepcopy(model), str(places / "lora" / f"a{i}")) for i in range(NUM)}
+    found = {
+        f"a{i}": peft.PeftModel.from_pretrained(copy.deepcopy(model), str(places / "lora" / f"a{i}"))
+        for i in range(NUM)
+    }
     return {"": model, **found}
 
 
@@ -77,7 +87,8 @@ def run(engine: LLMEngine, work: list[tuple[list[int], str]], num: int = 8) -> l
 
 
 def test_mixed_batches_equal_peft(engine: LLMEngine, adapted: dict[str, Any]) -> None:
-    """More adapters than slots, and none: those without a slot wait for one, and all are answered as if they were alone."""
+    """More adapters than slots, and none: those without a slot wait for one, and all are answered as if they were
+    alone."""
     work = [(prompt, list(adapted)[i % (NUM + 1)]) for i, prompt in enumerate(prompts(14, most=20))]
     answers = [expected(adapted[name], prompt, 5) for prompt, name in work]
     assert run(engine, work, 5) == answers
@@ -86,14 +97,16 @@ def test_mixed_batches_equal_peft(engine: LLMEngine, adapted: dict[str, Any]) ->
 
 
 def test_experts(tmp_path: Path) -> None:
-    """Refused unless slots have room for them; beside rows without an adapter, and one of attention alone, as PEFT computes."""
+    """Refused unless slots have room for them; beside rows without an adapter, and one of attention alone, as PEFT
+    computes."""
     model, _ = make("mixtral")
     model.save_pretrained(tmp_path / "model")
     stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     models = {
-        "": model, "experts": add_adapter(model, tmp_path / "lora" / "experts", target_parameters=stacks, target_modules=[]),
+        "": model,
+        "experts": add_adapter(model, tmp_path / "lora" / "experts", target_parameters=stacks, target_modules=[]),
         "attention": add_adapter(model, tmp_path / "lora" / "attention", seed=1, target_modules=["q_proj"]),
-    }  # fmt: skip
+    }
     work = [(prompt, list(models)[i % 3]) for i, prompt in enumerate(prompts(6, most=20))]
     options = {**OPTIONS, "lora_dir": str(tmp_path / "lora")}
     with LLMEngine(str(tmp_path / "model"), **options, lora_experts=True) as engine:
@@ -105,7 +118,9 @@ def test_experts(tmp_path: Path) -> None:
         assert run(engine, work[2:3], 5) == [expected(models["attention"], work[2][0], 5)]
 
 
-def test_contexts_are_kept_apart_by_content(engine: LLMEngine, places: Path, adapted: dict[str, Any], tmp_path: Path) -> None:
+def test_contexts_are_kept_apart_by_content(
+    engine: LLMEngine, places: Path, adapted: dict[str, Any], tmp_path: Path
+) -> None:
     library, prompt = engine.adapters, prompts(1, least=40, most=40)[0]
     assert library is not None
     shutil.copytree(places / "lora" / "a0", tmp_path / "x")
@@ -127,7 +142,9 @@ def test_contexts_are_kept_apart_by_content(engine: LLMEngine, places: Path, ada
         library.load("x", places / "lora" / "a1")
     library.load("x", tmp_path / "x", in_place=True)
     output = engine.generate(prompt, greedy(4), adapter="x")[0]
-    assert output.token_ids == expected(adapted["a1"], prompt, 4), "a name that was loaded again never reuses old contexts"
+    assert output.token_ids == expected(adapted["a1"], prompt, 4), (
+        "a name that was loaded again never reuses old contexts"
+    )
     library.unload("x")
     with pytest.raises(NotFoundError, match="no adapter 'x'"):
         engine.generate(prompt, greedy(4), adapter="x")
@@ -147,7 +164,9 @@ def test_an_adapter_that_has_gone_ends_its_requests_alone(engine: LLMEngine, pla
     outputs = [engine.get_output(each) for each in ids]
     assert [output and output.finish_reason for output in outputs] == ["error", "length"]
     shutil.copy(places / "lora" / "a0" / "adapter_model.safetensors", tmp_path / "x")
-    assert engine.generate([5, 6, 7], greedy(4), adapter="x")[0].finish_reason == "length", "whoever names it tries again"
+    assert engine.generate([5, 6, 7], greedy(4), adapter="x")[0].finish_reason == "length", (
+        "whoever names it tries again"
+    )
 
 
 def test_files_that_are_saved_again(engine: LLMEngine, places: Path, adapted: dict[str, Any]) -> None:
@@ -250,7 +269,9 @@ def test_names_of_vllm(places: Path, adapted: dict[str, Any]) -> None:
         many: list[Any] = prompts(2, most=9)
         found = tokens(llm.generate(many, greedy(4), lora_request=[requests[0], None]))
         assert found == [expected(adapted["a0"], many[0], 4), expected(adapted[""], many[1], 4)]
-        assert tokens(llm.generate(many, greedy(4), lora_request=requests[1])) == [expected(adapted["a1"], p, 4) for p in many]
+        assert tokens(llm.generate(many, greedy(4), lora_request=requests[1])) == [
+            expected(adapted["a1"], p, 4) for p in many
+        ]
         params = BeamSearchParams(beam_width=1, max_tokens=3, ignore_eos=True)
         [beams] = llm.beam_search([{"prompt_token_ids": many[0]}], params, requests[0])
         assert beams.sequences[0].tokens[-3:] == expected(adapted["a0"], many[0], 3)
@@ -259,7 +280,9 @@ def test_names_of_vllm(places: Path, adapted: dict[str, Any]) -> None:
             with pytest.raises(StoppedError, match="sleeps"):
                 llm.generate(many, greedy(4), lora_request=request)
         llm.wake_up()
-        assert tokens(llm.generate(many, greedy(4), lora_request=requests[1])) == [expected(adapted["a1"], p, 4) for p in many]
+        assert tokens(llm.generate(many, greedy(4), lora_request=requests[1])) == [
+            expected(adapted["a1"], p, 4) for p in many
+        ]
 
 
 def test_paths_and_options_that_are_refused(places: Path, engine: LLMEngine, tmp_path: Path) -> None:
@@ -273,7 +296,19 @@ def test_paths_and_options_that_are_refused(places: Path, engine: LLMEngine, tmp
         with pytest.raises(ArcherfishError, match="cannot be read as a path"):
             library.allowed_path(path)
     assert library.allowed_path("~nobody/x") == places / "lora" / "~nobody" / "x", "no home of a user"
-    for name in ("../lora/a0", "..", "a0/../a0", "", "nowhere", "~nobody", "~", "x" * 256, "\u00e9" * 128, "a\0", "\ud800"):
+    for name in (
+        "../lora/a0",
+        "..",
+        "a0/../a0",
+        "",
+        "nowhere",
+        "~nobody",
+        "~",
+        "x" * 256,
+        "\u00e9" * 128,
+        "a\0",
+        "\ud800",
+    ):
         with pytest.raises(NotFoundError):
             library.find(name)
     for name in ("", "a\nb", "x" * 300):

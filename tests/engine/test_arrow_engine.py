@@ -21,8 +21,17 @@ from archerfish.engine.text_batches import plan_batches
 from tests.store.models import flip_byte, write_model
 
 TEXTS = [
-    "hello", "", "A short text.", "今天天气很好，我们去公园散步吧。", "🎉🚀 emoji ❤️ and text", "word " * 600, "x" * 300,
-    "  spaces before and after  ", "The archerfish spits water at flies. " * 12, "naïve café, ÜBER", "line\nbreak\ttab",
+    "hello",
+    "",
+    "A short text.",
+    "今天天气很好，我们去公园散步吧。",
+    "🎉🚀 emoji ❤️ and text",
+    "word " * 600,
+    "x" * 300,
+    "  spaces before and after  ",
+    "The archerfish spits water at flies. " * 12,
+    "naïve café, ÜBER",
+    "line\nbreak\ttab",
 ]
 
 
@@ -36,10 +45,15 @@ def their_vectors(peer: SentenceTransformer) -> Any:
     return peer.encode(TEXTS)
 
 
-@pytest.mark.parametrize(("options", "least"), [
-    ({"dtype": "float32", "storage_dtype": "float32"}, 0.999999), ({"dtype": "bfloat16", "storage_dtype": "float16"}, 0.9999),
-    ({"dtype": "float16", "storage_dtype": "bfloat16"}, 0.9999),
-], ids=str)
+@pytest.mark.parametrize(
+    ("options", "least"),
+    [
+        ({"dtype": "float32", "storage_dtype": "float32"}, 0.999999),
+        ({"dtype": "bfloat16", "storage_dtype": "float16"}, 0.9999),
+        ({"dtype": "float16", "storage_dtype": "bfloat16"}, 0.9999),
+    ],
+    ids=str,
+)
 def test_same_vectors_as_sentence_transformers(their_vectors: Any, options: dict[str, Any], least: float) -> None:
     ours = ArrowEngine("all-minilm-l6-v2", **options).encode(TEXTS)
     assert (ours * their_vectors).sum(1).min() >= least
@@ -54,7 +68,11 @@ def test_truncation_is_identical(minilm: ArrowEngine, peer: SentenceTransformer)
 def test_signatures_of_the_seed() -> None:
     first, *rest = list(inspect.signature(ArrowEngine).parameters.values())[:4]
     assert first.name == "model_path"
-    assert {each.name: each.default for each in rest} == {"device": "auto", "max_batch_size": 32, "use_fast_tokenizer": True}
+    assert {each.name: each.default for each in rest} == {
+        "device": "auto",
+        "max_batch_size": 32,
+        "use_fast_tokenizer": True,
+    }
     encode = inspect.signature(ArrowEngine.encode).parameters
     assert (encode["batch_size"].default, encode["show_progress"].default) == (32, False)
 
@@ -134,18 +152,27 @@ def test_progress_is_drawn_on_standard_error(minilm: ArrowEngine, capfd: pytest.
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("texts", "options", "error", "message"), [
-    (["fine", 7], {}, errors.InvalidInputError, "Text 1 must be a string, not int"),
-    (["fine", None], {}, errors.InvalidInputError, "Text 1 must be a string, not NoneType"),
-    ([b"bytes"], {}, errors.InvalidInputError, "Text 0 must be a string, not bytes"),
-    (["ok", []], {}, errors.InvalidInputError, "Text 1 must be a string, not list"),
-    (7, {}, errors.InvalidInputError, "Expected a list of texts, not int"),
-    ({"a": 1}, {}, errors.InvalidInputError, "Expected a list of texts, not dict"),
-    (b"bytes", {}, errors.InvalidInputError, "Expected a list of texts, not bytes"),
-    (["fine", "broken \ud800 text"], {}, errors.InvalidInputError, "Text 1"),
-    (["a"], {"batch_size": 0}, errors.InvalidInputError, "batch_size"),
-    (["fine", "x" * 10_000_000], {}, errors.InputTooLargeError, "Text 1 has 10,000,000 bytes; the limit is 1,000,000"),
-], ids=lambda value: str(value)[:30].encode("ascii", "replace").decode())  # fmt: skip
+@pytest.mark.parametrize(
+    ("texts", "options", "error", "message"),
+    [
+        (["fine", 7], {}, errors.InvalidInputError, "Text 1 must be a string, not int"),
+        (["fine", None], {}, errors.InvalidInputError, "Text 1 must be a string, not NoneType"),
+        ([b"bytes"], {}, errors.InvalidInputError, "Text 0 must be a string, not bytes"),
+        (["ok", []], {}, errors.InvalidInputError, "Text 1 must be a string, not list"),
+        (7, {}, errors.InvalidInputError, "Expected a list of texts, not int"),
+        ({"a": 1}, {}, errors.InvalidInputError, "Expected a list of texts, not dict"),
+        (b"bytes", {}, errors.InvalidInputError, "Expected a list of texts, not bytes"),
+        (["fine", "broken \ud800 text"], {}, errors.InvalidInputError, "Text 1"),
+        (["a"], {"batch_size": 0}, errors.InvalidInputError, "batch_size"),
+        (
+            ["fine", "x" * 10_000_000],
+            {},
+            errors.InputTooLargeError,
+            "Text 1 has 10,000,000 bytes; the limit is 1,000,000",
+        ),
+    ],
+    ids=lambda value: str(value)[:30].encode("ascii", "replace").decode(),
+)
 def test_invalid_texts_are_refused(
     minilm: ArrowEngine, texts: Any, options: dict[str, Any], error: type[errors.ArcherfishError], message: str
 ) -> None:
@@ -153,11 +180,15 @@ def test_invalid_texts_are_refused(
         minilm.encode(texts, **options)
 
 
-@pytest.mark.parametrize(("options", "error", "message"), [
-    ({"use_fast_tokenizer": False}, errors.InvalidOptionError, "Rust tokenizer"),
-    ({"devise": "cpu"}, errors.UnknownOptionError, "device"), ({"device": "tpu"}, errors.InvalidOptionError, "cpu, cuda"),
-    ({"max_length": 513}, errors.InvalidOptionError, "512 positions"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"use_fast_tokenizer": False}, errors.InvalidOptionError, "Rust tokenizer"),
+        ({"devise": "cpu"}, errors.UnknownOptionError, "device"),
+        ({"device": "tpu"}, errors.InvalidOptionError, "cpu, cuda"),
+        ({"max_length": 513}, errors.InvalidOptionError, "512 positions"),
+    ],
+)
 def test_bad_options(options: dict[str, Any], error: type[errors.ArcherfishError], message: str) -> None:
     with pytest.raises(error, match=message):
         ArrowEngine("all-minilm-l6-v2", **options)
@@ -256,7 +287,9 @@ def test_ten_thousand_documents_stay_within_memory(minilm: ArrowEngine) -> None:
     status = Path("/proc/self/status")
 
     def resident_kb(field: str) -> int:
-        return int(next(line for line in status.read_text(encoding="ascii").splitlines() if line.startswith(field)).split()[1])
+        return int(
+            next(line for line in status.read_text(encoding="ascii").splitlines() if line.startswith(field)).split()[1]
+        )
 
     minilm.encode(["warm up"] * 3)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # starts VmHWM anew

@@ -120,7 +120,9 @@ async def test_generate_yields_the_answer_so_far(engine: LLMEngine) -> None:
     for one in found:
         output = one.outputs[0]
         assert one.request_id == "mine" and one.prompt_token_ids == prompt
-        assert output.token_ids == expected[: len(output.token_ids)] and len(output.logprobs or []) == len(output.token_ids)
+        assert output.token_ids == expected[: len(output.token_ids)] and len(output.logprobs or []) == len(
+            output.token_ids
+        )
     assert found[-1].outputs[0].token_ids == expected and found[-1].finish_reason == "length"
     pieces = [one async for one in served.generate(prompt, PARAMS.replace(output_kind=1))]
     assert [i for one in pieces for i in one.outputs[0].token_ids] == expected and pieces[-1].finished
@@ -149,7 +151,9 @@ async def test_abort_ends_a_request_and_leaving_the_loop_aborts_it(engine: LLMEn
 
 @in_loop
 async def test_from_engine_args(llama: Path) -> None:
-    args = AsyncEngineArgs(model=str(llama), dtype="float", load_format="dummy", max_cache_tokens=512, enforce_eager=True)
+    args = AsyncEngineArgs(
+        model=str(llama), dtype="float", load_format="dummy", max_cache_tokens=512, enforce_eager=True
+    )
     served = AsyncLLMEngine.from_engine_args(args)
     assert len((await served.generate([5, 6], PARAMS)).token_ids) == 8
     await served.close()

@@ -10,7 +10,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from archerfish import ConversionConfig, ConversionResult, HubConfig, LLMEngine, ModelConverter, SamplingParams, WeightLoader
+from archerfish import (
+    ConversionConfig,
+    ConversionResult,
+    HubConfig,
+    LLMEngine,
+    ModelConverter,
+    SamplingParams,
+    WeightLoader,
+)
 from archerfish.engine.converter import choose_matrices
 from archerfish.errors import InvalidOptionError, UnsupportedModelError
 from archerfish.kernels.torch.reference import TorchOps
@@ -49,7 +57,9 @@ def logprobs(model: Path) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 # Relative errors of normal numbers.
 @pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize(("weights", "kind", "most"), [("int8", "INT8", 0.01), ("int4", "Q4_1", 0.1), ("fp8", "FP8", 0.03)])
+@pytest.mark.parametrize(
+    ("weights", "kind", "most"), [("int8", "INT8", 0.01), ("int4", "Q4_1", 0.1), ("fp8", "FP8", 0.03)]
+)
 def test_an_engine_runs_what_was_quantised(weights: str, kind: str, most: float, tmp_path: Path) -> None:
     source = write_llama(tmp_path / "source")
     convert(source, tmp_path / "out", weights=weights)
@@ -84,7 +94,9 @@ def test_experts_are_quantised(is_stacked: bool, tmp_path: Path) -> None:
         meant = {name: loader.get_layer(name) for name in loader.get_layer_names()}
         experts = [name for name in kinds if ".experts." in name]
         assert len(experts) == (4 if is_stacked else 48)
-        assert {name for name, kind in kinds.items() if kind is None} == {f"model.layers.{i}.mlp.gate.weight" for i in (0, 2)}
+        assert {name for name, kind in kinds.items() if kind is None} == {
+            f"model.layers.{i}.mlp.gate.weight" for i in (0, 2)
+        }
         backends: list[tuple[Any, Any]] = [(TorchOps(), meant), (native_ops(), loader.load_stored())]
         expected, found = (
             torch.cat(Driver(ops, weights, config, random_tokens(1)).step([(0, 20)])) for ops, weights in backends
@@ -119,7 +131,9 @@ def test_a_real_model_still_knows_capitals(weights: str, tmp_path: Path) -> None
 
 def test_groups_divide_the_inputs_of_all_matrices(tmp_path: Path) -> None:
     source = open_source(write_llama(tmp_path))
-    sizes = {size: {each.group_size for each in choose_matrices(source, "int4", size).values()} for size in (32, 96, 256)}
+    sizes = {
+        size: {each.group_size for each in choose_matrices(source, "int4", size).values()} for size in (32, 96, 256)
+    }
     assert sizes == {32: {32, 128}, 96: {32, 128}, 256: {128}}  # the head, in int8, has 128 inputs
 
 

@@ -36,7 +36,9 @@ def test_calls_without_parameters_use_those_of_the_model(directory: Path) -> Non
         assert llm.chat(HELLO)[0].token_ids == llm.generate([prompt])[0].token_ids == expected
         for stream in (llm.stream(prompt), llm.stream_chat(HELLO)):
             assert [token for delta in stream for token in delta.token_ids] == expected
-        assert llm.requests.make(prompt, SamplingParams()).params.temperature == 1.0  # stated parameters stay as they are
+        assert (
+            llm.requests.make(prompt, SamplingParams()).params.temperature == 1.0
+        )  # stated parameters stay as they are
 
         async def ask() -> list[int]:
             engine = AsyncLLMEngine(llm)

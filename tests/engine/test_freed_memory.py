@@ -127,7 +127,9 @@ def test_closed_or_deleted_encoder_frees_its_weights(tiny_model: Any, hub: HubCo
 def test_memory_goes_back_to_the_system(tmp_path: Path) -> None:
     size = '"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 3, "num_attention_heads": 12, "vocab_size": 99'
     (tmp_path / "config.json").write_text(f'{{"model_type": "llama", "max_position_embeddings": 512, {size}}}')
-    printed = subprocess.run([sys.executable, "-c", CHILD, str(tmp_path)], check=True, capture_output=True, text=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", CHILD, str(tmp_path)], check=True, capture_output=True, text=True
+    ).stdout
     rows = [line.split() for line in printed.splitlines()]
     assert [row[0] for row in rows] == ["del", "close"]
     for _, used, left in rows:
@@ -162,7 +164,8 @@ print(memory_bytes("VmRSS") - before, counted)
 
 
 def measure(model: Path) -> list[int]:
-    """The growth of resident memory, and what the engine counts. The model is converted before, if it has not been yet."""
+    """The growth of resident memory, and what the engine counts. The model is converted before, if it has not been
+    yet."""
     if "minilm" in str(model):
         ArrowEngine(model, device="cpu").close()
     else:

@@ -26,7 +26,12 @@ from tests.text.tiny_tokenizers import byte_fallback
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
-GRIDS = [Quantization("Q4_1", 1, 64), Quantization("Q4_0", 1, 128), Quantization("INT8", 1, 256), Quantization("FP8", 1, 256)]
+GRIDS = [
+    Quantization("Q4_1", 1, 64),
+    Quantization("Q4_0", 1, 128),
+    Quantization("INT8", 1, 256),
+    Quantization("FP8", 1, 256),
+]
 
 
 @pytest.mark.parametrize("kind", GRIDS, ids=lambda kind: kind.quant_type)
@@ -38,7 +43,9 @@ def test_products_change_less_than_by_rounding(kind: Quantization) -> None:
     info = TensorInfo("x", "float32", (96, 256), kind)
     values, grid = gptq.gptq(matrix, x, kind)
     row = make_row(info, values, grid)
-    assert np.allclose(dequantize(row), values, rtol=0, atol=1e-3 * np.abs(values).max())  # its numbers are points of the grid
+    assert np.allclose(
+        dequantize(row), values, rtol=0, atol=1e-3 * np.abs(values).max()
+    )  # its numbers are points of the grid
     rounded = dequantize(make_row(info, matrix.numpy(), find_grid(matrix.numpy(), kind)))
     errors = [float((x @ (torch.from_numpy(each) - matrix).T).norm()) for each in (dequantize(row), rounded)]
     assert errors[0] < 0.7 * errors[1]
@@ -49,7 +56,9 @@ def test_streamed_models_compute_what_transformers_does(kind: str, tmp_path: Pat
     theirs = make(kind)[0]
     theirs.save_pretrained(tmp_path)
     model = StreamedModel(open_source(tmp_path), "cpu", 60)
-    texts = [np.random.default_rng(i).integers(3, KINDS[kind][1]["vocab_size"], length) for i, length in enumerate((20, 60))]
+    texts = [
+        np.random.default_rng(i).integers(3, KINDS[kind][1]["vocab_size"], length) for i, length in enumerate((20, 60))
+    ]
     seen: list[str] = []
 
     def note(parts: Sequence[Unread], x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
@@ -88,7 +97,9 @@ def test_a_stopped_conversion_goes_on_and_reports(tmp_path: Path, monkeypatch: p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rounded", "source"]
     assert found.quality and rounded.quality and found.quality["text"] == "that the model wrote itself"
     assert json.loads((tmp_path / "out" / "quality.json").read_text()) == found.quality
-    assert 0.1 * rounded.quality["kl_divergence"] < found.quality["kl_divergence"] < 0.9 * rounded.quality["kl_divergence"]
+    assert (
+        0.1 * rounded.quality["kl_divergence"] < found.quality["kl_divergence"] < 0.9 * rounded.quality["kl_divergence"]
+    )
     assert found.quality["num_tokens"] == 4 * 48
     assert 0.3 < found.quality["top1_agreement"] < 1.0
     assert set(found.quality["layers"]) == {"model.layers.0", "model.layers.1"}
@@ -96,7 +107,9 @@ def test_a_stopped_conversion_goes_on_and_reports(tmp_path: Path, monkeypatch: p
 
 
 def test_encoders_are_measured_by_cosines(minilm_source: Path, tmp_path: Path) -> None:
-    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": f"Text {i} is about {i * 7}."}) for i in range(20)))
+    (tmp_path / "texts.jsonl").write_text(
+        "\n".join(json.dumps({"text": f"Text {i} is about {i * 7}."}) for i in range(20))
+    )
     options: dict[str, Any] = {"weights": "int8", "calibration": str(tmp_path / "texts.jsonl"), "write_parquet": False}
     found = ModelConverter(ConversionConfig(**options)).convert(minilm_source, tmp_path / "out").quality
     assert found and found["num_texts"] == 4
@@ -106,11 +119,14 @@ def test_encoders_are_measured_by_cosines(minilm_source: Path, tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "texts.jsonl"]
 
 
-@pytest.mark.parametrize(("content", "name", "kind", "said"), [
-    (None, "a.txt", ArcherfishError, "is not a file"),
-    ("{}\n", "a.jsonl", CorruptFileError, 'lines are objects with a "text"'),
-    ("few words", "a.txt", InvalidOptionError, "only 0 texts of a.txt. Give at least 5 texts"),
-])
+@pytest.mark.parametrize(
+    ("content", "name", "kind", "said"),
+    [
+        (None, "a.txt", ArcherfishError, "is not a file"),
+        ("{}\n", "a.jsonl", CorruptFileError, 'lines are objects with a "text"'),
+        ("few words", "a.txt", InvalidOptionError, "only 0 texts of a.txt. Give at least 5 texts"),
+    ],
+)
 def test_texts_that_cannot_be_used_are_refused(
     content: str | None, name: str, kind: type[ArcherfishError], said: str, hub: HubConfig, tmp_path: Path
 ) -> None:
@@ -118,4 +134,6 @@ def test_texts_that_cannot_be_used_are_refused(
         (tmp_path / name).write_text(content)
     byte_fallback(write_llama(tmp_path / "model"))
     with pytest.raises(kind, match=said):
-        calibration.find_texts(open_source(tmp_path / "model"), str(tmp_path / name), hub, tmp_path / "kept", lambda *_: None)
+        calibration.find_texts(
+            open_source(tmp_path / "model"), str(tmp_path / name), hub, tmp_path / "kept", lambda *_: None
+        )

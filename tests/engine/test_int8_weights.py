@@ -92,7 +92,9 @@ def test_a_model_that_fits_in_int8_alone_is_told_so(tiny: Path) -> None:
     found = doctor.ModelSize("tiny", sum(each.numel() for each in stored.values()), 0, config=config)
     int8, half = found.weight_bytes("int8"), found.weight_bytes("bfloat16")
     assert 0.5 * half < int8 < 0.75 * half
-    free, on_gpu = (int((int8 + more) / doctor.SPARE) + 2 for more in (doctor.CPU_OVERHEAD_BYTES, doctor.GPU_OVERHEAD_BYTES))
+    free, on_gpu = (
+        int((int8 + more) / doctor.SPARE) + 2 for more in (doctor.CPU_OVERHEAD_BYTES, doctor.GPU_OVERHEAD_BYTES)
+    )
     row = doctor.judge_model(found, Memory(10**12, free), [Card("small", 10**12, on_gpu)])
     assert row["weight_bytes"]["int8"] == int8
     assert row["cpu"] == row["gpu"] == "fits with --weights int8 alone"
@@ -118,7 +120,12 @@ def test_embeddings_with_int8_weights_are_close(minilm_source: Path, hub: HubCon
 
 @pytest.mark.parametrize(("kind", "engine"), [("bert", ArrowEngine), ("llama", LLMEngine)])
 def test_a_remark_says_that_blocks_of_a_file_stay(
-    kind: str, engine: Any, tmp_path: Path, hub: HubConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    engine: Any,
+    tmp_path: Path,
+    hub: HubConfig,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(remarks, "_said", set())
     file = write_gguf(tmp_path / "m.gguf", kind, make_tensors(kind), "Q8_0")
@@ -193,7 +200,8 @@ def test_blocks_take_what_was_planned(llama: Path, hub: HubConfig, kv_dtype: str
 
 @pytest.mark.parametrize("kv_dtype", ["fp8"], indirect=True)
 def test_scales_of_fp8_fit_what_comes(llama: Path, hub: HubConfig, kv_dtype: str) -> None:
-    """Scores of a prompt are near those with plain keys, whose numbers are small: without scales they would lose digits."""
+    """Scores of a prompt are near those with plain keys, whose numbers are small: without scales they would lose
+    digits."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     with make_narrow_kv(llama, hub, "auto") as plain, make_narrow_kv(llama, hub, kv_dtype) as narrow:
         found = [
@@ -201,7 +209,9 @@ def test_scales_of_fp8_fit_what_comes(llama: Path, hub: HubConfig, kv_dtype: str
             for engine in (plain, narrow)
         ]
         layers = narrow.runner.pool.layers
-        largest = [float((layer[place].float().abs().amax((0, 1, 3)) / 448).max()) for layer in layers for place in range(2)]
+        largest = [
+            float((layer[place].float().abs().amax((0, 1, 3)) / 448).max()) for layer in layers for place in range(2)
+        ]
         assert all(layer.scales is not None and layer.scales.max() < 1 for layer in layers)
     assert all(0.1 < each < 0.6 for each in largest)
     assert found[1] == pytest.approx(found[0], abs=0.05) and found[1] != found[0]

@@ -1,4 +1,5 @@
-"""Late-interaction models as sentence-transformers, PyLate and Stanford's code save them, against sentence-transformers."""
+"""Late-interaction models as sentence-transformers, PyLate and Stanford's code save them, against
+sentence-transformers."""
 
 from __future__ import annotations
 
@@ -20,10 +21,21 @@ from tests.conftest import VOCABULARY
 
 TEXTS = ["the cat sat on a mat .", "", "fish spits water at flies , far away", "the dog " * 40, "red blue green " * 3]
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
-    ("Bert", {}), ("Roberta", {"type_vocab_size": 1, "pad_token_id": 0, "max_position_embeddings": 42}),
-    ("ModernBert", {"local_attention": 62, "pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2,
-                    "eos_token_id": 3}), ("Gte", {"pad_token_id": 0}),
-]  # fmt: skip
+    ("Bert", {}),
+    ("Roberta", {"type_vocab_size": 1, "pad_token_id": 0, "max_position_embeddings": 42}),
+    (
+        "ModernBert",
+        {
+            "local_attention": 62,
+            "pad_token_id": 0,
+            "cls_token_id": 2,
+            "sep_token_id": 3,
+            "bos_token_id": 2,
+            "eos_token_id": 3,
+        },
+    ),
+    ("Gte", {"pad_token_id": 0}),
+]
 Peer = Any
 
 
@@ -54,13 +66,16 @@ def save(tiny_model: Any, family: str, config: dict[str, Any], target: Path) -> 
 
 
 def as_pylate(path: Path, *, has_type: bool, **stated: Any) -> None:
-    """The layout of PyLate: a Dense module of its own and no others behind it, and one file that says how texts are read."""
+    """The layout of PyLate: a Dense module of its own and no others behind it, and one file that says how texts are
+    read."""
     file = path / "modules.json"
     listed = [module for module in json.loads(file.read_text()) if module["type"].endswith(("Transformer", "Dense"))]
     listed[1]["type"] = "pylate.models.Dense.Dense"
     file.write_text(json.dumps(listed))
     named = {"model_type": "ColBERT"} if has_type else {}
-    (path / "config_sentence_transformers.json").write_text(json.dumps({"similarity_fn_name": "MaxSim", **named, **stated}))
+    (path / "config_sentence_transformers.json").write_text(
+        json.dumps({"similarity_fn_name": "MaxSim", **named, **stated})
+    )
 
 
 def as_stanford(path: Path, metadata: dict[str, Any] | None) -> None:
@@ -116,13 +131,23 @@ def test_query_expansion(
         engine.encode(TEXTS, precision="int8")
 
 
-@pytest.mark.parametrize("stated", [
-    {}, {"query_prefix": "[Q] ", "document_prefix": "[D] ", "query_length": 16, "document_length": 20},
-    {"query_prefix": "[unused0] ", "document_prefix": "[unused1] ", "attend_to_expansion_tokens": True,
-     "skiplist_words": ["cat", "[UNK]", "nowhere"], "prompts": {"query": "red ", "document": ""}},
-    {"query_prefix": "say: ", "do_query_expansion": False, "query_length": 8, "skiplist_words": []},
-    {"query_length": 20, "query_expansion": None}, {"attend_to_mask_tokens": True},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {},
+        {"query_prefix": "[Q] ", "document_prefix": "[D] ", "query_length": 16, "document_length": 20},
+        {
+            "query_prefix": "[unused0] ",
+            "document_prefix": "[unused1] ",
+            "attend_to_expansion_tokens": True,
+            "skiplist_words": ["cat", "[UNK]", "nowhere"],
+            "prompts": {"query": "red ", "document": ""},
+        },
+        {"query_prefix": "say: ", "do_query_expansion": False, "query_length": 8, "skiplist_words": []},
+        {"query_length": 20, "query_expansion": None},
+        {"attend_to_mask_tokens": True},
+    ],
+)
 @pytest.mark.parametrize("has_type", [True, False])
 def test_models_of_pylate(
     has_type: bool, stated: dict[str, Any], tiny_model: Any, hub: HubConfig, tmp_path: Path
@@ -132,10 +157,14 @@ def test_models_of_pylate(
     assert_equal_to_peer(path, hub)
 
 
-@pytest.mark.parametrize("metadata", [
-    None, {"query_maxlen": 16, "doc_maxlen": 20, "attend_to_mask_tokens": True, "dim": 128},
-    {"query_maxlen": 24, "mask_punctuation": False, "query_token_id": "[unused1]", "doc_token_id": "[unused0]"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        None,
+        {"query_maxlen": 16, "doc_maxlen": 20, "attend_to_mask_tokens": True, "dim": 128},
+        {"query_maxlen": 24, "mask_punctuation": False, "query_token_id": "[unused1]", "doc_token_id": "[unused0]"},
+    ],
+)
 def test_models_of_stanford(metadata: dict[str, Any] | None, tiny_model: Any, hub: HubConfig, tmp_path: Path) -> None:
     path = save(tiny_model, "Bert", {}, tmp_path / "model")
     as_stanford(path, metadata)
@@ -158,17 +187,23 @@ def test_tasks_are_those_of_methods(tiny_model: Any, hub: HubConfig, tmp_path: P
     engine = assert_equal_to_peer(path, hub)
     peer: Peer = MultiVectorEncoder(str(path), device="cpu")
     for name in ("encode_query", "encode_document"):
-        ours, theirs = (getattr(each, name)(["THE Cat . " * 9, "The dog"], prompt_name="news") for each in (engine, peer))
+        ours, theirs = (
+            getattr(each, name)(["THE Cat . " * 9, "The dog"], prompt_name="news") for each in (engine, peer)
+        )
         for found, expected in zip(ours, theirs, strict=True):
             np.testing.assert_allclose(found, np.asarray(expected), atol=2e-5)
     nothing, some = engine.encode(["."])[0][:0], engine.encode_query(["red"])
     assert engine.similarity(some, [nothing, *engine.encode(["red"])])[0, 0] == 0
 
 
-def test_lengths_of_vectors_are_those_of_the_files_or_of_the_call(tiny_model: Any, hub: HubConfig, tmp_path: Path) -> None:
+def test_lengths_of_vectors_are_those_of_the_files_or_of_the_call(
+    tiny_model: Any, hub: HubConfig, tmp_path: Path
+) -> None:
     path = save(tiny_model, "Bert", {}, tmp_path / "model")
     file = path / "modules.json"
-    file.write_text(json.dumps([module for module in json.loads(file.read_text()) if not module["type"].endswith("Normalize")]))
+    file.write_text(
+        json.dumps([module for module in json.loads(file.read_text()) if not module["type"].endswith("Normalize")])
+    )
     for normalizes in (False, True):
         peer: Peer = MultiVectorEncoder(str(path), device="cpu")
         found = ArrowEngine(path, dtype="float32", hub=hub).encode_query(TEXTS, normalize_embeddings=normalizes)
@@ -203,13 +238,21 @@ def test_on_the_command_line(
     assert len(json.loads((tmp_path / "x.jsonl").read_text().splitlines()[1])["embedding"]) == 7
 
 
-@pytest.mark.parametrize(("family", "config", "expansion", "message"), [
-    ("ModernBert", {"local_attention": 8}, {"length": 16}, "to 16 tokens with attend=False"),
-    ("MPNet", {}, {"length": 16}, "to 16 tokens with attend=False"),
-    ("Bert", {}, {"length": 50, "attend": True}, "to 50 tokens is not supported"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "config", "expansion", "message"),
+    [
+        ("ModernBert", {"local_attention": 8}, {"length": 16}, "to 16 tokens with attend=False"),
+        ("MPNet", {}, {"length": 16}, "to 16 tokens with attend=False"),
+        ("Bert", {}, {"length": 50, "attend": True}, "to 50 tokens is not supported"),
+    ],
+)
 def test_expansion_that_is_refused(
-    family: str, config: dict[str, Any], expansion: dict[str, Any], message: str, tiny_model: Any, hub: HubConfig,
+    family: str,
+    config: dict[str, Any],
+    expansion: dict[str, Any],
+    message: str,
+    tiny_model: Any,
+    hub: HubConfig,
     tmp_path: Path,
 ) -> None:
     path = save(tiny_model, family, {**dict(FAMILIES).get(family, {}), **config}, tmp_path / "model")
@@ -218,13 +261,17 @@ def test_expansion_that_is_refused(
         ArrowEngine(path, hub=hub)
 
 
-@pytest.mark.parametrize(("values", "message"), [
-    ({"query_length": 0}, "query_length is 0"), ({"query_expansion": {"strategy": "all", "length": 3}}, "no strategy"),
-    ({"query_expansion": {"strategy": "min"}}, "the length of query_expansion is None"),
-    ({"query_expansion": {"strategy": "min", "length": 2}}, "the length of query_expansion is 2"),
-    ({"query_expansion": {"strategy": "min", "length": 9, "token": 5}}, "the token of query_expansion is 5"),
-    ({"query_expansion": {"strategy": "min", "length": 9, "token": "nothing"}}, "has no token 'nothing'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"query_length": 0}, "query_length is 0"),
+        ({"query_expansion": {"strategy": "all", "length": 3}}, "no strategy"),
+        ({"query_expansion": {"strategy": "min"}}, "the length of query_expansion is None"),
+        ({"query_expansion": {"strategy": "min", "length": 2}}, "the length of query_expansion is 2"),
+        ({"query_expansion": {"strategy": "min", "length": 9, "token": 5}}, "the token of query_expansion is 5"),
+        ({"query_expansion": {"strategy": "min", "length": 9, "token": "nothing"}}, "has no token 'nothing'"),
+    ],
+)
 def test_settings_that_are_no_good(
     values: dict[str, Any], message: str, tiny_model: Any, hub: HubConfig, tmp_path: Path
 ) -> None:

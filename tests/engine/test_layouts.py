@@ -24,9 +24,11 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 MATRIX = "model.layers.1.mlp.down_proj"
 MODULES = {f"model.layers.{layer}.{name}" for layer in range(2) for name in MATRICES}
 LAYOUTS = [
-    ("gptq", "int4", "Q4_0"), ("compressed-tensors", "int4", "Q4_0"), ("compressed-tensors", "int8", "INT8"),
+    ("gptq", "int4", "Q4_0"),
+    ("compressed-tensors", "int4", "Q4_0"),
+    ("compressed-tensors", "int8", "INT8"),
     ("compressed-tensors", "fp8", "FP8"),
-]  # fmt: skip
+]
 
 
 def write(tmp_path: Path, layout: str, weights: str) -> Path:
@@ -77,11 +79,14 @@ def test_engines_run_both_layouts_alike(tmp_path: Path) -> None:
     assert np.array_equal(found[0], found[1])
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"layout": "gptq", "weights": "fp8"}, r"layout gptq holds int4, not fp8\. Take --layout compressed-tensors"),
-    ({"layout": "gptq"}, "layout is gptq, but nothing is quantised"),
-    ({"layout": "gptq", "weights": "int4", "keep_quantized": True}, "cannot hold other quantised matrices"),
-])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"layout": "gptq", "weights": "fp8"}, r"layout gptq holds int4, not fp8\. Take --layout compressed-tensors"),
+        ({"layout": "gptq"}, "layout is gptq, but nothing is quantised"),
+        ({"layout": "gptq", "weights": "int4", "keep_quantized": True}, "cannot hold other quantised matrices"),
+    ],
+)
 def test_what_a_layout_cannot_hold_is_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidOptionError, match=said):
         ModelConverter(ConversionConfig(**options)).convert(write_llama(tmp_path / "source"), tmp_path / "out")

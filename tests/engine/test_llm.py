@@ -63,8 +63,12 @@ def test_reasoning_stands_beside_the_text(tmp_path: Path, llm: LLM) -> None:
 
         for answer in (thinker.chat(HELLO, params)[0], LLMEngine.chat(thinker, HELLO, params), asyncio.run(chat())):
             [output] = answer.outputs
-            assert (output.reasoning_content, output.content) == ("Two and two.", "Four.") and output.text.endswith("\n\nFour.")
-        [output] = thinker.chat(HELLO, SamplingParams(max_tokens=9, grammar={"kind": "choice", "value": ["yes"]}))[0].outputs
+            assert (output.reasoning_content, output.content) == ("Two and two.", "Four.") and output.text.endswith(
+                "\n\nFour."
+            )
+        [output] = thinker.chat(HELLO, SamplingParams(max_tokens=9, grammar={"kind": "choice", "value": ["yes"]}))[
+            0
+        ].outputs
         assert (output.reasoning_content, output.content) == (None, "yes")
 
 
@@ -81,7 +85,12 @@ def test_prompts_may_be_dicts_as_in_vllm(llm: LLM) -> None:
     mixed: list[Any] = [{"prompt_token_ids": [5, 6, 7]}, [5, 6, 7]]
     both = llm.generate(mixed, params)
     assert [one.token_ids for one in both] == [expected, expected]
-    for wrong in ({}, {"prompts": "a"}, {"prompt": "a", "prompt_token_ids": [1]}, {"prompt": "a", "multi_modal_data": 1}):
+    for wrong in (
+        {},
+        {"prompts": "a"},
+        {"prompt": "a", "prompt_token_ids": [1]},
+        {"prompt": "a", "multi_modal_data": 1},
+    ):
         with pytest.raises(InvalidInputError, match="has one key"):
             llm.generate([wrong], params)
 
@@ -106,15 +115,27 @@ def test_repr_of_an_engine(directory: Path, llm: LLM) -> None:
     assert repr(llm) == f"LLM({directory.name!r}, device='cpu', dtype='float32', kv_tokens=4096)"
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"priority": "high"}, "priority must be a whole number, not 'high'"), ({"priority": 1.5}, "priority must"),
-    ({"priority": True}, "priority must"), ({"deadline_s": -1}, "deadline_s must be .* from 0 to"),
-    ({"deadline_s": math.nan}, "deadline_s must"), ({"deadline_s": math.inf}, "deadline_s must"),
-    ({"deadline_s": "1"}, "deadline_s must"), ({"deadline_s": 10**400}, "deadline_s must"),
-    ({"request_id": 5}, "request_id must be a string"), ({"namespace": ("a", "b")}, "namespace must"),
-    ({"sampling_params": SamplingParams(stop_token_ids=[VOCAB])}, f"stop_token_ids names token {VOCAB}.* of {VOCAB}"),
-    ({"sampling_params": SamplingParams(logit_bias={VOCAB: 1.0})}, f"logit_bias names token {VOCAB}"),
-], ids=lambda value: str(value)[:40])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"priority": "high"}, "priority must be a whole number, not 'high'"),
+        ({"priority": 1.5}, "priority must"),
+        ({"priority": True}, "priority must"),
+        ({"deadline_s": -1}, "deadline_s must be .* from 0 to"),
+        ({"deadline_s": math.nan}, "deadline_s must"),
+        ({"deadline_s": math.inf}, "deadline_s must"),
+        ({"deadline_s": "1"}, "deadline_s must"),
+        ({"deadline_s": 10**400}, "deadline_s must"),
+        ({"request_id": 5}, "request_id must be a string"),
+        ({"namespace": ("a", "b")}, "namespace must"),
+        (
+            {"sampling_params": SamplingParams(stop_token_ids=[VOCAB])},
+            f"stop_token_ids names token {VOCAB}.* of {VOCAB}",
+        ),
+        ({"sampling_params": SamplingParams(logit_bias={VOCAB: 1.0})}, f"logit_bias names token {VOCAB}"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
 def test_invalid_request_options_are_refused(llm: LLM, options: dict[str, Any], said: str) -> None:
     before = llm.engine_stats().total_requests
     for call in (llm.generate, llm.add_request, lambda prompt, **options: next(llm.stream(prompt, **options))):

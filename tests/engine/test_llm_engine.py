@@ -47,12 +47,24 @@ def mixed(llama: Path) -> tuple[list[list[int]], list[list[int]]]:
     return many, alone(llama, many, greedy())
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"pipeline_depth": 0}, {"block_size": 1}, {"block_size": 5}, {"max_num_batched_tokens": 33},
-    {"enable_prefix_caching": False}, {"max_cache_tokens": 256}, {"max_cache_tokens": 112, "pipeline_depth": 0},
-    {"max_num_seqs": 3}, {"scheduling_policy": "fair-share"},
-    {"deterministic": True}, {"eviction_policy": "lfu", "max_cache_tokens": 320},
-], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"pipeline_depth": 0},
+        {"block_size": 1},
+        {"block_size": 5},
+        {"max_num_batched_tokens": 33},
+        {"enable_prefix_caching": False},
+        {"max_cache_tokens": 256},
+        {"max_cache_tokens": 112, "pipeline_depth": 0},
+        {"max_num_seqs": 3},
+        {"scheduling_policy": "fair-share"},
+        {"deterministic": True},
+        {"eviction_policy": "lfu", "max_cache_tokens": 320},
+    ],
+    ids=str,
+)
 def test_tokens_do_not_depend_on_scheduling(
     llama: Path, mixed: tuple[list[list[int]], list[list[int]]], options: dict[str, Any]
 ) -> None:
@@ -94,7 +106,9 @@ def test_n_sequences_share_one_prefill(llama: Path) -> None:
 
 def test_sampled_tokens_do_not_depend_on_the_batch(llama: Path, engine: LLMEngine) -> None:
     many = prompts(16, 21)
-    params = [SamplingParams(max_tokens=10, seed=i, temperature=0.9, top_p=0.95, top_k=40, ignore_eos=True) for i in range(16)]
+    params = [
+        SamplingParams(max_tokens=10, seed=i, temperature=0.9, top_p=0.95, top_k=40, ignore_eos=True) for i in range(16)
+    ]
     together = tokens(engine.generate(many, params))
     with make(llama, enable_prefix_caching=False) as other:
         assert together == [other.generate([p], s)[0].token_ids for p, s in zip(many, params, strict=True)]
@@ -187,10 +201,17 @@ def test_deterministic_logprobs_do_not_depend_on_other_requests(llama: Path) -> 
         assert [one.logprob for one in single.logprobs] == [one.logprob for one in among.logprobs]
 
 
-@pytest.mark.parametrize(("prompt", "kind"), [
-    *((prompt, errors.InvalidInputError) for prompt in ([], [VOCAB], [-1], "text without a tokenizer", [1.5], None)),
-    ([5] * 256, errors.InputTooLargeError),
-], ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("prompt", "kind"),
+    [
+        *(
+            (prompt, errors.InvalidInputError)
+            for prompt in ([], [VOCAB], [-1], "text without a tokenizer", [1.5], None)
+        ),
+        ([5] * 256, errors.InputTooLargeError),
+    ],
+    ids=lambda value: str(value)[:40],
+)
 def test_bad_input_is_refused_and_costs_others_nothing(engine: LLMEngine, prompt: Any, kind: type[Exception]) -> None:
     good = prompts(4, 71)
     expected = tokens(engine.generate(good, greedy(8)))
@@ -204,11 +225,19 @@ def test_bad_input_is_refused_and_costs_others_nothing(engine: LLMEngine, prompt
     assert [o.token_ids for o in outputs if o is not None] == expected
 
 
-@pytest.mark.parametrize(("prompt", "options", "message"), [
-    ({"prompt": "Hi"}, {}, "not dict"), (None, {}, "not NoneType"), (b"hi", {}, "not bytes"), ({5, 6}, {}, "not set"),
-    ([5], {"sampling_params": {"max_tokens": 4}}, "must be a SamplingParams"),
-    ([5], {"max_tokens": 4}, "Put it into SamplingParams"), ([5], {"priorty": 4}, "'priority'"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ({"prompt": "Hi"}, {}, "not dict"),
+        (None, {}, "not NoneType"),
+        (b"hi", {}, "not bytes"),
+        ({5, 6}, {}, "not set"),
+        ([5], {"sampling_params": {"max_tokens": 4}}, "must be a SamplingParams"),
+        ([5], {"max_tokens": 4}, "Put it into SamplingParams"),
+        ([5], {"priorty": 4}, "'priority'"),
+    ],
+    ids=str,
+)
 def test_mistakes_in_a_call_are_named(engine: LLMEngine, prompt: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(errors.ArcherfishError, match=message):
         engine.generate(prompt, **options)
@@ -269,10 +298,14 @@ def interrupted(future: Future[Any], *args: Any, wait: Any = Future.result) -> A
     return wait(future, *args)
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"max_batch_size": 2, "max_concurrent_requests": 3}, "max_concurrent_requests"),
-    ({"max_num_seqs": 2, "max_queue_size": 4}, "requests"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_batch_size": 2, "max_concurrent_requests": 3}, "max_concurrent_requests"),
+        ({"max_num_seqs": 2, "max_queue_size": 4}, "requests"),
+    ],
+    ids=str,
+)
 def test_limits_of_requests_but_generate_waits_for_room(llama: Path, options: dict[str, int], said: str) -> None:
     with make(llama, **options) as engine:
         assert engine.config.max_num_seqs == 2

@@ -34,8 +34,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def model(request: pytest.FixtureRequest) -> Any:
     torch.manual_seed(1)
     shape = {
-        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "max_position_embeddings": 128, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0,
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+        "pad_token_id": 0,
     }
     config = getattr(transformers, f"{request.param}Config")(**(shape | CONFIGS[request.param]))
     return getattr(transformers, f"{request.param}ForCausalLM")(config).eval()
@@ -45,7 +52,12 @@ def their_tokens(model: Any) -> list[int]:
     ids = torch.tensor([PROMPT])
     with torch.inference_mode():
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, min_new_tokens=10, do_sample=False, eos_token_id=None
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=10,
+            min_new_tokens=10,
+            do_sample=False,
+            eos_token_id=None,
         )
     tokens: list[int] = out[0, len(PROMPT) :].tolist()
     return tokens
@@ -78,7 +90,10 @@ def test_model_that_does_not_fit_is_refused_before_it_is_converted(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model.save_pretrained(tmp_path / "model")
-    hub, refusal = HubConfig(cache_dir=str(tmp_path / "cache")), "weights, .* for KV and .* for buffers; 0.1 MiB of 16.0 GiB"
+    hub, refusal = (
+        HubConfig(cache_dir=str(tmp_path / "cache")),
+        "weights, .* for KV and .* for buffers; 0.1 MiB of 16.0 GiB",
+    )
     config = EngineConfig(model=str(tmp_path / "model"))
     for num_free, num_converted in ((100_000, 0), (1 << 34, 1), (100_000, 1)):
         monkeypatch.setattr(room, "memory", partial(Memory, 1 << 34, num_free))
@@ -112,12 +127,21 @@ def test_loading_logs_the_device_and_why(llama: Path, caplog: pytest.LogCaptureF
         assert f"{llama.name} computes on cpu: " in caplog.text
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"max_model_len": 4096}, "has 256 positions"), ({"max_num_batched_tokens": 16}, "max_num_batched_tokens"),
-    ({"eviction_policy": "lur"}, "lru"), ({"scheduling_policy": "fcsf"}, "fcfs"),
-    ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, but 4 heads that share 2 KV heads .* one of: 1, 2, 4"),
-    ({"pipeline_parallel_size": 3}, "this model has 2 layers"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_len": 4096}, "has 256 positions"),
+        ({"max_num_batched_tokens": 16}, "max_num_batched_tokens"),
+        ({"eviction_policy": "lur"}, "lru"),
+        ({"scheduling_policy": "fcsf"}, "fcfs"),
+        (
+            {"tensor_parallel_size": 3},
+            "tensor_parallel_size is 3, but 4 heads that share 2 KV heads .* one of: 1, 2, 4",
+        ),
+        ({"pipeline_parallel_size": 3}, "this model has 2 layers"),
+    ],
+    ids=str,
+)
 def test_impossible_options_are_refused(llama: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ArcherfishError, match=message):
         LLMEngine(tiny_config(llama), **options)

@@ -76,11 +76,22 @@ def test_twenty_prompts_give_what_transformers_gives(engine: LLMEngine) -> None:
 
     values = dict(engine.facts.config.values)
     model: Any = LlamaForCausalLM(LlamaConfig(**values)).eval()  # type: ignore[no-untyped-call]
-    weights = {name: tensor.clone() for name, tensor in WeightLoader(Path(engine.facts.directory)).load_weights().items()}
+    weights = {
+        name: tensor.clone() for name, tensor in WeightLoader(Path(engine.facts.directory)).load_weights().items()
+    }
     model.load_state_dict(weights, strict=False)
     model.tie_weights()
     subjects = [
-        "The sea", "A fish", "My dog", "Paris", "In winter", "The old king", "def main():", "Water boils", "2 + 2 =", "Music",
+        "The sea",
+        "A fish",
+        "My dog",
+        "Paris",
+        "In winter",
+        "The old king",
+        "def main():",
+        "Water boils",
+        "2 + 2 =",
+        "Music",
     ]
     prompts = [f"{subject}{ending}" for subject in subjects for ending in ("", " was found to be")]
     ours = engine.generate(prompts, greedy(64, ignore_eos=True))
@@ -88,7 +99,12 @@ def test_twenty_prompts_give_what_transformers_gives(engine: LLMEngine) -> None:
         for output in ours:
             ids = torch.tensor([output.prompt_token_ids])
             theirs = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, min_new_tokens=64, do_sample=False,
-                eos_token_id=None, pad_token_id=0,
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=64,
+                min_new_tokens=64,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
             )
             assert output.token_ids == theirs[0, ids.shape[1] :].tolist(), output.prompt

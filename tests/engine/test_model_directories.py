@@ -13,17 +13,34 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from archerfish import ArrowEngine, HubConfig
 from archerfish.errors import InvalidInputError, UnsupportedModelError
 
-TEXTS = ["the cat sat on a mat .", "", "fish spits water at flies , far away", "中国", "the dog " * 40, "red blue green " * 3]
-SPECIAL = {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3, "mask_token_id": 4}
+TEXTS = [
+    "the cat sat on a mat .",
+    "",
+    "fish spits water at flies , far away",
+    "中国",
+    "the dog " * 40,
+    "red blue green " * 3,
+]
+SPECIAL = {
+    "pad_token_id": 0,
+    "cls_token_id": 2,
+    "sep_token_id": 3,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+    "mask_token_id": 4,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Bert": {},
     "DistilBert": {},
     "Roberta": {"type_vocab_size": 1, "pad_token_id": 0, "max_position_embeddings": 42},
     "XLMRoberta": {"type_vocab_size": 1, "pad_token_id": 0, "max_position_embeddings": 42},
     "MPNet": {"pad_token_id": 1},
-    "ModernBert": {"local_attention": 8, **SPECIAL}, "NomicBert": {}, "Gte": {},
+    "ModernBert": {"local_attention": 8, **SPECIAL},
+    "NomicBert": {},
+    "Gte": {},
     "EuroBert": {"classifier_pooling": "mean", **SPECIAL},
-    "Qwen3": {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}, "Mistral": {"num_key_value_heads": 2},
+    "Qwen3": {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0},
+    "Mistral": {"num_key_value_heads": 2},
 }
 
 

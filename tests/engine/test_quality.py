@@ -89,7 +89,8 @@ def test_cosines_of_int8_and_int4_embeddings(minilm_source: Path, hub: HubConfig
     texts = [sentence for story in HELD_OUT[:4] for sentence in story.split(". ")]
     texts += ["The archerfish shoots water at insects.", "How do I file my taxes?", "Stock markets fell today."]
     plain, int8, int4 = (
-        ArrowEngine(minilm_source, hub=hub, dtype="float32", weights=each).encode(texts) for each in ("auto", "int8", "int4")
+        ArrowEngine(minilm_source, hub=hub, dtype="float32", weights=each).encode(texts)
+        for each in ("auto", "int8", "int4")
     )
     pairs = np.array(list(itertools.combinations(range(len(texts)), 2)))
 

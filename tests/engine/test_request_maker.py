@@ -17,19 +17,34 @@ from tests.engine.tiny_llama import check_memory, save_tiny_llama, tiny_config
 
 @pytest.mark.parametrize(
     ("prompt", "expected"),
-    [([1, 2], True), ((5,), True), ([], False), ("12", False), (b"12", False), ([[1, 2]], False), (["a"], False),
-     ([True], False), (7, False), (None, False)],
-)  # fmt: skip
+    [
+        ([1, 2], True),
+        ((5,), True),
+        ([], False),
+        ("12", False),
+        (b"12", False),
+        ([[1, 2]], False),
+        (["a"], False),
+        ([True], False),
+        (7, False),
+        (None, False),
+    ],
+)
 def test_a_list_is_known_by_its_first(prompt: object, expected: bool) -> None:
     assert is_token_ids(prompt) is expected
 
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([3, -1], "Token id -1 is outside"), ([3, 10], "Token id 10 is outside"),
-     ([3, 1 << 70], "is outside of the vocabulary of 10"), ([3, "a"], "list of token ids"),
-     ([3, 1.5], "list of token ids"), ([3, None], "list of token ids")],
-)  # fmt: skip
+    [
+        ([3, -1], "Token id -1 is outside"),
+        ([3, 10], "Token id 10 is outside"),
+        ([3, 1 << 70], "is outside of the vocabulary of 10"),
+        ([3, "a"], "list of token ids"),
+        ([3, 1.5], "list of token ids"),
+        ([3, None], "list of token ids"),
+    ],
+)
 def test_wrong_ids_are_named(prompt: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         read_token_ids(prompt, 10)
@@ -75,7 +90,12 @@ def test_reasons_for_the_end_of_an_output() -> None:
         return collected(Delta(sequence(), list(token_ids)), Delta(sequence(), [], finish_reason=reason), stop=stop)
 
     output = finished("length", 5, 6)
-    assert (output.token_ids, output.finish_reason, output.stop_reason, output.logprobs) == ([5, 6], "length", None, None)
+    assert (output.token_ids, output.finish_reason, output.stop_reason, output.logprobs) == (
+        [5, 6],
+        "length",
+        None,
+        None,
+    )
     assert finished("stop", 5, 9).stop_reason == 9
     assert finished("stop", 5).stop_reason is None
     late = finished("length", 5, stop="END")  # the sequence reached its length while the stop string was being found
@@ -85,10 +105,12 @@ def test_reasons_for_the_end_of_an_output() -> None:
 
 
 def test_metrics_of_a_request() -> None:
-    metrics = request_metrics([
-        sequence(3, arrived=10.0, admitted=10.5, first_token=11.0, finished=13.0),
-        sequence(5, 1, arrived=10.0, admitted=10.6, first_token=11.5, finished=12.5),
-    ])  # fmt: skip
+    metrics = request_metrics(
+        [
+            sequence(3, arrived=10.0, admitted=10.5, first_token=11.0, finished=13.0),
+            sequence(5, 1, arrived=10.0, admitted=10.6, first_token=11.5, finished=12.5),
+        ]
+    )
     assert (metrics.queue_ms, metrics.prefill_ms, metrics.decode_ms, metrics.ttft_ms) == (500, 500, 2000, 1000)
     assert (metrics.num_prompt_tokens, metrics.num_output_tokens, metrics.arrival) == (4, 8, 10.0)
     assert metrics.tokens_per_second == pytest.approx(8 / 2.5)

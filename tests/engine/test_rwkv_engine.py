@@ -55,7 +55,10 @@ def note_logits(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> list[torc
 
 # Whole, and in chunks that end inside of blocks; with one state for all, and with some between.
 CUTS: list[dict[str, Any]] = [
-    {}, {"block_size": 7}, {"max_num_batched_tokens": 43}, {"enable_prefix_caching": False, "block_size": 0},
+    {},
+    {"block_size": 7},
+    {"max_num_batched_tokens": 43},
+    {"enable_prefix_caching": False, "block_size": 0},
 ]
 
 
@@ -64,7 +67,8 @@ CUTS: list[dict[str, Any]] = [
 def test_logits_equal_the_package_rwkv(
     options: dict[str, Any], tmp_path: Path, hub: HubConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the prefill, whole or in chunks, of every decode, of both again from a state that was kept, and of several."""
+    """After the prefill, whole or in chunks, of every decode, of both again from a state that was kept, and of
+    several."""
     path = write_checkpoint(SIZES["small"], tmp_path / "small.pth")
     prompt, *others = random_tokens(SIZES["small"], 3, 90)
     with make(path, hub, **options) as engine:
@@ -100,12 +104,23 @@ def mixed(tiny: Path, hub: HubConfig) -> tuple[list[list[int]], list[SamplingPar
         return many, each, [engine.generate([prompt], one)[0].token_ids for prompt, one in zip(many, each, strict=True)]
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"block_size": 256}, {"enable_prefix_caching": False, "block_size": 0}, {"deterministic": True},
-    {"max_cache_tokens": 112, "pipeline_depth": 0}, {"eviction_policy": "lfu", "max_cache_tokens": 320},
-], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"block_size": 256},
+        {"enable_prefix_caching": False, "block_size": 0},
+        {"deterministic": True},
+        {"max_cache_tokens": 112, "pipeline_depth": 0},
+        {"eviction_policy": "lfu", "max_cache_tokens": 320},
+    ],
+    ids=str,
+)
 def test_32_streams_give_what_each_gives_alone(
-    tiny: Path, hub: HubConfig, mixed: tuple[list[list[int]], list[SamplingParams], list[list[int]]], options: dict[str, Any]
+    tiny: Path,
+    hub: HubConfig,
+    mixed: tuple[list[list[int]], list[SamplingParams], list[list[int]]],
+    options: dict[str, Any],
 ) -> None:
     many, each, expected = mixed
     with make(tiny, hub, **options) as engine:
@@ -116,14 +131,25 @@ def test_32_streams_give_what_each_gives_alone(
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(
-    block_size=st.integers(1, 70), num_blocks=st.integers(3, 40), budget=st.integers(1, 90), max_num_seqs=st.integers(1, 32),
+    block_size=st.integers(1, 70),
+    num_blocks=st.integers(3, 40),
+    budget=st.integers(1, 90),
+    max_num_seqs=st.integers(1, 32),
     depth=st.integers(0, 1),
 )
 def test_tokens_do_not_depend_on_memory(
-    tiny: Path, hub: HubConfig, mixed: tuple[list[list[int]], list[SamplingParams], list[list[int]]], block_size: int,
-    num_blocks: int, budget: int, max_num_seqs: int, depth: int,
+    tiny: Path,
+    hub: HubConfig,
+    mixed: tuple[list[list[int]], list[SamplingParams], list[list[int]]],
+    block_size: int,
+    num_blocks: int,
+    budget: int,
+    max_num_seqs: int,
+    depth: int,
 ) -> None:
-    many, each, expected = mixed[0][::4], mixed[1][::4], mixed[2][::4]
+    many = mixed[0][::4]
+    each = mixed[1][::4]
+    expected = mixed[2][::4]
     num_tokens = max(num_blocks * block_size, 90 + block_size)  # the longest sequence fits
     options = {"max_num_batched_tokens": max_num_seqs + budget, "max_num_seqs": max_num_seqs, "pipeline_depth": depth}
     with make(tiny, hub, block_size=block_size, max_cache_tokens=num_tokens, **options) as engine:
@@ -253,7 +279,9 @@ def test_older_configurations_are_refused(model_type: str, tmp_path: Path, hub: 
 
 @pytest.mark.parametrize("weights", ["auto", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_deterministic_logits_do_not_depend_on_other_requests(dtype: str, weights: str, tiny: Path, hub: HubConfig) -> None:
+def test_deterministic_logits_do_not_depend_on_other_requests(
+    dtype: str, weights: str, tiny: Path, hub: HubConfig
+) -> None:
     """Also where a prompt goes on from a kept state, and where a sequence was preempted."""
     shared = prompts(1, VOCAB, 20, 270, 270)[0]
     many = [*prompts(5, VOCAB, 21, 3, 40), *(shared + own for own in prompts(3, VOCAB, 22, 5, 30))]

@@ -1,4 +1,5 @@
-"""RwkvSampler over tiny random models with the vocabulary of TTS: ranges, ends, batches, streams, and what goes wrong."""
+"""RwkvSampler over tiny random models with the vocabulary of TTS: ranges, ends, batches, streams, and what goes
+wrong."""
 
 from __future__ import annotations
 
@@ -13,7 +14,16 @@ import pytest
 import torch
 
 import archerfish
-from archerfish import EngineConfig, LLMEngine, PerformanceMonitor, RwkvSampler, SamplingParams, TTSRequest, TTSTokens, errors
+from archerfish import (
+    EngineConfig,
+    LLMEngine,
+    PerformanceMonitor,
+    RwkvSampler,
+    SamplingParams,
+    TTSRequest,
+    TTSTokens,
+    errors,
+)
 from archerfish.compat.optimization import OptimizationConfig
 from archerfish.engine.tts import EOS, GLOBAL_OFFSET, PROPERTIES, TAG_1, VOCAB_SIZE
 from archerfish.kernels.torch import reference
@@ -22,7 +32,14 @@ from tests.engine.test_tts import BAD, REFERENCE, VOICE
 from tests.engine.tiny_llama import save_tiny_llama, tiny_config
 from tests.engine.tiny_rwkv import rwkv_config, save_tiny_rwkv
 
-TEXTS = ["Hello there", "The quick brown fox jumps over the lazy dog. " * 3, "你好，世界", "a", "One. Two. Three!", "ß" * 40]
+TEXTS = [
+    "Hello there",
+    "The quick brown fox jumps over the lazy dog. " * 3,
+    "你好，世界",
+    "a",
+    "One. Two. Three!",
+    "ß" * 40,
+]
 
 
 def config_of(directory: Path, **options: Any) -> EngineConfig:
@@ -149,13 +166,17 @@ def test_a_step_of_the_batch_is_one_forward_pass(sampler: RwkvSampler) -> None:
     sampler.reset()
     before = sampler.engine.runner.num_forward_passes
     sampler.generate_tts_tokens_batch([TTSRequest(text="Hello", seed=i, max_tokens=10 + i) for i in range(16)])
-    assert sampler.engine.runner.num_forward_passes - before <= 32 + 1 + 25 + 4  # some begin after the first has its prompt
+    assert (
+        sampler.engine.runner.num_forward_passes - before <= 32 + 1 + 25 + 4
+    )  # some begin after the first has its prompt
 
 
 @pytest.mark.parametrize(
     "options", [{"max_num_seqs": 3}, {"max_cache_tokens": 200}, {"pipeline_depth": 0}, {"deterministic": True}]
 )
-def test_few_rows_and_little_memory_change_nothing(sampler: RwkvSampler, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_few_rows_and_little_memory_change_nothing(
+    sampler: RwkvSampler, tmp_path: Path, options: dict[str, Any]
+) -> None:
     expected = sampler.generate_tts_tokens_batch(requests(8))
     with RwkvSampler(config_of(tmp_path, block_size=4, **options)) as other:
         assert other.generate_tts_tokens_batch(requests(8)) == expected
@@ -199,7 +220,13 @@ def test_an_invalid_request_does_not_affect_its_batch(sampler: RwkvSampler) -> N
     good = requests(6)
     expected = sampler.generate_tts_tokens_batch(good)
     bad: list[Any] = [{"text": "Hello", **values} for values, _ in BAD]
-    bad += [5, None, {"text": "a", "emotions": "SAD"}, {"text": "a", 7: 8}, TTSRequest(text="long " * 3000, max_tokens=2000)]
+    bad += [
+        5,
+        None,
+        {"text": "a", "emotions": "SAD"},
+        {"text": "a", 7: 8},
+        TTSRequest(text="long " * 3000, max_tokens=2000),
+    ]
     mixed = [one for pair in itertools.zip_longest(bad, good) for one in pair if one is not None or pair[0] is None]
     found = sampler.generate_tts_tokens_batch(mixed)
     assert len(found) == len(mixed)
@@ -207,7 +234,9 @@ def test_an_invalid_request_does_not_affect_its_batch(sampler: RwkvSampler) -> N
         if any(request is one for one in good):
             assert tokens == expected[good.index(request)]
         else:
-            assert isinstance(tokens.error, errors.InvalidInputError | errors.UnknownOptionError) and tokens.error.message
+            assert (
+                isinstance(tokens.error, errors.InvalidInputError | errors.UnknownOptionError) and tokens.error.message
+            )
             assert (tokens.finish_reason, *tokens) == ("error", [], [])
 
 
@@ -376,12 +405,14 @@ def test_sample_logits_refuses_invalid_values(sampler: RwkvSampler) -> None:
         ({"end": "a"}, "end of the range must be a whole number, not 'a'"),
         ({"masked": 1}, "masked must be a list of token ids, not int"),
         ({"masked": ["a"]}, "masked token must be a whole number, not 'a'"),
-        ({"seed": None}, "seed must be a whole number, not None"), ({"seed": -1}, "seed must be a whole number from 0 to"),
+        ({"seed": None}, "seed must be a whole number, not None"),
+        ({"seed": -1}, "seed must be a whole number from 0 to"),
         ({"seed": 2**64}, "seed must be a whole number from 0 to"),
         ({"position": -1}, "position must be a whole number from 0"),
-        ({"position": 1.5}, "position must be a whole number, not 1.5"), ({"end": 3}, "does not lie within"),
+        ({"position": 1.5}, "position must be a whole number, not 1.5"),
+        ({"end": 3}, "does not lie within"),
         ({"temperature": -1}, "temperature"),
-    ]  # fmt: skip
+    ]
     for values, said in wrong:
         with pytest.raises(errors.InvalidInputError, match=said):
             sampler.sample_logits([1.0, 2.0], **values)

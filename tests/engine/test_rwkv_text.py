@@ -1,4 +1,5 @@
-"""Text with an RWKV model: the World tokenizer, its bytes as they stream, its plain chat template, and grammars over it."""
+"""Text with an RWKV model: the World tokenizer, its bytes as they stream, its plain chat template, and grammars over
+it."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def test_a_vocabulary_beside_a_checkpoint_is_converted_with_it(tmp_path: Path, h
     with LLMEngine(rwkv_config(path), hub=hub) as engine:
         assert isinstance(engine.tokenizer, WorldTokenizer)
         assert (engine.facts.directory / "tokenizer" / WORLD_NAME).is_file()
-        assert engine.generate(["Hello"], SamplingParams(max_tokens=2))[0].prompt_token_ids == engine.tokenizer.encode("Hello")
+        assert engine.generate(["Hello"], SamplingParams(max_tokens=2))[0].prompt_token_ids == engine.tokenizer.encode(
+            "Hello"
+        )
 
 
 def test_text_in_and_out(engine: LLM) -> None:
@@ -76,7 +79,8 @@ def test_half_a_character_is_held_back(engine: LLM) -> None:
     assert tokenizer.decode(ids) == "a水"
     prompt = tokenizer.encode("x")
     pieces = [
-        piece.text for piece in engine.stream(prompt, SamplingParams(max_tokens=4, grammar={"kind": "regex", "value": "a水"}))
+        piece.text
+        for piece in engine.stream(prompt, SamplingParams(max_tokens=4, grammar={"kind": "regex", "value": "a水"}))
     ]
     assert "".join(pieces) == "a水" and all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
     held = engine.requests.make(prompt, SamplingParams(max_tokens=9))
@@ -87,8 +91,10 @@ def test_half_a_character_is_held_back(engine: LLM) -> None:
 
 def test_a_conversation_is_written_plainly(engine: LLM) -> None:
     messages = [
-        {"role": "system", "content": "Be brief."}, {"role": "user", "content": " Hi\n\nUser: you\n \nthere "},
-        {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Bye"},
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": " Hi\n\nUser: you\n \nthere "},
+        {"role": "assistant", "content": "Hello."},
+        {"role": "user", "content": "Bye"},
     ]
     text = engine.get_tokenizer().decode(engine.render_chat(messages))
     assert text == "System: Be brief.\n\nUser: Hi\nUser: you\nthere\n\nAssistant: Hello.\n\nUser: Bye\n\nAssistant:"

@@ -22,7 +22,9 @@ TEXTS = ["hello", "A cat sat on the mat.", "dogs bark", "今天天气很好", "w
 
 @pytest.fixture(scope="module")
 def ours() -> SentenceTransformer:
-    return SentenceTransformer("sentence-transformers/all-MiniLM-L6-v2", device="cpu", model_kwargs={"torch_dtype": "float32"})
+    return SentenceTransformer(
+        "sentence-transformers/all-MiniLM-L6-v2", device="cpu", model_kwargs={"torch_dtype": "float32"}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +43,25 @@ def check_same(mine: Any, other: Any, atol: float = 2e-5) -> None:
         np.testing.assert_allclose(np.asarray(mine, np.float64), np.asarray(other, np.float64), atol=atol)
 
 
-@pytest.mark.parametrize(("options", "atol"), [
-    ({"normalize_embeddings": True}, 2e-5), ({"truncate_dim": 64}, 2e-5),
-    ({"truncate_dim": 64, "normalize_embeddings": True}, 2e-5), ({"convert_to_tensor": True}, 2e-5),
-    ({"convert_to_numpy": False}, 2e-5), ({"prompt": "query: "}, 2e-5), ({"prompt_name": "query"}, 2e-5),
-    ({"output_value": "token_embeddings"}, 1e-4), ({"batch_size": 2, "show_progress_bar": False, "device": "cpu"}, 2e-5),
-    ({"precision": "int8"}, 1), ({"precision": "uint8"}, 1),  # a number at the edge of a step may be one step off
-    ({"precision": "binary"}, 0), ({"precision": "ubinary", "convert_to_tensor": True}, 0),
-], ids=str)
+@pytest.mark.parametrize(
+    ("options", "atol"),
+    [
+        ({"normalize_embeddings": True}, 2e-5),
+        ({"truncate_dim": 64}, 2e-5),
+        ({"truncate_dim": 64, "normalize_embeddings": True}, 2e-5),
+        ({"convert_to_tensor": True}, 2e-5),
+        ({"convert_to_numpy": False}, 2e-5),
+        ({"prompt": "query: "}, 2e-5),
+        ({"prompt_name": "query"}, 2e-5),
+        ({"output_value": "token_embeddings"}, 1e-4),
+        ({"batch_size": 2, "show_progress_bar": False, "device": "cpu"}, 2e-5),
+        ({"precision": "int8"}, 1),
+        ({"precision": "uint8"}, 1),  # a number at the edge of a step may be one step off
+        ({"precision": "binary"}, 0),
+        ({"precision": "ubinary", "convert_to_tensor": True}, 0),
+    ],
+    ids=str,
+)
 def test_encode_gives_what_sentence_transformers_gives(
     ours: SentenceTransformer, peer: Any, options: dict[str, Any], atol: float
 ) -> None:
@@ -113,8 +126,12 @@ def test_prompts_of_queries_and_documents(tiny_model: Any, hub: HubConfig) -> No
     (path / "config_sentence_transformers.json").write_text(json.dumps(settings), encoding="utf-8")
     engine = ArrowEngine(path, hub=hub, dtype="float32")
     query, passage = engine.encode(["the cat : fish", "the dog : fish"], prompt="")
-    for mine, expected in ((engine.encode_query("fish"), query), (engine.encode_document("fish"), passage),
-                           (engine.encode("fish"), passage), (engine.encode("fish", prompt="the cat : "), query)):
+    for mine, expected in (
+        (engine.encode_query("fish"), query),
+        (engine.encode_document("fish"), passage),
+        (engine.encode("fish"), passage),
+        (engine.encode("fish", prompt="the cat : "), query),
+    ):
         np.testing.assert_allclose(mine, expected, atol=1e-5)
     told = SentenceTransformer(str(path), hub=hub, dtype="float32", prompts={"query": "the dog : "}, truncate_dim=8)
     np.testing.assert_allclose(told.encode_query("fish"), passage[:8], atol=1e-5)
@@ -125,7 +142,10 @@ def test_prompts_of_queries_and_documents(tiny_model: Any, hub: HubConfig) -> No
 def test_activations_of_cross_encoders(activation: str, tiny_model: Any, hub: HubConfig) -> None:
     stated = f"torch.nn.modules.activation.{activation}"
     config = {"num_labels": 3, "sbert_ce_default_activation_function": stated}
-    path, pairs = tiny_model("Bert", head="ForSequenceClassification", config=config), [["the cat", "sat"], ["red", "blue"]]
+    path, pairs = (
+        tiny_model("Bert", head="ForSequenceClassification", config=config),
+        [["the cat", "sat"], ["red", "blue"]],
+    )
     engine = CrossEncoder(str(path), hub=hub, dtype="float32")
     if activation == "LogSigmoid":
         with pytest.raises(UnsupportedModelError, match="activation 'logsigmoid'"):
@@ -165,12 +185,22 @@ def test_a_cross_encoder_needs_a_head(tiny_model: Any, hub: HubConfig) -> None:
         CrossEncoder(str(tiny_model()), hub=hub)
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"trust_remote_code": True}, "trust_remote_code is ignored"), ({"token": "x"}, "HF_TOKEN"),
-    ({"model_kwargs": {"attn_implementation": "sdpa"}}, "attn_implementation"), ({"backend": "torch", "token": None}, ""),
-], ids=str)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"trust_remote_code": True}, "trust_remote_code is ignored"),
+        ({"token": "x"}, "HF_TOKEN"),
+        ({"model_kwargs": {"attn_implementation": "sdpa"}}, "attn_implementation"),
+        ({"backend": "torch", "token": None}, ""),
+    ],
+    ids=str,
+)
 def test_options_without_effect_are_said_once(
-    options: dict[str, Any], said: str, tiny_model: Any, hub: HubConfig, caplog: pytest.LogCaptureFixture,
+    options: dict[str, Any],
+    said: str,
+    tiny_model: Any,
+    hub: HubConfig,
+    caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(remarks, "_said", set())
@@ -184,10 +214,16 @@ def test_options_without_effect_are_said_once(
     assert [record.message for record in caplog.records] == ["device=cuda:0 is ignored: the engine was made for cpu."]
 
 
-@pytest.mark.parametrize(("arguments", "options", "message"), [
-    ((["a"], "query"), {}, "batch_size must be a number .* by name"), (("a",), {"precision": "int8"}, "one vector has none"),
-    (("a",), {"precision": "int4"}, "Known: float32"), (("a",), {"output_value": "tokens"}, "'token_embeddings' and None"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((["a"], "query"), {}, "batch_size must be a number .* by name"),
+        (("a",), {"precision": "int8"}, "one vector has none"),
+        (("a",), {"precision": "int4"}, "Known: float32"),
+        (("a",), {"output_value": "tokens"}, "'token_embeddings' and None"),
+    ],
+    ids=str,
+)
 def test_what_cannot_be_is_refused_by_name(
     minilm: ArrowEngine, arguments: tuple[Any, ...], options: dict[str, Any], message: str
 ) -> None:
@@ -200,7 +236,9 @@ def test_functions_on_vectors() -> None:
     queries = torch.from_numpy(vectors[:7] + 0.5)
     found = util.semantic_search(queries, vectors, top_k=4, corpus_chunk_size=9, query_chunk_size=3)
     expected = their_util.semantic_search(queries, torch.from_numpy(vectors), top_k=4)
-    assert [[hit["corpus_id"] for hit in row] for row in found] == [[hit["corpus_id"] for hit in row] for row in expected]
+    assert [[hit["corpus_id"] for hit in row] for row in found] == [
+        [hit["corpus_id"] for hit in row] for row in expected
+    ]
     for precision in ("float32", "int8", "uint8", "binary", "ubinary"):
         check_same(quantize_embeddings(vectors, precision), theirs.quantize_embeddings(vectors, precision), 0)
         ranges, one = np.stack([vectors.min(0), vectors.max(0)]), vectors[0]
@@ -225,4 +263,6 @@ def test_cut_texts_are_said_once(
     for _ in range(2):
         ours.encode(["short", "word " * 400], output_value=output_value)
     [said] = caplog.messages
-    assert said == "sentence-transformers/all-MiniLM-L6-v2 reads 256 tokens of a text. Longer ones were cut: split them."
+    assert (
+        said == "sentence-transformers/all-MiniLM-L6-v2 reads 256 tokens of a text. Longer ones were cut: split them."
+    )

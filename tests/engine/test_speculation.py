@@ -30,7 +30,9 @@ PROMPTS = [[3, 5, 7, 11], [20, 21], [9] * 30, [4, 30, 8], [31] * 9]
 EACH = [
     SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2),
     SamplingParams(temperature=0.9, top_p=0.9, top_k=40, seed=3, max_tokens=30, min_tokens=20, logit_bias={7: 1.0}),
-    SamplingParams(temperature=1.0, seed=4, max_tokens=25, n=2, repetition_penalty=1.3, frequency_penalty=0.9, ignore_eos=True),
+    SamplingParams(
+        temperature=1.0, seed=4, max_tokens=25, n=2, repetition_penalty=1.3, frequency_penalty=0.9, ignore_eos=True
+    ),
     SamplingParams(temperature=0.9, top_p=0.9, min_p=0.01, seed=5, max_tokens=40, ignore_eos=True),
     SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
 ]
@@ -39,8 +41,12 @@ EACH = [
 class KnowingDrafter:
     """Proposes what is known to come, with a mistake at every place that `every` divides."""
 
-    def __init__(self, known: list[list[int]], every: int = 7, wrong: Callable[[int], int] = lambda token: token ^ 1) -> None:
-        self.known, self.every, self.wrong = known, every, wrong
+    def __init__(
+        self, known: list[list[int]], every: int = 7, wrong: Callable[[int], int] = lambda token: token ^ 1
+    ) -> None:
+        self.known = known
+        self.every = every
+        self.wrong = wrong
 
     def propose(self, tokens: array[int], count: int, *, is_bold: bool) -> list[int]:
         for whole in self.known:
@@ -71,7 +77,11 @@ def test_tokens_and_logprobs_are_the_same(
     options = {**options, "enable_prefix_caching": has_states, "max_num_seqs": 4}  # prompts join drafts
     with LLMEngine(model, **options, speculation="ngram", num_draft_tokens=6) as engine:
         assert engine.scheduler.speculation is not None
-        known = [prompt + list(one.token_ids) for prompt, output in zip(PROMPTS, plain, strict=True) for one in output.outputs]
+        known = [
+            prompt + list(one.token_ids)
+            for prompt, output in zip(PROMPTS, plain, strict=True)
+            for one in output.outputs
+        ]
         engine.scheduler.speculation.drafter = KnowingDrafter(known)
         always_draft(engine, monkeypatch, 6)
         found, stats = generated(engine), engine.scheduler.stats()
@@ -87,7 +97,9 @@ def test_tokens_and_logprobs_are_the_same(
     for ours, theirs in zip(found, plain, strict=True):
         assert [one.token_ids for one in ours.outputs] == [one.token_ids for one in theirs.outputs]
     assert [one.token_id for one in found[0].logprobs] == found[0].token_ids
-    assert [one.logprob for one in found[0].logprobs] == pytest.approx([one.logprob for one in plain[0].logprobs], abs=1e-4)
+    assert [one.logprob for one in found[0].logprobs] == pytest.approx(
+        [one.logprob for one in plain[0].logprobs], abs=1e-4
+    )
     metrics = [output.metrics for output in found]
     assert metrics[0].num_accepted_tokens > 15 and metrics[2].num_accepted_tokens > 15
     assert stats.num_accepted_tokens == sum(one.num_accepted_tokens for one in metrics) < stats.num_draft_tokens
@@ -122,15 +134,23 @@ def test_vllms_option() -> None:
 
 
 @pytest.mark.parametrize("records", [False, True])
-@pytest.mark.parametrize("kind", ["same", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("smaller", "rwkv"))])
-def test_a_draft_model_changes_no_tokens(kind: str, records: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same weights as the model's accept nearly all of greedy proposals; others show that rejected ones leave no trace."""
+@pytest.mark.parametrize(
+    "kind", ["same", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("smaller", "rwkv"))]
+)
+def test_a_draft_model_changes_no_tokens(
+    kind: str, records: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same weights as the model's accept nearly all of greedy proposals; others show that rejected ones leave no
+    trace."""
     if records:
         monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
     model, draft = two_llamas(tmp_path, **({} if kind == "same" else {"num_hidden_layers": 1, "hidden_size": 16}))
     if kind == "rwkv":
         draft = str(save_tiny_rwkv(tmp_path / "draft"))
-    prompts, each = [*PROMPTS, list(range(3, 90)) * 2], [*EACH, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)]
+    prompts, each = (
+        [*PROMPTS, list(range(3, 90)) * 2],
+        [*EACH, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)],
+    )
     with LLMEngine(model, **USUAL) as engine:
         plain = engine.generate(prompts, each)
     for module in (drafting, llm_loading):

@@ -18,11 +18,15 @@ from tests.engine.tiny_rwkv import save_tiny_rwkv
 from tests.runtime.sampling_reference import check_draws, penalised, probabilities
 from tests.text.tiny_tokenizers import END, ROWS, byte_level
 
-PROMPT, NUM_TOKENS, NUM_DRAWS, NUM_ALIKE = [5, 9, 40, 9], 4, 1000, 300
+PROMPT = [5, 9, 40, 9]
+NUM_TOKENS = 4
+NUM_DRAWS = 1000
+NUM_ALIKE = 300
 NARROW: dict[str, Any] = {"temperature": 1.3, "top_k": 3, "top_p": 0.9, "ignore_eos": True, "max_tokens": NUM_TOKENS}
 LETTERS = [89, 90, 91]  # the tokens of x, y and z
 KINDS: dict[str, dict[str, Any]] = {
-    "cut": NARROW, "states": NARROW,
+    "cut": NARROW,
+    "states": NARROW,
     "penalties": {**NARROW, "repetition_penalty": 1.5, "frequency_penalty": 0.7, "presence_penalty": 0.3},
     "grammar": {"temperature": 1.0, "max_tokens": NUM_TOKENS, "grammar": {"kind": "regex", "value": "[xyz]{6}"}},
 }

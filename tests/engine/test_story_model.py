@@ -1,7 +1,8 @@
-"""The trained RWKV-7 that archerfish brings along: red if it tells no stories, or not those that the package rwkv would tell.
+"""The trained RWKV-7 that archerfish brings along: red if it tells no stories, or not those that the package rwkv would
+tell.
 
-held_out_stories.txt has the first stories that were drawn, none of which it was trained on (`scripts/train_rwkv7.py` holds out
-the first hundredth).
+held_out_stories.txt has the first stories that were drawn, none of which it was trained on (`scripts/train_rwkv7.py`
+holds out the first hundredth).
 """
 
 from __future__ import annotations

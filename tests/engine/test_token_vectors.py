@@ -32,11 +32,26 @@ def open_both(peer: Peer, path: Path, hub: HubConfig) -> ArrowEngine:
     return ArrowEngine(save(peer, path), dtype="float32", hub=hub)
 
 
-@pytest.mark.parametrize(("family", "config"), [
-    ("Bert", {}), ("DistilBert", {}), ("Roberta", {"type_vocab_size": 1, "pad_token_id": 0, "max_position_embeddings": 42}),
-    ("ModernBert", {"local_attention": 8, "pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2,
-                    "eos_token_id": 3}), ("Gte", {"pad_token_id": 0}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("Bert", {}),
+        ("DistilBert", {}),
+        ("Roberta", {"type_vocab_size": 1, "pad_token_id": 0, "max_position_embeddings": 42}),
+        (
+            "ModernBert",
+            {
+                "local_attention": 8,
+                "pad_token_id": 0,
+                "cls_token_id": 2,
+                "sep_token_id": 3,
+                "bos_token_id": 2,
+                "eos_token_id": 3,
+            },
+        ),
+        ("Gte", {"pad_token_id": 0}),
+    ],
+)
 def test_splade(family: str, config: dict[str, Any], tiny_model: Any, hub: HubConfig, tmp_path: Path) -> None:
     base = tiny_model(family, head="ForMaskedLM", config=config)
     transformer = modules.Transformer(str(base), transformer_task="fill-mask", max_seq_length=24)
@@ -84,7 +99,9 @@ def test_all_three_kinds_of_vectors(tiny_model: Any, hub: HubConfig) -> None:
         with torch.inference_mode():
             hidden = model.eval()(**encoded).last_hidden_state[0]
             expected: dict[int, float] = {}
-            for token, weight in zip(encoded["input_ids"][0].tolist(), sparse(hidden).relu()[:, 0].tolist(), strict=True):
+            for token, weight in zip(
+                encoded["input_ids"][0].tolist(), sparse(hidden).relu()[:, 0].tolist(), strict=True
+            ):
                 if token not in special and weight > 0:
                     expected[token] = max(weight, expected.get(token, 0.0))
             rows = torch.nn.functional.normalize(colbert(hidden[1:]), dim=-1)
@@ -100,7 +117,9 @@ cat {{ (messages | selectattr('role', 'eq', 'query') | first).content }} dog \
 
 @pytest.mark.parametrize("has_false", [True, False])
 @pytest.mark.parametrize("prompt", ["", "green"])
-def test_decoders_that_rank_by_logits(has_false: bool, prompt: str, tiny_model: Any, hub: HubConfig, tmp_path: Path) -> None:
+def test_decoders_that_rank_by_logits(
+    has_false: bool, prompt: str, tiny_model: Any, hub: HubConfig, tmp_path: Path
+) -> None:
     """As Qwen3-Reranker: the score is the logit of one token less that of another."""
     config = {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "tie_word_embeddings": has_false}
     base = tiny_model("Qwen3", head="ForCausalLM", config=config)
@@ -116,5 +135,9 @@ def test_decoders_that_rank_by_logits(has_false: bool, prompt: str, tiny_model: 
     np.testing.assert_allclose(engine.score_pairs(pairs), peer.predict(pairs), atol=2e-5)
     assert engine.rerank(short[0], short[1:])[0].index == peer.rank(short[0], short[1:])[0]["corpus_id"]
     cut = engine.pair_prompt.tokenize([("the cat", "the dog " * 40)], 24)[0]  # the end of the template stays
-    assert cut.is_cut and len(cut.token_ids) == 24 and engine.tokenizer.decode(cut.token_ids[-3:].tolist()) == "dog red blue"
+    assert (
+        cut.is_cut
+        and len(cut.token_ids) == 24
+        and engine.tokenizer.decode(cut.token_ids[-3:].tolist()) == "dog red blue"
+    )
     assert kind_of(tmp_path / "model") == "cross-encoder"

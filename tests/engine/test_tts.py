@@ -19,16 +19,30 @@ from archerfish.params import Stage
 from tests.engine.tiny_llama import save_tiny_llama, tiny_config
 from tests.runtime.test_stages import expected_token
 
-HELLO = [45447, 12337, 12325, 22559, 26902, 12326]  # "Hello, 世界!": 33155, 45, 33, 10267, 14610, 34 of the World vocabulary
+HELLO = [
+    45447,
+    12337,
+    12325,
+    22559,
+    26902,
+    12326,
+]  # "Hello, 世界!": 33155, 45, 33, 10267, 14610, 34 of the World vocabulary
 VOICE = [0, 4095, *range(100, 130)]
 REFERENCE: dict[str, Any] = {"ref_global_tokens": VOICE, "ref_semantic_tokens": [0, 8191, 5]}
 
 
 def test_the_prompt_of_a_new_voice() -> None:
     assert TTSRequest(text="Hello, 世界!").prompt() == [
-        77823, 77838, 77869, 77845, 77830, 77826,  # SPCT_0, youth-adult, female, NEUTRAL, medium pitch, medium speed
-        8195, *HELLO, 8193,
-    ]  # fmt: skip
+        77823,
+        77838,
+        77869,
+        77845,
+        77830,
+        77826,  # SPCT_0, youth-adult, female, NEUTRAL, medium pitch, medium speed
+        8195,
+        *HELLO,
+        8193,
+    ]
     request = TTSRequest(
         text="Hello, 世界!", age="elderly", gender="male", emotion="CONTEMPT", pitch="very_high", speed="very_fast"
     )
@@ -39,9 +53,20 @@ def test_the_prompt_of_a_given_voice() -> None:
     voice: dict[str, Any] = {"age": "child", "gender": "male", "emotion": "happy", "pitch": "low", "speed": "slow"}
     request = TTSRequest(text="Hello, 世界!", **voice, **REFERENCE)
     assert request.prompt() == [
-        77823, 77836, 77870, 77847, 77829, 77825, 8195, *HELLO, 8193,
-        8196, 12291, *range(8296, 8326), 8194,
-    ]  # fmt: skip
+        77823,
+        77836,
+        77870,
+        77847,
+        77829,
+        77825,
+        8195,
+        *HELLO,
+        8193,
+        8196,
+        12291,
+        *range(8296, 8326),
+        8194,
+    ]
 
 
 @pytest.mark.parametrize("kind", [np.asarray, torch.tensor])
@@ -49,7 +74,9 @@ def test_a_voice_may_come_as_an_array(kind: Callable[[Any], Any]) -> None:
     voiced = TTSRequest(text="Hello", ref_global_tokens=kind(VOICE), ref_semantic_tokens=kind([1, 2]))
     assert voiced == TTSRequest(text="Hello", ref_global_tokens=VOICE, ref_semantic_tokens=[1, 2])
     assert voiced.prompt()[-2] == tts.GLOBAL_OFFSET + VOICE[-1] and type(voiced.prompt()[-2]) is int
-    with pytest.raises(InvalidInputError, match=r"ref_global_tokens\[0\] must be a whole number from 0 to 4095, not \["):
+    with pytest.raises(
+        InvalidInputError, match=r"ref_global_tokens\[0\] must be a whole number from 0 to 4095, not \["
+    ):
         TTSRequest(text="Hello", ref_global_tokens=kind([VOICE]), ref_semantic_tokens=kind([1]))
     with pytest.raises(InvalidInputError, match="must be a list of token ids"):
         TTSRequest(text="Hello", ref_global_tokens=kind(VOICE[0]), ref_semantic_tokens=kind([1]))
@@ -58,15 +85,19 @@ def test_a_voice_may_come_as_an_array(kind: Callable[[Any], Any]) -> None:
 def test_tokens_of_properties() -> None:
     found = {kind: [property_token(kind, name) - 77823 for name in names] for kind, names in PROPERTIES.items()}
     assert found == {
-        "age": [13, 14, 15, 16, 17], "gender": [46, 47], "emotion": list(range(21, 46)), "pitch": [6, 7, 8, 9],
+        "age": [13, 14, 15, 16, 17],
+        "gender": [46, 47],
+        "emotion": list(range(21, 46)),
+        "pitch": [6, 7, 8, 9],
         "speed": [1, 2, 3, 4, 5],
-    }  # fmt: skip
+    }
     assert list(found) == ["age", "gender", "emotion", "pitch", "speed"]
     assert max(max(numbers) for numbers in found.values()) + 77823 < tts.VOCAB_SIZE
     for kind, spellings in {
-        "age": ["Youth-Adult", "youth_adult", " youth adult "], "pitch": ["medium", "medium_pitch", "MEDIUM_PITCH"],
+        "age": ["Youth-Adult", "youth_adult", " youth adult "],
+        "pitch": ["medium", "medium_pitch", "MEDIUM_PITCH"],
         "emotion": ["NO-AGREEMENT", "no_agreement"],
-    }.items():  # fmt: skip
+    }.items():
         assert len({property_token(kind, name) for name in spellings}) == 1
 
 
@@ -79,8 +110,15 @@ def test_stages_and_their_defaults() -> None:
     params = TTSRequest(text="a", seed=5).params()
     assert (params.seed, params.max_tokens, params.stop_token_ids) == (5, 32 + 1 + 2048, (8192,))
     changed = TTSRequest(text="a", temperature=0.5, top_p=0.7, top_k=3, max_tokens=40, **REFERENCE).params()
-    assert changed.stages == (Stage(first=0, end=8193, num_tokens=40, stop_id=8192, temperature=0.5, top_p=0.7, top_k=3),)
-    numbers: dict[str, Any] = {"temperature": np.float32(0.5), "top_p": 0.7, "top_k": np.int64(3), "max_tokens": np.int64(40)}
+    assert changed.stages == (
+        Stage(first=0, end=8193, num_tokens=40, stop_id=8192, temperature=0.5, top_p=0.7, top_k=3),
+    )
+    numbers: dict[str, Any] = {
+        "temperature": np.float32(0.5),
+        "top_p": 0.7,
+        "top_k": np.int64(3),
+        "max_tokens": np.int64(40),
+    }
     assert TTSRequest(text="a", **numbers, **REFERENCE).params() == changed, "numbers of arrays"
     greedy = TTSRequest(text="a", temperature=0, top_k=0).params().stages
     assert [(stage.temperature, stage.top_k, stage.top_p) for stage in (greedy[0], greedy[2])] == [(0, 0, 0.95)] * 2
@@ -89,12 +127,21 @@ def test_stages_and_their_defaults() -> None:
 @pytest.mark.parametrize(
     ("max_tokens", "room", "num_semantic"),
     [
-        (None, None, 2048), (None, 5000, 2048), (None, 34, 1), (None, 133, 100), (40, 73, 40), (9999, None, 2048),
+        (None, None, 2048),
+        (None, 5000, 2048),
+        (None, 34, 1),
+        (None, 133, 100),
+        (40, 73, 40),
+        (9999, None, 2048),
         (9999, 2081, 2048),
     ],
 )
 def test_the_limit_of_semantic_tokens(max_tokens: int | None, room: int | None, num_semantic: int) -> None:
-    assert TTSRequest(text="a", max_tokens=max_tokens).params(room).stages[-1].num_tokens == num_semantic <= tts.MAX_SEMANTIC
+    assert (
+        TTSRequest(text="a", max_tokens=max_tokens).params(room).stages[-1].num_tokens
+        == num_semantic
+        <= tts.MAX_SEMANTIC
+    )
 
 
 @pytest.mark.parametrize(("max_tokens", "room"), [(None, 33), (None, -5), (40, 72), (9999, 2080)])
@@ -104,30 +151,45 @@ def test_texts_that_leave_no_room_are_refused(max_tokens: int | None, room: int)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"text": ""}, "text is empty"), ({"text": " \n"}, "text is empty"), ({"text": 5}, "text must be a string"),
-    ({"text": None}, "text must be a string"), ({"emotion": "hapy"}, "no emotion 'hapy'. Did you mean 'HAPPY'?"),
+    ({"text": ""}, "text is empty"),
+    ({"text": " \n"}, "text is empty"),
+    ({"text": 5}, "text must be a string"),
+    ({"text": None}, "text must be a string"),
+    ({"emotion": "hapy"}, "no emotion 'hapy'. Did you mean 'HAPPY'?"),
     ({"age": "yuth-adult"}, "no age 'yuth-adult'. Did you mean 'youth-adult'?"),
     ({"gender": "m"}, "no gender 'm'. Known: female, male."),
-    ({"pitch": "mediun_pitch"}, "no pitch 'mediun_pitch'"), ({"speed": "quick"}, "no speed 'quick'"),
-    ({"speed": 3}, "speed must be a string, not 3"), ({"gender": None}, "gender must be a string"),
+    ({"pitch": "mediun_pitch"}, "no pitch 'mediun_pitch'"),
+    ({"speed": "quick"}, "no speed 'quick'"),
+    ({"speed": 3}, "speed must be a string, not 3"),
+    ({"gender": None}, "gender must be a string"),
     ({"ref_global_tokens": VOICE}, "ref_semantic_tokens is missing"),
     ({"ref_semantic_tokens": [1]}, "ref_global_tokens is missing"),
     ({**REFERENCE, "ref_global_tokens": VOICE[:31]}, "must have 32 tokens, not 31"),
     ({**REFERENCE, "ref_global_tokens": [*VOICE, 1]}, "must have 32 tokens, not 33"),
-    ({**REFERENCE, "ref_global_tokens": [4096, *VOICE[1:]]}, "ref_global_tokens[0] must be a whole number from 0 to 4095"),
+    (
+        {**REFERENCE, "ref_global_tokens": [4096, *VOICE[1:]]},
+        "ref_global_tokens[0] must be a whole number from 0 to 4095",
+    ),
     ({**REFERENCE, "ref_global_tokens": [*VOICE[:31], -1]}, "ref_global_tokens[31] must be"),
-    ({**REFERENCE, "ref_global_tokens": [*VOICE[:31], 1.0]}, "not 1.0"), ({**REFERENCE, "ref_global_tokens": []}, "is empty"),
+    ({**REFERENCE, "ref_global_tokens": [*VOICE[:31], 1.0]}, "not 1.0"),
+    ({**REFERENCE, "ref_global_tokens": []}, "is empty"),
     ({**REFERENCE, "ref_global_tokens": "abc"}, "must be a list of token ids"),
     ({**REFERENCE, "ref_semantic_tokens": []}, "ref_semantic_tokens is empty"),
     ({**REFERENCE, "ref_semantic_tokens": [8192]}, "from 0 to 8191, not 8192"),
     ({**REFERENCE, "ref_semantic_tokens": [True]}, "not True"),
     ({**REFERENCE, "ref_semantic_tokens": 7}, "must be a list of token ids"),
-    ({"max_tokens": 0}, "max_tokens must be a whole number at least 1, not 0"), ({"max_tokens": -4}, "max_tokens"),
-    ({"max_tokens": 1.5}, "max_tokens"), ({"temperature": -0.1}, "temperature must be"),
+    ({"max_tokens": 0}, "max_tokens must be a whole number at least 1, not 0"),
+    ({"max_tokens": -4}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"temperature": -0.1}, "temperature must be"),
     ({"temperature": float("nan")}, "temperature"),
-    ({"top_p": 0}, "top_p must be above 0"), ({"top_p": 1.1}, "top_p"), ({"top_k": -2}, "top_k"), ({"top_k": 1.5}, "top_k"),
-    ({"seed": -(2**63) - 1}, "seed must be"), ({"seed": 2**64}, "seed must be"),
-]  # fmt: skip
+    ({"top_p": 0}, "top_p must be above 0"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"seed": -(2**63) - 1}, "seed must be"),
+    ({"seed": 2**64}, "seed must be"),
+]
 
 
 @pytest.mark.parametrize(("values", "said"), BAD, ids=range(len(BAD)))
@@ -140,7 +202,9 @@ def test_invalid_input_errors(values: dict[str, Any], said: str) -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(UnknownOptionError, match=r"'emotions'. Did you mean 'emotion'\?"):
         TTSRequest(text="a", emotions="HAPPY")  # type: ignore[call-arg]
-    with pytest.raises(UnknownOptionError, match=r"'mood'\. Known: age, emotion, gender, max_tokens, pitch, ref_global_t"):
+    with pytest.raises(
+        UnknownOptionError, match=r"'mood'\. Known: age, emotion, gender, max_tokens, pitch, ref_global_t"
+    ):
         TTSRequest(text="a", mood="HAPPY")  # type: ignore[call-arg]
     with pytest.raises(InvalidInputError, match="needs a text"):
         TTSRequest()  # type: ignore[call-arg]
@@ -159,7 +223,10 @@ def test_any_text_has_a_prompt_and_any_name_a_token_or_an_error(text: str, kind:
 
 
 def test_read_output_splits_global_and_semantic_tokens() -> None:
-    assert tts.read_output([tts.GLOBAL_OFFSET, tts.GLOBAL_OFFSET + 4095, tts.TAG_1, 0, 8191, tts.EOS]) == ([0, 4095], [0, 8191])
+    assert tts.read_output([tts.GLOBAL_OFFSET, tts.GLOBAL_OFFSET + 4095, tts.TAG_1, 0, 8191, tts.EOS]) == (
+        [0, 4095],
+        [0, 8191],
+    )
     assert tts.read_output([]) == ([], [])
     global_tokens, semantic_tokens = TTSTokens([1], [2] * 75)
     assert (global_tokens, len(semantic_tokens), TTSTokens([1], [2] * 75).seconds) == ([1], 75, 1.5)
@@ -213,13 +280,18 @@ def test_some_end_and_some_do_not(engine: LLMEngine) -> None:
 
 
 def test_staged_requests_beside_others(engine: LLMEngine) -> None:
-    plain = [SamplingParams(max_tokens=12, seed=1), SamplingParams(max_tokens=12, temperature=0, repetition_penalty=1.3)]
+    plain = [
+        SamplingParams(max_tokens=12, seed=1),
+        SamplingParams(max_tokens=12, temperature=0, repetition_penalty=1.3),
+    ]
     params = [SamplingParams(stages=STAGES, seed=2), plain[0], SamplingParams(stages=STAGES[:1], seed=3), plain[1]]
     together = engine.generate([PROMPT] * 4, params)
     assert [output.token_ids for output in together] == [engine.generate([PROMPT], one)[0].token_ids for one in params]
 
 
-@pytest.mark.parametrize("stage", [Stage(first=0, end=61, num_tokens=1), Stage(first=0, end=50, num_tokens=1, offset=11)])
+@pytest.mark.parametrize(
+    "stage", [Stage(first=0, end=61, num_tokens=1), Stage(first=0, end=50, num_tokens=1, offset=11)]
+)
 def test_stages_outside_of_the_vocabulary_are_refused(engine: LLMEngine, stage: Stage) -> None:
     with pytest.raises(InvalidInputError, match=r"stages\[1\] reaches to token 60"):
         engine.generate([PROMPT], SamplingParams(stages=[STAGES[0], stage]))

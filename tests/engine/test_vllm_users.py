@@ -17,14 +17,25 @@ from archerfish import LLM, ArrowEngine, HubConfig, SamplingParams, errors, rema
 from archerfish.engine.beam_search import BeamSearchParams
 from archerfish.engine.llm import EncoderLLM
 from archerfish.engine.vllm_options import EngineArgs
-from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError, StoppedError, UnsupportedModelError
+from archerfish.errors import (
+    ArcherfishError,
+    InvalidInputError,
+    InvalidOptionError,
+    StoppedError,
+    UnsupportedModelError,
+)
 from archerfish.store.names import choose_files
 from tests.engine.tiny_llama import check_memory, greedy, save_tiny_llama, tiny_config
 from tests.text.tiny_tokenizers import byte_fallback, save_text_llama
 
 TINY: dict[str, Any] = {
-    "dtype": "float", "load_format": "dummy", "max_cache_tokens": 1024, "max_num_seqs": 32, "seed": 7, "num_threads": 1,
-}  # fmt: skip
+    "dtype": "float",
+    "load_format": "dummy",
+    "max_cache_tokens": 1024,
+    "max_num_seqs": 32,
+    "seed": 7,
+    "num_threads": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +66,21 @@ def test_options_without_effect_are_accepted_with_one_remark_each(
     assert len(caplog.messages) == len(names)
 
 
-@pytest.mark.parametrize(("option", "said"), [
-    ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype cannot be 'fp4'.*auto, int8"),
-    ({"enable_chunked_prefill": False}, "enable_chunked_prefill cannot be False. .*max_num_batched_tokens"),
-    ({"tokenizer_mode": "slow"}, "tokenizer_mode"), ({"cpu_offload_gb": 4}, "cpu_offload_gb"),
-    ({"quantization": "awq"}, "quantization is 'awq', but the files of .* say 'none'.*weights='int8'"),
-    ({"task": "embed"}, "generates text: it cannot do the task 'embed'"), ({"task": "sing"}, "task cannot be 'sing'"),
-    ({"dtype": "double"}, "dtype cannot be 'double'"), ({"enforce_eagre": True}, "Unknown option"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype cannot be 'fp4'.*auto, int8"),
+        ({"enable_chunked_prefill": False}, "enable_chunked_prefill cannot be False. .*max_num_batched_tokens"),
+        ({"tokenizer_mode": "slow"}, "tokenizer_mode"),
+        ({"cpu_offload_gb": 4}, "cpu_offload_gb"),
+        ({"quantization": "awq"}, "quantization is 'awq', but the files of .* say 'none'.*weights='int8'"),
+        ({"task": "embed"}, "generates text: it cannot do the task 'embed'"),
+        ({"task": "sing"}, "task cannot be 'sing'"),
+        ({"dtype": "double"}, "dtype cannot be 'double'"),
+        ({"enforce_eagre": True}, "Unknown option"),
+    ],
+    ids=str,
+)
 def test_what_cannot_be_done_is_refused_by_name(directory: Path, option: dict[str, Any], said: str) -> None:
     with pytest.raises(ArcherfishError, match=said):
         LLM(str(directory), **{**TINY, **option})
@@ -88,7 +106,10 @@ def test_another_tokenizer_is_used(tmp_path: Path, directory: Path) -> None:
     other = byte_fallback(tmp_path / "other")
     with LLM(str(mute), tokenizer=str(tmp_path / "other"), **TINY) as made:
         assert made.generate("a cat", greedy(2))[0].prompt_token_ids == other.encode("a cat")
-    with LLM(str(directory), skip_tokenizer_init=True, **TINY) as made, pytest.raises(InvalidInputError, match="no tokenizer"):
+    with (
+        LLM(str(directory), skip_tokenizer_init=True, **TINY) as made,
+        pytest.raises(InvalidInputError, match="no tokenizer"),
+    ):
         made.generate("a cat")
     small = tmp_path / "small"
     small.mkdir()
@@ -195,7 +216,9 @@ def test_a_failing_logits_processor_ends_its_own_request_only(llm: LLM) -> None:
 def test_structured_outputs_are_a_grammar() -> None:
     class Guided:
         def __init__(self) -> None:
-            self.regex, self.json, self.backend = "a+", None, None
+            self.regex = "a+"
+            self.json = None
+            self.backend = None
 
     for value, grammar in (
         ({"json": {"type": "object"}}, {"kind": "json_schema", "value": {"type": "object"}}),
@@ -214,7 +237,12 @@ def test_other_parameters_of_vllm(llm: LLM) -> None:
     params = SamplingParams(spaces_between_special_tokens=True, best_of=None, max_tokens=3, detokenize=False)  # type: ignore[call-arg]
     output = llm.generate("a cat", params)[0]
     assert output.outputs[0].text == "" and len(output.token_ids) == 3 and output.prompt == "a cat" and output.finished
-    for wrong in ({"best_of": 2}, {"use_beam_search": True}, {"output_kind": "all"}, {"detokenize": False, "stop": "a"}):
+    for wrong in (
+        {"best_of": 2},
+        {"use_beam_search": True},
+        {"output_kind": "all"},
+        {"detokenize": False, "stop": "a"},
+    ):
         with pytest.raises(ArcherfishError, match=next(iter(wrong))):
             SamplingParams(**wrong)
 
@@ -240,7 +268,9 @@ def test_beam_search_equals_trying_every_sequence(tmp_path: Path) -> None:
         } | {(2,): first[2]}  # which is the end token
         scores = {key: total / (3 + len(key) - (key[-1] == 2)) for key, total in every.items()}
         expected = sorted(scores, key=lambda one: -scores[one])[:8]
-        found = small.beam_search({"prompt_token_ids": prompt}, BeamSearchParams(beam_width=8, max_tokens=2))[0].sequences
+        found = small.beam_search({"prompt_token_ids": prompt}, BeamSearchParams(beam_width=8, max_tokens=2))[
+            0
+        ].sequences
         assert [tuple(one.tokens[3:]) for one in found] == expected
         assert {one.finish_reason for one in found if one.tokens[-1] == 2} <= {"stop"}
         assert [one.cum_logprob for one in found] == pytest.approx([every[key] for key in expected], abs=1e-4)
@@ -296,7 +326,11 @@ def test_an_embedding_model_embeds_and_scores(minilm: ArrowEngine, caplog: pytes
     assert outputs[0].prompt_token_ids[0] == 101 and outputs[0].finished
     scores = made.score("a fish", ["a bird", "a fish"])
     np.testing.assert_allclose([one.outputs.score for one in scores], [vectors[0] @ vectors[1], 1.0], atol=1e-3)
-    for call in (lambda: made.generate("a"), lambda: made.chat([{"role": "user", "content": "a"}]), lambda: made.classify("a")):
+    for call in (
+        lambda: made.generate("a"),
+        lambda: made.chat([{"role": "user", "content": "a"}]),
+        lambda: made.classify("a"),
+    ):
         with pytest.raises(UnsupportedModelError, match=r"all-minilm-l6-v2 (is an encoder|embeds texts)"):
             call()
     with pytest.raises(InvalidInputError, match="two lists of the same length, not 2 and 3"):
@@ -310,10 +344,18 @@ def test_a_model_that_generates_has_no_vectors(llm: LLM) -> None:
             call("a")
 
 
-@pytest.mark.parametrize(("num_labels", "activation", "kind"), [
-    (1, None, None), (3, None, None), (1, "Identity", None), (3, "Sigmoid", None), (3, None, "multi_label_classification"),
-    (1, None, "regression"), (3, "torch.nn.Tanh", "multi_label_classification"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("num_labels", "activation", "kind"),
+    [
+        (1, None, None),
+        (3, None, None),
+        (1, "Identity", None),
+        (3, "Sigmoid", None),
+        (3, None, "multi_label_classification"),
+        (1, None, "regression"),
+        (3, "torch.nn.Tanh", "multi_label_classification"),
+    ],
+)
 def test_cross_encoders_score_and_classify(
     num_labels: int, activation: str | None, kind: str | None, tiny_model: Any, hub: HubConfig
 ) -> None:

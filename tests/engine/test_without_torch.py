@@ -1,4 +1,5 @@
-"""A CPU needs no torch: red if anything on the way of a text or a vector imports it, or others that take long to import."""
+"""A CPU needs no torch: red if anything on the way of a text or a vector imports it, or others that take long to
+import."""
 
 from __future__ import annotations
 

@@ -16,9 +16,19 @@ from tests.cache.invariants import check_cache
 
 VOCAB = 96
 TINY = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "vocab_size": VOCAB, "tie_word_embeddings": False, "hidden_act": "silu",
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "vocab_size": VOCAB,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
     "eos_token_id": 2,
 }
 
@@ -30,9 +40,13 @@ def save_tiny_llama(directory: Path, **changes: Any) -> Path:
 
 def tiny_config(directory: Path, **options: Any) -> EngineConfig:
     usual = {
-        "dtype": "float32", "load_format": "dummy", "max_cache_tokens": 4096, "max_num_seqs": 32, "seed": 7,
+        "dtype": "float32",
+        "load_format": "dummy",
+        "max_cache_tokens": 4096,
+        "max_num_seqs": 32,
+        "seed": 7,
         "num_threads": 1,  # two are slower with tensors this small, and much slower on a busy machine
-    }  # fmt: skip
+    }
     return EngineConfig(model=str(directory), **{**usual, **options})
 
 

@@ -38,10 +38,19 @@ class GivenTokens:
     """
 
     def __init__(
-        self, ops: TorchOps, weights: Mapping[str, Tensor], config: Mapping[str, Any], tokens: Sequence[Sequence[int]], *,
-        num_shared: int = 0, slots: Sequence[int] | None = None,
+        self,
+        ops: TorchOps,
+        weights: Mapping[str, Tensor],
+        config: Mapping[str, Any],
+        tokens: Sequence[Sequence[int]],
+        *,
+        num_shared: int = 0,
+        slots: Sequence[int] | None = None,
     ) -> None:
-        self.ops, self.tokens, self.num_shared, self.slots = ops, tokens, num_shared, slots
+        self.ops = ops
+        self.tokens = tokens
+        self.num_shared = num_shared
+        self.slots = slots
         values = Config(config)
         self.model = model_class(values)(Weights(weights, ops), values, max(map(len, tokens)))
         ops.prepare()
@@ -50,7 +59,8 @@ class GivenTokens:
         shape = self.model.memory_shape(values)
         assert isinstance(shape, KVShape)
         self.kv = [
-            ops.new_kv_layer(len(order), BLOCK_SIZE, shape.num_kv_heads, shape.head_dim) for _ in range(shape.num_layers)
+            ops.new_kv_layer(len(order), BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+            for _ in range(shape.num_layers)
         ]
         for layer in self.kv:
             layer.keys.fill_(float("nan"))
@@ -63,7 +73,8 @@ class GivenTokens:
         self._state: Any = None  # which the recorded step reads
 
     def compute(self, work: Sequence[tuple[int, int]], *, has_logits: bool = True) -> Tensor | None:
-        """One pass over (sequence, number of tokens), those with one token first: logits of all its tokens, in order."""
+        """One pass over (sequence, number of tokens), those with one token first: logits of all its tokens, in
+        order."""
         starts = [self.num_computed[i] for i, _ in work]
         new = [self.tokens[i][start : start + count] for (i, count), start in zip(work, starts, strict=True)]
         for i, count in work:
@@ -71,14 +82,17 @@ class GivenTokens:
         blocks = [self.blocks[i][: -(-self.num_computed[i] // BLOCK_SIZE)] for i, _ in work]
         with torch.inference_mode():
             adapters = None if self.slots is None else np.array([self.slots[i] for i, _ in work])
-            batch = build_batch(self.ops, tokens=new, starts=starts, blocks=blocks, block_size=BLOCK_SIZE, adapters=adapters)
+            batch = build_batch(
+                self.ops, tokens=new, starts=starts, blocks=blocks, block_size=BLOCK_SIZE, adapters=adapters
+            )
             if self.ops.adapters is not None:
                 self.ops.adapters.rows = batch.adapters
             hidden = self.model.forward(batch, self.kv)
             return self.model.logits(hidden[: batch.num_tokens]) if has_logits else None
 
     def fill(self, lengths: Sequence[int]) -> None:
-        """Compute the first tokens of all sequences, the first sequence's, which others may share, before the others'."""
+        """Compute the first tokens of all sequences, the first sequence's, which others may share, before the
+        others'."""
         self.compute([(0, lengths[0])], has_logits=False)
         rest = [(i, length - self.num_computed[i]) for i, length in enumerate(lengths) if i]
         if rest:
@@ -131,9 +145,12 @@ def rms(x: Tensor) -> float:
 
 
 def unused_pieces() -> list[int]:
-    """Bytes of what torch holds and can give away again, the largest piece first; small tensors have a pool of their own."""
+    """Bytes of what torch holds and can give away again, the largest piece first; small tensors have a pool of their
+    own."""
     blocks = [block for segment in torch.cuda.memory._snapshot()["segments"] for block in segment["blocks"]]
-    return sorted((block["size"] for block in blocks if block["state"] == "inactive" and block["size"] > MIB), reverse=True)
+    return sorted(
+        (block["size"] for block in blocks if block["state"] == "inactive" and block["size"] > MIB), reverse=True
+    )
 
 
 @contextmanager

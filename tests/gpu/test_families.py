@@ -1,4 +1,5 @@
-"""Every decoder and encoder in bfloat16 on the card, computed and recorded: as close to float32 as PyTorch's own bfloat16."""
+"""Every decoder and encoder in bfloat16 on the card, computed and recorded: as close to float32 as PyTorch's own
+bfloat16."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ from tests.models.test_encoders import batch_of, make
 pytestmark = needs_card
 Tensor = torch.Tensor
 pairs = partial(zip, strict=True)
-FILLED, NUM_DECODES, ROWS = (50, 5, 33, 17), 6, 8
+FILLED = (50, 5, 33, 17)
+NUM_DECODES = 6
+ROWS = 8
 MOST = 1.3  # times PyTorch's error, which is a matter of chance on matrices as small as these
 SLACK = 0.004  # of the logits' size
 EXPERTS_MOST = 2.0  # where roundings choose another expert, errors differ more
@@ -96,8 +99,8 @@ def test_adapters(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3-30b-a3b"])
 def test_engine(shape: str, tmp_path: Path) -> None:
-    """Two layers of the real width: recorded steps of prompts that come one by one give what passes over whole texts give; with
-    adapters, rows of several adapters together give what each gives alone."""
+    """Two layers of the real width: recorded steps of prompts that come one by one give what passes over whole texts
+    give; with adapters, rows of several adapters together give what each gives alone."""
     config = {**SHAPES[shape], "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -106,15 +109,24 @@ def test_engine(shape: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"device": DEVICE, "dtype": DTYPE, "load_format": "dummy", "max_cache_tokens": 8192}
     with LLMEngine(str(tmp_path), enable_prefix_caching=False, max_num_seqs=16, **adapters, **options) as engine:
         assert engine.adapters is not None
-        maps = {f"model.layers.{i}.mlp.gate_proj": (config["intermediate_size"], config["hidden_size"]) for i in range(2)}
+        maps = {
+            f"model.layers.{i}.mlp.gate_proj": (config["intermediate_size"], config["hidden_size"]) for i in range(2)
+        }
         if "a3b" in shape:
             size = config["moe_intermediate_size"], config["hidden_size"]
-            maps = {f"model.layers.{i}.mlp.experts.{e}.gate_proj": size for i in range(2) for e in range(config["num_experts"])}
+            maps = {
+                f"model.layers.{i}.mlp.experts.{e}.gate_proj": size
+                for i in range(2)
+                for e in range(config["num_experts"])
+            }
         for i in range(2):
             engine.adapters.load(f"a{i}", random_adapter(tmp_path / str(i), maps, seed=i, std=0.1, r=8))
         names = [None, "a0", "a1", "a0", None, "a1"]
         together = tokens_of(engine.generate(prompts, params, lora_request=names))
-        alone = [tokens_of(engine.generate([prompt], params, lora_request=[name]))[0] for prompt, name in pairs(prompts, names)]
+        alone = [
+            tokens_of(engine.generate([prompt], params, lora_request=[name]))[0]
+            for prompt, name in pairs(prompts, names)
+        ]
         whole = [[*prompt, *tokens[:-1]] for prompt, tokens in pairs(prompts, together)]
         last = tokens_of(engine.generate(whole, replace(params, max_tokens=1), lora_request=names))
         plain = tokens_of(engine.generate(prompts, params))

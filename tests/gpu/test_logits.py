@@ -20,12 +20,18 @@ Tensor = torch.Tensor
 LLAMA, QWEN = SHAPES["llama-3.1-8b"], SHAPES["qwen3-0.6b"]
 CONFIGS: dict[str, dict[str, Any]] = {
     "tiny": {
-        **LLAMA, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,
-        "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 999,
+        **LLAMA,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 999,
     },
     "qwen3-0.6b": {**QWEN, "num_hidden_layers": 4},
     "llama-3.1-8b": {**LLAMA, "num_hidden_layers": 2},
-}  # fmt: skip
+}
 MOST = 1.1  # times PyTorch's error
 SLACK = 1e-4  # of the logits' size, for errors that are next to nothing
 
@@ -44,13 +50,14 @@ class Work:
 WORKS = {
     "prefill": Work((512, 300, 77, 45, 1), ((((4, 1), (0, 512), (1, 300), (2, 77), (3, 45)),))),
     "chunked prefill": Work(
-        (400, 260, 90), (((0, 150), (1, 100)), ((2, 89), (0, 200)), ((2, 1), (0, 17), (1, 33)), ((0, 33), (1, 127))),
+        (400, 260, 90),
+        (((0, 150), (1, 100)), ((2, 89), (0, 200)), ((2, 1), (0, 17), (1, 33)), ((0, 33), (1, 127))),
     ),
     "decode 1": Work((2500,), num_decodes=24, size=1),
     "decode 7": Work((1300, 5, 64, 300, 17, 900, 33), num_decodes=8, size=8),
     "decode 64": Work(tuple(20 + 37 * i % 400 for i in range(64)), num_decodes=3, size=64),
     "decode 64, shared": Work(tuple(520 + 3 * i for i in range(64)), num_decodes=3, size=64, num_shared=512),
-}  # fmt: skip
+}
 
 
 @lru_cache(maxsize=1)
@@ -60,9 +67,13 @@ def weights_of(name: str) -> Mapping[str, Tensor]:
 
 def logits_of(ops: TorchOps, name: str, work: Work, *, is_recorded: bool) -> Tensor:
     rng = np.random.default_rng(2)
-    vocab_size, shared = CONFIGS[name]["vocab_size"], rng.integers(0, CONFIGS[name]["vocab_size"], work.num_shared).tolist()
+    vocab_size, shared = (
+        CONFIGS[name]["vocab_size"],
+        rng.integers(0, CONFIGS[name]["vocab_size"], work.num_shared).tolist(),
+    )
     tokens = [
-        shared + rng.integers(0, vocab_size, length + work.num_decodes - work.num_shared).tolist() for length in work.lengths
+        shared + rng.integers(0, vocab_size, length + work.num_decodes - work.num_shared).tolist()
+        for length in work.lengths
     ]
     model = GivenTokens(ops, weights_of(name), CONFIGS[name], tokens, num_shared=work.num_shared)
     found = [model.compute(one) for one in work.passes]
@@ -87,5 +98,7 @@ def test_errors_are_those_of_bfloat16(name: str, work: str, record_property: Any
     }
     size = rms(expected)
     record_property("errors", {"logits": size, "PyTorch": pytorch, **ours})
-    print(f"{name}, {work}: logits {size:.3g}, error of PyTorch {pytorch:.3g},", {k: f"{v:.3g}" for k, v in ours.items()})
+    print(
+        f"{name}, {work}: logits {size:.3g}, error of PyTorch {pytorch:.3g},", {k: f"{v:.3g}" for k, v in ours.items()}
+    )
     assert all(error <= MOST * pytorch + SLACK * size for error in ours.values())

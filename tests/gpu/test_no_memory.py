@@ -28,13 +28,21 @@ CONFIG: dict[str, Any] = {**SHAPES["qwen3-0.6b"], "num_hidden_layers": 4}
 KV_BYTES = 2 * 4 * 8 * 128 * 2  # of a token: keys and values of 4 layers of 8 heads of 128 in 2 bytes
 TABLE_BYTES = 2 * 151_936 * 1024
 WEIGHT_BYTES = TABLE_BYTES + 2 * 4 * (4096 * 1024 + 1024 * 2048 + 3 * 1024 * 3072)
-LOAD_BYTES = WEIGHT_BYTES + 5 * TABLE_BYTES  # random numbers are made in float32, and scaled before they become bfloat16
+LOAD_BYTES = (
+    WEIGHT_BYTES + 5 * TABLE_BYTES
+)  # random numbers are made in float32, and scaled before they become bfloat16
 LONG, SHORT = [7 + i % 900 for i in range(16_000)], [5, 6, 7, 8]
 OPTIONS: dict[str, Any] = {
-    "device": "cuda", "dtype": DTYPE, "load_format": "dummy", "max_num_seqs": 16, "enable_prefix_caching": False,
-}  # fmt: skip
+    "device": "cuda",
+    "dtype": DTYPE,
+    "load_format": "dummy",
+    "max_num_seqs": 16,
+    "enable_prefix_caching": False,
+}
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-LEFT = 160 * MIB  # enough for a short prompt, too little for LONG in one step, whose queries, keys and values take 131 MB
+LEFT = (
+    160 * MIB
+)  # enough for a short prompt, too little for LONG in one step, whose queries, keys and values take 131 MB
 
 
 @pytest.fixture
@@ -92,7 +100,9 @@ def test_a_step_without_memory_ends_its_own_requests(model: Path) -> None:
                 failed.append(engine.generate([LONG], GREEDY)[0])
                 assert failed[-1].finish_reason == "error" and isinstance(failed[-1].outputs[0].error, OutOfMemoryError)
                 assert engine.generate([SHORT], GREEDY)[0].token_ids == expected
-            assert torch.cuda.memory_allocated() - taken < 16 * MIB  # an error that is kept keeps no tensors of its step
+            assert (
+                torch.cuda.memory_allocated() - taken < 16 * MIB
+            )  # an error that is kept keeps no tensors of its step
             waiting = [engine.add_request(prompt, GREEDY) for prompt in (LONG, LONG)]
             for _ in range(3):
                 engine.step()
@@ -151,11 +161,21 @@ class GraphOnAFullCard(torch.cuda.CUDAGraph):
 # Encoders
 
 WIDE = {
-    "architectures": ["BertModel"], "model_type": "bert", "hidden_size": 256, "num_attention_heads": 4,
-    "intermediate_size": 16_384, "num_hidden_layers": 1, "vocab_size": 200, "max_position_embeddings": 512,
-    "type_vocab_size": 2, "hidden_act": "gelu", "layer_norm_eps": 1e-12,
-}  # fmt: skip
-TEXTS = ["w1 " * (100 + i % 50) + f"w{i % 190}" for i in range(600)]  # passes of 32,768 tokens, whose middle takes 1 GiB
+    "architectures": ["BertModel"],
+    "model_type": "bert",
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "intermediate_size": 16_384,
+    "num_hidden_layers": 1,
+    "vocab_size": 200,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+}
+TEXTS = [
+    "w1 " * (100 + i % 50) + f"w{i % 190}" for i in range(600)
+]  # passes of 32,768 tokens, whose middle takes 1 GiB
 
 
 @pytest.fixture(scope="module")

@@ -101,15 +101,17 @@ def test_next_tokens_agree(way: str) -> None:
     logits = logits_of_passes(ops, DTYPE) if way == "passes" else logits_of_decodes(ops)
     missed = margins(expected, logits.argmax(-1))
     agreement = float((missed == 0).mean())
-    print(f"{way}: {agreement:.2%} of {missed.size} agree, the others at margins of {sorted(missed[missed > 0].tolist())};")
+    print(
+        f"{way}: {agreement:.2%} of {missed.size} agree, the others at margins of {sorted(missed[missed > 0].tolist())};"
+    )
     print(f"error of our logits {rms(logits - expected):.4f}, of PyTorch's {error:.4f}")
     assert agreement >= LEAST_AGREEMENT
     assert missed.max() <= NEAR_TIE * error
 
 
 def test_the_engine_follows_the_reference() -> None:
-    """Weights are sent up from the store, prompts go in as text, decodes are recorded: greedy text is the reference's until
-    two tokens are nearly equal."""
+    """Weights are sent up from the store, prompts go in as text, decodes are recorded: greedy text is the reference's
+    until two tokens are nearly equal."""
     known = reference()
     with LLMEngine(MODEL, device=DEVICE, dtype=DTYPE, max_cache_tokens=8192, max_model_len=512) as engine:
         params = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)

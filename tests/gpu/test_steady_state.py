@@ -1,5 +1,5 @@
-"""While only decodes run, a step is one launch of a recorded graph: nothing is allocated, and no thread waits for the device
-but for the tokens of the step before."""
+"""While only decodes run, a step is one launch of a recorded graph: nothing is allocated, and no thread waits for the
+device but for the tokens of the step before."""
 
 from __future__ import annotations
 
@@ -19,15 +19,26 @@ from archerfish.bench.rwkv import write_shape
 from tests.gpu.given_tokens import DEVICE, DTYPE, needs_card
 
 pytestmark = needs_card
-NUM_WARM, NUM_STEPS = 30, 60  # steps: until the rhythm is steady, and watched; contexts grow by several blocks meanwhile
+NUM_WARM, NUM_STEPS = (
+    30,
+    60,
+)  # steps: until the rhythm is steady, and watched; contexts grow by several blocks meanwhile
 PARAMS = {
     "greedy": SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True),
     "sampled": SamplingParams(max_tokens=200, temperature=0.8, top_p=0.9, top_k=50, seed=3, ignore_eos=True),
 }
 MEMORY_CALLS = {
-    "cudaMalloc", "cudaMallocAsync", "cudaFree", "cudaFreeAsync", "cudaHostAlloc", "cudaMallocHost", "cudaFreeHost",
-    "cudaHostRegister", "cuMemCreate", "cuMemMap",
-}  # fmt: skip
+    "cudaMalloc",
+    "cudaMallocAsync",
+    "cudaFree",
+    "cudaFreeAsync",
+    "cudaHostAlloc",
+    "cudaMallocHost",
+    "cudaFreeHost",
+    "cudaHostRegister",
+    "cuMemCreate",
+    "cuMemMap",
+}
 WAITING_CALLS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cudaMemcpy2D", "cudaMemset"}
 LAUNCHES = {"cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx"}
 WATCHED = "steady state"
@@ -48,14 +59,21 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def new_engine(directory: Path, **options: Any) -> LLMEngine:
     return LLMEngine(
-        str(directory), device=DEVICE, dtype=DTYPE, load_format="dummy", max_model_len=1024, max_num_seqs=64,
-        enable_prefix_caching=False, **options,
+        str(directory),
+        device=DEVICE,
+        dtype=DTYPE,
+        load_format="dummy",
+        max_model_len=1024,
+        max_num_seqs=64,
+        enable_prefix_caching=False,
+        **options,
     )
 
 
 @contextmanager
 def decoding(engine: LLMEngine, num: int, params: SamplingParams) -> Iterator[list[str]]:
-    """Requests that only decode: they are far past their prompts, and the rhythm is steady. At the end all must finish well."""
+    """Requests that only decode: they are far past their prompts, and the rhythm is steady. At the end all must finish
+    well."""
     request_ids = [engine.add_request([3 + (i * 31 + j * 7) % 5000 for j in range(20 + i)], params) for i in range(num)]
     for _ in range(NUM_WARM):
         engine.step()
@@ -98,7 +116,9 @@ def test_no_thread_waits_for_the_device(engine: LLMEngine, num: int, record_prop
     assert not (MEMORY_CALLS | WAITING_CALLS) & calls.keys()
     assert not LAUNCHES & calls.keys()  # all kernels are in the graph
     assert calls["cudaGraphLaunch"] == NUM_STEPS
-    assert calls["cudaEventSynchronize"] == 2 * NUM_STEPS  # for its tokens, and for a copy of some steps ago, which has ended
+    assert (
+        calls["cudaEventSynchronize"] == 2 * NUM_STEPS
+    )  # for its tokens, and for a copy of some steps ago, which has ended
     assert calls["cudaMemcpyAsync"] == 2 * NUM_STEPS  # what the step reads, and its tokens
 
 
@@ -114,6 +134,7 @@ def calls_of_steps(engine: LLMEngine, num_steps: int) -> Counter[str]:
     assert events is not None
     span = next(event.time_range for event in events if event.name == WATCHED and event.cpu_time_total > 0)
     return Counter(
-        event.name for event in events
+        event.name
+        for event in events
         if event.name.startswith("cu") and span.start <= event.time_range.start <= span.end
     )

@@ -1,4 +1,5 @@
-"""The parts of `kernels/triton/compiling.py` with kernels that are really compiled: `python -m tests.kernels.compiling_script`.
+"""The parts of `kernels/triton/compiling.py` with kernels that are really compiled: `python -m
+tests.kernels.compiling_script`.
 
 A process of its own: Triton must not interpret here. Its cache is the directory TRITON_CACHE_DIR.
 """
@@ -18,7 +19,14 @@ from triton.runtime.jit import JITFunction
 from archerfish.errors import CorruptFileError, InvalidInputError, NotFoundError
 from archerfish.kernels.triton import archive, compiling, sampling
 from archerfish.kernels.triton.compile_worker import Job, compile_job
-from archerfish.kernels.triton.compiling import CompileCounts, Rehearsal, compile_ahead, is_cached, read_list, rehearsing
+from archerfish.kernels.triton.compiling import (
+    CompileCounts,
+    Rehearsal,
+    compile_ahead,
+    is_cached,
+    read_list,
+    rehearsing,
+)
 from archerfish.kernels.triton.encoder import normalize_kernel
 from archerfish.kernels.triton.scores import mask_kernel
 from archerfish.types import no_progress
@@ -61,7 +69,9 @@ def check_hashes() -> None:
 
 def check_start(patch: pytest.MonkeyPatch) -> Path:
     """Two workers compile, and a second start compiles and starts nothing."""
-    counts, shown, path = CompileCounts(), list[tuple[int, int]](), compiling.list_path("model")
+    counts = CompileCounts()
+    shown = list[tuple[int, int]]()
+    path = compiling.list_path("model")
     compile_ahead(path, two_kernels, counts, lambda done, total, what: shown.append((done, total)))
     assert counts == CompileCounts(num_at_start=2) and shown == [(0, 2), (1, 2)]
     assert sorted(read_list(path).values()) == ["mask_kernel", "normalize_kernel"]

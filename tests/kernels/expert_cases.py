@@ -15,17 +15,27 @@ from archerfish.kernels.torch.activations import ACTIVATIONS
 
 Tensor = torch.Tensor
 ROUTINGS: dict[str, Routing[Any]] = {
-    "softmax": Routing(8, 3), "normed": Routing(5, 2, is_normed=True, scale=1.5), "one": Routing(4, 1), "every": Routing(3, 3),
+    "softmax": Routing(8, 3),
+    "normed": Routing(5, 2, is_normed=True, scale=1.5),
+    "one": Routing(4, 1),
+    "every": Routing(3, 3),
     "sigmoid": Routing(8, 2, is_sigmoid=True, is_normed=True, scale=2.0, bias=torch.linspace(0.0, 0.9, 8).flip(0)),
 }
 LOGITS: dict[str, Callable[[Tensor], Tensor]] = {  # how they become others
-    "random": lambda logits: logits, "on one expert": lambda logits: logits + 100 * torch.eye(logits.shape[1])[2],
+    "random": lambda logits: logits,
+    "on one expert": lambda logits: logits + 100 * torch.eye(logits.shape[1])[2],
     "some experts empty": lambda logits: logits - 100 * (torch.arange(logits.shape[1]) % 2),
 }
 
 
 def expected(
-    x: Tensor, logits: Tensor, routing: Routing[Any], gate_up: Tensor, down: Tensor, shared: Tensor | None = None, *,
+    x: Tensor,
+    logits: Tensor,
+    routing: Routing[Any],
+    gate_up: Tensor,
+    down: Tensor,
+    shared: Tensor | None = None,
+    *,
     biases: Sequence[Tensor] = (),
 ) -> Tensor:
     """Row by row, expert by expert. biases: of gate_up and down, for the gates of gpt-oss."""
@@ -58,8 +68,11 @@ def make(
     """Rows, logits, weights of both products, shared rows."""
     num = routing.num_experts
     return (
-        torch.randn(num_rows, width), torch.randn(num_rows, num + has_gate), torch.randn(num, 2 * hidden, width) / 6,
-        torch.randn(num, width, hidden) / 4, torch.randn(num_rows, width),
+        torch.randn(num_rows, width),
+        torch.randn(num_rows, num + has_gate),
+        torch.randn(num, 2 * hidden, width) / 6,
+        torch.randn(num, width, hidden) / 4,
+        torch.randn(num_rows, width),
     )
 
 
@@ -69,7 +82,9 @@ def packed(ops: Any, matrices: Tensor, weight_format: WeightFormat = PLAIN) -> L
     return ops.linear_weight(parts, [None] * len(parts), weight_format)  # type: ignore[no-any-return]
 
 
-def run(ops: Any, routing: Routing[Any], x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, **options: Any) -> Tensor:
+def run(
+    ops: Any, routing: Routing[Any], x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, **options: Any
+) -> Tensor:
     weight_format = options.pop("weight_format", PLAIN)
     first, second = packed(ops, gate_up, weight_format), packed(ops, down, weight_format)
     return ops.experts(x, logits, routing, first, second, "silu", **options)  # type: ignore[no-any-return]
@@ -86,7 +101,8 @@ def rounded(weight_format: WeightFormat, matrices: Tensor) -> Tensor:
 
 
 def check_biases(ops: Any, num_rows: int) -> None:
-    """Biases of each expert, and gates and others that are clamped. Matrices are one stack, and a tensor for each expert."""
+    """Biases of each expert, and gates and others that are clamped. Matrices are one stack, and a tensor for each
+    expert."""
     routing = ROUTINGS["normed"]
     x, logits, gate_up, down, _ = make(routing, num_rows)
     biases = 5 * torch.randn(gate_up.shape[:2]), torch.randn(down.shape[:2])

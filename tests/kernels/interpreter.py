@@ -16,7 +16,9 @@ def quicken() -> None:
     core: Any = importlib.import_module("triton.language.core")
     describe_when_asked(core)
     find, seen = interpreter._get_np_dtype, dict[str, Any]()  # types of pointers have no hash, but names
-    interpreter._get_np_dtype = lambda of: seen[name] if (name := of.scalar.name) in seen else seen.setdefault(name, find(of))
+    interpreter._get_np_dtype = lambda of: (
+        seen[name] if (name := of.scalar.name) in seen else seen.setdefault(name, find(of))
+    )
     # The checks cost eight operations for each of integers, and assert nothing unless `debug` is set.
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     broadcast_where_shapes_differ(interpreter.interpreter_semantic)
@@ -40,15 +42,21 @@ def describe_when_asked(core: Any) -> None:
         numbers = tuple(map(core._unwrap_if_constexpr, sizes))
         if not numbers:
             raise TypeError("0d block_type is forbidden")
-        self.element_ty, self.shape, self.numel = element, block_shape(numbers), count(numbers)
+        self.element_ty = element
+        self.shape = block_shape(numbers)
+        self.numel = count(numbers)
 
     def make_tensor(self: Any, handle: Any, kind: Any) -> None:
-        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.handle = handle
+        self.type = kind
+        self.dtype = kind.scalar
 
     def numbers_of(tensor: Any) -> tuple[int, ...]:
         return tuple(tensor.type.shape.values) if tensor.type.is_block() else ()
 
-    count, constant, block_shape = cache(core.validate_block_shape), cache(core.constexpr), cache(core.tuple)
+    count = cache(core.validate_block_shape)
+    constant = cache(core.constexpr)
+    block_shape = cache(core.tuple)
     shape_of = cache(lambda numbers: core.tuple([constant(number) for number in numbers]))
     unwrap, equal = core._unwrap_if_constexpr, core.tuple.__eq__
     core._unwrap_if_constexpr = lambda value: value if type(value) in (int, core.tensor) else unwrap(value)

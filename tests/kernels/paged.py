@@ -31,10 +31,16 @@ def check_copied_blocks(ops: TorchOps, num_kv_heads: int, head_dim: int) -> None
 
 
 def batch_over(
-    ops: TorchOps, sequences: Sequence[tuple[int, int]], block_size: int, heads: HeadShape, *, is_deterministic: bool = False,
+    ops: TorchOps,
+    sequences: Sequence[tuple[int, int]],
+    block_size: int,
+    heads: HeadShape,
+    *,
+    is_deterministic: bool = False,
     num_rows: int = 0,
 ) -> tuple[PagedBatch[Tensor], KVLayer[Tensor]]:
-    """A batch of (new tokens, context) sequences over shuffled blocks, in memory that is NaN wherever none has a token."""
+    """A batch of (new tokens, context) sequences over shuffled blocks, in memory that is NaN wherever none has a
+    token."""
     torch.manual_seed(0)
     sequences = sorted(sequences, key=lambda item: item[0] != 1)
     needed = [-(-context // block_size) for _, context in sequences]
@@ -48,7 +54,12 @@ def batch_over(
             block = torch.tensor(owned, device=ops.device)[position // block_size]
             memory[block, position % block_size] = torch.randn(context, heads.num_kv_heads, heads.head_dim).to(memory)
     batch = build_batch(
-        ops, tokens=[[7] * new for new, _ in sequences], starts=[context - new for new, context in sequences], blocks=blocks,
-        block_size=block_size, is_deterministic=is_deterministic, num_rows=num_rows,
+        ops,
+        tokens=[[7] * new for new, _ in sequences],
+        starts=[context - new for new, context in sequences],
+        blocks=blocks,
+        block_size=block_size,
+        is_deterministic=is_deterministic,
+        num_rows=num_rows,
     )
     return batch, kv

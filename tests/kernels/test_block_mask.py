@@ -19,7 +19,10 @@ from archerfish.kernels.torch.reference import visible  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
 from archerfish.kernels.triton.plan import AttentionPlan, Tile, find_plan, lay_mask  # isort: skip
 
-pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
+pytestmark = [
+    untraced,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]  # numpy's, where the interpreter meets infinity
 Tensor = torch.Tensor
 SMALL = Tile(16, 16, 4, 1)
 WIDE = Tile(64, 32, 4, 1)  # its queries lie in several rows of a mask
@@ -56,16 +59,15 @@ def test_block_mask(case: tuple[HeadShape, int, int, int, int], tile: Tile, dtyp
     assert not torch.allclose(expected, expect_attention(q, kv, batch, heads), atol=0.01)
 
 
-
-
-
 def test_keys_laid_side_by_side_and_many_steps() -> None:
     """More steps than are looked up at once."""
     heads = HeadShape(2, 1, 64, 0.125)
     ops = TritonOps(DEVICE, "float16")
     batch, kv = batch_over(ops, ((40, 50), (70, 70)), 16, heads)
     q, mask = random(110, 128, dtype="float16"), random_mask(32, 3, 3)
-    assert_near(ops.paged_attention(q, kv, batch, heads, mask=mask), expect_attention(q, kv, batch, heads, mask), "float16")
+    assert_near(
+        ops.paged_attention(q, kv, batch, heads, mask=mask), expect_attention(q, kv, batch, heads, mask), "float16"
+    )
     assert find_plan(batch).gathering is not None
     heads, ops = HeadShape(2, 1, 16, 0.25), small_ops()
     batch, kv = batch_over(ops, ((1, 600), (2, 530)), 64, heads)
@@ -165,7 +167,9 @@ def test_blocks_of_a_mask_have_a_multiple_of_16_tokens(size: int) -> None:
 
 @pytest.mark.parametrize("is_gathered", [True, False])
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
-@pytest.mark.parametrize("heads", [HeadShape(8, 2, 128, 0.1), HeadShape(9, 3, 64, 0.1, window=700), HeadShape(4, 4, 64, 0.1)])
+@pytest.mark.parametrize(
+    "heads", [HeadShape(8, 2, 128, 0.1), HeadShape(9, 3, 64, 0.1, window=700), HeadShape(4, 4, 64, 0.1)]
+)
 @pytest.mark.skipif(not HAS_CUDA, reason="slow in the interpreter")
 def test_long_contexts(heads: HeadShape, size: int, is_gathered: bool) -> None:
     ops = TritonOps(DEVICE, "bfloat16")

@@ -25,7 +25,9 @@ class FakeDriver:
     """Answers as libcuda does: by numbers through pointers, with 0 for success."""
 
     def __init__(self, version: int = 12080, num_cards: int = 2, **errors: int) -> None:
-        self.version, self.num_cards, self.errors = version, num_cards, errors
+        self.version = version
+        self.num_cards = num_cards
+        self.errors = errors
 
     def __getattr__(self, function: str) -> Callable[..., int]:
         def answer(*arguments: Any) -> int:
@@ -43,7 +45,7 @@ class FakeDriver:
             elif function == "cuCtxSetCurrent":
                 self.current = found[0].value
             elif function == "cuMemGetInfo_v2":
-                found[0].value, found[1].value = ((100 * GIB, 139 * GIB) if self.current == 7 else (14 * GIB, 15 * GIB))
+                found[0].value, found[1].value = (100 * GIB, 139 * GIB) if self.current == 7 else (14 * GIB, 15 * GIB)
             return self.errors.get(function, 0)
 
         return answer
@@ -57,10 +59,15 @@ def test_cards_come_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert states["CUDA"] and not states["backend native"]
 
 
-@pytest.mark.parametrize(("driver", "reason"), [
-    (FakeDriver(num_cards=0), "no CUDA device"), (FakeDriver(version=11040), "the driver is for CUDA 11, this torch for 12"),
-    (FakeDriver(cuInit=100), "the CUDA driver answers cuInit with error 100"), (None, "there is no CUDA driver (libcuda.so.1)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("driver", "reason"),
+    [
+        (FakeDriver(num_cards=0), "no CUDA device"),
+        (FakeDriver(version=11040), "the driver is for CUDA 11, this torch for 12"),
+        (FakeDriver(cuInit=100), "the CUDA driver answers cuInit with error 100"),
+        (None, "there is no CUDA driver (libcuda.so.1)"),
+    ],
+)
 def test_reason_for_no_card(driver: FakeDriver | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str) -> FakeDriver:
         if driver is None:

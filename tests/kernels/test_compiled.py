@@ -161,7 +161,9 @@ for rank in (16, 256):
             line for line in each.asm["ptx"].splitlines() if "ld.global" in line or "st.global" in line
         )
 """
-FP8_KEYS = NARROW_HEADS.split("for half in")[0] + """
+FP8_KEYS = (
+    NARROW_HEADS.split("for half in")[0]
+    + """
 from archerfish.kernels.triton.norm import store_kv_kernel
 from archerfish.kernels.triton.prefill import gather_kernel
 
@@ -181,6 +183,7 @@ stored["is_early"] = True
 build(store_kv_kernel, stored, types, "bf16")
 build(gather_kernel, {"block_size": 16, "row_width": 128, "width": 128, "many": 4}, types, "bf16", 4)
 """
+)
 SUMS = """
 from archerfish.kernels.triton.mixes import mix_rows_kernel, norm_shift_kernel
 from archerfish.kernels.triton.norm import lookup_kernel, rms_norm_kernel
@@ -223,8 +226,9 @@ for half in ("bf16", "fp16"):
 @pytest.mark.parametrize(
     "script",
     [
-        # In float32, weights and sums have one type: tuples of them must not be taken for one another. Heads may be narrower
-        # than what a product of tiles takes. Products of many rows run on the tensor cores that all warps share.
+        # In float32, weights and sums have one type: tuples of them must not be taken for one another. Heads may be
+        # narrower than what a product of tiles takes. Products of many rows run on the tensor cores that all warps
+        # share.
         pytest.param(PRODUCTS + NARROW_HEADS + MANY_ROWS, id="products and attention"),
         # Beside weights of half the size, rows in float32 are spread as others are.
         pytest.param(SUMS, id="sums in float32", marks=pytest.mark.slow),

@@ -33,7 +33,11 @@ def test_kernels_are_compiled_counted_and_moved(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compiling_script"], capture_output=True, text=True, check=False, env=environment,
+        [sys.executable, "-m", "tests.kernels.compiling_script"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
         cwd=Path(__file__).parents[2],
     )
     assert (done.returncode, done.stdout) == (0, "passed\n"), done.stderr[-3000:]
@@ -47,9 +51,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write_archive(path: Path, files: dict[str, bytes], /, *, link: str = "", **changes: Any) -> Path:
     contents = {
-        "archerfish": __version__, "triton": triton.__version__, "target": ["cuda", 90, 32],
-        "lists": {LIST: {"00": "k"}}, "files": sorted(files), **changes,
-    }  # fmt: skip
+        "archerfish": __version__,
+        "triton": triton.__version__,
+        "target": ["cuda", 90, 32],
+        "lists": {LIST: {"00": "k"}},
+        "files": sorted(files),
+        **changes,
+    }
     with tarfile.open(path, "w:gz") as made:
         for place, data in {archive.CONTENTS: json.dumps(contents).encode(), **files}.items():
             entry = tarfile.TarInfo(place)
@@ -92,8 +100,10 @@ def test_import_names_the_files_of_a_kernel_where_they_are(
         ({f"{FOLDER}/k.json": b"x"}, {"triton": "1.0"}, "of another triton: 1.0, not"),
         ({f"{FOLDER}/k.json": b"x"}, {"archerfish": "9"}, "of another archerfish: 9, not"),
     ],
-)  # fmt: skip
-def test_import_refuses(files: dict[str, bytes], changes: dict[str, Any], words: str, cache: Path, tmp_path: Path) -> None:
+)
+def test_import_refuses(
+    files: dict[str, bytes], changes: dict[str, Any], words: str, cache: Path, tmp_path: Path
+) -> None:
     file = write_archive(tmp_path / "a.tar.gz", files, **changes)
     with pytest.raises(ArcherfishError, match=words):
         archive.import_kernels(file)

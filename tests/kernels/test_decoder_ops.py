@@ -23,7 +23,9 @@ BACKENDS = [TorchOps, native_ops]
 Backend = Callable[..., Any]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
 # (new tokens, context) of sequences
-SEQUENCES = st.lists(st.integers(1, 70).flatmap(lambda n: st.tuples(st.integers(1, n), st.just(n))), min_size=1, max_size=8)
+SEQUENCES = st.lists(
+    st.integers(1, 70).flatmap(lambda n: st.tuples(st.integers(1, n), st.just(n))), min_size=1, max_size=8
+)
 
 
 def activation_type(backend: Backend, dtype: str) -> str:
@@ -41,7 +43,9 @@ def test_reference_attention_written_out() -> None:
     for row, position in enumerate((6, 7, 8)):
         for head in range(4):
             seen = range(position - 4, position + 1)
-            scores = [2.0 * math.tanh(float(q[row, head * 8 : head * 8 + 8] @ keys[i, head // 2]) * 0.3 / 2.0) for i in seen]
+            scores = [
+                2.0 * math.tanh(float(q[row, head * 8 : head * 8 + 8] @ keys[i, head // 2]) * 0.3 / 2.0) for i in seen
+            ]
             weights = torch.softmax(torch.tensor(scores), 0)
             expected = sum(weight * values[i, head // 2] for weight, i in zip(weights, seen, strict=True))
             torch.testing.assert_close(out[row, head * 8 : head * 8 + 8], expected, atol=1e-5, rtol=1e-4)
@@ -123,7 +127,9 @@ def test_copied_blocks_are_equal_in_every_layer_and_others_stay(backend: Backend
 @pytest.mark.parametrize("has_residual", [True, False])
 def test_rms_norm(dtype: str, backend: Backend, has_residual: bool) -> None:
     used = activation_type(backend, dtype)
-    x, residual, weight = random(5, 48, dtype=used) * 3, random(5, 48, dtype=used), random(48)
+    x = random(5, 48, dtype=used) * 3
+    residual = random(5, 48, dtype=used)
+    weight = random(48)
     normed, total = backend(dtype=dtype).rms_norm(x, weight, 1e-2, residual=residual if has_residual else None)
     expected_total = (x.float() + residual.float() if has_residual else x.float()).to(x.dtype)
     expected = expected_total.float() / (expected_total.float().square().mean(-1, keepdim=True) + 1e-2).sqrt() * weight
@@ -151,7 +157,10 @@ def test_gated(backend: Backend, activation: Activation) -> None:
     x = random(5, 24) * (5 if activation == "swiglu_oai" else 1)
     expected = ACTIVATIONS[activation](x[:, :12]) * x[:, 12:]
     if activation == "swiglu_oai":
-        gate, up = x[:, :12].minimum(torch.tensor(7.0)), x[:, 12:].minimum(torch.tensor(7.0)).maximum(torch.tensor(-7.0))
+        gate, up = (
+            x[:, :12].minimum(torch.tensor(7.0)),
+            x[:, 12:].minimum(torch.tensor(7.0)).maximum(torch.tensor(-7.0)),
+        )
         expected = (up + 1) * gate / (1 + torch.exp(-1.702 * gate))
     torch.testing.assert_close(backend().gated(x, activation), expected)
 

@@ -81,7 +81,10 @@ def test_sizes_of_a_model_are_known_before_it_is_loaded(kind: str, made: WeightF
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(1, 40), st.integers(1, 70), st.integers(0, 1000), st.floats(1e-20, 1e20),
+    st.integers(1, 40),
+    st.integers(1, 70),
+    st.integers(0, 1000),
+    st.floats(1e-20, 1e20),
     st.sampled_from(["float32", "bfloat16", "float16"]),
 )
 def test_int8_is_off_by_half_a_step_at_most(num_rows: int, width: int, seed: int, scale: float, dtype: str) -> None:
@@ -90,7 +93,12 @@ def test_int8_is_off_by_half_a_step_at_most(num_rows: int, width: int, seed: int
     weight[::3] = 0.0
     tensors = INT8.load(weight)
     matrix, scales = tensors["weight"], tensors["scales"]
-    assert (matrix.dtype, scales.dtype, matrix.shape, scales.shape) == (torch.int8, torch.float32, weight.shape, (num_rows,))
+    assert (matrix.dtype, scales.dtype, matrix.shape, scales.shape) == (
+        torch.int8,
+        torch.float32,
+        weight.shape,
+        (num_rows,),
+    )
     wide = INT8.dequantise(tensors, torch.float32)
     assert bool(((wide - weight.float()).abs() <= 0.5001 * scales[:, None]).all())
     assert not wide[::3].any()
@@ -101,7 +109,9 @@ def test_int8_is_off_by_half_a_step_at_most(num_rows: int, width: int, seed: int
 
 
 @pytest.mark.parametrize("weight_format", [INT8, INT4])
-def test_numbers_do_not_depend_on_the_pieces_of_loading(weight_format: WeightFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_do_not_depend_on_the_pieces_of_loading(
+    weight_format: WeightFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight = torch.randn(150, 32).bfloat16()
     whole = weight_format.load(weight)
     monkeypatch.setattr(formats, "PIECE_ELEMENTS", 100)
@@ -180,7 +190,11 @@ def test_activations_of_int8_products(activation: Activation, dtype: str) -> Non
         weight, wide = linear_weights(ops, 40, 64, dtype)
         x = torch.randn(5, 64).to(getattr(torch, dtype)).float()
         given = x.to(ops.torch_dtype) if isinstance(ops, TorchOps) else x
-        check(ops.linear(given, weight, activation=activation), TorchOps().linear(x, wide, activation=activation), tolerance)
+        check(
+            ops.linear(given, weight, activation=activation),
+            TorchOps().linear(x, wide, activation=activation),
+            tolerance,
+        )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -22,9 +22,9 @@ def random_stored(quant_type: str, num_outputs: int = 6, num_inputs: int = 512, 
     block_size = 256 if quant_type in SUPER_SCALES else 32
     codes = draw.integers(0, 256, (num_outputs * num_inputs // block_size, INTEGER_BYTES[quant_type]), dtype=np.uint8)
     if quant_type in SUPER_SCALES:
-        codes[:, SUPER_SCALES[quant_type]] = draw.uniform(0.001, 0.01, (len(codes), 2 if quant_type != "Q6_K" else 1)).astype(
-            np.float16
-        ).view(np.uint8)
+        codes[:, SUPER_SCALES[quant_type]] = (
+            draw.uniform(0.001, 0.01, (len(codes), 2 if quant_type != "Q6_K" else 1)).astype(np.float16).view(np.uint8)
+        )
     if quant_type == "FP8":
         codes[codes & 127 == 127] = 0
     numbers = [
@@ -48,7 +48,9 @@ def test_they_mean_the_same(quant_type: str, group_size: int) -> None:
 
 
 def test_equal_formats_are_stacked_and_others_become_plain() -> None:
-    first, second, other = random_stored("Q4_1"), random_stored("Q4_1", 10), random_stored("Q6_K")
+    first = random_stored("Q4_1")
+    second = random_stored("Q4_1", 10)
+    other = random_stored("Q6_K")
     weight_format, same = stored_parts([first, second])
     assert isinstance(weight_format, Groups) and weight_format.num_outputs(weight_format.stack(same)) == 16
     ops, x = TorchOps(), torch.randn(3, 512)

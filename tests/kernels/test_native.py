@@ -42,7 +42,8 @@ PLAIN = ("float32", "float16", "bfloat16")
 FORMATS = [name for name in MULTIPLIED if name != INT8_ROWS]  # that checkpoints are stored in
 BLOCKS = [name for name in FORMATS if name not in PLAIN]
 ROWS = (1, 3, 4, 5, 7, 130)
-# Of the norm of a product. Those with blocks round activations to 15 bits, or, of many rows, are in 16 bits: see `tolerance`.
+# Of the norm of a product. Those with blocks round activations to 15 bits, or, of many rows, are in 16 bits: see
+# `tolerance`.
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 6e-3} | dict.fromkeys(BLOCKS, 2e-4)
 MADE_TOLERANCE = 0.012  # activations have 8 bits where rows are bytes, scales of int8 in blocks have 16
 
@@ -99,7 +100,11 @@ def test_packing_keeps_every_bit(name: str, level: str) -> None:
     assert np.array_equal(found, np.concatenate([wide for _, wide in made]))
 
 
-SHAPES = [(name, 512) for name in FORMATS] + [(name, 33) for name in PLAIN] + [(name, 96) for name in BLOCKS if "K" not in name]
+SHAPES = (
+    [(name, 512) for name in FORMATS]
+    + [(name, 33) for name in PLAIN]
+    + [(name, 96) for name in BLOCKS if "K" not in name]
+)
 
 
 @pytest.mark.parametrize(("name", "num_inputs"), SHAPES)
@@ -109,14 +114,19 @@ def test_products(name: str, num_inputs: int, level: str) -> None:
     weight = ops.linear_weight([stored], [None])
     for num_rows in ROWS:
         x = random(num_rows, num_inputs).numpy()
-        assert_near(ops.linear(x, weight), x.astype(np.float64) @ wide.T.astype(np.float64), tolerance(name, num_rows, level))
+        assert_near(
+            ops.linear(x, weight), x.astype(np.float64) @ wide.T.astype(np.float64), tolerance(name, num_rows, level)
+        )
 
 
 @pytest.mark.parametrize("dtype", PLAIN)
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(53, 96), (16, 32), (7, 512), (33, 50)])
 @pytest.mark.parametrize("name", ["int8", INT8_ROWS, "int4"])
-def test_products_with_weights_that_are_made(name: str, num_outputs: int, num_inputs: int, dtype: str, level: str) -> None:
-    """Of float weights in two parts, against the plain dequantisation of the format that is chosen for such a matrix."""
+def test_products_with_weights_that_are_made(
+    name: str, num_outputs: int, num_inputs: int, dtype: str, level: str
+) -> None:
+    """Of float weights in two parts, against the plain dequantisation of the format that is chosen for such a
+    matrix."""
     ops, made = NativeOps("cpu", dtype, level), MADE[name.removesuffix(" rows")].chosen(num_inputs)
     ops.rounds_rows = name == INT8_ROWS
     parts = [make_matrix(dtype, num_outputs, num_inputs, seed)[0] for seed in range(2)]
@@ -144,10 +154,14 @@ def test_rows_of_bytes(level: str) -> None:
     ops = NativeOps(level=level)
     ops.rounds_rows = True
     rows, x = random(37, 100).numpy(), random(130, 100).numpy()
-    rows[3], rows[4], rows[5, 7] = 0, rows[4] * 1e-20, np.nan
+    rows[3] = 0
+    rows[4] *= 1e-20
+    rows[5, 7] = np.nan
     sizes = np.array([1e-10, 1, 1e10, 0, 3], dtype=np.float32)
     x[:5] *= sizes[:, None]
-    x[5, 3], x[6, 99], x[7] = np.nan, np.inf, np.abs(x[7])
+    x[5, 3] = np.nan
+    x[6, 99] = np.inf
+    x[7] = np.abs(x[7])
     weight = ops.linear_weight([rows], [None], MADE["int8"])
     found = ops.linear(x, weight)
     assert np.isnan(found[5:7]).all() and np.isnan(found[:, 5]).all()
@@ -180,7 +194,9 @@ def test_what_is_done_with_a_product(name: str, second: str, num_rows: int, leve
     """Stacked parts, one with a bias; activations, a residual, a gate, a cap, and a norm in front."""
     ops, reference = native_ops(dtype=name if name in PLAIN else "float32", level=level), TorchOps()
     bias, norm = random(32), random(256)
-    x, before, residual = random(num_rows, 256), random(num_rows, 256), random(num_rows, 64)
+    x = random(num_rows, 256)
+    before = random(num_rows, 256)
+    residual = random(num_rows, 64)
     for sizes in ((32, 32), (32, 18)):  # a gate of the latter has outputs that are no multiple of 16
         made = [make_matrix(kind, num, 256, seed=num) for kind, num in zip((name, second), sizes, strict=True)]
         ours = ops.linear_weight([stored for stored, _ in made], [bias, None])
@@ -206,14 +222,19 @@ def test_what_is_done_with_a_product(name: str, second: str, num_rows: int, leve
 @pytest.mark.parametrize("width", [1, 7, 33, 64, 130])
 def test_work_on_rows(width: int, level: str) -> None:
     ops, reference = native_ops(level=level), TorchOps()
-    x, before, weight, bias = random(9, width) + 1, random(9, width), random(width), random(width)
+    x = random(9, width) + 1
+    before = random(9, width)
+    weight = random(width)
+    bias = random(width)
     segments = Segments((1, 5, 3))
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
-        ("rms_norm", (x, weight, 1e-3), {}), ("rms_norm", (x, weight, 1e-3), {"residual": before}),
-        ("layer_norm", (x, NormWeights(weight, bias, 1e-3)), {}), ("normalize", (x,), {}),
+        ("rms_norm", (x, weight, 1e-3), {}),
+        ("rms_norm", (x, weight, 1e-3), {"residual": before}),
+        ("layer_norm", (x, NormWeights(weight, bias, 1e-3)), {}),
+        ("normalize", (x,), {}),
         *(("pool", (x, segments, mode), {}) for mode in get_args(Pooling)),
         *(("gated", (torch.cat((x, before), 1), activation), {}) for activation in get_args(Activation)),
-    ]  # fmt: skip
+    ]
     for method, args, options in calls:
         torch.testing.assert_close(
             getattr(ops, method)(*args, **options), getattr(reference, method)(*args, **options), atol=1e-5, rtol=1e-5
@@ -235,7 +256,9 @@ def test_lookups(name: str, level: str) -> None:
     ids = [token_ids, segments.positions + 2, type_ids]
     np.testing.assert_allclose(ops.embed(tables, ids), expected, atol=1e-6)
     np.testing.assert_array_equal(ops.lookup(tables[0], token_ids, scale=1.5), wide[0][token_ids] * np.float32(1.5))
-    recorded = ops.replayed(lambda given: ops.embed(tables, [given.token_ids, given.segments.positions + 2, given.type_ids]))
+    recorded = ops.replayed(
+        lambda given: ops.embed(tables, [given.token_ids, given.segments.positions + 2, given.type_ids])
+    )
     np.testing.assert_allclose(recorded(batch), expected, atol=1e-6)
 
 
@@ -316,9 +339,13 @@ def test_int8_keys_of_any_size(level: str) -> None:
 
 
 HEADS = [
-    HeadShape(4, 4, 16, 0.25), HeadShape(6, 2, 64, 0.125, window=19), HeadShape(20, 1, 80, 0.11, softcap=3.0),
-    HeadShape(3, 1, 80, 0.11, window=70, softcap=1.5), HeadShape(40, 1, 16, 0.25), HeadShape(4, 2, 10, 0.3, window=1),
-]  # fmt: skip
+    HeadShape(4, 4, 16, 0.25),
+    HeadShape(6, 2, 64, 0.125, window=19),
+    HeadShape(20, 1, 80, 0.11, softcap=3.0),
+    HeadShape(3, 1, 80, 0.11, window=70, softcap=1.5),
+    HeadShape(40, 1, 16, 0.25),
+    HeadShape(4, 2, 10, 0.3, window=1),
+]
 
 
 @pytest.mark.parametrize("dtype", KV_TYPES)
@@ -347,11 +374,18 @@ def test_attention_over_long_contexts(level: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("heads", [
-    HeadShape(4, 4, 16, 0.25, is_causal=False), HeadShape(1, 1, 80, 0.11, is_causal=False), HeadShape(3, 3, 10, 0.3),
-    HeadShape(4, 2, 16, 0.25, window=20), HeadShape(6, 2, 16, 0.25, window=20, is_causal=False),
-    HeadShape(2, 1, 64, 0.125, softcap=2.0), HeadShape(1, 1, 16, 0.25, window=1, is_causal=False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "heads",
+    [
+        HeadShape(4, 4, 16, 0.25, is_causal=False),
+        HeadShape(1, 1, 80, 0.11, is_causal=False),
+        HeadShape(3, 3, 10, 0.3),
+        HeadShape(4, 2, 16, 0.25, window=20),
+        HeadShape(6, 2, 16, 0.25, window=20, is_causal=False),
+        HeadShape(2, 1, 64, 0.125, softcap=2.0),
+        HeadShape(1, 1, 16, 0.25, window=1, is_causal=False),
+    ],
+)
 def test_attention_of_whole_texts(heads: HeadShape, has_bias: bool, dtype: str, level: str) -> None:
     ops, segments = native_ops("cpu", dtype, level), Segments((7, 1, 70, 33, 129, 2))
     if has_bias and (heads.is_causal or heads.window):
@@ -366,9 +400,14 @@ def test_attention_of_whole_texts(heads: HeadShape, has_bias: bool, dtype: str, 
     torch.testing.assert_close(ops.attention(qkv, segments, heads, **options), expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("heads", "rotary_dim", "has_norms"), [
-    (HeadShape(4, 2, 16, 0.25), 16, True), (HeadShape(3, 1, 10, 0.25), 6, False), (HeadShape(2, 2, 64, 0.25), 0, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("heads", "rotary_dim", "has_norms"),
+    [
+        (HeadShape(4, 2, 16, 0.25), 16, True),
+        (HeadShape(3, 1, 10, 0.25), 6, False),
+        (HeadShape(2, 2, 64, 0.25), 0, True),
+    ],
+)
 def test_rotated(heads: HeadShape, rotary_dim: int, has_norms: bool, level: str) -> None:
     positions = Segments((7, 1, 70)).positions
     qkv, norms = random(78, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim), random(2, heads.head_dim)
@@ -385,7 +424,9 @@ class Layer:
         def linear(name: str, num_outputs: int, num_inputs: int) -> Any:
             return ops.linear_weight([make_matrix(name, num_outputs, num_inputs)[0]], [None])
 
-        self.ops, self.heads, self.kv = ops, heads, kv
+        self.ops = ops
+        self.heads = heads
+        self.kv = kv
         self.table, self.norm = ops.to_device(make_matrix("Q8_0", 40, 64)[0]), random(64).numpy()
         self.qkv, self.out = linear("float32", 128, 64), linear("Q4_0", 64, 64)
         self.gate_up, self.down = linear("float16", 192, 64), linear("Q5_1", 64, 96)

@@ -26,14 +26,18 @@ def test_on_the_cpu(kind: str, level: str) -> None:
             logits = change(logits)
             given: dict[str, Any] = {"shared": shared if num_rows in (2, 7) else None}
             right = expected(x, logits, ROUTINGS[kind], gate_up, down, **given)
-            torch.testing.assert_close(run(ops, routing, x, logits, gate_up, down, **given), right, atol=2e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                run(ops, routing, x, logits, gate_up, down, **given), right, atol=2e-4, rtol=1e-4
+            )
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "int8", "int8 rows", "int4"])
 def test_formats_on_the_cpu(name: str) -> None:
     routing, size = ROUTINGS["softmax"], 256
     made = choose_format(name.partition(" ")[0]) if name.startswith("int") else None
-    held = [[make_matrix("float32" if made else name, rows, size, seed) for seed in range(8)] for rows in (2 * size, size)]
+    held = [
+        [make_matrix("float32" if made else name, rows, size, seed) for seed in range(8)] for rows in (2 * size, size)
+    ]
     wide = [torch.stack([torch.from_numpy(numbers) for _, numbers in half]) for half in held]
     if made:
         wide = [rounded(made, each) for each in wide]

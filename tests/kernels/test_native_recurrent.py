@@ -23,13 +23,18 @@ TOLERANCE = 2e-5
 LAYER, NUM_LAYERS = 1, 3
 LENGTH = 100
 CASES: list[dict[str, Any]] = [
-    {"lengths": [1, 1, 1]}, {"lengths": [1, 1, 40, 3]}, {"lengths": [33, 2], "block_size": 9},
-    {"lengths": [1, 1, 20], "block_size": 7, "has_value_mix": False}, {"lengths": [1, 5], "is_new": True, "num_filling": 3},
+    {"lengths": [1, 1, 1]},
+    {"lengths": [1, 1, 40, 3]},
+    {"lengths": [33, 2], "block_size": 9},
+    {"lengths": [1, 1, 20], "block_size": 7, "has_value_mix": False},
+    {"lengths": [1, 5], "is_new": True, "num_filling": 3},
     {"lengths": [1, 30, 4], "num_heads": 5, "head_dim": 32},
-    {"lengths": [1, 12], "num_heads": 3, "head_dim": 20, "block_size": 5}, {"lengths": [1, 9], "num_heads": 1, "head_dim": 3},
-    {"lengths": [1, 7], "num_heads": 2, "head_dim": 130}, {"lengths": [20], "decay": 12.0},
+    {"lengths": [1, 12], "num_heads": 3, "head_dim": 20, "block_size": 5},
+    {"lengths": [1, 9], "num_heads": 1, "head_dim": 3},
+    {"lengths": [1, 7], "num_heads": 2, "head_dim": 130},
+    {"lengths": [20], "decay": 12.0},
     {"lengths": [50], "is_repeated": True},
-]  # fmt: skip
+]
 
 
 @pytest.fixture(params=LEVELS)
@@ -94,7 +99,9 @@ def part_of(inputs: HeadInputs[Any], begin: int, end: int) -> HeadInputs[Any]:
 def test_any_cut_gives_the_same_bits(ops: NativeOps) -> None:
     case = make_case([9, 30, 4])
     out, states = mixed(ops, case)
-    slot, current, parts = case.targets[1], case.states.clone(), []
+    slot = case.targets[1]
+    current = case.states.clone()
+    parts = []
     for begin, end in ((9, 10), (10, 26), (26, 39)):  # the second sequence alone, in three parts
         batch = one_slot_batch([[1] * (end - begin)], [slot])
         rows, current = mixed(ops, replace(case, inputs=part_of(case.inputs, begin, end), batch=batch, states=current))

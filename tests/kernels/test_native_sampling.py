@@ -1,4 +1,5 @@
-"""Sampling by the native kernels against the reference in torch and against plain NumPy, at every level of this machine."""
+"""Sampling by the native kernels against the reference in torch and against plain NumPy, at every level of this
+machine."""
 
 from __future__ import annotations
 
@@ -47,11 +48,14 @@ def batch_of(rows: list[Options], *, position: int = 11, **parts: Any) -> Sampli
     is_greedy = np.array([row["temperature"] == 0 for row in full])
     (some,) = (~is_greedy & ((top_k < TOP_K_OFF) | (top_p < 1))).nonzero()
     return SamplingBatch(
-        temperature=np.array([row["temperature"] or 1.0 for row in full]), is_greedy=is_greedy.astype(np.int64),
-        keys=np.array([stream_key(i, 0) for i in range(len(rows))]), positions=np.full(len(rows), position),
+        temperature=np.array([row["temperature"] or 1.0 for row in full]),
+        is_greedy=is_greedy.astype(np.int64),
+        keys=np.array([stream_key(i, 0) for i in range(len(rows))]),
+        positions=np.full(len(rows), position),
         min_p=np.array([row["min_p"] for row in full]),
-        cuts=Cuts(some, top_k[some], top_p[some]) if len(some) else None, **parts,
-    )  # fmt: skip
+        cuts=Cuts(some, top_k[some], top_p[some]) if len(some) else None,
+        **parts,
+    )
 
 
 def in_torch(value: Any, name: str = "") -> Any:
@@ -72,7 +76,9 @@ def random_logits(num_rows: int, vocab_size: int, scale: float, *, is_rounded: b
 
 def assert_draws_are_right(logits: Array, rows: list[Options], *, position: int = 11) -> None:
     """At every level; the reference is slow, and levels draw the same tokens."""
-    batch, before, drawn = batch_of(rows, position=position), logits.copy(), set[tuple[int, int]]()
+    batch = batch_of(rows, position=position)
+    before = logits.copy()
+    drawn = set[tuple[int, int]]()
     for level in _native.levels():
         found = at_level(level).sample(logits, batch)
         assert np.array_equal(logits, before) and found.report.dtype == np.int64 and not found.report[1].any()
@@ -94,9 +100,12 @@ def test_every_combination_of_options(vocab_size: int) -> None:
 def test_flat_and_steep_logits(vocab_size: int, scale: float) -> None:
     rows = [
         *CUTS,
-        {"temperature": 100.0, "top_p": 0.7}, {"temperature": 1e-20, "top_k": 7}, {"temperature": 1e-20, "top_p": 0.5},
-        {"top_p": 1 - 1e-12}, {"top_k": 5000, "top_p": 1 - 1e-12, "min_p": 0.001},
-    ]  # fmt: skip
+        {"temperature": 100.0, "top_p": 0.7},
+        {"temperature": 1e-20, "top_k": 7},
+        {"temperature": 1e-20, "top_p": 0.5},
+        {"top_p": 1 - 1e-12},
+        {"top_k": 5000, "top_p": 1 - 1e-12, "min_p": 0.001},
+    ]
     for position in range(2):
         logits = random_logits(len(rows), vocab_size, scale, is_rounded=position == 1, seed=position)
         assert_draws_are_right(logits, rows, position=position)
@@ -131,7 +140,9 @@ def random_changes(random: np.random.Generator, num_rows: int, vocab_size: int, 
         rows, counts = some_rows(), native.new_counts(num_rows + 3, vocab_size)
         slots = random.permutation(num_rows + 3)[: len(rows)]
         for slot in slots.tolist():
-            native.set_counts(counts, slot, *(random.integers(0, vocab_size, random.integers(0, 400)) for _ in range(2)))
+            native.set_counts(
+                counts, slot, *(random.integers(0, vocab_size, random.integers(0, 400)) for _ in range(2))
+            )
         factors = 1 + random.random(len(rows)), random.normal(size=len(rows)), random.normal(size=len(rows)) / 3
         given = [factor if random.random() < 0.7 else None for factor in factors]
         parts["penalties"] = Penalties(rows, counts, slots, slots, *given)
@@ -140,7 +151,8 @@ def random_changes(random: np.random.Generator, num_rows: int, vocab_size: int, 
 
 @pytest.mark.parametrize("vocab_size", [65, 700, 4999, 9001])
 def test_changes_of_logits_are_the_references(native: NativeSampling, vocab_size: int) -> None:
-    """Tokens, outcomes and counts, over a few steps each. A draw at a border may differ, which none of these seeds has."""
+    """Tokens, outcomes and counts, over a few steps each. A draw at a border may differ, which none of these seeds
+    has."""
     torch_ops = TorchOps()
     for seed in range(12):
         random = np.random.default_rng([seed, vocab_size])
@@ -173,7 +185,8 @@ def test_equal_logits_are_kept_by_lowest_id(native: NativeSampling) -> None:
 @pytest.mark.parametrize("level", _native.levels())
 @pytest.mark.parametrize("size", [7, 300, 5000, 30_001])
 def test_a_cut_keeps_its_very_last_token_and_none_after_it(level: str, size: int) -> None:
-    """The last token that is kept is the one at the highest number; among equal logits that is the one with the highest id."""
+    """The last token that is kept is the one at the highest number; among equal logits that is the one with the highest
+    id."""
     draw = _native.Sampler(_native.Level(level)).draw
     flat = np.zeros(size, np.float32)
     last = 1 - 2.0**-53
@@ -184,7 +197,10 @@ def test_a_cut_keeps_its_very_last_token_and_none_after_it(level: str, size: int
             assert draw(flat, 1.0, top_k, top_p, last) == (kept - 1, CHOSEN), (top_k, top_p)
             assert draw(flat, 1.0, top_k, top_p, (kept - 0.999) / kept) == (kept - 1, CHOSEN)
             assert draw(flat, 1.0, top_k, top_p, 0.0) == (0, CHOSEN)
-    assert draw(np.linspace(0, 1e-3, size, dtype=np.float32)[::-1].copy(), 1.0, size // 2, 1.0, last) == (size // 2 - 1, CHOSEN)
+    assert draw(np.linspace(0, 1e-3, size, dtype=np.float32)[::-1].copy(), 1.0, size // 2, 1.0, last) == (
+        size // 2 - 1,
+        CHOSEN,
+    )
 
 
 def test_failed_rows_do_not_touch_the_others(native: NativeSampling) -> None:
@@ -230,7 +246,9 @@ def test_a_row_does_not_depend_on_the_batch(native: NativeSampling) -> None:
 
 def test_ranges_have_offsets_and_logits_beside_them_are_not_read(native: NativeSampling) -> None:
     logits = np.zeros((3, 5003), np.float32)
-    logits[0, 20:], logits[1, 20:], logits[2, :20] = math.nan, math.inf, -math.inf
+    logits[0, 20:] = math.nan
+    logits[1, 20:] = math.inf
+    logits[2, :20] = -math.inf
     ranges = Ranges(*np.repeat([[0], [20], [7]], 3, 1))
     options: list[Options] = [{}, {"top_k": 4}, {"top_p": 0.3}]
     for batch in (SamplingBatch(ranges=ranges), *(batch_of([option] * 3, ranges=ranges) for option in options)):
@@ -240,7 +258,9 @@ def test_ranges_have_offsets_and_logits_beside_them_are_not_read(native: NativeS
     limits = [(0, 10, 100), (1024, 2048, 0), (2047, 2049, -7), (4999, 5003, 0), (4998, 4999, 5)]
     logits = random_logits(len(limits), 5003, 2.0)
     found = native.sample(logits, SamplingBatch(ranges=Ranges(*np.array(limits).T.copy()))).tokens.tolist()
-    assert found == [int(logits[i, first:end].argmax()) + first + offset for i, (first, end, offset) in enumerate(limits)]
+    assert found == [
+        int(logits[i, first:end].argmax()) + first + offset for i, (first, end, offset) in enumerate(limits)
+    ]
 
 
 @pytest.mark.parametrize("vocab_size", [3, 64, 700, 20_003])

@@ -44,7 +44,9 @@ def test_registered_backend_is_preferred_where_it_can_compute(monkeypatch: pytes
 
     monkeypatch.setattr(select, "BACKENDS", list(select.BACKENDS))
     why_not = "it computes in float32"
-    register_backend(OpsBackend("other", lambda device, dtype: "" if dtype == "float32" else why_not, OtherOps, "no Python"))
+    register_backend(
+        OpsBackend("other", lambda device, dtype: "" if dtype == "float32" else why_not, OtherOps, "no Python")
+    )
     assert choose_ops("cpu", "float32").name == "other"
     assert choose_ops("cpu", "float16").name != "other"
     monkeypatch.setattr(select, "choose_dtype", lambda wanted, device: "float16")

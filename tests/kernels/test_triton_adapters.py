@@ -1,4 +1,5 @@
-"""The kernels of adapters against the reference: stacked parts, rows of many adapters and of none, lookups, recorded inputs."""
+"""The kernels of adapters against the reference: stacked parts, rows of many adapters and of none, lookups, recorded
+inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from tests.kernels.triton_support import DEVICE
 from archerfish.kernels.triton.adapters import TritonAdapters  # isort: skip
 
 
-def both(dtype: str, *products: tuple[tuple[int, ...], int], max_rank: int = 20, num_slots: int = 4, **more: Any) -> list[Any]:
+def both(
+    dtype: str, *products: tuple[tuple[int, ...], int], max_rank: int = 20, num_slots: int = 4, **more: Any
+) -> list[Any]:
     """Slots of both backends with the same adapters; the second slot is empty, the third lacks the second part."""
     from archerfish.kernels.triton.ops import TritonOps
 
@@ -76,13 +79,20 @@ def test_programs_with_several_tiles_of_outputs(enough: int, monkeypatch: pytest
     check_additions("float32", (500, 200, 130), 40, 17)
 
 
-@pytest.mark.parametrize(("dtype", "num_rows", "gate"), [
-    ("float32", 17, "silu"), ("float16", 40, "gelu_tanh"), ("float32", 1, "silu"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "num_rows", "gate"),
+    [
+        ("float32", 17, "silu"),
+        ("float16", 40, "gelu_tanh"),
+        ("float32", 1, "silu"),
+    ],
+)
 def test_gated_additions(dtype: str, num_rows: int, gate: Activation) -> None:
     """Two parts and the gate behind them in one kernel, of rows with an adapter and without one."""
     found, random = [], torch.Generator(DEVICE).manual_seed(1)
-    x, y = (torch.randn(num_rows, width, generator=random, device=DEVICE).to(getattr(torch, dtype)) for width in (300, 340))
+    x, y = (
+        torch.randn(num_rows, width, generator=random, device=DEVICE).to(getattr(torch, dtype)) for width in (300, 340)
+    )
     rows = torch.randint(0, 5, (num_rows,), generator=random, device=DEVICE)
     for adapters in both(dtype, ((170, 170), 300)):
         adapters.rows, table = rows, table_of(adapters)

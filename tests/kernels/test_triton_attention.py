@@ -1,4 +1,5 @@
-"""Attention of the Triton backend against the reference, also over shared keys and with keys that are stored on the way."""
+"""Attention of the Triton backend against the reference, also over shared keys and with keys that are stored on the
+way."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ from archerfish.kernels.triton.plan import find_plan, send_pieces  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
 from archerfish.runtime.batch import build_batch  # isort: skip
 
-pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
+pytestmark = [
+    untraced,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]  # numpy's, where the interpreter meets infinity
 Tensor = torch.Tensor
 SMALL = Tile(16, 16, 4, 2)
 MIXED = ((1, 37), (1, 5), (1, 1), (9, 30), (17, 17))  # (new tokens, context) of sequences
@@ -59,7 +63,12 @@ if HAS_CUDA:
     ATTENTION += [
         Case(HeadShape(num_heads, num_kv_heads, head_dim, 0.1, window=window, softcap=softcap), block_size, LONG, None)
         for num_heads, num_kv_heads, head_dim, block_size in (
-            (32, 8, 128, 16), (16, 8, 128, 16), (9, 3, 64, 16), (8, 1, 128, 1), (4, 4, 96, 64), (8, 4, 256, 16),
+            (32, 8, 128, 16),
+            (16, 8, 128, 16),
+            (9, 3, 64, 16),
+            (8, 1, 128, 1),
+            (4, 4, 96, 64),
+            (8, 4, 256, 16),
             (64, 8, 128, 256),
         )
         for window, softcap in ((0, 0.0), (128, 0.0), (0, 20.0))
@@ -101,7 +110,9 @@ def test_a_deterministic_decode_does_not_depend_on_the_batch() -> None:
     together = ops.paged_attention(q, kv, batch, heads)
     for row, (_, context) in enumerate(sequences):
         blocks = batch.block_tables[row].tolist()
-        alone = build_batch(ops, tokens=[[7]], starts=[context - 1], blocks=[blocks], block_size=8, is_deterministic=True)
+        alone = build_batch(
+            ops, tokens=[[7]], starts=[context - 1], blocks=[blocks], block_size=8, is_deterministic=True
+        )
         assert torch.equal(ops.paged_attention(q[row : row + 1], kv, alone, heads)[0], together[row])
 
 
@@ -300,7 +311,13 @@ def test_shared_decodes_can_be_captured(num: int) -> None:
 
 # Keys that decodes store on the way
 
-STORING = ((1, 37), (1, 17), (1, 1), (1, 16), (1, 2))  # a new key inside of a block, first in one, last in one, the only one
+STORING = (
+    (1, 37),
+    (1, 17),
+    (1, 1),
+    (1, 16),
+    (1, 2),
+)  # a new key inside of a block, first in one, last in one, the only one
 
 
 class WatchedOps(TritonOps):
@@ -314,10 +331,12 @@ class WatchedOps(TritonOps):
 
 
 STORED = [  # heads, has_rotary, is_normed, block size
-    (HeadShape(4, 2, 64, 0.125), True, True, 16), (HeadShape(6, 2, 32, 0.2), True, False, 1),
-    (HeadShape(3, 1, 16, 0.25, window=5), False, True, 8), (HeadShape(4, 1, 64, 0.25, softcap=2.0), True, False, 4),
+    (HeadShape(4, 2, 64, 0.125), True, True, 16),
+    (HeadShape(6, 2, 32, 0.2), True, False, 1),
+    (HeadShape(3, 1, 16, 0.25, window=5), False, True, 8),
+    (HeadShape(4, 1, 64, 0.25, softcap=2.0), True, False, 4),
     (HeadShape(2, 1, 32, 0.25, window=10), True, False, 16),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("shape", "num_splits", "dtype"), combine(STORED, [1, 3], TYPES))
@@ -346,12 +365,23 @@ def test_new_keys(shape: tuple[HeadShape, bool, bool, int], num_splits: int, dty
         assert_near(found, wanted, dtype, factor=2)
 
 
-@pytest.mark.parametrize(("heads", "num_splits", "dtype"), combine([
-    HeadShape(6, 2, 32, 0.2), HeadShape(4, 1, 64, 0.125, window=10), HeadShape(3, 1, 16, 0.25, softcap=2.0),
-], [1, 3], TYPES))  # fmt: skip
+@pytest.mark.parametrize(
+    ("heads", "num_splits", "dtype"),
+    combine(
+        [
+            HeadShape(6, 2, 32, 0.2),
+            HeadShape(4, 1, 64, 0.125, window=10),
+            HeadShape(3, 1, 16, 0.25, softcap=2.0),
+        ],
+        [1, 3],
+        TYPES,
+    ),
+)
 def test_sinks(heads: HeadShape, num_splits: int, dtype: str) -> None:
     """Beside prompts, over shared keys, and with keys that are stored on the way."""
-    ops, sinks, width = small_ops(dtype), 3 * random(heads.num_heads), heads.num_heads * heads.head_dim
+    ops = small_ops(dtype)
+    sinks = 3 * random(heads.num_heads)
+    width = heads.num_heads * heads.head_dim
     batch, kv = batch_over(ops, MIXED, 16, heads)
     q = random(len(batch.token_ids), width, dtype=dtype)
     expected = expect_attention(q, kv, batch, heads, sinks=sinks)
@@ -363,7 +393,9 @@ def test_sinks(heads: HeadShape, num_splits: int, dtype: str) -> None:
         assert_near(ops.paged_attention(q[:3], kv, shared, heads, sinks=sinks), expected, dtype)
     qkv = random(3, width + 2 * heads.num_kv_heads * heads.head_dim, dtype=dtype)
     lengths = torch.from_numpy(batch.context_lens).to(DEVICE, torch.int32)
-    expected = TorchOps(DEVICE).store_and_attend(qkv.float(), in_float32(kv), replace(batch), heads, Rotation(), sinks=sinks)
+    expected = TorchOps(DEVICE).store_and_attend(
+        qkv.float(), in_float32(kv), replace(batch), heads, Rotation(), sinks=sinks
+    )
     find_plan.keep(AttentionPlan(lengths, lengths, lengths, num_splits=num_splits), batch)
     assert_near(ops.store_and_attend(qkv, kv, batch, heads, Rotation(), sinks=sinks), expected, dtype)
 

@@ -26,29 +26,48 @@ from archerfish.layers.weights import Weights  # isort: skip
 from archerfish.models.config import Config  # isort: skip
 from archerfish.models.adapter import TokenBatch, encoder_class  # isort: skip
 
-pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
+pytestmark = [
+    untraced,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]  # numpy's, where the interpreter meets infinity
 Tensor = torch.Tensor
 LENGTHS = (7, 1, 19, 33, 16, 17)
 SHAPES = [  # heads, and whether there is a bias
-    (HeadShape(2, 2, 32, 0.2, is_causal=False), False), (HeadShape(2, 2, 64, 0.125, is_causal=False), True),
-    (HeadShape(3, 3, 12, 0.3, is_causal=False), True), (HeadShape(1, 1, 80, 0.11, is_causal=False), False),
-    (HeadShape(4, 2, 32, 0.2), False), (HeadShape(2, 1, 64, 0.125, window=5, softcap=2.0), False),
+    (HeadShape(2, 2, 32, 0.2, is_causal=False), False),
+    (HeadShape(2, 2, 64, 0.125, is_causal=False), True),
+    (HeadShape(3, 3, 12, 0.3, is_causal=False), True),
+    (HeadShape(1, 1, 80, 0.11, is_causal=False), False),
+    (HeadShape(4, 2, 32, 0.2), False),
+    (HeadShape(2, 1, 64, 0.125, window=5, softcap=2.0), False),
     (HeadShape(2, 1, 32, 0.2, window=6, is_causal=False), False),
-]  # fmt: skip
+]
 SIZES: dict[str, Any] = {
-    "hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 80, "vocab_size": 60, "num_hidden_layers": 2,
-    "max_position_embeddings": 70, "hidden_act": "gelu", "layer_norm_eps": 1e-5, "type_vocab_size": 2, "pad_token_id": 1,
-}  # fmt: skip
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "intermediate_size": 80,
+    "vocab_size": 60,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 70,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-5,
+    "type_vocab_size": 2,
+    "pad_token_id": 1,
+}
 DISTIL = {"dim": 48, "n_heads": 4, "hidden_dim": 80, "n_layers": 2, "activation": "gelu"}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "bert": SIZES, "roberta": SIZES, "distilbert": {**SIZES, **DISTIL},
+    "bert": SIZES,
+    "roberta": SIZES,
+    "distilbert": {**SIZES, **DISTIL},
     "mpnet": {**SIZES, "relative_attention_num_buckets": 32},
-    "modernbert": {**SIZES, "hidden_activation": "gelu", "local_attention": 12}, "gte": SIZES,
+    "modernbert": {**SIZES, "hidden_activation": "gelu", "local_attention": 12},
+    "gte": SIZES,
     "qwen3": {**SIZES, "num_key_value_heads": 2, "head_dim": 12, "hidden_act": "silu", "is_causal": False},
 }
 
 
-@pytest.mark.parametrize(("shape", "tile", "dtype"), combine(SHAPES, [None, Tile(16, 16, 1, 1), Tile(32, 16, 2, 1)], TYPES))
+@pytest.mark.parametrize(
+    ("shape", "tile", "dtype"), combine(SHAPES, [None, Tile(16, 16, 1, 1), Tile(32, 16, 2, 1)], TYPES)
+)
 def test_attention(shape: tuple[HeadShape, bool], tile: Tile | None, dtype: str) -> None:
     heads, has_bias = shape
     ops = TritonOps(DEVICE, dtype)
@@ -63,9 +82,17 @@ def test_attention(shape: tuple[HeadShape, bool], tile: Tile | None, dtype: str)
     assert_near(out, expected, dtype)
 
 
-@pytest.mark.parametrize(("rotary_dim", "is_interleaved", "normed"), [
-    (16, False, 1), (6, False, 1), (0, False, 1), (16, True, 1), (6, True, 4), (16, False, 4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rotary_dim", "is_interleaved", "normed"),
+    [
+        (16, False, 1),
+        (6, False, 1),
+        (0, False, 1),
+        (16, True, 1),
+        (6, True, 4),
+        (16, False, 4),
+    ],
+)
 def test_rotated(rotary_dim: int, is_interleaved: bool, normed: int) -> None:
     """normed: heads of queries whose norm is one; of keys half as many."""
     heads, positions = HeadShape(4, 2, 16, 0.25), torch.from_numpy(Segments(LENGTHS[:3]).positions).to(DEVICE)
@@ -104,7 +131,9 @@ def test_a_neighbour_full_of_nan_does_not_spread() -> None:
 
 
 def test_tiles_suit_the_lengths_and_layers_share_them() -> None:
-    suiting = [lay_out(Segments(lengths), torch.device(DEVICE)).rows for lengths in ((1,), (16,), (16, 17), (40,), (500,))]
+    suiting = [
+        lay_out(Segments(lengths), torch.device(DEVICE)).rows for lengths in ((1,), (16,), (16, 17), (40,), (500,))
+    ]
     assert suiting == [16, 16, 32, 64, 64]
     segments = Segments((40, 3))
     layout = lay_out(segments, torch.device(DEVICE), 16)
@@ -124,7 +153,9 @@ def test_layer_norm(width: int, dtype: str) -> None:
         assert out.dtype == ops.torch_dtype
         expected = reference.layer_norm(given.float(), norm)
         assert_near(out, expected, dtype)
-    matrix, shift, x = random(width, 24, dtype=dtype) / 24, random(width, dtype=dtype), random(7, 24, dtype=dtype)
+    matrix = random(width, 24, dtype=dtype) / 24
+    shift = random(width, dtype=dtype)
+    x = random(7, 24, dtype=dtype)
     residual = random(7, width, dtype=dtype)
     out = ops.linear_layer_norm(x, ops.linear_weight([matrix], [shift]), residual, norm)
     wide = reference.linear_weight([matrix.float()], [shift.float()])
@@ -171,8 +202,11 @@ class RandomWeights(Weights[Tensor]):
         return kept
 
 
-def make_core(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, ops: TorchOps | None, **stated: Any) -> InferenceCore:
-    """A core on given ops, with weights that are the same for the same configuration; None: on the CPU as users get it."""
+def make_core(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, ops: TorchOps | None, **stated: Any
+) -> InferenceCore:
+    """A core on given ops, with weights that are the same for the same configuration; None: on the CPU as users get
+    it."""
     known = Config(config)
     weights = RandomWeights({}, TorchOps())
     encoder_class(known)(weights.scope(encoder_class(known).prefix), known)
@@ -246,9 +280,15 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
 
 
 MINILM: dict[str, Any] = {
-    **SIZES, "hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536, "num_hidden_layers": 6,
-    "vocab_size": 3000, "max_position_embeddings": 512, "model_type": "bert",
-}  # fmt: skip
+    **SIZES,
+    "hidden_size": 384,
+    "num_attention_heads": 12,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "vocab_size": 3000,
+    "max_position_embeddings": 512,
+    "model_type": "bert",
+}
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="graphs are CUDA's")
@@ -257,7 +297,9 @@ def test_a_minilm_on_the_card(dtype: str, least: float, monkeypatch: pytest.Monk
     core, plain = make_core(MINILM, monkeypatch, TritonOps(DEVICE, dtype)), make_core(MINILM, monkeypatch, None)
     batches = [batch_of((10,) * 300, 3000), batch_of((512, 300, 128, 77, 1), 3000)]
     batches += [
-        batch_of((num,) if num <= 512 else (512, num - 512), 3000) for size in RECORDED_TOKENS for num in (size - 1, size)
+        batch_of((num,) if num <= 512 else (512, num - 512), 3000)
+        for size in RECORDED_TOKENS
+        for num in (size - 1, size)
     ]
     waiting = [core.start(batch, normalize=True) for batch in batches * 2]
     for batch, wait in zip(batches * 2, waiting, strict=True):
@@ -272,7 +314,13 @@ def test_the_engine_on_the_card() -> None:
         model = str(resolve_model("all-minilm-l6-v2"))
     except UnreachableError:
         pytest.skip("there is no network to get the model from")
-    texts = ["hello", "", "word " * 600, "今天天气很好", *(f"document {i} " + "some words " * (i % 60) for i in range(700))]
+    texts = [
+        "hello",
+        "",
+        "word " * 600,
+        "今天天气很好",
+        *(f"document {i} " + "some words " * (i % 60) for i in range(700)),
+    ]
     expected = ArrowEngine(model, dtype="float32", storage_dtype="float32").encode(texts)
     engine = ArrowEngine(model, device="cuda", dtype="float16")
     assert (engine.encode(texts) * expected).sum(1).min() > 0.9999

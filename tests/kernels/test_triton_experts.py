@@ -17,14 +17,32 @@ from tests.kernels.triton_support import DEVICE, TYPES, assert_near, untraced
 from archerfish.kernels.triton.experts import route  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
 
-KINDS = [("Q4_0", 128), ("Q4_1", 32), ("MXFP4", 32), ("INT8", 16), ("INT8", 128), ("FP8", 128), ("int8", 0), ("int4", 0)]
+KINDS = [
+    ("Q4_0", 128),
+    ("Q4_1", 32),
+    ("MXFP4", 32),
+    ("INT8", 16),
+    ("INT8", 128),
+    ("FP8", 128),
+    ("int8", 0),
+    ("int4", 0),
+]
 
 
 @untraced
 @pytest.mark.parametrize("dtype", TYPES[:2])
-@pytest.mark.parametrize(("kind", "num_rows"), [
-    ("softmax", 1), ("softmax", 23), ("normed", 70), ("one", 9), ("every", 2), ("sigmoid", 40), ("sigmoid", 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "num_rows"),
+    [
+        ("softmax", 1),
+        ("softmax", 23),
+        ("normed", 70),
+        ("one", 9),
+        ("every", 2),
+        ("sigmoid", 40),
+        ("sigmoid", 1),
+    ],
+)
 def test_triton(kind: str, num_rows: int, dtype: str) -> None:
     routing, ops = ROUTINGS[kind], TritonOps(DEVICE, dtype)
     change = list(LOGITS.values())[num_rows % len(LOGITS)]
@@ -41,7 +59,9 @@ def test_triton(kind: str, num_rows: int, dtype: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_formats_on_triton(kind: tuple[str, int], num_rows: int) -> None:
     """Codes of 4 and 8 bits in groups, with and without minima, and rows with a scale."""
-    routing, (name, group_size), hidden = ROUTINGS["softmax"], kind, 64
+    routing = ROUTINGS["softmax"]
+    (name, group_size) = kind
+    hidden = 64
     x, logits, gate_up, down, _ = make(routing, num_rows, width=128, hidden=hidden)
     if group_size:
         shapes = [each.shape[1:] for each in (gate_up, down)]
@@ -66,11 +86,15 @@ def test_biases_on_triton(num_rows: int) -> None:
 @pytest.mark.parametrize("num_rows", [1, 40])
 def test_adapters_of_experts(num_rows: int) -> None:
     """Against the reference, for rows of several adapters and of none. The second adapter lacks some experts."""
-    routing, found, random = ROUTINGS["normed"], [], np.random.default_rng(num_rows)
+    routing = ROUTINGS["normed"]
+    found = []
+    random = np.random.default_rng(num_rows)
     x, logits, gate_up, down, shared = (each.to(DEVICE) for each in make(routing, num_rows))
     rows = torch.from_numpy(random.integers(0, 4, num_rows)).to(DEVICE)
     rows[0] = 1
-    pairs = [(len(each) * part, outputs, inputs) for each, part, outputs, inputs in ((gate_up, 2, 48, 96), (down, 1, 96, 48))]
+    pairs = [
+        (len(each) * part, outputs, inputs) for each, part, outputs, inputs in ((gate_up, 2, 48, 96), (down, 1, 96, 48))
+    ]
     matrices: list[dict[str, LowRank]] = [{}, {}]
     for number, (num, outputs, inputs) in enumerate(pairs):
         for i in range(num):
@@ -98,7 +122,8 @@ def test_adapters_of_experts(num_rows: int) -> None:
 @pytest.mark.parametrize("tile_rows", [16, 64])
 @pytest.mark.parametrize(("num_rows", "num_experts", "num_chosen"), [(2, 3, 3), (33, 200, 5), (700, 6, 2)])
 def test_order_of_places(num_rows: int, num_experts: int, num_chosen: int, tile_rows: int) -> None:
-    """Each place is once in a tile of its expert; what a tile has beyond them is no place, and tiles beyond are no expert's."""
+    """Each place is once in a tile of its expert; what a tile has beyond them is no place, and tiles beyond are no
+    expert's."""
     routing, num_places = Routing[torch.Tensor](num_experts, num_chosen), num_rows * num_chosen
     logits = torch.randn(num_rows, num_experts, generator=torch.Generator().manual_seed(num_rows))
     logits[:, 0] += 3  # one expert has most rows

@@ -30,7 +30,16 @@ from archerfish.store.quantiser import find_grid, make_row  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 Tensor = torch.Tensor
-KINDS = [("Q4_0", 32), ("Q4_0", 128), ("Q4_1", 64), ("Q4_K", 32), ("Q8_0", 32), ("Q6_K", 16), ("INT8", 128), ("Q4_0", 256)]
+KINDS = [
+    ("Q4_0", 32),
+    ("Q4_0", 128),
+    ("Q4_1", 64),
+    ("Q4_K", 32),
+    ("Q8_0", 32),
+    ("Q6_K", 16),
+    ("INT8", 128),
+    ("Q4_0", 256),
+]
 KINDS += [("INT8", 512), ("MXFP4", 32)]
 if HAS_CUDA:  # the interpreter does not have FP8
     KINDS += [("FP8", 128), ("FP8", 512)]
@@ -74,7 +83,9 @@ def test_linear(kind: tuple[str, int], dtype: str, num_rows: int, monkeypatch: p
 def test_normed_and_gated(num_rows: int, kind: tuple[str, int], gate: Activation | None) -> None:
     ops, reference = TritonOps(DEVICE, "float16"), TorchOps(DEVICE)
     weight, wide = weights(kind, 24, "float16", num_parts=2)
-    x, other, norm = random(num_rows, 512), random(num_rows, 512), random(512) / 8
+    x = random(num_rows, 512)
+    other = random(num_rows, 512)
+    norm = random(512) / 8
     for before in (None, other):
         y, total = ops.normed_linear(x, norm, 1e-3, weight, residual=before, gate=gate)
         assert y.dtype == torch.float16 and y.shape == (num_rows, 24 if gate else 48)
@@ -134,7 +145,9 @@ def test_many_rows_become_bytes(kind: str, num_outputs: int) -> None:
 @pytest.mark.parametrize("gate", [None, "silu"])
 def test_norms_of_many_rows_give_bytes(gate: Activation | None, kind: str) -> None:
     ops, weight, matrix = bytes_weight(kind, 64, num_parts=2)
-    x, other, norm = random(40, 512), random(40, 512), random(512) / 8
+    x = random(40, 512)
+    other = random(40, 512)
+    norm = random(512) / 8
     y, total = ops.normed_linear(x, norm, 1e-3, weight, residual=other, gate=gate)
     assert torch.equal(total, x + other) and y.dtype == torch.bfloat16
     normed = TorchOps(DEVICE).rms_norm(total, norm, 1e-3)[0]
@@ -164,11 +177,17 @@ def stored_weights(weights: dict[str, Tensor], quant_type: str, group_size: int)
     return found
 
 
-@pytest.mark.parametrize(("model", "kind"), [
-    ("decoder", ("Q4_1", 32)), ("rwkv7", ("Q4_0", 64)),
-    *[pytest.param(model, kind, marks=pytest.mark.slow)
-      for model, kind in (("decoder", ("Q4_0", 64)), ("decoder", ("INT8", 32)), ("rwkv7", ("INT8", 32)))],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        ("decoder", ("Q4_1", 32)),
+        ("rwkv7", ("Q4_0", 64)),
+        *[
+            pytest.param(model, kind, marks=pytest.mark.slow)
+            for model, kind in (("decoder", ("Q4_0", 64)), ("decoder", ("INT8", 32)), ("rwkv7", ("INT8", 32)))
+        ],
+    ],
+)
 def test_models(model: str, kind: tuple[str, int], tmp_path: Path) -> None:
     """Prompts, parts of prompts, decodes, and both beside one another."""
     make_driver: Any = Driver if model == "decoder" else RecurrentDriver
@@ -181,7 +200,9 @@ def test_models(model: str, kind: tuple[str, int], tmp_path: Path) -> None:
     tokens = np.random.default_rng(3).integers(3, 60, (2, 40)).tolist()
     given = stored_weights(weights, *kind)
     assert sum(isinstance(each, StoredTensor) for each in given.values()) >= 4
-    expected, ours = (make_driver(ops, given, config, tokens) for ops in (TorchOps(DEVICE), TritonOps(DEVICE, "float32")))
+    expected, ours = (
+        make_driver(ops, given, config, tokens) for ops in (TorchOps(DEVICE), TritonOps(DEVICE, "float32"))
+    )
     for work in ([(0, 20)], [(0, 1), (1, 5)], [(1, 1), (0, 2)]):
         for found, right in zip(ours.step(work), expected.step(work), strict=True):
             torch.testing.assert_close(found, right, atol=1e-3, rtol=1e-3)

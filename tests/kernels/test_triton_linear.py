@@ -18,18 +18,26 @@ from archerfish.kernels.triton.linear import Int8RowsWeight, PlainRowsWeight, Ro
 from archerfish.kernels.triton.tiles import MAX_ADDED_ROWS, SHARED_BYTES, LinearTile, add_tile, tile_of  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
 
-pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
+pytestmark = [
+    untraced,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]  # numpy's, where the interpreter meets infinity
 Tensor = torch.Tensor
 ROWS = [1, 2, 3, 4, 5, 8, 16, 32]
 FORMATS = [PLAIN, Int8Rows()]
 MAX_ROWS = PlainRowsWeight.max_rows
 TILES = [
-    LinearTile(4, 64, 4, 1), LinearTile(2, 32, 2, 3), LinearTile(8, 512, 4, 1), LinearTile(16, 64, 4, 2, is_dot=True),
+    LinearTile(4, 64, 4, 1),
+    LinearTile(2, 32, 2, 3),
+    LinearTile(8, 512, 4, 1),
+    LinearTile(16, 64, 4, 2, is_dot=True),
     LinearTile(16, 128, 8, 3, is_dot=True),
 ]
 HALVES = [dtype for dtype in TYPES if dtype != "float32"]
 STREAMS = [
-    LinearTile(4, 0, 1, 2, num_programs=3), LinearTile(1, 0, 2, 3, num_programs=5), LinearTile(2, 0, 1, 1, num_programs=100),
+    LinearTile(4, 0, 1, 2, num_programs=3),
+    LinearTile(1, 0, 2, 3, num_programs=5),
+    LinearTile(2, 0, 1, 1, num_programs=100),
 ]
 
 
@@ -70,13 +78,21 @@ def test_linear(num_rows: int, size: tuple[int, int], dtype: str, weight_format:
     combine([*TILES, *STREAMS], [128, 200], [None, "silu"], TYPES, FORMATS),
 )
 def test_every_tile_gives_the_same(
-    tile: LinearTile, width: int, gate: Activation | None, dtype: str, weight_format: WeightFormat,
+    tile: LinearTile,
+    width: int,
+    gate: Activation | None,
+    dtype: str,
+    weight_format: WeightFormat,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Outputs that fill the last tile, and outputs that do not. Streams read several tiles in one program."""
-    ops, reference, num_rows = TritonOps(DEVICE, dtype), TorchOps(DEVICE), 1 if tile.num_programs else 3
+    ops = TritonOps(DEVICE, dtype)
+    reference = TorchOps(DEVICE)
+    num_rows = 1 if tile.num_programs else 3
     monkeypatch.setattr(RowsWeight, "tile", tile)
-    x, other, norm = random(num_rows, width, dtype=dtype), random(num_rows, width, dtype=dtype), random(width)
+    x = random(num_rows, width, dtype=dtype)
+    other = random(num_rows, width, dtype=dtype)
+    norm = random(width)
     for num_outputs in (16, 22):
         weight, wide = weights(num_outputs, width, dtype, has_bias=True, weight_format=weight_format)
         residual = random(num_rows, num_outputs, dtype=dtype)
@@ -95,7 +111,9 @@ def test_every_tile_gives_the_same(
 @pytest.mark.usefixtures("_no_torch_products")
 def test_every_tile_takes_rows_in_float32(tile: LinearTile, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum of the layers is normalised for a product, and a product is added to it, unrounded."""
-    ops, reference, num_rows = TritonOps(DEVICE, dtype), TorchOps(DEVICE), 1 if tile.num_programs else 3
+    ops = TritonOps(DEVICE, dtype)
+    reference = TorchOps(DEVICE)
+    num_rows = 1 if tile.num_programs else 3
     monkeypatch.setattr(RowsWeight, "tile", tile)
     gates: list[Activation | None] = [None, "silu"]
     residual, norm = random(num_rows, 100), random(100)
@@ -132,7 +150,9 @@ def test_sums_in_float32_stay_so(num_rows: int, has_bias: bool, weight_format: W
     assert (y.data_ptr() == residual.data_ptr()) == (is_many and not has_bias)
 
 
-@pytest.mark.parametrize(("activation", "has_residual", "num_rows"), combine(get_args(Activation), [True, False], [2, 6]))
+@pytest.mark.parametrize(
+    ("activation", "has_residual", "num_rows"), combine(get_args(Activation), [True, False], [2, 6])
+)
 @pytest.mark.usefixtures("_no_torch_products")
 def test_bias_activation_and_residual(
     activation: Activation, has_residual: bool, num_rows: int, monkeypatch: pytest.MonkeyPatch
@@ -206,7 +226,9 @@ def packed_matrix(matrix: Tensor) -> Tensor:
 @pytest.mark.parametrize("num_rows", [4, 16])
 def test_a_row_does_not_depend_on_the_others(num_rows: int) -> None:
     ops = TritonOps(DEVICE, "float16")
-    x, residual, norm = random(num_rows, 96, dtype="float16"), random(num_rows, 96, dtype="float16"), random(96)
+    x = random(num_rows, 96, dtype="float16")
+    residual = random(num_rows, 96, dtype="float16")
+    norm = random(96)
     weight, _ = weights(40, 96, "float16")
     y, _ = ops.normed_linear(x, norm, 1e-5, weight, residual=residual, gate="silu")
     x[1:], residual[1:] = float("nan"), float("inf")
@@ -294,7 +316,9 @@ def test_products_can_be_captured(num_rows: int, adds: bool) -> None:
 
     adds: layers are added up in float32, in one memory if there are many rows; else the next norm adds.
     """
-    ops, norm, table = TritonOps(DEVICE, "bfloat16"), 1 + 0.1 * random(512), random(100, 512, dtype="bfloat16")
+    ops = TritonOps(DEVICE, "bfloat16")
+    norm = 1 + 0.1 * random(512)
+    table = random(100, 512, dtype="bfloat16")
     up, down = weights(4096, 512, "bfloat16")[0], weights(512, 2048, "bfloat16")[0]
     head, ids = weights(3000, 512, "bfloat16")[0], torch.arange(num_rows, device=DEVICE)
 

@@ -31,7 +31,10 @@ from tests.models import recurring  # isort: skip
 from tests.models.decoding import Driver, make, random_tokens  # isort: skip
 from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, Size, StepDriver, use_recurrent  # isort: skip
 
-pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
+pytestmark = [
+    untraced,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]  # numpy's, where the interpreter meets infinity
 Tensor = torch.Tensor
 Model = tuple[Mapping[str, Any], Mapping[str, Tensor]]
 INT8 = Int8Rows()
@@ -96,7 +99,13 @@ class Decodes:
     """
 
     def __init__(
-        self, ops: TorchOps, model: Model, num_rows: int, num_real: int, recurrent: RecurrentOps[Tensor] | None = None, *,
+        self,
+        ops: TorchOps,
+        model: Model,
+        num_rows: int,
+        num_real: int,
+        recurrent: RecurrentOps[Tensor] | None = None,
+        *,
         weight_format: WeightFormat = PLAIN,
     ) -> None:
         self.ops, self.num_real = ops, num_real
@@ -111,7 +120,9 @@ class Decodes:
         words[Input.POSITION] = FILLING_POSITION
         blocks = np.random.default_rng(num_rows).permutation(NUM_BLOCKS).tolist()
         for row in range(num_real):
-            source, other, kind = blocks.pop(), blocks.pop(), row % 3
+            source = blocks.pop()
+            other = blocks.pop()
+            kind = row % 3
             for memory in (self.memory.wkv, self.memory.inputs):
                 memory[1 + source] = torch.randn(memory.shape[1:]).to(memory)
             words[Input.TOKEN, row], words[Input.POSITION, row] = 7 + row, 0 if kind == 2 else 9
@@ -126,7 +137,12 @@ class Decodes:
 
 
 def decodes_of(
-    model: Model, num_rows: int, num_real: int = 0, *, dtype: str = "float32", parts_rows: int = 64,
+    model: Model,
+    num_rows: int,
+    num_real: int = 0,
+    *,
+    dtype: str = "float32",
+    parts_rows: int = 64,
     weight_format: WeightFormat = PLAIN,
 ) -> Decodes:
     ops = MixOps(DEVICE, dtype)
@@ -150,13 +166,20 @@ def check(decodes: Decodes, reference: Decodes, tolerance: float) -> None:
 @pytest.mark.parametrize(
     ("name", "num_rows", "num_real", "parts_rows", "weight_format"),
     [
-        ("tiny", 1, 1, 64, PLAIN), ("tiny", 2, 1, 64, PLAIN), ("odd", 4, 4, 64, PLAIN), ("odd", 1, 1, 64, INT8),
-        ("tiny", 3, 3, 64, INT8), ("tiny", 9, 7, 64, PLAIN), ("tiny", 9, 9, 8, PLAIN), ("odd", 9, 9, 64, PLAIN),
-        ("odd", 9, 9, 8, INT8), ("tiny", 9, 9, 64, INT8),
+        ("tiny", 1, 1, 64, PLAIN),
+        ("tiny", 2, 1, 64, PLAIN),
+        ("odd", 4, 4, 64, PLAIN),
+        ("odd", 1, 1, 64, INT8),
+        ("tiny", 3, 3, 64, INT8),
+        ("tiny", 9, 7, 64, PLAIN),
+        ("tiny", 9, 9, 8, PLAIN),
+        ("odd", 9, 9, 64, PLAIN),
+        ("odd", 9, 9, 8, INT8),
+        ("tiny", 9, 9, 64, INT8),
         *(pytest.param("tiny", *case, 64, PLAIN, marks=pytest.mark.slow) for case in ((3, 3), (4, 2))),
         pytest.param("odd", 1, 1, 64, PLAIN, marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 @pytest.mark.usefixtures("_fused_only", "_few_programs")
 def test_decodes(
     name: str, num_rows: int, num_real: int, parts_rows: int, weight_format: WeightFormat, models: dict[str, Model]
@@ -169,7 +192,9 @@ def test_decodes(
 @pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
 @pytest.mark.parametrize(("num_rows", "num_kernels"), [(2, 5), (FEW_ROWS + 1, 8)])
 @pytest.mark.usefixtures("_fused_only")
-def test_kernels_of_a_layer(num_rows: int, num_kernels: int, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_a_layer(
+    num_rows: int, num_kernels: int, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
     executor: Any = importlib.import_module("triton.runtime.interpreter").GridExecutor
     launch = spy_on(monkeypatch, executor, "__call__")
     ours = Decodes(TritonOps(DEVICE, "float32"), models["tiny"], num_rows, num_rows)
@@ -215,7 +240,8 @@ def test_a_row_does_not_depend_on_the_others(num_rows: int, models: dict[str, Mo
 
 @pytest.mark.usefixtures("_few_programs")
 def test_decodes_among_other_steps(models: dict[str, Model]) -> None:
-    """Golden logits of the package rwkv: a prompt, decodes over the ends of blocks, decodes beside a prompt, wanted rows."""
+    """Golden logits of the package rwkv: a prompt, decodes over the ends of blocks, decodes beside a prompt, wanted
+    rows."""
     config, weights = models["tiny"]
     golden = torch.from_numpy(np.load(GOLDEN))
     ops, tokens = MixOps(DEVICE), recurring.random_tokens(SIZES["tiny"], 3, 100)
@@ -227,7 +253,8 @@ def test_decodes_among_other_steps(models: dict[str, Model]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "weight_format"), [("time.key", INT8), ("channel.key", INT8), ("time.decay.up", PLAIN), ("time.decay.up", INT8)]
+    ("name", "weight_format"),
+    [("time.key", INT8), ("channel.key", INT8), ("time.decay.up", PLAIN), ("time.decay.up", INT8)],
 )
 def test_layers_whose_weights_differ_are_not_fused(
     name: str, weight_format: WeightFormat, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch
@@ -329,7 +356,8 @@ def check_nearer(drivers: Sequence[StepDriver], *, keeps_last: bool = True) -> N
 
 @pytest.mark.usefixtures("_few_programs")
 @pytest.mark.parametrize(
-    ("kind", "keeps_last"), [("llama", True), ("llama", False), ("llama-biases", True), ("qwen3", True), ("gemma2", True)]
+    ("kind", "keeps_last"),
+    [("llama", True), ("llama", False), ("llama-biases", True), ("qwen3", True), ("gemma2", True)],
 )
 def test_decoders_are_nearer_to_float32_than_with_rounded_sums(kind: str, keeps_last: bool) -> None:
     model, config = make(kind)
@@ -358,5 +386,7 @@ def test_decodes_of_rwkv7(num_rows: int, models: dict[str, Model]) -> None:
 def test_other_steps_of_rwkv7(models: dict[str, Model]) -> None:
     config, weights = models["tiny"][0], rounded(models["tiny"][1])
     tokens, ours = recurring.random_tokens(SIZES["tiny"], 2, 40), WatchedOps()
-    check_nearer([RecurrentDriver(ops, weights, config, tokens, recurrent=TorchRecurrentOps(ops)) for ops in backends(ours)])
+    check_nearer(
+        [RecurrentDriver(ops, weights, config, tokens, recurrent=TorchRecurrentOps(ops)) for ops in backends(ours)]
+    )
     assert set(ours.sums) == {torch.float32}

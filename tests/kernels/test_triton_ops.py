@@ -13,20 +13,35 @@ from archerfish.kernels.torch.reference import TorchOps  # isort: skip
 from archerfish.kernels.triton.ops import FLOAT32_WIDTH, TritonOps  # isort: skip
 from tests.kernels.paged import check_copied_blocks  # isort: skip
 
-pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
+pytestmark = [
+    untraced,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]  # numpy's, where the interpreter meets infinity
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "rotary_dim", "normed", "block_size", "is_interleaved"),
     [
-        (4, 2, 64, 64, "", 16, False), (6, 2, 128, 128, "heads", 1, False), (3, 3, 96, 96, "heads", 4, True),
-        (8, 1, 64, 16, "", 64, True), (4, 4, 80, 20, "heads", 16, False), (9, 3, 64, 0, "heads", 16, False),
-        (2, 1, 16, 0, "", 256, False), (3, 3, 80, 20, "all", 16, False), (6, 2, 64, 64, "all", 4, True),
+        (4, 2, 64, 64, "", 16, False),
+        (6, 2, 128, 128, "heads", 1, False),
+        (3, 3, 96, 96, "heads", 4, True),
+        (8, 1, 64, 16, "", 64, True),
+        (4, 4, 80, 20, "heads", 16, False),
+        (9, 3, 64, 0, "heads", 16, False),
+        (2, 1, 16, 0, "", 256, False),
+        (3, 3, 80, 20, "all", 16, False),
+        (6, 2, 64, 64, "all", 4, True),
     ],
 )
 def test_store_kv(
-    num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int, normed: str, block_size: int, is_interleaved: bool,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    normed: str,
+    block_size: int,
+    is_interleaved: bool,
     dtype: str,
 ) -> None:
     heads = HeadShape(num_heads, num_kv_heads, head_dim, 1.0)
@@ -81,7 +96,9 @@ def test_rms_norm_of_sums_in_float32(
 ) -> None:
     """The sum is not rounded, what is normalised has the compute type."""
     x, weight = random(3, 2 * 300, dtype=dtype if x_type == "half" else x_type)[:, :300] * 3, random(300)
-    residual = None if residual_type is None else random(3, 300, dtype=dtype if residual_type == "half" else residual_type)
+    residual = (
+        None if residual_type is None else random(3, 300, dtype=dtype if residual_type == "half" else residual_type)
+    )
     expected, expected_total = TorchOps(DEVICE, dtype).rms_norm(x, weight, 1e-2, residual=residual)
     monkeypatch.setattr(TorchOps, "rms_norm", None)
     normed, total = TritonOps(DEVICE, dtype).rms_norm(x, weight, 1e-2, residual=residual)
@@ -113,8 +130,10 @@ def test_wider_rows_and_other_types_are_left_to_torch() -> None:
     x = random(2, 16400)
     ops = TritonOps(DEVICE, "float32")
     torch.testing.assert_close(
-        ops.rms_norm(x, torch.ones(16400, device=DEVICE), 1e-5)[0], x / x.square().mean(-1, keepdim=True).sqrt(),
-        atol=1e-4, rtol=1e-4,
+        ops.rms_norm(x, torch.ones(16400, device=DEVICE), 1e-5)[0],
+        x / x.square().mean(-1, keepdim=True).sqrt(),
+        atol=1e-4,
+        rtol=1e-4,
     )
     double = ops.rms_norm(x[:, :64].double(), torch.ones(64, device=DEVICE), 1e-5, residual=x[:, :64])[1]
     assert double.dtype == torch.float64

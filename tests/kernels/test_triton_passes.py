@@ -25,8 +25,13 @@ from archerfish.runtime.batch import build_batch  # isort: skip
 
 pytestmark = untraced
 Tensor = torch.Tensor
-BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS, NUM_SEQUENCES = 4, 100, 30, 3
-BLOCKS = np.random.default_rng(3).permutation(np.arange(1, NUM_BLOCKS))[: NUM_SEQUENCES * MAX_BLOCKS]  # 0 belongs to none
+BLOCK_SIZE = 4
+NUM_BLOCKS = 100
+MAX_BLOCKS = 30
+NUM_SEQUENCES = 3
+BLOCKS = np.random.default_rng(3).permutation(np.arange(1, NUM_BLOCKS))[
+    : NUM_SEQUENCES * MAX_BLOCKS
+]  # 0 belongs to none
 TABLES = BLOCKS.reshape(NUM_SEQUENCES, MAX_BLOCKS)
 TOKENS = [[3 + (7 * i + i * i + 5 * row) % 90 for i in range(110)] for row in range(NUM_SEQUENCES)]
 Spans = list[tuple[int, int, int]]  # row, begin and end of the new tokens of sequences, decodes first
@@ -34,10 +39,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16, "num_hidden_layers": 1},
     "windowed": {
-        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 9, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 1,
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 9,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "num_hidden_layers": 1,
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +73,10 @@ class Passes:
             self.layers.append(layer)
 
     def of_host(self, spans: Spans, keeps_all: bool) -> Tensor:
-        tokens, blocks = [TOKENS[row][start:end] for row, start, end in spans], [TABLES[row].tolist() for row, _, _ in spans]
+        tokens, blocks = (
+            [TOKENS[row][start:end] for row, start, end in spans],
+            [TABLES[row].tolist() for row, _, _ in spans],
+        )
         with torch.inference_mode():
             batch = build_batch(
                 self.ops, tokens=tokens, starts=[start for _, start, _ in spans], blocks=blocks, block_size=BLOCK_SIZE
@@ -74,7 +87,10 @@ class Passes:
 
     def of_device(self, size: PassSize, steps: list[Spans], keeps_all: bool) -> list[Tensor]:
         """Passes of a size, one after the other."""
-        inputs, state = self.ops.tensor(np.zeros(size.num_words, dtype=np.int64)), self.ops.new_decode_state(3, MAX_BLOCKS)
+        inputs, state = (
+            self.ops.tensor(np.zeros(size.num_words, dtype=np.int64)),
+            self.ops.new_decode_state(3, MAX_BLOCKS),
+        )
         self.ops.set_tables(state, np.arange(NUM_SEQUENCES), TABLES)
 
         def step() -> Tensor:
@@ -89,7 +105,9 @@ class Passes:
                 words = np.zeros(size.num_words, dtype=np.int64)
                 columns = words[: NUM_INPUTS * size.num_columns].reshape(NUM_INPUTS, -1)
                 tokens = words[NUM_INPUTS * size.num_columns :]
-                columns[Input.ROW], columns[Input.POSITION], columns[Input.COUNT, : size.num_decodes] = NUM_SEQUENCES, -1, 1
+                columns[Input.ROW] = NUM_SEQUENCES
+                columns[Input.POSITION] = -1
+                columns[Input.COUNT, : size.num_decodes] = 1
                 num_decodes, place = sum(end - start == 1 for _, start, end in spans), size.num_decodes
                 own = [i if i < num_decodes else i - num_decodes + size.num_decodes for i in range(len(spans))]
                 for column, (row, start, end) in zip(own, spans, strict=True):
@@ -174,7 +192,9 @@ def test_the_token_behind_the_last_row_of_a_sequence_is_remembered() -> None:
     ops, size = TorchOps("cpu", "float32"), PassSize(1, 2, 8)
     state, words = ops.new_decode_state(3, MAX_BLOCKS), np.zeros(size.num_words, dtype=np.int64)
     columns = words[: NUM_INPUTS * 3].reshape(NUM_INPUTS, 3)
-    columns[Input.ROW], columns[Input.POSITION], columns[Input.COUNT] = (2, 0, 1), (9, 5, 7), (1, 3, 2)
+    columns[Input.ROW] = (2, 0, 1)
+    columns[Input.POSITION] = (9, 5, 7)
+    columns[Input.COUNT] = (1, 3, 2)
     columns[Input.KEY] = 10, 20, 30
     _, sampling, chosen = ops.pass_batch(ops.tensor(words), size, state, BLOCK_SIZE, keeps_all=True)
     assert sampling.keys is not None and sampling.positions is not None

@@ -1,7 +1,7 @@
 """Sampling by the Triton kernels against the reference in torch and against plain numpy.
 
-The last tests have rows that choose from a range of the vocabulary. In the interpreter a cut row takes a twentieth of a second,
-so that there the tests have few rows.
+The last tests have rows that choose from a range of the vocabulary. In the interpreter a cut row takes a twentieth of a
+second, so that there the tests have few rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ Tensor = torch.Tensor
 NUM_DRAWS = 60 if HAS_CUDA else 5
 
 
-def batch_of(rows: list[dict[str, Any]], *, seeds: list[int] | None = None, position: int = 11) -> SamplingBatch[Tensor]:
+def batch_of(
+    rows: list[dict[str, Any]], *, seeds: list[int] | None = None, position: int = 11
+) -> SamplingBatch[Tensor]:
     """All parameters of all rows, as a captured graph has them."""
     full = [{**OFF, **row} for row in rows]
     seeds = seeds or list(range(len(rows)))
@@ -48,7 +50,8 @@ def batch_of(rows: list[dict[str, Any]], *, seeds: list[int] | None = None, posi
         positions=column([position] * len(rows), torch.int64),
         min_p=column([row["min_p"] for row in full], torch.float64),
         cuts=Cuts(
-            torch.arange(len(rows), device=DEVICE), column([row["top_k"] or TOP_K_OFF for row in full], torch.int64),
+            torch.arange(len(rows), device=DEVICE),
+            column([row["top_k"] or TOP_K_OFF for row in full], torch.int64),
             column([row["top_p"] if row["top_p"] < 1 else math.inf for row in full], torch.float64),
         ),
     )
@@ -80,7 +83,8 @@ def test_every_combination_of_options(vocab_size: int, part: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "scale"), [(5003, 0.0), (5003, 0.2), (5003, 6.0), *([(151_936, 1.0), (151_936, 4.0)] if HAS_CUDA else [])]
+    ("vocab_size", "scale"),
+    [(5003, 0.0), (5003, 0.2), (5003, 6.0), *([(151_936, 1.0), (151_936, 4.0)] if HAS_CUDA else [])],
 )
 def test_flat_and_steep_logits(vocab_size: int, scale: float) -> None:
     rows = CUTS if HAS_CUDA else CUTS[int(scale) % 4 :: 4]
@@ -93,7 +97,12 @@ def test_flat_and_steep_logits(vocab_size: int, scale: float) -> None:
 def test_rows_with_more_tokens_than_a_list_holds(capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_sampling, "CAPACITY", capacity)
     rows: list[dict[str, Any]] = [
-        {"top_p": 0.9}, {"top_k": 15}, {"top_k": 1800, "top_p": 0.6}, {"min_p": 0.001}, {"top_k": 17, "min_p": 0.1}, {}
+        {"top_p": 0.9},
+        {"top_k": 15},
+        {"top_k": 1800, "top_p": 0.6},
+        {"min_p": 0.001},
+        {"top_k": 17, "min_p": 0.1},
+        {},
     ]
     assert_draws_are_right(random_logits(len(rows), 4100, 1.0, is_rounded=True), rows)
 
@@ -220,11 +229,17 @@ def test_masked_tokens_are_never_drawn() -> None:
 
 VOCAB = 5003
 RANGED: list[tuple[dict[str, Any], tuple[int, int, int]]] = [
-    ({}, (0, VOCAB, 0)), ({}, (1020, 1030, 5)), ({"temperature": 0}, (2000, 4100, -2000)),
-    ({"top_k": 20, "top_p": 0.95}, (0, 4096, 907)), ({"top_k": 80, "top_p": 0.95}, (0, 4097, 0)),
-    ({}, (4998, 4999, 0)), ({"top_p": 0.8}, (1023, 1025, 0)),
-    ({"min_p": 0.05}, (3000, VOCAB, 1)), ({"top_k": 5}, (1500, 1503, 0)), ({"top_k": 3000, "top_p": 0.7}, (1000, 4500, 9)),
-]  # fmt: skip
+    ({}, (0, VOCAB, 0)),
+    ({}, (1020, 1030, 5)),
+    ({"temperature": 0}, (2000, 4100, -2000)),
+    ({"top_k": 20, "top_p": 0.95}, (0, 4096, 907)),
+    ({"top_k": 80, "top_p": 0.95}, (0, 4097, 0)),
+    ({}, (4998, 4999, 0)),
+    ({"top_p": 0.8}, (1023, 1025, 0)),
+    ({"min_p": 0.05}, (3000, VOCAB, 1)),
+    ({"top_k": 5}, (1500, 1503, 0)),
+    ({"top_k": 3000, "top_p": 0.7}, (1000, 4500, 9)),
+]
 
 
 def ranges_of(rows: list[tuple[int, int, int]]) -> Ranges[Tensor]:
@@ -257,9 +272,14 @@ def test_a_greedy_batch_stays_in_its_ranges() -> None:
 
 def test_logits_beside_a_range_are_not_looked_at() -> None:
     logits = torch.zeros(3, VOCAB, device=DEVICE)
-    logits[0, 20:], logits[1, 20:], logits[2, :20] = math.nan, math.inf, -math.inf
+    logits[0, 20:] = math.nan
+    logits[1, 20:] = math.inf
+    logits[2, :20] = -math.inf
     ranges = ranges_of([(0, 20, 7)] * 3)
-    for batch in (SamplingBatch(ranges=ranges), *(replace(batch_of([o] * 3), ranges=ranges) for o in ({}, {"top_k": 4}))):
+    for batch in (
+        SamplingBatch(ranges=ranges),
+        *(replace(batch_of([o] * 3), ranges=ranges) for o in ({}, {"top_k": 4})),
+    ):
         report = TritonOps(DEVICE, "float32").sample(logits, batch).report.tolist()
         assert report[1] == [CHOSEN, CHOSEN, NONE_LEFT] and report[0][2] == 0
         assert all(7 <= token < 27 for token in report[0][:2])
@@ -303,7 +323,9 @@ def test_penalties_and_masks_are_the_references() -> None:
         rows, *given = (ops.tensor(np.array(values)) for values in ([0, 2, 3], slots, *factors))
         penalties = Penalties(rows, counts, slots, *given)
         masks = Masks(ops.tensor(np.array([3, 1])), ops.tensor(bits))
-        changed = ops._sampling._adjusted(logits, SamplingBatch(masks=masks, penalties=penalties))[:, :size].cpu().clone()
+        changed = (
+            ops._sampling._adjusted(logits, SamplingBatch(masks=masks, penalties=penalties))[:, :size].cpu().clone()
+        )
         tokens = ops.sample(logits, SamplingBatch(masks=masks, penalties=penalties)).tokens.tolist()
         drawn.append((changed, counts.counts.cpu(), tokens))
     torch.testing.assert_close(drawn[0][0], drawn[1][0], rtol=1e-6, atol=1e-6)

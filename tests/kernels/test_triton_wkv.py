@@ -24,7 +24,9 @@ from tests.kernels.wkv_cases import WHOLE, MixCase, make_case  # isort: skip
 
 pytestmark = [untraced]
 Tensor = torch.Tensor
-DECODES, MIXED, LONG = [1, 1, 1], [1, 1, 5, 33], [40, 16]
+DECODES = [1, 1, 1]
+MIXED = [1, 1, 5, 33]
+LONG = [40, 16]
 NEVER = 1 << 30
 if HAS_CUDA:
     MIXED, LONG = [1, 1, 5, 33, 700], [2000, 16, 333]
@@ -33,17 +35,23 @@ if HAS_CUDA:
 def both(case: MixCase, dtype: str, min_chunked: int, tolerance: float) -> None:
     """Output and states; the reference in float32."""
     states, expected_states = case.states.clone(), case.states.clone()
-    out = TritonRecurrentOps(TorchOps(DEVICE, dtype), min_chunked).mix_heads(case.inputs, case.weights, states, case.batch)
+    out = TritonRecurrentOps(TorchOps(DEVICE, dtype), min_chunked).mix_heads(
+        case.inputs, case.weights, states, case.batch
+    )
     expected = TorchRecurrentOps(TorchOps(DEVICE)).mix_heads(case.inputs, case.weights, expected_states, case.batch)
     assert out.dtype == case.inputs.value.dtype
     num_tokens = case.batch.num_tokens
     scale = float(expected[:num_tokens].float().abs().max())
-    torch.testing.assert_close(out[:num_tokens].float(), expected[:num_tokens].float(), atol=tolerance * scale, rtol=tolerance)
+    torch.testing.assert_close(
+        out[:num_tokens].float(), expected[:num_tokens].float(), atol=tolerance * scale, rtol=tolerance
+    )
     torch.testing.assert_close(states, expected_states, atol=1e-4, rtol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("lengths", "min_chunked"), [(DECODES, NEVER), (MIXED, NEVER), (DECODES, 1), (MIXED, 1), (LONG, 1)])
+@pytest.mark.parametrize(
+    ("lengths", "min_chunked"), [(DECODES, NEVER), (MIXED, NEVER), (DECODES, 1), (MIXED, 1), (LONG, 1)]
+)
 @pytest.mark.parametrize("has_value_mix", [True, False])
 def test_mixing_heads(lengths: list[int], min_chunked: int, has_value_mix: bool, dtype: str) -> None:
     """One token after the other, and in chunks."""
@@ -60,13 +68,15 @@ def test_chunks_of_hard_inputs(options: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     ("lengths", "options"),
     [
-        ([1, 20], {"num_heads": 3, "head_dim": 16}), ([1, 20], {"num_heads": 3, "head_dim": 32}),
+        ([1, 20], {"num_heads": 3, "head_dim": 16}),
+        ([1, 20], {"num_heads": 3, "head_dim": 32}),
         *(
             (lengths, {"head_dim": 16, "block_size": block_size, "is_new": is_new})
-            for lengths in ([1, 1, 5], [1, 23, 9]) for block_size, is_new in ((4, False), (7, True))
+            for lengths in ([1, 1, 5], [1, 23, 9])
+            for block_size, is_new in ((4, False), (7, True))
         ),
     ],
-)  # fmt: skip
+)
 def test_other_heads_and_blocks(lengths: list[int], options: dict[str, Any], min_chunked: int) -> None:
     """A state is kept behind every block."""
     both(make_case(lengths, device=DEVICE, **options), "float32", min_chunked, 2e-4)
@@ -116,7 +126,9 @@ def test_rows_that_stand_for_no_sequence() -> None:
     expected = torch_ops.mix_heads(case.inputs, case.weights, expected_states, expected_batch)
     torch.testing.assert_close(out[:3], expected[:3], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(states, expected_states, atol=1e-4, rtol=1e-4, equal_nan=True)
-    x, factors, inputs = random(5, 96), random(2 * 96), random(len(states), 96)
+    x = random(5, 96)
+    factors = random(2 * 96)
+    inputs = random(len(states), 96)
     expected_inputs = inputs.clone()
     mixed = triton_ops.shift(x, inputs, batch, factors)
     for mine, theirs in zip(mixed, torch_ops.shift(x, expected_inputs, expected_batch, factors), strict=True):
@@ -152,7 +164,9 @@ class RecordingOps(TritonOps):
 @pytest.mark.skipif(HAS_CUDA, reason="kernels over the CPU's memory need the interpreter")
 def test_an_engine_gives_the_tokens_of_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole way of a recorded step: staged inputs, shifts and mixes, with filled rows and kept states."""
-    monkeypatch.setattr(ModelRunner, "warm_up", lambda *_: None)  # of all kinds of steps, which takes the interpreter long
+    monkeypatch.setattr(
+        ModelRunner, "warm_up", lambda *_: None
+    )  # of all kinds of steps, which takes the interpreter long
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     model = str(save_tiny_rwkv(tmp_path, num_hidden_layers=1, vocab_size=32))
     options: dict[str, Any] = {"dtype": "float32", "load_format": "dummy", "max_cache_tokens": 64, "block_size": 4}

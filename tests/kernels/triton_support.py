@@ -1,4 +1,5 @@
-"""What tests of Triton kernels share. They run on a GPU where there is one, else in Triton's interpreter, without bfloat16."""
+"""What tests of Triton kernels share. They run on a GPU where there is one, else in Triton's interpreter, without
+bfloat16."""
 
 from __future__ import annotations
 
@@ -59,7 +60,11 @@ def in_float32(kv: KVLayer[Tensor]) -> KVLayer[Tensor]:
 
 
 def expect_attention(
-    q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, mask: BlockMask[Tensor] | None = None,
+    q: Tensor,
+    kv: KVLayer[Tensor],
+    batch: PagedBatch[Tensor],
+    heads: HeadShape,
+    mask: BlockMask[Tensor] | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """By the reference, in float32."""

@@ -31,7 +31,9 @@ class MixCase:
         return slots
 
     def prepared(self) -> WkvInputs:
-        return prepare_heads(self.inputs, self.weights, self.batch.num_tokens, self.states.shape[1], self.states.shape[2])
+        return prepare_heads(
+            self.inputs, self.weights, self.batch.num_tokens, self.states.shape[1], self.states.shape[2]
+        )
 
 
 def one_slot_batch(
@@ -40,18 +42,34 @@ def one_slot_batch(
     """Sequences that go on from the states in their slots, and leave them there."""
     blocks = [[slot - FIRST_SLOT] for slot in slots]
     batch: RecurrentBatch[Tensor] = build_batch(
-        ops or TorchOps(), tokens=tokens, starts=[1] * len(slots), blocks=blocks, block_size=WHOLE, pack=pack_recurrent_batch,
+        ops or TorchOps(),
+        tokens=tokens,
+        starts=[1] * len(slots),
+        blocks=blocks,
+        block_size=WHOLE,
+        pack=pack_recurrent_batch,
         **options,
     )
     return batch
 
 
 def make_case(
-    lengths: Sequence[int], *, device: str = "cpu", dtype: str = "float32", num_heads: int = 2, head_dim: int = 64,
-    seed: int = 0, has_value_mix: bool = True, is_repeated: bool = False, decay: float = -1.0, num_filling: int = 0,
-    block_size: int = WHOLE, is_new: bool = False,
+    lengths: Sequence[int],
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    num_heads: int = 2,
+    head_dim: int = 64,
+    seed: int = 0,
+    has_value_mix: bool = True,
+    is_repeated: bool = False,
+    decay: float = -1.0,
+    num_filling: int = 0,
+    block_size: int = WHOLE,
+    is_new: bool = False,
 ) -> MixCase:
-    """is_repeated: every token is the same one, hardly decays and replaces all that it removes. decay: mean of its input.
+    """is_repeated: every token is the same one, hardly decays and replaces all that it removes. decay: mean of its
+    input.
 
     block_size: where sequences are cut. They begin with their second token, or with their first: is_new.
     """
@@ -70,8 +88,13 @@ def make_case(
         return (torch.randn(width) * scale + plus).to(device)
 
     inputs = HeadInputs(
-        receptance=rows(), decay=rows(0.1, -12.0) if is_repeated else rows(2.0, decay), key=rows(), value=rows(),
-        rate=rows(0.1, 12.0) if is_repeated else rows(2.0), gate=rows(), first_value=rows() if has_value_mix else None,
+        receptance=rows(),
+        decay=rows(0.1, -12.0) if is_repeated else rows(2.0, decay),
+        key=rows(),
+        value=rows(),
+        rate=rows(0.1, 12.0) if is_repeated else rows(2.0),
+        gate=rows(),
+        first_value=rows() if has_value_mix else None,
         value_mix=rows() if has_value_mix else None,
     )
     weights = HeadWeights(vector(0.2, 0.8), vector(0.2, 1.0), vector(0.3), vector(0.2, 1.0), vector(0.1), 64e-5)
@@ -80,7 +103,12 @@ def make_case(
     for first, *_ in blocks:
         states[FIRST_SLOT + first] = torch.randn(num_heads, head_dim, head_dim).to(device)
     batch = build_batch(
-        ops, tokens=[[1] * length for length in lengths], starts=[start] * len(lengths), blocks=blocks, block_size=block_size,
-        num_rows=num_tokens + num_filling, pack=pack_recurrent_batch,
+        ops,
+        tokens=[[1] * length for length in lengths],
+        starts=[start] * len(lengths),
+        blocks=blocks,
+        block_size=block_size,
+        num_rows=num_tokens + num_filling,
+        pack=pack_recurrent_batch,
     )
     return MixCase(inputs, weights, states, batch)

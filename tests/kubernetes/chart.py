@@ -17,22 +17,36 @@ import pytest
 
 yaml: Any = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[2]
-PROGRAMS = {"archerfish": [sys.executable, "-m", "archerfish"], "python": [sys.executable]}  # what is in an image's PATH
+PROGRAMS = {
+    "archerfish": [sys.executable, "-m", "archerfish"],
+    "python": [sys.executable],
+}  # what is in an image's PATH
 NAME = "fish"
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "full": {
-        "models": ["story-rwkv7", "all-minilm-l6-v2"], "config": "[serve]\naccess_log = false\n", "gpus": 2, "surge": 0,
+        "models": ["story-rwkv7", "all-minilm-l6-v2"],
+        "config": "[serve]\naccess_log = false\n",
+        "gpus": 2,
+        "surge": 0,
         "pullSecrets": ["a", "b"],
         "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}],
-        "modelVolume": {"size": "10Gi", "storageClass": "fast"}, "kernelVolume": {"claim": "kernels"},
-        "kernelArchive": "/models/kernels.tar.gz", "apiKeys": {"secret": "keys", "metricsSecret": "prometheus"},
-        "pod": {"nodeSelector": {"card": "h200"}, "tolerations": [{"operator": "Exists"}], "runtimeClassName": "nvidia"},
-        "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}}, "autoscaling": {"enabled": True},
-        "dashboard": {"enabled": True}, "alerts": {"enabled": True, "labels": {"release": "prometheus"}},
+        "modelVolume": {"size": "10Gi", "storageClass": "fast"},
+        "kernelVolume": {"claim": "kernels"},
+        "kernelArchive": "/models/kernels.tar.gz",
+        "apiKeys": {"secret": "keys", "metricsSecret": "prometheus"},
+        "pod": {
+            "nodeSelector": {"card": "h200"},
+            "tolerations": [{"operator": "Exists"}],
+            "runtimeClassName": "nvidia",
+        },
+        "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "autoscaling": {"enabled": True},
+        "dashboard": {"enabled": True},
+        "alerts": {"enabled": True, "labels": {"release": "prometheus"}},
         "service": {"type": "LoadBalancer", "port": 443},
     },
-}  # fmt: skip
+}
 VARIANTS["ray"] = {**VARIANTS["full"], "ray": {"enabled": True, "serveConfig": "applications:\n- name: fish\n"}}
 
 
@@ -68,7 +82,8 @@ def pods(manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass
 class Image:
-    """A stage of deploy/Dockerfile with all that it has of the stages before it. words: the last instruction of each name."""
+    """A stage of deploy/Dockerfile with all that it has of the stages before it. words: the last instruction of each
+    name."""
 
     env: dict[str, str] = field(default_factory=dict)
     words: dict[str, str] = field(default_factory=dict)

@@ -54,7 +54,9 @@ def test_wrong_manifests_are_refused() -> None:
             check(manifest)
 
 
-@pytest.mark.parametrize("wrong", ["replicaz=2", "image.name=fish", "drainSeconds=5", "replicas=many", "autoscaling.min=0"])
+@pytest.mark.parametrize(
+    "wrong", ["replicaz=2", "image.name=fish", "drainSeconds=5", "replicas=many", "autoscaling.min=0"]
+)
 def test_wrong_values_are_refused(wrong: str) -> None:
     done = run_helm("template", NAME, "deploy/helm", "--set", wrong)
     assert done.returncode != 0 and "values don't meet the specifications of the schema" in done.stderr
@@ -69,7 +71,8 @@ def test_linters_find_nothing() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_pods_have_what_they_name(variant: str) -> None:
-    """Red: a mount without a volume, a path outside of volumes, a variable that archerfish refuses, links of services."""
+    """Red: a mount without a volume, a path outside of volumes, a variable that archerfish refuses, links of
+    services."""
     manifests = render(VARIANTS[variant])
     named = {one["metadata"]["name"] for one in manifests} | {"kernels", "keys"}
     for pod in (template["spec"] for template in pods(manifests)):
@@ -161,5 +164,8 @@ def test_ray_gets_the_applications_as_they_are_and_a_token() -> None:
     ray = of_kind(manifests, "RayService")["spec"]
     assert yaml.safe_load(ray["serveConfigV2"]) == {"applications": [{"name": "fish"}]}
     assert ray["rayClusterConfig"]["authOptions"] == {"mode": "token"}
-    assert pods(manifests)[1]["spec"]["containers"][0]["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http"}
+    assert pods(manifests)[1]["spec"]["containers"][0]["readinessProbe"]["httpGet"] == {
+        "path": "/ready",
+        "port": "http",
+    }
     assert "--set-file" in run_helm("template", NAME, "deploy/helm", "--set", "ray.enabled=true").stderr

@@ -46,16 +46,23 @@ def environment(directory: Path, port: int, container: dict[str, Any]) -> dict[s
     """The variables of a container, with a port and directories of this machine."""
     given = {one["name"]: one["value"] for one in container.get("env", []) if "value" in one}
     own = {
-        "ARCHERFISH_SERVE_HOST": "127.0.0.1", "ARCHERFISH_SERVE_PORT": str(port), "XDG_CACHE_HOME": str(directory),
+        "ARCHERFISH_SERVE_HOST": "127.0.0.1",
+        "ARCHERFISH_SERVE_PORT": str(port),
+        "XDG_CACHE_HOME": str(directory),
         "TRITON_CACHE_DIR": str(directory / "kernels"),
-    }  # fmt: skip
-    here = {"ARCHERFISH_CONFIG": directory / "archerfish.toml", "ARCHERFISH_SERVE_API_KEYS_FILE": directory / "keys.toml"}
+    }
+    here = {
+        "ARCHERFISH_CONFIG": directory / "archerfish.toml",
+        "ARCHERFISH_SERVE_API_KEYS_FILE": directory / "keys.toml",
+    }
     own |= {name: str(path) for name, path in here.items() if name in given}
     return {**os.environ, **IMAGE.env, **given, **own, "PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}
 
 
 def run(argv: Sequence[str], env: dict[str, str], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(runnable(argv), env=env, cwd=cwd, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    return subprocess.run(
+        runnable(argv), env=env, cwd=cwd, capture_output=True, text=True, check=False, timeout=LIMIT_S
+    )
 
 
 def free_port() -> int:
@@ -132,7 +139,11 @@ def test_probes_and_metrics_are_those_of_the_service(pod: Pod) -> None:
         assert run(check, served.env).returncode == 0
         headers = {"Authorization": f"Bearer {pod.key}"}
         client = httpx.Client(base_url=f"http://127.0.0.1:{served.port}", headers=headers, timeout=LIMIT_S)
-        assert client.post("/v1/embeddings", json={"input": "a fish"}).status_code == served.write(pod.key, 4).status == 200
+        assert (
+            client.post("/v1/embeddings", json={"input": "a fish"}).status_code
+            == served.write(pod.key, 4).status
+            == 200
+        )
         [endpoint] = of_kind(pod.manifests, "ServiceMonitor")["spec"]["endpoints"]
         assert endpoint["authorization"]["credentials"]["key"] == "key"
         families = text_string_to_metric_families(client.get(endpoint["path"]).text)

@@ -50,7 +50,9 @@ def random_adapter(
     directory: Path, shapes: Mapping[str, tuple[int, int]], seed: int = 0, std: float = 0.3, **config: Any
 ) -> Path:
     """An adapter for linear maps of these names, with outputs and inputs."""
-    random, rank, tensors = torch.Generator().manual_seed(seed), config.get("r", 4), dict[str, torch.Tensor]()
+    random = torch.Generator().manual_seed(seed)
+    rank = config.get("r", 4)
+    tensors = dict[str, torch.Tensor]()
     for name, (outputs, inputs) in shapes.items():
         tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=random) * std
         tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=random) * std

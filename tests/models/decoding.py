@@ -23,21 +23,36 @@ from tests.models.recurring import StepDriver
 
 LENGTH = 60  # of every test sequence: the base of dynamic rotary embeddings depends on it
 SIZES: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "pad_token_id": 0, "eos_token_id": 1,
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
     "bos_token_id": 2,
 }
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LONGROPE = {
-    "rope_theta": 10000.0, "rope_type": "longrope", "short_factor": [1.0 + i / 5 for i in range(8)],
-    "long_factor": [2.0 + i for i in range(8)], "original_max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "rope_type": "longrope",
+    "short_factor": [1.0 + i / 5 for i in range(8)],
+    "long_factor": [2.0 + i for i in range(8)],
+    "original_max_position_embeddings": 64,
 }
 ALTERNATING = {
-    "layer_types": ["sliding_attention", "full_attention"] * 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
 }
 FULL_SLIDING = {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
 COHERE = {name: value for name, value in SIZES.items() if name != "rms_norm_eps"}
@@ -140,7 +155,9 @@ def make_model(family: str, sizes: Mapping[str, Any]) -> tuple[Any, dict[str, An
         torch.nn.init.normal_(parameter, std=5.0 if name.endswith(("sinks", "gate_up_proj_bias")) else 0.2)
     values = config.to_dict()
     if family in ("GPT2", "GptOss"):  # whose tensors get other names and layouts when they are read
-        tensors = [SourceTensor(TensorInfo(n, "float32", tuple(t.shape)), t.numpy) for n, t in model.state_dict().items()]
+        tensors = [
+            SourceTensor(TensorInfo(n, "float32", tuple(t.shape)), t.numpy) for n, t in model.state_dict().items()
+        ]
         values, found = text_model(values, tensors)
         weights = {tensor.info.name: torch.from_numpy(tensor.load()) for tensor in found}
         model.state_dict = lambda: weights
@@ -161,10 +178,20 @@ class Driver(StepDriver):
     """A model of ours with KV memory, whose sequences own blocks in a shuffled order."""
 
     def __init__(
-        self, ops: TorchOps, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], tokens: Sequence[Sequence[int]], *,
-        block_size: int = 16, max_len: int = LENGTH, is_deterministic: bool = False, weight_format: WeightFormat = PLAIN,
+        self,
+        ops: TorchOps,
+        weights: Mapping[str, torch.Tensor],
+        config: Mapping[str, Any],
+        tokens: Sequence[Sequence[int]],
+        *,
+        block_size: int = 16,
+        max_len: int = LENGTH,
+        is_deterministic: bool = False,
+        weight_format: WeightFormat = PLAIN,
     ) -> None:
-        self.ops, self.block_size, self.is_deterministic = ops, block_size, is_deterministic
+        self.ops = ops
+        self.block_size = block_size
+        self.is_deterministic = is_deterministic
         self.tokens = [list(t) for t in tokens]
         values = Config(config)
         architecture = model_class(values)
@@ -190,7 +217,9 @@ class Driver(StepDriver):
 
     def greedy(self, num_tokens: int) -> list[list[int]]:
         """Prefill what is given, then decode all sequences together."""
-        work = sorted(((i, len(t) - self.num_computed[i]) for i, t in enumerate(self.tokens)), key=lambda item: item[1] != 1)
+        work = sorted(
+            ((i, len(t) - self.num_computed[i]) for i, t in enumerate(self.tokens)), key=lambda item: item[1] != 1
+        )
         added: list[list[int]] = [[] for _ in self.tokens]
         for _ in range(num_tokens):
             for (i, _), logits in zip(work, self.step(work), strict=True):

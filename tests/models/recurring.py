@@ -26,9 +26,15 @@ GOLDEN = Path(__file__).with_name("rwkv7_golden.npy")  # (3, 100, 67): logits of
 
 # (sequence, new tokens) of each step: a prompt, pieces of it, decodes, and all of these together
 STEPS = [
-    [(0, 60)], [(1, 2)], [(0, 1), (1, 31)], [(0, 1), (2, 33), (1, 9)], [(0, 1), (1, 1), (2, 1)], [(2, 1), (0, 1), (1, 1)],
-    [(1, 1), (0, 2), (2, 65)], [(0, 34), (1, 55)],
-]  # fmt: skip
+    [(0, 60)],
+    [(1, 2)],
+    [(0, 1), (1, 31)],
+    [(0, 1), (2, 33), (1, 9)],
+    [(0, 1), (1, 1), (2, 1)],
+    [(2, 1), (0, 1), (1, 1)],
+    [(1, 1), (0, 2), (2, 65)],
+    [(0, 34), (1, 55)],
+]
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ SIZES = {
     "tiny": Size(2, 128, 192, 67, {"w": 8, "a": 6, "v": 4, "g": 12}),
     "small": Size(3, 256, 1024, 300, {"w": 32, "a": 32, "v": 32, "g": 64}),
     "medium": Size(5, 512, 2048, 1000, {"w": 64, "a": 64, "v": 32, "g": 128}),
-}  # fmt: skip
+}
 
 
 def read_rwkv7(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -52,15 +58,17 @@ def read_rwkv7(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     source = open_source(path)
     weights = {tensor.info.name: torch.from_numpy(np.array(tensor.load())) for tensor in source.tensors}
     halves = {tensor.info.name for tensor in source.tensors if tensor.info.dtype == "bfloat16"}
-    return source.config, {name: value.view(torch.bfloat16) if name in halves else value for name, value in weights.items()}
+    return source.config, {
+        name: value.view(torch.bfloat16) if name in halves else value for name, value in weights.items()
+    }
 
 
 def blink_weights(size: Size, *, seed: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """A checkpoint as BlinkDL publishes them, of numbers that every numpy draws alike.
 
     Where all that a head gives is nearly nothing, its norm makes much of roundings: with seed 0, ours and the package
-    rwkv each differ from float64 by 9e-5 at one such token of the medium size, and by 1.8e-4 from each other. Seeds 1 to 5
-    stay below 6e-5.
+    rwkv each differ from float64 by 9e-5 at one such token of the medium size, and by 1.8e-4 from each other. Seeds 1
+    to 5 stay below 6e-5.
     """
     random = np.random.RandomState(seed)
     width, heads = size.width, size.width // 64
@@ -144,7 +152,10 @@ class StepDriver:
         for i, count in work:
             self.num_computed[i] += count
         batch = self.build(
-            tokens=new, starts=starts, blocks=[self.blocks_of(i) for i, _ in work], block_size=self.block_size,
+            tokens=new,
+            starts=starts,
+            blocks=[self.blocks_of(i) for i, _ in work],
+            block_size=self.block_size,
             kept_rows=np.cumsum([count for _, count in work]) - 1 if keeps_last else None,
             **({} if self.slots is None else {"adapters": np.array([self.slots[i] for i, _ in work])}),
         )
@@ -172,8 +183,15 @@ class RecurrentDriver(StepDriver):
     """A model of ours with state memory, whose sequences take blocks in a shuffled order."""
 
     def __init__(
-        self, ops: TorchOps, weights: Mapping[str, Tensor], config: Mapping[str, Any], tokens: Sequence[Sequence[int]], *,
-        recurrent: RecurrentOps[Tensor] | None = None, block_size: int = 16, weight_format: WeightFormat = PLAIN,
+        self,
+        ops: TorchOps,
+        weights: Mapping[str, Tensor],
+        config: Mapping[str, Any],
+        tokens: Sequence[Sequence[int]],
+        *,
+        recurrent: RecurrentOps[Tensor] | None = None,
+        block_size: int = 16,
+        weight_format: WeightFormat = PLAIN,
     ) -> None:
         values = Config(config)
         self.ops, self.block_size = ops, block_size

@@ -1,5 +1,5 @@
-"""Logits with LoRA adapters against PEFT, on tiny random models: red if a formula, a part of a stacked product, a scale, a slot
-or the place of an activation differs."""
+"""Logits with LoRA adapters against PEFT, on tiny random models: red if a formula, a part of a stacked product, a
+scale, a slot or the place of an activation differs."""
 
 from __future__ import annotations
 
@@ -33,9 +33,15 @@ KINDS: dict[str, list[dict[str, Any]]] = {  # of each model, the adapters of its
     "phi3": [{"target_modules": list(FUSED)}, {"target_modules": ["qkv_proj"], "r": 2}],
     "gemma2": [{"target_modules": ["embed_tokens", "lm_head", "down_proj"]}, {}],
     "gemma3": [{}, {"target_modules": ["embed_tokens", "o_proj"]}],
-    "qwen3-moe": [{"target_parameters": STACKS}, {"target_parameters": ["0.mlp.experts.down_proj", "mlp.gate.weight"], "r": 2}],
+    "qwen3-moe": [
+        {"target_parameters": STACKS},
+        {"target_parameters": ["0.mlp.experts.down_proj", "mlp.gate.weight"], "r": 2},
+    ],
     "mixtral": [{"target_parameters": STACKS, "target_modules": ["q_proj"], "use_rslora": True}, {}],
-    "gpt-oss": [{"target_parameters": STACKS, "target_modules": "all-linear"}, {"target_parameters": STACKS[:1], "r": 3}],
+    "gpt-oss": [
+        {"target_parameters": STACKS, "target_modules": "all-linear"},
+        {"target_parameters": STACKS[:1], "r": 3},
+    ],
     "cohere": [{}, {"target_modules": ["o_proj", "up_proj", "down_proj"], "r": 2}],
 }
 
@@ -76,7 +82,8 @@ def test_levels_and_kept_rows(kind: str, backend: Backend, tmp_path: Path) -> No
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_quantised_bases(weights: str, backend: Backend, tmp_path: Path) -> None:
-    """What an adapter adds is as much as it adds to the plain model: quantising touches the model's own matrices alone."""
+    """What an adapter adds is as much as it adds to the plain model: quantising touches the model's own matrices
+    alone."""
     model, config = make("llama")
     adapted, tokens = add_adapter(model, tmp_path, lora_alpha=40), random_tokens(2)
     changes = []
@@ -101,7 +108,11 @@ def test_rwkv7_equals_a_merged_checkpoint(backend: Backend, tmp_path: Path) -> N
     size = recurring.SIZES["tiny"]
     config, weights = recurring.read_rwkv7(recurring.write_checkpoint(size, tmp_path / "model.pth"))
     tokens = recurring.random_tokens(size, 3, 100)
-    names = [name.removesuffix(".weight") for name, tensor in weights.items() if tensor.dim() == 2 and "embeddings" not in name]
+    names = [
+        name.removesuffix(".weight")
+        for name, tensor in weights.items()
+        if tensor.dim() == 2 and "embeddings" not in name
+    ]
     random = torch.Generator().manual_seed(0)
     merged, tensors = dict(weights), dict[str, torch.Tensor]()
     for name in names:

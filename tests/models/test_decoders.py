@@ -1,4 +1,5 @@
-"""Every decoder against transformers, on tiny random weights: red if any formula, name, position, mask or block differs."""
+"""Every decoder against transformers, on tiny random weights: red if any formula, name, position, mask or block
+differs."""
 
 from __future__ import annotations
 
@@ -26,9 +27,18 @@ BACKENDS = [TorchOps, native_ops]
 Backend = Callable[..., Any]
 # (sequence, new tokens) of each step: a prefill, chunks that end inside blocks, decodes, and all of these together
 STEPS = [
-    [(0, 37)], [(1, 5)], [(0, 1), (1, 16)], [(0, 1), (2, 23), (1, 9)], [(0, 1), (1, 1), (2, 1)], [(2, 1), (0, 1), (1, 1)],
-    [(1, 1), (0, 2), (2, 7)], [(2, 1)], [(3, LENGTH)], [(0, 1), (1, 1), (2, 1)], [(1, 26), (0, 16), (2, 26)],
-]  # fmt: skip
+    [(0, 37)],
+    [(1, 5)],
+    [(0, 1), (1, 16)],
+    [(0, 1), (2, 23), (1, 9)],
+    [(0, 1), (1, 1), (2, 1)],
+    [(2, 1), (0, 1), (1, 1)],
+    [(1, 1), (0, 2), (2, 7)],
+    [(2, 1)],
+    [(3, LENGTH)],
+    [(0, 1), (1, 1), (2, 1)],
+    [(1, 26), (0, 16), (2, 26)],
+]
 
 
 LONGEST = {"phi3-longrope": 64, "phi4-mini": 64, "ministral3": 64, "llama-dynamic": 32}
@@ -65,9 +75,21 @@ def test_odd_block_sizes_and_deterministic_batches(kind: str, options: dict[str,
     check(Driver(native_ops(), model.state_dict(), config, random_tokens(4), **options), kind)
 
 
-@pytest.mark.parametrize("kind", [
-    "llama", "qwen3", "gemma2", "gemma3", "phi3", "granite", "olmo3", "cohere2", "gpt2", "gpt-oss",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "llama",
+        "qwen3",
+        "gemma2",
+        "gemma3",
+        "phi3",
+        "granite",
+        "olmo3",
+        "cohere2",
+        "gpt2",
+        "gpt-oss",
+    ],
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_close(kind: str, backend: Backend, dtype: str) -> None:
@@ -80,10 +102,23 @@ def test_half_precision_is_close(kind: str, backend: Backend, dtype: str) -> Non
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", [
-    "llama", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3", "phi3", "glm4", "olmo3", "cohere2", "starcoder2-plain",
-    "qwen2-moe",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "llama",
+        "qwen2",
+        "qwen3",
+        "mistral-window",
+        "gemma2",
+        "gemma3",
+        "phi3",
+        "glm4",
+        "olmo3",
+        "cohere2",
+        "starcoder2-plain",
+        "qwen2-moe",
+    ],
+)
 def test_int8_weights_equal_the_dequantised_model(kind: str, backend: Backend) -> None:
     int8 = choose_format("int8")
     model, config = make(kind)
@@ -92,7 +127,8 @@ def test_int8_weights_equal_the_dequantised_model(kind: str, backend: Backend) -
     head = weights["lm_head.weight"]  # a tied head is quantised, its table is not
     wide = {
         name: int8.dequantise(int8.load(each.flatten(0, -2)), torch.float32).view(each.shape)
-        if each.dim() > 1 and each is not embedding and not is_router(name) else each
+        if each.dim() > 1 and each is not embedding and not is_router(name)
+        else each
         for name, each in (weights | {"lm_head.weight": head.clone()}).items()
     }
     tokens, work = random_tokens(2), [(0, 20), (1, 7)]
@@ -126,8 +162,19 @@ def test_checkpoints_with_a_tensor_for_each_expert(kind: str, backend: Backend) 
 @pytest.mark.parametrize(
     "kind",
     [
-        "llama", "llama-linear", "llama-llama3", "llama-yarn", "qwen2-window", "gemma3", "gemma3-scaled", "phi3-partial",
-        "glm4", "olmo3-yarn", "cohere2", "smollm3-window", "gpt-oss",
+        "llama",
+        "llama-linear",
+        "llama-llama3",
+        "llama-yarn",
+        "qwen2-window",
+        "gemma3",
+        "gemma3-scaled",
+        "phi3-partial",
+        "glm4",
+        "olmo3-yarn",
+        "cohere2",
+        "smollm3-window",
+        "gpt-oss",
     ],
 )
 def test_configurations_in_the_form_before_transformers_5(kind: str) -> None:
@@ -137,7 +184,9 @@ def test_configurations_in_the_form_before_transformers_5(kind: str) -> None:
 
 def older_form(config: dict[str, Any]) -> dict[str, Any]:
     """rope_theta, rope_scaling and rope_local_base_freq instead of rope_parameters; no layer_types."""
-    values = {name: value for name, value in config.items() if name not in ("rope_parameters", "layer_types", "head_dim")}
+    values = {
+        name: value for name, value in config.items() if name not in ("rope_parameters", "layer_types", "head_dim")
+    }
     rope = dict(config["rope_parameters"])
     if config["model_type"] == "gemma3_text":
         values["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
@@ -181,7 +230,8 @@ def test_facts_that_are_known_before_loading(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["phi3-longrope", "phi4-mini"])
 def test_longer_contexts_of_longrope(kind: str) -> None:
-    """max_len beyond the length that the short factors are for takes the long ones, as transformers does for longer texts."""
+    """max_len beyond the length that the short factors are for takes the long ones, as transformers does for longer
+    texts."""
     model, config = make(kind)
     tokens = random_tokens(2)
     tokens = [[*tokens[0], *tokens[1][:40]]]
@@ -196,29 +246,51 @@ def test_the_longest_context_of_yarn_follows_from_its_factor() -> None:
     assert LlamaModel.max_positions(Config(config)) == 40 * 32
 
 
-@pytest.mark.parametrize(("kind", "change", "message"), [
-    ("phi3-longrope", {"rope_parameters": {**LONGROPE, "long_factor": [1.0]}}, "8 numbers in 'long_factor'"),
-    ("gemma3", {"layer_types": ["full_attention"]}, "each of 7 layers"),
-    ("gemma3", {"use_bidirectional_attention": True}, "both directions"),
-    ("llama", {"model_type": "Gemma3-Text"}, "Did you mean 'gemma3_text'"),
-    ("llama", {"model_type": "qwen3_next"}, "others a recurrent state"),
-    ("llama", {"model_type": "olmo4"}, "'olmo4'. The nearest that is supported is 'olmo3'. docs/add-a-model.md .*: llama, "),
-    ("llama", {"model_type": "gpt_neox"}, "nearest that is supported is 'starcoder2'"),
-    ("llama", {"model_type": "dbrx"}, "'dbrx'. docs/add-a-model.md"),
-    ("llama", {"model_type": "llava", "text_config": {"model_type": "llama"}}, "'llama', which is supported where it is saved"),
-    ("cohere", {"use_qk_norm": True}, "use_qk_norm"), ("gpt2", {"scale_attn_weights": False}, "scale_attn"),
-    ("llama", {"model_type": "deepseek_v3"}, "compressed keys"), ("gpt-oss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0"),
-    ("qwen3-moe", {"moe_intermediate_size": 24}, "multiples of 16"),
-    ("qwen3-moe", {"num_experts_per_tok": 9}, "9 of 8 experts"),
-    ("llama", {"model_type": "bert"}, "ArrowEngine and `archerfish embed` take it"),
-    ("llama", {"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "'mrope' is not supported"),
-    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "'linear' needs .*'factor', but has None"),
-    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": "2", "rope_theta": 1e4}}, "'factor', but has '2'"),
-    ("llama", {"rope_parameters": "yes"}, "'yes'"),
-    ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.01}}, "rotated in pairs"),
-    ("llama", {"hidden_act": "swoosh"}, "swoosh"), ("llama", {"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
-    ("llama", {"hidden_size": "big"}, "hidden_size"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("phi3-longrope", {"rope_parameters": {**LONGROPE, "long_factor": [1.0]}}, "8 numbers in 'long_factor'"),
+        ("gemma3", {"layer_types": ["full_attention"]}, "each of 7 layers"),
+        ("gemma3", {"use_bidirectional_attention": True}, "both directions"),
+        ("llama", {"model_type": "Gemma3-Text"}, "Did you mean 'gemma3_text'"),
+        ("llama", {"model_type": "qwen3_next"}, "others a recurrent state"),
+        (
+            "llama",
+            {"model_type": "olmo4"},
+            "'olmo4'. The nearest that is supported is 'olmo3'. docs/add-a-model.md .*: llama, ",
+        ),
+        ("llama", {"model_type": "gpt_neox"}, "nearest that is supported is 'starcoder2'"),
+        ("llama", {"model_type": "dbrx"}, "'dbrx'. docs/add-a-model.md"),
+        (
+            "llama",
+            {"model_type": "llava", "text_config": {"model_type": "llama"}},
+            "'llama', which is supported where it is saved",
+        ),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn"),
+        ("llama", {"model_type": "deepseek_v3"}, "compressed keys"),
+        ("gpt-oss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0"),
+        ("qwen3-moe", {"moe_intermediate_size": 24}, "multiples of 16"),
+        ("qwen3-moe", {"num_experts_per_tok": 9}, "9 of 8 experts"),
+        ("llama", {"model_type": "bert"}, "ArrowEngine and `archerfish embed` take it"),
+        ("llama", {"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "'mrope' is not supported"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
+            "'linear' needs .*'factor', but has None",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "factor": "2", "rope_theta": 1e4}},
+            "'factor', but has '2'",
+        ),
+        ("llama", {"rope_parameters": "yes"}, "'yes'"),
+        ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.01}}, "rotated in pairs"),
+        ("llama", {"hidden_act": "swoosh"}, "swoosh"),
+        ("llama", {"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
+        ("llama", {"hidden_size": "big"}, "hidden_size"),
+    ],
+)
 def test_configurations_that_cannot_run_are_refused(kind: str, change: dict[str, Any], message: str) -> None:
     model, config = make(kind)
     with pytest.raises(UnsupportedModelError, match=message):
@@ -236,7 +308,9 @@ K_PROJ = "model.layers.0.self_attn.k_proj"
         ("llama", f"{K_PROJ}.weight", torch.ones(64, 64), r"k_proj\.weight.*\(64, 64\).*\(32, 64\)"),
     ],
 )
-def test_a_missing_or_misshapen_tensor_is_named(kind: str, name: str, tensor: torch.Tensor | None, message: str) -> None:
+def test_a_missing_or_misshapen_tensor_is_named(
+    kind: str, name: str, tensor: torch.Tensor | None, message: str
+) -> None:
     model, config = make(kind)
     weights = {key: tensor if key == name else value for key, value in model.state_dict().items()}
     present = {key: value for key, value in weights.items() if value is not None}
@@ -244,13 +318,21 @@ def test_a_missing_or_misshapen_tensor_is_named(kind: str, name: str, tensor: to
         Driver(TorchOps(), present, config, random_tokens(1))
 
 
-@pytest.mark.parametrize(("value", "message"), [
-    ("archerfish.models.llama:LlamaModel", ""), ("no_such_module:Model", "is broken"),
-    ("archerfish.models.config:Config", "no ModelAdapter"),
-])  # fmt: skip
-def test_an_installed_package_can_bring_an_architecture(monkeypatch: pytest.MonkeyPatch, value: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("archerfish.models.llama:LlamaModel", ""),
+        ("no_such_module:Model", "is broken"),
+        ("archerfish.models.config:Config", "no ModelAdapter"),
+    ],
+)
+def test_an_installed_package_can_bring_an_architecture(
+    monkeypatch: pytest.MonkeyPatch, value: str, message: str
+) -> None:
     point = EntryPoint("packaged", value, "archerfish.models")
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda *, group: [point] if group == "archerfish.models" else [])
+    monkeypatch.setattr(
+        "importlib.metadata.entry_points", lambda *, group: [point] if group == "archerfish.models" else []
+    )
     if not message:
         assert model_class(Config({"model_type": "packaged"})) is LlamaModel
         return
@@ -261,7 +343,13 @@ def test_an_installed_package_can_bring_an_architecture(monkeypatch: pytest.Monk
 
 
 # Rows of the last layer that nobody asks for are not computed
-KEPT_STEPS = [[(0, 9)], [(0, 1), (1, 17)], [(0, 1), (1, 1)], [(0, 20), (1, 3)], [(0, 1), (1, 1)]]  # (sequence, new tokens)
+KEPT_STEPS = [
+    [(0, 9)],
+    [(0, 1), (1, 17)],
+    [(0, 1), (1, 1)],
+    [(0, 20), (1, 3)],
+    [(0, 1), (1, 1)],
+]  # (sequence, new tokens)
 
 
 def check_kept(plain: StepDriver, kept: StepDriver) -> None:
@@ -273,7 +361,9 @@ def check_kept(plain: StepDriver, kept: StepDriver) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["llama", "llama-biases", "qwen3", "gemma2", "phi3", "olmo3", "cohere2", "gpt2", "gpt-oss"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "llama-biases", "qwen3", "gemma2", "phi3", "olmo3", "cohere2", "gpt2", "gpt-oss"]
+)
 def test_kept_rows(kind: str, backend: Backend) -> None:
     model, config = make(kind)
     plain, kept = (Driver(backend(), model.state_dict(), config, random_tokens(2)) for _ in range(2))

@@ -1,4 +1,5 @@
-"""Every architecture against transformers, on tiny random weights in float32: red if any formula, name or position differs."""
+"""Every architecture against transformers, on tiny random weights in float32: red if any formula, name or position
+differs."""
 
 from __future__ import annotations
 
@@ -32,18 +33,25 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "distilbert": ("DistilBert", DISTIL),
     "mpnet": ("MPNet", {**SIZES, "relative_attention_num_buckets": 32, "pad_token_id": 1}),
     "modernbert": ("ModernBert", {**SIZES, **MODERN}),
-    "modernbert-biases": ("ModernBert", {**SIZES, **MODERN, "norm_bias": True, "attention_bias": True, "mlp_bias": True}),
+    "modernbert-biases": (
+        "ModernBert",
+        {**SIZES, **MODERN, "norm_bias": True, "attention_bias": True, "mlp_bias": True},
+    ),
     "nomic": ("NomicBert", {**SIZES, "hidden_act": "silu"}),
     "gte": ("Gte", {**SIZES, "hidden_act": "gelu", "pad_token_id": 1}),
     "gte-no-types": ("Gte", {**SIZES, "type_vocab_size": 0, "pad_token_id": 1}),
     "jina-v3": ("JinaEmbeddingsV3", {**SIZES, "type_vocab_size": 1, "pad_token_id": 1}),
     "eurobert": ("EuroBert", {**SIZES, "pad_token_id": 1, "classifier_pooling": "mean", "num_key_value_heads": 2}),
-    "qwen3": ("Qwen3", DECODER), "qwen2": ("Qwen2", DECODER), "mistral": ("Mistral", {**DECODER, "sliding_window": 9}),
+    "qwen3": ("Qwen3", DECODER),
+    "qwen2": ("Qwen2", DECODER),
+    "mistral": ("Mistral", {**DECODER, "sliding_window": 9}),
     "gemma2": ("Gemma2", {**DECODER, "sliding_window": 9, "attn_logit_softcapping": 3.0}),
     "gemma3-both-ways": ("Gemma3Text", {**DECODER, "sliding_window": 16, "use_bidirectional_attention": True}),
     "qwen2-both-ways": ("Qwen2", {**DECODER, "is_causal": False}),
     "granite": ("Granite", {**DECODER, "logits_scaling": 7.0, "residual_multiplier": 0.3}),
-    "glm4": ("Glm4", {**DECODER, "head_dim": 8}), "olmo2": ("Olmo2", DECODER), "cohere": ("Cohere", DECODER),
+    "glm4": ("Glm4", {**DECODER, "head_dim": 8}),
+    "olmo2": ("Olmo2", DECODER),
+    "cohere": ("Cohere", DECODER),
 }
 
 
@@ -100,17 +108,20 @@ def test_int8_weights_equal_the_dequantised_model(kind: str) -> None:
     model, config = make(kind, "Model")
     weights = {name: each for name, each in model.state_dict().items() if "pooler" not in name}
     wide = {
-        name: each if each.dim() != 2 or "embeddings" in name or "relative" in name
+        name: each
+        if each.dim() != 2 or "embeddings" in name or "relative" in name
         else int8.dequantise(int8.load(each), torch.float32)
         for name, each in weights.items()
-    }  # fmt: skip
+    }
     batch = batch_of(config["vocab_size"])
     expected = InferenceCore(wide, config, dtype="float32", pooling="mean").run(batch)
     found = InferenceCore(weights, config, dtype="float32", pooling="mean", weight_format="int8").run(batch)
     assert np.linalg.norm(found - expected) < 0.04 * np.linalg.norm(expected)  # activations have 8 bits, too
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "both-ways" not in kind and kind not in ("granite", "cohere")])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if "both-ways" not in kind and kind not in ("granite", "cohere")]
+)
 @pytest.mark.parametrize("num_labels", [1, 3])
 def test_classifier_scores_equal_transformers(kind: str, num_labels: int) -> None:
     model, config = make(kind, "ForSequenceClassification", num_labels=num_labels)
@@ -122,15 +133,30 @@ def test_classifier_scores_equal_transformers(kind: str, num_labels: int) -> Non
 
 
 OWN_NOMIC = {
-    "model_type": "nomic_bert", "vocab_size": 120, "type_vocab_size": 2, "n_embd": 48, "n_head": 4, "n_inner": 80, "n_layer": 3,
-    "n_positions": 70, "layer_norm_epsilon": 1e-12, "rotary_emb_base": 1000, "activation_function": "swiglu",
-    "rotary_emb_fraction": 1.0, "num_experts": 0,
-}  # fmt: skip
+    "model_type": "nomic_bert",
+    "vocab_size": 120,
+    "type_vocab_size": 2,
+    "n_embd": 48,
+    "n_head": 4,
+    "n_inner": 80,
+    "n_layer": 3,
+    "n_positions": 70,
+    "layer_norm_epsilon": 1e-12,
+    "rotary_emb_base": 1000,
+    "activation_function": "swiglu",
+    "rotary_emb_fraction": 1.0,
+    "num_experts": 0,
+}
 NOMIC_NAMES = {
-    "self_attn.o_proj": "attn.out_proj", "mlp.up_proj": "mlp.fc11", "mlp.gate_proj": "mlp.fc12", "mlp.down_proj": "mlp.fc2",
-    "post_attention_layernorm": "norm1", "post_mlp_layernorm": "norm2", "embeddings.LayerNorm": "emb_ln",
+    "self_attn.o_proj": "attn.out_proj",
+    "mlp.up_proj": "mlp.fc11",
+    "mlp.gate_proj": "mlp.fc12",
+    "mlp.down_proj": "mlp.fc2",
+    "post_attention_layernorm": "norm1",
+    "post_mlp_layernorm": "norm2",
+    "embeddings.LayerNorm": "emb_ln",
     "layers.": "encoder.layers.",
-}  # fmt: skip
+}
 
 
 def test_files_of_nomics_own_code() -> None:
@@ -175,8 +201,11 @@ def test_pooling_modes(pooling: str) -> None:
     with torch.inference_mode():
         hidden = [model(**row).last_hidden_state[0] for row in each_sequence(batch)]
     rules = {
-        "mean": lambda h: h.mean(0), "cls": lambda h: h[0], "lasttoken": lambda h: h[-1],
-        "max": lambda h: h.max(0).values, "mean_sqrt_len_tokens": lambda h: h.sum(0) / len(h) ** 0.5,
+        "mean": lambda h: h.mean(0),
+        "cls": lambda h: h[0],
+        "lasttoken": lambda h: h[-1],
+        "max": lambda h: h.max(0).values,
+        "mean_sqrt_len_tokens": lambda h: h.sum(0) / len(h) ** 0.5,
     }
     expected = torch.stack([rules[pooling](h) for h in hidden])
     np.testing.assert_allclose(core.run(batch), expected.numpy(), atol=1e-4, rtol=1e-3)
@@ -193,13 +222,20 @@ def test_forward_drops_masked_tokens() -> None:
     torch.testing.assert_close(core.forward(ids, mask), expected, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"pooling": "median"}, "median"), ({"model_type": "xlm_roberta"}, "Did you mean 'xlm-roberta'"),
-    ({"model_type": "deberta"}, "'deberta'. docs/embed.md .*Supported: bert, "), ({"hidden_act": "swoosh"}, "swoosh"),
-    ({"model_type": "rwkv7"}, "LLMEngine and `archerfish generate` take it"), ({"num_attention_heads": 5}, "5 heads"),
-    ({"hidden_size": "big"}, "hidden_size"), ({"position_embedding_type": "relative_key"}, "absolute"),
-    ({"model_type": ""}, "states no model_type"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pooling": "median"}, "median"),
+        ({"model_type": "xlm_roberta"}, "Did you mean 'xlm-roberta'"),
+        ({"model_type": "deberta"}, "'deberta'. docs/embed.md .*Supported: bert, "),
+        ({"hidden_act": "swoosh"}, "swoosh"),
+        ({"model_type": "rwkv7"}, "LLMEngine and `archerfish generate` take it"),
+        ({"num_attention_heads": 5}, "5 heads"),
+        ({"hidden_size": "big"}, "hidden_size"),
+        ({"position_embedding_type": "relative_key"}, "absolute"),
+        ({"model_type": ""}, "states no model_type"),
+    ],
+)
 def test_configurations_that_cannot_run_are_refused(change: dict[str, Any], message: str) -> None:
     model, config = make("bert", "Model")
     with pytest.raises(UnsupportedModelError, match=message):

@@ -1,4 +1,5 @@
-"""The real SmolLM2-135M-Instruct, greedy, token by token against transformers; in blocks, and with int8 keys and values."""
+"""The real SmolLM2-135M-Instruct, greedy, token by token against transformers; in blocks, and with int8 keys and
+values."""
 
 from __future__ import annotations
 
@@ -19,12 +20,27 @@ from tests.kernels.native_support import native_ops
 from tests.models.decoding import Driver
 
 PROMPTS = [
-    "The capital of France is", "def fibonacci(n):", "Once upon a time, in a village by the sea,", "1, 2, 3, 4,",
-    "Water boils at", "The archerfish is known for", "import numpy as np\n", "Dear Sir or Madam,", "In 1969,",
-    "The quick brown fox", "A recipe for bread: take", "SELECT name FROM", "The largest planet is", "Roses are red,",
-    "To be, or not to be", "The derivative of x squared is", "List three colours:", "Why is the sky blue?",
-    "The opposite of cold is", "<html><body>",
-]  # fmt: skip
+    "The capital of France is",
+    "def fibonacci(n):",
+    "Once upon a time, in a village by the sea,",
+    "1, 2, 3, 4,",
+    "Water boils at",
+    "The archerfish is known for",
+    "import numpy as np\n",
+    "Dear Sir or Madam,",
+    "In 1969,",
+    "The quick brown fox",
+    "A recipe for bread: take",
+    "SELECT name FROM",
+    "The largest planet is",
+    "Roses are red,",
+    "To be, or not to be",
+    "The derivative of x squared is",
+    "List three colours:",
+    "Why is the sky blue?",
+    "The opposite of cold is",
+    "<html><body>",
+]
 
 
 @lru_cache(maxsize=1)
@@ -78,8 +94,8 @@ def smollm2_blocks() -> dict[str, Any]:
 def test_greedy_tokens_of_blocks_equal_the_reference(num_prompts: int, num_new: int) -> None:
     """Blocks as they are, against the dequantised matrices. Where another token is chosen, it must be a near-tie.
 
-    Logits of the two differ by 0.06 (root of the mean square; the likeliest token is usually 1.3 ahead): a gap of four times
-    that may turn around.
+    Logits of the two differ by 0.06 (root of the mean square; the likeliest token is usually 1.3 ahead): a gap of four
+    times that may turn around.
     """
     weights, config, tokens = smollm2()
     tokens = tokens[:num_prompts]
@@ -95,10 +111,13 @@ def test_greedy_tokens_of_blocks_equal_the_reference(num_prompts: int, num_new: 
 
 
 def test_int8_keys_and_values_hardly_change_logits() -> None:
-    """Prompts and what follows them, decoded: 1.7 % were measured, of a model whose keys have a few large numbers each."""
+    """Prompts and what follows them, decoded: 1.7 % were measured, of a model whose keys have a few large numbers
+    each."""
     _, config, tokens = smollm2()
     tokens = [[*each, 7, 8, 9] for each in tokens[:8]]
-    drivers = [Driver(native_ops(kv_dtype=kind), smollm2_blocks(), config, tokens, max_len=64) for kind in ("auto", "int8")]
+    drivers = [
+        Driver(native_ops(kv_dtype=kind), smollm2_blocks(), config, tokens, max_len=64) for kind in ("auto", "int8")
+    ]
     prompts = [(i, len(each) - 1) for i, each in enumerate(tokens)]
     wide, narrow = (
         torch.cat([*driver.step(prompts), *driver.step([(i, 1) for i in range(len(tokens))])]) for driver in drivers

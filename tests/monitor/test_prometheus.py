@@ -1,4 +1,5 @@
-"""A real Prometheus scrapes a server under load for a minute: no gap, nothing twice, and every panel and rule has figures.
+"""A real Prometheus scrapes a server under load for a minute: no gap, nothing twice, and every panel and rule has
+figures.
 
 Run with `make test-monitor`; needs Debian's package `prometheus`.
 """
@@ -37,9 +38,22 @@ LIMIT_S, SCRAPED_S = 120.0, 60
 MAY_BE_NO_NUMBER = "Speculation: accepted share"  # while nothing is proposed
 
 LOAD = [
-    sys.executable, "-m", "archerfish", "bench", "serve", "--duration", "25", "--rounds", "2", "--workload", "chat:16-64/8-32",
-    "--workload", "embeddings:16", "--api-key-env", "KEY",
-]  # fmt: skip
+    sys.executable,
+    "-m",
+    "archerfish",
+    "bench",
+    "serve",
+    "--duration",
+    "25",
+    "--rounds",
+    "2",
+    "--workload",
+    "chat:16-64/8-32",
+    "--workload",
+    "embeddings:16",
+    "--api-key-env",
+    "KEY",
+]
 
 
 def promtool(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
@@ -59,8 +73,9 @@ def queries() -> list[tuple[str, str]]:
     names = {"$job": ".*", "$model": ".*", "$__rate_interval": "1m"}
     return [
         (panel["title"], re.sub(r"\$\w+", lambda word: names[word[0]], target["expr"]))
-        for panel in board["panels"] for target in panel.get("targets", ())
-    ]  # fmt: skip
+        for panel in board["panels"]
+        for target in panel.get("targets", ())
+    ]
 
 
 def test_rules_are_valid_and_each_alert_fires() -> None:
@@ -127,7 +142,10 @@ def endpoint(traces: Collector) -> Iterator[str]:
     if spec is None or spec.origin is None:
         yield traces.url
         return
-    url, command = f"127.0.0.1:{free_port()}", [str(Path(spec.origin).with_name("rotel-agent")), "start", "--exporter", "otlp"]
+    url, command = (
+        f"127.0.0.1:{free_port()}",
+        [str(Path(spec.origin).with_name("rotel-agent")), "start", "--exporter", "otlp"],
+    )
     command += ["--otlp-http-endpoint", url, "--otlp-grpc-endpoint", f"127.0.0.1:{free_port()}"]
     command += ["--otlp-exporter-protocol", "http", "--otlp-exporter-endpoint", traces.url]
     agent = subprocess.Popen(command)
@@ -141,23 +159,42 @@ def endpoint(traces: Collector) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, endpoint: str) -> Iterator[Server]:
     program = shutil.which("prometheus") or pytest.skip("Prometheus is not installed")
-    folder, port, other = tmp_path_factory.mktemp("prometheus"), free_port(), free_port()
+    folder = tmp_path_factory.mktemp("prometheus")
+    port = free_port()
+    other = free_port()
     key = add_key(folder / "keys.toml", "alice", is_operator=True)
     made = Server(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{other}", key)
     job = {"static_configs": [{"targets": [f"127.0.0.1:{port}"]}], "authorization": {"credentials": made.key}}
     config = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "5s"}, "rule_files": [str(RULES)],
+        "global": {"scrape_interval": "1s", "evaluation_interval": "5s"},
+        "rule_files": [str(RULES)],
         "scrape_configs": [{"job_name": "archerfish", **job}],
-    }  # fmt: skip
+    }
     (folder / "prometheus.yml").write_text(json.dumps(config))
     serve = [
-        sys.executable, "-m", "archerfish", "serve", "--port", str(port), "--replicas", "2", "--model", "smollm2-135m-instruct",
-        "--api-keys-file", str(folder / "keys.toml"), "--log-format", "json", "--otlp-endpoint", endpoint,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "archerfish",
+        "serve",
+        "--port",
+        str(port),
+        "--replicas",
+        "2",
+        "--model",
+        "smollm2-135m-instruct",
+        "--api-keys-file",
+        str(folder / "keys.toml"),
+        "--log-format",
+        "json",
+        "--otlp-endpoint",
+        endpoint,
+    ]
     scrape = [
-        program, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
+        program,
+        f"--config.file={folder}/prometheus.yml",
+        f"--storage.tsdb.path={folder}/data",
         f"--web.listen-address=127.0.0.1:{other}",
-    ]  # fmt: skip
+    ]
     with ExitStack() as stack:
         log = stack.enter_context((folder / "log").open("w"))
         stack.enter_context(started(serve, f"{made.url}/ready", stderr=log))
@@ -179,9 +216,10 @@ def test_every_panel_has_figures(server: Server) -> None:
     found = {(title, query): server.ask(f"last_over_time(({query})[45s:1s])") for title, query in queries()}
     assert len(found) > 50
     empty = [
-        title for (title, _), series in found.items()
+        title
+        for (title, _), series in found.items()
         if not series or (title != MAY_BE_NO_NUMBER and all(math.isnan(float(one["value"][1])) for one in series))
-    ]  # fmt: skip
+    ]
     assert not empty
     running = next(series for (title, _), series in found.items() if title == "Running")
     assert {one["metric"]["replica"] for one in running} == {"replica-0", "replica-1"}
@@ -192,7 +230,7 @@ def test_a_minute_of_scrapes_has_no_gap_and_nothing_twice(server: Server) -> Non
     times = [moment for moment, value in up["values"] if value == "1"]
     assert len(times) == len(up["values"]) >= SCRAPED_S - 1
     assert max(after - before for before, after in pairwise(times)) < 1.5
-    [steady] = server.ask(f'min(count_over_time(archerfish_engine_up[{SCRAPED_S}s]))')
+    [steady] = server.ask(f"min(count_over_time(archerfish_engine_up[{SCRAPED_S}s]))")
     assert float(steady["value"][1]) >= SCRAPED_S - 1
     own = httpx.get(f"{server.prometheus}/metrics").text
     wrong = re.findall(r"^(prometheus_target_scrapes_sample_(?:duplicate|out_of)\w+_total) (\d+)", own, re.MULTILINE)

@@ -3,7 +3,15 @@ import threading
 
 import pytest
 
-from archerfish.observe.metrics import MAX_TENANTS, SECONDS_BUCKETS, TTFT, WHOLE, Histogram, MetricRegistry, MetricsCollector
+from archerfish.observe.metrics import (
+    MAX_TENANTS,
+    SECONDS_BUCKETS,
+    TTFT,
+    WHOLE,
+    Histogram,
+    MetricRegistry,
+    MetricsCollector,
+)
 
 
 def test_counter_counts_by_label_and_refuses_to_shrink() -> None:
@@ -80,7 +88,11 @@ def test_labels_that_are_not_given_may_have_any_value() -> None:
     for model, tenant, seconds in (("m", "a", 0.2), ("m", "b", 0.4), ("n", "a", 9.0)):
         collector.first_token(model, seconds, tenant)
     histogram = collector.histograms[TTFT]
-    assert (histogram.count(model_name="m"), histogram.count(model_name="m", tenant="b"), histogram.count()) == (2, 1, 3)
+    assert (histogram.count(model_name="m"), histogram.count(model_name="m", tenant="b"), histogram.count()) == (
+        2,
+        1,
+        3,
+    )
     assert histogram.percentiles([100], model_name="m") == [0.4] and sum(histogram.counts(tenant="a")) == 2
     with pytest.raises(ValueError, match="not \\('replica',\\)"):
         histogram.count(replica="0")

@@ -11,7 +11,9 @@ from archerfish.observe.recent import WINDOW_S, RecentFigures, percentiles, toke
 
 
 def test_percentiles_of_the_last_minute() -> None:
-    rng, recent, values = random.Random(1), RecentFigures(), list[float]()
+    rng = random.Random(1)
+    recent = RecentFigures()
+    values = list[float]()
     for number in range(5000):
         now = 1000 + number / 40  # 125 seconds
         seconds, times = rng.lognormvariate(-4, 1), rng.randrange(1, 4)

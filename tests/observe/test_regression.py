@@ -12,10 +12,16 @@ from archerfish.observe.regression import Direction, RegressionDetector, worse_w
 from archerfish.observe.summary import Summary, summarize
 
 DIRECTED: list[tuple[str, Direction]] = [
-    ("offline256_tok_s", "lower"), ("shared_prefix_req_s", "lower"), ("hit_ratio", "lower"), ("archerfish: tokens/s", "lower"),
-    ("ttft_p99_ms", "higher"), ("first token, ms", "higher"), ("plan_p50_us", "higher"), ("load_s", "higher"),
+    ("offline256_tok_s", "lower"),
+    ("shared_prefix_req_s", "lower"),
+    ("hit_ratio", "lower"),
+    ("archerfish: tokens/s", "lower"),
+    ("ttft_p99_ms", "higher"),
+    ("first token, ms", "higher"),
+    ("plan_p50_us", "higher"),
+    ("load_s", "higher"),
     ("memory_bytes", "higher"),
-]  # fmt: skip
+]
 values = st.floats(0.1, 1e6)
 rounds = st.lists(values, min_size=1, max_size=5)
 
@@ -48,7 +54,9 @@ def test_unknown_direction_must_be_stated() -> None:
 
 
 @given(st.lists(st.booleans(), max_size=30), st.integers(1, 4), st.sampled_from(DIRECTED))
-def test_only_breaches_in_a_row_are_a_regression(breaches: list[bool], needed: int, which: tuple[str, Direction]) -> None:
+def test_only_breaches_in_a_row_are_a_regression(
+    breaches: list[bool], needed: int, which: tuple[str, Direction]
+) -> None:
     metric, direction = which
     detector = RegressionDetector({metric: steady(100), "other_ms": steady(1)}, num_in_a_row=needed)
     in_a_row = 0
@@ -85,7 +93,8 @@ def test_plain_numbers_are_measurements_without_a_spread() -> None:
 def test_rounds_that_reach_the_baseline_never_flag(
     before: list[float], others: list[float], data: st.DataObject, which: tuple[str, Direction]
 ) -> None:
-    """Neither a median inside of the baseline's spread, nor rounds of which one is as good as a baseline without a spread."""
+    """Neither a median inside of the baseline's spread, nor rounds of which one is as good as a baseline without a
+    spread."""
     baseline = summarize(before)
     now = summarize(data.draw(st.lists(st.floats(baseline.low, baseline.high), min_size=1, max_size=5)))
     for then, found in ((baseline, now), (steady(before[0]), summarize([before[0], *others]))):

@@ -55,26 +55,40 @@ def compare(model: Path, **options: Any) -> None:
         assert divided.cache_stats().hits > 0
 
 
-@pytest.mark.parametrize(("save", "options"), [
-    (save_tiny_llama, {"tensor_parallel_size": 2}),
-    *(pytest.param(save, options, marks=pytest.mark.slow) for save, options in (
-        (save_tiny_rwkv, {"tensor_parallel_size": 2}), (save_tiny_llama, {"tensor_parallel_size": 4}),
-        (save_tiny_llama, {"pipeline_parallel_size": 2}), (save_tiny_rwkv, {"pipeline_parallel_size": 2}),
-        (save_tiny_llama, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "speculation": "ngram"}),
-        (save_tiny_rwkv, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
-    )),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("save", "options"),
+    [
+        (save_tiny_llama, {"tensor_parallel_size": 2}),
+        *(
+            pytest.param(save, options, marks=pytest.mark.slow)
+            for save, options in (
+                (save_tiny_rwkv, {"tensor_parallel_size": 2}),
+                (save_tiny_llama, {"tensor_parallel_size": 4}),
+                (save_tiny_llama, {"pipeline_parallel_size": 2}),
+                (save_tiny_rwkv, {"pipeline_parallel_size": 2}),
+                (save_tiny_llama, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "speculation": "ngram"}),
+                (save_tiny_rwkv, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+            )
+        ),
+    ],
+)
 def test_answers_are_those_of_one_process(tmp_path: Path, save: Save, options: dict[str, Any]) -> None:
     compare(save(tmp_path), **options)
 
 
-@pytest.mark.parametrize(("save", "options"), [
-    (save_tiny_llama, {"tensor_parallel_size": 2}),
-    *(pytest.param(save, options, marks=pytest.mark.slow) for save, options in (
-        (save_tiny_rwkv, {"tensor_parallel_size": 2}),
-        (save_tiny_llama, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
-    )),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("save", "options"),
+    [
+        (save_tiny_llama, {"tensor_parallel_size": 2}),
+        *(
+            pytest.param(save, options, marks=pytest.mark.slow)
+            for save, options in (
+                (save_tiny_rwkv, {"tensor_parallel_size": 2}),
+                (save_tiny_llama, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+            )
+        ),
+    ],
+)
 def test_adapters(tmp_path: Path, save: Save, options: dict[str, Any]) -> None:
     """Two adapters take each other's only slot."""
     config, work = tiny_config(save(tmp_path), enable_lora=True, max_loras=1), prompts(6, most=30)
@@ -82,26 +96,40 @@ def test_adapters(tmp_path: Path, save: Save, options: dict[str, Any]) -> None:
     for more in ({}, options):
         with LLMEngine(config.replace(**more)) as engine:
             assert engine.adapters is not None
-            shapes = {name: (one.outputs, one.inputs) for name, one in engine.adapters._maps.items() if not one.is_lookup}
+            shapes = {
+                name: (one.outputs, one.inputs) for name, one in engine.adapters._maps.items() if not one.is_lookup
+            }
             for name in ("a", "b"):
-                engine.adapters.load(name, random_adapter(tmp_path / name, shapes, ord(name), target_modules=list(shapes)))
+                engine.adapters.load(
+                    name, random_adapter(tmp_path / name, shapes, ord(name), target_modules=list(shapes))
+                )
             used = [[None, "a", "b"][i % 3] for i in range(6)]
-            found.append([tokens(engine.generate(work, greedy(8), lora_request=each)) for each in (used, ["a"] * 6, None)])
+            found.append(
+                [tokens(engine.generate(work, greedy(8), lora_request=each)) for each in (used, ["a"] * 6, None)]
+            )
     assert found[0] == found[1]
     assert found[0][1] != found[0][2], "the adapter changes nothing"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [
-    {"tensor_parallel_size": 2}, {"tensor_parallel_size": 3}, {"pipeline_parallel_size": 2},
-    {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 3},
+        {"pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    ],
+    ids=str,
+)
 def test_smollm2(options: dict[str, Any]) -> None:
     """9 heads share 3 KV heads."""
     texts, params = ["The capital of France is", "Once upon a time"], SamplingParams(max_tokens=16, temperature=0.0)
     found = []
     for more in ({}, options):
-        with LLMEngine("smollm2-135m-instruct", dtype="float32", max_cache_tokens=2048, num_threads=1, **more) as engine:
+        with LLMEngine(
+            "smollm2-135m-instruct", dtype="float32", max_cache_tokens=2048, num_threads=1, **more
+        ) as engine:
             found.append(tokens(engine.generate(texts, params)))
     assert found[0] == found[1]
 
@@ -149,7 +177,10 @@ def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
         "print(engine.runner.others._directory, flush=True)\nos.kill(os.getpid(), 9)"
     )
     parent = subprocess.Popen(
-        [sys.executable, "-c", code, str(save_tiny_llama(tmp_path))], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, str(save_tiny_llama(tmp_path))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     out, _ = parent.communicate(timeout=120)  # until the child, which has the same standard error, has ended too
     assert parent.returncode == -signal.SIGKILL and out and not Path(out.strip()).exists()

@@ -38,11 +38,20 @@ def test_parts_cover_everything_once() -> None:
         Ranks(0, 4).part(96, 32, "hidden units")
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "size", "expected"), [
-    (8, 4, 2, [(4, 2), (4, 2)]), (9, 3, 2, [(3, 1), (6, 2)]), (9, 3, 3, [(3, 1)] * 3), (4, 2, 4, [(1, 1)] * 4),
-    (9, 3, 6, [(1, 1), (2, 1)] * 3), (32, 1, 4, [(8, 1)] * 4),
-])  # fmt: skip
-def test_query_heads_stay_with_their_kv_head(heads: int, kv_heads: int, size: int, expected: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "expected"),
+    [
+        (8, 4, 2, [(4, 2), (4, 2)]),
+        (9, 3, 2, [(3, 1), (6, 2)]),
+        (9, 3, 3, [(3, 1)] * 3),
+        (4, 2, 4, [(1, 1)] * 4),
+        (9, 3, 6, [(1, 1), (2, 1)] * 3),
+        (32, 1, 4, [(8, 1)] * 4),
+    ],
+)
+def test_query_heads_stay_with_their_kv_head(
+    heads: int, kv_heads: int, size: int, expected: list[tuple[int, int]]
+) -> None:
     found = [Ranks(index, size).heads(heads, kv_heads) for index in range(size)]
     assert [(queries.size, keys.size) for queries, keys in found] == expected
     assert [head for queries, _ in found for head in range(queries.first, queries.end)] == list(range(heads))
@@ -51,9 +60,13 @@ def test_query_heads_stay_with_their_kv_head(heads: int, kv_heads: int, size: in
         assert (queries.first // group, (queries.end - 1) // group) == (keys.first, keys.end - 1)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "size", "message"), [
-    (9, 3, 4, "9 heads that share 3 KV heads .* one of: 1, 2, 3, 6, 9"), (4, 4, 8, "one of: 1, 2, 3, 4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "message"),
+    [
+        (9, 3, 4, "9 heads that share 3 KV heads .* one of: 1, 2, 3, 6, 9"),
+        (4, 4, 8, "one of: 1, 2, 3, 4"),
+    ],
+)
 def test_heads_that_cannot_be_divided_are_refused(heads: int, kv_heads: int, size: int, message: str) -> None:
     with pytest.raises(InvalidOptionError, match=message):
         Ranks(0, size).heads(heads, kv_heads)
@@ -94,13 +107,19 @@ def test_a_part_of_a_matrix_means_a_part_of_its_numbers(weight_format: WeightFor
         torch.testing.assert_close(found, whole[outputs.first : outputs.end, inputs.first : inputs.end], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "MXFP4", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "FP8", "INT8", ""])
+@pytest.mark.parametrize(
+    "kind", ["Q8_0", "Q4_0", "Q4_1", "MXFP4", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "FP8", "INT8", ""]
+)
 @pytest.mark.parametrize("group_size", [32, 128, 512])
-@pytest.mark.parametrize("inputs", [INPUTS, Part(64, 192, 512), Part(0, 480, 512)], ids=lambda part: f"{part.first}-{part.end}")
+@pytest.mark.parametrize(
+    "inputs", [INPUTS, Part(64, 192, 512), Part(0, 480, 512)], ids=lambda part: f"{part.first}-{part.end}"
+)
 def test_parts_of_stored_matrices(kind: str, group_size: int, inputs: Part) -> None:
     """Those that do not end with a group become plain."""
     if not kind:
-        stored = StoredTensor((12, 512), "float32", np.random.default_rng(0).standard_normal((12, 512), dtype=np.float32))
+        stored = StoredTensor(
+            (12, 512), "float32", np.random.default_rng(0).standard_normal((12, 512), dtype=np.float32)
+        )
     else:
         stored = random_stored(kind, 12, group_size=group_size)
     part, whole = stored.cut(OUTPUTS, inputs), stored.as_floats()
@@ -111,10 +130,13 @@ def test_parts_of_stored_matrices(kind: str, group_size: int, inputs: Part) -> N
     assert rows.quant_type == kind and np.shares_memory(rows.data, stored.data)  # nothing else of the file is read
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"speculation": "draft", "draft_model": "x"}, "ngram works"),
-    ({"deterministic": True, "tensor_parallel_size": 4}, "order of sums"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speculation": "draft", "draft_model": "x"}, "ngram works"),
+        ({"deterministic": True, "tensor_parallel_size": 4}, "order of sums"),
+    ],
+)
 def test_options_that_do_not_go_together_are_refused(tmp_path: Any, options: dict[str, Any], message: str) -> None:
     config = tiny_llama.tiny_config(tmp_path, **{"tensor_parallel_size": 2, **options})
     with pytest.raises(InvalidOptionError, match=message):
@@ -126,11 +148,17 @@ def test_functions_of_the_user_stay_on_rank_0() -> None:
     ids = np.arange(2)
     params = SamplingParams(logits_processors=[lambda ids, logits: logits])
     entries = [RowEntry(0, "plain", SamplingParams(), 3), RowEntry(1, "processed", params, 3)]
-    step = StepInput(1, ids, ids, ids, ids, ids, ids, 2, entries=entries, mask_bits=np.ones((1, 2), dtype=np.int64), masked=[0])
+    step = StepInput(
+        1, ids, ids, ids, ids, ids, ids, 2, entries=entries, mask_bits=np.ones((1, 2), dtype=np.int64), masked=[0]
+    )
     sent = pickle.loads(pickle.dumps(for_others(step)))
-    assert [entry.has_grammar for entry in sent.entries] == [False, True] and not sent.entries[1].params.logits_processors
+    assert [entry.has_grammar for entry in sent.entries] == [False, True] and not sent.entries[
+        1
+    ].params.logits_processors
     assert sent.mask_bits.tolist() == [[1, 1]] and sent.masked == [0] and sent.num_decodes == 2
-    assert all(getattr(sent, name).tolist() == [0, 1] for name in ("rows", "starts", "counts", "samples", "adapters", "tokens"))
+    assert all(
+        getattr(sent, name).tolist() == [0, 1] for name in ("rows", "starts", "counts", "samples", "adapters", "tokens")
+    )
     assert for_others(replace(step, entries=entries[:1])).entries == entries[:1]
 
 

@@ -56,22 +56,52 @@ def some_slow(kinds: list[str], layouts: list[tuple[int, int]], quick: set[tuple
     """Every kind in every layout; all but the quick ones are marked slow."""
     return [
         pytest.param(kind, layout, marks=() if (kind, layout) in quick else pytest.mark.slow, id=f"{kind}-{layout}")
-        for kind in kinds for layout in layouts
-    ]  # fmt: skip
+        for kind in kinds
+        for layout in layouts
+    ]
 
 
 FAMILIES = [
-    "llama", "llama-tied", "llama-biases", "llama-multi-head", "llama-one-kv-head", "qwen2", "qwen3", "mistral-window",
-    "gemma2", "gemma3", "phi3", "granite-tied", "glm4", "exaone4", "cohere2", "starcoder2", "gpt2", "qwen2-moe", "mixtral",
+    "llama",
+    "llama-tied",
+    "llama-biases",
+    "llama-multi-head",
+    "llama-one-kv-head",
+    "qwen2",
+    "qwen3",
+    "mistral-window",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "granite-tied",
+    "glm4",
+    "exaone4",
+    "cohere2",
+    "starcoder2",
+    "gpt2",
+    "qwen2-moe",
+    "mixtral",
     "gpt-oss",
 ]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("kind", "layout"), some_slow(FAMILIES, LAYOUTS, {
-    ("llama-biases", (4, 1)), ("phi3", (2, 2)), ("gemma2", (1, 2)), ("cohere2", (2, 2)),
-    ("gpt2", (2, 2)), ("qwen2-moe", (2, 1)), ("gpt-oss", (2, 1)),
-}))  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    some_slow(
+        FAMILIES,
+        LAYOUTS,
+        {
+            ("llama-biases", (4, 1)),
+            ("phi3", (2, 2)),
+            ("gemma2", (1, 2)),
+            ("cohere2", (2, 2)),
+            ("gpt2", (2, 2)),
+            ("qwen2-moe", (2, 1)),
+            ("gpt-oss", (2, 1)),
+        },
+    ),
+)
 def test_decoders(kind: str, layout: tuple[int, int], backend: Backend) -> None:
     model, config = make(kind)
     check(backend, layout, lambda ops: Driver(ops, model.state_dict(), config, random_tokens(2)))
@@ -115,16 +145,23 @@ def test_rwkv7(rwkv: Rwkv, kind: str, layout: tuple[int, int], backend: Backend)
 
 
 WIDE = {
-    **SIZES, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,
+    **SIZES,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
     "num_key_value_heads": 4,
-}  # fmt: skip
-# Products of integers round their inputs to 15 bits for each 32 of them, and so differently where sums are a little different.
+}
+# Products of integers round their inputs to 15 bits for each 32 of them, and so differently where sums are a little
+# different.
 ROUNDED = 5e-3
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("kind", "layout"), some_slow(["int8", "int4"], LAYOUTS, {("int8", (2, 1))}))
-@pytest.mark.parametrize("family", ["Phi3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Llama", "Gemma2"))])
+@pytest.mark.parametrize(
+    "family", ["Phi3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Llama", "Gemma2"))]
+)
 def test_formats_made_at_load(family: str, kind: str, layout: tuple[int, int], backend: Backend) -> None:
     model, config = make_model(family, WIDE)
     weights: dict[str, Any] = model.state_dict()
@@ -158,9 +195,16 @@ def stored_weights(weights: Mapping[str, torch.Tensor], kind: str, group_size: i
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("kind", "layout"), some_slow(STORED, [(2, 1), (4, 1), (2, 2)], {
-    ("Q4_K", (2, 1)),
-}))  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    some_slow(
+        STORED,
+        [(2, 1), (4, 1), (2, 2)],
+        {
+            ("Q4_K", (2, 1)),
+        },
+    ),
+)
 @pytest.mark.parametrize("group_size", [32, *(pytest.param(size, marks=pytest.mark.slow) for size in (128, 0))])
 def test_formats_of_the_store(kind: str, group_size: int, layout: tuple[int, int], backend: Backend) -> None:
     """A part that does not end with a group becomes plain: o_proj of Q4_K, whose blocks have 256 inputs."""

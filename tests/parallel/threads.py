@@ -38,7 +38,9 @@ class Meeting:
     """Where some threads give one thing each, and each gets the things of all."""
 
     def __init__(self, size: int, turn: Turn) -> None:
-        self._barrier, self._given, self._turn = threading.Barrier(size), [None] * size, turn
+        self._barrier = threading.Barrier(size)
+        self._given = [None] * size
+        self._turn = turn
 
     def exchange(self, index: int, mine: Any) -> list[Any]:
         self._given[index] = mine
@@ -60,7 +62,9 @@ class World:
         self.turn = Turn()
         self.all = Meeting(size * num_stages, self.turn)
         self.stages = [Meeting(size, self.turn) for _ in range(num_stages)]
-        self.links: dict[tuple[int, int], SimpleQueue[Any]] = defaultdict(SimpleQueue)  # by the stage and index that receives
+        self.links: dict[tuple[int, int], SimpleQueue[Any]] = defaultdict(
+            SimpleQueue
+        )  # by the stage and index that receives
 
     def run(self, work: Callable[[Ranks], R]) -> list[R]:
         """What the work of each rank gives; an error in one ends the others."""

@@ -225,7 +225,9 @@ def test_unknown_policy_is_refused() -> None:
 
 def test_prefix_map_follows_sets() -> None:
     """Lengths are those of the longest prefix without a gap, for random sets of published and expected hashes."""
-    random, table, sets = Random(11), PrefixMap(), [set[int]() for _ in range(70)]
+    random = Random(11)
+    table = PrefixMap()
+    sets = [set[int]() for _ in range(70)]
     hashes = [2 * number + 1 for number in range(30)]
     for _ in range(300):
         replica = random.randrange(70)

@@ -1,7 +1,8 @@
-"""Runs random requests of a tiny model where Triton's launches are only noted; prints each that the rehearsal has not noted.
+"""Runs random requests of a tiny model where Triton's launches are only noted; prints each that the rehearsal has not
+noted.
 
-A process of its own, `python -m tests.runtime.rehearsed KIND DIRECTORY ROUNDS`: Triton must not interpret here. A driver
-without a card stands for an H200.
+A process of its own, `python -m tests.runtime.rehearsed KIND DIRECTORY ROUNDS`: Triton must not interpret here. A
+driver without a card stands for an H200.
 """
 
 from __future__ import annotations
@@ -37,16 +38,31 @@ from tests.engine.tiny_rwkv import save_tiny_rwkv
 from tests.models.adapter_files import random_adapter
 
 WIDE = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 200}
-WINDOW = {**WIDE, "model_type": "gemma2", "sliding_window": 64, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0}
+WINDOW = {
+    **WIDE,
+    "model_type": "gemma2",
+    "sliding_window": 64,
+    "query_pre_attn_scalar": 20,
+    "attn_logit_softcapping": 3.0,
+}
 WINDOW |= {"final_logit_softcapping": 5.0, "hidden_activation": "gelu_pytorch_tanh"}
 EXPERTS = {
-    **WIDE, "model_type": "qwen2_moe", "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
-    "shared_expert_intermediate_size": 64, "max_position_embeddings": 3000,
-}  # fmt: skip
+    **WIDE,
+    "model_type": "qwen2_moe",
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 64,
+    "max_position_embeddings": 3000,
+}
 Model = tuple[Callable[..., Path], dict[str, Any], dict[str, Any]]
 MODELS: dict[str, Model] = {  # how its files are made, what is changed in its configuration, and options of the engine
     "llama": (save_tiny_llama, {**WIDE, "max_position_embeddings": 2048}, {"speculation": "ngram"}),
-    "int8": (save_tiny_llama, {**WIDE, "vocab_size": 193, "attention_bias": True}, {"weights": "int8", "max_num_seqs": 70}),
+    "int8": (
+        save_tiny_llama,
+        {**WIDE, "vocab_size": 193, "attention_bias": True},
+        {"weights": "int8", "max_num_seqs": 70},
+    ),
     "experts": (save_tiny_llama, EXPERTS, {"max_num_seqs": 70}),
     "gemma": (save_tiny_llama, {**WINDOW, "max_position_embeddings": 1024}, {"max_num_seqs": 33}),
     "deterministic": (save_tiny_llama, {**WIDE, "max_position_embeddings": 512}, {"deterministic": True}),
@@ -54,18 +70,38 @@ MODELS: dict[str, Model] = {  # how its files are made, what is changed in its c
     "adapters": (save_tiny_llama, {**WIDE, "max_position_embeddings": 512}, {"enable_lora": True, "max_loras": 2}),
 }
 BERT: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 60,
-    "max_position_embeddings": 128, "layer_norm_eps": 1e-5, "hidden_act": "gelu", "relative_attention_num_buckets": 8,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 60,
+    "max_position_embeddings": 128,
+    "layer_norm_eps": 1e-5,
+    "hidden_act": "gelu",
+    "relative_attention_num_buckets": 8,
+}
 ENCODERS = {"bert": BERT, "roberta": {**BERT, "hidden_size": 60}, "mpnet": BERT}
 OPTIONS: dict[str, Any] = {
-    "dtype": "bfloat16", "load_format": "dummy", "max_cache_tokens": 16384, "max_num_seqs": 40, "num_threads": 1,
-}  # fmt: skip
+    "dtype": "bfloat16",
+    "load_format": "dummy",
+    "max_cache_tokens": 16384,
+    "max_num_seqs": 40,
+    "num_threads": 1,
+}
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
 MAYBE: dict[str, Any] = {
-    "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5,
-    "min_tokens": 3, "prompt_logprobs": 2, "logit_bias": {5: 1.0}, "allowed_token_ids": [4, 5, 6], "n": 2,
-}  # fmt: skip
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "min_tokens": 3,
+    "prompt_logprobs": 2,
+    "logit_bias": {5: 1.0},
+    "allowed_token_ids": [4, 5, 6],
+    "n": 2,
+}
 REHEARSED: list[Job] = []
 REQUESTED: list[Job] = []
 
@@ -176,7 +212,9 @@ def main(kind: str, directory: str, num_rounds: int) -> None:
     print(len(REHEARSED), "rehearsed,", len(REQUESTED), "requested")
     for job in REQUESTED:
         if repr(job) not in known:
-            print("late:", job.name, min((differences(job, one) for one in REHEARSED if one.name == job.name), default=()))
+            print(
+                "late:", job.name, min((differences(job, one) for one in REHEARSED if one.name == job.name), default=())
+            )
 
 
 def differences(job: Job, other: Job) -> list[str]:
@@ -184,8 +222,10 @@ def differences(job: Job, other: Job) -> list[str]:
     pairs: list[tuple[Any, Any]] = [(getattr(job, part), getattr(other, part)) for part in parts]
     return [
         f"{name}: {mine.get(name)}, not {theirs.get(name)}"
-        for mine, theirs in pairs for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)
-    ]  # fmt: skip
+        for mine, theirs in pairs
+        for name in {**mine, **theirs}
+        if mine.get(name) != theirs.get(name)
+    ]
 
 
 if __name__ == "__main__":

@@ -60,7 +60,8 @@ def probabilities(x: Logits, params: SamplingParams) -> Floats:
 
 
 def token_at(p: Floats, number: float) -> tuple[int, bool]:
-    """The token at a number in [0, 1), in the order of ids; and whether the number is too near a border to tell in float32."""
+    """The token at a number in [0, 1), in the order of ids; and whether the number is too near a border to tell in
+    float32."""
     edges = np.cumsum(p)
     token = int(np.searchsorted(edges, number, side="right"))
     return token, bool(np.abs(edges - number).min() < 2e-6)
@@ -87,7 +88,10 @@ def check_draws(counts: npt.NDArray[np.int64], p: Floats) -> None:
 
 
 def sample_sequences(
-    sampler: FastSampler[torch.Tensor], logits: torch.Tensor, sequences: SequenceOf[Sequence], positions: SequenceOf[int]
+    sampler: FastSampler[torch.Tensor],
+    logits: torch.Tensor,
+    sequences: SequenceOf[Sequence],
+    positions: SequenceOf[int],
 ) -> Chosen:
     """`FastSampler.sample` of sequences that were added to it, with the masks of those that have one."""
     masked = [(place, sequence.mask.bits[0]) for place, sequence in enumerate(sequences) if sequence.mask is not None]
@@ -97,8 +101,16 @@ def sample_sequences(
 
 
 def sequence_of(
-    row: int, prompt: SequenceOf[int] = (1, 2, 3), *, seed: int = 0, index: int = 0, output: SequenceOf[int] = (),
-    stops: Collection[int] = (), grammar: Any = None, params: SamplingParams | None = None, **options: Any,
+    row: int,
+    prompt: SequenceOf[int] = (1, 2, 3),
+    *,
+    seed: int = 0,
+    index: int = 0,
+    output: SequenceOf[int] = (),
+    stops: Collection[int] = (),
+    grammar: Any = None,
+    params: SamplingParams | None = None,
+    **options: Any,
 ) -> Sequence:
     """A sequence that runs in a row of the sampler; options are those of its SamplingParams."""
     params = params or SamplingParams(max_tokens=100, **options)
@@ -110,7 +122,9 @@ def sequence_of(
 
 
 def sample(
-    logits: torch.Tensor, sequences: SequenceOf[Sequence], sampler: FastSampler[torch.Tensor] | None = None,
+    logits: torch.Tensor,
+    sequences: SequenceOf[Sequence],
+    sampler: FastSampler[torch.Tensor] | None = None,
     positions: SequenceOf[int] | None = None,
 ) -> Chosen:
     """Add sequences to a sampler and draw a token for each, by default behind their last ones."""

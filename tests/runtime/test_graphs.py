@@ -50,15 +50,26 @@ def graphs_of(engine: LLMEngine) -> DecodeGraphs[torch.Tensor]:
 
 
 def generate(
-    model: Path, params: SamplingParams, monkeypatch: pytest.MonkeyPatch, *, records: bool, max_cache_tokens: int = 1024,
-    has_cache: bool = True, num_prompts: int = len(PROMPTS),
+    model: Path,
+    params: SamplingParams,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    records: bool,
+    max_cache_tokens: int = 1024,
+    has_cache: bool = True,
+    num_prompts: int = len(PROMPTS),
 ) -> list[list[int]]:
     """Tokens of the first prompts, of different numbers; twice, the second time out of the cache."""
     ops = RecordingOps if records else TorchOps
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: ops(device, dtype))
     prompts, each = PROMPTS[:num_prompts], [replace(params, max_tokens=6 + 2 * i) for i in range(num_prompts)]
     with LLMEngine(
-        str(model), **USUAL, max_cache_tokens=max_cache_tokens, block_size=4, max_num_seqs=10, enable_prefix_caching=has_cache
+        str(model),
+        **USUAL,
+        max_cache_tokens=max_cache_tokens,
+        block_size=4,
+        max_num_seqs=10,
+        enable_prefix_caching=has_cache,
     ) as engine:
         found = [output.token_ids for output in engine.generate(prompts, each)]
         again = [output.token_ids for output in engine.generate(prompts, each)]
@@ -68,10 +79,16 @@ def generate(
     return found
 
 
-@pytest.mark.parametrize("params", [
-    SamplingParams(temperature=0.0, ignore_eos=True), SamplingParams(seed=5, top_k=7, top_p=0.8, min_p=0.01, temperature=0.7),
-    SamplingParams(seed=5, repetition_penalty=1.3, presence_penalty=0.2, logit_bias={5: 2.0}, min_tokens=4, logprobs=2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0, ignore_eos=True),
+        SamplingParams(seed=5, top_k=7, top_p=0.8, min_p=0.01, temperature=0.7),
+        SamplingParams(
+            seed=5, repetition_penalty=1.3, presence_penalty=0.2, logit_bias={5: 2.0}, min_tokens=4, logprobs=2
+        ),
+    ],
+)
 def test_tokens_are_the_same(model: Path, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = generate(model, params, monkeypatch, records=False)
     assert generate(model, params, monkeypatch, records=True) == plain
@@ -83,19 +100,28 @@ def test_tokens_are_the_same(model: Path, params: SamplingParams, monkeypatch: p
 def test_adapters_in_recorded_passes(
     kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Sequences of two adapters and of none, in steps of decodes, of prompts, and of drafts; then some that have none."""
+    """Sequences of two adapters and of none, in steps of decodes, of prompts, and of drafts; then some that have
+    none."""
     model, found = request.getfixturevalue(kind), []
     for records in (False, True):
         ops = RecordingOps if records else TorchOps
         monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype, ops=ops: ops(device, dtype))
         with LLMEngine(
-            str(model), **USUAL, max_cache_tokens=1024, max_num_seqs=10, enable_lora=True, max_loras=2, speculation="ngram"
+            str(model),
+            **USUAL,
+            max_cache_tokens=1024,
+            max_num_seqs=10,
+            enable_lora=True,
+            max_loras=2,
+            speculation="ngram",
         ) as engine:
             assert engine.adapters is not None
             linear = {name: one for name, [one] in maps_of(engine).items() if not one.table.is_lookup}
             shapes = {name: (one.outputs.size, one.inputs.size) for name, one in linear.items()}
             for name in ("a", "b"):
-                engine.adapters.load(name, random_adapter(tmp_path / name, shapes, ord(name), target_modules=list(shapes)))
+                engine.adapters.load(
+                    name, random_adapter(tmp_path / name, shapes, ord(name), target_modules=list(shapes))
+                )
             work = [PROMPTS[i] * 2 for i in range(9)]
             params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=12)
             mixed = [[None, "a", "b"][i % 3] for i in range(9)]
@@ -185,10 +211,11 @@ def interrupted(step: StepInput) -> RunningStep:
 @pytest.mark.parametrize(
     ("kind", "memory"),
     [
-        ("model", {"max_cache_tokens": 640, "block_size": 4}), ("rwkv", {"max_cache_tokens": 640, "block_size": 16}),
+        ("model", {"max_cache_tokens": 640, "block_size": 4}),
+        ("rwkv", {"max_cache_tokens": 640, "block_size": 16}),
         ("rwkv", {"enable_prefix_caching": False}),
     ],
-)  # fmt: skip
+)
 def test_recorded_steps_on_a_card_give_the_tokens_of_single_ones(
     kind: str, memory: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,10 +242,14 @@ def test_recorded_steps_on_a_card_give_the_tokens_of_single_ones(
 
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3, "top_k": 30}
 HOWS: list[tuple[int, Mode, dict[str, Any]]] = [  # what a row needs, and how steps with it and a plain one choose
-    (SCORES, Mode.SCORED, {"logprobs": 5, "top_p": 0.9}), (MANY_SCORES, Mode.MANY_SCORED, {"logprobs": 20, "temperature": 0.0}),
-    (SPECIAL, Mode.DRAWN, {"logprobs": 21}), (SPECIAL, Mode.DRAWN, {"logprobs": 0, "presence_penalty": 0.5}),
-    (PENALTY, Mode.PENALISED, PENALTIES), (SPECIAL, Mode.DRAWN, {"logit_bias": {5: 1.0}, **PENALTIES}),
-    (SPECIAL, Mode.DRAWN, {"min_tokens": 4}), (SPECIAL, Mode.DRAWN, {"grammar": {"kind": "choice", "value": ["a"]}}),
+    (SCORES, Mode.SCORED, {"logprobs": 5, "top_p": 0.9}),
+    (MANY_SCORES, Mode.MANY_SCORED, {"logprobs": 20, "temperature": 0.0}),
+    (SPECIAL, Mode.DRAWN, {"logprobs": 21}),
+    (SPECIAL, Mode.DRAWN, {"logprobs": 0, "presence_penalty": 0.5}),
+    (PENALTY, Mode.PENALISED, PENALTIES),
+    (SPECIAL, Mode.DRAWN, {"logit_bias": {5: 1.0}, **PENALTIES}),
+    (SPECIAL, Mode.DRAWN, {"min_tokens": 4}),
+    (SPECIAL, Mode.DRAWN, {"grammar": {"kind": "choice", "value": ["a"]}}),
 ]
 
 
@@ -267,7 +298,10 @@ def test_what_rows_need_of_a_recorded_step() -> None:
         assert needs_of(entry) == needs
     rows = np.array([0, CUT, PENALTY | CUT, SCORES, MANY_SCORES | CUT, SPECIAL])
     for most, mode, is_behind in (
-        (1, Mode.DRAWN, [0]), (2, Mode.CUT, [0, 0]), (3, Mode.PENALISED, [0, 0, 0]), (6, Mode.PENALISED, [0, 0, 0, 1, 1, 1]),
+        (1, Mode.DRAWN, [0]),
+        (2, Mode.CUT, [0, 0]),
+        (3, Mode.PENALISED, [0, 0, 0]),
+        (6, Mode.PENALISED, [0, 0, 0, 1, 1, 1]),
     ):
         assert Mode.of(rows[:most]) == mode and (rows[:most] & mode.lacks != 0).tolist() == is_behind
     assert Mode.of(rows[3:4]) == Mode.SCORED and Mode.of(rows[3:]) == Mode.MANY_SCORED
@@ -324,7 +358,9 @@ def test_steps_with_cut_rows_are_recorded_apart(model: Path, monkeypatch: pytest
     plain = SamplingParams(max_tokens=6, temperature=0.9, seed=1, ignore_eos=True)
     cuts = [replace(plain, top_p=0.5), replace(plain, top_k=2), replace(plain, min_p=0.3)]
     for other, is_cut in [*((cut, True) for cut in cuts), (replace(cuts[0], temperature=0.0), False)]:
-        with LLMEngine(str(model), **USUAL, max_cache_tokens=256, max_num_seqs=5, enable_prefix_caching=False) as engine:
+        with LLMEngine(
+            str(model), **USUAL, max_cache_tokens=256, max_num_seqs=5, enable_prefix_caching=False
+        ) as engine:
             graphs = graphs_of(engine)
             (alone,) = engine.generate([PROMPTS[0]], plain)
             assert set(graphs._recorded) == {Kind(1)}
@@ -381,7 +417,8 @@ def test_tokens_are_the_same_with_one_state_a_sequence(rwkv: Path, monkeypatch: 
 
 @pytest.mark.usefixtures("records")
 def test_inputs_hold_both_blocks_of_a_step(rwkv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt of one token, then six decodes over blocks of two tokens: each goes on from where the one before it went."""
+    """A prompt of one token, then six decodes over blocks of two tokens: each goes on from where the one before it
+    went."""
     sent: list[tuple[int, int, int]] = []  # position, source, target
 
     def noted(self: RecordingOps, values: Ids, target: torch.Tensor) -> Callable[[], None]:

@@ -33,7 +33,10 @@ def test_blocks_follow_from_the_model_and_the_tokens_asked_for() -> None:
     assert found.block_bytes == SHAPE.bytes_per_block(16, 4) == 2 * 2 * 3 * 8 * 4 * 16
     assert (found.num_blocks, found.num_tokens) == (62, 992)
     assert plan(max_cache_tokens=1000).block_size == 16
-    for options, message in (({"block_size": 257}, "at most 256 tokens"), ({"max_cache_tokens": 10}, "less than one block")):
+    for options, message in (
+        ({"block_size": 257}, "at most 256 tokens"),
+        ({"max_cache_tokens": 10}, "less than one block"),
+    ):
         with pytest.raises(InvalidOptionError, match=message):
             plan(**options)
 
@@ -120,7 +123,10 @@ def test_free_memory_of_a_card_counts_and_its_share(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 * GIB, 80 * GIB))
     assert check(EngineConfig(), "cuda", weights=18 * GIB) == ""
     refused = check(EngineConfig(), "cuda", weights=20 * GIB)
-    assert "and 1.0 GiB for buffers; 20.0 GiB of 80.0 GiB are free on the card. Choose weights=int8, device=cpu or" in refused
+    assert (
+        "and 1.0 GiB for buffers; 20.0 GiB of 80.0 GiB are free on the card. Choose weights=int8, device=cpu or"
+        in refused
+    )
     assert "8.0 GiB of 80.0 GiB are free on the card (gpu_memory_utilization)" in check(
         EngineConfig(gpu_memory_utilization=0.1), "cuda", weights=10 * GIB
     )

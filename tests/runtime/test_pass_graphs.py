@@ -23,8 +23,13 @@ from tests.engine.tiny_rwkv import save_tiny_rwkv
 from tests.runtime.conftest import RecordingOps
 
 USUAL: dict[str, Any] = {
-    "device": "cpu", "dtype": "float32", "load_format": "dummy", "num_threads": 1, "block_size": 4, "max_cache_tokens": 2048,
-}  # fmt: skip
+    "device": "cpu",
+    "dtype": "float32",
+    "load_format": "dummy",
+    "num_threads": 1,
+    "block_size": 4,
+    "max_cache_tokens": 2048,
+}
 LENGTHS = (1, 2, 15, 16, 17, 100, 511, 512, 513)
 PROMPTS = [[3 + (7 * j + j * j + length) % 90 for j in range(length)] for length in LENGTHS]
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -59,9 +64,12 @@ def one_by_one(
 
 
 @pytest.mark.parametrize(
-    ("params", "has_cache"), [(SamplingParams(max_tokens=4, seed=3, logprobs=2, ignore_eos=True), False), (GREEDY, True)]
+    ("params", "has_cache"),
+    [(SamplingParams(max_tokens=4, seed=3, logprobs=2, ignore_eos=True), False), (GREEDY, True)],
 )
-def test_tokens_are_the_same(model: Path, params: SamplingParams, has_cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_the_same(
+    model: Path, params: SamplingParams, has_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = {"enable_prefix_caching": has_cache}
     plain, none = one_by_one(model, params, monkeypatch, TorchOps, **options)
     found, taken = one_by_one(model, params, monkeypatch, RecordingOps, **options)
@@ -98,9 +106,11 @@ def test_a_kind_is_recorded_when_it_was_used_often(model: Path, monkeypatch: pyt
 
 
 SAMPLED = [
-    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=7, ignore_eos=True), GREEDY,
-    SamplingParams(repetition_penalty=1.3, seed=5, logprobs=2, ignore_eos=True), SamplingParams(n=2, seed=2, ignore_eos=True),
-]  # fmt: skip
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=7, ignore_eos=True),
+    GREEDY,
+    SamplingParams(repetition_penalty=1.3, seed=5, logprobs=2, ignore_eos=True),
+    SamplingParams(n=2, seed=2, ignore_eos=True),
+]
 
 
 @pytest.mark.parametrize("num_kinds", [1, len(SAMPLED)])
@@ -108,7 +118,8 @@ SAMPLED = [
 def test_prompts_that_join_decodes(
     num_kinds: int, max_num_batched_tokens: int, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests of which four run at once, each with prompts and outputs of its own length: nearly every step is mixed."""
+    """Requests of which four run at once, each with prompts and outputs of its own length: nearly every step is
+    mixed."""
     lengths = [3, 18, 40, 9, 25, 70, 5, 16, 33, 12]
     prompts = [[3 + (5 * j + j * j + length) % 90 for j in range(length)] for length in lengths]
     params = [replace(SAMPLED[i % num_kinds], max_tokens=4 + i % 5) for i in range(len(prompts))]
@@ -171,7 +182,9 @@ class LateOps(RecordingOps):
 
 
 @pytest.mark.parametrize("params", [GREEDY, replace(GREEDY, repetition_penalty=1.5), replace(GREEDY, logprobs=1)])
-def test_no_buffer_is_written_while_it_is_copied(params: SamplingParams, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_buffer_is_written_while_it_is_copied(
+    params: SamplingParams, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[LateOps] = []
 
     def choose(device: str, dtype: str) -> LateOps:

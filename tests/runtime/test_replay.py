@@ -24,11 +24,15 @@ from tests.runtime.test_token_masks import Listed
 
 STAGES = (Stage(num_tokens=3, first=5, end=40), Stage(num_tokens=9, first=50, end=90, offset=2))
 OPTIONS: list[dict[str, Any]] = [
-    {"temperature": 0.0}, {"n": 3}, {"repetition_penalty": 1.3, "presence_penalty": 0.4},
+    {"temperature": 0.0},
+    {"n": 3},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.4},
     {"grammar": {"kind": "json"}, "ignore_eos": False},
-    {"logit_bias": {7: 2.0}, "min_tokens": 5}, {"logprobs": 2, "prompt_logprobs": 1}, {"stages": STAGES},
+    {"logit_bias": {7: 2.0}, "min_tokens": 5},
+    {"logprobs": 2, "prompt_logprobs": 1},
+    {"stages": STAGES},
     {"top_k": 5, "top_p": 0.8},
-]  # fmt: skip
+]
 
 
 def second_runner(engine: LLMEngine) -> ModelRunner[Any]:
@@ -39,7 +43,9 @@ def second_runner(engine: LLMEngine) -> ModelRunner[Any]:
     return ModelRunner(adapter, pool, vocab_size=size, max_num_seqs=max_num_seqs, num_threads=1)
 
 
-def recorded_run(engine: LLMEngine, prompts: list[list[int]], params: list[SamplingParams]) -> list[tuple[bytes, bytes]]:
+def recorded_run(
+    engine: LLMEngine, prompts: list[list[int]], params: list[SamplingParams]
+) -> list[tuple[bytes, bytes]]:
     """All steps of a run, and what they gave, pickled."""
     steps: list[tuple[bytes, RunningStep]] = []
     launch = engine.runner.launch
@@ -65,7 +71,9 @@ def test_pickled_steps_give_the_same_tokens_in_a_second_runner(
     rng = np.random.default_rng(2)
     shared = rng.integers(3, 90, 30).tolist()
     prompts = [shared[: 4 * i] + rng.integers(3, 90, 1 + 5 * i % 17).tolist() for i in range(16)]
-    params = [SamplingParams(**{"max_tokens": 12 + i, "ignore_eos": True} | OPTIONS[i % len(OPTIONS)]) for i in range(16)]
+    params = [
+        SamplingParams(**{"max_tokens": 12 + i, "ignore_eos": True} | OPTIONS[i % len(OPTIONS)]) for i in range(16)
+    ]
     params = [dataclasses.replace(one, max_tokens=12) if one.stages else one for one in params]
     with LLMEngine(config) as engine:
         monkeypatch.setattr(engine.grammars, "compile", lambda grammar: Listed(range(10, 60)))
@@ -102,11 +110,22 @@ def test_a_sequence_can_be_sampled_at_several_places(tmp_path: Path) -> None:
         def ids(*values: int) -> Any:
             return np.array(values)
 
-        result = runner.launch(StepInput(
-            0, ids(0), ids(0), ids(len(tokens)), ids(4), ids(0), tokens, 0, block_rows=np.zeros(num_blocks, np.int64),
-            block_places=np.arange(num_blocks), block_ids=np.arange(num_blocks),
-            entries=[RowEntry(0, "draft", greedy, len(prompt))],
-        )).result()  # fmt: skip
+        result = runner.launch(
+            StepInput(
+                0,
+                ids(0),
+                ids(0),
+                ids(len(tokens)),
+                ids(4),
+                ids(0),
+                tokens,
+                0,
+                block_rows=np.zeros(num_blocks, np.int64),
+                block_places=np.arange(num_blocks),
+                block_ids=np.arange(num_blocks),
+                entries=[RowEntry(0, "draft", greedy, len(prompt))],
+            )
+        ).result()
         assert result.tokens.tolist() == [expected[:4]]
         runner.close()
 
@@ -116,4 +135,6 @@ def test_runtime_imports_no_scheduler_or_cache() -> None:
     for file in folder.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module is not None:
-                assert not node.module.startswith(("archerfish.sched", "archerfish.cache", "archerfish.sequence")), file.name
+                assert not node.module.startswith(("archerfish.sched", "archerfish.cache", "archerfish.sequence")), (
+                    file.name
+                )

@@ -55,7 +55,9 @@ def test_seed_index_and_position_choose_the_draw() -> None:
     assert len({draw(5, 0, 3), draw(6, 0, 3), draw(5, 1, 3), draw(5, 0, 4)}) == 4
 
 
-@pytest.mark.parametrize("options", [*MIXED, {"top_p": 0.3, "top_k": 500}, {"temperature": 1e-40}, {"temperature": 100.0}])
+@pytest.mark.parametrize(
+    "options", [*MIXED, {"top_p": 0.3, "top_k": 500}, {"temperature": 1e-40}, {"temperature": 100.0}]
+)
 def test_extreme_logits_give_the_only_sensible_token(options: dict[str, Any]) -> None:
     logits = torch.full((2, VOCAB), -1e4)
     logits[0, 77] = 1e4
@@ -114,7 +116,12 @@ def test_counts_start_from_prompt_and_output_after_a_preemption() -> None:
         return sequence.tokens.tolist()
 
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(5))
-    options: dict[str, Any] = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.7, "temperature": 0.3}
+    options: dict[str, Any] = {
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.7,
+        "temperature": 0.3,
+    }
     whole = run(300, sequence_of(0, **options))
     broken = sequence_of(0, **options)
     run(120, broken)

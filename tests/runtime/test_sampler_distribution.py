@@ -12,13 +12,30 @@ import torch
 from archerfish.kernels.sampling import stream_key, uniform
 from archerfish.params import SamplingParams
 from archerfish.sequence import Sequence
-from tests.runtime.sampling_reference import check_draws, chi_square, penalised, probabilities, sample, sequence_of, token_at
+from tests.runtime.sampling_reference import (
+    check_draws,
+    chi_square,
+    penalised,
+    probabilities,
+    sample,
+    sequence_of,
+    token_at,
+)
 
 FEATURES: dict[str, Any] = {
-    "temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.06, "repetition_penalty": 1.3, "presence_penalty": 0.6,
-    "frequency_penalty": 0.4, "logit_bias": {2: 1.5, 11: -2.0, 30: 0.75}, "min_tokens": 4,
-}  # fmt: skip
-PROMPT, OUTPUT, STOPS = [1, 5, 5, 7], [5, 20, 20], frozenset({3, 12})
+    "temperature": 0.7,
+    "top_k": 9,
+    "top_p": 0.8,
+    "min_p": 0.06,
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.6,
+    "frequency_penalty": 0.4,
+    "logit_bias": {2: 1.5, 11: -2.0, 30: 0.75},
+    "min_tokens": 4,
+}
+PROMPT = [1, 5, 5, 7]
+OUTPUT = [5, 20, 20]
+STOPS = frozenset({3, 12})
 SUBSETS = list(chain.from_iterable(combinations(FEATURES, size) for size in range(len(FEATURES) + 1)))
 
 
@@ -32,7 +49,9 @@ def draw_all(logits: np.ndarray[Any, Any], sequences: list[Sequence]) -> list[in
     return sampled.tokens
 
 
-def assert_draws_are_the_references(logits: np.ndarray[Any, Any], all_params: list[SamplingParams], num_draws: int) -> None:
+def assert_draws_are_the_references(
+    logits: np.ndarray[Any, Any], all_params: list[SamplingParams], num_draws: int
+) -> None:
     places = [(i, j) for i in range(len(all_params)) for j in range(num_draws)]
     sequences = [sequence_for(all_params[i], i * num_draws + j, seed=i, index=j) for i, j in places]
     tokens = draw_all(np.repeat(logits, num_draws, axis=0), sequences)

@@ -50,17 +50,30 @@ def test_stages_say_how_long_an_output_is_and_on_what_it_ends() -> None:
     params = SamplingParams(stages=STAGES, seed=3)
     assert (params.max_tokens, params.stop_token_ids, params.ignore_eos) == (24, (128,), True)
     assert params.replace(seed=4).stages == STAGES
-    sent: dict[str, Any] = {"stages": [dict(vars(stage)) for stage in STAGES], "max_tokens": 24, "stop_token_ids": [128]}
+    sent: dict[str, Any] = {
+        "stages": [dict(vars(stage)) for stage in STAGES],
+        "max_tokens": 24,
+        "stop_token_ids": [128],
+    }
     assert SamplingParams(**sent, ignore_eos=True) == params.replace(seed=None)
     assert SamplingParams(stages=None).stages == SamplingParams().stages == ()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("changes", "said"), [
-    ({"first": -1}, "first must be"), ({"end": 0}, "end must be a whole number at least 1"), ({"num_tokens": 0}, "num_tokens"),
-    ({"offset": -1}, "offset must be"), ({"stop_id": 9}, "stop_id must be a whole number from 0 to 8"),
-    ({"temperature": -1}, "temperature"), ({"top_k": -3}, "top_k"), ({"top_p": 0}, "top_p must be above 0"),
-    ({"num_tokens": True}, "num_tokens"), ({"end": 1.5}, "end must be"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"first": -1}, "first must be"),
+        ({"end": 0}, "end must be a whole number at least 1"),
+        ({"num_tokens": 0}, "num_tokens"),
+        ({"offset": -1}, "offset must be"),
+        ({"stop_id": 9}, "stop_id must be a whole number from 0 to 8"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_k": -3}, "top_k"),
+        ({"top_p": 0}, "top_p must be above 0"),
+        ({"num_tokens": True}, "num_tokens"),
+        ({"end": 1.5}, "end must be"),
+    ],
+)
 def test_stages_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidInputError, match=said):
         Stage(**{"first": 0, "end": 9, "num_tokens": 2, **changes})
@@ -69,15 +82,24 @@ def test_stages_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"temperature": 0.5}, "temperature and stages exclude"), ({"logit_bias": {1: 1.0}}, "logit_bias"),
-        ({"logprobs": 0}, "logprobs"), ({"stop": ["a"]}, "stop and stages"), ({"stop_token_ids": [5]}, "stop_token_ids"),
-        ({"grammar": {"kind": "json"}}, "grammar"), ({"repetition_penalty": 1.1}, "repetition_penalty"),
-        ({"stages": [STAGES[2], STAGES[0]]}, "Only the last stage"), ({"stages": [{"first": 1}]}, "cannot be read"),
-        ({"stages": ["a"]}, "must hold stages"), ({"stages": 5}, "must be a list of stages"),
+        ({"temperature": 0.5}, "temperature and stages exclude"),
+        ({"logit_bias": {1: 1.0}}, "logit_bias"),
+        ({"logprobs": 0}, "logprobs"),
+        ({"stop": ["a"]}, "stop and stages"),
+        ({"stop_token_ids": [5]}, "stop_token_ids"),
+        ({"grammar": {"kind": "json"}}, "grammar"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"stages": [STAGES[2], STAGES[0]]}, "Only the last stage"),
+        ({"stages": [{"first": 1}]}, "cannot be read"),
+        ({"stages": ["a"]}, "must hold stages"),
+        ({"stages": 5}, "must be a list of stages"),
         ({"stages": [STAGES[1]] * 17}, "limit"),
-        ({"stages": [Stage(first=0, end=9, num_tokens=1), Stage(first=3, end=5, num_tokens=1, stop_id=4)]}, "can give token 4"),
+        (
+            {"stages": [Stage(first=0, end=9, num_tokens=1), Stage(first=3, end=5, num_tokens=1, stop_id=4)]},
+            "can give token 4",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_stages_leave_no_room_for_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidInputError, match=said):
         SamplingParams(**{"stages": STAGES, **options})
@@ -126,11 +148,15 @@ def test_every_token_is_the_references_for_its_stage() -> None:
 
 def test_a_row_does_not_depend_on_the_ranges_of_others() -> None:
     options = [
-        SamplingParams(stages=STAGES), SamplingParams(stages=STAGES[2:]), SamplingParams(top_k=5),
+        SamplingParams(stages=STAGES),
+        SamplingParams(stages=STAGES[2:]),
+        SamplingParams(top_k=5),
         SamplingParams(temperature=0),
-        SamplingParams(stages=[Stage(first=301, end=450, num_tokens=9, top_p=0.9)]), SamplingParams(logit_bias={7: 3.0}),
-        SamplingParams(repetition_penalty=1.2), SamplingParams(stages=[Stage(first=0, end=33, num_tokens=9, temperature=0)]),
-    ]  # fmt: skip
+        SamplingParams(stages=[Stage(first=301, end=450, num_tokens=9, top_p=0.9)]),
+        SamplingParams(logit_bias={7: 3.0}),
+        SamplingParams(repetition_penalty=1.2),
+        SamplingParams(stages=[Stage(first=0, end=33, num_tokens=9, temperature=0)]),
+    ]
     logits = torch.from_numpy(random_logits(len(options), 5))
 
     def draw(places: list[int]) -> list[int]:
@@ -167,8 +193,12 @@ def test_a_resumed_sequence_continues_in_its_stage() -> None:
 
 def test_logits_beside_a_range_are_not_looked_at() -> None:
     logits = torch.zeros(3, VOCAB)
-    logits[0, 500:], logits[1, 500:], logits[2, :20] = float("nan"), float("inf"), -float("inf")
-    first, end, offset = torch.tensor([0, 0, 0]), torch.tensor([20, 20, 20]), torch.tensor([7, 8, 9])
+    logits[0, 500:] = float("nan")
+    logits[1, 500:] = float("inf")
+    logits[2, :20] = -float("inf")
+    first = torch.tensor([0, 0, 0])
+    end = torch.tensor([20, 20, 20])
+    offset = torch.tensor([7, 8, 9])
     for temperature in (None, torch.ones(3, dtype=torch.float64)):
         batch = SamplingBatch(temperature=temperature, keys=first, positions=first, ranges=Ranges(first, end, offset))
         report = TorchOps().sample(logits, batch).report.tolist()
@@ -186,7 +216,9 @@ def test_ranges_beside_a_ban() -> None:
 
 
 def test_inputs_of_recorded_steps_say_the_same() -> None:
-    num, size, ops = 5, 8, TorchOps()
+    num = 5
+    size = 8
+    ops = TorchOps()
     ops.can_record = True
     sampler = FastSampler(ops, VOCAB, num)
     options = [SamplingParams(stages=STAGES)] * 3 + [SamplingParams(top_k=9), SamplingParams(temperature=0)]

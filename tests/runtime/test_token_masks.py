@@ -20,9 +20,15 @@ from tests.runtime.sampling_reference import chi_square, penalised, probabilitie
 
 PROMPT, OUTPUT = [1, 5, 5, 7], [5, 20]
 OPTIONS: list[dict[str, Any]] = [
-    {}, {"temperature": 0}, {"top_k": 3}, {"top_k": 300}, {"top_p": 0.6}, {"min_p": 0.2, "temperature": 1.7},
-    {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3}, {"logit_bias": {20: 3.0, 2: -4.0}},
-]  # fmt: skip
+    {},
+    {"temperature": 0},
+    {"top_k": 3},
+    {"top_k": 300},
+    {"top_p": 0.6},
+    {"min_p": 0.2, "temperature": 1.7},
+    {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    {"logit_bias": {20: 3.0, 2: -4.0}},
+]
 
 
 class Listed:
@@ -106,7 +112,9 @@ def test_neighbours_draw_what_they_would_without_a_grammar() -> None:
     logits = torch.randn(8, 640, generator=torch.Generator().manual_seed(6))
     mixed = [sequence_with(row, seed=row, **options) for row, options in enumerate(OPTIONS)]
     alone = draw(logits, mixed).tokens
-    beside = [sequence_with(row, Listed([9, 10]) if row in (2, 5) else None, seed=row, **o) for row, o in enumerate(OPTIONS)]
+    beside = [
+        sequence_with(row, Listed([9, 10]) if row in (2, 5) else None, seed=row, **o) for row, o in enumerate(OPTIONS)
+    ]
     together = draw(logits, beside).tokens
     assert [token for row, token in enumerate(together) if row not in (2, 5)] == [
         token for row, token in enumerate(alone) if row not in (2, 5)

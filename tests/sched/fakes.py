@@ -21,7 +21,8 @@ def fake_logits(tokens: Iterable[int]) -> int:
 
 
 def fake_token(logits: int, seed: int, index: int) -> int:
-    """The token that follows: it depends on every token before it, on the seed, and on which of the request's n this is."""
+    """The token that follows: it depends on every token before it, on the seed, and on which of the request's n this
+    is."""
     return zlib.crc32(b"%d %d %d" % (logits, seed, index)) % VOCAB
 
 
@@ -39,7 +40,8 @@ def expected_output(request: Request, index: int = 0) -> tuple[list[int], Finish
 
 
 class FakeRunner:
-    """Keeps tokens where a real runner keeps KV, and checks that each sequence sees its own context through its blocks."""
+    """Keeps tokens where a real runner keeps KV, and checks that each sequence sees its own context through its
+    blocks."""
 
     _replaces_blocks = False  # a row may get another block for one that it has
 
@@ -73,7 +75,8 @@ class FakeRunner:
         return result
 
     def spoil(self, plan: Plan) -> None:
-        """Make garbage of what a step wrote or was to write, as if it had broken off, before the scheduler learns of it."""
+        """Make garbage of what a step wrote or was to write, as if it had broken off, before the scheduler learns of
+        it."""
         self._enter(plan.input)
         for row, start, count in self._spans(plan.input):
             for position in range(start, min(start + count, len(self._blocks[row]) * self._block_size)):
@@ -103,7 +106,9 @@ class FakeRunner:
 
     def _write(self, seq: Sequence, start: int, new: list[int]) -> list[int]:
         """Put the new tokens into the blocks; the whole context up to them."""
-        end, size, blocks = start + len(new), self._block_size, self._blocks[seq.row]
+        end = start + len(new)
+        size = self._block_size
+        blocks = self._blocks[seq.row]
         assert blocks == seq.blocks, f"{seq.key}: blocks {blocks} in place of {seq.blocks}"
         assert len(blocks) * size >= end, f"{seq.key}: {len(blocks)} blocks for {end} tokens"
         tokens = seq.tokens[:end].tolist()
@@ -188,13 +193,19 @@ class FakeStateRunner(FakeRunner):
                 self._states[block] = None
 
     def _write(self, seq: Sequence, start: int, new: list[int]) -> list[int]:
-        size, count, kept = self._block_size, len(new), self._kept.get(seq.row)
+        size = self._block_size
+        count = len(new)
+        kept = self._kept.get(seq.row)
         tokens = super()._write(seq, start, new) if kept is None else [*seq.tokens[:start], *new]
         if start and count:
             assert self._states[seq.blocks[(start - 1) // size]] == tokens[:start], f"{seq.key}: no state at {start}"
         ends = [*range(start - start % size + size, start + count, size), start + count] if count else []
-        blocks = [(end, seq.blocks[(end - 1) // size]) for end in ends] if kept is None else list(enumerate(kept, start + 1))
-        assert not count or blocks[-1][0] == start + count, f"{seq.key}: blocks {blocks} for tokens up to {start + count}"
+        blocks = (
+            [(end, seq.blocks[(end - 1) // size]) for end in ends] if kept is None else list(enumerate(kept, start + 1))
+        )
+        assert not count or blocks[-1][0] == start + count, (
+            f"{seq.key}: blocks {blocks} for tokens up to {start + count}"
+        )
         for end, block in blocks:
             self._states[block] = tokens[:end]
         return tokens

@@ -37,7 +37,11 @@ def test_proposed_tokens_save_steps_and_change_nothing(depth: int, has_states: b
     steps = []
     for speculation in (None, Speculation(OracleDrafter(), 4), Speculation(OracleDrafter(), 4, model=OracleModel())):
         world = World(depth=depth, speculation=speculation, has_states=has_states)
-        sequences = [*world.add(9, 80), *world.add(5, 20, seed=1), *world.add(7, 20, params={"repetition_penalty": 1.5})]
+        sequences = [
+            *world.add(9, 80),
+            *world.add(5, 20, seed=1),
+            *world.add(7, 20, params={"repetition_penalty": 1.5}),
+        ]
         world.run()
         for seq in sequences:
             world.check_output(seq)
@@ -106,7 +110,9 @@ def test_as_many_tokens_are_proposed_as_pay() -> None:
         (seq,) = world.add(5)
         draft = seq.draft = speculation.start(seq.request)
         assert draft is not None
-        draft.accepted, draft.rejected, draft.tokens = accepted, 10 - accepted, [1, 2, 3, 4]
+        draft.accepted = accepted
+        draft.rejected = 10 - accepted
+        draft.tokens = [1, 2, 3, 4]
         for size in range(1, 40):
             for _ in range(3):
                 speculation.times.add(size, 1.0 + (seconds_of_5 - 1) * (size - 1) / 4)
@@ -165,7 +171,8 @@ def test_nothing_is_drafted_before_plain_steps_were_measured() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_sequence_that_is_aborted_while_proposals_are_verified_leaves_right_states(fails: bool) -> None:
-    """What others find in the cache is the state behind its known tokens, not one before or behind it, nor of a failed step."""
+    """What others find in the cache is the state behind its known tokens, not one before or behind it, nor of a failed
+    step."""
     num_verified = 0
     for num_steps in range(2, 12):
         world = World(has_states=True, speculation=Speculation(OracleDrafter(), 4))

@@ -25,10 +25,11 @@ def request(name: str, *, tenant: str = "", arrival: float = 0.0) -> Request:
 @pytest.mark.parametrize(
     ("policy", "field", "values", "order"),
     [
-        ("fcfs", "priority", (0, 2, 1), "012"), ("priority", "priority", (0, 2, 1, 2), "1320"),
+        ("fcfs", "priority", (0, 2, 1), "012"),
+        ("priority", "priority", (0, 2, 1, 2), "1320"),
         ("deadline", "deadline", (None, 900.0, 500.0), "210"),
     ],
-)  # fmt: skip
+)
 def test_requests_run_in_the_order_of_the_policy(policy: str, field: str, values: tuple[Any, ...], order: str) -> None:
     world = World(policy=policy, max_num_seqs=1)
     for value in values:
@@ -175,8 +176,14 @@ def test_within_a_tenant_the_higher_priority_runs_first() -> None:
 
 @pytest.mark.no_cover
 @settings(deadline=None, max_examples=25)
-@given(st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2, max_size=4), st.integers(1, 3), st.integers(0, 2**32 - 1))
-def test_tenants_with_enough_to_do_are_served_by_their_weights(weights: list[float], max_num_seqs: int, seed: int) -> None:
+@given(
+    st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2, max_size=4),
+    st.integers(1, 3),
+    st.integers(0, 2**32 - 1),
+)
+def test_tenants_with_enough_to_do_are_served_by_their_weights(
+    weights: list[float], max_num_seqs: int, seed: int
+) -> None:
     """Start-time fairness: served tokens over weight differ by no more than one request of each slot and tenant."""
     rng = random.Random(seed)
     policy = FairShare({f"t{i}": weight for i, weight in enumerate(weights)})

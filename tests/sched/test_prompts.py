@@ -80,11 +80,12 @@ def test_lone_and_equal_prompts_get_whole_steps() -> None:
 @settings(deadline=None, max_examples=30)
 @given(
     st.lists(st.tuples(st.integers(1, 600), st.integers(0, 6), st.sampled_from("abc")), min_size=1, max_size=25),
-    st.sampled_from(["fcfs", "fair-share"]), st.integers(0, 1),
+    st.sampled_from(["fcfs", "fair-share"]),
+    st.integers(0, 1),
 )
 def test_any_prompt_is_computed_in_time(arrivals: list[tuple[int, int, str]], policy: str, depth: int) -> None:
-    """A decode is in every step, and a prompt waits for no more than twice the steps of all prompts that came before it or are
-    shorter."""
+    """A decode is in every step, and a prompt waits for no more than twice the steps of all prompts that came before it
+    or are shorter."""
     world = make_world(depth, policy)
     added: list[tuple[Sequence, int]] = []
     ends: dict[Sequence, int] = {}
@@ -92,7 +93,9 @@ def test_any_prompt_is_computed_in_time(arrivals: list[tuple[int, int, str]], po
     for length, pause, tenant in [*arrivals, (1, 0, "a")]:
         added.append((world.add(length, max_tokens=60, tenant=tenant)[0], num_steps))
         for _ in range(pause):
-            decoding = [seq for seq, _ in added if seq.num_emitted and seq.finish_reason is None and not seq.num_preemptions]
+            decoding = [
+                seq for seq, _ in added if seq.num_emitted and seq.finish_reason is None and not seq.num_preemptions
+            ]
             before = {seq: len(seq.tokens) for seq in decoding}
             world.step()
             num_steps += 1

@@ -7,7 +7,13 @@ import pytest
 
 from archerfish.bench.scheduler import step_times_us
 from archerfish.cache.radix import RadixKey
-from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, InvariantError, TooManyRequestsError
+from archerfish.errors import (
+    InputTooLargeError,
+    InvalidInputError,
+    InvalidOptionError,
+    InvariantError,
+    TooManyRequestsError,
+)
 from archerfish.sequence import Status
 from archerfish.step import StepResult
 from tests.calls import num_calls
@@ -113,7 +119,12 @@ def test_decodes_come_first_and_prefill_gets_what_they_leave() -> None:
         seen.append(counts(made))
         assert made.sequences[0].request.request_id == "a"
         commit(world, made)
-    assert seen == [{"a": 1, "c": 5, "b": 4}, {"a": 1, "c": 1, "b": 8}, {"a": 1, "c": 1, "b": 8}, {"a": 1, "c": 1, "b": 5}]
+    assert seen == [
+        {"a": 1, "c": 5, "b": 4},
+        {"a": 1, "c": 1, "b": 8},
+        {"a": 1, "c": 1, "b": 8},
+        {"a": 1, "c": 1, "b": 5},
+    ]
 
 
 def test_unfinished_prefills_go_on_in_the_order_of_admission() -> None:

@@ -55,7 +55,9 @@ def test_an_exact_repeat_needs_no_forward_pass() -> None:
     world.run()
 
 
-@pytest.mark.parametrize(("has_logits_cache", "tenants", "num_computed"), [(False, "b", 1), (True, "a", 11), (True, "aB", 1)])
+@pytest.mark.parametrize(
+    ("has_logits_cache", "tenants", "num_computed"), [(False, "b", 1), (True, "a", 11), (True, "aB", 1)]
+)
 def test_what_is_computed_without_logits_of_the_tenant(has_logits_cache: bool, tenants: str, num_computed: int) -> None:
     """An upper-case tenant had a longer prompt, so that its keys are cached and its logits are not."""
     world = World(has_logits_cache=has_logits_cache)
@@ -149,7 +151,9 @@ def test_a_clear_keeps_running_sequences_out_of_the_tree() -> None:
 
 @DEPTHS
 @pytest.mark.parametrize(("priorities", "preempted"), [((0, 1), 0), ((0, 0), 1)])
-def test_the_latest_of_the_lowest_priority_is_preempted(depth: int, priorities: tuple[int, int], preempted: int) -> None:
+def test_the_latest_of_the_lowest_priority_is_preempted(
+    depth: int, priorities: tuple[int, int], preempted: int
+) -> None:
     world = World(num_blocks=10, block_size=4, depth=depth, max_num_seqs=3)
     sequences = [world.add(8, max_tokens=20, priority=priority)[0] for priority in priorities]
     world.run()
@@ -214,7 +218,9 @@ def test_fixed_chunks_end_at_multiples_whatever_else_runs(depth: int, monkeypatc
     execute = world.runner.execute
 
     def record(plan: Plan) -> StepResult:
-        for seq, start, count in zip(plan.sequences, plan.input.starts.tolist(), plan.input.counts.tolist(), strict=True):
+        for seq, start, count in zip(
+            plan.sequences, plan.input.starts.tolist(), plan.input.counts.tolist(), strict=True
+        ):
             parts[seq].append((start, start + count))
         return execute(plan)
 
@@ -242,7 +248,9 @@ def test_fixed_chunks_round_matches_down() -> None:
     assert (part.num_cached, same.num_cached) == (16, 21)
 
 
-@pytest.mark.parametrize(("block_size", "fixed_chunk", "cached"), [(4, 0, 20), (3, 0, 21), (3, 4, 12), (8, 4, 16), (16, 0, 16)])
+@pytest.mark.parametrize(
+    ("block_size", "fixed_chunk", "cached"), [(4, 0, 20), (3, 0, 21), (3, 4, 12), (8, 4, 16), (16, 0, 16)]
+)
 def test_what_is_found_of_states_ends_where_one_is_kept(block_size: int, fixed_chunk: int, cached: int) -> None:
     """And with fixed chunks where one of those ends as well."""
     world = World(block_size=block_size, fixed_chunk=fixed_chunk, has_states=True, has_logits_cache=False)

@@ -12,8 +12,8 @@ from tests.sched.worlds import World
 
 pytestmark = pytest.mark.no_cover
 MAX_WAITING = 60
-# About twice what is seen, the same for 700 and for 10,000 requests. Under fair-share a request of low priority waits for as
-# long as others of its tenant come, which is what a priority is for: the bound is for the others.
+# About twice what is seen, the same for 700 and for 10,000 requests. Under fair-share a request of low priority waits
+# for as long as others of its tenant come, which is what a priority is for: the bound is for the others.
 MAX_WAIT_STEPS = {"fcfs": 1000, "longest-prefix-first": 1000, "fair-share": 2000}
 
 
@@ -22,7 +22,9 @@ class Tally:
     """What a simulation has seen."""
 
     sequences: list[Sequence] = field(default_factory=list)
-    waits: list[tuple[int, int]] = field(default_factory=list)  # steps from arrival to first admission, and the priority
+    waits: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # steps from arrival to first admission, and the priority
     num_operations: int = 0
     num_steps: int = 0
 
@@ -37,9 +39,15 @@ class Simulation:
     def __init__(self, policy: str, depth: int, *, seed: int, has_states: bool = False) -> None:
         self.random = random.Random(seed)
         self.world = World(
-            policy=policy, depth=depth, num_blocks=80, block_size=8, max_num_seqs=24, max_num_batched_tokens=96,
-            max_queue_size=MAX_WAITING, has_states=has_states,
-        )  # fmt: skip
+            policy=policy,
+            depth=depth,
+            num_blocks=80,
+            block_size=8,
+            max_num_seqs=24,
+            max_num_batched_tokens=96,
+            max_queue_size=MAX_WAITING,
+            has_states=has_states,
+        )
         self.tally = Tally()
         self._waiting: dict[Sequence, int] = {}
 
@@ -50,11 +58,15 @@ class Simulation:
         own = draw.randrange(1, 60) if draw.random() < 0.9 else draw.randrange(100, 400)
         prompt = [100 * family + i for i in range(shared)] + [draw.randrange(2000, 2004) for _ in range(own)]
         added = self.world.add(
-            prompt, max_tokens=draw.randrange(1, 40) if draw.random() < 0.8 else draw.randrange(40, 120),
-            n=draw.choice([1, 1, 1, 1, 1, 2, 3]), tenant=f"tenant{draw.randrange(5)}", priority=draw.choice([0, 0, 0, 1, -1]),
+            prompt,
+            max_tokens=draw.randrange(1, 40) if draw.random() < 0.8 else draw.randrange(40, 120),
+            n=draw.choice([1, 1, 1, 1, 1, 2, 3]),
+            tenant=f"tenant{draw.randrange(5)}",
+            priority=draw.choice([0, 0, 0, 1, -1]),
             deadline=self.world.now + draw.randrange(50, 400) if draw.random() < 0.1 else None,
-            stop=[1, 2] if draw.random() < 0.5 else [], needs_host_token=draw.random() < 0.1,
-        )  # fmt: skip
+            stop=[1, 2] if draw.random() < 0.5 else [],
+            needs_host_token=draw.random() < 0.1,
+        )
         self.tally.sequences += added
         self._waiting.update(dict.fromkeys(added, self.tally.num_steps))
 
@@ -113,15 +125,27 @@ class Simulation:
 ALL_POLICIES = ["fcfs", "priority", "fair-share", "longest-prefix-first", "deadline"]
 FEW = 250  # requests
 CASES = [
-    ("fcfs", 0, False, FEW), ("fcfs", 1, False, FEW), ("fair-share", 1, False, FEW), ("longest-prefix-first", 1, False, FEW),
-    ("fcfs", 0, True, FEW), ("fcfs", 1, True, FEW),
-    *(pytest.param(policy, depth, False, 10_000, marks=pytest.mark.slow) for policy in ALL_POLICIES for depth in (0, 1)),
-]  # fmt: skip
+    ("fcfs", 0, False, FEW),
+    ("fcfs", 1, False, FEW),
+    ("fair-share", 1, False, FEW),
+    ("longest-prefix-first", 1, False, FEW),
+    ("fcfs", 0, True, FEW),
+    ("fcfs", 1, True, FEW),
+    *(
+        pytest.param(policy, depth, False, 10_000, marks=pytest.mark.slow)
+        for policy in ALL_POLICIES
+        for depth in (0, 1)
+    ),
+]
 
 
 @pytest.mark.parametrize(("policy", "depth", "has_states", "num_requests"), CASES)
-def test_mixed_requests_all_end_once_and_none_starves(policy: str, depth: int, has_states: bool, num_requests: int) -> None:
-    simulation = Simulation(policy, depth, seed=depth + (len(policy) if num_requests == FEW else 0), has_states=has_states)
+def test_mixed_requests_all_end_once_and_none_starves(
+    policy: str, depth: int, has_states: bool, num_requests: int
+) -> None:
+    simulation = Simulation(
+        policy, depth, seed=depth + (len(policy) if num_requests == FEW else 0), has_states=has_states
+    )
     tally = simulation.run(num_requests)
     simulation.check()
     if policy in MAX_WAIT_STEPS:

@@ -8,7 +8,14 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from archerfish.errors import TooManyRequestsError
 from archerfish.sched.drafts import Speculation
@@ -38,29 +45,61 @@ class SchedulerMachine(RuleBasedStateMachine):
         return self.w.in_flight
 
     @initialize(
-        block_size=st.sampled_from([1, 2, 3, 4, 16]), num_tokens=st.integers(48, 160), policy=st.sampled_from(POLICIES),
-        has_cache=st.booleans(), has_logits_cache=st.booleans(), max_num_seqs=st.integers(1, 6), budget=st.integers(1, 30),
-        fixed_chunk=st.sampled_from([0, 0, 0, 4, 8]), has_states=st.booleans(), num_drafted=st.sampled_from([0, 1, 5]),
-        max_drafted=st.sampled_from([1, 64]), has_draft_model=st.booleans(),
-    )  # fmt: skip
+        block_size=st.sampled_from([1, 2, 3, 4, 16]),
+        num_tokens=st.integers(48, 160),
+        policy=st.sampled_from(POLICIES),
+        has_cache=st.booleans(),
+        has_logits_cache=st.booleans(),
+        max_num_seqs=st.integers(1, 6),
+        budget=st.integers(1, 30),
+        fixed_chunk=st.sampled_from([0, 0, 0, 4, 8]),
+        has_states=st.booleans(),
+        num_drafted=st.sampled_from([0, 1, 5]),
+        max_drafted=st.sampled_from([1, 64]),
+        has_draft_model=st.booleans(),
+    )
     def start(
-        self, *, block_size: int, num_tokens: int, budget: int, max_num_seqs: int, fixed_chunk: int, has_states: bool,
-        num_drafted: int, max_drafted: int, has_draft_model: bool, **options: Any,
+        self,
+        *,
+        block_size: int,
+        num_tokens: int,
+        budget: int,
+        max_num_seqs: int,
+        fixed_chunk: int,
+        has_states: bool,
+        num_drafted: int,
+        max_drafted: int,
+        has_draft_model: bool,
+        **options: Any,
     ) -> None:
         speculates = num_drafted and not fixed_chunk
         drafter, model = OracleDrafter(), OracleModel(3) if has_draft_model else None
         self.world = World(
-            num_blocks=num_tokens // block_size, block_size=block_size, max_num_seqs=max_num_seqs, max_queue_size=12,
-            max_num_batched_tokens=max_num_seqs + max(budget, fixed_chunk), fixed_chunk=fixed_chunk, has_states=has_states,
-            speculation=Speculation(drafter, num_drafted, max_drafted, model) if speculates else None, **options,
-        )  # fmt: skip
+            num_blocks=num_tokens // block_size,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_queue_size=12,
+            max_num_batched_tokens=max_num_seqs + max(budget, fixed_chunk),
+            fixed_chunk=fixed_chunk,
+            has_states=has_states,
+            speculation=Speculation(drafter, num_drafted, max_drafted, model) if speculates else None,
+            **options,
+        )
 
     @rule(
-        family=st.integers(0, 2), shared=st.integers(0, 20), own=st.integers(0, 12), max_tokens=st.integers(1, 12),
-        n=st.sampled_from([1, 1, 1, 3]), priority=st.integers(-1, 1), tenant=st.sampled_from(["a", "b"]),
-        timeout=st.sampled_from([None, None, None, 3.0]), stop=st.sampled_from([(), (1, 2, 3, 4, 5)]), host=st.booleans(),
-        logprobs=st.sampled_from([None, None, 0]), seed=st.integers(0, 1),
-    )  # fmt: skip
+        family=st.integers(0, 2),
+        shared=st.integers(0, 20),
+        own=st.integers(0, 12),
+        max_tokens=st.integers(1, 12),
+        n=st.sampled_from([1, 1, 1, 3]),
+        priority=st.integers(-1, 1),
+        tenant=st.sampled_from(["a", "b"]),
+        timeout=st.sampled_from([None, None, None, 3.0]),
+        stop=st.sampled_from([(), (1, 2, 3, 4, 5)]),
+        host=st.booleans(),
+        logprobs=st.sampled_from([None, None, 0]),
+        seed=st.integers(0, 1),
+    )
     def add(
         self, family: int, shared: int, own: int, timeout: float | None, host: bool, logprobs: int | None, **fields: Any
     ) -> None:
@@ -68,7 +107,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         deadline = None if timeout is None else self.w.now + timeout
         options = {"prompt_logprobs": logprobs, "logprobs": logprobs}
         try:
-            self.sequences += self.w.add(prompt or [1], deadline=deadline, needs_host_token=host, params=options, **fields)
+            self.sequences += self.w.add(
+                prompt or [1], deadline=deadline, needs_host_token=host, params=options, **fields
+            )
         except TooManyRequestsError:
             assert self.w.scheduler.stats().queue_size == 12
 
@@ -148,7 +189,11 @@ CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_to
 def run_histories(num_histories: int, num_events: int, **options: Any) -> None:
     """The machine checks itself; here that it ran as often as asked, and that sequences ended in various ways."""
     chosen = settings(
-        max_examples=num_histories, stateful_step_count=num_events, deadline=None, suppress_health_check=CHECKS, **options
+        max_examples=num_histories,
+        stateful_step_count=num_events,
+        deadline=None,
+        suppress_health_check=CHECKS,
+        **options,
     )
     SchedulerMachine.tally.clear()
     run_state_machine_as_test(SchedulerMachine, settings=chosen)

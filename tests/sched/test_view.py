@@ -72,7 +72,9 @@ def test_blocks_of_each_kind_are_those_of_a_full_count(has_states: bool) -> None
     seen: Counter[str] = Counter()
     for seed in range(6):
         rng = random.Random(seed)
-        world = World(num_blocks=rng.choice([20, 40, 200]), block_size=rng.choice([1, 3, 4]), depth=1, has_states=has_states)
+        world = World(
+            num_blocks=rng.choice([20, 40, 200]), block_size=rng.choice([1, 3, 4]), depth=1, has_states=has_states
+        )
         sequences: list[Sequence] = []
         for _ in range(60):
             if rng.random() < 0.4 and len(sequences) < 40:
@@ -110,7 +112,9 @@ def test_nodes_are_the_recent_ones_with_their_parents() -> None:
     world.step()
     view = world.scheduler.view("", sees_all=True)
     nodes = view["nodes"]
-    assert len(nodes) == views.MAX_NODES < view["num_nodes"] == 302  # the shared part, one of each prompt, the new end of one
+    assert (
+        len(nodes) == views.MAX_NODES < view["num_nodes"] == 302
+    )  # the shared part, one of each prompt, the new end of one
     for place, node in enumerate(nodes):
         assert node["parent"] < place
         assert node["start"] == (nodes[node["parent"]]["end"] if node["parent"] >= 0 else 0)

@@ -39,7 +39,9 @@ class OracleModel:
 
     def __init__(self, max_sequences: int = 4) -> None:
         self.rows: set[Sequence] = set()
-        self.max_sequences, self.num_begun, self.seconds = max_sequences, 0, 0.0
+        self.max_sequences = max_sequences
+        self.num_begun = 0
+        self.seconds = 0.0
 
     def takes(self, seq: Sequence, count: int) -> bool:
         self.rows = {other for other in self.rows if other.finish_reason is None}
@@ -79,8 +81,16 @@ class World:
     """Everything that a test of the scheduler needs; time stands still unless told."""
 
     def __init__(
-        self, *, num_blocks: int = 64, block_size: int = 4, depth: int = 0, policy: SchedulingPolicy | str = "fcfs",
-        has_cache: bool = True, has_logits_cache: bool = True, has_states: bool = False, **options: Any,
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        depth: int = 0,
+        policy: SchedulingPolicy | str = "fcfs",
+        has_cache: bool = True,
+        has_logits_cache: bool = True,
+        has_states: bool = False,
+        **options: Any,
     ) -> None:
         self.now = 100.0
         self.blocks = BlockManager(num_blocks, block_size)
@@ -89,10 +99,21 @@ class World:
         self.cache = RadixCache(
             self.blocks, is_enabled=has_cache, clock=lambda: self.now, on_drop=on_drop, whole_blocks=has_states
         )
-        settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_queue_size": 100, "max_model_len": 1000} | options
+        settings = {
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 64,
+            "max_queue_size": 100,
+            "max_model_len": 1000,
+        } | options
         self.scheduler = Scheduler(
-            blocks=self.blocks, cache=self.cache, logits_cache=self.logits_cache, model_state_hash="model", policy=policy,
-            clock=lambda: self.now, logits_row_bytes=64, **settings,
+            blocks=self.blocks,
+            cache=self.cache,
+            logits_cache=self.logits_cache,
+            model_state_hash="model",
+            policy=policy,
+            clock=lambda: self.now,
+            logits_row_bytes=64,
+            **settings,
         )
         self.runner: FakeRunner = (FakeStateRunner if has_states else FakeRunner)(num_blocks, block_size)
         self.depth = depth  # steps in flight while the next is planned
@@ -103,8 +124,16 @@ class World:
         self._ids = itertools.count()
 
     def add(
-        self, prompt: SequenceOf[int] | int, max_tokens: int = 4, *, tenant: str = "", n: int = 1,
-        request_id: str | None = None, stop: SequenceOf[int] = (), params: dict[str, Any] | None = None, **fields: Any,
+        self,
+        prompt: SequenceOf[int] | int,
+        max_tokens: int = 4,
+        *,
+        tenant: str = "",
+        n: int = 1,
+        request_id: str | None = None,
+        stop: SequenceOf[int] = (),
+        params: dict[str, Any] | None = None,
+        **fields: Any,
     ) -> list[Sequence]:
         """A whole number stands for a prompt of that length which shares nothing with others."""
         number = next(self._ids)
@@ -202,4 +231,6 @@ def commit(world: World, made: Plan, **changes: Any) -> None:
 
 
 def counts(made: Plan) -> dict[str, int]:
-    return {seq.request.request_id: count for seq, count in zip(made.sequences, made.input.counts.tolist(), strict=True)}
+    return {
+        seq.request.request_id: count for seq, count in zip(made.sequences, made.input.counts.tolist(), strict=True)
+    }

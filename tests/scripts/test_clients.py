@@ -42,8 +42,12 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     checks = [Check("one", "a long name", passes), Check("one", "b", fails), Check("another", "c", skips)]
     assert clients.run_all(checks, SERVER) == {"green": 1, "red": 1, "skipped": 1}
     assert [line.split("|")[0] + line.split("|")[2] for line in capsys.readouterr().out.splitlines()] == [
-        "client   result  ", "--------" + "---------", "one      green   ", "one      red     ", "another  skipped ",
-    ]  # fmt: skip
+        "client   result  ",
+        "--------" + "---------",
+        "one      green   ",
+        "one      red     ",
+        "another  skipped ",
+    ]
 
 
 def test_a_failure_is_told_in_one_line() -> None:

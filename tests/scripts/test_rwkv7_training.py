@@ -1,4 +1,5 @@
-"""The form of RWKV-7 that is trained: red if its chunks, its gradients or its files differ from what archerfish computes."""
+"""The form of RWKV-7 that is trained: red if its chunks, its gradients or its files differ from what archerfish
+computes."""
 
 from __future__ import annotations
 
@@ -95,7 +96,9 @@ def test_exported_files_give_the_same_logits_and_tokens(tmp_path: Path) -> None:
     config, weights = read_rwkv7(tmp_path)
     assert (config["bos_token_id"], config["eos_token_id"]) == (END, END)
     driver = RecurrentDriver(native_ops(), weights, config, tokens.tolist())
-    prefill, decode, rest = driver.step([(0, 40)]), driver.step([(0, 1)]), driver.step([(0, 23), (1, 64)])
+    prefill = driver.step([(0, 40)])
+    decode = driver.step([(0, 1)])
+    rest = driver.step([(0, 23), (1, 64)])
     assert expected.std() > 0.1
     torch.testing.assert_close(torch.cat([*prefill, *decode, rest[0]]), expected[0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(rest[1], expected[1], atol=1e-4, rtol=1e-4)

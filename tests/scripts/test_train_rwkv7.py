@@ -22,17 +22,39 @@ ANIMALS = ("dog", "cat", "bird", "frog", "bear", "duck", "fish", "horse")
 THINGS = ("ball", "boat", "hat", "stone", "leaf", "shell", "cake", "book")
 STORIES = [
     f"Once upon a time there was a {animal} who lost a {thing}. The {animal} looked for the {thing} all day. Then it was happy."
-    for animal in ANIMALS for thing in THINGS
-]  # fmt: skip
+    for animal in ANIMALS
+    for thing in THINGS
+]
 
 
 def train(tmp_path: Path, name: str, *options: str) -> Path:
     path = tmp_path / "stories.txt"
     path.write_text("".join(f"{story}\n{END_LINE}\n" for story in STORIES), encoding="utf-8")
-    main([
-        str(path), str(tmp_path / name), "--vocab", "320", "--layers", "2", "--width", "64", "--rows", "2", "--length", "32",
-        "--chunk", "16", "--held-out", "0.1", "--device", "cpu", "--show", "1", *options,
-    ])  # fmt: skip
+    main(
+        [
+            str(path),
+            str(tmp_path / name),
+            "--vocab",
+            "320",
+            "--layers",
+            "2",
+            "--width",
+            "64",
+            "--rows",
+            "2",
+            "--length",
+            "32",
+            "--chunk",
+            "16",
+            "--held-out",
+            "0.1",
+            "--device",
+            "cpu",
+            "--show",
+            "1",
+            *options,
+        ]
+    )
     return tmp_path / name
 
 

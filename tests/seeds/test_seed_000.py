@@ -1,4 +1,5 @@
-"""Seed 000, ArrowEngine: its snippets in our words. Imports come from `archerfish`; a BatchProcessor gets its engine."""
+"""Seed 000, ArrowEngine: its snippets in our words. Imports come from `archerfish`; a BatchProcessor gets its
+engine."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from archerfish import ArrowEngine, BatchProcessor, ConversionConfig, FastTokenizer, InferenceCore, ModelConverter, WeightLoader
+from archerfish import (
+    ArrowEngine,
+    BatchProcessor,
+    ConversionConfig,
+    FastTokenizer,
+    InferenceCore,
+    ModelConverter,
+    WeightLoader,
+)
 from archerfish.errors import InvalidOptionError
 from tests.conftest import TinyModel
 
@@ -22,7 +31,9 @@ def model(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """Snippet "integration with ModelConverter": a converted directory with weights.parquet."""
     converter = ModelConverter(ConversionConfig(use_float16=True, compression="lz4"))
     target = tmp_path_factory.mktemp("models") / "tiny"
-    result = converter.convert(model_name_or_path=str(tiny_model()), output_dir=str(target), model_type="sentence-transformers")
+    result = converter.convert(
+        model_name_or_path=str(tiny_model()), output_dir=str(target), model_type="sentence-transformers"
+    )
     assert Path(result.output_dir) == target and (target / "weights.parquet").is_file()
     return target
 

@@ -79,7 +79,9 @@ def test_fast_sampler() -> None:
     assert len(set(tokens)) > 5 and tokens[3] == sample_optimized(LOGITS, CONFIG, seed=1, position=3)
     cache = LogitsCache(max_bytes=1 << 20, ttl_seconds=600)
     key = CacheKey([1], 1, "model")
-    cached = [sample_with_cache(lambda: LOGITS, CONFIG, cache=cache, cache_key=key, seed=1, position=i) for i in range(20)]
+    cached = [
+        sample_with_cache(lambda: LOGITS, CONFIG, cache=cache, cache_key=key, seed=1, position=i) for i in range(20)
+    ]
     assert cached == tokens and cache.get_stats().hits == 19
     for name in ("use_simd", "fast_path_threshold"):
         with pytest.raises(UnknownOptionError, match="Leave it out"):
@@ -160,6 +162,10 @@ def test_real_time_monitor(sampler: RwkvSampler) -> None:
 
 
 def test_replaced_names_say_what_to_use() -> None:
-    for name, replacement in (("InferenceEngine", "LLMEngine"), ("TokenToKVPool", "KVCachePool"), ("PooledVec", "BufferPool")):
+    for name, replacement in (
+        ("InferenceEngine", "LLMEngine"),
+        ("TokenToKVPool", "KVCachePool"),
+        ("PooledVec", "BufferPool"),
+    ):
         with pytest.raises(ImportError, match=replacement):
             getattr(archerfish, name)

@@ -14,15 +14,24 @@ from tests.engine.tiny_llama import prompts
 
 def test_shape_options_are_refused_with_what_to_write() -> None:
     for name in ("num_layers", "kv_dim"):
-        with pytest.raises(UnknownOptionError, match=rf"option of \[engine\]: '{name}'\. Leave it out.*max_cache_tokens"):
+        with pytest.raises(
+            UnknownOptionError, match=rf"option of \[engine\]: '{name}'\. Leave it out.*max_cache_tokens"
+        ):
             EngineConfig(max_batch_size=32, **{name: 28})  # type: ignore[arg-type]
 
 
 def test_an_engine_and_its_statistics(llama: Path) -> None:
     # num_layers and kv_dim are read from the model.
     config = EngineConfig(
-        model=str(llama), load_format="dummy", dtype="float32", num_threads=1, max_batch_size=32,
-        max_concurrent_requests=64, max_queue_size=256, schedule_interval_ms=1, max_cache_tokens=65536,
+        model=str(llama),
+        load_format="dummy",
+        dtype="float32",
+        num_threads=1,
+        max_batch_size=32,
+        max_concurrent_requests=64,
+        max_queue_size=256,
+        schedule_interval_ms=1,
+        max_cache_tokens=65536,
     )
     with LLMEngine(config) as engine:
         for _ in range(2):

@@ -35,4 +35,5 @@ def test_a_policy_of_ones_own_orders_the_requests(tmp_path: Path) -> None:
     assert ended == sorted(range(4), key=lambda place: -len(many[place]))
 
 
-# `class MyModelAdapter(ModelAdapter)` is the example of docs/add-a-model.md, which tests/models/test_add_a_model.py runs.
+# `class MyModelAdapter(ModelAdapter)` is the example of docs/add-a-model.md, which tests/models/test_add_a_model.py
+# runs.

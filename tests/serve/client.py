@@ -1,4 +1,5 @@
-"""Clients of the service's app: inside the event loop of a test, or on a real socket, over an engine host in a thread."""
+"""Clients of the service's app: inside the event loop of a test, or on a real socket, over an engine host in a
+thread."""
 
 from __future__ import annotations
 
@@ -44,11 +45,17 @@ def words_host() -> Iterator[ThreadHost]:
 
 
 def app_of(
-    host: ThreadHost, *, tenants: Tenants | None = None, registry: MetricRegistry | None = None, retry_after_s: float = 1.0,
+    host: ThreadHost,
+    *,
+    tenants: Tenants | None = None,
+    registry: MetricRegistry | None = None,
+    retry_after_s: float = 1.0,
     **options: Any,
 ) -> Starlette:
     backend = AsyncClient(host.address, retry_after_s=retry_after_s)
-    return create_app(backend, ServeConfig(**options), registry, credentials=host.config.front_end_pass, tenants=tenants)
+    return create_app(
+        backend, ServeConfig(**options), registry, credentials=host.config.front_end_pass, tenants=tenants
+    )
 
 
 @asynccontextmanager

@@ -28,7 +28,9 @@ from archerfish.text.text_tokenizer import byte_alphabet
 LIMIT_S = 20
 END, START = 256, 257  # <|end|> and <|start|>
 MODEL = "lab/writer"
-CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+RESPONSES = "/v1/responses"
 HI = [{"role": "user", "content": "Hi"}]
 KEY = "a-key-of-the-tenant-acme"
 TEMPLATE = (
@@ -38,11 +40,22 @@ TEMPLATE = (
     "<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 EMPTY_VIEW = {
-    "blocks": {"total": 64, "block_tokens": 16, "order": "memory", "runs": [("free", 64)]}, "nodes": [], "num_nodes": 0,
-    "requests": [], "num_running": 0, "num_waiting": 0, "tokens_per_second": 0.0, "ttft_p50_s": None, "ttft_p99_s": None,
-    "inter_token_p50_s": None, "inter_token_p99_s": None, "kv_usage": 0.0, "cached_tokens": 0, "computed_tokens": 0,
+    "blocks": {"total": 64, "block_tokens": 16, "order": "memory", "runs": [("free", 64)]},
+    "nodes": [],
+    "num_nodes": 0,
+    "requests": [],
+    "num_running": 0,
+    "num_waiting": 0,
+    "tokens_per_second": 0.0,
+    "ttft_p50_s": None,
+    "ttft_p99_s": None,
+    "inter_token_p50_s": None,
+    "inter_token_p99_s": None,
+    "kv_usage": 0.0,
+    "cached_tokens": 0,
+    "computed_tokens": 0,
     "acceptance": None,
-}  # fmt: skip
+}
 Logprob = tuple[int, float, int, list[tuple[int, float]]]
 
 
@@ -52,7 +65,9 @@ def save_model(directory: Path) -> Path:
     tokenizer = Tokenizer(models.BPE(alphabet, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in ("<|end|>", "<|start|>")])
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in ("<|end|>", "<|start|>")]
+    )
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": TEMPLATE}))
@@ -76,7 +91,9 @@ def ids(text: str) -> list[int]:
 class FakeBackend:
     """Answers each request with `reply` of it, a token per chunk; the end token comes unless max_tokens does first."""
 
-    def __init__(self, reply: str | Callable[[wire.GenerationRequest], str] = "Hello there", *, max_length: int = 1000) -> None:
+    def __init__(
+        self, reply: str | Callable[[wire.GenerationRequest], str] = "Hello there", *, max_length: int = 1000
+    ) -> None:
         self.directory, self.max_length = model_directory(), max_length
         self.max_prompt_bytes = 0
         self.default_sampling: dict[str, Any] = {}
@@ -134,9 +151,13 @@ class FakeBackend:
                 logprobs = None if output.logprobs is None else output.logprobs[place:end]
                 chunks.append(
                     wire.Chunk(
-                        request_id=request.request_id, index=output.index, token_ids=output.token_ids[place:end],
-                        finish_reason=output.finish_reason if is_last else None, logprobs=logprobs,
-                        stop_reason=output.stop_reason if is_last else None, num_cached_tokens=0 if chunks else self.num_cached,
+                        request_id=request.request_id,
+                        index=output.index,
+                        token_ids=output.token_ids[place:end],
+                        finish_reason=output.finish_reason if is_last else None,
+                        logprobs=logprobs,
+                        stop_reason=output.stop_reason if is_last else None,
+                        num_cached_tokens=0 if chunks else self.num_cached,
                     )
                 )
         prompt_ids = request.token_ids or []
@@ -144,9 +165,13 @@ class FakeBackend:
         if request.params.get("prompt_logprobs") is not None:
             prompt_logprobs = [logprob_of(i, request.params["prompt_logprobs"]) for i in prompt_ids[1:]]
         final = wire.Generated(
-            request_id=request.request_id, model=request.model, outputs=[] if request.stream else outputs,
-            num_prompt_tokens=len(prompt_ids), num_output_tokens=sum(len(output.token_ids) for output in outputs),
-            num_cached_tokens=self.num_cached, prompt_logprobs=prompt_logprobs,
+            request_id=request.request_id,
+            model=request.model,
+            outputs=[] if request.stream else outputs,
+            num_prompt_tokens=len(prompt_ids),
+            num_output_tokens=sum(len(output.token_ids) for output in outputs),
+            num_cached_tokens=self.num_cached,
+            prompt_logprobs=prompt_logprobs,
         )
         return [*chunks, final]
 
@@ -158,7 +183,9 @@ class FakeBackend:
         token_ids = token_ids[:most]
         wanted = request.params.get("logprobs")
         return wire.WireOutput(
-            index=index, token_ids=token_ids, finish_reason=self.finish_reason or ("length" if is_cut else "stop"),
+            index=index,
+            token_ids=token_ids,
+            finish_reason=self.finish_reason or ("length" if is_cut else "stop"),
             stop_reason=None if is_cut or self.finish_reason else END,
             logprobs=None if wanted is None else [logprob_of(i, wanted) for i in token_ids],
         )
@@ -178,7 +205,10 @@ class FakeBackend:
         if isinstance(message, wire.ForVectors):
             rows = np.full((len(message.texts), 4 if isinstance(message, wire.EmbedRequest) else 1), 0.5, "<f4")
             return wire.Vectors(
-                request_id=message.request_id, num_rows=rows.shape[0], num_columns=rows.shape[1], data=rows.tobytes(),
+                request_id=message.request_id,
+                num_rows=rows.shape[0],
+                num_columns=rows.shape[1],
+                data=rows.tobytes(),
                 num_tokens=len(message.texts),
             )
         assert isinstance(message, wire.ExplainRequest)
@@ -195,10 +225,20 @@ class FakeBackend:
         if self.cards is not None:
             return {"models": self.cards}
         card = {"id": MODEL, "kind": "generation", "directory": str(self.directory), "max_length": self.max_length}
-        card |= {"vocab_size": self.vocab_size, "max_prompt_bytes": self.max_prompt_bytes,
-                 "default_sampling": self.default_sampling, "max_sequence": self.max_sequence}  # fmt: skip
+        card |= {
+            "vocab_size": self.vocab_size,
+            "max_prompt_bytes": self.max_prompt_bytes,
+            "default_sampling": self.default_sampling,
+            "max_sequence": self.max_sequence,
+        }
         bare = {"id": "lab/bare", "kind": "generation", "directory": "", "max_length": 100}
-        vectors = {"id": "lab/vectors", "kind": "embedding", "directory": str(self.directory), "max_length": 64, "dimension": 4}
+        vectors = {
+            "id": "lab/vectors",
+            "kind": "embedding",
+            "directory": str(self.directory),
+            "max_length": 64,
+            "dimension": 4,
+        }
         return {"models": [card, bare, vectors]}
 
 
@@ -232,7 +272,11 @@ async def client_of(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def post(
-    backend: FakeBackend, route: str, body: dict[str, Any] | bytes, *, app: Callable[[FakeBackend], Starlette] = fake_app,
+    backend: FakeBackend,
+    route: str,
+    body: dict[str, Any] | bytes,
+    *,
+    app: Callable[[FakeBackend], Starlette] = fake_app,
     headers: dict[str, str] | None = None,
 ) -> httpx.Response:
     """One answer. body: an object for JSON, or the bytes themselves."""

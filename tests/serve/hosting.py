@@ -47,7 +47,8 @@ class FakeClock:
 
 
 class WordEncoder:
-    """Vectors that depend on words alone. `jobs` has the texts of every pass; a pass waits for `gate`; `poison` breaks one."""
+    """Vectors that depend on words alone. `jobs` has the texts of every pass; a pass waits for `gate`; `poison` breaks
+    one."""
 
     def __init__(self, name: str = "words", *, is_cross_encoder: bool = False) -> None:
         self.model_name, self.is_cross_encoder = name, is_cross_encoder
@@ -75,9 +76,7 @@ class WordEncoder:
             self._words.append(word)
         return self._words.index(word)
 
-    def compute(
-        self, texts: Sequence[TokenizedText], normalize: bool | None = None, *, is_raw: bool = False
-    ) -> Array:
+    def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = None, *, is_raw: bool = False) -> Array:
         job = [" ".join(self._words[i] for i in text.token_ids) for text in texts]
         self.jobs.append(job)
         self.entered.release()
@@ -121,10 +120,14 @@ class ThreadHost(EngineHost):
 
 
 def make_host(
-    directory: Path, *encoders: WordEncoder, llm: dict[str, Any] | None = None, clock: Callable[[], float] = time.monotonic,
+    directory: Path,
+    *encoders: WordEncoder,
+    llm: dict[str, Any] | None = None,
+    clock: Callable[[], float] = time.monotonic,
     **options: Any,
 ) -> ThreadHost:
-    """A host at a socket in a directory. llm: options of `add_llm`, or None without one. options: those of HostConfig."""
+    """A host at a socket in a directory. llm: options of `add_llm`, or None without one. options: those of
+    HostConfig."""
     host = ThreadHost(HostConfig(**{"address": f"ipc://{directory}/socket", **options}), clock=clock)
     for encoder in encoders:
         add_encoder(host, encoder)
@@ -169,7 +172,9 @@ def llm_host(directory: Path, *encoders: WordEncoder, **options: Any) -> tuple[T
 
 def add_encoder(host: ThreadHost, encoder: WordEncoder, loads: str = "start") -> None:
     kind = "cross-encoder" if encoder.is_cross_encoder else "embedding"
-    host.models.add(ModelEntry(encoder.model_name, kind, lambda lane: HostedEncoder(cast(Any, encoder), lane, host), loads))
+    host.models.add(
+        ModelEntry(encoder.model_name, kind, lambda lane: HostedEncoder(cast(Any, encoder), lane, host), loads)
+    )
 
 
 @asynccontextmanager
@@ -182,7 +187,9 @@ async def talking(host: ThreadHost) -> AsyncIterator[AsyncClient]:
 
 async def whole(client: AsyncClient, **fields: Any) -> tuple[list[Chunk], Generated]:
     """All answers to a GenerationRequest."""
-    parts = [part async for part in client.generate(GenerationRequest(**{"request_id": "", "params": GREEDY, **fields}))]
+    parts = [
+        part async for part in client.generate(GenerationRequest(**{"request_id": "", "params": GREEDY, **fields}))
+    ]
     last = parts.pop()
     assert isinstance(last, Generated)
     return [part for part in parts if isinstance(part, Chunk)], last

@@ -1,5 +1,5 @@
-"""LoRA adapters over HTTP: named as models on every route, loaded and unloaded, found on demand, and hidden from who may not
-use them."""
+"""LoRA adapters over HTTP: named as models on every route, loaded and unloaded, found on demand, and hidden from who
+may not use them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ from .fake_backend import TEMPLATE
 from .hosting import add_llm, make_host, whole
 
 pytestmark = pytest.mark.anyio
-SHAPES = {f"model.layers.{i}.self_attn.{name}": (rows, 32) for i in (0, 1) for name, rows in (("q_proj", 32), ("v_proj", 16))}
+SHAPES = {
+    f"model.layers.{i}.self_attn.{name}": (rows, 32) for i in (0, 1) for name, rows in (("q_proj", 32), ("v_proj", 16))
+}
 PROMPT = "the cat sat on the mat and on the mat and on the mat"
 ASK: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -58,7 +60,11 @@ async def service(
             (place / "lora").mkdir(exist_ok=True)
             random_adapter(place / "lora" / name, SHAPES, seed, std=2.0)
     host = make_host(place, front_end_pass=PASS, api_keys_file=str(keys or ""), adapters_file=adapters_file)
-    loras: dict[str, Any] = {"max_loras": 1, "lora_dir": str(place / "lora"), "lora_modules": f"one={place / 'lora' / 'one'}"}
+    loras: dict[str, Any] = {
+        "max_loras": 1,
+        "lora_dir": str(place / "lora"),
+        "lora_modules": f"one={place / 'lora' / 'one'}",
+    }
     add_llm(host, place, has_text=True, max_len=192, enable_lora=True, **loras)
     (place / "tiny" / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     tenants = None if keys is None else Tenants.from_file(keys)
@@ -92,21 +98,26 @@ async def test_an_adapter_is_a_model_on_every_route(tmp_path: Path) -> None:
     async with service(tmp_path) as client:
         listed = (await client.get("/v1/models")).json()["data"]
         assert [(model["id"], model.get("parent"), model.get("root")) for model in listed] == [
-            ("tiny", None, None), ("one", "tiny", str(tmp_path / "lora" / "one"))
-        ]  # fmt: skip
+            ("tiny", None, None),
+            ("one", "tiny", str(tmp_path / "lora" / "one")),
+        ]
         assert (await client.get("/v1/models/one")).json()["parent"] == "tiny"
         found = {model: await text(client, model) for model in ("tiny", "one")}
         assert found["tiny"] != found["one"] == await text(client, "one")
         messages = [{"role": "user", "content": "Hello"}]
         for path, body in (
-            ("/v1/chat/completions", {"messages": messages}), ("/v1/responses", {"input": "Hello"}),
-            ("/v1/messages", {"messages": messages, "max_tokens": 16}), ("/api/chat", {"messages": messages, "stream": False}),
+            ("/v1/chat/completions", {"messages": messages}),
+            ("/v1/responses", {"input": "Hello"}),
+            ("/v1/messages", {"messages": messages, "max_tokens": 16}),
+            ("/api/chat", {"messages": messages, "stream": False}),
         ):
             answers = [await client.post(path, json={**body, "model": model}) for model in ("one", "tiny")]
             assert [answer.json()["model"] for answer in answers] == ["one", "tiny"], answers[0].text
         asked = [{"model": model, "prompt": PROMPT} for model in ("one", "tiny", "two")]
         explained = [(await client.post("/v1/cache/explain", json=body)).json() for body in asked]
-        assert [one["reason"] for one in explained][2] == "adapter_differs" and explained[0]["reason"] != "adapter_differs"
+        assert [one["reason"] for one in explained][2] == "adapter_differs" and explained[0][
+            "reason"
+        ] != "adapter_differs"
         metrics = (await client.get("/metrics")).text
         assert 'archerfish_adapter_requests_total{adapter="one",model_name="tiny"}' in metrics
         assert 'archerfish_adapter_loads_total{model_name="tiny"}' in metrics
@@ -135,7 +146,9 @@ async def test_load_unload_and_reload(tmp_path: Path) -> None:
         assert gone.status_code == 404 and error_of(gone)["code"] == "model_not_found"
         assert (await client.post(UNLOAD, json={"lora_name": "mine"})).status_code == 404
         for path, message in (
-            ("../tiny", "outside of the directory"), ("/etc", "outside of the directory"), ("nothing", "no adapter at"),
+            ("../tiny", "outside of the directory"),
+            ("/etc", "outside of the directory"),
+            ("nothing", "no adapter at"),
         ):
             refused = await client.post(LOAD, json={"lora_name": "x", "lora_path": path})
             assert refused.status_code == 400 and message in error_of(refused)["message"], refused.text
@@ -145,7 +158,9 @@ async def test_load_unload_and_reload(tmp_path: Path) -> None:
             assert (await client.post("/v1/completions", json={**ASK, "model": name})).status_code == 404
 
 
-async def test_a_process_that_is_started_again_makes_the_changes_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_process_that_is_started_again_makes_the_changes_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = str(tmp_path / "adapters.json")
     async with service(tmp_path, adapters_file=file) as client:
         for change in ({"lora_name": "mine", "lora_path": "two"}, {"lora_name": "gone", "lora_path": "two"}):
@@ -190,7 +205,8 @@ class TwoModels:
 
     def __init__(self) -> None:
         self.cards: list[dict[str, Any]] = [
-            {"id": name, "kind": "generation", "max_length": 9, "adapters": [], "finds_adapters": True} for name in ("a", "b")
+            {"id": name, "kind": "generation", "max_length": 9, "adapters": [], "finds_adapters": True}
+            for name in ("a", "b")
         ]
         self.changes: list[tuple[str, str]] = []
 
@@ -277,16 +293,22 @@ async def test_updates_are_off_unless_allowed(tmp_path: Path) -> None:
 async def test_tenants_see_only_adapters_that_they_may_use(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     every: dict[str, dict[str, Any]] = {
-        "alice": {}, "bob": {"adapters": ["two"]}, "carl": {"adapters": ["one"]}, "boss": {"is_operator": True}
-    }  # fmt: skip
+        "alice": {},
+        "bob": {"adapters": ["two"]},
+        "carl": {"adapters": ["one"]},
+        "boss": {"is_operator": True},
+    }
     headers = {name: {"Authorization": f"Bearer {add_key(keys, name, **more)}"} for name, more in every.items()}
     async with service(tmp_path, keys) as client:
         assert await names(client, headers=headers["alice"]) == ["tiny", "one"]
         assert await names(client, headers=headers["bob"]) == ["tiny"]
         await text(client, "one", headers=headers["alice"])
         for path, body in (
-            ("/v1/completions", ASK), ("/v1/tts/tokens", {"text": "a"}), ("/v1/cache/view", None), ("/v1/models", None),
-        ):  # fmt: skip
+            ("/v1/completions", ASK),
+            ("/v1/tts/tokens", {"text": "a"}),
+            ("/v1/cache/view", None),
+            ("/v1/models", None),
+        ):
             for tenant, hidden in (("bob", "one"), ("carl", "two")):
                 answers = [await ask(client, path, body, name, headers[tenant]) for name in (hidden, "eno")]
                 assert [answer.status_code for answer in answers] == [404, 404], "as if it were not here"

@@ -1,4 +1,5 @@
-"""The whole app over an engine host: vectors and scores, models of every kind, health, figures, and an engine that dies."""
+"""The whole app over an engine host: vectors and scores, models of every kind, health, figures, and an engine that
+dies."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from .hosting import FakeClock, Scripted, WordEncoder, hold
 
 pytestmark = pytest.mark.anyio
 
-EMBEDDINGS, RERANK, SIMILARITY = "/v1/embeddings", "/v1/rerank", "/similarity"
+EMBEDDINGS = "/v1/embeddings"
+RERANK = "/v1/rerank"
+SIMILARITY = "/similarity"
 
 
 def pairs() -> WordEncoder:
@@ -93,7 +96,11 @@ async def test_rerank_prefers_the_cross_encoder(tmp_path: Path) -> None:
         assert answer["model"] == WORDS
         assert answer["results"][0]["document"] == {"text": "fish"}
         assert len(scorer.jobs) == 2
-        objects = {**body, "documents": [{"text": text, "id": text} for text in body["documents"]], "rank_fields": ["text"]}
+        objects = {
+            **body,
+            "documents": [{"text": text, "id": text} for text in body["documents"]],
+            "rank_fields": ["text"],
+        }
         assert (await client.post(RERANK, json={**objects, "model": WORDS})).json()["results"] == answer["results"]
 
 
@@ -126,7 +133,9 @@ async def test_failing_text_fails_only_its_own_request(tmp_path: Path) -> None:
 
     async with serving(host) as client:
         first = await hold(encoder, client.post(EMBEDDINGS, json={"input": "first"}))
-        asking = [asyncio.create_task(client.post(EMBEDDINGS, json={"input": text})) for text in ("good", "some poison")]
+        asking = [
+            asyncio.create_task(client.post(EMBEDDINGS, json={"input": text})) for text in ("good", "some poison")
+        ]
         await until(lambda: num_waiting(host) == 2)
         encoder.gate.set()
         _, good, bad = await asyncio.gather(first, *asking)
@@ -152,7 +161,9 @@ async def test_disconnect_drops_queued_texts(tmp_path: Path) -> None:
         encoder.gate.set()
         assert (await first).status_code == 200
         assert encoder.jobs == [["first"]]
-        assert "archerfish_requests_running 1.0" in (await client.get("/metrics")).text.splitlines()  # the one that asks
+        assert (
+            "archerfish_requests_running 1.0" in (await client.get("/metrics")).text.splitlines()
+        )  # the one that asks
         assert (await client.get("/stats")).json()["host"]["live_requests"] == 1
 
 
@@ -208,14 +219,18 @@ def completion(**changes: Any) -> dict[str, Any]:
 
 
 async def test_models_route_lists_models_of_all_kinds(tmp_path: Path) -> None:
-    host = host_with(tmp_path, WordEncoder(WORDS), WordEncoder("fake/pairs", is_cross_encoder=True), llm={"has_text": True})
+    host = host_with(
+        tmp_path, WordEncoder(WORDS), WordEncoder("fake/pairs", is_cross_encoder=True), llm={"has_text": True}
+    )
 
     async with serving(host) as client:
         body = (await client.get("/v1/models")).json()
         assert body["object"] == "list"
         found = {model["id"]: model for model in body["data"]}
         assert {name: model["kind"] for name, model in found.items()} == {
-            WORDS: "embedding", "fake/pairs": "cross-encoder", "tiny": "generation",
+            WORDS: "embedding",
+            "fake/pairs": "cross-encoder",
+            "tiny": "generation",
         }
         assert (found[WORDS]["dimension"], found[WORDS]["max_length"]) == (8, 512)
         assert found["tiny"]["max_length"] == 256
@@ -371,7 +386,9 @@ async def test_dead_engine_gives_503_until_it_is_back(tmp_path: Path) -> None:
 
     def act(message: Any) -> list[wire.Message] | None:
         """The engine process dies at the first request that is not a Query."""
-        return [Report(request_id=message.request_id, values={"models": [card]})] if isinstance(message, Query) else None
+        return (
+            [Report(request_id=message.request_id, values={"models": [card]})] if isinstance(message, Query) else None
+        )
 
     engine = Scripted(f"ipc://{tmp_path}/socket", act)
     async with client_of(create_app(AsyncClient(engine.address, retry_after_s=6.2), credentials=PASS)) as client:

@@ -29,7 +29,13 @@ from .hosting import FakeClock
 
 pytestmark = pytest.mark.anyio
 
-WRITER = {"id": "lab/writer", "kind": "generation", "max_length": 100, "directory": "/models/writer", "aliases": ["/m/pen/"]}
+WRITER = {
+    "id": "lab/writer",
+    "kind": "generation",
+    "max_length": 100,
+    "directory": "/models/writer",
+    "aliases": ["/m/pen/"],
+}
 VECTORS = {"id": "lab/vectors", "kind": "embedding", "max_length": 64, "dimension": 8, "is_loaded": True}
 PAIRS = {"id": "lab/pairs", "kind": "cross-encoder", "max_length": 64}
 
@@ -75,10 +81,14 @@ async def test_served_names_are_listed() -> None:
     assert caught.value.hint == "Known: gpt-4o, lab/vectors, small."
 
 
-@pytest.mark.parametrize(("route", "body", "first"), [
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}, MODEL),
-    ("/v1/completions", {"prompt": "a"}, MODEL), ("/v1/embeddings", {"input": "a"}, "lab/vectors"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("route", "body", "first"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}, MODEL),
+        ("/v1/completions", {"prompt": "a"}, MODEL),
+        ("/v1/embeddings", {"input": "a"}, "lab/vectors"),
+    ],
+)
 async def test_unknown_names_can_be_accepted(route: str, body: dict[str, Any], first: str) -> None:
     app = create_app(FakeBackend(), ServeConfig(accept_any_model=True))
     async with client_of(app) as client:
@@ -155,8 +165,6 @@ def test_own_name_wins_over_aliases(ids: list[str], aliases: list[str]) -> None:
 # Tokenizers and templates
 
 
-
-
 async def test_second_request_waits_for_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second request must not use the length of the longest token before the vocabulary is read."""
     is_reading, may_go_on = threading.Event(), threading.Event()
@@ -166,6 +174,7 @@ async def test_second_request_waits_for_the_tokenizer(monkeypatch: pytest.Monkey
         is_reading.set()
         assert may_go_on.wait(LIMIT_S)
         return read(tokenizer, token_id)
+
     monkeypatch.setattr(TextTokenizer, "id_to_token", slowly)
     catalog, card = Catalog(FakeBackend()), ModelCard("lab/writer", "generation", 100, directory=str(model_directory()))
     first = asyncio.create_task(catalog.text_of(card))
@@ -198,10 +207,15 @@ TOOL = {"type": "function", "function": {"name": "f", "description": LONG, "para
 @pytest.mark.parametrize(
     ("message", "options"),
     [
-        ({"content": LONG}, {}), ({"content": "a"}, {"tools": [TOOL]}), ({"content": "a"}, {"documents": [{"text": LONG}]}),
-        ({"content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": LONG}}}]}, {}),
+        ({"content": LONG}, {}),
+        ({"content": "a"}, {"tools": [TOOL]}),
+        ({"content": "a"}, {"documents": [{"text": LONG}]}),
+        (
+            {"content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": LONG}}}]},
+            {},
+        ),
     ],
-)  # fmt: skip
+)
 async def test_long_conversation_is_tokenised_in_a_thread(
     message: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,8 +225,13 @@ async def test_long_conversation_is_tokenised_in_a_thread(
     def noted(self: ChatTemplate, *args: Any, **kwargs: Any) -> list[int]:
         threads.append(threading.current_thread())
         return encode(self, *args, **kwargs)
+
     monkeypatch.setattr(ChatTemplate, "encode", noted)
     text = ModelText(ModelCard("lab/writer", "generation", 100, directory=str(model_directory())))
     for shown, extra in (({"content": "a"}, {}), ({"content": "a"}, {}), (message, options)):
         await text.encode([{"role": "assistant", **shown}], "messages", extra)
-    assert [thread is threading.main_thread() for thread in threads] == [False, True, False]  # the first reads the template
+    assert [thread is threading.main_thread() for thread in threads] == [
+        False,
+        True,
+        False,
+    ]  # the first reads the template

@@ -47,7 +47,10 @@ def echo(message: Any) -> list[wire.Message]:
 
 
 async def texts_of(client: AsyncClient, prompt: str, request_id: str = "") -> str:
-    parts = [part async for part in client.generate(wire.GenerationRequest(request_id=request_id, prompt=prompt, stream=True))]
+    parts = [
+        part
+        async for part in client.generate(wire.GenerationRequest(request_id=request_id, prompt=prompt, stream=True))
+    ]
     assert isinstance(parts[-1], wire.Generated)
     return "".join(part.text for part in parts if isinstance(part, wire.Chunk))
 
@@ -71,12 +74,20 @@ async def test_bundles_are_split_and_unknown_answers_ignored(address: str, start
             return [wire.Pong(request_id=""), wire.Chunk(request_id="nobody's")]
         first, second, third = held
         return [
-            wire.Bundle(request_id="", answers=[
-                wire.Chunk(request_id=first, text="a"), wire.Chunk(request_id=second, text="b"),
-                wire.Generated(request_id=first), wire.Failed(request_id=third, code="broken", message="no", status=418),
-            ]),
-            wire.Bundle(request_id="", answers=[wire.Chunk(request_id=second, text="c"), wire.Generated(request_id=second)]),
-        ]  # fmt: skip
+            wire.Bundle(
+                request_id="",
+                answers=[
+                    wire.Chunk(request_id=first, text="a"),
+                    wire.Chunk(request_id=second, text="b"),
+                    wire.Generated(request_id=first),
+                    wire.Failed(request_id=third, code="broken", message="no", status=418),
+                ],
+            ),
+            wire.Bundle(
+                request_id="", answers=[wire.Chunk(request_id=second, text="c"), wire.Generated(request_id=second)]
+            ),
+        ]
+
     engine = start(act)
     async with AsyncClient(address) as client:
         asking = [texts_of(client, "", str(number)) for number in range(3)]
@@ -89,16 +100,29 @@ async def test_bundles_are_split_and_unknown_answers_ignored(address: str, start
 
 async def test_failed_answer_is_raised_with_all_its_fields(address: str, start: Start) -> None:
     def act(message: Any) -> list[wire.Message]:
-        told: dict[str, Any] = {"code": "c", "message": "m", "status": 429, "hint": "h", "param": "p", "retry_after_s": 2.5}
+        told: dict[str, Any] = {
+            "code": "c",
+            "message": "m",
+            "status": 429,
+            "hint": "h",
+            "param": "p",
+            "retry_after_s": 2.5,
+        }
         return [wire.Failed(request_id=message.request_id, **told)]
+
     engine = start(act)
     async with AsyncClient(address) as client:
         with pytest.raises(RemoteError) as caught:
             await client.ask(wire.EmbedRequest(request_id="", texts=[]))
         error = caught.value
         assert (error.code, error.message, error.status, error.hint, error.param, error.retry_after_s) == (
-            "c", "m", 429, "h", "p", 2.5
-        )  # fmt: skip
+            "c",
+            "m",
+            429,
+            "h",
+            "p",
+            2.5,
+        )
         with pytest.raises(RemoteError):
             await texts_of(client, "x")
         await asyncio.to_thread(engine.has_received.acquire)
@@ -108,7 +132,10 @@ async def test_failed_answer_is_raised_with_all_its_fields(address: str, start: 
 @pytest.mark.parametrize("way", ["leave", "cancel", "ask", "timeout"])
 async def test_leaving_cancels_the_request(address: str, start: Start, way: str) -> None:
     def act(message: Any) -> list[wire.Message]:
-        return [wire.Chunk(request_id=message.request_id, text="a")] if isinstance(message, wire.GenerationRequest) else []
+        return (
+            [wire.Chunk(request_id=message.request_id, text="a")] if isinstance(message, wire.GenerationRequest) else []
+        )
+
     engine = start(act)
     async with AsyncClient(address) as client:
         if way == "leave":
@@ -200,6 +227,7 @@ async def test_first_request_waits_for_the_engine(address: str, start: Start) ->
 async def test_unknown_answer_type_is_an_error(address: str, start: Start) -> None:
     class Nonsense(wire.Message, tag="nonsense"):
         pass
+
     start(lambda message: [Nonsense(request_id=message.request_id)])
     async with AsyncClient(address) as client:
         with pytest.raises(RemoteError, match="no message of the protocol"):

@@ -53,7 +53,9 @@ def test_lanes_take_turns_and_keep_their_order(submitted: list[int]) -> None:
     gate.set()
     compute.close()
     for number in range(4):
-        assert [place for one, place in done if one == number] == [i for i, one in enumerate(submitted) if one == number]
+        assert [place for one, place in done if one == number] == [
+            i for i, one in enumerate(submitted) if one == number
+        ]
     left = [submitted.count(number) for number in range(4)]
     last = 3
     for number, _ in done:  # always the next lane that has something
@@ -130,7 +132,9 @@ def test_lane_reports_activity_of_others() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 100), st.booleans(), st.booleans()), max_size=60))
 def test_stall_clips_gaps_between_checks(checks: list[tuple[float, bool, bool]]) -> None:
-    stall, now, progress = Stall(), 0.0, 0
+    stall = Stall()
+    now = 0.0
+    progress = 0
     expected = 0.0
     for number, (gap, has_moved, has_work) in enumerate(checks):
         now += gap

@@ -1,4 +1,5 @@
-"""What the service does without being asked: sampling parameters of the model, limits that fit, and remarks about them."""
+"""What the service does without being asked: sampling parameters of the model, limits that fit, and remarks about
+them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ from .hosting import WordEncoder
 
 MESSAGES = "/v1/messages"
 BODIES: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": HI}, TEXT: {"prompt": "Hi"}, RESPONSES: {"input": "Hi"}, MESSAGES: {"messages": HI, "max_tokens": 20}
+    CHAT: {"messages": HI},
+    TEXT: {"prompt": "Hi"},
+    RESPONSES: {"input": "Hi"},
+    MESSAGES: {"messages": HI, "max_tokens": 20},
 }
 STATED = {"temperature": 0.0, "top_k": 5, "repetition_penalty": 1.5}
 
@@ -84,9 +88,11 @@ def test_the_limit_of_the_server_lowers_max_tokens_of_all_sequences_together() -
         return create_app(backend, ServeConfig(max_output_tokens=12), credentials="pass")
 
     for body, told, is_remarked in (
-        ({"max_tokens": 50}, 12, True), ({"max_tokens": 50, "n": 3}, 4, True), ({"max_tokens": 12}, 12, False),
+        ({"max_tokens": 50}, 12, True),
+        ({"max_tokens": 50, "n": 3}, 4, True),
+        ({"max_tokens": 12}, 12, False),
         ({"max_tokens": None}, 12, False),
-    ):  # fmt: skip
+    ):
         answer = post(backend, TEXT, {"prompt": "Hi", **body}, app=app)
         assert answer.status_code == 200 and backend.params()["max_tokens"] == told
         assert ("the limit of this server" in answer.headers.get("x-archerfish-remark", "")) == is_remarked
@@ -110,6 +116,7 @@ def test_remarks_become_one_header_of_plain_characters() -> None:
 
 # Texts that are longer than an encoder takes
 
+
 @pytest.mark.parametrize(("route", "stream"), [(CHAT, {"stream": True}), ("/api/chat", {})])
 def test_remarks_do_not_reach_later_streams(route: str, stream: dict[str, Any]) -> None:
     body = {"messages": HI, **stream}
@@ -119,9 +126,10 @@ def test_remarks_do_not_reach_later_streams(route: str, stream: dict[str, Any]) 
 
 LONG, SHORT = "word " * 600, "word " * 512
 VECTOR_BODIES: dict[str, dict[str, Any]] = {
-    "/v1/embeddings": {"input": [SHORT, LONG]}, "/v1/rerank": {"query": "word", "documents": [SHORT, LONG]},
+    "/v1/embeddings": {"input": [SHORT, LONG]},
+    "/v1/rerank": {"query": "word", "documents": [SHORT, LONG]},
     "/similarity": {"source": "word", "sentences": [SHORT, LONG]},
-}  # fmt: skip
+}
 
 
 @pytest.mark.anyio
@@ -154,17 +162,29 @@ async def test_long_texts_are_cut_or_refused(tmp_path: Path, route: str, is_cros
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize(("route", "body"), [
-    ("/embed", {"inputs": [SHORT, LONG]}), ("/rerank", {"query": "word", "texts": [LONG]}), ("/predict", {"inputs": LONG}),
-    ("/api/embed", {"input": LONG}), ("/v2/embed", {"texts": [LONG]}),
-])  # fmt: skip
-async def test_routes_of_other_servers_cut_or_refuse_long_texts(tmp_path: Path, route: str, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/embed", {"inputs": [SHORT, LONG]}),
+        ("/rerank", {"query": "word", "texts": [LONG]}),
+        ("/predict", {"inputs": LONG}),
+        ("/api/embed", {"input": LONG}),
+        ("/v2/embed", {"texts": [LONG]}),
+    ],
+)
+async def test_routes_of_other_servers_cut_or_refuse_long_texts(
+    tmp_path: Path, route: str, body: dict[str, Any]
+) -> None:
     host = host_with(tmp_path, WordEncoder("lab/words", is_cross_encoder=route in ("/rerank", "/predict")))
     async with serving(host) as client:
         for cutting in (True, "END", None):
             answer = await client.post(route, json={**body, "truncate": cutting})
             assert answer.status_code == 200 and answer.headers["x-archerfish-remark"] == "texts cut to 512 tokens: 1"
-        for value, said in ((False, "more than 512 tokens"), ("NONE", "more than 512 tokens"), ("START", "not 'START'")):
+        for value, said in (
+            (False, "more than 512 tokens"),
+            ("NONE", "more than 512 tokens"),
+            ("START", "not 'START'"),
+        ):
             refused = await client.post(route, json={**body, "truncate": value})
             assert refused.status_code == 400 and said in refused.text
 
@@ -197,12 +217,30 @@ def test_refused_requests_have_a_line_with_the_reason(caplog: pytest.LogCaptureF
     failing.fails = {1: RemoteError("It broke.", code="engine_failed", status=500)}
     for backend, route, body, headers, expected in (
         (FakeBackend(), CHAT, b"{", {}, [f"POST {CHAT} 400 tenant=acme ms=", "code=invalid_json reason="]),
-        (FakeBackend(), CHAT, {"messages": HI, "model": "a b", "top_p": "x"}, {}, ["model=a%20b ", 'reason="top_p must']),
+        (
+            FakeBackend(),
+            CHAT,
+            {"messages": HI, "model": "a b", "top_p": "x"},
+            {},
+            ["model=a%20b ", 'reason="top_p must'],
+        ),
         (FakeBackend(), CHAT, {"messages": HI, "top_p": 7}, {}, [" 400 ", 'reason="top_p must be a number']),
-        (FakeBackend(), CHAT, {"messages": HI}, {"Authorization": "Bearer no"}, [f"POST {CHAT} 401 tenant=- ", "reason="]),
+        (
+            FakeBackend(),
+            CHAT,
+            {"messages": HI},
+            {"Authorization": "Bearer no"},
+            [f"POST {CHAT} 401 tenant=- ", "reason="],
+        ),
         (FakeBackend(), "/x%0Ay", {}, {}, ["POST /x%0Ay 404 ", "code=not_found"]),
-        (failing, CHAT, {"messages": HI, "stream": True}, {}, [" 200 ", f"model={MODEL}", 'code=engine_failed reason="It']),
-    ):  # fmt: skip
+        (
+            failing,
+            CHAT,
+            {"messages": HI, "stream": True},
+            {},
+            [" 200 ", f"model={MODEL}", 'code=engine_failed reason="It'],
+        ),
+    ):
         post(backend, route, body, app=keyed_app, headers=headers)
         [line] = lines(caplog)
         assert all(part in line for part in expected), line

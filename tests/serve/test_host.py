@@ -20,7 +20,20 @@ from archerfish.serve.tenants import add_key
 from tests.cache.invariants import check_cache
 from tests.engine.tiny_llama import prompts
 
-from .hosting import ENDLESS, GREEDY, LONG, Raw, WordEncoder, failure, llm_host, make_host, stats, talking, until_free, whole
+from .hosting import (
+    ENDLESS,
+    GREEDY,
+    LONG,
+    Raw,
+    WordEncoder,
+    failure,
+    llm_host,
+    make_host,
+    stats,
+    talking,
+    until_free,
+    whole,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -34,9 +47,11 @@ async def test_concurrent_answers_equal_those_of_the_engine(tmp_path: Path) -> N
     expected = [output.token_ids for output in engine.generate(many, SamplingParams(**GREEDY))]
     async with talking(host) as first, AsyncClient(host.address) as second, AsyncClient(host.address) as third:
         answers = await asyncio.gather(
-            *(whole(client, request_id=str(i // 3), token_ids=prompt, stream=i % 2 == 0)
-              for i, (client, prompt) in enumerate(zip([first, second, third] * 8, many, strict=True)))
-        )  # fmt: skip
+            *(
+                whole(client, request_id=str(i // 3), token_ids=prompt, stream=i % 2 == 0)
+                for i, (client, prompt) in enumerate(zip([first, second, third] * 8, many, strict=True))
+            )
+        )
     for i, (prompt, (chunks, last)) in enumerate(zip(many, answers, strict=True)):
         streamed = [token for chunk in chunks for token in chunk.token_ids]
         assert (streamed, last.outputs[0].token_ids) == ((expected[i], []) if i % 2 == 0 else ([], expected[i]))
@@ -62,7 +77,12 @@ async def test_text_prompt_gets_a_text_answer(tmp_path: Path) -> None:
 async def test_limit_of_output_tokens_lowers_max_tokens_with_a_remark(tmp_path: Path) -> None:
     host = make_host(tmp_path, llm={}, admission={"max_output_tokens": 6})
     async with talking(host) as client:
-        for asked, n, num_tokens, is_remarked in ((50, 1, 6, True), (50, 2, 6, True), (6, 1, 6, False), (None, 1, 6, False)):
+        for asked, n, num_tokens, is_remarked in (
+            (50, 1, 6, True),
+            (50, 2, 6, True),
+            (6, 1, 6, False),
+            (None, 1, 6, False),
+        ):
             params = {"max_tokens": asked, "n": n, "ignore_eos": True}
             _, last = await whole(client, token_ids=[5, 6], params=params, stream=n == 2)
             said = [f"max_tokens was lowered from 50 to {6 // n}, the limit of this server"]
@@ -116,7 +136,9 @@ async def test_messages_are_rendered_with_the_chat_template(tmp_path: Path) -> N
         _, last = await whole(client, messages=messages, template_options={"loud": True})
         assert last.prompt_token_ids == engine.render_chat(messages, loud=True)
         for name in ("tokenizer", "messages"):
-            error = await failure(client, wire.GenerationRequest(request_id="", messages=messages, template_options={name: 1}))
+            error = await failure(
+                client, wire.GenerationRequest(request_id="", messages=messages, template_options={name: 1})
+            )
             assert error.status == 400
 
 
@@ -207,7 +229,9 @@ async def test_loop_wakes_when_a_mask_is_done(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("archerfish.serve.host.IDLE_POLL_MS", 1_000_000)
     host, _ = llm_host(tmp_path, has_text=True)
     async with talking(host) as client, asyncio.timeout(30):
-        _, last = await whole(client, prompt="a", params={"grammar": {"kind": "regex", "value": "abc"}, "max_tokens": 8})
+        _, last = await whole(
+            client, prompt="a", params={"grammar": {"kind": "regex", "value": "abc"}, "max_tokens": 8}
+        )
     assert last.outputs[0].text == "abc"
 
 
@@ -272,7 +296,9 @@ async def test_unknown_model_error_lists_only_visible_models(tmp_path: Path) -> 
         error = await failure(client, wire.EmbedRequest(request_id="", model="wrods", texts=["a"]))
         assert (error.code, error.param) == ("model_not_found", "model")
         assert "'words'" in error.hint
-        assert (await failure(client, wire.EmbedRequest(request_id="", model="gpt-4", texts=["a"]))).hint == "Known: words."
+        assert (
+            await failure(client, wire.EmbedRequest(request_id="", model="gpt-4", texts=["a"]))
+        ).hint == "Known: words."
 
 
 async def test_host_refuses_a_request_id_in_use(tmp_path: Path) -> None:
@@ -340,6 +366,7 @@ async def test_tenants_share_no_cached_tokens(tmp_path: Path) -> None:
     host = make_host(tmp_path, front_end_pass="the pass", llm={})
     prompt = prompts(1, least=50)[0]
     async with talking(host) as client:
+
         async def ask(**fields: Any) -> wire.Generated:
             return (await whole(client, token_ids=prompt, **fields))[1]
 
@@ -385,7 +412,9 @@ async def test_token_limits_of_a_tenant_are_enforced(tmp_path: Path) -> None:
     key = add_key(file, "alice", tokens_per_minute=100)
     host = make_host(tmp_path, api_keys_file=str(file), llm={})
     async with talking(host) as client:
-        big = wire.GenerationRequest(request_id="", token_ids=[5] * 40, params={**GREEDY, "max_tokens": 50}, credentials=key)
+        big = wire.GenerationRequest(
+            request_id="", token_ids=[5] * 40, params={**GREEDY, "max_tokens": 50}, credentials=key
+        )
         assert (await failure(client, replace(big, credentials="another"))).status == 401
         stream = client.generate(replace(big, stream=True))
         await anext(stream)

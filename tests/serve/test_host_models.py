@@ -28,7 +28,20 @@ from archerfish.serve.wire import Charge, Configure, EmbedRequest, GenerationReq
 from tests.cache.invariants import check_cache
 from tests.engine.tiny_llama import prompts
 
-from .hosting import LONG, FakeClock, WordEncoder, add_llm, failure, hold, llm_host, make_host, report_of, stats, talking, whole
+from .hosting import (
+    LONG,
+    FakeClock,
+    WordEncoder,
+    add_llm,
+    failure,
+    hold,
+    llm_host,
+    make_host,
+    report_of,
+    stats,
+    talking,
+    whole,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -78,7 +91,8 @@ async def test_embeddings_and_generation_alternate(tmp_path: Path) -> None:
     chatting = threading.Event()
 
     def until_chat_submits() -> None:
-        """A job of the burst lasts longer than the loop needs to submit the chat's next step, however busy the machine is."""
+        """A job of the burst lasts longer than the loop needs to submit the chat's next step, however busy the machine
+        is."""
         with host.compute.changed:
             host.compute.changed.wait_for(lambda: tiny.waiting or not chatting.is_set(), timeout=60)
 
@@ -136,6 +150,7 @@ async def test_probe_makes_a_real_step_unless_one_is_recent(tmp_path: Path) -> N
     encoder = WordEncoder()
     host = make_host(tmp_path, encoder, clock=clock, llm={})
     async with talking(host) as client:
+
         async def num_steps() -> int:
             found: int = (await stats(client))["models"]["tiny"]["num_steps"]
             return found
@@ -161,14 +176,19 @@ async def test_sequence_ended_by_the_client_counts_as_stopped(tmp_path: Path) ->
     params = {"max_tokens": 3000, "temperature": 0.0, "ignore_eos": True}
     async with talking(host) as client:
         for number in range(2):
-            parts = client.generate(GenerationRequest(request_id=str(number), token_ids=[5, 6, 7], params=params, stream=True))
+            parts = client.generate(
+                GenerationRequest(request_id=str(number), token_ids=[5, 6, 7], params=params, stream=True)
+            )
             await anext(parts)
             if number:
                 client.end_sequence(str(number), 0)
             await parts.aclose()
         metrics = read_metrics(await report_of(client, Query(request_id="", about="metrics")))
         [ended] = [metric for metric in metrics if metric.name == ENDS]
-        assert [(one.labels, one.value) for one in ended.samples()] == [(("tiny", "", "abort"), 1), (("tiny", "", "stop"), 1)]
+        assert [(one.labels, one.value) for one in ended.samples()] == [
+            (("tiny", "", "abort"), 1),
+            (("tiny", "", "stop"), 1),
+        ]
     assert engine.scheduler.stats().aborted_requests == 1
     assert engine.scheduler.stats().num_running == 0
 
@@ -193,9 +213,11 @@ async def test_options_change_while_requests_run(tmp_path: Path) -> None:
     async with talking(host) as client:
         running = asyncio.create_task(whole(client, token_ids=prompt, params=LONG))
         changes: list[dict[str, Any]] = [
-            {"max_queue_size": 7, "logits_cache_mib": 0}, {"enable_prefix_caching": False}, {"max_num_batched_tokens": 40},
+            {"max_queue_size": 7, "logits_cache_mib": 0},
+            {"enable_prefix_caching": False},
+            {"max_num_batched_tokens": 40},
             {"enable_prefix_caching": True, "logits_cache_mib": 3, "logits_cache_ttl_s": 5.0},
-        ]  # fmt: skip
+        ]
         for options in changes:
             values = await report_of(client, Configure(request_id="", model="tiny", options=options))
             assert values | options == values
@@ -250,9 +272,13 @@ OUTSIDE = ("tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://[::]:5555", "tcp://192.0
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [*(({"address": address}, "CURVE") for address in OUTSIDE), ({"address": "nonsense"}, "no address"),
-     ({"address": "http://a"}, "no address"), ({"client_keys": ("x",)}, "key")],
-)  # fmt: skip
+    [
+        *(({"address": address}, "CURVE") for address in OUTSIDE),
+        ({"address": "nonsense"}, "no address"),
+        ({"address": "http://a"}, "no address"),
+        ({"client_keys": ("x",)}, "key"),
+    ],
+)
 def test_bad_addresses_and_keys_are_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidOptionError, match=said):
         make_host(tmp_path, **options)
@@ -264,8 +290,12 @@ def keys() -> tuple[str, str]:
 
 
 async def test_open_address_admits_only_known_clients(tmp_path: Path) -> None:
-    server, friend, stranger = keys(), keys(), keys()
-    host = make_host(tmp_path, WordEncoder(), open_address="tcp://127.0.0.1:*", secret_key=server[1], client_keys=(friend[0],))
+    server = keys()
+    friend = keys()
+    stranger = keys()
+    host = make_host(
+        tmp_path, WordEncoder(), open_address="tcp://127.0.0.1:*", secret_key=server[1], client_keys=(friend[0],)
+    )
     with host:
         address = host.open_address
         async with asyncio.timeout(60):

@@ -59,10 +59,18 @@ VALID: list[tuple[str, dict[str, Any]]] = [
 ]
 NUMBERS = [b"NaN", b"1e999", b"-0", b"1" * 5000, b"1.0", b"9" * 30, b"01", b"true"]
 HEADERS = [
-    (b"content-type", b"text/plain"), (b"content-type", b"application/json; charset=\xff"), (b"content-length", b"-1"),
-    (b"content-length", b"x"), (b"content-encoding", b"gzip"), (b"authorization", b"Bearer \xff"), (b"x-api-key", b"\x00"),
-    (b"cache-control", b"max-age=-9e9,,=;no-cache="), (b"host", b"["), (b"cookie", b"\xff=;;" * 99), (b"accept", b"\xff"),
-]  # fmt: skip
+    (b"content-type", b"text/plain"),
+    (b"content-type", b"application/json; charset=\xff"),
+    (b"content-length", b"-1"),
+    (b"content-length", b"x"),
+    (b"content-encoding", b"gzip"),
+    (b"authorization", b"Bearer \xff"),
+    (b"x-api-key", b"\x00"),
+    (b"cache-control", b"max-age=-9e9,,=;no-cache="),
+    (b"host", b"["),
+    (b"cookie", b"\xff=;;" * 99),
+    (b"accept", b"\xff"),
+]
 
 
 @dataclass
@@ -98,12 +106,19 @@ def garbled(draw: random.Random, content: bytes) -> bytes:
     digits = [i for i, byte in enumerate(content) if 48 <= byte < 58] or [place]
     digit = draw.choice(digits)
     ways: list[Callable[[], bytes]] = [
-        lambda: content[:place], lambda: content[:place] + bytes([draw.randrange(256)]) + content[place + 1 :],
-        lambda: content[:place] + draw.randbytes(3) + content[place:], lambda: content + content,
-        lambda: content[:digit] + draw.choice(NUMBERS) + content[digit + 1 :], lambda: gzip.compress(content),
-        lambda: content.decode().encode("utf-16"), lambda: b"\xef\xbb\xbf" + content, lambda: b"[" * 50_000,
-        lambda: content.replace(b'"Hi"', b'"\\ud800"'), lambda: content.replace(b'"Hi"', b"null"), lambda: b"",
-    ]  # fmt: skip
+        lambda: content[:place],
+        lambda: content[:place] + bytes([draw.randrange(256)]) + content[place + 1 :],
+        lambda: content[:place] + draw.randbytes(3) + content[place:],
+        lambda: content + content,
+        lambda: content[:digit] + draw.choice(NUMBERS) + content[digit + 1 :],
+        lambda: gzip.compress(content),
+        lambda: content.decode().encode("utf-16"),
+        lambda: b"\xef\xbb\xbf" + content,
+        lambda: b"[" * 50_000,
+        lambda: content.replace(b'"Hi"', b'"\\ud800"'),
+        lambda: content.replace(b'"Hi"', b"null"),
+        lambda: b"",
+    ]
     return draw.choice(ways)()
 
 
@@ -137,10 +152,20 @@ async def ask(app: Starlette, made: FuzzedRequest) -> Answered:
             answered.body += message.get("body", b"")
 
     scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": made.method, "scheme": "http",
-        "path": made.path, "raw_path": made.path.encode("utf-8", "surrogatepass"), "root_path": "", "query_string": b"",
-        "headers": [(b"host", b"test"), *made.headers], "client": ("127.0.0.1", 1), "server": ("test", 80), "state": {},
-    }  # fmt: skip
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": made.method,
+        "scheme": "http",
+        "path": made.path,
+        "raw_path": made.path.encode("utf-8", "surrogatepass"),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"host", b"test"), *made.headers],
+        "client": ("127.0.0.1", 1),
+        "server": ("test", 80),
+        "state": {},
+    }
     async with asyncio.timeout(LIMIT_S):
         await app(scope, receive, send)
     return answered
@@ -251,16 +276,23 @@ def check_operation(label: str, **options: Any) -> None:
 
     # Not among them: that valid data is accepted. Models, templates and grammars have rules that no schema can state.
     chosen = [
-        not_a_server_error, checks.status_code_conformance, checks.content_type_conformance, checks.response_schema_conformance,
-        checks.response_headers_conformance, checks.negative_data_rejection, checks.unsupported_method,
-    ]  # fmt: skip
+        not_a_server_error,
+        checks.status_code_conformance,
+        checks.content_type_conformance,
+        checks.response_schema_conformance,
+        checks.response_headers_conformance,
+        checks.negative_data_rejection,
+        checks.unsupported_method,
+    ]
 
     @settings(deadline=None, suppress_health_check=list(HealthCheck), **options)
     def validate(case: Any) -> None:
         case.call_and_validate(checks=chosen)
 
     operation, config = operations()[label]
-    build_operation_test(config=config, operation=operation, test_func=validate, given_kwargs={}, feedback=NO_FEEDBACK)()
+    build_operation_test(
+        config=config, operation=operation, test_func=validate, given_kwargs={}, feedback=NO_FEEDBACK
+    )()
 
 
 @pytest.mark.no_cover
@@ -284,23 +316,46 @@ def test_document_has_the_answers_of_every_route() -> None:
 
 
 LEAST: dict[str, dict[str, Any]] = {
-    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "a"}, "/v1/unload_lora_adapter": {"lora_name": "a"},
-    "/v1/chat/completions": {"messages": HI}, "/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"},
-    "/v1/messages": {"messages": HI, "max_tokens": 1}, "/v1/messages/count_tokens": {"messages": HI},
-    "/v1/embeddings": {"input": "a"}, "/v1/rerank": {"query": "a", "documents": ["b"]},
-    "/similarity": {"source": "a", "sentences": ["b"]}, "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [1]},
-    "/v1/cache/explain": {"prompt": "a"}, "/v1/tts/tokens": {"text": "a"}, "/api/chat": {"messages": HI},
-    "/api/generate": {"prompt": "a"}, "/api/embed": {"input": "a"}, "/api/embeddings": {"prompt": "a"}, "/api/show": {},
-    "/v1/embed": {"texts": ["a"]}, "/v2/embed": {"texts": ["a"]}, "/v2/rerank": {"query": "a", "documents": ["b"]},
-    "/rerank": {"query": "a", "texts": ["b"]}, "/embed": {"inputs": "a"}, "/": {"inputs": "a"}, "/predict": {"inputs": "a"},
-    "/score": {"text_1": "a", "text_2": "b"}, "/v1/score": {"text_1": "a", "text_2": "b"}, "/pooling": {"input": "a"},
-    "/classify": {"input": "a"}, "/v1/classify": {"input": "a"}, "/embed_sparse": {"inputs": "a"},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "a"},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
+    "/v1/chat/completions": {"messages": HI},
+    "/v1/completions": {"prompt": "a"},
+    "/v1/responses": {"input": "a"},
+    "/v1/messages": {"messages": HI, "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": HI},
+    "/v1/embeddings": {"input": "a"},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/similarity": {"source": "a", "sentences": ["b"]},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [1]},
+    "/v1/cache/explain": {"prompt": "a"},
+    "/v1/tts/tokens": {"text": "a"},
+    "/api/chat": {"messages": HI},
+    "/api/generate": {"prompt": "a"},
+    "/api/embed": {"input": "a"},
+    "/api/embeddings": {"prompt": "a"},
+    "/api/show": {},
+    "/v1/embed": {"texts": ["a"]},
+    "/v2/embed": {"texts": ["a"]},
+    "/v2/rerank": {"query": "a", "documents": ["b"]},
+    "/rerank": {"query": "a", "texts": ["b"]},
+    "/embed": {"inputs": "a"},
+    "/": {"inputs": "a"},
+    "/predict": {"inputs": "a"},
+    "/score": {"text_1": "a", "text_2": "b"},
+    "/v1/score": {"text_1": "a", "text_2": "b"},
+    "/pooling": {"input": "a"},
+    "/classify": {"input": "a"},
+    "/v1/classify": {"input": "a"},
+    "/embed_sparse": {"inputs": "a"},
     "/embed_all": {"inputs": "a"},
-}  # fmt: skip
+}
 
 
 def bodies(kind: type[Body]) -> dict[str, type[Body]]:
-    return {kind.__name__: kind} | {name: each for child in kind.__subclasses__() for name, each in bodies(child).items()}
+    return {kind.__name__: kind} | {
+        name: each for child in kind.__subclasses__() for name, each in bodies(child).items()
+    }
 
 
 @pytest.mark.parametrize("path", LEAST)
@@ -309,7 +364,10 @@ def test_document_marks_nullable_parameters(path: str) -> None:
     name = reference.rpartition("/")[2]
     model = bodies(Body)[name]
     members = DOCUMENT["components"]["schemas"][name]["properties"]
-    may_be, say_so = set[str](), {key for key, member in members.items() if not member.get("type") and admits_null(member)}
+    may_be, say_so = (
+        set[str](),
+        {key for key, member in members.items() if not member.get("type") and admits_null(member)},
+    )
     for key in members:
         with suppress(ValidationError, InvalidInputError):
             model.model_validate({**LEAST[path], key: None})

@@ -25,11 +25,16 @@ KEYS = Tenants.from_text(f"alice={ALICE}, bob={BOB}, operator={OPERATOR}")
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 MESSAGE = {**CHAT, "max_tokens": 20}
 POSTS: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/chat/completions", CHAT), ("/v1/completions", {"model": MODEL, "prompt": "Hi"}),
-    ("/v1/responses", {"model": MODEL, "input": "Hi"}), ("/v1/messages", MESSAGE), ("/v1/embeddings", {"input": "Hi"}),
-    ("/v1/rerank", {"query": "Hi", "documents": ["a"]}), ("/similarity", {"source": "Hi", "sentences": ["a"]}),
-    ("/v1/cache/explain", {"model": MODEL, "prompt": "Hi"}), ("/tokenize", {"model": MODEL, "prompt": "Hi"}),
-]  # fmt: skip
+    ("/v1/chat/completions", CHAT),
+    ("/v1/completions", {"model": MODEL, "prompt": "Hi"}),
+    ("/v1/responses", {"model": MODEL, "input": "Hi"}),
+    ("/v1/messages", MESSAGE),
+    ("/v1/embeddings", {"input": "Hi"}),
+    ("/v1/rerank", {"query": "Hi", "documents": ["a"]}),
+    ("/similarity", {"source": "Hi", "sentences": ["a"]}),
+    ("/v1/cache/explain", {"model": MODEL, "prompt": "Hi"}),
+    ("/tokenize", {"model": MODEL, "prompt": "Hi"}),
+]
 
 
 def callers(backend: FakeBackend) -> set[tuple[str, str]]:
@@ -62,9 +67,17 @@ async def test_every_route_needs_a_key(route: str, body: dict[str, Any]) -> None
 
     async with client_of(app_with_keys(backend)) as client:
         for headers in (
-            {}, bearer(STRANGER), {"x-api-key": STRANGER}, {"Authorization": ALICE}, {"Authorization": f"Basic {ALICE}"},
-            bearer(""), bearer(ALICE.upper()), bearer(ALICE[:-1]), bearer("x" * 100_000), {"api-key": ALICE},
-        ):  # fmt: skip
+            {},
+            bearer(STRANGER),
+            {"x-api-key": STRANGER},
+            {"Authorization": ALICE},
+            {"Authorization": f"Basic {ALICE}"},
+            bearer(""),
+            bearer(ALICE.upper()),
+            bearer(ALICE[:-1]),
+            bearer("x" * 100_000),
+            {"api-key": ALICE},
+        ):
             answer = await client.post(route, json=body, headers=headers)
             assert answer.status_code == 401, headers
             assert answer.headers["www-authenticate"] == "Bearer"
@@ -131,7 +144,9 @@ async def test_key_is_checked_before_the_body_is_read() -> None:
         answer = await client.post("/v1/embeddings", content=body(), headers={**bearer(STRANGER), **json_type})
         assert answer.status_code == 401
         assert not was_read
-        assert (await client.post("/v1/embeddings", content=body(), headers={**bearer(BOB), **json_type})).status_code == 400
+        assert (
+            await client.post("/v1/embeddings", content=body(), headers={**bearer(BOB), **json_type})
+        ).status_code == 400
         assert was_read
 
 
@@ -197,7 +212,8 @@ async def test_operator_reads_and_changes_options() -> None:
     assert answer.status_code == 200
     assert backend.config.logits_cache_mib == 16
     assert answer.json()["changed"] == {
-        "logits_cache_mib": {"before": 64, "now": 16}, "result_cache_mib": {"before": 0, "now": 4}
+        "logits_cache_mib": {"before": 64, "now": 16},
+        "result_cache_mib": {"before": 0, "now": 4},
     }
 
 

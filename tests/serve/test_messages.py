@@ -26,12 +26,19 @@ def test_whole_message() -> None:
     assert re.fullmatch("msg_[0-9a-f]{24}", body.pop("id"))
     num_prompt = len(backend.requests[-1].token_ids or [])
     assert body == {
-        "type": "message", "role": "assistant", "model": MODEL, "content": [{"type": "text", "text": "Good day"}],
-        "stop_reason": "end_turn", "stop_sequence": None,
+        "type": "message",
+        "role": "assistant",
+        "model": MODEL,
+        "content": [{"type": "text", "text": "Good day"}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
         "usage": {
-            "input_tokens": num_prompt - 3, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 3, "output_tokens": 9,
+            "input_tokens": num_prompt - 3,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 3,
+            "output_tokens": 9,
         },
-    }  # fmt: skip
+    }
     assert backend.params() == {"max_tokens": 100, "temperature": 0.5, "top_k": 3}
     assert prompt_of(backend) == "<|start|>system\nBe kind<|end|><|start|>user\nHi<|end|><|start|>assistant\n"
 
@@ -40,14 +47,21 @@ def test_prompt_has_blocks_of_every_kind() -> None:
     backend = FakeBackend()
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "text", "text": "Weather?", "cache_control": {"type": "ephemeral"}}]},
-        {"role": "assistant", "content": [
-            {"type": "text", "text": "I ask"}, {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rome"}},
-        ]},
-        {"role": "user", "content": [
-            {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "sunny"}]},
-            {"type": "text", "text": "So?"},
-        ]},
-    ]  # fmt: skip
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "text", "text": "I ask"},
+                {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rome"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "sunny"}]},
+                {"type": "text", "text": "So?"},
+            ],
+        },
+    ]
     system = [{"type": "text", "text": "One"}, {"type": "text", "text": "Two"}]
     assert post(backend, MESSAGES, asked(messages=messages, system=system)).status_code == 200
     assert prompt_of(backend) == (
@@ -70,17 +84,20 @@ def test_answer_continues_the_last_assistant_message() -> None:
 def test_bytes_of_a_stream() -> None:
     text = post(FakeBackend('H"'), MESSAGES, asked(stream=True)).text
     usage = '"usage":{"input_tokens":17,"cache_creation_input_tokens":0,"cache_read_input_tokens":3,"output_tokens":%d}'
-    blank = '"type":"message","role":"assistant","model":"lab/writer","content":[],"stop_reason":null,"stop_sequence":null'
+    blank = (
+        '"type":"message","role":"assistant","model":"lab/writer","content":[],"stop_reason":null,"stop_sequence":null'
+    )
     head = 'event: content_block_delta\ndata: {"type":"content_block_delta","index":0,"delta":'
     delta = head + '{"type":"text_delta","text":%s}}\n\n'
     assert re.sub("msg_[0-9a-f]{24}", "ID", text) == (
         f'event: message_start\ndata: {{"type":"message_start","message":{{"id":"ID",{blank},{usage % 0}}}}}\n\n'
         "event: content_block_start\n"
         'data: {"type":"content_block_start","index":0,"content_block":{"type":"text","text":""}}\n\n'
-        + delta % '"H"' + delta % '"\\""'
+        + delta % '"H"'
+        + delta % '"\\""'
         + 'event: content_block_stop\ndata: {"type":"content_block_stop","index":0}\n\n'
         'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":"end_turn","stop_sequence":null},'
-        f'{usage % 3}}}\n\n'
+        f"{usage % 3}}}\n\n"
         'event: message_stop\ndata: {"type":"message_stop"}\n\n'
     )
 
@@ -88,9 +105,10 @@ def test_bytes_of_a_stream() -> None:
 def test_stop_reasons() -> None:
     for stream in (False, True):
         for changes, reason, sequence in (
-            ({"max_tokens": 2}, "max_tokens", None), ({"stop_sequences": ["o t"]}, "stop_sequence", "o t"),
+            ({"max_tokens": 2}, "max_tokens", None),
+            ({"stop_sequences": ["o t"]}, "stop_sequence", "o t"),
             ({}, "end_turn", None),
-        ):  # fmt: skip
+        ):
             answer = post(FakeBackend("one two three"), MESSAGES, asked(stream=stream, **changes))
             ended = events(answer)[-2]["delta"] if stream else answer.json()
             assert (ended["stop_reason"], ended["stop_sequence"]) == (reason, sequence)
@@ -103,8 +121,11 @@ def test_tool_calls(choice: Any) -> None:
     answer = post(backend, MESSAGES, body).json()
     [block] = answer["content"]
     assert (answer["stop_reason"], block["type"], block["name"], block["input"]) == (
-        "tool_use", "tool_use", "weather", {"city": "Rome"},
-    )  # fmt: skip
+        "tool_use",
+        "tool_use",
+        "weather",
+        {"city": "Rome"},
+    )
     assert ("grammar" in backend.params()) == (choice is not None)
     found = events(post(backend, MESSAGES, {**body, "stream": True}))
     starts = [event["content_block"] for event in found if event["type"] == "content_block_start"]
@@ -133,13 +154,28 @@ def test_output_config_becomes_a_grammar() -> None:
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
         ({"messages": []}, 400, "invalid_request_error", "not empty"),
         ({"messages": [{"role": "system", "content": "x"}]}, 400, "invalid_request_error", "goes into system"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error", "'image', which"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            400,
+            "invalid_request_error",
+            "'image', which",
+        ),
         ({"messages": [{"role": "user", "content": 3}]}, 400, "invalid_request_error", "a string or a list of parts"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "invalid_request_error", "only tools of the caller"),
+        (
+            {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+            400,
+            "invalid_request_error",
+            "only tools of the caller",
+        ),
         ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "there are no tools"),
         ({"stop_sequences": "x"}, 400, "invalid_request_error", "stop_sequences must be an array"),
         ({"model": "writr"}, 404, "not_found_error", "not served here"),
-        ({"messages": [{"role": "user", "content": "a" * 1000}]}, 400, "invalid_request_error", "maximum context length"),
+        (
+            {"messages": [{"role": "user", "content": "a" * 1000}]},
+            400,
+            "invalid_request_error",
+            "maximum context length",
+        ),
     ],
 )
 def test_errors_have_anthropic_shape(changes: dict[str, Any], status: int, kind: str, message: str) -> None:
@@ -176,8 +212,15 @@ FUNCTION_TOOL = {"type": "function", "name": "weather", "parameters": {"type": "
 
 def test_whole_response() -> None:
     backend = FakeBackend("Good day")
-    body = post(backend, RESPONSES, {"input": "Hi", "instructions": "Be kind", "metadata": {"a": "b"}, "model": MODEL}).json()
-    assert (body["object"], body["status"], body["store"], body["metadata"]) == ("response", "completed", False, {"a": "b"})
+    body = post(
+        backend, RESPONSES, {"input": "Hi", "instructions": "Be kind", "metadata": {"a": "b"}, "model": MODEL}
+    ).json()
+    assert (body["object"], body["status"], body["store"], body["metadata"]) == (
+        "response",
+        "completed",
+        False,
+        {"a": "b"},
+    )
     [item] = body["output"]
     part = {"type": "output_text", "text": "Good day", "annotations": [], "logprobs": []}
     assert item == {"type": "message", "id": item["id"], "status": "completed", "role": "assistant", "content": [part]}
@@ -190,8 +233,13 @@ def test_prompt_has_items_of_every_kind() -> None:
     backend = FakeBackend()
     items: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
-        {"type": "message", "id": "m", "status": "completed", "role": "assistant",
-         "content": [{"type": "output_text", "text": "I ask", "annotations": []}]},
+        {
+            "type": "message",
+            "id": "m",
+            "status": "completed",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "I ask", "annotations": []}],
+        },
         {"type": "function_call", "id": "f", "call_id": "c", "name": "weather", "arguments": '{"city": "Rome"}'},
         {"type": "function_call_output", "call_id": "c", "output": "sunny"},
     ]
@@ -206,11 +254,22 @@ def test_events_of_a_text() -> None:
     answer = post(FakeBackend("Hé"), RESPONSES, {"input": "Hi", "stream": True})
     names = re.findall(r"^event: (.*)$", answer.text, re.MULTILINE)
     found = events(answer)
-    assert names == [event["type"] for event in found] == [
-        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
-        "response.output_text.delta", "response.output_text.delta", "response.output_text.done", "response.content_part.done",
-        "response.output_item.done", "response.completed",
-    ]
+    assert (
+        names
+        == [event["type"] for event in found]
+        == [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.content_part.added",
+            "response.output_text.delta",
+            "response.output_text.delta",
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "response.completed",
+        ]
+    )
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     assert found[6]["text"] == "".join(event["delta"] for event in found[4:6]) == "Hé"
     assert found[-1]["response"]["output"] == [found[8]["item"]]
@@ -219,7 +278,9 @@ def test_events_of_a_text() -> None:
 
 
 def test_events_of_a_call() -> None:
-    found = events(post(FakeBackend("Wait." + CALL), RESPONSES, {"input": "Hi", "stream": True, "tools": [FUNCTION_TOOL]}))
+    found = events(
+        post(FakeBackend("Wait." + CALL), RESPONSES, {"input": "Hi", "stream": True, "tools": [FUNCTION_TOOL]})
+    )
     kinds = [event["type"] for event in found]
     deltas = [event for event in found if event["type"] == "response.function_call_arguments.delta"]
     assert "".join(event["delta"] for event in deltas) == '{"city": "Rome"}'
@@ -240,10 +301,11 @@ def test_calls_in_a_whole_response() -> None:
 @pytest.mark.parametrize(
     ("reply", "max_tokens", "items"),
     [
-        ("abcdef", 3, [("message", "incomplete")]), ("", 3, [("message", "completed")]),
+        ("abcdef", 3, [("message", "incomplete")]),
+        ("", 3, [("message", "completed")]),
         (f"Wait.{CALL}", CALL.index("Rome") + 5, [("message", "completed"), ("function_call", "incomplete")]),
     ],
-)  # fmt: skip
+)
 def test_only_the_last_item_is_incomplete(reply: str, max_tokens: int, items: Any, stream: bool) -> None:
     body = {"input": "Hi", "tools": [FUNCTION_TOOL], "max_output_tokens": max_tokens, "stream": stream}
     answer = post(FakeBackend(reply), RESPONSES, body)

@@ -1,4 +1,5 @@
-"""Models that are loaded when they are asked for or in idle time, and unloaded for room; and what is known of them before."""
+"""Models that are loaded when they are asked for or in idle time, and unloaded for room; and what is known of them
+before."""
 
 from __future__ import annotations
 
@@ -31,7 +32,19 @@ from archerfish.text.tokenizer import TokenizedText
 from tests.text.tiny_tokenizers import save_text_llama
 
 from .client import PASS, error_of, serving
-from .hosting import LIMIT_S, FakeClock, ThreadHost, WordEncoder, add_encoder, cards, failure, make_host, stats, talking, whole
+from .hosting import (
+    LIMIT_S,
+    FakeClock,
+    ThreadHost,
+    WordEncoder,
+    add_encoder,
+    cards,
+    failure,
+    make_host,
+    stats,
+    talking,
+    whole,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -39,7 +52,13 @@ pytestmark = pytest.mark.anyio
 def tiny_spec(directory: Path) -> ModelSpec:
     if not directory.exists():
         save_text_llama(directory, 512)
-    engine = {"model": str(directory), "dtype": "float32", "load_format": "dummy", "max_cache_tokens": 1024, "num_threads": 1}
+    engine = {
+        "model": str(directory),
+        "dtype": "float32",
+        "load_format": "dummy",
+        "max_cache_tokens": 1024,
+        "num_threads": 1,
+    }
     return ModelSpec(kind="generation", options=engine, loads="demand")
 
 
@@ -93,7 +112,10 @@ async def test_story_model_is_loaded_on_demand(tmp_path: Path) -> None:
             client, model="story-rwkv7", messages=[{"role": "user", "content": "cat"}], params=params, stream=True
         )
         assert len(chunks) > 3
-        assert sorted(name for name, card in (await cards(client)).items() if card["is_loaded"]) == ["story-rwkv7", "tiny"]
+        assert sorted(name for name, card in (await cards(client)).items() if card["is_loaded"]) == [
+            "story-rwkv7",
+            "tiny",
+        ]
 
 
 def test_missing_model_fails_the_start(tmp_path: Path) -> None:
@@ -142,7 +164,9 @@ async def test_idle_time_loads_only_what_has_room(tmp_path: Path, monkeypatch: p
         for _ in range(20):
             await client.ask(Ping(request_id=""))
             assert await loaded(client) == "ab"
-        await client.ask(EmbedRequest(request_id="", model="c", texts=["x"]))  # asked for, it takes the place of another
+        await client.ask(
+            EmbedRequest(request_id="", model="c", texts=["x"])
+        )  # asked for, it takes the place of another
         for _ in range(20):
             await client.ask(Ping(request_id=""))
             assert await loaded(client) == "bc"
@@ -181,7 +205,9 @@ async def test_loading_time_counts_against_deadlines(tmp_path: Path) -> None:
         entry.load = noted(entry.load, lambda: assert_true(may_load.wait(LIMIT_S)))
     async with talking(host) as client:
         written = asyncio.create_task(whole(client, model="tiny", token_ids=[5, 6], deadline_s=10.0))
-        read = asyncio.create_task(failure(client, EmbedRequest(request_id="", model="words", texts=["x"], deadline_s=10.0)))
+        read = asyncio.create_task(
+            failure(client, EmbedRequest(request_id="", model="words", texts=["x"], deadline_s=10.0))
+        )
         while not all(entry.waiting for entry in host.models.entries):
             await asyncio.sleep(0)
         clock.now += 11
@@ -328,9 +354,13 @@ async def test_models_of_the_configuration_file_are_served(tmp_path: Path) -> No
 
     async with serving(host) as client:
         listed = (await client.get("/v1/models")).json()["data"]
-        assert [(model["id"], model["max_length"]) for model in listed] == [(n, 512) for n in ("first", "second", "third")]
+        assert [(model["id"], model["max_length"]) for model in listed] == [
+            (n, 512) for n in ("first", "second", "third")
+        ]
         for name in ("first", "second", "third", None):
-            body: dict[str, Any] = {"prompt": "a b", "max_tokens": 3, "temperature": 0} | ({"model": name} if name else {})
+            body: dict[str, Any] = {"prompt": "a b", "max_tokens": 3, "temperature": 0} | (
+                {"model": name} if name else {}
+            )
             answer = await client.post("/v1/completions", json=body)
             assert (answer.status_code, answer.json()["model"]) == (200, name or "first"), answer.text
         unknown = await client.post("/v1/completions", json={"model": "fourth", "prompt": "a"})
@@ -346,11 +376,17 @@ def test_repeated_flags_name_more_models(tmp_path: Path) -> None:
     parser = make_parser(find_command(["serve"])[0])
     arguments = parser.parse(flags)
     models = take_models(arguments)
-    assert models == [ModelConfig(model="b"), ModelConfig(model="pairs", kind="cross-encoder", options={"num_threads": 2})]
+    assert models == [
+        ModelConfig(model="b"),
+        ModelConfig(model="pairs", kind="cross-encoder", options={"num_threads": 2}),
+    ]
     specs = run.models_of(ServeConfig(), EngineConfig(model="a"), EmbedConfig(model="c"), models)
     assert [(spec.model, spec.kind) for spec in specs] == [
-        ("a", "generation"), ("c", "embedding"), ("b", "generation"), ("pairs", "cross-encoder"),
-    ]  # fmt: skip
+        ("a", "generation"),
+        ("c", "embedding"),
+        ("b", "generation"),
+        ("pairs", "cross-encoder"),
+    ]
     assert specs[3].options["num_threads"] == 2
     default = str(EngineConfig.model)
     models = take_models(parser.parse(["--model", default, "--model", "b"]))
@@ -365,11 +401,14 @@ def test_listed_models_replace_the_default_of_their_kind() -> None:
 
 @pytest.mark.parametrize(
     ("text", "error"),
-    [("models = 3", InvalidOptionError), ("[[models]]\nkind = 'generation'", InvalidOptionError),
-     ("[[models]]\nmodel = 'a'\nkind = 'poem'", InvalidOptionError),
-     ("[[models]]\nmodel = 'a'\nlods = 'idle'", UnknownOptionError),
-     ("[[models]]\nmodel = 'a'\nloads = 'never'", InvalidOptionError)],
-)  # fmt: skip
+    [
+        ("models = 3", InvalidOptionError),
+        ("[[models]]\nkind = 'generation'", InvalidOptionError),
+        ("[[models]]\nmodel = 'a'\nkind = 'poem'", InvalidOptionError),
+        ("[[models]]\nmodel = 'a'\nlods = 'idle'", UnknownOptionError),
+        ("[[models]]\nmodel = 'a'\nloads = 'never'", InvalidOptionError),
+    ],
+)
 def test_faulty_tables_are_refused(tmp_path: Path, text: str, error: type[Exception]) -> None:
     config_file = tmp_path / "config.toml"
     config_file.write_text(text)

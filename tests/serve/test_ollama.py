@@ -49,7 +49,15 @@ def test_chat_streams_lines_unless_told_otherwise() -> None:
 
 def test_options_become_parameters_of_sampling() -> None:
     backend = FakeBackend("a b c")
-    options = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "num_predict": 2, "seed": 7, "stop": ["zz"], "repeat_penalty": 1.2}
+    options = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 3,
+        "num_predict": 2,
+        "seed": 7,
+        "stop": ["zz"],
+        "repeat_penalty": 1.2,
+    }
     body = {"messages": HI, "stream": False, "options": {**options, "num_ctx": 4096, "mirostat": 1}, "keep_alive": "5m"}
     answer = post(backend, CHAT, body)
     assert answer.json()["done_reason"] == "length"
@@ -68,7 +76,7 @@ def test_think_without_effect_is_remarked() -> None:
     for route, body, said in (
         (CHAT, {"messages": HI}, f"think has no effect: the chat template of {MODEL} does not read it"),
         (GENERATE, {"prompt": "x", "raw": True}, "without effect here: think"),
-    ):  # fmt: skip
+    ):
         for stated in (True, "high"):
             assert post(FakeBackend(), route, {**body, "think": stated}).headers["x-archerfish-remark"] == said
         assert "x-archerfish-remark" not in post(FakeBackend(), route, {**body, "think": False}).headers
@@ -77,9 +85,14 @@ def test_think_without_effect_is_remarked() -> None:
 def test_any_model_may_be_named_where_the_server_is_told_so() -> None:
     app: Any = partial(create_app, config=ServeConfig(accept_any_model=True), credentials="pass")
     for route, body in (
-        (CHAT, {"messages": HI}), (CHAT, {}), (GENERATE, {"prompt": "x"}), (GENERATE, {"prompt": "x", "raw": True}),
-        (GENERATE, {}), ("/api/show", {}), ("/api/embed", {"input": "x"}),
-    ):  # fmt: skip
+        (CHAT, {"messages": HI}),
+        (CHAT, {}),
+        (GENERATE, {"prompt": "x"}),
+        (GENERATE, {"prompt": "x", "raw": True}),
+        (GENERATE, {}),
+        ("/api/show", {}),
+        ("/api/embed", {"input": "x"}),
+    ):
         answer = post(FakeBackend(), route, {**body, "model": "llama3"}, app=app)
         assert answer.status_code == 200 and "'llama3' is not served here" in answer.headers["x-archerfish-remark"]
 
@@ -113,7 +126,9 @@ def test_calls_of_tools_have_arguments_as_objects(stream: bool) -> None:
     call = {"function": {"name": "weather", "arguments": {"city": "Rome"}}}
     result = {"role": "tool", "content": "sunny", "tool_name": "weather"}
     earlier = [*HI, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
-    answer = post(backend, CHAT, {"messages": earlier, "tools": [WEATHER], "stream": stream, "options": {"num_predict": 100}})
+    answer = post(
+        backend, CHAT, {"messages": earlier, "tools": [WEATHER], "stream": stream, "options": {"num_predict": 100}}
+    )
     parts = lines(answer) if stream else [answer.json()]
     calls = [call for part in parts for call in part["message"].get("tool_calls", [])]
     assert calls == [{"function": {"name": "weather", "arguments": {"city": "Paris"}}}]
@@ -123,7 +138,10 @@ def test_calls_of_tools_have_arguments_as_objects(stream: bool) -> None:
 def test_format_is_json_or_a_schema() -> None:
     backend = FakeBackend("{}")
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    for stated, grammar in (("json", {"kind": "json", "value": None}), (schema, {"kind": "json_schema", "value": schema})):
+    for stated, grammar in (
+        ("json", {"kind": "json", "value": None}),
+        (schema, {"kind": "json_schema", "value": schema}),
+    ):
         assert post(backend, CHAT, {"messages": HI, "format": stated}).status_code == 200
         assert backend.params()["grammar"] == grammar
     post(backend, CHAT, {"messages": HI, "format": ""})

@@ -54,7 +54,11 @@ def claude(address: str) -> Iterator[anthropic.Anthropic]:
 
 def test_chat(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "Hi"}], logprobs=True, top_logprobs=2, max_completion_tokens=50,
+        model=MODEL,
+        messages=[{"role": "user", "content": "Hi"}],
+        logprobs=True,
+        top_logprobs=2,
+        max_completion_tokens=50,
         extra_body={"top_k": 3, "min_p": 0.1},
     )
     choice = answer.choices[0]
@@ -70,7 +74,11 @@ def test_chat(client: openai.OpenAI) -> None:
 
 def test_chat_stream(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "Hi"}], stream=True, stream_options={"include_usage": True}, n=2,
+        model=MODEL,
+        messages=[{"role": "user", "content": "Hi"}],
+        stream=True,
+        stream_options={"include_usage": True},
+        n=2,
         temperature=0.5,
     )
     texts, usage = ["", ""], None
@@ -84,7 +92,9 @@ def test_chat_stream(client: openai.OpenAI) -> None:
 
 
 def test_tool_calls(client: openai.OpenAI) -> None:
-    with client.chat.completions.stream(model=MODEL, messages=[{"role": "user", "content": "Hi"}], tools=TOOLS) as stream:
+    with client.chat.completions.stream(
+        model=MODEL, messages=[{"role": "user", "content": "Hi"}], tools=TOOLS
+    ) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_completion()
     assert kinds.count("tool_calls.function.arguments.delta") > 5
@@ -94,7 +104,9 @@ def test_tool_calls(client: openai.OpenAI) -> None:
     calls = [call.function for call in choice.message.tool_calls]
     assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", {"city": "Rome"}), ("clock", {})]
     whole = client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "Hi"}], tools=[{"type": "function", "function": WEATHER}],
+        model=MODEL,
+        messages=[{"role": "user", "content": "Hi"}],
+        tools=[{"type": "function", "function": WEATHER}],
         tool_choice={"type": "function", "function": {"name": "weather"}},
     )
     assert whole.choices[0].message.tool_calls is not None
@@ -159,15 +171,18 @@ def test_refusals_and_broken_streams() -> None:
             list(client.completions.create(model=MODEL, prompt="a", stream=True))
         client.close()
         claude = anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
-        with pytest.raises(anthropic.APIStatusError, match="It died"), claude.messages.stream(
-            model=MODEL, max_tokens=9, messages=[{"role": "user", "content": "Hi"}]
-        ) as stream:
+        with (
+            pytest.raises(anthropic.APIStatusError, match="It died"),
+            claude.messages.stream(model=MODEL, max_tokens=9, messages=[{"role": "user", "content": "Hi"}]) as stream,
+        ):
             list(stream)
         claude.close()
 
 
 def test_messages(claude: anthropic.Anthropic) -> None:
-    answer = claude.messages.create(model=MODEL, max_tokens=50, system="Be kind", messages=[{"role": "user", "content": "Hi"}])
+    answer = claude.messages.create(
+        model=MODEL, max_tokens=50, system="Be kind", messages=[{"role": "user", "content": "Hi"}]
+    )
     assert answer.content == [TextBlock(type="text", text="Hello thére")]
     assert (answer.stop_reason, answer.usage.cache_read_input_tokens, answer.usage.output_tokens) == ("end_turn", 3, 13)
     counted = claude.messages.count_tokens(model=MODEL, system="Be kind", messages=[{"role": "user", "content": "Hi"}])
@@ -179,14 +194,21 @@ def test_messages(claude: anthropic.Anthropic) -> None:
 
 def test_tool_use_in_messages(claude: anthropic.Anthropic) -> None:
     with claude.messages.stream(
-        model=MODEL, max_tokens=500, messages=[{"role": "user", "content": "Hi"}],
+        model=MODEL,
+        max_tokens=500,
+        messages=[{"role": "user", "content": "Hi"}],
         tools=[{"name": name, "input_schema": {"type": "object"}} for name in ("weather", "clock")],
     ) as stream:
         final = stream.get_final_message()
     text, call, _ = final.content
     assert isinstance(text, TextBlock)
     assert isinstance(call, ToolUseBlock)
-    assert (text.text, call.name, call.input, final.stop_reason) == ("One moment.", "weather", {"city": "Rome"}, "tool_use")
+    assert (text.text, call.name, call.input, final.stop_reason) == (
+        "One moment.",
+        "weather",
+        {"city": "Rome"},
+        "tool_use",
+    )
 
 
 @pytest.mark.parametrize("encoding_format", ["float", "base64", None])

@@ -54,7 +54,13 @@ class Reader:
 
     async def read(self) -> None:
         headers = [(b"content-type", b"application/json")]
-        scope: dict[str, Any] = {"type": "http", "method": "POST", "path": self.path, "headers": headers, "query_string": b""}
+        scope: dict[str, Any] = {
+            "type": "http",
+            "method": "POST",
+            "path": self.path,
+            "headers": headers,
+            "query_string": b"",
+        }
         scope["state"] = {"remarks": []}
         await self.app(scope, self.receive, self.send)
 
@@ -112,7 +118,9 @@ async def test_no_comment_is_sent_after_the_last_event() -> None:
         def end(self) -> bytes:
             return b"end"
 
-    service, writer, scope = cast(Any, Ending()), cast(Any, Writer()), {"type": "http"}
+    service = cast(Any, Ending())
+    writer = cast(Any, Writer())
+    scope = {"type": "http"}
     stream = EventStream(service, Request(scope), [], writer)
     await stream(scope, reader.receive, reader.send)
     await asyncio.sleep(0)
@@ -160,6 +168,7 @@ async def test_disconnect_cancels_a_handler() -> None:
 async def test_handler_may_raise_its_own_timeout() -> None:
     async def fail() -> None:
         raise TimeoutError("of the handler")
+
     with pytest.raises(TimeoutError, match="of the handler"):
         await Reader(app_with(fail), "/", {}).read()
     reader = Reader(app_with(lambda: asyncio.sleep(0)), "/", {})
@@ -172,9 +181,11 @@ async def test_handler_may_raise_its_own_timeout() -> None:
 
 @pytest.mark.no_cover
 @given(
-    text=st.text("ab é", min_size=1, max_size=30), stop=st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2),
-    size=st.integers(1, 8), stream=st.booleans(),
-)  # fmt: skip
+    text=st.text("ab é", min_size=1, max_size=30),
+    stop=st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2),
+    size=st.integers(1, 8),
+    stream=st.booleans(),
+)
 def test_text_and_usage_do_not_depend_on_chunk_sizes(text: str, stop: list[str], size: int, stream: bool) -> None:
     ends = {word: place for word in stop if (place := text.find(word)) >= 0}
     first = min(ends, key=lambda word: (ends[word] + len(word), -len(word)), default="")

@@ -19,7 +19,20 @@ from tokenizers.processors import TemplateProcessing
 from archerfish.serve.client import RemoteError
 from archerfish.text.chat_template import texts_in
 
-from .fake_backend import CHAT, HI, MODEL, RESPONSES, START, TEXT, FakeBackend, error_of, events, post, prompt_of, save_model
+from .fake_backend import (
+    CHAT,
+    HI,
+    MODEL,
+    RESPONSES,
+    START,
+    TEXT,
+    FakeBackend,
+    error_of,
+    events,
+    post,
+    prompt_of,
+    save_model,
+)
 
 VECTORS = "/v1/embeddings"
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -27,17 +40,23 @@ SCHEMA = {"type": "object"}
 FUNCTION = {"name": "weather", "description": "Now", "parameters": SCHEMA, "strict": True}
 CLAUDE_TOOL = {"name": "weather", "description": "Now", "input_schema": SCHEMA}
 BODIES: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": HI, "model": MODEL}, TEXT: {"prompt": "Hi", "model": MODEL}, RESPONSES: {"input": "Hi", "model": MODEL},
-    VECTORS: {"input": "Hi", "model": "lab/vectors"}, MESSAGES: {"messages": HI, "model": MODEL, "max_tokens": 20},
+    CHAT: {"messages": HI, "model": MODEL},
+    TEXT: {"prompt": "Hi", "model": MODEL},
+    RESPONSES: {"input": "Hi", "model": MODEL},
+    VECTORS: {"input": "Hi", "model": "lab/vectors"},
+    MESSAGES: {"messages": HI, "model": MODEL, "max_tokens": 20},
     COUNT: {"messages": HI, "model": MODEL},
-}  # fmt: skip
+}
 PARAMETERS: list[tuple[str, type]] = [
-    (CHAT, chat_create_params.CompletionCreateParamsStreaming), (TEXT,
-    completion_create_params.CompletionCreateParamsStreaming),
-    (RESPONSES, response_create_params.ResponseCreateParamsStreaming), (VECTORS, embedding_create_params.EmbeddingCreateParams),
-    (MESSAGES, message_create_params.MessageCreateParamsStreaming), (MESSAGES, beta_create_params.MessageCreateParamsStreaming),
-    (COUNT, message_count_tokens_params.MessageCountTokensParams), (COUNT, beta_count_params.MessageCountTokensParams),
-]  # fmt: skip
+    (CHAT, chat_create_params.CompletionCreateParamsStreaming),
+    (TEXT, completion_create_params.CompletionCreateParamsStreaming),
+    (RESPONSES, response_create_params.ResponseCreateParamsStreaming),
+    (VECTORS, embedding_create_params.EmbeddingCreateParams),
+    (MESSAGES, message_create_params.MessageCreateParamsStreaming),
+    (MESSAGES, beta_create_params.MessageCreateParamsStreaming),
+    (COUNT, message_count_tokens_params.MessageCountTokensParams),
+    (COUNT, beta_count_params.MessageCountTokensParams),
+]
 REMARK = "x-archerfish-remark"
 IN_HEADERS = {"betas"}  # the package sends them as a header
 NUMBERS = {"temperature": 0.5, "top_p": 0.5, "presence_penalty": 0.5, "frequency_penalty": 0.5}
@@ -80,25 +99,46 @@ SUPPORTED: dict[str, dict[str, dict[str, Any]]] = {
         "output_config": {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
     },
 }  # fmt: skip
-SUPPORTED[COUNT] = {name: SUPPORTED[MESSAGES][name] for name in (
-    "messages", "model", "system", "tools", "tool_choice", "output_config",
-)}  # fmt: skip
+SUPPORTED[COUNT] = {
+    name: SUPPORTED[MESSAGES][name]
+    for name in (
+        "messages",
+        "model",
+        "system",
+        "tools",
+        "tool_choice",
+        "output_config",
+    )
+}
 OPENAI_DEFAULTS = {"store": False, "service_tier": "auto"}
 WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
     CHAT: {**OPENAI_DEFAULTS, "modalities": ["text"], "reasoning_effort": "none", "verbosity": "medium"},
     TEXT: {"best_of": 1, "suffix": ""},
     RESPONSES: {
-        **OPENAI_DEFAULTS, "background": False, "reasoning": {"effort": "none"}, "truncation": "disabled",
-        "stream_options": {"include_obfuscation": False}, "text": {"verbosity": "medium"},
+        **OPENAI_DEFAULTS,
+        "background": False,
+        "reasoning": {"effort": "none"},
+        "truncation": "disabled",
+        "stream_options": {"include_obfuscation": False},
+        "text": {"verbosity": "medium"},
         "include": ["reasoning.encrypted_content"],
     },
     VECTORS: {"user": "ann"},
     MESSAGES: {
-        "cache_control": {"type": "ephemeral"}, "service_tier": "auto", "speed": "standard", "thinking": {"type": "disabled"},
-        "mcp_servers": [], "fallbacks": [],
+        "cache_control": {"type": "ephemeral"},
+        "service_tier": "auto",
+        "speed": "standard",
+        "thinking": {"type": "disabled"},
+        "mcp_servers": [],
+        "fallbacks": [],
     },
-    COUNT: {"cache_control": {"type": "ephemeral"}, "speed": "standard", "thinking": {"type": "disabled"}, "mcp_servers": []},
-}  # fmt: skip
+    COUNT: {
+        "cache_control": {"type": "ephemeral"},
+        "speed": "standard",
+        "thinking": {"type": "disabled"},
+        "mcp_servers": [],
+    },
+}
 # Accepted and ignored, which a header of the answer says.
 REMARKED: dict[str, dict[str, Any]] = {
     CHAT: {
@@ -126,22 +166,35 @@ REMARKED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 REFUSED: dict[str, dict[str, Any]] = {
     CHAT: {
-        "audio": {"voice": "x", "format": "wav"}, "function_call": "auto", "functions": [FUNCTION], "modalities": ["audio"],
+        "audio": {"voice": "x", "format": "wav"},
+        "function_call": "auto",
+        "functions": [FUNCTION],
+        "modalities": ["audio"],
         "web_search_options": {"a": 1},
     },
     TEXT: {"best_of": 2, "suffix": "x"},
     RESPONSES: {
-        "background": True, "conversation": "x", "image": {"a": 1}, "previous_response_id": "resp_1", "prompt": {"id": "x"},
+        "background": True,
+        "conversation": "x",
+        "image": {"a": 1},
+        "previous_response_id": "resp_1",
+        "prompt": {"id": "x"},
     },
     VECTORS: {},
     MESSAGES: {"container": "x", "mcp_servers": [{"url": "x"}], "thread": {"a": 1}},
     COUNT: {"mcp_servers": [{"url": "x"}]},
-}  # fmt: skip
+}
 # Parameters of vLLM, SGLang and llama.cpp that clients send and that change nothing here.
 OF_OTHERS: dict[str, Any] = {
-    "guided_decoding_backend": "outlines", "spaces_between_special_tokens": False, "request_id": "a", "vllm_xargs": {"a": 1},
-    "kv_transfer_params": {"a": 1}, "mm_processor_kwargs": {"a": 1}, "length_penalty": 2.0, "keep_alive": "5m",
-}  # fmt: skip
+    "guided_decoding_backend": "outlines",
+    "spaces_between_special_tokens": False,
+    "request_id": "a",
+    "vllm_xargs": {"a": 1},
+    "kv_transfer_params": {"a": 1},
+    "mm_processor_kwargs": {"a": 1},
+    "length_penalty": 2.0,
+    "keep_alive": "5m",
+}
 
 
 def names_of(parameters: Any) -> set[str]:
@@ -162,7 +215,9 @@ def test_supported_parameters(route: str, name: str) -> None:
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize(("route", "name"), [(route, name) for route, table in WITHOUT_EFFECT.items() for name in table])
+@pytest.mark.parametrize(
+    ("route", "name"), [(route, name) for route, table in WITHOUT_EFFECT.items() for name in table]
+)
 def test_parameters_without_effect(route: str, name: str) -> None:
     backend = FakeBackend()
     answer = post(backend, route, {**BODIES[route], name: WITHOUT_EFFECT[route][name]})
@@ -196,10 +251,15 @@ def test_parameters_of_other_servers_are_ignored(route: str) -> None:
         assert answer.headers[REMARK] == f"without effect here: {', '.join(sorted(OF_OTHERS))}"
 
 
-@pytest.mark.parametrize(("route", "stated"), [
-    (CHAT, {"user": "ann"}), (MESSAGES, {"thinking": {"budget_tokens": 9}}), (RESPONSES, {"text": {"verbosity": "low"}}),
-    ("/api/chat", {"messages": HI, "options": {"num_ctx": 9}}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("route", "stated"),
+    [
+        (CHAT, {"user": "ann"}),
+        (MESSAGES, {"thinking": {"budget_tokens": 9}}),
+        (RESPONSES, {"text": {"verbosity": "low"}}),
+        ("/api/chat", {"messages": HI, "options": {"num_ctx": 9}}),
+    ],
+)
 def test_refused_requests_have_their_remarks(route: str, stated: dict[str, Any]) -> None:
     answer = post(FakeBackend(), route, {**BODIES.get(route, {}), **stated, "model": "nowhere"})
     assert answer.status_code == 404 and "without effect here: " in answer.headers[REMARK]
@@ -225,8 +285,13 @@ def test_unknown_parameters(route: str) -> None:
     assert "Unknown parameter 'tempratur'." in answer.json()["error"]["message"]
 
 
-LENGTHS = [(CHAT, "max_tokens"), (CHAT, "max_completion_tokens"), (TEXT, "max_tokens"), (RESPONSES, "max_output_tokens"),
-           (MESSAGES, "max_tokens")]  # fmt: skip
+LENGTHS = [
+    (CHAT, "max_tokens"),
+    (CHAT, "max_completion_tokens"),
+    (TEXT, "max_tokens"),
+    (RESPONSES, "max_output_tokens"),
+    (MESSAGES, "max_tokens"),
+]
 
 
 @pytest.mark.parametrize(("route", "name"), LENGTHS)
@@ -256,7 +321,7 @@ def test_errors_use_the_parameter_names_of_the_route(route: str, name: str) -> N
     for stated, expected in (
         ({name: -1}, rf"^{name} must be a whole number at least 1, not -1\."),
         ({name: 4, "min_tokens": 5}, rf"^min_tokens \(5\) is above {name} \(4\)\."),
-    ):  # fmt: skip
+    ):
         answer = post(FakeBackend(), route, {**BODIES[route], **stated})
         assert answer.status_code == 400 and re.match(expected, answer.json()["error"]["message"]), answer.text
     body = {**BODIES[CHAT], "logprobs": True, "top_logprobs": 65}
@@ -264,18 +329,24 @@ def test_errors_use_the_parameter_names_of_the_route(route: str, name: str) -> N
 
 
 FORMS: list[tuple[str, dict[str, Any], str]] = [
-    (CHAT, {"guided_regex": "("}, "guided_regex"), (TEXT, {"guided_grammar": "start:"}, "guided_grammar"),
+    (CHAT, {"guided_regex": "("}, "guided_regex"),
+    (TEXT, {"guided_grammar": "start:"}, "guided_grammar"),
     (CHAT, {"response_format": {"type": "regex", "regex": "("}}, "response_format"),
     (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}}, "text"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("route", "stated", "param"), FORMS)
-def test_invalid_grammar_error_names_the_parameter(route: str, stated: dict[str, Any], param: str, stream: bool) -> None:
+def test_invalid_grammar_error_names_the_parameter(
+    route: str, stated: dict[str, Any], param: str, stream: bool
+) -> None:
     """The engine process compiles grammars and does not know the parameters of routes."""
     backend = FakeBackend()
-    for message, expected in (("The grammar of kind regex is not valid: unclosed group.", param), ("Too many blocks.", None)):
+    for message, expected in (
+        ("The grammar of kind regex is not valid: unclosed group.", param),
+        ("Too many blocks.", None),
+    ):
         backend.fails[0] = RemoteError(message, code="invalid_input", status=400)
         answer = post(backend, route, {**BODIES[route], **stated, "stream": stream})
         assert answer.status_code == 400, answer.text
@@ -284,14 +355,22 @@ def test_invalid_grammar_error_names_the_parameter(route: str, stated: dict[str,
 
 LONG = [{"role": "user", "content": "é" * 20}, {"role": "assistant", "content": "a" * 11}]  # 51 bytes in 31 characters
 READ: list[tuple[str, dict[str, Any], str]] = [
-    (CHAT, {"messages": LONG}, "messages"), (TEXT, {"prompt": ["a", "é" * 26]}, "prompt"),
-    (RESPONSES, {"input": LONG}, "input"), (MESSAGES, {"messages": [*LONG, *HI], "max_tokens": 5}, "messages"),
+    (CHAT, {"messages": LONG}, "messages"),
+    (TEXT, {"prompt": ["a", "é" * 26]}, "prompt"),
+    (RESPONSES, {"input": LONG}, "input"),
+    (MESSAGES, {"messages": [*LONG, *HI], "max_tokens": 5}, "messages"),
     (MESSAGES, {"messages": [*HI, {"role": "assistant", "content": "a" * 51}], "max_tokens": 5}, "messages"),
-    (COUNT, {"messages": [*LONG, *HI]}, "messages"), ("/tokenize", {"prompt": "é" * 26}, "prompt"),
-    ("/tokenize", {"messages": LONG}, "messages"), ("/v1/cache/explain", {"prompt": "é" * 26}, "prompt"),
-    (CHAT, {"messages": HI, "tools": [{"type": "function", "function": {**FUNCTION, "description": "x" * 51}}]}, "messages"),
+    (COUNT, {"messages": [*LONG, *HI]}, "messages"),
+    ("/tokenize", {"prompt": "é" * 26}, "prompt"),
+    ("/tokenize", {"messages": LONG}, "messages"),
+    ("/v1/cache/explain", {"prompt": "é" * 26}, "prompt"),
+    (
+        CHAT,
+        {"messages": HI, "tools": [{"type": "function", "function": {**FUNCTION, "description": "x" * 51}}]},
+        "messages",
+    ),
     (CHAT, {"messages": HI, "chat_template_kwargs": {"documents": [{"text": "x" * 51}]}}, "messages"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("route", "body", "param"), READ)
@@ -349,9 +428,10 @@ def test_generation_prompt_and_continued_message() -> None:
     tokens = post(backend, "/tokenize", {"messages": TALK, "continue_final_message": True}).json()["tokens"]
     assert tokens == backend.requests[-1].token_ids
     for body, expected in (
-        ({"messages": TALK, "add_generation_prompt": True}, "exclude each other"), ({"messages": HI}, "text of the assistant"),
+        ({"messages": TALK, "add_generation_prompt": True}, "exclude each other"),
+        ({"messages": HI}, "text of the assistant"),
         ({"messages": TALK[1:]}, "text of the assistant"),
-    ):  # fmt: skip
+    ):
         error = error_of(post(backend, CHAT, {**body, "continue_final_message": True}))
         assert expected in error["message"] and error["param"] == "continue_final_message"
 
@@ -360,9 +440,14 @@ def test_echo_of_a_continued_message() -> None:
     body = {"messages": TALK, "continue_final_message": True, "echo": True}
     answer = post(FakeBackend(" is blue"), CHAT, body)
     assert answer.json()["choices"][0]["message"]["content"] == "The sky is blue"
-    deltas = [event["choices"][0]["delta"] for event in events(post(FakeBackend(" is blue"), CHAT, {**body, "stream": True}))]
+    deltas = [
+        event["choices"][0]["delta"] for event in events(post(FakeBackend(" is blue"), CHAT, {**body, "stream": True}))
+    ]
     assert "".join(delta.get("content", "") for delta in deltas) == "The sky is blue"
-    assert post(FakeBackend("Yes"), CHAT, {"messages": HI, "echo": True}).json()["choices"][0]["message"]["content"] == "Yes"
+    assert (
+        post(FakeBackend("Yes"), CHAT, {"messages": HI, "echo": True}).json()["choices"][0]["message"]["content"]
+        == "Yes"
+    )
 
 
 def test_special_tokens_before_a_conversation(tmp_path: Path) -> None:
@@ -377,12 +462,20 @@ def test_special_tokens_before_a_conversation(tmp_path: Path) -> None:
             answer = post(backend, route, {"messages": HI, **stated})
             found.append(answer.json()["tokens"] if route == "/tokenize" else backend.requests[-1].token_ids or [])
         assert found[0] == found[1] and found[2] == [START, *found[0]]
-    text = [post(backend, "/tokenize", {"prompt": "a", **s}).json()["tokens"] for s in ({}, {"add_special_tokens": False})]
+    text = [
+        post(backend, "/tokenize", {"prompt": "a", **s}).json()["tokens"] for s in ({}, {"add_special_tokens": False})
+    ]
     assert text == [[START, 97], [97]]
 
 
-@pytest.mark.parametrize(("route", "body"), [(CHAT, {"messages": [{"role": "user", "content": "a" * 2000}]}),
-                                             (TEXT, {"prompt": "a" * 2000}), (TEXT, {"prompt": [97] * 2000})])  # fmt: skip
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 2000}]}),
+        (TEXT, {"prompt": "a" * 2000}),
+        (TEXT, {"prompt": [97] * 2000}),
+    ],
+)
 def test_truncated_prompts_keep_their_end(route: str, body: dict[str, Any]) -> None:
     backend = FakeBackend(max_length=1000)
     assert post(backend, route, body).status_code == 400
@@ -395,26 +488,40 @@ def test_truncated_prompts_keep_their_end(route: str, body: dict[str, Any]) -> N
     assert error["param"] == "truncate_prompt_tokens"
 
 
-@pytest.mark.parametrize(("stated", "grammar"), [
-    ({"json": {"type": "object"}}, {"kind": "json_schema", "value": {"type": "object"}}),
-    ({"regex": "a+", "disable_fallback": True}, {"kind": "regex", "value": "a+"}),
-    ({"choice": ["a", "b"]}, {"kind": "choice", "value": ["a", "b"]}), ({"json_object": True}, {"kind": "json", "value": None}),
-    ({"grammar": 'start: "a"', "json": None}, {"kind": "lark", "value": 'start: "a"'}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stated", "grammar"),
+    [
+        ({"json": {"type": "object"}}, {"kind": "json_schema", "value": {"type": "object"}}),
+        ({"regex": "a+", "disable_fallback": True}, {"kind": "regex", "value": "a+"}),
+        ({"choice": ["a", "b"]}, {"kind": "choice", "value": ["a", "b"]}),
+        ({"json_object": True}, {"kind": "json", "value": None}),
+        ({"grammar": 'start: "a"', "json": None}, {"kind": "lark", "value": 'start: "a"'}),
+    ],
+)
 def test_structured_outputs(stated: dict[str, Any], grammar: dict[str, Any]) -> None:
     for route, body in ((CHAT, {"messages": HI}), (TEXT, {"prompt": "Hi"})):
         backend, guided = FakeBackend(), FakeBackend()
         assert post(backend, route, {**body, "structured_outputs": stated}).status_code == 200
-        names = {"json_schema": "guided_json", "regex": "guided_regex", "choice": "guided_choice", "lark": "guided_grammar"}
+        names = {
+            "json_schema": "guided_json",
+            "regex": "guided_regex",
+            "choice": "guided_choice",
+            "lark": "guided_grammar",
+        }
         assert backend.params()["grammar"].items() >= {k: v for k, v in grammar.items() if v is not None}.items()
         if grammar["kind"] in names:
             post(guided, route, {**body, names[grammar["kind"]]: grammar["value"]})
             assert guided.params() == backend.params()
 
 
-@pytest.mark.parametrize(("stated", "expected"), [
-    ({}, "exactly one"), ({"json": {}, "regex": "a"}, "exactly one"), ({"jsn": {"a": 1}}, "Did you mean"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({}, "exactly one"),
+        ({"json": {}, "regex": "a"}, "exactly one"),
+        ({"jsn": {"a": 1}}, "Did you mean"),
+    ],
+)
 def test_wrong_structured_outputs(stated: dict[str, Any], expected: str) -> None:
     error = error_of(post(FakeBackend(), CHAT, {"messages": HI, "structured_outputs": stated}))
     assert expected in error["message"] and error["param"] == "structured_outputs"

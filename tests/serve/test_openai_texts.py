@@ -13,7 +13,10 @@ from archerfish.store.names import STORY_MODEL, resolve_model
 
 from .fake_backend import CHAT, END, HI, MODEL, FakeBackend, error_of, events, ids, keyed_app, post, prompt_of
 
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}},
+}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 
 
@@ -25,10 +28,14 @@ def test_whole_answer() -> None:
     assert re.fullmatch(r"chatcmpl-[0-9a-f]{24}", body["id"])
     assert (body["object"], body["model"]) == ("chat.completion", MODEL)
     message = {"role": "assistant", "content": "Hello thére", "refusal": None}
-    assert body["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop", "stop_reason": END}]
+    assert body["choices"] == [
+        {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop", "stop_reason": END}
+    ]
     num_prompt = len(ids("user\nHiassistant\n")) + 3
     assert body["usage"] == {
-        "prompt_tokens": num_prompt, "completion_tokens": 13, "total_tokens": num_prompt + 13,
+        "prompt_tokens": num_prompt,
+        "completion_tokens": 13,
+        "total_tokens": num_prompt + 13,
         "prompt_tokens_details": {"cached_tokens": 3},
     }
     assert prompt_of(backend) == "<|start|>user\nHi<|end|><|start|>assistant\n"
@@ -52,8 +59,13 @@ def test_bytes_of_a_stream() -> None:
 
     usage = '{"prompt_tokens":20,"completion_tokens":6,"total_tokens":26,"prompt_tokens_details":{"cached_tokens":3}}'
     assert text == (
-        chunk('"role":"assistant","content":""') + chunk('"content":"H"') + chunk('"content":"é"') + chunk('"content":"\\""')
-        + chunk('"content":"\\n"') + chunk("", '"stop","stop_reason":256') + f'{head}],"usage":{usage}}}\n\n'
+        chunk('"role":"assistant","content":""')
+        + chunk('"content":"H"')
+        + chunk('"content":"é"')
+        + chunk('"content":"\\""')
+        + chunk('"content":"\\n"')
+        + chunk("", '"stop","stop_reason":256')
+        + f'{head}],"usage":{usage}}}\n\n'
         + "data: [DONE]\n\n"
     )
 
@@ -61,13 +73,37 @@ def test_bytes_of_a_stream() -> None:
 def test_every_parameter_reaches_the_engine() -> None:
     backend = FakeBackend()
     stated = {
-        "n": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "presence_penalty": 0.2, "frequency_penalty": 0.3,
-        "repetition_penalty": 1.1, "seed": 5, "stop_token_ids": [9], "ignore_eos": True, "min_tokens": 2,
-        "skip_special_tokens": False, "include_stop_str_in_output": True, "prompt_logprobs": 1,
-        "bad_words": ["cat"], "allowed_token_ids": [5, 6],
+        "n": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.1,
+        "seed": 5,
+        "stop_token_ids": [9],
+        "ignore_eos": True,
+        "min_tokens": 2,
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+        "prompt_logprobs": 1,
+        "bad_words": ["cat"],
+        "allowed_token_ids": [5, 6],
     }
-    others = {"max_completion_tokens": 9, "logit_bias": {"5": 1, "6": -2.5}, "logprobs": True, "top_logprobs": 2, "stop": "zz",
-              "priority": -3, "deadline_s": 2.5, "user": "me", "metadata": {"a": "b"}, "store": False, "model": "writer"}
+    others = {
+        "max_completion_tokens": 9,
+        "logit_bias": {"5": 1, "6": -2.5},
+        "logprobs": True,
+        "top_logprobs": 2,
+        "stop": "zz",
+        "priority": -3,
+        "deadline_s": 2.5,
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": False,
+        "model": "writer",
+    }
     answer = post(backend, CHAT, {"messages": HI, **stated, **others}, app=keyed_app)
     assert answer.status_code == 200, answer.text
     sent = backend.requests[-1]
@@ -119,7 +155,8 @@ def test_stop_string_ends_the_request_in_the_engine(stream: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "status", "shown"), [("length", 200, None), ("deadline", 200, "deadline"), ("abort", 503, 0), ("error", 500, 0)]
+    ("reason", "status", "shown"),
+    [("length", 200, None), ("deadline", 200, "deadline"), ("abort", 503, 0), ("error", 500, 0)],
 )
 def test_finish_reasons(reason: str, status: int, shown: Any) -> None:
     backend = FakeBackend("abc")
@@ -143,7 +180,14 @@ def test_prompt_has_roles_parts_and_calls() -> None:
     messages: list[dict[str, Any]] = [
         {"role": "developer", "content": "Be brief"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "assistant", "content": None, "tool_calls": [called], "refusal": None, "audio": None, "annotations": []},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [called],
+            "refusal": None,
+            "audio": None,
+            "annotations": [],
+        },
         {"role": "tool", "content": "sunny", "tool_call_id": "c1"},
     ]
     assert post(backend, CHAT, {"messages": messages}).status_code == 200
@@ -184,7 +228,12 @@ def test_error_during_a_stream_is_an_event(route: str, body: dict[str, Any]) -> 
     answer = post(backend, route, {**body, "stream": True})
     assert answer.status_code == 200
     error = events(answer)[-1]["error"]
-    assert error == {"message": "The engine process died.", "type": "server_error", "param": None, "code": "unavailable"}
+    assert error == {
+        "message": "The engine process died.",
+        "type": "server_error",
+        "param": None,
+        "code": "unavailable",
+    }
     assert "[DONE]" not in answer.text
 
 
@@ -224,7 +273,8 @@ def test_tool_calls() -> None:
     assert choice["message"]["content"] == "I ask."
     calls = choice["message"]["tool_calls"]
     assert [call["function"] for call in calls] == [
-        {"name": "weather", "arguments": '{"city": "Rome"}'}, {"name": "clock", "arguments": "{}"},
+        {"name": "weather", "arguments": '{"city": "Rome"}'},
+        {"name": "clock", "arguments": "{}"},
     ]
     assert len({call["id"] for call in calls}) == 2
     assert '"name": "clock"' in prompt_of(backend)
@@ -266,9 +316,15 @@ def echo_back(request: GenerationRequest) -> str:
     return "<" + bytes(i for i in request.token_ids or [] if i < 256).decode(errors="replace") + ">"
 
 
-@pytest.mark.parametrize(("prompt", "sent"), [
-    ("ab", [ids("ab")]), (["ab", "c"], [ids("ab"), ids("c")]), ([97, 98], [[97, 98]]), ([[97], [98, 99]], [[97], [98, 99]]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("prompt", "sent"),
+    [
+        ("ab", [ids("ab")]),
+        (["ab", "c"], [ids("ab"), ids("c")]),
+        ([97, 98], [[97, 98]]),
+        ([[97], [98, 99]], [[97], [98, 99]]),
+    ],
+)
 def test_prompts_of_every_form(prompt: Any, sent: list[list[int]]) -> None:
     backend = FakeBackend(echo_back)
     body = post(backend, COMPLETIONS, {"prompt": prompt, "n": 2}).json()
@@ -309,7 +365,9 @@ def test_logprobs_and_echo() -> None:
     choice = post(backend, COMPLETIONS, body).json()["choices"][0]
     assert choice["text"] == "abyz"
     assert choice["logprobs"] == {
-        "tokens": ["a", "b", "y", "z"], "token_logprobs": [None, -0.5, -0.5, -0.5], "text_offset": [0, 1, 2, 3],
+        "tokens": ["a", "b", "y", "z"],
+        "token_logprobs": [None, -0.5, -0.5, -0.5],
+        "text_offset": [0, 1, 2, 3],
         "top_logprobs": [None, *({token: -0.5, "?": -1.5} for token in "byz")],
     }
     answer = post(backend, COMPLETIONS, {**body, "max_tokens": 0}).json()
@@ -406,5 +464,8 @@ def test_cache_explain_uses_the_callers_tenant() -> None:
     for body in ({"prompt": "abc"}, {"prompt": [1, 2, 3]}):
         answer = post(FakeBackend(), "/v1/cache/explain", body, app=keyed_app)
         assert answer.json() == {"model": MODEL, "num_tokens": 3, "tenant": "acme"}
-    assert error_of(post(FakeBackend(), "/v1/cache/explain", {"prompt": "a", "tenant": "other"}))["code"] == "unknown_parameter"
+    assert (
+        error_of(post(FakeBackend(), "/v1/cache/explain", {"prompt": "a", "tenant": "other"}))["code"]
+        == "unknown_parameter"
+    )
     assert error_of(post(FakeBackend(), "/v1/cache/explain", {"prompt": [10**9]}))["param"] == "prompt"

@@ -39,9 +39,7 @@ class Moods(WordEncoder):
         config = {"id2label": {"0": "sad", "1": "glad", "2": "bored"}}
         (directory / "metadata.json").write_text(json.dumps({"config": config}))
 
-    def compute(
-        self, texts: Sequence[TokenizedText], normalize: bool | None = None, *, is_raw: bool = False
-    ) -> Array:
+    def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = None, *, is_raw: bool = False) -> Array:
         return np.asarray([[0.0, len(text.token_ids), 1.0] for text in texts], np.float32)
 
 
@@ -128,7 +126,11 @@ async def test_labels_of_texts_and_pairs(tmp_path: Path) -> None:
         assert (first["label"], first["num_classes"], second["index"]) == ("glad", 3, 1)
         assert first["probs"] == pytest.approx([one[2]["score"], one[0]["score"], one[1]["score"]])
         assert "3 labels per pair" in await refused(client, "/v1/rerank", query="a", documents=["b"])
-        assert (await client.get("/info")).json()["model_type"]["reranker"]["label2id"] == {"sad": 0, "glad": 1, "bored": 2}
+        assert (await client.get("/info")).json()["model_type"]["reranker"]["label2id"] == {
+            "sad": 0,
+            "glad": 1,
+            "bored": 2,
+        }
 
 
 async def test_probabilities_come_out_of_the_models_activation(tmp_path: Path) -> None:
@@ -154,7 +156,9 @@ async def test_scores_of_one_with_each_or_in_pairs(tmp_path: Path) -> None:
             same = await asked(client, "/v1/score", text_1=["one", "one"], text_2=["one", "two three"])
             scores = [item["score"] for item in each["data"]]
             assert each["data"] == same["data"]
-            assert scores == (expected or pytest.approx([1.0, WordEncoder.vector("one") @ WordEncoder.vector("two three")]))
+            assert scores == (
+                expected or pytest.approx([1.0, WordEncoder.vector("one") @ WordEncoder.vector("two three")])
+            )
             assert "text_1 has 3 texts" in await refused(client, "/score", text_1=["a", "b", "c"], text_2=["d", "e"])
 
 
@@ -171,7 +175,10 @@ async def test_pooling_gives_vectors() -> None:
 async def test_prompt_is_chosen_by_name_or_by_type_of_text(tmp_path: Path) -> None:
     encoder = WordEncoder(WORDS)
     encoder.directory = tmp_path  # type: ignore[attr-defined]
-    metadata = {"embedding": {"prompts": {"query": "query: ", "passage": "passage: "}}, "config": {"is_matryoshka": True}}
+    metadata = {
+        "embedding": {"prompts": {"query": "query: ", "passage": "passage: "}},
+        "config": {"is_matryoshka": True},
+    }
     (tmp_path / "metadata.json").write_text(json.dumps(metadata))
     async with serving(host_with(tmp_path, encoder)) as client:
         for route, member in (("/v1/embeddings", "input"), ("/v2/embed", "texts")):
@@ -181,7 +188,9 @@ async def test_prompt_is_chosen_by_name_or_by_type_of_text(tmp_path: Path) -> No
         await asked(client, "/v1/embeddings", input="fish", prompt_name="passage", dimensions=3)
         await asked(client, "/embed", inputs="fish", prompt_name="passage")
         assert encoder.jobs[-2:] == [["passage fish"]] * 2
-        answer = await client.post("/v1/embeddings", json={"input": "fish", "input_type": "clustering", "dimensions": 3})
+        answer = await client.post(
+            "/v1/embeddings", json={"input": "fish", "input_type": "clustering", "dimensions": 3}
+        )
         assert encoder.jobs[-1] == ["fish"]
         assert answer.headers["x-archerfish-remark"] == f"{WORDS} has no prompt for input_type 'clustering'"
 

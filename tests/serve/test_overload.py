@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 
 from archerfish.errors import InputTooLargeError
 from archerfish.serve import overload
-from archerfish.serve.overload import AdmittedRequest, Backlog, BusyError, ImpossibleDeadlineError, OverloadController, StepCost
+from archerfish.serve.overload import (
+    AdmittedRequest,
+    Backlog,
+    BusyError,
+    ImpossibleDeadlineError,
+    OverloadController,
+    StepCost,
+)
 from archerfish.serve.tenants import ANONYMOUS, Tenant
 
 from .hosting import FakeClock
@@ -26,10 +33,12 @@ SLOW_CPU = (0.004, 0.0009, 0.0004)
 GPU = (0.005, 0.00001, 0.00002)
 
 
-def make_controller(clock: FakeClock, order: Any = "arrival", max_running: int = 256, **limits: Any) -> OverloadController:
+def make_controller(
+    clock: FakeClock, order: Any = "arrival", max_running: int = 256, **limits: Any
+) -> OverloadController:
     return OverloadController(
         rates=overload.RateLimits(clock), max_running=max_running, max_tokens=8192, order=order, clock=clock, **limits
-    )  # fmt: skip
+    )
 
 
 def measured(order: Any = "arrival", max_running: int = 4, **limits: Any) -> tuple[OverloadController, FakeClock]:
@@ -45,10 +54,16 @@ def measured(order: Any = "arrival", max_running: int = 4, **limits: Any) -> tup
 
 
 def admit(
-    controller: OverloadController, num_prompt: int = 10, max_tokens: int | None = 10, tenant: Tenant = ANONYMOUS,
-    num_sequences: int = 1, **options: Any,
+    controller: OverloadController,
+    num_prompt: int = 10,
+    max_tokens: int | None = 10,
+    tenant: Tenant = ANONYMOUS,
+    num_sequences: int = 1,
+    **options: Any,
 ) -> AdmittedRequest:
-    return controller.admit(tenant, num_prompt_tokens=num_prompt, max_tokens=max_tokens, num_sequences=num_sequences, **options)
+    return controller.admit(
+        tenant, num_prompt_tokens=num_prompt, max_tokens=max_tokens, num_sequences=num_sequences, **options
+    )
 
 
 def make_tenant(name: str, weight: float = 1.0, **limits: Any) -> Tenant:
@@ -84,7 +99,9 @@ class SimulatedEngine:
         self._random = random.Random(7)
         self._tokens_done = [0, 0]
 
-    def submit(self, num_prompt: int, num_output: int, deadline_s: float | None = None, max_tokens: int = 0) -> Job | None:
+    def submit(
+        self, num_prompt: int, num_output: int, deadline_s: float | None = None, max_tokens: int = 0
+    ) -> Job | None:
         try:
             if deadline_s is not None:
                 self.controller.check_deadline(deadline_s, 0, max_tokens or num_output)
@@ -103,7 +120,9 @@ class SimulatedEngine:
         return bool(self.waiting or self.running)
 
     def step(self) -> None:
-        room, num_decodes, started = self.chunk - len(self.running), len(self.running), list[Job]()
+        room = self.chunk - len(self.running)
+        num_decodes = len(self.running)
+        started = list[Job]()
         while self.waiting and room > 0 and len(self.running) + len(started) < self.max_running:
             job = self.waiting[0]
             count = min(room, job.num_prompt_left)
@@ -124,7 +143,9 @@ class SimulatedEngine:
         for job in self.running:
             job.admitted.num_output_tokens += 1
             job.num_output_left -= 1
-        ended = [job for job in (*self.running, *self.waiting) if not job.num_output_left or self.clock.now > job.deadline]
+        ended = [
+            job for job in (*self.running, *self.waiting) if not job.num_output_left or self.clock.now > job.deadline
+        ]
         for job in ended:
             self._end(job)
         self.running = [job for job in self.running if not job.ended_at]
@@ -264,9 +285,14 @@ def test_estimates_of_a_busy_server(num_running: int) -> None:
 
 @pytest.mark.parametrize(
     ("costs", "num_output", "noise", "deadline_s"),
-    [(CPU, 16, 0.0, 10.0), (CPU, 64, 0.5, 20.0), (SLOW_CPU, 16, 2.0, 10.0), (SLOW_CPU, 64, 0.5, 20.0),
-     ((0.05, 0.0002, 0.004), 16, 0.5, 10.0)],
-)  # fmt: skip
+    [
+        (CPU, 16, 0.0, 10.0),
+        (CPU, 64, 0.5, 20.0),
+        (SLOW_CPU, 16, 2.0, 10.0),
+        (SLOW_CPU, 64, 0.5, 20.0),
+        ((0.05, 0.0002, 0.004), 16, 0.5, 10.0),
+    ],
+)
 def test_goodput_at_three_times_the_capacity(
     costs: tuple[float, float, float], num_output: int, noise: float, deadline_s: float
 ) -> None:
@@ -485,7 +511,9 @@ def test_idle_time_does_not_count_as_slowness() -> None:
 
 
 actions = st.lists(
-    st.tuples(st.sampled_from(["admit", "tokenize", "start", "step", "end"]), st.integers(0, 30), st.sampled_from("abc")),
+    st.tuples(
+        st.sampled_from(["admit", "tokenize", "start", "step", "end"]), st.integers(0, 30), st.sampled_from("abc")
+    ),
     max_size=80,
 )
 

@@ -19,7 +19,9 @@ from archerfish.serve.wire import EmbedRequest, Vectors
 from archerfish.text.tokenizer import TokenizedText
 
 pytestmark = pytest.mark.no_cover
-NUM_TOKENS, TOKEN_S, ARRIVAL_S = 32, 1.4e-4, 1e-4
+NUM_TOKENS = 32
+TOKEN_S = 1.4e-4
+ARRIVAL_S = 1e-4
 DEADLINE_S = 1.0
 
 
@@ -31,18 +33,23 @@ class InlineExecutor(Executor):
 
 
 class SimulatedMachine:
-    """Host, lane and engine of one HostedEncoder. A job takes job_s and TOKEN_S per token. Arrivals delay it by ARRIVAL_S."""
+    """Host, lane and engine of one HostedEncoder. A job takes job_s and TOKEN_S per token. Arrivals delay it by
+    ARRIVAL_S."""
 
     model_name, is_cross_encoder = "simulated", False
 
     def __init__(self, job_s: float, *, has_other_models: bool = False) -> None:
-        self.now, self.job_s, self.has_other_models = 0.0, job_s, has_other_models
+        self.now = 0.0
+        self.job_s = job_s
+        self.has_other_models = has_other_models
         self.reader = self.compiler = InlineExecutor()
         self.running: tuple[Future[Any], Any] | None = None  # a job and its result
         self.ends_at = self.last_s = 0.0
         self.outbox: list[tuple[PendingRequest, Any]] = []
         self.num_good = self.num_late = self.num_refused = 0
-        self.config, self.rates, self.figures = HostConfig(), RateLimits(self.clock), MetricsCollector()
+        self.config = HostConfig()
+        self.rates = RateLimits(self.clock)
+        self.figures = MetricsCollector()
         self.hosted = HostedEncoder(self, self, self)  # type: ignore[arg-type]
 
     def clock(self) -> float:
@@ -51,9 +58,7 @@ class SimulatedMachine:
     def tokenize(self, texts: Sequence[Any], *, prompt_name: str | None = None) -> list[TokenizedText]:
         return [TokenizedText(np.ones(NUM_TOKENS, np.int64)) for _ in texts]
 
-    def compute(
-        self, texts: Sequence[TokenizedText], normalize: bool | None = None, *, is_raw: bool = False
-    ) -> Array:
+    def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = None, *, is_raw: bool = False) -> Array:
         self.now += self.job_s + TOKEN_S * sum(len(text.token_ids) for text in texts)
         return np.zeros((len(texts), 2), np.float32)
 
@@ -63,7 +68,9 @@ class SimulatedMachine:
     def submit(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
         began, future = self.now, Future[Any]()
         self.running = future, fn(*args)
-        self.ends_at, self.last_s, self.now = self.now, self.now - began, began
+        self.ends_at = self.now
+        self.last_s = self.now - began
+        self.now = began
         return future
 
     def answer(self, request: PendingRequest, message: Any) -> None:

@@ -1,4 +1,5 @@
-"""The page at `/`, its files and the examples that it shows. What its scripts do: test_page_scripts.py and tests/browser."""
+"""The page at `/`, its files and the examples that it shows. What its scripts do: test_page_scripts.py and
+tests/browser."""
 
 from __future__ import annotations
 
@@ -28,8 +29,12 @@ pytestmark = pytest.mark.anyio
 WEB = Path(str(files("archerfish.serve") / "web"))
 MAX_BYTES = 300_000  # of all that the page loads
 TYPES = {
-    ".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml", ".json": "application/json",
-}  # fmt: skip
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".html": "text/html",
+    ".svg": "image/svg+xml",
+    ".json": "application/json",
+}
 
 
 class Parts(HTMLParser):
@@ -83,7 +88,10 @@ async def test_files_of_the_page() -> None:
             answer, head = await client.get(path), await client.head(path)
             assert answer.headers["content-type"].partition(";")[0] == TYPES[Path(name).suffix], name
             assert (head.status_code, head.headers["etag"]) == (200, answer.headers["etag"])
-            assert (answer.headers["cache-control"], answer.headers["x-content-type-options"]) == ("no-cache", "nosniff")
+            assert (answer.headers["cache-control"], answer.headers["x-content-type-options"]) == (
+                "no-cache",
+                "nosniff",
+            )
             again = await client.get(path, headers={"If-None-Match": answer.headers["etag"]})
             assert (again.status_code, again.content) == (304, b"")
             num_bytes += len(answer.content)
@@ -96,7 +104,9 @@ async def test_files_of_the_page() -> None:
 async def test_files_need_no_key() -> None:
     """The page has to load before it can ask for one."""
     key = "alice-" + "0123456789" * 3
-    async with client_of(create_app(FakeBackend(), credentials=PASS, tenants=Tenants.from_text(f"alice={key}"))) as client:
+    async with client_of(
+        create_app(FakeBackend(), credentials=PASS, tenants=Tenants.from_text(f"alice={key}"))
+    ) as client:
         for path in ("/", "/web/main.js", "/web/data.json"):
             assert (await client.get(path)).status_code == 200
         calls = (await client.get("/web/data.json")).json()["calls"]
@@ -122,17 +132,28 @@ async def test_parameters_of_the_page_are_those_of_the_route() -> None:
         assert told["temperature"]["maximum"] == 100
 
 
-OF_TEXTS = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/cache/explain", "/v1/cache/view"}
+OF_TEXTS = {
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/cache/explain",
+    "/v1/cache/view",
+}
 OF_VECTORS = {"/v1/embeddings", "/similarity"}
 
 
-@pytest.mark.parametrize(("kinds", "first", "absent"), [
-    ({"generation", "tts", "embedding"}, "/v1/chat/completions", set()),
-    ({"generation"}, "/v1/chat/completions", {*OF_VECTORS, "/v1/rerank", "/v1/tts/tokens"}),
-    ({"embedding"}, "/v1/embeddings", {*OF_TEXTS, "/v1/tts/tokens"}),
-    ({"cross-encoder"}, "/v1/rerank", {*OF_TEXTS, *OF_VECTORS, "/v1/tts/tokens"}),
-    ({"tts"}, "/v1/tts/tokens", {*OF_TEXTS, *OF_VECTORS, "/v1/rerank"}), ({"tts", "embedding"}, "/v1/tts/tokens", OF_TEXTS),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kinds", "first", "absent"),
+    [
+        ({"generation", "tts", "embedding"}, "/v1/chat/completions", set()),
+        ({"generation"}, "/v1/chat/completions", {*OF_VECTORS, "/v1/rerank", "/v1/tts/tokens"}),
+        ({"embedding"}, "/v1/embeddings", {*OF_TEXTS, "/v1/tts/tokens"}),
+        ({"cross-encoder"}, "/v1/rerank", {*OF_TEXTS, *OF_VECTORS, "/v1/tts/tokens"}),
+        ({"tts"}, "/v1/tts/tokens", {*OF_TEXTS, *OF_VECTORS, "/v1/rerank"}),
+        ({"tts", "embedding"}, "/v1/tts/tokens", OF_TEXTS),
+    ],
+)
 def test_examples_fit_the_models(kinds: set[str], first: str, absent: set[str]) -> None:
     shown = [path for _, path, _ in examples(kinds)]
     assert shown[0] == first
@@ -141,9 +162,24 @@ def test_examples_fit_the_models(kinds: set[str], first: str, absent: set[str]) 
 
 # Routes for the clients of other servers, which the page does not show.
 OTHER_SERVERS = (
-    "/", "/embed", "/info", "/predict", "/rerank", "/v2/rerank", "/v1/embed", "/v2/embed", "/score", "/v1/score", "/pooling",
-    "/classify", "/v1/classify", "/embed_sparse", "/embed_all", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
-)  # fmt: skip
+    "/",
+    "/embed",
+    "/info",
+    "/predict",
+    "/rerank",
+    "/v2/rerank",
+    "/v1/embed",
+    "/v2/embed",
+    "/score",
+    "/v1/score",
+    "/pooling",
+    "/classify",
+    "/v1/classify",
+    "/embed_sparse",
+    "/embed_all",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+)
 
 
 async def test_page_shows_every_route() -> None:
@@ -179,7 +215,7 @@ async def test_examples_are_answered(tmp_path: Path) -> None:
 
 
 def test_examples_survive_shell_quoting() -> None:
-    body = {"prompt": "it's \"so\" $HOME `x`", "n": 1}
+    body = {"prompt": 'it\'s "so" $HOME `x`', "n": 1}
     words = shlex.split(curl("http://here", "POST", "/v1/x", body).replace("\\\n", " "))
     assert words[:2] == ["curl", "http://here/v1/x"]
     assert json.loads(words[-1]) == body
@@ -193,7 +229,9 @@ def test_python_examples_run() -> None:
         filled = [text.replace(ADDRESS, served.url) for text in programs]
         named = [text.replace(MODEL, "lab/vectors" if "client.embeddings" in text else WRITER) for text in filled]
         source = "\n".join(f"exec({text!r}, {{}})" for text in named)
-        done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=3 * LIMIT_S)
+        done = subprocess.run(
+            [sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=3 * LIMIT_S
+        )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Hello there" in done.stdout and len(done.stdout.splitlines()) >= len(programs)
     assert 'headers={"Authorization": "Bearer YOUR-KEY"}' in python("GET", "/health", None, has_keys=True)

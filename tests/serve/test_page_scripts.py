@@ -56,22 +56,29 @@ CASES = (
     ("## a ## \n# b#\n# c \\#\n# #\n#", "<h2>a</h2><h1>b#</h1><h1>c #</h1><h1></h1><h1></h1>"),
     ("#no\nA\n===\nB\n---", "<h1>#no<br></br>A</h1><h2>B</h2>"),
     ("---\n***\n_ _ _", "<hr></hr><hr></hr><hr></hr>"),
-    ("*em* _em_ **st** __st__ ***both*** ~~del~~",
-     "<p><em>em</em> <em>em</em> <strong>st</strong> <strong>st</strong> <em><strong>both</strong></em> "
-     "<del>del</del></p>"),
+    (
+        "*em* _em_ **st** __st__ ***both*** ~~del~~",
+        "<p><em>em</em> <em>em</em> <strong>st</strong> <strong>st</strong> <em><strong>both</strong></em> "
+        "<del>del</del></p>",
+    ),
     ("snake_case_name 2 * 3 * 4 **", "<p>snake_case_name 2 * 3 * 4 **</p>"),
-    ("**a *b* c** *a **b** c*",
-     "<p><strong>a <em>b</em> c</strong> <em>a <strong>b</strong> c</em></p>"),
+    ("**a *b* c** *a **b** c*", "<p><strong>a <em>b</em> c</strong> <em>a <strong>b</strong> c</em></p>"),
     ("**open and *half", "<p>**open and *half</p>"),
     (r"\*no\* \\ \a 2\. x", r"<p>*no* \ \a 2. x</p>"),
     ("`a*b*` ``a`b`` ` `` ` `open", "<p><code>a*b*</code> <code>a`b</code> <code>``</code> `open</p>"),
-    ("[t](https://a.b/c?d=e \"title\") [x](mailto:a@b.c)",
-     '<p><a href="https://a.b/c?d=e">t</a> <a href="mailto:a@b.c">x</a></p>'),
-    ("[*t*](http://a.b/(c)) [no](ftp://a.b) [no]",
-     '<p><a href="http://a.b/(c)"><em>t</em></a> <span>no</span> [no]</p>'),
+    (
+        '[t](https://a.b/c?d=e "title") [x](mailto:a@b.c)',
+        '<p><a href="https://a.b/c?d=e">t</a> <a href="mailto:a@b.c">x</a></p>',
+    ),
+    (
+        "[*t*](http://a.b/(c)) [no](ftp://a.b) [no]",
+        '<p><a href="http://a.b/(c)"><em>t</em></a> <span>no</span> [no]</p>',
+    ),
     ("![alt](https://a.b/c.png)", '<p><a href="https://a.b/c.png">alt</a></p>'),
-    ("See https://a.b/c_d_e), <https://f.g>.",
-     '<p>See <a href="https://a.b/c_d_e">https://a.b/c_d_e</a>), <a href="https://f.g/">https://f.g</a>.</p>'),
+    (
+        "See https://a.b/c_d_e), <https://f.g>.",
+        '<p>See <a href="https://a.b/c_d_e">https://a.b/c_d_e</a>), <a href="https://f.g/">https://f.g</a>.</p>',
+    ),
     ("a <b>x</b> &amp; &lt;i&gt; &copy;", "<p>a &lt;b&gt;x&lt;/b&gt; &amp; &lt;i&gt; &amp;copy;</p>"),
     ("```py\nx = 1\n\n  y\n```\nafter", '<pre lang="py">x = 1\n\n  y</pre><p>after</p>'),
     ("~~~\n```\n~~~", "<pre>```</pre>"),
@@ -81,31 +88,62 @@ CASES = (
     ("1. a\n2. b\n   ```\n   x\n   ```\n3. c", '<ol start="1"><li>a</li><li>b<pre>x</pre></li><li>c</li></ol>'),
     ("3) a\n4) b\n- c", '<ol start="3"><li>a</li><li>b</li></ol><ul><li>c</li></ul>'),
     ("- a\n\n  more\n\n- b", "<ul><li><p>a</p><p>more</p></li><li><p>b</p></li></ul>"),
-    ("1. **a**:\n  - x\n  - y\n2. b", '<ol start="1"><li><strong>a</strong>:<ul><li>x</li><li>y</li></ul></li><li>b</li></ol>'),
+    (
+        "1. **a**:\n  - x\n  - y\n2. b",
+        '<ol start="1"><li><strong>a</strong>:<ul><li>x</li><li>y</li></ul></li><li>b</li></ol>',
+    ),
     ("- [ ] open\n- [x] done", "<ul><li>\u2610 open</li><li>\u2611 done</li></ul>"),
     ("text\n- list\n\nafter", "<p>text</p><ul><li>list</li></ul><p>after</p>"),
     ("In 1999\n1999. was no list", "<p>In 1999<br></br>1999. was no list</p>"),
     ("> a\n> > b\n>\n> c", "<blockquote><p>a</p><blockquote><p>b</p></blockquote><p>c</p></blockquote>"),
     ("> - a\nlazy\n\nout", "<blockquote><ul><li>a<br></br>lazy</li></ul></blockquote><p>out</p>"),
-    ("| a | b |\n|:--|--:|\n| 1 | `x|y` |\n| 2 |\n\nout",
-     '<table><thead><tr><th align="left">a</th><th align="right">b</th></tr></thead><tbody><tr><td align="left">1</td>'
-     '<td align="right"><code>x|y</code></td></tr><tr><td align="left">2</td><td align="right"></td></tr>'
-     "</tbody></table><p>out</p>"),
-    ("text\na|b\n-|-\n1\\|2|3",
-     "<p>text</p><table><thead><tr><th>a</th><th>b</th></tr></thead>"
-     "<tbody><tr><td>1|2</td><td>3</td></tr></tbody></table>"),
+    (
+        "| a | b |\n|:--|--:|\n| 1 | `x|y` |\n| 2 |\n\nout",
+        '<table><thead><tr><th align="left">a</th><th align="right">b</th></tr></thead><tbody><tr><td align="left">1</td>'
+        '<td align="right"><code>x|y</code></td></tr><tr><td align="left">2</td><td align="right"></td></tr>'
+        "</tbody></table><p>out</p>",
+    ),
+    (
+        "text\na|b\n-|-\n1\\|2|3",
+        "<p>text</p><table><thead><tr><th>a</th><th>b</th></tr></thead>"
+        "<tbody><tr><td>1|2</td><td>3</td></tr></tbody></table>",
+    ),
     ("a | b\nno table", "<p>a | b<br></br>no table</p>"),
     ("\u4e2d\u6587**\u7c97\u4f53**\u3002", "<p>\u4e2d\u6587<strong>\u7c97\u4f53</strong>\u3002</p>"),
-    ("a\r\nb", "<p>a<br></br>b</p>"), ("", ""), ("\n \n", ""),
-)  # fmt: skip
+    ("a\r\nb", "<p>a<br></br>b</p>"),
+    ("", ""),
+    ("\n \n", ""),
+)
 GAP = " " * 100_000
 WIDE_TABLE = "|" + "a|" * 3_000 + "\n|" + "-|" * 3_000 + "\n|" * 3_000
 LARGE = (
-    "*a " * 20_000, "[" * 20_000, "[a](" * 8_000, "`" * 3 + "a``b" * 8_000, "> " * 5_000 + "x", "*_" * 10_000,
-    "- " * 3_000 + "x", "~~a" * 9_000, "<" * 20_000, f"# a{GAP}b", f"#{GAP}\u2028b", f"# {'#' * 20_000}b", f"`{GAP}a{GAP}\n`",
-    f"`{GAP}`", f"a{GAP}b\nc", f"```{GAP}`", "~" * 50_000 + "`", f"a|b\n-|-{GAP}b", f"*{GAP}b", f"-{GAP}b", f"a\n-{GAP}b",
-    f"[a]({GAP}b", f'[a](b{GAP}"{GAP}', f"https://a{'.' * 20_000}b", f"https://a{')' * 20_000}", WIDE_TABLE,
-)  # fmt: skip
+    "*a " * 20_000,
+    "[" * 20_000,
+    "[a](" * 8_000,
+    "`" * 3 + "a``b" * 8_000,
+    "> " * 5_000 + "x",
+    "*_" * 10_000,
+    "- " * 3_000 + "x",
+    "~~a" * 9_000,
+    "<" * 20_000,
+    f"# a{GAP}b",
+    f"#{GAP}\u2028b",
+    f"# {'#' * 20_000}b",
+    f"`{GAP}a{GAP}\n`",
+    f"`{GAP}`",
+    f"a{GAP}b\nc",
+    f"```{GAP}`",
+    "~" * 50_000 + "`",
+    f"a|b\n-|-{GAP}b",
+    f"*{GAP}b",
+    f"-{GAP}b",
+    f"a\n-{GAP}b",
+    f"[a]({GAP}b",
+    f'[a](b{GAP}"{GAP}',
+    f"https://a{'.' * 20_000}b",
+    f"https://a{')' * 20_000}",
+    WIDE_TABLE,
+)
 
 
 def run_module(source: str, given: Any, tmp_path: Path) -> Any:
@@ -198,4 +236,6 @@ def test_trees_of_messages(tmp_path: Path) -> None:
     assert (found["title"], found["siblings"], found["to"]) == ("Uno", ["1", "2"], ["One", "2", "More"])
     assert found["isSame"] and found["isCopy"] and found["isKnown"]
     assert found["refused"][0] == "The file is not JSON." and "no conversations" in found["refused"][1]
-    assert len(found["refused"]) == 27 and set(found["refused"][2:]) == {"The file has a conversation that is not whole."}
+    assert len(found["refused"]) == 27 and set(found["refused"][2:]) == {
+        "The file has a conversation that is not whole."
+    }

@@ -24,8 +24,13 @@ pytestmark = pytest.mark.anyio
 PHASES = ("queue_ms", "prefill_ms", "decode_ms", "network_ms")
 TEXT, EMBEDDINGS = "/v1/completions", "/v1/embeddings"
 KINDS: list[dict[str, Any]] = [
-    {}, {"stream": True}, {"n": 3, "seed": 4}, {"stream": True, "ignore_eos": True}, {"logprobs": 2}, {"stop": ["a", "e"]}
-]  # fmt: skip
+    {},
+    {"stream": True},
+    {"n": 3, "seed": 4},
+    {"stream": True, "ignore_eos": True},
+    {"logprobs": 2},
+    {"stop": ["a", "e"]},
+]
 BODIES: list[dict[str, Any]] = [
     {"prompt": f"the cats {number} " * (1 + number % 5), "max_tokens": 1 + number % 9, "temperature": 1.0, **more}
     for number, more in enumerate(KINDS * 8)
@@ -96,8 +101,12 @@ async def test_a_line_of_json_has_no_prompt_unless_asked(tmp_path: Path, caplog:
     host = host_with(tmp_path, WordEncoder(WORDS), llm={"has_text": True})
     for asks in (False, True):
         caplog.clear()
-        async with serving(host if not asks else host_with(tmp_path, llm={"has_text": True}), log_prompts=asks) as client:
-            answer = await client.post(TEXT, json={"prompt": "the cats", "max_tokens": 2}, headers={"X-Request-Id": "mine-1"})
+        async with serving(
+            host if not asks else host_with(tmp_path, llm={"has_text": True}), log_prompts=asks
+        ) as client:
+            answer = await client.post(
+                TEXT, json={"prompt": "the cats", "max_tokens": 2}, headers={"X-Request-Id": "mine-1"}
+            )
         [line] = [line for line in members_of(caplog) if line["route"] == TEXT]
         assert line["id"] == answer.headers["x-request-id"] == "mine-1"
         assert (line["process"], line["level"]) == ("front", "info")
@@ -123,7 +132,10 @@ def test_the_table_of_metrics_is_up_to_date(tmp_path: Path) -> None:
 def test_every_metric_has_a_text_and_no_name_twice() -> None:
     found = metrics_page.declared()
     assert all(metric.description.endswith(".") for metric in found)
-    assert len({metrics_page.shown_name(metric) for metric in found}) == len(found) and "opentelemetry.sdk" not in sys.modules
+    assert (
+        len({metrics_page.shown_name(metric) for metric in found}) == len(found)
+        and "opentelemetry.sdk" not in sys.modules
+    )
 
 
 def test_dashboard_alerts_and_chart_name_metrics_that_there_are() -> None:

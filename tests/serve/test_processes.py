@@ -66,9 +66,14 @@ def serving(directory: Path, **options: Any) -> Iterator[tuple[KeptProcess, str]
     model.mkdir()
     save_tiny_llama(model, max_position_embeddings=4096)
     engine = {
-        "model": str(model), "dtype": "float32", "load_format": "dummy", "max_cache_tokens": 16384, "max_num_seqs": 32,
-        "num_threads": 1, "seed": 7,
-    }  # fmt: skip
+        "model": str(model),
+        "dtype": "float32",
+        "load_format": "dummy",
+        "max_cache_tokens": 16384,
+        "max_num_seqs": 32,
+        "num_threads": 1,
+        "seed": 7,
+    }
     spec = ModelSpec(kind="generation", options=engine)
     config = HostConfig(address=f"ipc://{directory}/engine", models=(spec,), **options)
     with running(engine_process(config)) as child:
@@ -175,7 +180,9 @@ def test_early_end_is_a_start_error(command: tuple[str, ...]) -> None:
         pass
 
 
-def test_silent_process_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_silent_process_is_killed_and_started_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(processes, "BEAT_S", 0.001)
     ticks = itertools.count()
     with running(engine_process(CONFIG, command=COMMAND, clock=lambda: float(next(ticks)))) as child:
@@ -205,7 +212,9 @@ def no_free_descriptors() -> Iterator[None]:
 
 def test_restart_waits_for_free_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = threading.Event()
-    monkeypatch.setattr(processes.logger, "error", lambda text, *_: failed.set() if "could not be started" in text else None)
+    monkeypatch.setattr(
+        processes.logger, "error", lambda text, *_: failed.set() if "could not be started" in text else None
+    )
     monkeypatch.setattr(processes, "backoff_s", lambda num_short_lives: 0.01)
     with running(engine_process(CONFIG, command=COMMAND)) as child:
         with no_free_descriptors():
@@ -226,7 +235,7 @@ def test_short_lives_are_followed_by_growing_pauses(monkeypatch: pytest.MonkeyPa
                 return super().wait()
             return self.is_set()
 
-    report = "print('{\"address\": \"\"}')"
+    report = 'print(\'{"address": ""}\')'
     child = engine_process(CONFIG, command=(sys.executable, "-S", "-c", report))
     monkeypatch.setattr(child, "_is_stopping", Stopping())
     with running(child):
@@ -361,7 +370,9 @@ class LeftError(Exception):
 
 
 @pytest.mark.parametrize(("first", "code"), [(signal.SIGINT, None), (signal.SIGTERM, 143)])
-def test_first_signal_raises_and_a_later_sigint_kills(first: int, code: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_signal_raises_and_a_later_sigint_kills(
+    first: int, code: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def leave(code: int) -> None:
         raise LeftError(code)
 

@@ -24,10 +24,12 @@ from .test_openai_parameters import COUNT, MESSAGES, REMARK
 
 ANSWER = "<think>\nTwo and\ntwo.\n</think>\n\nFour."
 # As Qwen 3 has it: earlier reasoning is read, and none is written if enable_thinking is false.
-QWEN = TEMPLATE.replace("{{ message.content }}", "{% if message.reasoning_content %}({{ message.reasoning_content }})"
-                        "{% endif %}{{ message.content }}") + (
+QWEN = TEMPLATE.replace(
+    "{{ message.content }}",
+    "{% if message.reasoning_content %}({{ message.reasoning_content }}){% endif %}{{ message.content }}",
+) + (
     "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
-)  # fmt: skip
+)
 OPENED = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")  # as DeepSeek R1 has it
 
 
@@ -70,7 +72,9 @@ def test_cut_off_reasoning(backend: FakeBackend) -> None:
 
 
 def test_reasoning_before_a_call(backend: FakeBackend) -> None:
-    backend.reply = str(backend.reply).replace("Four.", '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>')
+    backend.reply = str(backend.reply).replace(
+        "Four.", '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+    )
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     message = message_of(post(backend, CHAT, {"messages": HI, "max_tokens": 200, "tools": tools}))
     assert message["reasoning_content"] == "Two and\ntwo." and message["content"] is None
@@ -85,7 +89,9 @@ def test_responses(backend: FakeBackend) -> None:
     found = events(post(backend, RESPONSES, {**body, "stream": True}))
     for output in (whole, found[-1]["response"]["output"]):
         assert [item["type"] for item in output] == ["reasoning", "message"]
-        assert output[0]["content"] == [{"type": "reasoning_text", "text": "Two and\ntwo."}] and output[0]["summary"] == []
+        assert (
+            output[0]["content"] == [{"type": "reasoning_text", "text": "Two and\ntwo."}] and output[0]["summary"] == []
+        )
         assert output[1]["content"][0]["text"] == "Four."
     deltas = [event["delta"] for event in found if event["type"] == "response.reasoning_text.delta"]
     assert "".join(deltas) == "Two and\ntwo."
@@ -97,7 +103,10 @@ def test_responses(backend: FakeBackend) -> None:
 def test_messages(backend: FakeBackend) -> None:
     body = {"messages": HI, "max_tokens": 99}
     content = post(backend, MESSAGES, body).json()["content"]
-    assert content == [{"type": "thinking", "thinking": "Two and\ntwo.", "signature": ""}, {"type": "text", "text": "Four."}]
+    assert content == [
+        {"type": "thinking", "thinking": "Two and\ntwo.", "signature": ""},
+        {"type": "text", "text": "Four."},
+    ]
     found = events(post(backend, MESSAGES, {**body, "stream": True}))
     starts = [event["content_block"]["type"] for event in found if event["type"] == "content_block_start"]
     assert starts == ["thinking", "text"]
@@ -142,8 +151,9 @@ def test_given_form_has_no_reasoning(backend: FakeBackend) -> None:
 
 def test_channels_of_gpt_oss(tmp_path: Path) -> None:
     """A given form is an answer in its own channel, and earlier reasoning before a call has the template's name."""
-    template = TEMPLATE.replace("{{ message.content }}", "{% if message.thinking %}({{ message.thinking }}){% endif %}"
-                                "{{ message.content }}")  # fmt: skip
+    template = TEMPLATE.replace(
+        "{{ message.content }}", "{% if message.thinking %}({{ message.thinking }}){% endif %}{{ message.content }}"
+    )
     backend = thinker(tmp_path, template, "analysisTwo.assistantfinalFour.")
     tokenizer = Tokenizer.from_file(str(backend.directory / "tokenizer.json"))
     tokenizer.add_special_tokens(["<|channel|>", "<|message|>"])
@@ -164,12 +174,17 @@ def test_models_without_reasoning_keep_marks() -> None:
     assert message_of(post(FakeBackend(ANSWER), CHAT, {"messages": HI, "max_tokens": 99}))["content"] == ANSWER
 
 
-@pytest.mark.parametrize(("route", "stated"), [
-    (CHAT, {"reasoning_effort": "none"}), (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}),
-    (CHAT, {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}),
-    (RESPONSES, {"reasoning": {"effort": "none"}}), (MESSAGES, {"thinking": {"type": "disabled"}, "max_tokens": 99}),
-    ("/api/chat", {"think": False, "stream": False}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("route", "stated"),
+    [
+        (CHAT, {"reasoning_effort": "none"}),
+        (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (CHAT, {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}),
+        (RESPONSES, {"reasoning": {"effort": "none"}}),
+        (MESSAGES, {"thinking": {"type": "disabled"}, "max_tokens": 99}),
+        ("/api/chat", {"think": False, "stream": False}),
+    ],
+)
 def test_reasoning_is_turned_off(tmp_path: Path, route: str, stated: dict[str, Any]) -> None:
     backend = thinker(tmp_path, QWEN, "Four.")
     answer = post(backend, route, {("input" if route == RESPONSES else "messages"): HI, **stated})
@@ -179,17 +194,27 @@ def test_reasoning_is_turned_off(tmp_path: Path, route: str, stated: dict[str, A
 
 def test_earlier_reasoning_reaches_the_template(tmp_path: Path) -> None:
     backend = thinker(tmp_path, QWEN, ANSWER)
-    echoed = {"content": "4", "reasoning_content": "2+2", "annotations": [{"a": 1}], "provider_specific_fields": {"a": 1}}
+    echoed = {
+        "content": "4",
+        "reasoning_content": "2+2",
+        "annotations": [{"a": 1}],
+        "provider_specific_fields": {"a": 1},
+    }
     blocks = [{"type": "thinking", "thinking": "2+2", "signature": "x"}, {"type": "text", "text": "4"}]
     for route, message in (
-        (CHAT, {"content": "4", "reasoning_content": "2+2"}), (CHAT, {"content": "4", "reasoning": "2+2"}), (CHAT, echoed),
-        (MESSAGES, {"content": blocks}), ("/api/chat", {"content": "4", "thinking": "2+2"}),
-    ):  # fmt: skip
+        (CHAT, {"content": "4", "reasoning_content": "2+2"}),
+        (CHAT, {"content": "4", "reasoning": "2+2"}),
+        (CHAT, echoed),
+        (MESSAGES, {"content": blocks}),
+        ("/api/chat", {"content": "4", "thinking": "2+2"}),
+    ):
         body = {"messages": [*HI, {"role": "assistant", **message}, *HI], "max_tokens": 20}
         assert post(backend, route, body).status_code == 200
         assert "<|start|>assistant\n(2+2)4<|end|>" in prompt_of(backend)
-    items = [{"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "2+2"}]},
-             {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "4"}]}]  # fmt: skip
+    items = [
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "2+2"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "4"}]},
+    ]
     assert post(backend, RESPONSES, {"input": [*HI, *items, *HI]}).status_code == 200
     assert "<|start|>assistant\n(2+2)4<|end|>" in prompt_of(backend)
 
@@ -198,7 +223,9 @@ def test_packages_read_reasoning(backend: FakeBackend) -> None:
     """The streams of both packages put an answer together again; what they give can be sent back."""
     with running(create_app(backend, credentials="pass")) as served:
         claude = anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
-        with claude.messages.stream(model=MODEL, max_tokens=99, messages=[{"role": "user", "content": "2+2?"}]) as stream:
+        with claude.messages.stream(
+            model=MODEL, max_tokens=99, messages=[{"role": "user", "content": "2+2?"}]
+        ) as stream:
             content = stream.get_final_message().content
         assert [block.type for block in content] == ["thinking", "text"]
         assert isinstance(content[0], ThinkingBlock) and content[0].thinking == "Two and\ntwo."
@@ -210,8 +237,13 @@ def test_packages_read_reasoning(backend: FakeBackend) -> None:
         assert [item.type for item in response.output] == ["reasoning", "message"] and response.output_text == "Four."
         items: Any = [*HI, *response.output, *HI]
         assert client.responses.create(model=MODEL, input=items, max_output_tokens=99).output_text == "Four."
-        chat = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "2+2?"}], max_tokens=99)
+        chat = client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "2+2?"}], max_tokens=99
+        )
         message = chat.choices[0].message
         assert (message.content, getattr(message, "reasoning_content", "")) == ("Four.", "Two and\ntwo.")
         again: Any = [*HI, message, *HI]
-        assert client.chat.completions.create(model=MODEL, messages=again, max_tokens=99).choices[0].message.content == "Four."
+        assert (
+            client.chat.completions.create(model=MODEL, messages=again, max_tokens=99).choices[0].message.content
+            == "Four."
+        )

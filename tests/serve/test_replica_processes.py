@@ -1,4 +1,5 @@
-"""`serve --replicas`: what each replica gets of the machine, and services whose replicas are killed, paused and restarted."""
+"""`serve --replicas`: what each replica gets of the machine, and services whose replicas are killed, paused and
+restarted."""
 
 from __future__ import annotations
 
@@ -36,10 +37,12 @@ HOST = HostConfig(address="ipc:///a/engine", models=(MODEL,), memory_gib=6.0, ro
 @pytest.mark.parametrize(
     ("cores", "num_usable", "count", "expected"),
     [
-        ([0, 1, 2, 3], 4, 2, [[0, 1], [2, 3]]), ([4, 5, 6], 3, 2, [[4], [5, 6]]), ([0, 1], 2, 3, [[0], [1], [0]]),
+        ([0, 1, 2, 3], 4, 2, [[0, 1], [2, 3]]),
+        ([4, 5, 6], 3, 2, [[4], [5, 6]]),
+        ([0, 1], 2, 3, [[0], [1], [0]]),
         ([0, 1, 2, 3], 2, 2, [[], []]),  # a quota: which cores are free is not known
     ],
-)  # fmt: skip
+)
 def test_cores_are_shared(
     monkeypatch: pytest.MonkeyPatch, cores: list[int], num_usable: int, count: int, expected: list[list[int]]
 ) -> None:
@@ -77,7 +80,10 @@ def test_replicas_on_cores_share_memory(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(replicas, "num_usable_cores", lambda: 4)
     assert made(monkeypatch, HOST, 2)[0][0].models[0].options["num_threads"] == 2
     ranks = ModelSpec(kind="generation", options={"tensor_parallel_size": 2})  # each computes with so many threads
-    assert made(monkeypatch, HostConfig(address="ipc:///a", models=(ranks,)), 2)[0][0].models[0].options["num_threads"] == 1
+    assert (
+        made(monkeypatch, HostConfig(address="ipc:///a", models=(ranks,)), 2)[0][0].models[0].options["num_threads"]
+        == 1
+    )
     assert [replicas.with_threads(ranks, number)["num_threads"] for number in (0, 1, 2, 9)] == [0, 1, 1, 4]
     [(config, options)] = made(monkeypatch, HOST, 1)
     assert config is HOST and not options
@@ -92,14 +98,20 @@ def test_replicas_have_cards_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert [options for _, options in found] == [{"environment": {"CUDA_VISIBLE_DEVICES": str(i)}} for i in (0, 1)]
     assert found[0][0].memory_gib == 6.0 and found[0][0].models[0].options == MODEL.options
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, 5")
-    assert [options["environment"]["CUDA_VISIBLE_DEVICES"] for _, options in made(monkeypatch, HOST, 2)] == ["GPU-a", "5"]
+    assert [options["environment"]["CUDA_VISIBLE_DEVICES"] for _, options in made(monkeypatch, HOST, 2)] == [
+        "GPU-a",
+        "5",
+    ]
     with pytest.raises(InvalidOptionError, match="replicas is 3, but there are 2 cards"):
         made(monkeypatch, HOST, 3)
     torch.cuda.device_count = lambda: 5
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     divided = ModelSpec(kind="generation", options={**MODEL.options, "tensor_parallel_size": 2})
     host = HostConfig(address="ipc:///a/engine", models=(divided, MODEL), routing_secret="secret")
-    assert [options["environment"]["CUDA_VISIBLE_DEVICES"] for _, options in made(monkeypatch, host, 2)] == ["0,1", "2,3"]
+    assert [options["environment"]["CUDA_VISIBLE_DEVICES"] for _, options in made(monkeypatch, host, 2)] == [
+        "0,1",
+        "2,3",
+    ]
     with pytest.raises(InvalidOptionError, match="each replica takes 2") as caught:
         made(monkeypatch, host, 3)
     assert "Set replicas to 2" in str(caught.value.hint)
@@ -120,7 +132,9 @@ def test_child_has_its_cores_and_environment() -> None:
         "address = f\"{sorted(os.sched_getaffinity(0))} {os.environ['A_NAME']}\"\n"
         "print(json.dumps({'address': address}), flush=True)\nsys.stdin.read()"
     )
-    child = engine_process(CONFIG, command=(sys.executable, "-c", script), cores=[core], environment={"A_NAME": "value"})
+    child = engine_process(
+        CONFIG, command=(sys.executable, "-c", script), cores=[core], environment={"A_NAME": "value"}
+    )
     with running(child):
         assert child.wait()["address"] == f"[{core}] value"
     assert os.sched_getaffinity(0) != {core} or os.cpu_count() == 1
@@ -141,7 +155,10 @@ class Kept:
     is_ending = False
 
     def __init__(self, name: str, order: list[str], *, num_away: int = 0, serves: bool = True) -> None:
-        self.name, self.order, self.num_away, self.serves = name, order, num_away, serves
+        self.name = name
+        self.order = order
+        self.num_away = num_away
+        self.serves = serves
         self.gate = threading.Event()
         self.gate.set()
         self.is_asked = threading.Event()

@@ -94,7 +94,8 @@ def test_requests_go_where_their_prefix_is_cached(tmp_path: Path) -> None:
 
 
 def test_other_tenants_prefixes_change_no_report_and_no_choice(tmp_path: Path) -> None:
-    """What tenant b is told, and where it is sent, is the same whatever a has cached; so are the bytes without the secret."""
+    """What tenant b is told, and where it is sent, is the same whatever a has cached; so are the bytes without the
+    secret."""
 
     async def main(directory: Path, cached_by: str) -> tuple[list[dict[str, Any]], bytes]:
         directory.mkdir()
@@ -148,15 +149,37 @@ def test_load_reports_what_runs_and_waits(tmp_path: Path) -> None:
                 return dict((await report_of(client, query))["loads"])
 
             idle = (await loads())["tiny"]
-            assert (idle["num_running"], idle["num_waiting"], idle["max_running"], idle["waiting_tokens"]) == (0, 0, 2, {})
-            holding = await hold(encoder, client.ask(EmbedRequest(request_id="1", texts=["a b"], credentials=PASS, tenant="a")))
+            assert (idle["num_running"], idle["num_waiting"], idle["max_running"], idle["waiting_tokens"]) == (
+                0,
+                0,
+                2,
+                {},
+            )
+            holding = await hold(
+                encoder, client.ask(EmbedRequest(request_id="1", texts=["a b"], credentials=PASS, tenant="a"))
+            )
             texts = EmbedRequest(request_id="2", texts=["c d e", "f"], credentials=PASS, tenant="b")
             waiting = asyncio.create_task(client.ask(texts))
             while not (load := (await loads())["words"])["num_waiting"]:
                 pass
-            assert (load["num_running"], load["num_waiting"], load["waiting_tokens"], load["is_fair"]) == (1, 2, {"b": 4}, True)
-            sent = [GenerationRequest(request_id=f"g{i}", model="tiny", token_ids=prompt(i), params=GREEDY, stream=True,
-                                      credentials=PASS, tenant="a") for i in range(4)]  # fmt: skip
+            assert (load["num_running"], load["num_waiting"], load["waiting_tokens"], load["is_fair"]) == (
+                1,
+                2,
+                {"b": 4},
+                True,
+            )
+            sent = [
+                GenerationRequest(
+                    request_id=f"g{i}",
+                    model="tiny",
+                    token_ids=prompt(i),
+                    params=GREEDY,
+                    stream=True,
+                    credentials=PASS,
+                    tenant="a",
+                )
+                for i in range(4)
+            ]
             streams = [client.generate(one) for one in sent]
             first = [asyncio.create_task(anext(stream)) for stream in streams]
             while not (load := (await loads())["tiny"])["num_waiting"]:
@@ -190,14 +213,18 @@ def test_unloaded_model_takes_its_prefixes_back(tmp_path: Path) -> None:
 
 
 def test_digest_bytes_are_limited_for_each_router(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red: routers that share a limit, and so know the digest later the more of them there are; a load alone that spends it."""
+    """Red: routers that share a limit, and so know the digest later the more of them there are; a load alone that
+    spends it."""
     digest, num_hashes = PrefixDigest(b"secret"), 10_000
     tokens = pack_tokens(Random(1).choices(range(1000), k=64 * num_hashes))
     digest.add(PathHash().prefixes(0, 0, tokens.tobytes(), 0, len(tokens)), "model", Namespace())
     times = []
     for count in (1, 40):
         clock = FakeClock()
-        reports, since, num_bytes, began = LoadReports(digest, clock), [0] * count, 0, clock.now
+        reports = LoadReports(digest, clock)
+        since = [0] * count
+        num_bytes = 0
+        began = clock.now
         while any(version != digest.changes(0, 1 << 30)[0] for version in since):
             clock.now += 0.05
             for router in range(count):
@@ -214,7 +241,15 @@ def test_digest_bytes_are_limited_for_each_router(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(loads, "MAX_ASKERS", 2)
     reports = LoadReports(digest, clock)
     sizes = [len(reports.report(0, (), asker, is_stopping=False)["changes"]) for asker in "abbcbab"]
-    assert sizes == [MAX_CHANGES_BYTES, MAX_CHANGES_BYTES, 0, MAX_CHANGES_BYTES, 0, MAX_CHANGES_BYTES, 0]  # a was forgotten
+    assert sizes == [
+        MAX_CHANGES_BYTES,
+        MAX_CHANGES_BYTES,
+        0,
+        MAX_CHANGES_BYTES,
+        0,
+        MAX_CHANGES_BYTES,
+        0,
+    ]  # a was forgotten
     idle = LoadReports(None, clock).report(0, (), is_stopping=True)
     assert idle["is_stopping"] and "changes" not in idle  # a process without routers
 

@@ -29,6 +29,8 @@ from .fake_backend import FakeBackend
 from .hosting import FakeClock, ThreadHost, WordEncoder
 
 pytestmark = pytest.mark.anyio
+
+
 def request(**fields: Any) -> GenerationRequest:
     params = {"temperature": 0.0, "max_tokens": 8} | fields.pop("params", {})
     return GenerationRequest(request_id="r", **{"token_ids": [1], "wants_ids": True, "params": params} | fields)
@@ -50,17 +52,28 @@ KEY = must_have(key_of(request()))
 # Cache-Control
 
 
-@pytest.mark.parametrize(("header", "expected"), [
-    (None, CacheControl()), ("", CacheControl()), ("no-transform, private", CacheControl()),
-    ("no-cache", CacheControl(may_read=False)), ("No-Store", CacheControl(may_read=False, may_store=False)),
-    ("no-cache, no-store", CacheControl(may_read=False, may_store=False)),
-    ("no-store,no-cache", CacheControl(may_read=False, may_store=False)),
-    ("max-age=30", CacheControl(max_age_s=30.0)), ('MAX-AGE = "5" , no-cache', CacheControl(may_read=False, max_age_s=5.0)),
-    ("max-age=0", CacheControl(max_age_s=0.0)), ("max-age=soon", CacheControl(max_age_s=0.0)),
-    ("max-age", CacheControl(max_age_s=0.0)), ("max-age=-4", CacheControl(max_age_s=0.0)),
-    ("max-age=60, max-age=20", CacheControl(max_age_s=20.0)), ("max-age=²", CacheControl(max_age_s=0.0)),
-    ("max-stale=100, only-if-cached", CacheControl()),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        (None, CacheControl()),
+        ("", CacheControl()),
+        ("no-transform, private", CacheControl()),
+        ("no-cache", CacheControl(may_read=False)),
+        ("No-Store", CacheControl(may_read=False, may_store=False)),
+        ("no-cache, no-store", CacheControl(may_read=False, may_store=False)),
+        ("no-store,no-cache", CacheControl(may_read=False, may_store=False)),
+        ("max-age=30", CacheControl(max_age_s=30.0)),
+        ('MAX-AGE = "5" , no-cache', CacheControl(may_read=False, max_age_s=5.0)),
+        ("max-age=0", CacheControl(max_age_s=0.0)),
+        ("max-age=soon", CacheControl(max_age_s=0.0)),
+        ("max-age", CacheControl(max_age_s=0.0)),
+        ("max-age=-4", CacheControl(max_age_s=0.0)),
+        ("max-age=60, max-age=20", CacheControl(max_age_s=20.0)),
+        ("max-age=²", CacheControl(max_age_s=0.0)),
+        ("max-stale=100, only-if-cached", CacheControl()),
+    ],
+    ids=str,
+)
 def test_cache_control_is_read(header: str | None, expected: CacheControl) -> None:
     assert parse_cache_control(header) == expected
 
@@ -157,7 +170,9 @@ def test_tenants_never_see_each_others_answers() -> None:
     assert not cache.put("c", KEY, answer()) and cache.get("c", KEY) is None, "one more than there are parts"
 
 
-events = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 5), st.integers(0, 300), st.floats(0, 9)), max_size=60)
+events = st.lists(
+    st.tuples(st.sampled_from("ab"), st.integers(0, 5), st.integers(0, 300), st.floats(0, 9)), max_size=60
+)
 
 
 @settings(deadline=None, max_examples=60)
@@ -165,7 +180,9 @@ events = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 5), st.integer
 def test_tenants_do_not_affect_each_other(history: list[tuple[str, int, int, float]]) -> None:
     def seen(names: str) -> list[object]:
         clock = FakeClock()
-        cache = ResultCache(4 * (OVERHEAD_BYTES + 400), 20.0, max_tenants=2, window_size=4, min_hit_rate=0.3, clock=clock)
+        cache = ResultCache(
+            4 * (OVERHEAD_BYTES + 400), 20.0, max_tenants=2, window_size=4, min_hit_rate=0.3, clock=clock
+        )
         found: list[object] = []
         for name, number, size, pause in history:
             clock.now += pause
@@ -202,7 +219,9 @@ def test_sizes_change_while_in_use() -> None:
 # Streams
 
 
-def ask(cache: ResultCache, backend: FakeBackend, given: GenerationRequest, control: str = "") -> list[Chunk | Generated]:
+def ask(
+    cache: ResultCache, backend: FakeBackend, given: GenerationRequest, control: str = ""
+) -> list[Chunk | Generated]:
     async def main() -> list[Chunk | Generated]:
         return [message async for message in cache.generate(backend.generate, given, control)]
 
@@ -234,10 +253,14 @@ def test_stream_is_recorded_and_played_again() -> None:
     [whole] = ask(cache, backend, request(params={"n": 2, "logprobs": 0}))
     assert isinstance(whole, Generated)
     expected = [
-        (index, [part.token_ids[0] for part in parts if part.index == index], "stop",
-         [logprob for part in parts if part.index == index for logprob in part.logprobs or ()])
+        (
+            index,
+            [part.token_ids[0] for part in parts if part.index == index],
+            "stop",
+            [logprob for part in parts if part.index == index for logprob in part.logprobs or ()],
+        )
         for index in (0, 1)
-    ]  # fmt: skip
+    ]
     assert [(o.index, o.token_ids, o.finish_reason, o.logprobs) for o in whole.outputs] == expected
     *chunks, last = ask(cache, backend, given)
     assert [(c.index, c.token_ids, c.finish_reason, c.logprobs) for c in chunks if isinstance(c, Chunk)] == expected
@@ -289,7 +312,10 @@ EMBEDDINGS, ADMIN = "/v1/embeddings", "/admin/optimization"
 
 def registry_of(counts: dict[str, int], times: list[float], num_running: int = 0) -> MetricRegistry:
     registry = MetricRegistry()
-    counter, histogram = registry.counter("requests", "Requests.", ("route",)), registry.histogram("seconds", "Seconds.")
+    counter, histogram = (
+        registry.counter("requests", "Requests.", ("route",)),
+        registry.histogram("seconds", "Seconds."),
+    )
     for route, count in counts.items():
         counter.add(count, route=route)
     histogram.observe(*times)
@@ -359,9 +385,10 @@ def lines_of(answer: httpx.Response, *names: str) -> dict[str, str]:
 async def test_metrics_are_the_same_from_every_front_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archerfish.serve.app.SHARE_S", 0.005)
     names = (
-        'archerfish_requests_total{route="/v1/emb', "archerfish_texts_total",
+        'archerfish_requests_total{route="/v1/emb',
+        "archerfish_texts_total",
         'archerfish_request_seconds_count{route="/v1/emb',
-    )  # fmt: skip
+    )
     with host_with(tmp_path, WordEncoder(WORDS)) as host:
         async with two_front_ends(host) as (one, other):
             for client in (one, one, other, other, other):
@@ -371,10 +398,14 @@ async def test_metrics_are_the_same_from_every_front_end(tmp_path: Path, monkeyp
                 while sum(map(float, found.values())) != 20:  # until the other has sent its metrics
                     found = lines_of(await client.get("/metrics"), *names)
                 assert sorted(map(float, found.values())) == [5, 5, 10]
-                assert lines_of(await client.get("/metrics"), "archerfish_engine_up ") == {"archerfish_engine_up": "1.0"}
+                assert lines_of(await client.get("/metrics"), "archerfish_engine_up ") == {
+                    "archerfish_engine_up": "1.0"
+                }
 
 
-async def test_change_of_the_result_cache_reaches_all_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_change_of_the_result_cache_reaches_all_front_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("archerfish.serve.app.SHARE_S", 0.005)
     host = host_with(tmp_path, llm={"has_text": True})
     with host:
@@ -398,9 +429,9 @@ async def test_simultaneous_changes_leave_front_ends_equal(tmp_path: Path, monke
             assert (await other.get(ADMIN)).json()["result_cache_mib"] == 8
             assert (await one.patch(ADMIN, json={"result_cache_mib": 0})).status_code == 200
             assert (await other.patch(ADMIN, json={"max_queue_size": 100})).json()["result_cache_mib"] == 0
-            await asyncio.gather(*(
-                client.patch(ADMIN, json={"result_cache_mib": mib}) for client, mib in ((one, 16), (other, 32))
-            ))  # fmt: skip
+            await asyncio.gather(
+                *(client.patch(ADMIN, json={"result_cache_mib": mib}) for client, mib in ((one, 16), (other, 32)))
+            )
             found = [(await client.get(ADMIN)).json()["result_cache_mib"] for client in (one, other)]
             assert found in ([16, 16], [32, 32])
 

@@ -28,7 +28,8 @@ FULL = RemoteError("The queue is full.", code="overloaded", status=503, retry_af
 
 
 class FakeReplica(FakeBackend):
-    """A client of a replica. Its reports are those of an idle one unless `is_stopping`, or `report_error` is raised instead."""
+    """A client of a replica. Its reports are those of an idle one unless `is_stopping`, or `report_error` is raised
+    instead."""
 
     def __init__(self, number: int, **options: Any) -> None:
         super().__init__(**options)
@@ -152,7 +153,9 @@ def test_lost_stream_is_not_sent_again_once_a_part_has_come() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(("code", "status"), [("invalid_input", 400), ("rate_limit_exceeded", 429), ("internal_error", 500)])
+@pytest.mark.parametrize(
+    ("code", "status"), [("invalid_input", 400), ("rate_limit_exceeded", 429), ("internal_error", 500)]
+)
 def test_errors_of_the_request_itself_are_final(code: str, status: int) -> None:
     async def main() -> None:
         replicas = three()
@@ -213,7 +216,7 @@ def test_vectors_are_routed_and_sent_again(monkeypatch: pytest.MonkeyPatch) -> N
             for message in (
                 wire.EmbedRequest(request_id="v", texts=["a", [1, 2]]),
                 wire.ClassifyRequest(request_id="v", texts=[("a", "b")]),
-            ):  # fmt: skip
+            ):
                 answer = await backend.ask(message)
                 assert isinstance(answer, wire.Vectors)
             assert len(replicas[1].asked) == 2
@@ -369,7 +372,12 @@ def test_limits_are_counted_by_the_oldest_replica(tmp_path: Any) -> None:
             await parts_of(backend, tenant="acme", params=params)
             await until(lambda: len(charges(second)) == 2)
             taken, given_back = charges(second)
-            assert (taken.tenant, taken.num_tokens, taken.credentials, taken.is_spent) == ("acme", 3 + 20, "pass", False)
+            assert (taken.tenant, taken.num_tokens, taken.credentials, taken.is_spent) == (
+                "acme",
+                3 + 20,
+                "pass",
+                False,
+            )
             assert (given_back.num_tokens, given_back.num_requests) == (3 + 12 - (3 + 20), 0) and given_back.is_spent
             first.fails = second.fails = {0: FULL}
             with pytest.raises(RemoteError):
@@ -468,8 +476,9 @@ def test_health_options_and_statistics_of_all_replicas() -> None:
             first.ask_error = second.ask_error = None
             change = wire.Configure(request_id="c", options={"max_queue_size": 7})
             for third.report_error, second.ask_error, problem in (
-                (GONE, None, "replica-2: It has gone"), (None, RemoteError("It hangs.", status=503), "replica-1: It hangs"),
-            ):  # fmt: skip
+                (GONE, None, "replica-2: It has gone"),
+                (None, RemoteError("It hangs.", status=503), "replica-1: It hangs"),
+            ):
                 await reported(*replicas)
                 with pytest.raises(RemoteError, match=f"Not all replicas took the change .{problem}") as caught:
                     await backend.ask(change)
@@ -529,7 +538,9 @@ def test_explain_asks_the_replica_that_would_be_chosen_and_says_why() -> None:
     async def main() -> None:
         replicas = three()
         async with routed(*replicas) as backend:
-            report = await backend.ask(wire.ExplainRequest(request_id="e", model=MODEL, token_ids=[1, 2], tenant="acme"))
+            report = await backend.ask(
+                wire.ExplainRequest(request_id="e", model=MODEL, token_ids=[1, 2], tenant="acme")
+            )
             assert isinstance(report, wire.Report)
             assert report.values["replica"] == "replica-0" and report.values["num_tokens"] == 2
             assert report.values["routing"].startswith("replica-0 has about 0 of 2 tokens cached")

@@ -48,7 +48,10 @@ TEMPLATE = "{% for message in messages %}<s>{{ message.content }}</s>{% endfor %
             {"rerank_model": "lab/pairs"},
             [("generation", "lab/writer"), ("embedding", "lab/vectors"), ("cross-encoder", "lab/pairs")],
         ),
-        ({"kinds": "generation", "rerank_model": "lab/pairs"}, [("generation", "lab/writer"), ("cross-encoder", "lab/pairs")]),
+        (
+            {"kinds": "generation", "rerank_model": "lab/pairs"},
+            [("generation", "lab/writer"), ("cross-encoder", "lab/pairs")],
+        ),
     ],
 )
 def test_options_choose_the_models(options: dict[str, Any], expected: list[tuple[str, str]]) -> None:
@@ -81,9 +84,12 @@ def test_story_model_is_added_to_the_default_model() -> None:
         assert (story.kind, story.model, story.loads) == ("generation", "story-rwkv7", "demand")
         given = EngineConfig(**story.options)
         assert (given.num_threads, given.load_format, given.enable_prefix_caching) == (3, "auto", False)
-        assert describe(story, HubConfig())[0]["max_length"] == run.STORY_TOKENS  # whatever the usual model is limited to
+        assert (
+            describe(story, HubConfig())[0]["max_length"] == run.STORY_TOKENS
+        )  # whatever the usual model is limited to
     for models in (
-        run.models_of(ServeConfig(kinds="embedding"), EngineConfig(), EMBED), run.models_of(ServeConfig(), ENGINE, EMBED)
+        run.models_of(ServeConfig(kinds="embedding"), EngineConfig(), EMBED),
+        run.models_of(ServeConfig(), ENGINE, EMBED),
     ):
         assert "story-rwkv7" not in [spec.model for spec in models]
 
@@ -112,11 +118,12 @@ def spec(kind: Any, model: str) -> ModelSpec:
         ([spec("generation", "a")], "archerfish serves a at http://x (Ctrl+C stops it)", "/v1/chat/completions"),
         ([spec("embedding", "a"), spec("cross-encoder", "b")], "archerfish serves a and b at", "/v1/embeddings"),
         (
-            [spec("generation", "a"), spec("embedding", "b"), spec("cross-encoder", "c")], "archerfish serves a, b and c at",
+            [spec("generation", "a"), spec("embedding", "b"), spec("cross-encoder", "c")],
+            "archerfish serves a, b and c at",
             "/v1/chat/completions",
         ),
     ],
-)  # fmt: skip
+)
 def test_ready_text_names_models_and_a_call(models: list[ModelSpec], begins: str, call: str) -> None:
     kinds: set[str] = {spec.kind for spec in models}
     text = run.ready_text("http://x", tuple(models), ServeConfig(), kinds)
@@ -137,9 +144,14 @@ def test_ready_text_names_each_device_once_with_the_reason(monkeypatch: pytest.M
 def test_ready_text_warns_of_an_open_address_without_keys() -> None:
     models = (spec("generation", "a"),)
     for host, keys, is_warned in (
-        ("0.0.0.0", "", True), ("::", "", True), ("192.168.0.1", "", True), ("0.0.0.0", "keys.toml", False),
-        ("localhost", "", False), ("127.0.0.1", "", False), ("::1", "", False),
-    ):  # fmt: skip
+        ("0.0.0.0", "", True),
+        ("::", "", True),
+        ("192.168.0.1", "", True),
+        ("0.0.0.0", "keys.toml", False),
+        ("localhost", "", False),
+        ("127.0.0.1", "", False),
+        ("::1", "", False),
+    ):
         text = run.ready_text("http://x", models, ServeConfig(host=host, api_keys_file=keys), {"generation"})
         assert ("Anyone who reaches this address" in text) == is_warned, host
         assert ("Authorization: Bearer" in text) == bool(keys)  # or what is printed would be refused
@@ -154,7 +166,9 @@ class FakeChild:
     start_s = 3.5
 
     def __init__(self, name: str, calls: list[str], config: Any) -> None:
-        self.name, self.calls, self.config = name, calls, config
+        self.name = name
+        self.calls = calls
+        self.config = config
 
     def start(self) -> None:
         self.calls.append(f"start {self.name}")
@@ -283,14 +297,18 @@ def test_zmq_options_open_a_second_address_with_keys(parts: Parts, tmp_path: Pat
     assert "ZMQ clients connect to tcp://0.0.0.0:5555." in texts[0]
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"zmq_address": "nonsense"}, "is no address"), ({"zmq_address": "tcp://127.0.0.1:0"}, "needs a port"),
-    ({"zmq_address": "tcp://0.0.0.0:5555"}, "no CURVE keys"),
-    ({"zmq_address": "ipc:///tmp/fish", "zmq_key_file": "server.key_secret"}, "no tcp:// address"),
-    ({"zmq_address": "tcp://127.0.0.1:5555", "zmq_client_keys": "one"}, "none of the ZMQ server"),
-    ({"zmq_address": "tcp://0.0.0.0:5555", "zmq_key_file": "server.key"}, "no secret key"),
-    ({"zmq_address": "tcp://0.0.0.0:5555", "zmq_key_file": "missing"}, "cannot be read"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"zmq_address": "nonsense"}, "is no address"),
+        ({"zmq_address": "tcp://127.0.0.1:0"}, "needs a port"),
+        ({"zmq_address": "tcp://0.0.0.0:5555"}, "no CURVE keys"),
+        ({"zmq_address": "ipc:///tmp/fish", "zmq_key_file": "server.key_secret"}, "no tcp:// address"),
+        ({"zmq_address": "tcp://127.0.0.1:5555", "zmq_client_keys": "one"}, "none of the ZMQ server"),
+        ({"zmq_address": "tcp://0.0.0.0:5555", "zmq_key_file": "server.key"}, "no secret key"),
+        ({"zmq_address": "tcp://0.0.0.0:5555", "zmq_key_file": "missing"}, "cannot be read"),
+    ],
+)
 def test_wrong_zmq_options_are_refused(
     parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
 ) -> None:
@@ -312,10 +330,30 @@ class Service:
         self.scratch, self.log = directory / "scratch", directory / "log"
         self.scratch.mkdir()
         command = [
-            "bash", "-c", f'ulimit -n {max_files}; exec "$@"', "bash", sys.executable, "-m", "archerfish", "serve",
-            "--port", "0", "--kinds", "generation", "--model", str(model), "--load-format", "dummy", "--dtype", "float32",
-            "--max-cache-tokens", "262144", "--num-threads", "1", *flags,
-        ]  # fmt: skip
+            "bash",
+            "-c",
+            f'ulimit -n {max_files}; exec "$@"',
+            "bash",
+            sys.executable,
+            "-m",
+            "archerfish",
+            "serve",
+            "--port",
+            "0",
+            "--kinds",
+            "generation",
+            "--model",
+            str(model),
+            "--load-format",
+            "dummy",
+            "--dtype",
+            "float32",
+            "--max-cache-tokens",
+            "262144",
+            "--num-threads",
+            "1",
+            *flags,
+        ]
         environment = {**os.environ, "TMPDIR": str(self.scratch), "OMP_NUM_THREADS": "1"}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
@@ -380,7 +418,12 @@ class Service:
 def test_whole_service_leaves_nothing_behind(tmp_path: Path) -> None:
     with Service(tmp_path, "--num-front-ends", "2", "--log-level", "error", "--drain-s", "600") as service:
         assert [path.name.startswith("archerfish-") for path in service.scratch.iterdir()] == [True]
-        body = {"messages": [{"role": "user", "content": "the cats"}], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        body = {
+            "messages": [{"role": "user", "content": "the cats"}],
+            "max_tokens": 4,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         answer = json.load(service.post("/v1/chat/completions", body))
         assert (answer["model"], answer["usage"]["completion_tokens"]) == ("tiny", 4)
         assert answer["choices"][0]["finish_reason"] == "length"

@@ -186,7 +186,9 @@ def test_unread_stream_is_cancelled_and_delays_no_other() -> None:
         assert ask(served) == "Hello there"
         assert not backend.left
         wait_for(lambda: bool(backend.left) and is_idle(served))
-        assert backend.num_sent < 10_000  # of 100,000: events of 200 bytes or more, as many as the buffers on the way hold
+        assert (
+            backend.num_sent < 10_000
+        )  # of 100,000: events of 200 bytes or more, as many as the buffers on the way hold
         assert len(backend.left) == 1
 
 
@@ -220,7 +222,16 @@ def test_head_is_get_without_a_body() -> None:
     threads = set(threading.enumerate())
     with words_host() as host, host, running(app_of(host)) as served:
         connection = http.client.HTTPConnection(*served.address, timeout=LIMIT_S)
-        for path in ("/", "/health", "/ready", "/metrics", "/stats", "/v1/models", f"/v1/models/{WORDS}", "/openapi.json"):
+        for path in (
+            "/",
+            "/health",
+            "/ready",
+            "/metrics",
+            "/stats",
+            "/v1/models",
+            f"/v1/models/{WORDS}",
+            "/openapi.json",
+        ):
             found = []
             for method in ("GET", "HEAD"):
                 connection.request(method, path)
@@ -259,7 +270,9 @@ def warnings(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 
     def found() -> list[str]:
         lines = capfd.readouterr().err.splitlines()
-        return [record.getMessage() for record in caplog.records] + [line for line in lines if not line.startswith("INFO: ")]
+        return [record.getMessage() for record in caplog.records] + [
+            line for line in lines if not line.startswith("INFO: ")
+        ]
 
     return found
 
@@ -273,7 +286,11 @@ def check_error_event(path: str, rest: str) -> None:
         error = {"type": "overloaded_error", "message": STOPPED_MESSAGE}
         assert (name, data) == ("event: error", {"type": "error", "error": error})
     elif path == "/v1/responses":
-        assert (name, data["type"], data["response"]["status"]) == ("event: response.failed", "response.failed", "failed")
+        assert (name, data["type"], data["response"]["status"]) == (
+            "event: response.failed",
+            "response.failed",
+            "failed",
+        )
         assert data["response"]["error"] == {"code": "stopped", "message": STOPPED_MESSAGE}
         assert "\nevent: error\n" in rest
     else:
@@ -282,9 +299,7 @@ def check_error_event(path: str, rest: str) -> None:
 
 
 @pytest.mark.parametrize("cut", ["at a second signal", "when the grace is over"])
-def test_stopped_streams_get_an_error_event(
-    cut: str, served: Running, warnings: Warnings
-) -> None:
+def test_stopped_streams_get_an_error_event(cut: str, served: Running, warnings: Warnings) -> None:
     if cut == "when the grace is over":
         served.server.grace_s = 0.3
     connections = {path: served.post(path, body) for path, body in STREAMS.items()}
@@ -323,7 +338,9 @@ def test_client_that_does_not_read_does_not_delay_the_end(served: Running, warni
     assert warnings() == []
 
 
-def test_request_in_a_thread_leaves_no_traceback(served: Running, monkeypatch: pytest.MonkeyPatch, warnings: Warnings) -> None:
+def test_request_in_a_thread_leaves_no_traceback(
+    served: Running, monkeypatch: pytest.MonkeyPatch, warnings: Warnings
+) -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def encode(*_: Any, **__: Any) -> list[int]:
@@ -346,7 +363,12 @@ def test_request_in_a_thread_leaves_no_traceback(served: Running, monkeypatch: p
 
 def test_sigterm_stops_and_sigint_forces() -> None:
     server = front.FrontServer(uvicorn.Config(lambda: None), lambda: None)
-    for number, is_forced in ((signal.SIGTERM, False), (signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGTERM, True)):
+    for number, is_forced in (
+        (signal.SIGTERM, False),
+        (signal.SIGTERM, False),
+        (signal.SIGINT, True),
+        (signal.SIGTERM, True),
+    ):
         server.handle_exit(number, None)
         assert (server.should_exit, server.force_exit) == (True, is_forced)
     server = front.FrontServer(uvicorn.Config(lambda: None), drain_s=NEVER)

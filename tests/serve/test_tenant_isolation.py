@@ -1,6 +1,7 @@
 """Tenants through the whole stack: none can detect another, and each has its limits.
 
-All answers to one tenant are compared with those of a service that no other tenant has used, without times and random ids.
+All answers to one tenant are compared with those of a service that no other tenant has used, without times and random
+ids.
 """
 
 from __future__ import annotations
@@ -134,8 +135,11 @@ async def test_answers_do_not_depend_on_other_tenants(stack: Stack, options: dic
     for first, second in zip(both["alice"], both["bob"], strict=True):  # and equal answers to equal questions
         assert [second[0], second[1], second[3].replace("'bob'", "'alice'")] == [first[0], first[1], first[3]]
     assert {path: status for path, status, _, _ in alone if status >= 400} == {
-        "POST /v1/completions": 404, "GET /metrics": 403, "GET /stats": 403, "GET /admin/optimization": 403
-    }  # fmt: skip
+        "POST /v1/completions": 404,
+        "GET /metrics": 403,
+        "GET /stats": 403,
+        "GET /admin/optimization": 403,
+    }
 
 
 async def test_tenants_share_no_blocks(stack: Stack) -> None:
@@ -158,7 +162,8 @@ async def test_operator_figures_include_all_tenants(stack: Stack) -> None:
 
 
 async def test_view_shows_only_the_own_prefixes_and_requests(stack: Stack) -> None:
-    """The operator is told of the blocks of others; nobody of their prompts, and tenants not even whether there are any."""
+    """The operator is told of the blocks of others; nobody of their prompts, and tenants not even whether there are
+    any."""
     runs = {one: await stack.run(one) for one in ("bob", "operator")} | {"all": await stack.run(*EVERYONE)}
     place = next(place for place, (_, path, _) in enumerate(REQUESTS) if path == "/v1/cache/view")
 
@@ -170,7 +175,10 @@ async def test_view_shows_only_the_own_prefixes_and_requests(stack: Stack) -> No
     for caller in ("bob", "operator"):
         alone, both = view(caller, caller), view("all", caller)
         assert alone["nodes"] == both["nodes"] and alone["num_nodes"] > 3
-        assert alone["requests"] == both["requests"] and {one["reason"] for one in both["requests"]} >= {"never_seen", "full"}
+        assert alone["requests"] == both["requests"] and {one["reason"] for one in both["requests"]} >= {
+            "never_seen",
+            "full",
+        }
     assert {kind for kind, _ in view("all", "bob")["blocks"]["runs"]} == {"cached", "hidden"}
     cached = dict(view("operator", "operator")["blocks"]["runs"])["cached"]
     blocks = dict(view("all", "operator")["blocks"]["runs"])
@@ -185,7 +193,9 @@ PAIRS = "fake/pairs"
 
 
 @asynccontextmanager
-async def limited(directory: Path, encoder: WordEncoder | None = None, **limits: float) -> AsyncIterator[httpx.AsyncClient]:
+async def limited(
+    directory: Path, encoder: WordEncoder | None = None, **limits: float
+) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a tenant with limits, of a service of a generation model, an embedding model and a cross-encoder."""
     keys = directory / "keys.toml"
     key = add_key(keys, "alice", **limits)
@@ -251,7 +261,8 @@ async def test_texts_over_a_limit_are_not_tokenised(tmp_path: Path, monkeypatch:
 
 
 async def test_late_texts_are_not_computed(tmp_path: Path) -> None:
-    """A job takes five seconds, as the first shows: one deadline has passed then, one would pass before the next job ends."""
+    """A job takes five seconds, as the first shows: one deadline has passed then, one would pass before the next job
+    ends."""
     clock, encoder = FakeClock(), WordEncoder(WORDS)
     host = host_with(tmp_path, encoder, clock=clock)
 

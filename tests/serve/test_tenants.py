@@ -61,7 +61,11 @@ def test_keys_in_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("SERVICE_KEYS", f"alice={KEYS[0]}, operator={KEYS[1]}\n{KEYS[2]}")
     one, other = Tenants.from_file("env:SERVICE_KEYS"), Tenants.from_file("env:SERVICE_KEYS")
     found = [one.find(key) for key in KEYS]
-    assert [(tenant.name, tenant.is_operator) for tenant in found] == [("alice", False), ("operator", True), ("default", False)]
+    assert [(tenant.name, tenant.is_operator) for tenant in found] == [
+        ("alice", False),
+        ("operator", True),
+        ("default", False),
+    ]
     assert found[0] == other.find(KEYS[0])
     for empty in ("", " , "):
         monkeypatch.setenv("SERVICE_KEYS", empty)
@@ -151,7 +155,13 @@ def test_add_key_keeps_the_rest_of_the_file(path: Path) -> None:
     add_key(path, "bob")
     assert path.read_text().startswith("# ours\n")
     before = path.read_text()
-    for name, limits in (("bad name", {}), ("", {}), ("anonymous", {}), ("carol", {"weight": 0}), ("bob", {"weight": 2.0})):
+    for name, limits in (
+        ("bad name", {}),
+        ("", {}),
+        ("anonymous", {}),
+        ("carol", {"weight": 0}),
+        ("bob", {"weight": 2.0}),
+    ):
         with pytest.raises(InvalidOptionError):
             add_key(path, name, **limits)
     with pytest.raises(UnknownOptionError, match="Did you mean 'weight'"):
@@ -175,15 +185,29 @@ HASH = digest_of("k", SALT).hex()
 TENANT = f'[[tenant]]\nname = "a"\nkey_hash = "{HASH}"\n'
 
 
-@pytest.mark.parametrize("text", [
-    "", "salt = 1\n", f'salt = "{SECRET}"\n', f'salt = "{SALT.hex()}"\n{SECRET}\n', f'salt = "{SALT.hex()}"\n"{SECRET}" = 1\n',
-    f'salt = "{SALT.hex()}"\ntenant = "{SECRET}"\n', f'salt = "{SALT.hex()}"\n[[tenant]]\nname = "a"\nkey_hash = "{SECRET}"\n',
-    f'salt = "{SALT.hex()}"\n[[tenant]]\nname = "a"\n', f'salt = "{SALT.hex()}"\n{TENANT}key = "{SECRET}"\n',
-    f'salt = "{SALT.hex()}"\n{TENANT}"{SECRET}" = 1\n', f'salt = "{SALT.hex()}"\n{TENANT}weight = "{SECRET}"\n',
-    f'salt = "{SALT.hex()}"\n{TENANT}weight = -1\n', f'salt = "{SALT.hex()}"\n{TENANT}requests_per_minute = nan\n',
-    f'salt = "{SALT.hex()}"\n{TENANT}is_operator = 1\n', f'salt = "{SALT.hex()}"\n{TENANT}max_priority = 1.5\n',
-    f'salt = "{SALT.hex()}"\n{TENANT}{TENANT}', f'salt = "{SALT.hex()}"\n[[tenant]]\nname = "{SECRET} "\nkey_hash = "{HASH}"\n',
-], ids=range(17))  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "salt = 1\n",
+        f'salt = "{SECRET}"\n',
+        f'salt = "{SALT.hex()}"\n{SECRET}\n',
+        f'salt = "{SALT.hex()}"\n"{SECRET}" = 1\n',
+        f'salt = "{SALT.hex()}"\ntenant = "{SECRET}"\n',
+        f'salt = "{SALT.hex()}"\n[[tenant]]\nname = "a"\nkey_hash = "{SECRET}"\n',
+        f'salt = "{SALT.hex()}"\n[[tenant]]\nname = "a"\n',
+        f'salt = "{SALT.hex()}"\n{TENANT}key = "{SECRET}"\n',
+        f'salt = "{SALT.hex()}"\n{TENANT}"{SECRET}" = 1\n',
+        f'salt = "{SALT.hex()}"\n{TENANT}weight = "{SECRET}"\n',
+        f'salt = "{SALT.hex()}"\n{TENANT}weight = -1\n',
+        f'salt = "{SALT.hex()}"\n{TENANT}requests_per_minute = nan\n',
+        f'salt = "{SALT.hex()}"\n{TENANT}is_operator = 1\n',
+        f'salt = "{SALT.hex()}"\n{TENANT}max_priority = 1.5\n',
+        f'salt = "{SALT.hex()}"\n{TENANT}{TENANT}',
+        f'salt = "{SALT.hex()}"\n[[tenant]]\nname = "{SECRET} "\nkey_hash = "{HASH}"\n',
+    ],
+    ids=range(17),
+)
 def test_faulty_file_errors_show_no_secret(path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(InvalidOptionError) as caught:

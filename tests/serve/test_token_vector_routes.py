@@ -79,7 +79,9 @@ async def test_late_interaction_ranks(tiny_model: Any, hub: HubConfig, tmp_path:
         ranks = await asked(client, "/v1/rerank", query=TEXTS[0], documents=TEXTS)
         sizes = [len(engine.tokenize([text], prompt_name="document")[0].token_ids) for text in TEXTS]
         assert ranks["usage"]["prompt_tokens"] == 12 + sum(sizes)
-        assert {row["index"]: row["relevance_score"] for row in ranks["results"]} == pytest.approx(dict(enumerate(expected)))
+        assert {row["index"]: row["relevance_score"] for row in ranks["results"]} == pytest.approx(
+            dict(enumerate(expected))
+        )
         rows = (await asked(client, "/pooling", input=TEXTS[:1], prompt_name="query"))["data"][0]["data"]
         assert np.shape(rows) == (12, 128)
         message = await refused(client, "/v1/embeddings", input=TEXTS)
@@ -87,7 +89,9 @@ async def test_late_interaction_ranks(tiny_model: Any, hub: HubConfig, tmp_path:
 
 
 @pytest.mark.parametrize("num_labels", [1, 3])
-async def test_labels_and_rewards_of_a_decoder(num_labels: int, tiny_model: Any, hub: HubConfig, tmp_path: Path) -> None:
+async def test_labels_and_rewards_of_a_decoder(
+    num_labels: int, tiny_model: Any, hub: HubConfig, tmp_path: Path
+) -> None:
     sizes = {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "num_labels": num_labels}
     path = tiny_model("Qwen2", head="ForSequenceClassification", config=sizes)
     engine: Any = ArrowEngine(path, dtype="float32", hub=hub)

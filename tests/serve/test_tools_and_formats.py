@@ -44,20 +44,30 @@ REGEX = '{"type": "regex", "regex": "[0-9]+"}'
             {"type": "json_schema", "json_schema": {"schema": {}, "regex": "a+"}},
             f"response_format.json_schema has no member 'regex'. For a regex: {REGEX}.",
         ),
-        ({"type": "json_schema", "json_schema": {"schema": {}}, "regex": "a"}, "of type json_schema has no member 'regex'."),
+        (
+            {"type": "json_schema", "json_schema": {"schema": {}}, "regex": "a"},
+            "of type json_schema has no member 'regex'.",
+        ),
         ({"type": "json_schema", "json_schema": {"schema": {}, "scheme": 1}}, "Did you mean 'schema'?"),
-        ({"type": "json_schema", "schema": {"type": "objct"}}, "response_format.schema.type must be one of string, number"),
+        (
+            {"type": "json_schema", "schema": {"type": "objct"}},
+            "response_format.schema.type must be one of string, number",
+        ),
         ({"type": "regexp", "regexp": "a"}, "grammar, not 'regexp'. Did you mean 'regex'?"),
         ({"type": "yaml"}, "grammar, not 'yaml'."),
-        ({"type": ["regex"]}, "object whose type is one of text,"), ("regex", "must be an object whose type is one of text,"),
+        ({"type": ["regex"]}, "object whose type is one of text,"),
+        ("regex", "must be an object whose type is one of text,"),
     ],
-)  # fmt: skip
+)
 def test_misplaced_format_member(stated: Any, said: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
         response_grammar(stated, "response_format")
     assert said in str(caught.value) and "Known: grammar" not in str(caught.value)  # names are listed once
     if isinstance(stated, dict):
-        assert error_of(post(FakeBackend(), CHAT, {"messages": HI, "response_format": stated}))["param"] == "response_format"
+        assert (
+            error_of(post(FakeBackend(), CHAT, {"messages": HI, "response_format": stated}))["param"]
+            == "response_format"
+        )
 
 
 def test_empty_members_of_a_format_are_ignored() -> None:
@@ -72,17 +82,25 @@ def test_empty_members_of_a_format_are_ignored() -> None:
         ({"properties": {"city": {"type": "strin"}}}, "properties.city.type must be one of string, number, integer"),
         ({"properties": {"city": {"type": "strin"}}}, "not 'strin'. Did you mean 'string'?"),
         ({"properties": {"type": {"type": ["string", 3]}}}, "properties.type.type must be one of"),
-        ({"properties": {"city": "string"}}, "properties.city must be a JSON schema, which is an object, not a string."),
+        (
+            {"properties": {"city": "string"}},
+            "properties.city must be a JSON schema, which is an object, not a string.",
+        ),
         ({"properties": ["city"]}, "properties must be an object of schemas by name, not an array."),
         ({"required": True}, "required must be a list of names of properties, not a boolean."),
-        ({"required": ["a", 1]}, "required must be a list of names"), ({"enum": "a"}, "enum must be a list of values"),
+        ({"required": ["a", 1]}, "required must be a list of names"),
+        ({"enum": "a"}, "enum must be a list of values"),
         ({"items": {"anyOf": []}}, "items.anyOf must be a list of schemas that is not empty, not an array."),
-        ({"anyOf": [{}, {"items": [{}, 4]}]}, "anyOf[1].items[1] must be a JSON schema, which is an object, not a number."),
+        (
+            {"anyOf": [{}, {"items": [{}, 4]}]},
+            "anyOf[1].items[1] must be a JSON schema, which is an object, not a number.",
+        ),
         ({"$defs": {"x": {"pattern": 3}}}, "$defs.x.pattern must be a string, not 3."),
         ({"maxLength": -1}, "maxLength must be a whole number of at least 0, not -1."),
-        ({"minimum": "1"}, "minimum must be a number, not '1'."), ({"additionalProperties": 0}, "additionalProperties must be"),
+        ({"minimum": "1"}, "minimum must be a number, not '1'."),
+        ({"additionalProperties": 0}, "additionalProperties must be"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize(
     ("route", "place"),
     [(CHAT, "[1].function.parameters"), ("/v1/responses", "[1].parameters"), ("/v1/messages", "[1].input_schema")],
@@ -99,7 +117,9 @@ def with_tools(route: str, *schemas: dict[str, Any]) -> dict[str, Any]:
     """A request of a route with tools f, g and so on."""
     tools: list[dict[str, Any]]
     if route == CHAT:
-        tools = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in zip("fg", schemas, strict=False)]
+        tools = [
+            {"type": "function", "function": {"name": n, "parameters": s}} for n, s in zip("fg", schemas, strict=False)
+        ]
         return {"messages": HI, "tools": tools}
     if route == "/v1/responses":
         tools = [{"type": "function", "name": n, "parameters": s} for n, s in zip("fg", schemas, strict=False)]
@@ -122,7 +142,7 @@ def function(**members: Any) -> dict[str, Any]:
         (function(parameters=True), 'must be a schema of type "object", not a boolean'),
         (function(parameters=[1]), "must be a JSON schema, which is an object, not an array"),
     ],
-)  # fmt: skip
+)
 def test_wrong_tool_error_shows_an_example(tool: Any, said: str) -> None:
     error = error_of(post(FakeBackend(), CHAT, {"messages": HI, "tools": [tool]}))
     assert error["param"] == "tools"
@@ -146,10 +166,21 @@ def test_any_json_can_be_checked_as_a_schema(schema: Any) -> None:
 
 def schemas() -> st.SearchStrategy[Any]:
     leaves = st.booleans() | st.fixed_dictionaries({"type": st.sampled_from(TYPES)})
-    return st.recursive(leaves, lambda inner: st.fixed_dictionaries({}, optional={
-        "type": st.lists(st.sampled_from(TYPES), min_size=1), "properties": st.dictionaries(st.text(), inner), "items": inner,
-        "anyOf": st.lists(inner, min_size=1), "required": st.lists(st.text()), "enum": st.lists(st.integers()), "not": inner,
-    }))  # fmt: skip
+    return st.recursive(
+        leaves,
+        lambda inner: st.fixed_dictionaries(
+            {},
+            optional={
+                "type": st.lists(st.sampled_from(TYPES), min_size=1),
+                "properties": st.dictionaries(st.text(), inner),
+                "items": inner,
+                "anyOf": st.lists(inner, min_size=1),
+                "required": st.lists(st.text()),
+                "enum": st.lists(st.integers()),
+                "not": inner,
+            },
+        ),
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -212,9 +243,16 @@ WITH_TOOLS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
         "messages": [
             {"role": "user", "content": "Hi"},
-            {"role": "assistant", "tool_calls": [
-                {"id": CALL_ID, "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}},
-            ]},
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {
+                        "id": CALL_ID,
+                        "type": "function",
+                        "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
+                    },
+                ],
+            },
             {"role": "tool", "content": "22 degrees", "tool_call_id": CALL_ID},
         ],
         "tools": [WEATHER],
@@ -231,16 +269,23 @@ WITH_TOOLS: dict[str, dict[str, Any]] = {
         "max_tokens": 200,
         "messages": [
             {"role": "user", "content": "Hi"},
-            {"role": "assistant", "content": [
-                {"type": "tool_use", "id": CALL_ID, "name": "weather", "input": {"city": "Rome"}},
-            ]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "tool_use", "id": CALL_ID, "name": "weather", "input": {"city": "Rome"}},
+                ],
+            },
             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": CALL_ID, "content": "22 degrees"}]},
         ],
-        "tools": [{
-            "name": "weather", "description": FUNCTION["description"], "input_schema": FUNCTION["parameters"],
-        }],
+        "tools": [
+            {
+                "name": "weather",
+                "description": FUNCTION["description"],
+                "input_schema": FUNCTION["parameters"],
+            }
+        ],
     },
-}  # fmt: skip
+}
 HISTORY = (
     f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{WRITTEN}<|im_end|>\n"
     "<|im_start|>user\n<tool_response>\n22 degrees\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -314,14 +359,17 @@ def texts_allowed(params: dict[str, Any], *texts: str) -> list[bool]:
     return [takes(grammar, text) for text in texts]
 
 
-@pytest.mark.parametrize(("options", "allowed"), [
-    ({}, [True, True, True, False]),
-    ({"tool_choice": "auto", "parallel_tool_calls": False}, [True, True, False, False]),
-    ({"tool_choice": "none"}, [True, False, False, False]),
-    ({"tool_choice": "required"}, [False, True, False, False]),
-    ({"tool_choice": "required", "parallel_tool_calls": True}, [False, True, True, False]),
-    ({"tool_choice": NAMED}, [False, False, False, False]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [
+        ({}, [True, True, True, False]),
+        ({"tool_choice": "auto", "parallel_tool_calls": False}, [True, True, False, False]),
+        ({"tool_choice": "none"}, [True, False, False, False]),
+        ({"tool_choice": "required"}, [False, True, False, False]),
+        ({"tool_choice": "required", "parallel_tool_calls": True}, [False, True, True, False]),
+        ({"tool_choice": NAMED}, [False, False, False, False]),
+    ],
+)
 @pytest.mark.parametrize("route", [CHAT, "/v1/responses"])
 def test_tool_choice_decides_what_is_allowed(route: str, options: dict[str, Any], allowed: list[bool]) -> None:
     backend = FakeBackend(FORM)
@@ -337,7 +385,9 @@ def test_tool_choice_decides_what_is_allowed(route: str, options: dict[str, Any]
     assert answer.status_code == 200, answer.text
     assert texts_allowed(backend.params(), FORM, CALL, CALLS, "Hello") == allowed
     if options.get("tool_choice") not in (None, "auto", "none", "required"):
-        assert texts_allowed(backend.params(), '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>') == [True]
+        assert texts_allowed(backend.params(), '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>') == [
+            True
+        ]
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -345,8 +395,12 @@ def test_every_style_allows_a_call_or_the_form(style: str) -> None:
     grammar = grammar_for_tools(style, TOOLS, "auto", is_parallel=True, answer=SCHEMA)
     call = '{"name": "weather", "arguments": {"city": "Rome"}}'
     parameters = call.replace("arguments", "parameters")
-    apart = {"hermes": CALL, "llama3": parameters, "cohere": f"[{parameters.replace('name', 'tool_name')}]",
-             "harmony": 'commentary to=functions.weather json{"city": "Rome"}'}  # fmt: skip
+    apart = {
+        "hermes": CALL,
+        "llama3": parameters,
+        "cohere": f"[{parameters.replace('name', 'tool_name')}]",
+        "harmony": 'commentary to=functions.weather json{"city": "Rome"}',
+    }
     written = apart.get(style, f"[{call}]")
     assert grammar is not None
     assert texts_allowed({"grammar": grammar}, FORM, written, "{}", "Hello") == [True, True, False, False]
@@ -364,7 +418,9 @@ def test_json_object_goes_together_with_tools() -> None:
 def test_an_answer_is_the_form_or_calls(reply: str, is_stream: bool) -> None:
     body = {"messages": HI, "tools": TOOLS, "response_format": FORMAT, "stream": is_stream}
     answer = post(FakeBackend(reply), CHAT, body)
-    content, names, reasons = "", [], []
+    content = ""
+    names = []
+    reasons = []
     if is_stream:
         lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
         messages = [(choice["delta"], choice) for line in lines for choice in json.loads(line)["choices"]]
@@ -424,7 +480,9 @@ def remarks_on(backend: FakeBackend, route: str, body: dict[str, Any]) -> list[s
 
 def test_a_format_that_is_not_strict_leaves_out_what_cannot_be_followed() -> None:
     backend = FakeBackend('{"tags": ["a", "a"]}')
-    assert remarks_on(backend, CHAT, with_schema(UNIQUE, strict=False)) == ["uniqueItems at schema.properties.tags is ignored"]
+    assert remarks_on(backend, CHAT, with_schema(UNIQUE, strict=False)) == [
+        "uniqueItems at schema.properties.tags is ignored"
+    ]
     assert texts_allowed(backend.params(), '{"tags": ["a", "a"]}', '{"tag": []}') == [True, False]
     flat = {"type": "json_schema", "name": "p", "schema": UNIQUE, "strict": False}
     assert remarks_on(backend, "/v1/responses", {"input": "Hi", "text": {"format": flat}}) != []

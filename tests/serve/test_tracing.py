@@ -50,12 +50,18 @@ class Collector(ThreadingHTTPServer):
             for scope in resource.scope_spans:
                 self.spans += [
                     {
-                        "name": span.name, "trace": span.trace_id.hex(), "id": span.span_id.hex(), "kind": span.kind,
-                        "parent": span.parent_span_id.hex(), "began": span.start_time_unix_nano,
-                        "ended": span.end_time_unix_nano, "error": span.status.code == 2, **values_of(span.attributes),
+                        "name": span.name,
+                        "trace": span.trace_id.hex(),
+                        "id": span.span_id.hex(),
+                        "kind": span.kind,
+                        "parent": span.parent_span_id.hex(),
+                        "began": span.start_time_unix_nano,
+                        "ended": span.end_time_unix_nano,
+                        "error": span.status.code == 2,
+                        **values_of(span.attributes),
                     }
                     for span in scope.spans
-                ]  # fmt: skip
+                ]
         self.has_more.set()
 
 
@@ -100,13 +106,18 @@ def collector() -> Iterator[Collector]:
 
 
 def test_a_request_has_a_span_with_its_phases(collector: Collector, tmp_path: Path) -> None:
-    """Red: a trace of its own instead of the client's, phases that overlap, leave the request or are not what the log says."""
+    """Red: a trace of its own instead of the client's, phases that overlap, leave the request or are not what the log
+    says."""
     with host_with(tmp_path, llm={"has_text": True}) as host:
         app = app_of(host, otlp_endpoint=collector.url)
         with running(app) as server:
             connection = http.client.HTTPConnection(*server.address, timeout=LIMIT_S)
             body = json.dumps({"prompt": "the cats", "max_tokens": 5, "ignore_eos": True, "stream": True})
-            headers = {"Content-Type": "application/json", "traceparent": f"00-{TRACE}-{PARENT}-01", "X-Request-Id": "mine"}
+            headers = {
+                "Content-Type": "application/json",
+                "traceparent": f"00-{TRACE}-{PARENT}-01",
+                "X-Request-Id": "mine",
+            }
             connection.request("POST", TEXT, body, headers)
             assert b"[DONE]" in connection.getresponse().read()
             connection.request("GET", "/health")
@@ -118,11 +129,19 @@ def test_a_request_has_a_span_with_its_phases(collector: Collector, tmp_path: Pa
     assert (request["trace"], request["parent"]) == (TRACE, PARENT)
     assert {span["trace"] for span in others} == {TRACE} and {span["parent"] for span in others} == {request["id"]}
     assert {name: request[name] for name in request if "." in name} == {
-        "http.request.method": "POST", "http.route": TEXT, "http.response.status_code": 200, "archerfish.request.id": "mine",
-        "archerfish.tenant": "anonymous", "gen_ai.request.model": "tiny", "gen_ai.usage.input_tokens": 10,
-        "gen_ai.usage.output_tokens": 5, "gen_ai.usage.cache_read.input_tokens": 0, "gen_ai.operation.name": "text_completion",
-        "gen_ai.provider.name": "archerfish", "gen_ai.response.finish_reasons": ["length"],
-    }  # fmt: skip
+        "http.request.method": "POST",
+        "http.route": TEXT,
+        "http.response.status_code": 200,
+        "archerfish.request.id": "mine",
+        "archerfish.tenant": "anonymous",
+        "gen_ai.request.model": "tiny",
+        "gen_ai.usage.input_tokens": 10,
+        "gen_ai.usage.output_tokens": 5,
+        "gen_ai.usage.cache_read.input_tokens": 0,
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "archerfish",
+        "gen_ai.response.finish_reasons": ["length"],
+    }
     by_name = {span["name"]: span for span in others}
     assert sorted(by_name) == sorted(PHASES) and len(others) == len(PHASES)
     for before, after in pairwise(PHASES):

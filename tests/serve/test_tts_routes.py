@@ -72,7 +72,9 @@ async def test_tokens_equal_those_of_the_sampler(model: Path, tmp_path: Path) ->
             assert shown["usage"]["completion_tokens"] == num_drawn
             assert shown["usage"]["prompt_tokens"] == tokens.num_prompt_tokens
             parts = events(stream)
-            assert {event["object"] for event in parts} == {"tts.tokens.chunk"} and len({event["id"] for event in parts}) == 1
+            assert {event["object"] for event in parts} == {"tts.tokens.chunk"} and len(
+                {event["id"] for event in parts}
+            ) == 1
             assert [token for event in parts for token in event["global_tokens"]] == tokens.global_tokens
             assert [token for event in parts for token in event["semantic_tokens"]] == tokens.semantic_tokens
             assert [event["finish_reason"] for event in parts] == [None] * (len(parts) - 1) + ["length"]
@@ -86,17 +88,29 @@ def test_stages_count_against_limits() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str, str]] = [
-    ({"foo": 1}, "foo", "Unknown parameter"), ({"emotoin": "SAD"}, "emotoin", "Did you mean 'emotion'?"),
-    ({"speed": 3}, "speed", "speed must be a string, not 3."), ({"age": None}, "age", "age must be a string, not null."),
-    ({"top_k": "5"}, "top_k", "a whole number, not '5'."), ({"seed": 1.0}, "seed", "a whole number, not 1.0."),
+    ({"foo": 1}, "foo", "Unknown parameter"),
+    ({"emotoin": "SAD"}, "emotoin", "Did you mean 'emotion'?"),
+    ({"speed": 3}, "speed", "speed must be a string, not 3."),
+    ({"age": None}, "age", "age must be a string, not null."),
+    ({"top_k": "5"}, "top_k", "a whole number, not '5'."),
+    ({"seed": 1.0}, "seed", "a whole number, not 1.0."),
     ({"max_tokens": True}, "max_tokens", "a whole number, not a boolean."),
-    ({"stream": 1}, "stream", "true or false, not 1."), ({"priority": None}, "priority", "a whole number, not null."),
-    ({"model": 5}, "model", "string"), ({"text": "hm " * 1000, "max_tokens": 9}, "text", ""), ({"model": "bare"}, "model", ""),
-    ({"priority": 2**40}, "priority", ""), ({"text": "long " * 3000}, "text", ""),
-    ({"deadline_s": "1"}, "deadline_s", "number"), ({"deadline_s": -3}, "deadline_s", "at least 0"),
+    ({"stream": 1}, "stream", "true or false, not 1."),
+    ({"priority": None}, "priority", "a whole number, not null."),
+    ({"model": 5}, "model", "string"),
+    ({"text": "hm " * 1000, "max_tokens": 9}, "text", ""),
+    ({"model": "bare"}, "model", ""),
+    ({"priority": 2**40}, "priority", ""),
+    ({"text": "long " * 3000}, "text", ""),
+    ({"deadline_s": "1"}, "deadline_s", "number"),
+    ({"deadline_s": -3}, "deadline_s", "at least 0"),
     ({**REFERENCE, "ref_semantic_tokens": {"a": 1}}, "ref_semantic_tokens", "an array, not an object"),
-    ({**REFERENCE, "ref_semantic_tokens": ["1"]}, "ref_semantic_tokens", "ref_semantic_tokens[0] must be a whole number"),
-]  # fmt: skip
+    (
+        {**REFERENCE, "ref_semantic_tokens": ["1"]},
+        "ref_semantic_tokens",
+        "ref_semantic_tokens[0] must be a whole number",
+    ),
+]
 
 
 def test_wrong_type_error_says_what_was_expected() -> None:
@@ -129,13 +143,20 @@ async def test_tts_service_takes_no_chats(model: Path, tmp_path: Path) -> None:
         assert (shown["id"], shown["kind"]) == ("speaker", "tts")
         body = next(body for _, _, path, body in EXAMPLES if path == ROUTE)
         assert (await client.post(ROUTE, json={**(body or {}), "max_tokens": 3})).status_code == 200
-        refused = error_of(await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]}))
+        refused = error_of(
+            await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
+        )
         assert "POST /v1/tts/tokens" in refused["message"]
 
 
 @pytest.mark.parametrize(
     ("vocab_size", "has_states", "has_tokenizer", "speaks"),
-    [(VOCAB_SIZE, True, False, True), (65536, True, False, False), (151_936, False, False, False), (90_000, True, True, False)],
+    [
+        (VOCAB_SIZE, True, False, True),
+        (65536, True, False, False),
+        (151_936, False, False, False),
+        (90_000, True, True, False),
+    ],
 )
 def test_is_tts(vocab_size: int, has_states: bool, has_tokenizer: bool, speaks: bool) -> None:
     found = object() if has_tokenizer else None
@@ -169,9 +190,10 @@ def test_limit_of_the_server_lowers_semantic_tokens() -> None:
         return create_app(backend, ServeConfig(max_output_tokens=40), credentials="pass")
 
     for body, num_tokens, told in (
-        ({"max_tokens": 50}, [32, 1, 7], "from 50 to 7"), ({"max_tokens": 7}, [32, 1, 7], ""),
+        ({"max_tokens": 50}, [32, 1, 7], "from 50 to 7"),
+        ({"max_tokens": 7}, [32, 1, 7], ""),
         ({"max_tokens": 50, **REFERENCE}, [40], "from 50 to 40"),
-    ):  # fmt: skip
+    ):
         answer = post(backend, ROUTE, {"text": "Hello", **body}, app=app)
         assert answer.status_code == 200
         assert [stage.num_tokens for stage in backend.params()["stages"]] == num_tokens

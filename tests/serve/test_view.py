@@ -59,11 +59,16 @@ async def test_view_shows_blocks_nodes_and_why_requests_hit(tmp_path: Path) -> N
         newer, older = view["requests"]
         for shown, answer in ((older, first), (newer, second)):
             usage = answer["usage"]
-            assert shown["prompt_tokens"] == usage["prompt_tokens"] and shown["output_tokens"] == usage["completion_tokens"]
+            assert (
+                shown["prompt_tokens"] == usage["prompt_tokens"]
+                and shown["output_tokens"] == usage["completion_tokens"]
+            )
             assert shown["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
             assert shown["finish_reason"] == answer["choices"][0]["finish_reason"]
         assert older["reason"] == "never_seen" and "have not been seen" in older["why"]
-        assert newer["reason"] == "full" and newer["why"] == f"All {newer['prompt_tokens']:,} tokens came from the cache."
+        assert (
+            newer["reason"] == "full" and newer["why"] == f"All {newer['prompt_tokens']:,} tokens came from the cache."
+        )
         assert min(older["queue_ms"], older["prefill_ms"], older["decode_ms"]) >= 0 < older["decode_ms"]
         assert kinds(view)["cached"] > 0 and "running" not in kinds(view)
         node = view["nodes"][0]

@@ -58,22 +58,32 @@ def test_similarities_are_cosines(tmp_path: Path) -> None:
     assert [found["low"], found["high"]] == pytest.approx([others.min(), others.max()])
 
 
-@pytest.mark.parametrize(("script", "given", "expected"), [
-    ("charts.cellsOf(given, 4)", [["running", 3], ["free", 6]], [{"running": 3, "free": 1}, {"free": 4}, {"free": 1}]),
-    ("charts.cellsOf(given, 1)", [["cached", 2]], [{"cached": 1}, {"cached": 1}]),
-    ("given.map((total) => charts.cellSize(total, 2048))", [1, 2048, 2049, 9000, 1_000_000], [1, 1, 2, 8, 512]),
-    ("charts.linePath(given, 30, 10)", [0, 1, None, 2], "M0.0 10.0L10.0 5.0M30.0 0.0"),
-    ("charts.linePath(given, 30, 10, 4)", [0, 0], "M20.0 10.0L30.0 10.0"),
-    ("given.map(charts.duration)", [None, 0.00012, 0.0123, 0.5, 3, 150, 9000],
-     ["\N{EN DASH}", "0.12 ms", "12 ms", "500 ms", "3.00 s", "3 min", "3 h"]),
-    ("given.map(charts.ago)", [0, 9.94, 59.4, 61], ["0.0 s ago", "9.9 s ago", "59 s ago", "2 min ago"]),
-    ("given.map(charts.percent)", [None, 0, 0.004, 0.5, 1], ["\N{EN DASH}", "0 %", "0.4 %", "50 %", "100 %"]),
-    ("charts.linesOf(given, 2)", " a \r\n\n b\nc", ["a", "b"]),
-    ("charts.batches(given, 2)", [1, 2, 3], [[1, 2], [3]]),
-    ("given.map((one) => charts.scaled(...one))", [[5, 0, 10], [-1, 0, 10], [3, 3, 3]], [0.5, 0, 0.5]),
-    ("engine.hitRate(given)", {"cached_tokens": 3, "computed_tokens": 1}, 0.75),
-    ("engine.hitRate(given)", {"cached_tokens": 0, "computed_tokens": 0}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("script", "given", "expected"),
+    [
+        (
+            "charts.cellsOf(given, 4)",
+            [["running", 3], ["free", 6]],
+            [{"running": 3, "free": 1}, {"free": 4}, {"free": 1}],
+        ),
+        ("charts.cellsOf(given, 1)", [["cached", 2]], [{"cached": 1}, {"cached": 1}]),
+        ("given.map((total) => charts.cellSize(total, 2048))", [1, 2048, 2049, 9000, 1_000_000], [1, 1, 2, 8, 512]),
+        ("charts.linePath(given, 30, 10)", [0, 1, None, 2], "M0.0 10.0L10.0 5.0M30.0 0.0"),
+        ("charts.linePath(given, 30, 10, 4)", [0, 0], "M20.0 10.0L30.0 10.0"),
+        (
+            "given.map(charts.duration)",
+            [None, 0.00012, 0.0123, 0.5, 3, 150, 9000],
+            ["\N{EN DASH}", "0.12 ms", "12 ms", "500 ms", "3.00 s", "3 min", "3 h"],
+        ),
+        ("given.map(charts.ago)", [0, 9.94, 59.4, 61], ["0.0 s ago", "9.9 s ago", "59 s ago", "2 min ago"]),
+        ("given.map(charts.percent)", [None, 0, 0.004, 0.5, 1], ["\N{EN DASH}", "0 %", "0.4 %", "50 %", "100 %"]),
+        ("charts.linesOf(given, 2)", " a \r\n\n b\nc", ["a", "b"]),
+        ("charts.batches(given, 2)", [1, 2, 3], [[1, 2], [3]]),
+        ("given.map((one) => charts.scaled(...one))", [[5, 0, 10], [-1, 0, 10], [3, 3, 3]], [0.5, 0, 0.5]),
+        ("engine.hitRate(given)", {"cached_tokens": 3, "computed_tokens": 1}, 0.75),
+        ("engine.hitRate(given)", {"cached_tokens": 0, "computed_tokens": 0}, None),
+    ],
+)
 def test_numbers(script: str, given: Any, expected: Any, tmp_path: Path) -> None:
     assert run(script, given, tmp_path) == expected
 
@@ -83,6 +93,11 @@ def test_nodes_are_listed_below_their_parents(tmp_path: Path) -> None:
     nodes = [{"parent": parent, "start": 0, "adapter": "", "text": f"n{i}"} for i, parent in enumerate(parents)]
     rows = run("engine.rowsOf(given)", nodes, tmp_path)
     assert [(row["node"]["text"], row["depth"], row["numShown"]) for row in rows] == [
-        ("n0", 0, 2), ("n1", 1, 1), ("n3", 2, 0), ("n4", 1, 0), ("n2", 0, 1), ("n5", 1, 0)
-    ]  # fmt: skip
+        ("n0", 0, 2),
+        ("n1", 1, 1),
+        ("n3", 2, 0),
+        ("n4", 1, 0),
+        ("n2", 0, 1),
+        ("n5", 1, 0),
+    ]
     assert len({row["key"] for row in rows}) == len(rows)

@@ -26,8 +26,14 @@ pytestmark = pytest.mark.anyio
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=8)
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | TEXT | st.binary(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=8,
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False)
+    | TEXT
+    | st.binary(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
 )
 
 
@@ -42,7 +48,9 @@ def test_request_survives_encoding(
     assert wire.decode_request(wire.encode(sent)) == sent
 
 
-LOGPROBS = st.lists(st.tuples(st.integers(0, 99), st.floats(-9, 0), st.integers(1, 9), st.just([(1, -0.5)])), max_size=3)
+LOGPROBS = st.lists(
+    st.tuples(st.integers(0, 99), st.floats(-9, 0), st.integers(1, 9), st.just([(1, -0.5)])), max_size=3
+)
 
 
 @given(TEXT, IDS, LOGPROBS)
@@ -115,7 +123,9 @@ async def test_documented_python_client_gets_a_streamed_answer(
     async with talking(host) as client:
         _, expected = await whole(client, prompt="Once upon a time", params={"max_tokens": 16, "seed": 3})
         address = host.open_address
-        code = script.replace("tcp://127.0.0.1:5555", address).replace('"max_tokens": 16', '"max_tokens": 16, "seed": 3')
+        code = script.replace("tcp://127.0.0.1:5555", address).replace(
+            '"max_tokens": 16', '"max_tokens": 16, "seed": 3'
+        )
         await asyncio.to_thread(exec, code, {})
         assert capsys.readouterr().out == expected.outputs[0].text
 
@@ -166,14 +176,21 @@ def fuzzed(count: int, seed: int) -> list[list[bytes]]:
         wire.encode(message)
         for message in (
             wire.GenerationRequest(request_id="1", token_ids=[1, 2], params={"max_tokens": 2}, stream=True),
-            wire.GenerationRequest(request_id="2", messages=[{"role": "user", "content": "a"}], template_options={"tools": []}),
-            wire.GenerationRequest(request_id="3", prompt="text", params={"logit_bias": {"1": 2}, "stop": ["a"], "n": 2}),
+            wire.GenerationRequest(
+                request_id="2", messages=[{"role": "user", "content": "a"}], template_options={"tools": []}
+            ),
+            wire.GenerationRequest(
+                request_id="3", prompt="text", params={"logit_bias": {"1": 2}, "stop": ["a"], "n": 2}
+            ),
             wire.EmbedRequest(request_id="4", texts=["a", [1, 2]], normalize=True),
             wire.ClassifyRequest(request_id="5", texts=["q", ("q", "d")]),
-            wire.ExplainRequest(request_id="6", token_ids=[1]), wire.Configure(request_id="7", options={"max_queue_size": 9}),
-            wire.Cancel(request_id="1"), wire.Query(request_id="8", about="models"), wire.Ping(request_id="9", probe=""),
+            wire.ExplainRequest(request_id="6", token_ids=[1]),
+            wire.Configure(request_id="7", options={"max_queue_size": 9}),
+            wire.Cancel(request_id="1"),
+            wire.Query(request_id="8", about="models"),
+            wire.Ping(request_id="9", probe=""),
         )
-    ]  # fmt: skip
+    ]
     made = []
     for _ in range(count):
         payload = bytearray(good[rng.integers(len(good))])

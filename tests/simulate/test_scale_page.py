@@ -48,7 +48,12 @@ def test_presets_give_what_was_measured(name: str, measured: int) -> None:
 
 def test_little() -> None:
     work_s, at_once = PACE.request_s(1200, 200), PACE.mean_running(15, 1200, 200)
-    shown = f"w = {1000 * work_s:.1f} ms", f"{1 / work_s:.1f} requests/s", f"{at_once:.1f} requests", f"{at_once / 15:.2f} s"
+    shown = (
+        f"w = {1000 * work_s:.1f} ms",
+        f"{1 / work_s:.1f} requests/s",
+        f"{at_once:.1f} requests",
+        f"{at_once / 15:.2f} s",
+    )
     for text in shown:
         assert text in example(2)
     outcome = run(1, 1, 15, 30)

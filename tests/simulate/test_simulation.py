@@ -42,7 +42,10 @@ def results(outcome: Outcome) -> list[tuple[float, float, int]]:
 @pytest.mark.parametrize("kv_tokens", [200_000, 20_000])
 def test_steps_taken_together_give_the_same_as_one_by_one(kv_tokens: int) -> None:
     """Red: a stretch of decodes goes on after a request arrives, or its blocks are taken at another time."""
-    pace, trace = dataclasses.replace(PACE, kv_tokens=kv_tokens), Workload(rate=20, seconds=3, output_tokens=60).arrivals()
+    pace, trace = (
+        dataclasses.replace(PACE, kv_tokens=kv_tokens),
+        Workload(rate=20, seconds=3, output_tokens=60).arrivals(),
+    )
     both = [simulate(trace, Setup(pace, 2, batches_steps=batches))[1] for batches in (True, False)]
     for one, other in zip(*map(results, both), strict=True):
         assert one == pytest.approx(other)
@@ -101,7 +104,9 @@ def test_a_failure_loses_only_answers_that_had_begun(policy: str) -> None:
     simulation, outcome = simulate(trace, Setup(SMALL, 4, num_routers=2, failures=failures), policy)
     lost, retried = [job for job in outcome.jobs if job.is_lost], [job for job in outcome.jobs if job.num_tries > 1]
     assert lost and retried
-    assert all(job.first_token_s > 0 and any(0 <= job.end_s - failure.at_s <= 1.01 for failure in failures) for job in lost)
+    assert all(
+        job.first_token_s > 0 and any(0 <= job.end_s - failure.at_s <= 1.01 for failure in failures) for job in lost
+    )
     assert all(one.is_up for one in simulation.replicas)
 
 
@@ -129,7 +134,9 @@ def test_autoscaler_goes_up_at_once_and_down_late() -> None:
     assert scaler.desired(0.0, [busy, busy]) == 4
     assert scaler.desired(9.0, [idle] * 4) == 4
     assert scaler.desired(11.0, [idle] * 4) == 1
-    assert scaler.desired(12.0, [dataclasses.replace(idle, num_waiting=1, waiting_tokens={"": 3000})] * 2) == 4  # at most twice
+    assert (
+        scaler.desired(12.0, [dataclasses.replace(idle, num_waiting=1, waiting_tokens={"": 3000})] * 2) == 4
+    )  # at most twice
     assert scaler.desired(12.0, [busy] * 20) == 8
     assert Autoscaler(2, 8).desired(0.0, []) == 2
 
@@ -137,5 +144,7 @@ def test_autoscaler_goes_up_at_once_and_down_late() -> None:
 @pytest.mark.slow
 def test_two_thousand_replicas() -> None:
     trace = Workload(rate=3000, seconds=3, tenants=300, turns=1).arrivals()
-    rates = {policy: simulate(trace, Setup(PACE, 2000), policy)[1].figures() for policy in ("round-robin", "cache-aware")}
+    rates = {
+        policy: simulate(trace, Setup(PACE, 2000), policy)[1].figures() for policy in ("round-robin", "cache-aware")
+    }
     assert rates["cache-aware"]["hit rate"] > 2 * rates["round-robin"]["hit rate"]

@@ -22,7 +22,9 @@ def test_conversations_grow_by_answers_and_belong_to_a_tenant() -> None:
     assert len(trace) == pytest.approx(1200, rel=0.1)
     assert sum(one.output_tokens for one in trace) / len(trace) == pytest.approx(200, rel=0.1)
     assert [one.at_s for one in trace] == sorted(one.at_s for one in trace)
-    later = [(one, two) for one in trace for two in trace if two.parts[: len(one.parts)] == one.parts and two is not one]
+    later = [
+        (one, two) for one in trace for two in trace if two.parts[: len(one.parts)] == one.parts and two is not one
+    ]
     assert later
     for one, two in later:
         told = one.prompt() + one.prompt()[:0].__class__("I", [ANSWER]) * one.output_tokens
@@ -51,11 +53,18 @@ def test_files_of_both_kinds(tmp_path: Path) -> None:
     assert (third.tenant, third.num_prompt, list(fourth.prompt())) == ("a", 98, [1, 2, 3])
 
 
-@pytest.mark.parametrize("line", [
-    {"arrival_s": 0.5, "output_tokens": 9}, {"arrival_s": -1, "tokens": [1], "output_tokens": 9}, [], {"tokens": [1]},
-    {"arrival_s": 0, "parts": [["a", 0]], "output_tokens": 9}, {"arrival_s": 0, "tokens": [1], "output_tokens": 0},
-    {"timestamp": 1, "input_length": 600, "output_length": 5, "hash_ids": [46]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"arrival_s": 0.5, "output_tokens": 9},
+        {"arrival_s": -1, "tokens": [1], "output_tokens": 9},
+        [],
+        {"tokens": [1]},
+        {"arrival_s": 0, "parts": [["a", 0]], "output_tokens": 9},
+        {"arrival_s": 0, "tokens": [1], "output_tokens": 0},
+        {"timestamp": 1, "input_length": 600, "output_length": 5, "hash_ids": [46]},
+    ],
+)
 def test_wrong_lines_are_refused(line: object, tmp_path: Path) -> None:
     good = {"arrival_s": 1, "tokens": [1, 2, 3], "output_tokens": 9}
     with pytest.raises(InvalidInputError, match="line 2"):

@@ -11,7 +11,11 @@ import numpy.typing as npt
 
 from archerfish.store.format import INTEGER_BYTES, SUPER_GROUP_SIZE, SUPER_SCALES
 
-WIDTH, HEADS, KV_HEADS, FFN, NUM_LAYERS = 64, 4, 2, 96, 2
+WIDTH = 64
+HEADS = 4
+KV_HEADS = 2
+FFN = 96
+NUM_LAYERS = 2
 EXPERTS, EXPERT_FFN = 5, 32
 HEAD_DIM = WIDTH // HEADS
 BYTES = [chr(code) for code in [*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 324)]]
@@ -40,7 +44,11 @@ def layer_shapes(architecture: str) -> dict[str, tuple[int, ...]]:
         shapes["attn_qkv.weight"] = (WIDTH + 2 * kv_width, WIDTH)
         shapes["ffn_up.weight"] = (2 * FFN, WIDTH)
     else:
-        shapes |= {"attn_q.weight": (WIDTH, WIDTH), "attn_k.weight": (kv_width, WIDTH), "attn_v.weight": (kv_width, WIDTH)}
+        shapes |= {
+            "attn_q.weight": (WIDTH, WIDTH),
+            "attn_k.weight": (kv_width, WIDTH),
+            "attn_v.weight": (kv_width, WIDTH),
+        }
         shapes["ffn_gate.weight"] = (FFN, WIDTH)
     if architecture.startswith("qwen2"):
         shapes |= {"attn_q.bias": (WIDTH,), "attn_k.bias": (kv_width,), "attn_v.bias": (kv_width,)}
@@ -99,8 +107,13 @@ def add_byte_level_tokenizer(writer: Any, pre: str = "smollm") -> None:
 
 
 def write_gguf(
-    path: Path, architecture: str, tensors: dict[str, Array], quant_type: str = "F32", *,
-    tokenizer: Any = add_byte_level_tokenizer, extra: dict[str, float | int | str] | None = None,
+    path: Path,
+    architecture: str,
+    tensors: dict[str, Array],
+    quant_type: str = "F32",
+    *,
+    tokenizer: Any = add_byte_level_tokenizer,
+    extra: dict[str, float | int | str] | None = None,
 ) -> Path:
     """Write tensors; matrices in `quant_type`, the others as F32."""
     writer = gguf.GGUFWriter(path, architecture)
@@ -141,9 +154,12 @@ def write_gguf(
 PERMUTED = ("mistral3", "smollm3", "granite")  # rows of queries and keys
 LAYER_NORMS = ("command-r", "cohere2", "starcoder2", "gpt2")
 SETTINGS = {
-    "logit_scale": "add_logit_scale", "logits_scaling": "add_logit_scale", "attention_multiplier": "add_attention_scale",
-    "embedding_multiplier": "add_embedding_scale", "residual_multiplier": "add_residual_scale",
-}  # fmt: skip
+    "logit_scale": "add_logit_scale",
+    "logits_scaling": "add_logit_scale",
+    "attention_multiplier": "add_attention_scale",
+    "embedding_multiplier": "add_embedding_scale",
+    "residual_multiplier": "add_residual_scale",
+}
 
 
 def write_family(path: Path, architecture: str, model: Any, config: dict[str, Any]) -> Path:
@@ -177,7 +193,9 @@ def split_experts(weights: dict[str, Any]) -> dict[str, Any]:
             found[name] = tensor
         else:
             end, turned = (".bias", tensor) if which.endswith("_bias") else (".weight", tensor.mT)
-            parts = {"down_proj": turned} if "down" in which else {"gate_proj": turned[:, ::2], "up_proj": turned[:, 1::2]}
+            parts = (
+                {"down_proj": turned} if "down" in which else {"gate_proj": turned[:, ::2], "up_proj": turned[:, 1::2]}
+            )
             found |= {f"{scope}.{part}{end}": each for part, each in parts.items()}
     return found
 

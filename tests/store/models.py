@@ -17,9 +17,14 @@ from archerfish.store import ModelConverter, WeightLoader
 from archerfish.types import Progress, no_progress
 
 BERT_CONFIG: dict[str, Any] = {
-    "architectures": ["BertModel"], "model_type": "bert", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "intermediate_size": 16, "vocab_size": 12,
-}  # fmt: skip
+    "architectures": ["BertModel"],
+    "model_type": "bert",
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "vocab_size": 12,
+}
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", "##ly", "caf", "##e", "你", "A"]
 
 
@@ -84,4 +89,6 @@ def cut_off(path: Path, num_bytes: int) -> None:
 
 
 def snapshot(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()
+    }

@@ -15,18 +15,34 @@ from safetensors.torch import save_file
 Floats = npt.NDArray[np.float32]
 Packed = tuple[dict[str, torch.Tensor], Floats]  # the tensors of a matrix, and what they mean
 Packer = Callable[[Floats], Packed]
-WIDTH, INNER, VOCAB = 128, 256, 96
+WIDTH = 128
+INNER = 256
+VOCAB = 96
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": WIDTH, "intermediate_size": INNER,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "vocab_size": VOCAB, "tie_word_embeddings": False, "hidden_act": "silu",
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": WIDTH,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "vocab_size": VOCAB,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
     "eos_token_id": 2,
-}  # fmt: skip
+}
 MATRICES = {
-    "self_attn.q_proj": (WIDTH, WIDTH), "self_attn.k_proj": (WIDTH, WIDTH), "self_attn.v_proj": (WIDTH, WIDTH),
-    "self_attn.o_proj": (WIDTH, WIDTH), "mlp.gate_proj": (INNER, WIDTH), "mlp.up_proj": (INNER, WIDTH),
+    "self_attn.q_proj": (WIDTH, WIDTH),
+    "self_attn.k_proj": (WIDTH, WIDTH),
+    "self_attn.v_proj": (WIDTH, WIDTH),
+    "self_attn.o_proj": (WIDTH, WIDTH),
+    "mlp.gate_proj": (INNER, WIDTH),
+    "mlp.up_proj": (INNER, WIDTH),
     "mlp.down_proj": (WIDTH, INNER),
-}  # fmt: skip
+}
 AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)  # of the nibbles of a word, the lowest first
 
 
@@ -46,7 +62,11 @@ def write_quantised(folder: Path, packer: Packer, settings: dict[str, Any]) -> d
 
 def write_plain(folder: Path, meant: dict[str, Floats]) -> None:
     """The same model with the numbers that its quantised matrices mean."""
-    write(folder, plain_tensors(np.random.default_rng(3)) | {name: torch.from_numpy(each) for name, each in meant.items()}, {})
+    write(
+        folder,
+        plain_tensors(np.random.default_rng(3)) | {name: torch.from_numpy(each) for name, each in meant.items()},
+        {},
+    )
 
 
 def plain_tensors(draw: np.random.Generator) -> dict[str, torch.Tensor]:
@@ -60,7 +80,9 @@ def plain_tensors(draw: np.random.Generator) -> dict[str, torch.Tensor]:
 def write(folder: Path, tensors: dict[str, torch.Tensor], changes: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
-    save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
 
 
 def quantise(
@@ -106,8 +128,10 @@ def gptq(
         codes, scales, zeros, meant = quantise(matrix, bits, group_size, is_symmetric=is_symmetric, order=groups)
         stored = (zeros - (1 if version == 1 else 0)) % 2**bits
         return {
-            "qweight": pack_words(codes, bits).t(), "qzeros": pack_words(stored.T.copy(), bits),
-            "scales": torch.from_numpy(scales).t(), "g_idx": torch.from_numpy(groups.astype(np.int32)),
+            "qweight": pack_words(codes, bits).t(),
+            "qzeros": pack_words(stored.T.copy(), bits),
+            "scales": torch.from_numpy(scales).t(),
+            "g_idx": torch.from_numpy(groups.astype(np.int32)),
         }, meant
 
     return pack

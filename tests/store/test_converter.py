@@ -23,7 +23,16 @@ from archerfish.store.format import read_parquet_rows
 from archerfish.store.sources import open_source
 from tests.models.recurring import SIZES, blink_weights
 from tests.store.gguf_models import make_tensors, write_gguf
-from tests.store.models import MATRIX, convert, file_size_limit, flip_byte, snapshot, some_weights, write_json, write_model
+from tests.store.models import (
+    MATRIX,
+    convert,
+    file_size_limit,
+    flip_byte,
+    snapshot,
+    some_weights,
+    write_json,
+    write_model,
+)
 
 
 def leftovers(target: Path) -> list[str]:
@@ -39,8 +48,12 @@ def test_conversion_result(source: Path, tmp_path: Path) -> None:
     )
     assert result.success and result.validation_passed and result.error_message is None
     assert result.model_name == "source" and result.total_parameters == 233
-    assert result.parquet_path is not None and result.parquet_path.stat().st_size == pytest.approx(result.file_size_mb * 1e6)
-    assert result.compression_ratio == (source / "model.safetensors").stat().st_size / result.parquet_path.stat().st_size
+    assert result.parquet_path is not None and result.parquet_path.stat().st_size == pytest.approx(
+        result.file_size_mb * 1e6
+    )
+    assert (
+        result.compression_ratio == (source / "model.safetensors").stat().st_size / result.parquet_path.stat().st_size
+    )
     assert result.tokenizer_path is not None and (result.tokenizer_path / "tokenizer.json").is_file()
     assert result.arrow_path.is_file() and result.metadata_path.is_file() and result.conversion_time_sec > 0
     assert any(what.startswith("writing") for what in seen) and any(what.startswith("validating") for what in seen)
@@ -102,7 +115,9 @@ def test_too_little_disk_space_is_refused_first(source: Path, tmp_path: Path, mo
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("step", ["writing", "validating"])
-def test_interruption_leaves_the_old_directory(source: Path, converted: Path, error: type[BaseException], step: str) -> None:
+def test_interruption_leaves_the_old_directory(
+    source: Path, converted: Path, error: type[BaseException], step: str
+) -> None:
     before = snapshot(converted)
 
     def interrupt(done: int, total: int, what: str) -> None:
@@ -156,7 +171,9 @@ def test_kill_leaves_the_old_or_the_new_directory(source: Path, converted: Path,
             assert loader.get_layer(MATRIX).dtype == torch.bfloat16
         else:
             assert snapshot(tmp_path / point) == snapshot(converted)
-        assert convert(source, tmp_path / point, dtype="float16", overwrite=True).get_layer(MATRIX).dtype == torch.float16
+        assert (
+            convert(source, tmp_path / point, dtype="float16", overwrite=True).get_layer(MATRIX).dtype == torch.float16
+        )
         assert leftovers(tmp_path / point) == []
 
 
@@ -188,7 +205,9 @@ def test_conversion_needs_no_torch(source: Path, tmp_path: Path) -> None:
 def test_rounding_is_that_of_torch(kind: str, dtype: str, tmp_path: Path) -> None:
     bits = torch.randint(-(2**31), 2**31, (64, 8192), generator=torch.Generator().manual_seed(0)).int()
     values = bits.view(torch.float32)
-    edges = torch.tensor([0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 65519.0, -65519.0, 2**-25, 3 * 2**-25, 1e-45])
+    edges = torch.tensor(
+        [0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 65519.0, -65519.0, 2**-25, 3 * 2**-25, 1e-45]
+    )
     values = torch.cat([values[values.isfinite() & (values.abs() < 65000)], edges]).to(getattr(torch, kind))
     values = values[: len(values) // 2 * 2].view(2, -1)
     values = torch.where(values.to(getattr(torch, dtype)).isfinite(), values, 0)
@@ -204,8 +223,10 @@ def test_unaligned_safetensors(source: Path, tmp_path: Path) -> None:
     header += b" " * ((4 - len(header)) % 8 + 1)
     (source / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data[8 + num_bytes :])
     for dtype in ("float32", "bfloat16"):
-        assert torch.equal(convert(source, tmp_path / dtype, dtype=dtype).get_layer(MATRIX).float(),
-                           some_weights()[MATRIX].to(getattr(torch, dtype)).float())
+        assert torch.equal(
+            convert(source, tmp_path / dtype, dtype=dtype).get_layer(MATRIX).float(),
+            some_weights()[MATRIX].to(getattr(torch, dtype)).float(),
+        )
 
 
 def test_every_nan_is_found(tmp_path: Path) -> None:
@@ -324,7 +345,11 @@ def test_ambiguous_and_unknown_files_are_refused(tmp_path: Path) -> None:
 
 def test_metadata_keeps_the_configuration(source: Path, tmp_path: Path) -> None:
     write_json(source / "generation_config.json", {"temperature": 0.5})
-    config = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "L"}, "sentence_transformers": {"v": 1}}
+    config = {
+        "architectures": ["BertForSequenceClassification"],
+        "id2label": {"0": "L"},
+        "sentence_transformers": {"v": 1},
+    }
     write_json(source / "config.json", {**json.loads((source / "config.json").read_text()), **config})
     found = convert(source, tmp_path / "out", model_type="cross-encoder").get_metadata()
     assert found["generation_config"] == {"temperature": 0.5} and found["embedding"] is None

@@ -155,16 +155,27 @@ def test_other_block_types_are_stored_dequantised(tmp_path: Path, quant_type: st
 
 # Architectures whose files are made of transformers' models, and these.
 FAMILIES = {
-    "qwen2vl": ["qwen2"], "qwen3vl": ["qwen3"], "mistral3": ["mistral", "ministral3"], "smollm3": ["smollm3"],
-    "granite": ["granite", "granite-tied"], "glm4": ["glm4"], "olmo2": ["olmo2", "olmo3", "olmo3-yarn"], "exaone4": ["exaone4"],
-    "command-r": ["cohere-plain"], "cohere2": ["cohere2"], "starcoder2": ["starcoder2-plain"], "gpt2": ["gpt2"],
-    "gemma": ["gemma"], "gpt-oss": ["gpt-oss"],
-}  # fmt: skip
+    "qwen2vl": ["qwen2"],
+    "qwen3vl": ["qwen3"],
+    "mistral3": ["mistral", "ministral3"],
+    "smollm3": ["smollm3"],
+    "granite": ["granite", "granite-tied"],
+    "glm4": ["glm4"],
+    "olmo2": ["olmo2", "olmo3", "olmo3-yarn"],
+    "exaone4": ["exaone4"],
+    "command-r": ["cohere-plain"],
+    "cohere2": ["cohere2"],
+    "starcoder2": ["starcoder2-plain"],
+    "gpt2": ["gpt2"],
+    "gemma": ["gemma"],
+    "gpt-oss": ["gpt-oss"],
+}
 
 
 @pytest.mark.parametrize(("architecture", "kind"), [(each, kind) for each, kinds in FAMILIES.items() for kind in kinds])
 def test_logits_of_families_equal_transformers(tmp_path: Path, architecture: str, kind: str) -> None:
-    """Red if a name, a key or an order of rows is not that of llama.cpp's converter, whose names the gguf package has."""
+    """Red if a name, a key or an order of rows is not that of llama.cpp's converter, whose names the gguf package
+    has."""
     model, config = make(kind)
     source = open_source(write_family(tmp_path / "m.gguf", architecture, model, config))
     weights = {tensor.info.name: torch.from_numpy(np.array(tensor.load())) for tensor in source.tensors}
@@ -201,7 +212,10 @@ def test_experts_keep_their_blocks(tmp_path: Path, architecture: str) -> None:
     kept = convert(path, tmp_path / "kept", dtype="float32", keep_quantized=True)
     expected, found = (
         torch.cat(Driver(ops, weights, kept.config, [list(range(3, 63))]).step([(0, 60)]))
-        for ops, weights in ((TorchOps(), wide.load_weights()), (cast(Any, native_ops()), cast(Any, kept.load_stored())))
+        for ops, weights in (
+            (TorchOps(), wide.load_weights()),
+            (cast(Any, native_ops()), cast(Any, kept.load_stored())),
+        )
     )
     assert (found - expected).norm() < 6e-3 * expected.norm()
 
@@ -219,10 +233,20 @@ def test_gemma_norms_are_stored_without_plus_one(tmp_path: Path, architecture: s
 def test_configuration(tmp_path: Path) -> None:
     loader = convert(write_gguf(tmp_path / "m.gguf", "llama", make_tensors("llama")), tmp_path / "out", dtype="float32")
     expected = {
-        "model_type": "llama", "hidden_size": WIDTH, "num_hidden_layers": gguf_models.NUM_LAYERS, "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS, "rope_theta": 100000.0, "rms_norm_eps": 1e-05, "max_position_embeddings": 128,
-        "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "attention_bias": False,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": WIDTH,
+        "num_hidden_layers": gguf_models.NUM_LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "rope_theta": 100000.0,
+        "rms_norm_eps": 1e-05,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
     assert {key: loader.config.get(key) for key in expected} == expected
     assert loader.get_metadata()["embedding"] is None
     qwen = open_source(write_gguf(tmp_path / "q.gguf", "qwen3", make_tensors("qwen3"))).config
@@ -274,7 +298,9 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "bad.gguf"
     for num_bytes in (0, 3, 4, 20, 200, 2000, len(good) // 2, len(good) - 64):
         path.write_bytes(good[:num_bytes])
-        with pytest.raises(CorruptFileError, match=r"bad\.gguf is (not a GGUF|cut off: '|cut off or altered: .+ \(.+\)\.)"):
+        with pytest.raises(
+            CorruptFileError, match=r"bad\.gguf is (not a GGUF|cut off: '|cut off or altered: .+ \(.+\)\.)"
+        ):
             open_source(path)
     generator = np.random.default_rng(0)
     for position in generator.integers(0, 6000, 60):
@@ -306,9 +332,15 @@ def byte_level_fields(pre: str, **changes: Any) -> dict[str, Any]:
     tokens = gguf_models.byte_level_tokens()
     kinds = [3] * 3 + [1] * (len(tokens) - 3)
     fields: dict[str, Any] = {
-        "model": "gpt2", "pre": pre, "tokens": tokens, "token_type": kinds, "merges": MERGES, "bos_token_id": 1,
-        "eos_token_id": 2, **changes,
-    }  # fmt: skip
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": tokens,
+        "token_type": kinds,
+        "merges": MERGES,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **changes,
+    }
     return {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
 
 
@@ -355,7 +387,12 @@ def test_side_files(tmp_path: Path) -> None:
     assert json.loads((folder / "special_tokens_map.json").read_text())["bos_token"] == "<|im_start|>"
 
 
-SPM_PIECES = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), *((f"<0x{byte:02X}>", 0.0, 6) for byte in range(256))]
+SPM_PIECES = [
+    ("<unk>", 0.0, 2),
+    ("<s>", 0.0, 3),
+    ("</s>", 0.0, 3),
+    *((f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)),
+]
 SPM_WORDS = ["he", "ll", "llo", "hello", "▁hello", "▁h", "el", "lo", "▁w", "or", "ld", "▁wor", "▁world", "▁▁"]
 SPM_LETTERS = ["▁", "h", "e", "l", "o", "w", "r", "d", "x"]
 
@@ -365,9 +402,15 @@ def sentencepiece_fields(**changes: Any) -> dict[str, Any]:
     pieces += [(word, -float(index), 1) for index, word in enumerate(SPM_WORDS)]
     pieces += [(letter, -1e9 - index, 1) for index, letter in enumerate(SPM_LETTERS)]
     fields = {
-        "model": "llama", "tokens": [p[0] for p in pieces], "scores": [p[1] for p in pieces],
-        "token_type": [p[2] for p in pieces], "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, **changes,
-    }  # fmt: skip
+        "model": "llama",
+        "tokens": [p[0] for p in pieces],
+        "scores": [p[1] for p in pieces],
+        "token_type": [p[2] for p in pieces],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+        **changes,
+    }
     return {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
 
 
@@ -383,10 +426,14 @@ def sentencepiece_reference(text: str, scores: dict[str, float]) -> list[str]:
         if at < 0:
             break
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return [piece for part in parts for piece in ([part] if part in scores else [f"<0x{b:02X}>" for b in part.encode()])]
+    return [
+        piece for part in parts for piece in ([part] if part in scores else [f"<0x{b:02X}>" for b in part.encode()])
+    ]
 
 
-@pytest.mark.parametrize("text", ["hello world", "hell", "wellhellx  world", "oo  ll", "é hello 你", "x", "lllo worlld"])
+@pytest.mark.parametrize(
+    "text", ["hello world", "hell", "wellhellx  world", "oo  ll", "é hello 你", "x", "lllo worlld"]
+)
 def test_sentencepiece(text: str) -> None:
     fields = sentencepiece_fields()
     tokenizer = build(fields)
@@ -406,9 +453,15 @@ def test_sentencepiece_without_a_leading_space() -> None:
 def wordpiece_fields(words: list[str]) -> dict[str, Any]:
     marked = [w if w.startswith("[") else w[2:] if w.startswith("##") else WORD_MARK + w for w in words]
     fields = {
-        "model": "bert", "tokens": marked, "token_type": [3 if w.startswith("[") else 1 for w in words],
-        "cls_token_id": 2, "seperator_token_id": 3, "unknown_token_id": 1, "padding_token_id": 0, "mask_token_id": 4,
-    }  # fmt: skip
+        "model": "bert",
+        "tokens": marked,
+        "token_type": [3 if w.startswith("[") else 1 for w in words],
+        "cls_token_id": 2,
+        "seperator_token_id": 3,
+        "unknown_token_id": 1,
+        "padding_token_id": 0,
+        "mask_token_id": 4,
+    }
     return {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
 
 
@@ -416,8 +469,16 @@ def test_wordpiece() -> None:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", "##ly", "caf", "##e"]
     tokenizer = build(wordpiece_fields(words))
     assert tokenizer.encode("Hello WORLDly café [MASK] zzz").tokens == [
-        "[CLS]", "hello", "world", "##ly", "caf", "##e", "[MASK]", "[UNK]", "[SEP]",
-    ]  # fmt: skip
+        "[CLS]",
+        "hello",
+        "world",
+        "##ly",
+        "caf",
+        "##e",
+        "[MASK]",
+        "[UNK]",
+        "[SEP]",
+    ]
     cased = build(wordpiece_fields([*words, "Hello"]))
     assert cased.encode("Hello hello HELLO").tokens == ["[CLS]", "Hello", "hello", "[UNK]", "[SEP]"]
 
@@ -451,7 +512,8 @@ def test_smollm2_tokenizer_equals_transformers(smollm2_gguf: Path, tmp_path: Pat
     open_source(smollm2_gguf).write_tokenizer(tmp_path / "tokenizer")
     ours = Tokenizer.from_file(str(tmp_path / "tokenizer" / "tokenizer.json"))
     for text in TEXTS:
-        # transformers does not read tokenizer.ggml.pre and leaves " ²" whole, which the model's own tokenizer.json splits.
+        # transformers does not read tokenizer.ggml.pre and leaves " ²" whole, which the model's own tokenizer.json
+        # splits.
         if "²" not in text:
             assert ours.encode(text).ids == theirs(text)["input_ids"], text
         assert ours.decode(ours.encode(text).ids, skip_special_tokens=False) == text

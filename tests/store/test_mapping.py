@@ -39,7 +39,10 @@ def smaps(path: Path) -> dict[str, int]:
 
 @pytest.fixture
 def big(tmp_path: Path) -> Path:
-    weights = {"big": torch.arange(NUM_ROWS * NUM_COLUMNS, dtype=torch.float32).view(NUM_ROWS, NUM_COLUMNS), **some_weights()}
+    weights = {
+        "big": torch.arange(NUM_ROWS * NUM_COLUMNS, dtype=torch.float32).view(NUM_ROWS, NUM_COLUMNS),
+        **some_weights(),
+    }
     source = write_model(tmp_path / "big-source", weights)
     return convert(source, tmp_path / "big", dtype="float32", write_parquet=False).directory
 
@@ -103,7 +106,9 @@ def parquet_only(directory: Path) -> bytes:
     return data
 
 
-def test_parquet_only_directory_gets_an_arrow_file(converted: Path, hub: HubConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_only_directory_gets_an_arrow_file(
+    converted: Path, hub: HubConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = parquet_only(converted)
     loader = WeightLoader(converted / "weights.parquet", hub=hub)
     assert loader.arrow_path == converted / "weights.arrow"

@@ -41,13 +41,17 @@ CASES: dict[str, Case] = {
     "awq": (awq(), AWQ, "Q4_1"),
     "awq-symmetric": (awq(32, is_symmetric=True), AWQ | {"group_size": 32, "zero_point": False}, "Q4_0"),
     "w4a16": (*compressed("pack-quantized", **INTS, strategy="group", group_size=64), "Q4_0"),
-    "w4a16-asymmetric": (*compressed("pack-quantized", **INTS, strategy="group", group_size=32, symmetric=False), "Q4_1"),
+    "w4a16-asymmetric": (
+        *compressed("pack-quantized", **INTS, strategy="group", group_size=32, symmetric=False),
+        "Q4_1",
+    ),
     "w4a16-rows": (*compressed("pack-quantized", **INTS, strategy="channel"), "Q4_0"),
     "w8a16": (*compressed("pack-quantized", num_bits=8, type="int", strategy="group", group_size=128), "INT8"),
     "w8a8": (*compressed("int-quantized", num_bits=8, type="int", strategy="channel"), "INT8"),
     "ct-fp8": (*compressed("float-quantized", num_bits=8, type="float", strategy="channel"), "FP8"),
     "ct-fp8-blocks": (
-        *compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[64, 32]), "FP8"
+        *compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[64, 32]),
+        "FP8",
     ),
     "fp8-tensor": (fp8("tensor"), FP8, "FP8"),
     "fp8-rows": (fp8("channel", dtype=torch.bfloat16), FP8, "FP8"),
@@ -161,15 +165,23 @@ def test_numbers_of_fp8() -> None:
     assert np.array_equal(FP8_VALUES, expected, equal_nan=True)
 
 
-@pytest.mark.parametrize(("settings", "said"), [
-    ({"quant_method": "gptq", "bits": 3}, "GPTQ weights of 3 bits"),
-    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ weights packed for marlin"),
-    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ weights packed for gemv"),
-    ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "the format nvfp4-pack-quantized"),
-    ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask"}}, "the format sparse-bitmask"),
-    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "weights in bitsandbytes"),
-    ({"quant_method": "mxfp4"}, "weights in mxfp4"), ({"bits": 4}, "weights in an unnamed format"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ weights of 3 bits"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ weights packed for marlin"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ weights packed for gemv"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "the format nvfp4-pack-quantized"),
+        (
+            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask"}},
+            "the format sparse-bitmask",
+        ),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "weights in bitsandbytes"),
+        ({"quant_method": "mxfp4"}, "weights in mxfp4"),
+        ({"bits": 4}, "weights in an unnamed format"),
+    ],
+    ids=str,
+)
 def test_other_formats_are_refused_by_name(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
     write_quantised(tmp_path / "model", gptq(), settings)
     (tmp_path / "model" / "model.safetensors").write_bytes(b"4-bit floats")  # not looked at
@@ -183,7 +195,9 @@ def damaged(folder: Path, packer: Packer, settings: dict[str, Any], part: str, c
     tensors = load_file(folder / "model.safetensors")
     name = f"model.layers.1.mlp.down_proj.{part}"
     tensors[name] = change(tensors[name])
-    save_file({name: each.contiguous() for name, each in tensors.items() if each is not None}, folder / "model.safetensors")
+    save_file(
+        {name: each.contiguous() for name, each in tensors.items() if each is not None}, folder / "model.safetensors"
+    )
     return folder
 
 

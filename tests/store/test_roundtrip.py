@@ -22,7 +22,13 @@ from hypothesis.extra import numpy as hnp
 from safetensors.torch import save_file
 
 from archerfish.config import COMPRESSIONS, HubConfig
-from archerfish.errors import ArcherfishError, CorruptFileError, ModelNotFoundError, UnknownLayerError, UnsupportedModelError
+from archerfish.errors import (
+    ArcherfishError,
+    CorruptFileError,
+    ModelNotFoundError,
+    UnknownLayerError,
+    UnsupportedModelError,
+)
 from archerfish.store import WeightLoader
 from archerfish.store.format import Row, TensorInfo, arrow_writer
 from archerfish.store.loader import arrow_record
@@ -32,12 +38,23 @@ from tests.store.models import convert, cut_off, flip_byte, some_weights, write_
 
 DTYPES = ("float32", "float16", "bfloat16")
 COLUMNS = (
-    "layer_name", "shape", "dtype", "data", "num_params", "quant_type", "scales", "zero_points", "quant_axis", "group_size",
-)  # fmt: skip
+    "layer_name",
+    "shape",
+    "dtype",
+    "data",
+    "num_params",
+    "quant_type",
+    "scales",
+    "zero_points",
+    "quant_axis",
+    "group_size",
+)
 
 
 @pytest.mark.parametrize(("dtype", "compression"), [*zip(itertools.cycle(DTYPES), COMPRESSIONS, strict=False)])
-def test_every_dtype_and_compression(source: Path, tmp_path: Path, hub: HubConfig, dtype: str, compression: str) -> None:
+def test_every_dtype_and_compression(
+    source: Path, tmp_path: Path, hub: HubConfig, dtype: str, compression: str
+) -> None:
     loader = convert(source, tmp_path / "out", dtype=dtype, compression=compression)
     narrowed = {name: tensor.to(getattr(torch, dtype)) for name, tensor in some_weights().items()}
     expected = {name: narrowed[name] if tensor.dim() > 1 else tensor for name, tensor in some_weights().items()}
@@ -277,9 +294,10 @@ def test_inconsistent_shards_are_refused(source: Path, tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": weight_map}))
     assert sorted(convert(source, tmp_path / "good").get_layer_names()) == sorted(names)
     for file, message in (
-        ("model-1.safetensors", "no tensor 'missing'"), ("model-3.safetensors", "model-3.safetensors is missing"),
+        ("model-1.safetensors", "no tensor 'missing'"),
+        ("model-3.safetensors", "model-3.safetensors is missing"),
         ("../model-1.safetensors", "not a plain file name"),
-    ):  # fmt: skip
+    ):
         index.write_text(json.dumps({"weight_map": {**weight_map, "missing": file}}))
         assert message in str(refuse(source, tmp_path / "out"))
     save_file(weights, source / "model-1.safetensors")

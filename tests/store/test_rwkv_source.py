@@ -21,14 +21,24 @@ from tests.store.models import convert
 
 Tensors = dict[str, torch.Tensor]
 TINY = SIZES["tiny"]
-HUB_CONFIG = {"model_type": "rwkv7", "head_dim": 64, "num_hidden_layers": 2, "norm_eps": 1e-5, "max_position_embeddings": 2048}
+HUB_CONFIG = {
+    "model_type": "rwkv7",
+    "head_dim": 64,
+    "num_hidden_layers": 2,
+    "norm_eps": 1e-5,
+    "max_position_embeddings": 2048,
+}
 HUB_PROJECTIONS = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj", "ln_x": "g_norm"}
 
 
 def to_hub(weights: Tensors) -> Tensors:
     """As fla's own converter names and turns them."""
     made: Tensors = {}
-    top = {"emb.weight": "model.embeddings.weight", "head.weight": "lm_head.weight", "ln_out.weight": "model.norm.weight"}
+    top = {
+        "emb.weight": "model.embeddings.weight",
+        "head.weight": "lm_head.weight",
+        "ln_out.weight": "model.norm.weight",
+    }
     top["ln_out.bias"] = "model.norm.bias"
     for name, tensor in weights.items():
         if name in top:
@@ -51,10 +61,17 @@ def to_hub(weights: Tensors) -> Tensors:
 
 
 GGUF_NAMES = {
-    "ln1": "attn_norm", "ln2": "attn_norm_2", "att.ln_x": "time_mix_ln", "att.receptance": "time_mix_receptance",
-    "att.key": "time_mix_key", "att.value": "time_mix_value", "att.output": "time_mix_output", "ffn.key": "channel_mix_key",
-    "ffn.value": "channel_mix_value", "ffn.x_k": "channel_mix_lerp_k",
-}  # fmt: skip
+    "ln1": "attn_norm",
+    "ln2": "attn_norm_2",
+    "att.ln_x": "time_mix_ln",
+    "att.receptance": "time_mix_receptance",
+    "att.key": "time_mix_key",
+    "att.value": "time_mix_value",
+    "att.output": "time_mix_output",
+    "ffn.key": "channel_mix_key",
+    "ffn.value": "channel_mix_value",
+    "ffn.x_k": "channel_mix_lerp_k",
+}
 GGUF_TOP = {"emb": "token_embd", "blocks.0.ln0": "token_embd_norm", "ln_out": "output_norm", "head": "output"}
 
 
@@ -87,7 +104,9 @@ def to_gguf(weights: Tensors) -> Tensors:
     return made
 
 
-def write_gguf(path: Path, weights: Tensors, *, architecture: str = "rwkv7", num_layers: int = 2, q8: bool = False) -> Path:
+def write_gguf(
+    path: Path, weights: Tensors, *, architecture: str = "rwkv7", num_layers: int = 2, q8: bool = False
+) -> Path:
     """A GGUF file, with large matrices in Q8_0 if asked for."""
     kind = gguf.GGMLQuantizationType.Q8_0
     writer = gguf.GGUFWriter(path, architecture)
@@ -121,9 +140,11 @@ def write_hub(path: Path, weights: Tensors) -> Path:
 
 
 LAYOUTS: dict[str, Callable[[Path, Tensors], Path]] = {
-    "model.pth": write_pth, "model.safetensors": write_safetensors, "hub": write_hub,
+    "model.pth": write_pth,
+    "model.safetensors": write_safetensors,
+    "hub": write_hub,
     "model.gguf": lambda path, weights: write_gguf(path, to_gguf(weights)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -165,10 +186,20 @@ def test_blink_checkpoint_layout(tmp_path: Path) -> None:
     made = blink_weights(TINY)
     config, weights = read_rwkv7(write_pth(tmp_path / "a.pth", made))
     assert config == {
-        "architectures": ["RWKV7ForCausalLM"], "model_type": "rwkv7", "vocab_size": 67, "hidden_size": 128,
-        "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 64, "norm_eps": 1e-5, "tie_word_embeddings": False,
-        "decay_low_rank_dim": 8, "a_low_rank_dim": 6, "v_low_rank_dim": 4, "gate_low_rank_dim": 12,
-    }  # fmt: skip
+        "architectures": ["RWKV7ForCausalLM"],
+        "model_type": "rwkv7",
+        "vocab_size": 67,
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "head_dim": 64,
+        "norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "decay_low_rank_dim": 8,
+        "a_low_rank_dim": 6,
+        "v_low_rank_dim": 4,
+        "gate_low_rank_dim": 12,
+    }
     assert torch.equal(weights["model.layers.1.attn.w_lora.lora.0.weight"], made["blocks.1.att.w1"].t())
     assert torch.equal(weights["model.layers.0.attn.r_k"], made["blocks.0.att.r_k"].flatten())
     scale, offset = made["blocks.0.ln0.weight"], made["blocks.0.ln0.bias"]
@@ -189,8 +220,16 @@ def test_world_vocabulary_and_single_layer(tmp_path: Path) -> None:
 OLDER = {
     "BlinkDL, 4": ["emb.weight", "blocks.0.att.time_decay", "blocks.0.att.time_first", "blocks.0.att.time_mix_k"],
     "BlinkDL, 6": ["emb.weight", "blocks.0.att.time_maa_x", "blocks.0.att.time_decay", "blocks.0.att.ln_x.weight"],
-    "Hugging Face, 4": ["rwkv.embeddings.weight", "rwkv.blocks.0.attention.time_decay", "rwkv.blocks.0.attention.key.weight"],
-    "Hugging Face, 6": ["model.embeddings.weight", "model.layers.0.attn.bonus", "model.layers.0.attn.w_proj.lora.0.weight"],
+    "Hugging Face, 4": [
+        "rwkv.embeddings.weight",
+        "rwkv.blocks.0.attention.time_decay",
+        "rwkv.blocks.0.attention.key.weight",
+    ],
+    "Hugging Face, 6": [
+        "model.embeddings.weight",
+        "model.layers.0.attn.bonus",
+        "model.layers.0.attn.w_proj.lora.0.weight",
+    ],
 }
 
 
@@ -204,9 +243,17 @@ def test_older_versions_are_refused(layout: str, tmp_path: Path) -> None:
 BREAKS: dict[str, tuple[Callable[[Tensors], Any], type[ArcherfishError], str]] = {
     "a missing table": (lambda made: made.pop("emb.weight"), CorruptFileError, "embeddings"),
     "a missing way down": (lambda made: made.pop("blocks.0.att.w1"), CorruptFileError, "w_lora"),
-    "a foreign tensor": (lambda made: made.update({"extra.weight": torch.zeros(1)}), UnsupportedModelError, "extra.weight"),
+    "a foreign tensor": (
+        lambda made: made.update({"extra.weight": torch.zeros(1)}),
+        UnsupportedModelError,
+        "extra.weight",
+    ),
     "a foreign part": (lambda made: made.update({"blocks.0.att.z": torch.zeros(1)}), UnsupportedModelError, "att.z"),
-    "DeepEmbed": (lambda made: made.update({"blocks.0.ffn.s_emb.weight": torch.zeros(1)}), UnsupportedModelError, "DeepEmbed"),
+    "DeepEmbed": (
+        lambda made: made.update({"blocks.0.ffn.s_emb.weight": torch.zeros(1)}),
+        UnsupportedModelError,
+        "DeepEmbed",
+    ),
 }
 
 
@@ -219,11 +266,15 @@ def test_incomplete_and_foreign_files_are_refused(what: str, tmp_path: Path) -> 
         open_source(write_pth(tmp_path / "a.pth", made))
 
 
-@pytest.mark.parametrize(("options", "error", "message"), [
-    ({"architecture": "rwkv6"}, UnsupportedModelError, "rwkv6.*only RWKV-7"),
-    ({"architecture": "arwkv7"}, UnsupportedModelError, "arwkv7.*only RWKV-7"),
-    ({"num_layers": 3}, CorruptFileError, "2 layers, but its configuration says 3"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"architecture": "rwkv6"}, UnsupportedModelError, "rwkv6.*only RWKV-7"),
+        ({"architecture": "arwkv7"}, UnsupportedModelError, "arwkv7.*only RWKV-7"),
+        ({"num_layers": 3}, CorruptFileError, "2 layers, but its configuration says 3"),
+    ],
+    ids=str,
+)
 def test_other_gguf_files_are_refused(
     options: dict[str, Any], error: type[ArcherfishError], message: str, tmp_path: Path
 ) -> None:

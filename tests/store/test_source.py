@@ -27,12 +27,18 @@ def write_modules(root: Path, *kinds: str, paths: tuple[str, ...] = ()) -> None:
     write_json(root / "modules.json", entries)
 
 
-@pytest.mark.parametrize(("pooling", "expected"), [
-    ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
-    ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, "mean"), ({"pooling_mode_max_tokens": True}, "max"),
-    ({"pooling_mode_lasttoken": True}, "lasttoken"), ({"pooling_mode": "cls"}, "cls"),
-    ({"pooling_mode": ["lasttoken"]}, "lasttoken"), ({}, "mean"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pooling", "expected"),
+    [
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
+        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, "mean"),
+        ({"pooling_mode_max_tokens": True}, "max"),
+        ({"pooling_mode_lasttoken": True}, "lasttoken"),
+        ({"pooling_mode": "cls"}, "cls"),
+        ({"pooling_mode": ["lasttoken"]}, "lasttoken"),
+        ({}, "mean"),
+    ],
+)
 def test_pooling_modes_of_both_config_styles(tmp_path: Path, pooling: dict[str, Any], expected: str) -> None:
     write_modules(tmp_path, "Transformer", "Pooling")
     write_json(tmp_path / "1_Pooling" / "config.json", pooling)
@@ -44,12 +50,22 @@ def test_sentence_transformers_settings(source: Path, tmp_path: Path) -> None:
     write_modules(source, "Transformer", "Pooling", "Normalize")
     write_json(source / "1_Pooling" / "config.json", {"pooling_mode": "mean", "include_prompt": False})
     write_json(source / "sentence_bert_config.json", {"max_seq_length": 256, "do_lower_case": True})
-    prompts = {"prompts": {"query": "query: ", "none": None}, "default_prompt_name": "query", "similarity_fn_name": "cosine"}
+    prompts = {
+        "prompts": {"query": "query: ", "none": None},
+        "default_prompt_name": "query",
+        "similarity_fn_name": "cosine",
+    }
     write_json(source / "config_sentence_transformers.json", prompts)
     assert convert(source, tmp_path / "out", model_type="sentence-transformers").get_metadata()["embedding"] == {
-        "pooling_mode": "mean", "normalize": True, "max_seq_length": 256, "do_lower_case": True, "include_prompt": False,
-        "prompts": {"query": "query: "}, "default_prompt_name": "query", "similarity_fn_name": "cosine",
-    }  # fmt: skip
+        "pooling_mode": "mean",
+        "normalize": True,
+        "max_seq_length": 256,
+        "do_lower_case": True,
+        "include_prompt": False,
+        "prompts": {"query": "query: "},
+        "default_prompt_name": "query",
+        "similarity_fn_name": "cosine",
+    }
 
 
 @pytest.mark.parametrize("style", ["version 4", "version 5"])
@@ -61,7 +77,9 @@ def test_cross_encoder_settings(tmp_path: Path, style: str) -> None:
         source = write_model(tmp_path / "s", **kind)
         write_modules(source, "Transformer")
         write_json(source / "sentence_bert_config.json", {"transformer_task": "sequence-classification"})
-        write_json(source / "config_sentence_transformers.json", {"model_type": "CrossEncoder", "activation_fn": "Sigmoid"})
+        write_json(
+            source / "config_sentence_transformers.json", {"model_type": "CrossEncoder", "activation_fn": "Sigmoid"}
+        )
     found = convert(source, tmp_path / "out", model_type="cross-encoder").get_metadata()
     assert found["embedding"] is None and found["config"]["sentence_transformers"] == {"activation_fn": "Sigmoid"}
 
@@ -172,7 +190,9 @@ def test_what_is_no_model(tmp_path: Path) -> None:
     """An adapter's directory, a pointer to a file, and a configuration that names nothing."""
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "a/model"}')
-    with pytest.raises(UnsupportedModelError, match=r"is an adapter, not a model\. Give .* \(a/model\), .*--lora-modules"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"is an adapter, not a model\. Give .* \(a/model\), .*--lora-modules"
+    ):
         open_source(tmp_path)
     (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\n")
     (tmp_path / "config.json").write_text("{}")

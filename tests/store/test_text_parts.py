@@ -1,4 +1,5 @@
-"""Models that also take images, saved by transformers: their text part is read, and its logits are the whole model's."""
+"""Models that also take images, saved by transformers: their text part is read, and its logits are the whole
+model's."""
 
 from __future__ import annotations
 
@@ -24,35 +25,69 @@ from archerfish.store import WeightLoader, ensure_converted
 from archerfish.store.sources import open_source
 from archerfish.store.text_parts import text_config
 from tests.kernels.native_support import native_ops
-from tests.models.decoding import GEMMA, KINDS, LENGTH, SIZES, YARN, Driver, make, make_model, random_tokens, their_logits
+from tests.models.decoding import (
+    GEMMA,
+    KINDS,
+    LENGTH,
+    SIZES,
+    YARN,
+    Driver,
+    make,
+    make_model,
+    random_tokens,
+    their_logits,
+)
 from tests.store.models import convert
 
 TEXT = {**SIZES, "head_dim": 16}
 MROPE = {"rope_type": "default", "rope_theta": 1e5, "mrope_section": [2, 3, 3]}
 VISION: dict[str, dict[str, Any]] = {
-    "gemma3": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28},
+    "gemma3": {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+    },
     "mistral3": {
-        "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "model_type": "pixtral",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
         "head_dim": 8,
     },
     "qwen2_vl": {"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2},
     "qwen2_5_vl": {"depth": 1, "hidden_size": 16, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 16},
     "qwen3_vl": {
-        "depth": 1, "hidden_size": 16, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 16,
+        "depth": 1,
+        "hidden_size": 16,
+        "out_hidden_size": 64,
+        "num_heads": 2,
+        "intermediate_size": 16,
         "deepstack_visual_indexes": [0],
     },
-}  # fmt: skip
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", {**GEMMA, "num_hidden_layers": 7}),
     "mistral3": ("Mistral3", {**TEXT, "model_type": "mistral", "sliding_window": None, "tie_word_embeddings": False}),
-    "ministral3": ("Mistral3", {
-        **TEXT, "model_type": "ministral3",
-        "rope_parameters": {**YARN, "rope_theta": 1e4, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1},
-    }),
+    "ministral3": (
+        "Mistral3",
+        {
+            **TEXT,
+            "model_type": "ministral3",
+            "rope_parameters": {
+                **YARN,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 64,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
     "qwen2_vl": ("Qwen2VL", {**SIZES, "rope_parameters": MROPE}),
     "qwen2_5_vl": ("Qwen2_5_VL", {**SIZES, "rope_parameters": MROPE, "tie_word_embeddings": True}),
     "qwen3_vl": ("Qwen3VL", {**TEXT, "rope_parameters": {**MROPE, "mrope_interleaved": True}}),
-}  # fmt: skip
+}
 
 
 def make_whole(kind: str) -> Any:
@@ -117,7 +152,9 @@ def test_the_base_of_a_model(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["gpt2", "gemma3"])
 def test_classifiers(tmp_path: Path, kind: str) -> None:
     family, sizes = KINDS[kind] if kind == "gpt2" else MODELS[kind]
-    given = {"text_config": sizes, "vision_config": VISION["gemma3"]} if kind == "gemma3" else {**sizes, "pad_token_id": 0}
+    given = (
+        {"text_config": sizes, "vision_config": VISION["gemma3"]} if kind == "gemma3" else {**sizes, "pad_token_id": 0}
+    )
     config = getattr(transformers, f"{family}Config")(**given, num_labels=3)
     model = getattr(transformers, f"{family}ForSequenceClassification")(config)
     for name, parameter in model.named_parameters():
@@ -149,7 +186,8 @@ def test_gpt2_as_it_was_published(tmp_path: Path) -> None:
 
 
 def write_gpt_oss(directory: Path) -> Any:
-    """A model whose experts are in MXFP4, as published ones are, and the model with their numbers as transformers has them."""
+    """A model whose experts are in MXFP4, as published ones are, and the model with their numbers as transformers has
+    them."""
     model, config = make_model(*KINDS["gpt-oss"])
     weights, draw = dict(type(model).state_dict(model)), np.random.default_rng(0)
     for name in [name for name in weights if name.endswith("_proj")]:
@@ -160,7 +198,10 @@ def write_gpt_oss(directory: Path) -> Any:
         model.get_parameter(name).data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     directory.mkdir()
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, directory / "model.safetensors")
-    stated = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]}
+    stated = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+    }
     (directory / "config.json").write_text(json.dumps({**config, "quantization_config": stated}))
     return model
 
@@ -169,7 +210,9 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
     """Numbers are transformers', whether they are widened or multiplied as they are stored."""
     model, tokens = write_gpt_oss(tmp_path / "m"), random_tokens(1)
     expected = their_logits(model, tokens[0])
-    loaders = [convert(tmp_path / "m", tmp_path / str(keep), dtype="float32", keep_quantized=keep) for keep in (False, True)]
+    loaders = [
+        convert(tmp_path / "m", tmp_path / str(keep), dtype="float32", keep_quantized=keep) for keep in (False, True)
+    ]
     assert [loader.metadata.quant_types for loader in loaders] == [set(), {"MXFP4"}]
     weights = loaders[0].load_weights(), loaders[1].load_weights(keeps_quantised=True), loaders[1].load_stored()
     backends: list[Any] = [TorchOps(), TorchOps(), native_ops()]
@@ -204,10 +247,22 @@ def test_damaged_mxfp4_is_refused(tmp_path: Path, damage: str) -> None:
 
 def test_what_a_small_configuration_leaves_out() -> None:
     """The published Gemma 3 of 4B names four settings of its text part; the others are those of transformers."""
-    small: dict[str, Any] = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    small: dict[str, Any] = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
     ours = text_config({"model_type": "gemma3", "text_config": {**small, "model_type": "gemma3_text"}})
     theirs = transformers.Gemma3TextConfig(**small).to_dict()
-    names = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "model_type")
+    names = (
+        "vocab_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "model_type",
+    )
     assert {name: ours[name] for name in names} == {name: theirs[name] for name in names}
 
 

@@ -143,14 +143,23 @@ TURNS = [
 ]
 CALLED: list[dict[str, Any]] = [
     {"role": "user", "content": "How warm is it?"},
-    {"role": "assistant", "content": "", "thinking": "I ask f.", "tool_calls": [
-        {"type": "function", "function": {"name": "f", "arguments": {"city": "Łódź"}}},
-    ]},
-    {"role": "tool", "content": "21 °C"}, {"role": "assistant", "content": "It has 21 °C."},
-]  # fmt: skip
+    {
+        "role": "assistant",
+        "content": "",
+        "thinking": "I ask f.",
+        "tool_calls": [
+            {"type": "function", "function": {"name": "f", "arguments": {"city": "Łódź"}}},
+        ],
+    },
+    {"role": "tool", "content": "21 °C"},
+    {"role": "assistant", "content": "It has 21 °C."},
+]
 SYSTEM = {"role": "system", "content": "Be brief. "}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "ü": ["<", 1.5, None]}}}]
-PLACES = {"type": "array", "items": {"type": "object", "properties": {"x": {"type": "number"}, "kind": {"enum": ["a", "b"]}}}}
+PLACES = {
+    "type": "array",
+    "items": {"type": "object", "properties": {"x": {"type": "number"}, "kind": {"enum": ["a", "b"]}}},
+}
 TYPED = {"type": "object", "properties": {"city": {"type": "string"}, "places": PLACES}, "required": ["city"]}
 
 
@@ -173,7 +182,8 @@ def test_smollm2_as_transformers(peer: Any, smollm2: TextTokenizer, system: bool
 
 
 @pytest.mark.parametrize(
-    ("name", "tools"), [*((name, None) for name in TEMPLATES), *((name, TOOLS) for name in ("llama3", "qwen", "harmony"))]
+    ("name", "tools"),
+    [*((name, None) for name in TEMPLATES), *((name, TOOLS) for name in ("llama3", "qwen", "harmony"))],
 )
 @pytest.mark.parametrize("prompted", [True, False])
 def test_common_templates_as_transformers(peer: Any, name: str, tools: Any, prompted: bool) -> None:
@@ -191,7 +201,7 @@ def test_harmony_as_transformers(peer: Any, prompted: bool) -> None:
     options: dict[str, Any] = {"tools": tools, "add_generation_prompt": prompted, "reasoning_effort": "high"}
     wanted = peer.apply_chat_template(CALLED, chat_template=HARMONY, tokenize=False, **options)
     assert ChatTemplate(HARMONY).render(CALLED, **options) == wanted
-    assert "places?: {\nx?: number,\nkind?: \"a\" | \"b\",\n}[]" in wanted and "Reasoning: high" in wanted
+    assert 'places?: {\nx?: number,\nkind?: "a" | "b",\n}[]' in wanted and "Reasoning: high" in wanted
     with pytest.raises(InvalidInputError, match="No call stands before"):
         ChatTemplate(HARMONY).render([CALLED[0], CALLED[2]], tools=tools)
 
@@ -275,11 +285,16 @@ def test_a_long_conversation_is_within_the_limits() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "{{ messages.__class__ }}{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ namespace(__class__=1) }}",
-        "{{ cycler.__init__.__globals__.os }}", "{{ '{0.__class__.__mro__}'.format(1) }}", "{% include 'x' %}",
-        "{{ ''['format_map']({'a': 1}.__class__) }}", "{{ lipsum(n=1000000) }}",
+        "{{ messages.__class__ }}{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ namespace(__class__=1) }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{{ '{0.__class__.__mro__}'.format(1) }}",
+        "{% include 'x' %}",
+        "{{ ''['format_map']({'a': 1}.__class__) }}",
+        "{{ lipsum(n=1000000) }}",
     ],
-)  # fmt: skip
+)
 def test_the_sandbox_holds(source: str) -> None:
     try:
         text = ChatTemplate(source).render(TURNS)
@@ -298,23 +313,31 @@ def test_threads_have_budgets_of_their_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert len({text.result() for text in texts}) == 1
 
 
-@pytest.mark.parametrize(("messages", "said"), [
-    ("hi", "list of messages, not str"), ({"role": "user", "content": "hi"}, "list of messages, not dict"), ([], "empty"),
-    ([TURNS[0], "hi"], r"messages\[1\] must be a dict, not str"), ([{"content": "hi"}], r'messages\[0\] has no "role"'),
-    ([{"role": 5, "content": "hi"}], r'messages\[0\] has no "role"'),
-    ([TURNS[0], {"role": "user"}], r'messages\[1\] has no "content"'),
-    ([{"role": "user", "content": 5}], r'messages\[0\]\["content"\] must be a string'),
-    ([{"role": "user", "content": [{"type": "image_url"}]}], r'\["content"\]\[0\] is of type \'image_url\''),
-    ([{"role": "user", "content": [{"type": "text"}]}], r'\["content"\]\[0\]'),
-    ([{"role": "user", "content": "x", "extra": object()}], "holds a object"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ("hi", "list of messages, not str"),
+        ({"role": "user", "content": "hi"}, "list of messages, not dict"),
+        ([], "empty"),
+        ([TURNS[0], "hi"], r"messages\[1\] must be a dict, not str"),
+        ([{"content": "hi"}], r'messages\[0\] has no "role"'),
+        ([{"role": 5, "content": "hi"}], r'messages\[0\] has no "role"'),
+        ([TURNS[0], {"role": "user"}], r'messages\[1\] has no "content"'),
+        ([{"role": "user", "content": 5}], r'messages\[0\]\["content"\] must be a string'),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], r'\["content"\]\[0\] is of type \'image_url\''),
+        ([{"role": "user", "content": [{"type": "text"}]}], r'\["content"\]\[0\]'),
+        ([{"role": "user", "content": "x", "extra": object()}], "holds a object"),
+    ],
+)
 def test_invalid_message_errors_name_the_place(messages: Any, said: str) -> None:
     with pytest.raises(InvalidInputError, match=said):
         ChatTemplate(CHATML).render(messages)
 
 
 def test_text_parts_are_joined_in_a_copy() -> None:
-    messages = [{"role": "user", "content": [{"type": "text", "text": "one<|im_end|>"}, {"type": "text", "text": "two"}]}]
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "one<|im_end|>"}, {"type": "text", "text": "two"}]}
+    ]
     before = json.dumps(messages)
     joined = ChatTemplate(CHATML).render(messages)
     assert joined == ChatTemplate(CHATML).render([{"role": "user", "content": "one<|im_end|>\ntwo"}])
@@ -335,7 +358,9 @@ def test_special_tokens_in_messages_are_text(smollm2: TextTokenizer) -> None:
 def test_templates_by_name(tmp_path: Path) -> None:
     texts = {"default": "plain", "tool_use": "tools"}
     entries = [{"name": name, "template": text + "{% if tools %}{% endif %}"} for name, text in texts.items()]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entries, "bos_token": {"content": "<s>"}}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": entries, "bos_token": {"content": "<s>"}})
+    )
     template = ChatTemplate.find(tmp_path)
     assert (template.render(TURNS), template.render(TURNS, tools=TOOLS)) == ("plain", "tools")
     assert template.render(TURNS, tools=TOOLS, template_name="default") == "plain"

@@ -39,7 +39,22 @@ TEXTS = st.lists(AWKWARD | SPACED | st.text(), max_size=6)
 def small(*, added: tuple[AddedToken, ...] = (), post: Any = None, **normalizer: Any) -> Tokenizer:
     """A tokenizer of letters and some words, among them accented, Chinese and Greek ones."""
     letters = [*string.ascii_letters, *string.digits, *string.punctuation, *"éüßσάİi̇今天日本語한\u0301\u201c\u2019"]
-    words = ["[UNK]", "[CLS]", "[SEP]", "<s>", "the", "The", "cat", "##s", "un", "##aff", "naive", "naïve", "don", "straße"]
+    words = [
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "<s>",
+        "the",
+        "The",
+        "cat",
+        "##s",
+        "un",
+        "##aff",
+        "naive",
+        "naïve",
+        "don",
+        "straße",
+    ]
     vocabulary = dict.fromkeys([*words, *letters, *(f"##{letter}" for letter in letters)])
     tokenizer = Tokenizer(models.WordPiece({word: place for place, word in enumerate(vocabulary)}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(**normalizer)
@@ -52,9 +67,11 @@ def small(*, added: tuple[AddedToken, ...] = (), post: Any = None, **normalizer:
 BERT = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
 LONG = processors.TemplateProcessing("[CLS] <s> $A [SEP]", "$A $B", [("[CLS]", 1), ("<s>", 3), ("[SEP]", 2)])
 FLAGGED = (
-    AddedToken("<mark>", lstrip=True, rstrip=True, normalized=False), AddedToken("banana", single_word=True, normalized=False),
-    AddedToken("ba nana", rstrip=True, normalized=False), AddedToken("two\nlines", normalized=False),
-)  # fmt: skip
+    AddedToken("<mark>", lstrip=True, rstrip=True, normalized=False),
+    AddedToken("banana", single_word=True, normalized=False),
+    AddedToken("ba nana", rstrip=True, normalized=False),
+    AddedToken("two\nlines", normalized=False),
+)
 VARIANTS: dict[str, Callable[[], Tokenizer]] = {
     "bert": lambda: small(post=BERT),
     "cased": lambda: small(lowercase=False, post=BERT),
@@ -82,7 +99,9 @@ def set_size(monkeypatch: pytest.MonkeyPatch, size: str) -> None:
     limit(monkeypatch, MIN_CHARACTERS=2, MAX_PAUSE=0, BLOCK_CHARACTERS=1000, **SIZES[size])
 
 
-@pytest.fixture(params=[*((name, "usual") for name in ("minilm", *VARIANTS)), ("minilm", "crowded"), ("roberta", "crowded")])
+@pytest.fixture(
+    params=[*((name, "usual") for name in ("minilm", *VARIANTS)), ("minilm", "crowded"), ("roberta", "crowded")]
+)
 def both(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, minilm_source: Path, tmp_path: Path
 ) -> tuple[FastTokenizer, Tokenizer]:
@@ -106,10 +125,15 @@ def theirs(rust: Tokenizer, texts: list[str], max_length: int = 256) -> list[lis
     return [encoding.ids for encoding in rust.encode_batch(texts)]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(texts=TEXTS, max_length=st.sampled_from(MAX_LENGTHS))
-def test_the_same_ids_as_the_rust_tokenizer(both: tuple[FastTokenizer, Tokenizer], texts: list[str], max_length: int) -> None:
-    """Red if a text is cut where a neighbour matters, if an added token is overlooked, or if the end is cut elsewhere."""
+def test_the_same_ids_as_the_rust_tokenizer(
+    both: tuple[FastTokenizer, Tokenizer], texts: list[str], max_length: int
+) -> None:
+    """Red if a text is cut where a neighbour matters, if an added token is overlooked, or if the end is cut
+    elsewhere."""
     ours, rust = both
     max_length += rust.num_special_tokens_to_add(False)
     assert ids_of(ours, texts, max_length) == theirs(rust, texts, max_length)
@@ -170,7 +194,8 @@ def test_a_length_below_the_special_tokens_is_refused(minilm_source: Path) -> No
 
 
 def test_a_long_chunk_is_not_truncated(tmp_path: Path) -> None:
-    """The model's length cuts what the Rust tokenizer reads, and so what is learned: red if that is kept for other lengths."""
+    """The model's length cuts what the Rust tokenizer reads, and so what is learned: red if that is kept for other
+    lengths."""
     small(post=BERT).save(str(tmp_path / "tokenizer.json"))
     text = "".join(random.Random(1).choices(string.ascii_lowercase, k=40)) + " the" * 100
     tokenizer, rust = FastTokenizer(tmp_path, 20), small(post=BERT)
@@ -204,7 +229,8 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pauses_grow_while_chunks_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts of unknown chunks only: red if each is cut and looked up in vain, or if texts that are known then stay slow."""
+    """Texts of unknown chunks only: red if each is cut and looked up in vain, or if texts that are known then stay
+    slow."""
     cut: list[Block] = []
     of = Block.of
 

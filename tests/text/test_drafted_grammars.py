@@ -39,10 +39,16 @@ def test_tokens_are_the_same(directory: Path, kind: str, depth: int, monkeypatch
     with LLMEngine(config) as engine:
         speculation = engine.scheduler.speculation
         assert speculation is not None
-        known = [prompt + one.token_ids for prompt, output in zip(PROMPTS, plain, strict=True) for one in output.outputs]
-        drafter = KnowingDrafter(known if kind == "known" else [], 5, lambda token: 255 - token % 200)  # may be forbidden
+        known = [
+            prompt + one.token_ids for prompt, output in zip(PROMPTS, plain, strict=True) for one in output.outputs
+        ]
+        drafter = KnowingDrafter(
+            known if kind == "known" else [], 5, lambda token: 255 - token % 200
+        )  # may be forbidden
         monkeypatch.setattr(speculation, "drafter", drafter)
-        monkeypatch.setattr(speculation, "choose", lambda others, drafted, room, longest=0: min(6, room // len(drafted)))
+        monkeypatch.setattr(
+            speculation, "choose", lambda others, drafted, room, longest=0: min(6, room // len(drafted))
+        )
         found = engine.generate(PROMPTS, params)
     for ours, theirs in zip(found, plain, strict=True):
         assert [one.token_ids for one in ours.outputs] == [one.token_ids for one in theirs.outputs]

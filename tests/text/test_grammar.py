@@ -57,7 +57,9 @@ def outputs_of(engine: LLMEngine, params: SamplingParams, num_seeds: int) -> lis
 
 @pytest.mark.no_cover
 def test_every_output_is_a_json_object(engine: LLMEngine) -> None:
-    ending = {engine.tokenizer.token_to_id(word): 3.0 for word in ("}", '"', '"}', "]", "}}")} if engine.tokenizer else {}
+    ending = (
+        {engine.tokenizer.token_to_id(word): 3.0 for word in ("}", '"', '"}', "]", "}}")} if engine.tokenizer else {}
+    )
     outputs = outputs_of(engine, constrained("json", logit_bias=ending, max_tokens=230), 50)
     ended = [output for output in outputs if output.finish_reason == "stop"]
     assert len(ended) > 40 and all(output.finish_reason in ("stop", "length") for output in outputs)
@@ -95,8 +97,18 @@ def test_choices_and_lark(engine: LLMEngine) -> None:
         assert output.finish_reason == "stop" and re.fullmatch(r"[a-f]=[a-f](,[a-f]=[a-f])*", output.text)
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.2}, {"min_p": 0.9}, {"n": 8},
-                                     {"repetition_penalty": 1.5, "presence_penalty": 1.0}, {"logprobs": 3}])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0},
+        {"top_k": 3},
+        {"top_p": 0.2},
+        {"min_p": 0.9},
+        {"n": 8},
+        {"repetition_penalty": 1.5, "presence_penalty": 1.0},
+        {"logprobs": 3},
+    ],
+)
 def test_sampling_options_respect_the_grammar(engine: LLMEngine, options: dict[str, Any]) -> None:
     params = constrained("regex", PATTERN, **options)
     results = engine.generate([[7, 8, 9], [7, 8, 9], [30]], params)
@@ -138,7 +150,9 @@ def test_preempted_sequences_continue(directory: Path) -> None:
 def test_a_repeated_prompt_and_a_stop_string(engine: LLMEngine) -> None:
     params = constrained("regex", "[a-c]{3}#[a-c]{3}", stop="#", seed=3)
     first, again = (engine.generate([[60, 61, 62]], params)[0] for _ in range(2))
-    assert re.fullmatch("[a-c]{3}", first.text) and first.finish_reason == "stop" and first.outputs[0].stop_reason == "#"
+    assert (
+        re.fullmatch("[a-c]{3}", first.text) and first.finish_reason == "stop" and first.outputs[0].stop_reason == "#"
+    )
     assert again.text == first.text  # its logits come out of the cache
 
 
@@ -167,14 +181,17 @@ def test_a_dead_end_ends_its_own_request_only(tmp_path: Path) -> None:
             engine.generate([[5]], constrained("regex", "z"))
 
 
-@pytest.mark.parametrize(("given", "why"), [
-    (grammar("regex", "(a"), "unclosed group"),
-    (grammar("regex", "(?=a)b"), "look-ahead"),
-    (grammar("lark", "start: foo"), "unknown name"),
-    (grammar("json_schema", {"type": "frob"}), "Invalid type: frob"),
-    (grammar("json_schema", {"type": "string", "minLength": 5, "maxLength": 2}), "minLength"),
-    (grammar("json_schema", {"type": "array", "uniqueItems": True}), "uniqueItems"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (grammar("regex", "(a"), "unclosed group"),
+        (grammar("regex", "(?=a)b"), "look-ahead"),
+        (grammar("lark", "start: foo"), "unknown name"),
+        (grammar("json_schema", {"type": "frob"}), "Invalid type: frob"),
+        (grammar("json_schema", {"type": "string", "minLength": 5, "maxLength": 2}), "minLength"),
+        (grammar("json_schema", {"type": "array", "uniqueItems": True}), "uniqueItems"),
+    ],
+)
 def test_an_invalid_grammar_is_refused_at_submission(engine: LLMEngine, given: dict[str, Any], why: str) -> None:
     with pytest.raises(InvalidInputError, match=why) as caught:
         engine.add_request([5], SamplingParams(grammar=given))
@@ -182,17 +199,27 @@ def test_an_invalid_grammar_is_refused_at_submission(engine: LLMEngine, given: d
     assert not engine.has_work
 
 
-@pytest.mark.parametrize(("given", "why"), [
-    ("json", "must be a mapping"), ({}, "no kind None"), ({"kind": "xml"}, "no kind 'xml'"),
-    ({"kind": "json", "schema": {}}, "has no 'schema'"), (grammar("json", {"a": 1}), "takes no value"),
-    (grammar("regex"), "takes a string"), (grammar("lark", ""), "takes a string"), (grammar("choice", []), "1 to"),
-    (grammar("choice", "abc"), "must be a list"), (grammar("choice", ["a", ""]), "not empty"),
-    (grammar("json_schema", [1]), "must be an object"), (grammar("json_schema", "{"), "not valid JSON"),
-    (grammar("json_schema", {"const": float("nan")}), "not valid JSON"),
-    (grammar("json_schema", {"a": set()}), "not valid JSON"),
-    (grammar("regex", "a" * (MAX_GRAMMAR_BYTES + 1)), "the limit is"),
-    (grammar("lark", "start: a\n" * (MAX_GRAMMAR_LINES + 1)), "2,002 lines"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("json", "must be a mapping"),
+        ({}, "no kind None"),
+        ({"kind": "xml"}, "no kind 'xml'"),
+        ({"kind": "json", "schema": {}}, "has no 'schema'"),
+        (grammar("json", {"a": 1}), "takes no value"),
+        (grammar("regex"), "takes a string"),
+        (grammar("lark", ""), "takes a string"),
+        (grammar("choice", []), "1 to"),
+        (grammar("choice", "abc"), "must be a list"),
+        (grammar("choice", ["a", ""]), "not empty"),
+        (grammar("json_schema", [1]), "must be an object"),
+        (grammar("json_schema", "{"), "not valid JSON"),
+        (grammar("json_schema", {"const": float("nan")}), "not valid JSON"),
+        (grammar("json_schema", {"a": set()}), "not valid JSON"),
+        (grammar("regex", "a" * (MAX_GRAMMAR_BYTES + 1)), "the limit is"),
+        (grammar("lark", "start: a\n" * (MAX_GRAMMAR_LINES + 1)), "2,002 lines"),
+    ],
+)
 def test_the_shape_of_a_grammar_is_checked_when_made(given: Any, why: str) -> None:
     with pytest.raises(InvalidInputError, match=why):
         SamplingParams(grammar=given)
@@ -208,7 +235,10 @@ def test_a_grammar_is_copied() -> None:
     schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}}
     params = constrained("json_schema", schema)
     schema["properties"] = 3
-    assert params.grammar == {"kind": "json_schema", "value": {"type": "object", "properties": {"a": {"type": "string"}}}}
+    assert params.grammar == {
+        "kind": "json_schema",
+        "value": {"type": "object", "properties": {"a": {"type": "string"}}},
+    }
     assert params.replace(temperature=0.5).grammar == params.grammar
 
 

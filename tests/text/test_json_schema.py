@@ -22,58 +22,132 @@ BOAT = {"type": "object", "properties": {"kind": {"const": "boat"}, "sails": A},
 CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     # Objects are closed unless they say otherwise.
     ({"type": "object", "properties": {"a": A}}, [{}, {"a": 1}], [{"b": 1}, {"a": "x"}]),
-    ({"type": "object", "properties": {"a": A}, "additionalProperties": True}, [{"b": 1}, {"a": 1, "b": []}], [{"a": "x"}]),
+    (
+        {"type": "object", "properties": {"a": A}, "additionalProperties": True},
+        [{"b": 1}, {"a": 1, "b": []}],
+        [{"a": "x"}],
+    ),
     ({"type": "object"}, [{}, {"b": {"c": 1}}], [[]]),
     ({"type": "object", "patternProperties": {"^x": A}}, [{"x1": 1}], [{"x1": ""}, {"y": 1}]),
     ({"type": "object", "required": ["a"]}, [{"a": []}], [{}, {"a": 1, "b": 2}]),
-    ({"type": "object", "properties": {"a": A}, "allOf": [{"properties": {"b": B}, "required": ["b"]}]},
-     [{"a": 1, "b": "x"}, {"b": ""}], [{"a": 1}, {"a": 1, "b": "x", "c": 1}]),
-    ({"type": "object", "properties": {"a": A}, "anyOf": [{"properties": {"b": B}}, {"properties": {"c": A}}]},
-     [{"a": 1, "b": "x"}, {"c": 1}], [{"b": "x", "c": 1}, {"d": 1}]),
-    ({"type": "object", "properties": {"b": B}, "$ref": "#/$defs/base", "$defs": {"base": {"properties": {"a": A}}}},
-     [{"b": "x", "a": 1}], [{"a": 1, "c": 1}]),
-    ({"type": "object", "properties": {"child": {"$ref": "#"}, "a": A}},
-     [{"child": {"child": {}}, "a": 1}], [{"child": {"x": 1}}]),
+    (
+        {"type": "object", "properties": {"a": A}, "allOf": [{"properties": {"b": B}, "required": ["b"]}]},
+        [{"a": 1, "b": "x"}, {"b": ""}],
+        [{"a": 1}, {"a": 1, "b": "x", "c": 1}],
+    ),
+    (
+        {"type": "object", "properties": {"a": A}, "anyOf": [{"properties": {"b": B}}, {"properties": {"c": A}}]},
+        [{"a": 1, "b": "x"}, {"c": 1}],
+        [{"b": "x", "c": 1}, {"d": 1}],
+    ),
+    (
+        {"type": "object", "properties": {"b": B}, "$ref": "#/$defs/base", "$defs": {"base": {"properties": {"a": A}}}},
+        [{"b": "x", "a": 1}],
+        [{"a": 1, "c": 1}],
+    ),
+    (
+        {"type": "object", "properties": {"child": {"$ref": "#"}, "a": A}},
+        [{"child": {"child": {}}, "a": 1}],
+        [{"child": {"x": 1}}],
+    ),
     # Alternatives
-    ({"oneOf": [CAR, BOAT]}, [{"kind": "car"}, {"kind": "boat", "sails": 1}], [{"kind": "boat"}, {"kind": "car", "sails": 1}]),
-    ({"oneOf": [{**CAR, "required": []}, BOAT], "discriminator": {"propertyName": "kind"}},
-     [{"kind": "car"}], [{}, {"wheels": 1}]),
+    (
+        {"oneOf": [CAR, BOAT]},
+        [{"kind": "car"}, {"kind": "boat", "sails": 1}],
+        [{"kind": "boat"}, {"kind": "car", "sails": 1}],
+    ),
+    (
+        {"oneOf": [{**CAR, "required": []}, BOAT], "discriminator": {"propertyName": "kind"}},
+        [{"kind": "car"}],
+        [{}, {"wheels": 1}],
+    ),
     ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, [1, "x"], [3]),
-    ({"oneOf": [{"type": "object", "required": ["a"], "properties": {"a": A}},
-                {"type": "object", "required": ["b"], "properties": {"b": A}}]}, [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}]),
+    (
+        {
+            "oneOf": [
+                {"type": "object", "required": ["a"], "properties": {"a": A}},
+                {"type": "object", "required": ["b"], "properties": {"b": A}},
+            ]
+        },
+        [{"a": 1}, {"b": 1}],
+        [{}, {"a": 1, "b": 1}],
+    ),
     ({"not": {"type": "string"}}, [1, None, {}], ["x"]),
     ({"type": "string", "not": {"enum": ["ab", "a", "c\n"]}}, ["", "b", "abc", "c", "cb"], ["ab", "a", "c\n"]),
     ({"type": "integer", "not": {"enum": [3, 5]}}, [2, 4, 6], [3, 5]),
     ({"type": "integer", "not": {"minimum": 3}}, [2], [3]),
-    ({"not": {"anyOf": [{"type": "object"}, {"type": "array", "minItems": 2}]}, "type": ["array", "object"]},
-     [[], [1]], [[1, 2]]),
-    ({"type": "object", "properties": {"a": {"type": "boolean"}, "b": A, "c": A}, "required": ["a"],
-      "if": {"properties": {"a": {"const": True}}}, "then": {"required": ["b"]}, "else": {"required": ["c"]}},
-     [{"a": True, "b": 1}, {"a": False, "c": 1}], [{"a": True, "c": 1}, {"a": False, "b": 1}]),
-    ({"type": "object", "properties": {"card": A, "bill": B}, "dependentRequired": {"card": ["bill"]}},
-     [{}, {"bill": "x"}, {"card": 1, "bill": "x"}], [{"card": 1}]),
-    ({"type": "object", "properties": {"a": A}, "dependentSchemas": {"a": {"properties": {"b": B}, "required": ["b"]}}},
-     [{}, {"a": 1, "b": "x"}], [{"a": 1}, {"a": 1, "b": 2}]),
+    (
+        {"not": {"anyOf": [{"type": "object"}, {"type": "array", "minItems": 2}]}, "type": ["array", "object"]},
+        [[], [1]],
+        [[1, 2]],
+    ),
+    (
+        {
+            "type": "object",
+            "properties": {"a": {"type": "boolean"}, "b": A, "c": A},
+            "required": ["a"],
+            "if": {"properties": {"a": {"const": True}}},
+            "then": {"required": ["b"]},
+            "else": {"required": ["c"]},
+        },
+        [{"a": True, "b": 1}, {"a": False, "c": 1}],
+        [{"a": True, "c": 1}, {"a": False, "b": 1}],
+    ),
+    (
+        {"type": "object", "properties": {"card": A, "bill": B}, "dependentRequired": {"card": ["bill"]}},
+        [{}, {"bill": "x"}, {"card": 1, "bill": "x"}],
+        [{"card": 1}],
+    ),
+    (
+        {
+            "type": "object",
+            "properties": {"a": A},
+            "dependentSchemas": {"a": {"properties": {"b": B}, "required": ["b"]}},
+        },
+        [{}, {"a": 1, "b": "x"}],
+        [{"a": 1}, {"a": 1, "b": 2}],
+    ),
     # Names
-    ({"type": "object", "propertyNames": {"pattern": "^[a-c]+$"}, "additionalProperties": A},
-     [{}, {"ab": 1}], [{"d": 1}, {"a": ""}]),
+    (
+        {"type": "object", "propertyNames": {"pattern": "^[a-c]+$"}, "additionalProperties": A},
+        [{}, {"ab": 1}],
+        [{"d": 1}, {"a": ""}],
+    ),
     ({"type": "object", "propertyNames": {"enum": ["x", "y"]}}, [{"x": 1}, {"y": []}], [{"z": 1}]),
     ({"type": "object", "propertyNames": {"maxLength": 2}}, [{"ab": 1}], [{"abc": 1}]),
     ({"type": "object", "propertyNames": False}, [{}], [{"a": 1}]),
     # Arrays
     ({"type": "array", "contains": {"const": 7}}, [[7], [7, 1]], [[], [1]]),
-    ({"type": "array", "items": A, "contains": {"minimum": 5}, "maxContains": 2}, [[5, 9], [7, 1, 1]], [[1], [5, 6, 7]]),
+    (
+        {"type": "array", "items": A, "contains": {"minimum": 5}, "maxContains": 2},
+        [[5, 9], [7, 1, 1]],
+        [[1], [5, 6, 7]],
+    ),
     ({"type": "array", "contains": {"const": 7}, "minContains": 0}, [[], [1]], [7]),
-    ({"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True, "minItems": 1},
-     [["a"], ["c", "a"], ["b", "c", "a"]], [[], ["a", "a"], ["d"]]),
+    (
+        {"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True, "minItems": 1},
+        [["a"], ["c", "a"], ["b", "c", "a"]],
+        [[], ["a", "a"], ["d"]],
+    ),
     ({"type": "array", "items": {"type": "string"}, "uniqueItems": True, "maxItems": 1}, [[], ["x"]], [["x", "y"]]),
     ({"type": "array", "items": [A, B], "additionalItems": False}, [[1, "x"], [1]], [["x"], [1, "x", 1]]),
     # What nothing else describes
     ({"type": "object", "properties": {"a": A}, "unevaluatedProperties": B}, [{"a": 1, "z": "x"}], [{"z": 1}]),
-    ({"type": "object", "allOf": [{"properties": {"a": A}}], "anyOf": [{"properties": {"b": B}, "required": ["b"]}, {}],
-      "unevaluatedProperties": False}, [{"a": 1}, {"a": 1, "b": "x"}], [{"a": 1, "c": 1}, {"b": 1}]),
-    ({"type": "array", "prefixItems": [A], "allOf": [{"prefixItems": [True, B]}], "unevaluatedItems": False},
-     [[1], [1, "x"]], [["x"], [1, 2], [1, "x", 1]]),
+    (
+        {
+            "type": "object",
+            "allOf": [{"properties": {"a": A}}],
+            "anyOf": [{"properties": {"b": B}, "required": ["b"]}, {}],
+            "unevaluatedProperties": False,
+        },
+        [{"a": 1}, {"a": 1, "b": "x"}],
+        [{"a": 1, "c": 1}, {"b": 1}],
+    ),
+    (
+        {"type": "array", "prefixItems": [A], "allOf": [{"prefixItems": [True, B]}], "unevaluatedItems": False},
+        [[1], [1, "x"]],
+        [["x"], [1, 2], [1, "x", 1]],
+    ),
     # Numbers, formats, and what older drafts say otherwise
     ({"type": "number", "minimum": 3, "exclusiveMinimum": True}, [4, 3.5], [3]),
     ({"type": "string", "format": "credit-card"}, ["1234"], [1]),
@@ -82,9 +156,12 @@ CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     ({"const": None}, [None], [1, False]),
     ({"$ref": "other#/$defs/n", "$defs": {"x": {"$id": "other", "$defs": {"n": A}}}}, [1], ["x"]),
     ({"$ref": "#here", "$defs": {"x": {"$anchor": "here", "type": "null"}}}, [None], [1]),
-    ({"type": "object", "properties": {"next": {"$dynamicRef": "#n"}}, "$dynamicAnchor": "n"},
-     [{"next": {"next": {}}}], [{"next": 1}]),
-]  # fmt: skip
+    (
+        {"type": "object", "properties": {"next": {"$dynamicRef": "#n"}}, "$dynamicAnchor": "n"},
+        [{"next": {"next": {}}}],
+        [{"next": 1}],
+    ),
+]
 VOCABULARY = byte_vocabulary()
 
 
@@ -92,7 +169,9 @@ def grammar_of(schema: dict[str, Any]) -> CompiledGrammar:
     return CompiledGrammar(VOCABULARY, "json_schema", schema)
 
 
-@pytest.mark.parametrize(("schema", "accepted", "others"), CASES, ids=[json.dumps(schema)[:60] for schema, _, _ in CASES])
+@pytest.mark.parametrize(
+    ("schema", "accepted", "others"), CASES, ids=[json.dumps(schema)[:60] for schema, _, _ in CASES]
+)
 def test_a_grammar_accepts_what_its_schema_says(schema: dict[str, Any], accepted: list[Any], others: list[Any]) -> None:
     grammar = grammar_of(schema)
     assert [value for value in accepted if not takes(grammar, json.dumps(value))] == []
@@ -118,16 +197,23 @@ def test_texts_written_at_random_are_valid() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"type": "object", "properties": {"tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}}},
-     "uniqueItems at schema.properties.tags"),
+    (
+        {"type": "object", "properties": {"tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}}},
+        "uniqueItems at schema.properties.tags",
+    ),
     ({"properties": {"a": {"not": {"pattern": "^a"}}}}, "not at schema.properties.a"),
     ({"propertyNames": {"pattern": "a", "maxLength": 3}}, "propertyNames at schema"),
     ({"$recursiveRef": "#"}, "$recursiveRef at schema"),
     ({"type": "object", "minProperties": 3}, "minProperties at schema"),
-    ({"unevaluatedProperties": False, "anyOf": [{"properties": {"a": A}},
-     {}], "oneOf": [{"properties": {"a": B}}, {"type": "null"}]},
-     "unevaluatedProperties at schema"),
-]  # fmt: skip
+    (
+        {
+            "unevaluatedProperties": False,
+            "anyOf": [{"properties": {"a": A}}, {}],
+            "oneOf": [{"properties": {"a": B}}, {"type": "null"}],
+        },
+        "unevaluatedProperties at schema",
+    ),
+]
 
 
 @pytest.mark.parametrize(("schema", "named"), REFUSED)
@@ -141,14 +227,24 @@ def test_what_cannot_be_followed_is_refused_by_name_or_ignored_on_request(schema
     grammar_of(rewritten)
 
 
-@pytest.mark.parametrize(("schema", "why"), [
-    ({"$ref": "https://example.com/x"}, "$ref names 'https://example.com/x', which is not in the JSON schema"),
-    ({"$ref": "#/$defs/x"}, "$ref names '#/$defs/x'"),
-    ({"allOf": [False]}, "allows no value"),
-    ({"properties": 3}, "not well formed"), ({"required": 3}, "not well formed"), ({"allOf": 3}, "not well formed"),
-    ({"$defs": {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)}, "$ref": "#/$defs/d0"},
-     "too complex"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"$ref": "https://example.com/x"}, "$ref names 'https://example.com/x', which is not in the JSON schema"),
+        ({"$ref": "#/$defs/x"}, "$ref names '#/$defs/x'"),
+        ({"allOf": [False]}, "allows no value"),
+        ({"properties": 3}, "not well formed"),
+        ({"required": 3}, "not well formed"),
+        ({"allOf": 3}, "not well formed"),
+        (
+            {
+                "$defs": {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)},
+                "$ref": "#/$defs/d0",
+            },
+            "too complex",
+        ),
+    ],
+)
 def test_wrong_schemas_are_refused(schema: dict[str, Any], why: str) -> None:
     if "too complex" in why:
         schema["$defs"]["d40"] = {"properties": {"a": A}}
@@ -166,12 +262,20 @@ def test_deep_schemas_are_refused() -> None:
         rewrite_schema(schema)
 
 
-@pytest.mark.parametrize(("schema", "remark"), [
-    ({"oneOf": [{"type": "string", "pattern": "a"}, {"type": "string", "pattern": "b"}]},
-     "oneOf at schema is followed as anyOf"),
-    ({"properties": {"a": {"type": "string", "format": "iban"}}}, "the format 'iban' at schema.properties.a is not checked"),
-    ({"type": "string", "if": {"pattern": "a"}, "then": {"minLength": 2}}, "if at schema is taken to hold"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schema", "remark"),
+    [
+        (
+            {"oneOf": [{"type": "string", "pattern": "a"}, {"type": "string", "pattern": "b"}]},
+            "oneOf at schema is followed as anyOf",
+        ),
+        (
+            {"properties": {"a": {"type": "string", "format": "iban"}}},
+            "the format 'iban' at schema.properties.a is not checked",
+        ),
+        ({"type": "string", "if": {"pattern": "a"}, "then": {"minLength": 2}}, "if at schema is taken to hold"),
+    ],
+)
 def test_what_is_not_followed_exactly_is_remarked(
     schema: dict[str, Any], remark: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,23 +14,40 @@ from archerfish.text.chat_template import ChatTemplate
 from archerfish.text.reasoning import ChannelParser, ReasoningParser, ends_inside, has_reasoning, parser_for
 
 CASES = [
-    (False, "<think>\nHm, 2.\n</think>\n\nIt is 2.\n", "Hm, 2.", "It is 2.\n"), (True, "\nHm.\n</think>\n\nYes", "Hm.", "Yes"),
-    (False, " \n<think>a</think>b</think>c", "a", "b</think>c"), (False, "  No <think>a</think>", "", "  No <think>a</think>"),
-    (False, "<think>a < b </ c </thin", "a < b </ c </thin", ""), (True, "cut off \n", "cut off", ""), (True, "", "", ""),
-    (False, "<thi", "", "<thi"), (False, "\n\n", "", "\n\n"), (True, "</think>Yes", "", "Yes"),
+    (False, "<think>\nHm, 2.\n</think>\n\nIt is 2.\n", "Hm, 2.", "It is 2.\n"),
+    (True, "\nHm.\n</think>\n\nYes", "Hm.", "Yes"),
+    (False, " \n<think>a</think>b</think>c", "a", "b</think>c"),
+    (False, "  No <think>a</think>", "", "  No <think>a</think>"),
+    (False, "<think>a < b </ c </thin", "a < b </ c </thin", ""),
+    (True, "cut off \n", "cut off", ""),
+    (True, "", "", ""),
+    (False, "<thi", "", "<thi"),
+    (False, "\n\n", "", "\n\n"),
+    (True, "</think>Yes", "", "Yes"),
     (False, "<think>\n\n</think>\n\nYes", "", "Yes"),
-]  # fmt: skip
+]
 CHANNEL_CASES = [
-    ('analysisA number.assistantfinal json{"a": 1}', "A number.", '{"a": 1}'), ("final jsonp", "", " jsonp"),
-    ("analysisWe add.assistantfinalIt is 2.", "We add.", "It is 2."), ("finalIt is 2.", "", "It is 2."), ("fin", "", "fin"),
-    ("analysisWe assist", "We assist", ""), ("Yes, final", "", "Yes, final"), ("anal", "", "anal"),
+    ('analysisA number.assistantfinal json{"a": 1}', "A number.", '{"a": 1}'),
+    ("final jsonp", "", " jsonp"),
+    ("analysisWe add.assistantfinalIt is 2.", "We add.", "It is 2."),
+    ("finalIt is 2.", "", "It is 2."),
+    ("fin", "", "fin"),
+    ("analysisWe assist", "We assist", ""),
+    ("Yes, final", "", "Yes, final"),
+    ("anal", "", "anal"),
     ("analysisWe ask.assistantcommentary to=functions.f json{}", "We ask.", "commentary to=functions.f json{}"),
     ("analysisWe ask.assistant to=functions.fcommentary json{}", "We ask.", "commentary to=functions.f json{}"),
-    (" to=functions.fcommentary {}", "", "commentary to=functions.f {}"), ("analysisWe.assistantcomm", "We.assistantcomm", ""),
-    ("analysis to=functions.f {}", "", "commentary to=functions.f {}"), ("commentaryHm.assistantfinalHi", "", "Hm.Hi"),
-    ("analysisA.assistantcommentaryI look.assistantcommentary to=functions.f{}", "A.", "I look.commentary to=functions.f{}"),
+    (" to=functions.fcommentary {}", "", "commentary to=functions.f {}"),
+    ("analysisWe.assistantcomm", "We.assistantcomm", ""),
+    ("analysis to=functions.f {}", "", "commentary to=functions.f {}"),
+    ("commentaryHm.assistantfinalHi", "", "Hm.Hi"),
+    (
+        "analysisA.assistantcommentaryI look.assistantcommentary to=functions.f{}",
+        "A.",
+        "I look.commentary to=functions.f{}",
+    ),
     ("An assistant there", "", "An assistant there"),
-]  # fmt: skip
+]
 
 
 def split(text: str, is_open: bool, cuts: list[int], parser: ChannelParser | None = None) -> tuple[str, str]:
@@ -59,8 +76,11 @@ def test_the_vocabulary_says_which_parser_there_is(token: str, kind: type) -> No
     assert type(parser_for(tokenizer, False)) is kind and has_reasoning(tokenizer, ChatTemplate("x"))
 
 
-@given(st.lists(st.sampled_from(["<think>", "</think>", "</", "<", "a", " ", "\n"])).map("".join), st.booleans(),
-       st.lists(st.integers(0, 60)))  # fmt: skip
+@given(
+    st.lists(st.sampled_from(["<think>", "</think>", "</", "<", "a", " ", "\n"])).map("".join),
+    st.booleans(),
+    st.lists(st.integers(0, 60)),
+)
 def test_pieces_do_not_matter(text: str, is_open: bool, cuts: list[int]) -> None:
     assert split(text, is_open, cuts) == split(text, is_open, [])
 
@@ -68,8 +88,12 @@ def test_pieces_do_not_matter(text: str, is_open: bool, cuts: list[int]) -> None
 def test_reasoning_is_shown_as_it_comes() -> None:
     parser = ReasoningParser(False)
     assert [parser.feed(piece) for piece in ("<think>", "one ", "two</", "think>", " x")] == [
-        ("", ""), ("one", ""), (" two", ""), ("", ""), ("", "x"),
-    ]  # fmt: skip
+        ("", ""),
+        ("one", ""),
+        (" two", ""),
+        ("", ""),
+        ("", "x"),
+    ]
 
 
 def test_prompts_that_end_inside_of_reasoning() -> None:

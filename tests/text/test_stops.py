@@ -151,10 +151,17 @@ def test_a_broken_character_at_the_end_is_shown(smollm2: TextTokenizer) -> None:
 
 
 TEXTS = [
-    "Hello, world!", "  two  spaces ", "emoji 👩‍👩‍👧‍👦 🤷🏽‍♀️ 🇩🇪 end", "今天天气很好，我们去公园散步吧。",
+    "Hello, world!",
+    "  two  spaces ",
+    "emoji 👩‍👩‍👧‍👦 🤷🏽‍♀️ 🇩🇪 end",
+    "今天天气很好，我们去公园散步吧。",
     "mixed 中文 and ünï\n\n\tcode",
-    "العربية", "\N{REPLACEMENT CHARACTER} real", "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𓀀", "<|im_end|> inside", "",
-]  # fmt: skip
+    "العربية",
+    "\N{REPLACEMENT CHARACTER} real",
+    "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𓀀",
+    "<|im_end|> inside",
+    "",
+]
 
 
 @functools.cache
@@ -162,7 +169,9 @@ def made(kind: str) -> TextTokenizer:
     if kind == "smollm2":
         return TextTokenizer(tiny.smollm2_directory())
     makers: dict[str, Callable[[Path], TextTokenizer]] = {
-        "byte_fallback": tiny.byte_fallback, "metaspace": tiny.metaspace, "word_pieces": tiny.word_pieces,
+        "byte_fallback": tiny.byte_fallback,
+        "metaspace": tiny.metaspace,
+        "word_pieces": tiny.word_pieces,
         "word_ends": tiny.word_ends,
         "no_strip": lambda where: tiny.byte_fallback(where, strips=False),
     }
@@ -183,7 +192,9 @@ def streamed(
     tokenizer: TextTokenizer, prompt: Sequence[int], ids: Sequence[int], skip: bool, sizes: Sequence[int]
 ) -> list[str]:
     decoder = OutputText(tokenizer, prompt, SamplingParams(skip_special_tokens=skip))
-    pieces, place, turn = [], 0, 0
+    pieces = []
+    place = 0
+    turn = 0
     while place < len(ids):
         size = sizes[turn % len(sizes)]
         pieces.append(decoder.feed(ids[place : place + size])[0])

@@ -24,9 +24,16 @@ from archerfish.text.world_tokenizer import BUNDLED, WorldTokenizer
 from tests.text.tiny_tokenizers import byte_fallback, metaspace, smollm2_directory
 
 TEXTS = [
-    "Hello, world!", "", "   spaces  and\ttabs\n", "今天天气很好", "🚀 emoji", "<|im_start|>user\nhi<|im_end|>", "1234567890",
-    "don't", "long " * 3000,
-]  # fmt: skip
+    "Hello, world!",
+    "",
+    "   spaces  and\ttabs\n",
+    "今天天气很好",
+    "🚀 emoji",
+    "<|im_start|>user\nhi<|im_end|>",
+    "1234567890",
+    "don't",
+    "long " * 3000,
+]
 
 
 def test_same_ids_and_texts_as_transformers(smollm2: TextTokenizer) -> None:
@@ -65,11 +72,16 @@ def test_a_lone_surrogate_is_replaced(smollm2: TextTokenizer) -> None:
     assert smollm2.decode(smollm2.encode("a\ud83d b")) == "a? b"
 
 
-@pytest.mark.parametrize(("generation", "config", "wanted"), [
-    ({"eos_token_id": [4, 5]}, {"eos_token_id": 6}, (2, 4, 5)), ({}, {"eos_token_id": 6}, (2, 6)),
-    ({"eos_token_id": None}, {"text_config": {"eos_token_id": [7]}}, (2, 7)), ({}, {}, (2,)),
-    ({"eos_token_id": "x"}, {"eos_token_id": -1}, (2,)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("generation", "config", "wanted"),
+    [
+        ({"eos_token_id": [4, 5]}, {"eos_token_id": 6}, (2, 4, 5)),
+        ({}, {"eos_token_id": 6}, (2, 6)),
+        ({"eos_token_id": None}, {"text_config": {"eos_token_id": [7]}}, (2, 7)),
+        ({}, {}, (2,)),
+        ({"eos_token_id": "x"}, {"eos_token_id": -1}, (2,)),
+    ],
+)
 def test_end_tokens_come_from_all_files(
     generation: dict[str, Any], config: dict[str, Any], wanted: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -118,11 +130,17 @@ SHA256 = "8324476023347dec2964625ccb2075c864d250a9c6d9a74f36daba628de8c008"  # o
 WORLD_TEXTS = [
     "The quick brown fox jumps over the lazy dog, doesn't it?\n\nUser: hi\n\nAssistant:",
     "春眠不觉晓，处处闻啼鸟。夜来风雨声，花落知多少。",
-    "吾輩は猫である。名前はまだ無い。", "Съешь же ещё этих мягких французских булок, да выпей чаю", "다람쥐 헌 쳇바퀴에 타고파",
-    "نص حكيم له سر قاطع وذو شأن عظيم", "ऋषियों को सताने वाले", "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich",
-    "def f(x):\n    return {k: v ** 2 for k, v in x.items()}  # ok\n", " " * 300 + "-" * 200,
-    "👩‍👩‍👧‍👦🏳️‍🌈 café naïve \u0000\ufeff\u2028", "",
-]  # fmt: skip
+    "吾輩は猫である。名前はまだ無い。",
+    "Съешь же ещё этих мягких французских булок, да выпей чаю",
+    "다람쥐 헌 쳇바퀴에 타고파",
+    "نص حكيم له سر قاطع وذو شأن عظيم",
+    "ऋषियों को सताने वाले",
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich",
+    "def f(x):\n    return {k: v ** 2 for k, v in x.items()}  # ok\n",
+    " " * 300 + "-" * 200,
+    "👩‍👩‍👧‍👦🏳️‍🌈 café naïve \u0000\ufeff\u2028",
+    "",
+]
 some_bytes = st.one_of(st.binary(max_size=200), st.text(max_size=200).map(lambda text: text.encode()))
 needs_rwkv = pytest.mark.skipif(importlib.util.find_spec("rwkv") is None, reason="the package rwkv is not installed")
 
@@ -220,8 +238,14 @@ def test_a_vocabulary_of_a_model_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ("1 'a' 2", "line 1"), ("1 'a' 1\n1 'b' 1", "twice"), ("1 __import__('os') 2", "line 1"), ("x 'a' 1", "line 1"),
-        ("1 'a' 1", "byte 0"), ("70000 'a' 1", "line 1"), ("", "line 1"), ("1 3 1", "line 1"),
+        ("1 'a' 2", "line 1"),
+        ("1 'a' 1\n1 'b' 1", "twice"),
+        ("1 __import__('os') 2", "line 1"),
+        ("x 'a' 1", "line 1"),
+        ("1 'a' 1", "byte 0"),
+        ("70000 'a' 1", "line 1"),
+        ("", "line 1"),
+        ("1 3 1", "line 1"),
     ],
 )
 def test_a_broken_vocabulary_is_refused(lines: str, words: str, tmp_path: Path) -> None:

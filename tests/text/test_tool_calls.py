@@ -17,19 +17,29 @@ from archerfish.params import SamplingParams
 from archerfish.text import tool_calls
 from archerfish.text.chat_template import PLAIN_TEMPLATE, ChatTemplate, calls_in_words
 from archerfish.text.text_tokenizer import TextTokenizer
-from archerfish.text.tool_calls import STYLES, ToolCallParser, ToolPiece, grammar_for_tools, style_of, tool_prompt, tool_schemas
+from archerfish.text.tool_calls import (
+    STYLES,
+    ToolCallParser,
+    ToolPiece,
+    grammar_for_tools,
+    style_of,
+    tool_prompt,
+    tool_schemas,
+)
 from tests.text.test_chat_template import LLAMA3, MISTRAL, MISTRAL_TOKENS, QWEN
 from tests.text.tiny_tokenizers import byte_level, smollm2_directory
 
 WEATHER = {
-    "type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"$ref": "#/$defs/count"}},
-    "required": ["city", "days"], "additionalProperties": False,
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"$ref": "#/$defs/count"}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
     "$defs": {"count": {"type": "integer", "minimum": 0, "maximum": 9}},
-}  # fmt: skip
+}
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": WEATHER}},
     {"name": "time", "input_schema": {"type": "object", "properties": {}, "additionalProperties": False}},
-    {"type": "function", "function": {"name": "say \"it\"", "parameters": None}},
+    {"type": "function", "function": {"name": 'say "it"', "parameters": None}},
 ]
 CALL = '{"name": "weather", "arguments": {"city": "Rome", "days": 3}}'
 ARGUMENTS = '{"city": "Rome", "days": 3}'
@@ -53,49 +63,91 @@ def call(name: str, arguments: str, index: int = 0) -> Joined:
     return [("name", index, name), ("arguments", index, arguments)]
 
 
-@pytest.mark.parametrize(("style", "text", "expected"), [
-    ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", call("weather", ARGUMENTS)),
-    ("hermes", f"Well.\n<tool_call>{CALL}</tool_call>", [("text", -1, "Well.\n"), *call("weather", ARGUMENTS)]),
-    ("hermes", f"<tool_call>{CALL}</tool_call>\n<tool_call>\n{CALL}</tool_call>\n",
-     call("weather", ARGUMENTS) + call("weather", ARGUMENTS, 1)),
-    ("hermes", f"<tool_call>[{CALL}, {CALL}]</tool_call>", call("weather", ARGUMENTS) + call("weather", ARGUMENTS, 1)),
-    ("hermes", f"<tool_call>{CALL}\n</tool_", call("weather", ARGUMENTS)),  # cut off by max_tokens
-    ("hermes", f"<tool_call>{CALL}</tool_call> done", [*call("weather", ARGUMENTS), ("text", -1, " done")]),
-    ("hermes", '<tool_call>{"arguments": {"a": "}"}, "id": [1, {"x": null}], "name": "time"}</tool_call>',
-     call("time", '{"a": "}"}')),
-    ("hermes", '<tool_call>{"name": "time"}</tool_call>', call("time", "{}")),
-    ("hermes", '<tool_call>{"name": "time", "arguments": null}', call("time", "{}")),
-    ("hermes", '<tool_call>{"name": "time", "arguments": "{\\"a\\": 1}"}', call("time", '{"a": 1}')),
-    ("hermes", f"<tool_call>{CALL[:-1]}</tool_call>", call("weather", ARGUMENTS)),
-    ("hermes", f"<tool_call>{CALL[:-5]}", call("weather", ARGUMENTS[:-4])),
-    ("hermes", f"  {CALL}", call("weather", ARGUMENTS)),
-    ("hermes", '<tool_call>{"name": "say \\"it\\"", "arguments": {}}', call('say "it"', "{}")),
-    ("llama3", '{"name": "weather", "parameters": {"city": "Rome"}}', call("weather", '{"city": "Rome"}')),
-    ("llama3", '<|python_tag|>{"type": "function", "name": "time", "parameters": {}}', call("time", "{}")),
-    ("llama3", '{"name": "time", "parameters": {}}; {"name": "time", "parameters": {"a": 1}}',
-     call("time", "{}") + call("time", '{"a": 1}', 1)),
-    ("harmony", f"commentary to=functions.weather json{ARGUMENTS}", call("weather", ARGUMENTS)),
-    ("harmony", f"commentary to=functions.weather {ARGUMENTS[:-3]}", call("weather", ARGUMENTS[:-3])),
-    ("harmony", "commentary to=functions.other json{}", [("text", -1, "commentary to=functions.other json{}")]),
-    ("mistral", f"[TOOL_CALLS] [{CALL}]", call("weather", ARGUMENTS)),
-    ("mistral", f"Hm[TOOL_CALLS][{CALL},{CALL}]",
-     [("text", -1, "Hm"), *call("weather", ARGUMENTS), *call("weather", ARGUMENTS, 1)]),
-    ("mistral", f"[{CALL}]", call("weather", ARGUMENTS)),
-    ("granite", f"<|tool_call|>[{CALL}, {CALL}]", call("weather", ARGUMENTS) + call("weather", ARGUMENTS, 1)),
-    ("cohere", f'Hm<|START_ACTION|>[\n    {COHERE_CALL}\n]<|END_ACTION|>', [("text", -1, "Hm"), *call("weather", ARGUMENTS)]),
-    ("cohere", f"[{COHERE_CALL}]", call("weather", ARGUMENTS)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("style", "text", "expected"),
+    [
+        ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", call("weather", ARGUMENTS)),
+        ("hermes", f"Well.\n<tool_call>{CALL}</tool_call>", [("text", -1, "Well.\n"), *call("weather", ARGUMENTS)]),
+        (
+            "hermes",
+            f"<tool_call>{CALL}</tool_call>\n<tool_call>\n{CALL}</tool_call>\n",
+            call("weather", ARGUMENTS) + call("weather", ARGUMENTS, 1),
+        ),
+        (
+            "hermes",
+            f"<tool_call>[{CALL}, {CALL}]</tool_call>",
+            call("weather", ARGUMENTS) + call("weather", ARGUMENTS, 1),
+        ),
+        ("hermes", f"<tool_call>{CALL}\n</tool_", call("weather", ARGUMENTS)),  # cut off by max_tokens
+        ("hermes", f"<tool_call>{CALL}</tool_call> done", [*call("weather", ARGUMENTS), ("text", -1, " done")]),
+        (
+            "hermes",
+            '<tool_call>{"arguments": {"a": "}"}, "id": [1, {"x": null}], "name": "time"}</tool_call>',
+            call("time", '{"a": "}"}'),
+        ),
+        ("hermes", '<tool_call>{"name": "time"}</tool_call>', call("time", "{}")),
+        ("hermes", '<tool_call>{"name": "time", "arguments": null}', call("time", "{}")),
+        ("hermes", '<tool_call>{"name": "time", "arguments": "{\\"a\\": 1}"}', call("time", '{"a": 1}')),
+        ("hermes", f"<tool_call>{CALL[:-1]}</tool_call>", call("weather", ARGUMENTS)),
+        ("hermes", f"<tool_call>{CALL[:-5]}", call("weather", ARGUMENTS[:-4])),
+        ("hermes", f"  {CALL}", call("weather", ARGUMENTS)),
+        ("hermes", '<tool_call>{"name": "say \\"it\\"", "arguments": {}}', call('say "it"', "{}")),
+        ("llama3", '{"name": "weather", "parameters": {"city": "Rome"}}', call("weather", '{"city": "Rome"}')),
+        ("llama3", '<|python_tag|>{"type": "function", "name": "time", "parameters": {}}', call("time", "{}")),
+        (
+            "llama3",
+            '{"name": "time", "parameters": {}}; {"name": "time", "parameters": {"a": 1}}',
+            call("time", "{}") + call("time", '{"a": 1}', 1),
+        ),
+        ("harmony", f"commentary to=functions.weather json{ARGUMENTS}", call("weather", ARGUMENTS)),
+        ("harmony", f"commentary to=functions.weather {ARGUMENTS[:-3]}", call("weather", ARGUMENTS[:-3])),
+        ("harmony", "commentary to=functions.other json{}", [("text", -1, "commentary to=functions.other json{}")]),
+        ("mistral", f"[TOOL_CALLS] [{CALL}]", call("weather", ARGUMENTS)),
+        (
+            "mistral",
+            f"Hm[TOOL_CALLS][{CALL},{CALL}]",
+            [("text", -1, "Hm"), *call("weather", ARGUMENTS), *call("weather", ARGUMENTS, 1)],
+        ),
+        ("mistral", f"[{CALL}]", call("weather", ARGUMENTS)),
+        ("granite", f"<|tool_call|>[{CALL}, {CALL}]", call("weather", ARGUMENTS) + call("weather", ARGUMENTS, 1)),
+        (
+            "cohere",
+            f"Hm<|START_ACTION|>[\n    {COHERE_CALL}\n]<|END_ACTION|>",
+            [("text", -1, "Hm"), *call("weather", ARGUMENTS)],
+        ),
+        ("cohere", f"[{COHERE_CALL}]", call("weather", ARGUMENTS)),
+    ],
+)
 def test_calls(style: str, text: str, expected: Joined) -> None:
     assert parse(style, text) == expected
     assert parse(style, text, cuts=list(range(1, len(text)))) == expected
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("text", [
-    "", "Hello.", "  \n", " a < b ", '{"answer": 3}', '{"name": "nobody", "parameters": {}}', "[1, 2]", "[link](x)", "[", "{",
-    '{"name": 3}', '{"name": "weather", "arguments": 5}', '{"name": "weather" "arguments": {}}', "{}", '{"name"',
-    '["weather"]', '{"name": "\\ud800', '{"name": "weather",}', '{"name": "weather", "arguments": [1]}',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "Hello.",
+        "  \n",
+        " a < b ",
+        '{"answer": 3}',
+        '{"name": "nobody", "parameters": {}}',
+        "[1, 2]",
+        "[link](x)",
+        "[",
+        "{",
+        '{"name": 3}',
+        '{"name": "weather", "arguments": 5}',
+        '{"name": "weather" "arguments": {}}',
+        "{}",
+        '{"name"',
+        '["weather"]',
+        '{"name": "\\ud800',
+        '{"name": "weather",}',
+        '{"name": "weather", "arguments": [1]}',
+    ],
+)
 def test_invalid_calls_are_text(style: str, text: str) -> None:
     written = STYLES[style]
     for whole in (text, written.mark + text, f"Well {written.mark}{text}", f"{written.mark[:-1]}{text}"):
@@ -138,11 +190,32 @@ def test_an_endless_call_becomes_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse("hermes", text) == [("text", -1, text)]
 
 
-FRAGMENTS = st.sampled_from([
-    *(mark for style in STYLES.values() for mark in (style.mark, style.end, style.mark[:5], style.separator)), CALL, CALL[:-1],
-    '{"name": "time", "parameters": {}}', "[", "]", "{", "}", '"', ",", ":", "\\", " ", "\n", '"name"', '"arguments"', '"time"',
-    "text", "é", "null", "-1.5", '{"a": [true, "x\\""]}',
-])  # fmt: skip
+FRAGMENTS = st.sampled_from(
+    [
+        *(mark for style in STYLES.values() for mark in (style.mark, style.end, style.mark[:5], style.separator)),
+        CALL,
+        CALL[:-1],
+        '{"name": "time", "parameters": {}}',
+        "[",
+        "]",
+        "{",
+        "}",
+        '"',
+        ",",
+        ":",
+        "\\",
+        " ",
+        "\n",
+        '"name"',
+        '"arguments"',
+        '"time"',
+        "text",
+        "é",
+        "null",
+        "-1.5",
+        '{"a": [true, "x\\""]}',
+    ]
+)
 TEXTS = st.lists(FRAGMENTS | st.text(max_size=3), max_size=14).map("".join)
 
 
@@ -161,8 +234,9 @@ def test_pieces_do_not_change_the_result(style: str, text: str, data: st.DataObj
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=8,
-)  # fmt: skip
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
 OBJECTS = st.dictionaries(st.text(), VALUES, max_size=4)
 
 
@@ -170,7 +244,9 @@ OBJECTS = st.dictionaries(st.text(), VALUES, max_size=4)
 @given(
     style=st.sampled_from(sorted(name for name, style in STYLES.items() if not style.is_named)),
     every=st.lists(st.tuples(st.text(min_size=1), OBJECTS), min_size=1, max_size=3),
-    before=st.text(alphabet="ab <[{\n", max_size=6), ascii_only=st.booleans(), indent=st.sampled_from([None, 2]),
+    before=st.text(alphabet="ab <[{\n", max_size=6),
+    ascii_only=st.booleans(),
+    indent=st.sampled_from([None, 2]),
 )
 def test_random_calls_are_found(
     style: str, every: list[tuple[str, Any]], before: str, ascii_only: bool, indent: int | None
@@ -180,7 +256,7 @@ def test_random_calls_are_found(
     calls = [
         f'{{"{written.name}": {json.dumps(name)}, "{written.arguments}": {body}}}'
         for (name, _), body in zip(every, bodies, strict=True)
-    ]  # fmt: skip
+    ]
     listed = f"[{', '.join(calls)}]"
     text = "\n".join(f"{written.mark}{one}{written.end}" for one in ([listed] if written.is_list else calls))
     expected = [piece for index, (name, _) in enumerate(every) for piece in call(name, bodies[index], index)]
@@ -188,12 +264,20 @@ def test_random_calls_are_found(
     assert found[0] == ("text", -1, f"x{before}") and found[1:] == expected
 
 
-@pytest.mark.parametrize(("template", "expected"), [
-    ("... '<tool_call>\\n' ...", "hermes"), ("", "hermes"), ("{{ '[TOOL_CALLS] [' }}", "mistral"),
-    ("{{- '<|python_tag|>' }}", "llama3"),
-    ("<|channel|>analysis", "harmony"), ("respond only with <|tool_call|> followed", "granite"),
-    ("{{ '<|START_ACTION|>' }}", "cohere"), ("Environment: ipython", "llama3"), ("<|im_start|>", "hermes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("... '<tool_call>\\n' ...", "hermes"),
+        ("", "hermes"),
+        ("{{ '[TOOL_CALLS] [' }}", "mistral"),
+        ("{{- '<|python_tag|>' }}", "llama3"),
+        ("<|channel|>analysis", "harmony"),
+        ("respond only with <|tool_call|> followed", "granite"),
+        ("{{ '<|START_ACTION|>' }}", "cohere"),
+        ("Environment: ipython", "llama3"),
+        ("<|im_start|>", "hermes"),
+    ],
+)
 def test_styles_are_guessed(template: str, expected: str) -> None:
     assert style_of(template) == expected
 
@@ -215,7 +299,9 @@ def test_forced_calls_are_valid(engine: LLMEngine, style: str, is_parallel: bool
         for name, arguments in zip(found[::2], found[1::2], strict=True):
             names.add(name[2])
             value = json.loads(arguments[2])
-            assert value == {} if name[2] == "time" else value["city"] in ("Rome", "Oslo") and value["days"] in range(10)
+            assert (
+                value == {} if name[2] == "time" else value["city"] in ("Rome", "Oslo") and value["days"] in range(10)
+            )
     assert names == {"weather", "time"}
 
 
@@ -237,11 +323,16 @@ def test_a_mark_that_is_a_special_token(tmp_path: Path) -> None:
     assert forced is not None and words in forced["value"]
 
 
-@pytest.mark.parametrize(("tools", "choice", "why"), [
-    ([], "required", "there are no tools"), (TOOLS, {"name": "wether"}, "weather"),
-    ([{"type": "function"}], "required", "has no name"), ([TOOLS[0], TOOLS[0]], "required", "Two tools"),
-    ([{"name": "a", "parameters": 3}], "required", "must be a JSON schema"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tools", "choice", "why"),
+    [
+        ([], "required", "there are no tools"),
+        (TOOLS, {"name": "wether"}, "weather"),
+        ([{"type": "function"}], "required", "has no name"),
+        ([TOOLS[0], TOOLS[0]], "required", "Two tools"),
+        ([{"name": "a", "parameters": 3}], "required", "must be a JSON schema"),
+    ],
+)
 def test_wrong_choices_are_refused(tools: Any, choice: Any, why: str) -> None:
     with pytest.raises(InvalidInputError, match=why):
         grammar_for_tools("hermes", tools, choice)
@@ -252,13 +343,21 @@ def test_choices_without_a_grammar() -> None:
     assert list(tool_schemas(TOOLS)) == ["weather", "time", 'say "it"']
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [
-    ('{"city": "Rome"}', '{"city": "Rome"}'),
-    ({"city": "Rome"}, '{"city": "Rome"}'), ("not JSON", '"not JSON"'), ("[1]", '"[1]"'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"city": "Rome"}', '{"city": "Rome"}'),
+        ({"city": "Rome"}, '{"city": "Rome"}'),
+        ("not JSON", '"not JSON"'),
+        ("[1]", '"[1]"'),
+    ],
+)
 def test_templates_see_arguments_of_earlier_calls_as_objects(arguments: Any, expected: str) -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}")
-    message = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": arguments}}]}
+    message = {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": arguments}}],
+    }
     assert template.render([message]) == expected
     assert message["tool_calls"][0]["function"]["arguments"] == arguments  # type: ignore[index]
 
@@ -284,12 +383,17 @@ GEMMA = (
 NO_SYSTEM = "{% for m in messages if m.role in ('user', 'assistant') %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 WEATHER_TOOL: dict[str, Any] = {
     "type": "function",
-    "function": {"name": "weather", "description": "Of a city, é", "parameters": {"properties": {"city": {"type": "string"}}}},
+    "function": {
+        "name": "weather",
+        "description": "Of a city, é",
+        "parameters": {"properties": {"city": {"type": "string"}}},
+    },
 }
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 HI: dict[str, Any] = {"role": "user", "content": "Hi"}
 CALLED: dict[str, Any] = {
-    "role": "assistant", "content": None,
+    "role": "assistant",
+    "content": None,
     "tool_calls": [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}],
 }
 RESULT: dict[str, Any] = {"role": "tool", "content": "22 degrees", "tool_call_id": "1", "name": "weather"}
@@ -328,7 +432,9 @@ def test_templates_that_read_tools_get_them_unchanged(tools: Any) -> None:
 
 
 def test_templates_that_read_only_calls_get_a_tool_prompt() -> None:
-    source = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls %}CALL{% endfor %};{% endfor %}"
+    source = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls %}CALL{% endfor %};{% endfor %}"
+    )
     template = ChatTemplate(source)
     assert template.render([CALLED, RESULT]) == "assistant:NoneCALL;tool:22 degrees;"
     assert template.render([CALLED, RESULT], tools=[CLOCK]).endswith(
@@ -345,7 +451,9 @@ def test_earlier_calls_are_shown_also_without_tools() -> None:
 @pytest.mark.parametrize("source", [GEMMA, MISTRAL, NO_SYSTEM])
 def test_the_tool_prompt_moves_to_the_user_message(source: str) -> None:
     two_results = [RESULT, {**RESULT, "content": "12:00"}]
-    text = ChatTemplate(source, special_tokens=MISTRAL_TOKENS).render([HI, CALLED, *two_results, HI], tools=[WEATHER_TOOL])
+    text = ChatTemplate(source, special_tokens=MISTRAL_TOKENS).render(
+        [HI, CALLED, *two_results, HI], tools=[WEATHER_TOOL]
+    )
     assert text.count(tool_prompt([WEATHER_TOOL]) + "\n\nHi") == 1
     assert "<tool_response>\n22 degrees\n</tool_response>\n<tool_response>\n12:00\n</tool_response>\nHi" in text
 
@@ -363,14 +471,21 @@ def test_the_world_template_gets_a_tool_prompt() -> None:
     assert f"Assistant: {WRITTEN}\n\nUser: <tool_response>\n22 degrees\n</tool_response>\n\nAssistant:" in text
 
 
-@pytest.mark.parametrize(("source", "style"), [
-    (SMOLLM2, "hermes"), (QWEN, "hermes"), (LLAMA3, "hermes"), ("[TOOL_CALLS]{{ messages }}", "hermes"),
-    ("[TOOL_CALLS]{{ tools }}", "mistral"),
-    ("{% if not tools is defined %}{% set tools = none %}{% endif %}[TOOL_CALLS]", "mistral"),
-    ("{% set tools = 3 %}{{ tools }}[TOOL_CALLS]", "hermes"), ("{{ messages[0].tools }}[TOOL_CALLS]", "hermes"),
-    ("{% if mine is defined %}{% set tools = mine %}{% endif %}{% if tools %}<|python_tag|>{% endif %}", "llama3"),
-    ({"default": "[TOOL_CALLS]{{ tools }}", "tool_use": "{{ tools }}<|python_tag|>"}, "llama3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("source", "style"),
+    [
+        (SMOLLM2, "hermes"),
+        (QWEN, "hermes"),
+        (LLAMA3, "hermes"),
+        ("[TOOL_CALLS]{{ messages }}", "hermes"),
+        ("[TOOL_CALLS]{{ tools }}", "mistral"),
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}[TOOL_CALLS]", "mistral"),
+        ("{% set tools = 3 %}{{ tools }}[TOOL_CALLS]", "hermes"),
+        ("{{ messages[0].tools }}[TOOL_CALLS]", "hermes"),
+        ("{% if mine is defined %}{% set tools = mine %}{% endif %}{% if tools %}<|python_tag|>{% endif %}", "llama3"),
+        ({"default": "[TOOL_CALLS]{{ tools }}", "tool_use": "{{ tools }}<|python_tag|>"}, "llama3"),
+    ],
+)
 def test_call_style(source: Any, style: str) -> None:
     assert ChatTemplate(source).call_style() == style
 
@@ -413,7 +528,8 @@ def test_no_message_is_lost(turns: list[tuple[str, str]]) -> None:
     told = calls_in_words(messages)
     assert all(message["role"] != "tool" for message in told)
     assert "".join(content for _, content in turns) == "".join(
-        message["content"].replace("<tool_response>", "").replace("</tool_response>", "").replace("\n", "") for message in told
+        message["content"].replace("<tool_response>", "").replace("</tool_response>", "").replace("\n", "")
+        for message in told
     )
 
 

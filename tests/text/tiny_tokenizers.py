@@ -15,7 +15,22 @@ from archerfish.text.text_tokenizer import BYTE_OF_CHARACTER, TextTokenizer
 from tests.engine.tiny_llama import save_tiny_llama
 
 MARK = "\u2581"
-WORDS = ["<unk>", "<s>", "</s>", MARK, f"{MARK}the", f"{MARK}cat", "s", "a", f"{MARK}a", "b", "\n", "你", "�", f"{MARK}{MARK}"]
+WORDS = [
+    "<unk>",
+    "<s>",
+    "</s>",
+    MARK,
+    f"{MARK}the",
+    f"{MARK}cat",
+    "s",
+    "a",
+    f"{MARK}a",
+    "b",
+    "\n",
+    "你",
+    "�",
+    f"{MARK}{MARK}",
+]
 
 JSON_WORDS = ['{"', '":', '",', '"}', "ab", "bc", "abc", "12", "true", "}}", "  ", "},{"]
 END = 1  # of byte_level
@@ -37,7 +52,9 @@ def save(directory: Path, tokenizer: Tokenizer, **settings: Any) -> TextTokenize
 def byte_fallback(directory: Path, *, strips: bool = True, **settings: Any) -> TextTokenizer:
     """As Llama 2: pieces with a mark for the space before a word, and a token for every byte."""
     vocabulary = WORDS + [f"<0x{value:02X}>" for value in range(256)]
-    model = models.BPE({word: index for index, word in enumerate(vocabulary)}, [], unk_token="<unk>", byte_fallback=True)
+    model = models.BPE(
+        {word: index for index, word in enumerate(vocabulary)}, [], unk_token="<unk>", byte_fallback=True
+    )
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(MARK), normalizers.Replace(" ", MARK)])
     steps: list[Any] = [decoders.Replace(MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -45,7 +62,9 @@ def byte_fallback(directory: Path, *, strips: bool = True, **settings: Any) -> T
         steps.append(decoders.Strip(content=" ", left=1))
     tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in WORDS[:3]])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+    )
     return save(directory, tokenizer, bos_token="<s>", eos_token="</s>", **settings)
 
 

@@ -48,7 +48,13 @@ class NativeAdapters(Adapters[Handle]):
             super().keep(take, indices)
 
     def add(
-        self, y: Handle, x: Handle, table: AdapterTable[Handle], *, activation: Activation = "none", softcap: float = 0.0,
+        self,
+        y: Handle,
+        x: Handle,
+        table: AdapterTable[Handle],
+        *,
+        activation: Activation = "none",
+        softcap: float = 0.0,
         scale: float = 1.0,
     ) -> Handle:
         recorder = self.runner.current()

@@ -1,7 +1,7 @@
 """The CPU backend: our own kernels (csrc/), on tapes that are replayed without Python.
 
-Activations are float32. `dtype` is the type of keys and values, and the one that float32 matrices are kept in; matrices of
-other types stay as they are stored, those of GGUF in their blocks.
+Activations are float32. `dtype` is the type of keys and values, and the one that float32 matrices are kept in; matrices
+of other types stay as they are stored, those of GGUF in their blocks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class NativeOps(Ops[Any]):
 
     def __init__(self, device: str = "cpu", dtype: str = "float32", level: str = "") -> None:
         super().__init__()
-        self.device, self.dtype, self.type = device, dtype, TYPES[dtype]
+        self.device = device
+        self.dtype = dtype
+        self.type = TYPES[dtype]
         self.level = Level(level)
         self.runner = TapeRunner(self.level, all_threads(cpu().num_cores))
         self._sampling = NativeSampling(self.runner)
@@ -232,14 +234,22 @@ class NativeOps(Ops[Any]):
     def layer_norm(self, x: Handle, norm: NormWeights[Handle]) -> Handle:
         return self._norm(x, None, norm.weight, norm.bias, norm.eps)[0]
 
-    def rms_norm(self, x: Handle, weight: Handle, eps: float, *, residual: Handle | None = None) -> tuple[Handle, Handle]:
+    def rms_norm(
+        self, x: Handle, weight: Handle, eps: float, *, residual: Handle | None = None
+    ) -> tuple[Handle, Handle]:
         return self._norm(x, residual, weight, None, eps)
 
     def add(self, x: Handle, residual: Handle) -> Handle:
         return self._norm(x, residual, None, None, 0.0)[0]
 
     def normed_linear(
-        self, x: Handle, norm: Handle, eps: float, weight: LinearWeight[Handle], *, residual: Handle | None = None,
+        self,
+        x: Handle,
+        norm: Handle,
+        eps: float,
+        weight: LinearWeight[Handle],
+        *,
+        residual: Handle | None = None,
         gate: Activation | None = None,
     ) -> tuple[Handle, Handle]:
         if self.adapted(weight) is not None:
@@ -265,8 +275,15 @@ class NativeOps(Ops[Any]):
         return out
 
     def experts(
-        self, x: Handle, logits: Handle, routing: Routing[Handle], gate_up: LinearWeight[Handle], down: LinearWeight[Handle],
-        activation: Activation, *, shared: Handle | None = None,
+        self,
+        x: Handle,
+        logits: Handle,
+        routing: Routing[Handle],
+        gate_up: LinearWeight[Handle],
+        down: LinearWeight[Handle],
+        activation: Activation,
+        *,
+        shared: Handle | None = None,
     ) -> Handle:
         recorder, num_chosen = self.runner.current(), routing.num_chosen
         first, second = (expert_matrix(weight) for weight in (gate_up, down))
@@ -274,24 +291,48 @@ class NativeOps(Ops[Any]):
         ids, weights, order = (recorder.like(x, num_chosen) for _ in range(3))  # numbers of 4 bytes
         hidden, out = recorder.like(x, num_chosen * second.num_inputs), recorder.like(x, x.shape[1])
         recorder.tape.route(
-            recorder(logits), sizes, routing.is_sigmoid, routing.is_normed, routing.scale, routing.bias, recorder(ids),
-            recorder(weights), recorder(order),
+            recorder(logits),
+            sizes,
+            routing.is_sigmoid,
+            routing.is_normed,
+            routing.scale,
+            routing.bias,
+            recorder(ids),
+            recorder(weights),
+            recorder(order),
         )
         chosen: dict[str, Any] = {
-            "sizes": sizes, "ids": recorder(ids), "order": recorder(order), "is_deterministic": self.is_deterministic
-        }  # fmt: skip
+            "sizes": sizes,
+            "ids": recorder(ids),
+            "order": recorder(order),
+            "is_deterministic": self.is_deterministic,
+        }
         tables = [self.adapted(weight) for weight in (gate_up, down)]
         before, after = (
             {} if table is None else cast(NativeAdapters, self.adapters).of_experts(recorder, x, table, num_chosen)
             for table in tables
         )
         recorder.tape.experts(
-            first, recorder(x), activation=ACTIVATIONS[activation], weights=-1, logits=-1, shared=-1, out=recorder(hidden),
-            **chosen, **before,
+            first,
+            recorder(x),
+            activation=ACTIVATIONS[activation],
+            weights=-1,
+            logits=-1,
+            shared=-1,
+            out=recorder(hidden),
+            **chosen,
+            **before,
         )
         recorder.tape.experts(
-            second, recorder(hidden), activation=0, weights=recorder(weights), logits=recorder(logits), shared=recorder(shared),
-            out=recorder(out), **chosen, **after,
+            second,
+            recorder(hidden),
+            activation=0,
+            weights=recorder(weights),
+            logits=recorder(logits),
+            shared=recorder(shared),
+            out=recorder(out),
+            **chosen,
+            **after,
         )
         self.runner.finish(recorder)
         return out
@@ -299,7 +340,12 @@ class NativeOps(Ops[Any]):
     # Attention
 
     def _attend(
-        self, recorder: Recorder, q: Handle, heads: HeadShape, kv: KVLayer[Handle] | None, bias: Handle | None,
+        self,
+        recorder: Recorder,
+        q: Handle,
+        heads: HeadShape,
+        kv: KVLayer[Handle] | None,
+        bias: Handle | None,
         sinks: Handle | None,
     ) -> Handle:
         width = heads.num_heads * heads.head_dim
@@ -307,16 +353,31 @@ class NativeOps(Ops[Any]):
         shape = [heads.num_heads, heads.num_kv_heads, heads.head_dim]
         keys, values = (None, None) if kv is None else (kv.keys, kv.values)
         recorder.tape.attend(
-            recorder(q), recorder(out), shape, heads.scale, heads.window, heads.softcap, keys, values,
-            TYPES["float32"] if kv is None else self._kv_type(kv), recorder(bias),
-            is_exact=self.is_deterministic or self.dtype == "float32", is_causal=heads.is_causal or kv is not None,
+            recorder(q),
+            recorder(out),
+            shape,
+            heads.scale,
+            heads.window,
+            heads.softcap,
+            keys,
+            values,
+            TYPES["float32"] if kv is None else self._kv_type(kv),
+            recorder(bias),
+            is_exact=self.is_deterministic or self.dtype == "float32",
+            is_causal=heads.is_causal or kv is not None,
             sinks=sinks,
         )
         self.runner.finish(recorder)
         return out
 
     def attention(
-        self, qkv: Handle, segments: Segments, heads: HeadShape, *, bias: Handle | None = None, sinks: Handle | None = None
+        self,
+        qkv: Handle,
+        segments: Segments,
+        heads: HeadShape,
+        *,
+        bias: Handle | None = None,
+        sinks: Handle | None = None,
     ) -> Handle:
         recorder = self.runner.current()
         if recorder.is_eager:
@@ -327,7 +388,9 @@ class NativeOps(Ops[Any]):
     def relative_bias(self, table: Handle, buckets: Ids) -> Handle:
         return np.ascontiguousarray(as_stored(table).as_floats()[buckets].transpose(2, 0, 1), dtype=np.float32)
 
-    def rotary(self, cos_sin: npt.NDArray[np.float32], rotary_dim: int, *, is_interleaved: bool = False) -> Rotary[Handle]:
+    def rotary(
+        self, cos_sin: npt.NDArray[np.float32], rotary_dim: int, *, is_interleaved: bool = False
+    ) -> Rotary[Handle]:
         return Rotary(np.ascontiguousarray(cos_sin), rotary_dim, is_interleaved)
 
     def new_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVLayer[Handle]:
@@ -357,15 +420,29 @@ class NativeOps(Ops[Any]):
         return q
 
     def _turn(
-        self, recorder: Recorder, qkv: Handle, q: Handle, heads: HeadShape, rotation: Rotation[Handle],
+        self,
+        recorder: Recorder,
+        qkv: Handle,
+        q: Handle,
+        heads: HeadShape,
+        rotation: Rotation[Handle],
         kv: KVLayer[Handle] | None,
     ) -> None:
         rotary = rotation.rotary
         keys, values, kind = (None, None, TYPES["float32"]) if kv is None else (kv.keys, kv.values, self._kv_type(kv))
         recorder.tape.store_kv(
-            recorder(qkv), recorder(q), [heads.num_heads, heads.num_kv_heads, heads.head_dim],
-            None if rotary is None else rotary.cos_sin, 0 if rotary is None else rotary.rotary_dim, rotation.q_norm,
-            rotation.k_norm, rotation.eps, keys, values, kind, rotary is not None and rotary.is_interleaved,
+            recorder(qkv),
+            recorder(q),
+            [heads.num_heads, heads.num_kv_heads, heads.head_dim],
+            None if rotary is None else rotary.cos_sin,
+            0 if rotary is None else rotary.rotary_dim,
+            rotation.q_norm,
+            rotation.k_norm,
+            rotation.eps,
+            keys,
+            values,
+            kind,
+            rotary is not None and rotary.is_interleaved,
         )
         self.runner.finish(recorder)
 
@@ -378,8 +455,14 @@ class NativeOps(Ops[Any]):
         return qkv
 
     def paged_attention(
-        self, q: Handle, kv: KVLayer[Handle], batch: PagedBatch[Handle], heads: HeadShape, *,
-        mask: BlockMask[Handle] | None = None, sinks: Handle | None = None,
+        self,
+        q: Handle,
+        kv: KVLayer[Handle],
+        batch: PagedBatch[Handle],
+        heads: HeadShape,
+        *,
+        mask: BlockMask[Handle] | None = None,
+        sinks: Handle | None = None,
     ) -> Handle:
         if mask is not None:
             raise DeviceError("The native CPU backend has no block masks.", hint="Use the backend 'torch reference'.")
@@ -411,7 +494,9 @@ class NativeOps(Ops[Any]):
     def sample(self, logits: Handle, batch: SamplingBatch[Handle]) -> Drawn[Handle]:
         return self._sampling.sample(logits, batch)
 
-    def token_logprobs(self, logits: Handle, token_ids: Handle, num_top: int, *, rows: Ids | None = None) -> Logprobs[Handle]:
+    def token_logprobs(
+        self, logits: Handle, token_ids: Handle, num_top: int, *, rows: Ids | None = None
+    ) -> Logprobs[Handle]:
         return self._sampling.token_logprobs(logits, token_ids, num_top, rows)
 
     def new_counts(self, num_rows: int, vocab_size: int) -> TokenCounts[Handle]:

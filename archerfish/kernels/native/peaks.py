@@ -1,4 +1,5 @@
-"""What the machine can do, measured with the backend's own products: for `archerfish doctor` and `archerfish bench cpu`."""
+"""What the machine can do, measured with the backend's own products: for `archerfish doctor` and `archerfish bench
+cpu`."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ NUM_ROUNDS = 5
 
 
 def measure_peaks() -> dict[str, float]:
-    """Reads of memory in GB/s, and products in float32 and in the type of this CPU in GFLOP/s; in some tenths of a second."""
+    """Reads of memory in GB/s, and products in float32 and in the type of this CPU in GFLOP/s; in some tenths of a
+    second."""
     runner = TapeRunner(Level(), all_threads(cpu().num_cores))
 
     def rate(kind: str, num_outputs: int, num_rows: int) -> tuple[float, int]:

@@ -79,7 +79,9 @@ class StepArrays:
     """The numbers of one step."""
 
     arrays: list[Array | None] = dataclasses.field(default_factory=lambda: [None] * len(Input))
-    sizes: list[int] = dataclasses.field(default_factory=lambda: [0] * 6)  # by Rows, then table width, block size, pieces
+    sizes: list[int] = dataclasses.field(
+        default_factory=lambda: [0] * 6
+    )  # by Rows, then table width, block size, pieces
 
     def set(self, which: Input, array: Array | None) -> None:
         if array is not None:
@@ -150,7 +152,9 @@ class TapeRunner:
     """The threads of a backend, and what is being recorded in this thread."""
 
     def __init__(self, level: Level, threads: Threads) -> None:
-        self.level, self.threads, self._free_cores = level, threads, FreeCores()
+        self.level = level
+        self.threads = threads
+        self._free_cores = FreeCores()
         self._local = threading.local()
         self._unpacked: list[Matrix] = []  # those that nothing packs yet
         self._packing: Future[None] | None = None
@@ -184,7 +188,8 @@ class TapeRunner:
         return 1 if is_forked() else min(self.threads.count, self._free_cores.count())
 
     def pack(self, matrix: Matrix, *, is_copy: bool = False) -> Matrix:
-        """Have a matrix packed together with others before a tape runs; at once if its rows are a copy, to free that."""
+        """Have a matrix packed together with others before a tape runs; at once if its rows are a copy, to free
+        that."""
         with self._lock:
             self._unpacked.append(matrix)
         if is_copy:
@@ -195,7 +200,9 @@ class TapeRunner:
         """Pack in the background, by all threads and without the interpreter lock. then: called afterwards."""
         with self._lock:
             matrices, self._unpacked = self._unpacked, []
-            packing, num_threads, before = Packing(matrices), self._all_threads(), self._packing
+            packing = Packing(matrices)
+            num_threads = self._all_threads()
+            before = self._packing
 
             def pack() -> None:
                 if before is not None:
@@ -267,15 +274,21 @@ def set_batch(step: StepArrays, batch: Any) -> None:
         np.cumsum(batch.query_lens, out=starts[1:])
         tables = np.ascontiguousarray(batch.block_tables)
         for which, array in (
-            (Input.POSITIONS, batch.positions), (Input.SLOTS, batch.slots), (Input.BLOCK_TABLES, tables),
-            (Input.STARTS, starts), (Input.CONTEXT_LENS, batch.context_lens),
+            (Input.POSITIONS, batch.positions),
+            (Input.SLOTS, batch.slots),
+            (Input.BLOCK_TABLES, tables),
+            (Input.STARTS, starts),
+            (Input.CONTEXT_LENS, batch.context_lens),
         ):
             step.set(which, array)
         step.sizes[3:5] = tables.shape[1], batch.block_size
         return
     for which, array in (
-        (Input.PREVIOUS, batch.previous), (Input.SOURCES, batch.sources), (Input.TARGETS, batch.targets),
-        (Input.PIECE_STARTS, batch.starts), (Input.FIRST_PIECES, batch.first_pieces),
+        (Input.PREVIOUS, batch.previous),
+        (Input.SOURCES, batch.sources),
+        (Input.TARGETS, batch.targets),
+        (Input.PIECE_STARTS, batch.starts),
+        (Input.FIRST_PIECES, batch.first_pieces),
     ):
         step.set(which, array)
     step.sizes[5] = len(batch.sources)
@@ -296,4 +309,3 @@ def symbolic(batch: Any) -> Any:
         if batch.adapters is not None:
             names["adapters"] = Value(Rows.TOKENS, 1, source=Input.ADAPTERS)
     return dataclasses.replace(batch, **names)
-

@@ -37,7 +37,9 @@ class NativeSampling:
     def sample(self, logits: Array, batch: SamplingBatch[Array]) -> Drawn[Array]:
         """As `Ops.sample`."""
         report = np.empty((2, len(logits)), dtype=np.int64)
-        self._sampler.sample(self._runner.threads, self._runner.num_threads, plain_rows(logits), parts_of(batch), report)
+        self._sampler.sample(
+            self._runner.threads, self._runner.num_threads, plain_rows(logits), parts_of(batch), report
+        )
         if batch.penalties is not None:
             count_tokens(batch.penalties, report[0])
         return Drawn(report[0], report)
@@ -46,12 +48,21 @@ class NativeSampling:
         """As `Ops.token_logprobs`."""
         num_rows, num_top = len(token_ids), min(num_top, logits.shape[1])
         found: Logprobs[Array] = Logprobs(
-            np.empty(num_rows), np.empty(num_rows, dtype=np.int64),
-            np.empty((num_rows, num_top), dtype=np.int64), np.empty((num_rows, num_top)),
-        )  # fmt: skip
+            np.empty(num_rows),
+            np.empty(num_rows, dtype=np.int64),
+            np.empty((num_rows, num_top), dtype=np.int64),
+            np.empty((num_rows, num_top)),
+        )
         self._sampler.score(
-            self._runner.threads, self._runner.num_threads, plain_rows(logits), np.asarray(token_ids, np.int64),
-            None if rows is None else np.asarray(rows), found.logprobs, found.ranks, found.top_ids, found.top_logprobs,
+            self._runner.threads,
+            self._runner.num_threads,
+            plain_rows(logits),
+            np.asarray(token_ids, np.int64),
+            None if rows is None else np.asarray(rows),
+            found.logprobs,
+            found.ranks,
+            found.top_ids,
+            found.top_logprobs,
         )
         return found
 
@@ -83,7 +94,9 @@ class NativeSampling:
     def pool_stats(self) -> PoolStats:
         sampler = self._sampler
         num_misses, num_idle = sampler.num_allocations, sampler.num_bytes // 4
-        return PoolStats(sampler.num_calls, sampler.num_calls, sampler.num_calls - num_misses, num_misses, num_idle, num_idle)
+        return PoolStats(
+            sampler.num_calls, sampler.num_calls, sampler.num_calls - num_misses, num_misses, num_idle, num_idle
+        )
 
 
 def plain_rows(logits: Array) -> Floats:

@@ -22,11 +22,27 @@ from archerfish.kernels.stored import BLOCK, HALF_RANGE, StoredTensor, to_int8, 
 INT8_ROWS = "int8 rows"  # one scale for each output; rows of activations become bytes when they are multiplied
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 FORMATS = TYPES | {
-    "Q4_0": 3, "Q4_1": 4, "Q5_0": 5, "Q5_1": 6, "Q8_0": 7, "Q4_K": 8, "Q5_K": 9, "Q6_K": 10, INT8_ROWS: 11, "MXFP4": 12,
-}  # fmt: skip
+    "Q4_0": 3,
+    "Q4_1": 4,
+    "Q5_0": 5,
+    "Q5_1": 6,
+    "Q8_0": 7,
+    "Q4_K": 8,
+    "Q5_K": 9,
+    "Q6_K": 10,
+    INT8_ROWS: 11,
+    "MXFP4": 12,
+}
 FORMAT_NAMES = {number: name for name, number in FORMATS.items()}
 ACTIVATIONS: dict[Activation, int] = {
-    "none": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu_squared": 4, "sigmoid": 5, "silu": 6, "tanh": 7,
+    "none": 0,
+    "gelu": 1,
+    "gelu_tanh": 2,
+    "relu": 3,
+    "relu_squared": 4,
+    "sigmoid": 5,
+    "silu": 6,
+    "tanh": 7,
     "swiglu_oai": 8,
 }
 GROUP = 16  # outputs that lie side by side
@@ -45,7 +61,9 @@ class NativeWeight(PackedWeight[Any]):
     """Packed matrices with their biases, one below the other: one for each format that the parts are stored in."""
 
     def __init__(self, runner: TapeRunner, matrices: Sequence[Matrix], *, is_deterministic: bool = False) -> None:
-        self.runner, self.matrices, self.is_deterministic = runner, matrices, is_deterministic
+        self.runner = runner
+        self.matrices = matrices
+        self.is_deterministic = is_deterministic
         self.num_outputs = sum(matrix.num_outputs for matrix in matrices)
         self.can_gate = len(matrices) == 1 and self.num_outputs % (2 * GROUP) == 0
 
@@ -57,7 +75,13 @@ class NativeWeight(PackedWeight[Any]):
         first = 0
         for matrix in self.matrices:
             recorder.tape.linear(
-                matrix, recorder(x), recorder(out), first, out.shape[1], is_deterministic=self.is_deterministic, **options
+                matrix,
+                recorder(x),
+                recorder(out),
+                first,
+                out.shape[1],
+                is_deterministic=self.is_deterministic,
+                **options,
             )
             first += matrix.num_outputs
         self.runner.finish(recorder)
@@ -76,8 +100,15 @@ class NativeWeight(PackedWeight[Any]):
         out = recorder.like(x, self.num_outputs // 2 if is_gated else self.num_outputs)
         total = x if before is None else recorder.like(x, x.shape[1])
         self._add(
-            recorder, x, out, activation=ACTIVATIONS[(gate if is_gated else None) or "none"], is_gated=is_gated, norm=norm,
-            eps=eps, before=recorder(before), total=-1 if before is None else recorder(total),
+            recorder,
+            x,
+            out,
+            activation=ACTIVATIONS[(gate if is_gated else None) or "none"],
+            is_gated=is_gated,
+            norm=norm,
+            eps=eps,
+            before=recorder(before),
+            total=-1 if before is None else recorder(total),
         )
         return out, total
 
@@ -149,7 +180,9 @@ def as_stored(tensor: Any) -> StoredTensor:
 def add_part(matrix: Matrix, part: StoredTensor, first: int) -> None:
     """Add the rows of a part from output `first` on."""
     if part.quant_type:
-        given = (None if each is None else np.ascontiguousarray(spread(each, part)) for each in (part.scales, part.mins))
+        given = (
+            None if each is None else np.ascontiguousarray(spread(each, part)) for each in (part.scales, part.mins)
+        )
         halves = [None if each is None else each.view(np.uint16) for each in given]
         matrix.add_rows(np.ascontiguousarray(part.data), first, part.shape[0], scales=halves[0], mins=halves[1])
     else:
@@ -163,7 +196,8 @@ def spread(halves: npt.NDArray[np.float16], part: StoredTensor) -> npt.NDArray[n
 
 
 def as_blocks(part: StoredTensor, dtype: str) -> StoredTensor:
-    """A tensor in a format that there are products for: FP8 is widened to `dtype`, the scales of int8 become float16."""
+    """A tensor in a format that there are products for: FP8 is widened to `dtype`, the scales of int8 become
+    float16."""
     if part.quant_type not in ("FP8", "INT8") or part.scales is None:
         return part
     is_half = part.scales.min(initial=1.0) >= LEAST_SCALE and part.scales.max(initial=0.0) <= HALF_RANGE[1]
@@ -180,4 +214,7 @@ def to_int4(part: StoredTensor) -> StoredTensor:
     return StoredTensor(part.shape, "float32", codes, "Q4_1", scales, mins)
 
 
-MAKERS: dict[str, Callable[[StoredTensor], StoredTensor]] = {"int8": to_int8, "int4": to_int4}  # by the name of a format
+MAKERS: dict[str, Callable[[StoredTensor], StoredTensor]] = {
+    "int8": to_int8,
+    "int4": to_int4,
+}  # by the name of a format

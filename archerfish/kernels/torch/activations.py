@@ -17,8 +17,14 @@ def clamped_silu(x: torch.Tensor) -> torch.Tensor:
 
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    "none": lambda x: x, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu,
-    "relu_squared": lambda x: F.relu(x).square_(), "sigmoid": torch.sigmoid, "silu": F.silu, "tanh": torch.tanh,
+    "none": lambda x: x,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square_(),
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "tanh": torch.tanh,
     "swiglu_oai": clamped_silu,
 }
 

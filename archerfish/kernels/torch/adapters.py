@@ -50,7 +50,8 @@ class TorchAdapters(Adapters[Tensor]):
         self.rows = torch.where(counting < ends[-1], columns[Input.ADAPTER][owner], 0)
 
     def places(self, ids: Tensor, num_experts: int) -> Tensor:
-        """Of the experts that rows chose, (rows, chosen): where their matrices lie, from 1 on; 0: rows without adapter."""
+        """Of the experts that rows chose, (rows, chosen): where their matrices lie, from 1 on; 0: rows without
+        adapter."""
         assert self.rows is not None
         slots = self.rows[: len(ids)].unsqueeze(1)
         return torch.where(slots > 0, (slots - 1) * num_experts + ids + 1, 0).flatten()
@@ -70,8 +71,15 @@ class TorchAdapters(Adapters[Tensor]):
         table.ranks[place] = torch.clamp(table.ranks[place], min=rank)
 
     def add(
-        self, y: Tensor, x: Tensor, table: AdapterTable[Tensor], *, activation: Activation = "none", softcap: float = 0.0,
-        scale: float = 1.0, places: Tensor | None = None,
+        self,
+        y: Tensor,
+        x: Tensor,
+        table: AdapterTable[Tensor],
+        *,
+        activation: Activation = "none",
+        softcap: float = 0.0,
+        scale: float = 1.0,
+        places: Tensor | None = None,
     ) -> Tensor:
         """places: of each row, with a table of experts."""
         given = self.rows if places is None else places

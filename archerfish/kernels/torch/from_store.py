@@ -25,8 +25,8 @@ def groups(code_type: str, scale_type: str, group_size: int, coding: Coding) -> 
 def stored_parts(
     parts: Sequence[Any], kept: Collection[str] = GPU_TYPES
 ) -> tuple[WeightFormat, list[Mapping[str, Any]]]:
-    """The format of matrices that are stacked, some of which are quantised, and their tensors. They become plain where they
-    differ, and where their type is not one that is kept."""
+    """The format of matrices that are stacked, some of which are quantised, and their tensors. They become plain where
+    they differ, and where their type is not one that is kept."""
     kinds = {part.quant_type if isinstance(part, StoredTensor) else "" for part in parts}
     found = [from_store(part) for part in parts] if kinds <= set(kept) else []
     if len({weight_format for weight_format, _ in found}) == 1:
@@ -37,7 +37,10 @@ def stored_parts(
 def from_store(stored: StoredTensor) -> tuple[WeightFormat, Tensors]:
     """The format of a quantised matrix, and its tensors, over the same memory where they lie alike."""
     num_outputs, num_inputs = stored.shape
-    kind, codes, scales, mins = stored.quant_type, stored.data, stored.scales, stored.mins
+    kind = stored.quant_type
+    codes = stored.data
+    scales = stored.scales
+    mins = stored.mins
     if kind == "Q4_K":
         codes, scales, mins = split_q4_k(codes)
     elif kind == "Q6_K":
@@ -61,7 +64,9 @@ def split_q4_k(blocks: Bytes) -> tuple[Bytes, npt.NDArray[np.float16], npt.NDArr
     """Codes as in Q4_1, and the scale and the minimum of each 32 numbers."""
     blocks = blocks.reshape(-1, 144)
     halves = np.ascontiguousarray(blocks[:, :4]).view(np.float16).astype(np.float32)
-    low, high, mixed = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    low = blocks[:, 4:8]
+    high = blocks[:, 8:12]
+    mixed = blocks[:, 12:16]
     scales = np.concatenate((low & 63, mixed & 15 | low >> 6 << 4), axis=1) * halves[:, :1]
     mins = np.concatenate((high & 63, mixed >> 4 | high >> 6 << 4), axis=1) * -halves[:, 1:]
     pairs = blocks[:, 16:].reshape(-1, 4, 32)  # 32 low halves, then 32 high ones
@@ -76,6 +81,7 @@ def split_q6_k(blocks: Bytes) -> tuple[Bytes, npt.NDArray[np.float16]]:
     nibbles = np.concatenate((low & 15, low >> 4), axis=2).reshape(-1, 2, 4, 32)
     tops = high >> np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 1, 4, 1) & 3
     codes = (nibbles | tops << 4).astype(np.int8) - 32
-    scales = blocks[:, 192:208].view(np.int8) * np.ascontiguousarray(blocks[:, 208:]).view(np.float16).astype(np.float32)
+    scales = blocks[:, 192:208].view(np.int8) * np.ascontiguousarray(blocks[:, 208:]).view(np.float16).astype(
+        np.float32
+    )
     return codes.reshape(-1, SUPER_BLOCK).view(np.uint8), scales.astype(np.float16)
-

@@ -1,6 +1,7 @@
 """Exchange between ranks by torch.distributed: NCCL between cards, gloo between processes on CPUs or on one card.
 
-The groups belong to an engine and not to the process, so that there may be several, beside a default group of the user's own.
+The groups belong to an engine and not to the process, so that there may be several, beside a default group of the
+user's own.
 """
 
 from __future__ import annotations
@@ -41,10 +42,14 @@ def new_group(kind: str, store: Any, rank: int, size: int) -> Any:
 class TorchRanks(Ranks):
     """Tensors may be torch's, or arrays of NumPy, with which the native backend computes."""
 
-    def __init__(self, rank: int, size: int, num_stages: int, *, kind: str, store: Path, device: str, is_numpy: bool) -> None:
+    def __init__(
+        self, rank: int, size: int, num_stages: int, *, kind: str, store: Path, device: str, is_numpy: bool
+    ) -> None:
         """store: a file by which the ranks find each other, the same for all, which does not exist yet."""
         super().__init__(*self.place(rank, size, num_stages), records=kind == "nccl")
-        self.device, self.is_numpy, self._is_quiet = device, is_numpy, False
+        self.device = device
+        self.is_numpy = is_numpy
+        self._is_quiet = False
         files = distributed.FileStore(str(store), size * num_stages)
         self._rank = rank
         self._world = new_group(kind, distributed.PrefixStore("world", files), rank, size * num_stages)
@@ -61,7 +66,11 @@ class TorchRanks(Ranks):
             return x
         ends = [Ranks(index, self.size).part(part.total) for index in range(self.size)]
         own, widest = self._as_tensor(x), max(each.size for each in ends)
-        own = torch.nn.functional.pad(own, (0, widest - own.shape[1])).to(own.device if self.records else "cpu").contiguous()
+        own = (
+            torch.nn.functional.pad(own, (0, widest - own.shape[1]))
+            .to(own.device if self.records else "cpu")
+            .contiguous()
+        )
         found = own.new_empty((self.size, *own.shape))
         if not self._is_quiet:
             self._stage.allgather([list(found.unbind())], [own]).wait()

@@ -53,7 +53,10 @@ class TorchWeight(PackedWeight[Tensor]):
     """A linear map in any format, whose matrix is dequantised for every product."""
 
     def __init__(self, ops: TorchOps, weight_format: WeightFormat, tensors: Tensors, bias: Tensor | None) -> None:
-        self.ops, self.weight_format, self.tensors, self.bias = ops, weight_format, tensors, bias
+        self.ops = ops
+        self.weight_format = weight_format
+        self.tensors = tensors
+        self.bias = bias
 
     def dequantised(self) -> Tensor:
         """The matrix in the compute type."""
@@ -110,7 +113,9 @@ class TorchOps(Ops[Tensor]):
         bias = None
         if given:  # a missing one counts as zeros unless all are missing
             sizes = [weight_format.num_outputs(each) for each in loaded]
-            stacked = [given[0].new_zeros(size) if each is None else each for size, each in zip(sizes, biases, strict=True)]
+            stacked = [
+                given[0].new_zeros(size) if each is None else each for size, each in zip(sizes, biases, strict=True)
+            ]
             bias = torch.cat(stacked).to(self.device, self.torch_dtype)
         product = self.products.get(weight_format.name, TorchWeight)
         if weight_format is INT8 and self.rounds_rows:
@@ -136,7 +141,9 @@ class TorchOps(Ops[Tensor]):
 
     def _turn(self, q: Tensor, k: Tensor, positions: Tensor, rotation: Rotation[Tensor]) -> tuple[Tensor, Tensor]:
         """Queries and keys, (tokens, heads, head_dim), normalised and rotated."""
-        rotary, q_norm, k_norm = rotation.rotary, rotation.q_norm, rotation.k_norm
+        rotary = rotation.rotary
+        q_norm = rotation.q_norm
+        k_norm = rotation.k_norm
         if q_norm is not None:
             q = F.rms_norm(q.float().reshape(len(q), -1, len(q_norm)), q_norm.shape, q_norm, rotation.eps).view(q.shape)
         if k_norm is not None:
@@ -147,7 +154,13 @@ class TorchOps(Ops[Tensor]):
         return q, k
 
     def attention(
-        self, qkv: Tensor, segments: Segments, heads: HeadShape, *, bias: Tensor | None = None, sinks: Tensor | None = None
+        self,
+        qkv: Tensor,
+        segments: Segments,
+        heads: HeadShape,
+        *,
+        bias: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         parts: list[Tensor] = []
         start, sizes = 0, [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
@@ -193,7 +206,9 @@ class TorchOps(Ops[Tensor]):
         num_bytes = math.prod(shape) * dtype.itemsize
 
         def memory() -> Tensor:
-            if self.device == "cpu":  # the system gives it when it is first written to; torch.zeros would touch all of it
+            if (
+                self.device == "cpu"
+            ):  # the system gives it when it is first written to; torch.zeros would touch all of it
                 return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
             return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device).view(dtype).view(shape)
 
@@ -224,10 +239,14 @@ class TorchOps(Ops[Tensor]):
         rows = F.embedding(ids, table).to(self.torch_dtype)
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=self.torch_dtype, device=self.device)
 
-    def rotary(self, cos_sin: npt.NDArray[np.float32], rotary_dim: int, *, is_interleaved: bool = False) -> Rotary[Tensor]:
+    def rotary(
+        self, cos_sin: npt.NDArray[np.float32], rotary_dim: int, *, is_interleaved: bool = False
+    ) -> Rotary[Tensor]:
         return Rotary(torch.from_numpy(cos_sin).to(self.device), rotary_dim, is_interleaved)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         total = x if residual is None else x + residual
         return F.rms_norm(total.float(), weight.shape, weight, eps).to(self.torch_dtype), total
 
@@ -243,7 +262,9 @@ class TorchOps(Ops[Tensor]):
         q, k = self._turn(q, k, batch.positions, rotation)
         slots = batch.slots[: batch.num_tokens]
         is_real = slots >= 0
-        for place, (memory, new) in enumerate(((kv.keys, k[: len(slots)][is_real]), (kv.values, v[: len(slots)][is_real]))):
+        for place, (memory, new) in enumerate(
+            ((kv.keys, k[: len(slots)][is_real]), (kv.values, v[: len(slots)][is_real]))
+        ):
             if kv.scales is not None:
                 scaled = (new.float() / kv.scales[place][:, None]).clamp(-FP8_LARGEST, FP8_LARGEST)
                 memory, new = memory.view(torch.uint8), scaled.to(FP8).view(torch.uint8)
@@ -251,8 +272,14 @@ class TorchOps(Ops[Tensor]):
         return q.to(self.torch_dtype).reshape(len(qkv), -1)
 
     def paged_attention(
-        self, q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, *,
-        mask: BlockMask[Tensor] | None = None, sinks: Tensor | None = None,
+        self,
+        q: Tensor,
+        kv: KVLayer[Tensor],
+        batch: PagedBatch[Tensor],
+        heads: HeadShape,
+        *,
+        mask: BlockMask[Tensor] | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         out = torch.zeros_like(q)
         start = 0
@@ -277,12 +304,21 @@ class TorchOps(Ops[Tensor]):
         return gated(gate, up, activation)
 
     def experts(
-        self, x: Tensor, logits: Tensor, routing: Routing[Tensor], gate_up: LinearWeight[Tensor], down: LinearWeight[Tensor],
-        activation: Activation, *, shared: Tensor | None = None,
+        self,
+        x: Tensor,
+        logits: Tensor,
+        routing: Routing[Tensor],
+        gate_up: LinearWeight[Tensor],
+        down: LinearWeight[Tensor],
+        activation: Activation,
+        *,
+        shared: Tensor | None = None,
     ) -> Tensor:
         num_experts = routing.num_experts
         ids, weights = choose_experts(logits, routing)
-        hidden = self.gated(self._of_experts(x.repeat_interleave(routing.num_chosen, 0), ids, gate_up, num_experts), activation)
+        hidden = self.gated(
+            self._of_experts(x.repeat_interleave(routing.num_chosen, 0), ids, gate_up, num_experts), activation
+        )
         y = self._of_experts(hidden, ids, down, num_experts)
         total = (y.view(*ids.shape, y.shape[1]) * weights.unsqueeze(2)).sum(1)
         if shared is not None:
@@ -315,7 +351,9 @@ class TorchOps(Ops[Tensor]):
         random = torch.Generator(self.device).manual_seed(0)
         for name, shape in shapes.items():
             tensor = torch.randn(shape, generator=random, device=self.device) * DUMMY_SCALE
-            made[name] = (1 + tensor if len(shape) == 1 and name.endswith("norm.weight") else tensor).to(self.torch_dtype)
+            made[name] = (1 + tensor if len(shape) == 1 and name.endswith("norm.weight") else tensor).to(
+                self.torch_dtype
+            )
         return made
 
     def computing(self) -> AbstractContextManager[object]:
@@ -341,7 +379,9 @@ class TorchOps(Ops[Tensor]):
     def sample(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Drawn[Tensor]:
         return self._sampling.sample(logits, batch)
 
-    def token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int, *, rows: Ids | None = None) -> Logprobs[Tensor]:
+    def token_logprobs(
+        self, logits: Tensor, token_ids: Tensor, num_top: int, *, rows: Ids | None = None
+    ) -> Logprobs[Tensor]:
         return self._sampling.token_logprobs(logits, token_ids, num_top, rows)
 
     def recurrent(self) -> RecurrentOps[Tensor]:
@@ -357,15 +397,22 @@ class TorchOps(Ops[Tensor]):
     def decode_batch(
         self, inputs: Tensor, state: DecodeState[Tensor], block_size: int, *, is_shared: bool
     ) -> tuple[PagedBatch[Tensor], SamplingBatch[Tensor]]:
-        rows, positions, blocks = inputs[Input.ROW], inputs[Input.POSITION], inputs[Input.BLOCK]
+        rows = inputs[Input.ROW]
+        positions = inputs[Input.POSITION]
+        blocks = inputs[Input.BLOCK]
         is_real = positions >= 0
         state.tables[rows[is_real], positions[is_real] // block_size] = blocks[is_real].int()
         tokens = torch.where(inputs[Input.TOKEN] == ON_DEVICE, state.last_tokens[rows], inputs[Input.TOKEN])
         num_real = int(is_real.sum())
         batch = PagedBatch(
-            num_tokens=num_real, num_decodes=num_real, query_lens=np.ones(num_real, dtype=np.int64),
-            context_lens=(positions[:num_real] + 1).cpu().numpy(), token_ids=tokens, positions=positions.clamp_min(0),
-            slots=blocks * block_size + positions % block_size, block_tables=state.tables[rows[:num_real]].long(),
+            num_tokens=num_real,
+            num_decodes=num_real,
+            query_lens=np.ones(num_real, dtype=np.int64),
+            context_lens=(positions[:num_real] + 1).cpu().numpy(),
+            token_ids=tokens,
+            positions=positions.clamp_min(0),
+            slots=blocks * block_size + positions % block_size,
+            block_tables=state.tables[rows[:num_real]].long(),
             block_size=block_size,
         )
         return batch, sampling_batch(inputs, positions + 1, torch.arange(inputs.shape[1], device=self.device), state)
@@ -413,14 +460,16 @@ class TorchOps(Ops[Tensor]):
 def pass_rows(
     inputs: Tensor, size: PassSize, state: DecodeState[Tensor], block_size: int, counting: Tensor, keeps_all: bool
 ) -> tuple[PagedBatch[Tensor], Tensor, Tensor]:
-    """Rows of a pass over prompts, laid out on the device, its columns, and those of the tokens to choose: keeps_all, one
-    behind every row. counting: the numbers of all rows.
+    """Rows of a pass over prompts, laid out on the device, its columns, and those of the tokens to choose: keeps_all,
+    one behind every row. counting: the numbers of all rows.
 
     Fillings have negative slots, and count as tokens. The lengths of the host are not those of the sequences.
     """
     num = size.num_columns
     columns, tokens = inputs[: NUM_INPUTS * num].view(NUM_INPUTS, num), inputs[NUM_INPUTS * num :]
-    rows, last, counts = columns[Input.ROW], columns[Input.POSITION], columns[Input.COUNT]
+    rows = columns[Input.ROW]
+    last = columns[Input.POSITION]
+    counts = columns[Input.COUNT]
     ends, tables = counts.cumsum(0), state.tables[rows]
     owner = torch.searchsorted(ends, counting, right=True).clamp_max_(num - 1)
     is_real = (counting < ends[-1]) & (last[owner] >= 0)
@@ -431,12 +480,22 @@ def pass_rows(
         chosen = columns[:, owner]
         chosen[Input.POSITION] = torch.where(is_real, positions, FILLING_POSITION)
         chosen[Input.ROW].masked_fill_(counting + 1 != ends[owner], len(state.last_tokens) - 1)
-    return PagedBatch(
-        num_tokens=size.num_rows, num_decodes=size.num_decodes, query_lens=lens, context_lens=lens,
-        token_ids=torch.where(tokens == ON_DEVICE, state.last_tokens[rows][owner], tokens), positions=positions,
-        slots=torch.where(is_real, slots, -1), block_tables=tables, block_size=block_size,
-        kept_rows=None if keeps_all else (ends - 1).clamp_min(0),
-    ), columns, chosen
+    return (
+        PagedBatch(
+            num_tokens=size.num_rows,
+            num_decodes=size.num_decodes,
+            query_lens=lens,
+            context_lens=lens,
+            token_ids=torch.where(tokens == ON_DEVICE, state.last_tokens[rows][owner], tokens),
+            positions=positions,
+            slots=torch.where(is_real, slots, -1),
+            block_tables=tables,
+            block_size=block_size,
+            kept_rows=None if keeps_all else (ends - 1).clamp_min(0),
+        ),
+        columns,
+        chosen,
+    )
 
 
 def rotate(x: Tensor, cos_sin: Tensor, rotary_dim: int, *, is_interleaved: bool = False) -> Tensor:
@@ -451,7 +510,11 @@ def rotate(x: Tensor, cos_sin: Tensor, rotary_dim: int, *, is_interleaved: bool 
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, heads: HeadShape, mask: BlockMask[Tensor] | None = None,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: HeadShape,
+    mask: BlockMask[Tensor] | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of a sequence's last tokens: q (new, heads * head_dim), keys and values (all, kv_heads, head_dim)."""
@@ -469,7 +532,12 @@ def attend(
 
 
 def visible(
-    num_new: int, num_all: int, window: int, device: torch.device, mask: BlockMask[Tensor] | None = None, *,
+    num_new: int,
+    num_all: int,
+    window: int,
+    device: torch.device,
+    mask: BlockMask[Tensor] | None = None,
+    *,
     is_causal: bool = True,
 ) -> Tensor:
     """(new, all): which keys each of a sequence's last tokens sees."""

@@ -22,7 +22,9 @@ class TorchSampling:
     """Large arrays are borrowed for the time of a call. One thread at a time may use an object."""
 
     def __init__(self, device: str) -> None:
-        self.buffers: BufferPool[Tensor] = BufferPool(lambda size: torch.empty(size, dtype=torch.float32, device=device))
+        self.buffers: BufferPool[Tensor] = BufferPool(
+            lambda size: torch.empty(size, dtype=torch.float32, device=device)
+        )
         self._borrowed: list[Tensor] = []
 
     def _buffer(self, num_rows: int, width: int) -> Tensor:
@@ -130,11 +132,14 @@ def pick(sums: Tensor, numbers: Tensor) -> Tensor:
     """Where each number in [0, 1) falls in its row of cumulative weights: never on a weight of 0."""
     total = sums[:, -1:].contiguous()
     found = torch.searchsorted(sums, numbers[:, None] * total, right=True)
-    return torch.minimum(found, torch.searchsorted(sums, total)).clamp_max_(sums.shape[1] - 1)[:, 0]  # the clamp is for NaN
+    return torch.minimum(found, torch.searchsorted(sums, total)).clamp_max_(sums.shape[1] - 1)[
+        :, 0
+    ]  # the clamp is for NaN
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """`sampling.uniform` of every row, in integers that wrap around as 64-bit words do. Masks clear what a shift brings in."""
+    """`sampling.uniform` of every row, in integers that wrap around as 64-bit words do. Masks clear what a shift brings
+    in."""
     word = keys + (positions + 1) * sampling.GAMMA
     word = (word ^ ((word >> 30) & (sampling.WORD >> 30))) * sampling.MIX_A
     word = (word ^ ((word >> 27) & (sampling.WORD >> 27))) * sampling.MIX_B
@@ -153,7 +158,9 @@ def count_tokens(penalties: Penalties[Tensor], tokens: Tensor) -> None:
     counts.view(-1).index_add_(0, at, added)
 
 
-def sampling_batch(inputs: Tensor, positions: Tensor, every: Tensor, state: DecodeState[Tensor]) -> SamplingBatch[Tensor]:
+def sampling_batch(
+    inputs: Tensor, positions: Tensor, every: Tensor, state: DecodeState[Tensor]
+) -> SamplingBatch[Tensor]:
     """How inputs of decodes say to sample, as views of them. every: the numbers of all rows."""
     floats = inputs[FIRST_FLOAT:].view(torch.float64)
     cuts, penalties = Cuts(every, inputs[Input.TOP_K], floats[Input.TOP_P - FIRST_FLOAT]), None
@@ -161,7 +168,13 @@ def sampling_batch(inputs: Tensor, positions: Tensor, every: Tensor, state: Deco
         factors = floats[Input.REPETITION - FIRST_FLOAT :]
         penalties = Penalties(every, state.counts, NO_SLOTS, inputs[Input.ROW], *factors)
     return SamplingBatch(
-        temperature=floats[Input.TEMPERATURE - FIRST_FLOAT], is_greedy=inputs[Input.IS_GREEDY], keys=inputs[Input.KEY],
-        positions=positions, min_p=floats[Input.MIN_P - FIRST_FLOAT], cuts=cuts,
-        ranges=Ranges(inputs[Input.FIRST], inputs[Input.END], inputs[Input.OFFSET]), penalties=penalties, may_overwrite=True,
+        temperature=floats[Input.TEMPERATURE - FIRST_FLOAT],
+        is_greedy=inputs[Input.IS_GREEDY],
+        keys=inputs[Input.KEY],
+        positions=positions,
+        min_p=floats[Input.MIN_P - FIRST_FLOAT],
+        cuts=cuts,
+        ranges=Ranges(inputs[Input.FIRST], inputs[Input.END], inputs[Input.OFFSET]),
+        penalties=penalties,
+        may_overwrite=True,
     )

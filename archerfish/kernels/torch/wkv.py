@@ -1,7 +1,7 @@
 """The meaning of the operations of `recurrent.py` in plain torch.
 
-A head of RWKV-7 keeps a matrix S (values down, keys across). With a token's receptance r, decay w, removal key z (of length 1),
-learning rate a, key k and value v it becomes, and the token gives:
+A head of RWKV-7 keeps a matrix S (values down, keys across). With a token's receptance r, decay w, removal key z (of
+length 1), learning rate a, key k and value v it becomes, and the token gives:
 
     S' = S diag(w) - (S z) (z * a)^T + v k^T        y = S' r
 """
@@ -49,7 +49,9 @@ def wkv_in_turn(inputs: WkvInputs, states: Tensor, batch: RecurrentBatch[Tensor]
     """y of all tokens, one after the other. states: (slots, heads, head_dim, head_dim)."""
     out, decay = torch.empty_like(inputs.value), inputs.log_decay.exp()
     row = 0
-    for source, target, length in zip(batch.sources.tolist(), batch.targets.tolist(), batch.piece_lens.tolist(), strict=True):
+    for source, target, length in zip(
+        batch.sources.tolist(), batch.targets.tolist(), batch.piece_lens.tolist(), strict=True
+    ):
         state = states[source]
         for t in range(row, row + length):
             removed = state @ inputs.removal[t].unsqueeze(-1)
@@ -85,7 +87,9 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
     def mix_heads(
         self, inputs: HeadInputs[Tensor], weights: HeadWeights[Tensor], states: Tensor, batch: RecurrentBatch[Tensor]
     ) -> Tensor:
-        num_tokens, num_heads, head_dim = batch.num_tokens, states.shape[1], states.shape[2]
+        num_tokens = batch.num_tokens
+        num_heads = states.shape[1]
+        head_dim = states.shape[2]
         if not num_tokens:
             return torch.zeros_like(inputs.value)
         prepared = prepare_heads(inputs, weights, num_tokens, num_heads, head_dim)
@@ -95,7 +99,9 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
         y = (y + (bonus * prepared.value).view(num_tokens, -1)) * inputs.gate[:num_tokens].float()
         return F.pad(y.to(inputs.value.dtype), (0, 0, 0, inputs.value.shape[0] - num_tokens))
 
-    def decode_batch(self, inputs: Tensor, state: DecodeState[Tensor]) -> tuple[RecurrentBatch[Tensor], SamplingBatch[Tensor]]:
+    def decode_batch(
+        self, inputs: Tensor, state: DecodeState[Tensor]
+    ) -> tuple[RecurrentBatch[Tensor], SamplingBatch[Tensor]]:
         rows, positions = inputs[Input.ROW], inputs[Input.POSITION]
         num_real = int((positions >= 0).sum())  # they stand first
         every, ones = torch.arange(inputs.shape[1] + 1, device=inputs.device), np.ones(num_real, dtype=np.int64)
@@ -103,10 +109,17 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
         previous = torch.zeros_like(rows)
         previous[:num_real] = -1 - sources
         batch = RecurrentBatch(
-            num_tokens=num_real, num_decodes=num_real, query_lens=ones, piece_counts=ones, piece_lens=ones,
+            num_tokens=num_real,
+            num_decodes=num_real,
+            query_lens=ones,
+            piece_counts=ones,
+            piece_lens=ones,
             token_ids=torch.where(inputs[Input.TOKEN] == ON_DEVICE, state.last_tokens[rows], inputs[Input.TOKEN]),
-            previous=previous, sources=sources, targets=inputs[Input.BLOCK, :num_real] + FIRST_SLOT,
-            starts=every[: num_real + 1], first_pieces=every[: num_real + 1],
+            previous=previous,
+            sources=sources,
+            targets=inputs[Input.BLOCK, :num_real] + FIRST_SLOT,
+            starts=every[: num_real + 1],
+            first_pieces=every[: num_real + 1],
         )
         return batch, sampling_batch(inputs, positions + 1, every[:-1], state)
 
@@ -119,9 +132,13 @@ def prepare_heads(
     def heads(x: Tensor) -> Tensor:
         return x[:num_tokens].float().view(num_tokens, num_heads, head_dim)
 
-    key, value, rate = heads(inputs.key), heads(inputs.value), heads(inputs.rate).sigmoid()
+    key = heads(inputs.key)
+    value = heads(inputs.value)
+    rate = heads(inputs.rate).sigmoid()
     if inputs.first_value is not None and inputs.value_mix is not None:
         value = torch.lerp(value, heads(inputs.first_value), heads(inputs.value_mix).sigmoid())
     removal = F.normalize(key * weights.removal.view(num_heads, head_dim), dim=-1, eps=LEAST_LENGTH)
     key = key * (1.0 + (rate - 1.0) * weights.replacement.view(num_heads, head_dim))
-    return WkvInputs(heads(inputs.receptance), DECAY_SCALE * heads(inputs.decay).sigmoid(), key, value, removal, removal * rate)
+    return WkvInputs(
+        heads(inputs.receptance), DECAY_SCALE * heads(inputs.decay).sigmoid(), key, value, removal, removal * rate
+    )

@@ -1,6 +1,6 @@
-"""Adapters on a GPU: rows are sorted by slot and cut into chunks of one slot each. A kernel multiplies each chunk with its A, a
-second one adds what B makes of that. Which rows belong to which chunk follows on the device, once for a pass, so that one
-recording serves any mix of adapters; programs without a chunk end at once.
+"""Adapters on a GPU: rows are sorted by slot and cut into chunks of one slot each. A kernel multiplies each chunk with
+its A, a second one adds what B makes of that. Which rows belong to which chunk follows on the device, once for a pass,
+so that one recording serves any mix of adapters; programs without a chunk end at once.
 
 No `from __future__ import annotations` here: see `triton/norm.py`.
 """
@@ -23,17 +23,23 @@ from archerfish.kernels.triton.products import finish
 from archerfish.kernels.triton.tiles import cdiv, dot_block, next_power_of_2, shared_bytes
 
 Tensor = torch.Tensor
-FEW_ROWS, FEW, MANY = 512, 16, 32  # rows of a pass, and rows of a chunk up to so many and beyond
+FEW_ROWS = 512
+FEW = 16
+MANY = 32  # rows of a pass, and rows of a chunk up to so many and beyond
 SPLIT_COLUMNS, MAX_SPLITS = 512, 16  # inputs that a program multiplies with A, at least, and most parts of them
 MOST_INNER = 64  # numbers that a program makes of a row: the more, the less often the row is read
 COLUMNS, OUTPUTS = 128, 128  # read at a time, and of a program
-ENOUGH_PROGRAMS, ROWS_PER_TILE = 512, 4  # beyond so many, a program has several tiles of outputs; of a chunk, for each tile
+ENOUGH_PROGRAMS, ROWS_PER_TILE = (
+    512,
+    4,
+)  # beyond so many, a program has several tiles of outputs; of a chunk, for each tile
 MAX_PARTS = 4
 
 
 @triton.jit
 def load_chunk(order, chunk_slots, chunk_firsts, chunk_counts, ranks, rows: tl.constexpr):
-    """Slot and rank of a program's chunk, how many rows it has, and the rows. What does not depend on other loads comes first:
+    """Slot and rank of a program's chunk, how many rows it has, and the rows. What does not depend on other loads comes
+    first:
     the chain of loads is most of the time of a pass with few rows."""
     chunk, places = tl.program_id(0), tl.arange(0, rows)
     slot = tl.load(chunk_slots + chunk)
@@ -46,9 +52,25 @@ def load_chunk(order, chunk_slots, chunk_firsts, chunk_counts, ranks, rows: tl.c
 
 @triton.jit(do_not_specialize=["num_rows"])
 def shrink_kernel(
-    x, down, ranks, order, chunk_slots, chunk_firsts, chunk_counts, inner, num_rows, num_each, x_stride, width: tl.constexpr,
-    max_rank: tl.constexpr, num_inner: tl.constexpr, split: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
-    columns: tl.constexpr, is_early: tl.constexpr,
+    x,
+    down,
+    ranks,
+    order,
+    chunk_slots,
+    chunk_firsts,
+    chunk_counts,
+    inner,
+    num_rows,
+    num_each,
+    x_stride,
+    width: tl.constexpr,
+    max_rank: tl.constexpr,
+    num_inner: tl.constexpr,
+    split: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+    columns: tl.constexpr,
+    is_early: tl.constexpr,
 ):
     """inner: (splits, rows, parts * most rank). num_each: rows that have the same row of x."""
     follow(is_early)
@@ -66,7 +88,9 @@ def shrink_kernel(
         is_column = column < width
         a = tl.load(lines + column[None, :], mask=is_number[:, None] & is_column[None, :], other=0.0)
         values = tl.load(
-            x + (row // num_each)[:, None] * x_stride + column[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0
+            x + (row // num_each)[:, None] * x_stride + column[None, :],
+            mask=is_row[:, None] & is_column[None, :],
+            other=0.0,
         )
         total += tl.dot(values.to(a.dtype), tl.trans(a), input_precision="ieee")
     place = (tl.program_id(2) * num_rows + row)[:, None] * num_inner + number[None, :]
@@ -75,8 +99,16 @@ def shrink_kernel(
 
 @triton.jit
 def load_inner(
-    inner, row, is_used, first, num_rows, max_rank: tl.constexpr, num_inner: tl.constexpr, num_splits: tl.constexpr,
-    rows: tl.constexpr, block: tl.constexpr,
+    inner,
+    row,
+    is_used,
+    first,
+    num_rows,
+    max_rank: tl.constexpr,
+    num_inner: tl.constexpr,
+    num_splits: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
 ):
     """What A made of rows, from a number on."""
     number = tl.arange(0, block)
@@ -89,7 +121,19 @@ def load_inner(
 
 @triton.jit
 def load_outputs(
-    y, up, total, slot, rank, row, mask, output, is_output, y_stride, scale, outputs: tl.constexpr, max_rank: tl.constexpr,
+    y,
+    up,
+    total,
+    slot,
+    rank,
+    row,
+    mask,
+    output,
+    is_output,
+    y_stride,
+    scale,
+    outputs: tl.constexpr,
+    max_rank: tl.constexpr,
     block: tl.constexpr,
 ):
     """Some outputs of rows with what B makes of `total`."""
@@ -103,13 +147,35 @@ def load_outputs(
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles", "scale"])
 def expand_kernel(
-    y, inner, up, out, ranks, order, chunk_slots, chunk_firsts, chunk_counts, num_rows, num_tiles, y_stride, out_stride, scale,
-    end0: tl.constexpr, end1: tl.constexpr, end2: tl.constexpr, outputs: tl.constexpr, max_rank: tl.constexpr,
-    num_inner: tl.constexpr, num_splits: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, tile: tl.constexpr,
-    gate: tl.constexpr, is_early: tl.constexpr,
+    y,
+    inner,
+    up,
+    out,
+    ranks,
+    order,
+    chunk_slots,
+    chunk_firsts,
+    chunk_counts,
+    num_rows,
+    num_tiles,
+    y_stride,
+    out_stride,
+    scale,
+    end0: tl.constexpr,
+    end1: tl.constexpr,
+    end2: tl.constexpr,
+    outputs: tl.constexpr,
+    max_rank: tl.constexpr,
+    num_inner: tl.constexpr,
+    num_splits: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+    tile: tl.constexpr,
+    gate: tl.constexpr,
+    is_early: tl.constexpr,
 ):
-    """end0, end1, end2: where the outputs of the first parts end. num_tiles: of outputs, of a program. With a gate there are
-    two parts, and rows without an adapter are gated as well."""
+    """end0, end1, end2: where the outputs of the first parts end. num_tiles: of outputs, of a program. With a gate
+    there are two parts, and rows without an adapter are gated as well."""
     follow(is_early)
     slot, rank, count, row = load_chunk(order, chunk_slots, chunk_firsts, chunk_counts, ranks, rows)
     work = rank if gate == "none" else count
@@ -138,7 +204,20 @@ def expand_kernel(
         )
         if gate != "none":
             up_values = load_outputs(
-                y, up, up_total, slot, rank, row, mask, output + end0, is_output, y_stride, scale, outputs, max_rank, block
+                y,
+                up,
+                up_total,
+                slot,
+                rank,
+                row,
+                mask,
+                output + end0,
+                is_output,
+                y_stride,
+                scale,
+                outputs,
+                max_rank,
+                block,
             )
             values = finish(values, up_values, 0.0, 0.0, gate, True)
         tl.store(out + row[:, None] * out_stride + output[None, :], values.to(out.dtype.element_ty), mask=mask)
@@ -179,7 +258,9 @@ class TritonAdapters(TorchAdapters):
 
     def __init__(self, ops: Any, num_slots: int, max_rank: int) -> None:
         super().__init__(ops, num_slots, max_rank)
-        self._found: dict[bool, tuple[Tensor, Chunks]] = {}  # chunks of the rows of the pass, and (True) of places of experts
+        self._found: dict[
+            bool, tuple[Tensor, Chunks]
+        ] = {}  # chunks of the rows of the pass, and (True) of places of experts
 
     @contextmanager
     def filling(self) -> Iterator[None]:
@@ -200,8 +281,15 @@ class TritonAdapters(TorchAdapters):
         return found[1]
 
     def add(
-        self, y: Tensor, x: Tensor, table: AdapterTable[Tensor], *, activation: Activation = "none", softcap: float = 0.0,
-        scale: float = 1.0, places: Tensor | None = None,
+        self,
+        y: Tensor,
+        x: Tensor,
+        table: AdapterTable[Tensor],
+        *,
+        activation: Activation = "none",
+        softcap: float = 0.0,
+        scale: float = 1.0,
+        places: Tensor | None = None,
     ) -> Tensor:
         if len(table.sizes) > MAX_PARTS:
             return super().add(y, x, table, activation=activation, softcap=softcap, scale=scale, places=places)
@@ -213,13 +301,20 @@ class TritonAdapters(TorchAdapters):
     def add_gated(
         self, y: Tensor, x: Tensor, table: AdapterTable[Tensor], gate: Activation, places: Tensor | None = None
     ) -> Tensor:
-        """`Ops.gated` of what `add` gives for a product of two equal parts. x: a row for each, or for some neighbours."""
+        """`Ops.gated` of what `add` gives for a product of two equal parts. x: a row for each, or for some
+        neighbours."""
         out = torch.empty((len(y), table.sizes[0]), dtype=y.dtype, device=y.device)
         self._expand(out, y, x, table, gate, 1.0, places)
         return out
 
     def _expand(
-        self, out: Tensor, y: Tensor, x: Tensor, table: AdapterTable[Tensor], gate: Activation, scale: float,
+        self,
+        out: Tensor,
+        y: Tensor,
+        x: Tensor,
+        table: AdapterTable[Tensor],
+        gate: Activation,
+        scale: float,
         places: Tensor | None,
     ) -> None:
         chunks, most = self._chunks(places, len(table.ranks)), self.max_rank
@@ -229,16 +324,39 @@ class TritonAdapters(TorchAdapters):
             inner = table.down[(self.rows - 1).clamp_min(0), x].float()[None]
         else:
             inner = self._shrink(x if x.stride(-1) == 1 else x.contiguous(), table, chunks, len(y))
-        outputs, block, sizes = sum(table.sizes), dot_block(most), table.sizes if gate == "none" else table.sizes[:1]
+        outputs = sum(table.sizes)
+        block = dot_block(most)
+        sizes = table.sizes if gate == "none" else table.sizes[:1]
         ends = [end for _, end in table.bounds][:-1] + [outputs] * (MAX_PARTS - len(table.sizes))
         many = len(chunks.slots) * cdiv(sum(sizes), OUTPUTS) // ENOUGH_PROGRAMS
         num_tiles = min(chunks.size // ROWS_PER_TILE, next_power_of_2(max(1, many)))
         stage_bytes = OUTPUTS * (chunks.size * y.element_size() + block * table.up.element_size())
         expand_kernel[(len(chunks.slots), sum(cdiv(size, num_tiles * OUTPUTS) for size in sizes))](
-            y, inner, table.up, out, table.ranks, *order, inner.shape[1], num_tiles, y.stride(0), out.stride(0), scale,
-            end0=ends[0], end1=ends[1], end2=ends[2], outputs=outputs, max_rank=most, num_inner=inner.shape[2],
-            num_splits=len(inner), rows=chunks.size, block=block, tile=OUTPUTS, gate=gate, num_warps=4,
-            num_stages=most_stages(y, stage_bytes * len(table.sizes[: 1 if gate == "none" else 2])), **early_start(y.device),
+            y,
+            inner,
+            table.up,
+            out,
+            table.ranks,
+            *order,
+            inner.shape[1],
+            num_tiles,
+            y.stride(0),
+            out.stride(0),
+            scale,
+            end0=ends[0],
+            end1=ends[1],
+            end2=ends[2],
+            outputs=outputs,
+            max_rank=most,
+            num_inner=inner.shape[2],
+            num_splits=len(inner),
+            rows=chunks.size,
+            block=block,
+            tile=OUTPUTS,
+            gate=gate,
+            num_warps=4,
+            num_stages=most_stages(y, stage_bytes * len(table.sizes[: 1 if gate == "none" else 2])),
+            **early_start(y.device),
         )
 
     def _shrink(self, x: Tensor, table: AdapterTable[Tensor], chunks: Chunks, num: int) -> Tensor:
@@ -250,9 +368,26 @@ class TritonAdapters(TorchAdapters):
         inner = torch.empty((cdiv(width, split), num, num_inner), device=x.device)
         stage_bytes = (chunks.size + block) * COLUMNS * x.element_size()
         shrink_kernel[(len(chunks.slots), cdiv(num_inner, block), len(inner))](
-            x, table.down, table.ranks, chunks.order, chunks.slots, chunks.firsts, chunks.counts, inner, num,
-            max(1, num // max(1, len(x))), x.stride(0), width=width, max_rank=most, num_inner=num_inner, split=split,
-            rows=chunks.size, block=block, columns=COLUMNS, num_warps=4, num_stages=most_stages(x, stage_bytes),
+            x,
+            table.down,
+            table.ranks,
+            chunks.order,
+            chunks.slots,
+            chunks.firsts,
+            chunks.counts,
+            inner,
+            num,
+            max(1, num // max(1, len(x))),
+            x.stride(0),
+            width=width,
+            max_rank=most,
+            num_inner=num_inner,
+            split=split,
+            rows=chunks.size,
+            block=block,
+            columns=COLUMNS,
+            num_warps=4,
+            num_stages=most_stages(x, stage_bytes),
             **early_start(x.device),
         )
         return inner

@@ -1,4 +1,5 @@
-"""Compiled kernels of a model as one file, so that a first start elsewhere is like a second one: `archerfish kernels`."""
+"""Compiled kernels of a model as one file, so that a first start elsewhere is like a second one: `archerfish
+kernels`."""
 # mypy: allow-untyped-calls
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ def versions() -> dict[str, Any]:
     except RuntimeError:
         target = None
     return {
-        "archerfish": __version__, "triton": triton_version,
+        "archerfish": __version__,
+        "triton": triton_version,
         "target": target and [target.backend, target.arch, target.warp_size],
-    }  # fmt: skip
+    }
 
 
 def export_kernels(lists: Sequence[Path], file: Path) -> dict[str, Any]:
@@ -53,7 +55,9 @@ def export_kernels(lists: Sequence[Path], file: Path) -> dict[str, Any]:
     launchers = Path(knobs.cache.dir).glob("*/*.so") if held else ()  # small, and few kernels have one of their own
     held |= {f"{path.parent.name}/{path.name}": path.read_bytes() for path in launchers}
     if not held:
-        raise NotFoundError("There are no compiled kernels of this model.", hint="Kernels are compiled where a GPU is used.")
+        raise NotFoundError(
+            "There are no compiled kernels of this model.", hint="Kernels are compiled where a GPU is used."
+        )
     contents = {**versions(), "lists": kernels, "files": sorted(held)}
     part = file.with_name(f"{file.name}.{os.getpid()}")
     try:
@@ -70,7 +74,8 @@ def export_kernels(lists: Sequence[Path], file: Path) -> dict[str, Any]:
 
 
 def import_kernels(file: Path) -> dict[str, Any]:
-    """Put the kernels of a file into Triton's cache; returns its contents. Nothing is written before all of it is checked."""
+    """Put the kernels of a file into Triton's cache; returns its contents. Nothing is written before all of it is
+    checked."""
     contents, held = read_archive(file)
     groups: dict[str, dict[str, str]] = {}
     try:
@@ -93,7 +98,9 @@ def read_archive(file: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The contents of an archive and its files, which are those that it names."""
     try:
         with tarfile.open(file) as archive:
-            found = {entry.name: stream.read() for entry in archive if (stream := archive.extractfile(entry)) is not None}
+            found = {
+                entry.name: stream.read() for entry in archive if (stream := archive.extractfile(entry)) is not None
+            }
         contents = json.loads(found.pop(CONTENTS))
         is_whole = sorted(found) == contents["files"] and found
         is_inside = all(map(LIST.fullmatch, contents["lists"])) and all(map(PLACE.fullmatch, found))
@@ -101,8 +108,19 @@ def read_archive(file: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
         is_whole = is_whole and are_lists and len(contents["target"]) == 3
     except FileNotFoundError as error:
         raise NotFoundError(f"There is no file {file}.") from error
-    except (tarfile.TarError, EOFError, zlib.error, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CorruptFileError(f"{file} is no archive of kernels, or a part of it is missing.", hint=EXPORT_AGAIN) from error
+    except (
+        tarfile.TarError,
+        EOFError,
+        zlib.error,
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:
+        raise CorruptFileError(
+            f"{file} is no archive of kernels, or a part of it is missing.", hint=EXPORT_AGAIN
+        ) from error
     if not (is_whole and is_inside):
         what = "names files outside of the cache" if is_whole else "does not hold the files that it names"
         raise CorruptFileError(f"{file} {what}.", hint=EXPORT_AGAIN)

@@ -1,11 +1,12 @@
 """The inner loop of attention over KV blocks, for the kernels of `triton/attention.py` and `triton/prefill.py`.
 
-Keys are taken in steps, and each step updates a running softmax. Under a block mask, steps that no query of the tile sees are
-left out: the mask is read for many steps at once, and the loop runs over the others, so that loads can be issued ahead as they
-are without a mask. A step of keys never crosses the border of two blocks of a mask.
+Keys are taken in steps, and each step updates a running softmax. Under a block mask, steps that no query of the tile
+sees are left out: the mask is read for many steps at once, and the loop runs over the others, so that loads can be
+issued ahead as they are without a mask. A step of keys never crosses the border of two blocks of a mask.
 
-Keys and values in FP8 are taken as they are: the scale of keys is part of that of scores, and sums of values are scaled when
-they are finished. Decodes compute with them in float16, which is one instruction for two numbers, and load two values as one
+Keys and values in FP8 are taken as they are: the scale of keys is part of that of scores, and sums of values are scaled
+when they are finished. Decodes compute with them in float16, which is one instruction for two numbers, and load two
+values as one
 word: single bytes would be read one by one from shared memory. Sums over even and odd dimensions are then kept apart.
 
 No `from __future__ import annotations` here: see `triton/norm.py`.
@@ -53,8 +54,19 @@ def load_scales(kv_scales, kv_head, num_kv_heads):
 
 @triton.jit
 def load_keys(
-    keys, values, table, start, end, block_stride, token_stride, block_size: tl.constexpr, head_dim: tl.constexpr,
-    width: tl.constexpr, step: tl.constexpr, is_masked: tl.constexpr, is_paired: tl.constexpr,
+    keys,
+    values,
+    table,
+    start,
+    end,
+    block_stride,
+    token_stride,
+    block_size: tl.constexpr,
+    head_dim: tl.constexpr,
+    width: tl.constexpr,
+    step: tl.constexpr,
+    is_masked: tl.constexpr,
+    is_paired: tl.constexpr,
 ):
     """One step of keys and values from their blocks; with is_masked, those from `end` on are zeros.
 
@@ -91,9 +103,25 @@ def load_keys(
 
 @triton.jit
 def weigh_keys(
-    query, key, top, query_positions, start, end, window, scale, cap, mask, num_mask_rows, num_mask_columns,
-    step: tl.constexpr, mask_size: tl.constexpr, mask_span: tl.constexpr, is_masked: tl.constexpr,
-    has_window: tl.constexpr, has_cap: tl.constexpr, may_see_none: tl.constexpr,
+    query,
+    key,
+    top,
+    query_positions,
+    start,
+    end,
+    window,
+    scale,
+    cap,
+    mask,
+    num_mask_rows,
+    num_mask_columns,
+    step: tl.constexpr,
+    mask_size: tl.constexpr,
+    mask_span: tl.constexpr,
+    is_masked: tl.constexpr,
+    has_window: tl.constexpr,
+    has_cap: tl.constexpr,
+    may_see_none: tl.constexpr,
 ):
     """Weights of a step of keys, the factor for all weights before it, and the new highest score.
 
@@ -126,13 +154,43 @@ def weigh_keys(
 
 @triton.jit
 def take_loaded(
-    query, acc, top, total, key, value, query_positions, start, end, window, scale, cap,
-    step: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr,
+    query,
+    acc,
+    top,
+    total,
+    key,
+    value,
+    query_positions,
+    start,
+    end,
+    window,
+    scale,
+    cap,
+    step: tl.constexpr,
+    has_window: tl.constexpr,
+    has_cap: tl.constexpr,
 ):
     """Add one step of keys, which `load_keys` has loaded up to `end`, to the running softmax; there may be none."""
     weights, shrink, top = weigh_keys(
-        query, key, top, query_positions, start, end, window, scale, cap, None, 0, 0, step, 0, 0, True, has_window,
-        has_cap, True,
+        query,
+        key,
+        top,
+        query_positions,
+        start,
+        end,
+        window,
+        scale,
+        cap,
+        None,
+        0,
+        0,
+        step,
+        0,
+        0,
+        True,
+        has_window,
+        has_cap,
+        True,
     )
     acc = tl.dot(weights.to(query.dtype), value.to(query.dtype), acc * shrink[:, None], input_precision="ieee")
     return acc, top, total * shrink + tl.sum(weights, 1)
@@ -152,13 +210,45 @@ def unpack_code(place):
 
 @triton.jit
 def take_pairs(
-    query, even_acc, odd_acc, top, total, key, words, query_positions, start, end, window, scale, cap,
-    step: tl.constexpr, is_masked: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr,
+    query,
+    even_acc,
+    odd_acc,
+    top,
+    total,
+    key,
+    words,
+    query_positions,
+    start,
+    end,
+    window,
+    scale,
+    cap,
+    step: tl.constexpr,
+    is_masked: tl.constexpr,
+    has_window: tl.constexpr,
+    has_cap: tl.constexpr,
 ):
     """As `take_loaded`, with words of two FP8 values, and sums divided into even and odd dimensions."""
     weights, shrink, top = weigh_keys(
-        query, key, top, query_positions, start, end, window, scale, cap, None, 0, 0, step, 0, 0, is_masked, has_window,
-        has_cap, True,
+        query,
+        key,
+        top,
+        query_positions,
+        start,
+        end,
+        window,
+        scale,
+        cap,
+        None,
+        0,
+        0,
+        step,
+        0,
+        0,
+        is_masked,
+        has_window,
+        has_cap,
+        True,
     )
     total = total * shrink + tl.sum(weights, 1)
     weights = weights.to(tl.float16)
@@ -173,53 +263,167 @@ def take_pairs(
 
 @triton.jit
 def attend_pairs(
-    query, acc, top, total, first_keys, first_values, query_positions, keys, values, table, begin, end, window, scale, cap,
-    block_stride, token_stride,
-    block_size: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr, step: tl.constexpr, has_first: tl.constexpr,
-    has_window: tl.constexpr, has_cap: tl.constexpr,
+    query,
+    acc,
+    top,
+    total,
+    first_keys,
+    first_values,
+    query_positions,
+    keys,
+    values,
+    table,
+    begin,
+    end,
+    window,
+    scale,
+    cap,
+    block_stride,
+    token_stride,
+    block_size: tl.constexpr,
+    head_dim: tl.constexpr,
+    width: tl.constexpr,
+    step: tl.constexpr,
+    has_first: tl.constexpr,
+    has_window: tl.constexpr,
+    has_cap: tl.constexpr,
 ):
     """As `attend`, over FP8 keys and values, whose first step may be loaded already; there may be none."""
     query = query.to(tl.float16)
     even_acc, odd_acc = tl.split(tl.reshape(acc, (acc.shape[0], width // 2, 2)))
     if has_first:
         even_acc, odd_acc, top, total = take_pairs(
-            query, even_acc, odd_acc, top, total, first_keys, first_values, query_positions, begin, end, window, scale, cap,
-            step, True, has_window, has_cap,
+            query,
+            even_acc,
+            odd_acc,
+            top,
+            total,
+            first_keys,
+            first_values,
+            query_positions,
+            begin,
+            end,
+            window,
+            scale,
+            cap,
+            step,
+            True,
+            has_window,
+            has_cap,
         )
         begin += step
     middle = begin if has_window else begin + tl.maximum(end - begin, 0) // step * step  # whole steps need no mask
     for is_rest in tl.static_range(2):
         for start in range(middle if is_rest else begin, end if is_rest else middle, step):
             key, value = load_keys(
-                keys, values, table, start, end, block_stride, token_stride, block_size, head_dim, width, step, is_rest == 1,
+                keys,
+                values,
+                table,
+                start,
+                end,
+                block_stride,
+                token_stride,
+                block_size,
+                head_dim,
+                width,
+                step,
+                is_rest == 1,
                 True,
             )
             even_acc, odd_acc, top, total = take_pairs(
-                query, even_acc, odd_acc, top, total, key, value, query_positions, start, end, window, scale, cap, step,
-                is_rest == 1, has_window, has_cap,
+                query,
+                even_acc,
+                odd_acc,
+                top,
+                total,
+                key,
+                value,
+                query_positions,
+                start,
+                end,
+                window,
+                scale,
+                cap,
+                step,
+                is_rest == 1,
+                has_window,
+                has_cap,
             )
     return tl.reshape(tl.join(even_acc, odd_acc), (acc.shape[0], width)), top, total
 
 
 @triton.jit
 def take_keys(
-    query, acc, top, total, query_positions, keys, values, table, row, column, start, end, window, scale, cap, block_stride,
-    token_stride, mask, num_mask_rows, num_mask_columns,
-    block_size: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr, step: tl.constexpr,
-    mask_size: tl.constexpr, mask_span: tl.constexpr, is_gathered: tl.constexpr, is_masked: tl.constexpr,
-    has_window: tl.constexpr, has_cap: tl.constexpr,
+    query,
+    acc,
+    top,
+    total,
+    query_positions,
+    keys,
+    values,
+    table,
+    row,
+    column,
+    start,
+    end,
+    window,
+    scale,
+    cap,
+    block_stride,
+    token_stride,
+    mask,
+    num_mask_rows,
+    num_mask_columns,
+    block_size: tl.constexpr,
+    head_dim: tl.constexpr,
+    width: tl.constexpr,
+    step: tl.constexpr,
+    mask_size: tl.constexpr,
+    mask_span: tl.constexpr,
+    is_gathered: tl.constexpr,
+    is_masked: tl.constexpr,
+    has_window: tl.constexpr,
+    has_cap: tl.constexpr,
 ):
     """Load one step of keys and add it to the running softmax. All keys lie before `end` unless is_masked."""
     if is_gathered:
         key = keys.load([row + start, column])
     else:
         key, value = load_keys(
-            keys, values, table, start, end, block_stride, token_stride, block_size, head_dim, width, step, is_masked,
+            keys,
+            values,
+            table,
+            start,
+            end,
+            block_stride,
+            token_stride,
+            block_size,
+            head_dim,
+            width,
+            step,
+            is_masked,
             False,
         )
     weights, shrink, top = weigh_keys(
-        query, key, top, query_positions, start, end, window, scale, cap, mask, num_mask_rows, num_mask_columns, step,
-        mask_size, mask_span, is_masked, has_window, has_cap, has_window or mask_span > 0,
+        query,
+        key,
+        top,
+        query_positions,
+        start,
+        end,
+        window,
+        scale,
+        cap,
+        mask,
+        num_mask_rows,
+        num_mask_columns,
+        step,
+        mask_size,
+        mask_span,
+        is_masked,
+        has_window,
+        has_cap,
+        has_window or mask_span > 0,
     )
     total = total * shrink + tl.sum(weights, 1)
     if is_gathered:
@@ -230,8 +434,16 @@ def take_keys(
 
 @triton.jit
 def seen_steps(
-    mask, num_mask_rows, num_mask_columns, first, end, first_query, last_query,
-    step: tl.constexpr, mask_size: tl.constexpr, mask_span: tl.constexpr,
+    mask,
+    num_mask_rows,
+    num_mask_columns,
+    first,
+    end,
+    first_query,
+    last_query,
+    step: tl.constexpr,
+    mask_size: tl.constexpr,
+    mask_span: tl.constexpr,
 ):
     """Which of the next STEPS_AT_ONCE steps any query sees, as bits of a word, and how many these are."""
     index = tl.arange(0, STEPS_AT_ONCE)
@@ -248,21 +460,57 @@ def seen_steps(
 
 @triton.jit
 def attend(
-    query, acc, top, total, query_positions, keys, values, table, row, column, begin, end, window, scale, cap, block_stride,
-    token_stride, mask, num_mask_rows, num_mask_columns, first_query, last_query,
-    block_size: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr, step: tl.constexpr,
-    mask_size: tl.constexpr, mask_span: tl.constexpr, is_gathered: tl.constexpr, is_masked: tl.constexpr,
-    has_window: tl.constexpr, has_cap: tl.constexpr,
+    query,
+    acc,
+    top,
+    total,
+    query_positions,
+    keys,
+    values,
+    table,
+    row,
+    column,
+    begin,
+    end,
+    window,
+    scale,
+    cap,
+    block_stride,
+    token_stride,
+    mask,
+    num_mask_rows,
+    num_mask_columns,
+    first_query,
+    last_query,
+    block_size: tl.constexpr,
+    head_dim: tl.constexpr,
+    width: tl.constexpr,
+    step: tl.constexpr,
+    mask_size: tl.constexpr,
+    mask_span: tl.constexpr,
+    is_gathered: tl.constexpr,
+    is_masked: tl.constexpr,
+    has_window: tl.constexpr,
+    has_cap: tl.constexpr,
 ):
     """Add the keys from `begin` to `end` to the running softmax. Their number is a multiple of `step` unless is_masked.
 
     The keys lie in blocks of the table; with is_gathered, in contiguous rows from `row` and `column` on.
-    mask_span: rows of a mask that the queries at positions first_query to last_query may fall into; 0: there is no mask.
+    mask_span: rows of a mask that the queries at positions first_query to last_query may fall into; 0: there is no
+    mask.
     """
     if mask_span > 0:
         for first in range(begin, end, STEPS_AT_ONCE * step):
             waiting, num_steps = seen_steps(
-                mask, num_mask_rows, num_mask_columns, first, end, first_query, last_query, step, mask_size,
+                mask,
+                num_mask_rows,
+                num_mask_columns,
+                first,
+                end,
+                first_query,
+                last_query,
+                step,
+                mask_size,
                 mask_span,
             )
             for _ in range(num_steps):
@@ -270,16 +518,70 @@ def attend(
                 waiting = waiting ^ lowest
                 start = first + (tl.log2(lowest.to(tl.float32)) + 0.5).to(tl.int32) * step
                 acc, top, total = take_keys(
-                    query, acc, top, total, query_positions, keys, values, table, row, column, start, end, window, scale,
-                    cap, block_stride, token_stride, mask, num_mask_rows, num_mask_columns, block_size, head_dim,
-                    width, step, mask_size, mask_span, is_gathered, is_masked, has_window, has_cap,
+                    query,
+                    acc,
+                    top,
+                    total,
+                    query_positions,
+                    keys,
+                    values,
+                    table,
+                    row,
+                    column,
+                    start,
+                    end,
+                    window,
+                    scale,
+                    cap,
+                    block_stride,
+                    token_stride,
+                    mask,
+                    num_mask_rows,
+                    num_mask_columns,
+                    block_size,
+                    head_dim,
+                    width,
+                    step,
+                    mask_size,
+                    mask_span,
+                    is_gathered,
+                    is_masked,
+                    has_window,
+                    has_cap,
                 )
     else:
         for start in range(begin, end, step):
             acc, top, total = take_keys(
-                query, acc, top, total, query_positions, keys, values, table, row, column, start, end, window, scale, cap,
-                block_stride, token_stride, mask, num_mask_rows, num_mask_columns, block_size, head_dim, width,
-                step, mask_size, mask_span, is_gathered, is_masked, has_window, has_cap,
+                query,
+                acc,
+                top,
+                total,
+                query_positions,
+                keys,
+                values,
+                table,
+                row,
+                column,
+                start,
+                end,
+                window,
+                scale,
+                cap,
+                block_stride,
+                token_stride,
+                mask,
+                num_mask_rows,
+                num_mask_columns,
+                block_size,
+                head_dim,
+                width,
+                step,
+                mask_size,
+                mask_span,
+                is_gathered,
+                is_masked,
+                has_window,
+                has_cap,
             )
     return acc, top, total
 

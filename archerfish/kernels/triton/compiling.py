@@ -1,8 +1,9 @@
 """What a model needs compiled, found by a rehearsal and compiled by all cores; and a count of what was compiled when.
 
-In a rehearsal a thread runs its steps as always, but launches are only noted, and memory that kernels would fill is zero. What
-is not in Triton's cache goes to processes that compile it (`compile_worker.py`), while the rehearsal goes on. The result is a
-list of kernels, kept in the cache: a start that finds the list and all its kernels rehearses nothing.
+In a rehearsal a thread runs its steps as always, but launches are only noted, and memory that kernels would fill is
+zero. What is not in Triton's cache goes to processes that compile it (`compile_worker.py`), while the rehearsal goes
+on. The result is a list of kernels, kept in the cache: a start that finds the list and all its kernels rehearses
+nothing.
 """
 # mypy: allow-untyped-calls
 
@@ -40,8 +41,10 @@ from archerfish.types import Progress
 
 logger = logging.getLogger("archerfish.kernels")
 MAX_WORKERS = 32
-WORKER = "import sys, pickle; sys.path[:] = pickle.load(sys.stdin.buffer); " \
-    "from archerfish.kernels.triton.compile_worker import main; main()"  # fmt: skip
+WORKER = (
+    "import sys, pickle; sys.path[:] = pickle.load(sys.stdin.buffer); "
+    "from archerfish.kernels.triton.compile_worker import main; main()"
+)
 SOURCES = ("kernels", "layers", "models", "runtime", "engine")  # folders that decide which kernels a model launches
 
 
@@ -112,7 +115,9 @@ class Rehearsal:
         self.kernels[digest] = source.name
         if not is_cached(digest, source.name):
             where = (target.backend, target.arch, target.warp_size)
-            self._missing(Job(kernel.__module__, kernel.__name__, signature, constants, attributes, vars(parsed), where))
+            self._missing(
+                Job(kernel.__module__, kernel.__name__, signature, constants, attributes, vars(parsed), where)
+            )
 
 
 def is_rehearsing() -> bool:
@@ -131,7 +136,9 @@ _rehearsing = threading.Lock()
 def rehearsing(rehearsal: Rehearsal) -> Iterator[None]:
     """In this thread kernels are noted, not launched, and new memory is zero; other threads go on as always."""
     with _rehearsing:
-        launch, empty, empty_like = JITFunction.run, torch.empty, torch.empty_like
+        launch = JITFunction.run
+        empty = torch.empty
+        empty_like = torch.empty_like
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
             own = _thread.rehearsal
@@ -161,7 +168,9 @@ class CompilePool:
     """Processes that compile kernels, one for each core; they are started for the first jobs."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(min(MAX_WORKERS, num_usable_cores()), thread_name_prefix="archerfish-compile")
+        self._threads = ThreadPoolExecutor(
+            min(MAX_WORKERS, num_usable_cores()), thread_name_prefix="archerfish-compile"
+        )
         self._own = threading.local()  # the process of each thread
         self._workers: list[subprocess.Popen[bytes]] = []
         self.jobs: dict[Future[None], Job] = {}

@@ -1,7 +1,8 @@
 """Encoders in Triton: attention within packed sequences, layer normalisation, embedding and pooling.
 
-One launch computes attention of all sequences of a batch. The host divides them into tiles of queries. The list of tiles, and
-where each sequence begins and ends, are read on the device, so that a captured pass serves any lengths: see `FixedInputs`.
+One launch computes attention of all sequences of a batch. The host divides them into tiles of queries. The list of
+tiles, and where each sequence begins and ends, are read on the device, so that a captured pass serves any lengths: see
+`FixedInputs`.
 
 Scores are kept as base-2 logarithms. No `from __future__ import annotations` here: see `triton/norm.py`.
 """
@@ -33,10 +34,29 @@ TOKENS_PER_SEQUENCE = 4  # on average, at least, or a captured pass has no room 
 
 
 @triton.jit(do_not_specialize=["bias_head_stride", "bias_row_stride", "window"])
-def attention_kernel(  # noqa: PLR0915 (one loop)
-    qkv, starts, tile_sequences, tile_firsts, bias, out, scale, cap, window, qkv_stride, bias_head_stride, bias_row_stride,
-    num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
-    step: tl.constexpr, has_bias: tl.constexpr, is_causal: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr,
+def attention_kernel(
+    qkv,
+    starts,
+    tile_sequences,
+    tile_firsts,
+    bias,
+    out,
+    scale,
+    cap,
+    window,
+    qkv_stride,
+    bias_head_stride,
+    bias_row_stride,
+    num_heads: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    rows: tl.constexpr,
+    width: tl.constexpr,
+    step: tl.constexpr,
+    has_bias: tl.constexpr,
+    is_causal: tl.constexpr,
+    has_window: tl.constexpr,
+    has_cap: tl.constexpr,
 ):
     tile = tl.program_id(0) // num_heads
     head = tl.program_id(0) % num_heads
@@ -100,8 +120,19 @@ def attention_kernel(  # noqa: PLR0915 (one loop)
 
 @triton.jit(do_not_specialize=["num_rows"])
 def layer_norm_kernel(
-    x, residual, weight, bias, out, eps, num_rows, x_stride, residual_stride,
-    width: tl.constexpr, block: tl.constexpr, many: tl.constexpr, has_residual: tl.constexpr,
+    x,
+    residual,
+    weight,
+    bias,
+    out,
+    eps,
+    num_rows,
+    x_stride,
+    residual_stride,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    many: tl.constexpr,
+    has_residual: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * many + tl.arange(0, many)
     columns = tl.arange(0, block)
@@ -121,8 +152,21 @@ def layer_norm_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def embed_kernel(
-    first, second, third, first_ids, second_ids, third_ids, out, num_rows, first_stride, second_stride, third_stride,
-    width: tl.constexpr, block: tl.constexpr, many: tl.constexpr, has_third: tl.constexpr,
+    first,
+    second,
+    third,
+    first_ids,
+    second_ids,
+    third_ids,
+    out,
+    num_rows,
+    first_stride,
+    second_stride,
+    third_stride,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    many: tl.constexpr,
+    has_third: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * many + tl.arange(0, many)
     columns = tl.arange(0, block)[None, :]
@@ -139,7 +183,9 @@ def embed_kernel(
 
 
 @triton.jit
-def pool_kernel(x, starts, out, x_stride, width: tl.constexpr, block: tl.constexpr, many: tl.constexpr, mode: tl.constexpr):
+def pool_kernel(
+    x, starts, out, x_stride, width: tl.constexpr, block: tl.constexpr, many: tl.constexpr, mode: tl.constexpr
+):
     """One sequence, some columns. Nothing is read of a sequence without tokens, which fills up a captured pass."""
     sequence = tl.program_id(0).to(tl.int64)
     begin = tl.load(starts + sequence)
@@ -150,7 +196,9 @@ def pool_kernel(x, starts, out, x_stride, width: tl.constexpr, block: tl.constex
     if mode == "cls":
         result = tl.load(source + columns, mask=is_column & (length > 0), other=0.0).to(tl.float32)
     elif mode == "lasttoken":
-        result = tl.load(source + (length - 1) * x_stride + columns, mask=is_column & (length > 0), other=0.0).to(tl.float32)
+        result = tl.load(source + (length - 1) * x_stride + columns, mask=is_column & (length > 0), other=0.0).to(
+            tl.float32
+        )
     else:
         acc = tl.full((many, block), float("-inf") if mode == "max" else 0.0, tl.float32)
         for first in range(0, length, many):
@@ -268,7 +316,9 @@ class FixedInputs(EncoderInputs[Tensor]):
         return True
 
 
-def attention(qkv: Tensor, segments: Segments, heads: HeadShape, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
+def attention(
+    qkv: Tensor, segments: Segments, heads: HeadShape, bias: Tensor | None, tile: Tile | None = None
+) -> Tensor:
     """`Ops.attention` for heads of at most MAX_HEAD_DIM."""
     head_dim = heads.head_dim
     layout = lay_out(segments, qkv.device, tile.rows if tile else 0)
@@ -276,11 +326,29 @@ def attention(qkv: Tensor, segments: Segments, heads: HeadShape, bias: Tensor | 
     out = torch.empty((len(qkv), heads.num_heads * head_dim), dtype=qkv.dtype, device=qkv.device)
     strides = (0, 0) if bias is None else bias.stride()[:2]
     attention_kernel[(len(layout.tile_firsts) * heads.num_heads,)](
-        qkv, layout.starts, layout.tile_sequences, layout.tile_firsts, qkv if bias is None else bias, out,
-        LOG2_E * heads.scale, LOG2_E * heads.softcap, heads.window, qkv.stride(0), *strides, num_heads=heads.num_heads,
-        num_kv_heads=heads.num_kv_heads, head_dim=head_dim, rows=layout.rows, width=dot_block(head_dim), step=tile.step,
-        has_bias=bias is not None, is_causal=heads.is_causal, has_window=heads.window > 0, has_cap=heads.softcap > 0,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        qkv,
+        layout.starts,
+        layout.tile_sequences,
+        layout.tile_firsts,
+        qkv if bias is None else bias,
+        out,
+        LOG2_E * heads.scale,
+        LOG2_E * heads.softcap,
+        heads.window,
+        qkv.stride(0),
+        *strides,
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=head_dim,
+        rows=layout.rows,
+        width=dot_block(head_dim),
+        step=tile.step,
+        has_bias=bias is not None,
+        is_causal=heads.is_causal,
+        has_window=heads.window > 0,
+        has_cap=heads.softcap > 0,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
     return out
 
@@ -298,8 +366,17 @@ def layer_norm(x: Tensor, norm: NormWeights[Tensor], dtype: torch.dtype, residua
     grid, shape = row_blocks(*x.shape)
     added = x if residual is None else residual
     layer_norm_kernel[grid](
-        x, added, norm.weight, norm.bias, out, norm.eps, len(x), x.stride(0), added.stride(0),
-        has_residual=residual is not None, **shape,
+        x,
+        added,
+        norm.weight,
+        norm.bias,
+        out,
+        norm.eps,
+        len(x),
+        x.stride(0),
+        added.stride(0),
+        has_residual=residual is not None,
+        **shape,
     )
     return out
 

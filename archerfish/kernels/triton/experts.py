@@ -1,10 +1,11 @@
 """Mixtures of experts on a GPU: `route_kernel` chooses, `multiply_experts_kernel` multiplies, `add_up_kernel` adds up.
 
-A place is a row's choice of one expert. `order_kernel` puts places in order by expert, each expert's filled up to whole tiles
-of rows, so that a program has a tile of rows of one expert. Which row of its expert's tiles a place is may differ from run to
-run, what is computed of it does not. All of this happens on the device in arrays whose sizes follow from the number of rows
-alone: it can be recorded. A lone row has a tile for each expert that it chose, and nothing is put in order. Programs beyond the
-tiles that are needed end at once.
+A place is a row's choice of one expert. `order_kernel` puts places in order by expert, each expert's filled up to whole
+tiles of rows, so that a program has a tile of rows of one expert. Which row of its expert's tiles a place is may differ
+from run to run, what is computed of it does not. All of this happens on the device in arrays whose sizes follow from
+the number of rows
+alone: it can be recorded. A lone row has a tile for each expert that it chose, and nothing is put in order. Programs
+beyond the tiles that are needed end at once.
 
 Weights are plain, rows with a scale each, or in groups (`group_products.py`).
 No `from __future__ import annotations` here: see `triton/norm.py`.
@@ -47,9 +48,25 @@ class ExpertTile(NamedTuple):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def route_kernel(
-    logits, bias, ids, weights, counts, nths, num_rows, logit_stride, scale, num_experts: tl.constexpr, experts: tl.constexpr,
-    num_chosen: tl.constexpr, slots: tl.constexpr, rows: tl.constexpr, is_sigmoid: tl.constexpr, is_normed: tl.constexpr,
-    has_bias: tl.constexpr, is_lone: tl.constexpr, is_early: tl.constexpr,
+    logits,
+    bias,
+    ids,
+    weights,
+    counts,
+    nths,
+    num_rows,
+    logit_stride,
+    scale,
+    num_experts: tl.constexpr,
+    experts: tl.constexpr,
+    num_chosen: tl.constexpr,
+    slots: tl.constexpr,
+    rows: tl.constexpr,
+    is_sigmoid: tl.constexpr,
+    is_normed: tl.constexpr,
+    has_bias: tl.constexpr,
+    is_lone: tl.constexpr,
+    is_early: tl.constexpr,
 ):
     """The experts of some rows and their weights; and of how many places of its expert each is ahead, in any order."""
     row = tl.program_id(0) * rows + tl.arange(0, rows)
@@ -90,10 +107,22 @@ def route_kernel(
 
 @triton.jit(do_not_specialize=["num_places", "num_tiles"])
 def order_kernel(
-    ids, nths, counts, order, tile_experts, num_places, num_tiles, num_experts: tl.constexpr, experts: tl.constexpr,
-    places: tl.constexpr, tiles: tl.constexpr, tile_rows: tl.constexpr, is_early: tl.constexpr,
+    ids,
+    nths,
+    counts,
+    order,
+    tile_experts,
+    num_places,
+    num_tiles,
+    num_experts: tl.constexpr,
+    experts: tl.constexpr,
+    places: tl.constexpr,
+    tiles: tl.constexpr,
+    tile_rows: tl.constexpr,
+    is_early: tl.constexpr,
 ):
-    """Put some places in order, and say of some tiles whose they are. What they have no place for is filled with num_places."""
+    """Put some places in order, and say of some tiles whose they are. What they have no place for is filled with
+    num_places."""
     expert = tl.arange(0, experts)
     place = tl.program_id(0) * places + tl.arange(0, places)
     tile = tl.program_id(0) * tiles + tl.arange(0, tiles)
@@ -116,8 +145,19 @@ def order_kernel(
 
 @triton.jit
 def load_tile(
-    codes, scales, lines, num_lines, start, width: tl.constexpr, group_size: tl.constexpr, size: tl.constexpr,
-    planes: tl.constexpr, per_scale: tl.constexpr, coding: tl.constexpr, kind: tl.constexpr, in_pairs: tl.constexpr,
+    codes,
+    scales,
+    lines,
+    num_lines,
+    start,
+    width: tl.constexpr,
+    group_size: tl.constexpr,
+    size: tl.constexpr,
+    planes: tl.constexpr,
+    per_scale: tl.constexpr,
+    coding: tl.constexpr,
+    kind: tl.constexpr,
+    in_pairs: tl.constexpr,
 ):
     """(outputs, inputs) of weights; group_size 0: rows of numbers, whose scales come later."""
     if group_size:
@@ -131,12 +171,35 @@ def load_tile(
 
 @triton.jit(do_not_specialize=["num_places"])
 def multiply_experts_kernel(
-    x, codes, scales, bias, tile_experts, order, out, num_places, num_outputs, num_lines, x_stride, width: tl.constexpr,
-    group_size: tl.constexpr, size: tl.constexpr, planes: tl.constexpr, per_scale: tl.constexpr, coding: tl.constexpr,
-    per_row: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, activation: tl.constexpr, is_gated: tl.constexpr,
-    is_lone: tl.constexpr, in_pairs: tl.constexpr, is_early: tl.constexpr, has_bias: tl.constexpr,
+    x,
+    codes,
+    scales,
+    bias,
+    tile_experts,
+    order,
+    out,
+    num_places,
+    num_outputs,
+    num_lines,
+    x_stride,
+    width: tl.constexpr,
+    group_size: tl.constexpr,
+    size: tl.constexpr,
+    planes: tl.constexpr,
+    per_scale: tl.constexpr,
+    coding: tl.constexpr,
+    per_row: tl.constexpr,
+    rows: tl.constexpr,
+    outputs: tl.constexpr,
+    activation: tl.constexpr,
+    is_gated: tl.constexpr,
+    is_lone: tl.constexpr,
+    in_pairs: tl.constexpr,
+    is_early: tl.constexpr,
+    has_bias: tl.constexpr,
 ):
-    """A tile of rows of one expert, and of its outputs, which are written to their places. per_row: places of a row of x."""
+    """A tile of rows of one expert, and of its outputs, which are written to their places. per_row: places of a row of
+    x."""
     tile = tl.program_id(1)
     own = tl.program_id(0) * outputs + tl.arange(0, outputs)
     kind: tl.constexpr = x.dtype.element_ty
@@ -157,12 +220,35 @@ def multiply_experts_kernel(
         for start in range(0, width, span):
             values = tl.trans(load_piece(x + row[:, None] * x_stride, start + tl.arange(0, span)[None, :], width, span))
             weights = load_tile(
-                codes, scales, lines, num_lines, start, width, group_size, size, planes, per_scale, coding, kind, in_pairs
+                codes,
+                scales,
+                lines,
+                num_lines,
+                start,
+                width,
+                group_size,
+                size,
+                planes,
+                per_scale,
+                coding,
+                kind,
+                in_pairs,
             )
             acc = tl.dot(weights, values, acc, input_precision="ieee")
             if is_gated:
                 weights = load_tile(
-                    codes, scales, up_lines, num_lines, start, width, group_size, size, planes, per_scale, coding, kind,
+                    codes,
+                    scales,
+                    up_lines,
+                    num_lines,
+                    start,
+                    width,
+                    group_size,
+                    size,
+                    planes,
+                    per_scale,
+                    coding,
+                    kind,
                     in_pairs,
                 )
                 up_acc = tl.dot(weights, values, up_acc, input_precision="ieee")
@@ -178,10 +264,21 @@ def multiply_experts_kernel(
 
 @triton.jit
 def add_up_kernel(
-    y, weights, shared, logits, out, logit_stride, width: tl.constexpr, num_chosen: tl.constexpr, columns: tl.constexpr,
-    gate: tl.constexpr, has_shared: tl.constexpr, is_early: tl.constexpr,
+    y,
+    weights,
+    shared,
+    logits,
+    out,
+    logit_stride,
+    width: tl.constexpr,
+    num_chosen: tl.constexpr,
+    columns: tl.constexpr,
+    gate: tl.constexpr,
+    has_shared: tl.constexpr,
+    is_early: tl.constexpr,
 ):
-    """The weighted sum of a row's places. gate: the logit that says how much of the shared row is added; 0: all of it."""
+    """The weighted sum of a row's places. gate: the logit that says how much of the shared row is added; 0: all of
+    it."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     is_inside = column < width
@@ -213,35 +310,66 @@ def choose_tile(
 
 
 def multiply(
-    x: Tensor, packed: TorchWeight, tile: ExpertTile, tile_experts: Tensor, order: Tensor, num_places: int, num_experts: int, *,
-    activation: Activation = "none", is_gated: bool = False,
+    x: Tensor,
+    packed: TorchWeight,
+    tile: ExpertTile,
+    tile_experts: Tensor,
+    order: Tensor,
+    num_places: int,
+    num_experts: int,
+    *,
+    activation: Activation = "none",
+    is_gated: bool = False,
 ) -> Tensor:
-    """(places, outputs): each place's row of x, of which several places may have the same, times its expert's matrix."""
+    """(places, outputs): each place's row of x, of which several places may have the same, times its expert's
+    matrix."""
     plain: dict[str, Any] = {"group_size": 0, "size": tile.columns, "planes": 1, "per_scale": 1, "coding": "signed"}
     if isinstance(packed, GroupsWeight):
         given = kernel_inputs(packed.groups, packed.tensors)
         num_lines = len(given["codes"])
     else:
-        matrix, scales = (packed.matrix, packed.scales) if isinstance(packed, RowsWeight) else (packed.dequantised(), None)
+        matrix, scales = (
+            (packed.matrix, packed.scales) if isinstance(packed, RowsWeight) else (packed.dequantised(), None)
+        )
         num_lines, width = matrix.shape
         given = {**plain, "codes": matrix, "scales": scales, "width": width, "in_pairs": x.is_cuda}
     num_outputs = num_lines // num_experts // (2 if is_gated else 1)
     out = torch.empty((num_places, num_outputs), dtype=x.dtype, device=x.device)
-    stage_bytes = (tile.rows + tile.outputs * (2 if is_gated else 1)) * given["size"] * given["planes"] * x.element_size()
+    stage_bytes = (
+        (tile.rows + tile.outputs * (2 if is_gated else 1)) * given["size"] * given["planes"] * x.element_size()
+    )
     num_tiles = len(tile_experts)
     multiply_experts_kernel[(cdiv(num_outputs, tile.outputs), num_tiles)](
-        x=x, bias=x if packed.bias is None else packed.bias, has_bias=packed.bias is not None, tile_experts=tile_experts,
-        order=order, out=out, num_places=num_places, num_outputs=num_outputs,
-        num_lines=num_lines, x_stride=x.stride(0), per_row=num_places // len(x), rows=tile.rows, outputs=tile.outputs,
-        activation=activation, is_gated=is_gated, is_lone=order is tile_experts, num_warps=tile.num_warps,
-        num_stages=max(1, min(tile.num_stages, shared_bytes(x.device) // stage_bytes)), **given, **early_start(x.device),
+        x=x,
+        bias=x if packed.bias is None else packed.bias,
+        has_bias=packed.bias is not None,
+        tile_experts=tile_experts,
+        order=order,
+        out=out,
+        num_places=num_places,
+        num_outputs=num_outputs,
+        num_lines=num_lines,
+        x_stride=x.stride(0),
+        per_row=num_places // len(x),
+        rows=tile.rows,
+        outputs=tile.outputs,
+        activation=activation,
+        is_gated=is_gated,
+        is_lone=order is tile_experts,
+        num_warps=tile.num_warps,
+        num_stages=max(1, min(tile.num_stages, shared_bytes(x.device) // stage_bytes)),
+        **given,
+        **early_start(x.device),
     )
     return out
 
 
 def route(logits: Tensor, routing: Routing[Tensor], tile_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Experts and weights of all places, and by tile: its expert, and its places. The last two are the first of a lone row."""
-    num_rows, num_chosen, device = len(logits), routing.num_chosen, logits.device
+    """Experts and weights of all places, and by tile: its expert, and its places. The last two are the first of a lone
+    row."""
+    num_rows = len(logits)
+    num_chosen = routing.num_chosen
+    device = logits.device
     num_places = num_rows * num_chosen
     ids = torch.empty(num_places, dtype=torch.int32, device=device)
     weights = torch.empty(num_places, dtype=torch.float32, device=device)
@@ -249,29 +377,65 @@ def route(logits: Tensor, routing: Routing[Tensor], tile_rows: int) -> tuple[Ten
     rows = max(1, min(ROUTED_ROWS, ROUTED_NUMBERS // experts))
     is_lone = num_rows == 1
     num_tiles = num_places // tile_rows + min(num_places, routing.num_experts)
-    order, tiles, nths, counts = ids, ids, ids, ids
+    order = ids
+    tiles = ids
+    nths = ids
+    counts = ids
     if not is_lone:
         order = torch.empty(num_tiles * tile_rows, dtype=torch.int32, device=device)
         tiles, nths = (torch.empty(num, dtype=torch.int32, device=device) for num in (num_tiles, num_places))
         counts = torch.zeros(experts, dtype=torch.int32, device=device)
     shape: dict[str, Any] = {"num_experts": routing.num_experts, "experts": experts, **early_start(device)}
     route_kernel[(cdiv(num_rows, rows),)](
-        logits, logits if routing.bias is None else routing.bias, ids, weights, counts, nths, num_rows,
-        logit_stride=logits.stride(0), scale=routing.scale, num_chosen=num_chosen, slots=slots, rows=rows,
-        is_sigmoid=routing.is_sigmoid, is_normed=routing.is_normed, has_bias=routing.bias is not None, is_lone=is_lone,
-        num_warps=4, **shape,
+        logits,
+        logits if routing.bias is None else routing.bias,
+        ids,
+        weights,
+        counts,
+        nths,
+        num_rows,
+        logit_stride=logits.stride(0),
+        scale=routing.scale,
+        num_chosen=num_chosen,
+        slots=slots,
+        rows=rows,
+        is_sigmoid=routing.is_sigmoid,
+        is_normed=routing.is_normed,
+        has_bias=routing.bias is not None,
+        is_lone=is_lone,
+        num_warps=4,
+        **shape,
     )
     if not is_lone:
         order_kernel[(max(cdiv(num_places, ORDERED), cdiv(num_tiles, OWNED)),)](
-            ids, nths, counts, order, tiles, num_places, num_tiles, places=ORDERED, tiles=OWNED, tile_rows=tile_rows,
-            num_warps=8, **shape,
+            ids,
+            nths,
+            counts,
+            order,
+            tiles,
+            num_places,
+            num_tiles,
+            places=ORDERED,
+            tiles=OWNED,
+            tile_rows=tile_rows,
+            num_warps=8,
+            **shape,
         )
     return ids, weights, tiles, order
 
 
 def compute_experts(
-    x: Tensor, logits: Tensor, routing: Routing[Tensor], gate_up: TorchWeight, down: TorchWeight, activation: Activation,
-    shared: Tensor | None, *, is_deterministic: bool, adapters: TritonAdapters | None, tables: Sequence[Any],
+    x: Tensor,
+    logits: Tensor,
+    routing: Routing[Tensor],
+    gate_up: TorchWeight,
+    down: TorchWeight,
+    activation: Activation,
+    shared: Tensor | None,
+    *,
+    is_deterministic: bool,
+    adapters: TritonAdapters | None,
+    tables: Sequence[Any],
 ) -> Tensor:
     """As `Ops.experts`. is_deterministic: tiles do not follow from the number of rows. tables: what adapters add to
     both products."""
@@ -295,8 +459,18 @@ def compute_experts(
         y = adapters.add(y, hidden, tables[1], places=places)
     out = torch.empty_like(x)
     add_up_kernel[(num_rows, cdiv(width, ADDED_COLUMNS))](
-        y, weights, x if shared is None else shared, logits, out, logits.stride(0), width=width, num_chosen=routing.num_chosen,
-        columns=ADDED_COLUMNS, gate=num_experts if logits.shape[1] > num_experts else 0, has_shared=shared is not None,
-        num_warps=4, **early_start(x.device),
+        y,
+        weights,
+        x if shared is None else shared,
+        logits,
+        out,
+        logits.stride(0),
+        width=width,
+        num_chosen=routing.num_chosen,
+        columns=ADDED_COLUMNS,
+        gate=num_experts if logits.shape[1] > num_experts else 0,
+        has_shared=shared is not None,
+        num_warps=4,
+        **early_start(x.device),
     )
     return out

@@ -1,12 +1,13 @@
 """Products of activations with weights in groups (`formats.Groups`), on tensor cores.
 
-For few rows, a program has some outputs, and each of its warps some of the inputs. Sums are scaled, not weights: codes are
-whole numbers that every type holds exactly. For more rows, a program has a tile of rows and outputs, and weights are scaled
-before they are multiplied. For very many, `dequantise` makes a plain matrix.
+For few rows, a program has some outputs, and each of its warps some of the inputs. Sums are scaled, not weights: codes
+are whole numbers that every type holds exactly. For more rows, a program has a tile of rows and outputs, and weights
+are scaled before they are multiplied. For very many, `dequantise` makes a plain matrix.
 
-Codes of 4 bits are laid out anew for the card (`pack`): of 128 inputs, a word of 16 bits has those that are 32 apart. So a tile
-of words goes into the registers of the tensor cores as one of floats would, and there it becomes four tiles, its planes, two
-codes at a time and without a conversion: codes are put into the lowest bits of a large number, which is subtracted again.
+Codes of 4 bits are laid out anew for the card (`pack`): of 128 inputs, a word of 16 bits has those that are 32 apart.
+So a tile of words goes into the registers of the tensor cores as one of floats would, and there it becomes four tiles,
+its planes, two codes at a time and without a conversion: codes are put into the lowest bits of a large number, which is
+subtracted again.
 
 No `from __future__ import annotations` here: see `triton/norm.py`.
 """
@@ -54,18 +55,23 @@ class ManyTile(NamedTuple):
 
 
 MANY_TILES = (
-    ManyTile(256, 128, 8, 3), ManyTile(128, 128, 8, 3), ManyTile(128, 64, 4, 4), ManyTile(64, 128, 4, 3),
-    ManyTile(64, 64, 4, 4), ManyTile(32, 64, 4, 4), ManyTile(16, 64, 4, 5),
-)  # fmt: skip
+    ManyTile(256, 128, 8, 3),
+    ManyTile(128, 128, 8, 3),
+    ManyTile(128, 64, 4, 4),
+    ManyTile(64, 128, 4, 3),
+    ManyTile(64, 64, 4, 4),
+    ManyTile(32, 64, 4, 4),
+    ManyTile(16, 64, 4, 5),
+)
 
 
 @triton.constexpr_function
 def pairs_code(plane, coding, is_bfloat):
     """Two codes of a plane, in 16 bits each, as two floats less a zero.
 
-    They are put into the lowest bits of 128 in bfloat16 (0x4300), or of 1024 in float16 (0x6400), which has room for codes
-    that are 16 times as large, too: these need not be moved. Those of MXFP4 are moved to where a float has its sign, the lowest
-    bits of its exponent and the highest of its mantissa.
+    They are put into the lowest bits of 128 in bfloat16 (0x4300), or of 1024 in float16 (0x6400), which has room for
+    codes that are 16 times as large, too: these need not be moved. Those of MXFP4 are moved to where a float has its
+    sign, the lowest bits of its exponent and the highest of its mantissa.
     """
     zero = coding == "signed"
     if coding == "mxfp4":
@@ -81,7 +87,10 @@ def pairs_code(plane, coding, is_bfloat):
             lop3.b32 t, sign, 0x80008000, t, 0xea;
             fma.rn.{"bf16x2" if is_bfloat else "f16x2"} $0, t, factor, less;
         }}"""
-    shift, mask, high, factor = 4 * plane, "000f", "4300", "3f80"
+    shift = 4 * plane
+    mask = "000f"
+    high = "4300"
+    factor = "3f80"
     less = "c308" if zero else "c300"
     if not is_bfloat:
         shift, high = plane // 2 * 8, "6400"
@@ -140,7 +149,14 @@ def load_rows(
 
 @triton.jit
 def load_scales(
-    scales, lines, num_lines, first, width: tl.constexpr, group_size: tl.constexpr, size: tl.constexpr, planes: tl.constexpr,
+    scales,
+    lines,
+    num_lines,
+    first,
+    width: tl.constexpr,
+    group_size: tl.constexpr,
+    size: tl.constexpr,
+    planes: tl.constexpr,
     per_scale: tl.constexpr,
 ):
     """The scales of lines for parts of the inputs as in memory: one tile for every per_scale planes, which share it."""
@@ -164,8 +180,18 @@ def split_scales(given, coding: tl.constexpr):
 
 @triton.jit
 def add_parts(
-    acc, codes, scales, lines, first, values, width: tl.constexpr, size: tl.constexpr, planes: tl.constexpr,
-    per_scale: tl.constexpr, coding: tl.constexpr, in_pairs: tl.constexpr,
+    acc,
+    codes,
+    scales,
+    lines,
+    first,
+    values,
+    width: tl.constexpr,
+    size: tl.constexpr,
+    planes: tl.constexpr,
+    per_scale: tl.constexpr,
+    coding: tl.constexpr,
+    in_pairs: tl.constexpr,
 ):
     """Parts of the inputs taken into the sums of (parts, outputs, rows). scales: from `load_scales`."""
     num_parts: tl.constexpr = (width + planes * size - 1) // (planes * size)
@@ -189,10 +215,31 @@ def add_parts(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_few_kernel(
-    x, codes, scales, bias, residual, out, num_rows, num_outputs, x_stride, residual_stride,
-    width: tl.constexpr, group_size: tl.constexpr, size: tl.constexpr, planes: tl.constexpr, per_scale: tl.constexpr,
-    rows: tl.constexpr, outputs: tl.constexpr, parts: tl.constexpr, coding: tl.constexpr, activation: tl.constexpr,
-    has_bias: tl.constexpr, has_residual: tl.constexpr, is_gated: tl.constexpr, in_pairs: tl.constexpr, is_early: tl.constexpr,
+    x,
+    codes,
+    scales,
+    bias,
+    residual,
+    out,
+    num_rows,
+    num_outputs,
+    x_stride,
+    residual_stride,
+    width: tl.constexpr,
+    group_size: tl.constexpr,
+    size: tl.constexpr,
+    planes: tl.constexpr,
+    per_scale: tl.constexpr,
+    rows: tl.constexpr,
+    outputs: tl.constexpr,
+    parts: tl.constexpr,
+    coding: tl.constexpr,
+    activation: tl.constexpr,
+    has_bias: tl.constexpr,
+    has_residual: tl.constexpr,
+    is_gated: tl.constexpr,
+    in_pairs: tl.constexpr,
+    is_early: tl.constexpr,
 ):
     own = tl.program_id(0) * outputs + tl.arange(0, outputs)
     lines = tl.minimum(own, num_outputs - 1).to(tl.int64)
@@ -201,8 +248,13 @@ def multiply_few_kernel(
     row = tl.arange(0, rows)
     follow(is_early)
     added, up_added = load_addends(
-        bias, residual + tl.minimum(row, num_rows - 1)[None, :] * residual_stride, lines[:, None], up_lines[:, None], has_bias,
-        has_residual, is_gated,
+        bias,
+        residual + tl.minimum(row, num_rows - 1)[None, :] * residual_stride,
+        lines[:, None],
+        up_lines[:, None],
+        has_bias,
+        has_residual,
+        is_gated,
     )
     acc = tl.zeros((parts, outputs, rows), tl.float32)
     up_acc = tl.zeros((parts, outputs, rows), tl.float32)
@@ -212,7 +264,9 @@ def multiply_few_kernel(
     scale = load_scales(scales, lines[None, :], num_lines, part[:, None], width, group_size, size, planes, per_scale)
     up_scale = scale
     if is_gated:
-        up_scale = load_scales(scales, up_lines[None, :], num_lines, part[:, None], width, group_size, size, planes, per_scale)
+        up_scale = load_scales(
+            scales, up_lines[None, :], num_lines, part[:, None], width, group_size, size, planes, per_scale
+        )
     for start in range(0, width, span * parts):
         first = start + part
         later = first[:, None] + span * parts
@@ -233,7 +287,13 @@ def multiply_few_kernel(
 
 @triton.jit
 def scaled(
-    given, scales, plane: tl.constexpr, planes: tl.constexpr, coding: tl.constexpr, kind: tl.constexpr, in_pairs: tl.constexpr
+    given,
+    scales,
+    plane: tl.constexpr,
+    planes: tl.constexpr,
+    coding: tl.constexpr,
+    kind: tl.constexpr,
+    in_pairs: tl.constexpr,
 ):
     """Weights of (outputs, inputs) from a tile of codes, or from a plane of words."""
     scale, least = split_scales(scales, coding)
@@ -245,10 +305,22 @@ def scaled(
 
 @triton.jit
 def load_weights(
-    codes, scales, lines, num_lines, start, width: tl.constexpr, group_size: tl.constexpr, size: tl.constexpr,
-    planes: tl.constexpr, per_scale: tl.constexpr, coding: tl.constexpr, kind: tl.constexpr, in_pairs: tl.constexpr,
+    codes,
+    scales,
+    lines,
+    num_lines,
+    start,
+    width: tl.constexpr,
+    group_size: tl.constexpr,
+    size: tl.constexpr,
+    planes: tl.constexpr,
+    per_scale: tl.constexpr,
+    coding: tl.constexpr,
+    kind: tl.constexpr,
+    in_pairs: tl.constexpr,
 ):
-    """Weights of (outputs, inputs) for the inputs from start on. Planes follow one another without leaving their registers."""
+    """Weights of (outputs, inputs) for the inputs from start on. Planes follow one another without leaving their
+    registers."""
     line_items: tl.constexpr = (width + planes * size - 1) // (planes * size) * size
     given = tl.load(codes + lines[:, None] * line_items + start // planes + tl.arange(0, size)[None, :])
     scale = load_scales(scales, lines, num_lines, start, width, group_size, size, planes, per_scale)
@@ -264,10 +336,29 @@ def load_weights(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_many_kernel(
-    x, codes, scales, bias, residual, out, num_rows, num_outputs, x_stride, residual_stride,
-    width: tl.constexpr, group_size: tl.constexpr, size: tl.constexpr, planes: tl.constexpr, per_scale: tl.constexpr,
-    rows: tl.constexpr, outputs: tl.constexpr, coding: tl.constexpr, activation: tl.constexpr, has_bias: tl.constexpr,
-    has_residual: tl.constexpr, in_pairs: tl.constexpr, is_early: tl.constexpr,
+    x,
+    codes,
+    scales,
+    bias,
+    residual,
+    out,
+    num_rows,
+    num_outputs,
+    x_stride,
+    residual_stride,
+    width: tl.constexpr,
+    group_size: tl.constexpr,
+    size: tl.constexpr,
+    planes: tl.constexpr,
+    per_scale: tl.constexpr,
+    rows: tl.constexpr,
+    outputs: tl.constexpr,
+    coding: tl.constexpr,
+    activation: tl.constexpr,
+    has_bias: tl.constexpr,
+    has_residual: tl.constexpr,
+    in_pairs: tl.constexpr,
+    is_early: tl.constexpr,
 ):
     """A tile of rows and outputs. Rows past the last are the last again, and are not written."""
     own = tl.program_id(0) * outputs + tl.arange(0, outputs)
@@ -284,7 +375,19 @@ def multiply_many_kernel(
             weights = tl.load(codes + lines[:, None] * width + start + tl.arange(0, span)[None, :]).to(kind)
         else:
             weights = load_weights(
-                codes, scales, lines, num_outputs, start, width, group_size, size, planes, per_scale, coding, kind, in_pairs
+                codes,
+                scales,
+                lines,
+                num_outputs,
+                start,
+                width,
+                group_size,
+                size,
+                planes,
+                per_scale,
+                coding,
+                kind,
+                in_pairs,
             )
         column = start + tl.arange(0, span)[:, None]
         if width % span:
@@ -304,13 +407,34 @@ def multiply_many_kernel(
 
 @triton.jit
 def dequantise_kernel(
-    codes, scales, out, num_outputs, width: tl.constexpr, group_size: tl.constexpr, size: tl.constexpr,
-    planes: tl.constexpr, per_scale: tl.constexpr, outputs: tl.constexpr, coding: tl.constexpr, in_pairs: tl.constexpr,
+    codes,
+    scales,
+    out,
+    num_outputs,
+    width: tl.constexpr,
+    group_size: tl.constexpr,
+    size: tl.constexpr,
+    planes: tl.constexpr,
+    per_scale: tl.constexpr,
+    outputs: tl.constexpr,
+    coding: tl.constexpr,
+    in_pairs: tl.constexpr,
 ):
     lines = tl.minimum(tl.program_id(0) * outputs + tl.arange(0, outputs), num_outputs - 1).to(tl.int64)
     start = tl.program_id(1) * planes * size
     weights = load_weights(
-        codes, scales, lines, num_outputs, start, width, group_size, size, planes, per_scale, coding, out.dtype.element_ty,
+        codes,
+        scales,
+        lines,
+        num_outputs,
+        start,
+        width,
+        group_size,
+        size,
+        planes,
+        per_scale,
+        coding,
+        out.dtype.element_ty,
         in_pairs,
     )
     column = start + tl.arange(0, planes * size)[None, :]
@@ -318,7 +442,8 @@ def dequantise_kernel(
 
 
 def pack(weight_format: Groups, tensors: Tensors) -> dict[str, Tensor]:
-    """The tensors of a format as kernels read them: scales of a group together, in 32 bits, and codes of 4 bits in words."""
+    """The tensors of a format as kernels read them: scales of a group together, in 32 bits, and codes of 4 bits in
+    words."""
     codes, scales = tensors["weight"], tensors["scales"].t().float().contiguous()
     if weight_format.coding == "mins":  # both in float16
         pairs = torch.stack((scales, tensors["mins"].t()), 2).half()
@@ -326,7 +451,9 @@ def pack(weight_format: Groups, tensors: Tensors) -> dict[str, Tensor]:
     if weight_format.is_packed:
         halves = codes.view(len(codes), -1, BLOCK // 2)
         blocks = torch.cat((halves & 15, halves >> 4), 2)
-        blocks = torch.nn.functional.pad(blocks, (0, 0, 0, -blocks.shape[1] % PLANES)).view(len(codes), -1, PLANES, BLOCK)
+        blocks = torch.nn.functional.pad(blocks, (0, 0, 0, -blocks.shape[1] % PLANES)).view(
+            len(codes), -1, PLANES, BLOCK
+        )
         words = blocks[:, :, 0].short()
         for plane in range(1, PLANES):
             words |= blocks[:, :, plane].short() << 4 * plane
@@ -339,9 +466,15 @@ def kernel_inputs(weight_format: Groups, tensors: Tensors) -> dict[str, Any]:
     group_size = weight_format.group_size
     size, planes = (BLOCK, PLANES) if weight_format.is_packed else (math.gcd(group_size, SPAN), 1)
     return {
-        "codes": tensors["weight"], "scales": tensors["scales"], "width": len(tensors["scales"]) * group_size,
-        "group_size": group_size, "size": size, "planes": planes, "per_scale": math.gcd(group_size, size * planes) // size,
-        "coding": weight_format.coding, "in_pairs": tensors["weight"].is_cuda,
+        "codes": tensors["weight"],
+        "scales": tensors["scales"],
+        "width": len(tensors["scales"]) * group_size,
+        "group_size": group_size,
+        "size": size,
+        "planes": planes,
+        "per_scale": math.gcd(group_size, size * planes) // size,
+        "coding": weight_format.coding,
+        "in_pairs": tensors["weight"].is_cuda,
     }
 
 
@@ -356,7 +489,9 @@ def dequantise(weight_format: Groups, tensors: Tensors, dtype: torch.dtype) -> T
     return out
 
 
-def few_tile(num_rows: int, num_outputs: int, span: int, item_bytes: int, most_bytes: int, *, is_gated: bool) -> FewTile:
+def few_tile(
+    num_rows: int, num_outputs: int, span: int, item_bytes: int, most_bytes: int, *, is_gated: bool
+) -> FewTile:
     """Few programs have many warps, each with a part of the inputs, so that every processor has enough to read.
 
     span: inputs of a part. item_bytes: of an activation. most_bytes: of two stages.
@@ -386,18 +521,33 @@ def many_tile(num_rows: int, num_outputs: int, row_bytes: int, most_bytes: int) 
 
 
 def multiply_groups(
-    x: Tensor, weight_format: Groups, tensors: Tensors, bias: Tensor | None, *, activation: Activation, residual: Tensor | None,
-    is_gated: bool = False, dtype: torch.dtype,
+    x: Tensor,
+    weight_format: Groups,
+    tensors: Tensors,
+    bias: Tensor | None,
+    *,
+    activation: Activation,
+    residual: Tensor | None,
+    is_gated: bool = False,
+    dtype: torch.dtype,
 ) -> Tensor:
     """As `triton.linear.linear`; is_gated only for few rows. tensors: from `pack`."""
     num_rows, num_lines = len(x), len(tensors["weight"])
     num_outputs = num_lines // 2 if is_gated else num_lines
     out = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
     given = kernel_inputs(weight_format, tensors) | {
-        "x": x, "bias": x if bias is None else bias, "residual": x if residual is None else residual, "out": out,
-        "num_rows": num_rows, "num_outputs": num_outputs, "x_stride": x.stride(0), "activation": activation,
-        "residual_stride": x.stride(0) if residual is None else residual.stride(0), "has_bias": bias is not None,
-        "has_residual": residual is not None, **early_start(x.device),
+        "x": x,
+        "bias": x if bias is None else bias,
+        "residual": x if residual is None else residual,
+        "out": out,
+        "num_rows": num_rows,
+        "num_outputs": num_outputs,
+        "x_stride": x.stride(0),
+        "activation": activation,
+        "residual_stride": x.stride(0) if residual is None else residual.stride(0),
+        "has_bias": bias is not None,
+        "has_residual": residual is not None,
+        **early_start(x.device),
     }
     if num_rows > FEW_ROWS:
         row_bytes = given["size"] * (given["planes"] * x.element_size() + (given["planes"] == 1))

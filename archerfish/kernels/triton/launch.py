@@ -1,10 +1,10 @@
 """Programmatic dependent launch: a kernel starts before the kernel in front of it has ended (Hopper and newer cards).
 
-A kernel that is launched with `early_start` may load what the kernel in front does not write, and then calls `follow`, which
-waits until that kernel has ended and lets the next one start. So only one other kernel can still run before `follow`: what is
-loaded there must have been written at least two kernels earlier. A kernel that calls `invite_and_follow` lets the next one
-start before it waits itself: what the next one loads early must then be older than this kernel and the one in front of it.
-After `follow`, everything that was written before is visible.
+A kernel that is launched with `early_start` may load what the kernel in front does not write, and then calls `follow`,
+which waits until that kernel has ended and lets the next one start. So only one other kernel can still run before
+`follow`: what is loaded there must have been written at least two kernels earlier. A kernel that calls
+`invite_and_follow` lets the next one start before it waits itself: what the next one loads early must then be older
+than this kernel and the one in front of it. After `follow`, everything that was written before is visible.
 
 No `from __future__ import annotations` here: see `triton/norm.py`.
 """

@@ -1,5 +1,5 @@
-"""Linear maps on a GPU: products by the kernels of `triton/products.py` for few rows of activations, by cuBLAS for more; and
-the way of weights onto the card."""
+"""Linear maps on a GPU: products by the kernels of `triton/products.py` for few rows of activations, by cuBLAS for
+more; and the way of weights onto the card."""
 # mypy: allow-untyped-calls
 
 from __future__ import annotations
@@ -18,8 +18,21 @@ from archerfish.kernels.torch.reference import TorchOps, TorchWeight
 from archerfish.kernels.triton import norm as triton_norm
 from archerfish.kernels.triton.group_products import FEW_ROWS, dequantise, multiply_groups, pack
 from archerfish.kernels.triton.launch import early_start
-from archerfish.kernels.triton.products import add_rows_kernel, multiply_rows_kernel, multiply_tiles_kernel, stream_kernel
-from archerfish.kernels.triton.tiles import AddTile, LinearTile, add_tile, cdiv, choose_tile, next_power_of_2, shared_bytes
+from archerfish.kernels.triton.products import (
+    add_rows_kernel,
+    multiply_rows_kernel,
+    multiply_tiles_kernel,
+    stream_kernel,
+)
+from archerfish.kernels.triton.tiles import (
+    AddTile,
+    LinearTile,
+    add_tile,
+    cdiv,
+    choose_tile,
+    next_power_of_2,
+    shared_bytes,
+)
 
 Tensor = torch.Tensor
 NUM_THREADS = 8  # of uploads
@@ -41,7 +54,12 @@ class FewRowsWeight(TorchWeight):
 
     @abstractmethod
     def multiply_few(
-        self, x: Tensor, activation: Activation = "none", residual: Tensor | None = None, *, is_gated: bool = False,
+        self,
+        x: Tensor,
+        activation: Activation = "none",
+        residual: Tensor | None = None,
+        *,
+        is_gated: bool = False,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """As `linear`."""
@@ -77,7 +95,12 @@ class RowsWeight(FewRowsWeight):
         return self.tile or choose_tile(x, self.matrix, self.ops.torch_dtype, is_gated=is_gated)
 
     def multiply_few(
-        self, x: Tensor, activation: Activation = "none", residual: Tensor | None = None, *, is_gated: bool = False,
+        self,
+        x: Tensor,
+        activation: Activation = "none",
+        residual: Tensor | None = None,
+        *,
+        is_gated: bool = False,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         tile = self.tile_for(x, is_gated=is_gated)
@@ -114,8 +137,13 @@ class Int8RowsWeight(RowsWeight):
             return super().multiply_many(x, activation, residual)
         whole = Groups(str(self.matrix.dtype).removeprefix("torch."), "float32", self.matrix.shape[1])
         return multiply_groups(
-            x, whole, {"weight": self.matrix, "scales": self.scales.unsqueeze(0)}, self.bias, activation=activation,
-            residual=residual, dtype=x.dtype if residual is None else residual.dtype,
+            x,
+            whole,
+            {"weight": self.matrix, "scales": self.scales.unsqueeze(0)},
+            self.bias,
+            activation=activation,
+            residual=residual,
+            dtype=x.dtype if residual is None else residual.dtype,
         )
 
     def add_wide(self, total: Tensor, x: Tensor) -> Tensor:
@@ -143,7 +171,9 @@ class ByteRowsWeight(Int8RowsWeight):
 
     def multiply_codes(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Rows of codes, with all scales."""
-        return triton_norm.add_scaled(None, self.multiply_unscaled(codes), scales, self.column_scales, self.ops.torch_dtype)
+        return triton_norm.add_scaled(
+            None, self.multiply_unscaled(codes), scales, self.column_scales, self.ops.torch_dtype
+        )
 
     def multiply_many(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
         if self.is_narrow:
@@ -186,11 +216,15 @@ class Fp8RowsWeight(ByteRowsWeight):
         self.can_split &= ops.torch_dtype == torch.bfloat16 and self.matrix.is_cuda  # float16 cannot hold sums of codes
 
     def multiply_unscaled(self, codes: Tensor) -> Tensor:
-        return torch._scaled_mm(codes, self.matrix.t(), self.one, self.one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return torch._scaled_mm(
+            codes, self.matrix.t(), self.one, self.one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
 
     def multiply_codes(self, codes: Tensor, scales: Tensor) -> Tensor:
         dtype = self.ops.torch_dtype
-        return torch._scaled_mm(codes, self.matrix.t(), scales, self.column_scales, out_dtype=dtype, use_fast_accum=True)
+        return torch._scaled_mm(
+            codes, self.matrix.t(), scales, self.column_scales, out_dtype=dtype, use_fast_accum=True
+        )
 
 
 class Int8BothWeight(ByteRowsWeight):
@@ -203,7 +237,8 @@ class Int8BothWeight(ByteRowsWeight):
 
 
 class GroupsWeight(FewRowsWeight):
-    """Codes in groups of inputs. Many rows are multiplied by our kernels, too; very many with the dequantised matrix."""
+    """Codes in groups of inputs. Many rows are multiplied by our kernels, too; very many with the dequantised
+    matrix."""
 
     max_rows = FEW_ROWS
 
@@ -217,11 +252,22 @@ class GroupsWeight(FewRowsWeight):
         return self.weight_format
 
     def multiply_few(
-        self, x: Tensor, activation: Activation = "none", residual: Tensor | None = None, *, is_gated: bool = False,
+        self,
+        x: Tensor,
+        activation: Activation = "none",
+        residual: Tensor | None = None,
+        *,
+        is_gated: bool = False,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         return multiply_groups(
-            x, self.groups, self.tensors, self.bias, activation=activation, residual=residual, is_gated=is_gated,
+            x,
+            self.groups,
+            self.tensors,
+            self.bias,
+            activation=activation,
+            residual=residual,
+            is_gated=is_gated,
             dtype=dtype or x.dtype,
         )
 
@@ -265,37 +311,64 @@ def add_product(total: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def linear(
-    x: Tensor, packed: RowsWeight, tile: LinearTile, *, activation: Activation = "none",
-    residual: Tensor | None = None, is_gated: bool = False, norm: Tensor | None = None, eps: float = 0.0,
+    x: Tensor,
+    packed: RowsWeight,
+    tile: LinearTile,
+    *,
+    activation: Activation = "none",
+    residual: Tensor | None = None,
+    is_gated: bool = False,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`Ops.linear` for the rows that `packed.takes`, in x's type or in another one.
 
-    is_gated: `Ops.gated` with the activation follows. norm: x, which may be float32, is normalised first, by these factors; not
-    with is_dot tiles. residual: is read before the kernel in front has ended, so that kernel must not write it.
+    is_gated: `Ops.gated` with the activation follows. norm: x, which may be float32, is normalised first, by these
+    factors; not with is_dot tiles. residual: is read before the kernel in front has ended, so that kernel must not
+    write it.
     """
-    weight, bias, (num_rows, width) = packed.matrix, packed.bias, x.shape
+    weight = packed.matrix
+    bias = packed.bias
+    (num_rows, width) = x.shape
     num_outputs = len(weight) // 2 if is_gated else len(weight)
     out = torch.empty((num_rows, num_outputs), dtype=dtype or x.dtype, device=x.device)
     num_tiles = cdiv(num_outputs, tile.outputs)
     given: dict[str, Any] = {
-        "x": x, "weight": weight, "scales": packed.scales, "bias": x if bias is None else bias,
-        "residual": x if residual is None else residual, "out": out, "num_outputs": num_outputs, "width": width,
-        "outputs": tile.outputs, "activation": activation, "has_bias": bias is not None, "has_residual": residual is not None,
-        "is_gated": is_gated, "num_warps": tile.num_warps, **early_start(x.device),
+        "x": x,
+        "weight": weight,
+        "scales": packed.scales,
+        "bias": x if bias is None else bias,
+        "residual": x if residual is None else residual,
+        "out": out,
+        "num_outputs": num_outputs,
+        "width": width,
+        "outputs": tile.outputs,
+        "activation": activation,
+        "has_bias": bias is not None,
+        "has_residual": residual is not None,
+        "is_gated": is_gated,
+        "num_warps": tile.num_warps,
+        **early_start(x.device),
     }
     if not tile.is_dot:
         given |= {"norm": x if norm is None else norm, "eps": eps, "is_normed": norm is not None}
         given |= {"num_pieces": tile.num_stages, "num_stages": 1}
     if tile.num_programs:
         num_programs = min(num_tiles, tile.num_programs)
-        stream_kernel[(num_programs,)](num_rounds=cdiv(num_tiles, num_programs), columns=next_power_of_2(width), **given)
+        stream_kernel[(num_programs,)](
+            num_rounds=cdiv(num_tiles, num_programs), columns=next_power_of_2(width), **given
+        )
         return out
     given |= {"x_stride": x.stride(0), "residual_stride": x.stride(0) if residual is None else residual.stride(0)}
     if tile.is_dot:
         multiply_tiles_kernel[(num_tiles,)](
-            num_rows=num_rows, rows=max(8, next_power_of_2(num_rows)), columns=tile.columns, parts=tile.num_warps,
-            num_stages=tile.num_stages, **given,
+            num_rows=num_rows,
+            rows=max(8, next_power_of_2(num_rows)),
+            columns=tile.columns,
+            parts=tile.num_warps,
+            num_stages=tile.num_stages,
+            **given,
         )
     else:
         multiply_rows_kernel[(num_tiles,)](rows=num_rows, columns=tile.columns, **given)
@@ -306,22 +379,38 @@ def add_rows(total: Tensor, x: Tensor, packed: RowsWeight, tile: AddTile) -> Ten
     """total + x @ matrix.T, in total's memory."""
     (num_rows, width), num_outputs = x.shape, len(packed.matrix)
     add_rows_kernel[(cdiv(num_outputs, tile.outputs), cdiv(num_rows, tile.rows))](
-        x, packed.matrix, packed.scales, total, num_rows, num_outputs, x.stride(0), total.stride(0), width=width,
-        rows=tile.rows, outputs=tile.outputs, columns=tile.columns, parts=tile.parts, num_warps=tile.num_warps,
-        num_stages=tile.num_stages, **early_start(x.device),
+        x,
+        packed.matrix,
+        packed.scales,
+        total,
+        num_rows,
+        num_outputs,
+        x.stride(0),
+        total.stride(0),
+        width=width,
+        rows=tile.rows,
+        outputs=tile.outputs,
+        columns=tile.columns,
+        parts=tile.parts,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **early_start(x.device),
     )
     return total
 
 
 class Uploads:
-    """Copies to one CUDA device: threads bring pieces of mapped files into pinned memory, and the card fetches them from there.
+    """Copies to one CUDA device: threads bring pieces of mapped files into pinned memory, and the card fetches them
+    from there.
 
     The threads end with `close`.
     """
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device, torch.cuda.current_device())
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="archerfish-upload", initializer=self._start_thread)
+        self._threads = ThreadPoolExecutor(
+            NUM_THREADS, thread_name_prefix="archerfish-upload", initializer=self._start_thread
+        )
         self._own = threading.local()
 
     def send(self, tensor: Tensor) -> Tensor:

@@ -1,24 +1,25 @@
 """Kernels of RWKV-7's mixes for steps of decodes; `triton/recurrent.py` launches them.
 
 With a few decodes, every kernel costs as much as reading its weights. A layer then has five kernels. `mix_rows_kernel`
-normalises and shifts the rows in every program, and multiplies them with some outputs of a matrix: one of the seven of a time
-mix (receptance, key, value, and the narrow ends of decay, rate, gate and value mix), each with its own mix of a token and the
-one before it, or the one of a channel mix. `mix_few_heads_kernel` is `mix_tokens_kernel` for decodes with the wide ends of the
-low ranks inside: a head needs only its own outputs of them.
+normalises and shifts the rows in every program, and multiplies them with some outputs of a matrix: one of the seven of
+a time mix (receptance, key, value, and the narrow ends of decay, rate, gate and value mix), each with its own mix of a
+token and the one before it, or the one of a channel mix. `mix_few_heads_kernel` is `mix_tokens_kernel` for decodes with
+the wide ends of the low ranks inside: a head needs only its own outputs of them.
 
-With more decodes a layer has eight kernels. `norm_shift_kernel` normalises and shifts, `multiply_parts_kernel` multiplies on
-tensor cores, and `raise_rows_kernel` computes the wide ends of the low ranks, which programs of single heads would read anew
-for every row.
+With more decodes a layer has eight kernels. `norm_shift_kernel` normalises and shifts, `multiply_parts_kernel`
+multiplies on tensor cores, and `raise_rows_kernel` computes the wide ends of the low ranks, which programs of single
+heads would read anew for every row.
 
-Where weights have scales, all seven matrices have them, and the scales of their outputs lie one after the other as the outputs
-do.
+Where weights have scales, all seven matrices have them, and the scales of their outputs lie one after the other as the
+outputs do.
 
-Programs of one kernel may run in any order, and a decode mostly leaves its state where it found it: no program writes inputs
-that others read. The time mix's new inputs wait in `normed` for `mix_few_heads_kernel`, which stores them, and copies the
-inputs that the channel mix reads and then overwrites.
+Programs of one kernel may run in any order, and a decode mostly leaves its state where it found it: no program writes
+inputs that others read. The time mix's new inputs wait in `normed` for `mix_few_heads_kernel`, which stores them, and
+copies the inputs that the channel mix reads and then overwrites.
 
-States are most of what a step of many decodes reads. They are loaded while the products before them run: `norm_shift_kernel`,
-`multiply_parts_kernel` and `raise_rows_kernel` let the next kernel's programs start before they wait themselves.
+States are most of what a step of many decodes reads. They are loaded while the products before them run:
+`norm_shift_kernel`, `multiply_parts_kernel` and `raise_rows_kernel` let the next kernel's programs start before they
+wait themselves.
 
 No `from __future__ import annotations` here: see `triton/norm.py`.
 """
@@ -34,19 +35,36 @@ from archerfish.kernels.triton.wkv import next_state, norm_heads, prepare_heads,
 
 @triton.jit
 def enter_part(part, program, first, begin, size, mix, weight):
-    """A part of the outputs, for programs from `first` on: its first program, output, number of outputs, mix and weights."""
+    """A part of the outputs, for programs from `first` on: its first program, output, number of outputs, mix and
+    weights."""
     is_inside = program >= first
     return (
-        tl.where(is_inside, first, part[0]), tl.where(is_inside, begin, part[1]), tl.where(is_inside, size, part[2]),
-        tl.where(is_inside, mix, part[3]), tl.where(is_inside, weight, part[4]),
-    )  # fmt: skip
+        tl.where(is_inside, first, part[0]),
+        tl.where(is_inside, begin, part[1]),
+        tl.where(is_inside, size, part[2]),
+        tl.where(is_inside, mix, part[3]),
+        tl.where(is_inside, weight, part[4]),
+    )
 
 
 @triton.jit
 def choose_part(
-    first_weight, key, value, decay, rate, gate, value_mix, width: tl.constexpr, outputs: tl.constexpr,
-    num_outputs: tl.constexpr, decay_rank: tl.constexpr, rate_rank: tl.constexpr, gate_rank: tl.constexpr,
-    value_rank: tl.constexpr, is_time: tl.constexpr, is_narrow: tl.constexpr,
+    first_weight,
+    key,
+    value,
+    decay,
+    rate,
+    gate,
+    value_mix,
+    width: tl.constexpr,
+    outputs: tl.constexpr,
+    num_outputs: tl.constexpr,
+    decay_rank: tl.constexpr,
+    rate_rank: tl.constexpr,
+    gate_rank: tl.constexpr,
+    value_rank: tl.constexpr,
+    is_time: tl.constexpr,
+    is_narrow: tl.constexpr,
 ):
     """What a program computes: some outputs of a part, the part's first and number of them, its mix and weights.
 
@@ -104,10 +122,38 @@ def load_rows(
 
 @triton.jit(do_not_specialize_on_alignment=["previous", "targets"])
 def mix_rows_kernel(
-    x, norm, norm_bias, factors, before, previous, targets, normed, out, first_weight, key, value, decay, rate, gate, value_mix,
-    output_scales, eps, x_stride, before_stride, normed_stride, width: tl.constexpr, columns: tl.constexpr, rows: tl.constexpr,
-    outputs: tl.constexpr, num_outputs: tl.constexpr, decay_rank: tl.constexpr, rate_rank: tl.constexpr,
-    gate_rank: tl.constexpr, value_rank: tl.constexpr, is_time: tl.constexpr, is_early: tl.constexpr,
+    x,
+    norm,
+    norm_bias,
+    factors,
+    before,
+    previous,
+    targets,
+    normed,
+    out,
+    first_weight,
+    key,
+    value,
+    decay,
+    rate,
+    gate,
+    value_mix,
+    output_scales,
+    eps,
+    x_stride,
+    before_stride,
+    normed_stride,
+    width: tl.constexpr,
+    columns: tl.constexpr,
+    rows: tl.constexpr,
+    outputs: tl.constexpr,
+    num_outputs: tl.constexpr,
+    decay_rank: tl.constexpr,
+    rate_rank: tl.constexpr,
+    gate_rank: tl.constexpr,
+    value_rank: tl.constexpr,
+    is_time: tl.constexpr,
+    is_early: tl.constexpr,
 ):
     """out: a part after the other, (rows, outputs) each.
 
@@ -115,8 +161,22 @@ def mix_rows_kernel(
     """
     program = tl.program_id(0)
     own, begin, size, mix, weight = choose_part(
-        first_weight, key, value, decay, rate, gate, value_mix, width, outputs, num_outputs,
-        decay_rank, rate_rank, gate_rank, value_rank, is_time, False,
+        first_weight,
+        key,
+        value,
+        decay,
+        rate,
+        gate,
+        value_mix,
+        width,
+        outputs,
+        num_outputs,
+        decay_rank,
+        rate_rank,
+        gate_rank,
+        value_rank,
+        is_time,
+        False,
     )
     lines = tl.minimum(own, size - 1).to(tl.int64)
     place = tl.arange(0, columns)[None, :]
@@ -139,7 +199,9 @@ def mix_rows_kernel(
     for row in tl.static_range(rows):
         wide = values[row].to(tl.float32)
         centred = tl.where(place < width, wide - tl.sum(wide) / width, 0.0)
-        rounded = (centred * tl.rsqrt(tl.sum(centred * centred) / width + eps) * scales + shifts).to(normed.dtype.element_ty)
+        rounded = (centred * tl.rsqrt(tl.sum(centred * centred) / width + eps) * scales + shifts).to(
+            normed.dtype.element_ty
+        )
         wide = rounded.to(tl.float32)
         y = tl.sum(tile.to(tl.float32) * (wide + (kept[row].to(tl.float32) - wide) * factor), 1)
         if output_scales is not None:
@@ -156,8 +218,22 @@ def mix_rows_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["previous", "targets"])
 def norm_shift_kernel(
-    x, norm, norm_bias, factors, inputs, previous, targets, out, eps, x_stride, inputs_stride, num_rows,
-    width: tl.constexpr, columns: tl.constexpr, num_factors: tl.constexpr, is_early: tl.constexpr,
+    x,
+    norm,
+    norm_bias,
+    factors,
+    inputs,
+    previous,
+    targets,
+    out,
+    eps,
+    x_stride,
+    inputs_stride,
+    num_rows,
+    width: tl.constexpr,
+    columns: tl.constexpr,
+    num_factors: tl.constexpr,
+    is_early: tl.constexpr,
 ):
     """Norm and `shift_kernel` of a decode."""
     row = tl.program_id(0)
@@ -165,7 +241,9 @@ def norm_shift_kernel(
     scales = load_piece(norm, place, width, columns)
     shifts = load_piece(norm_bias, place, width, columns)
     source = tl.load(previous + row)
-    kept = load_piece(inputs + tl.where(source < 0, -1 - source, 0) * inputs_stride, place, width, columns).to(tl.float32)
+    kept = load_piece(inputs + tl.where(source < 0, -1 - source, 0) * inputs_stride, place, width, columns).to(
+        tl.float32
+    )
     target = tl.load(targets + row, mask=source < 0, other=-1)
     shift_factors = ()
     for number in tl.static_range(num_factors):
@@ -173,7 +251,9 @@ def norm_shift_kernel(
     invite_and_follow(is_early)
     wide = load_piece(x + row * x_stride, place, width, columns).to(tl.float32)
     centred = tl.where(place < width, wide - tl.sum(wide, 0) / width, 0.0)
-    rounded = (centred * tl.rsqrt(tl.sum(centred * centred, 0) / width + eps) * scales + shifts).to(inputs.dtype.element_ty)
+    rounded = (centred * tl.rsqrt(tl.sum(centred * centred, 0) / width + eps) * scales + shifts).to(
+        inputs.dtype.element_ty
+    )
     tl.store(inputs + target * inputs_stride + place, rounded, mask=(place < width) & (target >= 0))
     wide = rounded.to(tl.float32)
     for number in tl.static_range(num_factors):
@@ -183,15 +263,48 @@ def norm_shift_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_parts_kernel(
-    x, out, first_weight, key, value, decay, rate, gate, value_mix, output_scales, num_rows,
-    width: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr,
-    num_outputs: tl.constexpr, decay_rank: tl.constexpr, rate_rank: tl.constexpr, gate_rank: tl.constexpr,
-    value_rank: tl.constexpr, is_time: tl.constexpr, is_narrow: tl.constexpr, is_early: tl.constexpr,
+    x,
+    out,
+    first_weight,
+    key,
+    value,
+    decay,
+    rate,
+    gate,
+    value_mix,
+    output_scales,
+    num_rows,
+    width: tl.constexpr,
+    rows: tl.constexpr,
+    outputs: tl.constexpr,
+    columns: tl.constexpr,
+    num_outputs: tl.constexpr,
+    decay_rank: tl.constexpr,
+    rate_rank: tl.constexpr,
+    gate_rank: tl.constexpr,
+    value_rank: tl.constexpr,
+    is_time: tl.constexpr,
+    is_narrow: tl.constexpr,
+    is_early: tl.constexpr,
 ):
     """x: (rows, width) of every mix. out: as of `mix_rows_kernel`."""
     own, begin, size, mix, weight = choose_part(
-        first_weight, key, value, decay, rate, gate, value_mix, width, outputs, num_outputs,
-        decay_rank, rate_rank, gate_rank, value_rank, is_time, is_narrow,
+        first_weight,
+        key,
+        value,
+        decay,
+        rate,
+        gate,
+        value_mix,
+        width,
+        outputs,
+        num_outputs,
+        decay_rank,
+        rate_rank,
+        gate_rank,
+        value_rank,
+        is_time,
+        is_narrow,
     )
     lines = tl.minimum(own, size - 1).to(tl.int64)
     row = tl.program_id(1) * rows + tl.arange(0, rows)
@@ -219,11 +332,43 @@ def raise_low(low, tile, rank: tl.constexpr, block: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["sources", "targets"])
 def mix_few_heads_kernel(
-    products, decay_up, rate_up, gate_up, value_up, decay_bias, rate_bias, value_bias, first_value,
-    removal, replacement, bonus, norm, norm_bias, eps, states, sources, targets, normed, time_inputs, channel_inputs, before,
-    out, num_rows, state_stride, time_stride, channel_stride, width: tl.constexpr, dim: tl.constexpr,
-    decay_rank: tl.constexpr, rate_rank: tl.constexpr, gate_rank: tl.constexpr, value_rank: tl.constexpr,
-    decay_block: tl.constexpr, rate_block: tl.constexpr, gate_block: tl.constexpr, value_block: tl.constexpr,
+    products,
+    decay_up,
+    rate_up,
+    gate_up,
+    value_up,
+    decay_bias,
+    rate_bias,
+    value_bias,
+    first_value,
+    removal,
+    replacement,
+    bonus,
+    norm,
+    norm_bias,
+    eps,
+    states,
+    sources,
+    targets,
+    normed,
+    time_inputs,
+    channel_inputs,
+    before,
+    out,
+    num_rows,
+    state_stride,
+    time_stride,
+    channel_stride,
+    width: tl.constexpr,
+    dim: tl.constexpr,
+    decay_rank: tl.constexpr,
+    rate_rank: tl.constexpr,
+    gate_rank: tl.constexpr,
+    value_rank: tl.constexpr,
+    decay_block: tl.constexpr,
+    rate_block: tl.constexpr,
+    gate_block: tl.constexpr,
+    value_block: tl.constexpr,
     is_early: tl.constexpr,
 ):
     """Rows without a sequence go on from the empty state, and leave nothing but what they give."""
@@ -268,7 +413,10 @@ def mix_few_heads_kernel(
         value += (tl.load(first_value + place).to(tl.float32) - value) * share
     log_decay, key, removed, added = prepare_heads(decay, rate, key, removal_factor, replacement_factor, 0)
     state = next_state(state, log_decay, key, value, removed, added)
-    y = norm_heads(tl.sum(state * own[None, :], 1), own, key, value, bonus_factor, norm_factor, norm_shift, eps, dim, 0) * gate
+    y = (
+        norm_heads(tl.sum(state * own[None, :], 1), own, key, value, bonus_factor, norm_factor, norm_shift, eps, dim, 0)
+        * gate
+    )
     tl.store(out + place, y.to(out.dtype.element_ty))
     tl.store(matrix + target * state_stride, state, mask=is_real)
     tl.store(before + place, channel_input)
@@ -277,9 +425,26 @@ def mix_few_heads_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def raise_rows_kernel(
-    low, decay_up, rate_up, gate_up, value_up, decay_bias, rate_bias, value_bias, out, num_rows, width: tl.constexpr,
-    rows: tl.constexpr, outputs: tl.constexpr, decay_rank: tl.constexpr, rate_rank: tl.constexpr, gate_rank: tl.constexpr,
-    value_rank: tl.constexpr, block: tl.constexpr, is_even: tl.constexpr, is_early: tl.constexpr,
+    low,
+    decay_up,
+    rate_up,
+    gate_up,
+    value_up,
+    decay_bias,
+    rate_bias,
+    value_bias,
+    out,
+    num_rows,
+    width: tl.constexpr,
+    rows: tl.constexpr,
+    outputs: tl.constexpr,
+    decay_rank: tl.constexpr,
+    rate_rank: tl.constexpr,
+    gate_rank: tl.constexpr,
+    value_rank: tl.constexpr,
+    block: tl.constexpr,
+    is_even: tl.constexpr,
+    is_early: tl.constexpr,
 ):
     """low: narrow rows, (rows, rank) of one after the other. out: (rows, width) of each.
 

@@ -1,11 +1,13 @@
-"""Triton kernels over the rows of activations: lookup, RMS normalisation with the residual added on the way, gated product, and
-from the product of queries, keys and values to what attention reads (split, norm, rotate, store in blocks).
+"""Triton kernels over the rows of activations: lookup, RMS normalisation with the residual added on the way, gated
+product, and from the product of queries, keys and values to what attention reads (split, norm, rotate, store in
+blocks).
 
-Each reads its input once and writes its output once, which is all that bounds it. In `store_kv_kernel` one program takes one
-token with all its heads, so that its row of the rotary table is read once; where tokens are few, three programs do. A head lies
-as the two halves that are rotated together, and behind them the rest that is not rotated.
+Each reads its input once and writes its output once, which is all that bounds it. In `store_kv_kernel` one program
+takes one token with all its heads, so that its row of the rotary table is read once; where tokens are few, three
+programs do. A head lies as the two halves that are rotated together, and behind them the rest that is not rotated.
 
-No `from __future__ import annotations` in files with kernels: Triton's interpreter knows `tl.constexpr` only as an object.
+No `from __future__ import annotations` in files with kernels: Triton's interpreter knows `tl.constexpr` only as an
+object.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -27,7 +29,9 @@ FEW_TOKENS = 32  # up to which queries, keys and values have a program each
 
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])
-def lookup_kernel(table, ids, out, scale, table_stride, width: tl.constexpr, block: tl.constexpr, is_early: tl.constexpr):
+def lookup_kernel(
+    table, ids, out, scale, table_stride, width: tl.constexpr, block: tl.constexpr, is_early: tl.constexpr
+):
     follow(is_early)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, block)
@@ -44,7 +48,14 @@ def lookup(table: Tensor, ids: Tensor, scale: float) -> Tensor:
     if num_rows:
         block = next_power_of_2(width)
         lookup_kernel[(num_rows,)](
-            table, ids, out, scale, table.stride(0), width=width, block=block, num_warps=max(1, min(16, block // 512)),
+            table,
+            ids,
+            out,
+            scale,
+            table.stride(0),
+            width=width,
+            block=block,
+            num_warps=max(1, min(16, block // 512)),
             **early_start(table.device),
         )
     return out
@@ -66,8 +77,19 @@ def store_row(out, scales, row, columns, values, width: tl.constexpr):
 
 @triton.jit
 def rms_norm_kernel(
-    x, residual, weight, normed, scales, total, eps, x_stride, residual_stride,
-    width: tl.constexpr, block: tl.constexpr, has_residual: tl.constexpr, is_early: tl.constexpr,
+    x,
+    residual,
+    weight,
+    normed,
+    scales,
+    total,
+    eps,
+    x_stride,
+    residual_stride,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    has_residual: tl.constexpr,
+    is_early: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, block)
@@ -87,7 +109,8 @@ def rms_norm_kernel(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, dtype: torch.dtype, scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`Ops.rms_norm` for rows of at most MAX_WIDTH, with a result of some type. scales: are written, for FP8 and int8."""
+    """`Ops.rms_norm` for rows of at most MAX_WIDTH, with a result of some type. scales: are written, for FP8 and
+    int8."""
     num_rows, width = x.shape
     normed = torch.empty((num_rows, width), dtype=dtype, device=x.device)
     added = x if residual is None else residual
@@ -96,8 +119,20 @@ def rms_norm(
         return normed, total
     block = next_power_of_2(width)
     rms_norm_kernel[(num_rows,)](
-        x, added, weight, normed, scales, total, eps, x.stride(0), added.stride(0), width=width, block=block,
-        has_residual=residual is not None, num_warps=max(1, min(16, block // 512)), **early_start(x.device),
+        x,
+        added,
+        weight,
+        normed,
+        scales,
+        total,
+        eps,
+        x.stride(0),
+        added.stride(0),
+        width=width,
+        block=block,
+        has_residual=residual is not None,
+        num_warps=max(1, min(16, block // 512)),
+        **early_start(x.device),
     )
     return normed, total
 
@@ -121,7 +156,11 @@ def gated_kernel(x, row_scales, scales, out, x_stride, width: tl.constexpr, bloc
 
 
 def gated(
-    x: Tensor, is_silu: bool, row_scales: Tensor | None = None, scales: Tensor | None = None, dtype: torch.dtype | None = None
+    x: Tensor,
+    is_silu: bool,
+    row_scales: Tensor | None = None,
+    scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`Ops.gated` with silu, or else with gelu_tanh. Scales of rows and of columns are applied to x first."""
     num_rows, width = x.shape[0], x.shape[1] // 2
@@ -129,7 +168,15 @@ def gated(
     if num_rows:
         block = min(next_power_of_2(width), GATED_BLOCK)
         gated_kernel[(num_rows, cdiv(width, block))](
-            x, row_scales, scales, out, x.stride(0), width=width, block=block, is_silu=is_silu, num_warps=max(1, block // 512)
+            x,
+            row_scales,
+            scales,
+            out,
+            x.stride(0),
+            width=width,
+            block=block,
+            is_silu=is_silu,
+            num_warps=max(1, block // 512),
         )
     return out
 
@@ -156,7 +203,14 @@ def quantise_rows(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[
     out = torch.empty((num_rows, width), dtype=dtype, device=x.device)
     scales = new_scales(x)
     quantise_kernel[(num_rows,)](
-        x, out, scales, x.stride(0), width=width, block=block, num_warps=max(1, min(16, block // 512)), **early_start(x.device)
+        x,
+        out,
+        scales,
+        x.stride(0),
+        width=width,
+        block=block,
+        num_warps=max(1, min(16, block // 512)),
+        **early_start(x.device),
     )
     return out, scales
 
@@ -168,7 +222,15 @@ def new_scales(x: Tensor) -> Tensor:
 
 @triton.jit
 def add_scaled_kernel(
-    total, x, row_scales, scales, out, total_stride, width: tl.constexpr, block: tl.constexpr, has_total: tl.constexpr,
+    total,
+    x,
+    row_scales,
+    scales,
+    out,
+    total_stride,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    has_total: tl.constexpr,
     is_early: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -176,7 +238,11 @@ def add_scaled_kernel(
     is_inside = columns < width
     factors = tl.load(scales + columns, mask=is_inside, other=0.0)
     follow(is_early)
-    values = tl.load(x + row * width + columns, mask=is_inside, other=0.0).to(tl.float32) * tl.load(row_scales + row) * factors
+    values = (
+        tl.load(x + row * width + columns, mask=is_inside, other=0.0).to(tl.float32)
+        * tl.load(row_scales + row)
+        * factors
+    )
     if has_total:
         values += tl.load(total + row * total_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + columns, values.to(out.dtype.element_ty), mask=is_inside)
@@ -187,8 +253,17 @@ def add_scaled(total: Tensor | None, x: Tensor, row_scales: Tensor, scales: Tens
     (num_rows, width), out = x.shape, torch.empty_like(x, dtype=dtype)
     block, given = min(next_power_of_2(width), GATED_BLOCK), x if total is None else total
     add_scaled_kernel[(num_rows, cdiv(width, block))](
-        given, x, row_scales, scales, out, given.stride(0), width=width, block=block, has_total=total is not None,
-        num_warps=max(1, block // 512), **early_start(x.device),
+        given,
+        x,
+        row_scales,
+        scales,
+        out,
+        given.stride(0),
+        width=width,
+        block=block,
+        has_total=total is not None,
+        num_warps=max(1, block // 512),
+        **early_start(x.device),
     )
     return out
 
@@ -203,9 +278,24 @@ def to_kv(values, kind: tl.constexpr):
 
 @triton.jit
 def move_heads(
-    source, target, target_stride, scales, norm, cos, sin, eps, is_written,
-    num_heads: tl.constexpr, head_dim: tl.constexpr, half: tl.constexpr, rows: tl.constexpr, half_block: tl.constexpr,
-    rest_block: tl.constexpr, is_rotated: tl.constexpr, norm_dim: tl.constexpr, is_interleaved: tl.constexpr,
+    source,
+    target,
+    target_stride,
+    scales,
+    norm,
+    cos,
+    sin,
+    eps,
+    is_written,
+    num_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    half: tl.constexpr,
+    rows: tl.constexpr,
+    half_block: tl.constexpr,
+    rest_block: tl.constexpr,
+    is_rotated: tl.constexpr,
+    norm_dim: tl.constexpr,
+    is_interleaved: tl.constexpr,
 ):
     """Heads that lie one after the other at source, to target with a stride between them.
 
@@ -290,11 +380,36 @@ def rotate_heads(loaded, factors, eps, head_dim: tl.constexpr, is_normed: tl.con
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def store_kv_kernel(
-    qkv, q, keys, values, kv_scales, slots, positions, cos_sin, q_norm, k_norm, eps, num_tokens, qkv_stride, cos_sin_stride,
-    block_stride, token_stride, head_stride,
-    block_size: tl.constexpr, num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, half: tl.constexpr,
-    q_rows: tl.constexpr, kv_rows: tl.constexpr, half_block: tl.constexpr, rest_block: tl.constexpr,
-    is_rotated: tl.constexpr, q_norm_dim: tl.constexpr, k_norm_dim: tl.constexpr, is_interleaved: tl.constexpr,
+    qkv,
+    q,
+    keys,
+    values,
+    kv_scales,
+    slots,
+    positions,
+    cos_sin,
+    q_norm,
+    k_norm,
+    eps,
+    num_tokens,
+    qkv_stride,
+    cos_sin_stride,
+    block_stride,
+    token_stride,
+    head_stride,
+    block_size: tl.constexpr,
+    num_heads: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    half: tl.constexpr,
+    q_rows: tl.constexpr,
+    kv_rows: tl.constexpr,
+    half_block: tl.constexpr,
+    rest_block: tl.constexpr,
+    is_rotated: tl.constexpr,
+    q_norm_dim: tl.constexpr,
+    k_norm_dim: tl.constexpr,
+    is_interleaved: tl.constexpr,
     is_early: tl.constexpr,
 ):
     follow(is_early)
@@ -311,8 +426,24 @@ def store_kv_kernel(
     part = tl.program_id(1)
     if (part == 0) | (tl.num_programs(1) == 1):
         move_heads(
-            source, q + token * num_heads * head_dim, head_dim, None, q_norm, cos, sin, eps, token >= 0,
-            num_heads, head_dim, half, q_rows, half_block, rest_block, is_rotated, q_norm_dim, is_interleaved,
+            source,
+            q + token * num_heads * head_dim,
+            head_dim,
+            None,
+            q_norm,
+            cos,
+            sin,
+            eps,
+            token >= 0,
+            num_heads,
+            head_dim,
+            half,
+            q_rows,
+            half_block,
+            rest_block,
+            is_rotated,
+            q_norm_dim,
+            is_interleaved,
         )
     slot = tl.load(slots + token).to(tl.int64)
     is_stored = (token < num_tokens) & (slot >= 0)
@@ -320,15 +451,47 @@ def store_kv_kernel(
     source += num_heads * head_dim
     if (part == 1) | (tl.num_programs(1) == 1):
         move_heads(
-            source, keys + place, head_stride, kv_scales, k_norm, cos, sin, eps, is_stored,
-            num_kv_heads, head_dim, half, kv_rows, half_block, rest_block, is_rotated, k_norm_dim, is_interleaved,
+            source,
+            keys + place,
+            head_stride,
+            kv_scales,
+            k_norm,
+            cos,
+            sin,
+            eps,
+            is_stored,
+            num_kv_heads,
+            head_dim,
+            half,
+            kv_rows,
+            half_block,
+            rest_block,
+            is_rotated,
+            k_norm_dim,
+            is_interleaved,
         )
     source += num_kv_heads * head_dim
     if (part == 2) | (tl.num_programs(1) == 1):
         value_scales = None if kv_scales is None else kv_scales + num_kv_heads
         move_heads(
-            source, values + place, head_stride, value_scales, k_norm, cos, sin, eps, is_stored,
-            num_kv_heads, head_dim, half, kv_rows, half_block, rest_block, False, 0, False,
+            source,
+            values + place,
+            head_stride,
+            value_scales,
+            k_norm,
+            cos,
+            sin,
+            eps,
+            is_stored,
+            num_kv_heads,
+            head_dim,
+            half,
+            kv_rows,
+            half_block,
+            rest_block,
+            False,
+            0,
+            False,
         )
 
 
@@ -336,7 +499,10 @@ def store_kv(
     qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotation: Rotation[Tensor]
 ) -> Tensor:
     """`Ops.store_kv`. A token whose slot is negative is not stored: the filling of a captured graph."""
-    head_dim, rotary, q_norm, k_norm = heads.head_dim, rotation.rotary, rotation.q_norm, rotation.k_norm
+    head_dim = heads.head_dim
+    rotary = rotation.rotary
+    q_norm = rotation.q_norm
+    k_norm = rotation.k_norm
     q = torch.empty((len(qkv), heads.num_heads * head_dim), dtype=qkv.dtype, device=qkv.device)
     if not len(qkv):
         return q
@@ -346,25 +512,62 @@ def store_kv(
     q_rows = next_power_of_2(heads.num_heads)
     table = qkv if rotary is None else rotary.cos_sin
     store_kv_kernel[(len(qkv), 3 if len(qkv) <= FEW_TOKENS else 1)](
-        qkv, q, *kv, batch.slots, batch.positions, table, qkv if q_norm is None else q_norm,
-        qkv if k_norm is None else k_norm, rotation.eps, batch.num_tokens, qkv.stride(0), table.stride(0),
-        block_stride, token_stride, head_stride,
-        block_size=batch.block_size, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=head_dim, half=half,
-        q_rows=q_rows, kv_rows=next_power_of_2(heads.num_kv_heads), half_block=next_power_of_2(half),
-        rest_block=next_power_of_2(rest) if rest else 0, is_rotated=rotary is not None,
-        q_norm_dim=0 if q_norm is None else len(q_norm), k_norm_dim=0 if k_norm is None else len(k_norm),
+        qkv,
+        q,
+        *kv,
+        batch.slots,
+        batch.positions,
+        table,
+        qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm,
+        rotation.eps,
+        batch.num_tokens,
+        qkv.stride(0),
+        table.stride(0),
+        block_stride,
+        token_stride,
+        head_stride,
+        block_size=batch.block_size,
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=head_dim,
+        half=half,
+        q_rows=q_rows,
+        kv_rows=next_power_of_2(heads.num_kv_heads),
+        half_block=next_power_of_2(half),
+        rest_block=next_power_of_2(rest) if rest else 0,
+        is_rotated=rotary is not None,
+        q_norm_dim=0 if q_norm is None else len(q_norm),
+        k_norm_dim=0 if k_norm is None else len(k_norm),
         is_interleaved=rotary is not None and rotary.is_interleaved,
-        num_warps=max(1, min(8, next_power_of_2(q_rows * head_dim) // ELEMENTS_PER_WARP)), **early_start(qkv.device),
+        num_warps=max(1, min(8, next_power_of_2(q_rows * head_dim) // ELEMENTS_PER_WARP)),
+        **early_start(qkv.device),
     )
     return q
 
 
 @triton.jit
 def turn_kernel(
-    qkv, positions, cos_sin, q_norm, k_norm, eps, qkv_stride, cos_sin_stride,
-    num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, half: tl.constexpr, q_rows: tl.constexpr,
-    kv_rows: tl.constexpr, half_block: tl.constexpr, rest_block: tl.constexpr, is_rotated: tl.constexpr,
-    q_norm_dim: tl.constexpr, k_norm_dim: tl.constexpr, is_interleaved: tl.constexpr,
+    qkv,
+    positions,
+    cos_sin,
+    q_norm,
+    k_norm,
+    eps,
+    qkv_stride,
+    cos_sin_stride,
+    num_heads: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    half: tl.constexpr,
+    q_rows: tl.constexpr,
+    kv_rows: tl.constexpr,
+    half_block: tl.constexpr,
+    rest_block: tl.constexpr,
+    is_rotated: tl.constexpr,
+    q_norm_dim: tl.constexpr,
+    k_norm_dim: tl.constexpr,
+    is_interleaved: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, half_block)[None, :]
@@ -377,28 +580,77 @@ def turn_kernel(
         sin = 0.0
     source = qkv + token * qkv_stride
     move_heads(
-        source, source, head_dim, None, q_norm, cos, sin, eps, token >= 0,
-        num_heads, head_dim, half, q_rows, half_block, rest_block, is_rotated, q_norm_dim, is_interleaved,
+        source,
+        source,
+        head_dim,
+        None,
+        q_norm,
+        cos,
+        sin,
+        eps,
+        token >= 0,
+        num_heads,
+        head_dim,
+        half,
+        q_rows,
+        half_block,
+        rest_block,
+        is_rotated,
+        q_norm_dim,
+        is_interleaved,
     )
     source += num_heads * head_dim
     move_heads(
-        source, source, head_dim, None, k_norm, cos, sin, eps, token >= 0,
-        num_kv_heads, head_dim, half, kv_rows, half_block, rest_block, is_rotated, k_norm_dim, is_interleaved,
+        source,
+        source,
+        head_dim,
+        None,
+        k_norm,
+        cos,
+        sin,
+        eps,
+        token >= 0,
+        num_kv_heads,
+        head_dim,
+        half,
+        kv_rows,
+        half_block,
+        rest_block,
+        is_rotated,
+        k_norm_dim,
+        is_interleaved,
     )
 
 
 def rotated(qkv: Tensor, positions: Tensor, heads: HeadShape, rotation: Rotation[Tensor]) -> Tensor:
     """`Ops.rotated`, in the memory of qkv. Rows that have no position are filling and stay as they are."""
-    head_dim, rotary, q_norm, k_norm = heads.head_dim, rotation.rotary, rotation.q_norm, rotation.k_norm
+    head_dim = heads.head_dim
+    rotary = rotation.rotary
+    q_norm = rotation.q_norm
+    k_norm = rotation.k_norm
     half = head_dim // 2 if rotary is None else rotary.rotary_dim // 2
     rest, table = head_dim - 2 * half, qkv if rotary is None else rotary.cos_sin
     q_rows = next_power_of_2(heads.num_heads)
     turn_kernel[(len(positions),)](
-        qkv, positions, table, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, rotation.eps,
-        qkv.stride(0), table.stride(0), num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=head_dim,
-        half=half, q_rows=q_rows, kv_rows=next_power_of_2(heads.num_kv_heads), half_block=next_power_of_2(half),
-        rest_block=next_power_of_2(rest) if rest else 0, is_rotated=rotary is not None,
-        q_norm_dim=0 if q_norm is None else len(q_norm), k_norm_dim=0 if k_norm is None else len(k_norm),
+        qkv,
+        positions,
+        table,
+        qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm,
+        rotation.eps,
+        qkv.stride(0),
+        table.stride(0),
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=head_dim,
+        half=half,
+        q_rows=q_rows,
+        kv_rows=next_power_of_2(heads.num_kv_heads),
+        half_block=next_power_of_2(half),
+        rest_block=next_power_of_2(rest) if rest else 0,
+        is_rotated=rotary is not None,
+        q_norm_dim=0 if q_norm is None else len(q_norm),
+        k_norm_dim=0 if k_norm is None else len(k_norm),
         is_interleaved=rotary is not None and rotary.is_interleaved,
         num_warps=max(1, min(8, next_power_of_2(q_rows * head_dim) // ELEMENTS_PER_WARP)),
     )

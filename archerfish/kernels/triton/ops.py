@@ -1,7 +1,7 @@
 """The GPU backend: torch's products, and Triton kernels for those with few rows and for what stands between them.
 
-Host arrays travel through pinned memory, so that no operation waits for the device. At the front of a recorded step of decodes
-`stage_kernel` turns what the host sent (`decoding.py`) into a batch.
+Host arrays travel through pinned memory, so that no operation waits for the device. At the front of a recorded step of
+decodes `stage_kernel` turns what the host sent (`decoding.py`) into a batch.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -24,7 +24,17 @@ from archerfish.kernels.adapters import Adapters
 from archerfish.kernels.batches import BlockMask, Ids, Segments
 from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input, PassSize
 from archerfish.kernels.experts import Routing
-from archerfish.kernels.ops import Activation, HeadShape, KVLayer, LinearWeight, NormWeights, PagedBatch, Pooling, R, Rotation
+from archerfish.kernels.ops import (
+    Activation,
+    HeadShape,
+    KVLayer,
+    LinearWeight,
+    NormWeights,
+    PagedBatch,
+    Pooling,
+    R,
+    Rotation,
+)
 from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.kernels.stored import GPU_TYPES, StoredTensor
@@ -81,8 +91,22 @@ def copy_blocks_kernel(memories, sources, targets, num_words, block: tl.constexp
 
 @triton.jit(do_not_specialize=["num_rows"])
 def stage_kernel(
-    token_words, row_words, position_words, block_words, shared_words, last_tokens, tables, token_ids, places, table_copies,
-    lengths, num_rows, table_stride, block_size: tl.constexpr, on_device: tl.constexpr, step: tl.constexpr,
+    token_words,
+    row_words,
+    position_words,
+    block_words,
+    shared_words,
+    last_tokens,
+    tables,
+    token_ids,
+    places,
+    table_copies,
+    lengths,
+    num_rows,
+    table_stride,
+    block_size: tl.constexpr,
+    on_device: tl.constexpr,
+    step: tl.constexpr,
 ):
     """places: positions, slots and next positions; lengths: contexts, and behind them how many tokens are shared."""
     sequence = tl.program_id(0)
@@ -113,14 +137,21 @@ class TensorMemory:
     def __init__(self, tensor: Tensor) -> None:
         strides = tuple(stride * tensor.element_size() for stride in tensor.stride())
         self.__cuda_array_interface__ = {
-            "shape": tuple(tensor.shape), "strides": strides, "typestr": TYPES[tensor.dtype],
-            "data": (tensor.data_ptr(), False), "version": 3,
-        }  # fmt: skip
+            "shape": tuple(tensor.shape),
+            "strides": strides,
+            "typestr": TYPES[tensor.dtype],
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
 
 
 def unowned_view(tensor: Tensor) -> Tensor:
     """A view of a tensor's memory that does not keep it alive; the tensor itself where there can be none."""
-    return torch.as_tensor(TensorMemory(tensor), device=tensor.device) if tensor.dtype in TYPES and tensor.numel() else tensor
+    return (
+        torch.as_tensor(TensorMemory(tensor), device=tensor.device)
+        if tensor.dtype in TYPES and tensor.numel()
+        else tensor
+    )
 
 
 class TritonOps(TorchOps):
@@ -129,9 +160,13 @@ class TritonOps(TorchOps):
     name = "torch + Triton"
     sampling_kind = TritonSampling
     products: ClassVar[Mapping[str, type[TorchWeight]]] = {
-        "plain": PlainRowsWeight, "int8": Int8RowsWeight, "int8 times int8": Int8BothWeight,
-        "fp8": Fp8RowsWeight, "groups": GroupsWeight, "int4": GroupsWeight,
-    }  # fmt: skip
+        "plain": PlainRowsWeight,
+        "int8": Int8RowsWeight,
+        "int8 times int8": Int8BothWeight,
+        "fp8": Fp8RowsWeight,
+        "groups": GroupsWeight,
+        "int4": GroupsWeight,
+    }
     max_recorded_head_dim = triton_attention.MAX_HEAD_DIM
     has_fp8 = True  # the card computes with FP8
 
@@ -161,7 +196,10 @@ class TritonOps(TorchOps):
         self.compiled.is_ready = True
 
     def compile_counts(self) -> Mapping[str, int]:
-        return {"kernels_compiled_at_start": self.compiled.num_at_start, "kernels_compiled_late": len(self.compiled.late)}
+        return {
+            "kernels_compiled_at_start": self.compiled.num_at_start,
+            "kernels_compiled_late": len(self.compiled.late),
+        }
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -222,7 +260,9 @@ class TritonOps(TorchOps):
             try:
                 graph.capture_begin(pool=memory, capture_error_mode="thread_local")
             except RuntimeError:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))  # torch ends the process when it deletes such a graph
+                ctypes.pythonapi.Py_IncRef(
+                    ctypes.py_object(graph)
+                )  # torch ends the process when it deletes such a graph
                 raise
             try:
                 result = call()
@@ -282,14 +322,35 @@ class TritonOps(TorchOps):
         lengths = torch.empty(num + 1, dtype=torch.int32, device=inputs.device)
         tables = torch.empty((num, state.tables.shape[1]), dtype=torch.int32, device=inputs.device)
         stage_kernel[(num,)](
-            inputs[Input.TOKEN], inputs[Input.ROW], inputs[Input.POSITION], inputs[Input.BLOCK], inputs[Input.NUM_SHARED],
-            state.last_tokens, state.tables, token_ids, places, tables, lengths, num, state.tables.stride(0),
-            block_size=block_size, on_device=ON_DEVICE, step=TABLE_STEP, num_warps=2,
+            inputs[Input.TOKEN],
+            inputs[Input.ROW],
+            inputs[Input.POSITION],
+            inputs[Input.BLOCK],
+            inputs[Input.NUM_SHARED],
+            state.last_tokens,
+            state.tables,
+            token_ids,
+            places,
+            tables,
+            lengths,
+            num,
+            state.tables.stride(0),
+            block_size=block_size,
+            on_device=ON_DEVICE,
+            step=TABLE_STEP,
+            num_warps=2,
         )
         ones, contexts = np.ones(num, dtype=np.int64), lengths[:num]
         batch = PagedBatch(
-            num_tokens=num, num_decodes=num, query_lens=ones, context_lens=ones, token_ids=token_ids, positions=places[0],
-            slots=places[1], block_tables=tables, block_size=block_size,
+            num_tokens=num,
+            num_decodes=num,
+            query_lens=ones,
+            context_lens=ones,
+            token_ids=token_ids,
+            positions=places[0],
+            slots=places[1],
+            block_tables=tables,
+            block_size=block_size,
         )
         shared_len = lengths[num:] if is_shared else None
         find_plan.keep(AttentionPlan(contexts, contexts, contexts, shared_len=shared_len), batch)
@@ -301,8 +362,12 @@ class TritonOps(TorchOps):
         batch, columns, chosen = pass_rows(inputs, size, state, block_size, self._count(size.num_rows), keeps_all)
         lens = columns[Input.COUNT]
         plan = AttentionPlan(
-            (columns[Input.POSITION] + 1).int(), (lens.cumsum(0) - lens).int(), lens.int(), num_rows=size.num_tokens,
-            num_expected=-(-size.num_decodes // EXPECTED_SHARE), num_short_heads=SHORT_ROWS // size.num_tokens,
+            (columns[Input.POSITION] + 1).int(),
+            (lens.cumsum(0) - lens).int(),
+            lens.int(),
+            num_rows=size.num_tokens,
+            num_expected=-(-size.num_decodes // EXPECTED_SHARE),
+            num_short_heads=SHORT_ROWS // size.num_tokens,
         )
         find_plan.keep(plan, batch)
         sampling = sampling_batch(chosen, chosen[Input.POSITION] + 1, self._count(chosen.shape[1]), state)
@@ -362,7 +427,9 @@ class TritonOps(TorchOps):
         """Whether kernels take rows like these into a norm: they have the compute type, or float32."""
         return x.dtype in (self.torch_dtype, torch.float32) and x.stride(-1) == 1
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         is_plain = self.can_normalise(x) and (residual is None or self.can_normalise(residual))
         if not is_plain or x.shape[-1] > triton_norm.MAX_WIDTH:
             return super().rms_norm(x, weight, eps, residual=residual)
@@ -374,8 +441,14 @@ class TritonOps(TorchOps):
         return triton_norm.store_kv(qkv, kv, batch, heads, rotation)
 
     def paged_attention(
-        self, q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, *,
-        mask: BlockMask[Tensor] | None = None, sinks: Tensor | None = None,
+        self,
+        q: Tensor,
+        kv: KVLayer[Tensor],
+        batch: PagedBatch[Tensor],
+        heads: HeadShape,
+        *,
+        mask: BlockMask[Tensor] | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if heads.head_dim > triton_attention.MAX_HEAD_DIM:
             return super().paged_attention(q, kv, batch, heads, mask=mask, sinks=sinks)
@@ -389,7 +462,13 @@ class TritonOps(TorchOps):
         return out
 
     def store_and_attend(
-        self, qkv: Tensor, kv: KVLayer[Tensor] | None, batch: Any, heads: HeadShape, rotation: Rotation[Tensor], *,
+        self,
+        qkv: Tensor,
+        kv: KVLayer[Tensor] | None,
+        batch: Any,
+        heads: HeadShape,
+        rotation: Rotation[Tensor],
+        *,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """In one kernel where all sequences have one new token."""
@@ -413,21 +492,42 @@ class TritonOps(TorchOps):
         return self.adapters.add_gated(weight.get().multiply(x, "none", None), x, table, gate)
 
     def experts(
-        self, x: Tensor, logits: Tensor, routing: Routing[Tensor], gate_up: LinearWeight[Tensor], down: LinearWeight[Tensor],
-        activation: Activation, *, shared: Tensor | None = None,
+        self,
+        x: Tensor,
+        logits: Tensor,
+        routing: Routing[Tensor],
+        gate_up: LinearWeight[Tensor],
+        down: LinearWeight[Tensor],
+        activation: Activation,
+        *,
+        shared: Tensor | None = None,
     ) -> Tensor:
         first, second = cast(TorchWeight, gate_up.get()), cast(TorchWeight, down.get())
         tables = [self.adapted(weight) for weight in (gate_up, down)]
         adapters = None if tables[0] is None else cast(TritonAdapters, self.adapters)
         return compute_experts(
-            x.to(self.torch_dtype).contiguous(), logits, routing, first, second, activation, shared,
-            is_deterministic=self.is_deterministic, adapters=adapters, tables=tables,
+            x.to(self.torch_dtype).contiguous(),
+            logits,
+            routing,
+            first,
+            second,
+            activation,
+            shared,
+            is_deterministic=self.is_deterministic,
+            adapters=adapters,
+            tables=tables,
         )
 
     # Products with few rows
 
     def normed_linear(
-        self, x: Tensor, norm: Tensor, eps: float, weight: LinearWeight[Tensor], *, residual: Tensor | None = None,
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: LinearWeight[Tensor],
+        *,
+        residual: Tensor | None = None,
         gate: Activation | None = None,
     ) -> tuple[Tensor, Tensor]:
         if self.adapted(weight) is not None:
@@ -442,7 +542,14 @@ class TritonOps(TorchOps):
             tile = packed.tile_for(x, is_gated=is_gated)
             if not tile.is_dot and (tile.num_programs > 0 or x.shape[1] <= NORMED_WIDTH):
                 return triton_linear.linear(
-                    x, packed, tile, activation=activation, is_gated=is_gated, norm=norm, eps=eps, dtype=self.torch_dtype
+                    x,
+                    packed,
+                    tile,
+                    activation=activation,
+                    is_gated=is_gated,
+                    norm=norm,
+                    eps=eps,
+                    dtype=self.torch_dtype,
                 ), x
         x, total = self.rms_norm(x, norm, eps, residual=residual)
         return packed.multiply_few(x, activation, is_gated=is_gated, dtype=self.torch_dtype), total
@@ -475,7 +582,9 @@ class TritonOps(TorchOps):
             return super().layer_norm(x, norm)
         return triton_encoder.layer_norm(x, norm, self.torch_dtype)
 
-    def linear_layer_norm(self, x: Tensor, weight: LinearWeight[Tensor], residual: Tensor, norm: NormWeights[Tensor]) -> Tensor:
+    def linear_layer_norm(
+        self, x: Tensor, weight: LinearWeight[Tensor], residual: Tensor, norm: NormWeights[Tensor]
+    ) -> Tensor:
         """The residual is added on the way into the norm."""
         if residual.shape[1] > triton_encoder.MAX_WIDTH:
             return super().linear_layer_norm(x, weight, residual, norm)
@@ -485,7 +594,13 @@ class TritonOps(TorchOps):
         return triton_norm.rotated(qkv, positions, heads, rotation)
 
     def attention(
-        self, qkv: Tensor, segments: Segments, heads: HeadShape, *, bias: Tensor | None = None, sinks: Tensor | None = None
+        self,
+        qkv: Tensor,
+        segments: Segments,
+        heads: HeadShape,
+        *,
+        bias: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if heads.head_dim > triton_encoder.MAX_HEAD_DIM or sinks is not None:
             return super().attention(qkv, segments, heads, bias=bias, sinks=sinks)

@@ -1,4 +1,5 @@
-"""The host's side of attention in Triton: what the kernels read about a batch, and how their work is divided into programs."""
+"""The host's side of attention in Triton: what the kernels read about a batch, and how their work is divided into
+programs."""
 
 from __future__ import annotations
 
@@ -24,8 +25,12 @@ SHARED_PROGRAMS_PER_PROCESSOR = 1  # that shared keys should have: a tile's regi
 GATHER_STEP = 128  # rows of a piece of gathered keys, a multiple of every tile's step
 GATHER_RATIO = 2  # keys per new token, up to which gathering is quicker
 # Limits of `decode_tile`, in sequences times KV heads: of decodes that are split, and of those that are not.
-LONE_DECODE, FEW_DECODES, HALF_BUSY = 16, 48, 99
-SOME_DECODES, MANY_DECODES, MOST_DECODES = 768, 1024, 1664
+LONE_DECODE = 16
+FEW_DECODES = 48
+HALF_BUSY = 99
+SOME_DECODES = 768
+MANY_DECODES = 1024
+MOST_DECODES = 1664
 ALIGNED_BYTES = 16  # of an address that kernels are compiled for
 MIN_ROWS, SHORT_ROWS = 16, 64  # the fewest rows of a tile that tl.dot takes; rows of the smallest tile of prefill
 
@@ -44,29 +49,38 @@ class Gathering:
 class AttentionPlan:
     """What the attention kernels read about a batch, on the device; lengths are int32. Made once for all layers.
 
-    The plan of a recorded step lies over buffers that each step refills. Of a batch of decodes the kernels read context_lens
-    only, and a context of 0 gives a row of zeros.
+    The plan of a recorded step lies over buffers that each step refills. Of a batch of decodes the kernels read
+    context_lens only, and a context of 0 gives a row of zeros.
     """
 
     context_lens: Tensor  # (sequences,)
     query_starts: Tensor  # (sequences,) row of the first new token
     query_lens: Tensor  # (sequences,)
-    shared_len: Tensor | None = None  # (1,) leading keys that all decodes share, in the blocks of sequence 0; each has more
+    shared_len: Tensor | None = (
+        None  # (1,) leading keys that all decodes share, in the blocks of sequence 0; each has more
+    )
     num_splits: int = 0  # parts of each decode; 0: as many as keep the device busy
     num_expected: int = 0  # decodes that are probably there, the other rows being filling; 0: all
-    num_rows: int = 0  # of a recorded pass: room for new tokens of prompts, whose tiles the device lists; 0: the host does
+    num_rows: int = (
+        0  # of a recorded pass: room for new tokens of prompts, whose tiles the device lists; 0: the host does
+    )
     is_gathered: bool = False  # prefill copies its keys into contiguous rows first, which costs little beside attention
     num_short_heads: int = 0  # query heads per KV head, up to which most prompts fit into the smallest tile
     tiles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by queries per tile: sequence, first query
     gathering: Gathering | None = None
     scratch: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)  # by purpose, shape and type
 
-    def pair(self, purpose: str, first: tuple[int, ...], second: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def pair(
+        self, purpose: str, first: tuple[int, ...], second: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Two tensors of scratch memory, which every layer writes anew."""
         key = (purpose, first, second, dtype)
         if key not in self.scratch:
             device = self.context_lens.device
-            self.scratch[key] = torch.empty(first, dtype=dtype, device=device), torch.empty(second, dtype=dtype, device=device)
+            self.scratch[key] = (
+                torch.empty(first, dtype=dtype, device=device),
+                torch.empty(second, dtype=dtype, device=device),
+            )
         return self.scratch[key]
 
 
@@ -76,7 +90,9 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def send_pieces(pieces: Sequence[Ids], device: torch.device, dtype: type[np.signedinteger[Any]] = np.int32) -> list[Tensor]:
+def send_pieces(
+    pieces: Sequence[Ids], device: torch.device, dtype: type[np.signedinteger[Any]] = np.int32
+) -> list[Tensor]:
     """Host arrays on the device in one integer type, sent as one; each begins at a multiple of ALIGNED_BYTES.
 
     A kernel is compiled once more for each of its pointers that is aligned in another way.
@@ -153,10 +169,16 @@ class Tile:
 
 
 def decode_tile(
-    heads: HeadShape, dtype: torch.dtype, num_sequences: int, is_split: bool, num_processors: int, *, is_narrow: bool = False
+    heads: HeadShape,
+    dtype: torch.dtype,
+    num_sequences: int,
+    is_split: bool,
+    num_processors: int,
+    *,
+    is_narrow: bool = False,
 ) -> Tile:
-    """What was quickest for contexts of 200 to 8000 keys on a Hopper: of tiles that are as good, the one whose programs fill
-    the processors in their last round too. is_narrow: keys are in FP8.
+    """What was quickest for contexts of 200 to 8000 keys on a Hopper: of tiles that are as good, the one whose programs
+    fill the processors in their last round too. is_narrow: keys are in FP8.
 
     One warp alone took FP8 that was never loaded, which was NaN where another kernel's data lay (Triton 3.6).
     """
@@ -165,7 +187,11 @@ def decode_tile(
     if dtype == torch.float32 or heads.head_dim > 128:
         return Tile(rows, 32, 4, 2)
     if is_narrow:
-        return Tile(rows, 128, 2, 2) if rows == MIN_ROWS and not is_split else Tile(rows, 128 if rows == MIN_ROWS else 64, 4, 3)
+        return (
+            Tile(rows, 128, 2, 2)
+            if rows == MIN_ROWS and not is_split
+            else Tile(rows, 128 if rows == MIN_ROWS else 64, 4, 3)
+        )
     if is_split and num_programs < HALF_BUSY:
         if num_programs < LONE_DECODE:
             return Tile(rows, 16, 1, 3)
@@ -231,7 +257,8 @@ def lay_mask(mask: BlockMask[Tensor] | None, tile: Tile, num_queries: int, nothi
 
 
 def choose_splits(num_sequences: int, num_kv_heads: int, num_processors: int) -> int:
-    """How many parts each decode is split into, so that all processors have work; 1 where there are enough sequences."""
+    """How many parts each decode is split into, so that all processors have work; 1 where there are enough
+    sequences."""
     num_programs = num_sequences * num_kv_heads
     if 3 * num_programs >= 4 * num_processors:
         return 1

@@ -1,8 +1,8 @@
 """Attention of sequences with several new tokens over KV blocks, in Triton.
 
 The host divides their new tokens into tiles and lists these, those with most keys first. Where most keys are new,
-`gather_kernel` first copies all keys into contiguous rows: the card's copy engine (TMA) then loads them, which saves more time
-than the copy costs.
+`gather_kernel` first copies all keys into contiguous rows: the card's copy engine (TMA) then loads them, which saves
+more time than the copy costs.
 
 No `from __future__ import annotations` here: see `triton/norm.py`.
 """
@@ -27,12 +27,42 @@ GATHERED_DIMS = (64, 128)  # of heads that the copy engine can load
 
 @triton.jit(do_not_specialize=["window", "table_stride", *MASK_NUMBERS])
 def prefill_kernel(
-    q, keys, values, kv_scales, tables, tile_sequences, tile_firsts, context_lens, query_starts, query_lens, key_starts, out,
-    scale, cap, window, q_stride, table_stride, block_stride, token_stride, head_stride,
-    mask, num_mask_rows, num_mask_columns, sinks,
-    block_size: tl.constexpr, num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr,
-    width: tl.constexpr, step: tl.constexpr, mask_size: tl.constexpr, mask_span: tl.constexpr,
-    is_gathered: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr,
+    q,
+    keys,
+    values,
+    kv_scales,
+    tables,
+    tile_sequences,
+    tile_firsts,
+    context_lens,
+    query_starts,
+    query_lens,
+    key_starts,
+    out,
+    scale,
+    cap,
+    window,
+    q_stride,
+    table_stride,
+    block_stride,
+    token_stride,
+    head_stride,
+    mask,
+    num_mask_rows,
+    num_mask_columns,
+    sinks,
+    block_size: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    rows: tl.constexpr,
+    width: tl.constexpr,
+    step: tl.constexpr,
+    mask_size: tl.constexpr,
+    mask_span: tl.constexpr,
+    is_gathered: tl.constexpr,
+    has_window: tl.constexpr,
+    has_cap: tl.constexpr,
 ):
     tile = tl.program_id(0) // num_kv_heads
     kv_head = tl.program_id(0) % num_kv_heads
@@ -68,14 +98,72 @@ def prefill_kernel(
     else:  # keys that all queries of the tile see need no mask
         begin = tl.minimum(first_position + 1, num_keys) // step * step
         acc, top, total = attend(
-            query, acc, top, total, query_positions, keys, values, table, key_row, kv_head * head_dim, 0, begin, window,
-            scale, cap, block_stride, token_stride, mask, num_mask_rows, num_mask_columns, first_position,
-            last_position, block_size, head_dim, width, step, mask_size, mask_span, is_gathered, False, False, has_cap,
+            query,
+            acc,
+            top,
+            total,
+            query_positions,
+            keys,
+            values,
+            table,
+            key_row,
+            kv_head * head_dim,
+            0,
+            begin,
+            window,
+            scale,
+            cap,
+            block_stride,
+            token_stride,
+            mask,
+            num_mask_rows,
+            num_mask_columns,
+            first_position,
+            last_position,
+            block_size,
+            head_dim,
+            width,
+            step,
+            mask_size,
+            mask_span,
+            is_gathered,
+            False,
+            False,
+            has_cap,
         )
     acc, top, total = attend(
-        query, acc, top, total, query_positions, keys, values, table, key_row, kv_head * head_dim, begin, end, window, scale,
-        cap, block_stride, token_stride, mask, num_mask_rows, num_mask_columns, first_position, last_position,
-        block_size, head_dim, width, step, mask_size, mask_span, is_gathered, True, has_window, has_cap,
+        query,
+        acc,
+        top,
+        total,
+        query_positions,
+        keys,
+        values,
+        table,
+        key_row,
+        kv_head * head_dim,
+        begin,
+        end,
+        window,
+        scale,
+        cap,
+        block_stride,
+        token_stride,
+        mask,
+        num_mask_rows,
+        num_mask_columns,
+        first_position,
+        last_position,
+        block_size,
+        head_dim,
+        width,
+        step,
+        mask_size,
+        mask_span,
+        is_gathered,
+        True,
+        has_window,
+        has_cap,
     )
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None] * value_scale
     target = (token * (num_kv_heads * group * head_dim) + column)[:, None] + dims[None, :]
@@ -84,9 +172,22 @@ def prefill_kernel(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def gather_kernel(
-    keys, values, tables, tile_sequences, tile_firsts, context_lens, key_starts, key_rows, value_rows,
-    table_stride, block_stride, token_stride,
-    block_size: tl.constexpr, row_width: tl.constexpr, width: tl.constexpr, many: tl.constexpr,
+    keys,
+    values,
+    tables,
+    tile_sequences,
+    tile_firsts,
+    context_lens,
+    key_starts,
+    key_rows,
+    value_rows,
+    table_stride,
+    block_stride,
+    token_stride,
+    block_size: tl.constexpr,
+    row_width: tl.constexpr,
+    width: tl.constexpr,
+    many: tl.constexpr,
 ):
     """Copies keys and values of sequences, one token per row; rows past a sequence's end become zeros."""
     tile = tl.program_id(0)
@@ -115,17 +216,36 @@ def gather(
     shape = (gathering.num_rows, row_width)
     keys, values = plan.pair("gathered", shape, shape, dtype)
     gather_kernel[(len(gathering.sequences), planning.GATHER_STEP // GATHER_ROWS)](
-        kv.keys, kv.values, batch.block_tables, gathering.sequences, gathering.firsts, plan.context_lens, gathering.starts,
-        keys, values, batch.block_tables.stride(0), *kv.keys.stride()[:2], block_size=batch.block_size, row_width=row_width,
-        width=next_power_of_2(row_width), many=GATHER_ROWS, num_warps=4,
+        kv.keys,
+        kv.values,
+        batch.block_tables,
+        gathering.sequences,
+        gathering.firsts,
+        plan.context_lens,
+        gathering.starts,
+        keys,
+        values,
+        batch.block_tables.stride(0),
+        *kv.keys.stride()[:2],
+        block_size=batch.block_size,
+        row_width=row_width,
+        width=next_power_of_2(row_width),
+        many=GATHER_ROWS,
+        num_warps=4,
     )
     block = [step, heads.head_dim]
     return gathering, TensorDescriptor.from_tensor(keys, block), TensorDescriptor.from_tensor(values, block)
 
 
 def attend_prefills(
-    q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, out: Tensor, tile: Tile | None = None,
-    mask: BlockMask[Tensor] | None = None, sinks: Tensor | None = None,
+    q: Tensor,
+    kv: KVLayer[Tensor],
+    batch: PagedBatch[Tensor],
+    heads: HeadShape,
+    out: Tensor,
+    tile: Tile | None = None,
+    mask: BlockMask[Tensor] | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Rows of out for the sequences with several new tokens."""
     plan = find_plan(batch)
@@ -140,16 +260,48 @@ def attend_prefills(
     elif num_queries not in plan.tiles:
         plan.tiles[num_queries] = planning.list_tiles(batch, num_queries, q.device)
     sequences, firsts = plan.tiles[num_queries]
-    keys, values, key_starts = kv.keys, kv.values, plan.query_starts
+    keys = kv.keys
+    values = kv.values
+    key_starts = plan.query_starts
     if is_gathered:
         gathering, keys, values = gather(kv, batch, heads, plan, tile.step, q.dtype)
         key_starts = gathering.starts
     scale, cap = score_scale(heads)
     prefill_kernel[(len(sequences) * heads.num_kv_heads,)](
-        q, keys, values, kv.scales, batch.block_tables, sequences, firsts, plan.context_lens, plan.query_starts,
-        plan.query_lens, key_starts, out, scale, cap, heads.window, q.stride(0), batch.block_tables.stride(0),
-        *kv.keys.stride()[:3], laid.visible, laid.num_rows, laid.num_columns, sinks, block_size=batch.block_size,
-        num_kv_heads=heads.num_kv_heads, group=group, head_dim=heads.head_dim, rows=tile.rows, width=dot_block(heads.head_dim),
-        step=tile.step, mask_size=laid.size, mask_span=laid.span, is_gathered=is_gathered, has_window=heads.window > 0,
-        has_cap=heads.softcap > 0, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        q,
+        keys,
+        values,
+        kv.scales,
+        batch.block_tables,
+        sequences,
+        firsts,
+        plan.context_lens,
+        plan.query_starts,
+        plan.query_lens,
+        key_starts,
+        out,
+        scale,
+        cap,
+        heads.window,
+        q.stride(0),
+        batch.block_tables.stride(0),
+        *kv.keys.stride()[:3],
+        laid.visible,
+        laid.num_rows,
+        laid.num_columns,
+        sinks,
+        block_size=batch.block_size,
+        num_kv_heads=heads.num_kv_heads,
+        group=group,
+        head_dim=heads.head_dim,
+        rows=tile.rows,
+        width=dot_block(heads.head_dim),
+        step=tile.step,
+        mask_size=laid.size,
+        mask_span=laid.span,
+        is_gathered=is_gathered,
+        has_window=heads.window > 0,
+        has_cap=heads.softcap > 0,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )

@@ -1,15 +1,16 @@
 """Kernels of matrix products with few rows of activations, where reading the weights is all that takes time.
 
-`multiply_rows_kernel` is for a handful of rows: a program multiplies the weights of some outputs with every row in float32 and
-adds up at the end. It can normalise the rows on the way: the scale of a row is known when its last column has been read, and
-is applied to the sums. `stream_kernel` is for one wide row: its programs are persistent, so that they read and normalise it
-once.
-`multiply_tiles_kernel` is for more rows: it uses the tensor cores, each warp for its own part of the columns. `add_rows_kernel`
-is for a batch of rows and outputs so few that cuBLAS leaves most of a card idle, or needs a second kernel to add up parts.
+`multiply_rows_kernel` is for a handful of rows: a program multiplies the weights of some outputs with every row in
+float32 and adds up at the end. It can normalise the rows on the way: the scale of a row is known when its last column
+has been read, and is applied to the sums. `stream_kernel` is for one wide row: its programs are persistent, so that
+they read and normalise it once.
+`multiply_tiles_kernel` is for more rows: it uses the tensor cores, each warp for its own part of the columns.
+`add_rows_kernel` is for a batch of rows and outputs so few that cuBLAS leaves most of a card idle, or needs a second
+kernel to add up parts.
 
-Activation, gate and residual are applied before anything is written, and the result of a row depends on no other row. Weights
-may be integers with a scale for each output, which is applied to the finished sum; without scales nothing is compiled for them.
-No `from __future__ import annotations` here: see `triton/norm.py`.
+Activation, gate and residual are applied before anything is written, and the result of a row depends on no other row.
+Weights may be integers with a scale for each output, which is applied to the finished sum; without scales nothing is
+compiled for them. No `from __future__ import annotations` here: see `triton/norm.py`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -46,7 +47,9 @@ def activate(x, activation: tl.constexpr):
 
 
 @triton.jit
-def load_addends(bias, residual, lines, up_lines, has_bias: tl.constexpr, has_residual: tl.constexpr, is_gated: tl.constexpr):
+def load_addends(
+    bias, residual, lines, up_lines, has_bias: tl.constexpr, has_residual: tl.constexpr, is_gated: tl.constexpr
+):
     """What is added to a product, and to its upper half: loaded before the weights, so that nothing waits for it."""
     added = 0.0
     up_added = 0.0
@@ -96,8 +99,8 @@ def load_piece(pointer, place, width: tl.constexpr, columns: tl.constexpr):
 def load_row(x, weight, place, width: tl.constexpr, columns: tl.constexpr):
     """A piece of a row, in float32.
 
-    The compiler spreads loads of a shape over threads by their widest vectors: a load of weights that never happens keeps a row
-    in float32 from lying in other threads than those that it is multiplied in.
+    The compiler spreads loads of a shape over threads by their widest vectors: a load of weights that never happens
+    keeps a row in float32 from lying in other threads than those that it is multiplied in.
     """
     piece = load_piece(x, place, width, columns).to(tl.float32)
     if x.dtype.element_ty == tl.float32 and weight.dtype.element_ty.primitive_bitwidth == 16:
@@ -126,9 +129,17 @@ def zeros(num: tl.constexpr, height: tl.constexpr, width: tl.constexpr):
 
 @triton.jit
 def load_weights(
-    weight, up_weight, norm, start, width: tl.constexpr, columns: tl.constexpr, is_normed: tl.constexpr, is_gated: tl.constexpr
+    weight,
+    up_weight,
+    norm,
+    start,
+    width: tl.constexpr,
+    columns: tl.constexpr,
+    is_normed: tl.constexpr,
+    is_gated: tl.constexpr,
 ):
-    """Of the columns from start on: weights, those of the upper half, and factors of the norm; weights where there are none."""
+    """Of the columns from start on: weights, those of the upper half, and factors of the norm; weights where there are
+    none."""
     place = start + tl.arange(0, columns)[None, :]
     tile = load_piece(weight, place, width, columns)
     up_tile = load_piece(up_weight, place, width, columns) if is_gated else tile
@@ -138,8 +149,19 @@ def load_weights(
 
 @triton.jit
 def add_piece(
-    sums, up_sums, squares, x, weight, weights, start, x_stride,
-    width: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, is_normed: tl.constexpr, is_gated: tl.constexpr,
+    sums,
+    up_sums,
+    squares,
+    x,
+    weight,
+    weights,
+    start,
+    x_stride,
+    width: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    is_normed: tl.constexpr,
+    is_gated: tl.constexpr,
 ):
     """The columns from start on, of which `load_weights` has loaded the weights, taken into the sums of every row."""
     place = start + tl.arange(0, columns)[None, :]
@@ -161,10 +183,28 @@ def add_piece(
 
 @triton.jit
 def multiply_rows_kernel(
-    x, norm, weight, scales, bias, residual, out, eps, num_outputs, x_stride, residual_stride,
-    width: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr, num_pieces: tl.constexpr,
-    activation: tl.constexpr, has_bias: tl.constexpr, has_residual: tl.constexpr,
-    is_normed: tl.constexpr, is_gated: tl.constexpr, is_early: tl.constexpr,
+    x,
+    norm,
+    weight,
+    scales,
+    bias,
+    residual,
+    out,
+    eps,
+    num_outputs,
+    x_stride,
+    residual_stride,
+    width: tl.constexpr,
+    rows: tl.constexpr,
+    outputs: tl.constexpr,
+    columns: tl.constexpr,
+    num_pieces: tl.constexpr,
+    activation: tl.constexpr,
+    has_bias: tl.constexpr,
+    has_residual: tl.constexpr,
+    is_normed: tl.constexpr,
+    is_gated: tl.constexpr,
+    is_early: tl.constexpr,
 ):
     """num_pieces in flight; 1: all are, from before the kernel in front has ended."""
     own = tl.program_id(0) * outputs + tl.arange(0, outputs)
@@ -189,8 +229,19 @@ def multiply_rows_kernel(
     if num_pieces == 1:
         for piece in tl.static_range(0, (width + columns - 1) // columns):
             sums, up_sums, squares = add_piece(
-                sums, up_sums, squares, x, weight, pieces[piece], piece * columns, x_stride,
-                width, rows, columns, is_normed, is_gated,
+                sums,
+                up_sums,
+                squares,
+                x,
+                weight,
+                pieces[piece],
+                piece * columns,
+                x_stride,
+                width,
+                rows,
+                columns,
+                is_normed,
+                is_gated,
             )
     else:
         for start in tl.range(0, width, columns, num_stages=num_pieces):
@@ -214,12 +265,29 @@ def multiply_rows_kernel(
 
 @triton.jit(do_not_specialize=["num_rounds"])
 def stream_kernel(
-    x, norm, weight, scales, bias, residual, out, eps, num_outputs, num_rounds,
-    width: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr, num_pieces: tl.constexpr,
-    activation: tl.constexpr, has_bias: tl.constexpr, has_residual: tl.constexpr, is_normed: tl.constexpr,
-    is_gated: tl.constexpr, is_early: tl.constexpr,
+    x,
+    norm,
+    weight,
+    scales,
+    bias,
+    residual,
+    out,
+    eps,
+    num_outputs,
+    num_rounds,
+    width: tl.constexpr,
+    outputs: tl.constexpr,
+    columns: tl.constexpr,
+    num_pieces: tl.constexpr,
+    activation: tl.constexpr,
+    has_bias: tl.constexpr,
+    has_residual: tl.constexpr,
+    is_normed: tl.constexpr,
+    is_gated: tl.constexpr,
+    is_early: tl.constexpr,
 ):
-    """One row of x. Programs are persistent: each reads the row once, and the weights of one tile of outputs in each round.
+    """One row of x. Programs are persistent: each reads the row once, and the weights of one tile of outputs in each
+    round.
 
     The weights of the first rounds are on their way before the kernel in front has ended.
     """
@@ -237,7 +305,9 @@ def stream_kernel(
             follow(is_early)
             values = load_piece(x, place, width, columns).to(tl.float32)
             if is_normed:
-                values = values * tl.rsqrt(tl.sum(values * values) / width + eps) * load_piece(norm, place, width, columns)
+                values = (
+                    values * tl.rsqrt(tl.sum(values * values) / width + eps) * load_piece(norm, place, width, columns)
+                )
         added, up_added = load_addends(bias, residual, own_lines, up_lines, has_bias, has_residual, is_gated)
         y = tl.sum(tile.to(tl.float32) * values, 1)
         up = tl.sum(up_tile.to(tl.float32) * values, 1) if is_gated else y
@@ -251,10 +321,26 @@ def stream_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_tiles_kernel(
-    x, weight, scales, bias, residual, out, num_rows, num_outputs, x_stride, residual_stride,
-    width: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
-    activation: tl.constexpr, has_bias: tl.constexpr, has_residual: tl.constexpr,
-    is_gated: tl.constexpr, is_early: tl.constexpr,
+    x,
+    weight,
+    scales,
+    bias,
+    residual,
+    out,
+    num_rows,
+    num_outputs,
+    x_stride,
+    residual_stride,
+    width: tl.constexpr,
+    rows: tl.constexpr,
+    outputs: tl.constexpr,
+    columns: tl.constexpr,
+    parts: tl.constexpr,
+    activation: tl.constexpr,
+    has_bias: tl.constexpr,
+    has_residual: tl.constexpr,
+    is_gated: tl.constexpr,
+    is_early: tl.constexpr,
 ):
     """Rows past the last are the last again, and are not written."""
     own = tl.program_id(0) * outputs + tl.arange(0, outputs)
@@ -263,7 +349,13 @@ def multiply_tiles_kernel(
     row = tl.minimum(tl.arange(0, rows), num_rows - 1)
     follow(is_early)
     added, up_added = load_addends(
-        bias, residual + row[None, :] * residual_stride, lines[:, None], up_lines[:, None], has_bias, has_residual, is_gated
+        bias,
+        residual + row[None, :] * residual_stride,
+        lines[:, None],
+        up_lines[:, None],
+        has_bias,
+        has_residual,
+        is_gated,
     )
     piece = tl.arange(0, parts)[:, None, None] * (columns // parts) + tl.arange(0, columns // parts)[None, None, :]
     acc = tl.zeros((parts, outputs, rows), tl.float32)  # a warp has one part
@@ -305,8 +397,17 @@ def load_batch(x, x_stride, row, place, num_rows, width: tl.constexpr):
 
 @triton.jit
 def multiply_rows(
-    x, x_stride, row, num_rows, weight, lines, width: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr,
-    columns: tl.constexpr, parts: tl.constexpr,
+    x,
+    x_stride,
+    row,
+    num_rows,
+    weight,
+    lines,
+    width: tl.constexpr,
+    rows: tl.constexpr,
+    outputs: tl.constexpr,
+    columns: tl.constexpr,
+    parts: tl.constexpr,
 ):
     """Rows of x times lines of weights, on tensor cores: (rows, outputs). parts: 1, or one for each warp."""
     if parts > 1:
@@ -335,8 +436,20 @@ def multiply_rows(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def add_rows_kernel(
-    x, weight, scales, total, num_rows, num_outputs, x_stride, total_stride, width: tl.constexpr, rows: tl.constexpr,
-    outputs: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr, is_early: tl.constexpr,
+    x,
+    weight,
+    scales,
+    total,
+    num_rows,
+    num_outputs,
+    x_stride,
+    total_stride,
+    width: tl.constexpr,
+    rows: tl.constexpr,
+    outputs: tl.constexpr,
+    columns: tl.constexpr,
+    parts: tl.constexpr,
+    is_early: tl.constexpr,
 ):
     """total += x @ weight.T, in tiles of some rows and outputs."""
     own = tl.program_id(0) * outputs + tl.arange(0, outputs)

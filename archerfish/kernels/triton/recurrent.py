@@ -12,7 +12,15 @@ import torch
 from archerfish.background import WeakCache
 from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input
 from archerfish.kernels.ops import LinearWeight, NormWeights
-from archerfish.kernels.recurrent import FIRST_SLOT, NO_SLOT, BlockWeights, HeadInputs, HeadWeights, RecurrentBatch, StateLayer
+from archerfish.kernels.recurrent import (
+    FIRST_SLOT,
+    NO_SLOT,
+    BlockWeights,
+    HeadInputs,
+    HeadWeights,
+    RecurrentBatch,
+    StateLayer,
+)
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight
 from archerfish.kernels.torch.sampling import sampling_batch
@@ -27,7 +35,10 @@ SHIFT_BLOCK = 1024  # columns of a program
 CHUNK = 16  # tokens: the least that a product of tiles takes
 MIN_CHUNKED = 16  # tokens of the longest sequence from which on chunks are used
 HEAD_WARPS = 8  # of a head: with 4, a state and what is made of it fill all registers and more
-DECODE_HEIGHT, DECODE_WARPS = 32, 1  # of a piece of a state, and of a head with one token: a single warp waits for no other
+DECODE_HEIGHT, DECODE_WARPS = (
+    32,
+    1,
+)  # of a piece of a state, and of a head with one token: a single warp waits for no other
 MAX_WIDTH = 4096  # of rows that every program normalises
 MAX_NORMED_WIDTH = 16384  # of a row that one program normalises
 COLUMNS_PER_WARP = 256  # so that a row and the weights are spread over threads in the same way
@@ -43,9 +54,12 @@ RANK_NAMES = ("decay_rank", "rate_rank", "gate_rank", "value_rank")
 
 @dataclass(frozen=True)
 class Parts:
-    """The matrices that a mix multiplies its shifted inputs with, in one kernel: seven of a time mix, one of a channel mix."""
+    """The matrices that a mix multiplies its shifted inputs with, in one kernel: seven of a time mix, one of a channel
+    mix."""
 
-    matrices: list[Tensor]  # as many as a kernel takes; of a first layer's time mix and of a channel mix some stand twice
+    matrices: list[
+        Tensor
+    ]  # as many as a kernel takes; of a first layer's time mix and of a channel mix some stand twice
     scales: Tensor | None  # of all outputs, a part after the other
     sizes: list[int]  # outputs of each part
     ranks: dict[str, int]  # of a time mix
@@ -78,7 +92,9 @@ class FusedWeights:
 
     time: Parts
     channel: Parts
-    ups: list[Tensor]  # the wide ends of decay, rate, gate and value mix; a first layer has another's in place of the last
+    ups: list[
+        Tensor
+    ]  # the wide ends of decay, rate, gate and value mix; a first layer has another's in place of the last
     biases: list[Tensor]  # of decay, rate and value mix, likewise
     wide: list[TorchWeight]  # receptance, key and value
 
@@ -127,8 +143,19 @@ class TritonRecurrentOps(TorchRecurrentOps):
         stores = batch.num_decodes == batch.num_sequences
         block = min(next_power_of_2(width), SHIFT_BLOCK)
         wkv.shift_kernel[(num_rows, cdiv(width, block))](
-            x, inputs, batch.previous, batch.targets, factors, out, num_rows, inputs.stride(0),
-            width=width, block=block, num_factors=num_factors, stores=stores, num_warps=max(1, min(8, block // 256)),
+            x,
+            inputs,
+            batch.previous,
+            batch.targets,
+            factors,
+            out,
+            num_rows,
+            inputs.stride(0),
+            width=width,
+            block=block,
+            num_factors=num_factors,
+            stores=stores,
+            num_warps=max(1, min(8, block // 256)),
         )
         if not stores:
             inputs.index_copy_(0, batch.targets, x.index_select(0, find_last_rows(batch)))
@@ -142,8 +169,14 @@ class TritonRecurrentOps(TorchRecurrentOps):
         out = torch.empty_like(inputs.value)
         has_value_mix = inputs.first_value is not None and inputs.value_mix is not None
         tensors = [
-            each.contiguous() for each in (
-                inputs.receptance, inputs.decay, inputs.key, inputs.value, inputs.rate, inputs.gate,
+            each.contiguous()
+            for each in (
+                inputs.receptance,
+                inputs.decay,
+                inputs.key,
+                inputs.value,
+                inputs.rate,
+                inputs.gate,
                 inputs.value if inputs.first_value is None else inputs.first_value,
                 inputs.value if inputs.value_mix is None else inputs.value_mix,
             )
@@ -154,14 +187,23 @@ class TritonRecurrentOps(TorchRecurrentOps):
         last = (out, states.stride(0), out.shape[1])
         if num_decodes:
             wkv.mix_decodes_kernel[(num_decodes, num_heads)](
-                *tensors, *vectors, *pieces[:3], *last, dim=dim, height=min(dim, DECODE_HEIGHT),
-                has_value_mix=has_value_mix, num_warps=DECODE_WARPS, **early_start(out.device),
+                *tensors,
+                *vectors,
+                *pieces[:3],
+                *last,
+                dim=dim,
+                height=min(dim, DECODE_HEIGHT),
+                has_value_mix=has_value_mix,
+                num_warps=DECODE_WARPS,
+                **early_start(out.device),
             )
         if num_decodes == num_sequences:
             return out
         grid, rest = (num_sequences - num_decodes, num_heads), (*pieces, batch.first_pieces[num_decodes:], *last)
         if int(batch.query_lens.max()) < self.min_chunked or batch.is_deterministic:
-            wkv.mix_tokens_kernel[grid](*tensors, *vectors, *rest, dim=dim, has_value_mix=has_value_mix, num_warps=HEAD_WARPS)
+            wkv.mix_tokens_kernel[grid](
+                *tensors, *vectors, *rest, dim=dim, has_value_mix=has_value_mix, num_warps=HEAD_WARPS
+            )
         else:
             wkv.mix_chunks_kernel[grid](
                 *tensors, *vectors, *rest, dim=dim, has_value_mix=has_value_mix, chunk=CHUNK, num_warps=HEAD_WARPS
@@ -169,11 +211,17 @@ class TritonRecurrentOps(TorchRecurrentOps):
         return out
 
     def fused_block(
-        self, x: Tensor, first_value: Tensor | None, weights: BlockWeights[Tensor], batch: RecurrentBatch[Tensor],
+        self,
+        x: Tensor,
+        first_value: Tensor | None,
+        weights: BlockWeights[Tensor],
+        batch: RecurrentBatch[Tensor],
         layer: StateLayer[Tensor],
     ) -> tuple[Tensor, Tensor] | None:
         is_decodes = batch.num_decodes == batch.num_sequences and 0 < batch.num_decodes <= len(x)
-        is_plain = x.dtype in (self.ops.torch_dtype, torch.float32) and x.stride(1) == 1 and x.shape[1] <= MAX_NORMED_WIDTH
+        is_plain = (
+            x.dtype in (self.ops.torch_dtype, torch.float32) and x.stride(1) == 1 and x.shape[1] <= MAX_NORMED_WIDTH
+        )
         if not is_decodes or not is_plain:
             return None
         fused = find_fused(weights)
@@ -183,23 +231,56 @@ class TritonRecurrentOps(TorchRecurrentOps):
         return mix(x, first_value, weights, fused, batch, layer)
 
     def _mix_few(
-        self, x: Tensor, first_value: Tensor | None, weights: BlockWeights[Tensor], fused: FusedWeights,
-        batch: RecurrentBatch[Tensor], layer: StateLayer[Tensor],
+        self,
+        x: Tensor,
+        first_value: Tensor | None,
+        weights: BlockWeights[Tensor],
+        fused: FusedWeights,
+        batch: RecurrentBatch[Tensor],
+        layer: StateLayer[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        (num_rows, width), dtype, time, channel = x.shape, self.ops.torch_dtype, weights.time, weights.channel
+        (num_rows, width) = x.shape
+        dtype = self.ops.torch_dtype
+        time = weights.time
+        channel = weights.channel
         products = torch.empty(num_rows * fused.time.num_outputs, dtype=dtype, device=x.device)
         normed, channel_before, out = torch.empty((3, num_rows, width), dtype=dtype, device=x.device)
         mix_rows(x, time.norm, time.factors, layer.time_input, normed, batch, fused.time, products)
         size = num_rows * width
         value = products[2 * size : 3 * size].view(num_rows, width)
-        heads, (_, num_heads, dim, _), ranks = time.heads, layer.wkv.shape, fused.time.ranks
+        heads = time.heads
+        (_, num_heads, dim, _) = layer.wkv.shape
+        ranks = fused.time.ranks
         blocks = {f"{name[:-4]}block": max(1, next_power_of_2(rank)) for name, rank in ranks.items()}
         mixes.mix_few_heads_kernel[(batch.num_decodes, num_heads)](
-            products, *fused.ups, *fused.biases, value if first_value is None else first_value,
-            heads.removal, heads.replacement, heads.bonus, heads.norm, heads.norm_bias, heads.eps, layer.wkv, batch.sources,
-            batch.targets, normed, layer.time_input, layer.channel_input, channel_before, out, num_rows, layer.wkv.stride(0),
-            layer.time_input.stride(0), layer.channel_input.stride(0), width=width, dim=dim, num_warps=HEAD_WARPS,
-            **ranks, **blocks, **early_start(x.device),
+            products,
+            *fused.ups,
+            *fused.biases,
+            value if first_value is None else first_value,
+            heads.removal,
+            heads.replacement,
+            heads.bonus,
+            heads.norm,
+            heads.norm_bias,
+            heads.eps,
+            layer.wkv,
+            batch.sources,
+            batch.targets,
+            normed,
+            layer.time_input,
+            layer.channel_input,
+            channel_before,
+            out,
+            num_rows,
+            layer.wkv.stride(0),
+            layer.time_input.stride(0),
+            layer.channel_input.stride(0),
+            width=width,
+            dim=dim,
+            num_warps=HEAD_WARPS,
+            **ranks,
+            **blocks,
+            **early_start(x.device),
         )
         x = self.ops.linear(out, time.out, residual=x)
         hidden = torch.empty((num_rows, fused.channel.num_outputs), dtype=dtype, device=x.device)
@@ -207,10 +288,18 @@ class TritonRecurrentOps(TorchRecurrentOps):
         return self.ops.linear(hidden, channel.value, residual=x), value
 
     def _mix_many(
-        self, x: Tensor, first_value: Tensor | None, weights: BlockWeights[Tensor], fused: FusedWeights,
-        batch: RecurrentBatch[Tensor], layer: StateLayer[Tensor],
+        self,
+        x: Tensor,
+        first_value: Tensor | None,
+        weights: BlockWeights[Tensor],
+        fused: FusedWeights,
+        batch: RecurrentBatch[Tensor],
+        layer: StateLayer[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        (num_rows, width), time, channel, sizes = x.shape, weights.time, weights.channel, fused.time.sizes
+        (num_rows, width) = x.shape
+        time = weights.time
+        channel = weights.channel
+        sizes = fused.time.sizes
         mixed = norm_and_shift(x, time.norm, time.factors, layer.time_input, batch)
         products = torch.empty(num_rows * sum(sizes), dtype=mixed.dtype, device=x.device)
         wide, low = products.split((3 * num_rows * width, num_rows * sum(sizes[3:])))
@@ -222,8 +311,14 @@ class TritonRecurrentOps(TorchRecurrentOps):
         multiply_parts(mixed, fused.time, products, is_narrow=is_narrow)
         raised = raise_rows(low, fused, num_rows, width)
         inputs = HeadInputs(
-            receptance=receptance, decay=raised[0], key=key, value=value, rate=raised[1], gate=raised[2],
-            first_value=first_value, value_mix=raised[3] if len(raised) > 3 else None,
+            receptance=receptance,
+            decay=raised[0],
+            key=key,
+            value=value,
+            rate=raised[1],
+            gate=raised[2],
+            first_value=first_value,
+            value_mix=raised[3] if len(raised) > 3 else None,
         )
         x = self.ops.linear(self.mix_heads(inputs, time.heads, layer.wkv, batch), time.out, residual=x)
         mixed = norm_and_shift(x, channel.norm, channel.factor, layer.channel_input, batch)
@@ -234,20 +329,41 @@ class TritonRecurrentOps(TorchRecurrentOps):
             multiply_parts(mixed, fused.channel, hidden)
         return self.ops.linear(hidden, channel.value, residual=x), value
 
-    def decode_batch(self, inputs: Tensor, state: DecodeState[Tensor]) -> tuple[RecurrentBatch[Tensor], SamplingBatch[Tensor]]:
+    def decode_batch(
+        self, inputs: Tensor, state: DecodeState[Tensor]
+    ) -> tuple[RecurrentBatch[Tensor], SamplingBatch[Tensor]]:
         num = inputs.shape[1]
         if num not in self._counting:
             self._counting[num] = torch.arange(num + 1, device=inputs.device)
         every, ones = self._counting[num], np.ones(num, dtype=np.int64)
         places = torch.empty((5, num), dtype=torch.int64, device=inputs.device)
         wkv.stage_states_kernel[(num,)](
-            inputs[Input.TOKEN], inputs[Input.ROW], inputs[Input.POSITION], inputs[Input.BLOCK], inputs[Input.SOURCE],
-            state.last_tokens, places, num, on_device=ON_DEVICE, first_slot=FIRST_SLOT, no_slot=NO_SLOT, num_warps=1,
+            inputs[Input.TOKEN],
+            inputs[Input.ROW],
+            inputs[Input.POSITION],
+            inputs[Input.BLOCK],
+            inputs[Input.SOURCE],
+            state.last_tokens,
+            places,
+            num,
+            on_device=ON_DEVICE,
+            first_slot=FIRST_SLOT,
+            no_slot=NO_SLOT,
+            num_warps=1,
         )
         token_ids, previous, sources, targets, positions = places
         batch = RecurrentBatch(
-            num_tokens=num, num_decodes=num, query_lens=ones, piece_counts=ones, piece_lens=ones, token_ids=token_ids,
-            previous=previous, sources=sources, targets=targets, starts=every, first_pieces=every,
+            num_tokens=num,
+            num_decodes=num,
+            query_lens=ones,
+            piece_counts=ones,
+            piece_lens=ones,
+            token_ids=token_ids,
+            previous=previous,
+            sources=sources,
+            targets=targets,
+            starts=every,
+            first_pieces=every,
         )
         return batch, sampling_batch(inputs, positions, every[:-1], state)
 
@@ -260,8 +376,14 @@ def choose_part_tile(element_bytes: int, device: torch.device) -> LinearTile:
 
 
 def mix_rows(
-    x: Tensor, norm: NormWeights[Tensor], factors: Tensor, before: Tensor, normed: Tensor, batch: RecurrentBatch[Tensor],
-    parts: Parts, out: Tensor,
+    x: Tensor,
+    norm: NormWeights[Tensor],
+    factors: Tensor,
+    before: Tensor,
+    normed: Tensor,
+    batch: RecurrentBatch[Tensor],
+    parts: Parts,
+    out: Tensor,
 ) -> None:
     """Norm, shift and products of a mix. before: inputs before these; normed: where these inputs go."""
     num_rows, width = x.shape
@@ -269,10 +391,30 @@ def mix_rows(
     num_warps = max(1, min(16, columns // COLUMNS_PER_WARP))
     outputs = max(1, min(16, HELD_ELEMENTS * num_warps // (columns if num_rows == 1 else 2 * columns)))
     mixes.mix_rows_kernel[(sum(cdiv(size, outputs) for size in parts.sizes),)](
-        x, norm.weight, norm.bias, factors, before, batch.previous, batch.targets, normed, out,
-        *parts.matrices, parts.scales, norm.eps, x.stride(0), before.stride(0), normed.stride(0), width=width,
-        columns=columns, rows=num_rows, outputs=outputs, num_outputs=parts.sizes[0], is_time=parts.is_time,
-        num_warps=num_warps, **parts.ranks, **early_start(x.device),
+        x,
+        norm.weight,
+        norm.bias,
+        factors,
+        before,
+        batch.previous,
+        batch.targets,
+        normed,
+        out,
+        *parts.matrices,
+        parts.scales,
+        norm.eps,
+        x.stride(0),
+        before.stride(0),
+        normed.stride(0),
+        width=width,
+        columns=columns,
+        rows=num_rows,
+        outputs=outputs,
+        num_outputs=parts.sizes[0],
+        is_time=parts.is_time,
+        num_warps=num_warps,
+        **parts.ranks,
+        **early_start(x.device),
     )
 
 
@@ -284,9 +426,23 @@ def norm_and_shift(
     num_factors, columns = factors.numel() // width, next_power_of_2(width)
     out = torch.empty((num_factors, num_rows, width), dtype=inputs.dtype, device=x.device)
     mixes.norm_shift_kernel[(num_rows,)](
-        x, norm.weight, norm.bias, factors, inputs, batch.previous, batch.targets, out, norm.eps, x.stride(0),
-        inputs.stride(0), num_rows, width=width, columns=columns, num_factors=num_factors,
-        num_warps=max(1, min(16, columns // COLUMNS_PER_WARP)), **early_start(x.device),
+        x,
+        norm.weight,
+        norm.bias,
+        factors,
+        inputs,
+        batch.previous,
+        batch.targets,
+        out,
+        norm.eps,
+        x.stride(0),
+        inputs.stride(0),
+        num_rows,
+        width=width,
+        columns=columns,
+        num_factors=num_factors,
+        num_warps=max(1, min(16, columns // COLUMNS_PER_WARP)),
+        **early_start(x.device),
     )
     return out
 
@@ -297,9 +453,22 @@ def multiply_parts(mixed: Tensor, parts: Parts, out: Tensor, *, is_narrow: bool 
     tile = choose_part_tile(mixed.element_size(), mixed.device)
     num_tiles = sum(cdiv(size, tile.outputs) for size in parts.sizes[3 if is_narrow else 0 :])
     mixes.multiply_parts_kernel[(num_tiles, cdiv(num_rows, PART_ROWS))](
-        mixed, out, *parts.matrices, parts.scales, num_rows, width=width, rows=PART_ROWS, outputs=tile.outputs,
-        columns=tile.columns, num_outputs=parts.sizes[0], is_time=parts.is_time, is_narrow=is_narrow,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **parts.ranks, **early_start(mixed.device),
+        mixed,
+        out,
+        *parts.matrices,
+        parts.scales,
+        num_rows,
+        width=width,
+        rows=PART_ROWS,
+        outputs=tile.outputs,
+        columns=tile.columns,
+        num_outputs=parts.sizes[0],
+        is_time=parts.is_time,
+        is_narrow=is_narrow,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **parts.ranks,
+        **early_start(mixed.device),
     )
 
 
@@ -310,8 +479,18 @@ def raise_rows(low: Tensor, fused: FusedWeights, num_rows: int, width: int) -> T
     out = torch.empty((num_parts, num_rows, width), dtype=low.dtype, device=low.device)
     grid = (num_parts, cdiv(width, RAISED_OUTPUTS), cdiv(num_rows, RAISED_ROWS))
     mixes.raise_rows_kernel[grid](
-        low, *fused.ups, *fused.biases, out, num_rows, width=width, rows=RAISED_ROWS, outputs=RAISED_OUTPUTS, **ranks,
-        block=dot_block(max(ranks.values())), is_even=all(rank % 16 == 0 for rank in ranks.values()), num_warps=4,
+        low,
+        *fused.ups,
+        *fused.biases,
+        out,
+        num_rows,
+        width=width,
+        rows=RAISED_ROWS,
+        outputs=RAISED_OUTPUTS,
+        **ranks,
+        block=dot_block(max(ranks.values())),
+        is_even=all(rank % 16 == 0 for rank in ranks.values()),
+        num_warps=4,
         **early_start(low.device),
     )
     return out

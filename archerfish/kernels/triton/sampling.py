@@ -1,17 +1,21 @@
-"""Sampling in Triton. Each row has its own parameters, which are read on the device, so that a captured graph serves any.
+"""Sampling in Triton. Each row has its own parameters, which are read on the device, so that a captured graph serves
+any.
 
-1. `survey_kernel` finds the largest logit of every chunk of the vocabulary, and the sum of the chunk's weights; for cuts, also
+1. `survey_kernel` finds the largest logit of every chunk of the vocabulary, and the sum of the chunk's weights; for
+cuts, also
    the largest logits of GROUP tokens each.
 2. `settle_kernel`, one program per row, chooses the token of rows that are greedy or that draw from all tokens.
-3. Rows with a top_k, top_p or min_p keep some of the likeliest tokens. `tabulate_kernel` counts and sums up tokens between a
-   few levels of logits, and `choose_kernel` finds a level below which no token is kept. A small top_k has such a level at once:
+3. Rows with a top_k, top_p or min_p keep some of the likeliest tokens. `tabulate_kernel` counts and sums up tokens
+between a
+   few levels of logits, and `choose_kernel` finds a level below which no token is kept. A small top_k has such a level
+   at once:
    so many groups have a token above it.
 4. `list_kernel` lists the tokens above that level, mostly a few hundred, in the order of their ids.
 5. `finish_kernel` finds which tokens of the list are kept, and draws one.
 
-A weight is relative to that of the likeliest token. Sums that decide are integers in units of 2 ** -44: they do not depend on
-the order of addition, and a token whose weight is below a unit is never drawn. All chunks have one size, so that a row's result
-does not depend on the batch. No `from __future__ import annotations` here: see `triton/norm.py`.
+A weight is relative to that of the likeliest token. Sums that decide are integers in units of 2 ** -44: they do not
+depend on the order of addition, and a token whose weight is below a unit is never drawn. All chunks have one size, so
+that a row's result does not depend on the batch. No `from __future__ import annotations` here: see `triton/norm.py`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -83,8 +87,21 @@ def range_of(firsts, range_ends, row, vocab_size, has_ranges: tl.constexpr):
 
 @triton.jit
 def survey_kernel(
-    logits, firsts, range_ends, temperature, tops, top_ids, sums, group_tops, vocab_size, stride, chunk: tl.constexpr,
-    group: tl.constexpr, is_drawn: tl.constexpr, has_cuts: tl.constexpr, has_ranges: tl.constexpr,
+    logits,
+    firsts,
+    range_ends,
+    temperature,
+    tops,
+    top_ids,
+    sums,
+    group_tops,
+    vocab_size,
+    stride,
+    chunk: tl.constexpr,
+    group: tl.constexpr,
+    is_drawn: tl.constexpr,
+    has_cuts: tl.constexpr,
+    has_ranges: tl.constexpr,
 ):
     """Of every chunk the largest logit, its lowest id, and the sum of weights relative to it. A NaN comes first."""
     row = tl.program_id(0).to(tl.int64)
@@ -109,7 +126,17 @@ def survey_kernel(
 
 @triton.jit
 def draw_from_all(
-    logits, tops, sums, highest, scale, number, first, end, num_chunks, unit: tl.constexpr, chunk: tl.constexpr,
+    logits,
+    tops,
+    sums,
+    highest,
+    scale,
+    number,
+    first,
+    end,
+    num_chunks,
+    unit: tl.constexpr,
+    chunk: tl.constexpr,
     width: tl.constexpr,
 ):
     """A token of one row: first the chunk by the cumulative weights of chunks, then the token inside."""
@@ -150,12 +177,40 @@ def find_level(group_tops, num_groups, most, highest, num_halvings: tl.constexpr
 
 @triton.jit
 def settle_kernel(
-    logits, firsts, range_ends, offsets, temperature, is_greedy, keys, positions, top_k, top_p, min_p, tops, top_ids, sums,
-    group_tops, cut_tops, levels, report, vocab_size, stride, num_chunks, unit: tl.constexpr, chunk: tl.constexpr,
-    group: tl.constexpr, width: tl.constexpr, num_levels: tl.constexpr, num_halvings: tl.constexpr, is_drawn: tl.constexpr,
-    has_greedy: tl.constexpr, has_cuts: tl.constexpr, has_ranges: tl.constexpr,
+    logits,
+    firsts,
+    range_ends,
+    offsets,
+    temperature,
+    is_greedy,
+    keys,
+    positions,
+    top_k,
+    top_p,
+    min_p,
+    tops,
+    top_ids,
+    sums,
+    group_tops,
+    cut_tops,
+    levels,
+    report,
+    vocab_size,
+    stride,
+    num_chunks,
+    unit: tl.constexpr,
+    chunk: tl.constexpr,
+    group: tl.constexpr,
+    width: tl.constexpr,
+    num_levels: tl.constexpr,
+    num_halvings: tl.constexpr,
+    is_drawn: tl.constexpr,
+    has_greedy: tl.constexpr,
+    has_cuts: tl.constexpr,
+    has_ranges: tl.constexpr,
 ):
-    """Choose a token from the chunks of a row. A row with cuts gets levels, and its highest logit in cut_tops; others NaN.
+    """Choose a token from the chunks of a row. A row with cuts gets levels, and its highest logit in cut_tops; others
+    NaN.
 
     Levels after the last one are NaN: where a top_k has a level at once, all but the first.
     """
@@ -194,8 +249,18 @@ def settle_kernel(
             number = uniform(tl.load(keys + row), tl.load(positions + row))
             first, end = range_of(firsts, range_ends, row, vocab_size, has_ranges)
             token = draw_from_all(
-                logits + row * stride, tops, sums + row * num_chunks, highest, scale_of(temperature, row), number, first, end,
-                num_chunks, unit, chunk, width,
+                logits + row * stride,
+                tops,
+                sums + row * num_chunks,
+                highest,
+                scale_of(temperature, row),
+                number,
+                first,
+                end,
+                num_chunks,
+                unit,
+                chunk,
+                width,
             )
     if has_ranges:
         token += tl.load(offsets + row)
@@ -205,8 +270,20 @@ def settle_kernel(
 
 @triton.jit
 def tabulate_kernel(
-    logits, firsts, range_ends, temperature, min_p, cut_tops, levels, counts, masses, vocab_size, stride,
-    chunk: tl.constexpr, num_levels: tl.constexpr, has_ranges: tl.constexpr,
+    logits,
+    firsts,
+    range_ends,
+    temperature,
+    min_p,
+    cut_tops,
+    levels,
+    counts,
+    masses,
+    vocab_size,
+    stride,
+    chunk: tl.constexpr,
+    num_levels: tl.constexpr,
+    has_ranges: tl.constexpr,
 ):
     """How many tokens of a chunk lie between two levels, and what they weigh."""
     row = tl.program_id(0).to(tl.int64)
@@ -232,10 +309,22 @@ def tabulate_kernel(
 
 @triton.jit
 def choose_kernel(
-    top_k, top_p, cut_tops, levels, counts, masses, bounds, ends, totals, vocab_size, num_chunks,
-    width: tl.constexpr, num_levels: tl.constexpr,
+    top_k,
+    top_p,
+    cut_tops,
+    levels,
+    counts,
+    masses,
+    bounds,
+    ends,
+    totals,
+    vocab_size,
+    num_chunks,
+    width: tl.constexpr,
+    num_levels: tl.constexpr,
 ):
-    """The levels between which the first cut lies, the weight of the row, and where every chunk's part of the list ends."""
+    """The levels between which the first cut lies, the weight of the row, and where every chunk's part of the list
+    ends."""
     row = tl.program_id(0).to(tl.int64)
     highest = tl.load(cut_tops + row)
     if highest != highest:
@@ -269,8 +358,20 @@ def choose_kernel(
 
 @triton.jit
 def list_kernel(
-    logits, firsts, range_ends, cut_tops, bounds, ends, listed, listed_ids, vocab_size, stride, capacity, num_chunks,
-    chunk: tl.constexpr, has_ranges: tl.constexpr,
+    logits,
+    firsts,
+    range_ends,
+    cut_tops,
+    bounds,
+    ends,
+    listed,
+    listed_ids,
+    vocab_size,
+    stride,
+    capacity,
+    num_chunks,
+    chunk: tl.constexpr,
+    has_ranges: tl.constexpr,
 ):
     """List a chunk's tokens from the lower bound on, in the order of their ids."""
     row = tl.program_id(0).to(tl.int64)
@@ -294,9 +395,31 @@ def list_kernel(
 
 @triton.jit
 def finish_kernel(
-    logits, firsts, range_ends, offsets, temperature, keys, positions, top_k, top_p, min_p, cut_tops, bounds, ends, totals,
-    listed, listed_ids, report, vocab_size, stride, capacity, num_chunks, unit: tl.constexpr, tile: tl.constexpr,
-    num_edges: tl.constexpr, has_ranges: tl.constexpr,
+    logits,
+    firsts,
+    range_ends,
+    offsets,
+    temperature,
+    keys,
+    positions,
+    top_k,
+    top_p,
+    min_p,
+    cut_tops,
+    bounds,
+    ends,
+    totals,
+    listed,
+    listed_ids,
+    report,
+    vocab_size,
+    stride,
+    capacity,
+    num_chunks,
+    unit: tl.constexpr,
+    tile: tl.constexpr,
+    num_edges: tl.constexpr,
+    has_ranges: tl.constexpr,
 ):
     """Find which tokens the cuts of a row keep, and draw one."""
     row = tl.program_id(0).to(tl.int64)
@@ -349,7 +472,9 @@ def finish_kernel(
 
 def cuts_of_rows(batch: SamplingBatch[Tensor]) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
     """top_k, top_p and min_p of all rows; None where no row has any."""
-    cuts, like, min_p = batch.cuts, batch.temperature, batch.min_p
+    cuts = batch.cuts
+    like = batch.temperature
+    min_p = batch.min_p
     if like is None or (cuts is None and min_p is None):
         return None, None, None
     if min_p is None:
@@ -365,10 +490,13 @@ def cuts_of_rows(batch: SamplingBatch[Tensor]) -> tuple[Tensor, Tensor, Tensor] 
 
 
 def draw(logits: Tensor, batch: SamplingBatch[Tensor], vocab_size: int) -> Tensor:
-    """The report of `Drawn` for the first vocab_size columns of logits, to which all but the ranges has been applied."""
+    """The report of `Drawn` for the first vocab_size columns of logits, to which all but the ranges has been
+    applied."""
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
-    num_rows, stride, num_chunks = len(logits), logits.stride(0), cdiv(vocab_size, CHUNK)
+    num_rows = len(logits)
+    stride = logits.stride(0)
+    num_chunks = cdiv(vocab_size, CHUNK)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
@@ -387,15 +515,57 @@ def draw(logits: Tensor, batch: SamplingBatch[Tensor], vocab_size: int) -> Tenso
     has_cuts = top_k is not None
     group_tops = new(num_rows, num_chunks * (CHUNK // GROUP)) if has_cuts else tops
     survey_kernel[(num_rows, num_chunks)](
-        logits, first, end, temperature, tops, top_ids, sums, group_tops, vocab_size, stride, chunk=CHUNK, group=GROUP,
-        is_drawn=is_drawn, has_cuts=has_cuts, has_ranges=has_ranges, num_warps=4,
+        logits,
+        first,
+        end,
+        temperature,
+        tops,
+        top_ids,
+        sums,
+        group_tops,
+        vocab_size,
+        stride,
+        chunk=CHUNK,
+        group=GROUP,
+        is_drawn=is_drawn,
+        has_cuts=has_cuts,
+        has_ranges=has_ranges,
+        num_warps=4,
     )
     cut_tops, levels = new(num_rows), new(num_rows, NUM_LEVELS)
     settle_kernel[(num_rows,)](
-        logits, first, end, offset, temperature, batch.is_greedy, batch.keys, batch.positions, top_k, top_p, min_p, tops,
-        top_ids, sums, group_tops, cut_tops, levels, report, vocab_size, stride, num_chunks, unit=unit, chunk=CHUNK,
-        group=GROUP, width=width, num_levels=NUM_LEVELS, num_halvings=NUM_HALVINGS, is_drawn=is_drawn,
-        has_greedy=batch.is_greedy is not None, has_cuts=has_cuts, has_ranges=has_ranges, num_warps=4,
+        logits,
+        first,
+        end,
+        offset,
+        temperature,
+        batch.is_greedy,
+        batch.keys,
+        batch.positions,
+        top_k,
+        top_p,
+        min_p,
+        tops,
+        top_ids,
+        sums,
+        group_tops,
+        cut_tops,
+        levels,
+        report,
+        vocab_size,
+        stride,
+        num_chunks,
+        unit=unit,
+        chunk=CHUNK,
+        group=GROUP,
+        width=width,
+        num_levels=NUM_LEVELS,
+        num_halvings=NUM_HALVINGS,
+        is_drawn=is_drawn,
+        has_greedy=batch.is_greedy is not None,
+        has_cuts=has_cuts,
+        has_ranges=has_ranges,
+        num_warps=4,
     )
     if not has_cuts:
         return report
@@ -407,21 +577,82 @@ def draw(logits: Tensor, batch: SamplingBatch[Tensor], vocab_size: int) -> Tenso
     totals = new(num_rows, dtype=torch.float64)
     listed, listed_ids = new(num_rows, capacity), new(num_rows, capacity, dtype=torch.int32)
     tabulate_kernel[(num_rows, num_chunks)](
-        logits, first, end, temperature, min_p, cut_tops, levels, counts, masses, vocab_size, stride,
-        chunk=CHUNK, num_levels=NUM_LEVELS, has_ranges=has_ranges, num_warps=4,
+        logits,
+        first,
+        end,
+        temperature,
+        min_p,
+        cut_tops,
+        levels,
+        counts,
+        masses,
+        vocab_size,
+        stride,
+        chunk=CHUNK,
+        num_levels=NUM_LEVELS,
+        has_ranges=has_ranges,
+        num_warps=4,
     )
     choose_kernel[(num_rows,)](
-        top_k, top_p, cut_tops, levels, counts, masses, bounds, ends, totals, vocab_size, num_chunks,
-        width=width, num_levels=NUM_LEVELS, num_warps=8,
+        top_k,
+        top_p,
+        cut_tops,
+        levels,
+        counts,
+        masses,
+        bounds,
+        ends,
+        totals,
+        vocab_size,
+        num_chunks,
+        width=width,
+        num_levels=NUM_LEVELS,
+        num_warps=8,
     )
     list_kernel[(num_rows, num_chunks)](
-        logits, first, end, cut_tops, bounds, ends, listed, listed_ids, vocab_size, stride, capacity, num_chunks,
-        chunk=CHUNK, has_ranges=has_ranges, num_warps=4,
+        logits,
+        first,
+        end,
+        cut_tops,
+        bounds,
+        ends,
+        listed,
+        listed_ids,
+        vocab_size,
+        stride,
+        capacity,
+        num_chunks,
+        chunk=CHUNK,
+        has_ranges=has_ranges,
+        num_warps=4,
     )
     finish_kernel[(num_rows,)](
-        logits, first, end, offset, temperature, batch.keys, batch.positions, top_k, top_p, min_p,
-        cut_tops, bounds, ends, totals, listed, listed_ids, report, vocab_size, stride, capacity, num_chunks,
-        unit=unit, tile=TILE, num_edges=NUM_EDGES, has_ranges=has_ranges, num_warps=8,
+        logits,
+        first,
+        end,
+        offset,
+        temperature,
+        batch.keys,
+        batch.positions,
+        top_k,
+        top_p,
+        min_p,
+        cut_tops,
+        bounds,
+        ends,
+        totals,
+        listed,
+        listed_ids,
+        report,
+        vocab_size,
+        stride,
+        capacity,
+        num_chunks,
+        unit=unit,
+        tile=TILE,
+        num_edges=NUM_EDGES,
+        has_ranges=has_ranges,
+        num_warps=8,
     )
     return report
 

@@ -1,5 +1,5 @@
-"""Logits changed by penalties and masks, and log-probabilities, in Triton. No `from __future__ import annotations` here: see
-`triton/norm.py`."""
+"""Logits changed by penalties and masks, and log-probabilities, in Triton. No `from __future__ import annotations`
+here: see `triton/norm.py`."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 import torch
@@ -23,8 +23,19 @@ def order_of(values):
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "slots", "repetition", "presence", "frequency"])
 def penalise_kernel(
-    logits, rows, slots, counts, repetition, presence, frequency, width, vocab_size, chunk: tl.constexpr,
-    has_repetition: tl.constexpr, has_presence: tl.constexpr, has_frequency: tl.constexpr,
+    logits,
+    rows,
+    slots,
+    counts,
+    repetition,
+    presence,
+    frequency,
+    width,
+    vocab_size,
+    chunk: tl.constexpr,
+    has_repetition: tl.constexpr,
+    has_presence: tl.constexpr,
+    has_frequency: tl.constexpr,
 ):
     """Logits of counted tokens, as `kernels/sampling.py` says. A row whose penalties are all off is left alone."""
     place = tl.program_id(0)
@@ -62,10 +73,20 @@ def mask_kernel(logits, rows, bits, width, num_words, chunk: tl.constexpr):
 
 @triton.jit
 def score_kernel(
-    logits, rows, token_ids, tops, top_ids, sums, num_higher, vocab_size, stride, chunk: tl.constexpr, has_rows: tl.constexpr
+    logits,
+    rows,
+    token_ids,
+    tops,
+    top_ids,
+    sums,
+    num_higher,
+    vocab_size,
+    stride,
+    chunk: tl.constexpr,
+    has_rows: tl.constexpr,
 ):
-    """Of every chunk: the largest logit and its lowest id, the sum of weights relative to it, and how many logits are higher
-    than that of the row's token."""
+    """Of every chunk: the largest logit and its lowest id, the sum of weights relative to it, and how many logits are
+    higher than that of the row's token."""
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place) if has_rows else place
     logits += row * stride
@@ -82,11 +103,27 @@ def score_kernel(
 
 @triton.jit(do_not_specialize=["num_top"])
 def rank_kernel(
-    logits, rows, token_ids, tops, top_ids, sums, num_higher, logprobs, ranks, likeliest, likeliest_logprobs, vocab_size,
-    stride, num_chunks, num_top, chunk: tl.constexpr, width: tl.constexpr, has_rows: tl.constexpr,
+    logits,
+    rows,
+    token_ids,
+    tops,
+    top_ids,
+    sums,
+    num_higher,
+    logprobs,
+    ranks,
+    likeliest,
+    likeliest_logprobs,
+    vocab_size,
+    stride,
+    num_chunks,
+    num_top,
+    chunk: tl.constexpr,
+    width: tl.constexpr,
+    has_rows: tl.constexpr,
 ):
-    """Put together what chunks have. The likeliest tokens come one by one: each from the chunk whose highest is highest, of
-    which the next highest is then looked up."""
+    """Put together what chunks have. The likeliest tokens come one by one: each from the chunk whose highest is
+    highest, of which the next highest is then looked up."""
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place) if has_rows else place
     logits += row * stride
@@ -121,8 +158,17 @@ def penalise(x: Tensor, penalties: Penalties[Tensor]) -> None:
     factors, counts = (penalties.repetition, penalties.presence, penalties.frequency), penalties.counts.counts
     has_repetition, has_presence, has_frequency = (factor is not None for factor in factors)
     penalise_kernel[(len(penalties.rows), cdiv(counts.shape[1], CHUNK))](
-        x, penalties.rows, penalties.slots_on_device, counts, *factors, x.stride(0), counts.shape[1], chunk=CHUNK,
-        has_repetition=has_repetition, has_presence=has_presence, has_frequency=has_frequency,
+        x,
+        penalties.rows,
+        penalties.slots_on_device,
+        counts,
+        *factors,
+        x.stride(0),
+        counts.shape[1],
+        chunk=CHUNK,
+        has_repetition=has_repetition,
+        has_presence=has_presence,
+        has_frequency=has_frequency,
     )
 
 
@@ -133,7 +179,9 @@ def mask(x: Tensor, masks: Masks[Tensor]) -> None:
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int, rows: Tensor | None) -> Logprobs[Tensor]:
     """As `Ops.token_logprobs`."""
-    num_rows, vocab_size, device = len(token_ids), logits.shape[1], logits.device
+    num_rows = len(token_ids)
+    vocab_size = logits.shape[1]
+    device = logits.device
     num_chunks, num_top = cdiv(vocab_size, CHUNK), min(num_top, vocab_size)
     (tops, sums), (top_ids, num_higher) = (  # each with an address that kernels are compiled for
         [torch.empty((num_rows, num_chunks), dtype=dtype, device=device) for _ in range(2)]
@@ -148,7 +196,13 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int, rows: Tensor
         given, sizes = (logits, rows, token_ids, tops, top_ids, sums, num_higher), (vocab_size, logits.stride(0))
         score_kernel[(num_rows, num_chunks)](*given, *sizes, chunk=CHUNK, has_rows=rows is not None)
         rank_kernel[(num_rows,)](
-            *given, *found, *sizes, num_chunks, num_top, chunk=CHUNK,
-            width=next_power_of_2(num_chunks), has_rows=rows is not None,
+            *given,
+            *found,
+            *sizes,
+            num_chunks,
+            num_top,
+            chunk=CHUNK,
+            width=next_power_of_2(num_chunks),
+            has_rows=rows is not None,
         )
     return found

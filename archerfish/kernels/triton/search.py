@@ -1,4 +1,5 @@
-"""Searches of one program in a row of logits, or in a list of its likeliest tokens, for the kernels of `triton/sampling.py`.
+"""Searches of one program in a row of logits, or in a list of its likeliest tokens, for the kernels of
+`triton/sampling.py`.
 
 Sums are integers of a unit. No `from __future__ import annotations` here: see `triton/norm.py`.
 """
@@ -29,11 +30,23 @@ def load_tile(listed, logits, is_listed, start, size, tile: tl.constexpr):
 
 @triton.jit
 def find_end(
-    listed, logits, is_listed, size, low, high, goal, highest, scale, min_p,
-    is_count: tl.constexpr, unit: tl.constexpr, tile: tl.constexpr, num_edges: tl.constexpr,
+    listed,
+    logits,
+    is_listed,
+    size,
+    low,
+    high,
+    goal,
+    highest,
+    scale,
+    min_p,
+    is_count: tl.constexpr,
+    unit: tl.constexpr,
+    tile: tl.constexpr,
+    num_edges: tl.constexpr,
 ):
-    """The order of the last of the fewest likeliest tokens whose count or weight reaches the goal, or the lower order where all
-    together do not; and the sum over tokens of higher orders."""
+    """The order of the last of the fewest likeliest tokens whose count or weight reaches the goal, or the lower order
+    where all together do not; and the sum over tokens of higher orders."""
     at = tl.arange(0, num_edges)
     before = goal * 0
     is_open = goal == goal
@@ -67,7 +80,9 @@ def units_of(order, highest, scale, min_p, unit: tl.constexpr):
 
 
 @triton.jit
-def sum_run(listed, logits, is_listed, size, last, num_last, highest, scale, min_p, unit: tl.constexpr, tile: tl.constexpr):
+def sum_run(
+    listed, logits, is_listed, size, last, num_last, highest, scale, min_p, unit: tl.constexpr, tile: tl.constexpr
+):
     """Weight in units of all tokens above the order `last`, and of at most num_last tokens of that order."""
     total = num_last * 0
     num_equal = num_last * 0
@@ -80,7 +95,9 @@ def sum_run(listed, logits, is_listed, size, last, num_last, highest, scale, min
 
 
 @triton.jit
-def pick(listed, logits, is_listed, size, last, num_last, goal, highest, scale, min_p, unit: tl.constexpr, tile: tl.constexpr):
+def pick(
+    listed, logits, is_listed, size, last, num_last, goal, highest, scale, min_p, unit: tl.constexpr, tile: tl.constexpr
+):
     """The place of the kept token at which the sum of weights, in the order of ids, passes the goal."""
     found = size
     num_equal = num_last * 0

@@ -1,4 +1,5 @@
-"""How products of few rows are cut: what was measured for the shapes of known models, and what is good for most others."""
+"""How products of few rows are cut: what was measured for the shapes of known models, and what is good for most
+others."""
 
 from __future__ import annotations
 
@@ -7,11 +8,15 @@ from functools import cache
 
 import torch
 
-FEW_ADDED_ROWS, MAX_ADDED_ROWS, MAX_ADDED_OUTPUTS = 32, 128, 2048  # of a product that is added to a total
+FEW_ADDED_ROWS = 32
+MAX_ADDED_ROWS = 128
+MAX_ADDED_OUTPUTS = 2048  # of a product that is added to a total
 LONG_WIDTH, MAX_ADDED_WIDTH = 3072, 4096  # likewise
 MIN_BLOCK = 16  # columns of a tile that tl.dot takes
 DIRECT_ROWS = 2  # of activations, up to which a product is as quick without tensor cores
-NORMED_WIDTH = 2048  # up to which normalising in every program, if it is not persistent, costs less than a kernel for it
+NORMED_WIDTH = (
+    2048  # up to which normalising in every program, if it is not persistent, costs less than a kernel for it
+)
 UNROLLED_COLUMNS = 14336  # of all rows together: what the registers hold of sums and reads on the way
 COLUMNS_PER_WARP = 256  # at least, or a row and the weights are spread over threads in different ways
 HOPPER_BYTES = 227 << 10  # of shared memory
@@ -32,7 +37,9 @@ class LinearTile:
     num_warps: int
     num_stages: int  # pieces of so many columns in flight; 1 without tensor cores: as many as the registers hold
     is_dot: bool = False  # on tensor cores
-    num_programs: int = 0  # persistent ones, each with a tile of whole rows of weights in every round; 0: one for each tile
+    num_programs: int = (
+        0  # persistent ones, each with a tile of whole rows of weights in every round; 0: one for each tile
+    )
 
 
 @dataclass(frozen=True)
@@ -72,11 +79,17 @@ def add_tile(num_rows: int, weight: torch.Tensor, element_bytes: int, most_bytes
     num_outputs, width = weight.shape
     if not 0 < num_rows <= MAX_ADDED_ROWS or num_outputs > MAX_ADDED_OUTPUTS or width > MAX_ADDED_WIDTH:
         return None
-    rows, outputs, stage_columns, max_stages, parts = 32, 16, 512, 6, 1
+    rows = 32
+    outputs = 16
+    stage_columns = 512
+    max_stages = 6
+    parts = 1
     if num_rows > FEW_ADDED_ROWS and width > LONG_WIDTH:
         parts = 4  # A program of 64 rows would read so much that reading bounds it.
     elif num_rows > FEW_ADDED_ROWS:
-        rows, stage_columns, max_stages = 64, 256, 8
+        rows = 64
+        stage_columns = 256
+        max_stages = 8
     elif width > LONG_WIDTH:
         return None
     num_stages = most_bytes // ((rows + outputs) * stage_columns)
@@ -118,12 +131,16 @@ def tile_of(
 ) -> LinearTile:
     """The measured tile of a shape, or one that is good for most. num_weights: rows of the weights.
 
-    For one wide row programs are persistent; up to DIRECT_ROWS rows are multiplied without tensor cores, more rows with them.
+    For one wide row programs are persistent; up to DIRECT_ROWS rows are multiplied without tensor cores, more rows with
+    them.
     """
     rows = next_power_of_2(num_rows)
     copies = 2 if is_gated else 1
     tuned = TUNED.get((num_weights, width), {}).get(rows) if element_bytes == 2 and most_bytes == SHARED_BYTES else None
-    if tuned and tuned.num_stages * (max(8, rows) + tuned.outputs * copies) * tuned.columns * element_bytes <= HOPPER_BYTES:
+    if (
+        tuned
+        and tuned.num_stages * (max(8, rows) + tuned.outputs * copies) * tuned.columns * element_bytes <= HOPPER_BYTES
+    ):
         return tuned
     widest = next_power_of_2(width)
     if num_rows == 1 and NORMED_WIDTH < widest <= STREAMED_WIDTH and num_weights > FEW_OUTPUTS:

@@ -1,15 +1,15 @@
 """Triton kernels of RWKV-7's recurrence. `torch/wkv.py` says what they compute, `triton/recurrent.py` launches them.
 
-A program has one head of one sequence and keeps its state in registers, storing it behind each piece of the sequence. It does
-all that lies between a time mix's products: decay, rate, keys, recurrence, norm of the head, bonus and gate touch nothing but
-the head's own columns. `mix_decodes_kernel` has one token of each sequence, `mix_tokens_kernel` takes one after the other,
-`mix_chunks_kernel` a chunk of them at once. With D_t the product of the decays of a chunk's first t tokens,
-S_t = R_t diag(D_t), where
+A program has one head of one sequence and keeps its state in registers, storing it behind each piece of the sequence.
+It does all that lies between a time mix's products: decay, rate, keys, recurrence, norm of the head, bonus and gate
+touch nothing but the head's own columns. `mix_decodes_kernel` has one token of each sequence, `mix_tokens_kernel` takes
+one after the other, `mix_chunks_kernel` a chunk of them at once. With D_t the product of the decays of a chunk's first
+t tokens, S_t = R_t diag(D_t), where
 
     R_t = R_(t-1) + u_t (z_t a_t / D_t)^T + v_t (k_t / D_t)^T        u_t = -R_(t-1) (D_(t-1) z_t)
 
-So the u of a chunk solve a triangular system, and S at its end is linear in S at its start: only that is left to do chunk by
-chunk. A decay is above 0.545, so that 1 / D stays within float32 for over 100 tokens.
+So the u of a chunk solve a triangular system, and S at its end is linear in S at its start: only that is left to do
+chunk by chunk. A decay is above 0.545, so that 1 / D stays within float32 for over 100 tokens.
 
 No `from __future__ import annotations` here: see `triton/norm.py`.
 """
@@ -29,8 +29,18 @@ def sigmoid(x):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def shift_kernel(
-    x, inputs, previous, targets, factors, out, num_rows, inputs_stride,
-    width: tl.constexpr, block: tl.constexpr, num_factors: tl.constexpr, stores: tl.constexpr,
+    x,
+    inputs,
+    previous,
+    targets,
+    factors,
+    out,
+    num_rows,
+    inputs_stride,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    num_factors: tl.constexpr,
+    stores: tl.constexpr,
 ):
     """stores: every row is a sequence's only new one, and becomes its last input where it has a target."""
     row = tl.program_id(0).to(tl.int64)
@@ -66,8 +76,19 @@ def prepare_heads(decay, rate, key, removal, replacement, axis: tl.constexpr):
 
 @triton.jit
 def load_heads(
-    decay, key, value, rate, first_value, value_mix, removal, replacement, place, weight_place, is_inside,
-    has_value_mix: tl.constexpr, axis: tl.constexpr,
+    decay,
+    key,
+    value,
+    rate,
+    first_value,
+    value_mix,
+    removal,
+    replacement,
+    place,
+    weight_place,
+    is_inside,
+    has_value_mix: tl.constexpr,
+    axis: tl.constexpr,
 ):
     """Logarithm of the decay, key, value, removal key and what it adds, of the tokens at some places, in float32."""
     own_decay = tl.load(decay + place, mask=is_inside, other=0.0).to(tl.float32)
@@ -93,13 +114,33 @@ def norm_heads(y, receptance, key, value, bonus, norm, norm_bias, eps, dim: tl.c
 
 @triton.jit
 def finish_heads(
-    y, receptance, key, value, gate, bonus, norm, norm_bias, eps, place, weight_place, is_inside,
-    dim: tl.constexpr, axis: tl.constexpr,
+    y,
+    receptance,
+    key,
+    value,
+    gate,
+    bonus,
+    norm,
+    norm_bias,
+    eps,
+    place,
+    weight_place,
+    is_inside,
+    dim: tl.constexpr,
+    axis: tl.constexpr,
 ):
     """Norm of the head, bonus and gate."""
     y = norm_heads(
-        y, receptance, key, value, tl.load(bonus + weight_place), tl.load(norm + weight_place),
-        tl.load(norm_bias + weight_place), eps, dim, axis,
+        y,
+        receptance,
+        key,
+        value,
+        tl.load(bonus + weight_place),
+        tl.load(norm + weight_place),
+        tl.load(norm_bias + weight_place),
+        eps,
+        dim,
+        axis,
     )
     return y * tl.load(gate + place, mask=is_inside, other=0.0).to(tl.float32)
 
@@ -113,28 +154,82 @@ def next_state(state, log_decay, key, value, removed, added):
 
 @triton.jit
 def mix_token(
-    state, row, receptance, decay, key, value, rate, gate, first_value, value_mix, removal, replacement, bonus, norm, norm_bias,
-    eps, out, width, weight_place, dim: tl.constexpr, has_value_mix: tl.constexpr,
+    state,
+    row,
+    receptance,
+    decay,
+    key,
+    value,
+    rate,
+    gate,
+    first_value,
+    value_mix,
+    removal,
+    replacement,
+    bonus,
+    norm,
+    norm_bias,
+    eps,
+    out,
+    width,
+    weight_place,
+    dim: tl.constexpr,
+    has_value_mix: tl.constexpr,
 ):
     """The state behind a token, whose output is stored."""
     place = tl.cast(row, tl.int64) * width + weight_place
     is_inside = tl.arange(0, dim) < dim
     log_decay, own_key, own_value, removed, added = load_heads(
-        decay, key, value, rate, first_value, value_mix, removal, replacement, place, weight_place, is_inside, has_value_mix, 0
+        decay,
+        key,
+        value,
+        rate,
+        first_value,
+        value_mix,
+        removal,
+        replacement,
+        place,
+        weight_place,
+        is_inside,
+        has_value_mix,
+        0,
     )
     own = tl.load(receptance + place).to(tl.float32)
     state = next_state(state, log_decay, own_key, own_value, removed, added)
     y = tl.sum(state * own[None, :], 1)
-    y = finish_heads(y, own, own_key, own_value, gate, bonus, norm, norm_bias, eps, place, weight_place, is_inside, dim, 0)
+    y = finish_heads(
+        y, own, own_key, own_value, gate, bonus, norm, norm_bias, eps, place, weight_place, is_inside, dim, 0
+    )
     tl.store(out + place, y.to(out.dtype.element_ty))
     return state
 
 
 @triton.jit(do_not_specialize_on_alignment=["first_pieces"])
 def mix_tokens_kernel(
-    receptance, decay, key, value, rate, gate, first_value, value_mix,
-    removal, replacement, bonus, norm, norm_bias, eps, states, sources, targets, starts, first_pieces, out, state_stride, width,
-    dim: tl.constexpr, has_value_mix: tl.constexpr,
+    receptance,
+    decay,
+    key,
+    value,
+    rate,
+    gate,
+    first_value,
+    value_mix,
+    removal,
+    replacement,
+    bonus,
+    norm,
+    norm_bias,
+    eps,
+    states,
+    sources,
+    targets,
+    starts,
+    first_pieces,
+    out,
+    state_stride,
+    width,
+    dim: tl.constexpr,
+    has_value_mix: tl.constexpr,
 ):
     """One token after the other."""
     sequence = tl.program_id(0)
@@ -146,17 +241,57 @@ def mix_tokens_kernel(
     for piece in range(first, tl.load(first_pieces + sequence + 1).to(tl.int32)):
         for row in range(tl.load(starts + piece).to(tl.int32), tl.load(starts + piece + 1).to(tl.int32)):
             state = mix_token(
-                state, row, receptance, decay, key, value, rate, gate, first_value, value_mix, removal, replacement,
-                bonus, norm, norm_bias, eps, out, width, weight_place, dim, has_value_mix,
+                state,
+                row,
+                receptance,
+                decay,
+                key,
+                value,
+                rate,
+                gate,
+                first_value,
+                value_mix,
+                removal,
+                replacement,
+                bonus,
+                norm,
+                norm_bias,
+                eps,
+                out,
+                width,
+                weight_place,
+                dim,
+                has_value_mix,
             )
         tl.store(matrix + tl.load(targets + piece).to(tl.int64) * state_stride, state)
 
 
 @triton.jit
 def mix_decodes_kernel(
-    receptance, decay, key, value, rate, gate, first_value, value_mix,
-    removal, replacement, bonus, norm, norm_bias, eps, states, sources, targets, out, state_stride, width,
-    dim: tl.constexpr, height: tl.constexpr, has_value_mix: tl.constexpr, is_early: tl.constexpr,
+    receptance,
+    decay,
+    key,
+    value,
+    rate,
+    gate,
+    first_value,
+    value_mix,
+    removal,
+    replacement,
+    bonus,
+    norm,
+    norm_bias,
+    eps,
+    states,
+    sources,
+    targets,
+    out,
+    state_stride,
+    width,
+    dim: tl.constexpr,
+    height: tl.constexpr,
+    has_value_mix: tl.constexpr,
+    is_early: tl.constexpr,
 ):
     """One token of each sequence, in the row of its number. height: of a piece of the state, which has values down.
 
@@ -172,7 +307,9 @@ def mix_decodes_kernel(
     matrix = states + first * dim + lines[:, None] * dim + columns[None, :]
     pieces = ()
     for start in tl.static_range(0, dim, height):
-        pieces = append(pieces, tl.load(matrix + tl.maximum(source, 0) * state_stride + start * dim, cache_modifier=".cg"))
+        pieces = append(
+            pieces, tl.load(matrix + tl.maximum(source, 0) * state_stride + start * dim, cache_modifier=".cg")
+        )
     own_removal = tl.load(removal + first + columns)
     own_replacement = tl.load(replacement + first + columns)
     own_bonus = tl.load(bonus + first + columns)
@@ -204,7 +341,9 @@ def mix_decodes_kernel(
     total = 0.0
     for piece in tl.static_range(0, dim // height):
         taken = tl.sum(pieces[piece] * removed[None, :], 1)
-        state = pieces[piece] * kept[None, :] - taken[:, None] * added[None, :] + values[piece][:, None] * own_key[None, :]
+        state = (
+            pieces[piece] * kept[None, :] - taken[:, None] * added[None, :] + values[piece][:, None] * own_key[None, :]
+        )
         target_piece = matrix + target * state_stride + piece * height * dim
         tl.store(target_piece, state, mask=source >= 0, cache_modifier=".cs")
         y = tl.sum(state * own[None, :], 1)
@@ -241,9 +380,31 @@ def inverse_of_lower(lower, chunk: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["first_pieces"])
 def mix_chunks_kernel(
-    receptance, decay, key, value, rate, gate, first_value, value_mix,
-    removal, replacement, bonus, norm, norm_bias, eps, states, sources, targets, starts, first_pieces, out, state_stride, width,
-    dim: tl.constexpr, has_value_mix: tl.constexpr, chunk: tl.constexpr,
+    receptance,
+    decay,
+    key,
+    value,
+    rate,
+    gate,
+    first_value,
+    value_mix,
+    removal,
+    replacement,
+    bonus,
+    norm,
+    norm_bias,
+    eps,
+    states,
+    sources,
+    targets,
+    starts,
+    first_pieces,
+    out,
+    state_stride,
+    width,
+    dim: tl.constexpr,
+    has_value_mix: tl.constexpr,
+    chunk: tl.constexpr,
 ):
     sequence = tl.program_id(0)
     head = tl.program_id(1)
@@ -262,8 +423,19 @@ def mix_chunks_kernel(
             place = (start + rows).to(tl.int64)[:, None] * width + weight_place
             is_inside = (start + rows < end)[:, None] & (columns < dim)[None, :]
             log_decay, own_key, own_value, removed, added = load_heads(
-                decay, key, value, rate, first_value, value_mix, removal, replacement, place, weight_place, is_inside,
-                has_value_mix, 1,
+                decay,
+                key,
+                value,
+                rate,
+                first_value,
+                value_mix,
+                removal,
+                replacement,
+                place,
+                weight_place,
+                is_inside,
+                has_value_mix,
+                1,
             )
             own = tl.load(receptance + place, mask=is_inside, other=0.0).to(tl.float32)
             total = tl.cumsum(log_decay, 0)
@@ -289,8 +461,17 @@ def mix_chunks_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def stage_states_kernel(
-    token_words, row_words, position_words, block_words, source_words, last_tokens, places, num_rows,
-    on_device: tl.constexpr, first_slot: tl.constexpr, no_slot: tl.constexpr,
+    token_words,
+    row_words,
+    position_words,
+    block_words,
+    source_words,
+    last_tokens,
+    places,
+    num_rows,
+    on_device: tl.constexpr,
+    first_slot: tl.constexpr,
+    no_slot: tl.constexpr,
 ):
     """places: token ids, previous rows, sources, targets and next positions."""
     sequence = tl.program_id(0)
