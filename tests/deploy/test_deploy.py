@@ -92,9 +92,9 @@ class Replica(EngineReplica):
     """An actor that Ray has not started. process: a stand-in. answer: for every question; none: an error."""
 
     def __init__(self, answer: dict[str, Any] | None = None, process: Any = None) -> None:
-        self._client = self
+        self._client = self  # type: ignore[assignment]
         self._process = process
-        self._pass = "pass"  # type: ignore[assignment]
+        self._pass = "pass"
         self._healthy_at, self._failed_before = time.monotonic(), 0
         self.answer, self.asked = answer, list[Any]()
 
