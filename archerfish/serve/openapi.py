@@ -70,7 +70,7 @@ def openapi_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
     for route in found:
         path = route.path.replace(":path", "")
         for method in sorted(name.lower() for name in route.methods or ()):
-            operation: dict[str, Any] = {"summary": str(route.endpoint.__doc__).partition("\n")[0]}
+            operation: dict[str, Any] = {"summary": " ".join(str(route.endpoint.__doc__).partition("\n\n")[0].split())}
             if isinstance(route, BodyRoute):
                 statuses = OPERATING if path.startswith(OPERATOR_PATHS) else GENERATING if route.events else COMPUTING
                 operation["responses"] = responses_of(path, route.answer, statuses, event_content(route))
