@@ -10,6 +10,7 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 MODELS := all-minilm-l6-v2 smollm2-135m-instruct
 WORKERS ?= 2
+MINUTES ?= 10
 BROWSER ?= .venv-browser
 CLIENTS ?= .venv-clients
 CLUSTER ?= .venv-cluster
@@ -37,7 +38,13 @@ coverage: $(VENV)/.test models  ## the tests again, and which lines they run
 	$(PYTEST) -p pytest_cov --numprocesses $(WORKERS) --dist worksteal --cov --cov-report=term:skip-covered $(ARGS)
 
 test-slow: $(VENV)/.test models  ## the long tests too
-	$(BIN)/python -m pytest -m 'slow or not slow' $(ARGS)
+	$(BIN)/python -m pytest -m 'not hostile and not soak' $(ARGS)
+
+test-hostile: $(VENV)/.test models  ## a campaign against a running service: hostile files and requests, slow clients, killed processes
+	$(PYTEST) -m hostile tests/hostile $(ARGS)
+
+test-soak: $(VENV)/.test models  ## mixed load on a service for ten minutes: no process may grow (make test-soak MINUTES=60)
+	MINUTES=$(MINUTES) $(PYTEST) -m soak -s tests/hostile $(ARGS)
 
 test-clients: $(VENV)/.test $(CLIENTS)/.ready models  ## a server, driven through other projects' clients: a table (ARGS="--only llm")
 	$(CLIENTS)/bin/python -m scripts.clients --archerfish $(BIN)/archerfish $(ARGS)
@@ -154,4 +161,4 @@ $(BROWSER)/.ready: Makefile | $(VENV)/bin/python
 clean:  ## remove the environment and caches of tools (models stay)
 	rm -rf $(VENV) $(BROWSER) $(CLIENTS) $(CLUSTER) $(DEPLOY) $(DOCS) $(MONITOR) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist *.egg-info
 
-.PHONY: help serve test coverage test-slow test-sanitizers test-browser test-clients test-cluster test-deploy test-monitor lint format types lines bench docs docs-site docs-check models pins clean
+.PHONY: help serve test coverage test-slow test-sanitizers test-hostile test-soak test-browser test-clients test-cluster test-deploy test-monitor lint format types lines bench docs docs-site docs-check models pins clean

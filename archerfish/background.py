@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -75,6 +76,13 @@ def finish_before_fork(running: Future[R]) -> Future[R]:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=lambda: wait(list(_fork_waits_for)))
+
+
+def is_importing(frame: FrameType | None) -> bool:
+    """True if the interrupted code imports a module, which may turn an exception into an ImportError or lose it."""
+    while frame is not None and "importlib._bootstrap" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextmanager

@@ -7,14 +7,19 @@ import signal
 import sys
 import threading
 from contextlib import suppress
+from types import FrameType
 from typing import NoReturn
+
+from archerfish.background import is_importing
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
-def interrupt_once(*_: object) -> NoReturn:
-    """Raise KeyboardInterrupt. The next ctrl-c ends the process, also after the block, because cleaning up may take
-    long."""
+def interrupt_once(_: int, frame: FrameType | None) -> NoReturn:
+    """Raise KeyboardInterrupt, or end the process while it imports. The next ctrl-c ends the process, also after the
+    block, because cleaning up may take long."""
+    if is_importing(frame):
+        exit_now()
     exit_at_next_interrupt()
     raise KeyboardInterrupt
 

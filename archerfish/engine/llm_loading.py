@@ -30,6 +30,7 @@ from archerfish.runtime.runner import ModelRunner
 from archerfish.sched.adapters import AdapterSlots
 from archerfish.sched.drafts import MOST_DRAFTED, PromptLookup, Speculation
 from archerfish.sched.masks import MaskFinder
+from archerfish.sched.plan import check_step_tokens
 from archerfish.sched.scheduler import Scheduler
 from archerfish.store.converter import ensure_converted
 from archerfish.store.format import Quantization, TensorInfo, block_bytes, buffer_bytes
@@ -506,4 +507,6 @@ def check_changes(facts: ModelFacts, before: EngineConfig, config: EngineConfig)
 def choose_step_tokens(config: EngineConfig, device: str) -> int:
     usual = CPU_STEP_TOKENS if device == "cpu" else GPU_STEP_TOKENS
     chunk = DETERMINISTIC_CHUNK if config.deterministic else 1
-    return config.max_num_batched_tokens or max(usual, config.max_num_seqs + chunk)
+    wanted = config.max_num_batched_tokens or max(usual, config.max_num_seqs + chunk)
+    check_step_tokens(wanted, config.max_num_seqs, chunk)
+    return wanted

@@ -227,10 +227,12 @@ def check_plan(model: str, config: EngineConfig, shape: MemoryShape, device: str
     if left >= plan.block_size and (config.max_cache_tokens or config.memory_budget_gib):
         ways = [f"a max_cache_tokens of at most {left:,}", "a smaller model"]
     else:
-        ways = {"auto": ["weights=int8"], "int8": ["weights=int4"]}.get(config.weights, [])
-        ways += ["device=cpu"] if device == "cuda" else []
         is_wide = plan.work_bytes > plan.weight_bytes
-        ways += [f"a max_num_seqs below {config.max_num_seqs}" if is_wide else "a smaller model"]
+        ways = {"auto": ["weights=int8"], "int8": ["weights=int4"]}.get("" if is_wide else config.weights, [])
+        ways += ["device=cpu"] if device == "cuda" else []
+        # The logits of a sequence take about as much as the activations of ten tokens.
+        wide = "max_num_batched_tokens" if config.max_num_batched_tokens > 10 * config.max_num_seqs else "max_num_seqs"
+        ways += [f"a {wide} below {getattr(config, wide)}" if is_wide else "a smaller model"]
     cache_bytes, num = (
         plan.num_bytes + plan.block_bytes * isinstance(shape, StateShape),
         ranks_in_memory(config, device),

@@ -388,10 +388,12 @@ def gains(seq: Sequence, leader: Sequence, num_cached: int, least: int) -> bool:
 
 
 def check_step_tokens(max_num_batched_tokens: int, max_num_seqs: int, fixed_chunk: int) -> None:
-    least = max_num_seqs + max(1, fixed_chunk)
-    if max_num_batched_tokens < least:
+    """Refuse a step that has no room for a token of each sequence and for a chunk of a prompt."""
+    chunk = max(1, fixed_chunk)
+    if max_num_batched_tokens < max_num_seqs + chunk:
+        lower = f", or lower max_num_seqs to {max_num_batched_tokens - chunk}" if max_num_batched_tokens > chunk else ""
         raise InvalidOptionError(
-            f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least {least} with {max_num_seqs} sequences: "
-            f"one token for each, and {max(1, fixed_chunk)} for a prompt.",
-            hint="Raise max_num_batched_tokens or lower max_num_seqs.",
+            f"[engine] max_num_batched_tokens is {max_num_batched_tokens}; with a max_num_seqs of {max_num_seqs} it must "
+            f"be at least {max_num_seqs + chunk}: a token of each sequence and {chunk} of a prompt.",
+            hint=f"Raise it to {max_num_seqs + chunk}{lower}.",
         )

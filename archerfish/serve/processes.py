@@ -26,7 +26,7 @@ from typing import IO, Any, BinaryIO, Literal, TypeVar
 
 import msgspec
 
-from archerfish.background import signals_to
+from archerfish.background import is_importing, signals_to
 from archerfish.config import EmbedConfig, EngineConfig
 from archerfish.errors import InvalidOptionError, MachineError, StoppedError
 from archerfish.serve.wire import Kind
@@ -415,16 +415,17 @@ def status_text(code: int) -> str:
 def stop_on_signals(kill: Callable[[], None]) -> AbstractContextManager[None]:
     """Make the first SIGINT or SIGTERM raise an exception, so that the service stops in order.
 
-    A SIGINT after that calls `kill`, which must take no locks, and exits at once.
+    A SIGINT after that, or any of the two while a module is imported, calls `kill`, which must take no locks, and
+    exits at once.
     """
     is_stopping = False
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal is_stopping
-        if not is_stopping:
-            is_stopping = True
+        was_stopping, is_stopping = is_stopping, True
+        if not was_stopping and not is_importing(frame):
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-        if number == signal.SIGINT:
+        if not was_stopping or number == signal.SIGINT:
             with contextlib.suppress(Exception):
                 kill()
             os._exit(128 + number)

@@ -60,49 +60,50 @@ def serve(
     needs_tracing(config.otlp_endpoint)
     front_ends: list[KeptProcess] = []
     engines: list[KeptProcess] = []
-    directory = tempfile.mkdtemp(prefix="archerfish-")  # mode 0700: no other user can connect to the socket in it
 
     def kill() -> None:
         processes.kill_all(front_ends)
         processes.kill_all(engines)
         shutil.rmtree(directory, ignore_errors=True)
 
-    try:
+    with (
+        processes.stop_on_signals(kill),
+        tempfile.TemporaryDirectory(prefix="archerfish-", ignore_cleanup_errors=True) as directory,
+        bind(config) as listener,
+    ):
+        # The directory has mode 0700: no other user can connect to the socket in it.
         host = host_config(config, specs, hub, directory)
-        with processes.stop_on_signals(kill), bind(config) as listener:
-            kinds = fetch_models(specs, hub, progress)
-            engines += replica_processes(host, config.replicas)
+        kinds = fetch_models(specs, hub, progress)
+        engines += replica_processes(host, config.replicas)
 
-            def front_config() -> FrontConfig:
-                return FrontConfig(
-                    addresses=tuple(engine.wait()["address"] for engine in engines),
-                    credentials=host.front_end_pass,
-                    routing_secret=host.routing_secret,
-                    serve=dataclasses.asdict(config),
-                    listener=listener.fileno(),
-                    retry_after_s=max(1.0, *(engine.start_s for engine in engines)),
-                )
+        def front_config() -> FrontConfig:
+            return FrontConfig(
+                addresses=tuple(engine.wait()["address"] for engine in engines),
+                credentials=host.front_end_pass,
+                routing_secret=host.routing_secret,
+                serve=dataclasses.asdict(config),
+                listener=listener.fileno(),
+                retry_after_s=max(1.0, *(engine.start_s for engine in engines)),
+            )
 
-            wait_s = config.drain_s + config.grace_s
-            front_ends += [
-                front_process(front_config, listener.fileno(), grace_s=wait_s) for _ in range(config.num_front_ends)
-            ]
-            try:
-                for child in (*engines, *front_ends):
-                    child.start()
-                for child in (*engines, *front_ends):
-                    child.wait()
-                announce(ready_text(url_of(listener), specs, config, kinds))
-                with RollingRestart(engines).on_signal():
-                    wait_for_signal()
-                with contextlib.suppress(OSError):  # the reader of the output may be gone
-                    announce(stopping_text(config))
-            finally:
-                listener.close()
-                processes.stop_all(front_ends)
-                processes.stop_all(engines)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        wait_s = config.drain_s + config.grace_s
+        front_ends += [
+            front_process(front_config, listener.fileno(), grace_s=wait_s) for _ in range(config.num_front_ends)
+        ]
+        try:
+            for child in (*engines, *front_ends):
+                child.start()
+            for child in (*engines, *front_ends):
+                child.wait()
+            announce(ready_text(url_of(listener), specs, config, kinds))
+            with RollingRestart(engines).on_signal():
+                wait_for_signal()
+            with contextlib.suppress(OSError):  # the reader of the output may be gone
+                announce(stopping_text(config))
+        finally:
+            listener.close()
+            processes.stop_all(front_ends)
+            processes.stop_all(engines)
 
 
 def stopping_text(config: ServeConfig) -> str:

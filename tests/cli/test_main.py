@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +340,45 @@ def test_interrupts_of_a_command(command: str, presses: dict[str, str], shown: s
     )
     assert (done.returncode, done.stdout) == (130, shown)
     assert done.stderr.endswith(told) and bool(done.stderr) == bool(told) and "Traceback" not in done.stderr
+
+
+INTERRUPTED = """
+import importlib, signal, sys
+
+class Finder:
+    def find_spec(name, *_):
+        if name == {module!r}:
+            try:
+                signal.raise_signal({number})
+            except BaseException as error:
+                raise ImportError(name) from error  # as the C code of numpy does
+
+sys.meta_path.insert(0, Finder)
+sys.argv = ["archerfish", *{words!r}]
+sys.exit(getattr(importlib.import_module({home!r}), {function!r})())
+"""
+LOADING = "archerfish.engine.llm_loading"
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "number", "code"),
+    [
+        ("archerfish.cli.commands", "generate a", signal.SIGINT, -signal.SIGINT),  # the shell shows 130
+        (LOADING, "generate a", signal.SIGINT, 130),
+        (LOADING, "chat", signal.SIGINT, 130),
+        (LOADING, "serve --port 0 --kinds generation", signal.SIGINT, 130),
+        (LOADING, "serve --port 0 --kinds generation", signal.SIGTERM, 143),
+    ],
+)
+def test_signal_during_an_import_ends_the_command(
+    module: str, words: str, number: int, code: int, tmp_path: Path
+) -> None:
+    home, function = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["archerfish"].split(":")
+    script = INTERRUPTED.format(module=module, words=words.split(), number=int(number), home=home, function=function)
+    command = [sys.executable, "-c", script]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, input="", env=environment, check=False)
+    assert (done.returncode, done.stdout) == (code, "") and "Error" not in done.stderr and not [*tmp_path.iterdir()]
 
 
 def test_handler_is_restored_and_set_in_the_main_thread_only() -> None:

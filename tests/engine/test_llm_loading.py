@@ -14,7 +14,7 @@ import transformers
 from archerfish import ArrowEngine, EngineConfig, HubConfig, LLMEngine
 from archerfish.engine import llm_loading
 from archerfish.engine.llm_loading import read_facts
-from archerfish.errors import ArcherfishError, OutOfMemoryError, UnsupportedModelError
+from archerfish.errors import ArcherfishError, InvalidOptionError, OutOfMemoryError, UnsupportedModelError
 from archerfish.kernels import room
 from archerfish.kernels.machine import Memory
 from archerfish.types import no_progress
@@ -127,11 +127,17 @@ def test_loading_logs_the_device_and_why(llama: Path, caplog: pytest.LogCaptureF
         assert f"{llama.name} computes on cpu: " in caplog.text
 
 
+def test_a_step_without_room_for_prompts_is_refused_before_weights_are_read(llama: Path) -> None:
+    config = tiny_config(llama, max_num_batched_tokens=16, max_num_seqs=32)
+    with pytest.raises(InvalidOptionError, match=r"it must be at least 33.* Raise it to 33, or lower .* to 15\."):
+        read_facts(config, HubConfig(), no_progress)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"max_model_len": 4096}, "has 256 positions"),
-        ({"max_num_batched_tokens": 16}, "max_num_batched_tokens"),
+        ({"max_num_batched_tokens": 1, "max_num_seqs": 2}, r"at least 3.* Raise it to 3\.$"),
         ({"eviction_policy": "lur"}, "lru"),
         ({"scheduling_policy": "fcsf"}, "fcfs"),
         (
