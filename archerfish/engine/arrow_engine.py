@@ -129,8 +129,10 @@ class ArrowEngine(Closing):
 
     @cached_property
     def tokenizer(self) -> FastTokenizer:
-        stated = self.embedding
+        stated, config = self.embedding, self.core.config
         options: Any = {"markers": stated.get("markers") or (), "lowers": bool(stated.get("do_lower_case"))}
+        options["num_ids"] = config.integer("vocab_size")
+        options["num_types"] = config.integer("type_vocab_size", 2) if self._uses_types else None
         return FastTokenizer(self.directory / "tokenizer", self._max_length, **options)
 
     @cached_property

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from archerfish.config import EmbedConfig, HubConfig
 from archerfish.engine.text_batches import ACTIVATIONS
-from archerfish.errors import StoppedError, UnsupportedModelError
+from archerfish.errors import InvalidInputError, StoppedError, UnsupportedModelError
 from archerfish.kernels.batches import Segments
 from archerfish.kernels.encoding import EncoderInputs
 from archerfish.kernels.formats import PLAIN, choose_format
@@ -253,10 +253,23 @@ class InferenceCore:
     def run_tokens(self, batch: TokenBatch) -> Vectors:
         """One vector per token."""
         with self.ops.computing():
-            hidden = self.encoder.forward(self._with_types(batch))
+            hidden = self.encoder.forward(self._checked(batch))
             return self.ops.to_numpy(hidden)[: len(batch.token_ids)]  # a backend may add empty rows
 
-    def _with_types(self, batch: TokenBatch) -> TokenBatch:
+    def _checked(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with type ids, if the encoder needs some. Ids that its tables do not have are refused."""
+        config = self.config
+        tables = (
+            (batch.token_ids, config.integer("vocab_size")),
+            (batch.type_ids, config.integer("type_vocab_size", 2)),
+        )
+        for what, (ids, num_rows) in zip(("Token", "Type"), tables, strict=True):
+            if ids is not None and len(ids) and ids.astype(np.uint64).max() >= max(num_rows, 1):  # also if negative
+                raise InvalidInputError(
+                    f"{what} ids must be from 0 to {num_rows - 1:,}: the table has {num_rows:,} rows."
+                )
+        if max(batch.segments.lengths, default=0) > self.max_positions:
+            raise InvalidInputError(f"A text has more tokens than the {self.max_positions:,} positions of the model.")
         is_complete = batch.type_ids is not None or not self.encoder.needs_types
         return batch if is_complete else replace(batch, type_ids=np.zeros_like(batch.token_ids))
 
@@ -266,7 +279,7 @@ class InferenceCore:
         """Begin what `run` does; calling the result waits for the vectors. On a CPU they are computed at once."""
         if self.is_closed:
             raise StoppedError("This model has been closed.", hint="Load it again.")
-        batch, output = self._with_types(batch), output or self.output
+        batch, output = self._checked(batch), output or self.output
         with self.ops.computing():
             if not self.ops.is_async:
                 is_replayed = self.encoder.is_recordable

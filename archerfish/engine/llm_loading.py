@@ -13,7 +13,7 @@ from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import RadixCache
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.engine.drafting import MAX_CHUNK, ModelDrafter
-from archerfish.errors import ArcherfishError, InvalidOptionError, UnsupportedModelError
+from archerfish.errors import ArcherfishError, CorruptFileError, InvalidOptionError, UnsupportedModelError
 from archerfish.kernels.adapters import is_expert
 from archerfish.kernels.formats import INT8, PLAIN, WeightFormat, choose_format
 from archerfish.kernels.ranks import ALONE, Ranks
@@ -86,15 +86,20 @@ class ModelFacts:
         return (self.weight_bytes + self.memory.num_bytes) * num + (0 if self.draft is None else self.draft.num_bytes)
 
     def find_tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, or the one that `tokenizer` names."""
+        """The model's tokenizer, or the one that `tokenizer` names, parsed and checked against the embedding table."""
         if self.tokenizer_directory is None:
             return None
-        found = find_text_tokenizer(self.tokenizer_directory, self.config.values, self.generation_config)
-        if self.tokenizer_directory != self.directory and (found is None or found.vocab_size > self.vocab_size):
-            size = 0 if found is None else found.vocab_size
-            why = f"has {size:,} tokens, and {self.name} {self.vocab_size:,}" if size else "has no tokenizer.json"
-            hint = "Give a tokenizer that was made for this model."
-            raise InvalidOptionError(f"[engine] tokenizer: {self.tokenizer_directory.name} {why}.", hint=hint)
+        is_own, values = self.tokenizer_directory == self.directory, self.config.values
+        try:
+            found = find_text_tokenizer(self.tokenizer_directory, values, self.generation_config, self.vocab_size)
+            if found is not None:
+                _ = found.vocab_size
+            elif not is_own:
+                raise CorruptFileError(f"{self.tokenizer_directory.name} has no tokenizer.json.")
+        except CorruptFileError as error:
+            if is_own:
+                raise
+            raise InvalidOptionError(f"[engine] tokenizer: {error.message}", hint=error.hint) from error
         return found
 
     @property

@@ -104,7 +104,9 @@ class ModelText:
 
     def __init__(self, card: ModelCard) -> None:
         self.card = card
-        self.tokenizer = tokenizer = find_text_tokenizer(card.directory) if card.directory else None
+        self.tokenizer = tokenizer = (
+            find_text_tokenizer(card.directory, num_ids=card.vocab_size or None) if card.directory else None
+        )
         self.template = Lazy(lambda: ChatTemplate.find(card.directory, card.id, tokenizer))
         self._longest_token = 1  # in characters
         self._tokens: dict[int, tuple[str, list[int]]] = {}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from archerfish.store.source import token_name
-from archerfish.text.tokenizer import Tokenizer, find_tokenizer, open_tokenizer, read_settings
+from archerfish.text.tokenizer import Tokenizer, check_highest, find_tokenizer, open_tokenizer, read_settings
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class TextTokenizer:
     """The tokenizer of a model directory.
 
-    config and generation_config are the model's; without them the files in the directory are read. The vocabulary is
-    parsed on first use. Safe to use from several threads at once.
+    config and generation_config are the model's; without them the files in the directory are read. num_ids: as in
+    `open_tokenizer`. The vocabulary is parsed on first use. Safe to use from several threads at once.
     """
 
     def __init__(
@@ -29,8 +29,10 @@ class TextTokenizer:
         *,
         config: Mapping[str, Any] | None = None,
         generation_config: Mapping[str, Any] | None = None,
+        num_ids: int | None = None,
     ) -> None:
         file = self._file = find_tokenizer(Path(directory))
+        self._num_ids = num_ids
         self._settings = read_settings(file.parent / "tokenizer_config.json")
         self._special_names = read_settings(file.parent / "special_tokens_map.json")
         self._config = read_settings(file.parent / "config.json") if config is None else config
@@ -41,7 +43,7 @@ class TextTokenizer:
 
     @cached_property
     def _base(self) -> RustTokenizer:
-        return open_tokenizer(self._file)
+        return open_tokenizer(self._file, self._num_ids)
 
     @cached_property
     def _plain(self) -> RustTokenizer:
@@ -127,15 +129,24 @@ class TextTokenizer:
 
 
 def find_text_tokenizer(
-    directory: str | Path, config: Mapping[str, Any] | None = None, generation_config: Mapping[str, Any] | None = None
+    directory: str | Path,
+    config: Mapping[str, Any] | None = None,
+    generation_config: Mapping[str, Any] | None = None,
+    num_ids: int | None = None,
 ) -> Tokenizer | None:
-    """The tokenizer of a model directory, of either kind; None if it has none: such a model takes token ids only."""
+    """The tokenizer of a model directory, of either kind; None if it has none: such a model takes token ids only.
+
+    num_ids: as in `open_tokenizer`.
+    """
     root = Path(directory)
     if any(file.is_file() for file in (root / "tokenizer.json", root / "tokenizer" / "tokenizer.json")):
-        return TextTokenizer(root, config=config, generation_config=generation_config)
+        return TextTokenizer(root, config=config, generation_config=generation_config, num_ids=num_ids)
     from archerfish.text.world_tokenizer import WorldTokenizer
 
-    return WorldTokenizer.find(root, config)
+    found = WorldTokenizer.find(root, config)
+    if found is not None and num_ids is not None:
+        check_highest(root, "token ids", found.vocab_size - 1, num_ids)
+    return found
 
 
 def id_list(value: object) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
@@ -74,12 +75,19 @@ class FastTokenizer:
     """The tokenizer.json of a model directory, without the padding and truncation that some files state."""
 
     def __init__(
-        self, tokenizer_path: str | Path, max_length: int = 512, markers: Sequence[str] = (), *, lowers: bool = False
+        self,
+        tokenizer_path: str | Path,
+        max_length: int = 512,
+        markers: Sequence[str] = (),
+        *,
+        lowers: bool = False,
+        num_ids: int | None = None,
+        num_types: int | None = None,
     ) -> None:
         """markers: tokens of the vocabulary that are taken whole where a text begins with them. lowers: words become
-        lower case first."""
+        lower case first. num_ids and num_types: as in `open_tokenizer`."""
         file = find_tokenizer(Path(tokenizer_path))
-        self._base: RustTokenizer = open_tokenizer(file)
+        self._base: RustTokenizer = open_tokenizer(file, num_ids, num_types)
         settings = self._settings = read_settings(file.parent / "tokenizer_config.json")
         add_end(self._base, settings)
         if lowers:
@@ -185,17 +193,67 @@ def arrays(lists: Sequence[Sequence[int]]) -> list[Ids]:
     return [values[start:end] for start, end in pairwise(accumulate(map(len, lists), initial=0))]
 
 
-def open_tokenizer(file: Path) -> RustTokenizer:
-    """A tokenizer.json without its padding and truncation."""
+def open_tokenizer(file: Path, num_ids: int | None = None, num_types: int | None = None) -> RustTokenizer:
+    """A tokenizer.json without its padding and truncation.
+
+    num_ids and num_types: rows of the model's tables of tokens and of types. A tokenizer that can give higher ids
+    raises a CorruptFileError. Added tokens are an exception: published models have some without a row (Gemma 3's
+    image token in its text models), so such tokens are dropped, and a text that names one is read as plain text.
+    """
     from tokenizers import Tokenizer
 
     try:
         tokenizer: RustTokenizer = Tokenizer.from_file(str(file))
+        if num_ids is not None:
+            dropped = check_ids(tokenizer, file, num_ids, num_types)
+            tokenizer = Tokenizer.from_str(without_tokens(tokenizer, dropped, num_ids)) if dropped else tokenizer
+    except CorruptFileError:
+        raise
     except Exception as error:  # the tokenizers package raises plain Exception
         raise CorruptFileError(f"The tokenizer {file} cannot be read: {error}.") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
+
+
+def check_ids(tokenizer: RustTokenizer, file: Path, num_ids: int, num_types: int | None) -> set[str]:
+    """Raises an error if the vocabulary or a template has an id beyond a table. Returns the added tokens beyond it."""
+    ids = tokenizer.get_vocab()
+    dropped = {token.content for i, token in tokenizer.get_added_tokens_decoder().items() if i >= num_ids}
+    for token in dropped:
+        del ids[token]
+    types = [0]
+    template_ids = [0]
+
+    def note(pairs: list[tuple[str, Any]]) -> None:
+        for name, value in pairs:
+            numbers = [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
+            (types if name == "type_id" else template_ids).extend(numbers)
+
+    if tokenizer.post_processor is not None:
+        json.loads(tokenizer.post_processor.__getstate__(), object_pairs_hook=note)
+    check_highest(file, "token ids", max(chain(template_ids, ids.values())), num_ids)
+    if num_types is not None:
+        check_highest(file, "type ids", max(types), num_types)
+    return dropped
+
+
+def check_highest(file: Path, what: str, highest: int, num_rows: int) -> None:
+    if highest >= num_rows:
+        message = f"The tokenizer {file} gives {what} up to {highest:,}, but the model's table has {num_rows:,} rows."
+        raise CorruptFileError(message, hint="Use the tokenizer that was made for this model.")
+
+
+def without_tokens(tokenizer: RustTokenizer, dropped: set[str], num_ids: int) -> str:
+    """A tokenizer.json without some added tokens, whose ids are `num_ids` and higher."""
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in dropped]
+    vocabulary = content["model"]["vocab"]  # a list where places are ids
+    kept = (
+        vocabulary[:num_ids] if isinstance(vocabulary, list) else {t: i for t, i in vocabulary.items() if i < num_ids}
+    )
+    content["model"]["vocab"] = kept
+    return json.dumps(content)
 
 
 def add_end(tokenizer: RustTokenizer, settings: dict[str, Any]) -> None:
