@@ -220,8 +220,11 @@ class Scheduler:
         if live.prefilling or (live.rows and live.queue.entries):
             self._prompts.plan(builder, now)
         if self.policy.counts_service:
-            for seq in (*builder.sequences, *(chunk[0] for chunk in builder.chunks if chunk[3] > 1)):
+            for seq in builder.sequences:
                 self.policy.charge(seq.request, 1)
+            for seq, _, count, num_samples in builder.chunks:
+                if num_samples > 1:  # the last token and its draft; prompts are charged when they are admitted
+                    self.policy.charge(seq.request, count)
         keeps_logits = builder.chunks and live.logits_cache is not None
         plan = builder.build(self._next_step, self._last_decodes, live.handles if keeps_logits else None)
         self._last_decodes = None if builder.chunks else plan

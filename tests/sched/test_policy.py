@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 from archerfish.errors import InvalidOptionError
 from archerfish.params import SamplingParams
 from archerfish.sched import policy as policies
+from archerfish.sched.drafts import Speculation
+from archerfish.sched.plan import Plan
 from archerfish.sched.policy import FairShare, LongestPrefixFirst, SchedulingPolicy, scheduling_policy
 from archerfish.sequence import Namespace, Request
 from archerfish.sequence import Sequence as Stream
+from archerfish.step import StepResult
 from tests.calls import spy_on
-from tests.sched.worlds import World
+from tests.sched.worlds import OracleDrafter, World
 
 
 def request(name: str, *, tenant: str = "", arrival: float = 0.0) -> Request:
@@ -266,3 +269,26 @@ def test_a_queue_keeps_old_places(kind: type[policies.GroupedQueue | policies.Po
     queue.push(streams[1], 1)
     assert list(queue.ordered(0, 10)) == streams[:4]
     assert [stream in queue.entries for stream in streams] == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@given(st.integers(1, 8), st.lists(st.sampled_from([None, 0, 1]), min_size=1, max_size=4))
+def test_a_tenant_is_charged_what_was_computed(depth: int, num_proposed: int, seeds: list[int | None]) -> None:
+    """With drafts that are right (seed 0), drafts that are wrong (seed 1) and without drafts (None)."""
+    world = World(
+        num_blocks=400, policy="fair-share", depth=depth, speculation=Speculation(OracleDrafter(), num_proposed)
+    )
+    policy, computed, execute = world.scheduler.policy, dict[str, int](), world.runner.execute
+    assert isinstance(policy, FairShare)
+
+    def counted(plan: Plan) -> StepResult:
+        for seq, count in zip(plan.sequences, plan.input.counts.tolist(), strict=True):
+            computed[seq.request.namespace.tenant] = computed.get(seq.request.namespace.tenant, 0) + count
+        return execute(plan)
+
+    world.runner.execute = counted  # type: ignore[method-assign]
+    for number, seed in enumerate(seeds):
+        world.add(8, max_tokens=100, tenant=str(number), seed=seed or 0, params={"speculate": seed is not None})
+    world.run()
+    assert policy._served == computed
+    assert all(100 + 7 <= charged <= 2000 for charged in computed.values())
