@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 ALIGNMENT_BYTES = 64
 ROW_GROUP_BYTES = 64 * 2**20
+PIECE_BYTES = 2**20  # of a tensor, which have one checksum
 MAX_DIMENSIONS = 16
 GROUP_SIZE = 32  # values that share a scale in a quantised tensor
 SUPER_GROUP_SIZE = 256  # values of a block of GGUF's K types
@@ -322,6 +323,14 @@ def make_spans(numbers: list[int], info: TensorInfo, file_bytes: int, where: str
     if not is_inside or not has_right_size or spans[0].offset % ALIGNMENT_BYTES:
         raise CorruptFileError(f"{where}: {info.name!r} cannot lie where its metadata say.")
     return spans
+
+
+def pieces_of(spans: RowSpans) -> list[Span]:
+    """The buffers of a tensor in pieces of PIECE_BYTES, each with a checksum of its own."""
+    ends = [
+        (at, offset + num_bytes) for offset, num_bytes in spans for at in range(offset, offset + num_bytes, PIECE_BYTES)
+    ]
+    return [Span(at, min(PIECE_BYTES, end - at)) for at, end in ends]
 
 
 def first_line(error: BaseException) -> str:

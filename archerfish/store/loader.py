@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from archerfish.config import HubConfig
@@ -19,6 +20,7 @@ from archerfish.store.format import (
     Row,
     arrow_writer,
     dequantize,
+    pieces_of,
     read_arrow_rows,
     read_parquet_rows,
     scale_type,
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     import torch
 
     from archerfish.kernels.stored import StoredTensor
+
+SAMPLE_BYTES = 16 * 2**20  # of the tensors, checked when they are loaded: 10 to 20 ms
 
 
 class WeightLoader(Closing):
@@ -62,7 +66,7 @@ class WeightLoader(Closing):
                 before, self.metadata = self.metadata, read_metadata(self.directory)
                 if self.metadata == before:
                     raise
-        self.metadata, self.arrow_path = described, where / ARROW_NAME
+        self.metadata, self.arrow_path, self._record = described, where / ARROW_NAME, record
         self.config = described.config
         self.tokenizer_path = self.directory / TOKENIZER_NAME  # does not exist for a model without a tokenizer
         self._rows = {info.name: (info, spans) for info, spans in zip(described.tensors, record.spans, strict=True)}
@@ -119,11 +123,14 @@ class WeightLoader(Closing):
         return StoredTensor(info.shape, info.dtype, data.reshape(info.shape))
 
     def load_stored(self) -> dict[str, StoredTensor]:
-        """All tensors by name, as `get_stored` gives them."""
+        """All tensors by name, as `get_stored` gives them. A sample of their bytes is compared with its checksums."""
+        self.check_tensors(SAMPLE_BYTES)
         return {name: self.get_stored(name) for name in self._rows}
 
     def load_weights(self, *, keeps_quantised: bool = False) -> dict[str, Any]:
-        """All tensors by name, as `get_layer` gives them; keeps_quantised: quantised ones as `get_stored` does."""
+        """All tensors by name, as `get_layer` gives them; keeps_quantised: quantised ones as `get_stored` does. A sample
+        of their bytes is compared with its checksums."""
+        self.check_tensors(SAMPLE_BYTES)
         return {
             name: self.get_stored(name) if keeps_quantised and info.quantization is not None else self.get_layer(name)
             for name, (info, _) in self._rows.items()
@@ -159,11 +166,33 @@ class WeightLoader(Closing):
             check_whole_file(self.directory / name, record, no_progress)
 
     def verify(self, progress: Progress = no_progress) -> None:
-        """Compare every file with its checksum. The CorruptFileError names the file that differs."""
+        """Compare every file with its checksum. The CorruptFileError names the file and the tensor that differ."""
         for name, record in self.metadata.files.items():
-            check_whole_file(self.arrow_path if name == ARROW_NAME else self.directory / name, record, progress)
+            try:
+                check_whole_file(self.arrow_path if name == ARROW_NAME else self.directory / name, record, progress)
+            except CorruptFileError:
+                self.check_tensors(self._record.num_bytes)
+                raise
         if read_arrow_rows(self.arrow_path, self._open_memory()) != list(self._rows.values()):
             raise CorruptFileError(f"{self.arrow_path} does not hold the tensors that its {METADATA_NAME} lists.")
+
+    def check_tensors(self, most_bytes: int) -> None:
+        """Compare random pieces of the tensors, `most_bytes` together, with their checksums."""
+        pieces = [
+            (name, piece, crc)
+            for (name, (_, spans)), crcs in zip(self._rows.items(), self._record.crc32s, strict=False)
+            for piece, crc in zip(pieces_of(spans), crcs, strict=True)
+        ]
+        Random().shuffle(pieces)  # not the user's generator
+        for name, (offset, num_bytes), crc in pieces:
+            most_bytes -= num_bytes
+            if most_bytes < 0:
+                return
+            if crc32_at(self._open_memory(), offset, num_bytes) != crc:
+                raise CorruptFileError(
+                    f"{self.arrow_path} was altered: the checksum of the tensor {name!r} does not match.",
+                    hint=f"Convert the model again. If {self.directory} is in the cache, delete it.",
+                )
 
     def close(self) -> None:
         """Release the mapping. It ends when its last tensor is freed."""
@@ -233,7 +262,13 @@ def arrow_record(path: Path) -> FileRecord:
     """The record of a new weights.arrow, which is read back through Arrow."""
     memory = map_any(path)
     spans = tuple(spans for _, spans in read_arrow_rows(path, memory))
-    return file_record(path)._replace(outside_crc32=outside_crc32(memory, spans), spans=spans)
+    crc32s = tuple(tuple(crc32_at(memory, *piece) for piece in pieces_of(row)) for row in spans)
+    return file_record(path)._replace(outside_crc32=outside_crc32(memory, spans), spans=spans, crc32s=crc32s)
+
+
+def crc32_at(memory: mmap.mmap, offset: int, num_bytes: int) -> int:
+    with memoryview(memory) as view:
+        return zlib.crc32(view[offset : offset + num_bytes])
 
 
 def file_record(path: Path) -> FileRecord:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
-from archerfish.store.format import RowSpans, TensorInfo, make_info, make_spans
+from archerfish.store.format import RowSpans, TensorInfo, make_info, make_spans, pieces_of
 from archerfish.types import DTYPE_BYTES
 
 ARROW_NAME = "weights.arrow"
@@ -43,6 +43,7 @@ class FileRecord(NamedTuple):
     sha256: str
     outside_crc32: int | None = None  # of all bytes outside of tensors: headers, messages, footer
     spans: tuple[RowSpans, ...] = ()
+    crc32s: tuple[tuple[int, ...], ...] = ()  # of the pieces of each tensor; (): an older version wrote the file
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class StoreMetadata:
             if record.outside_crc32 is not None:
                 buffers = [[number for span in row for number in span] for row in record.spans]
                 files[name] |= {"outside_crc32": record.outside_crc32, "buffers": buffers}
+            if record.crc32s:
+                files[name]["piece_crc32s"] = record.crc32s
         return {
             "format": FORMAT_NAME,
             "format_version": FORMAT_VERSION,
@@ -137,7 +140,10 @@ def make_metadata(document: dict[str, Any], where: str) -> StoreMetadata:
         entry, record = document["files"][ARROW_NAME], files[ARROW_NAME]
         pairs = zip(entry["buffers"], tensors, strict=True)
         spans = tuple(make_spans(numbers, info, record.num_bytes, where) for numbers, info in pairs)
-        files[ARROW_NAME] = record._replace(outside_crc32=entry["outside_crc32"], spans=spans)
+        crc32s = tuple(map(tuple, entry.get("piece_crc32s", ())))
+        if crc32s and [len(row) for row in crc32s] != [len(pieces_of(row)) for row in spans]:
+            raise CorruptFileError(f"{where}: the checksums of {ARROW_NAME} do not match its tensors.")
+        files[ARROW_NAME] = record._replace(outside_crc32=entry["outside_crc32"], spans=spans, crc32s=crc32s)
     metadata = StoreMetadata(tensors=tensors, files=files, **{key: document[key] for key in COPIED_FIELDS})
     counts = (document["total_parameters"], document["num_tensors"], len({info.name for info in tensors}))
     if counts != (metadata.total_parameters, len(tensors), len(tensors)):

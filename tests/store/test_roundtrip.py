@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from archerfish.errors import (
     UnsupportedModelError,
 )
 from archerfish.store import WeightLoader
+from archerfish.store import loader as loader_module
 from archerfish.store.format import Row, TensorInfo, arrow_writer
 from archerfish.store.loader import arrow_record
 from archerfish.store.metadata import CHECKSUM_END, CHECKSUM_KEY, read_metadata
@@ -199,6 +200,40 @@ def test_verify_checks_all_files(converted: Path, name: str) -> None:
     assert seen
 
 
+@pytest.mark.parametrize("load", [WeightLoader.load_stored, WeightLoader.load_weights, WeightLoader.verify])
+def test_altered_weights_are_found_and_the_tensor_is_named(converted: Path, load: Callable[[Any], Any]) -> None:
+    record, infos = read_metadata(converted).files["weights.arrow"], WeightLoader(converted).get_layer_names()
+    for name, (span,) in zip(infos, record.spans, strict=True):
+        flip_byte(converted / "weights.arrow", span.offset + span.num_bytes - 1)
+        with pytest.raises(
+            CorruptFileError, match=rf"weights\.arrow was altered: .* {name!r} .* Convert the model again"
+        ):
+            load(WeightLoader(converted))
+        flip_byte(converted / "weights.arrow", span.offset + span.num_bytes - 1)
+    load(WeightLoader(converted))
+
+
+def test_loading_checks_a_random_sample_of_bounded_size(source: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("archerfish.store.format.PIECE_BYTES", 16)
+    monkeypatch.setattr("archerfish.store.loader.SAMPLE_BYTES", 64)
+    loader = convert(source, tmp_path / "pieces", dtype="float32")
+    crc32_at, seen = loader_module.crc32_at, list[Any]()
+
+    def noted(memory: Any, *piece: int) -> int:
+        seen.append(piece)
+        return crc32_at(memory, *piece)
+
+    monkeypatch.setattr(loader_module, "crc32_at", noted)
+    for _ in range(20):
+        loader.load_stored()
+    assert 20 * 48 < sum(size for _, size in seen) <= 20 * 64 and len(set(seen)) > 5
+
+
+def test_a_store_without_checksums_of_tensors_is_loaded(converted: Path) -> None:
+    rewrite(converted, lambda d: d["files"]["weights.arrow"].pop("piece_crc32s"))
+    assert WeightLoader(converted).load_weights().keys() == some_weights().keys()
+
+
 @pytest.mark.parametrize("num_bytes", [0, 1, 6, 100, -100, -1])
 @pytest.mark.parametrize("name", ["metadata.json", "weights.arrow"])
 def test_truncated_files_are_refused(converted: Path, name: str, num_bytes: int) -> None:
@@ -233,6 +268,7 @@ CHANGES = {
     "name is a number": lambda d: d["tensors"][0].__setitem__(0, 3),
     "quantised without scales": lambda d: d["tensors"][1].extend(["Q4_0", 1, 8]),
     "impossible axis": lambda d: d["tensors"][1].extend(["Q4_0", 7, 32]),
+    "too few checksums": lambda d: d["files"]["weights.arrow"]["piece_crc32s"].pop(),
     "count": lambda d: d.__setitem__("num_tensors", 3),
     "config is a list": lambda d: d.__setitem__("config", []),
     "no tensors": lambda d: d.__setitem__("tensors", None),
