@@ -19,7 +19,7 @@
     │   ├── WriteError               a file could not be written
     │   ├── OutOfBlocksError         there are not enough free blocks of KV memory
     │   └── DeviceError              a device is missing or does not support the request
-    │       └── OutOfMemoryError     a device has too little free memory
+    │       └── OutOfMemoryError     a device or this process has too little memory
     ├── ServiceError                 the caller can try again later
     │   ├── UnreachableError         a package index or hub could not be reached
     │   ├── TooManyRequestsError          an engine holds as many requests as its options allow
@@ -152,7 +152,15 @@ class DeviceError(MachineError):
 
 class OutOfMemoryError(DeviceError):
     status, code = 507, "out_of_memory"
-    default_hint = "Free memory on the device, or lower max_num_batched_tokens, max_num_seqs or gpu_memory_utilization."
+    default_hint = (
+        "Free memory or raise the limit of the process, or lower max_num_batched_tokens, max_num_seqs, max_cache_tokens "
+        "or, on a GPU, gpu_memory_utilization."
+    )
+
+    @classmethod
+    def of(cls, what: str, error: BaseException) -> OutOfMemoryError:
+        """For an allocation that failed. what: the subject of the message."""
+        return cls(f"{what} needs more memory than is left: {str(error) or 'an allocation failed'}.")
 
 
 class ServiceError(ArcherfishError):

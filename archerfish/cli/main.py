@@ -15,7 +15,7 @@ from archerfish.cli.commands import COMMANDS, Command, make_parser, overview
 from archerfish.cli.interrupts import EXIT_INTERRUPTED, interrupt_once
 from archerfish.cli.options import COMMON_FLAGS, Parser, show_version, suggest_flag
 from archerfish.cli.output import Output, print_error
-from archerfish.errors import ArcherfishError, MachineError, UnknownOptionError, did_you_mean
+from archerfish.errors import ArcherfishError, MachineError, OutOfMemoryError, UnknownOptionError, did_you_mean
 
 EXIT_BROKEN_PIPE = 141
 PACKAGES = {
@@ -53,6 +53,8 @@ def as_ours(error: Exception) -> ArcherfishError:
 
     if isinstance(error, ArcherfishError):
         return error
+    if isinstance(error, MemoryError):
+        return OutOfMemoryError.of("The command", error)
     package = PACKAGES.get(str(error.name), str(error.name)) if isinstance(error, ModuleNotFoundError) else ""
     extra = next((extra for name, extra in requirements() if package == name), None) if package else None
     if extra is not None:

@@ -125,12 +125,15 @@ class Memory:
 
 
 def memory(proc: Path = Path("/proc"), cgroup: Path = CGROUP_ROOT) -> Memory:
-    """Total and available memory, the limits of the cgroup and of all its parents honoured."""
+    """Total and available memory, the limits of the process, of the cgroup and of all its parents honoured."""
     found = of_machine(proc)
     for directory in cgroup_directories(proc, cgroup):
         limit, used = cgroup_usage(directory)
         if limit is not None and limit < min(found.total_bytes, NO_LIMIT_BYTES):
             found = Memory(limit, min(found.available_bytes, max(0, limit - used)), "cgroup")
+    limit, used = process_usage(proc / "self")
+    if limit is not None and limit - used < found.available_bytes:
+        found = Memory(min(limit, found.total_bytes), max(0, limit - used), "ulimit -v")
     return found
 
 
@@ -183,6 +186,17 @@ def cgroup_usage(directory: Path) -> tuple[int | None, int]:
             continue
         return (None if limit == "max" else int(limit)), used - int(stat.get(stat_key, 0))
     return None, 0
+
+
+def process_usage(directory: Path) -> tuple[int | None, int]:
+    """The limit of this process's address space (None: none) and what is in use."""
+    try:
+        limits = (directory / "limits").read_text(encoding="ascii")
+        num_pages = int((directory / "statm").read_text(encoding="ascii").split()[0])
+    except OSError:
+        return None, 0
+    found = re.search(r"^Max address space +(\d+)", limits, re.MULTILINE)
+    return (int(found[1]) if found else None), num_pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def free_memory() -> None:

@@ -11,9 +11,10 @@ contents have no meaning, and `attention` and `pool` leave them out.
 
 from __future__ import annotations
 
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, cast
 
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.background import Lazy
-from archerfish.errors import DeviceError
+from archerfish.errors import DeviceError, OutOfMemoryError
 from archerfish.kernels.batches import BlockMask, Ids, Segments, T
 from archerfish.kernels.formats import AUTO, PLAIN, WeightFormat
 from archerfish.kernels.machine import trim_heap
@@ -42,6 +43,7 @@ Activation = Literal["none", "gelu", "gelu_tanh", "relu", "relu_squared", "sigmo
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
 Pooling = Literal["mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens"]  # as sentence-transformers names them
 KV_SCALE_BYTES = 4  # of a head of int8 keys or values
+LACKS = ("out of memory", "alloc_failed", "can't allocate memory")  # of memory, in a RuntimeError of torch or CUDA
 
 
 R = TypeVar("R")
@@ -534,12 +536,21 @@ class Ops(ABC, Generic[T]):
 
     def computing(self) -> AbstractContextManager[object]:
         """The context of a thread while it computes."""
-        return nullcontext()
+        return self.allocating("A step")
 
-    def allocating(self, what: str) -> AbstractContextManager[object]:
-        """The context of a thread while it takes memory that stays; a lack of it becomes an OutOfMemoryError naming
-        what."""
-        return nullcontext()
+    @contextmanager
+    def allocating(self, what: str) -> Iterator[None]:
+        """The context of a thread while it takes memory; a lack of memory becomes an OutOfMemoryError that names
+        `what`."""
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            words = str(error).lower()
+            if isinstance(error, RuntimeError) and not any(lack in words for lack in LACKS):
+                raise
+            traceback.clear_frames(error.__traceback__)  # their tensors would live as long as the error
+            self.free_unused()
+            raise OutOfMemoryError.of(what, error) from error
 
     def pin_threads(self, is_wanted: bool) -> None:
         """Bind each of the threads that passes share to a core of its own, if that is wanted."""

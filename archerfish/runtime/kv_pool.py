@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Generic, NamedTuple
 
 from archerfish.config import EngineConfig
-from archerfish.errors import DeviceError, InvalidOptionError, OutOfMemoryError
+from archerfish.errors import InvalidOptionError, OutOfMemoryError
 from archerfish.kernels.batches import T
 from archerfish.kernels.decoding import DecodeState
 from archerfish.kernels.ops import KV_SCALE_BYTES, KVLayer, Ops
@@ -140,19 +140,19 @@ def work_bytes(
 
 
 def allocate_pool(ops: Ops[T], shape: MemoryShape, plan: MemoryPlan) -> tuple[MemoryPool[T], MemoryPlan]:
-    """A pool as planned; where a GPU has less room than it said, a smaller one."""
+    """A pool as planned, or a smaller one if the device has less memory than it said."""
     for _ in range(MAX_SHRINKS):
         try:
-            if isinstance(shape, StateShape):
-                return StatePool(ops, shape, plan.num_blocks, plan.block_size), plan
-            return KVCachePool(ops, shape, plan.num_blocks, plan.block_size), plan
+            with ops.allocating(f"{kind_of(shape)} of {plan.num_tokens:,} tokens"):
+                if isinstance(shape, StateShape):
+                    return StatePool(ops, shape, plan.num_blocks, plan.block_size), plan
+                return KVCachePool(ops, shape, plan.num_blocks, plan.block_size), plan
         except OutOfMemoryError:
-            ops.free_unused()
             tried, reason = plan, f"{plan.num_blocks:,} blocks did not fit"
             plan = plan._replace(num_blocks=max(1, int(plan.num_blocks * SHRUNK)), reason=reason)
-    raise DeviceError(
+    raise OutOfMemoryError(
         f"There is no room for {kind_of(shape)}: not even {tried.num_bytes / GIB:.2f} GiB could be had.",
-        hint="Other programs may use the card: free memory there, or lower gpu_memory_utilization.",
+        hint="Other programs may use the memory: free some, or lower max_cache_tokens, on a card gpu_memory_utilization.",
     )
 
 

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from archerfish.cache.digest import PrefixDigest
-from archerfish.errors import ArcherfishError, TooManyRequestsError
+from archerfish.errors import ArcherfishError, OutOfMemoryError, TooManyRequestsError
 from archerfish.observe.metrics import MetricsCollector
 from archerfish.serve.overload import RateLimits, RefusedError
 from archerfish.serve.processes import HostConfig, Stall
@@ -290,6 +290,8 @@ class ModelHost:
 
     def fail(self, pending: PendingRequest, error: BaseException) -> None:
         """Answer with an error."""
+        if isinstance(error, MemoryError):
+            error = OutOfMemoryError.of("The request", error)
         if not isinstance(error, ArcherfishError):
             logger.error("A request failed.", exc_info=error)
         hosted = None if pending.model_entry is None else pending.model_entry.hosted

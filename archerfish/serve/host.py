@@ -24,7 +24,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from archerfish.config import HubConfig
-from archerfish.errors import ArcherfishError, InvalidInputError, MachineError, StoppedError
+from archerfish.errors import ArcherfishError, InvalidInputError, MachineError, OutOfMemoryError, StoppedError
 from archerfish.kernels.select import choose_device
 from archerfish.serve import wire
 from archerfish.serve.client import open_socket, set_keys
@@ -442,9 +442,10 @@ def main() -> int:
         watch_parent(end)
         host.load_models()
         address = host.open()
-    except ArcherfishError as error:
-        send_report(pipe, {"error": error.message, "hint": error.hint or ""})
-        return error.exit_code
+    except (ArcherfishError, MemoryError) as error:
+        told = OutOfMemoryError.of(f"The {config.name}", error) if isinstance(error, MemoryError) else error
+        send_report(pipe, {"error": told.message, "hint": told.hint or ""})
+        return told.exit_code
     signal.signal(signal.SIGTERM, lambda *_: host.stop())
     send_report(pipe, {"address": address})
     os.set_blocking(pipe.fileno(), False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import mmap
 import os
@@ -13,7 +14,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from archerfish.config import HubConfig
-from archerfish.errors import CorruptFileError, ModelNotFoundError, UnknownLayerError, did_you_mean
+from archerfish.errors import CorruptFileError, ModelNotFoundError, OutOfMemoryError, UnknownLayerError, did_you_mean
 from archerfish.store.files import file_lock, recover, replace_file, sha256_of, siblings, sync_directory, write_errors
 from archerfish.store.format import (
     PlacedTensor,
@@ -244,6 +245,8 @@ def map_any(path: Path) -> mmap.mmap:
     except ValueError:
         raise CorruptFileError(f"{path} is empty.") from None
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise OutOfMemoryError(f"{path} cannot be mapped: {error.strerror}.") from error
         raise CorruptFileError(f"{path} cannot be read: {error.strerror}.", hint="Check its permissions.") from error
 
 

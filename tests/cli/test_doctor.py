@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import struct
 import subprocess
 import sys
@@ -176,6 +177,11 @@ def test_memory_limit_of_a_cgroup(line: str, folder: str, files: dict[str, objec
     for name, content in files.items():
         (cgroup / folder / name).write_text(str(content))
     assert memory(proc, cgroup) == Memory(4 * GB, 2 * GB, "cgroup")
+    (proc / "self" / "limits").write_text(
+        f"Limit  Soft Limit  Hard Limit\nMax address space         {3 * GB}   unlimited   bytes\n"
+    )
+    (proc / "self" / "statm").write_text("500000 1 1 1 0 1 0")
+    assert memory(proc, cgroup) == Memory(3 * GB, 3 * GB - 500_000 * mmap.PAGESIZE, "ulimit -v")
 
 
 def test_arm_processor_name_and_features(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from archerfish.config import EngineConfig
-from archerfish.errors import DeviceError, InvalidOptionError, OutOfMemoryError
+from archerfish.errors import InvalidOptionError, OutOfMemoryError
 from archerfish.kernels import room
 from archerfish.kernels.machine import Memory
 from archerfish.kernels.ops import KVLayer
@@ -150,7 +150,7 @@ class FullOps(TorchOps):
 
     def new_kv_layer(self, num_blocks: int, *shape: int) -> KVLayer[torch.Tensor]:
         if num_blocks > self.room:
-            raise OutOfMemoryError("Full.")
+            raise MemoryError("Full.")
         return super().new_kv_layer(num_blocks, *shape)
 
     def free_unused(self) -> None:
@@ -164,7 +164,7 @@ def test_a_pool_that_does_not_fit_is_made_smaller() -> None:
     assert pool.num_blocks == got.num_blocks == 72
     assert "85 blocks did not fit" in got.reason
     assert ops.num_freed == 2
-    with pytest.raises(DeviceError, match="not even"):
+    with pytest.raises(OutOfMemoryError, match="not even"):
         allocate_pool(FullOps(10), SHAPE, planned)
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from archerfish.errors import OutOfMemoryError
 from archerfish.kernels.native._native import mix_heads, shift
 from archerfish.kernels.native.recorder import Handle, Recorder, set_batch
 from archerfish.kernels.recurrent import (
@@ -36,10 +35,7 @@ class NativeRecurrentOps(RecurrentOps[Handle]):
     def empty(self, shape: tuple[int, ...], *, is_input: bool) -> npt.NDArray[np.float32]:
         """It begins with a cache line."""
         num_bytes = 4 * math.prod(shape)
-        try:
-            memory = np.empty(num_bytes + LINE_BYTES, dtype=np.uint8)  # pages come when they are written
-        except MemoryError as error:
-            raise OutOfMemoryError(f"The machine has no memory for {shape[0]:,} state slots.") from error
+        memory = np.empty(num_bytes + LINE_BYTES, dtype=np.uint8)  # pages come when they are written
         first = -memory.ctypes.data % LINE_BYTES
         return memory[first : first + num_bytes].view(np.float32).reshape(shape)
 

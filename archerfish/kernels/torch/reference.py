@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, ClassVar
@@ -14,7 +14,6 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 (the name that every torch reader expects)
 
-from archerfish.errors import OutOfMemoryError
 from archerfish.kernels.adapters import Adapters
 from archerfish.kernels.batches import BlockMask, Ids, Segments
 from archerfish.kernels.decoding import FILLING_POSITION, NUM_INPUTS, ON_DEVICE, DecodeState, Input, PassSize
@@ -212,10 +211,7 @@ class TorchOps(Ops[Tensor]):
                 return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
             return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device).view(dtype).view(shape)
 
-        try:
-            return KVLayer(memory(), memory(), torch.ones((2, num_kv_heads), device=self.device) if is_fp8 else None)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(f"The device has no memory for {num_blocks:,} blocks.") from error
+        return KVLayer(memory(), memory(), torch.ones((2, num_kv_heads), device=self.device) if is_fp8 else None)
 
     def fit_kv_scales(self, layers: Sequence[KVLayer[Tensor]], num_blocks: int) -> None:
         for layer in layers:
@@ -356,8 +352,10 @@ class TorchOps(Ops[Tensor]):
             )
         return made
 
-    def computing(self) -> AbstractContextManager[object]:
-        return torch.inference_mode()
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        with self.allocating("A step"), torch.inference_mode():
+            yield
 
     def start_thread(self, num_threads: int) -> None:
         if self.device == "cpu":

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from archerfish.errors import OutOfMemoryError
 from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input
 from archerfish.kernels.recurrent import (
     FIRST_SLOT,
@@ -71,10 +70,7 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
 
     def empty(self, shape: tuple[int, ...], *, is_input: bool) -> Tensor:
         dtype = self.ops.torch_dtype if is_input else torch.float32
-        try:
-            return torch.empty(shape, dtype=dtype, device=self.ops.device)  # pages come when they are written
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(f"The device has no memory for {shape[0]:,} state slots.") from error
+        return torch.empty(shape, dtype=dtype, device=self.ops.device)  # pages come when they are written
 
     def shift(self, x: Tensor, inputs: Tensor, batch: RecurrentBatch[Tensor], factors: Tensor) -> tuple[Tensor, ...]:
         heads = batch.first_pieces[:-1]

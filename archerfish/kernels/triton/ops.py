@@ -6,7 +6,6 @@ decodes `stage_kernel` turns what the host sent (`decoding.py`) into a batch.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 import ctypes
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
@@ -19,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from archerfish.errors import InvalidOptionError, OutOfMemoryError
+from archerfish.errors import InvalidOptionError
 from archerfish.kernels.adapters import Adapters
 from archerfish.kernels.batches import BlockMask, Ids, Segments
 from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input, PassSize
@@ -204,20 +203,8 @@ class TritonOps(TorchOps):
     @contextmanager
     def computing(self) -> Iterator[None]:
         compiling.count_for(self.compiled)
-        with self.allocating("A step"), torch.inference_mode():
+        with super().computing():
             yield
-
-    @contextmanager
-    def allocating(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            words = str(error).lower()  # of the allocator, of a kernel that is loaded, or of cuBLAS
-            if not (isinstance(error, torch.OutOfMemoryError) or "out of memory" in words or "alloc_failed" in words):
-                raise
-            traceback.clear_frames(error.__traceback__)  # their tensors would live as long as the error
-            self.free_unused()
-            raise OutOfMemoryError(f"{what} needs more memory than the device has left: {error}") from error
 
     def prepare(self, then: Callable[[], None] = lambda: None) -> None:
         if self.device == "cpu":
