@@ -437,6 +437,16 @@ class ServeConfig(Options):
     max_queue_texts: int = option(8192, "Most waiting texts; above this the answer is 503.", minimum=1)
     max_texts_per_request: int = option(2048, "Most texts in one request.", minimum=1)
     max_body_bytes: int = option(32_000_000, "Refuse a request body of more than this many bytes.", minimum=1024)
+    allowed_hosts: str = option(
+        "",
+        "Host names that a server without API keys accepts beside localhost and loopback addresses, separated by commas; *: "
+        "all; empty: none if `host` is a loopback address, else all.",
+    )
+    cors_origins: str = option(
+        "",
+        "Origins of web pages that may use the service (CORS), as `https://chat.example`, separated by commas; *: all; "
+        "empty: none.",
+    )
     access_log: bool = option(True, "Log a line for every request, refused ones too.")
     log_format: str = option("pretty", "Log lines for people, or a JSON object a line.", choices=("pretty", "json"))
     log_prompts: bool = option(False, "Log prompts and answers of text generation too, in the lines of requests.")
@@ -535,6 +545,11 @@ def parse_text(where: str, kind: type, text: str) -> Any:
 
 def env_name(cls: type[Options], name: str) -> str:
     return f"{ENV_PREFIX}{cls.section}_{name}".upper()
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """The names in an option that separates them by commas."""
+    return tuple(filter(None, map(str.strip, text.split(","))))
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:

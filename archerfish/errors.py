@@ -35,6 +35,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import ClassVar
 
+MAX_NAME = 200  # characters of a misspelt name: comparing takes time by its length
 MIN_SIMILARITY = 0.72  # of a suggested name to the given one, from 0 to 1
 MAX_SIMILARITY_GAP = 0.12  # between the best suggestion and another one
 PREFIX_CHARACTERS = "-/"  # of flags and chat commands; ignored in comparisons
@@ -192,6 +193,8 @@ def nearest(name: str, known: Iterable[str], *, most: int = 3) -> list[str]:
     """The known names that are similar to a misspelt one, best first; else the longer names that begin with it."""
     import difflib
 
+    if len(name) > MAX_NAME:
+        return []
     wanted = name.lstrip(PREFIX_CHARACTERS).lower()
     choices = {choice.lstrip(PREFIX_CHARACTERS).lower(): choice for choice in known}
     close = difflib.get_close_matches(wanted, list(choices), n=most, cutoff=MIN_SIMILARITY)

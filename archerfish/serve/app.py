@@ -17,12 +17,13 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from archerfish.compat.optimization import OptimizationConfig
-from archerfish.config import EngineConfig, ServeConfig
+from archerfish.config import EngineConfig, ServeConfig, split_names
 from archerfish.errors import ArcherfishError, InvalidInputError, StoppedError
 from archerfish.kernels.build import build_info
 from archerfish.observe.metrics import GivenMetric, Metric, MetricRegistry, Sample
@@ -33,7 +34,7 @@ from archerfish.serve.client import AsyncClient, Backend
 from archerfish.serve.encoder_routes import TEIRoutes, VLLMRoutes
 from archerfish.serve.errors import HANDLERS, RETRY_AFTER_S, json_response
 from archerfish.serve.generation import TextService
-from archerfish.serve.http import RequestMiddleware, read_json
+from archerfish.serve.http import REMARK_HEADER, REQUEST_ID_HEADER, RequestMiddleware, read_body
 from archerfish.serve.messages_routes import MessagesRoutes
 from archerfish.serve.metrics import CONTENT_TYPE, exposition, metric_values, process_metrics, read_metrics
 from archerfish.serve.ollama_routes import OllamaRoutes
@@ -237,6 +238,8 @@ class StateRoutes:
 
     async def restart(self, request: Request) -> Response:
         """Restart the replicas of this machine one after another, without losing a request."""
+        if "origin" in request.headers:  # browsers send a POST without a body for a page of any site
+            raise InvalidInputError("Web pages may not restart the replicas.", hint="Use a program, such as curl.")
         if self.num_replicas < 2:
             hint = "Serve with --replicas 2 or more, or stop the server and start it again."
             raise InvalidInputError("One replica is not restarted: requests would be refused meanwhile.", hint=hint)
@@ -247,7 +250,7 @@ class StateRoutes:
         """The options in force; PATCH changes some, by either of their names, and the answer has both values of those
         too."""
         card = await self.catalog.find(request.query_params.get("model"), "generation")
-        body = read_json(await request.body()) if request.method == "PATCH" else {}
+        body = await read_body(request) if request.method == "PATCH" else {}
         await self.share.sync()  # another front end may have changed them
         engine = await self._configure(card, {})
         if request.method != "PATCH":
@@ -275,6 +278,19 @@ class RemoteEngine:
         self.changes |= changes
         self.config = self.config.replace(**changes)
         return changes
+
+
+def cross_origin(origins: str) -> Middleware:
+    """Allows pages of other sites to use the service."""
+    exposed = ("Retry-After", REQUEST_ID_HEADER.decode(), REMARK_HEADER.decode())
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=[origin.rstrip("/") for origin in split_names(origins)],
+        allow_methods=["*"],
+        allow_headers=["*"],
+        allow_private_network=True,
+        expose_headers=exposed,
+    )
 
 
 def create_app(
@@ -332,8 +348,10 @@ def create_app(
     )
     routes = [route for group in groups for route in group.routes]
     middleware = [Middleware(RequestMiddleware, registry, tenants, config, tracer)]
+    if config.cors_origins:  # outermost: preflights need no key, and refusals have CORS headers too
+        middleware.insert(0, cross_origin(config.cors_origins))
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS, lifespan=lifespan)
     app.router.redirect_slashes = False
-    app.state.catalog = catalog
+    app.state.catalog, app.state.max_texts = catalog, config.max_texts_per_request
     app.state.is_stopping = False
     return app

@@ -37,6 +37,8 @@ OBJECT = {"type": "object"}
 NULL = {"type": "null"}
 STRINGS = {"type": "array", "items": STRING, "minItems": 1}
 IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+IntList = Annotated[list[int], Field(fail_fast=True)]  # the first wrong item ends the check
+StringList = Annotated[list[str], Field(fail_fast=True)]
 INPUTS = {"anyOf": [STRING, STRINGS, IDS, {"type": "array", "items": IDS, "minItems": 1}]}
 
 
@@ -114,6 +116,7 @@ class Body(BaseModel):
     unsupported: ClassVar[Values] = {}
     # Parameters that are accepted without an effect. A remark says so, unless the value is one that changes nothing.
     ignored: ClassVar[Values] = {}
+    takes_texts: ClassVar[bool] = False  # many texts for encoders, and not one prompt
 
     @pydantic.model_validator(mode="wrap")
     @classmethod
@@ -140,6 +143,12 @@ class ModelBody(Body):
     """A body that may name a model."""
 
     model: str | None = Field(None, description="Name of the served model; left out: the first that serves the route.")
+
+
+class EncoderBody(ModelBody):
+    """What the bodies of all routes for embeddings and ranking have."""
+
+    takes_texts: ClassVar[bool] = True
 
 
 class GenerationBody(ModelBody):
@@ -229,20 +238,20 @@ class TextBody(GenerationBody):
         description="Above 1: tokens of prompt and answer become less likely.", minimum=0.01, maximum=100
     )
     min_tokens: int | None = bounded(description="End tokens and stops have no effect before.", minimum=0)
-    stop_token_ids: list[int] | None = Field(None, description="Tokens that end the answer.")
+    stop_token_ids: IntList | None = Field(None, description="Tokens that end the answer.")
     ignore_eos: bool | None = Field(None, description="true: go on after the model's end token.")
     skip_special_tokens: bool | None = Field(None, description="false: special tokens are part of the text.")
     speculate: bool | None = Field(None, description="false: propose no tokens; the answer is the same.")
     include_stop_str_in_output: bool | None = Field(None, description="true: the stop string ends the text.")
     logit_bias: dict[str, float] | None = Field(None, description="Added to the logits of tokens, by their ids.")
-    bad_words: list[str] | None = Field(None, description="Words that the answer must not contain.")
-    allowed_token_ids: list[int] | None = Field(None, description="The only tokens that may be drawn.")
+    bad_words: StringList | None = Field(None, description="Words that the answer must not contain.")
+    allowed_token_ids: IntList | None = Field(None, description="The only tokens that may be drawn.")
     guided_json: Annotated[Any, one_of(OBJECT, STRING)] = Field(
         None, description="A JSON schema that the answer follows."
     )
     guided_regex: str | None = Field(None, description="A regular expression that the answer matches.")
     guided_grammar: str | None = Field(None, description="A grammar in Lark's notation.")
-    guided_choice: list[str] | None = Field(None, description="The answer is one of these.")
+    guided_choice: StringList | None = Field(None, description="The answer is one of these.")
     structured_outputs: dict[str, Any] | None = Field(None, description="vLLM's form: json, regex, choice or grammar.")
 
     @classmethod

@@ -51,7 +51,7 @@ def read_predict(value: Any, where: str) -> tuple[list[str | tuple[str, str]], b
     return found, is_batch
 
 
-class TEIBody(bodies.ModelBody):
+class TEIBody(bodies.EncoderBody):
     """What all of TEI's bodies have."""
 
     unsupported: ClassVar[bodies.Values] = {"truncation_direction": RIGHT}
@@ -95,7 +95,7 @@ class AnyRerankBody(RerankBody):
     }
 
     documents: vector_routes.Documents = Field([])
-    texts: list[str] | None = Field(None, min_length=1)
+    texts: bodies.StringList | None = Field(None, min_length=1)
     return_text: bool = Field(False, description="Repeat each text in the answer to `texts`.")
 
 
@@ -224,14 +224,14 @@ class TEIRoutes:
 # vLLM
 
 
-class ScoreBody(bodies.ModelBody):
+class ScoreBody(bodies.EncoderBody):
     """POST /score: one text with each of several, or as many texts as there are others."""
 
     text_1: Texts
     text_2: Texts
 
 
-class ClassifyBody(bodies.ModelBody):
+class ClassifyBody(bodies.EncoderBody):
     """POST /classify."""
 
     input: Texts

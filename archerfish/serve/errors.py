@@ -27,6 +27,7 @@ logger = logging.getLogger("archerfish.serve")
 CODES = {400: "bad_request", 404: "not_found", 405: "method_not_allowed"}
 RETRY_AFTER_S = 1.0  # for a temporary error that states no time
 MAX_MESSAGE = 1000  # characters: a message may repeat what a client sent, which may be long
+MAX_PROBLEMS = 100  # wrong values of a body that pydantic describes, though only the first is told
 EXCERPT = 40  # characters of a wrong value in an error message
 EXPECTED = {
     "int": "a whole number",
@@ -231,6 +232,8 @@ def short_value(value: Any) -> str:
 
 async def _on_invalid_body(request: Request, error: ValidationError) -> Response:
     """An answer about the first problem with a body."""
+    if error.error_count() > MAX_PROBLEMS:
+        return await _on_our_error(request, InvalidInputError(f"The body has {error.error_count():,} wrong values."))
     problem = error.errors()[0]
     param = str(problem["loc"][0])
     place = param + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"][1:])

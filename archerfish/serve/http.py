@@ -22,13 +22,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from archerfish.config import ServeConfig
+from archerfish.config import ServeConfig, split_names
 from archerfish.errors import ArcherfishError, CallerError, InputTooLargeError
 from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve.bodies import Body
-from archerfish.serve.errors import BadJSONError, Schema, data_event, failure_body, failure_response
+from archerfish.serve.catalog import Catalog
+from archerfish.serve.errors import BadJSONError, Schema, data_event, failure_body, failure_response, short_value
 from archerfish.serve.generation import ChoiceDelta, Generation, TextService
 from archerfish.serve.logs import last_times, log_request, request_members
+from archerfish.serve.processes import is_loopback
 from archerfish.serve.tenants import ANONYMOUS, Tenants, bearer_key
 from archerfish.serve.tracing import Tracer
 
@@ -50,22 +52,66 @@ REQUEST_S = 60.0  # a request must arrive completely within this time
 REQUEST_ID_HEADER = b"x-request-id"
 GIVEN_ID = re.compile(r"[\w.:+/=@-]{1,128}", re.ASCII)  # of a client
 NETWORK = "archerfish_request_network_time_seconds"
-REQUEST_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+MIB = 1 << 20
+MAX_HEAD = 64 << 10  # bytes of a request's line, headers and trailers
+TOKEN_BYTES = 16  # bytes of JSON that a route takes for each token of the longest context
+COUNTED_BYTES = 256 << 10  # the items of a larger body are counted before the body is built
+PIECE = 64 << 10  # bytes to count before other requests run: less than a millisecond
+MAX_ITEMS = 1 << 18  # items of lists beside the tokens of a prompt: the size of the largest vocabularies
+MAX_TEXT_IDS = 1 << 20  # items of lists for encoders: the token ids of 2,048 texts of 512 tokens
+MAX_PARTS = 1 << 16  # lists, objects and members of objects in a body
+LINGER_S = 1.0  # seconds in which a refused client may still send
+HEADER_MARKS = len(": \r\n")
+REFUSAL = "HTTP/1.1 {}\r\nconnection: close\r\ncontent-type: text/plain\r\ncontent-length: {}\r\n\r\n{}"
 
 
 class Connection(HttpToolsProtocol):
-    """An HTTP connection of uvicorn, which is closed if a request does not arrive within REQUEST_S."""
+    """An HTTP connection of uvicorn. It is closed if a request does not arrive within REQUEST_S, or if the headers of
+    a request have more than MAX_HEAD bytes."""
+
+    _is_refused = False  # data that still arrives is ignored
+    _num_parsed = 0  # bytes of the request's line, headers and trailers that the parser has reported
+    _num_unparsed = 0  # bytes that the parser has read since its last report
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._timer = self.loop.call_later(REQUEST_S, self._refuse)
+        self._timer = self.loop.call_later(REQUEST_S, self._refuse, "408 Request Timeout")
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        self._num_unparsed += len(data)
+        super().data_received(data)
+        if self._num_parsed + self._num_unparsed > MAX_HEAD and not self._is_refused:
+            self.send_400_response("")
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse the request at which the parser has stopped: with 431 if its headers are too long."""
+        status = "400 Bad Request"
+        if self._num_parsed + self._num_unparsed > MAX_HEAD:
+            status, msg = "431 Request Header Fields Too Large", f"A request has at most {MAX_HEAD:,} bytes of headers."
+        self._refuse(status, msg, LINGER_S)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._num_parsed = 0
         self._timer.cancel()
-        self._timer = self.loop.call_later(REQUEST_S, self._refuse)
+        self._timer = self.loop.call_later(REQUEST_S, self._refuse, "408 Request Timeout")
+
+    def on_url(self, url: bytes) -> None:
+        self._add_to_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._add_to_head(len(name) + len(value) + HEADER_MARKS)
+        super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_unparsed = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._num_unparsed = 0
         self._timer.cancel()
         super().on_message_complete()
 
@@ -73,15 +119,54 @@ class Connection(HttpToolsProtocol):
         self._timer.cancel()
         super().connection_lost(exc)
 
-    def _refuse(self) -> None:
+    def _add_to_head(self, num_bytes: int) -> None:
+        self._num_unparsed = 0
+        self._num_parsed += num_bytes
+        if self._num_parsed > MAX_HEAD:
+            raise ValueError  # the parser stops
+
+    def _refuse(self, status: str, text: str = "", linger_s: float = 0.0) -> None:
+        """Answer and close the connection after `linger_s`. A client that sends to a closed connection loses the
+        answer."""
+        self._is_refused = True
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            self.transport.write(REQUEST_TIMEOUT)
-        self.transport.close()
+            self.transport.write(REFUSAL.format(status, len(text), text).encode())
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self._timer.cancel()
+        self._timer = self.loop.call_later(linger_s, self.transport.close)
+
+
+class ForbiddenHostError(CallerError):
+    """The request may be from a page of another site, whose host name leads to this machine (DNS rebinding)."""
+
+    status, code = 403, "forbidden_host"
+
+
+def local_hosts(config: ServeConfig, tenants: Tenants) -> frozenset[str] | None:
+    """The host names that a server without keys accepts beside localhost and loopback addresses; None: all names.
+
+    A server with keys needs no check, because a page of another site has no key.
+    """
+    names = frozenset(map(str.lower, split_names(config.allowed_hosts)))
+    is_open = ANONYMOUS not in tenants.all() or "*" in names or not (names or is_loopback(config.host))
+    return None if is_open else names
+
+
+def check_hosts(given: Sequence[str], names: frozenset[str]) -> None:
+    """Raise an error if a Host header names neither this machine nor one of `names`."""
+    for host in map(str.lower, given):
+        name = (host[1:].partition("]") if host.startswith("[") else host.partition(":"))[0].removesuffix(".")
+        if name and name not in names and not is_loopback(name) and not name.endswith(".localhost"):
+            message = f"This server has no API keys and does not answer requests for the host {short_value(name)}."
+            raise ForbiddenHostError(message, hint="Start it with --allowed-hosts and the name, or with API keys.")
 
 
 class RequestMiddleware:
     """Refuses requests without a valid key, where the server has keys, before anything else of them is read.
 
+    Without keys, a server that listens on a loopback address refuses requests for other hosts.
     Bodies of more than `max_body_bytes` are refused, whether they state their length or not. Paths that are not a route
     are counted as "other". What bodies and routes append to `request.state.remarks` is sent in REMARK_HEADER; what they
     put into `request.state.log` (`update` adds numbers), `request.state.engine_times`, and `request.state.error`, are
@@ -99,6 +184,7 @@ class RequestMiddleware:
     ) -> None:
         self.app = app
         self.tenants = tenants
+        self.hosts = local_hosts(config, tenants)
         self.tracer = tracer
         self.max_body_bytes, self.has_access_log = config.max_body_bytes, config.access_log
         self.requests = registry.counter("archerfish_requests_total", "Requests answered.", ("route", "status"))
@@ -173,12 +259,14 @@ class RequestMiddleware:
                 self.tracer.record(scope, members, began, ended)
 
     def _refusal(self, scope: Scope) -> ASGIApp | None:
-        """The answer to a request with a wrong key or too large a body. Notes the tenant of other requests in their
-        scope."""
+        """The answer to a request with a wrong host, a wrong key or too large a body. Notes the tenant of other
+        requests in their scope."""
         headers = Headers(scope=scope)
         path = scope["path"]
         tenant = ANONYMOUS
         try:
+            if self.hosts is not None:
+                check_hosts(headers.getlist("host"), self.hosts)
             is_open = path in OPEN_PATHS or path.startswith("/web/")
             if not is_open or scope["method"] not in ("GET", "HEAD"):
                 tenant = self.tenants.find(bearer_key(headers.get("authorization"), headers.get("x-api-key")))
@@ -235,7 +323,7 @@ class BodyRoute(Route):
         # origin.
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         is_json = JSON_TYPE.fullmatch(content_type) or (content_type in UNSTATED and "origin" not in request.headers)
-        data = read_json(await request.body() or b"null") if is_json else None
+        data = await read_body(request, self.body_type.takes_texts) if is_json else None
         if not isinstance(data, dict):
             sent = "" if is_json else ", sent with the header Content-Type: application/json"
             raise CallerError(f"The body must be a JSON object{sent}.")
@@ -264,7 +352,65 @@ async def expire_when_gone(receive: Receive, limit: asyncio.Timeout) -> None:
     limit.reschedule(0)
 
 
-def read_json(body: bytes) -> Any:
+@dataclass(frozen=True)
+class BodyLimit:
+    """The largest body that a route takes."""
+
+    num_bytes: int
+    reason: str
+    num_items: int  # in all lists together
+
+
+async def limit_of(catalog: Catalog, max_texts: int) -> BodyLimit:
+    """The limit for a prompt of the longest context served. max_texts > 0: the limit for `max_texts` texts of
+    encoders."""
+    cards = await catalog.cards()
+    longest = max((card.max_length for card in cards if not max_texts or card.kind != "generation"), default=0)
+    num_bytes = max(1, max_texts) * longest * TOKEN_BYTES + MIB
+    if max_texts:
+        reason = f"{TOKEN_BYTES} a token for {max_texts:,} texts of {longest:,} tokens, and 1 MiB; at least 8 MiB"
+        return BodyLimit(max(8 * MIB, num_bytes), reason, MAX_TEXT_IDS)
+    reason = f"{TOKEN_BYTES} a token of the longest context served here, {longest:,} tokens, and 1 MiB"
+    return BodyLimit(num_bytes, reason, MAX_ITEMS + longest)
+
+
+async def read_body(request: Request, takes_texts: bool = False) -> Any:
+    """The JSON of a request; None for an empty body.
+
+    A body with too many bytes is refused while it arrives. A body with too many items is refused before it is built.
+    """
+    state, limit, body = request.app.state, None, bytearray()
+    async for piece in request.stream():
+        body += piece
+        if limit is None and len(body) > COUNTED_BYTES:
+            limit = await limit_of(state.catalog, state.max_texts if takes_texts else 0)
+        if limit is not None and len(body) > limit.num_bytes:
+            raise InputTooLargeError(f"The body has more than {limit.num_bytes:,} bytes ({limit.reason}).")
+    if limit is not None:
+        await check_size(body, limit.num_items)
+    return read_json(body or b"null")
+
+
+async def check_size(body: bytearray, max_items: int) -> None:
+    """Refuse JSON with too many items in lists or too many members of objects. Other requests run meanwhile."""
+    num_items, num_parts, start, is_inside = 0, 0, 0, 0
+    while start < len(body):
+        piece = body[start : start + PIECE]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # the last backslash escapes the next character
+            piece = piece[:-1] or piece
+        start += len(piece)
+        quoted = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(quoted[is_inside::2])
+        is_inside ^= (len(quoted) - 1) & 1
+        num_items += outside.count(b",")
+        num_parts += outside.count(b":") + outside.count(b"[") + outside.count(b"{")
+        if num_items > max_items or num_parts > MAX_PARTS:
+            most = f"{max_items:,} items and {MAX_PARTS:,} lists, objects and members of objects"
+            raise InputTooLargeError(f"The body has too many parts; this route takes {most}.")
+        await asyncio.sleep(0)
+
+
+def read_json(body: bytes | bytearray) -> Any:
     """JSON by the standard: UTF-8, and no NaN. BadJSONError says what is wrong, in which line and column."""
     try:
         return from_json(body, allow_inf_nan=False)

@@ -162,7 +162,7 @@ class MessagesBody(CountBody):
     """POST /v1/messages."""
 
     max_tokens: int = Field(json_schema_extra={"minimum": 1})
-    stop_sequences: list[str] = Field([])
+    stop_sequences: bodies.StringList = Field([])
 
     def sampling(self) -> tuple[dict[str, Any], dict[str, str]]:
         values, names = super().sampling()

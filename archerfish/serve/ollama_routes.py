@@ -148,7 +148,7 @@ class OllamaGenerateBody(OllamaBody):
     raw: bool | None = Field(None, description="true: without the chat template.")
 
 
-class OllamaEmbeddingsBody(bodies.ModelBody):
+class OllamaEmbeddingsBody(bodies.EncoderBody):
     """POST /api/embeddings, the older form of /api/embed."""
 
     prompt: str
@@ -156,7 +156,7 @@ class OllamaEmbeddingsBody(bodies.ModelBody):
     keep_alive: KeepAlive = Field(None, description=UNUSED)
 
 
-class OllamaEmbedBody(bodies.ModelBody):
+class OllamaEmbedBody(bodies.EncoderBody):
     """POST /api/embed, in Ollama's form."""
 
     input: bodies.Prompts

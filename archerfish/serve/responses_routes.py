@@ -98,7 +98,7 @@ class ResponsesBody(bodies.ConversationBody):
     max_output_tokens: int | None = bounded(minimum=1)
     stop: bodies.Stop = None
     text: dict[str, Any] | None = Field(None, description="format: text, json_object or json_schema.")
-    include: list[str] | None = Field(None, description=f"{LOGPROBS}; {ENCRYPTED} has no effect.")
+    include: bodies.StringList | None = Field(None, description=f"{LOGPROBS}; {ENCRYPTED} has no effect.")
     metadata: dict[str, Any] | None = Field(None, description="Has no effect; the answer repeats it.")
     reasoning: dict[str, Any] | None = Field(None, description="effort: for chat templates that read it.")
     previous_response_id: str | None = None

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import zmq.auth
 
-from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
+from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig, split_names
 from archerfish.errors import InvalidOptionError, MachineError
 from archerfish.kernels.select import choose_device
 from archerfish.serve import processes
@@ -129,6 +129,12 @@ def host_config(config: ServeConfig, models: tuple[ModelSpec, ...], hub: HubConf
         )
     if secret_key and not config.zmq_address.startswith("tcp:"):
         raise InvalidOptionError("[serve] zmq_key_file is given, but zmq_address is no tcp:// address.")
+    for origin in split_names(config.cors_origins):
+        if origin != "*" and "://" not in origin:
+            message = f"[serve] cors_origins: {origin!r} is no origin of web pages."
+            raise InvalidOptionError(message, hint="Write it with its scheme: https://chat.example.")
+    if not config.api_keys_file and not processes.is_loopback(config.host):
+        logger.warning("Anyone who reaches this address may use it: there are no API keys ([serve] api_keys_file).")
     if config.allow_lora_updates and not any(spec.options.get("lora_dir") for spec in models):
         message = "[serve] allow_lora_updates is given, but no directory from which adapters may be loaded."
         raise InvalidOptionError(message, hint="Name one: lora_dir (--lora-dir).")
@@ -143,7 +149,7 @@ def host_config(config: ServeConfig, models: tuple[ModelSpec, ...], hub: HubConf
         front_end_pass=secrets.token_urlsafe(32),
         secret_key=secret_key,
         routing_secret=secrets.token_urlsafe(32) if config.replicas > 1 else "",
-        client_keys=tuple(key.strip() for key in config.zmq_client_keys.split(",") if key.strip()),
+        client_keys=split_names(config.zmq_client_keys),
         max_queue_texts=config.max_queue_texts,
         latency_budget_ms=config.latency_budget_ms,
         api_keys_file=config.api_keys_file,
@@ -236,7 +242,7 @@ def models_of(
         add(model.kind, base.replace(**{**model.options, "model": model.model}), model.loads or config.loads)
     if has_own_llm and engine.model == EngineConfig.model:
         add("generation", story_config(others), "demand")
-    names = tuple(filter(None, map(str.strip, config.served_model_name.split(","))))
+    names = split_names(config.served_model_name)
     taken = {name for spec in found for name in names_of(spec.model, names)}
     for name in engine.lora_paths:
         if name in taken:
@@ -284,8 +290,6 @@ def ready_text(url: str, models: tuple[ModelSpec, ...], config: ServeConfig, kin
     shown = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     devices = dict.fromkeys(str(choose_device(spec.options.get("device", "auto"))) for spec in models)
     lines = [f"archerfish serves {shown} at {url} (Ctrl+C stops it)", f"Computing on {' and '.join(devices)}.", ""]
-    if not config.api_keys_file and not processes.is_loopback(config.host):
-        lines.insert(1, "Anyone who reaches this address may use it: there are no API keys ([serve] api_keys_file).")
     if config.replicas > 1:
         lines[1] = f"{lines[1][:-1]}, by {config.replicas} replicas."
     if config.zmq_address:

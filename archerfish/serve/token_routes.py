@@ -51,7 +51,7 @@ class TokenizeBody(ExplainBody):
 class DetokenizeBody(bodies.ModelBody):
     """POST /detokenize, in vLLM's form."""
 
-    tokens: list[Annotated[int, Field(ge=0, le=bodies.MAX_TOKEN_ID)]]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, le=bodies.MAX_TOKEN_ID)]], Field(fail_fast=True)]
     skip_special_tokens: bool = False
 
 
@@ -85,6 +85,10 @@ class TextRoutes:
         text = await self.catalog.find_text(body.model, "generation", "embedding", "cross-encoder", request=request)
         await self.catalog.charge(request, len(body.tokens))
         tokenizer = text.need_tokenizer("model")
+        longest = max(card.max_length for card in await self.catalog.cards())
+        if len(body.tokens) > longest:
+            message = f"tokens has {len(body.tokens):,} ids; the longest context served here has {longest:,}."
+            raise InvalidParameterError(message, "tokens")
         vocab_size, highest = max(tokenizer.vocab_size, text.card.vocab_size), max(body.tokens, default=0)
         if highest >= vocab_size:
             raise InvalidParameterError(f"Token id {highest} is outside of the vocabulary of {vocab_size:,}.", "tokens")
@@ -137,10 +141,10 @@ class TTSBody(GenerationBody):
     emotion: str = voice("emotion")
     pitch: str = voice("pitch")
     speed: str = voice("speed")
-    ref_global_tokens: list[int] | None = Field(
+    ref_global_tokens: bodies.IntList | None = Field(
         None, description=f"Global tokens of a voice to speak with, {tts.GLOBAL_LENGTH}; needs ref_semantic_tokens."
     )
-    ref_semantic_tokens: list[int] | None = Field(
+    ref_semantic_tokens: bodies.IntList | None = Field(
         None, description="Semantic tokens of that voice; checked and not used: a voice is its global tokens."
     )
     max_tokens: int | None = bounded(None, f"Semantic tokens; never more than {tts.MAX_SEMANTIC:,}.", minimum=1)

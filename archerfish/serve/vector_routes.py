@@ -20,7 +20,7 @@ from archerfish.engine.token_vectors import SparseVector, document_prompt, from_
 from archerfish.errors import InputTooLargeError, InvalidInputError
 from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve import answers, bodies
-from archerfish.serve.bodies import STRING, STRINGS, UNUSED, ModelBody, Values, check_items, check_text, checked
+from archerfish.serve.bodies import STRING, STRINGS, UNUSED, EncoderBody, Values, check_items, check_text, checked
 from archerfish.serve.catalog import Catalog, ModelCard, read_metadata
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError, Schema, encode_json, json_response, short_value
@@ -73,7 +73,7 @@ Texts = Annotated[str | list[str], checked(read_source, {"anyOf": [STRING, STRIN
 Documents = Annotated[list[str], checked(read_documents, {"type": "array", "minItems": 1, "items": DOCUMENT})]
 
 
-class VectorBody(ModelBody):
+class VectorBody(EncoderBody):
     """What the bodies of these routes have in common."""
 
     deadline_s: float | None = Field(
@@ -122,7 +122,7 @@ class SimilarityBody(VectorBody):
     """POST /similarity: the cosine of one source with each sentence, or of each of several sources."""
 
     source: Texts
-    sentences: list[str] = Field(min_length=1)
+    sentences: bodies.StringList = Field(min_length=1)
 
 
 class VectorRoutes:
@@ -408,14 +408,16 @@ def shown_as(rows: Array, kind: EmbeddingType) -> Iterator[list[float] | str]:
     return shown_rows(rows, "base64") if kind == "base64" else shown_rows(rows, "float", kind)
 
 
-class CohereEmbedBody(ModelBody):
+class CohereEmbedBody(EncoderBody):
     """POST /v1/embed and /v2/embed, in Cohere's form."""
 
     unsupported: ClassVar[Values] = {"images": ([],), "inputs": ([],), "max_tokens": ()}
 
-    texts: list[str] = Field(min_length=1)
+    texts: bodies.StringList = Field(min_length=1)
     input_type: str | None = Field(None, description="search_query and search_document choose the model's prompt.")
-    embedding_types: list[EmbeddingType] | None = Field(None, description="int8 and uint8: scaled for each vector.")
+    embedding_types: Annotated[list[EmbeddingType], Field(fail_fast=True)] | None = Field(
+        None, description="int8 and uint8: scaled for each vector."
+    )
     output_dimension: int | None = Field(None, ge=1)
     truncate: Truncate = True
     priority: int | None = Field(None, description=UNUSED)

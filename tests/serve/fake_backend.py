@@ -265,7 +265,7 @@ def keyed_app(backend: FakeBackend) -> Starlette:
 async def client_of(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
     """A client of an app, inside of the app's lifespan, which httpx does not run. No task may be left over."""
     before, transport = asyncio.all_tasks(), httpx.ASGITransport(app, raise_app_exceptions=False)
-    http = httpx.AsyncClient(transport=transport, base_url="http://test")
+    http = httpx.AsyncClient(transport=transport, base_url="http://localhost")
     async with asyncio.timeout(LIMIT_S), app.router.lifespan_context(app), http as client:
         yield client
     assert asyncio.all_tasks() == before

@@ -108,7 +108,7 @@ def test_remarks_become_one_header_of_plain_characters() -> None:
     app.state.is_stopping = False
 
     async def main() -> Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             return await client.get("/")  # type: ignore[return-value]
 
     assert asyncio.run(main()).headers["x-archerfish-remark"] == "one; two??X-Other: 1; \\xfcber"

@@ -12,7 +12,7 @@ from archerfish.serve.client import RemoteError
 from archerfish.serve.overload import BusyError
 
 from .client import WORDS, app_of, client_of, error_of, host_with, serving, words_host
-from .fake_backend import CHAT, HI, RESPONSES, TEXT, FakeBackend, fake_app, post
+from .fake_backend import CHAT, HI, RESPONSES, TEXT, FakeBackend, fake_app, keyed_app, post
 
 pytestmark = pytest.mark.anyio
 
@@ -299,7 +299,7 @@ def test_errors_repeat_only_the_start_of_long_values(body: dict[str, Any]) -> No
 
 def test_trailing_slash_is_not_redirected() -> None:
     for host in ("evil.example", "["):
-        answer = post(FakeBackend(), EMBEDDINGS + "/", {"input": "x"}, headers={"Host": host})
+        answer = post(FakeBackend(), EMBEDDINGS + "/", {"input": "x"}, app=keyed_app, headers={"Host": host})
         assert (answer.status_code, error_of(answer)["code"]) == (404, "not_found")
 
 
@@ -364,7 +364,7 @@ async def test_stopped_service_gives_503() -> None:
         app = app_of(host)
         async with app.router.lifespan_context(app):
             pass
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             answer = await client.post(EMBEDDINGS, json={"input": "x"})
     assert (answer.status_code, error_of(answer)["code"]) == (503, "stopped")
     assert "retry-after" in answer.headers

@@ -231,12 +231,13 @@ def fuzz_host(directory: Path, seed: int, number: int) -> Counter[int]:
     host.models.entries[-1].aliases = (MODEL,)
     (directory / "tiny" / "chat_template.jinja").write_text(TEMPLATE)
     with host:
-        return asyncio.run(fuzz(app_of(host, max_body_bytes=1 << 20), seed, number, NUM_AT_ONCE))
+        return asyncio.run(fuzz(app_of(host, max_body_bytes=1 << 20, allowed_hosts="*"), seed, number, NUM_AT_ONCE))
 
 
 @pytest.mark.no_cover
 def test_fuzzed_requests_are_answered() -> None:
-    assert asyncio.run(fuzz(create_app(FakeBackend(), ServeConfig(max_body_bytes=1 << 20)), 0, 600)).total() >= 600
+    app = create_app(FakeBackend(), ServeConfig(max_body_bytes=1 << 20, allowed_hosts="*"))
+    assert asyncio.run(fuzz(app, 0, 600)).total() >= 600
 
 
 @pytest.mark.no_cover
@@ -254,7 +255,7 @@ def test_many_fuzzed_requests(tmp_path: Path, seed: int) -> None:
 
 
 GENERATED = [phase for phase in Phase if phase != Phase.explicit]  # the explicit ones are those of the short test
-APP = create_app(FakeBackend())
+APP = create_app(FakeBackend(), ServeConfig(allowed_hosts="*"))
 DOCUMENT = openapi_document(APP.routes)
 OPERATIONS = [f"{method.upper()} {path}" for path, operations in DOCUMENT["paths"].items() for method in operations]
 

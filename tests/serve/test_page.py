@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from archerfish.config import ServeConfig
 from archerfish.kernels.build import build_info
 from archerfish.serve.app import create_app
 from archerfish.serve.calls import ADDRESS, EXAMPLES, MODEL, curl, examples, python
@@ -64,7 +65,7 @@ class Parts(HTMLParser):
 @pytest.mark.parametrize("path", ["/", "/docs"])
 async def test_pages_allow_nothing_but_their_own_files(path: str) -> None:
     """Red: an inline script or style, a file of another host, or a policy that would let one in."""
-    async with client_of(create_app(FakeBackend())) as client:
+    async with client_of(create_app(FakeBackend(), ServeConfig(allowed_hosts="*"))) as client:
         answer = await client.get(path, headers={"Host": "<b>evil</b>"})
         parts = Parts(answer.text)
         assert answer.headers["content-type"] == "text/html; charset=utf-8" and "evil" not in answer.text

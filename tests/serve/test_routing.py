@@ -233,7 +233,7 @@ def posted(replicas: list[FakeReplica], body: dict[str, Any], path: str = TEXT) 
             app: Starlette = create_app(backend, credentials="pass")
             async with asyncio.timeout(LIMIT_S), app.router.lifespan_context(app):
                 transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-                async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                     return await client.post(path, json=body)
 
     return asyncio.run(main())

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import logging
 import os
 import signal
 import socket
@@ -141,7 +142,7 @@ def test_ready_text_names_each_device_once_with_the_reason(monkeypatch: pytest.M
     assert text.splitlines()[1] == "Computing on cuda: H200 and cpu: asked for."
 
 
-def test_ready_text_warns_of_an_open_address_without_keys() -> None:
+def test_warning_of_an_open_address_without_keys(caplog: pytest.LogCaptureFixture) -> None:
     models = (spec("generation", "a"),)
     for host, keys, is_warned in (
         ("0.0.0.0", "", True),
@@ -152,8 +153,12 @@ def test_ready_text_warns_of_an_open_address_without_keys() -> None:
         ("127.0.0.1", "", False),
         ("::1", "", False),
     ):
-        text = run.ready_text("http://x", models, ServeConfig(host=host, api_keys_file=keys), {"generation"})
-        assert ("Anyone who reaches this address" in text) == is_warned, host
+        config = ServeConfig(host=host, api_keys_file=keys)
+        caplog.clear()
+        run.host_config(config, models, HubConfig(), "/a")
+        told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert [message.startswith("Anyone who reaches this address") for message in told] == [True] * is_warned, host
+        text = run.ready_text("http://x", models, config, {"generation"})
         assert ("Authorization: Bearer" in text) == bool(keys)  # or what is printed would be refused
 
 

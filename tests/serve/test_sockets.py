@@ -63,7 +63,7 @@ def connect(served: Running, *, buffer_bytes: int = 0) -> socket.socket:
 
 def request(body: dict[str, Any], route: str = CHAT) -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST {route} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {route} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data
 
 
