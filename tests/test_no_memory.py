@@ -56,6 +56,6 @@ def test_an_allocation_that_fails_is_an_error_of_ours(kind: str) -> None:
 def test_a_request_without_memory_is_told_so() -> None:
     with words_host() as host:
         answers: list[Any] = []
-        host.answer = lambda pending, answer: answers.append(answer)  # type: ignore[method-assign]
+        host.answer = lambda pending, message: answers.append(message)  # type: ignore[method-assign]
         host.fail(PendingRequest(b"", Ping(request_id="")), MemoryError())
     assert (answers[0].status, answers[0].code) == (507, "out_of_memory")
