@@ -17,7 +17,7 @@ from tests.store.models import convert, write_model
 ROOT = Path(archerfish.__file__).parent
 # From the bottom up; packages of one row do not import each other.
 LAYERS = [
-    {"errors", "config", "types", "background", "params", "remarks", "step", "sequence"},
+    {"errors", "config", "types", "background", "params", "remarks", "sizes", "step", "sequence"},
     {"observe", "util"},
     {"kernels"},
     {"layers"},
@@ -40,6 +40,7 @@ EXTRA_RULES: dict[str, set[str]] = {
     "observe": {"types"},
     "params": {"errors", "remarks"},
     "remarks": set(),
+    "sizes": {"errors"},
     "step": {"params"},
     "sequence": {"errors", "params", "step"},
 }

@@ -24,6 +24,7 @@ from archerfish.errors import InvalidInputError, InvalidOptionError, StoppedErro
 from archerfish.kernels.pool import ComputePool, compute_pool
 from archerfish.kernels.select import import_torch, log_device
 from archerfish.store.loader import WeightLoader
+from archerfish.store.source import reading
 from archerfish.text.tokenizer import FastTokenizer, Text, TokenizedText, are_strings, read_settings, stated_max_length
 from archerfish.types import Closing, Progress, no_progress
 from archerfish.util import Precision, is_vectors
@@ -80,6 +81,7 @@ class ArrowEngine(Closing):
         self.core.warm_up(self._packed, progress)
         self.load_seconds = time.perf_counter() - started
 
+    @reading()
     def _open(self, directory: Path) -> None:
         """Map the weights and build the model. Matrices are packed in the background; the first text loads the
         tokenizer."""

@@ -30,6 +30,7 @@ from archerfish.models.adapter import ENCODERS, MODELS, Encoder, TokenBatch, enc
 from archerfish.models.config import Config
 from archerfish.remarks import remark_blocks
 from archerfish.store.converter import ensure_converted
+from archerfish.store.format import TensorInfo
 from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import resolve_model
@@ -361,8 +362,9 @@ def locate(config: EmbedConfig, hub: HubConfig, progress: Progress) -> Path:
     source = resolve_model(config.model, hub, progress)
     keeps_quantised = backend_of(config).keeps_quantised
 
-    def check(values: Mapping[str, Any], _: Any) -> None:  # before a conversion, which takes minutes
-        encoder_class(Config(values), embeds=True)
+    def check(values: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> None:  # before a conversion of minutes
+        noted = encoder_class(Config(values), embeds=True).noted(Config(values))
+        noted.check({info.name: info.shape for info in tensors})
 
     return ensure_converted(
         source, dtype=dtype, keep_quantized=keeps_quantised, hub=hub, progress=progress, check=check

@@ -38,6 +38,7 @@ from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import HUB_ID, ONLY_TOKENIZER, builtin_at, resolve_model
 from archerfish.store.quantised_source import stated_quantization, states_int8_activations
+from archerfish.store.source import reading
 from archerfish.store.text_parts import text_config
 from archerfish.text.text_tokenizer import find_text_tokenizer
 from archerfish.text.tokenizer import Tokenizer, read_settings
@@ -91,7 +92,9 @@ class ModelFacts:
             return None
         is_own, values = self.tokenizer_directory == self.directory, self.config.values
         try:
-            found = find_text_tokenizer(self.tokenizer_directory, values, self.generation_config, self.vocab_size)
+            found = find_text_tokenizer(
+                self.tokenizer_directory, values, self.generation_config, self.vocab_size, self.max_len
+            )
             if found is not None:
                 _ = found.vocab_size
             elif not is_own:
@@ -161,10 +164,11 @@ def check_draft(facts: ModelFacts, draft: ModelFacts) -> None:
         )
 
 
+@reading()
 def read_model_facts(
     config: EngineConfig, hub: HubConfig, progress: Progress, reserved_bytes: int = 0, *, rank: int = 0
 ) -> ModelFacts:
-    """Of one model. reserved_bytes: for other things than it."""
+    """The facts of one model. reserved_bytes: memory for other things than this model."""
     ranks = Ranks(*Ranks.place(rank, config.tensor_parallel_size, config.pipeline_parallel_size))
     device = choose_device(config.device).name
     dtype = choose_dtype(config.dtype, device)
@@ -190,7 +194,9 @@ def read_model_facts(
         def check(
             values: Mapping[str, Any], tensors: Sequence[TensorInfo]
         ) -> None:  # before a conversion, which takes minutes
-            check_memory(make_facts(source, source.name, values, {}, tensors), config)
+            facts = make_facts(source, source.name, values, {}, tensors)
+            facts.adapter.noted(facts.config).check({info.name: info.shape for info in tensors})
+            check_memory(facts, config)
 
         directory = ensure_converted(
             source, dtype=dtype, keep_quantized=is_kept, hub=hub, progress=progress, check=check
@@ -415,7 +421,7 @@ def load_adapter(facts: ModelFacts, config: EngineConfig, ranks: Ranks = ALONE) 
             return {**ops.random_weights({name: shape for name, shape in shapes.items() if name not in kept}), **kept}
         return loader.load_stored() if ops.reads_stored else loader.load_weights(keeps_quantised=True)
 
-    with ops.allocating(facts.name):
+    with reading(facts.name), ops.allocating(facts.name):
         # Nothing here holds the tensors: each is released when it is packed; in the native backend, when all are.
         adapter = facts.adapter(Weights(tensors(), ops, weight_format=facts.weight_format), facts.config, facts.max_len)
         ops.prepare(loader.release if loader is not None else lambda: None)

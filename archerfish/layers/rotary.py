@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import UnsupportedModelError
+from archerfish.sizes import check_number, check_size
 
 Floats = npt.NDArray[np.float32]
 
@@ -31,16 +32,14 @@ class RotaryConfig:
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self.parameters.get(name)
-        value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise UnsupportedModelError(f"Rotary type {self.rope_type!r} needs a number {name!r}, but has {value!r}.")
-        return float(value)
+        return check_number(name, default if value is None else value, f"Rotary type {self.rope_type!r}")
 
     @property
     def longest(self) -> int:
         """Longest sequence that the scaling is made for."""
         if self.rope_type == "yarn":
-            return max(self.max_positions, int(self.number("factor") * self.original_max_positions))
+            scaled = int(self.number("factor") * self.original_max_positions)
+            return check_size("max_position_embeddings", max(self.max_positions, scaled), "The rotary scaling")
         return self.max_positions
 
     @property
@@ -68,9 +67,10 @@ def read_rotary(values: Mapping[str, Any], layer_type: str = "", *, theta: float
         raise UnsupportedModelError(
             f"Rotary type {rope_type!r} is not supported.", hint=f"Known: {', '.join(FREQUENCIES)}."
         )
-    most = int(values.get("max_position_embeddings") or 0)
+    most = values.get("max_position_embeddings")
+    most = 0 if most is None else check_size("max_position_embeddings", most)
     original = values.get("original_max_position_embeddings") or found.get("original_max_position_embeddings") or most
-    config = RotaryConfig(rope_type, 0.0, 0.0, most, int(original), found)
+    config = RotaryConfig(rope_type, 0.0, 0.0, most, check_size("original_max_position_embeddings", original), found)
     return replace(
         config, theta=config.number("rope_theta", theta), partial_factor=config.number("partial_rotary_factor", 1.0)
     )
@@ -84,7 +84,7 @@ def rotary_table(config: RotaryConfig, head_dim: int, max_len: int) -> tuple[Flo
     sequences, of which max_len chooses: as in vLLM, all sequences of a run have the same.
     """
     rotary_dim = int(head_dim * config.partial_factor)
-    if rotary_dim < 2 or rotary_dim % 2:
+    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
         raise UnsupportedModelError(f"{rotary_dim} of {head_dim} dimensions of a head cannot be rotated in pairs.")
     frequencies, scale = FREQUENCIES[config.rope_type](config, rotary_dim, max_len)
     angles = np.arange(max_len, dtype=np.float32)[:, None] * frequencies.astype(np.float32)

@@ -294,6 +294,13 @@ class NotedWeights(Weights[Any]):
         mapped = set() if with_tables else self.tables - self.shared
         return sum(num_bytes for name, num_bytes in self.num_bytes.items() if name not in mapped)
 
+    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Compare with the shapes of the tensors in a file, whose names may lack the first part."""
+        for name, shape in self.shapes.items():
+            found = shapes.get(name, shapes.get(name.partition(".")[2], shape))
+            if tuple(found) != shape:
+                raise TensorError(f"Tensor {name!r} has shape {tuple(found)}, but the configuration asks for {shape}.")
+
     def linear(self, names: str | tuple[str, ...], *sizes: Any, **options: Any) -> LinearWeight[Any]:
         self.products.append(
             tuple(f"{self.prefix}{name}.weight" for name in ([names] if isinstance(names, str) else names))

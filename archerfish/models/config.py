@@ -9,6 +9,7 @@ from typing import Any
 from archerfish.errors import UnsupportedModelError
 from archerfish.kernels.ops import Activation, HeadShape
 from archerfish.layers.encoder import BlockShape
+from archerfish.sizes import check_number, check_size, shown
 
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
@@ -30,17 +31,11 @@ class Config:
 
     def integer(self, name: str, default: int | None = None) -> int:
         value = self.values.get(name)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise UnsupportedModelError(f"The model's configuration needs a whole number {name!r}, but has {value!r}.")
-        return value
+        return check_size(name, default if value is None else value)
 
     def number(self, name: str, default: float) -> float:
         value = self.values.get(name)
-        value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise UnsupportedModelError(f"The model's configuration needs a number {name!r}, but has {value!r}.")
-        return float(value)
+        return check_number(name, default if value is None else value)
 
     def limit(self, name: str, default: float = 0.0) -> float:
         """A number that null turns off (0 then), such as a window or a cap; the default where it is missing."""
@@ -52,8 +47,8 @@ class Config:
 
     def activation(self, name: str, default: str = "gelu") -> Activation:
         value = self.values.get(name) or default
-        if value not in ACTIVATIONS:
-            raise UnsupportedModelError(f"Unknown activation {value!r} in the model's configuration ({name}).")
+        if not isinstance(value, str) or value not in ACTIVATIONS:
+            raise UnsupportedModelError(f"Unknown activation {shown(value)} in the model's configuration ({name}).")
         return ACTIVATIONS[value]
 
     @property
@@ -91,7 +86,7 @@ class Config:
             self.activation(activation),
             self.number("layer_norm_eps", 1e-12),
         )
-        if shape.num_heads == 0 or shape.width % shape.num_heads:
+        if shape.width % shape.num_heads:
             raise UnsupportedModelError(f"A width of {shape.width} does not divide into {shape.num_heads} heads.")
         return shape
 
@@ -99,11 +94,9 @@ class Config:
         """Heads of a decoder's attention; the scale is head_dim ** -0.5 unless given."""
         width, num_heads = self.integer("hidden_size"), self.integer("num_attention_heads")
         num_kv_heads = self.integer("num_key_value_heads", num_heads)
-        if not num_heads or not num_kv_heads or num_heads % num_kv_heads:
+        if num_heads % num_kv_heads:
             raise UnsupportedModelError(f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads.")
         head_dim = self.integer("head_dim", width // num_heads)
-        if not head_dim:
-            raise UnsupportedModelError(f"A width of {width} leaves nothing for each of {num_heads} heads.")
         scale = head_dim**-0.5 if scale is None else scale
         return HeadShape(num_heads, num_kv_heads, head_dim, scale, window, softcap, self.is_causal)
 
@@ -116,13 +109,10 @@ class Config:
             period = self.integer("sliding_window_pattern", default_period) if default_period else 0
             is_full = [period == 0 or (i + 1) % period == 0 for i in range(num_layers)]
             return ["full_attention" if full else "sliding_attention" for full in is_full]
-        if (
-            not isinstance(stated, list)
-            or len(stated) != num_layers
-            or set(stated) - {"full_attention", "sliding_attention"}
-        ):
+        kinds = ("full_attention", "sliding_attention")
+        if not isinstance(stated, list) or len(stated) != num_layers or any(kind not in kinds for kind in stated):
             raise UnsupportedModelError(
-                f"The model's configuration has layer_types {stated!r}.",
+                f"The model's configuration has layer_types {shown(stated)}.",
                 hint=f"Expected 'full_attention' or 'sliding_attention' for each of {num_layers} layers.",
             )
         return stated

@@ -14,6 +14,7 @@ from archerfish.layers.weights import Weights
 from archerfish.models.config import Config
 from archerfish.models.llama import Biases, LlamaModel, MistralModel, Qwen2Model, Qwen3Model
 from archerfish.models.olmo import Olmo2Model
+from archerfish.sizes import MAX_EXPERTS
 
 
 class ExpertModel(LlamaModel[T]):
@@ -49,6 +50,10 @@ class ExpertModel(LlamaModel[T]):
     def routing(self) -> Routing[T]:
         config = self.config
         num_experts = config.integer("num_experts", config.integer("num_local_experts", 0))
+        num_layers = config.integer("num_hidden_layers")
+        if num_experts * num_layers > MAX_EXPERTS:
+            stated = f"num_experts = {num_experts:,} in num_hidden_layers = {num_layers:,}"
+            raise UnsupportedModelError(f"The model's configuration has {stated}: at most {MAX_EXPERTS:,} in all.")
         is_normed = self.is_normed or config.flag("norm_topk_prob")
         return Routing(num_experts, config.integer("num_experts_per_tok"), is_normed=is_normed)
 

@@ -12,6 +12,7 @@ from archerfish.layers.rotary import RotaryConfig, read_rotary, rotary_table
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import ModelAdapter
 from archerfish.models.config import Config
+from archerfish.sizes import check_size
 
 NO_FULL_LAYER = 1 << 30  # a full_period longer than any model
 
@@ -155,7 +156,9 @@ class LlamaModel(ModelAdapter[T]):
 
     def window(self, layer: int) -> int:
         """Sliding window of a layer in tokens; 0: none."""
-        return int(self.config.limit("sliding_window", self.default_window)) if self.is_sliding(layer) else 0
+        if not self.is_sliding(layer):
+            return 0
+        return check_size("sliding_window", int(self.config.limit("sliding_window", self.default_window)))
 
     def is_sliding(self, layer: int) -> bool:
         return self.layer_type(self.config, layer) == "sliding_attention"

@@ -105,7 +105,9 @@ class ModelText:
     def __init__(self, card: ModelCard) -> None:
         self.card = card
         self.tokenizer = tokenizer = (
-            find_text_tokenizer(card.directory, num_ids=card.vocab_size or None) if card.directory else None
+            find_text_tokenizer(card.directory, num_ids=card.vocab_size or None, max_len=card.max_length)
+            if card.directory
+            else None
         )
         self.template = Lazy(lambda: ChatTemplate.find(card.directory, card.id, tokenizer))
         self._longest_token = 1  # in characters

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from archerfish.errors import CorruptFileError, UnsupportedModelError
 from archerfish.kernels.stored import numpy_type, widened
+from archerfish.sizes import RANGES, check_size
 from archerfish.store.format import Row, dequantize, first_line, make_quantization, split_blocks
 from archerfish.store.source import DTYPE_CODES, ModelSource, SourceTensor, make_embedding, source_info
 from archerfish.store.tokenizer_files import make_tokenizer_files, write_files
@@ -382,10 +383,9 @@ def make_config(architecture: Architecture, facts: GGUFFacts) -> dict[str, Any]:
     stated = {target: facts.fields[key] for key, target in architecture.keys.items() if key in facts.fields}
     names = {"architectures": [architecture.class_name], "model_type": architecture.model_type}
     config: dict[str, Any] = {**names, **architecture.constants, **stated}
-    for target in SHARED_KEYS.values():
-        value = config.get(target)
-        if type(value) is not int or value < 1:
-            raise CorruptFileError(f"{facts.name}: the metadata gives {target} as {value!r}.")
+    for key, target in architecture.keys.items():
+        if target in SHARED_KEYS.values() or (target in config and target in RANGES):
+            check_size(target, config.get(target), f"{facts.name} ({key})")
     if config["hidden_size"] % config["num_attention_heads"] and "head_dim" not in config:
         raise CorruptFileError(f"{facts.name}: hidden_size is not a multiple of the number of heads.")
     embedding = facts.shapes.get("token_embd.weight")

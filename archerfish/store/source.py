@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-from archerfish.errors import CorruptFileError, UnsupportedModelError
-from archerfish.store.format import ITEM_BYTES, Row, TensorInfo, make_info
+from archerfish.errors import CorruptFileError, OutOfMemoryError, UnsupportedModelError
+from archerfish.store.format import ITEM_BYTES, Row, TensorInfo, first_line, make_info
 from archerfish.store.late_interaction import as_pylate, read_late_interaction
 
 # Types by their names in safetensors and GGUF files.
@@ -97,6 +98,26 @@ PIPELINES = {
 }
 LINEAR_FILES = ("sparse_linear.pt", "colbert_linear.pt")  # of BGE-M3, beside its weights
 STANFORD_SETTINGS = "artifact.metadata"  # of ColBERT's own code
+
+
+@contextmanager
+def reading(what: str = "This model") -> Iterator[None]:
+    """Turns an error that no check of a model's files foresaw into an error of the model; a decorator, too."""
+    try:
+        yield
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+        AssertionError,
+    ) as error:
+        why = f"{type(error).__name__}: {first_line(error):.200}"
+        raise CorruptFileError(f"{what} has values that cannot be used ({why}).") from error
+    except MemoryError as error:
+        raise OutOfMemoryError.of(what, error) from error
 
 
 def read_json(path: Path, kind: type = dict) -> Any:

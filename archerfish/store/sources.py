@@ -34,6 +34,7 @@ from archerfish.store.source import (
     optional_json,
     read_embedding,
     read_modules,
+    reading,
     source_info,
     transformer_directory,
 )
@@ -70,6 +71,7 @@ RWKV_TENSOR = re.compile(
 BUFFERS = re.compile(r"(^|\.)(position_ids|embeddings\.token_type_ids|rotary_emb\.inv_freq|attn\.masked_bias)$")
 
 
+@reading()
 def open_source(path: Path) -> ModelSource:
     """Open a directory or a single file of weights, checking its structure."""
     if not path.exists():

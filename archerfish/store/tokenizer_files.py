@@ -11,8 +11,7 @@ part of the metadata, in one of three kinds:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,15 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from archerfish.errors import CorruptFileError, UnsupportedModelError
 from archerfish.store.files import write_file
-from archerfish.store.format import first_line
 from archerfish.store.source import WORLD_NAME, optional_json, token_name
+from archerfish.store.tokenizer_checks import (
+    GPT4O_SPLIT,
+    LLAMA3_SPLIT,
+    QWEN2_SPLIT,
+    TEKKEN_SPLIT,
+    open_tokenizer,
+    tokenizer_errors,
+)
 
 COPIED_NAMES = (
     "tokenizer.json",
@@ -57,24 +63,13 @@ MPNET_TOKENS = {**ROBERTA_TOKENS, "unk_token": "[UNK]"}
 SAVE_AGAIN = "Save it once with transformers' AutoTokenizer (use_fast=True), which writes tokenizer.json."
 
 
-@contextmanager
-def tokenizer_errors(where: Path | str) -> Iterator[None]:
-    """Turn errors of `tokenizers`, whose Rust side raises bare Exception, into a CorruptFileError."""
-    try:
-        yield
-    except (CorruptFileError, UnsupportedModelError):
-        raise
-    except Exception as error:
-        raise CorruptFileError(f"{where} does not hold a sound tokenizer: {first_line(error)}") from error
-
-
 def write_tokenizer_files(source: Path, target: Path) -> None:
     """Fill the new directory `target` with the tokenizer files of a source. A source without a tokenizer makes no
     directory."""
     data = {name: (source / name).read_bytes() for name in COPIED_NAMES if (source / name).is_file()}
     with tokenizer_errors(source):
         if "tokenizer.json" in data:
-            Tokenizer.from_buffer(data["tokenizer.json"])
+            open_tokenizer(data["tokenizer.json"], source)
         elif "vocab.txt" in data:
             data["tokenizer.json"] = build_wordpiece(source).encode()
         elif "vocab.json" in data and "merges.txt" in data:
@@ -181,19 +176,6 @@ ROLES = {
     "cls": "cls_token_id",
     "mask": "mask_token_id",
 }
-LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-TEKKEN_SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
-    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-GPT4O_SPLIT = TEKKEN_SPLIT.replace(r"\p{M}]+|", rf"\p{{M}}]+{ENDINGS}|").replace(r"\p{M}]*|", rf"\p{{M}}]*{ENDINGS}|")
-GPT4O_SPLIT = GPT4O_SPLIT.replace(r"\p{N}|", r"\p{N}{1,3}|")
 
 
 @dataclass(frozen=True)

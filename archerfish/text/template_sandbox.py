@@ -29,6 +29,10 @@ from jinja2.visitor import NodeTransformer
 
 MAX_STEPS = 1_000_000  # loop iterations, calls and filters; a chat of 10,000 messages takes about 200,000
 MAX_CHARACTERS = 64_000_000  # of all texts that a rendering makes, intermediate ones included
+MAX_SIZE = 8_000_000  # characters of one text, or items of one list
+MAX_SLOW_SIZE = 1_000_000  # of what a filter reads that is not in QUICK_FILTERS: they take up to 3 us a character
+MAX_BITS = 100_000  # of an integer: a division takes time that grows with their square
+LARGE = 4096  # characters; the time is looked at with each such text
 MAX_SECONDS = 3.0  # of processor time of this thread
 MAX_WIDTH = 1000  # of padding and indentation
 WIDTHS = (  # filters and methods whose numbers are widths
@@ -45,10 +49,14 @@ WIDTHS = (  # filters and methods whose numbers are widths
     "wordwrap",
     "zfill",
 )
+LINE_WIDTHS = ("expandtabs", "indent", "tojson")  # those that pad each line, item or character
 STRUCTURE_FILTERS = frozenset((  # those that make no text of their values
-    "abs", "attr", "count", "d", "default", "dictsort", "first", "float", "groupby", "int", "items", "last", "length", "list",
-    "map", "max", "min", "random", "reject", "rejectattr", "reverse", "round", "select", "selectattr", "sort", "sum", "unique",
+    "abs", "attr", "count", "d", "default", "first", "float", "int", "items", "last", "length", "list", "map", "random",
+    "reject", "rejectattr", "reverse", "round", "select", "selectattr",
 ))  # fmt: skip
+QUICK_FILTERS = (STRUCTURE_FILTERS - {"list"}) | {
+    "capitalize", "e", "escape", "indent", "join", "lower", "replace", "safe", "string", "tojson", "trim", "upper",
+}  # fmt: skip
 FORMAT_WIDTH = re.compile(r"\{|\d{4,}")  # of str.format, also one that is a value itself
 PERCENT_WIDTH = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\*|\d{4,}|\d*\.(?:\*|\d{4,}))")
 
@@ -71,14 +79,17 @@ class Budget(threading.local):
         self.num_steps, self.num_characters = MAX_STEPS, MAX_CHARACTERS
         self.deadline = time.thread_time() + MAX_SECONDS
 
-    def take(self, num_characters: int = 0, num_steps: int = 1) -> None:
+    def take(self, num_characters: int = 0, num_steps: int = 1, num_read: int = 0) -> None:
         self.num_characters -= num_characters
         self.num_steps -= num_steps
+        if num_characters > MAX_SIZE:
+            raise LimitError(f"it makes a text or a list of more than {MAX_SIZE:,}")
         if self.num_characters < 0:
             raise LimitError(f"it makes more than {MAX_CHARACTERS:,} characters")
         if self.num_steps < 0:
             raise LimitError(f"it takes more than {MAX_STEPS:,} steps")
-        if self.num_steps % 64 == 0 and time.thread_time() > self.deadline:
+        is_due = num_characters > LARGE or num_read > LARGE or self.num_steps % 64 == 0
+        if is_due and time.thread_time() > self.deadline:
             raise LimitError(f"it takes more than {MAX_SECONDS:g} seconds")
 
     def take_text_of(self, value: Any) -> Any:
@@ -90,7 +101,7 @@ class Budget(threading.local):
             if isinstance(item, str | list | tuple | set | frozenset | range):
                 num_characters = len(item)
             elif isinstance(item, int):
-                num_characters = item.bit_length() // 3
+                num_characters = check_bits(item.bit_length()) // 3
             self.take(num_characters)
             if isinstance(item, Mapping):
                 pending += [*item.keys(), *item.values()]
@@ -171,12 +182,14 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         num_characters = 0
+        for value in (left, right):
+            check_bits(value.bit_length() if isinstance(value, int) else 0)
         if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
             num_characters = len(left) + len(right)
         elif operator == "*":
             num_characters = product_size(left, right)
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            num_characters = left.bit_length() * max(0, right)
+            check_bits(left.bit_length() * max(0, right))
         elif operator == "%" and isinstance(left, str):
             self._check_percent(left, right)
         self.budget.take(num_characters)
@@ -208,8 +221,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return functools.update_wrapper(bounded_format, value)
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self.budget.take()
         owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+        self.budget.take(num_read=size_of(owner))
         if isinstance(owner, str | bytes | int):
             args = tuple(map(as_list, args))
             self._check_growth(name, (owner, *args), kwargs)
@@ -223,8 +236,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
         @functools.wraps(function)  # carries over the marks of filters that want the context or the environment
         def filter_within_bounds(*args: Any, **kwargs: Any) -> Any:
-            budget = self.budget
-            budget.take()
+            budget, size = self.budget, max(map(size_of, args), default=0)
+            budget.take(num_read=size)
+            if size > MAX_SLOW_SIZE and name not in QUICK_FILTERS:
+                raise LimitError(f"it gives {name} more than {MAX_SLOW_SIZE:,} characters or items")
             if name not in STRUCTURE_FILTERS:
                 args = tuple(map(as_list, args))
                 self._check_growth(name, args[num_own:], kwargs)
@@ -238,7 +253,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         """Check the size of a text before a filter makes it, or a method, whose object is the first argument."""
         self.budget.take_text_of([value for value in (*args, *kwargs.values()) if not isinstance(value, str)])
         if name in WIDTHS:
-            check_width(args[1:], kwargs)
+            width = max_width(args[1:], kwargs)
+            self._take_uses(args[:1], width if name in LINE_WIDTHS else 0)
+        elif name == "sum" and any(isinstance(value, list | tuple) for value in (*args[1:], *kwargs.values())):
+            raise LimitError("it sums lists, which copies each of them many times")
         elif name == "format":
             self._check_percent(str(args[0]), (args[1:], kwargs))
         elif name in ("replace", "join"):
@@ -274,9 +292,17 @@ def size_of(value: Any) -> int:
     return len(value) if isinstance(value, str | bytes | list | tuple | dict | range) else 0
 
 
-def check_width(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-    if any(isinstance(value, int) and value > MAX_WIDTH for value in (*args, *kwargs.values())):
+def max_width(args: Iterable[Any], kwargs: Mapping[str, Any]) -> int:
+    found = max((value for value in (*args, *kwargs.values()) if isinstance(value, int)), default=1)
+    if found > MAX_WIDTH:
         raise LimitError(f"it pads to more than {MAX_WIDTH:,} characters")
+    return found
+
+
+def check_bits(num_bits: int) -> int:
+    if num_bits > MAX_BITS:
+        raise LimitError(f"it makes an integer of more than {MAX_BITS:,} bits")
+    return num_bits
 
 
 def product_size(left: Any, right: Any) -> int:

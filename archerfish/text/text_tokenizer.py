@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from archerfish.errors import InputTooLargeError
 from archerfish.store.source import token_name
+from archerfish.store.tokenizer_checks import tokenizer_errors
 from archerfish.text.tokenizer import Tokenizer, check_highest, find_tokenizer, open_tokenizer, read_settings
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
+
+BYTES_PER_TOKEN, SPARE_BYTES = 16, 1 << 20  # a longer text does not fit the context; it is refused before it is read
 
 
 class TextTokenizer:
     """The tokenizer of a model directory.
 
     config and generation_config are the model's; without them the files in the directory are read. num_ids: as in
-    `open_tokenizer`. The vocabulary is parsed on first use. Safe to use from several threads at once.
+    `open_tokenizer`. max_len: tokens of the longest context; 0: texts have no limit. The vocabulary is parsed on first
+    use. Safe to use from several threads at once.
     """
 
     def __init__(
@@ -30,6 +36,7 @@ class TextTokenizer:
         config: Mapping[str, Any] | None = None,
         generation_config: Mapping[str, Any] | None = None,
         num_ids: int | None = None,
+        max_len: int = 0,
     ) -> None:
         file = self._file = find_tokenizer(Path(directory))
         self._num_ids = num_ids
@@ -40,6 +47,7 @@ class TextTokenizer:
             generation_config = read_settings(file.parent / "generation_config.json")
         self._generation_config = generation_config
         self._bytes: dict[int, bytes] = {}
+        self._max_bytes = max_len * BYTES_PER_TOKEN + SPARE_BYTES if max_len else sys.maxsize
 
     @cached_property
     def _base(self) -> RustTokenizer:
@@ -55,13 +63,20 @@ class TextTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, *, plain: bool = False) -> list[int]:
         """Token ids of a text. Names of special tokens in it become those tokens, unless `plain`."""
         tokenizer = self._plain if plain else self._base
-        texts = [text.encode(errors="replace").decode()]  # a batch of one: only batches release the interpreter lock
-        ids: list[int] = tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)[0].ids
+        data = text.encode(errors="replace")
+        if len(data) > self._max_bytes:
+            raise InputTooLargeError(
+                f"The text has {len(data):,} bytes; the context takes {self._max_bytes:,} at most."
+            )
+        with tokenizer_errors():  # a batch of one: only batches release the interpreter lock
+            found = tokenizer.encode_batch_fast([data.decode()], add_special_tokens=add_special_tokens)
+        ids: list[int] = found[0].ids
         return [*self._missing_bos, *ids] if add_special_tokens else ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Ids outside of the vocabulary are skipped."""
-        return str(self._base.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        with tokenizer_errors():
+            return str(self._base.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def to_json(self) -> str:
         """The contents of a tokenizer.json."""
@@ -125,7 +140,8 @@ class TextTokenizer:
         bos = self.bos_token_id
         if self._settings.get("add_bos_token") is not True or bos is None:
             return []
-        return [] if self._base.encode("a").ids[:1] == [bos] else [bos]
+        with tokenizer_errors():
+            return [] if self._base.encode("a").ids[:1] == [bos] else [bos]
 
 
 def find_text_tokenizer(
@@ -133,14 +149,15 @@ def find_text_tokenizer(
     config: Mapping[str, Any] | None = None,
     generation_config: Mapping[str, Any] | None = None,
     num_ids: int | None = None,
+    max_len: int = 0,
 ) -> Tokenizer | None:
     """The tokenizer of a model directory, of either kind; None if it has none: such a model takes token ids only.
 
-    num_ids: as in `open_tokenizer`.
+    num_ids: as in `open_tokenizer`. max_len: as in TextTokenizer.
     """
     root = Path(directory)
     if any(file.is_file() for file in (root / "tokenizer.json", root / "tokenizer" / "tokenizer.json")):
-        return TextTokenizer(root, config=config, generation_config=generation_config, num_ids=num_ids)
+        return TextTokenizer(root, config=config, generation_config=generation_config, num_ids=num_ids, max_len=max_len)
     from archerfish.text.world_tokenizer import WorldTokenizer
 
     found = WorldTokenizer.find(root, config)

@@ -15,6 +15,7 @@ import numpy as np
 from archerfish.errors import CorruptFileError, InvalidInputError, UnsupportedModelError
 from archerfish.kernels.batches import Ids
 from archerfish.kernels.select import import_torch
+from archerfish.store import tokenizer_checks
 from archerfish.store.source import optional_json, token_name
 from archerfish.text.chunks import ChunkTokenizer
 
@@ -89,14 +90,15 @@ class FastTokenizer:
         file = find_tokenizer(Path(tokenizer_path))
         self._base: RustTokenizer = open_tokenizer(file, num_ids, num_types)
         settings = self._settings = read_settings(file.parent / "tokenizer_config.json")
-        add_end(self._base, settings)
-        if lowers:
-            lower_words(self._base)
-        add_markers(self._base, markers)
         self.max_length, self._side = max_length, "left" if settings.get("truncation_side") == "left" else "right"
-        self._base.enable_truncation(max_length, direction=self._side)
+        with tokenizer_checks.tokenizer_errors(file):
+            add_end(self._base, settings)
+            if lowers:
+                lower_words(self._base)
+            add_markers(self._base, markers)
+            self._base.enable_truncation(max_length, direction=self._side)
+            self._chunks = ChunkTokenizer.of(self._base, max_length) if self._side == "right" else None
         self._by_length: dict[int, RustTokenizer] = {self.max_length: self._base}
-        self._chunks = ChunkTokenizer.of(self._base, max_length) if self._side == "right" else None
 
     def tokenize(self, texts: Sequence[Text], max_length: int | None = None) -> list[TokenizedText]:
         """Texts or pairs of texts, cut to max_length tokens, with the model's special tokens."""
@@ -126,7 +128,8 @@ class FastTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""
-        return str(self._base.decode([int(i) for i in token_ids], skip_special_tokens=True))
+        with tokenizer_checks.tokenizer_errors():
+            return str(self._base.decode([int(i) for i in token_ids], skip_special_tokens=True))
 
     @property
     def pad_id(self) -> int:
@@ -175,7 +178,8 @@ def are_strings(items: Sequence[Any]) -> TypeGuard[Sequence[str]]:
 
 def read(tokenizer: RustTokenizer, texts: Sequence[Text]) -> list[TokenizedText]:
     """Tokenise texts or pairs with the Rust tokenizer."""
-    encodings = tokenizer.encode_batch_fast(list(texts)) if texts else []
+    with tokenizer_checks.tokenizer_errors():
+        encodings = tokenizer.encode_batch_fast(list(texts)) if texts else []
     ids = arrays([encoding.ids for encoding in encodings])
     cut = [bool(encoding.overflowing) for encoding in encodings]
     if are_strings(texts):
@@ -200,17 +204,13 @@ def open_tokenizer(file: Path, num_ids: int | None = None, num_types: int | None
     raises a CorruptFileError. Added tokens are an exception: published models have some without a row (Gemma 3's
     image token in its text models), so such tokens are dropped, and a text that names one is read as plain text.
     """
-    from tokenizers import Tokenizer
+    tokenizer = tokenizer_checks.open_tokenizer(file.read_bytes(), file)
+    if num_ids is not None:
+        from tokenizers import Tokenizer
 
-    try:
-        tokenizer: RustTokenizer = Tokenizer.from_file(str(file))
-        if num_ids is not None:
+        with tokenizer_checks.tokenizer_errors(file):
             dropped = check_ids(tokenizer, file, num_ids, num_types)
             tokenizer = Tokenizer.from_str(without_tokens(tokenizer, dropped, num_ids)) if dropped else tokenizer
-    except CorruptFileError:
-        raise
-    except Exception as error:  # the tokenizers package raises plain Exception
-        raise CorruptFileError(f"The tokenizer {file} cannot be read: {error}.") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer

@@ -277,12 +277,12 @@ def test_the_longest_context_of_yarn_follows_from_its_factor() -> None:
         (
             "llama",
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
-            "'linear' needs .*'factor', but has None",
+            "'linear' has factor = None, which must be a number",
         ),
         (
             "llama",
             {"rope_parameters": {"rope_type": "linear", "factor": "2", "rope_theta": 1e4}},
-            "'factor', but has '2'",
+            "has factor = '2', which must be a number",
         ),
         ("llama", {"rope_parameters": "yes"}, "'yes'"),
         ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.01}}, "rotated in pairs"),

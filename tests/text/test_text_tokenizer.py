@@ -118,7 +118,7 @@ def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
 def test_the_vocabulary_is_parsed_on_first_use(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("not json")
     broken = TextTokenizer(tmp_path)
-    with pytest.raises(CorruptFileError, match="cannot be read"):
+    with pytest.raises(CorruptFileError, match="not hold a sound tokenizer"):
         broken.encode("x")
 
 
