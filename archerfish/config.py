@@ -234,6 +234,9 @@ class EngineConfig(Options):
         minimum=0,
     )
     max_queue_size: int = option(4096, "Most waiting requests; above this requests are refused.", minimum=1)
+    grammar_seconds: int = option(
+        3, "CPU time that compiling one grammar or JSON schema may take; above this it is refused.", minimum=1
+    )
     block_size: int = option(
         0,
         "Tokens in a block of KV memory, the unit of allocation; of a recurrent model, tokens from one kept state to the "

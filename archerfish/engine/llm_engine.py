@@ -79,7 +79,7 @@ class LLMEngine(Closing):
             self.config = EngineConfig(**(options if model is None else {"model": str(model), **options}))
         facts = read_facts(self.config, hub or HubConfig(), progress)
         self.model_name, self.tokenizer = facts.name, facts.find_tokenizer()
-        self.grammars = GrammarCompiler(self.tokenizer, facts.vocab_size, facts.name)
+        self.grammars = GrammarCompiler(self.tokenizer, facts.vocab_size, facts.name, self.config.grammar_seconds)
         self.runner, facts, self.config = start_runner(facts, self.config, hub or HubConfig(), executor, progress)
         self.runner.ops.pin_threads(self.config.pin_threads)
         self.facts = facts

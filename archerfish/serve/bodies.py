@@ -390,8 +390,15 @@ def read_tool(tool: Any, where: str) -> dict[str, Any]:
     return template_tool(function, "parameters", where)
 
 
+def described_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tools as chat templates read them: without `strict`."""
+    members = [tool["function"].items() for tool in tools]
+    functions = [{name: value for name, value in items if name != "strict"} for items in members]
+    return [{"type": "function", "function": function} for function in functions]
+
+
 def template_tool(function: dict[str, Any], schema_name: str, where: str) -> dict[str, Any]:
-    """A tool as chat templates expect it; schema_name: the member that holds the schema of its arguments."""
+    """A tool in OpenAI's form; schema_name: the member that holds the schema of its arguments."""
     name = function.get("name")
     description = function.get("description")
     schema = function.get(schema_name)
@@ -407,7 +414,8 @@ def template_tool(function: dict[str, Any], schema_name: str, where: str) -> dic
             raise InvalidInputError(f'{place} must be a schema of type "object", not {found}: {reason}.')
     described = "" if description is None else check_text(description, f"{where}.description")
     parameters = schema or {"type": "object", "properties": {}}
-    return {"type": "function", "function": {"name": name, "description": described, "parameters": parameters}}
+    tool: dict[str, Any] = {"name": name, "description": described, "parameters": parameters}
+    return {"type": "function", "function": {**tool, "strict": True} if function.get("strict") is True else tool}
 
 
 def read_tool_choice(value: Any, where: str) -> str:

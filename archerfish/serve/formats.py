@@ -12,12 +12,13 @@ from archerfish.errors import InvalidInputError, did_you_mean
 from archerfish.params import is_number
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import UnsupportedParameterError, check_members, json_type, naming, short_value
-from archerfish.text.schema_logic import COUNTS, ONE_SCHEMA, SCHEMA_LISTS, SCHEMA_MAPS
+from archerfish.text.json_schema import COUNTS, MAX_DEPTH, ONE_SCHEMA, SCHEMA_LISTS, SCHEMA_MAPS, lenient_schema
 from archerfish.text.tokenizer import Tokenizer
 from archerfish.text.tool_calls import UNFORCED, ToolCallParser, call_at, grammar_for_tools, tool_schemas
 
 # Response formats
 
+LENIENT = ("response_format", "text.format")  # OpenAI's formats: without "strict" they leave out unsupported keywords
 SCHEMA_MEMBERS = ("name", "description", "schema", "strict")
 FORMATS = {  # an example of each type
     "text": '{"type": "text"}',
@@ -61,12 +62,6 @@ def nested_grammar(value: Mapping[str, Any], param: str) -> dict[str, Any] | Non
     return None if stated is None else response_grammar(stated, f"{param}.format")
 
 
-def is_best_effort(value: Any) -> bool:
-    """Whether a format says that its schema need not be followed exactly."""
-    inner = value.get("json_schema") or value.get("format") or value if isinstance(value, dict) else {}
-    return isinstance(inner, dict) and inner.get("strict") is False
-
-
 def format_schema(value: dict[str, Any], where: str) -> dict[str, Any]:
     """The schema of a format of type json_schema."""
     is_nested = value.get("json_schema") is not None
@@ -79,6 +74,8 @@ def format_schema(value: dict[str, Any], where: str) -> dict[str, Any]:
         check_members(value, ("type", "json_schema"), f"{where} of type json_schema", HINTS)
     check_members(inner, SCHEMA_MEMBERS if is_nested else ("type", *SCHEMA_MEMBERS), inside, HINTS)
     check_schema(schema, f"{inside}.schema")
+    if where in LENIENT and inner.get("strict") is not True:
+        return lenient_schema(schema)
     return schema
 
 
@@ -95,6 +92,7 @@ RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
     **dict.fromkeys(
         SCHEMA_LISTS, (lambda held: isinstance(held, list) and held, "a list of schemas that is not empty")
     ),
+    "x-guidance": (lambda held: isinstance(held, dict), "an object of llguidance's options"),
     **dict.fromkeys(SCHEMA_MAPS, (lambda held: isinstance(held, dict), "an object of schemas by name")),
     **dict.fromkeys(("pattern", "format", "$ref"), (lambda held: isinstance(held, str), "a string")),
     **dict.fromkeys(
@@ -104,19 +102,19 @@ RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-def check_schema(schema: Any, where: str) -> None:
+def check_schema(schema: Any, where: str, depth: int = 0) -> None:
     """Refuse a schema that is not well formed; the error names the place in it."""
-    pending = [(where, schema)]
-    while pending:
-        place, value = pending.pop()
-        if isinstance(value, bool):
-            continue
-        if not isinstance(value, dict):
-            raise InvalidInputError(f"{place} must be a JSON schema, which is an object, not {json_type(value)}.")
-        stated = {keyword: held for keyword, held in value.items() if held is not None}
-        for keyword, held in stated.items():
-            check_keyword(keyword, held, f"{place}.{keyword}")
-        pending += reversed([*inner_schemas(stated, place)])
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        raise InvalidInputError(f"{where} must be a JSON schema, which is an object, not {json_type(schema)}.")
+    if depth > MAX_DEPTH:
+        raise InvalidInputError(f"{where[:100]}... is nested too deeply.", hint=f"{MAX_DEPTH} levels are allowed.")
+    stated = {keyword: held for keyword, held in schema.items() if held is not None}
+    for keyword, held in stated.items():
+        check_keyword(keyword, held, f"{where}.{keyword[:50]}")
+    for place, inner in inner_schemas(stated, where):
+        check_schema(inner, place, depth + 1)
 
 
 def check_keyword(keyword: str, held: Any, place: str) -> None:
@@ -138,7 +136,7 @@ def inner_schemas(schema: dict[str, Any], place: str) -> Iterator[tuple[str, Any
     """The schemas in a schema, each with its place."""
     for keyword, held in schema.items():
         if keyword in SCHEMA_MAPS:
-            yield from ((f"{place}.{keyword}.{name}", inner) for name, inner in held.items())
+            yield from ((f"{place}.{keyword}.{name[:50]}", inner) for name, inner in held.items())
         elif keyword in SCHEMA_LISTS or (keyword == "items" and isinstance(held, list)):
             yield from ((f"{place}.{keyword}[{index}]", inner) for index, inner in enumerate(held))
         elif keyword in ONE_SCHEMA:

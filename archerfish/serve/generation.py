@@ -22,15 +22,15 @@ from archerfish.engine.request_maker import check_vocabulary
 from archerfish.errors import ArcherfishError, InvalidInputError, StoppedError
 from archerfish.params import SamplingParams, with_defaults
 from archerfish.serve.answers import CachedTokens, ChosenLogprob, StopReason, TokenLogprob, Usage
-from archerfish.serve.bodies import GenerationBody, TextBody, ToolBody
+from archerfish.serve.bodies import GenerationBody, ToolBody, described_tools
 from archerfish.serve.catalog import Catalog, ModelCard, ModelText, in_thread
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError, naming
-from archerfish.serve.formats import ToolUse, is_best_effort
+from archerfish.serve.formats import ToolUse
 from archerfish.serve.logs import EngineTimes
 from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Logprob, WireOutput
-from archerfish.text.json_schema import rewrite_schema
+from archerfish.text.json_schema import prepare_schema
 from archerfish.text.output_text import OutputText
 from archerfish.text.reasoning import CHANNEL, CLOSE, FINAL, TAIL_TOKENS, AnswerParser, ends_inside, parser_for
 from archerfish.text.tokenizer import Tokenizer
@@ -334,8 +334,7 @@ class TextService:
         text = await self.catalog.find_text(body.model, "generation", request=request)
         choice = body.check_tool_choice()
         values, names = body.sampling()
-        if "grammar" in values:
-            await follow_schema(request, body, values, names["grammar"])
+        await follow_schema(request, values, names["grammar"])
         effort_param, effort = body.effort()
         options = {**(effort_values(effort) if effort else {}), **(template_values or {})}
         tool_use, schema = None, None
@@ -343,7 +342,7 @@ class TextService:
             schema = answer_schema(values.pop("grammar", None))
             if schema is None:
                 names["grammar"] = "tools"
-            options["tools"] = body.tools
+            options["tools"] = described_tools(body.tools)
         prompt_ids = await text.encode(
             messages,
             param,
@@ -508,17 +507,13 @@ def named_in(message: str, values: dict[str, Any]) -> str:
     return next((word for word in re.findall(r"\w+", message) if word in values), "")
 
 
-async def follow_schema(request: Request, body: TextBody, values: dict[str, Any], param: str) -> None:
+async def follow_schema(request: Request, values: dict[str, Any], param: str) -> None:
     """Refuse the schema of a format that cannot be followed, and say what of it is not."""
     grammar = values.get("grammar")
-    if grammar is None or not isinstance(grammar["value"], dict):
-        return
-    is_lenient = is_best_effort(getattr(body, body.format_param))
-    with naming(param):
-        schema, remarks = await asyncio.to_thread(rewrite_schema, grammar["value"], is_lenient=is_lenient)
-    request.state.remarks.extend(remarks)
-    if is_lenient:
-        values["grammar"] = {**grammar, "value": schema}
+    if grammar is not None and isinstance(grammar["value"], dict):
+        with naming(param):
+            _, remarks = await asyncio.to_thread(prepare_schema, grammar["value"])
+        request.state.remarks.extend(remarks)
 
 
 def answer_schema(grammar: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -201,7 +201,7 @@ class MessagesRoutes:
         values, names = body.sampling()
         gen.checked_params(values, text.card, names)
         messages, start = body.conversation()
-        options = {"tools": body.tools} if body.check_tool_choice() != "none" else {}
+        options = {"tools": bodies.described_tools(body.tools)} if body.check_tool_choice() != "none" else {}
         token_ids = await catalog.encode_charged(request, text, messages, "messages", options, start)
         return json_response(answers.TokenCount(input_tokens=len(token_ids)))
 

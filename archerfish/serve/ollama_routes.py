@@ -109,7 +109,7 @@ class OllamaBody(bodies.ToolBody):
     @classmethod
     def read_format(cls, stated: Any, where: str) -> dict[str, Any] | None:
         if isinstance(stated, dict):
-            return response_grammar({"type": "json_schema", "schema": stated}, where)
+            return response_grammar({"type": "json_schema", "schema": stated, "strict": True}, where)
         if stated not in ("", "json"):
             raise InvalidInputError(f'{where} must be "json" or a JSON schema, which is an object.')
         return {"kind": "json", "value": None} if stated else None

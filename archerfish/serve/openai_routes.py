@@ -223,7 +223,7 @@ class OpenAIRoutes:
         if num_choices > most:
             raise InputTooLargeError(f"The prompts make {num_choices:,} choices; a request takes at most {most:,}.")
         values, names = body.sampling()
-        await gen.follow_schema(request, body, values, names["grammar"])
+        await gen.follow_schema(request, values, names["grammar"])
         params = gen.checked_params(values, text.card, names)
         generations: list[gen.Generation] = []
         for place, prompt in enumerate(body.prompt):

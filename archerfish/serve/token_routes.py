@@ -118,7 +118,7 @@ class TextRoutes:
         if messages is None:
             return await self.catalog.encode_charged(request, text, prompt or "", "prompt", **others)
         messages, options, start = body.conversation(messages)
-        options |= {"tools": body.tools} if body.tools else {}
+        options |= {"tools": bodies.described_tools(body.tools)} if body.tools else {}
         return await self.catalog.encode_charged(request, text, messages, "messages", options, start, **others)
 
 

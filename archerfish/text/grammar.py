@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -26,8 +29,10 @@ if TYPE_CHECKING:
 MAX_KEPT, MAX_KEPT_BYTES = 64, 1 << 19  # compiled grammars, and bytes of their sources (a thousandth of their memory)
 MAX_LEXER_STATES = 50_000  # of one grammar; each takes 1 to 2 kB
 MAX_STEP_ITEMS = 10_000  # of the parser in one step, to bound the time of a step
+MAX_COMPILE_BYTES = 1 << 30  # address space of the process that tries a grammar, its stack included
 STACK_BYTES = 256 << 20  # llguidance recurses for nested rules; 1,000 of them overflow the default stack
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\r\t]{1,64}"}  # without a bound a model may write blanks without end
+OVERLAP = "the alternatives of oneOf may overlap, use anyOf"
 R = TypeVar("R")
 logger = logging.getLogger("archerfish")
 _stack_lock = threading.Lock()
@@ -36,7 +41,11 @@ _stack_lock = threading.Lock()
 class GrammarCompiler:
     """Compiles grammars for one tokenizer and caches the latest. Safe to use from several threads at once."""
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, model_name: str = "this model") -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, model_name: str = "this model", max_seconds: int = 3
+    ) -> None:
+        """max_seconds: CPU time that compiling one grammar may take."""
+        self._max_seconds = max_seconds
         self._vocabulary = Lazy(partial(read_vocabulary, tokenizer, vocab_size, model_name))
         self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()
@@ -50,7 +59,8 @@ class GrammarCompiler:
                 self._kept.move_to_end(key)
                 return found
         vocabulary = self._vocabulary.get()
-        found = with_deep_stack(lambda: CompiledGrammar(vocabulary, str(grammar["kind"]), grammar["value"]))
+        kind, value = str(grammar["kind"]), grammar["value"]
+        found = with_deep_stack(lambda: CompiledGrammar(vocabulary, kind, value, self._max_seconds))
         with self._lock:
             self._kept[key] = found
             while len(self._kept) > MAX_KEPT or sum(map(len, self._kept)) > MAX_KEPT_BYTES:
@@ -108,7 +118,8 @@ class ByteVocabulary:
 class CompiledGrammar:
     """A compiled grammar. Each sequence gets its own matcher."""
 
-    def __init__(self, vocabulary: LLTokenizer, kind: str, value: Any) -> None:
+    def __init__(self, vocabulary: LLTokenizer, kind: str, value: Any, max_seconds: int = 0) -> None:
+        """max_seconds: as in GrammarCompiler; 0: no limit."""
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, step_max_items=MAX_STEP_ITEMS, verbose_errors=False)
@@ -116,6 +127,8 @@ class CompiledGrammar:
             text = grammar_text(kind, value)
         except ValueError as error:
             raise InvalidInputError(f"The grammar of kind {kind} is not valid: {error}.") from None
+        if max_seconds:
+            try_compiling(kind, text, max_seconds)
         self._num_words = -(-vocabulary.vocab_size // 32)
         self._first = LLMatcher(vocabulary, text, log_level=0, limits=limits)
         if self._first.is_error():
@@ -189,6 +202,25 @@ def with_deep_stack(work: Callable[[], R]) -> R:
     return running.result()
 
 
+def try_compiling(kind: str, text: str, max_seconds: int) -> None:
+    """Compile a grammar in a process of its own, whose time and memory are limited: llguidance's limits are not enough.
+
+    A grammar of 40 bytes can take minutes and gigabytes, and a thread that compiles it cannot be stopped.
+    """
+    from llguidance import _lib
+
+    script = Path(__file__).with_name("grammar_trial.py")
+    limits = (max_seconds, MAX_COMPILE_BYTES, STACK_BYTES, MAX_LEXER_STATES, MAX_STEP_ITEMS)
+    command = [sys.executable, "-IS", str(script), str(_lib.__file__), *map(str, limits)]
+    tried = subprocess.run(command, input=text.encode(), capture_output=True, check=False)
+    if tried.returncode:
+        logger.info(
+            "A grammar was refused: exit status %s. %s", tried.returncode, tried.stderr.decode(errors="replace")
+        )
+        message = f"The grammar of kind {kind} is too complex to compile: it takes more than {max_seconds} s or 1 GiB."
+        raise InvalidInputError(message, hint="Make it simpler, or raise the server's grammar_seconds.")
+
+
 def grammar_text(kind: str, value: Any) -> str:
     """A grammar in llguidance's language. Compiling it shows whether it is valid."""
     from llguidance import LLMatcher, regex_to_lark
@@ -197,9 +229,9 @@ def grammar_text(kind: str, value: Any) -> str:
         case "json":
             return LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=JSON_OPTIONS)
         case "json_schema":
-            from archerfish.text.json_schema import rewrite_schema
+            from archerfish.text.json_schema import prepare_schema
 
-            schema, remarks = rewrite_schema(value)
+            schema, remarks = prepare_schema(value)
             for remark in remarks:
                 logger.warning("JSON schema: %s.", remark)
             return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
@@ -215,7 +247,8 @@ def reason_of(message: str) -> str:
     """The line of an error message of llguidance that says what is wrong; the other lines show where."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     stated = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
-    return (stated or (lines[0] if lines else "it gives no reason")).rstrip(".")
+    reason = (stated or (lines[0] if lines else "it gives no reason")).rstrip(".")
+    return OVERLAP if reason.startswith("oneOf constraints are not supported") else reason
 
 
 # Limits of single tokens: bad_words and allowed_token_ids, alone or beside a grammar

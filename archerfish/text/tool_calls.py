@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from archerfish.errors import InvalidInputError, did_you_mean
 from archerfish.text.grammar import JSON_OPTIONS
-from archerfish.text.json_schema import rewrite_schema
+from archerfish.text.json_schema import lenient_schema, prepare_schema
 from archerfish.text.reasoning import CHANNEL
 from archerfish.text.tokenizer import Tokenizer
 
@@ -376,7 +376,8 @@ def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]
             raise InvalidInputError(
                 f"The parameters of the tool {name!r} must be a JSON schema, not {type(schema).__name__}."
             )
-        found[name] = {"type": "object", **(schema or {})}
+        schema = {"type": "object", **(schema or {})}
+        found[name] = schema if function.get("strict") is True else lenient_schema(schema)
     return found
 
 
@@ -443,7 +444,7 @@ def grammar_for_tools(
     rules.append(f"call: {' | '.join(f'call_{place}' for place in range(len(chosen)))}")
     for place, name in enumerate(chosen):
         try:
-            schema, ignored = rewrite_schema(schemas[name], is_lenient=True)
+            schema, ignored = prepare_schema(schemas[name])
         except InvalidInputError as error:
             message = f"The schema of the tool {name!r} cannot be followed: {error.message}"
             raise InvalidInputError(message, hint=UNFORCED) from None
@@ -451,9 +452,9 @@ def grammar_for_tools(
             remarks += [f"the tool {name!r}: {remark}" for remark in ignored]
         is_told = written.end or written.is_list or written.is_named
         if has_answer and not is_told:  # only a parser of JSON can tell it from an answer
-            members = {written.name: {"const": name}, written.arguments: {**schema, "$defs": {}}}
+            members = {written.name: {"const": name}, written.arguments: {"$id": f"arguments-{place}", **schema}}
             call = {"type": "object", "properties": members, "required": list(members), "additionalProperties": False}
-            rules.append(f"call_{place}: {json_rule({**call, '$defs': schema.get('$defs', {})})}")
+            rules.append(f"call_{place}: {json_rule({**call, 'x-guidance': schema.get('x-guidance', {})})}")
             continue
         if written.is_named:
             rules += [
@@ -467,7 +468,7 @@ def grammar_for_tools(
             f"arguments_{place}: {json_rule(schema)}",
         ]
     if answer is not None and has_answer:
-        rules.append(f"answer: {json_rule(rewrite_schema(answer)[0])}")
+        rules.append(f"answer: {json_rule(prepare_schema(answer)[0])}")
     return {"kind": "lark", "value": "\n".join(rules) + "\n"}
 
 

@@ -319,7 +319,7 @@ def test_only_the_last_item_is_incomplete(reply: str, max_tokens: int, items: An
 
 def test_formats_and_logprobs() -> None:
     backend = FakeBackend("y")
-    wanted = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}}
+    wanted = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}}
     body = {"input": "Hi", "text": wanted, "include": ["message.output_text.logprobs"], "top_logprobs": 1}
     answer = post(backend, RESPONSES, body).json()
     assert backend.params()["grammar"] == {"kind": "json_schema", "value": {"type": "object"}}

@@ -190,11 +190,12 @@ def test_valid_schemas_have_no_problem(schema: Any) -> None:
 
 
 def test_deeply_nested_schema_is_checked() -> None:
-    schema: dict[str, Any] = {"type": "zzz"}
-    for _ in range(5_000):
-        schema = {"items": schema}
-    with pytest.raises(InvalidInputError, match="not 'zzz'"):
-        check_schema(schema, "here")
+    for levels, said in ((100, "not 'zzz'"), (5_000, "nested too deeply")):
+        schema: dict[str, Any] = {"type": "zzz"}
+        for _ in range(levels):
+            schema = {"items": schema}
+        with pytest.raises(InvalidInputError, match=said):
+            check_schema(schema, "here")
 
 
 # Schemas that are well formed, but cannot be forced
@@ -329,6 +330,15 @@ def test_count_tokens_includes_the_description(backend: FakeBackend) -> None:
     assert count == len(backend.requests[-1].token_ids or []) > len(ids(tool_prompt([WEATHER])))
 
 
+def test_strict_tools_do_not_change_the_prompt(backend: FakeBackend) -> None:
+    tool = {"type": "function", "function": {**FUNCTION, "strict": True}}
+    body = {**WITH_TOOLS[CHAT], "tools": [tool]}
+    assert post(backend, CHAT, body).status_code == 200
+    assert text_prompt_of(backend) == f"<|im_start|>system\n{tool_prompt([WEATHER])}<|im_end|>\n{HISTORY}"
+    answer = post(backend, "/v1/cache/explain", {"messages": body["messages"], "tools": [tool]})
+    assert answer.status_code == 200, answer.text
+
+
 def test_unknown_template_name_is_refused(backend: FakeBackend) -> None:
     for name in ("other", ["default"], {"a": 1}):
         body = {**WITH_TOOLS["/v1/chat/completions"], "chat_template_kwargs": {"template_name": name}}
@@ -447,10 +457,21 @@ UNIQUE = {"type": "object", "properties": {"tags": {"type": "array", "items": {"
 
 
 def test_a_schema_that_cannot_be_followed_is_refused_by_name() -> None:
-    for members in ({}, {"strict": True}):
-        error = error_of(post(FakeBackend(), CHAT, with_schema(UNIQUE, **members)))
-        assert error["param"] == "response_format"
+    strict = {"name": "label", "parameters": UNIQUE, "strict": True}
+    forced = {"tools": [{"type": "function", "function": strict}], "tool_choice": "required"}
+    for param, body in (
+        ("response_format", with_schema(UNIQUE, strict=True)),
+        ("guided_json", {"messages": HI, "guided_json": UNIQUE}),
+        ("structured_outputs", {"messages": HI, "structured_outputs": {"json": UNIQUE}}),
+        ("tools", {"messages": HI, **forced}),
+    ):
+        error = error_of(post(FakeBackend(), CHAT, body))
+        assert error["param"] == param
         assert "uniqueItems at schema.properties.tags" in error["message"]
+    form = {"max_tokens": 5, "output_config": {"format": {"type": "json_schema", "schema": UNIQUE}}}
+    for route, members in (("/api/chat", {"format": UNIQUE}), ("/v1/messages", form)):  # which have no "strict"
+        answer = post(FakeBackend(), route, {"messages": HI, **members})
+        assert answer.status_code == 400 and "uniqueItems at schema.properties.tags" in answer.text
 
 
 class Remarks:
@@ -480,9 +501,9 @@ def remarks_on(backend: FakeBackend, route: str, body: dict[str, Any]) -> list[s
 
 def test_a_format_that_is_not_strict_leaves_out_what_cannot_be_followed() -> None:
     backend = FakeBackend('{"tags": ["a", "a"]}')
-    assert remarks_on(backend, CHAT, with_schema(UNIQUE, strict=False)) == [
-        "uniqueItems at schema.properties.tags is ignored"
-    ]
+    for members in ({}, {"strict": False}, {"strict": None}):
+        said = remarks_on(backend, CHAT, with_schema(UNIQUE, **members))
+        assert said == ["uniqueItems at schema.properties.tags is ignored"]
     assert texts_allowed(backend.params(), '{"tags": ["a", "a"]}', '{"tag": []}') == [True, False]
     flat = {"type": "json_schema", "name": "p", "schema": UNIQUE, "strict": False}
     assert remarks_on(backend, "/v1/responses", {"input": "Hi", "text": {"format": flat}}) != []
@@ -491,7 +512,7 @@ def test_a_format_that_is_not_strict_leaves_out_what_cannot_be_followed() -> Non
 def test_remarks_say_what_is_not_followed_exactly() -> None:
     overlapping = {"oneOf": [{"type": "string", "pattern": "a"}, {"type": "string", "pattern": "b"}]}
     [remark] = remarks_on(FakeBackend('"ab"'), CHAT, with_schema(overlapping))
-    assert remark == "oneOf at schema is followed as anyOf: its alternatives overlap"
+    assert remark == "oneOf at schema is followed as anyOf: its alternatives may overlap"
     tool = {"type": "function", "function": {"name": "label", "parameters": UNIQUE}}
     forced = {"messages": HI, "tools": [tool], "tool_choice": "required"}
     [remark] = remarks_on(FakeBackend(CALL), CHAT, forced)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 from archerfish.errors import InvalidInputError
 from archerfish.text.grammar import CompiledGrammar
-from archerfish.text.json_schema import rewrite_schema
+from archerfish.text.json_schema import lenient_schema, prepare_schema
 from scripts.check_json_schemas import byte_vocabulary, check_suite, takes, write_at_random
 
 A, B = {"type": "integer"}, {"type": "string", "maxLength": 3}
@@ -38,7 +40,7 @@ CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     (
         {"type": "object", "properties": {"a": A}, "anyOf": [{"properties": {"b": B}}, {"properties": {"c": A}}]},
         [{"a": 1, "b": "x"}, {"c": 1}],
-        [{"b": "x", "c": 1}, {"d": 1}],
+        [{"d": 1}, {"a": "x"}],
     ),
     (
         {"type": "object", "properties": {"b": B}, "$ref": "#/$defs/base", "$defs": {"base": {"properties": {"a": A}}}},
@@ -61,7 +63,6 @@ CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
         [{"kind": "car"}],
         [{}, {"wheels": 1}],
     ),
-    ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, [1, "x"], [3]),
     (
         {
             "oneOf": [
@@ -71,27 +72,6 @@ CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
         },
         [{"a": 1}, {"b": 1}],
         [{}, {"a": 1, "b": 1}],
-    ),
-    ({"not": {"type": "string"}}, [1, None, {}], ["x"]),
-    ({"type": "string", "not": {"enum": ["ab", "a", "c\n"]}}, ["", "b", "abc", "c", "cb"], ["ab", "a", "c\n"]),
-    ({"type": "integer", "not": {"enum": [3, 5]}}, [2, 4, 6], [3, 5]),
-    ({"type": "integer", "not": {"minimum": 3}}, [2], [3]),
-    (
-        {"not": {"anyOf": [{"type": "object"}, {"type": "array", "minItems": 2}]}, "type": ["array", "object"]},
-        [[], [1]],
-        [[1, 2]],
-    ),
-    (
-        {
-            "type": "object",
-            "properties": {"a": {"type": "boolean"}, "b": A, "c": A},
-            "required": ["a"],
-            "if": {"properties": {"a": {"const": True}}},
-            "then": {"required": ["b"]},
-            "else": {"required": ["c"]},
-        },
-        [{"a": True, "b": 1}, {"a": False, "c": 1}],
-        [{"a": True, "c": 1}, {"a": False, "b": 1}],
     ),
     (
         {"type": "object", "properties": {"card": A, "bill": B}, "dependentRequired": {"card": ["bill"]}},
@@ -114,21 +94,9 @@ CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
         [{"d": 1}, {"a": ""}],
     ),
     ({"type": "object", "propertyNames": {"enum": ["x", "y"]}}, [{"x": 1}, {"y": []}], [{"z": 1}]),
-    ({"type": "object", "propertyNames": {"maxLength": 2}}, [{"ab": 1}], [{"abc": 1}]),
-    ({"type": "object", "propertyNames": False}, [{}], [{"a": 1}]),
     # Arrays
     ({"type": "array", "contains": {"const": 7}}, [[7], [7, 1]], [[], [1]]),
-    (
-        {"type": "array", "items": A, "contains": {"minimum": 5}, "maxContains": 2},
-        [[5, 9], [7, 1, 1]],
-        [[1], [5, 6, 7]],
-    ),
     ({"type": "array", "contains": {"const": 7}, "minContains": 0}, [[], [1]], [7]),
-    (
-        {"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True, "minItems": 1},
-        [["a"], ["c", "a"], ["b", "c", "a"]],
-        [[], ["a", "a"], ["d"]],
-    ),
     ({"type": "array", "items": {"type": "string"}, "uniqueItems": True, "maxItems": 1}, [[], ["x"]], [["x", "y"]]),
     ({"type": "array", "items": [A, B], "additionalItems": False}, [[1, "x"], [1]], [["x"], [1, "x", 1]]),
     # What nothing else describes
@@ -136,18 +104,14 @@ CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     (
         {
             "type": "object",
-            "allOf": [{"properties": {"a": A}}],
-            "anyOf": [{"properties": {"b": B}, "required": ["b"]}, {}],
+            "allOf": [{"properties": {"a": A}}, {"$ref": "#/$defs/b"}],
             "unevaluatedProperties": False,
+            "$defs": {"b": {"properties": {"b": B}, "required": ["b"]}},
         },
-        [{"a": 1}, {"a": 1, "b": "x"}],
-        [{"a": 1, "c": 1}, {"b": 1}],
+        [{"a": 1, "b": "x"}, {"b": "x"}],
+        [{"a": 1, "b": "x", "c": 1}, {"a": 1}],
     ),
-    (
-        {"type": "array", "prefixItems": [A], "allOf": [{"prefixItems": [True, B]}], "unevaluatedItems": False},
-        [[1], [1, "x"]],
-        [["x"], [1, 2], [1, "x", 1]],
-    ),
+    ({"type": "array", "prefixItems": [A], "unevaluatedItems": B}, [[1], [1, "x"]], [["x"], [1, 2]]),
     # Numbers, formats, and what older drafts say otherwise
     ({"type": "number", "minimum": 3, "exclusiveMinimum": True}, [4, 3.5], [3]),
     ({"type": "string", "format": "credit-card"}, ["1234"], [1]),
@@ -156,11 +120,6 @@ CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     ({"const": None}, [None], [1, False]),
     ({"$ref": "other#/$defs/n", "$defs": {"x": {"$id": "other", "$defs": {"n": A}}}}, [1], ["x"]),
     ({"$ref": "#here", "$defs": {"x": {"$anchor": "here", "type": "null"}}}, [None], [1]),
-    (
-        {"type": "object", "properties": {"next": {"$dynamicRef": "#n"}}, "$dynamicAnchor": "n"},
-        [{"next": {"next": {}}}],
-        [{"next": 1}],
-    ),
 ]
 VOCABULARY = byte_vocabulary()
 
@@ -178,13 +137,6 @@ def test_a_grammar_accepts_what_its_schema_says(schema: dict[str, Any], accepted
     assert [value for value in others if takes(grammar, json.dumps(value))] == []
 
 
-def test_a_rewritten_schema_means_the_same_when_it_is_rewritten_again() -> None:
-    for schema, accepted, others in CASES:
-        grammar = grammar_of(rewrite_schema(schema)[0])
-        assert all(takes(grammar, json.dumps(value)) for value in accepted), schema
-        assert not any(takes(grammar, json.dumps(value)) for value in others), schema
-
-
 def test_texts_written_at_random_are_valid() -> None:
     validators = pytest.importorskip("jsonschema_rs")
     for schema, _, _ in CASES:
@@ -196,23 +148,20 @@ def test_texts_written_at_random_are_valid() -> None:
             assert text is None or validator.is_valid(json.loads(text)), (schema, text)
 
 
+UNIQUE = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+ALTERNATIVES = {"anyOf": [{"properties": {"a": A}}, {"properties": {"b": B}}]}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (
-        {"type": "object", "properties": {"tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}}},
-        "uniqueItems at schema.properties.tags",
-    ),
+    ({"type": "object", "properties": {"tags": UNIQUE}}, "uniqueItems at schema.properties.tags"),
     ({"properties": {"a": {"not": {"pattern": "^a"}}}}, "not at schema.properties.a"),
+    ({"type": "string", "if": {"pattern": "a"}, "then": {"minLength": 2}}, "if at schema"),
+    ({"type": "array", "contains": A, "maxContains": 2}, "maxContains at schema"),
     ({"propertyNames": {"pattern": "a", "maxLength": 3}}, "propertyNames at schema"),
+    ({"propertyNames": False}, "propertyNames at schema"),
+    ({"$dynamicRef": "#a", "$dynamicAnchor": "a"}, "$dynamicRef at schema"),
     ({"$recursiveRef": "#"}, "$recursiveRef at schema"),
     ({"type": "object", "minProperties": 3}, "minProperties at schema"),
-    (
-        {
-            "unevaluatedProperties": False,
-            "anyOf": [{"properties": {"a": A}}, {}],
-            "oneOf": [{"properties": {"a": B}}, {"type": "null"}],
-        },
-        "unevaluatedProperties at schema",
-    ),
+    ({"type": "object", "unevaluatedProperties": False, **ALTERNATIVES}, "unevaluatedProperties at schema"),
+    ({"type": "array", "unevaluatedItems": False, "allOf": [{"prefixItems": [A]}]}, "unevaluatedItems at schema"),
 ]
 
 
@@ -222,67 +171,105 @@ def test_what_cannot_be_followed_is_refused_by_name_or_ignored_on_request(schema
         grammar_of(schema)
     assert f"cannot be followed: {named} " in caught.value.message
     assert '"strict": false' in str(caught.value)
-    rewritten, remarks = rewrite_schema(schema, is_lenient=True)
-    assert remarks == [f"{named} is ignored"]
-    grammar_of(rewritten)
+    assert prepare_schema(lenient_schema(schema))[1] == [f"{named} is ignored"]
+    grammar_of(lenient_schema(schema))
 
 
 @pytest.mark.parametrize(
     ("schema", "why"),
     [
-        ({"$ref": "https://example.com/x"}, "$ref names 'https://example.com/x', which is not in the JSON schema"),
+        ({"$ref": "https://example.com/x"}, "does not fetch resources"),
+        ({"$ref": "file:///etc/hostname"}, "does not fetch resources"),
         ({"$ref": "#/$defs/x"}, "$ref names '#/$defs/x'"),
-        ({"allOf": [False]}, "allows no value"),
+        ({"allOf": [False]}, "Unsatisfiable"),
         ({"properties": 3}, "not well formed"),
         ({"required": 3}, "not well formed"),
         ({"allOf": 3}, "not well formed"),
-        (
-            {
-                "$defs": {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)},
-                "$ref": "#/$defs/d0",
-            },
-            "too complex",
-        ),
+        ({"x-guidance": 3}, "not well formed"),
     ],
 )
 def test_wrong_schemas_are_refused(schema: dict[str, Any], why: str) -> None:
-    if "too complex" in why:
-        schema["$defs"]["d40"] = {"properties": {"a": A}}
-    for is_lenient in (False, True):
-        with pytest.raises(InvalidInputError) as caught:
-            rewrite_schema(schema, is_lenient=is_lenient)
-        assert why in caught.value.message
+    with pytest.raises(InvalidInputError) as caught:
+        grammar_of(schema)
+    assert why in caught.value.message
 
 
-def test_deep_schemas_are_refused() -> None:
-    schema: dict[str, Any] = {}
-    for _ in range(900):
-        schema = {"items": schema}
-    with pytest.raises(InvalidInputError, match="nested too deeply"):
-        rewrite_schema(schema)
+def test_alternatives_of_one_of_must_be_told_apart() -> None:
+    cars = {"$defs": {"car": CAR, "boat": BOAT}, "oneOf": [{"$ref": "#/$defs/car"}, {"$ref": "#/$defs/boat"}]}
+    for schema in (cars, {"oneOf": [CAR, {"type": "null"}]}):
+        assert takes(grammar_of(schema), '{"kind": "car", "wheels": 4}')
+    overlapping = {"oneOf": [{"type": "string", "pattern": "a"}, {"type": "string", "pattern": "b"}]}
+    with pytest.raises(InvalidInputError, match="oneOf may overlap"):
+        grammar_of(overlapping)
+    remark = "oneOf at schema is followed as anyOf: its alternatives may overlap"
+    assert prepare_schema(lenient_schema(overlapping))[1] == [remark]
+    assert takes(grammar_of(lenient_schema(overlapping)), '"ab"')
 
 
-@pytest.mark.parametrize(
-    ("schema", "remark"),
-    [
-        (
-            {"oneOf": [{"type": "string", "pattern": "a"}, {"type": "string", "pattern": "b"}]},
-            "oneOf at schema is followed as anyOf",
-        ),
-        (
-            {"properties": {"a": {"type": "string", "format": "iban"}}},
-            "the format 'iban' at schema.properties.a is not checked",
-        ),
-        ({"type": "string", "if": {"pattern": "a"}, "then": {"minLength": 2}}, "if at schema is taken to hold"),
-    ],
-)
-def test_what_is_not_followed_exactly_is_remarked(
-    schema: dict[str, Any], remark: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    _, [said] = rewrite_schema(schema)
-    assert said.startswith(remark)
-    grammar_of(schema)
-    assert caplog.messages == [f"JSON schema: {said}."]
+def test_unknown_formats_are_remarked(caplog: pytest.LogCaptureFixture) -> None:
+    grammar_of({"properties": {"a": {"type": "string", "format": "iban"}}})
+    assert caplog.messages == ["JSON schema: the format 'iban' at schema.properties.a is not checked."]
+
+
+# Schemas that cost far more than their length
+
+
+def nested(levels: int) -> dict[str, Any]:
+    return {"items": nested(levels - 1)} if levels else {}
+
+
+def doubled(levels: int, **members: Any) -> dict[str, Any]:
+    """Definitions that each refer twice to the next one."""
+    inner = [{"$ref": f"#/$defs/d{level + 1}", **members} for level in range(levels)]
+    definitions = {
+        f"d{level}": {"type": "object", "properties": {"a": ref, "b": ref}} for level, ref in enumerate(inner)
+    }
+    return {"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{levels}": CAR}}
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+WIDE = {"type": "object", "properties": {f"{place:x}": {} for place in range(2_000)}}
+MANY = {"type": "array", "contains": {"contains": {"contains": A, "minContains": 99}, "minContains": 99}}
+# Each schema with a word of the error that refuses it, or "" for a schema that is followed.
+BOMBS: dict[str, tuple[dict[str, Any], str]] = {
+    "unique items": ({"uniqueItems": True, "minItems": 20, "items": {"enum": list(range(40))}}, "uniqueItems"),
+    "ignored unique items": (lenient_schema({"uniqueItems": True, "items": {"enum": list(range(5_000))}}), ""),
+    "500 objects": ({"allOf": [{"type": "object", "properties": {f"p{n}": A}} for n in range(500)]}, "too large"),
+    "20 choices": (
+        {"allOf": [{"anyOf": [{"required": [x]}, {"required": [x * 2]}]} for x in LETTERS[:20]]},
+        "too large",
+    ),
+    "levels": (nested(500), "nested too deeply"),
+    "references": (doubled(60), ""),
+    "copied references": (doubled(20, type="object"), "too complex to compile"),
+    "bases": ({"anyOf": [{"required": ["x"], "$ref": "#/$defs/a"}] * 999, "$defs": {"a": WIDE}}, "too complex"),
+    "contained items": ({**MANY, "minContains": 99}, "too complex"),
+    "counts": ({"type": "array", "minItems": 10**9, "items": {"type": "string", "minLength": 10**9}}, ""),
+    "repetitions": ({"pattern": "(a{1000}){1000}"}, ""),
+    "patterns": ({"type": "string", "allOf": [{"pattern": f".*{x}.*"} for x in LETTERS]}, "too complex to compile"),
+    "multiples": ({"type": "integer", "multipleOf": 999_983}, "too complex to compile"),
+    "properties": ({"type": "object", "properties": {f"{n:x}": {} for n in range(8_000)}}, "too complex to compile"),
+}
+COMPILE_IN_LITTLE_MEMORY = """
+import json, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+from archerfish.errors import InvalidInputError
+from archerfish.text.grammar import CompiledGrammar, with_deep_stack
+from scripts.check_json_schemas import byte_vocabulary
+try:
+    with_deep_stack(lambda: CompiledGrammar(byte_vocabulary(), "json_schema", json.load(sys.stdin), max_seconds=1))
+except InvalidInputError as error:
+    print(error.message)
+"""
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_schema_takes_little_time_and_memory_or_is_refused(name: str) -> None:
+    schema, why = BOMBS[name]
+    command = [sys.executable, "-c", COMPILE_IN_LITTLE_MEMORY]
+    ended = subprocess.run(command, input=json.dumps(schema), capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert why in ended.stdout and bool(why) == bool(ended.stdout), ended.stdout
 
 
 SUITE = os.environ.get("JSON_SCHEMA_TEST_SUITE", "")
@@ -293,5 +280,5 @@ SUITE = os.environ.get("JSON_SCHEMA_TEST_SUITE", "")
 def test_the_official_suite() -> None:
     counts = check_suite(Path(SUITE), num_texts=10)
     assert counts.wrong == []
-    assert len(counts.refused) < counts.num_schemas / 4
+    assert len(counts.refused) < counts.num_schemas / 3
     assert len(counts.missed) < counts.num_valid / 10
