@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,21 +88,20 @@ class ModelFacts:
         return (self.weight_bytes + self.memory.num_bytes) * num + (0 if self.draft is None else self.draft.num_bytes)
 
     def find_tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, or the one that `tokenizer` names, parsed and checked against the embedding table."""
-        if self.tokenizer_directory is None:
+        """The model's tokenizer, or the one that `tokenizer` names, which is parsed and checked at once."""
+        root = self.tokenizer_directory
+        if root is None:
             return None
-        is_own, values = self.tokenizer_directory == self.directory, self.config.values
+        values, generation = self.config.values, self.generation_config
+        find = partial(find_text_tokenizer, root, values, generation, self.vocab_size, self.max_len)
+        if root == self.directory:
+            return find()
         try:
-            found = find_text_tokenizer(
-                self.tokenizer_directory, values, self.generation_config, self.vocab_size, self.max_len
-            )
-            if found is not None:
-                _ = found.vocab_size
-            elif not is_own:
-                raise CorruptFileError(f"{self.tokenizer_directory.name} has no tokenizer.json.")
+            found = find()
+            if found is None:
+                raise CorruptFileError(f"{root.name} has no tokenizer.json.")
+            _ = found.vocab_size
         except CorruptFileError as error:
-            if is_own:
-                raise
             raise InvalidOptionError(f"[engine] tokenizer: {error.message}", hint=error.hint) from error
         return found
 

@@ -235,14 +235,16 @@ def make_entry(spec: ModelSpec, hub: HubConfig, host: ModelHost) -> ModelEntry:
                 options = EngineConfig(**spec.options)
                 bare = options.replace(lora_modules="")
                 engine = LLMEngine(bare, hub=hub, executor=lane, text_thread=host.writer, progress=bar)
-            if engine.adapters is not None:
-                is_only = sum(bool(one.options.get("lora_modules")) for one in host.config.models) == 1
-                try:
+            try:
+                if engine.tokenizer is not None:
+                    _ = engine.tokenizer.vocab_size  # it is parsed: one that does not fit the model ends the start
+                if engine.adapters is not None:
+                    is_only = sum(bool(one.options.get("lora_modules")) for one in host.config.models) == 1
                     file = host.config.adapters_file
                     load_adapters(engine.adapters, engine.model_name, options.lora_paths, file, is_only=is_only)
-                except BaseException:
-                    engine.close()
-                    raise
+            except BaseException:
+                engine.close()
+                raise
             in_background(engine.grammars.warm_up, "grammar-warm-up", daemon=True)
             return HostedLLM(engine, lane, host)
         config = EmbedConfig(**spec.options)

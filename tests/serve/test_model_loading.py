@@ -17,7 +17,7 @@ from archerfish.cli.commands import make_parser
 from archerfish.cli.main import find_command
 from archerfish.cli.serve import take_models
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
-from archerfish.errors import InvalidOptionError, ModelNotFoundError, UnknownOptionError
+from archerfish.errors import CorruptFileError, InvalidOptionError, ModelNotFoundError, UnknownOptionError
 from archerfish.kernels import room
 from archerfish.kernels.machine import Memory
 from archerfish.serve import run
@@ -29,6 +29,7 @@ from archerfish.serve.models import describe
 from archerfish.serve.processes import ModelSpec
 from archerfish.serve.wire import EmbedRequest, GenerationRequest, Ping, Vectors
 from archerfish.text.tokenizer import TokenizedText
+from tests.engine.test_token_ids import change, shift_ids
 from tests.text.tiny_tokenizers import save_text_llama
 
 from .client import PASS, error_of, serving
@@ -122,6 +123,15 @@ def test_missing_model_fails_the_start(tmp_path: Path) -> None:
     spec = ModelSpec(kind="generation", options={"model": str(tmp_path / "none")}, loads="demand")
     host = make_host(tmp_path, models=(spec,), hub={"offline": True})
     with pytest.raises(ModelNotFoundError):
+        host.load_models()
+    host.stop(0)
+
+
+def test_a_tokenizer_with_ids_beyond_the_table_fails_the_start(tmp_path: Path) -> None:
+    spec = ModelSpec(kind="generation", options=tiny_spec(tmp_path / "tiny").options)
+    change(tmp_path / "tiny", shift_ids(49_152))
+    host = make_host(tmp_path, models=(spec,))
+    with pytest.raises(CorruptFileError, match="token ids up to 49,421, but the model's table has 288 rows"):
         host.load_models()
     host.stop(0)
 
