@@ -9,8 +9,8 @@ from typing import Any
 
 from archerfish.errors import UnsupportedModelError
 
-MOST = (1 << 31) - 1  # of a size without a range of its own
-# Lowest and highest value by the key of a config.json. The highest values are far above those of published models.
+MOST = (1 << 31) - 1  # the highest value of a size that is not in RANGES
+# Lowest and highest value by key of a config.json. Published models are far below the highest values.
 RANGES: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("num_hidden_layers", "n_layers", "n_layer"), (1, 1 << 10)),
     **dict.fromkeys(("hidden_size", "dim", "n_embd"), (1, 1 << 17)),
@@ -29,7 +29,7 @@ RANGES: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("no_rope_layer_interval", "decoder_sparse_step"), (1, MOST)),
 }
 MAX_EXPERTS = 1 << 16  # in all layers together
-MAX_NUMBER = 1e30  # of a number that is no size, such as the base of a rotary embedding
+MAX_NUMBER = 1e30  # the largest number that is no size, such as the base of a rotary embedding
 
 
 def check_size(name: str, value: Any, where: str = "The model's configuration") -> int:

@@ -100,20 +100,15 @@ LINEAR_FILES = ("sparse_linear.pt", "colbert_linear.pt")  # of BGE-M3, beside it
 STANFORD_SETTINGS = "artifact.metadata"  # of ColBERT's own code
 
 
+UNFORESEEN = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, AssertionError)
+
+
 @contextmanager
 def reading(what: str = "This model") -> Iterator[None]:
     """Turns an error that no check of a model's files foresaw into an error of the model; a decorator, too."""
     try:
         yield
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-        AssertionError,
-    ) as error:
+    except UNFORESEEN as error:
         why = f"{type(error).__name__}: {first_line(error):.200}"
         raise CorruptFileError(f"{what} has values that cannot be used ({why}).") from error
     except MemoryError as error:

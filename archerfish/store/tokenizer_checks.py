@@ -21,9 +21,9 @@ from archerfish.store.format import first_line
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
 
-MAX_GROWTH = 16  # bytes of a normalized text for each byte of the text; Llama 2 has 12
+MAX_GROWTH = 64  # bytes of a normalized text for each byte of the text; Llama 2 has 12
 MAX_WORD = 1000  # characters of a word that WordPiece cuts, in time that grows with their square
-CHARSMAP_SHARE = 16  # the longest text in a precompiled table is so much longer than a usual one, as in NFKC's
+CHARSMAP_SHARE = 16  # bytes of the longest text in a precompiled table per step of growth; NFKC's table has 33
 # How the parts that are checked look in a tokenizer.json. Vocabularies map words to numbers, so they have none of them.
 MARKS = [re.compile(mark) for mark in (rb'pattern"\s*:\s*\{', rb'prepend"\s*:\s*"', rb'charsmap"\s*:', rb"\\u00[2-7]")]
 LLAMA3_SPLIT = (
@@ -61,15 +61,12 @@ def tokenizer_errors(where: object = None) -> Iterator[None]:
     except (CorruptFileError, UnsupportedModelError):
         raise
     except BaseException as error:
-        if where is not None and (isinstance(error, Exception) or is_panic(error)):
+        is_panic = type(error).__name__ == "PanicException"
+        if where is not None and (isinstance(error, Exception) or is_panic):
             raise CorruptFileError(f"{where} does not hold a sound tokenizer: {first_line(error)}") from error
-        if is_panic(error):
+        if is_panic:
             raise UnsupportedModelError(f"The model's tokenizer cannot read this text: {first_line(error)}") from error
         raise
-
-
-def is_panic(error: BaseException) -> bool:
-    return type(error).__name__ == "PanicException"
 
 
 def open_tokenizer(data: bytes, where: object) -> RustTokenizer:
@@ -97,8 +94,7 @@ def check_parts(data: bytes, where: object) -> None:
     document = json.loads(data, object_hook=note)
     growth = math.prod(map(growth_of, parts))
     if growth > MAX_GROWTH:
-        message = f"The tokenizer {where} can make a text {growth:,} times longer; the limit is {MAX_GROWTH}."
-        raise UnsupportedModelError(message)
+        raise UnsupportedModelError(f"{where} can make a text {growth:,} times longer; the limit is {MAX_GROWTH}.")
     patterns = {part["Regex"] for part in parts if isinstance(part.get("Regex"), str)} - KNOWN
     if not patterns:
         return
@@ -117,7 +113,7 @@ def check_parts(data: bytes, where: object) -> None:
 
 
 def growth_of(part: dict[str, Any]) -> int:
-    """How many times longer a step of a normalizer or a decoder can make a text."""
+    """Returns how many times longer a step of a normalizer or a decoder can make a text."""
     pattern, content, prepended, table = map(part.get, ("pattern", "content", "prepend", "precompiled_charsmap"))
     if isinstance(pattern, dict) and isinstance(content, str):
         num_found = len(str(pattern.get("String", "")).encode())

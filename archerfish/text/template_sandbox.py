@@ -28,29 +28,18 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 MAX_STEPS = 1_000_000  # loop iterations, calls and filters; a chat of 10,000 messages takes about 200,000
-MAX_CHARACTERS = 64_000_000  # of all texts that a rendering makes, intermediate ones included
+MAX_CHARACTERS = 64_000_000  # the sum of all texts that a rendering makes, intermediate ones included
 MAX_SIZE = 8_000_000  # characters of one text, or items of one list
-MAX_SLOW_SIZE = 1_000_000  # of what a filter reads that is not in QUICK_FILTERS: they take up to 3 us a character
-MAX_BITS = 100_000  # of an integer: a division takes time that grows with their square
-LARGE = 4096  # characters; the time is looked at with each such text
-MAX_SECONDS = 3.0  # of processor time of this thread
-MAX_WIDTH = 1000  # of padding and indentation
-WIDTHS = (  # filters and methods whose numbers are widths
-    "batch",
-    "center",
-    "expandtabs",
-    "indent",
-    "ljust",
-    "rjust",
-    "slice",
-    "to_bytes",
-    "tojson",
-    "truncate",
-    "wordwrap",
-    "zfill",
-)
-LINE_WIDTHS = ("expandtabs", "indent", "tojson")  # those that pad each line, item or character
-STRUCTURE_FILTERS = frozenset((  # those that make no text of their values
+MAX_SLOW_SIZE = 1_000_000  # characters that a filter outside of QUICK_FILTERS reads; it takes up to 3 us for each
+MAX_BITS = 100_000  # bits of an integer, because the time of a division grows with their square
+LARGE = 4096  # characters; each larger text is a reason to look at the clock
+MAX_SECONDS = 3.0  # processor time of this thread
+MAX_WIDTH = 1000  # characters of padding or indentation
+UNPADDED = frozenset((  # filters and methods whose numbers are no widths
+    "count", "endswith", "find", "format", "index", "replace", "rfind", "rindex", "rsplit", "split", "startswith", "truncate",
+))  # fmt: skip
+LINE_WIDTHS = ("expandtabs", "indent", "tojson")  # filters and methods that pad each line, item or character
+STRUCTURE_FILTERS = frozenset((  # filters that make no text of their values
     "abs", "attr", "count", "d", "default", "first", "float", "int", "items", "last", "length", "list", "map", "random",
     "reject", "rejectattr", "reverse", "round", "select", "selectattr",
 ))  # fmt: skip
@@ -252,9 +241,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def _check_growth(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the size of a text before a filter makes it, or a method, whose object is the first argument."""
         self.budget.take_text_of([value for value in (*args, *kwargs.values()) if not isinstance(value, str)])
-        if name in WIDTHS:
-            width = max_width(args[1:], kwargs)
-            self._take_uses(args[:1], width if name in LINE_WIDTHS else 0)
+        width = 0 if name in UNPADDED else max_width(args[1:], kwargs)
+        if name in LINE_WIDTHS:
+            self._take_uses(args[:1], width)
         elif name == "sum" and any(isinstance(value, list | tuple) for value in (*args[1:], *kwargs.values())):
             raise LimitError("it sums lists, which copies each of them many times")
         elif name == "format":

@@ -65,9 +65,7 @@ class TextTokenizer:
         tokenizer = self._plain if plain else self._base
         data = text.encode(errors="replace")
         if len(data) > self._max_bytes:
-            raise InputTooLargeError(
-                f"The text has {len(data):,} bytes; the context takes {self._max_bytes:,} at most."
-            )
+            raise InputTooLargeError(f"The text has {len(data):,} bytes; the context takes {self._max_bytes:,}.")
         with tokenizer_errors():  # a batch of one: only batches release the interpreter lock
             found = tokenizer.encode_batch_fast([data.decode()], add_special_tokens=add_special_tokens)
         ids: list[int] = found[0].ids

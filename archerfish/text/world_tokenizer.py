@@ -20,6 +20,7 @@ from archerfish.text.tokenizer import read_settings
 # The file of that name in the PyPI package rwkv 0.8.32 (Apache-2.0, by Bo Peng), unchanged but for its compression.
 BUNDLED = Path(__file__).with_name(f"{WORLD_NAME}.gz")
 END_OF_TEXT = 0
+MAX_TOKEN_BYTES = 1024  # bytes of a token; every prefix of a token is stored
 END_NAME = "<|endoftext|>"
 VOCAB_SIZE = 65536  # rows of models; the last ones have no token
 
@@ -135,7 +136,7 @@ def read_vocabulary(file: Path) -> list[bytes]:
     for number, line in enumerate(lines, 1):
         try:
             token_id, token = parse_line(line)
-        except (ValueError, TypeError, SyntaxError) as error:
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
             raise CorruptFileError(
                 f"{file}, line {number}: {line[:60]!r} is not a token with its id and length."
             ) from error
@@ -157,7 +158,7 @@ def parse_line(line: str) -> tuple[int, bytes]:
     else:  # nearly all lines; twenty times faster than literal_eval
         token = literal[1:-1].encode()
     token_id = int(head)
-    if not 0 < token_id < VOCAB_SIZE or len(token) != int(length):
+    if not 0 < token_id < VOCAB_SIZE or not len(token) == int(length) <= MAX_TOKEN_BYTES:
         raise ValueError(line)
     return token_id, token
 

@@ -1,12 +1,23 @@
-"""Hostile model files: small sound models, and seeded mutations of each kind of their files."""
+"""Hostile model files: small sound models, and seeded mutations of each kind of their files.
+
+`python -m tests.hostile.files BASES CASES` loads cases, a JSON list, in a process of its own. A line of JSON on stdout
+begins a case, another one says how it ended.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import math
+import os
+import resource
 import shutil
 import struct
+import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -15,7 +26,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from archerfish.config import ConversionConfig
+from archerfish import ArrowEngine, HubConfig, LLMEngine, SamplingParams
+from archerfish.config import ConversionConfig, EmbedConfig, EngineConfig
+from archerfish.errors import ArcherfishError
 from archerfish.models.adapter import encoder_class, model_class
 from archerfish.models.config import Config
 from archerfish.store.converter import ModelConverter
@@ -28,6 +41,9 @@ from tests.store.gguf_models import make_tensors, write_gguf
 from tests.store.models import BERT_CONFIG, VOCABULARY
 from tests.text.tiny_tokenizers import byte_fallback
 
+MEMORY_BYTES = 4 << 30  # address space of a child
+DUMP_S = 20.0  # seconds of a case until the stacks of a hang are printed
+GREEDY = SamplingParams(max_tokens=3, temperature=0.0)
 BERT = {**BERT_CONFIG, "max_position_embeddings": 40}
 MOE = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 TEMPLATE = """{%- for message in messages %}{{ '<|' + message.role + '|>' }}
@@ -224,7 +240,7 @@ def change_gguf(path: Path, random: Random) -> None:
 
 
 def change_store(path: Path, random: Random) -> None:
-    """Mutate a converted model, mostly with checksums that are made right again. path: of its metadata.json."""
+    """Mutate a converted model, mostly with right checksums. path: its metadata.json."""
     choice, metadata = random.random(), json.loads(path.read_text())
     weights = path.with_name("weights.arrow")
     if choice < 0.3:  # then the Parquet file is read
@@ -280,3 +296,47 @@ def make_case(kind: str, number: int, bases: Path, where: Path) -> Path:
     shutil.copytree(bases / folder, where / folder)
     change(where / base / file, random)
     return where / base
+
+
+def load_case(kind: str, number: int, bases: Path, where: Path) -> None:
+    """Load the files of a case; if they load, generate a few tokens or embed a text."""
+    if kind == "abort":  # a crash, which the parent must report
+        os.abort()
+    model = make_case(kind, number, bases, where)
+    hub = HubConfig(cache_dir=str(where / "cache"), offline=True)
+    if model.name in ("bert", "bert.gguf"):
+        embedder = ArrowEngine(EmbedConfig(model=str(model), dtype="float32", num_threads=1), hub=hub)
+        embedder.encode_batch(["hello world", "a" * 100])
+        return
+    options: dict[str, Any] = {"load_format": "dummy"} if model.name in ("dummy", "rwkv", "moe") else {}
+    if model.name == "adapter":
+        options, model = {"load_format": "dummy", "enable_lora": True, "lora_modules": f"one={model}"}, bases / "dummy"
+    options |= {"memory_budget_gib": 0.02} if model.name == "rwkv" else {"max_cache_tokens": 256}
+    config = EngineConfig(model=str(model), dtype="float32", num_threads=1, max_num_seqs=2, **options)
+    with LLMEngine(config, hub=hub) as engine:
+        if kind == "template":
+            engine.chat([{"role": "user", "content": "hello"}], GREEDY)
+        engine.generate(["the cat", "a" * 100] if engine.tokenizer else [[3, 4]], GREEDY)
+
+
+def main() -> None:
+    bases, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+    lines = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    for kind, number in cases:
+        lines.write(json.dumps({"begins": True}) + "\n")
+        started, outcome = time.process_time(), "loaded"
+        faulthandler.dump_traceback_later(DUMP_S)
+        with tempfile.TemporaryDirectory() as where:
+            try:
+                load_case(kind, number, bases, Path(where))
+            except ArcherfishError as error:
+                outcome = "refused" if error.message.strip() else "an error without a message"
+            except BaseException:
+                outcome = traceback.format_exc()
+        lines.write(json.dumps({"outcome": outcome, "seconds": time.process_time() - started}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
