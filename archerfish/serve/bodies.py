@@ -24,7 +24,7 @@ from pydantic import (
 
 from archerfish.engine.request_maker import MAX_DEADLINE_S
 from archerfish.errors import InvalidInputError, did_you_mean
-from archerfish.params import MAX_LOGPROBS, MAX_SEED, MIN_SEED, SamplingParams, read_structured
+from archerfish.params import MAX_LOGPROBS, MAX_SEED, MIN_SEED, SamplingParams, check_grammar_size, read_structured
 from archerfish.serve import errors
 from archerfish.serve.errors import InvalidParameterError, check_members, json_type, naming
 from archerfish.serve.formats import check_schema, nested_grammar, response_grammar
@@ -406,6 +406,7 @@ def template_tool(function: dict[str, Any], schema_name: str, where: str) -> dic
         raise InvalidInputError(f"{where}.name must not be empty.")
     if schema is not None:
         place = f"The tool {name!r}: {where}.{schema_name}"
+        check_grammar_size("json_schema", schema)
         check_schema(schema, place)
         kind = False if isinstance(schema, bool) else schema.get("type")
         if kind not in (None, "object"):

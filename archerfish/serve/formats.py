@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from archerfish.errors import InvalidInputError, did_you_mean
-from archerfish.params import is_number
+from archerfish.params import check_grammar_size, is_number
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import UnsupportedParameterError, check_members, json_type, naming, short_value
 from archerfish.text.json_schema import COUNTS, MAX_DEPTH, ONE_SCHEMA, SCHEMA_LISTS, SCHEMA_MAPS, lenient_schema
@@ -73,6 +73,7 @@ def format_schema(value: dict[str, Any], where: str) -> dict[str, Any]:
     if is_nested:
         check_members(value, ("type", "json_schema"), f"{where} of type json_schema", HINTS)
     check_members(inner, SCHEMA_MEMBERS if is_nested else ("type", *SCHEMA_MEMBERS), inside, HINTS)
+    check_grammar_size("json_schema", schema)
     check_schema(schema, f"{inside}.schema")
     if where in LENIENT and inner.get("strict") is not True:
         return lenient_schema(schema)
@@ -104,7 +105,7 @@ RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 def check_schema(schema: Any, where: str, depth: int = 0) -> None:
     """Refuse a schema that is not well formed; the error names the place in it."""
-    if isinstance(schema, bool):
+    if isinstance(schema, bool) or schema == {}:
         return
     if not isinstance(schema, dict):
         raise InvalidInputError(f"{where} must be a JSON schema, which is an object, not {json_type(schema)}.")

@@ -207,11 +207,11 @@ def try_compiling(kind: str, text: str, max_seconds: int) -> None:
 
     A grammar of 40 bytes can take minutes and gigabytes, and a thread that compiles it cannot be stopped.
     """
-    from llguidance import _lib
+    import llguidance
 
     script = Path(__file__).with_name("grammar_trial.py")
     limits = (max_seconds, MAX_COMPILE_BYTES, STACK_BYTES, MAX_LEXER_STATES, MAX_STEP_ITEMS)
-    command = [sys.executable, "-IS", str(script), str(_lib.__file__), *map(str, limits)]
+    command = [sys.executable, "-IS", str(script), str(Path(llguidance.__file__).parent), *map(str, limits)]
     tried = subprocess.run(command, input=text.encode(), capture_output=True, check=False)
     if tried.returncode:
         logger.info(

@@ -18,7 +18,7 @@ from archerfish.errors import InvalidInputError
 Schema = dict[str, Any] | bool
 MAX_DEPTH = 128  # nested schemas, as in llguidance
 MAX_REMARKS, MAX_REMARK_LENGTH = 20, 200  # they go into a header
-MAX_STEPS = 50_000  # schemas and names that are read or written; llguidance has the same limit
+MAX_STEPS = 10_000  # schemas and names that are read or written; they take 0.1 s
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")  # llguidance's
 # Keywords by the values that they have.
 VALUE_MAPS = ("properties", "patternProperties", "$defs", "definitions")
@@ -32,7 +32,8 @@ COUNTS = (*SIZES, "minContains", "maxContains")
 # Keywords by what they do.
 IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf")  # they apply schemas to the same value
 DEPENDENT = ("dependencies", "dependentSchemas", "dependentRequired")
-NAMING = ("properties", "patternProperties", "required", "additionalProperties", PROPERTIES_LEFT, *DEPENDENT)
+NAMING = {"properties", "patternProperties", "required", "additionalProperties", PROPERTIES_LEFT, *DEPENDENT}
+LABELS = ("type", "title", "description")  # they say nothing about a name
 OF_ONE_PLACE = ("$id", "id", "$anchor", "$defs", "definitions")
 NOT_WRITTEN = {"not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains", "propertyNames"}
 NOT_WRITTEN |= {"$schema", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "discriminator"}
@@ -119,7 +120,8 @@ class Preparer:
             return schema
         stated = {keyword: value for keyword, value in schema.items() if value is not None or keyword == "const"}
         num_applied = sum(len(stated[word]) if word == "allOf" else 1 for word in IN_PLACE if word in stated)
-        is_alone = is_closed and num_applied == 1 and not any(keyword in stated for keyword in NAMING)
+        has_names = not NAMING.isdisjoint(stated)
+        is_alone = is_closed and num_applied == 1 and not has_names
         written: dict[str, Any] = {}
         for keyword, value in stated.items():
             if keyword in VALUE_MAPS:
@@ -139,8 +141,8 @@ class Preparer:
             elif keyword not in NOT_WRITTEN:
                 written[keyword] = value
         self._check(stated, written)
-        added = self._express(stated)
-        if (is_closed and not is_alone) or PROPERTIES_LEFT in stated:
+        added = [] if NOT_WRITTEN.isdisjoint(stated) else self._express(stated)
+        if (is_closed and not is_alone and (has_names or num_applied)) or PROPERTIES_LEFT in stated:
             self._close(stated, written)
         if added:
             written["allOf"] = [*written.get("allOf", ()), *added]
@@ -273,7 +275,15 @@ class Preparer:
                 inner = self._write_at(f".{keyword}.{name}", as_schema(needed), False)
                 found.append({"anyOf": [{"properties": {name: False}}, {"required": [name], "allOf": [inner]}]})
         if "propertyNames" in stated:
-            found += self._limit_names(self._follow(stated["propertyNames"]))
+            rules = {word: value for word, value in self._follow(stated["propertyNames"]).items() if word not in LABELS}
+            names = rules.get("enum", [rules.get("const")])
+            if len(rules) > 1 or not rules.keys() <= {"pattern", "enum", "const"}:
+                self._give_up("propertyNames", "holds more than a pattern or a list of names")
+            elif "pattern" in rules:
+                found.append({"patternProperties": {rules["pattern"]: True}, "additionalProperties": False})
+            elif rules:
+                listed = {name: True for name in names if isinstance(name, str)}
+                found.append({"properties": listed, "additionalProperties": False})
         if "contains" in stated:  # such items come first, or after the items that prefixItems describes
             least, num_before = int(stated.get("minContains", 1)), self._num_steps
             inner = self._write_at(".contains", stated["contains"])
@@ -282,17 +292,6 @@ class Preparer:
             items: list[list[Schema]] = [[*[True] * start, *[inner] * least] for start in starts]
             found.append({"anyOf": [{"prefixItems": first, "minItems": len(first)} for first in items] or [True]})
         return found
-
-    def _limit_names(self, schema: dict[str, Any]) -> list[Schema]:
-        rules = {keyword: value for keyword, value in schema.items() if keyword not in ("type", "title", "description")}
-        if set(rules) == {"pattern"}:
-            return [{"patternProperties": {rules["pattern"]: True}, "additionalProperties": False}]
-        if set(rules) in ({"enum"}, {"const"}):
-            names = [name for name in rules.get("enum", [rules.get("const")]) if isinstance(name, str)]
-            return [{"properties": dict.fromkeys(names, True), "additionalProperties": False}]
-        if rules:
-            self._give_up("propertyNames", "holds more than a pattern or a list of names")
-        return []
 
 
 def tag_of(schema: dict[str, Any]) -> str:

@@ -248,7 +248,7 @@ BOMBS: dict[str, tuple[dict[str, Any], str]] = {
     "repetitions": ({"pattern": "(a{1000}){1000}"}, ""),
     "patterns": ({"type": "string", "allOf": [{"pattern": f".*{x}.*"} for x in LETTERS]}, "too complex to compile"),
     "multiples": ({"type": "integer", "multipleOf": 999_983}, "too complex to compile"),
-    "properties": ({"type": "object", "properties": {f"{n:x}": {} for n in range(8_000)}}, "too complex to compile"),
+    "properties": ({"type": "object", "properties": {f"{n:x}": {} for n in range(4_500)}}, "too complex to compile"),
 }
 COMPILE_IN_LITTLE_MEMORY = """
 import json, resource, sys
