@@ -68,7 +68,8 @@ class Preparer:
     """Prepares one schema.
 
     Each schema is written closed or open. A schema is open if others apply to the same object: the schema around them
-    closes the object for all. $defs gets an open copy of each target of a $ref that is needed open.
+    closes the object for all. $defs gets a copy of each target of a $ref that is needed open, or with another
+    required property.
     """
 
     def __init__(self, schema: dict[str, Any]) -> None:
@@ -77,8 +78,8 @@ class Preparer:
         self._remarks: dict[str, None] = {}
         self._path = ["schema"]
         self._num_steps = 0
-        self._copies: dict[str, Schema] = {}  # open copies, by name
-        self._names: dict[str, str] = {}  # the names of copies, by the address of a $ref
+        self._copies: dict[str, Schema] = {}  # of targets of $refs, by their name in $defs
+        self._names: dict[tuple[str, bool, str], str] = {}  # of the copies, by the parameters of _refer
         self._has_resources = '"$id":' in json.dumps([*schema.values()])  # then "#" may be another schema
 
     def prepare(self) -> tuple[dict[str, Any], list[str]]:
@@ -106,7 +107,12 @@ class Preparer:
         if len(self._remarks) < MAX_REMARKS:
             self._remarks[text[:MAX_REMARK_LENGTH]] = None
 
-    def _write_at(self, step: str, schema: Schema, is_closed: bool = True) -> Schema:
+    def _write_at(self, step: str, schema: Schema, is_closed: bool = True, tag: str = "") -> Schema:
+        """tag: a property that the schema must require."""
+        if tag and isinstance(schema, dict):
+            if "$ref" in schema:
+                return {"$ref": self._refer(schema["$ref"], is_closed, tag)}
+            schema = {**schema, "required": [*(schema.get("required") or ()), tag]}
         self._path.append(step)
         if len(self._path) > MAX_DEPTH:
             raise InvalidInputError("The JSON schema is nested too deeply.", hint="Use fewer levels.")
@@ -128,7 +134,8 @@ class Preparer:
                 written[keyword] = {name: self._write_at(f".{keyword}.{name}", inner) for name, inner in value.items()}
             elif keyword in SCHEMA_LISTS or (keyword == "items" and isinstance(value, list)):
                 closes = is_alone or keyword not in IN_PLACE
-                found = [self._write_at(f".{keyword}[{place}]", inner, closes) for place, inner in enumerate(value)]
+                tag = tag_of(stated) if keyword in ("anyOf", "oneOf") else ""
+                found = [self._write_at(f".{keyword}[{n}]", inner, closes, tag) for n, inner in enumerate(value)]
                 written[self._union(stated) if keyword == "oneOf" else keyword] = found
             elif keyword in VALUES:
                 written[keyword] = self._write_at(f".{keyword}", value)
@@ -229,16 +236,17 @@ class Preparer:
             schema = schema if target is None else target
         return schema if isinstance(schema, dict) else {} if schema else {"not": {}}
 
-    def _refer(self, address: str, is_closed: bool) -> str:
+    def _refer(self, address: str, is_closed: bool, tag: str = "") -> str:
         target = self._resolve(address)
-        if is_closed or target is None:
+        is_ready = is_closed and (not tag or tag in (self._follow(target or {}).get("required") or ()))
+        if is_ready or not isinstance(target, dict):
             return address
-        if address not in self._names:
-            self._names[address] = name = f"open-{len(self._names)}"
-            if isinstance(target, dict):
-                target = {keyword: value for keyword, value in target.items() if keyword not in OF_ONE_PLACE}
-            self._copies[name] = self._write_at("", target, False)
-        return f"#/$defs/{self._names[address]}"
+        key = (address, is_closed, tag)
+        if key not in self._names:
+            self._names[key] = name = f"copy-{len(self._names)}"
+            target = {keyword: value for keyword, value in target.items() if keyword not in OF_ONE_PLACE}
+            self._copies[name] = self._write_at("", target, is_closed, tag)
+        return f"#/$defs/{self._names[key]}"
 
     # Keywords that are expressed by others
 
@@ -246,7 +254,7 @@ class Preparer:
         """The keyword for the alternatives of oneOf: anyOf if their types or a property tell them apart."""
         options = [self._follow(option) for option in stated["oneOf"]]
         tag = tag_of(stated)
-        for name in [tag] if tag else options[0].get("required") or [""]:
+        for name in [tag] if tag else (options or [{}])[0].get("required") or [""]:
             self._count(len(options))
             marks = [mark for option in options for mark in self._marks(option, name, bool(tag))]
             if None not in marks and len({*marks}) == len(marks) and "anyOf" not in stated:
@@ -268,8 +276,6 @@ class Preparer:
     def _express(self, stated: dict[str, Any]) -> list[Schema]:
         """Schemas that hold beside the written keywords."""
         found: list[Schema] = []
-        if tag_of(stated) and ("oneOf" in stated or "anyOf" in stated):
-            found.append({"required": [tag_of(stated)]})
         for keyword in DEPENDENT:
             for name, needed in stated.get(keyword, {}).items():
                 inner = self._write_at(f".{keyword}.{name}", as_schema(needed), False)
