@@ -70,10 +70,6 @@ COMMANDS = (
     Command("convert", "models", MODELS, "convert a model into a directory of the Arrow store", "SOURCE OUTPUT_DIR ", (
         "archerfish convert all-minilm-l6-v2 minilm-arrow", "archerfish convert story-rwkv7 story-int8 --weights int8",
         "archerfish convert Qwen/Qwen3-0.6B merged --merge my-lora --dtype bfloat16")),
-    Command("kernels export", "models", MODELS, "compile the GPU kernels of a model and write them to a file", "MODEL FILE ", (
-        "archerfish kernels export Qwen/Qwen3-8B kernels.tar.gz",)),
-    Command("kernels import", "models", MODELS, "read GPU kernels from such a file, which must be trusted like a program",
-            "FILE ", ("archerfish kernels import kernels.tar.gz",)),
     Command("simulate", "simulate", MEASURE, "compare routing policies over many replicas in virtual time", "", (
         "archerfish simulate --replicas 8 --rate 100 --seconds 10",)),
     *(Command(f"bench {bench.name}", "bench", MEASURE, bench.summary, bench.usage) for bench in BENCHES),

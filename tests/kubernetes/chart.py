@@ -33,7 +33,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}],
         "modelVolume": {"size": "10Gi", "storageClass": "fast"},
         "kernelVolume": {"claim": "kernels"},
-        "kernelArchive": "/models/kernels.tar.gz",
         "apiKeys": {"secret": "keys", "metricsSecret": "prometheus"},
         "pod": {
             "nodeSelector": {"card": "h200"},

@@ -28,7 +28,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from archerfish.cli.commands import COMMANDS
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.serve.tenants import add_key
-from tests.kernels.test_compiling import FOLDER, write_archive
 
 from .chart import NAME, ROOT, VARIANTS, of_kind, pods, read_images, read_manifests, render, run_helm, runnable, yaml
 
@@ -178,15 +177,12 @@ def test_pod_ends_without_a_lost_request(pod: Pod) -> None:
     assert time.monotonic() - began < pod.spec["terminationGracePeriodSeconds"]
 
 
-def test_init_containers_run(pod: Pod, tmp_path: Path) -> None:
+def test_init_containers_run(pod: Pod) -> None:
     commands = [[*IMAGE.argv("ENTRYPOINT"), *one["args"]] for one in pod.spec["initContainers"]]
-    assert [command[1] for command in commands] == ["pull", "kernels"]
-    archive = write_archive(tmp_path / "kernels.tar.gz", {f"{FOLDER}/k.json": b"{}", f"{FOLDER}/k.cubin": b"code"})
-    commands[1][-1] = str(archive)
+    assert [command[1] for command in commands] == ["pull"]
     for command, container in zip(commands, pod.spec["initContainers"], strict=True):
         done = run(command, environment(pod.directory, 1, container))
         assert done.returncode == 0, done.stderr
-    assert (pod.directory / "kernels" / FOLDER / "k.cubin").read_bytes() == b"code"
 
 
 def test_default_models_are_pulled_and_are_those_of_the_service() -> None:

@@ -9,7 +9,6 @@ import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -182,15 +181,14 @@ class TritonOps(TorchOps):
         self._uploads: Uploads | None = None  # while weights are being prepared
         self.is_async = self.can_record = device == "cuda"
         self.compiled = CompileCounts()
-        self.kernel_list: Path | None = None  # of what the model needs compiled
 
     @contextmanager
     def starting(self, key: str, rehearse: Callable[[], None], progress: Progress) -> Iterator[None]:
         if self.device != "cpu":  # where the interpreter compiles nothing
             self.compiled.is_ready = False
             compiling.count_for(self.compiled)
-            self.kernel_list = compiling.list_path(f"{key}/{self.num_processors}")
-            compiling.compile_ahead(self.kernel_list, rehearse, self.compiled, progress)
+            kernel_list = compiling.list_path(f"{key}/{self.num_processors}")
+            compiling.compile_ahead(kernel_list, rehearse, self.compiled, progress)
         yield
         self.compiled.is_ready = True
 

@@ -96,21 +96,13 @@ resources:
   {{- toYaml $resources | nindent 2 }}
 {{- end }}
 
-{{/* Runs before the first container: models, then kernels. */}}
+{{/* Pulls models before the first container runs. */}}
 {{- define "archerfish.init" -}}
-{{- if or .Values.models .Values.kernelArchive }}
+{{- with .Values.models }}
 initContainers:
-  {{- with .Values.models }}
   - name: pull
     args: {{ concat (list "pull") . | toJson }}
     {{- include "archerfish.container" $ | nindent 4 }}
     {{- include "archerfish.resources" $ | nindent 4 }}
-  {{- end }}
-  {{- with .Values.kernelArchive }}
-  - name: kernels
-    args: {{ list "kernels" "import" . | toJson }}
-    {{- include "archerfish.container" $ | nindent 4 }}
-    {{- include "archerfish.resources" $ | nindent 4 }}
-  {{- end }}
 {{- end }}
 {{- end }}
