@@ -244,6 +244,10 @@ def test_error_during_a_stream_is_an_event(route: str, body: dict[str, Any]) -> 
         ({"response_format": {"type": "json_object"}}, {"kind": "json", "value": None}),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}},
+            {"kind": "json_schema", "value": {"type": "object", "x-guidance": {"lenient": True}}},
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"strict": True, "schema": {"type": "object"}}}},
             {"kind": "json_schema", "value": {"type": "object"}},
         ),
         ({"response_format": {"type": "regex", "regex": "a+"}}, {"kind": "regex", "value": "a+"}),
