@@ -206,6 +206,8 @@ def try_compiling(kind: str, text: str, max_seconds: int) -> None:
 
     A grammar of 40 bytes can take minutes and gigabytes, and a thread that compiles it cannot be stopped.
     """
+    import subprocess  # takes long to import
+
     import llguidance
 
     script = Path(__file__).with_name("grammar_trial.py")
